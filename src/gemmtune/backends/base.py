@@ -1,0 +1,194 @@
+"""The contract every backend keeps: four methods, and the data that passes through them.
+
+Adding a backend changes no file but its own room, one line in ``backends/__init__.py`` and one conformance
+subclass (docs/adding-a-backend.md).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..problem import Problem, Quant
+    from ..target import Target
+
+Scalar = str | int | float | bool
+
+
+@dataclass(frozen=True, slots=True)
+class Availability:
+    """Whether a backend can be used on a Target; ``reason`` is in words a user can act on (empty when it can)."""
+
+    ok: bool
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to solve a Problem, as data. ``config`` is sorted by name, so equal candidates have equal ids."""
+
+    backend: str
+    template: str
+    config: tuple[tuple[str, Scalar], ...] = ()
+
+    @classmethod
+    def make(cls, backend: str, template: str, **config: Scalar) -> Candidate:
+        return cls(backend, template, tuple(sorted(config.items())))
+
+    @property
+    def id(self) -> str:
+        """Stable name, e.g. ``native/gemm[isa=avx512,mr=6,nr=64]``."""
+        inner = ",".join(f"{name}={value}" for name, value in self.config)
+        return f"{self.backend}/{self.template}" + (f"[{inner}]" if inner else "")
+
+    def __getitem__(self, name: str) -> Scalar:
+        for key, value in self.config:
+            if key == name:
+                return value
+        raise KeyError(name)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"backend": self.backend, "template": self.template, "config": dict(self.config)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Candidate:
+        """Raises KeyError, TypeError or ValueError on anything malformed."""
+        backend, template, config = data["backend"], data["template"], data["config"]
+        if not (isinstance(backend, str) and isinstance(template, str) and isinstance(config, Mapping)):
+            raise TypeError(f"malformed candidate: {data!r}")
+        for name, value in config.items():
+            if not isinstance(name, str) or not isinstance(value, str | int | float | bool):
+                raise TypeError(f"malformed candidate config: {name!r}: {value!r}")
+        return cls.make(backend, template, **config)
+
+
+@dataclass(frozen=True, slots=True)
+class Illegal:
+    """A candidate ruled out before it is built, and why (``gemmtune explain`` prints it)."""
+
+    candidate: Candidate
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """What building left on disk. ``path`` is None when there is nothing (ATen, prebuilt native kernels)."""
+
+    candidate: Candidate
+    digest: str
+    path: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class QuantWeight:
+    """A weight-only operand as users hold it. See ``problem.Quant`` for the formula.
+
+    data: int8 [K, N], or uint8 [ceil(K / 2), N] of int4 pairs along K; any strides. scale, zero_point: [N] or
+    [groups, N]. ``k`` is the logical K (an odd K cannot be told from the int4 data).
+    """
+
+    data: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+    k: int
+    quant: Quant
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A constant B operand in the one layout its Plan's kernels share.
+
+    layout: the layout's name, ``"<backend>:<anything>"``; ``data`` belongs to that backend alone. n, k, dtype and
+    quant say what was packed; ``machine`` names the ISA family it is valid for. ``bias`` and the like never live
+    here. ``raw_strides`` are those of the weight it came from, so that unpacking gives the same tensor back.
+    """
+
+    layout: str
+    data: tuple[Tensor, ...]
+    n: int
+    k: int
+    dtype: str
+    quant: Quant | None = None
+    machine: str = ""
+    raw_order: str = "col"
+    meta: Mapping[str, Scalar] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.untyped_storage().nbytes() for t in self.data)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The logical shape [K, N]."""
+        return (self.k, self.n)
+
+
+WeightLike = "Tensor | QuantWeight | PackedWeight"
+
+
+class Kernel(ABC):
+    """A loaded Artifact: a callable for one Problem with any M (``problem.m`` is where it was tuned).
+
+    packing: the layout its constant B must be packed in (a PackedWeight with that ``layout``), or None when it
+    takes the raw operand. workspace_bytes: scratch it allocates besides its output. reduced: a note when the kernel
+    keeps a copy of the weight it was not asked for (dequantised up front), empty otherwise.
+    """
+
+    candidate: Candidate
+    problem: Problem
+    packing: str | None = None
+    workspace_bytes: int = 0
+
+    @abstractmethod
+    def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
+        """Compute ``out[...] = epilogue(a @ b)``.
+
+        a: [M, K] ([batch, M, K] for bmm). b: Tensor [K, N] (or [batch, K, N]), a QuantWeight for a raw weight-only
+        operand, or a PackedWeight when ``packing`` is not None. aux: the epilogue's tensors in order, shapes as
+        their Step's axis says (broadcasting already resolved, last dimension contiguous). out: [M, N] of
+        ``problem.out_dtype``, row-major. Nothing is validated here: the caller has.
+        """
+
+    def pack(self, b: Any) -> PackedWeight:
+        """Pack a raw B (Tensor or QuantWeight) into ``self.packing``. Only called when packing is not None."""
+        raise NotImplementedError(f"{self.candidate.id} takes its operand unpacked")
+
+
+class Backend(ABC):
+    """A source of kernels. ``name`` is the word users type (``--backends aten,native``)."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def available(self, target: Target) -> Availability:
+        """Whether this backend works on the target, or the reason it does not."""
+
+    @abstractmethod
+    def candidates(self, problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
+        """The legal candidates, most promising first, and the illegal ones with their reasons; lazily."""
+
+    def build(self, problem: Problem, candidate: Candidate, target: Target) -> Artifact:
+        """Build a candidate: pure, needs no device, safe in a pool of processes. Prebuilt backends inherit this."""
+        return Artifact(candidate, digest=self.source_digest())
+
+    @abstractmethod
+    def load(self, artifact: Artifact, problem: Problem) -> Kernel:
+        """Load in the process that will run it. Raises KernelError when it cannot."""
+
+    @abstractmethod
+    def source_digest(self) -> str:
+        """A short hash of everything of ours that decides what the kernels compute; part of the Target."""
+
+    def unpack(self, packed: PackedWeight) -> Any:
+        """The raw operand a PackedWeight of this backend came from (Tensor [K, N] or QuantWeight), bit for bit."""
+        raise NotImplementedError(f"{self.name} packs no weights")

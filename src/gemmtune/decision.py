@@ -1,0 +1,94 @@
+"""What tuning found out: Verdicts, Samples and Decisions. Data only, strict, JSON-ready (msgspec)."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+VerdictKind = Literal[
+    "exact", "within_bound", "wrong", "unstable", "crashed", "hung", "out_of_memory", "build_failed", "unsupported"
+]
+Outcome = Literal["winner", "tie", "none_valid"]
+Stage = Literal["illegal", "untried", "failed", "screened", "eliminated", "finalist", "winner"]
+
+
+class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What checking said. ``detail``: where and by how much, or what went wrong, in words.
+
+    worst: largest error as a fraction of the bound (0 for exact; > 1 is wrong).
+    """
+
+    kind: VerdictKind
+    detail: str = ""
+    worst: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        return self.kind in ("exact", "within_bound")
+
+
+class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Timings of one kernel on one Problem. Times in seconds per call.
+
+    ratio: paired time over ATen's in the same rounds (median), with its interval [ratio_lo, ratio_hi] (95%).
+    times: the raw per-round times (bounded in number). condition: cold or hot operands. packing_s: one-time cost of
+    packing the constant operand.
+    """
+
+    median_s: float
+    lo_s: float
+    hi_s: float
+    rounds: int
+    ratio: float = 1.0
+    ratio_lo: float = 1.0
+    ratio_hi: float = 1.0
+    times: tuple[float, ...] = ()
+    condition: Literal["cold", "hot"] = "cold"
+    packing_s: float = 0.0
+    conditions: dict[str, str] = {}
+
+
+class Evidence(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One candidate's record: how far it came and why it stopped there."""
+
+    candidate: dict[str, Any]
+    id: str
+    stage: Stage
+    packing: str | None = None
+    reason: str = ""
+    verdict: Verdict | None = None
+    sample: Sample | None = None
+    workspace_bytes: int = 0
+
+
+class Decision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The outcome for one Problem on one Target, with everything that led to it.
+
+    outcome: ``winner`` (``chosen`` beat ATen beyond the noise), ``tie`` (ATen serves; ``chosen`` is ATen's best), or
+    ``none_valid`` (``chosen`` is None; dispatch falls back to the plain ATen op).
+    alternatives: the fastest eligible candidate id per packing ("" = unpacked), so that one layout can be chosen
+    over many M. problem: ``Problem.to_dict()``.
+    """
+
+    problem_key: str
+    problem: dict[str, Any]
+    target_key: str
+    outcome: Outcome
+    chosen: str | None
+    evidence: tuple[Evidence, ...]
+    alternatives: dict[str, str] = {}
+    stopped: str = ""
+    seconds: float = 0.0
+    seed: int = 0
+    created: float = 0.0
+
+    def find(self, candidate_id: str | None) -> Evidence | None:
+        """The evidence of one candidate."""
+        return next((row for row in self.evidence if row.id == candidate_id), None)
+
+    @property
+    def speedup(self) -> float:
+        """Best's speed over ATen's, paired; 1.0 on a tie."""
+        row = self.find(self.chosen)
+        return 1.0 if self.outcome != "winner" or row is None or row.sample is None else 1.0 / row.sample.ratio

@@ -1,0 +1,72 @@
+"""What happens to the accumulator before it is stored.
+
+An Epilogue is a tuple of Steps, applied in order to the accumulator (float32, or int32 for integer
+products, which becomes float32 at the first step that needs it). Steps are data: the tensors they need
+travel beside them, in the order of the steps that take one (``Step.takes_tensor``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["scale", "bias", "add", "mul", "relu", "gelu", "gelu_tanh", "silu", "clamp", "cast"]
+Axis = Literal["tensor", "row", "col", "full"]
+
+_WITH_TENSOR = ("scale", "bias", "add", "mul")
+_ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of an epilogue on the accumulator ``acc`` [M, N] (batched: [batch, M, N]).
+
+    kind:
+      - ``scale``: ``acc *= value * t`` with ``t`` float-like; ``axis`` tells t's shape. With
+        ``axis="tensor"`` and ``dtype=None`` there is no tensor: ``acc *= value``.
+      - ``bias``, ``add``: ``acc += value * t`` (``bias`` is ``axis="col"``, ``add`` any axis).
+      - ``mul``: ``acc *= t``.
+      - ``relu``, ``gelu`` (erf), ``gelu_tanh``, ``silu``: elementwise.
+      - ``clamp``: to ``[lo, hi]``.
+      - ``cast``: round to ``dtype`` and back to the accumulator's type (integers saturate; ties to even).
+    axis: shape of the tensor: ``tensor`` = one element, ``row`` = [M], ``col`` = [N], ``full`` = [M, N].
+    dtype: the tensor's dtype (torch's name, e.g. ``"bfloat16"``), or the target of ``cast``.
+    """
+
+    kind: Kind
+    axis: Axis = "full"
+    dtype: str | None = None
+    value: float = 1.0
+    lo: float = float("-inf")
+    hi: float = float("inf")
+
+    @property
+    def takes_tensor(self) -> bool:
+        return self.kind in _WITH_TENSOR and self.dtype is not None
+
+    @property
+    def key(self) -> str:
+        """Canonical text, e.g. ``add.col.bfloat16*0.5`` or ``clamp(-1,1)``."""
+        if self.kind in _ACTIVATIONS:
+            return self.kind
+        if self.kind == "clamp":
+            return f"clamp({self.lo!r},{self.hi!r})"
+        if self.kind == "cast":
+            return f"cast.{self.dtype}"
+        text = f"{self.kind}.{self.axis}"
+        if self.dtype is not None:
+            text += f".{self.dtype}"
+        return text if self.value == 1.0 else f"{text}*{self.value!r}"
+
+
+Epilogue = tuple[Step, ...]
+
+
+def epilogue_key(epilogue: Epilogue) -> str:
+    """Canonical text of a whole epilogue; empty for none."""
+    return ";".join(step.key for step in epilogue)
+
+
+def tensor_count(epilogue: Epilogue) -> int:
+    """How many tensors travel beside the epilogue."""
+    return sum(step.takes_tensor for step in epilogue)

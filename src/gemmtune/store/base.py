@@ -1,0 +1,63 @@
+"""The contract of a store: data in, data out, never code."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..decision import Decision, Verdict
+    from ..target import Target
+
+
+class Store(ABC):
+    """Keeps Decisions and remembered failures per Target. One transaction a record.
+
+    Readers meet damage as a miss (and warn once); writers raise StoreError.
+    """
+
+    @abstractmethod
+    def get(self, target: Target, problem_key: str) -> Decision | None:
+        """The decision, or None when there is none for exactly this target."""
+
+    @abstractmethod
+    def put(self, target: Target, decision: Decision) -> None:
+        """Keep (or replace) one decision; durable when this returns."""
+
+    @abstractmethod
+    def decisions(self, target: Target | None = None) -> Iterator[Decision]:
+        """Every decision of one target, or of all, newest first."""
+
+    @abstractmethod
+    def targets(self) -> list[Target]:
+        """Every target with a decision."""
+
+    @abstractmethod
+    def remember_failure(self, target: Target, problem_key: str, candidate_id: str, verdict: Verdict) -> None:
+        """A candidate that crashed, hung or was wrong is not tried again on this target."""
+
+    @abstractmethod
+    def failures(self, target: Target, problem_key: str) -> dict[str, Verdict]:
+        """Remembered failures by candidate id."""
+
+    @abstractmethod
+    def export(self, path: Path, target: Target | None = None) -> int:
+        """Write one readable, versioned JSON file; returns the number of decisions."""
+
+    @abstractmethod
+    def import_(self, path: Path) -> int:
+        """Validate everything in an exported file, then keep it all or nothing; returns the number kept."""
+
+    @abstractmethod
+    def prune(self, *, keep: Target | None = None, older_than_s: float | None = None) -> int:
+        """Delete decisions of other targets than ``keep`` and/or older than an age; returns the number deleted."""
+
+    @abstractmethod
+    def verify(self) -> list[str]:
+        """Damage found, in words, one line each; empty when the store is sound."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what is open. Idempotent."""

@@ -1,0 +1,141 @@
+"""A Target: the machine a decision is valid for. Any field that changes is a miss in the store."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# The CPU features that decide which kernels can run, as Linux names them in /proc/cpuinfo.
+ISA_FLAGS = (
+    "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16",
+    "avx512_fp16", "avx512vbmi", "avx_vnni", "amx_tile", "amx_bf16", "amx_int8",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Everything that can change a kernel's speed or result.
+
+    device: ``cpu`` or ``cuda``. name, capability: the device's. caches: bytes of (L1d, L2, L3) per core or chip.
+    threads: torch's intra-op threads (CPU). versions: of torch, BLAS libraries, driver, CUDA, Triton... sources: a
+    digest per backend of ours.
+    """
+
+    device: str
+    name: str
+    capability: str
+    isa: tuple[str, ...] = ()
+    caches: tuple[int, ...] = ()
+    threads: int = 1
+    cores: int = 1
+    memory: int = 0
+    versions: tuple[tuple[str, str], ...] = ()
+    sources: tuple[tuple[str, str], ...] = ()
+    _key: str = field(default="", compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
+        object.__setattr__(self, "_key", hashlib.sha256(text.encode()).hexdigest()[:24])
+
+    @property
+    def key(self) -> str:
+        """A digest of every field."""
+        return self._key
+
+    def to_dict(self) -> dict[str, Any]:
+        data = asdict(self)
+        del data["_key"]
+        for name in ("versions", "sources"):
+            data[name] = dict(data[name])
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Target:
+        """Raises KeyError, TypeError or ValueError on anything malformed."""
+        fields = dict(data)
+        for name in ("versions", "sources"):
+            fields[name] = tuple(sorted((str(k), str(v)) for k, v in fields[name].items()))
+        fields["isa"] = tuple(str(flag) for flag in fields["isa"])
+        fields["caches"] = tuple(int(size) for size in fields["caches"])
+        return cls(**fields)
+
+
+def current_cpu(sources: Mapping[str, str] | None = None) -> Target:
+    """The Target of this process's CPU with torch's present thread count. ``sources``: digest per backend."""
+    name, flags, caches, memory = _host()
+    return Target(
+        device="cpu",
+        name=name,
+        capability=platform.machine(),
+        isa=flags,
+        caches=caches,
+        threads=torch.get_num_threads(),
+        cores=_cores(),
+        memory=memory,
+        versions=_versions(),
+        sources=tuple(sorted((sources or {}).items())),
+    )
+
+
+@functools.cache
+def _host() -> tuple[str, tuple[str, ...], tuple[int, ...], int]:
+    info = _cpuinfo()
+    vendor = f"{info.get('vendor_id', '')} family {info.get('cpu family', '?')} model {info.get('model', '?')}"
+    present = set(info.get("flags", "").split())
+    flags = tuple(flag for flag in ISA_FLAGS if flag in present)
+    name = f"{info.get('model name', platform.processor() or 'unknown CPU')} ({vendor})"
+    return name, flags, _caches(), _memory()
+
+
+def _cpuinfo() -> dict[str, str]:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0]
+    except OSError:
+        return {}
+    pairs = (line.split(":", 1) for line in text.splitlines() if ":" in line)
+    return {name.strip(): value.strip() for name, value in pairs}
+
+
+def _caches() -> tuple[int, ...]:
+    sizes: dict[int, int] = {}
+    for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        try:
+            kind = (index / "type").read_text().strip()
+            level, size = int((index / "level").read_text()), (index / "size").read_text().strip()
+        except (OSError, ValueError):
+            continue
+        if kind != "Instruction" and size.endswith("K"):
+            sizes[level] = int(size[:-1]) * 1024
+    return tuple(sizes.get(level, 0) for level in (1, 2, 3))
+
+
+def _memory() -> int:
+    try:
+        line = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()[0]
+        return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def _cores() -> int:
+    import os
+
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+
+
+@functools.cache
+def _versions() -> tuple[tuple[str, str], ...]:
+    build = torch.__config__.show()
+    onednn = next((line.strip(" -") for line in build.splitlines() if "MKL-DNN" in line or "oneDNN" in line), "none")
+    blas = next((part for part in build.replace("\n", ", ").split(", ") if part.startswith("BLAS_INFO=")), "none")
+    capability = torch.backends.cpu.get_cpu_capability()
+    rows = {"torch": torch.__version__, "onednn": onednn, "blas": blas, "aten_isa": capability}
+    return tuple(sorted(rows.items()))
