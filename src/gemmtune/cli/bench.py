@@ -1,0 +1,80 @@
+"""``gemmtune bench``: race backends on shapes, keeping nothing."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from .common import (
+    BackendsOption,
+    BudgetOption,
+    JsonOption,
+    ThreadsOption,
+    collect,
+    console,
+    current_target,
+    emit,
+    fail,
+    guard,
+    parse_backends,
+    quiet_stdout,
+)
+
+
+@guard
+def bench(
+    shapes: Annotated[list[str] | None, typer.Argument(metavar="[M,N,K ...]", help="Shapes, e.g. 16,4096,11008.")] = None,
+    workload: Annotated[
+        str | None, typer.Option("--workload", metavar="NAME", help="llama, llama-small, odd or dynamic.")
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option("--dtype", metavar="D", help="fp32, bf16, fp16, fp64, int8, int8wo or int4wo.")
+    ] = "bf16",
+    backends: BackendsOption = None,
+    budget: BudgetOption = 6.0,
+    threads: ThreadsOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Race the named backends on shapes, side by side in the same rounds. The store is neither read nor written."""
+    from ..store import MemoryStore
+    from .tune import run
+
+    names = parse_backends(backends)
+    with quiet_stdout(as_json):
+        problems = collect(None, shapes or [], workload, dtype)
+        target = current_target(threads)
+    if not problems:
+        fail("every one of these problems is empty (M, N or K is 0): there is nothing to race", as_json=as_json)
+    board, interrupted = run(problems, target, names, MemoryStore(), budget=budget, hidden=as_json)
+    if as_json:
+        emit({"interrupted": interrupted, "threads": target.threads, "results": [_row(d) for d in board.decisions]})
+    elif board.decisions:
+        from .tables import bench_table
+
+        out = console()
+        out.print()
+        out.print(bench_table(board.decisions, names))
+    if interrupted or any(decision.outcome == "none_valid" for decision in board.decisions):
+        raise typer.Exit(1)
+
+
+def _row(decision: Any) -> dict[str, Any]:
+    from ..report.rows import best_by_backend, summarize
+
+    row = summarize(decision)
+    backends = {
+        name: {"kernel": best.id, "median_s": best.sample.median_s, "lo_s": best.sample.lo_s, "hi_s": best.sample.hi_s}
+        for name, best in best_by_backend(decision).items()
+        if best.sample is not None
+    }
+    return {
+        "problem": decision.problem_key,
+        "label": row.label,
+        "outcome": row.outcome,
+        "fastest": decision.chosen,
+        "speedup": row.speedup,
+        "speedup_lo": row.lo,
+        "speedup_hi": row.hi,
+        "backends": backends,
+    }

@@ -1,0 +1,188 @@
+"""What the commands share: options, parsing, errors that end in one clear line, and JSON output."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec, TypeVar
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..problem import Problem
+    from ..store.base import Store
+    from ..target import Target
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
+StoreOption = Annotated[
+    Path | None, typer.Option("--store", metavar="PATH", help="The store's file [default: $GEMMTUNE_STORE or yours].")
+]
+ThreadsOption = Annotated[
+    int | None, typer.Option("--threads", min=1, max=4096, metavar="N", help="Threads [default: torch's].")
+]
+BackendsOption = Annotated[
+    str | None, typer.Option("--backends", metavar="A,B", help="Backends to use, comma separated [default: all].")
+]
+DtypeOption = Annotated[
+    str, typer.Option("--dtype", metavar="D", help="fp32, bf16, fp16, fp64, int8 (int8 x int8), int8wo or int4wo.")
+]
+BudgetOption = Annotated[
+    float, typer.Option("--budget", min=0.05, metavar="S", help="Seconds of measuring for each problem.")
+]
+
+
+def usage(message: str) -> NoReturn:
+    """Wrong usage: one line on stderr, exit code 2."""
+    raise typer.BadParameter(message)
+
+
+def fail(message: str, *, as_json: bool = False) -> NoReturn:
+    """A failure: one line on stderr (or a JSON document on stdout), exit code 1."""
+    if as_json:
+        emit({"error": message})
+    else:
+        print(f"error: {message}", file=sys.stderr)
+    raise typer.Exit(1)
+
+
+def guard(command: Callable[P, R]) -> Callable[P, R]:
+    """Turn the errors users can cause into one line and exit code 1; anything else is a bug and keeps its traceback."""
+
+    @functools.wraps(command)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
+        from ..errors import GemmtuneError
+
+        as_json = bool(kwargs.get("as_json", False))
+        try:
+            return command(*args, **kwargs)
+        except (GemmtuneError, OSError) as error:
+            fail(str(error), as_json=as_json)
+        except KeyboardInterrupt:
+            fail("interrupted", as_json=as_json)
+
+    return guarded
+
+
+def emit(document: Any) -> None:
+    """Print one JSON document (infinities and NaN as strings, so that any parser reads it)."""
+    print(json.dumps(_finite(document), indent=2, default=str))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return repr(value)
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def console() -> Console:
+    """The rich console on stdout; 120 columns when it is not a terminal, so that tables in logs stay whole."""
+    from rich.console import Console
+
+    return Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=140)
+
+
+@contextlib.contextmanager
+def quiet_stdout(active: bool) -> Iterator[None]:
+    """Send what others print to stderr while ``active``, so that stdout holds the JSON document alone."""
+    with contextlib.redirect_stdout(sys.stderr) if active else contextlib.nullcontext():
+        yield
+
+
+def parse_shape(text: str) -> tuple[int, int, int]:
+    """``"M,N,K"`` (or ``MxNxK``) as three non-negative ints; anything else is wrong usage."""
+    parts = text.lower().replace("x", ",").split(",")
+    try:
+        m, n, k = (int(part) for part in parts)
+    except ValueError:
+        usage(f"a shape is M,N,K, for example 16,4096,11008; got {text!r}")
+    if min(m, n, k) < 0:
+        usage(f"M, N and K must not be negative; got {text!r}")
+    return m, n, k
+
+
+def parse_problem(shape: tuple[int, int, int], dtype: str, *, bias: bool = False) -> Problem:
+    """The Problem of a shape and a ``--dtype``; an unknown dtype is wrong usage."""
+    from ..workloads import build
+
+    try:
+        return build(*shape, dtype, bias=bias)
+    except ValueError as error:
+        usage(str(error))
+
+
+def parse_backends(text: str | None) -> tuple[str, ...]:
+    """The backends' names, ATen always among them (it is what everything is compared with)."""
+    from ..backends import names
+
+    if text is None:
+        return names()
+    asked = [part.strip() for part in text.split(",") if part.strip()]
+    unknown = [name for name in asked if name not in names()]
+    if unknown or not asked:
+        usage(f"unknown backend {', '.join(unknown) or text!r}; known backends: {', '.join(names())}")
+    return tuple(dict.fromkeys(["aten", *asked]))
+
+
+def current_target(threads: int | None) -> Target:
+    """This machine, after setting torch's thread count when one was asked for."""
+    import torch
+
+    from ..backends import sources
+    from ..target import current_cpu
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    return current_cpu(sources())
+
+
+@contextlib.contextmanager
+def opened(path: Path | None) -> Iterator[Store]:
+    """The store at ``path`` (or the default one), closed afterwards."""
+    from ..store import open_store
+
+    store = open_store(path)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def collect(
+    model: str | None, shapes: Sequence[str], workload: str | None, dtype: str | None, *, bias: bool = False
+) -> list[tuple[Problem, int]]:
+    """The problems asked for, from exactly one of: a model, ``--workload``, shapes; empty ones left out."""
+    chosen = [name for name, given in (("a model", model), ("--workload", workload), ("shapes", shapes)) if given]
+    if len(chosen) != 1:
+        given = " and ".join(chosen) or "nothing"
+        usage(f"give one of: a model (file.py:factory), --workload NAME, or shapes M,N,K; got {given}")
+    if model:
+        from .models import record_model
+
+        found = record_model(model, dtype)
+    elif workload:
+        found = _named(workload, dtype or "bf16")
+    else:
+        found = [(parse_problem(parse_shape(shape), dtype or "bf16", bias=bias), 1) for shape in shapes]
+    return [(problem, count) for problem, count in found if problem.flops > 0]
+
+
+def _named(name: str, dtype: str) -> list[tuple[Problem, int]]:
+    from .. import workloads
+
+    try:
+        return workloads.workload(name, dtype)
+    except ValueError as error:
+        usage(str(error))

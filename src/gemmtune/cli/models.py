@@ -1,0 +1,99 @@
+"""Loading a user's model for ``gemmtune tune file.py:factory``.
+
+The factory is called with ``dtype=...`` when ``--dtype`` is given and it takes one, else with nothing. It returns
+``(model, example_inputs)``: a callable (usually an ``nn.Module``) and the arguments of a call as a tuple, or a list of
+such tuples when several calls should be recorded (prefill and decode, say).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import GemmtuneError
+from .common import usage
+
+if TYPE_CHECKING:
+    from ..problem import Problem
+
+Calls = list[tuple[Any, ...]]
+
+
+def find_factory(spec: str) -> Callable[..., Any]:
+    """The callable named by ``file.py:factory`` or ``package.module:factory``; wrong usage when there is none."""
+    place, colon, name = spec.rpartition(":")
+    if not colon or not place or not name:
+        usage(f"a model is file.py:factory or package.module:factory; got {spec!r}")
+    module = _from_file(Path(place)) if place.endswith(".py") else _from_package(place)
+    factory = getattr(module, name, None)
+    if not callable(factory):
+        usage(f"{place} has no callable named {name!r}")
+    found: Callable[..., Any] = factory
+    return found
+
+
+def _from_file(path: Path) -> Any:
+    if not path.is_file():
+        usage(f"no such file: {path}")
+    module_spec = importlib.util.spec_from_file_location(path.stem, path)
+    if module_spec is None or module_spec.loader is None:
+        usage(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(module_spec)
+    # As with `python file.py`: the file may import its neighbours, and its dataclasses find their module.
+    sys.path.insert(0, str(path.resolve().parent))
+    sys.modules.setdefault(path.stem, module)
+    return _importing(str(path), lambda: module_spec.loader and module_spec.loader.exec_module(module)) or module
+
+
+def _from_package(name: str) -> Any:
+    sys.path.insert(0, "")
+    return _importing(name, lambda: importlib.import_module(name))
+
+
+def _importing(what: str, action: Callable[[], Any]) -> Any:
+    try:
+        return action()
+    except Exception as error:  # the user's module may raise anything at all
+        raise GemmtuneError(f"importing {what} raised {type(error).__name__}: {error}") from error
+
+
+def call_factory(factory: Callable[..., Any], dtype: str | None) -> tuple[Callable[..., Any], Calls]:
+    """The model and the argument tuples to call it with. Raises GemmtuneError when the factory fails or misleads."""
+    takes_dtype = "dtype" in inspect.signature(factory).parameters
+    if dtype is not None and not takes_dtype:
+        usage(f"{factory.__name__} takes no dtype, so --dtype cannot apply to this model")
+    try:
+        made = factory(dtype=dtype) if dtype is not None else factory()
+    except Exception as error:  # the user's code may raise anything at all
+        raise GemmtuneError(f"{factory.__name__} raised {type(error).__name__}: {error}") from error
+    if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0])):
+        raise GemmtuneError(f"{factory.__name__} must return (model, example_inputs); got {type(made).__name__}")
+    model, inputs = made
+    calls = inputs if isinstance(inputs, list) else [inputs]
+    return model, [call if isinstance(call, tuple) else (call,) for call in calls]
+
+
+def record_model(spec: str, dtype: str | None) -> list[tuple[Problem, int]]:
+    """Every Problem the model's example calls run, with how often. Raises GemmtuneError when there is none."""
+    import torch
+
+    from ..integrations.record import record
+
+    model, calls = call_factory(find_factory(spec), dtype)
+    if isinstance(model, torch.nn.Module):
+        model.eval()
+    with torch.inference_mode(), record() as recorded:
+        for call in calls:
+            try:
+                model(*call)
+            except Exception as error:  # the user's forward may raise anything at all
+                raise GemmtuneError(f"running {spec} raised {type(error).__name__}: {error}") from error
+    problems = list(recorded.problems)
+    if not problems:
+        raise GemmtuneError(f"{spec} ran no matrix multiply that gemmtune knows")
+    return problems

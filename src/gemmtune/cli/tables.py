@@ -1,0 +1,61 @@
+"""The tables the commands print."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from rich.markup import escape
+from rich.table import Table
+
+from ..report.rows import Row, best_by_backend, duration, ordered, summarize
+
+if TYPE_CHECKING:
+    from ..decision import Decision
+
+_OUTCOMES = {"winner": "[green]winner[/]", "tie": "tie: ATen serves", "none_valid": "[red]nothing valid[/]"}
+
+
+def speedup_text(row: Row) -> str:
+    """``1.52x [1.49-1.55]``: the paired speed-up over ATen with its 95% interval."""
+    if row.outcome != "winner":
+        return "1.00x" if row.outcome == "tie" else "-"
+    return f"{row.speedup:.2f}x [{row.lo:.2f}-{row.hi:.2f}]"
+
+
+def decisions_table(decisions: Iterable[Decision]) -> Table:
+    """A line per problem: ATen, best, speed-up with its interval, which kernel."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("problem (MxNxK)", no_wrap=True)
+    for name in ("ATen", "best"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("speed-up [95%]", no_wrap=True)
+    table.add_column("outcome", no_wrap=True)
+    table.add_column("kernel", overflow="fold")
+    for decision in ordered(decisions):
+        row = summarize(decision)
+        table.add_row(
+            escape(row.label),
+            duration(row.aten_s),
+            duration(row.best_s),
+            escape(speedup_text(row)),
+            _OUTCOMES[row.outcome],
+            escape(row.best_id),
+        )
+    return table
+
+
+def bench_table(decisions: Iterable[Decision], backends: Iterable[str]) -> Table:
+    """A line per problem: the best time of each backend, and how the fastest compares with ATen."""
+    names = list(backends)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("problem (MxNxK)", no_wrap=True)
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("fastest vs ATen [95%]", no_wrap=True)
+    table.add_column("kernel", overflow="fold")
+    for decision in ordered(decisions):
+        row, best = summarize(decision), best_by_backend(decision)
+        times = [duration(best[name].sample.median_s) if name in best and best[name].sample else "-" for name in names]
+        table.add_row(escape(row.label), *times, escape(speedup_text(row)), escape(row.best_id))
+    return table

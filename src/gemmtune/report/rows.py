@@ -1,0 +1,111 @@
+"""What tables and plots say of a Decision, drawn from its evidence alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .. import workloads
+from ..problem import Problem
+
+if TYPE_CHECKING:
+    from ..decision import Decision, Evidence
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One Decision in short. Times are seconds a call; speedup is ATen's time over the chosen kernel's, paired.
+
+    lo, hi: the 95% interval of speedup. aten_s: the fastest valid ATen candidate. best_s: the chosen kernel. Either is
+    None when nothing was measured. tried, illegal: numbers of candidates.
+    """
+
+    problem: Problem
+    label: str
+    outcome: str
+    aten_id: str
+    aten_s: float | None
+    best_id: str
+    best_s: float | None
+    speedup: float
+    lo: float
+    hi: float
+    tried: int
+    illegal: int
+    seconds: float
+
+
+def backend_of(row: Evidence) -> str:
+    """The backend a candidate belongs to."""
+    return str(row.candidate.get("backend", "?"))
+
+
+def measured(decision: Decision) -> list[Evidence]:
+    """The valid candidates that were timed, fastest first."""
+    rows = [row for row in decision.evidence if row.sample is not None and (row.verdict is None or row.verdict.ok)]
+    return sorted(rows, key=_median)
+
+
+def _median(row: Evidence) -> float:
+    return row.sample.median_s if row.sample is not None else float("inf")
+
+
+def best_by_backend(decision: Decision) -> dict[str, Evidence]:
+    """The fastest valid candidate of each backend. The chosen one stands for its backend: it won the duel."""
+    best: dict[str, Evidence] = {}
+    chosen = decision.find(decision.chosen)
+    if chosen is not None and chosen.sample is not None:
+        best[backend_of(chosen)] = chosen
+    for row in measured(decision):
+        best.setdefault(backend_of(row), row)
+    return best
+
+
+def summarize(decision: Decision) -> Row:
+    """A Decision as one Row."""
+    problem = Problem.from_dict(decision.problem)
+    best = best_by_backend(decision)
+    aten, chosen = best.get("aten"), decision.find(decision.chosen)
+    sample = chosen.sample if chosen is not None else None
+    won = decision.outcome == "winner" and sample is not None
+    speedup, lo, hi = (
+        (1 / sample.ratio, 1 / sample.ratio_hi, 1 / sample.ratio_lo) if won and sample is not None else (1.0, 1.0, 1.0)
+    )
+    illegal = sum(row.stage == "illegal" for row in decision.evidence)
+    return Row(
+        problem=problem,
+        label=workloads.label(problem),
+        outcome=decision.outcome,
+        aten_id=aten.id if aten is not None else "",
+        aten_s=_median(aten) if aten is not None else None,
+        best_id=decision.chosen or "",
+        best_s=sample.median_s if sample is not None else None,
+        speedup=speedup,
+        lo=lo,
+        hi=hi,
+        tried=sum(row.stage not in ("illegal", "untried") for row in decision.evidence),
+        illegal=illegal,
+        seconds=decision.seconds,
+    )
+
+
+def ordered(decisions: Iterable[Decision]) -> list[Decision]:
+    """In the order people read: by dtype, then K, N, then M."""
+
+    def place(decision: Decision) -> tuple[str, int, int, int, str]:
+        problem = Problem.from_dict(decision.problem)
+        return workloads.dtype_name(problem), problem.k, problem.n, problem.m, decision.problem_key
+
+    return sorted(decisions, key=place)
+
+
+def duration(seconds: float | None) -> str:
+    """A time with three digits and a fitting unit: ``1.24 ms``; ``-`` for None."""
+    if seconds is None:
+        return "-"
+    for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if seconds * scale >= 1 or unit == "us":
+            value = seconds * scale
+            return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f} {unit}"
+    raise AssertionError("unreachable")

@@ -1,0 +1,171 @@
+"""Problems by name: builders for the usual GEMMs and the workloads that benchmarks, docs and the CLI share."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from .epilogue import Step
+from .problem import Layout, Operand, Problem, Quant
+
+Problems = list[tuple[Problem, int]]
+
+# What users type after --dtype, and what it means.
+DTYPES: dict[str, str] = {
+    "fp64": "float64 activations and weights",
+    "fp32": "float32 activations and weights",
+    "bf16": "bfloat16 activations and weights, float32 accumulation",
+    "fp16": "float16 activations and weights, float32 accumulation",
+    "int8": "int8 x int8 -> int32",
+    "int8wo": "bfloat16 activations, int8 weights with a scale per output channel",
+    "int4wo": "bfloat16 activations, int4 weights with a scale and a zero point per group of 128",
+}
+_FLOATS = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+# (K, N) of the weight matrices, as REFERENCE.md lists them.
+_LLAMA_WEIGHTS = ((11008, 4096), (4096, 12288), (4096, 22016), (4096, 4096), (4096, 65536))
+_LLAMA_SMALL_WEIGHTS = ((4096, 4096), (11008, 4096), (4096, 11008))
+
+
+def linear_problem(m: int, n: int, k: int, dtype: str, *, bias: bool = False, constant: bool = True) -> Problem:
+    """``F.linear(x[m, k], w[n, k], bias[n] if bias)``; the weight is the column-major B operand [k, n].
+
+    dtype: torch's name of x, w, bias and the output. constant: whether the weight never changes (it may be packed).
+    """
+    epilogue = (Step("bias", axis="col", dtype=dtype),) if bias else ()
+    weight = Operand(dtype, Layout("col"), constant=constant)
+    acc = "float64" if dtype == "float64" else "float32"
+    return Problem("mm", m, n, k, Operand(dtype), weight, dtype, epilogue=epilogue, acc=acc)
+
+
+def int_problem(m: int, n: int, k: int, *, a_dtype: str = "int8", constant: bool = True) -> Problem:
+    """``a[m, k] @ w[n, k].T`` with int8 weights into int32, exact. a_dtype: ``int8`` or ``uint8``."""
+    weight = Operand("int8", Layout("col"), constant=constant)
+    return Problem("int_mm", m, n, k, Operand(a_dtype), weight, "int32", acc="int32")
+
+
+def weight_only_problem(
+    m: int,
+    n: int,
+    k: int,
+    *,
+    bits: int = 8,
+    group: int | None = None,
+    dtype: str = "bfloat16",
+    scale_dtype: str | None = None,
+    zero_point: bool = False,
+    constant: bool = True,
+) -> Problem:
+    """``x[m, k] @ dequantised(w)[k, n]`` with bits-wide weights (8 or 4).
+
+    group: elements of K that share a scale (None: one scale per output channel). dtype: torch's name of x and the
+    output; scale_dtype defaults to it. Raises ValueError for other bits.
+    """
+    if bits not in (4, 8):
+        raise ValueError(f"bits must be 8 or 4; got {bits!r}")
+    quant = Quant(group=group, scale_dtype=scale_dtype or dtype, zero_point=zero_point)
+    weight = Operand(f"int{bits}", Layout("col"), constant=constant, quant=quant)
+    return Problem("mixed_mm", m, n, k, Operand(dtype), weight, dtype)
+
+
+def bmm_problem(batch: int, m: int, n: int, k: int, dtype: str) -> Problem:
+    """``torch.bmm(a[batch, m, k], b[batch, k, n])``, both row-major and changing from call to call."""
+    acc = "float64" if dtype == "float64" else "float32"
+    return Problem("bmm", m, n, k, Operand(dtype), Operand(dtype), dtype, batch=batch, acc=acc)
+
+
+def build(m: int, n: int, k: int, dtype: str, *, bias: bool = False) -> Problem:
+    """The Problem behind ``M,N,K --dtype`` on the command line (``dtype`` is a key of ``DTYPES``).
+
+    Raises ValueError naming the known dtypes.
+    """
+    if dtype in _FLOATS:
+        return linear_problem(m, n, k, _FLOATS[dtype], bias=bias)
+    if bias:
+        raise ValueError(f"bias goes with fp64, fp32, bf16 and fp16 only; got dtype {dtype!r}")
+    if dtype == "int8":
+        return int_problem(m, n, k)
+    if dtype == "int8wo":
+        return weight_only_problem(m, n, k)
+    if dtype == "int4wo":
+        return weight_only_problem(m, n, k, bits=4, group=128, zero_point=True)
+    raise ValueError(f"unknown dtype {dtype!r}; known dtypes: {', '.join(DTYPES)}")
+
+
+def dtype_name(problem: Problem) -> str:
+    """The short name of a Problem's dtypes: a key of ``DTYPES`` where there is one, else the operands' own names."""
+    a, b = problem.a.dtype, problem.b.dtype
+    short = {name: key for key, name in _FLOATS.items()}
+    if problem.family == "mixed_mm":
+        name = f"{b}wo"
+        return name if a == "bfloat16" else f"{short.get(a, a)} x {name}"
+    if problem.family == "int_mm":
+        return "int8" if a == b == "int8" and problem.out_dtype == "int32" else f"{a} x {b} -> {problem.out_dtype}"
+    return short.get(a, a) if a == b == problem.out_dtype else f"{a} x {b} -> {problem.out_dtype}"
+
+
+def label(problem: Problem) -> str:
+    """One short line for tables: ``16x4096x11008 bf16 +bias`` (M x N x K)."""
+    batch = f"{problem.batch}x" if problem.family == "bmm" else ""
+    steps = "".join(f" +{step.kind}" for step in problem.epilogue)
+    return f"{batch}{problem.m}x{problem.n}x{problem.k} {dtype_name(problem)}{steps}"
+
+
+def _grid(ms: Sequence[int], weights: Sequence[tuple[int, int]], dtype: str) -> list[Problem]:
+    return [build(m, n, k, dtype) for k, n in weights for m in ms]
+
+
+def _llama(dtype: str) -> list[Problem]:
+    return _grid((1, 16, 64, 256, 1024, 4096), _LLAMA_WEIGHTS, dtype)
+
+
+def _llama_small(dtype: str) -> list[Problem]:
+    return _grid((1, 4, 16, 64, 256), _LLAMA_SMALL_WEIGHTS, dtype)
+
+
+def _odd(dtype: str) -> list[Problem]:
+    """Sizes that divide nothing, empty ones, operands that are unaligned, transposed or strided, batches of 0 and 1."""
+    sizes = ((7, 4093, 4099), (3, 1, 769), (1, 769, 1), (3, 257, 4096), (0, 64, 64), (512, 3073, 768))
+    problems = [build(m, n, k, dtype) for m, n, k in sizes]
+    base = build(7, 509, 521, dtype)
+    unaligned = replace(base, a=replace(base.a, layout=Layout("row", 523)))
+    transposed = replace(base, a=replace(base.a, layout=Layout("col")))
+    changing = replace(base, b=replace(base.b, constant=False))
+    problems += [unaligned, transposed, changing]
+    if base.family == "mm":
+        strided = replace(changing, b=replace(changing.b, layout=Layout("strided", 1042)))
+        problems += [strided, *(bmm_problem(batch, 7, 127, 131, base.a.dtype) for batch in (0, 1))]
+    return problems
+
+
+def _dynamic(dtype: str) -> list[Problem]:
+    """One weight, 24 values of M between 1 and 8192 (log-uniform, repeatable), in random order."""
+    rng = random.Random(0)
+    ms = {1, 8192} | {round(2 ** rng.uniform(0, 13)) for _ in range(40)}
+    picked = sorted(ms)[:: max(1, len(ms) // 24)]
+    rng.shuffle(picked)
+    return _grid(picked, ((4096, 4096),), dtype)
+
+
+_WORKLOADS: dict[str, Callable[[str], list[Problem]]] = {
+    "llama": _llama,
+    "llama-small": _llama_small,
+    "odd": _odd,
+    "dynamic": _dynamic,
+}
+
+
+def names() -> tuple[str, ...]:
+    """The workloads there are."""
+    return tuple(_WORKLOADS)
+
+
+def workload(name: str, dtype: str = "bf16") -> Problems:
+    """The Problems of a named workload, each with a call count of 1.
+
+    Raises ValueError for an unknown name or dtype, naming the known ones.
+    """
+    if name not in _WORKLOADS:
+        raise ValueError(f"unknown workload {name!r}; known workloads: {', '.join(names())}")
+    return [(problem, 1) for problem in _WORKLOADS[name](dtype)]
