@@ -1,0 +1,102 @@
+"""Decisions as one readable, versioned JSON file: written atomically, read with everything checked first."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..decision import Decision
+from ..errors import StoreError
+from ..target import Target
+from .schema import DAMAGE, DamagedRecord, check_decision, decode_target
+
+FORMAT = "gemmtune-decisions"
+VERSION = 1
+MAX_BYTES = 1 << 30
+
+
+class _Header(msgspec.Struct):
+    """What tells whether the rest can be read at all; the rest may look like anything."""
+
+    format: str
+    version: int
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    format: str
+    version: int
+    targets: dict[str, msgspec.Raw]
+    decisions: list[Decision]
+
+
+def write_export(path: Path, pairs: Iterable[tuple[Target, Decision]]) -> int:
+    """Write the decisions and the targets they name; returns how many. Raises StoreError when it cannot."""
+    targets: dict[str, Any] = {}
+    decisions: list[Decision] = []
+    for target, decision in pairs:
+        targets[target.key] = target.to_dict()
+        decisions.append(decision)
+    data = {"format": FORMAT, "version": VERSION, "targets": targets, "decisions": decisions}
+    body = msgspec.json.format(msgspec.json.encode(data), indent=1) + b"\n"
+    try:
+        _replace(Path(path), body)
+    except OSError as error:
+        raise StoreError(f"cannot write the export {path}: {error}") from error
+    return len(decisions)
+
+
+def read_export(path: Path) -> list[tuple[Target, Decision]]:
+    """Everything in an exported file, validated. Raises StoreError naming the first thing that is wrong."""
+    try:
+        if os.path.getsize(path) > MAX_BYTES:
+            raise StoreError(f"cannot import {path}: it is larger than {MAX_BYTES >> 20} MiB")
+        body = Path(path).read_bytes()
+    except OSError as error:
+        raise StoreError(f"cannot read {path}: {error}") from error
+    try:
+        return _parse(body)
+    except DAMAGE as error:
+        raise StoreError(f"cannot import {path}: {error}; nothing was imported") from error
+
+
+def _parse(body: bytes) -> list[tuple[Target, Decision]]:
+    header = msgspec.json.decode(body, type=_Header)
+    if header.format != FORMAT:
+        raise ValueError(f"its format is {header.format!r}, expected {FORMAT!r} (made by `gemmtune store export`)")
+    if header.version != VERSION:
+        raise ValueError(f"its version is {header.version}, this gemmtune reads version {VERSION}")
+    content = msgspec.json.decode(body, type=_File)
+    targets = {key: decode_target(bytes(raw), key) for key, raw in content.targets.items()}
+    return [(_owner(index, row, targets), row) for index, row in enumerate(content.decisions)]
+
+
+def _owner(index: int, decision: Decision, targets: dict[str, Target]) -> Target:
+    """The decision's target, once the decision itself has been checked."""
+    try:
+        check_decision(decision)
+    except DAMAGE as error:
+        raise DamagedRecord(f"decision {index}: {error}") from error
+    if decision.target_key not in targets:
+        raise DamagedRecord(f"decision {index}: its target {decision.target_key!r} is not in the file")
+    return targets[decision.target_key]
+
+
+def _replace(path: Path, body: bytes) -> None:
+    """Write beside the file, flush to the disk, then rename: a reader sees the old file or the whole new one."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(body)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise

@@ -1,0 +1,99 @@
+"""A Store that lives as long as its process: for tests, and where no file can be written."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..decision import Decision, Verdict
+from ..target import Target
+from .base import Store
+from .exchange import read_export, write_export
+from .schema import decode_decision, encode_decision
+
+
+class MemoryStore(Store):
+    """Keeps encoded records in dicts. The contract is SqliteStore's, durability aside; safe to share by threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._targets: dict[str, Target] = {}
+        self._rows: dict[tuple[str, str], tuple[float, int, bytes]] = {}
+        self._failures: dict[tuple[str, str], dict[str, Verdict]] = {}
+        self._serial = 0
+
+    def get(self, target: Target, problem_key: str) -> Decision | None:
+        row = self._rows.get((target.key, problem_key))
+        return None if row is None else decode_decision(row[2], target.key, problem_key)
+
+    def put(self, target: Target, decision: Decision) -> None:
+        self._put_all([(target, decision)])
+
+    def _put_all(self, pairs: list[tuple[Target, Decision]]) -> None:
+        rows = []
+        for target, decision in pairs:
+            require_owner(target, decision)
+            rows.append((target, decision, encode_decision(decision)))
+        with self._lock:
+            for target, decision, body in rows:
+                self._serial += 1
+                self._targets[target.key] = target
+                key = (target.key, decision.problem_key)
+                self._rows[key] = (decision.created or time.time(), self._serial, body)
+
+    def decisions(self, target: Target | None = None) -> Iterator[Decision]:
+        with self._lock:
+            chosen = [(row, key) for key, row in self._rows.items() if target is None or key[0] == target.key]
+        for row, key in sorted(chosen, reverse=True):
+            yield decode_decision(row[2], *key)
+
+    def targets(self) -> list[Target]:
+        with self._lock:
+            used = {key for key, _ in self._rows}
+            return [self._targets[key] for key in sorted(used)]
+
+    def remember_failure(self, target: Target, problem_key: str, candidate_id: str, verdict: Verdict) -> None:
+        with self._lock:
+            self._failures.setdefault((target.key, problem_key), {})[candidate_id] = verdict
+
+    def failures(self, target: Target, problem_key: str) -> dict[str, Verdict]:
+        with self._lock:
+            return dict(self._failures.get((target.key, problem_key), {}))
+
+    def export(self, path: Path, target: Target | None = None) -> int:
+        owners = self.targets() if target is None else [target]
+        return write_export(path, ((owner, row) for owner in owners for row in self.decisions(owner)))
+
+    def import_(self, path: Path) -> int:
+        pairs = read_export(path)
+        self._put_all(pairs)
+        return len(pairs)
+
+    def prune(self, *, keep: Target | None = None, older_than_s: float | None = None) -> int:
+        oldest = float("-inf") if older_than_s is None else time.time() - older_than_s
+        with self._lock:
+            doomed = [
+                key for key, row in self._rows.items() if (keep is not None and key[0] != keep.key) or row[0] < oldest
+            ]
+            for key in doomed:
+                del self._rows[key]
+            if keep is not None:
+                self._failures = {key: rows for key, rows in self._failures.items() if key[0] == keep.key}
+        return len(doomed)
+
+    def verify(self) -> list[str]:
+        return []
+
+    def close(self) -> None:
+        """Nothing is open; the records stay until the store itself goes."""
+
+
+def require_owner(target: Target, decision: Decision) -> None:
+    """Raises ValueError unless the decision was made for this target."""
+    if decision.target_key != target.key:
+        raise ValueError(
+            f"the decision for {decision.problem_key} was made for target {decision.target_key}, not {target.key}; "
+            "a decision is valid only for the machine and versions it was measured on"
+        )

@@ -1,0 +1,196 @@
+"""What a stored record looks like: strict types, encoding, checks, and the tables with their migrations."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, Literal
+
+import msgspec
+
+from ..backends.base import Candidate
+from ..decision import Decision, Verdict
+from ..problem import Family, Order, Problem
+from ..target import Target
+
+# MIGRATIONS[i] takes a store from version i to i + 1; a released entry is never edited, only followed by another.
+MIGRATIONS: tuple[tuple[str, ...], ...] = (
+    (
+        "CREATE TABLE gemmtune_schema (version INTEGER NOT NULL)",
+        "INSERT INTO gemmtune_schema VALUES (0)",
+        "CREATE TABLE targets (key TEXT PRIMARY KEY, body BLOB NOT NULL) WITHOUT ROWID",
+        "CREATE TABLE decisions (target_key TEXT NOT NULL, problem_key TEXT NOT NULL, created REAL NOT NULL,"
+        " digest TEXT NOT NULL, body BLOB NOT NULL, PRIMARY KEY (target_key, problem_key))",
+        "CREATE TABLE failures (target_key TEXT NOT NULL, problem_key TEXT NOT NULL, candidate_id TEXT NOT NULL,"
+        " created REAL NOT NULL, body BLOB NOT NULL, PRIMARY KEY (target_key, problem_key, candidate_id))"
+        " WITHOUT ROWID",
+    ),
+)
+SCHEMA_VERSION = len(MIGRATIONS)
+
+
+class TargetRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A Target as stored: ``Target.to_dict()``, with every field present and of its type."""
+
+    device: str
+    name: str
+    capability: str
+    isa: tuple[str, ...]
+    caches: tuple[int, ...]
+    threads: int
+    cores: int
+    memory: int
+    versions: dict[str, str]
+    sources: dict[str, str]
+
+
+class _Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    order: Order
+    ld: int | None
+
+
+class _Quant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    group: int | None
+    scale_dtype: str
+    zero_point: bool
+
+
+class _Operand(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    dtype: str
+    layout: _Layout
+    constant: bool
+    align: int
+    quant: _Quant | None
+
+
+class _Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    kind: Literal["scale", "bias", "add", "mul", "relu", "gelu", "gelu_tanh", "silu", "clamp", "cast"]
+    axis: Literal["tensor", "row", "col", "full"]
+    dtype: str | None
+    value: float
+    lo: str
+    hi: str
+
+
+class ProblemRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A Problem as stored: ``Problem.to_dict()``, with every field present and of its type."""
+
+    family: Family
+    m: int
+    n: int
+    k: int
+    a: _Operand
+    b: _Operand
+    out_dtype: str
+    epilogue: tuple[_Step, ...]
+    batch: int
+    out: _Layout
+    acc: str
+
+
+class DamagedRecord(ValueError):
+    """A stored record that cannot be trusted; the text says what is wrong with it."""
+
+
+# What reading bytes that anyone may have touched can raise: wrong JSON, wrong types, too deep, too large.
+DAMAGE = (msgspec.MsgspecError, ValueError, TypeError, KeyError, RecursionError, OverflowError)
+
+_decision_decoder = msgspec.json.Decoder(Decision)
+_target_decoder = msgspec.json.Decoder(TargetRecord)
+_verdict_decoder = msgspec.json.Decoder(Verdict)
+
+
+def digest(*parts: str | bytes) -> str:
+    """A checksum over the parts of a row, so that a flipped bit is seen even where the JSON stays well formed."""
+    state = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        raw = part.encode() if isinstance(part, str) else part
+        state.update(len(raw).to_bytes(8, "little") + raw)
+    return state.hexdigest()
+
+
+def encode_target(target: Target) -> bytes:
+    """Canonical JSON of a Target."""
+    return msgspec.json.encode(target.to_dict(), order="deterministic")
+
+
+def decode_target(body: bytes | str, key: str | None = None) -> Target:
+    """The Target in ``body``. Raises DamagedRecord when it is malformed or not the one ``key`` names."""
+    try:
+        target = Target.from_dict(msgspec.to_builtins(_target_decoder.decode(body)))
+    except DAMAGE as error:
+        raise DamagedRecord(f"malformed target: {error}") from error
+    if key is not None and target.key != key:
+        raise DamagedRecord(f"the target stored as {key} describes another one ({target.key})")
+    return target
+
+
+def encode_decision(decision: Decision) -> bytes:
+    """JSON of a Decision that is known to be sound and to read back. Raises ValueError naming what is wrong.
+
+    Strictness at the door: what this accepts, ``decode_decision`` reads (a NaN or an infinity would not survive JSON).
+    """
+    body = msgspec.json.encode(decision)
+    try:
+        check_decision(_decision_decoder.decode(body))
+    except DAMAGE as error:
+        raise ValueError(f"the decision for {decision.problem_key} cannot be stored: {error}") from error
+    return body
+
+
+def decode_decision(body: bytes, target_key: str, problem_key: str) -> Decision:
+    """The Decision in ``body``. Raises DamagedRecord when malformed, unsound or another problem's."""
+    try:
+        decision = _decision_decoder.decode(body)
+        _check_choice(decision)
+    except DAMAGE as error:
+        raise DamagedRecord(f"malformed decision for {problem_key}: {error}") from error
+    if (decision.target_key, decision.problem_key) != (target_key, problem_key):
+        raise DamagedRecord(f"the decision stored for {problem_key} is one for {decision.problem_key}")
+    return decision
+
+
+def encode_verdict(verdict: Verdict) -> bytes:
+    return msgspec.json.encode(verdict)
+
+
+def decode_verdict(body: bytes) -> Verdict:
+    """Raises DamagedRecord when malformed."""
+    try:
+        return _verdict_decoder.decode(body)
+    except DAMAGE as error:
+        raise DamagedRecord(f"malformed verdict: {error}") from error
+
+
+def check_decision(decision: Decision) -> None:
+    """Check everything a Decision says against itself. Raises ValueError, TypeError or KeyError."""
+    problem = decode_problem(decision.problem)
+    if problem.key != decision.problem_key:
+        raise ValueError(f"problem_key is {decision.problem_key!r}, but the problem's own key is {problem.key!r}")
+    for row in decision.evidence:
+        if Candidate.from_dict(row.candidate).id != row.id:
+            raise ValueError(f"the evidence called {row.id!r} holds another candidate: {row.candidate!r}")
+    if len({row.id for row in decision.evidence}) != len(decision.evidence):
+        raise ValueError("two pieces of evidence share one candidate id")
+    _check_choice(decision)
+
+
+def decode_problem(data: dict[str, Any]) -> Problem:
+    """A Problem from ``Problem.to_dict()`` data, every field checked. Raises ValueError, TypeError or KeyError."""
+    return Problem.from_dict(msgspec.to_builtins(msgspec.convert(data, ProblemRecord)))
+
+
+def _check_choice(decision: Decision) -> None:
+    """Whatever may be served must be in the evidence with a verdict that passed."""
+    if (decision.outcome == "none_valid") != (decision.chosen is None):
+        raise ValueError(f"outcome {decision.outcome!r} with chosen = {decision.chosen!r}")
+    rows = {row.id: row for row in decision.evidence}
+    served = list(decision.alternatives.items())
+    if decision.chosen is not None:
+        row = rows.get(decision.chosen)
+        served.append(((row.packing or "") if row is not None else "", decision.chosen))
+    for packing, candidate_id in served:
+        row = rows.get(candidate_id)
+        if row is None or row.verdict is None or not row.verdict.ok:
+            raise ValueError(f"{candidate_id!r} is to be served without evidence that it is correct")
+        if (row.packing or "") != packing:
+            raise ValueError(f"{candidate_id!r} is listed for packing {packing!r}, but wants {row.packing!r}")

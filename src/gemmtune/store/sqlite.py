@@ -1,0 +1,314 @@
+"""The store in one SQLite file, safe for many processes and threads at once.
+
+The rollback journal, not WAL: SQLite's WAL had a reset bug up to 3.51.2 that could lose acknowledged data, and
+decisions are written too rarely for WAL to matter. ``synchronous=EXTRA`` also syncs the directory after the journal is
+unlinked, without which a power cut can bring a committed transaction's journal back and undo it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ..decision import Decision, Verdict
+from ..errors import StoreError
+from ..target import Target
+from .base import Store
+from .exchange import read_export, write_export
+from .memory import require_owner
+from .schema import (
+    MIGRATIONS,
+    SCHEMA_VERSION,
+    DamagedRecord,
+    decode_decision,
+    decode_target,
+    decode_verdict,
+    digest,
+    encode_decision,
+    encode_target,
+    encode_verdict,
+)
+
+log = logging.getLogger("gemmtune")
+
+
+class SqliteStore(Store):
+    """Decisions in the file ``path``, made at the first write (its directory with mode 0700).
+
+    Reading never raises: an absent, locked, foreign or damaged file is a miss, with one warning through the
+    ``gemmtune`` logger. Writing raises StoreError. timeout_s: how long to wait for another process's write.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, timeout_s: float = 10.0) -> None:
+        self.path = Path(path).absolute()
+        self._timeout_s = timeout_s
+        self._lock = threading.RLock()
+        self._connection: sqlite3.Connection | None = None
+        self._opened: tuple[int, int, int] | None = None
+        self._warned = False
+
+    # Reading
+
+    def get(self, target: Target, problem_key: str) -> Decision | None:
+        sql = "SELECT digest, body FROM decisions WHERE target_key = ? AND problem_key = ?"
+        for row in self._read(sql, (target.key, problem_key)):
+            with self._damage_is_a_miss():
+                return _decision(target.key, problem_key, *row)
+        return None
+
+    def decisions(self, target: Target | None = None) -> Iterator[Decision]:
+        where, args = ("", ()) if target is None else (" WHERE target_key = ?", (target.key,))
+        sql = f"SELECT target_key, problem_key FROM decisions{where} ORDER BY created DESC, rowid DESC"
+        for keys in self._read(sql, args):  # keys first: one record in memory at a time
+            body_sql = "SELECT digest, body FROM decisions WHERE target_key = ? AND problem_key = ?"
+            for row in self._read(body_sql, keys):
+                with self._damage_is_a_miss():
+                    yield _decision(*keys, *row)
+
+    def targets(self) -> list[Target]:
+        found = []
+        sql = "SELECT key, body FROM targets WHERE key IN (SELECT target_key FROM decisions) ORDER BY key"
+        for key, body in self._read(sql):
+            with self._damage_is_a_miss():
+                found.append(decode_target(_bytes(body), key))
+        return found
+
+    def failures(self, target: Target, problem_key: str) -> dict[str, Verdict]:
+        found = {}
+        sql = "SELECT candidate_id, body FROM failures WHERE target_key = ? AND problem_key = ?"
+        for candidate_id, body in self._read(sql, (target.key, problem_key)):
+            with self._damage_is_a_miss():
+                found[candidate_id] = decode_verdict(_bytes(body))
+        return found
+
+    def verify(self) -> list[str]:
+        if not os.path.exists(self.path):
+            return []
+        try:
+            with self._lock:
+                connection = self._open(create=False)
+                if connection is None:
+                    return []
+                rows = connection.execute("PRAGMA integrity_check").fetchall()
+                damage = [f"{self.path}: {text}" for (text,) in rows if text != "ok"]
+                return damage + list(_unsound(connection))
+        except (sqlite3.Error, StoreError) as error:
+            return [f"{self.path}: {error}"]
+
+    def export(self, path: Path, target: Target | None = None) -> int:
+        owners = self.targets() if target is None else [target]
+        return write_export(path, ((owner, row) for owner in owners for row in self.decisions(owner)))
+
+    # Writing
+
+    def put(self, target: Target, decision: Decision) -> None:
+        self._put_all([(target, decision)])
+
+    def import_(self, path: Path) -> int:
+        pairs = read_export(path)
+        self._put_all(pairs)
+        return len(pairs)
+
+    def _put_all(self, pairs: list[tuple[Target, Decision]]) -> None:
+        rows, owners = [], {}
+        for target, decision in pairs:
+            require_owner(target, decision)
+            body = encode_decision(decision)
+            keys = (target.key, decision.problem_key)
+            owners[target.key] = encode_target(target)
+            rows.append((*keys, decision.created or time.time(), digest(*keys, body), body))
+
+        def write(connection: sqlite3.Connection) -> None:
+            connection.executemany("INSERT OR REPLACE INTO targets VALUES (?, ?)", owners.items())
+            connection.executemany("INSERT OR REPLACE INTO decisions VALUES (?, ?, ?, ?, ?)", rows)
+
+        self._write(write)
+
+    def remember_failure(self, target: Target, problem_key: str, candidate_id: str, verdict: Verdict) -> None:
+        row = (target.key, problem_key, candidate_id, time.time(), encode_verdict(verdict))
+        sql = "INSERT OR REPLACE INTO failures VALUES (?, ?, ?, ?, ?)"
+        self._write(lambda connection: connection.execute(sql, row))
+
+    def prune(self, *, keep: Target | None = None, older_than_s: float | None = None) -> int:
+        if not os.path.exists(self.path):
+            return 0
+        oldest = float("-inf") if older_than_s is None else time.time() - older_than_s
+        other = "" if keep is None else keep.key
+
+        def delete(connection: sqlite3.Connection) -> int:
+            rule = "created < ? OR (? <> '' AND target_key <> ?)"
+            connection.execute(f"DELETE FROM failures WHERE {rule}", (oldest, other, other))
+            deleted = connection.execute(f"DELETE FROM decisions WHERE {rule}", (oldest, other, other)).rowcount
+            connection.execute("DELETE FROM targets WHERE key NOT IN (SELECT target_key FROM decisions)")
+            return deleted
+
+        return int(self._write(delete))
+
+    def close(self) -> None:
+        with self._lock:
+            if self._connection is not None and self._opened is not None and self._opened[0] == os.getpid():
+                self._connection.close()
+            self._connection = self._opened = None
+
+    # The file
+
+    def _read(self, sql: str, args: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+        with self._lock:
+            try:
+                connection = self._open(create=False)
+                return [] if connection is None else connection.execute(sql, args).fetchall()
+            except (sqlite3.Error, StoreError, OSError) as error:
+                self._warn(f"cannot read the store {self.path}: {error}; going on without it (`gemmtune store verify`)")
+                self.close()
+                return []
+
+    def _write(self, action: Callable[[sqlite3.Connection], Any]) -> Any:
+        with self._lock:
+            try:
+                connection = self._open(create=True)
+                assert connection is not None  # create=True gives one or raises
+                with _transaction(connection):
+                    return action(connection)
+            except (sqlite3.Error, OSError) as error:
+                self.close()
+                raise StoreError(
+                    f"cannot write the store {self.path}: {error}; free or repair the file, or choose another with "
+                    "GEMMTUNE_STORE"
+                ) from error
+
+    def _open(self, *, create: bool) -> sqlite3.Connection | None:
+        """The connection to the file that is there now; None when there is none to read.
+
+        Reopened in a forked child (SQLite connections must not cross a fork) and when the file was replaced (writing
+        to an unlinked file would lose what was acknowledged).
+        """
+        present = self._identity()
+        if self._connection is not None and self._opened == present:
+            return self._connection
+        self.close()
+        if present is None:
+            if not create:
+                return None
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._connection = _connect(self.path, self._timeout_s, create)
+        try:
+            self._connection.execute("PRAGMA synchronous = EXTRA")
+            self._connection.execute("PRAGMA trusted_schema = OFF")  # a foreign file's schema must not run functions
+            ready = _migrate(self._connection, create)
+        except BaseException:
+            self._connection.close()
+            self._connection = None
+            raise
+        self._opened = self._identity()
+        return self._connection if ready else None
+
+    def _identity(self) -> tuple[int, int, int] | None:
+        try:
+            status = os.stat(self.path)
+        except FileNotFoundError:
+            return None
+        return (os.getpid(), status.st_dev, status.st_ino)
+
+    @contextlib.contextmanager
+    def _damage_is_a_miss(self) -> Iterator[None]:
+        try:
+            yield
+        except DamagedRecord as error:
+            self._warn(f"damaged record in the store {self.path}: {error}; it counts as a miss")
+
+    def _warn(self, text: str) -> None:
+        if not self._warned:
+            self._warned = True
+            log.warning("%s", text)
+
+
+def _connect(path: Path, timeout_s: float, create: bool) -> sqlite3.Connection:
+    """Open the file; ``rw`` falls back to reading only where writing is not allowed."""
+    uri = f"{path.as_uri()}?mode={'rwc' if create else 'rw'}"
+    return sqlite3.connect(uri, uri=True, timeout=timeout_s, isolation_level=None, check_same_thread=False)
+
+
+@contextlib.contextmanager
+def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
+    """BEGIN IMMEDIATE takes the write lock at once, so that no half-done transaction has to give way."""
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
+
+
+def _version(connection: sqlite3.Connection) -> int:
+    """The schema version; 0 for an empty file. Raises StoreError for somebody else's database or a newer one."""
+    names = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    if not names:
+        return 0
+    if "gemmtune_schema" not in names:
+        raise StoreError("it is a database, but not a gemmtune store; choose another path with GEMMTUNE_STORE")
+    row = connection.execute("SELECT version FROM gemmtune_schema").fetchone()
+    if row is None or not isinstance(row[0], int) or row[0] < 1:
+        raise StoreError("its schema version is damaged")
+    if row[0] > SCHEMA_VERSION:
+        raise StoreError(f"its schema version is {row[0]}, this gemmtune knows up to {SCHEMA_VERSION}: update gemmtune")
+    return int(row[0])
+
+
+def _migrate(connection: sqlite3.Connection, create: bool) -> bool:
+    """Bring the schema up to date; False when the file is empty and only to be read."""
+    version = _version(connection)
+    if version == 0 and not create:
+        return False
+    if version < SCHEMA_VERSION:
+        with _transaction(connection):
+            for step in range(_version(connection), SCHEMA_VERSION):  # read again: another process may have been first
+                for statement in MIGRATIONS[step]:
+                    connection.execute(statement)
+            connection.execute("UPDATE gemmtune_schema SET version = ?", (SCHEMA_VERSION,))
+    return True
+
+
+def _bytes(body: object) -> bytes:
+    if not isinstance(body, bytes):
+        raise DamagedRecord(f"a record's body is {type(body).__name__}, not bytes")
+    return body
+
+
+def _decision(target_key: str, problem_key: str, checksum: str, body: object) -> Decision:
+    raw = _bytes(body)
+    if digest(target_key, problem_key, raw) != checksum:
+        raise DamagedRecord(f"the checksum of the decision for {problem_key} does not match")
+    return decode_decision(raw, target_key, problem_key)
+
+
+def _unsound(connection: sqlite3.Connection) -> Iterator[str]:
+    """One line for each record that would be a miss."""
+    known = set()
+    for key, body in connection.execute("SELECT key, body FROM targets"):
+        try:
+            known.add(decode_target(_bytes(body), key).key)
+        except DamagedRecord as error:
+            yield f"target {key}: {error}"
+    for target_key, problem_key, *rest in connection.execute(
+        "SELECT target_key, problem_key, digest, body FROM decisions"
+    ):
+        try:
+            _decision(target_key, problem_key, *rest)
+            if target_key not in known:
+                yield f"decision {problem_key}: its target {target_key} is missing"
+        except DamagedRecord as error:
+            yield f"decision {problem_key}: {error}"
+    for _, problem_key, candidate_id, _, body in connection.execute("SELECT * FROM failures"):
+        try:
+            decode_verdict(_bytes(body))
+        except DamagedRecord as error:
+            yield f"failure of {candidate_id} for {problem_key}: {error}"

@@ -1,0 +1,193 @@
+"""The conformance suite of a Store: subclass it, give it a fixture called ``store``, and pytest does the rest.
+
+class TestMyStore(StoreSuite):
+    @pytest.fixture
+    def store(self):
+        with contextlib.closing(MyStore()) as store:
+            yield store
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from threading import Thread
+
+import msgspec
+import pytest
+
+from ..backends.base import Candidate
+from ..decision import Decision, Evidence, Sample, Verdict
+from ..epilogue import Step
+from ..errors import StoreError
+from ..problem import Layout, Operand, Problem, Quant
+from ..store.base import Store
+from ..target import Target
+
+TARGET = Target("cpu", "suite cpu", "x86_64", ("avx2", "fma"), (1, 2, 3), 2, 2, 4, (("torch", "1"),), (("aten", "a"),))
+PROBLEM = Problem(
+    "mixed_mm", 3, 5, 64,
+    Operand("bfloat16"),
+    Operand("int8", Layout("col"), constant=True, quant=Quant(group=32, zero_point=True)),
+    "bfloat16",
+    (Step("bias", "col", "float32", 0.5), Step("clamp", lo=-1.0), Step("gelu")),
+)  # fmt: skip
+PLAIN = Candidate.make("aten", "mm")
+PACKED = Candidate.make("native", "gemm", isa="avx2", mr=6, prefetch=True, ratio=0.5)
+
+
+def make_decision(problem: Problem = PROBLEM, target: Target = TARGET, *, created: float = 1000.0) -> Decision:
+    """A Decision as the tuner makes them: a winner with a packed weight, ATen beside it, one illegal candidate."""
+    sample = Sample(2e-3, 1.9e-3, 2.1e-3, 60, 0.5, 0.49, 0.51, (2e-3, 2.1e-3), packing_s=0.01, conditions={"load": "0"})
+    illegal = Candidate.make("native", "gemm", isa="amx")
+    rows = (
+        Evidence(
+            PACKED.to_dict(), PACKED.id, "winner", "native:b16", "", Verdict("within_bound", worst=0.3), sample, 64
+        ),
+        Evidence(PLAIN.to_dict(), PLAIN.id, "finalist", None, "", Verdict("exact"), sample),
+        Evidence(illegal.to_dict(), illegal.id, "illegal", reason="this CPU has no AMX"),
+    )
+    alternatives = {"": PLAIN.id, "native:b16": PACKED.id}
+    return Decision(
+        problem.key, problem.to_dict(), target.key, "winner", PACKED.id, rows, alternatives, "decided", 3.5, 7, created
+    )
+
+
+class StoreSuite:
+    """What every Store must do. The fixture ``store`` gives an empty one."""
+
+    @pytest.fixture
+    def store(self) -> Store:
+        raise NotImplementedError("give the suite a fixture called `store` that returns an empty Store")
+
+    def test_a_decision_comes_back_as_it_went_in(self, store: Store) -> None:
+        store.put(TARGET, make_decision())
+        assert store.get(TARGET, PROBLEM.key) == make_decision()
+
+    def test_an_unknown_problem_is_a_miss(self, store: Store) -> None:
+        assert store.get(TARGET, PROBLEM.key) is None
+        store.put(TARGET, make_decision())
+        assert store.get(TARGET, PROBLEM.with_m(4).key) is None
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"device": "cuda"}, {"name": "other"}, {"capability": "9.0"}, {"isa": ("avx2",)}, {"caches": (1, 2, 4)},
+            {"threads": 1}, {"cores": 4}, {"memory": 8}, {"versions": (("torch", "2"),)}, {"sources": (("aten", "b"),)},
+        ],
+        ids=lambda change: next(iter(change)),
+    )  # fmt: skip
+    def test_any_change_of_target_is_a_miss(self, store: Store, change: dict[str, object]) -> None:
+        store.put(TARGET, make_decision())
+        assert store.get(replace(TARGET, **change), PROBLEM.key) is None  # type: ignore[arg-type]
+
+    def test_put_replaces(self, store: Store) -> None:
+        store.put(TARGET, make_decision())
+        newer = msgspec.structs.replace(make_decision(), stopped="again")
+        store.put(TARGET, newer)
+        assert store.get(TARGET, PROBLEM.key) == newer
+        assert list(store.decisions()) == [newer]
+
+    def test_put_refuses_another_targets_decision(self, store: Store) -> None:
+        with pytest.raises(ValueError, match="was made for target"):
+            store.put(replace(TARGET, threads=9), make_decision())
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"chosen": None}, {"chosen": "aten/none"}, {"problem_key": "mm|other"}, {"seconds": float("nan")},
+            {"alternatives": {"": PACKED.id}}, {"alternatives": {"": "native/gemm[isa=amx]"}}, {"evidence": ()},
+            {"outcome": "none_valid"}, {"problem": {}},
+        ],
+        ids=str,
+    )  # fmt: skip
+    def test_put_refuses_an_unsound_decision(self, store: Store, change: dict[str, object]) -> None:
+        with pytest.raises(ValueError, match="cannot be stored"):
+            store.put(TARGET, msgspec.structs.replace(make_decision(), **change))
+        assert list(store.decisions()) == []
+
+    def test_decisions_are_newest_first_and_by_target(self, store: Store) -> None:
+        other = replace(TARGET, threads=1)
+        store.put(TARGET, make_decision(created=10.0))
+        store.put(TARGET, make_decision(PROBLEM.with_m(8), created=30.0))
+        store.put(other, make_decision(target=other, created=20.0))
+        assert [row.created for row in store.decisions()] == [30.0, 20.0, 10.0]
+        assert [row.created for row in store.decisions(TARGET)] == [30.0, 10.0]
+        assert {target.key for target in store.targets()} == {TARGET.key, other.key}
+        assert TARGET in store.targets()
+
+    def test_failures_are_remembered_per_problem_and_target(self, store: Store) -> None:
+        crashed, hung = Verdict("crashed", "signal 11"), Verdict("hung", "no answer in 2 s")
+        store.remember_failure(TARGET, PROBLEM.key, "a", crashed)
+        store.remember_failure(TARGET, PROBLEM.key, "b", crashed)
+        store.remember_failure(TARGET, PROBLEM.key, "b", hung)
+        assert store.failures(TARGET, PROBLEM.key) == {"a": crashed, "b": hung}
+        assert store.failures(TARGET, PROBLEM.with_m(4).key) == {}
+        assert store.failures(replace(TARGET, threads=1), PROBLEM.key) == {}
+        assert store.targets() == []
+
+    def test_export_and_import(self, store: Store, tmp_path: Path) -> None:
+        other = replace(TARGET, threads=1)
+        rows = [make_decision(), make_decision(PROBLEM.with_m(8))]
+        for row in rows:
+            store.put(TARGET, row)
+        store.put(other, make_decision(target=other))
+        assert store.export(tmp_path / "one.json", TARGET) == 2
+        assert store.export(tmp_path / "all.json") == 3
+        assert store.prune(keep=replace(TARGET, threads=5)) == 3
+        assert store.import_(tmp_path / "one.json") == 2
+        assert {row.problem_key: row for row in store.decisions()} == {row.problem_key: row for row in rows}
+        assert store.targets() == [TARGET]
+
+    def test_import_is_all_or_nothing(self, store: Store, tmp_path: Path) -> None:
+        for m in (1, 2):
+            store.put(TARGET, make_decision(PROBLEM.with_m(m)))
+        store.export(tmp_path / "good.json")
+        store.prune(keep=replace(TARGET, threads=5))
+        text = (tmp_path / "good.json").read_text()
+        (tmp_path / "bad.json").write_text(text.replace(PROBLEM.with_m(1).key, PROBLEM.with_m(9).key))
+        with pytest.raises(StoreError, match="nothing was imported"):
+            store.import_(tmp_path / "bad.json")
+        assert list(store.decisions()) == []
+
+    def test_prune_by_target_and_by_age(self, store: Store) -> None:
+        other = replace(TARGET, threads=1)
+        store.put(TARGET, make_decision(created=time.time()))
+        store.put(TARGET, make_decision(PROBLEM.with_m(8), created=time.time() - 1000))
+        store.put(other, make_decision(target=other, created=time.time()))
+        store.remember_failure(other, PROBLEM.key, "a", Verdict("hung"))
+        assert store.prune() == 0
+        assert store.prune(older_than_s=500) == 1
+        assert store.prune(keep=TARGET) == 1
+        assert store.failures(other, PROBLEM.key) == {}
+        assert [row.problem_key for row in store.decisions()] == [PROBLEM.key]
+
+    def test_a_sound_store_verifies(self, store: Store) -> None:
+        store.put(TARGET, make_decision())
+        assert store.verify() == []
+
+    def test_threads_share_a_store(self, store: Store) -> None:
+        errors: list[BaseException] = []
+
+        def work(worker: int) -> None:
+            try:
+                for step in range(5):
+                    problem = PROBLEM.with_m(10 * worker + step)
+                    store.put(TARGET, make_decision(problem))
+                    assert store.get(TARGET, problem.key) == make_decision(problem)
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [Thread(target=work, args=(worker,)) for worker in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert errors == []
+        assert len(list(store.decisions())) == 20
+
+    def test_close_twice(self, store: Store) -> None:
+        store.put(TARGET, make_decision())
+        store.close()
+        store.close()

@@ -1,0 +1,239 @@
+"""SqliteStore keeps the contract, shares its file between processes, and meets damage as a miss."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sqlite3
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gemmtune.decision import Verdict
+from gemmtune.errors import StoreError
+from gemmtune.store import SqliteStore
+from gemmtune.store.schema import SCHEMA_VERSION
+from gemmtune.testing.store_suite import PROBLEM, TARGET, StoreSuite, make_decision
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "data" / "store.db"
+
+
+@pytest.fixture
+def store(path: Path) -> Iterator[SqliteStore]:
+    with contextlib.closing(SqliteStore(path)) as opened:
+        yield opened
+
+
+class TestSqliteStore(StoreSuite):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Iterator[SqliteStore]:  # type: ignore[override]
+        with contextlib.closing(SqliteStore(tmp_path / "suite.db")) as opened:
+            yield opened
+
+
+def execute(path: Path, sql: str, *args: object) -> None:
+    with contextlib.closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute(sql, args)
+
+
+def test_a_reopened_store_has_what_was_put(store: SqliteStore, path: Path) -> None:
+    store.put(TARGET, make_decision())
+    with contextlib.closing(SqliteStore(path)) as again:
+        assert again.get(TARGET, PROBLEM.key) == make_decision()
+
+
+def test_the_directory_is_the_users_alone_and_made_by_the_first_write(store: SqliteStore, path: Path) -> None:
+    assert store.get(TARGET, PROBLEM.key) is None
+    assert not path.parent.exists()
+    store.put(TARGET, make_decision())
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+def test_the_journal_is_a_rollback_journal(store: SqliteStore, path: Path) -> None:
+    store.put(TARGET, make_decision())
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("PRAGMA journal_mode").fetchone() == ("delete",)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "UPDATE decisions SET body = substr(body, 1, 100)",
+        "UPDATE decisions SET body = 'text'",
+        "UPDATE decisions SET body = NULL WHERE 0",
+        "UPDATE decisions SET digest = 'x'",
+        "UPDATE decisions SET body = CAST(replace(CAST(body AS TEXT), '0.51', '0.52') AS BLOB)",
+        "UPDATE decisions SET problem_key = problem_key || 'x'",
+    ],
+)
+def test_a_damaged_row_is_a_miss_and_warns_once(
+    store: SqliteStore, path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.put(TARGET, make_decision())
+    store.put(TARGET, make_decision(PROBLEM.with_m(9)))
+    harmless = damage.endswith("WHERE 0")
+    execute(path, damage if harmless else f"{damage} WHERE problem_key = ?", *([] if harmless else [PROBLEM.key]))
+    with caplog.at_level(logging.WARNING, "gemmtune"):
+        assert (store.get(TARGET, PROBLEM.key) is None) is not harmless
+        assert store.get(TARGET, PROBLEM.with_m(9).key) == make_decision(PROBLEM.with_m(9))
+        assert len(list(store.decisions())) == (2 if harmless else 1)
+        assert len(list(store.decisions())) == (2 if harmless else 1)
+    assert len(caplog.records) == (0 if harmless else 1)
+    assert bool(store.verify()) is not harmless
+    store.put(TARGET, make_decision())
+    assert store.get(TARGET, PROBLEM.key) == make_decision()
+
+
+def test_damaged_targets_and_failures_are_misses(store: SqliteStore, path: Path) -> None:
+    store.put(TARGET, make_decision())
+    store.remember_failure(TARGET, PROBLEM.key, "a", Verdict("hung"))
+    execute(path, "UPDATE targets SET body = CAST(replace(CAST(body AS TEXT), 'suite', 'other') AS BLOB)")
+    execute(path, "UPDATE failures SET body = CAST('{}' AS BLOB)")
+    assert store.targets() == []
+    assert store.failures(TARGET, PROBLEM.key) == {}
+    assert len(store.verify()) == 3  # the target, the decision that has none now, the failure
+
+
+def test_a_file_that_is_no_database(path: Path, store: SqliteStore, caplog: pytest.LogCaptureFixture) -> None:
+    path.parent.mkdir()
+    path.write_bytes(b"not a database at all" * 100)
+    assert store.get(TARGET, PROBLEM.key) is None
+    assert store.failures(TARGET, PROBLEM.key) == {}
+    assert len(caplog.records) == 1
+    assert store.verify()
+    with pytest.raises(StoreError, match="cannot write the store"):
+        store.put(TARGET, make_decision())
+    assert path.read_bytes().startswith(b"not a database")
+
+
+def test_somebody_elses_database_is_left_alone(path: Path, store: SqliteStore) -> None:
+    path.parent.mkdir()
+    execute(path, "CREATE TABLE theirs (x)")
+    assert store.get(TARGET, PROBLEM.key) is None
+    with pytest.raises(StoreError, match="not a gemmtune store"):
+        store.put(TARGET, make_decision())
+
+
+def test_a_newer_schema_is_left_alone(path: Path, store: SqliteStore) -> None:
+    store.put(TARGET, make_decision())
+    store.close()
+    execute(path, "UPDATE gemmtune_schema SET version = ?", SCHEMA_VERSION + 1)
+    assert store.get(TARGET, PROBLEM.key) is None
+    with pytest.raises(StoreError, match="update gemmtune"):
+        store.put(TARGET, make_decision())
+
+
+def test_a_truncated_file_is_a_miss(path: Path, store: SqliteStore) -> None:
+    for m in range(1, 8):
+        store.put(TARGET, make_decision(PROBLEM.with_m(m)))
+    store.close()
+    with open(path, "r+b") as file:
+        file.truncate(path.stat().st_size // 2)
+    assert [store.get(TARGET, PROBLEM.with_m(m).key) for m in (1, 7)].count(None) >= 1
+    assert store.verify()
+
+
+def test_a_path_that_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    store = SqliteStore(tmp_path / "file" / "store.db")
+    assert store.get(TARGET, PROBLEM.key) is None
+    assert list(store.decisions()) == []
+    with pytest.raises(StoreError, match="cannot write the store"):
+        store.put(TARGET, make_decision())
+
+
+def test_a_file_that_may_only_be_read(path: Path, store: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.put(TARGET, make_decision())
+    store.close()
+    real = sqlite3.connect
+    # Permission bits do not bind root, so open the file as a user without write permission would get it.
+    monkeypatch.setattr(sqlite3, "connect", lambda name, **kw: real(name.split("?")[0] + "?mode=ro", **kw))
+    assert store.get(TARGET, PROBLEM.key) == make_decision()
+    with pytest.raises(StoreError, match="readonly"):
+        store.put(TARGET, make_decision())
+
+
+def test_a_full_disk_keeps_what_was_there(path: Path, store: SqliteStore) -> None:
+    store.put(TARGET, make_decision())
+    connection = store._connection
+    assert connection is not None
+    connection.execute(f"PRAGMA max_page_count = {connection.execute('PRAGMA page_count').fetchone()[0]}")
+    grown = [make_decision(PROBLEM.with_m(m)) for m in range(1, 40)]
+
+    def put_all() -> None:
+        for decision in grown:
+            store.put(TARGET, decision)
+
+    with pytest.raises(StoreError, match="full"):
+        put_all()
+    assert store.get(TARGET, PROBLEM.key) == make_decision()
+
+
+def test_a_locked_store_is_a_miss_for_readers(path: Path) -> None:
+    store = SqliteStore(path, timeout_s=0.05)
+    store.put(TARGET, make_decision())
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        assert store.get(TARGET, PROBLEM.key) is None
+        with pytest.raises(StoreError, match="locked"):
+            store.put(TARGET, make_decision())
+    assert store.get(TARGET, PROBLEM.key) == make_decision()
+
+
+def test_a_replaced_file_is_opened_again(path: Path, store: SqliteStore) -> None:
+    store.put(TARGET, make_decision())
+    path.unlink()
+    assert store.get(TARGET, PROBLEM.key) is None
+    store.put(TARGET, make_decision(PROBLEM.with_m(2)))
+    with contextlib.closing(SqliteStore(path)) as again:
+        assert len(list(again.decisions())) == 1
+
+
+def test_a_forked_child_opens_its_own(path: Path, store: SqliteStore) -> None:
+    store.put(TARGET, make_decision())
+    child = os.fork()
+    if child == 0:
+        store.put(TARGET, make_decision(PROBLEM.with_m(2)))
+        os._exit(0 if store.get(TARGET, PROBLEM.key) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert len(list(store.decisions())) == 2
+
+
+WRITER = """
+import sys
+from gemmtune.store import SqliteStore
+from gemmtune.testing.store_suite import PROBLEM, TARGET, make_decision
+store, first, count = SqliteStore(sys.argv[1], timeout_s=60), int(sys.argv[2]), int(sys.argv[3])
+for m in range(first, first + count):
+    store.put(TARGET, make_decision(PROBLEM.with_m(m)))
+    print(m, flush=True)
+"""
+
+
+def writer(path: Path, first: int, count: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", WRITER, str(path), str(first), str(count)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def test_two_processes_write_and_one_is_killed(path: Path, store: SqliteStore) -> None:
+    steady, doomed = writer(path, 0, 30), writer(path, 1000, 100_000)
+    assert doomed.stdout is not None
+    acknowledged = [int(doomed.stdout.readline()) for _ in range(5)]
+    doomed.send_signal(signal.SIGKILL)
+    acknowledged += [int(line) for line in doomed.stdout.read().splitlines()]
+    doomed.wait()
+    out, _ = steady.communicate(timeout=60)
+    assert steady.returncode == 0
+    acknowledged += [int(line) for line in out.splitlines()]
+    missing = [m for m in acknowledged if store.get(TARGET, PROBLEM.with_m(m).key) is None]
+    assert missing == []
+    assert store.verify() == []
