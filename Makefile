@@ -1,0 +1,66 @@
+# Everything runs in .venv, made on first use. Needed beforehand: Python 3.10+, a C++ compiler and make.
+#
+#   make demo       tune a Llama-style decoder on this CPU and show what it gained (report.html)
+#   make test       the tests
+#   make lint       style, types and the direction of imports
+#   make test-asan  the native tests under AddressSanitizer and UBSan
+#   make bench      the measurements behind the README's figures (slow)
+#
+# PYTHON      the interpreter to make .venv with
+# TORCH_SPEC  what to ask pip for. On Linux x86 PyPI's torch is the CUDA build (2+ GB); for the CPU build:
+#             make demo PIP_ARGS='--extra-index-url https://download.pytorch.org/whl/cpu' TORCH_SPEC='torch==2.13.0+cpu'
+# PIP_ARGS    passed to every pip install
+
+PYTHON ?= python3
+TORCH_SPEC ?= torch==2.13.0
+PIP_ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) -c $(VENV)/constraints.txt
+SOURCES := pyproject.toml CMakeLists.txt constraints.txt $(shell find src native -type f 2>/dev/null | grep -v __pycache__)
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint test-asan bench clean
+
+help:
+	@sed -n '/^#   make/s/^#   //p' Makefile
+
+$(VENV)/torch.stamp: constraints.txt
+	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 10) and "gemmtune needs Python 3.10 or newer: make PYTHON=...")'
+	@grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
+	@echo "installing $(TORCH_SPEC)"
+	@$(PIP) '$(TORCH_SPEC)'
+	@touch $@
+
+$(VENV)/gemmtune.stamp: $(VENV)/torch.stamp $(SOURCES)
+	@echo "building and installing gemmtune (the first time takes a few minutes)"
+	@$(PIP) '.[dev,report]'
+	@touch $@
+
+install: $(VENV)/gemmtune.stamp
+
+demo: install
+	$(BIN)/python examples/demo.py
+
+test: install
+	$(BIN)/python -m pytest tests
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/mypy --strict src
+
+test-asan: install
+	scripts/test-asan $(BIN)/python
+
+bench: install
+	$(BIN)/python benchmarks/cpu.py
+	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/tuning.py
+	$(BIN)/python benchmarks/e2e.py
+
+clean:
+	rm -rf $(VENV) build dist report.html .gemmtune .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

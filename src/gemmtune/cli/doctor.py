@@ -1,0 +1,62 @@
+"""``gemmtune doctor``: what this machine has and what is missing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .common import JsonOption, StoreOption, ThreadsOption, emit, guard, quiet_stdout
+
+if TYPE_CHECKING:
+    from ..doctor import Examination
+
+
+@guard
+def doctor(
+    threads: ThreadsOption = None,
+    store: StoreOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the machine, the libraries, which backends are available and why others are not, and what to install."""
+    from ..doctor import examine
+
+    with quiet_stdout(as_json):
+        found = examine(store, threads=threads)
+    if as_json:
+        emit(found.to_dict())
+    else:
+        print("\n".join(lines(found)))
+
+
+def lines(found: Examination) -> list[str]:
+    """The page ``gemmtune doctor`` prints."""
+    target = found.target
+    caches = ", ".join(
+        f"{name} {_size(size)}" for name, size in zip(("L1d", "L2", "L3"), target["caches"], strict=False) if size
+    )
+    text = [
+        f"machine    {target['name']}",
+        f"           {found.cores} cores, torch uses {target['threads']} threads, {_size(target['memory'])} memory",
+        f"caches     {caches or 'unknown'}",
+        f"isa        {' '.join(target['isa']) or 'baseline'}",
+        f"system     {found.system}",
+        f"python     {found.python}",
+        f"torch      {found.torch}",
+    ]
+    text += [f"  {name:<9}{version}" for name, version in target["versions"].items() if name != "torch"]
+    text.append(f"openmp     {', '.join(found.openmp) or 'none loaded'}")
+    for state in found.backends:
+        text.append(f"backend    {state.name}: {'available' if state.available else 'not available: ' + state.reason}")
+    for name, path in found.tools.items():
+        text.append(f"tool       {name}: {path or 'not found'}")
+    health = "sound" if not found.store_damage else f"{len(found.store_damage)} damaged records"
+    text.append(f"store      {found.store_path}: {found.store_decisions} decisions, {health}")
+    text.append("")
+    text += [f"- {line}" for line in found.advice] or ["nothing to do: everything is in place"]
+    return text
+
+
+def _size(count: int) -> str:
+    for unit, scale in (("GB", 1 << 30), ("MB", 1 << 20), ("KB", 1 << 10)):
+        if count >= scale:
+            return f"{count / scale:.4g} {unit}"
+    return f"{count} B"

@@ -1,0 +1,187 @@
+"""``gemmtune explain M N K``: a decision and everything that led to it."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .common import (
+    JsonOption,
+    StoreOption,
+    ThreadsOption,
+    console,
+    current_target,
+    emit,
+    fail,
+    guard,
+    opened,
+    parse_problem,
+    quiet_stdout,
+    usage,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..decision import Decision, Evidence
+    from ..store.base import Store
+    from ..target import Target
+
+_ORDER = ("winner", "finalist", "eliminated", "screened", "failed", "untried", "illegal")
+
+
+@guard
+def explain(
+    m: Annotated[int, typer.Argument(min=0, metavar="M")],
+    n: Annotated[int, typer.Argument(min=0, metavar="N")],
+    k: Annotated[int, typer.Argument(min=0, metavar="K")],
+    dtype: Annotated[
+        str, typer.Option("--dtype", metavar="D", help="fp32, bf16, fp16, fp64, int8, int8wo or int4wo.")
+    ] = "bf16",
+    threads: ThreadsOption = None,
+    any_machine: Annotated[
+        bool, typer.Option("--any-machine", help="Also decisions made on other machines or thread counts.")
+    ] = False,
+    store: StoreOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the decisions for a shape with all their evidence: every candidate, why some were illegal, verdicts,
+    samples with their intervals, and why the race stopped."""
+    if dtype not in _known_dtypes():
+        usage(f"unknown dtype {dtype!r}; known dtypes: {', '.join(_known_dtypes())}")
+    with quiet_stdout(as_json):
+        target = current_target(threads)
+    with opened(store) as keeper:
+        found = matching(keeper, None if any_machine else target, (m, n, k), dtype)
+        if not found:
+            fail(_nothing(keeper, target, (m, n, k), dtype), as_json=as_json)
+    if as_json:
+        import msgspec
+
+        emit({"decisions": [msgspec.to_builtins(decision) for decision in found]})
+        return
+    out = console()
+    for decision in found:
+        show(decision, out)
+
+
+def _known_dtypes() -> tuple[str, ...]:
+    from ..workloads import DTYPES
+
+    return tuple(DTYPES)
+
+
+def matching(store: Store, target: Target | None, shape: tuple[int, int, int], dtype: str) -> list[Decision]:
+    """The stored decisions for a shape and a short dtype name (several when epilogues or layouts differ)."""
+    from ..problem import Problem
+    from ..workloads import dtype_name
+
+    wanted = dtype_name(parse_problem(shape, dtype))
+    found = []
+    for decision in store.decisions(target):
+        problem = Problem.from_dict(decision.problem)
+        if (problem.m, problem.n, problem.k) == shape and dtype_name(problem) == wanted:
+            found.append(decision)
+    return found
+
+
+def _nothing(store: Store, target: Target, shape: tuple[int, int, int], dtype: str) -> str:
+    m, n, k = shape
+    text = f"the store has no decision for {m}x{n}x{k} {dtype} on this machine with {target.threads} threads"
+    others = sum(1 for other in store.targets() if other.key != target.key and matching(store, other, shape, dtype))
+    if others:
+        text += f" ({others} other machines or thread counts have one: --any-machine)"
+    return f"{text}; make one with: gemmtune tune {m},{n},{k} --dtype {dtype}"
+
+
+def show(decision: Decision, out: Console) -> None:
+    """Print one decision and its evidence."""
+    from rich.markup import escape
+
+    from ..report.rows import summarize
+    from .tables import speedup_text
+
+    row = summarize(decision)
+    made = time.strftime("%Y-%m-%d %H:%M", time.localtime(decision.created))
+    out.print(f"[bold]{escape(row.label)}[/]  {escape(decision.problem_key)}")
+    out.print(f"outcome: {_outcome_words(decision)}  {escape(speedup_text(row))}")
+    out.print(f"made {made} in {decision.seconds:.1f} s, seed {decision.seed}, target {decision.target_key}")
+    out.print(f"stopped: {escape(decision.stopped or 'not recorded')}")
+    for packing, candidate in sorted(decision.alternatives.items()):
+        out.print(f"fastest with packing {escape(packing or 'none')}: {escape(candidate)}")
+    out.print()
+    out.print(evidence_table(decision))
+    for reason, rows in reasons_illegal(decision).items():
+        out.print(f"illegal ({len(rows)}): {escape(reason)}")
+        for row_ in rows[:3]:
+            out.print(f"  {escape(row_.id)}")
+        if len(rows) > 3:
+            out.print(f"  and {len(rows) - 3} more")
+    out.print()
+
+
+def _outcome_words(decision: Decision) -> str:
+    from rich.markup import escape
+
+    chosen = escape(decision.chosen or "")
+    return {
+        "winner": f"winner {chosen}",
+        "tie": f"tie - nothing beat ATen beyond the noise, so {chosen} serves",
+        "none_valid": "no candidate was valid; dispatch falls back to the plain ATen op",
+    }[decision.outcome]
+
+
+def evidence_table(decision: Decision) -> Table:
+    """A line per candidate that was legal, best first."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    from ..report.rows import duration
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in (
+        "stage",
+        "median [95%]",
+        "rounds",
+        "time / ATen [95%]",
+        "verdict",
+        "candidate",
+        "why it stopped there",
+    ):
+        table.add_column(name, overflow="fold")
+    for row in sorted((row for row in decision.evidence if row.stage != "illegal"), key=_place):
+        sample = row.sample
+        times = rounds = ratio = "-"
+        if sample is not None:
+            times = f"{duration(sample.median_s)} [{duration(sample.lo_s)} - {duration(sample.hi_s)}]"
+            rounds = str(sample.rounds)
+            ratio = f"{sample.ratio:.3f} [{sample.ratio_lo:.3f}-{sample.ratio_hi:.3f}]"
+        cells = (row.stage, times, rounds, ratio, _verdict_words(row), row.id, row.reason)
+        table.add_row(*(escape(cell) for cell in cells))
+    return table
+
+
+def _place(row: Evidence) -> tuple[int, float]:
+    return _ORDER.index(row.stage), row.sample.median_s if row.sample is not None else float("inf")
+
+
+def _verdict_words(row: Evidence) -> str:
+    if row.verdict is None:
+        return "not checked"
+    words = row.verdict.kind.replace("_", " ")
+    if row.verdict.kind == "within_bound":
+        words += f" (worst error {row.verdict.worst:.2f} of the bound)"
+    return f"{words}: {row.verdict.detail}" if row.verdict.detail and not row.verdict.ok else words
+
+
+def reasons_illegal(decision: Decision) -> dict[str, list[Evidence]]:
+    """The illegal candidates by reason."""
+    groups: dict[str, list[Evidence]] = defaultdict(list)
+    for row in decision.evidence:
+        if row.stage == "illegal":
+            groups[row.reason or "no reason given"].append(row)
+    return dict(groups)

@@ -1,0 +1,183 @@
+"""``gemmtune store``: look into the store, move decisions between machines, clean up."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .common import JsonOption, StoreOption, console, current_target, emit, fail, guard, opened, quiet_stdout, usage
+
+if TYPE_CHECKING:
+    from ..decision import Decision
+    from ..store.base import Store
+
+app = typer.Typer(help="Look into the store, move decisions between machines, clean up.", no_args_is_help=True)
+
+
+def short_id(decision: Decision) -> str:
+    """Ten hex digits that name a stored decision on the command line."""
+    return hashlib.sha256(f"{decision.target_key}/{decision.problem_key}".encode()).hexdigest()[:10]
+
+
+@app.command("ls")
+@guard
+def ls(
+    store: StoreOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List the decisions of every machine."""
+    with opened(store) as keeper:
+        targets = {target.key: target for target in keeper.targets()}
+        found = list(keeper.decisions())
+    if as_json:
+        emit({"targets": {key: t.to_dict() for key, t in targets.items()}, "decisions": [_brief(d) for d in found]})
+        return
+    if not found:
+        print("the store is empty")
+        return
+    _print_list(found, {key: f"{t.name}, {t.threads} threads" for key, t in targets.items()})
+
+
+def _brief(decision: Decision) -> dict[str, Any]:
+    from ..report.rows import summarize
+
+    row = summarize(decision)
+    return {
+        "id": short_id(decision),
+        "problem": decision.problem_key,
+        "label": row.label,
+        "target": decision.target_key,
+        "outcome": row.outcome,
+        "kernel": decision.chosen,
+        "speedup": row.speedup,
+        "created": decision.created,
+    }
+
+
+def _print_list(found: list[Decision], machines: dict[str, str]) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from ..report.rows import ordered, summarize
+    from .tables import speedup_text
+
+    out = console()
+    for key in dict.fromkeys(decision.target_key for decision in found):
+        out.print(f"[bold]{escape(machines.get(key, 'unknown machine'))}[/]  ({key})")
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for name in ("id", "problem (MxNxK)", "speed-up [95%]", "made", "kernel"):
+            table.add_column(name, overflow="fold")
+        for decision in ordered(row for row in found if row.target_key == key):
+            row = summarize(decision)
+            made = time.strftime("%Y-%m-%d %H:%M", time.localtime(decision.created))
+            cells = (short_id(decision), row.label, speedup_text(row), made, row.best_id)
+            table.add_row(*(escape(cell) for cell in cells))
+        out.print(table)
+
+
+@app.command("show")
+@guard
+def show(
+    which: Annotated[str, typer.Argument(metavar="ID", help="An id of `store ls` (a prefix will do), or a whole key.")],
+    store: StoreOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show one decision with all its evidence."""
+    import msgspec
+
+    from .explain import show as explain_decision
+
+    with opened(store) as keeper:
+        decision = _find(keeper, which, as_json)
+    if as_json:
+        emit(msgspec.to_builtins(decision))
+    else:
+        explain_decision(decision, console())
+
+
+def _find(keeper: Store, which: str, as_json: bool) -> Decision:
+    hits = [d for d in keeper.decisions() if d.problem_key == which or short_id(d).startswith(which)]
+    if not hits:
+        fail(f"no decision is called {which!r}; `gemmtune store ls` lists them", as_json=as_json)
+    if len(hits) > 1:
+        names = ", ".join(short_id(decision) for decision in hits[:5])
+        fail(f"{which!r} fits {len(hits)} decisions ({names}); give more digits of the id", as_json=as_json)
+    return hits[0]
+
+
+@app.command("export")
+@guard
+def export(
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="The JSON file to write.")],
+    here: Annotated[bool, typer.Option("--here", help="Only this machine's decisions with torch's threads.")] = False,
+    store: StoreOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write decisions to one readable JSON file."""
+    with quiet_stdout(as_json):
+        target = current_target(None) if here else None
+    with opened(store) as keeper:
+        count = keeper.export(path, target)
+    _say({"path": str(path.resolve()), "decisions": count}, f"{count} decisions written to {path}", as_json)
+
+
+@app.command("import")
+@guard
+def import_(
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="A file written by `store export`.")],
+    store: StoreOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check everything in an exported file, then keep all of it or nothing."""
+    with opened(store) as keeper:
+        count = keeper.import_(path)
+    _say({"decisions": count}, f"{count} decisions imported from {path}", as_json)
+
+
+@app.command("prune")
+@guard
+def prune(
+    others: Annotated[bool, typer.Option("--others", help="Delete what was decided on other machines.")] = False,
+    older_than: Annotated[
+        float | None, typer.Option("--older-than", min=0, metavar="DAYS", help="Delete what is older than this.")
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option("--threads", min=1, metavar="N", help="With --others: the thread count to keep.")
+    ] = None,
+    store: StoreOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Delete decisions of other machines or thread counts, or old ones. With both options, either is enough."""
+    if not others and older_than is None:
+        usage("say what to delete: --others, --older-than DAYS, or both")
+    with quiet_stdout(as_json):
+        keep = current_target(threads) if others else None
+    with opened(store) as keeper:
+        count = keeper.prune(keep=keep, older_than_s=None if older_than is None else older_than * 86400)
+    _say({"deleted": count}, f"{count} decisions deleted", as_json)
+
+
+@app.command("verify")
+@guard
+def verify(
+    store: StoreOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Read everything back and report damage (exit code 1 when there is any)."""
+    with opened(store) as keeper:
+        damage = keeper.verify()
+        count = sum(1 for _ in keeper.decisions())
+    _say({"decisions": count, "damage": damage}, "\n".join(damage) or f"sound: {count} decisions", as_json)
+    if damage:
+        raise typer.Exit(1)
+
+
+def _say(document: dict[str, Any], text: str, as_json: bool) -> None:
+    if as_json:
+        emit(document)
+    else:
+        print(text)

@@ -1,0 +1,133 @@
+"""Charts as inline SVG, for machines without plotly: nothing to load, hover text by <title>."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from .charts import Bars, Chart, Scatter
+
+COLOURS = ("#7a869a", "#1f6feb", "#d9822b", "#2da44e", "#8250df", "#cf222e")
+_WIDTH, _LEFT, _RIGHT, _TOP = 960, 210, 20, 34
+
+
+@dataclass(frozen=True, slots=True)
+class _LogAxis:
+    """Maps values between lo and hi (both positive) to pixels between start and end."""
+
+    lo: float
+    hi: float
+    start: float
+    end: float
+
+    def __call__(self, value: float) -> float:
+        part = (math.log10(value) - math.log10(self.lo)) / (math.log10(self.hi) - math.log10(self.lo))
+        return self.start + part * (self.end - self.start)
+
+    def ticks(self) -> list[float]:
+        """1, 2 and 5 of each decade inside; only the 1s when that would be many."""
+        decades = range(math.floor(math.log10(self.lo)), math.ceil(math.log10(self.hi)) + 1)
+        wanted = (1, 2, 5) if len(decades) <= 4 else (1,)
+        return [t * 10.0**d for d in decades for t in wanted if self.lo <= t * 10.0**d <= self.hi]
+
+
+def _axis(values: Iterable[float], start: float, end: float) -> _LogAxis:
+    positive = [value for value in values if value > 0] or [1.0]
+    return _LogAxis(min(positive) / 1.25, max(positive) * 1.25, start, end)
+
+
+def draw(chart: Chart) -> str:
+    """The chart as one <svg> element."""
+    return _bars(chart) if isinstance(chart, Bars) else _scatter(chart)
+
+
+def _bars(chart: Bars) -> str:
+    """Horizontal bars, a group per label: long labels stay readable."""
+    thick, gap = 12, 10
+    names = list(chart.series)
+    height = _TOP + len(chart.labels) * (thick * len(names) + gap) + 40
+    axis = _axis((v for row in chart.series.values() for v in row if v), _LEFT, _WIDTH - _RIGHT)
+    parts = [_legend(names), *_x_grid(axis, height - 36, f"{chart.unit} per call")]
+    y = float(_TOP)
+    for index, text in enumerate(chart.labels):
+        parts.append(_text(_LEFT - 8, y + thick * len(names) / 2 + 4, text, "end"))
+        for place, name in enumerate(names):
+            value = chart.series[name][index]
+            if value:
+                parts.append(
+                    _bar(axis, value, y + place * thick, thick - 1, place, f"{name}: {value:.4g} {chart.unit}")
+                )
+        y += thick * len(names) + gap
+    return _svg(height, parts)
+
+
+def _bar(axis: _LogAxis, value: float, y: float, thick: int, place: int, text: str) -> str:
+    width = max(1.0, axis(value) - axis.start)
+    colour = COLOURS[place % len(COLOURS)]
+    title = f"<title>{escape(text)}</title>"
+    return f'<rect x="{axis.start:.1f}" y="{y:.1f}" width="{width:.1f}" height="{thick}" fill="{colour}">{title}</rect>'
+
+
+def _scatter(chart: Scatter) -> str:
+    names = list(chart.series)
+    height = _TOP + (22 * len(chart.rows) + 46 if chart.rows else 400)
+    bottom = height - 36
+    points = [(p.x, p.y) for group in chart.series.values() for p in group]
+    every = points + [point for line in chart.lines.values() for point in line]
+    x = _axis((point[0] for point in every), _LEFT, _WIDTH - _RIGHT)
+    parts = [_legend([*names, *chart.lines]), *_x_grid(x, bottom, chart.x_title)]
+    if chart.rows:
+        parts += [_text(_LEFT - 8, _TOP + 22 * i + 18, text, "end") for i, text in enumerate(chart.rows)]
+        heights = {point: _TOP + 22 * point[1] + 14 for point in every}
+    else:
+        y = _axis((point[1] for point in every), bottom, _TOP)
+        parts += _y_grid(y, chart.y_title)
+        heights = {point: y(point[1]) for point in every}
+    for place, line in enumerate(chart.lines.values(), start=len(names)):
+        path = " ".join(f"{x(px):.1f},{heights[px, py]:.1f}" for px, py in line)
+        parts.append(
+            f'<polyline points="{path}" fill="none" stroke="{COLOURS[place % len(COLOURS)]}" stroke-width="2"/>'
+        )
+    for place, group in enumerate(chart.series.values()):
+        for p in group:
+            title = f"<title>{escape(p.text)}</title>"
+            spot = f'cx="{x(p.x):.1f}" cy="{heights[p.x, p.y]:.1f}" r="4" fill="{COLOURS[place % len(COLOURS)]}"'
+            parts.append(f'<circle {spot} fill-opacity="0.7">{title}</circle>')
+    return _svg(height, parts)
+
+
+def _legend(names: Sequence[str]) -> str:
+    parts, x = [], float(_LEFT)
+    for place, name in enumerate(names):
+        parts.append(f'<rect x="{x:.0f}" y="8" width="12" height="12" fill="{COLOURS[place % len(COLOURS)]}"/>')
+        parts.append(_text(x + 16, 18, name))
+        x += 40 + 7 * len(name)
+    return "".join(parts)
+
+
+def _x_grid(axis: _LogAxis, bottom: float, title: str) -> list[str]:
+    parts = [_text((_LEFT + _WIDTH) / 2, bottom + 32, title, "middle")]
+    for tick in axis.ticks():
+        x = axis(tick)
+        parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP - 6}" y2="{bottom:.1f}" class="grid"/>')
+        parts.append(_text(x, bottom + 15, f"{tick:g}", "middle"))
+    return parts
+
+
+def _y_grid(axis: _LogAxis, title: str) -> list[str]:
+    parts = [_text(8, _TOP + 10, title)]
+    for tick in axis.ticks():
+        y = axis(tick)
+        parts.append(f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
+        parts.append(_text(_LEFT - 8, y + 4, f"{tick:g}", "end"))
+    return parts
+
+
+def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def _svg(height: float, parts: Iterable[str]) -> str:
+    return f'<svg viewBox="0 0 {_WIDTH} {height:.0f}" role="img">{"".join(parts)}</svg>'
