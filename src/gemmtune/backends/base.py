@@ -122,10 +122,22 @@ class PackedWeight:
     machine: str = ""
     raw_order: str = "col"
     meta: Mapping[str, Scalar] = field(default_factory=dict)
+    _key: str = field(default="", compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        quant = self.quant.key if self.quant is not None else ""
+        parts = (self.layout, self.n, self.k, self.dtype, quant, self.machine, self.raw_order)
+        object.__setattr__(self, "_key", "|".join(str(part) for part in parts))
+
+    @property
+    def key(self) -> str:
+        """Names everything but the values: packed weights with equal keys are served by the same kernels."""
+        return self._key
 
     @property
     def nbytes(self) -> int:
-        return sum(t.untyped_storage().nbytes() for t in self.data)
+        """Bytes held. An opaque (oneDNN) tensor shows no storage: its elements are counted."""
+        return sum(t.nbytes if t.is_mkldnn else t.untyped_storage().nbytes() for t in self.data)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -188,6 +200,14 @@ class Backend(ABC):
     @abstractmethod
     def source_digest(self) -> str:
         """A short hash of everything of ours that decides what the kernels compute; part of the Target."""
+
+    def default_packing(self, problem: Problem) -> Candidate | None:
+        """A candidate whose layout suits most M, for packing a weight nobody has tuned; None when there is none."""
+        return None
+
+    def rejects(self, packed: PackedWeight) -> str:
+        """Why this process cannot run a weight packed by this backend (another CPU's layout), or empty."""
+        return ""
 
     def unpack(self, packed: PackedWeight) -> Any:
         """The raw operand a PackedWeight of this backend came from (Tensor [K, N] or QuantWeight), bit for bit."""

@@ -1,0 +1,239 @@
+"""Floating-point products: mm and addmm (given, transposed, copied, through oneDNN), bmm, and the composite."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...problem import Problem
+from ..base import PackedWeight, QuantWeight, Scalar
+from .fusion import Fused, addmm_prefix, mkldnn_prefix
+from .kernel import FLOATS, AtenKernel, WritesOut, constant_b, dense_weight_bytes, packed_as
+from .quantized import dequantize
+from .steps import dtype_of, name_of
+
+# One blocked layout serves every M measured (oneDNN's choice did not change from M = 1 to 256); 16 stands for all.
+_MKLDNN_ROWS = 16
+
+
+def _same_floats(problem: Problem) -> str:
+    if problem.a.dtype not in FLOATS or problem.b.dtype != problem.a.dtype:
+        return f"needs one floating dtype; got {problem.a.dtype} and {problem.b.dtype}"
+    return ""
+
+
+class Mm(WritesOut):
+    """``torch.mm``, or ``torch.addmm`` when the epilogue starts as addmm's: what PyTorch runs."""
+
+    template = "mm"
+
+    @classmethod
+    def refuses(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+        return _same_floats(problem)
+
+    @classmethod
+    def fuses(cls, problem: Problem) -> Fused:
+        return addmm_prefix(problem)
+
+    def matrix(self, b: Any) -> Tensor:
+        """The B operand as a Tensor [K, N]."""
+        tensor: Tensor = b
+        return tensor
+
+    def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
+        fused = self.fused
+        if not fused.tensors:
+            return torch.mm(a, self.matrix(b))
+        return torch.addmm(self._addend(aux[0]), a, self.matrix(b), beta=fused.beta, alpha=fused.alpha)
+
+    def write(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
+        fused = self.fused
+        if not fused.tensors:
+            torch.mm(a, self.matrix(b), out=out)
+        else:
+            addend = self._addend(aux[0])
+            torch.addmm(addend, a, self.matrix(b), beta=fused.beta, alpha=fused.alpha, out=out)
+
+    def _addend(self, tensor: Tensor) -> Tensor:
+        return tensor.unsqueeze(-1) if self.fused.axis == "row" else tensor
+
+
+class MmTransposed(Mm):
+    """``out^T = B^T A^T``: another loop order inside the BLAS library."""
+
+    template = "mm_t"
+
+    def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
+        out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype)
+        self.write(a, b, aux, out)
+        return out
+
+    def write(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
+        fused, flipped = self.fused, out.t()
+        if not fused.tensors:
+            torch.mm(b.t(), a.t(), out=flipped)
+            return
+        addend = aux[0]
+        if fused.axis in ("col", "full"):
+            addend = addend.t() if addend.dim() == 2 else addend.unsqueeze(-1)
+        torch.addmm(addend, b.t(), a.t(), beta=fused.beta, alpha=fused.alpha, out=flipped)
+
+
+class MmCopied(Mm):
+    """``torch.mm`` on a constant weight copied once into the other memory order."""
+
+    template = "mm_copy"
+
+    @classmethod
+    def configs(cls, problem: Problem) -> list[dict[str, Scalar]]:
+        return [{"order": order} for order in ("row", "col")]
+
+    @classmethod
+    def refuses(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+        if problem.b.layout.ld is None and problem.b.layout.order == config["order"]:
+            return f"the weight already is {config['order']}-major"
+        return constant_b(problem) or _same_floats(problem)
+
+    @classmethod
+    def layout(cls, problem: Problem, config: Mapping[str, Scalar]) -> str | None:
+        return f"aten:{config['order']}"
+
+    def matrix(self, b: Any) -> Tensor:
+        return packed_as(b, self.packing or "").data[0]
+
+    def pack(self, b: Any) -> PackedWeight:
+        return copied(b, self.packing or "", self.problem)
+
+
+def copied(b: Tensor, layout: str, problem: Problem) -> PackedWeight:
+    """A contiguous copy of B [K, N] in the order ``layout`` ends with."""
+    data = b.contiguous() if layout.endswith("row") else b.t().contiguous().t()
+    if data.data_ptr() == b.data_ptr():
+        data = b.clone()
+    return dense_pack(layout, data, problem)
+
+
+def dense_pack(layout: str, data: Tensor, problem: Problem) -> PackedWeight:
+    """The PackedWeight of a plain floating or integer weight."""
+    b = problem.b
+    return PackedWeight(layout, (data,), problem.n, problem.k, b.dtype, None, "", b.layout.order)
+
+
+class Mkldnn(AtenKernel):
+    """oneDNN's linear on a weight reordered once into its blocked layout: what a frozen torch.compile runs."""
+
+    template = "mkldnn"
+
+    @classmethod
+    def refuses(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+        reason = constant_b(problem) or _same_floats(problem)
+        if reason:
+            return reason
+        if not torch._C._has_mkldnn:
+            return "this torch has no oneDNN"
+        if min(problem.m, problem.n, problem.k) == 0:
+            return "oneDNN makes no primitive for an empty operand"
+        return _mkldnn_dtype(problem.a.dtype)
+
+    @classmethod
+    def fuses(cls, problem: Problem) -> Fused:
+        return mkldnn_prefix(problem)
+
+    @classmethod
+    def layout(cls, problem: Problem, config: Mapping[str, Scalar]) -> str | None:
+        return f"aten:mkldnn/{problem.b.dtype}/m{_MKLDNN_ROWS}"
+
+    def pack(self, b: Any) -> PackedWeight:
+        data = torch.ops.mkldnn._reorder_linear_weight(b.t().contiguous(), _MKLDNN_ROWS)
+        return dense_pack(self.packing or "", data, self.problem)
+
+    def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
+        fused, weight = self.fused, packed_as(b, self.packing or "").data[0]
+        bias = aux[0] if fused.axis else None
+        if fused.binary:
+            other = aux[fused.tensors - 1]
+            out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(a, other, weight, bias, fused.binary)
+            return out
+        kind, algorithm = fused.activation
+        done: Tensor = torch.ops.mkldnn._linear_pointwise(a, weight, bias, kind, [], algorithm)
+        return done
+
+
+def _mkldnn_dtype(dtype: str) -> str:
+    if dtype == "float64":
+        return "oneDNN has no float64 matmul"
+    probe = {"bfloat16": "_is_mkldnn_bf16_supported", "float16": "_is_mkldnn_fp16_supported"}.get(dtype)
+    if probe is not None and not getattr(torch.ops.mkldnn, probe)():
+        return f"oneDNN has no {dtype} on this CPU"
+    return ""
+
+
+class Bmm(WritesOut):
+    """``torch.bmm``."""
+
+    template = "bmm"
+    family = ("bmm",)
+
+    @classmethod
+    def refuses(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+        return _same_floats(problem)
+
+    def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
+        return torch.bmm(a, b)
+
+    def write(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
+        torch.bmm(a, b, out=out)
+
+
+class BmmTransposed(Bmm):
+    """``out^T = B^T A^T`` for every matrix of the batch."""
+
+    template = "bmm_t"
+
+    def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
+        return torch.bmm(b.mT, a.mT).mT
+
+    def write(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
+        out.copy_(self.product(a, b, aux))
+
+
+class Composite(AtenKernel):
+    """Always legal: widen both operands (float32, or float64 for integers and doubles), multiply, then the epilogue."""
+
+    template = "composite"
+    family = ("mm", "bmm", "int_mm", "mixed_mm", "scaled_mm")
+
+    @classmethod
+    def natural(cls, problem: Problem) -> str:
+        return {"int_mm": "int32"}.get(problem.family, "float64" if problem.acc == "float64" else "float32")
+
+    @classmethod
+    def scratch(cls, problem: Problem) -> int:
+        width = "float64" if problem.family == "int_mm" or problem.acc == "float64" else "float32"
+        outputs = 4 * problem.batch * problem.m * problem.n
+        return outputs + dense_weight_bytes(problem, width)
+
+    def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
+        if self.problem.family == "int_mm":
+            # Products of bytes summed over K < 2^38 are exact in float64; int32 wraps as the hardware's does.
+            return torch.matmul(a.double(), b.double()).to(torch.int64).to(torch.int32)
+        width = dtype_of(self.natural(self.problem))
+        weight = dequantize(b, width) if isinstance(b, QuantWeight) else b.to(width)
+        return torch.matmul(a.to(width), weight)
+
+
+def dense_layouts(layout: str) -> bool:
+    """Whether a layout name is one of this file's."""
+    return layout in ("aten:row", "aten:col") or layout.startswith("aten:mkldnn/")
+
+
+def undo_dense(packed: PackedWeight) -> Tensor:
+    """The raw B [K, N] of a layout of this file, in its first memory order."""
+    data = packed.data[0]
+    matrix = data.to_dense().t() if data.is_mkldnn else data
+    if name_of(matrix.dtype) != packed.dtype:
+        raise ValueError(f"packed weight says {packed.dtype} and holds {name_of(matrix.dtype)}")
+    return matrix.contiguous() if packed.raw_order == "row" else matrix.t().contiguous().t()

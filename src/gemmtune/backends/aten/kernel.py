@@ -1,0 +1,134 @@
+"""What all ATen kernels share: a product by one ATen op, then whatever of the epilogue it did not fuse."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ...epilogue import Epilogue
+from ...errors import KernelError, PackedWeightError
+from ...problem import Problem, bits
+from ..base import Candidate, Kernel, PackedWeight, Scalar
+from .fusion import Fused, rest_after
+from .steps import apply, dtype_of, finish
+
+FLOATS = ("float32", "float64", "bfloat16", "float16")
+
+
+class AtenKernel(Kernel):
+    """One ATen formulation. Subclasses name themselves, say what they refuse and compute the product."""
+
+    template: ClassVar[str]
+    family: ClassVar[tuple[str, ...]] = ("mm",)
+
+    def __init__(self, problem: Problem, candidate: Candidate) -> None:
+        self.problem, self.candidate = problem, candidate
+        config = dict(candidate.config)
+        reason = self.refuses(problem, config)
+        if reason:
+            raise KernelError(f"{candidate.id} cannot run {problem.key}: {reason}")
+        self.fused = self.fuses(problem)
+        rest, reason = rest_after(problem, self.natural(problem), self.fused)
+        if rest is None:
+            raise KernelError(f"{candidate.id} cannot run {problem.key}: {reason}")
+        self.rest: Epilogue = rest
+        self.out_dtype = dtype_of(problem.out_dtype)
+        self.packing = self.layout(problem, config)
+        self.workspace_bytes = self.scratch(problem)
+        self.prepare(config)
+
+    @classmethod
+    def configs(cls, problem: Problem) -> list[dict[str, Scalar]]:
+        """The configs this template offers."""
+        return [{}]
+
+    @classmethod
+    def refuses(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+        """Why the op cannot compute this problem's product; empty when it can."""
+        return ""
+
+    @classmethod
+    def illegal(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+        """Why the whole candidate is illegal (the product, or rounding before the epilogue); empty when legal."""
+        reason = cls.refuses(problem, config)
+        return reason or rest_after(problem, cls.natural(problem), cls.fuses(problem))[1]
+
+    @classmethod
+    def natural(cls, problem: Problem) -> str:
+        """The dtype the op leaves its product in."""
+        return problem.a.dtype
+
+    @classmethod
+    def fuses(cls, problem: Problem) -> Fused:
+        """The part of the epilogue the op computes itself."""
+        return Fused()
+
+    @classmethod
+    def layout(cls, problem: Problem, config: Mapping[str, Scalar]) -> str | None:
+        """The packing wanted for B, or None."""
+        return None
+
+    @classmethod
+    def scratch(cls, problem: Problem) -> int:
+        """Bytes allocated besides the output: a wide accumulator when the epilogue is not all fused."""
+        direct = not problem.epilogue and problem.out_dtype == cls.natural(problem)
+        return 0 if direct else 4 * problem.batch * problem.m * problem.n
+
+    def prepare(self, config: Mapping[str, Scalar]) -> None:
+        """Set up what ``product`` needs, once."""
+
+    @abstractmethod
+    def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
+        """The fused part of the work, in a new tensor [.., M, N] of the natural dtype."""
+
+    def fresh(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
+        """Compute into a new tensor."""
+        acc = self.product(a, b, aux)
+        if not self.rest and acc.dtype == self.out_dtype:
+            return acc
+        wide = acc if self.natural(self.problem) in ("float64", "int32") else acc.float()
+        return finish(apply(wide, self.rest, aux[self.fused.tensors :]), self.out_dtype)
+
+    def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
+        out.copy_(self.fresh(a, b, aux))
+
+
+class WritesOut(AtenKernel):
+    """A kernel whose op can write into ``out`` itself when nothing is left of the epilogue."""
+
+    @abstractmethod
+    def write(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
+        """``product`` into ``out``, which has the natural dtype."""
+
+    def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
+        if self.rest or dtype_of(self.natural(self.problem)) != self.out_dtype:
+            out.copy_(self.fresh(a, b, aux))
+        else:
+            self.write(a, b, aux, out)
+
+
+def packed_as(b: Any, layout: str) -> PackedWeight:
+    """``b``, which must be a PackedWeight in ``layout``. Raises PackedWeightError."""
+    if not isinstance(b, PackedWeight) or b.layout != layout:
+        given = f"layout {b.layout!r}" if isinstance(b, PackedWeight) else type(b).__name__
+        raise PackedWeightError(f"expected a weight packed as {layout!r}; got {given}. Pack it again")
+    return b
+
+
+def constant_b(problem: Problem) -> str:
+    """Why B cannot be packed, or empty."""
+    return "" if problem.b.constant else "packs its weight, and this operand is not constant"
+
+
+def dense_weight_bytes(problem: Problem, dtype: str) -> int:
+    """Bytes of B as a dense matrix of ``dtype``."""
+    return problem.batch * problem.k * problem.n * bits(dtype) // 8
+
+
+def empty_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """The product over K = 0: zeros [.., M, N]."""
+    return torch.zeros(*a.shape[:-1], b.shape[-1], dtype=dtype, device=a.device)

@@ -1,0 +1,287 @@
+"""Integer, weight-only and fp8 products."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...problem import Problem
+from ..base import PackedWeight, QuantWeight, Scalar
+from .fusion import Fused
+from .kernel import AtenKernel, WritesOut, constant_b, dense_weight_bytes, packed_as
+from .steps import dtype_of
+
+_HALVES = ("bfloat16", "float16")
+
+
+def nibbles(weight: QuantWeight) -> Tensor:
+    """The integers of a QuantWeight as int8 or uint8 [K, N] (int4 pairs are split, low nibble first)."""
+    if weight.dtype != "int4":
+        return weight.data
+    data = weight.data
+    halves = torch.stack((data & 15, data >> 4), dim=1)
+    return halves.reshape(2 * data.shape[0], data.shape[1])[: weight.k]
+
+
+def per_row(values: Tensor, quant_group: int | None, k: int) -> Tensor:
+    """A scale or zero point [N] or [groups, N] spread so that it broadcasts against [K, N]."""
+    if quant_group is None:
+        return values.reshape(1, -1)
+    return values.repeat_interleave(quant_group, dim=0)[:k]
+
+
+def dequantize(weight: QuantWeight, dtype: torch.dtype) -> Tensor:
+    """``(q - zero) * scale`` in ``dtype`` [K, N]: a full copy of the weight. The formula is ``problem.Quant``'s."""
+    group = weight.quant.group
+    values = nibbles(weight).to(dtype)
+    if weight.zero_point is not None:
+        values = values - per_row(weight.zero_point.to(dtype), group, weight.k)
+    elif weight.dtype == "int4":
+        values = values - 8
+    return values * per_row(weight.scale.to(dtype), group, weight.k)
+
+
+class IntMm(WritesOut):
+    """``torch._int_mm``."""
+
+    template = "int_mm"
+    family = ("int_mm",)
+
+    @classmethod
+    def natural(cls, problem: Problem) -> str:
+        return "int32"
+
+    @classmethod
+    def refuses(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+        if problem.b.dtype != "int8" or problem.a.dtype not in ("int8", "uint8"):
+            return f"_int_mm takes int8 (or uint8) x int8; got {problem.a.dtype} x {problem.b.dtype}"
+        return "an operand is empty" if min(problem.m, problem.n, problem.k) == 0 else ""
+
+    def matrix(self, b: Any) -> Tensor:
+        """The B operand as a Tensor [K, N]."""
+        tensor: Tensor = b
+        return tensor
+
+    def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
+        return torch._int_mm(a, self.matrix(b))
+
+    def write(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
+        torch._int_mm(a, self.matrix(b), out=out)
+
+
+class IntMmTransposed(IntMm):
+    """``out^T = B^T A^T`` through ``_int_mm``."""
+
+    template = "int_mm_t"
+
+    @classmethod
+    def refuses(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+        if problem.a.dtype != "int8":
+            return "the transposed form needs int8 activations"
+        return super().refuses(problem, config)
+
+    def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
+        return torch._int_mm(b.t(), a.t()).t()
+
+    def write(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
+        out.copy_(self.product(a, b, aux))
+
+
+class IntMmCopied(IntMm):
+    """``torch._int_mm`` on a constant weight copied once into the other memory order."""
+
+    template = "int_mm_copy"
+
+    @classmethod
+    def configs(cls, problem: Problem) -> list[dict[str, Scalar]]:
+        return [{"order": order} for order in ("row", "col")]
+
+    @classmethod
+    def refuses(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+        if problem.b.layout.ld is None and problem.b.layout.order == config["order"]:
+            return f"the weight already is {config['order']}-major"
+        return constant_b(problem) or super().refuses(problem, config)
+
+    @classmethod
+    def layout(cls, problem: Problem, config: Mapping[str, Scalar]) -> str | None:
+        return f"aten:{config['order']}"
+
+    def matrix(self, b: Any) -> Tensor:
+        return packed_as(b, self.packing or "").data[0]
+
+    def pack(self, b: Any) -> PackedWeight:
+        from .dense import copied
+
+        return copied(b, self.packing or "", self.problem)
+
+
+class Int8Pack(AtenKernel):
+    """``torch._weight_int8pack_mm``: int8 weight [N, K] as it lies, a scale per output channel."""
+
+    template = "int8pack"
+    family = ("mixed_mm",)
+
+    @classmethod
+    def refuses(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+        quant, dtype = problem.b.quant, problem.a.dtype
+        if problem.b.dtype != "int8" or quant is None:
+            return f"_weight_int8pack_mm takes int8 weights; got {problem.b.dtype}"
+        if quant.group is not None or quant.zero_point:
+            return "_weight_int8pack_mm has one scale per output channel and no zero point"
+        if quant.scale_dtype != dtype or dtype == "float64":
+            return f"_weight_int8pack_mm wants scales of the activations' dtype; got {quant.scale_dtype} and {dtype}"
+        if problem.b.layout.order != "col" or problem.b.layout.ld is not None:
+            return "_weight_int8pack_mm wants the weight as a contiguous [N, K]"
+        return _int8pack_shape(problem)
+
+    def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
+        return torch._weight_int8pack_mm(a.contiguous(), b.data.t(), b.scale)
+
+
+def _int8pack_shape(problem: Problem) -> str:
+    if min(problem.m, problem.n, problem.k) == 0:
+        return "an operand is empty"
+    # Seen in torch 2.13: with half-width activations it reads 16 weights at a time, past the end of odd rows
+    # (wrong results, or a segmentation fault in the user's process).
+    if problem.a.dtype in _HALVES and problem.k % 16:
+        return f"_weight_int8pack_mm reads out of bounds for {problem.a.dtype} when K is no multiple of 16"
+    return ""
+
+
+class Int4Pack(AtenKernel):
+    """``_weight_int4pack_mm_for_cpu``, whose formula is ``(q - 8) * scale + zero``."""
+
+    template = "int4pack"
+    family = ("mixed_mm",)
+
+    @classmethod
+    def refuses(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+        quant = problem.b.quant
+        if problem.b.dtype != "int4" or quant is None:
+            return f"_weight_int4pack_mm takes int4 weights; got {problem.b.dtype}"
+        if quant.group not in (32, 64, 128, 256) or problem.k % quant.group or problem.n % 16 or problem.k == 0:
+            return "_weight_int4pack_mm wants groups of 32, 64, 128 or 256 that divide K, and N a multiple of 16"
+        if problem.a.dtype not in ("float32", *_HALVES) or quant.scale_dtype != problem.a.dtype:
+            return "_weight_int4pack_mm wants scales of the activations' dtype"
+        if quant.zero_point and problem.a.dtype in _HALVES:
+            # Its zero is a rounded float added after scaling; ours is subtracted before.
+            return f"the zero points would be rounded to {problem.a.dtype}"
+        return constant_b(problem) or ("an operand is empty" if problem.m * problem.n == 0 else "")
+
+    @classmethod
+    def layout(cls, problem: Problem, config: Mapping[str, Scalar]) -> str | None:
+        return f"aten:int4pack/g{problem.b.quant.group}" if problem.b.quant else None
+
+    def pack(self, b: Any) -> PackedWeight:
+        codes = nibbles(b).t().contiguous().to(torch.int32)
+        blocks = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+        zero = torch.zeros_like(b.scale) if b.zero_point is None else (8 - b.zero_point) * b.scale
+        pair = torch.stack((b.scale, zero), dim=-1).contiguous()
+        # The ATen form cannot be undone bit for bit, so the raw tensors stay beside it.
+        return _quant_pack(self.packing or "", (blocks, pair, *_raw(b)), self.problem)
+
+    def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
+        packed = packed_as(b, self.packing or "")
+        group = packed.quant.group if packed.quant else None
+        out: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(a.contiguous(), packed.data[0], group, packed.data[1])
+        return out
+
+
+class Dequantized(AtenKernel):
+    """A weight-only operand dequantised once into a full float32 copy: legal for large M, and its memory is counted."""
+
+    template = "dequant"
+    family = ("mixed_mm",)
+    reduced = "keeps a dequantised float32 copy of the weight"
+
+    @classmethod
+    def refuses(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+        return constant_b(problem)
+
+    @classmethod
+    def natural(cls, problem: Problem) -> str:
+        return "float64" if problem.acc == "float64" else "float32"
+
+    @classmethod
+    def layout(cls, problem: Problem, config: Mapping[str, Scalar]) -> str | None:
+        return f"aten:dequant/{cls.natural(problem)}"
+
+    @classmethod
+    def scratch(cls, problem: Problem) -> int:
+        return super().scratch(problem) + dense_weight_bytes(problem, cls.natural(problem))
+
+    def pack(self, b: Any) -> PackedWeight:
+        copy = dequantize(b, dtype_of(self.natural(self.problem)))
+        return _quant_pack(self.packing or "", (copy, *_raw(b)), self.problem)
+
+    def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
+        weight = packed_as(b, self.packing or "").data[0]
+        return torch.mm(a.to(weight.dtype), weight)
+
+
+def _raw(b: QuantWeight) -> tuple[Tensor, ...]:
+    tensors = (b.data, b.scale) if b.zero_point is None else (b.data, b.scale, b.zero_point)
+    return tuple(tensor.clone() for tensor in tensors)
+
+
+def _quant_pack(layout: str, data: tuple[Tensor, ...], problem: Problem) -> PackedWeight:
+    b = problem.b
+    return PackedWeight(layout, data, problem.n, problem.k, b.dtype, b.quant, "", b.layout.order)
+
+
+def undo_quant(packed: PackedWeight) -> QuantWeight:
+    """The QuantWeight a layout of this file keeps beside its own form."""
+    if packed.quant is None:
+        raise ValueError(f"layout {packed.layout!r} holds no quantised weight")
+    kept = packed.data[2 if packed.layout.startswith("aten:int4pack/") else 1 :]
+    zero = kept[2] if len(kept) > 2 else None
+    return QuantWeight(kept[0], kept[1], zero, packed.k, packed.quant, packed.dtype)
+
+
+class ScaledMm(AtenKernel):
+    """``torch._scaled_mm``, when the epilogue is just its own scales and bias."""
+
+    template = "scaled_mm"
+    family = ("scaled_mm",)
+
+    @classmethod
+    def fuses(cls, problem: Problem) -> Fused:
+        steps = problem.epilogue
+        biased = len(steps) > 2 and steps[2].kind == "bias"
+        return Fused(axis="col" if biased else "", steps=3 if biased else 2, tensors=3 if biased else 2)
+
+    @classmethod
+    def natural(cls, problem: Problem) -> str:
+        return problem.out_dtype
+
+    @classmethod
+    def refuses(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+        kinds = tuple((step.kind, step.axis) for step in problem.epilogue)
+        tensorwise = (("scale", "tensor"), ("scale", "tensor"))
+        rowwise = (("scale", "row"), ("scale", "col"))
+        if kinds[:2] not in (tensorwise, rowwise) or kinds[2:] not in ((), (("bias", "col"),)):
+            return "_scaled_mm fuses one scale per operand (both per tensor, or per row and column) and a bias"
+        if any(step.value != 1.0 or step.dtype is None for step in problem.epilogue):
+            return "_scaled_mm takes its scales as tensors"
+        if any(step.dtype != "float32" for step in problem.epilogue[:2]):
+            return "_scaled_mm wants float32 scales"
+        return _scaled_shape(problem)
+
+    def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
+        rows = self.problem.epilogue[0].axis == "row"
+        scale_a = aux[0].reshape(-1, 1) if rows else aux[0].reshape(())
+        scale_b = aux[1].reshape(1, -1) if rows else aux[1].reshape(())
+        bias = aux[2] if self.fused.axis else None
+        return torch._scaled_mm(a, b, scale_a, scale_b, bias=bias, out_dtype=self.out_dtype)
+
+
+def _scaled_shape(problem: Problem) -> str:
+    if min(problem.m, problem.n, problem.k) == 0:
+        return "an operand is empty"
+    bias = problem.epilogue[2:]
+    if bias and bias[0].dtype not in ("bfloat16", "float16", "float32"):
+        return "_scaled_mm wants a floating-point bias"
+    return ""
