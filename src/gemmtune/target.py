@@ -137,5 +137,5 @@ def _versions() -> tuple[tuple[str, str], ...]:
     onednn = next((line.strip(" -") for line in build.splitlines() if "MKL-DNN" in line or "oneDNN" in line), "none")
     blas = next((part for part in build.replace("\n", ", ").split(", ") if part.startswith("BLAS_INFO=")), "none")
     capability = torch.backends.cpu.get_cpu_capability()
-    rows = {"torch": torch.__version__, "onednn": onednn, "blas": blas, "aten_isa": capability}
+    rows = {"torch": str(torch.__version__), "onednn": onednn, "blas": blas, "aten_isa": capability}
     return tuple(sorted(rows.items()))
