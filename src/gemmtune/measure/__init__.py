@@ -1,0 +1,1 @@
+"""Checking and timing kernels: operands, verification, statistics, clocks and races."""

@@ -1,0 +1,67 @@
+"""Clocks: how long does a call take? The race is written against the protocol; tests race on a simulated one."""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+Run = Callable[[int], object]
+"""``run(i)``: one call on the operand set ``i % sets``."""
+
+_MAX_CALLS = 10_000
+_SLOW = 20e-3  # a call this long is timed alone, and needs no second look
+
+
+class Clock(Protocol):
+    """Times callables. Rotation indices grow from call to call over all callables, so operands are always cold."""
+
+    def now(self) -> float:
+        """Seconds since some fixed moment: what budgets are counted in."""
+
+    def calls_for(self, run: Run, floor_s: float) -> int:
+        """Warm up, then say how many calls make one timing last at least ``floor_s``."""
+
+    def time_round(self, runs: Sequence[Run], calls: Sequence[int]) -> list[float]:
+        """Time each callable once, in the order given, ``calls[j]`` calls of ``runs[j]``; seconds per call."""
+
+
+class CpuClock:
+    """Wall time on this CPU (``perf_counter_ns``); the garbage collector rests while the clock runs."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def calls_for(self, run: Run, floor_s: float) -> int:
+        warm = self._batch(run, 1)
+        if warm > max(_SLOW, floor_s):
+            return 1
+        calls = 1
+        while True:
+            took = self._batch(run, calls)
+            if took >= floor_s / 2.0 or calls >= _MAX_CALLS:
+                return max(1, min(_MAX_CALLS, math.ceil(calls * floor_s / max(took, 1e-9))))
+            calls = min(_MAX_CALLS, calls * 4)
+
+    def time_round(self, runs: Sequence[Run], calls: Sequence[int]) -> list[float]:
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            return [self._batch(run, n) / n for run, n in zip(runs, calls, strict=True)]
+        finally:
+            if collecting:
+                gc.enable()
+
+    def _batch(self, run: Run, calls: int) -> float:
+        """Seconds for ``calls`` calls."""
+        first = self._next
+        self._next += calls
+        start = time.perf_counter_ns()
+        for i in range(first, first + calls):
+            run(i)
+        return (time.perf_counter_ns() - start) * 1e-9

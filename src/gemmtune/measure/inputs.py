@@ -1,0 +1,279 @@
+"""Operands: random, reproducible, laid out as the Problem says, spanning what their dtype can hold.
+
+Two kinds. ``make_inputs`` draws every element (verification); ``timing_sets`` tiles a smaller random block at odd
+offsets, which is much cheaper and as unpredictable to caches and multipliers (timing).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..backends.base import QuantWeight
+from ..epilogue import Step
+from ..problem import Layout, Operand, Problem, Quant, bits
+from ..target import Target
+
+Fill = Literal["uniform", "cancel", "denormal", "spike"]
+FILLS: tuple[Fill, ...] = ("uniform", "cancel", "denormal", "spike")
+
+_CHUNK = 1 << 20
+_POOL = (1 << 20) + 7  # odd: tiles do not line up with rows or pages
+_SPREAD = {"int8": 74.0, "uint8": 147.0, "int4": 4.6, "float8_e4m3fn": 110.0, "float8_e5m2": 9000.0}  # rms
+_DEFAULT_LLC = 32 << 20
+_MAX_SETS = 64
+
+Source = Callable[[tuple[int, ...], Layout, str], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """One set of operands as ``Kernel.run`` takes them: a, raw b (Tensor or QuantWeight), the epilogue's tensors."""
+
+    a: Tensor
+    b: Tensor | QuantWeight
+    aux: tuple[Tensor, ...] = ()
+
+
+def make_inputs(
+    problem: Problem, seed: int, fill: Fill = "uniform", *, b: Tensor | QuantWeight | None = None, offset: int = 0
+) -> Inputs:
+    """Operands drawn from ``seed``; equal arguments give equal operands.
+
+    fill: ``uniform`` is the plain draw (floats normal, integers over their full range, fp8 over its exponents);
+    ``cancel`` makes neighbours along K cancel almost wholly (in A and B; needs a float A and its own B);
+    ``denormal`` puts A (float) below its dtype's smallest normal in every other row; ``spike`` has one element
+    1000 times the others in each row of a float A, and only the two extremes in integer operands.
+    b: use this B instead of drawing one (a weight shared by several draws). offset: elements to shift A's start by,
+    to try an unaligned A. Raises ValueError for an unknown fill.
+    """
+    if fill not in FILLS:
+        raise ValueError(f"fill must be one of {', '.join(FILLS)}; got {fill!r}")
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(shape: tuple[int, ...], layout: Layout, dtype: str) -> Tensor:
+        out = allocate(shape, layout, dtype, offset)
+        _fill(out, dtype, generator, extremes=fill == "spike")
+        return out
+
+    a = draw(_shape(problem, problem.m, problem.k), problem.a.layout, problem.a.dtype)
+    offset = 0
+    own_b = b is None
+    if b is None:
+        b = _weight(problem, draw, generator)
+    if a.is_floating_point() and bits(problem.a.dtype) > 8:
+        _shape_values(a, b if own_b else None, fill, generator)
+    return Inputs(a, b, _aux(problem, generator))
+
+
+def timing_sets(problem: Problem, count: int, seed: int) -> list[Inputs]:
+    """``count`` distinct operand sets for timing (about 50 ms per 100 MB)."""
+    generator = torch.Generator().manual_seed(seed)
+    pools: dict[str, Tensor] = {}
+
+    def tile(shape: tuple[int, ...], layout: Layout, dtype: str) -> Tensor:
+        if dtype not in pools:
+            pools[dtype] = allocate((_POOL,), Layout(), dtype)
+            _fill(pools[dtype], dtype, generator, extremes=False)
+        return _tiled(shape, layout, dtype, pools[dtype], generator)
+
+    sets = []
+    for _ in range(count):
+        a = tile(_shape(problem, problem.m, problem.k), problem.a.layout, problem.a.dtype)
+        sets.append(Inputs(a, _weight(problem, tile, generator), _aux(problem, generator)))
+    return sets
+
+
+def operand_bytes(problem: Problem) -> int:
+    """Bytes of one operand set: inputs, epilogue tensors and the output."""
+    return problem.min_bytes
+
+
+def rotations(problem: Problem, target: Target) -> int:
+    """Operand sets to rotate through so that each call finds its operands cold: together beyond twice the L3.
+
+    At most 64, and no more than fit in three times the operands plus 256 MB.
+    """
+    cache = target.caches[2] if len(target.caches) > 2 and target.caches[2] else _DEFAULT_LLC
+    size = max(1, operand_bytes(problem))
+    fits = (3 * size + (256 << 20)) // size
+    return max(2, min(math.ceil(2 * cache / size) + 1, fits, _MAX_SETS))
+
+
+# --- memory -----------------------------------------------------------------------------------------------------
+
+
+def _shape(problem: Problem, rows: int, columns: int) -> tuple[int, ...]:
+    return (problem.batch, rows, columns) if problem.family == "bmm" else (rows, columns)
+
+
+def allocate(shape: tuple[int, ...], layout: Layout, dtype: str, offset: int = 0) -> Tensor:
+    """Uninitialised memory of a logical shape in a layout; vectors are dense. offset: elements before its start."""
+    torch_dtype = getattr(torch, "uint8" if dtype == "int4" else dtype)
+    if len(shape) < 2:
+        return torch.empty(math.prod(shape), dtype=torch_dtype).view(shape)
+    batch, (rows, columns) = math.prod(shape[:-2]), shape[-2:]
+    slow, fast = (columns, rows) if layout.order == "col" else (rows, columns)
+    inner = 2 if layout.order == "strided" else 1
+    lead = max(layout.ld or fast * inner, 1)
+    if inner == 2 and lead < 2 * fast:
+        raise ValueError(f"a strided layout of {fast} columns needs ld >= {2 * fast}; got {lead}")
+    flat = torch.empty(batch * slow * lead + offset, dtype=torch_dtype)
+    strides = (1, lead) if layout.order == "col" else (lead, inner)
+    full = (batch, rows, columns)
+    view = flat.as_strided(full, (slow * lead, *strides), offset)
+    return view if len(shape) == 3 else view[0]
+
+
+def _dense(out: Tensor) -> Tensor | None:
+    """The memory of a tensor without gaps as one flat view, or None."""
+    flipped = out.transpose(-1, -2) if out.dim() > 1 else out
+    for view in (out, flipped):
+        if view.is_contiguous():
+            return view.reshape(-1)
+    return None
+
+
+# --- values -----------------------------------------------------------------------------------------------------
+
+
+def _fill(out: Tensor, dtype: str, generator: torch.Generator, *, extremes: bool) -> None:
+    """Random values over the dtype's range, every element drawn."""
+    flat = _dense(out)
+    if flat is None:
+        dense = torch.empty(out.shape, dtype=out.dtype)
+        _fill(dense, dtype, generator, extremes=extremes)
+        out.copy_(dense)
+        return
+    for start in range(0, flat.numel(), _CHUNK):
+        piece = flat[start : start + _CHUNK]
+        piece.copy_(_values(piece.numel(), dtype, generator, extremes))
+
+
+def _values(count: int, dtype: str, generator: torch.Generator, extremes: bool) -> Tensor:
+    if dtype in ("int8", "uint8", "int4"):
+        return _bytes(count, dtype, generator, extremes)
+    if dtype.startswith("float8"):
+        raw = _bytes(count, "uint8", generator, False)
+        # all exponents but those of NaN and infinity: the top bit of the exponent is cleared where all are set
+        top = 0x7F if dtype == "float8_e4m3fn" else 0x7C
+        raw = torch.where((raw & top) == top, raw & 0xBF, raw)
+        return raw.view(getattr(torch, dtype))
+    if dtype in ("int32", "int64"):
+        return torch.randint(-1000, 1001, (count,), generator=generator, dtype=getattr(torch, dtype))
+    wide = torch.float64 if dtype == "float64" else torch.float32
+    return torch.randn(count, generator=generator, dtype=wide)
+
+
+def _bytes(count: int, dtype: str, generator: torch.Generator, extremes: bool) -> Tensor:
+    words = torch.empty(-(-count // 8), dtype=torch.int64).random_(-(2**63), None, generator=generator)
+    raw = words.view(torch.uint8)[:count]
+    if extremes:
+        low, high = {"int8": (0x80, 0x7F), "uint8": (0, 0xFF), "int4": (0, 0xFF)}[dtype]
+        raw = torch.where((raw & 1).bool(), high, low).to(torch.uint8)
+    return raw.view(torch.int8) if dtype == "int8" else raw
+
+
+def _tiled(shape: tuple[int, ...], layout: Layout, dtype: str, pool: Tensor, generator: torch.Generator) -> Tensor:
+    out = allocate(shape, layout, dtype)
+    flat = _dense(out)
+    if flat is None:
+        out.copy_(_tiled(shape, Layout(), dtype, pool, generator))
+        return out
+    at = 0
+    while at < flat.numel():
+        start = int(torch.randint(0, _POOL // 2, (), generator=generator)) | 1
+        piece = pool[start : start + flat.numel() - at]
+        flat[at : at + piece.numel()].copy_(piece)
+        at += piece.numel()
+    return out
+
+
+def _shape_values(a: Tensor, b: Any, fill: Fill, generator: torch.Generator) -> None:
+    """Turn a plain draw of a float A (and its own B) into an adversarial one, in place."""
+    k = a.shape[-1]
+    if k == 0 or a.numel() == 0:
+        return
+    if fill == "spike":
+        where = torch.randint(0, k, (*a.shape[:-1], 1), generator=generator)
+        a.scatter_(-1, where, torch.full(where.shape, 1000.0, dtype=a.dtype))
+    elif fill == "denormal":
+        info = torch.finfo(a.dtype)
+        a[..., ::2, :] *= info.smallest_normal / 4
+        a[..., 1::2, ::2] *= info.smallest_normal / 4
+    elif fill == "cancel" and isinstance(b, Tensor) and b.is_floating_point():
+        half = k // 2
+        a[..., half : 2 * half] = a[..., :half]
+        b[..., half : 2 * half, :] = b[..., :half, :] * -(1 + 2.0**-6)
+
+
+# --- weights and epilogue tensors -------------------------------------------------------------------------------
+
+
+def _rms(dtype: str) -> float:
+    return _SPREAD.get(dtype, 577.0 if dtype in ("int32", "int64") else 1.0)
+
+
+def _weight(problem: Problem, draw: Source, generator: torch.Generator) -> Tensor | QuantWeight:
+    operand = problem.b
+    if operand.quant is None:
+        return draw(_shape(problem, problem.k, problem.n), operand.layout, operand.dtype)
+    stored = -(-problem.k // 2) if operand.dtype == "int4" else problem.k
+    data = draw((stored, problem.n), operand.layout, operand.dtype)
+    scale, zero = _quant_tensors(problem, operand, operand.quant, generator)
+    return QuantWeight(data, scale, zero, problem.k, operand.quant, operand.dtype)
+
+
+def _quant_tensors(
+    problem: Problem, operand: Operand, quant: Quant, generator: torch.Generator
+) -> tuple[Tensor, Tensor | None]:
+    """Scales near 1 / (sqrt(K) * spread), so that outputs are near 1; zero points near the middle of the range."""
+    shape = (problem.n,) if quant.group is None else (-(-problem.k // quant.group), problem.n)
+    dtype = getattr(torch, quant.scale_dtype)
+    size = 1.0 / (math.sqrt(max(problem.k, 1)) * _rms(operand.dtype))
+    scale = ((torch.rand(shape, generator=generator) + 0.5) * size).to(dtype)
+    if not quant.zero_point:
+        return scale, None
+    middle, reach = (8, 3) if operand.dtype == "int4" else (0, 10)
+    zero = torch.randint(middle - reach, middle + reach + 1, shape, generator=generator)
+    return scale, zero.to(dtype)
+
+
+def _aux(problem: Problem, generator: torch.Generator) -> tuple[Tensor, ...]:
+    """The epilogue's tensors, each of a size that matters beside the accumulator as it then is."""
+    level = math.sqrt(max(problem.k, 1)) * _rms(problem.a.dtype) * _rms(problem.b.dtype)
+    if problem.b.quant is not None:
+        level = _rms(problem.a.dtype)
+    scales = sum(step.kind == "scale" and step.takes_tensor for step in problem.epilogue)
+    plain = math.prod(abs(s.value) for s in problem.epilogue if s.kind == "scale" and not s.takes_tensor)
+    narrow = level > 1000.0 or problem.out_dtype in ("int8", "uint8")
+    goal = 40.0 if problem.out_dtype in ("int8", "uint8") else 1.0
+    size = (goal / (level * max(plain, 1e-30))) ** (1.0 / scales) if scales and narrow else 1.0
+    tensors = []
+    for step in problem.epilogue:
+        if step.takes_tensor:
+            tensors.append(_step_tensor(problem, step, size, level, generator))
+        if step.kind == "scale":
+            level *= size if step.takes_tensor else abs(step.value)
+    return tuple(tensors)
+
+
+def _step_tensor(problem: Problem, step: Step, size: float, level: float, generator: torch.Generator) -> Tensor:
+    full = _shape(problem, problem.m, problem.n)
+    shape = {"tensor": (1,), "row": (problem.m,), "col": (problem.n,), "full": full}[step.axis]
+    if step.kind == "scale":
+        values = (torch.rand(shape, generator=generator) + 0.5) * (size / max(abs(step.value), 1e-30))
+    elif step.kind == "mul":
+        values = torch.randn(shape, generator=generator)
+    else:
+        values = torch.randn(shape, generator=generator) * level
+    dtype = getattr(torch, str(step.dtype))
+    if dtype.is_floating_point:
+        return values.to(dtype)
+    info = torch.iinfo(dtype)
+    return values.double().round_().clamp_(info.min, info.max).to(dtype)

@@ -1,0 +1,224 @@
+"""The work itself, for one Problem: build, load, pack, check, time, race. Runs in a worker, or in-process for tests."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import backends
+from ..backends.base import Backend, Candidate, Kernel
+from ..decision import Verdict
+from ..errors import UnsupportedError, WorkerError
+from ..problem import Problem
+from ..target import Target
+from .inputs import Inputs, operand_bytes
+from .limits import limit_memory
+from .protocol import (
+    Attempt,
+    Attempted,
+    Confirm,
+    Confirmed,
+    Leading,
+    Open,
+    Race,
+    Raced,
+    Ready,
+    Reply,
+    Request,
+    Setup,
+)
+from .timing import Track, rough_times
+from .verify import Draw, prepare, verify
+
+Progress = Callable[[Leading], None]
+
+
+class Desk:
+    """Answers requests, one at a time. marker_fd: see ``timing.Track``; None when nobody outlives a crash here."""
+
+    def __init__(self, progress: Progress, marker_fd: int | None = None) -> None:
+        self._progress, self._marker_fd = progress, marker_fd
+        self._target: Target | None = None
+        self._rooms: dict[str, Backend] = {}
+        self._job: Job | None = None
+
+    def answer(self, request: Request) -> Reply:
+        """Do what is asked. A candidate's failure is a Verdict in the reply; what it raises is nobody's fault."""
+        match request:
+            case Setup():
+                self._target = Target.from_dict(request.target)
+                self._rooms = {name: _room(place) for name, place in request.rooms.items()}
+                torch.set_num_threads(self._target.threads)
+                return Ready()
+            case Open():
+                self._job = None  # the last problem's operands go before this one's come
+                problem = Problem.from_dict(request.problem)
+                limit_memory(request.memory)
+                self._job = Job(problem, self._need_target(), request.seed, self._rooms)
+                return Ready(operand_bytes(problem))
+            case Attempt():
+                return self._need_job().attempt(Candidate.from_dict(request.candidate))
+            case Confirm():
+                return self._need_job().confirm(Candidate.from_dict(request.candidate))
+            case Race():
+                candidates = [Candidate.from_dict(item) for item in request.candidates]
+                track = self._need_job().track(candidates, self._marker_fd)
+                return track.race(request.budget_s, request.seed, self._progress)
+
+    def _need_target(self) -> Target:
+        if self._target is None:
+            raise WorkerError("the worker was given a problem before a target; send Setup first")
+        return self._target
+
+    def _need_job(self) -> Job:
+        if self._job is None:
+            raise WorkerError("the worker was given a candidate before a problem; send Open first")
+        return self._job
+
+
+class Job:
+    """One Problem in hand: its operands and oracle, made once, and the packed copies of B that are in use."""
+
+    def __init__(self, problem: Problem, target: Target, seed: int, rooms: dict[str, Backend]) -> None:
+        self.problem, self.target, self._seed, self._rooms = problem, target, seed, rooms
+        self._draws: tuple[Draw, ...] | None = None
+        self._packed: dict[str, Any] = {}
+        self._packing_s: dict[str, float] = {}
+        self._checked: dict[str, Verdict] = {}
+        self._need_draws()
+
+    def attempt(self, candidate: Candidate) -> Attempted:
+        """Load, pack, check against the first draw, time a few cold calls."""
+        kernel, verdict = self._load(candidate)
+        if kernel is None:
+            return Attempted(verdict)
+        verdict = self._verify(kernel, self._need_draws()[:1])
+        self._checked[candidate.id] = verdict
+        packing_s = self._packing_s.get(kernel.packing or "", 0.0)
+        result = Attempted(verdict, kernel.packing, packing_s, kernel.workspace_bytes)
+        if not verdict.ok:
+            return result
+        try:
+            result.times_s = rough_times(self._once(kernel), self.problem, self.target)
+        except BaseException as error:
+            result.verdict = blame(error, "running", "crashed")
+        return result
+
+    def confirm(self, candidate: Candidate) -> Confirmed:
+        """Check against every draw; the first one only if ``attempt`` has not done so in this process."""
+        kernel, verdict = self._load(candidate)
+        if kernel is None:
+            return Confirmed(verdict)
+        draws, first = self._need_draws(), self._checked.get(candidate.id)
+        if first is None or len(draws) == 1:
+            return Confirmed(self._verify(kernel, draws))
+        rest = self._verify(kernel, draws[1:]) if first.ok else first
+        if not rest.ok:
+            return Confirmed(rest)
+        both_exact = first.kind == rest.kind == "exact"
+        detail = first.detail or rest.detail
+        worst = max(first.worst, rest.worst)
+        return Confirmed(Verdict("exact" if both_exact else "within_bound", detail, worst))
+
+    def track(self, candidates: list[Candidate], marker_fd: int | None) -> Track:
+        """Everything a race needs, loaded and packed; what checking held on to is let go first.
+
+        Raises WorkerError when a confirmed candidate cannot be loaded again.
+        """
+        self._draws, self._packed = None, {}
+        kernels = {}
+        for candidate in candidates:
+            kernel, verdict = self._load(candidate)
+            if kernel is None:
+                raise WorkerError(f"{candidate.id} was confirmed but cannot be loaded again: {verdict.detail}")
+            kernels[candidate.id] = kernel
+        return Track(kernels, self.problem, self.target, self._seed, marker_fd)
+
+    def _need_draws(self) -> tuple[Draw, ...]:
+        if self._draws is None:
+            self._draws = prepare(self.problem, self._seed)
+        return self._draws
+
+    def _load(self, candidate: Candidate) -> tuple[Kernel | None, Verdict]:
+        try:
+            backend = self._rooms.get(candidate.backend) or backends.get(candidate.backend)
+            artifact = backend.build(self.problem, candidate, self.target)
+        except BaseException as error:
+            return None, blame(error, "building", "build_failed")
+        try:
+            return backend.load(artifact, self.problem), Verdict("exact")
+        except BaseException as error:
+            return None, blame(error, "loading", "build_failed")
+
+    def _verify(self, kernel: Kernel, draws: tuple[Draw, ...]) -> Verdict:
+        def run(inputs: Inputs, out: Tensor) -> None:
+            kernel.run(inputs.a, self._operand(kernel, inputs.b), inputs.aux, out)
+
+        try:
+            return verify(run, self.problem, draws)
+        except BaseException as error:
+            return blame(error, "running", "crashed")
+
+    def _once(self, kernel: Kernel) -> Callable[[], None]:
+        """One call on the first draw, for rough timing."""
+        inputs = self._need_draws()[0].inputs
+        problem = self.problem
+        out = empty_output(problem)
+        if packs_each_call(kernel, problem):
+            return lambda: kernel.run(inputs.a, kernel.pack(inputs.b), inputs.aux, out)
+        b = self._operand(kernel, inputs.b)
+        return lambda: kernel.run(inputs.a, b, inputs.aux, out)
+
+    def _operand(self, kernel: Kernel, b: Any) -> Any:
+        """B as the kernel wants it. A constant B is packed once for each layout; only the last layout is kept."""
+        if kernel.packing is None:
+            return b
+        if packs_each_call(kernel, self.problem):
+            return kernel.pack(b)
+        if kernel.packing not in self._packed:
+            self._packed.clear()
+            start = time.perf_counter()
+            self._packed[kernel.packing] = kernel.pack(b)
+            self._packing_s[kernel.packing] = time.perf_counter() - start
+        return self._packed[kernel.packing]
+
+
+def packs_each_call(kernel: Kernel, problem: Problem) -> bool:
+    """Whether packing belongs to every call: it is never hidden for an operand that is not constant."""
+    return kernel.packing is not None and not problem.b.constant
+
+
+def empty_output(problem: Problem) -> Tensor:
+    """An output as the Problem lays it out: [M, N], or [batch, M, N] for bmm."""
+    from .inputs import allocate
+
+    shape = (problem.batch, problem.m, problem.n) if problem.family == "bmm" else (problem.m, problem.n)
+    return allocate(shape, problem.out, problem.out_dtype)
+
+
+def blame(error: BaseException, doing: str, kind: Any) -> Verdict:
+    """The Verdict for what a candidate raised. KeyboardInterrupt is the user's, and passes through."""
+    if isinstance(error, KeyboardInterrupt):
+        raise error
+    text = f"{type(error).__name__} while {doing}: {error}"[:2000]
+    if isinstance(error, UnsupportedError):
+        return Verdict("unsupported", text)
+    if isinstance(error, MemoryError) or "allocate memory" in str(error) or "out of memory" in str(error):
+        return Verdict("out_of_memory", text)
+    return Verdict(kind, text)
+
+
+def _room(place: str) -> Backend:
+    module, _, attribute = place.partition(":")
+    backend = getattr(importlib.import_module(module), attribute)()
+    if not isinstance(backend, Backend):
+        raise WorkerError(f"{place} is not a gemmtune Backend; name a room as 'module:Class'")
+    return backend
+
+
+__all__ = ["Desk", "Job", "Raced", "blame"]

@@ -1,0 +1,152 @@
+"""What the tuner and a worker say to each other: messages as data, framed as a length and JSON. No pickle."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import msgspec
+
+from ..decision import Outcome, Sample, Stage, Verdict
+
+_LENGTH = 4
+MAX_FRAME = 64 << 20
+
+
+class Setup(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """First request: the target to work for, and further backend rooms as name -> ``module:Class``."""
+
+    target: dict[str, Any]
+    rooms: dict[str, str] = {}
+
+
+class Open(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """Take up a problem: make its operands and its oracle. memory: bytes the job may allocate; 0 = unlimited."""
+
+    problem: dict[str, Any]
+    seed: int = 0
+    memory: int = 0
+
+
+class Attempt(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """Build, load, pack, check quickly and time roughly."""
+
+    candidate: dict[str, Any]
+
+
+class Confirm(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """Check fully: what makes a candidate eligible."""
+
+    candidate: dict[str, Any]
+
+
+class Race(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """Race confirmed candidates for ``budget_s`` seconds."""
+
+    candidates: list[dict[str, Any]]
+    budget_s: float
+    seed: int = 0
+
+
+class Ready(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """Reply to Setup, Open. bytes: what the operands of the problem take."""
+
+    bytes: int = 0
+
+
+class Attempted(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """Reply to Attempt. times_s: rough cold times, seconds a call; empty unless the verdict is ok."""
+
+    verdict: Verdict
+    packing: str | None = None
+    packing_s: float = 0.0
+    workspace_bytes: int = 0
+    times_s: tuple[float, ...] = ()
+
+
+class Confirmed(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """Reply to Confirm."""
+
+    verdict: Verdict
+
+
+class Placed(msgspec.Struct, forbid_unknown_fields=True):
+    """How one candidate came out of the race."""
+
+    id: str
+    stage: Stage
+    reason: str
+    sample: Sample | None
+
+
+class Raced(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """Reply to Race. groups: the fastest id per packing."""
+
+    outcome: Outcome
+    leader: str | None
+    stopped: str
+    placed: tuple[Placed, ...]
+    groups: dict[str, str]
+
+
+class Leading(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """Progress within a race, any number of times before Raced."""
+
+    id: str
+    median_s: float
+    ratio: float
+
+
+class Failed(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """The request could not be carried out, by no fault of a candidate."""
+
+    detail: str
+    memory: bool = False
+
+
+Request = Setup | Open | Attempt | Confirm | Race
+Reply = Ready | Attempted | Confirmed | Raced | Leading | Failed
+
+_requests: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
+_replies: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
+
+
+def write_frame(fd: int, message: Request | Reply) -> None:
+    """Send one message; blocks until all of it is written. Raises OSError when the other side is gone."""
+    body = msgspec.json.encode(message)
+    frame = memoryview(len(body).to_bytes(_LENGTH, "little") + body)
+    while frame:
+        frame = frame[os.write(fd, frame) :]
+
+
+class FrameReader:
+    """Collects bytes as they come and gives whole frames back."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> None:
+        self._data += data
+
+    def next(self) -> bytes | None:
+        """The next whole frame's body, or None. Raises ValueError for a frame no worker would send."""
+        if len(self._data) < _LENGTH:
+            return None
+        length = int.from_bytes(self._data[:_LENGTH], "little")
+        if length > MAX_FRAME:
+            raise ValueError(f"a frame of {length} bytes")
+        if len(self._data) < _LENGTH + length:
+            return None
+        body = bytes(self._data[_LENGTH : _LENGTH + length])
+        del self._data[: _LENGTH + length]
+        return body
+
+
+def decode_request(body: bytes) -> Request:
+    """Raises msgspec.MsgspecError when malformed."""
+    return _requests.decode(body)
+
+
+def decode_reply(body: bytes) -> Reply:
+    """Raises msgspec.MsgspecError when malformed."""
+    return _replies.decode(body)

@@ -1,0 +1,331 @@
+"""Is this kernel right? Elementwise and in aggregate, on fresh data, into poisoned memory between guard bands.
+
+Elementwise, with the Oracle's value and error (reference.py):
+
+    |out - value| <= u_out * |value| + error          (integers: out within [round(value - error), round(value + error)])
+
+In aggregate, the output against the *rounded* value, d = out - round(value): a correct kernel's d is mostly 0 and has
+no preferred sign, so the slope sum(d * value) / sum(value**2) and the mean of d stay within six of their own standard
+errors plus an allowance for the accumulator's rounding. A uniform factor of 1.002 moves the slope by 0.002 at every K;
+the allowance is 0.00015 at K = 16384.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..backends.base import QuantWeight
+from ..decision import Verdict
+from ..problem import Problem, bits
+from ..reference import INTEGERS, UNIT, Oracle, error_unit, finish, is_integer, products, to_integer
+from .inputs import FILLS, Fill, Inputs, make_inputs
+
+Run = Callable[[Inputs, Tensor], None]
+DrawKind = Literal["uniform", "cancel", "denormal", "spike", "nonfinite"]
+
+_GUARD = 4096  # bytes before and after the output; keeps torch's 64-byte alignment
+_PATTERN = 0xA5
+_INT_POISONS = (0x5B, 0xC4)  # two bytes that no element can both keep by chance
+_CHUNK = 1 << 17  # elements compared at a time: stays in L2
+_SIGMAS = 6.0
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Operands with the answer: the Oracle's value, and what |out - value| may be, the output's rounding included.
+
+    tolerance: float32, the shape of value; infinite where anything goes.
+    """
+
+    inputs: Inputs
+    value: Tensor
+    tolerance: Tensor
+    kind: DrawKind
+
+
+def prepare(
+    problem: Problem, seed: int, *, fills: Sequence[Fill] | None = None, b: Tensor | QuantWeight | None = None
+) -> tuple[Draw, ...]:
+    """Draw operands and compute their oracles, once for all candidates.
+
+    fills: one draw each; default: a uniform one and an adversarial one (which, the seed decides; with an A that starts
+    off-alignment where the Problem allows it). A float A gets one more draw with a NaN and infinities in at most three
+    rows. A constant B (or the ``b`` given) is shared by all draws; otherwise each has its own, except that the
+    non-finite draw shares the first's. ``cancel`` needs its own B and is not chosen where that is shared.
+    """
+    shared = b
+    draws: list[tuple[Inputs, DrawKind]] = []
+    for i, fill in enumerate(fills or _fills(problem, seed, shared is not None or problem.b.constant)):
+        offset = 1 if i and problem.a.align == 0 else 0
+        inputs = make_inputs(problem, seed + i, fill, b=shared, offset=offset)
+        if problem.b.constant:
+            shared = inputs.b
+        draws.append((inputs, fill))
+    special = _nonfinite(problem, draws[0][0], seed)
+    if special is not None:
+        draws.append((special, "nonfinite"))
+    return _with_oracles(problem, draws)
+
+
+def verify(run: Run, problem: Problem, draws: Sequence[Draw]) -> Verdict:
+    """Run a kernel on every draw (``run(inputs, out)``; twice on the first) and say whether it is right.
+
+    Returns exact, within_bound, wrong or unstable. Whatever ``run`` raises passes through. ``detail`` says where and
+    by how much, or that repeated runs differ within the bound.
+    """
+    if not draws:
+        raise ValueError("verify needs at least one draw; make them with prepare(problem, seed)")
+    worst, repeated = 0.0, ""
+    for index, draw in enumerate(draws):
+        first, fault = _execute(run, problem, draw, _INT_POISONS[0])
+        gap, finding = _compare(problem, draw, first)
+        if index == 0 or (first.numel() and problem.out_dtype in INTEGERS):
+            second, again = _execute(run, problem, draw, _INT_POISONS[1])
+            gap_2, finding_2 = _compare(problem, draw, second)
+            fault, gap = fault or again, max(gap, gap_2)
+            if not _same_bits(first, second):
+                if finding or finding_2:
+                    text = f"two runs on the same operands differ, and {finding or finding_2} ({draw.kind} draw)"
+                    return Verdict("unstable", text, _finite(gap))
+                repeated = "repeated runs differ within the bound"
+        worst = max(worst, gap)
+        if fault or finding:
+            return Verdict("wrong", f"{fault or finding} ({draw.kind} draw)", _finite(worst))
+    if worst == 0.0 and problem.out_dtype in INTEGERS:
+        return Verdict("exact", repeated, 0.0)
+    return Verdict("within_bound", repeated, worst)
+
+
+# --- draws ------------------------------------------------------------------------------------------------------
+
+
+def _fills(problem: Problem, seed: int, shared: bool) -> tuple[Fill, Fill]:
+    adversarial = [f for f in FILLS if f != "uniform" and not (f == "cancel" and shared)]
+    if problem.a.dtype in INTEGERS or bits(problem.a.dtype) == 8:
+        adversarial = ["spike"]
+    return "uniform", adversarial[seed % len(adversarial)]
+
+
+def _nonfinite(problem: Problem, plain: Inputs, seed: int) -> Inputs | None:
+    """The plain draw with a NaN, +inf and -inf in one row each (as rows allow); the last K included."""
+    if problem.a.dtype in INTEGERS or bits(problem.a.dtype) == 8 or min(problem.m, problem.n, problem.k) == 0:
+        return None
+    a = torch.empty_strided(plain.a.shape, plain.a.stride(), dtype=plain.a.dtype)
+    a.copy_(plain.a)
+    rows = list(dict.fromkeys((problem.m // 2, problem.m - 1, 0)))
+    places = (seed % problem.k, problem.k - 1, (seed * 7 + problem.k // 2) % problem.k)
+    for row, place, value in zip(rows, places, (math.nan, math.inf, -math.inf), strict=False):
+        a[..., row, place] = value
+    return replace(plain, a=a)
+
+
+def _with_oracles(problem: Problem, draws: Sequence[tuple[Inputs, DrawKind]]) -> tuple[Draw, ...]:
+    """Oracles of all draws. Those that share a B are stacked, so that B is converted to float64 once."""
+    parts: dict[int, tuple[Tensor, Tensor]] = {}
+    for b in {id(inputs.b): inputs.b for inputs, _ in draws}.values():
+        members = [i for i, (inputs, _) in enumerate(draws) if inputs.b is b]
+        stacked = torch.cat([draws[i][0].a for i in members], dim=-2)
+        acc, magnitude = products(problem, stacked, b)
+        for place, i in enumerate(members):
+            rows = slice(place * problem.m, (place + 1) * problem.m)
+            parts[i] = (acc[..., rows, :], magnitude[..., rows, :])
+    done = []
+    for i, (inputs, kind) in enumerate(draws):
+        oracle = finish(problem, *parts.pop(i), inputs.aux)
+        done.append(Draw(inputs, oracle.value, _tolerance(problem, oracle), kind))
+    return tuple(done)
+
+
+def _tolerance(problem: Problem, oracle: Oracle) -> Tensor:
+    """float32: the oracle's error, plus the output's rounding when it is a float (half its last place at least).
+
+    Takes the oracle's magnitude over: it is not needed again, and memory is bounded.
+    """
+    allowed = oracle.magnitude.mul_(oracle.unit)
+    if problem.out_dtype in INTEGERS:
+        return allowed
+    info = torch.finfo(getattr(torch, problem.out_dtype))
+    sized = torch.nan_to_num(oracle.value.to(torch.float32, copy=True).abs_(), 0.0, 0.0, 0.0)
+    allowed += sized.mul_(UNIT[problem.out_dtype]).clamp_(min=max(info.smallest_normal * info.eps / 2, 2.0**-149))
+    return allowed.mul_(1.0 + 2.0**-20)  # float32's own roundings
+
+
+# --- running into guarded memory --------------------------------------------------------------------------------
+
+
+def _execute(run: Run, problem: Problem, draw: Draw, int_poison: int) -> tuple[Tensor, str]:
+    """Run once. Returns the output (dense, on the CPU) and what was written outside it, in words."""
+    frame, out = guarded(problem, draw.inputs.a.device, int_poison)
+    run(draw.inputs, out)
+    result = out.cpu()
+    fault = _trespass(problem, frame.cpu())
+    return result, fault
+
+
+def guarded(problem: Problem, device: torch.device, int_poison: int) -> tuple[Tensor, Tensor]:
+    """(frame, out): bytes filled with a pattern, and the output inside them, poisoned (NaN, or a byte for integers)."""
+    size = bits(problem.out_dtype) // 8
+    batch = problem.batch if problem.family == "bmm" else 1
+    slow, fast = (problem.n, problem.m) if problem.out.order == "col" else (problem.m, problem.n)
+    lead = problem.out.ld or max(fast, 1)
+    frame = torch.full((2 * _GUARD + batch * slow * lead * size,), _PATTERN, dtype=torch.uint8, device=device)
+    body = frame[_GUARD : frame.numel() - _GUARD].view(getattr(torch, problem.out_dtype))
+    strides = (1, lead) if problem.out.order == "col" else (lead, 1)
+    shape = (batch, problem.m, problem.n)
+    out = body.as_strided(shape, (slow * lead, *strides), body.storage_offset())
+    if problem.out_dtype in INTEGERS:
+        body.view(torch.uint8).fill_(int_poison)
+    else:
+        out.fill_(math.nan)
+    if fast < lead:
+        _gaps(problem, frame).fill_(_PATTERN)
+    return frame, out if problem.family == "bmm" else out[0]
+
+
+def _gaps(problem: Problem, frame: Tensor) -> Tensor:
+    """The bytes between the rows (or columns) of the output: [rows, gap]."""
+    size = bits(problem.out_dtype) // 8
+    fast = problem.m if problem.out.order == "col" else problem.n
+    lead = problem.out.ld or max(fast, 1)
+    return frame[_GUARD : frame.numel() - _GUARD].view(-1, lead * size)[:, fast * size :]
+
+
+def _trespass(problem: Problem, frame: Tensor) -> str:
+    places = {"before": frame[:_GUARD], "after": frame[frame.numel() - _GUARD :]}
+    if frame.numel() > 2 * _GUARD:
+        places["between the rows of"] = _gaps(problem, frame)
+    for name, memory in places.items():
+        changed = int((memory != _PATTERN).sum())
+        if changed:
+            return f"{changed} bytes {name} the output were overwritten"
+    return ""
+
+
+def _same_bits(x: Tensor, y: Tensor) -> bool:
+    """Equal bit for bit, NaN payloads aside."""
+    return torch.equal(x, y) or torch.equal(torch.nan_to_num(x.double()), torch.nan_to_num(y.double()))
+
+
+def _finite(x: float) -> float:
+    return x if math.isfinite(x) else 1e30
+
+
+# --- comparing --------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Sums:
+    """What the aggregate test needs, gathered while comparing (finite elements only)."""
+
+    count: int = 0
+    d_ref: float = 0.0
+    d_ref_2: float = 0.0
+    ref_2: float = 0.0
+    d: float = 0.0
+    d_2: float = 0.0
+    ref: float = 0.0
+
+    def add(self, d: Tensor, ref: Tensor) -> None:
+        product = d * ref
+        self.count += d.numel()
+        self.d_ref += float(product.sum())
+        self.d_ref_2 += float(product.dot(product))
+        self.ref_2 += float(ref.dot(ref))
+        self.d += float(d.sum())
+        self.d_2 += float(d.dot(d))
+        self.ref += float(ref.abs().sum())
+
+
+def _compare(problem: Problem, draw: Draw, out: Tensor) -> tuple[float, str]:
+    """(largest error over tolerance, what is wrong or "") of one output."""
+    if not out.numel():
+        return 0.0, ""
+    got = out.reshape(-1)
+    value, tolerance = draw.value.reshape(-1), draw.tolerance.reshape(-1)
+    check = _check_integers if problem.out_dtype in INTEGERS else _check_floats
+    sums = _Sums()
+    worst, where = 0.0, -1
+    for start in range(0, got.numel(), _CHUNK):
+        part = slice(start, start + _CHUNK)
+        ratio = check(problem, got[part], value[part], tolerance[part], sums)
+        top = int(ratio.argmax())
+        if float(ratio[top]) > worst:
+            worst, where = float(ratio[top]), start + top
+    if worst > 1.0:
+        return worst, _describe(problem, draw, got, where, worst)
+    aggregate = "" if draw.kind != "uniform" else _aggregate(problem, sums)
+    return worst, aggregate
+
+
+def _check_floats(problem: Problem, out: Tensor, value: Tensor, tolerance: Tensor, sums: _Sums) -> Tensor:
+    got, ref, tol = out.double(), value.double(), tolerance.double()
+    top = float(torch.finfo(out.dtype).max)
+    gap = (got - ref).abs_()
+    ratio = gap / tol
+    odd = ~(got.isfinite() & ref.isfinite())
+    if bool(odd.any()):
+        same = (got.isnan() & ref.isnan()) | (got == ref)
+        over = (ref.abs() + tol > top) & ((got == ref.sign() * math.inf) | got.isnan())  # beyond the output's range
+        ratio = torch.where(odd, torch.where(same | over | tol.isinf(), 0.0, math.inf), ratio)
+        ratio = ratio.masked_fill(tol.isinf(), 0.0)
+    rounded = ref.to(out.dtype).double()
+    ok = ~odd & rounded.isfinite()
+    if not bool(ok.all()):
+        got, rounded, ref = got[ok], rounded[ok], ref[ok]
+    sums.add(got - rounded, ref)
+    saturated = (ref.abs() > top) & (got.abs() == top)
+    return ratio.masked_fill_(saturated, 0.0) if bool(saturated.any()) else ratio
+
+
+def _check_integers(problem: Problem, out: Tensor, value: Tensor, tolerance: Tensor, sums: _Sums) -> Tensor:
+    if not value.is_floating_point() and out.dtype in (torch.int32, torch.int64):
+        low, high = (int(to_integer(torch.tensor(x), problem.out_dtype)) for x in (-math.inf, math.inf))
+        return torch.where(out.to(torch.int64) == value.clamp(low, high), 0.0, math.inf)
+    got, ref, tol = out.double(), value.double(), tolerance.double()
+    low, high = (to_integer(ref + sign * tol, problem.out_dtype) for sign in (-1.0, 1.0))
+    inside = (got >= low) & (got <= high)
+    nearest = to_integer(ref, problem.out_dtype)
+    sums.add(got - nearest, nearest)
+    off = torch.where(got == nearest, 0.0, 1.0)
+    return torch.where(inside, off, 1.0 + (got - nearest).abs())
+
+
+def _describe(problem: Problem, draw: Draw, got: Tensor, where: int, worst: float) -> str:
+    at = []
+    rest = where
+    for size in (problem.n, problem.m):
+        at.append(rest % size)
+        rest //= size
+    place = (rest, *reversed(at)) if problem.family == "bmm" else tuple(reversed(at))
+    value = draw.value.reshape(-1)[where].item()
+    found = got[where].item()
+    if found != found and not math.isnan(float(value)):
+        return f"out{list(place)} is NaN (or was never written) where {value:.6g} is expected"
+    by = f", {worst:.3g} times the bound" if math.isfinite(worst) else ""
+    return f"out{list(place)} is {found:.9g}, expected {value:.9g}{by}"
+
+
+def _aggregate(problem: Problem, sums: _Sums) -> str:
+    """Slope and mean of d = out - round(value), each against six of its standard errors and an allowance.
+
+    Allowance: sums in float32 that round to nearest drift by some sqrt(k) roundings at most, those of matrix units
+    that truncate by about one rounding every eight products; one part in 2**16 for the value's own distribution.
+    """
+    if sums.count < 2 or sums.ref_2 <= 0.0:
+        return ""
+    u = error_unit(problem) / max(4.0 * math.sqrt(max(problem.k, 1)), 1.0) if not is_integer(problem) else 2.0**-24
+    drift = (4.0 * math.sqrt(problem.k) + problem.k / 8.0) * u + 2.0**-16
+    slope = sums.d_ref / sums.ref_2
+    slope_error = math.sqrt(sums.d_ref_2) / sums.ref_2
+    if abs(slope) > drift + _SIGMAS * slope_error:
+        return f"the whole output is scaled by {1.0 + slope:.6f} (standard error {slope_error:.1e})"
+    mean, mean_error = sums.d / sums.count, math.sqrt(sums.d_2) / sums.count
+    if abs(mean) > drift * sums.ref / sums.count + _SIGMAS * mean_error:
+        return f"the output is off by {mean:.3g} on average (standard error {mean_error:.1e})"
+    return ""
