@@ -16,7 +16,9 @@ TORCH_SPEC ?= torch==2.13.0
 PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) -c $(VENV)/constraints.txt
+# The variables reach pip's isolated build environment, which -c does not (older pips read the first, newer the second).
+PIP := PIP_CONSTRAINT=$(VENV)/constraints.txt PIP_BUILD_CONSTRAINT=$(VENV)/constraints.txt \
+       $(BIN)/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS)
 SOURCES := pyproject.toml CMakeLists.txt constraints.txt $(shell find src native -type f 2>/dev/null | grep -v __pycache__)
 
 .DEFAULT_GOAL := help

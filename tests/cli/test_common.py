@@ -1,0 +1,65 @@
+import json
+import math
+
+import pytest
+import typer
+from gemmtune.cli import common
+from gemmtune.errors import StoreError
+
+
+@pytest.mark.parametrize("text", ["16,4096,11008", "16x4096x11008", " 16, 4096 ,11008"])
+def test_shapes(text: str) -> None:
+    assert common.parse_shape(text) == (16, 4096, 11008)
+
+
+@pytest.mark.parametrize("text", ["16,4096", "a,b,c", "", "1,2,3,4", "1,-2,3", "1.5,2,3"])
+def test_bad_shapes_are_wrong_usage(text: str) -> None:
+    with pytest.raises(typer.BadParameter):
+        common.parse_shape(text)
+
+
+def test_aten_is_always_among_the_backends() -> None:
+    assert common.parse_backends("native")[0] == "aten"
+    assert common.parse_backends(None)[0] == "aten"
+    for wrong in ("nope", "", ","):
+        with pytest.raises(typer.BadParameter, match="known backends: aten"):
+            common.parse_backends(wrong)
+
+
+def test_exactly_one_source_of_problems() -> None:
+    for given in ((None, [], None), ("f.py:g", ["1,2,3"], None), (None, ["1,2,3"], "odd")):
+        with pytest.raises(typer.BadParameter, match="give one of"):
+            common.collect(*given, None)
+
+
+def test_empty_problems_are_left_out() -> None:
+    assert common.collect(None, ["0,8,8", "1,8,8"], None, "fp32")[0][0].m == 1
+    assert all(problem.flops for problem, _ in common.collect(None, [], "odd", "bf16"))
+
+
+def test_json_output_is_json_even_with_infinities(capsys: pytest.CaptureFixture[str]) -> None:
+    common.emit({"a": math.inf, "b": [math.nan, 1.5], "c": (1,)})
+    assert json.loads(capsys.readouterr().out) == {"a": "inf", "b": ["nan", 1.5], "c": [1]}
+
+
+def test_guard_turns_our_errors_into_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    @common.guard
+    def broken(*, as_json: bool) -> None:
+        raise StoreError("disk on fire")
+
+    with pytest.raises(typer.Exit) as plain:
+        broken(as_json=False)
+    assert plain.value.exit_code == 1
+    assert capsys.readouterr().err == "error: disk on fire\n"
+    with pytest.raises(typer.Exit):
+        broken(as_json=True)
+    assert json.loads(capsys.readouterr().out) == {"error": "disk on fire"}
+
+
+def test_guard_lets_bugs_through() -> None:
+    @common.guard
+    def broken() -> None:
+        raise AssertionError("a bug")
+
+    with pytest.raises(AssertionError):
+        broken()

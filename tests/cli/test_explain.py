@@ -1,0 +1,52 @@
+from pathlib import Path
+
+from command import Run
+
+
+def test_shows_all_the_evidence(run: Run, filled: Path) -> None:
+    result = run("explain", 16, 4096, 4096, "--dtype", "bf16", "--store", filled)
+    assert result.code == 0
+    text = " ".join(result.out.split())
+    for part in (
+        "winner native/gemm[isa=avx512,mr=6,nr=64]",
+        "stopped: the duel was decided after 50 pairs",
+        "illegal (1): this CPU has no AMX",
+        "native/gemm[isa=amx,mr=16,nr=32]",
+        "0.500 [0.490-0.510]",
+        "within bound",
+    ):
+        assert part in text
+
+
+def test_json_holds_the_whole_record(run: Run, filled: Path) -> None:
+    (decision,) = run("explain", 16, 4096, 4096, "--json", "--store", filled).json["decisions"]
+    assert decision["outcome"] == "winner"
+    assert {row["stage"] for row in decision["evidence"]} == {"winner", "finalist", "eliminated", "failed", "illegal"}
+
+
+def test_says_when_nothing_is_valid(run: Run, filled: Path) -> None:
+    result = run("explain", 16, 4096, 4096, "--dtype", "int8", "--store", filled)
+    assert result.code == 0
+    assert "no candidate was valid" in result.out
+
+
+def test_unknown_shape_names_the_command_to_run(run: Run, filled: Path) -> None:
+    result = run("explain", 5, 6, 7, "--dtype", "fp32", "--store", filled)
+    assert result.code == 1
+    assert "gemmtune tune 5,6,7 --dtype fp32" in result.err
+
+
+def test_other_machines_on_request(run: Run, filled: Path) -> None:
+    args = ("explain", 4, 512, 512, "--dtype", "fp32", "--store", filled)
+    missing = run(*args)
+    assert missing.code == 1
+    assert "--any-machine" in missing.err
+    assert run(*args, "--any-machine").code == 0
+
+
+def test_wrong_usage(run: Run, filled: Path) -> None:
+    unknown = run("explain", 1, 2, 3, "--dtype", "int7", "--store", filled)
+    assert unknown.code == 2
+    assert "int8wo" in unknown.err
+    assert run("explain", 1, 2).code == 2
+    assert run("explain", 1, 2, -3).code == 2

@@ -1,0 +1,83 @@
+import re
+import sqlite3
+from pathlib import Path
+
+import pytest
+from command import Run
+
+
+
+def ids(run: Run, filled: Path) -> dict[str, str]:
+    rows = run("store", "ls", "--json", "--store", filled).json["decisions"]
+    return {row["label"]: row["id"] for row in rows}
+
+
+def test_ls_lists_every_machine(run: Run, filled: Path) -> None:
+    result = run("store", "ls", "--store", filled)
+    assert result.code == 0
+    assert "Another CPU, 64 threads" in result.out
+    assert "16x4096x4096 bf16" in result.out
+    assert "2.00x [1.96-2.04]" in result.out
+
+
+def test_ls_of_a_store_that_does_not_exist_is_empty_and_makes_none(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "none.db"
+    assert run("store", "ls", "--store", path).out == "the store is empty\n"
+    assert not path.exists()
+
+
+def test_show_takes_a_prefix_of_the_id(run: Run, filled: Path) -> None:
+    which = ids(run, filled)["16x4096x4096 bf16"]
+    result = run("store", "show", which[:6], "--store", filled)
+    assert result.code == 0
+    assert "winner native/gemm[isa=avx512,mr=6,nr=64]" in result.out
+    assert run("store", "show", which, "--json", "--store", filled).json["outcome"] == "winner"
+
+
+def test_show_refuses_what_fits_none_or_many(run: Run, filled: Path) -> None:
+    unknown = run("store", "show", "zzz", "--store", filled)
+    assert unknown.code == 1
+    assert "no decision is called 'zzz'" in unknown.err
+    many = run("store", "show", "", "--store", filled)
+    assert many.code == 1
+    assert "fits 4 decisions" in many.err
+
+
+def test_export_and_import_round_trip(run: Run, filled: Path, tmp_path: Path) -> None:
+    file, copy = tmp_path / "out.json", tmp_path / "copy.db"
+    assert run("store", "export", file, "--json", "--store", filled).json["decisions"] == 4
+    assert run("store", "import", file, "--json", "--store", copy).json == {"decisions": 4}
+    assert ids(run, copy) == ids(run, filled)
+
+
+def test_import_of_something_else_fails_in_one_line(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "no.json"
+    file.write_text("[]")
+    result = run("store", "import", file, "--store", tmp_path / "s.db")
+    assert result.code == 1
+    assert re.fullmatch(r"error: .+\n", result.err)
+
+
+def test_prune_others_keeps_this_machine(run: Run, filled: Path) -> None:
+    assert run("store", "prune", "--store", filled).code == 2
+    assert run("store", "prune", "--others", "--json", "--store", filled).json == {"deleted": 1}
+    assert "4x512x512 fp32" not in ids(run, filled)
+    assert len(ids(run, filled)) == 3
+
+
+def test_verify_reports_damage(run: Run, filled: Path) -> None:
+    assert run("store", "verify", "--store", filled).out == "sound: 4 decisions\n"
+    with sqlite3.connect(filled) as database:
+        database.execute("UPDATE decisions SET body = x'00' WHERE rowid = (SELECT min(rowid) FROM decisions)")
+    database.close()
+    result = run("store", "verify", "--json", "--store", filled)
+    assert result.code == 1
+    assert len(result.json["damage"]) == 1
+    assert result.json["decisions"] == 3
+
+
+@pytest.mark.parametrize("command", ["export", "import"])
+def test_a_file_that_cannot_be_used_is_an_error_not_a_traceback(run: Run, filled: Path, command: str) -> None:
+    result = run("store", command, "/nonexistent/dir/file.json", "--store", filled)
+    assert result.code == 1
+    assert result.err.startswith("error: ")
