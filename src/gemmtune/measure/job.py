@@ -32,7 +32,7 @@ from .protocol import (
     Request,
     Setup,
 )
-from .timing import Track, rough_times
+from .timing import Track, empty_output, packs_each_call, rough_times
 from .verify import Draw, prepare, verify
 
 Progress = Callable[[Leading], None]
@@ -186,19 +186,6 @@ class Job:
             self._packed[kernel.packing] = kernel.pack(b)
             self._packing_s[kernel.packing] = time.perf_counter() - start
         return self._packed[kernel.packing]
-
-
-def packs_each_call(kernel: Kernel, problem: Problem) -> bool:
-    """Whether packing belongs to every call: it is never hidden for an operand that is not constant."""
-    return kernel.packing is not None and not problem.b.constant
-
-
-def empty_output(problem: Problem) -> Tensor:
-    """An output as the Problem lays it out: [M, N], or [batch, M, N] for bmm."""
-    from .inputs import allocate
-
-    shape = (problem.batch, problem.m, problem.n) if problem.family == "bmm" else (problem.m, problem.n)
-    return allocate(shape, problem.out, problem.out_dtype)
 
 
 def blame(error: BaseException, doing: str, kind: Any) -> Verdict:

@@ -1,0 +1,33 @@
+"""The memory limit of a worker process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def limit_memory(allowance: int) -> None:
+    """Let this process allocate ``allowance`` bytes more than it has now; 0 changes nothing.
+
+    RLIMIT_DATA counts private writable memory, so that what is mapped from files (torch's libraries) is free. Beyond
+    it allocations fail with an error that costs a candidate, where the kernel's OOM killer might choose any process.
+    Does nothing where the platform has no such limit.
+    """
+    if allowance <= 0:
+        return
+    try:
+        import resource
+
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        wanted = _data_bytes() + allowance
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+    except (ImportError, OSError, ValueError):
+        return
+
+
+def _data_bytes() -> int:
+    """Private writable memory of this process (VmData), in bytes. Raises OSError or ValueError without /proc."""
+    for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
+        if line.startswith("VmData:"):
+            return int(line.split()[1]) * 1024
+    raise ValueError("/proc/self/status has no VmData")

@@ -1,0 +1,176 @@
+"""Timing of candidates as a job does it: a rough cold time each, and the set-up of a race on rotated operands."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import mmap
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..backends.base import Kernel
+from ..events import BestSoFar
+from ..problem import Problem
+from ..target import Target
+from .clock import CpuClock
+from .inputs import Inputs, allocate, operand_bytes, rotations, timing_sets
+from .protocol import Leading, Placed, Raced
+from .race import Entrant, race
+
+INCUMBENT = "aten"
+
+_DEFAULT_LLC = 32 << 20
+_SHORT_S = 100e-6  # below this one call is too short for the clock, and its operands too small to be evicted
+_BATCH_S = 300e-6
+_SLOW_S = 0.1
+
+# Worker memory may reach 4x the operands + 500 MB; torch and the interpreter take some 280 MB of it.
+_OPERAND_SHARE = 4
+_FIXED_BYTES = 220 << 20
+
+
+def packs_each_call(kernel: Kernel, problem: Problem) -> bool:
+    """Whether packing belongs to every call: it is never hidden for an operand that is not constant."""
+    return kernel.packing is not None and not problem.b.constant
+
+
+def empty_output(problem: Problem) -> Tensor:
+    """An output as the Problem lays it out: [M, N], or [batch, M, N] for bmm."""
+    shape = (problem.batch, problem.m, problem.n) if problem.family == "bmm" else (problem.m, problem.n)
+    return allocate(shape, problem.out, problem.out_dtype)
+
+
+def rough_times(call: Callable[[], None], problem: Problem, target: Target) -> tuple[float, ...]:
+    """Seconds a call, three times or fewer for slow kernels, with the last-level cache flushed before each.
+
+    Calls too short to be timed alone are timed in batches, on operands that stay in the cache.
+    """
+    flush = _Flush(problem, target)
+    times = [_timed(call, 1, flush)]
+    if times[0] < _SHORT_S:
+        calls = math.ceil(_BATCH_S / max(times[0], 1e-7))
+        return tuple(_timed(call, calls, None) for _ in range(3))
+    times += [_timed(call, 1, flush) for _ in range(1 if times[0] > _SLOW_S else 2)]
+    return tuple(times)
+
+
+def _timed(call: Callable[[], None], calls: int, flush: Callable[[], None] | None) -> float:
+    if flush is not None:
+        flush()
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter() - start) / calls
+
+
+class _Flush:
+    """Reads more memory than the last-level cache holds, unless the operands do that by themselves."""
+
+    def __init__(self, problem: Problem, target: Target) -> None:
+        size = 2 * last_level_cache(target)
+        self._memory = torch.ones(size // 4, dtype=torch.int32) if operand_bytes(problem) < size else None
+
+    def __call__(self) -> None:
+        if self._memory is not None:
+            self._memory.max()
+
+
+def last_level_cache(target: Target) -> int:
+    """Bytes of the target's last-level cache (32 MiB where it does not say)."""
+    return next((size for size in reversed(target.caches) if size), _DEFAULT_LLC)
+
+
+class Track:
+    """Loaded kernels with rotated operand sets in each layout that they want, ready to race.
+
+    Kernels of one layout take its copies in turn, so that each call finds a copy that was not used since all others
+    were. marker_fd: a file of at least one byte, in which the number of the running kernel is noted (1 + its place),
+    for whoever wants to know which one the process died in.
+    """
+
+    def __init__(
+        self, kernels: Mapping[str, Kernel], problem: Problem, target: Target, seed: int, marker_fd: int | None
+    ) -> None:
+        self._problem = problem
+        self._marker = mmap.mmap(marker_fd, mmap.PAGESIZE) if marker_fd is not None else bytearray(1)
+        sets = timing_sets(problem, _copies(problem, target, problem.weight_bytes), seed)
+        self._outputs = [empty_output(problem) for _ in sets]
+        self._operands: dict[str, itertools.cycle[tuple[Inputs, Any, Tensor]]] = {}
+        self.left_out: dict[str, str] = {}
+        self._entrants = self._line_up(kernels, sets, target)
+
+    def _line_up(self, kernels: Mapping[str, Kernel], sets: list[Inputs], target: Target) -> list[Entrant]:
+        """Entrants in the given order, as long as there is memory for their layouts."""
+        size = operand_bytes(self._problem)
+        room = _OPERAND_SHARE * size + _FIXED_BYTES - len(sets) * size
+        entrants = []
+        for place, (name, kernel) in enumerate(kernels.items()):
+            self._marker[0] = min(place + 1, 255)
+            layout = "" if packs_each_call(kernel, self._problem) else (kernel.packing or "")
+            if layout not in self._operands:
+                copies, used = self._copies_of(layout, kernel, sets, target, room)
+                if not copies:
+                    self.left_out[name] = f"no memory for operands packed as {layout} beside those of faster candidates"
+                    continue
+                room -= used
+                self._operands[layout] = itertools.cycle(copies)
+            run = self._runner(kernel, self._operands[layout], place)
+            entrants.append(Entrant(name, run, kernel.candidate.backend == INCUMBENT, kernel.packing or ""))
+        return entrants
+
+    def _copies_of(
+        self, layout: str, kernel: Kernel, sets: list[Inputs], target: Target, room: int
+    ) -> tuple[list[tuple[Inputs, Any, Tensor]], int]:
+        """(operand sets in this layout, bytes they take beyond the raw ones)."""
+        if not layout:
+            return [(item, item.b, out) for item, out in zip(sets, self._outputs, strict=True)], 0
+        packed = [kernel.pack(sets[0].b)]
+        size = packed[0].nbytes
+        if size > room:
+            return [], 0
+        count = min(_copies(self._problem, target, size), max(1, room // (2 * size)), len(sets))
+        packed += [kernel.pack(item.b) for item in sets[1:count]]
+        used = sum(item.nbytes for item in packed)
+        return [(item, b, out) for item, b, out in zip(sets, packed, self._outputs, strict=False)], used
+
+    def _runner(self, kernel: Kernel, operands: itertools.cycle[Any], place: int) -> Callable[[int], None]:
+        marker, call, number = self._marker, kernel.run, min(place + 1, 255)
+        if packs_each_call(kernel, self._problem):
+            call = _packing_run(kernel)
+
+        def run(_: int) -> None:
+            marker[0] = number
+            inputs, b, out = next(operands)
+            call(inputs.a, b, inputs.aux, out)
+
+        return run
+
+    def race(self, budget_s: float, seed: int, progress: Callable[[Leading], None]) -> Raced:
+        """Race for ``budget_s`` seconds; see ``race.race``."""
+        if not self._entrants:
+            return Raced("none_valid", None, "there was nothing to race", self._left_out(), {})
+
+        def report(best: BestSoFar) -> None:
+            if math.isfinite(best.ratio):
+                progress(Leading(best.candidate_id, best.median_s, best.ratio))
+
+        result = race(self._entrants, CpuClock(), budget_s, seed=seed, progress=report)
+        placed = tuple(Placed(row.id, row.stage, row.reason, row.sample) for row in result.standings.values())
+        return Raced(result.outcome, result.leader, result.stopped, placed + self._left_out(), result.alternatives)
+
+    def _left_out(self) -> tuple[Placed, ...]:
+        return tuple(Placed(name, "screened", reason, None) for name, reason in self.left_out.items())
+
+
+def _packing_run(kernel: Kernel) -> Callable[..., None]:
+    return lambda a, b, aux, out: kernel.run(a, kernel.pack(b), aux, out)
+
+
+def _copies(problem: Problem, target: Target, weight_bytes: int) -> int:
+    """Copies of an operand set that together exceed the last-level cache twice, as far as memory allows."""
+    wanted = math.ceil(2 * last_level_cache(target) / max(weight_bytes, 1))
+    return max(1, min(wanted, rotations(problem, target)))
