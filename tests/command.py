@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from gemmtune.cli import app
 from typer.testing import CliRunner
+
+from gemmtune.cli import app
 
 
 @dataclass(frozen=True)

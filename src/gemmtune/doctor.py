@@ -63,7 +63,7 @@ def examine(store_path: Path | None = None, *, threads: int | None = None) -> Ex
     path, decisions, damage = _store_state(store_path)
     found = Examination(
         python=f"{platform.python_version()} ({sys.executable})",
-        torch=torch.__version__,
+        torch=str(torch.__version__),
         system=f"{platform.system()} {platform.release()} {platform.machine()}, {_libc()}",
         target=target.to_dict(),
         cores=target.cores,
@@ -126,8 +126,8 @@ def advise(found: Examination) -> list[str]:
     ]
     if len(found.openmp) > 1:
         advice.append(
-            f"{len(found.openmp)} OpenMP runtimes are loaded ({', '.join(found.openmp)}): they fight over the cores and "
-            "slow every kernel down; install torch and gemmtune from the same kind of wheel, or build gemmtune here"
+            f"{len(found.openmp)} OpenMP runtimes are loaded ({', '.join(found.openmp)}): they fight over the cores "
+            "and slow every kernel down; install torch and gemmtune from the same kind of wheel, or build gemmtune here"
         )
     if not any(found.tools[name] for name in ("c++", "g++", "clang++")):
         advice.append(

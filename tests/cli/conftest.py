@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import command
 import pytest
+
+import command
 from factories import make_decision, make_target
 from gemmtune import backends
 from gemmtune.store import open_store

@@ -3,6 +3,7 @@ import math
 
 import pytest
 import typer
+
 from gemmtune.cli import common
 from gemmtune.errors import StoreError
 

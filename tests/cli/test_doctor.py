@@ -9,7 +9,7 @@ def test_json_names_machine_backends_and_store(run: Run, filled: Path) -> None:
     assert result.code == 0
     found = result.json
     assert found["target"]["device"] == "cpu"
-    assert [state["name"] for state in found["backends"]][0] == "aten"
+    assert found["backends"][0]["name"] == "aten"
     assert found["backends"][0]["available"]
     assert found["store_decisions"] == 4
     assert found["store_damage"] == []

@@ -3,8 +3,8 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from command import Run
 
+from command import Run
 
 
 def ids(run: Run, filled: Path) -> dict[str, str]:

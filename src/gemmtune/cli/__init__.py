@@ -21,9 +21,13 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
 )
-for _command in (tune, bench, explain, report, doctor):
-    app.command()(_command)
+app.command(short_help="Find and keep the fastest correct kernels.")(tune)
+app.command(short_help="Race backends on shapes, keeping nothing.")(bench)
+app.command(short_help="Show a decision and all its evidence.")(explain)
+app.command(short_help="Write an HTML report from the store.")(report)
+app.command(short_help="Show what this machine has and lacks.")(doctor)
 app.add_typer(store_app, name="store")
 
 

@@ -24,9 +24,7 @@ from .common import (
 
 @guard
 def bench(
-    shapes: Annotated[
-        list[str] | None, typer.Argument(metavar="[M,N,K ...]", help="Shapes, e.g. 16,4096,11008.")
-    ] = None,
+    shapes: Annotated[list[str] | None, typer.Argument(metavar="M,N,K", help="Shapes, e.g. 16,4096,11008.")] = None,
     workload: Annotated[
         str | None, typer.Option("--workload", metavar="NAME", help="llama, llama-small, odd or dynamic.")
     ] = None,

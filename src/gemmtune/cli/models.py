@@ -80,11 +80,11 @@ def call_factory(factory: Callable[..., Any], dtype: str | None) -> tuple[Callab
 
 def record_model(spec: str, dtype: str | None) -> list[tuple[Problem, int]]:
     """Every Problem the model's example calls run, with how often. Raises GemmtuneError when there is none."""
+    model, calls = call_factory(find_factory(spec), dtype)
     import torch
 
     from ..integrations.record import record
 
-    model, calls = call_factory(find_factory(spec), dtype)
     if isinstance(model, torch.nn.Module):
         model.eval()
     with torch.inference_mode(), record() as recorded:

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from ..decision import Decision
     from ..store.base import Store
 
-app = typer.Typer(help="Look into the store, move decisions between machines, clean up.", no_args_is_help=True)
+app = typer.Typer(
+    help="Look into the store, move decisions between machines, clean up.", no_args_is_help=True, rich_markup_mode=None
+)
 
 
 def short_id(decision: Decision) -> str:

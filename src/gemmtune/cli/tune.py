@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 def tune(
     what: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[MODEL | M,N,K ...]", help="file.py:factory, package.module:factory, or shapes."),
+        typer.Argument(metavar="MODEL|M,N,K", help="file.py:factory, package.module:factory, or shapes."),
     ] = None,
     workload: Annotated[
         str | None, typer.Option("--workload", metavar="NAME", help="llama, llama-small, odd or dynamic.")

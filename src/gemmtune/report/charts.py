@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -56,12 +56,16 @@ def charts(decisions: Sequence[Decision], ceilings: Mapping[str, float]) -> list
     return [times(timed), roofline(timed, ceilings), spread(timed)] if timed else []
 
 
+def _aten_first(names: Iterable[str]) -> list[str]:
+    """So that a backend has the same colour in every plot."""
+    return sorted(names, key=lambda name: (name != "aten", name))
+
+
 def times(decisions: Sequence[Decision]) -> Bars:
     """Time a call by shape and backend: the best valid kernel of each backend."""
     best = [best_by_backend(decision) for decision in decisions]
-    names = sorted({name for row in best for name in row}, key=lambda name: (name != "aten", name))
     series: dict[str, tuple[float | None, ...]] = {}
-    for name in names:
+    for name in _aten_first({name for row in best for name in row}):
         samples = [row[name].sample if name in row else None for row in best]
         series[name] = tuple(None if sample is None else sample.median_s * 1e6 for sample in samples)
     labels = tuple(label(Problem.from_dict(decision.problem)) for decision in decisions)
@@ -79,7 +83,7 @@ def roofline(decisions: Sequence[Decision], ceilings: Mapping[str, float]) -> Sc
                 rate = problem.flops / row.sample.median_s
                 text = f"{label(problem)}: {rate / 1e9:.1f} GFLOP/s, {duration(row.sample.median_s)}, {row.id}"
                 series.setdefault(name, []).append(Point(problem.flops / problem.min_bytes, rate / 1e9, text))
-    marks = {name: tuple(points) for name, points in series.items()}
+    marks = {name: tuple(series[name]) for name in _aten_first(series)}
     lines, note = _ceiling_lines(decisions, marks, ceilings)
     title = "Achieved against the roofline"
     return Scatter(title, note, "operations per byte of least traffic", "GFLOP/s (int8: GOP/s)", marks, lines)
@@ -126,5 +130,5 @@ def spread(decisions: Sequence[Decision]) -> Scatter:
                 series.setdefault(backend_of(row), []).append(Point(ratio, place, text))
     rows = tuple(label(Problem.from_dict(decision.problem)) for decision in decisions)
     note = "Median time of every valid candidate over that of ATen's best one: left of 1 is faster than ATen."
-    marks = {name: tuple(points) for name, points in series.items()}
+    marks = {name: tuple(series[name]) for name in _aten_first(series)}
     return Scatter("Spread of the candidates", note, "time / ATen's best", "", marks, rows=rows)

@@ -1,0 +1,202 @@
+"""What ``make demo`` runs: record, tune, swap in and compare a Llama-style decoder on this CPU, then write a report.
+
+Decisions are kept in .gemmtune/store.db (or where $GEMMTUNE_STORE says), so a second run goes straight to the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("GEMMTUNE_STORE", str(Path(".gemmtune") / "store.db"))
+
+import llama
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+import gemmtune
+from gemmtune.cli.progress import Board, watching
+from gemmtune.cli.tables import decisions_table
+from gemmtune.cli.tune import remember_ceilings
+from gemmtune.report import write_report
+from gemmtune.store import open_store
+from gemmtune.target import Target
+
+# The optimised model may be this much further from the float64 reference than the plain model is, at most.
+ERROR_ALLOWED = 2.0
+DECODE_STEPS = 8
+
+
+class Float64(TorchFunctionMode):
+    """Runs every operation in float64, whatever the model's dtypes: the reference costs no second model."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") == "__get__":  # reading .shape and the like needs no conversion
+            return func(*args, **(kwargs or {}))
+        return func(*(_widen(arg) for arg in args), **{name: _widen(arg) for name, arg in (kwargs or {}).items()})
+
+
+def _widen(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.double()
+    return type(value)(_widen(item) for item in value) if isinstance(value, list | tuple) else value
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One variant before and after: largest logit errors against float64, tokens a second (median, per workload)."""
+
+    variant: str
+    plain_error: float
+    tuned_error: float
+    same_tokens: int
+    tokens: int
+    pace: dict[str, tuple[float, float]]
+
+    @property
+    def ok(self) -> bool:
+        return self.tuned_error <= ERROR_ALLOWED * self.plain_error
+
+
+def record(variant: str, model: nn.Module, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """The GEMMs the model's prefill and decode calls run."""
+    with torch.inference_mode(), gemmtune.record() as recorded:
+        for call in calls:
+            model(*call)
+    problems = list(recorded.problems)
+    print(f"{variant}: {sum(count for _, count in problems)} matrix multiplies, {len(problems)} different problems")
+    return problems
+
+
+def logits_after(model: nn.Module, tokens: Tensor, prompt: int) -> Tensor:
+    """Logits after the prompt and after each further token, given the tokens: [len(tokens) - prompt + 1, vocab]."""
+    cache = model.new_cache(1)
+    rows = [llama.prefill(model, tokens[:, :prompt], cache)]
+    rows += [model(tokens[:, at : at + 1], cache, at) for at in range(prompt, tokens.shape[1])]
+    return torch.cat(rows).double()
+
+
+def compare(variant: str, plain: nn.Module, tuned: nn.Module, rounds: int) -> Comparison:
+    """Check the outputs of both models against float64, then time them turn by turn."""
+    tokens = llama.example_prompt(plain.config, 64 + DECODE_STEPS)
+    with Float64():
+        reference = plain(tokens)[0, 63:]
+    before, after = (logits_after(model, tokens, 64) for model in (plain, tuned))
+    return Comparison(
+        variant=variant,
+        plain_error=float((before - reference).abs().max()),
+        tuned_error=float((after - reference).abs().max()),
+        same_tokens=int((before.argmax(-1) == after.argmax(-1)).sum()),
+        tokens=before.shape[0],
+        pace={name: _turns(work, plain, tuned, rounds) for name, work in _workloads(plain).items()},
+    )
+
+
+def _workloads(model: nn.Module) -> dict[str, Callable[[nn.Module], int]]:
+    """Prefill of 64 tokens, and decoding with a batch of 1 and of 4; each returns how many tokens it handled."""
+    prompt = llama.example_prompt(model.config)
+
+    def fill(which: nn.Module) -> int:
+        llama.prefill(which, prompt, which.new_cache(1))
+        return prompt.shape[1]
+
+    def decode(batch: int) -> Callable[[nn.Module], int]:
+        cache = model.new_cache(batch)
+        first = torch.zeros(batch, model.config.vocab)
+        return lambda which: llama.decode(which, first, cache, prompt.shape[1], DECODE_STEPS).numel()
+
+    return {"decode": decode(1), "decode, batch of 4": decode(4), "prefill of 64": fill}
+
+
+def _turns(work: Callable[[nn.Module], int], plain: nn.Module, tuned: nn.Module, rounds: int) -> tuple[float, float]:
+    """Tokens a second of both, medians of interleaved turns (so that a busy neighbour hits both alike)."""
+    paces: tuple[list[float], list[float]] = ([], [])
+    for model in (plain, tuned):
+        work(model)
+    for _ in range(rounds):
+        for place, model in enumerate((plain, tuned)):
+            start = time.perf_counter()
+            tokens = work(model)
+            paces[place].append(tokens / (time.perf_counter() - start))
+    return statistics.median(paces[0]), statistics.median(paces[1])
+
+
+def print_comparison(result: Comparison) -> None:
+    verdict = "same within the bound" if result.ok else "NOT the same within the bound"
+    print(f"\n{result.variant}: outputs {verdict}")
+    print(
+        f"  largest error of a logit against float64: plain PyTorch {result.plain_error:.2e}, tuned "
+        f"{result.tuned_error:.2e} (allowed: {ERROR_ALLOWED:g}x plain's); "
+        f"greedy tokens equal: {result.same_tokens} of {result.tokens}"
+    )
+    for name, (before, after) in result.pace.items():
+        print(f"  {name:<20}{before:8.1f} -> {after:8.1f} tokens/s   {after / before:.2f}x")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--variants", default="fp32,bf16,int8", help="comma separated [fp32,bf16,int8]")
+    parser.add_argument("--budget", type=float, default=2.0, help="seconds of measuring a problem [2]")
+    parser.add_argument("--rounds", type=int, default=5, help="interleaved turns of the end-to-end timing [5]")
+    parser.add_argument("--layers", type=int, default=4, help="decoder layers [4]")
+    parser.add_argument("--report", type=Path, default=Path("report.html"), help="where the report goes [report.html]")
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = parse()
+    variants = args.variants.split(",")
+    config = llama.Config(layers=args.layers)
+    recorded: dict[Any, int] = {}
+    for variant in variants:
+        for problem, count in record(variant, *llama.factory(variant, config)):
+            recorded[problem] = recorded.get(problem, 0) + count
+    board = Board()
+    try:
+        with watching(board) as progress:
+            gemmtune.tune(list(recorded.items()), budget=args.budget, progress=progress)
+    except KeyboardInterrupt:
+        print(f"interrupted: {len(board.decisions)} of {len(recorded)} decisions are kept; run again to go on")
+        return 1
+    if board.cached == len(recorded):
+        print("every decision came from the store")
+    Console(highlight=False).print("\n", decisions_table(board.decisions))
+    results = [end_to_end(variant, config, args.rounds) for variant in variants]
+    save_report(args.report)
+    return 0 if all(result.ok for result in results) else 1
+
+
+def end_to_end(variant: str, config: llama.Config, rounds: int) -> Comparison:
+    """The model as it is against a copy with the tuned kernels swapped in."""
+    plain, calls = llama.factory(variant, config)
+    tuned = copy.deepcopy(plain)
+    with torch.inference_mode():
+        gemmtune.optimize(tuned, calls, tune=False)
+        result = compare(variant, plain, tuned, rounds)
+    print_comparison(result)
+    return result
+
+
+def save_report(path: Path) -> None:
+    store = open_store()
+    try:
+        target: Target = gemmtune.current_target()
+        remember_ceilings(store, target)
+        write_report(store, path, target=target)
+    finally:
+        store.close()
+    print(f"\nreport: {path.resolve()}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

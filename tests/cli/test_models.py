@@ -1,0 +1,79 @@
+from pathlib import Path
+
+import pytest
+import typer
+
+from gemmtune.cli.models import call_factory, find_factory
+from gemmtune.errors import GemmtuneError
+
+SOURCE = """
+from dataclasses import dataclass
+import neighbour
+
+@dataclass
+class Thing:
+    size: int
+
+def factory(dtype="bf16"):
+    return (lambda x: (dtype, x)), (neighbour.VALUE,)
+
+def several():
+    return print, [(1,), 2]
+
+def broken():
+    raise RuntimeError("no weights")
+
+def nothing():
+    return None
+
+number = 3
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "neighbour.py").write_text("VALUE = 41\n")
+    path = tmp_path / "user_model_for_tests.py"
+    path.write_text(SOURCE)
+    return path
+
+
+def test_a_file_may_import_its_neighbours_and_take_a_dtype(file: Path) -> None:
+    model, calls = call_factory(find_factory(f"{file}:factory"), "fp32")
+    assert calls == [(41,)]
+    assert model(1) == ("fp32", 1)
+
+
+def test_a_list_of_calls_and_single_arguments(file: Path) -> None:
+    assert call_factory(find_factory(f"{file}:several"), None)[1] == [(1,), (2,)]
+
+
+def test_a_module_by_its_dotted_name() -> None:
+    assert find_factory("gemmtune.workloads:build").__name__ == "build"
+
+
+@pytest.mark.parametrize("spec", ["noname", ":f", "a.py:", "/nonexistent.py:f"])
+def test_wrong_specs_are_wrong_usage(spec: str) -> None:
+    with pytest.raises(typer.BadParameter):
+        find_factory(spec)
+
+
+def test_names_that_are_not_there_or_not_callable(file: Path) -> None:
+    for name in ("absent", "number"):
+        with pytest.raises(typer.BadParameter, match="no callable"):
+            find_factory(f"{file}:{name}")
+
+
+def test_failures_of_the_users_code_are_told_in_one_line(file: Path, tmp_path: Path) -> None:
+    with pytest.raises(GemmtuneError, match="broken raised RuntimeError: no weights"):
+        call_factory(find_factory(f"{file}:broken"), None)
+    with pytest.raises(GemmtuneError, match="must return"):
+        call_factory(find_factory(f"{file}:nothing"), None)
+    with pytest.raises(typer.BadParameter, match="takes no dtype"):
+        call_factory(find_factory(f"{file}:several"), "bf16")
+    bad = tmp_path / "bad_model_for_tests.py"
+    bad.write_text("1/0\n")
+    with pytest.raises(GemmtuneError, match="ZeroDivisionError"):
+        find_factory(f"{bad}:f")
+    with pytest.raises(GemmtuneError, match="no_such_package_anywhere"):
+        find_factory("no_such_package_anywhere:f")

@@ -1,0 +1,104 @@
+import io
+
+import pytest
+from rich.console import Console
+
+from factories import NATIVE, make_decision
+from gemmtune.cli.progress import Board, LiveProgress, PlainProgress, clock, watching
+from gemmtune.decision import Verdict
+from gemmtune.events import BestSoFar, CandidateTried, Event, ProblemDone, ProblemStarted
+from gemmtune.workloads import build
+
+PROBLEM = build(16, 4096, 4096, "bf16")
+EVENTS: list[Event] = [
+    ProblemStarted(0, 2, PROBLEM),
+    CandidateTried("aten/linear", Verdict("within_bound"), 2e-3, 5),
+    BestSoFar("aten/linear", 2e-3, 1.0),
+    CandidateTried(NATIVE.id, Verdict("within_bound"), 1e-3, 4),
+    BestSoFar(NATIVE.id, 1e-3, 0.5),
+]
+DONE = ProblemDone(0, 2, make_decision(PROBLEM), 75.0)
+
+
+def feed(watcher: object, *events: Event) -> None:
+    for event in events:
+        watcher(event)  # type: ignore[operator]
+
+
+def test_board_tells_what_is_tried_what_leads_and_what_is_left() -> None:
+    board = Board()
+    feed(board, EVENTS[0])
+    assert "preparing" in board.trying_line()
+    assert "nothing measured" in board.best_line()
+    assert "estimating" in board.status_line()
+    feed(board, *EVENTS[1:])
+    assert board.trying_line() == f"2 tried, 4 left: {NATIVE.id}"
+    assert board.best_line() == f"best so far: 1.00 ms, 2.00x ATen  {NATIVE.id}"
+    feed(board, DONE)
+    assert board.remaining_s is not None
+    assert 70 < board.remaining_s <= 75
+    assert "problem 1 of 2" in board.status_line()
+    assert board.decisions == [DONE.decision]
+
+
+def test_a_new_problem_forgets_the_last_ones_leader() -> None:
+    board = Board()
+    feed(board, *EVENTS, DONE, ProblemStarted(1, 2, PROBLEM, cached=True))
+    assert board.best is None
+    assert board.cached == 1
+
+
+@pytest.mark.parametrize(
+    ("outcome", "words"), [("winner", "2.00x [1.96-2.04]"), ("tie", "tie, ATen"), ("none_valid", "no valid candidate")]
+)
+def test_done_lines(outcome: str, words: str) -> None:
+    board = Board()
+    feed(board, EVENTS[0])
+    line = board.done_line(ProblemDone(0, 2, make_decision(PROBLEM, outcome), None))
+    assert line.startswith("[1/2] 16x4096x4096 bf16")
+    assert words in line
+
+
+def test_plain_progress_prints_a_line_at_start_and_end() -> None:
+    stream = io.StringIO()
+    feed(PlainProgress(Board(), stream), *EVENTS, DONE)
+    first, second = stream.getvalue().splitlines()
+    assert first == "[1/2] 16x4096x4096 bf16 ..."
+    assert second.startswith("[1/2] 16x4096x4096 bf16  2.00x")
+    assert second.endswith("left")
+
+
+def test_cached_problems_say_so() -> None:
+    stream = io.StringIO()
+    feed(
+        PlainProgress(Board(), stream), ProblemStarted(0, 1, PROBLEM, cached=True), ProblemDone(0, 1, DONE.decision, 0)
+    )
+    (line,) = stream.getvalue().splitlines()
+    assert line.endswith("(from the store)")
+
+
+def test_live_display_shows_the_same() -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, highlight=False, width=120, _environ={})
+    live = LiveProgress(Board(), console)
+    with live.live:
+        feed(live, *EVENTS)
+        live.live.refresh()
+        feed(live, DONE)
+    text = stream.getvalue()
+    for part in ("problem 1 of 2", "2 tried, 4 left", "best so far: 1.00 ms", "2.00x [1.96-2.04]"):
+        assert part in text
+
+
+def test_hidden_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    board = Board()
+    with watching(board, hidden=True) as progress:
+        feed(progress, *EVENTS, DONE)
+    assert capsys.readouterr().out == ""
+    assert len(board.decisions) == 1
+
+
+def test_clock() -> None:
+    assert clock(42.4) == "42 s"
+    assert clock(75) == "1:15"
+    assert clock(3601) == "60:01"

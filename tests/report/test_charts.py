@@ -1,0 +1,70 @@
+import json
+import re
+
+import pytest
+
+from factories import make_decision
+from gemmtune.report import interactive, svg
+from gemmtune.report.charts import Scatter, charts, roofline, spread, times
+from gemmtune.workloads import build
+
+DECISIONS = [make_decision(build(m, 4096, 4096, "bf16"), aten_s=1e-3) for m in (1, 64)]
+CEILINGS = {"read": 30e9, "bfloat16": 200e9}
+
+
+def test_bars_have_a_value_per_problem_and_backend_aten_first() -> None:
+    chart = times(DECISIONS)
+    assert list(chart.series) == ["aten", "native"]
+    assert chart.series["aten"] == pytest.approx((1000.0, 1000.0))
+    assert chart.series["native"] == pytest.approx((500.0, 500.0))
+
+
+def test_roofline_places_points_by_intensity_and_rate() -> None:
+    chart = roofline(DECISIONS, CEILINGS)
+    problem = build(1, 4096, 4096, "bf16")
+    point = chart.series["native"][0]
+    assert point.x == pytest.approx(problem.flops / problem.min_bytes)
+    assert point.y == pytest.approx(problem.flops / 0.5e-3 / 1e9)
+    assert "memory: 30.0 GB/s" in chart.lines
+
+
+def test_ceilings_say_where_they_come_from() -> None:
+    fast = roofline(DECISIONS, CEILINGS)  # 64 rows at 0.5 ms are 4295 GFLOP/s: above the measured ceiling
+    assert "arithmetic: 4295 GFLOP/s" in fast.lines
+    assert "Arithmetic: the best any kernel here reached" in fast.note
+    slow = roofline([make_decision(build(1, 4096, 4096, "bf16"), aten_s=1.0)], CEILINGS)
+    assert "arithmetic: 200 GFLOP/s" in slow.lines
+    assert "ATen's 1024^3 product" in slow.note
+    assert "none was measured" in roofline(DECISIONS, {}).note
+
+
+def test_spread_is_relative_to_aten() -> None:
+    chart = spread(DECISIONS)
+    assert chart.rows == ("1x4096x4096 bf16", "64x4096x4096 bf16")
+    assert [point.x for point in chart.series["aten"]] == pytest.approx([1.0, 1.0])
+    assert sorted(point.x for point in chart.series["native"]) == pytest.approx([0.5, 0.5, 2.0, 2.0])
+
+
+def test_nothing_measured_gives_no_charts() -> None:
+    assert charts([make_decision(outcome="none_valid")], CEILINGS) == []
+
+
+def test_svg_draws_every_mark_inside_its_frame() -> None:
+    for chart in charts(DECISIONS, CEILINGS):
+        text = svg.draw(chart)
+        width, height = (float(v) for v in re.search(r'viewBox="0 0 (\S+) (\S+)"', text).groups())  # type: ignore[union-attr]
+        marks = text.count("<circle") if isinstance(chart, Scatter) else text.count("<rect") - len(chart.series)
+        assert marks == sum(len(group) for group in chart.series.values())
+        assert all(0 <= float(x) <= width for x in re.findall(r'c?x="([\d.-]+)"', text))
+        assert all(0 <= float(y) <= height for y in re.findall(r'c?y="([\d.-]+)"', text))
+
+
+def test_plotly_gets_valid_json_that_cannot_end_its_script() -> None:
+    for number, chart in enumerate(charts(DECISIONS, CEILINGS)):
+        text = interactive.draw(chart, f"c{number}")
+        assert text.count("</script>") == 1
+        found = re.search(r"var f=(.*);Plotly", text)
+        assert found is not None
+        figure = json.loads(found.group(1))
+        assert [trace["name"] for trace in figure["traces"]][:2] == ["aten", "native"]
+        assert f'"c{number}"' in text

@@ -1,0 +1,113 @@
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from factories import make_decision, make_target
+from gemmtune.report import interactive, write_report
+from gemmtune.report.page import overview, table
+from gemmtune.report.rows import summarize
+from gemmtune.store import MemoryStore
+from gemmtune.workloads import build
+
+
+class Balanced(HTMLParser):
+    """Fails on an element that is closed out of turn or left open."""
+
+    VOID = ("meta", "br")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.add(tag)
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    made, target = MemoryStore(), make_target()
+    for m, outcome in ((1, "winner"), (4, "tie"), (16, "winner"), (64, "none_valid")):
+        for dtype in ("bf16", "int8"):
+            made.put(target, make_decision(build(m, 4096, 4096, dtype), outcome, target, aten_s=m * 1e-4))
+    return made
+
+
+@pytest.mark.parametrize("library", ["/* plotly stands here */", None], ids=["plotly", "svg"])
+def test_one_well_formed_file_without_network(
+    store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str | None
+) -> None:
+    monkeypatch.setattr(interactive, "library", lambda: library)
+    path = tmp_path / "report.html"
+    assert write_report(store, path) == 8
+    text = path.read_text()
+    parser = Balanced()
+    parser.feed(text)
+    assert parser.open == []
+    assert not re.search(r"""(src|href)\s*=|@import|url\(""", text)
+    assert ("svg" in parser.seen) == (library is None)
+    assert text.count("Time by shape and backend") == text.count("Achieved against the roofline") == 2
+
+
+@pytest.mark.parametrize("library", ["/* plotly stands here */", None], ids=["plotly", "svg"])
+def test_everything_is_escaped(
+    store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str | None
+) -> None:
+    monkeypatch.setattr(interactive, "library", lambda: library)
+    path = tmp_path / "report.html"
+    write_report(store, path)
+    text = path.read_text()
+    assert "Test CPU &lt;x&gt;" in text
+    assert "element [3, &lt;b&gt;7&lt;/b&gt;]" in text
+    assert "<x>" not in text
+    assert "<b>" not in text
+
+
+def test_plotly_is_embedded_once_when_installed(store: MemoryStore, tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    path = tmp_path / "report.html"
+    write_report(store, path)
+    text = path.read_text()
+    source = interactive.library()
+    assert source is not None
+    assert text.count(source) == 1
+    assert text.count("Plotly.newPlot(") >= 6
+
+
+def test_an_empty_store_writes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    assert write_report(MemoryStore(), path) == 0
+    assert not path.exists()
+
+
+def test_only_the_target_asked_for(store: MemoryStore, tmp_path: Path) -> None:
+    other = make_target(threads=7)
+    store.put(other, make_decision(build(2, 3, 5, "fp32"), "tie", other))
+    path = tmp_path / "report.html"
+    assert write_report(store, path, target=other) == 1
+    assert "7 threads" in path.read_text()
+
+
+def test_the_table_says_what_happened() -> None:
+    text = table([make_decision(outcome=outcome) for outcome in ("winner", "tie", "none_valid")])
+    assert "2.00x [1.96-2.04]" in text
+    assert "tie: ATen serves" in text
+    assert "nothing valid" in text
+    assert "1 refused" in text
+    assert "(+1 illegal)" in text
+
+
+def test_overview_counts_and_averages() -> None:
+    rows = [summarize(make_decision(outcome=outcome)) for outcome in ("winner", "tie")]
+    assert overview(rows).startswith("2 problems: 1 won, 1 tied")
+    assert "1.41x" in overview(rows)
+    nothing = overview([summarize(make_decision(outcome="none_valid"))])
+    assert "1 without a valid candidate" in nothing
+    assert "nan" not in nothing

@@ -1,0 +1,49 @@
+import pytest
+
+from factories import ATEN, NATIVE, make_decision
+from gemmtune.report.rows import best_by_backend, duration, measured, ordered, summarize
+from gemmtune.workloads import build
+
+
+def test_a_winner_is_compared_with_the_best_aten() -> None:
+    row = summarize(make_decision(aten_s=2e-3))
+    assert (row.aten_s, row.best_s) == (2e-3, 1e-3)
+    assert row.speedup == pytest.approx(2.0)
+    assert row.lo < row.speedup < row.hi
+    assert (row.aten_id, row.best_id) == (ATEN.id, NATIVE.id)
+    assert (row.tried, row.illegal) == (4, 1)
+
+
+def test_a_tie_has_no_speedup() -> None:
+    row = summarize(make_decision(outcome="tie"))
+    assert (row.speedup, row.lo, row.hi) == (1.0, 1.0, 1.0)
+    assert row.best_id == ATEN.id
+
+
+def test_nothing_valid_has_no_times() -> None:
+    row = summarize(make_decision(outcome="none_valid"))
+    assert row.aten_s is None
+    assert row.best_s is None
+    assert row.best_id == ""
+
+
+def test_only_valid_candidates_count_as_measured() -> None:
+    decision = make_decision()
+    assert measured(decision)[0].id == NATIVE.id
+    assert all(row.verdict is not None and row.verdict.ok for row in measured(decision))
+    assert measured(make_decision(outcome="none_valid")) == []
+    assert set(best_by_backend(decision)) == {"aten", "native"}
+
+
+def test_order_is_dtype_then_shape_then_m() -> None:
+    problems = [build(16, 8, 8, "fp32"), build(1, 8, 8, "fp32"), build(64, 8, 8, "bf16")]
+    labels = [summarize(decision).label for decision in ordered(make_decision(p) for p in problems)]
+    assert labels == ["64x8x8 bf16", "1x8x8 fp32", "16x8x8 fp32"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(1.5, "1.50 s"), (0.01234, "12.3 ms"), (0.000914, "914 us"), (2.5e-6, "2.50 us"), (3e-8, "0.03 us"), (None, "-")],
+)
+def test_durations(seconds: float | None, text: str) -> None:
+    assert duration(seconds) == text
