@@ -1,4 +1,5 @@
 import pytest
+
 from gemmtune import workloads
 from gemmtune.problem import Layout, Problem, Quant
 
