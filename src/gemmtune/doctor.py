@@ -54,12 +54,11 @@ def examine(store_path: Path | None = None, *, threads: int | None = None) -> Ex
     """Look at everything once. Nothing is changed; a store that does not exist is not created."""
     import torch
 
-    from .backends import sources
-    from .target import current_cpu
+    from . import dispatch
 
     if threads is not None:
         torch.set_num_threads(threads)
-    target = current_cpu(sources())
+    target = dispatch.current_target()
     path, decisions, damage = _store_state(store_path)
     found = Examination(
         python=f"{platform.python_version()} ({sys.executable})",

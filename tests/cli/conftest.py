@@ -8,9 +8,9 @@ import pytest
 
 import command
 from factories import make_decision, make_target
-from gemmtune import backends
+from gemmtune.dispatch import current_target
 from gemmtune.store import open_store
-from gemmtune.target import Target, current_cpu
+from gemmtune.target import Target
 from gemmtune.workloads import build
 
 
@@ -23,7 +23,7 @@ def run() -> command.Run:
 @pytest.fixture
 def here() -> Target:
     """This machine's Target, as the commands see it."""
-    return current_cpu(backends.sources())
+    return current_target()
 
 
 @pytest.fixture

@@ -140,12 +140,11 @@ def current_target(threads: int | None) -> Target:
     """This machine, after setting torch's thread count when one was asked for."""
     import torch
 
-    from ..backends import sources
-    from ..target import current_cpu
+    from .. import dispatch
 
     if threads is not None:
         torch.set_num_threads(threads)
-    return current_cpu(sources())
+    return dispatch.current_target()
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ such tuples when several calls should be recorded (prefill and decode, say).
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -47,7 +48,8 @@ def _from_file(path: Path) -> Any:
     # As with `python file.py`: the file may import its neighbours, and its dataclasses find their module.
     sys.path.insert(0, str(path.resolve().parent))
     sys.modules.setdefault(path.stem, module)
-    return _importing(str(path), lambda: module_spec.loader and module_spec.loader.exec_module(module)) or module
+    _importing(str(path), functools.partial(module_spec.loader.exec_module, module))
+    return module
 
 
 def _from_package(name: str) -> Any:

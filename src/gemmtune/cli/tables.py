@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 from rich.table import Table
 
-from ..report.rows import Row, best_by_backend, duration, ordered, summarize
+from ..report.rows import Row, best_by_backend, duration, median_s, ordered, summarize
 
 if TYPE_CHECKING:
     from ..decision import Decision
@@ -56,6 +56,6 @@ def bench_table(decisions: Iterable[Decision], backends: Iterable[str]) -> Table
     table.add_column("kernel", overflow="fold")
     for decision in ordered(decisions):
         row, best = summarize(decision), best_by_backend(decision)
-        times = [duration(best[name].sample.median_s) if name in best and best[name].sample else "-" for name in names]
+        times = [duration(median_s(best.get(name))) for name in names]
         table.add_row(escape(row.label), *times, escape(speedup_text(row)), escape(row.best_id))
     return table

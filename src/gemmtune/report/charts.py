@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..problem import Problem
 from ..workloads import label
-from .rows import backend_of, best_by_backend, duration, measured, summarize
+from .rows import backend_of, best_by_backend, duration, measured, median_s, summarize
 
 if TYPE_CHECKING:
     from ..decision import Decision
@@ -66,8 +66,8 @@ def times(decisions: Sequence[Decision]) -> Bars:
     best = [best_by_backend(decision) for decision in decisions]
     series: dict[str, tuple[float | None, ...]] = {}
     for name in _aten_first({name for row in best for name in row}):
-        samples = [row[name].sample if name in row else None for row in best]
-        series[name] = tuple(None if sample is None else sample.median_s * 1e6 for sample in samples)
+        seconds = [median_s(row.get(name)) for row in best]
+        series[name] = tuple(None if value is None else value * 1e6 for value in seconds)
     labels = tuple(label(Problem.from_dict(decision.problem)) for decision in decisions)
     note = "Median time of a call, best valid kernel of each backend. Lower is better; the axis is logarithmic."
     return Bars("Time by shape and backend", note, "us", labels, series)
@@ -107,7 +107,7 @@ def _ceiling_lines(
     origin = "ATen's 1024^3 product" if measured_peak >= observed else "the best any kernel here reached"
     left, right = min(point.x for point in points) / 2, max(point.x for point in points) * 2
     corner = min(max(peak / read, left), right)
-    lines = {
+    lines: dict[str, tuple[tuple[float, float], ...]] = {
         f"memory: {read:.1f} GB/s": ((left, left * read), (corner, corner * read)),
         f"arithmetic: {peak:.0f} GFLOP/s": ((corner, peak), (right, peak)),
     }

@@ -13,7 +13,7 @@ from .svg import COLOURS
 def library() -> str | None:
     """The plotly.js source to embed; None when plotly is not installed (``pip install 'gemmtune[report]'``)."""
     try:
-        from plotly.offline import get_plotlyjs
+        from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
     except ImportError:
         return None
     source: str = get_plotlyjs()

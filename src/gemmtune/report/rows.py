@@ -44,11 +44,12 @@ def backend_of(row: Evidence) -> str:
 def measured(decision: Decision) -> list[Evidence]:
     """The valid candidates that were timed, fastest first."""
     rows = [row for row in decision.evidence if row.sample is not None and (row.verdict is None or row.verdict.ok)]
-    return sorted(rows, key=_median)
+    return sorted(rows, key=lambda row: row.sample.median_s if row.sample is not None else 0.0)
 
 
-def _median(row: Evidence) -> float:
-    return row.sample.median_s if row.sample is not None else float("inf")
+def median_s(row: Evidence | None) -> float | None:
+    """Seconds a call; None for a candidate that is not there or was not timed."""
+    return None if row is None or row.sample is None else row.sample.median_s
 
 
 def best_by_backend(decision: Decision) -> dict[str, Evidence]:
@@ -78,9 +79,9 @@ def summarize(decision: Decision) -> Row:
         label=workloads.label(problem),
         outcome=decision.outcome,
         aten_id=aten.id if aten is not None else "",
-        aten_s=_median(aten) if aten is not None else None,
+        aten_s=median_s(aten),
         best_id=decision.chosen or "",
-        best_s=sample.median_s if sample is not None else None,
+        best_s=median_s(chosen),
         speedup=speedup,
         lo=lo,
         hi=hi,
