@@ -1,0 +1,323 @@
+"""Tensors -> Problem. Each function checks its operands (``checks``) and returns the Call that dispatch can run.
+
+A weight held by an ``nn.Parameter`` or a PackedWeight is a constant operand when ``constant`` says so; activations
+beside a constant weight are described as dense (they are copied when they are not), so that one Plan serves them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import checks, fuse
+from .backends.base import PackedWeight, QuantWeight
+from .epilogue import Step
+from .problem import Family, Layout, Operand, Order, Problem, Quant
+
+Weight = Tensor | PackedWeight
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A Problem and the operands of one call, in the shapes kernels take. ``shape`` is the result's."""
+
+    problem: Problem
+    a: Tensor
+    b: Tensor | QuantWeight | PackedWeight
+    aux: tuple[Tensor, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def packed(self) -> PackedWeight | None:
+        return self.b if isinstance(self.b, PackedWeight) else None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Every tensor of the caller's (a PackedWeight's own are not)."""
+        if isinstance(self.b, Tensor):
+            return (self.a, self.b, *self.aux)
+        if isinstance(self.b, QuantWeight):
+            zero = () if self.b.zero_point is None else (self.b.zero_point,)
+            return (self.a, self.b.data, self.b.scale, *zero, *self.aux)
+        return (self.a, *self.aux)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """The name Problems use for a torch dtype."""
+    return str(dtype).removeprefix("torch.")
+
+
+def layout_of(matrix: Tensor, prefer: Order = "row") -> Layout:
+    """How the last two dimensions lie in memory; ``prefer`` decides when both orders describe it (a vector)."""
+    rows, cols = matrix.shape[-2:]
+    slow, fast = matrix.stride()[-2:]
+    row = _order("row", rows, cols, slow, fast)
+    col = _order("col", cols, rows, fast, slow)
+    first, second = (row, col) if prefer == "row" else (col, row)
+    return first or second or Layout("strided")
+
+
+def _order(order: Order, outer: int, inner: int, slow: int, fast: int) -> Layout | None:
+    if inner > 1 and fast != 1:
+        return None
+    if outer <= 1 or slow == inner:
+        return Layout(order)
+    return Layout(order, slow) if slow > inner else None
+
+
+def _a_operand(a: Tensor, constant_b: bool) -> Operand:
+    return Operand(name_of(a.dtype), Layout() if constant_b else layout_of(a))
+
+
+def _b_operand(b: Weight, prefer: Order, constant: bool) -> Operand:
+    if isinstance(b, PackedWeight):
+        return Operand(b.dtype, Layout(_known_order(b.raw_order)), constant=True, quant=b.quant)
+    return Operand(name_of(b.dtype), layout_of(b, prefer), constant=constant)
+
+
+def _known_order(order: str) -> Order:
+    return "col" if order == "col" else "row"
+
+
+def _acc(a: str) -> str:
+    return {"float64": "float64", "int8": "int32", "uint8": "int32"}.get(a, "float32")
+
+
+def _bind(bounds: Sequence[fuse.Bound], m: int, n: int, batch: int | None = None) -> tuple[tuple[Step, ...], Any]:
+    """Steps with their axes settled, and their tensors."""
+    for bound in bounds:
+        if not isinstance(bound, fuse.Bound):
+            raise TypeError(f"epilogue must hold steps made by gemmtune.fuse; got {type(bound).__name__}")
+    pairs = [fuse.resolve(bound, m, n, batch) for bound in bounds]
+    return tuple(step for step, _ in pairs), tuple(tensor for _, tensor in pairs if tensor is not None)
+
+
+def _same_devices(op: str, a: Tensor, b: Weight, bounds: Sequence[fuse.Bound]) -> None:
+    if isinstance(b, PackedWeight) and a.device.type not in ("cpu", "meta"):
+        raise checks.DtypeError(f"{op}(): the packed weight is on cpu and the input is on {a.device}")
+    checks.same_device(op, ("input", a), ("mat2", b), *(("an epilogue tensor", bound.tensor) for bound in bounds))
+
+
+def mm(
+    a: Tensor, b: Weight, bounds: Sequence[fuse.Bound] = (), out_dtype: torch.dtype | None = None,
+    *, op: str = "mm", prefer: Order = "row", constant: bool = False,
+) -> Call:  # fmt: skip
+    """``epilogue(a[M, K] @ b[K, N])`` for floating a and b of one dtype. Raises what ``checks`` raises."""
+    checks.matrix(op, "mat1", a)
+    if not isinstance(b, PackedWeight):
+        checks.matrix(op, "mat2", b)
+        checks.inner(tuple(a.shape), tuple(b.shape))
+        checks.same_dtype(a.dtype, b.dtype)
+    else:
+        checks.packed_fits(op, b, a.shape[1], (name_of(a.dtype),), quantized=False)
+    checks.one_of(op, "the operands' dtype", a.dtype, checks.FLOATS)
+    _same_devices(op, a, b, bounds)
+    out = checks.out_dtype(op, a.dtype if out_dtype is None else out_dtype, checks.FLOATS)
+    return _matrix_call("mm", a, b, bounds, out, prefer, constant)
+
+
+def _matrix_call(
+    family: Family, a: Tensor, b: Weight, bounds: Sequence[fuse.Bound], out: torch.dtype, prefer: Order, constant: bool
+) -> Call:
+    (m, k), n = a.shape, b.shape[1]
+    steps, aux = _bind(bounds, m, n)
+    weight = _b_operand(b, prefer, constant)
+    activations = _a_operand(a, weight.constant)
+    problem = Problem(
+        family, m, n, k, activations, weight, name_of(out), epilogue=steps, acc=_acc(activations.dtype)
+    )  # fmt: skip
+    return Call(problem, a, b, aux, (m, n))
+
+
+def linear(
+    x: Tensor, weight: Weight, bias: Tensor | None, bounds: Sequence[fuse.Bound] = (), *, constant: bool = False
+) -> Call:
+    """``F.linear`` with x [.., K], weight [N, K] (or packed) and any bias ``F.linear`` takes. Raises as ``mm``."""
+    packed = isinstance(weight, PackedWeight)
+    if x.dim() == 0 or (isinstance(weight, Tensor) and weight.dim() != 2):
+        shape = "" if isinstance(weight, PackedWeight) else f" and weight {list(weight.shape)}"
+        raise checks.ShapeError(f"linear(): expected input [.., K] and weight [N, K]; got input {list(x.shape)}{shape}")
+    rows = x.numel() // x.shape[-1] if x.shape[-1] else _rows(x)
+    flat = x if x.dim() == 2 else x.reshape(rows, x.shape[-1])
+    b = weight if packed else weight.t()  # type: ignore[union-attr]
+    first = () if bias is None else (_bias(bias, b.shape[1]),)
+    call = mm(flat, b, (*first, *bounds), op="linear", prefer="col", constant=constant)
+    return Call(call.problem, call.a, call.b, call.aux, (*x.shape[:-1], b.shape[1]))
+
+
+def _rows(x: Tensor) -> int:
+    rows = 1
+    for size in x.shape[:-1]:
+        rows *= size
+    return rows
+
+
+def _bias(bias: Tensor, n: int) -> fuse.Bound:
+    checks.tensor("linear", "bias", 3, bias)
+    return fuse.bias(bias) if tuple(bias.shape) == (n,) else fuse.add(bias)
+
+
+def addmm(
+    addend: Tensor, a: Tensor, b: Weight, beta: float, alpha: float, *, constant: bool = False, op: str = "addmm"
+) -> Call:
+    """``beta * addend + alpha * (a @ b)``; the addend broadcasts, and is ignored when beta is 0."""
+    if addend.dtype != a.dtype:
+        raise checks.DtypeError(
+            f"self and mat2 must have the same dtype, but got {name_of(addend.dtype)} and {name_of(a.dtype)}"
+        )
+    bounds = [] if alpha == 1 else [fuse.scale(float(alpha))]
+    if beta != 0:
+        n = b.shape[-1]
+        column = tuple(addend.shape) in ((n,), (1, n)) and n > 1
+        step = fuse.bias(addend.reshape(-1)) if column else fuse.add(addend)
+        if beta != 1 or not column:
+            step = _weighted(addend, float(beta), column)
+        bounds.append(step)
+    return mm(a, b, bounds, op=op, constant=constant)
+
+
+def _weighted(addend: Tensor, beta: float, column: bool) -> fuse.Bound:
+    bound = fuse.add(addend, beta)
+    if not column:
+        return bound
+    return fuse.Bound(Step("bias", "col", bound.step.dtype, beta), addend.reshape(-1), "col")
+
+
+def bmm(a: Tensor, b: Tensor) -> Call:
+    """``torch.bmm`` of [batch, M, K] and [batch, K, N]."""
+    for name, value in (("batch1", a), ("batch2", b)):
+        if value.dim() != 3:
+            raise checks.ShapeError(f"{name} must be a 3D tensor")
+    batch, m, k = a.shape
+    if (b.shape[0], b.shape[1]) != (batch, k):
+        raise checks.ShapeError(
+            f"Expected size for first two dimensions of batch2 tensor to be: [{batch}, {k}] but got: "
+            f"[{b.shape[0]}, {b.shape[1]}]."
+        )
+    checks.same_dtype(a.dtype, b.dtype)
+    checks.one_of("bmm", "the operands' dtype", a.dtype, checks.FLOATS)
+    checks.same_device("bmm", ("input", a), ("mat2", b))
+    dtype = name_of(a.dtype)
+    operands = (Operand(dtype, layout_of(a)), Operand(dtype, layout_of(b)))
+    problem = Problem("bmm", m, b.shape[2], k, *operands, dtype, batch=batch, acc=_acc(dtype))
+    return Call(problem, a, b, (), (batch, m, b.shape[2]))
+
+
+_INT_OUTPUTS = (torch.int32, torch.int8, torch.uint8, torch.float32, torch.bfloat16, torch.float16)
+
+
+def int_mm(
+    a: Tensor, b: Weight, bounds: Sequence[fuse.Bound] = (), out_dtype: torch.dtype | None = None,
+    *, constant: bool = False,
+) -> Call:  # fmt: skip
+    """int8 or uint8 [M, K] @ int8 [K, N] -> int32, or what the epilogue and out_dtype make of it."""
+    checks.matrix("int_mm", "self", a)
+    checks.one_of("int_mm", "self's dtype", a.dtype, (torch.int8, torch.uint8))
+    if isinstance(b, PackedWeight):
+        checks.packed_fits("int_mm", b, a.shape[1], ("int8",), quantized=False)
+    else:
+        checks.matrix("int_mm", "mat2", b)
+        checks.one_of("int_mm", "mat2's dtype", b.dtype, (torch.int8,))
+        checks.inner(tuple(a.shape), tuple(b.shape))
+    _same_devices("int_mm", a, b, bounds)
+    out = checks.out_dtype("int_mm", torch.int32 if out_dtype is None else out_dtype, _INT_OUTPUTS)
+    return _matrix_call("int_mm", a, b, bounds, out, "col", constant)
+
+
+def mixed_mm(
+    a: Tensor, b: QuantWeight | PackedWeight, bounds: Sequence[fuse.Bound] = (),
+    out_dtype: torch.dtype | None = None, *, constant: bool = False,
+) -> Call:  # fmt: skip
+    """Floating [M, K] @ a weight-only operand. Raises as ``mm``."""
+    checks.matrix("mixed_mm", "mat1", a)
+    checks.one_of("mixed_mm", "mat1's dtype", a.dtype, checks.FLOATS)
+    if isinstance(b, PackedWeight):
+        checks.packed_fits("mixed_mm", b, a.shape[1], ("int8", "int4"), quantized=True)
+        weight, n = _b_operand(b, "col", True), b.n
+    else:
+        checks.inner(tuple(a.shape), (b.k, b.data.shape[1]))
+        weight = Operand(b.dtype, layout_of(b.data, "col"), constant=constant, quant=b.quant)
+        n = b.data.shape[1]
+        checks.same_device("mixed_mm", ("mat1", a), ("mat2", b.data), ("scale", b.scale), ("zero_point", b.zero_point))
+    out = checks.out_dtype("mixed_mm", a.dtype if out_dtype is None else out_dtype, checks.FLOATS)
+    steps, aux = _bind(bounds, a.shape[0], n)
+    left = _a_operand(a, weight.constant)
+    problem = Problem("mixed_mm", a.shape[0], n, a.shape[1], left, weight, name_of(out), steps, acc=_acc(left.dtype))
+    return Call(problem, a, b, aux, (a.shape[0], n))
+
+
+def quantized(
+    data: Tensor, scale: Tensor, zero_point: Tensor | None, bits: int, group_size: int | None, k: int
+) -> QuantWeight:
+    """Check and wrap a weight-only operand: int8 [K, N], or uint8 [ceil(K / 2), N] with bits=4; scale [N] or
+    [groups, N]. Raises TypeError, DtypeError, ShapeError or ValueError."""
+    if bits not in (4, 8):
+        raise ValueError(f"mixed_mm(): bits must be 8 or 4; got {bits!r}")
+    checks.matrix("mixed_mm", "mat2", data)
+    checks.one_of("mixed_mm", f"mat2's dtype (bits={bits})", data.dtype, (torch.int8 if bits == 8 else torch.uint8,))
+    rows = k if bits == 8 else -(-k // 2)
+    if data.shape[0] != rows:
+        held = data.shape[0] if bits == 8 else 2 * data.shape[0]
+        raise checks.ShapeError(f"mixed_mm(): mat1 has K = {k}, and mat2 {list(data.shape)} holds K = {held}")
+    if group_size is not None and (isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 1):
+        raise ValueError(f"mixed_mm(): group_size must be a positive int or None; got {group_size!r}")
+    group = None if group_size is None or group_size >= k else group_size
+    scale = _scales("scale", scale, data.shape[1], group, k)
+    checks.one_of("mixed_mm", "scale's dtype", scale.dtype, checks.FLOATS)
+    if zero_point is not None:
+        zero_point = _scales("zero_point", zero_point, data.shape[1], group, k)
+        if zero_point.is_floating_point() and zero_point.dtype != scale.dtype:
+            raise checks.DtypeError(
+                f"mixed_mm(): expected zero_point to be of scale's dtype {scale.dtype} or integers; "
+                f"got {zero_point.dtype}"
+            )
+        zero_point = zero_point.to(scale.dtype)
+    quant = Quant(group, name_of(scale.dtype), zero_point is not None)
+    return QuantWeight(data, scale, zero_point, k, quant, f"int{bits}")
+
+
+def _scales(name: str, value: Any, n: int, group: int | None, k: int) -> Tensor:
+    checks.tensor("mixed_mm", name, 3, value)
+    tensor: Tensor = value
+    wanted = (n,) if group is None else (-(-k // group), n)
+    if tuple(tensor.shape) not in (wanted, (1, *wanted) if group is None else wanted):
+        raise checks.ShapeError(f"mixed_mm(): expected {name} of shape {list(wanted)}; got {list(tensor.shape)}")
+    return tensor.reshape(wanted).contiguous()
+
+
+def scaled_mm(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, scale_result: Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> Call:  # fmt: skip
+    """``torch._scaled_mm``: fp8 operands, float32 scales per tensor, or per row of a and column of b."""
+    op = "scaled_mm"
+    for name, value in (("mat1", a), ("mat2", b)):
+        checks.matrix(op, name, value)
+        checks.one_of(op, f"{name}'s dtype", value.dtype, checks.FLOAT8)
+    checks.inner(tuple(a.shape), tuple(b.shape))
+    allowed = (*checks.FLOAT8, torch.float32, torch.bfloat16, torch.float16)
+    out = checks.out_dtype(op, a.dtype if out_dtype is None else out_dtype, allowed)
+    m, n = a.shape[0], b.shape[1]
+    per_column = scale_b.numel() != 1
+    bounds = [_scale("scale_a", scale_a, m, "row", per_column), _scale("scale_b", scale_b, n, "col", per_column)]
+    if bias is not None:
+        bounds.append(fuse.bias(bias))
+    if scale_result is not None and out in checks.FLOAT8:
+        # As torch._scaled_mm on CPU: the output's scale divides, and only fp8 outputs have one.
+        bounds.append(fuse.scale(scale_result.float().reciprocal(), axis="tensor"))
+    checks.same_device(op, ("mat1", a), ("mat2", b), *(("a scale or bias", bound.tensor) for bound in bounds))
+    return _matrix_call("scaled_mm", a, b, bounds, out, "col", False)
+
+
+def _scale(name: str, value: Any, size: int, axis: Any, together: bool) -> fuse.Bound:
+    checks.tensor("scaled_mm", name, 3, value)
+    checks.one_of("scaled_mm", f"{name}'s dtype", value.dtype, (torch.float32,))
+    if value.numel() == 1 and not (together and size == 1):
+        return fuse.scale(value, axis="tensor")
+    if value.numel() != size:
+        raise checks.ShapeError(f"scaled_mm(): expected {name} with 1 or {size} elements; got {list(value.shape)}")
+    return fuse.scale(value.reshape(-1), axis=axis)

@@ -1,0 +1,58 @@
+"""The store's decisions for one Target, in the form first sights need. Read once, kept until ``refresh``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ..problem import Problem
+from .plan import Plan, nearest
+from .portfolio import Point, build_plan, point
+
+if TYPE_CHECKING:
+    from ..store.base import Store
+    from ..target import Target
+
+
+class Index:
+    """Points by plan key, and the Plans built from them so far."""
+
+    def __init__(self, points: dict[str, list[Point]]) -> None:
+        self._points = points
+        self._plans: dict[tuple[str, str | None], Plan | None] = {}
+
+    @classmethod
+    def read(cls, store: Store | None, target: Target, warn: Callable[[str], None]) -> Index:
+        """Everything the store knows for ``target``. Damage and unreadable stores are misses, said once."""
+        points: dict[str, list[Point]] = {}
+        try:
+            for decision in () if store is None else store.decisions(target):
+                try:
+                    found = point(decision)
+                except (KeyError, TypeError, ValueError) as error:
+                    warn(f"a stored decision is malformed and is ignored ({error})")
+                    continue
+                points.setdefault(found.problem.plan_key, []).append(found)
+        except Exception as error:
+            warn(f"the store cannot be read ({error}); PyTorch's own kernels serve")
+        return cls(points)
+
+    def plan(self, plan_key: str, packing: str | None) -> Plan | None:
+        """The Plan for a weight in ``packing`` (None: raw), or None when nothing was tuned for it."""
+        key = (plan_key, packing)
+        if key not in self._plans:
+            points = self._points.get(plan_key)
+            self._plans[key] = build_plan(points, packing) if points else None
+        return self._plans[key]
+
+    def points(self, plan_key: str) -> list[Point]:
+        """The decisions behind a Plan, one per tuned M."""
+        return list(self._points.get(plan_key, ()))
+
+    def has_near(self, problem: Problem, factor: int) -> bool:
+        """Whether an M within ``factor`` of the problem's was tuned (for a constant or a changing weight)."""
+        sizes = tuple(sorted(p.m for p in self._points.get(problem.plan_key, ())))
+        if not sizes:
+            return False
+        m, size = max(1, problem.m), sizes[nearest(sizes, max(1, problem.m))]
+        return max(m, size) <= factor * max(1, min(m, size))

@@ -1,0 +1,134 @@
+"""From Decisions to a Plan: one layout for a weight, and for each tuned M the fastest kernel in that layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ..backends.base import Candidate
+from ..decision import Decision, Evidence
+from ..problem import Problem
+from .plan import Plan, PlanEntry
+
+# A packed layout must save this share of the total time to be worth a second form of the weight.
+WORTHWHILE = 0.99
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """An eligible candidate at one M: seconds per call, and the upper bound of its time ratio over ATen's best."""
+
+    candidate: Candidate
+    seconds: float
+    ratio_hi: float
+
+    @property
+    def beats_aten(self) -> bool:
+        return self.candidate.backend == "aten" or self.ratio_hi < 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """What one Decision says to dispatch: the fastest eligible option per layout (None: the raw operand).
+
+    ``plain_s``: the best time among ATen's candidates on the raw operand (infinite when none was timed).
+    """
+
+    problem: Problem
+    outcome: str
+    options: Mapping[str | None, Option]
+    plain_s: float
+
+    @property
+    def m(self) -> int:
+        return self.problem.m
+
+
+def point(decision: Decision) -> Point:
+    """Extract a Point. Raises KeyError, TypeError or ValueError when the record is malformed."""
+    problem = Problem.from_dict(decision.problem)
+    by_id = {row.id: row for row in decision.evidence}
+    options: dict[str | None, Option] = {}
+    for candidate_id in (*decision.alternatives.values(), decision.chosen):
+        row = by_id.get(candidate_id or "")
+        option = None if row is None else _option(row)
+        if row is not None and option is not None:
+            held = options.get(row.packing)
+            if held is None or option.seconds < held.seconds:
+                options[row.packing] = option
+    raw_aten = [
+        row.sample.median_s
+        for row in decision.evidence
+        if row.candidate.get("backend") == "aten" and row.packing is None and _eligible(row) and row.sample is not None
+    ]
+    return Point(problem, decision.outcome, options, min(raw_aten, default=float("inf")))
+
+
+def _eligible(row: Evidence) -> bool:
+    return row.verdict is not None and row.verdict.ok
+
+
+def _option(row: Evidence) -> Option | None:
+    if not _eligible(row) or row.sample is None:
+        return None
+    return Option(Candidate.from_dict(row.candidate), row.sample.median_s, row.sample.ratio_hi)
+
+
+def choose_packing(decisions: Iterable[Decision | Point], weights: Mapping[int, float] | None = None) -> str | None:
+    """The layout with the least total time over the tuned Ms; None keeps the weight as it is.
+
+    weights: calls per M (1 each when not given). A layout counts only if every M has an eligible kernel for it, and a
+    packed one must beat the raw weight's total by 1%.
+    """
+    return next(iter(rank_packings(decisions, weights)), None)
+
+
+def rank_packings(
+    decisions: Iterable[Decision | Point], weights: Mapping[int, float] | None = None
+) -> list[str | None]:
+    """Every layout worth having, best first; the raw weight (None) ends the list."""
+    points = [item if isinstance(item, Point) else point(item) for item in decisions]
+    if not points:
+        return [None]
+    share = {p.m: (weights or {}).get(p.m, 1.0) for p in points}
+    raw = sum(share[p.m] * _raw_seconds(p) for p in points)
+    totals: dict[str, float] = {}
+    for layout in {name for p in points for name in p.options if name is not None}:
+        if all(layout in p.options for p in points):
+            totals[layout] = sum(share[p.m] * p.options[layout].seconds for p in points)
+    worth = sorted((total, layout) for layout, total in totals.items() if total < WORTHWHILE * raw)
+    return [*(layout for _, layout in worth), None]
+
+
+def _raw_seconds(p: Point) -> float:
+    option = p.options.get(None)
+    if option is not None and option.beats_aten:
+        return min(option.seconds, p.plain_s)
+    return p.plain_s
+
+
+def build_plan(decisions: Sequence[Decision | Point], packing: str | None = None) -> Plan | None:
+    """The Plan of Decisions that differ only in M, for a weight in ``packing``; None when nothing there can serve it.
+
+    On the raw operand, an M whose best is ATen's usual op, or whose winner is not sure to beat ATen, is plain. With a
+    packed weight the Ms that have a kernel for that layout answer for the others.
+    """
+    points = sorted((item if isinstance(item, Point) else point(item) for item in decisions), key=lambda p: p.m)
+    if packing is None:
+        entries = [PlanEntry(p.m, _raw_choice(p)) for p in points]
+    else:
+        entries = [PlanEntry(p.m, p.options[packing].candidate) for p in points if packing in p.options]
+    return Plan(points[0].problem.plan_key, packing, tuple(entries)) if entries else None
+
+
+# ATen's own ops on the raw operand that are just what plain PyTorch runs.
+_USUAL = ("mm", "bmm", "int_mm", "int8pack", "scaled_mm", "composite")
+
+
+def _raw_choice(p: Point) -> Candidate | None:
+    option = p.options.get(None)
+    if option is None or not option.beats_aten:
+        return None
+    usual = option.candidate.backend == "aten" and option.candidate.template in _USUAL
+    # Plain PyTorch rounds before an epilogue; the verified candidate does not, so it serves as itself.
+    return None if usual and not p.problem.epilogue and p.problem.family != "mixed_mm" else option.candidate

@@ -1,0 +1,142 @@
+"""Constructors for ``epilogue=``: steps bound to their tensors.
+
+``gemmtune.linear(x, w, epilogue=[fuse.bias(b), fuse.gelu(approximate="tanh"), fuse.add(residual)])`` runs the steps in
+order on the accumulator, before the one rounding to the output's dtype. Shapes are those of the output's matrix:
+a tensor may have one element, or broadcast to [M, N] as [N], [1, N], [M, 1] or [M, N].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .epilogue import Axis, Kind, Step
+
+_CASTS = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bound:
+    """One epilogue step and its tensor. ``axis`` is fixed by the constructor, or found from the tensor's shape."""
+
+    step: Step
+    tensor: Tensor | None = None
+    axis: Axis | None = None
+    tag: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tag", f"{self.step.key}/{self.axis}")
+
+
+def _bound(kind: Kind, tensor: Tensor, value: float = 1.0, axis: Axis | None = None) -> Bound:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"fuse.{kind}(): expected a Tensor; got {type(tensor).__name__}")
+    if tensor.is_complex() or tensor.layout != torch.strided:
+        raise TypeError(
+            f"fuse.{kind}(): complex and sparse tensors cannot be fused; got {tensor.dtype}, {tensor.layout}"
+        )
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return Bound(Step(kind, axis or "full", dtype, float(value)), tensor, axis)
+
+
+def bias(tensor: Tensor) -> Bound:
+    """``acc += tensor`` with a tensor of shape [N]."""
+    return _bound("bias", tensor, axis="col")
+
+
+def add(tensor: Tensor, value: float = 1.0) -> Bound:
+    """``acc += value * tensor``: a residual [M, N], or anything that broadcasts to it."""
+    return _bound("add", tensor, value)
+
+
+def mul(tensor: Tensor) -> Bound:
+    """``acc *= tensor``, broadcasting as ``add``'s."""
+    return _bound("mul", tensor)
+
+
+def scale(tensor: Tensor | float, axis: Axis | None = None) -> Bound:
+    """``acc *= tensor``: per row (axis="row", [M]), per column ("col", [N]), per tensor, or by a plain number."""
+    if isinstance(tensor, Tensor):
+        return _bound("scale", tensor, axis=axis)
+    if isinstance(tensor, bool) or not isinstance(tensor, int | float):
+        raise TypeError(f"fuse.scale(): expected a Tensor or a number; got {type(tensor).__name__}")
+    return Bound(Step("scale", "tensor", None, float(tensor)), None, "tensor")
+
+
+def relu() -> Bound:
+    """``acc = max(acc, 0)``."""
+    return Bound(Step("relu"))
+
+
+def gelu(approximate: Literal["none", "tanh"] = "none") -> Bound:
+    """GELU with the error function ("none") or its tanh approximation, as ``torch.nn.functional.gelu``."""
+    if approximate not in ("none", "tanh"):
+        raise ValueError(f"fuse.gelu(): approximate must be 'none' or 'tanh'; got {approximate!r}")
+    return Bound(Step("gelu" if approximate == "none" else "gelu_tanh"))
+
+
+def silu() -> Bound:
+    """``acc = acc * sigmoid(acc)``."""
+    return Bound(Step("silu"))
+
+
+def clamp(lo: float = float("-inf"), hi: float = float("inf")) -> Bound:
+    """``acc = min(max(acc, lo), hi)``. Raises ValueError when lo > hi."""
+    if not lo <= hi:
+        raise ValueError(f"fuse.clamp(): expected lo <= hi; got lo = {lo}, hi = {hi}")
+    return Bound(Step("clamp", lo=float(lo), hi=float(hi)))
+
+
+def cast(dtype: torch.dtype) -> Bound:
+    """Round to ``dtype`` here and go on (integers saturate): what an unfused op would have stored."""
+    if dtype not in _CASTS:
+        raise TypeError(f"fuse.cast(): expected one of {', '.join(map(str, _CASTS))}; got {dtype}")
+    return Bound(Step("cast", dtype=str(dtype).removeprefix("torch.")))
+
+
+def resolve(bound: Bound, m: int, n: int, batch: int | None = None) -> tuple[Step, Tensor | None]:
+    """The Step with its axis settled against an output of [M, N] (or [batch, M, N]), and its tensor in that shape.
+
+    Raises ValueError when the tensor does not broadcast to the output.
+    """
+    tensor = bound.tensor
+    if tensor is None:
+        return bound.step, None
+    axis = bound.axis or _axis(tensor, m, n, batch)
+    full = (m, n) if batch is None else (batch, m, n)
+    shape = {"tensor": (), "row": (m,), "col": (n,), "full": full}[axis]
+    count = 1
+    for size in shape:
+        count *= size
+    if axis == "full":
+        return replace(bound.step, axis=axis), _expanded(tensor, full, bound.step.kind)
+    if tensor.numel() != count:
+        raise ValueError(
+            f"fuse.{bound.step.kind}(): a tensor for axis {axis!r} of a {m}x{n} output has {count} element(s); "
+            f"got shape {list(tensor.shape)}"
+        )
+    return replace(bound.step, axis=axis), tensor.reshape(shape).contiguous()
+
+
+def _axis(tensor: Tensor, m: int, n: int, batch: int | None) -> Axis:
+    if tensor.numel() == 1:
+        return "tensor"
+    shape = tuple(tensor.shape)
+    if shape in ((n,), (1, n)):
+        return "col"
+    return "row" if shape == (m, 1) and batch is None else "full"
+
+
+def _expanded(tensor: Tensor, shape: tuple[int, ...], kind: str) -> Tensor:
+    flat = tensor
+    if tensor.dim() > len(shape) and tensor.shape[-1] == shape[-1] and len(shape) == 2:
+        flat = tensor.reshape(-1, tensor.shape[-1])
+    try:
+        return flat.expand(shape).contiguous()
+    except RuntimeError as error:
+        raise ValueError(
+            f"fuse.{kind}(): a tensor of shape {list(tensor.shape)} does not broadcast to the output {list(shape)}"
+        ) from error

@@ -1,0 +1,150 @@
+"""From a described Call to a result: the general path, and the prepared entries of the hot one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import checks, plain
+from .backends.aten.steps import dtype_of
+from .backends.base import Kernel
+from .describe import Call
+from .dispatch.guards import special, special_state
+from .dispatch.runtime import RUNTIME
+from .problem import Problem
+
+Fresh = Callable[[Tensor, Any, Sequence[Tensor]], Tensor]
+Entry = Callable[..., Tensor]
+Prepare = Callable[[Tensor, Any, Tensor | None], tuple[Tensor, Any, Sequence[Tensor]]]
+
+
+def execute(op: str, call: Call, out: Tensor | None = None, *, differentiable: bool = True) -> Tensor:
+    """Run a Call by the kernel that serves it, or by plain PyTorch. out: written and returned when given.
+
+    Raises GradError for gradients through packed or integer weights, and what ``checks.output`` raises.
+    """
+    if RUNTIME.observer is not None:
+        RUNTIME.observer(call.problem)
+        with torch._C.DisableTorchFunction():
+            return _execute(op, call, out, differentiable)
+    return _execute(op, call, out, differentiable)
+
+
+def _execute(op: str, call: Call, out: Tensor | None, differentiable: bool) -> Tensor:
+    if call.packed is not None or not differentiable:
+        checks.no_grad_for(op, "a packed weight" if call.packed is not None else "this product", *call.tensors)
+    dtype = dtype_of(call.problem.out_dtype)
+    if out is not None:
+        checks.output(out, call.shape, dtype, call.a.device)
+        checks.no_out_with_grad(op, out, *call.tensors)
+    kernel = _kernel(call)
+    if kernel is None:
+        result = _shape_only(call, dtype) if _fake(call.a) else plain.run(call)
+    elif out is not None and _direct(out, call):
+        kernel.run(_operand(call), call.b, call.aux, out.view(_kernel_shape(call)))
+        return out
+    else:
+        result = fresh_of(kernel)(_operand(call), call.b, call.aux).view(call.shape)
+    return result if out is None else out.copy_(result)
+
+
+def _kernel(call: Call) -> Kernel | None:
+    if _empty(call.problem) or special_state() or any(special(tensor) for tensor in call.tensors):
+        return None
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors):
+        return None
+    return RUNTIME.kernel_for(call.problem, call.packed)
+
+
+def _empty(problem: Problem) -> bool:
+    return min(problem.m, problem.n, problem.k, problem.batch) == 0
+
+
+def _operand(call: Call) -> Tensor:
+    return dense(call.a) if call.problem.b.constant else call.a
+
+
+def dense(a: Tensor) -> Tensor:
+    """Activations as constant-weight problems describe them: rows one after another."""
+    return a if a.is_contiguous() else a.contiguous()
+
+
+def _kernel_shape(call: Call) -> tuple[int, ...]:
+    problem = call.problem
+    return (problem.batch, problem.m, problem.n) if problem.family == "bmm" else (problem.m, problem.n)
+
+
+def _direct(out: Tensor, call: Call) -> bool:
+    """Whether a kernel may write ``out`` itself: row-major, ordinary, and sharing no memory with what it reads."""
+    if not out.is_contiguous() or special(out):
+        return False
+    storage = out.untyped_storage().data_ptr()
+    return all(storage != tensor.untyped_storage().data_ptr() for tensor in call.tensors)
+
+
+def _fake(tensor: Tensor) -> bool:
+    """Whether a tensor has a shape and no values (meta, or torch's FakeTensor)."""
+    if tensor.is_meta:
+        return True
+    module = sys.modules.get("torch._subclasses.fake_tensor")
+    return module is not None and isinstance(tensor, module.FakeTensor)
+
+
+def _shape_only(call: Call, dtype: torch.dtype) -> Tensor:
+    """The result's shape and dtype; packed weights have values and fake inputs none, so nothing is computed."""
+    if call.packed is not None or not call.problem.a.dtype.startswith(("float32", "float64", "bfloat16", "float16")):
+        return call.a.new_empty(call.shape, dtype=dtype)
+    return plain.run(call)
+
+
+def fresh_of(kernel: Kernel) -> Fresh:
+    """The kernel as a function that returns a new tensor."""
+    own: Fresh | None = getattr(kernel, "fresh", None)
+    if own is not None:
+        return own
+    dtype, run, batched = dtype_of(kernel.problem.out_dtype), kernel.run, kernel.problem.family == "bmm"
+    n = kernel.problem.n
+
+    def fresh(a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
+        shape = (a.shape[0], a.shape[1], n) if batched else (a.shape[0], n)
+        out = torch.empty(shape, dtype=dtype)
+        run(a, b, aux, out)
+        return out
+
+    return fresh
+
+
+def prepared(call: Call, prepare: Prepare, differentiate: Entry, plainly: Entry) -> Entry | None:
+    """``entry(x, weight, extra=None)`` for operands of just these shapes, or None when plain PyTorch serves.
+
+    prepare: the operands as the kernel takes them. differentiate: called with ``compute`` and the operands when one
+    requires grad. plainly: serves whatever is no ordinary CPU tensor.
+    """
+    kernel = None if _empty(call.problem) else RUNTIME.kernel_for(call.problem, call.packed)
+    if kernel is None:
+        return None
+    packed, fresh, grad_on = call.packed is not None, fresh_of(kernel), torch.is_grad_enabled
+    shape = None if call.shape == _kernel_shape(call) else call.shape
+
+    def compute(x: Tensor, weight: Any, extra: Tensor | None) -> Tensor:
+        out = fresh(*prepare(x, weight, extra))
+        return out if shape is None else out.view(shape)
+
+    def entry(x: Tensor, weight: Any, extra: Tensor | None = None) -> Tensor:
+        if special_state() or special(x) or not (packed or not special(weight)):
+            return plainly(x, weight, extra)
+        if extra is not None and special(extra):
+            return plainly(x, weight, extra)
+        if grad_on() and _requires_grad(x, None if packed else weight, extra):
+            return differentiate(compute, x, weight, extra)
+        return compute(x, weight, extra)
+
+    return entry
+
+
+def _requires_grad(*tensors: Tensor | None) -> bool:
+    return any(tensor is not None and tensor.requires_grad for tensor in tensors)

@@ -1,0 +1,156 @@
+"""Packing constant weights into the layout their Plan's kernels share, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import backends, checks, describe
+from .backends.base import Backend, Candidate, Illegal, Kernel, PackedWeight, QuantWeight
+from .dispatch.portfolio import rank_packings
+from .dispatch.runtime import RUNTIME, current_target
+from .errors import KernelError, UnsupportedError
+from .problem import Problem
+
+_COMMON_ROWS = (1, 16, 64)
+
+
+def pack(
+    weight: Tensor,
+    *,
+    scale: Tensor | None = None,
+    zero_point: Tensor | None = None,
+    bits: int | None = None,
+    group_size: int | None = None,
+    m: int | Sequence[int] | Sequence[Problem] = _COMMON_ROWS,
+    layout: str | None = None,
+) -> PackedWeight:
+    """Pack a constant weight [N, K], as ``linear`` takes it, for ``linear``, ``mm``, ``int_mm`` or ``mixed_mm``.
+
+    weight: floating; int8 for int_mm; with ``scale`` ([N] or [groups, N]) int8, or uint8 [N, ceil(K / 2)] with
+    ``bits=4``, for mixed_mm. m: the numbers of rows it will meet (or whole Problems), which decide between layouts.
+    layout: force one by name. By default the layout of the weight's Plan in the store, else the native backend's.
+    Raises TypeError, DtypeError or ShapeError for a bad weight, UnsupportedError when nothing here packs it so.
+    """
+    raw = operand(weight, scale, zero_point, bits, group_size)
+    problems = _problems(raw, m)
+    if not problems:
+        raise ValueError("pack(): m must name at least one number of rows")
+    kernel = _kernel(problems, layout)
+    if kernel is None:
+        raise UnsupportedError(_nothing_packs(problems[0], layout))
+    return kernel.pack(raw)
+
+
+def unpack(packed: PackedWeight) -> Tensor | QuantWeight:
+    """The weight again, bit for bit: a Tensor [N, K], or for weight-only operands a QuantWeight whose ``data`` is
+    [K, N] (or [ceil(K / 2), N])."""
+    if not isinstance(packed, PackedWeight):
+        raise TypeError(f"unpack(): expected a PackedWeight, not {type(packed).__name__}")
+    raw: Tensor | QuantWeight = backends.get(packed.layout.partition(":")[0]).unpack(packed)
+    return raw if isinstance(raw, QuantWeight) else raw.t()
+
+
+def operand(
+    weight: Tensor, scale: Tensor | None, zero_point: Tensor | None, bits: int | None, group_size: int | None
+) -> Tensor | QuantWeight:
+    """The B operand of a weight [N, K]: its transpose, or a QuantWeight. Raises as ``pack``."""
+    checks.tensor("pack", "weight", 1, weight)
+    if weight.dim() != 2:
+        raise checks.ShapeError(f"pack(): expected a weight [N, K]; got {weight.dim()}-D tensor")
+    if weight.device.type != "cpu":
+        raise checks.DtypeError(f"pack(): only CPU weights are packed; this one is on {weight.device}")
+    weight = weight.detach()
+    if scale is None:
+        if zero_point is not None or group_size is not None or bits is not None:
+            raise TypeError("pack(): zero_point, bits and group_size describe a quantised weight; give its scale too")
+        checks.one_of("pack", "weight's dtype", weight.dtype, (*checks.FLOATS, torch.int8))
+        return weight.t()
+    width = bits if bits is not None else (4 if weight.dtype == torch.uint8 else 8)
+    k = weight.shape[1] * (2 if width == 4 else 1)
+    return describe.quantized(weight.t(), scale.detach(), zero_point, width, group_size, k)
+
+
+def _problems(raw: Tensor | QuantWeight, m: int | Sequence[int] | Sequence[Problem]) -> list[Problem]:
+    sizes: Iterable[Any] = (m,) if isinstance(m, int | Problem) else m
+    return [size if isinstance(size, Problem) else problem_of(raw, size) for size in sizes]
+
+
+def problem_of(raw: Tensor | QuantWeight, m: int, dtype: torch.dtype | None = None) -> Problem:
+    """The Problem of M rows (of ``dtype``; by default the weight's or its scales') by a constant operand, no epilogue."""
+    if not isinstance(m, int) or isinstance(m, bool) or m < 1:
+        raise ValueError(f"pack(): m must be a positive int; got {m!r}")
+    if isinstance(raw, QuantWeight):
+        return describe.mixed_mm(
+            torch.empty(m, raw.k, dtype=dtype or raw.scale.dtype, device="meta"), _meta(raw), constant=True
+        ).problem
+    k = raw.shape[0]
+    rows = torch.empty(m, k, dtype=raw.dtype, device="meta")
+    shape_only = raw.to("meta")
+    if raw.dtype == torch.int8:
+        return describe.int_mm(rows, shape_only, constant=True).problem
+    return describe.mm(rows, shape_only, prefer="col", constant=True).problem
+
+
+def _meta(raw: QuantWeight) -> QuantWeight:
+    zero = None if raw.zero_point is None else raw.zero_point.to("meta")
+    return replace(raw, data=raw.data.to("meta"), scale=raw.scale.to("meta"), zero_point=zero)
+
+
+def _kernel(problems: Sequence[Problem], layout: str | None) -> Kernel | None:
+    """A kernel that packs into the wanted layout: the Plan's, the native default's, or any of that name."""
+    if layout is None:
+        layout = _planned_layout(problems[0])
+    for name in reversed(backends.names()):
+        backend = backends.get(name)
+        if layout is not None and layout.partition(":")[0] != name:
+            continue
+        target = current_target()
+        if not backend.available(target):
+            continue
+        kernel = _default(backend, problems[0]) if layout is None else packing_kernel(backend, problems, layout)
+        if kernel is not None:
+            return kernel
+    return None
+
+
+def _planned_layout(problem: Problem) -> str | None:
+    if RUNTIME.policy == "off":
+        return None
+    points = RUNTIME.index().points(problem.plan_key)
+    return next((name for name in rank_packings(points) if name is not None), None) if points else None
+
+
+def _default(backend: Backend, problem: Problem) -> Kernel | None:
+    candidate = backend.default_packing(problem)
+    return None if candidate is None else _load(backend, candidate, problem)
+
+
+def packing_kernel(backend: Backend, problems: Sequence[Problem], layout: str) -> Kernel | None:
+    """The first kernel of ``backend`` that wants its weight in ``layout``."""
+    target = current_target()
+    for problem in problems:
+        for candidate in backend.candidates(problem, target):
+            kernel = None if isinstance(candidate, Illegal) else _load(backend, candidate, problem)
+            if kernel is not None and kernel.packing == layout:
+                return kernel
+    return None
+
+
+def _load(backend: Backend, candidate: Candidate, problem: Problem) -> Kernel | None:
+    try:
+        return backend.load(backend.build(problem, candidate, current_target()), problem)
+    except KernelError:
+        return None
+
+
+def _nothing_packs(problem: Problem, layout: str | None) -> str:
+    wanted = "any layout" if layout is None else f"layout {layout!r}"
+    return (
+        f"no backend here packs a {problem.b.dtype} weight (K = {problem.k}, N = {problem.n}) into {wanted}; "
+        "`gemmtune doctor` says which backends are available. Use the weight as it is"
+    )

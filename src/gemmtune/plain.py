@@ -1,0 +1,86 @@
+"""What serves when nothing was tuned: plain PyTorch, differentiable, on any device, subclass or transform.
+
+The product rounds to the operands' dtype before the epilogue, as eager PyTorch does (a tuned kernel does not).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import backends
+from .backends.aten.quantized import dequantize, nibbles
+from .backends.aten.steps import apply, dtype_of, finish, wide
+from .backends.base import PackedWeight, QuantWeight
+from .describe import Call
+from .epilogue import Step
+
+# Beyond this many rows converting the weight pays, because _weight_int8pack_mm reuses nothing between rows.
+_INT8PACK_ROWS = 16
+
+
+def run(call: Call) -> Tensor:
+    """The result of a Call, in its own shape."""
+    problem = call.problem
+    b: Any = call.b
+    if isinstance(b, PackedWeight):
+        b = backends.get(b.layout.partition(":")[0]).unpack(b)
+    dtype = dtype_of(problem.out_dtype)
+    if problem.family == "mixed_mm":
+        acc, used = _weight_only(call.a, b), 0
+    elif problem.family in ("int_mm", "scaled_mm"):
+        acc, used = _narrow(call, b), 0
+    else:
+        acc, used = _floating(call, b)
+    rest = problem.epilogue[used:]
+    if rest:
+        acc = apply(acc.to(wide(acc.dtype)), rest, call.aux[1 if used else 0 :])
+    return finish(acc, dtype).reshape(call.shape)
+
+
+def _floating(call: Call, b: Tensor) -> tuple[Tensor, int]:
+    """The product, with a leading bias fused as addmm does; and how many steps that took."""
+    problem = call.problem
+    if problem.out_dtype not in (problem.a.dtype, *_NARROW):
+        width = dtype_of(problem.out_dtype)
+        return torch.matmul(call.a.to(width), b.to(width)), 0
+    if problem.family == "bmm":
+        return torch.bmm(call.a, b), 0
+    if problem.epilogue and _fusible(problem.epilogue[0], problem.a.dtype):
+        step, tensor = problem.epilogue[0], call.aux[0]
+        addend = tensor.unsqueeze(-1) if step.axis == "row" else tensor
+        return torch.addmm(addend, call.a, b, beta=step.value), 1
+    return torch.mm(call.a, b), 0
+
+
+_NARROW = ("bfloat16", "float16")
+
+
+def _fusible(step: Step, dtype: str) -> bool:
+    return step.kind in ("bias", "add") and step.dtype == dtype
+
+
+def _narrow(call: Call, b: Tensor) -> Tensor:
+    a = call.a
+    if call.problem.family == "scaled_mm":
+        return torch.mm(a.float(), b.float())
+    if 0 in (*a.shape, *b.shape) or a.is_meta:
+        return torch.mm(a.double(), b.double()).to(torch.int32)
+    return torch._int_mm(a, b)
+
+
+def _weight_only(a: Tensor, b: QuantWeight) -> Tensor:
+    per_channel = b.dtype == "int8" and b.quant.group is None and b.zero_point is None
+    if not per_channel:
+        return torch.mm(a, dequantize(b, a.dtype))
+    if _takes_int8pack(a, b):
+        return torch._weight_int8pack_mm(a.contiguous(), b.data.t(), b.scale)
+    return torch.mm(a, nibbles(b).to(a.dtype)) * b.scale
+
+
+def _takes_int8pack(a: Tensor, b: QuantWeight) -> bool:
+    usual = type(a) is Tensor and a.device.type == "cpu" and a.dtype == b.scale.dtype and a.dtype != torch.float64
+    legal = a.shape[1] % 16 == 0 and a.numel() > 0 and b.data.shape[1] > 0 and b.data.t().is_contiguous()
+    return usual and legal and a.shape[0] <= _INT8PACK_ROWS
