@@ -75,6 +75,11 @@ def is_integer(problem: Problem) -> bool:
     return problem.a.dtype in INTEGERS and problem.b.dtype in INTEGERS and problem.b.quant is None
 
 
+def is_large(problem: Problem) -> bool:
+    """Whether float64 throughout would take too long (the module says what is done instead)."""
+    return problem.m > _FULL_ROWS and problem.flops > _FULL_FLOPS and problem.acc != "float64"
+
+
 def error_unit(problem: Problem) -> float:
     """``lambda * sqrt(k) * u_acc``, or one float32 rounding for integer products (their conversion)."""
     if is_integer(problem):
@@ -141,7 +146,7 @@ def _product(problem: Problem, a: Tensor, b: Any) -> tuple[Tensor, Tensor]:
     acc, magnitude = _empty(problem, a.shape[0])
     if not (acc.numel() and problem.k):
         return acc, magnitude.fill_(_TINY / error_unit(problem))
-    large = problem.m > _FULL_ROWS and problem.flops > _FULL_FLOPS and problem.acc != "float64"
+    large = is_large(problem)
     if large:
         acc = acc.to(torch.float32)
     sized = torch.nan_to_num(a.float(), 0.0, 0.0, 0.0).abs_() if problem.acc != "float64" else a.abs()

@@ -1,0 +1,274 @@
+"""The race: which entrant is fastest, and does it beat ATen beyond the noise?
+
+Screening drops the hopeless, interleaved rounds with sequential elimination thin the field, and a paired duel on
+fresh timings decides between the leader and the fastest incumbent. Only the duel can make a winner: the rounds before
+it chose the leader for its good times, so their times flatter it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ..decision import Outcome, Sample, Stage
+from ..events import BestSoFar
+from .clock import Clock, Run
+from .duel import Duel, duel
+from .lane import EntrantError, Lane, by_ratio, sample
+from .stats import drift, slower_than, spend
+
+ALPHA = 0.05  # chance that a race eliminates an entrant as fast as the leader, over all looks and entrants
+FLOOR_S = 500e-6  # one timing lasts at least this: the timer's own cost vanishes, and 8 ms stalls stay rare
+SCREEN_RATIO = 1.5
+_SCREEN_ROUNDS = (2, 3)
+_LOOKS = {8: 24, 12: 12, 18: 8, 27: 4, 40: 4}  # rounds -> challengers that may go on
+_DUEL_SHARE = 0.4  # of the budget
+
+Progress = Callable[[BestSoFar], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Entrant:
+    """Something to time. run(i): one call on operand set i. incumbent: ATen's. group: the packing layout or None."""
+
+    id: str
+    run: Run
+    incumbent: bool = False
+    group: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How far an entrant came, and why it stopped there. sample is None when it was never timed."""
+
+    id: str
+    stage: Stage
+    reason: str
+    sample: Sample | None
+
+
+@dataclass(frozen=True, slots=True)
+class RaceResult:
+    """outcome: ``winner`` (leader beat the fastest incumbent), ``tie`` (leader is that incumbent) or ``none_valid``.
+
+    standings: by entrant id. alternatives: the fastest entrant id per group ("" = None). stopped: why the race ended.
+    conditions: what the machine did meanwhile, in words.
+    """
+
+    outcome: Outcome
+    leader: str | None
+    incumbent: str | None
+    standings: dict[str, Standing]
+    alternatives: dict[str, str]
+    stopped: str
+    rounds: int
+    seconds: float
+    conditions: dict[str, str] = field(default_factory=dict)
+
+
+def race(
+    entrants: Sequence[Entrant],
+    clock: Clock,
+    budget_s: float,
+    *,
+    seed: int = 0,
+    min_duel: int = 50,
+    min_gain: float = 0.01,
+    progress: Progress | None = None,
+) -> RaceResult:
+    """Race ``entrants`` for at most ``budget_s`` seconds of ``clock`` (kept within 10%, or one timing if that is more).
+
+    A winner's paired time ratio to the fastest incumbent is below ``1 - min_gain`` with 97.5% confidence; anything
+    less is a tie. ``min_duel``: pairs before the first look, unless a pair takes longer than 10 ms. Without an
+    incumbent the fastest wins unopposed. An entrant that raises is out (stage ``failed``). Raises ValueError for a
+    budget that is not positive or ids that repeat.
+    """
+    if not budget_s > 0.0:
+        raise ValueError(f"budget_s must be positive; got {budget_s!r}")
+    if len({e.id for e in entrants}) != len(entrants):
+        raise ValueError("entrants must have distinct ids")
+    return _Race(entrants, clock, budget_s, seed, progress).run(min_duel, min_gain)
+
+
+class _Race:
+    """One race's state; ``run`` is its pipeline."""
+
+    def __init__(
+        self, entrants: Sequence[Entrant], clock: Clock, budget_s: float, seed: int, progress: Progress | None
+    ) -> None:
+        self.clock, self.budget, self.progress = clock, budget_s, progress
+        self.rng = random.Random(seed)
+        self.lanes = [Lane(e.id, e.run, e.incumbent, e.group) for e in entrants]
+        self.start = clock.now()
+        self.rounds = 0
+        self.stopped = ""
+
+    def run(self, min_duel: int, min_gain: float) -> RaceResult:
+        self._calibrate()
+        self._screen()
+        self._eliminate()
+        deadline = self.start + self.budget
+        while True:
+            incumbent, challenger = self._best(incumbents=True), self._best(incumbents=False)
+            if incumbent is None or challenger is None:
+                return self._unopposed(challenger or incumbent, incumbent)
+            found = duel(challenger, incumbent, self.clock, deadline, self.rng, min_pairs=min_duel, gain=min_gain)
+            if challenger.active and incumbent.active:
+                return self._decided(found, challenger, incumbent)
+
+    # --- phases ---
+
+    def _calibrate(self) -> None:
+        """Warm every lane up, incumbents first; whoever is not reached in half the budget stays untried."""
+        for lane in sorted(self.lanes, key=lambda lane: not lane.incumbent):
+            if self._spent() > 0.5 * self.budget and any(other.calls for other in self.lanes):
+                lane.drop("untried", "the budget was spent before its turn")
+                continue
+            try:
+                lane.calls = self.clock.calls_for(lane.guarded, FLOOR_S)
+            except EntrantError as error:
+                error.lane.drop("failed", str(error))
+
+    def _screen(self) -> None:
+        for rounds in _SCREEN_ROUNDS:
+            while self.rounds < rounds:
+                if not self._affordable():
+                    return
+                self._round()
+            for incumbents in (True, False):
+                self._screen_out(incumbents)
+
+    def _screen_out(self, incumbents: bool) -> None:
+        """Drop whoever is far behind; incumbents only by a faster incumbent. A stall cannot: the minimum counts."""
+        field = [lane for lane in self._active() if lane.incumbent or not incumbents]
+        if not field:
+            return
+        best = min(lane.median for lane in field)
+        for lane in field:
+            ratio = min(lane.times.values()) / best
+            if ratio > SCREEN_RATIO and lane.incumbent == incumbents:
+                than = "the best incumbent" if incumbents else "the best"
+                lane.drop("screened", f"{ratio:.1f}x slower than {than} after {self.rounds} rounds")
+
+    def _eliminate(self) -> None:
+        for look, (rounds, places) in enumerate(_LOOKS.items(), start=1):
+            while self.rounds < rounds:
+                if self._settled():
+                    return
+                if not self._affordable():
+                    self.stopped = f"the budget's share for choosing a leader was spent after {self.rounds} rounds"
+                    return
+                self._round()
+            self._thin(look, places)
+            self._report()
+
+    def _thin(self, look: int, places: int) -> None:
+        """Eliminate on confidence bounds (union over lanes, alpha spent over looks), then keep the best ``places``."""
+        active = self._active()
+        leader = min(active, key=lambda lane: lane.median, default=None)
+        best = min((lane for lane in active if lane.incumbent), key=lambda lane: lane.median, default=None)
+        alpha = spend(ALPHA, look) / max(1, len(active))
+        for lane in active:
+            rival = best if lane.incumbent else leader
+            if rival is None or lane is rival:
+                continue
+            found = slower_than(*lane.paired(rival), alpha)
+            if found is not None:
+                text = f"{found.center:.3f}x the time of {rival.id} ({found.lo:.3f}..{found.hi:.3f})"
+                lane.drop("eliminated", f"{text} after {self.rounds} rounds")
+        rest = sorted((lane for lane in self._active() if not lane.incumbent), key=lambda lane: lane.median)
+        for place, lane in enumerate(rest[places:], start=places + 1):
+            lane.drop("eliminated", f"in place {place} of {len(rest)} after {self.rounds} rounds, beyond {places}")
+
+    def _settled(self) -> bool:
+        """One challenger and one incumbent at most: nothing left to choose."""
+        active = self._active()
+        incumbents = sum(lane.incumbent for lane in active)
+        return incumbents <= 1 and len(active) - incumbents <= 1 and self.rounds >= max(_SCREEN_ROUNDS)
+
+    # --- rounds ---
+
+    def _round(self) -> None:
+        """Time every active lane once, in random order. One that raises is dropped, and the round done again."""
+        while lanes := self._active():
+            self.rng.shuffle(lanes)
+            try:
+                times = self.clock.time_round([lane.guarded for lane in lanes], [lane.calls for lane in lanes])
+            except EntrantError as error:
+                error.lane.drop("failed", str(error))
+                continue
+            for lane, seconds in zip(lanes, times, strict=True):
+                lane.record(self.rounds, seconds, FLOOR_S)
+            break
+        self.rounds += 1
+
+    def _active(self) -> list[Lane]:
+        return [lane for lane in self.lanes if lane.active]
+
+    def _spent(self) -> float:
+        return self.clock.now() - self.start
+
+    def _affordable(self) -> bool:
+        """Whether one more round leaves the duel its share of the budget (the first round always may)."""
+        cost = sum(lane.cost for lane in self._active())
+        return self.rounds == 0 or self._spent() + cost <= (1.0 - _DUEL_SHARE) * self.budget
+
+    # --- results ---
+
+    def _best(self, *, incumbents: bool) -> Lane | None:
+        lanes = [lane for lane in self._active() if lane.incumbent == incumbents and lane.times]
+        return min(lanes, key=lambda lane: lane.median, default=None)
+
+    def _report(self) -> None:
+        incumbent, leader = self._best(incumbents=True), min(self._active(), key=lambda x: x.median, default=None)
+        if self.progress is not None and leader is not None:
+            ratio = by_ratio(leader, incumbent) if incumbent is not None else 1.0
+            self.progress(BestSoFar(leader.id, leader.median, ratio))
+
+    def _unopposed(self, leader: Lane | None, incumbent: Lane | None) -> RaceResult:
+        if leader is None:
+            return self._result("none_valid", None, None, "no entrant could be timed")
+        if leader is incumbent:
+            return self._result("tie", leader, incumbent, self.stopped or "no challenger is left")
+        return self._result("winner", leader, None, "there is no incumbent to beat")
+
+    def _decided(self, found: Duel, challenger: Lane, incumbent: Lane) -> RaceResult:
+        for lane, times in ((challenger, found.challenger), (incumbent, found.incumbent)):
+            lane.duel, lane.rival = times, found.incumbent
+        leader = challenger if found.won else incumbent
+        for lane in self._active():
+            fought = lane in (challenger, incumbent)
+            lane.reason = found.reason if fought else "among the fastest; not chosen for the duel"
+        return self._result("winner" if found.won else "tie", leader, incumbent, found.reason)
+
+    def _result(self, outcome: Outcome, leader: Lane | None, incumbent: Lane | None, stopped: str) -> RaceResult:
+        conditions = self._conditions(incumbent or leader)
+        standings: dict[str, Standing] = {}
+        for lane in self.lanes:
+            stage: Stage = "winner" if lane is leader and outcome == "winner" else lane.stage
+            standings[lane.id] = Standing(lane.id, stage, lane.reason, sample(lane, incumbent, conditions))
+        groups: dict[str, Lane] = {}
+        timed = [lane for lane in self.lanes if lane.times and lane.stage != "failed"]
+        for lane in sorted(timed, key=lambda lane: by_ratio(lane, incumbent) if incumbent else lane.median):
+            groups.setdefault(lane.group or "", lane)
+        if leader is not None:
+            groups[leader.group or ""] = leader
+        return RaceResult(
+            outcome,
+            leader.id if leader else None,
+            incumbent.id if incumbent else None,
+            standings,
+            {group: lane.id for group, lane in groups.items()},
+            stopped,
+            self.rounds,
+            self._spent(),
+            conditions,
+        )
+
+    def _conditions(self, reference: Lane | None) -> dict[str, str]:
+        if reference is None:
+            return {}
+        times = [*reference.times.values(), *reference.duel]
+        moved = drift(times)
+        return {"drift": f"{moved:+.1%}"} if moved else {}

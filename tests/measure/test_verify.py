@@ -1,0 +1,345 @@
+"""Verification: every planted fault is rejected, no correct kernel is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gemmtune.backends.base import QuantWeight
+from gemmtune.epilogue import Step
+from gemmtune.measure.inputs import Inputs
+from gemmtune.measure.verify import Run, prepare, verify
+from gemmtune.problem import Layout, Operand, Problem, Quant
+from gemmtune.testing import hostile
+
+COL = Layout("col")
+EPILOGUE = (Step("bias", "col", "float32"), Step("scale", "tensor", value=0.5))
+
+
+def linear(m: int, n: int, k: int, dtype: str, **kwargs: object) -> Problem:
+    return Problem("mm", m, n, k, Operand(dtype), Operand(dtype, COL, constant=True), dtype, **kwargs)  # type: ignore[arg-type]
+
+
+def int8(m: int, n: int, k: int, out: str = "int32", epilogue: tuple[Step, ...] = ()) -> Problem:
+    operand = Operand("int8", COL, constant=True)
+    return Problem("int_mm", m, n, k, Operand("int8"), operand, out, epilogue, acc="int32")
+
+
+def problem_for(dtype: str, m: int, n: int, k: int) -> Problem:
+    return int8(m, n, k) if dtype == "int8" else linear(m, n, k, dtype)
+
+
+def b_of(inputs: Inputs) -> Tensor:
+    assert isinstance(inputs.b, Tensor)
+    return inputs.b
+
+
+PLAIN_FAULTS = [name for name in hostile.WRONG if name not in ("reversed epilogue", "NaN swallowed")]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("k", [64, 4096])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8"])
+@pytest.mark.parametrize("fault", PLAIN_FAULTS)
+def test_planted_faults_are_rejected(fault: str, dtype: str, k: int, seed: int) -> None:
+    problem = problem_for(dtype, 16, 96, k)
+    verdict = verify(hostile.WRONG[fault](problem), problem, prepare(problem, seed))
+    assert verdict.kind == ("unstable" if fault == "race" else "wrong")
+    assert verdict.detail
+    assert verdict.worst > 1.0 or any(word in verdict.detail for word in ("bytes", "scaled", "never written"))
+
+
+@pytest.mark.parametrize("m", [1, 3])
+@pytest.mark.parametrize("fault", [name for name in PLAIN_FAULTS if name not in ("x1.002", "8x8 block 10% off")])
+def test_planted_faults_are_rejected_for_few_rows(fault: str, m: int) -> None:
+    problem = linear(m, 33, 129, "bfloat16")
+    assert not verify(hostile.WRONG[fault](problem), problem, prepare(problem, 1)).ok
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8"])
+def test_the_order_of_the_epilogue_matters(dtype: str) -> None:
+    problem = replace(problem_for(dtype, 16, 96, 64), epilogue=EPILOGUE, out_dtype="float32")
+    draws = prepare(problem, 0)
+    assert not verify(hostile.reversed_epilogue(problem), problem, draws).ok
+    assert verify(hostile.correct(problem), problem, draws).kind == "within_bound"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
+@pytest.mark.parametrize("m", [1, 16])
+def test_nan_must_not_be_swallowed(dtype: str, m: int) -> None:
+    problem = linear(m, 96, 64, dtype)
+    verdict = verify(hostile.nan_swallowed(problem), problem, prepare(problem, 0))
+    assert verdict.kind == "wrong"
+    assert "nonfinite draw" in verdict.detail
+
+
+@pytest.mark.parametrize("k", [64, 1024, 16384])
+def test_a_scale_of_two_in_a_thousand_is_seen_in_aggregate_alone(k: int) -> None:
+    """Factor chosen so that no element leaves its bound: only slope can tell (bf16 rounds by up to 0.4%)."""
+    problem = linear(64, 256, k, "bfloat16")
+    draws = tuple(replace(d, tolerance=2 * d.tolerance) for d in prepare(problem, 0, fills=("uniform",)))
+    verdict = verify(hostile.scaled(problem), problem, draws)
+    assert verdict.kind == "wrong"
+    assert "scaled by 1.00" in verdict.detail
+    assert verify(hostile.correct(problem), problem, draws).ok
+
+
+def test_an_offset_is_seen_in_aggregate() -> None:
+    problem = linear(64, 256, 1024, "bfloat16")
+    draws = tuple(replace(d, tolerance=100 * d.tolerance) for d in prepare(problem, 0, fills=("uniform",)))
+
+    def run(inputs: Inputs, out: Tensor) -> None:
+        out.copy_(hostile.value(problem, inputs) + 0.03)
+
+    assert "on average" in verify(run, problem, draws).detail
+
+
+def test_the_detail_says_where_and_by_how_much() -> None:
+    problem = linear(8, 9, 32, "float32")
+
+    def run(inputs: Inputs, out: Tensor) -> None:
+        torch.mm(inputs.a, b_of(inputs), out=out)
+        out[5, 7] += 1.0
+
+    detail = verify(run, problem, prepare(problem, 0)).detail
+    assert detail.startswith("out[5, 7] is ")
+    assert "times the bound (uniform draw)" in detail
+
+
+def test_gaps_between_rows_are_guarded() -> None:
+    problem = linear(4, 6, 32, "float32", out=Layout("row", 8))
+    draws = prepare(problem, 0)
+
+    def run(inputs: Inputs, out: Tensor) -> None:
+        assert out.stride() == (8, 1)
+        out.copy_(inputs.a @ b_of(inputs))
+
+    def trespass(inputs: Inputs, out: Tensor) -> None:
+        run(inputs, out)
+        out.as_strided((1,), (1,), out.storage_offset() + 7).zero_()
+
+    assert verify(run, problem, draws).ok
+    assert verify(trespass, problem, draws).detail.startswith("4 bytes between the rows of the output")
+
+
+def test_a_write_before_the_output_is_seen() -> None:
+    problem = linear(4, 6, 32, "bfloat16")
+
+    def run(inputs: Inputs, out: Tensor) -> None:
+        torch.mm(inputs.a, b_of(inputs), out=out)
+        out.as_strided((1,), (1,), out.storage_offset() - 1).zero_()
+
+    assert "2 bytes before the output" in verify(run, problem, prepare(problem, 0)).detail
+
+
+def test_differences_within_the_bound_are_recorded_not_punished() -> None:
+    problem = linear(4, 6, 512, "float32")
+    calls = 0
+
+    def run(inputs: Inputs, out: Tensor) -> None:
+        nonlocal calls
+        calls += 1
+        half = 256 if calls % 2 else 128
+        b = b_of(inputs)
+        out.copy_(inputs.a[:, :half] @ b[:half] + inputs.a[:, half:] @ b[half:])
+
+    verdict = verify(run, problem, prepare(problem, 0))
+    assert verdict.ok
+    assert verdict.detail == "repeated runs differ within the bound"
+
+
+def test_draws_share_a_constant_weight_and_only_that() -> None:
+    constant = prepare(linear(4, 8, 16, "bfloat16"), 0)
+    assert {d.kind for d in constant} >= {"uniform", "nonfinite"}
+    assert len({id(d.inputs.b) for d in constant}) == 1
+    free = prepare(replace(linear(4, 8, 16, "bfloat16"), b=Operand("bfloat16", COL)), 0)
+    assert free[0].inputs.b is not free[1].inputs.b
+    assert not torch.equal(free[0].inputs.a.double(), free[1].inputs.a.double())
+
+
+def test_a_starts_off_alignment_unless_the_problem_promises_it() -> None:
+    free = linear(4, 8, 16, "bfloat16")
+    promised = replace(free, a=Operand("bfloat16", align=64))
+    assert prepare(free, 0)[1].inputs.a.data_ptr() % 64 == 2
+    assert all(draw.inputs.a.data_ptr() % 64 == 0 for draw in prepare(promised, 0))
+
+
+def test_no_draws_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least one draw"):
+        verify(lambda inputs, out: None, linear(1, 1, 1, "float32"), ())
+
+
+def test_what_a_kernel_raises_passes_through() -> None:
+    def run(inputs: Inputs, out: Tensor) -> None:
+        raise RuntimeError("no such instruction")
+
+    with pytest.raises(RuntimeError, match="no such instruction"):
+        verify(run, linear(1, 1, 1, "float32"), prepare(linear(1, 1, 1, "float32"), 0))
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(0, 4, 4), (3, 0, 4), (3, 5, 0), (1, 1, 1)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_empty_and_single(m: int, n: int, k: int, dtype: str) -> None:
+    problem = problem_for(dtype, m, n, k)
+    assert verify(hostile.correct(problem), problem, prepare(problem, 0)).ok
+
+
+def test_large_problems_are_checked_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gemmtune.reference._FULL_ROWS", 8)
+    monkeypatch.setattr("gemmtune.reference._FULL_FLOPS", 1.0)
+    problem = linear(64, 96, 256, "bfloat16")
+    draws = prepare(problem, 0)
+    assert verify(lambda i, out: torch.mm(i.a, b_of(i), out=out) is None, problem, draws).ok  # type: ignore[arg-type]
+    assert all(d.value.dtype == torch.float32 for d in draws)
+    for row, column in ((0, 0), (63, 95), (31, 50)):
+
+        def run(inputs: Inputs, out: Tensor, row: int = row, column: int = column) -> None:
+            torch.mm(inputs.a, b_of(inputs), out=out)
+            out[row, column] *= 1.1
+
+        assert verify(run, problem, draws).detail.startswith(f"out[{row}, {column}]")
+
+
+# --- correct kernels -------------------------------------------------------------------------------------------
+
+
+def _mm(inputs: Inputs, out: Tensor) -> None:
+    torch.mm(inputs.a, b_of(inputs), out=out)
+
+
+def _linear(inputs: Inputs, out: Tensor) -> None:
+    out.copy_(torch.nn.functional.linear(inputs.a, b_of(inputs).t()))
+
+
+def _split_k(inputs: Inputs, out: Tensor) -> None:
+    half = inputs.a.shape[1] // 2
+    a, b = inputs.a.float(), b_of(inputs).float()
+    out.copy_(a[:, :half] @ b[:half] + a[:, half:] @ b[half:])
+
+
+def _int_mm(inputs: Inputs, out: Tensor) -> None:
+    out.copy_(torch._int_mm(inputs.a, b_of(inputs)))
+
+
+def _requantised(inputs: Inputs, out: Tensor) -> None:
+    row, col = inputs.aux
+    scaled = torch._int_mm(inputs.a, b_of(inputs)).float() * row[:, None] * col
+    out.copy_(scaled.round().clamp(-128, 127))
+
+
+def _fused(inputs: Inputs, out: Tensor) -> None:
+    bias, residual = inputs.aux
+    acc = inputs.a.float() @ b_of(inputs).float() + bias.float()
+    out.copy_(torch.nn.functional.gelu(acc) + residual.float())
+
+
+def _weight_only(inputs: Inputs, out: Tensor) -> None:
+    weight = inputs.b
+    assert isinstance(weight, QuantWeight)
+    out.copy_(inputs.a.float() @ (weight.data.float() * weight.scale.float()))
+
+
+def _int8pack(inputs: Inputs, out: Tensor) -> None:
+    weight = inputs.b
+    assert isinstance(weight, QuantWeight)
+    out.copy_(torch._weight_int8pack_mm(inputs.a, weight.data.t().contiguous(), weight.scale))
+
+
+@st.composite
+def correct_cases(draw: st.DrawFn) -> tuple[Problem, Run]:
+    m, n = draw(st.sampled_from([1, 2, 5, 17, 64])), draw(st.integers(1, 200))
+    k = draw(st.one_of(st.integers(1, 300), st.sampled_from([1024, 4096])))
+    kind = draw(st.sampled_from(["mm", "linear", "split", "int8", "requantised", "fused", "weight", "int8pack"]))
+    dtype = draw(st.sampled_from(["bfloat16", "float16", "float32"]))
+    constant = draw(st.booleans())
+    plain = Problem("mm", m, n, k, Operand(dtype), Operand(dtype, COL, constant=constant), dtype)
+    quant = Operand("int8", COL, constant=True, quant=Quant(scale_dtype="bfloat16"))
+    if kind in ("int8", "requantised"):
+        steps = (Step("scale", "row", "float32"), Step("scale", "col", "float32"))
+        return (int8(m, n, k), _int_mm) if kind == "int8" else (int8(m, n, k, "int8", steps), _requantised)
+    if kind in ("weight", "int8pack"):
+        if kind == "int8pack":
+            # ATen's kernel reads out of bounds (and may crash) for other K, and crashes when A is not aligned.
+            aligned = Operand("bfloat16", align=32)
+            return Problem("mixed_mm", m, n, max(32, k - k % 32), aligned, quant, "bfloat16"), _int8pack
+        problem = Problem("mixed_mm", m, n, k, Operand("bfloat16"), quant, "bfloat16")
+        return problem, _weight_only
+    if kind == "fused":
+        steps = (Step("bias", "col", dtype), Step("gelu"), Step("add", "full", dtype))
+        return replace(plain, epilogue=steps), _fused
+    return plain, {"mm": _mm, "linear": _linear, "split": _split_k}[kind]
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(case=correct_cases(), seed=st.integers(0, 2**20))
+def test_correct_kernels_are_never_rejected(case: tuple[Problem, Run], seed: int) -> None:
+    problem, run = case
+    verdict = verify(run, problem, prepare(problem, seed))
+    assert verdict.ok, f"{problem.key} {run}: {verdict}"
+    assert verdict.kind == "exact" or problem.out_dtype != "int32"
+    assert verdict.kind == "within_bound" or problem.out_dtype in ("int8", "int32")
+
+
+def test_batched_problems() -> None:
+    problem = Problem("bmm", 5, 7, 33, Operand("bfloat16"), Operand("bfloat16"), "bfloat16", batch=3)
+    draws = prepare(problem, 0)
+    assert verify(lambda i, out: torch.bmm(i.a, b_of(i), out=out) is None, problem, draws).ok  # type: ignore[arg-type]
+
+    def run(inputs: Inputs, out: Tensor) -> None:
+        torch.bmm(inputs.a, b_of(inputs), out=out)
+        out[2, 4, 6] *= 1.1
+
+    assert verify(run, problem, draws).detail.startswith("out[2, 4, 6]")
+
+
+def test_fp8_with_scales() -> None:
+    steps = (Step("scale", "row", "float32"), Step("scale", "col", "float32"))
+    operand = Operand("float8_e4m3fn")
+    problem = Problem("scaled_mm", 9, 40, 256, operand, replace(operand, layout=COL), "bfloat16", steps)
+
+    def run(inputs: Inputs, out: Tensor) -> None:
+        row, col = inputs.aux
+        out.copy_((inputs.a.float() @ b_of(inputs).float()) * row[:, None] * col)
+
+    assert verify(run, problem, prepare(problem, 0)).ok
+    assert not verify(hostile.dropped_k_tail(problem), problem, prepare(problem, 0)).ok
+
+
+def test_rounding_the_weight_first_is_not_the_same_problem() -> None:
+    """A weight dequantised to bfloat16 has lost bits that the bound does not give away."""
+    operand = Operand("int8", COL, constant=True, quant=Quant())
+    problem = Problem("mixed_mm", 16, 96, 512, Operand("bfloat16"), operand, "bfloat16")
+
+    def run(inputs: Inputs, out: Tensor) -> None:
+        weight = inputs.b
+        assert isinstance(weight, QuantWeight)
+        out.copy_(inputs.a.float() @ (weight.data * weight.scale).bfloat16().float())
+
+    assert verify(run, problem, prepare(problem, 0)).kind == "wrong"
+    assert verify(_weight_only, problem, prepare(problem, 0)).ok
+
+
+def test_an_overflowing_output_may_be_infinite_or_saturated() -> None:
+    problem = linear(2, 64, 16, "float16")
+    draws = tuple(
+        replace(d, value=d.value * 1e6, tolerance=d.tolerance * 1e6) for d in prepare(problem, 0, fills=("uniform",))
+    )
+
+    def run(inputs: Inputs, out: Tensor) -> None:
+        out.copy_(hostile.value(problem, inputs) * 1e6)
+
+    def saturating(inputs: Inputs, out: Tensor) -> None:
+        out.copy_((hostile.value(problem, inputs) * 1e6).clamp(-65504, 65504))
+
+    def negated(inputs: Inputs, out: Tensor) -> None:
+        out.copy_(hostile.value(problem, inputs) * -1e6)
+
+    finite_only = draws[:1]
+    assert verify(run, problem, finite_only).ok
+    assert verify(saturating, problem, finite_only).ok
+    assert not verify(negated, problem, finite_only).ok
