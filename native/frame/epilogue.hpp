@@ -1,0 +1,181 @@
+// The epilogue on one accumulator tile, row by row in the L1 cache, then the store to the output type.
+#pragma once
+
+#include "mathfun.hpp"
+#include "types.hpp"
+
+namespace gemmtune {
+namespace {
+
+constexpr int kMaxTileCols = kLanes * kMaxVectors;
+
+inline float load_scalar(const char* p, DType t, int64_t i) {
+  switch (t) {
+    case DType::f32: return reinterpret_cast<const float*>(p)[i];
+    case DType::bf16: return bf16_to_f32(reinterpret_cast<const uint16_t*>(p)[i]);
+    case DType::f16: return f16_to_f32(reinterpret_cast<const uint16_t*>(p)[i]);
+    case DType::s8: return static_cast<float>(reinterpret_cast<const int8_t*>(p)[i]);
+    case DType::u8: return static_cast<float>(reinterpret_cast<const uint8_t*>(p)[i]);
+    default: return static_cast<float>(reinterpret_cast<const int32_t*>(p)[i]);
+  }
+}
+
+// One row of an epilogue tensor as fp32; one loop per dtype so that each vectorises.
+inline void load_row(const char* p, DType t, int64_t first, int n, float* dst) {
+  switch (t) {
+    case DType::f32: std::memcpy(dst, reinterpret_cast<const float*>(p) + first, sizeof(float) * n); return;
+    case DType::bf16: {
+      const auto* s = reinterpret_cast<const uint16_t*>(p) + first;
+      for (int i = 0; i < n; ++i) dst[i] = bf16_to_f32(s[i]);
+      return;
+    }
+    case DType::f16: {
+      const auto* s = reinterpret_cast<const uint16_t*>(p) + first;
+      for (int i = 0; i < n; ++i) dst[i] = f16_to_f32(s[i]);
+      return;
+    }
+    default:
+      for (int i = 0; i < n; ++i) dst[i] = load_scalar(p, t, first + i);
+  }
+}
+
+inline void cast_row(float* x, int n, DType t) {
+  switch (t) {
+    case DType::bf16:
+      for (int i = 0; i < n; ++i) x[i] = bf16_to_f32(f32_to_bf16(x[i]));
+      return;
+    case DType::f16:
+      for (int i = 0; i < n; ++i) x[i] = f16_to_f32(f32_to_f16(x[i]));
+      return;
+    case DType::s8:
+      for (int i = 0; i < n; ++i) x[i] = static_cast<float>(round_to_int(x[i], -128.0f, 127.0f));
+      return;
+    case DType::u8:
+      for (int i = 0; i < n; ++i) x[i] = static_cast<float>(round_to_int(x[i], 0.0f, 255.0f));
+      return;
+    case DType::s32:
+      for (int i = 0; i < n; ++i) x[i] = static_cast<float>(round_to_int(x[i], -2147483648.0f, 2147483520.0f));
+      return;
+    default: return;
+  }
+}
+
+// The tensor's values for one row of the tile, broadcast as its axis says.
+inline const float* step_row(const EpilogueArgs& e, const Step& s, const Aux& aux, int r, float* buffer) {
+  const int n = e.cols;
+  switch (s.axis) {
+    case Axis::col: load_row(aux.data, s.dtype, e.col0, n, buffer); break;
+    case Axis::full: load_row(aux.data, s.dtype, e.batch * aux.batch + (e.row0 + r) * aux.ld + e.col0, n, buffer); break;
+    default: {
+      const float v = load_scalar(aux.data, s.dtype, s.axis == Axis::row ? e.row0 + r : 0);
+      for (int i = 0; i < n; ++i) buffer[i] = v;
+    }
+  }
+  return buffer;
+}
+
+inline void apply_tensor_step(const EpilogueArgs& e, const Step& s, const Aux& aux, int r, float* x) {
+  float buffer[kMaxTileCols];
+  const float* t = step_row(e, s, aux, r, buffer);
+  const int n = e.cols;
+  const float value = s.value;
+  switch (s.kind) {
+    case StepKind::scale:
+      for (int i = 0; i < n; ++i) x[i] *= value * t[i];
+      return;
+    case StepKind::mul:
+      for (int i = 0; i < n; ++i) x[i] *= t[i];
+      return;
+    default:
+      for (int i = 0; i < n; ++i) x[i] += value * t[i];
+  }
+}
+
+inline void apply_plain_step(const Step& s, int n, float* x) {
+  switch (s.kind) {
+    case StepKind::scale:
+      for (int i = 0; i < n; ++i) x[i] *= s.value;
+      return;
+    case StepKind::relu:  // written so that NaN stays NaN, as in ATen
+      for (int i = 0; i < n; ++i) x[i] = x[i] < 0.0f ? 0.0f : x[i];
+      return;
+    case StepKind::gelu:
+      for (int i = 0; i < n; ++i) x[i] = gelu_f32(x[i]);
+      return;
+    case StepKind::gelu_tanh:
+      for (int i = 0; i < n; ++i) x[i] = gelu_tanh_f32(x[i]);
+      return;
+    case StepKind::silu:
+      for (int i = 0; i < n; ++i) x[i] = silu_f32(x[i]);
+      return;
+    case StepKind::clamp:
+      for (int i = 0; i < n; ++i) {
+        const float low = x[i] < s.lo ? s.lo : x[i];
+        x[i] = low > s.hi ? s.hi : low;
+      }
+      return;
+    case StepKind::cast: cast_row(x, n, s.dtype); return;
+    default: return;
+  }
+}
+
+inline void store_row(const float* x, int n, DType t, char* out) {
+  switch (t) {
+    case DType::f32: std::memcpy(out, x, sizeof(float) * n); return;
+    case DType::bf16: {
+      auto* o = reinterpret_cast<uint16_t*>(out);
+      for (int i = 0; i < n; ++i) o[i] = f32_to_bf16(x[i]);
+      return;
+    }
+    case DType::f16: {
+      auto* o = reinterpret_cast<uint16_t*>(out);
+      for (int i = 0; i < n; ++i) o[i] = f32_to_f16(x[i]);
+      return;
+    }
+    case DType::s8: {
+      auto* o = reinterpret_cast<int8_t*>(out);
+      for (int i = 0; i < n; ++i) o[i] = static_cast<int8_t>(round_to_int(x[i], -128.0f, 127.0f));
+      return;
+    }
+    case DType::u8: {
+      auto* o = reinterpret_cast<uint8_t*>(out);
+      for (int i = 0; i < n; ++i) o[i] = static_cast<uint8_t>(round_to_int(x[i], 0.0f, 255.0f));
+      return;
+    }
+    default: {
+      auto* o = reinterpret_cast<int32_t*>(out);
+      for (int i = 0; i < n; ++i) o[i] = round_to_int(x[i], -2147483648.0f, 2147483520.0f);
+    }
+  }
+}
+
+void run_epilogue(const EpilogueArgs& e) {
+  const int64_t out_step = e.ldo * (bits(e.out_dtype) / 8);
+  for (int r = 0; r < e.rows; ++r) {
+    float* x = static_cast<float*>(e.c) + r * e.ldc;
+    char* out = e.out + r * out_step;
+    if (e.integer) {
+      auto* v = static_cast<int32_t*>(e.c) + r * e.ldc;
+      if (e.compensation != nullptr)
+        for (int i = 0; i < e.cols; ++i)  // unsigned, because integer products wrap
+          v[i] = static_cast<int32_t>(static_cast<uint32_t>(v[i]) - static_cast<uint32_t>(e.compensation[i]));
+      if (e.n_steps == 0 && e.out_dtype == DType::s32) {
+        std::memcpy(out, v, sizeof(int32_t) * e.cols);
+        continue;
+      }
+      for (int i = 0; i < e.cols; ++i) {
+        const float f = static_cast<float>(v[i]);
+        std::memcpy(x + i, &f, 4);
+      }
+    }
+    const Aux* aux = e.aux;
+    for (int s = 0; s < e.n_steps; ++s) {
+      if (e.steps[s].has_tensor) apply_tensor_step(e, e.steps[s], *aux++, r, x);
+      else apply_plain_step(e.steps[s], e.cols, x);
+    }
+    store_row(x, e.cols, e.out_dtype, out);
+  }
+}
+
+}  // namespace
+}  // namespace gemmtune

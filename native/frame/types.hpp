@@ -1,0 +1,130 @@
+// The words the frame and the kernels share. No policy lives here.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace gemmtune {
+
+// Vectors are counted in lanes of 32 bits, 16 to a "vector" on every ISA (a zmm, two ymm, four xmm).
+constexpr int kLanes = 16;
+constexpr int kMaxVectors = 4;  // a panel is 16, 32, 48 or 64 columns wide
+constexpr int kMaxRows = 32;    // rows of the largest micro-tile (AMX)
+constexpr int kGroupBytes = 4;  // A is broadcast 4 bytes at a time: 1 fp32, 2 bf16, 2 int16 or 4 int8
+
+enum class DType : int { f32 = 0, bf16, f16, s8, u8, s32, s4 };
+
+// What multiplies and accumulates. A group is the kp consecutive k that one instruction consumes.
+enum class Compute : int {
+  f32 = 0,   // kp = 1, fp32 FMA
+  bf16 = 1,  // kp = 2, bf16 pairs into fp32
+  i16 = 2,   // kp = 2, int16 pairs into int32 (int8 operands, widened)
+  u8s8 = 3,  // kp = 4, unsigned activations: signed ones are shifted by 128 and compensated
+  s8s8 = 4,  // kp = 4, signed by signed (AMX)
+};
+
+constexpr int group_size(Compute c) {
+  return c == Compute::f32 ? 1 : (c == Compute::bf16 || c == Compute::i16) ? 2 : 4;
+}
+
+constexpr bool is_integer(Compute c) { return c == Compute::i16 || c == Compute::u8s8 || c == Compute::s8s8; }
+
+constexpr int bits(DType t) {
+  switch (t) {
+    case DType::f32:
+    case DType::s32: return 32;
+    case DType::bf16:
+    case DType::f16: return 16;
+    case DType::s4: return 4;
+    default: return 8;
+  }
+}
+
+// One call of a micro-kernel: C[rows, 16*nv] (+)= A[rows, groups] * B[groups, 16*nv].
+struct TileArgs {
+  const char* a;         // first row, first group
+  int64_t a_row;         // bytes between rows of A
+  int64_t a_group;       // bytes between groups of A
+  const char* b;         // packed panel
+  int64_t b_step;        // bytes from one B row to the next
+  int64_t groups;        // groups of kp to consume
+  void* c;               // fp32 or int32 tile
+  int64_t ldc;           // elements between rows of C
+  bool accumulate;       // add to C instead of overwriting it
+  int64_t prefetch;      // bytes ahead to prefetch in B
+  const float* scale;    // per-column scale of this quantisation group, or null
+  const float* zero;     // per-column (zero point - stored offset) of this group, or null
+  const float* a_sum;    // per-row sums of A over this group (with zero), stride in elements
+  int64_t a_sum_stride;
+};
+
+using TileKernel = void (*)(const TileArgs&);
+
+// Every micro-kernel of one (ISA, compute, stored B type).
+struct KernelSet {
+  Compute compute;
+  DType b;
+  int rows_per_load;                 // groups that one B row holds (int4 rows hold 8 k)
+  int vector_bytes;                  // bytes of one B row per 16 columns
+  int max_rows[kMaxVectors + 1];     // largest micro-tile for each number of vectors
+  TileKernel tile[kMaxVectors + 1][kMaxRows + 1];
+  // Expands B rows to the dense form of `compute` (64 bytes per 16 columns and group).
+  void (*expand)(const char* b, int64_t b_step, int nv, int64_t groups, char* dst, int64_t dst_step);
+};
+
+enum class StepKind : int { scale = 0, bias, add, mul, relu, gelu, gelu_tanh, silu, clamp, cast };
+enum class Axis : int { tensor = 0, row, col, full };
+
+struct Step {
+  StepKind kind;
+  Axis axis;
+  DType dtype;      // of the tensor, or the target of a cast
+  bool has_tensor;
+  float value, lo, hi;
+};
+
+// An epilogue tensor of one call. ld: elements between rows (axis full only).
+struct Aux {
+  const char* data;
+  int64_t ld;
+  int64_t batch;  // elements between batches (axis full only)
+};
+
+struct EpilogueArgs {
+  void* c;               // tile in fp32 or int32, overwritten
+  int64_t ldc;
+  bool integer;          // c holds int32
+  int rows, cols;
+  int64_t row0, col0, batch;
+  const int32_t* compensation;  // per column of this tile, subtracted from int32 accumulators, or null
+  const Step* steps;
+  int n_steps;
+  const Aux* aux;
+  char* out;             // element (row0, col0)
+  int64_t ldo;           // elements
+  DType out_dtype;
+};
+
+// Converts rows of A to 4-byte groups, row-major (panel == 0) or interleaved by `panel` rows.
+struct PackAArgs {
+  const char* src;       // element (0, 0)
+  DType dtype;
+  int64_t row_stride, col_stride;  // elements
+  int64_t rows, k;       // k is padded with zeros to whole groups
+  Compute compute;
+  char* dst;
+  int64_t dst_row;       // bytes between rows (row-major) - ignored for panels
+  int64_t pad_groups;    // groups to write, >= ceil(k / kp)
+  int panel;             // 0, or the rows of the interleaved micro-panel
+};
+
+struct IsaOps {
+  const char* name;
+  const KernelSet* sets;
+  int n_sets;
+  void (*epilogue)(const EpilogueArgs&);
+  void (*pack_a)(const PackAArgs&);
+  void (*row_sums)(const PackAArgs&, int64_t group, float* sums, int64_t sums_stride);
+};
+
+}  // namespace gemmtune

@@ -1,0 +1,139 @@
+// AMX bf16 and int8: 32 x 32 tiles of C from 2 x 2 tile registers. B's packed rows are already AMX's layout: 16 columns of
+// kp consecutive k in 64 bytes. Weights stored narrower are expanded first (AVX512-BF16 code, which these CPUs have).
+// Compiled and guarded, never run on our machines: verification decides on users'.
+#include <immintrin.h>
+
+#include <cstring>
+
+#include "../../frame/epilogue.hpp"
+#include "../../frame/pack_a.hpp"
+#include "../avx512_bf16/dot.hpp"
+
+namespace gemmtune {
+namespace {
+
+constexpr int kTileRows = 16;
+constexpr int kTileGroups = 16;  // groups of 4 bytes in a 64-byte tile row
+
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t rows[16] = {};
+};
+
+// Tiles 0-3 hold C (row tile i, column tile j: 2 i + j), 4-5 A, 6-7 B.
+void configure(int rows, int groups) {
+  TileConfig config;
+  for (int i = 0; i < 2; ++i) {
+    const int r = rows - i * kTileRows;
+    const auto tile_rows = static_cast<uint8_t>(r < 0 ? 0 : (r < kTileRows ? r : kTileRows));
+    for (int j = 0; j < 2; ++j) config.rows[2 * i + j] = tile_rows, config.row_bytes[2 * i + j] = tile_rows ? 64 : 0;
+    config.rows[4 + i] = tile_rows, config.row_bytes[4 + i] = static_cast<uint16_t>(tile_rows ? groups * kGroupBytes : 0);
+    config.rows[6 + i] = static_cast<uint8_t>(groups), config.row_bytes[6 + i] = 64;
+  }
+  _tile_loadconfig(&config);
+}
+
+enum class Product { bf16, s8s8, u8s8 };
+
+#define GT_MULTIPLY(c, a, b)                                      \
+  do {                                                            \
+    if constexpr (P == Product::bf16) _tile_dpbf16ps(c, a, b);    \
+    else if constexpr (P == Product::s8s8) _tile_dpbssd(c, a, b); \
+    else _tile_dpbusd(c, a, b);                                   \
+  } while (0)
+
+// C tiles at c (stride bytes) += chunks of A and B; each chunk is `groups` groups deep.
+template <Product P, int R, int NV>
+void accumulate(const TileArgs& t, char* c, int64_t c_step, int64_t first, int64_t chunks, int groups, bool load) {
+  configure(R, groups);
+  constexpr bool kTwoRows = R > kTileRows, kTwoColumns = NV > 1;
+  char* below = c + kTileRows * c_step;
+  if (load) {
+    _tile_loadd(0, c, c_step);
+    if constexpr (kTwoColumns) _tile_loadd(1, c + 64, c_step);
+    if constexpr (kTwoRows) _tile_loadd(2, below, c_step);
+    if constexpr (kTwoRows && kTwoColumns) _tile_loadd(3, below + 64, c_step);
+  } else {
+    _tile_zero(0);
+    if constexpr (kTwoColumns) _tile_zero(1);
+    if constexpr (kTwoRows) _tile_zero(2);
+    if constexpr (kTwoRows && kTwoColumns) _tile_zero(3);
+  }
+  for (int64_t i = 0; i < chunks; ++i) {
+    const char* a = t.a + (first + i * kTileGroups) * kGroupBytes;
+    const char* b = t.b + (first + i * kTileGroups) * t.b_step;
+    __builtin_prefetch(b + t.prefetch, 0, 3);
+    _tile_loadd(4, a, t.a_row);
+    _tile_loadd(6, b, t.b_step);
+    GT_MULTIPLY(0, 4, 6);
+    if constexpr (kTwoColumns) {
+      _tile_loadd(7, b + 64, t.b_step);
+      GT_MULTIPLY(1, 4, 7);
+    }
+    if constexpr (kTwoRows) {
+      _tile_loadd(5, a + kTileRows * t.a_row, t.a_row);
+      GT_MULTIPLY(2, 5, 6);
+    }
+    if constexpr (kTwoRows && kTwoColumns) GT_MULTIPLY(3, 5, 7);
+  }
+  _tile_stored(0, c, c_step);
+  if constexpr (kTwoColumns) _tile_stored(1, c + 64, c_step);
+  if constexpr (kTwoRows) _tile_stored(2, below, c_step);
+  if constexpr (kTwoRows && kTwoColumns) _tile_stored(3, below + 64, c_step);
+}
+
+template <Product P, int R, int NV>
+void multiply(const TileArgs& t, char* c, int64_t c_step, bool add) {
+  const int64_t chunks = t.groups / kTileGroups;
+  const int tail = static_cast<int>(t.groups % kTileGroups);
+  if (chunks > 0) accumulate<P, R, NV>(t, c, c_step, 0, chunks, kTileGroups, add);
+  if (tail > 0) accumulate<P, R, NV>(t, c, c_step, chunks * kTileGroups, 1, tail, add || chunks > 0);
+  _tile_release();
+}
+
+template <Product P, int R, int NV>
+void amx_tile(const TileArgs& t) {
+  constexpr int kColumns = NV * kLanes;
+  if (t.scale == nullptr) return multiply<P, R, NV>(t, static_cast<char*>(t.c), t.ldc * 4, t.accumulate);
+  alignas(64) float block[R * kColumns];
+  multiply<P, R, NV>(t, reinterpret_cast<char*>(block), kColumns * 4, false);
+  auto* c = static_cast<float*>(t.c);
+  for (int r = 0; r < R; ++r)
+    for (int j = 0; j < kColumns; ++j) {
+      const float zero = t.zero != nullptr ? t.zero[j] * t.a_sum[r * t.a_sum_stride] : 0.0f;
+      const float v = t.scale[j] * (block[r * kColumns + j] - zero);
+      c[r * t.ldc + j] = t.accumulate ? c[r * t.ldc + j] + v : v;
+    }
+}
+
+template <Product P, int NV, int... R>
+void fill(KernelSet& set, std::integer_sequence<int, R...>) {
+  set.max_rows[NV] = sizeof...(R);
+  ((set.tile[NV][R + 1] = &amx_tile<P, R + 1, NV>), ...);
+}
+
+template <Product P>
+KernelSet amx_set(Compute compute, DType b) {
+  KernelSet set{};
+  set.compute = compute;
+  set.b = b;
+  set.rows_per_load = 1;
+  set.vector_bytes = 64;
+  fill<P, 1>(set, std::make_integer_sequence<int, kMaxRows>{});
+  fill<P, 2>(set, std::make_integer_sequence<int, kMaxRows>{});
+  return set;
+}
+
+const KernelSet kSets[] = {
+    amx_set<Product::bf16>(Compute::bf16, DType::bf16), make_set<DotS8, 12, 12, 8, 6>(Compute::bf16, DType::s8),
+    make_set<DotS4, 12, 10, 6, 4>(Compute::bf16, DType::s4), amx_set<Product::s8s8>(Compute::s8s8, DType::s8),
+    amx_set<Product::u8s8>(Compute::u8s8, DType::s8),
+};
+
+}  // namespace
+
+extern const IsaOps kAmxOps;
+const IsaOps kAmxOps = {"amx", kSets, sizeof(kSets) / sizeof(kSets[0]), &run_epilogue, &pack_activations, &row_sums};
+
+}  // namespace gemmtune

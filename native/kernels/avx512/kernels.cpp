@@ -1,0 +1,86 @@
+// AVX512F/BW/DQ/VL: fp32 FMA over every stored weight type, and int8 through widened int16 pairs.
+#include "../../frame/epilogue.hpp"
+#include "../../frame/microkernel.hpp"
+#include "../../frame/pack_a.hpp"
+#include "vec512.hpp"
+
+namespace gemmtune {
+namespace {
+
+struct Fma : Float512 {
+  using AVec = __m512;
+  using BVec = __m512;
+  GT_INLINE __m512 broadcast(const char* p) {
+    float v;
+    __builtin_memcpy(&v, p, 4);
+    return _mm512_set1_ps(v);
+  }
+  GT_INLINE __m512 dot(__m512 acc, __m512 a, __m512 b) { return _mm512_fmadd_ps(a, b, acc); }
+  GT_INLINE void store_dense(char* p, __m512 v) { _mm512_storeu_ps(reinterpret_cast<float*>(p), v); }
+};
+
+struct FmaF32 : Fma {
+  using Raw = __m512;
+  static constexpr int kVectorBytes = 64;
+  GT_INLINE Raw raw(const char* p) { return _mm512_loadu_ps(reinterpret_cast<const float*>(p)); }
+  template <int S> GT_INLINE __m512 convert(Raw v) { return v; }
+};
+
+struct FmaBf16 : Fma {
+  using Raw = __m256i;
+  static constexpr int kVectorBytes = 32;
+  GT_INLINE Raw raw(const char* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+  template <int S> GT_INLINE __m512 convert(Raw v) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16));
+  }
+};
+
+struct FmaF16 : Fma {
+  using Raw = __m256i;
+  static constexpr int kVectorBytes = 32;
+  GT_INLINE Raw raw(const char* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+  template <int S> GT_INLINE __m512 convert(Raw v) { return _mm512_cvtph_ps(v); }
+};
+
+struct FmaS8 : Fma {
+  using Raw = __m128i;
+  static constexpr int kVectorBytes = 16;
+  GT_INLINE Raw raw(const char* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
+  template <int S> GT_INLINE __m512 convert(Raw v) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(v)); }
+};
+
+struct FmaS4 : Fma {
+  using Raw = __m512i;
+  static constexpr int kVectorBytes = 64;
+  static constexpr int kRows = 8;
+  static constexpr int group_offset(int s) { return nibble_k(s); }
+  GT_INLINE Raw raw(const char* p) { return _mm512_loadu_si512(p); }
+  // A 16-entry register table turns the low nibble of each lane into q - 8; higher bits are ignored by vpermps.
+  template <int S> GT_INLINE __m512 convert(Raw v) {
+    const __m512 table = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+    return _mm512_permutexvar_ps(_mm512_srli_epi32(v, 4 * S), table);
+  }
+};
+
+struct MaddS8 : Int512 {
+  using BVec = __m512i;
+  using Raw = __m256i;
+  static constexpr int kVectorBytes = 32;
+  GT_INLINE Raw raw(const char* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+  template <int S> GT_INLINE __m512i convert(Raw v) { return _mm512_cvtepi8_epi16(v); }
+  GT_INLINE __m512i dot(__m512i acc, __m512i a, __m512i b) { return _mm512_add_epi32(acc, _mm512_madd_epi16(a, b)); }
+  GT_INLINE void store_dense(char* p, __m512i v) { _mm512_storeu_si512(p, v); }
+};
+
+const KernelSet kSets[] = {
+    make_set<FmaF32, 12, 12, 8, 6>(Compute::f32, DType::f32), make_set<FmaBf16, 12, 12, 8, 6>(Compute::f32, DType::bf16),
+    make_set<FmaF16, 12, 12, 8, 6>(Compute::f32, DType::f16), make_set<FmaS8, 12, 12, 8, 6>(Compute::f32, DType::s8),
+    make_set<FmaS4, 8, 8, 6, 4>(Compute::f32, DType::s4),     make_set<MaddS8, 12, 12, 8, 6>(Compute::i16, DType::s8),
+};
+
+}  // namespace
+
+extern const IsaOps kAvx512Ops;
+const IsaOps kAvx512Ops = {"avx512", kSets, sizeof(kSets) / sizeof(kSets[0]), &run_epilogue, &pack_activations, &row_sums};
+
+}  // namespace gemmtune

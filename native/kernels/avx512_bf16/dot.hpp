@@ -1,0 +1,60 @@
+// vdpbf16ps over bf16, int8 and int4 weights: pairs accumulate in fp32, subnormals are flushed. Shared with AMX, whose CPUs
+// all have it.
+#pragma once
+
+#include "../../frame/microkernel.hpp"
+#include "../avx512/vec512.hpp"
+
+namespace gemmtune {
+namespace {
+
+struct Dot : Float512 {
+  using AVec = __m512bh;
+  using BVec = __m512bh;
+  GT_INLINE __m512bh broadcast(const char* p) {
+    int v;
+    __builtin_memcpy(&v, p, 4);
+    return (__m512bh)_mm512_set1_epi32(v);
+  }
+  GT_INLINE __m512 dot(__m512 acc, __m512bh a, __m512bh b) { return _mm512_dpbf16_ps(acc, a, b); }
+  GT_INLINE void store_dense(char* p, __m512bh v) { _mm512_storeu_si512(p, (__m512i)v); }
+};
+
+struct DotBf16 : Dot {
+  using Raw = __m512i;
+  static constexpr int kVectorBytes = 64;
+  GT_INLINE Raw raw(const char* p) { return _mm512_loadu_si512(p); }
+  template <int S> GT_INLINE __m512bh convert(Raw v) { return (__m512bh)v; }
+};
+
+// 32 int8 (16 columns, a pair of k each) to bf16 pairs, exactly: |q| <= 128 has 8 significant bits.
+struct DotS8 : Dot {
+  using Raw = __m256i;
+  static constexpr int kVectorBytes = 32;
+  GT_INLINE Raw raw(const char* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+  template <int S> GT_INLINE __m512bh convert(Raw v) {
+    const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(v)));
+    const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(v, 1)));
+    return _mm512_cvtne2ps_pbh(high, low);
+  }
+};
+
+// A 32-entry table of bf16(q - 8), repeated so that the fifth index bit (the next nibble's) does not matter.
+struct DotS4 : Dot {
+  using Raw = __m512i;
+  static constexpr int kVectorBytes = 64;
+  static constexpr int kRows = 4;
+  GT_INLINE Raw raw(const char* p) { return _mm512_loadu_si512(p); }
+  GT_INLINE __m512i table() {
+    const __m256i half = _mm256_setr_epi16(
+        (short)0xC100, (short)0xC0E0, (short)0xC0C0, (short)0xC0A0, (short)0xC080, (short)0xC040, (short)0xC000,
+        (short)0xBF80, 0x0000, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0);
+    return _mm512_broadcast_i64x4(half);
+  }
+  template <int S> GT_INLINE __m512bh convert(Raw v) {
+    return (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(v, 4 * S), table());
+  }
+};
+
+}  // namespace
+}  // namespace gemmtune

@@ -1,0 +1,21 @@
+// AVX512-BF16.
+#include "../../frame/epilogue.hpp"
+#include "../../frame/pack_a.hpp"
+#include "dot.hpp"
+
+namespace gemmtune {
+namespace {
+
+const KernelSet kSets[] = {
+    make_set<DotBf16, 12, 12, 8, 6>(Compute::bf16, DType::bf16),
+    make_set<DotS8, 12, 12, 8, 6>(Compute::bf16, DType::s8),
+    make_set<DotS4, 12, 10, 6, 4>(Compute::bf16, DType::s4),
+};
+
+}  // namespace
+
+extern const IsaOps kAvx512Bf16Ops;
+const IsaOps kAvx512Bf16Ops = {"avx512_bf16",  kSets,     sizeof(kSets) / sizeof(kSets[0]), &run_epilogue, &pack_activations,
+                               &row_sums};
+
+}  // namespace gemmtune

@@ -1,0 +1,161 @@
+"""Loaded native kernels: a C++ object and the pointers it is called with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ...epilogue import Epilogue
+from ...errors import KernelError
+from ...problem import Problem
+from ..base import Candidate, Kernel, PackedWeight, QuantWeight
+from .layout import Packing, pack
+from .space import direct_refusal
+from .traits import AXES, DTYPES, LANES, PACK_A, STEP_KINDS, UNITS, Unit, suits
+
+# "Per channel" as the C++ side sees it: one group longer than any K.
+_ONE_GROUP = 1 << 40
+
+
+def unit_of(problem: Problem, candidate: Candidate) -> Unit:
+    """The unit a candidate names. Raises KernelError when there is none for these dtypes."""
+    for unit in UNITS:
+        if unit.isa == candidate["isa"] and suits(unit, problem.a.dtype, problem.b.dtype):
+            return unit
+    raise KernelError(f"{candidate.id} does not multiply {problem.a.dtype} by {problem.b.dtype}")
+
+
+def load(problem: Problem, candidate: Candidate) -> Kernel:
+    """The kernel of a candidate. Raises KernelError when its configuration cannot run here."""
+    from . import _native
+
+    unit = unit_of(problem, candidate)
+    try:
+        native = _native.Kernel(str(candidate["isa"]), _config(problem, candidate, unit))
+    except (ValueError, KeyError, TypeError) as error:
+        raise KernelError(f"{candidate.id} cannot run {problem.key}: {error}") from None
+    if candidate.template == "raw":
+        return RawKernel(problem, candidate, native)
+    return PackedKernel(problem, candidate, native, unit)
+
+
+def _config(problem: Problem, candidate: Candidate, unit: Unit) -> dict[str, Any]:
+    config = dict(candidate.config)
+    quant = problem.b.quant
+    tm, tn, tk = (int(part) for part in str(config["grid"]).split("x"))
+    if config["pack_a"] == "none" and direct_refusal(problem, unit):
+        raise KernelError(f"{candidate.id}: {direct_refusal(problem, unit)}")
+    nr, nc = int(config["nr"]), int(config["nc"])
+    return {
+        "a": DTYPES[problem.a.dtype],
+        "b": DTYPES[problem.b.dtype],
+        "out": DTYPES[problem.out_dtype],
+        "compute": unit.compute.code,
+        "n": problem.n,
+        "k": problem.k,
+        "nv": nr // LANES,
+        "mr": int(config["mr"]),
+        "kc": int(config["kc"]),
+        # Rows are packed at most 1024 at a time, so that scratch memory stays bounded for any M.
+        "mc": int(config["mc"]) or 1024,
+        "nc": nc,
+        "order": 1 if config["order"] == "a" else 0,
+        "tm": tm,
+        "tn": tn,
+        "tk": tk,
+        "pack_a": PACK_A.index(str(config["pack_a"])),
+        "prefetch": int(config["prefetch"]),
+        "expand": candidate.template == "expand",
+        "raw": candidate.template == "raw",
+        "group": 0 if quant is None else min(quant.group or _ONE_GROUP, _ONE_GROUP),
+        "scale_dtype": DTYPES[quant.scale_dtype] if quant is not None else 0,
+        "zero_point": quant is not None and quant.zero_point,
+        "zero_offset": 8.0 if problem.b.dtype == "int4" else 0.0,
+        "steps": _steps(problem.epilogue),
+    }
+
+
+def _steps(epilogue: Epilogue) -> list[tuple[int, int, int, bool, float, float, float]]:
+    return [
+        (
+            STEP_KINDS.index(step.kind),
+            AXES.index(step.axis),
+            DTYPES[step.dtype or "float32"],
+            step.takes_tensor,
+            step.value,
+            step.lo,
+            step.hi,
+        )
+        for step in epilogue
+    ]
+
+
+def _aux_pointers(aux: Sequence[Tensor]) -> list[int]:
+    """(address, row stride, batch stride) of each epilogue tensor, flat."""
+    flat: list[int] = []
+    for tensor in aux:
+        strides = tensor.stride()
+        row = strides[-2] if len(strides) > 1 else 0
+        flat += (tensor.data_ptr(), row, strides[0] if len(strides) > 2 else 0)
+    return flat
+
+
+class PackedKernel(Kernel):
+    """Reads a constant weight in its packed layout."""
+
+    def __init__(self, problem: Problem, candidate: Candidate, native: Any, unit: Unit) -> None:
+        self.problem, self.candidate = problem, candidate
+        self._packing = Packing.of(unit.compute, problem.b.dtype, int(candidate["nr"]))
+        self.packing = self._packing.name
+        self._launch = native.run_packed
+        # Where (compensation | scales | zeros) lie in PackedWeight.data.
+        self._compensated = self._packing.kp == 4
+        self._quantised = problem.b.quant is not None
+        self._zeroed = problem.b.quant is not None and problem.b.quant.zero_point
+        self.workspace_bytes = _scratch(problem, candidate)
+
+    def run(self, a: Tensor, b: PackedWeight, aux: Sequence[Tensor], out: Tensor) -> None:
+        data = b.data
+        rows, columns = a.stride()
+        self._launch(
+            a.shape[0], a.data_ptr(), rows, columns, data[0].data_ptr(),
+            data[1].data_ptr() if self._quantised else 0,
+            data[2].data_ptr() if self._zeroed else 0,
+            data[1].data_ptr() if self._compensated else 0,
+            out.data_ptr(), out.stride(0), _aux_pointers(aux) if aux else [],
+        )  # fmt: skip
+
+    def pack(self, b: Tensor | QuantWeight) -> PackedWeight:
+        return pack(self._packing, b, self.problem)
+
+
+class RawKernel(Kernel):
+    """Packs blocks of B into scratch as it goes: for operands that change from call to call, batched ones too."""
+
+    def __init__(self, problem: Problem, candidate: Candidate, native: Any) -> None:
+        self.problem, self.candidate = problem, candidate
+        self._launch = native.run_raw
+        self.workspace_bytes = _scratch(problem, candidate)
+
+    def run(self, a: Tensor, b: Tensor, aux: Sequence[Tensor], out: Tensor) -> None:
+        if a.dim() == 2:
+            left = (a.data_ptr(), *a.stride(), 0)
+            right = (b.data_ptr(), *b.stride(), 0)
+            self._launch(1, a.shape[0], left, right, out.data_ptr(), out.stride(0), 0, _aux_pointers(aux))
+            return
+        batch, rows, columns = a.stride()
+        left = (a.data_ptr(), rows, columns, batch)
+        batch, rows, columns = b.stride()
+        right = (b.data_ptr(), rows, columns, batch)
+        pointers = _aux_pointers(aux)
+        self._launch(a.shape[0], a.shape[1], left, right, out.data_ptr(), out.stride(1), out.stride(0), pointers)
+
+
+def _scratch(problem: Problem, candidate: Candidate) -> int:
+    """Bytes of scratch per thread, roughly: packed rows of A, accumulators and an expanded block."""
+    rows = min(problem.m, int(candidate["mc"]) or 1024)
+    packed = 0 if candidate["pack_a"] == "none" else rows * problem.k * 4
+    block = 0 if candidate.template == "packed" else int(candidate["kc"]) * int(candidate["nr"]) * 4
+    return packed + block + rows * int(candidate["nr"]) * int(candidate["nc"]) * 4

@@ -1,0 +1,126 @@
+"""The packed layouts of a constant weight: their names, packing and unpacking.
+
+``native:k<kp>/<dtype>/nr<columns>``: columns in panels of ``nr``, ``kp`` consecutive k side by side
+(native/frame/pack_b.hpp). One layout serves every micro-tile of its width and every M.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import PackedWeightError
+from ...problem import Problem
+from ..base import PackedWeight, QuantWeight
+from .traits import BF16, DTYPES, F32, LANES, U8S8, Compute
+
+_NAME = re.compile(r"native:k([124])/([a-z0-9]+)/nr(16|32|48|64)")
+_BY_KP = {1: F32, 2: BF16, 4: U8S8}
+_ALIGN = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """A layout: k side by side, weight dtype, panel columns."""
+
+    kp: int
+    dtype: str
+    nr: int
+
+    @classmethod
+    def of(cls, compute: Compute, dtype: str, nr: int) -> Packing:
+        return cls(compute.kp, dtype, nr)
+
+    @classmethod
+    def parse(cls, name: str) -> Packing:
+        """Raises PackedWeightError for a name that is not one of this backend's layouts."""
+        match = _NAME.fullmatch(name)
+        if match is None or match[2] not in DTYPES:
+            raise PackedWeightError(f"{name!r} is not a layout of the native backend")
+        return cls(int(match[1]), match[2], int(match[3]))
+
+    @property
+    def name(self) -> str:
+        return f"native:k{self.kp}/{self.dtype}/nr{self.nr}"
+
+    @property
+    def shape_args(self) -> tuple[int, int]:
+        """(dtype code, compute code): every compute type of one kp packs alike."""
+        return DTYPES[self.dtype], _BY_KP[self.kp].code
+
+    def padded_n(self, n: int) -> int:
+        return -(-n // self.nr) * self.nr
+
+    def nbytes(self, n: int, k: int) -> int:
+        """Bytes of the packed panels, without scales or compensation."""
+        per_row = 8 if self.dtype == "int4" else self.kp
+        element = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "int4": 4}[self.dtype]
+        return -(-k // per_row) * per_row * self.padded_n(n) * element // 8
+
+
+def aligned_bytes(size: int) -> Tensor:
+    """An uninitialised uint8 tensor on a cache-line boundary, with large pages asked for."""
+    from . import _native
+
+    buffer = torch.empty(size + _ALIGN, dtype=torch.uint8)
+    data = buffer.narrow(0, -buffer.data_ptr() % _ALIGN, size)
+    _native.advise_huge_pages(data.data_ptr(), size)
+    return data
+
+
+def pack(packing: Packing, b: Tensor | QuantWeight, problem: Problem) -> PackedWeight:
+    """Pack B [K, N] (any strides). data: (panels, then compensation for k4, or scale and zero points if quantised)."""
+    from . import _native
+
+    raw = b.data if isinstance(b, QuantWeight) else b
+    k, n = problem.k, problem.n
+    panels = aligned_bytes(packing.nbytes(n, k))
+    extra: list[Tensor] = []
+    if packing.kp == 4:
+        extra.append(torch.zeros(packing.padded_n(n), dtype=torch.int32))
+    compensation = extra[0].data_ptr() if extra else 0
+    dtype, compute = packing.shape_args
+    nv = packing.nr // LANES
+    _native.pack(
+        dtype, compute, n, k, nv, raw.data_ptr(), raw.stride(0), raw.stride(1), panels.data_ptr(), compensation
+    )
+    quant = None
+    if isinstance(b, QuantWeight):
+        quant = b.quant
+        extra += [_padded(t, packing.padded_n(n)) for t in (b.scale, b.zero_point) if t is not None]
+    order = "col" if raw.stride(0) == 1 else "row"
+    return PackedWeight(packing.name, (panels, *extra), n, k, packing.dtype, quant, "", order)
+
+
+def _padded(values: Tensor, columns: int) -> Tensor:
+    """[N] or [groups, N] as [groups, columns], zero beyond N."""
+    rows = values.reshape(1, -1) if values.dim() < 2 else values
+    out = rows.new_zeros(rows.shape[0], columns)
+    out[:, : rows.shape[1]] = rows
+    return out
+
+
+def unpack(packed: PackedWeight) -> Any:
+    """The Tensor [K, N] or QuantWeight that was packed, bit for bit, in its first memory order."""
+    from . import _native
+
+    packing = Packing.parse(packed.layout)
+    n, k = packed.n, packed.k
+    rows = -(-k // 2) if packing.dtype == "int4" else k
+    dtype = torch.uint8 if packing.dtype == "int4" else getattr(torch, packing.dtype)
+    raw = torch.empty(n, rows, dtype=dtype).t() if packed.raw_order == "col" else torch.empty(rows, n, dtype=dtype)
+    code, compute = packing.shape_args
+    panels = packed.data[0]
+    _native.unpack(
+        code, compute, n, k, packing.nr // LANES, panels.data_ptr(), raw.data_ptr(), raw.stride(0), raw.stride(1)
+    )
+    if packed.quant is None:
+        return raw
+    scale, *zero = (t[:, :n].contiguous() for t in packed.data[1:])
+    if packed.quant.group is None:
+        scale, zero = scale.reshape(n), [t.reshape(n) for t in zero]
+    return QuantWeight(raw, scale, zero[0] if zero else None, k, packed.quant, packed.dtype)

@@ -1,0 +1,227 @@
+"""The declared search space of the native kernels, and why some of it is illegal for a Problem.
+
+Entries: ``isa``; ``nr``, ``mr`` (micro-tile columns and rows); ``kc``, ``mc``, ``nc`` (cache blocks: K elements, rows,
+panels; 0 = all); ``order`` (which operand the inner loop keeps in L1); ``pack_a``; ``prefetch`` (bytes ahead in B);
+``grid`` (threads over M x N x K). Templates: ``packed`` reads the packed weight and converts in registers, ``expand``
+converts a block of it first, ``raw`` packs blocks of a weight that is not constant as it goes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ...problem import Problem
+from ...target import Target
+from ..base import Candidate, Illegal
+from .traits import BF16, DTYPES, F32, UNITS, U8S8, Unit, suits
+
+NAME = "native"
+TEMPLATES = ("packed", "expand", "raw")
+_STEP_DTYPES = tuple(DTYPES)[:6]
+_MOST_TENSORS = 16
+
+
+def refusal(problem: Problem) -> str:
+    """Why no native kernel takes the Problem at all, in words; empty when some may."""
+    a, b = problem.a.dtype, problem.b.dtype
+    if problem.family == "scaled_mm":
+        return "there is no native fp8 kernel"
+    if a not in DTYPES or b not in DTYPES or problem.out_dtype not in DTYPES:
+        return f"no native kernel for {a} x {b} -> {problem.out_dtype}"
+    if problem.family in ("mm", "bmm") and (a != b or a not in ("float32", "bfloat16", "float16")):
+        return f"needs one dtype of float32, bfloat16 or float16; got {a} x {b}"
+    if problem.family == "mixed_mm" and not problem.b.constant:
+        return "a weight-only operand is packed first: gemmtune.pack(weight, scale=...)"
+    if min(problem.m, problem.n, problem.k) == 0:
+        return "there is nothing to multiply"
+    if problem.acc != ("int32" if problem.family == "int_mm" else "float32"):
+        return f"accumulates in {'int32' if problem.family == 'int_mm' else 'float32'} only; got {problem.acc}"
+    if problem.out.order != "row":
+        return "writes row-major outputs only"
+    return _epilogue_refusal(problem) or _quant_refusal(problem)
+
+
+def _epilogue_refusal(problem: Problem) -> str:
+    for step in problem.epilogue:
+        if step.dtype is not None and step.dtype not in _STEP_DTYPES:
+            return f"no epilogue tensors or casts of {step.dtype}"
+    if sum(step.takes_tensor for step in problem.epilogue) > _MOST_TENSORS:
+        return f"at most {_MOST_TENSORS} epilogue tensors"
+    return ""
+
+
+def _quant_refusal(problem: Problem) -> str:
+    quant = problem.b.quant
+    if problem.family != "mixed_mm":
+        return ""
+    if quant is None or problem.b.dtype not in ("int8", "int4"):
+        return "needs int8 or int4 weights with their quantisation"
+    if quant.scale_dtype not in ("float32", "bfloat16", "float16"):
+        return f"no scales of {quant.scale_dtype}"
+    if quant.group is not None and quant.group < problem.k and quant.group % 8:
+        return f"groups must be multiples of 8; got {quant.group}"
+    return ""
+
+
+def candidates(problem: Problem, target: Target, isas: Sequence[str]) -> Iterator[Candidate | Illegal]:
+    """Legal candidates, best unit and likeliest configuration first, then what was ruled out and why."""
+    reason = refusal(problem)
+    if reason:
+        yield Illegal(Candidate.make(NAME, "*"), reason)
+        return
+    illegal: list[Illegal] = []
+    best: dict[str, Unit] = {}
+    for unit in UNITS:
+        if not suits(unit, problem.a.dtype, problem.b.dtype):
+            continue
+        for template in TEMPLATES:
+            why = _template_refusal(problem, unit, template)
+            if not why and unit.isa not in isas:
+                why = f"this CPU (or build) has no {unit.isa}"
+            if why:
+                illegal.append(Illegal(Candidate.make(NAME, template, isa=unit.isa), why))
+                continue
+            # Weaker units stay in the race with their likeliest configuration only.
+            thorough = best.setdefault(template, unit) is unit
+            configs = _configs(problem, target, unit, template)
+            for config in configs if thorough else itertools.islice(configs, 1):
+                why = _config_refusal(problem, unit, template, config)
+                candidate = Candidate.make(NAME, template, isa=unit.isa, **config)
+                if why:
+                    illegal.append(Illegal(candidate, why))
+                else:
+                    yield candidate
+    yield from illegal
+
+
+def default(problem: Problem, target: Target, isas: Sequence[str]) -> Candidate | None:
+    """The likeliest candidate for a constant weight nobody has tuned."""
+    for item in candidates(problem, target, isas):
+        if isinstance(item, Candidate) and item.template == "packed":
+            return item
+    return None
+
+
+def _template_refusal(problem: Problem, unit: Unit, template: str) -> str:
+    weight = problem.b.dtype
+    if template == "raw":
+        if problem.b.constant:
+            return "a constant weight is packed once instead"
+        return "" if weight in unit.reads and unit.isa != "amx" else "blocks are packed for plainer units"
+    if not problem.b.constant:
+        return "the weight is not constant: packing it would count in every call"
+    if problem.family == "bmm":
+        return "batched operands are read as they lie"
+    if template == "expand":
+        if weight not in unit.expands or weight not in ("int8", "int4"):
+            return "nothing to expand: the weight is stored as it is multiplied"
+        return ""
+    return "" if weight in unit.reads else f"{unit.isa} cannot convert {weight} in registers"
+
+
+def _config_refusal(problem: Problem, unit: Unit, template: str, config: dict[str, Any]) -> str:
+    if config["pack_a"] == "none":
+        return direct_refusal(problem, unit)
+    if unit.isa == "amx" and config["pack_a"] == "panels":
+        return "AMX loads rows of A, not panels"
+    return ""
+
+
+def direct_refusal(problem: Problem, unit: Unit) -> str:
+    """Why the activations cannot be read where they lie; empty when they can."""
+    own = {F32.name: "float32", BF16.name: "bfloat16"}.get(unit.compute.name)
+    a, kp = problem.a.dtype, unit.compute.kp
+    if own is not None and a != own:
+        return f"{a} activations are converted for {unit.compute.name}"
+    if unit.compute is U8S8 and a == "int8":
+        return "signed activations are shifted by 128 for the unsigned x signed instruction"
+    if own is None and unit.compute.kp == 2:
+        return f"{a} activations are widened to int16"
+    if problem.a.layout.order != "row":
+        return "rows of the activations are not contiguous"
+    if problem.k % (8 if problem.b.dtype == "int4" else kp):
+        return f"K = {problem.k} is not a multiple of {8 if problem.b.dtype == 'int4' else kp}: A needs zero padding"
+    return ""
+
+
+def _configs(problem: Problem, target: Target, unit: Unit, template: str) -> Iterator[dict[str, Any]]:
+    """Every configuration of a template on one unit, likeliest first; entries that cannot matter stay at one value."""
+    expanded = template != "packed"
+    rows = unit.tile_rows(problem.b.dtype, expanded)
+    for nr, mr in _tiles(problem, rows):
+        tiles = -(-problem.m // mr)
+        many = tiles > 1
+        for kc, (tm, tn, tk), pack_a, prefetch, order, nc, mc in itertools.product(
+            _k_blocks(problem, template, many),
+            _grids(problem, target.threads, nr, template),
+            ("rows", "none", "panels") if problem.m > 64 else ("none", "rows", "panels") if many else ("none", "rows"),
+            _prefetches(problem, template),
+            ("b", "a") if many and not expanded else ("b",),
+            (1, 4) if many else (1,),
+            (0, 128) if problem.m > 256 else (0,),
+        ):
+            if nc > 1 and kc == 0 and order == "b":
+                continue  # one pass over K visits panels one by one whatever nc says
+            yield {
+                "nr": nr, "mr": mr, "kc": kc, "mc": mc, "nc": nc, "order": order,
+                "pack_a": pack_a, "prefetch": prefetch, "grid": f"{tm}x{tn}x{tk}",
+            }  # fmt: skip
+
+
+def _tiles(problem: Problem, rows: dict[int, int]) -> list[tuple[int, int]]:
+    """Micro-tiles by the work they waste on the edges and the loads they need per multiply-add."""
+
+    def cost(tile: tuple[int, int]) -> float:
+        nr, mr = tile
+        vectors, used = nr // 16, -(-problem.m // -(-problem.m // mr))
+        loads = (vectors + used) / (vectors * used)
+        # Few accumulators cannot hide the latency of a multiply-add, panels beyond N are wasted work.
+        idle = max(1.0, 10 / (vectors * used))
+        return (1.0 + loads) * idle * (-(-problem.n // nr) * nr / problem.n) ** 2
+
+    # The largest tile also for a smaller M: it runs the same there, and serves other M of the Plan well.
+    tiles = set(rows.items())
+    tiles |= {(nr, most // 2) for nr, most in rows.items() if most >= 8 and problem.m >= most}
+    allowed = {(nr, mr) for nr, mr in tiles if nr == min(rows) or -(-problem.n // nr) * nr <= 1.5 * problem.n + 16}
+    return sorted(allowed, key=cost)[:4]
+
+
+def _k_blocks(problem: Problem, template: str, many: bool) -> list[int]:
+    if template != "packed":
+        sizes = [size for size in (512, 256, 1024) if size // 2 < problem.k]
+        sizes = sizes or [512]
+    else:
+        sizes = [0] + [size for size in (512, 256, 1024) if many and size < problem.k]
+    group = problem.b.quant.group if problem.b.quant is not None else None
+    if group is None or group >= problem.k:
+        return sizes
+    return [size for size in sizes if size == 0 or size % group == 0 or group % size == 0] or [group]
+
+
+def _grids(problem: Problem, threads: int, nr: int, template: str) -> list[tuple[int, int, int]]:
+    """Thread grids: columns first (each weight byte is read by one thread), then rows, K, and finer dynamic shares."""
+    if threads == 1:
+        return [(1, 1, 1)]
+    panels, grids = -(-problem.n // nr), []
+    if panels >= threads:
+        grids.append((1, threads, 1))
+    if problem.family == "bmm" and problem.batch >= threads:
+        grids.insert(0, (1, 1, 1))
+    if panels >= 8 * threads:
+        grids.append((1, 4 * threads, 1))
+    if problem.m >= 8 * threads:
+        grids.append((threads, 1, 1))
+    if template != "raw" and problem.k >= 512 * threads and panels < 16 * threads:
+        grids.append((1, 1, threads))
+    for rows in (2, 4, 8):
+        if threads % rows == 0 and rows < threads and problem.m >= 8 * rows and panels >= threads // rows:
+            grids.append((rows, threads // rows, 1))
+    return grids or [(1, 1, 1)]
+
+
+def _prefetches(problem: Problem, template: str) -> list[int]:
+    if template == "raw":
+        return [0]
+    return [8192, 4096, 1024] if problem.m <= 32 else [1024, 0, 4096]

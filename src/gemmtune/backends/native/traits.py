@@ -1,0 +1,81 @@
+"""What the C++ side knows: its enumerations, and which instruction set multiplies what. Mirrors native/frame/types.hpp."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "uint8": 4, "int32": 5, "int4": 6}
+STEP_KINDS = ("scale", "bias", "add", "mul", "relu", "gelu", "gelu_tanh", "silu", "clamp", "cast")
+AXES = ("tensor", "row", "col", "full")
+PACK_A = ("none", "rows", "panels")
+LANES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """How one instruction multiplies: ``kp`` consecutive k at a time. code: native/frame/types.hpp's Compute."""
+
+    name: str
+    code: int
+    kp: int
+    integer: bool = False
+
+
+F32 = Compute("f32", 0, 1)
+BF16 = Compute("bf16", 1, 2)
+I16 = Compute("i16", 2, 2, integer=True)
+U8S8 = Compute("u8s8", 3, 4, integer=True)
+S8S8 = Compute("s8s8", 4, 4, integer=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One multiplier: an instruction set, its compute type, and the largest micro-tile rows per panel width.
+
+    reads: weight dtypes it converts in registers. expands: weight dtypes it can convert a block of beforehand.
+    rows: {panel columns: rows}; rows_int4: the same for int4, whose conversion needs more registers.
+    """
+
+    isa: str
+    compute: Compute
+    reads: tuple[str, ...]
+    expands: tuple[str, ...]
+    rows: dict[int, int]
+    rows_int4: dict[int, int]
+
+    def tile_rows(self, weight: str, expanded: bool) -> dict[int, int]:
+        return self.rows_int4 if weight == "int4" and not expanded else self.rows
+
+
+_WIDE = {64: 6, 48: 8, 32: 12, 16: 12}
+_FLOATS = ("float32", "bfloat16", "float16", "int8", "int4")
+
+# Best first: the order in which the search tries them.
+UNITS = (
+    Unit("amx", BF16, ("bfloat16",), ("int8", "int4"), {32: 32, 16: 32}, {}),
+    Unit("amx", S8S8, ("int8",), (), {32: 32, 16: 32}, {}),
+    Unit("amx", U8S8, ("int8",), (), {32: 32, 16: 32}, {}),
+    Unit("avx512_bf16", BF16, ("bfloat16", "int8", "int4"), ("int8", "int4"), _WIDE, {64: 4, 48: 6, 32: 10, 16: 12}),
+    Unit("avx512_vnni", U8S8, ("int8",), (), _WIDE, {}),
+    Unit("avx512", F32, _FLOATS, _FLOATS[1:], _WIDE, {64: 4, 48: 6, 32: 8, 16: 8}),
+    Unit("avx512", I16, ("int8",), (), _WIDE, {}),
+    Unit("avx2", F32, _FLOATS, _FLOATS[1:], {16: 6}, {16: 4}),
+    Unit("avx2", I16, ("int8",), (), {16: 6}, {}),
+    Unit("portable", F32, _FLOATS, _FLOATS[1:], {16: 4}, {16: 4}),
+    Unit("portable", I16, ("int8",), (), {16: 4}, {}),
+)
+
+
+def suits(unit: Unit, a: str, b: str) -> bool:
+    """Whether the unit multiplies activations of dtype ``a`` by weights of dtype ``b``, directly or expanded."""
+    if b not in unit.reads and b not in unit.expands:
+        return False
+    if unit.compute is F32:
+        return a in ("float32", "bfloat16", "float16")
+    if unit.compute is BF16:
+        return a == "bfloat16"
+    if unit.compute is S8S8:
+        return a == "int8"
+    if unit.compute is U8S8 and unit.isa == "amx":
+        return a == "uint8"
+    return a in ("int8", "uint8")

@@ -1,0 +1,321 @@
+"""Every native kernel against the oracle: instruction sets, templates, epilogues, layouts and odd shapes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gemmtune import backends
+from gemmtune.backends.base import Candidate, Illegal, Kernel
+from gemmtune.backends.native import space
+from gemmtune.backends.native.layout import Packing
+from gemmtune.backends.native.traits import UNITS, suits
+from gemmtune.epilogue import Step
+from gemmtune.errors import KernelError
+from gemmtune.measure.inputs import Inputs
+from gemmtune.measure.verify import prepare, verify
+from gemmtune.problem import Layout, Operand, Problem, Quant
+from gemmtune.target import Target, current_cpu
+
+native = pytest.importorskip("gemmtune.backends.native._native")
+BACKEND = backends.get("native")
+ISAS = tuple(native.usable_isas())
+
+FLOAT_STEPS = [
+    Step("scale", "tensor", None, 0.5),
+    Step("scale", "row", "float32"),
+    Step("scale", "col", "bfloat16"),
+    Step("bias", "col", "float32"),
+    Step("bias", "col", "bfloat16"),
+    Step("add", "full", "float16", 0.25),
+    Step("add", "row", "float32"),
+    Step("mul", "full", "float32"),
+    Step("relu"),
+    Step("gelu"),
+    Step("gelu_tanh"),
+    Step("silu"),
+    Step("clamp", lo=-0.5, hi=1.5),
+    Step("cast", dtype="bfloat16"),
+]
+
+
+def target(threads: int = 2) -> Target:
+    return replace(current_cpu(), threads=threads)
+
+
+def check(problem: Problem, candidate: Candidate, seed: int) -> None:
+    kernel = BACKEND.load(BACKEND.build(problem, candidate, target()), problem)
+
+    def run(inputs: Inputs, out: torch.Tensor) -> None:
+        b = kernel.pack(inputs.b) if kernel.packing is not None else inputs.b
+        kernel.run(inputs.a, b, inputs.aux, out)
+
+    verdict = verify(run, problem, prepare(problem, seed))
+    assert verdict.ok, f"{candidate.id} on {problem.key}: {verdict}"
+
+
+def some(problem: Problem, isa: str, template: str, count: int, seed: int) -> list[Candidate]:
+    """A sample of one ISA's configurations, its default one included."""
+    legal = [
+        item
+        for item in space.candidates(problem, target(), [isa])
+        if isinstance(item, Candidate) and item.template == template
+    ]
+    return legal[:1] + random.Random(seed).sample(legal, min(count, len(legal)))
+
+
+def dense(m: int, n: int, k: int, dtype: str, **changes: object) -> Problem:
+    b = Operand(dtype, Layout("col"), constant=True)
+    return replace(Problem("mm", m, n, k, Operand(dtype), b, dtype), **changes)  # type: ignore[arg-type]
+
+
+def weight_only(m: int, n: int, k: int, a: str, b: str, quant: Quant) -> Problem:
+    return Problem("mixed_mm", m, n, k, Operand(a), Operand(b, Layout("col"), constant=True, quant=quant), a)
+
+
+def integer(m: int, n: int, k: int, a: str, out: str = "int32") -> Problem:
+    b = Operand("int8", Layout("col"), constant=True)
+    return Problem("int_mm", m, n, k, Operand(a), b, out, acc="int32")
+
+
+dims = st.sampled_from([1, 2, 3, 5, 7, 8, 13, 16, 17, 31, 33, 64, 65, 97, 128, 130])
+rows = st.sampled_from([1, 2, 3, 4, 6, 7, 8, 11, 13, 16, 25, 33, 70])
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    m, n, k = draw(rows), draw(dims), draw(dims | st.sampled_from([257, 520, 1030]))
+    family = draw(st.sampled_from(["dense", "weight", "integer"]))
+    steps = tuple(draw(st.lists(st.sampled_from(FLOAT_STEPS), max_size=3)))
+    if family == "dense":
+        problem = dense(m, n, k, draw(st.sampled_from(["float32", "bfloat16", "float16"])))
+        out = draw(st.sampled_from([problem.out_dtype, "float32"]))
+        return replace(problem, epilogue=steps, out_dtype=out, a=_operand(draw, problem.a, m, k))
+    if family == "weight":
+        bits = draw(st.sampled_from(["int8", "int4"]))
+        group = draw(st.sampled_from([None, 32, 64, 128]))
+        quant = Quant(group, draw(st.sampled_from(["float32", "bfloat16", "float16"])), draw(st.booleans()))
+        a = draw(st.sampled_from(["bfloat16", "float16", "float32"]))
+        return replace(weight_only(m, n, k, a, bits, quant), epilogue=steps)
+    a = draw(st.sampled_from(["int8", "uint8"]))
+    if draw(st.booleans()):
+        return integer(m, n, k, a)
+    scale = Step("scale", "col", "float32", 0.001)
+    return replace(integer(m, n, k, a, draw(st.sampled_from(["int8", "uint8", "float32"]))), epilogue=(scale,))
+
+
+def _operand(draw: st.DrawFn, operand: Operand, m: int, k: int) -> Operand:
+    layout = draw(st.sampled_from([Layout(), Layout("row", k + 3), Layout("col"), Layout("col", m + 5)]))
+    return replace(operand, layout=layout)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@given(problem=problems(), seed=st.integers(0, 1 << 20))
+@settings(max_examples=80, deadline=None)
+def test_matches_the_oracle(isa: str, problem: Problem, seed: int) -> None:
+    for template in ("packed", "expand"):
+        for candidate in some(problem, isa, template, 2, seed):
+            check(problem, candidate, seed)
+
+
+@pytest.mark.parametrize("isa", [isa for isa in ISAS if isa != "amx"])
+@given(
+    problem=problems(), batch=st.sampled_from([0, 1, 3]), order=st.sampled_from(["row", "col"]), seed=st.integers(0, 99)
+)
+@settings(max_examples=40, deadline=None)
+def test_changing_operands_match_the_oracle(isa: str, problem: Problem, batch: int, order: str, seed: int) -> None:
+    if problem.family == "mixed_mm":
+        return
+    changing = replace(problem, b=Operand(problem.b.dtype, Layout(order)))  # type: ignore[arg-type]
+    if batch and changing.family == "mm":
+        changing = replace(changing, family="bmm", batch=batch, a=Operand(changing.a.dtype))
+        kept = tuple(step for step in changing.epilogue if step.axis != "row")
+        changing = replace(changing, epilogue=kept)
+    for candidate in some(changing, isa, "raw", 2, seed):
+        check(changing, candidate, seed)
+
+
+def _every_unit() -> Iterator[tuple[str, str, str]]:
+    for unit in UNITS:
+        for a in ("float32", "bfloat16", "float16", "int8", "uint8"):
+            for b in ("float32", "bfloat16", "float16", "int8", "int4"):
+                if unit.isa in ISAS and suits(unit, a, b):
+                    yield unit.isa, a, b
+
+
+@pytest.mark.parametrize(("isa", "a", "b"), sorted(set(_every_unit())))
+def test_every_tile_of_every_unit(isa: str, a: str, b: str) -> None:
+    """All (nr, mr) of the declared space, at an M that exercises full and partial tiles."""
+    if a.endswith("int8"):
+        problem = integer(29, 83, 140, a)
+    elif b in ("int8", "int4"):
+        problem = weight_only(29, 83, 140, a, b, Quant(64, "float32", True))
+    elif a == b:
+        problem = dense(29, 83, 140, a)
+    else:
+        return
+    seen = set()
+    for item in space.candidates(problem, target(), [isa]):
+        if isinstance(item, Candidate) and (item.template, item["nr"], item["mr"]) not in seen:
+            seen.add((item.template, item["nr"], item["mr"]))
+            check(problem, item, 5)
+    assert seen
+
+
+@pytest.mark.parametrize("grid", ["1x1x2", "2x1x1", "1x8x1", "2x2x2", "3x5x1"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_way_of_sharing_the_work(grid: str, dtype: str) -> None:
+    problem = dense(19, 200, 1100, dtype, epilogue=(Step("bias", "col", "float32"), Step("silu")))
+    first = some(problem, "avx512" if "avx512" in ISAS else "portable", "packed", 0, 0)[0]
+    for kc in (0, 256):
+        config = {**dict(first.config), "grid": grid, "kc": kc, "pack_a": "rows"}
+        check(problem, Candidate.make("native", "packed", **config), 3)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_split_k_is_exact_for_integers(isa: str) -> None:
+    problem = integer(9, 70, 1300, "int8")
+    for first in some(problem, isa, "packed", 0, 0):
+        check(problem, Candidate.make("native", "packed", **{**dict(first.config), "grid": "1x1x2", "kc": 256}), 1)
+
+
+def _bytes_of(t: torch.Tensor) -> torch.Tensor:
+    return t.flatten().clone().view(torch.int8)
+
+
+@given(
+    n=dims, k=dims, order=st.sampled_from(["row", "col"]), nr=st.sampled_from([16, 32, 48, 64]),
+    kind=st.sampled_from([(1, "float32"), (1, "bfloat16"), (2, "bfloat16"), (1, "float16"), (1, "int8"), (2, "int8"), (4, "int8")]),
+)  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_unpacking_gives_the_same_weight_back(n: int, k: int, order: str, nr: int, kind: tuple[int, str]) -> None:
+    from gemmtune.backends.native.layout import pack, unpack
+
+    kp, dtype = kind
+    size = torch.empty((), dtype=getattr(torch, dtype)).element_size()
+    raw = torch.randint(-128, 128, (n, k * size), dtype=torch.int8).view(getattr(torch, dtype))
+    b = raw.t() if order == "col" else raw.t().contiguous()
+    operand = Operand(dtype, Layout(order), constant=True)  # type: ignore[arg-type]
+    packed = pack(Packing(kp, dtype, nr), b, Problem("mm", 1, n, k, Operand(dtype), operand, dtype))
+    again = unpack(packed)
+    assert again.shape == b.shape
+    assert again.stride() == b.stride() or min(n, k) == 1
+    assert torch.equal(_bytes_of(again), _bytes_of(b))
+
+
+@given(n=dims, k=dims, group=st.sampled_from([None, 32, 64]), zero=st.booleans(), nr=st.sampled_from([16, 64]))
+@settings(max_examples=40, deadline=None)
+def test_unpacking_int4(n: int, k: int, group: int | None, zero: bool, nr: int) -> None:
+    from gemmtune.backends.base import QuantWeight
+    from gemmtune.backends.native.layout import pack, unpack
+
+    data = torch.randint(0, 256, (n, -(-k // 2)), dtype=torch.uint8)
+    if k % 2:
+        data[:, -1] &= 15
+    shape = (n,) if group is None else (-(-k // group), n)
+    quant = Quant(group, "bfloat16", zero)
+    scale = torch.rand(shape).bfloat16()
+    weight = QuantWeight(data.t(), scale, scale + 7 if zero else None, k, quant, "int4")
+    operand = Operand("int4", Layout("col"), constant=True, quant=quant)
+    problem = Problem("mixed_mm", 1, n, k, Operand("bfloat16"), operand, "bfloat16")
+    again = unpack(pack(Packing(1, "int4", nr), weight, problem))
+    assert torch.equal(again.data, weight.data)
+    assert torch.equal(again.scale, weight.scale)
+    assert (again.zero_point is None) == (not zero)
+    if zero:
+        assert torch.equal(again.zero_point, weight.zero_point)
+
+
+@pytest.mark.parametrize("n", [3073, 4096, 4093])
+@pytest.mark.parametrize(("bits", "group"), [("int8", None), ("int4", 32), ("int4", 128)])
+def test_packed_weights_stay_small(n: int, bits: str, group: int | None) -> None:
+    k = 768
+    problem = weight_only(16, n, k, "bfloat16", bits, Quant(group, "bfloat16", False))
+    candidate = BACKEND.default_packing(problem)
+    assert candidate is not None
+    kernel = BACKEND.load(BACKEND.build(problem, candidate, target()), problem)
+    from gemmtune.measure.inputs import make_inputs
+
+    packed = kernel.pack(make_inputs(problem, 0).b)
+    assert packed.nbytes <= 1.06 * problem.weight_bytes
+
+
+def test_refusals_say_why() -> None:
+    cases = {
+        "fp8": Problem("scaled_mm", 4, 4, 4, Operand("float8_e4m3fn"), Operand("float8_e4m3fn"), "bfloat16"),
+        "one dtype": Problem("mm", 4, 4, 4, Operand("float32"), Operand("bfloat16"), "float32"),
+        "nothing to multiply": dense(4, 4, 0, "float32"),
+        "float64": dense(4, 4, 4, "float64"),
+        "packed first": replace(
+            weight_only(4, 8, 8, "bfloat16", "int8", Quant()), b=Operand("int8", Layout("col"), quant=Quant())
+        ),
+        "multiples of 8": weight_only(4, 8, 40, "bfloat16", "int8", Quant(20)),
+        "accumulates": dense(4, 4, 4, "float16", acc="float16"),
+        "row-major outputs": dense(4, 4, 4, "float32", out=Layout("col")),
+    }
+    for words, problem in cases.items():
+        (item,) = space.candidates(problem, target(), ISAS)
+        assert isinstance(item, Illegal)
+        assert words in item.reason
+
+
+def test_illegal_configurations_carry_reasons() -> None:
+    items = list(space.candidates(dense(4, 4, 33, "bfloat16"), target(), ["avx512_bf16"]))
+    reasons = {item.reason for item in items if isinstance(item, Illegal)}
+    assert any("K = 33 is not a multiple of 2" in reason for reason in reasons)
+    assert any("no avx2" in reason for reason in reasons)
+
+
+def test_forcing_an_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GEMMTUNE_ISA", "portable")
+    legal = [item for item in BACKEND.candidates(dense(4, 64, 64, "float32"), target()) if isinstance(item, Candidate)]
+    assert {item["isa"] for item in legal} == {"portable"}
+    digest = BACKEND.source_digest()
+    monkeypatch.setenv("GEMMTUNE_ISA", "avx9000")
+    assert "avx9000" in BACKEND.available(target()).reason
+    assert BACKEND.source_digest() != digest
+
+
+def test_a_candidate_of_another_cpu_does_not_load() -> None:
+    problem = dense(4, 64, 64, "float32")
+    candidate = BACKEND.default_packing(problem)
+    assert candidate is not None
+    foreign = Candidate.make("native", "packed", **{**dict(candidate.config), "isa": "sve2"})
+    with pytest.raises(KernelError, match="sve2"):
+        BACKEND.load(BACKEND.build(problem, foreign, target()), problem)
+
+
+def test_a_weight_packed_for_another_cpu_is_rejected() -> None:
+    problem = dense(4, 64, 64, "float32")
+    candidate = BACKEND.default_packing(problem)
+    assert candidate is not None
+    kernel: Kernel = BACKEND.load(BACKEND.build(problem, candidate, target()), problem)
+    packed = kernel.pack(torch.randn(64, 64))
+    assert BACKEND.rejects(packed) == ""
+    assert "no instruction set" in BACKEND.rejects(replace(packed, layout="native:k4/float32/nr64"))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_results_repeat_bit_for_bit_and_do_not_depend_on_other_rows(threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        problem = dense(13, 130, 520, "bfloat16")
+        for candidate in some(problem, ISAS[-1], "packed", 3, 0):
+            kernel = BACKEND.load(BACKEND.build(problem, candidate, target(threads)), problem)
+            a, b = torch.randn(13, 520).bfloat16(), torch.randn(130, 520).bfloat16().t()
+            packed, out, again = kernel.pack(b), torch.empty(13, 130).bfloat16(), torch.empty(13, 130).bfloat16()
+            kernel.run(a, packed, (), out)
+            kernel.run(a, packed, (), again)
+            assert torch.equal(out, again)
+            single = torch.empty(1, 130).bfloat16()
+            kernel.run(a[5:6], packed, (), single)
+            assert torch.equal(single[0], out[5])
+    finally:
+        torch.set_num_threads(before)
