@@ -1,0 +1,211 @@
+"""Kernels served by gemmtune against PyTorch's on the llama-small shapes, paired and interleaved in one process.
+
+    python benchmarks/cpu.py                      every family, one thread and all threads, M = 1 4 16 64 256
+    python benchmarks/cpu.py --quick              one weight, M = 1 16, little time a shape
+    python benchmarks/cpu.py --compile --m 1,16   also torch.compile with max-autotune and freezing (slow)
+
+Decisions come from the store ($GEMMTUNE_STORE, default .gemmtune/bench.db); what is missing is tuned first. Writes the
+raw rounds to benchmarks/results/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("GEMMTUNE_STORE", str(Path(".gemmtune") / "bench.db"))
+
+import peers
+import torch
+from harness import Entrant, Spread, geomean, interleave, operand_sets, ratios, write
+from torch import Tensor
+
+import gemmtune
+from gemmtune.decision import Decision
+from gemmtune.dispatch import choose_packing
+from gemmtune.report.ceilings import read_bandwidth
+from gemmtune.workloads import build
+
+WEIGHTS = ((4096, 4096), (11008, 4096), (4096, 11008))
+FAMILIES = ("int8wo", "int8", "bf16", "fp32", "fp16", "int4wo")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One shape: gemmtune's time, each peer's, and gemmtune's speed over each peer round by round (median, quartiles).
+
+    kernel: what served. floor: least time to read the operands at the read bandwidth measured beside it, over
+    gemmtune's time (M = 1 only).
+    """
+
+    family: str
+    threads: int
+    m: int
+    n: int
+    k: int
+    kernel: str
+    best_peer: str
+    speedup: float
+    speedups: dict[str, tuple[float, float, float]]
+    median_us: dict[str, float]
+    floor: float | None
+    read_gb_s: float | None
+    rounds_us: dict[str, list[float]] = field(repr=False)
+
+
+def ours(x: Tensor, w: peers.Weights, layout: str | None) -> Entrant | None:
+    """The public op on weights packed in the Plan's layout; None when the Plan leaves the weight to PyTorch."""
+    if layout is None:
+        return None
+    group = peers.GROUP if w.family == "int4wo" else None
+    packed = [
+        gemmtune.pack(raw, scale=w.scale, zero_point=w.zero, bits=_bits(w), group_size=group, layout=layout)
+        for raw in w.raw
+    ]
+    if w.family == "int8":
+        return Entrant(lambda i: gemmtune.int_mm(x, packed[i]))
+    if w.scale is not None:
+        return Entrant(lambda i: gemmtune.mixed_mm(x, packed[i]))
+    return Entrant(lambda i: gemmtune.linear(x, packed[i]))
+
+
+def _bits(w: peers.Weights) -> int | None:
+    return {"int4wo": 4, "int8wo": 8}.get(w.family)
+
+
+def tune(family: str, k: int, n: int, ms: Sequence[int], budget: float) -> dict[int, Decision]:
+    """The decisions for a weight at every M, from the store or made now."""
+    decisions = gemmtune.tune([(build(m, n, k, family), 1) for m in ms], budget=budget)
+    gemmtune.refresh()
+    return {int(decision.problem["m"]): decision for decision in decisions}
+
+
+def measure(x: Tensor, w: peers.Weights, decisions: dict[int, Decision], args: argparse.Namespace) -> Row:
+    """Race gemmtune and every peer on one shape."""
+    m, layout = x.shape[0], choose_packing(list(decisions.values()))
+    entrants = peers.eager(x, w)
+    if args.compile:
+        entrants.update(peers.compiled(x, w))
+    served = ours(x, w, layout)
+    if served is not None:
+        entrants["gemmtune"] = served
+    bandwidth = read_bandwidth(0.3) if m == 1 else None
+    times = interleave(entrants, sets=len(w.raw), seconds=args.seconds)
+    medians = {name: Spread.of(values).median for name, values in times.items()}
+    rivals = [name for name in times if name != "gemmtune"]
+    best = min(rivals, key=lambda name: medians[name])
+    mine = "gemmtune" if served is not None else best  # the Plan says PyTorch: then PyTorch's best is what serves
+    speedups = {name: ratios(times[name], times[mine]) for name in rivals}
+    problem = decisions[m].problem
+    least = build(m, problem["n"], problem["k"], w.family).min_bytes
+    return Row(
+        family=w.family,
+        threads=torch.get_num_threads(),
+        m=m,
+        n=problem["n"],
+        k=problem["k"],
+        kernel=f"{layout or 'raw weight'}: {decisions[m].chosen}",
+        best_peer=best,
+        speedup=speedups[best].median,
+        speedups={name: (spread.median, spread.low, spread.high) for name, spread in speedups.items()},
+        median_us={name: value * 1e6 for name, value in medians.items()},
+        floor=least / bandwidth / medians[mine] if bandwidth else None,
+        read_gb_s=bandwidth / 1e9 if bandwidth else None,
+        rounds_us={name: [round(value * 1e6, 2) for value in values] for name, values in times.items()},
+    )
+
+
+def show(row: Row) -> None:
+    low, high = row.speedups[row.best_peer][1:]
+    mine = row.median_us.get("gemmtune", row.median_us[row.best_peer])
+    floor = f"  {row.floor:4.0%} of the read floor at {row.read_gb_s:.1f} GB/s" if row.floor else ""
+    others = "  ".join(f"{name} {value:.0f}" for name, value in row.median_us.items() if name != "gemmtune")
+    print(
+        f"{row.family:<7} {row.threads}t  M {row.m:<4} {row.k:>5}->{row.n:<5}  gemmtune {mine:9.0f} us  {others} us  "
+        f"{row.speedup:5.2f}x [{low:.2f}-{high:.2f}] of {row.best_peer}{floor}",
+        flush=True,
+    )
+
+
+def summary(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Geometric means by family and threads over the best peer and over each peer, the worst shape, the read floor."""
+    found = []
+    for family, threads in dict.fromkeys((row.family, row.threads) for row in rows):
+        group = [row for row in rows if (row.family, row.threads) == (family, threads)]
+        names = set.intersection(*(set(row.speedups) for row in group))
+        floors = [row.floor for row in group if row.floor is not None]
+        found.append(
+            {
+                "family": family,
+                "threads": threads,
+                "shapes": len(group),
+                "best_peer": geomean(row.speedup for row in group),
+                "worst": min(row.speedup for row in group),
+                "by_peer": {name: geomean(row.speedups[name][0] for row in group) for name in sorted(names)},
+                "read_floor": geomean(floors) if floors else None,
+            }
+        )
+    return found
+
+
+def show_summary(lines: Sequence[dict[str, Any]]) -> None:
+    print("\nspeed of gemmtune, geometric means (worst: slowest single shape against its best peer)")
+    for line in lines:
+        peers_text = "  ".join(f"{name} {value:.2f}x" for name, value in line["by_peer"].items())
+        floor = f"  read floor at M = 1: {line['read_floor']:.0%}" if line["read_floor"] else ""
+        print(
+            f"{line['family']:<7} {line['threads']}t  best peer {line['best_peer']:.2f}x  worst {line['worst']:.2f}x  "
+            f"| {peers_text}{floor}  ({line['shapes']} shapes)"
+        )
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", default=",".join(FAMILIES), help=f"comma separated [{','.join(FAMILIES)}]")
+    parser.add_argument("--threads", default=f"1,{torch.get_num_threads()}", help="comma separated [1 and all]")
+    parser.add_argument("--m", default="1,4,16,64,256", help="numbers of rows [1,4,16,64,256]")
+    parser.add_argument("--seconds", type=float, default=3.0, help="time for the race of a shape [3]")
+    parser.add_argument("--budget", type=float, default=6.0, help="seconds to tune a problem not in the store [6]")
+    parser.add_argument("--compile", action="store_true", help="race torch.compile too")
+    parser.add_argument("--quick", action="store_true", help="one weight, M = 1 and 16, one second a shape")
+    args = parser.parse_args()
+    if args.quick:
+        args.m, args.seconds, args.budget = "1,16", 1.0, 2.0
+    args.families = args.families.split(",")
+    unknown = set(args.families) - set(FAMILIES)
+    if unknown:
+        parser.error(f"unknown families: {', '.join(sorted(unknown))}; known: {', '.join(FAMILIES)}")
+    args.threads = sorted({int(text) for text in args.threads.split(",")})
+    args.m = [int(text) for text in args.m.split(",")]
+    return args
+
+
+def run(args: argparse.Namespace) -> list[Row]:
+    rows = []
+    for family in args.families:
+        for k, n in WEIGHTS[:1] if args.quick else WEIGHTS:
+            weights = peers.make_weights(family, k, n, operand_sets(build(1, n, k, family).weight_bytes))
+            for threads in args.threads:
+                torch.set_num_threads(threads)
+                decisions = tune(family, k, n, args.m, args.budget)
+                for m in args.m:
+                    rows.append(measure(peers.make_activations(family, m, k), weights, decisions, args))
+                    show(rows[-1])
+    return rows
+
+
+def main() -> None:
+    args = parse()
+    rows = run(args)
+    lines = summary(rows)
+    show_summary(lines)
+    write("cpu", [asdict(row) for row in rows], summary=lines)
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main()

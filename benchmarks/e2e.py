@@ -1,0 +1,99 @@
+"""Tokens a second of the example decoder: gemmtune, eager PyTorch and torch.compile (max-autotune, freezing), in turns.
+
+python benchmarks/e2e.py [--variant int8] [--rounds 7] [--no-compile]
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("GEMMTUNE_STORE", str(Path(".gemmtune") / "store.db"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+
+import llama
+import torch
+from harness import Spread, ratios, write
+from torch import Tensor
+
+import gemmtune
+
+PROMPT = 64
+
+
+class Runner:
+    """A decoder (any callable of tokens, cache and position) with a KV cache of its own."""
+
+    def __init__(self, run: Any, cache: llama.Cache) -> None:
+        self.run, self.cache = run, cache
+
+    def step(self, token: Tensor, position: int) -> Tensor:
+        logits: Tensor = self.run(token, self.cache, position)
+        return logits
+
+
+def compiled(model: llama.Llama) -> Any:
+    """The model under torch.compile as its users would have it. The second position seen makes the position dynamic, so
+    warming up compiles twice and the timed turns not at all."""
+    import torch._inductor.config as inductor
+
+    inductor.freezing = True
+    return torch.compile(model, mode="max-autotune")
+
+
+def seconds_a_step(runner: Runner, batch: int, steps: int) -> float:
+    """Greedy decoding of ``steps`` tokens after a prompt of 64 positions."""
+    token = torch.zeros(batch, 1, dtype=torch.int64)
+    start = time.perf_counter()
+    for step in range(steps):
+        token = runner.step(token, PROMPT + step).argmax(-1, keepdim=True)
+    return (time.perf_counter() - start) / steps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variant", default="int8", choices=llama.VARIANTS)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=16, help="tokens a turn [16]")
+    parser.add_argument("--rounds", type=int, default=7, help="interleaved turns [7]")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--budget", type=float, default=6.0, help="seconds to tune a problem not in the store [6]")
+    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    args = parser.parse_args()
+    plain, _ = llama.factory(args.variant, llama.Config(layers=args.layers))
+    runners = {"eager": Runner(plain, plain.new_cache(args.batch))}
+    if not args.no_compile:
+        runners["torch.compile"] = Runner(compiled(copy.deepcopy(plain)), plain.new_cache(args.batch))
+    tuned = copy.deepcopy(plain)
+    step = torch.zeros(args.batch, 1, dtype=torch.int64)
+    gemmtune.optimize(tuned, [(step, tuned.new_cache(args.batch), PROMPT)], budget=args.budget)
+    runners["gemmtune"] = Runner(tuned, plain.new_cache(args.batch))
+    times = race(runners, args)
+    rows = {name: {"tokens_s": args.batch / Spread.of(t).median, "seconds_a_step": t} for name, t in times.items()}
+    for name, row in rows.items():
+        spread = ratios(times[name], times["gemmtune"])
+        against = f"gemmtune is {spread.median:.2f}x [{spread.low:.2f}-{spread.high:.2f}]"
+        print(f"{name:<14}{row['tokens_s']:8.2f} tokens/s   {against}")
+    write("e2e", rows, variant=args.variant, batch=args.batch, layers=args.layers)
+
+
+def race(runners: dict[str, Runner], args: argparse.Namespace) -> dict[str, list[float]]:
+    """Turns of every runner, interleaved, after one turn each to warm up (and compile)."""
+    times: dict[str, list[float]] = {name: [] for name in runners}
+    for runner in runners.values():
+        seconds_a_step(runner, args.batch, args.steps)
+    for _ in range(args.rounds):
+        for name, runner in runners.items():
+            times[name].append(seconds_a_step(runner, args.batch, args.steps))
+    return times
+
+
+if __name__ == "__main__":
+    # Not inference_mode: freezing needs no_grad, and every rival runs under the same.
+    with torch.no_grad():
+        main()
