@@ -191,7 +191,9 @@ def _bytes_of(t: torch.Tensor) -> torch.Tensor:
 
 @given(
     n=dims, k=dims, order=st.sampled_from(["row", "col"]), nr=st.sampled_from([16, 32, 48, 64]),
-    kind=st.sampled_from([(1, "float32"), (1, "bfloat16"), (2, "bfloat16"), (1, "float16"), (1, "int8"), (2, "int8"), (4, "int8")]),
+    kind=st.sampled_from(
+        [(1, "float32"), (1, "bfloat16"), (2, "bfloat16"), (1, "float16"), (1, "int8"), (2, "int8"), (4, "int8")]
+    ),
 )  # fmt: skip
 @settings(max_examples=60, deadline=None)
 def test_unpacking_gives_the_same_weight_back(n: int, k: int, order: str, nr: int, kind: tuple[int, str]) -> None:

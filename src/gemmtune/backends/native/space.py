@@ -15,7 +15,7 @@ from typing import Any
 from ...problem import Problem
 from ...target import Target
 from ..base import Candidate, Illegal
-from .traits import BF16, DTYPES, F32, UNITS, U8S8, Unit, suits
+from .traits import BF16, DTYPES, F32, U8S8, UNITS, Unit, suits
 
 NAME = "native"
 TEMPLATES = ("packed", "expand", "raw")

@@ -1,4 +1,4 @@
-"""What the C++ side knows: its enumerations, and which instruction set multiplies what. Mirrors native/frame/types.hpp."""
+"""The C++ side in Python: its enumerations (native/frame/types.hpp), and which instruction set multiplies what."""
 
 from __future__ import annotations
 
