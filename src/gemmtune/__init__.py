@@ -15,14 +15,16 @@ from .quantized import int_mm, mixed_mm, scaled_mm
 if TYPE_CHECKING:
     from . import nn
     from .api import policy, tune
-    from .dispatch import refresh
-    from .integrations import Handle, optimize, record, register_weight_only
+    from .dispatch import current_target, refresh
+    from .integrations.optimize import Handle, optimize
+    from .integrations.record import Recording, record
+    from .integrations.weight_only import WeightOnly, register_weight_only
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "GemmtuneError", "Handle", "KernelError", "PackedWeight", "PackedWeightError", "StoreError", "UnsupportedError",
-    "WorkerError", "addmm", "bmm", "fuse", "int_mm", "linear", "mixed_mm", "mm", "nn", "optimize", "pack", "policy",
+    "GemmtuneError", "Handle", "KernelError", "PackedWeight", "PackedWeightError", "Recording", "StoreError", "UnsupportedError", "WeightOnly",
+    "WorkerError", "addmm", "bmm", "current_target", "fuse", "int_mm", "linear", "mixed_mm", "mm", "nn", "optimize", "pack", "policy",
     "record", "refresh", "register_weight_only", "scaled_mm", "tune", "unpack",
 ]  # fmt: skip
 
@@ -30,6 +32,7 @@ __all__ = [
 _LATER = {
     "Handle": "integrations", "optimize": "integrations", "record": "integrations",
     "register_weight_only": "integrations", "policy": "api", "tune": "api", "refresh": "dispatch",
+    "current_target": "dispatch", "Recording": "integrations", "WeightOnly": "integrations",
 }  # fmt: skip
 
 

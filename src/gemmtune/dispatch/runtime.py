@@ -92,7 +92,7 @@ class Runtime:
         """The decisions of the present Target (its thread count included)."""
         threads = torch.get_num_threads()
         if threads not in self._indices:
-            self._indices[threads] = Index.read(self._open(), current_target(), self.warn_once)
+            self._indices[threads] = Index.read(self.store(), current_target(), self.warn_once)
         return self._indices[threads]
 
     def warn_once(self, text: str) -> None:
@@ -101,7 +101,8 @@ class Runtime:
             self._warned.add(text)
             log.warning(text)
 
-    def _open(self) -> Store | None:
+    def store(self) -> Store | None:
+        """The store in use (opened on first need), or None when it cannot be opened."""
         if self._store is None:
             try:
                 from ..store import open_store

@@ -1,0 +1,102 @@
+"""``gemmtune.tune`` and ``gemmtune.policy``: where the public API meets the tuner (which is imported only to tune)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from .dispatch import runtime
+from .problem import Problem
+
+if TYPE_CHECKING:
+    from .decision import Decision
+    from .dispatch import Policy, PolicyScope
+    from .events import Progress
+    from .store.base import Store
+    from .tuner import Budget
+
+
+def tune(
+    model_or_problems: nn.Module | Iterable[Problem | tuple[Problem, int]],
+    example_inputs: Any = None,
+    *,
+    budget: float | Budget = 6.0,
+    store: Store | None = None,
+    backends: Sequence[str] | None = None,
+    progress: Progress | None = None,
+    force: bool = False,
+) -> list[Decision]:
+    """Find the fastest correct kernel for each Problem and keep the decisions in the store.
+
+    model_or_problems: a model (with ``example_inputs`` as ``optimize`` takes them), or Problems, alone or with counts
+    (as ``record().problems`` has them). budget: seconds per problem, or a ``tuner.Budget``. store: default the user's.
+    backends: names to try (ATen always is); default all. force: tune again what the store already knows. Ctrl-C keeps
+    what is finished. From then on the ops serve from the new decisions. Raises TypeError, ValueError, WorkerError.
+    """
+    from .events import silent
+    from .store import open_store
+    from .tuner import Budget, Tuner
+
+    problems = _problems(model_or_problems, example_inputs)
+    limit = budget if isinstance(budget, Budget) else Budget(seconds=float(budget))
+    keeper = store if store is not None else runtime.RUNTIME.store() or open_store()
+    names = _backend_names(backends)
+    tuner = Tuner(runtime.current_target(), names, keeper, limit, progress or silent, force=force)
+    try:
+        return tuner.tune(problems)
+    finally:
+        runtime.RUNTIME.refresh(keeper)
+
+
+def policy(name: Policy) -> PolicyScope:
+    """Set how this process serves: ``cached`` (what was tuned; the default), ``on-miss`` (tune what was not, at the
+    first call: seconds each), ``off`` (plain PyTorch). As a context manager it restores the former policy.
+
+    Raises ValueError for another name.
+    """
+    if name == "on-miss" and runtime.RUNTIME.miss_hook is None:
+        runtime.RUNTIME.miss_hook = _tune_missing
+    return runtime.policy(name)
+
+
+def _tune_missing(problem: Problem) -> None:
+    """The on-miss hook: a tuning that fails costs a warning, and PyTorch serves."""
+    try:
+        tune([(problem, 1)])
+    except Exception as error:
+        runtime.RUNTIME.warn_once(f"tuning on a miss failed ({error}); PyTorch's own kernels serve")
+
+
+def _problems(given: Any, example_inputs: Any) -> list[tuple[Problem, int]]:
+    if isinstance(given, nn.Module):
+        if example_inputs is None:
+            raise TypeError("tune(): a model needs example_inputs, the arguments of the calls to tune for")
+        from .integrations.calls import run
+        from .integrations.record import record
+
+        with record() as recorded:
+            run(given, example_inputs)
+        return recorded.problems
+    if example_inputs is not None:
+        raise TypeError("tune(): example_inputs go with a model; Problems need none")
+    if isinstance(given, Problem):
+        return [(given, 1)]
+    pairs = [(item, 1) if isinstance(item, Problem) else item for item in given]
+    for pair in pairs:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], Problem)):
+            raise TypeError(f"tune(): expected Problems or (Problem, count) pairs; got {type(pair).__name__}")
+    return pairs
+
+
+def _backend_names(asked: Sequence[str] | None) -> tuple[str, ...]:
+    from . import backends
+
+    if asked is None:
+        return backends.names()
+    if isinstance(asked, str):
+        raise TypeError(f"tune(): backends must be a sequence of names; got the string {asked!r}")
+    for name in asked:
+        backends.get(name)
+    return tuple(asked)

@@ -1,0 +1,39 @@
+"""Running a model on its example inputs, however they were given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def as_calls(example_inputs: Any) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """(args, kwargs) per call. A Tensor or a dict is one call, a tuple the arguments of one call, a list many calls
+    (each a Tensor, dict or tuple). Raises TypeError for anything else, ValueError for an empty list."""
+    if isinstance(example_inputs, list):
+        if not example_inputs:
+            raise ValueError("example_inputs is empty: give the arguments of at least one call")
+        return [_one(item) for item in example_inputs]
+    return [_one(example_inputs)]
+
+
+def _one(item: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(item, Tensor):
+        return (item,), {}
+    if isinstance(item, tuple):
+        return item, {}
+    if isinstance(item, Mapping):
+        return (), dict(item)
+    raise TypeError(
+        "example_inputs must be a Tensor, a tuple of arguments, a dict of keyword arguments, or a list of these; "
+        f"got {type(item).__name__}"
+    )
+
+
+def run(model: Callable[..., Any], example_inputs: Any) -> None:
+    """Call the model once per example, without gradients."""
+    with torch.no_grad():
+        for args, kwargs in as_calls(example_inputs):
+            model(*args, **kwargs)

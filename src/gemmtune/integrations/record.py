@@ -1,0 +1,192 @@
+"""``gemmtune.record()``: which matrix multiplies a piece of code runs, as Problems with counts."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules import module as hooks
+from torch.overrides import TorchFunctionMode
+
+from .. import describe
+from ..dispatch.runtime import RUNTIME
+from ..errors import GemmtuneError
+from ..fuse import bias as bias_step
+from ..problem import Problem
+from .weight_only import WeightOnly, recognise
+
+
+class Recording:
+    """What was recorded: ``problems``, a list of (Problem, count), in the order they first came up."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[Problem] = Counter()
+        self._lock = threading.Lock()
+
+    @property
+    def problems(self) -> list[tuple[Problem, int]]:
+        return list(self._counts.items())
+
+    def add(self, problem: Problem, count: int = 1) -> None:
+        """Count a Problem; an empty one (M, N, K or batch 0) needs no kernel and is left out."""
+        if min(problem.m, problem.n, problem.k, problem.batch) > 0:
+            with self._lock:
+                self._counts[problem] += count
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def __repr__(self) -> str:
+        return f"<Recording: {len(self)} problems, {sum(self._counts.values())} calls>"
+
+
+class record:  # noqa: N801 - used as a function: `with gemmtune.record() as recorded:`
+    """Context manager that collects the Problems of F.linear, matmul, mm, addmm, bmm, _int_mm, of weight-only modules
+    and of gemmtune's own ops, run by this thread inside the block.
+
+    Weights that are ``nn.Parameter``s, and those of weight-only modules, are recorded as constant. Nothing changes in
+    what runs. One at a time in a process: raises GemmtuneError when another is active.
+    """
+
+    def __init__(self) -> None:
+        self.recording = Recording()
+        self._mode = _Mode(self.recording)
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> Recording:
+        if RUNTIME.observer is not None:
+            raise GemmtuneError("gemmtune.record() is already active in this process; end that block first")
+        RUNTIME.observe(self.recording.add)
+        self._handles = [
+            hooks.register_module_forward_pre_hook(self._mode.before),
+            hooks.register_module_forward_hook(self._mode.after, always_call=True),
+        ]
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
+        return self.recording
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        for handle in self._handles:
+            handle.remove()
+        RUNTIME.observe(None)
+
+
+class _Mode(TorchFunctionMode):
+    """Sees every torch function of this thread before it runs, and records the multiplies among them."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self._recording = recording
+        self._inside = 0
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        describer = _DESCRIBERS.get(func)
+        if describer is not None and not self._inside:
+            self._note(describer, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _note(self, describer: Callable[..., Problem | None], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        try:
+            problem = describer(*args, **kwargs)
+        except (TypeError, ValueError, GemmtuneError, RuntimeError):
+            # Not a multiply gemmtune knows (integers through matmul, say), or a call PyTorch itself will refuse.
+            return
+        if problem is not None:
+            self._recording.add(problem)
+
+    def before(self, module: nn.Module, args: Any) -> None:
+        """A module's forward begins: a weight-only one is recorded whole, and what it runs inside is not."""
+        held = recognise(module)
+        if held is not None:
+            if not self._inside and args and isinstance(args[0], Tensor):
+                self._note(lambda: weight_only_problem(args[0], held), (), {})
+            self._inside += 1
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        """The forward ended, or raised."""
+        if self._inside and recognise(module) is not None:
+            self._inside -= 1
+
+
+def weight_only_problem(x: Tensor, held: WeightOnly) -> Problem:
+    """The Problem of activations x [.., K] by a recognised weight-only module."""
+    flat = x.reshape(-1, x.shape[-1])
+    weight = describe.quantized(
+        held.weight.detach().t(), held.scale.detach(), held.zero_point, held.bits, held.group_size, x.shape[-1]
+    )
+    steps = () if held.bias is None else (bias_step(held.bias),)
+    return describe.mixed_mm(flat, weight, steps, constant=True).problem
+
+
+def linear_problem(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Problem:
+    """The Problem of ``F.linear``; constant when the weight is a Parameter."""
+    return describe.linear(x, weight, bias, constant=isinstance(weight, nn.Parameter)).problem
+
+
+def _mm(a: Tensor, b: Tensor, **_: Any) -> Problem:
+    return describe.mm(a, b, constant=_constant(b)).problem
+
+
+def _constant(b: Tensor) -> bool:
+    """Whether B is a Parameter, or a view of one (``x @ w.t()``)."""
+    return isinstance(b, nn.Parameter) or isinstance(getattr(b, "_base", None), nn.Parameter)
+
+
+def _addmm(addend: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1, **_: Any) -> Problem:
+    return describe.addmm(addend, a, b, beta, alpha, constant=_constant(b)).problem
+
+
+def _bmm(a: Tensor, b: Tensor, **_: Any) -> Problem:
+    return describe.bmm(a, b).problem
+
+
+def _int_mm(a: Tensor, b: Tensor, **_: Any) -> Problem:
+    return describe.int_mm(a, b, constant=_constant(b)).problem
+
+
+def _int8pack(a: Tensor, weight: Tensor, scales: Tensor) -> Problem:
+    held = describe.quantized(weight.t(), scales, None, 8, None, a.shape[-1])
+    return describe.mixed_mm(a, held, constant=_constant(weight)).problem
+
+
+def _matmul(a: Tensor, b: Tensor, **_: Any) -> Problem | None:
+    """matmul as PyTorch folds it: a matrix B takes all leading sizes of A as rows, equal batches make a bmm."""
+    if a.dim() < 2 or b.dim() < 2:
+        return None
+    if b.dim() == 2:
+        return describe.mm(a.reshape(-1, a.shape[-1]), b, constant=_constant(b)).problem
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])  # type: ignore[no-untyped-call]
+    left, right = (t.expand(*batch, *t.shape[-2:]).reshape(-1, *t.shape[-2:]) for t in (a, b))
+    return describe.bmm(left, right).problem
+
+
+def _turned(b: Tensor, a: Tensor, **_: Any) -> Problem | None:
+    return _matmul(a, b)
+
+
+_DESCRIBERS: dict[Any, Callable[..., Problem | None]] = {
+    functional.linear: linear_problem,
+    torch.mm: _mm,
+    Tensor.mm: _mm,
+    torch.addmm: _addmm,
+    Tensor.addmm: _addmm,
+    torch.bmm: _bmm,
+    Tensor.bmm: _bmm,
+    torch._int_mm: _int_mm,
+    torch._weight_int8pack_mm: _int8pack,
+    torch.matmul: _matmul,
+    Tensor.matmul: _matmul,
+    Tensor.__matmul__: _matmul,
+    Tensor.__rmatmul__: _turned,
+}
