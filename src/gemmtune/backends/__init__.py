@@ -12,20 +12,43 @@ _ROOMS = {
     "aten": "aten:AtenBackend",
     "native": "native:NativeBackend",
 }
+_GUESTS: dict[str, str] = {}
 
 
 def names() -> tuple[str, ...]:
     """The names users may ask for, ATen first."""
-    return tuple(_ROOMS)
+    return (*_ROOMS, *_GUESTS)
+
+
+def register(name: str, place: str) -> None:
+    """Add a backend from outside this package: ``place`` is ``module:Class``, importable in worker processes too.
+
+    Registering a name again replaces it. Raises ValueError for a built-in name or a malformed place.
+    """
+    module, colon, attribute = place.partition(":")
+    if name in _ROOMS or not name.isidentifier():
+        raise ValueError(
+            f"a backend cannot be called {name!r}: it must be an identifier other than {', '.join(_ROOMS)}"
+        )
+    if not (module and colon and attribute):
+        raise ValueError(f"a backend's place must read 'module:Class'; got {place!r}")
+    _GUESTS[name] = place
+    get.cache_clear()
+
+
+def guests() -> dict[str, str]:
+    """The backends that ``register`` added, as name -> ``module:Class``."""
+    return dict(_GUESTS)
 
 
 @functools.cache
 def get(name: str) -> Backend:
     """The backend called ``name``. Raises ValueError naming the known ones."""
-    if name not in _ROOMS:
-        raise ValueError(f"unknown backend {name!r}; known backends: {', '.join(_ROOMS)}")
-    module, _, attribute = _ROOMS[name].partition(":")
-    room = importlib.import_module(f"{__name__}.{module}")
+    if name not in names():
+        raise ValueError(f"unknown backend {name!r}; known backends: {', '.join(names())}")
+    own = name in _ROOMS
+    module, _, attribute = (_ROOMS if own else _GUESTS)[name].partition(":")
+    room = importlib.import_module(f"{__name__}.{module}" if own else module)
     backend: Backend = getattr(room, attribute)()
     return backend
 

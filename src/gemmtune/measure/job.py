@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import backends
-from ..backends.base import Backend, Candidate, Kernel
+from ..backends.base import Candidate, Kernel
 from ..decision import Verdict
 from ..errors import UnsupportedError, WorkerError
 from ..problem import Problem
@@ -26,13 +25,12 @@ from .protocol import (
     Leading,
     Open,
     Race,
-    Raced,
     Ready,
     Reply,
     Request,
     Setup,
 )
-from .timing import Track, empty_output, packs_each_call, rough_times
+from .timing import Flush, Track, empty_output, packs_each_call, rough_times
 from .verify import Draw, prepare, verify
 
 Progress = Callable[[Leading], None]
@@ -44,7 +42,6 @@ class Desk:
     def __init__(self, progress: Progress, marker_fd: int | None = None) -> None:
         self._progress, self._marker_fd = progress, marker_fd
         self._target: Target | None = None
-        self._rooms: dict[str, Backend] = {}
         self._job: Job | None = None
 
     def answer(self, request: Request) -> Reply:
@@ -52,17 +49,18 @@ class Desk:
         match request:
             case Setup():
                 self._target = Target.from_dict(request.target)
-                self._rooms = {name: _room(place) for name, place in request.rooms.items()}
+                for name, place in request.guests.items():
+                    backends.register(name, place)
                 torch.set_num_threads(self._target.threads)
                 return Ready()
             case Open():
                 self._job = None  # the last problem's operands go before this one's come
                 problem = Problem.from_dict(request.problem)
                 limit_memory(request.memory)
-                self._job = Job(problem, self._need_target(), request.seed, self._rooms)
+                self._job = Job(problem, self._need_target(), request.seed)
                 return Ready(operand_bytes(problem))
             case Attempt():
-                return self._need_job().attempt(Candidate.from_dict(request.candidate))
+                return self._need_job().attempt(Candidate.from_dict(request.candidate), request.hopeless_s)
             case Confirm():
                 return self._need_job().confirm(Candidate.from_dict(request.candidate))
             case Race():
@@ -84,16 +82,21 @@ class Desk:
 class Job:
     """One Problem in hand: its operands and oracle, made once, and the packed copies of B that are in use."""
 
-    def __init__(self, problem: Problem, target: Target, seed: int, rooms: dict[str, Backend]) -> None:
-        self.problem, self.target, self._seed, self._rooms = problem, target, seed, rooms
+    def __init__(self, problem: Problem, target: Target, seed: int) -> None:
+        self.problem, self.target, self._seed = problem, target, seed
         self._draws: tuple[Draw, ...] | None = None
+        self._flush: Flush | None = None
         self._packed: dict[str, Any] = {}
         self._packing_s: dict[str, float] = {}
         self._checked: dict[str, Verdict] = {}
+        self._fastest_s = float("inf")
         self._need_draws()
 
-    def attempt(self, candidate: Candidate) -> Attempted:
-        """Load, pack, check against the first draw, time a few cold calls."""
+    def attempt(self, candidate: Candidate, hopeless_s: float | None = None) -> Attempted:
+        """Load, pack, check against the first draw, time a few cold calls.
+
+        A candidate whose fastest call while it was checked took more than ``hopeless_s`` is not timed again.
+        """
         kernel, verdict = self._load(candidate)
         if kernel is None:
             return Attempted(verdict)
@@ -103,8 +106,11 @@ class Job:
         result = Attempted(verdict, kernel.packing, packing_s, kernel.workspace_bytes)
         if not verdict.ok:
             return result
+        if hopeless_s is not None and self._fastest_s > hopeless_s:
+            result.times_s = (self._fastest_s,)
+            return result
         try:
-            result.times_s = rough_times(self._once(kernel), self.problem, self.target)
+            result.times_s = rough_times(self._once(kernel), self._need_flush())
         except BaseException as error:
             result.verdict = blame(error, "running", "crashed")
         return result
@@ -130,7 +136,7 @@ class Job:
 
         Raises WorkerError when a confirmed candidate cannot be loaded again.
         """
-        self._draws, self._packed = None, {}
+        self._draws, self._packed, self._flush = None, {}, None
         kernels = {}
         for candidate in candidates:
             kernel, verdict = self._load(candidate)
@@ -144,9 +150,14 @@ class Job:
             self._draws = prepare(self.problem, self._seed)
         return self._draws
 
+    def _need_flush(self) -> Flush:
+        if self._flush is None:
+            self._flush = Flush(self.problem, self.target)
+        return self._flush
+
     def _load(self, candidate: Candidate) -> tuple[Kernel | None, Verdict]:
         try:
-            backend = self._rooms.get(candidate.backend) or backends.get(candidate.backend)
+            backend = backends.get(candidate.backend)
             artifact = backend.build(self.problem, candidate, self.target)
         except BaseException as error:
             return None, blame(error, "building", "build_failed")
@@ -156,8 +167,13 @@ class Job:
             return None, blame(error, "loading", "build_failed")
 
     def _verify(self, kernel: Kernel, draws: tuple[Draw, ...]) -> Verdict:
+        self._fastest_s = float("inf")
+
         def run(inputs: Inputs, out: Tensor) -> None:
-            kernel.run(inputs.a, self._operand(kernel, inputs.b), inputs.aux, out)
+            b = self._operand(kernel, inputs.b)
+            start = time.perf_counter()
+            kernel.run(inputs.a, b, inputs.aux, out)
+            self._fastest_s = min(self._fastest_s, time.perf_counter() - start)
 
         try:
             return verify(run, self.problem, draws)
@@ -198,14 +214,3 @@ def blame(error: BaseException, doing: str, kind: Any) -> Verdict:
     if isinstance(error, MemoryError) or "allocate memory" in str(error) or "out of memory" in str(error):
         return Verdict("out_of_memory", text)
     return Verdict(kind, text)
-
-
-def _room(place: str) -> Backend:
-    module, _, attribute = place.partition(":")
-    backend = getattr(importlib.import_module(module), attribute)()
-    if not isinstance(backend, Backend):
-        raise WorkerError(f"{place} is not a gemmtune Backend; name a room as 'module:Class'")
-    return backend
-
-
-__all__ = ["Desk", "Job", "Raced", "blame"]

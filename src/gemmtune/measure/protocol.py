@@ -14,10 +14,10 @@ MAX_FRAME = 64 << 20
 
 
 class Setup(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """First request: the target to work for, and further backend rooms as name -> ``module:Class``."""
+    """First request: the target to work for, and backends from outside as name -> ``module:Class``."""
 
     target: dict[str, Any]
-    rooms: dict[str, str] = {}
+    guests: dict[str, str] = {}
 
 
 class Open(msgspec.Struct, tag=True, forbid_unknown_fields=True):
@@ -29,9 +29,10 @@ class Open(msgspec.Struct, tag=True, forbid_unknown_fields=True):
 
 
 class Attempt(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """Build, load, pack, check quickly and time roughly."""
+    """Build, load, pack, check quickly and time roughly. hopeless_s: not worth timing beyond this; None = any is."""
 
     candidate: dict[str, Any]
+    hopeless_s: float | None = None
 
 
 class Confirm(msgspec.Struct, tag=True, forbid_unknown_fields=True):

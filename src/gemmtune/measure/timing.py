@@ -44,31 +44,31 @@ def empty_output(problem: Problem) -> Tensor:
     return allocate(shape, problem.out, problem.out_dtype)
 
 
-def rough_times(call: Callable[[], None], problem: Problem, target: Target) -> tuple[float, ...]:
-    """Seconds a call, three times or fewer for slow kernels, with the last-level cache flushed before each.
+def rough_times(call: Callable[[], None], flush: Callable[[], None]) -> tuple[float, ...]:
+    """Seconds a call, three times (two for slow kernels), with ``flush`` emptying the cache before each.
 
     Calls too short to be timed alone are timed in batches, on operands that stay in the cache.
     """
-    flush = _Flush(problem, target)
-    times = [_timed(call, 1, flush)]
-    if times[0] < _SHORT_S:
-        calls = math.ceil(_BATCH_S / max(times[0], 1e-7))
-        return tuple(_timed(call, calls, None) for _ in range(3))
-    times += [_timed(call, 1, flush) for _ in range(1 if times[0] > _SLOW_S else 2)]
+    warm = min(_timed(call, 1) for _ in range(2))
+    if warm < _SHORT_S:
+        calls = math.ceil(_BATCH_S / max(warm, 1e-7))
+        return tuple(_timed(call, calls) for _ in range(3))
+    times = []
+    for _ in range(2 if warm > _SLOW_S else 3):
+        flush()
+        times.append(_timed(call, 1))
     return tuple(times)
 
 
-def _timed(call: Callable[[], None], calls: int, flush: Callable[[], None] | None) -> float:
-    if flush is not None:
-        flush()
+def _timed(call: Callable[[], None], calls: int) -> float:
     start = time.perf_counter()
     for _ in range(calls):
         call()
     return (time.perf_counter() - start) / calls
 
 
-class _Flush:
-    """Reads more memory than the last-level cache holds, unless the operands do that by themselves."""
+class Flush:
+    """Empties the last-level cache by reading twice as much memory; does nothing for operands that do so themselves."""
 
     def __init__(self, problem: Problem, target: Target) -> None:
         size = 2 * last_level_cache(target)

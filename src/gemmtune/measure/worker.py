@@ -7,33 +7,24 @@ where a crash is a crash.
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import selectors
-import signal
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
-import msgspec
-
+from .. import backends
 from ..backends.base import Candidate
 from ..decision import Verdict
 from ..errors import WorkerError
 from ..problem import Problem
 from ..target import Target
 from .inputs import operand_bytes
+from .process import Lost, Process
 from .protocol import (
     Attempt,
     Attempted,
     Confirm,
     Confirmed,
     Failed,
-    FrameReader,
     Leading,
     Open,
     Race,
@@ -42,17 +33,7 @@ from .protocol import (
     Reply,
     Request,
     Setup,
-    decode_reply,
-    write_frame,
 )
-
-# The child's sys.path is the parent's: what the parent can import, a worker can.
-_BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from gemmtune.measure.worker_main import main; main(*map(int, sys.argv[2:]))"
-)
-_LOG_KEPT = 4000
-_POLL_S = 0.2  # how often to look whether the process still lives (a grandchild may hold its pipe open)
 
 Progress = Callable[[Leading], None]
 R = TypeVar("R")
@@ -93,9 +74,15 @@ class WorkerStartError(WorkerError):
 class Hands(Protocol):
     """Who does the work for a tuner."""
 
+    def start(self) -> None: ...
+
+    def wait(self) -> None: ...
+
     def open(self, problem: Problem, seed: int) -> None: ...
 
-    def attempt(self, candidate: Candidate, deadline_s: float | None = None) -> Attempted: ...
+    def attempt(
+        self, candidate: Candidate, deadline_s: float | None = None, hopeless_s: float | None = None
+    ) -> Attempted: ...
 
     def confirm(self, candidate: Candidate, deadline_s: float | None = None) -> Confirmed: ...
 
@@ -109,7 +96,7 @@ class Hands(Protocol):
 class LocalWorker:
     """The same work in this process, without any protection. Leaves torch's thread count as it found it."""
 
-    def __init__(self, target: Target, *, rooms: Mapping[str, str] | None = None) -> None:
+    def __init__(self, target: Target) -> None:
         import torch
 
         from .job import Desk
@@ -117,13 +104,21 @@ class LocalWorker:
         self._progress: Progress = ignore
         self._threads = torch.get_num_threads()
         self._desk = Desk(lambda leading: self._progress(leading))
-        self._desk.answer(Setup(target.to_dict(), dict(rooms or {})))
+        self._desk.answer(Setup(target.to_dict()))
+
+    def start(self) -> None:
+        """There is nothing to start."""
+
+    def wait(self) -> None:
+        """There is nothing to wait for."""
 
     def open(self, problem: Problem, seed: int) -> None:
         self._desk.answer(Open(problem.to_dict(), seed))
 
-    def attempt(self, candidate: Candidate, deadline_s: float | None = None) -> Attempted:
-        return _expect(self._desk.answer(Attempt(candidate.to_dict())), Attempted)
+    def attempt(
+        self, candidate: Candidate, deadline_s: float | None = None, hopeless_s: float | None = None
+    ) -> Attempted:
+        return _expect(self._desk.answer(Attempt(candidate.to_dict(), hopeless_s)), Attempted)
 
     def confirm(self, candidate: Candidate, deadline_s: float | None = None) -> Confirmed:
         return _expect(self._desk.answer(Confirm(candidate.to_dict())), Confirmed)
@@ -148,13 +143,13 @@ class Worker:
     """A spawned process in a session of its own, started at the first need and again after each loss.
 
     ``attempt`` and ``confirm`` turn a loss into a Verdict (``crashed`` or ``hung``); ``race`` raises WorkerLost naming
-    the candidate that was running. Either way the next call starts a fresh worker and opens the problem again. rooms:
-    backends beyond the registry's, as name -> ``module:Class``. Not for use by several threads at once.
+    the candidate that was running. Either way the next call starts a fresh worker and opens the problem again.
+    Backends added by ``backends.register`` exist in the worker too. Not for use by several threads at once.
     """
 
-    def __init__(self, target: Target, *, limits: Limits | None = None, rooms: Mapping[str, str] | None = None) -> None:
-        self._target, self._rooms, self._limits = target, dict(rooms or {}), limits or Limits()
-        self._process: _Process | None = None
+    def __init__(self, target: Target, *, limits: Limits | None = None) -> None:
+        self._target, self._limits = target, limits or Limits()
+        self._process: Process | None = None
         self._problem: Open | None = None
         self._opened = self._ready_once = False
         self.starts = 0
@@ -168,10 +163,10 @@ class Worker:
         """Start spawning, without waiting: importing torch takes seconds that the parent can use."""
         if self._process is None:
             self.starts += 1
-            self._process = _Process()
+            self._process = Process()
             self._opened = self._ready_once = False
             with contextlib.suppress(OSError):  # a worker that is gone is found out by receiving
-                self._process.send(Setup(self._target.to_dict(), self._rooms))
+                self._process.send(Setup(self._target.to_dict(), backends.guests()))
 
     def open(self, problem: Problem, seed: int) -> None:
         """Take up a problem. Raises WorkerError when its operands or oracle cannot be made."""
@@ -182,10 +177,12 @@ class Worker:
         except WorkerLost as loss:
             raise WorkerError(f"the worker was lost while preparing {problem.key}: {loss.verdict.detail}") from loss
 
-    def attempt(self, candidate: Candidate, deadline_s: float | None = None) -> Attempted:
+    def attempt(
+        self, candidate: Candidate, deadline_s: float | None = None, hopeless_s: float | None = None
+    ) -> Attempted:
         """See ``job.Job.attempt``. deadline_s: seconds it may take (default: the limits')."""
         try:
-            return self._ask(Attempt(candidate.to_dict()), deadline_s or self._limits.try_s, Attempted)
+            return self._ask(Attempt(candidate.to_dict(), hopeless_s), deadline_s or self._limits.try_s, Attempted)
         except WorkerLost as loss:
             return Attempted(loss.verdict)
 
@@ -226,13 +223,15 @@ class Worker:
             return
         if self._problem is None:
             raise WorkerError("the worker has no problem to work on; call open() first")
-        self.start()
-        if not self._ready_once:
-            self._await_start()
+        self.wait()
         self._exchange(self._problem, self._limits.open_s, Ready)
         self._opened = True
 
-    def _await_start(self) -> None:
+    def wait(self) -> None:
+        """Start if need be, and wait until it is ready. Raises WorkerStartError when it does not get there."""
+        self.start()
+        if self._ready_once:
+            return
         try:
             self._receive(self._limits.start_s, Ready, ignore)
         except WorkerError as error:
@@ -258,7 +257,7 @@ class Worker:
         assert self._process is not None  # start() came first
         try:
             return _expect(self._process.reply(limit_s, progress), kind)
-        except _Lost as lost:
+        except Lost as lost:
             place = self._process.marker()
             self.close()
             raise WorkerLost(lost.verdict, str(place) if place else None) from None
@@ -267,156 +266,6 @@ class Worker:
         except BaseException:  # Ctrl-C, or a fault in whoever watches: never leave it running
             self.close()
             raise
-
-
-class _Lost(Exception):
-    def __init__(self, verdict: Verdict) -> None:
-        super().__init__(verdict.detail)
-        self.verdict = verdict
-
-
-class _Process:
-    """One spawned process with its pipes: requests to it, replies from it, and what it prints, kept short."""
-
-    def __init__(self) -> None:
-        self._frames, self._log = FrameReader(), bytearray()
-        self._marker = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the process
-        self._marker.truncate(4096)
-        child_in, self._to = os.pipe()
-        self._from, child_out = os.pipe()
-        fds = (child_in, child_out, self._marker.fileno())
-        path = json.dumps([os.path.abspath(entry) for entry in sys.path])
-        try:
-            self._popen = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, path, *map(str, fds)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                pass_fds=fds,
-                start_new_session=True,
-            )
-        except OSError as error:
-            os.close(self._to)
-            os.close(self._from)
-            raise WorkerError(f"cannot start a worker process: {error}") from error
-        finally:
-            os.close(child_in)
-            os.close(child_out)
-        assert self._popen.stdout is not None  # stdout=PIPE
-        self._selector = selectors.DefaultSelector()
-        for fd in (self._from, self._popen.stdout.fileno()):
-            os.set_blocking(fd, False)
-            self._selector.register(fd, selectors.EVENT_READ)
-
-    @property
-    def pid(self) -> int:
-        return self._popen.pid
-
-    def send(self, request: Request) -> None:
-        write_frame(self._to, request)
-
-    def marker(self) -> int:
-        """The number of the kernel that ran last in a race; 0 for none."""
-        return os.pread(self._marker.fileno(), 1, 0)[0]
-
-    def reply(self, limit_s: float, progress: Progress) -> Reply:
-        """The next reply that is not progress. Raises _Lost when the process dies, babbles or takes too long."""
-        deadline = time.monotonic() + limit_s
-        while True:
-            body = self._next_frame(deadline, limit_s)
-            try:
-                message = decode_reply(body)
-            except msgspec.MsgspecError as error:
-                raise self._loss("crashed", f"it sent something that is not a message: {error}") from None
-            if not isinstance(message, Leading):
-                return message
-            progress(message)
-
-    def _next_frame(self, deadline: float, limit_s: float) -> bytes:
-        while True:
-            try:
-                body = self._frames.next()
-            except ValueError as error:
-                raise self._loss("crashed", f"it sent something that is not a message: {error}") from None
-            if body is not None:
-                return body
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise self._loss("hung", f"no answer within {limit_s:.1f} s")
-            dead = self._popen.poll() is not None  # looked at before reading: what it sent before it died still counts
-            if not self._pump(0.0 if dead else min(left, _POLL_S)) and dead:
-                raise self._loss("crashed", _how_it_ended(self._popen.returncode))
-
-    def _pump(self, wait_s: float) -> bool:
-        """Read what there is; whether the reply pipe gave anything."""
-        got = False
-        for key, _ in self._selector.select(wait_s):
-            data = _read(key.fd)
-            if data is None:
-                continue
-            if not data:
-                self._selector.unregister(key.fd)
-                if key.fd == self._from and self._popen.poll() is None:
-                    self._await_end()
-            elif key.fd == self._from:
-                self._frames.feed(data)
-                got = True
-            else:
-                self._log = (self._log + data)[-_LOG_KEPT:]
-        return got
-
-    def _await_end(self) -> None:
-        """Its end of the reply pipe is closed: it is exiting, or will never answer again."""
-        try:
-            self._popen.wait(2.0)
-        except subprocess.TimeoutExpired:
-            self._kill_group()
-            self._popen.wait()
-
-    def _loss(self, kind: Any, text: str) -> _Lost:
-        self._kill_group()
-        self._popen.wait()
-        with contextlib.suppress(OSError):
-            while self._selector.get_map() and self._pump(0.0):
-                pass
-        printed = self._log.decode(errors="replace").strip()
-        return _Lost(Verdict(kind, f"{text}; it printed: {printed[-1000:]}" if printed else text))
-
-    def _kill_group(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._popen.pid, signal.SIGKILL)  # its own session: its children die with it
-
-    def kill(self) -> None:
-        """End it, reap it and close everything. Idempotent."""
-        self._kill_group()
-        self._popen.wait()
-        self._selector.close()
-        for fd in (self._to, self._from):
-            with contextlib.suppress(OSError):
-                os.close(fd)
-        self._to = self._from = -1
-        if self._popen.stdout is not None:
-            self._popen.stdout.close()
-        self._marker.close()
-
-
-def _read(fd: int) -> bytes | None:
-    """What can be read now; None for nothing yet, empty at the end."""
-    try:
-        return os.read(fd, 1 << 16)
-    except BlockingIOError:
-        return None
-    except OSError:
-        return b""
-
-
-def _how_it_ended(status: int) -> str:
-    if status >= 0:
-        return f"the worker exited with status {status}"
-    try:
-        return f"the worker was killed by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"the worker was killed by signal {-status}"
 
 
 def _expect(reply: Reply, kind: type[R]) -> R:

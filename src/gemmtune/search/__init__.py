@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from .ledger import Ledger, Row
 from .local import Search
-from .space import enumerate_candidates
+from .space import INCUMBENT, enumerate_candidates
 
-__all__ = ["Search", "enumerate_candidates"]
+__all__ = ["INCUMBENT", "Ledger", "Row", "Search", "enumerate_candidates"]

@@ -1,0 +1,284 @@
+"""One Problem's way to a Decision: explore, confirm, race. The tuner runs one Trial for each problem it tunes."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+
+from .backends.base import Candidate
+from .decision import Decision, Outcome, Verdict
+from .errors import StoreError, WorkerError
+from .events import BestSoFar, CandidateTried, Progress
+from .measure.protocol import Leading, Raced
+from .measure.worker import Hands, WorkerLost
+from .problem import Problem
+from .search import INCUMBENT, Ledger, Row, Search, enumerate_candidates
+from .store.base import Store
+from .target import Target
+
+log = logging.getLogger("gemmtune")
+
+# Shares of the budget by whose end a phase hands over to the next; the race has the rest.
+EXPLORE_END, CONFIRM_END = 0.5, 0.75
+LEAST_OTHERS = 4  # candidates besides ATen's that are tried even when ATen's alone took the share for exploring
+
+CLOSE = 1.3  # rough times within this of the best may turn out fastest in a race
+CLOSE_INCUMBENT = 1.5  # ATen's ways are few: a wider net keeps "ATen" honest
+HOPELESS = 3.0
+OFFERED = 5.0  # a packing's fastest candidate is confirmed up to here, for Plans that share one packing over many M
+
+MAX_CONFIRMED, MAX_OTHERS, MAX_INCUMBENTS, MAX_PACKINGS = 6, 8, 4, 4
+SLOW_DUEL_CALLS = 80  # calls of the leader that a race needs to decide anything, whatever is left of the budget
+
+FORGET = ("build_failed", "unsupported")  # failures that need no remembering: trying again costs nothing
+
+
+class Trial:
+    """Tunes one problem with a worker's hands. Candidates are listed at once, while a worker may still be starting.
+
+    Raises ValueError for an unknown backend name.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        target: Target,
+        names: Sequence[str],
+        store: Store,
+        hands: Hands,
+        progress: Progress,
+        seed: int,
+    ) -> None:
+        self._problem, self._target, self._store = problem, target, store
+        self._hands, self._progress, self._seed = hands, progress, seed
+        self._candidates, illegal = enumerate_candidates(problem, target, names)
+        self._ledger = Ledger(self._candidates, illegal)
+        self._started = time.perf_counter()
+        self._seconds = 0.0
+        self._best_s = self._slowest_s = 0.0
+        self._others = 0
+
+    def run(self, seconds: float, limit: int | None) -> Decision:
+        """Tune within ``seconds`` (more for problems whose single calls are slow) and at most ``limit`` candidates.
+
+        Raises WorkerError when the problem cannot be worked on at all.
+        """
+        self._started, self._seconds = time.perf_counter(), seconds
+        self._hands.open(self._problem, self._seed)
+        stopped = self._explore(limit)
+        self._confirm()
+        raced = self._race()
+        self._note_places(raced)
+        return self._decision(raced.outcome, raced.leader, f"{stopped}; {raced.stopped}", raced.groups)
+
+    def give_up(self, reason: str) -> Decision:
+        """The decision when the problem could not be worked on: none valid, with whatever is known. Not for keeping."""
+        for row in self._ledger.rows():
+            row.eligible = False
+        return self._decision("none_valid", None, reason, {})
+
+    # Explore
+
+    def _explore(self, limit: int | None) -> str:
+        """Try candidates as the search asks for them. Returns why it stopped."""
+        search = Search(self._forget_failures(), seed=self._seed, limit=limit)
+        tried = 0
+        while (batch := search.ask()) is not None:
+            for place, candidate in enumerate(batch):
+                if self._must_stop(candidate):
+                    return f"the share of the budget for exploring was spent after {tried} candidates"
+                row = self._attempt(candidate)
+                search.tell(candidate.id, row.rough_s if row.times_s else None)
+                tried += 1
+                self._tell_tried(row, self._left(search.left + len(batch) - place - 1, tried))
+        return f"the search ended after {tried} candidates"
+
+    def _forget_failures(self) -> list[Candidate]:
+        """The candidates without those that are remembered to have failed."""
+        failures = self._store.failures(self._target, self._problem.key)
+        for candidate in self._candidates:
+            if candidate.id in failures:
+                verdict = failures[candidate.id]
+                self._ledger.fail(candidate.id, verdict, f"not tried again: {verdict.kind} before")
+        return [candidate for candidate in self._candidates if candidate.id not in failures]
+
+    def _must_stop(self, candidate: Candidate) -> bool:
+        """ATen's are all tried, unless the whole budget is gone and one works; some others in any case."""
+        spent = self._spent()
+        if candidate.backend == INCUMBENT:
+            return spent > 1.0 and self._ledger.best(incumbent=True) is not None
+        return spent > EXPLORE_END and (self._others >= LEAST_OTHERS or spent > 1.0)
+
+    def _attempt(self, candidate: Candidate) -> Row:
+        hopeless = HOPELESS * self._best_s if self._best_s else None
+        start = time.perf_counter()
+        result = self._hands.attempt(candidate, self._deadline(), hopeless)
+        row = self._ledger[candidate.id]
+        row.stage, row.verdict, row.packing = "screened", result.verdict, result.packing
+        row.packing_s, row.workspace_bytes, row.times_s = result.packing_s, result.workspace_bytes, result.times_s
+        self._others += candidate.backend != INCUMBENT
+        if not result.verdict.ok:
+            row.times_s = ()
+            self._fail(row, result.verdict)
+        else:
+            self._slowest_s = max(self._slowest_s, time.perf_counter() - start)
+        return row
+
+    def _deadline(self) -> float | None:
+        """Many times what the slowest needed; the worker's own limit until one has worked."""
+        return max(3.0, 10.0 * self._slowest_s) if self._slowest_s else None
+
+    def _fail(self, row: Row, verdict: Verdict) -> None:
+        self._ledger.fail(row.id, verdict)
+        if verdict.kind in FORGET or (row.incumbent and verdict.kind in ("wrong", "unstable")):
+            return  # checking ATen again is cheap, and losing it for good is not
+        try:
+            self._store.remember_failure(self._target, self._problem.key, row.id, verdict)
+        except StoreError as error:
+            log.debug("a failure is not remembered: %s", error)
+
+    def _tell_tried(self, row: Row, left: int) -> None:
+        assert row.verdict is not None  # _attempt has set it
+        median_s = row.rough_s if row.times_s else None
+        self._progress(CandidateTried(row.id, row.verdict, median_s, left))
+        if median_s is not None and (not self._best_s or median_s < self._best_s):
+            self._best_s = median_s
+            base = self._ledger.best(incumbent=True)
+            self._progress(BestSoFar(row.id, median_s, median_s / base.rough_s if base is not None else 1.0))
+
+    def _left(self, known: int, tried: int) -> int:
+        """Candidates still to come: those the search knows of, as far as the time for exploring will reach."""
+        rest = max(0.0, EXPLORE_END - self._spent()) * self._seconds
+        each = self._spent() * self._seconds / tried
+        return min(known, int(rest / each) + 1 if each > 0 else known)
+
+    # Confirm
+
+    def _confirm(self) -> None:
+        """Check the promising ones fully: only these can be served."""
+        for row in _by_packing(self._promising()):
+            if self._spent() < CONFIRM_END:
+                self._check(row)
+        for incumbent in (True, False):  # whatever the clock says, the best of either side is worth a look
+            rows = [row for row in self._ledger.timed() if row.incumbent == incumbent]
+            for row in rows[: None if incumbent else MAX_CONFIRMED]:
+                if self._ledger.best(incumbent=incumbent, eligible=True) is not None:
+                    break
+                self._check(row)
+
+    def _promising(self) -> list[Row]:
+        """What may win a race, or be a packing's best in a Plan that shares it."""
+        rows = self._ledger.timed()
+        incumbents = [row for row in rows if row.incumbent]
+        others = [row for row in rows if not row.incumbent]
+        chosen = _within(incumbents, CLOSE_INCUMBENT)[:MAX_INCUMBENTS]
+        chosen += [row for row in incumbents if row.packing is None][:1]
+        chosen += _within(others, CLOSE)[:MAX_CONFIRMED]
+        firsts = {row.packing: row for row in reversed(_within(rows, OFFERED))}
+        chosen += sorted(firsts.values(), key=lambda row: row.rough_s)[:MAX_PACKINGS]
+        return list({row.id: row for row in chosen}.values())
+
+    def _check(self, row: Row) -> None:
+        if row.eligible or row.stage == "failed":
+            return
+        verdict = self._hands.confirm(row.candidate, self._deadline()).verdict
+        if verdict.kind == "crashed" and row.incumbent:  # ATen may have died of what another kernel did to the heap
+            verdict = self._hands.confirm(row.candidate, self._deadline()).verdict
+        if verdict.ok:
+            row.verdict, row.eligible = verdict, True
+        else:
+            self._fail(row, verdict)
+
+    # Race
+
+    def _race(self) -> Raced:
+        """Race the eligible; a candidate that brings the worker down is out, and the rest race again."""
+        unexplained = 0
+        while rows := self._entrants():
+            budget_s = self._race_seconds(rows)
+            try:
+                return self._hands.race([row.candidate for row in rows], budget_s, self._seed, self._tell_leading)
+            except WorkerLost as loss:
+                if loss.candidate_id is not None:
+                    self._fail(self._ledger[loss.candidate_id], loss.verdict)
+                    continue
+                unexplained += 1
+                reason = f"the race was lost: {loss.verdict.detail}"
+            except WorkerError as error:
+                unexplained += 1
+                reason = f"the race failed: {error}"
+            if unexplained == 2:
+                return self._unraced(reason)
+        return Raced("none_valid", None, "no candidate passed its checks", (), {})
+
+    def _entrants(self) -> list[Row]:
+        """ATen's best first, then the others, then more of ATen's: where memory is short, the last go without."""
+        rows = [row for row in self._ledger.timed() if row.eligible]
+        incumbents = _within([row for row in rows if row.incumbent], CLOSE_INCUMBENT)[:MAX_INCUMBENTS]
+        others = _within([row for row in rows if not row.incumbent], CLOSE_INCUMBENT)
+        best_s = min((row.rough_s for row in rows), default=1.0)
+        others = others[: max(2, min(MAX_OTHERS, int(self._rest_s() / (20 * best_s))))]
+        for row in rows:
+            if row not in incumbents and row not in others:
+                row.reason = row.reason or f"{row.rough_s / best_s:.2f}x the best rough time: not raced"
+        return incumbents[:1] + others + incumbents[1:]
+
+    def _race_seconds(self, rows: Sequence[Row]) -> float:
+        """What is left of the budget; more when calls are so slow that this would decide nothing."""
+        slow = SLOW_DUEL_CALLS * min(row.rough_s for row in rows)
+        return max(self._rest_s(), min(0.75 * self._seconds, slow), 0.05 * self._seconds)
+
+    def _tell_leading(self, leading: Leading) -> None:
+        self._progress(BestSoFar(leading.id, leading.median_s, leading.ratio))
+
+    def _unraced(self, reason: str) -> Raced:
+        """Without a race nothing can win: ATen serves if it is right."""
+        base = self._ledger.best(incumbent=True, eligible=True)
+        return Raced("tie" if base else "none_valid", base.id if base else None, reason, (), {})
+
+    def _note_places(self, raced: Raced) -> None:
+        for place in raced.placed:
+            row = self._ledger[place.id]
+            if place.stage == "failed":
+                self._fail(row, Verdict("crashed", place.reason))
+                continue
+            row.stage = "screened" if place.stage == "untried" else place.stage
+            row.reason, row.sample = place.reason, place.sample
+
+    # The outcome
+
+    def _decision(self, outcome: Outcome, chosen: str | None, stopped: str, raced: dict[str, str]) -> Decision:
+        return Decision(
+            problem_key=self._problem.key,
+            problem=self._problem.to_dict(),
+            target_key=self._target.key,
+            outcome=outcome,
+            chosen=chosen,
+            evidence=self._ledger.evidence(),
+            alternatives=self._ledger.alternatives(raced),
+            stopped=stopped,
+            seconds=time.perf_counter() - self._started,
+            seed=self._seed,
+            created=time.time(),
+        )
+
+    def _spent(self) -> float:
+        """The share of the budget that is gone."""
+        return (time.perf_counter() - self._started) / self._seconds
+
+    def _rest_s(self) -> float:
+        return max(0.0, 1.0 - self._spent()) * self._seconds
+
+
+def _within(rows: Sequence[Row], factor: float) -> list[Row]:
+    """Those within ``factor`` of the first; rows are sorted by rough time."""
+    return [row for row in rows if row.rough_s <= factor * rows[0].rough_s]
+
+
+def _by_packing(rows: Iterable[Row]) -> list[Row]:
+    """The same rows with those of one packing side by side, so that each layout is packed once."""
+    groups: dict[str | None, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row.packing, []).append(row)
+    return [row for group in groups.values() for row in group]

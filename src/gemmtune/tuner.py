@@ -1,0 +1,139 @@
+"""Problem -> Decision: the one place that ties search, measuring and the store together.
+
+One problem goes through explore (guided search: each candidate built, checked on one draw, timed roughly), confirm
+(the promising ones checked on every draw) and race (the confirmed against ATen, under sound statistics).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+
+from .decision import Decision
+from .errors import StoreError, WorkerError
+from .events import ProblemDone, ProblemStarted, Progress, silent
+from .measure.worker import Hands, Limits, LocalWorker, Worker, WorkerStartError
+from .problem import Problem
+from .search import INCUMBENT
+from .store.base import Store
+from .target import Target
+from .trial import Trial
+
+log = logging.getLogger("gemmtune")
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What one problem may cost: seconds of wall time (starting a worker not counted), and candidates tried."""
+
+    seconds: float = 6.0
+    candidates: int | None = None
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.seconds, int | float) and 0.0 < self.seconds < float("inf")):
+            raise ValueError(f"a budget's seconds must be a positive number; got {self.seconds!r}")
+        if self.candidates is not None and (not isinstance(self.candidates, int) or self.candidates < 1):
+            raise ValueError(f"a budget's candidates must be a positive int or None; got {self.candidates!r}")
+
+
+class Tuner:
+    """Tunes problems for one Target, through one Store.
+
+    backend_names: whose candidates to try; ATen's always are. isolate: work in a worker process (False: in this one,
+    for debugging; a candidate that crashes takes the process along). force: tune even what the store knows (failures
+    remembered in the store stay failures). progress: called with the events of ``events.py``.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        backend_names: Sequence[str],
+        store: Store,
+        budget: Budget | None = None,
+        progress: Progress = silent,
+        *,
+        isolate: bool = True,
+        force: bool = False,
+        seed: int = 0,
+        limits: Limits | None = None,
+    ) -> None:
+        self._target, self._store, self._progress = target, store, progress
+        self._names = tuple(dict.fromkeys((INCUMBENT, *backend_names)))
+        self._budget = budget or Budget()
+        self._isolate, self._force, self._seed, self._limits = isolate, force, seed, limits
+        self._store_failed = False
+
+    def tune(self, problems: Iterable[tuple[Problem, int]]) -> list[Decision]:
+        """Decide every problem; the decisions come in the order of first mention, duplicates merged.
+
+        The int is a call count: what costs most overall (count x flops) is tuned first, so that an interrupted run has
+        decided what matters most. Each decision is in the store before the next problem starts; KeyboardInterrupt ends
+        the worker and passes through. Raises WorkerStartError when no worker can be started, ValueError for an
+        unknown backend.
+        """
+        weights: dict[Problem, int] = {}
+        for problem, count in problems:
+            weights[problem] = weights.get(problem, 0) + count
+        known = {} if self._force else self._look_up(weights)
+        order = sorted(weights, key=lambda problem: (problem not in known, -weights[problem] * problem.flops))
+        decisions: dict[Problem, Decision] = {}
+        with closing(_Crew(self._target, self._isolate, self._limits)) as crew:
+            for index, problem in enumerate(order):
+                decisions[problem] = self._decide(problem, known.get(problem), index, len(order), crew)
+        return [decisions[problem] for problem in weights]
+
+    def _look_up(self, problems: Iterable[Problem]) -> dict[Problem, Decision]:
+        found = ((problem, self._store.get(self._target, problem.key)) for problem in problems)
+        return {problem: decision for problem, decision in found if decision is not None}
+
+    def _decide(self, problem: Problem, known: Decision | None, index: int, total: int, crew: _Crew) -> Decision:
+        self._progress(ProblemStarted(index, total, problem, cached=known is not None))
+        decision = known or self._tune_one(problem, crew)
+        if known is None:
+            crew.spent.append(decision.seconds)
+        each = sum(crew.spent) / len(crew.spent) if crew.spent else None
+        left = total - index - 1
+        self._progress(ProblemDone(index, total, decision, 0.0 if left == 0 else None if each is None else each * left))
+        return decision
+
+    def _tune_one(self, problem: Problem, crew: _Crew) -> Decision:
+        hands = crew.hands()
+        trial = Trial(problem, self._target, self._names, self._store, hands, self._progress, self._seed)
+        hands.wait()
+        try:
+            decision = trial.run(self._budget.seconds, self._budget.candidates)
+        except WorkerStartError:
+            raise
+        except WorkerError as error:  # this problem cannot be worked on here, which says nothing of the others
+            return trial.give_up(str(error))
+        self._keep(decision)
+        return decision
+
+    def _keep(self, decision: Decision) -> None:
+        try:
+            self._store.put(self._target, decision)
+        except StoreError as error:
+            if not self._store_failed:
+                log.warning("decisions of this run are not kept: %s", error)
+            self._store_failed = True
+
+
+class _Crew:
+    """The worker, started at the first problem that needs one, and the seconds that problems have taken."""
+
+    def __init__(self, target: Target, isolate: bool, limits: Limits | None) -> None:
+        self._target, self._isolate, self._limits = target, isolate, limits
+        self._hands: Hands | None = None
+        self.spent: list[float] = []
+
+    def hands(self) -> Hands:
+        if self._hands is None:
+            self._hands = Worker(self._target, limits=self._limits) if self._isolate else LocalWorker(self._target)
+            self._hands.start()
+        return self._hands
+
+    def close(self) -> None:
+        if self._hands is not None:
+            self._hands.close()

@@ -1,0 +1,201 @@
+"""Workers: what a candidate does to its process costs that candidate, and the next one is served as if nothing was."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import psutil
+import pytest
+import torch
+
+from gemmtune import backends
+from gemmtune.backends.base import Candidate
+from gemmtune.errors import WorkerError
+from gemmtune.measure.protocol import Leading
+from gemmtune.measure.worker import Limits, LocalWorker, Worker, WorkerLost, WorkerStartError
+from gemmtune.problem import Layout, Operand, Problem
+from gemmtune.target import Target, current_cpu
+from gemmtune.testing import hostile_backend
+
+PROBLEM = Problem("mm", 5, 24, 32, Operand("float32"), Operand("float32", Layout("col"), constant=True), "float32")
+FAST = Limits(try_s=2.0, race_slack_s=2.0)
+
+
+def kind(name: str) -> Candidate:
+    return Candidate.make("hostile", name, kind=name)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def room() -> None:
+    backends.register("hostile", hostile_backend.PLACE)
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return current_cpu()
+
+
+@pytest.fixture(scope="module")
+def shared(target: Target) -> Iterator[Worker]:
+    with Worker(target, limits=FAST) as worker:
+        worker.open(PROBLEM, 1)
+        yield worker
+
+
+def children() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+def test_an_honest_candidate(shared: Worker) -> None:
+    result = shared.attempt(kind("good"))
+    assert result.verdict.kind == "within_bound"
+    assert result.packing is None
+    assert len(result.times_s) == 3
+    assert min(result.times_s) > 0
+    assert shared.confirm(kind("good")).verdict.ok
+
+
+def test_a_packed_candidate(shared: Worker) -> None:
+    result = shared.attempt(kind("packed"))
+    assert result.verdict.ok
+    assert result.packing == hostile_backend.PACKING
+    assert result.packing_s > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "verdict", "detail"),
+    [
+        ("wrong", "wrong", "expected"),
+        ("raise", "crashed", "ValueError while running: not today"),
+        ("sys_exit", "crashed", "SystemExit"),
+        ("oom", "out_of_memory", "allocate"),
+        ("unbuildable", "build_failed", "does not compile"),
+        ("unsupported", "unsupported", "not on this machine"),
+    ],
+)
+def test_failures_that_leave_the_worker_alive(shared: Worker, name: str, verdict: str, detail: str) -> None:
+    pid = shared.pid
+    result = shared.attempt(kind(name))
+    assert result.verdict.kind == verdict
+    assert detail in result.verdict.detail
+    assert result.times_s == ()
+    assert shared.pid == pid
+
+
+@pytest.mark.parametrize(
+    ("name", "verdict", "detail"),
+    [
+        ("segv", "crashed", "SIGSEGV"),
+        ("exit", "crashed", "status 0"),
+        ("hang", "hung", "no answer within 2.0 s"),
+        ("babble", "crashed", "not a message"),
+    ],
+)
+def test_failures_that_end_the_worker(shared: Worker, name: str, verdict: str, detail: str) -> None:
+    before = shared.pid
+    result = shared.attempt(kind(name))
+    assert result.verdict.kind == verdict
+    assert detail in result.verdict.detail
+    assert shared.pid is None
+    assert shared.attempt(kind("good")).verdict.ok
+    assert shared.pid not in (None, before)
+
+
+def test_a_child_left_behind_dies_with_its_worker(shared: Worker) -> None:
+    result = shared.attempt(kind("orphan"), deadline_s=10.0)
+    assert result.verdict.kind == "crashed"
+    assert "status 7" in result.verdict.detail
+    deadline = time.monotonic() + 5
+    while children() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert children() == []
+
+
+def test_flooded_output_goes_nowhere(shared: Worker, capfd: pytest.CaptureFixture[str]) -> None:
+    assert shared.attempt(kind("flood"), deadline_s=10.0).verdict.ok
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_race_tells_who_leads_and_who_came_where(shared: Worker) -> None:
+    seen: list[Leading] = []
+    names = [kind("good"), kind("packed"), Candidate.make("aten", "mm")]
+    raced = shared.race(names, 0.3, 0, seen.append)
+    assert {place.id for place in raced.placed} == {candidate.id for candidate in names}
+    assert raced.leader in {candidate.id for candidate in names}
+    assert all(place.sample is not None for place in raced.placed)
+    assert set(raced.groups) == {"", hostile_backend.PACKING}
+    assert {leading.id for leading in seen} <= {candidate.id for candidate in names}
+
+
+def test_a_death_in_a_race_names_its_cause(shared: Worker) -> None:
+    names = [kind("good"), kind("late_segv"), Candidate.make("aten", "mm")]
+    with pytest.raises(WorkerLost, match="SIGSEGV") as caught:
+        shared.race(names, 0.5, 0)
+    assert caught.value.candidate_id == kind("late_segv").id
+    assert shared.race([names[0], names[2]], 0.2, 0).leader is not None
+
+
+def test_being_killed_from_outside_is_a_crash(shared: Worker) -> None:
+    shared.attempt(kind("good"))
+    assert shared.pid is not None
+    os.kill(shared.pid, signal.SIGKILL)
+    assert "SIGKILL" in shared.attempt(kind("good")).verdict.detail
+    assert shared.attempt(kind("good")).verdict.ok
+
+
+def test_another_problem_in_the_same_process(shared: Worker) -> None:
+    shared.attempt(kind("good"))
+    pid = shared.pid
+    shared.open(PROBLEM.with_m(7), 1)
+    assert shared.attempt(kind("good")).verdict.ok
+    assert shared.pid == pid
+    shared.open(PROBLEM, 1)
+
+
+def test_local_work_uses_the_targets_threads_and_gives_them_back(target: Target) -> None:
+    threads = torch.get_num_threads()
+    with LocalWorker(replace(target, threads=threads + 1)):
+        assert torch.get_num_threads() == threads + 1
+    assert torch.get_num_threads() == threads
+
+
+def test_local_work_is_the_same_work(target: Target) -> None:
+    with LocalWorker(target) as worker:
+        worker.open(PROBLEM, 1)
+        assert worker.attempt(kind("packed")).verdict.ok
+        assert worker.attempt(kind("wrong")).verdict.kind == "wrong"
+        assert worker.attempt(kind("raise")).verdict.kind == "crashed"
+        assert worker.confirm(kind("good")).verdict.ok
+        assert worker.race([kind("good"), Candidate.make("aten", "mm")], 0.2, 0).leader is not None
+
+
+def test_nothing_is_left_after_close(target: Target) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    with Worker(target) as worker:
+        worker.open(PROBLEM, 1)
+        pid = worker.pid
+        assert pid is not None
+    worker.close()
+    assert not psutil.pid_exists(pid)
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_worker_that_cannot_start(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.path", ["/nowhere"])
+    with Worker(target) as worker, pytest.raises(WorkerStartError, match="ModuleNotFoundError"):
+        worker.open(PROBLEM, 1)
+
+
+def test_a_problem_that_cannot_be_made(target: Target) -> None:
+    huge = Problem("mm", 1 << 22, 1 << 22, 1 << 22, Operand("float32"), Operand("float32"), "float32")
+    with Worker(target, limits=Limits(memory=1 << 30)) as worker, pytest.raises(WorkerError, match="allocate"):
+        worker.open(huge, 1)
+
+
+def test_a_candidate_before_a_problem(target: Target) -> None:
+    with Worker(target) as worker, pytest.raises(WorkerError, match="open"):
+        worker.attempt(kind("good"))

@@ -1,0 +1,300 @@
+"""The tuner: decisions come whatever candidates do, failures are remembered, finished work is kept."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import msgspec
+import psutil
+import pytest
+
+from gemmtune import backends
+from gemmtune.backends.base import Candidate
+from gemmtune.decision import Decision
+from gemmtune.errors import StoreError
+from gemmtune.events import BestSoFar, CandidateTried, Event, ProblemDone, ProblemStarted
+from gemmtune.measure.worker import Limits, Worker, WorkerStartError
+from gemmtune.problem import Layout, Operand, Problem
+from gemmtune.store import MemoryStore
+from gemmtune.target import Target, current_cpu
+from gemmtune.testing import hostile_backend
+from gemmtune.testing.hostile_backend import HostileBackend
+from gemmtune.tuner import Budget, Tuner
+
+PROBLEM = Problem("mm", 5, 24, 32, Operand("float32"), Operand("float32", Layout("col"), constant=True), "float32")
+QUICK = Budget(seconds=20.0)  # generous: tiny kernels need little of it, and a busy machine must not change a test
+FAST = Limits(try_s=2.0, race_slack_s=2.0)
+
+
+def kind(name: str) -> str:
+    return Candidate.make("hostile", name, kind=name).id
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return current_cpu()
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+def hostile(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Choose what the hostile backend lists."""
+    backends.register("hostile", hostile_backend.PLACE)
+
+    def choose(*kinds: str, illegal: int = 0) -> None:
+        monkeypatch.setattr(HostileBackend, "kinds", kinds)
+        monkeypatch.setattr(HostileBackend, "illegal", illegal)
+
+    return choose
+
+
+@pytest.fixture
+def tune(target: Target, store: MemoryStore) -> Callable[..., Decision]:
+    def run(problem: Problem = PROBLEM, budget: Budget = QUICK, **options: object) -> Decision:
+        options.setdefault("isolate", False)
+        tuner = Tuner(target, ["aten", "hostile"], store, budget, **options)  # type: ignore[arg-type]
+        (decision,) = tuner.tune([(problem, 1)])
+        return decision
+
+    return run
+
+
+def assert_sound(decision: Decision, problem: Problem = PROBLEM) -> None:
+    """Whatever it offers to serve has passed every check."""
+    assert decision.problem_key == problem.key
+    for name in (decision.chosen, *decision.alternatives.values()):
+        row = decision.find(name)
+        assert row is not None
+        assert row.verdict is not None
+        assert row.verdict.ok
+        assert row.sample is not None
+        assert row.verdict.detail != "checked on one draw of operands only"
+
+
+def test_a_decision_with_evidence(
+    tune: Callable[..., Decision], hostile: Callable[..., None], store: MemoryStore, target: Target
+) -> None:
+    hostile("good", "packed", "wrong", "raise", illegal=50)
+    decision = tune()
+    assert_sound(decision)
+    assert decision.outcome in ("winner", "tie")
+    assert set(decision.alternatives) >= {"", hostile_backend.PACKING}
+    assert decision.alternatives[hostile_backend.PACKING] == kind("packed")
+    stages = {row.id: row.stage for row in decision.evidence}
+    assert stages[kind("wrong")] == stages[kind("raise")] == "failed"
+    assert stages["aten/mm"] != "failed"
+    illegal = [row for row in decision.evidence if row.stage == "illegal" and row.candidate["backend"] == "hostile"]
+    assert len(illegal) == 4
+    assert illegal[-1].reason == "3 is no good (and 46 more like it)"
+    assert store.get(target, PROBLEM.key) == decision
+    assert set(store.failures(target, PROBLEM.key)) == {kind("wrong"), kind("raise")}
+
+
+def test_a_hit_starts_nothing(
+    tune: Callable[..., Decision], hostile: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hostile("good")
+    first = tune()
+    monkeypatch.setattr(Worker, "start", lambda self: pytest.fail("a worker was started for a hit"))
+    events: list[Event] = []
+    assert tune(progress=events.append, isolate=True) == first
+    assert events == [ProblemStarted(0, 1, PROBLEM, cached=True), ProblemDone(0, 1, first, 0.0)]
+
+
+def test_force_tunes_again(tune: Callable[..., Decision], hostile: Callable[..., None]) -> None:
+    hostile("good")
+    first = tune()
+    again = tune(force=True)
+    assert again.created > first.created
+
+
+def test_events_tell_the_story(tune: Callable[..., Decision], hostile: Callable[..., None]) -> None:
+    hostile("good", "wrong")
+    events: list[Event] = []
+    decision = tune(progress=events.append)
+    assert events[0] == ProblemStarted(0, 1, PROBLEM, cached=False)
+    assert events[-1] == ProblemDone(0, 1, decision, 0.0)
+    tried = {event.candidate_id: event for event in events if isinstance(event, CandidateTried)}
+    assert set(tried) == {row.id for row in decision.evidence if row.stage not in ("illegal", "untried")}
+    assert tried[kind("wrong")].median_s is None
+    assert [event.left for event in events if isinstance(event, CandidateTried)][-1] == 0
+    assert any(isinstance(event, BestSoFar) for event in events)
+
+
+def test_everything_that_can_go_wrong_in_a_worker(
+    tune: Callable[..., Decision], hostile: Callable[..., None], store: MemoryStore, target: Target
+) -> None:
+    bad = ("segv", "hang", "exit", "wrong", "raise", "sys_exit", "oom", "unbuildable", "late_segv")
+    hostile("good", *bad)
+    decision = tune(budget=Budget(seconds=60.0), isolate=True, limits=FAST)
+    assert_sound(decision)
+    verdicts = {name: decision.find(kind(name)) for name in bad}
+    kinds = {name: row.verdict.kind for name, row in verdicts.items() if row is not None and row.verdict is not None}
+    assert kinds == {
+        "segv": "crashed", "hang": "hung", "exit": "crashed", "wrong": "wrong", "raise": "crashed",
+        "sys_exit": "crashed", "oom": "out_of_memory", "unbuildable": "build_failed", "late_segv": "crashed",
+    }  # fmt: skip
+    row = decision.find(kind("good"))
+    assert row is not None
+    assert row.verdict is not None
+    assert row.verdict.ok
+    remembered = set(store.failures(target, PROBLEM.key))
+    assert remembered == {kind(name) for name in bad if name != "unbuildable"}
+    assert psutil.Process().children(recursive=True) == []
+
+
+def test_remembered_failures_are_not_tried_again(
+    tune: Callable[..., Decision], hostile: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hostile("good", "raise")
+    tune()
+    monkeypatch.setattr(HostileBackend, "load", _load_but_raise)
+    row = tune(force=True).find(kind("raise"))
+    assert row is not None
+    assert row.stage == "failed"
+    assert row.reason == "not tried again: crashed before"
+
+
+def _load_but_raise(self: HostileBackend, artifact: object, problem: Problem) -> hostile_backend.HostileKernel:
+    candidate: Candidate = artifact.candidate  # type: ignore[attr-defined]
+    if candidate["kind"] == "raise":
+        pytest.fail("a remembered failure was tried again")
+    return hostile_backend.HostileKernel(problem, candidate)
+
+
+def test_none_valid_when_nothing_passes(
+    tune: Callable[..., Decision], hostile: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hostile("wrong", "raise")
+    monkeypatch.setattr("gemmtune.backends.aten.AtenBackend.candidates", lambda *_: iter(()))
+    decision = tune()
+    assert (decision.outcome, decision.chosen, decision.alternatives) == ("none_valid", None, {})
+
+
+def test_without_aten_the_best_of_the_rest_wins(
+    tune: Callable[..., Decision], hostile: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hostile("good")
+    monkeypatch.setattr("gemmtune.backends.aten.AtenBackend.candidates", lambda *_: iter(()))
+    decision = tune()
+    assert (decision.outcome, decision.chosen) == ("winner", kind("good"))
+
+
+def test_aten_is_always_a_candidate(target: Target, store: MemoryStore, hostile: Callable[..., None]) -> None:
+    hostile("good")
+    (decision,) = Tuner(target, ["hostile"], store, QUICK, isolate=False).tune([(PROBLEM, 1)])
+    assert decision.find("aten/mm") is not None
+
+
+def test_duplicates_are_tuned_once_and_the_heaviest_first(target: Target, store: MemoryStore) -> None:
+    small, large = PROBLEM, PROBLEM.with_m(50)
+    started: list[str] = []
+
+    def note(event: Event) -> None:
+        if isinstance(event, ProblemStarted):
+            started.append(event.problem.key)
+
+    tuner = Tuner(target, ["aten"], store, QUICK, note, isolate=False)
+    decisions = tuner.tune([(small, 4), (large, 1), (small, 3)])
+    assert [row.problem_key for row in decisions] == [small.key, large.key]
+    assert started == [large.key, small.key]
+    assert tuner.tune([(small, 1)]) == decisions[:1]
+
+
+def test_ctrl_c_keeps_what_is_finished(target: Target, store: MemoryStore) -> None:
+    first, second = PROBLEM.with_m(50), PROBLEM
+
+    def interrupt(event: Event) -> None:
+        if isinstance(event, CandidateTried) and finished:
+            raise KeyboardInterrupt
+        if isinstance(event, ProblemDone):
+            finished.append(event.decision)
+
+    finished: list[Decision] = []
+    tuner = Tuner(target, ["aten"], store, QUICK, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        tuner.tune([(first, 1), (second, 1)])
+    assert [row.problem_key for row in store.decisions()] == [first.key]
+    assert list(store.decisions()) == finished
+    assert psutil.Process().children(recursive=True) == []
+
+
+def test_the_candidate_budget_holds(tune: Callable[..., Decision], hostile: Callable[..., None]) -> None:
+    hostile("good", "packed")
+    decision = tune(budget=Budget(seconds=5.0, candidates=3))
+    assert sum(row.stage not in ("illegal", "untried") for row in decision.evidence) == 3
+
+
+def test_the_budget_of_seconds_holds_roughly(tune: Callable[..., Decision], hostile: Callable[..., None]) -> None:
+    hostile(*(["good"] * 3))
+    start = time.perf_counter()
+    decision = tune(budget=Budget(seconds=1.0))
+    assert decision.seconds <= time.perf_counter() - start < 20.0  # a loaded machine may take its time
+    assert decision.seconds < 20.0
+
+
+@pytest.mark.parametrize("budget", [{"seconds": 0}, {"seconds": float("nan")}, {"seconds": "1"}, {"candidates": 0}])
+def test_a_budget_is_positive(budget: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="positive"):
+        Budget(**budget)  # type: ignore[arg-type]
+
+
+def test_an_unknown_backend(target: Target, store: MemoryStore) -> None:
+    with pytest.raises(ValueError, match="unknown backend 'nope'"):
+        Tuner(target, ["nope"], store, QUICK, isolate=False).tune([(PROBLEM, 1)])
+
+
+def test_a_store_that_cannot_be_written_costs_the_record_only(
+    tune: Callable[..., Decision],
+    hostile: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise StoreError("disk full")
+
+    hostile("good", "wrong")
+    monkeypatch.setattr(MemoryStore, "put", refuse)
+    monkeypatch.setattr(MemoryStore, "remember_failure", refuse)
+    assert_sound(tune())
+    assert [record.getMessage() for record in caplog.records] == ["decisions of this run are not kept: disk full"]
+
+
+def test_a_problem_that_cannot_be_made_costs_only_itself(target: Target, store: MemoryStore) -> None:
+    huge = Problem("mm", 1 << 22, 1 << 22, 1 << 22, Operand("float32"), Operand("float32"), "float32")
+    tuner = Tuner(target, ["aten"], store, QUICK, limits=Limits(memory=1 << 30))
+    lost, found = tuner.tune([(huge, 1), (PROBLEM, 1)])
+    assert lost.outcome == "none_valid"
+    assert "allocate" in lost.stopped
+    assert_sound(found)
+    assert [row.problem_key for row in store.decisions()] == [PROBLEM.key]
+
+
+def test_no_worker_at_all_is_an_error(target: Target, store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gemmtune.measure.process._BOOT", "raise SystemExit('no python today')")
+    with pytest.raises(WorkerStartError, match="no python today"):
+        Tuner(target, ["aten"], store, QUICK).tune([(PROBLEM, 1)])
+
+
+def test_another_target_is_another_decision(target: Target, store: MemoryStore) -> None:
+    Tuner(target, ["aten"], store, QUICK, isolate=False).tune([(PROBLEM, 1)])
+    other = replace(target, versions=(("torch", "0"),))
+    assert store.get(other, PROBLEM.key) is None
+
+
+def test_records_stay_small(tune: Callable[..., Decision], hostile: Callable[..., None]) -> None:
+    hostile("good", illegal=5000)
+    assert len(msgspec.json.encode(tune())) < 100_000
+
+
+@pytest.mark.parametrize("m", [0, 1])
+def test_empty_and_tiny_problems(tune: Callable[..., Decision], hostile: Callable[..., None], m: int) -> None:
+    hostile("good")
+    problem = PROBLEM.with_m(m)
+    assert_sound(tune(problem), problem)
