@@ -16,8 +16,10 @@ from gemmtune.problem import Layout, Operand, Problem, Quant
 from gemmtune.reference import reference, to_integer
 
 
-def floats(m: int, n: int, k: int, dtype: str = "float32", epilogue: tuple[Step, ...] = (), **kwargs: object) -> Problem:
-    return Problem("mm", m, n, k, Operand(dtype), Operand(dtype, Layout("col")), dtype, epilogue, **kwargs)  # type: ignore[arg-type]
+def floats(
+    m: int, n: int, k: int, dtype: str = "float32", epilogue: tuple[Step, ...] = (), acc: str = "float32"
+) -> Problem:
+    return Problem("mm", m, n, k, Operand(dtype), Operand(dtype, Layout("col")), dtype, epilogue, acc=acc)
 
 
 def integers(m: int, n: int, k: int, epilogue: tuple[Step, ...] = (), out: str = "int32") -> Problem:

@@ -116,6 +116,7 @@ class _Race:
             found = duel(challenger, incumbent, self.clock, deadline, self.rng, min_pairs=min_duel, gain=min_gain)
             if challenger.active and incumbent.active:
                 return self._decided(found, challenger, incumbent)
+            self._revive()
 
     # --- phases ---
 
@@ -197,11 +198,18 @@ class _Race:
                 times = self.clock.time_round([lane.guarded for lane in lanes], [lane.calls for lane in lanes])
             except EntrantError as error:
                 error.lane.drop("failed", str(error))
+                self._revive()
                 continue
             for lane, seconds in zip(lanes, times, strict=True):
                 lane.record(self.rounds, seconds, FLOOR_S)
             break
         self.rounds += 1
+
+    def _revive(self) -> None:
+        """After a failure: whoever was dropped for being slower may have been measured against what failed."""
+        for lane in self.lanes:
+            if lane.stage in ("screened", "eliminated"):
+                lane.active, lane.stage, lane.reason = True, "finalist", ""
 
     def _active(self) -> list[Lane]:
         return [lane for lane in self.lanes if lane.active]
