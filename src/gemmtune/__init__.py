@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "GemmtuneError", "Handle", "KernelError", "PackedWeight", "PackedWeightError", "Recording", "StoreError", "UnsupportedError", "WeightOnly",
-    "WorkerError", "addmm", "bmm", "current_target", "fuse", "int_mm", "linear", "mixed_mm", "mm", "nn", "optimize", "pack", "policy",
-    "record", "refresh", "register_weight_only", "scaled_mm", "tune", "unpack",
+    "GemmtuneError", "Handle", "KernelError", "PackedWeight", "PackedWeightError", "Recording", "StoreError",
+    "UnsupportedError", "WeightOnly", "WorkerError", "addmm", "bmm", "current_target", "fuse", "int_mm", "linear",
+    "mixed_mm", "mm", "nn", "optimize", "pack", "policy", "record", "refresh", "register_weight_only", "scaled_mm",
+    "tune", "unpack",
 ]  # fmt: skip
 
 # Imported when first used, so that importing gemmtune costs little more than importing torch.

@@ -127,12 +127,8 @@ def prepared(call: Call, prepare: Prepare, differentiate: Entry, plainly: Entry)
     kernel = None if _empty(call.problem) else RUNTIME.kernel_for(call.problem, call.packed)
     if kernel is None:
         return None
-    packed, fresh, grad_on = call.packed is not None, fresh_of(kernel), torch.is_grad_enabled
-    shape = None if call.shape == _kernel_shape(call) else call.shape
-
-    def compute(x: Tensor, weight: Any, extra: Tensor | None) -> Tensor:
-        out = fresh(*prepare(x, weight, extra))
-        return out if shape is None else out.view(shape)
+    packed, grad_on = call.packed is not None, torch.is_grad_enabled
+    compute = _computing(kernel, call, prepare)
 
     def entry(x: Tensor, weight: Any, extra: Tensor | None = None) -> Tensor:
         if special_state() or special(x) or not (packed or not special(weight)):
@@ -144,6 +140,26 @@ def prepared(call: Call, prepare: Prepare, differentiate: Entry, plainly: Entry)
         return compute(x, weight, extra)
 
     return entry
+
+
+def _computing(kernel: Kernel, call: Call, prepare: Prepare) -> Entry:
+    """``compute(x, weight, extra)``: the kernel on prepared operands, into a new tensor of the Call's shape."""
+    own: Fresh | None = getattr(kernel, "fresh", None)
+    inner, shape, run = _kernel_shape(call), call.shape, kernel.run
+    dtype, empty, same = dtype_of(call.problem.out_dtype), torch.empty, shape == inner
+
+    def allocate(x: Tensor, weight: Any, extra: Tensor | None) -> Tensor:
+        a, b, aux = prepare(x, weight, extra)
+        out = empty(inner, dtype=dtype)
+        run(a, b, aux, out)
+        return out if same else out.view(shape)
+
+    def ask(x: Tensor, weight: Any, extra: Tensor | None) -> Tensor:
+        assert own is not None
+        out = own(*prepare(x, weight, extra))
+        return out if same else out.view(shape)
+
+    return allocate if own is None else ask
 
 
 def _requires_grad(*tensors: Tensor | None) -> bool:

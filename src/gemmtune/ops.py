@@ -43,11 +43,8 @@ def mm(
     if epilogue or out is not None or out_dtype is not None:
         return _mm(input, mat2, out_dtype, epilogue, out)
     try:
-        key: Any = (
-            ("mm", input.shape, input.stride(), input.dtype, mat2._key, _threads())
-            if isinstance(mat2, PackedWeight)
-            else (input.shape, input.stride(), input.dtype, mat2.shape, mat2.stride(), mat2.dtype, _threads())
-        )
+        shown: Any = mat2._key if isinstance(mat2, PackedWeight) else (mat2.shape, mat2.stride(), mat2.dtype)
+        key = ("mm", input.shape, input.stride(), input.dtype, shown, _threads())
     except (AttributeError, RuntimeError, TypeError):
         return _mm(input, mat2, None, (), None)
     entry = _lookup(key) or _first_mm(key, input, mat2)
@@ -125,22 +122,13 @@ def linear(
     if epilogue or out is not None:
         return _linear(input, weight, bias, epilogue, out)
     try:
+        shown: Any = weight._key if isinstance(weight, PackedWeight) else (weight.shape, weight.stride(), weight.dtype)
         key: Any = (
-            ("linear", input.shape, input.stride(), input.dtype, weight._key, _threads())
-            if isinstance(weight, PackedWeight)
-            else (
-                "linear",
-                input.shape,
-                input.stride(),
-                input.dtype,
-                weight.shape,
-                weight.stride(),
-                weight.dtype,
-                _threads(),
-            )
-        )
-        if bias is not None:
-            key = (key, bias.shape, bias.stride(), bias.dtype)
+            ("linear", input.shape, input.stride(), input.dtype, shown, _threads())
+            if bias is None
+            else ("linear", input.shape, input.stride(), input.dtype, shown, _threads(), bias.shape, bias.stride(),
+                  bias.dtype)
+        )  # fmt: skip
     except (AttributeError, RuntimeError, TypeError):
         return _linear(input, weight, bias, (), None)
     entry = _lookup(key) or _first_linear(key, input, weight, bias)

@@ -81,7 +81,7 @@ def _problems(raw: Tensor | QuantWeight, m: int | Sequence[int] | Sequence[Probl
 
 
 def problem_of(raw: Tensor | QuantWeight, m: int, dtype: torch.dtype | None = None) -> Problem:
-    """The Problem of M rows (of ``dtype``; by default the weight's or its scales') by a constant operand, no epilogue."""
+    """The Problem of M rows (of ``dtype``, default the weight's or its scales') by a constant operand, no epilogue."""
     if not isinstance(m, int) or isinstance(m, bool) or m < 1:
         raise ValueError(f"pack(): m must be a positive int; got {m!r}")
     if isinstance(raw, QuantWeight):

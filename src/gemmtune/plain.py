@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import backends
-from .backends.aten.quantized import dequantize, nibbles
+from .backends.aten.quantized import dequantize, int8pack, nibbles
 from .backends.aten.steps import apply, dtype_of, finish, wide
 from .backends.base import PackedWeight, QuantWeight
 from .describe import Call
@@ -76,7 +76,7 @@ def _weight_only(a: Tensor, b: QuantWeight) -> Tensor:
     if not per_channel:
         return torch.mm(a, dequantize(b, a.dtype))
     if _takes_int8pack(a, b):
-        return torch._weight_int8pack_mm(a.contiguous(), b.data.t(), b.scale)
+        return int8pack(a, b)
     return torch.mm(a, nibbles(b).to(a.dtype)) * b.scale
 
 

@@ -43,8 +43,8 @@ class _Packed(nn.Module):
             )
         if self.trainable and torch.is_grad_enabled():
             raise GradError(
-                f"{type(self).__name__} replaced a weight that requires grad, and its packed form has no gradient: wrap "
-                "the call in torch.no_grad() or torch.inference_mode(), or call model.requires_grad_(False) before "
+                f"{type(self).__name__} replaced a weight that requires grad, and its packed form has no gradient: "
+                "wrap the call in torch.no_grad() or torch.inference_mode(), or call model.requires_grad_(False) before "
                 "gemmtune.optimize()"
             )
 
@@ -113,7 +113,7 @@ class Linear(_Packed):
         super().__init__(packed, bias, trainable)
 
     def forward(self, input: Tensor) -> Tensor:
-        """``input @ weight.T + bias``, input [.., in_features]. Raises GradError in training or where a gradient is due."""
+        """``input @ weight.T + bias``, input [.., in_features]. Raises GradError where a gradient is due."""
         if self.training or self.trainable:
             self._inference_only()
         return linear(input, self.packed, self.bias)

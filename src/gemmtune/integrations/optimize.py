@@ -68,8 +68,8 @@ class Handle:
         return {swap.site.name: swap.module.packed.layout for swap in self._swaps}
 
     def restore(self) -> None:
-        """Put the original modules back, with their very Parameters, their values unpacked (and any state loaded since).
-        Idempotent."""
+        """Put the original modules back, with their very Parameters, their values unpacked (with any state loaded
+        since). Idempotent."""
         with torch.inference_mode(False), torch.no_grad():
             for swap in reversed(self._swaps):
                 for name, value in swap.module.raw().items():
@@ -164,7 +164,7 @@ def _unfit(module: nn.Module, root: bool) -> str:
         return "is the model itself, which has no parent to swap it in"
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
         return "has hooks, which a swapped module would not run"
-    tensors = [t for t in (*module.parameters(False), *module.buffers(False))]
+    tensors = (*module.parameters(False), *module.buffers(False))
     if any(t.device.type != "cpu" or t.layout != torch.strided for t in tensors):
         return "is not in dense CPU tensors"
     weight = module.weight
@@ -204,7 +204,8 @@ def _site_problem(site: _Site, x: Tensor) -> Problem:
         return weight_only_problem(x, site.held)
     bias = site.module.bias
     weight = site.module.weight
-    assert isinstance(weight, Tensor) and (bias is None or isinstance(bias, Tensor))
+    assert isinstance(weight, Tensor)
+    assert bias is None or isinstance(bias, Tensor)
     return linear_problem(x, weight, bias)
 
 

@@ -46,7 +46,7 @@ class Recording:
         return f"<Recording: {len(self)} problems, {sum(self._counts.values())} calls>"
 
 
-class record:  # noqa: N801 - used as a function: `with gemmtune.record() as recorded:`
+class record:
     """Context manager that collects the Problems of F.linear, matmul, mm, addmm, bmm, _int_mm, of weight-only modules
     and of gemmtune's own ops, run by this thread inside the block.
 

@@ -138,14 +138,28 @@ class Int8Pack(AtenKernel):
         return _int8pack_shape(problem)
 
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
-        return torch._weight_int8pack_mm(a.contiguous(), b.data.t(), b.scale)
+        return int8pack(a, b)
+
+
+def int8pack(a: Tensor, b: QuantWeight) -> Tensor:
+    """``_weight_int8pack_mm`` of operands that ``Int8Pack`` does not refuse, wherever they lie.
+
+    Seen in torch 2.13: its half-width kernel loads 32 bytes of activations and 16 of weights with instructions that
+    fault on unaligned addresses, so unaligned operands (slices) are copied first.
+    """
+    return torch._weight_int8pack_mm(aligned(a.contiguous()), aligned(b.data.t()), aligned(b.scale))
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy of it, on an address that is a multiple of 64 bytes."""
+    return tensor if tensor.data_ptr() % 64 == 0 else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _int8pack_shape(problem: Problem) -> str:
     if min(problem.m, problem.n, problem.k) == 0:
         return "an operand is empty"
     # Seen in torch 2.13: with half-width activations it reads 16 weights at a time, past the end of odd rows
-    # (wrong results, or a segmentation fault in the user's process).
+    # (wrong results, or a segmentation fault).
     if problem.a.dtype in _HALVES and problem.k % 16:
         return f"_weight_int8pack_mm reads out of bounds for {problem.a.dtype} when K is no multiple of 16"
     return ""
@@ -186,7 +200,9 @@ class Int4Pack(AtenKernel):
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
         packed = packed_as(b, self.packing or "")
         group = packed.quant.group if packed.quant else None
-        out: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(a.contiguous(), packed.data[0], group, packed.data[1])
+        out: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
+            aligned(a.contiguous()), packed.data[0], group, packed.data[1]
+        )
         return out
 
 
