@@ -20,17 +20,17 @@ os.environ.setdefault("GEMMTUNE_STORE", str(Path(".gemmtune") / "store.db"))
 
 import llama
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import gemmtune
+from gemmtune.cli.common import console
 from gemmtune.cli.progress import Board, watching
 from gemmtune.cli.tables import decisions_table
 from gemmtune.cli.tune import remember_ceilings
+from gemmtune.dispatch import current_target
 from gemmtune.report import write_report
 from gemmtune.store import open_store
-from gemmtune.target import Target
 
 # The optimised model may be this much further from the float64 reference than the plain model is, at most.
 ERROR_ALLOWED = 2.0
@@ -170,7 +170,8 @@ def main() -> int:
         return 1
     if board.cached == len(recorded):
         print("every decision came from the store")
-    Console(highlight=False).print("\n", decisions_table(board.decisions))
+    print()
+    console().print(decisions_table(board.decisions))
     results = [end_to_end(variant, config, args.rounds) for variant in variants]
     save_report(args.report)
     return 0 if all(result.ok for result in results) else 1
@@ -190,7 +191,7 @@ def end_to_end(variant: str, config: llama.Config, rounds: int) -> Comparison:
 def save_report(path: Path) -> None:
     store = open_store()
     try:
-        target: Target = gemmtune.current_target()
+        target = current_target()
         remember_ceilings(store, target)
         write_report(store, path, target=target)
     finally:

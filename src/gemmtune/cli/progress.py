@@ -59,9 +59,9 @@ class Board:
         """One line for a finished problem."""
         row = summarize(event.decision)
         if row.outcome == "winner":
-            what = f"{row.speedup:.2f}x [{row.lo:.2f}-{row.hi:.2f}]  {duration(row.best_s)}  {row.best_id}"
+            what = f"{row.speedup:.2f}x [{row.lo:.2f}-{row.hi:.2f}]  {duration(row.best_s)}  {row.kernel}"
         elif row.outcome == "tie":
-            what = f"tie, ATen serves  {duration(row.best_s)}  {row.best_id}"
+            what = f"tie, ATen serves  {duration(row.best_s)}  {row.kernel}"
         else:
             what = "no valid candidate"
         origin = "from the store" if self._now_cached else f"{row.tried} tried in {row.seconds:.1f} s"

@@ -76,7 +76,7 @@ def _print_list(found: list[Decision], machines: dict[str, str]) -> None:
         for decision in ordered(row for row in found if row.target_key == key):
             row = summarize(decision)
             made = time.strftime("%Y-%m-%d %H:%M", time.localtime(decision.created))
-            cells = (short_id(decision), row.label, speedup_text(row), made, row.best_id)
+            cells = (short_id(decision), row.label, speedup_text(row), made, row.kernel)
             table.add_row(*(escape(cell) for cell in cells))
         out.print(table)
 

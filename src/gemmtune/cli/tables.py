@@ -13,13 +13,11 @@ from ..report.rows import Row, best_by_backend, duration, median_s, ordered, sum
 if TYPE_CHECKING:
     from ..decision import Decision
 
-_OUTCOMES = {"winner": "[green]winner[/]", "tie": "tie: ATen serves", "none_valid": "[red]nothing valid[/]"}
-
 
 def speedup_text(row: Row) -> str:
-    """``1.52x [1.49-1.55]``: the paired speed-up over ATen with its 95% interval."""
+    """``1.52x [1.49-1.55]``: the paired speed-up over ATen with its 95% interval; or why there is none."""
     if row.outcome != "winner":
-        return "1.00x" if row.outcome == "tie" else "-"
+        return "tie" if row.outcome == "tie" else "nothing valid"
     return f"{row.speedup:.2f}x [{row.lo:.2f}-{row.hi:.2f}]"
 
 
@@ -30,7 +28,6 @@ def decisions_table(decisions: Iterable[Decision]) -> Table:
     for name in ("ATen", "best"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("speed-up [95%]", no_wrap=True)
-    table.add_column("outcome", no_wrap=True)
     table.add_column("kernel", overflow="fold")
     for decision in ordered(decisions):
         row = summarize(decision)
@@ -39,8 +36,7 @@ def decisions_table(decisions: Iterable[Decision]) -> Table:
             duration(row.aten_s),
             duration(row.best_s),
             escape(speedup_text(row)),
-            _OUTCOMES[row.outcome],
-            escape(row.best_id),
+            escape(row.kernel),
         )
     return table
 
@@ -57,5 +53,5 @@ def bench_table(decisions: Iterable[Decision], backends: Iterable[str]) -> Table
     for decision in ordered(decisions):
         row, best = summarize(decision), best_by_backend(decision)
         times = [duration(median_s(best.get(name))) for name in names]
-        table.add_row(escape(row.label), *times, escape(speedup_text(row)), escape(row.best_id))
+        table.add_row(escape(row.label), *times, escape(speedup_text(row)), escape(row.kernel))
     return table

@@ -18,7 +18,7 @@ class Row:
     """One Decision in short. Times are seconds a call; speedup is ATen's time over the chosen kernel's, paired.
 
     lo, hi: the 95% interval of speedup. aten_s: the fastest valid ATen candidate. best_s: the chosen kernel. Either is
-    None when nothing was measured. tried, illegal: numbers of candidates.
+    None when nothing was measured. kernel: the chosen one in a few words. tried, illegal: numbers of candidates.
     """
 
     problem: Problem
@@ -27,6 +27,7 @@ class Row:
     aten_id: str
     aten_s: float | None
     best_id: str
+    kernel: str
     best_s: float | None
     speedup: float
     lo: float
@@ -39,6 +40,19 @@ class Row:
 def backend_of(row: Evidence) -> str:
     """The backend a candidate belongs to."""
     return str(row.candidate.get("backend", "?"))
+
+
+def kernel_name(row: Evidence | None) -> str:
+    """A candidate in a few words, for tables: ``native/packed avx512_bf16 6x64``. Its id says everything."""
+    if row is None:
+        return ""
+    config = dict(row.candidate.get("config", {}))
+    words = [f"{backend_of(row)}/{row.candidate.get('template', '?')}"]
+    if "isa" in config:
+        words.append(str(config["isa"]))
+    if "mr" in config and "nr" in config:
+        words.append(f"{config['mr']}x{config['nr']}")
+    return " ".join(words if len(words) > 1 else [*words, *(str(value) for value in config.values())])
 
 
 def measured(decision: Decision) -> list[Evidence]:
@@ -81,6 +95,7 @@ def summarize(decision: Decision) -> Row:
         aten_id=aten.id if aten is not None else "",
         aten_s=median_s(aten),
         best_id=decision.chosen or "",
+        kernel=kernel_name(chosen),
         best_s=median_s(chosen),
         speedup=speedup,
         lo=lo,
