@@ -1,0 +1,166 @@
+"""The commands around the tuner: a stand-in decides at once; one test goes through the real one."""
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gemmtune.tuner
+from command import Run
+from factories import make_decision
+from gemmtune.decision import Decision
+from gemmtune.events import Event, ProblemDone, ProblemStarted
+from gemmtune.problem import Problem
+from gemmtune.report import ceilings
+from gemmtune.store import open_store
+from gemmtune.store.base import Store
+from gemmtune.target import Target
+
+
+class StandIn:
+    """Decides every problem with ``outcome``; raises KeyboardInterrupt after ``interrupt_after`` of them."""
+
+    outcome = "winner"
+    interrupt_after = 10**9
+    seen: tuple[Target, tuple[str, ...], float, bool] | None = None
+
+    def __init__(
+        self,
+        target: Target,
+        names: Sequence[str],
+        store: Store,
+        budget: Any,
+        progress: Callable[[Event], None],
+        *,
+        force: bool = False,
+    ) -> None:
+        StandIn.seen = (target, tuple(names), budget.seconds, force)
+        self.target, self.store, self.progress = target, store, progress
+
+    def tune(self, problems: Iterable[tuple[Problem, int]]) -> list[Decision]:
+        pairs, made = list(problems), []
+        for index, (problem, _) in enumerate(pairs):
+            if index >= self.interrupt_after:
+                raise KeyboardInterrupt
+            self.progress(ProblemStarted(index, len(pairs), problem))
+            made.append(make_decision(problem, self.outcome, self.target))
+            self.store.put(self.target, made[-1])
+            self.progress(ProblemDone(index, len(pairs), made[-1], 0.0))
+        return made
+
+
+@pytest.fixture
+def tuner(monkeypatch: pytest.MonkeyPatch) -> type[StandIn]:
+    made = type("Fresh", (StandIn,), {})
+    monkeypatch.setattr(gemmtune.tuner, "Tuner", made)
+    monkeypatch.setattr(ceilings, "ensure", lambda path, target: {})
+    return made
+
+
+def test_shapes_are_tuned_kept_and_shown(run: Run, tuner: type[StandIn], tmp_path: Path, here: Target) -> None:
+    path = tmp_path / "s.db"
+    result = run("tune", "4,64,32", "8x64x32", "--dtype", "fp32", "--budget", "1.5", "--store", path)
+    assert result.code == 0
+    assert "4x64x32 fp32" in result.out
+    assert "8x64x32 fp32" in result.out
+    assert "2.00x [1.96-2.04]" in result.out
+    assert len(list(open_store(path).decisions(here))) == 2
+    assert StandIn.seen == (here, ("aten", "native"), 1.5, False)
+
+
+def test_json_is_one_document(run: Run, tuner: type[StandIn], tmp_path: Path) -> None:
+    result = run("tune", "4,64,32", "--json", "--force", "--backends", "aten", "--store", tmp_path / "s.db")
+    assert result.code == 0
+    assert result.json["interrupted"] is False
+    (row,) = result.json["decisions"]
+    assert row["label"] == "4x64x32 bf16"
+    assert row["speedup"] == pytest.approx(2.0)
+    assert StandIn.seen is not None
+    assert StandIn.seen[1:] == (("aten",), 6.0, True)
+
+
+def test_a_workload_leaves_out_its_empty_problems(run: Run, tuner: type[StandIn], tmp_path: Path) -> None:
+    result = run("tune", "--workload", "odd", "--dtype", "int8", "--json", "--store", tmp_path / "s.db")
+    assert result.code == 0
+    assert not any(row["label"].startswith("0x") for row in result.json["decisions"])
+
+
+def test_ctrl_c_keeps_what_is_finished(run: Run, tuner: type[StandIn], tmp_path: Path, here: Target) -> None:
+    tuner.interrupt_after = 2
+    path = tmp_path / "s.db"
+    result = run("tune", "1,8,8", "2,8,8", "3,8,8", "--store", path)
+    assert result.code == 1
+    assert "2 of 3 problems are decided and kept" in result.err
+    assert len(list(open_store(path).decisions(here))) == 2
+    assert run("tune", "1,8,8", "2,8,8", "3,8,8", "--json", "--store", path).json["interrupted"] is True
+
+
+def test_nothing_valid_is_exit_code_1(run: Run, tuner: type[StandIn], tmp_path: Path) -> None:
+    tuner.outcome = "none_valid"
+    result = run("tune", "1,8,8", "--store", tmp_path / "s.db")
+    assert result.code == 1
+    assert "nothing valid" in result.out
+
+
+def test_only_empty_problems_fail_with_a_reason(run: Run, tuner: type[StandIn], tmp_path: Path) -> None:
+    result = run("tune", "0,8,8", "--store", tmp_path / "s.db")
+    assert result.code == 1
+    assert "nothing to tune" in result.err
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        (),
+        ("1,2",),
+        ("1,2,3", "--dtype", "fp8"),
+        ("1,2,3", "--backends", "cutlas"),
+        ("1,2,3", "--workload", "odd"),
+        ("--workload", "lama"),
+        ("1,2,3", "--threads", "0"),
+        ("1,2,3", "--budget", "-1"),
+        ("no_such_file.py:factory",),
+        ("1,2,3", "--dtype", "int8", "--bias"),
+    ],
+)
+def test_wrong_usage_is_exit_code_2(run: Run, tuner: type[StandIn], args: tuple[str, ...]) -> None:
+    result = run("tune", *args)
+    assert result.code == 2
+    assert result.err.count("\n") < 8
+    assert "Traceback" not in result.err
+
+
+def test_bench_keeps_nothing_and_compares_backends(
+    run: Run, tuner: type[StandIn], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GEMMTUNE_STORE", str(tmp_path / "s.db"))
+    result = run("bench", "4,64,32", "--backends", "native", "--json")
+    assert result.code == 0
+    (row,) = result.json["results"]
+    assert set(row["backends"]) == {"aten", "native"}
+    assert row["backends"]["native"]["median_s"] < row["backends"]["aten"]["median_s"]
+    assert not (tmp_path / "s.db").exists()
+    text = run("bench", "4,64,32").out
+    assert "native" in text
+    assert "4x64x32 bf16" in text
+
+
+MODEL = """
+import torch
+
+def factory(dtype="fp32"):
+    return torch.nn.Linear(32, 48, bias=False), (torch.ones(4, 32),)
+"""
+
+
+def test_a_model_is_recorded_and_really_tuned(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ceilings, "ensure", lambda path, target: {})
+    file, path = tmp_path / "tiny_model_for_tests.py", tmp_path / "s.db"
+    file.write_text(MODEL)
+    result = run("tune", f"{file}:factory", "--backends", "aten", "--budget", "0.5", "--json", "--store", path)
+    assert result.code == 0
+    assert [row["label"] for row in result.json["decisions"]] == ["4x48x32 fp32"]
+    again = run("tune", f"{file}:factory", "--backends", "aten", "--json", "--store", path)
+    assert again.json["from_store"] == 1
+    assert run("explain", 4, 48, 32, "--dtype", "fp32", "--store", path).code == 0

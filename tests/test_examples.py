@@ -1,0 +1,124 @@
+"""The example decoder is a decoder, and the demo's own measuring sticks are straight."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def load(name: str) -> ModuleType:
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+llama = load("llama")
+TINY = llama.Config(dim=64, layers=2, heads=4, kv_heads=2, hidden=96, vocab=128, max_tokens=32)
+
+
+@pytest.mark.parametrize("variant", llama.VARIANTS)
+def test_the_cache_changes_nothing(variant: str) -> None:
+    model = llama.build(variant, TINY)
+    tokens = llama.example_prompt(TINY, 12)
+    with torch.inference_mode():
+        whole = model(tokens)
+        cache = model.new_cache(1)
+        rows = [llama.prefill(model, tokens[:, :8], cache)]
+        rows += [model(tokens[:, at : at + 1], cache, at) for at in range(8, 12)]
+    worst = (torch.cat(rows).float() - whole[0, 7:].float()).abs().max()
+    assert worst <= (1e-5 if variant == "fp32" else 0.06)
+
+
+def test_attention_looks_only_back_and_positions_matter() -> None:
+    model = llama.build("fp32", TINY)
+    tokens = llama.example_prompt(TINY, 8)
+    changed = tokens.clone()
+    changed[0, 5] = (tokens[0, 5] + 1) % TINY.vocab
+    swapped = tokens[:, [1, 0, *range(2, 8)]]
+    with torch.inference_mode():
+        first, second, third = model(tokens), model(changed), model(swapped)
+    assert torch.equal(first[0, :5], second[0, :5])
+    assert not torch.allclose(first[0, 5:], second[0, 5:])
+    assert not torch.allclose(first[0, -1], third[0, -1], atol=1e-4)
+
+
+def test_batches_are_independent_and_decoding_is_greedy() -> None:
+    model = llama.build("fp32", TINY)
+    prompt = llama.example_prompt(TINY, 6)
+    with torch.inference_mode():
+        one, four = model.new_cache(1), model.new_cache(4)
+        alone = llama.decode(model, llama.prefill(model, prompt, one), one, 6, 5)
+        together = llama.decode(model, llama.prefill(model, prompt.expand(4, 6), four), four, 6, 5)
+        assert together.shape == (4, 5)
+        assert torch.equal(together, alone.expand(4, 5))
+        assert int(alone[0, 0]) == int(model(prompt)[0, -1].argmax())
+
+
+def test_int8_weights_follow_the_float_ones() -> None:
+    linear = nn.Linear(64, 32, bias=False)
+    quantised = llama.quantise(linear)
+    assert quantised.weight.dtype == torch.int8
+    assert quantised.weight.shape == (32, 64)
+    restored = quantised.weight.float() * quantised.scales[:, None]
+    assert (restored - linear.weight).abs().max() <= quantised.scales.max() / 2 * 1.01
+    model = llama.build("int8", TINY)
+    assert not any(isinstance(module, nn.Linear) for module in model.modules())
+
+
+def test_factory_gives_prefill_and_decode_calls() -> None:
+    model, calls = llama.factory("bf16", llama.Config(**{**TINY.__dict__, "max_tokens": 96}))
+    with torch.inference_mode():
+        shapes = [tuple(model(*call).shape) for call in calls]
+    assert shapes == [(1, 128), (1, 128), (4, 128)]
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    with pytest.raises(ValueError, match="fp32, bf16, int8"):
+        llama.build("fp8", TINY)
+
+
+def test_weights_are_repeatable_and_logits_sanely_scaled() -> None:
+    first, second = llama.build("bf16", TINY), llama.build("bf16", TINY)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    with torch.inference_mode():
+        assert 0.3 < float(first(llama.example_prompt(TINY, 8)).float().std()) < 3
+
+
+@pytest.fixture
+def demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+    monkeypatch.setenv("GEMMTUNE_STORE", str(tmp_path / "store.db"))
+    return load("demo")
+
+
+def test_the_demos_reference_is_float64(demo: ModuleType) -> None:
+    tokens = llama.example_prompt(TINY, 8)
+    plain, double = llama.build("fp32", TINY), llama.build("fp32", TINY).double()
+    with torch.inference_mode():
+        with demo.Float64():
+            reference = plain(tokens)
+        assert reference.dtype == torch.float64
+        assert (reference - double(tokens)).abs().max() < 1e-12
+        assert 0 < (plain(tokens).double() - reference).abs().max() < 1e-4
+
+
+def test_the_demo_notices_a_wrong_model(demo: ModuleType) -> None:
+    config = llama.Config(**{**TINY.__dict__, "max_tokens": 96})
+    plain, wrong = llama.build("bf16", config), llama.build("bf16", config)
+    with torch.inference_mode():
+        same = demo.compare("bf16", plain, wrong, rounds=1)
+        wrong.head.weight.mul_(1.05)
+        different = demo.compare("bf16", plain, wrong, rounds=1)
+    assert same.ok
+    assert same.same_tokens == same.tokens == demo.DECODE_STEPS + 1
+    assert not different.ok
+    assert set(same.pace) == {"decode", "decode, batch of 4", "prefill of 64"}
