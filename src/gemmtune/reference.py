@@ -224,8 +224,10 @@ def _columns(b: Any, columns: slice, k: int) -> tuple[Tensor, Tensor]:
     scale = _per_row(b.scale, b.quant.group, columns, k)
     if b.zero_point is not None:
         zero = _per_row(b.zero_point, b.quant.group, columns, k)
+    elif b.dtype == "int4":
+        zero = torch.full((1, 1), 8.0, dtype=torch.float64)
     else:
-        zero = torch.full((1, 1), 8.0 if b.dtype == "int4" else 0.0, dtype=torch.float64)
+        return (block := q * scale), block.abs()
     return (q - zero) * scale, (q.abs() + zero.abs()) * scale.abs()
 
 

@@ -1,4 +1,4 @@
-"""The CPU clock: call counts, rotation indices, the garbage collector. What it reads is checked on a clock of its own."""
+"""The CPU clock: call counts, rotation indices, the garbage collector. Most tests move its hands themselves."""
 
 from __future__ import annotations
 

@@ -81,7 +81,8 @@ def test_fp8_spans_its_exponents_and_is_finite(dtype: str) -> None:
 
 def test_int4_weights_have_nibbles_scales_and_zeros() -> None:
     quant = Quant(32, "float32", True)
-    problem = Problem("mixed_mm", 2, 16, 129, Operand("bfloat16"), Operand("int4", Layout("col"), quant=quant), "bfloat16")
+    b = Operand("int4", Layout("col"), quant=quant)
+    problem = Problem("mixed_mm", 2, 16, 129, Operand("bfloat16"), b, "bfloat16")
     weight = make_inputs(problem, 1).b
     assert isinstance(weight, QuantWeight)
     assert weight.data.shape == (65, 16)

@@ -14,63 +14,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..backends.base import QuantWeight
 from ..decision import Verdict
 from ..problem import Problem, bits
-from ..reference import INTEGERS, UNIT, Oracle, error_unit, finish, is_integer, is_large, products, to_integer
-from .inputs import FILLS, Fill, Inputs, make_inputs
+from ..reference import INTEGERS, error_unit, is_integer, to_integer
+from .draws import Draw, prepare
+from .inputs import Inputs
+
+__all__ = ["Draw", "Run", "prepare", "verify"]
 
 Run = Callable[[Inputs, Tensor], None]
-DrawKind = Literal["uniform", "cancel", "denormal", "spike", "nonfinite"]
 
 _GUARD = 4096  # bytes before and after the output; keeps torch's 64-byte alignment
 _PATTERN = 0xA5
 _INT_POISONS = (0x5B, 0xC4)  # two bytes that no element can both keep by chance
 _CHUNK = 1 << 17  # elements compared at a time: stays in L2
 _SIGMAS = 6.0
-
-
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """Operands with the answer: the Oracle's value, and what |out - value| may be, the output's rounding included.
-
-    tolerance: float32, the shape of value; infinite where anything goes.
-    """
-
-    inputs: Inputs
-    value: Tensor
-    tolerance: Tensor
-    kind: DrawKind
-
-
-def prepare(
-    problem: Problem, seed: int, *, fills: Sequence[Fill] | None = None, b: Tensor | QuantWeight | None = None
-) -> tuple[Draw, ...]:
-    """Draw operands and compute their oracles, once for all candidates.
-
-    fills: one draw each; default: a uniform one and an adversarial one (which, the seed decides; with an A that starts
-    off-alignment where the Problem allows it). A float A gets one more draw with a NaN and infinities in at most three
-    rows. A constant B (or the ``b`` given) is shared by all draws; otherwise each has its own, except that the
-    non-finite draw shares the first's. ``cancel`` needs its own B and is not chosen where that is shared.
-    """
-    shared = b
-    draws: list[tuple[Inputs, DrawKind]] = []
-    for i, fill in enumerate(fills or _fills(problem, seed, shared is not None or problem.b.constant)):
-        offset = 1 if i and problem.a.align == 0 else 0
-        inputs = make_inputs(problem, seed + i, fill, b=shared, offset=offset)
-        if problem.b.constant:
-            shared = inputs.b
-        draws.append((inputs, fill))
-    special = _nonfinite(problem, draws[0][0], seed)
-    if special is not None:
-        draws.append((special, "nonfinite"))
-    return _with_oracles(problem, draws)
 
 
 def verify(run: Run, problem: Problem, draws: Sequence[Draw]) -> Verdict:
@@ -101,66 +64,6 @@ def verify(run: Run, problem: Problem, draws: Sequence[Draw]) -> Verdict:
     if worst == 0.0 and problem.out_dtype in INTEGERS:
         return Verdict("exact", repeated, 0.0)
     return Verdict("within_bound", repeated, worst)
-
-
-# --- draws ------------------------------------------------------------------------------------------------------
-
-
-def _fills(problem: Problem, seed: int, shared: bool) -> tuple[Fill, Fill]:
-    adversarial = [f for f in FILLS if f != "uniform" and not (f == "cancel" and shared)]
-    if problem.a.dtype in INTEGERS or bits(problem.a.dtype) == 8:
-        adversarial = ["spike"]
-    return "uniform", adversarial[seed % len(adversarial)]
-
-
-def _nonfinite(problem: Problem, plain: Inputs, seed: int) -> Inputs | None:
-    """The plain draw with a NaN, +inf and -inf in one row each (as rows allow); the last K included."""
-    if problem.a.dtype in INTEGERS or bits(problem.a.dtype) == 8 or min(problem.m, problem.n, problem.k) == 0:
-        return None
-    a = torch.empty_strided(plain.a.shape, plain.a.stride(), dtype=plain.a.dtype)
-    a.copy_(plain.a)
-    rows = list(dict.fromkeys((problem.m // 2, problem.m - 1, 0)))
-    places = (seed % problem.k, problem.k - 1, (seed * 7 + problem.k // 2) % problem.k)
-    for row, place, value in zip(rows, places, (math.nan, math.inf, -math.inf), strict=False):
-        a[..., row, place] = value
-    return replace(plain, a=a)
-
-
-def _with_oracles(problem: Problem, draws: Sequence[tuple[Inputs, DrawKind]]) -> tuple[Draw, ...]:
-    """Oracles of all draws. Those that share a B are stacked, so that B is converted to float64 once.
-
-    Large problems go draw by draw: there the copies of A would cost more memory than converting B costs time.
-    """
-    parts: dict[int, tuple[Tensor, Tensor]] = {}
-    groups: dict[int, list[int]] = {}
-    for i, (inputs, _) in enumerate(draws):
-        groups.setdefault(i if is_large(problem) else id(inputs.b), []).append(i)
-    for members in groups.values():
-        sets = [draws[i][0] for i in members]
-        stacked = torch.cat([one.a for one in sets], dim=-2) if len(sets) > 1 else sets[0].a
-        acc, magnitude = products(problem, stacked, sets[0].b)
-        for place, i in enumerate(members):
-            rows = slice(place * problem.m, (place + 1) * problem.m)
-            parts[i] = (acc[..., rows, :], magnitude[..., rows, :])
-    done = []
-    for i, (operands, kind) in enumerate(draws):
-        oracle = finish(problem, *parts.pop(i), operands.aux)
-        done.append(Draw(operands, oracle.value, _tolerance(problem, oracle), kind))
-    return tuple(done)
-
-
-def _tolerance(problem: Problem, oracle: Oracle) -> Tensor:
-    """float32: the oracle's error, plus the output's rounding when it is a float (half its last place at least).
-
-    Takes the oracle's magnitude over: it is not needed again, and memory is bounded.
-    """
-    allowed = oracle.magnitude.mul_(oracle.unit)
-    if problem.out_dtype in INTEGERS:
-        return allowed
-    info = torch.finfo(getattr(torch, problem.out_dtype))
-    sized = torch.nan_to_num(oracle.value.to(torch.float32, copy=True).abs_(), 0.0, 0.0, 0.0)
-    allowed += sized.mul_(UNIT[problem.out_dtype]).clamp_(min=max(info.smallest_normal * info.eps / 2, 2.0**-149))
-    return allowed.mul_(1.0 + 2.0**-20)  # float32's own roundings
 
 
 # --- running into guarded memory --------------------------------------------------------------------------------
