@@ -27,7 +27,6 @@ from torch import Tensor
 import gemmtune
 from gemmtune.decision import Decision
 from gemmtune.dispatch import choose_packing
-from gemmtune.report.ceilings import read_bandwidth
 from gemmtune.workloads import build
 
 WEIGHTS = ((4096, 4096), (11008, 4096), (4096, 11008))
@@ -38,8 +37,8 @@ FAMILIES = ("int8wo", "int8", "bf16", "fp32", "fp16", "int4wo")
 class Row:
     """One shape: gemmtune's time, each peer's, and gemmtune's speed over each peer round by round (median, quartiles).
 
-    kernel: what served. floor: least time to read the operands at the read bandwidth measured beside it, over
-    gemmtune's time (M = 1 only).
+    kernel: what the Plan says. floor: time of reading the weights (in the same rounds, scaled to all of the problem's
+    traffic) over gemmtune's time, for M = 1; read_gb_s: the rate of that reading.
     """
 
     family: str
@@ -57,24 +56,28 @@ class Row:
     rounds_us: dict[str, list[float]] = field(repr=False)
 
 
-def ours(x: Tensor, w: peers.Weights, layout: str | None) -> Entrant | None:
-    """The public op on weights packed in the Plan's layout; None when the Plan leaves the weight to PyTorch."""
-    if layout is None:
-        return None
-    group = peers.GROUP if w.family == "int4wo" else None
-    packed = [
-        gemmtune.pack(raw, scale=w.scale, zero_point=w.zero, bits=_bits(w), group_size=group, layout=layout)
-        for raw in w.raw
-    ]
+def ours(x: Tensor, w: peers.Weights, layout: str | None) -> Entrant:
+    """The public op, on weights packed in the Plan's layout; on the raw ones when the Plan keeps them as they are."""
+    quant = {"zero_point": w.zero, **_QUANT.get(w.family, {})}
+    if layout is not None:
+        packed: list[Any] = [gemmtune.pack(raw, scale=w.scale, layout=layout, **quant) for raw in w.raw]
+        quant, scale = {}, None
+    else:
+        packed, scale = [raw if w.family in peers.FLOATS else raw.t() for raw in w.raw], w.scale
     if w.family == "int8":
         return Entrant(lambda i: gemmtune.int_mm(x, packed[i]))
     if w.scale is not None:
-        return Entrant(lambda i: gemmtune.mixed_mm(x, packed[i]))
+        return Entrant(lambda i: gemmtune.mixed_mm(x, packed[i], scale, **quant))
     return Entrant(lambda i: gemmtune.linear(x, packed[i]))
 
 
-def _bits(w: peers.Weights) -> int | None:
-    return {"int4wo": 4, "int8wo": 8}.get(w.family)
+_QUANT: dict[str, dict[str, Any]] = {"int8wo": {"bits": 8}, "int4wo": {"bits": 4, "group_size": peers.GROUP}}
+
+
+def reading(w: peers.Weights) -> Entrant:
+    """Reading the same weights in the same rotation, and nothing else: the floor for M = 1."""
+    words = [raw.reshape(-1).view(torch.uint8).view(torch.int64) for raw in w.raw]
+    return Entrant(lambda i: words[i].sum())
 
 
 def tune(family: str, k: int, n: int, ms: Sequence[int], budget: float) -> dict[int, Decision]:
@@ -87,43 +90,38 @@ def tune(family: str, k: int, n: int, ms: Sequence[int], budget: float) -> dict[
 def measure(x: Tensor, w: peers.Weights, decisions: dict[int, Decision], args: argparse.Namespace) -> Row:
     """Race gemmtune and every peer on one shape."""
     m, layout = x.shape[0], choose_packing(list(decisions.values()))
-    entrants = peers.eager(x, w)
-    if args.compile:
-        entrants.update(peers.compiled(x, w))
-    served = ours(x, w, layout)
-    if served is not None:
-        entrants["gemmtune"] = served
-    bandwidth = read_bandwidth(0.3) if m == 1 else None
+    rivals = {**peers.eager(x, w), **(peers.compiled(x, w) if args.compile else {})}
+    entrants = {"gemmtune": ours(x, w, layout), **rivals, **({"read": reading(w)} if m == 1 else {})}
     times = interleave(entrants, sets=len(w.raw), seconds=args.seconds)
     medians = {name: Spread.of(values).median for name, values in times.items()}
-    rivals = [name for name in times if name != "gemmtune"]
+    speedups = {name: ratios(times[name], times["gemmtune"]) for name in rivals}
     best = min(rivals, key=lambda name: medians[name])
-    mine = "gemmtune" if served is not None else best  # the Plan says PyTorch: then PyTorch's best is what serves
-    speedups = {name: ratios(times[name], times[mine]) for name in rivals}
-    problem = decisions[m].problem
-    least = build(m, problem["n"], problem["k"], w.family).min_bytes
+    problem, size = build(m, w.n, w.k, w.family), w.raw[0].numel() * w.raw[0].element_size()
+    floor = None
+    if "read" in times:
+        floor = ratios(times["read"], times["gemmtune"]).median * problem.min_bytes / size
     return Row(
         family=w.family,
         threads=torch.get_num_threads(),
         m=m,
-        n=problem["n"],
-        k=problem["k"],
+        n=w.n,
+        k=w.k,
         kernel=f"{layout or 'raw weight'}: {decisions[m].chosen}",
         best_peer=best,
         speedup=speedups[best].median,
         speedups={name: (spread.median, spread.low, spread.high) for name, spread in speedups.items()},
         median_us={name: value * 1e6 for name, value in medians.items()},
-        floor=least / bandwidth / medians[mine] if bandwidth else None,
-        read_gb_s=bandwidth / 1e9 if bandwidth else None,
+        floor=floor,
+        read_gb_s=size / medians["read"] / 1e9 if "read" in medians else None,
         rounds_us={name: [round(value * 1e6, 2) for value in values] for name, values in times.items()},
     )
 
 
 def show(row: Row) -> None:
     low, high = row.speedups[row.best_peer][1:]
-    mine = row.median_us.get("gemmtune", row.median_us[row.best_peer])
     floor = f"  {row.floor:4.0%} of the read floor at {row.read_gb_s:.1f} GB/s" if row.floor else ""
-    others = "  ".join(f"{name} {value:.0f}" for name, value in row.median_us.items() if name != "gemmtune")
+    others = "  ".join(f"{name} {value:.0f}" for name, value in row.median_us.items() if name in row.speedups)
+    mine = row.median_us["gemmtune"]
     print(
         f"{row.family:<7} {row.threads}t  M {row.m:<4} {row.k:>5}->{row.n:<5}  gemmtune {mine:9.0f} us  {others} us  "
         f"{row.speedup:5.2f}x [{low:.2f}-{high:.2f}] of {row.best_peer}{floor}",
