@@ -23,10 +23,13 @@ class ProblemStarted:
 
 @dataclass(frozen=True, slots=True)
 class CandidateTried:
-    """One candidate was built and checked. left: candidates still to try for this problem."""
+    """One candidate was built, timed and, unless it was too slow to be worth it (verdict None), checked.
+
+    left: candidates still to try for this problem.
+    """
 
     candidate_id: str
-    verdict: Verdict
+    verdict: Verdict | None
     median_s: float | None
     left: int
 

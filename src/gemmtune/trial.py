@@ -6,6 +6,8 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
 from .backends.base import Candidate
 from .decision import Decision, Outcome, Verdict
 from .errors import StoreError, WorkerError
@@ -19,13 +21,14 @@ from .target import Target
 
 log = logging.getLogger("gemmtune")
 
-# Shares of the budget by whose end a phase hands over to the next; the race has the rest.
+# Shares of the budget by whose end a phase hands over to the next; the race has the rest. Making operands and oracle
+# counts for no more than its share: on a busy machine it could eat all that choosing needs.
+OPEN_SHARE = 0.3
 EXPLORE_END, CONFIRM_END = 0.5, 0.75
 LEAST_OTHERS = 4  # candidates besides ATen's that are tried even when ATen's alone took the share for exploring
 
 CLOSE = 1.3  # rough times within this of the best may turn out fastest in a race
 CLOSE_INCUMBENT = 1.5  # ATen's ways are few: a wider net keeps "ATen" honest
-HOPELESS = 3.0
 OFFERED = 5.0  # a packing's fastest candidate is confirmed up to here, for Plans that share one packing over many M
 
 MAX_CONFIRMED, MAX_OTHERS, MAX_INCUMBENTS, MAX_PACKINGS = 6, 8, 4, 4
@@ -64,13 +67,15 @@ class Trial:
 
         Raises WorkerError when the problem cannot be worked on at all.
         """
-        self._started, self._seconds = time.perf_counter(), seconds
+        self._started, self._seconds = (began := time.perf_counter()), seconds
         self._hands.open(self._problem, self._seed)
+        self._started = max(self._started, time.perf_counter() - OPEN_SHARE * seconds)
         stopped = self._explore(limit)
         self._confirm()
         raced = self._race()
         self._note_places(raced)
-        return self._decision(raced.outcome, raced.leader, f"{stopped}; {raced.stopped}", raced.groups)
+        decision = self._decision(raced.outcome, raced.leader, f"{stopped}; {raced.stopped}", raced.groups)
+        return msgspec.structs.replace(decision, seconds=time.perf_counter() - began)
 
     def give_up(self, reason: str) -> Decision:
         """The decision when the problem could not be worked on: none valid, with whatever is known. Not for keeping."""
@@ -111,19 +116,27 @@ class Trial:
         return spent > EXPLORE_END and (self._others >= LEAST_OTHERS or spent > 1.0)
 
     def _attempt(self, candidate: Candidate) -> Row:
-        hopeless = HOPELESS * self._best_s if self._best_s else None
         start = time.perf_counter()
-        result = self._hands.attempt(candidate, self._deadline(), hopeless)
+        result = self._hands.attempt(candidate, self._deadline(), self._worth_s(candidate))
         row = self._ledger[candidate.id]
         row.stage, row.verdict, row.packing = "screened", result.verdict, result.packing
         row.packing_s, row.workspace_bytes, row.times_s = result.packing_s, result.workspace_bytes, result.times_s
         self._others += candidate.backend != INCUMBENT
-        if not result.verdict.ok:
+        if result.verdict is None:
+            row.reason = f"{row.rough_s / self._best_s:.1f}x the best rough time: not worth checking"
+        elif not result.verdict.ok:
             row.times_s = ()
             self._fail(row, result.verdict)
-        else:
+        if row.times_s:
             self._slowest_s = max(self._slowest_s, time.perf_counter() - start)
         return row
+
+    def _worth_s(self, candidate: Candidate) -> float | None:
+        """The rough time beyond which a candidate has no chance in a race; None while there is none to compare with."""
+        if candidate.backend == INCUMBENT:
+            base = self._ledger.best(incumbent=True)
+            return CLOSE_INCUMBENT * base.rough_s if base is not None else None
+        return CLOSE * self._best_s if self._best_s else None
 
     def _deadline(self) -> float | None:
         """Many times what the slowest needed; the worker's own limit until one has worked."""
@@ -139,7 +152,6 @@ class Trial:
             log.debug("a failure is not remembered: %s", error)
 
     def _tell_tried(self, row: Row, left: int) -> None:
-        assert row.verdict is not None  # _attempt has set it
         median_s = row.rough_s if row.times_s else None
         self._progress(CandidateTried(row.id, row.verdict, median_s, left))
         if median_s is not None and (not self._best_s or median_s < self._best_s):

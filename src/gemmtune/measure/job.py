@@ -30,8 +30,8 @@ from .protocol import (
     Request,
     Setup,
 )
-from .timing import Flush, Track, empty_output, packs_each_call, rough_times
-from .verify import Draw, prepare, verify
+from .timing import Flush, Track, packs_each_call, rough_times
+from .verify import Draw, guarded, prepare, verify
 
 Progress = Callable[[Leading], None]
 
@@ -60,7 +60,7 @@ class Desk:
                 self._job = Job(problem, self._need_target(), request.seed)
                 return Ready(operand_bytes(problem))
             case Attempt():
-                return self._need_job().attempt(Candidate.from_dict(request.candidate), request.hopeless_s)
+                return self._need_job().attempt(Candidate.from_dict(request.candidate), request.worth_s)
             case Confirm():
                 return self._need_job().confirm(Candidate.from_dict(request.candidate))
             case Race():
@@ -89,30 +89,21 @@ class Job:
         self._packed: dict[str, Any] = {}
         self._packing_s: dict[str, float] = {}
         self._checked: dict[str, Verdict] = {}
-        self._fastest_s = float("inf")
         self._need_draws()
 
-    def attempt(self, candidate: Candidate, hopeless_s: float | None = None) -> Attempted:
-        """Load, pack, check against the first draw, time a few cold calls.
-
-        A candidate whose fastest call while it was checked took more than ``hopeless_s`` is not timed again.
-        """
+    def attempt(self, candidate: Candidate, worth_s: float | None = None) -> Attempted:
+        """Load, pack, time a few cold calls, check against the first draw unless it is slower than ``worth_s``."""
         kernel, verdict = self._load(candidate)
         if kernel is None:
             return Attempted(verdict)
-        verdict = self._verify(kernel, self._need_draws()[:1])
-        self._checked[candidate.id] = verdict
-        packing_s = self._packing_s.get(kernel.packing or "", 0.0)
-        result = Attempted(verdict, kernel.packing, packing_s, kernel.workspace_bytes)
-        if not verdict.ok:
-            return result
-        if hopeless_s is not None and self._fastest_s > hopeless_s:
-            result.times_s = (self._fastest_s,)
-            return result
         try:
-            result.times_s = rough_times(self._once(kernel), self._need_flush())
+            times_s = rough_times(self._once(kernel), self._need_flush(), worth_s)
         except BaseException as error:
-            result.verdict = blame(error, "running", "crashed")
+            return Attempted(blame(error, "running", "crashed"), kernel.packing)
+        packing_s = self._packing_s.get(kernel.packing or "", 0.0)
+        result = Attempted(None, kernel.packing, packing_s, kernel.workspace_bytes, times_s)
+        if worth_s is None or min(times_s) <= worth_s:
+            result.verdict = self._checked[candidate.id] = self._verify(kernel, self._need_draws()[:1])
         return result
 
     def confirm(self, candidate: Candidate) -> Confirmed:
@@ -167,13 +158,8 @@ class Job:
             return None, blame(error, "loading", "build_failed")
 
     def _verify(self, kernel: Kernel, draws: tuple[Draw, ...]) -> Verdict:
-        self._fastest_s = float("inf")
-
         def run(inputs: Inputs, out: Tensor) -> None:
-            b = self._operand(kernel, inputs.b)
-            start = time.perf_counter()
-            kernel.run(inputs.a, b, inputs.aux, out)
-            self._fastest_s = min(self._fastest_s, time.perf_counter() - start)
+            kernel.run(inputs.a, self._operand(kernel, inputs.b), inputs.aux, out)
 
         try:
             return verify(run, self.problem, draws)
@@ -181,10 +167,10 @@ class Job:
             return blame(error, "running", "crashed")
 
     def _once(self, kernel: Kernel) -> Callable[[], None]:
-        """One call on the first draw, for rough timing."""
+        """One call on the first draw, for rough timing; into guarded memory, since it has not been checked yet."""
         inputs = self._need_draws()[0].inputs
         problem = self.problem
-        out = empty_output(problem)
+        _, out = guarded(problem, inputs.a.device, 0)  # ``out`` is a view: it keeps the guards alive
         if packs_each_call(kernel, problem):
             return lambda: kernel.run(inputs.a, kernel.pack(inputs.b), inputs.aux, out)
         b = self._operand(kernel, inputs.b)

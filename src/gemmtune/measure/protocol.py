@@ -29,10 +29,10 @@ class Open(msgspec.Struct, tag=True, forbid_unknown_fields=True):
 
 
 class Attempt(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """Build, load, pack, check quickly and time roughly. hopeless_s: not worth timing beyond this; None = any is."""
+    """Build, load, pack, time roughly and check quickly. worth_s: slower ones are not worth checking; None: all are."""
 
     candidate: dict[str, Any]
-    hopeless_s: float | None = None
+    worth_s: float | None = None
 
 
 class Confirm(msgspec.Struct, tag=True, forbid_unknown_fields=True):
@@ -56,9 +56,9 @@ class Ready(msgspec.Struct, tag=True, forbid_unknown_fields=True):
 
 
 class Attempted(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """Reply to Attempt. times_s: rough cold times, seconds a call; empty unless the verdict is ok."""
+    """Reply to Attempt. verdict: None when it was too slow to be checked. times_s: rough cold times, seconds a call."""
 
-    verdict: Verdict
+    verdict: Verdict | None
     packing: str | None = None
     packing_s: float = 0.0
     workspace_bytes: int = 0

@@ -27,6 +27,7 @@ _DEFAULT_LLC = 32 << 20
 _SHORT_S = 100e-6  # below this one call is too short for the clock, and its operands too small to be evicted
 _BATCH_S = 300e-6
 _SLOW_S = 0.1
+_STALL_S = 20e-3  # what a busy machine may add to one call
 
 # Worker memory may reach 4x the operands + 500 MB; torch and the interpreter take some 280 MB of it.
 _OPERAND_SHARE = 4
@@ -44,12 +45,17 @@ def empty_output(problem: Problem) -> Tensor:
     return allocate(shape, problem.out, problem.out_dtype)
 
 
-def rough_times(call: Callable[[], None], flush: Callable[[], None]) -> tuple[float, ...]:
+def rough_times(call: Callable[[], None], flush: Callable[[], None], worth_s: float | None = None) -> tuple[float, ...]:
     """Seconds a call, three times (two for slow kernels), with ``flush`` emptying the cache before each.
 
-    Calls too short to be timed alone are timed in batches, on operands that stay in the cache.
+    Calls too short to be timed alone are timed in batches, on operands that stay in the cache. One that is not worth
+    it even warm gives the one time that showed it. The very first call, which sets things up, does not count.
     """
-    warm = min(_timed(call, 1) for _ in range(2))
+    call()
+    warm = _timed(call, 1)
+    if worth_s is not None and warm > 2.0 * worth_s + _STALL_S:
+        return (warm,)
+    warm = min(warm, _timed(call, 1)) if warm < _SLOW_S else warm
     if warm < _SHORT_S:
         calls = math.ceil(_BATCH_S / max(warm, 1e-7))
         return tuple(_timed(call, calls) for _ in range(3))

@@ -81,7 +81,7 @@ class Hands(Protocol):
     def open(self, problem: Problem, seed: int) -> None: ...
 
     def attempt(
-        self, candidate: Candidate, deadline_s: float | None = None, hopeless_s: float | None = None
+        self, candidate: Candidate, deadline_s: float | None = None, worth_s: float | None = None
     ) -> Attempted: ...
 
     def confirm(self, candidate: Candidate, deadline_s: float | None = None) -> Confirmed: ...
@@ -115,10 +115,8 @@ class LocalWorker:
     def open(self, problem: Problem, seed: int) -> None:
         self._desk.answer(Open(problem.to_dict(), seed))
 
-    def attempt(
-        self, candidate: Candidate, deadline_s: float | None = None, hopeless_s: float | None = None
-    ) -> Attempted:
-        return _expect(self._desk.answer(Attempt(candidate.to_dict(), hopeless_s)), Attempted)
+    def attempt(self, candidate: Candidate, deadline_s: float | None = None, worth_s: float | None = None) -> Attempted:
+        return _expect(self._desk.answer(Attempt(candidate.to_dict(), worth_s)), Attempted)
 
     def confirm(self, candidate: Candidate, deadline_s: float | None = None) -> Confirmed:
         return _expect(self._desk.answer(Confirm(candidate.to_dict())), Confirmed)
@@ -177,12 +175,10 @@ class Worker:
         except WorkerLost as loss:
             raise WorkerError(f"the worker was lost while preparing {problem.key}: {loss.verdict.detail}") from loss
 
-    def attempt(
-        self, candidate: Candidate, deadline_s: float | None = None, hopeless_s: float | None = None
-    ) -> Attempted:
+    def attempt(self, candidate: Candidate, deadline_s: float | None = None, worth_s: float | None = None) -> Attempted:
         """See ``job.Job.attempt``. deadline_s: seconds it may take (default: the limits')."""
         try:
-            return self._ask(Attempt(candidate.to_dict(), hopeless_s), deadline_s or self._limits.try_s, Attempted)
+            return self._ask(Attempt(candidate.to_dict(), worth_s), deadline_s or self._limits.try_s, Attempted)
         except WorkerLost as loss:
             return Attempted(loss.verdict)
 

@@ -70,26 +70,39 @@ ACTS: dict[str, Callable[[], None]] = {
 """What a candidate of that kind does before it computes the right answer, if it gets there."""
 
 
+def _in_a_race() -> bool:
+    """Whether the kernel that asks is being called by a race."""
+    return str(sys._getframe(2).f_globals["__name__"]).endswith(".timing")
+
+
 class HostileKernel(Kernel):
-    """Does its ``kind`` of mischief, then the product in float32. ``packed``: honest, and wants a packed weight."""
+    """Does its ``kind`` of mischief, then the product in float32.
+
+    ``late_...`` behaves while it is checked (and is fast: it remembers its answers), and turns bad when it races.
+    ``packed``: honest, wants B packed.
+    """
 
     def __init__(self, problem: Problem, candidate: Candidate) -> None:
         self.problem, self.candidate = problem, candidate
         self.kind = str(candidate["kind"])
         self.packing = PACKING if self.kind == "packed" else None
-        self.calls = 0
+        self.known: dict[int, Tensor] = {}
 
     def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
-        self.calls += 1
-        late = self.kind.startswith("late_")  # behaves while it is checked
         act = ACTS.get(self.kind.removeprefix("late_"))
-        if act is not None and (not late or self.calls > 60):
+        if act is not None and (_in_a_race() or not self.kind.startswith("late_")):
             act()
         if isinstance(b, PackedWeight):
             (b,) = b.data
+        if self.kind.startswith("late_"):
+            if a.data_ptr() not in self.known:
+                self.known[a.data_ptr()] = torch.mm(a, b)
+            out.copy_(self.known[a.data_ptr()])
+            return
+        if self.kind == "wrong":  # and fast: the kind that is worth checking
+            out.zero_()
+            return
         out.copy_(torch.mm(a.float(), b.float()))
-        if self.kind == "wrong":
-            out.mul_(1.01)
 
     def pack(self, b: Any) -> PackedWeight:
         return PackedWeight(PACKING, (b.contiguous(),), self.problem.n, self.problem.k, self.problem.b.dtype)
