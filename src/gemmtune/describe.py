@@ -89,14 +89,14 @@ def _acc(a: str) -> str:
 
 def _bind(bounds: Sequence[fuse.Bound], m: int, n: int, batch: int | None = None) -> tuple[tuple[Step, ...], Any]:
     """Steps with their axes settled, and their tensors."""
-    for bound in bounds:
-        if not isinstance(bound, fuse.Bound):
-            raise TypeError(f"epilogue must hold steps made by gemmtune.fuse; got {type(bound).__name__}")
     pairs = [fuse.resolve(bound, m, n, batch) for bound in bounds]
     return tuple(step for step, _ in pairs), tuple(tensor for _, tensor in pairs if tensor is not None)
 
 
 def _same_devices(op: str, a: Tensor, b: Weight, bounds: Sequence[fuse.Bound]) -> None:
+    for bound in bounds:
+        if not isinstance(bound, fuse.Bound):
+            raise TypeError(f"{op}(): epilogue must hold steps made by gemmtune.fuse; got {type(bound).__name__}")
     if isinstance(b, PackedWeight) and a.device.type not in ("cpu", "meta"):
         raise checks.DtypeError(f"{op}(): the packed weight is on cpu and the input is on {a.device}")
     checks.same_device(op, ("input", a), ("mat2", b), *(("an epilogue tensor", bound.tensor) for bound in bounds))
@@ -243,6 +243,7 @@ def mixed_mm(
         weight = Operand(b.dtype, layout_of(b.data, "col"), constant=constant, quant=b.quant)
         n = b.data.shape[1]
         checks.same_device("mixed_mm", ("mat1", a), ("mat2", b.data), ("scale", b.scale), ("zero_point", b.zero_point))
+    _same_devices("mixed_mm", a, b if isinstance(b, PackedWeight) else b.data, bounds)
     out = checks.out_dtype("mixed_mm", a.dtype if out_dtype is None else out_dtype, checks.FLOATS)
     steps, aux = _bind(bounds, a.shape[0], n)
     left = _a_operand(a, weight.constant)
@@ -306,8 +307,8 @@ def scaled_mm(
     bounds = [_scale("scale_a", scale_a, m, "row", per_column), _scale("scale_b", scale_b, n, "col", per_column)]
     if bias is not None:
         bounds.append(fuse.bias(bias))
-    if scale_result is not None and out in checks.FLOAT8:
-        # As torch._scaled_mm on CPU: the output's scale divides, and only fp8 outputs have one.
+    if scale_result is not None and out_dtype in checks.FLOAT8:
+        # As torch._scaled_mm on CPU (2.13): it divides, and only when an fp8 out_dtype was asked for by name.
         bounds.append(fuse.scale(scale_result.float().reciprocal(), axis="tensor"))
     checks.same_device(op, ("mat1", a), ("mat2", b), *(("a scale or bias", bound.tensor) for bound in bounds))
     return _matrix_call("scaled_mm", a, b, bounds, out, "col", False)

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from .checks import DtypeError, ShapeError
 from .epilogue import Axis, Kind, Step
 
 _CASTS = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -35,7 +36,7 @@ def _bound(kind: Kind, tensor: Tensor, value: float = 1.0, axis: Axis | None = N
     if not isinstance(tensor, Tensor):
         raise TypeError(f"fuse.{kind}(): expected a Tensor; got {type(tensor).__name__}")
     if tensor.is_complex() or tensor.layout != torch.strided:
-        raise TypeError(
+        raise DtypeError(
             f"fuse.{kind}(): complex and sparse tensors cannot be fused; got {tensor.dtype}, {tensor.layout}"
         )
     dtype = str(tensor.dtype).removeprefix("torch.")
@@ -100,7 +101,7 @@ def cast(dtype: torch.dtype) -> Bound:
 def resolve(bound: Bound, m: int, n: int, batch: int | None = None) -> tuple[Step, Tensor | None]:
     """The Step with its axis settled against an output of [M, N] (or [batch, M, N]), and its tensor in that shape.
 
-    Raises ValueError when the tensor does not broadcast to the output.
+    Raises ShapeError when the tensor does not broadcast to the output.
     """
     tensor = bound.tensor
     if tensor is None:
@@ -114,7 +115,7 @@ def resolve(bound: Bound, m: int, n: int, batch: int | None = None) -> tuple[Ste
     if axis == "full":
         return replace(bound.step, axis=axis), _expanded(tensor, full, bound.step.kind)
     if tensor.numel() != count:
-        raise ValueError(
+        raise ShapeError(
             f"fuse.{bound.step.kind}(): a tensor for axis {axis!r} of a {m}x{n} output has {count} element(s); "
             f"got shape {list(tensor.shape)}"
         )
@@ -137,6 +138,6 @@ def _expanded(tensor: Tensor, shape: tuple[int, ...], kind: str) -> Tensor:
     try:
         return flat.expand(shape).contiguous()
     except RuntimeError as error:
-        raise ValueError(
+        raise ShapeError(
             f"fuse.{kind}(): a tensor of shape {list(tensor.shape)} does not broadcast to the output {list(shape)}"
         ) from error

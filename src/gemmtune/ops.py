@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from . import autograd, checks, describe, launch, traced
 from .backends.base import PackedWeight
+from .dispatch.guards import autocasting
 from .dispatch.runtime import RUNTIME, TABLE
 from .fuse import Bound
 
@@ -60,8 +61,10 @@ def _mm(a: Tensor, b: Weight, out_dtype: torch.dtype | None, epilogue: Sequence[
 
 
 def _others(*operands: Tensor) -> bool:
-    """Whether all are of one dtype that PyTorch multiplies and Problems do not know (integers, bool)."""
+    """Whether this is PyTorch's alone: one dtype that Problems do not know (integers, bool), or autocast decides."""
     dtype = operands[0].dtype
+    if autocasting(operands[0].device.type):
+        return True
     return dtype not in checks.FLOATS and all(operand.dtype == dtype for operand in operands)
 
 
@@ -85,10 +88,17 @@ def _entry(
     """What serves operands like a Call's from now on: a kernel, PyTorch's ``function``, or the general path."""
     if RUNTIME.observer is not None:
         return described
-    entry = launch.prepared(call, prepare, grad, described)
-    entry = entry or (function if call.packed is None else described)
+    if call.packed is not None:
+        entry = launch.prepared(call, prepare, grad, described) or described
+    else:
+        entry = launch.prepared(call, prepare, grad, lambda *operands: function(*_given(operands))) or function
     RUNTIME.remember(key, entry)
     return entry
+
+
+def _given(operands: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Operands without an absent last one (bias)."""
+    return operands if operands[-1] is not None else operands[:-1]
 
 
 def _pair(call: describe.Call) -> launch.Prepare:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from . import backends
+from .backends.aten.fusion import addmm_prefix
 from .backends.aten.quantized import dequantize, int8pack, nibbles
 from .backends.aten.steps import apply, dtype_of, finish, wide
 from .backends.base import PackedWeight, QuantWeight
 from .describe import Call
-from .epilogue import Step
 
 # Beyond this many rows converting the weight pays, because _weight_int8pack_mm reuses nothing between rows.
 _INT8PACK_ROWS = 16
@@ -41,25 +41,21 @@ def run(call: Call) -> Tensor:
 
 
 def _floating(call: Call, b: Tensor) -> tuple[Tensor, int]:
-    """The product, with a leading bias fused as addmm does; and how many steps that took."""
+    """The product, with what addmm fuses of the epilogue (one tensor at most); and how many steps that took."""
     problem = call.problem
     if problem.out_dtype not in (problem.a.dtype, *_NARROW):
         width = dtype_of(problem.out_dtype)
         return torch.matmul(call.a.to(width), b.to(width)), 0
     if problem.family == "bmm":
         return torch.bmm(call.a, b), 0
-    if problem.epilogue and _fusible(problem.epilogue[0], problem.a.dtype):
-        step, tensor = problem.epilogue[0], call.aux[0]
-        addend = tensor.unsqueeze(-1) if step.axis == "row" else tensor
-        return torch.addmm(addend, call.a, b, beta=step.value), 1
+    fused = addmm_prefix(problem)
+    if fused.tensors:
+        addend = call.aux[0].unsqueeze(-1) if fused.axis == "row" else call.aux[0]
+        return torch.addmm(addend, call.a, b, beta=fused.beta, alpha=fused.alpha), fused.steps
     return torch.mm(call.a, b), 0
 
 
 _NARROW = ("bfloat16", "float16")
-
-
-def _fusible(step: Step, dtype: str) -> bool:
-    return step.kind in ("bias", "add") and step.dtype == dtype
 
 
 def _narrow(call: Call, b: Tensor) -> Tensor:

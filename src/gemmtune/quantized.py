@@ -166,8 +166,8 @@ def scaled_mm(
 ) -> Tensor:
     """``torch._scaled_mm``: fp8 [M, K] @ fp8 [K, N], times scale_a and scale_b, plus bias [N].
 
-    scales: float32, one element each, or [M, 1] and [1, N]. scale_result divides fp8 outputs (as ATen's CPU op does).
-    out_dtype: default mat1's. use_fast_accum only matters on GPUs. Other devices than the CPU go to
+    scales: float32, one element each, or [M, 1] and [1, N]. scale_result divides the output when an fp8 out_dtype
+    is given (as ATen's CPU op does). out_dtype: default mat1's. use_fast_accum only matters on GPUs. Other devices than the CPU go to
     ``torch._scaled_mm``. Raises TypeError, ShapeError, DtypeError or GradError before anything runs.
     """
     if is_compiling() or (isinstance(mat1, Tensor) and mat1.device.type not in ("cpu", "meta")):

@@ -30,3 +30,8 @@ def special(tensor: Any) -> bool:
     """Not an ordinary dense CPU tensor: a subclass, another device, or values behind a lazy negation."""
     kind = type(tensor)
     return (kind is not Tensor and kind is not Parameter) or not tensor.is_cpu or tensor.is_neg()
+
+
+def autocasting(device_type: str) -> bool:
+    """Whether autocast decides the dtypes of ops on this kind of device."""
+    return _autocast() and torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)

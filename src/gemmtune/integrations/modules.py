@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..backends.base import PackedWeight, QuantWeight
 from ..checks import GradError
+from ..dispatch.guards import autocasting
 from ..errors import PackedWeightError
 from ..ops import linear
 from ..pack import pack, unpack
@@ -44,7 +45,7 @@ class _Packed(nn.Module):
         if self.trainable and torch.is_grad_enabled():
             raise GradError(
                 f"{type(self).__name__} replaced a weight that requires grad, and its packed form has no gradient: "
-                "wrap the call in torch.no_grad() or torch.inference_mode(), or call model.requires_grad_(False) before "
+                "wrap the call in torch.no_grad(), or call model.requires_grad_(False) before "
                 "gemmtune.optimize()"
             )
 
@@ -116,6 +117,9 @@ class Linear(_Packed):
         """``input @ weight.T + bias``, input [.., in_features]. Raises GradError where a gradient is due."""
         if self.training or self.trainable:
             self._inference_only()
+        if autocasting("cpu"):
+            # Autocast chooses dtypes per call; the packed weight has one. Right first: multiply by the raw weight.
+            return linear(input, self.weight, self.bias)
         return linear(input, self.packed, self.bias)
 
     @property

@@ -1,0 +1,71 @@
+"""One layout for all M: the least total time wins, and never against ATen without being sure."""
+
+from __future__ import annotations
+
+from serving import decide, evidence, toy
+
+from gemmtune.backends.base import Candidate
+from gemmtune.dispatch import build_plan, choose_packing, rank_packings
+from gemmtune.workloads import linear_problem
+
+
+def at(m: int, **seconds: float):  # type: ignore[no-untyped-def]
+    """A Decision at one M with a toy kernel per layout (ATen's plain one takes 1 s)."""
+    rows = [evidence(toy("" if layout == "raw" else layout), time, time) for layout, time in seconds.items()]
+    return decide(linear_problem(m, 8, 8, "float32"), *rows)
+
+
+def test_calls_weigh() -> None:
+    decisions = [at(1, plain=0.1, other=0.3), at(64, plain=0.9, other=0.6)]
+    assert choose_packing(decisions) == "toy:other"
+    assert choose_packing(decisions, {1: 1000, 64: 1}) == "toy:plain"
+    assert rank_packings(decisions) == ["toy:other", "toy:plain", None]
+
+
+def test_a_layout_must_serve_every_m_and_be_worth_it() -> None:
+    assert choose_packing([at(1, plain=0.1), at(64, other=0.1)]) is None
+    assert choose_packing([at(1, plain=0.995)]) is None
+    assert choose_packing([at(1, plain=0.98)]) == "toy:plain"
+    assert choose_packing([]) is None
+
+
+def test_a_raw_kernel_competes_with_packed_ones() -> None:
+    assert choose_packing([at(1, plain=0.5, raw=0.4)]) is None
+    assert choose_packing([at(1, plain=0.3, raw=0.4)]) == "toy:plain"
+
+
+def test_wrong_rows_are_never_options() -> None:
+    problem = linear_problem(1, 8, 8, "float32")
+    decision = decide(problem, evidence(toy("plain"), 0.1, ok=False), chosen=toy("plain"))
+    assert choose_packing([decision]) is None
+    plan = build_plan([decision])
+    assert plan is not None
+    assert plan.plain
+
+
+def test_plan_entries() -> None:
+    decisions = [at(64, raw=0.5), at(1, raw=1.5)]
+    plan = build_plan(decisions)
+    assert plan is not None
+    # At M = 1 the raw kernel is slower than ATen: plain PyTorch serves.
+    assert [(entry.m, entry.candidate) for entry in plan.entries] == [(1, None), (64, toy(""))]
+    packed = build_plan([at(1, plain=0.5), at(64, other=0.5)], "toy:plain")
+    assert packed is not None
+    assert [(entry.m, entry.candidate) for entry in packed.entries] == [(1, toy("plain"))]
+    assert build_plan(decisions, "toy:plain") is None
+
+
+def test_a_kernel_not_surely_faster_than_aten_stays_out() -> None:
+    problem = linear_problem(1, 8, 8, "float32")
+    unsure = decide(problem, evidence(toy(""), 0.99, 1.0))
+    plan = build_plan([unsure])
+    assert plan is not None
+    assert plan.plain
+
+
+def test_atens_unusual_forms_serve_as_kernels() -> None:
+    problem = linear_problem(1, 8, 8, "float32")
+    turned = Candidate.make("aten", "mm_t")
+    plan = build_plan([decide(problem, evidence(turned, 0.5), chosen=turned)])
+    assert plan is not None
+    assert plan.entries[0].candidate == turned

@@ -1,0 +1,215 @@
+"""What serves a call: by M, by thread count, by policy; with stores that misbehave."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from serving import RAN, decide, evidence, register, serve, toy
+
+import gemmtune
+from gemmtune import backends
+from gemmtune.decision import Decision
+from gemmtune.dispatch import RUNTIME, current_target, policy
+from gemmtune.dispatch.runtime import TABLE
+from gemmtune.errors import PackedWeightError
+from gemmtune.problem import Problem
+from gemmtune.store import MemoryStore
+from gemmtune.target import Target
+from gemmtune.workloads import linear_problem
+
+W = torch.randn(5, 4)
+
+
+def problem(m: int, constant: bool = False) -> Problem:
+    return linear_problem(m, 5, 4, "float32", constant=constant)
+
+
+@pytest.fixture(autouse=True)
+def toys() -> None:
+    register()
+    RAN.clear()
+
+
+def served(m: int) -> tuple[str, int, int] | None:
+    """Which kernel ran ``linear`` on m rows (None: plain PyTorch), checking the result."""
+    RAN.clear()
+    x = torch.randn(m, 4)
+    torch.testing.assert_close(gemmtune.linear(x, W), torch.nn.functional.linear(x, W))
+    return RAN[-1] if RAN else None
+
+
+def test_m_picks_the_entry(own_store: MemoryStore) -> None:
+    for m, tag in ((1, 1), (16, 2), (64, 3)):
+        serve(own_store, problem(m), evidence(toy("", tag), 0.1), chosen=toy("", tag))
+    picked = [served(m) for m in (1, 3, 8, 30, 40, 1000)]
+    assert [row and (row[0], row[1]) for row in picked] == [
+        (toy("", tag).id, m) for m, tag in ((1, 1), (1, 1), (16, 2), (16, 2), (64, 3), (64, 3))
+    ]
+    assert [row and row[2] for row in picked] == [1, 3, 8, 30, 40, 1000]
+
+
+def test_ties_and_none_valid_are_plain(own_store: MemoryStore) -> None:
+    serve(own_store, problem(1))
+    assert served(1) is None
+    empty = Decision(problem(2).key, problem(2).to_dict(), current_target().key, "none_valid", None, ())
+    own_store.put(current_target(), empty)
+    RUNTIME.refresh()
+    assert served(2) is None
+
+
+def test_the_hot_path_does_not_ask_twice(own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    serve(own_store, problem(3), evidence(toy(), 0.1), chosen=toy())
+    assert served(3)
+    monkeypatch.setattr(RUNTIME, "kernel_for", lambda *_: pytest.fail("looked up again"))
+    assert served(3)
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
+def test_another_thread_count_is_another_target(own_store: MemoryStore) -> None:
+    torch.set_num_threads(1)
+    serve(own_store, problem(3), evidence(toy("", 1), 0.1), chosen=toy("", 1))
+    torch.set_num_threads(2)
+    serve(own_store, problem(3), evidence(toy("", 2), 0.1), chosen=toy("", 2))
+    for count in (1, 2, 1):
+        torch.set_num_threads(count)
+        assert served(3) == (toy("", count).id, 3, 3)
+    torch.set_num_threads(3)
+    assert served(3) is None
+
+
+def test_policy_off_is_plain_and_a_scope(own_store: MemoryStore) -> None:
+    serve(own_store, problem(3), evidence(toy(), 0.1), chosen=toy())
+    with policy("off"):
+        assert served(3) is None
+    assert served(3)
+    with pytest.raises(ValueError, match="one of cached, on-miss, off; got 'never'"):
+        policy("never")  # type: ignore[arg-type]
+
+
+def test_on_miss_asks_once_per_far_m(own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def tune(missing: Problem) -> None:
+        asked.append(missing.m)
+        own_store.put(current_target(), decide(missing, evidence(toy("", missing.m), 0.1), chosen=toy("", missing.m)))
+
+    monkeypatch.setattr(RUNTIME, "miss_hook", tune)
+    assert served(1) is None
+    with policy("on-miss"):
+        rows = [served(m) for m in (1, 4, 5, 19, 1)]
+    assert asked == [1, 5]
+    assert [row and row[1] for row in rows] == [1, 1, 5, 5, 1]
+
+
+def test_a_constant_decision_serves_a_raw_weight_as_it_lies(own_store: MemoryStore) -> None:
+    rows = (evidence(toy("plain"), 0.1), evidence(toy(""), 0.2))
+    serve(own_store, problem(3, constant=True), *rows, chosen=toy("plain"))
+    assert served(3) == (toy("").id, 3, 3)
+
+
+def test_packed_weights(own_store: MemoryStore) -> None:
+    x = torch.randn(3, 4)
+    wanted = torch.nn.functional.linear(x, W)
+    untuned = gemmtune.pack(W, layout="toy:other")
+    torch.testing.assert_close(gemmtune.linear(x, untuned), wanted)
+    assert RAN[-1][0] == toy("other").id
+    rows = (evidence(toy("plain"), 0.1), evidence(toy("other", 7), 0.5))
+    serve(own_store, problem(3, constant=True), *rows, chosen=toy("plain"))
+    assert gemmtune.pack(W, m=3).layout == "toy:plain"
+    torch.testing.assert_close(gemmtune.linear(x, untuned), wanted)
+    assert RAN[-1][0] == toy("other", 7).id
+    with policy("off"):
+        torch.testing.assert_close(gemmtune.linear(x.t().contiguous().t(), untuned), wanted)
+
+
+def test_packed_for_elsewhere_is_refused_before_anything_runs() -> None:
+    from dataclasses import replace
+
+    packed = gemmtune.pack(W, layout="toy:plain")
+    RAN.clear()
+    with pytest.raises(PackedWeightError, match="cannot run here: it was packed for amx"):
+        gemmtune.linear(torch.randn(3, 4), replace(packed, machine="amx"))
+    with pytest.raises(PackedWeightError, match="no kernel here takes a weight packed as 'toy:unheard'"):
+        gemmtune.linear(torch.randn(3, 4), replace(packed, layout="toy:unheard"))
+    with pytest.raises(PackedWeightError, match="the packed weight has K = 4, and the input has K = 6"):
+        gemmtune.linear(torch.randn(3, 6), packed)
+    with pytest.raises(PackedWeightError, match="holds float32; this call needs bfloat16"):
+        gemmtune.linear(torch.randn(3, 4).bfloat16(), packed)
+    assert RAN == []
+
+
+class BrokenStore(MemoryStore):
+    """Every read fails."""
+
+    def decisions(self, target: Target | None = None) -> Iterator[Decision]:
+        raise OSError("the disk is gone")
+
+
+def test_an_unreadable_store_warns_once_and_aten_serves(caplog: pytest.LogCaptureFixture) -> None:
+    RUNTIME.refresh(BrokenStore())
+    with caplog.at_level(logging.WARNING, logger="gemmtune"):
+        assert served(3) is None
+        RUNTIME.refresh()
+        assert served(3) is None
+    assert [record.message for record in caplog.records] == [
+        "the store cannot be read (the disk is gone); PyTorch's own kernels serve"
+    ]
+
+
+def test_a_malformed_decision_is_a_miss(own_store: MemoryStore, caplog: pytest.LogCaptureFixture) -> None:
+    good = decide(problem(3), evidence(toy(), 0.1), chosen=toy())
+    bad = Decision("x", {"family": "mm"}, good.target_key, "tie", None, ())
+
+    class Mixed(MemoryStore):
+        def decisions(self, target: Target | None = None) -> Iterator[Decision]:
+            yield from (bad, good)
+
+    RUNTIME.refresh(Mixed())
+    assert served(3)
+    assert "malformed" in caplog.text
+
+
+def test_a_kernel_that_cannot_load_is_plain(own_store: MemoryStore, caplog: pytest.LogCaptureFixture) -> None:
+    gone = backends.base.Candidate.make("aten", "gone")
+    serve(own_store, problem(3), evidence(gone, 0.1), chosen=gone)
+    assert served(3) is None
+    assert "aten/gone cannot be loaded" in caplog.text
+
+
+def test_the_table_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gemmtune.dispatch.runtime._LIMIT", 4)
+    for m in range(1, 9):
+        assert served(m) is None
+    assert len(TABLE) == 4
+
+
+def test_many_threads_at_first_sight(own_store: MemoryStore) -> None:
+    serve(own_store, problem(3), evidence(toy(), 0.1), chosen=toy())
+    x = torch.randn(3, 4)
+    wanted = torch.nn.functional.linear(x, W)
+    results: list[bool] = []
+
+    def work() -> None:
+        for m in range(200):
+            results.append(torch.allclose(gemmtune.linear(x[: 1 + m % 3], W), wanted[: 1 + m % 3], atol=1e-5))
+            if m % 50 == 0:
+                gemmtune.refresh()
+
+    crowd = [threading.Thread(target=work) for _ in range(8)]
+    for one in crowd:
+        one.start()
+    for one in crowd:
+        one.join()
+    assert len(results) == 1600
+    assert all(results)

@@ -1,0 +1,70 @@
+"""The public API is a promise: a name that appears or goes is a decision, made here."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from types import FunctionType
+
+import pytest
+
+import gemmtune
+
+NAMES = [
+    "GemmtuneError", "Handle", "KernelError", "PackedWeight", "PackedWeightError", "Recording", "StoreError",
+    "UnsupportedError", "WeightOnly", "WorkerError", "addmm", "bmm", "current_target", "fuse", "int_mm", "linear",
+    "mixed_mm", "mm", "nn", "optimize", "pack", "policy", "record", "refresh", "register_weight_only", "scaled_mm",
+    "tune", "unpack",
+]  # fmt: skip
+
+SIGNATURES = {
+    "mm": "input mat2 out_dtype epilogue out",
+    "addmm": "input mat1 mat2 beta alpha out",
+    "bmm": "input mat2 out",
+    "linear": "input weight bias epilogue out",
+    "int_mm": "self mat2 out_dtype epilogue out",
+    "mixed_mm": "mat1 mat2 scale zero_point bits group_size bias out_dtype epilogue out",
+    "scaled_mm": "mat1 mat2 scale_a scale_b bias scale_result out_dtype use_fast_accum",
+    "pack": "weight scale zero_point bits group_size m layout",
+    "tune": "model_or_problems example_inputs budget store backends progress force",
+    "optimize": "model example_inputs tune memory budget store backends progress",
+}
+
+
+def test_the_public_names_are_these() -> None:
+    assert sorted(gemmtune.__all__) == sorted(NAMES)
+    assert all(getattr(gemmtune, name) is not None for name in NAMES)
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures_keep_pytorchs_order(name: str) -> None:
+    assert " ".join(inspect.signature(getattr(gemmtune, name)).parameters) == SIGNATURES[name]
+
+
+def _own(value: FunctionType) -> bool:
+    return value.__module__ == "gemmtune.fuse" and not value.__name__.startswith("_")
+
+
+def test_fuse_constructors() -> None:
+    made = [name for name, value in vars(gemmtune.fuse).items() if inspect.isfunction(value) and _own(value)]
+    assert sorted(made) == sorted(
+        ["bias", "add", "mul", "scale", "relu", "gelu", "silu", "clamp", "cast", "resolve"]
+    )  # fmt: skip
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'matmul'"):
+        gemmtune.matmul  # noqa: B018
+
+
+def test_importing_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, gemmtune; "
+        "heavy = ('triton', 'cutlass', 'sklearn', 'plotly', 'rich', 'typer', 'sqlite3', 'gemmtune.tuner', "
+        "'gemmtune.measure', 'gemmtune.search', 'gemmtune.report', 'torch._dynamo'); "
+        "print([name for name in heavy if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+    assert done.stderr == ""

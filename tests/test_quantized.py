@@ -1,0 +1,165 @@
+"""int_mm, mixed_mm and scaled_mm against exact or float64 arithmetic, and their errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from serving import RAN, evidence, register, serve, toy
+from torch import Tensor
+
+import gemmtune
+from gemmtune import fuse
+from gemmtune.checks import DtypeError, GradError, ShapeError
+from gemmtune.errors import PackedWeightError
+from gemmtune.store import MemoryStore
+from gemmtune.workloads import int_problem
+
+
+def bytes_of(*shape: int, dtype: torch.dtype = torch.int8) -> Tensor:
+    info = torch.iinfo(dtype)
+    return torch.randint(info.min, info.max + 1, shape, dtype=dtype)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 9), st.integers(0, 40), st.integers(0, 9), st.sampled_from((torch.int8, torch.uint8)), st.booleans())
+def test_int_mm_is_exact(m: int, k: int, n: int, dtype: torch.dtype, turned: bool) -> None:
+    a, b = bytes_of(m, k, dtype=dtype), bytes_of(n, k).t() if turned else bytes_of(k, n)
+    got = gemmtune.int_mm(a, b)
+    assert got.dtype == torch.int32
+    assert torch.equal(got.long(), a.long() @ b.long())
+
+
+def test_int_mm_requantises_with_one_rounding() -> None:
+    a, b = bytes_of(3, 32), bytes_of(32, 5)
+    scale, bias = torch.rand(5) * 0.01, torch.randn(5)
+    got = gemmtune.int_mm(a, b, out_dtype=torch.int8, epilogue=[fuse.scale(scale, axis="col"), fuse.bias(bias)])
+    exact = (a.double() @ b.double()) * scale.double() + bias.double()
+    assert got.dtype == torch.int8
+    assert (got.double() - exact.clamp(-128, 127)).abs().max() <= 0.5 + 1e-3
+
+
+def test_an_integer_bias_stays_exact() -> None:
+    a, b = torch.full((2, 2048), 127, dtype=torch.int8), torch.full((2048, 3), 127, dtype=torch.int8)
+    bias = torch.tensor([1, 2, 3], dtype=torch.int32)
+    assert gemmtune.int_mm(a, b, epilogue=[fuse.bias(bias)])[0].tolist() == [127 * 127 * 2048 + i for i in (1, 2, 3)]
+
+
+def int4(k: int, n: int) -> tuple[Tensor, Tensor]:
+    """The values 0..15 [K, N], and the same two to a byte [ceil(K / 2), N], low nibble first."""
+    values = torch.randint(0, 16, (k, n))
+    padded = torch.cat((values, torch.zeros(k % 2, n, dtype=torch.int64)))
+    return values, (padded[0::2] + 16 * padded[1::2]).to(torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("m", [1, 3, 20])
+@pytest.mark.parametrize("k", [32, 37])
+@pytest.mark.parametrize("zero", [None, "float", "int"])
+@pytest.mark.parametrize("group", [None, 16])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_mixed_mm(bits: int, group: int | None, zero: str | None, k: int, m: int, dtype: torch.dtype) -> None:
+    n = 6
+    x = torch.randn(m, k).to(dtype)
+    values, data = int4(k, n) if bits == 4 else (bytes_of(k, n), torch.empty(0))
+    data = values.to(torch.int8) if bits == 8 else data
+    shape = (n,) if group is None else (-(-k // group), n)
+    scale = (torch.rand(shape) * 0.02).to(dtype)
+    zeros = {None: None, "float": torch.randn(shape).to(dtype), "int": torch.randint(-3, 4, shape)}[zero]
+    offset = 8.0 if bits == 4 and zeros is None else (0.0 if zeros is None else zeros.double())
+    spread = (lambda t: t) if group is None else (lambda t: t.repeat_interleave(group, 0)[:k])
+    offset = spread(offset) if isinstance(offset, Tensor) else offset
+    wanted = x.double() @ ((values.double() - offset) * spread(scale.double()))
+    got = gemmtune.mixed_mm(x, data, scale, zeros, bits=bits, group_size=group)
+    assert got.dtype == dtype
+    tolerance = 1e-4 if dtype == torch.float32 else 3e-2
+    assert (got.double() - wanted).norm() <= tolerance * wanted.norm()
+
+
+def test_mixed_mm_takes_odd_addresses() -> None:
+    """ATen's own int8 kernel faults on these."""
+    x = torch.randn(4 * 64 + 1).bfloat16()[1:].view(4, 64)
+    w = bytes_of(8 * 64 + 3)[3:].view(8, 64)
+    scale = torch.rand(8).bfloat16()
+    wanted = (x.double() @ w.t().double()) * scale.double()
+    got = gemmtune.mixed_mm(x, w.t(), scale)
+    assert (got.double() - wanted).norm() <= 1e-2 * wanted.norm()
+
+
+def test_packed_operands_serve_all_three_kinds(own_store: MemoryStore) -> None:
+    register()
+    a, w = bytes_of(4, 16), bytes_of(5, 16)
+    serve(own_store, int_problem(4, 5, 16), evidence(toy("plain"), 0.1), chosen=toy("plain"))
+    packed = gemmtune.pack(w, m=4)
+    assert packed.layout == "toy:plain"
+    assert torch.equal(gemmtune.int_mm(a, packed), torch._int_mm(a, w.t()))
+    assert RAN[-1] == (toy("plain").id, 4, 4)
+    x, scale = torch.randn(3, 16).bfloat16(), torch.rand(5).bfloat16()
+    quant = gemmtune.pack(w, scale=scale, layout="toy:plain")
+    bias = torch.randn(5).bfloat16()
+    wanted = (x.double() @ w.t().double()) * scale.double() + bias.double()
+    for _ in range(2):
+        got = gemmtune.mixed_mm(x, quant, bias=bias)
+        assert (got.double() - wanted).norm() <= 1e-2 * wanted.norm()
+    got = gemmtune.mixed_mm(x, quant, bias=bias, out_dtype=torch.float32, epilogue=[fuse.relu()])
+    torch.testing.assert_close(got.double(), wanted.relu(), rtol=1e-5, atol=1e-5)
+    assert gemmtune.mixed_mm(x[:0], quant).shape == (0, 5)
+
+
+E4M3 = torch.float8_e4m3fn
+
+
+def test_scaled_mm_is_torchs() -> None:
+    a, b = torch.randn(4, 16).to(E4M3), torch.randn(32, 16).to(E4M3).t()
+    one = torch.tensor(0.5)
+    rows, cols = torch.rand(4, 1) + 0.5, torch.rand(1, 32) + 0.5
+    bias = torch.randn(32).bfloat16()
+    for scale_a, scale_b in ((one, one), (rows, cols)):
+        for extra in ({}, {"bias": bias}):
+            wanted = torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=torch.bfloat16, **extra)
+            got = gemmtune.scaled_mm(a, b, scale_a, scale_b, out_dtype=torch.bfloat16, **extra)
+            torch.testing.assert_close(got, wanted, rtol=1e-2, atol=1e-2)
+    for dtype in (None, E4M3):
+        result = gemmtune.scaled_mm(a, b, one, one, scale_result=torch.tensor(4.0), out_dtype=dtype)
+        wanted = torch._scaled_mm(a, b, one, one, scale_result=torch.tensor(4.0), out_dtype=dtype)
+        assert result.dtype == wanted.dtype == E4M3
+        torch.testing.assert_close(result.float(), wanted.float(), rtol=0.13, atol=0.01)
+    mixed = gemmtune.scaled_mm(a, b, rows, one, out_dtype=torch.float32)
+    torch.testing.assert_close(mixed, (a.float() @ b.float()) * rows * one)
+
+
+X, W8, S = torch.ones(2, 8), torch.ones(8, 3, dtype=torch.int8), torch.ones(3)
+ERRORS: list[tuple[Any, type[Exception], str]] = [
+    (lambda: gemmtune.int_mm(X, W8), DtypeError, "self's dtype to be one of int8, uint8; got float32"),
+    (lambda: gemmtune.int_mm(W8.t(), X.t()), DtypeError, "mat2's dtype"),
+    (lambda: gemmtune.int_mm(W8, W8), ShapeError, "8x3 and 8x3"),
+    (lambda: gemmtune.int_mm([1], W8), TypeError, "must be Tensor, not list"),
+    (lambda: gemmtune.mixed_mm(X, W8), TypeError, "missing argument 'scale'"),
+    (lambda: gemmtune.mixed_mm(X, W8, torch.ones(4)), ShapeError, r"scale of shape \[3\]; got \[4\]"),
+    (lambda: gemmtune.mixed_mm(X, W8, S, group_size=4), ShapeError, r"scale of shape \[2, 3\]"),
+    (lambda: gemmtune.mixed_mm(X, W8, S, group_size=0), ValueError, "group_size"),
+    (lambda: gemmtune.mixed_mm(X, W8, S, bits=3), ValueError, "bits must be 8 or 4"),
+    (lambda: gemmtune.mixed_mm(X, W8, S, bits=4), DtypeError, r"\(bits=4\) to be one of uint8"),
+    (lambda: gemmtune.mixed_mm(X, W8.view(torch.uint8), S, bits=4), ShapeError, "holds K = 16"),
+    (lambda: gemmtune.mixed_mm(X, W8, S.int()), DtypeError, "scale's dtype"),
+    (lambda: gemmtune.mixed_mm(X, W8, S, S.double()), DtypeError, "zero_point"),
+    (lambda: gemmtune.mixed_mm(X, W8, S, bias=torch.ones(2)), ShapeError, "axis 'col'"),
+    (lambda: gemmtune.mixed_mm(X.requires_grad_(), W8, S), GradError, "no gradient"),
+    (lambda: gemmtune.mixed_mm(X.int(), W8, S), DtypeError, "mat1's dtype"),
+    (lambda: gemmtune.mixed_mm(X, gemmtune.pack(W8.t().contiguous(), layout="aten:row")), PackedWeightError, "plain"),
+    (lambda: gemmtune.scaled_mm(X, X.t(), S[:1], S[:1]), DtypeError, "float8"),
+    (
+        lambda: gemmtune.scaled_mm(X.detach().to(E4M3), X.detach().t().to(E4M3), torch.ones(3), torch.ones(1)),
+        ShapeError,
+        "scale_a with 1 or 2 elements",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "text"), ERRORS, ids=[text for _, _, text in ERRORS])
+def test_errors(call: Any, kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=text):
+        call()
