@@ -25,6 +25,7 @@ log = logging.getLogger("gemmtune")
 # counts for no more than its share: on a busy machine it could eat all that choosing needs.
 OPEN_SHARE = 0.3
 EXPLORE_END, CONFIRM_END = 0.5, 0.75
+OVERDRAWN = 1.5
 LEAST_OTHERS = 4  # candidates besides ATen's that are tried even when ATen's alone took the share for exploring
 
 CLOSE = 1.3  # rough times within this of the best may turn out fastest in a race
@@ -109,11 +110,11 @@ class Trial:
         return [candidate for candidate in self._candidates if candidate.id not in failures]
 
     def _must_stop(self, candidate: Candidate) -> bool:
-        """ATen's are all tried, unless the whole budget is gone and one works; some others in any case."""
+        """ATen's are all tried, and some others in any case, unless that takes far more than the budget."""
         spent = self._spent()
         if candidate.backend == INCUMBENT:
-            return spent > 1.0 and self._ledger.best(incumbent=True) is not None
-        return spent > EXPLORE_END and (self._others >= LEAST_OTHERS or spent > 1.0)
+            return spent > OVERDRAWN and self._ledger.best(incumbent=True) is not None
+        return spent > EXPLORE_END and (self._others >= LEAST_OTHERS or spent > OVERDRAWN)
 
     def _attempt(self, candidate: Candidate) -> Row:
         start = time.perf_counter()

@@ -227,9 +227,10 @@ def writer(path: Path, first: int, count: int) -> subprocess.Popen[str]:
 def test_two_processes_write_and_one_is_killed(path: Path, store: SqliteStore) -> None:
     steady, doomed = writer(path, 0, 30), writer(path, 1000, 100_000)
     assert doomed.stdout is not None
-    acknowledged = [int(doomed.stdout.readline()) for _ in range(5)]
-    doomed.send_signal(signal.SIGKILL)
-    acknowledged += [int(line) for line in doomed.stdout.read().splitlines()]
+    with doomed.stdout as lines:
+        acknowledged = [int(lines.readline()) for _ in range(5)]
+        doomed.send_signal(signal.SIGKILL)
+        acknowledged += [int(line) for line in lines]
     doomed.wait()
     out, _ = steady.communicate(timeout=60)
     assert steady.returncode == 0

@@ -96,6 +96,7 @@ class Job:
         kernel, verdict = self._load(candidate)
         if kernel is None:
             return Attempted(verdict)
+        self._drop_packed(kernel)
         try:
             times_s = rough_times(self._once(kernel), self._need_flush(), worth_s)
         except BaseException as error:
@@ -111,6 +112,7 @@ class Job:
         kernel, verdict = self._load(candidate)
         if kernel is None:
             return Confirmed(verdict)
+        self._drop_packed(kernel)
         draws, first = self._need_draws(), self._checked.get(candidate.id)
         if first is None or len(draws) == 1:
             return Confirmed(self._verify(kernel, draws))
@@ -166,6 +168,10 @@ class Job:
         except BaseException as error:
             return blame(error, "running", "crashed")
 
+    def _drop_packed(self, kernel: Kernel) -> None:
+        """Let go of B in other layouts than this kernel's, before it takes memory of its own."""
+        self._packed = {layout: b for layout, b in self._packed.items() if layout == kernel.packing}
+
     def _once(self, kernel: Kernel) -> Callable[[], None]:
         """One call on the first draw, for rough timing; into guarded memory, since it has not been checked yet."""
         inputs = self._need_draws()[0].inputs
@@ -177,13 +183,12 @@ class Job:
         return lambda: kernel.run(inputs.a, b, inputs.aux, out)
 
     def _operand(self, kernel: Kernel, b: Any) -> Any:
-        """B as the kernel wants it. A constant B is packed once for each layout; only the last layout is kept."""
+        """B as the kernel wants it. A constant B is packed once for candidates of one layout in a row."""
         if kernel.packing is None:
             return b
         if packs_each_call(kernel, self.problem):
             return kernel.pack(b)
         if kernel.packing not in self._packed:
-            self._packed.clear()
             start = time.perf_counter()
             self._packed[kernel.packing] = kernel.pack(b)
             self._packing_s[kernel.packing] = time.perf_counter() - start

@@ -26,7 +26,7 @@ INCUMBENT = "aten"
 _DEFAULT_LLC = 32 << 20
 _SHORT_S = 100e-6  # below this one call is too short for the clock, and its operands too small to be evicted
 _BATCH_S = 300e-6
-_SLOW_S = 0.1
+_SLOW_S = 50e-3
 _STALL_S = 20e-3  # what a busy machine may add to one call
 
 # Worker memory may reach 4x the operands + 500 MB; torch and the interpreter take some 280 MB of it.
@@ -46,21 +46,24 @@ def empty_output(problem: Problem) -> Tensor:
 
 
 def rough_times(call: Callable[[], None], flush: Callable[[], None], worth_s: float | None = None) -> tuple[float, ...]:
-    """Seconds a call, three times (two for slow kernels), with ``flush`` emptying the cache before each.
+    """Seconds a call, three times, with ``flush`` emptying the cache before each.
 
-    Calls too short to be timed alone are timed in batches, on operands that stay in the cache. One that is not worth
-    it even warm gives the one time that showed it. The very first call, which sets things up, does not count.
+    Calls too short to be timed alone are timed in batches, on operands that stay in the cache. Slow ones are timed
+    twice (their operands are large, or their time is not the memory's), and one that is not worth it even warm gives
+    the one time that showed it. The very first call, which sets things up, does not count.
     """
     call()
     warm = _timed(call, 1)
     if worth_s is not None and warm > 2.0 * worth_s + _STALL_S:
         return (warm,)
-    warm = min(warm, _timed(call, 1)) if warm < _SLOW_S else warm
+    if warm > _SLOW_S:
+        return (warm, _timed(call, 1))
+    warm = min(warm, _timed(call, 1))
     if warm < _SHORT_S:
         calls = math.ceil(_BATCH_S / max(warm, 1e-7))
         return tuple(_timed(call, calls) for _ in range(3))
     times = []
-    for _ in range(2 if warm > _SLOW_S else 3):
+    for _ in range(3):
         flush()
         times.append(_timed(call, 1))
     return tuple(times)
@@ -74,11 +77,12 @@ def _timed(call: Callable[[], None], calls: int) -> float:
 
 
 class Flush:
-    """Empties the last-level cache by reading twice as much memory; does nothing for operands that do so themselves."""
+    """Empties the last-level cache by reading a quarter more memory; nothing to do for operands twice the cache."""
 
     def __init__(self, problem: Problem, target: Target) -> None:
-        size = 2 * last_level_cache(target)
-        self._memory = torch.ones(size // 4, dtype=torch.int32) if operand_bytes(problem) < size else None
+        size = last_level_cache(target)
+        needed = operand_bytes(problem) < 2 * size
+        self._memory = torch.ones((size + size // 4) // 4, dtype=torch.int32) if needed else None
 
     def __call__(self) -> None:
         if self._memory is not None:

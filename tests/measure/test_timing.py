@@ -1,0 +1,142 @@
+"""Rough timing and the set-up of a race: what is called how often, on which copies, within which memory."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from gemmtune.backends.base import Candidate, Kernel, PackedWeight
+from gemmtune.measure import timing
+from gemmtune.measure.protocol import Leading
+from gemmtune.measure.timing import Track, last_level_cache, rough_times
+from gemmtune.problem import Layout, Operand, Problem
+from gemmtune.target import Target
+
+MB = 1 << 20
+TARGET = Target("cpu", "small cache", "x86_64", caches=(32 << 10, 1 << 18, 1 << 20), threads=1)
+PROBLEM = Problem("mm", 2, 256, 1024, Operand("float32"), Operand("float32", Layout("col"), constant=True), "float32")
+
+
+class Recorder(Kernel):
+    """Notes which B it was called with."""
+
+    def __init__(self, name: str, packing: str | None, size: int = 0, backend: str = "x") -> None:
+        self.candidate, self.problem, self.packing = Candidate.make(backend, name), PROBLEM, packing
+        self.size = size
+        self.seen: list[int] = []
+
+    def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
+        data = b.data[0] if isinstance(b, PackedWeight) else b
+        self.seen.append(data.data_ptr())
+
+    def pack(self, b: Any) -> PackedWeight:
+        data = b.new_empty(self.size // 4) if self.size else b.clone()
+        return PackedWeight(str(self.packing), (data,), PROBLEM.n, PROBLEM.k, "float32")
+
+
+def track(*kernels: Recorder, problem: Problem = PROBLEM) -> Track:
+    return Track({kernel.candidate.id: kernel for kernel in kernels}, problem, TARGET, 0, None)
+
+
+def test_a_short_call_is_timed_in_batches_and_never_flushed() -> None:
+    calls = []
+    times = rough_times(lambda: calls.append(1), lambda: pytest.fail("flushed"))
+    assert len(times) == 3
+    assert len(calls) > 100
+
+
+def test_a_longer_call_is_flushed_before_each_timing() -> None:
+    flushes = []
+    assert len(rough_times(lambda: time.sleep(1e-3), lambda: flushes.append(1))) == 3
+    assert len(flushes) == 3
+
+
+def test_a_slow_call_is_made_three_times_in_all() -> None:
+    calls = []
+
+    def call() -> None:
+        calls.append(1)
+        time.sleep(0.06)
+
+    times = rough_times(call, lambda: pytest.fail("flushed"))
+    assert len(times) == 2
+    assert len(calls) == 3
+    assert min(times) >= 0.06
+
+
+def test_a_hopeless_call_is_made_twice() -> None:
+    calls = []
+
+    def call() -> None:
+        calls.append(1)
+        time.sleep(0.03)
+
+    assert len(rough_times(call, lambda: None, worth_s=1e-3)) == 1
+    assert len(calls) == 2
+
+
+def test_the_last_level_cache() -> None:
+    assert last_level_cache(TARGET) == MB
+    assert last_level_cache(Target("cpu", "x", "y", caches=(1, 2, 0))) == 2
+    assert last_level_cache(Target("cpu", "x", "y")) == 32 * MB
+
+
+def test_kernels_of_one_layout_take_its_copies_in_turn() -> None:
+    first, second = Recorder("a", "p"), Recorder("b", "p")
+    laid = track(first, second)
+    for _ in range(4):
+        for entrant in laid._entrants:
+            entrant.run(0)
+    together = [pointer for pair in zip(first.seen, second.seen, strict=True) for pointer in pair]
+    copies = len(set(together))
+    assert copies == 2  # one MB each, twice the cache
+    assert all(x != y for x, y in itertools.pairwise(together))
+
+
+def test_raw_and_packed_kernels_have_their_own() -> None:
+    raw, packed = Recorder("raw", None), Recorder("packed", "p")
+    laid = track(raw, packed)
+    for entrant in laid._entrants:
+        entrant.run(0)
+    assert raw.seen[0] != packed.seen[0]
+    assert [entrant.group for entrant in laid._entrants] == ["", "p"]
+
+
+def test_packing_counts_for_an_operand_that_is_not_constant() -> None:
+    problem = Problem("mm", 2, 256, 1024, Operand("float32"), Operand("float32", Layout("col")), "float32")
+    packs = []
+
+    class Packing(Recorder):
+        def pack(self, b: Any) -> PackedWeight:
+            packs.append(1)
+            return super().pack(b)
+
+    laid = track(Packing("p", "p"), problem=problem)
+    assert packs == []
+    for _ in range(3):
+        laid._entrants[0].run(0)
+    assert len(packs) == 3
+
+
+def test_layouts_beyond_the_memory_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "_FIXED_BYTES", 8 * MB)
+    kernels = [Recorder(name, name, 4 * MB) for name in "abcdef"]
+    laid = track(*kernels, Recorder("raw", None))
+    raced = {entrant.id for entrant in laid._entrants}
+    assert kernels[0].candidate.id in raced
+    assert kernels[-1].candidate.id in laid.left_out
+    assert "x/raw" in raced
+    seen: list[Leading] = []
+    result = laid.race(0.05, 0, seen.append)
+    assert {place.id for place in result.placed} == {k.candidate.id for k in kernels} | {"x/raw"}
+    left_out = {place.id: place.reason for place in result.placed if place.sample is None}
+    assert "no memory" in left_out[kernels[-1].candidate.id]
+
+
+def test_nothing_to_race() -> None:
+    assert track().race(0.1, 0, lambda _: None).outcome == "none_valid"
