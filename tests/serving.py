@@ -11,7 +11,16 @@ from gemmtune import backends
 from gemmtune.backends.aten import AtenBackend
 from gemmtune.backends.aten.quantized import dequantize
 from gemmtune.backends.aten.steps import apply, dtype_of, finish
-from gemmtune.backends.base import Artifact, Availability, Backend, Candidate, Illegal, Kernel, PackedWeight, QuantWeight
+from gemmtune.backends.base import (
+    Artifact,
+    Availability,
+    Backend,
+    Candidate,
+    Illegal,
+    Kernel,
+    PackedWeight,
+    QuantWeight,
+)
 from gemmtune.decision import Decision, Evidence, Sample, Verdict
 from gemmtune.dispatch import RUNTIME, current_target
 from gemmtune.problem import Problem

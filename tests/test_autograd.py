@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from serving import RAN, evidence, register, serve, toy
 from torch import Tensor
 
 import gemmtune
 from gemmtune.checks import GradError
 from gemmtune.describe import addmm, bmm, linear, mm
 from gemmtune.store import MemoryStore
+from serving import RAN, evidence, register, serve, toy
 
 
 def leaf(*shape: int) -> Tensor:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serving import RAN, evidence, register, serve, toy
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
@@ -18,6 +17,7 @@ from gemmtune import fuse
 from gemmtune.checks import DtypeError, GradError, ShapeError
 from gemmtune.store import MemoryStore
 from gemmtune.workloads import linear_problem
+from serving import RAN, evidence, register, serve, toy
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 

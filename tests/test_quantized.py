@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serving import RAN, evidence, register, serve, toy
 from torch import Tensor
 
 import gemmtune
@@ -17,6 +16,7 @@ from gemmtune.checks import DtypeError, GradError, ShapeError
 from gemmtune.errors import PackedWeightError
 from gemmtune.store import MemoryStore
 from gemmtune.workloads import int_problem
+from serving import RAN, evidence, register, serve, toy
 
 
 def bytes_of(*shape: int, dtype: torch.dtype = torch.int8) -> Tensor:
@@ -25,7 +25,9 @@ def bytes_of(*shape: int, dtype: torch.dtype = torch.int8) -> Tensor:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 9), st.integers(0, 40), st.integers(0, 9), st.sampled_from((torch.int8, torch.uint8)), st.booleans())
+@given(
+    st.integers(0, 9), st.integers(0, 40), st.integers(0, 9), st.sampled_from((torch.int8, torch.uint8)), st.booleans()
+)
 def test_int_mm_is_exact(m: int, k: int, n: int, dtype: torch.dtype, turned: bool) -> None:
     a, b = bytes_of(m, k, dtype=dtype), bytes_of(n, k).t() if turned else bytes_of(k, n)
     got = gemmtune.int_mm(a, b)

@@ -166,9 +166,9 @@ def scaled_mm(
 ) -> Tensor:
     """``torch._scaled_mm``: fp8 [M, K] @ fp8 [K, N], times scale_a and scale_b, plus bias [N].
 
-    scales: float32, one element each, or [M, 1] and [1, N]. scale_result divides the output when an fp8 out_dtype
-    is given (as ATen's CPU op does). out_dtype: default mat1's. use_fast_accum only matters on GPUs. Other devices than the CPU go to
-    ``torch._scaled_mm``. Raises TypeError, ShapeError, DtypeError or GradError before anything runs.
+    scales: float32, one element each, or [M, 1] and [1, N]. out_dtype: default mat1's. scale_result divides the output
+    when an fp8 out_dtype is given (as ATen's CPU op does). use_fast_accum only matters on GPUs. Other devices than the
+    CPU go to ``torch._scaled_mm``. Raises TypeError, ShapeError, DtypeError or GradError before anything runs.
     """
     if is_compiling() or (isinstance(mat1, Tensor) and mat1.device.type not in ("cpu", "meta")):
         return torch._scaled_mm(mat1, mat2, scale_a, scale_b, bias, scale_result, out_dtype, use_fast_accum)

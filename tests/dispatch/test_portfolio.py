@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from serving import decide, evidence, toy
-
 from gemmtune.backends.base import Candidate
 from gemmtune.dispatch import build_plan, choose_packing, rank_packings
 from gemmtune.workloads import linear_problem
+from serving import decide, evidence, toy
 
 
 def at(m: int, **seconds: float):  # type: ignore[no-untyped-def]

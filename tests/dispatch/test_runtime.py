@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from serving import RAN, decide, evidence, register, serve, toy
 
 import gemmtune
 from gemmtune import backends
@@ -20,6 +19,7 @@ from gemmtune.problem import Problem
 from gemmtune.store import MemoryStore
 from gemmtune.target import Target
 from gemmtune.workloads import linear_problem
+from serving import RAN, decide, evidence, register, serve, toy
 
 W = torch.randn(5, 4)
 

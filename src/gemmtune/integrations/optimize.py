@@ -140,8 +140,10 @@ def optimize(
 def _sites(model: nn.Module, handle: Handle, memory: float) -> Iterator[_Site]:
     places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
     for parent in model.modules():
-        for attribute, child in parent.named_children():
-            places.setdefault(child, []).append((parent, attribute))
+        # Not named_children(), which names a module used twice only once.
+        for attribute, child in parent._modules.items():
+            if child is not None:
+                places.setdefault(child, []).append((parent, attribute))
     owners = Counter(id(t) for m in model.modules() for t in (*m._parameters.values(), *m._buffers.values()))
     for name, module in model.named_modules():
         held = recognise(module)

@@ -8,8 +8,8 @@ from typing import Any
 from ...epilogue import Epilogue, Step
 from ...problem import Problem
 
-_MKLDNN_ACTIVATIONS = {"relu": ("relu", ""), "gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"),
-                       "silu": ("swish", "")}  # fmt: skip
+# Not relu: oneDNN's turns NaN into 0 (verification found it); it commutes with rounding and is applied afterwards.
+_MKLDNN_ACTIVATIONS = {"gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), "silu": ("swish", "")}
 WIDE = ("float32", "float64", "int32")
 
 
@@ -66,14 +66,14 @@ def rest_after(problem: Problem, natural: str, fused: Fused) -> tuple[Epilogue |
     """The steps left once ``fused`` is done in an op whose output is ``natural``, or None and the reason.
 
     Rounding to a narrow dtype with steps still to come (or a wider output) is an error the bound does not allow,
-    unless the next step is a cast to just that dtype.
+    unless the next step is a cast to just that dtype, or nothing but relu follows (rounding keeps signs).
     """
     rest = problem.epilogue[fused.steps :]
     if natural in WIDE:
         return rest, ""
     if rest and rest[0].kind == "cast" and rest[0].dtype == natural:
         return rest[1:], ""
-    if not rest and problem.out_dtype == natural:
-        return (), ""
+    if problem.out_dtype == natural and all(step.kind == "relu" for step in rest):
+        return rest, ""
     then = f"the epilogue step {rest[0].key}" if rest else f"{problem.out_dtype} output"
     return None, f"rounds to {natural} before {then}"

@@ -1,0 +1,239 @@
+"""Every ATen candidate of every kind of problem is verified like anyone else's; packing is undone bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gemmtune import backends
+from gemmtune.backends.aten import AtenBackend
+from gemmtune.backends.base import Artifact, Candidate, Illegal, Kernel, PackedWeight, QuantWeight
+from gemmtune.epilogue import Step
+from gemmtune.errors import KernelError, PackedWeightError
+from gemmtune.measure.inputs import make_inputs
+from gemmtune.measure.verify import Inputs, prepare, verify
+from gemmtune.problem import Layout, Operand, Problem
+from gemmtune.target import current_cpu
+from gemmtune.workloads import bmm_problem, int_problem, linear_problem, weight_only_problem
+
+ATEN = AtenBackend()
+TARGET = current_cpu()
+
+
+def kernels(problem: Problem) -> list[Kernel]:
+    found = [one for one in ATEN.candidates(problem, TARGET) if isinstance(one, Candidate)]
+    return [ATEN.load(Artifact(one, ""), problem) for one in found]
+
+
+def refusals(problem: Problem) -> dict[str, str]:
+    rows = [one for one in ATEN.candidates(problem, TARGET) if isinstance(one, Illegal)]
+    return {row.candidate.id: row.reason for row in rows}
+
+
+def check(problem: Problem, kernel: Kernel) -> None:
+    def run(inputs: Inputs, out: torch.Tensor) -> None:
+        kernel.run(inputs.a, kernel.pack(inputs.b) if kernel.packing else inputs.b, inputs.aux, out)
+
+    verdict = verify(run, problem, prepare(problem, 1))
+    assert verdict.ok, f"{kernel.candidate.id} on {problem.key}: {verdict}"
+
+
+EPILOGUES: dict[str, tuple[Step, ...]] = {
+    "none": (),
+    "bias": (Step("bias", "col", "DTYPE"),),
+    "alpha beta": (Step("scale", "tensor", value=0.5), Step("add", "row", "DTYPE", value=2.0)),
+    "bias gelu": (Step("bias", "col", "DTYPE"), Step("gelu")),
+    "bias gelu_tanh": (Step("bias", "col", "float32"), Step("gelu_tanh")),
+    "silu": (Step("silu"),),
+    "relu": (Step("relu"),),
+    "residual": (Step("bias", "col", "DTYPE"), Step("add", "full", "DTYPE")),
+    "gate": (Step("mul", "full", "DTYPE"),),
+    "long": (
+        Step("scale", "row", "float32"),
+        Step("clamp", lo=-1.0, hi=1.0),
+        Step("add", "full", "float32", value=0.5),
+    ),
+    "cast first": (Step("cast", dtype="DTYPE"), Step("relu"), Step("mul", "col", "float32")),
+}
+
+
+def with_epilogue(problem: Problem, name: str) -> Problem:
+    steps = tuple(replace(s, dtype=problem.a.dtype) if s.dtype == "DTYPE" else s for s in EPILOGUES[name])
+    return replace(problem, epilogue=steps)
+
+
+@pytest.mark.parametrize("name", EPILOGUES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+@pytest.mark.parametrize("m", [1, 5])
+def test_floats(dtype: str, name: str, m: int) -> None:
+    problem = with_epilogue(linear_problem(m, 24, 48, dtype), name)
+    found = kernels(problem)
+    assert "composite" in {kernel.candidate.template for kernel in found}
+    for kernel in found:
+        check(problem, kernel)
+
+
+def test_what_onednn_fuses() -> None:
+    templates = {
+        name: {
+            kernel.candidate.template for kernel in kernels(with_epilogue(linear_problem(4, 16, 32, "bfloat16"), name))
+        }
+        for name in EPILOGUES
+    }
+    # oneDNN takes these as post-ops on its float32 accumulator; addmm would round in between.
+    for name in ("bias gelu", "bias gelu_tanh", "silu", "residual", "gate"):
+        assert "mkldnn" in templates[name]
+        assert "mm" not in templates[name]
+    assert templates["long"] == {"composite"}
+    assert {"mm", "mkldnn"} <= templates["relu"]
+    assert {"mm", "mkldnn", "mm_t"} <= templates["cast first"]
+
+
+@pytest.mark.parametrize("out", ["float32", "bfloat16"])
+@pytest.mark.parametrize("order", ["row", "col"])
+@pytest.mark.parametrize("dtypes", [("int8", "int8"), ("uint8", "int8")])
+def test_integers(dtypes: tuple[str, str], order: str, out: str) -> None:
+    exact = replace(int_problem(5, 24, 40, a_dtype=dtypes[0]), b=Operand("int8", Layout(order), constant=True))  # type: ignore[arg-type]
+    scaled = replace(exact, out_dtype=out, epilogue=(Step("scale", "col", "float32"), Step("relu")))
+    requantised = replace(exact, out_dtype="int8", epilogue=(Step("scale", "tensor", "float32"),))
+    for problem in (exact, scaled, requantised):
+        for kernel in kernels(problem):
+            check(problem, kernel)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("group", [None, 32])
+@pytest.mark.parametrize("zero_point", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_weight_only(bits: int, group: int | None, zero_point: bool, dtype: str) -> None:
+    problem = weight_only_problem(3, 32, 64, bits=bits, group=group, dtype=dtype, zero_point=zero_point)
+    found = kernels(problem)
+    names = {kernel.candidate.template for kernel in found}
+    assert {"composite", "dequant"} <= names
+    assert ("int8pack" in names) == (bits == 8 and group is None and not zero_point)
+    assert ("int4pack" in names) == (bits == 4 and group == 32 and not (zero_point and dtype != "float32"))
+    for kernel in found:
+        check(problem, kernel)
+
+
+def test_a_dequantised_copy_says_what_it_costs() -> None:
+    problem = weight_only_problem(3, 32, 64)
+    by_name = {kernel.candidate.template: kernel for kernel in kernels(problem)}
+    assert by_name["dequant"].workspace_bytes >= 4 * 32 * 64
+    assert by_name["int8pack"].workspace_bytes == 0
+
+
+@pytest.mark.parametrize("k", [8, 24, 33])
+def test_int8pack_is_refused_where_it_reads_out_of_bounds(k: int) -> None:
+    assert "out of bounds" in refusals(weight_only_problem(3, 8, k))["aten/int8pack"]
+
+
+@pytest.mark.parametrize("epilogue", ["none", "long"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_batches(dtype: str, epilogue: str) -> None:
+    problem = with_epilogue(bmm_problem(3, 4, 10, 12, dtype), epilogue)
+    if epilogue == "none":
+        for operand in (Operand(dtype, Layout("col")), Operand(dtype, Layout("row", 40))):
+            turned = replace(problem, a=operand)
+            for kernel in kernels(turned):
+                check(turned, kernel)
+    for kernel in kernels(problem):
+        check(problem, kernel)
+
+
+@pytest.mark.parametrize("scales", [("tensor", "tensor"), ("row", "col"), ("row", "tensor")])
+@pytest.mark.parametrize("bias", [False, True])
+def test_fp8(scales: tuple[str, str], bias: bool) -> None:
+    steps = tuple(Step("scale", axis, "float32") for axis in scales)  # type: ignore[arg-type]
+    steps += (Step("bias", "col", "bfloat16"),) if bias else ()
+    e4m3 = Operand("float8_e4m3fn")
+    problem = Problem("scaled_mm", 5, 32, 64, e4m3, replace(e4m3, layout=Layout("col")), "bfloat16", steps)
+    found = kernels(problem)
+    assert ("scaled_mm" in {kernel.candidate.template for kernel in found}) == (scales != ("row", "tensor"))
+    for kernel in found:
+        check(problem, kernel)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 9), st.integers(1, 20), st.integers(1, 40), st.sampled_from(("row", "col", "strided")),
+    st.sampled_from(("float32", "bfloat16")), st.booleans(),
+)  # fmt: skip
+def test_odd_shapes_and_layouts(m: int, n: int, k: int, order: str, dtype: str, constant: bool) -> None:
+    lead = {"row": n + 3, "col": k + 1, "strided": 2 * n + 1}[order]
+    b = Operand(dtype, Layout(order, lead), constant=constant)  # type: ignore[arg-type]
+    problem = Problem("mm", m, n, k, Operand(dtype, Layout("row", k + 5)), b, dtype)
+    for kernel in kernels(problem):
+        check(problem, kernel)
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [linear_problem(0, 4, 8, "float32"), linear_problem(3, 4, 0, "bfloat16", bias=True), int_problem(2, 4, 0),
+     weight_only_problem(2, 4, 0), bmm_problem(0, 2, 3, 4, "float32")],
+    ids=lambda problem: problem.key,
+)  # fmt: skip
+def test_empty_operands(problem: Problem) -> None:
+    a = torch.zeros((problem.batch, problem.m, problem.k) if problem.family == "bmm" else (problem.m, problem.k))
+    inputs = make_inputs(problem, 1)
+    for kernel in kernels(problem):
+        shape = (*a.shape[:-1], problem.n)
+        out = torch.empty(shape, dtype=getattr(torch, problem.out_dtype))
+        if kernel.packing is None:
+            kernel.run(inputs.a, inputs.b, inputs.aux, out)
+            wanted = inputs.aux[0].expand(shape) if inputs.aux else torch.zeros(shape, dtype=out.dtype)
+            assert torch.equal(out, wanted)
+
+
+PACKABLE = [
+    linear_problem(4, 24, 40, "bfloat16"),
+    replace(linear_problem(4, 24, 40, "float32"), b=Operand("float32", Layout("row"), constant=True)),
+    int_problem(4, 24, 40),
+    weight_only_problem(4, 32, 64, bits=4, group=32),
+    weight_only_problem(4, 32, 63, bits=4, zero_point=True),
+]
+
+
+@pytest.mark.parametrize("problem", PACKABLE, ids=lambda problem: problem.key)
+def test_packing_is_undone_bit_for_bit(problem: Problem) -> None:
+    raw = make_inputs(problem, 3).b
+    packing = [kernel for kernel in kernels(problem) if kernel.packing]
+    assert packing
+    for kernel in packing:
+        packed = kernel.pack(raw)
+        assert packed.layout == kernel.packing
+        assert packed.nbytes > 0
+        back = ATEN.unpack(packed)
+        if isinstance(raw, QuantWeight):
+            assert torch.equal(back.data, raw.data)
+            assert torch.equal(back.scale, raw.scale)
+            assert (back.zero_point is None) == (raw.zero_point is None)
+        else:
+            assert torch.equal(back, raw)
+            assert back.stride() == raw.stride()
+
+
+def test_plain_is_what_users_call() -> None:
+    assert ATEN.plain(linear_problem(1, 8, 8, "bfloat16", bias=True)).id == "aten/mm"
+    assert ATEN.plain(int_problem(1, 8, 8)).id == "aten/int_mm"
+    assert ATEN.plain(weight_only_problem(1, 8, 16)).id == "aten/int8pack"
+    assert ATEN.plain(weight_only_problem(1, 8, 16, bits=4)).id == "aten/composite"
+    assert ATEN.plain(bmm_problem(2, 3, 4, 5, "float32")).id == "aten/bmm"
+
+
+def test_misuse_is_named() -> None:
+    problem = linear_problem(2, 8, 8, "float32")
+    with pytest.raises(KernelError, match="no template 'magic'"):
+        ATEN.load(Artifact(Candidate.make("aten", "magic"), ""), problem)
+    with pytest.raises(KernelError, match="takes int8 weights"):
+        ATEN.load(Artifact(Candidate.make("aten", "int8pack"), ""), weight_only_problem(1, 8, 16, bits=4))
+    kernel = next(kernel for kernel in kernels(problem) if kernel.packing == "aten:row")
+    with pytest.raises(PackedWeightError, match="expected a weight packed as 'aten:row'"):
+        kernel.run(torch.ones(2, 8), torch.ones(8, 8), (), torch.empty(2, 8))
+    with pytest.raises(PackedWeightError, match="not one of the ATen"):
+        ATEN.unpack(PackedWeight("aten:unknown", (), 1, 1, "float32"))
+    assert backends.get("aten").available(TARGET)

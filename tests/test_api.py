@@ -1,0 +1,100 @@
+"""tune() and the on-miss policy, with the real tuner in this process's hands replaced by a recording one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+import gemmtune
+from gemmtune.decision import Decision
+from gemmtune.dispatch import RUNTIME
+from gemmtune.problem import Problem
+from gemmtune.store import MemoryStore
+from gemmtune.workloads import linear_problem
+from serving import RAN, decide, evidence, register, toy
+
+
+class FakeTuner:
+    """Decides for the toy kernel at once, and remembers what it was made with."""
+
+    made: ClassVar[list[dict[str, Any]]] = []
+
+    def __init__(self, target: Any, names: Any, store: Any, budget: Any, progress: Any, **options: Any) -> None:
+        self.target, self.store = target, store
+        FakeTuner.made.append({"names": tuple(names), "seconds": budget.seconds, **options})
+
+    def tune(self, problems: Iterable[tuple[Problem, int]]) -> list[Decision]:
+        decisions = [decide(problem, evidence(toy(), 0.1), chosen=toy()) for problem, _ in problems]
+        for decision in decisions:
+            self.store.put(self.target, decision)
+        return decisions
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch: pytest.MonkeyPatch) -> None:
+    register()
+    RAN.clear()
+    FakeTuner.made.clear()
+    monkeypatch.setattr("gemmtune.tuner.Tuner", FakeTuner)
+    monkeypatch.setattr(RUNTIME, "miss_hook", None)
+
+
+def test_problems_alone_or_counted(own_store: MemoryStore) -> None:
+    problem = linear_problem(3, 5, 4, "float32", constant=False)
+    for given in (problem, [problem], [(problem, 7)]):
+        assert [d.problem_key for d in gemmtune.tune(given)] == [problem.key]  # type: ignore[arg-type]
+    assert own_store.get(gemmtune.current_target(), problem.key) is not None
+    gemmtune.linear(torch.randn(3, 4), torch.randn(5, 4))
+    assert [(toy().id, 3, 3)] == RAN
+
+
+def test_a_models_problems() -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2))
+    decisions = gemmtune.tune(model, [torch.randn(3, 4), (torch.randn(1, 4),), {"input": torch.randn(2, 4)}])
+    assert sorted(d.problem["m"] for d in decisions) == [1, 1, 2, 2, 3, 3]
+
+
+def test_options_reach_the_tuner() -> None:
+    other = MemoryStore()
+    gemmtune.tune(linear_problem(1, 5, 4, "float32"), budget=2, backends=["aten"], force=True, store=other)
+    (made,) = FakeTuner.made
+    assert (made["names"], made["seconds"], made["force"]) == (("aten",), 2.0, True)
+    assert len(list(other.decisions())) == 1
+    assert RUNTIME.store() is other
+
+
+def test_arguments() -> None:
+    with pytest.raises(TypeError, match="a model needs example_inputs"):
+        gemmtune.tune(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="Problems need none"):
+        gemmtune.tune([], torch.ones(2))
+    with pytest.raises(TypeError, match=r"expected Problems or \(Problem, count\) pairs; got int"):
+        gemmtune.tune([3])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="unknown backend 'cublas'"):
+        gemmtune.tune([], backends=["cublas"])
+    with pytest.raises(TypeError, match="sequence of names"):
+        gemmtune.tune([], backends="aten")
+
+
+def test_on_miss_tunes_then_serves() -> None:
+    x, w = torch.randn(3, 4), torch.randn(5, 4)
+    with gemmtune.policy("on-miss"):
+        for _ in range(3):
+            torch.testing.assert_close(gemmtune.linear(x, w), torch.nn.functional.linear(x, w))
+    assert len(FakeTuner.made) == 1
+    assert len(RAN) == 3
+
+
+def test_on_miss_survives_a_tuner_that_fails(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("no worker today")
+
+    monkeypatch.setattr(FakeTuner, "tune", fail)
+    x, w = torch.randn(3, 4), torch.randn(5, 4)
+    with gemmtune.policy("on-miss"):
+        torch.testing.assert_close(gemmtune.linear(x, w), torch.nn.functional.linear(x, w))
+    assert "no worker today" in caplog.text
