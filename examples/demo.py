@@ -32,8 +32,9 @@ from gemmtune.dispatch import current_target
 from gemmtune.report import write_report
 from gemmtune.store import open_store
 
-# The optimised model may be this much further from the float64 reference than the plain model is, at most.
-ERROR_ALLOWED = 2.0
+# The optimised model's largest logit error against float64 may be this many times the plain model's own, at most: both
+# round at every step, only the order of their sums differs. (A kernel that is wrong is off by thousands of times in fp32.)
+ERROR_ALLOWED = 3.0
 DECODE_STEPS = 8
 
 
@@ -146,7 +147,7 @@ def print_comparison(result: Comparison) -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--variants", default="fp32,bf16,int8", help="comma separated [fp32,bf16,int8]")
-    parser.add_argument("--budget", type=float, default=2.0, help="seconds of measuring a problem [2]")
+    parser.add_argument("--budget", type=float, default=3.0, help="seconds of measuring a problem [3]")
     parser.add_argument("--rounds", type=int, default=5, help="interleaved turns of the end-to-end timing [5]")
     parser.add_argument("--layers", type=int, default=4, help="decoder layers [4]")
     parser.add_argument("--report", type=Path, default=Path("report.html"), help="where the report goes [report.html]")
