@@ -33,7 +33,7 @@ from gemmtune.report import write_report
 from gemmtune.store import open_store
 
 # The optimised model's largest logit error against float64 may be this many times the plain model's own, at most: both
-# round at every step, only the order of their sums differs. (A kernel that is wrong is off by thousands of times in fp32.)
+# round at every step, only the order of their sums differs.
 ERROR_ALLOWED = 3.0
 DECODE_STEPS = 8
 
