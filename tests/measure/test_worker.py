@@ -136,6 +136,14 @@ def test_the_slow_are_timed_but_not_checked(shared: Worker) -> None:
     assert not shared.confirm(kind("wrong")).verdict.ok
 
 
+def test_more_scratch_than_tuning_allows(shared: Worker) -> None:
+    refused = shared.attempt(kind("greedy"), worth_s=1.0)
+    assert refused.verdict is not None
+    assert refused.verdict.kind == "unsupported"
+    assert "MB of scratch" in refused.verdict.detail
+    assert works(shared, "greedy")  # with nothing to compare it with
+
+
 def test_a_race_tells_who_leads_and_who_came_where(shared: Worker) -> None:
     seen: list[Leading] = []
     names = [kind("good"), kind("packed"), Candidate.make("aten", "mm")]

@@ -30,7 +30,7 @@ from .protocol import (
     Request,
     Setup,
 )
-from .timing import Flush, Track, packs_each_call, rough_times
+from .timing import Flush, Track, packs_each_call, rough_times, scratch_allowance
 from .verify import Draw, guarded, prepare, verify
 
 Progress = Callable[[Leading], None]
@@ -92,11 +92,16 @@ class Job:
         self._need_draws()
 
     def attempt(self, candidate: Candidate, worth_s: float | None = None) -> Attempted:
-        """Load, pack, time a few cold calls, check against the first draw unless it is slower than ``worth_s``."""
+        """Load, pack, time a few cold calls, check against the first draw unless it is slower than ``worth_s``.
+
+        worth_s None: there is nothing to compare with yet, so that a kernel of any speed and scratch will do.
+        """
         kernel, verdict = self._load(candidate)
         if kernel is None:
             return Attempted(verdict)
         self._drop_packed(kernel)
+        if worth_s is not None and kernel.workspace_bytes > scratch_allowance(self.problem):
+            return Attempted(Verdict("unsupported", _greedy(kernel, self.problem)), kernel.packing)
         try:
             times_s = rough_times(self._once(kernel), self._need_flush(), worth_s)
         except BaseException as error:
@@ -193,6 +198,11 @@ class Job:
             self._packed[kernel.packing] = kernel.pack(b)
             self._packing_s[kernel.packing] = time.perf_counter() - start
         return self._packed[kernel.packing]
+
+
+def _greedy(kernel: Kernel, problem: Problem) -> str:
+    needs, allowed = kernel.workspace_bytes >> 20, scratch_allowance(problem) >> 20
+    return f"it needs {needs} MB of scratch; tuning this problem allows {allowed} MB, since other candidates need less"
 
 
 def blame(error: BaseException, doing: str, kind: Any) -> Verdict:

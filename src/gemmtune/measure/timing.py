@@ -29,9 +29,12 @@ _BATCH_S = 300e-6
 _SLOW_S = 50e-3
 _STALL_S = 20e-3  # what a busy machine may add to one call
 
-# Worker memory may reach 4x the operands + 500 MB; torch and the interpreter take some 280 MB of it.
+# Worker memory may reach 4x the operands + 500 MB; torch and the interpreter take some 280 MB of it. While candidates
+# are tried, the drawn B, a packed one and what flushes the cache take their part too.
 _OPERAND_SHARE = 4
-_FIXED_BYTES = 220 << 20
+_FIXED_BYTES = 200 << 20
+_SCRATCH_SHARE = 2
+_SCRATCH_BYTES = 150 << 20
 
 
 def packs_each_call(kernel: Kernel, problem: Problem) -> bool:
@@ -74,6 +77,11 @@ def _timed(call: Callable[[], None], calls: int) -> float:
     for _ in range(calls):
         call()
     return (time.perf_counter() - start) / calls
+
+
+def scratch_allowance(problem: Problem) -> int:
+    """Bytes a candidate may need besides its operands, unless there is no other."""
+    return _SCRATCH_SHARE * operand_bytes(problem) + _SCRATCH_BYTES
 
 
 class Flush:

@@ -79,13 +79,14 @@ class HostileKernel(Kernel):
     """Does its ``kind`` of mischief, then the product in float32.
 
     ``late_...`` behaves while it is checked (and is fast: it remembers its answers), and turns bad when it races.
-    ``packed``: honest, wants B packed.
+    ``packed``: honest, wants B packed. ``greedy``: honest, and says that it needs a terabyte.
     """
 
     def __init__(self, problem: Problem, candidate: Candidate) -> None:
         self.problem, self.candidate = problem, candidate
         self.kind = str(candidate["kind"])
         self.packing = PACKING if self.kind == "packed" else None
+        self.workspace_bytes = 1 << 40 if self.kind == "greedy" else 0
         self.known: dict[int, Tensor] = {}
 
     def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
