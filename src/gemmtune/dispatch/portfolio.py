@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..backends.base import Candidate
-from ..decision import Decision, Evidence
+from ..decision import Decision, Evidence, Sample
 from ..problem import Problem
 from .plan import Plan, PlanEntry
 
@@ -48,16 +48,17 @@ def point(decision: Decision) -> Point:
     """Extract a Point. Raises KeyError, TypeError or ValueError when the record is malformed."""
     problem = Problem.from_dict(decision.problem)
     by_id = {row.id: row for row in decision.evidence}
+    base = _incumbent_seconds(decision.evidence)
     options: dict[str | None, Option] = {}
     for candidate_id in (*decision.alternatives.values(), decision.chosen):
         row = by_id.get(candidate_id or "")
-        option = None if row is None else _option(row)
+        option = None if row is None else _option(row, base)
         if row is not None and option is not None:
             held = options.get(row.packing)
             if held is None or option.seconds < held.seconds:
                 options[row.packing] = option
     raw_aten = [
-        row.sample.median_s
+        _seconds(row.sample, base)
         for row in decision.evidence
         if row.candidate.get("backend") == "aten" and row.packing is None and _eligible(row) and row.sample is not None
     ]
@@ -68,10 +69,22 @@ def _eligible(row: Evidence) -> bool:
     return row.verdict is not None and row.verdict.ok
 
 
-def _option(row: Evidence) -> Option | None:
+def _option(row: Evidence, base: float | None) -> Option | None:
     if not _eligible(row) or row.sample is None:
         return None
-    return Option(Candidate.from_dict(row.candidate), row.sample.median_s, row.sample.ratio_hi)
+    return Option(Candidate.from_dict(row.candidate), _seconds(row.sample, base), row.sample.ratio_hi)
+
+
+def _incumbent_seconds(evidence: Iterable[Evidence]) -> float | None:
+    """The time of the ATen candidate that the others' ratios are to: the one timed most."""
+    samples = [row.sample for row in evidence if row.candidate.get("backend") == "aten" and row.sample is not None]
+    own = [sample for sample in samples if sample.ratio == sample.ratio_lo == sample.ratio_hi == 1.0]
+    return max(own, key=lambda sample: sample.rounds).median_s if own else None
+
+
+def _seconds(sample: Sample, base: float | None) -> float:
+    """Seconds a call by the paired ratio: candidates left the race at different rounds, in different weather."""
+    return sample.median_s if base is None else sample.ratio * base
 
 
 def choose_packing(decisions: Iterable[Decision | Point], weights: Mapping[int, float] | None = None) -> str | None:
