@@ -328,16 +328,16 @@ void Gemm::multiply(const Work& w, Scratch& s, int tile, int64_t panel, int64_t 
     t.c = s.c + (one_block ? 0 : first * t.ldc + (panel - w.jc) * panel_cols_) * 4;
   }
   t.b_step = step;
-  t.prefetch = c_.prefetch;
+  t.b = b;
   t.accumulate = k0 > w.task.k0;
+  prefetch(w, tile, panel, k0, k1, ceil_div(k1 - k0, kp_ * set->rows_per_load), t);
   if (c_.group == 0) {
-    t.b = b;
     t.groups = ceil_div(k1 - k0, kp_);
     if (set->rows_per_load > 1) t.groups = ceil_div(t.groups, set->rows_per_load) * set->rows_per_load;
     return set->tile[nv][rows](t);
   }
   const int64_t padded_n = panels_ * panel_cols_;
-  const char* a = t.a;
+  const char *a = t.a, *ahead = t.prefetch;
   for (int64_t k = k0; k < k1; k += segment_) {
     const int64_t end = std::min(k1, k + segment_), g = k / c_.group, offset = g * padded_n + panel * panel_cols_;
     for (int64_t j = 0; j < panel_cols_; ++j) s.scale[j] = load_param(w.call.scales, c_.scale_dtype, offset + j);
@@ -349,12 +349,31 @@ void Gemm::multiply(const Work& w, Scratch& s, int tile, int64_t panel, int64_t 
       t.a_sum = s.sums + (k - w.task.k0) / segment_ * std::min(w.call.m, c_.mc) + first;
     }
     t.a = a + (k - k0) / kp_ * t.a_group;
-    t.b = b + (k - k0) / (kp_ * set->rows_per_load) * step;
+    const int64_t row = (k - k0) / (kp_ * set->rows_per_load);
+    t.b = b + row * step;
+    t.prefetch = ahead + row * t.prefetch_step;
     t.groups = ceil_div(end - k, kp_);
     if (set->rows_per_load > 1) t.groups = ceil_div(t.groups, set->rows_per_load) * set->rows_per_load;
     set->tile[nv][rows](t);
     t.accumulate = true;
   }
+}
+
+// Where the micro-kernel's prefetches go: a fixed distance ahead in B, or this tile's share of the block that comes next
+// (the following K block of the panel, else the next panel), so that memory works while the tiles of this block compute.
+void Gemm::prefetch(const Work& w, int tile, int64_t panel, int64_t k0, int64_t k1, int64_t rows, TileArgs& t) const {
+  t.prefetch_step = t.b_step;
+  t.prefetch = t.b + std::max<int64_t>(c_.prefetch, 0);
+  if (c_.prefetch != kPrefetchNext || c_.raw) return;
+  const int64_t k_per_row = kp_ * set_->rows_per_load;
+  const bool same_panel = k1 < w.task.k1 && c_.nc == 1;
+  const int64_t next_panel = same_panel ? panel : (panel + 1 < w.jc_end ? panel + 1 : k1 < w.task.k1 ? w.jc : w.jc_end);
+  if (next_panel >= w.task.p1) return;
+  const int64_t next_k = same_panel || next_panel <= panel ? k1 : (c_.nc == 1 ? w.task.k0 : (next_panel == w.jc_end ? w.task.k0 : k0));
+  const int64_t size = ceil_div(std::min(w.task.k1, next_k + c_.kc) - next_k, k_per_row) * row_bytes_;
+  const char* next = w.call.packed + next_panel * panel_bytes_ + next_k / k_per_row * row_bytes_;
+  t.prefetch = next + size * tile / w.split.count;
+  t.prefetch_step = ceil_div(size, rows * w.split.count);
 }
 
 void Gemm::finish(const Work& w, Scratch& s, int tile, int64_t panel) const {

@@ -11,6 +11,9 @@ namespace gemmtune {
 enum class PackA : int { none = 0, rows = 1, panels = 2 };
 enum class Order : int { b_stays = 0, a_stays = 1 };  // what the inner loop keeps in the L1 cache
 
+// While one block of B serves several row tiles, fetch the next block, a share with each tile.
+constexpr int64_t kPrefetchNext = -1;
+
 // Everything about a kernel that does not change from call to call. Sizes in elements unless said otherwise.
 struct Config {
   DType a, b, out;
@@ -24,7 +27,7 @@ struct Config {
   Order order;
   int tm, tn, tk;     // thread grid; more tasks than threads are dealt out dynamically
   PackA pack_a;
-  int64_t prefetch;   // bytes
+  int64_t prefetch;   // bytes ahead in B, or kPrefetchNext
   bool expand;        // convert a block of B to the dense type first, instead of in registers
   bool raw;           // B is an unpacked, strided matrix
   int64_t group;      // K elements that share a scale; 0 = unquantised
@@ -73,6 +76,7 @@ class Gemm {
   const char* prepare_b(const Work&, Scratch&, int64_t panel, int64_t k0, int64_t k1, int64_t* step) const;
   void pack_rows(const Work&, Scratch&) const;
   void multiply(const Work&, Scratch&, int tile, int64_t panel, int64_t k0, int64_t k1, const char* b, int64_t step) const;
+  void prefetch(const Work&, int tile, int64_t panel, int64_t k0, int64_t k1, int64_t rows, TileArgs& t) const;
   void finish(const Work&, Scratch&, int tile, int64_t panel) const;
   void reduce(const Call&, char* partial, int thread, int threads) const;
   void store_tile(const Call&, int64_t batch, int64_t row, int rows, int64_t panel, void* tile, int64_t ldc,

@@ -46,15 +46,16 @@ struct Tile {
     constexpr int kBases = (MR + 2) / 3;
     const char* base[kBases];
     GT_UNROLL for (int i = 0; i < kBases; ++i) base[i] = t.a + i * 3 * t.a_row;
-    const char* b = t.b;
-    const int64_t a_row = t.a_row, a_group = t.a_group, b_step = t.b_step, ahead = t.prefetch;
+    const char *b = t.b, *ahead = t.prefetch;
+    const int64_t a_row = t.a_row, a_group = t.a_group, b_step = t.b_step, ahead_step = t.prefetch_step;
     for (int64_t g = 0; g < t.groups; g += T::kRows) {
-      GT_UNROLL for (int p = 0; p < NV * T::kVectorBytes; p += 64) __builtin_prefetch(b + ahead + p, 0, 3);
+      GT_UNROLL for (int p = 0; p < NV * T::kVectorBytes; p += 64) __builtin_prefetch(ahead + p, 0, 3);
       typename T::Raw raw[NV];
       GT_UNROLL for (int j = 0; j < NV; ++j) raw[j] = T::raw(b + j * T::kVectorBytes);
       steps(std::make_integer_sequence<int, T::kRows>{}, base, a_row, a_group, raw);
       GT_UNROLL for (int i = 0; i < kBases; ++i) base[i] += T::kRows * a_group;
       b += b_step;
+      ahead += ahead_step;
     }
   }
 

@@ -19,7 +19,7 @@ void pack_panel(const PackedShape& s, const E* src, int64_t ks, int64_t ns, int6
     const int64_t k1 = std::min(s.k, k0 + kBlock);
     for (int64_t n = 0; n < valid; ++n) {
       const E* column = src + (n0 + n) * ns;
-      for (int64_t k = k0; k < k1; ++k) dst[(k / kp) * columns * kp + n * kp + k % kp] = column[k * ks];
+      for (int64_t k = k0; k < k1; ++k) dst[(k / kp) * columns * kp + s.place(k, n)] = column[k * ks];
     }
   }
 }
@@ -28,7 +28,7 @@ template <class E>
 void unpack_panel(const PackedShape& s, const E* src, int64_t n0, E* dst, int64_t ks, int64_t ns) {
   const int64_t kp = s.k_per_row(), columns = s.columns(), valid = std::min(columns, s.n - n0);
   for (int64_t n = 0; n < valid; ++n)
-    for (int64_t k = 0; k < s.k; ++k) dst[(n0 + n) * ns + k * ks] = src[(k / kp) * columns * kp + n * kp + k % kp];
+    for (int64_t k = 0; k < s.k; ++k) dst[(n0 + n) * ns + k * ks] = src[(k / kp) * columns * kp + s.place(k, n)];
 }
 
 constexpr int nibble_k(int i) { return 2 * (i % 4) + i / 4; }

@@ -51,7 +51,8 @@ struct TileArgs {
   void* c;               // fp32 or int32 tile
   int64_t ldc;           // elements between rows of C
   bool accumulate;       // add to C instead of overwriting it
-  int64_t prefetch;      // bytes ahead to prefetch in B
+  const char* prefetch;  // what to prefetch beside the first row of B
+  int64_t prefetch_step; // and by how many bytes it moves on with each row
   const float* scale;    // per-column scale of this quantisation group, or null
   const float* zero;     // per-column (zero point - stored offset) of this group, or null
   const float* a_sum;    // per-row sums of A over this group (with zero), stride in elements

@@ -63,7 +63,7 @@ void accumulate(const TileArgs& t, char* c, int64_t c_step, int64_t first, int64
   for (int64_t i = 0; i < chunks; ++i) {
     const char* a = t.a + (first + i * kTileGroups) * kGroupBytes;
     const char* b = t.b + (first + i * kTileGroups) * t.b_step;
-    __builtin_prefetch(b + t.prefetch, 0, 3);
+    __builtin_prefetch(t.prefetch + (first + i * kTileGroups) * t.prefetch_step, 0, 3);
     _tile_loadd(4, a, t.a_row);
     _tile_loadd(6, b, t.b_step);
     GT_MULTIPLY(0, 4, 6);

@@ -89,8 +89,8 @@ class NativeBackend(Backend):
             return str(error)
         packing = layout.Packing.parse(packed.layout)
         for unit in UNITS:
-            reads = packing.dtype in unit.reads and unit.compute.kp == packing.kp and packing.nr in unit.rows
-            if reads and unit.isa in isas:
+            known = packing.dtype in (*unit.reads, *unit.expands) and packing.nr in unit.rows and unit.isa in isas
+            if known and layout.Packing.of(unit.compute, packing.dtype, packing.nr) == packing:
                 return ""
         return f"no instruction set of this CPU reads {packed.layout} (usable: {', '.join(isas)})"
 

@@ -1,7 +1,7 @@
 """The packed layouts of a constant weight: their names, packing and unpacking.
 
-``native:k<kp>/<dtype>/nr<columns>``: columns in panels of ``nr``, ``kp`` consecutive k side by side
-(native/frame/pack_b.hpp). One layout serves every micro-tile of its width and every M.
+``native:k<kp>/<dtype>/nr<columns>``: columns in panels of ``nr``, ``kp`` consecutive k side by side, or apart by parity
+for int8 under bf16 products (``k2s``; native/frame/pack_b.hpp). One layout serves every micro-tile of its width and every M.
 """
 
 from __future__ import annotations
@@ -16,24 +16,26 @@ from torch import Tensor
 from ...errors import PackedWeightError
 from ...problem import Problem
 from ..base import PackedWeight, QuantWeight
-from .traits import BF16, DTYPES, F32, LANES, U8S8, Compute
+from .traits import BF16, DTYPES, F32, I16, LANES, U8S8, Compute
 
-_NAME = re.compile(r"native:k([124])/([a-z0-9]+)/nr(16|32|48|64)")
-_BY_KP = {1: F32, 2: BF16, 4: U8S8}
+_NAME = re.compile(r"native:k(1|2|2s|4)/([a-z0-9]+)/nr(16|32|48|64)")
+# A compute type that packs as the name says: all of one kind pack alike.
+_BY_KIND = {"1": F32, "2": I16, "2s": BF16, "4": U8S8}
 _ALIGN = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """A layout: k side by side, weight dtype, panel columns."""
+    """A layout: how k lie together (``1``, ``2``, ``2s`` or ``4``), weight dtype, panel columns."""
 
-    kp: int
+    kind: str
     dtype: str
     nr: int
 
     @classmethod
     def of(cls, compute: Compute, dtype: str, nr: int) -> Packing:
-        return cls(compute.kp, dtype, nr)
+        split = compute is BF16 and dtype == "int8"
+        return cls("2s" if split else str(compute.kp), dtype, nr)
 
     @classmethod
     def parse(cls, name: str) -> Packing:
@@ -41,16 +43,20 @@ class Packing:
         match = _NAME.fullmatch(name)
         if match is None or match[2] not in DTYPES:
             raise PackedWeightError(f"{name!r} is not a layout of the native backend")
-        return cls(int(match[1]), match[2], int(match[3]))
+        return cls(match[1], match[2], int(match[3]))
 
     @property
     def name(self) -> str:
-        return f"native:k{self.kp}/{self.dtype}/nr{self.nr}"
+        return f"native:k{self.kind}/{self.dtype}/nr{self.nr}"
+
+    @property
+    def kp(self) -> int:
+        return int(self.kind[0])
 
     @property
     def shape_args(self) -> tuple[int, int]:
-        """(dtype code, compute code): every compute type of one kp packs alike."""
-        return DTYPES[self.dtype], _BY_KP[self.kp].code
+        """(dtype code, compute code)."""
+        return DTYPES[self.dtype], _BY_KIND[self.kind].code
 
     def padded_n(self, n: int) -> int:
         return -(-n // self.nr) * self.nr

@@ -1,7 +1,8 @@
 """The declared search space of the native kernels, and why some of it is illegal for a Problem.
 
 Entries: ``isa``; ``nr``, ``mr`` (micro-tile columns and rows); ``kc``, ``mc``, ``nc`` (cache blocks: K elements, rows,
-panels; 0 = all); ``order`` (which operand the inner loop keeps in L1); ``pack_a``; ``prefetch`` (bytes ahead in B);
+panels; 0 = all); ``order`` (which operand the inner loop keeps in L1); ``pack_a``; ``prefetch`` (bytes ahead in B, or
+-1: the next block while this one computes);
 ``grid`` (threads over M x N x K). Templates: ``packed`` reads the packed weight and converts in registers, ``expand``
 converts a block of it first, ``raw`` packs blocks of a weight that is not constant as it goes.
 """
@@ -157,7 +158,7 @@ def _configs(problem: Problem, target: Target, unit: Unit, template: str) -> Ite
             _k_blocks(problem, template, many),
             _grids(problem, target.threads, nr, template),
             ("rows", "none", "panels") if problem.m > 64 else ("none", "rows", "panels") if many else ("none", "rows"),
-            _prefetches(problem, template),
+            _prefetches(template, many),
             ("b", "a") if many and not expanded else ("b",),
             (1, 4) if many else (1,),
             (0, 128) if problem.m > 256 else (0,),
@@ -190,10 +191,10 @@ def _tiles(problem: Problem, rows: dict[int, int]) -> list[tuple[int, int]]:
 
 def _k_blocks(problem: Problem, template: str, many: bool) -> list[int]:
     if template != "packed":
-        sizes = [size for size in (512, 256, 1024) if size // 2 < problem.k]
+        sizes = [size for size in (1024, 512, 256) if size // 2 < problem.k]
         sizes = sizes or [512]
     else:
-        sizes = [0] + [size for size in (512, 256, 1024) if many and size < problem.k]
+        sizes = [0] + [size for size in (1024, 512) if many and size < problem.k]
     group = problem.b.quant.group if problem.b.quant is not None else None
     if group is None or group >= problem.k:
         return sizes
@@ -221,7 +222,8 @@ def _grids(problem: Problem, threads: int, nr: int, template: str) -> list[tuple
     return grids or [(1, 1, 1)]
 
 
-def _prefetches(problem: Problem, template: str) -> list[int]:
+def _prefetches(template: str, many: bool) -> list[int]:
+    """Distances in bytes; -1, the block after this one, where several row tiles share a block."""
     if template == "raw":
         return [0]
-    return [8192, 4096, 1024] if problem.m <= 32 else [1024, 0, 4096]
+    return [-1, 8192, 1024] if many else [8192, 4096, 16384]
