@@ -90,7 +90,8 @@ def _seconds(sample: Sample, base: float | None) -> float:
 def choose_packing(decisions: Iterable[Decision | Point], weights: Mapping[int, float] | None = None) -> str | None:
     """The layout with the least total time over the tuned Ms; None keeps the weight as it is.
 
-    weights: calls per M (1 each when not given). A layout counts only if every M has an eligible kernel for it, and a
+    weights: calls per M. Without them every M counts alike, each time as a share of the raw weight's there (total
+    time would let the largest M decide alone). A layout counts only if every M has an eligible kernel for it, and a
     packed one must beat the raw weight's total by 1%.
     """
     return next(iter(rank_packings(decisions, weights)), None)
@@ -103,7 +104,7 @@ def rank_packings(
     points = [item if isinstance(item, Point) else point(item) for item in decisions]
     if not points:
         return [None]
-    share = {p.m: (weights or {}).get(p.m, 1.0) for p in points}
+    share = {p.m: weights.get(p.m, 1.0) if weights else 1.0 / _unit_seconds(p) for p in points}
     raw = sum(share[p.m] * _raw_seconds(p) for p in points)
     totals: dict[str, float] = {}
     for layout in {name for p in points for name in p.options if name is not None}:
@@ -111,6 +112,12 @@ def rank_packings(
             totals[layout] = sum(share[p.m] * p.options[layout].seconds for p in points)
     worth = sorted((total, layout) for layout, total in totals.items() if total < WORTHWHILE * raw)
     return [*(layout for _, layout in worth), None]
+
+
+def _unit_seconds(p: Point) -> float:
+    """What times at this M are shares of: the raw weight's, or the slowest layout's where nothing takes it raw."""
+    raw = _raw_seconds(p)
+    return raw if raw < float("inf") else max((option.seconds for option in p.options.values()), default=1.0)
 
 
 def _raw_seconds(p: Point) -> float:
