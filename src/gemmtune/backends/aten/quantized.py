@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,22 +26,32 @@ def nibbles(weight: QuantWeight) -> Tensor:
     return halves.reshape(2 * data.shape[0], data.shape[1])[: weight.k]
 
 
-def per_row(values: Tensor, quant_group: int | None, k: int) -> Tensor:
-    """A scale or zero point [N] or [groups, N] spread so that it broadcasts against [K, N]."""
-    if quant_group is None:
-        return values.reshape(1, -1)
-    return values.repeat_interleave(quant_group, dim=0)[:k]
-
-
 def dequantize(weight: QuantWeight, dtype: torch.dtype) -> Tensor:
-    """``(q - zero) * scale`` in ``dtype`` [K, N]: a full copy of the weight. The formula is ``problem.Quant``'s."""
-    group = weight.quant.group
+    """``(q - zero) * scale`` in ``dtype`` [K, N]: one full copy of the weight. The formula is ``problem.Quant``'s."""
     values = nibbles(weight).to(dtype)
     if weight.zero_point is not None:
-        values = values - per_row(weight.zero_point.to(dtype), group, weight.k)
+        for part, zero in _by_group(values, weight.zero_point.to(dtype), weight.quant.group):
+            part.sub_(zero)
     elif weight.dtype == "int4":
-        values = values - 8
-    return values * per_row(weight.scale.to(dtype), group, weight.k)
+        values.sub_(8)
+    for part, scale in _by_group(values, weight.scale.to(dtype), weight.quant.group):
+        part.mul_(scale)
+    return values
+
+
+def _by_group(values: Tensor, per_group: Tensor, group: int | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Views that cover ``values`` [K, N], each with its part of a scale or zero point ([N] or [groups, N]) to broadcast.
+
+    Views, so that updating them in place needs no second copy of the weight and no scale spread over K.
+    """
+    if group is None:
+        yield values, per_group.reshape(1, -1)
+        return
+    whole = values.shape[0] // group
+    if whole:
+        yield values[: whole * group].unflatten(0, (whole, group)), per_group[:whole].unsqueeze(1)
+    if values.shape[0] % group:
+        yield values[whole * group :], per_group[whole]
 
 
 class IntMm(WritesOut):

@@ -84,16 +84,13 @@ def candidates(problem: Problem, target: Target, isas: Sequence[str]) -> Iterato
             if why:
                 illegal.append(Illegal(Candidate.make(NAME, template, isa=unit.isa), why))
                 continue
+            for pack_a, why in _pack_refusals(problem, unit).items():
+                illegal.append(Illegal(Candidate.make(NAME, template, isa=unit.isa, pack_a=pack_a), why))
             # Weaker units stay in the race with their likeliest configuration only.
             thorough = best.setdefault(template, unit) is unit
             configs = _configs(problem, target, unit, template)
             for config in configs if thorough else itertools.islice(configs, 1):
-                why = _config_refusal(problem, unit, template, config)
-                candidate = Candidate.make(NAME, template, isa=unit.isa, **config)
-                if why:
-                    illegal.append(Illegal(candidate, why))
-                else:
-                    yield candidate
+                yield Candidate.make(NAME, template, isa=unit.isa, **config)
     yield from illegal
 
 
@@ -118,16 +115,10 @@ def _template_refusal(problem: Problem, unit: Unit, template: str) -> str:
     if template == "expand":
         if weight not in unit.expands or weight not in ("int8", "int4"):
             return "nothing to expand: the weight is stored as it is multiplied"
+        if problem.m <= min(unit.rows.values()):
+            return f"M = {problem.m} is one row tile: an expanded block would be used once"
         return ""
     return "" if weight in unit.reads else f"{unit.isa} cannot convert {weight} in registers"
-
-
-def _config_refusal(problem: Problem, unit: Unit, template: str, config: dict[str, Any]) -> str:
-    if config["pack_a"] == "none":
-        return direct_refusal(problem, unit)
-    if unit.isa == "amx" and config["pack_a"] == "panels":
-        return "AMX loads rows of A, not panels"
-    return ""
 
 
 def direct_refusal(problem: Problem, unit: Unit) -> str:
@@ -147,28 +138,52 @@ def direct_refusal(problem: Problem, unit: Unit) -> str:
     return ""
 
 
+def _pack_refusals(problem: Problem, unit: Unit) -> dict[str, str]:
+    """The ways of reading A that are illegal, each with its reason."""
+    refused = {}
+    if direct_refusal(problem, unit):
+        refused["none"] = direct_refusal(problem, unit)
+    if unit.isa == "amx":
+        refused["panels"] = "AMX loads rows of A, not panels"
+    elif problem.m == 1:
+        refused["panels"] = "a panel of one row is a row"
+    return refused
+
+
 def _configs(problem: Problem, target: Target, unit: Unit, template: str) -> Iterator[dict[str, Any]]:
-    """Every configuration of a template on one unit, likeliest first; entries that cannot matter stay at one value."""
-    expanded = template != "packed"
-    rows = unit.tile_rows(problem.b.dtype, expanded)
-    for nr, mr in _tiles(problem, rows):
-        tiles = -(-problem.m // mr)
-        many = tiles > 1
-        for kc, (tm, tn, tk), pack_a, prefetch, order, nc, mc in itertools.product(
-            _k_blocks(problem, template, many),
-            _grids(problem, target.threads, nr, template),
-            ("rows", "none", "panels") if problem.m > 64 else ("none", "rows", "panels") if many else ("none", "rows"),
-            _prefetches(template, many),
-            ("b", "a") if many and not expanded else ("b",),
-            (1, 4) if many else (1,),
-            (0, 128) if problem.m > 256 else (0,),
-        ):
-            if nc > 1 and kc == 0 and order == "b":
-                continue  # one pass over K visits panels one by one whatever nc says
-            yield {
-                "nr": nr, "mr": mr, "kc": kc, "mc": mc, "nc": nc, "order": order,
-                "pack_a": pack_a, "prefetch": prefetch, "grid": f"{tm}x{tn}x{tk}",
-            }  # fmt: skip
+    """Every configuration of a template on one unit: the likeliest of each micro-tile, then all of each.
+
+    Entries that cannot matter stay at one value.
+    """
+    tiles = _tiles(problem, unit.tile_rows(problem.b.dtype, template != "packed"))
+    everything = [_tile_configs(problem, target, unit, template, *tile) for tile in tiles]
+    for configs in everything:
+        yield from itertools.islice(configs, 1)
+    yield from itertools.chain.from_iterable(everything)
+
+
+def _tile_configs(
+    problem: Problem, target: Target, unit: Unit, template: str, nr: int, mr: int
+) -> Iterator[dict[str, Any]]:
+    many, expanded = problem.m > mr, template != "packed"
+    refused = _pack_refusals(problem, unit)
+    for kc, (tm, tn, tk), pack_a, prefetch, order, nc, mc in itertools.product(
+        _k_blocks(problem, template, many),
+        _grids(problem, target.threads, nr, template),
+        [way for way in (("rows", "none") if problem.m > 64 else ("none", "rows")) + ("panels",) if way not in refused],
+        _prefetches(template, many),
+        ("b", "a") if many and not expanded else ("b",),
+        (1, 4) if many else (1,),
+        (0, 128) if problem.m > 256 else (0,),
+    ):
+        if nc > 1 and kc == 0 and order == "b":
+            continue  # one pass over K visits panels one by one whatever nc says
+        if order == "a" and prefetch == -1:
+            continue  # no block of B stays while tiles pass over it
+        yield {
+            "nr": nr, "mr": mr, "kc": kc, "mc": mc, "nc": nc, "order": order,
+            "pack_a": pack_a, "prefetch": prefetch, "grid": f"{tm}x{tn}x{tk}",
+        }  # fmt: skip
 
 
 def _tiles(problem: Problem, rows: dict[int, int]) -> list[tuple[int, int]]:
