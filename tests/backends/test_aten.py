@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from gemmtune import backends
 from gemmtune.backends.aten import AtenBackend
+from gemmtune.backends.aten.quantized import dequantize, nibbles
 from gemmtune.backends.base import Artifact, Candidate, Illegal, Kernel, PackedWeight, QuantWeight
 from gemmtune.epilogue import Step
 from gemmtune.errors import KernelError, PackedWeightError
@@ -118,6 +119,31 @@ def test_weight_only(bits: int, group: int | None, zero_point: bool, dtype: str)
     assert ("int4pack" in names) == (bits == 4 and group == 32 and not (zero_point and dtype != "float32"))
     for kernel in found:
         check(problem, kernel)
+
+
+@pytest.mark.parametrize("order", ["row", "col"])
+@pytest.mark.parametrize(("k", "group"), [(64, None), (64, 32), (72, 32), (24, 32)])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_dequantize_is_the_formula_in_one_copy(order: str, k: int, group: int | None, bits: int) -> None:
+    problem = weight_only_problem(3, 48, k, bits=bits, group=group, dtype="float32", zero_point=True)
+    problem = replace(problem, b=replace(problem.b, layout=Layout("row" if order == "row" else "col")))
+    weight = make_inputs(problem, 0).b
+    assert isinstance(weight, QuantWeight)
+    assert weight.zero_point is not None
+    before = weight.data.clone()
+    scale, zero = (t.reshape(-1, 48).repeat_interleave(group or k, 0)[:k] for t in (weight.scale, weight.zero_point))
+    assert torch.equal(dequantize(weight, torch.float32), (nibbles(weight).float() - zero) * scale)
+    assert torch.equal(weight.data, before)
+
+
+def test_dequantize_allocates_one_wide_copy() -> None:
+    k, n = 512, 512
+    weight = make_inputs(weight_only_problem(1, n, k, group=32, zero_point=True), 0).b
+    assert isinstance(weight, QuantWeight)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        dequantize(weight, torch.float32)
+    allocated = sum(event.self_cpu_memory_usage for event in profile.events() if event.self_cpu_memory_usage > 0)
+    assert allocated < 1.5 * 4 * k * n
 
 
 def test_a_dequantised_copy_says_what_it_costs() -> None:

@@ -15,7 +15,7 @@ from gemmtune.workloads import build
 class Balanced(HTMLParser):
     """Fails on an element that is closed out of turn or left open."""
 
-    VOID = ("meta", "br")
+    VOID = ("meta", "br", "wbr")
 
     def __init__(self) -> None:
         super().__init__()

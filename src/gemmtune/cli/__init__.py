@@ -6,6 +6,8 @@ Exit codes: 0 done; 1 nothing valid, or failed; 2 wrong usage. Heavy imports hap
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from .bench import bench
@@ -29,6 +31,23 @@ app.command(short_help="Show a decision and all its evidence.")(explain)
 app.command(short_help="Write an HTML report from the store.")(report)
 app.command(short_help="Show what this machine has and lacks.")(doctor)
 app.add_typer(store_app, name="store")
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from .. import __version__
+
+        print(f"gemmtune {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def top(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """Find, prove and serve the fastest correct matrix multiply for every shape a model uses."""
 
 
 def main() -> None:

@@ -36,7 +36,7 @@ DtypeOption = Annotated[
     str, typer.Option("--dtype", metavar="D", help="fp32, bf16, fp16, fp64, int8 (int8 x int8), int8wo or int4wo.")
 ]
 BudgetOption = Annotated[
-    float, typer.Option("--budget", min=0.05, metavar="S", help="Seconds of measuring for each problem.")
+    float, typer.Option("--budget", min=0.05, max=86400, metavar="S", help="Seconds of measuring for each problem.")
 ]
 
 
@@ -64,8 +64,11 @@ def guard(command: Callable[P, R]) -> Callable[P, R]:
         as_json = bool(kwargs.get("as_json", False))
         try:
             return command(*args, **kwargs)
-        except (GemmtuneError, OSError) as error:
+        except GemmtuneError as error:
             fail(str(error), as_json=as_json)
+        except OSError as error:
+            words = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+            fail(words, as_json=as_json)
         except KeyboardInterrupt:
             fail("interrupted", as_json=as_json)
 
@@ -110,6 +113,8 @@ def parse_shape(text: str) -> tuple[int, int, int]:
         usage(f"a shape is M,N,K, for example 16,4096,11008; got {text!r}")
     if min(m, n, k) < 0:
         usage(f"M, N and K must not be negative; got {text!r}")
+    if max(m, n, k) >= 1 << 31:
+        usage(f"M, N and K must be below 2^31; got {text!r}")
     return m, n, k
 
 
@@ -149,14 +154,36 @@ def current_target(threads: int | None) -> Target:
 
 @contextlib.contextmanager
 def opened(path: Path | None) -> Iterator[Store]:
-    """The store at ``path`` (or the default one), closed afterwards."""
+    """The store at ``path`` (or the default one), closed afterwards. Raises StoreError when the file is no store.
+
+    The library goes on without a store that it cannot read; a command was asked for it, and says so before it works.
+    """
+    from ..errors import StoreError
     from ..store import open_store
 
     store = open_store(path)
+    damage = unreadable(getattr(store, "path", None))
+    if damage:
+        raise StoreError(f"cannot read the store {damage}; move it away, or choose another with --store")
     try:
         yield store
     finally:
         store.close()
+
+
+def unreadable(path: Path | None) -> str:
+    """Why the file at ``path`` is no SQLite database, or empty (also when it is absent, or busy for the moment)."""
+    if path is None or not path.exists():
+        return ""
+    import sqlite3
+
+    try:
+        # rw, never created; not ro, which could not finish what an interrupted writer left behind.
+        with contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=rw", uri=True)) as connection:
+            connection.execute("PRAGMA schema_version").fetchall()
+    except sqlite3.Error as error:
+        return "" if "locked" in str(error) else f"{path}: {error}"
+    return ""
 
 
 def collect(

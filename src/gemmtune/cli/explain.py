@@ -44,7 +44,7 @@ def explain(
     ] = "bf16",
     threads: ThreadsOption = None,
     any_machine: Annotated[
-        bool, typer.Option("--any-machine", help="Also decisions made on other machines or thread counts.")
+        bool, typer.Option("--any-machine", help="Also decisions of other machines, thread counts or versions.")
     ] = False,
     store: StoreOption = None,
     as_json: JsonOption = False,
@@ -91,10 +91,12 @@ def matching(store: Store, target: Target | None, shape: tuple[int, int, int], d
 
 def _nothing(store: Store, target: Target, shape: tuple[int, int, int], dtype: str) -> str:
     m, n, k = shape
+    if 0 in shape:
+        return f"{m}x{n}x{k} is empty (M, N or K is 0): there is nothing to decide, and nothing is tuned"
     text = f"the store has no decision for {m}x{n}x{k} {dtype} on this machine with {target.threads} threads"
     others = sum(1 for other in store.targets() if other.key != target.key and matching(store, other, shape, dtype))
     if others:
-        text += f" ({others} other machines or thread counts have one: --any-machine)"
+        text += f"; {others} of another machine, thread count or version: --any-machine shows them"
     return f"{text}; make one with: gemmtune tune {m},{n},{k} --dtype {dtype}"
 
 

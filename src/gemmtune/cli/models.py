@@ -60,7 +60,7 @@ def _from_package(name: str) -> Any:
 def _importing(what: str, action: Callable[[], Any]) -> Any:
     try:
         return action()
-    except Exception as error:  # the user's module may raise anything at all
+    except (Exception, SystemExit) as error:  # the user's module may raise anything at all
         raise GemmtuneError(f"importing {what} raised {type(error).__name__}: {error}") from error
 
 
@@ -71,7 +71,7 @@ def call_factory(factory: Callable[..., Any], dtype: str | None) -> tuple[Callab
         usage(f"{factory.__name__} takes no dtype, so --dtype cannot apply to this model")
     try:
         made = factory(dtype=dtype) if dtype is not None else factory()
-    except Exception as error:  # the user's code may raise anything at all
+    except (Exception, SystemExit) as error:  # the user's code may raise anything at all
         raise GemmtuneError(f"{factory.__name__} raised {type(error).__name__}: {error}") from error
     if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0])):
         raise GemmtuneError(f"{factory.__name__} must return (model, example_inputs); got {type(made).__name__}")
@@ -93,7 +93,7 @@ def record_model(spec: str, dtype: str | None) -> list[tuple[Problem, int]]:
         for call in calls:
             try:
                 model(*call)
-            except Exception as error:  # the user's forward may raise anything at all
+            except (Exception, SystemExit) as error:  # the user's forward may raise anything at all
                 raise GemmtuneError(f"running {spec} raised {type(error).__name__}: {error}") from error
     problems = list(recorded.problems)
     if not problems:

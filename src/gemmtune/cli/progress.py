@@ -63,7 +63,7 @@ class Board:
         elif row.outcome == "tie":
             what = f"tie, ATen serves  {duration(row.best_s)}  {row.kernel}"
         else:
-            what = "no valid candidate"
+            what = "no valid candidate" + (f": {event.decision.stopped}" if event.decision.stopped else "")
         origin = "from the store" if self._now_cached else f"{row.tried} tried in {row.seconds:.1f} s"
         return f"[{event.index + 1}/{event.total}] {row.label}  {what}  ({origin})"
 

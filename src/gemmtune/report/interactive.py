@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Iterable
 from html import escape
 from typing import Any
 
 from .charts import Bars, Chart, Scatter
-from .svg import COLOURS
+from .svg import COLOURS, log_range, log_ticks
 
 
 def library() -> str | None:
@@ -58,20 +60,45 @@ def _scatter(chart: Scatter) -> list[dict[str, Any]]:
                 "marker": {"color": COLOURS[place % len(COLOURS)], "size": 8, "opacity": 0.7},
             }
         )
-    for name, line in chart.lines.items():
-        xs, ys = [point[0] for point in line], [point[1] for point in line]
-        traces.append({"type": "scatter", "mode": "lines", "name": escape(name), "x": xs, "y": ys, "hoverinfo": "name"})
+    for place, (name, line) in enumerate(chart.lines.items(), start=len(traces)):
+        traces.append(
+            {
+                "type": "scatter",
+                "mode": "lines",
+                "name": escape(name),
+                "x": [point[0] for point in line],
+                "y": [point[1] for point in line],
+                "line": {"color": COLOURS[place % len(COLOURS)]},
+                "hoverinfo": "name",
+            }
+        )
     return traces
+
+
+def _log_axis(values: Iterable[float], title: str, room: float = 1.25) -> dict[str, Any]:
+    """A logarithmic axis with whole numbers at its ticks (plotly's own are bare digits: 2, 5, 10, 2, 5)."""
+    lo, hi = log_range(values, room)
+    ticks = log_ticks(lo, hi)
+    return {
+        "type": "log",
+        "title": {"text": escape(title)},
+        "range": [math.log10(lo), math.log10(hi)],
+        "tickvals": ticks,
+        "ticktext": [f"{tick:g}" for tick in ticks],
+    }
 
 
 def _layout(chart: Chart) -> dict[str, Any]:
     common: dict[str, Any] = {
-        "margin": {"t": 20, "r": 20},
-        "template": "plotly_white",
-        "legend": {"orientation": "h", "y": 1.12},
+        "margin": {"t": 50, "r": 20},
+        # Above the plot whatever its height, so that it never covers a mark.
+        "legend": {"orientation": "h", "y": 1, "yanchor": "bottom"},
+        "showlegend": True,
     }
     if isinstance(chart, Bars):
-        y = {"type": "log", "title": {"text": f"{escape(chart.unit)} per call"}}
+        values = [value for row in chart.series.values() for value in row if value]
+        # The shortest bar stays a bar: an axis that starts at it would make it vanish.
+        y = _log_axis(values, f"{chart.unit} per call", room=2.0)
         return {
             **common,
             "barmode": "group",
@@ -79,9 +106,15 @@ def _layout(chart: Chart) -> dict[str, Any]:
             "xaxis": {"automargin": True, "tickangle": -35},
             "height": 440,
         }
-    x = {"type": "log", "title": {"text": escape(chart.x_title)}}
+    points = [(p.x, p.y) for group in chart.series.values() for p in group]
+    points += [point for line in chart.lines.values() for point in line]
+    x = _log_axis((point[0] for point in points), chart.x_title)
     if chart.rows:
         # Set out all rows, first on top, also those with a single mark.
         rows = {"type": "category", "categoryarray": [escape(r) for r in reversed(chart.rows)], "automargin": True}
-        return {**common, "xaxis": x, "yaxis": rows, "height": 140 + 24 * len(chart.rows)}
-    return {**common, "xaxis": x, "yaxis": {"type": "log", "title": {"text": escape(chart.y_title)}}, "height": 480}
+        rows["range"] = [-0.7, len(chart.rows) - 0.3]
+        line = {"width": 1, "dash": "dot"}
+        even = {"type": "line", "x0": 1, "x1": 1, "yref": "paper", "y0": 0, "y1": 1, "line": line}
+        return {**common, "xaxis": x, "yaxis": rows, "shapes": [even], "height": 140 + 26 * len(chart.rows)}
+    y = _log_axis((point[1] for point in points), chart.y_title)
+    return {**common, "xaxis": x, "yaxis": y, "height": 480}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..target import Target
 
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1f2328; max-width: 1080px; margin: 2rem auto; padding: 0 1rem; }
+body { font: 15px/1.5 system-ui, sans-serif; color: #1f2328; max-width: 1200px; margin: 2rem auto; padding: 0 1rem; }
 h1 { margin-bottom: 0; } h2 { margin-top: 2.5rem; border-bottom: 1px solid #d0d7de; } h3 { margin-bottom: 0; }
 table { border-collapse: collapse; width: 100%; font-size: 13px; }
 th, td { text-align: left; padding: 3px 8px; border-bottom: 1px solid #eaeef2; vertical-align: top; }
@@ -27,6 +27,7 @@ td.n { text-align: right; white-space: nowrap; font-variant-numeric: tabular-num
 tr.winner td:nth-child(2) { color: #1a7f37; font-weight: 600; } tr.none_valid td:nth-child(2) { color: #cf222e; }
 code { font-size: 12px; overflow-wrap: anywhere; } .note { color: #59636e; margin-top: 0; }
 svg { width: 100%; font: 11px system-ui, sans-serif; } svg .grid { stroke: #d8dee4; stroke-width: 0.6; }
+svg .even { stroke: #1f2328; stroke-dasharray: 2 3; }
 """
 _OUTCOMES = {"winner": "winner", "tie": "tie: ATen serves", "none_valid": "nothing valid"}
 
@@ -98,11 +99,16 @@ def _table_row(decision: Decision) -> str:
     cells = (
         f"<td>{escape(row.label)}</td><td>{_OUTCOMES[row.outcome]}</td>"
         f"<td class='n'>{duration(row.aten_s)}</td><td class='n'>{duration(row.best_s)}</td><td class='n'>{speed}</td>"
-        f"<td><code>{escape(row.best_id)}</code></td>"
+        f"<td>{_code(row.best_id)}</td>"
         f"<td class='n'>{row.tried} (+{row.illegal} illegal)</td>"
         f"<td>{escape(decision.stopped)}{_failures(decision)}</td>"
     )
     return f"<tr class='{row.outcome}'>{cells}</tr>"
+
+
+def _code(candidate: str) -> str:
+    """A candidate's id, which may break after its commas."""
+    return f"<code>{escape(candidate).replace(',', ',<wbr>')}</code>"
 
 
 def _failures(decision: Decision) -> str:
@@ -110,7 +116,7 @@ def _failures(decision: Decision) -> str:
     if not bad:
         return ""
     items = "".join(
-        f"<li><code>{escape(row.id)}</code>: {escape(row.verdict.kind)} {escape(row.verdict.detail)}</li>"
+        f"<li>{_code(row.id)}: {escape(row.verdict.kind)} {escape(row.verdict.detail)}</li>"
         for row in bad
         if row.verdict is not None
     )

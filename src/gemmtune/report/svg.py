@@ -27,15 +27,25 @@ class _LogAxis:
         return self.start + part * (self.end - self.start)
 
     def ticks(self) -> list[float]:
-        """1, 2 and 5 of each decade inside; only the 1s when that would be many."""
-        decades = range(math.floor(math.log10(self.lo)), math.ceil(math.log10(self.hi)) + 1)
-        wanted = (1, 2, 5) if len(decades) <= 4 else (1,)
-        return [t * 10.0**d for d in decades for t in wanted if self.lo <= t * 10.0**d <= self.hi]
+        return log_ticks(self.lo, self.hi)
 
 
-def _axis(values: Iterable[float], start: float, end: float) -> _LogAxis:
+def log_ticks(lo: float, hi: float) -> list[float]:
+    """1, 2 and 5 of each decade between lo and hi; only the 1s when that would be many."""
+    decades = range(math.floor(math.log10(lo)), math.ceil(math.log10(hi)) + 1)
+    wanted = (1, 2, 5) if len(decades) <= 5 else (1,)
+    # Parsed from text, so that 2e-05 is that and not 2.0000000000000002e-05.
+    return [tick for d in decades for t in wanted if lo <= (tick := float(f"{t}e{d}")) <= hi]
+
+
+def log_range(values: Iterable[float], room: float = 1.25) -> tuple[float, float]:
+    """The positive values' range with ``room`` below and a quarter above."""
     positive = [value for value in values if value > 0] or [1.0]
-    return _LogAxis(min(positive) / 1.25, max(positive) * 1.25, start, end)
+    return min(positive) / room, max(positive) * 1.25
+
+
+def _axis(values: Iterable[float], start: float, end: float, room: float = 1.25) -> _LogAxis:
+    return _LogAxis(*log_range(values, room), start, end)
 
 
 def draw(chart: Chart) -> str:
@@ -48,7 +58,7 @@ def _bars(chart: Bars) -> str:
     thick, gap = 12, 10
     names = list(chart.series)
     height = _TOP + len(chart.labels) * (thick * len(names) + gap) + 40
-    axis = _axis((v for row in chart.series.values() for v in row if v), _LEFT, _WIDTH - _RIGHT)
+    axis = _axis((v for row in chart.series.values() for v in row if v), _LEFT, _WIDTH - _RIGHT, room=2.0)
     parts = [_legend(names), *_x_grid(axis, height - 36, f"{chart.unit} per call")]
     y = float(_TOP)
     for index, text in enumerate(chart.labels):
@@ -81,6 +91,8 @@ def _scatter(chart: Scatter) -> str:
     if chart.rows:
         parts += [_text(_LEFT - 8, _TOP + 22 * i + 18, text, "end") for i, text in enumerate(chart.rows)]
         heights = {point: _TOP + 22 * point[1] + 14 for point in every}
+        if x.lo < 1 < x.hi:
+            parts.append(f'<line x1="{x(1):.1f}" x2="{x(1):.1f}" y1="{_TOP - 6}" y2="{bottom:.1f}" class="even"/>')
     else:
         y = _axis((point[1] for point in every), bottom, _TOP)
         parts += _y_grid(y, chart.y_title)

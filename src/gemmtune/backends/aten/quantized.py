@@ -40,16 +40,16 @@ def dequantize(weight: QuantWeight, dtype: torch.dtype) -> Tensor:
 
 
 def _by_group(values: Tensor, per_group: Tensor, group: int | None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Views that cover ``values`` [K, N], each with its part of a scale or zero point ([N] or [groups, N]) to broadcast.
+    """Views that cover ``values`` [K, N], each with its part of a scale or zero point [N] or [groups, N], to broadcast.
 
     Views, so that updating them in place needs no second copy of the weight and no scale spread over K.
     """
     if group is None:
         yield values, per_group.reshape(1, -1)
         return
-    whole = values.shape[0] // group
+    whole, columns = values.shape[0] // group, values.shape[1]
     if whole:
-        yield values[: whole * group].unflatten(0, (whole, group)), per_group[:whole].unsqueeze(1)
+        yield values[: whole * group].view(whole, group, columns), per_group[:whole].unsqueeze(1)
     if values.shape[0] % group:
         yield values[whole * group :], per_group[whole]
 
