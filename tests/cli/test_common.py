@@ -13,7 +13,7 @@ def test_shapes(text: str) -> None:
     assert common.parse_shape(text) == (16, 4096, 11008)
 
 
-@pytest.mark.parametrize("text", ["16,4096", "a,b,c", "", "1,2,3,4", "1,-2,3", "1.5,2,3"])
+@pytest.mark.parametrize("text", ["16,4096", "a,b,c", "", "1,2,3,4", "1,-2,3", "1.5,2,3", f"{1 << 31},1,1"])
 def test_bad_shapes_are_wrong_usage(text: str) -> None:
     with pytest.raises(typer.BadParameter):
         common.parse_shape(text)

@@ -1,6 +1,9 @@
 from pathlib import Path
 
+import pytest
+
 from command import Run
+from gemmtune.backends.base import Candidate
 
 
 def test_shows_all_the_evidence(run: Run, filled: Path) -> None:
@@ -34,6 +37,22 @@ def test_unknown_shape_names_the_command_to_run(run: Run, filled: Path) -> None:
     result = run("explain", 5, 6, 7, "--dtype", "fp32", "--store", filled)
     assert result.code == 1
     assert "gemmtune tune 5,6,7 --dtype fp32" in result.err
+
+
+def test_a_candidate_is_shown_whole_whatever_the_width(run: Run, filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    lines = run("explain", 16, 4096, 4096, "--dtype", "bf16", "--store", filled).out.splitlines()
+    (record,) = run("explain", 16, 4096, 4096, "--json", "--store", filled).json["decisions"]
+    for row in record["evidence"]:
+        words = [line.split(": ")[0].strip() for line in lines]
+        assert Candidate.from_dict(row["candidate"]).id in words
+
+
+def test_an_empty_shape_is_not_sent_to_be_tuned(run: Run, filled: Path) -> None:
+    result = run("explain", 0, 8, 8, "--store", filled)
+    assert result.code == 1
+    assert "is empty" in result.err
+    assert "gemmtune tune" not in result.err
 
 
 def test_other_machines_on_request(run: Run, filled: Path) -> None:

@@ -26,6 +26,9 @@ def broken():
 def nothing():
     return None
 
+def leaves():
+    raise SystemExit(3)
+
 number = 3
 """
 
@@ -67,6 +70,10 @@ def test_names_that_are_not_there_or_not_callable(file: Path) -> None:
 def test_failures_of_the_users_code_are_told_in_one_line(file: Path, tmp_path: Path) -> None:
     with pytest.raises(GemmtuneError, match="broken raised RuntimeError: no weights"):
         call_factory(find_factory(f"{file}:broken"), None)
+    with pytest.raises(GemmtuneError, match="leaves raised SystemExit: 3"):
+        call_factory(find_factory(f"{file}:leaves"), None)
+    with pytest.raises(GemmtuneError, match="dict must return"):  # a callable without a signature
+        call_factory(find_factory("builtins:dict"), None)
     with pytest.raises(GemmtuneError, match="must return"):
         call_factory(find_factory(f"{file}:nothing"), None)
     with pytest.raises(typer.BadParameter, match="takes no dtype"):

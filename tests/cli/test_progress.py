@@ -1,6 +1,7 @@
 import io
 
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 
 from factories import NATIVE, make_decision
@@ -57,6 +58,13 @@ def test_done_lines(outcome: str, words: str) -> None:
     line = board.done_line(ProblemDone(0, 2, make_decision(PROBLEM, outcome), None))
     assert line.startswith("[1/2] 16x4096x4096 bf16")
     assert words in line
+
+
+def test_done_line_says_why_nothing_is_valid() -> None:
+    board = Board()
+    feed(board, EVENTS[0])
+    decision = replace(make_decision(PROBLEM, "none_valid"), stopped="it does not fit into memory")
+    assert "no valid candidate: it does not fit into memory" in board.done_line(ProblemDone(0, 2, decision, None))
 
 
 def test_plain_progress_prints_a_line_at_start_and_end() -> None:

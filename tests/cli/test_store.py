@@ -81,3 +81,14 @@ def test_a_file_that_cannot_be_used_is_an_error_not_a_traceback(run: Run, filled
     result = run("store", command, "/nonexistent/dir/file.json", "--store", filled)
     assert result.code == 1
     assert result.err.startswith("error: ")
+
+
+@pytest.mark.parametrize("command", [("store", "ls"), ("store", "verify"), ("report",), ("explain", 1, 8, 8)])
+def test_a_file_that_is_no_store_is_a_failure(run: Run, tmp_path: Path, command: tuple[object, ...]) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("not a database\n" * 100)
+    for place in (path, tmp_path):
+        result = run(*command, "--store", place)
+        assert result.code == 1
+        assert result.err.startswith(f"error: cannot read the store {place}: ")
+        assert result.err.count("\n") == 1

@@ -25,13 +25,14 @@ from .common import (
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
     from ..decision import Decision, Evidence
     from ..store.base import Store
     from ..target import Target
 
 _ORDER = ("winner", "finalist", "eliminated", "screened", "failed", "untried", "illegal")
+# The stages without a sample, and what to say of rows that give no reason.
+_UNTIMED = {"untried": "the search ended before them", "illegal": "no reason given"}
 
 
 @guard
@@ -109,20 +110,15 @@ def show(decision: Decision, out: Console) -> None:
 
     row = summarize(decision)
     made = time.strftime("%Y-%m-%d %H:%M", time.localtime(decision.created))
-    out.print(f"[bold]{escape(row.label)}[/]  {escape(decision.problem_key)}")
-    out.print(f"outcome: {_outcome_words(decision)}  {escape(speedup_text(row))}")
+    out.print(f"[bold]{escape(row.label)}[/]  {escape(decision.problem_key)}", soft_wrap=True)
+    out.print(f"outcome: {_outcome_words(decision)}  {escape(speedup_text(row))}", soft_wrap=True)
     out.print(f"made {made} in {decision.seconds:.1f} s, seed {decision.seed}, target {decision.target_key}")
-    out.print(f"stopped: {escape(decision.stopped or 'not recorded')}")
+    out.print(f"stopped: {escape(decision.stopped or 'not recorded')}", soft_wrap=True)
     for packing, candidate in sorted(decision.alternatives.items()):
-        out.print(f"fastest with packing {escape(packing or 'none')}: {escape(candidate)}")
+        out.print(f"fastest with packing {escape(packing or 'none')}: {escape(candidate)}", soft_wrap=True)
     out.print()
-    out.print(evidence_table(decision))
-    for reason, rows in reasons_illegal(decision).items():
-        out.print(f"illegal ({len(rows)}): {escape(reason)}")
-        for row_ in rows[:3]:
-            out.print(f"  {escape(row_.id)}")
-        if len(rows) > 3:
-            out.print(f"  and {len(rows) - 3} more")
+    for text in (*evidence_lines(decision), *without_a_time(decision)):
+        out.print(text, markup=False, soft_wrap=True)
     out.print()
 
 
@@ -137,34 +133,33 @@ def _outcome_words(decision: Decision) -> str:
     }[decision.outcome]
 
 
-def evidence_table(decision: Decision) -> Table:
-    """A line per candidate that was legal, best first."""
-    from rich.markup import escape
-    from rich.table import Table
+def evidence_lines(decision: Decision) -> list[str]:
+    """Every candidate that was tried, best first: its figures, below them its id and why it stopped there.
 
+    Not a table: ids are longer than a column can be, and whole ones can be searched for and pasted.
+    """
     from ..report.rows import duration
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in (
-        "stage",
-        "median [95%]",
-        "rounds",
-        "time / ATen [95%]",
-        "verdict",
-        "candidate",
-        "why it stopped there",
-    ):
-        table.add_column(name, overflow="fold")
-    for row in sorted((row for row in decision.evidence if row.stage != "illegal"), key=_place):
+    lines = [f"{'stage':<11} {'median [95%]':<31} {'rounds':>6}  {'time / ATen [95%]':<20}  verdict"]
+    for row in sorted((row for row in decision.evidence if row.stage not in _UNTIMED), key=_place):
         sample = row.sample
         times = rounds = ratio = "-"
         if sample is not None:
             times = f"{duration(sample.median_s)} [{duration(sample.lo_s)} - {duration(sample.hi_s)}]"
             rounds = str(sample.rounds)
             ratio = f"{sample.ratio:.3f} [{sample.ratio_lo:.3f}-{sample.ratio_hi:.3f}]"
-        cells = (row.stage, times, rounds, ratio, _verdict_words(row), row.id, row.reason)
-        table.add_row(*(escape(cell) for cell in cells))
-    return table
+        lines.append(f"{row.stage:<11} {times:<31} {rounds:>6}  {ratio:<20}  {_verdict_words(row)}")
+        lines.append(f"            {row.id}" + (f": {row.reason}" if row.reason else ""))
+    return [*lines, ""]
+
+
+def without_a_time(decision: Decision) -> list[str]:
+    """The candidates that were not tried and the illegal ones, by reason."""
+    lines = []
+    for stage in _UNTIMED:
+        for reason, rows in by_reason(decision, stage).items():
+            lines += [f"{stage} ({len(rows)}): {reason}", *(f"  {row.id}" for row in rows)]
+    return lines
 
 
 def _place(row: Evidence) -> tuple[int, float]:
@@ -180,10 +175,10 @@ def _verdict_words(row: Evidence) -> str:
     return f"{words}: {row.verdict.detail}" if row.verdict.detail and not row.verdict.ok else words
 
 
-def reasons_illegal(decision: Decision) -> dict[str, list[Evidence]]:
-    """The illegal candidates by reason."""
+def by_reason(decision: Decision, stage: str) -> dict[str, list[Evidence]]:
+    """The candidates of a stage by the reason they are there."""
     groups: dict[str, list[Evidence]] = defaultdict(list)
     for row in decision.evidence:
-        if row.stage == "illegal":
-            groups[row.reason or "no reason given"].append(row)
+        if row.stage == stage:
+            groups[row.reason or _UNTIMED.get(stage, "")].append(row)
     return dict(groups)

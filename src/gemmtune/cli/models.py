@@ -66,15 +66,19 @@ def _importing(what: str, action: Callable[[], Any]) -> Any:
 
 def call_factory(factory: Callable[..., Any], dtype: str | None) -> tuple[Callable[..., Any], Calls]:
     """The model and the argument tuples to call it with. Raises GemmtuneError when the factory fails or misleads."""
-    takes_dtype = "dtype" in inspect.signature(factory).parameters
+    name = getattr(factory, "__name__", repr(factory))  # a partial has none
+    try:
+        takes_dtype = "dtype" in inspect.signature(factory).parameters
+    except ValueError:  # some builtins have none
+        takes_dtype = False
     if dtype is not None and not takes_dtype:
-        usage(f"{factory.__name__} takes no dtype, so --dtype cannot apply to this model")
+        usage(f"{name} takes no dtype, so --dtype cannot apply to this model")
     try:
         made = factory(dtype=dtype) if dtype is not None else factory()
     except (Exception, SystemExit) as error:  # the user's code may raise anything at all
-        raise GemmtuneError(f"{factory.__name__} raised {type(error).__name__}: {error}") from error
+        raise GemmtuneError(f"{name} raised {type(error).__name__}: {error}") from error
     if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0])):
-        raise GemmtuneError(f"{factory.__name__} must return (model, example_inputs); got {type(made).__name__}")
+        raise GemmtuneError(f"{name} must return (model, example_inputs); got {type(made).__name__}")
     model, inputs = made
     calls = inputs if isinstance(inputs, list) else [inputs]
     return model, [call if isinstance(call, tuple) else (call,) for call in calls]
