@@ -1,5 +1,6 @@
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -68,3 +69,25 @@ def test_plotly_gets_valid_json_that_cannot_end_its_script() -> None:
         figure = json.loads(found.group(1))
         assert [trace["name"] for trace in figure["traces"]][:2] == ["aten", "native"]
         assert f'"c{number}"' in text
+
+
+def test_equal_labels_are_told_apart() -> None:
+    problem = build(7, 509, 521, "bf16")
+    other = replace(problem, b=replace(problem.b, constant=False))
+    chart = times([make_decision(problem), make_decision(other)])
+    assert len(set(chart.labels)) == 2
+
+
+def test_ticks_are_inside_and_never_bare_of_one() -> None:
+    for lo, hi in ((10, 73), (2e-5, 0.3), (1e-6, 1e6), (0.4, 11)):
+        ticks = svg.log_ticks(lo, hi)
+        assert len(ticks) >= 2
+        assert all(lo <= tick <= hi and f"{tick:g}".strip("0.e-+")[:1] in "125" for tick in ticks)
+
+
+def test_svg_labels_start_inside_the_picture() -> None:
+    label = "256x11008x4096 bf16 +bias +gelu_tanh +mul +add"
+    drawn = svg.draw(replace(times(DECISIONS), labels=(label,) * len(DECISIONS)))
+    ends = [float(x) for x in re.findall(rf'x="([\d.]+)"[^>]*text-anchor="end">{re.escape(label)}', drawn)]
+    assert len(ends) == len(DECISIONS)
+    assert all(end > 6 * len(label) for end in ends)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -61,6 +62,20 @@ def _aten_first(names: Iterable[str]) -> list[str]:
     return sorted(names, key=lambda name: (name != "aten", name))
 
 
+def _labels(decisions: Iterable[Decision]) -> tuple[str, ...]:
+    """A label per decision, numbered where problems differ only in what labels leave out (layouts, alignment).
+
+    Plots take equal labels for one row.
+    """
+    seen: Counter[str] = Counter()
+    found = []
+    for decision in decisions:
+        text = label(Problem.from_dict(decision.problem))
+        seen[text] += 1
+        found.append(text if seen[text] == 1 else f"{text} ({seen[text]})")
+    return tuple(found)
+
+
 def times(decisions: Sequence[Decision]) -> Bars:
     """Time a call by shape and backend: the best valid kernel of each backend."""
     best = [best_by_backend(decision) for decision in decisions]
@@ -68,7 +83,7 @@ def times(decisions: Sequence[Decision]) -> Bars:
     for name in _aten_first({name for row in best for name in row}):
         seconds = [median_s(row.get(name)) for row in best]
         series[name] = tuple(None if value is None else value * 1e6 for value in seconds)
-    labels = tuple(label(Problem.from_dict(decision.problem)) for decision in decisions)
+    labels = _labels(decisions)
     note = "Median time of a call, best valid kernel of each backend. Lower is better; the axis is logarithmic."
     return Bars("Time by shape and backend", note, "us", labels, series)
 
@@ -128,7 +143,7 @@ def spread(decisions: Sequence[Decision]) -> Scatter:
                 ratio = row.sample.median_s / aten_s
                 text = f"{row.id}: {ratio:.3f}x ATen's time, {duration(row.sample.median_s)}, {row.stage}"
                 series.setdefault(backend_of(row), []).append(Point(ratio, place, text))
-    rows = tuple(label(Problem.from_dict(decision.problem)) for decision in decisions)
+    rows = _labels(decisions)
     note = "Median time of every valid candidate over that of ATen's best one: left of 1 is faster than ATen."
     marks = {name: tuple(series[name]) for name in _aten_first(series)}
     return Scatter("Spread of the candidates", note, "time / ATen's best", "", marks, rows=rows)

@@ -10,7 +10,8 @@ from html import escape
 from .charts import Bars, Chart, Scatter
 
 COLOURS = ("#7a869a", "#1f6feb", "#d9822b", "#2da44e", "#8250df", "#cf222e")
-_WIDTH, _LEFT, _RIGHT, _TOP = 960, 210, 20, 34
+_WIDTH, _RIGHT, _TOP = 960, 20, 34
+_LONGEST_LABEL = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +54,27 @@ def draw(chart: Chart) -> str:
     return _bars(chart) if isinstance(chart, Bars) else _scatter(chart)
 
 
+def _left(labels: Sequence[str]) -> float:
+    """Where the plot begins: right of the longest label, at some 6 pixels a letter."""
+    return 24 + 6.2 * min(_LONGEST_LABEL, max((len(text) for text in labels), default=0))
+
+
+def _label(left: float, y: float, text: str) -> str:
+    cut = text if len(text) <= _LONGEST_LABEL else text[: _LONGEST_LABEL - 1] + "\u2026"
+    return _text(left - 8, y, cut, "end")
+
+
 def _bars(chart: Bars) -> str:
     """Horizontal bars, a group per label: long labels stay readable."""
+    left = _left(chart.labels)
     thick, gap = 12, 10
     names = list(chart.series)
     height = _TOP + len(chart.labels) * (thick * len(names) + gap) + 40
-    axis = _axis((v for row in chart.series.values() for v in row if v), _LEFT, _WIDTH - _RIGHT, room=2.0)
-    parts = [_legend(names), *_x_grid(axis, height - 36, f"{chart.unit} per call")]
+    axis = _axis((v for row in chart.series.values() for v in row if v), left, _WIDTH - _RIGHT, room=2.0)
+    parts = [_legend(names, left), *_x_grid(axis, height - 36, f"{chart.unit} per call")]
     y = float(_TOP)
     for index, text in enumerate(chart.labels):
-        parts.append(_text(_LEFT - 8, y + thick * len(names) / 2 + 4, text, "end"))
+        parts.append(_label(left, y + thick * len(names) / 2 + 4, text))
         for place, name in enumerate(names):
             value = chart.series[name][index]
             if value:
@@ -81,21 +93,21 @@ def _bar(axis: _LogAxis, value: float, y: float, thick: int, place: int, text: s
 
 
 def _scatter(chart: Scatter) -> str:
-    names = list(chart.series)
+    names, left = list(chart.series), _left(chart.rows or (chart.y_title,))
     height = _TOP + (22 * len(chart.rows) + 46 if chart.rows else 400)
     bottom = height - 36
     points = [(p.x, p.y) for group in chart.series.values() for p in group]
     every = points + [point for line in chart.lines.values() for point in line]
-    x = _axis((point[0] for point in every), _LEFT, _WIDTH - _RIGHT)
-    parts = [_legend([*names, *chart.lines]), *_x_grid(x, bottom, chart.x_title)]
+    x = _axis((point[0] for point in every), left, _WIDTH - _RIGHT)
+    parts = [_legend([*names, *chart.lines], left), *_x_grid(x, bottom, chart.x_title)]
     if chart.rows:
-        parts += [_text(_LEFT - 8, _TOP + 22 * i + 18, text, "end") for i, text in enumerate(chart.rows)]
+        parts += [_label(left, _TOP + 22 * i + 18, text) for i, text in enumerate(chart.rows)]
         heights = {point: _TOP + 22 * point[1] + 14 for point in every}
         if x.lo < 1 < x.hi:
             parts.append(f'<line x1="{x(1):.1f}" x2="{x(1):.1f}" y1="{_TOP - 6}" y2="{bottom:.1f}" class="even"/>')
     else:
         y = _axis((point[1] for point in every), bottom, _TOP)
-        parts += _y_grid(y, chart.y_title)
+        parts += _y_grid(y, chart.y_title, left)
         heights = {point: y(point[1]) for point in every}
     for place, line in enumerate(chart.lines.values(), start=len(names)):
         path = " ".join(f"{x(px):.1f},{heights[px, py]:.1f}" for px, py in line)
@@ -110,8 +122,8 @@ def _scatter(chart: Scatter) -> str:
     return _svg(height, parts)
 
 
-def _legend(names: Sequence[str]) -> str:
-    parts, x = [], float(_LEFT)
+def _legend(names: Sequence[str], left: float) -> str:
+    parts, x = [], left
     for place, name in enumerate(names):
         parts.append(f'<rect x="{x:.0f}" y="8" width="12" height="12" fill="{COLOURS[place % len(COLOURS)]}"/>')
         parts.append(_text(x + 16, 18, name))
@@ -120,7 +132,7 @@ def _legend(names: Sequence[str]) -> str:
 
 
 def _x_grid(axis: _LogAxis, bottom: float, title: str) -> list[str]:
-    parts = [_text((_LEFT + _WIDTH) / 2, bottom + 32, title, "middle")]
+    parts = [_text((axis.start + axis.end) / 2, bottom + 32, title, "middle")]
     for tick in axis.ticks():
         x = axis(tick)
         parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP - 6}" y2="{bottom:.1f}" class="grid"/>')
@@ -128,12 +140,12 @@ def _x_grid(axis: _LogAxis, bottom: float, title: str) -> list[str]:
     return parts
 
 
-def _y_grid(axis: _LogAxis, title: str) -> list[str]:
+def _y_grid(axis: _LogAxis, title: str, left: float) -> list[str]:
     parts = [_text(8, _TOP + 10, title)]
     for tick in axis.ticks():
         y = axis(tick)
-        parts.append(f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
-        parts.append(_text(_LEFT - 8, y + 4, f"{tick:g}", "end"))
+        parts.append(f'<line x1="{left:.1f}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
+        parts.append(_text(left - 8, y + 4, f"{tick:g}", "end"))
     return parts
 
 
