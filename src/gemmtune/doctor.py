@@ -143,5 +143,8 @@ def advise(found: Examination) -> list[str]:
     if not found.extras["plotly"]:
         advice.append("plotly is not installed, so reports have plain plots: pip install 'gemmtune[report]'")
     if found.store_damage:
-        advice.append("the store is damaged: `gemmtune store verify` lists it; damaged decisions are tuned again")
+        advice.append(
+            "the store is damaged: `gemmtune store verify` lists it; damaged decisions are tuned again, "
+            "a file that cannot be read at all has to be moved away"
+        )
     return advice
