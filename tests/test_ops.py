@@ -261,3 +261,48 @@ def test_torch_compile_sees_plain_pytorch() -> None:
     close(compiled(x), model(x))
     whole = torch.compile(lambda x: gemmtune.linear(x, w, b, epilogue=[fuse.relu()]), backend="eager", fullgraph=True)
     close(whole(x), F.relu(F.linear(x, w, b)))
+
+
+@pytest.mark.parametrize("shape", [(4, 5), (2, 4, 5), (1, 5), (5,)])
+def test_a_bias_broadcasts_against_the_result_and_not_its_matrix(shape: tuple[int, ...]) -> None:
+    x, weight, bias = torch.randn(2, 4, 3), torch.randn(5, 3), torch.randn(shape)
+    close(gemmtune.linear(x, weight, bias), F.linear(x, weight, bias))
+
+
+def test_a_bias_for_other_leading_sizes_is_refused() -> None:
+    with pytest.raises(ShapeError, match="does not broadcast"):
+        gemmtune.linear(torch.randn(2, 2, 3), torch.randn(5, 3), torch.randn(4, 5))
+
+
+def test_an_empty_out_is_resized_as_pytorch_does() -> None:
+    a, b, out = torch.randn(4, 3), torch.randn(3, 5), torch.empty(0)
+    assert gemmtune.mm(a, b, out=out) is out
+    close(out, a @ b)
+
+
+def test_a_device_mismatch_is_an_error_after_a_good_call_too() -> None:
+    a, b = torch.randn(3, 4), torch.randn(4, 2)
+    gemmtune.mm(a, b)
+    gemmtune.linear(a, b.t())
+    with pytest.raises(DtypeError, match="same device"):
+        gemmtune.mm(a, b.to("meta"))
+    with pytest.raises(DtypeError, match="same device"):
+        gemmtune.linear(a, b.t().to("meta"))
+
+
+def test_autocast_decides_the_dtype_of_a_fused_product_too() -> None:
+    a, b = torch.randn(3, 4), torch.randn(4, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        for left in (a, a.bfloat16()):
+            got = gemmtune.mm(left, b, epilogue=[fuse.relu()])
+            close(got, torch.relu(torch.mm(left, b)))
+            close(gemmtune.linear(left, b.t(), epilogue=[fuse.relu()]), got)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
+def test_nested_tensors_are_refused_by_name() -> None:
+    nested = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)])
+    with pytest.raises(DtypeError, match="nested"):
+        gemmtune.linear(nested, torch.randn(5, 3))
+    with pytest.raises(DtypeError, match="nested"):
+        fuse.add(nested)

@@ -91,3 +91,16 @@ ERRORS: list[tuple[Any, type[Exception], str]] = [
 def test_errors(call: Any, kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text):
         call()
+
+
+def test_a_lazily_negated_weight_is_packed_by_its_values() -> None:
+    negated, x = torch._neg_view(W), torch.randn(3, 32)
+    assert torch.equal(gemmtune.unpack(gemmtune.pack(negated)), -W)
+    torch.testing.assert_close(gemmtune.linear(x, gemmtune.pack(negated)), x @ -W.t(), rtol=1e-4, atol=1e-4)
+
+
+def test_a_scale_or_layout_of_another_type_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="scale"):
+        gemmtune.pack(W.to(torch.int8), scale=[1.0] * 24)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="layout"):
+        gemmtune.pack(W, layout=3)  # type: ignore[arg-type]

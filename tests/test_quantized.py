@@ -165,3 +165,27 @@ ERRORS: list[tuple[Any, type[Exception], str]] = [
 def test_errors(call: Any, kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text):
         call()
+
+
+@pytest.mark.parametrize(("m", "k", "n"), [(1, 9, 5), (5, 1, 9), (1, 1, 9), (9, 1, 1)])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
+def test_int_mm_of_rows_and_columns_with_unusual_strides(m: int, k: int, n: int, dtype: torch.dtype) -> None:
+    a, b = bytes_of(k, m, dtype=dtype).t(), bytes_of(n, k).t()
+    for _ in range(2):
+        assert torch.equal(gemmtune.int_mm(a, b).double(), a.double() @ b.double())
+
+
+def test_a_packed_weights_bits_groups_and_zero_point_cannot_be_contradicted() -> None:
+    x = torch.randn(2, 64)
+    packed = gemmtune.pack(bytes_of(4, 64), scale=torch.rand(2, 4), group_size=32)
+    assert gemmtune.mixed_mm(x, packed, bits=8, group_size=32).shape == (2, 4)
+    for wrong in ({"bits": 4}, {"group_size": 16}, {"zero_point": torch.zeros(2, 4)}):
+        for _ in range(2):
+            with pytest.raises(ValueError, match="packed weight"):
+                gemmtune.mixed_mm(x, packed, **wrong)
+
+
+def test_scaled_mm_checks_scale_result() -> None:
+    a = torch.zeros(16, 16).to(torch.float8_e4m3fn)
+    with pytest.raises(TypeError, match="scale_result"):
+        gemmtune.scaled_mm(a, a.t(), torch.ones(()), torch.ones(()), None, 3.0)  # type: ignore[arg-type]

@@ -41,6 +41,8 @@ def tensor(op: str, name: str, position: int, value: Any, *, packed: bool = Fals
         raise TypeError(f"{op}(): argument '{name}' (position {position}) must be {wanted}, not {type(value).__name__}")
     if value.is_complex():
         raise DtypeError(f"{op}(): complex tensors are not supported; {name} is {value.dtype}. Use torch.{op}")
+    if value.is_nested:
+        raise DtypeError(f"{op}(): nested tensors are not supported; {name} is one. Use torch.{op}, or pad it")
     if value.layout != torch.strided:
         raise DtypeError(f"{op}(): sparse tensors are not supported; {name} has layout {value.layout}. Use torch.{op}")
 
@@ -104,13 +106,17 @@ def out_dtype(op: str, dtype: torch.dtype, allowed: tuple[torch.dtype, ...]) -> 
 
 
 def output(out: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    """``out`` fits. Raises TypeError, DtypeError or ShapeError (an out that does not fit is never resized)."""
+    """``out`` fits; an empty one is resized, as PyTorch does. Raises TypeError, DtypeError or ShapeError."""
     if not isinstance(out, Tensor):
         raise TypeError(f"argument 'out' must be Tensor, not {type(out).__name__}")
+    if out.is_nested or out.layout != torch.strided:
+        raise DtypeError("Expected out tensor to be dense, but it is a sparse or nested tensor")
     if out.dtype != dtype:
         raise DtypeError(f"Expected out tensor to have dtype {dtype}, but got {out.dtype} instead")
     if out.device != device:
         raise DtypeError(f"Expected out tensor to be on {device}, but it is on {out.device}")
+    if out.numel() == 0 and tuple(out.shape) != shape:
+        out.resize_(shape)
     if tuple(out.shape) != shape:
         raise ShapeError(f"Expected out tensor to have shape {list(shape)}, but got {list(out.shape)}")
     if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):

@@ -6,6 +6,7 @@ beside a constant weight are described as dense (they are copied when they are n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -144,7 +145,7 @@ def linear(
     rows = x.numel() // x.shape[-1] if x.shape[-1] else _rows(x)
     flat = x if x.dim() == 2 else x.reshape(rows, x.shape[-1])
     b = weight if packed else weight.t()  # type: ignore[union-attr]
-    first = () if bias is None else (_bias(bias, b.shape[1]),)
+    first = () if bias is None else (_bias(bias, (*(x.shape[:-1] or (1,)), b.shape[1])),)
     call = mm(flat, b, (*first, *bounds), op="linear", prefer="col", constant=constant)
     return Call(call.problem, call.a, call.b, call.aux, (*x.shape[:-1], b.shape[1]))
 
@@ -156,9 +157,19 @@ def _rows(x: Tensor) -> int:
     return rows
 
 
-def _bias(bias: Tensor, n: int) -> fuse.Bound:
+def _bias(bias: Tensor, shape: tuple[int, ...]) -> fuse.Bound:
+    """A bias [N], or one that broadcasts to the result's shape (which has as many dimensions as the input)."""
     checks.tensor("linear", "bias", 3, bias)
-    return fuse.bias(bias) if tuple(bias.shape) == (n,) else fuse.add(bias)
+    if bias.dim() == 1 and bias.shape[0] == shape[-1]:
+        return fuse.bias(bias)
+    if bias.dim() < 2 or bias.dim() == len(shape) == 2:
+        return fuse.add(bias)
+    try:
+        return fuse.add(bias.expand(shape).reshape(math.prod(shape[:-1]), shape[-1]))
+    except RuntimeError as error:
+        raise checks.ShapeError(
+            f"linear(): a bias of shape {list(bias.shape)} does not broadcast to the result {list(shape)}"
+        ) from error
 
 
 def addmm(
@@ -224,8 +235,18 @@ def int_mm(
         checks.one_of("int_mm", "mat2's dtype", b.dtype, (torch.int8,))
         checks.inner(tuple(a.shape), tuple(b.shape))
     _same_devices("int_mm", a, b, bounds)
+    a, b = regular(a), b if isinstance(b, PackedWeight) else regular(b)
     out = checks.out_dtype("int_mm", torch.int32 if out_dtype is None else out_dtype, _INT_OUTPUTS)
     return _matrix_call("int_mm", a, b, bounds, out, "col", constant)
+
+
+def regular(matrix: Tensor) -> Tensor:
+    """The same matrix with a row's or column's usual strides: ``torch._int_mm`` (2.13, CPU) takes a [1, K] of strides
+    (1, 1), as ``column.t()`` has, for one of leading dimension 1, and reads or writes beyond it."""
+    cols = matrix.shape[1]
+    if 1 not in matrix.shape or matrix.stride() == (cols, 1):
+        return matrix
+    return matrix.reshape(-1).view(matrix.shape)
 
 
 def mixed_mm(
@@ -287,7 +308,7 @@ def _scales(name: str, value: Any, n: int, group: int | None, k: int) -> Tensor:
     wanted = (n,) if group is None else (-(-k // group), n)
     if tuple(tensor.shape) not in (wanted, (1, *wanted) if group is None else wanted):
         raise checks.ShapeError(f"mixed_mm(): expected {name} of shape {list(wanted)}; got {list(tensor.shape)}")
-    return tensor.reshape(wanted).contiguous()
+    return tensor.resolve_neg().reshape(wanted).contiguous()
 
 
 def scaled_mm(
@@ -306,7 +327,10 @@ def scaled_mm(
     per_column = scale_b.numel() != 1
     bounds = [_scale("scale_a", scale_a, m, "row", per_column), _scale("scale_b", scale_b, n, "col", per_column)]
     if bias is not None:
+        checks.tensor(op, "bias", 5, bias)
         bounds.append(fuse.bias(bias))
+    if scale_result is not None:
+        checks.tensor(op, "scale_result", 6, scale_result)
     if scale_result is not None and out_dtype in checks.FLOAT8:
         # As torch._scaled_mm on CPU (2.13): it divides, and only when an fp8 out_dtype was asked for by name.
         bounds.append(fuse.scale(scale_result.float().reciprocal(), axis="tensor"))

@@ -39,8 +39,8 @@ def _execute(op: str, call: Call, out: Tensor | None, differentiable: bool) -> T
         checks.no_grad_for(op, "a packed weight" if call.packed is not None else "this product", *call.tensors)
     dtype = dtype_of(call.problem.out_dtype)
     if out is not None:
-        checks.output(out, call.shape, dtype, call.a.device)
         checks.no_out_with_grad(op, out, *call.tensors)
+        checks.output(out, call.shape, dtype, call.a.device)
     kernel = _kernel(call)
     if kernel is None:
         result = _shape_only(call, dtype) if _fake(call.a) else plain.run(call)

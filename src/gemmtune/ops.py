@@ -44,8 +44,10 @@ def mm(
     if epilogue or out is not None or out_dtype is not None:
         return _mm(input, mat2, out_dtype, epilogue, out)
     try:
-        shown: Any = mat2._key if isinstance(mat2, PackedWeight) else (mat2.shape, mat2.stride(), mat2.dtype)
-        key = ("mm", input.shape, input.stride(), input.dtype, shown, _threads())
+        shown: Any = (
+            mat2._key if isinstance(mat2, PackedWeight) else (mat2.shape, mat2.stride(), mat2.dtype, mat2.is_cpu)
+        )
+        key = ("mm", input.shape, input.stride(), input.dtype, input.is_cpu, shown, _threads())
     except (AttributeError, RuntimeError, TypeError):
         return _mm(input, mat2, None, (), None)
     entry = _lookup(key) or _first_mm(key, input, mat2)
@@ -57,7 +59,20 @@ def _mm(a: Tensor, b: Weight, out_dtype: torch.dtype | None, epilogue: Sequence[
     checks.tensor("mm", "mat2", 2, b, packed=True)
     if isinstance(b, Tensor) and _others(a, b) and not epilogue and out_dtype is None:
         return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
+    if out is None:
+        a, b = _as_autocast(a, b)
     return launch.execute("mm", describe.mm(a, b, epilogue, out_dtype), out)
+
+
+def _as_autocast(a: Tensor, b: Weight) -> tuple[Tensor, Weight]:
+    """Operands in autocast's dtype where it is on. (PyTorch sees the epilogue's multiply too late to decide it; a
+    packed weight has one dtype, and out= is not autocast.)"""
+    if isinstance(b, PackedWeight) or not autocasting(a.device.type):
+        return a, b
+    dtype = torch.get_autocast_dtype(a.device.type)
+    casts = (torch.float32, torch.bfloat16, torch.float16)
+    left, right = (t.to(dtype) if t.dtype in casts else t for t in (a, b))
+    return left, right
 
 
 def _others(*operands: Tensor) -> bool:
@@ -132,12 +147,15 @@ def linear(
     if epilogue or out is not None:
         return _linear(input, weight, bias, epilogue, out)
     try:
-        shown: Any = weight._key if isinstance(weight, PackedWeight) else (weight.shape, weight.stride(), weight.dtype)
+        shown: Any = (
+            weight._key if isinstance(weight, PackedWeight)
+            else (weight.shape, weight.stride(), weight.dtype, weight.is_cpu)
+        )  # fmt: skip
         key: Any = (
-            ("linear", input.shape, input.stride(), input.dtype, shown, _threads())
+            ("linear", input.shape, input.stride(), input.dtype, input.is_cpu, shown, _threads())
             if bias is None
-            else ("linear", input.shape, input.stride(), input.dtype, shown, _threads(), bias.shape, bias.stride(),
-                  bias.dtype)
+            else ("linear", input.shape, input.stride(), input.dtype, input.is_cpu, shown, _threads(), bias.shape,
+                  bias.stride(), bias.dtype, bias.is_cpu)
         )  # fmt: skip
     except (AttributeError, RuntimeError, TypeError):
         return _linear(input, weight, bias, (), None)
@@ -158,6 +176,8 @@ def _linear(x: Tensor, weight: Weight, bias: Tensor | None, epilogue: Sequence[B
     if _checked_linear(x, weight, bias) and isinstance(weight, Tensor) and not epilogue:
         result = functional.linear(x, weight, bias)
         return result if out is None else out.copy_(result)
+    if out is None:
+        x, weight = _as_autocast(x, weight)
     return launch.execute("linear", describe.linear(x, weight, bias, epilogue), out)
 
 
@@ -212,10 +232,12 @@ def addmm(
     if out is not None:
         return _addmm(input, mat1, mat2, beta, alpha, out)
     try:
-        weight: Any = mat2._key if isinstance(mat2, PackedWeight) else (mat2.shape, mat2.stride(), mat2.dtype)
+        weight: Any = (
+            mat2._key if isinstance(mat2, PackedWeight) else (mat2.shape, mat2.stride(), mat2.dtype, mat2.is_cpu)
+        )
         key: Any = (
-            "addmm", input.shape, input.stride(), input.dtype, mat1.shape, mat1.stride(), mat1.dtype, weight, beta,
-            alpha, _threads(),
+            "addmm", input.shape, input.stride(), input.dtype, input.is_cpu, mat1.shape, mat1.stride(), mat1.dtype,
+            mat1.is_cpu, weight, beta, alpha, _threads(),
         )  # fmt: skip
         entry = _lookup(key)
     except (AttributeError, RuntimeError, TypeError):
@@ -269,7 +291,10 @@ def bmm(input: Tensor, mat2: Tensor, *, out: Tensor | None = None) -> Tensor:
     if out is not None:
         return _bmm(input, mat2, out)
     try:
-        key = ("bmm", input.shape, input.stride(), input.dtype, mat2.shape, mat2.stride(), mat2.dtype, _threads())
+        key = (
+            "bmm", input.shape, input.stride(), input.dtype, input.is_cpu, mat2.shape, mat2.stride(), mat2.dtype,
+            mat2.is_cpu, _threads(),
+        )  # fmt: skip
     except (AttributeError, RuntimeError, TypeError):
         return _bmm(input, mat2, None)
     entry = _lookup(key) or _first_bmm(key, input, mat2)

@@ -36,6 +36,8 @@ def pack(
     layout: force one by name. By default the layout of the weight's Plan in the store, else the native backend's.
     Raises TypeError, DtypeError or ShapeError for a bad weight, UnsupportedError when nothing here packs it so.
     """
+    if layout is not None and not isinstance(layout, str):
+        raise TypeError(f"pack(): layout must be a str or None, not {type(layout).__name__}")
     raw = operand(weight, scale, zero_point, bits, group_size)
     problems = _problems(raw, m)
     if not problems:
@@ -64,12 +66,14 @@ def operand(
         raise checks.ShapeError(f"pack(): expected a weight [N, K]; got {weight.dim()}-D tensor")
     if weight.device.type != "cpu":
         raise checks.DtypeError(f"pack(): only CPU weights are packed; this one is on {weight.device}")
-    weight = weight.detach()
+    # What packs reads memory: a lazily negated view has to become its values.
+    weight = weight.detach().resolve_neg()
     if scale is None:
         if zero_point is not None or group_size is not None or bits is not None:
             raise TypeError("pack(): zero_point, bits and group_size describe a quantised weight; give its scale too")
         checks.one_of("pack", "weight's dtype", weight.dtype, (*checks.FLOATS, torch.int8))
         return weight.t()
+    checks.tensor("pack", "scale", 2, scale)
     width = bits if bits is not None else (4 if weight.dtype == torch.uint8 else 8)
     k = weight.shape[1] * (2 if width == 4 else 1)
     return describe.quantized(weight.t(), scale.detach(), zero_point, width, group_size, k)

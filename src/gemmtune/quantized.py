@@ -62,7 +62,7 @@ def _first_int_mm(key: Any, a: Tensor, b: Any) -> launch.Entry:
     def described(a: Tensor, b: Any, _: Any = None) -> Tensor:
         return _int_mm(a, b, None, (), None)
 
-    if RUNTIME.observer is not None:
+    if RUNTIME.observer is not None or call.a is not a or call.b is not b:
         return described
     copies = call.problem.b.constant and not call.a.is_contiguous()
     entry = launch.prepared(call, lambda a, b, _: (launch.dense(a) if copies else a, b, ()), _no_gradient, described)
@@ -99,15 +99,17 @@ def mixed_mm(
     arguments = (mat1, mat2, scale, zero_point, bits, group_size, bias, out_dtype, epilogue, out)
     if is_compiling():
         return outside(_mixed_mm, *arguments)
-    if not isinstance(mat2, PackedWeight) or epilogue or out is not None or scale is not None or out_dtype is not None:
+    if not isinstance(mat2, PackedWeight) or epilogue or out is not None or out_dtype is not None:
+        return _mixed_mm(*arguments)
+    if scale is not None or zero_point is not None:
         return _mixed_mm(*arguments)
     try:
-        key: Any = ("mixed_mm", mat1.shape, mat1.stride(), mat1.dtype, mat2._key, _threads())
+        key: Any = ("mixed_mm", mat1.shape, mat1.stride(), mat1.dtype, mat2._key, bits, group_size, _threads())
         if bias is not None:
             key = (key, bias.shape, bias.stride(), bias.dtype)
     except (AttributeError, RuntimeError, TypeError):
         return _mixed_mm(*arguments)
-    entry = _lookup(key) or _first_mixed_mm(key, mat1, mat2, bias)
+    entry = _lookup(key) or _first_mixed_mm(key, mat1, mat2, bits, group_size, bias)
     return entry(mat1, mat2, bias)
 
 
@@ -118,6 +120,8 @@ def _mixed_mm(
     checks.tensor("mixed_mm", "mat1", 1, a)
     checks.tensor("mixed_mm", "mat2", 2, b, packed=True)
     weight = _weight(a, b, scale, zero_point, bits, group_size)
+    if bias is not None:
+        checks.tensor("mixed_mm", "bias", 7, bias)
     steps = epilogue if bias is None else (bias_step(bias), *epilogue)
     call = describe.mixed_mm(a, weight, steps, out_dtype)
     return launch.execute("mixed_mm", call, out, differentiable=False)
@@ -129,6 +133,7 @@ def _weight(
     if isinstance(b, PackedWeight):
         if scale is not None or zero_point is not None:
             raise ValueError("mixed_mm(): a packed weight holds its scale and zero point; do not pass them again")
+        _agrees(b, bits, group_size)
         return b
     if scale is None:
         raise TypeError("mixed_mm(): missing argument 'scale' (position 3): it is needed unless mat2 is packed")
@@ -136,11 +141,28 @@ def _weight(
     return describe.quantized(b, scale, zero_point, bits, group_size, a.shape[1])
 
 
-def _first_mixed_mm(key: Any, a: Tensor, b: PackedWeight, bias: Tensor | None) -> launch.Entry:
+def _agrees(packed: PackedWeight, bits: int, group_size: int | None) -> None:
+    """bits and group_size need not be said again for a packed weight; what is said must be so. Raises ValueError."""
+    if packed.quant is None:
+        return
+    if bits != 8 and f"int{bits}" != packed.dtype:
+        raise ValueError(f"mixed_mm(): bits = {bits!r}, and the packed weight holds {packed.dtype}")
+    group = packed.quant.group
+    if group_size is not None and group_size != group and (group is not None or group_size < packed.k):
+        held = "one scale per output channel" if group is None else f"groups of {group}"
+        raise ValueError(f"mixed_mm(): group_size = {group_size!r}, and the packed weight has {held}")
+
+
+def _first_mixed_mm(
+    key: Any, a: Tensor, b: PackedWeight, bits: int, group_size: int | None, bias: Tensor | None
+) -> launch.Entry:
     def described(a: Tensor, b: Any, bias: Tensor | None) -> Tensor:
         return _mixed_mm(a, b, None, None, 8, None, bias, None, (), None)
 
     checks.tensor("mixed_mm", "mat1", 1, a)
+    _agrees(b, bits, group_size)
+    if bias is not None:
+        checks.tensor("mixed_mm", "bias", 7, bias)
     if RUNTIME.observer is not None or (bias is not None and not bias.is_contiguous()):
         return described
     call = describe.mixed_mm(a, b, () if bias is None else (bias_step(bias),))

@@ -240,3 +240,17 @@ def test_a_shared_module_is_swapped_everywhere(own_store: MemoryStore) -> None:
     torch.testing.assert_close(model(x), wanted, rtol=1e-4, atol=1e-5)
     handle.restore()
     assert model[0] is model[2] is layer  # type: ignore[index]
+
+
+def test_a_replaced_forward_and_state_dict_hooks_are_left_alone(own_store: MemoryStore) -> None:
+    x = torch.randn(3, 8)
+    model = ready(Mlp(), x, own_store)
+    up = model.up
+    up.forward = lambda t: F.linear(t, up.weight, up.bias) * 2
+    model.down.register_state_dict_pre_hook(lambda *_: None)
+    wanted = model(x)
+    handle = gemmtune.optimize(model, x, tune=False, store=own_store)
+    assert not handle.swapped
+    assert "forward" in handle.left["up"]
+    assert "hooks" in handle.left["down"]
+    assert torch.equal(model(x), wanted)

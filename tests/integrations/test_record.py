@@ -111,3 +111,14 @@ def test_results_are_untouched() -> None:
         got = layer(x)
     assert torch.equal(got, wanted)
     assert got.requires_grad
+
+
+def test_operands_given_by_keyword_are_seen() -> None:
+    x, w = torch.randn(3, 8), torch.randn(5, 8)
+    with gemmtune.record() as recorded:
+        F.linear(input=x, weight=w)
+        torch.mm(input=x, mat2=w.t())
+        torch.addmm(input=torch.zeros(5), mat1=x, mat2=w.t())
+        torch.bmm(input=x[None], mat2=w.t()[None])
+        torch.matmul(input=x, other=w.t())
+    assert sum(count for _, count in recorded.problems) == 5

@@ -91,9 +91,10 @@ class Runtime:
     def index(self) -> Index:
         """The decisions of the present Target (its thread count included)."""
         threads = torch.get_num_threads()
-        if threads not in self._indices:
-            self._indices[threads] = Index.read(self.store(), current_target(), self.warn_once)
-        return self._indices[threads]
+        with self._lock:
+            if threads not in self._indices:
+                self._indices[threads] = Index.read(self.store(), current_target(), self.warn_once)
+            return self._indices[threads]
 
     def warn_once(self, text: str) -> None:
         """One line through the ``gemmtune`` logger, the first time it comes up."""

@@ -160,12 +160,21 @@ def _sites(model: nn.Module, handle: Handle, memory: float) -> Iterator[_Site]:
             yield _Site(module, name, places[module], held, tied, Counter())
 
 
+# The dicts of nn.Module's hooks that are not swapped along.
+_HOOKS = (
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks",
+    "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+)  # fmt: skip
+
+
 def _unfit(module: nn.Module, root: bool) -> str:
     """Why a linear cannot be swapped at all, or empty."""
     if root:
         return "is the model itself, which has no parent to swap it in"
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+    if any(vars(module).get(hooks) for hooks in _HOOKS):
         return "has hooks, which a swapped module would not run"
+    if "forward" in vars(module):
+        return "has a forward of its own (somebody replaced it on this very module)"
     tensors = (*module.parameters(False), *module.buffers(False))
     if any(t.device.type != "cpu" or t.layout != torch.strided for t in tensors):
         return "is not in dense CPU tensors"

@@ -129,13 +129,16 @@ def weight_only_problem(x: Tensor, held: WeightOnly) -> Problem:
     return describe.mixed_mm(flat, weight, steps, constant=True).problem
 
 
-def linear_problem(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Problem:
+# The describers' parameters have PyTorch's names, because callers may pass them by keyword.
+
+
+def linear_problem(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Problem:
     """The Problem of ``F.linear``; constant when the weight is a Parameter."""
-    return describe.linear(x, weight, bias, constant=isinstance(weight, nn.Parameter)).problem
+    return describe.linear(input, weight, bias, constant=isinstance(weight, nn.Parameter)).problem
 
 
-def _mm(a: Tensor, b: Tensor, **_: Any) -> Problem:
-    return describe.mm(a, b, constant=_constant(b)).problem
+def _mm(input: Tensor, mat2: Tensor, **_: Any) -> Problem:
+    return describe.mm(input, mat2, constant=_constant(mat2)).problem
 
 
 def _constant(b: Tensor) -> bool:
@@ -143,25 +146,26 @@ def _constant(b: Tensor) -> bool:
     return isinstance(b, nn.Parameter) or isinstance(getattr(b, "_base", None), nn.Parameter)
 
 
-def _addmm(addend: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1, **_: Any) -> Problem:
-    return describe.addmm(addend, a, b, beta, alpha, constant=_constant(b)).problem
+def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1, **_: Any) -> Problem:
+    return describe.addmm(input, mat1, mat2, beta, alpha, constant=_constant(mat2)).problem
 
 
-def _bmm(a: Tensor, b: Tensor, **_: Any) -> Problem:
-    return describe.bmm(a, b).problem
+def _bmm(input: Tensor, mat2: Tensor, **_: Any) -> Problem:
+    return describe.bmm(input, mat2).problem
 
 
-def _int_mm(a: Tensor, b: Tensor, **_: Any) -> Problem:
-    return describe.int_mm(a, b, constant=_constant(b)).problem
+def _int_mm(self: Tensor, mat2: Tensor, **_: Any) -> Problem:
+    return describe.int_mm(self, mat2, constant=_constant(mat2)).problem
 
 
-def _int8pack(a: Tensor, weight: Tensor, scales: Tensor) -> Problem:
-    held = describe.quantized(weight.t(), scales, None, 8, None, a.shape[-1])
-    return describe.mixed_mm(a, held, constant=_constant(weight)).problem
+def _int8pack(input: Tensor, mat2: Tensor, scales: Tensor) -> Problem:
+    held = describe.quantized(mat2.t(), scales, None, 8, None, input.shape[-1])
+    return describe.mixed_mm(input, held, constant=_constant(mat2)).problem
 
 
-def _matmul(a: Tensor, b: Tensor, **_: Any) -> Problem | None:
+def _matmul(input: Tensor, other: Tensor, **_: Any) -> Problem | None:
     """matmul as PyTorch folds it: a matrix B takes all leading sizes of A as rows, equal batches make a bmm."""
+    a, b = input, other
     if a.dim() < 2 or b.dim() < 2:
         return None
     if b.dim() == 2:
