@@ -49,6 +49,7 @@ Config config_from(const nb::dict& d) {
   c.prefetch = nb::cast<int64_t>(d["prefetch"]);
   c.expand = nb::cast<bool>(d["expand"]);
   c.raw = nb::cast<bool>(d["raw"]);
+  c.dot = nb::cast<bool>(d["dot"]);
   c.group = nb::cast<int64_t>(d["group"]);
   c.scale_dtype = static_cast<DType>(integer(d, "scale_dtype"));
   c.zero_point = nb::cast<bool>(d["zero_point"]);

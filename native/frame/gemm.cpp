@@ -134,7 +134,9 @@ void Gemm::check() const {
   require(c_.nv >= 1 && c_.nv <= kMaxVectors && c_.mr >= 1 && c_.mr <= kMaxRows, "micro-tile out of range");
   require(dense_->max_rows[c_.nv] >= c_.mr, "this instruction set has no micro-tile of that size");
   require(c_.mc >= c_.mr && c_.nc >= 1 && c_.tm >= 1 && c_.tn >= 1 && c_.tk >= 1, "block and grid sizes must be positive");
-  require(!(c_.expand || c_.raw) || (c_.kc > 0 && c_.kc <= 4096), "expanded blocks need 0 < kc <= 4096");
+  require(!c_.dot || (c_.raw && set_ != nullptr && set_->dot[1] != nullptr && c_.mr <= kDotRows && c_.pack_a != PackA::panels),
+          "this instruction set has no dot products for these types");
+  require(!(c_.expand || c_.raw) || c_.dot || (c_.kc > 0 && c_.kc <= 4096), "expanded blocks need 0 < kc <= 4096");
   require(!((c_.expand || c_.raw) && c_.order == Order::a_stays), "expanded blocks need the order that keeps B");
   require(!(c_.raw && c_.tk > 1), "an unpacked B cannot be split along K");
   require(!(c_.raw && c_.b != DType::f32 && c_.b != DType::bf16 && c_.b != DType::f16 && c_.b != DType::s8), "unpacked B must hold whole numbers of bytes");
@@ -145,12 +147,16 @@ void Gemm::check() const {
   require(c_.pack_a != PackA::none || c_.b != DType::s4 || c_.k % 8 == 0, "these activations must be packed");
 }
 
+int64_t Gemm::block_bytes() const {
+  return (c_.expand || c_.raw) && !c_.dot ? c_.kc / kp_ * panel_cols_ * kGroupBytes : 0;
+}
+
 int64_t Gemm::scratch_bytes(int64_t m) const {
   const int64_t rows = std::min(m, c_.mc), segments = ceil_div(c_.k, segment_) + 1;
   const int64_t a = c_.pack_a == PackA::none ? 0 : rows * (align_up(ceil_div(c_.k, 8) * 8 / kp_ * kGroupBytes) + kAlign);
-  const bool one_block = c_.kc >= c_.k;
+  const bool one_block = c_.kc >= c_.k && !c_.dot;
   const int64_t c = (one_block ? kMaxRows : rows) * (one_block ? 1 : std::min(c_.nc, panels_)) * panel_cols_ * 4;
-  const int64_t b = c_.expand || c_.raw ? c_.kc / kp_ * panel_cols_ * kGroupBytes : 0;
+  const int64_t b = block_bytes();
   const int64_t sums = c_.zero_point ? segments * rows * 4 : 0;
   return align_up(a) + align_up(c) + align_up(b) + 2 * kWidest * 4 + align_up(sums) + align_up(std::min(c_.nc, panels_) * panel_cols_ * 4);
 }
@@ -210,13 +216,13 @@ void Gemm::run(const Call& call) const {
 
 void Gemm::run_task(const Call& call, const Task& task, Scratch& s, char* partial) const {
   const int64_t rows_max = std::min(call.m, c_.mc);
-  const bool one_block = c_.kc >= c_.k;
+  const bool one_block = c_.kc >= c_.k && !c_.dot;
   char* p = s.a;
   if (c_.pack_a != PackA::none) p += align_up(rows_max * (align_up(ceil_div(c_.k, 8) * 8 / kp_ * kGroupBytes) + kAlign));
   s.c = p;
   p += align_up((one_block ? kMaxRows : rows_max) * (one_block ? 1 : std::min(c_.nc, panels_)) * panel_cols_ * 4);
   s.b = p;
-  p += align_up(c_.expand || c_.raw ? c_.kc / kp_ * panel_cols_ * kGroupBytes : 0);
+  p += align_up(block_bytes());
   s.scale = reinterpret_cast<float*>(p);
   s.zero = s.scale + kWidest;
   s.compensation = reinterpret_cast<int32_t*>(s.zero + kWidest);
@@ -225,6 +231,10 @@ void Gemm::run_task(const Call& call, const Task& task, Scratch& s, char* partia
   for (int64_t row0 = task.m0; row0 < task.m1; row0 += c_.mc) {
     Work w{call, task, Split(std::min(c_.mc, task.m1 - row0), c_.mr), row0, 0, 0, partial};
     pack_rows(w, s);
+    if (c_.dot) {
+      run_dots(w, task, s);
+      continue;
+    }
     for (w.jc = task.p0; w.jc < task.p1; w.jc += c_.nc) {
       w.jc_end = std::min(task.p1, w.jc + c_.nc);
       if (c_.raw && c_.compute == Compute::u8s8) std::memset(s.compensation, 0, (w.jc_end - w.jc) * panel_cols_ * 4);
@@ -299,6 +309,55 @@ const char* Gemm::prepare_b(const Work& w, Scratch& s, int64_t panel, int64_t k0
   return s.b;
 }
 
+void Gemm::locate_a(const Work& w, const Scratch& s, int tile, int64_t k0, const char** a, int64_t* row, int64_t* group) const {
+  const int64_t first = w.split.begin(tile);
+  if (c_.pack_a == PackA::none) {
+    const Matrix& m = w.call.a;
+    const int64_t element = bits(c_.a) / 8;
+    *row = m.row * element;
+    *group = kGroupBytes;
+    *a = m.data + (w.task.batch * m.batch + (w.row0 + first) * m.row + k0) * element;
+    return;
+  }
+  const int64_t groups = ceil_div(w.task.k1 - w.task.k0, 8) * 8 / kp_, skipped = (k0 - w.task.k0) / kp_;
+  const bool panels = c_.pack_a == PackA::panels;
+  *row = panels ? kGroupBytes : align_up(groups * kGroupBytes) + kAlign;
+  *group = panels ? w.split.size(tile) * kGroupBytes : kGroupBytes;
+  *a = s.a + (panels ? first * groups * kGroupBytes : first * *row) + skipped * *group;
+}
+
+// Dot products over a weight as it lies: for each panel of columns, K block by K block so that A stays in the L2 cache.
+void Gemm::run_dots(Work& w, const Task& task, Scratch& s) const {
+  for (int64_t panel = task.p0; panel < task.p1; ++panel) {
+    w.jc = panel;
+    for (int64_t k0 = task.k0; k0 < task.k1; k0 += c_.kc) dot_panel(w, s, panel, k0, std::min(task.k1, k0 + c_.kc));
+    for (int tile = 0; tile < w.split.count; ++tile)
+      store_tile(w.call, task.batch, w.row0 + w.split.begin(tile), w.split.size(tile), panel,
+                 s.c + w.split.begin(tile) * panel_cols_ * 4, panel_cols_, nullptr);
+  }
+}
+
+void Gemm::dot_panel(const Work& w, Scratch& s, int64_t panel, int64_t k0, int64_t k1) const {
+  const Matrix& b = w.call.b;
+  const int64_t element = bits(c_.b) / 8, n0 = panel * panel_cols_, valid = std::min(panel_cols_, c_.n - n0);
+  DotArgs d{};
+  d.b_row = b.col * element;
+  d.k = k1 - k0;
+  d.ldc = panel_cols_;
+  d.accumulate = k0 > w.task.k0;
+  d.prefetch = c_.prefetch;
+  for (int64_t n = 0; n < valid; n += kDotColumns) {
+    d.columns = static_cast<int>(std::min<int64_t>(kDotColumns, valid - n));
+    d.b = b.data + (w.task.batch * b.batch + (n0 + n) * b.col + k0) * element;
+    for (int tile = 0; tile < w.split.count; ++tile) {
+      int64_t group = 0;
+      locate_a(w, s, tile, k0, &d.a, &d.a_row, &group);
+      d.c = reinterpret_cast<float*>(s.c) + w.split.begin(tile) * panel_cols_ + n;
+      set_->dot[w.split.size(tile)](d);
+    }
+  }
+}
+
 void Gemm::multiply(const Work& w, Scratch& s, int tile, int64_t panel, int64_t k0, int64_t k1, const char* b, int64_t step) const {
   const int64_t first = w.split.begin(tile), columns = std::min(panel_cols_, c_.n - panel * panel_cols_);
   const int rows = w.split.size(tile);
@@ -306,19 +365,7 @@ void Gemm::multiply(const Work& w, Scratch& s, int tile, int64_t panel, int64_t 
   const int nv = w.partial != nullptr ? c_.nv : static_cast<int>(ceil_div(columns, kLanes));
   const KernelSet* set = c_.expand || c_.raw ? dense_ : set_;
   TileArgs t{};
-  if (c_.pack_a == PackA::none) {
-    const Matrix& a = w.call.a;
-    const int64_t element = bits(c_.a) / 8;
-    t.a_row = a.row * element;
-    t.a_group = kGroupBytes;
-    t.a = a.data + (w.task.batch * a.batch + (w.row0 + first) * a.row + k0) * element;
-  } else {
-    const int64_t groups = ceil_div(w.task.k1 - w.task.k0, 8) * 8 / kp_, group = (k0 - w.task.k0) / kp_;
-    const bool panels = c_.pack_a == PackA::panels;
-    t.a_row = panels ? kGroupBytes : align_up(groups * kGroupBytes) + kAlign;
-    t.a_group = panels ? rows * kGroupBytes : kGroupBytes;
-    t.a = s.a + (panels ? first * groups * kGroupBytes : first * t.a_row) + group * t.a_group;
-  }
+  locate_a(w, s, tile, k0, &t.a, &t.a_row, &t.a_group);
   const bool one_block = c_.kc >= c_.k;
   if (w.partial != nullptr) {
     t.ldc = panels_ * panel_cols_;

@@ -30,6 +30,7 @@ struct Config {
   int64_t prefetch;   // bytes ahead in B, or kPrefetchNext
   bool expand;        // convert a block of B to the dense type first, instead of in registers
   bool raw;           // B is an unpacked, strided matrix
+  bool dot;           // raw, and read where it lies: its K is contiguous
   int64_t group;      // K elements that share a scale; 0 = unquantised
   DType scale_dtype;
   bool zero_point;
@@ -70,10 +71,15 @@ class Gemm {
   struct Task;
 
   void check() const;
+  int64_t block_bytes() const;  // of an expanded or raw-packed block
   int64_t scratch_bytes(int64_t m) const;
   void run_task(const Call&, const Task&, Scratch&, char* partial) const;
   void run_panel(const Work&, const Task&, Scratch&, int64_t panel, int64_t k0, int64_t k1) const;
   const char* prepare_b(const Work&, Scratch&, int64_t panel, int64_t k0, int64_t k1, int64_t* step) const;
+  void run_dots(Work&, const Task&, Scratch&) const;
+  void dot_panel(const Work&, Scratch&, int64_t panel, int64_t k0, int64_t k1) const;
+  // Where rows of A start for a tile, as the micro-kernels read them.
+  void locate_a(const Work&, const Scratch&, int tile, int64_t k0, const char** a, int64_t* row, int64_t* group) const;
   void pack_rows(const Work&, Scratch&) const;
   void multiply(const Work&, Scratch&, int tile, int64_t panel, int64_t k0, int64_t k1, const char* b, int64_t step) const;
   void prefetch(const Work&, int tile, int64_t panel, int64_t k0, int64_t k1, int64_t rows, TileArgs& t) const;

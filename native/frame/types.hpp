@@ -61,6 +61,24 @@ struct TileArgs {
 
 using TileKernel = void (*)(const TileArgs&);
 
+// C[rows, columns] (+)= A[rows, k] * B[columns, k]^T with both operands contiguous along K: rows of an unpacked weight.
+struct DotArgs {
+  const char* a;
+  int64_t a_row;  // bytes between rows of A
+  const char* b;
+  int64_t b_row;  // bytes between columns of B (each is k contiguous elements)
+  int64_t k;
+  float* c;
+  int64_t ldc;
+  int columns;    // 1 to kDotColumns
+  bool accumulate;
+  int64_t prefetch;  // bytes ahead in each column of B
+};
+
+constexpr int kDotColumns = 4;
+constexpr int kDotRows = 4;
+using DotKernel = void (*)(const DotArgs&);
+
 // Every micro-kernel of one (ISA, compute, stored B type).
 struct KernelSet {
   Compute compute;
@@ -69,6 +87,7 @@ struct KernelSet {
   int vector_bytes;                  // bytes of one B row per 16 columns
   int max_rows[kMaxVectors + 1];     // largest micro-tile for each number of vectors
   TileKernel tile[kMaxVectors + 1][kMaxRows + 1];
+  DotKernel dot[kDotRows + 1];       // null where this unit has none
   // Expands B rows to the dense form of `compute` (64 bytes per 16 columns and group).
   void (*expand)(const char* b, int64_t b_step, int nv, int64_t groups, char* dst, int64_t dst_step);
 };

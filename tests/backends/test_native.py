@@ -137,8 +137,9 @@ def test_changing_operands_match_the_oracle(isa: str, problem: Problem, batch: i
         changing = replace(changing, family="bmm", batch=batch, a=Operand(changing.a.dtype))
         kept = tuple(step for step in changing.epilogue if step.axis != "row")
         changing = replace(changing, epilogue=kept)
-    for candidate in some(changing, isa, "raw", 2, seed):
-        check(changing, candidate, seed)
+    for template in ("raw", "dot"):
+        for candidate in some(changing, isa, template, 2, seed):
+            check(changing, candidate, seed)
 
 
 def _every_unit() -> Iterator[tuple[str, str, str]]:

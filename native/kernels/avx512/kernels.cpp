@@ -1,6 +1,6 @@
 // AVX512F/BW/DQ/VL: fp32 FMA over every stored weight type, and int8 through widened int16 pairs.
+#include "../../frame/dotkernel.hpp"
 #include "../../frame/epilogue.hpp"
-#include "../../frame/microkernel.hpp"
 #include "../../frame/pack_a.hpp"
 #include "vec512.hpp"
 
@@ -62,6 +62,21 @@ struct FmaS4 : Fma {
   }
 };
 
+// Rows of an unpacked weight, 16 k at a time; A is fp32 by then.
+template <class Weight>
+struct RowDot : Weight {
+  static constexpr int kStep = 16;
+  static constexpr int kABytes = 64, kBBytes = Weight::kVectorBytes;
+  GT_INLINE __m512 load_a(const char* p) { return _mm512_loadu_ps(reinterpret_cast<const float*>(p)); }
+  GT_INLINE __m512 load_b(const char* p) { return Weight::template convert<0>(Weight::raw(p)); }
+  GT_INLINE __m512 load_a_tail(const char* p, int count) { return _mm512_maskz_loadu_ps((1u << count) - 1, p); }
+  GT_INLINE __m512 load_b_tail(const char* p, int count) {
+    alignas(64) char padded[64] = {};
+    __builtin_memcpy(padded, p, count * kBBytes / kStep);
+    return load_b(padded);
+  }
+};
+
 struct MaddS8 : Int512 {
   using BVec = __m512i;
   using Raw = __m256i;
@@ -73,8 +88,10 @@ struct MaddS8 : Int512 {
 };
 
 const KernelSet kSets[] = {
-    make_set<FmaF32, 12, 12, 8, 6>(Compute::f32, DType::f32), make_set<FmaBf16, 12, 12, 8, 6>(Compute::f32, DType::bf16),
-    make_set<FmaF16, 12, 12, 8, 6>(Compute::f32, DType::f16), make_set<FmaS8, 12, 12, 8, 6>(Compute::f32, DType::s8),
+    with_dots<RowDot<FmaF32>>(make_set<FmaF32, 12, 12, 8, 6>(Compute::f32, DType::f32)),
+    with_dots<RowDot<FmaBf16>>(make_set<FmaBf16, 12, 12, 8, 6>(Compute::f32, DType::bf16)),
+    with_dots<RowDot<FmaF16>>(make_set<FmaF16, 12, 12, 8, 6>(Compute::f32, DType::f16)),
+    make_set<FmaS8, 12, 12, 8, 6>(Compute::f32, DType::s8),
     make_set<FmaS4, 8, 8, 6, 4>(Compute::f32, DType::s4),     make_set<MaddS8, 12, 12, 8, 6>(Compute::i16, DType::s8),
 };
 

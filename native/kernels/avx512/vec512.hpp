@@ -21,6 +21,7 @@ struct Float512 {
   GT_INLINE __m512 load(const float* p) { return _mm512_loadu_ps(p); }
   GT_INLINE void store(float* p, __m512 v) { _mm512_storeu_ps(p, v); }
   GT_INLINE __m512 add(__m512 x, __m512 y) { return _mm512_add_ps(x, y); }
+  GT_INLINE float sum(__m512 v) { return _mm512_reduce_add_ps(v); }
   GT_INLINE __m512 load_f32(const float* p) { return _mm512_loadu_ps(p); }
   GT_INLINE void store_f32(float* p, __m512 v) { _mm512_storeu_ps(p, v); }
   GT_INLINE __m512 subtract_product(__m512 v, __m512 zero, float sum) {

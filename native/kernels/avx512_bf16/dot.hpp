@@ -2,7 +2,7 @@
 // all have it.
 #pragma once
 
-#include "../../frame/microkernel.hpp"
+#include "../../frame/dotkernel.hpp"
 #include "../avx512/vec512.hpp"
 
 namespace gemmtune {
@@ -56,6 +56,18 @@ struct DotS4 : Dot {
   template <int S> GT_INLINE __m512bh convert(Raw v) {
     return (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(v, 4 * S), table());
   }
+};
+
+// Rows of an unpacked bf16 weight, 32 k at a time.
+struct RowDotBf16 : Dot {
+  static constexpr int kStep = 32;
+  static constexpr int kABytes = 64, kBBytes = 64;
+  GT_INLINE __m512bh load_a(const char* p) { return (__m512bh)_mm512_loadu_si512(p); }
+  GT_INLINE __m512bh load_b(const char* p) { return (__m512bh)_mm512_loadu_si512(p); }
+  GT_INLINE __m512bh load_a_tail(const char* p, int count) {
+    return (__m512bh)_mm512_maskz_loadu_epi16((__mmask32(1) << count) - 1, p);
+  }
+  GT_INLINE __m512bh load_b_tail(const char* p, int count) { return load_a_tail(p, count); }
 };
 
 }  // namespace

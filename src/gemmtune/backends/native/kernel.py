@@ -36,7 +36,7 @@ def load(problem: Problem, candidate: Candidate) -> Kernel:
         native = _native.Kernel(str(candidate["isa"]), _config(problem, candidate, unit))
     except (ValueError, KeyError, TypeError) as error:
         raise KernelError(f"{candidate.id} cannot run {problem.key}: {error}") from None
-    if candidate.template == "raw":
+    if candidate.template in ("raw", "dot"):
         return RawKernel(problem, candidate, native)
     return PackedKernel(problem, candidate, native, unit)
 
@@ -68,7 +68,8 @@ def _config(problem: Problem, candidate: Candidate, unit: Unit) -> dict[str, Any
         "pack_a": PACK_A.index(str(config["pack_a"])),
         "prefetch": int(config["prefetch"]),
         "expand": candidate.template == "expand",
-        "raw": candidate.template == "raw",
+        "raw": candidate.template in ("raw", "dot"),
+        "dot": candidate.template == "dot",
         "group": 0 if quant is None else min(quant.group or _ONE_GROUP, _ONE_GROUP),
         "scale_dtype": DTYPES[quant.scale_dtype] if quant is not None else 0,
         "zero_point": quant is not None and quant.zero_point,
@@ -132,7 +133,8 @@ class PackedKernel(Kernel):
 
 
 class RawKernel(Kernel):
-    """Packs blocks of B into scratch as it goes: for operands that change from call to call, batched ones too."""
+    """Takes B as it lies, block by block through scratch or along its K: for operands that change from call to call,
+    batched ones too."""
 
     def __init__(self, problem: Problem, candidate: Candidate, native: Any) -> None:
         self.problem, self.candidate = problem, candidate
@@ -157,5 +159,5 @@ def _scratch(problem: Problem, candidate: Candidate) -> int:
     """Bytes of scratch per thread, roughly: packed rows of A, accumulators and an expanded block."""
     rows = min(problem.m, int(candidate["mc"]) or 1024)
     packed = 0 if candidate["pack_a"] == "none" else rows * problem.k * 4
-    block = 0 if candidate.template == "packed" else int(candidate["kc"]) * int(candidate["nr"]) * 4
+    block = 0 if candidate.template in ("packed", "dot") else int(candidate["kc"]) * int(candidate["nr"]) * 4
     return packed + block + rows * int(candidate["nr"]) * int(candidate["nc"]) * 4

@@ -4,7 +4,8 @@ Entries: ``isa``; ``nr``, ``mr`` (micro-tile columns and rows); ``kc``, ``mc``, 
 panels; 0 = all); ``order`` (which operand the inner loop keeps in L1); ``pack_a``; ``prefetch`` (bytes ahead in B, or
 -1: the next block while this one computes);
 ``grid`` (threads over M x N x K). Templates: ``packed`` reads the packed weight and converts in registers, ``expand``
-converts a block of it first, ``raw`` packs blocks of a weight that is not constant as it goes.
+converts a block of it first, ``raw`` packs blocks of a weight that is not constant as it goes, ``dot`` multiplies along
+the contiguous K of an unpacked weight (``nn.Linear``'s own layout).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ..base import Candidate, Illegal
 from .traits import BF16, DTYPES, F32, U8S8, UNITS, Unit, suits
 
 NAME = "native"
-TEMPLATES = ("packed", "expand", "raw")
+TEMPLATES = ("packed", "expand", "raw", "dot")
 _STEP_DTYPES = tuple(DTYPES)[:6]
 _MOST_TENSORS = 16
 
@@ -104,6 +105,10 @@ def default(problem: Problem, target: Target, isas: Sequence[str]) -> Candidate 
 
 def _template_refusal(problem: Problem, unit: Unit, template: str) -> str:
     weight = problem.b.dtype
+    if template == "dot":
+        if weight not in unit.dots:
+            return f"{unit.isa} has no dot products over {weight}"
+        return "" if problem.b.layout.order == "col" else "columns of the weight are not contiguous along K"
     if template == "raw":
         if problem.b.constant:
             return "a constant weight is packed once instead"
@@ -156,6 +161,8 @@ def _configs(problem: Problem, target: Target, unit: Unit, template: str) -> Ite
     Entries that cannot matter stay at one value.
     """
     tiles = _tiles(problem, unit.tile_rows(problem.b.dtype, template != "packed"))
+    if template == "dot":
+        tiles = [(64, 4), (16, 4)]
     everything = [_tile_configs(problem, target, unit, template, *tile) for tile in tiles]
     for configs in everything:
         yield from itertools.islice(configs, 1)
@@ -165,15 +172,19 @@ def _configs(problem: Problem, target: Target, unit: Unit, template: str) -> Ite
 def _tile_configs(
     problem: Problem, target: Target, unit: Unit, template: str, nr: int, mr: int
 ) -> Iterator[dict[str, Any]]:
-    many, expanded = problem.m > mr, template != "packed"
+    many, blocked = problem.m > mr, template != "packed"
     refused = _pack_refusals(problem, unit)
     for kc, (tm, tn, tk), pack_a, prefetch, order, nc, mc in itertools.product(
         _k_blocks(problem, template, many),
         _grids(problem, target.threads, nr, template),
-        [way for way in (("rows", "none") if problem.m > 64 else ("none", "rows")) + ("panels",) if way not in refused],
+        [
+            way
+            for way in (("rows", "none") if problem.m > 64 else ("none", "rows")) + ("panels",)
+            if way not in refused and (way != "panels" or template != "dot")
+        ],
         _prefetches(template, many),
-        ("b", "a") if many and not expanded else ("b",),
-        (1, 4) if many else (1,),
+        ("b", "a") if many and not blocked else ("b",),
+        (1, 4) if many and template != "dot" else (1,),
         (0, 128) if problem.m > 256 else (0,),
     ):
         if nc > 1 and kc == 0 and order == "b":
@@ -205,6 +216,8 @@ def _tiles(problem: Problem, rows: dict[int, int]) -> list[tuple[int, int]]:
 
 
 def _k_blocks(problem: Problem, template: str, many: bool) -> list[int]:
+    if template == "dot":
+        return [0] + [size for size in (1024, 512, 2048) if many and size < problem.k]
     if template != "packed":
         sizes = [size for size in (1024, 512, 256) if size // 2 < problem.k]
         sizes = sizes or [512]
@@ -229,7 +242,7 @@ def _grids(problem: Problem, threads: int, nr: int, template: str) -> list[tuple
         grids.append((1, 4 * threads, 1))
     if problem.m >= 8 * threads:
         grids.append((threads, 1, 1))
-    if template != "raw" and problem.k >= 512 * threads and panels < 16 * threads:
+    if template in ("packed", "expand") and problem.k >= 512 * threads and panels < 16 * threads:
         grids.append((1, 1, threads))
     for rows in (2, 4, 8):
         if threads % rows == 0 and rows < threads and problem.m >= 8 * rows and panels >= threads // rows:
@@ -241,4 +254,6 @@ def _prefetches(template: str, many: bool) -> list[int]:
     """Distances in bytes; -1, the block after this one, where several row tiles share a block."""
     if template == "raw":
         return [0]
+    if template == "dot":
+        return [1024, 0, 4096]
     return [-1, 8192, 1024] if many else [8192, 4096, 16384]

@@ -33,7 +33,8 @@ class Unit:
     """One multiplier: an instruction set, its compute type, and the largest micro-tile rows per panel width.
 
     reads: weight dtypes it converts in registers. expands: weight dtypes it can convert a block of beforehand.
-    rows: {panel columns: rows}; rows_int4: the same for int4, whose conversion needs more registers.
+    rows: {panel columns: rows}; rows_int4: the same for int4, whose conversion needs more registers. dots: weight
+    dtypes it multiplies along a contiguous K, unpacked.
     """
 
     isa: str
@@ -42,6 +43,7 @@ class Unit:
     expands: tuple[str, ...]
     rows: dict[int, int]
     rows_int4: dict[int, int]
+    dots: tuple[str, ...] = ()
 
     def tile_rows(self, weight: str, expanded: bool) -> dict[int, int]:
         return self.rows_int4 if weight == "int4" and not expanded else self.rows
@@ -55,9 +57,17 @@ UNITS = (
     Unit("amx", BF16, ("bfloat16",), ("int8", "int4"), {32: 32, 16: 32}, {}),
     Unit("amx", S8S8, ("int8",), (), {32: 32, 16: 32}, {}),
     Unit("amx", U8S8, ("int8",), (), {32: 32, 16: 32}, {}),
-    Unit("avx512_bf16", BF16, ("bfloat16", "int8", "int4"), ("int8", "int4"), _WIDE, {64: 4, 48: 6, 32: 10, 16: 12}),
+    Unit(
+        "avx512_bf16",
+        BF16,
+        ("bfloat16", "int8", "int4"),
+        ("int8", "int4"),
+        _WIDE,
+        {64: 4, 48: 6, 32: 10, 16: 12},
+        ("bfloat16",),
+    ),
     Unit("avx512_vnni", U8S8, ("int8",), (), _WIDE, {}),
-    Unit("avx512", F32, _FLOATS, _FLOATS[1:], _WIDE, {64: 4, 48: 6, 32: 8, 16: 8}),
+    Unit("avx512", F32, _FLOATS, _FLOATS[1:], _WIDE, {64: 4, 48: 6, 32: 8, 16: 8}, _FLOATS[:3]),
     Unit("avx512", I16, ("int8",), (), _WIDE, {}),
     Unit("avx2", F32, _FLOATS, _FLOATS[1:], {16: 6}, {16: 4}),
     Unit("avx2", I16, ("int8",), (), {16: 6}, {}),
