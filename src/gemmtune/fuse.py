@@ -37,7 +37,8 @@ def _bound(kind: Kind, tensor: Tensor, value: float = 1.0, axis: Axis | None = N
         raise TypeError(f"fuse.{kind}(): expected a Tensor; got {type(tensor).__name__}")
     if tensor.is_complex() or tensor.layout != torch.strided or tensor.is_nested:
         raise DtypeError(
-            f"fuse.{kind}(): complex and sparse (and nested) tensors cannot be fused; got {tensor.dtype}, {tensor.layout}"
+            f"fuse.{kind}(): complex and sparse (and nested) tensors cannot be fused; got {tensor.dtype}, "
+            f"{tensor.layout}"
         )
     dtype = str(tensor.dtype).removeprefix("torch.")
     return Bound(Step(kind, axis or "full", dtype, float(value)), tensor, axis)
