@@ -193,8 +193,10 @@ def _bytes_of(t: torch.Tensor) -> torch.Tensor:
 @given(
     n=dims, k=dims, order=st.sampled_from(["row", "col"]), nr=st.sampled_from([16, 32, 48, 64]),
     kind=st.sampled_from(
-        [("1", "float32"), ("1", "bfloat16"), ("2", "bfloat16"), ("1", "float16")]
-        + [("1", "int8"), ("2", "int8"), ("2s", "int8"), ("4", "int8")]
+        [
+            ("1", "float32"), ("1", "bfloat16"), ("2", "bfloat16"), ("1", "float16"),
+            ("1", "int8"), ("2", "int8"), ("2s", "int8"), ("4", "int8"),
+        ]
     ),
 )  # fmt: skip
 @settings(max_examples=60, deadline=None)
