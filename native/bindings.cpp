@@ -120,6 +120,8 @@ void advise_huge_pages(int64_t p, int64_t bytes) {
 }  // namespace
 
 NB_MODULE(_native, m) {
+  // Compiled graphs and caches keep kernels until the interpreter is gone: that is no leak to report to users.
+  nb::set_leak_warnings(false);
   m.def("usable_isas", &usable_isas);
   m.def("compiled_isas", &compiled_isas);
   m.def("packed_bytes", [](int b, int compute, int64_t n, int64_t k, int nv) { return shape_of(b, compute, n, k, nv).bytes(); });

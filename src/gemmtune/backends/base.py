@@ -104,17 +104,18 @@ class QuantWeight:
     dtype: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
     """A constant B operand in the one layout its Plan's kernels share.
 
     layout: the layout's name, ``"<backend>:<anything>"``; ``data`` belongs to that backend alone. n, k, dtype and
     quant say what was packed; ``machine`` names the ISA family it is valid for. ``bias`` and the like never live
-    here. ``raw_strides`` are those of the weight it came from, so that unpacking gives the same tensor back.
+    here. ``raw_order`` is that of the weight it came from, so that unpacking gives the same tensor back. Two packed
+    weights are equal only when they are one.
     """
 
     layout: str
-    data: tuple[Tensor, ...]
+    data: tuple[Tensor, ...] = field(repr=False)
     n: int
     k: int
     dtype: str
