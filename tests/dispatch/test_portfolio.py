@@ -22,7 +22,8 @@ def test_calls_weigh() -> None:
 
 
 def test_a_layout_must_serve_every_m_and_be_worth_it() -> None:
-    assert choose_packing([at(1, plain=0.1), at(64, other=0.1)]) is None
+    assert choose_packing([at(1, plain=0.1), at(64, other=0.1)]) == "toy:other"  # which at M = 1 takes no longer
+    assert choose_packing([at(1, plain=0.1), at(64, raw=0.5)]) is None  # 64 calls of plain, at worst
     assert choose_packing([at(1, plain=0.995)]) is None
     assert choose_packing([at(1, plain=0.98)]) == "toy:plain"
     assert choose_packing([]) is None

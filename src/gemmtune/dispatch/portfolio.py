@@ -91,8 +91,8 @@ def choose_packing(decisions: Iterable[Decision | Point], weights: Mapping[int, 
     """The layout with the least total time over the tuned Ms; None keeps the weight as it is.
 
     weights: calls per M. Without them every M counts alike, each time as a share of the raw weight's there (total
-    time would let the largest M decide alone). A layout counts only if every M has an eligible kernel for it, and a
-    packed one must beat the raw weight's total by 1%.
+    time would let the largest M decide alone). Where a layout has no kernel of its own at an M, the one that the Plan
+    would serve there counts, at what it takes at most. A packed layout must beat the raw weight's total by 1%.
     """
     return next(iter(rank_packings(decisions, weights)), None)
 
@@ -108,10 +108,15 @@ def rank_packings(
     raw = sum(share[p.m] * _raw_seconds(p) for p in points)
     totals: dict[str, float] = {}
     for layout in {name for p in points for name in p.options if name is not None}:
-        if all(layout in p.options for p in points):
-            totals[layout] = sum(share[p.m] * p.options[layout].seconds for p in points)
+        own = {p.m: p.options[layout].seconds for p in points if layout in p.options}
+        totals[layout] = sum(share[p.m] * _at_most(own, p.m) for p in points)
     worth = sorted((total, layout) for layout, total in totals.items() if total < WORTHWHILE * raw)
     return [*(layout for _, layout in worth), None]
+
+
+def _at_most(own: Mapping[int, float], m: int) -> float:
+    """Seconds at M by the times a layout has at other M: fewer rows take no longer, more rows are so many calls."""
+    return min(seconds * max(1.0, m / max(tuned, 1)) for tuned, seconds in own.items()) if m not in own else own[m]
 
 
 def _unit_seconds(p: Point) -> float:
