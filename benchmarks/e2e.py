@@ -1,4 +1,5 @@
-"""Tokens a second of the example decoder: gemmtune, eager PyTorch and torch.compile (max-autotune, freezing), in turns.
+"""Tokens a second of the example decoder, in turns: eager PyTorch, torch.compile (max-autotune, freezing), gemmtune,
+and the model that gemmtune optimized under the same torch.compile.
 
 python benchmarks/e2e.py [--variant int8] [--rounds 7] [--no-compile]
 """
@@ -73,12 +74,16 @@ def main() -> None:
     step = torch.zeros(args.batch, 1, dtype=torch.int64)
     gemmtune.optimize(tuned, [(step, tuned.new_cache(args.batch), PROMPT)], budget=args.budget)
     runners["gemmtune"] = Runner(tuned, plain.new_cache(args.batch))
+    if not args.no_compile:
+        runners["gemmtune, compiled"] = Runner(compiled(copy.deepcopy(tuned)), plain.new_cache(args.batch))
     times = race(runners, args)
     rows = {name: {"tokens_s": args.batch / Spread.of(t).median, "seconds_a_step": t} for name, t in times.items()}
     for name, row in rows.items():
-        spread = ratios(times[name], times["gemmtune"])
-        against = f"gemmtune is {spread.median:.2f}x [{spread.low:.2f}-{spread.high:.2f}]"
-        print(f"{name:<14}{row['tokens_s']:8.2f} tokens/s   {against}")
+        against = ""
+        for mine in (mine for mine in rows if mine.startswith("gemmtune") and mine != name):
+            spread = ratios(times[name], times[mine])
+            against += f"   {mine} is {spread.median:.2f}x [{spread.low:.2f}-{spread.high:.2f}]"
+        print(f"{name:<20}{row['tokens_s']:8.2f} tokens/s{against}")
     write("e2e", rows, variant=args.variant, batch=args.batch, layers=args.layers)
 
 

@@ -15,6 +15,7 @@ from ..errors import PackedWeightError
 from ..ops import linear
 from ..pack import pack, unpack
 from ..quantized import mixed_mm
+from . import graph
 
 
 class _Packed(nn.Module):
@@ -34,7 +35,17 @@ class _Packed(nn.Module):
             self.register_parameter("bias", bias)
         else:
             self.register_buffer("bias", bias)
+        self.handle = graph.register(self)
         self.eval()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy (deepcopy, pickle) is a module of its own in compiled graphs too."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.handle = graph.register(self)
+
+    def compute(self, input: Tensor) -> Tensor:
+        """The product itself, input [.., in_features]; ``forward`` has checked that it may be asked for."""
+        raise NotImplementedError
 
     def _inference_only(self) -> None:
         if self.training:
@@ -120,6 +131,11 @@ class Linear(_Packed):
         if autocasting("cpu"):
             # Autocast chooses dtypes per call; the packed weight has one. Right first: multiply by the raw weight.
             return linear(input, self.weight, self.bias)
+        if torch.compiler.is_compiling():
+            return graph.call(input, self.handle, self.out_features)
+        return linear(input, self.packed, self.bias)
+
+    def compute(self, input: Tensor) -> Tensor:
         return linear(input, self.packed, self.bias)
 
     @property
@@ -164,6 +180,11 @@ class WeightOnlyLinear(_Packed):
         """``input @ dequantised(weight).T + bias``, input [.., in_features]. Raises GradError as ``Linear``."""
         if self.training:
             self._inference_only()
+        if torch.compiler.is_compiling() and not autocasting("cpu"):
+            return graph.call(input, self.handle, self.out_features)
+        return self.compute(input)
+
+    def compute(self, input: Tensor) -> Tensor:
         if input.dim() == 2:
             return mixed_mm(input, self.packed, bias=self.bias)
         flat = input.reshape(-1, input.shape[-1]) if input.numel() else input.new_empty((0, input.shape[-1]))
