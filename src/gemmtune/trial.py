@@ -114,7 +114,8 @@ class Trial:
         spent = self._spent()
         if candidate.backend == INCUMBENT:
             return spent > OVERDRAWN and self._ledger.best(incumbent=True) is not None
-        return spent > EXPLORE_END and (self._others >= LEAST_OTHERS or spent > OVERDRAWN)
+        # Twice that for the others: one of ATen's ways that is slow beyond reason must not leave it without a rival.
+        return spent > EXPLORE_END and (self._others >= LEAST_OTHERS or spent > 2 * OVERDRAWN)
 
     def _attempt(self, candidate: Candidate) -> Row:
         start = time.perf_counter()
