@@ -65,7 +65,7 @@ def _tune_missing(problem: Problem) -> None:
     """The on-miss hook: a tuning that fails costs a warning, and PyTorch serves."""
     try:
         tune([(problem, 1)])
-    except Exception as error:
+    except Exception as error:  # the caller asked for a product, not for tuning: it is served in any case
         runtime.RUNTIME.warn_once(f"tuning on a miss failed ({error}); PyTorch's own kernels serve")
 
 

@@ -33,7 +33,7 @@ class Index:
                     warn(f"a stored decision is malformed and is ignored ({error})")
                     continue
                 points.setdefault(found.problem.plan_key, []).append(found)
-        except Exception as error:
+        except Exception as error:  # someone else's Store may raise anything: a miss, said once
             warn(f"the store cannot be read ({error}); PyTorch's own kernels serve")
         return cls(points)
 

@@ -109,7 +109,7 @@ class Runtime:
                 from ..store import open_store
 
                 self._store = open_store()
-            except Exception as error:
+            except Exception as error:  # whatever ails the store, PyTorch can still serve
                 self.warn_once(f"the store cannot be opened ({error}); PyTorch's own kernels serve")
         return self._store
 

@@ -104,7 +104,7 @@ class Job:
             return Attempted(Verdict("unsupported", _greedy(kernel, self.problem)), kernel.packing)
         try:
             times_s = rough_times(self._once(kernel), self._need_flush(), worth_s)
-        except BaseException as error:
+        except BaseException as error:  # SystemExit too is the candidate's; see blame
             return Attempted(blame(error, "running", "crashed"), kernel.packing)
         packing_s = self._packing_s.get(kernel.packing or "", 0.0)
         result = Attempted(None, kernel.packing, packing_s, kernel.workspace_bytes, times_s)
@@ -157,11 +157,11 @@ class Job:
         try:
             backend = backends.get(candidate.backend)
             artifact = backend.build(self.problem, candidate, self.target)
-        except BaseException as error:
+        except BaseException as error:  # SystemExit too is the candidate's; see blame
             return None, blame(error, "building", "build_failed")
         try:
             return backend.load(artifact, self.problem), Verdict("exact")
-        except BaseException as error:
+        except BaseException as error:  # SystemExit too is the candidate's; see blame
             return None, blame(error, "loading", "build_failed")
 
     def _verify(self, kernel: Kernel, draws: tuple[Draw, ...]) -> Verdict:
@@ -170,7 +170,7 @@ class Job:
 
         try:
             return verify(run, self.problem, draws)
-        except BaseException as error:
+        except BaseException as error:  # SystemExit too is the candidate's; see blame
             return blame(error, "running", "crashed")
 
     def _drop_packed(self, kernel: Kernel) -> None:

@@ -41,7 +41,7 @@ class Lane:
         """``run``, with what it raises tied to this lane."""
         try:
             self.run(i)
-        except Exception as error:
+        except Exception as error:  # a kernel may raise anything, and it costs that kernel
             raise EntrantError(self, error) from error
 
     def drop(self, stage: Stage, reason: str) -> None:

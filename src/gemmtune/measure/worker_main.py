@@ -57,6 +57,6 @@ def _serve(requests: queue.SimpleQueue[Request], write_fd: int, marker_fd: int) 
             reply = desk.answer(request)
         except MemoryError as error:
             reply = Failed(f"out of memory: {error}", memory=True)
-        except Exception as error:
+        except Exception as error:  # the parent hears what happened, whatever it was
             reply = Failed(f"{type(error).__name__}: {error}")
         write_frame(write_fd, reply)

@@ -96,7 +96,7 @@ def _replace(path: Path, body: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(name, path)
-    except BaseException:
+    except BaseException:  # an interrupt too must not leave half a file behind
         with contextlib.suppress(OSError):
             os.unlink(name)
         raise

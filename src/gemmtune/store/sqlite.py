@@ -202,7 +202,7 @@ class SqliteStore(Store):
             self._connection.execute("PRAGMA synchronous = EXTRA")
             self._connection.execute("PRAGMA trusted_schema = OFF")  # a foreign file's schema must not run functions
             ready = _migrate(self._connection, create)
-        except BaseException:
+        except BaseException:  # an interrupt too must not leave the connection open
             self._connection.close()
             self._connection = None
             raise
@@ -242,7 +242,7 @@ def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
     try:
         yield
         connection.execute("COMMIT")
-    except BaseException:
+    except BaseException:  # an interrupt too must not leave half a transaction
         if connection.in_transaction:
             connection.execute("ROLLBACK")
         raise

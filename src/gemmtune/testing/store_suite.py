@@ -176,7 +176,7 @@ class StoreSuite:
                     problem = PROBLEM.with_m(10 * worker + step)
                     store.put(TARGET, make_decision(problem))
                     assert store.get(TARGET, problem.key) == make_decision(problem)
-            except BaseException as error:
+            except BaseException as error:  # a thread cannot raise to the test: it is collected
                 errors.append(error)
 
         threads = [Thread(target=work, args=(worker,)) for worker in range(4)]
