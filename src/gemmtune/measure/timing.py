@@ -29,10 +29,11 @@ _BATCH_S = 300e-6
 _SLOW_S = 50e-3
 _STALL_S = 20e-3  # what a busy machine may add to one call
 
-# Worker memory may reach 4x the operands + 500 MB; torch and the interpreter take some 280 MB of it. While candidates
-# are tried, the drawn B, a packed one and what flushes the cache take their part too.
-_OPERAND_SHARE = 4
-_FIXED_BYTES = 200 << 20
+# Worker memory may reach 4x the operands + 500 MB; torch and the interpreter take some 290 MB of it, and what packing
+# and calls allocate on their way is not all known beforehand, so that a race keeps half an operand set and 50 MB in
+# hand. While candidates are tried, the drawn B, a packed one and what flushes the cache take their part too.
+_OPERAND_SHARE = 3.5
+_FIXED_BYTES = 150 << 20
 _SCRATCH_SHARE = 2
 _SCRATCH_BYTES = 150 << 20
 
@@ -122,20 +123,28 @@ class Track:
         self._entrants = self._line_up(kernels, sets, target)
 
     def _line_up(self, kernels: Mapping[str, Kernel], sets: list[Inputs], target: Target) -> list[Entrant]:
-        """Entrants in the given order, as long as there is memory for their layouts."""
+        """Entrants in the given order, as long as there is memory for their layouts and their scratch."""
         size = operand_bytes(self._problem)
-        room = _OPERAND_SHARE * size + _FIXED_BYTES - len(sets) * size
-        entrants = []
+        room = int(_OPERAND_SHARE * size) + _FIXED_BYTES - len(sets) * size
+        entrants: list[Entrant] = []
+        scratch = 0  # the most that one of them needs: one kernel runs at a time
         for place, (name, kernel) in enumerate(kernels.items()):
             self._marker[0] = min(place + 1, 255)
+            # ATen's best and its first rival meet in any case, even where a scratch as large as the operands is needed.
+            most = max(scratch, kernel.workspace_bytes)
+            left = room - most if len(entrants) > 1 else room
+            if left < 0:
+                self.left_out[name] = f"no memory for its {kernel.workspace_bytes >> 20} MB of scratch in the race"
+                continue
             layout = "" if packs_each_call(kernel, self._problem) else (kernel.packing or "")
             if layout not in self._operands:
-                copies, used = self._copies_of(layout, kernel, sets, target, room)
+                copies, used = self._copies_of(layout, kernel, sets, target, left)
                 if not copies:
                     self.left_out[name] = f"no memory for operands packed as {layout} beside those of faster candidates"
                     continue
                 room -= used
                 self._operands[layout] = itertools.cycle(copies)
+            scratch = most
             run = self._runner(kernel, self._operands[layout], place)
             entrants.append(Entrant(name, run, kernel.candidate.backend == INCUMBENT, kernel.packing or ""))
         return entrants
