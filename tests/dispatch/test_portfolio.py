@@ -15,10 +15,12 @@ def at(m: int, **seconds: float):  # type: ignore[no-untyped-def]
 
 
 def test_calls_weigh() -> None:
-    decisions = [at(1, plain=0.1, other=0.3), at(64, plain=0.9, other=0.6)]
+    decisions = [at(1, plain=0.1, other=0.12), at(64, plain=0.9, other=0.6)]
     assert choose_packing(decisions) == "toy:other"
     assert choose_packing(decisions, {1: 1000, 64: 1}) == "toy:plain"
     assert rank_packings(decisions) == ["toy:other", "toy:plain", None]
+    # Half again as much time at one M weighs more than a fifth at another, however fast both are beside ATen.
+    assert choose_packing([at(1, plain=0.010, other=0.015), at(64, plain=0.72, other=0.60)]) == "toy:plain"
 
 
 def test_a_layout_must_serve_every_m_and_be_worth_it() -> None:

@@ -90,8 +90,8 @@ def _seconds(sample: Sample, base: float | None) -> float:
 def choose_packing(decisions: Iterable[Decision | Point], weights: Mapping[int, float] | None = None) -> str | None:
     """The layout with the least total time over the tuned Ms; None keeps the weight as it is.
 
-    weights: calls per M. Without them every M counts alike, each time as a share of the raw weight's there (total
-    time would let the largest M decide alone). Where a layout has no kernel of its own at an M, the one that the Plan
+    weights: calls per M. Without them every M counts alike, each time as a multiple of the best one there (total time
+    would let the largest M decide alone). Where a layout has no kernel of its own at an M, the one that the Plan
     would serve there counts, at what it takes at most. A packed layout must beat the raw weight's total by 1%.
     """
     return next(iter(rank_packings(decisions, weights)), None)
@@ -120,9 +120,9 @@ def _at_most(own: Mapping[int, float], m: int) -> float:
 
 
 def _unit_seconds(p: Point) -> float:
-    """What times at this M are shares of: the raw weight's, or the slowest layout's where nothing takes it raw."""
-    raw = _raw_seconds(p)
-    return raw if raw < float("inf") else max((option.seconds for option in p.options.values()), default=1.0)
+    """What times at this M are multiples of: the best of any layout or of the raw weight."""
+    best = min((_raw_seconds(p), *(option.seconds for option in p.options.values())))
+    return best if best < float("inf") else 1.0
 
 
 def _raw_seconds(p: Point) -> float:
