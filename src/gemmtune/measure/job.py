@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from ..problem import Problem
 from ..target import Target
 from .inputs import Inputs, operand_bytes
 from .limits import limit_memory
+from .machine import Pins
 from .protocol import (
     Attempt,
     Attempted,
@@ -43,6 +44,7 @@ class Desk:
         self._progress, self._marker_fd = progress, marker_fd
         self._target: Target | None = None
         self._job: Job | None = None
+        self._pins = Pins()
 
     def answer(self, request: Request) -> Reply:
         """Do what is asked. A candidate's failure is a Verdict in the reply; what it raises is nobody's fault."""
@@ -57,6 +59,8 @@ class Desk:
                 self._job = None  # the last problem's operands go before this one's come
                 problem = Problem.from_dict(request.problem)
                 limit_memory(request.memory)
+                if self._marker_fd is not None:  # a process of its own, not the user's
+                    self._pins.choose(self._need_target().threads)
                 self._job = Job(problem, self._need_target(), request.seed)
                 return Ready(operand_bytes(problem))
             case Attempt():
@@ -65,7 +69,8 @@ class Desk:
                 return self._need_job().confirm(Candidate.from_dict(request.candidate))
             case Race():
                 candidates = [Candidate.from_dict(item) for item in request.candidates]
-                track = self._need_job().track(candidates, self._marker_fd)
+                conditions = {"pinned": self._pins.words} if self._pins.words else {}
+                track = self._need_job().track(candidates, self._marker_fd, request.hot, conditions)
                 return track.race(request.budget_s, request.seed, self._progress)
 
     def _need_target(self) -> Target:
@@ -129,8 +134,12 @@ class Job:
         worst = max(first.worst, rest.worst)
         return Confirmed(Verdict("exact" if both_exact else "within_bound", detail, worst))
 
-    def track(self, candidates: list[Candidate], marker_fd: int | None) -> Track:
+    def track(
+        self, candidates: list[Candidate], marker_fd: int | None, hot: bool = False, conditions: Mapping[str, str] = {}
+    ) -> Track:
         """Everything a race needs, loaded and packed; what checking held on to is let go first.
+
+        hot: one operand set, which stays in the cache as far as it fits. conditions: what else Samples are to say.
 
         Raises WorkerError when a confirmed candidate cannot be loaded again.
         """
@@ -141,7 +150,7 @@ class Job:
             if kernel is None:
                 raise WorkerError(f"{candidate.id} was confirmed but cannot be loaded again: {verdict.detail}")
             kernels[candidate.id] = kernel
-        return Track(kernels, self.problem, self.target, self._seed, marker_fd)
+        return Track(kernels, self.problem, self.target, self._seed, marker_fd, hot=hot, conditions=conditions)
 
     def _need_draws(self) -> tuple[Draw, ...]:
         if self._draws is None:

@@ -42,11 +42,12 @@ class Confirm(msgspec.Struct, tag=True, forbid_unknown_fields=True):
 
 
 class Race(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """Race confirmed candidates for ``budget_s`` seconds."""
+    """Race confirmed candidates for ``budget_s`` seconds. hot: each call finds its operands in the cache."""
 
     candidates: list[dict[str, Any]]
     budget_s: float
     seed: int = 0
+    hot: bool = False
 
 
 class Ready(msgspec.Struct, tag=True, forbid_unknown_fields=True):

@@ -108,15 +108,25 @@ class Track:
 
     Kernels of one layout take its copies in turn, so that each call finds a copy that was not used since all others
     were. marker_fd: a file of at least one byte, in which the number of the running kernel is noted (1 + its place),
-    for whoever wants to know which one the process died in.
+    for whoever wants to know which one the process died in. hot: one operand set serves every call. conditions: what
+    Samples are to say besides the race's own.
     """
 
     def __init__(
-        self, kernels: Mapping[str, Kernel], problem: Problem, target: Target, seed: int, marker_fd: int | None
+        self,
+        kernels: Mapping[str, Kernel],
+        problem: Problem,
+        target: Target,
+        seed: int,
+        marker_fd: int | None,
+        *,
+        hot: bool = False,
+        conditions: Mapping[str, str] = {},
     ) -> None:
-        self._problem = problem
+        self._problem, self._hot = problem, hot
+        self._conditions = {"operands": "hot" if hot else "cold", "threads": str(target.threads), **conditions}
         self._marker = mmap.mmap(marker_fd, mmap.PAGESIZE) if marker_fd is not None else bytearray(1)
-        sets = timing_sets(problem, _copies(problem, target, problem.weight_bytes), seed)
+        sets = timing_sets(problem, 1 if hot else _copies(problem, target, problem.weight_bytes), seed)
         self._outputs = [empty_output(problem) for _ in sets]
         self._operands: dict[str, itertools.cycle[tuple[Inputs, Any, Tensor]]] = {}
         self.left_out: dict[str, str] = {}

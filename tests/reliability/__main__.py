@@ -1,0 +1,54 @@
+"""Run checks and write docs/reliability.md.
+
+    make reliability                                           every check at full size (long)
+    PYTHONPATH=tests python -m reliability NAME [NAME ..]      some of them
+    PYTHONPATH=tests python -m reliability --short             all at the size that ``make test`` uses
+    PYTHONPATH=tests python -m reliability --list
+
+Each full run leaves its raw data in tests/reliability/results/NAME.json; the report is made of what lies there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from .checks import Check, Outcome, all_checks
+from .report import keep, write_report
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--short", action="store_true", help="small sizes; leaves no results")
+    parser.add_argument("--list", action="store_true", help="print the names")
+    args = parser.parse_args()
+    checks = all_checks()
+    unknown = set(args.names) - checks.keys()
+    if unknown:
+        parser.error(f"unknown checks: {', '.join(sorted(unknown))}; --list names them")
+    if args.list:
+        for check in checks.values():
+            print(f"{check.name:<28} {check.what}")
+        return 0
+    bad = [name for name in args.names or checks if not _run(checks[name], full=not args.short).ok]
+    if not args.short:
+        write_report(checks)
+    if bad:
+        print(f"below the bar: {', '.join(bad)}")
+    return 1 if bad else 0
+
+
+def _run(check: Check, *, full: bool) -> Outcome:
+    start = time.perf_counter()
+    outcome = check.run(full)
+    seconds = time.perf_counter() - start
+    print(f"{'ok  ' if outcome.ok else 'BAD '} {check.name:<28} {outcome.measured}   ({seconds:.0f} s)", flush=True)
+    if full:
+        keep(check, outcome, seconds)
+    return outcome
+
+
+if __name__ == "__main__":
+    sys.exit(main())
