@@ -27,8 +27,9 @@ def execute(op: str, call: Call, out: Tensor | None = None, *, differentiable: b
 
     Raises GradError for gradients through packed or integer weights, and what ``checks.output`` raises.
     """
-    if RUNTIME.observer is not None:
-        RUNTIME.observer(call.problem)
+    observer = RUNTIME.observer  # read once: another thread may end its recording
+    if observer is not None:
+        observer(call.problem)
         with torch._C.DisableTorchFunction():
             return _execute(op, call, out, differentiable)
     return _execute(op, call, out, differentiable)

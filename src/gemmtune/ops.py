@@ -101,13 +101,14 @@ def _entry(
     described: launch.Entry,
 ) -> launch.Entry:  # fmt: skip
     """What serves operands like a Call's from now on: a kernel, PyTorch's ``function``, or the general path."""
+    generation = RUNTIME.generation
     if RUNTIME.observer is not None:
         return described
     if call.packed is not None:
         entry = launch.prepared(call, prepare, grad, described) or described
     else:
         entry = launch.prepared(call, prepare, grad, lambda *operands: function(*_given(operands))) or function
-    RUNTIME.remember(key, entry)
+    RUNTIME.remember(key, entry, generation)
     return entry
 
 

@@ -57,6 +57,7 @@ def _int_mm(a: Tensor, b: Any, out_dtype: torch.dtype | None, epilogue: Sequence
 
 
 def _first_int_mm(key: Any, a: Tensor, b: Any) -> launch.Entry:
+    generation = RUNTIME.generation
     call = _described_int_mm(a, b, (), None)
 
     def described(a: Tensor, b: Any, _: Any = None) -> Tensor:
@@ -67,7 +68,7 @@ def _first_int_mm(key: Any, a: Tensor, b: Any) -> launch.Entry:
     copies = call.problem.b.constant and not call.a.is_contiguous()
     entry = launch.prepared(call, lambda a, b, _: (launch.dense(a) if copies else a, b, ()), _no_gradient, described)
     entry = entry or described
-    RUNTIME.remember(key, entry)
+    RUNTIME.remember(key, entry, generation)
     return entry
 
 
@@ -159,6 +160,7 @@ def _first_mixed_mm(
     def described(a: Tensor, b: Any, bias: Tensor | None) -> Tensor:
         return _mixed_mm(a, b, None, None, 8, None, bias, None, (), None)
 
+    generation = RUNTIME.generation
     checks.tensor("mixed_mm", "mat1", 1, a)
     _agrees(b, bits, group_size)
     if bias is not None:
@@ -172,7 +174,7 @@ def _first_mixed_mm(
         return launch.dense(a) if copies else a, b, () if bias is None else (bias,)
 
     entry = launch.prepared(call, prepare, _no_gradient, described) or described
-    RUNTIME.remember(key, entry)
+    RUNTIME.remember(key, entry, generation)
     return entry
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Iterator
 
@@ -110,6 +111,86 @@ def test_on_miss_asks_once_per_far_m(own_store: MemoryStore, monkeypatch: pytest
         rows = [served(m) for m in (1, 4, 5, 19, 1)]
     assert asked == [1, 5]
     assert [row and row[1] for row in rows] == [1, 1, 5, 5, 1]
+
+
+def test_what_was_prepared_before_a_refresh_is_not_remembered(
+    own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread's refresh between the choice of a kernel and its being remembered, made to happen every time."""
+    x, packed = torch.randn(3, 4), gemmtune.pack(W, layout="toy:plain")
+    ints = torch.ones(3, 4, dtype=torch.int8)
+    weight_only = gemmtune.pack(ints[:, :2].t().contiguous().t(), scale=torch.ones(3), layout="toy:plain")
+    calls = (
+        lambda: gemmtune.linear(x, W),
+        lambda: gemmtune.mm(x, packed),
+        lambda: gemmtune.int_mm(ints, ints.t()),
+        lambda: gemmtune.mixed_mm(x[:, :2], weight_only),
+    )
+    choose = RUNTIME.kernel_for
+
+    def interrupted(*args: object) -> object:
+        kernel = choose(*args)  # type: ignore[arg-type]
+        another = threading.Thread(target=disturb)
+        another.start()
+        another.join()
+        return kernel
+
+    monkeypatch.setattr(RUNTIME, "kernel_for", interrupted)
+    for disturb in (RUNTIME.refresh, lambda: RUNTIME.set_policy("cached"), lambda: RUNTIME.observe(None)):
+        for call in calls:
+            call()
+            assert not TABLE
+    monkeypatch.setattr(RUNTIME, "kernel_for", choose)
+    for count, call in enumerate(calls):
+        call()
+        assert len(TABLE) == count + 1
+
+
+def test_other_threads_are_served_while_a_miss_is_tuned(
+    own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuned: list[int] = []
+
+    def tune(missing: Problem) -> None:
+        served_meanwhile: list[bool] = []
+        x = torch.randn(100, 4)
+        other = threading.Thread(
+            target=lambda: served_meanwhile.append(torch.equal(gemmtune.linear(x, W), torch.nn.functional.linear(x, W)))
+        )
+        other.start()
+        other.join(30)
+        assert served_meanwhile == [True]  # nobody waits, and nobody else tunes
+        tuned.append(missing.m)
+
+    monkeypatch.setattr(RUNTIME, "miss_hook", tune)
+    with policy("on-miss"):
+        for m in (1, 1, 100, 100):
+            served(m)
+    assert tuned == [1, 100]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_child_has_locks_of_its_own() -> None:
+    """A fork while another thread chooses a kernel: its lock would stay locked in the child for ever."""
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with RUNTIME._lock:
+            held.set()
+            done.wait(60)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    held.wait()
+    try:
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if RUNTIME._lock.acquire(timeout=5) else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    finally:
+        done.set()
+        holder.join()
 
 
 def test_a_constant_decision_serves_a_raw_weight_as_it_lies(own_store: MemoryStore) -> None:

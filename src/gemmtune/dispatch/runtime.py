@@ -8,6 +8,7 @@ Target, its kernel loaded, and the prepared entry remembered. Nothing here tunes
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 from types import TracebackType
@@ -42,7 +43,9 @@ class Runtime:
         self.policy: Policy = "cached"
         self.observer: Callable[[Problem], None] | None = None
         self.miss_hook: Callable[[Problem], None] | None = None
+        self.generation = 0
         self._lock = threading.RLock()
+        self._tuning = threading.Lock()
         self._store: Store | None = None
         self._indices: dict[int, Index] = {}
         self._kernels: dict[tuple[str, str, int], Kernel | None] = {}
@@ -54,7 +57,7 @@ class Runtime:
         with self._lock:
             if store is not None:
                 self._store = store
-            TABLE.clear()
+            self._forget()
             self._indices.clear()
             self._kernels.clear()
             self._asked.clear()
@@ -63,13 +66,28 @@ class Runtime:
         """Report every Problem to ``observer``; while there is one no entry is remembered, so that none is missed."""
         with self._lock:
             self.observer = observer
-            TABLE.clear()
+            self._forget()
 
-    def remember(self, key: Any, entry: Entry) -> None:
-        """Keep an entry for the hot path; the oldest goes when the table is full."""
-        if self.observer is not None:
-            return
+    def set_policy(self, name: Policy) -> None:
+        """Serve by another policy from now on; what was prepared under the former one is forgotten."""
         with self._lock:
+            self.policy = name
+            self.refresh()
+
+    def _forget(self) -> None:
+        """Empty the table. What other threads are preparing meanwhile is of an older generation: not remembered."""
+        self.generation += 1
+        TABLE.clear()
+
+    def remember(self, key: Any, entry: Entry, generation: int) -> None:
+        """Keep an entry for the hot path; the oldest goes when the table is full.
+
+        generation: ``self.generation`` before the entry was prepared. An older one was made of what is forgotten by
+        now (decisions, policy), so that it serves its own call only.
+        """
+        with self._lock:
+            if self.observer is not None or generation != self.generation:
+                return
             while len(TABLE) >= _LIMIT:
                 del TABLE[next(iter(TABLE))]
             TABLE[key] = entry
@@ -80,12 +98,14 @@ class Runtime:
         A packed weight is served by a kernel of its layout whatever the policy. Raises PackedWeightError when
         nothing in this process can run it.
         """
+        if self.policy == "on-miss":
+            self._tune_missing(problem)
         with self._lock:
             if packed is not None:
                 return self._packed_kernel(problem, packed)
             if self.policy == "off":
                 return None
-            index = self._index(problem)
+            index = self.index()
             return self._planned(index, problem, None) or self._from_constant(index, problem)
 
     def index(self) -> Index:
@@ -98,32 +118,55 @@ class Runtime:
 
     def warn_once(self, text: str) -> None:
         """One line through the ``gemmtune`` logger, the first time it comes up."""
-        if text not in self._warned:
+        with self._lock:
+            if text in self._warned:
+                return
             self._warned.add(text)
-            log.warning(text)
+        log.warning("%s", text)
 
     def store(self) -> Store | None:
         """The store in use (opened on first need), or None when it cannot be opened."""
-        if self._store is None:
-            try:
-                from ..store import open_store
+        with self._lock:
+            if self._store is None:
+                try:
+                    from ..store import open_store
 
-                self._store = open_store()
-            except Exception as error:  # whatever ails the store, PyTorch can still serve
-                self.warn_once(f"the store cannot be opened ({error}); PyTorch's own kernels serve")
-        return self._store
+                    self._store = open_store()
+                except Exception as error:  # whatever ails the store, PyTorch can still serve
+                    self.warn_once(f"the store cannot be opened ({error}); PyTorch's own kernels serve")
+            return self._store
 
-    def _index(self, problem: Problem) -> Index:
-        """The index, after the on-miss hook had its chance to fill it."""
-        index = self.index()
-        wants = self.policy == "on-miss" and self.miss_hook is not None and problem.key not in self._asked
-        if not wants or index.has_near(problem, _NEAR):
-            return index
-        self._asked.add(problem.key)
-        assert self.miss_hook is not None
-        self.miss_hook(problem)
-        self._indices.clear()
-        return self.index()
+    def after_fork(self) -> None:
+        """In a forked child: the locks anew, since the thread that held one may not have come along."""
+        self._lock, self._tuning = threading.RLock(), threading.Lock()
+
+    def _tune_missing(self, problem: Problem) -> None:
+        """Give the on-miss hook its chance, once a problem.
+
+        Not under the lock, because tuning takes seconds: meanwhile the other threads are served by what there is. One
+        tuning at a time, since two would disturb each other's timings; what misses during it is asked for later.
+        """
+        hook = self.miss_hook
+        if hook is None or not self._tuning.acquire(blocking=False):
+            return
+        try:
+            if not self._misses(problem):
+                return
+            hook(problem)
+            with self._lock:
+                self._forget()
+                self._indices.clear()
+                self._asked.add(problem.key)  # a refresh by the hook forgot that
+        finally:
+            self._tuning.release()
+
+    def _misses(self, problem: Problem) -> bool:
+        """Whether nothing near was tuned and the hook was not asked before. It counts as asked from now on."""
+        with self._lock:
+            if problem.key in self._asked or self.index().has_near(problem, _NEAR):
+                return False
+            self._asked.add(problem.key)
+            return True
 
     def _planned(self, index: Index, problem: Problem, packing: str | None) -> Kernel | None:
         plan = index.plan(problem.plan_key, packing)
@@ -145,7 +188,7 @@ class Runtime:
             raise PackedWeightError(f"the packed weight ({packed.layout}) cannot run here: {reason}. Pack it again")
         kernel = None
         if self.policy != "off":
-            kernel = self._planned(self._index(problem), problem, packed.layout)
+            kernel = self._planned(self.index(), problem, packed.layout)
         if kernel is None:
             kernel = self._untuned(problem, packed)
         if kernel is None or kernel.packing != packed.layout:
@@ -186,6 +229,8 @@ class Runtime:
 
 
 RUNTIME = Runtime()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=RUNTIME.after_fork)
 
 
 def as_constant(problem: Problem) -> Problem:
@@ -225,7 +270,7 @@ class PolicyScope:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _set_policy(self._former)
+        RUNTIME.set_policy(self._former)
 
 
 def policy(name: Policy) -> PolicyScope:
@@ -234,10 +279,5 @@ def policy(name: Policy) -> PolicyScope:
     if name not in get_args(Policy):
         raise ValueError(f"policy must be one of {', '.join(get_args(Policy))}; got {name!r}")
     former = RUNTIME.policy
-    _set_policy(name)
+    RUNTIME.set_policy(name)
     return PolicyScope(former)
-
-
-def _set_policy(name: Policy) -> None:
-    RUNTIME.policy = name
-    RUNTIME.refresh()
