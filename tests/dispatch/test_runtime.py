@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -113,8 +113,11 @@ def test_on_miss_asks_once_per_far_m(own_store: MemoryStore, monkeypatch: pytest
     assert [row and row[1] for row in rows] == [1, 1, 5, 5, 1]
 
 
+@pytest.mark.parametrize(
+    "forget", [RUNTIME.refresh, lambda: RUNTIME.set_policy("cached"), lambda: RUNTIME.observe(None)]
+)
 def test_what_was_prepared_before_a_refresh_is_not_remembered(
-    own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+    own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch, forget: Callable[[], None]
 ) -> None:
     """Another thread's refresh between the choice of a kernel and its being remembered, made to happen every time."""
     x, packed = torch.randn(3, 4), gemmtune.pack(W, layout="toy:plain")
@@ -130,16 +133,15 @@ def test_what_was_prepared_before_a_refresh_is_not_remembered(
 
     def interrupted(*args: object) -> object:
         kernel = choose(*args)  # type: ignore[arg-type]
-        another = threading.Thread(target=disturb)
+        another = threading.Thread(target=forget)
         another.start()
         another.join()
         return kernel
 
     monkeypatch.setattr(RUNTIME, "kernel_for", interrupted)
-    for disturb in (RUNTIME.refresh, lambda: RUNTIME.set_policy("cached"), lambda: RUNTIME.observe(None)):
-        for call in calls:
-            call()
-            assert not TABLE
+    for call in calls:
+        call()
+        assert not TABLE
     monkeypatch.setattr(RUNTIME, "kernel_for", choose)
     for count, call in enumerate(calls):
         call()
