@@ -75,7 +75,10 @@ def by_ratio(lane: Lane, incumbent: Lane) -> float:
 
 
 def sample(lane: Lane, incumbent: Lane | None, conditions: dict[str, str]) -> Sample | None:
-    """The lane's Sample; of the duel where it fought in it, of the rounds otherwise. None when it was never timed."""
+    """The lane's Sample; of the duel where it fought in it, of the rounds otherwise. None when it was never timed.
+
+    conditions: what the Sample is to say; "operands" (cold or hot) among them.
+    """
     times = lane.duel or list(lane.times.values())
     if not times:
         return None
@@ -95,5 +98,6 @@ def sample(lane: Lane, incumbent: Lane | None, conditions: dict[str, str]) -> Sa
         ratio_lo=ratio[1],
         ratio_hi=ratio[2],
         times=tuple(times[-KEPT_TIMES:]),
+        condition="hot" if conditions.get("operands") == "hot" else "cold",
         conditions=conditions,
     )

@@ -63,7 +63,7 @@ class CpuMachine:
         ]
 
     def weather(self) -> Weather:
-        """Since the last call (or construction). Stretches below 20 ms say nothing: the kernel counts ticks of 10 ms."""
+        """Since the last call (or construction). Stretches below 20 ms say nothing: the kernel counts in ticks."""
         before, now = self._last, self._accounts()
         elapsed = now.at - before.at
         if elapsed < 0.02:

@@ -1,29 +1,39 @@
 """The race: which entrant is fastest, and does it beat ATen beyond the noise?
 
-Screening drops the hopeless, interleaved rounds with sequential elimination thin the field, and a paired duel on
-fresh timings decides between the leader and the fastest incumbent. Only the duel can make a winner: the rounds before
-it chose the leader for its good times, so their times flatter it.
+Screening drops the hopeless, interleaved rounds with sequential elimination thin the field until nobody can be much
+faster than the leader, and a paired duel on fresh timings decides between the leader and the fastest incumbent. Only
+the duel can make a winner: the rounds before it chose the leader for its good times, so their times flatter it.
+
+A disturbed machine (stalls, noise, others' load) lengthens a race that is undecided when its budget ends, to twice the
+budget at most; a machine that changed its load or clock during the duel has it fought again.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 from ..decision import Outcome, Sample, Stage
 from ..events import BestSoFar
 from .clock import Clock, Run
 from .duel import Duel, duel
 from .lane import EntrantError, Lane, by_ratio, sample
-from .stats import drift, slower_than, spend
+from .machine import Machine, Weather
+from .stats import drift, mad, ratio_interval, slower_than, spend
 
-ALPHA = 0.05  # chance that a race eliminates an entrant as fast as the leader, over all looks and entrants
+ALPHA = 0.02  # chance that a race eliminates an entrant as fast as the leader, over all looks and entrants
 FLOOR_S = 500e-6  # one timing lasts at least this: the timer's own cost vanishes, and 8 ms stalls stay rare
 SCREEN_RATIO = 1.5
-_SCREEN_ROUNDS = (2, 3)
-_LOOKS = {8: 24, 12: 12, 18: 8, 27: 4, 40: 4}  # rounds -> challengers that may go on
+_SCREEN_ROUNDS = (2, 4)
+_STALL_S = 20e-3  # a difference that two stalls cannot explain; smaller ones wait for the second screening
+_LOOKS = {8: 24, 12: 12, 18: 8, 27: 4, 40: 4, 60: 4, 90: 4, 135: 3, 200: 3}  # rounds -> challengers that may go on
+_GROUP_ROUNDS = 18  # the fastest of each group stays so long: a Plan compares groups by these times
+_ALIKE = 0.004  # once nobody can be faster than the leader by more than this share (90%), the leader is chosen
 _DUEL_SHARE = 0.4  # of the budget
+_EXTENSION = 1.0  # of the budget, on a disturbed machine
+_NOISE, _STALLED, _LOAD, _STOLEN = 0.05, 0.05, 0.25, 0.02  # beyond these the machine is disturbed
 
 Progress = Callable[[BestSoFar], None]
 
@@ -74,49 +84,71 @@ def race(
     *,
     seed: int = 0,
     min_duel: int = 50,
-    min_gain: float = 0.01,
+    min_gain: float = 0.003,
     progress: Progress | None = None,
+    machine: Machine | None = None,
+    conditions: Mapping[str, str] = {},
 ) -> RaceResult:
-    """Race ``entrants`` for at most ``budget_s`` seconds of ``clock`` (kept within 10%, or one timing if that is more).
+    """Race ``entrants`` for at most ``budget_s`` seconds of ``clock`` (kept within 10%, or one timing if that is more;
+    a disturbed machine may double it).
 
-    A winner's paired time ratio to the fastest incumbent is below ``1 - min_gain`` with 97.5% confidence; anything
+    A winner's paired time ratio to the fastest incumbent is below ``1 - min_gain`` with 99.5% confidence; anything
     less is a tie. ``min_duel``: pairs before the first look, unless a pair takes longer than 10 ms. Without an
-    incumbent the fastest wins unopposed. An entrant that raises is out (stage ``failed``). Raises ValueError for a
-    budget that is not positive or ids that repeat.
+    incumbent the fastest wins unopposed. An entrant that raises is out (stage ``failed``). machine: asked for load and
+    clock. conditions: what every Sample is to say besides. Raises ValueError for a budget that is not positive or ids
+    that repeat.
     """
     if not budget_s > 0.0:
         raise ValueError(f"budget_s must be positive; got {budget_s!r}")
     if len({e.id for e in entrants}) != len(entrants):
         raise ValueError("entrants must have distinct ids")
-    return _Race(entrants, clock, budget_s, seed, progress).run(min_duel, min_gain)
+    return _Race(entrants, clock, budget_s, seed, progress, machine, conditions).run(min_duel, min_gain)
 
 
 class _Race:
     """One race's state; ``run`` is its pipeline."""
 
     def __init__(
-        self, entrants: Sequence[Entrant], clock: Clock, budget_s: float, seed: int, progress: Progress | None
+        self,
+        entrants: Sequence[Entrant],
+        clock: Clock,
+        budget_s: float,
+        seed: int,
+        progress: Progress | None,
+        machine: Machine | None,
+        conditions: Mapping[str, str],
     ) -> None:
-        self.clock, self.budget, self.progress = clock, budget_s, progress
+        self.clock, self.budget, self.progress, self.machine = clock, budget_s, progress, machine
+        self.conditions = dict(conditions)
         self.rng = random.Random(seed)
         self.lanes = [Lane(e.id, e.run, e.incumbent, e.group) for e in entrants]
+        if machine is not None:
+            machine.weather()  # from here on
         self.start = clock.now()
         self.rounds = 0
         self.stopped = ""
+        self.disturbed = False
 
     def run(self, min_duel: int, min_gain: float) -> RaceResult:
         self._calibrate()
         self._screen()
         self._eliminate()
-        deadline = self.start + self.budget
+        before, fought_again = self._weather(), False
         while True:
             incumbent, challenger = self._best(incumbents=True), self._best(incumbents=False)
             if incumbent is None or challenger is None:
                 return self._unopposed(challenger or incumbent, incumbent)
-            found = duel(challenger, incumbent, self.clock, deadline, self.rng, min_pairs=min_duel, gain=min_gain)
-            if challenger.active and incumbent.active:
-                return self._decided(found, challenger, incumbent)
-            self._revive()
+            found = duel(challenger, incumbent, self.clock, self._deadline, self.rng, min_pairs=min_duel, gain=min_gain)
+            if not (challenger.active and incumbent.active):
+                self._revive()
+                continue
+            now = self._weather()
+            changed = before.differs(now)
+            if changed and not fought_again and self._spent() < (1.0 + _EXTENSION / 2) * self.budget:
+                before, fought_again = now, True
+                self.conditions["fought again"] = changed
+                continue
+            return self._decided(found, challenger, incumbent)
 
     # --- phases ---
 
@@ -141,13 +173,17 @@ class _Race:
                 self._screen_out(incumbents)
 
     def _screen_out(self, incumbents: bool) -> None:
-        """Drop whoever is far behind; incumbents only by a faster incumbent. A stall cannot: the minimum counts."""
+        """Drop whoever is far behind; incumbents only by a faster incumbent. Stalls cannot: the minimum counts, and it
+        takes four timings where a stall or two would make the difference."""
         field = [lane for lane in self._active() if lane.incumbent or not incumbents]
         if not field:
             return
         best = min(lane.median for lane in field)
         for lane in field:
-            ratio = min(lane.times.values()) / best
+            fastest = min(lane.times.values())
+            ratio, sure = fastest / best, self.rounds >= _SCREEN_ROUNDS[-1]
+            if not sure and (fastest - best) * lane.calls < _STALL_S:
+                continue
             if ratio > SCREEN_RATIO and lane.incumbent == incumbents:
                 than = "the best incumbent" if incumbents else "the best"
                 lane.drop("screened", f"{ratio:.1f}x slower than {than} after {self.rounds} rounds")
@@ -158,11 +194,14 @@ class _Race:
                 if self._settled():
                     return
                 if not self._affordable():
-                    self.stopped = f"the budget's share for choosing a leader was spent after {self.rounds} rounds"
+                    self.stopped = f"the time for choosing a leader was spent after {self.rounds} rounds"
                     return
                 self._round()
+            self._look_around()
             self._thin(look, places)
             self._report()
+            if self.rounds >= _GROUP_ROUNDS and self._chosen():
+                return
 
     def _thin(self, look: int, places: int) -> None:
         """Eliminate on confidence bounds (union over lanes, alpha spent over looks), then keep the best ``places``."""
@@ -170,9 +209,10 @@ class _Race:
         leader = min(active, key=lambda lane: lane.median, default=None)
         best = min((lane for lane in active if lane.incumbent), key=lambda lane: lane.median, default=None)
         alpha = spend(ALPHA, look) / max(1, len(active))
+        kept = self._group_leaders() if self.rounds < _GROUP_ROUNDS else set()
         for lane in active:
             rival = best if lane.incumbent else leader
-            if rival is None or lane is rival:
+            if rival is None or lane is rival or lane.id in kept:
                 continue
             found = slower_than(*lane.paired(rival), alpha)
             if found is not None:
@@ -180,7 +220,25 @@ class _Race:
                 lane.drop("eliminated", f"{text} after {self.rounds} rounds")
         rest = sorted((lane for lane in self._active() if not lane.incumbent), key=lambda lane: lane.median)
         for place, lane in enumerate(rest[places:], start=places + 1):
-            lane.drop("eliminated", f"in place {place} of {len(rest)} after {self.rounds} rounds, beyond {places}")
+            if lane.id not in kept:
+                lane.drop("eliminated", f"in place {place} of {len(rest)} after {self.rounds} rounds, beyond {places}")
+
+    def _group_leaders(self) -> set[str]:
+        """The fastest challenger of each group."""
+        challengers = [lane for lane in self._active() if not lane.incumbent]
+        fastest = {lane.group: lane.id for lane in sorted(challengers, key=lambda lane: lane.median, reverse=True)}
+        return set(fastest.values())
+
+    def _chosen(self) -> bool:
+        """Whether no challenger can be much faster than the leader, nor any incumbent than the best of them."""
+        for incumbents in (True, False):
+            best = self._best(incumbents=incumbents)
+            for lane in self._active():
+                if best is not None and lane is not best and lane.incumbent == incumbents:
+                    found = ratio_interval(*lane.paired(best), 0.1)
+                    if found.lo < 1.0 - _ALIKE:
+                        return False
+        return True
 
     def _settled(self) -> bool:
         """One challenger and one incumbent at most: nothing left to choose."""
@@ -220,7 +278,34 @@ class _Race:
     def _affordable(self) -> bool:
         """Whether one more round leaves the duel its share of the budget (the first round always may)."""
         cost = sum(lane.cost for lane in self._active())
-        return self.rounds == 0 or self._spent() + cost <= (1.0 - _DUEL_SHARE) * self.budget
+        return self.rounds == 0 or self._spent() + cost <= (1.0 - _DUEL_SHARE) * self._limit()
+
+    # --- the machine ---
+
+    def _limit(self) -> float:
+        """Seconds this race may take."""
+        return self.budget * (1.0 + (_EXTENSION if self.disturbed else 0.0))
+
+    def _deadline(self, found: Duel) -> float:
+        """When the duel must end, by the clock; later once it shows that the machine is disturbed."""
+        if found.stalled > _STALLED or (len(found.incumbent) >= 8 and _noise(found.incumbent) > _NOISE):
+            self.disturbed = True
+        return self.start + self._limit()
+
+    def _look_around(self) -> None:
+        """Whether the machine is disturbed, as the incumbent's timings tell (they are the ones there are most of)."""
+        reference = self._best(incumbents=True) or self._best(incumbents=False)
+        if reference is not None and _noise(list(reference.times.values())) > _NOISE:
+            self.disturbed = True
+
+    def _weather(self) -> Weather:
+        """What else went on since it was last asked for; that too can make the machine a disturbed one."""
+        found = self.machine.weather() if self.machine is not None else Weather()
+        if found.load > _LOAD or found.stolen > _STOLEN:
+            self.disturbed = True
+        if self.machine is not None:
+            self.conditions.update(found.words())
+        return found
 
     # --- results ---
 
@@ -244,6 +329,8 @@ class _Race:
     def _decided(self, found: Duel, challenger: Lane, incumbent: Lane) -> RaceResult:
         for lane, times in ((challenger, found.challenger), (incumbent, found.incumbent)):
             lane.duel, lane.rival = times, found.incumbent
+        if found.stalled:
+            self.conditions["stalled"] = f"{found.stalled:.0%} of the pairs, set aside"
         leader = challenger if found.won else incumbent
         for lane in self._active():
             fought = lane in (challenger, incumbent)
@@ -275,8 +362,14 @@ class _Race:
         )
 
     def _conditions(self, reference: Lane | None) -> dict[str, str]:
-        if reference is None:
-            return {}
-        times = [*reference.times.values(), *reference.duel]
-        moved = drift(times)
-        return {"drift": f"{moved:+.1%}"} if moved else {}
+        found = dict(self.conditions)
+        if reference is not None and (moved := drift([*reference.times.values(), *reference.duel])):
+            found["drift"] = f"{moved:+.1%}"
+        if (extra := self._spent() - self.budget) > 0.1 * self.budget and self.disturbed:
+            found["extended"] = f"by {extra:.1f} s: the machine was disturbed"
+        return found
+
+
+def _noise(times: Sequence[float]) -> float:
+    """Robust standard deviation, relative to the median."""
+    return mad(times) / median(times) if times else 0.0

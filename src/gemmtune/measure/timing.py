@@ -18,6 +18,7 @@ from ..problem import Problem
 from ..target import Target
 from .clock import CpuClock
 from .inputs import Inputs, allocate, operand_bytes, rotations, timing_sets
+from .machine import CpuMachine
 from .protocol import Leading, Placed, Raced
 from .race import Entrant, race
 
@@ -195,7 +196,15 @@ class Track:
             if math.isfinite(best.ratio):
                 progress(Leading(best.candidate_id, best.median_s, best.ratio))
 
-        result = race(self._entrants, CpuClock(), budget_s, seed=seed, progress=report)
+        result = race(
+            self._entrants,
+            CpuClock(),
+            budget_s,
+            seed=seed,
+            progress=report,
+            machine=CpuMachine(),
+            conditions=self._conditions,
+        )
         placed = tuple(Placed(row.id, row.stage, row.reason, row.sample) for row in result.standings.values())
         return Raced(result.outcome, result.leader, result.stopped, placed + self._left_out(), result.alternatives)
 
