@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -14,6 +15,7 @@ from gemmtune.decision import Decision
 from gemmtune.dispatch import RUNTIME
 from gemmtune.problem import Problem
 from gemmtune.store import MemoryStore
+from gemmtune.tuner import Tuner
 from gemmtune.workloads import linear_problem
 from serving import RAN, decide, evidence, register, toy
 
@@ -98,3 +100,53 @@ def test_on_miss_survives_a_tuner_that_fails(monkeypatch: pytest.MonkeyPatch, ca
     with gemmtune.policy("on-miss"):
         torch.testing.assert_close(gemmtune.linear(x, w), torch.nn.functional.linear(x, w))
     assert "no worker today" in caplog.text
+
+
+def test_on_miss_does_not_wait_for_another_process(own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ATen serves while the lease is somebody else's; once they have decided, so does their kernel."""
+    monkeypatch.setattr("gemmtune.tuner.Tuner", Tuner)
+    monkeypatch.setattr("gemmtune.tuner.Tuner._tune_one", lambda *_: pytest.fail("tuned under another's lease"))
+    monkeypatch.setattr("gemmtune.api.LOOK_S", 0.01)
+    x, w = torch.randn(3, 4), torch.randn(5, 4)
+    problem = linear_problem(3, 5, 4, "float32", constant=False)
+    lease = own_store.lease(gemmtune.current_target(), problem.key, 60.0)
+    assert lease is not None
+    with gemmtune.policy("on-miss"):
+        for _ in range(3):
+            torch.testing.assert_close(gemmtune.linear(x, w), torch.nn.functional.linear(x, w))
+        assert RAN == []
+        own_store.put(gemmtune.current_target(), decide(problem, evidence(toy(), 0.1), chosen=toy()))
+        lease.release()
+        deadline = time.monotonic() + 30.0
+        while not RAN and time.monotonic() < deadline:
+            gemmtune.linear(x, w)
+            time.sleep(0.01)
+    assert (toy().id, 3, 3) in RAN
+
+
+def test_on_miss_takes_over_when_the_other_gives_up(own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned: list[str] = []
+
+    def tune_one(self: Tuner, problem: Problem, _: object) -> Decision:
+        tuned.append(problem.key)
+        decision = decide(problem, evidence(toy(), 0.1), chosen=toy())
+        own_store.put(gemmtune.current_target(), decision)
+        return decision
+
+    monkeypatch.setattr("gemmtune.tuner.Tuner", Tuner)
+    monkeypatch.setattr("gemmtune.tuner.Tuner._tune_one", tune_one)
+    monkeypatch.setattr("gemmtune.api.LOOK_S", 0.01)
+    x, w = torch.randn(3, 4), torch.randn(5, 4)
+    problem = linear_problem(3, 5, 4, "float32", constant=False)
+    lease = own_store.lease(gemmtune.current_target(), problem.key, 60.0)
+    assert lease is not None
+    with gemmtune.policy("on-miss"):
+        gemmtune.linear(x, w)
+        assert tuned == []
+        lease.release()
+        deadline = time.monotonic() + 30.0
+        while not RAN and time.monotonic() < deadline:
+            gemmtune.linear(x, w)
+            time.sleep(0.01)
+    assert tuned == [problem.key]
+    assert own_store.leased(gemmtune.current_target(), problem.key) is None

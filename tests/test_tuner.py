@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -260,6 +261,7 @@ def test_a_store_that_cannot_be_written_costs_the_record_only(
 
     hostile("good", "wrong")
     monkeypatch.setattr(MemoryStore, "put", refuse)
+    monkeypatch.setattr(MemoryStore, "lease", refuse)
     monkeypatch.setattr(MemoryStore, "remember_failure", refuse)
     assert_sound(tune())
     assert [record.getMessage() for record in caplog.records] == ["decisions of this run are not kept: disk full"]
@@ -297,3 +299,67 @@ def test_empty_and_tiny_problems(tune: Callable[..., Decision], hostile: Callabl
     hostile("good")
     problem = PROBLEM.with_m(m)
     assert_sound(tune(problem), problem)
+
+
+def test_the_lease_is_held_while_tuning_and_given_back(target: Target, store: MemoryStore) -> None:
+    held: list[bool] = []
+
+    def watch(event: Event) -> None:
+        if isinstance(event, CandidateTried):
+            held.append(store.leased(target, PROBLEM.key) is not None)
+
+    Tuner(target, ["aten"], store, QUICK, watch, isolate=False).tune([(PROBLEM, 1)])
+    assert held
+    assert all(held)
+    assert store.leased(target, PROBLEM.key) is None
+
+
+def test_ctrl_c_gives_the_lease_back(target: Target, store: MemoryStore) -> None:
+    def interrupt(event: Event) -> None:
+        if isinstance(event, CandidateTried):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Tuner(target, ["aten"], store, QUICK, interrupt, isolate=False).tune([(PROBLEM, 1)])
+    assert store.leased(target, PROBLEM.key) is None
+
+
+def test_the_others_wait_for_the_decision(target: Target, store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gemmtune.tuner.LOOK_S", 0.01)
+    tuned, found = [], []
+    real = Tuner._tune_one
+
+    def tune_one(self: Tuner, problem: Problem, crew: object) -> Decision:
+        tuned.append(problem)
+        return real(self, problem, crew)  # type: ignore[arg-type]
+
+    def work() -> None:
+        found.extend(Tuner(target, ["aten"], store, QUICK, isolate=False).tune([(PROBLEM, 1)]))
+
+    monkeypatch.setattr(Tuner, "_tune_one", tune_one)
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert tuned == [PROBLEM]
+    assert found == [store.get(target, PROBLEM.key)] * 4
+
+
+def test_a_tuner_that_does_not_wait_leaves_the_problem_out(target: Target, store: MemoryStore) -> None:
+    other = PROBLEM.with_m(6)
+    tuner = Tuner(target, ["aten"], store, QUICK, isolate=False, wait=False)
+    lease = store.lease(target, PROBLEM.key, 60.0)
+    assert lease is not None
+    assert [row.problem_key for row in tuner.tune([(PROBLEM, 1), (other, 1)])] == [other.key]
+    lease.release()
+    assert [row.problem_key for row in tuner.tune([(PROBLEM, 1)])] == [PROBLEM.key]
+
+
+def test_a_lease_that_runs_out_is_taken_over(
+    target: Target, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gemmtune.tuner.LOOK_S", 0.01)
+    assert store.lease(target, PROBLEM.key, 0.2) is not None
+    (decision,) = Tuner(target, ["aten"], store, QUICK, isolate=False).tune([(PROBLEM, 1)])
+    assert_sound(decision)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +17,10 @@ if TYPE_CHECKING:
     from .dispatch import Policy, PolicyScope
     from .events import Progress
     from .store.base import Store
+    from .target import Target
     from .tuner import Budget
+
+LOOK_S = 1.0  # how often to look whether another process is done tuning a problem that is to be served here
 
 
 def tune(
@@ -33,7 +38,8 @@ def tune(
     model_or_problems: a model (with ``example_inputs`` as ``optimize`` takes them), or Problems, alone or with counts
     (as ``record().problems`` has them). budget: seconds per problem, or a ``tuner.Budget``. store: default the user's.
     backends: names to try (ATen always is); default all. force: tune again what the store already knows. Ctrl-C keeps
-    what is finished. From then on the ops serve from the new decisions. Raises TypeError, ValueError, WorkerError.
+    what is finished; a problem that another process is tuning is waited for. From then on the ops serve from the new
+    decisions. Raises TypeError, ValueError, WorkerError.
     """
     from .events import silent
     from .store import open_store
@@ -62,11 +68,50 @@ def policy(name: Policy) -> PolicyScope:
 
 
 def _tune_missing(problem: Problem) -> None:
-    """The on-miss hook: a tuning that fails costs a warning, and PyTorch serves."""
+    """The on-miss hook: a tuning that fails costs a warning, and PyTorch serves.
+
+    So it does while another process tunes the problem: serving does not wait, and looks again when that is over.
+    """
+    store, target = runtime.RUNTIME.store(), runtime.current_target()
+    if store is None:
+        return
     try:
-        tune([(problem, 1)])
+        from .events import silent
+        from .tuner import Budget, Tuner
+
+        tuner = Tuner(target, _backend_names(None), store, Budget(), silent, wait=False)
+        decided = tuner.tune([(problem, 1)])
     except Exception as error:  # the caller asked for a product, not for tuning: it is served in any case
         runtime.RUNTIME.warn_once(f"tuning on a miss failed ({error}); PyTorch's own kernels serve")
+        return
+    if decided:
+        runtime.RUNTIME.refresh(store)
+    else:
+        _look_later(store, target, problem.key)
+
+
+_looker: threading.Thread | None = None
+
+
+def _look_later(store: Store, target: Target, problem_key: str) -> None:
+    """Once the other process has decided or given up, forget what is prepared, so that the next call looks again.
+
+    One thread at a time: when its problem is done, every other one that waits is asked for again too.
+    """
+    global _looker
+
+    def look() -> None:
+        global _looker
+        while True:
+            time.sleep(LOOK_S)
+            if store.leased(target, problem_key) is None:
+                break
+        _looker = None  # before refreshing: who comes later needs a thread of its own
+        runtime.RUNTIME.refresh()
+
+    if _looker is None or not _looker.is_alive():  # a fork leaves threads behind
+        _looker = threading.Thread(target=look, name="gemmtune-look-later", daemon=True)
+        _looker.start()
 
 
 def _problems(given: Any, example_inputs: Any) -> list[tuple[Problem, int]]:

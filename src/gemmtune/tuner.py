@@ -7,8 +7,9 @@ One problem goes through explore (guided search: each candidate built, checked o
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 
 from .decision import Decision
@@ -22,6 +23,9 @@ from .target import Target
 from .trial import Trial
 
 log = logging.getLogger("gemmtune")
+
+LEASE_S = 30.0  # renewed every third of it: what a process elsewhere that died can hold others up
+LOOK_S = 0.25  # how often a waiting tuner looks whether the other has decided
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +47,8 @@ class Tuner:
 
     backend_names: whose candidates to try; ATen's always are. isolate: work in a worker process (False: in this one,
     for debugging; a candidate that crashes takes the process along). force: tune even what the store knows (failures
-    remembered in the store stay failures). progress: called with the events of ``events.py``.
+    remembered in the store stay failures). progress: called with the events of ``events.py``. wait: for the decision of
+    another process that is tuning the same problem (False: leave the problem out; never two at once).
     """
 
     def __init__(
@@ -56,6 +61,7 @@ class Tuner:
         *,
         isolate: bool = True,
         force: bool = False,
+        wait: bool = True,
         seed: int = 0,
         limits: Limits | None = None,
     ) -> None:
@@ -63,6 +69,7 @@ class Tuner:
         self._names = tuple(dict.fromkeys((INCUMBENT, *backend_names)))
         self._budget = budget or Budget()
         self._isolate, self._force, self._seed, self._limits = isolate, force, seed, limits
+        self._wait = wait
         self._store_failed = False
 
     def tune(self, problems: Iterable[tuple[Problem, int]]) -> list[Decision]:
@@ -70,8 +77,8 @@ class Tuner:
 
         The int is a call count: what costs most overall (count x flops) is tuned first, so that an interrupted run has
         decided what matters most. Each decision is in the store before the next problem starts; KeyboardInterrupt ends
-        the worker and passes through. Raises WorkerStartError when no worker can be started, ValueError for an
-        unknown backend.
+        the worker, gives the lease back and passes through. Raises WorkerStartError when no worker can be started,
+        ValueError for an unknown backend.
         """
         weights: dict[Problem, int] = {}
         for problem, count in problems:
@@ -81,22 +88,52 @@ class Tuner:
         decisions: dict[Problem, Decision] = {}
         with closing(_Crew(self._target, self._isolate, self._limits)) as crew:
             for index, problem in enumerate(order):
-                decisions[problem] = self._decide(problem, known.get(problem), index, len(order), crew)
-        return [decisions[problem] for problem in weights]
+                decision = self._decide(problem, known.get(problem), index, len(order), crew)
+                if decision is not None:
+                    decisions[problem] = decision
+        return [decisions[problem] for problem in weights if problem in decisions]
 
     def _look_up(self, problems: Iterable[Problem]) -> dict[Problem, Decision]:
         found = ((problem, self._store.get(self._target, problem.key)) for problem in problems)
         return {problem: decision for problem, decision in found if decision is not None}
 
-    def _decide(self, problem: Problem, known: Decision | None, index: int, total: int, crew: _Crew) -> Decision:
+    def _decide(self, problem: Problem, known: Decision | None, index: int, total: int, crew: _Crew) -> Decision | None:
+        """The decision, by whomever; None when another process is at it and this one does not wait."""
         self._progress(ProblemStarted(index, total, problem, cached=known is not None))
-        decision = known or self._tune_one(problem, crew)
+        start = time.perf_counter()
+        decision = known or self._tune_alone(problem, crew)
+        if decision is None:
+            return None
         if known is None:
-            crew.spent.append(decision.seconds)
+            crew.spent.append(time.perf_counter() - start)
         each = sum(crew.spent) / len(crew.spent) if crew.spent else None
         left = total - index - 1
         self._progress(ProblemDone(index, total, decision, 0.0 if left == 0 else None if each is None else each * left))
         return decision
+
+    def _tune_alone(self, problem: Problem, crew: _Crew) -> Decision | None:
+        """Tune under the problem's lease: of many processes that want it one tunes, the others have its decision."""
+        lease, told = self._lease(problem), False
+        while lease is None:
+            if not self._wait:
+                return None
+            if not told:
+                log.info("another process is tuning %s: waiting for its decision", problem.key)
+                told = True
+            time.sleep(LOOK_S)
+            lease = self._lease(problem)
+        with lease:
+            # The former holder's decision may be newer than the first look.
+            known = None if self._force else self._store.get(self._target, problem.key)
+            return known or self._tune_one(problem, crew)
+
+    def _lease(self, problem: Problem) -> AbstractContextManager[object] | None:
+        """None while another holds it. A store that cannot be written has no leases to give, and tuning needs none."""
+        try:
+            return self._store.lease(self._target, problem.key, LEASE_S)
+        except StoreError as error:
+            log.debug("tuning without a lease: %s", error)
+            return nullcontext()
 
     def _tune_one(self, problem: Problem, crew: _Crew) -> Decision:
         hands = crew.hands()

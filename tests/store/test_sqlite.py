@@ -238,3 +238,80 @@ def test_two_processes_write_and_one_is_killed(path: Path, store: SqliteStore) -
     missing = [m for m in acknowledged if store.get(TARGET, PROBLEM.with_m(m).key) is None]
     assert missing == []
     assert store.verify() == []
+
+
+def test_a_lease_of_a_dead_process_is_taken_over(path: Path, store: SqliteStore) -> None:
+    code = (
+        "import sys; from gemmtune.store import SqliteStore; from gemmtune.testing.store_suite import PROBLEM, TARGET; "
+        "print(SqliteStore(sys.argv[1]).lease(TARGET, PROBLEM.key, 600.0) is not None, flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "True\n"
+        assert (store.leased(TARGET, PROBLEM.key) or 0.0) > 500.0
+        assert store.lease(TARGET, PROBLEM.key, 60.0) is None
+        holder.kill()
+    assert store.leased(TARGET, PROBLEM.key) is None
+    assert store.lease(TARGET, PROBLEM.key, 60.0) is not None
+
+
+@pytest.mark.parametrize(
+    "damage", ["owner = 'me'", "owner = x'00ff'", "owner = '--'", "expires = 'soon'", "expires = 9e18", "expires = 0"]
+)
+def test_a_damaged_lease_binds_nobody(path: Path, store: SqliteStore, damage: str) -> None:
+    assert store.lease(TARGET, PROBLEM.key, 60.0) is not None
+    execute(path, f"UPDATE leases SET {damage}")
+    assert store.leased(TARGET, PROBLEM.key) is None
+    assert store.lease(TARGET, PROBLEM.key, 60.0) is not None
+
+
+def test_a_lease_from_another_machine_binds_until_it_runs_out(path: Path, store: SqliteStore) -> None:
+    assert store.lease(TARGET, PROBLEM.key, 60.0) is not None
+    execute(path, "UPDATE leases SET owner = 'elsewhere-1-99'")
+    assert store.lease(TARGET, PROBLEM.key, 60.0) is None
+    execute(path, "UPDATE leases SET expires = 1.5")
+    assert store.lease(TARGET, PROBLEM.key, 60.0) is not None
+
+
+def test_a_store_that_cannot_be_written_leases_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    store = SqliteStore(tmp_path / "file" / "store.db")
+    assert store.leased(TARGET, PROBLEM.key) is None
+    with pytest.raises(StoreError, match="cannot write the store"):
+        store.lease(TARGET, PROBLEM.key, 60.0)
+
+
+def test_an_empty_file_becomes_a_store(path: Path, store: SqliteStore) -> None:
+    """A writer that died before its first commit leaves one behind."""
+    path.parent.mkdir()
+    path.touch()
+    assert store.get(TARGET, PROBLEM.key) is None
+    assert store.failures(TARGET, PROBLEM.key) == {}
+    store.put(TARGET, make_decision())
+    assert store.get(TARGET, PROBLEM.key) == make_decision()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "CREATE TRIGGER spy AFTER INSERT ON decisions BEGIN DELETE FROM decisions; END",
+        "CREATE VIEW more AS SELECT * FROM decisions",
+        "ALTER TABLE decisions ADD COLUMN extra",
+        "DROP TABLE leases",
+    ],
+)
+def test_a_schema_that_is_not_ours_is_refused(path: Path, store: SqliteStore, change: str) -> None:
+    store.put(TARGET, make_decision())
+    store.close()
+    execute(path, change)
+    assert store.get(TARGET, PROBLEM.key) is None
+    with pytest.raises(StoreError, match="not those of a gemmtune store"):
+        store.put(TARGET, make_decision())
+
+
+def test_what_analyze_leaves_is_no_damage(path: Path, store: SqliteStore) -> None:
+    store.put(TARGET, make_decision())
+    execute(path, "ANALYZE")
+    store.close()
+    assert store.get(TARGET, PROBLEM.key) == make_decision()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ..decision import Decision, Verdict
     from ..target import Target
+    from .lease import Lease
 
 
 class Store(ABC):
@@ -41,6 +42,17 @@ class Store(ABC):
     @abstractmethod
     def failures(self, target: Target, problem_key: str) -> dict[str, Verdict]:
         """Remembered failures by candidate id."""
+
+    @abstractmethod
+    def lease(self, target: Target, problem_key: str, ttl_s: float) -> Lease | None:
+        """The right to tune this problem for ``ttl_s`` seconds (at most an hour); None while somebody else holds it.
+
+        A holder that died or let it run out loses it. Raises StoreError when the store cannot be written.
+        """
+
+    @abstractmethod
+    def leased(self, target: Target, problem_key: str) -> float | None:
+        """Seconds until the lease that somebody holds now runs out; None when nobody holds one."""
 
     @abstractmethod
     def export(self, path: Path, target: Target | None = None) -> int:

@@ -11,6 +11,7 @@ from ..decision import Decision, Verdict
 from ..target import Target
 from .base import Store
 from .exchange import read_export, write_export
+from .lease import Lease, check_ttl, left_s
 from .schema import decode_decision, encode_decision
 
 
@@ -22,6 +23,7 @@ class MemoryStore(Store):
         self._targets: dict[str, Target] = {}
         self._rows: dict[tuple[str, str], tuple[float, int, bytes]] = {}
         self._failures: dict[tuple[str, str], dict[str, Verdict]] = {}
+        self._leases: dict[tuple[str, str], tuple[object, float]] = {}
         self._serial = 0
 
     def get(self, target: Target, problem_key: str) -> Decision | None:
@@ -61,6 +63,32 @@ class MemoryStore(Store):
     def failures(self, target: Target, problem_key: str) -> dict[str, Verdict]:
         with self._lock:
             return dict(self._failures.get((target.key, problem_key), {}))
+
+    def lease(self, target: Target, problem_key: str, ttl_s: float) -> Lease | None:
+        check_ttl(ttl_s)
+        key, token = (target.key, problem_key), object()
+        with self._lock:
+            if self.leased(target, problem_key) is not None:
+                return None
+            self._leases[key] = (token, time.monotonic() + ttl_s)
+        return Lease(ttl_s, lambda: self._renew(key, token, ttl_s), lambda: self._release(key, token))
+
+    def _renew(self, key: tuple[str, str], token: object, ttl_s: float) -> bool:
+        with self._lock:
+            held = self._leases.get(key)
+            if held is None or held[0] is not token:
+                return False
+            self._leases[key] = (token, time.monotonic() + ttl_s)
+            return True
+
+    def _release(self, key: tuple[str, str], token: object) -> None:
+        with self._lock:
+            if key in self._leases and self._leases[key][0] is token:
+                del self._leases[key]
+
+    def leased(self, target: Target, problem_key: str) -> float | None:
+        held = self._leases.get((target.key, problem_key))
+        return None if held is None else left_s(held[1], time.monotonic())
 
     def export(self, path: Path, target: Target | None = None) -> int:
         owners = self.targets() if target is None else [target]

@@ -24,6 +24,10 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         " created REAL NOT NULL, body BLOB NOT NULL, PRIMARY KEY (target_key, problem_key, candidate_id))"
         " WITHOUT ROWID",
     ),
+    (
+        "CREATE TABLE leases (target_key TEXT NOT NULL, problem_key TEXT NOT NULL, owner TEXT NOT NULL,"
+        " token TEXT NOT NULL, expires REAL NOT NULL, PRIMARY KEY (target_key, problem_key)) WITHOUT ROWID",
+    ),
 )
 SCHEMA_VERSION = len(MIGRATIONS)
 

@@ -8,8 +8,10 @@ unlinked, without which a power cut can bring a committed transaction's journal 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
+import secrets
 import sqlite3
 import threading
 import time
@@ -22,7 +24,9 @@ from ..errors import StoreError
 from ..target import Target
 from .base import Store
 from .exchange import read_export, write_export
+from .lease import Lease, check_ttl, left_s
 from .memory import require_owner
+from .owner import Owner, this_process
 from .schema import (
     MIGRATIONS,
     SCHEMA_VERSION,
@@ -52,6 +56,7 @@ class SqliteStore(Store):
         self._lock = threading.RLock()
         self._connection: sqlite3.Connection | None = None
         self._opened: tuple[int, int, int] | None = None
+        self._version = 0
         self._warned = False
 
     # Reading
@@ -136,6 +141,37 @@ class SqliteStore(Store):
         sql = "INSERT OR REPLACE INTO failures VALUES (?, ?, ?, ?, ?)"
         self._write(lambda connection: connection.execute(sql, row))
 
+    def lease(self, target: Target, problem_key: str, ttl_s: float) -> Lease | None:
+        check_ttl(ttl_s)
+        if self.leased(target, problem_key) is not None:  # asking first spares the others a writer
+            return None
+        keys, token = (target.key, problem_key), secrets.token_hex(16)
+
+        def take(connection: sqlite3.Connection) -> bool:
+            if any(_lease_left(*row) is not None for row in connection.execute(_LEASE, keys)):
+                return False
+            row = (*keys, this_process().text, token, time.time() + ttl_s)
+            connection.execute("INSERT OR REPLACE INTO leases VALUES (?, ?, ?, ?, ?)", row)
+            return True
+
+        def renew(connection: sqlite3.Connection) -> bool:
+            sql = "UPDATE leases SET expires = ? WHERE target_key = ? AND problem_key = ? AND token = ?"
+            return connection.execute(sql, (time.time() + ttl_s, *keys, token)).rowcount == 1
+
+        def release(connection: sqlite3.Connection) -> None:
+            connection.execute(
+                "DELETE FROM leases WHERE target_key = ? AND problem_key = ? AND token = ?", (*keys, token)
+            )
+
+        if not self._write(take):
+            return None
+        return Lease(ttl_s, lambda: bool(self._write(renew)), lambda: self._write(release))
+
+    def leased(self, target: Target, problem_key: str) -> float | None:
+        for row in self._read(_LEASE, (target.key, problem_key), since=2):
+            return _lease_left(*row)
+        return None
+
     def prune(self, *, keep: Target | None = None, older_than_s: float | None = None) -> int:
         if not os.path.exists(self.path):
             return 0
@@ -147,6 +183,7 @@ class SqliteStore(Store):
             connection.execute(f"DELETE FROM failures WHERE {rule}", (oldest, other, other))
             deleted = connection.execute(f"DELETE FROM decisions WHERE {rule}", (oldest, other, other)).rowcount
             connection.execute("DELETE FROM targets WHERE key NOT IN (SELECT target_key FROM decisions)")
+            connection.execute("DELETE FROM leases WHERE expires < ?", (time.time(),))
             return deleted
 
         return int(self._write(delete))
@@ -156,14 +193,18 @@ class SqliteStore(Store):
             if self._connection is not None and self._opened is not None and self._opened[0] == os.getpid():
                 self._connection.close()
             self._connection = self._opened = None
+            self._version = 0
 
     # The file
 
-    def _read(self, sql: str, args: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    def _read(self, sql: str, args: tuple[Any, ...] = (), since: int = 1) -> list[tuple[Any, ...]]:
+        """The rows; none when there is no store, or one of a schema before ``since``, which has no such table."""
         with self._lock:
             try:
                 connection = self._open(create=False)
-                return [] if connection is None else connection.execute(sql, args).fetchall()
+                if connection is None or self._version < since:
+                    return []
+                return connection.execute(sql, args).fetchall()
             except (sqlite3.Error, StoreError, OSError) as error:
                 self._warn(f"cannot read the store {self.path}: {error}; going on without it (`gemmtune store verify`)")
                 self.close()
@@ -187,27 +228,33 @@ class SqliteStore(Store):
         """The connection to the file that is there now; None when there is none to read.
 
         Reopened in a forked child (SQLite connections must not cross a fork) and when the file was replaced (writing
-        to an unlinked file would lose what was acknowledged).
+        to an unlinked file would lose what was acknowledged). Only a writer brings the schema up to date: what may
+        only be read is read as it is.
         """
         present = self._identity()
-        if self._connection is not None and self._opened == present:
-            return self._connection
-        self.close()
-        if present is None:
+        if self._connection is None or self._opened != present:
+            self.close()
+            if present is None:
+                if not create:
+                    return None
+                self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._connection = _connect(self.path, self._timeout_s, create)
+            try:
+                self._connection.execute("PRAGMA synchronous = EXTRA")
+                self._connection.execute("PRAGMA trusted_schema = OFF")  # a foreign schema must not run functions
+                self._version = _version(self._connection)
+            except BaseException:  # an interrupt too must not leave the connection open
+                self._connection.close()
+                self._connection = None
+                raise
+            self._opened = self._identity()
+        if self._version < SCHEMA_VERSION and (create or self._version == 0):
             if not create:
+                self.close()  # an empty file: somebody is about to make it a store
                 return None
-            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._connection = _connect(self.path, self._timeout_s, create)
-        try:
-            self._connection.execute("PRAGMA synchronous = EXTRA")
-            self._connection.execute("PRAGMA trusted_schema = OFF")  # a foreign file's schema must not run functions
-            ready = _migrate(self._connection, create)
-        except BaseException:  # an interrupt too must not leave the connection open
-            self._connection.close()
-            self._connection = None
-            raise
-        self._opened = self._identity()
-        return self._connection if ready else None
+            _migrate(self._connection)
+            self._version = SCHEMA_VERSION
+        return self._connection
 
     def _identity(self) -> tuple[int, int, int] | None:
         try:
@@ -249,32 +296,62 @@ def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
 
 
 def _version(connection: sqlite3.Connection) -> int:
-    """The schema version; 0 for an empty file. Raises StoreError for somebody else's database or a newer one."""
-    names = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-    if not names:
+    """The schema version; 0 for an empty file.
+
+    Raises StoreError for somebody else's database, a newer one, or one with anything in its schema that gemmtune did
+    not put there (a view or a trigger could answer, or act, in a table's place).
+    """
+    objects = _objects(connection)
+    if not objects:
         return 0
-    if "gemmtune_schema" not in names:
+    if "gemmtune_schema" not in {name for _, name, _ in objects}:
         raise StoreError("it is a database, but not a gemmtune store; choose another path with GEMMTUNE_STORE")
     row = connection.execute("SELECT version FROM gemmtune_schema").fetchone()
     if row is None or not isinstance(row[0], int) or row[0] < 1:
         raise StoreError("its schema version is damaged")
     if row[0] > SCHEMA_VERSION:
         raise StoreError(f"its schema version is {row[0]}, this gemmtune knows up to {SCHEMA_VERSION}: update gemmtune")
+    if objects != _schema(row[0]):
+        raise StoreError("its tables are not those of a gemmtune store; restore the file, or choose another path")
     return int(row[0])
 
 
-def _migrate(connection: sqlite3.Connection, create: bool) -> bool:
-    """Bring the schema up to date; False when the file is empty and only to be read."""
-    version = _version(connection)
-    if version == 0 and not create:
-        return False
-    if version < SCHEMA_VERSION:
-        with _transaction(connection):
-            for step in range(_version(connection), SCHEMA_VERSION):  # read again: another process may have been first
-                for statement in MIGRATIONS[step]:
-                    connection.execute(statement)
-            connection.execute("UPDATE gemmtune_schema SET version = ?", (SCHEMA_VERSION,))
-    return True
+def _objects(connection: sqlite3.Connection) -> frozenset[tuple[str, str, str]]:
+    """What the database's schema declares, but for what ANALYZE leaves."""
+    sql = "SELECT type, name, coalesce(sql, '') FROM sqlite_master WHERE name NOT LIKE 'sqlite_stat%'"
+    return frozenset(connection.execute(sql))
+
+
+@functools.cache
+def _schema(version: int) -> frozenset[tuple[str, str, str]]:
+    """What the schema of that version declares."""
+    with contextlib.closing(sqlite3.connect(":memory:")) as connection:
+        _apply(connection, 0, version)
+        return _objects(connection)
+
+
+def _migrate(connection: sqlite3.Connection) -> None:
+    """Bring the schema up to date, in one transaction."""
+    with _transaction(connection):
+        _apply(connection, _version(connection), SCHEMA_VERSION)  # read again: another process may have been first
+
+
+def _apply(connection: sqlite3.Connection, version: int, wanted: int) -> None:
+    for step in range(version, wanted):
+        for statement in MIGRATIONS[step]:
+            connection.execute(statement)
+    connection.execute("UPDATE gemmtune_schema SET version = ?", (wanted,))
+
+
+_LEASE = "SELECT owner, expires FROM leases WHERE target_key = ? AND problem_key = ?"
+
+
+def _lease_left(owner: object, expires: object) -> float | None:
+    """Seconds that a lease has left; None when its time is up, its holder is dead, or the row makes no sense."""
+    if not isinstance(owner, str) or not isinstance(expires, float):
+        return None
+    holder = Owner.parse(owner)
+    return None if holder is None or holder.dead else left_s(expires, time.time())
 
 
 def _bytes(body: object) -> bytes:

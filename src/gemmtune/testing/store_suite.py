@@ -163,6 +163,67 @@ class StoreSuite:
         assert store.failures(other, PROBLEM.key) == {}
         assert [row.problem_key for row in store.decisions()] == [PROBLEM.key]
 
+    def test_one_holds_a_lease_and_others_do_not(self, store: Store) -> None:
+        assert store.leased(TARGET, PROBLEM.key) is None
+        lease = store.lease(TARGET, PROBLEM.key, 60.0)
+        assert lease is not None
+        assert 50.0 < (store.leased(TARGET, PROBLEM.key) or 0.0) <= 60.0
+        assert store.lease(TARGET, PROBLEM.key, 60.0) is None
+        assert store.lease(TARGET, PROBLEM.with_m(8).key, 60.0) is not None
+        assert store.lease(replace(TARGET, threads=1), PROBLEM.key, 60.0) is not None
+        assert store.targets() == []
+        lease.release()
+        lease.release()
+        assert store.leased(TARGET, PROBLEM.key) is None
+        assert store.lease(TARGET, PROBLEM.key, 60.0) is not None
+
+    def test_a_lease_that_ran_out_is_somebody_elses(self, store: Store) -> None:
+        first = store.lease(TARGET, PROBLEM.key, 0.05)
+        assert first is not None
+        time.sleep(0.1)
+        assert store.leased(TARGET, PROBLEM.key) is None
+        second = store.lease(TARGET, PROBLEM.key, 60.0)
+        assert second is not None
+        assert not first.renew()
+        first.release()
+        assert store.leased(TARGET, PROBLEM.key) is not None
+        assert second.renew()
+
+    def test_a_lease_in_a_with_block_renews_itself_and_is_released(self, store: Store) -> None:
+        lease = store.lease(TARGET, PROBLEM.key, 1.5)
+        assert lease is not None
+
+        def left() -> float:
+            return store.leased(TARGET, PROBLEM.key) or 0.0
+
+        def wait_and_interrupt() -> None:
+            before, deadline = left(), time.monotonic() + 30.0
+            while (now := left()) <= before and time.monotonic() < deadline:
+                before = now
+                time.sleep(0.05)
+            assert now > before
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt), lease:
+            wait_and_interrupt()
+        assert store.leased(TARGET, PROBLEM.key) is None
+
+    @pytest.mark.parametrize("ttl_s", [0.0, -1.0, float("nan"), float("inf"), 4000.0])
+    def test_a_lease_is_for_a_while(self, store: Store, ttl_s: float) -> None:
+        with pytest.raises(ValueError, match="positive"):
+            store.lease(TARGET, PROBLEM.key, ttl_s)
+
+    def test_of_many_threads_one_gets_the_lease(self, store: Store) -> None:
+        got: list[bool] = []
+        threads = [
+            Thread(target=lambda: got.append(store.lease(TARGET, PROBLEM.key, 60.0) is not None)) for _ in range(8)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(got) == [False] * 7 + [True]
+
     def test_a_sound_store_verifies(self, store: Store) -> None:
         store.put(TARGET, make_decision())
         assert store.verify() == []
