@@ -21,10 +21,13 @@ from .target import Target
 
 log = logging.getLogger("gemmtune")
 
+DEFAULT_S = 6.0
+
 # Shares of the budget by whose end a phase hands over to the next; the race has the rest. Making operands and oracle
 # counts for no more than its share: on a busy machine it could eat all that choosing needs.
 OPEN_SHARE = 0.3
 EXPLORE_END, CONFIRM_END = 0.5, 0.75
+# Without a budget of the user's, problems whose single calls are slow may take more than the default.
 OVERDRAWN = 1.5
 LEAST_OTHERS = 4  # candidates besides ATen's that are tried even when ATen's alone took the share for exploring
 
@@ -33,7 +36,8 @@ CLOSE_INCUMBENT = 1.5  # ATen's ways are few: a wider net keeps "ATen" honest
 OFFERED = 5.0  # a packing's fastest candidate is confirmed up to here, for Plans that share one packing over many M
 
 MAX_CONFIRMED, MAX_OTHERS, MAX_INCUMBENTS, MAX_PACKINGS = 6, 8, 4, 4
-SLOW_DUEL_CALLS = 80  # calls of the leader that a race needs to decide anything, whatever is left of the budget
+SLOW_DUEL_CALLS = 80  # calls of the leader that a race needs to decide anything, whatever is left of the default
+ATEN_END, RACE_PAIRS = 0.35, 12  # of a user's budget: ATen's share, and the pairs that a race is left at least
 
 FORGET = ("build_failed", "unsupported")  # failures that need no remembering: trying again costs nothing
 
@@ -59,18 +63,21 @@ class Trial:
         self._candidates, illegal = enumerate_candidates(problem, target, names)
         self._ledger = Ledger(self._candidates, illegal)
         self._started = time.perf_counter()
-        self._seconds = 0.0
+        self._seconds, self._strict = DEFAULT_S, False
         self._best_s = self._slowest_s = 0.0
         self._others = 0
 
-    def run(self, seconds: float, limit: int | None) -> Decision:
-        """Tune within ``seconds`` (more for problems whose single calls are slow) and at most ``limit`` candidates.
+    def run(self, seconds: float | None, limit: int | None) -> Decision:
+        """Tune within ``seconds`` and at most ``limit`` candidates.
 
-        Raises WorkerError when the problem cannot be worked on at all.
+        seconds: kept within 10%, unless the first look at ATen and one other takes longer; None is 6, and more for
+        problems whose single calls are slow. Raises WorkerError when the problem cannot be worked on at all.
         """
-        self._started, self._seconds = (began := time.perf_counter()), seconds
+        self._started = began = time.perf_counter()
+        self._seconds, self._strict = seconds or DEFAULT_S, seconds is not None
         self._hands.open(self._problem, self._seed)
-        self._started = max(self._started, time.perf_counter() - OPEN_SHARE * seconds)
+        if not self._strict:
+            self._started = max(self._started, time.perf_counter() - OPEN_SHARE * self._seconds)
         stopped = self._explore(limit)
         self._confirm()
         raced = self._race()
@@ -92,6 +99,9 @@ class Trial:
         tried = 0
         while (batch := search.ask()) is not None:
             for place, candidate in enumerate(batch):
+                if self._must_skip(candidate):
+                    search.tell(candidate.id, None)
+                    continue
                 if self._must_stop(candidate):
                     return f"the share of the budget for exploring was spent after {tried} candidates"
                 row = self._attempt(candidate)
@@ -113,9 +123,26 @@ class Trial:
         """ATen's are all tried, and some others in any case, unless that takes far more than the budget."""
         spent = self._spent()
         if candidate.backend == INCUMBENT:
-            return spent > OVERDRAWN and self._ledger.best(incumbent=True) is not None
+            return not self._strict and spent > OVERDRAWN and self._ledger.best(incumbent=True) is not None
+        if self._strict:
+            late = spent > EXPLORE_END and (self._others >= LEAST_OTHERS or spent > CONFIRM_END)
+            return self._others > 0 and (late or self._gone_s() + self._reserve_s() > self._seconds)
         # Twice that for the others: one of ATen's ways that is slow beyond reason must not leave it without a rival.
         return spent > EXPLORE_END and (self._others >= LEAST_OTHERS or spent > 2 * OVERDRAWN)
+
+    def _must_skip(self, candidate: Candidate) -> bool:
+        """Within a user's budget ATen's further ways must leave time for a rival."""
+        if not self._strict or candidate.backend != INCUMBENT or self._spent() < ATEN_END:
+            return False
+        if self._ledger.best(incumbent=True) is None:
+            return False
+        self._ledger[candidate.id].reason = "the share of the budget for ATen's ways was spent before its turn"
+        return True
+
+    def _reserve_s(self) -> float:
+        """Seconds that checking and racing the best of either side will take."""
+        base = self._ledger.best(incumbent=True)
+        return 2.0 * self._slowest_s + RACE_PAIRS * (self._best_s + (base.rough_s if base is not None else 0.0))
 
     def _attempt(self, candidate: Candidate) -> Row:
         start = time.perf_counter()
@@ -172,7 +199,9 @@ class Trial:
     def _confirm(self) -> None:
         """Check the promising ones fully: only these can be served."""
         for row in _by_packing(self._promising()):
-            if self._spent() < CONFIRM_END:
+            if self._spent() < CONFIRM_END and not (
+                self._strict and self._seconds < self._reserve_s() + self._gone_s()
+            ):
                 self._check(row)
         for incumbent in (True, False):  # whatever the clock says, the best of either side is worth a look
             rows = [row for row in self._ledger.timed() if row.incumbent == incumbent]
@@ -230,16 +259,18 @@ class Trial:
         """ATen's best first, then the others, then more of ATen's: where memory is short, the last go without."""
         rows = [row for row in self._ledger.timed() if row.eligible]
         incumbents = _within([row for row in rows if row.incumbent], CLOSE_INCUMBENT)[:MAX_INCUMBENTS]
-        others = _within([row for row in rows if not row.incumbent], CLOSE_INCUMBENT)
+        others = _one_a_packing_first(_within([row for row in rows if not row.incumbent], CLOSE_INCUMBENT))
         best_s = min((row.rough_s for row in rows), default=1.0)
-        others = others[: max(2, min(MAX_OTHERS, int(self._rest_s() / (20 * best_s))))]
+        others = others[: max(3, min(MAX_OTHERS, int(self._rest_s() / (20 * best_s))))]
         for row in rows:
             if row not in incumbents and row not in others:
                 row.reason = row.reason or f"{row.rough_s / best_s:.2f}x the best rough time: not raced"
         return incumbents[:1] + others + incumbents[1:]
 
     def _race_seconds(self, rows: Sequence[Row]) -> float:
-        """What is left of the budget; more when calls are so slow that this would decide nothing."""
+        """What is left of the budget; unless it is the user's, more when calls are so slow that it decides nothing."""
+        if self._strict:
+            return max(self._rest_s(), 0.05 * self._seconds)
         slow = SLOW_DUEL_CALLS * min(row.rough_s for row in rows)
         return max(self._rest_s(), min(0.75 * self._seconds, slow), 0.05 * self._seconds)
 
@@ -281,6 +312,9 @@ class Trial:
         """The share of the budget that is gone."""
         return (time.perf_counter() - self._started) / self._seconds
 
+    def _gone_s(self) -> float:
+        return self._spent() * self._seconds
+
     def _rest_s(self) -> float:
         return max(0.0, 1.0 - self._spent()) * self._seconds
 
@@ -288,6 +322,14 @@ class Trial:
 def _within(rows: Sequence[Row], factor: float) -> list[Row]:
     """Those within ``factor`` of the first; rows are sorted by rough time."""
     return [row for row in rows if row.rough_s <= factor * rows[0].rough_s]
+
+
+def _one_a_packing_first(rows: Sequence[Row]) -> list[Row]:
+    """The best overall, then the best of each other packing, then the rest: a Plan compares packings by raced times."""
+    firsts = list({row.packing: row for row in reversed(rows)}.values())
+    firsts.sort(key=lambda row: row.rough_s)
+    taken = {row.id for row in firsts}
+    return firsts + [row for row in rows if row.id not in taken]
 
 
 def _by_packing(rows: Iterable[Row]) -> list[Row]:

@@ -29,6 +29,7 @@ _SHORT_S = 100e-6  # below this one call is too short for the clock, and its ope
 _BATCH_S = 300e-6
 _SLOW_S = 50e-3
 _STALL_S = 20e-3  # what a busy machine may add to one call
+_SETTING_UP_S = 0.2  # what a first call may need for compiling, or for memory of its own
 
 # Worker memory may reach 4x the operands + 500 MB; torch and the interpreter take some 290 MB of it, and what packing
 # and calls allocate on their way is not all known beforehand, so that a race keeps half an operand set and 50 MB in
@@ -55,9 +56,12 @@ def rough_times(call: Callable[[], None], flush: Callable[[], None], worth_s: fl
 
     Calls too short to be timed alone are timed in batches, on operands that stay in the cache. Slow ones are timed
     twice (their operands are large, or their time is not the memory's), and one that is not worth it even warm gives
-    the one time that showed it. The very first call, which sets things up, does not count.
+    the one time that showed it. The very first call, which sets things up, does not count, unless it takes so long that
+    setting things up cannot be why.
     """
-    call()
+    first = _timed(call, 1)
+    if worth_s is not None and first > 4.0 * worth_s + _SETTING_UP_S:
+        return (first,)
     warm = _timed(call, 1)
     if worth_s is not None and warm > 2.0 * worth_s + _STALL_S:
         return (warm,)
