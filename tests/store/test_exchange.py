@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from gemmtune.errors import StoreError
 from gemmtune.store.exchange import FORMAT, VERSION, read_export, write_export
+from gemmtune.store.owner import this_process
 from gemmtune.testing.store_suite import PROBLEM, TARGET, make_decision
 
 Edit = Callable[[dict[str, Any]], object]
@@ -38,6 +40,17 @@ def test_the_file_is_readable_and_versioned(exported: Path) -> None:
 
 def test_nothing_is_left_beside_the_file(exported: Path) -> None:
     assert [path.name for path in exported.parent.iterdir()] == ["out.json"]
+
+
+def test_what_a_killed_export_left_is_swept_by_the_next(exported: Path) -> None:
+    dead = replace(this_process(), started="1").text
+    half = exported.with_name(f".out.json.{dead}.{'0' * 16}.tmp")
+    other = exported.with_name(f".other.json.{dead}.{'0' * 16}.tmp")
+    for path in (half, other):
+        path.write_bytes(b"{")
+    write_export(exported, [])
+    assert not half.exists()
+    assert other.exists()
 
 
 def test_an_unwritable_place(tmp_path: Path) -> None:

@@ -6,11 +6,13 @@ import logging
 import os
 from pathlib import Path
 
+from .artifacts import Artifacts
 from .base import Store
+from .lease import Lease
 from .memory import MemoryStore
 from .sqlite import SqliteStore
 
-__all__ = ["MemoryStore", "SqliteStore", "Store", "default_path", "open_store"]
+__all__ = ["Artifacts", "Lease", "MemoryStore", "SqliteStore", "Store", "default_path", "open_store"]
 
 
 def default_path() -> Path:

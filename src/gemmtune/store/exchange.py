@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import msgspec
 from ..decision import Decision
 from ..errors import StoreError
 from ..target import Target
+from .files import sweep, write_whole
 from .schema import DAMAGE, DamagedRecord, check_decision, decode_target
 
 FORMAT = "gemmtune-decisions"
@@ -45,7 +44,9 @@ def write_export(path: Path, pairs: Iterable[tuple[Target, Decision]]) -> int:
     data = {"format": FORMAT, "version": VERSION, "targets": targets, "decisions": decisions}
     body = msgspec.json.format(msgspec.json.encode(data), indent=1) + b"\n"
     try:
-        _replace(Path(path), body)
+        place = Path(path).absolute()
+        write_whole(place, body)
+        sweep(place.parent, place.name)
     except OSError as error:
         raise StoreError(f"cannot write the export {path}: {error}") from error
     return len(decisions)
@@ -85,18 +86,3 @@ def _owner(index: int, decision: Decision, targets: dict[str, Target]) -> Target
     if decision.target_key not in targets:
         raise DamagedRecord(f"decision {index}: its target {decision.target_key!r} is not in the file")
     return targets[decision.target_key]
-
-
-def _replace(path: Path, body: bytes) -> None:
-    """Write beside the file, flush to the disk, then rename: a reader sees the old file or the whole new one."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(body)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:  # an interrupt too must not leave half a file behind
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
