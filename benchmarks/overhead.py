@@ -58,7 +58,7 @@ def _pair(plain: Callable[[], Any], mine: Callable[[], Any]) -> tuple[float, flo
 def importing(rounds: int = 9) -> tuple[float, float]:
     """Seconds to ``import torch``, and to ``import gemmtune`` after it, medians over fresh processes."""
     code = (
-        "import time; a = time.perf_counter(); import torch; b = time.perf_counter(); import gemmtune; "
+        "import time; a = time.perf_counter(); import torch; b = time.perf_counter(); import gemmtune; gemmtune.mm; "
         "c = time.perf_counter(); print(b - a, c - b)"
     )
     samples = []

@@ -9,7 +9,7 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-from gemmtune.cli import app
+from gemmtune.cli.commands import app
 
 
 @dataclass(frozen=True)

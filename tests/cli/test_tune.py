@@ -9,6 +9,7 @@ import pytest
 import gemmtune.tuner
 from command import Run
 from factories import make_decision
+from gemmtune import backends
 from gemmtune.decision import Decision
 from gemmtune.events import Event, ProblemDone, ProblemStarted
 from gemmtune.problem import Problem
@@ -66,7 +67,7 @@ def test_shapes_are_tuned_kept_and_shown(run: Run, tuner: type[StandIn], tmp_pat
     assert "8x64x32 fp32" in result.out
     assert "2.00x [1.96-2.04]" in result.out
     assert len(list(open_store(path).decisions(here))) == 2
-    assert StandIn.seen == (here, ("aten", "native"), 1.5, False)
+    assert StandIn.seen == (here, backends.names(), 1.5, False)
 
 
 def test_json_is_one_document(run: Run, tuner: type[StandIn], tmp_path: Path) -> None:

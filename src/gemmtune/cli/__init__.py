@@ -1,55 +1,49 @@
 """The command line: ``gemmtune tune | bench | explain | report | store | doctor``. One file a command.
 
-Exit codes: 0 done; 1 nothing valid, or failed; 2 wrong usage. Heavy imports happen inside the commands, so that
-``gemmtune --help`` answers at once.
+Exit codes: 0 done; 1 nothing valid, failed or interrupted; 2 wrong usage.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
-from .bench import bench
-from .doctor import doctor
-from .explain import explain
-from .report import report
-from .store import app as store_app
-from .tune import tune
-
-app = typer.Typer(
-    name="gemmtune",
-    help="Find, prove and serve the fastest correct matrix multiply for every shape a model uses.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
-app.command(short_help="Find and keep the fastest correct kernels.")(tune)
-app.command(short_help="Race backends on shapes, keeping nothing.")(bench)
-app.command(short_help="Show a decision and all its evidence.")(explain)
-app.command(short_help="Write an HTML report from the store.")(report)
-app.command(short_help="Show what this machine has and lacks.")(doctor)
-app.add_typer(store_app, name="store")
-
-
-def _version(asked: bool) -> None:
-    if asked:
-        from .. import __version__
-
-        print(f"gemmtune {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def top(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
-    ] = False,
-) -> None:
-    """Find, prove and serve the fastest correct matrix multiply for every shape a model uses."""
+import os
+import signal
+import sys
 
 
 def main() -> None:
     """Run the command line and exit with its code."""
-    app(prog_name="gemmtune")
+    try:
+        _open_standard_streams()
+        from .commands import app  # here, so that Ctrl-C while it loads is met too
+
+        app(prog_name="gemmtune")
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        sys.exit(1)
+    finally:
+        # What is left is the interpreter's own tidying up, in which Ctrl-C would print a traceback.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        _flush()
+
+
+def _open_standard_streams() -> None:
+    """Point descriptors that the caller closed (``>&-``) at nothing, lest the store's file becomes standard output."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(1, "w")
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(2, "w")
+
+
+def _flush() -> None:
+    """Write out what stdout holds back. A reader who left (``| head``) is a failure, not a traceback."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        # The interpreter would flush again at its end, and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        if not isinstance(error, BrokenPipeError):
+            print(f"error: standard output: {error.strerror}", file=sys.stderr)
+        sys.exit(1)

@@ -13,7 +13,7 @@ from ..checks import GradError
 from ..dispatch.guards import autocasting
 from ..errors import PackedWeightError
 from ..ops import linear
-from ..pack import pack, unpack
+from ..packing import pack, unpack
 from ..quantized import mixed_mm
 from . import graph
 

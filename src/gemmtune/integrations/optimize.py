@@ -17,7 +17,7 @@ from ..checks import FLOATS
 from ..dispatch.portfolio import rank_packings
 from ..dispatch.runtime import RUNTIME
 from ..errors import GemmtuneError
-from ..pack import pack
+from ..packing import pack
 from ..problem import Problem
 from .calls import as_calls, run
 from .modules import Linear, WeightOnlyLinear
