@@ -129,8 +129,24 @@ def show(row: Row) -> None:
     )
 
 
+def ceiling(group: Sequence[Row]) -> float | None:
+    """The speed over the best peer that this machine allows at most, as a geometric mean.
+
+    A shape takes at least its bytes at the rate of reading its weight in the same run (known where M = 1 was run), and
+    at least its FLOPs at the best rate that anyone reached in the group.
+    """
+    read = {(row.k, row.n): row.read_gb_s * 1e9 for row in group if row.read_gb_s}
+    if any((row.k, row.n) not in read for row in group):
+        return None
+    problems = [build(row.m, row.n, row.k, row.family) for row in group]
+    peak = max(p.flops / us for p, row in zip(problems, group, strict=True) for us in row.median_us.values()) * 1e6
+    floors = [max(p.min_bytes / read[row.k, row.n], p.flops / peak) for p, row in zip(problems, group, strict=True)]
+    return geomean(row.median_us[row.best_peer] / (1e6 * floor) for row, floor in zip(group, floors, strict=True))
+
+
 def summary(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Geometric means by family and threads over the best peer and over each peer, the worst shape, the read floor."""
+    """Geometric means by family and threads over the best peer (with the machine's ceiling) and over each peer, the worst
+    shape, the read floor."""
     found = []
     for family, threads in dict.fromkeys((row.family, row.threads) for row in rows):
         group = [row for row in rows if (row.family, row.threads) == (family, threads)]
@@ -142,6 +158,7 @@ def summary(rows: Sequence[Row]) -> list[dict[str, Any]]:
                 "threads": threads,
                 "shapes": len(group),
                 "best_peer": geomean(row.speedup for row in group),
+                "ceiling": ceiling(group),
                 "worst": min(row.speedup for row in group),
                 "by_peer": {name: geomean(row.speedups[name][0] for row in group) for name in sorted(names)},
                 "read_floor": geomean(floors) if floors else None,
@@ -155,8 +172,9 @@ def show_summary(lines: Sequence[dict[str, Any]]) -> None:
     for line in lines:
         peers_text = "  ".join(f"{name} {value:.2f}x" for name, value in line["by_peer"].items())
         floor = f"  read floor at M = 1: {line['read_floor']:.0%}" if line["read_floor"] else ""
+        most = f" of {line['ceiling']:.2f}x possible here" if line["ceiling"] else ""
         print(
-            f"{line['family']:<7} {line['threads']}t  best peer {line['best_peer']:.2f}x  worst {line['worst']:.2f}x  "
+            f"{line['family']:<7} {line['threads']}t  best peer {line['best_peer']:.2f}x{most}  worst {line['worst']:.2f}x  "
             f"| {peers_text}{floor}  ({line['shapes']} shapes)"
         )
 

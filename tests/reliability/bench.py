@@ -1,0 +1,82 @@
+"""Real kernels in hand for the checks that time them: loaded, packed, on rotated operands, and long paired duels."""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gemmtune import backends
+from gemmtune.backends.base import Candidate, Kernel
+from gemmtune.measure.inputs import Inputs, rotations, timing_sets
+from gemmtune.measure.stats import Interval, ratio_interval
+from gemmtune.measure.timing import empty_output
+from gemmtune.problem import Problem
+from gemmtune.target import Target
+
+Call = Callable[[int], object]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """One problem's rotated operand sets, with an output each."""
+
+    problem: Problem
+    target: Target
+    sets: list[Inputs]
+    outputs: list[torch.Tensor]
+
+    @classmethod
+    def of(cls, problem: Problem, target: Target, most: int = 6) -> Bench:
+        sets = timing_sets(problem, min(most, rotations(problem, target)), seed=7)
+        return cls(problem, target, sets, [empty_output(problem) for _ in sets])
+
+    def load(self, candidate: Candidate) -> Kernel:
+        backend = backends.get(candidate.backend)
+        return backend.load(backend.build(self.problem, candidate, self.target), self.problem)
+
+    def call(self, candidate: Candidate) -> Call:
+        """Call i runs the candidate on set i, its constant operand packed beforehand."""
+        kernel = self.load(candidate)
+        packed: list[Any] = [item.b if kernel.packing is None else kernel.pack(item.b) for item in self.sets]
+
+        def run(i: int) -> None:
+            place = i % len(self.sets)
+            item = self.sets[place]
+            kernel.run(item.a, packed[place], item.aux, self.outputs[place])
+
+        return run
+
+
+def paired(
+    calls: Sequence[Call], seconds: float, least: int = 20, most: int = 2000, seed: int = 0
+) -> list[list[float]]:
+    """Seconds a call of each, by round, in random order within each; a turn lasts half a millisecond at least."""
+    rng, turn = random.Random(seed), 0
+    repeats = []
+    for call in calls:
+        call(0)
+        start = time.perf_counter()
+        call(1)
+        repeats.append(max(1, min(1000, round(0.5e-3 / max(time.perf_counter() - start, 1e-7)))))
+    times: list[list[float]] = [[] for _ in calls]
+    deadline = time.perf_counter() + seconds
+    gc.collect()
+    while len(times[0]) < least or (time.perf_counter() < deadline and len(times[0]) < most):
+        for place in rng.sample(range(len(calls)), len(calls)):
+            start = time.perf_counter()
+            for _ in range(repeats[place]):
+                calls[place](turn)
+                turn += 1
+            times[place].append((time.perf_counter() - start) / repeats[place])
+    return times
+
+
+def ratio(mine: Sequence[float], base: Sequence[float]) -> Interval:
+    """The paired ratio of times with its 95% interval."""
+    return ratio_interval(mine, base, 0.05)
