@@ -145,8 +145,8 @@ def ceiling(group: Sequence[Row]) -> float | None:
 
 
 def summary(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Geometric means by family and threads over the best peer (with the machine's ceiling) and over each peer, the worst
-    shape, the read floor."""
+    """Geometric means by family and threads over the best peer (and what the machine allows) and over each peer, the
+    worst shape, the read floor."""
     found = []
     for family, threads in dict.fromkeys((row.family, row.threads) for row in rows):
         group = [row for row in rows if (row.family, row.threads) == (family, threads)]
@@ -174,8 +174,8 @@ def show_summary(lines: Sequence[dict[str, Any]]) -> None:
         floor = f"  read floor at M = 1: {line['read_floor']:.0%}" if line["read_floor"] else ""
         most = f" of {line['ceiling']:.2f}x possible here" if line["ceiling"] else ""
         print(
-            f"{line['family']:<7} {line['threads']}t  best peer {line['best_peer']:.2f}x{most}  worst {line['worst']:.2f}x  "
-            f"| {peers_text}{floor}  ({line['shapes']} shapes)"
+            f"{line['family']:<7} {line['threads']}t  best peer {line['best_peer']:.2f}x{most}  "
+            f"worst {line['worst']:.2f}x  | {peers_text}{floor}  ({line['shapes']} shapes)"
         )
 
 
