@@ -56,6 +56,17 @@ def test_a_longer_call_is_flushed_before_each_timing() -> None:
     assert len(flushes) == 3
 
 
+def test_a_first_call_slow_beyond_reason_is_the_only_one() -> None:
+    calls = []
+
+    def slow() -> None:
+        calls.append(1)
+        time.sleep(0.3)
+
+    assert len(rough_times(slow, lambda: pytest.fail("flushed"), worth_s=0.01)) == 1
+    assert len(calls) == 1
+
+
 def test_a_slow_call_is_made_three_times_in_all() -> None:
     calls = []
 

@@ -1,0 +1,132 @@
+"""A problem's way to a decision, with hands that only pretend to work: what is tried, and what the time goes to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from gemmtune import trial
+from gemmtune.backends.base import Candidate
+from gemmtune.decision import Sample, Verdict
+from gemmtune.dispatch import current_target
+from gemmtune.events import silent
+from gemmtune.measure.protocol import Attempted, Confirmed, Placed, Raced
+from gemmtune.problem import Problem
+from gemmtune.store import MemoryStore
+from gemmtune.trial import Trial
+from gemmtune.workloads import build
+
+
+class Clock:
+    """Stands in for the module ``time``."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return self.now
+
+
+class Pretending:
+    """Hands whose candidates take ``seconds(candidate)`` a call and five calls each to try or check."""
+
+    def __init__(self, clock: Clock, seconds: Callable[[Candidate], float], open_s: float = 0.3) -> None:
+        self.clock, self.seconds, self.open_s = clock, seconds, open_s
+        self.tried: list[Candidate] = []
+        self.raced: list[Candidate] = []
+        self.race_s = 0.0
+
+    def start(self) -> None: ...
+
+    def wait(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def open(self, problem: Problem, seed: int) -> None:
+        self.clock.now += self.open_s
+
+    def attempt(self, candidate: Candidate, deadline: float | None, worth_s: float | None) -> Attempted:
+        self.tried.append(candidate)
+        each = self.seconds(candidate)
+        self.clock.now += 5 * each
+        packing = f"native:nr{candidate['nr']}" if candidate.backend == "native" else None
+        return Attempted(Verdict("within_bound"), packing, 0.0, 0, (each,))
+
+    def confirm(self, candidate: Candidate, deadline: float | None) -> Confirmed:
+        self.clock.now += 5 * self.seconds(candidate)
+        return Confirmed(Verdict("within_bound"))
+
+    def race(self, candidates: Sequence[Candidate], budget_s: float, seed: int, progress: Any) -> Raced:
+        self.raced, self.race_s = list(candidates), budget_s
+        self.clock.now += budget_s
+        each = [self.seconds(candidate) for candidate in candidates]
+        best = min(range(len(each)), key=lambda place: each[place])
+        rows = [
+            Placed(c.id, "winner" if i == best else "finalist", "", Sample(s, s, s, 50))
+            for i, (c, s) in enumerate(zip(candidates, each, strict=True))
+        ]
+        outcome = "tie" if candidates[best].backend == "aten" else "winner"
+        return Raced(outcome, candidates[best].id, "pretended", tuple(rows), {})  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(trial, "time", made)
+    return made
+
+
+def run(clock: Clock, hands: Pretending, seconds: float | None) -> float:
+    """Seconds that tuning took."""
+    problem = build(16, 4096, 4096, "bf16")
+    began = clock.now
+    found = Trial(problem, current_target(), ("aten", "native"), MemoryStore(), hands, silent, 0)  # type: ignore[arg-type]
+    decision = found.run(seconds, None)
+    assert decision.outcome != "none_valid"
+    assert decision.seconds == pytest.approx(clock.now - began)
+    return clock.now - began
+
+
+@pytest.mark.parametrize("seconds", [1.0, 6.0, 60.0])
+@pytest.mark.parametrize("each", [1e-4, 1e-2])
+def test_a_budget_is_kept(clock: Clock, seconds: float, each: float) -> None:
+    hands = Pretending(clock, lambda c: each if c.backend == "native" else 2 * each)
+    assert run(clock, hands, seconds) <= 1.1 * seconds
+
+
+def test_slow_calls_leave_time_for_a_rival_and_a_race(clock: Clock) -> None:
+    hands = Pretending(clock, lambda c: 0.05 if c.backend == "native" else 0.1)
+    assert run(clock, hands, 6.0) <= 6.6
+    assert {c.backend for c in hands.raced} == {"aten", "native"}
+    assert hands.race_s >= 0.5
+
+
+def test_what_a_budget_cannot_hold_is_one_look_at_either_side(clock: Clock) -> None:
+    hands = Pretending(clock, lambda c: 1.0)
+    run(clock, hands, 2.0)
+    assert sorted(c.backend for c in hands.tried) == ["aten", "native"]
+
+
+def test_without_a_budget_slow_problems_take_longer(clock: Clock) -> None:
+    hands = Pretending(clock, lambda c: 0.05 if c.backend == "native" else 0.1)
+    assert 6.6 < run(clock, hands, None) < 30.0
+    assert hands.race_s >= 80 * 0.05
+
+
+def test_every_packing_is_raced(clock: Clock) -> None:
+    times = {64: 1.0e-2, 48: 1.1e-2, 32: 1.2e-2}
+    hands = Pretending(clock, lambda c: times.get(c["nr"], 5e-2) if c.backend == "native" else 2e-2)  # type: ignore[call-overload]
+    run(clock, hands, 20.0)
+    assert {c["nr"] for c in hands.raced if c.backend == "native"} >= {64, 48, 32}
+
+
+def test_the_best_of_each_packing_goes_first(clock: Clock) -> None:
+    hands = Pretending(clock, lambda c: (1e-2 if c["nr"] == 64 else 1.2e-2) if c.backend == "native" else 2e-2)
+    run(clock, hands, 6.0)
+    others = [c["nr"] for c in hands.raced if c.backend == "native"]
+    assert len(set(others[:2])) == 2
