@@ -44,7 +44,7 @@ def this_process() -> Owner:
 def _place() -> str:
     """The boot and the pid namespace: one host's containers do not see each other's processes."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         space = os.readlink("/proc/self/ns/pid")
     except OSError:
         boot, space = platform.node(), ""

@@ -1,0 +1,258 @@
+"""The store under everything that can go wrong around it: killed writers, full disks, many processes, cold starts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from gemmtune.dispatch import runtime
+from gemmtune.dispatch.runtime import Runtime
+from gemmtune.problem import Layout, Operand, Problem
+from gemmtune.store import MemoryStore, SqliteStore
+from gemmtune.store.base import Store
+from gemmtune.target import Target
+from gemmtune.testing.store_suite import PROBLEM, TARGET
+from serving import decide, evidence, register, toy
+
+from . import store_children as children
+from .checks import Outcome, check
+
+_MORE = 5  # findings that go into the phrase; the raw data have them all
+
+
+def _phrase(wrong: Sequence[str]) -> str:
+    return "" if not wrong else ": " + "; ".join(wrong[:_MORE])
+
+
+@check(
+    "SIGKILL of writers of decisions and artifacts at a random moment (making and upgrading a store among them)",
+    "2,000 kills: 0 acknowledged entries lost, 0 corrupt, temporary files swept",
+)
+def killed_writers(full: bool) -> Outcome:
+    with tempfile.TemporaryDirectory() as folder:
+        found = children.finish(children.start(children.killing, folder, 2000 if full else 44, 1))
+    entries = found["decisions"] + found["artifacts"]
+    ok = entries > 0 and not (found["lost"] or found["damaged"] or found["left"] or found["errors"])
+    return Outcome(
+        f"{found['killed']} killed, {entries} acknowledged: {found['lost']} lost, {found['damaged']} corrupt; "
+        f"{found['journals']} hot journals and {found['temporary']} temporary files met, {found['left']} left"
+        + _phrase(found["errors"]),
+        ok,
+        found,
+    )
+
+
+@check("disk full, EIO at every single call, a limit of file size", "0 acknowledged lost, 0 corrupt, StoreError only")
+def faulty_disk(full: bool) -> Outcome:
+    with tempfile.TemporaryDirectory() as folder:
+        limit = children.finish(children.start(children.limited, folder, 512 if full else 16384))
+        library = _fault_library(Path(folder))
+        if library is None:
+            faults = {"faults": 0, "wrong": []}
+        else:
+            variables = {"LD_PRELOAD": str(library)}
+            faults = children.finish(children.start(children.faulty, folder, 0 if full else 2, **variables))
+    wrong = faults["wrong"] + limit["wrong"]
+    injected = f"{faults['faults']} failed calls" if library else "no C compiler: no calls failed"
+    return Outcome(
+        f"{injected}, {limit['limits']} size limits ({limit['refused']} writes refused): {len(wrong)} wrong"
+        + _phrase(wrong),
+        not wrong and (library is None or faults["faults"] > 0),
+        {"faults": faults, "limits": limit},
+    )
+
+
+def _fault_library(folder: Path) -> Path | None:
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        return None
+    source, library = Path(__file__).with_name("faults.c"), folder / "faults.so"
+    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
+    return library
+
+
+@check("a directory that may only be read", "what is there is served; every write a StoreError; no store: in memory")
+def read_only_directory(full: bool) -> Outcome:
+    with tempfile.TemporaryDirectory() as parent:
+        os.chmod(parent, 0o711)  # the check gives up root's rights, if it has them
+        folder = Path(parent) / "data"
+        folder.mkdir()
+        found = children.finish(children.start(children.read_only, str(folder)))
+    wrong = found["wrong"]
+    return Outcome(f"{found['refused']} writes refused, {len(wrong)} wrong" + _phrase(wrong), not wrong, found)
+
+
+@check(
+    "8 processes x 10,000 mixed operations on one store (gets, puts, leases, failures, listings, prunes)",
+    "exact final state, 0 uncaught errors",
+)
+def many_processes(full: bool) -> Outcome:
+    workers, operations = (8, 10_000) if full else (3, 200)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "store.db"
+        with _together([(children.mixed, str(path), n, operations) for n in range(workers)]) as processes:
+            results, errors = _collect(processes)
+        with closing(SqliteStore(path)) as store:
+            store.prune(older_than_s=_BEFORE_1970_S + time.time())
+            wrong = [text for row in results for text in row["wrong"]] + _differences(store, results)
+    done: Counter[str] = Counter()
+    for row in results:
+        done.update(row["done"])
+    total = sum(done.values())
+    return Outcome(
+        f"{total} operations by {workers} processes: {len(wrong)} differences, {len(errors)} uncaught errors"
+        + _phrase(wrong + errors),
+        not wrong and not errors and total == workers * operations,
+        {"done": done, "wrong": wrong, "errors": errors},
+    )
+
+
+_BEFORE_1970_S = 1e8  # temporary decisions are dated that long before the epoch, and more
+
+
+def _differences(store: Store, results: Sequence[dict[str, Any]]) -> list[str]:
+    """What the store holds against what every process wrote last."""
+    held = {decision.problem["m"]: decision.stopped for decision in store.decisions()}
+    possible: dict[int, set[str]] = {}
+    for row in results:
+        for number, tag in row["last"].items():
+            possible.setdefault(int(number), set()).add(tag)
+    wrong = [f"{m} holds {held.get(m)}" for m, tags in possible.items() if held.get(m) not in tags]
+    wrong += [f"{m} should not be there" for m in held.keys() - possible.keys()]
+    for worker, row in enumerate(results):
+        failures = store.failures(TARGET, PROBLEM.with_m(1000 * (worker + 1)).key)
+        if {name: verdict.detail for name, verdict in failures.items()} != row["failed"]:
+            wrong.append(f"the failures of {worker}")
+        if row["warned"]:
+            wrong.append(f"{worker} met damage")
+    return wrong + store.verify()
+
+
+@contextmanager
+def _together(calls: Sequence[tuple[Any, ...]]) -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes that have imported everything and start their work at once; none outlives the block."""
+    with ExitStack() as stack:
+        processes = []
+        for function, *args in calls:
+            process = children.start(function, *args)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            processes.append(process)
+        for process in processes:
+            assert process.stdout is not None
+            if process.stdout.readline() != "ready\n":
+                raise RuntimeError("a helper process did not start")
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        yield processes
+
+
+def _collect(processes: Sequence[subprocess.Popen[str]]) -> tuple[list[Any], list[str]]:
+    results, errors = [], []
+    for process in processes:
+        try:
+            results.append(children.finish(process))
+        except RuntimeError as error:
+            errors.append(str(error))
+    return results, errors
+
+
+@check("8 cold processes that want the same problems at once", "one tuning each, the others have its decision")
+def cold_processes(full: bool) -> Outcome:
+    workers, sizes = (8, [5, 6, 7]) if full else (3, [5])
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "store.db")
+        with _together([(children.cold, path, sizes, 0.0) for _ in range(workers)]) as processes:
+            results, errors = _collect(processes)
+    tuned = Counter(m for row in results for m in row["tuned"])
+    same = all(row["m"] == sizes and row["created"] == results[0]["created"] for row in results)
+    return Outcome(
+        f"{workers} processes, {len(sizes)} problems: {sum(tuned.values())} tunings, "
+        f"{'the same' if same else 'DIFFERENT'} decisions" + _phrase(errors),
+        not errors and same and tuned == Counter(sizes),
+        {"results": results, "errors": errors},
+    )
+
+
+@check("the one that tunes is killed while 4 others wait", "one of them takes over, at once")
+def killed_tuner(full: bool) -> Outcome:
+    others, takeovers, errors = (4 if full else 2), 0, []
+    rounds = 3 if full else 1
+    for _ in range(rounds):
+        with tempfile.TemporaryDirectory() as folder:
+            path = str(Path(folder) / "store.db")
+            with _together([(children.cold, path, [5], 600.0)]) as (first,):
+                assert first.stdout is not None
+                first.stdout.readline()  # it is tuning
+                with _together([(children.cold, path, [5], 0.0) for _ in range(others)]) as processes:
+                    time.sleep(1.0)  # they have asked, and wait
+                    first.kill()
+                    results, failed = _collect(processes)
+        errors += failed
+        takeovers += sum(len(row["tuned"]) for row in results) == 1 and len({row["created"][0] for row in results}) == 1
+    return Outcome(
+        f"{takeovers} of {rounds} times exactly one took over" + _phrase(errors),
+        takeovers == rounds and not errors,
+        {"takeovers": takeovers, "rounds": rounds, "errors": errors},
+    )
+
+
+@check("every Target field changed, one at a time, in the store and in dispatch", "a miss each time")
+def changed_targets(full: bool) -> Outcome:
+    register()
+    target = runtime.current_target()
+    problem = Problem("mm", 3, 5, 4, Operand("float32"), Operand("float32", Layout("col")), "float32")
+    changes = dict(_changes(target))
+    with tempfile.TemporaryDirectory() as folder, closing(SqliteStore(Path(folder) / "store.db")) as on_disk:
+        hits = [name for store in (MemoryStore(), on_disk) for name in _hits(store, target, problem, changes)]
+    missing = {field.name for field in fields(Target) if field.compare} - {name.partition(":")[0] for name in changes}
+    return Outcome(
+        f"{len(changes)} changes in 2 stores and dispatch: {len(hits)} served" + _phrase([*hits, *missing]),
+        not hits and not missing,
+        {"changes": list(changes), "served": hits},
+    )
+
+
+def _changes(target: Target) -> Iterator[tuple[str, Target]]:
+    """Targets that differ from this in one field, or in one version or source."""
+    for name, value in {
+        "device": "cuda", "name": target.name + " 2", "capability": "9.0", "isa": target.isa[:-1],
+        "caches": (1, *target.caches[1:]), "threads": target.threads + 1, "cores": target.cores + 1,
+        "memory": target.memory + 1,
+    }.items():  # fmt: skip
+        yield name, replace(target, **{name: value})
+    for name in ("versions", "sources"):
+        held = dict(getattr(target, name))
+        for key in (*held, "driver", "cuda", "cublas", "triton", "compiler"):
+            other = {**held, key: held.get(key, "") + "+"}
+            yield f"{name}:{key}", replace(target, **{name: tuple(sorted(other.items()))})
+        for key in held:
+            rest = tuple(pair for pair in getattr(target, name) if pair[0] != key)
+            yield f"{name}:without {key}", replace(target, **{name: rest})
+
+
+def _hits(store: Store, target: Target, problem: Problem, changes: dict[str, Target]) -> list[str]:
+    """Names of the changes after which a decision still answers; ``unchanged`` when it does not answer without one."""
+    store.put(target, decide(problem, evidence(toy(), 0.1), chosen=toy()))
+    hits = [] if _answers(store, target, problem) == (True, True) else ["unchanged"]
+    return hits + [name for name, other in changes.items() if any(_answers(store, other, problem))]
+
+
+def _answers(store: Store, target: Target, problem: Problem) -> tuple[bool, bool]:
+    """Whether the store has a decision, and whether a process with that Target serves its kernel."""
+    serving = Runtime()
+    serving.refresh(store)
+    with mock.patch.object(runtime, "current_target", return_value=target):
+        return store.get(target, problem.key) is not None, serving.kernel_for(problem) is not None
