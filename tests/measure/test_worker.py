@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,6 +19,7 @@ from gemmtune import backends
 from gemmtune.backends.base import Candidate
 from gemmtune.errors import WorkerError
 from gemmtune.measure.protocol import Leading
+from gemmtune.measure.tags import tagged
 from gemmtune.measure.worker import Limits, LocalWorker, Worker, WorkerLost, WorkerStartError
 from gemmtune.problem import Layout, Operand, Problem
 from gemmtune.target import Target, current_cpu
@@ -51,8 +55,9 @@ def works(worker: Worker | LocalWorker, name: str) -> bool:
     return verdict is not None and verdict.ok
 
 
-def children() -> list[psutil.Process]:
-    return psutil.Process().children(recursive=True)
+def descendants() -> list[psutil.Process]:
+    """What runs below this process, hosts (its children) not counted."""
+    return [process for host in psutil.Process().children() for process in host.children(recursive=True)]
 
 
 def test_an_honest_candidate(shared: Worker) -> None:
@@ -100,6 +105,10 @@ def test_failures_that_leave_the_worker_alive(shared: Worker, name: str, verdict
         ("exit", "crashed", "status 0"),
         ("hang", "hung", "no answer within 2.0 s"),
         ("babble", "crashed", "not a message"),
+        ("unasked", "crashed", "answered Ready where Attempted was expected"),
+        ("garble", "hung", "no answer within 2.0 s"),
+        ("spin", "hung", "no answer within 2.0 s"),
+        ("close", "crashed", "Bad file descriptor"),
     ],
 )
 def test_failures_that_end_the_worker(shared: Worker, name: str, verdict: str, detail: str) -> None:
@@ -118,10 +127,120 @@ def test_a_child_left_behind_dies_with_its_worker(shared: Worker) -> None:
     assert result.verdict is not None
     assert result.verdict.kind == "crashed"
     assert "status 7" in result.verdict.detail
-    deadline = time.monotonic() + 5
-    while children() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert children() == []
+    assert descendants() == []
+
+
+@pytest.mark.parametrize("name", ["child", "daemon", "fork"])
+def test_what_a_candidate_leaves_running_is_ended_and_costs_it(shared: Worker, name: str) -> None:
+    assert works(shared, "good")
+    pid = shared.pid
+    verdict = shared.attempt(kind(name), 10.0).verdict
+    assert verdict is not None
+    if name != "fork":  # a fork that returns does the job as well, and ends when it would answer
+        assert verdict.kind == "crashed"
+        assert "left" in verdict.detail
+    assert [process.pid for process in descendants()] == [pid]
+    assert works(shared, "good")
+    assert shared.pid == pid
+
+
+def test_a_daemon_without_a_trace_dies_with_the_worker_that_made_it(shared: Worker) -> None:
+    verdict = shared.attempt(kind("daemon_segv"), 10.0).verdict
+    assert verdict is not None
+    assert "SIGSEGV" in verdict.detail
+    assert descendants() == []
+    assert works(shared, "good")
+
+
+@pytest.mark.parametrize(("name", "words"), [("hold", "not computing"), ("stop", "stopped")])
+def test_silence_is_found_out_long_before_the_deadline(target: Target, name: str, words: str) -> None:
+    with Worker(target, limits=Limits(silence_s=6.0)) as worker:
+        worker.open(PROBLEM, 1)
+        verdict = worker.attempt(kind(name), 600.0).verdict
+        assert verdict is not None
+        assert verdict.kind == "hung"
+        assert words in verdict.detail
+        assert works(worker, "good")
+
+
+def test_a_worker_whose_context_is_lost_is_replaced(shared: Worker) -> None:
+    assert works(shared, "good")
+    before = shared.pid
+    verdict = shared.attempt(kind("poison")).verdict
+    assert verdict is not None
+    assert verdict.kind == "crashed"
+    assert shared.pid == before
+    assert works(shared, "packed")
+    assert shared.pid != before
+
+
+def test_a_candidate_that_fails_after_anothers_crash_is_heard_once_more(shared: Worker) -> None:
+    assert works(shared, "good")
+    shared.attempt(kind("raise"))
+    before = shared.pid
+    verdict = shared.attempt(kind("wrong")).verdict
+    assert verdict is not None
+    assert verdict.kind == "wrong"
+    assert shared.pid == before  # what was right before still is: no need for another process
+
+
+def test_a_problem_is_taken_up_by_another_worker_when_this_one_is_lost(target: Target) -> None:
+    with Worker(target, limits=FAST) as worker:
+        worker.open(PROBLEM, 1)
+        worker.attempt(kind("segv"))
+        assert worker.pid is None
+        assert works(worker, "good")
+        assert worker.starts == 2
+        assert worker.tag is not None
+        assert worker.pid in [process.pid for process in tagged(worker.tag)]
+        tag = worker.tag
+    assert tagged(tag) == []
+
+
+def test_a_host_that_is_killed_takes_its_worker_along_and_is_replaced(shared: Worker) -> None:
+    assert works(shared, "good")
+    worker = psutil.Process(shared.pid)
+    worker.parent().kill()
+    psutil.wait_procs([worker], timeout=10)
+    verdict = shared.attempt(kind("good")).verdict
+    assert verdict is not None
+    assert "SIGKILL" in verdict.detail
+    assert not worker.is_running()
+    assert works(shared, "good")
+
+
+PARENT = """
+import os, signal, sys
+from dataclasses import replace
+from gemmtune import backends
+from gemmtune.backends.base import Candidate
+from gemmtune.measure.tags import tagged
+from gemmtune.measure.worker import Worker
+from gemmtune.problem import Problem
+from gemmtune.target import current_cpu
+from gemmtune.testing import hostile_backend
+import json
+backends.register("hostile", hostile_backend.PLACE)
+worker = Worker(replace(current_cpu(), threads=1))
+worker.open(Problem.from_dict(json.loads(sys.argv[1])), 1)
+print(worker.tag, flush=True)
+if sys.argv[2] == "SIGKILL":
+    worker._process.send(__import__("gemmtune.measure.protocol").measure.protocol.Attempt(
+        Candidate.make("hostile", sys.argv[3], kind=sys.argv[3]).to_dict()))
+    import time; time.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize(("end", "doing"), [("SIGKILL", "hang"), ("SIGKILL", "hold"), ("SIGKILL", "stop"), ("", "")])
+def test_workers_die_with_their_parent(end: str, doing: str) -> None:
+    script = [sys.executable, "-c", PARENT, json.dumps(PROBLEM.to_dict()), end, doing]
+    done = subprocess.run(script, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ":".join(sys.path)})
+    assert done.returncode == (-signal.SIGKILL if end else 0), done.stderr
+    deadline = time.monotonic() + 10
+    while left := tagged(done.stdout.strip()):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
 
 
 def test_flooded_output_goes_nowhere(shared: Worker, capfd: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -22,6 +22,7 @@ from ..target import Target
 Fill = Literal["uniform", "cancel", "denormal", "spike"]
 FILLS: tuple[Fill, ...] = ("uniform", "cancel", "denormal", "spike")
 
+GUARD = 4096  # bytes before and after an operand that is checked with; keeps torch's 64-byte alignment
 _CHUNK = 1 << 20
 _POOL = (1 << 20) + 7  # odd: tiles do not line up with rows or pages
 _SPREAD = {"int8": 74.0, "uint8": 147.0, "int4": 4.6, "float8_e4m3fn": 110.0, "float8_e5m2": 9000.0}  # rms
@@ -48,16 +49,20 @@ def make_inputs(
     fill: ``uniform`` is the plain draw (floats normal, integers over their full range, fp8 over its exponents);
     ``cancel`` makes neighbours along K cancel almost wholly (in A and B; needs a float A and its own B);
     ``denormal`` puts A (float) below its dtype's smallest normal in every other row; ``spike`` has one element
-    1000 times the others in each row of a float A, and only the two extremes in integer operands.
+    1000 times the others in each row of a float A, and only the two extremes in integer operands (fp8: the largest
+    of either sign, and the smallest).
     b: use this B instead of drawing one (a weight shared by several draws). offset: elements to shift A's start by,
     to try an unaligned A. Raises ValueError for an unknown fill.
+
+    All of it lies between guards: a kernel that reads beyond an operand, or in the gaps between its rows, and uses
+    what it finds there meets NaN (integers: -127 or 129).
     """
     if fill not in FILLS:
         raise ValueError(f"fill must be one of {', '.join(FILLS)}; got {fill!r}")
     generator = torch.Generator().manual_seed(seed)
 
     def draw(shape: tuple[int, ...], layout: Layout, dtype: str) -> Tensor:
-        out = allocate(shape, layout, dtype, offset)
+        out = allocate(shape, layout, dtype, offset, guard=True)
         _fill(out, dtype, generator, extremes=fill == "spike")
         return out
 
@@ -65,10 +70,10 @@ def make_inputs(
     offset = 0
     own_b = b is None
     if b is None:
-        b = _weight(problem, draw, generator)
+        b = _fenced(_weight(problem, draw, generator))
     if a.is_floating_point() and bits(problem.a.dtype) > 8:
         _shape_values(a, b if own_b else None, fill, generator)
-    return Inputs(a, b, _aux(problem, generator))
+    return Inputs(a, b, tuple(_fence(t) for t in _aux(problem, generator)))
 
 
 def timing_sets(problem: Problem, count: int, seed: int) -> list[Inputs]:
@@ -112,22 +117,50 @@ def _shape(problem: Problem, rows: int, columns: int) -> tuple[int, ...]:
     return (problem.batch, rows, columns) if problem.family == "bmm" else (rows, columns)
 
 
-def allocate(shape: tuple[int, ...], layout: Layout, dtype: str, offset: int = 0) -> Tensor:
-    """Uninitialised memory of a logical shape in a layout; vectors are dense. offset: elements before its start."""
+def allocate(shape: tuple[int, ...], layout: Layout, dtype: str, offset: int = 0, *, guard: bool = False) -> Tensor:
+    """Uninitialised memory of a logical shape in a layout; vectors are dense. offset: elements before its start.
+
+    guard: leave ``GUARD`` bytes of poison on either side, and poison in the gaps between rows.
+    """
     torch_dtype = getattr(torch, "uint8" if dtype == "int4" else dtype)
     if len(shape) < 2:
-        return torch.empty(math.prod(shape), dtype=torch_dtype).view(shape)
+        return _memory(math.prod(shape), torch_dtype, guard, False).view(shape)
     batch, (rows, columns) = math.prod(shape[:-2]), shape[-2:]
     slow, fast = (columns, rows) if layout.order == "col" else (rows, columns)
     inner = 2 if layout.order == "strided" else 1
     lead = max(layout.ld or fast * inner, 1)
     if inner == 2 and lead < 2 * fast:
         raise ValueError(f"a strided layout of {fast} columns needs ld >= {2 * fast}; got {lead}")
-    flat = torch.empty(batch * slow * lead + offset, dtype=torch_dtype)
+    flat = _memory(batch * slow * lead + offset, torch_dtype, guard, lead > fast)
     strides = (1, lead) if layout.order == "col" else (lead, inner)
     full = (batch, rows, columns)
-    view = flat.as_strided(full, (slow * lead, *strides), offset)
+    view = flat.as_strided(full, (slow * lead, *strides), flat.storage_offset() + offset)
     return view if len(shape) == 3 else view[0]
+
+
+def _memory(count: int, dtype: torch.dtype, guard: bool, gaps: bool) -> Tensor:
+    """``count`` elements, uninitialised unless there are gaps between rows to be guarded."""
+    if not guard:
+        return torch.empty(count, dtype=dtype)
+    room = GUARD // dtype.itemsize
+    whole = torch.empty(count + 2 * room, dtype=dtype)
+    for part in (whole,) if gaps else (whole[:room], whole[room + count :]):
+        part.fill_(math.nan) if dtype.is_floating_point else part.view(torch.uint8).fill_(0x81)
+    return whole[room : room + count]
+
+
+def _fence(t: Tensor) -> Tensor:
+    """A copy of a dense tensor between guards."""
+    copy = _memory(t.numel(), t.dtype, True, False).view(t.shape)
+    return copy.copy_(t)
+
+
+def _fenced(b: Tensor | QuantWeight) -> Tensor | QuantWeight:
+    """B with its scales and zero points between guards, as its data are."""
+    if isinstance(b, Tensor):
+        return b
+    zero_point = None if b.zero_point is None else _fence(b.zero_point)
+    return replace(b, scale=_fence(b.scale), zero_point=zero_point)
 
 
 def _dense(out: Tensor) -> Tensor | None:
@@ -163,6 +196,9 @@ def _values(count: int, dtype: str, generator: torch.Generator, extremes: bool) 
         # all exponents but those of NaN and infinity: the top bit of the exponent is cleared where all are set
         top = 0x7F if dtype == "float8_e4m3fn" else 0x7C
         raw = torch.where((raw & top) == top, raw & 0xBF, raw)
+        if extremes:
+            largest = 0x7E if dtype == "float8_e4m3fn" else 0x7B
+            raw = torch.where((raw & 1).bool(), largest | (raw & 0x80), 1).to(torch.uint8)
         return raw.view(getattr(torch, dtype))
     if dtype in ("int32", "int64"):
         return torch.randint(-1000, 1001, (count,), generator=generator, dtype=getattr(torch, dtype))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import backends
-from ..backends.base import Candidate, Kernel
+from ..backends.base import Artifact, Candidate, Kernel
 from ..decision import Verdict
 from ..errors import UnsupportedError, WorkerError
 from ..problem import Problem
@@ -21,6 +21,8 @@ from .machine import Pins
 from .protocol import (
     Attempt,
     Attempted,
+    Build,
+    Built,
     Confirm,
     Confirmed,
     Leading,
@@ -31,6 +33,7 @@ from .protocol import (
     Request,
     Setup,
 )
+from .strays import end_strays
 from .timing import Flush, Track, packs_each_call, rough_times, scratch_allowance
 from .verify import Draw, guarded, prepare, verify
 
@@ -64,14 +67,28 @@ class Desk:
                 self._job = Job(problem, self._need_target(), request.seed)
                 return Ready(operand_bytes(problem))
             case Attempt():
-                return self._need_job().attempt(Candidate.from_dict(request.candidate), request.worth_s)
+                attempted = self._need_job().attempt(Candidate.from_dict(request.candidate), request.worth_s)
+                attempted.verdict = self._left_behind() or attempted.verdict
+                return attempted
             case Confirm():
-                return self._need_job().confirm(Candidate.from_dict(request.candidate))
+                confirmed = self._need_job().confirm(Candidate.from_dict(request.candidate))
+                return Confirmed(self._left_behind() or confirmed.verdict)
+            case Build():
+                limit_memory(request.memory)
+                candidate = Candidate.from_dict(request.candidate)
+                return build(Problem.from_dict(request.problem), candidate, self._need_target())
             case Race():
                 candidates = [Candidate.from_dict(item) for item in request.candidates]
                 conditions = {"pinned": self._pins.words} if self._pins.words else {}
                 track = self._need_job().track(candidates, self._marker_fd, request.hot, conditions)
-                return track.race(request.budget_s, request.seed, self._progress)
+                raced = track.race(request.budget_s, request.seed, self._progress)
+                self._left_behind()
+                return raced
+
+    def _left_behind(self) -> Verdict | None:
+        """The Verdict for a candidate that left processes running, which are ended. In the user's process, nothing."""
+        count = end_strays() if self._marker_fd is not None else 0
+        return Verdict("crashed", f"it left {count} child process(es) running") if count else None
 
     def _need_target(self) -> Target:
         if self._target is None:
@@ -110,6 +127,7 @@ class Job:
         try:
             times_s = rough_times(self._once(kernel), self._need_flush(), worth_s)
         except BaseException as error:  # SystemExit too is the candidate's; see blame
+            self._mend()
             return Attempted(blame(error, "running", "crashed"), kernel.packing)
         packing_s = self._packing_s.get(kernel.packing or "", 0.0)
         result = Attempted(None, kernel.packing, packing_s, kernel.workspace_bytes, times_s)
@@ -163,13 +181,11 @@ class Job:
         return self._flush
 
     def _load(self, candidate: Candidate) -> tuple[Kernel | None, Verdict]:
+        artifact = _artifact(self.problem, candidate, self.target)
+        if isinstance(artifact, Verdict):
+            return None, artifact
         try:
-            backend = backends.get(candidate.backend)
-            artifact = backend.build(self.problem, candidate, self.target)
-        except BaseException as error:  # SystemExit too is the candidate's; see blame
-            return None, blame(error, "building", "build_failed")
-        try:
-            return backend.load(artifact, self.problem), Verdict("exact")
+            return backends.get(candidate.backend).load(artifact, self.problem), Verdict("exact")
         except BaseException as error:  # SystemExit too is the candidate's; see blame
             return None, blame(error, "loading", "build_failed")
 
@@ -178,9 +194,18 @@ class Job:
             kernel.run(inputs.a, self._operand(kernel, inputs.b), inputs.aux, out)
 
         try:
-            return verify(run, self.problem, draws)
+            verdict = verify(run, self.problem, draws)
         except BaseException as error:  # SystemExit too is the candidate's; see blame
-            return blame(error, "running", "crashed")
+            verdict = blame(error, "running", "crashed")
+        if not verdict.ok:
+            self._mend()
+        return verdict
+
+    def _mend(self) -> None:
+        """Make anew what a bad kernel may have written into, so that the next one is not judged by it."""
+        self._packed = {}
+        if self._draws is not None and any(draw.touched() for draw in self._draws):
+            self._draws = None
 
     def _drop_packed(self, kernel: Kernel) -> None:
         """Let go of B in other layouts than this kernel's, before it takes memory of its own."""
@@ -207,6 +232,21 @@ class Job:
             self._packed[kernel.packing] = kernel.pack(b)
             self._packing_s[kernel.packing] = time.perf_counter() - start
         return self._packed[kernel.packing]
+
+
+def build(problem: Problem, candidate: Candidate, target: Target) -> Built:
+    """Build a candidate, for whoever loads it later (in another process)."""
+    artifact = _artifact(problem, candidate, target)
+    if isinstance(artifact, Verdict):
+        return Built(artifact)
+    return Built(None, artifact.digest, None if artifact.path is None else str(artifact.path))
+
+
+def _artifact(problem: Problem, candidate: Candidate, target: Target) -> Artifact | Verdict:
+    try:
+        return backends.get(candidate.backend).build(problem, candidate, target)
+    except BaseException as error:  # SystemExit too is the candidate's; see blame
+        return blame(error, "building", "build_failed")
 
 
 def _greedy(kernel: Kernel, problem: Problem) -> str:

@@ -1,4 +1,4 @@
-"""The memory limit of a worker process."""
+"""What a worker process may take: memory, and no core dumps."""
 
 from __future__ import annotations
 
@@ -21,6 +21,17 @@ def limit_memory(allowance: int) -> None:
         wanted = _data_bytes() + allowance
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+    except (ImportError, OSError, ValueError):
+        return
+
+
+def no_core_dumps() -> None:
+    """A crash writes no image of this process to disk: it holds gigabytes at times, and the parent waits for it."""
+    try:
+        import resource
+
+        _, hard = resource.getrlimit(resource.RLIMIT_CORE)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
     except (ImportError, OSError, ValueError):
         return
 

@@ -9,6 +9,7 @@ import msgspec
 
 from ..decision import Outcome, Sample, Stage, Verdict
 
+BEAT_S = 1.0  # a worker says that it lives about this often
 _LENGTH = 4
 MAX_FRAME = 64 << 20
 
@@ -48,6 +49,14 @@ class Race(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     budget_s: float
     seed: int = 0
     hot: bool = False
+
+
+class Build(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """Build one candidate and nothing else: no operands are made. memory: as in Open."""
+
+    problem: dict[str, Any]
+    candidate: dict[str, Any]
+    memory: int = 0
 
 
 class Ready(msgspec.Struct, tag=True, forbid_unknown_fields=True):
@@ -99,6 +108,18 @@ class Leading(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     ratio: float
 
 
+class Built(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """Reply to Build. verdict: why there is no artifact; None when there is. path: None when nothing is on disk."""
+
+    verdict: Verdict | None = None
+    digest: str = ""
+    path: str | None = None
+
+
+class Alive(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """The heartbeat, at any time."""
+
+
 class Failed(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     """The request could not be carried out, by no fault of a candidate."""
 
@@ -106,8 +127,8 @@ class Failed(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     memory: bool = False
 
 
-Request = Setup | Open | Attempt | Confirm | Race
-Reply = Ready | Attempted | Confirmed | Raced | Leading | Failed
+Request = Setup | Open | Attempt | Confirm | Race | Build
+Reply = Ready | Attempted | Confirmed | Raced | Built | Leading | Alive | Failed
 
 _requests: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
 _replies: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
@@ -115,10 +136,15 @@ _replies: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
 
 def write_frame(fd: int, message: Request | Reply) -> None:
     """Send one message; blocks until all of it is written. Raises OSError when the other side is gone."""
-    body = msgspec.json.encode(message)
-    frame = memoryview(len(body).to_bytes(_LENGTH, "little") + body)
+    frame = memoryview(encode_frame(message))
     while frame:
         frame = frame[os.write(fd, frame) :]
+
+
+def encode_frame(message: Request | Reply) -> bytes:
+    """One message as it travels."""
+    body = msgspec.json.encode(message)
+    return len(body).to_bytes(_LENGTH, "little") + body
 
 
 class FrameReader:

@@ -18,7 +18,7 @@ from ..errors import WorkerError
 from ..problem import Problem
 from ..target import Target
 from .inputs import operand_bytes
-from .process import Lost, Process
+from .process import Host, Lost, Process
 from .protocol import (
     Attempt,
     Attempted,
@@ -37,6 +37,9 @@ from .protocol import (
 
 Progress = Callable[[Leading], None]
 R = TypeVar("R")
+Judged = TypeVar("Judged", Attempted, Confirmed)
+
+_DAMAGING = ("crashed", "out_of_memory")  # verdicts of candidates that may have taken the process with them
 
 
 def ignore(leading: Leading) -> None:
@@ -48,14 +51,18 @@ class Limits:
     """How long a worker may take, in seconds, and what it may allocate.
 
     start_s: from spawning to being ready. open_s: making operands and oracle. try_s: one candidate's build, load,
-    packing, checking and rough timing. race_slack_s: beyond twice a race's budget. memory: bytes beyond what a fresh
-    worker has; 0 chooses 16 times the operands plus 4 GiB (candidates that dequantise up front are legal).
+    packing, checking and rough timing. race_slack_s: beyond twice a race's budget. silence_s: without a heartbeat
+    before it is given up, however busy; a third of it for one that computes nothing, two seconds for one that is
+    stopped. A native call may hold the interpreter's lock, and with it the heartbeat, for all of its run: longer than
+    any single call is worth. memory: bytes beyond what a fresh worker has; 0 chooses 16 times the operands plus 4 GiB
+    (candidates that dequantise up front are legal).
     """
 
     start_s: float = 60.0
     open_s: float = 120.0
     try_s: float = 20.0
     race_slack_s: float = 10.0
+    silence_s: float = 30.0
     memory: int = 0
 
 
@@ -65,6 +72,14 @@ class WorkerLost(WorkerError):
     def __init__(self, verdict: Verdict, candidate_id: str | None) -> None:
         super().__init__(f"the worker was lost: {verdict.kind}: {verdict.detail}")
         self.verdict, self.candidate_id = verdict, candidate_id
+
+
+class Declined(WorkerError):
+    """The worker lives, and says that it cannot do what was asked."""
+
+
+class OutOfTurn(WorkerError):
+    """The worker sent a well-formed answer to something else."""
 
 
 class WorkerStartError(WorkerError):
@@ -116,14 +131,14 @@ class LocalWorker:
         self._desk.answer(Open(problem.to_dict(), seed))
 
     def attempt(self, candidate: Candidate, deadline_s: float | None = None, worth_s: float | None = None) -> Attempted:
-        return _expect(self._desk.answer(Attempt(candidate.to_dict(), worth_s)), Attempted)
+        return expect(self._desk.answer(Attempt(candidate.to_dict(), worth_s)), Attempted)
 
     def confirm(self, candidate: Candidate, deadline_s: float | None = None) -> Confirmed:
-        return _expect(self._desk.answer(Confirm(candidate.to_dict())), Confirmed)
+        return expect(self._desk.answer(Confirm(candidate.to_dict())), Confirmed)
 
     def race(self, candidates: Sequence[Candidate], budget_s: float, seed: int, progress: Progress = ignore) -> Raced:
         self._progress = progress
-        return _expect(self._desk.answer(Race([c.to_dict() for c in candidates], budget_s, seed)), Raced)
+        return expect(self._desk.answer(Race([c.to_dict() for c in candidates], budget_s, seed)), Raced)
 
     def close(self) -> None:
         import torch
@@ -138,18 +153,25 @@ class LocalWorker:
 
 
 class Worker:
-    """A spawned process in a session of its own, started at the first need and again after each loss.
+    """A process in a session of its own, forked from a spawned host at the first need and again after each loss.
 
     ``attempt`` and ``confirm`` turn a loss into a Verdict (``crashed`` or ``hung``); ``race`` raises WorkerLost naming
     the candidate that was running. Either way the next call starts a fresh worker and opens the problem again.
     Backends added by ``backends.register`` exist in the worker too. Not for use by several threads at once.
+
+    A candidate that fails where another crashed before it, in the same process, may be that one's victim (a device
+    context that is lost, a heap that is damaged): unless a candidate known to be right still is, it is tried again in
+    a fresh worker, and that verdict counts.
     """
 
     def __init__(self, target: Target, *, limits: Limits | None = None) -> None:
         self._target, self._limits = target, limits or Limits()
+        self._host: Host | None = None
         self._process: Process | None = None
         self._problem: Open | None = None
         self._opened = self._ready_once = False
+        self._suspect = False  # something failed in this process in a way that may have damaged it
+        self._sound: Candidate | None = None  # one that was right on this problem
         self.starts = 0
 
     @property
@@ -157,19 +179,29 @@ class Worker:
         """The worker's process id while there is one."""
         return None if self._process is None else self._process.pid
 
+    @property
+    def tag(self) -> str | None:
+        """What marks the environment of all processes that come of this worker (see ``tags``); None without a host."""
+        return None if self._host is None else self._host.tag
+
     def start(self) -> None:
         """Start spawning, without waiting: importing torch takes seconds that the parent can use."""
-        if self._process is None:
-            self.starts += 1
-            self._process = Process()
-            self._opened = self._ready_once = False
-            with contextlib.suppress(OSError):  # a worker that is gone is found out by receiving
-                self._process.send(Setup(self._target.to_dict(), backends.guests()))
+        if self._process is not None:
+            return
+        if self._host is not None and not self._host.alive:
+            self._host.close()
+            self._host = None
+        self._host = self._host or Host()
+        self.starts += 1
+        self._process = Process(self._host, self._limits.silence_s)
+        self._opened = self._ready_once = self._suspect = False
+        with contextlib.suppress(OSError):  # a worker that is gone is found out by receiving
+            self._process.send(Setup(self._target.to_dict(), backends.guests()))
 
     def open(self, problem: Problem, seed: int) -> None:
         """Take up a problem. Raises WorkerError when its operands or oracle cannot be made."""
         memory = self._limits.memory or 16 * operand_bytes(problem) + (4 << 30)
-        self._problem, self._opened = Open(problem.to_dict(), seed, memory), False
+        self._problem, self._opened, self._sound = Open(problem.to_dict(), seed, memory), False, None
         try:
             self._ready()
         except WorkerLost as loss:
@@ -177,17 +209,25 @@ class Worker:
 
     def attempt(self, candidate: Candidate, deadline_s: float | None = None, worth_s: float | None = None) -> Attempted:
         """See ``job.Job.attempt``. deadline_s: seconds it may take (default: the limits')."""
-        try:
-            return self._ask(Attempt(candidate.to_dict(), worth_s), deadline_s or self._limits.try_s, Attempted)
-        except WorkerLost as loss:
-            return Attempted(loss.verdict)
+
+        def once() -> Attempted:
+            try:
+                return self._ask(Attempt(candidate.to_dict(), worth_s), deadline_s or self._limits.try_s, Attempted)
+            except WorkerLost as loss:
+                return Attempted(loss.verdict)
+
+        return self._fairly(candidate, once)
 
     def confirm(self, candidate: Candidate, deadline_s: float | None = None) -> Confirmed:
         """See ``job.Job.confirm``. deadline_s: seconds it may take (default: the limits')."""
-        try:
-            return self._ask(Confirm(candidate.to_dict()), deadline_s or self._limits.try_s, Confirmed)
-        except WorkerLost as loss:
-            return Confirmed(loss.verdict)
+
+        def once() -> Confirmed:
+            try:
+                return self._ask(Confirm(candidate.to_dict()), deadline_s or self._limits.try_s, Confirmed)
+            except WorkerLost as loss:
+                return Confirmed(loss.verdict)
+
+        return self._fairly(candidate, once)
 
     def race(self, candidates: Sequence[Candidate], budget_s: float, seed: int, progress: Progress = ignore) -> Raced:
         """Race confirmed candidates. Raises WorkerLost with the id of the one that was running when it died."""
@@ -203,15 +243,49 @@ class Worker:
 
     def close(self) -> None:
         """End the worker and everything it started. Idempotent."""
-        if self._process is not None:
-            self._process.kill()
-        self._process, self._opened = None, False
+        self._drop()
+        if self._host is not None:
+            self._host.close()
+        self._host = None
 
     def __enter__(self) -> Worker:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _drop(self) -> None:
+        """End this process; the next need starts another."""
+        if self._process is not None:
+            self._process.kill()
+        self._process, self._opened, self._suspect = None, False, False
+
+    def _fairly(self, candidate: Candidate, once: Callable[[], Judged]) -> Judged:
+        """What ``once`` says of a candidate; said again by a fresh worker if this one may be to blame."""
+        suspect = self._suspect
+        result = once()
+        verdict = result.verdict
+        if suspect and verdict is not None and not verdict.ok and not self._still_works():
+            self._drop()
+            result = once()
+            verdict = result.verdict
+        if verdict is not None and verdict.ok:
+            self._suspect, self._sound = False, candidate
+        elif verdict is not None and self._process is not None:
+            self._suspect = self._suspect or verdict.kind in _DAMAGING
+        return result
+
+    def _still_works(self) -> bool:
+        """Whether a candidate that was right before is right in this process now."""
+        if self._process is None or self._sound is None:
+            return False
+        try:
+            request = Attempt(self._sound.to_dict())
+            verdict = self._ask(request, self._limits.try_s, Attempted).verdict
+        except WorkerError:
+            return False
+        self._suspect = verdict is None or not verdict.ok
+        return not self._suspect
 
     def _ready(self) -> None:
         """A running worker with the problem open."""
@@ -220,7 +294,7 @@ class Worker:
         if self._problem is None:
             raise WorkerError("the worker has no problem to work on; call open() first")
         self.wait()
-        self._exchange(self._problem, self._limits.open_s, Ready)
+        self._soundly(self._problem, self._limits.open_s, Ready)
         self._opened = True
 
     def wait(self) -> None:
@@ -240,6 +314,20 @@ class Worker:
             self._ready()
         except WorkerLost as loss:  # reopening died: not this candidate's doing
             raise WorkerError(f"the worker was lost while reopening the problem: {loss.verdict.detail}") from loss
+        return self._soundly(request, limit_s, kind, progress)
+
+    def _soundly(self, request: Request, limit_s: float, kind: type[R], progress: Progress = ignore) -> R:
+        """The reply; a worker that something crashed in before and that now declines is replaced, and asked again."""
+        try:
+            return self._exchange(request, limit_s, kind, progress)
+        except Declined:
+            if not self._suspect:
+                raise
+        self._drop()
+        if request is self._problem:
+            self.wait()
+        else:
+            self._ready()
         return self._exchange(request, limit_s, kind, progress)
 
     def _exchange(self, request: Request, limit_s: float, kind: type[R], progress: Progress = ignore) -> R:
@@ -252,21 +340,25 @@ class Worker:
         """The reply, once the progress before it has been passed on. Any way of not getting one ends the worker."""
         assert self._process is not None  # start() came first
         try:
-            return _expect(self._process.reply(limit_s, progress), kind)
+            return expect(self._process.reply(limit_s, progress), kind)
         except Lost as lost:
             place = self._process.marker()
-            self.close()
+            self._drop()
             raise WorkerLost(lost.verdict, str(place) if place else None) from None
-        except WorkerError:  # it answered, only not what was hoped for
+        except OutOfTurn as error:  # what else it says cannot be told from answers to what we ask next
+            self._drop()
+            raise WorkerLost(Verdict("crashed", str(error)), None) from None
+        except Declined:
             raise
         except BaseException:  # Ctrl-C, or a fault in whoever watches: never leave it running
             self.close()
             raise
 
 
-def _expect(reply: Reply, kind: type[R]) -> R:
+def expect(reply: Reply, kind: type[R]) -> R:
+    """The reply if it is of that kind. Raises Declined when the worker says it cannot, OutOfTurn for anything else."""
     if isinstance(reply, kind):
         return reply
     if isinstance(reply, Failed):
-        raise WorkerError(f"the worker could not do it: {reply.detail}")
-    raise WorkerError(f"the worker answered {type(reply).__name__} where {kind.__name__} was expected")
+        raise Declined(f"the worker could not do it: {reply.detail}")
+    raise OutOfTurn(f"the worker answered {type(reply).__name__} where {kind.__name__} was expected")

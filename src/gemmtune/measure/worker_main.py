@@ -1,19 +1,41 @@
 """The worker's side: one process that does jobs for a parent it does not trust to live, with code it does not trust.
 
-Started by ``worker.Worker``; never imported by anything else.
+Forked by ``host``; never imported by anything else.
 """
 
 from __future__ import annotations
 
 import os
 import queue
-import signal
 import sys
 import threading
+import time
 
 import msgspec
 
-from .protocol import Failed, FrameReader, Leading, Reply, Request, decode_request, write_frame
+from .limits import no_core_dumps
+from .prctl import adopt_orphans, die_first
+from .protocol import BEAT_S, Alive, Failed, FrameReader, Reply, Request, decode_request, write_frame
+
+
+class Channel:
+    """The way back to the parent, for several threads of one process."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd, self._pid, self._lock = fd, os.getpid(), threading.Lock()
+
+    def send(self, reply: Reply) -> None:
+        """Blocks until it is written. Ends the process when the parent is gone, or when it is a fork of the worker.
+
+        A kernel that forks returns twice; the child would answer for the worker, and once more later on.
+        """
+        if os.getpid() != self._pid:
+            os._exit(0)
+        try:
+            with self._lock:
+                write_frame(self._fd, reply)
+        except BrokenPipeError:
+            os._exit(0)
 
 
 def main(read_fd: int, write_fd: int, marker_fd: int) -> None:
@@ -21,12 +43,16 @@ def main(read_fd: int, write_fd: int, marker_fd: int) -> None:
 
     marker_fd: a small shared file where the race notes which candidate is running.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     for fd in (read_fd, write_fd, marker_fd):
         os.set_inheritable(fd, False)
+    die_first()
+    no_core_dumps()
+    adopt_orphans()
+    channel = Channel(write_fd)
     requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(read_fd, requests), daemon=True).start()
-    _serve(requests, write_fd, marker_fd)
+    threading.Thread(target=_beat, args=(channel,), daemon=True).start()
+    _serve(requests, channel, marker_fd)
 
 
 def _listen(read_fd: int, requests: queue.SimpleQueue[Request]) -> None:
@@ -43,13 +69,17 @@ def _listen(read_fd: int, requests: queue.SimpleQueue[Request]) -> None:
     os._exit(0)
 
 
-def _serve(requests: queue.SimpleQueue[Request], write_fd: int, marker_fd: int) -> None:
-    from .job import Desk  # loads torch: after the parent's death is watched for
+def _beat(channel: Channel) -> None:
+    """Says that this process lives. Needs the interpreter's lock, so that its silence tells of a stuck holder, too."""
+    while True:
+        channel.send(Alive())
+        time.sleep(BEAT_S)
 
-    def progress(leading: Leading) -> None:
-        write_frame(write_fd, leading)
 
-    desk = Desk(progress, marker_fd)
+def _serve(requests: queue.SimpleQueue[Request], channel: Channel, marker_fd: int) -> None:
+    from .job import Desk  # the host has loaded it
+
+    desk = Desk(channel.send, marker_fd)
     while True:
         request = requests.get()
         reply: Reply
@@ -59,4 +89,4 @@ def _serve(requests: queue.SimpleQueue[Request], write_fd: int, marker_fd: int) 
             reply = Failed(f"out of memory: {error}", memory=True)
         except Exception as error:  # the parent hears what happened, whatever it was
             reply = Failed(f"{type(error).__name__}: {error}")
-        write_frame(write_fd, reply)
+        channel.send(reply)

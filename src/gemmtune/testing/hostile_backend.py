@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -34,10 +35,81 @@ def _hang() -> None:
         time.sleep(1000)
 
 
+def _hold() -> None:
+    """Sleep with the interpreter's lock held: no heartbeat leaves."""
+    ctypes.PyDLL(None).sleep(1000)
+
+
+def _spin() -> None:
+    while True:
+        pass
+
+
+def _stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _sleeper(**how: Any) -> None:
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], **how)
+
+
 def _orphan() -> None:
     """Leave a child behind that holds every pipe, then die."""
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], close_fds=False)
+    _sleeper(close_fds=False)
     os._exit(7)
+
+
+_forked = False
+
+
+def _fork() -> None:
+    """Return twice, once."""
+    global _forked
+    if not _forked:
+        _forked = True
+        os.fork()
+
+
+def _child() -> None:
+    """Leave a child running, and go on."""
+    if os.fork() == 0:
+        _hang()
+
+
+def _daemon() -> None:
+    """Leave a process behind that has another parent, session, environment and no descriptor in common; go on."""
+    if (pid := os.fork()) == 0:
+        os.setsid()
+        _sleeper(env={}, close_fds=True, start_new_session=True)
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+
+def _daemon_segv() -> None:
+    _daemon()
+    _segv()
+
+
+def _fill_memory() -> None:
+    """Take memory until there is none."""
+    kept = []
+    while True:
+        kept.append(torch.ones(64 << 20, dtype=torch.uint8))
+
+
+_poisoned = False
+
+
+def _poison() -> None:
+    """Lose the context, as after an illegal access on a device: nothing works in this process from now on."""
+    global _poisoned
+    _poisoned = True
+    raise RuntimeError("illegal memory access (simulated)")
+
+
+def _close() -> None:
+    """Close every descriptor."""
+    os.closerange(3, 256)
 
 
 def _flood() -> None:
@@ -47,12 +119,28 @@ def _flood() -> None:
 
 
 def _babble() -> None:
-    """Write to every descriptor that is open: the reply pipe is one of them."""
+    """Write nonsense to every descriptor that is open: the reply pipe is one of them."""
+    _to_all(b"\x08\x00\x00\x00not json")
+
+
+def _to_all(data: bytes) -> None:
     for fd in range(3, 64):
         try:
-            os.write(fd, b"\x08\x00\x00\x00not json")
+            os.write(fd, data)
         except OSError:
             continue
+
+
+def _garble() -> None:
+    """Send the start of a message, and no more of it."""
+    _to_all(b'\x40\x00\x00\x00{"type":')
+    _hang()
+
+
+def _unasked() -> None:
+    """Send a well-formed answer to another question."""
+    body = b'{"type":"Ready","bytes":1}'
+    _to_all(len(body).to_bytes(4, "little") + body)
 
 
 def _raise(error: BaseException) -> Callable[[], None]:
@@ -65,7 +153,9 @@ def _raise(error: BaseException) -> Callable[[], None]:
 ACTS: dict[str, Callable[[], None]] = {
     "segv": _segv, "abort": os.abort, "exit": lambda: os._exit(0), "hang": _hang, "orphan": _orphan, "babble": _babble,
     "raise": _raise(ValueError("not today")), "sys_exit": _raise(SystemExit(0)),
-    "oom": _raise(RuntimeError("DefaultCPUAllocator: can't allocate memory")), "flood": _flood,
+    "oom": _raise(RuntimeError("DefaultCPUAllocator: can't allocate memory")), "flood": _flood, "hold": _hold,
+    "spin": _spin, "stop": _stop, "fork": _fork, "child": _child, "daemon": _daemon, "daemon_segv": _daemon_segv,
+    "fill_memory": _fill_memory, "poison": _poison, "close": _close, "garble": _garble, "unasked": _unasked,
 }  # fmt: skip
 """What a candidate of that kind does before it computes the right answer, if it gets there."""
 
@@ -90,6 +180,8 @@ class HostileKernel(Kernel):
         self.known: dict[int, Tensor] = {}
 
     def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
+        if _poisoned:
+            raise RuntimeError("the context was lost before (simulated)")
         act = ACTS.get(self.kind.removeprefix("late_"))
         if act is not None and (_in_a_race() or not self.kind.startswith("late_")):
             act()

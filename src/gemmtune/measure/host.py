@@ -1,0 +1,158 @@
+"""The child's side of isolation: a process that loads torch once, forks workers, and lets nothing of them survive.
+
+A worker that is lost costs a fork, some 30 ms, where a new interpreter with torch costs seconds. The host runs no
+candidate and no thread of its own, so that forking it is safe; it adopts whatever a worker leaves behind (daemons
+too) and kills it before it reports the worker's end. It ends when its parent does, however that ends.
+
+Started by ``process.Host``; never imported by anything else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+import warnings
+
+import psutil
+
+from .control import ENDED, FDS, FORK, KILL, SIZE, STARTED, pack, unpack
+from .prctl import adopt_orphans, die_with_parent
+
+_PARENT_POLL_S = 1.0  # the parent's own children may hold its end of the socket: its death is looked for, too
+_STRAYS_S = 1.5  # for killing what a worker left behind; the parent's sweep does what takes longer
+
+
+def main(control_fd: int, parent: int) -> None:
+    """Serve fork requests from ``control_fd`` until process ``parent`` closes its end or dies."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    from . import job  # noqa: F401 - torch and all that workers share
+
+    _Host(socket.socket(fileno=control_fd), parent).serve()
+    os._exit(0)
+
+
+class _Host:
+    def __init__(self, control: socket.socket, parent: int) -> None:
+        self._control, self._parent = control, parent
+        self._workers: set[int] = set()
+        self._wake, self._waker = os.pipe()
+        for fd in (self._wake, self._waker):
+            os.set_blocking(fd, False)
+        control.set_inheritable(False)
+        adopt_orphans()
+        signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+
+    def serve(self) -> None:
+        """Fork, kill and reap as asked."""
+        with contextlib.suppress(OSError):  # the parent's end of the socket broke: it is gone
+            while os.getppid() == self._parent:
+                ready, _, _ = select.select([self._control.fileno(), self._wake], [], [], _PARENT_POLL_S)
+                if self._wake in ready:
+                    os.read(self._wake, 4096)
+                if self._control.fileno() in ready and not self._answer():
+                    break
+                self._reap()
+        for pid in self._workers:
+            _kill_session(pid)
+        self._workers.clear()
+        self._end_strays()
+
+    def _answer(self) -> bool:
+        """Do one thing that the parent asks for; False at the end of its requests."""
+        data, fds, _, _ = socket.recv_fds(self._control, SIZE, FDS)
+        if not data:
+            return False
+        kind, pid, _ = unpack(data)
+        if kind == FORK:
+            self._fork(fds)
+        elif kind == KILL and pid in self._workers:
+            _kill_session(pid)
+        return True
+
+    def _fork(self, fds: list[int]) -> None:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # 3.12 warns of threads: OpenBLAS's, which handle forks
+                pid = os.fork()
+        except OSError:  # no more processes: the parent hears that none was started
+            pid = -1
+        if pid == 0:
+            self._become_worker(fds)
+        for fd in fds:
+            os.close(fd)
+        if pid > 0:
+            self._workers.add(pid)
+        self._control.sendall(pack(STARTED, max(pid, 0)))
+
+    def _become_worker(self, fds: list[int]) -> None:
+        """Never returns."""
+        try:
+            host = os.getppid()
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.setsid()
+            die_with_parent(host)
+            self._control.close()
+            os.close(self._wake)
+            os.close(self._waker)
+            requests, replies, marker, log = fds
+            for standard in (1, 2):
+                os.dup2(log, standard)
+            os.close(log)
+            from .worker_main import main
+
+            main(requests, replies, marker)
+        except BaseException:  # whatever it was: this is not the host, and must not go on as one
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(1)
+
+    def _reap(self) -> None:
+        """Report the workers that ended, once what they left behind is gone."""
+        ended = []
+        with contextlib.suppress(ChildProcessError):
+            while (found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+                if found.si_pid in self._workers:
+                    _kill_session(found.si_pid)  # before its number can be anybody else's: all that it forked
+                    self._workers.discard(found.si_pid)
+                    ended.append(os.waitpid(found.si_pid, 0))
+                else:
+                    os.waitpid(found.si_pid, 0)
+        if ended:
+            self._end_strays()
+        for pid, status in ended:
+            self._control.sendall(pack(ENDED, pid, os.waitstatus_to_exitcode(status)))
+
+    def _end_strays(self) -> None:
+        """Kill every child that is no worker. Their children become ours as they die, and are next."""
+        deadline = time.monotonic() + _STRAYS_S
+        while (strays := self._strays()) and time.monotonic() < deadline:
+            for stray in strays:
+                with contextlib.suppress(psutil.Error):
+                    stray.kill()
+            for stray in strays:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(stray.pid, os.WNOHANG)
+            time.sleep(0.001)
+
+    def _strays(self) -> list[psutil.Process]:
+        if not self._workers:
+            try:
+                os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:  # no children at all, which is the rule: no need to look through all processes
+                return []
+        return [child for child in psutil.Process().children() if child.pid not in self._workers]
+
+
+def _kill_session(pid: int) -> None:
+    for kill in (os.killpg, os.kill):  # it may be dying before it had a session of its own
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(pid, signal.SIGKILL)

@@ -1,0 +1,52 @@
+"""What a worker asks of the Linux kernel. Each does nothing, and says so, where there is no such thing."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import signal
+import sys
+from pathlib import Path
+
+_SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
+
+
+def die_with_parent(parent: int) -> bool:
+    """Have this process killed when the thread that forked it ends. ``parent``: the process that must still be there.
+
+    Works however either of them ends or hangs, where the end of a pipe needs somebody to read it.
+    """
+    done = _prctl(_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before we asked
+        os._exit(0)
+    return done
+
+
+def adopt_orphans() -> bool:
+    """Become the parent of every descendant whose own parent ends: daemons cannot slip away."""
+    return _prctl(_SET_CHILD_SUBREAPER, 1)
+
+
+def die_first() -> bool:
+    """Offer this process to the kernel's out-of-memory killer before any other."""
+    try:
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+    except OSError:
+        return False
+    return True
+
+
+def _prctl(option: int, value: int) -> bool:
+    call = _libc_prctl()
+    return call is not None and call(option, value, 0, 0, 0) == 0
+
+
+@functools.cache
+def _libc_prctl() -> ctypes._NamedFuncPointer | None:
+    if not sys.platform.startswith("linux"):
+        return None
+    found: ctypes._NamedFuncPointer | None = getattr(ctypes.CDLL(None), "prctl", None)
+    if found is not None:
+        found.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
+    return found
