@@ -1,6 +1,6 @@
 """The processes that the storing checks start: writers to be killed, workers on one store, tuners that start cold.
 
-    python -c BOOT SYS_PATH FUNCTION ARGS
+    python -c BOOT SYS_PATH MODULE FUNCTION ARGS
 
 Each prints one JSON document (or a line an event), and ends by itself when its standard input closes or it is done.
 """
@@ -33,18 +33,18 @@ from gemmtune.store import Artifacts, SqliteStore
 from gemmtune.testing.store_suite import PROBLEM, TARGET, make_decision
 
 _BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from reliability import store_children; "
-    "getattr(store_children, sys.argv[2])(*json.loads(sys.argv[3]))"
+    "import importlib, json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "getattr(importlib.import_module(sys.argv[2]), sys.argv[3])(*json.loads(sys.argv[4]))"
 )
 FIXTURE = Path(__file__).parents[1] / "store" / "fixtures" / "store-v1.db"
 
 
 def start(function: Callable[..., None], *args: object, **variables: str) -> subprocess.Popen[str]:
-    """Run one of this module's functions in a fresh process with pipes; ``variables`` go into its environment."""
+    """Run a module's function in a fresh process with pipes; ``variables`` go into its environment."""
     path = json.dumps([os.path.abspath(entry) for entry in sys.path])
     one = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     return subprocess.Popen(
-        [sys.executable, "-c", _BOOT, path, function.__name__, json.dumps(args)],
+        [sys.executable, "-c", _BOOT, path, function.__module__, function.__name__, json.dumps(args)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -315,3 +315,15 @@ def test_what_analyze_leaves_is_no_damage(path: Path, store: SqliteStore) -> Non
     execute(path, "ANALYZE")
     store.close()
     assert store.get(TARGET, PROBLEM.key) == make_decision()
+
+
+def test_names_that_are_no_text_are_damage(path: Path, store: SqliteStore) -> None:
+    """sqlite3 quotes the damaged schema in its error, and fails to decode that."""
+    store.put(TARGET, make_decision())
+    store.close()
+    body = path.read_bytes()
+    path.write_bytes(body.replace(b"CREATE TABLE decisions (target_key", b"CREATE TABLE \xe5ecisions )target_key"))
+    assert store.get(TARGET, PROBLEM.key) is None
+    assert store.verify()
+    with pytest.raises(StoreError, match="cannot write the store"):
+        store.put(TARGET, make_decision())

@@ -145,6 +145,7 @@ def decode_decision(body: bytes, target_key: str, problem_key: str) -> Decision:
     """The Decision in ``body``. Raises DamagedRecord when malformed, unsound or another problem's."""
     try:
         decision = _decision_decoder.decode(body)
+        _check_problem(decision)
         _check_choice(decision)
     except DAMAGE as error:
         raise DamagedRecord(f"malformed decision for {problem_key}: {error}") from error
@@ -167,15 +168,19 @@ def decode_verdict(body: bytes) -> Verdict:
 
 def check_decision(decision: Decision) -> None:
     """Check everything a Decision says against itself. Raises ValueError, TypeError or KeyError."""
-    problem = decode_problem(decision.problem)
-    if problem.key != decision.problem_key:
-        raise ValueError(f"problem_key is {decision.problem_key!r}, but the problem's own key is {problem.key!r}")
+    _check_problem(decision)
     for row in decision.evidence:
         if Candidate.from_dict(row.candidate).id != row.id:
             raise ValueError(f"the evidence called {row.id!r} holds another candidate: {row.candidate!r}")
     if len({row.id for row in decision.evidence}) != len(decision.evidence):
         raise ValueError("two pieces of evidence share one candidate id")
     _check_choice(decision)
+
+
+def _check_problem(decision: Decision) -> None:
+    problem = decode_problem(decision.problem)
+    if problem.key != decision.problem_key:
+        raise ValueError(f"problem_key is {decision.problem_key!r}, but the problem's own key is {problem.key!r}")
 
 
 def decode_problem(data: dict[str, Any]) -> Problem:
@@ -196,5 +201,7 @@ def _check_choice(decision: Decision) -> None:
         row = rows.get(candidate_id)
         if row is None or row.verdict is None or not row.verdict.ok:
             raise ValueError(f"{candidate_id!r} is to be served without evidence that it is correct")
+        if Candidate.from_dict(row.candidate).id != candidate_id:
+            raise ValueError(f"the evidence for {candidate_id!r} holds another candidate: {row.candidate!r}")
         if (row.packing or "") != packing:
             raise ValueError(f"{candidate_id!r} is listed for packing {packing!r}, but wants {row.packing!r}")

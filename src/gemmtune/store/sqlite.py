@@ -28,9 +28,11 @@ from .lease import Lease, check_ttl, left_s
 from .memory import require_owner
 from .owner import Owner, this_process
 from .schema import (
+    DAMAGE,
     MIGRATIONS,
     SCHEMA_VERSION,
     DamagedRecord,
+    check_decision,
     decode_decision,
     decode_target,
     decode_verdict,
@@ -41,6 +43,9 @@ from .schema import (
 )
 
 log = logging.getLogger("gemmtune")
+
+# What SQLite and its Python module raise over a file: they quote damaged names too, which need not be text.
+_TROUBLE = (sqlite3.Error, OSError, UnicodeError)
 
 
 class SqliteStore(Store):
@@ -104,7 +109,7 @@ class SqliteStore(Store):
                 rows = connection.execute("PRAGMA integrity_check").fetchall()
                 damage = [f"{self.path}: {text}" for (text,) in rows if text != "ok"]
                 return damage + list(_unsound(connection))
-        except (sqlite3.Error, StoreError) as error:
+        except (*_TROUBLE, StoreError) as error:
             return [f"{self.path}: {error}"]
 
     def export(self, path: Path, target: Target | None = None) -> int:
@@ -205,7 +210,7 @@ class SqliteStore(Store):
                 if connection is None or self._version < since:
                     return []
                 return connection.execute(sql, args).fetchall()
-            except (sqlite3.Error, StoreError, OSError) as error:
+            except (*_TROUBLE, StoreError) as error:
                 self._warn(f"cannot read the store {self.path}: {error}; going on without it (`gemmtune store verify`)")
                 self.close()
                 return []
@@ -217,7 +222,7 @@ class SqliteStore(Store):
                 assert connection is not None  # create=True gives one or raises
                 with _transaction(connection):
                     return action(connection)
-            except (sqlite3.Error, OSError) as error:
+            except _TROUBLE as error:
                 self.close()
                 raise StoreError(
                     f"cannot write the store {self.path}: {error}; free or repair the file, or choose another with "
@@ -379,10 +384,10 @@ def _unsound(connection: sqlite3.Connection) -> Iterator[str]:
         "SELECT target_key, problem_key, digest, body FROM decisions"
     ):
         try:
-            _decision(target_key, problem_key, *rest)
+            check_decision(_decision(target_key, problem_key, *rest))
             if target_key not in known:
                 yield f"decision {problem_key}: its target {target_key} is missing"
-        except DamagedRecord as error:
+        except DAMAGE as error:  # what is not served is checked here alone
             yield f"decision {problem_key}: {error}"
     for _, problem_key, candidate_id, _, body in connection.execute("SELECT * FROM failures"):
         try:

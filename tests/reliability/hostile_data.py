@@ -1,0 +1,322 @@
+"""Stores and exports that somebody, or a failing disk, has changed: nothing may crash, run, or be served wrongly."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import msgspec
+
+from gemmtune import backends
+from gemmtune.backends.base import Candidate
+from gemmtune.decision import Decision, Verdict
+from gemmtune.dispatch import runtime
+from gemmtune.dispatch.index import Index
+from gemmtune.dispatch.runtime import Runtime
+from gemmtune.errors import StoreError
+from gemmtune.problem import Layout, Operand, Problem
+from gemmtune.store import MemoryStore, SqliteStore
+from gemmtune.store.base import Store
+from serving import decide, evidence, register, toy
+
+from . import mutants
+from .checks import Outcome, check
+from .store_children import start
+
+_A, _B = Operand("float32"), Operand("float32", Layout("col"), constant=True)
+_FIRST = Problem("mm", 3, 5, 4, _A, _B, "float32")
+PROBLEMS = (_FIRST, _FIRST.with_m(32), Problem("mm", 3, 7, 4, _A, _B, "float32"))
+PACKINGS = (None, "toy:plain", "toy:other")
+_SLOW_S = 5.0  # a mutant that takes longer hangs its reader
+
+
+def decisions_of(target_key: str) -> list[Decision]:
+    """One for each problem: a winner whose tag is the problem's place, and a faster candidate that was wrong."""
+    made = []
+    for place, problem in enumerate(PROBLEMS):
+        good, packed, wrong = toy("", place), toy("plain", place), toy("", 100 + place)
+        rows = (evidence(good, 0.2), evidence(packed, 0.1), evidence(wrong, 0.01, ok=False))
+        decision = decide(problem, *rows, chosen=packed)
+        rest = {name: row for name, row in decision.alternatives.items() if row != wrong.id}
+        alternatives = {**rest, "": good.id}
+        made.append(msgspec.structs.replace(decision, alternatives=alternatives, target_key=target_key, created=5.0))
+    return made
+
+
+class Onslaught:
+    """Feeds mutants to a store and to dispatch, and keeps count of what went wrong."""
+
+    def __init__(self, folder: Path) -> None:
+        register()
+        for name in backends.names():
+            backends.get(name)  # whatever they import is theirs, not the mutants'
+        self.folder = folder
+        self.target = runtime.current_target()
+        self.sound = {decision.problem_key: decision for decision in decisions_of(self.target.key)}
+        self.tally: Counter[str] = Counter()
+        self.findings: list[str] = []
+        self.running: str | None = None
+        self.slowest_s = 0.0
+        with contextlib.closing(SqliteStore(folder / "sound.db")) as store:
+            for decision in self.sound.values():
+                store.put(self.target, decision)
+            store.remember_failure(self.target, _FIRST.key, "toy/bad", Verdict("crashed", "signal 11"))
+            store.lease(self.target, _FIRST.key, 60.0)
+            store.export(folder / "sound.json")
+        self.database = (folder / "sound.db").read_bytes()
+        self.export = (folder / "sound.json").read_bytes()
+        self._open(self._place(self.database), random.Random(0), "the sound store", exact=True)
+        again = MemoryStore()
+        again.import_(folder / "sound.json")
+        self._examine(again, "the sound export", exact=True)
+        assert not self.findings, self.findings
+        assert self.tally.pop("read whole") == 2
+        self.tally.clear()
+        sys.addaudithook(self._audit)  # from here on: what the first use of a decoder compiles is no mutant's doing
+
+    def _audit(self, event: str, args: tuple[Any, ...]) -> None:
+        """What data must never make Python do, while a mutant is read."""
+        if self.running is None:
+            return
+        if event in _FORBIDDEN or event.startswith(("os.exec", "os.spawn", "socket.", "winreg.")):
+            self.findings.append(f"{self.running}: executed: {event} {args!r:.200}")
+            self.tally["executed"] += 1
+        elif event == "open" and _writes(args[2]) and not str(args[0]).startswith(str(self.folder)):
+            self.findings.append(f"{self.running}: wrote: {args!r:.200}")
+            self.tally["executed"] += 1
+
+    def attack(self, number: int) -> None:
+        """Make and feed the mutant of that number."""
+        rng = random.Random(number)
+        kind, act = rng.choices(
+            (("bytes", self._bytes), ("journal", self._journal), ("records", self._records), ("export", self._export)),
+            (40, 5, 25, 30),
+        )[0]
+        self.tally[kind] += 1
+        name = f"mutant {number} ({kind})"
+        try:
+            act(rng, name)
+        except Exception as error:  # what the check is for
+            self._finding("crashed", name, f"{type(error).__name__}: {error}")
+        finally:
+            self.running = None
+
+    def _finding(self, what: str, name: str, text: str) -> None:
+        self.tally[what] += 1
+        self.findings.append(f"{name}: {what}: {text:.300}")
+
+    def _bytes(self, rng: random.Random, name: str) -> None:
+        path = self._place(mutants.bytes_of(rng, self.database))
+        self._open(path, rng, name, exact=True)
+
+    def _journal(self, rng: random.Random, name: str) -> None:
+        path = self._place(self.database)
+        path.with_name("mutant.db-journal").write_bytes(mutants.journal_of(rng, self.database))
+        self._open(path, rng, name, exact=True)
+
+    def _records(self, rng: random.Random, name: str) -> None:
+        path = self._place(self.database)
+        mutants.database_of(rng, path)
+        self._open(path, rng, name, exact=False)
+
+    def _place(self, body: bytes) -> Path:
+        for suffix in ("-journal", "-wal", "-shm"):
+            (self.folder / f"mutant.db{suffix}").unlink(missing_ok=True)
+        path = self.folder / "mutant.db"
+        path.write_bytes(body)
+        return path
+
+    def _export(self, rng: random.Random, name: str) -> None:
+        if rng.random() < 0.3:
+            body = mutants.bytes_of(rng, self.export)
+        else:
+            body = mutants.text_of(rng, mutants.tree_of(rng, json.loads(self.export)))
+        path = self.folder / "mutant.json"
+        path.write_bytes(body)
+        store = MemoryStore()
+        self.running, start_s = name, time.perf_counter()
+        try:
+            store.import_(path)
+        except StoreError:
+            self.tally["refused"] += 1
+        self._examine(store, name, exact=False)
+        self._took(time.perf_counter() - start_s, name)
+
+    def _open(self, path: Path, rng: random.Random, name: str, *, exact: bool) -> None:
+        self.running, start_s = name, time.perf_counter()
+        with contextlib.closing(SqliteStore(path, timeout_s=0.1)) as store:
+            self._examine(store, name, exact=exact)
+            if rng.random() < 0.05:
+                self._write(store, name)
+        self.running = None
+        self._took(time.perf_counter() - start_s, name)
+
+    def _took(self, seconds: float, name: str) -> None:
+        self.slowest_s = max(self.slowest_s, seconds)
+        if seconds > _SLOW_S:
+            self._finding("hung", name, f"{seconds:.1f} s")
+
+    def _write(self, store: Store, name: str) -> None:
+        """A write works or is refused; what it acknowledged is there."""
+        decision = self.sound[_FIRST.key]
+        try:
+            store.put(self.target, decision)
+        except StoreError:
+            return
+        if store.get(self.target, _FIRST.key) != decision:
+            self._finding("wrong", name, "an acknowledged write is lost")
+
+    def _examine(self, store: Store, name: str, *, exact: bool) -> None:
+        """Everything a reader can ask; exact: no record can have changed without its checksum saying so."""
+        found = list(store.decisions(self.target))
+        for problem in PROBLEMS:
+            one = store.get(self.target, problem.key)
+            if one is not None:
+                found.append(one)
+                if one.problem_key != problem.key:
+                    self._finding("wrong", name, f"{one.problem_key} for {problem.key}")
+            store.failures(self.target, problem.key)
+            store.leased(self.target, problem.key)
+        for decision in found:
+            if exact and decision != self.sound.get(decision.problem_key):
+                self._finding("wrong", name, f"a changed decision for {decision.problem_key}")
+            for text in unsound(decision):
+                self._finding("wrong", name, text)
+        everyone = list(store.decisions())
+        if any(target.key == self.target.key and target != self.target for target in store.targets()):
+            self._finding("wrong", name, "a changed target under this one's key")
+        damage = store.verify()
+        whole = len(everyone) == len(PROBLEMS) and {d.problem_key: d for d in everyone} == self.sound
+        self.tally["read whole" if whole else "read in part" if everyone else "missed"] += 1
+        self.tally["told by verify"] += bool(damage)
+        self._dispatch(store, found, name)
+
+    def _dispatch(self, store: Store, found: Iterable[Decision], name: str) -> None:
+        """What the dispatcher would serve was checked, for that very problem."""
+        allowed: dict[str, list[Candidate]] = {}
+        for decision in found:
+            rows = [row for row in decision.evidence if row.verdict is not None and row.verdict.kind in _PASSED]
+            for row in rows:
+                with contextlib.suppress(KeyError, TypeError, ValueError):
+                    allowed.setdefault(decision.problem_key, []).append(Candidate.from_dict(row.candidate))
+        index = Index.read(store, self.target, _ignore)
+        serving = Runtime()
+        serving.warn_once = _ignore  # type: ignore[method-assign]
+        serving.refresh(store)
+        for problem in PROBLEMS:
+            for packing in PACKINGS:
+                plan = index.plan(problem.plan_key, packing)
+                for entry in plan.entries if plan is not None else ():
+                    if entry.candidate is not None:
+                        self.tally["planned"] += 1
+                        if entry.candidate not in allowed.get(problem.with_m(entry.m).key, ()):
+                            self._finding("wrong", name, f"{entry.candidate.id} for {problem.key} at {entry.m}")
+            with mock.patch.object(runtime, "current_target", return_value=self.target):
+                kernel: Any = serving.kernel_for(problem)
+            if kernel is not None and kernel.problem.plan_key != problem.plan_key:
+                self._finding("wrong", name, f"a kernel for {kernel.problem.key} serves {problem.key}")
+
+
+def unsound(decision: Decision) -> list[str]:
+    """What is wrong with a decision that a store gave out, by rules written here anew."""
+    if Problem.from_dict(decision.problem).key != decision.problem_key:
+        return [f"{decision.problem_key} describes another problem"]
+    rows = {row.id: row for row in decision.evidence}
+    served = {*decision.alternatives.values(), decision.chosen} - {None}
+    wrong = []
+    for name in served:
+        row = rows.get(str(name))
+        if row is None or row.verdict is None or row.verdict.kind not in _PASSED:
+            wrong.append(f"{name} is served unchecked for {decision.problem_key}")
+        elif Candidate.from_dict(row.candidate).id != name:
+            wrong.append(f"{name} is another candidate in {decision.problem_key}")
+    return wrong
+
+
+def _writes(flags: object) -> bool:
+    return isinstance(flags, int) and bool(flags & (os.O_WRONLY | os.O_RDWR))
+
+
+_PASSED = ("exact", "within_bound")
+_FORBIDDEN = frozenset({
+    "exec", "compile", "import", "code.__new__", "marshal.load", "marshal.loads", "pickle.find_class",
+    "os.system", "os.posix_spawn", "os.fork", "os.forkpty", "pty.spawn", "subprocess.Popen", "os.kill", "os.chmod",
+    "ctypes.dlopen", "ctypes.dlsym", "ctypes.call_function", "shutil.rmtree",
+    "sqlite3.load_extension", "sqlite3.enable_load_extension",
+})  # fmt: skip
+
+
+def _ignore(text: str) -> None:
+    """Warnings by the hundred thousand help nobody."""
+
+
+def onslaught(folder: str, first: int, count: int) -> None:
+    """Feed mutants ``first`` to ``first + count``; the file ``at`` has the one in hand, should it end the process."""
+    logging.disable(logging.CRITICAL)
+    attack = Onslaught(Path(folder))
+    at = os.open(Path(folder) / "at", os.O_CREAT | os.O_WRONLY)
+    for number in range(first, first + count):
+        os.pwrite(at, f"{number:>12}".encode(), 0)
+        attack.attack(number)
+    print(json.dumps({"tally": attack.tally, "findings": attack.findings[:200], "slowest_s": attack.slowest_s}))
+
+
+@check(
+    "mutated stores and exports: flipped bits, truncation, foreign schemas, forged records, hostile JSON and journals",
+    "100,000 mutants: 0 crashes, 0 code executed, 0 wrong dispatch",
+)
+def hostile_data(full: bool) -> Outcome:
+    count = 100_000 if full else 300
+    tally: Counter[str] = Counter()
+    findings: list[str] = []
+    slowest, first = 0.0, 0
+    while first < count:
+        result, reached = _run(onslaught, first, count - first)
+        if result is None:
+            tally["crashed"] += 1
+            findings.append(f"mutant {reached} ended the process")
+        else:
+            tally.update(result["tally"])
+            findings += result["findings"]
+            slowest = max(slowest, result["slowest_s"])
+        first = reached + 1
+    bad = {name: tally[name] for name in ("crashed", "executed", "wrong", "hung")}
+    kept = ", ".join(f"{tally[name]} {name}" for name in ("read whole", "read in part", "missed", "refused"))
+    return Outcome(
+        f"{count} mutants ({kept}; slowest {slowest:.2f} s): {bad['crashed']} crashes, {bad['executed']} executions, "
+        f"{bad['wrong']} wrong, {bad['hung']} hung" + ("" if not findings else ": " + "; ".join(findings[:3])),
+        not any(bad.values()) and tally["planned"] > count // 2,
+        {"tally": dict(tally), "findings": findings, "slowest_s": slowest},
+    )
+
+
+def _run(function: Callable[..., None], first: int, count: int) -> tuple[Any, int]:
+    """What a process made of the mutants (None when one of them ended it), and the last mutant's number."""
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    folder = tempfile.mkdtemp(dir=memory)
+    process: subprocess.Popen[str] = start(function, folder, first, count)
+    try:
+        out, _ = process.communicate()
+        reached = Path(folder) / "at"
+        if process.returncode == 0:
+            return json.loads(out.splitlines()[-1]), first + count
+        if not reached.exists():
+            raise RuntimeError(f"the process that was to read mutants did not start: {out[-500:]}")
+        return None, int(reached.read_text())
+    finally:
+        process.kill()
+        process.wait()
+        shutil.rmtree(folder)
