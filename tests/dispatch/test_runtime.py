@@ -12,6 +12,7 @@ import torch
 
 import gemmtune
 from gemmtune import backends
+from gemmtune.backends.base import Candidate
 from gemmtune.decision import Decision
 from gemmtune.dispatch import RUNTIME, current_target, policy
 from gemmtune.dispatch.runtime import TABLE
@@ -296,3 +297,14 @@ def test_many_threads_at_first_sight(own_store: MemoryStore) -> None:
         one.join()
     assert len(results) == 1600
     assert all(results)
+
+
+def test_a_config_that_lacks_what_its_template_needs_costs_a_warning(
+    own_store: MemoryStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Data from anywhere must not raise into a model's forward."""
+    candidate = Candidate.make("native", "gemm")
+    problem = linear_problem(3, 5, 4, "float32", constant=False)
+    serve(own_store, problem, evidence(candidate, 0.1), chosen=candidate)
+    assert RUNTIME.kernel_for(problem) is None
+    assert "native/gemm cannot be loaded" in caplog.text

@@ -30,6 +30,7 @@ from gemmtune.errors import StoreError
 from gemmtune.problem import Layout, Operand, Problem
 from gemmtune.store import MemoryStore, SqliteStore
 from gemmtune.store.base import Store
+from gemmtune.target import Target
 from serving import decide, evidence, register, toy
 
 from . import mutants
@@ -61,10 +62,9 @@ class Onslaught:
 
     def __init__(self, folder: Path) -> None:
         register()
-        for name in backends.names():
-            backends.get(name)  # whatever they import is theirs, not the mutants'
         self.folder = folder
         self.target = runtime.current_target()
+        _load_one_of_each(self.target)
         self.sound = {decision.problem_key: decision for decision in decisions_of(self.target.key)}
         self.tally: Counter[str] = Counter()
         self.findings: list[str] = []
@@ -244,6 +244,16 @@ def unsound(decision: Decision) -> list[str]:
         elif Candidate.from_dict(row.candidate).id != name:
             wrong.append(f"{name} is another candidate in {decision.problem_key}")
     return wrong
+
+
+def _load_one_of_each(target: Target) -> None:
+    """What backends import at their first kernel is no mutant's doing."""
+    for name in backends.names():
+        backend = backends.get(name)
+        for candidate in backend.candidates(_FIRST, target):
+            if isinstance(candidate, Candidate):
+                backend.load(backend.build(_FIRST, candidate, target), _FIRST)
+                break
 
 
 def _writes(flags: object) -> bool:

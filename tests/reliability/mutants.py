@@ -9,6 +9,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from gemmtune.backends.base import Candidate
 from gemmtune.store.schema import digest
 
 _DEEP, _HUGE, _WILD = "@@deep@@", "@@huge@@", "@@wild@@"
@@ -139,13 +140,38 @@ def database_of(rng: random.Random, path: Path) -> None:
             pass  # not every mixture is one that SQLite takes: then the store is as it was
 
 
+def forge(rng: random.Random, tree: dict[str, Any]) -> dict[str, Any]:
+    """A record whose checked winner is some other candidate wherever it is mentioned: sound as far as one can see."""
+    config = {
+        rng.choice(("isa", "mr", "nr", "mc", "kc", "nc", "grid", "layout", "tag", "split", "cls", "self")): rng.choice(
+            ("avx2", "avx512", "", "plain", 6, 16, 0, -1, 10**30, 1.5, True, "6", "../..", "x" * 500)
+        )
+        for _ in range(rng.randrange(5))
+    }
+    backend = rng.choice(("native", "native", "aten", "toy", "os", ""))
+    template = rng.choice(("gemm", "gemm", "mm", "slow", "../x", "__init__"))
+    try:
+        name = Candidate.make(backend, template, **config).id
+    except TypeError:
+        return tree
+    old = tree["chosen"]
+    row = next(row for row in tree["evidence"] if row["id"] == old)
+    row["id"], row["candidate"] = name, {"backend": backend, "template": template, "config": config}
+    row["packing"] = rng.choice((None, row["packing"]))
+    tree["chosen"], tree["alternatives"] = name, {}
+    return tree
+
+
 def _rewrite(rng: random.Random, connection: sqlite3.Connection) -> None:
     """Change records as somebody would who knows how checksums are made: read them all, mutate, write one back."""
     rows = connection.execute("SELECT rowid, target_key, problem_key, body FROM decisions").fetchall()
     trees = [json.loads(body) for *_, body in rows]
     place = rng.randrange(len(rows))
     rowid, target_key, problem_key, _ = rows[place]
-    if rng.random() < 0.3:  # another record's content under this one's key
+    kind = rng.random()
+    if kind < 0.2:
+        body = json.dumps(forge(rng, trees[place])).encode()
+    elif kind < 0.4:  # another record's content under this one's key
         body = json.dumps(rng.choice(trees)).encode()
         if rng.random() < 0.5:
             body = json.dumps({**json.loads(body), "problem_key": problem_key}).encode()

@@ -223,7 +223,8 @@ class Runtime:
         try:
             backend = backends.get(candidate.backend)
             return backend.load(backend.build(problem, candidate, current_target()), problem)
-        except (KernelError, ValueError, ImportError) as error:
+        except (KernelError, ValueError, LookupError, TypeError, OverflowError, ImportError) as error:
+            # A record may come from anywhere: a config without what its template needs is one that cannot be loaded.
             self.warn_once(f"{candidate.id} cannot be loaded ({error}); PyTorch's own kernel serves")
             return None
 
