@@ -1,9 +1,15 @@
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from command import Run
+from factories import NATIVE, make_decision
 from gemmtune.backends.base import Candidate
+from gemmtune.decision import Evidence
+from gemmtune.store import open_store
+from gemmtune.target import Target
+from gemmtune.workloads import build
 
 
 def test_shows_all_the_evidence(run: Run, filled: Path) -> None:
@@ -25,6 +31,38 @@ def test_json_holds_the_whole_record(run: Run, filled: Path) -> None:
     (decision,) = run("explain", 16, 4096, 4096, "--json", "--store", filled).json["decisions"]
     assert decision["outcome"] == "winner"
     assert {row["stage"] for row in decision["evidence"]} == {"winner", "finalist", "eliminated", "failed", "illegal"}
+
+
+def test_tells_the_conditions_once_and_where_they_differ(run: Run, tmp_path: Path, here: Target) -> None:
+    made = make_decision(build(2, 3, 4, "fp32"), "winner", here)
+    cold = {"operands": "cold", "threads": "2", "drift": "+1.2%", "pinned": "CPUs 0, 1"}
+    rows = [_timed(row, cold) for row in made.evidence]
+    rows[1] = _timed(rows[1], {"operands": "hot", "threads": "2"}, packing_s=2.5e-3)
+    path = tmp_path / "s.db"
+    open_store(path).put(here, replace(made, evidence=tuple(rows)))
+    lines = run("explain", 2, 3, 4, "--dtype", "fp32", "--store", path).out.splitlines()
+    assert lines.count("timed with: operands cold; threads 2; drift +1.2%; pinned CPUs 0, 1") == 1
+    place = next(index for index, line in enumerate(lines) if line.strip() == NATIVE.id)
+    assert [line.strip() for line in lines[place + 1 : place + 3]] == [
+        "packing its weight took 2.50 ms, once",
+        "timed with: operands hot; threads 2",
+    ]
+    assert sum("timed with" in line for line in lines) == 2
+    (record,) = run("explain", 2, 3, 4, "--dtype", "fp32", "--store", path, "--json").json["decisions"]
+    assert record["stopped"] == made.stopped
+    assert record["evidence"][0]["sample"]["conditions"] == cold
+    assert {"lo_s", "hi_s", "rounds", "ratio_lo", "ratio_hi", "times"} <= record["evidence"][0]["sample"].keys()
+
+
+def _timed(row: Evidence, conditions: dict[str, str], **more: float) -> Evidence:
+    sample = None if row.sample is None else replace(row.sample, conditions=conditions, **more)
+    return replace(row, sample=sample)
+
+
+def test_old_samples_say_at_least_whether_operands_were_cold(run: Run, filled: Path) -> None:
+    assert "timed with: operands cold\n" in run("explain", 16, 4096, 4096, "--store", filled).out
+    nothing_timed = run("explain", 16, 4096, 4096, "--dtype", "int8", "--store", filled).out
+    assert "timed with" not in nothing_timed
 
 
 def test_says_when_nothing_is_valid(run: Run, filled: Path) -> None:

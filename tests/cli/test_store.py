@@ -1,5 +1,7 @@
+import os
 import re
 import sqlite3
+import stat
 from pathlib import Path
 
 import pytest
@@ -92,3 +94,37 @@ def test_a_file_that_is_no_store_is_a_failure(run: Run, tmp_path: Path, command:
         assert result.code == 1
         assert result.err.startswith(f"error: cannot read the store {place}: ")
         assert result.err.count("\n") == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes here")
+@pytest.mark.parametrize(
+    "args",
+    [("store", "ls", "--store"), ("store", "import"), ("store", "export"), ("report", "-o"), ("doctor", "--store")],
+)
+def test_a_pipe_is_not_waited_for(run: Run, tmp_path: Path, args: tuple[str, ...]) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    result = run(*args, pipe)
+    if args[0] != "doctor":
+        assert result.code == 1
+        assert "not a regular file" in result.err
+    assert stat.S_ISFIFO(os.stat(pipe).st_mode)
+
+
+def test_no_home_no_store(run: Run) -> None:
+    result = run("store", "ls", "--store", "~nobody-by-this-name/s.db")
+    assert result.code == 1
+    assert "cannot find the store" in result.err
+
+
+@pytest.mark.parametrize("days", ["nan", "inf", "-1"])
+def test_odd_ages_are_wrong_usage(run: Run, filled: Path, days: str) -> None:
+    assert run("store", "prune", "--older-than", days, "--store", filled).code == 2
+    assert run("store", "prune", "--others", "--threads", 10**12, "--store", filled).code == 2
+
+
+def test_text_that_utf8_cannot_hold_is_escaped(run: Run, tmp_path: Path, filled: Path) -> None:
+    path = tmp_path / "bad\udcff.json"
+    result = run("store", "export", path, "--store", filled)
+    assert result.code == 0
+    assert "bad\\udcff.json" in result.out

@@ -121,6 +121,8 @@ def test_only_empty_problems_fail_with_a_reason(run: Run, tuner: type[StandIn], 
         ("--workload", "lama"),
         ("1,2,3", "--threads", "0"),
         ("1,2,3", "--budget", "-1"),
+        ("1,2,3", "--budget", "nan"),
+        ("1,2,3", "--threads", "4096"),
         ("no_such_file.py:factory",),
         ("1,2,3", "--dtype", "int8", "--bias"),
     ],
@@ -130,6 +132,20 @@ def test_wrong_usage_is_exit_code_2(run: Run, tuner: type[StandIn], args: tuple[
     assert result.code == 2
     assert result.err.count("\n") < 8
     assert "Traceback" not in result.err
+
+
+@pytest.mark.parametrize("command", ["tune", "bench"])
+def test_a_shape_beyond_the_machines_memory_is_refused_at_once(
+    run: Run, tuner: type[StandIn], monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setattr(StandIn, "seen", None)
+    result = run(command, "1,8,8", "2147483647,2147483647,1", "--json")
+    assert result.code == 1
+    assert (
+        "2147483647x2147483647x1 bf16 needs 8,589,934,592.0 GiB for its operands; this machine has"
+        in (result.json["error"])
+    )
+    assert StandIn.seen is None
 
 
 def test_bench_keeps_nothing_and_compares_backends(

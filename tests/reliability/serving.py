@@ -32,6 +32,7 @@ from gemmtune.search import enumerate_candidates
 from gemmtune.store import open_store
 from gemmtune.target import Target
 
+from .apart import apart
 from .checks import Outcome, check
 
 ROWS = (1, 3, 8)
@@ -397,24 +398,6 @@ def _figures(ours: Sequence[int], plain: Sequence[int]) -> dict[str, float]:
     return found
 
 
-def _apart(function: Callable[..., None], *args: Any, limit_s: float) -> Any:
-    """What ``function`` sends from a process of its own; None when it died or took too long."""
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe(duplex=False)
-    process = context.Process(target=function, args=(*args, there))
-    process.start()
-    there.close()
-    try:
-        return here.recv() if here.poll(limit_s) else None
-    except EOFError:
-        return None
-    finally:
-        process.join(10)
-        if process.is_alive():
-            process.kill()
-            process.join()
-
-
 @check(
     "32 threads x 10^5 dispatches (mm, linear, packed linear, int_mm, mixed_mm) while another process rewrites, "
     "damages and deletes the store, and a thread refreshes and changes policy and thread count",
@@ -422,7 +405,7 @@ def _apart(function: Callable[..., None], *args: Any, limit_s: float) -> Any:
 )
 def serving_under_rewrites(full: bool) -> Outcome:
     threads, calls = (32, 100_000) if full else (8, 3000)
-    reply = _apart(_storm, threads, calls, limit_s=1500 if full else 120)
+    reply = apart(_storm, threads, calls, limit_s=1500 if full else 120)
     if reply is None:
         return Outcome("the serving process died or hung", False)
     tally, figures, seconds, generations, kernels = reply
@@ -460,7 +443,7 @@ def _quiet(calls: int, replies: Connection) -> None:
     timed=True,
 )
 def dispatch_overhead(full: bool) -> Outcome:
-    figures = _apart(_quiet, 50_000 if full else 500, limit_s=300)
+    figures = apart(_quiet, 50_000 if full else 500, limit_s=300)
     if figures is None:
         return Outcome("the serving process died or hung", False)
     words = [

@@ -9,21 +9,32 @@ import os
 import signal
 import sys
 
+_TYPERS_INTERRUPT = 130
+
 
 def main() -> None:
     """Run the command line and exit with its code."""
+    code: str | int | None = 0
+    failure = ""
     try:
         _open_standard_streams()
         from .commands import app  # here, so that Ctrl-C while it loads is met too
 
         app(prog_name="gemmtune")
     except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr)
-        sys.exit(1)
-    finally:
-        # What is left is the interpreter's own tidying up, in which Ctrl-C would print a traceback.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        _flush()
+        failure = "interrupted"
+    except OSError as error:
+        failure = f"standard output: {error.strerror}"  # the commands answer for every other file
+    except SystemExit as end:
+        code = end.code
+        failure = "interrupted" if code == _TYPERS_INTERRUPT else ""
+    # What is left is the interpreter's own tidying up, in which Ctrl-C would print a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    failure = _flush() or failure
+    if failure:
+        print(f"error: {failure}", file=sys.stderr)
+        code = 1
+    sys.exit(code)
 
 
 def _open_standard_streams() -> None:
@@ -37,13 +48,11 @@ def _open_standard_streams() -> None:
         sys.stderr = os.fdopen(2, "w")
 
 
-def _flush() -> None:
-    """Write out what stdout holds back. A reader who left (``| head``) is a failure, not a traceback."""
+def _flush() -> str:
+    """Write out what stdout holds back; what went wrong, in words (a reader who left, a full disk)."""
     try:
         sys.stdout.flush()
     except OSError as error:
-        # The interpreter would flush again at its end, and complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        if not isinstance(error, BrokenPipeError):
-            print(f"error: standard output: {error.strerror}", file=sys.stderr)
-        sys.exit(1)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the interpreter would flush again at its end, and complain
+        return f"standard output: {error.strerror}"
+    return ""

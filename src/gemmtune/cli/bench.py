@@ -13,12 +13,13 @@ from .common import (
     ThreadsOption,
     collect,
     console,
-    current_target,
     emit,
     fail,
     guard,
     parse_backends,
     quiet_stdout,
+    require_room,
+    tuning_target,
 )
 
 
@@ -43,7 +44,9 @@ def bench(
     names = parse_backends(backends)
     with quiet_stdout(as_json):
         problems = collect(None, shapes or [], workload, dtype)
-        target = current_target(threads)
+        target = tuning_target(threads)
+    if shapes:
+        require_room(problems, target)
     if not problems:
         fail("every one of these problems is empty (M, N or K is 0): there is nothing to race", as_json=as_json)
     board, interrupted = run(problems, target, names, MemoryStore(), budget=budget, hidden=as_json)

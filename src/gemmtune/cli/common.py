@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,6 +24,19 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
+
+def usage(message: str) -> NoReturn:
+    """Wrong usage: one line on stderr, exit code 2."""
+    raise typer.BadParameter(message)
+
+
+def finite(value: float | None) -> float | None:
+    """An option's number; NaN and infinities, which no range refuses, are wrong usage."""
+    if value is not None and not math.isfinite(value):
+        usage(f"{value} is not a finite number")
+    return value
+
+
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
 StoreOption = Annotated[
     Path | None, typer.Option("--store", metavar="PATH", help="The store's file [default: $GEMMTUNE_STORE or yours].")
@@ -36,13 +51,11 @@ DtypeOption = Annotated[
     str, typer.Option("--dtype", metavar="D", help="fp32, bf16, fp16, fp64, int8 (int8 x int8), int8wo or int4wo.")
 ]
 BudgetOption = Annotated[
-    float, typer.Option("--budget", min=0.05, max=86400, metavar="S", help="Seconds of measuring for each problem.")
+    float,
+    typer.Option(
+        "--budget", min=0.05, max=86400, metavar="S", callback=finite, help="Seconds of measuring for each problem."
+    ),
 ]
-
-
-def usage(message: str) -> NoReturn:
-    """Wrong usage: one line on stderr, exit code 2."""
-    raise typer.BadParameter(message)
 
 
 def fail(message: str, *, as_json: bool = False) -> NoReturn:
@@ -152,6 +165,35 @@ def current_target(threads: int | None) -> Target:
     return dispatch.current_target()
 
 
+def tuning_target(threads: int | None) -> Target:
+    """``current_target`` for commands that run kernels: more threads than the machine has CPUs are wrong usage."""
+    cpus = os.cpu_count() or 1
+    if threads is not None and threads > cpus:
+        usage(f"--threads {threads}: this machine has {cpus} CPUs")
+    return current_target(threads)
+
+
+def require_room(problems: Sequence[tuple[Problem, int]], target: Target) -> None:
+    """Refuse problems whose operands cannot fit into the machine, before anything is tuned. Raises UnsupportedError."""
+    from ..errors import UnsupportedError
+    from ..workloads import label
+
+    for problem, _ in problems:
+        if 0 < target.memory < problem.min_bytes:
+            needs, has = problem.min_bytes / (1 << 30), target.memory / (1 << 30)
+            raise UnsupportedError(
+                f"{label(problem)} needs {needs:,.1f} GiB for its operands; this machine has {has:.1f}"
+            )
+
+
+def require_file(path: Path) -> None:
+    """Raise GemmtuneError when something else than a regular file is there: pipes block, devices would be replaced."""
+    from ..errors import GemmtuneError
+
+    if path.exists() and not path.is_file():
+        raise GemmtuneError(f"{path} is not a regular file")
+
+
 @contextlib.contextmanager
 def opened(path: Path | None) -> Iterator[Store]:
     """The store at ``path`` (or the default one), closed afterwards. Raises StoreError when the file is no store.
@@ -161,7 +203,10 @@ def opened(path: Path | None) -> Iterator[Store]:
     from ..errors import StoreError
     from ..store import open_store
 
-    store = open_store(path)
+    try:
+        store = open_store(path)
+    except RuntimeError as error:  # ~somebody, who has no home here
+        raise StoreError(f"cannot find the store: {error}") from error
     damage = unreadable(getattr(store, "path", None))
     if damage:
         raise StoreError(f"cannot read the store {damage}; move it away, or choose another with --store")
@@ -175,6 +220,8 @@ def unreadable(path: Path | None) -> str:
     """Why the file at ``path`` is no SQLite database, or empty (also when it is absent, or busy for the moment)."""
     if path is None or not path.exists():
         return ""
+    if not path.is_file():
+        return f"{path}: it is not a regular file"
     import sqlite3
 
     try:

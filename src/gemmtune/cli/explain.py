@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -26,7 +27,7 @@ from .common import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..decision import Decision, Evidence
+    from ..decision import Decision, Evidence, Sample
     from ..store.base import Store
     from ..target import Target
 
@@ -51,7 +52,7 @@ def explain(
     as_json: JsonOption = False,
 ) -> None:
     """Show the decisions for a shape with all their evidence: every candidate, why some were illegal, verdicts,
-    samples with their intervals, and why the race stopped."""
+    samples with their intervals and the conditions they were taken under, and why the race stopped."""
     if dtype not in _known_dtypes():
         usage(f"unknown dtype {dtype!r}; known dtypes: {', '.join(_known_dtypes())}")
     with quiet_stdout(as_json):
@@ -114,10 +115,13 @@ def show(decision: Decision, out: Console) -> None:
     out.print(f"outcome: {_outcome_words(decision)}  {escape(speedup_text(row))}", soft_wrap=True)
     out.print(f"made {made} in {decision.seconds:.1f} s, seed {decision.seed}, target {decision.target_key}")
     out.print(f"stopped: {escape(decision.stopped or 'not recorded')}", soft_wrap=True)
+    usual = usual_conditions(decision)
+    if usual:
+        out.print(f"timed with: {escape(words_of(usual))}", soft_wrap=True)
     for packing, candidate in sorted(decision.alternatives.items()):
         out.print(f"fastest with packing {escape(packing or 'none')}: {escape(candidate)}", soft_wrap=True)
     out.print()
-    for text in (*evidence_lines(decision), *without_a_time(decision)):
+    for text in (*evidence_lines(decision, usual), *without_a_time(decision)):
         out.print(text, markup=False, soft_wrap=True)
     out.print()
 
@@ -133,8 +137,26 @@ def _outcome_words(decision: Decision) -> str:
     }[decision.outcome]
 
 
-def evidence_lines(decision: Decision) -> list[str]:
+def conditions_of(sample: Sample) -> dict[str, str]:
+    """What a Sample was taken under; records older than ``conditions`` say at least whether operands were cold."""
+    return {"operands": sample.condition, **sample.conditions}
+
+
+def usual_conditions(decision: Decision) -> dict[str, str]:
+    """The conditions that most of a Decision's Samples share; empty when nothing was timed."""
+    found = Counter(tuple(conditions_of(row.sample).items()) for row in decision.evidence if row.sample is not None)
+    return dict(found.most_common(1)[0][0]) if found else {}
+
+
+def words_of(conditions: Mapping[str, str]) -> str:
+    """``operands cold; threads 2``: conditions in one line."""
+    return "; ".join(f"{name} {value}" for name, value in conditions.items())
+
+
+def evidence_lines(decision: Decision, usual: Mapping[str, str]) -> list[str]:
     """Every candidate that was tried, best first: its figures, below them its id and why it stopped there.
+
+    usual: conditions said already; a sample under others says so.
 
     Not a table: ids are longer than a column can be, and whole ones can be searched for and pasted.
     """
@@ -150,6 +172,10 @@ def evidence_lines(decision: Decision) -> list[str]:
             ratio = f"{sample.ratio:.3f} [{sample.ratio_lo:.3f}-{sample.ratio_hi:.3f}]"
         lines.append(f"{row.stage:<11} {times:<31} {rounds:>6}  {ratio:<20}  {_verdict_words(row)}")
         lines.append(f"            {row.id}" + (f": {row.reason}" if row.reason else ""))
+        if sample is not None and sample.packing_s:
+            lines.append(f"            packing its weight took {duration(sample.packing_s)}, once")
+        if sample is not None and (conditions := conditions_of(sample)) != usual:
+            lines.append(f"            timed with: {words_of(conditions)}")
     return [*lines, ""]
 
 

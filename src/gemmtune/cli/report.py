@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .common import JsonOption, StoreOption, current_target, emit, fail, guard, opened, quiet_stdout
+from .common import JsonOption, StoreOption, current_target, emit, fail, guard, opened, quiet_stdout, require_file
 
 
 @guard
@@ -24,6 +24,7 @@ def report(
     """Write a self-contained HTML report: times by shape and backend, the roofline, the candidates' spread."""
     from ..report import write_report
 
+    require_file(output)
     with quiet_stdout(as_json):
         target = None if all_machines else current_target(None)
     with opened(store) as keeper:

@@ -9,7 +9,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .common import JsonOption, StoreOption, console, current_target, emit, fail, guard, opened, quiet_stdout, usage
+from .common import (
+    JsonOption,
+    StoreOption,
+    console,
+    current_target,
+    emit,
+    fail,
+    finite,
+    guard,
+    opened,
+    quiet_stdout,
+    require_file,
+    usage,
+)
 
 if TYPE_CHECKING:
     from ..decision import Decision
@@ -120,6 +133,7 @@ def export(
     as_json: JsonOption = False,
 ) -> None:
     """Write decisions to one readable JSON file."""
+    require_file(path)
     with quiet_stdout(as_json):
         target = current_target(None) if here else None
     with opened(store) as keeper:
@@ -135,6 +149,7 @@ def import_(
     as_json: JsonOption = False,
 ) -> None:
     """Check everything in an exported file, then keep all of it or nothing."""
+    require_file(path)
     with opened(store) as keeper:
         count = keeper.import_(path)
     _say({"decisions": count}, f"{count} decisions imported from {path}", as_json)
@@ -145,10 +160,12 @@ def import_(
 def prune(
     others: Annotated[bool, typer.Option("--others", help="Delete what was decided on other machines.")] = False,
     older_than: Annotated[
-        float | None, typer.Option("--older-than", min=0, metavar="DAYS", help="Delete what is older than this.")
+        float | None,
+        typer.Option("--older-than", min=0, metavar="DAYS", callback=finite, help="Delete what is older than this."),
     ] = None,
     threads: Annotated[
-        int | None, typer.Option("--threads", min=1, metavar="N", help="With --others: the thread count to keep.")
+        int | None,
+        typer.Option("--threads", min=1, max=4096, metavar="N", help="With --others: the thread count to keep."),
     ] = None,
     store: StoreOption = None,
     as_json: JsonOption = False,

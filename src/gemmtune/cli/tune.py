@@ -16,13 +16,14 @@ from .common import (
     ThreadsOption,
     collect,
     console,
-    current_target,
     emit,
     fail,
     guard,
     opened,
     parse_backends,
     quiet_stdout,
+    require_room,
+    tuning_target,
 )
 
 if TYPE_CHECKING:
@@ -63,7 +64,9 @@ def tune(
     names = parse_backends(backends)
     with quiet_stdout(as_json):
         problems = collect(model, shapes, workload, dtype, bias=bias)
-        target = current_target(threads)
+        target = tuning_target(threads)
+    if shapes:  # a workload's or a model's other problems are worth tuning in any case
+        require_room(problems, target)
     if not problems:
         fail("every one of these problems is empty (M, N or K is 0): there is nothing to tune", as_json=as_json)
     with opened(store) as keeper:
