@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -48,3 +49,23 @@ def test_mutated_bytes_are_the_decision_or_damage(data: st.DataObject) -> None:
     row = decision.find(decision.chosen)
     assert decision.problem_key == PROBLEM.key
     assert decision.chosen is None or (row is not None and row.verdict is not None and row.verdict.ok)
+
+
+def test_a_record_under_its_key_that_describes_another_problem_is_damage() -> None:
+    """A checksum can be made to fit; what would be served cannot."""
+    other = PROBLEM.with_m(4).to_dict()
+    body = msgspec.json.encode(msgspec.structs.replace(make_decision(), problem=other))
+    with pytest.raises(DamagedRecord, match="the problem's own key is"):
+        decode_decision(body, TARGET.key, PROBLEM.key)
+
+
+@pytest.mark.parametrize(
+    "change", [{"backend": "aten"}, {"template": "other"}, {"config": {}}, {"config": {"mr": [1]}}]
+)
+def test_a_served_candidate_is_the_one_that_was_checked(change: dict[str, object]) -> None:
+    decision = make_decision()
+    first, *rest = decision.evidence
+    forged = msgspec.structs.replace(first, candidate={**first.candidate, **change})
+    body = msgspec.json.encode(msgspec.structs.replace(decision, evidence=(forged, *rest)))
+    with pytest.raises(DamagedRecord, match="another candidate|malformed candidate"):
+        decode_decision(body, TARGET.key, PROBLEM.key)
