@@ -103,7 +103,7 @@ def killing(folder: str, kills: int, seed: int) -> None:
                 shutil.copy(FIXTURE, store)
         writers = [_Writer(store, 10_000 * (2 * round_ + side)) for side in range(2)]
         for writer in writers:
-            writer.kill_after(rng.uniform(0.0, 0.02))
+            writer.kill_after(rng.uniform(0.0, 0.05))
         for writer in writers:
             tally.add(writer)
         tally.check(store, [number for writer in writers for number in writer.acknowledged])

@@ -67,5 +67,5 @@ def test_a_served_candidate_is_the_one_that_was_checked(change: dict[str, object
     first, *rest = decision.evidence
     forged = msgspec.structs.replace(first, candidate={**first.candidate, **change})
     body = msgspec.json.encode(msgspec.structs.replace(decision, evidence=(forged, *rest)))
-    with pytest.raises(DamagedRecord, match="another candidate|malformed candidate"):
+    with pytest.raises(DamagedRecord, match=r"another candidate|malformed candidate"):
         decode_decision(body, TARGET.key, PROBLEM.key)
