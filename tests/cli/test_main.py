@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 
@@ -42,6 +43,22 @@ def test_all_streams_closed() -> None:
     assert shell("$G --version <&- >&- 2>&-").returncode == 0
 
 
+def test_every_interrupt_is_counted_and_raised() -> None:
+    former = signal.getsignal(signal.SIGINT)
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        seen = cli._count_interrupts()
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+        assert seen == [signal.SIGINT] * 2
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        assert cli._count_interrupts() == []
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, former)
+
+
 def ended(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> object:
     """The code that main exits with when the commands raise ``error``."""
 
@@ -61,5 +78,9 @@ def test_how_it_ends(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
         assert capsys.readouterr().err == "error: interrupted\n"
     assert ended(monkeypatch, SystemExit(2)) == 2
     assert ended(monkeypatch, OSError(28, "No space left on device")) == 1
+    monkeypatch.setattr(cli, "_count_interrupts", lambda: [2])  # numpy makes an ImportError of Ctrl-C
+    assert ended(monkeypatch, ImportError("cannot load module more than once per process")) == 1
+    assert capsys.readouterr().err.endswith("error: interrupted\n")
+    monkeypatch.setattr(cli, "_count_interrupts", lambda: [])
     with pytest.raises(AssertionError, match="a bug"):  # bugs keep their traceback
         ended(monkeypatch, AssertionError("a bug"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from types import FrameType
 
 _TYPERS_INTERRUPT = 130
 
@@ -16,6 +17,7 @@ def main() -> None:
     """Run the command line and exit with its code."""
     code: str | int | None = 0
     failure = ""
+    interrupts = _count_interrupts()
     try:
         _open_standard_streams()
         from .commands import app  # here, so that Ctrl-C while it loads is met too
@@ -28,6 +30,10 @@ def main() -> None:
     except SystemExit as end:
         code = end.code
         failure = "interrupted" if code == _TYPERS_INTERRUPT else ""
+    except Exception:
+        if not interrupts:
+            raise
+        failure = "interrupted"  # libraries make other errors of Ctrl-C, numpy an ImportError
     # What is left is the interpreter's own tidying up, in which Ctrl-C would print a traceback.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     failure = _flush() or failure
@@ -35,6 +41,19 @@ def main() -> None:
         print(f"error: {failure}", file=sys.stderr)
         code = 1
     sys.exit(code)
+
+
+def _count_interrupts() -> list[int]:
+    """Keep every Ctrl-C from now on in the list that is returned; each still raises KeyboardInterrupt."""
+    seen: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        seen.append(number)
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not for a job that is to ignore it
+        signal.signal(signal.SIGINT, interrupt)
+    return seen
 
 
 def _open_standard_streams() -> None:
