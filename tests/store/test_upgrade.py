@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from gemmtune.decision import Verdict
-from gemmtune.store import MemoryStore, SqliteStore
+from gemmtune.errors import StoreError
+from gemmtune.store import MemoryStore, SqliteStore, migrate
 from gemmtune.store.exchange import VERSION
 from gemmtune.store.schema import SCHEMA_VERSION
 from gemmtune.testing.store_suite import PROBLEM, TARGET, make_decision
@@ -69,8 +70,26 @@ def test_upgraded_by_another_while_open(old: Path) -> None:
         assert reader.lease(TARGET, PROBLEM.key, 60.0) is None
 
 
+def test_an_upgrade_while_the_schema_is_read_waits(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables of one version beside the number of the next would look like somebody else's file."""
+    real, tries = migrate._objects, []
+
+    def read_and_be_overtaken(connection: sqlite3.Connection) -> frozenset[tuple[str, str, str]]:
+        found = real(connection)
+        if not tries:
+            tries.append(connection)
+            with contextlib.closing(SqliteStore(old, timeout_s=0.05)) as other, contextlib.suppress(StoreError):
+                other.put(TARGET, make_decision(PROBLEM.with_m(9)))
+        return found
+
+    monkeypatch.setattr(migrate, "_objects", read_and_be_overtaken)
+    with contextlib.closing(SqliteStore(old)) as store:
+        check_content(store)
+    assert tries
+
+
 def test_an_interrupted_upgrade_is_none(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gemmtune.store.sqlite.MIGRATIONS", ((), ("CREATE TABLE half (x)", "nonsense")))
+    monkeypatch.setattr("gemmtune.store.migrate.MIGRATIONS", ((), ("CREATE TABLE half (x)", "nonsense")))
     with contextlib.closing(SqliteStore(old)) as store, pytest.raises(Exception, match="nonsense"):
         store.put(TARGET, make_decision())
     monkeypatch.undo()

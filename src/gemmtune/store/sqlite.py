@@ -8,7 +8,6 @@ unlinked, without which a power cut can bring a committed transaction's journal 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import secrets
@@ -26,10 +25,10 @@ from .base import Store
 from .exchange import read_export, write_export
 from .lease import Lease, check_ttl, left_s
 from .memory import require_owner
+from .migrate import migrate, transaction, version_of
 from .owner import Owner, this_process
 from .schema import (
     DAMAGE,
-    MIGRATIONS,
     SCHEMA_VERSION,
     DamagedRecord,
     check_decision,
@@ -220,7 +219,7 @@ class SqliteStore(Store):
             try:
                 connection = self._open(create=True)
                 assert connection is not None  # create=True gives one or raises
-                with _transaction(connection):
+                with transaction(connection):
                     return action(connection)
             except _TROUBLE as error:
                 self.close()
@@ -247,7 +246,8 @@ class SqliteStore(Store):
             try:
                 self._connection.execute("PRAGMA synchronous = EXTRA")
                 self._connection.execute("PRAGMA trusted_schema = OFF")  # a foreign schema must not run functions
-                self._version = _version(self._connection)
+                with transaction(self._connection, "DEFERRED"):
+                    self._version = version_of(self._connection)
             except BaseException:  # an interrupt too must not leave the connection open
                 self._connection.close()
                 self._connection = None
@@ -257,7 +257,7 @@ class SqliteStore(Store):
             if not create:
                 self.close()  # an empty file: somebody is about to make it a store
                 return None
-            _migrate(self._connection)
+            migrate(self._connection)
             self._version = SCHEMA_VERSION
         return self._connection
 
@@ -285,67 +285,6 @@ def _connect(path: Path, timeout_s: float, create: bool) -> sqlite3.Connection:
     """Open the file; ``rw`` falls back to reading only where writing is not allowed."""
     uri = f"{path.as_uri()}?mode={'rwc' if create else 'rw'}"
     return sqlite3.connect(uri, uri=True, timeout=timeout_s, isolation_level=None, check_same_thread=False)
-
-
-@contextlib.contextmanager
-def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
-    """BEGIN IMMEDIATE takes the write lock at once, so that no half-done transaction has to give way."""
-    connection.execute("BEGIN IMMEDIATE")
-    try:
-        yield
-        connection.execute("COMMIT")
-    except BaseException:  # an interrupt too must not leave half a transaction
-        if connection.in_transaction:
-            connection.execute("ROLLBACK")
-        raise
-
-
-def _version(connection: sqlite3.Connection) -> int:
-    """The schema version; 0 for an empty file.
-
-    Raises StoreError for somebody else's database, a newer one, or one with anything in its schema that gemmtune did
-    not put there (a view or a trigger could answer, or act, in a table's place).
-    """
-    objects = _objects(connection)
-    if not objects:
-        return 0
-    if "gemmtune_schema" not in {name for _, name, _ in objects}:
-        raise StoreError("it is a database, but not a gemmtune store; choose another path with GEMMTUNE_STORE")
-    row = connection.execute("SELECT version FROM gemmtune_schema").fetchone()
-    if row is None or not isinstance(row[0], int) or row[0] < 1:
-        raise StoreError("its schema version is damaged")
-    if row[0] > SCHEMA_VERSION:
-        raise StoreError(f"its schema version is {row[0]}, this gemmtune knows up to {SCHEMA_VERSION}: update gemmtune")
-    if objects != _schema(row[0]):
-        raise StoreError("its tables are not those of a gemmtune store; restore the file, or choose another path")
-    return int(row[0])
-
-
-def _objects(connection: sqlite3.Connection) -> frozenset[tuple[str, str, str]]:
-    """What the database's schema declares, but for what ANALYZE leaves."""
-    sql = "SELECT type, name, coalesce(sql, '') FROM sqlite_master WHERE name NOT LIKE 'sqlite_stat%'"
-    return frozenset(connection.execute(sql))
-
-
-@functools.cache
-def _schema(version: int) -> frozenset[tuple[str, str, str]]:
-    """What the schema of that version declares."""
-    with contextlib.closing(sqlite3.connect(":memory:")) as connection:
-        _apply(connection, 0, version)
-        return _objects(connection)
-
-
-def _migrate(connection: sqlite3.Connection) -> None:
-    """Bring the schema up to date, in one transaction."""
-    with _transaction(connection):
-        _apply(connection, _version(connection), SCHEMA_VERSION)  # read again: another process may have been first
-
-
-def _apply(connection: sqlite3.Connection, version: int, wanted: int) -> None:
-    for step in range(version, wanted):
-        for statement in MIGRATIONS[step]:
-            connection.execute(statement)
-    connection.execute("UPDATE gemmtune_schema SET version = ?", (wanted,))
 
 
 _LEASE = "SELECT owner, expires FROM leases WHERE target_key = ? AND problem_key = ?"
