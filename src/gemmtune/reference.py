@@ -318,7 +318,8 @@ def _step(step: Step, v: Tensor, e: Tensor, t: Tensor, u: float) -> tuple[Tensor
 def _activate(kind: str, v: Tensor, e: Tensor, u: float) -> tuple[Tensor, Tensor]:
     """gelu's slope is at most 1.13, silu's 1.1; 1 + erf and the like cancel, so their roundings scale with |x|.
 
-    At -inf the textbook formulas give NaN and the limits 0: either is accepted.
+    At -inf the textbook formulas give NaN and the limits 0: either is accepted. So is NaN for gelu's inf, which is what
+    oneDNN's erf form (torch's own on the CPU) makes of it, and what later steps make of either.
     """
     if kind == "silu":
         out = torch.nn.functional.silu(v)
@@ -326,7 +327,8 @@ def _activate(kind: str, v: Tensor, e: Tensor, u: float) -> tuple[Tensor, Tensor
         out = torch.nn.functional.gelu(v, approximate="tanh" if kind == "gelu_tanh" else "none")
     allowed = 1.13 * e + 8 * u * _size(v)
     low = v == -math.inf
-    return out.masked_fill(low, 0.0), allowed.masked_fill(low, math.inf)
+    either = v.isinf() if kind == "gelu" else low
+    return out.masked_fill(low, 0.0), allowed.masked_fill(either, math.inf)
 
 
 def _cast(v: Tensor, e: Tensor, dtype: str) -> tuple[Tensor, Tensor]:

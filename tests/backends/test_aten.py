@@ -106,6 +106,21 @@ def test_integers(dtypes: tuple[str, str], order: str, out: str) -> None:
             check(problem, kernel)
 
 
+def test_integers_into_rows_with_gaps() -> None:
+    problem = replace(int_problem(5, 24, 40), out=Layout("row", 27))
+    for kernel in kernels(problem):
+        check(problem, kernel)
+
+
+def test_gelu_of_infinity_is_onednns() -> None:
+    """NaN, where the limit is infinite: what torch gives is no fault, even where a clamp hides the infinity."""
+    steps = (Step("gelu"), Step("clamp", lo=-0.5, hi=1.5))
+    for seed in range(4):
+        problem = replace(linear_problem(40 + seed, 45, 80, "float32"), epilogue=steps)
+        for kernel in kernels(problem):
+            check(problem, kernel)
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("group", [None, 32])
 @pytest.mark.parametrize("zero_point", [False, True])

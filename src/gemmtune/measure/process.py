@@ -154,8 +154,9 @@ class Host:
                 with contextlib.suppress(subprocess.TimeoutExpired):  # asleep in the kernel: it dies when it wakes
                     self._popen.wait(_END_S)
             sweep(self.tag)
-        if self._popen.stdout is not None:
-            self._popen.stdout.close()
+        with self._lock:  # others may be reading
+            if self._popen.stdout is not None:
+                self._popen.stdout.close()
 
     def _ends_itself(self) -> bool:
         try:
@@ -280,8 +281,8 @@ class Process:
         printed = self._log.decode(errors="replace").strip()
         return Lost(Verdict(kind, f"{text}; it printed: {printed[-1000:]}" if printed else text))
 
-    def kill(self) -> None:
-        """End it and close everything. Idempotent."""
+    def close(self) -> None:
+        """End it, what it left behind included, and close everything. Idempotent."""
         if self._to < 0:
             return
         self._host.end(self)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..decision import Verdict
 from ..problem import Problem, bits
-from ..reference import INTEGERS, error_unit, is_integer, to_integer
+from ..reference import INTEGERS, UNIT, error_unit, is_integer, to_integer
 from .draws import Draw, prepare
 from .inputs import Inputs
 
@@ -275,12 +275,14 @@ def _aggregate(problem: Problem, sums: _Sums) -> str:
     """Slope and mean of d = out - round(value), each against six of its standard errors and an allowance.
 
     Allowance: sums in float32 that round to nearest drift by some sqrt(k) roundings at most, those of matrix units
-    that truncate by about one rounding every eight products; one part in 2**16 for the value's own distribution.
+    that truncate by about one rounding every eight products; one part in 2**16 for the value's own distribution. A
+    cast within the epilogue puts values on a grid, which what follows may shift against the output's, so that the
+    output's rounding goes one way: by the cast's own rounding at most.
     """
     if sums.count < 2 or sums.ref_2 <= 0.0:
         return ""
     u = error_unit(problem) / max(4.0 * math.sqrt(max(problem.k, 1)), 1.0) if not is_integer(problem) else 2.0**-24
-    drift = (4.0 * math.sqrt(problem.k) + problem.k / 8.0) * u + 2.0**-16
+    drift = (4.0 * math.sqrt(problem.k) + problem.k / 8.0) * u + 2.0**-16 + _cast_unit(problem)
     slope = sums.d_ref / sums.ref_2
     slope_error = math.sqrt(sums.d_ref_2) / sums.ref_2
     if abs(slope) > drift + _SIGMAS * slope_error:
@@ -289,3 +291,10 @@ def _aggregate(problem: Problem, sums: _Sums) -> str:
     if abs(mean) > drift * sums.ref / sums.count + _SIGMAS * mean_error:
         return f"the output is off by {mean:.3g} on average (standard error {mean_error:.1e})"
     return ""
+
+
+def _cast_unit(problem: Problem) -> float:
+    """The coarsest rounding to a float dtype within the epilogue; 0.0 for none. The output's own does not count."""
+    steps = problem.epilogue
+    inner = steps[:-1] if steps and steps[-1].dtype == problem.out_dtype else steps
+    return max((UNIT[str(s.dtype)] for s in inner if s.kind == "cast" and s.dtype in UNIT), default=0.0)

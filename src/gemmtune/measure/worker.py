@@ -257,7 +257,7 @@ class Worker:
     def _drop(self) -> None:
         """End this process; the next need starts another."""
         if self._process is not None:
-            self._process.kill()
+            self._process.close()
         self._process, self._opened, self._suspect = None, False, False
 
     def _fairly(self, candidate: Candidate, once: Callable[[], Judged]) -> Judged:

@@ -51,19 +51,29 @@ def dropped_k_tail(problem: Problem) -> Run:
 
 
 def one_element(problem: Problem) -> Run:
-    """One element of the output is 10% off (integers: by one)."""
+    """The largest element of the output is 10% off (integers: by one)."""
 
     def spoil(out: Tensor) -> None:
-        row, column = problem.m // 2, (2 * problem.n) // 3
-        element = out[..., row, column]
-        out[..., row, column] = element + 1 if problem.out_dtype in INTEGERS else element * 1.1
+        flat = out.reshape(-1).double()
+        where = int(torch.nan_to_num(flat.abs(), 0.0, 0.0, 0.0).argmax())
+        place = tuple(int(i) for i in torch.unravel_index(torch.tensor(where), out.shape))
+        element = out[place]
+        if problem.out_dtype in INTEGERS:
+            out[place] = element - 1 if element > 0 else element + 1
+        else:
+            out[place] = element.double() * 1.1
 
     return _spoiled(problem, spoil)
 
 
 def block_off(problem: Problem) -> Run:
     """The last 8 x 8 block of the output is 10% off."""
-    return _spoiled(problem, lambda out: out[..., -8:, -8:].copy_(out[..., -8:, -8:].double() * 1.1))
+
+    def spoil(out: Tensor) -> None:
+        block = out[..., -8:, -8:].double()
+        store(problem, (block * 1.1), out[..., -8:, -8:])
+
+    return _spoiled(problem, spoil)
 
 
 def scaled(problem: Problem) -> Run:
@@ -164,6 +174,53 @@ def racy(problem: Problem) -> Run:
     return run
 
 
+def rare_race(problem: Problem) -> Run:
+    """A data race that shows in every fourth call."""
+    calls = 0
+
+    def run(inputs: Inputs, out: Tensor) -> None:
+        nonlocal calls
+        calls += 1
+        correct(problem)(inputs, out)
+        if calls % 4 == 0:
+            out[..., -1, :] = 0
+
+    return run
+
+
+def adds_to_the_output(problem: Problem) -> Run:
+    """Forgets to clear the accumulator, and keeps it in the output."""
+
+    def run(inputs: Inputs, out: Tensor) -> None:
+        result = torch.empty(out.shape, dtype=out.dtype)
+        store(problem, value(problem, inputs), result)
+        out.add_(result)
+
+    return run
+
+
+def writes_into_a(problem: Problem) -> Run:
+    """Right, but leaves A's last element at 0."""
+
+    def run(inputs: Inputs, out: Tensor) -> None:
+        correct(problem)(inputs, out)
+        inputs.a[..., -1, -1] = 0
+
+    return run
+
+
+def reads_past_the_end(problem: Problem) -> Run:
+    """Adds what lies behind A's memory, times zero: harmless unless that is a NaN. (Integers: times one.)"""
+
+    def run(inputs: Inputs, out: Tensor) -> None:
+        correct(problem)(inputs, out)
+        after = sum((n - 1) * s for n, s in zip(inputs.a.shape, inputs.a.stride(), strict=True)) + 1
+        beyond = inputs.a.as_strided((1,), (1,), inputs.a.storage_offset() + after)
+        out[..., -1:, -1:] += (beyond if problem.a.dtype in INTEGERS else beyond.float() * 0).to(out.dtype)
+
+    return run
+
+
 def _spoiled(problem: Problem, spoil: Callable[[Tensor], object]) -> Run:
     def run(inputs: Inputs, out: Tensor) -> None:
         correct(problem)(inputs, out)
@@ -185,4 +242,8 @@ WRONG: dict[str, Callable[[Problem], Run]] = {
     "reversed epilogue": reversed_epilogue,
     "NaN swallowed": nan_swallowed,
     "race": racy,
+    "rare race": rare_race,
+    "adds to the output": adds_to_the_output,
+    "writes into A": writes_into_a,
+    "reads past the end": reads_past_the_end,
 }

@@ -79,7 +79,10 @@ class IntMm(WritesOut):
         return torch._int_mm(a, self.matrix(b))
 
     def write(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
-        torch._int_mm(a, self.matrix(b), out=out)
+        if out.is_contiguous():
+            torch._int_mm(a, self.matrix(b), out=out)
+        else:  # _int_mm takes no other
+            out.copy_(self.product(a, b, aux))
 
 
 class IntMmTransposed(IntMm):

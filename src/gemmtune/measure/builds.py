@@ -1,0 +1,122 @@
+"""Building in a pool of processes sized to the machine, before anything is timed.
+
+``prebuild`` blocks until every build is done and every builder is gone, so that what is timed after it has the machine
+to itself: on the CPU builds never overlap timing. Builds are pure and leave their artifacts on disk under the hash of
+all that went into them; the worker that tries a candidate later calls ``Backend.build`` itself and finds it there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from .. import backends
+from ..backends.base import Artifact, Backend, Candidate
+from ..decision import Verdict
+from ..errors import WorkerError
+from ..problem import Problem
+from ..target import Target
+from .process import Host, Lost, Process
+from .protocol import Build, Built, Ready, Request, Setup
+from .worker import WorkerStartError, expect, ignore
+
+_MEMORY_SHARE = 0.75  # of what is free, for all builders together
+
+
+@dataclass(frozen=True, slots=True)
+class BuildLimits:
+    """How long one build may take and what it may allocate.
+
+    start_s: seconds from spawning to the first builder being ready. build_s: seconds a candidate. builders: at once;
+    0: one for each processor this process may use. memory: bytes a builder; 0: an equal share of what is free.
+    """
+
+    start_s: float = 60.0
+    build_s: float = 120.0
+    builders: int = 0
+    memory: int = 0
+
+
+def prebuild(
+    problem: Problem, candidates: Iterable[Candidate], target: Target, *, limits: BuildLimits | None = None
+) -> dict[str, Artifact | Verdict]:
+    """Build candidates of one Problem side by side; what became of each, by its id, in the order given.
+
+    Each is built in a process of its own, within time and memory; one that fails, crashes or hangs has a Verdict
+    (build_failed, unsupported, out_of_memory, crashed, hung) and costs no other. Prebuilt backends (those that inherit
+    ``Backend.build``) need no process, and none is started for them alone. Call it before any timing, and with all
+    candidates at once. Raises WorkerStartError when no process can be started, ValueError for an unknown backend.
+    """
+    chosen = {candidate.id: candidate for candidate in candidates}
+    done: dict[str, Artifact | Verdict] = {}
+    compiled: list[Candidate] = []
+    for candidate in chosen.values():
+        backend = backends.get(candidate.backend)
+        if is_prebuilt(backend):
+            done[candidate.id] = backend.build(problem, candidate, target)
+        else:
+            compiled.append(candidate)
+    if compiled:
+        done |= _build_all(problem, compiled, target, limits or BuildLimits())
+    return {name: done[name] for name in chosen}
+
+
+def is_prebuilt(backend: Backend) -> bool:
+    """Whether there is nothing to build: the backend's kernels came with it."""
+    return type(backend).build is Backend.build
+
+
+def _build_all(
+    problem: Problem, candidates: list[Candidate], target: Target, limits: BuildLimits
+) -> dict[str, Artifact | Verdict]:
+    count = min(limits.builders or _processors(), len(candidates))
+    memory = limits.memory or int(_MEMORY_SHARE * psutil.virtual_memory().available) // count
+    setup = Setup(target.to_dict(), backends.guests())
+    host, pool = Host(), ThreadPoolExecutor(count, thread_name_prefix="gemmtune-build")
+
+    def build(candidate: Candidate) -> Artifact | Verdict:
+        return _build_one(host, setup, Build(problem.to_dict(), candidate.to_dict(), memory), candidate, limits)
+
+    try:
+        found = list(pool.map(build, candidates))
+    finally:  # Ctrl-C too: what is waiting is dropped, and what runs loses its host
+        host.close()
+        pool.shutdown(cancel_futures=True)
+    return {candidate.id: result for candidate, result in zip(candidates, found, strict=True)}
+
+
+def _build_one(
+    host: Host, setup: Setup, request: Build, candidate: Candidate, limits: BuildLimits
+) -> Artifact | Verdict:
+    with contextlib.closing(Process(host, limits.build_s)) as process:
+        try:
+            _send(process, setup)
+            expect(process.reply(limits.start_s, ignore), Ready)
+        except (Lost, WorkerError) as error:
+            raise WorkerStartError(f"no process to build in could be started: {error}") from error
+        try:
+            _send(process, request)
+            built = expect(process.reply(limits.build_s, ignore), Built)
+        except Lost as lost:
+            return lost.verdict
+        except WorkerError as error:  # it declined, or babbled
+            return Verdict("build_failed", str(error))
+    if built.verdict is not None:
+        return built.verdict
+    return Artifact(candidate, built.digest, None if built.path is None else Path(built.path))
+
+
+def _send(process: Process, request: Request) -> None:
+    with contextlib.suppress(OSError):  # one that is gone is found out by its reply
+        process.send(request)
+
+
+def _processors() -> int:
+    """How many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,104 @@
+"""A backend that has something to build: its builds take a moment, fail, crash or hang, as their candidates say.
+
+backends.register("toy", "gemmtune.testing.toy_compiler:ToyCompiler")
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..backends.base import Artifact, Availability, Backend, Candidate, Illegal, Kernel
+from ..errors import KernelError, UnsupportedError
+from ..problem import Problem
+from ..target import Target
+
+PLACE = "gemmtune.testing.toy_compiler:ToyCompiler"
+FOLDER = "GEMMTUNE_TOY_ARTIFACTS"  # where artifacts go; default: a folder in the system's temporary one
+KINDS = ("good", "slow", "fails", "unsupported", "segv", "exit", "hang", "greedy")
+
+
+class ToyKernel(Kernel):
+    """The product in float32, by way of ATen."""
+
+    def __init__(self, problem: Problem, candidate: Candidate) -> None:
+        self.problem, self.candidate = problem, candidate
+        self.workspace_bytes = 4 * (problem.m + problem.n) * (problem.k + problem.m)
+
+    def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
+        out.copy_(torch.mm(a.float(), b.float()))
+
+
+class ToyCompiler(Backend):
+    """Lists a candidate of each kind for plain float32 products. ``slow`` sleeps for its ``seconds`` in the build.
+
+    ``meets`` (not listed): builds called ``me`` that wait for the ``other`` one to be building.
+    """
+
+    name = "toy"
+
+    def available(self, target: Target) -> Availability:
+        return Availability(True)
+
+    def candidates(self, problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
+        reason = "takes plain float32 products" if _refuses(problem) else ""
+        for kind in KINDS:
+            candidate = Candidate.make(self.name, kind, kind=kind)
+            yield Illegal(candidate, reason) if reason else candidate
+
+    def build(self, problem: Problem, candidate: Candidate, target: Target) -> Artifact:
+        """Write an artifact under the hash of what went into it, unless it is there."""
+        folder = Path(os.environ.get(FOLDER) or Path(tempfile.gettempdir()) / "gemmtune-toy")
+        folder.mkdir(parents=True, exist_ok=True)
+        _mischief(str(candidate["kind"]), candidate, folder)
+        digest = hashlib.sha256(f"{problem.plan_key}|{candidate.id}|{self.source_digest()}".encode()).hexdigest()
+        path = folder / digest
+        if not path.exists():
+            with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
+                file.write(candidate.id)
+            Path(file.name).replace(path)
+        return Artifact(candidate, digest, path)
+
+    def load(self, artifact: Artifact, problem: Problem) -> Kernel:
+        if _refuses(problem) or artifact.path is None or artifact.path.read_text() != artifact.candidate.id:
+            raise KernelError(f"{artifact.candidate.id} was not built for {problem.key}")
+        return ToyKernel(problem, artifact.candidate)
+
+    def source_digest(self) -> str:
+        return "toy"
+
+
+def _refuses(problem: Problem) -> bool:
+    return problem.family != "mm" or {problem.a.dtype, problem.b.dtype, problem.out_dtype} != {"float32"}
+
+
+def _mischief(kind: str, candidate: Candidate, folder: Path) -> None:
+    """What a build of that kind does before it succeeds, if it does."""
+    match kind:
+        case "slow":
+            time.sleep(float(dict(candidate.config).get("seconds", 0.1)))
+        case "meets":  # a build beside this one that meets it, too
+            (folder / str(candidate["me"])).touch()
+            while not (folder / str(candidate["other"])).exists():
+                time.sleep(0.01)
+        case "fails":
+            raise KernelError("does not compile")
+        case "unsupported":
+            raise UnsupportedError("needs a newer compiler")
+        case "segv":
+            ctypes.string_at(0)
+        case "exit":
+            os._exit(0)
+        case "hang":
+            time.sleep(1000)
+        case "greedy":
+            bytearray(1 << 40)

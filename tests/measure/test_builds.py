@@ -1,0 +1,93 @@
+"""Builds side by side: each in a process of its own, whose end costs no other, and none left when anything is timed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gemmtune import backends
+from gemmtune.backends.base import Artifact, Candidate
+from gemmtune.decision import Verdict
+from gemmtune.measure import builds
+from gemmtune.measure.builds import BuildLimits, prebuild
+from gemmtune.measure.tags import tagged
+from gemmtune.measure.worker import WorkerStartError
+from gemmtune.problem import Operand, Problem
+from gemmtune.target import current_cpu
+from gemmtune.testing import toy_compiler
+
+PROBLEM = Problem("mm", 5, 24, 32, Operand("float32"), Operand("float32"), "float32")
+TARGET = current_cpu()
+LIMITS = BuildLimits(build_s=2.0, builders=2, memory=1 << 30)
+
+
+@pytest.fixture(autouse=True)
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv(toy_compiler.FOLDER, str(tmp_path / "artifacts"))
+    monkeypatch.setitem(backends._GUESTS, "toy", toy_compiler.PLACE)
+    backends.get.cache_clear()
+    yield
+    backends.get.cache_clear()
+
+
+def kind(name: str, **config: str | float) -> Candidate:
+    return Candidate.make("toy", name, kind=name, **config)
+
+
+def test_each_build_ends_in_an_artifact_or_a_verdict() -> None:
+    built = prebuild(PROBLEM, map(kind, toy_compiler.KINDS), TARGET, limits=LIMITS)
+    assert list(built) == [kind(name).id for name in toy_compiler.KINDS]
+    kinds = {name: what.kind for name in toy_compiler.KINDS if isinstance(what := built[kind(name).id], Verdict)}
+    assert kinds == {
+        "fails": "build_failed", "unsupported": "unsupported", "segv": "crashed", "exit": "crashed", "hang": "hung",
+        "greedy": "out_of_memory",
+    }  # fmt: skip
+    for name in ("good", "slow"):
+        artifact = built[kind(name).id]
+        assert isinstance(artifact, Artifact)
+        assert artifact == backends.get("toy").build(PROBLEM, kind(name), TARGET)
+        assert backends.get("toy").load(artifact, PROBLEM).candidate == kind(name)
+
+
+def test_builds_run_side_by_side() -> None:
+    pair = [kind("meets", me="a", other="b"), kind("meets", me="b", other="a")]
+    built = prebuild(PROBLEM, pair, TARGET, limits=BuildLimits(build_s=30.0, builders=2))
+    assert all(isinstance(artifact, Artifact) for artifact in built.values())
+
+
+def test_every_build_has_a_fresh_process_and_none_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts: list[str] = []
+
+    class Watched(builds.Host):
+        def __init__(self) -> None:
+            super().__init__()
+            hosts.append(self.tag)
+
+        def fork(self, process: object, fds: list[int]) -> None:
+            super().fork(process, fds)  # type: ignore[arg-type]
+            hosts.append("fork")
+
+    monkeypatch.setattr(builds, "Host", Watched)
+    prebuild(PROBLEM, [kind("slow", seconds=0.01 * i) for i in range(5)], TARGET, limits=LIMITS)
+    assert hosts[1:] == ["fork"] * 5
+    assert tagged(hosts[0]) == []
+
+
+def test_what_came_prebuilt_needs_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builds, "Host", None)
+    candidate = Candidate.make("aten", "mm")
+    assert isinstance(prebuild(PROBLEM, [candidate, candidate], TARGET)[candidate.id], Artifact)
+    assert prebuild(PROBLEM, [], TARGET) == {}
+
+
+def test_no_process_to_build_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gemmtune.measure.process._BOOT", "raise SystemExit('no python today')")
+    with pytest.raises(WorkerStartError, match="no python today"):
+        prebuild(PROBLEM, [kind("good")], TARGET, limits=LIMITS)
+
+
+def test_an_unknown_backend() -> None:
+    with pytest.raises(ValueError, match="unknown backend"):
+        prebuild(PROBLEM, [Candidate.make("nowhere", "mm")], TARGET)
