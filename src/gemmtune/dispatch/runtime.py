@@ -147,26 +147,23 @@ class Runtime:
         tuning at a time, since two would disturb each other's timings; what misses during it is asked for later.
         """
         hook = self.miss_hook
-        if hook is None or not self._tuning.acquire(blocking=False):
+        if hook is None or not self._misses(problem) or not self._tuning.acquire(blocking=False):
             return
         try:
-            if not self._misses(problem):
-                return
-            hook(problem)
-            with self._lock:
+            if self._misses(problem):  # still: another thread may just have tuned it
+                self._asked.add(problem.key)
+                hook(problem)
+        finally:
+            self._tuning.release()
+            with self._lock:  # after the release, so that nobody who was turned away is remembered
                 self._forget()
                 self._indices.clear()
                 self._asked.add(problem.key)  # a refresh by the hook forgot that
-        finally:
-            self._tuning.release()
 
     def _misses(self, problem: Problem) -> bool:
-        """Whether nothing near was tuned and the hook was not asked before. It counts as asked from now on."""
+        """Whether nothing near was tuned, and the hook was not asked either."""
         with self._lock:
-            if problem.key in self._asked or self.index().has_near(problem, _NEAR):
-                return False
-            self._asked.add(problem.key)
-            return True
+            return problem.key not in self._asked and not self.index().has_near(problem, _NEAR)
 
     def _planned(self, index: Index, problem: Problem, packing: str | None) -> Kernel | None:
         plan = index.plan(problem.plan_key, packing)
