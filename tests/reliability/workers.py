@@ -1,0 +1,229 @@
+"""Workers among hostile candidates, hostile builds, and parents that die."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest import mock
+
+import psutil
+
+from gemmtune import backends
+from gemmtune.backends.base import Artifact, Candidate
+from gemmtune.decision import Verdict
+from gemmtune.measure.builds import BuildLimits, prebuild
+from gemmtune.measure.tags import tagged
+from gemmtune.measure.worker import Limits, Worker
+from gemmtune.problem import Layout, Operand, Problem
+from gemmtune.target import Target, current_cpu
+from gemmtune.testing import hostile_backend, toy_compiler
+
+from .checks import Outcome, check
+
+PROBLEM = Problem("mm", 5, 24, 32, Operand("float32"), Operand("float32", Layout("col"), constant=True), "float32")
+OVERSHOOT_S = 2.0
+
+# What each kind of candidate may be told: several, where it depends on who is first to notice.
+KINDS: dict[str, tuple[str, ...]] = {
+    "segv": ("crashed",), "abort": ("crashed",), "exit": ("crashed",), "sys_exit": ("crashed",), "raise": ("crashed",),
+    "orphan": ("crashed",), "child": ("crashed",), "daemon": ("crashed",), "daemon_segv": ("crashed",),
+    "fork": ("crashed", "within_bound"), "flood": ("within_bound",), "babble": ("crashed",), "unasked": ("crashed",),
+    "close": ("crashed",), "poison": ("crashed",), "oom": ("out_of_memory",), "fill_memory": ("out_of_memory",),
+    "wrong": ("wrong",), "hang": ("hung",), "spin": ("hung",), "hold": ("hung",), "stop": ("hung",),
+    "garble": ("hung",),
+}  # fmt: skip
+HANGING_S, OTHERS_S = 0.4, 10.0  # deadlines: of those that answer to nothing else, and of all others
+
+
+def _target() -> Target:
+    return replace(current_cpu(), threads=1)
+
+
+def _candidate(kind: str) -> Candidate:
+    return Candidate.make("hostile", kind, kind=kind)
+
+
+def _left(worker: Worker) -> list[str]:
+    """What runs that should not: all but the host and its worker, whether it still carries the tag or hides."""
+    host = None if worker.pid is None else psutil.Process(worker.pid).ppid()
+    found = {process.pid: process for process in tagged(worker.tag) if process.pid not in (worker.pid, host)}
+    if worker.pid is None:  # the host is among them then, and has no children
+        found = {pid: process for pid, process in found.items() if process.ppid() != os.getpid()}
+    return [f"{pid}: {process}" for pid, process in found.items()] + _sleepers()
+
+
+def _sleepers() -> list[str]:
+    """The processes that hostile candidates start, by their command: these shed their environment and their parent."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if "import time; time.sleep(1000)" in process.cmdline():
+                found.append(f"{process.pid}: {process}")
+    return found
+
+
+@dataclass
+class _Tally:
+    verdicts: dict[str, Counter[str]] = field(default_factory=dict)
+    unexpected: list[str] = field(default_factory=list)
+    failed_next: list[str] = field(default_factory=list)
+    orphans: list[str] = field(default_factory=list)
+    overshoot_s: float = 0.0
+
+
+def _one(worker: Worker, kind: str, tally: _Tally) -> None:
+    deadline_s = HANGING_S if "hung" in KINDS[kind] else OTHERS_S
+    start = time.monotonic()
+    verdict = worker.attempt(_candidate(kind), deadline_s).verdict
+    tally.overshoot_s = max(tally.overshoot_s, time.monotonic() - start - deadline_s)
+    assert verdict is not None  # without worth_s every candidate is checked
+    tally.verdicts.setdefault(kind, Counter())[verdict.kind] += 1
+    if verdict.kind not in KINDS[kind]:
+        tally.unexpected.append(f"{kind}: {verdict.kind}: {verdict.detail[:300]}")
+    tally.orphans += [f"{kind}: {left}" for left in _left(worker)]
+    following = worker.attempt(_candidate("good"), OTHERS_S).verdict
+    if following is None or not following.ok:
+        tally.failed_next.append(f"{kind}: {following}")
+
+
+@check(
+    f"hostile candidates, {len(KINDS)} kinds (hang, spin, hold the GIL, SIGSTOP, segfault, abort, exit(0), SystemExit, "
+    "out of memory, forks, daemons that hide, flooded output, corrupted, truncated and unasked frames, a lost context "
+    "..) x 100 each",
+    "parent alive, next candidate correct, 0 orphans, overshoot < 2 s",
+)
+def hostile_candidates(full: bool) -> Outcome:
+    backends.register("hostile", hostile_backend.PLACE)
+    tally = _Tally()
+    repeats = 100 if full else 1
+    with Worker(_target(), limits=Limits(memory=256 << 20)) as worker:
+        worker.open(PROBLEM, 1)
+        worker.attempt(_candidate("good"), OTHERS_S)
+        for _ in range(repeats):
+            for kind in KINDS:
+                _one(worker, kind, tally)
+        starts, tag = worker.starts, worker.tag
+    tally.orphans += [str(process) for process in tagged(tag)]
+    total = repeats * len(KINDS)
+    overshoot = max(0.0, tally.overshoot_s)
+    return Outcome(
+        f"parent alive; next candidate correct {total - len(tally.failed_next)} of {total}; {len(tally.orphans)} "
+        f"orphans; {len(tally.unexpected)} verdicts of another kind; largest overshoot {overshoot:.2f} s; "
+        f"{starts} workers",
+        not (tally.failed_next or tally.orphans or tally.unexpected) and overshoot < OVERSHOOT_S,
+        {
+            "verdicts": {kind: dict(counts) for kind, counts in tally.verdicts.items()},
+            "unexpected": tally.unexpected[:50],
+            "failed_next": tally.failed_next[:50],
+            "orphans": tally.orphans[:50],
+            "overshoot_s": overshoot,
+            "workers": starts,
+        },
+    )
+
+
+# --- builds -----------------------------------------------------------------------------------------------------
+
+BUILDS = {
+    "good": "built", "slow": "built", "fails": "build_failed", "unsupported": "unsupported", "segv": "crashed",
+    "exit": "crashed", "hang": "hung", "greedy": "out_of_memory",
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def _toy() -> Iterator[None]:
+    backends.register("toy", toy_compiler.PLACE)
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, {toy_compiler.FOLDER: folder}):
+        yield
+
+
+@check(
+    f"hostile builds in the pool, {len(BUILDS)} kinds x 100 each, among good ones",
+    "the right verdict for each, every good one built, 0 orphans",
+)
+def hostile_builds(full: bool) -> Outcome:
+    repeats = 100 if full else 2
+    wanted = {
+        Candidate.make("toy", kind, kind=kind, number=number): outcome
+        for number in range(repeats)
+        for kind, outcome in BUILDS.items()
+    }
+    with _toy():
+        start = time.monotonic()
+        built = prebuild(PROBLEM, wanted, _target(), limits=BuildLimits(build_s=1.0, builders=4, memory=1 << 30))
+        seconds = time.monotonic() - start
+    got = {candidate: _outcome(built[candidate.id]) for candidate in wanted}
+    wrong = [f"{candidate.id}: {got[candidate]}" for candidate in wanted if got[candidate] != wanted[candidate]]
+    orphans = [str(process) for process in psutil.Process().children(recursive=True)] + _sleepers()
+    return Outcome(
+        f"{len(wanted) - len(wrong)} of {len(wanted)} as they should be; {len(orphans)} orphans; {seconds:.0f} s",
+        not wrong and not orphans,
+        {"wrong": wrong[:50], "orphans": orphans, "seconds": seconds},
+    )
+
+
+def _outcome(what: Artifact | Verdict) -> str:
+    return what.kind if isinstance(what, Verdict) else "built"
+
+
+# --- parents ----------------------------------------------------------------------------------------------------
+
+
+def doomed_parent(kind: str) -> None:
+    """A process of its own: has a worker do something that never ends, and says so before it would wait for it."""
+    backends.register("hostile", hostile_backend.PLACE)
+    worker = Worker(_target())
+    worker.open(PROBLEM, 1)
+    print(json.dumps({"tag": worker.tag, "worker": worker.pid}), flush=True)
+    worker.attempt(_candidate(kind), 600.0)
+
+
+@check(
+    "parents killed (SIGKILL, SIGTERM) while their worker hangs, spins, holds the GIL or is stopped",
+    "0 processes left after 5 s",
+)
+def parents_that_die(full: bool) -> Outcome:
+    ends = (signal.SIGKILL, signal.SIGTERM)
+    doings = ("hang", "spin", "hold", "stop") if full else ("stop",)
+    left: list[str] = []
+    slowest, rounds = 0.0, 0
+    for _ in range(5 if full else 1):
+        for doing in doings:
+            for end in ends if full else ends[:1]:
+                seconds, survivors = _kill_a_parent(doing, end)
+                left += [f"{doing}, {end.name}: {survivor}" for survivor in survivors]
+                slowest, rounds = max(slowest, seconds), rounds + 1
+    return Outcome(
+        f"{len(left)} processes left by {rounds} parents; the last was gone after {slowest:.2f} s",
+        not left,
+        {"left": left, "slowest_s": slowest, "parents": rounds},
+    )
+
+
+def _kill_a_parent(doing: str, end: signal.Signals) -> tuple[float, list[str]]:
+    """(seconds until nothing carried the tag, what still did after five)."""
+    code = f"from reliability.workers import doomed_parent; doomed_parent({doing!r})"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment) as parent:
+        assert parent.stdout is not None  # stdout=PIPE
+        told: dict[str, Any] = json.loads(parent.stdout.readline())
+        time.sleep(0.3)  # until it is at it
+        parent.send_signal(end)
+        parent.wait()
+    start = time.monotonic()
+    while (left := tagged(told["tag"])) and time.monotonic() - start < 5.0:
+        time.sleep(0.01)
+    survivors = [str(process) for process in left]
+    for process in left:
+        process.kill()
+    return time.monotonic() - start, survivors
