@@ -25,6 +25,7 @@ from gemmtune.testing.store_suite import PROBLEM, TARGET
 from serving import decide, evidence, register, toy
 
 from . import store_children as children
+from . import store_faults, store_kills
 from .checks import Outcome, check
 
 _MORE = 5  # findings that go into the phrase; the raw data have them all
@@ -40,7 +41,7 @@ def _phrase(wrong: Sequence[str]) -> str:
 )
 def killed_writers(full: bool) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
-        found = children.finish(children.start(children.killing, folder, 2000 if full else 44, 1))
+        found = children.finish(children.start(store_kills.killing, folder, 2000 if full else 44, 1))
     entries = found["decisions"] + found["artifacts"]
     ok = entries > 0 and not (found["lost"] or found["damaged"] or found["left"] or found["errors"])
     return Outcome(
@@ -55,13 +56,13 @@ def killed_writers(full: bool) -> Outcome:
 @check("disk full, EIO at every single call, a limit of file size", "0 acknowledged lost, 0 corrupt, StoreError only")
 def faulty_disk(full: bool) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
-        limit = children.finish(children.start(children.limited, folder, 512 if full else 16384))
+        limit = children.finish(children.start(store_faults.limited, folder, 512 if full else 16384))
         library = _fault_library(Path(folder))
         if library is None:
             faults = {"faults": 0, "wrong": []}
         else:
             variables = {"LD_PRELOAD": str(library)}
-            faults = children.finish(children.start(children.faulty, folder, 0 if full else 2, **variables))
+            faults = children.finish(children.start(store_faults.faulty, folder, 0 if full else 2, **variables))
     wrong = faults["wrong"] + limit["wrong"]
     injected = f"{faults['faults']} failed calls" if library else "no C compiler: no calls failed"
     return Outcome(
@@ -87,7 +88,7 @@ def read_only_directory(full: bool) -> Outcome:
         os.chmod(parent, 0o711)  # the check gives up root's rights, if it has them
         folder = Path(parent) / "data"
         folder.mkdir()
-        found = children.finish(children.start(children.read_only, str(folder)))
+        found = children.finish(children.start(store_faults.read_only, str(folder)))
     wrong = found["wrong"]
     return Outcome(f"{found['refused']} writes refused, {len(wrong)} wrong" + _phrase(wrong), not wrong, found)
 
@@ -100,7 +101,8 @@ def many_processes(full: bool) -> Outcome:
     workers, operations = (8, 10_000) if full else (3, 200)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "store.db"
-        with _together([(children.mixed, str(path), n, operations) for n in range(workers)]) as processes:
+        with _ready([(children.mixed, str(path), n, operations) for n in range(workers)]) as processes:
+            _go(processes)
             results, errors = _collect(processes)
         with closing(SqliteStore(path)) as store:
             store.prune(older_than_s=_BEFORE_1970_S + time.time())
@@ -139,8 +141,8 @@ def _differences(store: Store, results: Sequence[dict[str, Any]]) -> list[str]:
 
 
 @contextmanager
-def _together(calls: Sequence[tuple[Any, ...]]) -> Iterator[list[subprocess.Popen[str]]]:
-    """Processes that have imported everything and start their work at once; none outlives the block."""
+def _ready(calls: Sequence[tuple[Any, ...]]) -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes that have imported everything and wait for ``_go``; none outlives the block."""
     with ExitStack() as stack:
         processes = []
         for function, *args in calls:
@@ -152,11 +154,14 @@ def _together(calls: Sequence[tuple[Any, ...]]) -> Iterator[list[subprocess.Pope
             assert process.stdout is not None
             if process.stdout.readline() != "ready\n":
                 raise RuntimeError("a helper process did not start")
-        for process in processes:
-            assert process.stdin is not None
-            process.stdin.write("go\n")
-            process.stdin.flush()
         yield processes
+
+
+def _go(processes: Sequence[subprocess.Popen[str]]) -> None:
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
 
 
 def _collect(processes: Sequence[subprocess.Popen[str]]) -> tuple[list[Any], list[str]]:
@@ -174,7 +179,8 @@ def cold_processes(full: bool) -> Outcome:
     workers, sizes = (8, [5, 6, 7]) if full else (3, [5])
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "store.db")
-        with _together([(children.cold, path, sizes, 0.0) for _ in range(workers)]) as processes:
+        with _ready([(children.cold, path, sizes, 0.0)] * workers) as processes:
+            _go(processes)
             results, errors = _collect(processes)
     tuned = Counter(m for row in results for m in row["tuned"])
     same = all(row["m"] == sizes and row["created"] == results[0]["created"] for row in results)
@@ -193,13 +199,15 @@ def killed_tuner(full: bool) -> Outcome:
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as folder:
             path = str(Path(folder) / "store.db")
-            with _together([(children.cold, path, [5], 600.0)]) as (first,):
+            calls = [(children.cold, path, [5], 600.0)] + [(children.cold, path, [5], 0.0)] * others
+            with _ready(calls) as (first, *waiting):
+                _go([first])
                 assert first.stdout is not None
                 first.stdout.readline()  # it is tuning
-                with _together([(children.cold, path, [5], 0.0) for _ in range(others)]) as processes:
-                    time.sleep(1.0)  # they have asked, and wait
-                    first.kill()
-                    results, failed = _collect(processes)
+                _go(waiting)
+                time.sleep(1.0)  # they have asked, and wait
+                first.kill()
+                results, failed = _collect(waiting)
         errors += failed
         takeovers += sum(len(row["tuned"]) for row in results) == 1 and len({row["created"][0] for row in results}) == 1
     return Outcome(
