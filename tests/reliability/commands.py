@@ -335,7 +335,7 @@ def _marked(process: psutil.Process, mark: str) -> bool:
     "exit 0, 1 or 2; no traceback; no process left",
 )
 def command_processes(full: bool) -> Outcome:
-    count = 200 if full else 4
+    count = 200 if full else 2
     kinds: dict[str, int] = {}
     faults: list[dict[str, Any]] = []
     before = Path.cwd()
