@@ -214,7 +214,8 @@ class Composite(AtenKernel):
     def scratch(cls, problem: Problem) -> int:
         width = "float64" if problem.family == "int_mm" or problem.acc == "float64" else "float32"
         outputs = 4 * problem.batch * problem.m * problem.n
-        return outputs + dense_weight_bytes(problem, width)
+        nibbles = problem.k * problem.n if problem.b.dtype == "int4" else 0  # a byte each, before they are wide
+        return outputs + nibbles + dense_weight_bytes(problem, width)
 
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
         if self.problem.family == "int_mm":

@@ -68,9 +68,13 @@ class NativeBackend(Backend):
     def load(self, artifact: Artifact, problem: Problem) -> Kernel:
         from .kernel import load
 
-        if artifact.candidate["isa"] not in usable_isas():
-            raise KernelError(f"{artifact.candidate.id} needs {artifact.candidate['isa']}, which is not usable here")
-        return load(problem, artifact.candidate)
+        candidate = artifact.candidate
+        isa = dict(candidate.config).get("isa")
+        if candidate.template not in space.TEMPLATES or isa is None:
+            raise KernelError(f"{candidate.id} is no native kernel; templates: {', '.join(space.TEMPLATES)}")
+        if isa not in usable_isas():
+            raise KernelError(f"{candidate.id} needs {isa}, which is not usable here")
+        return load(problem, candidate)
 
     def source_digest(self) -> str:
         return f"{_digest()}{os.environ.get(_LIMIT, '')}"
