@@ -46,6 +46,9 @@ log = logging.getLogger("gemmtune")
 # What SQLite and its Python module raise over a file: they quote damaged names too, which need not be text.
 _TROUBLE = (sqlite3.Error, OSError, UnicodeError)
 
+_LEASE = "SELECT owner, expires FROM leases WHERE target_key = ? AND problem_key = ?"
+_BODY = "SELECT digest, body FROM decisions WHERE target_key = ? AND problem_key = ?"
+
 
 class SqliteStore(Store):
     """Decisions in the file ``path``, made at the first write (its directory with mode 0700).
@@ -66,8 +69,7 @@ class SqliteStore(Store):
     # Reading
 
     def get(self, target: Target, problem_key: str) -> Decision | None:
-        sql = "SELECT digest, body FROM decisions WHERE target_key = ? AND problem_key = ?"
-        for row in self._read(sql, (target.key, problem_key)):
+        for row in self._read(_BODY, (target.key, problem_key)):
             with self._damage_is_a_miss():
                 return _decision(target.key, problem_key, *row)
         return None
@@ -76,8 +78,7 @@ class SqliteStore(Store):
         where, args = ("", ()) if target is None else (" WHERE target_key = ?", (target.key,))
         sql = f"SELECT target_key, problem_key FROM decisions{where} ORDER BY created DESC, rowid DESC"
         for keys in self._read(sql, args):  # keys first: one record in memory at a time
-            body_sql = "SELECT digest, body FROM decisions WHERE target_key = ? AND problem_key = ?"
-            for row in self._read(body_sql, keys):
+            for row in self._read(_BODY, keys):
                 with self._damage_is_a_miss():
                     yield _decision(*keys, *row)
 
@@ -137,6 +138,9 @@ class SqliteStore(Store):
         def write(connection: sqlite3.Connection) -> None:
             connection.executemany("INSERT OR REPLACE INTO targets VALUES (?, ?)", owners.items())
             connection.executemany("INSERT OR REPLACE INTO decisions VALUES (?, ?, ?, ?, ?)", rows)
+            for target_key, problem_key, _, *written in rows:  # in a damaged tree SQLite may not find what it wrote
+                if connection.execute(_BODY, (target_key, problem_key)).fetchone() != tuple(written):
+                    raise sqlite3.DatabaseError("what was written does not read back: the file is damaged")
 
         self._write(write)
 
@@ -285,9 +289,6 @@ def _connect(path: Path, timeout_s: float, create: bool) -> sqlite3.Connection:
     """Open the file; ``rw`` falls back to reading only where writing is not allowed."""
     uri = f"{path.as_uri()}?mode={'rwc' if create else 'rw'}"
     return sqlite3.connect(uri, uri=True, timeout=timeout_s, isolation_level=None, check_same_thread=False)
-
-
-_LEASE = "SELECT owner, expires FROM leases WHERE target_key = ? AND problem_key = ?"
 
 
 def _lease_left(owner: object, expires: object) -> float | None:
