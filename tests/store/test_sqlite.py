@@ -329,21 +329,18 @@ def test_names_that_are_no_text_are_damage(path: Path, store: SqliteStore) -> No
         store.put(TARGET, make_decision())
 
 
-@pytest.mark.parametrize("page", range(2, 11))
 @pytest.mark.parametrize("offset", [105, 1045, 3000])
-def test_what_a_damaged_file_does_not_give_back_is_not_acknowledged(
-    path: Path, store: SqliteStore, page: int, offset: int
-) -> None:
+def test_what_a_damaged_file_does_not_give_back_is_not_acknowledged(path: Path, offset: int) -> None:
     """SQLite may accept a write into a damaged tree, and not find it there."""
     problems = [PROBLEM.with_m(m) for m in (1, 2, 3)]
-    for problem in problems:
-        store.put(TARGET, make_decision(problem))
-    store.close()
-    with open(path, "r+b") as file:
-        assert path.stat().st_size == 10 * 4096
-        file.seek(4096 * (page - 1) + offset)
-        file.write(b"\xff" * (4096 - offset))
-    for problem in problems:
-        with contextlib.suppress(StoreError):
+    with contextlib.closing(SqliteStore(path)) as store:
+        for problem in problems:
             store.put(TARGET, make_decision(problem))
-            assert store.get(TARGET, problem.key) == make_decision(problem)
+    sound = path.read_bytes()
+    for page in range(4096, len(sound), 4096):
+        path.write_bytes(sound[: page + offset] + b"\xff" * (4096 - offset) + sound[page + 4096 :])
+        with contextlib.closing(SqliteStore(path)) as store:
+            for problem in problems:
+                with contextlib.suppress(StoreError):
+                    store.put(TARGET, make_decision(problem))
+                    assert store.get(TARGET, problem.key) == make_decision(problem)
