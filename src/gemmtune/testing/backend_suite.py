@@ -24,7 +24,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ..backends.base import Artifact, Backend, Candidate, Illegal, Kernel, PackedWeight, QuantWeight
+from ..backends.base import Artifact, Backend, Candidate, Illegal, Kernel, QuantWeight
 from ..errors import GemmtuneError
 from ..measure.inputs import Inputs, make_inputs
 from ..measure.verify import prepare, verify
@@ -192,7 +192,8 @@ class BackendSuite:
             candidate = backend.default_packing(problem) if problem.b.constant else None
             if candidate is not None:
                 kernel = _load(backend, problem, candidate, target)
-                assert isinstance(kernel.pack(make_inputs(problem, 2).b), PackedWeight)
+                assert kernel.packing is not None
+                assert kernel.pack(make_inputs(problem, 2).b).layout == kernel.packing
 
     def _some(
         self, backend: Backend, target: Target, problems: Sequence[Problem]

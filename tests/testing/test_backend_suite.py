@@ -1,0 +1,207 @@
+"""The conformance suite finds what is wrong with a backend: each flawed one fails the test that is about its flaw."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gemmtune.backends.base import Artifact, Availability, Backend, Candidate, Illegal, Kernel, PackedWeight
+from gemmtune.errors import KernelError
+from gemmtune.problem import Problem
+from gemmtune.target import Target, current_cpu
+from gemmtune.testing.backend_suite import BackendSuite
+from gemmtune.workloads import linear_problem
+
+PROBLEMS = (linear_problem(5, 24, 16, "float32"), linear_problem(2, 8, 8, "float32", bias=True))
+
+
+class PlainKernel(Kernel):
+    """Packs its weight row by row, when asked to."""
+
+    def __init__(self, problem: Problem, candidate: Candidate) -> None:
+        self.problem, self.candidate = problem, candidate
+        self.packing = "plain:rows" if candidate.template == "packed" else None
+
+    def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
+        torch.mm(a, b.data[0] if isinstance(b, PackedWeight) else b, out=out)
+
+    def pack(self, b: Any) -> PackedWeight:
+        return PackedWeight("plain:rows", (b.contiguous(),), self.problem.n, self.problem.k, self.problem.b.dtype)
+
+
+class Plain(Backend):
+    """A backend without a flaw, for float32 products without an epilogue."""
+
+    name = "plain"
+    kernel: type[PlainKernel] = PlainKernel
+
+    def available(self, target: Target) -> Availability:
+        return Availability(target.device == "cpu", "" if target.device == "cpu" else "there are no kernels for GPUs")
+
+    def candidates(self, problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
+        for template in ("plain", "packed"):
+            candidate = Candidate.make(self.name, template)
+            yield candidate if _takes(problem) else Illegal(candidate, "plain float32 products only")
+
+    def load(self, artifact: Artifact, problem: Problem) -> Kernel:
+        if artifact.candidate.template not in ("plain", "packed") or problem.a.dtype != "float32":
+            raise KernelError(f"there is no {artifact.candidate.id}")
+        return self.kernel(problem, artifact.candidate)
+
+    def source_digest(self) -> str:
+        return "1"
+
+    def default_packing(self, problem: Problem) -> Candidate | None:
+        return Candidate.make(self.name, "packed") if _takes(problem) else None
+
+    def unpack(self, packed: PackedWeight) -> Any:
+        return packed.data[0].t().contiguous().t()
+
+
+def _takes(problem: Problem) -> bool:
+    return problem.a.dtype == problem.b.dtype == "float32" and not problem.epilogue
+
+
+class Suite(BackendSuite):
+    __test__ = False
+
+
+def run(name: str, backend: Backend) -> None:
+    """One test of the suite, as pytest would call it."""
+    given = {"backend": backend, "target": replace(current_cpu(), threads=1), "problems": PROBLEMS}
+    test = getattr(Suite(), name)
+    test(**{parameter: given[parameter] for parameter in inspect.signature(test).parameters})
+
+
+TESTS = sorted(name for name in vars(BackendSuite) if name.startswith("test_"))
+
+
+class Mute(Plain):
+    def available(self, target: Target) -> Availability:
+        return Availability(target.device == "cpu")
+
+
+class Anonymous(Plain):
+    def source_digest(self) -> str:
+        return ""
+
+
+class Eager(Plain):
+    def candidates(self, problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
+        return list(super().candidates(problem, target))  # type: ignore[return-value]
+
+
+class Idle(Plain):
+    def candidates(self, problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
+        yield Illegal(Candidate.make(self.name, "plain"), "not today")
+
+
+class Repeating(Plain):
+    def candidates(self, problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
+        yield from super().candidates(problem, target)
+        yield from super().candidates(problem, target)
+
+
+class Curt(Plain):
+    def candidates(self, problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
+        for item in super().candidates(problem, target):
+            yield replace(item, reason=" ") if isinstance(item, Illegal) else item
+
+
+class Impure(Plain):
+    built = 0
+
+    def build(self, problem: Problem, candidate: Candidate, target: Target) -> Artifact:
+        self.built += 1
+        return Artifact(candidate, str(self.built))
+
+
+class Mistaken(Plain):
+    def load(self, artifact: Artifact, problem: Problem) -> Kernel:
+        return super().load(replace(artifact, candidate=Candidate.make(self.name, "plain")), problem)
+
+
+class Obliging(Plain):
+    def load(self, artifact: Artifact, problem: Problem) -> Kernel:
+        return self.kernel(problem, artifact.candidate)
+
+
+class Fragile(Plain):
+    def load(self, artifact: Artifact, problem: Problem) -> Kernel:
+        if problem.epilogue:
+            raise IndexError("list index out of range")
+        return super().load(artifact, problem)
+
+
+class WrongKernel(PlainKernel):
+    def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
+        super().run(a, b, aux, out)
+        out[-1, -1] += 1
+
+
+class TuckedKernel(PlainKernel):
+    """Right for the number of rows it was loaded for only."""
+
+    def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
+        super().run(a, b, aux, out)
+        out[self.problem.m :] = 0
+
+
+class HungryKernel(PlainKernel):
+    def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
+        super().run(a, b, aux, out)
+        torch.zeros(1 << 22)  # 16 MB that nobody was told of
+
+
+def flawed(kernel: type[PlainKernel]) -> Backend:
+    return type(f"With{kernel.__name__}", (Plain,), {"kernel": kernel})()
+
+
+class Forgetful(Plain):
+    def unpack(self, packed: PackedWeight) -> Any:
+        return packed.data[0] * 1.0001
+
+
+class Unpacking(Plain):
+    def default_packing(self, problem: Problem) -> Candidate | None:
+        return Candidate.make(self.name, "plain") if _takes(problem) else None
+
+
+FLAWS = {
+    "test_it_is_available_or_says_why_not": Mute(),
+    "test_the_backend_has_a_name_and_a_digest_that_stay": Anonymous(),
+    "test_candidates_come_one_by_one": Eager(),
+    "test_it_solves_something": Idle(),
+    "test_candidates_are_data_with_stable_ids_of_their_own": Repeating(),
+    "test_what_is_illegal_has_a_reason": Curt(),
+    "test_building_is_pure": Impure(),
+    "test_kernels_say_what_they_are": Mistaken(),
+    "test_what_it_cannot_load_is_refused_by_name": Obliging(),
+    "test_what_it_called_illegal_loads_or_is_refused": Fragile(),
+    "test_legal_candidates_are_right": flawed(WrongKernel),
+    "test_a_kernel_serves_any_number_of_rows": flawed(TuckedKernel),
+    "test_packing_is_undone_bit_for_bit": Forgetful(),
+    "test_scratch_is_not_more_than_declared": flawed(HungryKernel),
+    "test_the_default_packing_packs": Unpacking(),
+}
+
+
+def test_every_test_of_the_suite_is_tried() -> None:
+    assert sorted(FLAWS) == TESTS
+
+
+@pytest.mark.parametrize("name", TESTS)
+def test_a_sound_backend_passes(name: str) -> None:
+    run(name, Plain())
+
+
+@pytest.mark.parametrize("name", TESTS)
+def test_a_flawed_backend_fails(name: str) -> None:
+    with pytest.raises((AssertionError, pytest.fail.Exception, IndexError, NotImplementedError)):
+        run(name, FLAWS[name])
