@@ -53,6 +53,15 @@ def test_what_a_killed_export_left_is_swept_by_the_next(exported: Path) -> None:
     assert other.exists()
 
 
+def test_what_cannot_be_tidied_up_costs_no_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError("somebody else's directory")
+
+    monkeypatch.setattr("os.scandir", refuse)
+    assert write_export(tmp_path / "out.json", [(TARGET, make_decision())]) == 1
+    assert read_export(tmp_path / "out.json") == [(TARGET, make_decision())]
+
+
 def test_an_unwritable_place(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="cannot write the export"):
         write_export(tmp_path / "no" / "out.json", [])

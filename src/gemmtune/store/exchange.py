@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -46,9 +47,10 @@ def write_export(path: Path, pairs: Iterable[tuple[Target, Decision]]) -> int:
     try:
         place = Path(path).absolute()
         write_whole(place, body)
-        sweep(place.parent, place.name)
     except OSError as error:
         raise StoreError(f"cannot write the export {path}: {error}") from error
+    with contextlib.suppress(OSError):  # the export is done, whatever keeps us from tidying up after an earlier one
+        sweep(place.parent, place.name)
     return len(decisions)
 
 

@@ -41,7 +41,10 @@ def write_whole(path: Path, body: bytes) -> None:
 
 def sync_directory(folder: Path) -> None:
     """Make what was created, renamed or removed in a directory survive a power cut. Raises OSError."""
-    handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
+    try:
+        handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
+    except PermissionError:
+        return  # one that may be written, but not read
     try:
         os.fsync(handle)
     except OSError as error:
@@ -59,7 +62,7 @@ def sweep(folder: Path, name: str | None = None) -> int:
             match = _TEMPORARY.fullmatch(entry.name)
             if match is None or (name is not None and match["name"] != name[:_NAME_KEPT]):
                 continue
-            with contextlib.suppress(FileNotFoundError):  # another process sweeps too
+            with contextlib.suppress(OSError):  # another process sweeps too; another user's file may have to stay
                 if _abandoned(match["owner"], entry.stat(follow_symlinks=False).st_mtime):
                     os.unlink(entry)
                     swept += 1
