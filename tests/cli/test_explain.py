@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from command import Run
-from factories import NATIVE, make_decision
+from factories import SLOW, make_decision
 from gemmtune.backends.base import Candidate
 from gemmtune.decision import Evidence
 from gemmtune.store import open_store
@@ -36,21 +36,23 @@ def test_json_holds_the_whole_record(run: Run, filled: Path) -> None:
 def test_tells_the_conditions_once_and_where_they_differ(run: Run, tmp_path: Path, here: Target) -> None:
     made = make_decision(build(2, 3, 4, "fp32"), "winner", here)
     cold = {"operands": "cold", "threads": "2", "drift": "+1.2%", "pinned": "CPUs 0, 1"}
-    rows = [_timed(row, cold) for row in made.evidence]
-    rows[1] = _timed(rows[1], {"operands": "hot", "threads": "2"}, packing_s=2.5e-3)
+    rough = {"timing": "rough, unpaired", "operands": "hot", "threads": "2"}
+    rows = [
+        _timed(row, cold if row.stage in ("winner", "finalist") else rough, packing_s=2.5e-3) for row in made.evidence
+    ]
     path = tmp_path / "s.db"
     open_store(path).put(here, replace(made, evidence=tuple(rows)))
     lines = run("explain", 2, 3, 4, "--dtype", "fp32", "--store", path).out.splitlines()
     assert lines.count("timed with: operands cold; threads 2; drift +1.2%; pinned CPUs 0, 1") == 1
-    place = next(index for index, line in enumerate(lines) if line.strip() == NATIVE.id)
+    place = next(index for index, line in enumerate(lines) if line.strip().startswith(f"{SLOW.id}: "))
     assert [line.strip() for line in lines[place + 1 : place + 3]] == [
         "packing its weight took 2.50 ms, once",
-        "timed with: operands hot; threads 2",
+        "timed with: operands hot; timing rough, unpaired",
     ]
     assert sum("timed with" in line for line in lines) == 2
     (record,) = run("explain", 2, 3, 4, "--dtype", "fp32", "--store", path, "--json").json["decisions"]
     assert record["stopped"] == made.stopped
-    assert record["evidence"][0]["sample"]["conditions"] == cold
+    assert [row["sample"]["conditions"] for row in record["evidence"] if row["sample"]] == [cold, cold, rough]
     assert {"lo_s", "hi_s", "rounds", "ratio_lo", "ratio_hi", "times"} <= record["evidence"][0]["sample"].keys()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
 
@@ -143,9 +143,9 @@ def conditions_of(sample: Sample) -> dict[str, str]:
 
 
 def usual_conditions(decision: Decision) -> dict[str, str]:
-    """The conditions that most of a Decision's Samples share; empty when nothing was timed."""
-    found = Counter(tuple(conditions_of(row.sample).items()) for row in decision.evidence if row.sample is not None)
-    return dict(found.most_common(1)[0][0]) if found else {}
+    """The conditions of the race: those of what was chosen, or else of the first Sample; empty without any."""
+    rows = [decision.find(decision.chosen), *decision.evidence]
+    return next((conditions_of(row.sample) for row in rows if row is not None and row.sample is not None), {})
 
 
 def words_of(conditions: Mapping[str, str]) -> str:
@@ -156,7 +156,7 @@ def words_of(conditions: Mapping[str, str]) -> str:
 def evidence_lines(decision: Decision, usual: Mapping[str, str]) -> list[str]:
     """Every candidate that was tried, best first: its figures, below them its id and why it stopped there.
 
-    usual: conditions said already; a sample under others says so.
+    usual: conditions said already; a sample says where its own differ.
 
     Not a table: ids are longer than a column can be, and whole ones can be searched for and pasted.
     """
@@ -174,8 +174,8 @@ def evidence_lines(decision: Decision, usual: Mapping[str, str]) -> list[str]:
         lines.append(f"            {row.id}" + (f": {row.reason}" if row.reason else ""))
         if sample is not None and sample.packing_s:
             lines.append(f"            packing its weight took {duration(sample.packing_s)}, once")
-        if sample is not None and (conditions := conditions_of(sample)) != usual:
-            lines.append(f"            timed with: {words_of(conditions)}")
+        if sample is not None and (other := dict(conditions_of(sample).items() - usual.items())):
+            lines.append(f"            timed with: {words_of(dict(sorted(other.items())))}")
     return [*lines, ""]
 
 
