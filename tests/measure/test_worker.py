@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest
@@ -182,6 +183,23 @@ def test_a_candidate_that_fails_after_anothers_crash_is_heard_once_more(shared: 
     assert verdict is not None
     assert verdict.kind == "wrong"
     assert shared.pid == before  # what was right before still is: no need for another process
+
+
+def test_what_a_candidate_did_to_the_operands_is_mended(shared: Worker) -> None:
+    assert works(shared, "good")
+    pid = shared.pid
+    verdict = shared.attempt(kind("scribble")).verdict
+    assert verdict is not None
+    assert verdict.kind == "wrong"
+    assert works(shared, "good")
+    assert shared.confirm(kind("good")).verdict.ok
+    assert shared.pid == pid
+
+
+def test_a_worker_is_first_to_die_of_want_and_leaves_no_image(shared: Worker) -> None:
+    assert works(shared, "good")
+    assert Path(f"/proc/{shared.pid}/oom_score_adj").read_text().strip() == "1000"
+    assert psutil.Process(shared.pid).rlimit(psutil.RLIMIT_CORE)[0] == 0
 
 
 def test_a_problem_is_taken_up_by_another_worker_when_this_one_is_lost(target: Target) -> None:

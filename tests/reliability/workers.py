@@ -39,8 +39,8 @@ KINDS: dict[str, tuple[str, ...]] = {
     "orphan": ("crashed",), "child": ("crashed",), "daemon": ("crashed",), "daemon_segv": ("crashed",),
     "fork": ("crashed", "within_bound"), "flood": ("within_bound",), "babble": ("crashed",), "unasked": ("crashed",),
     "close": ("crashed",), "poison": ("crashed",), "oom": ("out_of_memory",), "fill_memory": ("out_of_memory",),
-    "wrong": ("wrong",), "hang": ("hung",), "spin": ("hung",), "hold": ("hung",), "stop": ("hung",),
-    "garble": ("hung",),
+    "wrong": ("wrong",), "scribble": ("wrong",), "hang": ("hung",), "spin": ("hung",), "hold": ("hung",),
+    "stop": ("hung",), "garble": ("hung",),
 }  # fmt: skip
 HANGING_S, OTHERS_S = 0.4, 10.0  # deadlines: of those that answer to nothing else, and of all others
 
@@ -56,7 +56,7 @@ def _candidate(kind: str) -> Candidate:
 def _left(worker: Worker) -> list[str]:
     """What runs that should not: all but the host and its worker, whether it still carries the tag or hides."""
     host = None if worker.pid is None else psutil.Process(worker.pid).ppid()
-    found = {process.pid: process for process in tagged(worker.tag) if process.pid not in (worker.pid, host)}
+    found = {process.pid: process for process in tagged(worker.tag or "") if process.pid not in (worker.pid, host)}
     if worker.pid is None:  # the host is among them then, and has no children
         found = {pid: process for pid, process in found.items() if process.ppid() != os.getpid()}
     return [f"{pid}: {process}" for pid, process in found.items()] + _sleepers()
@@ -113,14 +113,15 @@ def hostile_candidates(full: bool) -> Outcome:
             for kind in KINDS:
                 _one(worker, kind, tally)
         starts, tag = worker.starts, worker.tag
-    tally.orphans += [str(process) for process in tagged(tag)]
+    tally.orphans += [str(process) for process in tagged(tag or "")]
     total = repeats * len(KINDS)
     overshoot = max(0.0, tally.overshoot_s)
     return Outcome(
         f"parent alive; next candidate correct {total - len(tally.failed_next)} of {total}; {len(tally.orphans)} "
         f"orphans; {len(tally.unexpected)} verdicts of another kind; largest overshoot {overshoot:.2f} s; "
         f"{starts} workers",
-        not (tally.failed_next or tally.orphans or tally.unexpected) and overshoot < OVERSHOOT_S,
+        # The short form asserts no times: it runs among other tests.
+        not (tally.failed_next or tally.orphans or tally.unexpected) and (overshoot < OVERSHOOT_S or not full),
         {
             "verdicts": {kind: dict(counts) for kind, counts in tally.verdicts.items()},
             "unexpected": tally.unexpected[:50],
@@ -152,15 +153,16 @@ def _toy() -> Iterator[None]:
     "the right verdict for each, every good one built, 0 orphans",
 )
 def hostile_builds(full: bool) -> Outcome:
-    repeats = 100 if full else 2
+    repeats = 100 if full else 1
     wanted = {
         Candidate.make("toy", kind, kind=kind, number=number): outcome
         for number in range(repeats)
         for kind, outcome in BUILDS.items()
     }
+    limits = BuildLimits(build_s=1.0 if full else 3.0, builders=4, memory=1 << 30)
     with _toy():
         start = time.monotonic()
-        built = prebuild(PROBLEM, wanted, _target(), limits=BuildLimits(build_s=1.0, builders=4, memory=1 << 30))
+        built = prebuild(PROBLEM, wanted, _target(), limits=limits)
         seconds = time.monotonic() - start
     got = {candidate: _outcome(built[candidate.id]) for candidate in wanted}
     wrong = [f"{candidate.id}: {got[candidate]}" for candidate in wanted if got[candidate] != wanted[candidate]]
@@ -200,7 +202,7 @@ def parents_that_die(full: bool) -> Outcome:
     for _ in range(5 if full else 1):
         for doing in doings:
             for end in ends if full else ends[:1]:
-                seconds, survivors = _kill_a_parent(doing, end)
+                seconds, survivors = _kill_a_parent(doing, end, 5.0 if full else 30.0)
                 left += [f"{doing}, {end.name}: {survivor}" for survivor in survivors]
                 slowest, rounds = max(slowest, seconds), rounds + 1
     return Outcome(
@@ -210,8 +212,8 @@ def parents_that_die(full: bool) -> Outcome:
     )
 
 
-def _kill_a_parent(doing: str, end: signal.Signals) -> tuple[float, list[str]]:
-    """(seconds until nothing carried the tag, what still did after five)."""
+def _kill_a_parent(doing: str, end: signal.Signals, limit_s: float) -> tuple[float, list[str]]:
+    """(seconds until nothing carried the tag, what still did after ``limit_s``)."""
     code = f"from reliability.workers import doomed_parent; doomed_parent({doing!r})"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment) as parent:
@@ -221,7 +223,7 @@ def _kill_a_parent(doing: str, end: signal.Signals) -> tuple[float, list[str]]:
         parent.send_signal(end)
         parent.wait()
     start = time.monotonic()
-    while (left := tagged(told["tag"])) and time.monotonic() - start < 5.0:
+    while (left := tagged(told["tag"])) and time.monotonic() - start < limit_s:
         time.sleep(0.01)
     survivors = [str(process) for process in left]
     for process in left:

@@ -11,13 +11,13 @@ import psutil
 VARIABLE = "GEMMTUNE_WORKER"  # holds one random word a host, for all that descends from it
 
 
-def tagged(tag: str | None = None) -> list[psutil.Process]:
-    """The living processes of this user that carry ``tag`` (None: any). This process is never among them."""
+def tagged(tag: str) -> list[psutil.Process]:
+    """The living processes of this user that carry ``tag``. This process is never among them."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):  # it ended, or is somebody else's
             carried = process.environ().get(VARIABLE) if process.pid != os.getpid() else None
-            if carried is not None and tag in (None, carried) and process.status() != psutil.STATUS_ZOMBIE:
+            if carried == tag and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
 

@@ -169,7 +169,8 @@ class HostileKernel(Kernel):
     """Does its ``kind`` of mischief, then the product in float32.
 
     ``late_...`` behaves while it is checked (and is fast: it remembers its answers), and turns bad when it races.
-    ``packed``: honest, wants B packed. ``greedy``: honest, and says that it needs a terabyte.
+    ``scribble`` clears A when it is done. ``packed``: honest, wants B packed. ``greedy``: honest, and says that it
+    needs a terabyte.
     """
 
     def __init__(self, problem: Problem, candidate: Candidate) -> None:
@@ -196,6 +197,8 @@ class HostileKernel(Kernel):
             out.zero_()
             return
         out.copy_(torch.mm(a.float(), b.float()))
+        if self.kind == "scribble":
+            a.zero_()
 
     def pack(self, b: Any) -> PackedWeight:
         return PackedWeight(PACKING, (b.contiguous(),), self.problem.n, self.problem.k, self.problem.b.dtype)
