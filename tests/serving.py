@@ -101,9 +101,9 @@ def evidence(candidate: Candidate, seconds: float, ratio: float = 0.5, *, ok: bo
     )  # fmt: skip
 
 
-def decide(problem: Problem, *rows: Evidence, chosen: Candidate | None = None) -> Decision:
-    """A Decision with these rows and ATen's plain candidate at 1 s; each layout's fastest row is an alternative."""
-    aten = evidence(AtenBackend().plain(problem), 1.0, 1.0)
+def decide(problem: Problem, *rows: Evidence, chosen: Candidate | None = None, aten_s: float = 1.0) -> Decision:
+    """A Decision with these rows and ATen's plain candidate at ``aten_s``; each layout's fastest is an alternative."""
+    aten = evidence(AtenBackend().plain(problem), aten_s, 1.0)
     everything = (*rows, aten)
     best: dict[str, Evidence] = {}
     for row in everything:

@@ -71,3 +71,14 @@ def test_atens_unusual_forms_serve_as_kernels() -> None:
     plan = build_plan([decide(problem, evidence(turned, 0.5), chosen=turned)])
     assert plan is not None
     assert plan.entries[0].candidate == turned
+
+
+def test_a_gain_that_serving_costs_again_is_none() -> None:
+    problem = linear_problem(1, 8, 8, "float32")
+    for aten_s, served in ((3e-6, None), (100e-6, toy(""))):
+        decision = decide(problem, evidence(toy(""), 0.8 * aten_s, 0.8), chosen=toy(""), aten_s=aten_s)
+        plan = build_plan([decision])
+        assert plan is not None
+        assert plan.entries[0].candidate == served
+        packed = decide(problem, evidence(toy("plain"), 0.8 * aten_s, 0.8), chosen=toy("plain"), aten_s=aten_s)
+        assert choose_packing([packed]) == (None if served is None else "toy:plain")

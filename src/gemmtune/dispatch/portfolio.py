@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..backends.base import Candidate
 from ..decision import Decision, Evidence, Sample
@@ -12,11 +13,17 @@ from .plan import Plan, PlanEntry
 
 # A packed layout must save this share of the total time to be worth a second form of the weight.
 WORTHWHILE = 0.99
+# What serving a kernel costs in Python beyond calling the plain op: it has its output allocated here, and its arguments
+# checked (benchmarks/overhead.py: 1 to 2 us). Races time kernels alone; a kernel of microseconds must win this back.
+SERVING_S = 2e-6
+
+# ATen's own ops on the raw operand that are just what plain PyTorch runs.
+_USUAL = ("mm", "bmm", "int_mm", "int8pack", "scaled_mm", "composite")
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """An eligible candidate at one M: seconds per call, and the upper bound of its time ratio over ATen's best."""
+    """An eligible candidate at one M: seconds per call as served, upper bound of its time ratio over ATen's best."""
 
     candidate: Candidate
     seconds: float
@@ -31,7 +38,7 @@ class Option:
 class Point:
     """What one Decision says to dispatch: the fastest eligible option per layout (None: the raw operand).
 
-    ``plain_s``: the best time among ATen's candidates on the raw operand (infinite when none was timed).
+    ``plain_s``: the time of the plain op on the raw operand (infinite when it was not timed).
     """
 
     problem: Problem
@@ -60,7 +67,7 @@ def point(decision: Decision) -> Point:
     raw_aten = [
         _seconds(row.sample, base)
         for row in decision.evidence
-        if row.candidate.get("backend") == "aten" and row.packing is None and _eligible(row) and row.sample is not None
+        if row.packing is None and _eligible(row) and row.sample is not None and _is_usual(row.candidate)
     ]
     return Point(problem, decision.outcome, options, min(raw_aten, default=float("inf")))
 
@@ -72,7 +79,13 @@ def _eligible(row: Evidence) -> bool:
 def _option(row: Evidence, base: float | None) -> Option | None:
     if not _eligible(row) or row.sample is None:
         return None
-    return Option(Candidate.from_dict(row.candidate), _seconds(row.sample, base), row.sample.ratio_hi)
+    candidate = Candidate.from_dict(row.candidate)
+    extra = 0.0 if row.packing is None and _is_usual(row.candidate) else SERVING_S
+    return Option(candidate, _seconds(row.sample, base) + extra, row.sample.ratio_hi)
+
+
+def _is_usual(candidate: Mapping[str, Any]) -> bool:
+    return candidate.get("backend") == "aten" and candidate.get("template") in _USUAL
 
 
 def _incumbent_seconds(evidence: Iterable[Evidence]) -> float | None:
@@ -146,14 +159,11 @@ def build_plan(decisions: Sequence[Decision | Point], packing: str | None = None
     return Plan(points[0].problem.plan_key, packing, tuple(entries)) if entries else None
 
 
-# ATen's own ops on the raw operand that are just what plain PyTorch runs.
-_USUAL = ("mm", "bmm", "int_mm", "int8pack", "scaled_mm", "composite")
-
-
 def _raw_choice(p: Point) -> Candidate | None:
     option = p.options.get(None)
     if option is None or not option.beats_aten:
         return None
-    usual = option.candidate.backend == "aten" and option.candidate.template in _USUAL
     # Plain PyTorch rounds before an epilogue; the verified candidate does not, so it serves as itself.
-    return None if usual and not p.problem.epilogue and p.problem.family != "mixed_mm" else option.candidate
+    if _is_usual(option.candidate.to_dict()):
+        return option.candidate if p.problem.epilogue or p.problem.family == "mixed_mm" else None
+    return option.candidate if option.seconds < p.plain_s else None
