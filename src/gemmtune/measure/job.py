@@ -39,6 +39,9 @@ from .verify import Draw, guarded, prepare, verify
 
 Progress = Callable[[Leading], None]
 
+# How long a kernel is run again on one draw, to see whether it repeats: when it is tried, and before it is eligible.
+_GLANCE_S, _PATIENCE_S = 20e-3, 0.1
+
 
 class Desk:
     """Answers requests, one at a time. marker_fd: see ``timing.Track``; None when nobody outlives a crash here."""
@@ -132,7 +135,7 @@ class Job:
         packing_s = self._packing_s.get(kernel.packing or "", 0.0)
         result = Attempted(None, kernel.packing, packing_s, kernel.workspace_bytes, times_s)
         if worth_s is None or min(times_s) <= worth_s:
-            result.verdict = self._checked[candidate.id] = self._verify(kernel, self._need_draws()[:1])
+            result.verdict = self._checked[candidate.id] = self._verify(kernel, self._need_draws()[:1], _GLANCE_S)
         return result
 
     def confirm(self, candidate: Candidate) -> Confirmed:
@@ -189,12 +192,12 @@ class Job:
         except BaseException as error:  # SystemExit too is the candidate's; see blame
             return None, blame(error, "loading", "build_failed")
 
-    def _verify(self, kernel: Kernel, draws: tuple[Draw, ...]) -> Verdict:
+    def _verify(self, kernel: Kernel, draws: tuple[Draw, ...], patience_s: float = _PATIENCE_S) -> Verdict:
         def run(inputs: Inputs, out: Tensor) -> None:
             kernel.run(inputs.a, self._operand(kernel, inputs.b), inputs.aux, out)
 
         try:
-            verdict = verify(run, self.problem, draws)
+            verdict = verify(run, self.problem, draws, patience_s)
         except BaseException as error:  # SystemExit too is the candidate's; see blame
             verdict = blame(error, "running", "crashed")
         if not verdict.ok:

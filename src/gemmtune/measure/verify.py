@@ -36,24 +36,24 @@ _INT_POISONS = (0x5B, 0xC4)  # two bytes that no element can both keep by chance
 _CHUNK = 1 << 17  # elements compared at a time: stays in L2
 _SIGMAS = 6.0
 _MOST_RUNS = 10  # races that show in one run of three are missed once in 40 times
-_REPEATS_S = 20e-3
 
 DIFFERING = "repeated runs differ within the bound"
 
 
-def verify(run: Run, problem: Problem, draws: Sequence[Draw]) -> Verdict:
+def verify(run: Run, problem: Problem, draws: Sequence[Draw], patience_s: float = 0.1) -> Verdict:
     """Run a kernel on every draw (``run(inputs, out)``) and say whether it is right.
 
-    It runs again on the first draw, up to ten times as far as 20 ms go, and once again on each where the output holds
-    integers. Returns exact, within_bound, wrong or unstable. Whatever ``run`` raises passes through. ``detail`` says
-    where and by how much, or that repeated runs differ within the bound; it is empty when all repeated bit for bit.
+    It runs twice on the first draw, up to ten times as far as ``patience_s`` goes, and twice on each where the output
+    holds integers. Returns exact, within_bound, wrong or unstable. Whatever ``run`` raises passes through. ``detail``
+    says where and by how much, or that repeated runs differ within the bound; it is empty when all repeated bit for
+    bit.
     """
     if not draws:
         raise ValueError("verify needs at least one draw; make them with prepare(problem, seed)")
     worst, repeated = 0.0, ""
     for index, draw in enumerate(draws):
         least = 2 if index == 0 or problem.out_dtype in INTEGERS else 1
-        found = _judge(run, problem, draw, least, _MOST_RUNS if index == 0 else least)
+        found = _judge(run, problem, draw, least, patience_s if index == 0 else 0.0)
         worst = max(worst, found.worst)
         fault = found.fault or _written(draw)
         if found.differs and found.finding and not fault:
@@ -78,12 +78,12 @@ class _Found:
     differs: bool = False
 
 
-def _judge(run: Run, problem: Problem, draw: Draw, least: int, most: int) -> _Found:
-    """Run ``least`` times, up to ``most`` while that is quick, or until something is wrong."""
+def _judge(run: Run, problem: Problem, draw: Draw, least: int, patience_s: float) -> _Found:
+    """Run ``least`` times, and more while ``patience_s`` lasts and nothing is wrong."""
     found, start = _Found(), time.perf_counter()
     first = None
-    for number in range(most):
-        if number >= least and (found.fault or found.finding or time.perf_counter() - start > _REPEATS_S):
+    for number in range(_MOST_RUNS):
+        if number >= least and (found.fault or found.finding or time.perf_counter() - start >= patience_s):
             break
         out, fault = _execute(run, problem, draw, _INT_POISONS[number % 2])
         found.fault = found.fault or fault

@@ -175,13 +175,17 @@ def racy(problem: Problem) -> Run:
 
 
 def rare_race(problem: Problem) -> Run:
-    """A data race that shows in every fourth call."""
+    """A data race that shows in every fourth call. As fast as a real kernel: it remembers its answers."""
     calls = 0
+    known: dict[int, tuple[Inputs, Tensor]] = {}
 
     def run(inputs: Inputs, out: Tensor) -> None:
         nonlocal calls
         calls += 1
-        correct(problem)(inputs, out)
+        if id(inputs) not in known:
+            correct(problem)(inputs, out)
+            known[id(inputs)] = inputs, out.clone()
+        out.copy_(known[id(inputs)][1])
         if calls % 4 == 0:
             out[..., -1, :] = 0
 
