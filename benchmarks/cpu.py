@@ -80,7 +80,7 @@ def reading(w: peers.Weights) -> Entrant:
     return Entrant(lambda i: words[i].sum())
 
 
-def tune(family: str, k: int, n: int, ms: Sequence[int], budget: float) -> dict[int, Decision]:
+def tune(family: str, k: int, n: int, ms: Sequence[int], budget: float | None) -> dict[int, Decision]:
     """The decisions for a weight at every M, from the store or made now."""
     decisions = gemmtune.tune([(build(m, n, k, family), 1) for m in ms], budget=budget)
     gemmtune.refresh()
@@ -185,7 +185,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--threads", default=f"1,{torch.get_num_threads()}", help="comma separated [1 and all]")
     parser.add_argument("--m", default="1,4,16,64,256", help="numbers of rows [1,4,16,64,256]")
     parser.add_argument("--seconds", type=float, default=3.0, help="time for the race of a shape [3]")
-    parser.add_argument("--budget", type=float, default=6.0, help="seconds to tune a problem not in the store [6]")
+    parser.add_argument(
+        "--budget", type=float, help="seconds to tune a problem not in the store [6, more where calls are slow]"
+    )
     parser.add_argument("--compile", action="store_true", help="race torch.compile too")
     parser.add_argument("--quick", action="store_true", help="one weight, M = 1 and 16, one second a shape")
     args = parser.parse_args()

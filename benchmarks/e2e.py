@@ -75,7 +75,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=16, help="tokens a turn [16]")
     parser.add_argument("--rounds", type=int, default=7, help="interleaved turns [7]")
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--budget", type=float, default=6.0, help="seconds to tune a problem not in the store [6]")
+    parser.add_argument(
+        "--budget", type=float, help="seconds to tune a problem not in the store [6, more where calls are slow]"
+    )
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     args = parser.parse_args()
     plain, _ = llama.factory(args.variant, llama.Config(layers=args.layers))

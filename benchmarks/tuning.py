@@ -1,6 +1,6 @@
 """What tuning costs: seconds and peak memory a problem, on fresh stores.
 
-    python benchmarks/tuning.py [--families int8wo,bf16] [--m 1,64] [--budget 6]
+    python benchmarks/tuning.py [--families int8wo,bf16] [--m 1,64] [--budget S]
 
 Memory is the growth of this process and its children together over their start, sampled every 20 ms; the bar is 4 times
 the problem's operands plus 500 MB.
@@ -62,7 +62,7 @@ class PeakMemory:
         return total
 
 
-def measure(family: str, m: int, k: int, n: int, budget: float) -> dict[str, Any]:
+def measure(family: str, m: int, k: int, n: int, budget: float | None) -> dict[str, Any]:
     """Tune one problem from nothing, the start of its worker included in ``seconds_with_start``."""
     problem = build(m, n, k, family)
     with tempfile.TemporaryDirectory(prefix="gemmtune-tuning-") as folder:
@@ -97,7 +97,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", default="int8wo,int8,bf16,fp32")
     parser.add_argument("--m", default="1,16,64,256")
-    parser.add_argument("--budget", type=float, default=6.0)
+    parser.add_argument("--budget", type=float, help="seconds a problem [the library's default]")
     parser.add_argument("--quick", action="store_true", help="one weight only")
     args = parser.parse_args()
     rows = [

@@ -27,7 +27,7 @@ def tune(
     model_or_problems: nn.Module | Iterable[Problem | tuple[Problem, int]],
     example_inputs: Any = None,
     *,
-    budget: float | Budget = 6.0,
+    budget: float | Budget | None = None,
     store: Store | None = None,
     backends: Sequence[str] | None = None,
     progress: Progress | None = None,
@@ -36,7 +36,8 @@ def tune(
     """Find the fastest correct kernel for each Problem and keep the decisions in the store.
 
     model_or_problems: a model (with ``example_inputs`` as ``optimize`` takes them), or Problems, alone or with counts
-    (as ``record().problems`` has them). budget: seconds per problem, or a ``tuner.Budget``. store: default the user's.
+    (as ``record().problems`` has them). budget: seconds per problem
+    (kept within 10%; None: 6, more where single calls are slow), or a ``tuner.Budget``. store: default the user's.
     backends: names to try (ATen always is); default all. force: tune again what the store already knows. Ctrl-C keeps
     what is finished; a problem that another process is tuning is waited for. From then on the ops serve from the new
     decisions. Raises TypeError, ValueError, WorkerError.
@@ -46,7 +47,7 @@ def tune(
     from .tuner import Budget, Tuner
 
     problems = _problems(model_or_problems, example_inputs)
-    limit = budget if isinstance(budget, Budget) else Budget(seconds=float(budget))
+    limit = budget if isinstance(budget, Budget) else Budget(seconds=None if budget is None else float(budget))
     keeper = store if store is not None else runtime.RUNTIME.store() or open_store()
     names = _backend_names(backends)
     tuner = Tuner(runtime.current_target(), names, keeper, limit, progress or silent, force=force)

@@ -30,14 +30,18 @@ LOOK_S = 0.25  # how often a waiting tuner looks whether the other has decided
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What one problem may cost: seconds of wall time (starting a worker not counted), and candidates tried."""
+    """What one problem may cost: seconds of wall time (starting a worker not counted), and candidates tried.
 
-    seconds: float = 6.0
+    seconds: kept within 10%. None: 6, and more for problems whose single calls are slow.
+    """
+
+    seconds: float | None = None
     candidates: int | None = None
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.seconds, int | float) and 0.0 < self.seconds < float("inf")):
-            raise ValueError(f"a budget's seconds must be a positive number; got {self.seconds!r}")
+        seconds = self.seconds
+        if seconds is not None and not (isinstance(seconds, int | float) and 0.0 < seconds < float("inf")):
+            raise ValueError(f"a budget's seconds must be a positive number or None; got {seconds!r}")
         if self.candidates is not None and (not isinstance(self.candidates, int) or self.candidates < 1):
             raise ValueError(f"a budget's candidates must be a positive int or None; got {self.candidates!r}")
 

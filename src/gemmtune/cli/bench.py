@@ -33,7 +33,7 @@ def bench(
         str, typer.Option("--dtype", metavar="D", help="fp32, bf16, fp16, fp64, int8, int8wo or int4wo.")
     ] = "bf16",
     backends: BackendsOption = None,
-    budget: BudgetOption = 6.0,
+    budget: BudgetOption = None,
     threads: ThreadsOption = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -51,11 +51,12 @@ DtypeOption = Annotated[
     str, typer.Option("--dtype", metavar="D", help="fp32, bf16, fp16, fp64, int8 (int8 x int8), int8wo or int4wo.")
 ]
 BudgetOption = Annotated[
-    float,
+    float | None,
     typer.Option(
-        "--budget", min=0.05, max=86400, metavar="S", callback=finite, help="Seconds of measuring for each problem."
+        "--budget", min=0.05, max=86400, metavar="S", callback=finite,
+        help="Seconds for each problem, kept within 10% [default: 6, more where single calls are slow].",
     ),
-]
+]  # fmt: skip
 
 
 def fail(message: str, *, as_json: bool = False) -> NoReturn:

@@ -49,7 +49,7 @@ def tune(
     ] = None,
     bias: Annotated[bool, typer.Option("--bias", help="With shapes: add a bias of N.")] = False,
     backends: BackendsOption = None,
-    budget: BudgetOption = 6.0,
+    budget: BudgetOption = None,
     threads: ThreadsOption = None,
     force: Annotated[bool, typer.Option("--force", help="Tune again what the store already answers.")] = False,
     store: StoreOption = None,
@@ -88,7 +88,7 @@ def run(
     names: Sequence[str],
     store: Store,
     *,
-    budget: float,
+    budget: float | None,
     force: bool = False,
     hidden: bool = False,
 ) -> tuple[Board, bool]:

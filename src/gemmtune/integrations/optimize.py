@@ -97,7 +97,7 @@ def optimize(
     *,
     tune: bool = True,
     memory: float = 1.25,
-    budget: float = 6.0,
+    budget: float | None = None,
     store: Store | None = None,
     backends: Sequence[str] | None = None,
     progress: Progress | None = None,
@@ -106,7 +106,7 @@ def optimize(
 
     example_inputs: a Tensor, a tuple of arguments, a dict of keyword arguments, or a list of these (one per call); they
     decide which M count. tune: tune what the store does not know (else only use what it knows). memory: how many times
-    a raw weight's bytes its packed form may take. budget: seconds per problem. The model must be in eval mode.
+    a raw weight's bytes its packed form may take. budget: as for ``gemmtune.tune``. The model must be in eval mode.
 
     A linear is left alone when plain PyTorch is best for it, when it has hooks, is not on the CPU, or shares its weight
     (unless memory >= 2, as the raw weight then stays too). Raises TypeError, ValueError, and what the model raises.
