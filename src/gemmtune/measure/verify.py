@@ -79,8 +79,11 @@ class _Found:
 
 
 def _judge(run: Run, problem: Problem, draw: Draw, least: int, patience_s: float) -> _Found:
-    """Run ``least`` times, and more while ``patience_s`` lasts and nothing is wrong."""
-    found, start = _Found(), time.perf_counter()
+    """Run ``least`` times, and more while ``patience_s`` lasts and nothing is wrong.
+
+    The first run does not count against it: that one sets things up.
+    """
+    found, start = _Found(), 0.0
     first = None
     for number in range(_MOST_RUNS):
         if number >= least and (found.fault or found.finding or time.perf_counter() - start >= patience_s):
@@ -94,7 +97,8 @@ def _judge(run: Run, problem: Problem, draw: Draw, least: int, patience_s: float
         if first is not None:
             found.differs = True
             found.fault = found.fault or (_unwritten(problem, first, out) if number == 1 else "")
-        first = out if first is None else first
+        else:
+            first, start = out, time.perf_counter()
     return found
 
 
