@@ -5,6 +5,8 @@
 #   make lint       style, types and the direction of imports
 #   make test-asan  the native tests under AddressSanitizer and UBSan
 #   make bench      the measurements behind the README's figures (slow)
+#   make reliability
+#                   every check of docs/reliability.md at full size (an hour or two)
 #
 # PYTHON      the interpreter to make .venv with
 # TORCH_SPEC  what to ask pip for. On Linux x86 PyPI's torch is the CUDA build (2+ GB); for the CPU build:
@@ -22,7 +24,7 @@ PIP := PIP_CONSTRAINT=$(VENV)/constraints.txt PIP_BUILD_CONSTRAINT=$(VENV)/const
 SOURCES := pyproject.toml CMakeLists.txt constraints.txt $(shell find src native -type f 2>/dev/null | grep -v __pycache__)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint test-asan bench clean
+.PHONY: help install demo test lint test-asan bench reliability clean
 
 help:
 	@sed -n '/^#   make/s/^#   //p' Makefile
@@ -62,6 +64,9 @@ bench: install
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/tuning.py
 	$(BIN)/python benchmarks/e2e.py
+
+reliability: install
+	PYTHONPATH=tests $(BIN)/python -m reliability
 
 clean:
 	rm -rf $(VENV) build dist report.html .gemmtune .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
