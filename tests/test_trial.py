@@ -15,6 +15,7 @@ from gemmtune.events import silent
 from gemmtune.measure.protocol import Attempted, Confirmed, Placed, Raced
 from gemmtune.problem import Problem
 from gemmtune.store import MemoryStore
+from gemmtune.target import Target
 from gemmtune.trial import Trial
 from gemmtune.workloads import build
 
@@ -39,7 +40,7 @@ class Pretending:
         self.clock, self.seconds, self.open_s = clock, seconds, open_s
         self.tried: list[Candidate] = []
         self.raced: list[Candidate] = []
-        self.race_s = 0.0
+        self.race_s, self.hot = 0.0, False
 
     def start(self) -> None: ...
 
@@ -61,8 +62,8 @@ class Pretending:
         self.clock.now += 5 * self.seconds(candidate)
         return Confirmed(Verdict("within_bound"))
 
-    def race(self, candidates: Sequence[Candidate], budget_s: float, seed: int, progress: Any) -> Raced:
-        self.raced, self.race_s = list(candidates), budget_s
+    def race(self, candidates: Sequence[Candidate], budget_s: float, seed: int, progress: Any, hot: bool) -> Raced:
+        self.raced, self.race_s, self.hot = list(candidates), budget_s, hot
         self.clock.now += budget_s
         each = [self.seconds(candidate) for candidate in candidates]
         best = min(range(len(each)), key=lambda place: each[place])
@@ -81,11 +82,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def run(clock: Clock, hands: Pretending, seconds: float | None) -> float:
+def run(clock: Clock, hands: Pretending, seconds: float | None, **more: Any) -> float:
     """Seconds that tuning took."""
     problem = build(16, 4096, 4096, "bf16")
     began = clock.now
-    found = Trial(problem, current_target(), ("aten", "native"), MemoryStore(), hands, silent, 0)  # type: ignore[arg-type]
+    found = Trial(problem, current_target(), ("aten", "native"), MemoryStore(), hands, silent, 0, **more)  # type: ignore[arg-type]
     decision = found.run(seconds, None)
     assert decision.outcome != "none_valid"
     assert decision.seconds == pytest.approx(clock.now - began)
@@ -130,3 +131,23 @@ def test_the_best_of_each_packing_goes_first(clock: Clock) -> None:
     run(clock, hands, 6.0)
     others = [c["nr"] for c in hands.raced if c.backend == "native"]
     assert len(set(others[:2])) == 2
+
+
+def test_what_cannot_be_built_is_not_tried(clock: Clock) -> None:
+    asked: list[str] = []
+
+    def build_some(problem: Problem, candidates: Sequence[Candidate], target: Target) -> dict[str, Verdict]:
+        asked.extend(candidate.id for candidate in candidates)
+        return {c.id: Verdict("build_failed", "no") for c in candidates if c.backend == "native" and c["nr"] != 64}
+
+    hands = Pretending(clock, lambda c: 1e-3 if c.backend == "native" else 2e-3)
+    run(clock, hands, 6.0, build=build_some)
+    assert {c["nr"] for c in hands.tried if c.backend == "native"} == {64}
+    assert {c.id for c in hands.tried} < set(asked)
+
+
+@pytest.mark.parametrize("hot", [False, True])
+def test_the_condition_reaches_the_race(clock: Clock, hot: bool) -> None:
+    hands = Pretending(clock, lambda c: 1e-3)
+    run(clock, hands, 6.0, hot=hot)
+    assert hands.hot is hot

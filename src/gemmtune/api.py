@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
@@ -32,13 +32,15 @@ def tune(
     backends: Sequence[str] | None = None,
     progress: Progress | None = None,
     force: bool = False,
+    operands: Literal["cold", "hot"] = "cold",
 ) -> list[Decision]:
     """Find the fastest correct kernel for each Problem and keep the decisions in the store.
 
     model_or_problems: a model (with ``example_inputs`` as ``optimize`` takes them), or Problems, alone or with counts
     (as ``record().problems`` has them). budget: seconds per problem
     (kept within 10%; None: 6, more where single calls are slow), or a ``tuner.Budget``. store: default the user's.
-    backends: names to try (ATen always is); default all. force: tune again what the store already knows. Ctrl-C keeps
+    backends: names to try (ATen always is); default all. operands: whether kernels are timed on operands from memory
+    or from the cache; samples say which. force: tune again what the store already knows. Ctrl-C keeps
     what is finished; a problem that another process is tuning is waited for. From then on the ops serve from the new
     decisions. Raises TypeError, ValueError, WorkerError.
     """
@@ -46,11 +48,15 @@ def tune(
     from .store import open_store
     from .tuner import Budget, Tuner
 
+    if operands not in ("cold", "hot"):
+        raise ValueError(f"tune(): operands must be 'cold' or 'hot'; got {operands!r}")
     problems = _problems(model_or_problems, example_inputs)
     limit = budget if isinstance(budget, Budget) else Budget(seconds=None if budget is None else float(budget))
     keeper = store if store is not None else runtime.RUNTIME.store() or open_store()
     names = _backend_names(backends)
-    tuner = Tuner(runtime.current_target(), names, keeper, limit, progress or silent, force=force)
+    tuner = Tuner(
+        runtime.current_target(), names, keeper, limit, progress or silent, force=force, hot=operands == "hot"
+    )
     try:
         return tuner.tune(problems)
     finally:

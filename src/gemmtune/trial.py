@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
-from .backends.base import Candidate
+from .backends.base import Artifact, Candidate
 from .decision import Decision, Outcome, Verdict
 from .errors import StoreError, WorkerError
 from .events import BestSoFar, CandidateTried, Progress
@@ -20,6 +20,8 @@ from .store.base import Store
 from .target import Target
 
 log = logging.getLogger("gemmtune")
+
+Build = Callable[[Problem, Iterable[Candidate], Target], Mapping[str, Artifact | Verdict]]
 
 DEFAULT_S = 6.0
 
@@ -45,7 +47,8 @@ FORGET = ("build_failed", "unsupported")  # failures that need no remembering: t
 class Trial:
     """Tunes one problem with a worker's hands. Candidates are listed at once, while a worker may still be starting.
 
-    Raises ValueError for an unknown backend name.
+    build: builds candidates before they are tried (see ``measure.builds.prebuild``); None leaves it to the hands. hot:
+    race on operands in the cache. Raises ValueError for an unknown backend name.
     """
 
     def __init__(
@@ -57,8 +60,12 @@ class Trial:
         hands: Hands,
         progress: Progress,
         seed: int,
+        *,
+        build: Build | None = None,
+        hot: bool = False,
     ) -> None:
         self._problem, self._target, self._store = problem, target, store
+        self._build, self._hot = build, hot
         self._hands, self._progress, self._seed = hands, progress, seed
         self._candidates, illegal = enumerate_candidates(problem, target, names)
         self._ledger = Ledger(self._candidates, illegal)
@@ -98,6 +105,7 @@ class Trial:
         search = Search(self._forget_failures(), seed=self._seed, limit=limit)
         tried = 0
         while (batch := search.ask()) is not None:
+            batch = self._built(batch, search)
             for place, candidate in enumerate(batch):
                 if self._must_skip(candidate):
                     search.tell(candidate.id, None)
@@ -109,6 +117,16 @@ class Trial:
                 tried += 1
                 self._tell_tried(row, self._left(search.left + len(batch) - place - 1, tried))
         return f"the search ended after {tried} candidates"
+
+    def _built(self, batch: Sequence[Candidate], search: Search) -> list[Candidate]:
+        """Those of a batch that could be built, all before any of them is timed."""
+        made = self._build(self._problem, batch, self._target) if self._build is not None else {}
+        for candidate in batch:
+            found = made.get(candidate.id)
+            if isinstance(found, Verdict):
+                self._fail(self._ledger[candidate.id], found)
+                search.tell(candidate.id, None)
+        return [candidate for candidate in batch if not isinstance(made.get(candidate.id), Verdict)]
 
     def _forget_failures(self) -> list[Candidate]:
         """The candidates without those that are remembered to have failed."""
@@ -241,7 +259,8 @@ class Trial:
         while rows := self._entrants():
             budget_s = self._race_seconds(rows)
             try:
-                return self._hands.race([row.candidate for row in rows], budget_s, self._seed, self._tell_leading)
+                candidates = [row.candidate for row in rows]
+                return self._hands.race(candidates, budget_s, self._seed, self._tell_leading, self._hot)
             except WorkerLost as loss:
                 if loss.candidate_id is not None:
                     self._fail(self._ledger[loss.candidate_id], loss.verdict)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from .decision import Decision
 from .errors import StoreError, WorkerError
 from .events import ProblemDone, ProblemStarted, Progress, silent
+from .measure.builds import prebuild
 from .measure.worker import Hands, Limits, LocalWorker, Worker, WorkerStartError
 from .problem import Problem
 from .search import INCUMBENT
@@ -52,7 +53,8 @@ class Tuner:
     backend_names: whose candidates to try; ATen's always are. isolate: work in a worker process (False: in this one,
     for debugging; a candidate that crashes takes the process along). force: tune even what the store knows (failures
     remembered in the store stay failures). progress: called with the events of ``events.py``. wait: for the decision of
-    another process that is tuning the same problem (False: leave the problem out; never two at once).
+    another process that is tuning the same problem (False: leave the problem out; never two at once). hot: race on
+    operands that are in the cache, where serving finds them in memory unless a model is tiny.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Tuner:
         isolate: bool = True,
         force: bool = False,
         wait: bool = True,
+        hot: bool = False,
         seed: int = 0,
         limits: Limits | None = None,
     ) -> None:
@@ -73,7 +76,7 @@ class Tuner:
         self._names = tuple(dict.fromkeys((INCUMBENT, *backend_names)))
         self._budget = budget or Budget()
         self._isolate, self._force, self._seed, self._limits = isolate, force, seed, limits
-        self._wait = wait
+        self._wait, self._hot = wait, hot
         self._store_failed = False
 
     def tune(self, problems: Iterable[tuple[Problem, int]]) -> list[Decision]:
@@ -141,7 +144,11 @@ class Tuner:
 
     def _tune_one(self, problem: Problem, crew: _Crew) -> Decision:
         hands = crew.hands()
-        trial = Trial(problem, self._target, self._names, self._store, hands, self._progress, self._seed)
+        build = prebuild if self._isolate else None
+        trial = Trial(
+            problem, self._target, self._names, self._store, hands, self._progress, self._seed,
+            build=build, hot=self._hot,
+        )  # fmt: skip
         hands.wait()
         try:
             decision = trial.run(self._budget.seconds, self._budget.candidates)

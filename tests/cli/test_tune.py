@@ -35,6 +35,7 @@ class StandIn:
         progress: Callable[[Event], None],
         *,
         force: bool = False,
+        hot: bool = False,
     ) -> None:
         StandIn.seen = (target, tuple(names), budget.seconds, force)
         self.target, self.store, self.progress = target, store, progress

@@ -151,3 +151,16 @@ def test_layouts_beyond_the_memory_are_left_out(monkeypatch: pytest.MonkeyPatch)
 
 def test_nothing_to_race() -> None:
     assert track().race(0.1, 0, lambda _: None).outcome == "none_valid"
+
+
+def test_hot_operands_are_one_set_and_samples_say_so() -> None:
+    kernel, aten = Recorder("k", "x:a"), Recorder("mm", None, backend="aten")
+    made = Track({k.candidate.id: k for k in (aten, kernel)}, PROBLEM, TARGET, 0, None, hot=True)
+    result = made.race(0.2, 0, lambda leading: None)
+    assert len(set(kernel.seen)) == 1
+    assert len(set(aten.seen)) == 1
+    for row in result.placed:
+        assert row.sample is not None
+        assert row.sample.condition == "hot"
+        assert row.sample.conditions["operands"] == "hot"
+        assert row.sample.conditions["threads"] == "1"

@@ -95,7 +95,7 @@ class QuickTuner(Tuner):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "isolate": False})
-        self._budget = Budget(min(self._budget.seconds, 0.05), 3)
+        self._budget = Budget(min(self._budget.seconds or 1.0, 0.05), 3)
 
     def tune(self, problems: Iterable[tuple[Problem, int]]) -> list[Decision]:
         pairs = list(problems)

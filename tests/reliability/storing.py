@@ -146,8 +146,7 @@ def _ready(calls: Sequence[tuple[Any, ...]]) -> Iterator[list[subprocess.Popen[s
     with ExitStack() as stack:
         processes = []
         for function, *args in calls:
-            process = children.start(function, *args)
-            stack.callback(process.wait)
+            process = stack.enter_context(children.start(function, *args))
             stack.callback(process.kill)
             processes.append(process)
         for process in processes:

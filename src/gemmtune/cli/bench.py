@@ -9,6 +9,7 @@ import typer
 from .common import (
     BackendsOption,
     BudgetOption,
+    HotOption,
     JsonOption,
     ThreadsOption,
     collect,
@@ -34,6 +35,7 @@ def bench(
     ] = "bf16",
     backends: BackendsOption = None,
     budget: BudgetOption = None,
+    hot: HotOption = False,
     threads: ThreadsOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -49,7 +51,7 @@ def bench(
         require_room(problems, target)
     if not problems:
         fail("every one of these problems is empty (M, N or K is 0): there is nothing to race", as_json=as_json)
-    board, interrupted = run(problems, target, names, MemoryStore(), budget=budget, hidden=as_json)
+    board, interrupted = run(problems, target, names, MemoryStore(), budget=budget, hot=hot, hidden=as_json)
     if as_json:
         emit({"interrupted": interrupted, "threads": target.threads, "results": [_row(d) for d in board.decisions]})
     elif board.decisions:

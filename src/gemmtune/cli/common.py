@@ -37,6 +37,9 @@ def finite(value: float | None) -> float | None:
     return value
 
 
+HotOption = Annotated[
+    bool, typer.Option("--hot", help="Time kernels on operands in the cache instead of cold ones from memory.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
 StoreOption = Annotated[
     Path | None, typer.Option("--store", metavar="PATH", help="The store's file [default: $GEMMTUNE_STORE or yours].")

@@ -11,6 +11,7 @@ import typer
 from .common import (
     BackendsOption,
     BudgetOption,
+    HotOption,
     JsonOption,
     StoreOption,
     ThreadsOption,
@@ -50,6 +51,7 @@ def tune(
     bias: Annotated[bool, typer.Option("--bias", help="With shapes: add a bias of N.")] = False,
     backends: BackendsOption = None,
     budget: BudgetOption = None,
+    hot: HotOption = False,
     threads: ThreadsOption = None,
     force: Annotated[bool, typer.Option("--force", help="Tune again what the store already answers.")] = False,
     store: StoreOption = None,
@@ -70,7 +72,7 @@ def tune(
     if not problems:
         fail("every one of these problems is empty (M, N or K is 0): there is nothing to tune", as_json=as_json)
     with opened(store) as keeper:
-        board, interrupted = run(problems, target, names, keeper, budget=budget, force=force, hidden=as_json)
+        board, interrupted = run(problems, target, names, keeper, budget=budget, force=force, hot=hot, hidden=as_json)
         remember_ceilings(keeper, target)
     report_outcome(board, len(problems), interrupted, as_json=as_json)
 
@@ -90,6 +92,7 @@ def run(
     *,
     budget: float | None,
     force: bool = False,
+    hot: bool = False,
     hidden: bool = False,
 ) -> tuple[Board, bool]:
     """Tune with the progress display; returns what finished and whether Ctrl-C ended it."""
@@ -98,7 +101,7 @@ def run(
 
     board = Board()
     with watching(board, hidden=hidden) as progress:
-        tuner = Tuner(target, names, store, Budget(seconds=budget), progress=progress, force=force)
+        tuner = Tuner(target, names, store, Budget(seconds=budget), progress=progress, force=force, hot=hot)
         try:
             tuner.tune(problems)
         except KeyboardInterrupt:

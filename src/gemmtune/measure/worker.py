@@ -102,7 +102,12 @@ class Hands(Protocol):
     def confirm(self, candidate: Candidate, deadline_s: float | None = None) -> Confirmed: ...
 
     def race(
-        self, candidates: Sequence[Candidate], budget_s: float, seed: int, progress: Progress = ignore
+        self,
+        candidates: Sequence[Candidate],
+        budget_s: float,
+        seed: int,
+        progress: Progress = ignore,
+        hot: bool = False,
     ) -> Raced: ...
 
     def close(self) -> None: ...
@@ -136,9 +141,16 @@ class LocalWorker:
     def confirm(self, candidate: Candidate, deadline_s: float | None = None) -> Confirmed:
         return expect(self._desk.answer(Confirm(candidate.to_dict())), Confirmed)
 
-    def race(self, candidates: Sequence[Candidate], budget_s: float, seed: int, progress: Progress = ignore) -> Raced:
+    def race(
+        self,
+        candidates: Sequence[Candidate],
+        budget_s: float,
+        seed: int,
+        progress: Progress = ignore,
+        hot: bool = False,
+    ) -> Raced:
         self._progress = progress
-        return expect(self._desk.answer(Race([c.to_dict() for c in candidates], budget_s, seed)), Raced)
+        return expect(self._desk.answer(Race([c.to_dict() for c in candidates], budget_s, seed, hot)), Raced)
 
     def close(self) -> None:
         import torch
@@ -229,9 +241,19 @@ class Worker:
 
         return self._fairly(candidate, once)
 
-    def race(self, candidates: Sequence[Candidate], budget_s: float, seed: int, progress: Progress = ignore) -> Raced:
-        """Race confirmed candidates. Raises WorkerLost with the id of the one that was running when it died."""
-        request = Race([candidate.to_dict() for candidate in candidates], budget_s, seed)
+    def race(
+        self,
+        candidates: Sequence[Candidate],
+        budget_s: float,
+        seed: int,
+        progress: Progress = ignore,
+        hot: bool = False,
+    ) -> Raced:
+        """Race confirmed candidates, on operands in the cache if ``hot``.
+
+        Raises WorkerLost with the id of the one that was running when it died.
+        """
+        request = Race([candidate.to_dict() for candidate in candidates], budget_s, seed, hot)
         try:
             return self._ask(request, 2.0 * budget_s + self._limits.race_slack_s, Raced, progress)
         except WorkerLost as loss:
