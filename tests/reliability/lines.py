@@ -78,7 +78,7 @@ COMMON = {"--store": STORES, "--json": None}
 COMMANDS: dict[tuple[str, ...], tuple[int, Sequence[str], dict[str, Sequence[str] | None]]] = {
     ("tune",): (1, (*SHAPES, *SHAPES, *MODELS), {
         "--workload": WORKLOADS, "--dtype": DTYPES, "--bias": None, "--backends": BACKENDS, "--budget": BUDGETS,
-        "--threads": THREADS, "--force", "--hot": None,
+        "--threads": THREADS, "--force": None, "--hot": None,
     }),
     ("bench",): (1, SHAPES, {
         "--workload": WORKLOADS, "--dtype": DTYPES, "--backends": BACKENDS, "--budget": BUDGETS, "--threads": THREADS,
