@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
+import psutil
 import pytest
 
 from gemmtune import backends
@@ -15,7 +17,7 @@ from gemmtune.backends.base import Candidate
 from gemmtune.decision import Decision
 from gemmtune.errors import StoreError
 from gemmtune.events import BestSoFar, CandidateTried, Event, ProblemDone, ProblemStarted
-from gemmtune.measure.tags import tagged
+from gemmtune.measure.tags import VARIABLE
 from gemmtune.measure.worker import Limits, Worker, WorkerStartError
 from gemmtune.problem import Layout, Operand, Problem
 from gemmtune.store import MemoryStore
@@ -31,6 +33,16 @@ FAST = Limits(try_s=2.0, race_slack_s=2.0)
 
 def kind(name: str) -> str:
     return Candidate.make("hostile", name, kind=name).id
+
+
+def ours() -> set[psutil.Process]:
+    """Living descendants of this process that come of a worker's host."""
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if VARIABLE in process.environ():
+                found.add(process)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +143,7 @@ def test_events_tell_the_story(tune: Callable[..., Decision], hostile: Callable[
 def test_everything_that_can_go_wrong_in_a_worker(
     tune: Callable[..., Decision], hostile: Callable[..., None], store: MemoryStore, target: Target
 ) -> None:
-    before = set(tagged())
+    before = ours()
     bad = ("segv", "hang", "exit", "wrong", "raise", "sys_exit", "oom", "unbuildable", "late_segv")
     hostile("good", *bad)
     decision = tune(budget=Budget(seconds=60.0), isolate=True, limits=FAST)
@@ -147,7 +159,7 @@ def test_everything_that_can_go_wrong_in_a_worker(
     assert row.verdict is None or row.verdict.ok
     remembered = set(store.failures(target, PROBLEM.key))
     assert remembered == {kind(name) for name in bad if name != "unbuildable"}
-    assert set(tagged()) <= before
+    assert ours() <= before
 
 
 def test_remembered_failures_are_not_tried_again(
@@ -209,7 +221,7 @@ def test_duplicates_are_tuned_once_and_the_heaviest_first(target: Target, store:
 
 
 def test_ctrl_c_keeps_what_is_finished(target: Target, store: MemoryStore) -> None:
-    before = set(tagged())
+    before = ours()
     first, second = PROBLEM.with_m(50), PROBLEM
 
     def interrupt(event: Event) -> None:
@@ -224,7 +236,7 @@ def test_ctrl_c_keeps_what_is_finished(target: Target, store: MemoryStore) -> No
         tuner.tune([(first, 1), (second, 1)])
     assert [row.problem_key for row in store.decisions()] == [first.key]
     assert list(store.decisions()) == finished
-    assert set(tagged()) <= before
+    assert ours() <= before
 
 
 def test_the_candidate_budget_holds(tune: Callable[..., Decision], hostile: Callable[..., None]) -> None:
