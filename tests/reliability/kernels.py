@@ -320,6 +320,21 @@ def tuning_budget(full: bool) -> Outcome:
     for problem in problems if full else problems[:2]:
         for budget in (2.0, 6.0):
             (decision,) = _tune([problem], budget)
-            rows.append({"problem": label(problem), "budget": budget, "of_budget": decision.seconds / budget})
-    worst = max(row["of_budget"] for row in rows)
-    return Outcome(f"longest {worst:.2f}x its budget in {len(rows)} tunings", worst <= 1.1, {"rows": rows})
+            sample = next(row.sample for row in decision.evidence if row.id == decision.chosen)
+            extended = sample is not None and "extended" in sample.conditions
+            rows.append(
+                {
+                    "problem": label(problem),
+                    "budget": budget,
+                    "of_budget": decision.seconds / budget,
+                    "extended": extended,
+                }
+            )
+    worst = max((row["of_budget"] for row in rows if not row["extended"]), default=0.0)
+    longest = max((row["of_budget"] for row in rows if row["extended"]), default=0.0)
+    extended = f", {longest:.2f}x among those extended on a disturbed machine" if longest else ""
+    return Outcome(
+        f"longest {worst:.2f}x its budget in {len(rows)} tunings{extended}",
+        worst <= 1.1 and longest <= 2.1,
+        {"rows": rows},
+    )

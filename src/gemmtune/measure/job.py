@@ -37,6 +37,8 @@ from .strays import end_strays
 from .timing import Flush, Track, packs_each_call, rough_times, scratch_allowance
 from .verify import Draw, guarded, prepare, verify
 
+_RACE_LEAST = 0.3  # of a race's budget, when making and packing operands took it all
+
 Progress = Callable[[Leading], None]
 
 # How long a kernel is run again on one draw, to see whether it repeats: when it is tried, and before it is eligible.
@@ -82,9 +84,11 @@ class Desk:
                 return build(Problem.from_dict(request.problem), candidate, self._need_target())
             case Race():
                 candidates = [Candidate.from_dict(item) for item in request.candidates]
+                began = time.perf_counter()
                 conditions = {"pinned": self._pins.words} if self._pins.words else {}
                 track = self._need_job().track(candidates, self._marker_fd, request.hot, conditions)
-                raced = track.race(request.budget_s, request.seed, self._progress)
+                left = max(_RACE_LEAST * request.budget_s, request.budget_s - (time.perf_counter() - began))
+                raced = track.race(left, request.seed, self._progress)
                 self._left_behind()
                 return raced
 

@@ -363,7 +363,8 @@ class _Race:
 
     def _conditions(self, reference: Lane | None) -> dict[str, str]:
         found = dict(self.conditions)
-        if reference is not None and (moved := drift([*reference.times.values(), *reference.duel])):
+        # In a duel fewer lanes come between two calls than in the rounds before: only like is compared with like.
+        if reference is not None and (moved := drift(reference.duel or list(reference.times.values()))):
             found["drift"] = f"{moved:+.1%}"
         if (extra := self._spent() - self.budget) > 0.1 * self.budget and self.disturbed:
             found["extended"] = f"by {extra:.1f} s: the machine was disturbed"
