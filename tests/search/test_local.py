@@ -125,3 +125,13 @@ def test_deterministic_by_seed_and_answers(seed: int, noise: int) -> None:
 
     space = [*ATEN, *grid()]
     assert drive(Search(space, seed=seed), noisy()) == drive(Search(space, seed=seed), noisy())
+
+
+def test_it_goes_on_while_things_get_better_and_stops_when_they_do_not() -> None:
+    candidates = grid()
+    flat = drive(Search(candidates, patience=8), lambda c: 1.0)
+    impatient = drive(Search(candidates, patience=0), lambda c: 1.0)
+    assert len(impatient) <= len(flat) < len(candidates)
+    order = {candidate.id: place for place, candidate in enumerate(candidates)}
+    better = drive(Search(candidates, patience=8), lambda c: 1.0 / (1 + order[c.id]))
+    assert len(better) > len(flat)

@@ -11,15 +11,18 @@ from .space import INCUMBENT
 
 Template = tuple[str, str]
 
+_BETTER = 0.99
+
 
 class Search:
     """Decides what to try next from the times so far. Deterministic for a given seed and given answers.
 
     The incumbent's candidates all come first. Then the first ``seeds`` of each (backend, template), in turns, skipping
     the rest of a template whose first two came out ``hopeless`` times slower than the best. Then, around the
-    ``leaders`` fastest, every legal candidate that differs in one config entry (numbers: by one legal step); then
-    ``explore`` random ones from templates that are not hopeless, whose neighbourhoods count in turn when they lead.
-    It ends when none of that is left to try, or after ``limit`` candidates.
+    ``leaders`` fastest, every legal candidate that differs in one config entry (numbers: by one legal step). While the
+    best has become better by 1% within the last ``patience`` candidates, it goes on a few at a time: around four times
+    as many leaders (rough times can rank the true best below the first few), then ``explore`` random ones from
+    templates that are not hopeless. It ends when none of that is left to try, or after ``limit`` candidates.
     """
 
     def __init__(
@@ -30,6 +33,7 @@ class Search:
         seeds: int = 5,
         leaders: int = 3,
         explore: int = 4,
+        patience: int = 24,
         hopeless: float = 2.0,
         limit: int | None = None,
     ) -> None:
@@ -37,12 +41,12 @@ class Search:
         self._by_id = {candidate.id: candidate for candidate in candidates}
         self._neighbours = _Neighbours(candidates)
         self._random = random.Random(seed)
-        self._leaders, self._explore, self._hopeless = leaders, explore, hopeless
+        self._leaders, self._explore, self._patience, self._hopeless = leaders, explore, patience, hopeless
         self._left = len(self._by_id) if limit is None else limit
         self._asked: set[str] = set()
         self._times: dict[str, float] = {}
         self._told: dict[Template, list[float]] = defaultdict(list)
-        self._explored = False
+        self._best, self._since_better = float("inf"), 0
         self._incumbents = [c for c in candidates if c.backend == INCUMBENT]
         self._seeds = _seed_waves([c for c in candidates if c.backend != INCUMBENT], seeds)
 
@@ -60,8 +64,11 @@ class Search:
         """The time of one candidate that was asked for; None when it failed. Raises KeyError for an unknown id."""
         candidate = self._by_id[candidate_id]
         self._told[_template(candidate)].append(float("inf") if seconds is None else seconds)
+        self._since_better += 1
         if seconds is not None:
             self._times[candidate_id] = seconds
+            if seconds < _BETTER * self._best:
+                self._best, self._since_better = seconds, 0
 
     @property
     def left(self) -> int:
@@ -76,13 +83,14 @@ class Search:
         yield self._incumbents
         for wave in self._seeds:
             yield self._worth(wave)
-        yield from self._around_leaders()
-        if not self._explored:
-            self._explored = True
+        yield from self._around(self._leaders)
+        if self._since_better < self._patience:
+            for wave in self._around(4 * self._leaders):
+                yield [c for c in self._worth(wave) if c.id not in self._asked][: self._explore]
             yield self._random_picks()
 
-    def _around_leaders(self) -> Iterator[list[Candidate]]:
-        for leader in self._ranking()[: self._leaders]:
+    def _around(self, leaders: int) -> Iterator[list[Candidate]]:
+        for leader in self._ranking()[:leaders]:
             yield sorted(self._neighbours.of(leader), key=lambda candidate: self._rank[candidate.id])
 
     def _ranking(self) -> list[Candidate]:
