@@ -37,7 +37,8 @@ CLOSE = 1.3  # rough times within this of the best may turn out fastest in a rac
 CLOSE_INCUMBENT = 1.5  # ATen's ways are few: a wider net keeps "ATen" honest
 OFFERED = 5.0  # a packing's fastest candidate is confirmed up to here, for Plans that share one packing over many M
 
-MAX_CONFIRMED, MAX_OTHERS, MAX_INCUMBENTS, MAX_PACKINGS = 6, 8, 4, 4
+MAX_CONFIRMED, MAX_OTHERS, MAX_INCUMBENTS, MAX_PACKINGS = 12, 12, 4, 4
+LOOKED_AT_AGAIN = 16  # of the fastest by rough times, when there is time to spare: three timings rank them badly
 SLOW_DUEL_CALLS = 80  # calls of the leader that a race needs to decide anything, whatever is left of the default
 ATEN_END, RACE_PAIRS = 0.35, 12  # of a user's budget: ATen's share, and the pairs that a race is left at least
 
@@ -86,6 +87,7 @@ class Trial:
         if not self._strict:
             self._started = max(self._started, time.perf_counter() - OPEN_SHARE * self._seconds)
         stopped = self._explore(limit)
+        self._look_again()
         self._confirm()
         raced = self._race()
         self._note_places(raced)
@@ -117,6 +119,19 @@ class Trial:
                 tried += 1
                 self._tell_tried(row, self._left(search.left + len(batch) - place - 1, tried))
         return f"the search ended after {tried} candidates"
+
+    def _look_again(self) -> None:
+        """Time the fastest once more, in another moment, while exploring has time left."""
+        others = [row for row in self._ledger.timed() if not row.incumbent]
+        for row in _within(others, CLOSE)[:LOOKED_AT_AGAIN]:
+            if self._spent() > EXPLORE_END:
+                return
+            result = self._hands.attempt(row.candidate, self._deadline(), self._worth_s(row.candidate))
+            if result.verdict is not None and not result.verdict.ok:
+                row.times_s = ()
+                self._fail(row, result.verdict)
+            else:
+                row.times_s += result.times_s
 
     def _built(self, batch: Sequence[Candidate], search: Search) -> list[Candidate]:
         """Those of a batch that could be built, all before any of them is timed."""
