@@ -194,3 +194,32 @@ def test_bad_arguments() -> None:
         race([], clock, 0.0)
     with pytest.raises(ValueError, match="distinct ids"):
         race([Entrant("x", clock.kernel(1.0)), Entrant("x", clock.kernel(1.0))], clock, 1.0)
+
+
+def test_operands_are_moved_and_a_winner_wins_everywhere() -> None:
+    """Half of the places flatter the challenger by 4%, the others the incumbent: no winner, however sure the pairs."""
+    luck = (0.96, 1.04)
+    for seed in range(10):
+        clock, places = FakeClock(seed, noise=0.01), []
+        good = clock.kernel(1e-3)
+
+        def challenger(i: int, clock: FakeClock = clock, places: list[int] = places) -> None:
+            clock.kernel(1e-3 * luck[len(places) % 2])(i)
+
+        field = [Entrant("aten", good, incumbent=True), Entrant("ours", challenger)]
+        result = race(field, clock, 6.0, seed=seed, move=lambda places=places: places.append(1))  # type: ignore[misc]
+        assert result.outcome == "tie"
+        assert len(places) >= 2
+
+
+def test_moving_that_takes_long_is_left_alone() -> None:
+    clock, moves = FakeClock(0, noise=0.01), []
+
+    def move() -> None:
+        moves.append(1)
+        clock._time += 3.0
+
+    field = [Entrant("aten", clock.kernel(1e-3), incumbent=True), Entrant("ours", clock.kernel(0.9e-3))]
+    result = race(field, clock, 6.0, move=move)
+    assert result.outcome == "winner"
+    assert len(moves) == 1

@@ -164,3 +164,17 @@ def test_hot_operands_are_one_set_and_samples_say_so() -> None:
         assert row.sample.condition == "hot"
         assert row.sample.conditions["operands"] == "hot"
         assert row.sample.conditions["threads"] == "1"
+
+
+def test_operands_move_and_stay_what_they_are() -> None:
+    kernel, aten = Recorder("k", "x:a"), Recorder("mm", None, backend="aten")
+    made = Track({k.candidate.id: k for k in (aten, kernel)}, PROBLEM, TARGET, 0, None)
+    before = {name: stock._sets[0] for name, stock in made._operands.items()}
+    made._move()
+    for name, stock in made._operands.items():
+        (_, old, _), (inputs, new, _) = before[name], stock._sets[0]
+        old, new = (b.data[0] if isinstance(b, PackedWeight) else b for b in (old, new))
+        assert new.data_ptr() != old.data_ptr()
+        assert new.stride() == old.stride()
+        assert bool((new == old).all())
+        assert name or inputs.b is stock._sets[0][1]

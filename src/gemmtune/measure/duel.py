@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ MAX_PAIRS = 600
 _GROWTH = 1.5  # pairs from one look to the next
 _SLOW_PAIR_S = 10e-3  # pairs this long may be looked at before ``min_pairs``: they span time enough
 _FIRST_SLOW_LOOK = 12
+_FEW = 5  # pairs in one place that say something of it
 _FEWEST = 9  # fewer pairs cannot give an interval of the first look's level
 _STALL_SIGMAS, _STALL_LEAST = 6.0, 0.2  # a timing this far above its side's median, in robust sigmas and in share
 _STALL_MOST = 0.25  # with more of them they belong to the kernel, not to the machine
@@ -25,8 +27,8 @@ _STALL_MOST = 0.25  # with more of them they belong to the kernel, not to the ma
 class Duel:
     """challenger, incumbent: seconds per call, pair by pair. reason: the decision and why, in words.
 
-    decided: the interval, not the clock, ended it. stalled: the share of pairs set aside at the last look. spent: of
-    the error allowed.
+    decided: the interval, not the clock, ended it. stalled: the share of pairs set aside at the last look. places: the
+    pairs before which operands were moved. spent: of the error allowed.
     """
 
     won: bool = False
@@ -36,6 +38,7 @@ class Duel:
     incumbent: list[float] = field(default_factory=list)
     ratio: Interval | None = None
     stalled: float = 0.0
+    places: list[int] = field(default_factory=list)
     spent: float = 0.0
 
 
@@ -45,6 +48,7 @@ def duel(
     clock: Clock,
     deadline: Callable[[Duel], float],
     rng: random.Random,
+    move: Callable[[], bool] = lambda: False,
     *,
     min_pairs: int = 50,
     gain: float = 0.003,
@@ -53,17 +57,24 @@ def duel(
 
     Looks are at ``min_pairs`` (12 when a pair takes over 10 ms), then 1.5 times as many, up to 600; each spends a part
     of a 1% two-sided error that grows with the cube root of the pairs, and the last one the rest. When time runs out
-    the pairs there are get the last look. deadline(duel so far): when that is, on ``clock``; it may move.
+    the pairs there are get the last look. deadline(duel so far): when that is, on ``clock``; it may move. move: puts
+    the operands elsewhere in memory (False: it does not); called twice before the first look and after each. A winner
+    has the better median in every place.
     """
     found = Duel()
     cost = challenger.cost + incumbent.cost
     look_at = min(_FIRST_SLOW_LOOK, min_pairs) if cost > _SLOW_PAIR_S else min_pairs
+    moves_at = {min_pairs // 3, 2 * min_pairs // 3}
     while True:
+        if len(found.challenger) in moves_at and move():
+            found.places.append(len(found.challenger))
         last = len(found.challenger) >= MAX_PAIRS or clock.now() + cost > deadline(found)
         if len(found.challenger) >= look_at or last:
             if _decide(found, gain, last):
                 return found
             look_at = min(MAX_PAIRS, round(look_at * _GROWTH) + 1)
+            if move():
+                found.places.append(len(found.challenger))
         try:
             _pair(found, challenger, incumbent, clock, rng)
         except EntrantError as error:
@@ -96,7 +107,7 @@ def _decide(found: Duel, gain: float, last: bool) -> bool:
     found.ratio = ratio
     text = f"{ratio.center:.3f}x the incumbent's time ({ratio.lo:.3f}..{ratio.hi:.3f}) after {pairs} pairs"
     attained = 1.0 - ratio.level <= alpha * (1 + 1e-9)
-    if ratio.hi < 1.0 - gain and attained:
+    if ratio.hi < 1.0 - gain and attained and _everywhere(found):
         found.won, found.reason = True, text
     elif ratio.lo > 1.0 - gain:
         found.reason = f"{text}: not faster by {gain:.1%}"
@@ -104,6 +115,16 @@ def _decide(found: Duel, gain: float, last: bool) -> bool:
         found.reason = f"{text}: not decided, so the incumbent stays"
         return last
     found.decided = True
+    return True
+
+
+def _everywhere(found: Duel) -> bool:
+    """Whether the challenger has the better median wherever the operands lay for a few pairs."""
+    bounds = [0, *found.places, len(found.challenger)]
+    for first, last in itertools.pairwise(bounds):
+        mine, base = found.challenger[first:last], found.incumbent[first:last]
+        if len(mine) >= _FEW and median(m / b for m, b in zip(mine, base, strict=True)) >= 1.0:
+            return False
     return True
 
 

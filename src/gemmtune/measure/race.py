@@ -31,6 +31,7 @@ _STALL_S = 20e-3  # a difference that two stalls cannot explain; smaller ones wa
 _LOOKS = {8: 24, 12: 12, 18: 8, 27: 4, 40: 4, 60: 4, 90: 4, 135: 3, 200: 3}  # rounds -> challengers that may go on
 _GROUP_ROUNDS = 18  # the fastest of each group stays so long: a Plan compares groups by these times
 _ALIKE = 0.004  # once nobody can be faster than the leader by more than this share (90%), the leader is chosen
+_MOVE_FROM, _MOVE_SHARE, _PLACES = 12, 0.1, 4  # first moved after so many rounds; time for it; places a leader needs
 _DUEL_SHARE = 0.4  # of the budget
 _EXTENSION = 1.0  # of the budget, on a disturbed machine
 _NOISE, _STALLED, _LOAD, _STOLEN = 0.05, 0.05, 0.25, 0.02  # beyond these the machine is disturbed
@@ -88,6 +89,7 @@ def race(
     progress: Progress | None = None,
     machine: Machine | None = None,
     conditions: Mapping[str, str] = {},
+    move: Callable[[], None] | None = None,
 ) -> RaceResult:
     """Race ``entrants`` for at most ``budget_s`` seconds of ``clock`` (kept within 10%, or one timing if that is more;
     a disturbed machine may double it).
@@ -95,14 +97,15 @@ def race(
     A winner's paired time ratio to the fastest incumbent is below ``1 - min_gain`` with 99.5% confidence; anything
     less is a tie. ``min_duel``: pairs before the first look, unless a pair takes longer than 10 ms. Without an
     incumbent the fastest wins unopposed. An entrant that raises is out (stage ``failed``). machine: asked for load and
-    clock. conditions: what every Sample is to say besides. Raises ValueError for a budget that is not positive or ids
-    that repeat.
+    clock. conditions: what every Sample is to say besides. move: puts the operands elsewhere in memory; called now and
+    then, since where a large operand happens to lie moves a memory-bound kernel's time by some percent for as long as
+    it lies there. Raises ValueError for a budget that is not positive or ids that repeat.
     """
     if not budget_s > 0.0:
         raise ValueError(f"budget_s must be positive; got {budget_s!r}")
     if len({e.id for e in entrants}) != len(entrants):
         raise ValueError("entrants must have distinct ids")
-    return _Race(entrants, clock, budget_s, seed, progress, machine, conditions).run(min_duel, min_gain)
+    return _Race(entrants, clock, budget_s, seed, progress, machine, conditions, move).run(min_duel, min_gain)
 
 
 class _Race:
@@ -117,9 +120,11 @@ class _Race:
         progress: Progress | None,
         machine: Machine | None,
         conditions: Mapping[str, str],
+        move: Callable[[], None] | None,
     ) -> None:
         self.clock, self.budget, self.progress, self.machine = clock, budget_s, progress, machine
         self.conditions = dict(conditions)
+        self._move, self._move_s, self.moves = move, 0.0, 0
         self.rng = random.Random(seed)
         self.lanes = [Lane(e.id, e.run, e.incumbent, e.group) for e in entrants]
         if machine is not None:
@@ -138,7 +143,10 @@ class _Race:
             incumbent, challenger = self._best(incumbents=True), self._best(incumbents=False)
             if incumbent is None or challenger is None:
                 return self._unopposed(challenger or incumbent, incumbent)
-            found = duel(challenger, incumbent, self.clock, self._deadline, self.rng, min_pairs=min_duel, gain=min_gain)
+            found = duel(
+                challenger, incumbent, self.clock, self._deadline, self.rng, self.move,
+                min_pairs=min_duel, gain=min_gain,
+            )  # fmt: skip
             if not (challenger.active and incumbent.active):
                 self._revive()
                 continue
@@ -200,8 +208,11 @@ class _Race:
             self._look_around()
             self._thin(look, places)
             self._report()
-            if self.rounds >= _GROUP_ROUNDS and self._chosen():
+            settled = self.rounds >= _GROUP_ROUNDS and self._chosen()
+            if settled and (self.moves >= _PLACES or not self.move()):
                 return
+            if not settled and self.rounds >= _MOVE_FROM:
+                self.move()
 
     def _thin(self, look: int, places: int) -> None:
         """Eliminate on confidence bounds (union over lanes, alpha spent over looks), then keep the best ``places``."""
@@ -279,6 +290,15 @@ class _Race:
         """Whether one more round leaves the duel its share of the budget (the first round always may)."""
         cost = sum(lane.cost for lane in self._active())
         return self.rounds == 0 or self._spent() + cost <= (1.0 - _DUEL_SHARE) * self._limit()
+
+    def move(self) -> bool:
+        """Put the operands elsewhere, if that is possible and takes little of the time that is left."""
+        start = self.clock.now()
+        if self._move is None or self._move_s > _MOVE_SHARE * (self.start + self.budget - start):
+            return False
+        self._move()
+        self._move_s, self.moves = self.clock.now() - start, self.moves + 1
+        return True
 
     # --- the machine ---
 

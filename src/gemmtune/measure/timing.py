@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import mmap
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..backends.base import Kernel
+from ..backends.base import Kernel, QuantWeight
 from ..events import BestSoFar
 from ..problem import Problem
 from ..target import Target
@@ -36,6 +36,7 @@ _SETTING_UP_S = 0.2  # what a first call may need for compiling, or for memory o
 # hand. While candidates are tried, the drawn B, a packed one and what flushes the cache take their part too.
 _OPERAND_SHARE = 3.5
 _FIXED_BYTES = 150 << 20
+_LARGE_BYTES = 64 << 20
 _SCRATCH_SHARE = 2
 _SCRATCH_BYTES = 150 << 20
 
@@ -133,7 +134,7 @@ class Track:
         self._marker = mmap.mmap(marker_fd, mmap.PAGESIZE) if marker_fd is not None else bytearray(1)
         sets = timing_sets(problem, 1 if hot else _copies(problem, target, problem.weight_bytes), seed)
         self._outputs = [empty_output(problem) for _ in sets]
-        self._operands: dict[str, itertools.cycle[tuple[Inputs, Any, Tensor]]] = {}
+        self._operands: dict[str, _Stock] = {}
         self.left_out: dict[str, str] = {}
         self._entrants = self._line_up(kernels, sets, target)
 
@@ -158,7 +159,7 @@ class Track:
                     self.left_out[name] = f"no memory for operands packed as {layout} beside those of faster candidates"
                     continue
                 room -= used
-                self._operands[layout] = itertools.cycle(copies)
+                self._operands[layout] = _Stock(copies, kernel if layout else None)
             scratch = most
             run = self._runner(kernel, self._operands[layout], place)
             entrants.append(Entrant(name, run, kernel.candidate.backend == INCUMBENT, kernel.packing or ""))
@@ -179,14 +180,14 @@ class Track:
         used = sum(item.nbytes for item in packed)
         return [(item, b, out) for item, b, out in zip(sets, packed, self._outputs, strict=False)], used
 
-    def _runner(self, kernel: Kernel, operands: itertools.cycle[Any], place: int) -> Callable[[int], None]:
+    def _runner(self, kernel: Kernel, operands: _Stock, place: int) -> Callable[[int], None]:
         marker, call, number = self._marker, kernel.run, min(place + 1, 255)
         if packs_each_call(kernel, self._problem):
             call = _packing_run(kernel)
 
         def run(_: int) -> None:
             marker[0] = number
-            inputs, b, out = next(operands)
+            inputs, b, out = operands.next()
             call(inputs.a, b, inputs.aux, out)
 
         return run
@@ -208,12 +209,52 @@ class Track:
             progress=report,
             machine=CpuMachine(),
             conditions=self._conditions,
+            move=None if self._hot or not self._problem.b.constant else self._move,
         )
         placed = tuple(Placed(row.id, row.stage, row.reason, row.sample) for row in result.standings.values())
         return Raced(result.outcome, result.leader, result.stopped, placed + self._left_out(), result.alternatives)
 
+    def _move(self) -> None:
+        """Put every B somewhere else in memory; see ``race.race``."""
+        for stock in self._operands.values():
+            stock.move()
+
     def _left_out(self) -> tuple[Placed, ...]:
         return tuple(Placed(name, "screened", reason, None) for name, reason in self.left_out.items())
+
+
+class _Stock:
+    """Operand sets in one layout, handed out in turn. packer: a kernel that packs B this way; None for B as it is."""
+
+    def __init__(self, sets: list[tuple[Inputs, Any, Tensor]], packer: Kernel | None) -> None:
+        self._sets, self._packer, self._next = sets, packer, 0
+
+    def next(self) -> tuple[Inputs, Any, Tensor]:
+        self._next = (self._next + 1) % len(self._sets)
+        return self._sets[self._next]
+
+    def move(self) -> None:
+        """New memory for each B, taken before the old is let go (large ones: after it, for want of room)."""
+        for place, (inputs, b, out) in enumerate(self._sets):
+            if self._packer is not None:
+                if b.nbytes > _LARGE_BYTES:
+                    self._sets[place], b = (inputs, None, out), None
+                self._sets[place] = (inputs, self._packer.pack(inputs.b), out)
+            elif _bytes(b) <= _LARGE_BYTES and (dense := _dense_copy(b)) is not None:
+                self._sets[place] = (replace(inputs, b=dense), dense, out)
+
+
+def _bytes(b: Tensor | QuantWeight) -> int:
+    return (b.data if isinstance(b, QuantWeight) else b).nbytes
+
+
+def _dense_copy(b: Tensor | QuantWeight) -> Tensor | QuantWeight | None:
+    """B in the same layout elsewhere; None where it has gaps, which a copy would close."""
+    if isinstance(b, QuantWeight):
+        data = _dense_copy(b.data)
+        return replace(b, data=data) if isinstance(data, Tensor) else None
+    copy = b.clone()
+    return copy if copy.stride() == b.stride() else None
 
 
 def _packing_run(kernel: Kernel) -> Callable[..., None]:
