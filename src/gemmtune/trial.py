@@ -38,7 +38,9 @@ CLOSE_INCUMBENT = 1.5  # ATen's ways are few: a wider net keeps "ATen" honest
 OFFERED = 5.0  # a packing's fastest candidate is confirmed up to here, for Plans that share one packing over many M
 
 MAX_CONFIRMED, MAX_OTHERS, MAX_INCUMBENTS, MAX_PACKINGS = 12, 12, 4, 4
-LOOKED_AT_AGAIN = 16  # of the fastest by rough times, when there is time to spare: three timings rank them badly
+# So many of the fastest, by rough times within this factor, are timed once more when there is time to spare: each was
+# timed in a moment of its own, and a busy neighbour of half a second doubles what it meets.
+LOOKED_AT_AGAIN, DOUBTFUL = 24, 3.0
 SLOW_DUEL_CALLS = 80  # calls of the leader that a race needs to decide anything, whatever is left of the default
 ATEN_END, RACE_PAIRS = 0.35, 12  # of a user's budget: ATen's share, and the pairs that a race is left at least
 
@@ -123,10 +125,11 @@ class Trial:
     def _look_again(self) -> None:
         """Time the fastest once more, in another moment, while exploring has time left."""
         others = [row for row in self._ledger.timed() if not row.incumbent]
-        for row in _within(others, CLOSE)[:LOOKED_AT_AGAIN]:
+        for row in _within(others, DOUBTFUL)[:LOOKED_AT_AGAIN]:
             if self._spent() > EXPLORE_END:
                 return
             result = self._hands.attempt(row.candidate, self._deadline(), self._worth_s(row.candidate))
+            row.verdict = result.verdict if row.verdict is None else row.verdict
             if result.verdict is not None and not result.verdict.ok:
                 row.times_s = ()
                 self._fail(row, result.verdict)

@@ -19,7 +19,7 @@ class Search:
 
     The incumbent's candidates all come first. Then the first ``seeds`` of each (backend, template), in turns, skipping
     the rest of a template whose first two came out ``hopeless`` times slower than the best. Then, around the
-    ``leaders`` fastest, every legal candidate that differs in one config entry (numbers: by one legal step). While the
+    ``leaders`` fastest, every legal candidate that differs in one config entry (sizes: by one legal step). While the
     best has become better by 1% within the last ``patience`` candidates, it goes on a few at a time: around four times
     as many leaders (rough times can rank the true best below the first few), then ``explore`` random ones from
     templates that are not hopeless. It ends when none of that is left to try, or after ``limit`` candidates.
@@ -114,7 +114,7 @@ class Search:
 
 
 class _Neighbours:
-    """Which legal candidates differ from one in a single config entry, numbers by one step among the legal ones."""
+    """Which legal candidates differ from one in a single config entry, sizes by one step among the legal ones."""
 
     def __init__(self, candidates: Sequence[Candidate]) -> None:
         self._lines: dict[tuple[object, ...], list[Candidate]] = defaultdict(list)
@@ -141,7 +141,8 @@ def _line(candidate: Candidate, name: str) -> tuple[object, ...]:
 def _adjacent(line: list[Candidate], name: str, value: Scalar) -> list[Candidate]:
     below = [c for c in line if _is_number(c[name]) and c[name] < value]  # type: ignore[operator]
     above = [c for c in line if _is_number(c[name]) and c[name] > value]  # type: ignore[operator]
-    nearest = []
+    # Zero and negative values are switches ("all of K", "the next block"), not sizes: no step leads to them.
+    nearest = [c for c in (*below, *above) if float(c[name]) <= 0]
     if below:
         nearest.append(max(below, key=lambda c: float(c[name])))
     if above:
