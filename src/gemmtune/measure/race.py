@@ -31,7 +31,9 @@ _STALL_S = 20e-3  # a difference that two stalls cannot explain; smaller ones wa
 _LOOKS = {8: 24, 12: 12, 18: 8, 27: 4, 40: 4, 60: 4, 90: 4, 135: 3, 200: 3}  # rounds -> challengers that may go on
 _GROUP_ROUNDS = 18  # the fastest of each group stays so long: a Plan compares groups by these times
 _ALIKE = 0.004  # once nobody can be faster than the leader by more than this share (90%), the leader is chosen
-_MOVE_FROM, _MOVE_SHARE, _PLACES = 12, 0.1, 4  # first moved after so many rounds; time for it; places a leader needs
+_MOVE_EVERY, _MOVE_SHARE = 5, 0.1  # operands are moved after so many rounds, if it takes so little of the time left
+_PLACES = 8  # times they are moved before a leader is chosen
+_LUCK = 0.05  # what a place may be worth: in fewer places than that a lane is not eliminated for less
 _DUEL_SHARE = 0.4  # of the budget
 _EXTENSION = 1.0  # of the budget, on a disturbed machine
 _NOISE, _STALLED, _LOAD, _STOLEN = 0.05, 0.05, 0.25, 0.02  # beyond these the machine is disturbed
@@ -205,14 +207,13 @@ class _Race:
                     self.stopped = f"the time for choosing a leader was spent after {self.rounds} rounds"
                     return
                 self._round()
+                if self.rounds % _MOVE_EVERY == 0 and self.moves < _PLACES:
+                    self.move()
             self._look_around()
             self._thin(look, places)
             self._report()
-            settled = self.rounds >= _GROUP_ROUNDS and self._chosen()
-            if settled and (self.moves >= _PLACES or not self.move()):
+            if self.rounds >= _GROUP_ROUNDS and (self.moves >= _PLACES or not self._movable()) and self._chosen():
                 return
-            if not settled and self.rounds >= _MOVE_FROM:
-                self.move()
 
     def _thin(self, look: int, places: int) -> None:
         """Eliminate on confidence bounds (union over lanes, alpha spent over looks), then keep the best ``places``."""
@@ -226,10 +227,13 @@ class _Race:
             if rival is None or lane is rival or lane.id in kept:
                 continue
             found = slower_than(*lane.paired(rival), alpha)
-            if found is not None:
+            lucky = self.moves < _PLACES and self._movable()
+            if found is not None and (not lucky or found.center > 1.0 + _LUCK):
                 text = f"{found.center:.3f}x the time of {rival.id} ({found.lo:.3f}..{found.hi:.3f})"
                 lane.drop("eliminated", f"{text} after {self.rounds} rounds")
         rest = sorted((lane for lane in self._active() if not lane.incumbent), key=lambda lane: lane.median)
+        if self.moves < _PLACES and self._movable():
+            places *= 3
         for place, lane in enumerate(rest[places:], start=places + 1):
             if lane.id not in kept:
                 lane.drop("eliminated", f"in place {place} of {len(rest)} after {self.rounds} rounds, beyond {places}")
@@ -291,10 +295,15 @@ class _Race:
         cost = sum(lane.cost for lane in self._active())
         return self.rounds == 0 or self._spent() + cost <= (1.0 - _DUEL_SHARE) * self._limit()
 
+    def _movable(self) -> bool:
+        """Whether the operands can be put elsewhere, and that takes little of the time that is left."""
+        left = self.start + self.budget - self.clock.now()
+        return self._move is not None and self._move_s <= _MOVE_SHARE * left
+
     def move(self) -> bool:
-        """Put the operands elsewhere, if that is possible and takes little of the time that is left."""
+        """Put the operands elsewhere, if that is worth it."""
         start = self.clock.now()
-        if self._move is None or self._move_s > _MOVE_SHARE * (self.start + self.budget - start):
+        if self._move is None or not self._movable():
             return False
         self._move()
         self._move_s, self.moves = self.clock.now() - start, self.moves + 1
