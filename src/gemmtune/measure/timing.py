@@ -113,9 +113,9 @@ class Track:
     """Loaded kernels with rotated operand sets in each layout that they want, ready to race.
 
     Kernels of one layout take its copies in turn, so that each call finds a copy that was not used since all others
-    were. marker_fd: a file of at least one byte, in which the number of the running kernel is noted (1 + its place),
-    for whoever wants to know which one the process died in. hot: one operand set serves every call. conditions: what
-    Samples are to say besides the race's own.
+    were; all layouts have equally many. marker_fd: a file of at least one byte, in which the number of the running
+    kernel is noted (1 + its place), for whoever wants to know which one the process died in. hot: one operand set
+    serves every call. conditions: what Samples are to say besides the race's own.
     """
 
     def __init__(
@@ -132,53 +132,65 @@ class Track:
         self._problem, self._hot = problem, hot
         self._conditions = {"operands": "hot" if hot else "cold", "threads": str(target.threads), **conditions}
         self._marker = mmap.mmap(marker_fd, mmap.PAGESIZE) if marker_fd is not None else bytearray(1)
-        sets = timing_sets(problem, 1 if hot else _copies(problem, target, problem.weight_bytes), seed)
-        self._outputs = [empty_output(problem) for _ in sets]
         self._operands: dict[str, _Stock] = {}
         self.left_out: dict[str, str] = {}
-        self._entrants = self._line_up(kernels, sets, target)
+        self._entrants = self._line_up(kernels, target, seed)
 
-    def _line_up(self, kernels: Mapping[str, Kernel], sets: list[Inputs], target: Target) -> list[Entrant]:
-        """Entrants in the given order, as long as there is memory for their layouts and their scratch."""
-        size = operand_bytes(self._problem)
-        room = int(_OPERAND_SHARE * size) + _FIXED_BYTES - len(sets) * size
-        entrants: list[Entrant] = []
-        scratch = 0  # the most that one of them needs: one kernel runs at a time
+    def _line_up(self, kernels: Mapping[str, Kernel], target: Target, seed: int) -> list[Entrant]:
+        """Entrants in the given order, as long as there is memory for their layouts and their scratch.
+
+        Every layout has as many copies as every other: with fewer of them calls come back to a copy sooner, and find
+        more of it in the cache.
+        """
+        packers, scratch = self._packers(kernels, timing_sets(self._problem, 1, seed)[0])
+        each = operand_bytes(self._problem) + sum(size for _, size in packers.values())
+        wanted = max(_copies(self._problem, target, size) for size in _sizes(packers, self._problem))
+        count = 1 if self._hot else max(1, min(wanted, (self._room() - scratch) // max(each, 1)))
+        sets = timing_sets(self._problem, count, seed)
+        outputs = [empty_output(self._problem) for _ in sets]
+        for layout, (packer, _) in packers.items():
+            copies = [item.b if packer is None else packer.pack(item.b) for item in sets]
+            self._operands[layout] = _Stock(list(zip(sets, copies, outputs, strict=True)), packer)
+        return [
+            Entrant(
+                name,
+                self._runner(kernel, self._operands[self._layout(kernel)], place),
+                kernel.candidate.backend == INCUMBENT,
+                kernel.packing or "",
+            )
+            for place, (name, kernel) in enumerate(kernels.items())
+            if name not in self.left_out
+        ]
+
+    def _packers(self, kernels: Mapping[str, Kernel], item: Inputs) -> tuple[dict[str, tuple[Kernel | None, int]], int]:
+        """By layout, if a copy of each finds room: who packs it and its bytes ("": B as it is). And bytes of scratch."""
+        room = self._room() - operand_bytes(self._problem)
+        packers: dict[str, tuple[Kernel | None, int]] = {"": (None, 0)}
+        admitted = scratch = 0  # scratch: the most that one of them needs; one kernel runs at a time
         for place, (name, kernel) in enumerate(kernels.items()):
             self._marker[0] = min(place + 1, 255)
             # ATen's best and its first rival meet in any case, even where a scratch as large as the operands is needed.
             most = max(scratch, kernel.workspace_bytes)
-            left = room - most if len(entrants) > 1 else room
+            left = room - most if admitted > 1 else room
             if left < 0:
                 self.left_out[name] = f"no memory for its {kernel.workspace_bytes >> 20} MB of scratch in the race"
                 continue
-            layout = "" if packs_each_call(kernel, self._problem) else (kernel.packing or "")
-            if layout not in self._operands:
-                copies, used = self._copies_of(layout, kernel, sets, target, left)
-                if not copies:
+            layout = self._layout(kernel)
+            if layout not in packers:
+                size = kernel.pack(item.b).nbytes
+                if size > left:
                     self.left_out[name] = f"no memory for operands packed as {layout} beside those of faster candidates"
                     continue
-                room -= used
-                self._operands[layout] = _Stock(copies, kernel if layout else None)
-            scratch = most
-            run = self._runner(kernel, self._operands[layout], place)
-            entrants.append(Entrant(name, run, kernel.candidate.backend == INCUMBENT, kernel.packing or ""))
-        return entrants
+                packers[layout] = (kernel, size)
+                room -= size
+            admitted, scratch = admitted + 1, most
+        return packers, scratch
 
-    def _copies_of(
-        self, layout: str, kernel: Kernel, sets: list[Inputs], target: Target, room: int
-    ) -> tuple[list[tuple[Inputs, Any, Tensor]], int]:
-        """(operand sets in this layout, bytes they take beyond the raw ones)."""
-        if not layout:
-            return [(item, item.b, out) for item, out in zip(sets, self._outputs, strict=True)], 0
-        packed = [kernel.pack(sets[0].b)]
-        size = packed[0].nbytes
-        if size > room:
-            return [], 0
-        count = min(_copies(self._problem, target, size), max(1, room // (2 * size)), len(sets))
-        packed += [kernel.pack(item.b) for item in sets[1:count]]
-        used = sum(item.nbytes for item in packed)
-        return [(item, b, out) for item, b, out in zip(sets, packed, self._outputs, strict=False)], used
+    def _room(self) -> int:
+        return int(_OPERAND_SHARE * operand_bytes(self._problem)) + _FIXED_BYTES
+
+    def _layout(self, kernel: Kernel) -> str:
+        return "" if packs_each_call(kernel, self._problem) else (kernel.packing or "")
 
     def _runner(self, kernel: Kernel, operands: _Stock, place: int) -> Callable[[int], None]:
         marker, call, number = self._marker, kernel.run, min(place + 1, 255)
@@ -242,6 +254,11 @@ class _Stock:
                 self._sets[place] = (inputs, self._packer.pack(inputs.b), out)
             elif _bytes(b) <= _LARGE_BYTES and (dense := _dense_copy(b)) is not None:
                 self._sets[place] = (replace(inputs, b=dense), dense, out)
+
+
+def _sizes(packers: Mapping[str, tuple[Kernel | None, int]], problem: Problem) -> list[int]:
+    """Bytes of B in each layout."""
+    return [size or problem.weight_bytes for _, size in packers.values()]
 
 
 def _bytes(b: Tensor | QuantWeight) -> int:
