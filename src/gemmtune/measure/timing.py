@@ -31,11 +31,11 @@ _SLOW_S = 50e-3
 _STALL_S = 20e-3  # what a busy machine may add to one call
 _SETTING_UP_S = 0.2  # what a first call may need for compiling, or for memory of its own
 
-# Worker memory may reach 4x the operands + 500 MB; torch and the interpreter take some 290 MB of it, and what packing
-# and calls allocate on their way is not all known beforehand, so that a race keeps half an operand set and 50 MB in
-# hand. While candidates are tried, the drawn B, a packed one and what flushes the cache take their part too.
+# Worker memory may reach 4x the operands + 500 MB; torch and the interpreter take some 200 MB of it, and what packing
+# and calls allocate on their way is not all known beforehand, so that a race keeps half an operand set in hand. While
+# candidates are tried, the drawn B, a packed one and what flushes the cache take their part too.
 _OPERAND_SHARE = 3.5
-_FIXED_BYTES = 150 << 20
+_FIXED_BYTES = 240 << 20
 _LARGE_BYTES = 64 << 20
 _SCRATCH_SHARE = 2
 _SCRATCH_BYTES = 150 << 20
@@ -163,7 +163,7 @@ class Track:
         ]
 
     def _packers(self, kernels: Mapping[str, Kernel], item: Inputs) -> tuple[dict[str, tuple[Kernel | None, int]], int]:
-        """By layout, if a copy of each finds room: who packs it and its bytes ("": B as it is). And bytes of scratch."""
+        """By layout, if a copy of each finds room: who packs it, its bytes ("": B as it is); bytes of scratch."""
         room = self._room() - operand_bytes(self._problem)
         packers: dict[str, tuple[Kernel | None, int]] = {"": (None, 0)}
         admitted = scratch = 0  # scratch: the most that one of them needs; one kernel runs at a time
