@@ -223,3 +223,5 @@ def test_moving_that_takes_long_is_left_alone() -> None:
     result = race(field, clock, 6.0, move=move)
     assert result.outcome == "winner"
     assert len(moves) == 1
+    assert race(field, clock, 6.0, move=move, move_s=3.0).outcome == "winner"
+    assert len(moves) == 1

@@ -92,6 +92,7 @@ def race(
     machine: Machine | None = None,
     conditions: Mapping[str, str] = {},
     move: Callable[[], None] | None = None,
+    move_s: float = 0.0,
 ) -> RaceResult:
     """Race ``entrants`` for at most ``budget_s`` seconds of ``clock`` (kept within 10%, or one timing if that is more;
     a disturbed machine may double it).
@@ -101,13 +102,13 @@ def race(
     incumbent the fastest wins unopposed. An entrant that raises is out (stage ``failed``). machine: asked for load and
     clock. conditions: what every Sample is to say besides. move: puts the operands elsewhere in memory; called now and
     then, since where a large operand happens to lie moves a memory-bound kernel's time by some percent for as long as
-    it lies there. Raises ValueError for a budget that is not positive or ids that repeat.
+    it lies there. move_s: the seconds that is expected to take. Raises ValueError for a budget that is not positive or ids that repeat.
     """
     if not budget_s > 0.0:
         raise ValueError(f"budget_s must be positive; got {budget_s!r}")
     if len({e.id for e in entrants}) != len(entrants):
         raise ValueError("entrants must have distinct ids")
-    return _Race(entrants, clock, budget_s, seed, progress, machine, conditions, move).run(min_duel, min_gain)
+    return _Race(entrants, clock, budget_s, seed, progress, machine, conditions, move, move_s).run(min_duel, min_gain)
 
 
 class _Race:
@@ -123,10 +124,11 @@ class _Race:
         machine: Machine | None,
         conditions: Mapping[str, str],
         move: Callable[[], None] | None,
+        move_s: float,
     ) -> None:
         self.clock, self.budget, self.progress, self.machine = clock, budget_s, progress, machine
         self.conditions = dict(conditions)
-        self._move, self._move_s, self.moves = move, 0.0, 0
+        self._move, self._move_s, self.moves = move, move_s, 0
         self.rng = random.Random(seed)
         self.lanes = [Lane(e.id, e.run, e.incumbent, e.group) for e in entrants]
         if machine is not None:

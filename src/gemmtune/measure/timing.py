@@ -133,6 +133,7 @@ class Track:
         self._conditions = {"operands": "hot" if hot else "cold", "threads": str(target.threads), **conditions}
         self._marker = mmap.mmap(marker_fd, mmap.PAGESIZE) if marker_fd is not None else bytearray(1)
         self._operands: dict[str, _Stock] = {}
+        self._move_s = 0.0  # what packing all copies took
         self.left_out: dict[str, str] = {}
         self._entrants = self._line_up(kernels, target, seed)
 
@@ -148,9 +149,11 @@ class Track:
         count = 1 if self._hot else max(1, min(wanted, (self._room() - scratch) // max(each, 1)))
         sets = timing_sets(self._problem, count, seed)
         outputs = [empty_output(self._problem) for _ in sets]
+        began = time.perf_counter()
         for layout, (packer, _) in packers.items():
             copies = [item.b if packer is None else packer.pack(item.b) for item in sets]
             self._operands[layout] = _Stock(list(zip(sets, copies, outputs, strict=True)), packer)
+        self._move_s = time.perf_counter() - began
         return [
             Entrant(
                 name,
@@ -222,6 +225,7 @@ class Track:
             machine=CpuMachine(),
             conditions=self._conditions,
             move=None if self._hot or not self._problem.b.constant else self._move,
+            move_s=self._move_s,
         )
         placed = tuple(Placed(row.id, row.stage, row.reason, row.sample) for row in result.standings.values())
         return Raced(result.outcome, result.leader, result.stopped, placed + self._left_out(), result.alternatives)
