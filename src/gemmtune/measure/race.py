@@ -102,7 +102,8 @@ def race(
     incumbent the fastest wins unopposed. An entrant that raises is out (stage ``failed``). machine: asked for load and
     clock. conditions: what every Sample is to say besides. move: puts the operands elsewhere in memory; called now and
     then, since where a large operand happens to lie moves a memory-bound kernel's time by some percent for as long as
-    it lies there. move_s: the seconds that is expected to take. Raises ValueError for a budget that is not positive or ids that repeat.
+    it lies there. move_s: the seconds that is expected to take. Raises ValueError for a budget that is not positive or
+    ids that repeat.
     """
     if not budget_s > 0.0:
         raise ValueError(f"budget_s must be positive; got {budget_s!r}")
