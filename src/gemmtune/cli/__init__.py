@@ -30,10 +30,10 @@ def main() -> None:
     except SystemExit as end:
         code = end.code
         failure = "interrupted" if code == _TYPERS_INTERRUPT else ""
-    except Exception:
+    except Exception:  # libraries make other errors of Ctrl-C, numpy an ImportError
         if not interrupts:
             raise
-        failure = "interrupted"  # libraries make other errors of Ctrl-C, numpy an ImportError
+        failure = "interrupted"
     # What is left is the interpreter's own tidying up, in which Ctrl-C would print a traceback.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     failure = _flush() or failure

@@ -8,7 +8,6 @@ all that went into them; the worker that tries a candidate later calls ``Backend
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from ..decision import Verdict
 from ..errors import WorkerError
 from ..problem import Problem
 from ..target import Target
+from .machine import allowed_cpus
 from .process import Host, Lost, Process
 from .protocol import Build, Built, Ready, Request, Setup
 from .worker import WorkerStartError, expect, ignore
@@ -75,7 +75,7 @@ def is_prebuilt(backend: Backend) -> bool:
 def _build_all(
     problem: Problem, candidates: list[Candidate], target: Target, limits: BuildLimits
 ) -> dict[str, Artifact | Verdict]:
-    count = min(limits.builders or _processors(), len(candidates))
+    count = min(limits.builders or len(allowed_cpus()), len(candidates))
     memory = limits.memory or int(_MEMORY_SHARE * psutil.virtual_memory().available) // count
     setup = Setup(target.to_dict(), backends.guests())
     host, pool = Host(), ThreadPoolExecutor(count, thread_name_prefix="gemmtune-build")
@@ -115,8 +115,3 @@ def _build_one(
 def _send(process: Process, request: Request) -> None:
     with contextlib.suppress(OSError):  # one that is gone is found out by its reply
         process.send(request)
-
-
-def _processors() -> int:
-    """How many processors this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -10,7 +10,7 @@ from statistics import median
 
 from .clock import Clock
 from .lane import EntrantError, Lane
-from .stats import Interval, mad, ratio_interval
+from .stats import mad, ratio_interval
 
 ALPHA = 0.01  # two-sided, over all looks: at most 0.5% of duels between equals have a winner
 MAX_PAIRS = 600
@@ -27,16 +27,14 @@ _STALL_MOST = 0.25  # with more of them they belong to the kernel, not to the ma
 class Duel:
     """challenger, incumbent: seconds per call, pair by pair. reason: the decision and why, in words.
 
-    decided: the interval, not the clock, ended it. stalled: the share of pairs set aside at the last look. places: the
+    stalled: the share of pairs set aside at the last look. places: the
     pairs before which operands were moved. spent: of the error allowed.
     """
 
     won: bool = False
-    decided: bool = False
     reason: str = ""
     challenger: list[float] = field(default_factory=list)
     incumbent: list[float] = field(default_factory=list)
-    ratio: Interval | None = None
     stalled: float = 0.0
     places: list[int] = field(default_factory=list)
     spent: float = 0.0
@@ -104,7 +102,6 @@ def _decide(found: Duel, gain: float, last: bool) -> bool:
         found.reason = f"the budget allowed {pairs} pairs; a decision needs {_FEWEST}, so the incumbent stays"
         return last
     ratio = ratio_interval(mine, base, alpha)
-    found.ratio = ratio
     text = f"{ratio.center:.3f}x the incumbent's time ({ratio.lo:.3f}..{ratio.hi:.3f}) after {pairs} pairs"
     attained = 1.0 - ratio.level <= alpha * (1 + 1e-9)
     if ratio.hi < 1.0 - gain and attained and _everywhere(found):
@@ -114,7 +111,6 @@ def _decide(found: Duel, gain: float, last: bool) -> bool:
     else:
         found.reason = f"{text}: not decided, so the incumbent stays"
         return last
-    found.decided = True
     return True
 
 

@@ -58,7 +58,7 @@ class CpuMachine:
         self._last = self._accounts()
         self._frequencies = [
             path
-            for cpu in sorted(_allowed_cpus())
+            for cpu in sorted(allowed_cpus())
             if (path := Path(f"/sys/devices/system/cpu/cpu{cpu}/cpufreq/scaling_cur_freq")).exists()
         ]
 
@@ -102,7 +102,8 @@ class _Accounts:
     stolen: float
 
 
-def _allowed_cpus() -> set[int]:
+def allowed_cpus() -> set[int]:
+    """The CPUs that this process may use."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
@@ -113,7 +114,7 @@ class Pins:
     """
 
     def __init__(self) -> None:
-        self._allowed = _allowed_cpus()
+        self._allowed = allowed_cpus()
         self.words = ""
 
     def choose(self, threads: int, settle_s: float = 0.05) -> None:

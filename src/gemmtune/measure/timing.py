@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.base import Kernel, QuantWeight
+from ..backends.base import Kernel, PackedWeight, QuantWeight
 from ..events import BestSoFar
 from ..problem import Problem
 from ..target import Target
@@ -143,17 +143,21 @@ class Track:
         Every layout has as many copies as every other: with fewer of them calls come back to a copy sooner, and find
         more of it in the cache.
         """
-        packers, scratch = self._packers(kernels, timing_sets(self._problem, 1, seed)[0])
-        each = operand_bytes(self._problem) + sum(size for _, size in packers.values())
-        wanted = max(_copies(self._problem, target, size) for size in _sizes(packers, self._problem))
-        count = 1 if self._hot else max(1, min(wanted, (self._room() - scratch) // max(each, 1)))
-        sets = timing_sets(self._problem, count, seed)
-        outputs = [empty_output(self._problem) for _ in sets]
+        (first,) = timing_sets(self._problem, 1, seed)
         began = time.perf_counter()
-        for layout, (packer, _) in packers.items():
-            copies = [item.b if packer is None else packer.pack(item.b) for item in sets]
+        packed, scratch = self._pack_first(kernels, first)
+        each_s = time.perf_counter() - began
+        sizes = [copy.nbytes for _, copy in packed.values()]
+        each = operand_bytes(self._problem) + sum(sizes)
+        wanted = max(_copies(self._problem, target, size) for size in (self._problem.weight_bytes, *sizes))
+        count = 1 if self._hot else max(1, min(wanted, (self._room() - scratch) // max(each, 1)))
+        self._move_s = count * each_s
+        sets = [first, *timing_sets(self._problem, count - 1, seed + 1)]
+        outputs = [empty_output(self._problem) for _ in sets]
+        self._operands[""] = _Stock([(item, item.b, out) for item, out in zip(sets, outputs, strict=True)], None)
+        for layout, (packer, copy) in packed.items():
+            copies = [copy, *(packer.pack(item.b) for item in sets[1:])]
             self._operands[layout] = _Stock(list(zip(sets, copies, outputs, strict=True)), packer)
-        self._move_s = time.perf_counter() - began
         return [
             Entrant(
                 name,
@@ -165,10 +169,12 @@ class Track:
             if name not in self.left_out
         ]
 
-    def _packers(self, kernels: Mapping[str, Kernel], item: Inputs) -> tuple[dict[str, tuple[Kernel | None, int]], int]:
-        """By layout, if a copy of each finds room: who packs it, its bytes ("": B as it is); bytes of scratch."""
+    def _pack_first(
+        self, kernels: Mapping[str, Kernel], item: Inputs
+    ) -> tuple[dict[str, tuple[Kernel, PackedWeight]], int]:
+        """One copy of B in each layout there is room for, with who packs it so; and the bytes of scratch needed."""
         room = self._room() - operand_bytes(self._problem)
-        packers: dict[str, tuple[Kernel | None, int]] = {"": (None, 0)}
+        packed: dict[str, tuple[Kernel, PackedWeight]] = {}
         admitted = scratch = 0  # scratch: the most that one of them needs; one kernel runs at a time
         for place, (name, kernel) in enumerate(kernels.items()):
             self._marker[0] = min(place + 1, 255)
@@ -179,15 +185,15 @@ class Track:
                 self.left_out[name] = f"no memory for its {kernel.workspace_bytes >> 20} MB of scratch in the race"
                 continue
             layout = self._layout(kernel)
-            if layout not in packers:
-                size = kernel.pack(item.b).nbytes
-                if size > left:
+            if layout and layout not in packed:
+                copy = kernel.pack(item.b)
+                if copy.nbytes > left:
                     self.left_out[name] = f"no memory for operands packed as {layout} beside those of faster candidates"
                     continue
-                packers[layout] = (kernel, size)
-                room -= size
+                packed[layout] = (kernel, copy)
+                room -= copy.nbytes
             admitted, scratch = admitted + 1, most
-        return packers, scratch
+        return packed, scratch
 
     def _room(self) -> int:
         return int(_OPERAND_SHARE * operand_bytes(self._problem)) + _FIXED_BYTES
@@ -258,11 +264,6 @@ class _Stock:
                 self._sets[place] = (inputs, self._packer.pack(inputs.b), out)
             elif _bytes(b) <= _LARGE_BYTES and (dense := _dense_copy(b)) is not None:
                 self._sets[place] = (replace(inputs, b=dense), dense, out)
-
-
-def _sizes(packers: Mapping[str, tuple[Kernel | None, int]], problem: Problem) -> list[int]:
-    """Bytes of B in each layout."""
-    return [size or problem.weight_bytes for _, size in packers.values()]
 
 
 def _bytes(b: Tensor | QuantWeight) -> int:
