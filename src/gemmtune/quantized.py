@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from . import checks, describe, launch
 from .backends.base import PackedWeight, QuantWeight
+from .dispatch.guards import special, special_state
 from .dispatch.runtime import RUNTIME, TABLE
 from .fuse import Bound
 from .fuse import bias as bias_step
@@ -63,12 +64,33 @@ def _first_int_mm(key: Any, a: Tensor, b: Any) -> launch.Entry:
     def described(a: Tensor, b: Any, _: Any = None) -> Tensor:
         return _int_mm(a, b, None, (), None)
 
-    if RUNTIME.observer is not None or call.a is not a or call.b is not b:
+    if RUNTIME.observer is not None:
         return described
+    turned = (call.a is not a, call.b is not b)
     copies = call.problem.b.constant and not call.a.is_contiguous()
-    entry = launch.prepared(call, lambda a, b, _: (launch.dense(a) if copies else a, b, ()), _no_gradient, described)
-    entry = entry or described
+
+    def operands(a: Tensor, b: Any) -> tuple[Tensor, Any]:
+        a, b = describe.regular(a) if turned[0] else a, describe.regular(b) if turned[1] else b
+        return (launch.dense(a) if copies else a), b
+
+    plain = call.packed is None and 0 not in (*a.shape, *b.shape)
+    entry = launch.prepared(call, lambda a, b, _: (*operands(a, b), ()), _no_gradient, described)
+    entry = entry or (_plain_int_mm(described, operands if any(turned) else None) if plain else described)
     RUNTIME.remember(key, entry, generation)
+    return entry
+
+
+def _plain_int_mm(
+    described: launch.Entry, operands: Callable[[Tensor, Any], tuple[Tensor, Any]] | None
+) -> launch.Entry:
+    """``torch._int_mm`` itself for ordinary tensors, whose shapes and dtypes were checked at first sight."""
+    product = torch._int_mm
+
+    def entry(a: Tensor, b: Any, _: Any = None) -> Tensor:
+        if special_state() or special(a) or special(b):
+            return described(a, b)
+        return product(a, b) if operands is None else product(*operands(a, b))
+
     return entry
 
 
