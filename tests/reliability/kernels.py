@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import multiprocessing
 import random
 import time
@@ -149,8 +148,7 @@ def tuned_again(full: bool) -> Outcome:
             row = next(row for row in decision.evidence if row.id == decision.chosen)
             candidate = Candidate.from_dict(row.candidate)
             chosen[candidate] = chosen.get(candidate, 0) + 1
-        places = 5 if full else 2
-        relative = _relative(problem, list(chosen), places)
+        relative = _relative(problem, list(chosen), places=16 if full else 2)
         for (candidate, count), off in zip(chosen.items(), relative, strict=True):
             good += count if off <= 1.02 else 0
             rows.append({"problem": label(problem), "candidate": candidate.id, "runs": count, "of_best": off})
@@ -164,19 +162,19 @@ def tuned_again(full: bool) -> Outcome:
 
 
 def _relative(problem: Problem, candidates: Sequence[Candidate], places: int) -> list[float]:
-    """Each one's time over the fastest's, as a geometric mean over ``places`` sets of newly allocated operands.
+    """Each one's time over the fastest's: the median over ``places`` sets of newly allocated operands.
 
-    Where a packed weight happens to lie moves a memory-bound kernel's time by up to 5% here, for as long as it lies
-    there: one set of operands would measure that, however long.
+    Where a packed weight happens to lie moves a memory-bound kernel's time by up to 5% here (now and then 13%), for
+    as long as it lies there: one set of operands would measure that, however long. Kernels of one layout share theirs.
     """
-    logs = [0.0] * len(candidates)
+    ratios: list[list[float]] = [[] for _ in candidates]
     for place in range(places):
         bench = Bench.of(problem, current_target())
-        times = paired([bench.call(candidate) for candidate in candidates], 0.5 * len(candidates), least=40, seed=place)
-        logs = [
-            total + math.log(ratio(mine, times[0]).center) / places for total, mine in zip(logs, times, strict=True)
-        ]
-    return [math.exp(value - min(logs)) for value in logs]
+        times = paired([bench.call(candidate) for candidate in candidates], 0.15 * len(candidates), seed=place)
+        for row, mine in zip(ratios, times, strict=True):
+            row.append(ratio(mine, times[0]).center)
+    typical = [median(row) for row in ratios]
+    return [value / min(typical) for value in typical]
 
 
 # Wrong picks

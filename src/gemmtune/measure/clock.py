@@ -29,10 +29,14 @@ class Clock(Protocol):
 
 
 class CpuClock:
-    """Wall time on this CPU (``perf_counter_ns``); the garbage collector rests while the clock runs."""
+    """Wall time on this CPU (``perf_counter_ns``); the garbage collector rests while the clock runs.
 
-    def __init__(self) -> None:
-        self._next = 0
+    chill: empties the caches, called before each timing. most_calls: calls in one timing at most, so that with
+    ``chill`` each finds a set of operands that was not used since.
+    """
+
+    def __init__(self, chill: Callable[[], None] | None = None, most_calls: int = _MAX_CALLS) -> None:
+        self._next, self._chill, self._most = 0, chill, most_calls
 
     def now(self) -> float:
         return time.perf_counter()
@@ -44,18 +48,23 @@ class CpuClock:
         calls = 1
         while True:
             took = self._batch(run, calls)
-            if took >= floor_s / 2.0 or calls >= _MAX_CALLS:
-                return max(1, min(_MAX_CALLS, math.ceil(calls * floor_s / max(took, 1e-9))))
-            calls = min(_MAX_CALLS, calls * 4)
+            if took >= floor_s / 2.0 or calls >= self._most:
+                return max(1, min(self._most, math.ceil(calls * floor_s / max(took, 1e-9))))
+            calls = min(self._most, calls * 4)
 
     def time_round(self, runs: Sequence[Run], calls: Sequence[int]) -> list[float]:
         collecting = gc.isenabled()
         gc.disable()
         try:
-            return [self._batch(run, n) / n for run, n in zip(runs, calls, strict=True)]
+            return [self._timed(run, min(n, self._most)) for run, n in zip(runs, calls, strict=True)]
         finally:
             if collecting:
                 gc.enable()
+
+    def _timed(self, run: Run, calls: int) -> float:
+        if self._chill is not None:
+            self._chill()
+        return self._batch(run, calls) / calls
 
     def _batch(self, run: Run, calls: int) -> float:
         """Seconds for ``calls`` calls."""

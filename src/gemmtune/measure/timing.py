@@ -35,10 +35,15 @@ _SETTING_UP_S = 0.2  # what a first call may need for compiling, or for memory o
 # and calls allocate on their way is not all known beforehand, so that a race keeps half an operand set in hand. While
 # candidates are tried, the drawn B, a packed one and what flushes the cache take their part too.
 _OPERAND_SHARE = 3.5
-_FIXED_BYTES = 240 << 20
+_FIXED_BYTES = 176 << 20
 _LARGE_BYTES = 64 << 20
 _SCRATCH_SHARE = 2
 _SCRATCH_BYTES = 150 << 20
+
+_FLUSH_SHARE = 2.0  # of the last-level cache: what replaces lines at random keeps some of them longer than its size
+_MOST_FLUSHED = 128 << 20
+_COLD_SHARE = 3.0  # operand sets that together take so much of the cache evict one another
+_COLD_LEAST = 1 / 128  # operands of a smaller share of the cache are timed in long batches, wherever they are
 
 
 def packs_each_call(kernel: Kernel, problem: Problem) -> bool:
@@ -92,12 +97,14 @@ def scratch_allowance(problem: Problem) -> int:
 
 
 class Flush:
-    """Empties the last-level cache by reading a quarter more memory; nothing to do for operands twice the cache."""
+    """Empties the last-level cache by reading twice as much memory; nothing to do for operands thrice the cache."""
 
     def __init__(self, problem: Problem, target: Target) -> None:
         size = last_level_cache(target)
-        needed = operand_bytes(problem) < 2 * size
-        self._memory = torch.ones((size + size // 4) // 4, dtype=torch.int32) if needed else None
+        needed = operand_bytes(problem) < _COLD_SHARE * size
+        self._memory = (
+            torch.ones(min(int(_FLUSH_SHARE * size), _MOST_FLUSHED) // 4, dtype=torch.int32) if needed else None
+        )
 
     def __call__(self) -> None:
         if self._memory is not None:
@@ -113,9 +120,10 @@ class Track:
     """Loaded kernels with rotated operand sets in each layout that they want, ready to race.
 
     Kernels of one layout take its copies in turn, so that each call finds a copy that was not used since all others
-    were; all layouts have equally many. marker_fd: a file of at least one byte, in which the number of the running
-    kernel is noted (1 + its place), for whoever wants to know which one the process died in. hot: one operand set
-    serves every call. conditions: what Samples are to say besides the race's own.
+    were; all layouts have equally many. The cache is emptied before each timing, unless the copies see to that: a
+    layout that many kernels share would be warmer than others. marker_fd: a file of at least one byte, in which the
+    number of the running kernel is noted (1 + its place), for whoever wants to know which one the process died in.
+    hot: one operand set serves every call. conditions: what Samples are to say besides the race's own.
     """
 
     def __init__(
@@ -133,6 +141,7 @@ class Track:
         self._conditions = {"operands": "hot" if hot else "cold", "threads": str(target.threads), **conditions}
         self._marker = mmap.mmap(marker_fd, mmap.PAGESIZE) if marker_fd is not None else bytearray(1)
         self._operands: dict[str, _Stock] = {}
+        self._clock = CpuClock()
         self._move_s = 0.0  # what packing all copies took
         self.left_out: dict[str, str] = {}
         self._entrants = self._line_up(kernels, target, seed)
@@ -151,6 +160,9 @@ class Track:
         each = operand_bytes(self._problem) + sum(sizes)
         wanted = max(_copies(self._problem, target, size) for size in (self._problem.weight_bytes, *sizes))
         count = 1 if self._hot else max(1, min(wanted, (self._room() - scratch) // max(each, 1)))
+        own, cache = operand_bytes(self._problem), last_level_cache(target)
+        if not self._hot and own >= _COLD_LEAST * cache and own * count < _COLD_SHARE * cache:
+            self._clock = CpuClock(Flush(self._problem, target), count)
         self._move_s = count * each_s
         sets = [first, *timing_sets(self._problem, count - 1, seed + 1)]
         outputs = [empty_output(self._problem) for _ in sets]
@@ -224,7 +236,7 @@ class Track:
 
         result = race(
             self._entrants,
-            CpuClock(),
+            self._clock,
             budget_s,
             seed=seed,
             progress=report,
@@ -284,6 +296,6 @@ def _packing_run(kernel: Kernel) -> Callable[..., None]:
 
 
 def _copies(problem: Problem, target: Target, weight_bytes: int) -> int:
-    """Copies of an operand set that together exceed the last-level cache twice, as far as memory allows."""
-    wanted = math.ceil(2 * last_level_cache(target) / max(weight_bytes, 1))
+    """Copies of an operand set that together fill the last-level cache, as far as memory allows."""
+    wanted = 1 + last_level_cache(target) // max(weight_bytes, 1)
     return max(1, min(wanted, rotations(problem, target)))
