@@ -26,8 +26,8 @@ Call = Callable[[int], object]
 class Bench:
     """One problem's rotated operand sets, with an output each. Kernels of one layout read the same packed copies.
 
-    The sets together are six times the last-level cache: half as much is kept in part by one that replaces lines at
-    random, which makes the layout that many kernels share look faster than it is in a model.
+    The sets together are six times the last-level cache, and ``flush`` reads four times as much: a cache that replaces
+    lines at random keeps some of less, which makes the layout that many kernels share look faster than in a model.
     """
 
     problem: Problem
@@ -35,12 +35,19 @@ class Bench:
     sets: list[Inputs]
     outputs: list[torch.Tensor]
     _packed: dict[str | None, list[Any]] = field(default_factory=dict)
+    _other: list[torch.Tensor] = field(default_factory=list)
 
     @classmethod
     def of(cls, problem: Problem, target: Target, most: int = 64) -> Bench:
         wanted = -(-6 * last_level_cache(target) // max(1, operand_bytes(problem)))
         sets = timing_sets(problem, max(1, min(most, wanted)), seed=7)
         return cls(problem, target, sets, [empty_output(problem) for _ in sets])
+
+    def flush(self) -> None:
+        """Put everything else into the caches, and into those of page tables."""
+        if not self._other:
+            self._other.append(torch.ones(last_level_cache(self.target), dtype=torch.int32))
+        self._other[0].max()
 
     def load(self, candidate: Candidate) -> Kernel:
         backend = backends.get(candidate.backend)
@@ -63,9 +70,17 @@ class Bench:
 
 
 def paired(
-    calls: Sequence[Call], seconds: float, least: int = 20, most: int = 2000, seed: int = 0
+    calls: Sequence[Call],
+    seconds: float,
+    least: int = 20,
+    most: int = 2000,
+    seed: int = 0,
+    before: Callable[[], None] = lambda: None,
 ) -> list[list[float]]:
-    """Seconds a call of each, by round, in random order within each; a turn lasts half a millisecond at least."""
+    """Seconds a call of each, by round, in random order within each; a turn lasts half a millisecond at least.
+
+    before: called before each turn, off the clock.
+    """
     rng, turn = random.Random(seed), 0
     repeats = []
     for call in calls:
@@ -78,6 +93,7 @@ def paired(
     gc.collect()
     while len(times[0]) < least or (time.perf_counter() < deadline and len(times[0]) < most):
         for place in rng.sample(range(len(calls)), len(calls)):
+            before()
             start = time.perf_counter()
             for _ in range(repeats[place]):
                 calls[place](turn)

@@ -170,7 +170,8 @@ def _relative(problem: Problem, candidates: Sequence[Candidate], places: int) ->
     ratios: list[list[float]] = [[] for _ in candidates]
     for place in range(places):
         bench = Bench.of(problem, current_target())
-        times = paired([bench.call(candidate) for candidate in candidates], 0.15 * len(candidates), seed=place)
+        calls = [bench.call(candidate) for candidate in candidates]
+        times = paired(calls, 0.3 * len(candidates), least=40, seed=place, before=bench.flush)
         for row, mine in zip(ratios, times, strict=True):
             row.append(ratio(mine, times[0]).center)
     typical = [median(row) for row in ratios]
