@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gemmtune.events import BestSoFar
-from gemmtune.measure.clock import CpuClock
+from gemmtune.measure.clock import CpuClock, Run
 from gemmtune.measure.race import Entrant, RaceResult, race
 from gemmtune.testing.clock import FakeClock
 
@@ -167,7 +167,23 @@ def test_real_kernels_on_the_real_clock() -> None:
     assert (result.outcome, result.leader) == ("winner", "less")
     sample = result.standings["less"].sample
     assert sample is not None
-    assert 0.0 < sample.ratio_lo <= sample.ratio <= sample.ratio_hi < 0.5
+    assert 0.0 < sample.ratio_lo <= sample.ratio <= sample.ratio_hi < 1.0
+
+
+def test_entrants_alike_make_equally_many_calls_a_timing() -> None:
+    clock, counts = FakeClock(0), list[list[int]]()
+    given = clock.time_round
+
+    def watched(runs: Sequence[Run], calls: Sequence[int]) -> list[float]:
+        counts.append(sorted(calls))
+        return given(runs, calls)
+
+    clock.time_round = watched  # type: ignore[method-assign]
+    times = iter((3, 4, 5))
+    clock.calls_for = lambda run, floor_s: next(times)  # type: ignore[method-assign]
+    race(line_up(clock, [1e-4, 1e-4], [1e-4]), clock, 2.0)
+    assert counts[0] == [3, 4, 5]
+    assert all(len(set(row)) == 1 for row in counts[4:])
 
 
 def test_progress_reports_the_leader() -> None:

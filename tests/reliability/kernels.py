@@ -148,7 +148,7 @@ def tuned_again(full: bool) -> Outcome:
             row = next(row for row in decision.evidence if row.id == decision.chosen)
             candidate = Candidate.from_dict(row.candidate)
             chosen[candidate] = chosen.get(candidate, 0) + 1
-        relative = _relative(problem, list(chosen), places=16 if full else 2)
+        relative = _relative(problem, list(chosen), places=32 if full else 2)
         for (candidate, count), off in zip(chosen.items(), relative, strict=True):
             good += count if off <= 1.02 else 0
             rows.append({"problem": label(problem), "candidate": candidate.id, "runs": count, "of_best": off})

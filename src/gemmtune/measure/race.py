@@ -148,6 +148,7 @@ class _Race:
             incumbent, challenger = self._best(incumbents=True), self._best(incumbents=False)
             if incumbent is None or challenger is None:
                 return self._unopposed(challenger or incumbent, incumbent)
+            self._even_out()
             found = duel(
                 challenger, incumbent, self.clock, self._deadline, self.rng, self.move,
                 min_pairs=min_duel, gain=min_gain,
@@ -202,6 +203,7 @@ class _Race:
                 lane.drop("screened", f"{ratio:.1f}x slower than {than} after {self.rounds} rounds")
 
     def _eliminate(self) -> None:
+        self._even_out()
         for look, (rounds, places) in enumerate(_LOOKS.items(), start=1):
             while self.rounds < rounds:
                 if self._settled():
@@ -266,6 +268,15 @@ class _Race:
 
     # --- rounds ---
 
+    def _even_out(self) -> None:
+        """Let every lane make as many calls a timing as the one with most: the first call of a timing finds caches and
+        threads as another kernel left them, and counts for more among few calls than among many."""
+        lanes = self._active()
+        most = max((lane.calls for lane in lanes), default=0)
+        for lane in lanes:
+            # One far slower than the others cannot be mistaken for them, and would take long.
+            lane.calls = max(lane.calls, min(most, round(2.0 * FLOOR_S / max(lane.median, 1e-9))))
+
     def _round(self) -> None:
         """Time every active lane once, in random order. One that raises is dropped, and the round done again."""
         while lanes := self._active():
@@ -278,6 +289,8 @@ class _Race:
                 continue
             for lane, seconds in zip(lanes, times, strict=True):
                 lane.record(self.rounds, seconds, FLOOR_S)
+            if self.rounds >= _SCREEN_ROUNDS[-1]:
+                self._even_out()
             break
         self.rounds += 1
 
