@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import importlib.metadata
 import json
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,10 @@ ISA_FLAGS = (
 class Target:
     """Everything that can change a kernel's speed or result.
 
-    device: ``cpu`` or ``cuda``. name, capability: the device's. caches: bytes of (L1d, L2, L3) per core or chip.
-    threads: torch's intra-op threads (CPU). versions: of torch, BLAS libraries, driver, CUDA, Triton... sources: a
-    digest per backend of ours.
+    device: ``cpu`` or ``cuda``. name, capability: the device's (a GPU's as ``9.0``). caches: bytes of (L1d, L2, L3) per core
+    or chip; of a GPU (shared memory a program may use, 0, L2). threads: torch's intra-op threads (CPU; 1 for a GPU).
+    cores: a GPU's are its multiprocessors. versions: of torch, BLAS libraries, driver, CUDA, Triton... sources: a digest
+    per backend of ours.
     """
 
     device: str
@@ -49,6 +52,11 @@ class Target:
     def key(self) -> str:
         """A digest of every field."""
         return self._key
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where its operands lie."""
+        return torch.device(self.device)
 
     def to_dict(self) -> dict[str, Any]:
         data = asdict(self)
@@ -83,6 +91,43 @@ def current_cpu(sources: Mapping[str, str] | None = None) -> Target:
         versions=_versions(),
         sources=tuple(sorted((sources or {}).items())),
     )
+
+
+def current_cuda(sources: Mapping[str, str] | None = None, index: int | None = None) -> Target:
+    """The Target of a CUDA (or ROCm) device of this process; the current one unless ``index`` names another.
+
+    Raises RuntimeError (torch's own) where there is none. ``sources``: digest per backend.
+    """
+    return replace(
+        _gpu(torch.cuda.current_device() if index is None else index), sources=tuple(sorted((sources or {}).items()))
+    )
+
+
+@functools.cache
+def _gpu(index: int) -> Target:
+    found = torch.cuda.get_device_properties(index)
+    shared = getattr(found, "shared_memory_per_block_optin", 0)
+    return Target(
+        device="cuda",
+        name=found.name,
+        capability=f"{found.major}.{found.minor}",
+        caches=(int(shared), 0, int(getattr(found, "L2_cache_size", 0))),
+        cores=found.multi_processor_count,
+        memory=found.total_memory,
+        versions=_gpu_versions(),
+    )
+
+
+@functools.cache
+def _gpu_versions() -> tuple[tuple[str, str], ...]:
+    rows = {"torch": str(torch.__version__), "cuda": str(torch.version.cuda), "hip": str(torch.version.hip)}
+    rows["driver"] = (
+        str(torch._C._cuda_getDriverVersion()) if hasattr(torch._C, "_cuda_getDriverVersion") else "unknown"
+    )
+    for package in ("triton", "nvidia-cublas", "nvidia-cublas-cu12"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            rows[package] = importlib.metadata.version(package)
+    return tuple(sorted(rows.items()))
 
 
 @functools.cache
