@@ -26,10 +26,10 @@ ISA_FLAGS = (
 class Target:
     """Everything that can change a kernel's speed or result.
 
-    device: ``cpu`` or ``cuda``. name, capability: the device's (a GPU's as ``9.0``). caches: bytes of (L1d, L2, L3) per core
-    or chip; of a GPU (shared memory a program may use, 0, L2). threads: torch's intra-op threads (CPU; 1 for a GPU).
-    cores: a GPU's are its multiprocessors. versions: of torch, BLAS libraries, driver, CUDA, Triton... sources: a digest
-    per backend of ours.
+    device: ``cpu`` or ``cuda``. name, capability: the device's (a GPU's as ``9.0``). caches: bytes of (L1d, L2, L3) per
+    core or chip; of a GPU (shared memory a program may use, 0, L2). threads: torch's intra-op threads (CPU; 1 for a
+    GPU). cores: a GPU's are its multiprocessors. versions: of torch, BLAS libraries, driver, CUDA, Triton... sources: a
+    digest per backend of ours.
     """
 
     device: str
