@@ -50,7 +50,7 @@ FORGET = ("build_failed", "unsupported")  # failures that need no remembering: t
 class Trial:
     """Tunes one problem with a worker's hands. Candidates are listed at once, while a worker may still be starting.
 
-    build: builds candidates before they are tried (see ``measure.builds.prebuild``); None leaves it to the hands. hot:
+    build: builds candidates before they are tried (see ``measure.builds.Builders``); None leaves it to the hands. hot:
     race on operands in the cache. Raises ValueError for an unknown backend name.
     """
 

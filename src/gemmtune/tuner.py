@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from .decision import Decision
 from .errors import StoreError, WorkerError
 from .events import ProblemDone, ProblemStarted, Progress, silent
-from .measure.builds import prebuild
+from .measure.builds import Builders
 from .measure.worker import Hands, Limits, LocalWorker, Worker, WorkerStartError
 from .problem import Problem
 from .search import INCUMBENT
@@ -144,7 +144,7 @@ class Tuner:
 
     def _tune_one(self, problem: Problem, crew: _Crew) -> Decision:
         hands = crew.hands()
-        build = prebuild if self._isolate else None
+        build = crew.builders if self._isolate else None
         trial = Trial(
             problem, self._target, self._names, self._store, hands, self._progress, self._seed,
             build=build, hot=self._hot,
@@ -169,11 +169,12 @@ class Tuner:
 
 
 class _Crew:
-    """The worker, started at the first problem that needs one, and the seconds that problems have taken."""
+    """The worker, started at the first problem that needs one, builders, and the seconds that problems have taken."""
 
     def __init__(self, target: Target, isolate: bool, limits: Limits | None) -> None:
         self._target, self._isolate, self._limits = target, isolate, limits
         self._hands: Hands | None = None
+        self.builders = Builders()
         self.spent: list[float] = []
 
     def hands(self) -> Hands:
@@ -183,5 +184,6 @@ class _Crew:
         return self._hands
 
     def close(self) -> None:
+        self.builders.close()
         if self._hands is not None:
             self._hands.close()

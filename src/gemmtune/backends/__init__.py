@@ -11,6 +11,7 @@ from .base import Backend
 _ROOMS = {
     "aten": "aten:AtenBackend",
     "native": "native:NativeBackend",
+    "triton": "triton:TritonBackend",
 }
 _GUESTS: dict[str, str] = {}
 

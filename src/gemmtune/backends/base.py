@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from ..problem import Problem, Quant
@@ -127,13 +128,19 @@ class PackedWeight:
 
     def __post_init__(self) -> None:
         quant = self.quant.key if self.quant is not None else ""
-        parts = (self.layout, self.n, self.k, self.dtype, quant, self.machine, self.raw_order)
+        parts = [self.layout, self.n, self.k, self.dtype, quant, self.machine, self.raw_order]
+        parts += [self.device] if self.data and self.device.type != "cpu" else []
         object.__setattr__(self, "_key", "|".join(str(part) for part in parts))
 
     @property
     def key(self) -> str:
         """Names everything but the values: packed weights with equal keys are served by the same kernels."""
         return self._key
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors lie."""
+        return self.data[0].device
 
     @property
     def nbytes(self) -> int:
@@ -178,9 +185,13 @@ class Kernel(ABC):
 
 
 class Backend(ABC):
-    """A source of kernels. ``name`` is the word users type (``--backends aten,native``)."""
+    """A source of kernels. ``name`` is the word users type (``--backends aten,native``).
+
+    preload: modules that building imports; the processes that build are forked from one that has them.
+    """
 
     name: ClassVar[str]
+    preload: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def available(self, target: Target) -> Availability:
@@ -193,6 +204,10 @@ class Backend(ABC):
     def build(self, problem: Problem, candidate: Candidate, target: Target) -> Artifact:
         """Build a candidate: pure, needs no device, safe in a pool of processes. Prebuilt backends inherit this."""
         return Artifact(candidate, digest=self.source_digest())
+
+    def artifact(self, problem: Problem, candidate: Candidate, target: Target) -> Artifact | None:
+        """What ``build`` made of a candidate before, if it is still there: nothing is built. Cheap."""
+        return None
 
     @abstractmethod
     def load(self, artifact: Artifact, problem: Problem) -> Kernel:

@@ -8,6 +8,7 @@ import struct
 # host to parent: STARTED pid (0: it could not fork), in the order of the FORKs; ENDED pid, exit status.
 FORK, KILL, STARTED, ENDED = b"f", b"k", b"s", b"e"
 FDS = 4
+PRELOAD = "GEMMTUNE_PRELOAD"  # the host's environment: modules to import first, with commas between
 
 _FORMAT = struct.Struct("<cii")
 SIZE = _FORMAT.size

@@ -10,6 +10,7 @@ Started by ``process.Host``; never imported by anything else.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import select
 import signal
@@ -21,7 +22,7 @@ import warnings
 
 import psutil
 
-from .control import ENDED, FDS, FORK, KILL, SIZE, STARTED, pack, unpack
+from .control import ENDED, FDS, FORK, KILL, PRELOAD, SIZE, STARTED, pack, unpack
 from .prctl import adopt_orphans, die_with_parent
 
 _PARENT_POLL_S = 1.0  # the parent's own children may hold its end of the socket: its death is looked for, too
@@ -33,6 +34,9 @@ def main(control_fd: int, parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     from . import job  # noqa: F401 - torch and all that workers share
 
+    for module in filter(None, os.environ.pop(PRELOAD, "").split(",")):
+        with contextlib.suppress(ImportError):  # whoever needs it says so
+            importlib.import_module(module)
     _Host(socket.socket(fileno=control_fd), parent).serve()
     os._exit(0)
 

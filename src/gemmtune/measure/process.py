@@ -19,14 +19,14 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
 from ..decision import Verdict
 from ..errors import WorkerError
-from .control import ENDED, FORK, KILL, SIZE, STARTED, pack, unpack
+from .control import ENDED, FORK, KILL, PRELOAD, SIZE, STARTED, pack, unpack
 from .protocol import Alive, FrameReader, Leading, Reply, Request, decode_reply, encode_frame
 from .pulse import Pulse
 from .tags import VARIABLE, sweep
@@ -52,9 +52,12 @@ class Lost(Exception):
 
 
 class Host:
-    """A spawned process that forks workers; several threads may have workers of one host. Raises WorkerError."""
+    """A spawned process that forks workers; several threads may have workers of one host. Raises WorkerError.
 
-    def __init__(self) -> None:
+    preload: modules that it imports first, so that every worker has them at once.
+    """
+
+    def __init__(self, preload: Sequence[str] = ()) -> None:
         self.tag, self._owner = secrets.token_hex(8), os.getpid()
         self._lock = threading.Lock()
         self._unborn: deque[Process] = deque()
@@ -70,7 +73,7 @@ class Host:
                 stderr=subprocess.STDOUT,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
-                env={**os.environ, VARIABLE: self.tag},
+                env={**os.environ, VARIABLE: self.tag, PRELOAD: ",".join(preload)},
             )
         except OSError as error:
             self._control.close()

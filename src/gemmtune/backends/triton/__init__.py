@@ -1,0 +1,97 @@
+"""Triton: our own GPU kernels, cross-compiled to cubins without a GPU and launched through the driver.
+
+Templates and their search space: space.py; the kernels: kernels.py; what was measured: docs/triton.md.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ...errors import KernelError
+from ...problem import Problem
+from ...target import Target
+from ..base import Artifact, Availability, Backend, Candidate, Illegal, Kernel, PackedWeight
+from . import space
+from .compiler import compile_spec, spec, triton_version, unpack
+
+_LEAST = (8, 0)
+
+
+class TritonBackend(Backend):
+    """Available on NVIDIA GPUs with Triton installed; on Hopper with TMA. Compiling needs Triton, serving does not."""
+
+    name = "triton"
+    preload = ("triton", "triton.compiler", "triton.backends.nvidia.compiler")
+
+    def available(self, target: Target) -> Availability:
+        if target.device != "cuda":
+            return Availability(False, f"runs on GPUs; this target is a {target.device}")
+        if dict(target.versions).get("hip", "None") != "None":
+            return Availability(False, "its launcher speaks to NVIDIA's driver; ROCm is not supported yet")
+        if space.device_of(target).capability < _LEAST:
+            return Availability(False, f"needs compute capability 8.0; {target.name} has {target.capability}")
+        if not triton_version():
+            return Availability(False, "Triton is not installed: pip install 'gemmtune[cuda]'")
+        return Availability(True)
+
+    def candidates(self, problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
+        return space.candidates(problem, target)
+
+    def artifact(self, problem: Problem, candidate: Candidate, target: Target) -> Artifact | None:
+        key = spec(problem, candidate).key(target.capability, self.source_digest())
+        path = _artifacts().get(key)
+        return None if path is None else Artifact(candidate, key, path)
+
+    def build(self, problem: Problem, candidate: Candidate, target: Target) -> Artifact:
+        wanted = spec(problem, candidate)
+        key = wanted.key(target.capability, self.source_digest())
+        path = _artifacts().get(key)
+        if path is None:
+            path = _artifacts().put(key, compile_spec(wanted, target))
+        return Artifact(candidate, key, path)
+
+    def load(self, artifact: Artifact, problem: Problem) -> Kernel:
+        from .kernel import TEMPLATES
+
+        candidate = artifact.candidate
+        template = TEMPLATES.get(candidate.template)
+        reason = space.refusal(problem)
+        if template is None or reason:
+            raise KernelError(f"{candidate.id} cannot run {problem.key}: {reason or 'there is no such template'}")
+        if artifact.path is None:
+            raise KernelError(f"{candidate.id} has not been built")
+        try:
+            body = artifact.path.read_bytes()
+        except OSError as error:
+            raise KernelError(f"{candidate.id}: its artifact cannot be read ({error})") from error
+        return template(problem, candidate, *unpack(body))
+
+    def source_digest(self) -> str:
+        return _digest()
+
+    def unpack(self, packed: PackedWeight) -> Any:
+        from .kernel import unshuffle_int4
+
+        return unshuffle_int4(packed)
+
+
+@functools.cache
+def _digest() -> str:
+    text = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    return hashlib.sha256(text).hexdigest()[:16]
+
+
+@functools.cache
+def _artifacts() -> Any:
+    from ...store import Artifacts, default_path
+
+    path = default_path()
+    if str(path) == ":memory:":
+        import platformdirs
+
+        path = Path(platformdirs.user_cache_dir("gemmtune", appauthor=False)) / "store.db"
+    return Artifacts.beside(path)

@@ -1,0 +1,321 @@
+"""From a candidate to a cubin, with no GPU needed: the kernel's types and constants, Triton's compiler, what launching
+needs to know. Several Problems share an artifact: it depends on types, layouts and divisibility, not on sizes."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from ...errors import KernelError, UnsupportedError
+from ...problem import Problem
+from ...target import Target
+from ..base import Candidate
+from .space import STEPS, aligned, device_of, float_at, step_constants
+
+TYPES = {
+    "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int8": "i8", "uint8": "u8", "int32": "i32",
+    "float8_e4m3fn": "fp8e4nv", "float8_e5m2": "fp8e5", "int4": "u8",
+}  # fmt: skip
+_PROMOTE = 128  # fp8 products added up by the matrix units alone, which keep some 14 bits, before float32 takes over
+_PARAM = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.(?:b8\s+\w+\[(?P<bytes>\d+)\]|(?P<type>[a-z]\d+)\b)")
+_LENGTH = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """All that a compilation depends on. signature: types by argument, "constexpr" for constants; divisible: arguments
+    known to be multiples of 16."""
+
+    kernel: str
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    divisible: tuple[str, ...]
+    options: dict[str, int] = field(default_factory=dict)
+
+    def key(self, capability: str, source: str) -> str:
+        """Hex digest of everything that goes into the artifact."""
+        parts = [
+            self.kernel, list(self.signature.items()), sorted(self.constants.items()), self.divisible,
+            sorted(self.options.items()), capability, source, triton_version(),
+        ]  # fmt: skip
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+class Tma(msgspec.Struct, forbid_unknown_fields=True):
+    """One TMA descriptor as cuTensorMapEncodeTiled wants it."""
+
+    swizzle: int
+    element: int
+    dtype: int
+    block: tuple[int, ...]
+
+
+class Header(msgspec.Struct, forbid_unknown_fields=True):
+    """What launching an artifact's cubin takes. arguments: the names of those that are passed, in order, before
+    ``scratch`` pointers that are not used; descriptors: of TMA, by argument."""
+
+    name: str
+    shared: int
+    warps: int
+    arguments: tuple[str, ...]
+    scratch: int
+    descriptors: dict[str, Tma] = {}
+
+
+def triton_version() -> str:
+    """Of the installed Triton; empty when there is none. Nothing is imported."""
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        if importlib.util.find_spec("triton") is None:
+            return ""
+        import triton
+
+        return str(triton.__version__)
+
+
+def spec(problem: Problem, candidate: Candidate) -> Spec:
+    """The compilation that a candidate is. Raises KernelError for a template that is none of ours."""
+    config = dict(candidate.config)
+    if candidate.template == "tiled":
+        made = _tiled(problem, config)
+    elif candidate.template == "persistent":
+        made = _persistent(problem, config)
+    else:
+        raise KernelError(f"the Triton backend has no template {candidate.template!r}; it has tiled and persistent")
+    return made
+
+
+def _tiled(problem: Problem, config: dict[str, Any]) -> Spec:
+    signature, constants = _epilogue(problem)
+    quant, batched = problem.b.quant, problem.family == "bmm"
+    split = int(config["split"])
+    pointers: dict[str, str | None] = {
+        "a_ptr": _pointer(problem.a.dtype),
+        "b_ptr": _pointer(problem.b.dtype),
+        "c_ptr": _pointer(problem.out_dtype),
+        "ws_ptr": _pointer("int32" if problem.family == "int_mm" else "float32") if split > 1 else None,
+        "lock_ptr": _pointer("int32") if split > 1 else None,
+        "s_ptr": _pointer(quant.scale_dtype) if quant is not None else None,
+        "z_ptr": _pointer(quant.scale_dtype) if quant is not None and quant.zero_point else None,
+    }
+    numbers = {name: "i32" for name in ("M", "N", "K", "lda", "ldb", "ldc")}
+    numbers |= {name: "i64" if batched else "0" for name in ("batch_a", "batch_b", "batch_c")}
+    _declare(signature, constants, pointers, numbers)
+    group = 0 if quant is None or quant.group is None else quant.group
+    if problem.b.dtype == "int4":
+        group = group or problem.k
+    constants |= {
+        "A_COL": problem.a.layout.order == "col",
+        "B_COL": problem.b.layout.order == "col" or problem.b.dtype == "int4",
+        "EVEN_N": problem.n % config["bn"] == 0,
+        "EVEN_K": problem.k % config["bk"] == 0,
+        "SPLIT": split,
+        "SWAP": bool(config["swap"]),
+        "QGROUP": group,
+        **_common(problem, config),
+    }
+    a_ok, b_ok, out_ok = aligned(problem)
+    divisible = ["a_ptr", "b_ptr", "c_ptr", *(["ws_ptr"] if split > 1 else [])]
+    divisible += ["lda"] if a_ok and _lead_a(problem) % 16 == 0 else []
+    divisible += ["ldb"] if b_ok and _lead_b(problem) % 16 == 0 else []
+    divisible += ["ldc"] if out_ok and (problem.out.ld or problem.n) % 16 == 0 else []
+    divisible += [name for name, size in (("N", problem.n), ("K", problem.k)) if size % 16 == 0]
+    return Spec("tiled", _ordered("tiled", signature, constants), constants, tuple(divisible), _options(config))
+
+
+def _persistent(problem: Problem, config: dict[str, Any]) -> Spec:
+    signature, constants = _epilogue(problem)
+    quant = problem.b.quant
+    pointers = {
+        "c_ptr": _pointer(problem.out_dtype),
+        "s_ptr": _pointer(quant.scale_dtype) if quant is not None else None,
+    }
+    numbers = {name: "i32" for name in ("M", "N", "K", "ldc", "PROGRAMS")}
+    for name, dtype, rows in (("a_desc", problem.a.dtype, config["bm"]), ("b_desc", problem.b.dtype, config["bn"])):
+        signature[name] = f"tensordesc<{TYPES[dtype]}[{rows}, {config['bk']}]>"
+    _declare(signature, constants, pointers, numbers)
+    constants |= _common(problem, config)
+    divisible = ["c_ptr", *(name for name, size in (("N", problem.n), ("K", problem.k)) if size % 16 == 0)]
+    divisible += ["ldc"] if aligned(problem)[2] and (problem.out.ld or problem.n) % 16 == 0 else []
+    return Spec("persistent", _ordered("persistent", signature, constants), constants, tuple(divisible), _options(config))
+
+
+def _common(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "BM": config["bm"],
+        "BN": config["bn"],
+        "BK": config["bk"],
+        "GROUP": config["group"],
+        "INTEGER": problem.family == "int_mm",
+        "QUANT": {"int8": 8, "int4": 4}[problem.b.dtype] if problem.family == "mixed_mm" else 0,
+        "PROMOTE": min(_PROMOTE, config["bk"]) if problem.family == "scaled_mm" else 0,
+        "FLOAT_AT": float_at(problem) if problem.family == "int_mm" else STEPS + 1,
+    }
+
+
+def _epilogue(problem: Problem) -> tuple[dict[str, str], dict[str, Any]]:
+    """Types and constants of the epilogue's arguments."""
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    for place in range(STEPS):
+        step = problem.epilogue[place] if place < len(problem.epilogue) else None
+        values = zip(("KIND", "AXIS", "VALUE", "LO", "HI"), step_constants(step), strict=True)
+        constants |= {f"{name}{place}": value for name, value in values}
+        if step is not None and step.takes_tensor:
+            signature[f"t{place}"] = _pointer(str(step.dtype))
+        else:
+            constants[f"t{place}"] = None
+        if step is not None and step.takes_tensor and step.axis == "full":
+            signature[f"ld{place}"] = "i32"
+        else:
+            constants[f"ld{place}"] = 0
+    return signature, constants
+
+
+def _declare(
+    signature: dict[str, str], constants: dict[str, Any], pointers: dict[str, str | None], numbers: dict[str, str]
+) -> None:
+    for name, kind in pointers.items():
+        if kind is None:
+            constants[name] = None
+        else:
+            signature[name] = kind
+    for name, kind in numbers.items():
+        if kind == "0":
+            constants[name] = 0
+        else:
+            signature[name] = kind
+
+
+def _ordered(kernel: str, signature: dict[str, str], constants: dict[str, Any]) -> dict[str, str]:
+    """The signature in the kernel's own order, which is the order of its parameters."""
+    return {name: "constexpr" if name in constants else signature[name] for name in ARGUMENTS[kernel]}
+
+
+_STEP_NAMES = tuple(
+    f"{name}{place}" for place in range(STEPS) for name in ("KIND", "AXIS", "VALUE", "LO", "HI")
+)
+# As kernels.py declares them (a test compares): it is imported only by those who compile.
+ARGUMENTS = {
+    "tiled": (
+        "a_ptr", "b_ptr", "c_ptr", "ws_ptr", "lock_ptr", "s_ptr", "z_ptr", "t0", "t1", "t2", "t3", "t4",
+        "M", "N", "K", "lda", "ldb", "ldc", "batch_a", "batch_b", "batch_c", "ld0", "ld1", "ld2", "ld3", "ld4",
+        "A_COL", "B_COL", "EVEN_N", "EVEN_K", "BM", "BN", "BK", "GROUP", "SPLIT", "SWAP", "INTEGER", "QUANT",
+        "QGROUP", "PROMOTE", "FLOAT_AT", *_STEP_NAMES,
+    ),
+    "persistent": (
+        "a_desc", "b_desc", "c_ptr", "s_ptr", "t0", "t1", "t2", "t3", "t4", "M", "N", "K", "ldc",
+        "ld0", "ld1", "ld2", "ld3", "ld4", "PROGRAMS", "BM", "BN", "BK", "GROUP", "INTEGER", "QUANT", "PROMOTE",
+        "FLOAT_AT", *_STEP_NAMES,
+    ),
+}  # fmt: skip
+
+
+def _pointer(dtype: str) -> str:
+    return f"*{TYPES[dtype]}"
+
+
+def _options(config: dict[str, Any]) -> dict[str, int]:
+    return {"num_warps": int(config["warps"]), "num_stages": int(config["stages"])}
+
+
+def _lead_a(problem: Problem) -> int:
+    return problem.a.layout.ld or problem.k
+
+
+def _lead_b(problem: Problem) -> int:
+    if problem.b.dtype == "int4":
+        return problem.k // 2
+    return problem.b.layout.ld or (problem.k if problem.b.layout.order == "col" else problem.n)
+
+
+def compile_spec(wanted: Spec, target: Target) -> bytes:
+    """The artifact: its Header (as JSON, with its length before it) and the cubin. Raises UnsupportedError without
+    Triton, KernelError when the compiler fails."""
+    if not triton_version():
+        raise UnsupportedError("Triton is not installed: pip install 'gemmtune[cuda]'")
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from . import kernels
+
+    function = getattr(kernels, wanted.kernel)
+    places = {name: place for place, name in enumerate(function.arg_names)}
+    attributes = {(places[name],): [["tt.divisibility", 16]] for name in wanted.divisible}
+    source = ASTSource(fn=function, signature=wanted.signature, constexprs=wanted.constants, attrs=attributes)
+    major, minor = device_of(target).capability
+    try:
+        made = triton.compile(source, target=GPUTarget("cuda", 10 * major + minor, 32), options=dict(wanted.options))
+    except Exception as error:  # Triton's compiler has no error of its own
+        raise KernelError(f"Triton cannot compile it: {_last_line(error)}") from error
+    header = _header(wanted, made)
+    body = msgspec.json.encode(header)
+    return len(body).to_bytes(_LENGTH, "little") + body + bytes(made.asm["cubin"])
+
+
+def unpack(artifact: bytes) -> tuple[Header, bytes]:
+    """An artifact's Header and cubin. Raises KernelError when it is neither."""
+    length = int.from_bytes(artifact[:_LENGTH], "little")
+    try:
+        return msgspec.json.decode(artifact[_LENGTH : _LENGTH + length], type=Header), artifact[_LENGTH + length :]
+    except msgspec.MsgspecError as error:
+        raise KernelError(f"an artifact of the Triton backend is malformed: {error}") from error
+
+
+def _header(wanted: Spec, made: Any) -> Header:
+    """What the kernel's PTX and Triton's metadata say about launching it."""
+    metadata = made.metadata
+    if getattr(metadata, "global_scratch_size", 0) or getattr(metadata, "profile_scratch_size", 0):
+        raise KernelError("it wants scratch memory of Triton's own")
+    descriptors = [name for name, kind in wanted.signature.items() if kind.startswith("tensordesc")]
+    metas = list(getattr(metadata, "tensordesc_meta", None) or [])
+    if len(metas) != len(descriptors) or any(meta is None for meta in metas):
+        raise KernelError("Triton passes its descriptors in a way that is not known here")
+    arguments: list[str] = []
+    for name, kind in wanted.signature.items():
+        if name in descriptors:  # the descriptor, its shape and its strides
+            arguments += [name, *(f"{name}.{part}" for part in ("shape0", "shape1", "stride0", "stride1"))]
+        elif kind != "constexpr":
+            arguments.append(name)
+    scratch = len(_parameters(made.asm["ptx"])) - len(arguments)
+    if scratch < 0:
+        raise KernelError(f"the kernel takes {len(arguments) + scratch} parameters where {len(arguments)} were expected")
+    return Header(
+        str(metadata.name),
+        int(metadata.shared),
+        int(metadata.num_warps),
+        tuple(arguments),
+        scratch,
+        {name: _tma(meta) for name, meta in zip(descriptors, metas, strict=True)},
+    )
+
+
+def _tma(meta: Any) -> Tma:
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+    if meta["fp4_padded"]:
+        raise KernelError("no padded fp4 descriptors")
+    dtype = TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
+    return Tma(int(meta["swizzle"]), int(meta["elem_size"]), int(dtype), tuple(int(x) for x in meta["block_size"]))
+
+
+def _parameters(ptx: str) -> list[str]:
+    """The parameters that the kernel's entry declares."""
+    entry = ptx[ptx.index(".entry") :]
+    return [match[0] for match in _PARAM.finditer(entry[: entry.index(")")])]
+
+
+def _last_line(error: Exception) -> str:
+    """The cause in one line: Triton's errors quote source first, with a caret below."""
+    cause = error.__cause__ or error
+    lines = [line for line in str(cause).splitlines() if line.strip(" ^")]
+    return f"{type(cause).__name__}: {lines[-1] if lines else ''}"[:500]

@@ -1,0 +1,330 @@
+"""The Triton kernels. Ours; they run compiled on a GPU and, for tests, in Triton's interpreter.
+
+One tile of the output a program (``tiled``), or tiles in turn by one program per multiprocessor with TMA loads
+(``persistent``). Names: A [M, K] and B [K, N] with their leading dimensions ``lda``, ``ldb``; ``*_COL`` says that the
+columns of the matrix are contiguous. Up to five steps of an epilogue run on the accumulator before it is stored: step i has
+the tensor ``t<i>`` (None when it takes none), that tensor's leading dimension ``ld<i>``, and the constants ``KIND<i>``,
+``AXIS<i>``, ``VALUE<i>``, ``LO<i>``, ``HI<i>``.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+STEPS = 5
+
+
+@triton.jit
+def _step(
+    acc, t_ptr, ld, rows, cols, M, N,
+    KIND: tl.constexpr, AXIS: tl.constexpr, VALUE: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr,
+):  # fmt: skip
+    """One step of the epilogue. rows, cols: the tile's indices, shaped to broadcast against ``acc``."""
+    if KIND == "relu":
+        acc = tl.where(acc < 0, tl.zeros_like(acc), acc)  # keeps NaN, as maximum(acc, 0) does not
+    elif KIND == "gelu":
+        acc = 0.5 * acc * (1.0 + tl.math.erf(acc * 0.7071067811865476))
+    elif KIND == "gelu_tanh":
+        acc = acc * tl.sigmoid(1.5957691216057308 * (acc + 0.044715 * acc * acc * acc))  # 1 + tanh(u) = 2 sigmoid(2u)
+    elif KIND == "silu":
+        acc = acc * tl.sigmoid(acc)
+    elif KIND == "clamp":
+        if LO is not None:
+            acc = tl.where(acc < LO, LO, acc)
+        if HI is not None:
+            acc = tl.where(acc > HI, HI, acc)
+    elif KIND == "cast.bfloat16":
+        acc = acc.to(tl.bfloat16).to(tl.float32)
+    elif KIND == "cast.float16":
+        acc = acc.to(tl.float16).to(tl.float32)
+    elif KIND == "number":
+        acc = acc * VALUE
+    elif KIND != "":
+        if AXIS == "tensor":
+            t = tl.load(t_ptr)
+        elif AXIS == "row":
+            t = tl.load(t_ptr + rows, mask=rows < M)
+        elif AXIS == "col":
+            t = tl.load(t_ptr + cols, mask=cols < N)
+        else:
+            t = tl.load(t_ptr + rows.to(tl.int64) * ld + cols, mask=(rows < M) & (cols < N))
+        t = t.to(acc.dtype)
+        if VALUE != 1.0:
+            t = t * VALUE
+        if KIND == "scale" or KIND == "mul":
+            acc = acc * t
+        else:
+            acc = acc + t
+    return acc
+
+
+@triton.jit
+def _rounded(acc, LOW: tl.constexpr, HIGH: tl.constexpr):
+    """Saturated, and to the nearest integer (ties to even): adding 1.5 * 2**23 leaves no bits for a fraction."""
+    if acc.dtype == tl.int32:
+        return tl.minimum(tl.maximum(acc, LOW), HIGH)
+    bounded = tl.where(acc < LOW, LOW * 1.0, tl.where(acc > HIGH, HIGH * 1.0, acc))
+    return (bounded + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def _finish(
+    acc, c_ptr, ldc, rows, cols, M, N,
+    t0, t1, t2, t3, t4, ld0, ld1, ld2, ld3, ld4, FLOAT_AT: tl.constexpr,
+    KIND0: tl.constexpr, AXIS0: tl.constexpr, VALUE0: tl.constexpr, LO0: tl.constexpr, HI0: tl.constexpr,
+    KIND1: tl.constexpr, AXIS1: tl.constexpr, VALUE1: tl.constexpr, LO1: tl.constexpr, HI1: tl.constexpr,
+    KIND2: tl.constexpr, AXIS2: tl.constexpr, VALUE2: tl.constexpr, LO2: tl.constexpr, HI2: tl.constexpr,
+    KIND3: tl.constexpr, AXIS3: tl.constexpr, VALUE3: tl.constexpr, LO3: tl.constexpr, HI3: tl.constexpr,
+    KIND4: tl.constexpr, AXIS4: tl.constexpr, VALUE4: tl.constexpr, LO4: tl.constexpr, HI4: tl.constexpr,
+):  # fmt: skip
+    """The epilogue, and the one rounding to the output's dtype. FLOAT_AT: the step at which integers become floats."""
+    if FLOAT_AT == 0:
+        acc = acc.to(tl.float32)
+    acc = _step(acc, t0, ld0, rows, cols, M, N, KIND0, AXIS0, VALUE0, LO0, HI0)
+    if FLOAT_AT == 1:
+        acc = acc.to(tl.float32)
+    acc = _step(acc, t1, ld1, rows, cols, M, N, KIND1, AXIS1, VALUE1, LO1, HI1)
+    if FLOAT_AT == 2:
+        acc = acc.to(tl.float32)
+    acc = _step(acc, t2, ld2, rows, cols, M, N, KIND2, AXIS2, VALUE2, LO2, HI2)
+    if FLOAT_AT == 3:
+        acc = acc.to(tl.float32)
+    acc = _step(acc, t3, ld3, rows, cols, M, N, KIND3, AXIS3, VALUE3, LO3, HI3)
+    if FLOAT_AT == 4:
+        acc = acc.to(tl.float32)
+    acc = _step(acc, t4, ld4, rows, cols, M, N, KIND4, AXIS4, VALUE4, LO4, HI4)
+    if c_ptr.dtype.element_ty == tl.int8:
+        acc = _rounded(acc, -128, 127)
+    elif c_ptr.dtype.element_ty == tl.uint8:
+        acc = _rounded(acc, 0, 255)
+    tl.store(
+        c_ptr + rows.to(tl.int64) * ldc + cols, acc.to(c_ptr.dtype.element_ty), mask=(rows < M) & (cols < N)
+    )
+
+
+@triton.jit
+def _place(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
+    """The tile's row and column: GROUP rows of tiles go together, so that what they share stays in the L2."""
+    width = GROUP * tiles_n
+    first = tile // width * GROUP
+    size = tl.minimum(tiles_m - first, GROUP)
+    return first + tile % width % size, tile % width // size
+
+
+@triton.jit
+def _product(
+    a_ptrs, b_ptrs, s_ptr, z_ptr, acc, row_ok, col_ok, cols, lo, hi, N, K, a_step, b_step,
+    B_COL: tl.constexpr, EVEN_K: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, QUANT: tl.constexpr,
+    QGROUP: tl.constexpr, PROMOTE: tl.constexpr,
+):  # fmt: skip
+    """Blocks lo..hi of K. b_ptrs: [BN, BK] if B_COL, else [BK, BN]. QGROUP: K elements that share a scale; 0: all.
+
+    PROMOTE: products that fp8 matrix units may add up among themselves, with fewer bits, before float32 takes over.
+    """
+    ks = tl.arange(0, BK)
+    for block in tl.range(lo, hi):
+        if EVEN_K:
+            a = tl.load(a_ptrs, mask=row_ok)
+            b = tl.load(b_ptrs, mask=col_ok)
+        else:
+            left = K - block * BK
+            a = tl.load(a_ptrs, mask=row_ok & (ks[None, :] < left), other=0)
+            if B_COL:
+                b = tl.load(b_ptrs, mask=col_ok & (ks[None, :] < left), other=0)
+            else:
+                b = tl.load(b_ptrs, mask=col_ok & (ks[:, None] < left), other=0)
+        if QUANT == 8:
+            b = b.to(a.dtype)
+        if B_COL:
+            w = tl.trans(b)
+        else:
+            w = b
+        if QGROUP:
+            scale = tl.load(s_ptr + block * BK // QGROUP * N + cols, mask=cols < N).to(tl.float32)
+            part = tl.dot(a, w)
+            if z_ptr is not None:
+                zero = tl.load(z_ptr + block * BK // QGROUP * N + cols, mask=cols < N).to(tl.float32)
+                part = part - tl.sum(a.to(tl.float32), 1)[:, None] * zero
+            acc = acc + part * scale
+        elif SWAP:
+            acc = tl.dot(tl.trans(w), tl.trans(a), acc, max_num_imprecise_acc=PROMOTE, out_dtype=acc.dtype)
+        else:
+            acc = tl.dot(a, w, acc, max_num_imprecise_acc=PROMOTE, out_dtype=acc.dtype)
+        a_ptrs += a_step
+        b_ptrs += b_step
+    return acc
+
+
+@triton.jit
+def _product_int4(
+    a_ptrs, b_ptrs, s_ptr, z_ptr, acc, row_ok, col_ok, cols, lo, hi, N, BK: tl.constexpr, QGROUP: tl.constexpr
+):
+    """As ``_product`` on packed int4: byte j of a block of 128 holds elements j (low half) and 64 + j; BK is 128."""
+    for block in tl.range(lo, hi):
+        low = tl.load(a_ptrs, mask=row_ok)
+        high = tl.load(a_ptrs + 64, mask=row_ok)
+        b = tl.load(b_ptrs, mask=col_ok)
+        # Offset by 8, the usual zero point, each half is exact in every activation dtype.
+        w_low = tl.trans(((b & 15).to(tl.int8) - 8).to(low.dtype))
+        w_high = tl.trans(((b >> 4).to(tl.int8) - 8).to(low.dtype))
+        first = tl.dot(low, w_low)
+        second = tl.dot(high, w_high)
+        g_low = block * BK // QGROUP
+        g_high = (block * BK + 64) // QGROUP
+        s_low = tl.load(s_ptr + g_low * N + cols, mask=cols < N).to(tl.float32)
+        s_high = tl.load(s_ptr + g_high * N + cols, mask=cols < N).to(tl.float32)
+        if z_ptr is not None:
+            z_low = tl.load(z_ptr + g_low * N + cols, mask=cols < N).to(tl.float32) - 8.0
+            z_high = tl.load(z_ptr + g_high * N + cols, mask=cols < N).to(tl.float32) - 8.0
+            first = first - tl.sum(low.to(tl.float32), 1)[:, None] * z_low
+            second = second - tl.sum(high.to(tl.float32), 1)[:, None] * z_high
+        acc = acc + first * s_low
+        acc = acc + second * s_high
+        a_ptrs += BK
+        b_ptrs += BK // 2
+    return acc
+
+
+@triton.jit
+def tiled(
+    a_ptr, b_ptr, c_ptr, ws_ptr, lock_ptr, s_ptr, z_ptr, t0, t1, t2, t3, t4,
+    M, N, K, lda, ldb, ldc, batch_a, batch_b, batch_c, ld0, ld1, ld2, ld3, ld4,
+    A_COL: tl.constexpr, B_COL: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr, SWAP: tl.constexpr,
+    INTEGER: tl.constexpr, QUANT: tl.constexpr, QGROUP: tl.constexpr, PROMOTE: tl.constexpr, FLOAT_AT: tl.constexpr,
+    KIND0: tl.constexpr, AXIS0: tl.constexpr, VALUE0: tl.constexpr, LO0: tl.constexpr, HI0: tl.constexpr,
+    KIND1: tl.constexpr, AXIS1: tl.constexpr, VALUE1: tl.constexpr, LO1: tl.constexpr, HI1: tl.constexpr,
+    KIND2: tl.constexpr, AXIS2: tl.constexpr, VALUE2: tl.constexpr, LO2: tl.constexpr, HI2: tl.constexpr,
+    KIND3: tl.constexpr, AXIS3: tl.constexpr, VALUE3: tl.constexpr, LO3: tl.constexpr, HI3: tl.constexpr,
+    KIND4: tl.constexpr, AXIS4: tl.constexpr, VALUE4: tl.constexpr, LO4: tl.constexpr, HI4: tl.constexpr,
+):  # fmt: skip
+    """One tile of the output, or one of SPLIT parts of its K, a program. Grid: (tiles * SPLIT, batch).
+
+    The parts of a tile leave their sums in ``ws``; whichever comes last (``lock`` counts) adds them up in their order, so
+    that the result is the same on every run, and sets the count back to 0. SWAP multiplies B^T by A^T: the matrix units
+    take 64 rows at least, and few rows of A leave them empty where B's columns fill them.
+    """
+    tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
+    tile, part = tl.program_id(0) // SPLIT, tl.program_id(0) % SPLIT
+    batch = tl.program_id(1).to(tl.int64)
+    pid_m, pid_n = _place(tile, tiles_m, tiles_n, GROUP)
+    local_m, local_n, ks = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BK)
+    rows, cols = pid_m * BM + local_m, pid_n * BN + local_n
+    blocks = tl.cdiv(K, BK)
+    share = tl.cdiv(blocks, SPLIT)
+    lo = part * share
+    hi = tl.minimum(lo + share, blocks)
+
+    a_first = a_ptr + batch * batch_a
+    if A_COL:
+        a_ptrs = a_first + (pid_m * BM + (lo * BK).to(tl.int64) * lda) + local_m[:, None] + ks[None, :] * lda
+        a_step = BK * lda
+    else:
+        a_ptrs = a_first + ((pid_m * BM).to(tl.int64) * lda + lo * BK) + local_m[:, None] * lda + ks[None, :]
+        a_step = BK
+    row_ok = rows[:, None] < M
+    b_first = b_ptr + batch * batch_b
+    if QUANT == 4:
+        halves = tl.arange(0, BK // 2)
+        row_ok = (rows < M)[:, None]
+        if EVEN_N:
+            col_ok = None
+        else:
+            col_ok = cols[:, None] < N
+        a_low = a_first + ((pid_m * BM).to(tl.int64) * lda + lo * BK) + local_m[:, None] * lda + halves[None, :]
+        b_ptrs = b_first + ((pid_n * BN).to(tl.int64) * ldb + lo * (BK // 2)) + local_n[:, None] * ldb + halves[None, :]
+        acc = tl.zeros((BM, BN), dtype=tl.float32)
+        acc = _product_int4(a_low, b_ptrs, s_ptr, z_ptr, acc, row_ok, col_ok, cols[None, :], lo, hi, N, BK, QGROUP)
+    else:
+        if B_COL:
+            b_ptrs = b_first + ((pid_n * BN).to(tl.int64) * ldb + lo * BK) + local_n[:, None] * ldb + ks[None, :]
+            b_step = BK
+            if EVEN_N and EVEN_K:
+                col_ok = None
+            else:
+                col_ok = cols[:, None] < N
+        else:
+            b_ptrs = b_first + (pid_n * BN + (lo * BK).to(tl.int64) * ldb) + local_n[None, :] + ks[:, None] * ldb
+            b_step = BK * ldb
+            if EVEN_N and EVEN_K:
+                col_ok = None
+            else:
+                col_ok = cols[None, :] < N
+        if SWAP:
+            acc = tl.zeros((BN, BM), dtype=tl.int32 if INTEGER else tl.float32)
+        else:
+            acc = tl.zeros((BM, BN), dtype=tl.int32 if INTEGER else tl.float32)
+        acc = _product(
+            a_ptrs, b_ptrs, s_ptr, z_ptr, acc, row_ok, col_ok, cols[None, :], lo, hi, N, K, a_step, b_step,
+            B_COL, EVEN_K, BK, SWAP, QUANT, QGROUP, PROMOTE,
+        )  # fmt: skip
+
+    if SWAP:
+        r, c = rows[None, :], cols[:, None]
+        places = local_n[:, None] * BM + local_m[None, :]
+    else:
+        r, c = rows[:, None], cols[None, :]
+        places = local_m[:, None] * BN + local_n[None, :]
+    if SPLIT > 1:
+        number = batch * (tiles_m * tiles_n) + tile
+        area = ws_ptr + number * (SPLIT * BM * BN)
+        tl.store(area + part * (BM * BN) + places, acc)
+        tl.debug_barrier()  # every thread's sums, before one thread says that they are there
+        arrived = tl.atomic_add(lock_ptr + number, 1, sem="acq_rel")
+        if arrived == SPLIT - 1:
+            acc = tl.load(area + places, cache_modifier=".cg")
+            for other in tl.range(1, SPLIT):
+                acc += tl.load(area + other * (BM * BN) + places, cache_modifier=".cg")
+            tl.store(lock_ptr + number, 0)
+            if QUANT == 8 and QGROUP == 0:
+                acc = acc * tl.load(s_ptr + c, mask=c < N).to(tl.float32)
+            _finish(
+                acc, c_ptr + batch * batch_c, ldc, r, c, M, N, t0, t1, t2, t3, t4, ld0, ld1, ld2, ld3, ld4, FLOAT_AT,
+                KIND0, AXIS0, VALUE0, LO0, HI0, KIND1, AXIS1, VALUE1, LO1, HI1, KIND2, AXIS2, VALUE2, LO2, HI2,
+                KIND3, AXIS3, VALUE3, LO3, HI3, KIND4, AXIS4, VALUE4, LO4, HI4,
+            )  # fmt: skip
+    else:
+        if QUANT == 8 and QGROUP == 0:
+            acc = acc * tl.load(s_ptr + c, mask=c < N).to(tl.float32)
+        _finish(
+            acc, c_ptr + batch * batch_c, ldc, r, c, M, N, t0, t1, t2, t3, t4, ld0, ld1, ld2, ld3, ld4, FLOAT_AT,
+            KIND0, AXIS0, VALUE0, LO0, HI0, KIND1, AXIS1, VALUE1, LO1, HI1, KIND2, AXIS2, VALUE2, LO2, HI2,
+            KIND3, AXIS3, VALUE3, LO3, HI3, KIND4, AXIS4, VALUE4, LO4, HI4,
+        )  # fmt: skip
+
+
+@triton.jit
+def persistent(
+    a_desc, b_desc, c_ptr, s_ptr, t0, t1, t2, t3, t4, M, N, K, ldc, ld0, ld1, ld2, ld3, ld4, PROGRAMS,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    INTEGER: tl.constexpr, QUANT: tl.constexpr, PROMOTE: tl.constexpr, FLOAT_AT: tl.constexpr,
+    KIND0: tl.constexpr, AXIS0: tl.constexpr, VALUE0: tl.constexpr, LO0: tl.constexpr, HI0: tl.constexpr,
+    KIND1: tl.constexpr, AXIS1: tl.constexpr, VALUE1: tl.constexpr, LO1: tl.constexpr, HI1: tl.constexpr,
+    KIND2: tl.constexpr, AXIS2: tl.constexpr, VALUE2: tl.constexpr, LO2: tl.constexpr, HI2: tl.constexpr,
+    KIND3: tl.constexpr, AXIS3: tl.constexpr, VALUE3: tl.constexpr, LO3: tl.constexpr, HI3: tl.constexpr,
+    KIND4: tl.constexpr, AXIS4: tl.constexpr, VALUE4: tl.constexpr, LO4: tl.constexpr, HI4: tl.constexpr,
+):  # fmt: skip
+    """Every PROGRAMS-th tile a program, A [M, K] and B^T [N, K] by TMA; the loads of a tile start in the last one's end.
+
+    Beyond M, N and K the descriptors give zeros.
+    """
+    tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=True):
+        pid_m, pid_n = _place(tile, tiles_m, tiles_n, GROUP)
+        acc = tl.zeros((BM, BN), dtype=tl.int32 if INTEGER else tl.float32)
+        for block in tl.range(0, tl.cdiv(K, BK)):
+            a = a_desc.load([pid_m * BM, block * BK])
+            b = b_desc.load([pid_n * BN, block * BK])
+            if QUANT == 8:
+                b = b.to(a.dtype)
+            acc = tl.dot(a, b.T, acc, max_num_imprecise_acc=PROMOTE, out_dtype=acc.dtype)
+        rows = (pid_m * BM + tl.arange(0, BM))[:, None]
+        cols = (pid_n * BN + tl.arange(0, BN))[None, :]
+        if QUANT == 8:
+            acc = acc * tl.load(s_ptr + cols, mask=cols < N).to(tl.float32)
+        _finish(
+            acc, c_ptr, ldc, rows, cols, M, N, t0, t1, t2, t3, t4, ld0, ld1, ld2, ld3, ld4, FLOAT_AT,
+            KIND0, AXIS0, VALUE0, LO0, HI0, KIND1, AXIS1, VALUE1, LO1, HI1, KIND2, AXIS2, VALUE2, LO2, HI2,
+            KIND3, AXIS3, VALUE3, LO3, HI3, KIND4, AXIS4, VALUE4, LO4, HI4,
+        )  # fmt: skip
