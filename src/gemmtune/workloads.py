@@ -18,6 +18,7 @@ DTYPES: dict[str, str] = {
     "bf16": "bfloat16 activations and weights, float32 accumulation",
     "fp16": "float16 activations and weights, float32 accumulation",
     "int8": "int8 x int8 -> int32",
+    "fp8": "float8_e4m3fn x float8_e4m3fn -> bfloat16, with a scale per row of activations and column of weights",
     "int8wo": "bfloat16 activations, int8 weights with a scale per output channel",
     "int4wo": "bfloat16 activations, int4 weights with a scale and a zero point per group of 128",
 }
@@ -43,6 +44,14 @@ def int_problem(m: int, n: int, k: int, *, a_dtype: str = "int8", constant: bool
     """``a[m, k] @ w[n, k].T`` with int8 weights into int32, exact. a_dtype: ``int8`` or ``uint8``."""
     weight = Operand("int8", Layout("col"), constant=constant)
     return Problem("int_mm", m, n, k, Operand(a_dtype), weight, "int32", acc="int32")
+
+
+def fp8_problem(m: int, n: int, k: int, *, rowwise: bool = True, out_dtype: str = "bfloat16") -> Problem:
+    """``torch._scaled_mm(a[m, k], w[n, k].T, scale_a, scale_b)`` of float8_e4m3fn; one scale a row and column, or two."""
+    axes = ("row", "col") if rowwise else ("tensor", "tensor")
+    scales = tuple(Step("scale", axis=axis, dtype="float32") for axis in axes)  # type: ignore[arg-type]
+    fp8 = "float8_e4m3fn"
+    return Problem("scaled_mm", m, n, k, Operand(fp8), Operand(fp8, Layout("col")), out_dtype, epilogue=scales)
 
 
 def weight_only_problem(
@@ -86,6 +95,8 @@ def build(m: int, n: int, k: int, dtype: str, *, bias: bool = False) -> Problem:
         raise ValueError(f"bias goes with fp64, fp32, bf16 and fp16 only; got dtype {dtype!r}")
     if dtype == "int8":
         return int_problem(m, n, k)
+    if dtype == "fp8":
+        return fp8_problem(m, n, k)
     if dtype == "int8wo":
         return weight_only_problem(m, n, k)
     if dtype == "int4wo":

@@ -27,7 +27,10 @@ _L2_128B = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 def _driver() -> Any:
     """libcuda; its functions keep the interpreter's lock, since they return at once. Raises KernelError without it."""
     try:
-        return ctypes.PyDLL("libcuda.so.1")
+        library = ctypes.PyDLL("libcuda.so.1")
+        pointer, number = ctypes.c_void_p, ctypes.c_uint
+        library.cuLaunchKernel.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
+        return library
     except OSError as error:
         raise KernelError(f"the NVIDIA driver's library cannot be loaded: {error}") from error
 
@@ -54,7 +57,7 @@ class Function:
             if header.shared > _STATIC_SHARED:
                 status = _driver().cuFuncSetAttribute(handle, _SHARED_LIMIT, header.shared)
                 _check(status, f"asking for {header.shared} bytes of shared memory")
-        self._handle = handle
+        self._handle, self._threads, self._shared = handle.value, 32 * header.warps, header.shared
         self._launch = _driver().cuLaunchKernel
         self._blocks = threading.local()
 
@@ -65,30 +68,26 @@ class Function:
             slots, parameters, places = self._blocks.held
         except AttributeError:
             slots, parameters, places = self._blocks.held = self._block()
-        slots[: len(values)] = values
+        slots[:] = values
         for place, made in zip(places, maps, strict=True):
             parameters[place] = made.address
-        header = self.header
-        status = self._launch(
-            self._handle, grid[0], grid[1], 1, 32 * header.warps, 1, 1, header.shared, ctypes.c_void_p(stream),
-            parameters, None,
-        )  # fmt: skip
+        x, y = grid
+        status = self._launch(self._handle, x, y, 1, self._threads, 1, 1, self._shared, stream, parameters, None)
         if status == _NO_CONTEXT:  # a thread that has not used CUDA yet
             torch.cuda.current_stream(self.device).query()
-            status = self._launch(
-                self._handle, grid[0], grid[1], 1, 32 * header.warps, 1, 1, header.shared, ctypes.c_void_p(stream),
-                parameters, None,
-            )  # fmt: skip
+            status = self._launch(self._handle, x, y, 1, self._threads, 1, 1, self._shared, stream, parameters, None)
         if status:
-            _check(status, f"launching {header.name}")
+            _check(status, f"launching {self.header.name}")
 
     def _block(self) -> tuple[Any, Any, tuple[int, ...]]:
         """This thread's own: a slot an argument, the array of their addresses, and where descriptors belong."""
         names = self.header.arguments
         count = len(names) + self.header.scratch
-        slots = (ctypes.c_uint64 * count)()
-        base = ctypes.addressof(slots)
-        parameters = (ctypes.c_void_p * count)(*(base + 8 * place for place in range(count)))
+        slots = (ctypes.c_uint64 * len(names))()
+        unused = (ctypes.c_uint64 * max(1, self.header.scratch))()
+        own = [ctypes.addressof(slots) + 8 * place for place in range(len(names))]
+        parameters = (ctypes.c_void_p * count)(*own, *([ctypes.addressof(unused)] * self.header.scratch))
+        parameters.unused = unused  # lives as long
         places = tuple(place for place, name in enumerate(names) if name in self.header.descriptors)
         return slots, parameters, places
 

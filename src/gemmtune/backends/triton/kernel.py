@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...errors import PackedWeightError
-from ...problem import Problem, bits
+from ...problem import Problem
 from ..base import Candidate, Kernel, PackedWeight, QuantWeight
 from .compiler import Header
 from .driver import Function, Map
@@ -77,7 +78,6 @@ class TritonKernel(Kernel):
         self._cubin = cubin
         self._functions: dict[int, Function] = {}
         self._tiles_n = -(-problem.n // self._bn)
-        self._full = tuple(place for place, step in enumerate(_taking(problem)) if step.axis == "full")
         self._dtype = getattr(torch, problem.out_dtype)
         self._function(torch.cuda.current_device())  # now: a module cannot be loaded while a graph is captured
 
@@ -108,10 +108,6 @@ class TritonKernel(Kernel):
         return lda, lead(b.ld, b.order, problem.k, problem.n), lead(out.ld, out.order, m, problem.n)
 
 
-def _taking(problem: Problem) -> list[Any]:
-    return [step for step in problem.epilogue if step.takes_tensor]
-
-
 def _fitting(t: Tensor) -> Tensor:
     """The tensor, or a copy of it that starts on a 16-byte boundary, with its strides."""
     if t.data_ptr() % _ALIGN == 0:
@@ -128,53 +124,69 @@ class Tiled(TritonKernel):
         self._split = int(dict(candidate.config)["split"])
         tiles = -(-problem.m // self._bm) * self._tiles_n * problem.batch
         self.workspace_bytes = self._sums_bytes(tiles) if self._split > 1 else 0
-        self._order = _order(header)
         self._counters: dict[tuple[int, int], Tensor] = {}
+        self._places = {name: place for place, name in enumerate(header.arguments)}
+        known = dict.fromkeys(header.arguments, 0) | {"N": problem.n, "K": problem.k}
+        known["lda"], known["ldb"], known["ldc"] = self._leads(problem.m)
+        self._values = [known[name] for name in header.arguments]
+        self._m_place = self._places["M"]
+        # With contiguous columns A's leading dimension is M.
+        self._lda_place = self._places["lda"] if problem.a.layout.order == "col" and not problem.a.layout.ld else None
+        self._plain = not (problem.family == "bmm" or self._split > 1 or problem.epilogue or problem.b.quant)
 
     def _sums_bytes(self, tiles: int) -> int:
         return tiles * self._split * self._bm * self._bn * 4
 
     def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
-        problem = self.problem
+        raw, extra = (b, ()) if self._plain else self._weight(b)
+        a_at, b_at, out_at = a.data_ptr(), raw.data_ptr(), out.data_ptr()
+        if (a_at | b_at | out_at) & 15:
+            self._shifted(a, b, aux, out)
+            return
         m = a.shape[-2]
-        raw, extra = self._weight(b)
-        if (a.data_ptr() | raw.data_ptr() | out.data_ptr()) % _ALIGN:
-            return self._shifted(a, raw, extra, aux, out)
-        self._run(m, a, raw, extra, aux, out)
-        return None
-
-    def _shifted(self, a: Tensor, raw: Tensor, extra: Sequence[Tensor], aux: Sequence[Tensor], out: Tensor) -> None:
-        result = _fitting(out)
-        self._run(a.shape[-2], _fitting(a), _fitting(raw), extra, aux, result)
-        if result is not out:
-            out.copy_(result)
-
-    def _run(
-        self, m: int, a: Tensor, raw: Tensor, extra: Sequence[Tensor], aux: Sequence[Tensor], out: Tensor
-    ) -> None:
-        problem = self.problem
+        values = self._values.copy()
+        values[0], values[1], values[2], values[self._m_place] = a_at, b_at, out_at, m
         device = a.device.index
         stream = torch._C._cuda_getCurrentRawStream(device)
         tiles = -(-m // self._bm) * self._tiles_n
-        known = {
-            "a_ptr": a.data_ptr(), "b_ptr": raw.data_ptr(), "c_ptr": out.data_ptr(), "M": m, "N": problem.n,
-            "K": problem.k,
-        }  # fmt: skip
-        known["lda"], known["ldb"], known["ldc"] = self._leads(m)
+        if self._lda_place is not None:
+            values[self._lda_place] = m
+        if not self._plain:
+            self._add(values, a, raw, extra, aux, out, tiles, stream)
+        self._function(device)((tiles * self._split, self.problem.batch), values, (), stream)
+
+    def _shifted(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
+        raw, _ = self._weight(b)
+        fitting = _fitting(raw)
+        if fitting is not raw:
+            b = replace(b, data=fitting) if isinstance(b, QuantWeight) else fitting
+        result = _fitting(out)
+        self.run(_fitting(a), b, aux, result)
+        if result is not out:
+            out.copy_(result)
+
+    def _add(
+        self, values: list[int], a: Tensor, raw: Tensor, extra: Sequence[Tensor], aux: Sequence[Tensor], out: Tensor,
+        tiles: int, stream: int,
+    ) -> None:  # fmt: skip
+        """What only some kernels take: scales, batches, a place for partial sums, the epilogue's tensors."""
+        problem, places = self.problem, self._places
         if extra:
-            known["s_ptr"] = extra[0].data_ptr()
+            values[places["s_ptr"]] = extra[0].data_ptr()
             if len(extra) > 1:
-                known["z_ptr"] = extra[1].data_ptr()
+                values[places["z_ptr"]] = extra[1].data_ptr()
         if problem.family == "bmm":
-            known["batch_a"], known["batch_b"], known["batch_c"] = a.stride(0), raw.stride(0), out.stride(0)
+            values[places["batch_a"]], values[places["batch_b"]] = a.stride(0), raw.stride(0)
+            values[places["batch_c"]] = out.stride(0)
         if self._split > 1:
-            count = tiles * problem.batch
-            known["ws_ptr"] = scratch_of(device).sums(stream, self._sums_bytes(count))
-            known["lock_ptr"] = self._locks(device, stream, count)
+            count, device = tiles * problem.batch, a.device.index
+            values[places["ws_ptr"]] = scratch_of(device).sums(stream, self._sums_bytes(count))
+            values[places["lock_ptr"]] = self._locks(device, stream, count)
         if aux:
+            known: dict[str, int] = {}
             _add_aux(problem, known, aux)
-        values = [known[name] for name in self._order]
-        self._function(device)((tiles * self._split, problem.batch), values, (), stream)
+            for name, value in known.items():
+                values[places[name]] = value
 
     def _locks(self, device: int, stream: int, count: int) -> int:
         key = (device, stream)
@@ -182,10 +194,6 @@ class Tiled(TritonKernel):
         if held is None or held.numel() < count:
             held = self._counters[key] = scratch_of(device).counters(max(count, 2 * self._tiles_n))
         return held.data_ptr()
-
-
-def _order(header: Header) -> tuple[str, ...]:
-    return header.arguments
 
 
 def _add_aux(problem: Problem, known: dict[str, int], aux: Sequence[Tensor]) -> None:
@@ -286,8 +294,3 @@ def unshuffle_int4(packed: PackedWeight) -> QuantWeight:
     tensors = [t.reshape(packed.n) if packed.quant.group is None else t for t in packed.data[1:]]
     zero = tensors[1] if len(tensors) > 1 else None
     return QuantWeight(data, tensors[0], zero, packed.k, packed.quant, "int4")
-
-
-def element_bytes(dtype: str) -> int:
-    """Bytes of one element."""
-    return bits(dtype) // 8

@@ -1,0 +1,249 @@
+"""The Triton backend without a GPU: its space, the kernels in the interpreter, cross-compiling, artifacts, int4 packing."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gemmtune import backends
+from gemmtune.backends.base import Candidate, Illegal, QuantWeight
+from gemmtune.backends.triton import TritonBackend, compiler, space
+from gemmtune.backends.triton.cost import Work, seconds
+from gemmtune.backends.triton.kernel import shuffle_int4, unshuffle_int4
+from gemmtune.epilogue import Step
+from gemmtune.errors import KernelError
+from gemmtune.problem import Layout, Operand, Problem, Quant
+from gemmtune.target import Target
+from gemmtune.workloads import bmm_problem, build, fp8_problem, int_problem, weight_only_problem
+
+H200 = Target("cuda", "NVIDIA H200", "9.0", caches=(232448, 0, 62914560), cores=132, versions=(("hip", "None"),))
+A100 = Target("cuda", "NVIDIA A100", "8.0", caches=(166912, 0, 41943040), cores=108, versions=(("hip", "None"),))
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+FAMILIES = {
+    "bf16": build(16, 4096, 4096, "bf16"),
+    "int8": int_problem(16, 4096, 4096),
+    "fp8": fp8_problem(16, 4096, 4096),
+    "int8wo": weight_only_problem(16, 4096, 4096),
+    "int4wo": weight_only_problem(16, 4096, 4096, bits=4, group=128),
+}
+
+
+def legal(problem: Problem, target: Target = H200) -> list[Candidate]:
+    return [item for item in TritonBackend().candidates(problem, target) if isinstance(item, Candidate)]
+
+
+def reasons(problem: Problem, target: Target = H200) -> set[str]:
+    return {item.reason for item in TritonBackend().candidates(problem, target) if isinstance(item, Illegal)}
+
+
+def first(problem: Problem, template: str, **config: Any) -> Candidate:
+    for candidate in legal(problem):
+        have = dict(candidate.config)
+        if candidate.template == template and all(have[name] == value for name, value in config.items()):
+            return candidate
+    raise AssertionError(f"no {template} candidate with {config}")
+
+
+# --- space ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("m", [1, 16, 64, 256, 4096])
+def test_every_family_has_candidates_that_fit_the_device(family: str, m: int) -> None:
+    problem = FAMILIES[family].with_m(m)
+    found = legal(problem)
+    assert len(found) >= 10
+    assert len({candidate.id for candidate in found}) == len(found)
+    for candidate in found:
+        config = dict(candidate.config)
+        assert config["bm"] * config["bn"] <= 256 * 32 * config["warps"]
+        assert compiler.spec(problem, candidate).signature["c_ptr"].startswith("*")
+
+
+def test_small_m_is_swapped_and_split_on_hopper() -> None:
+    leading = legal(build(1, 4096, 4096, "bf16"))[:8]
+    assert all(candidate["swap"] == 1 and candidate["bm"] == 16 for candidate in leading)
+    assert any(candidate["split"] != 1 for candidate in leading)
+
+
+def test_large_m_prefers_large_tiles() -> None:
+    best = legal(build(4096, 4096, 4096, "bf16"))[0]
+    assert int(best["bm"]) * int(best["bn"]) >= 128 * 128
+
+
+def test_tma_needs_hopper() -> None:
+    problem = build(4096, 4096, 4096, "bf16")
+    assert {candidate.template for candidate in legal(problem, A100)} == {"tiled"}
+    assert any("TMA needs compute capability 9.0" in reason for reason in reasons(problem, A100))
+
+
+@pytest.mark.parametrize(
+    ("problem", "words"),
+    [
+        (build(16, 64, 64, "fp32"), "float32 runs in cuBLAS"),
+        (build(0, 64, 64, "bf16"), "nothing to multiply"),
+        (replace(build(16, 64, 64, "bf16"), out=Layout("col")), "row-major outputs"),
+        (replace(build(16, 64, 64, "bf16"), acc="float16"), "accumulates in float32 only"),
+        (int_problem(16, 64, 64, a_dtype="uint8"), "int8 by int8"),
+        (weight_only_problem(16, 64, 96, bits=4, group=32), "multiple of 128"),
+        (weight_only_problem(16, 64, 128, group=16), "multiples of 32"),
+        (replace(build(16, 64, 64, "bf16"), epilogue=(Step("relu"),) * 6), "at most 5 steps"),
+        (replace(int_problem(4, 64, 64), epilogue=(Step("scale", "col", "float32"),)), "rounded to int32"),
+    ],
+)
+def test_what_is_refused_is_refused_with_a_reason(problem: Problem, words: str) -> None:
+    assert legal(problem) == []
+    assert any(words in reason for reason in reasons(problem))
+
+
+def test_illegal_configurations_say_why() -> None:
+    found = " | ".join(reasons(fp8_problem(64, 4096, 4160)))
+    assert "must divide K = 4160" in found
+    assert "KB of shared memory" in found
+
+
+def test_availability_is_in_words_to_act_on() -> None:
+    backend = TritonBackend()
+    assert "runs on GPUs" in backend.available(Target("cpu", "x", "x86_64")).reason
+    rocm = replace(H200, versions=(("hip", "6.4"),))
+    assert "ROCm" in backend.available(rocm).reason
+    assert "needs compute capability 8.0" in backend.available(replace(H200, capability="7.5")).reason
+    assert bool(backend.available(H200)) == HAS_TRITON
+
+
+def test_the_cost_of_more_work_is_higher() -> None:
+    tile = {"bm": 128, "bn": 128, "bk": 64, "split": 1, "stages": 4, "warps": 8, "swap": False, "tma": False}
+    small = Work(1024, 4096, 4096, 2.0, 2.0, 132, 232448)
+    assert seconds(replace(small, m=4096), **tile) > 2.0 * seconds(small, **tile)
+    assert seconds(replace(small, k=16384), **tile) > 2.0 * seconds(small, **tile)
+
+
+# --- compiling ------------------------------------------------------------------------------------------------------
+
+
+def test_arguments_are_the_kernels_own() -> None:
+    """compiler.ARGUMENTS is what kernels.py declares: read from its source, since importing it needs Triton."""
+    source = Path(compiler.__file__).with_name("kernels.py").read_text(encoding="utf-8")
+    functions = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
+    for name, arguments in compiler.ARGUMENTS.items():
+        assert tuple(argument.arg for argument in functions[name].args.args) == arguments
+        constant = {argument.arg for argument in functions[name].args.args if argument.annotation is not None}
+        assert {"BM", "BN", "BK"} <= constant
+
+
+def test_problems_that_differ_in_size_only_share_artifacts() -> None:
+    one, other = build(16, 4096, 4096, "bf16"), build(1, 12288, 4096, "bf16")
+    candidate = first(one, "tiled")
+    assert compiler.spec(one, candidate).key("9.0", "x") == compiler.spec(other, candidate).key("9.0", "x")
+    odd = build(16, 4095, 4096, "bf16")
+    assert compiler.spec(odd, candidate).key("9.0", "x") != compiler.spec(one, candidate).key("9.0", "x")
+    assert compiler.spec(one, candidate).key("8.0", "x") != compiler.spec(one, candidate).key("9.0", "x")
+    biased = replace(one, epilogue=(Step("bias", "col", "bfloat16"),))
+    assert compiler.spec(biased, candidate).key("9.0", "x") != compiler.spec(one, candidate).key("9.0", "x")
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("family", "template"), [("bf16", "tiled"), ("bf16", "persistent"), ("int8", "tiled"), ("fp8", "tiled"), ("int8wo", "tiled"), ("int4wo", "tiled")]
+)
+def test_cross_compiling_for_hopper(family: str, template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = FAMILIES[family] if template == "tiled" else FAMILIES[family].with_m(1024)
+    candidate = first(problem, template, split=2) if template == "tiled" else first(problem, template)
+    body = compiler.compile_spec(compiler.spec(problem, candidate), H200)
+    header, cubin = compiler.unpack(body)
+    assert cubin[:4] == b"\x7fELF"
+    assert header.shared > 0
+    assert header.warps == candidate["warps"]
+    assert header.arguments[:2] == (("a_ptr", "b_ptr") if template == "tiled" else ("a_desc", "a_desc.shape0"))
+    assert len(header.descriptors) == (2 if template == "persistent" else 0)
+
+
+def test_a_malformed_artifact_is_refused() -> None:
+    with pytest.raises(KernelError, match="malformed"):
+        compiler.unpack(b"\x05\x00\x00\x00nonsense")
+
+
+# --- the interpreter ------------------------------------------------------------------------------------------------
+
+INTERPRETED = """
+import sys
+sys.path[:0] = {path!r}
+from triton_interpreted import main
+main()
+"""
+
+
+@needs_triton
+def test_kernels_are_right_in_the_interpreter() -> None:
+    """Every template on small problems, through the oracle. In a process of its own: the interpreter is chosen when
+    Triton is first imported."""
+    here = str(Path(__file__).parent)
+    source = str(Path(backends.__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED.format(path=[here, source])],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert "problems right" in done.stdout
+
+
+# --- int4 -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("group", "zero"), [(128, False), (64, True), (None, False)])
+@pytest.mark.parametrize("order", ["col", "row"])
+def test_shuffling_int4_can_be_undone_bit_for_bit(group: int | None, zero: bool, order: str) -> None:
+    n, k = 24, 256
+    data = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8).t()
+    data = data if order == "col" else data.contiguous()
+    groups = 1 if group is None else k // group
+    scale = torch.rand(n) if group is None else torch.rand(groups, n)
+    zeros = torch.randint(0, 16, scale.shape).float() if zero else None
+    quant = Quant(group, "float32", zero)
+    problem = weight_only_problem(4, n, k, bits=4, group=group, scale_dtype="float32", zero_point=zero)
+    raw = QuantWeight(data, scale, zeros, k, quant, "int4")
+    packed = shuffle_int4(raw, problem)
+    assert packed.layout == space.INT4_LAYOUT
+    back = unshuffle_int4(packed)
+    assert torch.equal(back.data, data)
+    assert back.data.stride() == data.stride()
+    assert torch.equal(back.scale, scale)
+    assert zeros is None or (back.zero_point is not None and torch.equal(back.zero_point, zeros))
+    # Byte j of a block holds elements j and 64 + j.
+    codes = torch.stack((data & 15, data >> 4), 1).reshape(k, n)
+    assert torch.equal(packed.data[0][:, :64] & 15, codes[:64].t())
+    assert torch.equal(packed.data[0][:, :64] >> 4, codes[64:128].t())
+
+
+def test_epilogues_become_constants() -> None:
+    steps = (Step("bias", "col", "bfloat16"), Step("silu"), Step("scale", "tensor", value=0.5), Step("clamp", lo=-1.0))
+    problem = replace(build(16, 64, 64, "bf16"), epilogue=steps)
+    made = compiler.spec(problem, first(problem, "tiled"))
+    assert made.signature["t0"] == "*bf16"
+    assert made.constants["KIND0"] == "bias"
+    assert made.constants["KIND2"] == "number"
+    assert made.constants["VALUE2"] == 0.5
+    assert (made.constants["LO3"], made.constants["HI3"]) == (-1.0, None)
+    assert made.constants["KIND4"] == ""
+
+
+def test_layouts_and_batches() -> None:
+    batched = bmm_problem(3, 64, 64, 64, "bfloat16")
+    candidate = first(batched, "tiled")
+    assert compiler.spec(batched, candidate).signature["batch_a"] == "i64"
+    assert {candidate.template for candidate in legal(batched)} == {"tiled"}
+    turned = replace(build(64, 64, 64, "bf16"), a=Operand("bfloat16", Layout("col")))
+    assert compiler.spec(turned, first(turned, "tiled")).constants["A_COL"] is True

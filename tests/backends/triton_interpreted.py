@@ -1,0 +1,134 @@
+"""Runs the Triton kernels in Triton's interpreter, on the CPU, through gemmtune's own verification.
+
+Started by test_triton.py with TRITON_INTERPRET=1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from gemmtune.backends.base import Candidate, QuantWeight
+from gemmtune.backends.triton import kernels, space
+from gemmtune.backends.triton.compiler import spec
+from gemmtune.backends.triton.kernel import shuffle_int4
+from gemmtune.epilogue import Step
+from gemmtune.measure.inputs import Inputs
+from gemmtune.measure.verify import prepare, verify
+from gemmtune.problem import Layout, Operand, Problem
+from gemmtune.workloads import bmm_problem, build, fp8_problem, int_problem, weight_only_problem
+
+
+def tiled(bm: int = 16, bn: int = 64, bk: int = 64, split: int = 1, swap: int = 0) -> Candidate:
+    return Candidate.make(
+        "triton", "tiled", bm=bm, bn=bn, bk=bk, split=split, swap=swap, group=2, stages=3, warps=4
+    )
+
+
+def persistent(bm: int = 64, bn: int = 64, bk: int = 64) -> Candidate:
+    return Candidate.make("triton", "persistent", bm=bm, bn=bn, bk=bk, group=2, stages=3, warps=4)
+
+
+def cases() -> Iterator[tuple[Problem, Candidate]]:
+    bf16 = build(5, 96, 160, "bf16")
+    for split, swap in ((1, 0), (2, 0), (1, 1), (3, 1)):
+        yield bf16, tiled(split=split, swap=swap)
+        yield int_problem(5, 96, 160), tiled(split=split, swap=swap)
+    yield build(35, 70, 75, "bf16"), tiled()  # nothing divides anything
+    yield build(35, 70, 75, "fp16"), tiled(swap=1)
+    yield replace(build(20, 64, 96, "bf16"), a=Operand("bfloat16", Layout("col"))), tiled()
+    yield replace(build(20, 64, 96, "bf16"), b=Operand("bfloat16", Layout("row"))), tiled(split=1)
+    yield bmm_problem(3, 20, 40, 64, "bfloat16"), tiled()
+    yield bmm_problem(2, 20, 40, 256, "bfloat16"), tiled(split=2)
+    yield build(70, 130, 128, "bf16"), persistent()
+    yield int_problem(70, 130, 128), persistent()
+    yield fp8_problem(5, 64, 256), tiled(bk=128, swap=1)
+    yield fp8_problem(5, 64, 256, rowwise=False), tiled(bk=128)
+    yield weight_only_problem(5, 96, 256), tiled()
+    yield weight_only_problem(5, 96, 256), tiled(split=2)
+    yield weight_only_problem(70, 96, 256), persistent()
+    yield weight_only_problem(5, 96, 256, group=64), tiled()
+    yield weight_only_problem(5, 96, 256, group=64, zero_point=True), tiled(split=2)
+    for group, zero in ((128, False), (64, False), (None, False), (128, True)):
+        yield weight_only_problem(5, 64, 256, bits=4, group=group, zero_point=zero), tiled(bk=128)
+    epilogues = (
+        (Step("bias", "col", "bfloat16"), Step("gelu_tanh")),
+        (Step("scale", "row", "float32"), Step("add", "full", "bfloat16", value=0.5), Step("silu")),
+        (Step("scale", "tensor", value=0.25), Step("relu"), Step("mul", "full", "bfloat16")),
+        (Step("gelu"), Step("clamp", lo=-0.5, hi=2.0), Step("cast", dtype="float16")),
+    )
+    for steps in epilogues:
+        yield replace(bf16, epilogue=steps), tiled(swap=1)
+        yield replace(build(70, 130, 128, "bf16"), epilogue=steps), persistent()
+    requantised = (Step("scale", "col", "float32"), Step("bias", "col", "float32"))
+    yield replace(int_problem(5, 96, 160), epilogue=requantised, out_dtype="int8"), tiled()
+    yield replace(int_problem(5, 96, 160), epilogue=requantised, out_dtype="bfloat16"), tiled(split=2)
+    yield replace(int_problem(5, 96, 160), epilogue=(Step("bias", "col", "int32"), Step("relu"))), tiled()
+
+
+def run(problem: Problem, candidate: Candidate, inputs: Inputs, out: Tensor) -> None:
+    """One interpreted launch, with the constants that compiling would use."""
+    wanted = spec(problem, candidate)
+    config = dict(candidate.config)
+    a, b = inputs.a, inputs.b
+    extra: tuple[Tensor, ...] = ()
+    if problem.b.dtype == "int4":
+        packed = shuffle_int4(b, problem)  # type: ignore[arg-type]
+        raw, extra = packed.data[0], packed.data[1:]
+        ldb = problem.k // 2
+    else:
+        raw = b.data if isinstance(b, QuantWeight) else b
+        if isinstance(b, QuantWeight):
+            extra = (b.scale,) if b.zero_point is None else (b.scale, b.zero_point)
+        ldb = space.lead(problem.b.layout.ld, problem.b.layout.order, problem.k, problem.n)
+    lda = space.lead(problem.a.layout.ld, problem.a.layout.order, problem.m, problem.k)
+    known: dict[str, Any] = {
+        "a_ptr": a, "b_ptr": raw, "c_ptr": out, "M": problem.m, "N": problem.n, "K": problem.k, "lda": lda, "ldb": ldb,
+        "ldc": problem.n, "s_ptr": extra[0] if extra else None, "z_ptr": extra[1] if len(extra) > 1 else None,
+        "batch_a": a.stride(0), "batch_b": raw.stride(0), "batch_c": out.stride(0),
+    }  # fmt: skip
+    tensors = iter(inputs.aux)
+    for place, step in enumerate(problem.epilogue):
+        if step.takes_tensor:
+            known[f"t{place}"] = next(tensors)
+            known[f"ld{place}"] = problem.n
+    tiles = -(-problem.m // config["bm"]) * -(-problem.n // config["bn"])
+    if candidate.template == "tiled":
+        split = config["split"]
+        places = tiles * problem.batch
+        sums = torch.int32 if problem.family == "int_mm" else torch.float32
+        known["ws_ptr"] = torch.full((places * split * config["bm"] * config["bn"],), 77, dtype=sums)
+        known["lock_ptr"] = torch.zeros(places, dtype=torch.int32)
+        grid: tuple[int, ...] = (tiles * split, problem.batch)
+    else:
+        blocks = ([config["bm"], config["bk"]], [config["bn"], config["bk"]])
+        known["a_desc"] = TensorDescriptor(a, [problem.m, problem.k], [lda, 1], blocks[0])
+        known["b_desc"] = TensorDescriptor(raw.t(), [problem.n, problem.k], [ldb, 1], blocks[1])
+        known["PROGRAMS"] = min(3, tiles)
+        grid = (known["PROGRAMS"],)
+    arguments = {name: known[name] for name, kind in wanted.signature.items() if kind != "constexpr"}
+    getattr(kernels, wanted.kernel)[grid](**arguments, **wanted.constants)
+    if candidate.template == "tiled":
+        assert not known["lock_ptr"].any(), "a kernel left its counters"
+
+
+def main() -> None:
+    """Verify every case; exits with an assertion error naming the first that is wrong."""
+    count = 0
+    for problem, candidate in cases():
+        reason = space.refusal(problem)
+        assert not reason, f"{problem.key}: {reason}"
+        draws = prepare(problem, 0)
+
+        def launch(inputs: Inputs, out: Tensor, problem: Problem = problem, candidate: Candidate = candidate) -> None:
+            run(problem, candidate, inputs, out)
+
+        verdict = verify(launch, problem, draws, patience_s=0.0)
+        assert verdict.ok, f"{candidate.id} on {problem.key}: {verdict.kind} {verdict.detail}"
+        count += 1
+    print(f"{count} problems right")
