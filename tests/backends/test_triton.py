@@ -205,7 +205,8 @@ def test_kernels_are_right_in_the_interpreter() -> None:
 
 @pytest.mark.parametrize(("group", "zero"), [(128, False), (64, True), (None, False)])
 @pytest.mark.parametrize("order", ["col", "row"])
-def test_shuffling_int4_can_be_undone_bit_for_bit(group: int | None, zero: bool, order: str) -> None:
+@pytest.mark.parametrize("block", space.INT4_BLOCKS)
+def test_shuffling_int4_can_be_undone_bit_for_bit(group: int | None, zero: bool, order: str, block: int) -> None:
     n, k = 24, 256
     data = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8).t()
     data = data if order == "col" else data.contiguous()
@@ -215,17 +216,16 @@ def test_shuffling_int4_can_be_undone_bit_for_bit(group: int | None, zero: bool,
     quant = Quant(group, "float32", zero)
     problem = weight_only_problem(4, n, k, bits=4, group=group, scale_dtype="float32", zero_point=zero)
     raw = QuantWeight(data, scale, zeros, k, quant, "int4")
-    packed = shuffle_int4(raw, problem)
-    assert packed.layout == space.INT4_LAYOUT
+    packed = shuffle_int4(raw, problem, block)
+    assert packed.layout == space.int4_layout(block)
     back = unshuffle_int4(packed)
     assert torch.equal(back.data, data)
     assert back.data.stride() == data.stride()
     assert torch.equal(back.scale, scale)
     assert zeros is None or (back.zero_point is not None and torch.equal(back.zero_point, zeros))
-    # Byte j of a block holds elements j and 64 + j.
-    codes = torch.stack((data & 15, data >> 4), 1).reshape(k, n)
-    assert torch.equal(packed.data[0][:, :64] & 15, codes[:64].t())
-    assert torch.equal(packed.data[0][:, :64] >> 4, codes[64:128].t())
+    codes, half = torch.stack((data & 15, data >> 4), 1).reshape(k, n), block // 2
+    assert torch.equal(packed.data[0][:, :half] & 15, codes[:half].t())
+    assert torch.equal(packed.data[0][:, :half] >> 4, codes[half:block].t())
 
 
 def test_epilogues_become_constants() -> None:

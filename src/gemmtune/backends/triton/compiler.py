@@ -316,6 +316,8 @@ def _parameters(ptx: str) -> list[str]:
 
 def _last_line(error: Exception) -> str:
     """The cause in one line: Triton's errors quote source first, with a caret below."""
-    cause = error.__cause__ or error
-    lines = [line for line in str(cause).splitlines() if line.strip(" ^")]
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip(" ^")]
     return f"{type(cause).__name__}: {lines[-1] if lines else ''}"[:500]

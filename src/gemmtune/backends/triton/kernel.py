@@ -15,7 +15,7 @@ from ...problem import Problem
 from ..base import Candidate, Kernel, PackedWeight, QuantWeight
 from .compiler import Header
 from .driver import Function, Map
-from .space import INT4_LAYOUT, lead
+from .space import INT4_BLOCKS, int4_layout, lead
 
 _ALIGN = 16
 _LOCKS = 1 << 20  # counters a device, handed out to kernels as they are loaded
@@ -74,7 +74,8 @@ class TritonKernel(Kernel):
         self.header = header
         config = dict(candidate.config)
         self._bm, self._bn = int(config["bm"]), int(config["bn"])
-        self.packing = INT4_LAYOUT if problem.b.dtype == "int4" else None
+        self._block = int(config["bk"])
+        self.packing = int4_layout(self._block) if problem.b.dtype == "int4" else None
         self._cubin = cubin
         self._functions: dict[int, Function] = {}
         self._tiles_n = -(-problem.n // self._bn)
@@ -88,7 +89,7 @@ class TritonKernel(Kernel):
         return held
 
     def pack(self, b: Any) -> PackedWeight:
-        return shuffle_int4(b, self.problem)
+        return shuffle_int4(b, self.problem, self._block)
 
     def _weight(self, b: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The matrix, and the scales (and zero points) that go with it."""
@@ -268,26 +269,28 @@ TEMPLATES: dict[str, type[TritonKernel]] = {"tiled": Tiled, "persistent": Persis
 # --- int4 -----------------------------------------------------------------------------------------------------------
 
 
-def shuffle_int4(b: QuantWeight, problem: Problem) -> PackedWeight:
-    """int4 weights [K/2, N] (pairs along K) as [N, K/2]: byte j of a block of 64 holds elements j and 64 + j of 128.
+def shuffle_int4(b: QuantWeight, problem: Problem, block: int) -> PackedWeight:
+    """int4 weights [K/2, N] (pairs along K) as [N, K/2]: byte j of a block holds its elements j and block / 2 + j.
 
     So the kernel reads A in runs, where pairs of neighbours would want every other element of it.
     """
     low, high = b.data & 15, b.data >> 4
     codes = torch.stack((low, high), dim=1).reshape(2 * b.data.shape[0], -1)[: problem.k]  # [K, N]
-    blocks = codes.t().reshape(problem.n, problem.k // 128, 2, 64)
+    blocks = codes.t().reshape(problem.n, problem.k // block, 2, block // 2)
     data = (blocks[:, :, 0] | (blocks[:, :, 1] << 4)).reshape(problem.n, problem.k // 2).contiguous()
-    scale = b.scale.reshape(-1, problem.n).contiguous()
-    extra = (scale,) if b.zero_point is None else (scale, b.zero_point.to(scale.dtype).reshape(-1, problem.n).contiguous())
+    extra = [b.scale.reshape(-1, problem.n).contiguous()]
+    if b.zero_point is not None:
+        extra.append(b.zero_point.to(b.scale.dtype).reshape(-1, problem.n).contiguous())
     order = "col" if b.data.stride(0) == 1 else "row"
-    return PackedWeight(INT4_LAYOUT, (data, *extra), problem.n, problem.k, "int4", b.quant, "", order)
+    return PackedWeight(int4_layout(block), (data, *extra), problem.n, problem.k, "int4", b.quant, "", order)
 
 
 def unshuffle_int4(packed: PackedWeight) -> QuantWeight:
     """What ``shuffle_int4`` made it of, bit for bit, in its first memory order."""
-    if packed.layout != INT4_LAYOUT or packed.quant is None:
+    block = next((size for size in INT4_BLOCKS if packed.layout == int4_layout(size)), None)
+    if block is None or packed.quant is None:
         raise PackedWeightError(f"layout {packed.layout!r} is not one of the Triton backend's")
-    blocks = packed.data[0].reshape(packed.n, packed.k // 128, 64)
+    blocks = packed.data[0].reshape(packed.n, packed.k // block, block // 2)
     codes = torch.stack((blocks & 15, blocks >> 4), dim=2).reshape(packed.n, packed.k // 2, 2)
     pairs = codes[..., 0] | (codes[..., 1] << 4)  # [N, K/2]
     data = pairs.contiguous().t() if packed.raw_order == "col" else pairs.t().contiguous()

@@ -20,7 +20,7 @@ from .cost import Work, seconds
 
 NAME = "triton"
 STEPS = 5
-INT4_LAYOUT = "triton:int4/128"
+INT4_BLOCKS = (128, 256)
 _HALVES = ("bfloat16", "float16")
 _FP8 = ("float8_e4m3fn", "float8_e5m2")
 _TENSORS = ("float32", "bfloat16", "float16", "int32")
@@ -128,6 +128,11 @@ def step_constants(step: Step | None) -> tuple[str, str, float, float | None, fl
     return step.kind, step.axis if step.takes_tensor else "", step.value, None, None
 
 
+def int4_layout(block: int) -> str:
+    """The name of packed int4 in blocks of so many elements of K."""
+    return f"triton:int4/{block}"
+
+
 def lead(layout_ld: int | None, order: str, rows: int, columns: int) -> int:
     """The leading dimension of an operand of rows x columns."""
     return layout_ld if layout_ld is not None else (columns if order == "row" else rows)
@@ -174,7 +179,7 @@ def candidates(problem: Problem, target: Target) -> Iterator[Candidate | Illegal
 def _tiled(problem: Problem, device: Device) -> Iterator[dict[str, Any]]:
     blocks = (64, 128, 256) if bits(problem.a.dtype) == 16 else (128, 256, 512)
     if problem.b.dtype == "int4":
-        blocks = (128,)
+        blocks = INT4_BLOCKS
     for bm, bn, bk, split, swap, stages, warps in itertools.product(
         (16, 32, 64, 128), (32, 64, 128, 256), blocks, _SPLITS, (0, 1), (3, 4, 5, 6), (4, 8)
     ):
@@ -205,6 +210,8 @@ def _illegal(problem: Problem, device: Device, template: str, config: dict[str, 
     shared = int((bm * a_bytes + bn * b_bytes) * bk * stages)
     if problem.family == "mixed_mm":
         shared += int(bn * bk * a_bytes)  # the converted tile passes through shared memory
+    if template == "persistent" and problem.family == "int_mm":
+        shared += 4 * bm * bn  # so does the tile before, on its way out, while the next one's loads are under way
     if shared > device.shared - 1024:
         return f"{shared >> 10} KB of shared memory; a program has {device.shared >> 10}"
     held = bm * bn // (warps * device.warp)
@@ -216,6 +223,10 @@ def _illegal(problem: Problem, device: Device, template: str, config: dict[str, 
     quant = problem.b.quant
     if problem.b.dtype == "int8" and quant is not None and quant.group is not None and (bk > quant.group or quant.group % bk):
         return f"a block of K = {bk} crosses groups of {quant.group}"
+    if problem.b.dtype == "int4":
+        group = problem.k if quant is None or quant.group is None else quant.group
+        if problem.k % bk or (group % (bk // 2) and group < problem.k):
+            return f"blocks of {bk} want K to be a multiple, and groups of {bk // 2}"
     narrow = bits(problem.a.dtype) == 8
     if narrow and problem.k % bk and problem.family == "scaled_mm":
         return f"fp8 blocks of {bk} must divide K = {problem.k}"
