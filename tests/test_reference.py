@@ -176,6 +176,13 @@ def test_large_problems_are_certified_block_by_block(monkeypatch: pytest.MonkeyP
     torch.testing.assert_close(fast.value.double(), exact, rtol=1e-4, atol=1e-4)
 
 
+def test_nothing_is_too_large_for_a_gpus_float64() -> None:
+    problem = floats(4096, 4096, 4096)
+    assert oracle.is_large(problem, torch.device("cpu"))
+    assert not oracle.is_large(problem, torch.device("cuda"))
+    assert not oracle.is_large(replace(problem, m=256), torch.device("cpu"))
+
+
 def test_a_wrong_float32_product_is_found_and_computed_again() -> None:
     class Spoiled(torch.Tensor):
         """A matrix whose float32 products have one wrong element."""

@@ -119,6 +119,15 @@ def test_without_a_budget_slow_problems_take_longer(clock: Clock) -> None:
     assert hands.race_s >= 80 * 0.05
 
 
+def test_a_gpu_takes_half_the_time(clock: Clock) -> None:
+    gpu = Target("cuda", "NVIDIA H200", "9.0", caches=(232448, 0, 60 << 20), cores=132)
+    hands = Pretending(clock, lambda c: 1e-4)
+    began = clock.now
+    Trial(build(16, 4096, 4096, "bf16"), gpu, ("aten",), MemoryStore(), hands, silent, 0).run(None, None)  # type: ignore[arg-type]
+    assert hands.race_s > 0.0
+    assert clock.now - began <= 3.3
+
+
 def test_every_packing_is_raced(clock: Clock) -> None:
     times = {64: 1.0e-2, 48: 1.1e-2, 32: 1.2e-2}
     hands = Pretending(clock, lambda c: times.get(c["nr"], 5e-2) if c.backend == "native" else 2e-2)  # type: ignore[call-overload]

@@ -18,7 +18,7 @@ from gemmtune.decision import Decision
 from gemmtune.errors import StoreError
 from gemmtune.events import BestSoFar, CandidateTried, Event, ProblemDone, ProblemStarted
 from gemmtune.measure.tags import VARIABLE
-from gemmtune.measure.worker import Limits, Worker, WorkerStartError
+from gemmtune.measure.worker import Limits, LocalWorker, Worker, WorkerStartError
 from gemmtune.problem import Layout, Operand, Problem
 from gemmtune.store import MemoryStore
 from gemmtune.target import Target, current_cpu
@@ -118,6 +118,26 @@ def test_a_hit_starts_nothing(
     events: list[Event] = []
     assert tune(progress=events.append, isolate=True) == first
     assert events == [ProblemStarted(0, 1, PROBLEM, cached=True), ProblemDone(0, 1, first, 0.0)]
+
+
+def test_latency_reaches_whoever_times(
+    tune: Callable[..., Decision], hostile: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hostile("good")
+    seen, make = [], LocalWorker.__init__
+
+    def init(self: LocalWorker, target: Target, *, latency: str) -> None:
+        seen.append(latency)
+        make(self, target, latency=latency)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(LocalWorker, "__init__", init)
+    tune(latency="eager")
+    assert seen == ["eager"]
+
+
+def test_an_unknown_latency_is_refused(target: Target, store: MemoryStore) -> None:
+    with pytest.raises(ValueError, match="graph, eager; got 'fast'"):
+        Tuner(target, ["aten"], store, latency="fast")  # type: ignore[arg-type]
 
 
 def test_force_tunes_again(tune: Callable[..., Decision], hostile: Callable[..., None]) -> None:

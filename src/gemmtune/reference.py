@@ -12,7 +12,8 @@ The epilogue carries that error along by its Lipschitz constants and adds a few 
 
 How exact the oracle is:
   - integers: exact at every size (products and sums of 8-bit integers stay far below 2**53).
-  - M <= 256, or at most 10 GFLOP: float64 throughout; every element of the output is checked.
+  - M <= 256, or at most 10 GFLOP, and anything on a GPU: float64 throughout; every element of the output is checked
+    (and no setting that lets float32 products be tf32 ones matters).
   - larger: float32 products, block by block. A random projection in float64 (Freivalds) certifies each block: an
     element off by more than about one error unit fails the block, which is then computed again in float64. The
     oracle's own float32 error is added to the bound. So here, too, every element is checked.
@@ -41,10 +42,19 @@ UNIT = {
 }  # fmt: skip
 INTEGERS = ("int8", "uint8", "int32", "int64", "int4")
 
+# Hopper's matrix units add fp8 products with some 14 bits below the largest of those they add at once, whoever uses them
+# (DeepSeek-AI 2024, "DeepSeek-V3 technical report", 3.3.2), torch._scaled_mm without fast accumulation included: its
+# errors on an H200 were this one's, bit for bit. Of the 32 products of one instruction each may lose 2**-13 of the
+# largest: errors of either sign, whose sum spreads as the root of the products' sum of squares. With K = 128 and values
+# over all exponents it came to 2**-8.1 of that root, hence FP8_UNIT * FP8_SPREAD = 2**-8; FP8_UNIT * |A||B| covers what
+# truncation does to products of one sign. Sums that run on for all of K (fast accumulation) exceed this.
+FP8_UNIT, FP8_SPREAD = 2.0**-13, 48.0
+
 _FULL_ROWS = 256
 _FULL_FLOPS = 10e9
 _BLOCK_BYTES = 16 << 20  # of B in float64 at a time: stays in the last-level cache
 _CHUNK = 1 << 21  # elements of the output that pass through the epilogue at a time
+_GPU_BLOCK_BYTES, _GPU_CHUNK = 256 << 20, 1 << 26  # a GPU's time goes to launches otherwise
 _TINY = 2.0**-126  # float32's and bfloat16's smallest normal: what flush-to-zero may take away
 
 
@@ -53,8 +63,9 @@ class Oracle:
     """What a correct kernel computes, and how far off it may be before the output is rounded.
 
     value: [M, N] ([batch, M, N] for bmm), before the final rounding; int64 for integer products without epilogue,
-    else float64 (float32 for problems beyond 10 GFLOP with M > 256). magnitude: float32, same shape; the allowed
-    error is ``unit * magnitude``. An infinite magnitude marks an element that may be anything.
+    else float64 (on a CPU float32 for problems beyond 10 GFLOP with M > 256). magnitude: float32, same shape; the
+    allowed error is ``unit * magnitude``. An infinite magnitude marks an element that may be anything. Both lie where
+    the operands do.
     """
 
     value: Tensor
@@ -63,9 +74,10 @@ class Oracle:
 
 
 def reference(problem: Problem, a: Tensor, b: Tensor | QuantWeight, aux: Sequence[Tensor] = ()) -> Oracle:
-    """The oracle for one set of operands (shapes as ``Kernel.run`` takes them; CPU or copied to it).
+    """The oracle for one set of operands (shapes as ``Kernel.run`` takes them), computed on their device.
 
-    Memory beyond the result: about 100 MB, plus A in float64 (float32 for the largest problems).
+    Memory beyond the result: about 100 MB, plus A in float64 (float32 for the largest problems); on a GPU some blocks
+    of 256 MB of B and of as many columns of the output in float64.
     """
     return finish(problem, *products(problem, a, b), aux)
 
@@ -75,9 +87,9 @@ def is_integer(problem: Problem) -> bool:
     return problem.a.dtype in INTEGERS and problem.b.dtype in INTEGERS and problem.b.quant is None
 
 
-def is_large(problem: Problem) -> bool:
-    """Whether float64 throughout would take too long (the module says what is done instead)."""
-    return problem.m > _FULL_ROWS and problem.flops > _FULL_FLOPS and problem.acc != "float64"
+def is_large(problem: Problem, device: torch.device) -> bool:
+    """Whether float64 throughout would take too long there (the module says what is done instead)."""
+    return device.type == "cpu" and problem.m > _FULL_ROWS and problem.flops > _FULL_FLOPS and problem.acc != "float64"
 
 
 def error_unit(problem: Problem) -> float:
@@ -89,6 +101,8 @@ def error_unit(problem: Problem) -> float:
         return root * UNIT["float32"] + 2.0 * UNIT["float16"]
     if problem.acc not in UNIT:
         raise ValueError(f"no error bound is known for accumulator {problem.acc!r}; known: {', '.join(UNIT)}, tf32")
+    if problem.family == "scaled_mm":
+        return max(FP8_UNIT, root * UNIT[problem.acc])
     # float64: the oracle rounds as much as the kernel does.
     return root * UNIT[problem.acc] * (2.0 if problem.acc == "float64" else 1.0)
 
@@ -98,13 +112,13 @@ def products(problem: Problem, a: Tensor, b: Tensor | QuantWeight) -> tuple[Tens
 
     ``a`` may have any number of rows: draws that share B are stacked, so that B is converted once.
     """
-    a = a.detach().cpu()
-    if a.dim() == 3:
-        pairs = [_product(problem, a[i], _cpu(b)[i]) for i in range(a.shape[0])]
+    a, b = a.detach(), b.detach() if isinstance(b, Tensor) else b
+    if a.dim() == 3 and isinstance(b, Tensor):
+        pairs = [_product(problem, a[i], b[i]) for i in range(a.shape[0])]
         if not pairs:
-            return _empty(problem, a.shape[1], batch=True)
+            return _empty(problem, a.shape[1], a.device, batch=True)
         return torch.stack([p[0] for p in pairs]), torch.stack([p[1] for p in pairs])
-    return _product(problem, a, _cpu(b))
+    return _product(problem, a, b)
 
 
 def finish(problem: Problem, acc: Tensor, magnitude: Tensor, aux: Sequence[Tensor]) -> Oracle:
@@ -117,7 +131,7 @@ def finish(problem: Problem, acc: Tensor, magnitude: Tensor, aux: Sequence[Tenso
     if not acc.is_floating_point():
         acc = acc.to(torch.float64)
     value, scale = (t if t.dim() == 3 else t.unsqueeze(0) for t in (acc, magnitude))
-    rows = max(1, _CHUNK // max(1, value.shape[2]))
+    rows = max(1, (_GPU_CHUNK if acc.is_cuda else _CHUNK) // max(1, value.shape[2]))
     for i in range(value.shape[0]):
         for r in range(0, value.shape[1], rows):
             part = (i, slice(r, r + rows))
@@ -130,32 +144,35 @@ def finish(problem: Problem, acc: Tensor, magnitude: Tensor, aux: Sequence[Tenso
 # --- products ---------------------------------------------------------------------------------------------------
 
 
-def _cpu(b: Any) -> Any:
-    return b.detach().cpu() if isinstance(b, Tensor) else b
-
-
-def _empty(problem: Problem, rows: int, batch: bool = False) -> tuple[Tensor, Tensor]:
+def _empty(problem: Problem, rows: int, device: torch.device, batch: bool = False) -> tuple[Tensor, Tensor]:
     shape = (problem.batch, rows, problem.n) if batch else (rows, problem.n)
     dtype = torch.int64 if is_integer(problem) else torch.float64
-    return torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=torch.float32)
+    return torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=torch.float32, device=device)
+
+
+def _block(k: int, device: torch.device) -> int:
+    """Columns of B that are multiplied at a time."""
+    return max(16, (_GPU_BLOCK_BYTES if device.type != "cpu" else _BLOCK_BYTES) // (8 * max(k, 1)))
 
 
 def _product(problem: Problem, a: Tensor, b: Any) -> tuple[Tensor, Tensor]:
     if is_integer(problem):
         return _integer_product(problem, a, b)
-    acc, magnitude = _empty(problem, a.shape[0])
+    acc, magnitude = _empty(problem, a.shape[0], a.device)
     if not (acc.numel() and problem.k):
         return acc, magnitude.fill_(_TINY / error_unit(problem))
-    large = is_large(problem)
+    large = is_large(problem, a.device)
     if large:
         acc = acc.to(torch.float32)
     sized = torch.nan_to_num(a.float(), 0.0, 0.0, 0.0).abs_() if problem.acc != "float64" else a.abs()
+    if a.is_cuda:
+        sized = sized.double()
     a_top = _power(sized)
     sized = sized / a_top
     flushed = _TINY / error_unit(problem) if _flushes(problem) else 0.0
     a_sum = sized.sum(1, keepdim=True, dtype=torch.float64) * a_top
     wide = a.float() if large else a.double()
-    step = max(16, _BLOCK_BYTES // (8 * problem.k))
+    step = _block(problem.k, a.device)
     for j in range(0, problem.n, step):
         block, size = _columns(b, slice(j, j + step), problem.k)
         part = (slice(None), slice(j, j + step))
@@ -163,6 +180,9 @@ def _product(problem: Problem, a: Tensor, b: Any) -> tuple[Tensor, Tensor]:
         b_sum = size.sum(0, keepdim=True)
         mag = (sized @ (size / b_top).to(sized.dtype)).double() * (a_top * b_top)
         mag += flushed * (a_sum + b_sum + problem.k)
+        if problem.family == "scaled_mm":
+            squares = (sized * sized) @ ((size / b_top).to(sized.dtype) ** 2)
+            mag += FP8_SPREAD * squares.sqrt().double() * (a_top * b_top)
         if large:
             mag *= 2.0  # the oracle's own float32 sums
             acc[part] = _certified(wide, block, mag, error_unit(problem))
@@ -203,10 +223,13 @@ def _certified(a: Tensor, block: Tensor, mag: Tensor, unit: float) -> Tensor:
 
 
 def _integer_product(problem: Problem, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    acc, magnitude = _empty(problem, a.shape[0])
     narrow = {problem.a.dtype, problem.b.dtype} <= {"int8", "uint8"}
+    if a.is_cuda and not narrow:  # CUDA multiplies no wide integers
+        acc, magnitude = _integer_product(problem, a.cpu(), b.cpu())
+        return acc.to(a.device), magnitude.to(a.device)
+    acc, magnitude = _empty(problem, a.shape[0], a.device)
     wide = a.to(torch.float64 if narrow else torch.int64)  # below 2**53 in float64: exact, and far faster
-    step = max(16, _BLOCK_BYTES // (8 * max(problem.k, 1)))
+    step = _block(problem.k, a.device)
     for j in range(0, problem.n, step):
         block = b[:, j : j + step].to(wide.dtype)
         acc[:, j : j + step] = (wide @ block).to(torch.int64)
@@ -225,24 +248,24 @@ def _columns(b: Any, columns: slice, k: int) -> tuple[Tensor, Tensor]:
     if b.zero_point is not None:
         zero = _per_row(b.zero_point, b.quant.group, columns, k)
     elif b.dtype == "int4":
-        zero = torch.full((1, 1), 8.0, dtype=torch.float64)
+        zero = torch.full((1, 1), 8.0, dtype=torch.float64, device=q.device)
     else:
         return (block := q * scale), block.abs()
     return (q - zero) * scale, (q.abs() + zero.abs()) * scale.abs()
 
 
 def _levels(b: QuantWeight, columns: slice, k: int) -> Tensor:
-    data = b.data[:, columns].cpu()
+    data = b.data[:, columns]
     if b.dtype != "int4":
         return data.double()
-    q = torch.empty(2 * data.shape[0], data.shape[1], dtype=torch.float64)
+    q = torch.empty(2 * data.shape[0], data.shape[1], dtype=torch.float64, device=data.device)
     q[0::2] = data & 15
     q[1::2] = data >> 4
     return q[:k]
 
 
 def _per_row(t: Tensor, group: int | None, columns: slice, k: int) -> Tensor:
-    wide = t.detach().cpu()[..., columns].double()
+    wide = t.detach()[..., columns].double()
     if wide.dim() == 1:
         return wide.unsqueeze(0)
     return wide.repeat_interleave(group or k, 0)[:k] if wide.shape[0] > 1 else wide
@@ -275,7 +298,7 @@ def _size(v: Tensor) -> Tensor:
 
 
 def _tensor(t: Tensor, step: Step, part: tuple[int, slice]) -> Tensor:
-    wide = t.detach().cpu()
+    wide = t.detach()
     if step.axis == "tensor":
         return wide.reshape(()).double()
     if step.axis == "col":

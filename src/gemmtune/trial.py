@@ -24,6 +24,7 @@ log = logging.getLogger("gemmtune")
 Build = Callable[[Problem, Iterable[Candidate], Target], Mapping[str, Artifact | Verdict]]
 
 DEFAULT_S = 6.0
+DEFAULT_GPU_S = 3.0  # its timings are short and steady: most races end long before
 
 # Shares of the budget by whose end a phase hands over to the next; the race has the rest. Making operands and oracle
 # counts for no more than its share: on a busy machine it could eat all that choosing needs.
@@ -41,8 +42,13 @@ MAX_CONFIRMED, MAX_OTHERS, MAX_INCUMBENTS, MAX_PACKINGS = 12, 12, 4, 4
 # So many of the fastest, by rough times within this factor, are timed once more when there is time to spare: each was
 # timed in a moment of its own, and a busy neighbour of half a second doubles what it meets.
 LOOKED_AT_AGAIN, DOUBTFUL = 24, 3.0
+LOOKED_AT_AGAIN_GPU = 8  # which nobody else keeps busy; its clock may still be rising when the first are timed
 SLOW_DUEL_CALLS = 80  # calls of the leader that a race needs to decide anything, whatever is left of the default
 ATEN_END, RACE_PAIRS = 0.35, 12  # of a user's budget: ATen's share, and the pairs that a race is left at least
+
+# A GPU's templates list their likeliest configurations first, and trying one takes milliseconds.
+GPU_SEARCH: dict[str, int] = {"seeds": 12, "leaders": 2, "patience": 12}
+BUILT_AHEAD = 12  # of each template
 
 FORGET = ("build_failed", "unsupported")  # failures that need no remembering: trying again costs nothing
 
@@ -73,18 +79,21 @@ class Trial:
         self._candidates, illegal = enumerate_candidates(problem, target, names)
         self._ledger = Ledger(self._candidates, illegal)
         self._started = time.perf_counter()
-        self._seconds, self._strict = DEFAULT_S, False
+        self._gpu = target.device != "cpu"
+        self._default_s = DEFAULT_GPU_S if self._gpu else DEFAULT_S
+        self._seconds, self._strict = self._default_s, False
+        self._made: dict[str, Artifact | Verdict] = {}
         self._best_s = self._slowest_s = 0.0
         self._others = 0
 
     def run(self, seconds: float | None, limit: int | None) -> Decision:
         """Tune within ``seconds`` and at most ``limit`` candidates.
 
-        seconds: kept within 10%, unless the first look at ATen and one other takes longer; None is 6, and more for
-        problems whose single calls are slow. Raises WorkerError when the problem cannot be worked on at all.
+        seconds: kept within 10%, unless the first look at ATen and one other takes longer; None is 6 (3 on a GPU), and
+        more for problems whose single calls are slow. Raises WorkerError when the problem cannot be worked on at all.
         """
         self._started = began = time.perf_counter()
-        self._seconds, self._strict = seconds or DEFAULT_S, seconds is not None
+        self._seconds, self._strict = seconds or self._default_s, seconds is not None
         self._hands.open(self._problem, self._seed)
         if not self._strict:
             self._started = max(self._started, time.perf_counter() - OPEN_SHARE * self._seconds)
@@ -106,7 +115,9 @@ class Trial:
 
     def _explore(self, limit: int | None) -> str:
         """Try candidates as the search asks for them. Returns why it stopped."""
-        search = Search(self._forget_failures(), seed=self._seed, limit=limit)
+        candidates = self._forget_failures()
+        search = Search(candidates, seed=self._seed, limit=limit, **(GPU_SEARCH if self._gpu else {}))
+        self._build_ahead(candidates)
         tried = 0
         while (batch := search.ask()) is not None:
             batch = self._built(batch, search)
@@ -125,7 +136,7 @@ class Trial:
     def _look_again(self) -> None:
         """Time the fastest once more, in another moment, while exploring has time left."""
         others = [row for row in self._ledger.timed() if not row.incumbent]
-        for row in _within(others, DOUBTFUL)[:LOOKED_AT_AGAIN]:
+        for row in _within(others, DOUBTFUL)[: LOOKED_AT_AGAIN_GPU if self._gpu else LOOKED_AT_AGAIN]:
             if self._spent() > EXPLORE_END:
                 return
             result = self._hands.attempt(row.candidate, self._deadline(), self._worth_s(row.candidate))
@@ -136,9 +147,28 @@ class Trial:
             else:
                 row.times_s += result.times_s
 
+    def _build_ahead(self, candidates: Sequence[Candidate]) -> None:
+        """Build the first of each template side by side: the search asks for few of them at a time."""
+        firsts: dict[tuple[str, str], list[Candidate]] = {}
+        for candidate in candidates:
+            if self._gpu and candidate.backend != INCUMBENT:
+                firsts.setdefault((candidate.backend, candidate.template), []).append(candidate)
+        self._make([candidate for group in firsts.values() for candidate in group[:BUILT_AHEAD]])
+
+    def _make(self, batch: Sequence[Candidate]) -> Mapping[str, Artifact | Verdict]:
+        """What became of each. Building takes no time of the default budget: it is shared by many problems."""
+        if self._build is None or not batch:
+            return {}
+        start = time.perf_counter()
+        wanted = [candidate for candidate in batch if candidate.id not in self._made]
+        self._made |= self._build(self._problem, wanted, self._target)
+        if not self._strict:
+            self._started += time.perf_counter() - start
+        return self._made
+
     def _built(self, batch: Sequence[Candidate], search: Search) -> list[Candidate]:
         """Those of a batch that could be built, all before any of them is timed."""
-        made = self._build(self._problem, batch, self._target) if self._build is not None else {}
+        made = self._make(batch)
         for candidate in batch:
             found = made.get(candidate.id)
             if isinstance(found, Verdict):

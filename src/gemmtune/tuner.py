@@ -11,11 +11,13 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
+from typing import get_args
 
 from .decision import Decision
 from .errors import StoreError, WorkerError
 from .events import ProblemDone, ProblemStarted, Progress, silent
 from .measure.builds import Builders
+from .measure.clock import Latency
 from .measure.worker import Hands, Limits, LocalWorker, Worker, WorkerStartError
 from .problem import Problem
 from .search import INCUMBENT
@@ -33,7 +35,7 @@ LOOK_S = 0.25  # how often a waiting tuner looks whether the other has decided
 class Budget:
     """What one problem may cost: seconds of wall time (starting a worker not counted), and candidates tried.
 
-    seconds: kept within 10%. None: 6, and more for problems whose single calls are slow.
+    seconds: kept within 10%. None: 6 (3 on a GPU), and more for problems whose single calls are slow.
     """
 
     seconds: float | None = None
@@ -54,7 +56,9 @@ class Tuner:
     for debugging; a candidate that crashes takes the process along). force: tune even what the store knows (failures
     remembered in the store stay failures). progress: called with the events of ``events.py``. wait: for the decision of
     another process that is tuning the same problem (False: leave the problem out; never two at once). hot: race on
-    operands that are in the cache, where serving finds them in memory unless a model is tiny.
+    operands that are in the cache, where serving finds them in memory unless a model is tiny. latency: what a GPU's
+    calls are timed as, in a CUDA graph (``graph``) or launched one by one (``eager``), as they will be served; CPUs
+    know no difference. Raises ValueError for another latency.
     """
 
     def __init__(
@@ -71,12 +75,15 @@ class Tuner:
         hot: bool = False,
         seed: int = 0,
         limits: Limits | None = None,
+        latency: Latency = "graph",
     ) -> None:
+        if latency not in get_args(Latency):
+            raise ValueError(f"latency must be one of {', '.join(get_args(Latency))}; got {latency!r}")
         self._target, self._store, self._progress = target, store, progress
         self._names = tuple(dict.fromkeys((INCUMBENT, *backend_names)))
         self._budget = budget or Budget()
         self._isolate, self._force, self._seed, self._limits = isolate, force, seed, limits
-        self._wait, self._hot = wait, hot
+        self._wait, self._hot, self._latency = wait, hot, latency
         self._store_failed = False
 
     def tune(self, problems: Iterable[tuple[Problem, int]]) -> list[Decision]:
@@ -93,7 +100,7 @@ class Tuner:
         known = {} if self._force else self._look_up(weights)
         order = sorted(weights, key=lambda problem: (problem not in known, -weights[problem] * problem.flops))
         decisions: dict[Problem, Decision] = {}
-        with closing(_Crew(self._target, self._isolate, self._limits)) as crew:
+        with closing(_Crew(self._target, self._isolate, self._limits, self._latency)) as crew:
             for index, problem in enumerate(order):
                 decision = self._decide(problem, known.get(problem), index, len(order), crew)
                 if decision is not None:
@@ -171,15 +178,19 @@ class Tuner:
 class _Crew:
     """The worker, started at the first problem that needs one, builders, and the seconds that problems have taken."""
 
-    def __init__(self, target: Target, isolate: bool, limits: Limits | None) -> None:
-        self._target, self._isolate, self._limits = target, isolate, limits
+    def __init__(self, target: Target, isolate: bool, limits: Limits | None, latency: Latency) -> None:
+        self._target, self._isolate, self._limits, self._latency = target, isolate, limits, latency
         self._hands: Hands | None = None
         self.builders = Builders()
         self.spent: list[float] = []
 
     def hands(self) -> Hands:
         if self._hands is None:
-            self._hands = Worker(self._target, limits=self._limits) if self._isolate else LocalWorker(self._target)
+            self._hands = (
+                Worker(self._target, limits=self._limits, latency=self._latency)
+                if self._isolate
+                else LocalWorker(self._target, latency=self._latency)
+            )
             self._hands.start()
         return self._hands
 

@@ -171,7 +171,7 @@ def test_there_are_three_draws_of_fresh_data(dtype: str, m: int) -> None:
     assert all(not torch.equal(x, y) for i, x in enumerate(values) for y in values[:i])
 
 
-@pytest.mark.parametrize("family", ["mm", "bmm", "int_mm", "mixed_mm"])
+@pytest.mark.parametrize("family", ["mm", "bmm", "int_mm", "mixed_mm", "scaled_mm"])
 def test_every_draw_has_its_own_answer(family: str) -> None:
     """The answers that are taken from the first draw's are those of these operands."""
     base = {
@@ -180,6 +180,9 @@ def test_every_draw_has_its_own_answer(family: str) -> None:
         "int_mm": int8(6, 5, 9),
         "mixed_mm": Problem(
             "mixed_mm", 6, 5, 9, Operand("bfloat16"), Operand("int4", COL, constant=True, quant=Quant()), "bfloat16"
+        ),
+        "scaled_mm": Problem(
+            "scaled_mm", 6, 5, 9, Operand("float8_e4m3fn"), Operand("float8_e4m3fn", COL, constant=True), "bfloat16"
         ),
     }[family]
     for draw in prepare(base, 5):

@@ -5,11 +5,15 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal, Protocol
 
 Run = Callable[[int], object]
 """``run(i)``: one call on the operand set ``i % sets``."""
+
+Latency = Literal["graph", "eager"]
+"""What a GPU's calls are timed as: nodes of a CUDA graph, or launches from Python one by one."""
 
 _MAX_CALLS = 10_000
 _SLOW = 20e-3  # a call this long is timed alone, and needs no second look
@@ -26,6 +30,21 @@ class Clock(Protocol):
 
     def time_round(self, runs: Sequence[Run], calls: Sequence[int]) -> list[float]:
         """Time each callable once, in the order given, ``calls[j]`` calls of ``runs[j]``; seconds per call."""
+
+    def conditions(self, run: Run, finalist: bool) -> dict[str, str]:
+        """How it timed a callable, for its Sample to say. finalist: what takes time to find out, too."""
+
+
+@contextmanager
+def collector_at_rest() -> Iterator[None]:
+    """The garbage collector does not run meanwhile."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 class CpuClock:
@@ -53,13 +72,11 @@ class CpuClock:
             calls = min(self._most, calls * 4)
 
     def time_round(self, runs: Sequence[Run], calls: Sequence[int]) -> list[float]:
-        collecting = gc.isenabled()
-        gc.disable()
-        try:
+        with collector_at_rest():
             return [self._timed(run, min(n, self._most)) for run, n in zip(runs, calls, strict=True)]
-        finally:
-            if collecting:
-                gc.enable()
+
+    def conditions(self, run: Run, finalist: bool) -> dict[str, str]:
+        return {}
 
     def _timed(self, run: Run, calls: int) -> float:
         if self._chill is not None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..backends.base import QuantWeight
 from ..problem import Problem, bits
 from ..reference import INTEGERS, UNIT, Oracle, finish, is_large, products
-from .inputs import FILLS, Fill, Inputs, allocate, make_inputs
+from .inputs import CPU, FILLS, Fill, Inputs, allocate, make_inputs
 
 DrawKind = Literal["uniform", "cancel", "denormal", "spike", "nonfinite"]
 
@@ -42,9 +42,14 @@ class Draw:
 
 
 def prepare(
-    problem: Problem, seed: int, *, fills: Sequence[Fill] | None = None, b: Tensor | QuantWeight | None = None
+    problem: Problem,
+    seed: int,
+    *,
+    fills: Sequence[Fill] | None = None,
+    b: Tensor | QuantWeight | None = None,
+    device: torch.device = CPU,
 ) -> tuple[Draw, ...]:
-    """Draw operands and compute their oracles, once for all candidates.
+    """Draw operands on ``device`` and compute their oracles there, once for all candidates.
 
     fills: one draw each; default: three or more, the first uniform, the second adversarial (which, the seed decides;
     with an A that starts off-alignment where the Problem allows it). A float A gets a draw with a NaN and infinities in
@@ -57,7 +62,7 @@ def prepare(
     plans: list[_Plan] = []
     for i, fill in enumerate(fills or _fills(problem, seed, shared is not None or problem.b.constant)):
         offset = 1 if i and problem.a.align == 0 else 0
-        inputs = make_inputs(problem, seed + i, fill, b=shared, offset=offset)
+        inputs = make_inputs(problem, seed + i, fill, b=shared, offset=offset, device=device)
         if problem.b.constant:
             shared = inputs.b
         plans.append(_Plan(inputs, fill))
@@ -65,7 +70,7 @@ def prepare(
     if special:
         plans.append(_Plan(_nonfinite(problem, plans[0].inputs, seed), "nonfinite", special))
     if fills is None and problem.m <= _FEW_ROWS:
-        again = make_inputs(problem, seed + 2, b=plans[0].inputs.b)
+        again = make_inputs(problem, seed + 2, b=plans[0].inputs.b, device=device)
         plans.append(_Plan(replace(again, aux=plans[0].inputs.aux), "uniform"))
     elif fills is None and not special:
         plans.append(_Plan(replace(plans[0].inputs, a=_rolled(problem, plans[0].inputs.a)), "uniform", ()))
@@ -97,7 +102,7 @@ def _special_rows(problem: Problem) -> tuple[int, ...]:
 
 def _rolled(problem: Problem, a: Tensor) -> Tensor:
     """A with its rows moved down by one, the last to the top."""
-    rolled = allocate(tuple(a.shape), problem.a.layout, problem.a.dtype, guard=True)
+    rolled = allocate(tuple(a.shape), problem.a.layout, problem.a.dtype, guard=True, device=a.device)
     rolled[..., 1:, :] = a[..., :-1, :]
     rolled[..., :1, :] = a[..., -1:, :]
     return rolled
@@ -118,13 +123,14 @@ def _with_oracles(problem: Problem, plans: Sequence[_Plan]) -> tuple[Draw, ...]:
     Large problems go draw by draw: there the copies of A would cost more memory than converting B costs time. Of a
     draw made of the first one's rows, only those that are its own are multiplied.
     """
-    tops = [p.inputs.a if p.own is None else p.inputs.a[..., list(p.own), :] for p in plans]
+    tops = [p.inputs.a if p.own is None else _picked(p.inputs.a, p.own) for p in plans]
+    large = is_large(problem, plans[0].inputs.a.device)
     groups: dict[int, list[int]] = {}
     for i, plan in enumerate(plans):
-        groups.setdefault(i if is_large(problem) else id(plan.inputs.b), []).append(i)
+        groups.setdefault(i if large else id(plan.inputs.b), []).append(i)
     parts: dict[int, tuple[Tensor, Tensor]] = {}
     for members in groups.values():
-        stacked = torch.cat([tops[i] for i in members], dim=-2) if len(members) > 1 else tops[members[0]]
+        stacked = _stacked([tops[i] for i in members])
         found = products(problem, stacked, plans[members[0]].inputs.b)
         splits = [torch.split(t, [tops[i].shape[-2] for i in members], dim=-2) for t in found]
         parts |= dict(zip(members, zip(*splits, strict=True), strict=True))
@@ -142,6 +148,20 @@ def _with_oracles(problem: Problem, plans: Sequence[_Plan]) -> tuple[Draw, ...]:
             marks[name] = known[id(memory)] = mark
         done.append(Draw(plan.inputs, oracle.value, _tolerance(problem, oracle), plan.kind, marks))
     return tuple(done)
+
+
+def _picked(a: Tensor, rows: tuple[int, ...]) -> Tensor:
+    """Some rows of A. (None of them by a slice: not every device indexes every dtype by a list.)"""
+    return a[..., list(rows), :] if rows else a[..., :0, :]
+
+
+def _stacked(parts: list[Tensor]) -> Tensor:
+    """Matrices one above the other; as bytes where they are fp8, which not every device joins."""
+    if len(parts) == 1:
+        return parts[0]
+    if parts[0].is_floating_point() and parts[0].element_size() == 1:
+        return torch.cat([part.view(torch.uint8) for part in parts], dim=-2).view(parts[0].dtype)
+    return torch.cat(parts, dim=-2)
 
 
 def _with_rows(whole: Tensor, rows: Tensor, places: list[int]) -> Tensor:
@@ -165,7 +185,7 @@ def _memories(inputs: Inputs) -> dict[str, Tensor]:
 
 def _checksums(t: Tensor) -> Tensor:
     """The sums of a tensor's whole memory (its guards and gaps included) as words, one for each 4 kB."""
-    memory = torch.empty(0, dtype=torch.uint8).set_(t.untyped_storage())
+    memory = torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
     whole = memory.numel() // _WORDS // 8 * _WORDS * 8
     sums = memory[:whole].view(torch.int64).view(-1, _WORDS).sum(1)
     return torch.cat([sums, memory[whole:].sum(dtype=torch.int64).view(1)])

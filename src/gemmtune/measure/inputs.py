@@ -1,7 +1,8 @@
 """Operands: random, reproducible, laid out as the Problem says, spanning what their dtype can hold.
 
 Two kinds. ``make_inputs`` draws every element (verification); ``timing_sets`` tiles a smaller random block at odd
-offsets, which is much cheaper and as unpredictable to caches and multipliers (timing).
+offsets, which is much cheaper on a CPU and as unpredictable to caches and multipliers (timing). Both draw on the
+device where the operands shall lie; equal seeds give equal operands on one kind of device.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ from ..target import Target
 Fill = Literal["uniform", "cancel", "denormal", "spike"]
 FILLS: tuple[Fill, ...] = ("uniform", "cancel", "denormal", "spike")
 
+CPU = torch.device("cpu")
 GUARD = 4096  # bytes before and after an operand that is checked with; keeps torch's 64-byte alignment
-_CHUNK = 1 << 20
+_CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}  # elements drawn at a time: in the cache, or few launches
 _POOL = (1 << 20) + 7  # odd: tiles do not line up with rows or pages
 _SPREAD = {"int8": 74.0, "uint8": 147.0, "int4": 4.6, "float8_e4m3fn": 110.0, "float8_e5m2": 9000.0}  # rms
 _DEFAULT_LLC = 32 << 20
 _MAX_SETS = 64
+_GPU_SHARE, _GPU_BYTES = 4, 2 << 30  # of its L2 that operand sets together exceed, and what they may take of its memory
 
 Source = Callable[[tuple[int, ...], Layout, str], Tensor]
 
@@ -42,9 +45,15 @@ class Inputs:
 
 
 def make_inputs(
-    problem: Problem, seed: int, fill: Fill = "uniform", *, b: Tensor | QuantWeight | None = None, offset: int = 0
+    problem: Problem,
+    seed: int,
+    fill: Fill = "uniform",
+    *,
+    b: Tensor | QuantWeight | None = None,
+    offset: int = 0,
+    device: torch.device = CPU,
 ) -> Inputs:
-    """Operands drawn from ``seed``; equal arguments give equal operands.
+    """Operands drawn from ``seed`` on ``device``; equal arguments give equal operands.
 
     fill: ``uniform`` is the plain draw (floats normal, integers over their full range, fp8 over its exponents);
     ``cancel`` makes neighbours along K cancel almost wholly (in A and B; needs a float A and its own B);
@@ -59,10 +68,10 @@ def make_inputs(
     """
     if fill not in FILLS:
         raise ValueError(f"fill must be one of {', '.join(FILLS)}; got {fill!r}")
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
 
     def draw(shape: tuple[int, ...], layout: Layout, dtype: str) -> Tensor:
-        out = allocate(shape, layout, dtype, offset, guard=True)
+        out = allocate(shape, layout, dtype, offset, guard=True, device=device)
         _fill(out, dtype, generator, extremes=fill == "spike")
         return out
 
@@ -76,12 +85,16 @@ def make_inputs(
     return Inputs(a, b, tuple(_fence(t) for t in _aux(problem, generator)))
 
 
-def timing_sets(problem: Problem, count: int, seed: int) -> list[Inputs]:
-    """``count`` distinct operand sets for timing (about 50 ms per 100 MB)."""
-    generator = torch.Generator().manual_seed(seed)
+def timing_sets(problem: Problem, count: int, seed: int, device: torch.device = CPU) -> list[Inputs]:
+    """``count`` distinct operand sets for timing (about 50 ms per 100 MB on a CPU, 0.1 ms on a GPU)."""
+    generator = torch.Generator(device).manual_seed(seed)
     pools: dict[str, Tensor] = {}
 
     def tile(shape: tuple[int, ...], layout: Layout, dtype: str) -> Tensor:
+        if device.type != "cpu":  # drawing there is as fast as copying, and takes fewer launches than tiles
+            out = allocate(shape, layout, dtype, device=device)
+            _fill(out, dtype, generator, extremes=False)
+            return out
         if dtype not in pools:
             pools[dtype] = allocate((_POOL,), Layout(), dtype)
             _fill(pools[dtype], dtype, generator, extremes=False)
@@ -100,14 +113,17 @@ def operand_bytes(problem: Problem) -> int:
 
 
 def rotations(problem: Problem, target: Target) -> int:
-    """Operand sets to rotate through so that each call finds its operands cold: together beyond twice the L3.
+    """Operand sets to rotate through so that each call finds its operands cold: together beyond twice the L3, or
+    four times a GPU's L2.
 
-    At most 64, and no more than fit in three times the operands plus 256 MB.
+    At most 64, and no more than fit in three times the operands plus 256 MB (a GPU: 2 GB).
     """
     cache = target.caches[2] if len(target.caches) > 2 and target.caches[2] else _DEFAULT_LLC
     size = max(1, operand_bytes(problem))
-    fits = (3 * size + (256 << 20)) // size
-    return max(2, min(math.ceil(2 * cache / size) + 1, fits, _MAX_SETS))
+    share, fits = 2, (3 * size + (256 << 20)) // size
+    if target.device != "cpu":
+        share, fits = _GPU_SHARE, _GPU_BYTES // size
+    return max(2, min(math.ceil(share * cache / size) + 1, fits, _MAX_SETS))
 
 
 # --- memory -----------------------------------------------------------------------------------------------------
@@ -117,33 +133,41 @@ def _shape(problem: Problem, rows: int, columns: int) -> tuple[int, ...]:
     return (problem.batch, rows, columns) if problem.family == "bmm" else (rows, columns)
 
 
-def allocate(shape: tuple[int, ...], layout: Layout, dtype: str, offset: int = 0, *, guard: bool = False) -> Tensor:
+def allocate(
+    shape: tuple[int, ...],
+    layout: Layout,
+    dtype: str,
+    offset: int = 0,
+    *,
+    guard: bool = False,
+    device: torch.device = CPU,
+) -> Tensor:
     """Uninitialised memory of a logical shape in a layout; vectors are dense. offset: elements before its start.
 
     guard: leave ``GUARD`` bytes of poison on either side, and poison in the gaps between rows.
     """
     torch_dtype = getattr(torch, "uint8" if dtype == "int4" else dtype)
     if len(shape) < 2:
-        return _memory(math.prod(shape), torch_dtype, guard, False).view(shape)
+        return _memory(math.prod(shape), torch_dtype, guard, False, device).view(shape)
     batch, (rows, columns) = math.prod(shape[:-2]), shape[-2:]
     slow, fast = (columns, rows) if layout.order == "col" else (rows, columns)
     inner = 2 if layout.order == "strided" else 1
     lead = max(layout.ld or fast * inner, 1)
     if inner == 2 and lead < 2 * fast:
         raise ValueError(f"a strided layout of {fast} columns needs ld >= {2 * fast}; got {lead}")
-    flat = _memory(batch * slow * lead + offset, torch_dtype, guard, lead > fast)
+    flat = _memory(batch * slow * lead + offset, torch_dtype, guard, lead > fast, device)
     strides = (1, lead) if layout.order == "col" else (lead, inner)
     full = (batch, rows, columns)
     view = flat.as_strided(full, (slow * lead, *strides), flat.storage_offset() + offset)
     return view if len(shape) == 3 else view[0]
 
 
-def _memory(count: int, dtype: torch.dtype, guard: bool, gaps: bool) -> Tensor:
+def _memory(count: int, dtype: torch.dtype, guard: bool, gaps: bool, device: torch.device) -> Tensor:
     """``count`` elements, uninitialised unless there are gaps between rows to be guarded."""
     if not guard:
-        return torch.empty(count, dtype=dtype)
+        return torch.empty(count, dtype=dtype, device=device)
     room = GUARD // dtype.itemsize
-    whole = torch.empty(count + 2 * room, dtype=dtype)
+    whole = torch.empty(count + 2 * room, dtype=dtype, device=device)
     for part in (whole,) if gaps else (whole[:room], whole[room + count :]):
         part.fill_(math.nan) if dtype.is_floating_point else part.view(torch.uint8).fill_(0x81)
     return whole[room : room + count]
@@ -151,7 +175,7 @@ def _memory(count: int, dtype: torch.dtype, guard: bool, gaps: bool) -> Tensor:
 
 def _fence(t: Tensor) -> Tensor:
     """A copy of a dense tensor between guards."""
-    copy = _memory(t.numel(), t.dtype, True, False).view(t.shape)
+    copy = _memory(t.numel(), t.dtype, True, False, t.device).view(t.shape)
     return copy.copy_(t)
 
 
@@ -179,12 +203,13 @@ def _fill(out: Tensor, dtype: str, generator: torch.Generator, *, extremes: bool
     """Random values over the dtype's range, every element drawn."""
     flat = _dense(out)
     if flat is None:
-        dense = torch.empty(out.shape, dtype=out.dtype)
+        dense = torch.empty(out.shape, dtype=out.dtype, device=out.device)
         _fill(dense, dtype, generator, extremes=extremes)
         out.copy_(dense)
         return
-    for start in range(0, flat.numel(), _CHUNK):
-        piece = flat[start : start + _CHUNK]
+    chunk = _CHUNK[out.device.type]
+    for start in range(0, flat.numel(), chunk):
+        piece = flat[start : start + chunk]
         piece.copy_(_values(piece.numel(), dtype, generator, extremes))
 
 
@@ -201,13 +226,15 @@ def _values(count: int, dtype: str, generator: torch.Generator, extremes: bool) 
             raw = torch.where((raw & 1).bool(), largest | (raw & 0x80), 1).to(torch.uint8)
         return raw.view(getattr(torch, dtype))
     if dtype in ("int32", "int64"):
-        return torch.randint(-1000, 1001, (count,), generator=generator, dtype=getattr(torch, dtype))
+        whole = getattr(torch, dtype)
+        return torch.randint(-1000, 1001, (count,), generator=generator, dtype=whole, device=generator.device)
     wide = torch.float64 if dtype == "float64" else torch.float32
-    return torch.randn(count, generator=generator, dtype=wide)
+    return torch.randn(count, generator=generator, dtype=wide, device=generator.device)
 
 
 def _bytes(count: int, dtype: str, generator: torch.Generator, extremes: bool) -> Tensor:
-    words = torch.empty(-(-count // 8), dtype=torch.int64).random_(-(2**63), None, generator=generator)
+    words = torch.empty(-(-count // 8), dtype=torch.int64, device=generator.device)
+    words.random_(-(2**63), None, generator=generator)
     raw = words.view(torch.uint8)[:count]
     if extremes:
         low, high = {"int8": (0x80, 0x7F), "uint8": (0, 0xFF), "int4": (0, 0xFF)}[dtype]
@@ -236,8 +263,8 @@ def _shape_values(a: Tensor, b: Any, fill: Fill, generator: torch.Generator) -> 
     if k == 0 or a.numel() == 0:
         return
     if fill == "spike":
-        where = torch.randint(0, k, (*a.shape[:-1], 1), generator=generator)
-        a.scatter_(-1, where, torch.full(where.shape, 1000.0, dtype=a.dtype))
+        where = torch.randint(0, k, (*a.shape[:-1], 1), generator=generator, device=a.device)
+        a.scatter_(-1, where, torch.full(where.shape, 1000.0, dtype=a.dtype, device=a.device))
     elif fill == "denormal":
         info = torch.finfo(a.dtype)
         a[..., ::2, :] *= info.smallest_normal / 4
@@ -272,11 +299,11 @@ def _quant_tensors(
     shape = (problem.n,) if quant.group is None else (-(-problem.k // quant.group), problem.n)
     dtype = getattr(torch, quant.scale_dtype)
     size = 1.0 / (math.sqrt(max(problem.k, 1)) * _rms(operand.dtype))
-    scale = ((torch.rand(shape, generator=generator) + 0.5) * size).to(dtype)
+    scale = ((torch.rand(shape, generator=generator, device=generator.device) + 0.5) * size).to(dtype)
     if not quant.zero_point:
         return scale, None
     middle, reach = (8, 3) if operand.dtype == "int4" else (0, 10)
-    zero = torch.randint(middle - reach, middle + reach + 1, shape, generator=generator)
+    zero = torch.randint(middle - reach, middle + reach + 1, shape, generator=generator, device=generator.device)
     return scale, zero.to(dtype)
 
 
@@ -302,12 +329,14 @@ def _aux(problem: Problem, generator: torch.Generator) -> tuple[Tensor, ...]:
 def _step_tensor(problem: Problem, step: Step, size: float, level: float, generator: torch.Generator) -> Tensor:
     full = _shape(problem, problem.m, problem.n)
     shape = {"tensor": (1,), "row": (problem.m,), "col": (problem.n,), "full": full}[step.axis]
+    device = generator.device
     if step.kind == "scale":
-        values = (torch.rand(shape, generator=generator) + 0.5) * (size / max(abs(step.value), 1e-30))
+        drawn = torch.rand(shape, generator=generator, device=device)
+        values = (drawn + 0.5) * (size / max(abs(step.value), 1e-30))
     elif step.kind == "mul":
-        values = torch.randn(shape, generator=generator)
+        values = torch.randn(shape, generator=generator, device=device)
     else:
-        values = torch.randn(shape, generator=generator) * level
+        values = torch.randn(shape, generator=generator, device=device) * level
     dtype = getattr(torch, str(step.dtype))
     if dtype.is_floating_point:
         return values.to(dtype)

@@ -15,6 +15,9 @@ from ..decision import Verdict
 from ..errors import UnsupportedError, WorkerError
 from ..problem import Problem
 from ..target import Target
+from .clock import Latency
+from .cuda import TorchGpu, context_fault, limit_device_memory, warm_up
+from .cuda import rough_times as rough_gpu_times
 from .inputs import Inputs, operand_bytes
 from .limits import limit_memory
 from .machine import Pins
@@ -34,7 +37,7 @@ from .protocol import (
     Setup,
 )
 from .strays import end_strays
-from .timing import Flush, Track, packs_each_call, rough_times, scratch_allowance
+from .timing import Flush, Track, on_gpu, packs_each_call, rough_times, scratch_allowance
 from .verify import Draw, guarded, prepare, verify
 
 _RACE_LEAST = 0.3  # of a race's budget, when making and packing operands took it all
@@ -45,6 +48,10 @@ Progress = Callable[[Leading], None]
 _GLANCE_S, _PATIENCE_S = 20e-3, 0.1
 
 
+class ContextLost(WorkerError):
+    """A kernel cost this process its device context: whatever comes next fails, in a new process alone it does not."""
+
+
 class Desk:
     """Answers requests, one at a time. marker_fd: see ``timing.Track``; None when nobody outlives a crash here."""
 
@@ -52,24 +59,43 @@ class Desk:
         self._progress, self._marker_fd = progress, marker_fd
         self._target: Target | None = None
         self._job: Job | None = None
+        self._latency: Latency = "graph"
         self._pins = Pins()
 
     def answer(self, request: Request) -> Reply:
-        """Do what is asked. A candidate's failure is a Verdict in the reply; what it raises is nobody's fault."""
+        """Do what is asked. A candidate's failure is a Verdict in the reply; what it raises is nobody's fault.
+
+        Raises ContextLost when the device cannot be used any more.
+        """
+        try:
+            reply = self._answer(request)
+        except Exception as error:
+            self._check_context(f"{type(error).__name__}: {error}")
+            raise
+        if isinstance(reply, Attempted | Confirmed) and reply.verdict is not None and not reply.verdict.ok:
+            self._check_context(reply.verdict.detail)
+        return reply
+
+    def _check_context(self, happened: str) -> None:
+        """Raise ContextLost if the device's context is, saying what happened before."""
+        if self._target is not None and on_gpu(self._target) and (fault := context_fault(self._target.torch_device)):
+            raise ContextLost(f"the device's context is lost ({fault}): {happened}")
+
+    def _answer(self, request: Request) -> Reply:
         match request:
             case Setup():
-                self._target = Target.from_dict(request.target)
+                self._target, self._latency = Target.from_dict(request.target), request.latency
                 for name, place in request.guests.items():
                     backends.register(name, place)
                 torch.set_num_threads(self._target.threads)
+                if request.warm and on_gpu(self._target):
+                    warm_up(self._target.torch_device)
                 return Ready()
             case Open():
                 self._job = None  # the last problem's operands go before this one's come
-                problem = Problem.from_dict(request.problem)
-                limit_memory(request.memory)
-                if self._marker_fd is not None:  # a process of its own, not the user's
-                    self._pins.choose(self._need_target().threads)
-                self._job = Job(problem, self._need_target(), request.seed)
+                problem, target = Problem.from_dict(request.problem), self._need_target()
+                self._limit(target, request.memory)
+                self._job = Job(problem, target, request.seed, self._latency)
                 return Ready(operand_bytes(problem))
             case Attempt():
                 attempted = self._need_job().attempt(Candidate.from_dict(request.candidate), request.worth_s)
@@ -92,6 +118,15 @@ class Desk:
                 self._left_behind()
                 return raced
 
+    def _limit(self, target: Target, memory: int) -> None:
+        """Keep to the memory allowed, and to the least busy CPUs, of whichever of them the kernels run on."""
+        if on_gpu(target):  # whose context reserves address space beyond any limit of ours
+            limit_device_memory(target.torch_device, memory)
+            return
+        limit_memory(memory)
+        if self._marker_fd is not None:  # a process of its own, not the user's
+            self._pins.choose(target.threads)
+
     def _left_behind(self) -> Verdict | None:
         """The Verdict for a candidate that left processes running, which are ended. In the user's process, nothing."""
         count = end_strays() if self._marker_fd is not None else 0
@@ -111,8 +146,9 @@ class Desk:
 class Job:
     """One Problem in hand: its operands and oracle, made once, and the packed copies of B that are in use."""
 
-    def __init__(self, problem: Problem, target: Target, seed: int) -> None:
-        self.problem, self.target, self._seed = problem, target, seed
+    def __init__(self, problem: Problem, target: Target, seed: int, latency: Latency = "graph") -> None:
+        self.problem, self.target, self._seed, self._latency = problem, target, seed, latency
+        self._gpu = TorchGpu(target.torch_device) if on_gpu(target) else None
         self._draws: tuple[Draw, ...] | None = None
         self._flush: Flush | None = None
         self._packed: dict[str, Any] = {}
@@ -132,7 +168,7 @@ class Job:
         if worth_s is not None and kernel.workspace_bytes > scratch_allowance(self.problem):
             return Attempted(Verdict("unsupported", _greedy(kernel, self.problem)), kernel.packing)
         try:
-            times_s = rough_times(self._once(kernel), self._need_flush(), worth_s)
+            times_s = self._rough_times(kernel, worth_s)
         except BaseException as error:  # SystemExit too is the candidate's; see blame
             self._mend()
             return Attempted(blame(error, "running", "crashed"), kernel.packing)
@@ -175,11 +211,14 @@ class Job:
             if kernel is None:
                 raise WorkerError(f"{candidate.id} was confirmed but cannot be loaded again: {verdict.detail}")
             kernels[candidate.id] = kernel
-        return Track(kernels, self.problem, self.target, self._seed, marker_fd, hot=hot, conditions=conditions)
+        return Track(
+            kernels, self.problem, self.target, self._seed, marker_fd,
+            hot=hot, conditions=conditions, latency=self._latency,
+        )  # fmt: skip
 
     def _need_draws(self) -> tuple[Draw, ...]:
         if self._draws is None:
-            self._draws = prepare(self.problem, self._seed)
+            self._draws = prepare(self.problem, self._seed, device=self.target.torch_device)
         return self._draws
 
     def _need_flush(self) -> Flush:
@@ -218,6 +257,11 @@ class Job:
         """Let go of B in other layouts than this kernel's, before it takes memory of its own."""
         self._packed = {layout: b for layout, b in self._packed.items() if layout == kernel.packing}
 
+    def _rough_times(self, kernel: Kernel, worth_s: float | None) -> tuple[float, ...]:
+        if self._gpu is None:
+            return rough_times(self._once(kernel), self._need_flush(), worth_s)
+        return rough_gpu_times(self._gpu, self._once(kernel), self._need_flush(), worth_s, self._latency)
+
     def _once(self, kernel: Kernel) -> Callable[[], None]:
         """One call on the first draw, for rough timing; into guarded memory, since it has not been checked yet."""
         inputs = self._need_draws()[0].inputs
@@ -237,6 +281,8 @@ class Job:
         if kernel.packing not in self._packed:
             start = time.perf_counter()
             self._packed[kernel.packing] = kernel.pack(b)
+            if self._gpu is not None:
+                self._gpu.synchronize()
             self._packing_s[kernel.packing] = time.perf_counter() - start
         return self._packed[kernel.packing]
 

@@ -29,11 +29,7 @@ class Weather:
         """What changed between the two, in words; empty when nothing did that matters."""
         if abs(self.load - other.load) > _LOAD_MOVED:
             return f"others' load went from {self.load:.1f} to {other.load:.1f} cores"
-        if min(self.frequency, other.frequency) > 0.0:
-            change = other.frequency / self.frequency - 1.0
-            if abs(change) > _FREQUENCY_MOVED:
-                return f"the clock went from {self.frequency:.0f} to {other.frequency:.0f} MHz"
-        return ""
+        return clock_moved(self, other)
 
     def words(self) -> dict[str, str]:
         """For a Sample's conditions."""
@@ -43,6 +39,15 @@ class Weather:
         if self.stolen > 0.01:
             found["stolen"] = f"{self.stolen:.0%}"
         return found
+
+
+def clock_moved(before: Weather, after: Weather) -> str:
+    """How the clock frequency changed, in words; empty when it did not by 5%, or is not known."""
+    if min(before.frequency, after.frequency) > 0.0:
+        change = after.frequency / before.frequency - 1.0
+        if abs(change) > _FREQUENCY_MOVED:
+            return f"the clock went from {before.frequency:.0f} to {after.frequency:.0f} MHz"
+    return ""
 
 
 class Machine(Protocol):

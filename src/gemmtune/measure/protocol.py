@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from ..decision import Outcome, Sample, Stage, Verdict
+from .clock import Latency
 
 BEAT_S = 1.0  # a worker says that it lives about this often
 _LENGTH = 4
@@ -15,14 +16,19 @@ MAX_FRAME = 64 << 20
 
 
 class Setup(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """First request: the target to work for, and backends from outside as name -> ``module:Class``."""
+    """First request: the target to work for, and backends from outside as name -> ``module:Class``.
+
+    warm: make the target's device ready (builders leave it alone). latency: how a GPU's calls are timed.
+    """
 
     target: dict[str, Any]
     guests: dict[str, str] = {}
+    warm: bool = False
+    latency: Latency = "graph"
 
 
 class Open(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """Take up a problem: make its operands and its oracle. memory: bytes the job may allocate; 0 = unlimited."""
+    """Take up a problem: make its operands and its oracle. memory: bytes the job may allocate there; 0 = unlimited."""
 
     problem: dict[str, Any]
     seed: int = 0

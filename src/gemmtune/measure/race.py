@@ -387,7 +387,8 @@ class _Race:
         standings: dict[str, Standing] = {}
         for lane in self.lanes:
             stage: Stage = "winner" if lane is leader and outcome == "winner" else lane.stage
-            standings[lane.id] = Standing(lane.id, stage, lane.reason, sample(lane, incumbent, conditions))
+            words = conditions | self.clock.conditions(lane.guarded, lane.active)
+            standings[lane.id] = Standing(lane.id, stage, lane.reason, sample(lane, incumbent, words))
         groups: dict[str, Lane] = {}
         timed = [lane for lane in self.lanes if lane.times and lane.stage != "failed"]
         for lane in sorted(timed, key=lambda lane: by_ratio(lane, incumbent) if incumbent else lane.median):

@@ -16,9 +16,11 @@ from ..backends.base import Kernel, PackedWeight, QuantWeight
 from ..events import BestSoFar
 from ..problem import Problem
 from ..target import Target
-from .clock import CpuClock
-from .inputs import Inputs, allocate, operand_bytes, rotations, timing_sets
-from .machine import CpuMachine
+from .clock import Clock, CpuClock, Latency
+from .cuda import CudaClock, TorchGpu
+from .inputs import CPU, Inputs, allocate, operand_bytes, rotations, timing_sets
+from .machine import CpuMachine, Machine
+from .nvml import cuda_machine
 from .protocol import Leading, Placed, Raced
 from .race import Entrant, race
 
@@ -36,6 +38,7 @@ _SETTING_UP_S = 0.2  # what a first call may need for compiling, or for memory o
 # candidates are tried, the drawn B, a packed one and what flushes the cache take their part too.
 _OPERAND_SHARE = 3.5
 _FIXED_BYTES = 176 << 20
+_GPU_BYTES = 2 << 30  # instead of it: a GPU's memory is plentiful
 _LARGE_BYTES = 64 << 20
 _SCRATCH_SHARE = 2
 _SCRATCH_BYTES = 150 << 20
@@ -51,10 +54,15 @@ def packs_each_call(kernel: Kernel, problem: Problem) -> bool:
     return kernel.packing is not None and not problem.b.constant
 
 
-def empty_output(problem: Problem) -> Tensor:
+def empty_output(problem: Problem, device: torch.device = CPU) -> Tensor:
     """An output as the Problem lays it out: [M, N], or [batch, M, N] for bmm."""
     shape = (problem.batch, problem.m, problem.n) if problem.family == "bmm" else (problem.m, problem.n)
-    return allocate(shape, problem.out, problem.out_dtype)
+    return allocate(shape, problem.out, problem.out_dtype, device=device)
+
+
+def on_gpu(target: Target) -> bool:
+    """Whether a Target's kernels run on a GPU."""
+    return target.device != "cpu"
 
 
 def rough_times(call: Callable[[], None], flush: Callable[[], None], worth_s: float | None = None) -> tuple[float, ...]:
@@ -97,14 +105,18 @@ def scratch_allowance(problem: Problem) -> int:
 
 
 class Flush:
-    """Empties the last-level cache by reading twice as much memory; nothing to do for operands thrice the cache."""
+    """Empties the last-level cache by reading twice as much memory; nothing to do for operands thrice the cache.
+
+    On a GPU that is enqueued on the current stream. (Writing would leave lines behind that have to be written back
+    first, at the cost of what comes next.)
+    """
 
     def __init__(self, problem: Problem, target: Target) -> None:
         size = last_level_cache(target)
         needed = operand_bytes(problem) < _COLD_SHARE * size
-        self._memory = (
-            torch.ones(min(int(_FLUSH_SHARE * size), _MOST_FLUSHED) // 4, dtype=torch.int32) if needed else None
-        )
+        bytes_ = int(_FLUSH_SHARE * size) if on_gpu(target) else min(int(_FLUSH_SHARE * size), _MOST_FLUSHED)
+        device = target.torch_device
+        self._memory = torch.ones(bytes_ // 4, dtype=torch.int32, device=device) if needed else None
 
     def __call__(self) -> None:
         if self._memory is not None:
@@ -112,8 +124,9 @@ class Flush:
 
 
 def last_level_cache(target: Target) -> int:
-    """Bytes of the target's last-level cache (32 MiB where it does not say)."""
-    return next((size for size in reversed(target.caches) if size), _DEFAULT_LLC)
+    """Bytes of the target's last-level cache, a GPU's L2 (32 MiB where it does not say)."""
+    caches = target.caches[2:] if on_gpu(target) else target.caches
+    return next((size for size in reversed(caches) if size), _DEFAULT_LLC)
 
 
 class Track:
@@ -123,7 +136,11 @@ class Track:
     were; all layouts have equally many. The cache is emptied before each timing, unless the copies see to that: a
     layout that many kernels share would be warmer than others. marker_fd: a file of at least one byte, in which the
     number of the running kernel is noted (1 + its place), for whoever wants to know which one the process died in.
-    hot: one operand set serves every call. conditions: what Samples are to say besides the race's own.
+    hot: one operand set serves every call. conditions: what Samples are to say besides the race's own. latency: how a
+    GPU's calls are timed (see ``cuda.CudaClock``).
+
+    On a GPU operands stay where they are: graphs hold their addresses, and its memory is spread over all channels by
+    a hash of the address, so that no place is better than another.
     """
 
     def __init__(
@@ -136,12 +153,15 @@ class Track:
         *,
         hot: bool = False,
         conditions: Mapping[str, str] = {},
+        latency: Latency = "graph",
     ) -> None:
-        self._problem, self._hot = problem, hot
-        self._conditions = {"operands": "hot" if hot else "cold", "threads": str(target.threads), **conditions}
+        self._problem, self._hot, self._latency = problem, hot, latency
+        self._gpu, self._device = on_gpu(target), target.torch_device
+        threads = {} if self._gpu else {"threads": str(target.threads)}
+        self._conditions = {"operands": "hot" if hot else "cold", **threads, **conditions}
         self._marker = mmap.mmap(marker_fd, mmap.PAGESIZE) if marker_fd is not None else bytearray(1)
         self._operands: dict[str, _Stock] = {}
-        self._clock = CpuClock()
+        self._clock: Clock = CpuClock()
         self._move_s = 0.0  # what packing all copies took
         self.left_out: dict[str, str] = {}
         self._entrants = self._line_up(kernels, target, seed)
@@ -152,7 +172,7 @@ class Track:
         Every layout has as many copies as every other: with fewer of them calls come back to a copy sooner, and find
         more of it in the cache.
         """
-        (first,) = timing_sets(self._problem, 1, seed)
+        (first,) = timing_sets(self._problem, 1, seed, self._device)
         began = time.perf_counter()
         packed, scratch = self._pack_first(kernels, first)
         each_s = time.perf_counter() - began
@@ -160,12 +180,10 @@ class Track:
         each = operand_bytes(self._problem) + sum(sizes)
         wanted = max(_copies(self._problem, target, size) for size in (self._problem.weight_bytes, *sizes))
         count = 1 if self._hot else max(1, min(wanted, (self._room() - scratch) // max(each, 1)))
-        own, cache = operand_bytes(self._problem), last_level_cache(target)
-        if not self._hot and own >= _COLD_LEAST * cache and own * count < _COLD_SHARE * cache:
-            self._clock = CpuClock(Flush(self._problem, target), count)
+        self._clock = self._make_clock(target, count)
         self._move_s = count * each_s
-        sets = [first, *timing_sets(self._problem, count - 1, seed + 1)]
-        outputs = [empty_output(self._problem) for _ in sets]
+        sets = [first, *timing_sets(self._problem, count - 1, seed + 1, self._device)]
+        outputs = [empty_output(self._problem, self._device) for _ in sets]
         self._operands[""] = _Stock([(item, item.b, out) for item, out in zip(sets, outputs, strict=True)], None)
         for layout, (packer, copy) in packed.items():
             copies = [copy, *(packer.pack(item.b) for item in sets[1:])]
@@ -180,6 +198,19 @@ class Track:
             for place, (name, kernel) in enumerate(kernels.items())
             if name not in self.left_out
         ]
+
+    def _make_clock(self, target: Target, count: int) -> Clock:
+        """The clock for ``count`` operand sets; it empties the cache where they do not see to it.
+
+        On a GPU it always does: graphs begin with the same set each time, whatever ran before.
+        """
+        own, cache = operand_bytes(self._problem), last_level_cache(target)
+        if self._gpu:
+            chill = None if self._hot else Flush(self._problem, target)
+            return CudaClock(TorchGpu(self._device), chill=chill, latency=self._latency, marker=self._marker)
+        if not self._hot and own >= _COLD_LEAST * cache and own * count < _COLD_SHARE * cache:
+            return CpuClock(Flush(self._problem, target), count)
+        return CpuClock()
 
     def _pack_first(
         self, kernels: Mapping[str, Kernel], item: Inputs
@@ -208,7 +239,7 @@ class Track:
         return packed, scratch
 
     def _room(self) -> int:
-        return int(_OPERAND_SHARE * operand_bytes(self._problem)) + _FIXED_BYTES
+        return int(_OPERAND_SHARE * operand_bytes(self._problem)) + (_GPU_BYTES if self._gpu else _FIXED_BYTES)
 
     def _layout(self, kernel: Kernel) -> str:
         return "" if packs_each_call(kernel, self._problem) else (kernel.packing or "")
@@ -217,10 +248,11 @@ class Track:
         marker, call, number = self._marker, kernel.run, min(place + 1, 255)
         if packs_each_call(kernel, self._problem):
             call = _packing_run(kernel)
+        take = operands.at if self._gpu else operands.next
 
-        def run(_: int) -> None:
+        def run(i: int) -> None:
             marker[0] = number
-            inputs, b, out = operands.next()
+            inputs, b, out = take(i)
             call(inputs.a, b, inputs.aux, out)
 
         return run
@@ -240,13 +272,16 @@ class Track:
             budget_s,
             seed=seed,
             progress=report,
-            machine=CpuMachine(),
+            machine=self._machine(),
             conditions=self._conditions,
-            move=None if self._hot or not self._problem.b.constant else self._move,
+            move=None if self._gpu or self._hot or not self._problem.b.constant else self._move,
             move_s=self._move_s,
         )
         placed = tuple(Placed(row.id, row.stage, row.reason, row.sample) for row in result.standings.values())
         return Raced(result.outcome, result.leader, result.stopped, placed + self._left_out(), result.alternatives)
+
+    def _machine(self) -> Machine | None:
+        return cuda_machine(self._device) if self._gpu else CpuMachine()
 
     def _move(self) -> None:
         """Put every B somewhere else in memory; see ``race.race``."""
@@ -263,9 +298,14 @@ class _Stock:
     def __init__(self, sets: list[tuple[Inputs, Any, Tensor]], packer: Kernel | None) -> None:
         self._sets, self._packer, self._next = sets, packer, 0
 
-    def next(self) -> tuple[Inputs, Any, Tensor]:
+    def next(self, _: int) -> tuple[Inputs, Any, Tensor]:
+        """The set whose turn it is, whoever asks."""
         self._next = (self._next + 1) % len(self._sets)
         return self._sets[self._next]
+
+    def at(self, i: int) -> tuple[Inputs, Any, Tensor]:
+        """The set of call ``i``."""
+        return self._sets[i % len(self._sets)]
 
     def move(self) -> None:
         """New memory for each B, taken before the old is let go (large ones: after it, for want of room)."""
@@ -297,5 +337,7 @@ def _packing_run(kernel: Kernel) -> Callable[..., None]:
 
 def _copies(problem: Problem, target: Target, weight_bytes: int) -> int:
     """Copies of an operand set that together fill the last-level cache, as far as memory allows."""
+    if on_gpu(target):
+        return rotations(problem, target)
     wanted = 1 + last_level_cache(target) // max(weight_bytes, 1)
     return max(1, min(wanted, rotations(problem, target)))

@@ -33,7 +33,7 @@ Run = Callable[[Inputs, Tensor], None]
 _GUARD = 4096  # bytes before and after the output; keeps torch's 64-byte alignment
 _PATTERN = 0xA5
 _INT_POISONS = (0x5B, 0xC4)  # two bytes that no element can both keep by chance
-_CHUNK = 1 << 17  # elements compared at a time: stays in L2
+_CHUNK = {"cpu": 1 << 17, "cuda": 1 << 25}  # elements compared at a time: in a core's L2, or few launches
 _SIGMAS = 6.0
 _MOST_RUNS = 10  # races that show in one run of three are missed once in 40 times
 
@@ -112,12 +112,10 @@ def _written(draw: Draw) -> str:
 
 
 def _execute(run: Run, problem: Problem, draw: Draw, int_poison: int) -> tuple[Tensor, str]:
-    """Run once. Returns the output (dense, on the CPU) and what was written outside it, in words."""
+    """Run once. Returns the output, which stays where it is, and what was written outside it, in words."""
     frame, out = guarded(problem, draw.inputs.a.device, int_poison)
     run(draw.inputs, out)
-    result = out.cpu()
-    fault = _trespass(problem, frame.cpu())
-    return result, fault
+    return out, _trespass(problem, frame)
 
 
 def guarded(problem: Problem, device: torch.device, int_poison: int) -> tuple[Tensor, Tensor]:
@@ -165,7 +163,7 @@ def _unwritten(problem: Problem, first: Tensor, second: Tensor) -> str:
         return ""
     kept = torch.ones_like(first, dtype=torch.bool)
     for out, byte in zip((first, second), _INT_POISONS, strict=True):
-        kept &= out == torch.full((out.element_size(),), byte, dtype=torch.uint8).view(out.dtype)
+        kept &= out == torch.full((out.element_size(),), byte, dtype=torch.uint8, device=out.device).view(out.dtype)
     count = int(kept.sum())
     return f"{count} elements of the output were never written" if count else ""
 
@@ -196,13 +194,15 @@ class _Sums:
 
     def add(self, d: Tensor, ref: Tensor) -> None:
         product = d * ref
+        sums = (product.sum(), product.dot(product), ref.dot(ref), d.sum(), d.dot(d), ref.abs().sum())
+        d_ref, d_ref_2, ref_2, d_1, d_2, ref_1 = torch.stack(sums).tolist()  # one wait for a device, not six
         self.count += d.numel()
-        self.d_ref += float(product.sum())
-        self.d_ref_2 += float(product.dot(product))
-        self.ref_2 += float(ref.dot(ref))
-        self.d += float(d.sum())
-        self.d_2 += float(d.dot(d))
-        self.ref += float(ref.abs().sum())
+        self.d_ref += d_ref
+        self.d_ref_2 += d_ref_2
+        self.ref_2 += ref_2
+        self.d += d_1
+        self.d_2 += d_2
+        self.ref += ref_1
 
 
 def _compare(problem: Problem, draw: Draw, out: Tensor) -> tuple[float, str]:
@@ -214,8 +214,9 @@ def _compare(problem: Problem, draw: Draw, out: Tensor) -> tuple[float, str]:
     check = _check_integers if problem.out_dtype in INTEGERS else _check_floats
     sums = _Sums()
     worst, where = 0.0, -1
-    for start in range(0, got.numel(), _CHUNK):
-        part = slice(start, start + _CHUNK)
+    chunk = _CHUNK[got.device.type]
+    for start in range(0, got.numel(), chunk):
+        part = slice(start, start + chunk)
         ratio = check(problem, got[part], value[part], tolerance[part], sums)
         top = int(ratio.argmax())
         if float(ratio[top]) > worst:

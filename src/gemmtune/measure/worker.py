@@ -17,6 +17,7 @@ from ..decision import Verdict
 from ..errors import WorkerError
 from ..problem import Problem
 from ..target import Target
+from .clock import Latency
 from .inputs import operand_bytes
 from .process import Host, Lost, Process
 from .protocol import (
@@ -39,6 +40,7 @@ Progress = Callable[[Leading], None]
 R = TypeVar("R")
 Judged = TypeVar("Judged", Attempted, Confirmed)
 
+_OPERANDS, _SPARE, _GPU_SPARE = 16, 4 << 30, 16 << 30  # a GPU's oracle is float64 throughout, in large blocks
 _DAMAGING = ("crashed", "out_of_memory")  # verdicts of candidates that may have taken the process with them
 
 
@@ -54,8 +56,8 @@ class Limits:
     packing, checking and rough timing. race_slack_s: beyond twice a race's budget. silence_s: without a heartbeat
     before it is given up, however busy; a third of it for one that computes nothing, two seconds for one that is
     stopped. A native call may hold the interpreter's lock, and with it the heartbeat, for all of its run: longer than
-    any single call is worth. memory: bytes beyond what a fresh worker has; 0 chooses 16 times the operands plus 4 GiB
-    (candidates that dequantise up front are legal).
+    any single call is worth. memory: bytes beyond what a fresh worker has, on a GPU of its memory; 0 chooses 16 times
+    the operands plus 4 GiB (a GPU: 16 GiB; candidates that dequantise up front are legal).
     """
 
     start_s: float = 60.0
@@ -116,7 +118,7 @@ class Hands(Protocol):
 class LocalWorker:
     """The same work in this process, without any protection. Leaves torch's thread count as it found it."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, *, latency: Latency = "graph") -> None:
         import torch
 
         from .job import Desk
@@ -124,7 +126,7 @@ class LocalWorker:
         self._progress: Progress = ignore
         self._threads = torch.get_num_threads()
         self._desk = Desk(lambda leading: self._progress(leading))
-        self._desk.answer(Setup(target.to_dict()))
+        self._desk.answer(Setup(target.to_dict(), latency=latency))
 
     def start(self) -> None:
         """There is nothing to start."""
@@ -173,11 +175,13 @@ class Worker:
 
     A candidate that fails where another crashed before it, in the same process, may be that one's victim (a device
     context that is lost, a heap that is damaged): unless a candidate known to be right still is, it is tried again in
-    a fresh worker, and that verdict counts.
+    a fresh worker, and that verdict counts. (A worker that finds its own device context lost ends itself.)
+
+    latency: how a GPU's calls are timed; see ``cuda.CudaClock``.
     """
 
-    def __init__(self, target: Target, *, limits: Limits | None = None) -> None:
-        self._target, self._limits = target, limits or Limits()
+    def __init__(self, target: Target, *, limits: Limits | None = None, latency: Latency = "graph") -> None:
+        self._target, self._limits, self._latency = target, limits or Limits(), latency
         self._host: Host | None = None
         self._process: Process | None = None
         self._problem: Open | None = None
@@ -208,11 +212,12 @@ class Worker:
         self._process = Process(self._host, self._limits.silence_s)
         self._opened = self._ready_once = self._suspect = False
         with contextlib.suppress(OSError):  # a worker that is gone is found out by receiving
-            self._process.send(Setup(self._target.to_dict(), backends.guests()))
+            self._process.send(Setup(self._target.to_dict(), backends.guests(), warm=True, latency=self._latency))
 
     def open(self, problem: Problem, seed: int) -> None:
         """Take up a problem. Raises WorkerError when its operands or oracle cannot be made."""
-        memory = self._limits.memory or 16 * operand_bytes(problem) + (4 << 30)
+        spare = _SPARE if self._target.device == "cpu" else _GPU_SPARE
+        memory = self._limits.memory or _OPERANDS * operand_bytes(problem) + spare
         self._problem, self._opened, self._sound = Open(problem.to_dict(), seed, memory), False, None
         try:
             self._ready()

@@ -77,7 +77,7 @@ def _beat(channel: Channel) -> None:
 
 
 def _serve(requests: queue.SimpleQueue[Request], channel: Channel, marker_fd: int) -> None:
-    from .job import Desk  # the host has loaded it
+    from .job import ContextLost, Desk  # the host has loaded it
 
     desk = Desk(channel.send, marker_fd)
     while True:
@@ -85,6 +85,9 @@ def _serve(requests: queue.SimpleQueue[Request], channel: Channel, marker_fd: in
         reply: Reply
         try:
             reply = desk.answer(request)
+        except ContextLost as error:  # the parent hears that this process died, and of what
+            print(error, file=sys.stderr, flush=True)
+            os._exit(5)
         except MemoryError as error:
             reply = Failed(f"out of memory: {error}", memory=True)
         except Exception as error:  # the parent hears what happened, whatever it was

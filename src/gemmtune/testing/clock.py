@@ -1,12 +1,18 @@
-"""A simulated clock: kernels of known speed under seeded noise, drift and stalls. No real time passes."""
+"""Simulated time: a clock with kernels of known speed under seeded noise, drift and stalls, and a GPU with a stream.
+
+No real time passes.
+"""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from ..measure.clock import Run
+from ..measure.cuda import EmptyGraph
 
 
 class FakeClock:
@@ -50,6 +56,9 @@ class FakeClock:
     def time_round(self, runs: Sequence[Run], calls: Sequence[int]) -> list[float]:
         return [self._batch(run, n) / n for run, n in zip(runs, calls, strict=True)]
 
+    def conditions(self, run: Run, finalist: bool) -> dict[str, str]:
+        return {}
+
     def _batch(self, run: Run, calls: int) -> float:
         start = self._time
         for i in range(self._next, self._next + calls):
@@ -62,3 +71,164 @@ class FakeClock:
             took += self._stall_s
         self._time = start + took
         return took
+
+
+def _harmless() -> str:
+    return ""
+
+
+Work = tuple[float, Callable[[], str]]
+"""What the stream does: seconds, and what is wrong with it once it is done (empty: nothing)."""
+
+
+class FakeGpu:
+    """A ``measure.cuda.Gpu`` with one stream, whose kernels, made by ``kernel``, only take time on it.
+
+    host, device: seconds, where the host's clock stands and when the stream will have done all it has. launch_s: what
+    replaying a graph, recording an event or pausing costs the host. log: what was done, in order.
+    """
+
+    def __init__(self, launch_s: float = 5e-6) -> None:
+        self.host = self.device = 0.0
+        self.launch_s = launch_s
+        self.log: list[str] = []
+        self._lost, self._lost_at = "", math.inf
+        self._inside = 0
+        self._captured: list[Work] | None = None
+        self._marks: list[tuple[float, int]] = []
+
+    def kernel(
+        self,
+        seconds: float,
+        host_s: float = 10e-6,
+        *,
+        uncapturable: bool = False,
+        elsewhere: bool = False,
+        fault: Callable[[], str] = _harmless,
+        before: Callable[[int], object] | None = None,
+    ) -> Run:
+        """A callable that takes ``seconds`` of the stream, and ``host_s`` of the host to launch.
+
+        uncapturable: it raises while a graph is captured. elsewhere: it runs on another stream. fault: asked each time
+        that the stream does it; what it says is what the context is lost of. before: called first, with the operand
+        set.
+        """
+
+        def run(i: int) -> None:
+            if before is not None:
+                before(i)
+            self.host += host_s
+            if self._captured is not None and uncapturable:
+                raise RuntimeError("operation not permitted when stream is capturing\nand more of it")
+            if elsewhere:
+                self.host += seconds
+            elif self._captured is not None:
+                self._captured.append((seconds, fault))
+            else:
+                self._run((seconds, fault))
+
+        return run
+
+    def now(self) -> float:
+        return self.host
+
+    def rest(self) -> None:
+        self.host += 50e-6
+
+    @contextmanager
+    def stream(self) -> Iterator[None]:
+        self._inside += 1
+        try:
+            yield
+        finally:
+            self._inside -= 1
+
+    def event(self) -> FakeEvent:
+        return FakeEvent(self)
+
+    def sleep(self, seconds: float) -> None:
+        self._enqueue("sleep", seconds)
+
+    def chill(self) -> None:
+        """What a ``Flush`` does."""
+        self._enqueue("chill", 40e-6)
+
+    def capture(self, work: Callable[[], None]) -> FakeGraph:
+        assert self._inside, "the default stream cannot be captured"
+        self._captured = []
+        try:
+            work()
+            works = self._captured
+        finally:
+            self._captured = None
+        self.log.append(f"capture {len(works)}")
+        if not works:
+            raise EmptyGraph("it launches nothing on the current stream")
+        return FakeGraph(self, works)
+
+    def mark(self, number: int) -> None:
+        self._marks.append((self._enqueue("mark", 0.0), number))
+
+    def reached(self) -> int:
+        now = min(self.host, self._lost_at)
+        return next((number for at, number in reversed(self._marks) if at <= now), 0)
+
+    def synchronize(self) -> None:
+        self.host = max(self.host, self.device)
+        self.check()
+
+    def check(self) -> None:
+        """Raise what a kernel that the stream has done did wrong."""
+        if self.host >= self._lost_at:
+            raise RuntimeError(self._lost)
+
+    def replay(self, works: Sequence[Work]) -> None:
+        """Have the stream do what was captured."""
+        self._enqueue(f"replay {len(works)}", 0.0)
+        for work in works:
+            self._run(work)
+
+    def _enqueue(self, what: str, seconds: float) -> float:
+        """Returns when the stream will have done it."""
+        assert self._captured is None, f"{what} while capturing"
+        self.log.append(what)
+        self.host += self.launch_s
+        self._run((seconds, _harmless))
+        return self.device
+
+    def _run(self, work: Work) -> None:
+        seconds, fault = work
+        self.device = max(self.device, self.host) + seconds
+        if said := fault():
+            self._lost, self._lost_at = said, min(self._lost_at, self.device)
+
+
+@dataclass(slots=True)
+class FakeEvent:
+    """A moment on a FakeGpu's stream."""
+
+    gpu: FakeGpu
+    at: float = field(default=math.inf)
+
+    def record(self) -> None:
+        self.gpu.host += self.gpu.launch_s
+        self.at = max(self.gpu.device, self.gpu.host)
+
+    def query(self) -> bool:
+        self.gpu.check()
+        return self.at <= self.gpu.host
+
+    def elapsed_time(self, end: FakeEvent, /) -> float:
+        assert max(self.at, end.at) <= self.gpu.host, "read before it has passed"
+        return 1e3 * (end.at - self.at)
+
+
+@dataclass(slots=True)
+class FakeGraph:
+    """Captured work of a FakeGpu."""
+
+    gpu: FakeGpu
+    works: list[Work]
+
+    def replay(self) -> None:
+        self.gpu.replay(self.works)

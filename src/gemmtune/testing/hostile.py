@@ -109,7 +109,7 @@ def partial_write(problem: Problem) -> Run:
     """Leaves the last column as it found it."""
 
     def run(inputs: Inputs, out: Tensor) -> None:
-        full = torch.empty(out.shape, dtype=out.dtype)
+        full = torch.empty(out.shape, dtype=out.dtype, device=out.device)
         store(problem, value(problem, inputs), full)
         out[..., :-1] = full[..., :-1]
 
@@ -196,7 +196,7 @@ def adds_to_the_output(problem: Problem) -> Run:
     """Forgets to clear the accumulator, and keeps it in the output."""
 
     def run(inputs: Inputs, out: Tensor) -> None:
-        result = torch.empty(out.shape, dtype=out.dtype)
+        result = torch.empty(out.shape, dtype=out.dtype, device=out.device)
         store(problem, value(problem, inputs), result)
         out.add_(result)
 

@@ -1,0 +1,324 @@
+"""Measuring on a real GPU: operands, oracle, clock, and workers that survive what candidates do to the device."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from gemmtune import backends
+from gemmtune.backends.base import Candidate, QuantWeight
+from gemmtune.epilogue import Step
+from gemmtune.measure.clock import Latency
+from gemmtune.measure.cuda import CudaClock, TorchGpu, rough_times
+from gemmtune.measure.inputs import FILLS, Inputs, make_inputs, timing_sets
+from gemmtune.measure.nvml import cuda_machine
+from gemmtune.measure.timing import Flush
+from gemmtune.measure.verify import prepare, verify
+from gemmtune.measure.worker import Limits, Worker, WorkerLost
+from gemmtune.problem import Layout, Operand, Problem, Quant
+from gemmtune.reference import reference
+from gemmtune.store import MemoryStore
+from gemmtune.target import Target, current_cuda
+from gemmtune.testing import hostile, hostile_cuda
+from gemmtune.tuner import Budget, Tuner
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda")
+COL = Layout("col")
+PROBLEM = Problem("mm", 16, 512, 1024, Operand("bfloat16"), Operand("bfloat16", COL, constant=True), "bfloat16")
+INT8 = Problem("int_mm", 32, 96, 4096, Operand("int8"), Operand("int8", COL, constant=True), "int32", acc="int32")
+# A process that ran away on the device takes the driver some time to end.
+FAST = Limits(try_s=6.0, race_slack_s=6.0)
+
+EPILOGUE = (
+    Step("scale", "row", "float32"),
+    Step("bias", "col", "bfloat16"),
+    Step("gelu_tanh"),
+    Step("add", "full", "float32"),
+)
+PROBLEMS = {
+    "bf16": PROBLEM,
+    "fp16 gaps": replace(PROBLEM, a=Operand("float16", Layout("row", 1032)), b=Operand("float16"), out_dtype="float16"),
+    "fp32": Problem("mm", 33, 65, 127, Operand("float32"), Operand("float32"), "float32"),
+    "epilogue": replace(PROBLEM, epilogue=EPILOGUE),
+    "bmm": Problem("bmm", 8, 24, 40, Operand("bfloat16"), Operand("bfloat16"), "bfloat16", batch=3),
+    "int8": INT8,
+    "requantised": replace(
+        INT8, out_dtype="int8", epilogue=(Step("scale", "row", "float32"), Step("scale", "col", "float32"))
+    ),
+    "int64": Problem("mm", 4, 5, 6, Operand("int64"), Operand("int64"), "int64", acc="int64"),
+    "fp8": Problem(
+        "scaled_mm", 16, 64, 512, Operand("float8_e4m3fn"), Operand("float8_e4m3fn", COL, constant=True), "bfloat16",
+        (Step("scale", "row", "float32"), Step("scale", "col", "float32")),
+    ),
+    "weight-only int8": Problem(
+        "mixed_mm", 5, 64, 512, Operand("bfloat16"), Operand("int8", COL, True, quant=Quant()), "bfloat16"
+    ),
+    "weight-only int4": Problem(
+        "mixed_mm", 5, 64, 511, Operand("bfloat16"),
+        Operand("int4", COL, True, quant=Quant(128, "bfloat16", True)), "bfloat16",
+    ),
+    "many rows": Problem("mm", 1024, 3000, 2048, Operand("bfloat16"), Operand("bfloat16", COL), "bfloat16"),
+}  # fmt: skip
+
+
+def moved(item: Any, device: str) -> Any:
+    """Operands on another device, in the same layout."""
+    if isinstance(item, QuantWeight):
+        zero = None if item.zero_point is None else item.zero_point.to(device)
+        return replace(item, data=item.data.to(device), scale=item.scale.to(device), zero_point=zero)
+    return item.to(device)
+
+
+# --- operands and oracle -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fill", FILLS)
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_operands_lie_on_the_device_and_repeat(name: str, fill: Any) -> None:
+    problem = PROBLEMS[name]
+    one, two = (make_inputs(problem, 3, fill, device=CUDA) for _ in range(2))
+    other = make_inputs(problem, 4, fill, device=CUDA)
+    assert one.a.is_cuda
+    assert all(t.is_cuda for t in one.aux)
+    assert torch.equal(one.a.double(), two.a.double())
+    assert not torch.equal(one.a.double(), other.a.double())
+    assert bool(one.a.double().isfinite().all())
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_the_oracle_is_the_cpus(name: str) -> None:
+    problem = PROBLEMS[name]
+    inputs = make_inputs(problem, 5, device=CUDA)
+    there = reference(problem, inputs.a, inputs.b, inputs.aux)
+    here = reference(problem, inputs.a.cpu(), moved(inputs.b, "cpu"), [t.cpu() for t in inputs.aux])
+    assert there.value.is_cuda
+    assert there.magnitude.is_cuda
+    close = {"rtol": 1e-4, "atol": 1e-3} if name == "many rows" else {"rtol": 1e-9, "atol": 1e-9}  # float32 on a CPU
+    torch.testing.assert_close(there.value.cpu().double(), here.value.double(), **close)
+    factor = 2.0 if name == "many rows" else 1.0  # for the CPU oracle's own float32 sums
+    torch.testing.assert_close(factor * there.magnitude.cpu(), here.magnitude, rtol=1e-4, atol=1e-12)
+
+
+def test_the_oracle_is_never_tf32() -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        inputs = make_inputs(PROBLEMS["fp32"], 5, device=CUDA)
+        there = reference(PROBLEMS["fp32"], inputs.a, inputs.b)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert isinstance(inputs.b, torch.Tensor)
+    torch.testing.assert_close(there.value, inputs.a.double() @ inputs.b.double(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_a_right_kernel_passes(name: str) -> None:
+    problem = PROBLEMS[name]
+    assert verify(hostile.correct(problem), problem, prepare(problem, 1, device=CUDA)).ok
+
+
+@pytest.mark.parametrize("problem", [PROBLEM, INT8, PROBLEMS["fp32"]], ids=["bf16", "int8", "fp32"])
+@pytest.mark.parametrize("fault", [name for name in hostile.WRONG if name != "reversed epilogue"])
+def test_planted_faults_are_rejected(fault: str, problem: Problem) -> None:
+    if fault == "NaN swallowed" and problem is INT8:
+        pytest.skip("integers have no NaN")
+    assert not verify(hostile.WRONG[fault](problem), problem, prepare(problem, 0, device=CUDA)).ok
+
+
+def test_timing_sets_are_distinct_and_on_the_device() -> None:
+    one, two = timing_sets(PROBLEM, 2, 7, CUDA)
+    assert isinstance(one.b, torch.Tensor)
+    assert isinstance(two.b, torch.Tensor)
+    assert one.b.is_cuda
+    assert float((one.b == two.b).float().mean()) < 0.05
+
+
+# --- the clock ---------------------------------------------------------------------------------------------------
+
+
+def spinning(cycles: int) -> Any:
+    return lambda i: torch.cuda._sleep(cycles)
+
+
+@pytest.mark.parametrize("latency", ["graph", "eager"])
+def test_twice_the_work_takes_twice_the_time(latency: Latency) -> None:
+    target = current_cuda()
+    clock = CudaClock(TorchGpu(CUDA), chill=Flush(PROBLEM, target), latency=latency)
+    runs = [spinning(200_000), spinning(400_000)]
+    calls = [clock.calls_for(run, 500e-6) for run in runs]
+    pairs = [clock.time_round(runs, calls) for _ in range(9)]
+    ratio = sorted(two / one for one, two in pairs)[4]
+    assert 1.7 < ratio < 2.3
+    words = clock.conditions(runs[0], True)
+    assert words["timed"].startswith(latency)
+    assert 0.5 < float(words["launch_us"]) < 500.0
+
+
+def test_graphs_survive_captures_that_fail() -> None:
+    """The allocator must not be left recording: what comes next is captured all the same, and memory comes back."""
+    clock = CudaClock(TorchGpu(CUDA))
+    a = torch.randn(64, 64, device=CUDA)
+
+    def shy(_: int) -> None:
+        (a @ a).sum().item()
+
+    def plain(_: int) -> None:
+        a @ a
+
+    for _ in range(3):
+        clock.time_round([shy, plain], [4, 4])
+        clock = CudaClock(clock._gpu)
+    clock.time_round([shy, plain], [4, 4])
+    assert clock.conditions(shy, False)["timed"].startswith("eager: ")
+    assert clock.conditions(plain, False) == {"timed": "graph"}
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    del clock
+    torch.empty(1 << 28, dtype=torch.uint8, device=CUDA)
+    assert torch.cuda.memory_allocated() <= before
+
+
+def test_rough_times_on_the_device() -> None:
+    inputs = make_inputs(PROBLEM, 1, device=CUDA)
+    out = torch.empty(16, 512, dtype=torch.bfloat16, device=CUDA)
+    times = rough_times(TorchGpu(CUDA), lambda: torch.mm(inputs.a, inputs.b, out=out), Flush(PROBLEM, current_cuda()))
+    assert len(times) == 5
+    assert 0.0 < min(times) < 1e-3
+
+
+def test_this_gpu_has_a_weather() -> None:
+    pytest.importorskip("pynvml")
+    machine = cuda_machine(CUDA)
+    assert machine is not None
+    assert machine.weather().frequency > 0.0
+
+
+# --- workers -----------------------------------------------------------------------------------------------------
+
+
+def kind(name: str) -> Candidate:
+    return Candidate.make("hostile_cuda", name, kind=name)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def room() -> None:
+    backends.register("hostile_cuda", hostile_cuda.PLACE)
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return current_cuda()
+
+
+@pytest.fixture(scope="module")
+def shared(target: Target) -> Iterator[Worker]:
+    with Worker(target, limits=FAST) as worker:
+        worker.open(PROBLEM, 1)
+        yield worker
+
+
+def works(worker: Worker, name: str = "good") -> bool:
+    verdict = worker.attempt(kind(name), 30.0).verdict
+    return verdict is not None and verdict.ok
+
+
+@pytest.mark.parametrize("name", hostile_cuda.HONEST)
+def test_honest_candidates(shared: Worker, name: str) -> None:
+    result = shared.attempt(kind(name), 30.0)
+    assert result.verdict is not None
+    assert result.verdict.ok, result.verdict.detail
+    assert len(result.times_s) == 5
+    assert shared.confirm(kind(name)).verdict.ok
+
+
+@pytest.mark.parametrize(
+    ("name", "verdict"), [("wrong", "wrong"), ("spills", "wrong"), ("raise", "crashed"), ("oom", "out_of_memory")]
+)
+def test_failures_that_leave_the_worker_alive(shared: Worker, name: str, verdict: str) -> None:
+    assert works(shared)
+    pid = shared.pid
+    result = shared.attempt(kind(name), 30.0)
+    assert result.verdict is not None
+    assert result.verdict.kind == verdict, result.verdict.detail
+    assert works(shared)
+    assert shared.pid == pid
+
+
+# GEMMTUNE_HOSTILE_ROUNDS=100: each so many times.
+@pytest.mark.parametrize("round_", range(int(os.environ.get("GEMMTUNE_HOSTILE_ROUNDS", "1"))))
+@pytest.mark.parametrize("name", hostile_cuda.LETHAL)
+def test_a_lost_context_costs_the_candidate_alone(shared: Worker, name: str, round_: int) -> None:
+    assert works(shared)
+    before = shared.pid
+    result = shared.attempt(kind(name), 30.0)
+    assert result.verdict is not None
+    assert result.verdict.kind == "crashed"
+    assert "context is lost" in result.verdict.detail
+    assert works(shared)
+    assert shared.pid not in (None, before)
+
+
+@pytest.mark.parametrize("round_", range(int(os.environ.get("GEMMTUNE_HOSTILE_ROUNDS", "1"))))
+def test_an_endless_kernel_costs_the_candidate_alone(shared: Worker, round_: int) -> None:
+    assert works(shared)
+    result = shared.attempt(kind("spin"), 2.0)
+    assert result.verdict is not None
+    assert result.verdict.kind == "hung"
+    assert works(shared)
+
+
+@pytest.mark.parametrize("name", ["late_illegal", "replayed_illegal", "late_spin", "replayed_spin"])
+def test_what_turns_bad_in_a_race_is_named(shared: Worker, name: str) -> None:
+    names = [kind("good"), kind(name), kind("waits")]
+    assert works(shared)
+    assert works(shared, name)
+    with pytest.raises(WorkerLost) as caught:
+        shared.race(names, 1.0, 0)
+    assert caught.value.candidate_id == kind(name).id
+    assert shared.race([names[0], names[2]], 1.0, 0).leader is not None
+
+
+def test_a_race_says_how_each_was_timed(shared: Worker) -> None:
+    raced = shared.race([kind(name) for name in hostile_cuda.HONEST], 1.0, 0)
+    words = {place.id: place.sample.conditions for place in raced.placed if place.sample is not None}
+    assert words[kind("good").id]["timed"] == "graph"
+    assert words[kind("waits").id]["timed"].startswith("eager: ")
+    assert "nothing on the current stream" in words[kind("elsewhere").id]["timed"]
+    assert words[kind("good").id]["operands"] == "cold"
+
+
+def test_a_worker_for_eager_launches(target: Target) -> None:
+    with Worker(target, limits=FAST, latency="eager") as worker:
+        worker.open(PROBLEM, 1)
+        raced = worker.race([kind("good"), Candidate.make("aten", "mm")], 1.0, 0)
+    assert all(place.sample.conditions["timed"].startswith("eager: as asked") for place in raced.placed if place.sample)
+
+
+def test_tuning_among_hostile_candidates(target: Target) -> None:
+    store = MemoryStore()
+    tuner = Tuner(target, ("hostile_cuda",), store, Budget(seconds=120.0), limits=FAST)
+    (decision,) = tuner.tune([(PROBLEM, 1)])
+    assert decision.outcome in ("winner", "tie")
+    verdicts = {row.id: row.verdict.kind for row in decision.evidence if row.verdict is not None}
+    assert verdicts[kind("good").id] in ("within_bound", "exact")
+    assert verdicts[kind("wrong").id] == "wrong"
+    assert verdicts[kind("spin").id] == "hung"
+    for name in (*hostile_cuda.LETHAL, "late_illegal", "replayed_illegal"):
+        assert verdicts[kind(name).id] == "crashed", name
+    assert kind("illegal").id in store.failures(target, PROBLEM.key)
+    assert decision.find(decision.chosen) is not None
+
+
+def test_the_parent_needs_no_context(target: Target) -> None:
+    """Whatever happened above: this process computes as before."""
+    a = torch.ones(8, 8, device=CUDA)
+    assert float((a @ a).sum()) == 512.0
+    inputs = make_inputs(PROBLEM, 1, device=CUDA)
+    assert isinstance(inputs, Inputs)
