@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
+import msgspec
 import pytest
 import torch
 from torch import nn
 
 import gemmtune
+from gemmtune import backends
+from gemmtune.api import _tune_missing
 from gemmtune.decision import Decision
-from gemmtune.dispatch import RUNTIME
+from gemmtune.dispatch import RUNTIME, runtime
 from gemmtune.problem import Problem
 from gemmtune.store import MemoryStore
+from gemmtune.target import Target
 from gemmtune.tuner import Tuner
 from gemmtune.workloads import linear_problem
 from serving import RAN, decide, evidence, register, toy
@@ -30,7 +35,8 @@ class FakeTuner:
         FakeTuner.made.append({"names": tuple(names), "seconds": budget.seconds, **options})
 
     def tune(self, problems: Iterable[tuple[Problem, int]]) -> list[Decision]:
-        decisions = [decide(problem, evidence(toy(), 0.1), chosen=toy()) for problem, _ in problems]
+        made = [decide(problem, evidence(toy(), 0.1), chosen=toy()) for problem, _ in problems]
+        decisions = [msgspec.structs.replace(decision, target_key=self.target.key) for decision in made]
         for decision in decisions:
             self.store.put(self.target, decision)
         return decisions
@@ -150,3 +156,59 @@ def test_on_miss_takes_over_when_the_other_gives_up(own_store: MemoryStore, monk
             time.sleep(0.01)
     assert tuned == [problem.key]
     assert own_store.leased(gemmtune.current_target(), problem.key) is None
+
+
+H200 = Target("cuda", "H200", "9.0", caches=(232448, 0, 62914560), cores=132)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Where ``current_target`` was asked for; anything but the CPU is a made-up GPU."""
+    asked: list[Any] = []
+    real = runtime.current_target
+
+    def current_target(device: Any = "cpu") -> Target:
+        asked.append(str(device))
+        return real() if str(device) == "cpu" else H200
+
+    monkeypatch.setattr(runtime, "current_target", current_target)
+    return asked
+
+
+def test_a_device_has_its_own_target_and_backends(gpu: list[Any], own_store: MemoryStore) -> None:
+    problem = linear_problem(3, 5, 4, "bfloat16")
+    (decision,) = gemmtune.tune(problem, device="cuda:1", latency="eager")
+    assert gpu[0] == "cuda:1"
+    (made,) = FakeTuner.made
+    assert made["names"] == backends.names("cuda")
+    assert made["latency"] == "eager"
+    assert own_store.get(H200, problem.key) == decision
+    FakeTuner.made.clear()
+    gemmtune.tune(problem)
+    assert FakeTuner.made[0]["names"] == backends.names("cpu")
+    assert FakeTuner.made[0]["latency"] == "graph"
+    with pytest.raises(ValueError, match="latency must be 'graph' or 'eager'; got 'now'"):
+        gemmtune.tune(problem, latency="now")  # type: ignore[arg-type]
+
+
+def test_a_model_is_tuned_where_it_ran_unless_told(gpu: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = nn.Linear(4, 5), torch.randn(3, 4)
+    gemmtune.tune(model, x)
+    assert gpu[0] == "cpu"
+    gpu.clear()
+    gemmtune.tune(model, x, device="cuda")
+    assert gpu[0] == "cuda"
+    gpu.clear()
+    here, there = torch.device("cpu"), torch.device("cuda", 0)
+    recording: Any = importlib.import_module("gemmtune.integrations.record")
+    monkeypatch.setattr(recording, "_device", lambda args, _: there if args[0].shape[0] == 3 else here)
+    both = gemmtune.tune(model, [x, torch.randn(2, 4)])
+    assert gpu[:2] == ["cuda:0", "cpu"]
+    assert [decision.problem["m"] for decision in both] == [3, 2]
+
+
+def test_a_miss_on_a_gpu_is_tuned_for_it(gpu: list[Any], own_store: MemoryStore) -> None:
+    problem = linear_problem(3, 5, 4, "bfloat16")
+    _tune_missing(problem, torch.device("cuda", 0))
+    assert own_store.get(H200, problem.key) is not None
+    assert FakeTuner.made[0]["names"] == backends.names("cuda")

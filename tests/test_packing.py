@@ -75,7 +75,7 @@ I8 = torch.ones(4, 8, dtype=torch.int8)
 ERRORS: list[tuple[Any, type[Exception], str]] = [
     (lambda: gemmtune.pack(5), TypeError, "must be Tensor, not int"),
     (lambda: gemmtune.pack(torch.ones(3)), ShapeError, r"expected a weight \[N, K\]"),
-    (lambda: gemmtune.pack(torch.ones(3, 4, device="meta")), DtypeError, "only CPU weights"),
+    (lambda: gemmtune.pack(torch.ones(3, 4, device="meta")), DtypeError, "only CPU and CUDA weights"),
     (lambda: gemmtune.pack(torch.ones(3, 4, dtype=torch.int32)), DtypeError, "got int32"),
     (lambda: gemmtune.pack(torch.ones(3, 4, dtype=torch.complex64)), DtypeError, "complex"),
     (lambda: gemmtune.pack(I8, bits=8), TypeError, "give its scale too"),

@@ -189,3 +189,94 @@ def test_scaled_mm_checks_scale_result() -> None:
     a = torch.zeros(16, 16).to(torch.float8_e4m3fn)
     with pytest.raises(TypeError, match="scale_result"):
         gemmtune.scaled_mm(a, a.t(), torch.ones(()), torch.ones(()), None, 3.0)  # type: ignore[arg-type]
+
+
+def test_raw_weights_and_fp8_are_served_by_their_kernel_without_asking_again(
+    own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """mixed_mm of a weight as it lies, and scaled_mm: described once."""
+    register()
+    x, q, scale, bias = torch.randn(3, 16), bytes_of(5, 16), torch.rand(5), torch.randn(5)
+    grouped = torch.rand(2, 5)
+    a, b = torch.randn(4, 16).to(E4M3), torch.randn(32, 16).to(E4M3).t()
+    rows, cols, extra = torch.rand(4, 1) + 0.5, torch.rand(1, 32) + 0.5, torch.randn(32).bfloat16()
+    product = x.double() @ q.t().double()
+    spread = grouped.repeat_interleave(8, 0).double()
+    calls: list[tuple[Any, Tensor]] = [
+        (lambda: gemmtune.mixed_mm(x, q.t(), scale), product * scale.double()),
+        (lambda: gemmtune.mixed_mm(x, q.t(), scale, bias=bias), product * scale.double() + bias.double()),
+        (lambda: gemmtune.mixed_mm(x, q.t(), scale, torch.ones(5)), (product - x.double().sum(1, True)) * scale),
+        (lambda: gemmtune.mixed_mm(x, q.t(), grouped, group_size=8), x.double() @ (q.t().double() * spread)),
+        (
+            lambda: gemmtune.scaled_mm(a, b, rows, cols, extra, out_dtype=torch.bfloat16),
+            (a.double() @ b.double()) * rows.double() * cols.double() + extra.double(),
+        ),
+        (
+            lambda: gemmtune.scaled_mm(a, b, rows[:1], cols[:, :1], out_dtype=torch.float32),
+            (a.double() @ b.double()) * rows[0].double() * cols[0, 0].double(),
+        ),
+    ]
+    with gemmtune.record() as recorded:
+        for call, _ in calls:
+            call()
+    assert len(recorded) == len(calls)
+    for tuned in (False, True):
+        if tuned:
+            for problem, _ in recorded.problems:
+                serve(own_store, problem, evidence(toy(), 0.1), chosen=toy())
+        for call, wanted in calls:
+            for _ in range(2):
+                RAN.clear()
+                torch.testing.assert_close(call().double(), wanted, rtol=1e-2, atol=1e-2)
+                assert len(RAN) == tuned
+        with monkeypatch.context() as patch:
+            patch.setattr("gemmtune.describe.mixed_mm", lambda *_: pytest.fail("described again"))
+            patch.setattr("gemmtune.describe.scaled_mm", lambda *_: pytest.fail("described again"))
+            for call, wanted in calls:
+                torch.testing.assert_close(call().double(), wanted, rtol=1e-2, atol=1e-2)
+
+
+def test_unusual_raw_operands_go_the_general_way() -> None:
+    x, q, scale = torch.randn(3, 16), bytes_of(5, 16), torch.rand(5)
+    wanted = (x.double() @ q.t().double()) * scale.double()
+    for _ in range(2):
+        for held in (scale, scale[None], torch._neg_view(-scale), torch.cat((scale, scale))[::2].copy_(scale)):
+            got = gemmtune.mixed_mm(x, q.t(), held)
+            torch.testing.assert_close(got.double(), wanted, rtol=1e-4, atol=1e-4)
+    assert gemmtune.mixed_mm(x, q.t(), scale, torch.zeros(5, dtype=torch.int8)).shape == (3, 5)
+    with pytest.raises(GradError, match="no gradient"):
+        gemmtune.mixed_mm(x, q.t(), scale.clone().requires_grad_())
+
+
+def test_int_mm_on_a_gpu_goes_through_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gemmtune import plain
+    from gemmtune.backends.aten import padding
+
+    class OnGpu:
+        is_cuda = True
+
+    assert plain.int_product(OnGpu()) is padding.int_product  # type: ignore[arg-type]
+    assert plain.int_product(torch.ones(2, 2)) is torch._int_mm
+
+
+def test_what_only_gpus_know_is_atens_there() -> None:
+    from gemmtune.quantized import _is_atens
+
+    class OnGpu(Tensor):
+        @property
+        def is_cpu(self) -> bool:  # type: ignore[override]
+            return False
+
+        @property
+        def is_cuda(self) -> bool:  # type: ignore[override]
+            return True
+
+    a, b = torch.zeros(4, 16).as_subclass(OnGpu), torch.zeros(16, 32)
+    one, rows, cols = torch.ones(()), torch.ones(4, 1), torch.ones(1, 32)
+    for scale_a, scale_b, result, fast, whose in (
+        (one, one, None, False, False), (rows, cols, None, False, False), (rows, one, None, False, False),
+        (one, one, None, True, True), (one, one, one, False, True), (one.bfloat16(), one, None, False, True),
+        (torch.ones(4, 2), cols, None, False, True), (one, 3, None, False, False),
+    ):  # fmt: skip
+        assert _is_atens(a, b, scale_a, scale_b, result, fast) is whose
+    assert not _is_atens(b, b, one, one, None, True)

@@ -23,6 +23,7 @@ def test_a_linear_weight_is_a_constant_column_major_operand() -> None:
         ("int8", "int_mm", "int8", "int8", "int32"),
         ("int8wo", "mixed_mm", "bfloat16", "int8", "bfloat16"),
         ("int4wo", "mixed_mm", "bfloat16", "int4", "bfloat16"),
+        ("fp8", "scaled_mm", "float8_e4m3fn", "float8_e4m3fn", "bfloat16"),
     ],
 )
 def test_every_short_dtype(name: str, family: str, a: str, b: str, out: str) -> None:
@@ -92,3 +93,17 @@ def test_labels() -> None:
     assert workloads.label(workloads.build(16, 4096, 11008, "bf16", bias=True)) == "16x4096x11008 bf16 +bias"
     assert workloads.label(workloads.bmm_problem(8, 1, 2, 3, "float32")) == "8x1x2x3 fp32"
     assert workloads.dtype_name(workloads.int_problem(1, 2, 3, a_dtype="uint8")) == "uint8 x int8 -> int32"
+
+
+def test_fp8_problems_are_the_ops() -> None:
+    import torch
+
+    import gemmtune
+
+    a, b = torch.zeros(3, 16).to(torch.float8_e4m3fn), torch.zeros(32, 16).to(torch.float8_e4m3fn).t()
+    one, rows, columns = torch.ones(()), torch.ones(3, 1), torch.ones(1, 32)
+    with gemmtune.record() as recorded:
+        gemmtune.scaled_mm(a, b, rows, columns, out_dtype=torch.bfloat16)
+        gemmtune.scaled_mm(a, b, one, one, out_dtype=torch.bfloat16)
+    wanted = [workloads.fp8_problem(3, 32, 16), workloads.fp8_problem(3, 32, 16, rowwise=False)]
+    assert [problem for problem, _ in recorded.problems] == wanted

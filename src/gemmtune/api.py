@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import nn
 
 from .dispatch import runtime
@@ -33,16 +34,20 @@ def tune(
     progress: Progress | None = None,
     force: bool = False,
     operands: Literal["cold", "hot"] = "cold",
+    device: str | torch.device | None = None,
+    latency: Literal["graph", "eager"] = "graph",
 ) -> list[Decision]:
     """Find the fastest correct kernel for each Problem and keep the decisions in the store.
 
     model_or_problems: a model (with ``example_inputs`` as ``optimize`` takes them), or Problems, alone or with counts
-    (as ``record().problems`` has them). budget: seconds per problem
-    (kept within 10%; None: 6, more where single calls are slow), or a ``tuner.Budget``. store: default the user's.
-    backends: names to try (ATen always is); default all. operands: whether kernels are timed on operands from memory
-    or from the cache; samples say which. force: tune again what the store already knows. Ctrl-C keeps
-    what is finished; a problem that another process is tuning is waited for. From then on the ops serve from the new
-    decisions. Raises TypeError, ValueError, WorkerError.
+    (as ``record().problems`` has them). budget: seconds per problem (kept within 10%; None: 6, 3 on a GPU, more where
+    single calls are slow), or a ``tuner.Budget``. store: default the user's. backends: names to try (ATen always is);
+    default all for the device. operands: whether kernels are timed on operands from memory or from the cache; samples
+    say which. force: tune again what the store already knows. device: ``"cpu"``, ``"cuda"``
+    (the current GPU) or ``"cuda:1"``; by default where the model ran, and the CPU for Problems. latency: what ranks on
+    a GPU: time in a CUDA graph, or ``"eager"``, launching included. Ctrl-C keeps what is finished; a problem that
+    another process is tuning is waited for. From then on the ops serve from the new decisions. Raises TypeError,
+    ValueError, UnsupportedError (no such device here), WorkerError.
     """
     from .events import silent
     from .store import open_store
@@ -50,17 +55,22 @@ def tune(
 
     if operands not in ("cold", "hot"):
         raise ValueError(f"tune(): operands must be 'cold' or 'hot'; got {operands!r}")
-    problems = _problems(model_or_problems, example_inputs)
+    if latency not in ("graph", "eager"):
+        raise ValueError(f"tune(): latency must be 'graph' or 'eager'; got {latency!r}")
+    asked = _by_device(model_or_problems, example_inputs, device)
     limit = budget if isinstance(budget, Budget) else Budget(seconds=None if budget is None else float(budget))
     keeper = store if store is not None else runtime.RUNTIME.store() or open_store()
-    names = _backend_names(backends)
-    tuner = Tuner(
-        runtime.current_target(), names, keeper, limit, progress or silent, force=force, hot=operands == "hot"
-    )
+    decisions: list[Decision] = []
     try:
-        return tuner.tune(problems)
+        for place, problems in asked:
+            tuner = Tuner(
+                runtime.current_target(place), _backend_names(backends, place.type), keeper, limit, progress or silent,
+                force=force, hot=operands == "hot", latency=latency,
+            )  # fmt: skip
+            decisions += tuner.tune(problems)
     finally:
         runtime.RUNTIME.refresh(keeper)
+    return decisions
 
 
 def policy(name: Policy) -> PolicyScope:
@@ -74,19 +84,19 @@ def policy(name: Policy) -> PolicyScope:
     return runtime.policy(name)
 
 
-def _tune_missing(problem: Problem) -> None:
+def _tune_missing(problem: Problem, device: torch.device) -> None:
     """The on-miss hook: a tuning that fails costs a warning, and PyTorch serves.
 
     So it does while another process tunes the problem: serving does not wait, and looks again when that is over.
     """
-    store, target = runtime.RUNTIME.store(), runtime.current_target()
+    store, target = runtime.RUNTIME.store(), runtime.current_target(device)
     if store is None:
         return
     try:
         from .events import silent
         from .tuner import Budget, Tuner
 
-        tuner = Tuner(target, _backend_names(None), store, Budget(), silent, wait=False)
+        tuner = Tuner(target, _backend_names(None, device.type), store, Budget(), silent, wait=False)
         decided = tuner.tune([(problem, 1)])
     except Exception as error:  # the caller asked for a product, not for tuning: it is served in any case
         runtime.RUNTIME.warn_once(f"tuning on a miss failed ({error}); PyTorch's own kernels serve")
@@ -121,16 +131,26 @@ def _look_later(store: Store, target: Target, problem_key: str) -> None:
         _looker.start()
 
 
-def _problems(given: Any, example_inputs: Any) -> list[tuple[Problem, int]]:
-    if isinstance(given, nn.Module):
-        if example_inputs is None:
-            raise TypeError("tune(): a model needs example_inputs, the arguments of the calls to tune for")
-        from .integrations.calls import run
-        from .integrations.record import record
+def _by_device(
+    given: Any, example_inputs: Any, device: str | torch.device | None
+) -> list[tuple[torch.device, list[tuple[Problem, int]]]]:
+    """What to tune, and where: a model's Problems where they ran, unless a device is named."""
+    place = runtime.CPU if device is None else torch.device(device)
+    if not isinstance(given, nn.Module):
+        return [(place, _problems(given, example_inputs))]
+    if example_inputs is None:
+        raise TypeError("tune(): a model needs example_inputs, the arguments of the calls to tune for")
+    from .integrations.calls import run
+    from .integrations.record import record
 
-        with record() as recorded:
-            run(given, example_inputs)
-        return recorded.problems
+    with record() as recorded:
+        run(given, example_inputs)
+    if device is not None:
+        return [(place, recorded.problems)]
+    return [(found, recorded.on(found)) for found in recorded.devices if found.type in ("cpu", "cuda")]
+
+
+def _problems(given: Any, example_inputs: Any) -> list[tuple[Problem, int]]:
     if example_inputs is not None:
         raise TypeError("tune(): example_inputs go with a model; Problems need none")
     if isinstance(given, Problem):
@@ -142,11 +162,11 @@ def _problems(given: Any, example_inputs: Any) -> list[tuple[Problem, int]]:
     return pairs
 
 
-def _backend_names(asked: Sequence[str] | None) -> tuple[str, ...]:
+def _backend_names(asked: Sequence[str] | None, device: str) -> tuple[str, ...]:
     from . import backends
 
     if asked is None:
-        return backends.names()
+        return backends.names(device)
     if isinstance(asked, str):
         raise TypeError(f"tune(): backends must be a sequence of names; got the string {asked!r}")
     for name in asked:

@@ -98,8 +98,11 @@ def _same_devices(op: str, a: Tensor, b: Weight, bounds: Sequence[fuse.Bound]) -
     for bound in bounds:
         if not isinstance(bound, fuse.Bound):
             raise TypeError(f"{op}(): epilogue must hold steps made by gemmtune.fuse; got {type(bound).__name__}")
-    if isinstance(b, PackedWeight) and a.device.type not in ("cpu", "meta"):
-        raise checks.DtypeError(f"{op}(): the packed weight is on cpu and the input is on {a.device}")
+    if isinstance(b, PackedWeight) and a.device != b.device and not a.is_meta:
+        raise checks.DtypeError(
+            f"{op}(): expected all tensors to be on the same device, but the input is on {a.device} and the packed "
+            f"weight is on {b.device}"
+        )
     checks.same_device(op, ("input", a), ("mat2", b), *(("an epilogue tensor", bound.tensor) for bound in bounds))
 
 

@@ -28,6 +28,19 @@ class BackendState:
 
 
 @dataclass(frozen=True, slots=True)
+class Gpu:
+    """A CUDA device that torch sees. memory: bytes; cores: multiprocessors."""
+
+    place: str
+    name: str
+    capability: str
+    driver: str
+    memory: int
+    cores: int
+    backends: list[BackendState]
+
+
+@dataclass(frozen=True, slots=True)
 class Examination:
     """Everything ``gemmtune doctor`` prints. advice: what to install or change, a sentence each."""
 
@@ -43,6 +56,7 @@ class Examination:
     store_path: str
     store_decisions: int
     store_damage: list[str]
+    gpus: list[Gpu] = field(default_factory=list)
     advice: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
@@ -73,6 +87,7 @@ def examine(store_path: Path | None = None, *, threads: int | None = None) -> Ex
         store_path=path,
         store_decisions=decisions,
         store_damage=damage,
+        gpus=gpus(),
     )
     found.advice.extend(advise(found))
     return found
@@ -82,12 +97,28 @@ def _libc() -> str:
     return " ".join(platform.libc_ver()).strip() or "unknown libc"
 
 
+def gpus() -> list[Gpu]:
+    """The GPUs that torch can use, with what each backend says of them; empty without CUDA."""
+    import torch
+
+    from . import dispatch
+
+    found = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        place = f"cuda:{index}"
+        target = dispatch.current_target(place)
+        driver = dict(target.versions).get("driver", "unknown")
+        states = backend_states(target)
+        found.append(Gpu(place, target.name, target.capability, driver, target.memory, target.cores, states))
+    return found
+
+
 def backend_states(target: Target) -> list[BackendState]:
-    """Each registered backend on this target."""
+    """Each registered backend for this kind of target."""
     from .backends import get, names
 
     states = []
-    for name in names():
+    for name in names(target.device):
         availability = get(name).available(target)
         states.append(BackendState(name, bool(availability), availability.reason))
     return states
@@ -122,6 +153,12 @@ def advise(found: Examination) -> list[str]:
     """What to install or change, in words a user can act on; empty when all is well."""
     advice = [
         f"backend {state.name} is not available: {state.reason}" for state in found.backends if not state.available
+    ]
+    advice += [
+        f"backend {state.name} is not available on {gpu.place}: {state.reason}"
+        for gpu in found.gpus
+        for state in gpu.backends
+        if not state.available
     ]
     if len(found.openmp) > 1:
         advice.append(

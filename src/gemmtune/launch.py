@@ -13,7 +13,7 @@ from . import checks, plain
 from .backends.aten.steps import dtype_of
 from .backends.base import Kernel
 from .describe import Call
-from .dispatch.guards import special, special_state
+from .dispatch.guards import capturing, special, special_state, unusual
 from .dispatch.runtime import RUNTIME
 from .problem import Problem
 
@@ -29,7 +29,7 @@ def execute(op: str, call: Call, out: Tensor | None = None, *, differentiable: b
     """
     observer = RUNTIME.observer  # read once: another thread may end its recording
     if observer is not None:
-        observer(call.problem)
+        observer(call.problem, call.a.device)
         with torch._C.DisableTorchFunction():
             return _execute(op, call, out, differentiable)
     return _execute(op, call, out, differentiable)
@@ -46,10 +46,12 @@ def _execute(op: str, call: Call, out: Tensor | None, differentiable: bool) -> T
     if kernel is None:
         result = _shape_only(call, dtype) if _fake(call.a) else plain.run(call)
     elif out is not None and _direct(out, call):
-        kernel.run(_operand(call), call.b, call.aux, out.view(_kernel_shape(call)))
+        run = _there(kernel.run, kernel, call.a.device)
+        run(_operand(call), call.b, call.aux, out.view(_kernel_shape(call)))
         return out
     else:
-        result = fresh_of(kernel)(_operand(call), call.b, call.aux).view(call.shape)
+        fresh = _there(fresh_of(kernel), kernel, call.a.device)
+        result = fresh(_operand(call), call.b, call.aux).view(call.shape)
     return result if out is None else out.copy_(result)
 
 
@@ -58,7 +60,30 @@ def _kernel(call: Call) -> Kernel | None:
         return None
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors):
         return None
-    return RUNTIME.kernel_for(call.problem, call.packed)
+    return RUNTIME.kernel_for(call.problem, call.packed, call.a.device)
+
+
+def passing(call: Call) -> bool:
+    """Whether what serves this call must not be remembered: a CUDA graph is being captured, or its CUDA tensors are
+    no ordinary ones (whose device may not even exist)."""
+    if not call.a.is_cuda:
+        return False
+    return special_state() or any(special(tensor) for tensor in call.tensors) or capturing(call.a.device)
+
+
+def _there(function: Callable[..., Any], kernel: Kernel, device: torch.device) -> Callable[..., Any]:
+    """The function, made to run with ``device`` current where there are several GPUs (ATen's ops see to that)."""
+    if device.type != "cuda" or kernel.candidate.backend == "aten" or torch.cuda.device_count() < 2:
+        return function
+    index, current = device.index, torch.cuda.current_device
+
+    def there(*operands: Any) -> Any:
+        if current() == index:
+            return function(*operands)
+        with torch.cuda.device(index):
+            return function(*operands)
+
+    return there
 
 
 def _empty(problem: Problem) -> bool:
@@ -112,7 +137,7 @@ def fresh_of(kernel: Kernel) -> Fresh:
 
     def fresh(a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
         shape = (a.shape[0], a.shape[1], n) if batched else (a.shape[0], n)
-        out = torch.empty(shape, dtype=dtype)
+        out = torch.empty(shape, dtype=dtype, device=a.device)
         run(a, b, aux, out)
         return out
 
@@ -123,18 +148,18 @@ def prepared(call: Call, prepare: Prepare, differentiate: Entry, plainly: Entry)
     """``entry(x, weight, extra=None)`` for operands of just these shapes, or None when plain PyTorch serves.
 
     prepare: the operands as the kernel takes them. differentiate: called with ``compute`` and the operands when one
-    requires grad. plainly: serves whatever is no ordinary CPU tensor.
+    requires grad. plainly: serves whatever is no ordinary tensor.
     """
-    kernel = None if _empty(call.problem) else RUNTIME.kernel_for(call.problem, call.packed)
+    kernel = _kernel_now(call)
     if kernel is None:
         return None
     packed, grad_on = call.packed is not None, torch.is_grad_enabled
     compute = _computing(kernel, call, prepare)
 
     def entry(x: Tensor, weight: Any, extra: Tensor | None = None) -> Tensor:
-        if special_state() or special(x) or not (packed or not special(weight)):
+        if special_state() or unusual(x) or not (packed or not unusual(weight)):
             return plainly(x, weight, extra)
-        if extra is not None and special(extra):
+        if extra is not None and unusual(extra):
             return plainly(x, weight, extra)
         if grad_on() and _requires_grad(x, None if packed else weight, extra):
             return differentiate(compute, x, weight, extra)
@@ -143,24 +168,41 @@ def prepared(call: Call, prepare: Prepare, differentiate: Entry, plainly: Entry)
     return entry
 
 
-def _computing(kernel: Kernel, call: Call, prepare: Prepare) -> Entry:
+def _kernel_now(call: Call) -> Kernel | None:
+    return None if _empty(call.problem) else RUNTIME.kernel_for(call.problem, call.packed, call.a.device)
+
+
+def computing(call: Call) -> Fresh:
+    """``compute(a, b, aux)`` for operands of just these shapes, as kernels take them, by what serves the Call now: its
+    kernel, or plain PyTorch. Looks at nothing: the caller has seen that they are ordinary and want no gradient."""
+    kernel = _kernel_now(call)
+    if kernel is not None:
+        return _computing(kernel, call, lambda a, b, aux: (a, b, aux))
+    problem, shape = call.problem, call.shape
+    return lambda a, b, aux: plain.run(Call(problem, a, b, tuple(aux), shape))
+
+
+def _computing(kernel: Kernel, call: Call, prepare: Callable[[Tensor, Any, Any], Any]) -> Entry:
     """``compute(x, weight, extra)``: the kernel on prepared operands, into a new tensor of the Call's shape."""
-    own: Fresh | None = getattr(kernel, "fresh", None)
-    inner, shape, run = _kernel_shape(call), call.shape, kernel.run
+    device, own = call.a.device, getattr(kernel, "fresh", None)
+    inner, shape, run = _kernel_shape(call), call.shape, _there(kernel.run, kernel, call.a.device)
     dtype, empty, same = dtype_of(call.problem.out_dtype), torch.empty, shape == inner
 
-    def allocate(x: Tensor, weight: Any, extra: Tensor | None) -> Tensor:
+    def allocate(x: Tensor, weight: Any, extra: Any) -> Tensor:
         a, b, aux = prepare(x, weight, extra)
-        out = empty(inner, dtype=dtype)
+        out = empty(inner, dtype=dtype, device=device)
         run(a, b, aux, out)
         return out if same else out.view(shape)
 
-    def ask(x: Tensor, weight: Any, extra: Tensor | None) -> Tensor:
-        assert own is not None
-        out = own(*prepare(x, weight, extra))
+    if own is None:
+        return allocate
+    fresh: Fresh = _there(own, kernel, device)
+
+    def ask(x: Tensor, weight: Any, extra: Any) -> Tensor:
+        out = fresh(*prepare(x, weight, extra))
         return out if same else out.view(shape)
 
-    return allocate if own is None else ask
+    return ask
 
 
 def _requires_grad(*tensors: Tensor | None) -> bool:

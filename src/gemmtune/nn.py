@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .integrations.modules import Linear, WeightOnlyLinear
+from .integrations.modules import Linear, RawLinear, RawWeightOnlyLinear, WeightOnlyLinear
 
-__all__ = ["Linear", "WeightOnlyLinear"]
+__all__ = ["Linear", "RawLinear", "RawWeightOnlyLinear", "WeightOnlyLinear"]

@@ -45,9 +45,11 @@ def mm(
         return _mm(input, mat2, out_dtype, epilogue, out)
     try:
         shown: Any = (
-            mat2._key if isinstance(mat2, PackedWeight) else (mat2.shape, mat2.stride(), mat2.dtype, mat2.is_cpu)
+            mat2._key
+            if isinstance(mat2, PackedWeight)
+            else (mat2.shape, mat2.stride(), mat2.dtype, mat2.is_cpu or mat2.device)
         )
-        key = ("mm", input.shape, input.stride(), input.dtype, input.is_cpu, shown, _threads())
+        key = ("mm", input.shape, input.stride(), input.dtype, input.is_cpu or input.device, shown, _threads())
     except (AttributeError, RuntimeError, TypeError):
         return _mm(input, mat2, None, (), None)
     entry = _lookup(key) or _first_mm(key, input, mat2)
@@ -102,7 +104,7 @@ def _entry(
 ) -> launch.Entry:  # fmt: skip
     """What serves operands like a Call's from now on: a kernel, PyTorch's ``function``, or the general path."""
     generation = RUNTIME.generation
-    if RUNTIME.observer is not None:
+    if RUNTIME.observer is not None or launch.passing(call):
         return described
     if call.packed is not None:
         entry = launch.prepared(call, prepare, grad, described) or described
@@ -150,13 +152,13 @@ def linear(
     try:
         shown: Any = (
             weight._key if isinstance(weight, PackedWeight)
-            else (weight.shape, weight.stride(), weight.dtype, weight.is_cpu)
+            else (weight.shape, weight.stride(), weight.dtype, weight.is_cpu or weight.device)
         )  # fmt: skip
         key: Any = (
-            ("linear", input.shape, input.stride(), input.dtype, input.is_cpu, shown, _threads())
+            ("linear", input.shape, input.stride(), input.dtype, input.is_cpu or input.device, shown, _threads())
             if bias is None
-            else ("linear", input.shape, input.stride(), input.dtype, input.is_cpu, shown, _threads(), bias.shape,
-                  bias.stride(), bias.dtype, bias.is_cpu)
+            else ("linear", input.shape, input.stride(), input.dtype, input.is_cpu or input.device, shown, _threads(),
+                  bias.shape, bias.stride(), bias.dtype, bias.is_cpu or bias.device)
         )  # fmt: skip
     except (AttributeError, RuntimeError, TypeError):
         return _linear(input, weight, bias, (), None)
@@ -234,11 +236,13 @@ def addmm(
         return _addmm(input, mat1, mat2, beta, alpha, out)
     try:
         weight: Any = (
-            mat2._key if isinstance(mat2, PackedWeight) else (mat2.shape, mat2.stride(), mat2.dtype, mat2.is_cpu)
+            mat2._key
+            if isinstance(mat2, PackedWeight)
+            else (mat2.shape, mat2.stride(), mat2.dtype, mat2.is_cpu or mat2.device)
         )
         key: Any = (
-            "addmm", input.shape, input.stride(), input.dtype, input.is_cpu, mat1.shape, mat1.stride(), mat1.dtype,
-            mat1.is_cpu, weight, beta, alpha, _threads(),
+            "addmm", input.shape, input.stride(), input.dtype, input.is_cpu or input.device, mat1.shape, mat1.stride(),
+            mat1.dtype, mat1.is_cpu or mat1.device, weight, beta, alpha, _threads(),
         )  # fmt: skip
         entry = _lookup(key)
     except (AttributeError, RuntimeError, TypeError):
@@ -293,8 +297,8 @@ def bmm(input: Tensor, mat2: Tensor, *, out: Tensor | None = None) -> Tensor:
         return _bmm(input, mat2, out)
     try:
         key = (
-            "bmm", input.shape, input.stride(), input.dtype, input.is_cpu, mat2.shape, mat2.stride(), mat2.dtype,
-            mat2.is_cpu, _threads(),
+            "bmm", input.shape, input.stride(), input.dtype, input.is_cpu or input.device, mat2.shape, mat2.stride(),
+            mat2.dtype, mat2.is_cpu or mat2.device, _threads(),
         )  # fmt: skip
     except (AttributeError, RuntimeError, TypeError):
         return _bmm(input, mat2, None)

@@ -12,7 +12,7 @@ from torch import Tensor
 from . import backends, checks, describe
 from .backends.base import Backend, Candidate, Illegal, Kernel, PackedWeight, QuantWeight
 from .dispatch.portfolio import rank_packings
-from .dispatch.runtime import RUNTIME, current_target
+from .dispatch.runtime import CPU, RUNTIME, current, current_target
 from .errors import KernelError, UnsupportedError
 from .problem import Problem
 
@@ -33,8 +33,9 @@ def pack(
 
     weight: floating; int8 for int_mm; with ``scale`` ([N] or [groups, N]) int8, or uint8 [N, ceil(K / 2)] with
     ``bits=4``, for mixed_mm. m: the numbers of rows it will meet (or whole Problems), which decide between layouts.
-    layout: force one by name. By default the layout of the weight's Plan in the store, else the native backend's.
-    Raises TypeError, DtypeError or ShapeError for a bad weight, UnsupportedError when nothing here packs it so.
+    layout: force one by name. By default the layout of the weight's Plan in the store, else what a backend for its
+    device has as its default (on CPUs the native one). The packed weight stays on the weight's device. Raises
+    TypeError, DtypeError or ShapeError for a bad weight, UnsupportedError when nothing here packs it so.
     """
     if layout is not None and not isinstance(layout, str):
         raise TypeError(f"pack(): layout must be a str or None, not {type(layout).__name__}")
@@ -42,10 +43,11 @@ def pack(
     problems = _problems(raw, m)
     if not problems:
         raise ValueError("pack(): m must name at least one number of rows")
-    kernel = _kernel(problems, layout)
+    kernel = _kernel(problems, layout, weight.device)
     if kernel is None:
         raise UnsupportedError(_nothing_packs(problems[0], layout))
-    return kernel.pack(raw)
+    with current(weight.device):
+        return kernel.pack(raw)
 
 
 def unpack(packed: PackedWeight) -> Tensor | QuantWeight:
@@ -64,8 +66,8 @@ def operand(
     checks.tensor("pack", "weight", 1, weight)
     if weight.dim() != 2:
         raise checks.ShapeError(f"pack(): expected a weight [N, K]; got {weight.dim()}-D tensor")
-    if weight.device.type != "cpu":
-        raise checks.DtypeError(f"pack(): only CPU weights are packed; this one is on {weight.device}")
+    if weight.device.type not in ("cpu", "cuda"):
+        raise checks.DtypeError(f"pack(): only CPU and CUDA weights are packed; this one is on {weight.device}")
     # What packs reads memory: a lazily negated view has to become its values.
     weight = weight.detach().resolve_neg()
     if scale is None:
@@ -74,6 +76,7 @@ def operand(
         checks.one_of("pack", "weight's dtype", weight.dtype, (*checks.FLOATS, torch.int8))
         return weight.t()
     checks.tensor("pack", "scale", 2, scale)
+    checks.same_device("pack", ("weight", weight), ("scale", scale), ("zero_point", zero_point))
     width = bits if bits is not None else (4 if weight.dtype == torch.uint8 else 8)
     k = weight.shape[1] * (2 if width == 4 else 1)
     return describe.quantized(weight.t(), scale.detach(), zero_point, width, group_size, k)
@@ -105,49 +108,55 @@ def _meta(raw: QuantWeight) -> QuantWeight:
     return replace(raw, data=raw.data.to("meta"), scale=raw.scale.to("meta"), zero_point=zero)
 
 
-def _kernel(problems: Sequence[Problem], layout: str | None) -> Kernel | None:
-    """A kernel that packs into the wanted layout: the Plan's, the native default's, or any of that name."""
+def _kernel(problems: Sequence[Problem], layout: str | None, device: torch.device) -> Kernel | None:
+    """A kernel that packs into the wanted layout: the Plan's, a backend's default, or any of that name."""
     if layout is None:
-        layout = _planned_layout(problems[0])
-    for name in reversed(backends.names()):
+        layout = _planned_layout(problems[0], device)
+    target = current_target(device)
+    for name in reversed(backends.names(device.type)):
         backend = backends.get(name)
         if layout is not None and layout.partition(":")[0] != name:
             continue
-        target = current_target()
         if not backend.available(target):
             continue
-        kernel = _default(backend, problems[0]) if layout is None else packing_kernel(backend, problems, layout)
+        if layout is None:
+            kernel = _default(backend, problems[0], device)
+        else:
+            kernel = packing_kernel(backend, problems, layout, device)
         if kernel is not None:
             return kernel
     return None
 
 
-def _planned_layout(problem: Problem) -> str | None:
+def _planned_layout(problem: Problem, device: torch.device) -> str | None:
     if RUNTIME.policy == "off":
         return None
-    points = RUNTIME.index().points(problem.plan_key)
+    points = RUNTIME.index(device).points(problem.plan_key)
     return next((name for name in rank_packings(points) if name is not None), None) if points else None
 
 
-def _default(backend: Backend, problem: Problem) -> Kernel | None:
+def _default(backend: Backend, problem: Problem, device: torch.device) -> Kernel | None:
     candidate = backend.default_packing(problem)
-    return None if candidate is None else _load(backend, candidate, problem)
+    return None if candidate is None else _load(backend, candidate, problem, device)
 
 
-def packing_kernel(backend: Backend, problems: Sequence[Problem], layout: str) -> Kernel | None:
-    """The first kernel of ``backend`` that wants its weight in ``layout``."""
-    target = current_target()
+def packing_kernel(
+    backend: Backend, problems: Sequence[Problem], layout: str, device: torch.device = CPU
+) -> Kernel | None:
+    """The first kernel of ``backend`` that wants its weight in ``layout`` on ``device``."""
+    target = current_target(device)
     for problem in problems:
         for candidate in backend.candidates(problem, target):
-            kernel = None if isinstance(candidate, Illegal) else _load(backend, candidate, problem)
+            kernel = None if isinstance(candidate, Illegal) else _load(backend, candidate, problem, device)
             if kernel is not None and kernel.packing == layout:
                 return kernel
     return None
 
 
-def _load(backend: Backend, candidate: Candidate, problem: Problem) -> Kernel | None:
+def _load(backend: Backend, candidate: Candidate, problem: Problem, device: torch.device) -> Kernel | None:
     try:
-        return backend.load(backend.build(problem, candidate, current_target()), problem)
+        with current(device):
+            return backend.load(backend.build(problem, candidate, current_target(device)), problem)
     except KernelError:
         return None
 

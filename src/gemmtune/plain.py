@@ -5,17 +5,22 @@ The product rounds to the operands' dtype before the epilogue, as eager PyTorch 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import backends
+from .backends.aten import padding
+from .backends.aten.cuda_narrow import scaled_wide
+from .backends.aten.cuda_rules import scaled_hardware, scaled_kinds
 from .backends.aten.fusion import addmm_prefix
-from .backends.aten.quantized import dequantize, int8pack, nibbles
+from .backends.aten.quantized import ScaledMm, dequantize, int8pack, nibbles, scaled_operands
 from .backends.aten.steps import apply, dtype_of, finish, wide
 from .backends.base import PackedWeight, QuantWeight
 from .describe import Call
+from .epilogue import tensor_count
 
 # Beyond this many rows converting the weight pays, because _weight_int8pack_mm reuses nothing between rows.
 _INT8PACK_ROWS = 16
@@ -30,13 +35,15 @@ def run(call: Call) -> Tensor:
     dtype = dtype_of(problem.out_dtype)
     if problem.family == "mixed_mm":
         acc, used = _weight_only(call.a, b), 0
-    elif problem.family in ("int_mm", "scaled_mm"):
-        acc, used = _narrow(call, b), 0
+    elif problem.family == "int_mm":
+        acc, used = _integers(call.a, b), 0
+    elif problem.family == "scaled_mm":
+        acc, used = _scaled(call, b)
     else:
         acc, used = _floating(call, b)
     rest = problem.epilogue[used:]
     if rest:
-        acc = apply(acc.to(wide(acc.dtype)), rest, call.aux[1 if used else 0 :])
+        acc = apply(acc.to(wide(acc.dtype)), rest, call.aux[tensor_count(problem.epilogue[:used]) :])
     return finish(acc, dtype).reshape(call.shape)
 
 
@@ -58,13 +65,30 @@ def _floating(call: Call, b: Tensor) -> tuple[Tensor, int]:
 _NARROW = ("bfloat16", "float16")
 
 
-def _narrow(call: Call, b: Tensor) -> Tensor:
-    a = call.a
-    if call.problem.family == "scaled_mm":
-        return torch.mm(a.float(), b.float())
+def int_product(a: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """What multiplies integers where ``a`` lies: ``torch._int_mm``, whose rules on CUDA are seen to."""
+    return padding.int_product if a.is_cuda else torch._int_mm
+
+
+def _integers(a: Tensor, b: Tensor) -> Tensor:
     if 0 in (*a.shape, *b.shape) or a.is_meta:
         return torch.mm(a.double(), b.double()).to(torch.int32)
-    return torch._int_mm(a, b)
+    return int_product(a)(a, b)
+
+
+def _scaled(call: Call, b: Tensor) -> tuple[Tensor, int]:
+    """The fp8 product, and how many steps of the epilogue are in it: on GPUs ``torch._scaled_mm`` takes them all where
+    it can."""
+    a, problem = call.a, call.problem
+    if not a.is_cuda or 0 in (*a.shape, *b.shape):
+        return torch.mm(a.float(), b.float()), 0
+    capability = torch.cuda.get_device_capability(a.device)
+    if not ScaledMm.illegal(problem, {}) and not scaled_kinds(problem, capability):
+        scale_a, scale_b, bias = scaled_operands(problem, call.aux)
+        return padding.scaled_product(a, b, scale_a, scale_b, bias, dtype_of(problem.out_dtype)), len(problem.epilogue)
+    if scaled_hardware(problem, capability):
+        return torch.mm(a.float(), b.float()), 0
+    return scaled_wide(a, b), 0
 
 
 def _weight_only(a: Tensor, b: QuantWeight) -> Tensor:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import checks, describe, launch
+from . import checks, describe, launch, plain
 from .backends.base import PackedWeight, QuantWeight
-from .dispatch.guards import special, special_state
+from .dispatch.guards import special_state, unusual
 from .dispatch.runtime import RUNTIME, TABLE
 from .fuse import Bound
 from .fuse import bias as bias_step
@@ -31,16 +31,19 @@ def int_mm(
     """``torch._int_mm``: int8 (or uint8) [M, K] @ int8 [K, N] (or packed) -> int32, exact.
 
     The epilogue requantises: scales, bias and activations in float32, then one rounding (to nearest even, saturating)
-    to ``out_dtype`` (int32, int8, uint8, float32, bfloat16, float16). Raises TypeError, ShapeError, DtypeError,
-    GradError or PackedWeightError before anything runs.
+    to ``out_dtype`` (int32, int8, uint8, float32, bfloat16, float16). On GPUs too any M, K and N will do. Raises
+    TypeError, ShapeError, DtypeError, GradError or PackedWeightError before anything runs.
     """
     if is_compiling():
         return outside(_int_mm, self, mat2, out_dtype, epilogue, out)
     if epilogue or out is not None or out_dtype is not None:
         return _int_mm(self, mat2, out_dtype, epilogue, out)
     try:
-        weight: Any = mat2._key if isinstance(mat2, PackedWeight) else (mat2.shape, mat2.stride(), mat2.dtype)
-        key: Any = ("int_mm", self.shape, self.stride(), self.dtype, weight, _threads())
+        weight: Any = (
+            mat2._key if isinstance(mat2, PackedWeight)
+            else (mat2.shape, mat2.stride(), mat2.dtype, mat2.is_cpu or mat2.device)
+        )  # fmt: skip
+        key: Any = ("int_mm", self.shape, self.stride(), self.dtype, self.is_cpu or self.device, weight, _threads())
     except (AttributeError, RuntimeError, TypeError):
         return _int_mm(self, mat2, None, (), None)
     entry = _lookup(key) or _first_int_mm(key, self, mat2)
@@ -64,7 +67,7 @@ def _first_int_mm(key: Any, a: Tensor, b: Any) -> launch.Entry:
     def described(a: Tensor, b: Any, _: Any = None) -> Tensor:
         return _int_mm(a, b, None, (), None)
 
-    if RUNTIME.observer is not None:
+    if RUNTIME.observer is not None or launch.passing(call):
         return described
     turned = (call.a is not a, call.b is not b)
     copies = call.problem.b.constant and not call.a.is_contiguous()
@@ -73,21 +76,23 @@ def _first_int_mm(key: Any, a: Tensor, b: Any) -> launch.Entry:
         a, b = describe.regular(a) if turned[0] else a, describe.regular(b) if turned[1] else b
         return (launch.dense(a) if copies else a), b
 
-    plain = call.packed is None and 0 not in (*a.shape, *b.shape)
     entry = launch.prepared(call, lambda a, b, _: (*operands(a, b), ()), _no_gradient, described)
-    entry = entry or (_plain_int_mm(described, operands if any(turned) else None) if plain else described)
+    if entry is None and call.packed is None and 0 not in (*a.shape, *b.shape):
+        entry = _plain_int_mm(described, operands if any(turned) else None, plain.int_product(call.a))
+    entry = entry or described
     RUNTIME.remember(key, entry, generation)
     return entry
 
 
 def _plain_int_mm(
-    described: launch.Entry, operands: Callable[[Tensor, Any], tuple[Tensor, Any]] | None
+    described: launch.Entry,
+    operands: Callable[[Tensor, Any], tuple[Tensor, Any]] | None,
+    product: Callable[[Tensor, Tensor], Tensor],
 ) -> launch.Entry:
-    """``torch._int_mm`` itself for ordinary tensors, whose shapes and dtypes were checked at first sight."""
-    product = torch._int_mm
+    """``product`` itself for ordinary tensors, whose shapes and dtypes were checked at first sight."""
 
     def entry(a: Tensor, b: Any, _: Any = None) -> Tensor:
-        if special_state() or special(a) or special(b):
+        if special_state() or unusual(a) or unusual(b):
             return described(a, b)
         return product(a, b) if operands is None else product(*operands(a, b))
 
@@ -122,14 +127,19 @@ def mixed_mm(
     arguments = (mat1, mat2, scale, zero_point, bits, group_size, bias, out_dtype, epilogue, out)
     if is_compiling():
         return outside(_mixed_mm, *arguments)
-    if not isinstance(mat2, PackedWeight) or epilogue or out is not None or out_dtype is not None:
+    if epilogue or out is not None or out_dtype is not None:
         return _mixed_mm(*arguments)
+    if not isinstance(mat2, PackedWeight):
+        return _raw_mixed_mm(mat1, mat2, scale, zero_point, bits, group_size, bias)
     if scale is not None or zero_point is not None:
         return _mixed_mm(*arguments)
     try:
-        key: Any = ("mixed_mm", mat1.shape, mat1.stride(), mat1.dtype, mat2._key, bits, group_size, _threads())
+        key: Any = (
+            "mixed_mm", mat1.shape, mat1.stride(), mat1.dtype, mat1.is_cpu or mat1.device, mat2._key, bits, group_size,
+            _threads(),
+        )  # fmt: skip
         if bias is not None:
-            key = (key, bias.shape, bias.stride(), bias.dtype)
+            key = (key, bias.shape, bias.stride(), bias.dtype, bias.is_cpu or bias.device)
     except (AttributeError, RuntimeError, TypeError):
         return _mixed_mm(*arguments)
     entry = _lookup(key) or _first_mixed_mm(key, mat1, mat2, bits, group_size, bias)
@@ -190,6 +200,8 @@ def _first_mixed_mm(
     if RUNTIME.observer is not None or (bias is not None and not bias.is_contiguous()):
         return described
     call = describe.mixed_mm(a, b, () if bias is None else (bias_step(bias),))
+    if launch.passing(call):
+        return described
     copies = not call.a.is_contiguous()
 
     def prepare(a: Tensor, b: Any, bias: Tensor | None) -> tuple[Tensor, Any, Sequence[Tensor]]:
@@ -198,6 +210,73 @@ def _first_mixed_mm(
     entry = launch.prepared(call, prepare, _no_gradient, described) or described
     RUNTIME.remember(key, entry, generation)
     return entry
+
+
+def _shown(tensor: Tensor) -> Any:
+    """What a key says of a tensor."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.is_cpu or tensor.device
+
+
+def _unfit(*tensors: Tensor | None) -> bool:
+    """Whether the general path must see these operands: transforms, subclasses, or a gradient (which it refuses)."""
+    grad = torch.is_grad_enabled()
+    return special_state() or any(
+        unusual(tensor) or (grad and tensor.requires_grad) for tensor in tensors if tensor is not None
+    )
+
+
+def _raw_mixed_mm(
+    a: Tensor, b: Any, scale: Any, zero_point: Any, bits: int, group_size: int | None, bias: Any
+) -> Tensor:
+    """``mixed_mm`` by a weight as it lies."""
+    try:
+        zero = None if zero_point is None else _shown(zero_point)
+        added = None if bias is None else _shown(bias)
+        key: Any = ("mixed_mm", _shown(a), _shown(b), _shown(scale), zero, added, bits, group_size, _threads())
+        entry = _lookup(key)
+    except (AttributeError, RuntimeError, TypeError):
+        return _mixed_mm(a, b, scale, zero_point, bits, group_size, bias, None, (), None)
+    entry = entry or _first_raw_mixed_mm(key, a, b, scale, zero_point, bits, group_size, bias)
+    return entry(a, b, scale, zero_point, bias)
+
+
+def _first_raw_mixed_mm(
+    key: Any, a: Tensor, b: Tensor, scale: Tensor, zero_point: Tensor | None, bits: int, group_size: int | None,
+    bias: Tensor | None,
+) -> launch.Entry:  # fmt: skip
+    def described(a: Tensor, b: Any, scale: Any, zero_point: Any, bias: Any) -> Tensor:
+        return _mixed_mm(a, b, scale, zero_point, bits, group_size, bias, None, (), None)
+
+    generation = RUNTIME.generation
+    checks.tensor("mixed_mm", "mat1", 1, a)
+    checks.tensor("mixed_mm", "mat2", 2, b, packed=True)
+    weight = _weight(a, b, scale, zero_point, bits, group_size)
+    if bias is not None:
+        checks.tensor("mixed_mm", "bias", 7, bias)
+    call = describe.mixed_mm(a, weight, () if bias is None else (bias_step(bias),))
+    plainly = RUNTIME.observer is not None or launch.passing(call) or _unfit(a, b, scale, zero_point, bias)
+    if plainly or not isinstance(weight, QuantWeight) or not _as_given(weight, scale, zero_point, bias):
+        return described
+    k, quant, dtype = weight.k, weight.quant, weight.dtype
+    compute, copies = launch.computing(call), call.problem.b.constant and not a.is_contiguous()
+
+    def entry(a: Tensor, b: Any, scale: Any, zero_point: Any, bias: Any) -> Tensor:
+        if _unfit(a, b, scale, zero_point, bias):
+            return described(a, b, scale, zero_point, bias)
+        operand = QuantWeight(b, scale, zero_point, k, quant, dtype)
+        return compute(launch.dense(a) if copies else a, operand, () if bias is None else (bias,))
+
+    RUNTIME.remember(key, entry, generation)
+    return entry
+
+
+def _as_given(weight: QuantWeight, scale: Tensor, zero_point: Tensor | None, bias: Tensor | None) -> bool:
+    """Whether kernels take the scales, zero points and bias just as the caller holds them."""
+    same = weight.scale is scale or (weight.scale.shape == scale.shape and scale.is_contiguous())
+    if zero_point is not None and weight.zero_point is not None:
+        zero = weight.zero_point
+        same = same and zero.shape == zero_point.shape and zero.dtype == zero_point.dtype and zero_point.is_contiguous()
+    return same and (bias is None or (bias.dim() == 1 and bias.is_contiguous()))
 
 
 def scaled_mm(
@@ -213,12 +292,70 @@ def scaled_mm(
     """``torch._scaled_mm``: fp8 [M, K] @ fp8 [K, N], times scale_a and scale_b, plus bias [N].
 
     scales: float32, one element each, or [M, 1] and [1, N]. out_dtype: default mat1's. scale_result divides the output
-    when an fp8 out_dtype is given (as ATen's CPU op does). use_fast_accum only matters on GPUs. Other devices than the
-    CPU go to ``torch._scaled_mm``. Raises TypeError, ShapeError, DtypeError or GradError before anything runs.
+    when an fp8 out_dtype is given (as ATen's CPU op does). On GPUs any K and N will do; what only GPUs know goes to
+    ``torch._scaled_mm`` as it is: scale_result there, scales by blocks, and use_fast_accum=True, for whose accumulator
+    no error bound is known, so that nothing else could be proven to be as good. Raises TypeError, ShapeError,
+    DtypeError or GradError before anything runs.
     """
-    if is_compiling() or (isinstance(mat1, Tensor) and mat1.device.type not in ("cpu", "meta")):
+    if is_compiling() or _is_atens(mat1, mat2, scale_a, scale_b, scale_result, use_fast_accum):
         return torch._scaled_mm(mat1, mat2, scale_a, scale_b, bias, scale_result, out_dtype, use_fast_accum)
-    checks.tensor("scaled_mm", "mat1", 1, mat1)
-    checks.tensor("scaled_mm", "mat2", 2, mat2)
-    call = describe.scaled_mm(mat1, mat2, scale_a, scale_b, bias, scale_result, out_dtype)
+    if scale_result is not None:
+        return _scaled_mm(mat1, mat2, scale_a, scale_b, bias, scale_result, out_dtype)
+    try:
+        added = None if bias is None else _shown(bias)
+        scales = (_shown(scale_a), _shown(scale_b))
+        key: Any = ("scaled_mm", _shown(mat1), _shown(mat2), scales, added, out_dtype, _threads())
+        entry = _lookup(key)
+    except (AttributeError, RuntimeError, TypeError):
+        return _scaled_mm(mat1, mat2, scale_a, scale_b, bias, None, out_dtype)
+    entry = entry or _first_scaled_mm(key, mat1, mat2, scale_a, scale_b, bias, out_dtype)
+    return entry(mat1, mat2, scale_a, scale_b, bias)
+
+
+def _is_atens(mat1: Any, mat2: Any, scale_a: Any, scale_b: Any, scale_result: Any, fast: bool) -> bool:
+    """Whether a call is for ``torch._scaled_mm`` alone: other devices than CPUs and GPUs, and what only GPUs know."""
+    if not isinstance(mat1, Tensor) or mat1.is_cpu or mat1.is_meta:
+        return False
+    if not mat1.is_cuda or fast or scale_result is not None:
+        return True
+    known = all(isinstance(t, Tensor) and t.dim() for t in (mat1, mat2)) and isinstance(scale_a, Tensor)
+    if not known or not isinstance(scale_b, Tensor):
+        return False  # the checks name what is wrong
+    sizes = scale_a.numel() in (1, mat1.shape[0]) and scale_b.numel() in (1, mat2.shape[-1])
+    return not (sizes and scale_a.dtype == scale_b.dtype == torch.float32)
+
+
+def _described_scaled_mm(a: Any, b: Any, scale_a: Any, scale_b: Any, bias: Any, result: Any, out: Any) -> describe.Call:
+    checks.tensor("scaled_mm", "mat1", 1, a)
+    checks.tensor("scaled_mm", "mat2", 2, b)
+    return describe.scaled_mm(a, b, scale_a, scale_b, bias, result, out)
+
+
+def _scaled_mm(a: Any, b: Any, scale_a: Any, scale_b: Any, bias: Any, result: Any, out: Any) -> Tensor:
+    call = _described_scaled_mm(a, b, scale_a, scale_b, bias, result, out)
     return launch.execute("scaled_mm", call, differentiable=False)
+
+
+def _first_scaled_mm(
+    key: Any, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, out: torch.dtype | None
+) -> launch.Entry:
+    def described(a: Any, b: Any, scale_a: Any, scale_b: Any, bias: Any) -> Tensor:
+        return _scaled_mm(a, b, scale_a, scale_b, bias, None, out)
+
+    generation = RUNTIME.generation
+    call = _described_scaled_mm(a, b, scale_a, scale_b, bias, None, out)
+    tensors = [t for t in (scale_a, scale_b, bias) if t is not None]
+    if RUNTIME.observer is not None or launch.passing(call) or _unfit(a, b, *tensors):
+        return described
+    if len(call.aux) != len(tensors) or not all(t.is_contiguous() for t in tensors):
+        return described
+    compute, shapes = launch.computing(call), [tensor.shape for tensor in call.aux]
+
+    def entry(a: Any, b: Any, scale_a: Any, scale_b: Any, bias: Any) -> Tensor:
+        if _unfit(a, b, scale_a, scale_b, bias):
+            return described(a, b, scale_a, scale_b, bias)
+        given = (scale_a, scale_b) if bias is None else (scale_a, scale_b, bias)
+        return compute(a, b, [t.view(shape) for t, shape in zip(given, shapes, strict=True)])
+
+    RUNTIME.remember(key, entry, generation)
+    return entry

@@ -47,7 +47,7 @@ def int_problem(m: int, n: int, k: int, *, a_dtype: str = "int8", constant: bool
 
 
 def fp8_problem(m: int, n: int, k: int, *, rowwise: bool = True, out_dtype: str = "bfloat16") -> Problem:
-    """``torch._scaled_mm(a[m, k], w[n, k].T, scale_a, scale_b)`` of float8_e4m3fn; one scale a row and column, or two."""
+    """``torch._scaled_mm(a[m, k], w[n, k].T, scale_a, scale_b)`` of float8_e4m3fn; scales a row and column, or two."""
     axes = ("row", "col") if rowwise else ("tensor", "tensor")
     scales = tuple(Step("scale", axis=axis, dtype="float32") for axis in axes)  # type: ignore[arg-type]
     fp8 = "float8_e4m3fn"
@@ -113,13 +113,16 @@ def dtype_name(problem: Problem) -> str:
         return name if a == "bfloat16" else f"{short.get(a, a)} x {name}"
     if problem.family == "int_mm":
         return "int8" if a == b == "int8" and problem.out_dtype == "int32" else f"{a} x {b} -> {problem.out_dtype}"
+    if problem.with_m(1) == fp8_problem(1, problem.n, problem.k):
+        return "fp8"
     return short.get(a, a) if a == b == problem.out_dtype else f"{a} x {b} -> {problem.out_dtype}"
 
 
 def label(problem: Problem) -> str:
     """One short line for tables: ``16x4096x11008 bf16 +bias`` (M x N x K)."""
     batch = f"{problem.batch}x" if problem.family == "bmm" else ""
-    steps = "".join(f" +{step.kind}" for step in problem.epilogue)
+    own = 2 if problem.family == "scaled_mm" else 0  # its scales are what it is about
+    steps = "".join(f" +{step.kind}" for step in problem.epilogue[own:])
     return f"{batch}{problem.m}x{problem.n}x{problem.k} {dtype_name(problem)}{steps}"
 
 

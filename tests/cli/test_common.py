@@ -2,6 +2,7 @@ import json
 import math
 
 import pytest
+import torch
 import typer
 
 from gemmtune.cli import common
@@ -64,3 +65,33 @@ def test_guard_lets_bugs_through() -> None:
 
     with pytest.raises(AssertionError):
         broken()
+
+
+def test_devices_and_latencies() -> None:
+    assert [common.parse_device(text) for text in (None, "cpu", "cuda", "cuda:1", "cuda:01")] == [
+        "cpu", "cpu", "cuda", "cuda:1", "cuda:1"
+    ]  # fmt: skip
+    for wrong in ("gpu", "cuda:", "cuda:x", "cpu:0", "cuda:-1", "mps"):
+        with pytest.raises(typer.BadParameter, match="cpu, cuda or cuda:N"):
+            common.parse_device(wrong)
+    assert common.parse_latency("eager") == "eager"
+    with pytest.raises(typer.BadParameter, match="graph or eager"):
+        common.parse_latency("fast")
+    assert "native" in common.parse_backends(None)
+    assert "native" not in common.parse_backends(None, "cuda:1")
+
+
+def test_a_models_problems_go_where_they_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gemmtune.integrations.record import Recording
+    from gemmtune.workloads import build
+
+    recording = Recording()
+    recording.add(build(1, 8, 8, "fp32"))
+    recording.add(build(2, 8, 8, "fp32"), torch.device("cuda", 1))
+    recording.add(build(3, 8, 8, "fp32"), torch.device("meta"))
+    monkeypatch.setattr("gemmtune.cli.models.record_calls", lambda spec, dtype: recording)
+    groups = common.gather("m.py:f", [], None, None)
+    assert [(place, [problem.m for problem, _ in found]) for place, found in groups] == [("cpu", [1]), ("cuda:1", [2])]
+    ((place, everything),) = common.gather("m.py:f", [], None, None, device="cuda")
+    assert (place, len(everything)) == ("cuda", 3)
+    assert [place for place, _ in common.gather(None, ["1,8,8"], None, None)] == ["cpu"]

@@ -1,7 +1,11 @@
 from pathlib import Path
 
+import pytest
+import torch
+
 from command import Run
 from gemmtune import doctor
+from gemmtune.target import Target
 
 
 def test_json_names_machine_backends_and_store(run: Run, filled: Path) -> None:
@@ -65,3 +69,33 @@ def test_advice_names_each_trouble_and_only_it() -> None:
     for words, change in troubles.items():
         (advice,) = doctor.advise(examination(**change))
         assert words in advice
+
+
+def test_gpus_are_shown_with_their_backends(run: Run, filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gemmtune.dispatch import runtime
+
+    def fake(sources: object = None, index: int | None = None) -> Target:
+        return Target(
+            "cuda", f"H200 no. {index}", "9.0", caches=(232448, 0, 62914560), cores=132, memory=139 << 30,
+            versions=(("driver", "580.1"), ("hip", "None")),
+        )  # fmt: skip
+
+    assert "\ngpu        none that torch can use" in run("doctor", "--store", filled).out
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(runtime, "current_cuda", fake)
+    lines = run("doctor", "--store", filled).out.splitlines()
+    place = lines.index(
+        "gpu        cuda:1: H200 no. 1, capability 9.0, 132 multiprocessors, 139 GB memory, driver 580.1"
+    )
+    assert lines[place + 1] == "  aten     available"
+    found = run("doctor", "--store", filled, "--json").json
+    assert [gpu["place"] for gpu in found["gpus"]] == ["cuda:0", "cuda:1"]
+    names = [[state["name"] for state in part["backends"]] for part in (found, found["gpus"][0])]
+    assert ("native" in names[0], "native" in names[1]) == (True, False)
+    assert ("triton" in names[0], "triton" in names[1]) == (False, True)
+
+
+def test_advice_names_the_gpu_a_backend_is_missing_on() -> None:
+    gpu = doctor.Gpu("cuda:0", "H200", "9.0", "580", 1, 132, [doctor.BackendState("triton", False, "not installed")])
+    assert doctor.advise(examination(gpus=[gpu])) == ["backend triton is not available on cuda:0: not installed"]

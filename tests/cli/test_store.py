@@ -5,8 +5,13 @@ import stat
 from pathlib import Path
 
 import pytest
+import torch
 
 from command import Run
+from factories import make_decision
+from gemmtune.store import open_store
+from gemmtune.target import Target
+from gemmtune.workloads import build
 
 
 def ids(run: Run, filled: Path) -> dict[str, str]:
@@ -128,3 +133,21 @@ def test_text_that_utf8_cannot_hold_is_escaped(run: Run, tmp_path: Path, filled:
     result = run("store", "export", path, "--store", filled)
     assert result.code == 0
     assert "bad\\udcff.json" in result.out
+
+
+def test_pruning_keeps_this_machines_gpus(run: Run, filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gemmtune.dispatch import runtime
+
+    gpu = Target("cuda", "H200", "9.0", caches=(232448, 0, 62914560), cores=132)
+    monkeypatch.setattr(runtime, "current_cuda", lambda sources=None, index=None: gpu)
+    store = open_store(filled)
+    store.put(gpu, make_decision(build(2, 64, 64, "bf16"), "winner", gpu))
+    store.close()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert run("store", "prune", "--others", "--store", filled, "--json").json == {"deleted": 1}
+    assert run("explain", 2, 64, 64, "--device", "cuda", "--store", filled).code == 0
+    missing = run("explain", 2, 64, 65, "--device", "cuda", "--store", filled)
+    assert "on the H200; make one with: gemmtune tune 2,64,65 --dtype bf16 --device cuda" in missing.err
+    assert "H200\n" in run("store", "ls", "--store", filled).out.replace("  (", "\n")
+    assert run("store", "prune", "--others", "--device", "cuda", "--store", filled, "--json").json == {"deleted": 3}

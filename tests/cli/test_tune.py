@@ -25,6 +25,7 @@ class StandIn:
     outcome = "winner"
     interrupt_after = 10**9
     seen: tuple[Target, tuple[str, ...], float, bool] | None = None
+    latency = ""
 
     def __init__(
         self,
@@ -36,8 +37,10 @@ class StandIn:
         *,
         force: bool = False,
         hot: bool = False,
+        latency: str = "graph",
     ) -> None:
         StandIn.seen = (target, tuple(names), budget.seconds, force)
+        StandIn.latency = latency
         self.target, self.store, self.progress = target, store, progress
 
     def tune(self, problems: Iterable[tuple[Problem, int]]) -> list[Decision]:
@@ -68,7 +71,8 @@ def test_shapes_are_tuned_kept_and_shown(run: Run, tuner: type[StandIn], tmp_pat
     assert "8x64x32 fp32" in result.out
     assert "2.00x [1.96-2.04]" in result.out
     assert len(list(open_store(path).decisions(here))) == 2
-    assert StandIn.seen == (here, backends.names(), 1.5, False)
+    assert StandIn.seen == (here, backends.names("cpu"), 1.5, False)
+    assert StandIn.latency == "graph"
 
 
 def test_json_is_one_document(run: Run, tuner: type[StandIn], tmp_path: Path) -> None:
@@ -116,7 +120,9 @@ def test_only_empty_problems_fail_with_a_reason(run: Run, tuner: type[StandIn], 
     [
         (),
         ("1,2",),
-        ("1,2,3", "--dtype", "fp8"),
+        ("1,2,3", "--dtype", "fp7"),
+        ("1,2,3", "--device", "gpu"),
+        ("1,2,3", "--latency", "fast"),
         ("1,2,3", "--backends", "cutlas"),
         ("1,2,3", "--workload", "odd"),
         ("--workload", "lama"),

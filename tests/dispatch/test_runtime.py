@@ -102,7 +102,7 @@ def test_policy_off_is_plain_and_a_scope(own_store: MemoryStore) -> None:
 def test_on_miss_asks_once_per_far_m(own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
-    def tune(missing: Problem) -> None:
+    def tune(missing: Problem, device: torch.device) -> None:
         asked.append(missing.m)
         own_store.put(current_target(), decide(missing, evidence(toy("", missing.m), 0.1), chosen=toy("", missing.m)))
 
@@ -154,7 +154,7 @@ def test_other_threads_are_served_while_a_miss_is_tuned(
 ) -> None:
     tuned: list[int] = []
 
-    def tune(missing: Problem) -> None:
+    def tune(missing: Problem, device: torch.device) -> None:
         served_meanwhile: list[bool] = []
         x = torch.randn(100, 4)
         other = threading.Thread(

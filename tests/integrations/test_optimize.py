@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,10 +15,14 @@ from torch.nn import functional as F
 
 import gemmtune
 from gemmtune.checks import GradError
+from gemmtune.dispatch import RUNTIME
 from gemmtune.errors import PackedWeightError
+from gemmtune.integrations.weight_only import recognise
 from gemmtune.problem import Problem
 from gemmtune.store import MemoryStore
 from serving import RAN, evidence, register, serve, toy
+
+optimizing: Any = importlib.import_module("gemmtune.integrations.optimize")
 
 
 class Mlp(nn.Module):
@@ -254,3 +260,81 @@ def test_a_replaced_forward_and_state_dict_hooks_are_left_alone(own_store: Memor
     assert "forward" in handle.left["up"]
     assert "hooks" in handle.left["down"]
     assert torch.equal(model(x), wanted)
+
+
+class PerChannel(nn.Module):
+    """int8 with a scale per output channel, as gpt-fast's."""
+
+    def __init__(self, bias: bool = True) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.randint(-128, 128, (12, 32), dtype=torch.int8))
+        self.register_buffer("scales", torch.rand(12) * 0.01)
+        if bias:
+            self.bias = nn.Parameter(torch.randn(12), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        product = F.linear(x, self.weight.to(x.dtype)) * self.scales
+        return product + self.bias if hasattr(self, "bias") else product
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Linear(32, 12), PerChannel, lambda: PerChannel(False)])
+def test_a_weight_that_stays_as_it_lies(make: Any, own_store: MemoryStore) -> None:
+    """What is swapped in on GPUs; the modules themselves run anywhere."""
+    x = torch.randn(2, 3, 32)
+    model = ready(nn.Sequential(make()), x, own_store)
+    with gemmtune.record() as recorded:
+        model(x)
+    teach(own_store, recorded.problems, layout="")
+    original, wanted, state = model[0], model(x), model.state_dict()  # type: ignore[index]
+    held = recognise(original)
+    site = optimizing._Site(original, "0", [(model, "0")], held, False, Counter([recorded.problems[0][0]]))
+    handle = gemmtune.optimize(model, x, tune=False)
+    assert handle.left == {"0": "plain PyTorch is best"}  # on a CPU
+    assert optimizing._ours(RUNTIME.index().plan(recorded.problems[0][0].plan_key, None))
+    assert optimizing._place_raw(site, handle) == ""
+    assert handle.swapped == {"0": "raw"}
+    assert isinstance(model[0], gemmtune.nn.RawLinear | gemmtune.nn.RawWeightOnlyLinear)  # type: ignore[index]
+    assert model.state_dict().keys() == state.keys()
+    RAN.clear()
+    torch.testing.assert_close(model(x), wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(copy.deepcopy(model)(x), wanted, rtol=1e-4, atol=1e-5)
+    assert len(RAN) == 2
+    with torch.no_grad():
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(x), wanted, rtol=1e-4, atol=1e-5)
+    model.load_state_dict({name: tensor + tensor for name, tensor in state.items()})
+    if held is not None:
+        model.register_buffer("probe", torch.zeros(()))
+        assert "probe" in model.state_dict()
+    changed = model(x)
+    model.double()
+    handle.restore()
+    assert model[0] is original  # type: ignore[index]
+    torch.testing.assert_close(model(x.double()), changed.double(), rtol=1e-4, atol=1e-4)
+
+
+def test_a_raw_linear_trains(own_store: MemoryStore) -> None:
+    layer = nn.Linear(8, 4)
+    raw, x = gemmtune.nn.RawLinear(layer), torch.randn(3, 8)
+    assert raw.weight is layer.weight
+    raw(x).sum().backward()
+    assert layer.weight.grad is not None
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert raw(x).dtype == torch.bfloat16
+    assert repr(raw) == "RawLinear(in_features=8, out_features=4, bias=True)"
+
+
+def test_scales_the_other_way_round_and_impostors_keep_their_module(own_store: MemoryStore) -> None:
+    class Impostor(PerChannel):
+        def forward(self, x: Tensor) -> Tensor:
+            return -super().forward(x)
+
+    for make, x, words in ((WeightOnly, torch.randn(4, 32), "other way round"), (Impostor, torch.randn(4, 32), "else")):
+        model = nn.Sequential(make(8) if make is WeightOnly else make()).eval()
+        with gemmtune.record() as recorded:
+            model(x)
+        ran = Counter([recorded.problems[0][0]])
+        site = optimizing._Site(model[0], "0", [(model, "0")], recognise(model[0]), False, ran)
+        original = model[0]
+        assert words in optimizing._place_raw(site, optimizing.Handle())
+        assert model[0] is original

@@ -122,3 +122,21 @@ def test_operands_given_by_keyword_are_seen() -> None:
         torch.bmm(input=x[None], mat2=w.t()[None])
         torch.matmul(input=x, other=w.t())
     assert sum(count for _, count in recorded.problems) == 5
+
+
+def test_the_devices_they_ran_on_are_kept() -> None:
+    x, w = torch.randn(3, 8), torch.randn(8, 5)
+    y, v = x.to("meta"), w.to("meta")
+    layer = Int8Linear(8, 5, torch.float32).to("meta")
+    with gemmtune.record() as recorded:
+        x @ w
+        torch.mm(input=y, mat2=v)
+        y @ v
+        gemmtune.mm(y[:2], v)
+        layer(y[:1])
+    assert recorded.devices == (torch.device("cpu"), torch.device("meta"))
+    assert [(problem.m, count) for problem, count in recorded.on("cpu")] == [(3, 1)]
+    assert [(problem.m, count) for problem, count in recorded.on(y.device)] == [(3, 2), (2, 1), (1, 1)]
+    assert recorded.on("cuda") == []
+    assert [(problem.m, count) for problem, count in recorded.problems] == [(3, 3), (2, 1), (1, 1)]
+    assert repr(recorded) == "<Recording: 3 problems, 5 calls>"

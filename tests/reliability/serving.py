@@ -187,7 +187,7 @@ def _storm(threads: int, calls: int, replies: Connection) -> None:
         path = Path(folder) / "store.db"
         cases, targets, decisions = _prepare()
         RUNTIME.refresh(open_store(path))
-        RUNTIME.miss_hook = lambda problem: _put_one(path, problem, targets[0], decisions[0])
+        RUNTIME.miss_hook = lambda problem, _: _put_one(path, problem, targets[0], decisions[0])
         loaded = _watch_loading()
         start = time.perf_counter()
         with rewriting(path, targets, decisions):

@@ -13,12 +13,15 @@ _ROOMS = {
     "native": "native:NativeBackend",
     "triton": "triton:TritonBackend",
 }
+# Rooms whose kernels run on one kind of device alone.
+_HOMES = {"native": "cpu", "triton": "cuda"}
 _GUESTS: dict[str, str] = {}
 
 
-def names() -> tuple[str, ...]:
-    """The names users may ask for, ATen first."""
-    return (*_ROOMS, *_GUESTS)
+def names(device: str | None = None) -> tuple[str, ...]:
+    """The names users may ask for, ATen first; with a ``device`` (cpu, cuda) those that may have kernels for it."""
+    everyone = (*_ROOMS, *_GUESTS)
+    return everyone if device is None else tuple(name for name in everyone if _HOMES.get(name, device) == device)
 
 
 def register(name: str, place: str) -> None:

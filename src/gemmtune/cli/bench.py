@@ -9,8 +9,10 @@ import typer
 from .common import (
     BackendsOption,
     BudgetOption,
+    DeviceOption,
     HotOption,
     JsonOption,
+    LatencyOption,
     ThreadsOption,
     collect,
     console,
@@ -18,6 +20,8 @@ from .common import (
     fail,
     guard,
     parse_backends,
+    parse_device,
+    parse_latency,
     quiet_stdout,
     require_room,
     tuning_target,
@@ -31,27 +35,32 @@ def bench(
         str | None, typer.Option("--workload", metavar="NAME", help="llama, llama-small, odd or dynamic.")
     ] = None,
     dtype: Annotated[
-        str, typer.Option("--dtype", metavar="D", help="fp32, bf16, fp16, fp64, int8, int8wo or int4wo.")
+        str, typer.Option("--dtype", metavar="D", help="fp32, bf16, fp16, fp64, int8, int8wo, int4wo or fp8.")
     ] = "bf16",
     backends: BackendsOption = None,
     budget: BudgetOption = None,
     hot: HotOption = False,
     threads: ThreadsOption = None,
+    device: DeviceOption = None,
+    latency: LatencyOption = "graph",
     as_json: JsonOption = False,
 ) -> None:
     """Race the named backends on shapes, side by side in the same rounds. The store is neither read nor written."""
     from ..store import MemoryStore
     from .tune import run
 
-    names = parse_backends(backends)
+    place, ranked = parse_device(device), parse_latency(latency)
+    names = parse_backends(backends, place)
     with quiet_stdout(as_json):
         problems = collect(None, shapes or [], workload, dtype)
-        target = tuning_target(threads)
+        target = tuning_target(threads, place)
     if shapes:
         require_room(problems, target)
     if not problems:
         fail("every one of these problems is empty (M, N or K is 0): there is nothing to race", as_json=as_json)
-    board, interrupted = run(problems, target, names, MemoryStore(), budget=budget, hot=hot, hidden=as_json)
+    board, interrupted = run(
+        problems, target, names, MemoryStore(), budget=budget, hot=hot, hidden=as_json, latency=ranked
+    )
     if as_json:
         emit({"interrupted": interrupted, "threads": target.threads, "results": [_row(d) for d in board.decisions]})
     elif board.decisions:

@@ -17,6 +17,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ..measure.clock import Latency
     from ..problem import Problem
     from ..store.base import Store
     from ..target import Target
@@ -50,8 +51,18 @@ ThreadsOption = Annotated[
 BackendsOption = Annotated[
     str | None, typer.Option("--backends", metavar="A,B", help="Backends to use, comma separated [default: all].")
 ]
+DeviceOption = Annotated[
+    str | None, typer.Option("--device", metavar="D", help="cpu, cuda, or cuda:1 for a certain GPU [default: cpu].")
+]
+LatencyOption = Annotated[
+    str,
+    typer.Option(
+        "--latency", metavar="L",
+        help="On GPUs: rank by time in a CUDA graph (graph), or with launching, as without graphs (eager).",
+    ),
+]  # fmt: skip
 DtypeOption = Annotated[
-    str, typer.Option("--dtype", metavar="D", help="fp32, bf16, fp16, fp64, int8 (int8 x int8), int8wo or int4wo.")
+    str, typer.Option("--dtype", metavar="D", help="fp32, bf16, fp16, fp64, int8 (int8 x int8), int8wo, int4wo or fp8.")
 ]
 BudgetOption = Annotated[
     float | None,
@@ -145,12 +156,27 @@ def parse_problem(shape: tuple[int, int, int], dtype: str, *, bias: bool = False
         usage(str(error))
 
 
-def parse_backends(text: str | None) -> tuple[str, ...]:
+def parse_device(text: str | None) -> str:
+    """A device as torch names it (default ``cpu``); anything but cpu, cuda and cuda:N is wrong usage."""
+    kind, colon, index = (text or "cpu").partition(":")
+    if kind not in ("cpu", "cuda") or (colon and not (kind == "cuda" and index.isdecimal() and index.isascii())):
+        usage(f"a device is cpu, cuda or cuda:N; got {text!r}")
+    return f"{kind}:{int(index)}" if colon else kind
+
+
+def parse_latency(text: str) -> Latency:
+    """graph or eager; anything else is wrong usage."""
+    if text == "eager":
+        return "eager"
+    return "graph" if text == "graph" else usage(f"--latency is graph or eager; got {text!r}")
+
+
+def parse_backends(text: str | None, device: str = "cpu") -> tuple[str, ...]:
     """The backends' names, ATen always among them (it is what everything is compared with)."""
     from ..backends import names
 
     if text is None:
-        return names()
+        return names(device.partition(":")[0])
     asked = [part.strip() for part in text.split(",") if part.strip()]
     unknown = [name for name in asked if name not in names()]
     if unknown or not asked:
@@ -158,23 +184,23 @@ def parse_backends(text: str | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(["aten", *asked]))
 
 
-def current_target(threads: int | None) -> Target:
-    """This machine, after setting torch's thread count when one was asked for."""
+def current_target(threads: int | None, device: str = "cpu") -> Target:
+    """This machine's device, after setting torch's thread count when one was asked for."""
     import torch
 
     from .. import dispatch
 
     if threads is not None:
         torch.set_num_threads(threads)
-    return dispatch.current_target()
+    return dispatch.current_target(device)
 
 
-def tuning_target(threads: int | None) -> Target:
+def tuning_target(threads: int | None, device: str = "cpu") -> Target:
     """``current_target`` for commands that run kernels: more threads than the machine has CPUs are wrong usage."""
     cpus = os.cpu_count() or 1
     if threads is not None and threads > cpus:
         usage(f"--threads {threads}: this machine has {cpus} CPUs")
-    return current_target(threads)
+    return current_target(threads, device)
 
 
 def require_room(problems: Sequence[tuple[Problem, int]], target: Target) -> None:
@@ -185,9 +211,8 @@ def require_room(problems: Sequence[tuple[Problem, int]], target: Target) -> Non
     for problem, _ in problems:
         if 0 < target.memory < problem.min_bytes:
             needs, has = problem.min_bytes / (1 << 30), target.memory / (1 << 30)
-            raise UnsupportedError(
-                f"{label(problem)} needs {needs:,.1f} GiB for its operands; this machine has {has:.1f}"
-            )
+            place = "this machine" if target.device == "cpu" else f"the {target.name}"
+            raise UnsupportedError(f"{label(problem)} needs {needs:,.1f} GiB for its operands; {place} has {has:.1f}")
 
 
 def require_file(path: Path) -> None:
@@ -254,6 +279,24 @@ def collect(
     else:
         found = [(parse_problem(parse_shape(shape), dtype or "bf16", bias=bias), 1) for shape in shapes]
     return [(problem, count) for problem, count in found if problem.flops > 0]
+
+
+def gather(
+    model: str | None,
+    shapes: Sequence[str],
+    workload: str | None,
+    dtype: str | None,
+    *,
+    bias: bool = False,
+    device: str | None = None,
+) -> list[tuple[str, list[tuple[Problem, int]]]]:
+    """What ``collect`` finds, by device: a model's problems go where they ran, unless a device is named."""
+    if not model or device is not None or shapes or workload:
+        return [(parse_device(device), collect(model, shapes, workload, dtype, bias=bias))]
+    from .models import record_calls
+
+    recorded = record_calls(model, dtype)
+    return [(str(place), recorded.on(place)) for place in recorded.devices if place.type in ("cpu", "cuda")]
 
 
 def _named(name: str, dtype: str) -> list[tuple[Problem, int]]:

@@ -46,6 +46,14 @@ def lines(found: Examination) -> list[str]:
     text.append(f"openmp     {', '.join(found.openmp) or 'none loaded'}")
     for state in found.backends:
         text.append(f"backend    {state.name}: {'available' if state.available else 'not available: ' + state.reason}")
+    for gpu in found.gpus:
+        text += [
+            f"gpu        {gpu.place}: {gpu.name}, capability {gpu.capability}, {gpu.cores} multiprocessors, "
+            f"{_size(gpu.memory)} memory, driver {gpu.driver}"
+        ]
+        text += [f"  {state.name:<9}{'available' if state.available else state.reason}" for state in gpu.backends]
+    if not found.gpus:
+        text.append("gpu        none that torch can use")
     for name, path in found.tools.items():
         text.append(f"tool       {name}: {path or 'not found'}")
     health = "sound" if not found.store_damage else f"{len(found.store_damage)} damaged records"

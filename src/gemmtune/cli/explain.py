@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .common import (
+    DeviceOption,
     JsonOption,
     StoreOption,
     ThreadsOption,
@@ -19,6 +20,7 @@ from .common import (
     fail,
     guard,
     opened,
+    parse_device,
     parse_problem,
     quiet_stdout,
     usage,
@@ -42,9 +44,10 @@ def explain(
     n: Annotated[int, typer.Argument(min=0, metavar="N")],
     k: Annotated[int, typer.Argument(min=0, metavar="K")],
     dtype: Annotated[
-        str, typer.Option("--dtype", metavar="D", help="fp32, bf16, fp16, fp64, int8, int8wo or int4wo.")
+        str, typer.Option("--dtype", metavar="D", help="fp32, bf16, fp16, fp64, int8, int8wo, int4wo or fp8.")
     ] = "bf16",
     threads: ThreadsOption = None,
+    device: DeviceOption = None,
     any_machine: Annotated[
         bool, typer.Option("--any-machine", help="Also decisions of other machines, thread counts or versions.")
     ] = False,
@@ -56,7 +59,7 @@ def explain(
     if dtype not in _known_dtypes():
         usage(f"unknown dtype {dtype!r}; known dtypes: {', '.join(_known_dtypes())}")
     with quiet_stdout(as_json):
-        target = current_target(threads)
+        target = current_target(threads, parse_device(device))
     with opened(store) as keeper:
         found = matching(keeper, None if any_machine else target, (m, n, k), dtype)
         if not found:
@@ -95,11 +98,13 @@ def _nothing(store: Store, target: Target, shape: tuple[int, int, int], dtype: s
     m, n, k = shape
     if 0 in shape:
         return f"{m}x{n}x{k} is empty (M, N or K is 0): there is nothing to decide, and nothing is tuned"
-    text = f"the store has no decision for {m}x{n}x{k} {dtype} on this machine with {target.threads} threads"
+    place = f"this machine with {target.threads} threads" if target.device == "cpu" else f"the {target.name}"
+    text = f"the store has no decision for {m}x{n}x{k} {dtype} on {place}"
     others = sum(1 for other in store.targets() if other.key != target.key and matching(store, other, shape, dtype))
     if others:
-        text += f"; {others} of another machine, thread count or version: --any-machine shows them"
-    return f"{text}; make one with: gemmtune tune {m},{n},{k} --dtype {dtype}"
+        text += f"; {others} of another machine, device, thread count or version: --any-machine shows them"
+    option = "" if target.device == "cpu" else f" --device {target.device}"
+    return f"{text}; make one with: gemmtune tune {m},{n},{k} --dtype {dtype}{option}"
 
 
 def show(decision: Decision, out: Console) -> None:

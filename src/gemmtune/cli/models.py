@@ -20,6 +20,7 @@ from ..errors import GemmtuneError
 from .common import usage
 
 if TYPE_CHECKING:
+    from ..integrations.record import Recording
     from ..problem import Problem
 
 Calls = list[tuple[Any, ...]]
@@ -86,6 +87,11 @@ def call_factory(factory: Callable[..., Any], dtype: str | None) -> tuple[Callab
 
 def record_model(spec: str, dtype: str | None) -> list[tuple[Problem, int]]:
     """Every Problem the model's example calls run, with how often. Raises GemmtuneError when there is none."""
+    return record_calls(spec, dtype).problems
+
+
+def record_calls(spec: str, dtype: str | None) -> Recording:
+    """What the model's example calls run, and where. Raises GemmtuneError when that is nothing."""
     model, calls = call_factory(find_factory(spec), dtype)
     import torch
 
@@ -99,7 +105,6 @@ def record_model(spec: str, dtype: str | None) -> list[tuple[Problem, int]]:
                 model(*call)
             except (Exception, SystemExit) as error:  # the user's forward may raise anything at all
                 raise GemmtuneError(f"running {spec} raised {type(error).__name__}: {error}") from error
-    problems = list(recorded.problems)
-    if not problems:
+    if not len(recorded):
         raise GemmtuneError(f"{spec} ran no matrix multiply that gemmtune knows")
-    return problems
+    return recorded

@@ -7,7 +7,19 @@ from typing import Annotated
 
 import typer
 
-from .common import JsonOption, StoreOption, current_target, emit, fail, guard, opened, quiet_stdout, require_file
+from .common import (
+    DeviceOption,
+    JsonOption,
+    StoreOption,
+    current_target,
+    emit,
+    fail,
+    guard,
+    opened,
+    parse_device,
+    quiet_stdout,
+    require_file,
+)
 
 
 @guard
@@ -18,6 +30,7 @@ def report(
     all_machines: Annotated[
         bool, typer.Option("--all-machines", help="Decisions of every machine and thread count, not only this one.")
     ] = False,
+    device: DeviceOption = None,
     store: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -26,7 +39,7 @@ def report(
 
     require_file(output)
     with quiet_stdout(as_json):
-        target = None if all_machines else current_target(None)
+        target = None if all_machines else current_target(None, parse_device(device))
     with opened(store) as keeper:
         if target is not None and not any(True for _ in keeper.decisions(target)):
             target = None  # tuned with --threads, or copied here: show what there is

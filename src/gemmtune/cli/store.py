@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .common import (
+    DeviceOption,
     JsonOption,
     StoreOption,
     console,
@@ -19,6 +20,7 @@ from .common import (
     finite,
     guard,
     opened,
+    parse_device,
     quiet_stdout,
     require_file,
     usage,
@@ -27,6 +29,7 @@ from .common import (
 if TYPE_CHECKING:
     from ..decision import Decision
     from ..store.base import Store
+    from ..target import Target
 
 app = typer.Typer(
     help="Look into the store, move decisions between machines, clean up.", no_args_is_help=True, rich_markup_mode=None
@@ -54,7 +57,11 @@ def ls(
     if not found:
         print("the store is empty")
         return
-    _print_list(found, {key: f"{t.name}, {t.threads} threads" for key, t in targets.items()})
+    _print_list(found, {key: _place(t) for key, t in targets.items()})
+
+
+def _place(target: Target) -> str:
+    return f"{target.name}, {target.threads} threads" if target.device == "cpu" else target.name
 
 
 def _brief(decision: Decision) -> dict[str, Any]:
@@ -129,13 +136,14 @@ def _find(keeper: Store, which: str, as_json: bool) -> Decision:
 def export(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="The JSON file to write.")],
     here: Annotated[bool, typer.Option("--here", help="Only this machine's decisions with torch's threads.")] = False,
+    device: DeviceOption = None,
     store: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write decisions to one readable JSON file."""
     require_file(path)
     with quiet_stdout(as_json):
-        target = current_target(None) if here else None
+        target = current_target(None, parse_device(device)) if here else None
     with opened(store) as keeper:
         count = keeper.export(path, target)
     _say({"path": str(path.resolve()), "decisions": count}, f"{count} decisions written to {path}", as_json)
@@ -167,17 +175,31 @@ def prune(
         int | None,
         typer.Option("--threads", min=1, max=4096, metavar="N", help="With --others: the thread count to keep."),
     ] = None,
+    device: DeviceOption = None,
     store: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Delete decisions of other machines or thread counts, or old ones. With both options, either is enough."""
+    """Delete decisions of other machines or thread counts, or old ones. With both options, either is enough.
+
+    This machine's GPUs are not other machines: theirs stay too, unless --device says what alone to keep.
+    """
     if not others and older_than is None:
         usage("say what to delete: --others, --older-than DAYS, or both")
     with quiet_stdout(as_json):
-        keep = current_target(threads) if others else None
+        keep = _kept(threads, device) if others else None
     with opened(store) as keeper:
         count = keeper.prune(keep=keep, older_than_s=None if older_than is None else older_than * 86400)
     _say({"deleted": count}, f"{count} decisions deleted", as_json)
+
+
+def _kept(threads: int | None, device: str | None) -> Target | tuple[Target, ...]:
+    """The Targets of this machine: the CPU with so many threads and every GPU, or one device's."""
+    import torch
+
+    if device is not None or not torch.cuda.is_available():
+        return current_target(threads, parse_device(device))
+    places = (f"cuda:{index}" for index in range(torch.cuda.device_count()))
+    return (current_target(threads), *(current_target(None, place) for place in places))
 
 
 @app.command("verify")

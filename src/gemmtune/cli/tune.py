@@ -11,17 +11,20 @@ import typer
 from .common import (
     BackendsOption,
     BudgetOption,
+    DeviceOption,
     HotOption,
     JsonOption,
+    LatencyOption,
     StoreOption,
     ThreadsOption,
-    collect,
     console,
     emit,
     fail,
+    gather,
     guard,
     opened,
     parse_backends,
+    parse_latency,
     quiet_stdout,
     require_room,
     tuning_target,
@@ -29,6 +32,7 @@ from .common import (
 
 if TYPE_CHECKING:
     from ..decision import Decision
+    from ..measure.clock import Latency
     from ..problem import Problem
     from ..store.base import Store
     from ..target import Target
@@ -46,13 +50,15 @@ def tune(
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option("--dtype", metavar="D", help="fp32, bf16 [default], fp16, fp64, int8, int8wo, int4wo."),
+        typer.Option("--dtype", metavar="D", help="fp32, bf16 [default], fp16, fp64, int8, int8wo, int4wo, fp8."),
     ] = None,
     bias: Annotated[bool, typer.Option("--bias", help="With shapes: add a bias of N.")] = False,
     backends: BackendsOption = None,
     budget: BudgetOption = None,
     hot: HotOption = False,
     threads: ThreadsOption = None,
+    device: DeviceOption = None,
+    latency: LatencyOption = "graph",
     force: Annotated[bool, typer.Option("--force", help="Tune again what the store already answers.")] = False,
     store: StoreOption = None,
     as_json: JsonOption = False,
@@ -60,21 +66,33 @@ def tune(
     """Tune a model's, a workload's or the given matrix multiplies, and keep the decisions in the store.
 
     A factory returns (model, example_inputs): the arguments of one call as a tuple, or a list of such tuples.
-    Ctrl-C keeps what is finished.
+    Without --device a model's multiplies are tuned for where they ran. Ctrl-C keeps what is finished.
     """
     model, shapes = split_what(what or [])
-    names = parse_backends(backends)
+    ranked = parse_latency(latency)
+    parse_backends(backends)  # what is wrong is said before a model runs
     with quiet_stdout(as_json):
-        problems = collect(model, shapes, workload, dtype, bias=bias)
-        target = tuning_target(threads)
+        groups = [
+            (tuning_target(threads, place), problems, parse_backends(backends, place))
+            for place, problems in gather(model, shapes, workload, dtype, bias=bias, device=device)
+        ]
     if shapes:  # a workload's or a model's other problems are worth tuning in any case
-        require_room(problems, target)
-    if not problems:
+        require_room(groups[0][1], groups[0][0])
+    asked = sum(len(problems) for _, problems, _ in groups)
+    if not asked:
         fail("every one of these problems is empty (M, N or K is 0): there is nothing to tune", as_json=as_json)
+    board, interrupted = None, False
     with opened(store) as keeper:
-        board, interrupted = run(problems, target, names, keeper, budget=budget, force=force, hot=hot, hidden=as_json)
-        remember_ceilings(keeper, target)
-    report_outcome(board, len(problems), interrupted, as_json=as_json)
+        for target, problems, names in groups:
+            board, interrupted = run(
+                problems, target, names, keeper,
+                budget=budget, force=force, hot=hot, hidden=as_json, latency=ranked, board=board,
+            )  # fmt: skip
+            remember_ceilings(keeper, target)
+            if interrupted:
+                break
+    assert board is not None
+    report_outcome(board, asked, interrupted, as_json=as_json)
 
 
 def split_what(what: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -94,14 +112,19 @@ def run(
     force: bool = False,
     hot: bool = False,
     hidden: bool = False,
+    latency: Latency = "graph",
+    board: Board | None = None,
 ) -> tuple[Board, bool]:
-    """Tune with the progress display; returns what finished and whether Ctrl-C ended it."""
+    """Tune with the progress display; returns what finished (on ``board``, when one is given) and whether Ctrl-C
+    ended it."""
     from ..tuner import Budget, Tuner
     from .progress import Board, watching
 
-    board = Board()
+    board = board or Board()
     with watching(board, hidden=hidden) as progress:
-        tuner = Tuner(target, names, store, Budget(seconds=budget), progress=progress, force=force, hot=hot)
+        tuner = Tuner(
+            target, names, store, Budget(seconds=budget), progress=progress, force=force, hot=hot, latency=latency
+        )
         try:
             tuner.tune(problems)
         except KeyboardInterrupt:
@@ -110,9 +133,14 @@ def run(
 
 
 def remember_ceilings(store: Store, target: Target) -> None:
-    """Measure the machine's ceilings once per target, so that the report can draw its roofline from the store alone."""
+    """Measure the machine's ceilings once per target, so that the report can draw its roofline from the store alone.
+
+    Only of CPUs: what reads memory and multiplies there says nothing of a GPU.
+    """
     from ..report import ceilings
 
+    if target.device != "cpu":
+        return
     path = ceilings.beside(store)
     if path is not None:
         ceilings.ensure(path, target)

@@ -27,9 +27,22 @@ def special_state() -> bool:
 
 
 def special(tensor: Any) -> bool:
-    """Not an ordinary dense CPU tensor: a subclass, another device, or values behind a lazy negation."""
+    """Not an ordinary tensor of a CPU or CUDA device: a subclass, another device, or values behind a lazy negation."""
+    return unusual(tensor) or not (tensor.is_cpu or tensor.is_cuda)
+
+
+def unusual(tensor: Any) -> bool:
+    """``special`` of a tensor whose device is known, as the hot path's keys name it."""
     kind = type(tensor)
-    return (kind is not Tensor and kind is not Parameter) or not tensor.is_cpu or tensor.is_neg()
+    return (kind is not Tensor and kind is not Parameter) or tensor.is_neg()
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether the device's current stream is being captured into a CUDA graph: nothing may be loaded meanwhile."""
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def autocasting(device_type: str) -> bool:

@@ -1,8 +1,8 @@
 """The table the ops look into, and everything that fills it on first sight.
 
-Hot: ``TABLE.get(key)``. Cold (once per key): the Plan of the Problem is built from the store's decisions for this
-Target, its kernel loaded, and the prepared entry remembered. Nothing here tunes; the on-miss policy calls a hook that
-``gemmtune.api`` installs.
+Hot: ``TABLE.get(key)``. Cold (once per key): the Plan of the Problem is built from the store's decisions for the
+operands' Target, its kernel loaded, and the prepared entry remembered. Nothing here tunes; the on-miss policy calls a
+hook that ``gemmtune.api`` installs.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -18,9 +20,10 @@ import torch
 
 from .. import backends
 from ..backends.base import Candidate, Illegal, Kernel, PackedWeight
-from ..errors import KernelError, PackedWeightError
+from ..errors import PackedWeightError, UnsupportedError
 from ..problem import Problem
-from ..target import Target, current_cpu
+from ..target import Target, current_cpu, current_cuda
+from .guards import capturing
 from .index import Index
 from .policies import Policy
 
@@ -34,6 +37,11 @@ TABLE: dict[Any, Entry] = {}
 _LIMIT = 8192
 # A tuned M this many times larger or smaller still answers under on-miss; beyond it, it is a miss.
 _NEAR = 4
+CPU = torch.device("cpu")
+_SERVED = ("cpu", "cuda")
+
+# What Indices and loaded kernels are kept under: the CPU with a number of threads, or a GPU by its index.
+_Place = tuple[str, int]
 
 
 class Runtime:
@@ -41,15 +49,15 @@ class Runtime:
 
     def __init__(self) -> None:
         self.policy: Policy = "cached"
-        self.observer: Callable[[Problem], None] | None = None
-        self.miss_hook: Callable[[Problem], None] | None = None
+        self.observer: Callable[[Problem, torch.device], None] | None = None
+        self.miss_hook: Callable[[Problem, torch.device], None] | None = None
         self.generation = 0
         self._lock = threading.RLock()
         self._tuning = threading.Lock()
         self._store: Store | None = None
-        self._indices: dict[int, Index] = {}
-        self._kernels: dict[tuple[str, str, int], Kernel | None] = {}
-        self._asked: set[str] = set()
+        self._indices: dict[_Place, Index] = {}
+        self._kernels: dict[tuple[str, str, _Place], Kernel | None] = {}
+        self._asked: set[tuple[str, str]] = set()
         self._warned: set[str] = set()
 
     def refresh(self, store: Store | None = None) -> None:
@@ -62,8 +70,9 @@ class Runtime:
             self._kernels.clear()
             self._asked.clear()
 
-    def observe(self, observer: Callable[[Problem], None] | None) -> None:
-        """Report every Problem to ``observer``; while there is one no entry is remembered, so that none is missed."""
+    def observe(self, observer: Callable[[Problem, torch.device], None] | None) -> None:
+        """Report every Problem and where it runs to ``observer``; while there is one no entry is remembered, so that
+        none is missed."""
         with self._lock:
             self.observer = observer
             self._forget()
@@ -92,29 +101,34 @@ class Runtime:
                 del TABLE[next(iter(TABLE))]
             TABLE[key] = entry
 
-    def kernel_for(self, problem: Problem, packed: PackedWeight | None = None) -> Kernel | None:
-        """The kernel that serves a Problem here and now, or None for the plain PyTorch op.
+    def kernel_for(
+        self, problem: Problem, packed: PackedWeight | None = None, device: torch.device = CPU
+    ) -> Kernel | None:
+        """The kernel that serves a Problem on ``device`` now, or None for the plain PyTorch op.
 
-        A packed weight is served by a kernel of its layout whatever the policy. Raises PackedWeightError when
-        nothing in this process can run it.
+        A packed weight is served by a kernel of its layout whatever the policy. While a CUDA graph is captured only
+        what was loaded before serves (None, for a packed weight too, when that is nothing). Raises PackedWeightError
+        when nothing in this process can run a packed weight.
         """
-        if self.policy == "on-miss":
-            self._tune_missing(problem)
+        if device.type not in _SERVED:
+            return None
+        if self.policy == "on-miss" and not capturing(device):
+            self._tune_missing(problem, device)
         with self._lock:
             if packed is not None:
-                return self._packed_kernel(problem, packed)
+                return self._packed_kernel(problem, packed, device)
             if self.policy == "off":
                 return None
-            index = self.index()
-            return self._planned(index, problem, None) or self._from_constant(index, problem)
+            index = self.index(device)
+            return self._planned(index, problem, None, device) or self._from_constant(index, problem, device)
 
-    def index(self) -> Index:
-        """The decisions of the present Target (its thread count included)."""
-        threads = torch.get_num_threads()
+    def index(self, device: torch.device = CPU) -> Index:
+        """The decisions of a device's present Target (a CPU's thread count included)."""
+        place = _place(device)
         with self._lock:
-            if threads not in self._indices:
-                self._indices[threads] = Index.read(self.store(), current_target(), self.warn_once)
-            return self._indices[threads]
+            if place not in self._indices:
+                self._indices[place] = Index.read(self.store(), current_target(device), self.warn_once)
+            return self._indices[place]
 
     def warn_once(self, text: str) -> None:
         """One line through the ``gemmtune`` logger, the first time it comes up."""
@@ -140,54 +154,57 @@ class Runtime:
         """In a forked child: the locks anew, since the thread that held one may not have come along."""
         self._lock, self._tuning = threading.RLock(), threading.Lock()
 
-    def _tune_missing(self, problem: Problem) -> None:
+    def _tune_missing(self, problem: Problem, device: torch.device) -> None:
         """Give the on-miss hook its chance, once a problem.
 
         Not under the lock, because tuning takes seconds: meanwhile the other threads are served by what there is. One
         tuning at a time, since two would disturb each other's timings; what misses during it is asked for later.
         """
         hook = self.miss_hook
-        if hook is None or not self._misses(problem) or not self._tuning.acquire(blocking=False):
+        if hook is None or not self._misses(problem, device) or not self._tuning.acquire(blocking=False):
             return
         try:
-            if self._misses(problem):  # still: another thread may just have tuned it
-                self._asked.add(problem.key)
-                hook(problem)
+            if self._misses(problem, device):  # still: another thread may just have tuned it
+                self._asked.add((problem.key, str(device)))
+                hook(problem, device)
         finally:
             self._tuning.release()
             with self._lock:  # after the release, so that nobody who was turned away is remembered
                 self._forget()
                 self._indices.clear()
-                self._asked.add(problem.key)  # a refresh by the hook forgot that
+                self._asked.add((problem.key, str(device)))  # a refresh by the hook forgot that
 
-    def _misses(self, problem: Problem) -> bool:
+    def _misses(self, problem: Problem, device: torch.device) -> bool:
         """Whether nothing near was tuned, and the hook was not asked either."""
         with self._lock:
-            return problem.key not in self._asked and not self.index().has_near(problem, _NEAR)
+            asked = (problem.key, str(device)) in self._asked
+            return not asked and not self.index(device).has_near(problem, _NEAR)
 
-    def _planned(self, index: Index, problem: Problem, packing: str | None) -> Kernel | None:
+    def _planned(self, index: Index, problem: Problem, packing: str | None, device: torch.device) -> Kernel | None:
         plan = index.plan(problem.plan_key, packing)
         if plan is None:
             return None
         entry = plan.pick(problem.m)
-        return None if entry.candidate is None else self._load(entry.candidate, problem.with_m(entry.m))
+        return None if entry.candidate is None else self._load(entry.candidate, problem.with_m(entry.m), device)
 
-    def _from_constant(self, index: Index, problem: Problem) -> Kernel | None:
+    def _from_constant(self, index: Index, problem: Problem, device: torch.device) -> Kernel | None:
         """Kernels tuned for a constant weight serve a changing one too, if they take it as it lies."""
         if problem.b.constant or index.plan(problem.plan_key, None) is not None:
             return None
-        return self._planned(index, as_constant(problem), None)
+        return self._planned(index, as_constant(problem), None, device)
 
-    def _packed_kernel(self, problem: Problem, packed: PackedWeight) -> Kernel:
+    def _packed_kernel(self, problem: Problem, packed: PackedWeight, device: torch.device) -> Kernel | None:
         backend = backends.get(packed.layout.partition(":")[0])
         reason = backend.rejects(packed)
         if reason:
             raise PackedWeightError(f"the packed weight ({packed.layout}) cannot run here: {reason}. Pack it again")
         kernel = None
         if self.policy != "off":
-            kernel = self._planned(self.index(), problem, packed.layout)
+            kernel = self._planned(self.index(device), problem, packed.layout, device)
         if kernel is None:
-            kernel = self._untuned(problem, packed)
+            kernel = self._untuned(problem, packed, device)
+        if kernel is None and capturing(device):
+            return None
         if kernel is None or kernel.packing != packed.layout:
             raise PackedWeightError(
                 f"no kernel here takes a weight packed as {packed.layout!r} for {problem.key}. Unpack it, or pack the "
@@ -195,33 +212,38 @@ class Runtime:
             )
         return kernel
 
-    def _untuned(self, problem: Problem, packed: PackedWeight) -> Kernel | None:
+    def _untuned(self, problem: Problem, packed: PackedWeight, device: torch.device) -> Kernel | None:
         """A kernel for a packed weight that no Plan covers: the backend's default, else its first of that layout."""
         backend = backends.get(packed.layout.partition(":")[0])
         rounded = problem.with_m(1 << max(0, problem.m - 1).bit_length())
         default = backend.default_packing(rounded)
         if default is not None:
-            kernel = self._load(default, rounded)
+            kernel = self._load(default, rounded, device)
             if kernel is not None and kernel.packing == packed.layout:
                 return kernel
-        for candidate in backend.candidates(rounded, current_target()):
-            kernel = None if isinstance(candidate, Illegal) else self._load(candidate, rounded)
+        for candidate in backend.candidates(rounded, current_target(device)):
+            kernel = None if isinstance(candidate, Illegal) else self._load(candidate, rounded, device)
             if kernel is not None and kernel.packing == packed.layout:
                 return kernel
         return None
 
-    def _load(self, candidate: Candidate, problem: Problem) -> Kernel | None:
-        key = (candidate.id, problem.key, torch.get_num_threads())
+    def _load(self, candidate: Candidate, problem: Problem, device: torch.device) -> Kernel | None:
+        """The kernel, loaded at its first use; None when it cannot be, or while a CUDA graph is captured."""
+        key = (candidate.id, problem.key, _place(device))
         if key not in self._kernels:
-            self._kernels[key] = self._load_now(candidate, problem)
+            if capturing(device):
+                return None
+            self._kernels[key] = self._load_now(candidate, problem, device)
         return self._kernels[key]
 
-    def _load_now(self, candidate: Candidate, problem: Problem) -> Kernel | None:
+    def _load_now(self, candidate: Candidate, problem: Problem, device: torch.device) -> Kernel | None:
         try:
             backend = backends.get(candidate.backend)
-            return backend.load(backend.build(problem, candidate, current_target()), problem)
-        except (KernelError, ValueError, LookupError, TypeError, OverflowError, ImportError) as error:
+            with current(device):
+                return backend.load(backend.build(problem, candidate, current_target(device)), problem)
+        except (RuntimeError, ValueError, LookupError, TypeError, OverflowError, ImportError) as error:
             # A record may come from anywhere: a config without what its template needs is one that cannot be loaded.
+            # RuntimeError: KernelError is one, and so is what a GPU raises.
             self.warn_once(f"{candidate.id} cannot be loaded ({error}); PyTorch's own kernel serves")
             return None
 
@@ -233,27 +255,53 @@ if hasattr(os, "register_at_fork"):
 
 def as_constant(problem: Problem) -> Problem:
     """The same Problem with its B operand constant (and A dense, as constant problems are described)."""
-    from dataclasses import replace
-
     if problem.a.layout.key != "r":
         return problem
     return replace(problem, b=replace(problem.b, constant=True))
 
 
-def current_target() -> Target:
-    """The Target decisions are kept under: this CPU, torch's threads now, and every importable backend's sources."""
-    return current_cpu(_sources())
+def current_target(device: str | torch.device = "cpu") -> Target:
+    """The Target that decisions are kept under: this CPU with torch's threads now, or a GPU (``"cuda"``: the current
+    one), and the sources of every importable backend for it. Raises ValueError for another kind of device,
+    UnsupportedError where there is no such GPU."""
+    place = torch.device(device)
+    if place.type not in _SERVED:
+        raise ValueError(f"device must be cpu or cuda (cuda:1 ...); got {str(device)!r}")
+    if place.type == "cpu":
+        return current_cpu(_sources("cpu"))
+    _require_gpu(place)
+    return current_cuda(_sources("cuda"), place.index)
 
 
-def _sources() -> dict[str, str]:
-    """Every backend's digest; one whose room cannot be imported is left out rather than taking the ops down."""
+def _require_gpu(device: torch.device) -> None:
+    if not torch.cuda.is_available():
+        raise UnsupportedError("there is no CUDA device that torch can use here; `gemmtune doctor` says what there is")
+    count = torch.cuda.device_count()
+    if device.index is not None and device.index >= count:
+        raise UnsupportedError(f"there is no {device}: torch sees {count} CUDA device(s), cuda:0 to cuda:{count - 1}")
+
+
+def _sources(device: str) -> dict[str, str]:
+    """The digest of every backend for a kind of device; one whose room cannot be imported is left out rather than
+    taking the ops down."""
     found: dict[str, str] = {}
-    for name in backends.names():
+    for name in backends.names(device):
         try:
             found.update(backends.sources([name]))
         except (ImportError, AttributeError) as error:
             RUNTIME.warn_once(f"backend {name} cannot be imported ({error})")
     return found
+
+
+def _place(device: torch.device) -> _Place:
+    if device.type == "cpu":
+        return "cpu", torch.get_num_threads()
+    return device.type, torch.cuda.current_device() if device.index is None else device.index
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """A block in which a GPU is the current one; nothing for a CPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class PolicyScope:

@@ -41,7 +41,8 @@ def _shape(input: Tensor, handle: int, out_features: int) -> Tensor:
     return input.new_empty((*input.shape[:-1], out_features))
 
 
-_LIBRARY.impl("packed_module", _run, "CPU")  # type: ignore[no-untyped-call]
+for _device in ("CPU", "CUDA"):
+    _LIBRARY.impl("packed_module", _run, _device)  # type: ignore[no-untyped-call]
 torch.library.register_fake("gemmtune::packed_module", _shape, lib=_LIBRARY)
 
 

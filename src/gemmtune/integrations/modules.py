@@ -1,4 +1,7 @@
-"""Inference modules that hold their weight packed. ``state_dict`` keeps the raw weight under the original's names."""
+"""Inference modules that hold their weight packed. ``state_dict`` keeps the raw weight under the original's names.
+
+``RawLinear`` and ``RawWeightOnlyLinear`` keep the weight as it lies, for tuned kernels that take it so.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from ..ops import linear
 from ..packing import pack, unpack
 from ..quantized import mixed_mm
 from . import graph
+from .weight_only import WeightOnly
 
 
 class _Packed(nn.Module):
@@ -29,6 +33,7 @@ class _Packed(nn.Module):
         super().__init__()
         self.in_features, self.out_features = packed.k, packed.n
         self.packed, self.trainable = packed, trainable
+        self._device_type = packed.device.type
         if bias is None:
             self.register_parameter("bias", None)
         elif isinstance(bias, nn.Parameter):
@@ -90,14 +95,15 @@ class _Packed(nn.Module):
                 )
                 return
         if given:
-            self.repack({name: given.get(name, tensor).to(tensor.dtype) for name, tensor in held.items()})
+            self.repack({name: given.get(name, tensor).to(tensor) for name, tensor in held.items()})
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Moves and casts (``model.to``, ``.half()``): the packed weight follows only if it stays as it is."""
-        probe = fn(torch.zeros((), dtype=self.dtype))
-        if probe.dtype != self.dtype or probe.device.type != "cpu":
+        place = self.packed.device
+        probe = fn(torch.zeros((), dtype=self.dtype, device=place))
+        if probe.dtype != self.dtype or probe.device != place:
             raise PackedWeightError(
-                f"{type(self).__name__} holds a weight packed as {self.dtype} for the CPU and cannot become "
+                f"{type(self).__name__} holds a weight packed as {self.dtype} for {place} and cannot become "
                 f"{probe.dtype} on {probe.device}: restore() the model, convert it, and optimize it again"
             )
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -128,7 +134,7 @@ class Linear(_Packed):
         """``input @ weight.T + bias``, input [.., in_features]. Raises GradError where a gradient is due."""
         if self.training or self.trainable:
             self._inference_only()
-        if autocasting("cpu"):
+        if autocasting(self._device_type):
             # Autocast chooses dtypes per call; the packed weight has one. Right first: multiply by the raw weight.
             return linear(input, self.weight, self.bias)
         if torch.compiler.is_compiling():
@@ -180,7 +186,7 @@ class WeightOnlyLinear(_Packed):
         """``input @ dequantised(weight).T + bias``, input [.., in_features]. Raises GradError as ``Linear``."""
         if self.training:
             self._inference_only()
-        if torch.compiler.is_compiling() and not autocasting("cpu"):
+        if torch.compiler.is_compiling() and not autocasting(self._device_type):
             return graph.call(input, self.handle, self.out_features)
         return self.compute(input)
 
@@ -225,3 +231,84 @@ class WeightOnlyLinear(_Packed):
 
     def _turn(self, tensor: Tensor) -> Tensor:
         return tensor.t().contiguous() if self.transposed_scale and tensor.dim() == 2 else tensor
+
+
+class _Raw(nn.Module):
+    """What both modules with raw weights share: they hold the original's very Parameters and buffers."""
+
+    layout = "raw"
+    bias: Tensor | None
+
+    def __init__(self, original: nn.Module, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        for name, parameter in original._parameters.items():
+            self.register_parameter(name, parameter)
+        kept = original._non_persistent_buffers_set
+        for name, buffer in original._buffers.items():
+            self.register_buffer(name, buffer, persistent=name not in kept)
+        self.handle = graph.register(self)
+        self.train(original.training)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy (deepcopy, pickle) is a module of its own in compiled graphs too."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.handle = graph.register(self)
+
+    def compute(self, input: Tensor) -> Tensor:
+        """The product itself, input [.., in_features]."""
+        raise NotImplementedError
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The original's result, by the kernel that was tuned for these rows."""
+        wants = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters(False))
+        if torch.compiler.is_compiling() and not (wants or autocasting(input.device.type)):
+            return graph.call(input, self.handle, self.out_features)
+        return self.compute(input)
+
+    def give_back(self, original: nn.Module) -> None:
+        """Hand the tensors to the original again: they may have been moved, cast or loaded since."""
+        original._parameters.update({name: self._parameters[name] for name in original._parameters})
+        original._buffers.update({name: self._buffers[name] for name in original._buffers})
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+class RawLinear(_Raw):
+    """``nn.Linear`` through ``gemmtune.linear``; trains as the original does.
+
+    original: the module whose Parameters it shares.
+    """
+
+    weight: Tensor
+
+    def __init__(self, original: nn.Linear) -> None:
+        super().__init__(original, original.in_features, original.out_features)
+
+    def compute(self, input: Tensor) -> Tensor:
+        return linear(input, self.weight, self.bias)
+
+
+class RawWeightOnlyLinear(_Raw):
+    """A weight-only linear through ``gemmtune.mixed_mm``.
+
+    original: the module whose tensors it shares. held: what ``recognise`` found in it, its scales not transposed.
+    """
+
+    def __init__(self, original: nn.Module, held: WeightOnly) -> None:
+        k = held.weight.shape[1] * (2 if held.bits == 4 else 1)
+        super().__init__(original, k, held.weight.shape[0])
+        if "bias" not in self._parameters and "bias" not in self._buffers:
+            self.register_parameter("bias", None)
+        self.names, self.bits, self.group_size = dict(held.names), held.bits, held.group_size
+
+    def compute(self, input: Tensor) -> Tensor:
+        flat = input if input.dim() == 2 else input.reshape(-1, self.in_features)
+        zero = self.names.get("zero_point")
+        weight, scale = getattr(self, self.names["weight"]), getattr(self, self.names["scale"])
+        product = mixed_mm(
+            flat, weight.t(), scale, None if zero is None else getattr(self, zero), bits=self.bits,
+            group_size=self.group_size, bias=self.bias,
+        )  # fmt: skip
+        return product if input.dim() == 2 else product.view(*input.shape[:-1], self.out_features)

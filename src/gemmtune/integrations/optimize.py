@@ -7,21 +7,22 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from ..backends.base import PackedWeight
 from ..checks import FLOATS
+from ..dispatch.plan import Plan
 from ..dispatch.portfolio import rank_packings
 from ..dispatch.runtime import RUNTIME
 from ..errors import GemmtuneError
 from ..packing import pack
 from ..problem import Problem
 from .calls import as_calls, run
-from .modules import Linear, WeightOnlyLinear
-from .record import linear_problem, record, weight_only_problem
+from .modules import Linear, RawLinear, RawWeightOnlyLinear, WeightOnlyLinear
+from .record import Recording, linear_problem, record, weight_only_problem
 from .weight_only import WeightOnly, recognise
 
 if TYPE_CHECKING:
@@ -42,14 +43,29 @@ class _Site:
     tied: bool
     ran: Counter[Problem]
 
+    @property
+    def device(self) -> torch.device:
+        """Where its weight lies."""
+        weight = self.held.weight if self.held is not None else self.module.weight
+        assert isinstance(weight, Tensor)
+        return weight.device
+
+
+_Module = Linear | WeightOnlyLinear | RawLinear | RawWeightOnlyLinear
+
 
 @dataclass(slots=True)
 class _Swap:
     """A swap that was made: how to find the original's tensors again."""
 
     site: _Site
-    module: Linear | WeightOnlyLinear
+    module: _Module
     tensors: dict[str, Tensor]
+
+    @property
+    def layout(self) -> str:
+        """The layout of its weight; ``raw`` when it lies as it did."""
+        return self.module.packed.layout if isinstance(self.module, Linear | WeightOnlyLinear) else self.module.layout
 
 
 class Handle:
@@ -64,16 +80,19 @@ class Handle:
 
     @property
     def swapped(self) -> dict[str, str]:
-        """Layout by the name of the module that now holds it."""
-        return {swap.site.name: swap.module.packed.layout for swap in self._swaps}
+        """Layout by the name of the module that now holds it; ``raw`` for a weight that lies as it did."""
+        return {swap.site.name: swap.layout for swap in self._swaps}
 
     def restore(self) -> None:
         """Put the original modules back, with their very Parameters, their values unpacked (with any state loaded
         since). Idempotent."""
         with torch.inference_mode(False), torch.no_grad():
             for swap in reversed(self._swaps):
-                for name, value in swap.module.raw().items():
-                    swap.tensors[name].data = value.contiguous()
+                if isinstance(swap.module, RawLinear | RawWeightOnlyLinear):
+                    swap.module.give_back(swap.site.module)
+                else:
+                    for name, value in swap.module.raw().items():
+                        swap.tensors[name].data = value.contiguous()
                 for parent, attribute in swap.site.places:
                     setattr(parent, attribute, swap.site.module)
                 swap.site.module.train(swap.module.training)
@@ -101,14 +120,17 @@ def optimize(
     store: Store | None = None,
     backends: Sequence[str] | None = None,
     progress: Progress | None = None,
+    latency: Literal["graph", "eager"] = "graph",
 ) -> Handle:
     """Swap, in place, every ``nn.Linear`` and weight-only int8/int4 linear for which something beats PyTorch.
 
     example_inputs: a Tensor, a tuple of arguments, a dict of keyword arguments, or a list of these (one per call); they
     decide which M count. tune: tune what the store does not know (else only use what it knows). memory: how many times
-    a raw weight's bytes its packed form may take. budget: as for ``gemmtune.tune``. The model must be in eval mode.
+    a raw weight's bytes its packed form may take. budget, latency: as for ``gemmtune.tune``. The model must be in eval
+    mode, on CPUs and GPUs as it is to serve.
 
-    A linear is left alone when plain PyTorch is best for it, when it has hooks, is not on the CPU, or shares its weight
+    On GPUs a linear may also keep its weight as it lies, when a kernel that takes it so is fastest. A linear is left
+    alone when plain PyTorch is best for it, when it has hooks, is on another kind of device, or shares its weight
     (unless memory >= 2, as the raw weight then stays too). Raises TypeError, ValueError, and what the model raises.
     """
     if not isinstance(model, nn.Module):
@@ -122,11 +144,16 @@ def optimize(
     as_calls(example_inputs)
     handle = Handle()
     sites = list(_sites(model, handle, memory))
-    problems = _observe(model, example_inputs, sites)
+    recorded = _observe(model, example_inputs, sites)
     if tune:
         from ..api import tune as tune_now
 
-        tune_now(problems, budget=budget, store=store, backends=backends, progress=progress)
+        for device in recorded.devices:
+            if device.type in ("cpu", "cuda"):
+                tune_now(
+                    recorded.on(device), budget=budget, store=store, backends=backends, progress=progress,
+                    device=device, latency=latency,
+                )  # fmt: skip
     else:
         RUNTIME.refresh(store)
     with torch.inference_mode(False), torch.no_grad():
@@ -176,15 +203,17 @@ def _unfit(module: nn.Module, root: bool) -> str:
     if "forward" in vars(module):
         return "has a forward of its own (somebody replaced it on this very module)"
     tensors = (*module.parameters(False), *module.buffers(False))
-    if any(t.device.type != "cpu" or t.layout != torch.strided for t in tensors):
-        return "is not in dense CPU tensors"
+    if any(t.device.type not in ("cpu", "cuda") or t.layout != torch.strided for t in tensors):
+        return "is not in dense CPU or CUDA tensors"
+    if len({t.device for t in tensors}) > 1:
+        return "has tensors on several devices"
     weight = module.weight
     if type(module) is nn.Linear and isinstance(weight, Tensor) and weight.dtype not in FLOATS:
         return f"holds {weight.dtype}, which is not a dtype gemmtune packs"
     return ""
 
 
-def _observe(model: nn.Module, example_inputs: Any, sites: Sequence[_Site]) -> list[tuple[Problem, int]]:
+def _observe(model: nn.Module, example_inputs: Any, sites: Sequence[_Site]) -> Recording:
     """Run the examples; count what each site ran, and return every Problem of the model."""
     handles = [site.module.register_forward_pre_hook(_counter(site)) for site in sites]
     try:
@@ -193,7 +222,7 @@ def _observe(model: nn.Module, example_inputs: Any, sites: Sequence[_Site]) -> l
     finally:
         for handle in handles:
             handle.remove()
-    return recorded.problems
+    return recorded
 
 
 def _counter(site: _Site) -> Any:
@@ -227,18 +256,27 @@ def _swap(site: _Site, handle: Handle, memory: float) -> str:
     plans = {problem.plan_key for problem in site.ran}
     if len(plans) > 1:
         return "ran with inputs of several dtypes"
-    points = RUNTIME.index().points(plans.pop())
+    plan_key = plans.pop()
+    points = RUNTIME.index(site.device).points(plan_key)
     if not points:
         return "has no decision in the store (tune=True would make one)"
     counts = {problem.m: float(count) for problem, count in site.ran.items()}
     points = [p for p in points if p.m in counts] or points
     layouts = [name for name in rank_packings(points, counts) if name is not None]
+    packed = next(filter(None, (_packed(site, layout, memory) for layout in layouts)), None)
+    if packed is not None:
+        return _place(site, packed, handle)
+    if site.device.type == "cuda" and _ours(RUNTIME.index(site.device).plan(plan_key, None)):
+        return _place_raw(site, handle)
     if not layouts:
         return "plain PyTorch is best"
-    packed = next(filter(None, (_packed(site, layout, memory) for layout in layouts)), None)
-    if packed is None:
-        return f"no winning layout fits in {memory} times the raw weight's bytes"
-    return _place(site, packed, handle)
+    return f"no winning layout fits in {memory} times the raw weight's bytes"
+
+
+def _ours(plan: Plan | None) -> bool:
+    """Whether a kernel that is not ATen's serves some M of a raw weight."""
+    entries = () if plan is None else plan.entries
+    return any(entry.candidate is not None and entry.candidate.backend != "aten" for entry in entries)
 
 
 def _packed(site: _Site, layout: str, memory: float) -> PackedWeight | None:
@@ -267,20 +305,40 @@ def _place(site: _Site, packed: PackedWeight, handle: Handle) -> str:
     if held is None:
         weight = original.weight
         assert isinstance(weight, nn.Parameter)
-        module: Linear | WeightOnlyLinear = Linear(packed, bias, trainable=_trainable(weight, bias))
+        module: _Module = Linear(packed, bias, trainable=_trainable(weight, bias))
         tensors: dict[str, Tensor] = {"weight": weight}
     else:
         module = WeightOnlyLinear(packed, bias, names=held.names, transposed_scale=held.transposed_scale)
         tensors = {name: getattr(original, name) for name in held.names.values()}
         if not _agrees(original, module, next(iter(site.ran))):
             return "looks like a weight-only linear and computes something else"
-    for parent, attribute in site.places:
-        setattr(parent, attribute, module)
-    handle._swaps.append(_Swap(site, module, tensors))
+    _put(site, module, tensors, handle)
     if not site.tied:
         for tensor in tensors.values():
             tensor.data = tensor.data.new_empty(0)
     return ""
+
+
+def _place_raw(site: _Site, handle: Handle) -> str:
+    """Serve a weight that stays as it lies."""
+    original, held = site.module, site.held
+    if held is None:
+        assert isinstance(original, nn.Linear)
+        _put(site, RawLinear(original), {}, handle)
+        return ""
+    if held.transposed_scale:
+        return "has its scales the other way round than the fastest kernel takes them"
+    module = RawWeightOnlyLinear(original, held)
+    if not _agrees(original, module, next(iter(site.ran))):
+        return "looks like a weight-only linear and computes something else"
+    _put(site, module, {}, handle)
+    return ""
+
+
+def _put(site: _Site, module: _Module, tensors: dict[str, Tensor], handle: Handle) -> None:
+    for parent, attribute in site.places:
+        setattr(parent, attribute, module)
+    handle._swaps.append(_Swap(site, module, tensors))
 
 
 def _trainable(weight: Tensor, bias: Tensor | None) -> bool:
@@ -291,6 +349,7 @@ def _agrees(original: nn.Module, module: nn.Module, problem: Problem) -> bool:
     """Whether a module recognised by its attributes computes what they suggest: two random rows, within a few percent
     (it may round its weight to the activations' dtype)."""
     x = torch.randn(2, problem.k, generator=torch.Generator().manual_seed(0)).to(getattr(torch, problem.a.dtype))
+    x = x.to(next(t.device for t in (*original.parameters(False), *original.buffers(False))))
     try:
         wanted, got = original(x).double(), module(x).double()
     except (RuntimeError, TypeError, ValueError) as error:

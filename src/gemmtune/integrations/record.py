@@ -15,7 +15,7 @@ from torch.nn.modules import module as hooks
 from torch.overrides import TorchFunctionMode
 
 from .. import describe
-from ..dispatch.runtime import RUNTIME
+from ..dispatch.runtime import CPU, RUNTIME
 from ..errors import GemmtuneError
 from ..fuse import bias as bias_step
 from ..problem import Problem
@@ -23,27 +23,39 @@ from .weight_only import WeightOnly, recognise
 
 
 class Recording:
-    """What was recorded: ``problems``, a list of (Problem, count), in the order they first came up."""
+    """What was recorded: ``problems``, a list of (Problem, count), in the order they first came up; ``devices``, where
+    they ran, and ``on(device)``, the problems of one of these."""
 
     def __init__(self) -> None:
-        self._counts: Counter[Problem] = Counter()
+        self._counts: dict[torch.device, Counter[Problem]] = {}
         self._lock = threading.Lock()
 
     @property
     def problems(self) -> list[tuple[Problem, int]]:
-        return list(self._counts.items())
+        total: Counter[Problem] = Counter()
+        for counts in self._counts.values():
+            total.update(counts)
+        return list(total.items())
 
-    def add(self, problem: Problem, count: int = 1) -> None:
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        return tuple(self._counts)
+
+    def on(self, device: str | torch.device) -> list[tuple[Problem, int]]:
+        """The problems that ran on one device, as ``problems`` has them."""
+        return list(self._counts.get(torch.device(device), Counter()).items())
+
+    def add(self, problem: Problem, device: torch.device = CPU, count: int = 1) -> None:
         """Count a Problem; an empty one (M, N, K or batch 0) needs no kernel and is left out."""
         if min(problem.m, problem.n, problem.k, problem.batch) > 0:
             with self._lock:
-                self._counts[problem] += count
+                self._counts.setdefault(device, Counter())[problem] += count
 
     def __len__(self) -> int:
-        return len(self._counts)
+        return len(self.problems)
 
     def __repr__(self) -> str:
-        return f"<Recording: {len(self)} problems, {sum(self._counts.values())} calls>"
+        return f"<Recording: {len(self)} problems, {sum(count for _, count in self.problems)} calls>"
 
 
 class record:
@@ -93,30 +105,38 @@ class _Mode(TorchFunctionMode):
         kwargs = kwargs or {}
         describer = _DESCRIBERS.get(func)
         if describer is not None and not self._inside:
-            self._note(describer, args, kwargs)
+            self._note(describer, args, kwargs, _device(args, kwargs))
         return func(*args, **kwargs)
 
-    def _note(self, describer: Callable[..., Problem | None], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    def _note(
+        self, describer: Callable[..., Problem | None], args: Sequence[Any], kwargs: dict[str, Any],
+        device: torch.device,
+    ) -> None:  # fmt: skip
         try:
             problem = describer(*args, **kwargs)
         except (TypeError, ValueError, GemmtuneError, RuntimeError):
             # Not a multiply gemmtune knows (integers through matmul, say), or a call PyTorch itself will refuse.
             return
         if problem is not None:
-            self._recording.add(problem)
+            self._recording.add(problem, device)
 
     def before(self, module: nn.Module, args: Any) -> None:
         """A module's forward begins: a weight-only one is recorded whole, and what it runs inside is not."""
         held = recognise(module)
         if held is not None:
             if not self._inside and args and isinstance(args[0], Tensor):
-                self._note(lambda: weight_only_problem(args[0], held), (), {})
+                self._note(lambda: weight_only_problem(args[0], held), (), {}, args[0].device)
             self._inside += 1
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         """The forward ended, or raised."""
         if self._inside and recognise(module) is not None:
             self._inside -= 1
+
+
+def _device(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.device:
+    """Where a function's operands lie: its first tensor's device."""
+    return next((value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), CPU)
 
 
 def weight_only_problem(x: Tensor, held: WeightOnly) -> Problem:

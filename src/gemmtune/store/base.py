@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..target import Target
+
 if TYPE_CHECKING:
     from ..decision import Decision, Verdict
-    from ..target import Target
     from .lease import Lease
+
+
+def kept_keys(keep: Target | Collection[Target] | None) -> tuple[str, ...]:
+    """The keys of the Targets that ``prune`` is to keep; empty for all of them."""
+    if keep is None:
+        return ()
+    return (keep.key,) if isinstance(keep, Target) else tuple(target.key for target in keep)
 
 
 class Store(ABC):
@@ -63,7 +71,7 @@ class Store(ABC):
         """Validate everything in an exported file, then keep it all or nothing; returns the number kept."""
 
     @abstractmethod
-    def prune(self, *, keep: Target | None = None, older_than_s: float | None = None) -> int:
+    def prune(self, *, keep: Target | Collection[Target] | None = None, older_than_s: float | None = None) -> int:
         """Delete decisions of other targets than ``keep`` and/or older than an age; returns the number deleted."""
 
     @abstractmethod

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from ..decision import Decision, Verdict
 from ..target import Target
-from .base import Store
+from .base import Store, kept_keys
 from .exchange import read_export, write_export
 from .lease import Lease, check_ttl, left_s
 from .schema import decode_decision, encode_decision
@@ -99,16 +99,15 @@ class MemoryStore(Store):
         self._put_all(pairs)
         return len(pairs)
 
-    def prune(self, *, keep: Target | None = None, older_than_s: float | None = None) -> int:
+    def prune(self, *, keep: Target | Collection[Target] | None = None, older_than_s: float | None = None) -> int:
         oldest = float("-inf") if older_than_s is None else time.time() - older_than_s
+        kept = kept_keys(keep)
         with self._lock:
-            doomed = [
-                key for key, row in self._rows.items() if (keep is not None and key[0] != keep.key) or row[0] < oldest
-            ]
+            doomed = [key for key, row in self._rows.items() if (kept and key[0] not in kept) or row[0] < oldest]
             for key in doomed:
                 del self._rows[key]
-            if keep is not None:
-                self._failures = {key: rows for key, rows in self._failures.items() if key[0] == keep.key}
+            if kept:
+                self._failures = {key: rows for key, rows in self._failures.items() if key[0] in kept}
         return len(doomed)
 
     def verify(self) -> list[str]:

@@ -14,14 +14,14 @@ import secrets
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 from ..decision import Decision, Verdict
 from ..errors import StoreError
 from ..target import Target
-from .base import Store
+from .base import Store, kept_keys
 from .exchange import read_export, write_export
 from .lease import Lease, check_ttl, left_s
 from .memory import require_owner
@@ -180,16 +180,18 @@ class SqliteStore(Store):
             return _lease_left(*row)
         return None
 
-    def prune(self, *, keep: Target | None = None, older_than_s: float | None = None) -> int:
+    def prune(self, *, keep: Target | Collection[Target] | None = None, older_than_s: float | None = None) -> int:
         if not os.path.exists(self.path):
             return 0
         oldest = float("-inf") if older_than_s is None else time.time() - older_than_s
-        other = "" if keep is None else keep.key
+        kept = kept_keys(keep)
 
         def delete(connection: sqlite3.Connection) -> int:
-            rule = "created < ? OR (? <> '' AND target_key <> ?)"
-            connection.execute(f"DELETE FROM failures WHERE {rule}", (oldest, other, other))
-            deleted = connection.execute(f"DELETE FROM decisions WHERE {rule}", (oldest, other, other)).rowcount
+            rule = "created < ?"
+            if kept:
+                rule += f" OR target_key NOT IN ({', '.join('?' * len(kept))})"
+            connection.execute(f"DELETE FROM failures WHERE {rule}", (oldest, *kept))
+            deleted = connection.execute(f"DELETE FROM decisions WHERE {rule}", (oldest, *kept)).rowcount
             connection.execute("DELETE FROM targets WHERE key NOT IN (SELECT target_key FROM decisions)")
             connection.execute("DELETE FROM leases WHERE expires < ?", (time.time(),))
             return deleted

@@ -7,14 +7,24 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ...errors import KernelError, PackedWeightError
 from ...problem import Problem
 from ...target import Target
-from ..base import Artifact, Availability, Backend, Candidate, Illegal, Kernel, PackedWeight
+from ..base import Artifact, Availability, Backend, Candidate, Illegal, Kernel, PackedWeight, Scalar
+from .cuda_dense import BmmWide, MmActivated, MmPadded, MmPaddedOnce, MmWide
+from .cuda_narrow import (
+    Int4PackCuda,
+    IntMmPadded,
+    IntMmPaddedOnce,
+    ScaledMmPadded,
+    ScaledMmWide,
+    Upcast,
+    UpcastOnce,
+)
 from .dense import Bmm, BmmTransposed, Composite, Mkldnn, Mm, MmCopied, MmTransposed, dense_layouts, undo_dense
 from .kernel import AtenKernel
 from .quantized import (
@@ -29,10 +39,27 @@ from .quantized import (
 )
 
 _TEMPLATES: tuple[type[AtenKernel], ...] = (
-    Mm, Mkldnn, MmTransposed, MmCopied, Bmm, BmmTransposed, IntMm, IntMmTransposed, IntMmCopied, Int8Pack, Int4Pack,
-    ScaledMm, Dequantized, Composite,
+    Mm, Mkldnn, MmTransposed, MmCopied, MmWide, MmActivated, MmPadded, MmPaddedOnce, Bmm, BmmTransposed, BmmWide,
+    IntMm, IntMmTransposed, IntMmCopied, IntMmPadded, IntMmPaddedOnce, Upcast, Int8Pack, Int4Pack, Int4PackCuda,
+    ScaledMm, ScaledMmPadded, ScaledMmWide, UpcastOnce, Dequantized, Composite,
 )  # fmt: skip
 _BY_NAME = {template.template: template for template in _TEMPLATES}
+
+
+def _templates(problem: Problem, target: Target | None) -> Iterator[type[AtenKernel]]:
+    """Those of the problem's family; what only CUDA has is not even mentioned on a CPU."""
+    cuda = target is not None and target.device == "cuda"
+    for template in _TEMPLATES:
+        if problem.family in template.family and (cuda or not template.cuda_only):
+            yield template
+
+
+def _illegal(template: type[AtenKernel], problem: Problem, config: Mapping[str, Scalar], target: Target | None) -> str:
+    if target is not None and target.device == "cuda":
+        reason = template.refuses_cuda(problem, config, target)
+        if reason:
+            return reason
+    return template.illegal(problem, config)
 
 
 class AtenBackend(Backend):
@@ -44,20 +71,19 @@ class AtenBackend(Backend):
         return Availability(True)
 
     def candidates(self, problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
-        for template in _TEMPLATES:
-            if problem.family not in template.family:
-                continue
+        for template in _templates(problem, target):
             for config in template.configs(problem):
                 candidate = Candidate.make(self.name, template.template, **config)
-                reason = template.illegal(problem, config)
+                reason = _illegal(template, problem, config, target)
                 yield Illegal(candidate, reason) if reason else candidate
 
-    def plain(self, problem: Problem) -> Candidate:
-        """The candidate that is what PyTorch's users would call for this problem."""
-        for template in _TEMPLATES:
-            usual = problem.family in template.family and template.layout(problem, {"order": "row"}) is None
-            if usual and not template.illegal(problem, {}):
-                return Candidate.make(self.name, template.template)
+    def plain(self, problem: Problem, target: Target | None = None) -> Candidate:
+        """The candidate that is what PyTorch's users would call for this problem on a Target (default: a CPU)."""
+        for template in _templates(problem, target):
+            for config in template.configs(problem):
+                usual = template.layout(problem, {"order": "row"}) is None
+                if usual and not _illegal(template, problem, config, target):
+                    return Candidate.make(self.name, template.template, **config)
         raise KernelError(f"no ATen formulation for {problem.key}")
 
     def load(self, artifact: Artifact, problem: Problem) -> Kernel:
@@ -73,7 +99,7 @@ class AtenBackend(Backend):
     def unpack(self, packed: PackedWeight) -> Any:
         if dense_layouts(packed.layout):
             return undo_dense(packed)
-        if packed.layout.startswith(("aten:int4pack/", "aten:dequant/")):
+        if packed.layout.startswith(("aten:int4pack/", "aten:int4pack_cuda/", "aten:dequant/", "aten:cast/")):
             return undo_quant(packed)
         raise PackedWeightError(f"layout {packed.layout!r} is not one of the ATen backend's")
 

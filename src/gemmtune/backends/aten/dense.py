@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from ...problem import Problem
+from ...target import Target
 from ..base import PackedWeight, QuantWeight, Scalar
+from .cuda_rules import few_rows
 from .fusion import Fused, addmm_prefix, mkldnn_prefix
 from .kernel import FLOATS, AtenKernel, WritesOut, constant_b, dense_weight_bytes, packed_as
 from .quantized import dequantize
@@ -17,9 +19,11 @@ from .steps import dtype_of, name_of
 
 # One blocked layout serves every M measured (oneDNN's choice did not change from M = 1 to 256); 16 stands for all.
 _MKLDNN_ROWS = 16
+PADDED = "aten:pad16"  # column-major, with zeros up to multiples of 16
 
 
-def _same_floats(problem: Problem) -> str:
+def same_floats(problem: Problem) -> str:
+    """Why the operands are not of one floating dtype, or empty."""
     if problem.a.dtype not in FLOATS or problem.b.dtype != problem.a.dtype:
         return f"needs one floating dtype; got {problem.a.dtype} and {problem.b.dtype}"
     return ""
@@ -32,7 +36,7 @@ class Mm(WritesOut):
 
     @classmethod
     def refuses(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
-        return _same_floats(problem)
+        return same_floats(problem)
 
     @classmethod
     def fuses(cls, problem: Problem) -> Fused:
@@ -66,13 +70,28 @@ class MmTransposed(Mm):
 
     template = "mm_t"
 
+    @classmethod
+    def refuses_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
+        return few_rows(problem)
+
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
-        out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype)
+        out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
         self.write(a, b, aux, out)
         return out
 
     def write(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
-        fused, flipped = self.fused, out.t()
+        if not a.is_cuda:
+            self._turn(a, b, aux, out.t())
+        elif a.shape[0] == 1:
+            self._turn(a, b, aux, out.view(-1, 1))
+        else:  # into out.t(), cuBLAS would get the very call that it gets from torch.mm
+            flipped = torch.empty(b.shape[1], a.shape[0], dtype=out.dtype, device=a.device)
+            self._turn(a, b, aux, flipped)
+            out.copy_(flipped.t())
+
+    def _turn(self, a: Tensor, b: Any, aux: Sequence[Tensor], flipped: Tensor) -> None:
+        """The transposed product into ``flipped`` [N, M]."""
+        fused = self.fused
         if not fused.tensors:
             torch.mm(b.t(), a.t(), out=flipped)
             return
@@ -95,7 +114,7 @@ class MmCopied(Mm):
     def refuses(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
         if problem.b.layout.ld is None and problem.b.layout.order == config["order"]:
             return f"the weight already is {config['order']}-major"
-        return constant_b(problem) or _same_floats(problem)
+        return constant_b(problem) or same_floats(problem)
 
     @classmethod
     def layout(cls, problem: Problem, config: Mapping[str, Scalar]) -> str | None:
@@ -129,7 +148,7 @@ class Mkldnn(AtenKernel):
 
     @classmethod
     def refuses(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
-        reason = constant_b(problem) or _same_floats(problem)
+        reason = constant_b(problem) or same_floats(problem)
         if reason:
             return reason
         if not torch._C._has_mkldnn:
@@ -137,6 +156,10 @@ class Mkldnn(AtenKernel):
         if min(problem.m, problem.n, problem.k) == 0:
             return "oneDNN makes no primitive for an empty operand"
         return _mkldnn_dtype(problem.a.dtype)
+
+    @classmethod
+    def refuses_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
+        return "oneDNN runs on CPUs"
 
     @classmethod
     def fuses(cls, problem: Problem) -> Fused:
@@ -179,7 +202,7 @@ class Bmm(WritesOut):
 
     @classmethod
     def refuses(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
-        return _same_floats(problem)
+        return same_floats(problem)
 
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
         return torch.bmm(a, b)
@@ -192,6 +215,10 @@ class BmmTransposed(Bmm):
     """``out^T = B^T A^T`` for every matrix of the batch."""
 
     template = "bmm_t"
+
+    @classmethod
+    def refuses_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
+        return few_rows(problem)
 
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
         return torch.bmm(b.mT, a.mT).mT
@@ -228,13 +255,15 @@ class Composite(AtenKernel):
 
 def dense_layouts(layout: str) -> bool:
     """Whether a layout name is one of this file's."""
-    return layout in ("aten:row", "aten:col") or layout.startswith("aten:mkldnn/")
+    return layout in ("aten:row", "aten:col", PADDED) or layout.startswith("aten:mkldnn/")
 
 
 def undo_dense(packed: PackedWeight) -> Tensor:
     """The raw B [K, N] of a layout of this file, in its first memory order."""
     data = packed.data[0]
     matrix = data.to_dense().t() if data.is_mkldnn else data
+    if packed.layout == PADDED:
+        matrix = matrix[: packed.k, : packed.n].clone(memory_format=torch.contiguous_format)
     if name_of(matrix.dtype) != packed.dtype:
         raise ValueError(f"packed weight says {packed.dtype} and holds {name_of(matrix.dtype)}")
     return matrix.contiguous() if packed.raw_order == "row" else matrix.t().contiguous().t()

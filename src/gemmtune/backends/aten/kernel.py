@@ -12,6 +12,7 @@ from torch import Tensor
 from ...epilogue import Epilogue
 from ...errors import KernelError, PackedWeightError
 from ...problem import Problem, bits
+from ...target import Target
 from ..base import Candidate, Kernel, PackedWeight, Scalar
 from .fusion import Fused, rest_after
 from .steps import apply, dtype_of, finish
@@ -24,6 +25,7 @@ class AtenKernel(Kernel):
 
     template: ClassVar[str]
     family: ClassVar[tuple[str, ...]] = ("mm",)
+    cuda_only: ClassVar[bool] = False
 
     def __init__(self, problem: Problem, candidate: Candidate) -> None:
         self.problem, self.candidate = problem, candidate
@@ -49,6 +51,11 @@ class AtenKernel(Kernel):
     @classmethod
     def refuses(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
         """Why the op cannot compute this problem's product; empty when it can."""
+        return ""
+
+    @classmethod
+    def refuses_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
+        """Why the op is not for this GPU beyond what ``refuses`` says; empty when it is."""
         return ""
 
     @classmethod
@@ -109,6 +116,16 @@ class WritesOut(AtenKernel):
             out.copy_(self.fresh(a, b, aux))
         else:
             self.write(a, b, aux, out)
+
+
+class Sliced(AtenKernel):
+    """A kernel whose product may be a view of something larger: a new tensor is made dense."""
+
+    def fresh(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
+        return super().fresh(a, b, aux).contiguous()
+
+    def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
+        out.copy_(super().fresh(a, b, aux))
 
 
 def packed_as(b: Any, layout: str) -> PackedWeight:

@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 from ...problem import Problem
+from ...target import Target
 from ..base import PackedWeight, QuantWeight, Scalar
+from .cuda_rules import capability, few_rows, scaled_kinds, scaled_layout
 from .fusion import Fused
 from .kernel import AtenKernel, WritesOut, constant_b, dense_weight_bytes, packed_as
+from .padding import int_rules
 from .steps import dtype_of
 
 _HALVES = ("bfloat16", "float16")
@@ -70,6 +73,12 @@ class IntMm(WritesOut):
             return f"_int_mm takes int8 (or uint8) x int8; got {problem.a.dtype} x {problem.b.dtype}"
         return "an operand is empty" if min(problem.m, problem.n, problem.k) == 0 else ""
 
+    @classmethod
+    def refuses_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
+        if problem.a.dtype != "int8":
+            return "_int_mm takes int8 x int8 on CUDA"
+        return int_rules(problem.m, problem.n, problem.k)
+
     def matrix(self, b: Any) -> Tensor:
         """The B operand as a Tensor [K, N]."""
         tensor: Tensor = b
@@ -95,6 +104,10 @@ class IntMmTransposed(IntMm):
         if problem.a.dtype != "int8":
             return "the transposed form needs int8 activations"
         return super().refuses(problem, config)
+
+    @classmethod
+    def refuses_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
+        return int_rules(problem.n, problem.m, problem.k) or few_rows(problem)
 
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
         return torch._int_mm(b.t(), a.t()).t()
@@ -150,6 +163,10 @@ class Int8Pack(AtenKernel):
             return "_weight_int8pack_mm wants the weight as a contiguous [N, K]"
         return _int8pack_shape(problem)
 
+    @classmethod
+    def refuses_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
+        return "" if problem.m <= 16 else "_weight_int8pack_mm reads the weight once for every row on CUDA"
+
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
         return int8pack(a, b)
 
@@ -199,6 +216,10 @@ class Int4Pack(AtenKernel):
         return constant_b(problem) or ("an operand is empty" if problem.m * problem.n == 0 else "")
 
     @classmethod
+    def refuses_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
+        return "_weight_int4pack_mm_for_cpu runs on CPUs"
+
+    @classmethod
     def layout(cls, problem: Problem, config: Mapping[str, Scalar]) -> str | None:
         return f"aten:int4pack/g{problem.b.quant.group}" if problem.b.quant else None
 
@@ -208,7 +229,7 @@ class Int4Pack(AtenKernel):
         zero = torch.zeros_like(b.scale) if b.zero_point is None else (8 - b.zero_point) * b.scale
         pair = torch.stack((b.scale, zero), dim=-1).contiguous()
         # The ATen form cannot be undone bit for bit, so the raw tensors stay beside it.
-        return _quant_pack(self.packing or "", (blocks, pair, *_raw(b)), self.problem)
+        return quant_pack(self.packing or "", (blocks, pair, *raw_copies(b)), self.problem)
 
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
         packed = packed_as(b, self.packing or "")
@@ -244,19 +265,21 @@ class Dequantized(AtenKernel):
 
     def pack(self, b: Any) -> PackedWeight:
         copy = dequantize(b, dtype_of(self.natural(self.problem)))
-        return _quant_pack(self.packing or "", (copy, *_raw(b)), self.problem)
+        return quant_pack(self.packing or "", (copy, *raw_copies(b)), self.problem)
 
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
         weight = packed_as(b, self.packing or "").data[0]
         return torch.mm(a.to(weight.dtype), weight)
 
 
-def _raw(b: QuantWeight) -> tuple[Tensor, ...]:
+def raw_copies(b: QuantWeight) -> tuple[Tensor, ...]:
+    """The raw tensors, kept beside a form that cannot be undone bit for bit."""
     tensors = (b.data, b.scale) if b.zero_point is None else (b.data, b.scale, b.zero_point)
     return tuple(tensor.clone() for tensor in tensors)
 
 
-def _quant_pack(layout: str, data: tuple[Tensor, ...], problem: Problem) -> PackedWeight:
+def quant_pack(layout: str, data: tuple[Tensor, ...], problem: Problem) -> PackedWeight:
+    """The PackedWeight of a weight-only operand."""
     b = problem.b
     return PackedWeight(layout, data, problem.n, problem.k, b.dtype, b.quant, "", b.layout.order)
 
@@ -265,7 +288,7 @@ def undo_quant(packed: PackedWeight) -> QuantWeight:
     """The QuantWeight a layout of this file keeps beside its own form."""
     if packed.quant is None:
         raise ValueError(f"layout {packed.layout!r} holds no quantised weight")
-    kept = packed.data[2 if packed.layout.startswith("aten:int4pack/") else 1 :]
+    kept = packed.data[2 if packed.layout.startswith("aten:int4pack") else 1 :]
     zero = kept[2] if len(kept) > 2 else None
     return QuantWeight(kept[0], kept[1], zero, packed.k, packed.quant, packed.dtype)
 
@@ -299,12 +322,21 @@ class ScaledMm(AtenKernel):
             return "_scaled_mm wants float32 scales"
         return _scaled_shape(problem)
 
+    @classmethod
+    def refuses_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
+        return scaled_layout(problem) or scaled_kinds(problem, capability(target))
+
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
-        rows = self.problem.epilogue[0].axis == "row"
-        scale_a = aux[0].reshape(-1, 1) if rows else aux[0].reshape(())
-        scale_b = aux[1].reshape(1, -1) if rows else aux[1].reshape(())
-        bias = aux[2] if self.fused.axis else None
+        scale_a, scale_b, bias = scaled_operands(self.problem, aux)
         return torch._scaled_mm(a, b, scale_a, scale_b, bias=bias, out_dtype=self.out_dtype)
+
+
+def scaled_operands(problem: Problem, aux: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The scales in the shapes ``_scaled_mm`` wants, and the bias."""
+    rows = problem.epilogue[0].axis == "row"
+    scale_a = aux[0].reshape(-1, 1) if rows else aux[0].reshape(())
+    scale_b = aux[1].reshape(1, -1) if rows else aux[1].reshape(())
+    return scale_a, scale_b, aux[2] if len(aux) > 2 else None
 
 
 def _scaled_shape(problem: Problem) -> str:

@@ -1,0 +1,232 @@
+"""Integer, weight-only and fp8 products that only CUDA has or needs; ``cuda_dense`` says why they run on CPUs too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...problem import Problem
+from ...target import Target
+from ..base import PackedWeight, QuantWeight, Scalar
+from .cuda_dense import pad_once
+from .cuda_rules import HALVES, capability, scaled_hardware, scaled_kinds, scaled_layout
+from .dense import PADDED
+from .kernel import AtenKernel, Sliced, constant_b, dense_weight_bytes, packed_as
+from .padding import int_product, int_rules, scaled_product, wide_mm
+from .quantized import ScaledMm, nibbles, quant_pack, raw_copies, scaled_operands
+from .steps import dtype_of
+
+
+class IntMmPadded(Sliced):
+    """``torch._int_mm`` of what its rules on CUDA exclude (few rows, odd K or N, uint8), padded with zeros."""
+
+    template = "int_mm_pad"
+    family = ("int_mm",)
+    cuda_only = True
+
+    @classmethod
+    def configs(cls, problem: Problem) -> list[dict[str, Scalar]]:
+        return [{"turned": False}, {"turned": True}]
+
+    @classmethod
+    def natural(cls, problem: Problem) -> str:
+        return "int32"
+
+    @classmethod
+    def refuses(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+        if problem.b.dtype != "int8" or problem.a.dtype not in ("int8", "uint8"):
+            return f"_int_mm takes int8 (or uint8) x int8; got {problem.a.dtype} x {problem.b.dtype}"
+        if min(problem.m, problem.n, problem.k) == 0:
+            return "an operand is empty"
+        m, n = (problem.n, problem.m) if config.get("turned") else (problem.m, problem.n)
+        needed = problem.a.dtype == "uint8" or int_rules(m, n, problem.k)
+        return "" if needed else "nothing to pad: _int_mm takes these sizes as they are"
+
+    def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
+        return int_product(a, b, turned=bool(dict(self.candidate.config).get("turned")))
+
+
+class IntMmPaddedOnce(Sliced):
+    """A constant int8 weight of odd K or N padded once."""
+
+    template = "int_mm_pad_copy"
+    family = ("int_mm",)
+    cuda_only = True
+
+    @classmethod
+    def natural(cls, problem: Problem) -> str:
+        return "int32"
+
+    @classmethod
+    def refuses(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+        if not (problem.k % 8 or problem.n % 8):
+            return "K and N are multiples of 8: the weight needs no padding"
+        return constant_b(problem) or IntMmPadded.refuses(problem, {"turned": False})
+
+    @classmethod
+    def layout(cls, problem: Problem, config: Mapping[str, Scalar]) -> str | None:
+        return PADDED
+
+    def pack(self, b: Any) -> PackedWeight:
+        return pad_once(b, self.problem)
+
+    def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
+        weight = packed_as(b, PADDED).data[0]
+        left = torch.nn.functional.pad(a, (0, weight.shape[0] - a.shape[1]))
+        return int_product(left, weight)[:, : self.problem.n]
+
+
+class Upcast(AtenKernel):
+    """Integers widened to the activations' dtype (exactly), multiplied, scaled in float32: what users write today."""
+
+    template = "upcast"
+    family = ("mixed_mm",)
+    cuda_only = True
+
+    @classmethod
+    def natural(cls, problem: Problem) -> str:
+        return "float32"
+
+    @classmethod
+    def refuses(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+        quant = problem.b.quant
+        if quant is None or quant.group is not None or quant.zero_point:
+            return "exact only with one scale per output channel and no zero point"
+        if problem.a.dtype not in (*HALVES, "float32"):
+            return f"sums in float32; got {problem.a.dtype}"
+        return ""
+
+    @classmethod
+    def scratch(cls, problem: Problem) -> int:
+        return super().scratch(problem) + dense_weight_bytes(problem, problem.a.dtype)
+
+    def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
+        acc: Tensor = wide_mm(a, levels(b, a.dtype)) * b.scale.float()
+        return acc
+
+
+def levels(b: QuantWeight, dtype: torch.dtype) -> Tensor:
+    """The weight's integers less their fixed zero (8 for int4) in ``dtype``, which holds them exactly [K, N]."""
+    values = nibbles(b).to(dtype)
+    return values.sub_(8) if b.dtype == "int4" else values
+
+
+class UpcastOnce(Upcast):
+    """The same with the integers widened once: twice the weight's bytes and more, which is counted."""
+
+    template = "upcast_once"
+    reduced = "keeps a copy of the weight in the activations' dtype"
+
+    @classmethod
+    def refuses(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+        return constant_b(problem) or super().refuses(problem, config)
+
+    @classmethod
+    def layout(cls, problem: Problem, config: Mapping[str, Scalar]) -> str | None:
+        return f"aten:cast/{problem.a.dtype}"
+
+    def pack(self, b: Any) -> PackedWeight:
+        wide = levels(b, dtype_of(self.problem.a.dtype))
+        return quant_pack(self.packing or "", (wide, *raw_copies(b)), self.problem)
+
+    def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
+        packed = packed_as(b, self.packing or "")
+        acc: Tensor = wide_mm(a, packed.data[0]) * packed.data[2].float()
+        return acc
+
+
+class Int4PackCuda(AtenKernel):
+    """``_weight_int4pack_mm``, whose formula is ``(q - 8) * scale + zero``, in bfloat16."""
+
+    template = "int4pack_cuda"
+    family = ("mixed_mm",)
+    cuda_only = True
+
+    @classmethod
+    def refuses(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+        quant = problem.b.quant
+        if problem.b.dtype != "int4" or quant is None:
+            return f"_weight_int4pack_mm takes int4 weights; got {problem.b.dtype}"
+        if quant.group not in (32, 64, 128, 256) or problem.k % quant.group or problem.n % 8 or problem.k == 0:
+            return "_weight_int4pack_mm wants groups of 32, 64, 128 or 256 that divide K, and N a multiple of 8"
+        if problem.a.dtype != "bfloat16" or quant.scale_dtype != "bfloat16":
+            return "_weight_int4pack_mm wants bfloat16 activations and scales on CUDA"
+        if quant.zero_point:
+            return "the zero points would be rounded to bfloat16"  # after scaling, where ours are taken off before
+        return constant_b(problem) or ("an operand is empty" if problem.m * problem.n == 0 else "")
+
+    @classmethod
+    def refuses_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
+        return "" if capability(target) >= (8, 0) else "_weight_int4pack_mm needs compute capability 8.0"
+
+    @classmethod
+    def layout(cls, problem: Problem, config: Mapping[str, Scalar]) -> str | None:
+        return f"aten:int4pack_cuda/g{problem.b.quant.group}" if problem.b.quant else None
+
+    def pack(self, b: Any) -> PackedWeight:
+        # CUDA's form wants the even element of a pair in the high nibble, and [N, K / 2].
+        pairs = ((b.data << 4) | (b.data >> 4)).t().contiguous()
+        blocks = torch._convert_weight_to_int4pack(pairs, _inner_tiles(self.problem.k))
+        pair = torch.stack((b.scale, torch.zeros_like(b.scale)), dim=-1).contiguous()
+        return quant_pack(self.packing or "", (blocks, pair, *raw_copies(b)), self.problem)
+
+    def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
+        packed = packed_as(b, self.packing or "")
+        group = (packed.quant.group if packed.quant else None) or 128
+        return torch._weight_int4pack_mm(a.contiguous(), packed.data[0], group, packed.data[1])
+
+
+def _inner_tiles(k: int) -> int:
+    """How many tiles of 16 along K lie together: the most that divide K."""
+    return next(tiles for tiles in (8, 4, 2) if k % (16 * tiles) == 0)
+
+
+class ScaledMmPadded(Sliced, ScaledMm):
+    """``torch._scaled_mm`` of a K, N or layout that it does not take on CUDA, padded or copied at every call."""
+
+    template = "scaled_mm_pad"
+    cuda_only = True
+
+    @classmethod
+    def refuses_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
+        if not scaled_layout(problem):
+            return "nothing to pad: _scaled_mm takes these operands as they are"
+        return scaled_kinds(problem, capability(target))
+
+    def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
+        scale_a, scale_b, bias = scaled_operands(self.problem, aux)
+        return scaled_product(a, b, scale_a, scale_b, bias, self.out_dtype)
+
+
+class ScaledMmWide(AtenKernel):
+    """``torch._scaled_mm`` with scales of 1 into float32, and the whole epilogue after it: for any epilogue."""
+
+    template = "scaled_mm_wide"
+    family = ("scaled_mm",)
+    cuda_only = True
+
+    @classmethod
+    def natural(cls, problem: Problem) -> str:
+        return "float32"
+
+    @classmethod
+    def refuses(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+        return "an operand is empty" if min(problem.m, problem.n, problem.k) == 0 else ""
+
+    @classmethod
+    def refuses_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
+        if not ScaledMm.illegal(problem, {}) and not scaled_kinds(problem, capability(target)):
+            return "_scaled_mm does all of it in one step"
+        return scaled_hardware(problem, capability(target))
+
+    def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
+        return scaled_wide(a, b)
+
+
+def scaled_wide(a: Tensor, b: Tensor) -> Tensor:
+    """fp8 ``a @ b`` in float32, unscaled."""
+    one = torch.ones((), device=a.device)
+    return scaled_product(a, b, one, one, None, torch.float32)

@@ -1,0 +1,226 @@
+"""Dispatch by device: keys, Indices and kernels of a CPU and of GPUs that are made up here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import gemmtune
+from gemmtune import backends, launch
+from gemmtune.backends.base import Candidate
+from gemmtune.checks import DtypeError
+from gemmtune.decision import Sample
+from gemmtune.dispatch import RUNTIME, build_plan, current_target, guards, runtime
+from gemmtune.dispatch.runtime import TABLE
+from gemmtune.errors import UnsupportedError
+from gemmtune.problem import Problem
+from gemmtune.store import MemoryStore
+from gemmtune.target import Target
+from gemmtune.workloads import linear_problem
+from serving import RAN, decide, evidence, register, serve, toy
+
+H200 = Target("cuda", "H200", "9.0", caches=(232448, 0, 62914560), cores=132)
+FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
+W = torch.randn(5, 4)
+
+
+def problem(m: int, constant: bool = False) -> Problem:
+    return linear_problem(m, 5, 4, "float32", constant=constant)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two equal GPUs, as far as dispatch asks."""
+    register()
+    RAN.clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(
+        runtime, "current_cuda", lambda sources=None, index=None: replace(H200, sources=tuple(sorted(sources.items())))
+    )
+
+
+def teach(store: MemoryStore, problem: Problem, candidate: Candidate) -> None:
+    """Make a toy the winner on the GPU."""
+    target = current_target("cuda")
+    decision = decide(problem, evidence(candidate, 0.1), chosen=candidate)
+    store.put(target, replace_target(decision, target))
+    RUNTIME.refresh(store)
+
+
+def replace_target(decision: Any, target: Target) -> Any:
+    import msgspec
+
+    return msgspec.structs.replace(decision, target_key=target.key)
+
+
+@pytest.mark.usefixtures("gpus")
+def test_decisions_are_a_devices_own(own_store: MemoryStore) -> None:
+    teach(own_store, problem(3), toy("", 1))
+    serve(own_store, problem(3), evidence(toy("", 2), 0.1), chosen=toy("", 2))
+    picked = [RUNTIME.kernel_for(problem(3), None, place) for place in (FIRST, SECOND, runtime.CPU)]
+    assert [kernel and kernel.candidate for kernel in picked] == [toy("", 1), toy("", 1), toy("", 2)]
+    assert picked[0] is not picked[1]  # each device loads its own
+    assert RUNTIME.kernel_for(problem(3), None, FIRST) is picked[0]
+    assert RUNTIME.kernel_for(problem(3), None, torch.device("cuda")) is picked[0]
+    assert RUNTIME.kernel_for(problem(3), None, torch.device("meta")) is None
+
+
+@pytest.mark.usefixtures("gpus")
+def test_a_gpus_target_has_the_sources_of_its_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(dict(current_target("cuda").sources)) == set(backends.names("cuda"))
+    assert set(dict(current_target().sources)) == set(backends.names("cpu"))
+    assert "native" in backends.names("cpu")
+    assert "native" not in backends.names("cuda")
+    assert "aten" in backends.names("cuda")
+    assert set(backends.names("cpu")) | set(backends.names("cuda")) == set(backends.names())
+    with pytest.raises(UnsupportedError, match="no cuda:2: torch sees 2"):
+        current_target("cuda:2")
+    with pytest.raises(ValueError, match="device must be cpu or cuda"):
+        current_target("meta")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UnsupportedError, match="no CUDA device"):
+        current_target("cuda")
+
+
+@pytest.mark.usefixtures("gpus")
+def test_nothing_is_loaded_while_a_graph_is_captured(own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    teach(own_store, problem(3), toy("", 1))
+    asked: list[Problem] = []
+    monkeypatch.setattr(RUNTIME, "miss_hook", lambda missing, device: asked.append(missing))
+    captured = [True]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured[0])
+    with gemmtune.policy("on-miss"):
+        assert RUNTIME.kernel_for(problem(300), None, FIRST) is None
+        assert RUNTIME.kernel_for(problem(3), None, FIRST) is None
+        assert asked == []
+        captured[0] = False
+        kernel = RUNTIME.kernel_for(problem(3), None, FIRST)
+        assert kernel is not None
+        captured[0] = True
+        assert RUNTIME.kernel_for(problem(3), None, FIRST) is kernel
+    call = SimpleNamespace(a=SimpleNamespace(is_cuda=True, device=FIRST), tensors=())
+    assert launch.passing(call)  # type: ignore[arg-type]
+    captured[0] = False
+    assert not launch.passing(call)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("gpus")
+def test_a_packed_weight_in_a_capture_is_served_by_what_is_loaded(
+    own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = gemmtune.pack(W, layout="toy:plain")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert RUNTIME.kernel_for(problem(3, constant=True), packed, FIRST) is None
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    kernel = RUNTIME.kernel_for(problem(3, constant=True), packed, FIRST)
+    assert kernel is not None
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert RUNTIME.kernel_for(problem(3, constant=True), packed, FIRST) is kernel
+
+
+@pytest.mark.usefixtures("gpus")
+def test_misses_are_asked_for_once_a_device(own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, torch.device]] = []
+    monkeypatch.setattr(RUNTIME, "miss_hook", lambda missing, device: asked.append((missing.m, device)))
+    with gemmtune.policy("on-miss"):
+        for place in (FIRST, runtime.CPU, FIRST, runtime.CPU):
+            assert RUNTIME.kernel_for(problem(3), None, place) is None
+    assert asked == [(3, FIRST), (3, runtime.CPU)]
+
+
+def test_only_the_operands_device_is_made_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[int] = []
+
+    @contextmanager
+    def device(index: int) -> Iterator[None]:
+        entered.append(index)
+        yield
+
+    now = [0]
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: now[0])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    ours = SimpleNamespace(candidate=toy())
+    run = launch._there(lambda a, b: a + b, ours, SECOND)  # type: ignore[arg-type]
+    assert run(1, 2) == 3
+    assert entered == [1]
+    now[0] = 1
+    assert run(1, 2) == 3
+    assert entered == [1]
+    plain = SimpleNamespace(candidate=Candidate.make("aten", "mm"))
+    for kernel, place in ((plain, SECOND), (ours, runtime.CPU)):
+        assert launch._there(max, kernel, place) is max  # type: ignore[arg-type]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert launch._there(max, ours, FIRST) is max  # type: ignore[arg-type]
+
+
+def test_what_is_special() -> None:
+    x = torch.randn(2, 2)
+    assert not guards.special(x)
+    assert not guards.special(torch.nn.Parameter(x))
+    assert guards.special(x.to("meta"))
+    assert not guards.unusual(x.to("meta"))
+    negated = torch._neg_view(x)
+    assert guards.special(negated)
+    assert guards.unusual(negated)
+    assert guards.special(x.as_subclass(type("Mine", (torch.Tensor,), {})))
+    assert not guards.capturing(runtime.CPU)
+
+
+def test_keys_tell_devices_apart(own_store: MemoryStore) -> None:
+    """A CPU tensor's entry is no other device's: meta tensors of the same shapes get entries of their own."""
+    register()
+    x, w = torch.randn(3, 4), torch.randn(4, 5)
+    ints = torch.ones(3, 4, dtype=torch.int8)
+    gemmtune.mm(x, w)
+    gemmtune.linear(x, W, torch.randn(5))
+    gemmtune.addmm(torch.randn(3, 5), x, w)
+    gemmtune.bmm(x[None], w[None])
+    gemmtune.int_mm(ints, ints.t())
+    assert len(TABLE) == 5
+    y, v = x.to("meta"), w.to("meta")
+    for got, shape in (
+        (gemmtune.mm(y, v), (3, 5)),
+        (gemmtune.linear(y, W.to("meta"), torch.randn(5, device="meta")), (3, 5)),
+        (gemmtune.addmm(torch.randn(3, 5, device="meta"), y, v), (3, 5)),
+        (gemmtune.bmm(y[None], v[None]), (1, 3, 5)),
+        (gemmtune.int_mm(ints.to("meta"), ints.t().to("meta")), (3, 3)),
+    ):
+        assert (got.device.type, tuple(got.shape)) == ("meta", shape)
+    assert len(TABLE) == 10
+
+
+def test_a_weight_packed_on_another_device_is_named() -> None:
+    packed = gemmtune.pack(W, layout="aten:row")
+    elsewhere = replace(packed, data=(packed.data[0].to("meta"),))
+    assert packed.key != elsewhere.key
+    assert (packed.device.type, elsewhere.device.type) == ("cpu", "meta")
+    for _ in range(2):
+        with pytest.raises(DtypeError, match="same device, but the input is on cpu and the packed weight is on meta"):
+            gemmtune.linear(torch.randn(3, 4), elsewhere)
+
+
+def test_times_from_a_graph_are_not_charged_for_python() -> None:
+    at = linear_problem(1, 8, 8, "float32")
+    for timed, served in (("graph", toy("")), ("eager: asked for", None)):
+        row = evidence(toy(""), 2.4e-6, 0.8)
+        assert row.sample is not None
+        sample: Sample = type(row.sample)(
+            2.4e-6, 2.4e-6, 2.4e-6, 50, 0.8, 0.78, 0.82, conditions={"timed": timed}
+        )  # fmt: skip
+        import msgspec
+
+        decision = decide(at, msgspec.structs.replace(row, sample=sample), chosen=toy(""), aten_s=3e-6)
+        plan = build_plan([decision])
+        assert plan is not None
+        assert plan.entries[0].candidate == served
