@@ -5,6 +5,8 @@
 #   make lint       style, types and the direction of imports
 #   make test-asan  the native tests under AddressSanitizer and UBSan
 #   make bench      the measurements behind the README's figures (slow)
+#   make test-gpu   the tests that need a CUDA device, with the Python that has torch for it: PYTHON, nothing is installed
+#   make bench-gpu  gemmtune's kernels on a GPU against PyTorch's
 #   make reliability
 #                   every check of docs/reliability.md at full size (an hour or two)
 #
@@ -24,7 +26,7 @@ PIP := PIP_CONSTRAINT=$(VENV)/constraints.txt PIP_BUILD_CONSTRAINT=$(VENV)/const
 SOURCES := pyproject.toml CMakeLists.txt constraints.txt $(shell find src native -type f 2>/dev/null | grep -v __pycache__)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint test-asan bench reliability clean
+.PHONY: help install demo test test-gpu lint test-asan bench bench-gpu reliability clean
 
 help:
 	@sed -n '/^#   make/s/^#   //p' Makefile
@@ -64,6 +66,12 @@ bench: install
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/tuning.py
 	$(BIN)/python benchmarks/e2e.py
+
+test-gpu:
+	PYTHONPATH=src:$$PYTHONPATH $(PYTHON) -m pytest -p no:cacheprovider tests/gpu
+
+bench-gpu:
+	PYTHONPATH=src:$$PYTHONPATH $(PYTHON) benchmarks/h200.py
 
 reliability: install
 	PYTHONPATH=tests $(BIN)/python -m reliability

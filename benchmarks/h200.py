@@ -110,7 +110,7 @@ def ours(s: Sets, decision: Decision) -> Call:
     layout = None if chosen is None else chosen.packing
     if layout is None:
         return lambda i: gemmtune.mixed_mm(s.x[i], s.w[i].t(), s.w_scale[i], **options)
-    packed = [gemmtune.pack(w.t(), scale=scale, layout=layout, **options) for w, scale in zip(s.w, s.w_scale, strict=True)]
+    packed = [gemmtune.pack(w, scale=scale, layout=layout, **options) for w, scale in zip(s.w, s.w_scale, strict=True)]
     return lambda i: gemmtune.mixed_mm(s.x[i], packed[i])
 
 
