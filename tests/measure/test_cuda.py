@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gemmtune.backends.base import Candidate, Kernel, PackedWeight
+from gemmtune.backends.base import Artifact, Candidate, Kernel, PackedWeight
 from gemmtune.measure import cuda, job, nvml, timing
 from gemmtune.measure.clock import Clock, Run
 from gemmtune.measure.cuda import CudaClock, rough_times
@@ -413,6 +413,50 @@ def test_kernels_on_a_gpu_race_on_the_same_operands_in_the_same_order(simulated:
     assert copies * operand_bytes(problem) > 4 * MB
     assert not set(raw) & set(kernels[2].seen)
     assert kernels[1].seen[-copies:] == kernels[0].seen[-copies:]
+
+
+class Room:
+    """A backend of one kernel, which computes as well."""
+
+    def __init__(self, kernel: OnGpu) -> None:
+        self.kernel = kernel
+        take_time = kernel.run
+
+        def run(a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
+            torch.mm(a, b.data[0] if isinstance(b, PackedWeight) else b, out=out)
+            take_time(a, b, aux, out)
+
+        kernel.run = run  # type: ignore[method-assign]
+
+    def build(self, problem: Problem, candidate: Candidate, target: Target) -> Artifact:
+        return Artifact(candidate, "")
+
+    def load(self, artifact: Artifact, problem: Problem) -> Kernel:
+        return self.kernel
+
+
+@pytest.mark.parametrize("packing", [None, "x:p"])
+def test_a_job_on_a_gpu(simulated: FakeGpu, monkeypatch: pytest.MonkeyPatch, packing: str | None) -> None:
+    problem = linear(5, 256, 512)
+    room = Room(OnGpu(simulated, 8e-6, "y", problem, packing))
+    monkeypatch.setattr(job.backends, "get", lambda name: room)
+    work = job.Job(problem, SMALL, 0)
+    attempted = work.attempt(room.kernel.candidate)
+    assert attempted.verdict is not None
+    assert attempted.verdict.ok, attempted.verdict.detail
+    assert attempted.times_s == pytest.approx([8e-6] * 5, rel=0.1)
+    assert work.confirm(room.kernel.candidate).verdict.ok
+    raced = work.track([room.kernel.candidate], None).race(1.0, 0, lambda leading: None)
+    assert raced.leader == "x/y"
+
+
+def test_a_job_for_eager_launches_ranks_by_what_launching_costs(
+    simulated: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = linear(5, 256, 512)
+    room = Room(OnGpu(simulated, 8e-6, "y", problem))
+    monkeypatch.setattr(job.backends, "get", lambda name: room)
+    assert job.Job(problem, SMALL, 0, "eager").attempt(room.kernel.candidate).times_s == pytest.approx([10e-6] * 5)
 
 
 def test_hot_operands_on_a_gpu_are_one_set_and_nothing_is_flushed(simulated: FakeGpu) -> None:

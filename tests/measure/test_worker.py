@@ -16,6 +16,7 @@ import psutil
 import pytest
 import torch
 
+import losing
 from gemmtune import backends
 from gemmtune.backends.base import Candidate
 from gemmtune.errors import WorkerError
@@ -173,6 +174,19 @@ def test_a_worker_whose_context_is_lost_is_replaced(shared: Worker) -> None:
     assert shared.pid == before
     assert works(shared, "packed")
     assert shared.pid != before
+
+
+def test_a_worker_that_finds_its_device_lost_ends_itself(target: Target) -> None:
+    backends.register("losing", losing.PLACE)
+    with Worker(target, limits=FAST) as worker:
+        worker.open(PROBLEM, 1)
+        verdict = worker.attempt(Candidate.make("losing", "raise", kind="raise"), 10.0).verdict
+        assert verdict is not None
+        assert verdict.kind == "crashed"
+        assert "status 5" in verdict.detail
+        assert "context is lost (simulated): ValueError while running: not today" in verdict.detail
+        assert worker.pid is None
+        assert works(worker, "good")
 
 
 def test_a_candidate_that_fails_after_anothers_crash_is_heard_once_more(shared: Worker) -> None:
