@@ -459,7 +459,10 @@ def test_a_job_for_eager_launches_ranks_by_what_launching_costs(
     assert job.Job(problem, SMALL, 0, "eager").attempt(room.kernel.candidate).times_s == pytest.approx([10e-6] * 5)
 
 
-def test_hot_operands_on_a_gpu_are_one_set_and_nothing_is_flushed(simulated: FakeGpu) -> None:
+def test_hot_operands_on_a_gpu_are_one_set_and_nothing_is_flushed(
+    simulated: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timing, "Flush", lambda problem, target: lambda: pytest.fail("flushed"))
     problem = linear(1, 256, 512)
     kernels = [OnGpu(simulated, 8e-6, "aten", problem), OnGpu(simulated, 7e-6, "y", problem)]
     track = timing.Track({k.candidate.id: k for k in kernels}, problem, SMALL, 0, None, hot=True, latency="eager")
