@@ -107,13 +107,16 @@ def test_what_cannot_be_captured_is_launched_behind_a_pause_and_says_so(gpu: Fak
     assert sum(entry.startswith("capture") for entry in gpu.log) == 1  # it is not tried every round
 
 
-def test_what_is_not_on_the_stream_is_timed_by_the_host(gpu: FakeGpu) -> None:
-    """An empty graph takes no time at all: nobody may win so."""
-    clock, run = CudaClock(gpu), gpu.kernel(100e-6, 10e-6, elsewhere=True)
+@pytest.mark.parametrize("why", ["nothing on the current stream", "operation not permitted"])
+def test_what_is_not_on_the_stream_is_timed_by_the_host(gpu: FakeGpu, why: str) -> None:
+    """An empty graph takes no time at all, nor does an empty stream: nobody may win so."""
+    run = gpu.kernel(100e-6, 10e-6, elsewhere=True, uncapturable=why.startswith("operation"))
+    clock = CudaClock(gpu)
     calls = clock.calls_for(run, FLOOR_S)
-    (seconds,) = clock.time_round([run], [calls])
-    assert seconds == pytest.approx(110e-6, rel=0.2)
-    assert "nothing on the current stream" in clock.conditions(run, False)["timed"]
+    for _ in range(2):
+        (seconds,) = clock.time_round([run], [calls])
+        assert seconds == pytest.approx(110e-6, rel=0.2)
+    assert why in clock.conditions(run, False)["timed"]
 
 
 def test_latency_eager_counts_launching(gpu: FakeGpu) -> None:
@@ -259,6 +262,11 @@ def test_rough_times_for_eager_launches_count_launching(gpu: FakeGpu) -> None:
 def test_slow_calls_are_made_few_times(gpu: FakeGpu, seconds: float, worth_s: float | None, times: int) -> None:
     run = gpu.kernel(seconds)
     assert rough_times(gpu, lambda: run(0), gpu.chill, worth_s) == pytest.approx([seconds] * times, rel=1e-2)
+
+
+def test_rough_times_of_what_is_not_on_the_stream(gpu: FakeGpu) -> None:
+    run = gpu.kernel(50e-6, 10e-6, elsewhere=True)
+    assert rough_times(gpu, lambda: run(0), gpu.chill) == pytest.approx([60e-6])
 
 
 def test_rough_times_raise_what_the_kernel_did(gpu: FakeGpu) -> None:
