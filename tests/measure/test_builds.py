@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -61,8 +61,8 @@ def test_every_build_has_a_fresh_process_and_none_is_left(monkeypatch: pytest.Mo
     hosts: list[str] = []
 
     class Watched(builds.Host):
-        def __init__(self) -> None:
-            super().__init__()
+        def __init__(self, preload: Sequence[str] = ()) -> None:
+            super().__init__(preload)
             hosts.append(self.tag)
 
         def fork(self, process: object, fds: list[int]) -> None:
