@@ -73,7 +73,7 @@ def equals(sweeps: int, target: Target) -> dict[str, Any]:
         rows = {row.id: Candidate.from_dict(row.candidate) for row in decision.evidence}
         fields.append((problem, runner(loaded(problem, rows[str(decision.chosen)], target), problem, target)))
     fields.append((problems[0], runner(loaded(problems[0], Candidate.make("aten", "mm"), target), problems[0], target)))
-    rng, false, gpu = random.Random(4), [], TorchGpu(DEVICE)
+    rng, false = random.Random(4), []
     for seed in range(sweeps):
         problem, call = fields[seed % len(fields)]
         count = rng.choice((2, 4, 8, 16))
@@ -82,9 +82,12 @@ def equals(sweeps: int, target: Target) -> dict[str, Any]:
             Entrant(f"same{i}", lambda n, call=call: call(n), incumbent=i == 0, group="g")  # type: ignore[misc]
             for i in range(count)
         ]
-        result = race(entrants, CudaClock(gpu, chill=Flush(problem, target)), 1.0, seed=seed)
+        clock = CudaClock(TorchGpu(DEVICE), chill=Flush(problem, target))
+        result = race(entrants, clock, 1.0, seed=seed)
         if result.outcome != "tie":
-            false.append({"seed": seed, "problem": label(problem), "count": count, "stopped": result.stopped})
+            false.append({"seed": seed, "problem": label(problem), "count": count, "stopped": result.stopped, "timed": [
+                row.sample.conditions.get("timed") for row in result.standings.values() if row.sample is not None
+            ]})
     print(f"A/A: {len(false)} false winners in {sweeps} sweeps")
     return {"sweeps": sweeps, "false": false}
 

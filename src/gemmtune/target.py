@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import hashlib
 import importlib.metadata
 import json
 import platform
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -121,13 +123,28 @@ def _gpu(index: int) -> Target:
 @functools.cache
 def _gpu_versions() -> tuple[tuple[str, str], ...]:
     rows = {"torch": str(torch.__version__), "cuda": str(torch.version.cuda), "hip": str(torch.version.hip)}
-    rows["driver"] = (
-        str(torch._C._cuda_getDriverVersion()) if hasattr(torch._C, "_cuda_getDriverVersion") else "unknown"
-    )
+    rows["driver"] = _driver()
     for package in ("triton", "nvidia-cublas", "nvidia-cublas-cu12"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             rows[package] = importlib.metadata.version(package)
     return tuple(sorted(rows.items()))
+
+
+def _driver() -> str:
+    """The NVIDIA driver's version: as Linux shows it, else the CUDA version that it speaks."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
+    except OSError:
+        text = ""
+    found = next((word for word in text.split() if re.fullmatch(r"\d+\.\d+(\.\d+)?", word)), "")
+    if found:
+        return found
+    try:
+        number = ctypes.c_int()
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
+        return f"CUDA {number.value // 1000}.{number.value % 1000 // 10}"
+    except OSError:
+        return "unknown"
 
 
 @functools.cache
