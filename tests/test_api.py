@@ -17,6 +17,7 @@ from gemmtune import backends
 from gemmtune.api import _tune_missing
 from gemmtune.decision import Decision
 from gemmtune.dispatch import RUNTIME, runtime
+from gemmtune.errors import UnsupportedError
 from gemmtune.problem import Problem
 from gemmtune.store import MemoryStore
 from gemmtune.target import Target
@@ -159,6 +160,7 @@ def test_on_miss_takes_over_when_the_other_gives_up(own_store: MemoryStore, monk
 
 
 H200 = Target("cuda", "H200", "9.0", caches=(232448, 0, 62914560), cores=132)
+OTHER = Target("cuda", "A100", "8.0", caches=(166912, 0, 41943040), cores=108)
 
 
 @pytest.fixture
@@ -169,7 +171,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     def current_target(device: Any = "cpu") -> Target:
         asked.append(str(device))
-        return real() if str(device) == "cpu" else H200
+        return real() if str(device) == "cpu" else OTHER if str(device) == "cuda:3" else H200
 
     monkeypatch.setattr(runtime, "current_target", current_target)
     return asked
@@ -203,7 +205,7 @@ def test_a_model_is_tuned_where_it_ran_unless_told(gpu: list[Any], monkeypatch: 
     recording: Any = importlib.import_module("gemmtune.integrations.record")
     monkeypatch.setattr(recording, "_device", lambda args, _: there if args[0].shape[0] == 3 else here)
     both = gemmtune.tune(model, [x, torch.randn(2, 4)])
-    assert gpu[:2] == ["cuda:0", "cpu"]
+    assert list(dict.fromkeys(gpu))[:2] == ["cuda:0", "cpu"]
     assert [decision.problem["m"] for decision in both] == [3, 2]
 
 
@@ -212,3 +214,12 @@ def test_a_miss_on_a_gpu_is_tuned_for_it(gpu: list[Any], own_store: MemoryStore)
     _tune_missing(problem, torch.device("cuda", 0))
     assert own_store.get(H200, problem.key) is not None
     assert FakeTuner.made[0]["names"] == backends.names("cuda")
+
+
+def test_a_gpu_unlike_the_first_is_not_tuned_for_by_accident(gpu: list[Any], caplog: Any) -> None:
+    problem = linear_problem(3, 5, 4, "bfloat16")
+    with pytest.raises(UnsupportedError, match=r"cuda:3 \(A100\) is not like it: set CUDA_VISIBLE_DEVICES"):
+        gemmtune.tune(problem, device="cuda:3")
+    _tune_missing(problem, torch.device("cuda", 3))
+    assert "tuning on a miss failed (tuning runs on the first GPU" in caplog.text
+    assert FakeTuner.made == []

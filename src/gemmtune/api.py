@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from .dispatch import runtime
+from .errors import UnsupportedError
 from .problem import Problem
 
 if TYPE_CHECKING:
@@ -64,13 +65,27 @@ def tune(
     try:
         for place, problems in asked:
             tuner = Tuner(
-                runtime.current_target(place), _backend_names(backends, place.type), keeper, limit, progress or silent,
+                tuning_target(place), _backend_names(backends, place.type), keeper, limit, progress or silent,
                 force=force, hot=operands == "hot", latency=latency,
             )  # fmt: skip
             decisions += tuner.tune(problems)
     finally:
         runtime.RUNTIME.refresh(keeper)
     return decisions
+
+
+def tuning_target(device: str | torch.device) -> Target:
+    """The Target of a device that can be tuned for from here. Raises ValueError and UnsupportedError.
+
+    Workers run on the first GPU they see. Equal GPUs have one Target; for one that differs it has to be the first.
+    """
+    target = runtime.current_target(device)
+    if target.device == "cuda" and target.key != runtime.current_target("cuda:0").key:
+        raise UnsupportedError(
+            f"tuning runs on the first GPU, and {device} ({target.name}) is not like it: set CUDA_VISIBLE_DEVICES so "
+            "that it comes first"
+        )
+    return target
 
 
 def policy(name: Policy) -> PolicyScope:
@@ -96,7 +111,7 @@ def _tune_missing(problem: Problem, device: torch.device) -> None:
         from .events import silent
         from .tuner import Budget, Tuner
 
-        tuner = Tuner(target, _backend_names(None, device.type), store, Budget(), silent, wait=False)
+        tuner = Tuner(tuning_target(device), _backend_names(None, device.type), store, Budget(), silent, wait=False)
         decided = tuner.tune([(problem, 1)])
     except Exception as error:  # the caller asked for a product, not for tuning: it is served in any case
         runtime.RUNTIME.warn_once(f"tuning on a miss failed ({error}); PyTorch's own kernels serve")

@@ -20,6 +20,7 @@ from .backends.aten.quantized import ScaledMm, dequantize, int8pack, nibbles, sc
 from .backends.aten.steps import apply, dtype_of, finish, wide
 from .backends.base import PackedWeight, QuantWeight
 from .describe import Call
+from .dispatch.guards import special, special_state
 from .epilogue import tensor_count
 
 # Beyond this many rows converting the weight pays, because _weight_int8pack_mm reuses nothing between rows.
@@ -52,6 +53,8 @@ def _floating(call: Call, b: Tensor) -> tuple[Tensor, int]:
     problem = call.problem
     if problem.out_dtype not in (problem.a.dtype, *_NARROW):
         width = dtype_of(problem.out_dtype)
+        if _widens_itself(call, width):
+            return (padding.wide_bmm if problem.family == "bmm" else padding.wide_mm)(call.a, b), 0
         return torch.matmul(call.a.to(width), b.to(width)), 0
     if problem.family == "bmm":
         return torch.bmm(call.a, b), 0
@@ -63,6 +66,13 @@ def _floating(call: Call, b: Tensor) -> tuple[Tensor, int]:
 
 
 _NARROW = ("bfloat16", "float16")
+
+
+def _widens_itself(call: Call, width: torch.dtype) -> bool:
+    """Whether a GPU's own product gives its float32 accumulator: of ordinary tensors that want no gradient."""
+    if width != torch.float32 or not call.a.is_cuda or call.problem.a.dtype not in _NARROW or special_state():
+        return False
+    return not any(special(t) or (torch.is_grad_enabled() and t.requires_grad) for t in call.tensors)
 
 
 def int_product(a: Tensor) -> Callable[[Tensor, Tensor], Tensor]:

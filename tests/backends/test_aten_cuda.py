@@ -170,6 +170,7 @@ def test_int_products_stay_within_cudas_rules(monkeypatch: pytest.MonkeyPatch) -
         assert a.shape[0] > 16
         assert a.shape[1] % 8 == 0
         assert b.shape[1] % 8 == 0
+        assert a.stride(1) == b.stride(0) == 1
         return real(a, b)
 
     monkeypatch.setattr(torch, "_int_mm", strict)
@@ -204,6 +205,11 @@ def test_the_rules_of_int_mm_on_cuda() -> None:
     assert "16 rows or fewer" in reasons(int_problem(64, 64, 64))["aten/int_mm_t"]
     assert "nothing to pad" in reasons(int_problem(64, 64, 64))["aten/int_mm_pad[turned=False]"]
     assert "int8 x int8" in reasons(int_problem(64, 64, 64, a_dtype="uint8"))["aten/int_mm"]
+    row_major = replace(int_problem(64, 64, 64), b=Operand("int8", constant=True))
+    assert "column-major" in reasons(row_major)["aten/int_mm"]
+    assert "column-major" in reasons(int_problem(64, 64, 64))["aten/int_mm_copy[order=row]"]
+    for name in ("aten/int_mm_copy[order=col]", "aten/int_mm_pad[turned=False]"):
+        check(row_major, load(row_major, name))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

@@ -87,8 +87,8 @@ def test_a_models_problems_go_where_they_ran(monkeypatch: pytest.MonkeyPatch) ->
 
     recording = Recording()
     recording.add(build(1, 8, 8, "fp32"))
-    recording.add(build(2, 8, 8, "fp32"), torch.device("cuda", 1))
-    recording.add(build(3, 8, 8, "fp32"), torch.device("meta"))
+    recording.add(build(2, 8, 8, "fp32"), 1, torch.device("cuda", 1))
+    recording.add(build(3, 8, 8, "fp32"), 1, torch.device("meta"))
     monkeypatch.setattr("gemmtune.cli.models.record_calls", lambda spec, dtype: recording)
     groups = common.gather("m.py:f", [], None, None)
     assert [(place, [problem.m for problem, _ in found]) for place, found in groups] == [("cpu", [1]), ("cuda:1", [2])]

@@ -224,3 +224,13 @@ def test_times_from_a_graph_are_not_charged_for_python() -> None:
         plan = build_plan([decision])
         assert plan is not None
         assert plan.entries[0].candidate == served
+
+
+def test_a_default_device_does_not_move_the_output(own_store: MemoryStore) -> None:
+    """torch.set_default_device and ``with torch.device(..)`` speak of new tensors, not of products."""
+    register()
+    x, packed = torch.randn(3, 4), gemmtune.pack(W, layout="toy:plain")
+    with torch.device("meta"):
+        for _ in range(2):
+            assert gemmtune.linear(x, packed).device.type == "cpu"
+            assert gemmtune.linear(x, packed, epilogue=[gemmtune.fuse.relu()]).device.type == "cpu"

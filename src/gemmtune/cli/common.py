@@ -200,7 +200,12 @@ def tuning_target(threads: int | None, device: str = "cpu") -> Target:
     cpus = os.cpu_count() or 1
     if threads is not None and threads > cpus:
         usage(f"--threads {threads}: this machine has {cpus} CPUs")
-    return current_target(threads, device)
+    target = current_target(threads, device)
+    if target.device == "cpu":
+        return target
+    from .. import api
+
+    return api.tuning_target(device)
 
 
 def require_room(problems: Sequence[tuple[Problem, int]], target: Target) -> None:

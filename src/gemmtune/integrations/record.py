@@ -45,7 +45,7 @@ class Recording:
         """The problems that ran on one device, as ``problems`` has them."""
         return list(self._counts.get(torch.device(device), Counter()).items())
 
-    def add(self, problem: Problem, device: torch.device = CPU, count: int = 1) -> None:
+    def add(self, problem: Problem, count: int = 1, device: torch.device = CPU) -> None:
         """Count a Problem; an empty one (M, N, K or batch 0) needs no kernel and is left out."""
         if min(problem.m, problem.n, problem.k, problem.batch) > 0:
             with self._lock:
@@ -74,7 +74,7 @@ class record:
     def __enter__(self) -> Recording:
         if RUNTIME.observer is not None:
             raise GemmtuneError("gemmtune.record() is already active in this process; end that block first")
-        RUNTIME.observe(self.recording.add)
+        RUNTIME.observe(lambda problem, device: self.recording.add(problem, device=device))
         self._handles = [
             hooks.register_module_forward_pre_hook(self._mode.before),
             hooks.register_module_forward_hook(self._mode.after, always_call=True),
@@ -118,7 +118,7 @@ class _Mode(TorchFunctionMode):
             # Not a multiply gemmtune knows (integers through matmul, say), or a call PyTorch itself will refuse.
             return
         if problem is not None:
-            self._recording.add(problem, device)
+            self._recording.add(problem, device=device)
 
     def before(self, module: nn.Module, args: Any) -> None:
         """A module's forward begins: a weight-only one is recorded whole, and what it runs inside is not."""

@@ -12,7 +12,7 @@ from ...problem import Problem
 from ...target import Target
 from ..base import PackedWeight, QuantWeight, Scalar
 from .cuda_dense import pad_once
-from .cuda_rules import HALVES, capability, scaled_hardware, scaled_kinds, scaled_layout
+from .cuda_rules import HALVES, bytes_layout, capability, scaled_hardware, scaled_kinds, scaled_layout
 from .dense import PADDED
 from .kernel import AtenKernel, Sliced, constant_b, dense_weight_bytes, packed_as
 from .padding import int_product, int_rules, scaled_product, wide_mm
@@ -42,8 +42,8 @@ class IntMmPadded(Sliced):
         if min(problem.m, problem.n, problem.k) == 0:
             return "an operand is empty"
         m, n = (problem.n, problem.m) if config.get("turned") else (problem.m, problem.n)
-        needed = problem.a.dtype == "uint8" or int_rules(m, n, problem.k)
-        return "" if needed else "nothing to pad: _int_mm takes these sizes as they are"
+        needed = problem.a.dtype == "uint8" or bytes_layout(problem) or int_rules(m, n, problem.k)
+        return "" if needed else "nothing to pad: _int_mm takes these operands as they are"
 
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
         return int_product(a, b, turned=bool(dict(self.candidate.config).get("turned")))

@@ -22,12 +22,17 @@ def few_rows(problem: Problem) -> str:
     return "" if problem.m <= _FEW else "ends in a transposing copy on CUDA, which pays for 16 rows or fewer"
 
 
+def bytes_layout(problem: Problem) -> str:
+    """Why cuBLASLt does not take one-byte operands of these layouts, or empty."""
+    a, b = problem.a.layout, problem.b.layout
+    if a.order == "row" and b.order == "col" and not ((a.ld or 0) % 16 or (b.ld or 0) % 16):
+        return ""
+    return "cuBLASLt wants a row-major and a column-major operand of bytes, with rows in multiples of 16"
+
+
 def scaled_layout(problem: Problem) -> str:
     """Why ``_scaled_mm`` does not take operands of these sizes and layouts, or empty."""
-    a, b = problem.a.layout, problem.b.layout
-    if a.order != "row" or (a.ld or 0) % 16 or b.order != "col" or (b.ld or 0) % 16:
-        return "_scaled_mm wants a row-major and a column-major operand on CUDA, with rows in multiples of 16 bytes"
-    return scaled_rules(problem.n, problem.k)
+    return bytes_layout(problem) or scaled_rules(problem.n, problem.k)
 
 
 def scaled_hardware(problem: Problem, at_least: tuple[int, int]) -> str:

@@ -69,7 +69,8 @@ def int_rules(m: int, n: int, k: int) -> str:
 def int_product(a: Tensor, b: Tensor, *, turned: bool = False) -> Tensor:
     """int8 or uint8 a [M, K] @ int8 b [K, N] -> int32, exact, for all sizes, by ``torch._int_mm`` within CUDA's rules.
 
-    turned: as ``(B^T A^T)^T``. The result may be a view of something larger.
+    Those of sizes (``int_rules``), and of layouts: cuBLASLt multiplies a row-major by a column-major matrix. turned: as
+    ``(B^T A^T)^T``. The result may be a view of something larger.
     """
     if a.dtype == torch.uint8:  # 0..255 is 128 more than an int8; int32 sums wrap either way alike
         return int_product((a ^ 128).view(torch.int8), b, turned=turned) + 128 * b.sum(0, dtype=torch.int32)
@@ -79,9 +80,8 @@ def int_product(a: Tensor, b: Tensor, *, turned: bool = False) -> Tensor:
     if 0 in (m, n, k):
         return torch.zeros(m, n, dtype=torch.int32, device=a.device)
     rows, inner, columns = m if m >= _INT_ROWS else _FEW_ROWS, up(k, _INT_ALIGN), up(n, _INT_ALIGN)
-    left = padded(as_rows(a) if a.stride(0) != 1 or m == 1 else a, rows, inner)
-    right = padded(as_rows(b.t()), columns, inner).t() if b.stride(0) == 1 else padded(as_rows(b), inner, columns)
-    return torch._int_mm(left, right)[:m, :n]
+    left, right = padded(as_rows(a), rows, inner), padded(as_rows(b.t()), columns, inner)
+    return torch._int_mm(left, right.t())[:m, :n]
 
 
 def scaled_rules(n: int, k: int) -> str:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...problem import Problem
+from ...problem import Layout, Problem
 from ...target import Target
 from ..base import PackedWeight, QuantWeight, Scalar
-from .cuda_rules import capability, few_rows, scaled_kinds, scaled_layout
+from .cuda_rules import bytes_layout, capability, few_rows, scaled_kinds, scaled_layout
 from .fusion import Fused
 from .kernel import AtenKernel, WritesOut, constant_b, dense_weight_bytes, packed_as
 from .padding import int_rules
@@ -77,7 +78,7 @@ class IntMm(WritesOut):
     def refuses_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
         if problem.a.dtype != "int8":
             return "_int_mm takes int8 x int8 on CUDA"
-        return int_rules(problem.m, problem.n, problem.k)
+        return bytes_layout(problem) or int_rules(problem.m, problem.n, problem.k)
 
     def matrix(self, b: Any) -> Tensor:
         """The B operand as a Tensor [K, N]."""
@@ -107,7 +108,7 @@ class IntMmTransposed(IntMm):
 
     @classmethod
     def refuses_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
-        return int_rules(problem.n, problem.m, problem.k) or few_rows(problem)
+        return bytes_layout(problem) or int_rules(problem.n, problem.m, problem.k) or few_rows(problem)
 
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
         return torch._int_mm(b.t(), a.t()).t()
@@ -120,6 +121,13 @@ class IntMmCopied(IntMm):
     """``torch._int_mm`` on a constant weight copied once into the other memory order."""
 
     template = "int_mm_copy"
+
+    @classmethod
+    def refuses_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
+        if config.get("order") == "row":
+            return "cuBLASLt wants a column-major weight of bytes"
+        turned = replace(problem, b=replace(problem.b, layout=Layout("col")))
+        return super().refuses_cuda(turned, config, target)
 
     @classmethod
     def configs(cls, problem: Problem) -> list[dict[str, Scalar]]:
