@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -314,6 +316,13 @@ def test_tuning_among_hostile_candidates(target: Target) -> None:
         assert verdicts[kind(name).id] == "crashed", name
     assert kind("illegal").id in store.failures(target, PROBLEM.key)
     assert decision.find(decision.chosen) is not None
+
+
+def test_what_a_host_imports_leaves_the_device_alone() -> None:
+    """A process that has a context cannot fork workers."""
+    script = "import gemmtune.measure.job, sys, torch; sys.exit(torch.cuda.is_initialized())"
+    done = subprocess.run([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": ":".join(sys.path)})
+    assert done.returncode == 0
 
 
 def test_the_parent_needs_no_context(target: Target) -> None:
