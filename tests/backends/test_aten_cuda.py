@@ -14,6 +14,7 @@ from gemmtune.backends.aten.cuda_narrow import levels
 from gemmtune.backends.aten.padding import as_rows, int_product, padded, scaled_product
 from gemmtune.backends.base import Artifact, Candidate, Illegal, Kernel, QuantWeight
 from gemmtune.epilogue import Step
+from gemmtune.errors import KernelError
 from gemmtune.measure.inputs import Inputs, make_inputs
 from gemmtune.measure.verify import prepare, verify
 from gemmtune.problem import Layout, Operand, Problem
@@ -303,3 +304,49 @@ def test_few_rows_turned_around() -> None:
     assert "aten/mm_t" in legal(linear_problem(16, 64, 64, "bfloat16"))
     assert "transposing copy" in reasons(linear_problem(17, 64, 64, "bfloat16"))["aten/mm_t"]
     assert "aten/bmm_t" in legal(bmm_problem(2, 4, 64, 64, "bfloat16"))
+
+
+class OnGpu(torch.Tensor):
+    """A CPU tensor that says it is on a GPU."""
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return True
+
+
+@pytest.mark.parametrize("m", [1, 9, 16, 17, 40])
+@pytest.mark.parametrize("tuned", [8, 64])
+def test_kernels_tuned_at_one_m_serve_every_m(m: int, tuned: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``_int_mm`` has rules about M on CUDA, and a Plan picks the nearest M."""
+    real = torch._int_mm
+
+    def strict(a: torch.Tensor, b: torch.Tensor, **more: torch.Tensor) -> torch.Tensor:
+        assert a.shape[0] > 16
+        assert a.shape[1] % 8 == b.shape[1] % 8 == 0
+        return real(a, b, **more)
+
+    monkeypatch.setattr(torch, "_int_mm", strict)
+    a = torch.randint(-128, 128, (m, 64), dtype=torch.int8)
+    b = torch.randint(-128, 128, (48, 64), dtype=torch.int8).t()
+    wanted = (a.long() @ b.long()).int()
+    problem = int_problem(tuned, 48, 64)
+    for name in legal(problem):
+        if "int_mm" in name:
+            kernel = load(problem, name)
+            weight = kernel.pack(b) if kernel.packing else b
+            out = torch.empty(m, 48, dtype=torch.int32)
+            kernel.run(a.as_subclass(OnGpu), weight, (), out)
+            assert torch.equal(out, wanted)
+            fresh = kernel.fresh(a.as_subclass(OnGpu), weight, ())  # type: ignore[attr-defined]
+            assert torch.equal(fresh.as_subclass(torch.Tensor), wanted)
+            assert fresh.is_contiguous()
+
+
+def test_ops_that_a_target_lacks_are_not_built() -> None:
+    problem = int_problem(1, 64, 64)
+    for name, target, word in (("int_mm_pad", current_cpu(), "CUDA devices"), ("int_mm", H200, "more than 16 rows")):
+        candidate = Candidate.make("aten", name)
+        with pytest.raises(KernelError, match=word):
+            ATEN.build(problem, candidate, target)
+    for candidate in legal(problem).values():
+        assert ATEN.build(problem, candidate, H200).candidate == candidate

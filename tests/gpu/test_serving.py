@@ -202,6 +202,7 @@ def test_atens_candidates_are_right(problem: Problem) -> None:
         kernel.run(a, weight, aux, out)
         fresh = kernel.fresh(a, weight, aux)  # type: ignore[attr-defined]
         assert fresh.device == GPU
+        assert fresh.is_contiguous()
         for got in (out, fresh):
             unit = reference.UNIT.get(problem.out_dtype, 0.0)
             allowed = oracle.unit * oracle.magnitude.double() + 1.01 * unit * oracle.value.double().abs() + 1e-30
@@ -214,6 +215,25 @@ def test_atens_candidates_are_right(problem: Problem) -> None:
             held, raw = (back.data, b.data) if isinstance(back, QuantWeight) else (back, b)
             assert torch.equal(held, raw)
     assert [name for name in wrong if not any(part in name for part in MAY_BE_WRONG)] == []
+
+
+@pytest.mark.parametrize("m", [1, 9, 16, 23, 100])
+def test_a_kernel_serves_every_m_and_operands_that_start_anywhere(m: int) -> None:
+    for problem in (int_problem(8, 48, 64), int_problem(64, 48, 64), fp8_problem(16, 48, 64)):
+        found = [one for one in ATEN.candidates(problem, current_target("cuda")) if isinstance(one, Candidate)]
+        inputs = make_inputs(problem.with_m(m), 7)
+        oracle = reference.reference(problem.with_m(m), inputs.a, inputs.b, inputs.aux)
+        b, aux = there(inputs.b), tuple(there(tensor) for tensor in inputs.aux)
+        shifted = torch.zeros(m * 64 + 3, dtype=torch.uint8, device=GPU)[3:].view(inputs.a.dtype).view(m, 64)
+        shifted.copy_(inputs.a)
+        for candidate in found:
+            kernel = ATEN.load(Artifact(candidate, ""), problem)
+            weight = kernel.pack(b) if kernel.packing else b
+            for a in (there(inputs.a), shifted):
+                out = torch.empty(m, 48, dtype=getattr(torch, problem.out_dtype), device=GPU)
+                kernel.run(a, weight, aux, out)
+                gap = (out.cpu().double() - oracle.value.double()).abs().max()
+                assert float(gap) <= (0.0 if out.dtype == torch.int32 else 1e-2 * float(oracle.value.abs().max()))
 
 
 # --- tuned, streams, graphs, threads --------------------------------------------------------------------------------

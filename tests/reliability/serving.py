@@ -214,9 +214,9 @@ def _watch_loading() -> set[str]:
     loaded: set[str] = set()
     load = RUNTIME._load_now
 
-    def noted(candidate: Candidate, problem: Problem) -> Kernel | None:
+    def noted(candidate: Candidate, problem: Problem, device: torch.device) -> Kernel | None:
         loaded.add(candidate.id)
-        return load(candidate, problem)
+        return load(candidate, problem, device)
 
     RUNTIME._load_now = noted  # type: ignore[method-assign]
     return loaded

@@ -16,7 +16,7 @@ from .cuda_rules import HALVES, bytes_layout, capability, scaled_hardware, scale
 from .dense import PADDED
 from .kernel import AtenKernel, Sliced, constant_b, dense_weight_bytes, packed_as
 from .padding import int_product, int_rules, scaled_product, wide_mm
-from .quantized import ScaledMm, nibbles, quant_pack, raw_copies, scaled_operands
+from .quantized import ScaledMm, aligned, nibbles, quant_pack, raw_copies, scaled_operands
 from .steps import dtype_of
 
 
@@ -176,7 +176,7 @@ class Int4PackCuda(AtenKernel):
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
         packed = packed_as(b, self.packing or "")
         group = (packed.quant.group if packed.quant else None) or 128
-        return torch._weight_int4pack_mm(a.contiguous(), packed.data[0], group, packed.data[1])
+        return torch._weight_int4pack_mm(aligned(a.contiguous()), packed.data[0], group, packed.data[1])
 
 
 def _inner_tiles(k: int) -> int:

@@ -221,10 +221,11 @@ class BmmTransposed(Bmm):
         return few_rows(problem)
 
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
-        return torch.bmm(b.mT, a.mT).mT
+        out = torch.bmm(b.mT, a.mT).mT
+        return out.contiguous() if a.is_cuda else out
 
     def write(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
-        out.copy_(self.product(a, b, aux))
+        out.copy_(torch.bmm(b.mT, a.mT).mT)
 
 
 class Composite(AtenKernel):

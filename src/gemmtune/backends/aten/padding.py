@@ -76,12 +76,19 @@ def int_product(a: Tensor, b: Tensor, *, turned: bool = False) -> Tensor:
         return int_product((a ^ 128).view(torch.int8), b, turned=turned) + 128 * b.sum(0, dtype=torch.int32)
     if turned:
         return int_product(b.t(), a.t()).t()
-    (m, k), n = a.shape, b.shape[1]
-    if 0 in (m, n, k):
+    m, n = a.shape[0], b.shape[1]
+    if 0 in (*a.shape, n):
         return torch.zeros(m, n, dtype=torch.int32, device=a.device)
+    left, right = int_operands(a, b)
+    out = torch._int_mm(left, right)
+    return out if out.shape == (m, n) else out[:m, :n]
+
+
+def int_operands(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 a [M, K] and b [K, N] as ``torch._int_mm`` takes them on CUDA: themselves where they fit."""
+    (m, k), n = a.shape, b.shape[1]
     rows, inner, columns = m if m >= _INT_ROWS else _FEW_ROWS, up(k, _INT_ALIGN), up(n, _INT_ALIGN)
-    left, right = padded(as_rows(a), rows, inner), padded(as_rows(b.t()), columns, inner)
-    return torch._int_mm(left, right.t())[:m, :n]
+    return padded(as_rows(a), rows, inner), padded(as_rows(b.t()), columns, inner).t()
 
 
 def scaled_rules(n: int, k: int) -> str:

@@ -15,7 +15,7 @@ from ..base import PackedWeight, QuantWeight, Scalar
 from .cuda_rules import bytes_layout, capability, few_rows, scaled_kinds, scaled_layout
 from .fusion import Fused
 from .kernel import AtenKernel, WritesOut, constant_b, dense_weight_bytes, packed_as
-from .padding import int_rules
+from .padding import int_operands, int_product, int_rules, scaled_product
 from .steps import dtype_of
 
 _HALVES = ("bfloat16", "float16")
@@ -86,13 +86,19 @@ class IntMm(WritesOut):
         return tensor
 
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
-        return torch._int_mm(a, self.matrix(b))
+        weight = self.matrix(b)
+        if a.is_cuda:  # where it also has to serve M below 17, and operands that start anywhere
+            return int_product(a, weight).contiguous()
+        return torch._int_mm(a, weight)
 
     def write(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
-        if out.is_contiguous():
-            torch._int_mm(a, self.matrix(b), out=out)
+        weight = self.matrix(b)
+        if a.is_cuda:
+            a, weight = int_operands(a, weight)
+        if out.is_contiguous() and out.shape == (a.shape[0], weight.shape[1]):
+            torch._int_mm(a, weight, out=out)
         else:  # _int_mm takes no other
-            out.copy_(self.product(a, b, aux))
+            out.copy_(torch._int_mm(a, weight)[: out.shape[0], : out.shape[1]])
 
 
 class IntMmTransposed(IntMm):
@@ -111,10 +117,12 @@ class IntMmTransposed(IntMm):
         return bytes_layout(problem) or int_rules(problem.n, problem.m, problem.k) or few_rows(problem)
 
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
+        if a.is_cuda:  # M need be no multiple of 8
+            return int_product(a, b, turned=True).contiguous()
         return torch._int_mm(b.t(), a.t()).t()
 
     def write(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
-        out.copy_(self.product(a, b, aux))
+        out.copy_(int_product(a, b, turned=True) if a.is_cuda else self.product(a, b, aux))
 
 
 class IntMmCopied(IntMm):
@@ -336,6 +344,8 @@ class ScaledMm(AtenKernel):
 
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
         scale_a, scale_b, bias = scaled_operands(self.problem, aux)
+        if a.is_cuda:  # operands may start anywhere
+            return scaled_product(a, b, scale_a, scale_b, bias, self.out_dtype)
         return torch._scaled_mm(a, b, scale_a, scale_b, bias=bias, out_dtype=self.out_dtype)
 
 
