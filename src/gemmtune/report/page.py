@@ -58,7 +58,7 @@ def _machine(
     rows = ordered(decisions)
     versions = ", ".join(f"{name} {text}" for name, text in target.versions)
     parts = [
-        f"<h2>{escape(target.name)}, {target.threads} threads</h2>",
+        f"<h2>{escape(target.name)}{_threads(target)}</h2>",
         f"<p class='note'>{escape(' '.join(target.isa))}<br>{escape(versions)}<br>target {escape(target.key)}</p>",
         f"<p>{escape(overview([summarize(row) for row in rows]))}</p>",
     ]
@@ -72,6 +72,11 @@ def _machine(
             parts.append(draw(chart, f"{prefix}d{number}c{index}"))
         parts.append(table(group))
     return "\n".join(parts)
+
+
+def _threads(target: Target) -> str:
+    """``, 2 threads``; nothing for a GPU."""
+    return f", {target.threads} threads" if target.device == "cpu" else ""
 
 
 def overview(rows: Iterable[Row]) -> str:
