@@ -14,7 +14,6 @@ from gemmtune.backends.aten.cuda_narrow import levels
 from gemmtune.backends.aten.padding import as_rows, int_product, padded, scaled_product
 from gemmtune.backends.base import Artifact, Candidate, Illegal, Kernel, QuantWeight
 from gemmtune.epilogue import Step
-from gemmtune.errors import KernelError
 from gemmtune.measure.inputs import Inputs, make_inputs
 from gemmtune.measure.verify import prepare, verify
 from gemmtune.problem import Layout, Operand, Problem
@@ -340,13 +339,3 @@ def test_kernels_tuned_at_one_m_serve_every_m(m: int, tuned: int, monkeypatch: p
             fresh = kernel.fresh(a.as_subclass(OnGpu), weight, ())  # type: ignore[attr-defined]
             assert torch.equal(fresh.as_subclass(torch.Tensor), wanted)
             assert fresh.is_contiguous()
-
-
-def test_ops_that_a_target_lacks_are_not_built() -> None:
-    problem = int_problem(1, 64, 64)
-    for name, target, word in (("int_mm_pad", current_cpu(), "CUDA devices"), ("int_mm", H200, "more than 16 rows")):
-        candidate = Candidate.make("aten", name)
-        with pytest.raises(KernelError, match=word):
-            ATEN.build(problem, candidate, target)
-    for candidate in legal(problem).values():
-        assert ATEN.build(problem, candidate, H200).candidate == candidate

@@ -86,17 +86,6 @@ class AtenBackend(Backend):
                     return Candidate.make(self.name, template.template, **config)
         raise KernelError(f"no ATen formulation for {problem.key}")
 
-    def build(self, problem: Problem, candidate: Candidate, target: Target) -> Artifact:
-        """Nothing to build. Raises KernelError for an op that the target does not have."""
-        template = _BY_NAME.get(candidate.template)
-        if template is not None and target.device == "cuda":
-            reason = template.refuses_cuda(problem, dict(candidate.config), target)
-        else:
-            reason = "it runs on CUDA devices" if template is not None and template.cuda_only else ""
-        if reason:
-            raise KernelError(f"{candidate.id} is not for {target.name}: {reason}")
-        return super().build(problem, candidate, target)
-
     def load(self, artifact: Artifact, problem: Problem) -> Kernel:
         candidate = artifact.candidate
         template = _BY_NAME.get(candidate.template)
