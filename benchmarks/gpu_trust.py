@@ -3,8 +3,9 @@
     python benchmarks/gpu_trust.py                        both
     python benchmarks/gpu_trust.py --aa 100 --picks 50
 
-aa: races of 2 to 16 copies of one real kernel; a winner is false. picks: random shapes (K, N 1024..14336, M 1..2048, four
-families) tuned, then what was chosen against every way of ATen's that was right, in a duel ten times as long. (Hostile
+aa: races of 2 to 16 copies of one real kernel; a winner is false. picks: random shapes (K, N 1024..14336,
+M 1..2048, four families) tuned, then
+what was chosen against every way of ATen's that was right, in a duel ten times as long. (Hostile
 kernels: GEMMTUNE_HOSTILE_ROUNDS=100 make test-gpu.) Writes raw data to benchmarks/results/.
 """
 
@@ -85,9 +86,19 @@ def equals(sweeps: int, target: Target) -> dict[str, Any]:
         clock = CudaClock(TorchGpu(DEVICE), chill=Flush(problem, target))
         result = race(entrants, clock, 1.0, seed=seed)
         if result.outcome != "tie":
-            false.append({"seed": seed, "problem": label(problem), "count": count, "stopped": result.stopped, "timed": [
-                row.sample.conditions.get("timed") for row in result.standings.values() if row.sample is not None
-            ]})
+            false.append(
+                {
+                    "seed": seed,
+                    "problem": label(problem),
+                    "count": count,
+                    "stopped": result.stopped,
+                    "timed": [
+                        row.sample.conditions.get("timed")
+                        for row in result.standings.values()
+                        if row.sample is not None
+                    ],
+                }
+            )
     print(f"A/A: {len(false)} false winners in {sweeps} sweeps")
     return {"sweeps": sweeps, "false": false}
 

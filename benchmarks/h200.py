@@ -26,7 +26,7 @@ os.environ.setdefault("GEMMTUNE_STORE", str(Path(".gemmtune") / "gpu.db"))
 
 import torch
 import torch.nn.functional as F
-from harness import Spread, geomean, ratios, write
+from harness import geomean, ratios, write
 from torch import Tensor
 
 import gemmtune
@@ -102,9 +102,7 @@ def ours(s: Sets, decision: Decision) -> Call:
     if s.family == "int8":
         return lambda i: gemmtune.int_mm(s.x[i], s.w[i].t())
     if s.family == "fp8":
-        return lambda i: gemmtune.scaled_mm(
-            s.x[i], s.w[i].t(), s.x_scale[i], s.w_scale[i], out_dtype=torch.bfloat16
-        )
+        return lambda i: gemmtune.scaled_mm(s.x[i], s.w[i].t(), s.x_scale[i], s.w_scale[i], out_dtype=torch.bfloat16)
     options: dict[str, Any] = {} if s.family == "int8wo" else {"bits": 4, "group_size": 128}
     chosen = next((row for row in decision.evidence if row.id == decision.chosen), None)
     layout = None if chosen is None else chosen.packing
@@ -120,9 +118,7 @@ def plain(s: Sets) -> dict[str, Call]:
         return {"ATen": lambda i: F.linear(s.x[i], s.w[i])}
     if s.family == "fp8":
         return {
-            "ATen": lambda i: torch._scaled_mm(
-                s.x[i], s.w[i].t(), s.x_scale[i], s.w_scale[i], out_dtype=torch.bfloat16
-            )
+            "ATen": lambda i: torch._scaled_mm(s.x[i], s.w[i].t(), s.x_scale[i], s.w_scale[i], out_dtype=torch.bfloat16)
         }
     if s.family == "int8":
         if s.m > 16:
@@ -312,7 +308,10 @@ def main() -> None:
             "seconds": took, "problems": len(decisions), "tried": tried, "each_s": [d.seconds for d in decisions],
         }  # fmt: skip
         won = sum(d.outcome == "winner" for d in decisions)
-        print(f"{family}: {len(decisions)} problems tuned in {took:.0f} s, {statistics.mean(tried):.0f} candidates each, {won} winners")
+        print(
+            f"{family}: {len(decisions)} problems tuned in {took:.0f} s, {statistics.mean(tried):.0f} candidates each, "
+            f"{won} winners"
+        )
         gemmtune.refresh()
         by_key = {Problem.from_dict(d.problem).key: d for d in decisions}
         for k, n in weights:

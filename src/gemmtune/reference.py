@@ -42,7 +42,7 @@ UNIT = {
 }  # fmt: skip
 INTEGERS = ("int8", "uint8", "int32", "int64", "int4")
 
-# Hopper's matrix units add fp8 products with some 14 bits below the largest of those they add at once, whoever uses them
+# Hopper's matrix units add fp8 products with some 14 bits below the largest of those they add at once, for all alike
 # (DeepSeek-AI 2024, "DeepSeek-V3 technical report", 3.3.2), torch._scaled_mm without fast accumulation included: its
 # errors on an H200 were this one's, bit for bit. Of the 32 products of one instruction each may lose 2**-13 of the
 # largest: errors of either sign, whose sum spreads as the root of the products' sum of squares. With K = 128 and values

@@ -1,4 +1,4 @@
-"""The Triton backend without a GPU: its space, the kernels in the interpreter, cross-compiling, artifacts, int4 packing."""
+"""The Triton backend without a GPU: its space, cross-compiling, the kernels in the interpreter, int4 packing."""
 
 from __future__ import annotations
 
@@ -154,9 +154,19 @@ def test_problems_that_differ_in_size_only_share_artifacts() -> None:
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("family", "template"), [("bf16", "tiled"), ("bf16", "persistent"), ("int8", "tiled"), ("fp8", "tiled"), ("int8wo", "tiled"), ("int4wo", "tiled")]
+    ("family", "template"),
+    [
+        ("bf16", "tiled"),
+        ("bf16", "persistent"),
+        ("int8", "tiled"),
+        ("fp8", "tiled"),
+        ("int8wo", "tiled"),
+        ("int4wo", "tiled"),
+    ],
 )
-def test_cross_compiling_for_hopper(family: str, template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cross_compiling_for_hopper(
+    family: str, template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     problem = FAMILIES[family] if template == "tiled" else FAMILIES[family].with_m(1024)
     candidate = first(problem, template, split=2) if template == "tiled" else first(problem, template)
     body = compiler.compile_spec(compiler.spec(problem, candidate), H200)

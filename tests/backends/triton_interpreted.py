@@ -27,9 +27,7 @@ from gemmtune.workloads import bmm_problem, build, fp8_problem, int_problem, wei
 
 
 def tiled(bm: int = 16, bn: int = 64, bk: int = 64, split: int = 1, swap: int = 0) -> Candidate:
-    return Candidate.make(
-        "triton", "tiled", bm=bm, bn=bn, bk=bk, split=split, swap=swap, group=2, stages=3, warps=4
-    )
+    return Candidate.make("triton", "tiled", bm=bm, bn=bn, bk=bk, split=split, swap=swap, group=2, stages=3, warps=4)
 
 
 def persistent(bm: int = 64, bn: int = 64, bk: int = 64) -> Candidate:

@@ -104,7 +104,9 @@ def test_random_problems_are_right() -> None:
             continue
         kernel = kernel_of(problem, candidate)
         draws = prepare(problem, found.total(), device=torch.device("cuda"))
-        verdict = verify(lambda inputs, out, kernel=kernel: run_into(kernel, inputs, out), problem, draws, patience_s=0.0)
+        verdict = verify(
+            lambda inputs, out, kernel=kernel: run_into(kernel, inputs, out), problem, draws, patience_s=0.0
+        )
         found[f"{family} {verdict.kind}"] += 1
         if not verdict.ok:
             wrong.append(f"{candidate.id} on {problem.key}: {verdict.kind}: {verdict.detail}")

@@ -98,7 +98,8 @@ class Gpu(Protocol):
 class _Known:
     """What is known of one callable. number: its place in the marker. host_s: what launching it once costs the host.
 
-    graph holds ``calls`` calls. uncaptured: why there is none. beside: it was timed as one that has none. unseen: its work is not on the stream, so that events
+    graph holds ``calls`` calls. uncaptured: why there is none. beside: it was timed as one that has none. unseen: its
+    work is not on the stream, so that events
     do not see it, nor did those that its calls were counted with: ``fits`` of them fill a timing.
     """
 

@@ -106,8 +106,8 @@ def _tiled(problem: Problem, config: dict[str, Any]) -> Spec:
         "s_ptr": _pointer(quant.scale_dtype) if quant is not None else None,
         "z_ptr": _pointer(quant.scale_dtype) if quant is not None and quant.zero_point else None,
     }
-    numbers = {name: "i32" for name in ("M", "N", "K", "lda", "ldb", "ldc")}
-    numbers |= {name: "i64" if batched else "0" for name in ("batch_a", "batch_b", "batch_c")}
+    numbers = dict.fromkeys(("M", "N", "K", "lda", "ldb", "ldc"), "i32")
+    numbers |= dict.fromkeys(("batch_a", "batch_b", "batch_c"), "i64" if batched else "0")
     _declare(signature, constants, pointers, numbers)
     group = 0 if quant is None or quant.group is None else quant.group
     if problem.b.dtype == "int4":
@@ -138,14 +138,16 @@ def _persistent(problem: Problem, config: dict[str, Any]) -> Spec:
         "c_ptr": _pointer(problem.out_dtype),
         "s_ptr": _pointer(quant.scale_dtype) if quant is not None else None,
     }
-    numbers = {name: "i32" for name in ("M", "N", "K", "ldc", "PROGRAMS")}
+    numbers = dict.fromkeys(("M", "N", "K", "ldc", "PROGRAMS"), "i32")
     for name, dtype, rows in (("a_desc", problem.a.dtype, config["bm"]), ("b_desc", problem.b.dtype, config["bn"])):
         signature[name] = f"tensordesc<{TYPES[dtype]}[{rows}, {config['bk']}]>"
     _declare(signature, constants, pointers, numbers)
     constants |= _common(problem, config)
     divisible = ["c_ptr", *(name for name, size in (("N", problem.n), ("K", problem.k)) if size % 16 == 0)]
     divisible += ["ldc"] if aligned(problem)[2] and (problem.out.ld or problem.n) % 16 == 0 else []
-    return Spec("persistent", _ordered("persistent", signature, constants), constants, tuple(divisible), _options(config))
+    return Spec(
+        "persistent", _ordered("persistent", signature, constants), constants, tuple(divisible), _options(config)
+    )
 
 
 def _common(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
@@ -200,9 +202,7 @@ def _ordered(kernel: str, signature: dict[str, str], constants: dict[str, Any]) 
     return {name: "constexpr" if name in constants else signature[name] for name in ARGUMENTS[kernel]}
 
 
-_STEP_NAMES = tuple(
-    f"{name}{place}" for place in range(STEPS) for name in ("KIND", "AXIS", "VALUE", "LO", "HI")
-)
+_STEP_NAMES = tuple(f"{name}{place}" for place in range(STEPS) for name in ("KIND", "AXIS", "VALUE", "LO", "HI"))
 # As kernels.py declares them (a test compares): it is imported only by those who compile.
 ARGUMENTS = {
     "tiled": (
@@ -288,7 +288,9 @@ def _header(wanted: Spec, made: Any) -> Header:
             arguments.append(name)
     scratch = len(_parameters(made.asm["ptx"])) - len(arguments)
     if scratch < 0:
-        raise KernelError(f"the kernel takes {len(arguments) + scratch} parameters where {len(arguments)} were expected")
+        raise KernelError(
+            f"the kernel takes {len(arguments) + scratch} parameters where {len(arguments)} were expected"
+        )
     return Header(
         str(metadata.name),
         int(metadata.shared),

@@ -1,7 +1,7 @@
 """A guess at what a tile configuration takes, to order candidates before anything is timed. It decides nothing else.
 
 Two ceilings, the memory's and the matrix units', each spread over the multiprocessors as evenly as the programs allow.
-The constants are of an H200 (benchmarks/results/, rows of the space's spike); only ratios between configurations matter.
+The constants are of an H200; only ratios between configurations matter.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _SPLIT_S, _PART_S = 2.0e-6, 0.15e-6  # what adding up the parts of a tile takes,
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Sizes of a product, bytes of an element of A and of B, multiprocessors and shared memory of the device. convert: the
-    weights are converted on their way to the matrix units."""
+    """Sizes of a product, bytes of an element of A and of B, multiprocessors and shared memory of the device. convert:
+    the weights are converted on their way to the matrix units."""
 
     m: int
     n: int
@@ -50,7 +50,7 @@ def seconds(work: Work, bm: int, bn: int, bk: int, split: int, stages: int, warp
     memory = traffic / shared_rows**0.9 / _BANDWIDTH * imbalance**0.25 * (1.0 + _FLIGHT / flight)
     compute = _compute(work, bm, bn, warps, swap) * tiles * work.k / work.multiprocessors * imbalance
     extra = (_SPLIT_S + _PART_S * split) if split > 1 else 0.0
-    return max(memory, compute) + 0.5 * min(memory, compute) + extra + _START_S
+    return float(max(memory, compute) + 0.5 * min(memory, compute) + extra + _START_S)
 
 
 def _compute(work: Work, bm: int, bn: int, warps: int, swap: bool) -> float:
@@ -63,4 +63,4 @@ def _compute(work: Work, bm: int, bn: int, warps: int, swap: bool) -> float:
     if warps == 8 and area < 128 * 128:
         efficiency *= 0.9
     time = 2.0 * area / (rate * efficiency)
-    return time + (bn / (7e12 / work.multiprocessors) if work.convert else 0.0)
+    return float(time + (bn / (7e12 / work.multiprocessors) if work.convert else 0.0))

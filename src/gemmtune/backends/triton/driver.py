@@ -65,9 +65,9 @@ class Function:
         """Launch on ``stream``. values: of all arguments but descriptors (0 in their places), pointers as integers;
         maps: the descriptors in order. Raises KernelError when the driver refuses."""
         try:
-            slots, parameters, places = self._blocks.held
+            slots, parameters, places, _ = self._blocks.held
         except AttributeError:
-            slots, parameters, places = self._blocks.held = self._block()
+            slots, parameters, places, _ = self._blocks.held = self._block()
         slots[:] = values
         for place, made in zip(places, maps, strict=True):
             parameters[place] = made.address
@@ -79,17 +79,16 @@ class Function:
         if status:
             _check(status, f"launching {self.header.name}")
 
-    def _block(self) -> tuple[Any, Any, tuple[int, ...]]:
-        """This thread's own: a slot an argument, the array of their addresses, and where descriptors belong."""
+    def _block(self) -> tuple[Any, Any, tuple[int, ...], Any]:
+        """This thread's own: a slot an argument, the slots' addresses, where descriptors belong, an unused word."""
         names = self.header.arguments
         count = len(names) + self.header.scratch
         slots = (ctypes.c_uint64 * len(names))()
         unused = (ctypes.c_uint64 * max(1, self.header.scratch))()
         own = [ctypes.addressof(slots) + 8 * place for place in range(len(names))]
         parameters = (ctypes.c_void_p * count)(*own, *([ctypes.addressof(unused)] * self.header.scratch))
-        parameters.unused = unused  # lives as long
         places = tuple(place for place, name in enumerate(names) if name in self.header.descriptors)
-        return slots, parameters, places
+        return slots, parameters, places, unused
 
 
 class Map:

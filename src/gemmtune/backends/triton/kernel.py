@@ -26,7 +26,7 @@ _MAPS = 256  # descriptors kept a kernel: weights stay where they are
 class Scratch:
     """What split kernels share on one device: zeroed counters, and for each stream a place for partial sums.
 
-    Kernels leave their counters at zero. Two launches of one kernel must not run at the same time on one device: launches
+    Kernels leave their counters at zero. Two launches of one kernel must not share counters at one time: launches
     on one stream never do; each stream has counters and sums of its own.
     """
 

@@ -2,9 +2,9 @@
 
 One tile of the output a program (``tiled``), or tiles in turn by one program per multiprocessor with TMA loads
 (``persistent``). Names: A [M, K] and B [K, N] with their leading dimensions ``lda``, ``ldb``; ``*_COL`` says that the
-columns of the matrix are contiguous. Up to five steps of an epilogue run on the accumulator before it is stored: step i has
-the tensor ``t<i>`` (None when it takes none), that tensor's leading dimension ``ld<i>``, and the constants ``KIND<i>``,
-``AXIS<i>``, ``VALUE<i>``, ``LO<i>``, ``HI<i>``.
+columns of the matrix are contiguous. Up to five steps of an epilogue run on the accumulator before it is stored: step i
+has the tensor ``t<i>`` (None when it takes none), that tensor's leading dimension ``ld<i>``, and the constants
+``KIND<i>``, ``AXIS<i>``, ``VALUE<i>``, ``LO<i>``, ``HI<i>``.
 """
 
 from __future__ import annotations
@@ -98,9 +98,7 @@ def _finish(
         acc = _rounded(acc, -128, 127)
     elif c_ptr.dtype.element_ty == tl.uint8:
         acc = _rounded(acc, 0, 255)
-    tl.store(
-        c_ptr + rows.to(tl.int64) * ldc + cols, acc.to(c_ptr.dtype.element_ty), mask=(rows < M) & (cols < N)
-    )
+    tl.store(c_ptr + rows.to(tl.int64) * ldc + cols, acc.to(c_ptr.dtype.element_ty), mask=(rows < M) & (cols < N))
 
 
 @triton.jit
@@ -210,8 +208,9 @@ def tiled(
 ):  # fmt: skip
     """One tile of the output, or one of SPLIT parts of its K, a program. Grid: (tiles * SPLIT, batch).
 
-    The parts of a tile leave their sums in ``ws``; whichever comes last (``lock`` counts) adds them up in their order, so
-    that the result is the same on every run, and sets the count back to 0. SWAP multiplies B^T by A^T: the matrix units
+    The parts of a tile leave their sums in ``ws``; whichever comes last (``lock`` counts) adds them up in their order,
+    so that the result is the same on every run, and sets the count back to 0. SWAP multiplies B^T by A^T: the
+    matrix units
     take 64 rows at least, and few rows of A leave them empty where B's columns fill them.
     """
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
@@ -314,7 +313,7 @@ def persistent(
     KIND3: tl.constexpr, AXIS3: tl.constexpr, VALUE3: tl.constexpr, LO3: tl.constexpr, HI3: tl.constexpr,
     KIND4: tl.constexpr, AXIS4: tl.constexpr, VALUE4: tl.constexpr, LO4: tl.constexpr, HI4: tl.constexpr,
 ):  # fmt: skip
-    """Every PROGRAMS-th tile a program, A [M, K] and B^T [N, K] by TMA; the loads of a tile start in the last one's end.
+    """Every PROGRAMS-th tile a program, A [M, K] and B^T [N, K] by TMA; a tile's loads start before the last one ends.
 
     Beyond M, N and K the descriptors give zeros.
     """

@@ -1,8 +1,8 @@
 """The declared search space of the Triton templates, and why some of it is illegal for a Problem or on a Target.
 
-Entries of ``tiled``: ``bm``, ``bn``, ``bk`` (the tile), ``split`` (programs that share a tile's K), ``swap`` (B^T times A^T,
-see kernels.py), ``group`` (rows of tiles that go together), ``stages``, ``warps``. Of ``persistent``: the same without
-``split`` and ``swap``.
+Entries of ``tiled``: ``bm``, ``bn``, ``bk`` (the tile), ``split`` (programs that share a tile's K), ``swap`` (B^T times
+A^T, see kernels.py), ``group`` (rows of tiles that go together), ``stages``, ``warps``. Of ``persistent``: the same
+without ``split`` and ``swap``.
 """
 
 from __future__ import annotations
@@ -171,13 +171,13 @@ def candidates(problem: Problem, target: Target) -> Iterator[Candidate | Illegal
                 illegal.append(Illegal(candidate, why))
             else:
                 ranked.append((_cost(work, template, config), place, candidate))
-        for _, _, candidate in sorted(ranked, key=lambda item: item[:2]):
-            yield candidate
+        ranked.sort(key=lambda item: item[:2])
+        yield from (candidate for _, _, candidate in ranked)
     yield from illegal
 
 
 def _tiled(problem: Problem, device: Device) -> Iterator[dict[str, Any]]:
-    blocks = (64, 128, 256) if bits(problem.a.dtype) == 16 else (128, 256, 512)
+    blocks: tuple[int, ...] = (64, 128, 256) if bits(problem.a.dtype) == 16 else (128, 256, 512)
     if problem.b.dtype == "int4":
         blocks = INT4_BLOCKS
     for bm, bn, bk, split, swap, stages, warps in itertools.product(
@@ -221,7 +221,12 @@ def _illegal(problem: Problem, device: Device, template: str, config: dict[str, 
     if bm * bn // (warps * device.warp) < 4:
         return "fewer than 4 accumulators a thread"
     quant = problem.b.quant
-    if problem.b.dtype == "int8" and quant is not None and quant.group is not None and (bk > quant.group or quant.group % bk):
+    if (
+        problem.b.dtype == "int8"
+        and quant is not None
+        and quant.group is not None
+        and (bk > quant.group or quant.group % bk)
+    ):
         return f"a block of K = {bk} crosses groups of {quant.group}"
     if problem.b.dtype == "int4":
         group = problem.k if quant is None or quant.group is None else quant.group
