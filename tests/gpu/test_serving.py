@@ -23,6 +23,7 @@ from gemmtune.dispatch.runtime import TABLE
 from gemmtune.epilogue import Step
 from gemmtune.errors import PackedWeightError
 from gemmtune.measure.inputs import make_inputs
+from gemmtune.measure.verify import prepare, verify
 from gemmtune.problem import Layout, Operand, Problem
 from gemmtune.store import MemoryStore
 from gemmtune.workloads import bmm_problem, fp8_problem, int_problem, linear_problem, weight_only_problem
@@ -481,3 +482,14 @@ def test_the_hot_path_allocates_where_the_operands_are() -> None:
     gemmtune.mm(x.cpu(), w.cpu())
     assert gemmtune.mm(x, w).device == GPU
     assert gemmtune.mm(x.cpu(), w.cpu()).device.type == "cpu"
+
+
+def test_aten_candidates_sum_in_float32_on_a_gpu() -> None:
+    """cuBLAS may add the parts of a split K in bfloat16 when PyTorch lets it (the default): far outside the bound."""
+    problem = linear_problem(256, 12288, 4096, "bfloat16")
+    kernel = ATEN.load(Artifact(Candidate.make("aten", "mm"), ""), problem)
+    draws = prepare(problem, 0, device=GPU)
+    matmul = torch.backends.cuda.matmul
+    assert matmul.allow_bf16_reduced_precision_reduction
+    assert verify(lambda inputs, out: kernel.run(inputs.a, inputs.b, (), out), problem, draws).ok
+    assert matmul.allow_bf16_reduced_precision_reduction

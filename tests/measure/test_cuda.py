@@ -209,7 +209,7 @@ def test_a_race_on_a_gpu(gpu: FakeGpu) -> None:
     ]  # fmt: skip
     assert words["aten"]["launch_us"] == "8.0"
     assert words["shy"]["timed"].startswith("eager: raised RuntimeError: operation not permitted")
-    assert [words["slow"].get(name) for name in ("timed", "launch_us")] == ["graph", None]
+    assert "launch_us" not in words["slow"]
     assert result.standings["ours"].sample.median_s == pytest.approx(15e-6, rel=1e-3)  # type: ignore[union-attr]
 
 

@@ -209,9 +209,8 @@ def tiled(
     """One tile of the output, or one of SPLIT parts of its K, a program. Grid: (tiles * SPLIT, batch).
 
     The parts of a tile leave their sums in ``ws``; whichever comes last (``lock`` counts) adds them up in their order,
-    so that the result is the same on every run, and sets the count back to 0. SWAP multiplies B^T by A^T: the
-    matrix units
-    take 64 rows at least, and few rows of A leave them empty where B's columns fill them.
+    so that the result is the same on every run, and sets the count back to 0. SWAP multiplies B^T by A^T: the matrix
+    units take 64 rows at least, and few rows of A leave them empty where B's columns fill them.
     """
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     tile, part = tl.program_id(0) // SPLIT, tl.program_id(0) % SPLIT
