@@ -84,16 +84,14 @@ def run(problem: Problem, candidate: Candidate, inputs: Inputs, out: Tensor) -> 
     if problem.b.dtype == "int4":
         packed = shuffle_int4(b, problem, int(config["bk"]))  # type: ignore[arg-type]
         raw, extra = packed.data[0], packed.data[1:]
-        ldb = problem.k // 2
     else:
         raw = b.data if isinstance(b, QuantWeight) else b
         if isinstance(b, QuantWeight):
             extra = (b.scale,) if b.zero_point is None else (b.scale, b.zero_point)
-        ldb = space.lead(problem.b.layout.ld, problem.b.layout.order, problem.k, problem.n)
-    lda = space.lead(problem.a.layout.ld, problem.a.layout.order, problem.m, problem.k)
+    lda, ldb, ldc = space.leads(problem, problem.m)
     known: dict[str, Any] = {
         "a_ptr": a, "b_ptr": raw, "c_ptr": out, "M": problem.m, "N": problem.n, "K": problem.k, "lda": lda, "ldb": ldb,
-        "ldc": problem.n, "s_ptr": extra[0] if extra else None, "z_ptr": extra[1] if len(extra) > 1 else None,
+        "ldc": ldc, "s_ptr": extra[0] if extra else None, "z_ptr": extra[1] if len(extra) > 1 else None,
         "batch_a": a.stride(0), "batch_b": raw.stride(0), "batch_c": out.stride(0),
     }  # fmt: skip
     tensors = iter(inputs.aux)

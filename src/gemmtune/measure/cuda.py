@@ -158,8 +158,8 @@ class CudaClock:
     def time_round(self, runs: Sequence[Run], calls: Sequence[int]) -> list[float]:
         with collector_at_rest(), self._gpu.stream():
             lanes = [self._ready(run, n) for run, n in zip(runs, calls, strict=True)]
-            # Kernels that wait in the queue follow each other more closely than the nodes of a graph (by some 8% of a
-            # kernel of 13 us on an H200): in one round all are timed the same way.
+            # Kernels that wait in the queue and nodes of a graph need not follow each other equally closely: in one
+            # round all are timed the same way.
             graphs = not any(known.uncaptured for _, known, _ in lanes)
             if not graphs:
                 lanes = [(run, known, min(n, _MOST_EAGER)) for run, known, n in lanes]

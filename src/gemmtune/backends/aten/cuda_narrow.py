@@ -16,7 +16,7 @@ from .cuda_rules import HALVES, bytes_layout, capability, scaled_hardware, scale
 from .dense import PADDED
 from .kernel import AtenKernel, Sliced, constant_b, dense_weight_bytes, packed_as
 from .padding import int_product, int_rules, scaled_product, wide_mm
-from .quantized import ScaledMm, aligned, nibbles, quant_pack, raw_copies, scaled_operands
+from .quantized import IntMm, ScaledMm, aligned, nibbles, quant_pack, raw_copies, scaled_operands
 from .steps import dtype_of
 
 
@@ -37,10 +37,9 @@ class IntMmPadded(Sliced):
 
     @classmethod
     def refuses(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
-        if problem.b.dtype != "int8" or problem.a.dtype not in ("int8", "uint8"):
-            return f"_int_mm takes int8 (or uint8) x int8; got {problem.a.dtype} x {problem.b.dtype}"
-        if min(problem.m, problem.n, problem.k) == 0:
-            return "an operand is empty"
+        reason = IntMm.refuses(problem, {})
+        if reason:
+            return reason
         m, n = (problem.n, problem.m) if config.get("turned") else (problem.m, problem.n)
         needed = problem.a.dtype == "uint8" or bytes_layout(problem) or int_rules(m, n, problem.k)
         return "" if needed else "nothing to pad: _int_mm takes these operands as they are"

@@ -17,7 +17,7 @@ from ...errors import KernelError, UnsupportedError
 from ...problem import Problem
 from ...target import Target
 from ..base import Candidate
-from .space import STEPS, aligned, device_of, float_at, step_constants
+from .space import STEPS, aligned, device_of, float_at, leads, step_constants
 
 TYPES = {
     "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int8": "i8", "uint8": "u8", "int32": "i32",
@@ -124,9 +124,8 @@ def _tiled(problem: Problem, config: dict[str, Any]) -> Spec:
     }
     a_ok, b_ok, out_ok = aligned(problem)
     divisible = ["a_ptr", "b_ptr", "c_ptr", *(["ws_ptr"] if split > 1 else [])]
-    divisible += ["lda"] if a_ok and _lead_a(problem) % 16 == 0 else []
-    divisible += ["ldb"] if b_ok and _lead_b(problem) % 16 == 0 else []
-    divisible += ["ldc"] if out_ok and (problem.out.ld or problem.n) % 16 == 0 else []
+    known = zip(("lda", "ldb", "ldc"), (a_ok, b_ok, out_ok), leads(problem, problem.m), strict=True)
+    divisible += [name for name, ok, size in known if ok and size % 16 == 0]
     divisible += [name for name, size in (("N", problem.n), ("K", problem.k)) if size % 16 == 0]
     return Spec("tiled", _ordered("tiled", signature, constants), constants, tuple(divisible), _options(config))
 
@@ -144,7 +143,7 @@ def _persistent(problem: Problem, config: dict[str, Any]) -> Spec:
     _declare(signature, constants, pointers, numbers)
     constants |= _common(problem, config)
     divisible = ["c_ptr", *(name for name, size in (("N", problem.n), ("K", problem.k)) if size % 16 == 0)]
-    divisible += ["ldc"] if aligned(problem)[2] and (problem.out.ld or problem.n) % 16 == 0 else []
+    divisible += ["ldc"] if aligned(problem)[2] and leads(problem, problem.m)[2] % 16 == 0 else []
     return Spec(
         "persistent", _ordered("persistent", signature, constants), constants, tuple(divisible), _options(config)
     )
@@ -225,16 +224,6 @@ def _pointer(dtype: str) -> str:
 
 def _options(config: dict[str, Any]) -> dict[str, int]:
     return {"num_warps": int(config["warps"]), "num_stages": int(config["stages"])}
-
-
-def _lead_a(problem: Problem) -> int:
-    return problem.a.layout.ld or problem.k
-
-
-def _lead_b(problem: Problem) -> int:
-    if problem.b.dtype == "int4":
-        return problem.k // 2
-    return problem.b.layout.ld or (problem.k if problem.b.layout.order == "col" else problem.n)
 
 
 def compile_spec(wanted: Spec, target: Target) -> bytes:

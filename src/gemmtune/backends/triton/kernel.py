@@ -15,7 +15,7 @@ from ...problem import Problem
 from ..base import Candidate, Kernel, PackedWeight, QuantWeight
 from .compiler import Header
 from .driver import Function, Map
-from .space import INT4_BLOCKS, int4_layout, lead
+from .space import INT4_BLOCKS, int4_layout, leads
 
 _ALIGN = 16
 _LOCKS = 1 << 20  # counters a device, handed out to kernels as they are loaded
@@ -79,7 +79,6 @@ class TritonKernel(Kernel):
         self._cubin = cubin
         self._functions: dict[int, Function] = {}
         self._tiles_n = -(-problem.n // self._bn)
-        self._dtype = getattr(torch, problem.out_dtype)
         self._function(torch.cuda.current_device())  # now: a module cannot be loaded while a graph is captured
 
     def _function(self, device: int) -> Function:
@@ -98,15 +97,6 @@ class TritonKernel(Kernel):
         if isinstance(b, QuantWeight):
             return b.data, (b.scale,) if b.zero_point is None else (b.scale, b.zero_point)
         return b, ()
-
-    def _leads(self, m: int) -> tuple[int, int, int]:
-        """lda, ldb and ldc."""
-        problem = self.problem
-        a, b, out = problem.a.layout, problem.b.layout, problem.out
-        lda = lead(a.ld, a.order, m, problem.k)
-        if problem.b.dtype == "int4":
-            return lda, problem.k // 2, lead(out.ld, out.order, m, problem.n)
-        return lda, lead(b.ld, b.order, problem.k, problem.n), lead(out.ld, out.order, m, problem.n)
 
 
 def _fitting(t: Tensor) -> Tensor:
@@ -128,7 +118,7 @@ class Tiled(TritonKernel):
         self._counters: dict[tuple[int, int], Tensor] = {}
         self._places = {name: place for place, name in enumerate(header.arguments)}
         known = dict.fromkeys(header.arguments, 0) | {"N": problem.n, "K": problem.k}
-        known["lda"], known["ldb"], known["ldc"] = self._leads(problem.m)
+        known["lda"], known["ldb"], known["ldc"] = leads(problem, problem.m)
         self._values = [known[name] for name in header.arguments]
         self._m_place = self._places["M"]
         # With contiguous columns A's leading dimension is M.
@@ -221,7 +211,7 @@ class Persistent(TritonKernel):
         if (a.data_ptr() | raw.data_ptr() | out.data_ptr()) % _ALIGN:
             a, raw, result = _fitting(a), _fitting(raw), _fitting(out)
         m, device = a.shape[0], a.device.index
-        lda, ldb, ldc = self._leads(m)
+        lda, ldb, ldc = leads(problem, m)
         maps = (
             self._map("a_desc", a.data_ptr(), m, lda),
             self._map("b_desc", raw.data_ptr(), problem.n, ldb),

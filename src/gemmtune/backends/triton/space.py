@@ -138,6 +138,13 @@ def lead(layout_ld: int | None, order: str, rows: int, columns: int) -> int:
     return layout_ld if layout_ld is not None else (columns if order == "row" else rows)
 
 
+def leads(problem: Problem, m: int) -> tuple[int, int, int]:
+    """The leading dimensions of A, B (int4: as it is packed) and the output, for m rows."""
+    a, b, out = problem.a.layout, problem.b.layout, problem.out
+    ldb = problem.k // 2 if problem.b.dtype == "int4" else lead(b.ld, b.order, problem.k, problem.n)
+    return lead(a.ld, a.order, m, problem.k), ldb, lead(out.ld, out.order, m, problem.n)
+
+
 def aligned(problem: Problem) -> tuple[bool, bool, bool]:
     """Whether the leading dimensions of A, B and the output are multiples of 16 bytes, as fast loads want them."""
     a, b, out = problem.a, problem.b, problem.out
