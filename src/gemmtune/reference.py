@@ -44,7 +44,8 @@ INTEGERS = ("int8", "uint8", "int32", "int64", "int4")
 
 # Hopper's matrix units add fp8 products with some 14 bits below the largest of those they add at once, for all alike
 # (DeepSeek-AI 2024, "DeepSeek-V3 technical report", 3.3.2): on an H200 torch._scaled_mm without fast accumulation and
-# our kernels gave the same number at the worst element. Of the 32 products of one instruction each may lose 2**-13 of the
+# our kernels gave the same number at the worst element. Of the 32 products of one instruction each may lose
+# 2**-13 of the
 # largest: errors of either sign, whose sum spreads as the root of the products' sum of squares, FP8_UNIT * FP8_SPREAD
 # times that; FP8_UNIT * |A||B| covers what truncation does to products of one sign. Without the spread, correct kernels
 # were outside by up to 5.75 times (K = 128, values over all exponents); with it none of 2,000 problems
