@@ -38,7 +38,7 @@ CLOSE = 1.3  # rough times within this of the best may turn out fastest in a rac
 CLOSE_INCUMBENT = 1.5  # ATen's ways are few: a wider net keeps "ATen" honest
 OFFERED = 5.0  # a packing's fastest candidate is confirmed up to here, for Plans that share one packing over many M
 
-MAX_CONFIRMED, MAX_OTHERS, MAX_INCUMBENTS, MAX_PACKINGS = 12, 12, 4, 4
+MAX_CONFIRMED, MAX_OTHERS, MAX_INCUMBENTS, MAX_PACKINGS = 16, 16, 4, 4
 # So many of the fastest, by rough times within this factor, are timed once more when there is time to spare: each was
 # timed in a moment of its own, and a busy neighbour of half a second doubles what it meets.
 LOOKED_AT_AGAIN, DOUBTFUL = 24, 3.0

@@ -36,7 +36,7 @@ def test_json_holds_the_whole_record(run: Run, filled: Path) -> None:
 def test_tells_the_conditions_once_and_where_they_differ(run: Run, tmp_path: Path, here: Target) -> None:
     made = make_decision(build(2, 3, 4, "fp32"), "winner", here)
     cold = {"operands": "cold", "threads": "2", "drift": "+1.2%", "pinned": "CPUs 0, 1"}
-    rough = {"timing": "rough, unpaired", "operands": "hot", "threads": "2"}
+    rough = {"timing": "rough", "operands": "hot", "threads": "2"}
     rows = [
         _timed(row, cold if row.stage in ("winner", "finalist") else rough, packing_s=2.5e-3) for row in made.evidence
     ]
@@ -47,7 +47,7 @@ def test_tells_the_conditions_once_and_where_they_differ(run: Run, tmp_path: Pat
     place = next(index for index, line in enumerate(lines) if line.strip().startswith(f"{SLOW.id}: "))
     assert [line.strip() for line in lines[place + 1 : place + 3]] == [
         "packing its weight took 2.50 ms, once",
-        "timed with: operands hot; timing rough, unpaired",
+        "timed with: operands hot; timing rough",
     ]
     assert sum("timed with" in line for line in lines) == 2
     (record,) = run("explain", 2, 3, 4, "--dtype", "fp32", "--store", path, "--json").json["decisions"]

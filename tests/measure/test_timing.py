@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -178,3 +178,54 @@ def test_operands_move_and_stay_what_they_are() -> None:
         assert new.stride() == old.stride()
         assert bool((new == old).all())
         assert name or inputs.b is stock._sets[0][1]
+
+
+class _Machine:
+    """Stands in for ``time``: kernels take seconds at a pace that the test sets."""
+
+    def __init__(self) -> None:
+        self.now, self.pace = 0.0, 1.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def kernel(self, seconds: float) -> Callable[[], None]:
+        def call() -> None:
+            self.now += seconds * self.pace
+
+        return call
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> _Machine:
+    made = _Machine()
+    monkeypatch.setattr(timing, "time", made)
+    return made
+
+
+@pytest.mark.parametrize("seconds", [1e-3, 10e-6], ids=["alone", "in batches"])
+def test_rough_times_are_as_at_the_pace_of_the_beginning(machine: _Machine, seconds: float) -> None:
+    pace, flushed = timing.Pace(), []
+    known = machine.kernel(seconds)
+    first = timing.rough_times(known, lambda: flushed.append(1), None, pace)
+    pace.offer(known, min(first))
+    machine.pace = 1.4
+    later = timing.rough_times(machine.kernel(1.1 * seconds), lambda: flushed.append(1), None, pace)
+    assert first == pytest.approx([seconds] * 3)
+    assert later == pytest.approx([1.1 * seconds] * 3)
+    assert bool(flushed) == (seconds > 100e-6)
+
+
+def test_a_pace_is_told_by_the_first_kernel_or_a_much_faster_one(machine: _Machine) -> None:
+    pace = timing.Pace()
+    assert pace.now() == 1.0
+    pace.look()  # there is no kernel yet
+    assert pace.now() == 1.0
+    pace.offer(machine.kernel(1e-3), 1e-3)
+    pace.offer(machine.kernel(5.0), 0.8e-3)  # not much faster: the first stays
+    machine.pace = 2.0
+    pace.look()
+    assert pace.now() == pytest.approx(2.0)
+    pace.offer(machine.kernel(0.4e-3), 0.4e-3)
+    pace.look()
+    assert pace.now() == pytest.approx(2.0)

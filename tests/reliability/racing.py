@@ -104,9 +104,11 @@ def disturbed_decisions(full: bool) -> Outcome:
                 same = (result.outcome, gain and result.leader) == (expected.outcome, gain and expected.leader)
                 changed, total = changed + (not same), total + 1
                 longest = max(longest, result.seconds)
+    # The short form's sample is small: the bar plus three standard errors at itself.
+    most = 0.01 * total + (0.0 if full else 3.0 * (0.01 * total) ** 0.5)
     return Outcome(
         f"{changed} of {total} decisions changed; longest race {longest / 2.0:.2f}x its budget",
-        changed <= 0.01 * total and longest <= 2.0 * 2.0 * 1.1,
+        changed <= most and longest <= 2.0 * 2.0 * 1.1,
         {"changed": changed, "total": total, "longest_s": longest},
     )
 

@@ -37,7 +37,7 @@ from .protocol import (
     Setup,
 )
 from .strays import end_strays
-from .timing import Flush, Track, on_gpu, packs_each_call, rough_times, scratch_allowance
+from .timing import INCUMBENT, PACED_BYTES, Flush, Pace, Track, on_gpu, packs_each_call, rough_times, scratch_allowance
 from .verify import Draw, guarded, prepare, verify
 
 _RACE_LEAST = 0.3  # of a race's budget, when making and packing operands took it all
@@ -151,6 +151,7 @@ class Job:
         self._gpu = TorchGpu(target.torch_device) if on_gpu(target) else None
         self._draws: tuple[Draw, ...] | None = None
         self._flush: Flush | None = None
+        self._pace = Pace() if self._gpu is None and problem.weight_bytes <= PACED_BYTES else None
         self._packed: dict[str, Any] = {}
         self._packing_s: dict[str, float] = {}
         self._checked: dict[str, Verdict] = {}
@@ -176,6 +177,8 @@ class Job:
         result = Attempted(None, kernel.packing, packing_s, kernel.workspace_bytes, times_s)
         if worth_s is None or min(times_s) <= worth_s:
             result.verdict = self._checked[candidate.id] = self._verify(kernel, self._need_draws()[:1], _GLANCE_S)
+            if self._pace is not None and result.verdict.ok and candidate.backend != INCUMBENT and len(times_s) > 2:
+                self._pace.offer(self._once(kernel), min(times_s))
         return result
 
     def confirm(self, candidate: Candidate) -> Confirmed:
@@ -204,7 +207,7 @@ class Job:
 
         Raises WorkerError when a confirmed candidate cannot be loaded again.
         """
-        self._draws, self._packed, self._flush = None, {}, None
+        self._draws, self._packed, self._flush, self._pace = None, {}, None, None
         kernels = {}
         for candidate in candidates:
             kernel, verdict = self._load(candidate)
@@ -259,7 +262,7 @@ class Job:
 
     def _rough_times(self, kernel: Kernel, worth_s: float | None) -> tuple[float, ...]:
         if self._gpu is None:
-            return rough_times(self._once(kernel), self._need_flush(), worth_s)
+            return rough_times(self._once(kernel), self._need_flush(), worth_s, self._pace)
         return rough_gpu_times(self._gpu, self._once(kernel), self._need_flush(), worth_s, self._latency)
 
     def _once(self, kernel: Kernel) -> Callable[[], None]:

@@ -19,7 +19,7 @@ from ..decision import Outcome, Sample, Stage
 from ..events import BestSoFar
 from .clock import Clock, Run
 from .duel import Duel, duel
-from .lane import EntrantError, Lane, by_ratio, sample
+from .lane import EntrantError, Lane, by_ratio, ranked, sample
 from .machine import Machine, Weather
 from .stats import drift, mad, ratio_interval, slower_than, spend
 
@@ -28,7 +28,19 @@ FLOOR_S = 500e-6  # one timing lasts at least this: the timer's own cost vanishe
 SCREEN_RATIO = 1.5
 _SCREEN_ROUNDS = (2, 4)
 _STALL_S = 20e-3  # a difference that two stalls cannot explain; smaller ones wait for the second screening
-_LOOKS = {8: 24, 12: 12, 18: 8, 27: 4, 40: 4, 60: 4, 90: 4, 135: 3, 200: 3}  # rounds -> challengers that may go on
+_LOOKS = {
+    8: 24,
+    12: 12,
+    18: 8,
+    27: 6,
+    40: 4,
+    60: 4,
+    90: 4,
+    135: 3,
+    200: 3,
+    300: 3,
+    450: 3,
+}  # rounds -> challengers that may go on
 _GROUP_ROUNDS = 18  # the fastest of each group stays so long: a Plan compares groups by these times
 _ALIKE = 0.004  # once nobody can be faster than the leader by more than this share (90%), the leader is chosen
 _MOVE_EVERY, _MOVE_SHARE = 5, 0.1  # operands are moved after so many rounds, if it takes so little of the time left
@@ -223,8 +235,8 @@ class _Race:
     def _thin(self, look: int, places: int) -> None:
         """Eliminate on confidence bounds (union over lanes, alpha spent over looks), then keep the best ``places``."""
         active = self._active()
-        leader = min(active, key=lambda lane: lane.median, default=None)
-        best = min((lane for lane in active if lane.incumbent), key=lambda lane: lane.median, default=None)
+        leader = next(iter(ranked(active)), None)
+        best = self._best(incumbents=True)
         alpha = spend(ALPHA, look) / max(1, len(active))
         kept = self._group_leaders() if self.rounds < _GROUP_ROUNDS else set()
         for lane in active:
@@ -236,7 +248,7 @@ class _Race:
             if found is not None and (not lucky or found.center > 1.0 + _LUCK):
                 text = f"{found.center:.3f}x the time of {rival.id} ({found.lo:.3f}..{found.hi:.3f})"
                 lane.drop("eliminated", f"{text} after {self.rounds} rounds")
-        rest = sorted((lane for lane in self._active() if not lane.incumbent), key=lambda lane: lane.median)
+        rest = ranked([lane for lane in self._active() if not lane.incumbent])
         if self.moves < _PLACES and self._movable():
             places *= 3
         for place, lane in enumerate(rest[places:], start=places + 1):
@@ -245,8 +257,8 @@ class _Race:
 
     def _group_leaders(self) -> set[str]:
         """The fastest challenger of each group."""
-        challengers = [lane for lane in self._active() if not lane.incumbent]
-        fastest = {lane.group: lane.id for lane in sorted(challengers, key=lambda lane: lane.median, reverse=True)}
+        challengers = ranked([lane for lane in self._active() if not lane.incumbent])
+        fastest = {lane.group: lane.id for lane in reversed(challengers)}
         return set(fastest.values())
 
     def _chosen(self) -> bool:
@@ -355,11 +367,12 @@ class _Race:
     # --- results ---
 
     def _best(self, *, incumbents: bool) -> Lane | None:
-        lanes = [lane for lane in self._active() if lane.incumbent == incumbents and lane.times]
-        return min(lanes, key=lambda lane: lane.median, default=None)
+        return next(
+            iter(ranked([lane for lane in self._active() if lane.incumbent == incumbents and lane.times])), None
+        )
 
     def _report(self) -> None:
-        incumbent, leader = self._best(incumbents=True), min(self._active(), key=lambda x: x.median, default=None)
+        incumbent, leader = self._best(incumbents=True), next(iter(ranked(self._active())), None)
         if self.progress is not None and leader is not None:
             ratio = by_ratio(leader, incumbent) if incumbent is not None else 1.0
             self.progress(BestSoFar(leader.id, leader.median, ratio))

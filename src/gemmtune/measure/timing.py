@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -31,6 +32,8 @@ _SHORT_S = 100e-6  # below this one call is too short for the clock, and its ope
 _BATCH_S = 300e-6
 _SLOW_S = 50e-3
 _STALL_S = 20e-3  # what a busy machine may add to one call
+_LOOKS = 3  # rough times a candidate
+_MUCH_FASTER = 0.6
 _SETTING_UP_S = 0.2  # what a first call may need for compiling, or for memory of its own
 
 # Worker memory may reach 4x the operands + 500 MB; torch and the interpreter take some 200 MB of it, and what packing
@@ -40,6 +43,7 @@ _OPERAND_SHARE = 3.5
 _FIXED_BYTES = 176 << 20
 _GPU_BYTES = 2 << 30  # instead of it: a GPU's memory is plentiful
 _LARGE_BYTES = 64 << 20
+PACED_BYTES = _LARGE_BYTES  # a weight up to here has room for another copy, which a pace's kernel reads
 _SCRATCH_SHARE = 2
 _SCRATCH_BYTES = 150 << 20
 
@@ -65,8 +69,39 @@ def on_gpu(target: Target) -> bool:
     return target.device != "cpu"
 
 
-def rough_times(call: Callable[[], None], flush: Callable[[], None], worth_s: float | None = None) -> tuple[float, ...]:
-    """Seconds a call, three times, with ``flush`` emptying the cache before each.
+class Pace:
+    """How fast the machine is now, against when this began: a kernel timed beside each candidate tells.
+
+    Candidates are tried one after the other, and where others compute on the same machine its pace changes by a tenth
+    from one second to the next. The one kernel of a pace is the first that worked and is none of ATen's (whose ways can
+    be slow beyond reason), or one that is much faster.
+    """
+
+    def __init__(self) -> None:
+        self._call: Callable[[], None] | None = None
+        self._first_s, self._calls = 0.0, 1  # what its call took when it was chosen, at the pace of the beginning
+        self._times: deque[float] = deque(maxlen=2 * _LOOKS)
+
+    def now(self) -> float:
+        """The time of a call over what it would have been in the beginning, as the last few looks tell."""
+        return min(self._times) / self._first_s if self._times else 1.0
+
+    def look(self) -> None:
+        """Time the kernel once (one too short for that: a batch of calls)."""
+        if self._call is not None:
+            self._times.append(_timed(self._call, self._calls))
+
+    def offer(self, call: Callable[[], None], seconds: float) -> None:
+        """A kernel that works, and the least of its times at the pace of the beginning."""
+        if self._call is None or seconds < _MUCH_FASTER * self._first_s:
+            self._call, self._first_s, self._calls = call, seconds, _batch(seconds)
+            self._times.clear()
+
+
+def rough_times(
+    call: Callable[[], None], flush: Callable[[], None], worth_s: float | None = None, pace: Pace | None = None
+) -> tuple[float, ...]:
+    """Seconds a call, three times, with ``flush`` emptying the cache before each; at the ``pace`` of its beginning.
 
     Calls too short to be timed alone are timed in batches, on operands that stay in the cache. Slow ones are timed
     twice (their operands are large, or their time is not the memory's), and one that is not worth it even warm gives
@@ -82,14 +117,22 @@ def rough_times(call: Callable[[], None], flush: Callable[[], None], worth_s: fl
     if warm > _SLOW_S:
         return (warm, _timed(call, 1))
     warm = min(warm, _timed(call, 1))
-    if warm < _SHORT_S:
-        calls = math.ceil(_BATCH_S / max(warm, 1e-7))
-        return tuple(_timed(call, calls) for _ in range(3))
-    times = []
-    for _ in range(3):
-        flush()
-        times.append(_timed(call, 1))
-    return tuple(times)
+    calls, times = _batch(warm), []
+    for _ in range(_LOOKS):
+        if pace is not None:
+            if calls == 1:
+                flush()
+            pace.look()
+        if calls == 1:
+            flush()
+        times.append(_timed(call, calls))
+    level = pace.now() if pace is not None else 1.0
+    return tuple(seconds / level for seconds in times)
+
+
+def _batch(seconds: float) -> int:
+    """Calls that are timed together: one, unless it is too short for that."""
+    return math.ceil(_BATCH_S / max(seconds, 1e-7)) if seconds < _SHORT_S else 1
 
 
 def _timed(call: Callable[[], None], calls: int) -> float:

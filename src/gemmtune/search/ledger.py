@@ -133,7 +133,7 @@ def _rough_sample(row: Row, base: Row | None) -> Sample:
         len(row.times_s),
         *ratio,
         times=row.times_s,
-        conditions={"timing": "rough, unpaired"},
+        conditions={"timing": "rough"},
     )
 
 
