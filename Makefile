@@ -6,6 +6,8 @@
 #   make test-asan  the native tests under AddressSanitizer and UBSan
 #   make bench      the measurements behind the README's figures (slow)
 #   make test-gpu   the tests that need a CUDA device, with the Python that has torch for it: PYTHON, nothing is installed
+#   make test-gpu-sanitizer
+#                   the Triton kernels under compute-sanitizer (memcheck, racecheck)
 #   make bench-gpu  gemmtune's kernels on a GPU against PyTorch's
 #   make reliability
 #                   every check of docs/reliability.md at full size (an hour or two)
@@ -26,7 +28,7 @@ PIP := PIP_CONSTRAINT=$(VENV)/constraints.txt PIP_BUILD_CONSTRAINT=$(VENV)/const
 SOURCES := pyproject.toml CMakeLists.txt constraints.txt $(shell find src native -type f 2>/dev/null | grep -v __pycache__)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-gpu lint test-asan bench bench-gpu reliability clean
+.PHONY: help install demo test test-gpu test-gpu-sanitizer lint test-asan bench bench-gpu reliability clean
 
 help:
 	@sed -n '/^#   make/s/^#   //p' Makefile
@@ -69,6 +71,9 @@ bench: install
 
 test-gpu:
 	PYTHONPATH=src:$$PYTHONPATH $(PYTHON) -m pytest -p no:cacheprovider tests/gpu
+
+test-gpu-sanitizer:
+	PYTHONPATH=src:$$PYTHONPATH scripts/test-sanitizer $(PYTHON)
 
 bench-gpu:
 	PYTHONPATH=src:$$PYTHONPATH $(PYTHON) benchmarks/h200.py

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -138,7 +139,7 @@ def test_arguments_are_the_kernels_own() -> None:
     for name, arguments in compiler.ARGUMENTS.items():
         assert tuple(argument.arg for argument in functions[name].args.args) == arguments
         constant = {argument.arg for argument in functions[name].args.args if argument.annotation is not None}
-        assert {"BM", "BN", "BK"} <= constant
+        assert ({"ITEMS"} if name == "convert" else {"BM", "BN", "BK"}) <= constant
 
 
 def test_problems_that_differ_in_size_only_share_artifacts() -> None:
@@ -162,6 +163,7 @@ def test_problems_that_differ_in_size_only_share_artifacts() -> None:
         ("fp8", "tiled"),
         ("int8wo", "tiled"),
         ("int4wo", "tiled"),
+        ("int8wo", "converted"),
     ],
 )
 def test_cross_compiling_for_hopper(
@@ -170,17 +172,31 @@ def test_cross_compiling_for_hopper(
     problem = FAMILIES[family] if template == "tiled" else FAMILIES[family].with_m(1024)
     candidate = first(problem, template, split=2) if template == "tiled" else first(problem, template)
     body = compiler.compile_spec(compiler.spec(problem, candidate), H200)
-    header, cubin = compiler.unpack(body)
-    assert cubin[:4] == b"\x7fELF"
+    *before, (header, cubin) = compiler.unpack(body)
+    assert [first.name for first, _ in before] == (["convert"] if template == "converted" else [])
+    assert all(code[:4] == b"\x7fELF" for code in (cubin, *(code for _, code in before)))
     assert header.shared > 0
     assert header.warps == candidate["warps"]
     assert header.arguments[:2] == (("a_ptr", "b_ptr") if template == "tiled" else ("a_desc", "a_desc.shape0"))
-    assert len(header.descriptors) == (2 if template == "persistent" else 0)
+    assert len(header.descriptors) == (0 if template == "tiled" else 2)
 
 
-def test_a_malformed_artifact_is_refused() -> None:
+def _artifact() -> bytes:
+    header = msgspec.json.encode(compiler.Header("k", 3, 0, 4, (), 0))
+    return len(header).to_bytes(4, "little") + header + b"elf"
+
+
+def test_an_artifact_may_hold_several_kernels() -> None:
+    parts = compiler.unpack(_artifact() * 2)
+    assert [(header.name, cubin) for header, cubin in parts] == [("k", b"elf")] * 2
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"\x05\x00\x00\x00nonsense", _artifact()[:-1], _artifact() + b"\x00", _artifact() + _artifact()[:9]]
+)
+def test_a_malformed_artifact_is_refused(body: bytes) -> None:
     with pytest.raises(KernelError, match="malformed"):
-        compiler.unpack(b"\x05\x00\x00\x00nonsense")
+        compiler.unpack(body)
 
 
 # --- the interpreter ------------------------------------------------------------------------------------------------

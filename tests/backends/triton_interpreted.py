@@ -34,6 +34,10 @@ def persistent(bm: int = 64, bn: int = 64, bk: int = 64) -> Candidate:
     return Candidate.make("triton", "persistent", bm=bm, bn=bn, bk=bk, group=2, stages=3, warps=4)
 
 
+def converted(bm: int = 64, bn: int = 64, bk: int = 64) -> Candidate:
+    return Candidate.make("triton", "converted", bm=bm, bn=bn, bk=bk, group=2, stages=3, warps=4)
+
+
 def cases() -> Iterator[tuple[Problem, Candidate]]:
     half = build(5, 96, 160, "fp16")
     for split, swap in ((1, 0), (2, 0), (1, 1), (3, 1)):
@@ -52,6 +56,7 @@ def cases() -> Iterator[tuple[Problem, Candidate]]:
     yield weight_only_problem(5, 96, 256, dtype="float16"), tiled()
     yield weight_only_problem(5, 96, 256, dtype="float16"), tiled(split=2)
     yield weight_only_problem(70, 96, 256, dtype="float16"), persistent()
+    yield weight_only_problem(200, 96, 272, dtype="float16"), converted()
     yield weight_only_problem(5, 96, 256, group=64, dtype="float16"), tiled()
     yield weight_only_problem(5, 96, 256, group=64, zero_point=True, dtype="float16"), tiled(split=2)
     for group, zero in ((128, False), (64, False), (None, False), (128, True)):
@@ -77,8 +82,9 @@ def run(problem: Problem, candidate: Candidate, inputs: Inputs, out: Tensor) -> 
     """One interpreted launch, with the constants that compiling would use."""
     wanted = spec(problem, candidate)
     config = dict(candidate.config)
+    grid: tuple[int, ...]
     a, b = inputs.a, inputs.b
-    if candidate.template == "persistent":  # TMA wants boundaries of 16 bytes; kernel.py copies what is not on one
+    if candidate.template != "tiled":  # TMA wants boundaries of 16 bytes; kernel.py copies what is not on one
         a = a.clone(memory_format=torch.contiguous_format)
     extra: tuple[Tensor, ...] = ()
     if problem.b.dtype == "int4":
@@ -99,6 +105,10 @@ def run(problem: Problem, candidate: Candidate, inputs: Inputs, out: Tensor) -> 
         if step.takes_tensor:
             known[f"t{place}"] = next(tensors)
             known[f"ld{place}"] = problem.n
+    if wanted.before is not None:
+        raw, count = torch.full((problem.n, problem.k), 77, dtype=a.dtype).t(), problem.n * problem.k
+        grid = (-(-count // wanted.before.constants["ITEMS"]),)
+        kernels.convert[grid](b.data, raw, count, **wanted.before.constants)  # type: ignore[union-attr]
     tiles = -(-problem.m // config["bm"]) * -(-problem.n // config["bn"])
     if candidate.template == "tiled":
         split = config["split"]
@@ -106,7 +116,7 @@ def run(problem: Problem, candidate: Candidate, inputs: Inputs, out: Tensor) -> 
         sums = torch.int32 if problem.family == "int_mm" else torch.float32
         known["ws_ptr"] = torch.full((places * split * config["bm"] * config["bn"],), 77, dtype=sums)
         known["lock_ptr"] = torch.zeros(places, dtype=torch.int32)
-        grid: tuple[int, ...] = (tiles * split, problem.batch)
+        grid = (tiles * split, problem.batch)
     else:
         blocks = ([config["bm"], config["bk"]], [config["bn"], config["bk"]])
         known["a_desc"] = TensorDescriptor(a, [problem.m, problem.k], [lda, 1], blocks[0])

@@ -163,6 +163,24 @@ def test_streams_and_graphs_share_no_counters() -> None:
         assert torch.equal(captured, expected)
 
 
+@pytest.mark.parametrize("m", [128, 300, 1024])
+def test_weights_converted_for_one_product(m: int) -> None:
+    """Twice in a row on one stream: the second product's weights take the place of the first's."""
+    problem = weight_only_problem(m, 4096, 1040)
+    kernel = kernel_of(problem, first(problem, "converted"))
+    other = weight_only_problem(m, 2048, 4096)
+    second = kernel_of(other, first(other, "converted"))
+    for seed in range(3):
+        draws = [prepare(p, seed, device=torch.device("cuda")) for p in (problem, other)]
+
+        def both(inputs: Inputs, out: torch.Tensor, draws=draws) -> None:  # type: ignore[no-untyped-def]
+            run_into(kernel, inputs, out)
+            rest = draws[1][0].inputs
+            run_into(second, rest, torch.empty(m, 2048, dtype=torch.bfloat16, device="cuda"))
+
+        assert verify(both, problem, draws[0], patience_s=0.0).ok
+
+
 @pytest.mark.parametrize("template", ["tiled", "persistent"])
 def test_operands_off_their_boundaries(template: str) -> None:
     problem = build(200, 4096, 512, "bf16")

@@ -68,7 +68,7 @@ class TritonBackend(Backend):
             body = artifact.path.read_bytes()
         except OSError as error:
             raise KernelError(f"{candidate.id}: its artifact cannot be read ({error})") from error
-        return template(problem, candidate, *unpack(body))
+        return template(problem, candidate, unpack(body))
 
     def source_digest(self) -> str:
         return _digest()

@@ -8,7 +8,7 @@ import importlib.metadata
 import importlib.util
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -23,6 +23,7 @@ TYPES = {
     "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int8": "i8", "uint8": "u8", "int32": "i32",
     "float8_e4m3fn": "fp8e4nv", "float8_e5m2": "fp8e5", "int4": "u8",
 }  # fmt: skip
+CONVERTED_ITEMS = 4096  # elements a program converts: 16 bytes a load and thread
 _PROMOTE = 128  # fp8 products added up by the matrix units alone, which keep some 14 bits, before float32 takes over
 _PARAM = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.(?:b8\s+\w+\[(?P<bytes>\d+)\]|(?P<type>[a-z]\d+)\b)")
 _LENGTH = 4
@@ -31,19 +32,21 @@ _LENGTH = 4
 @dataclass(frozen=True, slots=True)
 class Spec:
     """All that a compilation depends on. signature: types by argument, "constexpr" for constants; divisible: arguments
-    known to be multiples of 16."""
+    known to be multiples of 16; before: the kernel that is launched before this one."""
 
     kernel: str
     signature: dict[str, str]
     constants: dict[str, Any]
     divisible: tuple[str, ...]
     options: dict[str, int] = field(default_factory=dict)
+    before: Spec | None = None
 
     def key(self, capability: str, source: str) -> str:
         """Hex digest of everything that goes into the artifact."""
         parts = [
             self.kernel, list(self.signature.items()), sorted(self.constants.items()), self.divisible,
             sorted(self.options.items()), capability, source, triton_version(),
+            None if self.before is None else self.before.key(capability, source),
         ]  # fmt: skip
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
@@ -58,10 +61,11 @@ class Tma(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Header(msgspec.Struct, forbid_unknown_fields=True):
-    """What launching an artifact's cubin takes. arguments: the names of those that are passed, in order, before
-    ``scratch`` pointers that are not used; descriptors: of TMA, by argument."""
+    """What launching one of an artifact's cubins takes. size: bytes of the cubin; arguments: the names of those that
+    are passed, in order, before ``scratch`` pointers that are not used; descriptors: of TMA, by argument."""
 
     name: str
+    size: int
     shared: int
     warps: int
     arguments: tuple[str, ...]
@@ -87,9 +91,12 @@ def spec(problem: Problem, candidate: Candidate) -> Spec:
     if candidate.template == "tiled":
         made = _tiled(problem, config)
     elif candidate.template == "persistent":
-        made = _persistent(problem, config)
+        made = _persistent(problem, config, problem.b.dtype)
+    elif candidate.template == "converted":
+        made = replace(_persistent(problem, config, problem.a.dtype), before=_conversion(problem))
     else:
-        raise KernelError(f"the Triton backend has no template {candidate.template!r}; it has tiled and persistent")
+        known = "tiled, persistent and converted"
+        raise KernelError(f"the Triton backend has no template {candidate.template!r}; it has {known}")
     return made
 
 
@@ -130,7 +137,8 @@ def _tiled(problem: Problem, config: dict[str, Any]) -> Spec:
     return Spec("tiled", _ordered("tiled", signature, constants), constants, tuple(divisible), _options(config))
 
 
-def _persistent(problem: Problem, config: dict[str, Any]) -> Spec:
+def _persistent(problem: Problem, config: dict[str, Any], b_dtype: str) -> Spec:
+    """b_dtype: of B as the kernel reads it."""
     signature, constants = _epilogue(problem)
     quant = problem.b.quant
     pointers = {
@@ -138,7 +146,7 @@ def _persistent(problem: Problem, config: dict[str, Any]) -> Spec:
         "s_ptr": _pointer(quant.scale_dtype) if quant is not None else None,
     }
     numbers = dict.fromkeys(("M", "N", "K", "ldc", "PROGRAMS"), "i32")
-    for name, dtype, rows in (("a_desc", problem.a.dtype, config["bm"]), ("b_desc", problem.b.dtype, config["bn"])):
+    for name, dtype, rows in (("a_desc", problem.a.dtype, config["bm"]), ("b_desc", b_dtype, config["bn"])):
         signature[name] = f"tensordesc<{TYPES[dtype]}[{rows}, {config['bk']}]>"
     _declare(signature, constants, pointers, numbers)
     constants |= _common(problem, config)
@@ -147,6 +155,16 @@ def _persistent(problem: Problem, config: dict[str, Any]) -> Spec:
     return Spec(
         "persistent", _ordered("persistent", signature, constants), constants, tuple(divisible), _options(config)
     )
+
+
+def _conversion(problem: Problem) -> Spec:
+    """B into A's dtype."""
+    signature = {
+        "source_ptr": _pointer(problem.b.dtype), "target_ptr": _pointer(problem.a.dtype), "COUNT": "i64",
+        "ITEMS": "constexpr",
+    }  # fmt: skip
+    options = {"num_warps": 4, "num_stages": 1}
+    return Spec("convert", signature, {"ITEMS": CONVERTED_ITEMS}, ("source_ptr", "target_ptr", "COUNT"), options)
 
 
 def _common(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
@@ -215,6 +233,7 @@ ARGUMENTS = {
         "ld0", "ld1", "ld2", "ld3", "ld4", "PROGRAMS", "BM", "BN", "BK", "GROUP", "INTEGER", "QUANT", "PROMOTE",
         "FLOAT_AT", *_STEP_NAMES,
     ),
+    "convert": ("source_ptr", "target_ptr", "COUNT", "ITEMS"),
 }  # fmt: skip
 
 
@@ -227,8 +246,8 @@ def _options(config: dict[str, Any]) -> dict[str, int]:
 
 
 def compile_spec(wanted: Spec, target: Target) -> bytes:
-    """The artifact: its Header (as JSON, with its length before it) and the cubin. Raises UnsupportedError without
-    Triton, KernelError when the compiler fails."""
+    """The artifact: for each kernel in the order of launching, its Header (as JSON, with its length before it) and its
+    cubin. Raises UnsupportedError without Triton, KernelError when the compiler fails."""
     if not triton_version():
         raise UnsupportedError("Triton is not installed: pip install 'gemmtune[cuda]'")
     import triton
@@ -246,21 +265,29 @@ def compile_spec(wanted: Spec, target: Target) -> bytes:
         made = triton.compile(source, target=GPUTarget("cuda", 10 * major + minor, 32), options=dict(wanted.options))
     except Exception as error:  # Triton's compiler has no error of its own
         raise KernelError(f"Triton cannot compile it: {_last_line(error)}") from error
-    header = _header(wanted, made)
-    body = msgspec.json.encode(header)
-    return len(body).to_bytes(_LENGTH, "little") + body + bytes(made.asm["cubin"])
+    cubin = bytes(made.asm["cubin"])
+    header = msgspec.json.encode(_header(wanted, made, len(cubin)))
+    first = compile_spec(wanted.before, target) if wanted.before is not None else b""
+    return first + len(header).to_bytes(_LENGTH, "little") + header + cubin
 
 
-def unpack(artifact: bytes) -> tuple[Header, bytes]:
-    """An artifact's Header and cubin. Raises KernelError when it is neither."""
-    length = int.from_bytes(artifact[:_LENGTH], "little")
-    try:
-        return msgspec.json.decode(artifact[_LENGTH : _LENGTH + length], type=Header), artifact[_LENGTH + length :]
-    except msgspec.MsgspecError as error:
-        raise KernelError(f"an artifact of the Triton backend is malformed: {error}") from error
+def unpack(artifact: bytes) -> list[tuple[Header, bytes]]:
+    """An artifact's kernels, in the order of launching: Header and cubin. Raises KernelError when it is none."""
+    found, at = [], 0
+    while at < len(artifact):
+        start = at + _LENGTH + int.from_bytes(artifact[at : at + _LENGTH], "little")
+        try:
+            header = msgspec.json.decode(artifact[at + _LENGTH : start], type=Header)
+        except msgspec.MsgspecError as error:
+            raise KernelError(f"an artifact of the Triton backend is malformed: {error}") from error
+        at = start + header.size
+        found.append((header, artifact[start:at]))
+    if not found or at != len(artifact):
+        raise KernelError(f"an artifact of the Triton backend is malformed: {len(artifact)} bytes where {at} belong")
+    return found
 
 
-def _header(wanted: Spec, made: Any) -> Header:
+def _header(wanted: Spec, made: Any, size: int) -> Header:
     """What the kernel's PTX and Triton's metadata say about launching it."""
     metadata = made.metadata
     if getattr(metadata, "global_scratch_size", 0) or getattr(metadata, "profile_scratch_size", 0):
@@ -282,6 +309,7 @@ def _header(wanted: Spec, made: Any) -> Header:
         )
     return Header(
         str(metadata.name),
+        size,
         int(metadata.shared),
         int(metadata.num_warps),
         tuple(arguments),

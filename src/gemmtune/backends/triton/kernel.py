@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ...errors import PackedWeightError
-from ...problem import Problem
+from ...problem import Problem, bits
 from ..base import Candidate, Kernel, PackedWeight, QuantWeight
-from .compiler import Header
+from .compiler import CONVERTED_ITEMS, Header
 from .driver import Function, Map
 from .space import INT4_BLOCKS, int4_layout, leads
 
@@ -24,7 +24,7 @@ _MAPS = 256  # descriptors kept a kernel: weights stay where they are
 
 
 class Scratch:
-    """What split kernels share on one device: zeroed counters, and for each stream a place for partial sums.
+    """What kernels share on one device: zeroed counters, and for each stream a place for partial sums or a converted B.
 
     Kernels leave their counters at zero. Two launches of one kernel must not share counters at one time: launches
     on one stream never do; each stream has counters and sums of its own.
@@ -66,26 +66,33 @@ def scratch_of(device: int) -> Scratch:
     return _scratch[device]
 
 
-class TritonKernel(Kernel):
-    """A cubin with what its launches need; takes any M. Operands that start off a 16-byte boundary are copied first."""
+class Loaded:
+    """A cubin on each device that it is called for."""
 
-    def __init__(self, problem: Problem, candidate: Candidate, header: Header, cubin: bytes) -> None:
+    def __init__(self, header: Header, cubin: bytes) -> None:
+        self._header, self._cubin = header, cubin
+        self._functions: dict[int, Function] = {}
+        self(torch.cuda.current_device())  # now: a module cannot be loaded while a graph is captured
+
+    def __call__(self, device: int) -> Function:
+        held = self._functions.get(device)
+        if held is None:
+            held = self._functions[device] = Function(self._header, self._cubin, device)
+        return held
+
+
+class TritonKernel(Kernel):
+    """Cubins with what launching them needs; takes any M. Operands that start off a 16-byte boundary are copied."""
+
+    def __init__(self, problem: Problem, candidate: Candidate, parts: Sequence[tuple[Header, bytes]]) -> None:
         self.problem, self.candidate = problem, candidate
-        self.header = header
+        self.header, cubin = parts[-1]
         config = dict(candidate.config)
         self._bm, self._bn = int(config["bm"]), int(config["bn"])
         self._block = int(config["bk"])
         self.packing = int4_layout(self._block) if problem.b.dtype == "int4" else None
-        self._cubin = cubin
-        self._functions: dict[int, Function] = {}
+        self._function = Loaded(self.header, cubin)
         self._tiles_n = -(-problem.n // self._bn)
-        self._function(torch.cuda.current_device())  # now: a module cannot be loaded while a graph is captured
-
-    def _function(self, device: int) -> Function:
-        held = self._functions.get(device)
-        if held is None:
-            held = self._functions[device] = Function(self.header, self._cubin, device)
-        return held
 
     def pack(self, b: Any) -> PackedWeight:
         return shuffle_int4(b, self.problem, self._block)
@@ -110,8 +117,9 @@ def _fitting(t: Tensor) -> Tensor:
 class Tiled(TritonKernel):
     """The template ``tiled``: a grid of tiles times parts of K."""
 
-    def __init__(self, problem: Problem, candidate: Candidate, header: Header, cubin: bytes) -> None:
-        super().__init__(problem, candidate, header, cubin)
+    def __init__(self, problem: Problem, candidate: Candidate, parts: Sequence[tuple[Header, bytes]]) -> None:
+        super().__init__(problem, candidate, parts)
+        header = self.header
         self._split = int(dict(candidate.config)["split"])
         tiles = -(-problem.m // self._bm) * self._tiles_n * problem.batch
         self.workspace_bytes = self._sums_bytes(tiles) if self._split > 1 else 0
@@ -200,8 +208,8 @@ def _add_aux(problem: Problem, known: dict[str, int], aux: Sequence[Tensor]) -> 
 class Persistent(TritonKernel):
     """The template ``persistent``: as many programs as fit, A and B through TMA descriptors that are kept."""
 
-    def __init__(self, problem: Problem, candidate: Candidate, header: Header, cubin: bytes) -> None:
-        super().__init__(problem, candidate, header, cubin)
+    def __init__(self, problem: Problem, candidate: Candidate, parts: Sequence[tuple[Header, bytes]]) -> None:
+        super().__init__(problem, candidate, parts)
         self._maps: dict[tuple[int, int, int], Map] = {}
 
     def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
@@ -211,11 +219,10 @@ class Persistent(TritonKernel):
         if (a.data_ptr() | raw.data_ptr() | out.data_ptr()) % _ALIGN:
             a, raw, result = _fitting(a), _fitting(raw), _fitting(out)
         m, device = a.shape[0], a.device.index
-        lda, ldb, ldc = leads(problem, m)
-        maps = (
-            self._map("a_desc", a.data_ptr(), m, lda),
-            self._map("b_desc", raw.data_ptr(), problem.n, ldb),
-        )
+        lda, _, ldc = leads(problem, m)
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        b_at, ldb = self._matrix(raw, device, stream)
+        maps = (self._map("a_desc", a.data_ptr(), m, lda), self._map("b_desc", b_at, problem.n, ldb))
         tiles = -(-m // self._bm) * self._tiles_n
         programs = min(tiles, _multiprocessors(device))
         known = {
@@ -229,10 +236,13 @@ class Persistent(TritonKernel):
         if aux:
             _add_aux(problem, known, aux)
         values = [known[name] for name in self.header.arguments]
-        stream = torch._C._cuda_getCurrentRawStream(device)
         self._function(device)((programs, 1), values, maps, stream)
         if result is not out:
             out.copy_(result)
+
+    def _matrix(self, raw: Tensor, device: int, stream: int) -> tuple[int, int]:
+        """The address of B as the kernel reads it, and its leading dimension."""
+        return raw.data_ptr(), leads(self.problem, 1)[1]
 
     def _map(self, name: str, pointer: int, rows: int, lead_: int) -> Map:
         key = (pointer, rows, lead_)
@@ -244,6 +254,22 @@ class Persistent(TritonKernel):
         return held
 
 
+class Converted(Persistent):
+    """The template ``converted``: B into A's dtype, in memory that one stream's kernels share; then ``persistent``."""
+
+    def __init__(self, problem: Problem, candidate: Candidate, parts: Sequence[tuple[Header, bytes]]) -> None:
+        super().__init__(problem, candidate, parts)
+        self._convert = Loaded(*parts[0])
+        self._count = problem.n * problem.k
+        self.workspace_bytes = self._count * bits(problem.a.dtype) // 8
+
+    def _matrix(self, raw: Tensor, device: int, stream: int) -> tuple[int, int]:
+        place = scratch_of(device).sums(stream, self.workspace_bytes)
+        grid = (-(-self._count // CONVERTED_ITEMS), 1)
+        self._convert(device)(grid, (raw.data_ptr(), place, self._count), (), stream)
+        return place, self.problem.k
+
+
 _counts: dict[int, int] = {}
 
 
@@ -253,7 +279,7 @@ def _multiprocessors(device: int) -> int:
     return _counts[device]
 
 
-TEMPLATES: dict[str, type[TritonKernel]] = {"tiled": Tiled, "persistent": Persistent}
+TEMPLATES: dict[str, type[TritonKernel]] = {"tiled": Tiled, "persistent": Persistent, "converted": Converted}
 
 
 # --- int4 -----------------------------------------------------------------------------------------------------------

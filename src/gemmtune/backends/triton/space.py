@@ -1,15 +1,15 @@
 """The declared search space of the Triton templates, and why some of it is illegal for a Problem or on a Target.
 
 Entries of ``tiled``: ``bm``, ``bn``, ``bk`` (the tile), ``split`` (programs that share a tile's K), ``swap`` (B^T times
-A^T, see kernels.py), ``group`` (rows of tiles that go together), ``stages``, ``warps``. Of ``persistent``: the same
-without ``split`` and ``swap``.
+A^T, see kernels.py), ``group`` (rows of tiles that go together), ``stages``, ``warps``. Of ``persistent`` and of
+``converted``, which converts int8 weights for a ``persistent`` product: the same without ``split`` and ``swap``.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...epilogue import Step
@@ -25,6 +25,7 @@ _HALVES = ("bfloat16", "float16")
 _FP8 = ("float8_e4m3fn", "float8_e5m2")
 _TENSORS = ("float32", "bfloat16", "float16", "int32")
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+_CONVERTED_M = 128
 _ALIGN = 16  # bytes that vector loads and TMA want addresses and rows to be multiples of
 
 
@@ -169,7 +170,10 @@ def candidates(problem: Problem, target: Target) -> Iterator[Candidate | Illegal
     device = device_of(target)
     work = _work(problem, device)
     illegal: list[Illegal] = []
-    for template, space in (("tiled", _tiled(problem, device)), ("persistent", _persistent(problem, device))):
+    spaces = {"tiled": _tiled(problem, device), "persistent": _persistent(problem)}
+    if problem.family == "mixed_mm":
+        spaces["converted"] = _persistent(problem)
+    for template, space in spaces.items():
         ranked: list[tuple[float, int, Candidate]] = []
         for place, config in enumerate(space):
             candidate = Candidate.make(NAME, template, **config)
@@ -188,7 +192,7 @@ def _tiled(problem: Problem, device: Device) -> Iterator[dict[str, Any]]:
     if problem.b.dtype == "int4":
         blocks = INT4_BLOCKS
     for bm, bn, bk, split, swap, stages, warps in itertools.product(
-        (16, 32, 64, 128), (32, 64, 128, 256), blocks, _SPLITS, (0, 1), (3, 4, 5, 6), (4, 8)
+        (16, 32, 64, 128), (32, 64, 128, 256), blocks, _SPLITS, (0, 1), (3, 4, 5, 6, 8), (4, 8)
     ):
         if (bm > 16 and bm >= 2 * problem.m) or (bm < 64 and problem.m > 4 * bm):
             continue  # mostly padding, or B read too often: not worth a reason each
@@ -200,7 +204,7 @@ def _tiled(problem: Problem, device: Device) -> Iterator[dict[str, Any]]:
         }  # fmt: skip
 
 
-def _persistent(problem: Problem, device: Device) -> Iterator[dict[str, Any]]:
+def _persistent(problem: Problem) -> Iterator[dict[str, Any]]:
     width = bits(problem.a.dtype)
     blocks = (64,) if width == 16 else (64, 128)
     for bm, bn, bk, stages, warps in itertools.product((64, 128), (64, 128, 256), blocks, (3, 4, 5), (4, 8)):
@@ -214,8 +218,10 @@ def _tiles(problem: Problem, bm: int, bn: int) -> int:
 def _illegal(problem: Problem, device: Device, template: str, config: dict[str, Any]) -> str:
     bm, bn, bk, stages, warps = (config[name] for name in ("bm", "bn", "bk", "stages", "warps"))
     a_bytes, b_bytes = bits(problem.a.dtype) / 8, bits(problem.b.dtype) / 8
+    if template == "converted":
+        b_bytes = a_bytes
     shared = int((bm * a_bytes + bn * b_bytes) * bk * stages)
-    if problem.family == "mixed_mm":
+    if problem.family == "mixed_mm" and template != "converted":
         shared += int(bn * bk * a_bytes)  # the converted tile passes through shared memory
     if template == "persistent" and problem.family == "int_mm":
         shared += 4 * bm * bn  # so does the tile before, on its way out, while the next one's loads are under way
@@ -242,7 +248,9 @@ def _illegal(problem: Problem, device: Device, template: str, config: dict[str, 
     narrow = bits(problem.a.dtype) == 8
     if narrow and problem.k % bk and problem.family == "scaled_mm":
         return f"fp8 blocks of {bk} must divide K = {problem.k}"
-    if template == "persistent":
+    if template == "converted" and (why := _conversion_illegal(problem)):
+        return why
+    if template != "tiled":
         return _persistent_illegal(problem, device, config)
     return _tiled_illegal(problem, device, config)
 
@@ -282,10 +290,22 @@ def _persistent_illegal(problem: Problem, device: Device, config: dict[str, Any]
     return ""
 
 
+def _conversion_illegal(problem: Problem) -> str:
+    if problem.b.dtype != "int8":
+        return "only int8 weights are converted for one product"
+    if problem.m < _CONVERTED_M:
+        return f"converting all weights pays from {_CONVERTED_M} rows; got {problem.m}"
+    if leads(problem, problem.m)[1] != problem.k:
+        return "converts weights whose columns follow one another"
+    return ""
+
+
 def _cost(work: Work, template: str, config: dict[str, Any]) -> float:
+    if template == "converted":  # which all of them pay for alike
+        work = replace(work, b_bytes=work.a_bytes, convert=False)
     return seconds(
         work, config["bm"], config["bn"], config["bk"], config.get("split", 1), config["stages"], config["warps"],
-        bool(config.get("swap", 0)), template == "persistent",
+        bool(config.get("swap", 0)), template != "tiled",
     )  # fmt: skip
 
 

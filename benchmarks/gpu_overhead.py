@@ -1,0 +1,121 @@
+"""What a tuned call costs the host on a GPU, and what a warm store saves.
+
+    python benchmarks/gpu_overhead.py
+
+Host microseconds a call: the time the calling thread is busy, in bursts short enough that the device's queue never
+fills, all entrants in turns. "cheapest launch" is one ``cuLaunchKernel`` of a tiled kernel with its arguments already
+packed; "Triton's launcher" is Triton's own, of a kernel with as many arguments that does nothing. Then the problems of
+four families asked of a store that knows them all. Writes raw data to benchmarks/results/ (or to $OUT).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ["GEMMTUNE_STORE"] = str(Path(tempfile.mkdtemp(prefix="gemmtune-gpu-overhead-")) / "store.db")
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from harness import write
+
+import gemmtune
+from gemmtune import backends
+from gemmtune.backends.base import Candidate
+from gemmtune.backends.triton.driver import Function
+from gemmtune.dispatch import current_target
+from gemmtune.workloads import build
+
+BURST, ROUNDS = 50, 200
+M, N, K = 16, 512, 512
+
+
+@triton.jit
+def nothing(a, b, c, m, n, k, lda, ldb, ldc, BM: tl.constexpr):
+    """As many arguments as a plain tiled product has."""
+
+
+def bursts(calls: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
+    """Host microseconds a call by round: a burst of each in random order, the device idle before it."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    order, rng = list(calls), random.Random(0)
+    for call in calls.values():
+        for _ in range(3):
+            call()
+    for _ in range(ROUNDS):
+        rng.shuffle(order)
+        for name in order:
+            torch.cuda.synchronize()
+            call = calls[name]
+            start = time.perf_counter()
+            for _ in range(BURST):
+                call()
+            times[name].append((time.perf_counter() - start) / BURST * 1e6)
+    torch.cuda.synchronize()
+    return times
+
+
+def bare(problem: Any, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Callable[[], Any]:
+    """One driver launch of a plain tiled kernel, everything else done beforehand."""
+    target, backend = current_target("cuda"), backends.get("triton")
+    candidate = next(
+        item
+        for item in backend.candidates(problem, target)
+        if isinstance(item, Candidate) and item.template == "tiled" and item["split"] == 1
+    )
+    kernel: Any = backend.load(backend.build(problem, candidate, target), problem)
+    kernel.run(a, b, (), out)
+    function: Function = kernel._function(0)
+    slots, parameters, _, _ = function._blocks.held
+    stream, grid = torch.cuda.current_stream().cuda_stream, -(-N // candidate["bn"]) * -(-M // candidate["bm"])
+    launch, handle, threads, shared = function._launch, function._handle, function._threads, function._shared
+    assert len(slots) == len(function.header.arguments)
+    return lambda: launch(handle, grid, 1, 1, threads, 1, 1, shared, stream, parameters, None)
+
+
+def main() -> None:
+    problems = [(build(M, N, K, dtype), 1) for dtype in ("bf16", "int8", "fp8", "int8wo")]
+    gemmtune.tune(problems, device="cuda", backends=("triton", "aten"))
+    gemmtune.refresh()
+    x, w = torch.randn(M, K, device="cuda").bfloat16(), torch.randn(N, K, device="cuda").bfloat16()
+    x8, w8 = (torch.randint(-128, 128, (rows, K), dtype=torch.int8, device="cuda") for rows in (M, N))
+    xf, wf = x.to(torch.float8_e4m3fn), w.to(torch.float8_e4m3fn)
+    one_m, one_n = torch.ones(M, 1, device="cuda"), torch.ones(1, N, device="cuda")
+    scale = torch.ones(N, device="cuda").bfloat16()
+    out = torch.empty(M, N, dtype=torch.bfloat16, device="cuda")
+    with torch.inference_mode():
+        times = bursts({
+            "cheapest launch": bare(problems[0][0], out, x, w.t()),
+            "Triton's launcher": lambda: nothing[(8,)](x, w, out, M, N, K, K, K, N, BM=16),
+            "F.linear": lambda: F.linear(x, w),
+            "gemmtune.linear": lambda: gemmtune.linear(x, w),
+            "torch._int_mm (M = 17)": (lambda padded: lambda: torch._int_mm(padded, w8.t()))(x8.new_zeros(17, K)),
+            "gemmtune.int_mm": lambda: gemmtune.int_mm(x8, w8.t()),
+            "torch._scaled_mm": lambda: torch._scaled_mm(xf, wf.t(), one_m, one_n, out_dtype=torch.bfloat16),
+            "gemmtune.scaled_mm": lambda: gemmtune.scaled_mm(xf, wf.t(), one_m, one_n, out_dtype=torch.bfloat16),
+            "gemmtune.mixed_mm": lambda: gemmtune.mixed_mm(x, w8.t(), scale),
+        })  # fmt: skip
+    base = statistics.median(times["cheapest launch"])
+    for name, values in times.items():
+        middle = statistics.median(values)
+        low, _, high = statistics.quantiles(values, n=4)
+        print(f"{name:<24} {middle:6.2f} us ({low:.2f}..{high:.2f})  {middle - base:+6.2f} over the cheapest launch")
+    start = time.perf_counter()
+    decisions = gemmtune.tune(problems, device="cuda", backends=("triton", "aten"))
+    warm = time.perf_counter() - start
+    served = [decision.chosen for decision in decisions]
+    print(f"asked again: {len(decisions)} problems in {warm * 1e3:.1f} ms; {served}")
+    rows = {name: [round(value, 3) for value in values] for name, values in times.items()}
+    write("gpu-overhead", rows, warm_s=warm, served=served, gpu=current_target("cuda").to_dict())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""Draws the README's plots of the H200 from raw results: nothing is measured here.
+
+    python benchmarks/plots.py benchmarks/results/h200-A.json ...     (the default: the files named in SOURCES)
+
+Writes docs/plots/*.svg: time by shape and backend for each family, what was reached against the floor, and M = 1 to
+8192 on one weight. Where several files hold a shape, the last one counts.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from harness import RESULTS
+
+from gemmtune.report import svg
+from gemmtune.report.charts import Bars, Chart, Point, Scatter
+
+HERE = Path(__file__).parent
+FOLDER = HERE.parent / "docs" / "plots"
+SOURCES = (
+    "h200-20261121-045106.json", "h200-20261121-044052.json", "h200-20261121-043522.json", "h200-20261121-050825.json",
+)  # fmt: skip
+NAMES = {
+    "bf16": "bf16", "fp8": "fp8, row-wise scales", "int8": "int8 x int8 -> int32",
+    "int8wo": "int8 weights, bf16 activations", "int4wo": "int4 weights (groups of 128), bf16 activations",
+}  # fmt: skip
+_READ, _PEAKS = 4.46e12, {"bf16": 989e12, "int8wo": 989e12, "int4wo": 989e12, "fp8": 1979e12, "int8": 1979e12}
+_BARS_M = (1, 16, 64, 256, 1024)
+_STYLE = (
+    "<style>text{font:12px sans-serif;fill:#57606a}.grid{stroke:#d0d7de;stroke-width:.5}svg{background:#fff}</style>"
+)
+
+Row = dict[str, Any]
+
+
+def rows_of(paths: list[Path]) -> dict[tuple[str, int, int, int], Row]:
+    """Rows by family, M, N and K."""
+    found: dict[tuple[str, int, int, int], Row] = {}
+    for path in paths:
+        for row in json.loads(path.read_text())["rows"]:
+            found[row["family"], row["m"], row["n"], row["k"]] = row
+    return found
+
+
+def floor_us(row: Row) -> float:
+    """The larger of reading and writing everything once at the card's bandwidth, and its arithmetic at the peak."""
+    memory = row["floor"] * row["median_us"]["gemmtune"]
+    return max(memory, 2e6 * row["m"] * row["n"] * row["k"] / _PEAKS[row["family"]])
+
+
+def by_shape(family: str, rows: list[Row]) -> Bars:
+    """Time by shape and backend. Peers under one name, whatever form PyTorch's users call."""
+    shown = sorted((row for row in rows if row["m"] in _BARS_M), key=lambda row: (row["k"], row["n"], row["m"]))
+    peers = dict.fromkeys(name for row in shown for name in row["median_us"] if name not in ("gemmtune", "Inductor"))
+    peer = ", ".join(peers)
+
+    def times(names: tuple[str, ...]) -> tuple[float | None, ...]:
+        return tuple(
+            next((row["median_us"][name] for name in names if name in row["median_us"]), None) for row in shown
+        )
+
+    series = {peer: times(tuple(peers)), "gemmtune": times(("gemmtune",))}
+    if any("Inductor" in row["median_us"] for row in shown):
+        series["Inductor max-autotune"] = times(("Inductor",))
+    labels = tuple(f"M {row['m']}, {row['k']} -> {row['n']}" for row in shown)
+    return Bars(NAMES[family], "", "us", labels, series)
+
+
+def against_floor(rows: list[Row]) -> Scatter:
+    """Every row's time against the least that memory and arithmetic allow."""
+    series = {
+        NAMES[family]: tuple(
+            Point(floor_us(row), row["median_us"]["gemmtune"], f"M {row['m']}, {row['k']} -> {row['n']}")
+            for row in rows
+            if row["family"] == family
+        )
+        for family in dict.fromkeys(row["family"] for row in rows)
+    }
+    least, most = min(map(floor_us, rows)), max(map(floor_us, rows))
+    lines = {"the floor": ((least, least), (most, most))}
+    return Scatter("", "", "us at 4.46 TB/s and the datasheet's dense peak", "us, gemmtune", series, lines)
+
+
+def over_m(family: str, rows: list[Row]) -> Scatter:
+    """M = 1 to 8192 on one weight."""
+    own = sorted((row for row in rows if row["family"] == family), key=lambda row: row["m"])
+    series: dict[str, tuple[Point, ...]] = {}
+    lines: dict[str, tuple[tuple[float, float], ...]] = {}
+    for name in ("PyTorch", "gemmtune", "floor"):
+
+        def value(row: Row, name: str = name) -> float:
+            if name == "floor":
+                return floor_us(row)
+            others = [us for key, us in row["median_us"].items() if key not in ("gemmtune", "Inductor")]
+            return float(min(others)) if name == "PyTorch" else float(row["median_us"]["gemmtune"])
+
+        if name == "floor":
+            lines["the floor"] = tuple((float(row["m"]), value(row)) for row in own)
+        else:
+            series[name] = tuple(Point(float(row["m"]), value(row), f"{name}, M {row['m']}") for row in own)
+    return Scatter(NAMES[family], "", "M (rows of activations), K = N = 4096", f"us, {family}", series, lines)
+
+
+def save(name: str, chart: Chart) -> None:
+    text = svg.draw(chart).replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
+    start = text.index(">") + 1
+    (FOLDER / f"{name}.svg").write_text(text[:start] + _STYLE + text[start:] + "\n")
+
+
+def main() -> None:
+    paths = [Path(text) for text in sys.argv[1:]] or [RESULTS / name for name in SOURCES]
+    found = rows_of(paths)
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    families = [family for family in NAMES if any(key[0] == family for key in found)]
+    for family in families:
+        own = [row for row in found.values() if row["family"] == family]
+        save(f"h200-{family}", by_shape(family, own))
+        sweep = [row for row in own if row["n"] == row["k"] == 4096]
+        if len(sweep) > len(_BARS_M) + 1:
+            save(f"h200-{family}-m", over_m(family, sweep))
+    save("h200-floor", against_floor(list(found.values())))
+
+
+if __name__ == "__main__":
+    main()
