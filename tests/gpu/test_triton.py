@@ -168,7 +168,7 @@ def test_weights_converted_for_one_product(m: int) -> None:
     """Twice in a row on one stream: the second product's weights take the place of the first's."""
     problem = weight_only_problem(m, 4096, 1040)
     kernel = kernel_of(problem, first(problem, "converted"))
-    other = weight_only_problem(m, 2048, 4096)
+    other = weight_only_problem(m, 8192, 512)
     second = kernel_of(other, first(other, "converted"))
     for seed in range(3):
         draws = [prepare(p, seed, device=torch.device("cuda")) for p in (problem, other)]
@@ -176,7 +176,7 @@ def test_weights_converted_for_one_product(m: int) -> None:
         def both(inputs: Inputs, out: torch.Tensor, draws=draws) -> None:  # type: ignore[no-untyped-def]
             run_into(kernel, inputs, out)
             rest = draws[1][0].inputs
-            run_into(second, rest, torch.empty(m, 2048, dtype=torch.bfloat16, device="cuda"))
+            run_into(second, rest, torch.empty(m, 8192, dtype=torch.bfloat16, device="cuda"))
 
         assert verify(both, problem, draws[0], patience_s=0.0).ok
 

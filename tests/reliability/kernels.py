@@ -164,8 +164,10 @@ def tuned_again(full: bool) -> Outcome:
 def _relative(problem: Problem, candidates: Sequence[Candidate], places: int) -> list[float]:
     """Each one's time over the fastest's: the median over ``places`` sets of newly allocated operands.
 
-    Where a packed weight happens to lie moves a memory-bound kernel's time by up to 5% here (now and then 13%), for
-    as long as it lies there: one set of operands would measure that, however long. Kernels of one layout share theirs.
+    Which is the fastest is read off one half of the places, and the others are set against it on the other half, both
+    ways round: the lowest of many noisy figures is too low, and all others would look that much too slow. Where a
+    packed weight happens to lie moves a memory-bound kernel's time by up to 5% here (now and then 13%), for as long as
+    it lies there: one set of operands would measure that, however long. Kernels of one layout share theirs.
     """
     ratios: list[list[float]] = [[] for _ in candidates]
     for place in range(places):
@@ -174,8 +176,12 @@ def _relative(problem: Problem, candidates: Sequence[Candidate], places: int) ->
         times = paired(calls, 0.3 * len(candidates), least=40, seed=place, before=bench.flush)
         for row, mine in zip(ratios, times, strict=True):
             row.append(ratio(mine, times[0]).center)
-    typical = [median(row) for row in ratios]
-    return [value / min(typical) for value in typical]
+    halves = [[median(row[half::2]) for row in ratios] for half in (0, 1)]
+    off = [1.0] * len(candidates)
+    for judge, other in (halves, halves[::-1]):
+        best = judge.index(min(judge))
+        off = [found * (value / other[best]) ** 0.5 for found, value in zip(off, other, strict=True)]
+    return off
 
 
 # Wrong picks

@@ -47,6 +47,7 @@ _MOVE_EVERY, _MOVE_SHARE = 5, 0.1  # operands are moved after so many rounds, if
 _PLACES = 8  # times they are moved before a leader is chosen
 _LUCK = 0.05  # what a place may be worth: in fewer places than that a lane is not eliminated for less
 _DUEL_SHARE = 0.4  # of the budget
+_CLEAR, _CLEAR_PAIRS = 0.9, 75  # a ratio that a duel's first look decides, and pairs enough for it
 _EXTENSION = 1.0  # of the budget, on a disturbed machine
 _NOISE, _STALLED, _LOAD, _STOLEN = 0.05, 0.05, 0.25, 0.02  # beyond these the machine is disturbed
 
@@ -148,8 +149,9 @@ class _Race:
             machine.weather()  # from here on
         self.start = clock.now()
         self.rounds = 0
+        self._each_s = 0.0  # what a timing took in the last round, with all that goes with it
         self.stopped = ""
-        self.disturbed = False
+        self.disturbed = self.clear = False
 
     def run(self, min_duel: int, min_gain: float) -> RaceResult:
         self._calibrate()
@@ -228,6 +230,7 @@ class _Race:
                     self.move()
             self._look_around()
             self._thin(look, places)
+            self._look_ahead()
             self._report()
             if self.rounds >= _GROUP_ROUNDS and (self.moves >= _PLACES or not self._movable()) and self._chosen():
                 return
@@ -250,7 +253,7 @@ class _Race:
                 lane.drop("eliminated", f"{text} after {self.rounds} rounds")
         rest = ranked([lane for lane in self._active() if not lane.incumbent])
         if self.moves < _PLACES and self._movable():
-            places *= 3
+            places *= 2
         for place, lane in enumerate(rest[places:], start=places + 1):
             if lane.id not in kept:
                 lane.drop("eliminated", f"in place {place} of {len(rest)} after {self.rounds} rounds, beyond {places}")
@@ -293,12 +296,14 @@ class _Race:
         """Time every active lane once, in random order. One that raises is dropped, and the round done again."""
         while lanes := self._active():
             self.rng.shuffle(lanes)
+            began = self.clock.now()
             try:
                 times = self.clock.time_round([lane.guarded for lane in lanes], [lane.calls for lane in lanes])
             except EntrantError as error:
                 error.lane.drop("failed", str(error))
                 self._revive()
                 continue
+            self._each_s = (self.clock.now() - began) / len(lanes)
             for lane, seconds in zip(lanes, times, strict=True):
                 lane.record(self.rounds, seconds, FLOOR_S)
             if self.rounds >= _SCREEN_ROUNDS[-1]:
@@ -320,8 +325,21 @@ class _Race:
 
     def _affordable(self) -> bool:
         """Whether one more round leaves the duel its share of the budget (the first round always may)."""
-        cost = sum(lane.cost for lane in self._active())
-        return self.rounds == 0 or self._spent() + cost <= (1.0 - _DUEL_SHARE) * self._limit()
+        cost = max(sum(lane.cost for lane in self._active()), self._each_s * len(self._active()))
+        return self.rounds == 0 or self._spent() + cost <= self._limit() - self._duel_s()
+
+    def _duel_s(self) -> float:
+        """What the duel is left of the budget: its share, or what the pairs before its first look take when leader and
+        incumbent were so far apart at the last look that it will be decided there."""
+        share, pairs = _DUEL_SHARE * self._limit(), _CLEAR_PAIRS * 2.0 * self._each_s + 2.0 * self._move_s
+        return min(share, pairs) if self.clear else share
+
+    def _look_ahead(self) -> None:
+        """Whether the best of either side are far apart."""
+        incumbent, leader = self._best(incumbents=True), self._best(incumbents=False)
+        if incumbent is not None and leader is not None:
+            found = ratio_interval(*leader.paired(incumbent), 0.1)
+            self.clear = found.hi < _CLEAR or found.lo > 1.0 / _CLEAR
 
     def _movable(self) -> bool:
         """Whether the operands can be put elsewhere, and that takes little of the time that is left."""
