@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_trust.py                        both
     python benchmarks/gpu_trust.py --aa 100 --picks 50
+    python benchmarks/gpu_trust.py --aa 0 --picks 0 --inductor 20     max-autotune's picks, on the first shapes
 
 aa: races of 2 to 16 copies of one real kernel; a winner is false. picks: random shapes (K, N 1024..14336,
 M 1..2048, four families) tuned, then
@@ -155,10 +156,35 @@ def picks(count: int, target: Target, rounds: int = 500) -> dict[str, Any]:
     return {"rows": rows, "tuning_s": took}
 
 
+def inductor_picks(count: int, target: Target, rounds: int = 300) -> dict[str, Any]:
+    """What torch.compile's max-autotune serves on the first of the same shapes, over what users call without it."""
+    rows: list[dict[str, Any]] = []
+    for place, problem in enumerate(held_out(50)[:count]):
+        sets = h200.draw(FAMILIES[place % len(FAMILIES)], problem.m, problem.n, problem.k, target.caches[2])
+        start = time.perf_counter()
+        compiled = h200.inductor(sets)
+        took = time.perf_counter() - start
+        if not compiled:  # it refuses the shape (int8 of 16 rows and fewer)
+            continue
+        calls = {**h200.plain(sets), **compiled}
+        times = h200.race(calls, len(sets.x), rounds)
+        aten = min((name for name in calls if name != "Inductor"), key=lambda name: statistics.median(times[name]))
+        ratio = statistics.median(a / b for a, b in zip(times["Inductor"], times[aten], strict=True))
+        rows.append({"problem": label(problem), "of_aten": ratio, "compile_s": took})
+        torch.cuda.empty_cache()
+    slower = [row for row in rows if row["of_aten"] > 1.02]
+    print(
+        f"Inductor max-autotune: {len(slower)} of {len(rows)} more than 2% slower than ATen (worst "
+        f"{max(row['of_aten'] for row in rows):.2f}x); {statistics.mean(row['compile_s'] for row in rows):.1f} s each"
+    )
+    return {"rows": rows}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--aa", type=int, default=100)
     parser.add_argument("--picks", type=int, default=50)
+    parser.add_argument("--inductor", type=int, default=0)
     args = parser.parse_args()
     target = current_target("cuda")
     found: dict[str, Any] = {}
@@ -166,6 +192,8 @@ def main() -> None:
         found["aa"] = equals(args.aa, target)
     if args.picks:
         found["picks"] = picks(args.picks, target)
+    if args.inductor:
+        found["inductor"] = inductor_picks(args.inductor, target)
     write("gpu-trust", found, gpu=target.to_dict())
 
 

@@ -161,7 +161,7 @@ def inductor(s: Sets) -> dict[str, Call]:
     operands = list(zip(s.x, s.w, *scales, strict=True))
     settings = {
         "max_autotune": True, "max_autotune_gemm_backends": "ATEN,TRITON", "triton.enable_persistent_tma_matmul": True,
-        "compile_threads": os.cpu_count() or 1,
+        "compile_threads": os.cpu_count() or 1, "autotune_num_choices_displayed": 0,
     }  # fmt: skip
     torch._dynamo.reset()
     start = time.perf_counter()

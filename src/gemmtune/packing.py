@@ -136,7 +136,7 @@ def _planned_layout(problem: Problem, device: torch.device) -> str | None:
 
 
 def _default(backend: Backend, problem: Problem, device: torch.device) -> Kernel | None:
-    candidate = backend.default_packing(problem)
+    candidate = backend.default_packing(problem, current_target(device))
     return None if candidate is None else _load(backend, candidate, problem, device)
 
 

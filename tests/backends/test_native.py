@@ -243,7 +243,7 @@ def test_unpacking_int4(n: int, k: int, group: int | None, zero: bool, nr: int) 
 def test_packed_weights_stay_small(n: int, bits: str, group: int | None) -> None:
     k = 768
     problem = weight_only(16, n, k, "bfloat16", bits, Quant(group, "bfloat16", False))
-    candidate = BACKEND.default_packing(problem)
+    candidate = BACKEND.default_packing(problem, current_cpu())
     assert candidate is not None
     kernel = BACKEND.load(BACKEND.build(problem, candidate, target()), problem)
     from gemmtune.measure.inputs import make_inputs
@@ -290,7 +290,7 @@ def test_forcing_an_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_candidate_of_another_cpu_does_not_load() -> None:
     problem = dense(4, 64, 64, "float32")
-    candidate = BACKEND.default_packing(problem)
+    candidate = BACKEND.default_packing(problem, current_cpu())
     assert candidate is not None
     foreign = Candidate.make("native", "packed", **{**dict(candidate.config), "isa": "sve2"})
     with pytest.raises(KernelError, match="sve2"):
@@ -299,7 +299,7 @@ def test_a_candidate_of_another_cpu_does_not_load() -> None:
 
 def test_a_weight_packed_for_another_cpu_is_rejected() -> None:
     problem = dense(4, 64, 64, "float32")
-    candidate = BACKEND.default_packing(problem)
+    candidate = BACKEND.default_packing(problem, current_cpu())
     assert candidate is not None
     kernel: Kernel = BACKEND.load(BACKEND.build(problem, candidate, target()), problem)
     packed = kernel.pack(torch.randn(64, 64))

@@ -113,6 +113,17 @@ def test_illegal_configurations_say_why() -> None:
     assert "KB of shared memory" in found
 
 
+@needs_triton
+def test_only_int4_is_packed_without_having_been_tuned() -> None:
+    backend = TritonBackend()
+    for m in (1, 16, 300):
+        candidate = backend.default_packing(FAMILIES["int4wo"].with_m(m), H200)
+        assert candidate is not None
+        assert candidate["bk"] == 128
+    assert backend.default_packing(FAMILIES["int8wo"], H200) is None
+    assert backend.default_packing(FAMILIES["int4wo"], replace(H200, device="cpu")) is None
+
+
 def test_availability_is_in_words_to_act_on() -> None:
     backend = TritonBackend()
     assert "runs on GPUs" in backend.available(Target("cpu", "x", "x86_64")).reason

@@ -404,6 +404,17 @@ def test_packed_weights_stay_on_their_device(own_store: MemoryStore) -> None:
     close(got, x[:2].double() @ gemmtune.unpack(fresh).t().double())  # type: ignore[union-attr]
 
 
+def test_int4_weights_are_packed_and_served_without_having_been_tuned(own_store: MemoryStore) -> None:
+    raw = torch.randint(0, 256, (384, 512), dtype=torch.uint8, device=GPU)  # [N, K / 2]
+    scale = torch.rand(8, 384, device=GPU).bfloat16()
+    packed = gemmtune.pack(raw, scale=scale, bits=4, group_size=128)
+    codes = torch.stack((raw & 15, raw >> 4), dim=-1).reshape(384, 1024).double() - 8.0
+    weight = codes * scale.double().repeat_interleave(128, dim=0).t()
+    for m in (1, 16, 200):
+        x = torch.randn(m, 1024, device=GPU).bfloat16()
+        close(gemmtune.mixed_mm(x, packed), x.double() @ weight.t())
+
+
 class Int8Linear(nn.Module):
     weight: Tensor
     scales: Tensor

@@ -217,7 +217,7 @@ class Backend(ABC):
     def source_digest(self) -> str:
         """A short hash of everything of ours that decides what the kernels compute; part of the Target."""
 
-    def default_packing(self, problem: Problem) -> Candidate | None:
+    def default_packing(self, problem: Problem, target: Target) -> Candidate | None:
         """A candidate whose layout suits most M, for packing a weight nobody has tuned; None when there is none."""
         return None
 

@@ -216,7 +216,7 @@ class Runtime:
         """A kernel for a packed weight that no Plan covers: the backend's default, else its first of that layout."""
         backend = backends.get(packed.layout.partition(":")[0])
         rounded = problem.with_m(1 << max(0, problem.m - 1).bit_length())
-        default = backend.default_packing(rounded)
+        default = backend.default_packing(rounded, current_target(device))
         if default is not None:
             kernel = self._load(default, rounded, device)
             if kernel is not None and kernel.packing == packed.layout:

@@ -400,7 +400,7 @@ class TorchGpu:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             work()
         except BaseException:
-            with suppress(Exception):
+            with suppress(Exception):  # ending a broken capture may fail as well; what broke it is what counts
                 self._end(graph)
             raise
         try:
@@ -417,7 +417,7 @@ class TorchGpu:
             graph.capture_end()
         except Warning:
             raise
-        except Exception:
+        except Exception:  # whatever CUDA or the allocator make of it
             with suppress(Exception):  # it may have got as far as that itself
                 torch._C._cuda_endAllocateToPool(self._index, self._pool)
                 torch._C._cuda_releasePool(self._index, self._pool)

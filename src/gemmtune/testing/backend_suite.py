@@ -189,7 +189,7 @@ class BackendSuite:
 
     def test_the_default_packing_packs(self, backend: Backend, target: Target, problems: Sequence[Problem]) -> None:
         for problem in (*problems, *_ROOMY):
-            candidate = backend.default_packing(problem) if problem.b.constant else None
+            candidate = backend.default_packing(problem, target) if problem.b.constant else None
             if candidate is not None:
                 kernel = _load(backend, problem, candidate, target)
                 assert kernel.packing is not None

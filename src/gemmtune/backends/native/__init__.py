@@ -11,7 +11,7 @@ from typing import Any
 
 from ...errors import KernelError
 from ...problem import Problem
-from ...target import Target, current_cpu
+from ...target import Target
 from ..base import Artifact, Availability, Backend, Candidate, Illegal, Kernel, PackedWeight
 from . import layout, space
 from .traits import UNITS
@@ -79,12 +79,12 @@ class NativeBackend(Backend):
     def source_digest(self) -> str:
         return f"{_digest()}{os.environ.get(_LIMIT, '')}"
 
-    def default_packing(self, problem: Problem) -> Candidate | None:
+    def default_packing(self, problem: Problem, target: Target) -> Candidate | None:
         try:
             isas = usable_isas()
         except KernelError:
             return None
-        return space.default(problem, current_cpu(), isas)
+        return space.default(problem, target, isas)
 
     def rejects(self, packed: PackedWeight) -> str:
         try:

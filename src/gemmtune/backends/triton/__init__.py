@@ -73,6 +73,13 @@ class TritonBackend(Backend):
     def source_digest(self) -> str:
         return _digest()
 
+    def default_packing(self, problem: Problem, target: Target) -> Candidate | None:
+        """int4 weights run packed only; blocks of 128 suit every K and every M."""
+        if problem.b.dtype != "int4" or not self.available(target):
+            return None
+        legal = (item for item in self.candidates(problem, target) if isinstance(item, Candidate))
+        return next((candidate for candidate in legal if candidate["bk"] == space.INT4_BLOCKS[0]), None)
+
     def unpack(self, packed: PackedWeight) -> Any:
         from .kernel import unshuffle_int4
 
