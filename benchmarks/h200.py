@@ -6,7 +6,7 @@
 
 Decisions come from the store ($GEMMTUNE_STORE, default .gemmtune/gpu.db); what is missing is tuned first, and what that
 took is reported. A turn is one replay of a graph of many calls, each on other operands; all entrants of a shape take
-turns, in random order. Writes the raw rounds to benchmarks/results/ (or to $OUT).
+turns, in random order. Writes the raw rounds to benchmarks/results/ (or to $OUT), a file a family.
 """
 
 from __future__ import annotations
@@ -321,8 +321,9 @@ def main() -> None:
                 show(row)
                 gc.collect()
                 torch.cuda.empty_cache()
+        own = [asdict(row) for row in rows if row.family == family]  # now: a run may be cut off
+        write("h200", own, tuning={family: spent[family]}, gpu=current_target("cuda").to_dict())
     summary(rows)
-    write("h200", [asdict(row) for row in rows], tuning=spent, gpu=current_target("cuda").to_dict())
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import statistics
 import subprocess
@@ -94,10 +95,12 @@ def operand_sets(weight_bytes: int, *, most: int = 24) -> int:
 
 
 def write(name: str, rows: Any, **more: Any) -> Path:
-    """Keep raw results in benchmarks/results/<name>-<time>.json, with the machine and the commit they come from."""
-    RESULTS.mkdir(exist_ok=True)
+    """Keep raw results as <name>-<time>.json in benchmarks/results/, or in $OUT when that is set, with the machine and
+    the commit they come from."""
+    folder = Path(os.environ.get("OUT") or RESULTS)
+    folder.mkdir(exist_ok=True)
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
-    path = RESULTS / f"{name}-{stamp}.json"
+    path = folder / f"{name}-{stamp}.json"
     document = {"benchmark": name, "made": stamp, "commit": commit(), "target": current_target().to_dict()}
     path.write_text(json.dumps({**document, **more, "rows": rows}, indent=1) + "\n", encoding="utf-8")
     print(f"raw data: {path}")

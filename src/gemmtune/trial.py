@@ -24,7 +24,7 @@ log = logging.getLogger("gemmtune")
 Build = Callable[[Problem, Iterable[Candidate], Target], Mapping[str, Artifact | Verdict]]
 
 DEFAULT_S = 6.0
-DEFAULT_GPU_S = 3.0  # its timings are short and steady: most races end long before
+DEFAULT_GPU_S = 1.5  # its timings are short and steady; what building takes is not counted
 
 # Shares of the budget by whose end a phase hands over to the next; the race has the rest. Making operands and oracle
 # counts for no more than its share: on a busy machine it could eat all that choosing needs.
@@ -39,6 +39,7 @@ CLOSE_INCUMBENT = 1.5  # ATen's ways are few: a wider net keeps "ATen" honest
 OFFERED = 5.0  # a packing's fastest candidate is confirmed up to here, for Plans that share one packing over many M
 
 MAX_CONFIRMED, MAX_OTHERS, MAX_INCUMBENTS, MAX_PACKINGS = 16, 16, 4, 4
+MAX_RACED_GPU = 12  # rough times say more there, and each racer's graph takes time to capture
 # So many of the fastest, by rough times within this factor, are timed once more when there is time to spare: each was
 # timed in a moment of its own, and a busy neighbour of half a second doubles what it meets.
 LOOKED_AT_AGAIN, DOUBTFUL = 24, 3.0
@@ -89,8 +90,8 @@ class Trial:
     def run(self, seconds: float | None, limit: int | None) -> Decision:
         """Tune within ``seconds`` and at most ``limit`` candidates.
 
-        seconds: kept within 10%, unless the first look at ATen and one other takes longer; None is 6 (3 on a GPU), and
-        more for problems whose single calls are slow. Raises WorkerError when the problem cannot be worked on at all.
+        seconds: kept within 10%, unless the first look at ATen and one other takes longer; None is 6 (1.5 on a GPU),
+        and more for problems whose single calls are slow. Raises WorkerError when the problem cannot be worked on at all.
         """
         self._started = began = time.perf_counter()
         self._seconds, self._strict = seconds or self._default_s, seconds is not None
@@ -283,7 +284,7 @@ class Trial:
         others = [row for row in rows if not row.incumbent]
         chosen = _within(incumbents, CLOSE_INCUMBENT)[:MAX_INCUMBENTS]
         chosen += [row for row in incumbents if row.packing is None][:1]
-        chosen += _within(others, CLOSE)[:MAX_CONFIRMED]
+        chosen += _within(others, CLOSE)[: MAX_RACED_GPU if self._gpu else MAX_CONFIRMED]
         firsts = {row.packing: row for row in reversed(_within(rows, OFFERED))}
         chosen += sorted(firsts.values(), key=lambda row: row.rough_s)[:MAX_PACKINGS]
         return list({row.id: row for row in chosen}.values())
@@ -328,7 +329,8 @@ class Trial:
         incumbents = _within([row for row in rows if row.incumbent], CLOSE_INCUMBENT)[:MAX_INCUMBENTS]
         others = _one_a_packing_first(_within([row for row in rows if not row.incumbent], CLOSE_INCUMBENT))
         best_s = min((row.rough_s for row in rows), default=1.0)
-        others = others[: max(3, min(MAX_OTHERS, int(self._rest_s() / (20 * best_s))))]
+        most = MAX_RACED_GPU if self._gpu else MAX_OTHERS
+        others = others[: max(3, min(most, int(self._rest_s() / (20 * best_s))))]
         for row in rows:
             if row not in incumbents and row not in others:
                 row.reason = row.reason or f"{row.rough_s / best_s:.2f}x the best rough time: not raced"
