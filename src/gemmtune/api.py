@@ -41,7 +41,7 @@ def tune(
     """Find the fastest correct kernel for each Problem and keep the decisions in the store.
 
     model_or_problems: a model (with ``example_inputs`` as ``optimize`` takes them), or Problems, alone or with counts
-    (as ``record().problems`` has them). budget: seconds per problem (kept within 10%; None: 6, 1.5 on a GPU, more where
+    (as ``record().problems`` has them). budget: seconds per problem (kept within 10%; None: 6, 3 on a GPU, more where
     single calls are slow), or a ``tuner.Budget``. store: default the user's. backends: names to try (ATen always is);
     default all for the device. operands: whether kernels are timed on operands from memory or from the cache; samples
     say which. force: tune again what the store already knows. device: ``"cpu"``, ``"cuda"``

@@ -24,7 +24,7 @@ log = logging.getLogger("gemmtune")
 Build = Callable[[Problem, Iterable[Candidate], Target], Mapping[str, Artifact | Verdict]]
 
 DEFAULT_S = 6.0
-DEFAULT_GPU_S = 1.5  # its timings are short and steady; what building takes is not counted
+DEFAULT_GPU_S = 3.0  # its timings are short and steady; what building takes is not counted
 
 # Shares of the budget by whose end a phase hands over to the next; the race has the rest. Making operands and oracle
 # counts for no more than its share: on a busy machine it could eat all that choosing needs.
@@ -39,7 +39,7 @@ CLOSE_INCUMBENT = 1.5  # ATen's ways are few: a wider net keeps "ATen" honest
 OFFERED = 5.0  # a packing's fastest candidate is confirmed up to here, for Plans that share one packing over many M
 
 MAX_CONFIRMED, MAX_OTHERS, MAX_INCUMBENTS, MAX_PACKINGS = 16, 16, 4, 4
-MAX_RACED_GPU = 12  # rough times say more there, and each racer's graph takes time to capture
+MAX_RACED_GPU, RACE_GPU_S = 12, 1.2  # rough times say more there, and rounds repeat to a few tenths of a percent
 # So many of the fastest, by rough times within this factor, are timed once more when there is time to spare: each was
 # timed in a moment of its own, and a busy neighbour of half a second doubles what it meets.
 LOOKED_AT_AGAIN, DOUBTFUL = 24, 3.0
@@ -90,8 +90,8 @@ class Trial:
     def run(self, seconds: float | None, limit: int | None) -> Decision:
         """Tune within ``seconds`` and at most ``limit`` candidates.
 
-        seconds: kept within 10%, unless the first look at ATen and one other takes longer; None is 6 (1.5 on a GPU),
-        and more for problems whose single calls are slow. Raises WorkerError when the problem cannot be worked on at all.
+        seconds: kept within 10%, unless the first look at ATen and one other takes longer; None is 6 (3 on a GPU), and
+        more for problems whose single calls are slow. Raises WorkerError when the problem cannot be worked on at all.
         """
         self._started = began = time.perf_counter()
         self._seconds, self._strict = seconds or self._default_s, seconds is not None
@@ -341,7 +341,8 @@ class Trial:
         if self._strict:
             return max(self._rest_s(), 0.05 * self._seconds)
         slow = SLOW_DUEL_CALLS * min(row.rough_s for row in rows)
-        return max(self._rest_s(), min(0.75 * self._seconds, slow), 0.05 * self._seconds)
+        rest = min(self._rest_s(), RACE_GPU_S) if self._gpu else self._rest_s()
+        return max(rest, min(0.75 * self._seconds, slow), 0.05 * self._seconds)
 
     def _tell_leading(self, leading: Leading) -> None:
         self._progress(BestSoFar(leading.id, leading.median_s, leading.ratio))

@@ -35,7 +35,7 @@ LOOK_S = 0.25  # how often a waiting tuner looks whether the other has decided
 class Budget:
     """What one problem may cost: seconds of wall time (starting a worker not counted), and candidates tried.
 
-    seconds: kept within 10%. None: 6 (1.5 on a GPU), and more for problems whose single calls are slow.
+    seconds: kept within 10%. None: 6 (3 on a GPU), and more for problems whose single calls are slow.
     """
 
     seconds: float | None = None
