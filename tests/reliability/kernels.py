@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
@@ -132,33 +133,46 @@ def sleeping_kernel(full: bool) -> Outcome:
 
 
 @check(
-    "the same shape tuned 20 times (three shapes), what was chosen raced again at length",
+    "the same shape tuned 20 times (three shapes); each time, at once, what was chosen raced again at length against "
+    "the runners-up of its race and what other runs had chosen most",
     "within 2% of the best on >= 95% of runs",
     timed=True,
 )
 def tuned_again(full: bool) -> Outcome:
-    runs = 20 if full else 3
-    good, rows = 0, []
+    """Judged at once: on a shared host the order of kernels a few percent apart changes within minutes, with nobody
+    tuning (two copies of one process, a minute apart: 4% slower, then 6% faster). A decision is about the machine as it
+    is."""
+    runs = 20 if full else 2
+    rows: list[dict[str, Any]] = []
     shapes = (("int8wo", 1, 4096, 4096), ("bf16", 16, 2048, 2048), ("fp32", 64, 1024, 1024))
     for dtype, m, n, k in shapes:
         problem = build(m, n, k, dtype)
-        chosen: dict[Candidate, int] = {}
-        for _ in range(runs):
+        chosen: Counter[Candidate] = Counter()
+        for run in range(runs):
             (decision,) = _tune([problem])
-            row = next(row for row in decision.evidence if row.id == decision.chosen)
-            candidate = Candidate.from_dict(row.candidate)
-            chosen[candidate] = chosen.get(candidate, 0) + 1
-        relative = _relative(problem, list(chosen), places=32 if full else 2)
-        for (candidate, count), off in zip(chosen.items(), relative, strict=True):
-            good += count if off <= 1.02 else 0
-            rows.append({"problem": label(problem), "candidate": candidate.id, "runs": count, "of_best": off})
-    total = runs * len(shapes)
+            winner, *others = _finalists(decision)
+            field = list(dict.fromkeys([winner, *others[:2], *(item for item, _ in chosen.most_common(4))]))[:6]
+            relative = _relative(problem, field, places=6 if full else 2)
+            rows.append({
+                "problem": label(problem), "run": run, "candidate": winner.id, "of_best": relative[0],
+                "others": {item.id: off for item, off in zip(field[1:], relative[1:], strict=True)},
+            })  # fmt: skip
+            chosen[winner] += 1
+    good = sum(row["of_best"] <= 1.02 for row in rows)
     worst = max(row["of_best"] for row in rows)
     return Outcome(
-        f"{good} of {total} runs within 2% of the best that any run chose; worst {worst - 1:.1%} behind",
-        good >= 0.95 * total,
+        f"{good} of {len(rows)} runs within 2% of the best; worst {worst - 1:.1%} behind",
+        good >= 0.95 * len(rows),
         {"rows": rows},
     )
+
+
+def _finalists(decision: Decision) -> list[Candidate]:
+    """What was chosen, then the fastest others that its race kept to the end."""
+    kept = [row for row in decision.evidence if row.stage == "finalist" and row.sample and row.id != decision.chosen]
+    kept.sort(key=lambda row: row.sample.ratio if row.sample else 0.0)
+    first = next(row for row in decision.evidence if row.id == decision.chosen)
+    return [Candidate.from_dict(row.candidate) for row in (first, *kept)]
 
 
 def _relative(problem: Problem, candidates: Sequence[Candidate], places: int) -> list[float]:
