@@ -72,9 +72,8 @@ class Lane:
 def ranked(lanes: Sequence[Lane]) -> list[Lane]:
     """Fastest first: by the median, over the rounds they share, of each one's time over that round's median.
 
-    A machine's pace changes by a tenth from one second to the next where others compute beside it; within a round all
-    lanes meet the same. (Ranked by their own medians, kernels of this library within 5% of one another were taken for
-    one another twice as often; docs/reliability.md, tuned-again.)
+    A machine's pace changes by a tenth from one second to the next where others compute beside it, and a median of a
+    lane's own times depends on how many of its rounds fell into which; within a round all lanes meet the same.
     """
     shared = set.intersection(*(set(lane.times) for lane in lanes)) if lanes else set()
     if not shared:

@@ -28,19 +28,8 @@ FLOOR_S = 500e-6  # one timing lasts at least this: the timer's own cost vanishe
 SCREEN_RATIO = 1.5
 _SCREEN_ROUNDS = (2, 4)
 _STALL_S = 20e-3  # a difference that two stalls cannot explain; smaller ones wait for the second screening
-_LOOKS = {
-    8: 24,
-    12: 12,
-    18: 8,
-    27: 6,
-    40: 4,
-    60: 4,
-    90: 4,
-    135: 3,
-    200: 3,
-    300: 3,
-    450: 3,
-}  # rounds -> challengers that may go on
+# Rounds -> challengers that may go on.
+_LOOKS = {8: 24, 12: 12, 18: 8, 27: 6, 40: 4, 60: 4, 90: 4, 135: 3, 200: 3, 300: 3, 450: 3}
 _GROUP_ROUNDS = 18  # the fastest of each group stays so long: a Plan compares groups by these times
 _ALIKE = 0.004  # once nobody can be faster than the leader by more than this share (90%), the leader is chosen
 _MOVE_EVERY, _MOVE_SHARE = 5, 0.1  # operands are moved after so many rounds, if it takes so little of the time left
