@@ -57,7 +57,7 @@ class Plain(Backend):
     def source_digest(self) -> str:
         return "1"
 
-    def default_packing(self, problem: Problem) -> Candidate | None:
+    def default_packing(self, problem: Problem, target: Target) -> Candidate | None:
         return Candidate.make(self.name, "packed") if _takes(problem) else None
 
     def unpack(self, packed: PackedWeight) -> Any:
@@ -169,7 +169,7 @@ class Forgetful(Plain):
 
 
 class Unpacking(Plain):
-    def default_packing(self, problem: Problem) -> Candidate | None:
+    def default_packing(self, problem: Problem, target: Target) -> Candidate | None:
         return Candidate.make(self.name, "plain") if _takes(problem) else None
 
 

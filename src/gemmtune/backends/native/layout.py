@@ -7,6 +7,7 @@ every M.
 
 from __future__ import annotations
 
+import mmap
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ _NAME = re.compile(r"native:k(1|2|2s|4)/([a-z0-9]+)/nr(16|32|48|64)")
 # A compute type that packs as the name says: all of one kind pack alike.
 _BY_KIND = {"1": F32, "2": I16, "2s": BF16, "4": U8S8}
 _ALIGN = 64
+_LARGE_PAGE = 2 << 20  # of x86-64 and, with pages of 4 KiB, of AArch64
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +72,20 @@ class Packing:
 
 
 def aligned_bytes(size: int) -> Tensor:
-    """An uninitialised uint8 tensor on a cache-line boundary, with large pages asked for."""
+    """An uninitialised uint8 tensor on a cache-line boundary; one that fills a large page begins on one, unused before.
+
+    Of memory that was in use before, a weight of a few megabytes got large pages in some processes and none in others
+    (/proc/self/smaps), and which kernel was fastest differed with that. What lies beside it is never touched.
+    """
     from . import _native
 
-    buffer = torch.empty(size + _ALIGN, dtype=torch.uint8)
-    data = buffer.narrow(0, -buffer.data_ptr() % _ALIGN, size)
+    if size >= _LARGE_PAGE:
+        memory = mmap.mmap(-1, size + _LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _LARGE_PAGE
+        data = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=start)
+    else:
+        buffer = torch.empty(size + _ALIGN, dtype=torch.uint8)
+        data = buffer.narrow(0, -buffer.data_ptr() % _ALIGN, size)
     _native.advise_huge_pages(data.data_ptr(), size)
     return data
 
