@@ -35,7 +35,6 @@ from gemmtune.dispatch import current_target
 from gemmtune.workloads import build
 
 BURST, ROUNDS = 50, 200
-_alive: list[Any] = []
 M, N, K = 16, 512, 512
 
 
@@ -79,8 +78,8 @@ def bare(problem: Any, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> C
     stream, grid = torch.cuda.current_stream().cuda_stream, -(-N // candidate["bn"]) * -(-M // candidate["bm"])
     launch, handle, threads, shared = function._launch, function._handle, function._threads, function._shared
     assert len(slots) == len(function.header.arguments)
-    _alive.append(kernel)  # with the arguments' memory
-    return lambda: launch(handle, grid, 1, 1, threads, 1, 1, shared, stream, parameters, None)
+    # The kernel owns the arguments' memory: it must live as long as what launches it.
+    return lambda kept=kernel: launch(handle, grid, 1, 1, threads, 1, 1, shared, stream, parameters, None)
 
 
 def main() -> None:

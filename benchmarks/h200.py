@@ -297,14 +297,13 @@ def main() -> None:
     ms = [int(m) for m in args.m.split(",")]
     weights = [tuple(map(int, pair.split("x"))) for pair in args.weights.split(",")]
     rows: list[Row] = []
-    spent: dict[str, Any] = {}
     for family in args.families.split(","):
         problems = [(problem_of(family, m, n, k), 1) for k, n in weights for m in ms]
         start = time.perf_counter()
         decisions = gemmtune.tune(problems, device="cuda", budget=args.budget)
         took = time.perf_counter() - start
         tried = [sum(row.verdict is not None or row.sample is not None for row in d.evidence) for d in decisions]
-        spent[family] = {
+        spent = {
             "seconds": took, "problems": len(decisions), "tried": tried, "each_s": [d.seconds for d in decisions],
         }  # fmt: skip
         won = sum(d.outcome == "winner" for d in decisions)
@@ -322,7 +321,7 @@ def main() -> None:
                 gc.collect()
                 torch.cuda.empty_cache()
         own = [asdict(row) for row in rows if row.family == family]  # now: a run may be cut off
-        write("h200", own, tuning={family: spent[family]}, gpu=current_target("cuda").to_dict())
+        write("h200", own, tuning={family: spent}, gpu=current_target("cuda").to_dict())
     summary(rows)
 
 

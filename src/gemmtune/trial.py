@@ -38,7 +38,7 @@ CLOSE = 1.3  # rough times within this of the best may turn out fastest in a rac
 CLOSE_INCUMBENT = 1.5  # ATen's ways are few: a wider net keeps "ATen" honest
 OFFERED = 5.0  # a packing's fastest candidate is confirmed up to here, for Plans that share one packing over many M
 
-MAX_CONFIRMED, MAX_OTHERS, MAX_INCUMBENTS, MAX_PACKINGS = 16, 16, 4, 4
+MAX_RACED, MAX_INCUMBENTS, MAX_PACKINGS = 16, 4, 4
 MAX_RACED_GPU, RACE_GPU_S = 12, 1.2  # rough times say more there, and rounds repeat to a few tenths of a percent
 # So many of the fastest, by rough times within this factor, are timed once more when there is time to spare: each was
 # timed in a moment of its own, and a busy neighbour of half a second doubles what it meets.
@@ -82,6 +82,7 @@ class Trial:
         self._started = time.perf_counter()
         self._gpu = target.device != "cpu"
         self._default_s = DEFAULT_GPU_S if self._gpu else DEFAULT_S
+        self._most_raced = MAX_RACED_GPU if self._gpu else MAX_RACED
         self._seconds, self._strict = self._default_s, False
         self._made: dict[str, Artifact | Verdict] = {}
         self._best_s = self._slowest_s = 0.0
@@ -272,7 +273,7 @@ class Trial:
                 self._check(row)
         for incumbent in (True, False):  # whatever the clock says, the best of either side is worth a look
             rows = [row for row in self._ledger.timed() if row.incumbent == incumbent]
-            for row in rows[: None if incumbent else MAX_CONFIRMED]:
+            for row in rows[: None if incumbent else MAX_RACED]:
                 if self._ledger.best(incumbent=incumbent, eligible=True) is not None:
                     break
                 self._check(row)
@@ -284,7 +285,7 @@ class Trial:
         others = [row for row in rows if not row.incumbent]
         chosen = _within(incumbents, CLOSE_INCUMBENT)[:MAX_INCUMBENTS]
         chosen += [row for row in incumbents if row.packing is None][:1]
-        chosen += _within(others, CLOSE)[: MAX_RACED_GPU if self._gpu else MAX_CONFIRMED]
+        chosen += _within(others, CLOSE)[: self._most_raced]
         firsts = {row.packing: row for row in reversed(_within(rows, OFFERED))}
         chosen += sorted(firsts.values(), key=lambda row: row.rough_s)[:MAX_PACKINGS]
         return list({row.id: row for row in chosen}.values())
@@ -329,8 +330,7 @@ class Trial:
         incumbents = _within([row for row in rows if row.incumbent], CLOSE_INCUMBENT)[:MAX_INCUMBENTS]
         others = _one_a_packing_first(_within([row for row in rows if not row.incumbent], CLOSE_INCUMBENT))
         best_s = min((row.rough_s for row in rows), default=1.0)
-        most = MAX_RACED_GPU if self._gpu else MAX_OTHERS
-        others = others[: max(3, min(most, int(self._rest_s() / (20 * best_s))))]
+        others = others[: max(3, min(self._most_raced, int(self._rest_s() / (20 * best_s))))]
         for row in rows:
             if row not in incumbents and row not in others:
                 row.reason = row.reason or f"{row.rough_s / best_s:.2f}x the best rough time: not raced"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from gemmtune import backends
 from gemmtune.backends.base import Candidate, Illegal, Kernel
 from gemmtune.backends.native import space
-from gemmtune.backends.native.layout import Packing
+from gemmtune.backends.native.layout import Packing, aligned_bytes
 from gemmtune.backends.native.traits import UNITS, suits
 from gemmtune.epilogue import Step
 from gemmtune.errors import KernelError
@@ -325,3 +326,14 @@ def test_results_repeat_bit_for_bit_and_do_not_depend_on_other_rows(threads: int
             assert torch.equal(single[0], out[5])
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="large pages are asked for on Linux")
+@pytest.mark.parametrize("size", [100, (2 << 20) - 1, 2 << 20, (5 << 20) + 64])
+def test_packed_memory_begins_where_loads_and_pages_want_it(size: int) -> None:
+    data = aligned_bytes(size)
+    assert data.data_ptr() % (2 << 20 if size >= 2 << 20 else 64) == 0
+    assert data.numel() == size
+    assert data.untyped_storage().nbytes() <= size + 64  # what holds the boundary is not counted as the weight's
+    data.fill_(7)
+    assert int(data.min()) == 7

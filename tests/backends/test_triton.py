@@ -202,6 +202,13 @@ def test_an_artifact_may_hold_several_kernels() -> None:
     assert [(header.name, cubin) for header, cubin in parts] == [("k", b"elf")] * 2
 
 
+def test_an_artifact_cannot_run_backwards() -> None:
+    body = _artifact().replace(b'"size":3', b'"size":-9')
+    body = (len(body) - 4 - 3).to_bytes(4, "little") + body[4:]
+    with pytest.raises(KernelError, match="malformed"):
+        compiler.unpack(body)
+
+
 @pytest.mark.parametrize(
     "body", [b"", b"\x05\x00\x00\x00nonsense", _artifact()[:-1], _artifact() + b"\x00", _artifact() + _artifact()[:9]]
 )

@@ -8,13 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from test_triton import first, kernel_of, run_into
 
-from gemmtune.backends.base import Candidate
-from gemmtune.backends.triton import TritonBackend
 from gemmtune.measure.inputs import Inputs
 from gemmtune.measure.verify import prepare, verify
 from gemmtune.problem import Problem
-from gemmtune.target import current_cuda
 from gemmtune.workloads import bmm_problem, build, fp8_problem, int_problem, weight_only_problem
 
 
@@ -33,19 +31,12 @@ def cases() -> Iterator[tuple[Problem, str, dict[str, int]]]:
 
 
 def main() -> None:
-    backend, target = TritonBackend(), current_cuda({})
     for problem, template, wanted in cases():
-        candidate = next(
-            item
-            for item in backend.candidates(problem, target)
-            if isinstance(item, Candidate)
-            and item.template == template
-            and all(item[name] == value for name, value in wanted.items())
-        )
-        kernel = backend.load(backend.build(problem, candidate, target), problem)
+        candidate = first(problem, template, **wanted)
+        kernel = kernel_of(problem, candidate)
 
         def run(inputs: Inputs, out: torch.Tensor, kernel=kernel) -> None:  # type: ignore[no-untyped-def]
-            kernel.run(inputs.a, kernel.pack(inputs.b) if kernel.packing else inputs.b, inputs.aux, out)
+            run_into(kernel, inputs, out)
 
         verdict = verify(run, problem, prepare(problem, 0, device=torch.device("cuda"))[:1], patience_s=0.0)
         print(f"{candidate.id} on {problem.m}x{problem.n}x{problem.k} {problem.b.dtype}: {verdict.kind}", flush=True)

@@ -139,9 +139,7 @@ def sleeping_kernel(full: bool) -> Outcome:
     timed=True,
 )
 def tuned_again(full: bool) -> Outcome:
-    """Judged at once: on a shared host the order of kernels a few percent apart changes within minutes, with nobody
-    tuning (two copies of one process, a minute apart: 4% slower, then 6% faster). A decision is about the machine as it
-    is."""
+    """Judged at once: a decision is about the machine as it is, and a shared host is another one some minutes later."""
     runs = 20 if full else 2
     rows: list[dict[str, Any]] = []
     shapes = (("int8wo", 1, 4096, 4096), ("bf16", 16, 2048, 2048), ("fp32", 64, 1024, 1024))

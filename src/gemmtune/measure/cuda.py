@@ -399,7 +399,7 @@ class TorchGpu:
         try:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             work()
-        except BaseException:
+        except BaseException:  # Ctrl-C too must not leave the stream capturing
             with suppress(Exception):  # ending a broken capture may fail as well; what broke it is what counts
                 self._end(graph)
             raise

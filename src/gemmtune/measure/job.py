@@ -69,7 +69,7 @@ class Desk:
         """
         try:
             reply = self._answer(request)
-        except Exception as error:
+        except Exception as error:  # whatever it was, a lost context may be why
             self._check_context(f"{type(error).__name__}: {error}")
             raise
         if isinstance(reply, Attempted | Confirmed) and reply.verdict is not None and not reply.verdict.ok:

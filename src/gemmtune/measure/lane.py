@@ -82,6 +82,11 @@ def ranked(lanes: Sequence[Lane]) -> list[Lane]:
     return sorted(lanes, key=lambda lane: median(lane.times[round_] / level for round_, level in levels.items()))
 
 
+def fastest(lanes: Sequence[Lane]) -> Lane | None:
+    """The first of ``ranked`` among those that were timed."""
+    return next(iter(ranked([lane for lane in lanes if lane.times])), None)
+
+
 def by_ratio(lane: Lane, incumbent: Lane) -> float:
     """Median paired ratio to the incumbent: comparable between lanes that left at different rounds."""
     mine, base = lane.paired(incumbent)

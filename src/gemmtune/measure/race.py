@@ -19,7 +19,7 @@ from ..decision import Outcome, Sample, Stage
 from ..events import BestSoFar
 from .clock import Clock, Run
 from .duel import Duel, duel
-from .lane import EntrantError, Lane, by_ratio, ranked, sample
+from .lane import EntrantError, Lane, by_ratio, fastest, ranked, sample
 from .machine import Machine, Weather
 from .stats import drift, mad, ratio_interval, slower_than, spend
 
@@ -139,8 +139,9 @@ class _Race:
         self.start = clock.now()
         self.rounds = 0
         self._each_s = 0.0  # what a timing took in the last round, with all that goes with it
+        self.clear = False  # at the last look, leader and best incumbent were far apart
         self.stopped = ""
-        self.disturbed = self.clear = False
+        self.disturbed = False
 
     def run(self, min_duel: int, min_gain: float) -> RaceResult:
         self._calibrate()
@@ -227,7 +228,7 @@ class _Race:
     def _thin(self, look: int, places: int) -> None:
         """Eliminate on confidence bounds (union over lanes, alpha spent over looks), then keep the best ``places``."""
         active = self._active()
-        leader = next(iter(ranked(active)), None)
+        leader = fastest(active)
         best = self._best(incumbents=True)
         alpha = spend(ALPHA, look) / max(1, len(active))
         kept = self._group_leaders() if self.rounds < _GROUP_ROUNDS else set()
@@ -374,12 +375,10 @@ class _Race:
     # --- results ---
 
     def _best(self, *, incumbents: bool) -> Lane | None:
-        return next(
-            iter(ranked([lane for lane in self._active() if lane.incumbent == incumbents and lane.times])), None
-        )
+        return fastest([lane for lane in self._active() if lane.incumbent == incumbents])
 
     def _report(self) -> None:
-        incumbent, leader = self._best(incumbents=True), next(iter(ranked(self._active())), None)
+        incumbent, leader = self._best(incumbents=True), fastest(self._active())
         if self.progress is not None and leader is not None:
             ratio = by_ratio(leader, incumbent) if incumbent is not None else 1.0
             self.progress(BestSoFar(leader.id, leader.median, ratio))

@@ -79,16 +79,18 @@ class Pace:
 
     def __init__(self) -> None:
         self._call: Callable[[], None] | None = None
-        self._first_s, self._calls = 0.0, 1  # what its call took when it was chosen, at the pace of the beginning
+        self._calls = 1  # that are timed together
+        self._first_s = 0.0  # what one took when the kernel was chosen, at the pace of the beginning
         self._times: deque[float] = deque(maxlen=2 * _LOOKS)
 
     def now(self) -> float:
         """The time of a call over what it would have been in the beginning, as the last few looks tell."""
         return min(self._times) / self._first_s if self._times else 1.0
 
-    def look(self) -> None:
-        """Time the kernel once (one too short for that: a batch of calls)."""
+    def look(self, flush: Callable[[], None]) -> None:
+        """Time the kernel once (one too short for that: a batch of calls), after ``flush``."""
         if self._call is not None:
+            flush()
             self._times.append(_timed(self._call, self._calls))
 
     def offer(self, call: Callable[[], None], seconds: float) -> None:
@@ -117,17 +119,13 @@ def rough_times(
     if warm > _SLOW_S:
         return (warm, _timed(call, 1))
     warm = min(warm, _timed(call, 1))
-    calls, times = _batch(warm), []
+    calls, times, pace = _batch(warm), [], pace or Pace()
+    chill = flush if calls == 1 else lambda: None
     for _ in range(_LOOKS):
-        if pace is not None:
-            if calls == 1:
-                flush()
-            pace.look()
-        if calls == 1:
-            flush()
+        pace.look(chill)
+        chill()
         times.append(_timed(call, calls))
-    level = pace.now() if pace is not None else 1.0
-    return tuple(seconds / level for seconds in times)
+    return tuple(seconds / pace.now() for seconds in times)
 
 
 def _batch(seconds: float) -> int:

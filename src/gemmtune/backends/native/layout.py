@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import re
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,12 +75,12 @@ class Packing:
 def aligned_bytes(size: int) -> Tensor:
     """An uninitialised uint8 tensor on a cache-line boundary; one that fills a large page begins on one, unused before.
 
-    Of memory that was in use before, a weight of a few megabytes got large pages in some processes and none in others
-    (/proc/self/smaps), and which kernel was fastest differed with that. What lies beside it is never touched.
+    A weight of a few megabytes in memory that was in use before gets few large pages or none (/proc/self/smaps shows
+    them). What lies beside it is never touched.
     """
     from . import _native
 
-    if size >= _LARGE_PAGE:
+    if size >= _LARGE_PAGE and sys.platform == "linux":
         memory = mmap.mmap(-1, size + _LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _LARGE_PAGE
         data = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=start)

@@ -9,7 +9,7 @@ import importlib.util
 import json
 import re
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -65,7 +65,7 @@ class Header(msgspec.Struct, forbid_unknown_fields=True):
     are passed, in order, before ``scratch`` pointers that are not used; descriptors: of TMA, by argument."""
 
     name: str
-    size: int
+    size: Annotated[int, msgspec.Meta(ge=0)]
     shared: int
     warps: int
     arguments: tuple[str, ...]

@@ -210,6 +210,7 @@ class Persistent(TritonKernel):
 
     def __init__(self, problem: Problem, candidate: Candidate, parts: Sequence[tuple[Header, bytes]]) -> None:
         super().__init__(problem, candidate, parts)
+        self._ldb = leads(problem, problem.m)[1]
         self._maps: dict[tuple[int, int, int], Map] = {}
 
     def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
@@ -242,7 +243,7 @@ class Persistent(TritonKernel):
 
     def _matrix(self, raw: Tensor, device: int, stream: int) -> tuple[int, int]:
         """The address of B as the kernel reads it, and its leading dimension."""
-        return raw.data_ptr(), leads(self.problem, 1)[1]
+        return raw.data_ptr(), self._ldb
 
     def _map(self, name: str, pointer: int, rows: int, lead_: int) -> Map:
         key = (pointer, rows, lead_)

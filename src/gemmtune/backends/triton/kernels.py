@@ -179,7 +179,7 @@ def _levels(q, HIGH: tl.constexpr, dtype: tl.constexpr):
     """The lower (HIGH: the upper) halves of bytes as numbers of ``dtype``, less 8, the usual zero point: exact.
 
     An exponent whose last place is 1 is put before the bits, which is cheaper than converting integers: 128 + q in
-    bfloat16, 1024 + q in float16. Compiled, four bytes at a time in six instructions.
+    bfloat16, 1024 + q in float16. Compiled, four bytes at a time.
     """
     if INTERPRETED:
         bits = (q >> (4 if HIGH else 0)) & 15
