@@ -30,7 +30,7 @@ from harness import write
 import gemmtune
 from gemmtune import backends
 from gemmtune.backends.base import Candidate
-from gemmtune.backends.triton.driver import Function
+from gemmtune.backends.triton.driver import Function, driver
 from gemmtune.dispatch import current_target
 from gemmtune.workloads import build
 
@@ -72,14 +72,17 @@ def bare(problem: Any, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> C
         if isinstance(item, Candidate) and item.template == "tiled" and item["split"] == 1
     )
     kernel: Any = backend.load(backend.build(problem, candidate, target), problem)
-    kernel.run(a, b, (), out)
-    function: Function = kernel._function(0)
-    slots, parameters, _, _ = function._blocks.held
-    stream, grid = torch.cuda.current_stream().cuda_stream, -(-N // candidate["bn"]) * -(-M // candidate["bm"])
-    launch, handle, threads, shared = function._launch, function._handle, function._threads, function._shared
-    assert len(slots) == len(function.header.arguments)
-    # The kernel owns the arguments' memory: it must live as long as what launches it.
-    return lambda kept=kernel: launch(handle, grid, 1, 1, threads, 1, 1, shared, stream, parameters, None)
+    function: Function = kernel.function(0)
+    addresses = dict(zip(("a_ptr", "b_ptr", "c_ptr"), (t.data_ptr() for t in (a, b, out)), strict=True))
+    slots, parameters, unused = function.block([
+        addresses.get(name, value)
+        for name, value in zip(function.header.arguments, kernel.arguments(M, {}), strict=True)
+    ])  # fmt: skip
+    stream, (x, y) = torch.cuda.current_stream().cuda_stream, kernel.grid(M)
+    handle, threads, shared = function.handle, function.threads, function.shared
+    launch = driver().cuLaunchKernel
+    # What the driver reads must live as long as what launches: slots and unused words behind the parameters.
+    return lambda kept=(slots, unused): launch(handle, x, y, 1, threads, 1, 1, shared, stream, parameters, None)
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from . import checks, plain
 from .backends.aten.steps import dtype_of
-from .backends.base import Kernel
+from .backends.base import Kernel, Launch
 from .describe import Call
 from .dispatch.guards import capturing, special, special_state, unusual
 from .dispatch.runtime import RUNTIME
@@ -144,17 +145,19 @@ def fresh_of(kernel: Kernel) -> Fresh:
     return fresh
 
 
-def prepared(call: Call, prepare: Prepare, differentiate: Entry, plainly: Entry) -> Entry | None:
+def prepared(
+    call: Call, given: tuple[Any, ...], prepare: Prepare, differentiate: Entry, plainly: Entry
+) -> Entry | None:
     """``entry(x, weight, extra=None)`` for operands of just these shapes, or None when plain PyTorch serves.
 
-    prepare: the operands as the kernel takes them. differentiate: called with ``compute`` and the operands when one
-    requires grad. plainly: serves whatever is no ordinary tensor.
+    given: such operands, as the caller holds them. prepare: the operands as the kernel takes them. differentiate:
+    called with ``compute`` and the operands when one requires grad. plainly: serves whatever is no ordinary tensor.
     """
     kernel = _kernel_now(call)
     if kernel is None:
         return None
     packed, grad_on = call.packed is not None, torch.is_grad_enabled
-    compute = _computing(kernel, call, prepare)
+    compute = _bound_entry(kernel, call, given) or _computing(kernel, call, prepare)
 
     def entry(x: Tensor, weight: Any, extra: Tensor | None = None) -> Tensor:
         if special_state() or unusual(x) or not (packed or not unusual(weight)):
@@ -172,14 +175,71 @@ def _kernel_now(call: Call) -> Kernel | None:
     return None if _empty(call.problem) else RUNTIME.kernel_for(call.problem, call.packed, call.a.device)
 
 
-def computing(call: Call) -> Fresh:
-    """``compute(a, b, aux)`` for operands of just these shapes, as kernels take them, by what serves the Call now: its
-    kernel, or plain PyTorch. Looks at nothing: the caller has seen that they are ordinary and want no gradient."""
+def serving(call: Call, given: Sequence[Tensor], prepare: Callable[..., tuple[Tensor, Any, Sequence[Tensor]]]) -> Entry:
+    """``compute(*given)`` for tensors of just these shapes, by what serves the Call now: its kernel, or plain PyTorch.
+
+    given: every tensor, in the order of ``Call.tensors``. prepare: the operands as kernels take them, of ``given``.
+    Looks at nothing: the caller has seen that they are ordinary and want no gradient.
+    """
     kernel = _kernel_now(call)
-    if kernel is not None:
-        return _computing(kernel, call, lambda a, b, aux: (a, b, aux))
-    problem, shape = call.problem, call.shape
-    return lambda a, b, aux: plain.run(Call(problem, a, b, tuple(aux), shape))
+    if kernel is None:
+        problem, shape = call.problem, call.shape
+
+        def plainly(*tensors: Tensor) -> Tensor:
+            a, b, aux = prepare(*tensors)
+            return plain.run(Call(problem, a, b, tuple(aux), shape))
+
+        return plainly
+    launch = _bound(kernel, call, given)
+    if launch is None:
+        compute = _computing(kernel, call, lambda a, b, aux: (a, b, aux))
+        return lambda *tensors: compute(*prepare(*tensors))
+    fresh = _outputs(call)
+
+    def direct(*tensors: Tensor) -> Tensor:
+        out = fresh()
+        launch(out, *tensors)
+        return out
+
+    return direct
+
+
+def _outputs(call: Call) -> Callable[[], Tensor]:
+    """Makes a tensor for the Call's result."""
+    return partial(torch.empty, call.shape, dtype=dtype_of(call.problem.out_dtype), device=call.a.device)
+
+
+def _bound(kernel: Kernel, call: Call, given: Sequence[Tensor]) -> Launch | None:
+    """A launch that takes the tensors ``given`` as they are; None where the kernel has none, or the Call's operands are
+    copies of these (views will do)."""
+    tensors = call.tensors if call.packed is None else (call.a, *call.packed.data, *call.aux)
+    if (call.problem.b.constant and not call.a.is_contiguous()) or len(tensors) != len(given):
+        return None
+    launch = kernel.bind(call.a, call.b, call.aux)
+    if launch is None or any(x.data_ptr() != y.data_ptr() for x, y in zip(tensors, given, strict=True)):
+        return None
+    return _there(launch, kernel, call.a.device)
+
+
+def _bound_entry(kernel: Kernel, call: Call, given: tuple[Any, ...]) -> Entry | None:
+    """``compute(x, weight, extra)`` by such a launch."""
+    packed, (x, weight, *extra), fresh = call.packed is not None, given, _outputs(call)
+    rest = [tensor for tensor in extra if tensor is not None]
+    launch = _bound(kernel, call, (x, *(weight.data if packed else (weight,)), *rest))
+    if launch is None:
+        return None
+
+    def compute(x: Tensor, weight: Any, extra: Any) -> Tensor:
+        out = fresh()
+        if packed:
+            launch(out, x, *weight.data, *(() if extra is None else (extra,)))
+        elif extra is None:
+            launch(out, x, weight)
+        else:
+            launch(out, x, weight, extra)
+        return out
+
+    return compute
 
 
 def _computing(kernel: Kernel, call: Call, prepare: Callable[[Tensor, Any, Any], Any]) -> Entry:

@@ -91,7 +91,7 @@ def _first_mm(key: Any, a: Tensor, b: Weight) -> launch.Entry:
     if isinstance(b, Tensor) and _others(a, b):
         return torch.mm
     call = describe.mm(a, b)
-    return _entry(key, call, _pair(call), _grad_mm, torch.mm, _described_mm)
+    return _entry(key, call, (a, b), _pair(call), _grad_mm, torch.mm, _described_mm)
 
 
 def _described_mm(a: Tensor, b: Weight, _: None = None) -> Tensor:
@@ -99,17 +99,18 @@ def _described_mm(a: Tensor, b: Weight, _: None = None) -> Tensor:
 
 
 def _entry(
-    key: Any, call: describe.Call, prepare: launch.Prepare, grad: launch.Entry, function: launch.Entry,
-    described: launch.Entry,
+    key: Any, call: describe.Call, given: tuple[Any, ...], prepare: launch.Prepare, grad: launch.Entry,
+    function: launch.Entry, described: launch.Entry,
 ) -> launch.Entry:  # fmt: skip
-    """What serves operands like a Call's from now on: a kernel, PyTorch's ``function``, or the general path."""
+    """What serves operands like those ``given`` from now on: a kernel, PyTorch's ``function``, or the general path."""
     generation = RUNTIME.generation
     if RUNTIME.observer is not None or launch.passing(call):
         return described
     if call.packed is not None:
-        entry = launch.prepared(call, prepare, grad, described) or described
+        entry = launch.prepared(call, given, prepare, grad, described) or described
     else:
-        entry = launch.prepared(call, prepare, grad, lambda *operands: function(*_given(operands))) or function
+        plainly = lambda *operands: function(*_given(operands))  # noqa: E731
+        entry = launch.prepared(call, given, prepare, grad, plainly) or function
     RUNTIME.remember(key, entry, generation)
     return entry
 
@@ -189,7 +190,8 @@ def _first_linear(key: Any, x: Tensor, weight: Weight, bias: Tensor | None) -> l
         return functional.linear
     call = describe.linear(x, weight, bias)
     if bias is None or (tuple(bias.shape) == (call.problem.n,) and bias.is_contiguous()):
-        return _entry(key, call, _linear_operands(call, x), _grad_linear, functional.linear, _described_linear)
+        given = (x, weight, bias)
+        return _entry(key, call, given, _linear_operands(call, x), _grad_linear, functional.linear, _described_linear)
     return _described_linear
 
 
@@ -285,7 +287,7 @@ def _first_addmm(key: Any, addend: Tensor, a: Tensor, b: Weight, beta: float, al
         return plainly
     call = describe.addmm(addend, a, b, beta, alpha)
     if len(call.aux) == 1 and call.aux[0].shape == addend.shape and addend.is_contiguous():
-        return _entry(key, call, _pair(call), differentiate, plainly, described)
+        return _entry(key, call, (a, b, addend), _pair(call), differentiate, plainly, described)
     return described
 
 
@@ -322,7 +324,7 @@ def _first_bmm(key: Any, a: Tensor, b: Tensor) -> launch.Entry:
     if _checked_bmm(a, b):
         return torch.bmm
     call = describe.bmm(a, b)
-    return _entry(key, call, _pair(call), _grad_bmm, torch.bmm, lambda a, b, _=None: _bmm(a, b, None))
+    return _entry(key, call, (a, b), _pair(call), _grad_bmm, torch.bmm, lambda a, b, _=None: _bmm(a, b, None))
 
 
 def _grad_bmm(compute: launch.Entry, a: Tensor, b: Tensor, _: None) -> Tensor:

@@ -76,7 +76,7 @@ def _first_int_mm(key: Any, a: Tensor, b: Any) -> launch.Entry:
         a, b = describe.regular(a) if turned[0] else a, describe.regular(b) if turned[1] else b
         return (launch.dense(a) if copies else a), b
 
-    entry = launch.prepared(call, lambda a, b, _: (*operands(a, b), ()), _no_gradient, described)
+    entry = launch.prepared(call, (a, b), lambda a, b, _: (*operands(a, b), ()), _no_gradient, described)
     if entry is None and call.packed is None and 0 not in (*a.shape, *b.shape):
         entry = _plain_int_mm(described, operands if any(turned) else None, plain.int_product(call.a))
     entry = entry or described
@@ -207,7 +207,7 @@ def _first_mixed_mm(
     def prepare(a: Tensor, b: Any, bias: Tensor | None) -> tuple[Tensor, Any, Sequence[Tensor]]:
         return launch.dense(a) if copies else a, b, () if bias is None else (bias,)
 
-    entry = launch.prepared(call, prepare, _no_gradient, described) or described
+    entry = launch.prepared(call, (a, b, bias), prepare, _no_gradient, described) or described
     RUNTIME.remember(key, entry, generation)
     return entry
 
@@ -219,10 +219,13 @@ def _shown(tensor: Tensor) -> Any:
 
 def _unfit(*tensors: Tensor | None) -> bool:
     """Whether the general path must see these operands: transforms, subclasses, or a gradient (which it refuses)."""
+    if special_state():
+        return True
     grad = torch.is_grad_enabled()
-    return special_state() or any(
-        unusual(tensor) or (grad and tensor.requires_grad) for tensor in tensors if tensor is not None
-    )
+    for tensor in tensors:  # noqa: SIM110 - a generator would cost as much as all that it asks
+        if tensor is not None and (unusual(tensor) or (grad and tensor.requires_grad)):
+            return True
+    return False
 
 
 def _raw_mixed_mm(
@@ -232,7 +235,10 @@ def _raw_mixed_mm(
     try:
         zero = None if zero_point is None else _shown(zero_point)
         added = None if bias is None else _shown(bias)
-        key: Any = ("mixed_mm", _shown(a), _shown(b), _shown(scale), zero, added, bits, group_size, _threads())
+        key: Any = (
+            "mixed_mm", a.shape, a.stride(), a.dtype, a.is_cpu or a.device, b.shape, b.stride(), b.dtype,
+            b.is_cpu or b.device, _shown(scale), zero, added, bits, group_size, _threads(),
+        )  # fmt: skip
         entry = _lookup(key)
     except (AttributeError, RuntimeError, TypeError):
         return _mixed_mm(a, b, scale, zero_point, bits, group_size, bias, None, (), None)
@@ -258,13 +264,20 @@ def _first_raw_mixed_mm(
     if plainly or not isinstance(weight, QuantWeight) or not _as_given(weight, scale, zero_point, bias):
         return described
     k, quant, dtype = weight.k, weight.quant, weight.dtype
-    compute, copies = launch.computing(call), call.problem.b.constant and not a.is_contiguous()
+    copies, zeros = call.problem.b.constant and not a.is_contiguous(), zero_point is not None
+
+    def prepare(a: Tensor, b: Any, scale: Any, *rest: Any) -> tuple[Tensor, QuantWeight, Sequence[Tensor]]:
+        zero = rest[0] if zeros else None
+        return launch.dense(a) if copies else a, QuantWeight(b, scale, zero, k, quant, dtype), rest[1 if zeros else 0 :]
+
+    compute = launch.serving(call, [t for t in (a, b, scale, zero_point, bias) if t is not None], prepare)
 
     def entry(a: Tensor, b: Any, scale: Any, zero_point: Any, bias: Any) -> Tensor:
         if _unfit(a, b, scale, zero_point, bias):
             return described(a, b, scale, zero_point, bias)
-        operand = QuantWeight(b, scale, zero_point, k, quant, dtype)
-        return compute(launch.dense(a) if copies else a, operand, () if bias is None else (bias,))
+        if zero_point is None:
+            return compute(a, b, scale) if bias is None else compute(a, b, scale, bias)
+        return compute(a, b, scale, zero_point) if bias is None else compute(a, b, scale, zero_point, bias)
 
     RUNTIME.remember(key, entry, generation)
     return entry
@@ -297,18 +310,26 @@ def scaled_mm(
     no error bound is known, so that nothing else could be proven to be as good. Raises TypeError, ShapeError,
     DtypeError or GradError before anything runs.
     """
-    if is_compiling() or _is_atens(mat1, mat2, scale_a, scale_b, scale_result, use_fast_accum):
+    key: Any = None
+    compiling = is_compiling()
+    if not compiling and scale_result is None and not use_fast_accum:
+        try:
+            key = (
+                "scaled_mm", mat1.shape, mat1.stride(), mat1.dtype, mat1.is_cpu or mat1.device, mat2.shape,
+                mat2.stride(), mat2.dtype, mat2.is_cpu or mat2.device, _shown(scale_a), _shown(scale_b),
+                None if bias is None else _shown(bias), out_dtype, _threads(),
+            )  # fmt: skip
+            entry = _lookup(key)
+        except (AttributeError, RuntimeError, TypeError):
+            key = entry = None
+        if entry is not None:
+            result: Tensor = entry(mat1, mat2, scale_a, scale_b, bias)
+            return result
+    if compiling or _is_atens(mat1, mat2, scale_a, scale_b, scale_result, use_fast_accum):
         return torch._scaled_mm(mat1, mat2, scale_a, scale_b, bias, scale_result, out_dtype, use_fast_accum)
-    if scale_result is not None:
+    if key is None:
         return _scaled_mm(mat1, mat2, scale_a, scale_b, bias, scale_result, out_dtype)
-    try:
-        added = None if bias is None else _shown(bias)
-        scales = (_shown(scale_a), _shown(scale_b))
-        key: Any = ("scaled_mm", _shown(mat1), _shown(mat2), scales, added, out_dtype, _threads())
-        entry = _lookup(key)
-    except (AttributeError, RuntimeError, TypeError):
-        return _scaled_mm(mat1, mat2, scale_a, scale_b, bias, None, out_dtype)
-    entry = entry or _first_scaled_mm(key, mat1, mat2, scale_a, scale_b, bias, out_dtype)
+    entry = _first_scaled_mm(key, mat1, mat2, scale_a, scale_b, bias, out_dtype)
     return entry(mat1, mat2, scale_a, scale_b, bias)
 
 
@@ -349,13 +370,17 @@ def _first_scaled_mm(
         return described
     if len(call.aux) != len(tensors) or not all(t.is_contiguous() for t in tensors):
         return described
-    compute, shapes = launch.computing(call), [tensor.shape for tensor in call.aux]
+    shapes = [tensor.shape for tensor in call.aux]
+
+    def prepare(a: Tensor, b: Tensor, *aux: Tensor) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
+        return a, b, [t.view(shape) for t, shape in zip(aux, shapes, strict=True)]
+
+    compute = launch.serving(call, (a, b, *tensors), prepare)
 
     def entry(a: Any, b: Any, scale_a: Any, scale_b: Any, bias: Any) -> Tensor:
         if _unfit(a, b, scale_a, scale_b, bias):
             return described(a, b, scale_a, scale_b, bias)
-        given = (scale_a, scale_b) if bias is None else (scale_a, scale_b, bias)
-        return compute(a, b, [t.view(shape) for t, shape in zip(given, shapes, strict=True)])
+        return compute(a, b, scale_a, scale_b) if bias is None else compute(a, b, scale_a, scale_b, bias)
 
     RUNTIME.remember(key, entry, generation)
     return entry

@@ -18,13 +18,13 @@ from gemmtune.workloads import bmm_problem, build, fp8_problem, int_problem, wei
 
 def cases() -> Iterator[tuple[Problem, str, dict[str, int]]]:
     """A problem, a template, and what its configuration must have."""
-    yield build(5, 520, 1032, "bf16"), "tiled", {"split": 2}
+    yield build(5, 1096, 1032, "bf16"), "tiled", {"split": 4}
     yield build(100, 300, 136, "bf16"), "tiled", {"split": 1}
     yield bmm_problem(3, 20, 72, 200, "bfloat16"), "tiled", {}
-    yield int_problem(33, 328, 1040), "tiled", {"split": 2}
+    yield int_problem(33, 1096, 1040), "tiled", {"split": 2}
     yield fp8_problem(7, 272, 1024), "tiled", {}
-    yield weight_only_problem(3, 264, 1056), "tiled", {"split": 2}
-    yield weight_only_problem(9, 264, 1024, bits=4, group=128), "tiled", {"split": 2}
+    yield weight_only_problem(3, 1096, 1056), "tiled", {"split": 2}
+    yield weight_only_problem(9, 1096, 1024, bits=4, group=128), "tiled", {"split": 2}
     yield build(300, 8200, 136, "bf16"), "persistent", {}
     yield weight_only_problem(200, 8200, 144), "persistent", {}
     yield weight_only_problem(200, 8200, 144), "converted", {}

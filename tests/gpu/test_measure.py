@@ -179,6 +179,9 @@ def test_graphs_survive_captures_that_fail() -> None:
         clock = CudaClock(clock._gpu)
     clock.time_round([shy, plain], [4, 4])
     assert clock.conditions(shy, False)["timed"].startswith("eager: ")
+    assert clock.conditions(plain, False) == {"timed": "eager: beside one that cannot be captured"}
+    clock = CudaClock(clock._gpu)
+    clock.time_round([plain], [4])
     assert clock.conditions(plain, False) == {"timed": "graph"}
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -290,10 +293,12 @@ def test_what_turns_bad_in_a_race_is_named(shared: Worker, name: str) -> None:
 def test_a_race_says_how_each_was_timed(shared: Worker) -> None:
     raced = shared.race([kind(name) for name in hostile_cuda.HONEST], 1.0, 0)
     words = {place.id: place.sample.conditions for place in raced.placed if place.sample is not None}
-    assert words[kind("good").id]["timed"] == "graph"
+    assert words[kind("good").id]["timed"] == "eager: beside one that cannot be captured"
     assert words[kind("waits").id]["timed"].startswith("eager: ")
     assert "nothing on the current stream" in words[kind("elsewhere").id]["timed"]
     assert words[kind("good").id]["operands"] == "cold"
+    alone = shared.race([kind("good")], 1.0, 0)
+    assert [place.sample.conditions["timed"] for place in alone.placed if place.sample is not None] == ["graph"]
 
 
 def test_a_worker_for_eager_launches(target: Target) -> None:

@@ -7,7 +7,7 @@ subclass (docs/adding-a-backend.md).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -154,6 +154,7 @@ class PackedWeight:
 
 
 WeightLike = "Tensor | QuantWeight | PackedWeight"
+Launch = Callable[..., None]  # what Kernel.bind returns
 
 
 class Kernel(ABC):
@@ -178,6 +179,16 @@ class Kernel(ABC):
         their Step's axis says (broadcasting already resolved, last dimension contiguous). out: [M, N] of
         ``problem.out_dtype``, row-major. Nothing is validated here: the caller has.
         """
+
+    def bind(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Launch | None:
+        """``run`` for operands of just these shapes and strides on their device, by addresses alone; None where a
+        kernel looks at more than that.
+
+        The result is called ``launch(out, a, b, *aux)``, a weight's scales and zero points (a PackedWeight's tensors)
+        coming behind its matrix. Any view of the same memory will do: a weight need not be transposed, nor a scale
+        be given its kernel's shape, which is what makes a call cheap for the host.
+        """
+        return None
 
     def pack(self, b: Any) -> PackedWeight:
         """Pack a raw B (Tensor or QuantWeight) into ``self.packing``. Only called when packing is not None."""

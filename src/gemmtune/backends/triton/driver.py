@@ -1,6 +1,6 @@
 """The CUDA driver by ctypes: loading cubins and launching them, with no compiler and no Triton at run time.
 
-A launch writes its arguments into one array per thread and calls ``cuLaunchKernel``: 2 to 3 us in all.
+A launch writes what changed since the last one (addresses) into its thread's arrays and calls ``cuLaunchKernel``.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,9 +22,11 @@ _NO_CONTEXT = 201
 _MAP_BYTES = 128
 _L2_128B = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 
+Send = Callable[..., None]  # see Function.bound
+
 
 @functools.cache
-def _driver() -> Any:
+def driver() -> Any:
     """libcuda; its functions keep the interpreter's lock, since they return at once. Raises KernelError without it."""
     try:
         library = ctypes.PyDLL("libcuda.so.1")
@@ -38,57 +40,69 @@ def _driver() -> Any:
 def _check(status: int, doing: str) -> None:
     if status:
         text = ctypes.c_char_p()
-        _driver().cuGetErrorString(status, ctypes.byref(text))
+        driver().cuGetErrorString(status, ctypes.byref(text))
         words = (text.value or b"unknown error").decode()
         raise KernelError(f"{doing}: CUDA error {status} ({words})")
 
 
 class Function:
-    """A kernel of a cubin, loaded for one device: call it to launch. Modules are never unloaded."""
+    """A kernel of a cubin, loaded for one device; ``bound`` gives what launches it. Modules are never unloaded."""
 
     def __init__(self, header: Header, cubin: bytes, device: int) -> None:
         self.header, self.device = header, device
         with torch.cuda.device(device):
             torch.cuda.current_stream().query()  # makes the device's context current on this thread
             module, handle = ctypes.c_void_p(), ctypes.c_void_p()
-            _check(_driver().cuModuleLoadData(ctypes.byref(module), cubin), f"loading {header.name}")
+            _check(driver().cuModuleLoadData(ctypes.byref(module), cubin), f"loading {header.name}")
             name = header.name.encode()
-            _check(_driver().cuModuleGetFunction(ctypes.byref(handle), module, name), f"finding {header.name}")
+            _check(driver().cuModuleGetFunction(ctypes.byref(handle), module, name), f"finding {header.name}")
             if header.shared > _STATIC_SHARED:
-                status = _driver().cuFuncSetAttribute(handle, _SHARED_LIMIT, header.shared)
+                status = driver().cuFuncSetAttribute(handle, _SHARED_LIMIT, header.shared)
                 _check(status, f"asking for {header.shared} bytes of shared memory")
-        self._handle, self._threads, self._shared = handle.value, 32 * header.warps, header.shared
-        self._launch = _driver().cuLaunchKernel
-        self._blocks = threading.local()
+        self.handle, self.threads, self.shared = handle.value, 32 * header.warps, header.shared
+        self._launch = driver().cuLaunchKernel
 
-    def __call__(self, grid: tuple[int, int], values: Sequence[int], maps: Sequence[Any], stream: int) -> None:
-        """Launch on ``stream``. values: of all arguments but descriptors (0 in their places), pointers as integers;
-        maps: the descriptors in order. Raises KernelError when the driver refuses."""
-        try:
-            slots, parameters, places, _ = self._blocks.held
-        except AttributeError:
-            slots, parameters, places, _ = self._blocks.held = self._block()
-        slots[:] = values
-        for place, made in zip(places, maps, strict=True):
-            parameters[place] = made.address
-        x, y = grid
-        status = self._launch(self._handle, x, y, 1, self._threads, 1, 1, self._shared, stream, parameters, None)
-        if status == _NO_CONTEXT:  # a thread that has not used CUDA yet
-            torch.cuda.current_stream(self.device).query()
-            status = self._launch(self._handle, x, y, 1, self._threads, 1, 1, self._shared, stream, parameters, None)
-        if status:
-            _check(status, f"launching {self.header.name}")
+    def bound(self, grid: tuple[int, int], values: Sequence[int], moving: Sequence[int]) -> Send:
+        """``send(stream, addresses, maps)``: launches with these values of all arguments but descriptors (0 in their
+        places; pointers as integers), but for ``addresses`` in the places of ``moving``; maps: the descriptors in
+        order. send raises KernelError when the driver refuses."""
+        launch, handle, threads, shared = self._launch, self.handle, self.threads, self.shared
+        (x, y), described = grid, self._described()
+        own = threading.local()
 
-    def _block(self) -> tuple[Any, Any, tuple[int, ...], Any]:
-        """This thread's own: a slot an argument, the slots' addresses, where descriptors belong, an unused word."""
+        def send(stream: int, addresses: Sequence[int], maps: Sequence[Map] = ()) -> None:
+            try:
+                slots, parameters, start = own.held
+            except AttributeError:
+                slots, parameters, _ = held = self.block(values)
+                start = ctypes.c_void_p(ctypes.addressof(parameters))
+                own.block, own.held = held, (slots, parameters, start)
+            for place, address in zip(moving, addresses, strict=True):
+                slots[place] = address
+            for place, made in zip(described, maps, strict=True):
+                parameters[place] = made.address
+            status = launch(handle, x, y, 1, threads, 1, 1, shared, stream, start, None)
+            if status == _NO_CONTEXT:  # a thread that has not used CUDA yet
+                torch.cuda.current_stream(self.device).query()
+                status = launch(handle, x, y, 1, threads, 1, 1, shared, stream, start, None)
+            if status:
+                _check(status, f"launching {self.header.name}")
+
+        return send
+
+    def block(self, values: Sequence[int]) -> tuple[Any, Any, Any]:
+        """A launch's arguments, for one thread at a time: a slot an argument, the addresses of the slots (and, in the
+        places of descriptors, whatever is put there), and a word for what Triton wants and does not use."""
         names = self.header.arguments
         count = len(names) + self.header.scratch
-        slots = (ctypes.c_uint64 * len(names))()
+        slots = (ctypes.c_uint64 * len(names))(*values)
         unused = (ctypes.c_uint64 * max(1, self.header.scratch))()
         own = [ctypes.addressof(slots) + 8 * place for place in range(len(names))]
         parameters = (ctypes.c_void_p * count)(*own, *([ctypes.addressof(unused)] * self.header.scratch))
-        places = tuple(place for place, name in enumerate(names) if name in self.header.descriptors)
-        return slots, parameters, places, unused
+        return slots, parameters, unused
+
+    def _described(self) -> tuple[int, ...]:
+        return tuple(place for place, name in enumerate(self.header.arguments) if name in self.header.descriptors)
 
 
 class Map:
@@ -98,7 +112,7 @@ class Map:
         self._memory = (ctypes.c_uint8 * (2 * _MAP_BYTES))()
         start = ctypes.addressof(self._memory)
         self.address = start + -start % _MAP_BYTES
-        status = _driver().cuTensorMapEncodeTiled(
+        status = driver().cuTensorMapEncodeTiled(
             ctypes.c_void_p(self.address),
             ctypes.c_int(tma.dtype),
             ctypes.c_uint32(2),

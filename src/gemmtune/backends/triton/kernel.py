@@ -1,18 +1,22 @@
-"""Loaded Triton kernels: from operands to a launch."""
+"""Loaded Triton kernels: from operands to a launch.
+
+What follows from shapes and strides (the grid, most arguments) is settled once, in ``bind``; a launch takes addresses.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from dataclasses import replace
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...epilogue import Step
 from ...errors import PackedWeightError
 from ...problem import Problem, bits
-from ..base import Candidate, Kernel, PackedWeight, QuantWeight
+from ..base import Candidate, Kernel, Launch, PackedWeight, QuantWeight
 from .compiler import CONVERTED_ITEMS, Header
 from .driver import Function, Map
 from .space import INT4_BLOCKS, int4_layout, leads
@@ -21,6 +25,7 @@ _ALIGN = 16
 _LOCKS = 1 << 20  # counters a device, handed out to kernels as they are loaded
 _SPACE = 32 << 20  # bytes of sums that a stream gets at first
 _MAPS = 256  # descriptors kept a kernel: weights stay where they are
+_BOUND = 256  # launches kept a kernel: one an M
 
 
 class Scratch:
@@ -82,7 +87,7 @@ class Loaded:
 
 
 class TritonKernel(Kernel):
-    """Cubins with what launching them needs; takes any M. Operands that start off a 16-byte boundary are copied."""
+    """Cubins with what launching them needs; takes any M. Matrices that start off a 16-byte boundary are copied."""
 
     def __init__(self, problem: Problem, candidate: Candidate, parts: Sequence[tuple[Header, bytes]]) -> None:
         self.problem, self.candidate = problem, candidate
@@ -91,19 +96,60 @@ class TritonKernel(Kernel):
         self._bm, self._bn = int(config["bm"]), int(config["bn"])
         self._block = int(config["bk"])
         self.packing = int4_layout(self._block) if problem.b.dtype == "int4" else None
-        self._function = Loaded(self.header, cubin)
+        self.function = Loaded(self.header, cubin)
+        self._bound: dict[tuple[int, ...], Launch] = {}
         self._tiles_n = -(-problem.n // self._bn)
 
     def pack(self, b: Any) -> PackedWeight:
         return shuffle_int4(b, self.problem, self._block)
 
-    def _weight(self, b: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The matrix, and the scales (and zero points) that go with it."""
-        if isinstance(b, PackedWeight):
-            return b.data[0], b.data[1:]
-        if isinstance(b, QuantWeight):
-            return b.data, (b.scale,) if b.zero_point is None else (b.scale, b.zero_point)
-        return b, ()
+    def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
+        self.bind(a, b, aux)(out, a, *_tensors(b), *aux)
+
+    def bind(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Launch:
+        problem, (raw, *extra) = self.problem, _tensors(b)
+        m, device = a.shape[-2], a.device.index
+        sizes = {
+            f"ld{place}": tensor.stride(-2) if tensor.shape[-2] > 1 else problem.n
+            for (place, step), tensor in zip(_taking(problem), aux, strict=True) if step.axis == "full"
+        }  # fmt: skip
+        if problem.family == "bmm":
+            sizes |= {"batch_a": a.stride(0), "batch_b": raw.stride(0), "batch_c": m * leads(problem, m)[2]}
+        key = (m, device, *sizes.values())
+        held = self._bound.get(key)
+        if held is None:
+            names = ["s_ptr", "z_ptr"][: len(extra)] + [f"t{place}" for place, _ in _taking(problem)]
+            if len(self._bound) >= _BOUND:
+                self._bound.clear()
+            held = self._bound[key] = self._launcher(m, device, sizes, names)
+        return held
+
+    @abstractmethod
+    def _launcher(self, m: int, device: int, sizes: dict[str, int], names: list[str]) -> Launch:
+        """What ``bind`` returns. sizes: arguments that follow from the operands' strides; names: of the arguments
+        whose tensors come behind A and B."""
+
+
+def _tensors(b: Any) -> tuple[Tensor, ...]:
+    """The matrix, and the scales (and zero points) that go with it."""
+    if isinstance(b, PackedWeight):
+        return b.data
+    if isinstance(b, QuantWeight):
+        return (b.data, b.scale) if b.zero_point is None else (b.data, b.scale, b.zero_point)
+    return (b,)
+
+
+def _taking(problem: Problem) -> list[tuple[int, Step]]:
+    """The epilogue's steps that take a tensor, by their place."""
+    return [(place, step) for place, step in enumerate(problem.epilogue) if step.takes_tensor]
+
+
+def _shifted(launch: Launch, out: Tensor, a: Tensor, b: Tensor, rest: Sequence[Tensor]) -> None:
+    """The launch, on copies of the matrices that start off a 16-byte boundary."""
+    result = _fitting(out)
+    launch(result, _fitting(a), _fitting(b), *rest)
+    if result is not out:
+        out.copy_(result)
 
 
 def _fitting(t: Tensor) -> Tensor:
@@ -119,90 +165,58 @@ class Tiled(TritonKernel):
 
     def __init__(self, problem: Problem, candidate: Candidate, parts: Sequence[tuple[Header, bytes]]) -> None:
         super().__init__(problem, candidate, parts)
-        header = self.header
         self._split = int(dict(candidate.config)["split"])
-        tiles = -(-problem.m // self._bm) * self._tiles_n * problem.batch
+        tiles = self._tiles(problem.m)
         self.workspace_bytes = self._sums_bytes(tiles) if self._split > 1 else 0
         self._counters: dict[tuple[int, int], Tensor] = {}
-        self._places = {name: place for place, name in enumerate(header.arguments)}
-        known = dict.fromkeys(header.arguments, 0) | {"N": problem.n, "K": problem.k}
-        known["lda"], known["ldb"], known["ldc"] = leads(problem, problem.m)
-        self._values = [known[name] for name in header.arguments]
-        self._m_place = self._places["M"]
-        # With contiguous columns A's leading dimension is M.
-        self._lda_place = self._places["lda"] if problem.a.layout.order == "col" and not problem.a.layout.ld else None
-        self._plain = not (problem.family == "bmm" or self._split > 1 or problem.epilogue or problem.b.quant)
+
+    def _tiles(self, m: int) -> int:
+        return -(-m // self._bm) * self._tiles_n * self.problem.batch
 
     def _sums_bytes(self, tiles: int) -> int:
         return tiles * self._split * self._bm * self._bn * 4
 
-    def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
-        raw, extra = (b, ()) if self._plain else self._weight(b)
-        a_at, b_at, out_at = a.data_ptr(), raw.data_ptr(), out.data_ptr()
-        if (a_at | b_at | out_at) & 15:
-            self._shifted(a, b, aux, out)
-            return
-        m = a.shape[-2]
-        values = self._values.copy()
-        values[0], values[1], values[2], values[self._m_place] = a_at, b_at, out_at, m
-        device = a.device.index
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        tiles = -(-m // self._bm) * self._tiles_n
-        if self._lda_place is not None:
-            values[self._lda_place] = m
-        if not self._plain:
-            self._add(values, a, raw, extra, aux, out, tiles, stream)
-        self._function(device)((tiles * self._split, self.problem.batch), values, (), stream)
+    def arguments(self, m: int, sizes: dict[str, int]) -> list[int]:
+        """Every argument's value for M rows, addresses 0."""
+        problem = self.problem
+        lda, ldb, ldc = leads(problem, m)
+        known = {"M": m, "N": problem.n, "K": problem.k, "lda": lda, "ldb": ldb, "ldc": ldc, **sizes}
+        return [known.get(name, 0) for name in self.header.arguments]
 
-    def _shifted(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
-        raw, _ = self._weight(b)
-        fitting = _fitting(raw)
-        if fitting is not raw:
-            b = replace(b, data=fitting) if isinstance(b, QuantWeight) else fitting
-        result = _fitting(out)
-        self.run(_fitting(a), b, aux, result)
-        if result is not out:
-            out.copy_(result)
+    def grid(self, m: int) -> tuple[int, int]:
+        """Programs for M rows: tiles times parts of K, batches."""
+        return self._tiles(m) // self.problem.batch * self._split, self.problem.batch
 
-    def _add(
-        self, values: list[int], a: Tensor, raw: Tensor, extra: Sequence[Tensor], aux: Sequence[Tensor], out: Tensor,
-        tiles: int, stream: int,
-    ) -> None:  # fmt: skip
-        """What only some kernels take: scales, batches, a place for partial sums, the epilogue's tensors."""
-        problem, places = self.problem, self._places
-        if extra:
-            values[places["s_ptr"]] = extra[0].data_ptr()
-            if len(extra) > 1:
-                values[places["z_ptr"]] = extra[1].data_ptr()
-        if problem.family == "bmm":
-            values[places["batch_a"]], values[places["batch_b"]] = a.stride(0), raw.stride(0)
-            values[places["batch_c"]] = out.stride(0)
-        if self._split > 1:
-            count, device = tiles * problem.batch, a.device.index
-            values[places["ws_ptr"]] = scratch_of(device).sums(stream, self._sums_bytes(count))
-            values[places["lock_ptr"]] = self._locks(device, stream, count)
-        if aux:
-            known: dict[str, int] = {}
-            _add_aux(problem, known, aux)
-            for name, value in known.items():
-                values[places[name]] = value
+    def _launcher(self, m: int, device: int, sizes: dict[str, int], names: list[str]) -> Launch:
+        places = {name: place for place, name in enumerate(self.header.arguments)}
+        moving = [places[name] for name in ("c_ptr", "a_ptr", "b_ptr", *names)]
+        shared = self._split > 1
+        if shared:
+            moving += [places["ws_ptr"], places["lock_ptr"]]
+        send = self.function(device).bound(self.grid(m), self.arguments(m, sizes), moving)
+        stream_of, tiles = torch._C._cuda_getCurrentRawStream, self._tiles(m)
 
-    def _locks(self, device: int, stream: int, count: int) -> int:
+        def launch(out: Tensor, a: Tensor, b: Tensor, *rest: Tensor) -> None:
+            at: tuple[int, ...] = (out.data_ptr(), a.data_ptr(), b.data_ptr())
+            if (at[0] | at[1] | at[2]) % _ALIGN:
+                _shifted(launch, out, a, b, rest)
+                return
+            stream = stream_of(device)
+            if rest:
+                at += tuple([tensor.data_ptr() for tensor in rest])
+            if shared:
+                at += self._common(device, stream, tiles)
+            send(stream, at)
+
+        return launch
+
+    def _common(self, device: int, stream: int, tiles: int) -> tuple[int, int]:
+        """Where a stream's kernels leave partial sums, and this kernel's counters."""
         key = (device, stream)
         held = self._counters.get(key)
-        if held is None or held.numel() < count:
-            held = self._counters[key] = scratch_of(device).counters(max(count, 2 * self._tiles_n))
-        return held.data_ptr()
-
-
-def _add_aux(problem: Problem, known: dict[str, int], aux: Sequence[Tensor]) -> None:
-    tensors = iter(aux)
-    for place, step in enumerate(problem.epilogue):
-        if step.takes_tensor:
-            tensor = next(tensors)
-            known[f"t{place}"] = tensor.data_ptr()
-            if step.axis == "full":
-                known[f"ld{place}"] = tensor.stride(-2) if tensor.shape[-2] > 1 else problem.n
+        if held is None or held.numel() < tiles:
+            held = self._counters[key] = scratch_of(device).counters(max(tiles, 2 * self._tiles_n))
+        return scratch_of(device).sums(stream, self._sums_bytes(tiles)), held.data_ptr()
 
 
 class Persistent(TritonKernel):
@@ -210,40 +224,40 @@ class Persistent(TritonKernel):
 
     def __init__(self, problem: Problem, candidate: Candidate, parts: Sequence[tuple[Header, bytes]]) -> None:
         super().__init__(problem, candidate, parts)
-        self._ldb = leads(problem, problem.m)[1]
         self._maps: dict[tuple[int, int, int], Map] = {}
 
-    def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
+    def _launcher(self, m: int, device: int, sizes: dict[str, int], names: list[str]) -> Launch:
         problem = self.problem
-        raw, extra = self._weight(b)
-        result = out
-        if (a.data_ptr() | raw.data_ptr() | out.data_ptr()) % _ALIGN:
-            a, raw, result = _fitting(a), _fitting(raw), _fitting(out)
-        m, device = a.shape[0], a.device.index
         lda, _, ldc = leads(problem, m)
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        b_at, ldb = self._matrix(raw, device, stream)
-        maps = (self._map("a_desc", a.data_ptr(), m, lda), self._map("b_desc", b_at, problem.n, ldb))
+        ldb, matrix = self._matrix(device)
         tiles = -(-m // self._bm) * self._tiles_n
-        programs = min(tiles, _multiprocessors(device))
+        programs = min(tiles, torch.cuda.get_device_properties(device).multi_processor_count)
         known = {
-            "a_desc": 0, "b_desc": 0, "c_ptr": result.data_ptr(), "M": m, "N": problem.n, "K": problem.k, "ldc": ldc,
-            "PROGRAMS": programs, "a_desc.shape0": m, "a_desc.shape1": problem.k, "a_desc.stride0": lda,
-            "a_desc.stride1": 1, "b_desc.shape0": problem.n, "b_desc.shape1": problem.k, "b_desc.stride0": ldb,
-            "b_desc.stride1": 1,
+            "M": m, "N": problem.n, "K": problem.k, "ldc": ldc, "PROGRAMS": programs, "a_desc.shape0": m,
+            "a_desc.shape1": problem.k, "a_desc.stride0": lda, "a_desc.stride1": 1, "b_desc.shape0": problem.n,
+            "b_desc.shape1": problem.k, "b_desc.stride0": ldb, "b_desc.stride1": 1, **sizes,
         }  # fmt: skip
-        if extra:
-            known["s_ptr"] = extra[0].data_ptr()
-        if aux:
-            _add_aux(problem, known, aux)
-        values = [known[name] for name in self.header.arguments]
-        self._function(device)((programs, 1), values, maps, stream)
-        if result is not out:
-            out.copy_(result)
+        arguments = self.header.arguments
+        moving = [arguments.index(name) for name in ("c_ptr", *names)]
+        values = [known.get(name, 0) for name in arguments]
+        send = self.function(device).bound((programs, 1), values, moving)
+        stream_of = torch._C._cuda_getCurrentRawStream
 
-    def _matrix(self, raw: Tensor, device: int, stream: int) -> tuple[int, int]:
-        """The address of B as the kernel reads it, and its leading dimension."""
-        return raw.data_ptr(), self._ldb
+        def launch(out: Tensor, a: Tensor, b: Tensor, *rest: Tensor) -> None:
+            at = (out.data_ptr(), a.data_ptr(), b.data_ptr())
+            if (at[0] | at[1] | at[2]) % _ALIGN:
+                _shifted(launch, out, a, b, rest)
+                return
+            stream = stream_of(device)
+            right = self._map("b_desc", matrix(at[2], stream), problem.n, ldb)
+            maps = (self._map("a_desc", at[1], m, lda), right)
+            send(stream, (at[0], *[tensor.data_ptr() for tensor in rest]), maps)
+
+        return launch
+
+    def _matrix(self, device: int) -> tuple[int, Callable[[int, int], int]]:
+        """The leading dimension of B as the kernel reads it, and its address from that of B and the stream."""
+        return leads(self.problem, self.problem.m)[1], lambda address, stream: address
 
     def _map(self, name: str, pointer: int, rows: int, lead_: int) -> Map:
         key = (pointer, rows, lead_)
@@ -264,20 +278,16 @@ class Converted(Persistent):
         self._count = problem.n * problem.k
         self.workspace_bytes = self._count * bits(problem.a.dtype) // 8
 
-    def _matrix(self, raw: Tensor, device: int, stream: int) -> tuple[int, int]:
-        place = scratch_of(device).sums(stream, self.workspace_bytes)
-        grid = (-(-self._count // CONVERTED_ITEMS), 1)
-        self._convert(device)(grid, (raw.data_ptr(), place, self._count), (), stream)
-        return place, self.problem.k
+    def _matrix(self, device: int) -> tuple[int, Callable[[int, int], int]]:
+        grid, values = (-(-self._count // CONVERTED_ITEMS), 1), (0, 0, self._count)
+        send, size = self._convert(device).bound(grid, values, (0, 1)), self.workspace_bytes
 
+        def convert(address: int, stream: int) -> int:
+            place = scratch_of(device).sums(stream, size)
+            send(stream, (address, place))
+            return place
 
-_counts: dict[int, int] = {}
-
-
-def _multiprocessors(device: int) -> int:
-    if device not in _counts:
-        _counts[device] = torch.cuda.get_device_properties(device).multi_processor_count
-    return _counts[device]
+        return self.problem.k, convert
 
 
 TEMPLATES: dict[str, type[TritonKernel]] = {"tiled": Tiled, "persistent": Persistent, "converted": Converted}

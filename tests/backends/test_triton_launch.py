@@ -1,0 +1,231 @@
+"""What the Triton backend hands the driver, without a GPU: a driver that writes down what it is asked to launch."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from gemmtune.backends.base import Candidate
+from gemmtune.backends.triton import driver, kernel
+from gemmtune.backends.triton.compiler import Header, spec
+from gemmtune.backends.triton.kernel import TEMPLATES, TritonKernel
+from gemmtune.epilogue import Step
+from gemmtune.errors import KernelError
+from gemmtune.measure.inputs import Inputs, make_inputs
+from gemmtune.problem import Problem
+from gemmtune.workloads import bmm_problem, build, fp8_problem, weight_only_problem
+
+STREAM = 7
+
+
+class Driver:
+    """cuLaunchKernel by name of the kernel: the grid, and every argument's eight bytes."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[str, tuple[int, int], list[int]]] = []
+        self.names: list[str] = []
+        self.arguments: dict[str, int] = {}
+        self.statuses: list[int] = []
+
+    def cuModuleLoadData(self, module: Any, cubin: bytes) -> int:
+        return 0
+
+    def cuModuleGetFunction(self, handle: Any, module: Any, name: bytes) -> int:
+        self.names.append(name.decode())
+        handle._obj.value = len(self.names)
+        return 0
+
+    def cuGetErrorString(self, status: int, text: Any) -> int:
+        return 0
+
+    def cuLaunchKernel(self, handle: int, x: int, y: int, z: int, *rest: Any) -> int:
+        if self.statuses:
+            return self.statuses.pop(0)
+        threads, one, also_one, _, stream, start, _ = rest
+        assert (z, one, also_one, threads, stream) == (1, 1, 1, 128, STREAM)
+        name = self.names[handle - 1]
+        parameters = (ctypes.c_void_p * self.arguments[name]).from_address(start.value)
+        values = [ctypes.c_uint64.from_address(address).value for address in parameters]
+        self.launches.append((name, (x, y), values))
+        return 0
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    made = Driver()
+    monkeypatch.setattr(driver, "driver", lambda: made)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(query=lambda: True))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: STREAM, raising=False)
+    return made
+
+
+def loaded(fake: Driver, problem: Problem, template: str = "tiled", split: int = 1) -> TritonKernel:
+    config = {"bm": 16, "bn": 64, "bk": 128, "split": split, "swap": 0, "group": 8, "stages": 3, "warps": 4}
+    candidate = Candidate.make("triton", template, **config)
+    passed = tuple(name for name, kind in spec(problem, candidate).signature.items() if kind != "constexpr")
+    header = Header(template, 0, 0, 4, passed, 1)
+    fake.arguments[template] = len(passed)
+    return TEMPLATES[template](problem, candidate, [(header, b"")])
+
+
+def launched(fake: Driver, made: TritonKernel) -> tuple[tuple[int, int], dict[str, int]]:
+    _, grid, values = fake.launches.pop()
+    return grid, dict(zip(made.header.arguments, values, strict=True))
+
+
+def call(made: TritonKernel, inputs: Inputs) -> torch.Tensor:
+    problem = made.problem
+    shape = (problem.batch, problem.m, problem.n) if problem.family == "bmm" else (inputs.a.shape[0], problem.n)
+    out = torch.empty(shape, dtype=getattr(torch, problem.out_dtype))
+    made.run(inputs.a, made.pack(inputs.b) if made.packing else inputs.b, inputs.aux, out)
+    return out
+
+
+def test_a_plain_product(fake: Driver) -> None:
+    problem = build(40, 200, 256, "bf16")
+    made, inputs = loaded(fake, problem), make_inputs(problem, 0)
+    out = call(made, inputs)
+    grid, values = launched(fake, made)
+    assert grid == (3 * 4, 1)
+    assert values == {
+        "a_ptr": inputs.a.data_ptr(), "b_ptr": inputs.b.data_ptr(), "c_ptr": out.data_ptr(), "M": 40, "N": 200,
+        "K": 256, "lda": 256, "ldb": 256, "ldc": 200,
+    }  # fmt: skip
+
+
+def test_another_m_is_bound_anew_and_known_again(fake: Driver) -> None:
+    made = loaded(fake, build(40, 200, 256, "bf16"))
+    for m in (40, 3, 40):
+        inputs = make_inputs(made.problem.with_m(m), 0)
+        call(made, inputs)
+        grid, values = launched(fake, made)
+        assert (grid, values["M"], values["a_ptr"]) == ((-(-m // 16) * 4, 1), m, inputs.a.data_ptr())
+    bound = [made.bind(make_inputs(made.problem.with_m(m), 0).a, make_inputs(made.problem, 0).b, ()) for m in (3, 3, 4)]
+    assert bound[0] is bound[1]
+    assert bound[1] is not bound[2]
+
+
+def test_few_launches_are_kept(fake: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "_BOUND", 2)
+    made = loaded(fake, build(40, 200, 256, "bf16"))
+    for m in range(1, 6):
+        call(made, make_inputs(made.problem.with_m(m), 0))
+    assert len(made._bound) <= 2
+
+
+def test_batches_go_by_their_strides(fake: Driver) -> None:
+    problem = bmm_problem(3, 20, 72, 128, "bfloat16")
+    made, inputs = loaded(fake, problem), make_inputs(problem, 0)
+    call(made, inputs)
+    grid, values = launched(fake, made)
+    assert grid == (2 * 2, 3)
+    assert (values["batch_a"], values["batch_b"], values["batch_c"]) == (20 * 128, 72 * 128, 20 * 72)
+
+
+def test_scales_and_the_epilogues_tensors_follow(fake: Driver) -> None:
+    steps = (Step("bias", "col", "bfloat16"), Step("silu"), Step("add", "full", "bfloat16"))
+    problem = replace(weight_only_problem(5, 64, 256), epilogue=steps)
+    made, inputs = loaded(fake, problem), make_inputs(problem, 0)
+    call(made, inputs)
+    _, values = launched(fake, made)
+    assert values["s_ptr"] == inputs.b.scale.data_ptr()
+    assert (values["t0"], values["t2"]) == tuple(tensor.data_ptr() for tensor in inputs.aux)
+    assert values["ld2"] == 64
+
+
+def test_int4_weights_bring_their_own_tensors(fake: Driver) -> None:
+    problem = weight_only_problem(5, 64, 256, bits=4, group=128, zero_point=True)
+    made, inputs = loaded(fake, problem), make_inputs(problem, 0)
+    packed = made.pack(inputs.b)
+    made.run(inputs.a, packed, (), torch.empty(5, 64, dtype=torch.bfloat16))
+    _, values = launched(fake, made)
+    assert (values["b_ptr"], values["s_ptr"], values["z_ptr"]) == tuple(tensor.data_ptr() for tensor in packed.data)
+
+
+def test_any_view_of_the_same_memory_will_do(fake: Driver) -> None:
+    """bind promises it: the ops hand over untransposed weights, and scales in the caller's shapes."""
+    problem = fp8_problem(5, 64, 256)
+    made, inputs = loaded(fake, problem), make_inputs(problem, 0)
+    launch, out = made.bind(inputs.a, inputs.b, inputs.aux), torch.empty(5, 64, dtype=torch.bfloat16)
+    launch(out, inputs.a, inputs.b.t(), *[tensor.reshape(-1, 1) for tensor in inputs.aux])
+    _, values = launched(fake, made)
+    made.run(inputs.a, inputs.b, inputs.aux, out)
+    assert launched(fake, made)[1] == values
+
+
+def test_split_sums_have_a_place_by_stream(fake: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    class Scratch:
+        def counters(self, count: int) -> torch.Tensor:
+            asked.append(count)
+            return torch.zeros(count, dtype=torch.int32)
+
+        def sums(self, stream: int, size: int) -> int:
+            assert stream == STREAM
+            asked.append(size)
+            return 4096
+
+    scratch = Scratch()
+    monkeypatch.setattr(kernel, "scratch_of", lambda _: scratch)
+    made = loaded(fake, build(20, 200, 256, "bf16"), split=2)
+    for _ in range(2):
+        call(made, make_inputs(made.problem, 0))
+    grid, values = launched(fake, made)
+    assert grid == (2 * 4 * 2, 1)
+    assert values["ws_ptr"] == 4096
+    assert values["lock_ptr"]
+    assert asked == [8, 2 * 8 * 16 * 64 * 4, 2 * 8 * 16 * 64 * 4]
+
+
+def test_what_starts_off_a_boundary_is_copied(fake: Driver) -> None:
+    problem = build(40, 200, 256, "bf16")
+    made, inputs = loaded(fake, problem), make_inputs(problem, 0)
+    shifted = torch.empty(40 * 256 + 1, dtype=torch.bfloat16)[1:].view(40, 256)
+    out = torch.zeros(40 * 200 + 3, dtype=torch.bfloat16)[3:].view(40, 200)
+    made.run(shifted, inputs.b, (), out)
+    _, values = launched(fake, made)
+    assert values["b_ptr"] == inputs.b.data_ptr()
+    assert values["a_ptr"] != shifted.data_ptr()
+    assert values["c_ptr"] != out.data_ptr()
+    assert not (values["a_ptr"] | values["c_ptr"]) % 16
+
+
+def test_threads_write_into_blocks_of_their_own(fake: Driver) -> None:
+    problem = build(40, 200, 256, "bf16")
+    made, inputs = loaded(fake, problem), make_inputs(problem, 0)
+    starts: list[int] = []
+    inner = fake.cuLaunchKernel
+
+    def note(*arguments: Any) -> int:
+        starts.append(arguments[9].value)
+        return inner(*arguments)
+
+    fake.cuLaunchKernel = note  # type: ignore[method-assign]
+    made = loaded(fake, problem)
+    call(made, inputs)
+    other = threading.Thread(target=call, args=(made, inputs))
+    other.start()
+    other.join()
+    call(made, inputs)
+    assert starts[0] == starts[2] != starts[1]
+
+
+def test_a_refusal_is_an_error_and_a_thread_without_a_context_gets_one(fake: Driver) -> None:
+    made = loaded(fake, build(40, 200, 256, "bf16"))
+    inputs = make_inputs(made.problem, 0)
+    fake.statuses = [201]
+    call(made, inputs)
+    assert len(fake.launches) == 1
+    fake.statuses = [1]
+    with pytest.raises(KernelError, match="launching tiled: CUDA error 1"):
+        call(made, inputs)
