@@ -3,7 +3,7 @@
     python benchmarks/gpu_overhead.py
 
 Host microseconds a call: the time the calling thread is busy, in bursts short enough that the device's queue never
-fills, all entrants in turns. "cheapest launch" is one ``cuLaunchKernel`` of a tiled kernel with its arguments already
+fills, all entrants in turns. "cheapest launch" is one ``cuLaunchKernelEx`` of a tiled kernel with its arguments already
 packed; "Triton's launcher" is Triton's own, of a kernel with as many arguments that does nothing. Then the problems of
 four families asked of a store that knows them all. Writes raw data to benchmarks/results/ (or to $OUT).
 """
@@ -30,7 +30,7 @@ from harness import write
 import gemmtune
 from gemmtune import backends
 from gemmtune.backends.base import Candidate
-from gemmtune.backends.triton.driver import Function, driver
+from gemmtune.backends.triton.driver import Function
 from gemmtune.dispatch import current_target
 from gemmtune.workloads import build
 
@@ -74,15 +74,11 @@ def bare(problem: Any, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> C
     kernel: Any = backend.load(backend.build(problem, candidate, target), problem)
     function: Function = kernel.function(0)
     addresses = dict(zip(("a_ptr", "b_ptr", "c_ptr"), (t.data_ptr() for t in (a, b, out)), strict=True))
-    slots, parameters, unused = function.block([
-        addresses.get(name, value)
-        for name, value in zip(function.header.arguments, kernel.arguments(M, {}), strict=True)
-    ])  # fmt: skip
-    stream, (x, y) = torch.cuda.current_stream().cuda_stream, kernel.grid(M)
-    handle, threads, shared = function.handle, function.threads, function.shared
-    launch = driver().cuLaunchKernel
-    # What the driver reads must live as long as what launches: slots and unused words behind the parameters.
-    return lambda kept=(slots, unused): launch(handle, x, y, 1, threads, 1, 1, shared, stream, parameters, None)
+    arguments = zip(function.header.arguments, kernel.arguments(M, {}), strict=True)
+    block = function.block(kernel.grid(M), [addresses.get(name, value) for name, value in arguments])
+    block.config.stream = torch.cuda.current_stream().cuda_stream
+    launch = block.launch
+    return lambda kept=block: launch()  # what the driver reads lives in the block
 
 
 def main() -> None:
@@ -94,6 +90,7 @@ def main() -> None:
     xf, wf = x.to(torch.float8_e4m3fn), w.to(torch.float8_e4m3fn)
     one_m, one_n = torch.ones(M, 1, device="cuda"), torch.ones(1, N, device="cuda")
     scale = torch.ones(N, device="cuda").bfloat16()
+    w8_t, wf_t = w8.t(), wf.t()  # a view that the caller makes is no cost of an op's
     out = torch.empty(M, N, dtype=torch.bfloat16, device="cuda")
     with torch.inference_mode():
         times = bursts({
@@ -101,11 +98,11 @@ def main() -> None:
             "Triton's launcher": lambda: nothing[(8,)](x, w, out, M, N, K, K, K, N, BM=16),
             "F.linear": lambda: F.linear(x, w),
             "gemmtune.linear": lambda: gemmtune.linear(x, w),
-            "torch._int_mm (M = 17)": (lambda padded: lambda: torch._int_mm(padded, w8.t()))(x8.new_zeros(17, K)),
-            "gemmtune.int_mm": lambda: gemmtune.int_mm(x8, w8.t()),
-            "torch._scaled_mm": lambda: torch._scaled_mm(xf, wf.t(), one_m, one_n, out_dtype=torch.bfloat16),
-            "gemmtune.scaled_mm": lambda: gemmtune.scaled_mm(xf, wf.t(), one_m, one_n, out_dtype=torch.bfloat16),
-            "gemmtune.mixed_mm": lambda: gemmtune.mixed_mm(x, w8.t(), scale),
+            "torch._int_mm (M = 17)": (lambda padded: lambda: torch._int_mm(padded, w8_t))(x8.new_zeros(17, K)),
+            "gemmtune.int_mm": lambda: gemmtune.int_mm(x8, w8_t),
+            "torch._scaled_mm": lambda: torch._scaled_mm(xf, wf_t, one_m, one_n, out_dtype=torch.bfloat16),
+            "gemmtune.scaled_mm": lambda: gemmtune.scaled_mm(xf, wf_t, one_m, one_n, out_dtype=torch.bfloat16),
+            "gemmtune.mixed_mm": lambda: gemmtune.mixed_mm(x, w8_t, scale),
         })  # fmt: skip
     base = statistics.median(times["cheapest launch"])
     for name, values in times.items():

@@ -24,7 +24,8 @@ from gemmtune.store import MemoryStore
 from gemmtune.target import Target, current_cpu
 from gemmtune.testing import hostile_backend
 from gemmtune.testing.hostile_backend import HostileBackend
-from gemmtune.tuner import Budget, Tuner
+from gemmtune.tuner import Budget, Tuner, _Crew
+from gemmtune.workloads import build
 
 PROBLEM = Problem("mm", 5, 24, 32, Operand("float32"), Operand("float32", Layout("col"), constant=True), "float32")
 QUICK = Budget(seconds=8.0)  # generous: tiny kernels need little of it, and a busy machine must not change a test
@@ -315,6 +316,35 @@ def test_no_worker_at_all_is_an_error(target: Target, store: MemoryStore, monkey
     monkeypatch.setattr("gemmtune.measure.process._BOOT", "raise SystemExit('no python today')")
     with pytest.raises(WorkerStartError, match="no python today"):
         Tuner(target, ["aten"], store, QUICK).tune([(PROBLEM, 1)])
+
+
+GPU = Target("cuda", "NVIDIA H200", "9.0", caches=(232448, 0, 62914560), cores=132, versions=(("hip", "None"),))
+
+
+@pytest.mark.parametrize(("target", "latency", "expected"), [
+    (GPU, "graph", [[2, 3], [4], []]), (GPU, "eager", [[], [], []]), (current_cpu(), "graph", [[], [], []]),
+])  # fmt: skip
+def test_what_comes_next_is_built_while_a_gpu_times(
+    target: Target, latency: str, expected: list[list[int]], store: MemoryStore
+) -> None:
+    """Two problems ahead, each begun once; never where builds would disturb the host's clock."""
+    begun: list[int] = []
+
+    class Recorder:
+        def ahead(self, problem: Problem, candidates: list[Candidate], target: Target) -> None:
+            assert {candidate.backend for candidate in candidates} == {"triton"}
+            begun.append(problem.m)
+
+    problems = [build(m, 256, 512, "bf16") for m in (1, 2, 3, 4)]
+    crew = _Crew(target, True, None, "graph")
+    crew.builders, crew.to_come = Recorder(), problems  # type: ignore[assignment]
+    tuner = Tuner(target, ("triton",), store, latency=latency)  # type: ignore[arg-type]
+    seen = []
+    for problem in problems[:3]:
+        tuner._build_ahead(problem, crew)
+        seen.append(begun.copy())
+        begun.clear()
+    assert seen == expected
 
 
 def test_another_target_is_another_decision(target: Target, store: MemoryStore) -> None:

@@ -316,8 +316,9 @@ def scaled_mm(
         try:
             key = (
                 "scaled_mm", mat1.shape, mat1.stride(), mat1.dtype, mat1.is_cpu or mat1.device, mat2.shape,
-                mat2.stride(), mat2.dtype, mat2.is_cpu or mat2.device, _shown(scale_a), _shown(scale_b),
-                None if bias is None else _shown(bias), out_dtype, _threads(),
+                mat2.stride(), mat2.dtype, mat2.is_cpu or mat2.device, scale_a.shape, scale_a.stride(), scale_a.dtype,
+                scale_a.is_cpu or scale_a.device, scale_b.shape, scale_b.stride(), scale_b.dtype,
+                scale_b.is_cpu or scale_b.device, None if bias is None else _shown(bias), out_dtype, _threads(),
             )  # fmt: skip
             entry = _lookup(key)
         except (AttributeError, RuntimeError, TypeError):

@@ -8,10 +8,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
+from . import backends
 from .backends.base import Artifact, Candidate
 from .decision import Decision, Outcome, Verdict
 from .errors import StoreError, WorkerError
 from .events import BestSoFar, CandidateTried, Progress
+from .measure.builds import is_prebuilt
+from .measure.machine import allowed_cpus
 from .measure.protocol import Leading, Raced
 from .measure.worker import Hands, WorkerLost
 from .problem import Problem
@@ -119,7 +122,7 @@ class Trial:
         """Try candidates as the search asks for them. Returns why it stopped."""
         candidates = self._forget_failures()
         search = Search(candidates, seed=self._seed, limit=limit, **(GPU_SEARCH if self._gpu else {}))
-        self._build_ahead(candidates)
+        self._make(first_builds(candidates))
         tried = 0
         while (batch := search.ask()) is not None:
             batch = self._built(batch, search)
@@ -149,28 +152,23 @@ class Trial:
             else:
                 row.times_s += result.times_s
 
-    def _build_ahead(self, candidates: Sequence[Candidate]) -> None:
-        """Build the first of each template side by side: the search asks for few of them at a time."""
-        firsts: dict[tuple[str, str], list[Candidate]] = {}
-        for candidate in candidates:
-            if self._gpu and candidate.backend != INCUMBENT:
-                firsts.setdefault((candidate.backend, candidate.template), []).append(candidate)
-        self._make([candidate for group in firsts.values() for candidate in group[:BUILT_AHEAD]])
-
     def _make(self, batch: Sequence[Candidate]) -> Mapping[str, Artifact | Verdict]:
         """What became of each. Building takes no time of the default budget: it is shared by many problems."""
-        if self._build is None or not batch:
-            return {}
-        start = time.perf_counter()
-        wanted = [candidate for candidate in batch if candidate.id not in self._made]
-        self._made |= self._build(self._problem, wanted, self._target)
-        if not self._strict:
-            self._started += time.perf_counter() - start
+        if self._build is not None and batch:
+            start = time.perf_counter()
+            self._made |= self._build(self._problem, batch, self._target)
+            if not self._strict:
+                self._started += time.perf_counter() - start
         return self._made
 
     def _built(self, batch: Sequence[Candidate], search: Search) -> list[Candidate]:
-        """Those of a batch that could be built, all before any of them is timed."""
-        made = self._make(batch)
+        """Those of a batch that could be built, all before any of them is timed. Builders that would be idle meanwhile
+        build what the search may ask for next."""
+        todo = [candidate for candidate in batch if candidate.id not in self._made]
+        spare = -len(todo) % len(allowed_cpus()) if todo and self._gpu else 0
+        if spare:
+            todo += [candidate for candidate in search.likely if candidate.id not in self._made][:spare]
+        made = self._make(todo)
         for candidate in batch:
             found = made.get(candidate.id)
             if isinstance(found, Verdict):
@@ -387,6 +385,15 @@ class Trial:
 
     def _rest_s(self) -> float:
         return max(0.0, 1.0 - self._spent()) * self._seconds
+
+
+def first_builds(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """The first of each template that has to be built: the search asks for them all, a few at a time."""
+    firsts: dict[tuple[str, str], list[Candidate]] = {}
+    for candidate in candidates:
+        if not is_prebuilt(backends.get(candidate.backend)):
+            firsts.setdefault((candidate.backend, candidate.template), []).append(candidate)
+    return [candidate for group in firsts.values() for candidate in group[:BUILT_AHEAD]]
 
 
 def _within(rows: Sequence[Row], factor: float) -> list[Row]:

@@ -20,14 +20,15 @@ from .measure.builds import Builders
 from .measure.clock import Latency
 from .measure.worker import Hands, Limits, LocalWorker, Worker, WorkerStartError
 from .problem import Problem
-from .search import INCUMBENT
+from .search import INCUMBENT, enumerate_candidates
 from .store.base import Store
 from .target import Target
-from .trial import Trial
+from .trial import Trial, first_builds
 
 log = logging.getLogger("gemmtune")
 
 LEASE_S = 30.0  # renewed every third of it: what a process elsewhere that died can hold others up
+AHEAD = 2  # problems whose builds begin while one is tuned
 LOOK_S = 0.25  # how often a waiting tuner looks whether the other has decided
 
 
@@ -101,6 +102,7 @@ class Tuner:
         order = sorted(weights, key=lambda problem: (problem not in known, -weights[problem] * problem.flops))
         decisions: dict[Problem, Decision] = {}
         with closing(_Crew(self._target, self._isolate, self._limits, self._latency)) as crew:
+            crew.to_come = [problem for problem in order if problem not in known]
             for index, problem in enumerate(order):
                 decision = self._decide(problem, known.get(problem), index, len(order), crew)
                 if decision is not None:
@@ -156,6 +158,7 @@ class Tuner:
             problem, self._target, self._names, self._store, hands, self._progress, self._seed,
             build=build, hot=self._hot,
         )  # fmt: skip
+        self._build_ahead(problem, crew)
         hands.wait()
         try:
             decision = trial.run(self._budget.seconds, self._budget.candidates)
@@ -165,6 +168,18 @@ class Tuner:
             return trial.give_up(str(error))
         self._keep(decision)
         return decision
+
+    def _build_ahead(self, problem: Problem, crew: _Crew) -> None:
+        """Begin with what the problems after this one will want built, where builds do not disturb what is timed: a
+        GPU, by its own clock."""
+        if not self._isolate or self._target.device == "cpu" or self._latency != "graph":
+            return
+        place = crew.to_come.index(problem) if problem in crew.to_come else len(crew.to_come)
+        for later in crew.to_come[place + 1 : place + 1 + AHEAD]:
+            if later not in crew.built_for:
+                crew.built_for.add(later)
+                candidates, _ = enumerate_candidates(later, self._target, self._names)
+                crew.builders.ahead(later, first_builds(candidates), self._target)
 
     def _keep(self, decision: Decision) -> None:
         try:
@@ -176,13 +191,18 @@ class Tuner:
 
 
 class _Crew:
-    """The worker, started at the first problem that needs one, builders, and the seconds that problems have taken."""
+    """The worker, started at the first problem that needs one, builders, and the seconds that problems have taken.
+
+    to_come: all problems that the store does not know, in order; built_for: those whose builds were begun early.
+    """
 
     def __init__(self, target: Target, isolate: bool, limits: Limits | None, latency: Latency) -> None:
         self._target, self._isolate, self._limits, self._latency = target, isolate, limits, latency
         self._hands: Hands | None = None
         self.builders = Builders()
         self.spent: list[float] = []
+        self.to_come: list[Problem] = []
+        self.built_for: set[Problem] = set()
 
     def hands(self) -> Hands:
         if self._hands is None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from gemmtune import backends
 from gemmtune.backends.base import Artifact, Candidate
 from gemmtune.decision import Verdict
 from gemmtune.measure import builds
-from gemmtune.measure.builds import BuildLimits, prebuild
+from gemmtune.measure.builds import Builders, BuildLimits, prebuild
 from gemmtune.measure.tags import tagged
 from gemmtune.measure.worker import WorkerStartError
 from gemmtune.problem import Operand, Problem
@@ -91,3 +92,91 @@ def test_no_process_to_build_in(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_unknown_backend() -> None:
     with pytest.raises(ValueError, match="unknown backend"):
         prebuild(PROBLEM, [Candidate.make("nowhere", "mm")], TARGET)
+
+
+# --- ahead of their time --------------------------------------------------------------------------------------------
+
+OTHER = PROBLEM.with_m(9)
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The ids of what was built in a process, in the order of beginning."""
+    begun: list[str] = []
+    build = builds._Jobs.build
+
+    def note(jobs: builds._Jobs, candidate: Candidate) -> Artifact | Verdict:
+        begun.append(candidate.id)
+        return build(jobs, candidate)
+
+    monkeypatch.setattr(builds._Jobs, "build", note)
+    return begun
+
+
+def test_what_was_built_ahead_is_built_once(built: list[str]) -> None:
+    wanted = [kind("slow", seconds=0.01 * i) for i in range(4)] + [kind("fails")]
+    with Builders(BuildLimits(build_s=10.0, builders=3)) as builders:
+        builders.ahead(OTHER, wanted, TARGET)
+        builders.ahead(OTHER, wanted, TARGET)
+        found = builders(OTHER, wanted, TARGET)
+    assert list(found) == [candidate.id for candidate in wanted]
+    assert [isinstance(what, Artifact) for what in found.values()] == [True] * 4 + [False]
+    assert sorted(built) == sorted(candidate.id for candidate in wanted)
+
+
+def test_what_is_waited_for_goes_first(built: list[str]) -> None:
+    early = [kind("slow", seconds=0.2 + 0.01 * i) for i in range(8)]
+    now = [kind("slow", seconds=0.01 * i) for i in range(3)]
+    with Builders(BuildLimits(build_s=10.0, builders=2)) as builders:
+        builders.ahead(OTHER, early, TARGET)
+        done = builders(PROBLEM, now, TARGET)
+        assert all(isinstance(what, Artifact) for what in done.values())
+    assert len(set(built) & {candidate.id for candidate in early}) < len(early)
+
+
+def test_one_processor_is_left_alone(built: list[str]) -> None:
+    """The other half of a pair that can only end together does not begin while one of two slots is spared."""
+    pair = [kind("meets", me="a", other="b"), kind("meets", me="b", other="a")]
+    with Builders(BuildLimits(build_s=30.0, builders=2)) as builders:
+        builders.ahead(OTHER, pair, TARGET)
+        time.sleep(0.5)
+        assert len(built) == 1
+        found = builders(OTHER, pair, TARGET)
+    assert all(isinstance(what, Artifact) for what in found.values())
+
+
+def test_a_single_builder_builds_ahead_too(built: list[str]) -> None:
+    with Builders(BuildLimits(build_s=10.0, builders=1)) as builders:
+        builders.ahead(OTHER, [kind("good")], TARGET)
+        until(lambda: built == [kind("good").id])
+        assert isinstance(builders(OTHER, [kind("good")], TARGET)[kind("good").id], Artifact)
+
+
+def test_closing_ends_what_was_begun_and_leaves_nothing(built: list[str]) -> None:
+    builders = Builders(BuildLimits(build_s=60.0, builders=2))
+    builders.ahead(OTHER, [kind("hang"), kind("slow", seconds=0.01), kind("slow", seconds=0.02)], TARGET)
+    until(lambda: kind("hang").id in built)
+    tag = builders._host.tag if builders._host is not None else ""
+    began = time.monotonic()
+    builders.close()
+    assert time.monotonic() - began < 10.0
+    assert tagged(tag) == []
+    assert isinstance(builders(PROBLEM, [kind("good")], TARGET)[kind("good").id], Artifact)
+    builders.close()
+
+
+def test_ahead_raises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Builders(LIMITS) as builders:
+        builders.ahead(OTHER, [Candidate.make("nowhere", "mm")], TARGET)
+        builders.ahead(OTHER, [Candidate.make("aten", "mm")], TARGET)
+        monkeypatch.setattr("gemmtune.measure.process._BOOT", "raise SystemExit('no python today')")
+        builders.ahead(OTHER, [kind("good")], TARGET)
+        with pytest.raises(WorkerStartError, match="no python today"):
+            builders(OTHER, [kind("good")], TARGET)
+
+
+def until(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20.0
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

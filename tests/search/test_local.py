@@ -79,6 +79,31 @@ def test_neighbours_of_the_leader_differ_in_one_entry() -> None:
     assert {candidate["mr"] for candidate in around} == {1, 2}
 
 
+def test_what_is_likely_next_is_asked_for_unless_it_turns_hopeless() -> None:
+    search = Search([*ATEN, *grid(), *grid(template="gemv")], seeds=3)
+    asked: set[str] = set()
+    while (batch := search.ask()) is not None:
+        likely = [candidate.id for candidate in search.likely]
+        assert len(set(likely)) == len(likely)
+        asked |= {candidate.id for candidate in batch}
+        assert not asked & set(likely)
+        for candidate in batch:
+            search.tell(candidate.id, cost(candidate) if candidate.template != "gemv" else 100.0)
+        if batch == ATEN:  # the seeds of either template, before anything is known of them
+            assert len(search.likely) == 6
+    tried = [name for name in asked if "gemm[" in name]
+    assert len(tried) > 20
+
+
+def test_likely_after_the_seeds_are_the_leaders_neighbours() -> None:
+    search = Search([*ATEN, *grid()], seeds=3, leaders=1)
+    for _ in range(4):
+        for candidate in search.ask() or []:
+            search.tell(candidate.id, cost(candidate))
+    predicted = {candidate.id for candidate in search.likely}
+    assert {candidate.id for candidate in search.ask() or []} <= predicted
+
+
 def test_a_hopeless_template_is_given_up_after_two() -> None:
     good, bad = grid()[:10], grid(template="slow")[:10]
     tried = drive(Search([*good, *bad]), lambda c: 10.0 if c.template == "slow" else 1.0)

@@ -1,16 +1,18 @@
-"""Building in a pool of processes sized to the machine, before anything is timed.
+"""Building in a pool of processes sized to the machine.
 
-``Builders`` block until every build is done and every process that built is gone, so that what is timed afterwards has
-the machine to itself: on the CPU builds never overlap timing. Builds are pure and leave their artifacts on disk under
-the hash of all that went into them; the worker that tries a candidate later calls ``Backend.build`` itself and finds it
-there. What is there already costs no process.
+A call of ``Builders`` blocks until every build is done and every process that built is gone, so that what is timed
+afterwards has the machine to itself: on the CPU builds never overlap timing. Where timing is a GPU's own affair,
+``ahead`` meanwhile builds what later problems will want, on the processors that are left. Builds are pure and leave
+their artifacts on disk under the hash of all that went into them; the worker that tries a candidate later calls
+``Backend.build`` itself and finds it there. What is there already costs no process.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,7 +54,11 @@ class Builders:
 
     def __init__(self, limits: BuildLimits | None = None) -> None:
         self._limits = limits or BuildLimits()
+        self._count = self._limits.builders or len(allowed_cpus())
+        self._slots = _Slots(self._count)
         self._host: Host | None = None
+        self._background: ThreadPoolExecutor | None = None
+        self._early: dict[tuple[str, str], _Early] = {}
 
     def __call__(
         self, problem: Problem, candidates: Iterable[Candidate], target: Target
@@ -68,23 +74,40 @@ class Builders:
         done: dict[str, Artifact | Verdict] = {}
         compiled: list[Candidate] = []
         for candidate in chosen.values():
-            backend = backends.get(candidate.backend)
-            made = backend.artifact(problem, candidate, target)
+            made = _at_hand(problem, candidate, target)
             if made is not None:
                 done[candidate.id] = made
-            elif is_prebuilt(backend):
-                done[candidate.id] = backend.build(problem, candidate, target)
             else:
                 compiled.append(candidate)
         if compiled:
             done |= self._build_all(problem, compiled, target)
         return {name: done[name] for name in chosen}
 
+    def ahead(self, problem: Problem, candidates: Iterable[Candidate], target: Target) -> None:
+        """Begin to build what a later call for this Problem will ask for, and return. One processor is left alone, and
+        what a call waits for comes first. Only where this disturbs no timing; never raises."""
+        wanted = {c.id: c for c in candidates if (problem.key, c.id) not in self._early}
+        with contextlib.suppress(WorkerError, ValueError):  # a call that needs it will say so
+            todo = [candidate for candidate in wanted.values() if _at_hand(problem, candidate, target) is None]
+            if not todo:
+                return
+            jobs = self._jobs(problem, todo, target)
+            self._background = self._background or ThreadPoolExecutor(self._count, thread_name_prefix="gemmtune-ahead")
+            for candidate in todo:
+                claim = threading.Lock()
+                done = self._background.submit(self._build_early, self._slots, jobs, candidate, claim)
+                self._early[problem.key, candidate.id] = _Early(claim, done)
+
     def close(self) -> None:
-        """End the process that builders are forked from. Idempotent."""
+        """End the process that builders are forked from, and with it what is being built. Idempotent."""
+        self._slots.close()
         if self._host is not None:
             self._host.close()
-        self._host = None
+        if self._background is not None:
+            self._background.shutdown(cancel_futures=True)
+        self._host = self._background = None
+        self._early.clear()
+        self._slots = _Slots(self._count)
 
     def __enter__(self) -> Builders:
         return self
@@ -95,15 +118,17 @@ class Builders:
     def _build_all(
         self, problem: Problem, candidates: list[Candidate], target: Target
     ) -> dict[str, Artifact | Verdict]:
-        limits = self._limits
-        count = min(limits.builders or len(allowed_cpus()), len(candidates))
-        memory = limits.memory or int(_MEMORY_SHARE * psutil.virtual_memory().available) // count
-        setup = Setup(target.to_dict(), backends.guests())
-        host = self._ready_host({name for c in candidates for name in backends.get(c.backend).preload})
-        pool = ThreadPoolExecutor(count, thread_name_prefix="gemmtune-build")
+        jobs = self._jobs(problem, candidates, target)
+        slots, early = self._slots, self._early
+        pool = ThreadPoolExecutor(self._count, thread_name_prefix="gemmtune-build")
 
         def build(candidate: Candidate) -> Artifact | Verdict:
-            return _build_one(host, setup, Build(problem.to_dict(), candidate.to_dict(), memory), candidate, limits)
+            begun = early.pop((problem.key, candidate.id), None)
+            if begun is not None and not begun.claim.acquire(blocking=False):
+                with contextlib.suppress(WorkerError, CancelledError):  # then it is built here
+                    return begun.done.result()
+            with slots.taken(urgent=True):
+                return jobs.build(candidate)
 
         finished = False
         try:
@@ -115,11 +140,97 @@ class Builders:
             pool.shutdown(cancel_futures=True)
         return {candidate.id: result for candidate, result in zip(candidates, found, strict=True)}
 
+    @staticmethod
+    def _build_early(slots: _Slots, jobs: _Jobs, candidate: Candidate, claim: threading.Lock) -> Artifact | Verdict:
+        with slots.taken(urgent=False):
+            if not claim.acquire(blocking=False):
+                raise WorkerError("a call that could not wait builds it")
+            return _at_hand(jobs.problem, candidate, jobs.target) or jobs.build(candidate)
+
+    def _jobs(self, problem: Problem, candidates: list[Candidate], target: Target) -> _Jobs:
+        limits = self._limits
+        share = int(_MEMORY_SHARE * psutil.virtual_memory().available) // min(self._count, max(1, len(candidates)))
+        host = self._ready_host({name for c in candidates for name in backends.get(c.backend).preload})
+        return _Jobs(host, problem, target, limits, limits.memory or share)
+
     def _ready_host(self, preload: set[str]) -> Host:
         if self._host is not None and not self._host.alive:
             self.close()
         self._host = self._host or Host(preload=sorted(preload))
         return self._host
+
+
+class _Slots:
+    """So many builds at once. Those that somebody waits for go first; the others leave one of several slots alone."""
+
+    def __init__(self, count: int) -> None:
+        self._free, self._spared, self._urgent, self._closed = count, min(1, count - 1), 0, False
+        self._changed = threading.Condition()
+
+    def close(self) -> None:
+        """Raise WorkerStartError in whoever waits, and in whoever comes."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def taken(self, *, urgent: bool) -> Iterator[None]:
+        with self._changed:
+            self._urgent += urgent
+            try:
+                self._changed.wait_for(lambda: self._closed or self._open(urgent))
+            finally:
+                self._urgent -= urgent
+            if self._closed:
+                raise WorkerStartError("building was ended")
+            self._free -= 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += 1
+                self._changed.notify_all()
+
+    def _open(self, urgent: bool) -> bool:
+        return self._free > 0 if urgent else self._free > self._spared and not self._urgent
+
+
+@dataclass(frozen=True, slots=True)
+class _Early:
+    """A build begun ahead of its time. claim: taken by whoever builds it."""
+
+    claim: threading.Lock
+    done: Future[Artifact | Verdict]
+
+
+@dataclass(frozen=True, slots=True)
+class _Jobs:
+    """What builds of one Problem have in common. memory: bytes a builder."""
+
+    host: Host
+    problem: Problem
+    target: Target
+    limits: BuildLimits
+    memory: int
+
+    def build(self, candidate: Candidate) -> Artifact | Verdict:
+        """Build one in a process of its own. Raises WorkerStartError when there can be none."""
+        with contextlib.closing(Process(self.host, self.limits.build_s)) as process:
+            try:
+                _send(process, Setup(self.target.to_dict(), backends.guests()))
+                expect(process.reply(self.limits.start_s, ignore), Ready)
+            except (Lost, WorkerError) as error:
+                raise WorkerStartError(f"no process to build in could be started: {error}") from error
+            try:
+                _send(process, Build(self.problem.to_dict(), candidate.to_dict(), self.memory))
+                built = expect(process.reply(self.limits.build_s, ignore), Built)
+            except Lost as lost:
+                return lost.verdict
+            except WorkerError as error:  # it declined, or babbled
+                return Verdict("build_failed", str(error))
+        if built.verdict is not None:
+            return built.verdict
+        return Artifact(candidate, built.digest, None if built.path is None else Path(built.path))
 
 
 def prebuild(
@@ -135,25 +246,11 @@ def is_prebuilt(backend: Backend) -> bool:
     return type(backend).build is Backend.build
 
 
-def _build_one(
-    host: Host, setup: Setup, request: Build, candidate: Candidate, limits: BuildLimits
-) -> Artifact | Verdict:
-    with contextlib.closing(Process(host, limits.build_s)) as process:
-        try:
-            _send(process, setup)
-            expect(process.reply(limits.start_s, ignore), Ready)
-        except (Lost, WorkerError) as error:
-            raise WorkerStartError(f"no process to build in could be started: {error}") from error
-        try:
-            _send(process, request)
-            built = expect(process.reply(limits.build_s, ignore), Built)
-        except Lost as lost:
-            return lost.verdict
-        except WorkerError as error:  # it declined, or babbled
-            return Verdict("build_failed", str(error))
-    if built.verdict is not None:
-        return built.verdict
-    return Artifact(candidate, built.digest, None if built.path is None else Path(built.path))
+def _at_hand(problem: Problem, candidate: Candidate, target: Target) -> Artifact | None:
+    """What needs no building. Raises ValueError for an unknown backend."""
+    backend = backends.get(candidate.backend)
+    made = backend.artifact(problem, candidate, target)
+    return backend.build(problem, candidate, target) if made is None and is_prebuilt(backend) else made
 
 
 def _send(process: Process, request: Request) -> None:

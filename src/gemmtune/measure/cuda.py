@@ -11,6 +11,7 @@ import math
 import mmap
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
@@ -375,7 +376,7 @@ class TorchGpu:
     def __init__(self, device: torch.device) -> None:
         self._index = _index(device)
         self._stream = _stream(self._index)
-        self._pool: Any = torch.cuda.graph_pool_handle()
+        self._new_pool()
         self._numbers = torch.arange(256, dtype=torch.uint8, device=f"cuda:{self._index}").unbind()
         self._reached = torch.zeros((), dtype=torch.uint8, pin_memory=True)
 
@@ -396,6 +397,8 @@ class TorchGpu:
 
     def capture(self, work: Callable[[], None]) -> Graph:
         graph = torch.cuda.CUDAGraph()
+        if not self._graphs:  # a pool that its graphs have let go of cannot be captured into again
+            self._new_pool()
         try:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             work()
@@ -409,6 +412,7 @@ class TorchGpu:
                 self._end(graph)
         except Warning:
             raise EmptyGraph("it launches nothing on the current stream") from None
+        self._graphs.add(graph)
         return graph
 
     def _end(self, graph: torch.cuda.CUDAGraph) -> None:
@@ -421,8 +425,12 @@ class TorchGpu:
             with suppress(Exception):  # it may have got as far as that itself
                 torch._C._cuda_endAllocateToPool(self._index, self._pool)
                 torch._C._cuda_releasePool(self._index, self._pool)
-            self._pool = torch.cuda.graph_pool_handle()
+            self._new_pool()
             raise
+
+    def _new_pool(self) -> None:
+        self._pool: Any = torch.cuda.graph_pool_handle()
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()  # those captured into it
 
     def mark(self, number: int) -> None:
         self._reached.copy_(self._numbers[number], non_blocking=True)

@@ -78,6 +78,13 @@ class Search:
         known |= {c.id for leader in self._ranking()[: self._leaders] for c in self._neighbours.of(leader)}
         return min(self._left, len(known - self._asked))
 
+    @property
+    def likely(self) -> list[Candidate]:
+        """What it may ask for next, the likeliest first, as far as that does not hang on chance."""
+        waves = [self._worth(wave) for wave in self._seeds] + list(self._around(4 * self._leaders))
+        found = {candidate.id: candidate for wave in waves for candidate in wave}
+        return [candidate for name, candidate in found.items() if name not in self._asked]
+
     def _waves(self) -> Iterator[list[Candidate]]:
         """What may be asked next, the most worthwhile first."""
         yield self._incumbents

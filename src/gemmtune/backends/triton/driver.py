@@ -1,6 +1,6 @@
 """The CUDA driver by ctypes: loading cubins and launching them, with no compiler and no Triton at run time.
 
-A launch writes what changed since the last one (addresses) into its thread's arrays and calls ``cuLaunchKernel``.
+A launch writes what changed since the last one (addresses) into its thread's Block and calls ``cuLaunchKernelEx``.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def driver() -> Any:
     """libcuda; its functions keep the interpreter's lock, since they return at once. Raises KernelError without it."""
     try:
         library = ctypes.PyDLL("libcuda.so.1")
-        pointer, number = ctypes.c_void_p, ctypes.c_uint
-        library.cuLaunchKernel.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
+        pointer = ctypes.c_void_p
+        library.cuLaunchKernelEx.argtypes = [pointer] * 4
         return library
     except OSError as error:
         raise KernelError(f"the NVIDIA driver's library cannot be loaded: {error}") from error
@@ -60,49 +60,75 @@ class Function:
                 status = driver().cuFuncSetAttribute(handle, _SHARED_LIMIT, header.shared)
                 _check(status, f"asking for {header.shared} bytes of shared memory")
         self.handle, self.threads, self.shared = handle.value, 32 * header.warps, header.shared
-        self._launch = driver().cuLaunchKernel
 
     def bound(self, grid: tuple[int, int], values: Sequence[int], moving: Sequence[int]) -> Send:
         """``send(stream, addresses, maps)``: launches with these values of all arguments but descriptors (0 in their
         places; pointers as integers), but for ``addresses`` in the places of ``moving``; maps: the descriptors in
         order. send raises KernelError when the driver refuses."""
-        launch, handle, threads, shared = self._launch, self.handle, self.threads, self.shared
-        (x, y), described = grid, self._described()
-        own = threading.local()
+        places, own = tuple(moving), threading.local()
 
         def send(stream: int, addresses: Sequence[int], maps: Sequence[Map] = ()) -> None:
             try:
-                slots, parameters, start = own.held
+                slots, config, launch, block = own.held
             except AttributeError:
-                slots, parameters, _ = held = self.block(values)
-                start = ctypes.c_void_p(ctypes.addressof(parameters))
-                own.block, own.held = held, (slots, parameters, start)
-            for place, address in zip(moving, addresses, strict=True):
+                block = self.block(grid, values)
+                slots, config, launch, _ = own.held = (block.slots, block.config, block.launch, block)
+            for place, address in zip(places, addresses, strict=True):
                 slots[place] = address
-            for place, made in zip(described, maps, strict=True):
-                parameters[place] = made.address
-            status = launch(handle, x, y, 1, threads, 1, 1, shared, stream, start, None)
-            if status == _NO_CONTEXT:  # a thread that has not used CUDA yet
-                torch.cuda.current_stream(self.device).query()
-                status = launch(handle, x, y, 1, threads, 1, 1, shared, stream, start, None)
+            if maps:
+                block.describe(maps)
+            config.stream = stream
+            status = launch()
             if status:
-                _check(status, f"launching {self.header.name}")
+                self._failed(status, launch)
 
         return send
 
-    def block(self, values: Sequence[int]) -> tuple[Any, Any, Any]:
-        """A launch's arguments, for one thread at a time: a slot an argument, the addresses of the slots (and, in the
-        places of descriptors, whatever is put there), and a word for what Triton wants and does not use."""
-        names = self.header.arguments
-        count = len(names) + self.header.scratch
-        slots = (ctypes.c_uint64 * len(names))(*values)
-        unused = (ctypes.c_uint64 * max(1, self.header.scratch))()
-        own = [ctypes.addressof(slots) + 8 * place for place in range(len(names))]
-        parameters = (ctypes.c_void_p * count)(*own, *([ctypes.addressof(unused)] * self.header.scratch))
-        return slots, parameters, unused
+    def block(self, grid: tuple[int, int], values: Sequence[int]) -> Block:
+        """A launch for one thread at a time, with these values of the arguments."""
+        return Block(self, grid, values)
 
-    def _described(self) -> tuple[int, ...]:
-        return tuple(place for place, name in enumerate(self.header.arguments) if name in self.header.descriptors)
+    def _failed(self, status: int, launch: Callable[[], int]) -> None:
+        if status == _NO_CONTEXT:  # a thread that has not used CUDA yet
+            torch.cuda.current_stream(self.device).query()
+            status = launch()
+        if status:
+            _check(status, f"launching {self.header.name}")
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [
+        *[(name, ctypes.c_uint) for name in ("x", "y", "z", "threads_x", "threads_y", "threads_z", "shared")],
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("count", ctypes.c_uint),
+    ]
+
+
+class Block:
+    """A prepared launch. ``slots`` hold the arguments, 8 bytes each; ``config.stream`` says where; ``launch()`` does it
+    and returns CUDA's status."""
+
+    def __init__(self, function: Function, grid: tuple[int, int], values: Sequence[int]) -> None:
+        names, scratch = function.header.arguments, function.header.scratch
+        self.slots = (ctypes.c_uint64 * len(names))(*values)
+        self._unused = (ctypes.c_uint64 * max(1, scratch))()  # what Triton wants and its kernels do not use
+        own = [ctypes.addressof(self.slots) + 8 * place for place in range(len(names))]
+        addresses = (*own, *([ctypes.addressof(self._unused)] * scratch))
+        self._parameters = (ctypes.c_void_p * len(addresses))(*addresses)
+        self._described = [place for place, name in enumerate(names) if name in function.header.descriptors]
+        self.config = _Config(*grid, 1, function.threads, 1, 1, function.shared)
+        # Made once: what ctypes has to convert in a call costs as much as the call.
+        config, start = ctypes.addressof(self.config), ctypes.addressof(self._parameters)
+        fixed = (ctypes.c_void_p(config), ctypes.c_void_p(function.handle), ctypes.c_void_p(start), None)
+        self.launch: Callable[[], int] = functools.partial(driver().cuLaunchKernelEx, *fixed)
+
+    def describe(self, maps: Sequence[Map]) -> None:
+        """Put TMA descriptors in their places, in order."""
+        for place, made in zip(self._described, maps, strict=True):
+            self._parameters[place] = made.address
 
 
 class Map:
