@@ -117,13 +117,17 @@ def held_out(count: int) -> list[Problem]:
     ]
 
 
-def picks(count: int, target: Target, rounds: int = 500) -> dict[str, Any]:
+def picks(count: int, target: Target, until: float, rounds: int = 500) -> dict[str, Any]:
     """Decisions re-examined: what was chosen over ATen's best, by a duel of 500 rounds."""
-    problems, rows = held_out(count), []
-    start = time.perf_counter()
-    decisions = tune(problems, target)
-    took = time.perf_counter() - start
-    for problem, decision in zip(problems, decisions, strict=True):
+    problems, rows, decisions, took = held_out(count), [], [], 0.0
+    for first in range(0, count, 10):
+        if time.perf_counter() > until:
+            break
+        start = time.perf_counter()
+        decisions += tune(problems[first : first + 10], target)
+        took += time.perf_counter() - start
+    count = len(decisions)
+    for problem, decision in zip(problems, decisions, strict=False):
         right = {
             row.id: Candidate.from_dict(row.candidate) for row in decision.evidence if row.verdict and row.verdict.ok
         }
@@ -156,10 +160,12 @@ def picks(count: int, target: Target, rounds: int = 500) -> dict[str, Any]:
     return {"rows": rows, "tuning_s": took}
 
 
-def inductor_picks(count: int, target: Target, rounds: int = 300) -> dict[str, Any]:
+def inductor_picks(count: int, target: Target, until: float, rounds: int = 300) -> dict[str, Any]:
     """What torch.compile's max-autotune serves on the first of the same shapes, over what users call without it."""
     rows: list[dict[str, Any]] = []
     for place, problem in enumerate(held_out(50)[:count]):
+        if time.perf_counter() > until:
+            break
         sets = h200.draw(FAMILIES[place % len(FAMILIES)], problem.m, problem.n, problem.k, target.caches[2])
         start = time.perf_counter()
         compiled = h200.inductor(sets)
@@ -171,6 +177,7 @@ def inductor_picks(count: int, target: Target, rounds: int = 300) -> dict[str, A
         aten = min((name for name in calls if name != "Inductor"), key=lambda name: statistics.median(times[name]))
         ratio = statistics.median(a / b for a, b in zip(times["Inductor"], times[aten], strict=True))
         rows.append({"problem": label(problem), "of_aten": ratio, "compile_s": took})
+        print(f"   {rows[-1]}", flush=True)
         torch.cuda.empty_cache()
     slower = [row for row in rows if row["of_aten"] > 1.02]
     print(
@@ -185,15 +192,17 @@ def main() -> None:
     parser.add_argument("--aa", type=int, default=100)
     parser.add_argument("--picks", type=int, default=50)
     parser.add_argument("--inductor", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing more after so many")
     args = parser.parse_args()
     target = current_target("cuda")
     found: dict[str, Any] = {}
+    until = time.perf_counter() + args.seconds
     if args.aa:
         found["aa"] = equals(args.aa, target)
     if args.picks:
-        found["picks"] = picks(args.picks, target)
+        found["picks"] = picks(args.picks, target, until)
     if args.inductor:
-        found["inductor"] = inductor_picks(args.inductor, target)
+        found["inductor"] = inductor_picks(args.inductor, target, until)
     write("gpu-trust", found, gpu=target.to_dict())
 
 

@@ -22,6 +22,7 @@ HERE = Path(__file__).parent
 FOLDER = HERE.parent / "docs" / "plots"
 SOURCES = (
     "h200-20261121-045106.json", "h200-20261121-044052.json", "h200-20261121-043522.json", "h200-20261121-050825.json",
+    "h200-20261122-031409.json", "h200-20261122-031553.json", "h200-20261122-031902.json", "h200-20261122-032045.json",
 )  # fmt: skip
 NAMES = {
     "bf16": "bf16", "fp8": "fp8, row-wise scales", "int8": "int8 x int8 -> int32",

@@ -10,6 +10,7 @@ import sqlite3
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -206,6 +207,31 @@ def test_a_forked_child_opens_its_own(path: Path, store: SqliteStore) -> None:
         os._exit(0 if store.get(TARGET, PROBLEM.key) else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert len(list(store.decisions())) == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_child_has_a_lock_of_its_own(path: Path, store: SqliteStore) -> None:
+    """A fork while another thread reads: its lock would stay locked in the child for ever."""
+    store.put(TARGET, make_decision())
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with store._lock:
+            held.set()
+            done.wait(60)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    held.wait()
+    try:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)  # a child that waits for ever is ended, and fails the test
+            os._exit(0 if store.get(TARGET, PROBLEM.key) else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    finally:
+        done.set()
+        holder.join()
 
 
 WRITER = """

@@ -70,12 +70,15 @@ class Runtime:
             self._kernels.clear()
             self._asked.clear()
 
-    def observe(self, observer: Callable[[Problem, torch.device], None] | None) -> None:
+    def observe(self, observer: Callable[[Problem, torch.device], None] | None) -> bool:
         """Report every Problem and where it runs to ``observer``; while there is one no entry is remembered, so that
-        none is missed."""
+        none is missed. None: to nobody any more. False, and nothing changes, when there is another."""
         with self._lock:
+            if observer is not None and self.observer is not None:
+                return False
             self.observer = observer
             self._forget()
+            return True
 
     def set_policy(self, name: Policy) -> None:
         """Serve by another policy from now on; what was prepared under the former one is forgotten."""

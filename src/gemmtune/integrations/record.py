@@ -72,9 +72,8 @@ class record:
         self._handles: list[Any] = []
 
     def __enter__(self) -> Recording:
-        if RUNTIME.observer is not None:
+        if not RUNTIME.observe(lambda problem, device: self.recording.add(problem, device=device)):
             raise GemmtuneError("gemmtune.record() is already active in this process; end that block first")
-        RUNTIME.observe(lambda problem, device: self.recording.add(problem, device=device))
         self._handles = [
             hooks.register_module_forward_pre_hook(self._mode.before),
             hooks.register_module_forward_hook(self._mode.after, always_call=True),

@@ -270,9 +270,11 @@ class Track:
                 continue
             layout = self._layout(kernel)
             if layout and layout not in packed:
-                copy = kernel.pack(item.b)
-                if copy.nbytes > left:
+                # Packed weights are as large as raw ones or larger: what cannot fit is not even tried.
+                copy = kernel.pack(item.b) if self._problem.weight_bytes <= left else None
+                if copy is None or copy.nbytes > left:
                     self.left_out[name] = f"no memory for operands packed as {layout} beside those of faster candidates"
+                    copy = None  # before the next one is packed
                     continue
                 packed[layout] = (kernel, copy)
                 room -= copy.nbytes
