@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import os
 import random
 import statistics
@@ -132,7 +133,31 @@ def plain(s: Sets) -> dict[str, Call]:
 
 
 def _int4(s: Sets) -> dict[str, Call]:
-    """``_weight_int4pack_mm``, which is what torchao runs for bf16 activations."""
+    """``_weight_int4pack_mm``, which is what torchao runs for bf16 activations, and gemlite where it is installed."""
+    return {**_int4pack(s), **_gemlite(s)}
+
+
+def _gemlite(s: Sets) -> dict[str, Call]:
+    """Mobius Labs' Triton kernels, with the configurations that they come with."""
+    if importlib.util.find_spec("gemlite") is None:
+        return {}
+    try:
+        from gemlite.helper import A16Wn
+
+        layers = []
+        for w, scale in zip(s.w, s.w_scale, strict=True):
+            codes = torch.stack((w & 15, w >> 4), dim=-1).reshape(s.n, s.k)
+            scales = scale.t().contiguous()
+            maker = A16Wn(device="cuda", dtype=torch.bfloat16)
+            layers.append(maker.from_weights(codes, scales, torch.full_like(scales, 8), 4, 128))
+        layers[0](s.x[0])
+    except Exception as error:
+        print(f"  gemlite does not run: {error}")
+        return {}
+    return {"gemlite": lambda i: layers[i](s.x[i])}
+
+
+def _int4pack(s: Sets) -> dict[str, Call]:
     try:
         # Its packing reads pairs along K with the first element in the high half.
         swapped = [((w >> 4) | (w << 4)).contiguous() for w in s.w]

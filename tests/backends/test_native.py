@@ -180,6 +180,19 @@ def test_every_way_of_sharing_the_work(grid: str, dtype: str) -> None:
         check(problem, Candidate.make("native", "packed", **config), 3)
 
 
+@pytest.mark.parametrize(("m", "n", "k", "alone"), [(3, 96, 112, True), (16, 256, 256, True), (16, 2048, 2048, False)])
+def test_one_thread_is_offered_where_waking_others_may_cost_more(m: int, n: int, k: int, alone: bool) -> None:
+    """First, since nothing else is known of tiny problems; larger ones are not tried on one of two threads."""
+    grids = [
+        str(item["grid"])
+        for item in space.candidates(dense(m, n, k, "float32"), replace(target(), threads=2), ["portable"])
+        if isinstance(item, Candidate) and item.template == "packed"
+    ]
+    assert ("1x1x1" in grids) == alone
+    assert (grids[0] == "1x1x1") == alone
+    assert "1x2x1" in grids
+
+
 @pytest.mark.parametrize("isa", ISAS)
 def test_split_k_is_exact_for_integers(isa: str) -> None:
     problem = integer(9, 70, 1300, "int8")

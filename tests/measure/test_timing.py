@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gemmtune.backends.base import Candidate, Kernel, PackedWeight
 from gemmtune.measure import timing
+from gemmtune.measure.inputs import operand_bytes
 from gemmtune.measure.protocol import Leading
 from gemmtune.measure.timing import Track, last_level_cache, rough_times
 from gemmtune.problem import Layout, Operand, Problem
@@ -147,6 +148,22 @@ def test_layouts_beyond_the_memory_are_left_out(monkeypatch: pytest.MonkeyPatch)
     assert {place.id for place in result.placed} == {k.candidate.id for k in kernels} | {"x/raw"}
     left_out = {place.id: place.reason for place in result.placed if place.sample is None}
     assert "no memory" in left_out[kernels[-1].candidate.id]
+
+
+def test_a_layout_that_cannot_fit_is_not_packed_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packing it would take the very memory that there is none of."""
+    packs: list[str] = []
+
+    class Packing(Recorder):
+        def pack(self, b: Any) -> PackedWeight:
+            packs.append(str(self.packing))
+            return super().pack(b)
+
+    size = PROBLEM.weight_bytes
+    monkeypatch.setattr(Track, "_room", lambda self: operand_bytes(PROBLEM) + 2 * size + size // 2)
+    laid = track(*(Packing(name, name, size) for name in "abcd"))
+    assert packs == ["a", "b"]
+    assert len(laid.left_out) == 2
 
 
 def test_nothing_to_race() -> None:

@@ -23,6 +23,7 @@ NAME = "native"
 TEMPLATES = ("packed", "expand", "raw", "dot")
 _STEP_DTYPES = tuple(DTYPES)[:6]
 _MOST_TENSORS = 16
+_ALONE = 1 << 20  # multiply-adds, some 10 us: below it waking threads may cost more than they save
 
 
 def refusal(problem: Problem) -> str:
@@ -236,7 +237,8 @@ def _grids(problem: Problem, threads: int, nr: int, template: str) -> list[tuple
     panels, grids = -(-problem.n // nr), []
     if panels >= threads:
         grids.append((1, threads, 1))
-    if problem.family == "bmm" and problem.batch >= threads:
+    macs = problem.m * problem.n * problem.k * problem.batch
+    if macs <= _ALONE or (problem.family == "bmm" and problem.batch >= threads):
         grids.insert(0, (1, 1, 1))
     if panels >= 8 * threads:
         grids.append((1, 4 * threads, 1))

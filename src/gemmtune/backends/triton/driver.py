@@ -22,8 +22,6 @@ _NO_CONTEXT = 201
 _MAP_BYTES = 128
 _L2_128B = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 
-Send = Callable[..., None]  # see Function.bound
-
 
 @functools.cache
 def driver() -> Any:
@@ -46,7 +44,7 @@ def _check(status: int, doing: str) -> None:
 
 
 class Function:
-    """A kernel of a cubin, loaded for one device; ``bound`` gives what launches it. Modules are never unloaded."""
+    """A kernel of a cubin, loaded for one device; a Block launches it. Modules are never unloaded."""
 
     def __init__(self, header: Header, cubin: bytes, device: int) -> None:
         self.header, self.device = header, device
@@ -61,34 +59,8 @@ class Function:
                 _check(status, f"asking for {header.shared} bytes of shared memory")
         self.handle, self.threads, self.shared = handle.value, 32 * header.warps, header.shared
 
-    def bound(self, grid: tuple[int, int], values: Sequence[int], moving: Sequence[int]) -> Send:
-        """``send(stream, addresses, maps)``: launches with these values of all arguments but descriptors (0 in their
-        places; pointers as integers), but for ``addresses`` in the places of ``moving``; maps: the descriptors in
-        order. send raises KernelError when the driver refuses."""
-        places, own = tuple(moving), threading.local()
-
-        def send(stream: int, addresses: Sequence[int], maps: Sequence[Map] = ()) -> None:
-            try:
-                slots, config, launch, block = own.held
-            except AttributeError:
-                block = self.block(grid, values)
-                slots, config, launch, _ = own.held = (block.slots, block.config, block.launch, block)
-            for place, address in zip(places, addresses, strict=True):
-                slots[place] = address
-            if maps:
-                block.describe(maps)
-            config.stream = stream
-            status = launch()
-            if status:
-                self._failed(status, launch)
-
-        return send
-
-    def block(self, grid: tuple[int, int], values: Sequence[int]) -> Block:
-        """A launch for one thread at a time, with these values of the arguments."""
-        return Block(self, grid, values)
-
-    def _failed(self, status: int, launch: Callable[[], int]) -> None:
+    def failed(self, status: int, launch: Callable[[], int]) -> None:
+        """Launch once more where that may help; raises KernelError where the driver refuses."""
         if status == _NO_CONTEXT:  # a thread that has not used CUDA yet
             torch.cuda.current_stream(self.device).query()
             status = launch()
@@ -107,23 +79,28 @@ class _Config(ctypes.Structure):
     ]
 
 
-class Block:
-    """A prepared launch. ``slots`` hold the arguments, 8 bytes each; ``config.stream`` says where; ``launch()`` does it
-    and returns CUDA's status."""
+class Block(threading.local):
+    """A prepared launch; every thread has its own. values: of all arguments but descriptors (0 in their places),
+    pointers as integers.
+
+    held: slots (the arguments, 8 bytes each), config (its ``stream`` says where), and launch, which launches what they
+    hold and returns CUDA's status: what is not 0 is for ``Function.failed``.
+    """
 
     def __init__(self, function: Function, grid: tuple[int, int], values: Sequence[int]) -> None:
         names, scratch = function.header.arguments, function.header.scratch
-        self.slots = (ctypes.c_uint64 * len(names))(*values)
+        slots = (ctypes.c_uint64 * len(names))(*values)
         self._unused = (ctypes.c_uint64 * max(1, scratch))()  # what Triton wants and its kernels do not use
-        own = [ctypes.addressof(self.slots) + 8 * place for place in range(len(names))]
+        own = [ctypes.addressof(slots) + 8 * place for place in range(len(names))]
         addresses = (*own, *([ctypes.addressof(self._unused)] * scratch))
         self._parameters = (ctypes.c_void_p * len(addresses))(*addresses)
         self._described = [place for place, name in enumerate(names) if name in function.header.descriptors]
-        self.config = _Config(*grid, 1, function.threads, 1, 1, function.shared)
+        config = _Config(*grid, 1, function.threads, 1, 1, function.shared)
         # Made once: what ctypes has to convert in a call costs as much as the call.
-        config, start = ctypes.addressof(self.config), ctypes.addressof(self._parameters)
-        fixed = (ctypes.c_void_p(config), ctypes.c_void_p(function.handle), ctypes.c_void_p(start), None)
-        self.launch: Callable[[], int] = functools.partial(driver().cuLaunchKernelEx, *fixed)
+        at, start = ctypes.addressof(config), ctypes.addressof(self._parameters)
+        fixed = (ctypes.c_void_p(at), ctypes.c_void_p(function.handle), ctypes.c_void_p(start), None)
+        launch: Callable[[], int] = functools.partial(driver().cuLaunchKernelEx, *fixed)
+        self.held: tuple[Any, _Config, Callable[[], int]] = (slots, config, launch)
 
     def describe(self, maps: Sequence[Map]) -> None:
         """Put TMA descriptors in their places, in order."""

@@ -18,10 +18,11 @@ from ...errors import PackedWeightError
 from ...problem import Problem, bits
 from ..base import Candidate, Kernel, Launch, PackedWeight, QuantWeight
 from .compiler import CONVERTED_ITEMS, Header
-from .driver import Function, Map
+from .driver import Block, Function, Map
 from .space import INT4_BLOCKS, int4_layout, leads
 
 _ALIGN = 16
+_MISPLACED = _ALIGN - 1  # bits of an address that must not be set
 _LOCKS = 1 << 20  # counters a device, handed out to kernels as they are loaded
 _SPACE = 32 << 20  # bytes of sums that a stream gets at first
 _MAPS = 256  # descriptors kept a kernel: weights stay where they are
@@ -144,6 +145,12 @@ def _taking(problem: Problem) -> list[tuple[int, Step]]:
     return [(place, step) for place, step in enumerate(problem.epilogue) if step.takes_tensor]
 
 
+def _put(slots: Any, places: Sequence[int], tensors: Sequence[Tensor]) -> None:
+    """Addresses into their arguments' slots."""
+    for place, tensor in zip(places, tensors, strict=True):
+        slots[place] = tensor.data_ptr()
+
+
 def _shifted(launch: Launch, out: Tensor, a: Tensor, b: Tensor, rest: Sequence[Tensor]) -> None:
     """The launch, on copies of the matrices that start off a 16-byte boundary."""
     result = _fitting(out)
@@ -154,7 +161,7 @@ def _shifted(launch: Launch, out: Tensor, a: Tensor, b: Tensor, rest: Sequence[T
 
 def _fitting(t: Tensor) -> Tensor:
     """The tensor, or a copy of it that starts on a 16-byte boundary, with its strides."""
-    if t.data_ptr() % _ALIGN == 0:
+    if not t.data_ptr() & _MISPLACED:
         return t
     copy = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
     return copy.copy_(t)
@@ -188,25 +195,28 @@ class Tiled(TritonKernel):
         return self._tiles(m) // self.problem.batch * self._split, self.problem.batch
 
     def _launcher(self, m: int, device: int, sizes: dict[str, int], names: list[str]) -> Launch:
-        places = {name: place for place, name in enumerate(self.header.arguments)}
-        moving = [places[name] for name in ("c_ptr", "a_ptr", "b_ptr", *names)]
-        shared = self._split > 1
-        if shared:
-            moving += [places["ws_ptr"], places["lock_ptr"]]
-        send = self.function(device).bound(self.grid(m), self.arguments(m, sizes), moving)
+        function, place = self.function(device), self.header.arguments.index
+        block = Block(function, self.grid(m), self.arguments(m, sizes))
+        c_at, a_at, b_at = place("c_ptr"), place("a_ptr"), place("b_ptr")
+        others = [place(name) for name in names]
+        sums = (place("ws_ptr"), place("lock_ptr")) if self._split > 1 else None
         stream_of, tiles = torch._C._cuda_getCurrentRawStream, self._tiles(m)
 
         def launch(out: Tensor, a: Tensor, b: Tensor, *rest: Tensor) -> None:
-            at: tuple[int, ...] = (out.data_ptr(), a.data_ptr(), b.data_ptr())
-            if (at[0] | at[1] | at[2]) % _ALIGN:
+            slots, config, go = block.held
+            c_ptr, a_ptr, b_ptr = out.data_ptr(), a.data_ptr(), b.data_ptr()
+            if (c_ptr | a_ptr | b_ptr) & _MISPLACED:
                 _shifted(launch, out, a, b, rest)
                 return
-            stream = stream_of(device)
+            config.stream = stream = stream_of(device)
+            if sums is not None:
+                slots[sums[0]], slots[sums[1]] = self._common(device, stream, tiles)
+            slots[c_at], slots[a_at], slots[b_at] = c_ptr, a_ptr, b_ptr
             if rest:
-                at += tuple([tensor.data_ptr() for tensor in rest])
-            if shared:
-                at += self._common(device, stream, tiles)
-            send(stream, at)
+                _put(slots, others, rest)
+            status = go()
+            if status:
+                function.failed(status, go)
 
         return launch
 
@@ -237,21 +247,26 @@ class Persistent(TritonKernel):
             "a_desc.shape1": problem.k, "a_desc.stride0": lda, "a_desc.stride1": 1, "b_desc.shape0": problem.n,
             "b_desc.shape1": problem.k, "b_desc.stride0": ldb, "b_desc.stride1": 1, **sizes,
         }  # fmt: skip
-        arguments = self.header.arguments
-        moving = [arguments.index(name) for name in ("c_ptr", *names)]
-        values = [known.get(name, 0) for name in arguments]
-        send = self.function(device).bound((programs, 1), values, moving)
+        function, arguments = self.function(device), self.header.arguments
+        block = Block(function, (programs, 1), [known.get(name, 0) for name in arguments])
+        c_at, others = arguments.index("c_ptr"), [arguments.index(name) for name in names]
         stream_of = torch._C._cuda_getCurrentRawStream
 
         def launch(out: Tensor, a: Tensor, b: Tensor, *rest: Tensor) -> None:
-            at = (out.data_ptr(), a.data_ptr(), b.data_ptr())
-            if (at[0] | at[1] | at[2]) % _ALIGN:
+            slots, config, go = block.held
+            c_ptr, a_ptr, b_ptr = out.data_ptr(), a.data_ptr(), b.data_ptr()
+            if (c_ptr | a_ptr | b_ptr) & _MISPLACED:
                 _shifted(launch, out, a, b, rest)
                 return
-            stream = stream_of(device)
-            right = self._map("b_desc", matrix(at[2], stream), problem.n, ldb)
-            maps = (self._map("a_desc", at[1], m, lda), right)
-            send(stream, (at[0], *[tensor.data_ptr() for tensor in rest]), maps)
+            config.stream = stream = stream_of(device)
+            right = self._map("b_desc", matrix(b_ptr, stream), problem.n, ldb)
+            maps = (self._map("a_desc", a_ptr, m, lda), right)  # which live until they are launched
+            block.describe(maps)
+            slots[c_at] = c_ptr
+            _put(slots, others, rest)
+            status = go()
+            if status:
+                function.failed(status, go)
 
         return launch
 
@@ -279,12 +294,16 @@ class Converted(Persistent):
         self.workspace_bytes = self._count * bits(problem.a.dtype) // 8
 
     def _matrix(self, device: int) -> tuple[int, Callable[[int, int], int]]:
-        grid, values = (-(-self._count // CONVERTED_ITEMS), 1), (0, 0, self._count)
-        send, size = self._convert(device).bound(grid, values, (0, 1)), self.workspace_bytes
+        function, size = self._convert(device), self.workspace_bytes
+        block = Block(function, (-(-self._count // CONVERTED_ITEMS), 1), (0, 0, self._count))
 
         def convert(address: int, stream: int) -> int:
+            slots, config, go = block.held
             place = scratch_of(device).sums(stream, size)
-            send(stream, (address, place))
+            slots[0], slots[1], config.stream = address, place, stream
+            status = go()
+            if status:
+                function.failed(status, go)
             return place
 
         return self.problem.k, convert
