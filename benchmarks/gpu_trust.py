@@ -127,6 +127,8 @@ def picks(count: int, target: Target, until: float, rounds: int = 500) -> dict[s
         decisions += tune(problems[first : first + 10], target)
         took += time.perf_counter() - start
     count = len(decisions)
+    if not count:
+        return {"rows": [], "tuning_s": took}
     for problem, decision in zip(problems, decisions, strict=False):
         right = {
             row.id: Candidate.from_dict(row.candidate) for row in decision.evidence if row.verdict and row.verdict.ok
@@ -179,6 +181,8 @@ def inductor_picks(count: int, target: Target, until: float, rounds: int = 300) 
         rows.append({"problem": label(problem), "of_aten": ratio, "compile_s": took})
         print(f"   {rows[-1]}", flush=True)
         torch.cuda.empty_cache()
+    if not rows:
+        return {"rows": rows}
     slower = [row for row in rows if row["of_aten"] > 1.02]
     print(
         f"Inductor max-autotune: {len(slower)} of {len(rows)} more than 2% slower than ATen (worst "

@@ -194,8 +194,7 @@ def serving(call: Call, given: Sequence[Tensor], prepare: Callable[..., tuple[Te
         return plainly
     launch = _bound(kernel, call, given)
     if launch is None:
-        compute = _computing(kernel, call, lambda a, b, aux: (a, b, aux))
-        return lambda *tensors: compute(*prepare(*tensors))
+        return _computing(kernel, call, prepare)
     fresh = _outputs(call)
 
     def direct(*tensors: Tensor) -> Tensor:
@@ -228,11 +227,12 @@ def _bound(kernel: Kernel, call: Call, given: Sequence[Tensor]) -> Launch | None
 
 def _bound_entry(kernel: Kernel, call: Call, given: tuple[Any, ...]) -> Entry | None:
     """``compute(x, weight, extra)`` by such a launch."""
-    packed, (x, weight, *extra), fresh = call.packed is not None, given, _outputs(call)
+    packed, (x, weight, *extra) = call.packed is not None, given
     rest = [tensor for tensor in extra if tensor is not None]
     launch = _bound(kernel, call, (x, *(weight.data if packed else (weight,)), *rest))
     if launch is None:
         return None
+    fresh = _outputs(call)
 
     def compute(x: Tensor, weight: Any, extra: Any) -> Tensor:
         out = fresh()
@@ -247,14 +247,14 @@ def _bound_entry(kernel: Kernel, call: Call, given: tuple[Any, ...]) -> Entry | 
     return compute
 
 
-def _computing(kernel: Kernel, call: Call, prepare: Callable[[Tensor, Any, Any], Any]) -> Entry:
-    """``compute(x, weight, extra)``: the kernel on prepared operands, into a new tensor of the Call's shape."""
+def _computing(kernel: Kernel, call: Call, prepare: Callable[..., tuple[Tensor, Any, Sequence[Tensor]]]) -> Entry:
+    """``compute(*operands)``: the kernel on prepared operands, into a new tensor of the Call's shape."""
     device, own = call.a.device, getattr(kernel, "fresh", None)
     inner, shape, run = _kernel_shape(call), call.shape, _there(kernel.run, kernel, call.a.device)
     dtype, empty, same = dtype_of(call.problem.out_dtype), torch.empty, shape == inner
 
-    def allocate(x: Tensor, weight: Any, extra: Any) -> Tensor:
-        a, b, aux = prepare(x, weight, extra)
+    def allocate(*operands: Any) -> Tensor:
+        a, b, aux = prepare(*operands)
         out = empty(inner, dtype=dtype, device=device)
         run(a, b, aux, out)
         return out if same else out.view(shape)
@@ -263,8 +263,8 @@ def _computing(kernel: Kernel, call: Call, prepare: Callable[[Tensor, Any, Any],
         return allocate
     fresh: Fresh = _there(own, kernel, device)
 
-    def ask(x: Tensor, weight: Any, extra: Any) -> Tensor:
-        out = fresh(*prepare(x, weight, extra))
+    def ask(*operands: Any) -> Tensor:
+        out = fresh(*prepare(*operands))
         return out if same else out.view(shape)
 
     return ask

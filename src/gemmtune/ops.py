@@ -109,7 +109,10 @@ def _entry(
     if call.packed is not None:
         entry = launch.prepared(call, given, prepare, grad, described) or described
     else:
-        plainly = lambda *operands: function(*_given(operands))  # noqa: E731
+
+        def plainly(*operands: Any) -> Tensor:
+            return function(*_given(operands))
+
         entry = launch.prepared(call, given, prepare, grad, plainly) or function
     RUNTIME.remember(key, entry, generation)
     return entry

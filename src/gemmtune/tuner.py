@@ -174,8 +174,8 @@ class Tuner:
         GPU, by its own clock."""
         if not self._isolate or self._target.device == "cpu" or self._latency != "graph":
             return
-        place = crew.to_come.index(problem) if problem in crew.to_come else len(crew.to_come)
-        for later in crew.to_come[place + 1 : place + 1 + AHEAD]:
+        after = crew.to_come.index(problem) + 1
+        for later in crew.to_come[after : after + AHEAD]:
             if later not in crew.built_for:
                 crew.built_for.add(later)
                 candidates, _ = enumerate_candidates(later, self._target, self._names)

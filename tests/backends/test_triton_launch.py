@@ -14,7 +14,7 @@ import torch
 
 from gemmtune.backends.base import Candidate
 from gemmtune.backends.triton import driver, kernel
-from gemmtune.backends.triton.compiler import Header, spec
+from gemmtune.backends.triton.compiler import CONVERTED_ITEMS, Header, Tma, spec
 from gemmtune.backends.triton.kernel import TEMPLATES, TritonKernel
 from gemmtune.epilogue import Step
 from gemmtune.errors import KernelError
@@ -43,6 +43,11 @@ class Driver:
         handle._obj.value = len(self.names)
         return 0
 
+    def cuTensorMapEncodeTiled(self, place: Any, dtype: Any, rank: Any, pointer: Any, *rest: Any) -> int:
+        """What a descriptor says here is the address of its matrix."""
+        ctypes.c_uint64.from_address(place.value).value = pointer.value
+        return 0
+
     def cuGetErrorString(self, status: int, text: Any) -> int:
         return 0
 
@@ -66,6 +71,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setattr(driver, "driver", lambda: made)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=6))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(query=lambda: True))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: STREAM, raising=False)
     return made
@@ -78,6 +84,18 @@ def loaded(fake: Driver, problem: Problem, template: str = "tiled", split: int =
     header = Header(template, 0, 0, 4, passed, 1)
     fake.arguments[template] = len(passed)
     return TEMPLATES[template](problem, candidate, [(header, b"")])
+
+
+def tma(fake: Driver, problem: Problem, template: str) -> TritonKernel:
+    """A kernel that reads A and B through descriptors."""
+    config = {"bm": 64, "bn": 64, "bk": 64, "group": 8, "stages": 3, "warps": 4}
+    described = {name: Tma(3, 2, 9, (64, 64)) for name in ("a_desc", "b_desc")}
+    rest = (*(("s_ptr",) if problem.b.quant else ()), "t0", "M", "N", "K", "ldc")
+    header = Header(template, 0, 0, 4, ("a_desc", "b_desc", "c_ptr", *rest, "PROGRAMS"), 2, described)
+    before = Header("convert", 0, 0, 4, ("source_ptr", "target_ptr", "COUNT"), 1)
+    fake.arguments |= {template: len(header.arguments), "convert": 3}
+    parts = [(before, b""), (header, b"")] if template == "converted" else [(header, b"")]
+    return TEMPLATES[template](problem, Candidate.make("triton", template, **config), parts)
 
 
 def launched(fake: Driver, made: TritonKernel) -> tuple[tuple[int, int], dict[str, int]]:
@@ -152,6 +170,38 @@ def test_int4_weights_bring_their_own_tensors(fake: Driver) -> None:
     made.run(inputs.a, packed, (), torch.empty(5, 64, dtype=torch.bfloat16))
     _, values = launched(fake, made)
     assert (values["b_ptr"], values["s_ptr"], values["z_ptr"]) == tuple(tensor.data_ptr() for tensor in packed.data)
+
+
+def test_descriptors_follow_their_matrices(fake: Driver) -> None:
+    """Persistent programs: no more than there are multiprocessors, A and B by descriptors that are kept."""
+    problem = replace(build(200, 192, 256, "bf16"), epilogue=(Step("bias", "col", "bfloat16"),))
+    made, inputs = tma(fake, problem, "persistent"), make_inputs(problem, 0)
+    other = make_inputs(problem, 1)
+    for operands in (inputs, other, inputs):
+        out = call(made, operands)
+        grid, values = launched(fake, made)
+        assert grid == (6, 1)
+        assert (values["a_desc"], values["b_desc"]) == (operands.a.data_ptr(), operands.b.data_ptr())
+        assert (values["c_ptr"], values["t0"]) == (out.data_ptr(), operands.aux[0].data_ptr())
+        assert (values["M"], values["N"], values["K"], values["ldc"], values["PROGRAMS"]) == (200, 192, 256, 192, 6)
+    assert len(made._maps) == 4  # type: ignore[attr-defined]
+    fake.statuses = [1]
+    with pytest.raises(KernelError, match="launching persistent: CUDA error 1"):
+        call(made, inputs)
+
+
+def test_converted_weights_are_read_where_they_were_put(fake: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = torch.empty(64 * 256, dtype=torch.bfloat16)
+    monkeypatch.setattr(kernel, "scratch_of", lambda _: SimpleNamespace(sums=lambda stream, size: place.data_ptr()))
+    problem = replace(weight_only_problem(200, 64, 256), epilogue=(Step("bias", "col", "bfloat16"),))
+    made, inputs = tma(fake, problem, "converted"), make_inputs(problem, 0)
+    call(made, inputs)
+    (first, grid, converted), _ = fake.launches
+    assert (first, converted) == ("convert", [inputs.b.data.data_ptr(), place.data_ptr(), 64 * 256])
+    assert grid == (-(-64 * 256 // CONVERTED_ITEMS), 1)
+    _, values = launched(fake, made)
+    assert (values["a_desc"], values["b_desc"]) == (inputs.a.data_ptr(), place.data_ptr())
+    assert (values["s_ptr"], values["t0"]) == (inputs.b.scale.data_ptr(), inputs.aux[0].data_ptr())
 
 
 def test_any_view_of_the_same_memory_will_do(fake: Driver) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import gemmtune
+from forking import child_of_fork_while_held
 from gemmtune import backends
 from gemmtune.backends.base import Candidate
 from gemmtune.decision import Decision
@@ -175,25 +176,8 @@ def test_other_threads_are_served_while_a_miss_is_tuned(
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_child_has_locks_of_its_own() -> None:
-    """A fork while another thread chooses a kernel: its lock would stay locked in the child for ever."""
-    held, done = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with RUNTIME._lock:
-            held.set()
-            done.wait(60)
-
-    holder = threading.Thread(target=hold)
-    holder.start()
-    held.wait()
-    try:
-        child = os.fork()
-        if child == 0:
-            os._exit(0 if RUNTIME._lock.acquire(timeout=5) else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    finally:
-        done.set()
-        holder.join()
+    """A fork while another thread chooses a kernel."""
+    assert child_of_fork_while_held(RUNTIME._lock, lambda: RUNTIME._lock.acquire(timeout=5))
 
 
 def test_a_constant_decision_serves_a_raw_weight_as_it_lies(own_store: MemoryStore) -> None:

@@ -10,15 +10,16 @@ import sqlite3
 import stat
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from forking import child_of_fork_while_held
 from gemmtune.decision import Verdict
 from gemmtune.errors import StoreError
-from gemmtune.store import SqliteStore
+from gemmtune.store import MemoryStore, SqliteStore
+from gemmtune.store.base import Store
 from gemmtune.store.schema import SCHEMA_VERSION
 from gemmtune.testing.store_suite import PROBLEM, TARGET, StoreSuite, make_decision
 
@@ -210,28 +211,11 @@ def test_a_forked_child_opens_its_own(path: Path, store: SqliteStore) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_a_forked_child_has_a_lock_of_its_own(path: Path, store: SqliteStore) -> None:
-    """A fork while another thread reads: its lock would stay locked in the child for ever."""
-    store.put(TARGET, make_decision())
-    held, done = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with store._lock:
-            held.set()
-            done.wait(60)
-
-    holder = threading.Thread(target=hold)
-    holder.start()
-    held.wait()
-    try:
-        child = os.fork()
-        if child == 0:
-            signal.alarm(20)  # a child that waits for ever is ended, and fails the test
-            os._exit(0 if store.get(TARGET, PROBLEM.key) else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    finally:
-        done.set()
-        holder.join()
+@pytest.mark.parametrize("kind", ["file", "memory"])
+def test_a_forked_child_has_a_lock_of_its_own(kind: str, store: SqliteStore) -> None:
+    forked: Store = store if kind == "file" else MemoryStore()
+    forked.put(TARGET, make_decision())
+    assert child_of_fork_while_held(forked._lock, lambda: list(forked.decisions()))
 
 
 WRITER = """

@@ -149,7 +149,7 @@ class Builders:
 
     def _jobs(self, problem: Problem, candidates: list[Candidate], target: Target) -> _Jobs:
         limits = self._limits
-        share = int(_MEMORY_SHARE * psutil.virtual_memory().available) // min(self._count, max(1, len(candidates)))
+        share = int(_MEMORY_SHARE * psutil.virtual_memory().available) // min(self._count, len(candidates))
         host = self._ready_host({name for c in candidates for name in backends.get(c.backend).preload})
         return _Jobs(host, problem, target, limits, limits.memory or share)
 

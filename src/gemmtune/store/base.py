@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -21,11 +24,18 @@ def kept_keys(keep: Target | Collection[Target] | None) -> tuple[str, ...]:
     return (keep.key,) if isinstance(keep, Target) else tuple(target.key for target in keep)
 
 
+_STORES: weakref.WeakSet[Store] = weakref.WeakSet()
+
+
 class Store(ABC):
     """Keeps Decisions and remembered failures per Target. One transaction a record.
 
     Readers meet damage as a miss (and warn once); writers raise StoreError.
     """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        _STORES.add(self)
 
     @abstractmethod
     def get(self, target: Target, problem_key: str) -> Decision | None:
@@ -81,3 +91,13 @@ class Store(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release what is open. Idempotent."""
+
+
+def _after_fork() -> None:
+    """In a forked child: the locks anew, since the thread that held one may not have come along."""
+    for store in list(_STORES):
+        store._lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ class MemoryStore(Store):
     """Keeps encoded records in dicts. The contract is SqliteStore's, durability aside; safe to share by threads."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        super().__init__()
         self._targets: dict[str, Target] = {}
         self._rows: dict[tuple[str, str], tuple[float, int, bytes]] = {}
         self._failures: dict[tuple[str, str], dict[str, Verdict]] = {}

@@ -12,9 +12,7 @@ import logging
 import os
 import secrets
 import sqlite3
-import threading
 import time
-import weakref
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -47,8 +45,6 @@ log = logging.getLogger("gemmtune")
 # What SQLite and its Python module raise over a file: they quote damaged names too, which need not be text.
 _TROUBLE = (sqlite3.Error, OSError, UnicodeError)
 
-_STORES: weakref.WeakSet[SqliteStore] = weakref.WeakSet()
-
 _LEASE = "SELECT owner, expires FROM leases WHERE target_key = ? AND problem_key = ?"
 _BODY = "SELECT digest, body FROM decisions WHERE target_key = ? AND problem_key = ?"
 
@@ -63,12 +59,11 @@ class SqliteStore(Store):
     def __init__(self, path: str | os.PathLike[str], *, timeout_s: float = 10.0) -> None:
         self.path = Path(path).absolute()
         self._timeout_s = timeout_s
-        self._lock = threading.RLock()
+        super().__init__()
         self._connection: sqlite3.Connection | None = None
         self._opened: tuple[int, int, int] | None = None
         self._version = 0
         self._warned = False
-        _STORES.add(self)
 
     # Reading
 
@@ -209,10 +204,6 @@ class SqliteStore(Store):
             self._connection = self._opened = None
             self._version = 0
 
-    def after_fork(self) -> None:
-        """In a forked child: the lock anew, since the thread that held it may not have come along."""
-        self._lock = threading.RLock()
-
     # The file
 
     def _read(self, sql: str, args: tuple[Any, ...] = (), since: int = 1) -> list[tuple[Any, ...]]:
@@ -293,15 +284,6 @@ class SqliteStore(Store):
         if not self._warned:
             self._warned = True
             log.warning("%s", text)
-
-
-def _after_fork() -> None:
-    for store in list(_STORES):
-        store.after_fork()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
 
 
 def _connect(path: Path, timeout_s: float, create: bool) -> sqlite3.Connection:

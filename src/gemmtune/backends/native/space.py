@@ -23,7 +23,7 @@ NAME = "native"
 TEMPLATES = ("packed", "expand", "raw", "dot")
 _STEP_DTYPES = tuple(DTYPES)[:6]
 _MOST_TENSORS = 16
-_ALONE = 1 << 20  # multiply-adds, some 10 us: below it waking threads may cost more than they save
+_ALONE = 1 << 20  # multiply-adds: up to here waking other threads may cost more than they save
 
 
 def refusal(problem: Problem) -> str:
