@@ -30,7 +30,7 @@ from harness import write
 import gemmtune
 from gemmtune import backends
 from gemmtune.backends.base import Candidate
-from gemmtune.backends.triton.driver import Block, Function
+from gemmtune.backends.gpu.driver import Block, Function
 from gemmtune.dispatch import current_target
 from gemmtune.workloads import build
 

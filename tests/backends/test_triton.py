@@ -11,15 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
 from gemmtune import backends
 from gemmtune.backends.base import Candidate, Illegal, QuantWeight
-from gemmtune.backends.triton import TritonBackend, compiler, space
+from gemmtune.backends.gpu import artifact
+from gemmtune.backends.gpu.int4 import INT4_BLOCKS, int4_layout, shuffle_int4, unshuffle_int4
+from gemmtune.backends.triton import TritonBackend, compiler
 from gemmtune.backends.triton.cost import Work, seconds
-from gemmtune.backends.triton.kernel import shuffle_int4, unshuffle_int4
 from gemmtune.epilogue import Step
 from gemmtune.errors import KernelError
 from gemmtune.problem import Layout, Operand, Problem, Quant
@@ -183,7 +183,7 @@ def test_cross_compiling_for_hopper(
     problem = FAMILIES[family] if template == "tiled" else FAMILIES[family].with_m(1024)
     candidate = first(problem, template, split=2) if template == "tiled" else first(problem, template)
     body = compiler.compile_spec(compiler.spec(problem, candidate), H200)
-    *before, (header, cubin) = compiler.unpack(body)
+    *before, (header, cubin) = artifact.unpack(body)
     assert [first.name for first, _ in before] == (["convert"] if template == "converted" else [])
     assert all(code[:4] == b"\x7fELF" for code in (cubin, *(code for _, code in before)))
     assert header.shared > 0
@@ -193,12 +193,11 @@ def test_cross_compiling_for_hopper(
 
 
 def _artifact() -> bytes:
-    header = msgspec.json.encode(compiler.Header("k", 3, 0, 4, (), 0))
-    return len(header).to_bytes(4, "little") + header + b"elf"
+    return artifact.packed(artifact.Header("k", 3, 0, 4, (), 0), b"elf")
 
 
 def test_an_artifact_may_hold_several_kernels() -> None:
-    parts = compiler.unpack(_artifact() * 2)
+    parts = artifact.unpack(_artifact() * 2)
     assert [(header.name, cubin) for header, cubin in parts] == [("k", b"elf")] * 2
 
 
@@ -206,7 +205,7 @@ def test_an_artifact_cannot_run_backwards() -> None:
     body = _artifact().replace(b'"size":3', b'"size":-9')
     body = (len(body) - 4 - 3).to_bytes(4, "little") + body[4:]
     with pytest.raises(KernelError, match="malformed"):
-        compiler.unpack(body)
+        artifact.unpack(body)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +213,7 @@ def test_an_artifact_cannot_run_backwards() -> None:
 )
 def test_a_malformed_artifact_is_refused(body: bytes) -> None:
     with pytest.raises(KernelError, match="malformed"):
-        compiler.unpack(body)
+        artifact.unpack(body)
 
 
 # --- the interpreter ------------------------------------------------------------------------------------------------
@@ -249,7 +248,7 @@ def test_kernels_are_right_in_the_interpreter() -> None:
 
 @pytest.mark.parametrize(("group", "zero"), [(128, False), (64, True), (None, False)])
 @pytest.mark.parametrize("order", ["col", "row"])
-@pytest.mark.parametrize("block", space.INT4_BLOCKS)
+@pytest.mark.parametrize("block", INT4_BLOCKS)
 def test_shuffling_int4_can_be_undone_bit_for_bit(group: int | None, zero: bool, order: str, block: int) -> None:
     n, k = 24, 256
     data = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8).t()
@@ -261,7 +260,7 @@ def test_shuffling_int4_can_be_undone_bit_for_bit(group: int | None, zero: bool,
     problem = weight_only_problem(4, n, k, bits=4, group=group, scale_dtype="float32", zero_point=zero)
     raw = QuantWeight(data, scale, zeros, k, quant, "int4")
     packed = shuffle_int4(raw, problem, block)
-    assert packed.layout == space.int4_layout(block)
+    assert packed.layout == int4_layout(block)
     back = unshuffle_int4(packed)
     assert torch.equal(back.data, data)
     assert back.data.stride() == data.stride()

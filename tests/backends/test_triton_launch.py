@@ -13,9 +13,13 @@ import pytest
 import torch
 
 from gemmtune.backends.base import Candidate
-from gemmtune.backends.triton import driver, kernel
-from gemmtune.backends.triton.compiler import CONVERTED_ITEMS, Header, Tma, spec
-from gemmtune.backends.triton.kernel import TEMPLATES, TritonKernel
+from gemmtune.backends.gpu import driver
+from gemmtune.backends.gpu import kernel as shared
+from gemmtune.backends.gpu.artifact import Header, Tma
+from gemmtune.backends.gpu.kernel import GpuKernel
+from gemmtune.backends.triton import kernel
+from gemmtune.backends.triton.compiler import CONVERTED_ITEMS, spec
+from gemmtune.backends.triton.kernel import TEMPLATES
 from gemmtune.epilogue import Step
 from gemmtune.errors import KernelError
 from gemmtune.measure.inputs import Inputs, make_inputs
@@ -77,7 +81,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Driver:
     return made
 
 
-def loaded(fake: Driver, problem: Problem, template: str = "tiled", split: int = 1) -> TritonKernel:
+def loaded(fake: Driver, problem: Problem, template: str = "tiled", split: int = 1) -> GpuKernel:
     config = {"bm": 16, "bn": 64, "bk": 128, "split": split, "swap": 0, "group": 8, "stages": 3, "warps": 4}
     candidate = Candidate.make("triton", template, **config)
     passed = tuple(name for name, kind in spec(problem, candidate).signature.items() if kind != "constexpr")
@@ -86,7 +90,7 @@ def loaded(fake: Driver, problem: Problem, template: str = "tiled", split: int =
     return TEMPLATES[template](problem, candidate, [(header, b"")])
 
 
-def tma(fake: Driver, problem: Problem, template: str) -> TritonKernel:
+def tma(fake: Driver, problem: Problem, template: str) -> GpuKernel:
     """A kernel that reads A and B through descriptors."""
     config = {"bm": 64, "bn": 64, "bk": 64, "group": 8, "stages": 3, "warps": 4}
     described = {name: Tma(3, 2, 9, (64, 64)) for name in ("a_desc", "b_desc")}
@@ -98,12 +102,12 @@ def tma(fake: Driver, problem: Problem, template: str) -> TritonKernel:
     return TEMPLATES[template](problem, Candidate.make("triton", template, **config), parts)
 
 
-def launched(fake: Driver, made: TritonKernel) -> tuple[tuple[int, int], dict[str, int]]:
+def launched(fake: Driver, made: GpuKernel) -> tuple[tuple[int, int], dict[str, int]]:
     _, grid, values = fake.launches.pop()
     return grid, dict(zip(made.header.arguments, values, strict=True))
 
 
-def call(made: TritonKernel, inputs: Inputs) -> torch.Tensor:
+def call(made: GpuKernel, inputs: Inputs) -> torch.Tensor:
     problem = made.problem
     shape = (problem.batch, problem.m, problem.n) if problem.family == "bmm" else (inputs.a.shape[0], problem.n)
     out = torch.empty(shape, dtype=getattr(torch, problem.out_dtype))
@@ -136,7 +140,7 @@ def test_another_m_is_bound_anew_and_known_again(fake: Driver) -> None:
 
 
 def test_few_launches_are_kept(fake: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "_BOUND", 2)
+    monkeypatch.setattr(shared, "_BOUND", 2)
     made = loaded(fake, build(40, 200, 256, "bf16"))
     for m in range(1, 6):
         call(made, make_inputs(made.problem.with_m(m), 0))

@@ -16,9 +16,10 @@ from triton.runtime import interpreter
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gemmtune.backends.base import Candidate, QuantWeight
-from gemmtune.backends.triton import kernels, space
+from gemmtune.backends.gpu.int4 import shuffle_int4
+from gemmtune.backends.gpu.rules import leads, refusal
+from gemmtune.backends.triton import kernels
 from gemmtune.backends.triton.compiler import spec
-from gemmtune.backends.triton.kernel import shuffle_int4
 from gemmtune.epilogue import Step
 from gemmtune.measure.inputs import Inputs
 from gemmtune.measure.verify import prepare, verify
@@ -94,7 +95,7 @@ def run(problem: Problem, candidate: Candidate, inputs: Inputs, out: Tensor) -> 
         raw = b.data if isinstance(b, QuantWeight) else b
         if isinstance(b, QuantWeight):
             extra = (b.scale,) if b.zero_point is None else (b.scale, b.zero_point)
-    lda, ldb, ldc = space.leads(problem, problem.m)
+    lda, ldb, ldc = leads(problem, problem.m)
     known: dict[str, Any] = {
         "a_ptr": a, "b_ptr": raw, "c_ptr": out, "M": problem.m, "N": problem.n, "K": problem.k, "lda": lda, "ldb": ldb,
         "ldc": ldc, "s_ptr": extra[0] if extra else None, "z_ptr": extra[1] if len(extra) > 1 else None,
@@ -145,7 +146,7 @@ def main() -> None:
     mend_interpreter()
     count = 0
     for problem, candidate in cases():
-        reason = space.refusal(problem)
+        reason = refusal(problem)
         assert not reason, f"{problem.key}: {reason}"
         draws = prepare(problem, 0)
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -158,7 +159,11 @@ def test_a_file_that_may_only_be_read(path: Path, store: SqliteStore, monkeypatc
     store.close()
     real = sqlite3.connect
     # Permission bits do not bind root, so open the file as a user without write permission would get it.
-    monkeypatch.setattr(sqlite3, "connect", lambda name, **kw: real(name.split("?")[0] + "?mode=ro", **kw))
+
+    def connect(name: str, **options: Any) -> sqlite3.Connection:
+        return real(name.split("?")[0] + "?mode=ro" if options.get("uri") else name, **options)
+
+    monkeypatch.setattr(sqlite3, "connect", connect)
     assert store.get(TARGET, PROBLEM.key) == make_decision()
     with pytest.raises(StoreError, match="readonly"):
         store.put(TARGET, make_decision())

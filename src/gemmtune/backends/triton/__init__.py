@@ -5,8 +5,6 @@ Templates and their search space: space.py; the kernels: kernels.py; what was me
 
 from __future__ import annotations
 
-import functools
-import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +13,11 @@ from ...errors import KernelError
 from ...problem import Problem
 from ...target import Target
 from ..base import Artifact, Availability, Backend, Candidate, Illegal, Kernel, PackedWeight
+from ..gpu.artifact import artifacts, digest_of, unpack
+from ..gpu.int4 import INT4_BLOCKS
+from ..gpu.rules import device_of, refusal
 from . import space
-from .compiler import compile_spec, spec, triton_version, unpack
+from .compiler import compile_spec, spec, triton_version
 
 _LEAST = (8, 0)
 
@@ -32,7 +33,7 @@ class TritonBackend(Backend):
             return Availability(False, f"runs on GPUs; this target is a {target.device}")
         if dict(target.versions).get("hip", "None") != "None":
             return Availability(False, "its launcher speaks to NVIDIA's driver; ROCm is not supported yet")
-        if space.device_of(target).capability < _LEAST:
+        if device_of(target).capability < _LEAST:
             return Availability(False, f"needs compute capability 8.0; {target.name} has {target.capability}")
         if not triton_version():
             return Availability(False, "Triton is not installed: pip install 'gemmtune[cuda]'")
@@ -43,15 +44,15 @@ class TritonBackend(Backend):
 
     def artifact(self, problem: Problem, candidate: Candidate, target: Target) -> Artifact | None:
         key = spec(problem, candidate).key(target.capability, self.source_digest())
-        path = _artifacts().get(key)
+        path = artifacts().get(key)
         return None if path is None else Artifact(candidate, key, path)
 
     def build(self, problem: Problem, candidate: Candidate, target: Target) -> Artifact:
         wanted = spec(problem, candidate)
         key = wanted.key(target.capability, self.source_digest())
-        path = _artifacts().get(key)
+        path = artifacts().get(key)
         if path is None:
-            path = _artifacts().put(key, compile_spec(wanted, target))
+            path = artifacts().put(key, compile_spec(wanted, target))
         return Artifact(candidate, key, path)
 
     def load(self, artifact: Artifact, problem: Problem) -> Kernel:
@@ -59,7 +60,7 @@ class TritonBackend(Backend):
 
         candidate = artifact.candidate
         template = TEMPLATES.get(candidate.template)
-        reason = space.refusal(problem)
+        reason = refusal(problem)
         if template is None or reason:
             raise KernelError(f"{candidate.id} cannot run {problem.key}: {reason or 'there is no such template'}")
         if artifact.path is None:
@@ -71,34 +72,16 @@ class TritonBackend(Backend):
         return template(problem, candidate, unpack(body))
 
     def source_digest(self) -> str:
-        return _digest()
+        return digest_of(Path(__file__).parent)
 
     def default_packing(self, problem: Problem, target: Target) -> Candidate | None:
         """int4 weights run packed only; blocks of 128 suit every K and every M."""
         if problem.b.dtype != "int4" or not self.available(target):
             return None
         legal = (item for item in self.candidates(problem, target) if isinstance(item, Candidate))
-        return next((candidate for candidate in legal if candidate["bk"] == space.INT4_BLOCKS[0]), None)
+        return next((candidate for candidate in legal if candidate["bk"] == INT4_BLOCKS[0]), None)
 
     def unpack(self, packed: PackedWeight) -> Any:
-        from .kernel import unshuffle_int4
+        from ..gpu.int4 import unshuffle_int4
 
         return unshuffle_int4(packed)
-
-
-@functools.cache
-def _digest() -> str:
-    text = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
-    return hashlib.sha256(text).hexdigest()[:16]
-
-
-@functools.cache
-def _artifacts() -> Any:
-    from ...store import Artifacts, default_path
-
-    path = default_path()
-    if str(path) == ":memory:":
-        import platformdirs
-
-        path = Path(platformdirs.user_cache_dir("gemmtune", appauthor=False)) / "store.db"
-    return Artifacts.beside(path)

@@ -9,15 +9,14 @@ import importlib.util
 import json
 import re
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
-
-import msgspec
+from typing import Any
 
 from ...errors import KernelError, UnsupportedError
 from ...problem import Problem
 from ...target import Target
 from ..base import Candidate
-from .space import STEPS, aligned, device_of, float_at, leads, step_constants
+from ..gpu.artifact import Header, Tma, packed
+from ..gpu.rules import STEPS, aligned, device_of, float_at, leads, step_constants
 
 TYPES = {
     "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int8": "i8", "uint8": "u8", "int32": "i32",
@@ -26,7 +25,6 @@ TYPES = {
 CONVERTED_ITEMS = 4096  # elements a program converts: 16 bytes a load and thread
 _PROMOTE = 128  # fp8 products added up by the matrix units alone, which keep some 14 bits, before float32 takes over
 _PARAM = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.(?:b8\s+\w+\[(?P<bytes>\d+)\]|(?P<type>[a-z]\d+)\b)")
-_LENGTH = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,28 +47,6 @@ class Spec:
             None if self.before is None else self.before.key(capability, source),
         ]  # fmt: skip
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-
-class Tma(msgspec.Struct, forbid_unknown_fields=True):
-    """One TMA descriptor as cuTensorMapEncodeTiled wants it."""
-
-    swizzle: int
-    element: int
-    dtype: int
-    block: tuple[int, ...]
-
-
-class Header(msgspec.Struct, forbid_unknown_fields=True):
-    """What launching one of an artifact's cubins takes. size: bytes of the cubin; arguments: the names of those that
-    are passed, in order, before ``scratch`` pointers that are not used; descriptors: of TMA, by argument."""
-
-    name: str
-    size: Annotated[int, msgspec.Meta(ge=0)]
-    shared: int
-    warps: int
-    arguments: tuple[str, ...]
-    scratch: int
-    descriptors: dict[str, Tma] = {}
 
 
 def triton_version() -> str:
@@ -266,25 +242,8 @@ def compile_spec(wanted: Spec, target: Target) -> bytes:
     except Exception as error:  # Triton's compiler has no error of its own
         raise KernelError(f"Triton cannot compile it: {_last_line(error)}") from error
     cubin = bytes(made.asm["cubin"])
-    header = msgspec.json.encode(_header(wanted, made, len(cubin)))
     first = compile_spec(wanted.before, target) if wanted.before is not None else b""
-    return first + len(header).to_bytes(_LENGTH, "little") + header + cubin
-
-
-def unpack(artifact: bytes) -> list[tuple[Header, bytes]]:
-    """An artifact's kernels, in the order of launching: Header and cubin. Raises KernelError when it is none."""
-    found, at = [], 0
-    while at < len(artifact):
-        start = at + _LENGTH + int.from_bytes(artifact[at : at + _LENGTH], "little")
-        try:
-            header = msgspec.json.decode(artifact[at + _LENGTH : start], type=Header)
-        except msgspec.MsgspecError as error:
-            raise KernelError(f"an artifact of the Triton backend is malformed: {error}") from error
-        at = start + header.size
-        found.append((header, artifact[start:at]))
-    if not found or at != len(artifact):
-        raise KernelError(f"an artifact of the Triton backend is malformed: {len(artifact)} bytes where {at} belong")
-    return found
+    return first + packed(_header(wanted, made, len(cubin)), cubin)
 
 
 def _header(wanted: Spec, made: Any, size: int) -> Header:

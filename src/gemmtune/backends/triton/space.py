@@ -9,156 +9,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from ...epilogue import Step
 from ...problem import Problem, bits
 from ...target import Target
 from ..base import Candidate, Illegal
+from ..gpu.int4 import INT4_BLOCKS
+from ..gpu.rules import ALIGN, Device, aligned, device_of, leads, refusal
 from .cost import Work, seconds
 
 NAME = "triton"
-STEPS = 5
-INT4_BLOCKS = (128, 256)
-_HALVES = ("bfloat16", "float16")
-_FP8 = ("float8_e4m3fn", "float8_e5m2")
-_TENSORS = ("float32", "bfloat16", "float16", "int32")
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _CONVERTED_M = 128
-_ALIGN = 16  # bytes that vector loads and TMA want addresses and rows to be multiples of
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """What constraints ask of a GPU. shared: bytes a program may use."""
-
-    multiprocessors: int
-    shared: int
-    capability: tuple[int, int]
-    warp: int = 32
-
-
-def device_of(target: Target) -> Device:
-    """The limits of a Target that is a GPU (``target.caches`` starts with the shared memory of a program)."""
-    major, _, minor = target.capability.partition(".")
-    return Device(target.cores, target.caches[0] if target.caches else 96 << 10, (int(major), int(minor or 0)))
-
-
-def refusal(problem: Problem) -> str:
-    """Why no template takes the Problem at all, in words; empty when some may."""
-    a, b, family = problem.a.dtype, problem.b.dtype, problem.family
-    if min(problem.m, problem.n, problem.k) == 0:
-        return "there is nothing to multiply"
-    if family in ("mm", "bmm") and (a != b or a not in _HALVES):
-        return f"multiplies bfloat16 and float16 (float32 runs in cuBLAS, without tf32); got {a} x {b}"
-    if family == "int_mm" and (a, b) != ("int8", "int8"):
-        return f"multiplies int8 by int8; got {a} x {b}"
-    if family == "scaled_mm" and (a not in _FP8 or b not in _FP8):
-        return f"multiplies fp8 by fp8; got {a} x {b}"
-    if family == "mixed_mm" and (a not in _HALVES or b not in ("int8", "int4")):
-        return f"takes bfloat16 or float16 activations beside int8 or int4 weights; got {a} x {b}"
-    if problem.acc != ("int32" if family == "int_mm" else "float32"):
-        return f"accumulates in {'int32' if family == 'int_mm' else 'float32'} only; got {problem.acc}"
-    if problem.out.order != "row":
-        return "writes row-major outputs only"
-    if "strided" in (problem.a.layout.order, problem.b.layout.order):
-        return "one stride of each operand must be 1"
-    if problem.out_dtype in ("float64", "int64"):
-        return f"no output of {problem.out_dtype}"
-    return _epilogue_refusal(problem) or _quant_refusal(problem)
-
-
-def _epilogue_refusal(problem: Problem) -> str:
-    steps = problem.epilogue
-    if len(steps) > STEPS:
-        return f"at most {STEPS} steps of epilogue; got {len(steps)}"
-    for step in steps:
-        if step.takes_tensor and step.dtype not in _TENSORS:
-            return f"no epilogue tensors of {step.dtype}"
-        if step.kind == "cast" and step.dtype not in ("bfloat16", "float16", "float32"):
-            return f"no cast to {step.dtype} within the epilogue"
-        if problem.family == "bmm" and step.takes_tensor and step.axis in ("full", "row"):
-            return "batched products take epilogue tensors of one element or a column each"
-    if problem.out_dtype == "int32" and float_at(problem) <= len(steps):
-        return "no float32 accumulator is rounded to int32"
-    return ""
-
-
-def _quant_refusal(problem: Problem) -> str:
-    quant = problem.b.quant
-    if problem.family != "mixed_mm":
-        return ""
-    if quant is None or quant.scale_dtype not in ("float32", "bfloat16", "float16"):
-        return "needs weights with float scales"
-    group = problem.k if quant.group is None else quant.group
-    if problem.b.dtype == "int8":
-        if quant.zero_point and quant.group is None:
-            return "int8 weights with a zero point per channel are not offered: give them groups"
-        if quant.group is not None and (group % 32 or problem.k % group):
-            return f"groups must divide K and be multiples of 32; got {group} of K = {problem.k}"
-        return ""
-    if problem.k % 128 or (group % 64 and group < problem.k):
-        return f"int4 weights want K to be a multiple of 128 and groups of 64; got K = {problem.k}, groups of {group}"
-    return "" if problem.b.constant else "int4 weights are shuffled once: gemmtune.pack(weight, scale=..., bits=4)"
-
-
-def float_at(problem: Problem) -> int:
-    """The step of the epilogue at which an integer accumulator becomes float32; beyond the last one: never.
-
-    Integers added to integers stay exact, as in the reference; so does relu.
-    """
-    for place, step in enumerate(problem.epilogue):
-        exact = step.kind in ("bias", "add") and step.value == 1.0 and step.dtype == "int32"
-        if not exact and step.kind != "relu":
-            return place
-    return len(problem.epilogue) if problem.out_dtype not in ("int32", "int8", "uint8") else STEPS + 1
-
-
-def step_constants(step: Step | None) -> tuple[str, str, float, float | None, float | None]:
-    """KIND, AXIS, VALUE, LO and HI as kernels.py wants them; of None: a step that does nothing."""
-    if step is None:
-        return "", "", 1.0, None, None
-    if step.kind == "clamp":
-        low, high = (None if abs(x) == float("inf") else x for x in (step.lo, step.hi))
-        return "clamp", "", 1.0, low, high
-    if step.kind == "cast":
-        return ("" if step.dtype == "float32" else f"cast.{step.dtype}"), "", 1.0, None, None
-    if step.kind == "scale" and not step.takes_tensor:
-        return "number", "", step.value, None, None
-    return step.kind, step.axis if step.takes_tensor else "", step.value, None, None
-
-
-def int4_layout(block: int) -> str:
-    """The name of packed int4 in blocks of so many elements of K."""
-    return f"triton:int4/{block}"
-
-
-def lead(layout_ld: int | None, order: str, rows: int, columns: int) -> int:
-    """The leading dimension of an operand of rows x columns."""
-    return layout_ld if layout_ld is not None else (columns if order == "row" else rows)
-
-
-def leads(problem: Problem, m: int) -> tuple[int, int, int]:
-    """The leading dimensions of A, B (int4: as it is packed) and the output, for m rows."""
-    a, b, out = problem.a.layout, problem.b.layout, problem.out
-    ldb = problem.k // 2 if problem.b.dtype == "int4" else lead(b.ld, b.order, problem.k, problem.n)
-    return lead(a.ld, a.order, m, problem.k), ldb, lead(out.ld, out.order, m, problem.n)
-
-
-def aligned(problem: Problem) -> tuple[bool, bool, bool]:
-    """Whether the leading dimensions of A, B and the output are multiples of 16 bytes, as fast loads want them."""
-    a, b, out = problem.a, problem.b, problem.out
-    stored_k = problem.k // 2 if b.dtype == "int4" else problem.k
-    b_bits = 8 if b.dtype == "int4" else bits(b.dtype)
-    sizes = (
-        lead(a.layout.ld, a.layout.order, problem.m, problem.k) * bits(a.dtype) if a.layout.order == "row" else 0,
-        lead(b.layout.ld, b.layout.order, stored_k, problem.n) * b_bits,
-        lead(out.ld, out.order, problem.m, problem.n) * bits(problem.out_dtype),
-    )
-    a_ok, b_ok, out_ok = (size % (8 * _ALIGN) == 0 for size in sizes)
-    # A's leading dimension follows M when its columns are contiguous, and M is free in a Plan.
-    return a_ok and a.layout.order == "row", b_ok, out_ok
 
 
 def candidates(problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
@@ -284,7 +147,7 @@ def _persistent_illegal(problem: Problem, device: Device, config: dict[str, Any]
         return "its descriptors run along K: rows of A and columns of B must be contiguous"
     a_ok, b_ok, _ = aligned(problem)
     if not (a_ok and b_ok):
-        return f"TMA needs rows of a multiple of {_ALIGN} bytes"
+        return f"TMA needs rows of a multiple of {ALIGN} bytes"
     if _tiles(problem, config["bm"], config["bn"]) < device.multiprocessors // 2:
         return "fewer tiles than half the multiprocessors"
     return ""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ...errors import KernelError
-from .compiler import Header, Tma
+from .artifact import Header, Tma
 
 _SHARED_LIMIT = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _STATIC_SHARED = 48 << 10  # beyond it a kernel must ask

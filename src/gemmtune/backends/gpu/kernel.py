@@ -1,0 +1,218 @@
+"""Loaded GPU kernels: from operands to a launch.
+
+What follows from shapes and strides (the grid, most arguments) is settled once, in ``bind``; a launch takes addresses.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...epilogue import Step
+from ...problem import Problem
+from ..base import Candidate, Kernel, Launch, PackedWeight, QuantWeight
+from .artifact import Header
+from .driver import Block, Function
+from .int4 import int4_layout, shuffle_int4
+from .rules import leads
+
+_ALIGN = 16
+MISPLACED = _ALIGN - 1  # bits of an address that must not be set
+_LOCKS = 1 << 20  # counters a device, handed out to kernels as they are loaded
+_SPACE = 32 << 20  # bytes of sums that a stream gets at first
+_BOUND = 256  # launches kept a kernel: one an M
+
+
+class Scratch:
+    """What kernels share on one device: zeroed counters, and for each stream a place for partial sums or a converted B.
+
+    Kernels leave their counters at zero. Two launches of one kernel must not share counters at one time: launches
+    on one stream never do; each stream has counters and sums of its own.
+    """
+
+    def __init__(self, device: int) -> None:
+        self._device = torch.device("cuda", device)
+        self._locks = torch.zeros(_LOCKS, dtype=torch.int32, device=self._device)
+        self._used = 0
+        self._sums: dict[int, Tensor] = {}
+        self._guard = threading.Lock()
+
+    def counters(self, count: int) -> Tensor:
+        """So many zeros of the kernel's own for as long as it lives."""
+        with self._guard:
+            if self._used + count > self._locks.numel():
+                self._locks = torch.zeros(max(_LOCKS, count), dtype=torch.int32, device=self._device)
+                self._used = 0
+            part = self._locks[self._used : self._used + count]
+            self._used += count
+            return part
+
+    def sums(self, stream: int, size: int) -> int:
+        """The address of at least ``size`` bytes for one stream's kernels, which run one after the other."""
+        held = self._sums.get(stream)
+        if held is None or held.numel() < size:
+            # The old memory may still be in use on its stream: the allocator waits for that before it reuses it there.
+            held = self._sums[stream] = torch.empty(max(size, _SPACE), dtype=torch.uint8, device=self._device)
+        return held.data_ptr()
+
+
+_scratch: dict[int, Scratch] = {}
+
+
+def scratch_of(device: int) -> Scratch:
+    """The device's; made at first use."""
+    if device not in _scratch:
+        _scratch[device] = Scratch(device)
+    return _scratch[device]
+
+
+class Loaded:
+    """A cubin on each device that it is called for."""
+
+    def __init__(self, header: Header, cubin: bytes) -> None:
+        self._header, self._cubin = header, cubin
+        self._functions: dict[int, Function] = {}
+        self(torch.cuda.current_device())  # now: a module cannot be loaded while a graph is captured
+
+    def __call__(self, device: int) -> Function:
+        held = self._functions.get(device)
+        if held is None:
+            held = self._functions[device] = Function(self._header, self._cubin, device)
+        return held
+
+
+class GpuKernel(Kernel):
+    """Cubins with what launching them needs; takes any M. Matrices that start off a 16-byte boundary are copied."""
+
+    def __init__(self, problem: Problem, candidate: Candidate, parts: Sequence[tuple[Header, bytes]]) -> None:
+        self.problem, self.candidate = problem, candidate
+        self.header, cubin = parts[-1]
+        self._bm, self._bn, self._block = self._tile(dict(candidate.config))
+        self.packing = int4_layout(self._block) if problem.b.dtype == "int4" else None
+        self.function = Loaded(self.header, cubin)
+        self._bound: dict[tuple[int, ...], Launch] = {}
+        self._tiles_n = -(-problem.n // self._bn)
+
+    def _tile(self, config: dict[str, Any]) -> tuple[int, int, int]:
+        """Rows and columns of a tile of the output; elements of K in a block."""
+        return int(config["bm"]), int(config["bn"]), int(config["bk"])
+
+    def pack(self, b: Any) -> PackedWeight:
+        return shuffle_int4(b, self.problem, self._block)
+
+    def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
+        self.bind(a, b, aux)(out, a, *_tensors(b), *aux)
+
+    def bind(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Launch:
+        problem, (raw, *extra) = self.problem, _tensors(b)
+        m, device = a.shape[-2], a.device.index
+        sizes = {
+            f"ld{place}": tensor.stride(-2) if tensor.shape[-2] > 1 else problem.n
+            for (place, step), tensor in zip(_taking(problem), aux, strict=True) if step.axis == "full"
+        }  # fmt: skip
+        if problem.family == "bmm":
+            sizes |= {"batch_a": a.stride(0), "batch_b": raw.stride(0), "batch_c": m * leads(problem, m)[2]}
+        key = (m, device, *sizes.values())
+        held = self._bound.get(key)
+        if held is None:
+            names = ["s_ptr", "z_ptr"][: len(extra)] + [f"t{place}" for place, _ in _taking(problem)]
+            if len(self._bound) >= _BOUND:
+                self._bound.clear()
+            held = self._bound[key] = self._launcher(m, device, sizes, names)
+        return held
+
+    @abstractmethod
+    def _launcher(self, m: int, device: int, sizes: dict[str, int], names: list[str]) -> Launch:
+        """What ``bind`` returns. sizes: arguments that follow from the operands' strides; names: of the arguments
+        whose tensors come behind A and B."""
+
+
+def _tensors(b: Any) -> tuple[Tensor, ...]:
+    """The matrix, and the scales (and zero points) that go with it."""
+    if isinstance(b, PackedWeight):
+        return b.data
+    if isinstance(b, QuantWeight):
+        return (b.data, b.scale) if b.zero_point is None else (b.data, b.scale, b.zero_point)
+    return (b,)
+
+
+def _taking(problem: Problem) -> list[tuple[int, Step]]:
+    """The epilogue's steps that take a tensor, by their place."""
+    return [(place, step) for place, step in enumerate(problem.epilogue) if step.takes_tensor]
+
+
+def put(slots: Any, places: Sequence[int], tensors: Sequence[Tensor]) -> None:
+    """Addresses into their arguments' slots."""
+    for place, tensor in zip(places, tensors, strict=True):
+        slots[place] = tensor.data_ptr()
+
+
+def shifted(launch: Launch, out: Tensor, a: Tensor, b: Tensor, rest: Sequence[Tensor]) -> None:
+    """The launch, on copies of the matrices that start off a 16-byte boundary."""
+    result = _fitting(out)
+    launch(result, _fitting(a), _fitting(b), *rest)
+    if result is not out:
+        out.copy_(result)
+
+
+def _fitting(t: Tensor) -> Tensor:
+    """The tensor, or a copy of it that starts on a 16-byte boundary, with its strides."""
+    if not t.data_ptr() & MISPLACED:
+        return t
+    copy = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+    return copy.copy_(t)
+
+
+class GridKernel(GpuKernel):
+    """A kernel whose programs are each given a place in a grid, and its operands' addresses."""
+
+    _sums: tuple[str, str] | None = None  # the arguments for partial sums and for the counters of those that are there
+
+    def _tiles(self, m: int) -> int:
+        return -(-m // self._bm) * self._tiles_n * self.problem.batch
+
+    def arguments(self, m: int, sizes: dict[str, int]) -> list[int]:
+        """Every argument's value for M rows, addresses 0."""
+        problem = self.problem
+        lda, ldb, ldc = leads(problem, m)
+        known = {"M": m, "N": problem.n, "K": problem.k, "lda": lda, "ldb": ldb, "ldc": ldc, **sizes}
+        return [known.get(name, 0) for name in self.header.arguments]
+
+    @abstractmethod
+    def grid(self, m: int) -> tuple[int, int]:
+        """Programs for M rows: tiles (times parts of K), batches."""
+
+    def _launcher(self, m: int, device: int, sizes: dict[str, int], names: list[str]) -> Launch:
+        function, place = self.function(device), self.header.arguments.index
+        block = Block(function, self.grid(m), self.arguments(m, sizes))
+        c_at, a_at, b_at = place("c_ptr"), place("a_ptr"), place("b_ptr")
+        others = [place(name) for name in names]
+        sums = None if self._sums is None else (place(self._sums[0]), place(self._sums[1]))
+        stream_of, tiles = torch._C._cuda_getCurrentRawStream, self._tiles(m)
+
+        def launch(out: Tensor, a: Tensor, b: Tensor, *rest: Tensor) -> None:
+            slots, config, go = block.held
+            c_ptr, a_ptr, b_ptr = out.data_ptr(), a.data_ptr(), b.data_ptr()
+            if (c_ptr | a_ptr | b_ptr) & MISPLACED:
+                shifted(launch, out, a, b, rest)
+                return
+            config.stream = stream = stream_of(device)
+            if sums is not None:
+                slots[sums[0]], slots[sums[1]] = self._common(device, stream, tiles)
+            slots[c_at], slots[a_at], slots[b_at] = c_ptr, a_ptr, b_ptr
+            if rest:
+                put(slots, others, rest)
+            status = go()
+            if status:
+                function.failed(status, go)
+
+        return launch
+
+    def _common(self, device: int, stream: int, tiles: int) -> tuple[int, int]:
+        """Where a stream's kernels leave partial sums, and this kernel's counters."""
+        raise NotImplementedError(f"{self.candidate.id} leaves no partial sums")
