@@ -11,3 +11,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu") is not None:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture
+def own_artifacts(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Built kernels of this run go to a folder of its own."""
+    monkeypatch.setenv("GEMMTUNE_STORE", str(tmp_path_factory.getbasetemp() / "store.db"))

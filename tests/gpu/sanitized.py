@@ -1,4 +1,4 @@
-"""One launch and more of each Triton template, for NVIDIA's compute-sanitizer to watch: see scripts/test-sanitizer.
+"""A launch and more of each template of our GPU kernels, for compute-sanitizer to watch (scripts/test-sanitizer).
 
 Sizes are odd, so that every mask is met. Prints what ran; each is checked against the oracle, too.
 """
@@ -6,33 +6,41 @@ Sizes are odd, so that every mask is met. Prints what ran; each is checked again
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
-from test_triton import first, kernel_of, run_into
 
+from cards import first, kernel_of, run_into
 from gemmtune.measure.inputs import Inputs
 from gemmtune.measure.verify import prepare, verify
-from gemmtune.problem import Problem
+from gemmtune.problem import Layout, Operand, Problem
 from gemmtune.workloads import bmm_problem, build, fp8_problem, int_problem, weight_only_problem
 
 
 def cases() -> Iterator[tuple[Problem, str, dict[str, int]]]:
-    """A problem, a template, and what its configuration must have."""
-    yield build(5, 1096, 1032, "bf16"), "tiled", {"split": 4}
-    yield build(100, 300, 136, "bf16"), "tiled", {"split": 1}
-    yield bmm_problem(3, 20, 72, 200, "bfloat16"), "tiled", {}
-    yield int_problem(33, 1096, 1040), "tiled", {"split": 2}
-    yield fp8_problem(7, 272, 1024), "tiled", {}
-    yield weight_only_problem(3, 1096, 1056), "tiled", {"split": 2}
-    yield weight_only_problem(9, 1096, 1024, bits=4, group=128), "tiled", {"split": 2}
-    yield build(300, 8200, 136, "bf16"), "persistent", {}
-    yield weight_only_problem(200, 8200, 144), "persistent", {}
-    yield weight_only_problem(200, 8200, 144), "converted", {}
+    """A problem, a backend's template, and what its configuration must have."""
+    yield build(5, 1096, 1032, "bf16"), "triton/tiled", {"split": 4}
+    yield build(100, 300, 136, "bf16"), "triton/tiled", {"split": 1}
+    yield bmm_problem(3, 20, 72, 200, "bfloat16"), "triton/tiled", {}
+    yield int_problem(33, 1096, 1040), "triton/tiled", {"split": 2}
+    yield fp8_problem(7, 272, 1024), "triton/tiled", {}
+    yield weight_only_problem(3, 1096, 1056), "triton/tiled", {"split": 2}
+    yield weight_only_problem(9, 1096, 1024, bits=4, group=128), "triton/tiled", {"split": 2}
+    yield build(300, 8200, 136, "bf16"), "triton/persistent", {}
+    yield weight_only_problem(200, 8200, 144), "triton/persistent", {}
+    yield weight_only_problem(200, 8200, 144), "triton/converted", {}
+    yield build(5, 1096, 1032, "bf16"), "cuda/skinny", {"split": 1}
+    yield replace(bmm_problem(3, 20, 72, 200, "bfloat16"), b=Operand("bfloat16", Layout("col"))), "cuda/skinny", {}
+    yield int_problem(9, 1096, 2064), "cuda/skinny", {"split": 2}
+    yield fp8_problem(7, 272, 1040), "cuda/skinny", {}
+    yield weight_only_problem(3, 1096, 2064), "cuda/skinny", {"split": 4}
+    yield weight_only_problem(9, 1096, 1024, bits=4, group=128, zero_point=True), "cuda/skinny", {"split": 1}
 
 
 def main() -> None:
-    for problem, template, wanted in cases():
-        candidate = first(problem, template, **wanted)
+    for problem, name, wanted in cases():
+        backend, _, template = name.partition("/")
+        candidate = first(problem, template, backend, **wanted)
         kernel = kernel_of(problem, candidate)
 
         def run(inputs: Inputs, out: torch.Tensor, kernel=kernel) -> None:  # type: ignore[no-untyped-def]

@@ -5,118 +5,21 @@ GEMMTUNE_GPU_PROBLEMS: how many random problems (default 150; the issue's bar is
 
 from __future__ import annotations
 
-import json
-import multiprocessing
-import os
-import random
-from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
-
 import pytest
 import torch
 
-from gemmtune.backends.base import Candidate
+from cards import check_random_problems, first, kernel_of, run_into
 from gemmtune.backends.triton import TritonBackend
-from gemmtune.errors import GemmtuneError
 from gemmtune.measure.inputs import Inputs, make_inputs
 from gemmtune.measure.verify import prepare, verify
 from gemmtune.problem import Problem
-from gemmtune.target import Target, current_cuda
-from gemmtune.testing.problems import random_problem
 from gemmtune.workloads import build, fp8_problem, int_problem, weight_only_problem
 
-pytestmark = pytest.mark.gpu
-
-COUNT = int(os.environ.get("GEMMTUNE_GPU_PROBLEMS", "150"))
-NARROW = ("bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2")
-
-
-@pytest.fixture(autouse=True)
-def own_artifacts(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Built kernels of this run go to a folder of its own."""
-    monkeypatch.setenv("GEMMTUNE_STORE", str(tmp_path_factory.getbasetemp() / "store.db"))
-
-
-def problems(count: int, seed: int = 0) -> Iterator[tuple[Problem, Candidate]]:
-    """Random problems that the backend takes, with one of their legal candidates each."""
-    rng, target = random.Random(seed), current_cuda({})
-    while count:
-        most = rng.choice((40, 200, 700))
-        problem = random_problem(rng, most)
-        if problem.a.dtype not in NARROW:
-            continue
-        listed = TritonBackend().candidates(problem, target)
-        legal = [item for item in listed if isinstance(item, Candidate)]
-        if legal:
-            templates = sorted({candidate.template for candidate in legal})
-            template = rng.choice(templates)
-            yield problem, rng.choice([candidate for candidate in legal if candidate.template == template][:60])
-            count -= 1
-
-
-def _build(job: tuple[Problem, Candidate, Target]) -> str:
-    problem, candidate, target = job
-    torch.set_num_threads(1)
-    try:
-        TritonBackend().build(problem, candidate, target)
-    except GemmtuneError as error:
-        return str(error)
-    return ""
-
-
-def build_all(wanted: list[tuple[Problem, Candidate]]) -> list[str]:
-    """Why each could not be built, or empty; side by side."""
-    target = current_cuda({})
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 1), mp_context=context) as pool:
-        return list(pool.map(_build, [(problem, candidate, target) for problem, candidate in wanted], chunksize=4))
-
-
-def kernel_of(problem: Problem, candidate: Candidate):  # type: ignore[no-untyped-def]
-    backend = TritonBackend()
-    return backend.load(backend.build(problem, candidate, current_cuda({})), problem)
-
-
-def first(problem: Problem, template: str = "tiled", **config: object) -> Candidate:
-    for item in TritonBackend().candidates(problem, current_cuda({})):
-        if isinstance(item, Candidate) and item.template == template:
-            have = dict(item.config)
-            if all(have[name] == value for name, value in config.items()):
-                return item
-    raise AssertionError(f"no {template} with {config}")
-
-
-def run_into(kernel, inputs: Inputs, out: torch.Tensor) -> None:  # type: ignore[no-untyped-def]
-    b = kernel.pack(inputs.b) if kernel.packing else inputs.b
-    kernel.run(inputs.a, b, inputs.aux, out)
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("own_artifacts")]
 
 
 def test_random_problems_are_right() -> None:
-    wanted = list(problems(COUNT))
-    found: Counter[str] = Counter()
-    wrong = []
-    for (problem, candidate), error in zip(wanted, build_all(wanted), strict=True):
-        family = f"{problem.family}/{candidate.template}"
-        if error:
-            found[f"{family} not built"] += 1
-            continue
-        kernel = kernel_of(problem, candidate)
-        draws = prepare(problem, found.total(), device=torch.device("cuda"))
-        verdict = verify(
-            lambda inputs, out, kernel=kernel: run_into(kernel, inputs, out), problem, draws, patience_s=0.0
-        )
-        found[f"{family} {verdict.kind}"] += 1
-        if not verdict.ok:
-            wrong.append(f"{candidate.id} on {problem.key}: {verdict.kind}: {verdict.detail}")
-    folder = os.environ.get("OUT")
-    if folder:
-        report = {"count": COUNT, "found": dict(found), "wrong": wrong}
-        (Path(folder) / "random_problems.json").write_text(json.dumps(report, indent=1))
-    print(dict(found))
-    assert not wrong, "\n".join(wrong[:20])
-    assert sum(count for name, count in found.items() if name.endswith("not built")) < 0.02 * COUNT
+    check_random_problems(TritonBackend())
 
 
 @pytest.mark.parametrize(

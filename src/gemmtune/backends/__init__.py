@@ -12,9 +12,10 @@ _ROOMS = {
     "aten": "aten:AtenBackend",
     "native": "native:NativeBackend",
     "triton": "triton:TritonBackend",
+    "cuda": "cuda:CudaBackend",
 }
 # Rooms whose kernels run on one kind of device alone.
-_HOMES = {"native": "cpu", "triton": "cuda"}
+_HOMES = {"native": "cpu", "triton": "cuda", "cuda": "cuda"}
 _GUESTS: dict[str, str] = {}
 
 

@@ -5,74 +5,42 @@ Templates and their search space: space.py; the kernels: kernels.py; what was me
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ...errors import KernelError
 from ...problem import Problem
 from ...target import Target
-from ..base import Artifact, Availability, Backend, Candidate, Illegal, Kernel, PackedWeight
-from ..gpu.artifact import artifacts, digest_of, unpack
-from ..gpu.int4 import INT4_BLOCKS
-from ..gpu.rules import device_of, refusal
+from ..base import Candidate, Illegal, PackedWeight
+from ..gpu.backend import GpuBackend
+from ..gpu.int4 import INT4_BLOCKS, unshuffle_int4
+from ..gpu.kernel import GpuKernel
 from . import space
 from .compiler import compile_spec, spec, triton_version
 
-_LEAST = (8, 0)
 
-
-class TritonBackend(Backend):
+class TritonBackend(GpuBackend):
     """Available on NVIDIA GPUs with Triton installed; on Hopper with TMA. Compiling needs Triton, serving does not."""
 
     name = "triton"
     preload = ("triton", "triton.compiler", "triton.backends.nvidia.compiler")
-
-    def available(self, target: Target) -> Availability:
-        if target.device != "cuda":
-            return Availability(False, f"runs on GPUs; this target is a {target.device}")
-        if dict(target.versions).get("hip", "None") != "None":
-            return Availability(False, "its launcher speaks to NVIDIA's driver; ROCm is not supported yet")
-        if device_of(target).capability < _LEAST:
-            return Availability(False, f"needs compute capability 8.0; {target.name} has {target.capability}")
-        if not triton_version():
-            return Availability(False, "Triton is not installed: pip install 'gemmtune[cuda]'")
-        return Availability(True)
+    compiler = "Triton is not installed: pip install 'gemmtune[cuda]'"
 
     def candidates(self, problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
         return space.candidates(problem, target)
 
-    def artifact(self, problem: Problem, candidate: Candidate, target: Target) -> Artifact | None:
-        key = spec(problem, candidate).key(target.capability, self.source_digest())
-        path = artifacts().get(key)
-        return None if path is None else Artifact(candidate, key, path)
+    def _compiler_version(self) -> str:
+        return triton_version()
 
-    def build(self, problem: Problem, candidate: Candidate, target: Target) -> Artifact:
-        wanted = spec(problem, candidate)
-        key = wanted.key(target.capability, self.source_digest())
-        path = artifacts().get(key)
-        if path is None:
-            path = artifacts().put(key, compile_spec(wanted, target))
-        return Artifact(candidate, key, path)
+    def _key(self, problem: Problem, candidate: Candidate, target: Target) -> str:
+        return spec(problem, candidate).key(target.capability, self.source_digest())
 
-    def load(self, artifact: Artifact, problem: Problem) -> Kernel:
+    def _compile(self, problem: Problem, candidate: Candidate, target: Target) -> bytes:
+        return compile_spec(spec(problem, candidate), target)
+
+    def _templates(self) -> Mapping[str, type[GpuKernel]]:
         from .kernel import TEMPLATES
 
-        candidate = artifact.candidate
-        template = TEMPLATES.get(candidate.template)
-        reason = refusal(problem)
-        if template is None or reason:
-            raise KernelError(f"{candidate.id} cannot run {problem.key}: {reason or 'there is no such template'}")
-        if artifact.path is None:
-            raise KernelError(f"{candidate.id} has not been built")
-        try:
-            body = artifact.path.read_bytes()
-        except OSError as error:
-            raise KernelError(f"{candidate.id}: its artifact cannot be read ({error})") from error
-        return template(problem, candidate, unpack(body))
-
-    def source_digest(self) -> str:
-        return digest_of(Path(__file__).parent)
+        return TEMPLATES
 
     def default_packing(self, problem: Problem, target: Target) -> Candidate | None:
         """int4 weights run packed only; blocks of 128 suit every K and every M."""
@@ -82,6 +50,4 @@ class TritonBackend(Backend):
         return next((candidate for candidate in legal if candidate["bk"] == INT4_BLOCKS[0]), None)
 
     def unpack(self, packed: PackedWeight) -> Any:
-        from ..gpu.int4 import unshuffle_int4
-
         return unshuffle_int4(packed)

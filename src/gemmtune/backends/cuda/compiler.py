@@ -1,0 +1,103 @@
+"""NVRTC by ctypes: from CUDA C++ to a cubin, with no GPU and no CUDA toolkit. PyTorch's CUDA wheels bring it."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ...errors import KernelError, UnsupportedError
+
+_NAMES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
+
+
+@functools.cache
+def nvrtc() -> Any:
+    """The library. Raises UnsupportedError when there is none."""
+    for place in _places():
+        try:
+            return _declared(ctypes.CDLL(place))
+        except OSError:
+            continue
+    raise UnsupportedError("NVRTC, NVIDIA's run-time compiler, was not found: pip install nvidia-cuda-nvrtc")
+
+
+def _places() -> Iterator[str]:
+    """Where it may be: as torch has loaded it, in the wheels it comes in, where the linker looks."""
+    spec = importlib.util.find_spec("nvidia")
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        for name in _NAMES:
+            yield from map(str, sorted(Path(folder).glob(f"*/lib/{name}")))
+    yield from _NAMES
+
+
+def _declared(library: Any) -> Any:
+    program, text = ctypes.c_void_p, ctypes.c_char_p
+    names = ctypes.POINTER(text)
+    library.nvrtcCreateProgram.argtypes = [ctypes.POINTER(program), text, text, ctypes.c_int, names, names]
+    library.nvrtcCompileProgram.argtypes = [program, ctypes.c_int, names]
+    for query in ("nvrtcGetProgramLog", "nvrtcGetCUBIN"):
+        getattr(library, query).argtypes = [program, text]
+        getattr(library, f"{query}Size").argtypes = [program, ctypes.POINTER(ctypes.c_size_t)]
+    library.nvrtcDestroyProgram.argtypes = [ctypes.POINTER(program)]
+    library.nvrtcGetErrorString.argtypes, library.nvrtcGetErrorString.restype = [ctypes.c_int], text
+    return library
+
+
+@functools.cache
+def version() -> str:
+    """Of the library, such as ``13.0``; empty when there is none."""
+    try:
+        library = nvrtc()
+    except UnsupportedError:
+        return ""
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    return f"{major.value}.{minor.value}"
+
+
+def compile_source(text: str, capability: tuple[int, int]) -> bytes:
+    """The cubin of CUDA C++ for one compute capability.
+
+    Raises UnsupportedError without NVRTC, KernelError with what the compiler says when it refuses, or when registers do
+    not suffice and the kernel would spill to memory.
+    """
+    library, program = nvrtc(), ctypes.c_void_p()
+    _check(library.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"gemmtune.cu", 0, None, None))
+    try:
+        major, minor = capability
+        options = [f"--gpu-architecture=sm_{10 * major + minor}", "--std=c++17", "--ptxas-options=-v"]
+        given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        status = library.nvrtcCompileProgram(program, len(options), given)
+        said = _text(program, "nvrtcGetProgramLog").decode(errors="replace").strip("\0\n ")
+        if status:
+            raise KernelError(f"NVRTC cannot compile it: {_first_error(said) or _words(status)}")
+        if "bytes spill" in said and " 0 bytes spill stores" not in said:
+            raise KernelError("too many registers: it would spill to memory")
+        return _text(program, "nvrtcGetCUBIN")
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _text(program: ctypes.c_void_p, query: str) -> bytes:
+    size = ctypes.c_size_t()
+    _check(getattr(nvrtc(), f"{query}Size")(program, ctypes.byref(size)))
+    held = ctypes.create_string_buffer(size.value)
+    _check(getattr(nvrtc(), query)(program, held))
+    return held.raw
+
+
+def _first_error(said: str) -> str:
+    return next((line.strip() for line in said.splitlines() if "error" in line), "")[:500]
+
+
+def _words(status: int) -> str:
+    return (nvrtc().nvrtcGetErrorString(status) or b"unknown error").decode()
+
+
+def _check(status: int) -> None:
+    if status:
+        raise KernelError(f"NVRTC fails: {_words(status)}")

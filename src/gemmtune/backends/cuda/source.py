@@ -1,0 +1,172 @@
+"""From a Problem and a candidate to CUDA C++: constants, types, parameters and the epilogue, then ``skinny.cu``."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...epilogue import Step
+from ...problem import Problem, bits
+from ..gpu.rules import HALVES, STEPS, float_at, step_constants
+
+TYPES = {
+    "bfloat16": "bfloat16", "float16": "float16", "float32": "float", "int32": "int", "int8": "signed char",
+    "uint8": "unsigned char", "float8_e4m3fn": "unsigned char", "float8_e5m2": "unsigned char", "int4": "unsigned char",
+}  # fmt: skip
+_KINDS = {"PLAIN": 0, "INT8": 1, "INT4": 2}
+_FP8 = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A kernel's text, and its parameters' names in order."""
+
+    text: str
+    arguments: tuple[str, ...]
+
+
+def source(problem: Problem, config: dict[str, Any]) -> Source:
+    """The kernel that a candidate's ``config`` is for a Problem; sizes are no part of it but what divides what."""
+    parameters = _parameters(problem)
+    constants = _constants(problem, config)
+    lines = [_file("types.cu"), *(f"#define {name} {value}" for name, value in constants.items())]
+    lines.append("#define PARAMETERS " + ", ".join(f"{kind} {name}" for name, kind in parameters.items()))
+    lines.append(f"typedef {'int' if problem.family == 'int_mm' else 'float'} sum_t;")
+    epilogue = "".join(f"        {line}\n" for line in _epilogue(problem))
+    body = _file("skinny.cu").replace("        // EPILOGUE\n", epilogue)
+    return Source("\n".join(lines) + "\n" + body, tuple(parameters))
+
+
+def run_of(problem: Problem) -> int:
+    """Elements of K in the 16 bytes that a lane reads of B at a time."""
+    return 128 // bits(problem.b.dtype)
+
+
+def scale_group(problem: Problem) -> int:
+    """Elements of K that share a scale and are scaled as they are summed; 0: the sum is scaled, or nothing is."""
+    quant = problem.b.quant
+    if quant is None or (quant.group is None and not quant.zero_point):
+        return 0
+    return problem.k if quant.group is None else quant.group
+
+
+def _constants(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
+    mixed = problem.family == "mixed_mm"
+    group = scale_group(problem)
+    half = problem.a.dtype == "float16"
+    return {
+        **_KINDS,
+        "BM": config["bm"],
+        "BN": config["bn"],
+        "WARPS": config["warps"],
+        "SIDE": config["side"],
+        "DEPTH": config["depth"],
+        "SPLIT": config["split"],
+        "KIND": {"int8": "INT8", "int4": "INT4"}[problem.b.dtype] if mixed else "PLAIN",
+        "HALF": int(half),
+        "ONE": "0x3c003c00u" if half else "0x3f803f80u",
+        "WIDTH": bits(problem.a.dtype) // 8,
+        "B_BYTES": max(1, bits(problem.b.dtype) // 8),
+        "EVEN_K": int(problem.k % (4 * run_of(problem)) == 0),
+        "GROUP": group,
+        "ZERO": int(problem.b.quant is not None and problem.b.quant.zero_point),
+        "BATCHED": int(problem.family == "bmm"),
+        "MMA": f'"{_instruction(problem)}"',
+        "SUM": '"r"' if problem.family == "int_mm" else '"f"',
+    }
+
+
+def _instruction(problem: Problem) -> str:
+    a, b = problem.a.dtype, problem.b.dtype
+    if a in HALVES:
+        kind = "bf16" if a == "bfloat16" else "f16"
+        return f"m16n8k16.row.col.f32.{kind}.{kind}.f32"
+    if problem.family == "int_mm":
+        return "m16n8k32.row.col.s32.s8.s8.s32"
+    return f"m16n8k32.row.col.f32.{_FP8[b]}.{_FP8[a]}.f32"
+
+
+def _parameters(problem: Problem) -> dict[str, str]:
+    quant = problem.b.quant
+    found = {
+        "b_ptr": f"const {TYPES[problem.b.dtype]}*",
+        "a_ptr": f"const {TYPES[problem.a.dtype]}*",
+        "c_ptr": f"{TYPES[problem.out_dtype]}*",
+    }
+    if quant is not None:
+        found["s_ptr"] = f"const {TYPES[quant.scale_dtype]}*"
+        if quant.zero_point:
+            found["z_ptr"] = f"const {TYPES[quant.scale_dtype]}*"
+    taking = [(place, step) for place, step in enumerate(problem.epilogue) if step.takes_tensor]
+    found |= {f"t{place}": f"const {TYPES[str(step.dtype)]}*" for place, step in taking}
+    found |= dict.fromkeys(("M", "N", "K"), "int")
+    found |= dict.fromkeys(("lda", "ldb", "ldc"), "long long")
+    if problem.family == "bmm":
+        found |= dict.fromkeys(("batch_a", "batch_b", "batch_c"), "long long")
+    found |= {f"ld{place}": "long long" for place, step in taking if step.axis == "full"}
+    return found
+
+
+def _epilogue(problem: Problem) -> list[str]:
+    """Statements from ``sum`` of one element to its place in C, with one rounding at the end."""
+    lines, name = [], "sum"
+    turn = float_at(problem) if problem.family == "int_mm" else STEPS + 1
+    if problem.b.quant is not None and not scale_group(problem):
+        lines.append("sum *= number(s_ptr[n]);")
+    for place, step in enumerate((*problem.epilogue, None)):
+        if place == turn:
+            lines.append("float value = (float)sum;")
+            name = "value"
+        if step is not None:
+            lines += _step(step, place, name, integer=problem.family == "int_mm" and name == "sum")
+    lines.append(f"round_to(c_ptr[(long long)m * ldc + n], {name});")
+    return lines
+
+
+def _step(step: Step, place: int, v: str, integer: bool) -> list[str]:
+    kind, axis, value, low, high = step_constants(step)
+    tensor = _element(place, axis)
+    if not integer:
+        tensor = f"number({tensor})" + (f" * {_float(value)}" if value != 1.0 else "")
+    statements = {
+        "": [],
+        "relu": [f"{v} = {v} < 0 ? 0 : {v};"],  # keeps NaN
+        "gelu": [f"{v} = 0.5f * {v} * (1.0f + erff({v} * {_float(0.5**0.5)}));"],
+        # 1 + tanh(u) = 2 sigmoid(2u)
+        "gelu_tanh": [f"{v} = {v} / (1.0f + expf(-1.5957691216057308f * ({v} + 0.044715f * {v} * {v} * {v})));"],
+        "silu": [f"{v} = {v} / (1.0f + expf(-{v}));"],
+        "number": [f"{v} *= {_float(value)};"],
+        "scale": [f"{v} *= {tensor};"],
+        "mul": [f"{v} *= {tensor};"],
+        "bias": [f"{v} += {tensor};"],
+        "add": [f"{v} += {tensor};"],
+        "clamp": [
+            *([] if low is None else [f"{v} = {v} < {_float(low)} ? {_float(low)} : {v};"]),
+            *([] if high is None else [f"{v} = {v} > {_float(high)} ? {_float(high)} : {v};"]),
+        ],
+        "cast.bfloat16": [f"{v} = rounded<bfloat16>({v});"],
+        "cast.float16": [f"{v} = rounded<float16>({v});"],
+    }
+    return statements[kind]
+
+
+def _element(place: int, axis: str) -> str:
+    at = {"": "0", "tensor": "0", "row": "m", "col": "n", "full": f"(long long)m * ld{place} + n"}[axis]
+    return f"t{place}[{at}]"
+
+
+def _float(x: float) -> str:
+    """A literal of the float32 nearest to x."""
+    nearest = ctypes.c_float(x).value
+    if math.isinf(nearest):
+        return f"__int_as_float({'0x7f800000' if nearest > 0 else '0xff800000'})"
+    return f"{nearest.hex()}f"
+
+
+@functools.cache
+def _file(name: str) -> str:
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")

@@ -1,0 +1,85 @@
+"""What a backend whose kernels are cubins does alike, whatever they are written in."""
+
+from __future__ import annotations
+
+import inspect
+from abc import abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import ClassVar
+
+from ...errors import KernelError
+from ...problem import Problem
+from ...target import Target
+from ..base import Artifact, Availability, Backend, Candidate, Kernel
+from .artifact import artifacts, digest_of, unpack
+from .kernel import GpuKernel
+from .rules import device_of, refusal
+
+_LEAST = (8, 0)
+
+
+class GpuBackend(Backend):
+    """NVIDIA GPUs from compute capability 8.0; kernels are compiled where there need be no GPU, kept beside the store
+    under the hash of all that went into them, and launched through the driver: serving needs no compiler.
+
+    compiler: what compiles them and how to get it, in words.
+    """
+
+    compiler: ClassVar[str]
+
+    @abstractmethod
+    def _compiler_version(self) -> str:
+        """Empty when there is no compiler."""
+
+    @abstractmethod
+    def _key(self, problem: Problem, candidate: Candidate, target: Target) -> str:
+        """Hex digest of all that goes into the artifact. Raises KernelError for a template that is none of ours."""
+
+    @abstractmethod
+    def _compile(self, problem: Problem, candidate: Candidate, target: Target) -> bytes:
+        """The artifact. Raises UnsupportedError without a compiler, KernelError when it fails."""
+
+    @abstractmethod
+    def _templates(self) -> Mapping[str, type[GpuKernel]]:
+        """Which class launches which template's kernels."""
+
+    def available(self, target: Target) -> Availability:
+        if target.device != "cuda":
+            return Availability(False, f"runs on GPUs; this target is a {target.device}")
+        if dict(target.versions).get("hip", "None") != "None":
+            return Availability(False, "its launcher speaks to NVIDIA's driver; ROCm is not supported yet")
+        if device_of(target).capability < _LEAST:
+            return Availability(False, f"needs compute capability 8.0; {target.name} has {target.capability}")
+        if not self._compiler_version():
+            return Availability(False, self.compiler)
+        return Availability(True)
+
+    def artifact(self, problem: Problem, candidate: Candidate, target: Target) -> Artifact | None:
+        key = self._key(problem, candidate, target)
+        path = artifacts().get(key)
+        return None if path is None else Artifact(candidate, key, path)
+
+    def build(self, problem: Problem, candidate: Candidate, target: Target) -> Artifact:
+        key = self._key(problem, candidate, target)
+        path = artifacts().get(key)
+        if path is None:
+            path = artifacts().put(key, self._compile(problem, candidate, target))
+        return Artifact(candidate, key, path)
+
+    def load(self, artifact: Artifact, problem: Problem) -> Kernel:
+        candidate = artifact.candidate
+        template = self._templates().get(candidate.template)
+        reason = refusal(problem)
+        if template is None or reason:
+            raise KernelError(f"{candidate.id} cannot run {problem.key}: {reason or 'there is no such template'}")
+        if artifact.path is None:
+            raise KernelError(f"{candidate.id} has not been built")
+        try:
+            body = artifact.path.read_bytes()
+        except OSError as error:
+            raise KernelError(f"{candidate.id}: its artifact cannot be read ({error})") from error
+        return template(problem, candidate, unpack(body))
+
+    def source_digest(self) -> str:
+        return digest_of(Path(inspect.getfile(type(self))).parent)

@@ -1,0 +1,115 @@
+"""The CUDA C++ kernels on the card: random problems and every configuration through the oracle, any M, repeats."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cards import build_all, check_random_problems, first, kernel_of, run_into
+from gemmtune import backends
+from gemmtune.backends.base import Candidate
+from gemmtune.backends.cuda import CudaBackend
+from gemmtune.epilogue import Step
+from gemmtune.measure.inputs import Inputs, make_inputs
+from gemmtune.measure.verify import prepare, verify
+from gemmtune.problem import Layout, Operand, Problem
+from gemmtune.target import current_cuda
+from gemmtune.workloads import bmm_problem, build, fp8_problem, int_problem, weight_only_problem
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("own_artifacts")]
+
+PROBLEMS = {
+    "bf16": build(3, 1100, 2080, "bf16"),
+    "fp16": build(16, 200, 1032, "fp16"),
+    "epilogue": replace(
+        build(9, 1100, 2048, "bf16"),
+        epilogue=(Step("bias", "col", "bfloat16"), Step("gelu"), Step("add", "full", "bfloat16", value=0.5)),
+    ),
+    "bmm": replace(bmm_problem(5, 7, 136, 512, "bfloat16"), b=Operand("bfloat16", Layout("col"))),
+    "int8": int_problem(16, 1100, 2064),
+    "fp8": fp8_problem(5, 1100, 2048),
+    "int8wo": weight_only_problem(1, 1100, 2064),
+    "int8wo fp16": weight_only_problem(16, 1100, 2048, dtype="float16"),
+    "int8wo groups": weight_only_problem(8, 1100, 2048, group=128, zero_point=True),
+    "int4wo": weight_only_problem(16, 1100, 2048, bits=4, group=128),
+    "int4wo zero points": weight_only_problem(5, 1100, 2048, bits=4, group=256, zero_point=True),
+    "int4wo fp16": weight_only_problem(32, 1100, 2048, bits=4, dtype="float16"),
+}
+
+
+def legal(problem: Problem) -> list[Candidate]:
+    listed = CudaBackend().candidates(problem, current_cuda({}))
+    return [item for item in listed if isinstance(item, Candidate)]
+
+
+def test_random_problems_are_right() -> None:
+    check_random_problems(CudaBackend())
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_every_configuration_is_right(name: str) -> None:
+    problem = PROBLEMS[name]
+    wanted = [(problem, candidate) for candidate in legal(problem)]
+    assert len(wanted) > 10
+    assert not [error for error in build_all(wanted) if error and "spill" not in error]
+    draws = prepare(problem, 0, device=torch.device("cuda"))
+    ran = 0
+    for _, candidate in wanted:
+        if CudaBackend().artifact(problem, candidate, current_cuda({})) is None:
+            continue
+        kernel = kernel_of(problem, candidate)
+        ran += 1
+
+        def run(inputs: Inputs, out: torch.Tensor, kernel=kernel) -> None:  # type: ignore[no-untyped-def]
+            run_into(kernel, inputs, out)
+
+        verdict = verify(run, problem, draws, patience_s=0.0)
+        assert verdict.ok, f"{candidate.id}: {verdict.kind}: {verdict.detail}"
+    assert ran > 10
+
+
+@pytest.mark.parametrize("split", [1, 2])
+@pytest.mark.parametrize("name", ["bf16", "int8", "fp8", "int8wo", "int4wo"])
+def test_any_m_and_bit_for_bit_again(name: str, split: int) -> None:
+    """More rows than it was made for take more tiles."""
+    problem = PROBLEMS[name]
+    kernel = kernel_of(problem, first(problem, "skinny", "cuda", split=split))
+    for m in (1, 2, 7, 16, 17, 64, 100):
+        other = problem.with_m(m)
+        draws = prepare(other, m, device=torch.device("cuda"))
+        verdict = verify(lambda inputs, out: run_into(kernel, inputs, out), other, draws[:2], patience_s=0.0)
+        assert verdict.ok, f"{m} rows: {verdict.kind}: {verdict.detail}"
+        inputs = make_inputs(other, m, device=torch.device("cuda"))
+        outs = [torch.empty(m, problem.n, dtype=getattr(torch, problem.out_dtype), device="cuda") for _ in range(3)]
+        for out in outs:
+            run_into(kernel, inputs, out)
+        assert torch.equal(outs[0].view(torch.uint8), outs[1].view(torch.uint8))
+        assert torch.equal(outs[0].view(torch.uint8), outs[2].view(torch.uint8))
+
+
+def test_int4_weights_are_the_triton_backends() -> None:
+    """One packed weight is read by both, each in its range of M."""
+    problem = PROBLEMS["int4wo"]
+    few, many = kernel_of(problem, first(problem, "skinny", "cuda")), kernel_of(problem, first(problem, bk=128))
+    assert few.packing == many.packing
+    inputs = make_inputs(problem, 0, device=torch.device("cuda"))
+    packed = few.pack(inputs.b)
+    outs = [torch.empty(problem.m, problem.n, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+    for kernel, out in zip((few, many), outs, strict=True):
+        kernel.run(inputs.a, packed, inputs.aux, out)
+    torch.testing.assert_close(*outs)
+    assert torch.equal(backends.get("triton").unpack(packed).data, inputs.b.data)
+
+
+def test_operands_off_their_boundaries() -> None:
+    problem = build(4, 1100, 512, "bf16")
+    kernel = kernel_of(problem, first(problem, "skinny", "cuda"))
+    inputs = make_inputs(problem, 0, device=torch.device("cuda"))
+    expected = torch.empty(4, 1100, dtype=torch.bfloat16, device="cuda")
+    run_into(kernel, inputs, expected)
+    shifted = torch.empty(4 * 512 + 1, dtype=torch.bfloat16, device="cuda")[1:].view(4, 512).copy_(inputs.a)
+    out = torch.empty(4 * 1100 + 3, dtype=torch.bfloat16, device="cuda")[3:].view(4, 1100)
+    kernel.run(shifted, inputs.b, (), out)
+    assert torch.equal(out, expected)
