@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
-from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
+from drivers import STREAM, Driver, simulated
 from gemmtune.backends.base import Candidate
-from gemmtune.backends.gpu import driver
 from gemmtune.backends.gpu import kernel as shared
 from gemmtune.backends.gpu.artifact import Header, Tma
 from gemmtune.backends.gpu.kernel import GpuKernel
@@ -26,59 +23,10 @@ from gemmtune.measure.inputs import Inputs, make_inputs
 from gemmtune.problem import Problem
 from gemmtune.workloads import bmm_problem, build, fp8_problem, weight_only_problem
 
-STREAM = 7
-
-
-class Driver:
-    """What is launched, by name of the kernel: the grid, and every argument's eight bytes."""
-
-    def __init__(self) -> None:
-        self.launches: list[tuple[str, tuple[int, int], list[int]]] = []
-        self.names: list[str] = []
-        self.arguments: dict[str, int] = {}
-        self.statuses: list[int] = []
-        self.starts: list[int] = []
-
-    def cuModuleLoadData(self, module: Any, cubin: bytes) -> int:
-        return 0
-
-    def cuModuleGetFunction(self, handle: Any, module: Any, name: bytes) -> int:
-        self.names.append(name.decode())
-        handle._obj.value = len(self.names)
-        return 0
-
-    def cuTensorMapEncodeTiled(self, place: Any, dtype: Any, rank: Any, pointer: Any, *rest: Any) -> int:
-        """What a descriptor says here is the address of its matrix."""
-        ctypes.c_uint64.from_address(place.value).value = pointer.value
-        return 0
-
-    def cuGetErrorString(self, status: int, text: Any) -> int:
-        return 0
-
-    def cuLaunchKernelEx(self, config: Any, handle: Any, start: Any, extra: None) -> int:
-        if self.statuses:
-            return self.statuses.pop(0)
-        asked = driver._Config.from_address(config.value)
-        assert (asked.z, asked.threads_x, asked.threads_y, asked.threads_z) == (1, 128, 1, 1)
-        assert (asked.stream, asked.count, asked.shared, extra) == (STREAM, 0, 0, None)
-        name = self.names[handle.value - 1]
-        parameters = (ctypes.c_void_p * self.arguments[name]).from_address(start.value)
-        values = [ctypes.c_uint64.from_address(address).value for address in parameters]
-        self.launches.append((name, (asked.x, asked.y), values))
-        self.starts.append(start.value)
-        return 0
-
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Driver:
-    made = Driver()
-    monkeypatch.setattr(driver, "driver", lambda: made)
-    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=6))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(query=lambda: True))
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: STREAM, raising=False)
-    return made
+    return simulated(monkeypatch)
 
 
 def loaded(fake: Driver, problem: Problem, template: str = "tiled", split: int = 1) -> GpuKernel:

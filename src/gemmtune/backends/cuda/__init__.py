@@ -18,7 +18,7 @@ from ..gpu.kernel import GpuKernel
 from ..gpu.rules import device_of
 from . import space
 from .compiler import compile_source, version
-from .source import Source, source
+from .source import Source, generate
 
 
 class CudaBackend(GpuBackend):
@@ -51,4 +51,4 @@ class CudaBackend(GpuBackend):
 def _source(problem: Problem, candidate: Candidate) -> Source:
     if candidate.template != space.TEMPLATE:
         raise KernelError(f"the CUDA backend has no template {candidate.template!r}; it has {space.TEMPLATE}")
-    return source(problem, dict(candidate.config))
+    return generate(problem, dict(candidate.config))

@@ -2,60 +2,56 @@
 //
 // Memory decides such a product, so B goes from global memory straight to the registers that the matrix units read
 // (mma.sync, B's columns as its 16 rows, A's rows as its 8 columns): no shared memory, no barrier before the end, many
-// loads under way. Nothing says in which order K is summed, as long as A and B agree. So a lane takes 16 contiguous bytes
-// of B as they lie, calls them the elements of K that mma wants of it, and reads A to match. SIDE warps of a block lie
-// side by side along N and read the same of A, which the L1 then has; the others take K in turns and add up at the end;
-// so do the SPLIT blocks of a cluster. Every sum is in a fixed order.
+// loads under way. Nothing says in which order K is summed, as long as A and B agree. So a lane takes 16 contiguous
+// bytes of B as they lie, calls them the elements of K that mma wants of it, and reads A to match. SIDE warps of a
+// block lie side by side along N and read the same of A, which the L1 then has; the others take K in turns and add up
+// at the end; so do the SPLIT blocks of a cluster. Every sum is in a fixed order.
 //
-// What source.py puts before this: the constants BM, BN, WARPS, SIDE, DEPTH, SPLIT (the candidate); KIND, WIDTH (bytes of an
-// element of A), EVEN_K, GROUP (elements of K that share a scale; 0: all), ZERO, BATCHED; the types sum_t (what mma adds up
-// in), scale_t and out_t; MMA, the instruction; ONE (1.0 twice), and PARAMETERS. It writes the epilogue, too.
+// What source.py puts before this: the constants BM, BN, WARPS, SIDE, DEPTH, SPLIT (the candidate); KIND, WIDTH (bytes
+// of an element of A), EVEN_K, GROUP (elements of K that share a scale; 0: all), ZERO, BATCHED; sum_t, the type that
+// mma adds up in; MMA, the instruction; ONE (1.0 twice), and PARAMETERS; then ptx.cu. It writes the epilogue, too.
 
 constexpr int R = BN / SIDE / 16, MT = BM / 8;        // blocks of mma: of a warp's columns of B, of A's rows
 constexpr int TURNS = WARPS / SIDE;                  // warps that share K
 constexpr int RUN = KIND == INT4 ? 32 : KIND == INT8 ? 16 : 16 / WIDTH;  // elements of K in a lane's 16 bytes of B
 constexpr int CHUNK = 4 * RUN;                       // and in a warp's 64 bytes of a row
 constexpr int LOADS = RUN * WIDTH / 16;              // 16-byte loads of A that match them
-constexpr int STEP = TURNS * DEPTH;
+constexpr int STEP = TURNS * DEPTH;                  // chunks from one look at a warp's loads to the next
+constexpr int ALL = BN * BM;
 
 struct Chunk {
     uint4 b[2 * R], a[MT][LOADS];
 };
 
-// B is read once: it should not push A out of the L1.
-__device__ __forceinline__ uint4 load_once(const char* from) {
-    uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
-    return v;
-}
+struct Shared {
+    sum_t turns[TURNS][BN][BM + 1];
+#if SPLIT > 1
+    sum_t block[ALL];
+#endif
+};
 
-__device__ __forceinline__ uint4 load(const char* from) {
-    uint4 v;
-    asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
-    return v;
+// Integers saturate, ties go to even.
+__device__ __forceinline__ void round_to(signed char& to, float x) {
+    to = (signed char)__float2int_rn(fminf(fmaxf(x, -128.0f), 127.0f));
+}
+__device__ __forceinline__ void round_to(unsigned char& to, float x) {
+    to = (unsigned char)__float2int_rn(fminf(fmaxf(x, 0.0f), 255.0f));
+}
+__device__ __forceinline__ void round_to(int& to, int x) { to = x; }
+__device__ __forceinline__ void round_to(signed char& to, int x) { to = (signed char)min(max(x, -128), 127); }
+__device__ __forceinline__ void round_to(unsigned char& to, int x) { to = (unsigned char)min(max(x, 0), 255); }
+
+template <class T> __device__ __forceinline__ float rounded(float x) {
+    T there;
+    round_to(there, x);
+    return number(there);
 }
 
 __device__ __forceinline__ u32 word(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
-__device__ __forceinline__ void multiply(sum_t (&d)[4], u32 b0, u32 b1, u32 b2, u32 b3, u32 a0, u32 a1) {
-    asm("mma.sync.aligned." MMA " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+" SUM(d[0]), "+" SUM(d[1]), "+" SUM(d[2]), "+" SUM(d[3])
-        : "r"(b0), "r"(b1), "r"(b2), "r"(b3), "r"(a0), "r"(a1));
-}
-
 #if KIND == INT8 || KIND == INT4
 // Integers become numbers by putting an exponent before them whose last place is 1, and subtracting it: all exact.
-__device__ __forceinline__ u32 minus(u32 one, u32 other) {
-    u32 d;
-#if HALF
-    asm("sub.f16x2 %0, %1, %2;" : "=r"(d) : "r"(one), "r"(other));
-#else
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(one), "r"(ONE), "r"(other ^ 0x80008000u));
-#endif
-    return d;
-}
-
+//
 // Two int8 of four, chosen by ``pick``. float16 has room for all 8 bits: 1024 + 128 + q. bfloat16 has not: 128 + the
 // lower seven, from which 128 is subtracted, or, where the sign bit (the exponent's last) is set, 256.
 __device__ __forceinline__ u32 from_int8(u32 q, u32 pick) {
@@ -100,7 +96,8 @@ __device__ __forceinline__ void product(sum_t (&acc)[R][MT][4], const Chunk& chu
 #endif
 #pragma unroll
             for (int i = 0; i < MT; ++i)
-                multiply(acc[r][i], b0, b1, b2, b3, word(chunk.a[i][j / 2], j % 2 * 2), word(chunk.a[i][j / 2], j % 2 * 2 + 1));
+                multiply(acc[r][i], b0, b1, b2, b3, word(chunk.a[i][j / 2], j % 2 * 2),
+                         word(chunk.a[i][j / 2], j % 2 * 2 + 1));
         }
 #endif
     }
@@ -126,7 +123,7 @@ extern "C" __global__ void
 __cluster_dims__(SPLIT, 1, 1)
 #endif
 __launch_bounds__(32 * WARPS) skinny(PARAMETERS) {
-    __shared__ sum_t sums[TURNS][BN][BM + 1];
+    SHARED(Shared, shared);
     const int warp = threadIdx.x / 32, turn = warp / SIDE, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
     const int tiles_m = (M + BM - 1) / BM, tile = blockIdx.x / SPLIT, part = blockIdx.x % SPLIT;
     const int m0 = tile % tiles_m * BM, n0 = tile / tiles_m * BN, own_n = warp % SIDE * (BN / SIDE), n1 = n0 + own_n;
@@ -141,7 +138,8 @@ __launch_bounds__(32 * WARPS) skinny(PARAMETERS) {
     const char *b_at[2 * R], *a_at[MT];
 #pragma unroll
     for (int i = 0; i < 2 * R; ++i)  // columns beyond N: the last one's, and nobody stores what comes of them
-        b_at[i] = (const char*)b_ptr + (long long)min(n1 + 8 * i + g, N - 1) * ldb * B_BYTES + (long long)first * 64 + 16 * c;
+        b_at[i] = (const char*)b_ptr + (long long)min(n1 + 8 * i + g, N - 1) * ldb * B_BYTES + (long long)first * 64 +
+                  16 * c;
 #pragma unroll
     for (int i = 0; i < MT; ++i)
         a_at[i] = (const char*)a_ptr + (long long)min(m0 + 8 * i + g, M - 1) * lda * WIDTH +
@@ -230,41 +228,32 @@ __launch_bounds__(32 * WARPS) skinny(PARAMETERS) {
 #pragma unroll
         for (int i = 0; i < MT; ++i)
 #pragma unroll
-            for (int e = 0; e < 4; ++e) sums[turn][own_n + 16 * r + e / 2 * 8 + g][8 * i + 2 * c + e % 2] = acc[r][i][e];
+            for (int e = 0; e < 4; ++e)
+                shared.turns[turn][own_n + 16 * r + e / 2 * 8 + g][8 * i + 2 * c + e % 2] = acc[r][i][e];
     __syncthreads();
-    constexpr int ALL = BN * BM;
-#if SPLIT > 1
-    __shared__ sum_t blocks[ALL];
-    for (int e = threadIdx.x; e < ALL; e += 32 * WARPS) {
-        sum_t sum = sums[0][e % BN][e / BN];
+    auto added_up = [&](int e) {
+        sum_t sum = shared.turns[0][e % BN][e / BN];
 #pragma unroll
-        for (int i = 1; i < TURNS; ++i) sum += sums[i][e % BN][e / BN];
-        blocks[e] = sum;
-    }
-    asm volatile("barrier.cluster.arrive; barrier.cluster.wait;" ::: "memory");
+        for (int i = 1; i < TURNS; ++i) sum += shared.turns[i][e % BN][e / BN];
+        return sum;
+    };
+#if SPLIT > 1
+    for (int e = threadIdx.x; e < ALL; e += 32 * WARPS) shared.block[e] = added_up(e);
+    wait_for_cluster();
 #endif
     for (int e = ALL / SPLIT * part + threadIdx.x; e < ALL / SPLIT * (part + 1); e += 32 * WARPS) {
         const int n = n0 + e % BN, m = m0 + e / BN;
         if (m >= M || n >= N) continue;
 #if SPLIT > 1
-        const u32 here = (u32)__cvta_generic_to_shared(blocks + e);
         sum_t sum = 0;
 #pragma unroll
-        for (int i = 0; i < SPLIT; ++i) {
-            u32 there;
-            sum_t other;
-            asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(i));
-            asm volatile("ld.shared::cluster.b32 %0, [%1];" : "=" SUM(other) : "r"(there) : "memory");
-            sum += other;
-        }
+        for (int i = 0; i < SPLIT; ++i) sum += read_from(i, shared.block + e);
 #else
-        sum_t sum = sums[0][e % BN][e / BN];
-#pragma unroll
-        for (int i = 1; i < TURNS; ++i) sum += sums[i][e % BN][e / BN];
+        sum_t sum = added_up(e);
 #endif
         // EPILOGUE
     }
 #if SPLIT > 1  // nobody leaves while others read what it added up
-    asm volatile("barrier.cluster.arrive; barrier.cluster.wait;" ::: "memory");
+    wait_for_cluster();
 #endif
 }

@@ -1,4 +1,4 @@
-"""From a Problem and a candidate to CUDA C++: constants, types, parameters and the epilogue, then ``skinny.cu``."""
+"""From a Problem and a candidate to CUDA C++: constants, parameters, ``ptx.cu``, ``skinny.cu`` with its epilogue."""
 
 from __future__ import annotations
 
@@ -29,13 +29,16 @@ class Source:
     arguments: tuple[str, ...]
 
 
-def source(problem: Problem, config: dict[str, Any]) -> Source:
-    """The kernel that a candidate's ``config`` is for a Problem; sizes are no part of it but what divides what."""
+def generate(problem: Problem, config: dict[str, Any], primitives: str | None = None) -> Source:
+    """The kernel that a candidate's ``config`` is for a Problem; sizes are no part of it but what divides what.
+
+    primitives: what stands in the place of ``ptx.cu``, where it is not a GPU that runs it.
+    """
     parameters = _parameters(problem)
     constants = _constants(problem, config)
-    lines = [_file("types.cu"), *(f"#define {name} {value}" for name, value in constants.items())]
+    lines = [f"#define {name} {value}" for name, value in constants.items()]
     lines.append("#define PARAMETERS " + ", ".join(f"{kind} {name}" for name, kind in parameters.items()))
-    lines.append(f"typedef {'int' if problem.family == 'int_mm' else 'float'} sum_t;")
+    lines += [f"typedef {'int' if problem.family == 'int_mm' else 'float'} sum_t;", primitives or _file("ptx.cu")]
     epilogue = "".join(f"        {line}\n" for line in _epilogue(problem))
     body = _file("skinny.cu").replace("        // EPILOGUE\n", epilogue)
     return Source("\n".join(lines) + "\n" + body, tuple(parameters))

@@ -1,0 +1,72 @@
+// What skinny.cu says in PTX: elements as they lie in memory and as numbers, loads, the matrix units, clusters. (NVRTC
+// comes without the toolkit's headers. Tests put a CPU's version in place of this file: tests/backends/emulated.h.)
+typedef unsigned int u32;
+
+struct bfloat16 { unsigned short bits; };
+struct float16 { unsigned short bits; };
+
+__device__ __forceinline__ float number(float x) { return x; }
+__device__ __forceinline__ float number(int x) { return (float)x; }
+__device__ __forceinline__ float number(bfloat16 x) { return __uint_as_float((u32)x.bits << 16); }
+__device__ __forceinline__ float number(float16 x) {
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+    return y;
+}
+
+__device__ __forceinline__ void round_to(float& to, float x) { to = x; }
+__device__ __forceinline__ void round_to(bfloat16& to, float x) {
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(to.bits) : "f"(x));
+}
+__device__ __forceinline__ void round_to(float16& to, float x) {
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(to.bits) : "f"(x));
+}
+
+// B is read once: it should not push A out of the L1.
+__device__ __forceinline__ uint4 load_once(const char* from) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
+    return v;
+}
+
+__device__ __forceinline__ uint4 load(const char* from) {
+    uint4 v;
+    asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
+    return v;
+}
+
+// d[16, 8] += b[16, k] * a[k, 8]: a warp's, each lane with its share of them.
+__device__ __forceinline__ void multiply(sum_t (&d)[4], u32 b0, u32 b1, u32 b2, u32 b3, u32 a0, u32 a1) {
+    asm("mma.sync.aligned." MMA " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+" SUM(d[0]), "+" SUM(d[1]), "+" SUM(d[2]), "+" SUM(d[3])
+        : "r"(b0), "r"(b1), "r"(b2), "r"(b3), "r"(a0), "r"(a1));
+}
+
+// Two 16-bit numbers less two others.
+__device__ __forceinline__ u32 minus(u32 one, u32 other) {
+    u32 d;
+#if HALF
+    asm("sub.f16x2 %0, %1, %2;" : "=r"(d) : "r"(one), "r"(other));
+#else
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(one), "r"(ONE), "r"(other ^ 0x80008000u));
+#endif
+    return d;
+}
+
+__device__ __forceinline__ void wait_for_cluster() {
+    asm volatile("barrier.cluster.arrive; barrier.cluster.wait;" ::: "memory");
+}
+
+// What the cluster's block ``rank`` has where this one has ``here``, in shared memory.
+__device__ __forceinline__ sum_t read_from(int rank, const sum_t* here) {
+    const u32 own = (u32)__cvta_generic_to_shared(here);
+    u32 there;
+    sum_t found;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(own), "r"(rank));
+    asm volatile("ld.shared::cluster.b32 %0, [%1];" : "=" SUM(found) : "r"(there) : "memory");
+    return found;
+}
+
+#define SHARED(type, name) __shared__ type name

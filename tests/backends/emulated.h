@@ -1,0 +1,223 @@
+// ptx.cu's part on a CPU, so that skinny.cu runs without a GPU: every thread of a cluster is a fiber, which goes on
+// until it meets the others of its warp, its block or its cluster.
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#define __device__
+#define __forceinline__ inline
+#define __global__
+#define __launch_bounds__(threads)
+#define __cluster_dims__(...)
+
+typedef unsigned int u32;
+struct uint4 { u32 x, y, z, w; };
+struct Index { int x, y; };
+struct bfloat16 { unsigned short bits; };
+struct float16 { unsigned short bits; };
+
+struct Group {
+    int waiting = 0;
+    long generation = 0;
+};
+
+struct Warp {
+    Group group;
+    float b[32][16], a[32][8];
+};
+
+struct Block {
+    std::vector<char> memory;
+    Group group;
+    Warp warps[WARPS];
+};
+
+struct Fiber {
+    ucontext_t context;
+    std::unique_ptr<char[]> stack;
+    int rank, thread;
+    bool done;
+};
+
+constexpr int STACK = 256 << 10, MEMORY = 64 << 10;
+static std::vector<Block> cluster;
+static Group everyone;
+static Fiber* now;
+static ucontext_t scheduler;
+static Index first_block;
+
+#define threadIdx (Index{now->thread, 0})
+#define blockIdx (Index{first_block.x + now->rank, first_block.y})
+
+static void meet(Group& group, int count) {
+    const long generation = group.generation;
+    if (++group.waiting == count) {
+        group.waiting = 0;
+        ++group.generation;
+        return;
+    }
+    while (group.generation == generation) swapcontext(&now->context, &scheduler);
+}
+
+static void __syncthreads() { meet(cluster[now->rank].group, 32 * WARPS); }
+static void wait_for_cluster() { meet(everyone, 32 * WARPS * SPLIT); }
+
+#define SHARED(type, name)                                                  \
+    static_assert(sizeof(type) <= 48 << 10, "a kernel has 48 KB by itself"); \
+    type& name = *reinterpret_cast<type*>(cluster[now->rank].memory.data())
+
+static sum_t read_from(int rank, const sum_t* here) {
+    const auto place = reinterpret_cast<const char*>(here) - cluster[now->rank].memory.data();
+    return *reinterpret_cast<const sum_t*>(cluster[rank].memory.data() + place);
+}
+
+template <class To, class From> static To as(From x) {
+    To y;
+    static_assert(sizeof x == sizeof y);
+    std::memcpy(&y, &x, sizeof x);
+    return y;
+}
+
+static float __uint_as_float(u32 x) { return as<float>(x); }
+static float __int_as_float(int x) { return as<float>(x); }
+static int __float2int_rn(float x) { return static_cast<int>(std::lrint(x)); }
+static int min(int x, int y) { return x < y ? x : y; }
+static int max(int x, int y) { return x < y ? y : x; }
+
+static u32 __byte_perm(u32 x, u32 y, u32 pick) {
+    const unsigned long long both = static_cast<unsigned long long>(y) << 32 | x;
+    u32 found = 0;
+    for (int i = 0; i < 4; ++i) found |= static_cast<u32>(both >> 8 * (pick >> 4 * i & 7) & 255) << 8 * i;
+    return found;
+}
+
+static float number(float x) { return x; }
+static float number(int x) { return static_cast<float>(x); }
+static float number(bfloat16 x) { return __uint_as_float(static_cast<u32>(x.bits) << 16); }
+static float number(float16 x) { return static_cast<float>(as<_Float16>(x.bits)); }
+static void round_to(float& to, float x) { to = x; }
+static void round_to(float16& to, float x) { to.bits = as<unsigned short>(static_cast<_Float16>(x)); }
+static void round_to(bfloat16& to, float x) {
+    const u32 bits = as<u32>(x);
+    to.bits = static_cast<unsigned short>(x != x ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+static uint4 load(const char* from) {
+    if (as<unsigned long long>(from) % 16) std::abort();  // as a GPU does
+    uint4 v;
+    std::memcpy(&v, from, sizeof v);
+    return v;
+}
+static uint4 load_once(const char* from) { return load(from); }
+
+static u32 minus(u32 one, u32 other) {
+    typedef std::conditional_t<HALF, float16, bfloat16> Half;
+    u32 found = 0;
+    for (int shift = 0; shift < 32; shift += 16) {
+        Half difference;
+        const Half x{static_cast<unsigned short>(one >> shift)}, y{static_cast<unsigned short>(other >> shift)};
+        round_to(difference, number(x) - number(y));
+        found |= static_cast<u32>(difference.bits) << shift;
+    }
+    return found;
+}
+
+static float eight_bits(const std::string& type, u32 x) {
+    if (type == "s8") return static_cast<signed char>(x);
+    const int fraction = type == "e4m3" ? 3 : 2, bias = type == "e4m3" ? 7 : 15;
+    const int exponent = (x & 127) >> fraction, rest = x & ((1 << fraction) - 1);
+    float value = exponent ? std::ldexp(1.0f + std::ldexp(rest, -fraction), exponent - bias)
+                           : std::ldexp(rest, 1 - bias - fraction);
+    if (type == "e4m3" ? (x & 127) == 127 : exponent == 31) value = type == "e5m2" && !rest ? INFINITY : NAN;
+    return x & 128 ? -value : value;
+}
+
+// The instruction's name: m16n8k16.row.col.f32.bf16.bf16.f32, say.
+static std::string part(int place) {
+    std::string name = MMA;
+    for (; place; --place) name = name.substr(name.find('.') + 1);
+    return name.substr(0, name.find('.'));
+}
+
+constexpr int PER = WIDTH == 2 ? 2 : 4;  // elements in a register
+
+static void spread(float* to, u32 x, const std::string& type) {
+    for (int i = 0; i < PER; ++i) {
+        const u32 bits = x >> 32 / PER * i;
+        if (type == "bf16") to[i] = number(bfloat16{static_cast<unsigned short>(bits)});
+        else if (type == "f16") to[i] = number(float16{static_cast<unsigned short>(bits)});
+        else to[i] = eight_bits(type, bits & 255);
+    }
+}
+
+// PTX ISA, "Matrix Fragments for mma.m16n8k16" and "for mma.m16n8k32": who holds what.
+static void multiply(sum_t (&d)[4], u32 b0, u32 b1, u32 b2, u32 b3, u32 a0, u32 a1) {
+    static const std::string b_type = part(4), a_type = part(5);
+    Warp& warp = cluster[now->rank].warps[now->thread / 32];
+    const int lane = now->thread % 32;
+    const u32 b[4] = {b0, b1, b2, b3}, a[2] = {a0, a1};
+    for (int i = 0; i < 4; ++i) spread(warp.b[lane] + PER * i, b[i], b_type);
+    for (int i = 0; i < 2; ++i) spread(warp.a[lane] + PER * i, a[i], a_type);
+    meet(warp.group, 32);
+    for (int e = 0; e < 4; ++e) {
+        const int row = lane / 4 + e / 2 * 8, column = lane % 4 * 2 + e % 2;
+        double sum = d[e];
+        for (int k = 0; k < 8 * PER; ++k) {
+            const int quad = k % (4 * PER) / PER, half = k / (4 * PER);
+            sum += static_cast<double>(warp.b[row % 8 * 4 + quad][(row / 8 + 2 * half) * PER + k % PER]) *
+                   warp.a[column * 4 + quad][half * PER + k % PER];
+        }
+        d[e] = static_cast<sum_t>(sum);
+    }
+    meet(warp.group, 32);
+}
+
+template <class... A, std::size_t... I>
+static void call(void (*kernel)(A...), void** slots, std::index_sequence<I...>) {
+    kernel(*static_cast<A*>(slots[I])...);
+}
+
+static void (*entry)();
+
+static void begin() {
+    entry();
+    now->done = true;
+    swapcontext(&now->context, &scheduler);
+}
+
+// All blocks of a grid of x by y, a cluster after another. What nobody wrote in shared memory is NaN.
+static void run_all(void (*kernel)(), int x, int y) {
+    entry = kernel;
+    std::vector<Fiber> fibers(32 * WARPS * SPLIT);
+    for (Fiber& fiber : fibers) fiber.stack.reset(new char[STACK]);
+    for (first_block.y = 0; first_block.y < y; ++first_block.y)
+        for (first_block.x = 0; first_block.x < x; first_block.x += SPLIT) {
+            cluster = std::vector<Block>(SPLIT);
+            for (Block& block : cluster) block.memory.assign(MEMORY, static_cast<char>(0xff));
+            for (std::size_t i = 0; i < fibers.size(); ++i) {
+                Fiber& fiber = fibers[i];
+                fiber.rank = static_cast<int>(i) / (32 * WARPS);
+                fiber.thread = static_cast<int>(i) % (32 * WARPS);
+                fiber.done = false;
+                getcontext(&fiber.context);
+                fiber.context.uc_stack.ss_sp = fiber.stack.get();
+                fiber.context.uc_stack.ss_size = STACK;
+                makecontext(&fiber.context, begin, 0);
+            }
+            for (bool some = true; some;) {
+                some = false;
+                for (Fiber& fiber : fibers)
+                    if (!fiber.done) {
+                        some = true;
+                        now = &fiber;
+                        swapcontext(&scheduler, &fiber.context);
+                    }
+            }
+        }
+}

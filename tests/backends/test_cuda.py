@@ -1,0 +1,267 @@
+"""The CUDA C++ kernels without a GPU: their space, cross-compiling, and the kernel itself, emulated on a CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drivers import Driver, simulated
+from gemmtune.backends.base import Candidate, Illegal
+from gemmtune.backends.cuda import CudaBackend, compiler, space
+from gemmtune.backends.cuda.kernel import Skinny
+from gemmtune.backends.cuda.source import generate
+from gemmtune.backends.gpu.artifact import Header, unpack
+from gemmtune.epilogue import Step
+from gemmtune.errors import KernelError, UnsupportedError
+from gemmtune.measure.inputs import Inputs, make_inputs
+from gemmtune.measure.verify import prepare, verify
+from gemmtune.problem import Layout, Operand, Problem
+from gemmtune.target import Target
+from gemmtune.workloads import bmm_problem, build, fp8_problem, int_problem, weight_only_problem
+
+H200 = Target("cuda", "NVIDIA H200", "9.0", caches=(232448, 0, 62914560), cores=132, versions=(("hip", "None"),))
+A100 = Target("cuda", "NVIDIA A100", "8.0", caches=(166912, 0, 41943040), cores=108, versions=(("hip", "None"),))
+needs_nvrtc = pytest.mark.skipif(not compiler.version(), reason="NVRTC is not installed")
+needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
+CONFIG = {"bm": 8, "bn": 32, "side": 1, "warps": 4, "depth": 1, "split": 1}
+FAMILIES = {
+    "bf16": build(16, 4096, 4096, "bf16"),
+    "int8": int_problem(16, 4096, 4096),
+    "fp8": fp8_problem(16, 4096, 4096),
+    "int8wo": weight_only_problem(16, 4096, 4096),
+    "int4wo": weight_only_problem(16, 4096, 4096, bits=4, group=128),
+}
+
+
+def legal(problem: Problem, target: Target = H200) -> list[Candidate]:
+    return [item for item in CudaBackend().candidates(problem, target) if isinstance(item, Candidate)]
+
+
+def reasons(problem: Problem, target: Target = H200) -> set[str]:
+    return {item.reason for item in CudaBackend().candidates(problem, target) if isinstance(item, Illegal)}
+
+
+# --- space ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("m", [1, 5, 16, 32])
+def test_every_family_has_candidates(family: str, m: int) -> None:
+    found = legal(FAMILIES[family].with_m(m))
+    assert len(found) >= 10
+    assert len({candidate.id for candidate in found}) == len(found)
+    assert all(m <= int(candidate["bm"]) < m + 8 for candidate in found)
+
+
+def test_what_reads_most_at_once_comes_first() -> None:
+    """Many multiprocessors, and loads enough on each; clusters only behind what does without."""
+    first = legal(build(1, 4096, 4096, "bf16"))[0]
+    assert int(first["bn"]) <= 32
+    assert int(first["warps"]) * int(first["depth"]) >= 16
+    assert first["split"] == 1
+
+
+@pytest.mark.parametrize(
+    ("problem", "words"),
+    [
+        (build(33, 64, 64, "bf16"), "at most 32 rows"),
+        (build(4, 64, 68, "bf16"), "16 bytes at a time"),
+        (fp8_problem(4, 64, 72), "16 bytes at a time"),
+        (replace(build(4, 64, 64, "bf16"), b=Operand("bfloat16")), "columns of B must be contiguous"),
+        (replace(build(4, 64, 64, "bf16"), a=Operand("bfloat16", Layout("col"))), "rows of A"),
+        (build(4, 64, 64, "fp32"), "float32 runs in cuBLAS"),
+        (weight_only_problem(4, 64, 128, group=32), "64 elements of K at a time"),
+        (weight_only_problem(4, 64, 128, bits=4, group=64), "128 elements of K at a time"),
+        (replace(fp8_problem(4, 64, 64), out_dtype="float8_e4m3fn"), "writes no float8_e4m3fn"),
+    ],
+)
+def test_what_is_refused_is_refused_with_a_reason(problem: Problem, words: str) -> None:
+    assert legal(problem) == []
+    assert any(words in reason for reason in reasons(problem))
+
+
+def test_illegal_configurations_say_why() -> None:
+    found = " | ".join(reasons(weight_only_problem(16, 4096, 128)) | reasons(build(16, 50000, 4096, "bf16")))
+    for words in ("nothing to do", "KB for the warps' sums", "registers a thread", "without splitting K"):
+        assert words in found
+    assert "clusters need compute capability 9.0" in " | ".join(reasons(build(1, 4096, 4096, "bf16"), A100))
+    assert "fp8 needs compute capability 8.9" in " | ".join(reasons(fp8_problem(1, 64, 64), A100))
+
+
+# --- compiling ------------------------------------------------------------------------------------------------------
+
+
+def test_availability_is_in_words_to_act_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = CudaBackend()
+    assert "runs on GPUs" in backend.available(Target("cpu", "x", "x86_64")).reason
+    assert bool(backend.available(H200)) == bool(compiler.version())
+    monkeypatch.setattr(compiler, "_places", lambda: iter(["libnvrtc-that-is-not-there.so"]))
+    compiler.nvrtc.cache_clear()
+    compiler.version.cache_clear()
+    try:
+        assert "pip install nvidia-cuda-nvrtc" in backend.available(H200).reason
+        with pytest.raises(UnsupportedError, match="NVRTC"):
+            compiler.compile_source("", (9, 0))
+    finally:
+        compiler.nvrtc.cache_clear()
+        compiler.version.cache_clear()
+
+
+def test_problems_that_differ_in_size_only_share_artifacts() -> None:
+    backend, candidate = CudaBackend(), Candidate.make("cuda", "skinny", **CONFIG)
+
+    def key(problem: Problem, target: Target = H200) -> str:
+        return backend._key(problem, candidate, target)
+
+    one = build(1, 4096, 4096, "bf16")
+    assert key(one) == key(build(5, 12288, 8192, "bf16"))
+    assert key(one) != key(build(1, 4096, 4088, "bf16"))
+    assert key(one) != key(one, A100)
+    assert key(one) != key(replace(one, epilogue=(Step("relu"),)))
+    with pytest.raises(KernelError, match="no template 'fat'"):
+        backend._key(one, Candidate.make("cuda", "fat"), H200)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cross_compiling_for_hopper(family: str) -> None:
+    problem = FAMILIES[family]
+    for candidate in (legal(problem)[0], next(c for c in legal(problem) if c["split"] == 2)):
+        ((header, cubin),) = unpack(CudaBackend()._compile(problem, candidate, H200))
+        assert cubin[:4] == b"\x7fELF"
+        assert (header.name, header.warps, header.arguments[:3]) == (
+            "skinny", candidate["warps"], ("b_ptr", "a_ptr", "c_ptr"),
+        )  # fmt: skip
+
+
+@needs_nvrtc
+def test_what_the_compiler_says_is_passed_on() -> None:
+    with pytest.raises(KernelError, match=r"NVRTC cannot compile it: gemmtune.cu\(1\): error"):
+        compiler.compile_source("nonsense", (9, 0))
+    problem = weight_only_problem(32, 64, 4096, bits=4, group=128)
+    greedy = {**CONFIG, "bm": 32, "bn": 64, "depth": 4}
+    with pytest.raises(KernelError, match="would spill"):
+        compiler.compile_source(generate(problem, greedy).text, (9, 0))
+
+
+# --- the kernel, on a CPU -------------------------------------------------------------------------------------------
+
+
+class Emulator:
+    """Kernels whose launches run on the CPU, through ``emulated.h``."""
+
+    def __init__(self, driver: Driver, folder: Path) -> None:
+        self._driver, self._folder = driver, folder
+
+    def load(self, problem: Problem, **config: int) -> Skinny:
+        config = {**CONFIG, "bm": 8 * -(-problem.m // 8), **config}
+        assert not space._illegal(problem, space.device_of(H200), config)
+        header = Path(__file__).with_name("emulated.h").read_text(encoding="utf-8")
+        made = generate(problem, config, header)
+        text = made.text + 'extern "C" void emulate(int x, int y, void** slots) {\n'
+        text += "    static void** given;\n    given = slots;\n"
+        text += "    run_all([] { call(skinny, given, std::make_index_sequence<COUNT>()); }, x, y);\n}\n"
+        name = self._folder / hashlib.sha256(text.encode()).hexdigest()[:16]
+        name.with_suffix(".cpp").write_text(text)
+        options = ["-std=c++20", "-O1", "-shared", "-fPIC", "-w", f"-DCOUNT={len(made.arguments)}"]
+        subprocess.run(["g++", *options, "-o", f"{name}.so", f"{name}.cpp"], check=True)
+        library = ctypes.CDLL(f"{name}.so")
+
+        def run(grid: tuple[int, int], values: list[int]) -> None:
+            slots = (ctypes.c_uint64 * len(values))(*values)
+            places = [ctypes.addressof(slots) + 8 * place for place in range(len(values))]
+            library.emulate(*grid, (ctypes.c_void_p * len(places))(*places))
+
+        self._driver.run, self._driver.threads = run, 32 * config["warps"]
+        self._driver.arguments["skinny"] = len(made.arguments)
+        candidate = Candidate.make("cuda", "skinny", **config)
+        return Skinny(problem, candidate, [(Header("skinny", 0, 0, config["warps"], made.arguments, 0), b"")])
+
+
+@pytest.fixture
+def emulator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Emulator:
+    return Emulator(simulated(monkeypatch), tmp_path)
+
+
+def run_into(kernel: Skinny, inputs: Inputs, out: torch.Tensor) -> None:
+    kernel.run(inputs.a, kernel.pack(inputs.b) if kernel.packing else inputs.b, inputs.aux, out)
+
+
+STEPS = (
+    Step("bias", "col", "bfloat16"), Step("gelu_tanh"), Step("mul", "full", "bfloat16"), Step("clamp", lo=-1.0, hi=2.0),
+)  # fmt: skip
+CASES: dict[str, tuple[Problem, dict[str, int]]] = {
+    "bf16, odd sizes": (build(3, 37, 200, "bf16"), {}),
+    "fp16, an epilogue": (
+        replace(build(11, 40, 256, "fp16"), epilogue=(Step("add", "row", "float32", value=0.5), Step("gelu"))),
+        {"side": 2, "depth": 2},
+    ),
+    "bf16, an epilogue, a cluster": (replace(build(9, 50, 264, "bf16"), epilogue=STEPS), {"split": 2}),
+    "bmm": (replace(bmm_problem(3, 5, 24, 64, "bfloat16"), b=Operand("bfloat16", Layout("col"))), {"bn": 16}),
+    "int8": (int_problem(7, 40, 272), {"depth": 2}),
+    "int8, requantised": (
+        replace(
+            int_problem(4, 24, 128), out_dtype="int8",
+            epilogue=(Step("bias", "col", "int32"), Step("relu"), Step("scale", "col", "float32")),
+        ),
+        {},
+    ),
+    "fp8": (fp8_problem(5, 40, 208), {}),
+    "int8 weights": (weight_only_problem(1, 40, 272), {}),
+    "int8 weights, fp16, groups": (
+        weight_only_problem(9, 24, 256, group=128, zero_point=True, dtype="float16"), {"bn": 16},
+    ),
+    "int4 weights": (weight_only_problem(10, 40, 512, bits=4, group=128), {"side": 2}),
+    "int4 weights, zero points": (weight_only_problem(2, 40, 512, bits=4, group=256, zero_point=True), {}),
+    "int4 weights, fp16, a scale a channel": (weight_only_problem(3, 24, 512, bits=4, dtype="float16"), {"bn": 16}),
+}  # fmt: skip
+
+
+@needs_gxx
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernel_is_right(emulator: Emulator, name: str) -> None:
+    """Through bind, the simulated driver, the kernel's own text and gemmtune's own verification."""
+    problem, config = CASES[name]
+    kernel = emulator.load(problem, **config)
+    verdict = verify(lambda inputs, out: run_into(kernel, inputs, out), problem, prepare(problem, 0), patience_s=0.0)
+    assert verdict.ok, f"{verdict.kind}: {verdict.detail}"
+
+
+@needs_gxx
+def test_more_rows_than_it_was_made_for(emulator: Emulator) -> None:
+    kernel = emulator.load(build(8, 37, 128, "bf16"))
+    problem = kernel.problem.with_m(21)
+    verdict = verify(lambda inputs, out: run_into(kernel, inputs, out), problem, prepare(problem, 0)[:1], patience_s=0)
+    assert verdict.ok, verdict.detail
+
+
+@needs_gxx
+def test_a_wrong_kernel_is_found_out(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The emulator tells right from wrong: here A and B disagree about K's order."""
+    from gemmtune.backends.cuda import source as module
+
+    real = module._file
+    monkeypatch.setattr(
+        module, "_file", lambda name: real(name).replace("c * (KIND == INT4 ? 16 : RUN)", "(3 - c) * RUN")
+    )
+    problem = build(3, 24, 128, "bf16")
+    kernel = emulator.load(problem)
+    verdict = verify(lambda inputs, out: run_into(kernel, inputs, out), problem, prepare(problem, 0)[:1], patience_s=0)
+    assert verdict.kind == "wrong"
+
+
+def test_int4_weights_lie_as_the_triton_backend_packs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated(monkeypatch)
+    problem: Any = weight_only_problem(4, 24, 256, bits=4, group=128)
+    header = Header("skinny", 0, 0, 4, ("b_ptr", "a_ptr", "c_ptr"), 0)
+    kernel = Skinny(problem, Candidate.make("cuda", "skinny", **CONFIG), [(header, b"")])
+    assert kernel.packing == "triton:int4/128"
+    assert kernel.pack(make_inputs(problem, 0).b).layout == kernel.packing

@@ -1,0 +1,75 @@
+"""A CUDA driver that launches nothing, and says what it was asked to launch."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from gemmtune.backends.gpu import driver
+
+STREAM = 7
+
+
+class Driver:
+    """What is launched, by name of the kernel: the grid, and every argument's eight bytes.
+
+    run: called with them, so that a test may do what a GPU would.
+    """
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[str, tuple[int, int], list[int]]] = []
+        self.names: list[str] = []
+        self.arguments: dict[str, int] = {}
+        self.statuses: list[int] = []
+        self.starts: list[int] = []
+        self.threads = 128
+        self.run: Callable[[tuple[int, int], list[int]], None] | None = None
+
+    def cuModuleLoadData(self, module: Any, cubin: bytes) -> int:
+        return 0
+
+    def cuModuleGetFunction(self, handle: Any, module: Any, name: bytes) -> int:
+        self.names.append(name.decode())
+        handle._obj.value = len(self.names)
+        return 0
+
+    def cuTensorMapEncodeTiled(self, place: Any, dtype: Any, rank: Any, pointer: Any, *rest: Any) -> int:
+        """What a descriptor says here is the address of its matrix."""
+        ctypes.c_uint64.from_address(place.value).value = pointer.value
+        return 0
+
+    def cuGetErrorString(self, status: int, text: Any) -> int:
+        return 0
+
+    def cuLaunchKernelEx(self, config: Any, handle: Any, start: Any, extra: None) -> int:
+        if self.statuses:
+            return self.statuses.pop(0)
+        asked = driver._Config.from_address(config.value)
+        assert (asked.z, asked.threads_x, asked.threads_y, asked.threads_z) == (1, self.threads, 1, 1)
+        assert (asked.stream, asked.count, asked.shared, extra) == (STREAM, 0, 0, None)
+        name = self.names[handle.value - 1]
+        parameters = (ctypes.c_void_p * self.arguments[name]).from_address(start.value)
+        values = [ctypes.c_uint64.from_address(address).value for address in parameters]
+        self.launches.append((name, (asked.x, asked.y), values))
+        self.starts.append(start.value)
+        if self.run is not None:
+            self.run((asked.x, asked.y), values)
+        return 0
+
+
+def simulated(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    """Such a driver in the place of the real one, and what of torch.cuda launching asks for."""
+    made = Driver()
+    monkeypatch.setattr(driver, "driver", lambda: made)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=6))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(query=lambda: True))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: STREAM, raising=False)
+    return made
