@@ -110,9 +110,9 @@ class PackedWeight:
     """A constant B operand in the one layout its Plan's kernels share.
 
     layout: the layout's name, ``"<backend>:<anything>"``; that backend packs and unpacks ``data``, which others may
-    read. n, k, dtype and quant say what was packed; ``machine`` names the ISA family it is valid for. ``bias`` and the like never live
-    here. ``raw_order`` is that of the weight it came from, so that unpacking gives the same tensor back. Two packed
-    weights are equal only when they are one.
+    read. n, k, dtype and quant say what was packed; ``machine`` names the ISA family it is valid for. ``bias`` and the
+    like never live here. ``raw_order`` is that of the weight it came from, so that unpacking gives the same tensor
+    back. Two packed weights are equal only when they are one.
     """
 
     layout: str
