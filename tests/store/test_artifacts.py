@@ -162,6 +162,26 @@ def test_the_least_recently_used_go_first(artifacts: Artifacts) -> None:
     assert [artifacts.get(key(n)) is not None for n in range(5)] == [False] * 4 + [True]
 
 
+@pytest.mark.parametrize("large", [False, True])
+def test_many_are_bounded_too(tmp_path: Path, large: bool) -> None:
+    """More than are looked at one by one: all are, once they may be too much."""
+    artifacts = Artifacts(tmp_path / "artifacts", max_bytes=30_000 if large else 300_000)
+    for n in range(150):
+        artifacts.put(key(n), bytes(n % 3 * 200 + 100))
+    total = sum(path.stat().st_size for path in artifacts.directory.iterdir())
+    assert total <= artifacts.max_bytes
+    assert (len(names(artifacts)) == 150) == (not large)
+    assert artifacts.get(key(149)) is not None
+
+
+def test_finding_one_of_many_looks_at_no_other(artifacts: Artifacts, monkeypatch: pytest.MonkeyPatch) -> None:
+    for n in range(3):
+        artifacts.put(key(n), b"code")
+    looked, real = [], Path.lstat
+    monkeypatch.setattr(Path, "lstat", lambda path: looked.append(path) or real(path))
+    assert looked == [artifacts.get(key(1))]
+
+
 def test_too_large_for_all_of_it(artifacts: Artifacts) -> None:
     artifacts.put(key("a"), b"code")
     with pytest.raises(StoreError, match="larger than all may be"):

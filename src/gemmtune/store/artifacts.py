@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import stat
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,7 @@ MAX_BYTES = 2 << 30
 _KEY = re.compile(r"[0-9a-f]{16,128}")
 _NAME = re.compile(r"(?P<key>[0-9a-f]{16,128})\.(?P<content>[0-9a-f]{64})")
 _CHUNK = 1 << 20
+_SAMPLE = 64  # files whose sizes say what all of them come to, unless it may be too much
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +86,8 @@ class Artifacts:
             if not os.path.lexists(self.directory):
                 return None
             self._check_directory()
-            found = sorted((entry for entry in self._entries() if entry.key == key), key=lambda entry: -entry.used)
-            for entry in found:
+            names = [name for name in os.listdir(self.directory) if name.startswith(f"{key}.")]
+            for entry in sorted(self._entries(names), key=lambda entry: -entry.used):
                 if self._sound(entry):
                     os.utime(entry.path)
                     return entry.path
@@ -113,17 +115,17 @@ class Artifacts:
         if stat.S_IMODE(status.st_mode) & 0o077:
             raise StoreError(f"{self.directory} is open to other users; see what is in it, then `chmod 700` it")
 
-    def _entries(self) -> list[_Entry]:
+    def _entries(self, names: Iterable[str]) -> list[_Entry]:
+        """Those of the names that are artifacts'. Looks at each file: of thousands, ask for a few."""
         found = []
-        with os.scandir(self.directory) as names:
-            for name in names:
-                match = _NAME.fullmatch(name.name)
-                if match is None:
-                    continue
-                with contextlib.suppress(FileNotFoundError):  # evicted in between
-                    status = name.stat(follow_symlinks=False)
-                    path = self.directory / name.name
-                    found.append(_Entry(path, match["key"], match["content"], status.st_mtime_ns, status.st_size))
+        for name in names:
+            match = _NAME.fullmatch(name)
+            if match is None:
+                continue
+            with contextlib.suppress(FileNotFoundError):  # evicted in between
+                path = self.directory / name
+                status = path.lstat()
+                found.append(_Entry(path, match["key"], match["content"], status.st_mtime_ns, status.st_size))
         return found
 
     def _sound(self, entry: _Entry) -> bool:
@@ -155,7 +157,12 @@ class Artifacts:
 
     def _evict(self, keep: Path) -> None:
         """Remove the least recently used until all fit, whatever another process evicts meanwhile."""
-        entries = sorted(self._entries(), key=lambda entry: entry.used)
+        names = os.listdir(self.directory)
+        if len(names) > _SAMPLE:
+            some = sum(entry.size for entry in self._entries(names[:_SAMPLE]))
+            if 2 * some * len(names) < _SAMPLE * self.max_bytes:  # there is room, however uneven they are
+                return
+        entries = sorted(self._entries(names), key=lambda entry: entry.used)
         total = sum(entry.size for entry in entries)
         for entry in entries:
             if total <= self.max_bytes:

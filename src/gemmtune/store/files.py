@@ -59,7 +59,7 @@ def sweep(folder: Path, name: str | None = None) -> int:
     swept = 0
     with os.scandir(folder) as entries:
         for entry in entries:
-            match = _TEMPORARY.fullmatch(entry.name)
+            match = _TEMPORARY.fullmatch(entry.name) if entry.name.startswith(".") else None
             if match is None or (name is not None and match["name"] != name[:_NAME_KEPT]):
                 continue
             with contextlib.suppress(OSError):  # another process sweeps too; another user's file may have to stay
