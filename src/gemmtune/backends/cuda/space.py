@@ -33,11 +33,11 @@ _SPLIT_S = 4e-6
 
 def candidates(problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
     """Legal candidates, likeliest first, then what was ruled out and why."""
-    device = device_of(target)
-    reason = refusal(problem) or _refusal(problem, device)
+    reason = refusal(problem) or _refusal(problem, target)
     if reason:
         yield Illegal(Candidate.make(NAME, TEMPLATE), reason)
         return
+    device = device_of(target)
     illegal: list[Illegal] = []
     ranked: list[tuple[float, int, Candidate]] = []
     for place, config in enumerate(_space(problem)):
@@ -60,7 +60,7 @@ def _space(problem: Problem) -> Iterator[dict[str, Any]]:
             yield {"bm": bm, "bn": bn, "side": side, "warps": warps, "depth": depth, "split": split}
 
 
-def _refusal(problem: Problem, device: Device) -> str:
+def _refusal(problem: Problem, target: Target) -> str:
     """Why the template does not take the Problem in any configuration."""
     a_ok, b_ok, _ = aligned(problem)
     if problem.m > _ROWS:
@@ -74,7 +74,7 @@ def _refusal(problem: Problem, device: Device) -> str:
     group, chunk = scale_group(problem), _LANES * run_of(problem)
     if group % chunk:
         return f"scales {chunk} elements of K at a time: groups must be multiples of that; got {group}"
-    if problem.family == "scaled_mm" and device.capability < (8, 9):
+    if problem.family == "scaled_mm" and device_of(target).capability < (8, 9):
         return "multiplying fp8 needs compute capability 8.9"
     return ""
 
