@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import random
 import shutil
 import subprocess
 from dataclasses import replace
@@ -25,6 +26,7 @@ from gemmtune.measure.inputs import Inputs, make_inputs
 from gemmtune.measure.verify import prepare, verify
 from gemmtune.problem import Layout, Operand, Problem
 from gemmtune.target import Target
+from gemmtune.testing.problems import random_problem
 from gemmtune.workloads import bmm_problem, build, fp8_problem, int_problem, weight_only_problem
 
 H200 = Target("cuda", "NVIDIA H200", "9.0", caches=(232448, 0, 62914560), cores=132, versions=(("hip", "None"),))
@@ -233,6 +235,27 @@ def test_the_kernel_is_right(emulator: Emulator, name: str) -> None:
     kernel = emulator.load(problem, **config)
     verdict = verify(lambda inputs, out: run_into(kernel, inputs, out), problem, prepare(problem, 0), patience_s=0.0)
     assert verdict.ok, f"{verdict.kind}: {verdict.detail}"
+
+
+@needs_gxx
+@pytest.mark.parametrize("family", ["mm", "bmm", "int_mm", "mixed_mm", "scaled_mm"])
+def test_random_problems_are_right(emulator: Emulator, family: str) -> None:
+    """Three of a family, each on a random one of its configurations."""
+    rng, left = random.Random(family), 3
+    while left:
+        problem = random_problem(rng, 80)
+        found = [c for c in legal(problem) if c["warps"] == 4] if problem.family == family else []
+        if not found:
+            continue
+        left -= 1
+        candidate = rng.choice(found)
+        kernel = emulator.load(problem, **dict(candidate.config))
+
+        def run(inputs: Inputs, out: torch.Tensor, kernel: Skinny = kernel) -> None:
+            run_into(kernel, inputs, out)
+
+        verdict = verify(run, problem, prepare(problem, left), patience_s=0.0)
+        assert verdict.ok, f"{candidate.id} on {problem.key}: {verdict.kind}: {verdict.detail}"
 
 
 @needs_gxx
