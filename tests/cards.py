@@ -16,7 +16,7 @@ import torch
 from gemmtune import backends
 from gemmtune.backends.base import Backend, Candidate
 from gemmtune.errors import GemmtuneError
-from gemmtune.measure.inputs import Inputs
+from gemmtune.measure.inputs import Inputs, make_inputs
 from gemmtune.measure.verify import prepare, verify
 from gemmtune.problem import FAMILIES, Problem
 from gemmtune.target import Target, current_cuda
@@ -107,3 +107,13 @@ def check_random_problems(backend: Backend) -> None:
     print(dict(found))
     assert not wrong, "\n".join(wrong[:20])
     assert sum(count for name, count in found.items() if name.endswith("not built")) < 0.02 * COUNT
+
+
+def check_repeats(kernel, problem: Problem, seed: int) -> None:  # type: ignore[no-untyped-def]
+    """Three runs on the same operands agree bit for bit."""
+    inputs = make_inputs(problem, seed, device=torch.device("cuda"))
+    outs = [torch.empty(problem.m, problem.n, dtype=getattr(torch, problem.out_dtype), device="cuda") for _ in range(3)]
+    for out in outs:
+        run_into(kernel, inputs, out)
+    assert torch.equal(outs[0].view(torch.uint8), outs[1].view(torch.uint8))
+    assert torch.equal(outs[0].view(torch.uint8), outs[2].view(torch.uint8))

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+import gpus
 from drivers import Driver, simulated
-from gemmtune.backends.base import Candidate, Illegal
+from gemmtune.backends.base import Candidate
 from gemmtune.backends.cuda import CudaBackend, compiler, space
 from gemmtune.backends.cuda.kernel import Skinny
 from gemmtune.backends.cuda.source import generate
@@ -28,27 +29,19 @@ from gemmtune.problem import Layout, Operand, Problem
 from gemmtune.target import Target
 from gemmtune.testing.problems import random_problem
 from gemmtune.workloads import bmm_problem, build, fp8_problem, int_problem, weight_only_problem
+from gpus import A100, FAMILIES, H200
 
-H200 = Target("cuda", "NVIDIA H200", "9.0", caches=(232448, 0, 62914560), cores=132, versions=(("hip", "None"),))
-A100 = Target("cuda", "NVIDIA A100", "8.0", caches=(166912, 0, 41943040), cores=108, versions=(("hip", "None"),))
 needs_nvrtc = pytest.mark.skipif(not compiler.version(), reason="NVRTC is not installed")
 needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
 CONFIG = {"bm": 8, "bn": 32, "side": 1, "warps": 4, "depth": 1, "split": 1}
-FAMILIES = {
-    "bf16": build(16, 4096, 4096, "bf16"),
-    "int8": int_problem(16, 4096, 4096),
-    "fp8": fp8_problem(16, 4096, 4096),
-    "int8wo": weight_only_problem(16, 4096, 4096),
-    "int4wo": weight_only_problem(16, 4096, 4096, bits=4, group=128),
-}
 
 
 def legal(problem: Problem, target: Target = H200) -> list[Candidate]:
-    return [item for item in CudaBackend().candidates(problem, target) if isinstance(item, Candidate)]
+    return gpus.legal(CudaBackend(), problem, target)
 
 
 def reasons(problem: Problem, target: Target = H200) -> set[str]:
-    return {item.reason for item in CudaBackend().candidates(problem, target) if isinstance(item, Illegal)}
+    return gpus.reasons(CudaBackend(), problem, target)
 
 
 # --- space ----------------------------------------------------------------------------------------------------------

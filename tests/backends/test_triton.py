@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+import gpus
 from gemmtune import backends
-from gemmtune.backends.base import Candidate, Illegal, QuantWeight
+from gemmtune.backends.base import Candidate, QuantWeight
 from gemmtune.backends.gpu import artifact
 from gemmtune.backends.gpu.int4 import INT4_BLOCKS, int4_layout, shuffle_int4, unshuffle_int4
 from gemmtune.backends.triton import TritonBackend, compiler
@@ -25,26 +26,18 @@ from gemmtune.errors import KernelError
 from gemmtune.problem import Layout, Operand, Problem, Quant
 from gemmtune.target import Target
 from gemmtune.workloads import bmm_problem, build, fp8_problem, int_problem, weight_only_problem
+from gpus import A100, FAMILIES, H200
 
-H200 = Target("cuda", "NVIDIA H200", "9.0", caches=(232448, 0, 62914560), cores=132, versions=(("hip", "None"),))
-A100 = Target("cuda", "NVIDIA A100", "8.0", caches=(166912, 0, 41943040), cores=108, versions=(("hip", "None"),))
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
-FAMILIES = {
-    "bf16": build(16, 4096, 4096, "bf16"),
-    "int8": int_problem(16, 4096, 4096),
-    "fp8": fp8_problem(16, 4096, 4096),
-    "int8wo": weight_only_problem(16, 4096, 4096),
-    "int4wo": weight_only_problem(16, 4096, 4096, bits=4, group=128),
-}
 
 
 def legal(problem: Problem, target: Target = H200) -> list[Candidate]:
-    return [item for item in TritonBackend().candidates(problem, target) if isinstance(item, Candidate)]
+    return gpus.legal(TritonBackend(), problem, target)
 
 
 def reasons(problem: Problem, target: Target = H200) -> set[str]:
-    return {item.reason for item in TritonBackend().candidates(problem, target) if isinstance(item, Illegal)}
+    return gpus.reasons(TritonBackend(), problem, target)
 
 
 def first(problem: Problem, template: str, **config: Any) -> Candidate:

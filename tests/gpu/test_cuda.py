@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cards import build_all, check_random_problems, first, kernel_of, run_into
+from cards import build_all, check_random_problems, check_repeats, first, kernel_of, run_into
 from gemmtune import backends
 from gemmtune.backends.base import Candidate
 from gemmtune.backends.cuda import CudaBackend
@@ -89,12 +89,7 @@ def test_any_m_and_bit_for_bit_again(name: str, split: int) -> None:
         draws = prepare(other, m, device=torch.device("cuda"))
         verdict = verify(lambda inputs, out: run_into(kernel, inputs, out), other, draws[:2], patience_s=0.0)
         assert verdict.ok, f"{m} rows: {verdict.kind}: {verdict.detail}"
-        inputs = make_inputs(other, m, device=torch.device("cuda"))
-        outs = [torch.empty(m, problem.n, dtype=getattr(torch, problem.out_dtype), device="cuda") for _ in range(3)]
-        for out in outs:
-            run_into(kernel, inputs, out)
-        assert torch.equal(outs[0].view(torch.uint8), outs[1].view(torch.uint8))
-        assert torch.equal(outs[0].view(torch.uint8), outs[2].view(torch.uint8))
+        check_repeats(kernel, other, m)
 
 
 def test_int4_weights_are_the_triton_backends() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cards import check_random_problems, first, kernel_of, run_into
+from cards import check_random_problems, check_repeats, first, kernel_of, run_into
 from gemmtune.backends.triton import TritonBackend
 from gemmtune.measure.inputs import Inputs, make_inputs
 from gemmtune.measure.verify import prepare, verify
@@ -31,13 +31,7 @@ def test_random_problems_are_right() -> None:
 def test_split_kernels_repeat_bit_for_bit_on_many_m(problem: Problem) -> None:
     kernel = kernel_of(problem, first(problem, split=2))
     for m in (1, 2, 7, 16, 17, 64, 100, 257):
-        other = problem.with_m(m)
-        inputs = make_inputs(other, m, device=torch.device("cuda"))
-        outs = [torch.empty(m, problem.n, dtype=getattr(torch, problem.out_dtype), device="cuda") for _ in range(3)]
-        for out in outs:
-            run_into(kernel, inputs, out)
-        assert torch.equal(outs[0].view(torch.uint8), outs[1].view(torch.uint8))
-        assert torch.equal(outs[0].view(torch.uint8), outs[2].view(torch.uint8))
+        check_repeats(kernel, problem.with_m(m), m)
 
 
 def test_streams_and_graphs_share_no_counters() -> None:

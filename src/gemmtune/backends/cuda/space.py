@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from ...problem import Problem, bits
 from ...target import Target
 from ..base import Candidate, Illegal
 from ..gpu.rules import FP8, Device, aligned, device_of, refusal
+from ..gpu.space import ranked
 from .source import TYPES, run_of, scale_group
 
 NAME = "cuda"
@@ -38,17 +40,9 @@ def candidates(problem: Problem, target: Target) -> Iterator[Candidate | Illegal
         yield Illegal(Candidate.make(NAME, TEMPLATE), reason)
         return
     device = device_of(target)
-    illegal: list[Illegal] = []
-    ranked: list[tuple[float, int, Candidate]] = []
-    for place, config in enumerate(_space(problem)):
-        candidate = Candidate.make(NAME, TEMPLATE, **config)
-        why = _illegal(problem, device, config)
-        if why:
-            illegal.append(Illegal(candidate, why))
-        else:
-            ranked.append((_seconds(problem, device, config), place, candidate))
-    ranked.sort(key=lambda item: item[:2])
-    yield from (candidate for _, _, candidate in ranked)
+    guess = partial(_seconds, problem, device)
+    legal, illegal = ranked(NAME, TEMPLATE, _space(problem), partial(_illegal, problem, device), guess)
+    yield from legal
     yield from illegal
 
 

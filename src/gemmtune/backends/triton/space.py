@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ...problem import Problem, bits
@@ -17,6 +18,7 @@ from ...target import Target
 from ..base import Candidate, Illegal
 from ..gpu.int4 import INT4_BLOCKS
 from ..gpu.rules import ALIGN, Device, aligned, device_of, leads, refusal
+from ..gpu.space import ranked
 from .cost import Work, seconds
 
 NAME = "triton"
@@ -37,16 +39,11 @@ def candidates(problem: Problem, target: Target) -> Iterator[Candidate | Illegal
     if problem.family == "mixed_mm":
         spaces["converted"] = _persistent(problem)
     for template, space in spaces.items():
-        ranked: list[tuple[float, int, Candidate]] = []
-        for place, config in enumerate(space):
-            candidate = Candidate.make(NAME, template, **config)
-            why = _illegal(problem, device, template, config)
-            if why:
-                illegal.append(Illegal(candidate, why))
-            else:
-                ranked.append((_cost(work, template, config), place, candidate))
-        ranked.sort(key=lambda item: item[:2])
-        yield from (candidate for _, _, candidate in ranked)
+        legal, refused = ranked(
+            NAME, template, space, partial(_illegal, problem, device, template), partial(_cost, work, template)
+        )
+        illegal += refused
+        yield from legal
     yield from illegal
 
 
