@@ -1,10 +1,11 @@
-"""What gemmtune costs beside the kernels: dispatch in microseconds, import time, answering from the store.
+"""What gemmtune costs beside the kernels: dispatch in microseconds, import time, the store, built kernels.
 
 python benchmarks/overhead.py
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import statistics
 import subprocess
@@ -22,8 +23,9 @@ import torch.nn.functional as F
 from harness import Entrant, Spread, interleave, write
 
 import gemmtune
+from gemmtune import fuse
 from gemmtune.dispatch import current_target
-from gemmtune.store import open_store
+from gemmtune.store import Artifacts, open_store
 from gemmtune.workloads import build
 
 
@@ -31,12 +33,14 @@ def dispatch() -> dict[str, tuple[float, float]]:
     """Microseconds a call, 8x8: what gemmtune adds to PyTorch's own op. Each pair: (PyTorch, gemmtune)."""
     gemmtune.tune([(build(8, 8, 8, "fp32"), 1)], budget=1.0)
     gemmtune.refresh()
-    x, w, b = torch.randn(8, 8), torch.randn(8, 8), torch.randn(8, 8)
-    packed = gemmtune.pack(w)
+    x, w, b, out = (torch.randn(8, 8) for _ in range(4))
+    packed, relu = gemmtune.pack(w), (fuse.relu(),)
     rows = {
         "linear with a Plan, 8x8": _pair(lambda: F.linear(x, w), lambda: gemmtune.linear(x, w)),
         "linear, packed weight, 8x8": _pair(lambda: F.linear(x, w), lambda: gemmtune.linear(x, packed)),
         "mm without a Plan, 8x8": _pair(lambda: torch.mm(x, b), lambda: gemmtune.mm(x, b)),
+        "mm with out=": _pair(lambda: torch.mm(x, b, out=out), lambda: gemmtune.mm(x, b, out=out)),
+        "linear with epilogue=": _pair(lambda: F.linear(x, w).relu(), lambda: gemmtune.linear(x, w, epilogue=relu)),
     }
     for name, (plain, mine) in rows.items():
         print(f"{name:<28} PyTorch {plain:6.2f} us  gemmtune {mine:6.2f} us  ({mine - plain:+.2f})")
@@ -87,11 +91,28 @@ def store_hit(rounds: int = 501) -> float:
     return median
 
 
+def artifact_found(count: int = 3000, rounds: int = 101) -> float:
+    """Seconds to find one built kernel among many (median), its bytes checked."""
+    artifacts = Artifacts(Path(tempfile.mkdtemp(prefix="gemmtune-overhead-")) / "artifacts")
+    keys = [hashlib.sha256(str(number).encode()).hexdigest() for number in range(count)]
+    for key in keys:
+        artifacts.put(key, bytes(20_000))
+    times = []
+    for key in keys[:rounds]:
+        start = time.perf_counter()
+        artifacts.get(key)
+        times.append(time.perf_counter() - start)
+    median = statistics.median(times)
+    print(f"one built kernel found among {count} in {median * 1e3:.2f} ms")
+    return median
+
+
 def main() -> None:
     with torch.inference_mode():
         rows = dispatch()
     torch_s, ours_s = importing()
-    write("overhead", rows, import_torch_s=torch_s, import_gemmtune_s=ours_s, store_hit_s=store_hit())
+    stored = {"store_hit_s": store_hit(), "artifact_found_s": artifact_found()}
+    write("overhead", rows, import_torch_s=torch_s, import_gemmtune_s=ours_s, **stored)
 
 
 if __name__ == "__main__":

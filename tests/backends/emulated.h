@@ -2,11 +2,12 @@
 // until it meets the others of its warp, its block or its cluster.
 #include <ucontext.h>
 
-#include <algorithm>
-#include <cmath>
-#include <cstring>
+#include "convert.hpp"
+
+#include <cstdlib>
 #include <memory>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -77,15 +78,8 @@ static sum_t read_from(int rank, const sum_t* here) {
     return *reinterpret_cast<const sum_t*>(cluster[rank].memory.data() + place);
 }
 
-template <class To, class From> static To as(From x) {
-    To y;
-    static_assert(sizeof x == sizeof y);
-    std::memcpy(&y, &x, sizeof x);
-    return y;
-}
-
-static float __uint_as_float(u32 x) { return as<float>(x); }
-static float __int_as_float(int x) { return as<float>(x); }
+static float __uint_as_float(u32 x) { return gemmtune::from_bits(x); }
+static float __int_as_float(int x) { return gemmtune::from_bits(static_cast<u32>(x)); }
 static int __float2int_rn(float x) { return static_cast<int>(std::lrint(x)); }
 static int min(int x, int y) { return x < y ? x : y; }
 static int max(int x, int y) { return x < y ? y : x; }
@@ -99,17 +93,14 @@ static u32 __byte_perm(u32 x, u32 y, u32 pick) {
 
 static float number(float x) { return x; }
 static float number(int x) { return static_cast<float>(x); }
-static float number(bfloat16 x) { return __uint_as_float(static_cast<u32>(x.bits) << 16); }
-static float number(float16 x) { return static_cast<float>(as<_Float16>(x.bits)); }
+static float number(bfloat16 x) { return gemmtune::bf16_to_f32(x.bits); }
+static float number(float16 x) { return gemmtune::f16_to_f32(x.bits); }
 static void round_to(float& to, float x) { to = x; }
-static void round_to(float16& to, float x) { to.bits = as<unsigned short>(static_cast<_Float16>(x)); }
-static void round_to(bfloat16& to, float x) {
-    const u32 bits = as<u32>(x);
-    to.bits = static_cast<unsigned short>(x != x ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
+static void round_to(float16& to, float x) { to.bits = gemmtune::f32_to_f16(x); }
+static void round_to(bfloat16& to, float x) { to.bits = gemmtune::f32_to_bf16(x); }
 
 static uint4 load(const char* from) {
-    if (as<unsigned long long>(from) % 16) std::abort();  // as a GPU does
+    if (reinterpret_cast<std::uintptr_t>(from) % 16) std::abort();  // as a GPU does
     uint4 v;
     std::memcpy(&v, from, sizeof v);
     return v;

@@ -32,7 +32,9 @@ from gemmtune.workloads import bmm_problem, build, fp8_problem, int_problem, wei
 from gpus import A100, FAMILIES, H200
 
 needs_nvrtc = pytest.mark.skipif(not compiler.version(), reason="NVRTC is not installed")
-needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
+CXX = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+needs_cxx = pytest.mark.skipif(CXX is None, reason="there is no C++ compiler")
+FRAME = Path(__file__).parents[2] / "native" / "frame"  # its conversions are checked by tests of their own
 CONFIG = {"bm": 8, "bn": 32, "side": 1, "warps": 4, "depth": 1, "split": 1}
 
 
@@ -114,7 +116,7 @@ def test_problems_that_differ_in_size_only_share_artifacts() -> None:
     backend, candidate = CudaBackend(), Candidate.make("cuda", "skinny", **CONFIG)
 
     def key(problem: Problem, target: Target = H200) -> str:
-        return backend._key(problem, candidate, target)
+        return backend._recipe(problem, candidate, target)[0]
 
     one = build(1, 4096, 4096, "bf16")
     assert key(one) == key(build(5, 12288, 8192, "bf16"))
@@ -122,7 +124,7 @@ def test_problems_that_differ_in_size_only_share_artifacts() -> None:
     assert key(one) != key(one, A100)
     assert key(one) != key(replace(one, epilogue=(Step("relu"),)))
     with pytest.raises(KernelError, match="no template 'fat'"):
-        backend._key(one, Candidate.make("cuda", "fat"), H200)
+        backend._recipe(one, Candidate.make("cuda", "fat"), H200)
 
 
 @needs_nvrtc
@@ -130,7 +132,7 @@ def test_problems_that_differ_in_size_only_share_artifacts() -> None:
 def test_cross_compiling_for_hopper(family: str) -> None:
     problem = FAMILIES[family]
     for candidate in (legal(problem)[0], next(c for c in legal(problem) if c["split"] == 2)):
-        ((header, cubin),) = unpack(CudaBackend()._compile(problem, candidate, H200))
+        ((header, cubin),) = unpack(CudaBackend()._recipe(problem, candidate, H200)[1]())
         assert cubin[:4] == b"\x7fELF"
         assert (header.name, header.warps, header.arguments[:3]) == (
             "skinny", candidate["warps"], ("b_ptr", "a_ptr", "c_ptr"),
@@ -166,8 +168,8 @@ class Emulator:
         text += "    run_all([] { call(skinny, given, std::make_index_sequence<COUNT>()); }, x, y);\n}\n"
         name = self._folder / hashlib.sha256(text.encode()).hexdigest()[:16]
         name.with_suffix(".cpp").write_text(text)
-        options = ["-std=c++20", "-O1", "-shared", "-fPIC", "-w", f"-DCOUNT={len(made.arguments)}"]
-        subprocess.run(["g++", *options, "-o", f"{name}.so", f"{name}.cpp"], check=True)
+        options = ["-std=c++17", "-O1", "-shared", "-fPIC", "-w", f"-DCOUNT={len(made.arguments)}", f"-I{FRAME}"]
+        subprocess.run([str(CXX), *options, "-o", f"{name}.so", f"{name}.cpp"], check=True)
         library = ctypes.CDLL(f"{name}.so")
 
         def run(grid: tuple[int, int], values: list[int]) -> None:
@@ -220,7 +222,7 @@ CASES: dict[str, tuple[Problem, dict[str, int]]] = {
 }  # fmt: skip
 
 
-@needs_gxx
+@needs_cxx
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernel_is_right(emulator: Emulator, name: str) -> None:
     """Through bind, the simulated driver, the kernel's own text and gemmtune's own verification."""
@@ -230,7 +232,7 @@ def test_the_kernel_is_right(emulator: Emulator, name: str) -> None:
     assert verdict.ok, f"{verdict.kind}: {verdict.detail}"
 
 
-@needs_gxx
+@needs_cxx
 @pytest.mark.parametrize("family", ["mm", "bmm", "int_mm", "mixed_mm", "scaled_mm"])
 def test_random_problems_are_right(emulator: Emulator, family: str) -> None:
     """Three of a family, each on a random one of its configurations."""
@@ -251,7 +253,7 @@ def test_random_problems_are_right(emulator: Emulator, family: str) -> None:
         assert verdict.ok, f"{candidate.id} on {problem.key}: {verdict.kind}: {verdict.detail}"
 
 
-@needs_gxx
+@needs_cxx
 def test_more_rows_than_it_was_made_for(emulator: Emulator) -> None:
     kernel = emulator.load(build(8, 37, 128, "bf16"))
     problem = kernel.problem.with_m(21)
@@ -259,7 +261,7 @@ def test_more_rows_than_it_was_made_for(emulator: Emulator) -> None:
     assert verdict.ok, verdict.detail
 
 
-@needs_gxx
+@needs_cxx
 def test_a_wrong_kernel_is_found_out(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     """The emulator tells right from wrong: here A and B disagree about K's order."""
     from gemmtune.backends.cuda import source as module

@@ -1,4 +1,4 @@
-"""CUDA C++ kernels of our own for products of few rows, compiled by NVRTC in a tenth of a second.
+"""CUDA C++ kernels of our own for products of few rows, compiled by NVRTC.
 
 The kernel: skinny.cu; its search space: space.py; what it is and what it gains: docs/cuda.md.
 """
@@ -6,7 +6,8 @@ The kernel: skinny.cu; its search space: space.py; what it is and what it gains:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import ClassVar
 
 from ...errors import KernelError
 from ...problem import Problem
@@ -17,15 +18,17 @@ from ..gpu.backend import GpuBackend
 from ..gpu.kernel import GpuKernel
 from ..gpu.rules import device_of
 from . import space
-from .compiler import compile_source, version
-from .source import Source, generate
+from .compiler import MISSING, compile_source, version
+from .kernel import Skinny
+from .source import generate
 
 
 class CudaBackend(GpuBackend):
-    """Available on NVIDIA GPUs where NVRTC is found, which PyTorch's CUDA wheels bring. Serving does not need it."""
+    """Available on NVIDIA GPUs where NVRTC is found, which PyTorch's CUDA wheels bring."""
 
     name = space.NAME
-    compiler = "NVRTC, NVIDIA's run-time compiler, was not found: pip install nvidia-cuda-nvrtc"
+    missing = MISSING
+    templates: ClassVar[Mapping[str, type[GpuKernel]]] = {space.TEMPLATE: Skinny}
 
     def candidates(self, problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
         return space.candidates(problem, target)
@@ -33,22 +36,14 @@ class CudaBackend(GpuBackend):
     def _compiler_version(self) -> str:
         return version()
 
-    def _key(self, problem: Problem, candidate: Candidate, target: Target) -> str:
-        parts = (_source(problem, candidate).text, target.capability, self.source_digest(), version())
-        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    def _recipe(self, problem: Problem, candidate: Candidate, target: Target) -> tuple[str, Callable[[], bytes]]:
+        if candidate.template != space.TEMPLATE:
+            raise KernelError(f"the CUDA backend has no template {candidate.template!r}; it has {space.TEMPLATE}")
+        made = generate(problem, dict(candidate.config))
 
-    def _compile(self, problem: Problem, candidate: Candidate, target: Target) -> bytes:
-        made = _source(problem, candidate)
-        cubin = compile_source(made.text, device_of(target).capability)
-        return packed(Header(candidate.template, len(cubin), 0, int(candidate["warps"]), made.arguments, 0), cubin)
+        def make() -> bytes:
+            cubin = compile_source(made.text, device_of(target).capability)
+            return packed(Header(candidate.template, len(cubin), 0, int(candidate["warps"]), made.arguments, 0), cubin)
 
-    def _templates(self) -> Mapping[str, type[GpuKernel]]:
-        from .kernel import Skinny
-
-        return {space.TEMPLATE: Skinny}
-
-
-def _source(problem: Problem, candidate: Candidate) -> Source:
-    if candidate.template != space.TEMPLATE:
-        raise KernelError(f"the CUDA backend has no template {candidate.template!r}; it has {space.TEMPLATE}")
-    return generate(problem, dict(candidate.config))
+        parts = (made.text, target.capability, self.source_digest(), version())
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest(), make

@@ -11,6 +11,7 @@ from typing import Any
 
 from ...errors import KernelError, UnsupportedError
 
+MISSING = "NVRTC, NVIDIA's run-time compiler, was not found: pip install nvidia-cuda-nvrtc"
 _NAMES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
 
 
@@ -22,11 +23,11 @@ def nvrtc() -> Any:
             return _declared(ctypes.CDLL(place))
         except OSError:
             continue
-    raise UnsupportedError("NVRTC, NVIDIA's run-time compiler, was not found: pip install nvidia-cuda-nvrtc")
+    raise UnsupportedError(MISSING)
 
 
 def _places() -> Iterator[str]:
-    """Where it may be: as torch has loaded it, in the wheels it comes in, where the linker looks."""
+    """Where it may be: in the wheels it comes in, where the linker looks."""
     spec = importlib.util.find_spec("nvidia")
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
         for name in _NAMES:

@@ -14,7 +14,3 @@ class Skinny(GridKernel):
 
     def _tile(self, config: dict[str, Any]) -> tuple[int, int, int]:
         return int(config["bm"]), int(config["bn"]), INT4_BLOCKS[0]
-
-    def grid(self, m: int) -> tuple[int, int]:
-        tiles = self._tiles(m) // self.problem.batch
-        return tiles * int(dict(self.candidate.config)["split"]), self.problem.batch

@@ -26,7 +26,7 @@ _LANES = 4  # of a warp, side by side along K
 _SHARED = 48 << 10  # what a kernel has without asking for more
 _REGISTERS = 65536  # of a multiprocessor
 _THREADS = 2048
-# Fitted to times on an H200: the best of the first six is 1.5% off the best of all, in the mean of 26 problems.
+# Fitted to times on an H200.
 _BANDWIDTH = 4.2e12
 _FLIGHT = 15e3  # bytes a multiprocessor must have under way to reach half the bandwidth
 _WAVE_S = 1.6e-6  # what another round of blocks adds

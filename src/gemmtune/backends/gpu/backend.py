@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import ClassVar
 
@@ -21,28 +21,23 @@ _LEAST = (8, 0)
 
 class GpuBackend(Backend):
     """NVIDIA GPUs from compute capability 8.0; kernels are compiled where there need be no GPU, kept beside the store
-    under the hash of all that went into them, and launched through the driver: serving needs no compiler.
+    under the hash of all that went into them (the compiler's version, too), and launched through the driver: serving
+    what was built compiles nothing.
 
-    compiler: what compiles them and how to get it, in words.
+    missing: what to do where there is no compiler, in words. templates: which class launches which template's kernels.
     """
 
-    compiler: ClassVar[str]
+    missing: ClassVar[str]
+    templates: ClassVar[Mapping[str, type[GpuKernel]]]
 
     @abstractmethod
     def _compiler_version(self) -> str:
         """Empty when there is no compiler."""
 
     @abstractmethod
-    def _key(self, problem: Problem, candidate: Candidate, target: Target) -> str:
-        """Hex digest of all that goes into the artifact. Raises KernelError for a template that is none of ours."""
-
-    @abstractmethod
-    def _compile(self, problem: Problem, candidate: Candidate, target: Target) -> bytes:
-        """The artifact. Raises UnsupportedError without a compiler, KernelError when it fails."""
-
-    @abstractmethod
-    def _templates(self) -> Mapping[str, type[GpuKernel]]:
-        """Which class launches which template's kernels."""
+    def _recipe(self, problem: Problem, candidate: Candidate, target: Target) -> tuple[str, Callable[[], bytes]]:
+        """The hex digest of all that goes into an artifact, and what makes it: which raises UnsupportedError without a
+        compiler, KernelError when that fails. Raises KernelError itself for a template that is none of ours."""
 
     def available(self, target: Target) -> Availability:
         if target.device != "cuda":
@@ -52,24 +47,22 @@ class GpuBackend(Backend):
         if device_of(target).capability < _LEAST:
             return Availability(False, f"needs compute capability 8.0; {target.name} has {target.capability}")
         if not self._compiler_version():
-            return Availability(False, self.compiler)
+            return Availability(False, self.missing)
         return Availability(True)
 
     def artifact(self, problem: Problem, candidate: Candidate, target: Target) -> Artifact | None:
-        key = self._key(problem, candidate, target)
+        key, _ = self._recipe(problem, candidate, target)
         path = artifacts().get(key)
         return None if path is None else Artifact(candidate, key, path)
 
     def build(self, problem: Problem, candidate: Candidate, target: Target) -> Artifact:
-        key = self._key(problem, candidate, target)
-        path = artifacts().get(key)
-        if path is None:
-            path = artifacts().put(key, self._compile(problem, candidate, target))
+        key, make = self._recipe(problem, candidate, target)
+        path = artifacts().get(key) or artifacts().put(key, make())
         return Artifact(candidate, key, path)
 
     def load(self, artifact: Artifact, problem: Problem) -> Kernel:
         candidate = artifact.candidate
-        template = self._templates().get(candidate.template)
+        template = self.templates.get(candidate.template)
         reason = refusal(problem)
         if template is None or reason:
             raise KernelError(f"{candidate.id} cannot run {problem.key}: {reason or 'there is no such template'}")

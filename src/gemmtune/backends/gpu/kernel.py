@@ -169,9 +169,14 @@ def _fitting(t: Tensor) -> Tensor:
 
 
 class GridKernel(GpuKernel):
-    """A kernel whose programs are each given a place in a grid, and its operands' addresses."""
+    """A kernel whose programs are each given a place in a grid (``split`` of them share a tile's K), and its operands'
+    addresses."""
 
     _sums: tuple[str, str] | None = None  # the arguments for partial sums and for the counters of those that are there
+
+    def __init__(self, problem: Problem, candidate: Candidate, parts: Sequence[tuple[Header, bytes]]) -> None:
+        super().__init__(problem, candidate, parts)
+        self._split = int(dict(candidate.config)["split"])
 
     def _tiles(self, m: int) -> int:
         return -(-m // self._bm) * self._tiles_n * self.problem.batch
@@ -183,9 +188,9 @@ class GridKernel(GpuKernel):
         known = {"M": m, "N": problem.n, "K": problem.k, "lda": lda, "ldb": ldb, "ldc": ldc, **sizes}
         return [known.get(name, 0) for name in self.header.arguments]
 
-    @abstractmethod
     def grid(self, m: int) -> tuple[int, int]:
-        """Programs for M rows: tiles (times parts of K), batches."""
+        """Programs for M rows: tiles times parts of K, batches."""
+        return self._tiles(m) // self.problem.batch * self._split, self.problem.batch
 
     def _launcher(self, m: int, device: int, sizes: dict[str, int], names: list[str]) -> Launch:
         function, place = self.function(device), self.header.arguments.index

@@ -102,7 +102,7 @@ def float_at(problem: Problem) -> int:
 
 
 def step_constants(step: Step | None) -> tuple[str, str, float, float | None, float | None]:
-    """KIND, AXIS, VALUE, LO and HI as kernels.py wants them; of None: a step that does nothing."""
+    """A step's kind, axis, value, lo and hi as kernels are written for them; of None: a step that does nothing."""
     if step is None:
         return "", "", 1.0, None, None
     if step.kind == "clamp":

@@ -5,7 +5,8 @@ Templates and their search space: space.py; the kernels: kernels.py; what was me
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from ...problem import Problem
@@ -13,17 +14,18 @@ from ...target import Target
 from ..base import Candidate, Illegal, PackedWeight
 from ..gpu.backend import GpuBackend
 from ..gpu.int4 import INT4_BLOCKS, unshuffle_int4
-from ..gpu.kernel import GpuKernel
 from . import space
 from .compiler import compile_spec, spec, triton_version
+from .kernel import TEMPLATES
 
 
 class TritonBackend(GpuBackend):
-    """Available on NVIDIA GPUs with Triton installed; on Hopper with TMA. Compiling needs Triton, serving does not."""
+    """Available on NVIDIA GPUs with Triton installed; on Hopper with TMA. Triton compiles and does not launch."""
 
     name = "triton"
     preload = ("triton", "triton.compiler", "triton.backends.nvidia.compiler")
-    compiler = "Triton is not installed: pip install 'gemmtune[cuda]'"
+    missing = "Triton is not installed: pip install 'gemmtune[cuda]'"
+    templates = TEMPLATES
 
     def candidates(self, problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
         return space.candidates(problem, target)
@@ -31,16 +33,9 @@ class TritonBackend(GpuBackend):
     def _compiler_version(self) -> str:
         return triton_version()
 
-    def _key(self, problem: Problem, candidate: Candidate, target: Target) -> str:
-        return spec(problem, candidate).key(target.capability, self.source_digest())
-
-    def _compile(self, problem: Problem, candidate: Candidate, target: Target) -> bytes:
-        return compile_spec(spec(problem, candidate), target)
-
-    def _templates(self) -> Mapping[str, type[GpuKernel]]:
-        from .kernel import TEMPLATES
-
-        return TEMPLATES
+    def _recipe(self, problem: Problem, candidate: Candidate, target: Target) -> tuple[str, Callable[[], bytes]]:
+        wanted = spec(problem, candidate)
+        return wanted.key(target.capability, self.source_digest()), partial(compile_spec, wanted, target)
 
     def default_packing(self, problem: Problem, target: Target) -> Candidate | None:
         """int4 weights run packed only; blocks of 128 suit every K and every M."""

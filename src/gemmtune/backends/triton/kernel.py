@@ -23,7 +23,6 @@ class Tiled(GridKernel):
 
     def __init__(self, problem: Problem, candidate: Candidate, parts: Sequence[tuple[Header, bytes]]) -> None:
         super().__init__(problem, candidate, parts)
-        self._split = int(dict(candidate.config)["split"])
         tiles = self._tiles(problem.m)
         if self._split > 1:
             self._sums, self.workspace_bytes = ("ws_ptr", "lock_ptr"), self._sums_bytes(tiles)
@@ -31,10 +30,6 @@ class Tiled(GridKernel):
 
     def _sums_bytes(self, tiles: int) -> int:
         return tiles * self._split * self._bm * self._bn * 4
-
-    def grid(self, m: int) -> tuple[int, int]:
-        """Programs for M rows: tiles times parts of K, batches."""
-        return self._tiles(m) // self.problem.batch * self._split, self.problem.batch
 
     def _common(self, device: int, stream: int, tiles: int) -> tuple[int, int]:
         """Where a stream's kernels leave partial sums, and this kernel's counters."""
