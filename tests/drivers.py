@@ -17,7 +17,8 @@ STREAM = 7
 
 
 class Driver:
-    """What is launched, by name of the kernel: the grid, and every argument's eight bytes.
+    """What is launched, by name of the kernel: the grid, and every argument's eight bytes (``places``: where the last
+    launch's lie).
 
     run: called with them, so that a test may do what a GPU would.
     """
@@ -28,7 +29,8 @@ class Driver:
         self.arguments: dict[str, int] = {}
         self.statuses: list[int] = []
         self.starts: list[int] = []
-        self.threads = 128
+        self.threads, self.shared = 128, 0
+        self.places: list[int] = []
         self.run: Callable[[tuple[int, int], list[int]], None] | None = None
 
     def cuModuleLoadData(self, module: Any, cubin: bytes) -> int:
@@ -40,8 +42,15 @@ class Driver:
         return 0
 
     def cuTensorMapEncodeTiled(self, place: Any, dtype: Any, rank: Any, pointer: Any, *rest: Any) -> int:
-        """What a descriptor says here is the address of its matrix."""
-        ctypes.c_uint64.from_address(place.value).value = pointer.value
+        """What a descriptor says here: the address of its matrix, bytes an element, columns, rows, bytes from one row
+        to the next, columns and rows of a box."""
+        columns, rows = rest[0]
+        words = (pointer.value, 1 << dtype.value, columns, rows, rest[1][0], *rest[2])
+        (ctypes.c_uint64 * len(words)).from_address(place.value)[:] = words
+        return 0
+
+    def cuFuncSetAttribute(self, handle: Any, attribute: int, value: int) -> int:
+        self.shared = value
         return 0
 
     def cuGetErrorString(self, status: int, text: Any) -> int:
@@ -52,10 +61,12 @@ class Driver:
             return self.statuses.pop(0)
         asked = driver._Config.from_address(config.value)
         assert (asked.z, asked.threads_x, asked.threads_y, asked.threads_z) == (1, self.threads, 1, 1)
-        assert (asked.stream, asked.count, asked.shared, extra) == (STREAM, 0, 0, None)
+        assert (asked.stream, asked.count, extra) == (STREAM, 0, None)
+        assert asked.shared == self.shared or (not self.shared and asked.shared <= 48 << 10)  # more must be asked for
         name = self.names[handle.value - 1]
         parameters = (ctypes.c_void_p * self.arguments[name]).from_address(start.value)
-        values = [ctypes.c_uint64.from_address(address).value for address in parameters]
+        self.places = list(parameters)
+        values = [ctypes.c_uint64.from_address(address).value for address in self.places]
         self.launches.append((name, (asked.x, asked.y), values))
         self.starts.append(start.value)
         if self.run is not None:

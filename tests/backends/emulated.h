@@ -1,10 +1,11 @@
-// ptx.cu's part on a CPU, so that skinny.cu runs without a GPU: every thread of a cluster is a fiber, which goes on
-// until it meets the others of its warp, its block or its cluster.
+// ptx.cu's and hopper.cu's part on a CPU, so that skinny.cu and slab.cu run without a GPU: every thread of a cluster is a
+// fiber, which goes on until it meets the others of its warp, its block or its cluster, or waits at a barrier.
 #include <ucontext.h>
 
 #include "convert.hpp"
 
 #include <cstdlib>
+#include <map>
 #include <memory>
 #include <string>
 #include <type_traits>
@@ -14,8 +15,9 @@
 #define __device__
 #define __forceinline__ inline
 #define __global__
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 #define __cluster_dims__(...)
+#define __grid_constant__
 
 typedef unsigned int u32;
 struct uint4 { u32 x, y, z, w; };
@@ -33,8 +35,15 @@ struct Warp {
     float b[32][16], a[32][8];
 };
 
+// mbarrier: a phase ends when all have arrived and all bytes have come.
+struct Barrier {
+    int count, missing, bytes = 0;
+    long phase = 0;
+};
+
 struct Block {
     std::vector<char> memory;
+    std::map<u32, Barrier> barriers;
     Group group;
     Warp warps[WARPS];
 };
@@ -46,15 +55,16 @@ struct Fiber {
     bool done;
 };
 
-constexpr int STACK = 256 << 10, MEMORY = 64 << 10;
+constexpr int STACK = 256 << 10, MEMORY = 227 << 10;
 static std::vector<Block> cluster;
 static Group everyone;
 static Fiber* now;
 static ucontext_t scheduler;
-static Index first_block;
+static Index first_block, grid;
 
 #define threadIdx (Index{now->thread, 0})
 #define blockIdx (Index{first_block.x + now->rank, first_block.y})
+#define gridDim grid
 
 static void meet(Group& group, int count) {
     const long generation = group.generation;
@@ -67,7 +77,8 @@ static void meet(Group& group, int count) {
 }
 
 static void __syncthreads() { meet(cluster[now->rank].group, 32 * WARPS); }
-static void wait_for_cluster() { meet(everyone, 32 * WARPS * SPLIT); }
+static void __syncwarp() { meet(cluster[now->rank].warps[now->thread / 32].group, 32); }
+static void wait_for_cluster() { meet(everyone, 32 * WARPS * CLUSTER); }
 
 #define SHARED(type, name)                                                  \
     static_assert(sizeof(type) <= 48 << 10, "a kernel has 48 KB by itself"); \
@@ -169,6 +180,97 @@ static void multiply(sum_t (&d)[4], u32 b0, u32 b1, u32 b2, u32 b3, u32 a0, u32 
     meet(warp.group, 32);
 }
 
+// --- what compute capability 9.0 has; addresses in shared memory are offsets -----------------------------------------
+
+#define DYNAMIC(name) char* const name = cluster[now->rank].memory.data()
+
+// What tests/drivers.py writes for a descriptor.
+struct Map {
+    unsigned long long matrix, element, columns, rows, lead, box_columns, box_rows, rest[9];
+};
+
+static u32 address_of(const void* here) {
+    return static_cast<u32>(static_cast<const char*>(here) - cluster[now->rank].memory.data());
+}
+
+static void barrier_of(u32 barrier, int count) { cluster[now->rank].barriers[barrier] = Barrier{count, count}; }
+static void barriers_made() {}
+
+static void came(Barrier& barrier, int arrivals, int bytes) {
+    barrier.missing -= arrivals;
+    barrier.bytes -= bytes;
+    if (barrier.missing || barrier.bytes) return;
+    barrier.missing = barrier.count;
+    ++barrier.phase;
+}
+
+static void wait_for(u32 barrier, int turn) {
+    const Barrier& held = cluster[now->rank].barriers.at(barrier);
+    while (held.phase % 2 == turn) swapcontext(&now->context, &scheduler);
+}
+
+static void expect(u32 barrier, int bytes) { came(cluster[now->rank].barriers.at(barrier), 1, -bytes); }
+static void arrive_at(u32 barrier, int rank) { came(cluster[rank].barriers.at(barrier), 1, 0); }
+
+// The 16-byte pieces of 128-byte rows change places: bits 4 to 6 of an address, by bits 7 to 9.
+static u32 swizzled(u32 address) { return address ^ (address >> 3 & 0x70); }
+
+static void fetch(int rank, u32 to, const Map& map, int k, int row, u32 barrier) {
+    Block& block = cluster[rank];
+    for (unsigned r = 0; r < map.box_rows; ++r)
+        for (unsigned c = 0; c < map.box_columns; ++c) {
+            char* place = block.memory.data() + swizzled(to + static_cast<u32>((r * map.box_columns + c) * map.element));
+            if (k + c < map.columns && row + r < map.rows)
+                std::memcpy(place, reinterpret_cast<const char*>(map.matrix) + (row + r) * map.lead + (k + c) * map.element,
+                            map.element);
+            else
+                std::memset(place, 0, map.element);
+        }
+    came(block.barriers.at(barrier), 0, static_cast<int>(map.box_rows * map.box_columns * map.element));
+}
+
+static void fetch_once(u32 to, const Map* map, int k, int row, u32 barrier) { fetch(now->rank, to, *map, k, row, barrier); }
+
+static void fetch_for_all(u32 to, const Map* map, int k, int row, u32 barrier) {
+    for (int rank = 0; rank < CLUSTER; ++rank) fetch(rank, to, *map, k, row, barrier);
+}
+
+// All that a register's part can be, by its bits.
+static std::vector<float> values_of(const std::string& type) {
+    std::vector<float> values(PER == 2 ? 1 << 16 : 256);
+    for (u32 bits = 0; bits < values.size(); ++bits) {
+        float found[PER];
+        spread(found, bits, type);
+        values[bits] = found[0];
+    }
+    return values;
+}
+
+static float element_at(u32 address, const std::vector<float>& values) {
+    const char* place = cluster[now->rank].memory.data() + swizzled(address);
+    unsigned short bits;
+    std::memcpy(&bits, place, 2);
+    return values[PER == 2 ? bits : bits & 255];
+}
+
+template <int N> static void begin(sum_t (&)[N]) {}
+static void commit() {}
+template <int LEFT, int N> static void wait_for_sums(sum_t (&)[N]) {}
+
+// PTX ISA, "Matrix Fragments for wgmma": D of m64nNk16. It happens at once.
+template <int N> static void multiply_group(sum_t (&d)[N], u32 a, u32 b, int add) {
+    static const std::vector<float> b_values = values_of(part(4)), a_values = values_of(part(5));
+    const int lane = now->thread % 32, first = now->thread / 32 % 4 * 16 + lane / 4;
+    for (int i = 0; i < N; ++i) {
+        const u32 row = first + i / 2 % 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+        double sum = add ? d[i] : 0;
+        for (u32 k = 0; k < 32; k += 4 / PER)
+            sum += static_cast<double>(element_at(a + 128 * row + k, a_values)) *
+                   element_at(b + 128 * column + k, b_values);
+        d[i] = static_cast<sum_t>(sum);
+    }
+}
+
 template <class... A, std::size_t... I>
 static void call(void (*kernel)(A...), void** slots, std::index_sequence<I...>) {
     kernel(*static_cast<A*>(slots[I])...);
@@ -185,11 +287,12 @@ static void begin() {
 // All blocks of a grid of x by y, a cluster after another. What nobody wrote in shared memory is NaN.
 static void run_all(void (*kernel)(), int x, int y) {
     entry = kernel;
-    std::vector<Fiber> fibers(32 * WARPS * SPLIT);
+    grid = {x, y};
+    std::vector<Fiber> fibers(32 * WARPS * CLUSTER);
     for (Fiber& fiber : fibers) fiber.stack.reset(new char[STACK]);
     for (first_block.y = 0; first_block.y < y; ++first_block.y)
-        for (first_block.x = 0; first_block.x < x; first_block.x += SPLIT) {
-            cluster = std::vector<Block>(SPLIT);
+        for (first_block.x = 0; first_block.x < x; first_block.x += CLUSTER) {
+            cluster = std::vector<Block>(CLUSTER);
             for (Block& block : cluster) block.memory.assign(MEMORY, static_cast<char>(0xff));
             for (std::size_t i = 0; i < fibers.size(); ++i) {
                 Fiber& fiber = fibers[i];

@@ -21,6 +21,7 @@ from gemmtune.backends.cuda import CudaBackend, compiler, space
 from gemmtune.backends.cuda.kernel import Skinny
 from gemmtune.backends.cuda.source import generate
 from gemmtune.backends.gpu.artifact import Header, unpack
+from gemmtune.backends.gpu.kernel import GpuKernel
 from gemmtune.epilogue import Step
 from gemmtune.errors import KernelError, UnsupportedError
 from gemmtune.measure.inputs import Inputs, make_inputs
@@ -36,6 +37,7 @@ CXX = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
 needs_cxx = pytest.mark.skipif(CXX is None, reason="there is no C++ compiler")
 FRAME = Path(__file__).parents[2] / "native" / "frame"  # its conversions are checked by tests of their own
 CONFIG = {"bm": 8, "bn": 32, "side": 1, "warps": 4, "depth": 1, "split": 1}
+SLAB_CONFIG = {"bm": 64, "bn": 32, "chunks": 1, "cluster": 1, "stages": 3}
 
 
 def legal(problem: Problem, target: Target = H200) -> list[Candidate]:
@@ -52,10 +54,26 @@ def reasons(problem: Problem, target: Target = H200) -> set[str]:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("m", [1, 5, 16, 32])
 def test_every_family_has_candidates(family: str, m: int) -> None:
-    found = legal(FAMILIES[family].with_m(m))
+    found = [candidate for candidate in legal(FAMILIES[family].with_m(m)) if candidate.template == "skinny"]
     assert len(found) >= 10
     assert len({candidate.id for candidate in found}) == len(found)
     assert all(m <= int(candidate["bm"]) < m + 8 for candidate in found)
+
+
+@pytest.mark.parametrize("family", ["bf16", "int8", "fp8"])
+@pytest.mark.parametrize("m", [17, 64, 100, 256])
+def test_slabs_of_every_family_that_has_them(family: str, m: int) -> None:
+    found = [candidate for candidate in legal(FAMILIES[family].with_m(m)) if candidate.template == "slab"]
+    assert len(found) >= 10
+    assert len({candidate.id for candidate in found}) == len(found)
+    assert {int(candidate["bm"]) for candidate in found} == ({64} if m <= 64 else {64, 128})
+
+
+def test_slabs_are_as_wide_as_gives_every_multiprocessor_one() -> None:
+    """N = 12288 on 132 of them: 128 slabs of 96 columns; integers too, whose wgmma has no such width as 56 or 88."""
+    for problem in (build(64, 12288, 4096, "bf16"), int_problem(64, 12288, 4096)):
+        assert legal(problem)[0].template == "slab"
+        assert legal(problem)[0]["bn"] == 96
 
 
 def test_what_reads_most_at_once_comes_first() -> None:
@@ -69,7 +87,9 @@ def test_what_reads_most_at_once_comes_first() -> None:
 @pytest.mark.parametrize(
     ("problem", "words"),
     [
-        (build(33, 64, 64, "bf16"), "at most 32 rows"),
+        (build(257, 64, 64, "bf16"), "at most 32 rows"),
+        (build(257, 64, 64, "bf16"), "17 to 256 rows"),
+        (replace(bmm_problem(3, 50, 24, 64, "bfloat16"), b=Operand("bfloat16", Layout("col"))), "one kind of element"),
         (build(4, 64, 68, "bf16"), "16 bytes at a time"),
         (fp8_problem(4, 64, 72), "16 bytes at a time"),
         (replace(build(4, 64, 64, "bf16"), b=Operand("bfloat16")), "columns of B must be contiguous"),
@@ -89,6 +109,10 @@ def test_illegal_configurations_say_why() -> None:
     found = " | ".join(reasons(weight_only_problem(16, 4096, 128)) | reasons(build(16, 50000, 4096, "bf16")))
     for words in ("nothing to do", "KB for the warps' sums", "registers a thread", "without splitting K"):
         assert words in found
+    slabs = " | ".join(reasons(build(256, 40, 64, "bf16")) | reasons(fp8_problem(100, 30000, 4096)))
+    for words in ("stages; at least 3", "first 128 bytes", "fewer slabs than blocks", "registers a thread"):
+        assert words in slabs
+    assert "wgmma" in " | ".join(reasons(build(64, 4096, 4096, "bf16"), A100))
     assert "clusters need compute capability 9.0" in " | ".join(reasons(build(1, 4096, 4096, "bf16"), A100))
     assert "fp8 needs compute capability 8.9" in " | ".join(reasons(fp8_problem(1, 64, 64), A100))
 
@@ -140,13 +164,28 @@ def test_cross_compiling_for_hopper(family: str) -> None:
 
 
 @needs_nvrtc
+@pytest.mark.parametrize("family", ["bf16", "int8", "fp8"])
+def test_cross_compiling_slabs(family: str) -> None:
+    """wgmma is there with the architecture's own name only (sm_90a)."""
+    problem = FAMILIES[family].with_m(100)
+    found = [c for c in legal(problem) if c.template == "slab"]
+    for candidate in (found[0], next(c for c in found if c["cluster"] == 2 and c["bm"] == 128)):
+        ((header, cubin),) = unpack(CudaBackend()._recipe(problem, candidate, H200)[1]())
+        assert cubin[:4] == b"\x7fELF"
+        assert (header.name, header.warps) == ("slab", int(candidate["bm"]) // 16 + 1)
+        assert header.arguments[:3] == ("a_desc", "b_desc", "c_ptr")
+        assert 100_000 < header.shared <= 232_448
+        assert header.descriptors["a_desc"].block[0] == int(candidate["bm"]) // int(candidate["cluster"])
+
+
+@needs_nvrtc
 def test_what_the_compiler_says_is_passed_on() -> None:
     with pytest.raises(KernelError, match=r"NVRTC cannot compile it: gemmtune.cu\(1\): error"):
         compiler.compile_source("nonsense", (9, 0))
     problem = weight_only_problem(32, 64, 4096, bits=4, group=128)
     greedy = {**CONFIG, "bm": 32, "bn": 64, "depth": 4}
     with pytest.raises(KernelError, match="would spill"):
-        compiler.compile_source(generate(problem, greedy).text, (9, 0))
+        compiler.compile_source(generate(problem, "skinny", greedy).text, (9, 0))
 
 
 # --- the kernel, on a CPU -------------------------------------------------------------------------------------------
@@ -158,14 +197,24 @@ class Emulator:
     def __init__(self, driver: Driver, folder: Path) -> None:
         self._driver, self._folder = driver, folder
 
-    def load(self, problem: Problem, **config: int) -> Skinny:
+    def skinny(self, problem: Problem, **config: int) -> GpuKernel:
         config = {**CONFIG, "bm": 8 * -(-problem.m // 8), **config}
-        assert not space._illegal(problem, space.device_of(H200), config)
+        assert not space._skinny_illegal(problem, space.device_of(H200), config)
+        return self.load(problem, Candidate.make("cuda", "skinny", **config))
+
+    def slab(self, problem: Problem, **config: int) -> GpuKernel:
+        config = {**SLAB_CONFIG, **config}
+        assert not space._slab_illegal(problem, space.device_of(H200), config)
+        return self.load(problem, Candidate.make("cuda", "slab", **config))
+
+    def load(self, problem: Problem, candidate: Candidate) -> GpuKernel:
         header = Path(__file__).with_name("emulated.h").read_text(encoding="utf-8")
-        made = generate(problem, config, header)
+        made = generate(problem, candidate.template, dict(candidate.config), header)
         text = made.text + 'extern "C" void emulate(int x, int y, void** slots) {\n'
         text += "    static void** given;\n    given = slots;\n"
-        text += "    run_all([] { call(skinny, given, std::make_index_sequence<COUNT>()); }, x, y);\n}\n"
+        text += (
+            f"    run_all([] {{ call({candidate.template}, given, std::make_index_sequence<COUNT>()); }}, x, y);\n}}\n"
+        )
         name = self._folder / hashlib.sha256(text.encode()).hexdigest()[:16]
         name.with_suffix(".cpp").write_text(text)
         options = ["-std=c++17", "-O1", "-shared", "-fPIC", "-w", f"-DCOUNT={len(made.arguments)}", f"-I{FRAME}"]
@@ -173,14 +222,15 @@ class Emulator:
         library = ctypes.CDLL(f"{name}.so")
 
         def run(grid: tuple[int, int], values: list[int]) -> None:
-            slots = (ctypes.c_uint64 * len(values))(*values)
-            places = [ctypes.addressof(slots) + 8 * place for place in range(len(values))]
+            places = self._driver.places
             library.emulate(*grid, (ctypes.c_void_p * len(places))(*places))
 
-        self._driver.run, self._driver.threads = run, 32 * config["warps"]
-        self._driver.arguments["skinny"] = len(made.arguments)
-        candidate = Candidate.make("cuda", "skinny", **config)
-        return Skinny(problem, candidate, [(Header("skinny", 0, 0, config["warps"], made.arguments, 0), b"")])
+        self._driver.run, self._driver.threads, self._driver.shared = run, 32 * made.warps, 0
+        self._driver.arguments[candidate.template] = len(made.arguments)
+        header_ = Header(
+            candidate.template, 0, made.shared, made.warps, made.arguments, 0, descriptors=made.descriptors
+        )
+        return CudaBackend.templates[candidate.template](problem, candidate, [(header_, b"")])
 
 
 @pytest.fixture
@@ -188,7 +238,7 @@ def emulator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Emulator:
     return Emulator(simulated(monkeypatch), tmp_path)
 
 
-def run_into(kernel: Skinny, inputs: Inputs, out: torch.Tensor) -> None:
+def run_into(kernel: GpuKernel, inputs: Inputs, out: torch.Tensor) -> None:
     kernel.run(inputs.a, kernel.pack(inputs.b) if kernel.packing else inputs.b, inputs.aux, out)
 
 
@@ -227,9 +277,47 @@ CASES: dict[str, tuple[Problem, dict[str, int]]] = {
 def test_the_kernel_is_right(emulator: Emulator, name: str) -> None:
     """Through bind, the simulated driver, the kernel's own text and gemmtune's own verification."""
     problem, config = CASES[name]
-    kernel = emulator.load(problem, **config)
+    kernel = emulator.skinny(problem, **config)
     verdict = verify(lambda inputs, out: run_into(kernel, inputs, out), problem, prepare(problem, 0), patience_s=0.0)
     assert verdict.ok, f"{verdict.kind}: {verdict.detail}"
+
+
+SLABS: dict[str, tuple[Problem, dict[str, int]]] = {
+    "bf16, odd sizes": (build(19, 141, 200, "bf16"), {}),
+    "fp16, two groups of warps": (replace(build(70, 72, 136, "fp16"), epilogue=(Step("gelu"),)), {"bm": 128}),
+    "bf16, an epilogue, a cluster": (
+        replace(
+            build(65, 100, 264, "bf16"),
+            epilogue=(Step("bias", "col", "bfloat16"), Step("mul", "full", "bfloat16"), Step("add", "row", "float32")),
+        ),
+        {"cluster": 2, "chunks": 2, "bn": 16},
+    ),
+    "int8, two products a width": (int_problem(33, 210, 272), {"bn": 40, "cluster": 2}),
+    "int8, requantised": (
+        replace(
+            int_problem(20, 24, 128), out_dtype="int8",
+            epilogue=(Step("bias", "col", "int32"), Step("relu"), Step("scale", "col", "float32")),
+        ),
+        {"bn": 24},
+    ),
+    "fp8": (fp8_problem(50, 80, 400), {"chunks": 2}),
+    "fp8, a cluster": (fp8_problem(18, 150, 144), {"cluster": 4, "bn": 48}),
+}  # fmt: skip
+
+
+@needs_cxx
+@pytest.mark.parametrize("name", SLABS)
+def test_the_slab_kernel_is_right(emulator: Emulator, name: str) -> None:
+    """More tiles than blocks, stages gone through several times, TMA's zeros beyond every edge."""
+    problem, config = SLABS[name]
+    kernel = emulator.slab(problem, **config)
+    verdict = verify(lambda inputs, out: run_into(kernel, inputs, out), problem, prepare(problem, 0), patience_s=0.0)
+    assert verdict.ok, f"{verdict.kind}: {verdict.detail}"
+
+
+def little(candidate: Candidate) -> bool:
+    """Few fibers."""
+    return candidate.template == "skinny" and candidate["warps"] == 4
 
 
 @needs_cxx
@@ -239,14 +327,14 @@ def test_random_problems_are_right(emulator: Emulator, family: str) -> None:
     rng, left = random.Random(family), 3
     while left:
         problem = random_problem(rng, 80)
-        found = [c for c in legal(problem) if c["warps"] == 4] if problem.family == family else []
+        found = [c for c in legal(problem) if little(c)] if problem.family == family else []
         if not found:
             continue
         left -= 1
         candidate = rng.choice(found)
-        kernel = emulator.load(problem, **dict(candidate.config))
+        kernel = emulator.load(problem, candidate)
 
-        def run(inputs: Inputs, out: torch.Tensor, kernel: Skinny = kernel) -> None:
+        def run(inputs: Inputs, out: torch.Tensor, kernel: GpuKernel = kernel) -> None:
             run_into(kernel, inputs, out)
 
         verdict = verify(run, problem, prepare(problem, left), patience_s=0.0)
@@ -255,25 +343,40 @@ def test_random_problems_are_right(emulator: Emulator, family: str) -> None:
 
 @needs_cxx
 def test_more_rows_than_it_was_made_for(emulator: Emulator) -> None:
-    kernel = emulator.load(build(8, 37, 128, "bf16"))
-    problem = kernel.problem.with_m(21)
-    verdict = verify(lambda inputs, out: run_into(kernel, inputs, out), problem, prepare(problem, 0)[:1], patience_s=0)
-    assert verdict.ok, verdict.detail
+    for load, made_for, m in ((emulator.skinny, 8, 21), (emulator.slab, 60, 130)):
+        kernel = load(build(made_for, 37, 128, "bf16"))
+        problem = kernel.problem.with_m(m)
+
+        def run(inputs: Inputs, out: torch.Tensor, kernel: GpuKernel = kernel) -> None:
+            run_into(kernel, inputs, out)
+
+        verdict = verify(run, problem, prepare(problem, 0)[:1], patience_s=0)
+        assert verdict.ok, verdict.detail
 
 
 @needs_cxx
 def test_a_wrong_kernel_is_found_out(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The emulator tells right from wrong: here A and B disagree about K's order."""
+    """The emulator tells right from wrong: A and B disagree about K's order; all groups of warps take the same rows."""
     from gemmtune.backends.cuda import source as module
 
     real = module._file
-    monkeypatch.setattr(
-        module, "_file", lambda name: real(name).replace("c * (KIND == INT4 ? 16 : RUN)", "(3 - c) * RUN")
-    )
-    problem = build(3, 24, 128, "bf16")
-    kernel = emulator.load(problem)
-    verdict = verify(lambda inputs, out: run_into(kernel, inputs, out), problem, prepare(problem, 0)[:1], patience_s=0)
-    assert verdict.kind == "wrong"
+    changes = (("c * (KIND == INT4 ? 16 : RUN)", "(3 - c) * RUN"), ("warp / 4 * 64 * 128", "0"))
+
+    def changed(name: str) -> str:
+        text = real(name)
+        for old, new in changes:
+            text = text.replace(old, new)
+        return text
+
+    monkeypatch.setattr(module, "_file", changed)
+    for load, m, config in ((emulator.skinny, 3, {}), (emulator.slab, 70, {"bm": 128})):
+        problem = build(m, 24, 128, "bf16")
+        kernel = load(problem, **config)
+
+        def run(inputs: Inputs, out: torch.Tensor, kernel: GpuKernel = kernel) -> None:
+            run_into(kernel, inputs, out)
+
+        assert verify(run, problem, prepare(problem, 0)[:1], patience_s=0).kind == "wrong"
 
 
 def test_int4_weights_lie_as_the_triton_backend_packs_them(monkeypatch: pytest.MonkeyPatch) -> None:

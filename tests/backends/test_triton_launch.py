@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -41,8 +42,9 @@ def loaded(fake: Driver, problem: Problem, template: str = "tiled", split: int =
 def tma(fake: Driver, problem: Problem, template: str) -> GpuKernel:
     """A kernel that reads A and B through descriptors."""
     config = {"bm": 64, "bn": 64, "bk": 64, "group": 8, "stages": 3, "warps": 4}
-    described = {name: Tma(3, 2, 9, (64, 64)) for name in ("a_desc", "b_desc")}
-    rest = (*(("s_ptr",) if problem.b.quant else ()), "t0", "M", "N", "K", "ldc")
+    described = {"a_desc": Tma(3, 2, 1, (64, 64)), "b_desc": Tma(3, 2, 1, (128, 64))}
+    taking = ("t0",) if problem.epilogue else ()
+    rest = (*(("s_ptr",) if problem.b.quant else ()), *taking, "M", "N", "K", "ldc")
     header = Header(template, 0, 0, 4, ("a_desc", "b_desc", "c_ptr", *rest, "PROGRAMS"), 2, described)
     before = Header("convert", 0, 0, 4, ("source_ptr", "target_ptr", "COUNT"), 1)
     fake.arguments |= {template: len(header.arguments), "convert": 3}
@@ -140,6 +142,17 @@ def test_descriptors_follow_their_matrices(fake: Driver) -> None:
     fake.statuses = [1]
     with pytest.raises(KernelError, match="launching persistent: CUDA error 1"):
         call(made, inputs)
+
+
+def test_a_matrix_by_itself_has_two_descriptors(fake: Driver) -> None:
+    """Its boxes as A and as B differ in their rows."""
+    problem = build(192, 192, 256, "bf16")
+    made, inputs = tma(fake, problem, "persistent"), make_inputs(problem, 0)
+    made.run(inputs.a, inputs.a.t(), (), torch.empty(192, 192, dtype=torch.bfloat16))
+    names = made.header.arguments
+    boxes = [(ctypes.c_uint64 * 7).from_address(fake.places[names.index(name)])[6] for name in ("a_desc", "b_desc")]
+    assert boxes == [made.header.descriptors[name].block[0] for name in ("a_desc", "b_desc")]
+    assert boxes[0] != boxes[1]
 
 
 def test_converted_weights_are_read_where_they_were_put(fake: Driver, monkeypatch: pytest.MonkeyPatch) -> None:

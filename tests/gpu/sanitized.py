@@ -37,6 +37,10 @@ def cases() -> Iterator[tuple[Problem, str, dict[str, int]]]:
     yield fp8_problem(7, 272, 1040), "cuda/skinny", {}
     yield weight_only_problem(3, 1096, 2064), "cuda/skinny", {"split": 4}
     yield weight_only_problem(9, 1096, 1024, bits=4, group=128, zero_point=True), "cuda/skinny", {"split": 1}
+    yield build(100, 1096, 1032, "bf16"), "cuda/slab", {"cluster": 1}
+    yield build(33, 8200, 136, "fp16"), "cuda/slab", {"cluster": 2}
+    yield int_problem(70, 1096, 2064), "cuda/slab", {"cluster": 2}
+    yield fp8_problem(20, 1096, 2064), "cuda/slab", {"cluster": 2}
 
 
 def main() -> None:

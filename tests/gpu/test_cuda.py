@@ -36,6 +36,15 @@ PROBLEMS = {
     "int4wo": weight_only_problem(16, 1100, 2048, bits=4, group=128),
     "int4wo zero points": weight_only_problem(5, 1100, 2048, bits=4, group=256, zero_point=True),
     "int4wo fp16": weight_only_problem(32, 1100, 2048, bits=4, dtype="float16"),
+    "slab bf16": replace(build(64, 1100, 2080, "bf16"), epilogue=(Step("bias", "col", "bfloat16"), Step("silu"))),
+    "slab fp16": replace(build(100, 1100, 1032, "fp16"), epilogue=(Step("add", "full", "float16"),)),
+    "slab int8": int_problem(60, 2200, 2064),
+    "slab int8 requantised": replace(
+        int_problem(130, 1100, 2064),
+        epilogue=(Step("scale", "row", "float32"), Step("scale", "col", "float32")),
+        out_dtype="bfloat16",
+    ),
+    "slab fp8": fp8_problem(33, 2200, 2064),
 }
 
 
@@ -84,7 +93,18 @@ def test_any_m_and_bit_for_bit_again(name: str, split: int) -> None:
     """More rows than it was made for take more tiles."""
     problem = PROBLEMS[name]
     kernel = kernel_of(problem, first(problem, "skinny", "cuda", split=split))
-    for m in (1, 2, 7, 16, 17, 64, 100):
+    check_any_m(problem, kernel)
+
+
+@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize("name", ["slab bf16", "slab int8", "slab fp8"])
+def test_slabs_of_any_m_and_bit_for_bit_again(name: str, cluster: int) -> None:
+    problem = PROBLEMS[name]
+    check_any_m(problem, kernel_of(problem, first(problem, "slab", "cuda", cluster=cluster)))
+
+
+def check_any_m(problem: Problem, kernel) -> None:  # type: ignore[no-untyped-def]
+    for m in (1, 2, 7, 16, 17, 64, 100, 300):
         other = problem.with_m(m)
         draws = prepare(other, m, device=torch.device("cuda"))
         verdict = verify(lambda inputs, out: run_into(kernel, inputs, out), other, draws[:2], patience_s=0.0)
@@ -106,13 +126,30 @@ def test_int4_weights_are_the_triton_backends() -> None:
     assert torch.equal(backends.get("triton").unpack(packed).data, inputs.b.data)
 
 
-def test_operands_off_their_boundaries() -> None:
-    problem = build(4, 1100, 512, "bf16")
-    kernel = kernel_of(problem, first(problem, "skinny", "cuda"))
+def test_slabs_in_many_rounds() -> None:
+    """More slabs than clusters, and a product of a matrix with itself: TMA is told of one matrix twice."""
+    problem = build(200, 40000, 512, "bf16")
+    kernel = kernel_of(problem, first(problem, "slab", "cuda", bn=64, cluster=2))
+    draws = prepare(problem, 0, device=torch.device("cuda"))
+    verdict = verify(lambda inputs, out: run_into(kernel, inputs, out), problem, draws[:2], patience_s=0.0)
+    assert verdict.ok, f"{verdict.kind}: {verdict.detail}"
+    square = build(200, 200, 512, "bf16")
+    kernel = kernel_of(square, first(square, "slab", "cuda", bn=64))
+    x = torch.randn(200, 512, device="cuda").bfloat16()
+    out = torch.empty(200, 200, dtype=torch.bfloat16, device="cuda")
+    kernel.run(x, x.t(), (), out)
+    torch.testing.assert_close(out, x @ x.t(), rtol=2e-2, atol=0.2)
+
+
+@pytest.mark.parametrize("template", ["skinny", "slab"])
+def test_operands_off_their_boundaries(template: str) -> None:
+    problem = build({"skinny": 4, "slab": 40}[template], 1100, 512, "bf16")
+    kernel = kernel_of(problem, first(problem, template, "cuda"))
     inputs = make_inputs(problem, 0, device=torch.device("cuda"))
-    expected = torch.empty(4, 1100, dtype=torch.bfloat16, device="cuda")
+    m = problem.m
+    expected = torch.empty(m, 1100, dtype=torch.bfloat16, device="cuda")
     run_into(kernel, inputs, expected)
-    shifted = torch.empty(4 * 512 + 1, dtype=torch.bfloat16, device="cuda")[1:].view(4, 512).copy_(inputs.a)
-    out = torch.empty(4 * 1100 + 3, dtype=torch.bfloat16, device="cuda")[3:].view(4, 1100)
+    shifted = torch.empty(m * 512 + 1, dtype=torch.bfloat16, device="cuda")[1:].view(m, 512).copy_(inputs.a)
+    out = torch.empty(m * 1100 + 3, dtype=torch.bfloat16, device="cuda")[3:].view(m, 1100)
     kernel.run(shifted, inputs.b, (), out)
     assert torch.equal(out, expected)

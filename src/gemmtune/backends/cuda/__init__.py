@@ -1,6 +1,6 @@
-"""CUDA C++ kernels of our own for products of few rows, compiled by NVRTC.
+"""CUDA C++ kernels of our own for products of few and of some rows, compiled by NVRTC.
 
-The kernel: skinny.cu; its search space: space.py; what it is and what it gains: docs/cuda.md.
+The kernels: skinny.cu, slab.cu; their search spaces: space.py; what they are and what they gain: docs/cuda.md.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import ClassVar
 
-from ...errors import KernelError
 from ...problem import Problem
 from ...target import Target
 from ..base import Candidate, Illegal
@@ -19,8 +18,8 @@ from ..gpu.kernel import GpuKernel
 from ..gpu.rules import device_of
 from . import space
 from .compiler import MISSING, compile_source, version
-from .kernel import Skinny
-from .source import generate
+from .kernel import Skinny, Slab
+from .source import SKINNY, SLAB, generate
 
 
 class CudaBackend(GpuBackend):
@@ -28,7 +27,7 @@ class CudaBackend(GpuBackend):
 
     name = space.NAME
     missing = MISSING
-    templates: ClassVar[Mapping[str, type[GpuKernel]]] = {space.TEMPLATE: Skinny}
+    templates: ClassVar[Mapping[str, type[GpuKernel]]] = {SKINNY: Skinny, SLAB: Slab}
 
     def candidates(self, problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
         return space.candidates(problem, target)
@@ -37,13 +36,15 @@ class CudaBackend(GpuBackend):
         return version()
 
     def _recipe(self, problem: Problem, candidate: Candidate, target: Target) -> tuple[str, Callable[[], bytes]]:
-        if candidate.template != space.TEMPLATE:
-            raise KernelError(f"the CUDA backend has no template {candidate.template!r}; it has {space.TEMPLATE}")
-        made = generate(problem, dict(candidate.config))
+        made = generate(problem, candidate.template, dict(candidate.config))
+        capability = device_of(target).capability
 
         def make() -> bytes:
-            cubin = compile_source(made.text, device_of(target).capability)
-            return packed(Header(candidate.template, len(cubin), 0, int(candidate["warps"]), made.arguments, 0), cubin)
+            cubin = compile_source(made.text, capability, made.arch)
+            header = Header(
+                candidate.template, len(cubin), made.shared, made.warps, made.arguments, 0, descriptors=made.descriptors
+            )
+            return packed(header, cubin)
 
         parts = (made.text, target.capability, self.source_digest(), version())
         return hashlib.sha256("\0".join(parts).encode()).hexdigest(), make

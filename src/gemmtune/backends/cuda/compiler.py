@@ -60,8 +60,8 @@ def version() -> str:
     return f"{major.value}.{minor.value}"
 
 
-def compile_source(text: str, capability: tuple[int, int]) -> bytes:
-    """The cubin of CUDA C++ for one compute capability.
+def compile_source(text: str, capability: tuple[int, int], arch: str = "") -> bytes:
+    """The cubin of CUDA C++ for one compute capability, with ("a") what it alone has.
 
     Raises UnsupportedError without NVRTC, KernelError with what the compiler says when it refuses, or when registers do
     not suffice and the kernel would spill to memory.
@@ -70,7 +70,7 @@ def compile_source(text: str, capability: tuple[int, int]) -> bytes:
     _check(library.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"gemmtune.cu", 0, None, None))
     try:
         major, minor = capability
-        options = [f"--gpu-architecture=sm_{10 * major + minor}", "--std=c++17", "--ptxas-options=-v"]
+        options = [f"--gpu-architecture=sm_{10 * major + minor}{arch}", "--std=c++17", "--ptxas-options=-v"]
         given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
         status = library.nvrtcCompileProgram(program, len(options), given)
         said = _text(program, "nvrtcGetProgramLog").decode(errors="replace").strip("\0\n ")

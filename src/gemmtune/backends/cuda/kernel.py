@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from ..gpu.int4 import INT4_BLOCKS
-from ..gpu.kernel import GridKernel
+from ..gpu.kernel import GridKernel, TmaKernel
 
 
 class Skinny(GridKernel):
@@ -14,3 +16,16 @@ class Skinny(GridKernel):
 
     def _tile(self, config: dict[str, Any]) -> tuple[int, int, int]:
         return int(config["bm"]), int(config["bn"]), INT4_BLOCKS[0]
+
+
+class Slab(TmaKernel):
+    """The template ``slab``: clusters of blocks, each block all columns of a slab, TMA for both operands."""
+
+    def _tile(self, config: dict[str, Any]) -> tuple[int, int, int]:
+        self._cluster = int(config["cluster"])
+        return int(config["bm"]), int(config["bn"]), 0
+
+    def _programs(self, m: int, device: int) -> int:
+        groups = -(-m // self._bm) * -(-self._tiles_n // self._cluster)
+        there = torch.cuda.get_device_properties(device).multi_processor_count // self._cluster
+        return int(self._cluster * max(1, min(groups, there)))

@@ -9,7 +9,8 @@
 //
 // What source.py puts before this: the constants BM, BN, WARPS, SIDE, DEPTH, SPLIT (the candidate); KIND, WIDTH (bytes
 // of an element of A), EVEN_K, GROUP (elements of K that share a scale; 0: all), ZERO, BATCHED; sum_t, the type that
-// mma adds up in; MMA, the instruction; ONE (1.0 twice), and PARAMETERS; then ptx.cu. It writes the epilogue, too.
+// mma adds up in; MMA, the instruction; ONE (1.0 twice), and PARAMETERS; then ptx.cu and numbers.cu. It writes the
+// epilogue, too.
 
 constexpr int R = BN / SIDE / 16, MT = BM / 8;        // blocks of mma: of a warp's columns of B, of A's rows
 constexpr int TURNS = WARPS / SIDE;                  // warps that share K
@@ -29,23 +30,6 @@ struct Shared {
     sum_t block[ALL];
 #endif
 };
-
-// Integers saturate, ties go to even.
-__device__ __forceinline__ void round_to(signed char& to, float x) {
-    to = (signed char)__float2int_rn(fminf(fmaxf(x, -128.0f), 127.0f));
-}
-__device__ __forceinline__ void round_to(unsigned char& to, float x) {
-    to = (unsigned char)__float2int_rn(fminf(fmaxf(x, 0.0f), 255.0f));
-}
-__device__ __forceinline__ void round_to(int& to, int x) { to = x; }
-__device__ __forceinline__ void round_to(signed char& to, int x) { to = (signed char)min(max(x, -128), 127); }
-__device__ __forceinline__ void round_to(unsigned char& to, int x) { to = (unsigned char)min(max(x, 0), 255); }
-
-template <class T> __device__ __forceinline__ float rounded(float x) {
-    T there;
-    round_to(there, x);
-    return number(there);
-}
 
 __device__ __forceinline__ u32 word(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 

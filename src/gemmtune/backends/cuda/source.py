@@ -1,16 +1,18 @@
-"""From a Problem and a candidate to CUDA C++: constants, parameters, ``ptx.cu``, ``skinny.cu`` with its epilogue."""
+"""From a Problem and a candidate to CUDA C++: constants, parameters, ``ptx.cu``, a template with its epilogue."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ...epilogue import Step
+from ...errors import KernelError
 from ...problem import Problem, bits
+from ..gpu.artifact import Tma
 from ..gpu.rules import HALVES, STEPS, float_at, step_constants
 
 TYPES = {
@@ -21,27 +23,78 @@ _KINDS = {"PLAIN": 0, "INT8": 1, "INT4": 2}
 _FP8 = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 
 
+SKINNY, SLAB = "skinny", "slab"
+CHUNK_BYTES = 128  # of a row, as TMA lays them for wgmma
+_TMA_TYPES = {8: 0, 16: 1}  # CU_TENSOR_MAP_DATA_TYPE_UINT8, _UINT16
+_SWIZZLE_128B = 3  # CU_TENSOR_MAP_SWIZZLE_128B
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A kernel's text, and its parameters' names in order."""
+    """A kernel's text, and what launching it takes: its parameters' names in order, the warps of a block, the bytes of
+    shared memory it must ask for, and TMA's descriptors by parameter.
+
+    arch: behind the compute capability, for what later ones do not have.
+    """
 
     text: str
     arguments: tuple[str, ...]
+    warps: int
+    shared: int = 0
+    descriptors: dict[str, Tma] = field(default_factory=dict)
+    arch: str = ""
 
 
-def generate(problem: Problem, config: dict[str, Any], primitives: str | None = None) -> Source:
+def generate(problem: Problem, template: str, config: dict[str, Any], primitives: str | None = None) -> Source:
     """The kernel that a candidate's ``config`` is for a Problem; sizes are no part of it but what divides what.
 
-    primitives: what stands in the place of ``ptx.cu``, where it is not a GPU that runs it.
+    primitives: what stands in the place of ``ptx.cu`` (and ``hopper.cu``), where it is not a GPU that runs it. Raises
+    KernelError for a template that is none of ours.
     """
-    parameters = _parameters(problem)
-    constants = _constants(problem, config)
+    files = ["ptx.cu"]
+    if template == SKINNY:
+        constants, made = _skinny(problem, config), {"warps": config["warps"]}
+    elif template == SLAB:
+        constants, made = _slab(problem, config), _slab_launch(problem, config)
+        files.append("hopper.cu")
+    else:
+        raise KernelError(f"the CUDA backend has no template {template!r}; it has {SKINNY} and {SLAB}")
+    parameters = _parameters(problem, described=bool(made.get("descriptors")))
     lines = [f"#define {name} {value}" for name, value in constants.items()]
     lines.append("#define PARAMETERS " + ", ".join(f"{kind} {name}" for name, kind in parameters.items()))
-    lines += [f"typedef {'int' if problem.family == 'int_mm' else 'float'} sum_t;", primitives or _file("ptx.cu")]
-    epilogue = "".join(f"        {line}\n" for line in _epilogue(problem))
-    body = _file("skinny.cu").replace("        // EPILOGUE\n", epilogue)
-    return Source("\n".join(lines) + "\n" + body, tuple(parameters))
+    lines.append(f"typedef {'int' if problem.family == 'int_mm' else 'float'} sum_t;")
+    lines += [primitives] if primitives is not None else map(_file, files)
+    lines.append(_file("numbers.cu"))
+    before, _, after = _file(f"{template}.cu").partition("// EPILOGUE\n")
+    indent = before[before.rindex("\n") + 1 :]
+    epilogue = f"\n{indent}".join(_epilogue(problem))
+    text = "\n".join(lines) + "\n" + before + epilogue + "\n" + after
+    return Source(text, tuple(parameters), **made)
+
+
+def _slab_launch(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
+    def box(rows: int) -> Tma:
+        width = bits(problem.a.dtype)
+        return Tma(_SWIZZLE_128B, width // 8, _TMA_TYPES[width], (rows, 8 * CHUNK_BYTES // width))
+
+    return {
+        "warps": slab_warps(config),
+        "shared": slab_shared(config),
+        "descriptors": {"a_desc": box(config["bm"] // config["cluster"]), "b_desc": box(config["bn"])},
+        "arch": "a",
+    }
+
+
+def slab_warps(config: dict[str, Any]) -> int:
+    """Those that multiply, and the one that fetches."""
+    return int(config["bm"] // 16 + 1)
+
+
+def slab_shared(config: dict[str, Any]) -> int:
+    """Bytes of shared memory: stages, a pair of barriers each, what putting them on a boundary of 1 KB may take, and 40
+    sums of each row."""
+    stage = config["chunks"] * CHUNK_BYTES * (config["bm"] + config["bn"])
+    return int(config["stages"] * (stage + 16) + 1024 + config["bm"] * 160)
 
 
 def run_of(problem: Problem) -> int:
@@ -57,7 +110,7 @@ def scale_group(problem: Problem) -> int:
     return problem.k if quant.group is None else quant.group
 
 
-def _constants(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
+def _skinny(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
     mixed = problem.family == "mixed_mm"
     group = scale_group(problem)
     half = problem.a.dtype == "float16"
@@ -69,6 +122,7 @@ def _constants(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
         "SIDE": config["side"],
         "DEPTH": config["depth"],
         "SPLIT": config["split"],
+        "CLUSTER": config["split"],
         "KIND": {"int8": "INT8", "int4": "INT4"}[problem.b.dtype] if mixed else "PLAIN",
         "HALF": int(half),
         "ONE": "0x3c003c00u" if half else "0x3f803f80u",
@@ -83,6 +137,45 @@ def _constants(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _slab(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "BM": config["bm"],
+        "BN": config["bn"],
+        "STAGES": config["stages"],
+        "CHUNKS": config["chunks"],
+        "CLUSTER": config["cluster"],
+        "WARPS": slab_warps(config),
+        "WIDTH": bits(problem.a.dtype) // 8,
+        "STEPWISE": int(problem.family == "scaled_mm"),
+        "HALF": int(problem.a.dtype == "float16"),
+        "ONE": 0,  # of the template ``skinny``
+        "MMA": f'"{_instruction(problem)}"',
+        "SUM": '"r"' if problem.family == "int_mm" else '"f"',
+        "PRODUCTS": " ".join(_products(problem, config["bn"])),
+    }
+
+
+def _products(problem: Problem, bn: int) -> list[str]:
+    """wgmma for ``bn`` columns: one, or two where integers know no such width (PTX ISA, wgmma: n of .s8)."""
+    exact = problem.family == "int_mm"
+    kinds = {"bfloat16": "bf16", "float16": "f16", "int8": "s8", **_FP8}
+    depth, scales = (16, ", 1, 1, 0, 0") if problem.a.dtype in HALVES else (32, "" if exact else ", 1, 1")
+    types = ".".join(("s32" if exact else "f32", kinds[problem.a.dtype], kinds[problem.b.dtype]))
+    widths = (bn - 24, 24) if exact and bn > 24 and bn % 16 else (bn,)
+    made, column = [], 0
+    for width in widths:
+        count = width // 2
+        places = ", ".join(f"%{i}" for i in range(count))
+        sums = ", ".join(f'"+{"r" if exact else "f"}"(d[{column // 2 + i}])' for i in range(count))
+        made.append(
+            f'asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n'
+            f"wgmma.mma_async.sync.aligned.m64n{width}k{depth}.{types} {{{places}}}, %{count}, %{count + 1}, p{scales};"
+            f'\\n}}" : {sums} : "l"(rows_at(a)), "l"(rows_at(b + {column * CHUNK_BYTES})), "r"(add));'
+        )
+        column += width
+    return made
+
+
 def _instruction(problem: Problem) -> str:
     a, b = problem.a.dtype, problem.b.dtype
     if a in HALVES:
@@ -93,13 +186,14 @@ def _instruction(problem: Problem) -> str:
     return f"m16n8k32.row.col.f32.{_FP8[b]}.{_FP8[a]}.f32"
 
 
-def _parameters(problem: Problem) -> dict[str, str]:
+def _parameters(problem: Problem, described: bool) -> dict[str, str]:
+    """Types by name. described: TMA knows where A and B are."""
     quant = problem.b.quant
-    found = {
-        "b_ptr": f"const {TYPES[problem.b.dtype]}*",
-        "a_ptr": f"const {TYPES[problem.a.dtype]}*",
-        "c_ptr": f"{TYPES[problem.out_dtype]}*",
-    }
+    if described:
+        found = dict.fromkeys(("a_desc", "b_desc"), "const __grid_constant__ Map")
+    else:
+        found = {"b_ptr": f"const {TYPES[problem.b.dtype]}*", "a_ptr": f"const {TYPES[problem.a.dtype]}*"}
+    found["c_ptr"] = f"{TYPES[problem.out_dtype]}*"
     if quant is not None:
         found["s_ptr"] = f"const {TYPES[quant.scale_dtype]}*"
         if quant.zero_point:

@@ -1,8 +1,11 @@
-"""The declared search space of the CUDA C++ kernels, and why some of it is illegal for a Problem or on a Target.
+"""The declared search spaces of the CUDA C++ kernels, and why some of them is illegal for a Problem or on a Target.
 
 Entries of ``skinny``: ``bm``, ``bn`` (the tile: rows of A, columns of B), ``warps`` of a block, of which ``side`` lie
 side by side along the tile's columns and the others share K, ``depth`` (how many times 64 bytes of each column a warp
 has under way), ``split`` (blocks of a cluster, which share K).
+
+Entries of ``slab``: ``bm``, ``bn`` (the tile), ``chunks`` (times 128 bytes of a row in a stage), ``stages`` (as many as
+there is shared memory for), ``cluster`` (blocks that share what they read of A).
 """
 
 from __future__ import annotations
@@ -17,36 +20,75 @@ from ...target import Target
 from ..base import Candidate, Illegal
 from ..gpu.rules import FP8, Device, aligned, device_of, refusal
 from ..gpu.space import ranked
-from .source import TYPES, run_of, scale_group
+from .source import CHUNK_BYTES, SKINNY, SLAB, TYPES, run_of, scale_group, slab_shared, slab_warps
 
 NAME = "cuda"
-TEMPLATE = "skinny"
 _ROWS = 32
+_SLAB_ROWS = (17, 256)
+_WIDTHS = tuple(range(16, 257, 8))
 _LANES = 4  # of a warp, side by side along K
 _SHARED = 48 << 10  # what a kernel has without asking for more
 _REGISTERS = 65536  # of a multiprocessor
 _THREADS = 2048
+_FEWEST_STAGES, _MOST_STAGES = 3, 24
 # Fitted to times on an H200.
 _BANDWIDTH = 4.2e12
+_L2_BANDWIDTH = 2.2e13  # many ask for the same of A
+_FLOPS = 9e12  # of a multiprocessor at one-byte operands
 _FLIGHT = 15e3  # bytes a multiprocessor must have under way to reach half the bandwidth
 _WAVE_S = 1.6e-6  # what another round of blocks adds
 _SPLIT_S = 4e-6
+_START_S = 2e-6
+_STEP_S = 58e-9  # a stage's barriers
+_BESIDE = 0.35  # of the shorter of two things that go on at a time
+_COLUMN_S = 1.5e-8  # a column of 64 rows on its way out
 
 
 def candidates(problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
-    """Legal candidates, likeliest first, then what was ruled out and why."""
-    reason = refusal(problem) or _refusal(problem, target)
-    if reason:
-        yield Illegal(Candidate.make(NAME, TEMPLATE), reason)
-        return
+    """Legal candidates, likeliest first within each template, then what was ruled out and why."""
     device = device_of(target)
-    guess = partial(_seconds, problem, device)
-    legal, illegal = ranked(NAME, TEMPLATE, _space(problem), partial(_illegal, problem, device), guess)
-    yield from legal
+    illegal: list[Illegal] = []
+    for template, why, space, check, guess in (
+        (SKINNY, _skinny_refusal, _skinny_space, _skinny_illegal, _skinny_seconds),
+        (SLAB, _slab_refusal, _slab_space, _slab_illegal, _slab_seconds),
+    ):
+        reason = refusal(problem) or _refusal(problem) or why(problem, device)
+        if reason:
+            illegal.append(Illegal(Candidate.make(NAME, template), reason))
+            continue
+        configs = space(problem, device)
+        legal, refused = ranked(
+            NAME, template, configs, partial(check, problem, device), partial(guess, problem, device)
+        )
+        yield from legal
+        illegal += refused
     yield from illegal
 
 
-def _space(problem: Problem) -> Iterator[dict[str, Any]]:
+def _refusal(problem: Problem) -> str:
+    """Why neither template takes the Problem in any configuration."""
+    a_ok, b_ok, _ = aligned(problem)
+    if problem.a.layout.order != "row" or (problem.b.dtype != "int4" and problem.b.layout.order != "col"):
+        return "reads along K: rows of A and columns of B must be contiguous"
+    if not (a_ok and b_ok) or problem.k % run_of(problem):
+        return f"reads 16 bytes at a time: leading dimensions and K must be multiples of that; got K = {problem.k}"
+    if problem.out_dtype not in TYPES or problem.out_dtype in FP8:
+        return f"writes no {problem.out_dtype}"
+    return ""
+
+
+def _skinny_refusal(problem: Problem, device: Device) -> str:
+    if problem.m > _ROWS:
+        return f"made for at most {_ROWS} rows; got {problem.m}"
+    group, chunk = scale_group(problem), _LANES * run_of(problem)
+    if group % chunk:
+        return f"scales {chunk} elements of K at a time: groups must be multiples of that; got {group}"
+    if problem.family == "scaled_mm" and device.capability < (8, 9):
+        return "multiplying fp8 needs compute capability 8.9"
+    return ""
+
+
+def _skinny_space(problem: Problem, device: Device) -> Iterator[dict[str, Any]]:
     bm = 8 * -(-problem.m // 8)
     sides = (1,) if bm == 8 else (1, 2)  # few rows are read soon enough by every warp
     for bn, side, warps, depth, split in itertools.product((16, 32, 64), sides, (4, 8, 16), (1, 2, 4), (1, 2, 4)):
@@ -54,26 +96,7 @@ def _space(problem: Problem) -> Iterator[dict[str, Any]]:
             yield {"bm": bm, "bn": bn, "side": side, "warps": warps, "depth": depth, "split": split}
 
 
-def _refusal(problem: Problem, target: Target) -> str:
-    """Why the template does not take the Problem in any configuration."""
-    a_ok, b_ok, _ = aligned(problem)
-    if problem.m > _ROWS:
-        return f"made for at most {_ROWS} rows; got {problem.m}"
-    if problem.a.layout.order != "row" or (problem.b.dtype != "int4" and problem.b.layout.order != "col"):
-        return "reads along K: rows of A and columns of B must be contiguous"
-    if not (a_ok and b_ok) or problem.k % run_of(problem):
-        return f"reads 16 bytes at a time: leading dimensions and K must be multiples of that; got K = {problem.k}"
-    if problem.out_dtype not in TYPES or problem.out_dtype in FP8:
-        return f"writes no {problem.out_dtype}"
-    group, chunk = scale_group(problem), _LANES * run_of(problem)
-    if group % chunk:
-        return f"scales {chunk} elements of K at a time: groups must be multiples of that; got {group}"
-    if problem.family == "scaled_mm" and device_of(target).capability < (8, 9):
-        return "multiplying fp8 needs compute capability 8.9"
-    return ""
-
-
-def _illegal(problem: Problem, device: Device, config: dict[str, Any]) -> str:
+def _skinny_illegal(problem: Problem, device: Device, config: dict[str, Any]) -> str:
     bm, bn, warps, split = (config[name] for name in ("bm", "bn", "warps", "split"))
     turns = warps // config["side"]
     chunks = -(-problem.k // (_LANES * run_of(problem)))
@@ -110,7 +133,7 @@ def _tiles(problem: Problem, config: dict[str, Any]) -> int:
     return int(-(-problem.m // config["bm"]) * -(-problem.n // config["bn"]) * problem.batch)
 
 
-def _seconds(problem: Problem, device: Device, config: dict[str, Any]) -> float:
+def _skinny_seconds(problem: Problem, device: Device, config: dict[str, Any]) -> float:
     """A guess at one call's time, to order candidates; it decides nothing else."""
     warps, blocks = config["warps"], _tiles(problem, config) * config["split"]
     threads = 32 * warps
@@ -121,3 +144,60 @@ def _seconds(problem: Problem, device: Device, config: dict[str, Any]) -> float:
     read = problem.n * problem.k * problem.batch * bits(problem.b.dtype) / 8
     memory = read / _BANDWIDTH * busiest * device.multiprocessors / blocks * (1.0 + _FLIGHT / flight)
     return float(memory + _WAVE_S * -(-busiest // resident) + (_SPLIT_S if config["split"] > 1 else 0.0))
+
+
+def _slab_refusal(problem: Problem, device: Device) -> str:
+    if device.capability != (9, 0):
+        return "wgmma is compute capability 9.0's alone"
+    if problem.family not in ("mm", "int_mm", "scaled_mm"):
+        return f"multiplies matrices of one kind of element; got {problem.family}"
+    if not _SLAB_ROWS[0] <= problem.m <= _SLAB_ROWS[1]:
+        # With few rows all blocks want the same lines of A at a time: 2x of what they take with 64 (H200, K = 11008).
+        return f"made for {_SLAB_ROWS[0]} to {_SLAB_ROWS[1]} rows; got {problem.m}"
+    return ""
+
+
+def _slab_space(problem: Problem, device: Device) -> Iterator[dict[str, Any]]:
+    """Slabs just wide enough that one to six rounds of blocks do, and some of usual widths."""
+    for bm in (64,) if problem.m <= 64 else (64, 128):
+        tiles_m = -(-problem.m // bm)
+        fitting = {
+            next((w for w in _WIDTHS if -(-problem.n // w) * tiles_m <= device.multiprocessors * rounds), 256)
+            for rounds in range(1, 7)
+        }
+        for bn, cluster, chunks in itertools.product(sorted(fitting | {64, 128, 256}), (1, 2), (1, 2)):
+            config = {"bm": bm, "bn": bn, "chunks": chunks, "cluster": cluster, "stages": 1}
+            each = slab_shared({**config, "stages": 2}) - slab_shared(config)
+            fit = (device.shared - slab_shared({**config, "stages": 0})) // each
+            yield {**config, "stages": max(1, min(_MOST_STAGES, fit))}
+
+
+def _slab_illegal(problem: Problem, device: Device, config: dict[str, Any]) -> str:
+    if config["stages"] < _FEWEST_STAGES:
+        return f"shared memory has room for {config['stages']} stages; at least {_FEWEST_STAGES} hide the latency"
+    if config["chunks"] > 1 and problem.k * bits(problem.a.dtype) <= 8 * CHUNK_BYTES:
+        return "K ends in the first 128 bytes"
+    if config["cluster"] > -(-problem.n // config["bn"]):
+        return "there are fewer slabs than blocks in a cluster"
+    sums = config["bn"] // 2 * (2 if problem.family == "scaled_mm" else 1)
+    allowed = min(255, _REGISTERS // (32 * slab_warps(config)) // 8 * 8)
+    if sums + 40 > allowed:
+        return f"about {sums + 40} registers a thread; {allowed} are there"
+    return ""
+
+
+def _slab_seconds(problem: Problem, device: Device, config: dict[str, Any]) -> float:
+    """As ``_skinny_seconds``: a block's steps through its slabs, or all of B through memory, and the last slab's way
+    out."""
+    bm, bn, cluster = config["bm"], config["bn"], config["cluster"]
+    size = bits(problem.a.dtype) / 8
+    groups = -(-problem.m // bm) * -(-problem.n // (bn * cluster))
+    rounds = -(-groups // max(1, device.multiprocessors // cluster))
+    stage = CHUNK_BYTES * config["chunks"]
+    steps = rounds * -(-problem.k * size // stage)
+    fetched = steps * stage * (bn + min(bm, problem.m) / cluster) * device.multiprocessors / _L2_BANDWIDTH
+    walk = fetched + steps * _STEP_S * cluster
+    memory = problem.n * problem.k * size / _BANDWIDTH
+    compute = 2.0 * problem.k * size * bm * bn * rounds / _FLOPS
+    slower, faster = max(walk, memory, compute), min(walk, memory)
+    return float(slower + _BESIDE * faster + _COLUMN_S * bn * bm / 64 + _START_S)

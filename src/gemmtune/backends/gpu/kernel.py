@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from ...epilogue import Step
 from ...problem import Problem
 from ..base import Candidate, Kernel, Launch, PackedWeight, QuantWeight
 from .artifact import Header
-from .driver import Block, Function
+from .driver import Block, Function, Map
 from .int4 import int4_layout, shuffle_int4
 from .rules import leads
 
@@ -26,6 +26,7 @@ MISPLACED = _ALIGN - 1  # bits of an address that must not be set
 _LOCKS = 1 << 20  # counters a device, handed out to kernels as they are loaded
 _SPACE = 32 << 20  # bytes of sums that a stream gets at first
 _BOUND = 256  # launches kept a kernel: one an M
+_MAPS = 256  # descriptors kept a kernel: weights stay where they are
 
 
 class Scratch:
@@ -221,3 +222,61 @@ class GridKernel(GpuKernel):
     def _common(self, device: int, stream: int, tiles: int) -> tuple[int, int]:
         """Where a stream's kernels leave partial sums, and this kernel's counters."""
         raise NotImplementedError(f"{self.candidate.id} leaves no partial sums")
+
+
+class TmaKernel(GpuKernel):
+    """A kernel whose programs go through the tiles in turns, A and B through TMA descriptors that are kept."""
+
+    def __init__(self, problem: Problem, candidate: Candidate, parts: Sequence[tuple[Header, bytes]]) -> None:
+        super().__init__(problem, candidate, parts)
+        self._maps: dict[tuple[str, int, int, int], Map] = {}
+
+    @abstractmethod
+    def _programs(self, m: int, device: int) -> int:
+        """Blocks for M rows: they share the tiles among them."""
+
+    def _launcher(self, m: int, device: int, sizes: dict[str, int], names: list[str]) -> Launch:
+        problem = self.problem
+        lda, _, ldc = leads(problem, m)
+        ldb, matrix = self._matrix(device)
+        programs = self._programs(m, device)
+        known = {
+            "M": m, "N": problem.n, "K": problem.k, "ldc": ldc, "PROGRAMS": programs, "a_desc.shape0": m,
+            "a_desc.shape1": problem.k, "a_desc.stride0": lda, "a_desc.stride1": 1, "b_desc.shape0": problem.n,
+            "b_desc.shape1": problem.k, "b_desc.stride0": ldb, "b_desc.stride1": 1, **sizes,
+        }  # fmt: skip
+        function, arguments = self.function(device), self.header.arguments
+        block = Block(function, (programs, 1), [known.get(name, 0) for name in arguments])
+        c_at, others = arguments.index("c_ptr"), [arguments.index(name) for name in names]
+        stream_of = torch._C._cuda_getCurrentRawStream
+
+        def launch(out: Tensor, a: Tensor, b: Tensor, *rest: Tensor) -> None:
+            slots, config, go = block.held
+            c_ptr, a_ptr, b_ptr = out.data_ptr(), a.data_ptr(), b.data_ptr()
+            if (c_ptr | a_ptr | b_ptr) & MISPLACED:
+                shifted(launch, out, a, b, rest)
+                return
+            config.stream = stream = stream_of(device)
+            right = self._map("b_desc", matrix(b_ptr, stream), problem.n, ldb)
+            maps = (self._map("a_desc", a_ptr, m, lda), right)  # which live until they are launched
+            block.describe(maps)
+            slots[c_at] = c_ptr
+            put(slots, others, rest)
+            status = go()
+            if status:
+                function.failed(status, go)
+
+        return launch
+
+    def _matrix(self, device: int) -> tuple[int, Callable[[int, int], int]]:
+        """The leading dimension of B as the kernel reads it, and its address from that of B and the stream."""
+        return leads(self.problem, self.problem.m)[1], lambda address, stream: address
+
+    def _map(self, name: str, pointer: int, rows: int, lead_: int) -> Map:
+        key = (name, pointer, rows, lead_)
+        held = self._maps.get(key)
+        if held is None:
+            if len(self._maps) >= _MAPS:
+                self._maps.clear()
+            held = self._maps[key] = Map(self.header.descriptors[name], pointer, rows, self.problem.k, lead_)
+        return held

@@ -8,14 +8,11 @@ import torch
 from torch import Tensor
 
 from ...problem import Problem, bits
-from ..base import Candidate, Launch
+from ..base import Candidate
 from ..gpu.artifact import Header
-from ..gpu.driver import Block, Map
-from ..gpu.kernel import MISPLACED, GpuKernel, GridKernel, Loaded, put, scratch_of, shifted
-from ..gpu.rules import leads
+from ..gpu.driver import Block
+from ..gpu.kernel import GpuKernel, GridKernel, Loaded, TmaKernel, scratch_of
 from .compiler import CONVERTED_ITEMS
-
-_MAPS = 256  # descriptors kept a kernel: weights stay where they are
 
 
 class Tiled(GridKernel):
@@ -40,59 +37,12 @@ class Tiled(GridKernel):
         return scratch_of(device).sums(stream, self._sums_bytes(tiles)), held.data_ptr()
 
 
-class Persistent(GpuKernel):
-    """The template ``persistent``: as many programs as fit, A and B through TMA descriptors that are kept."""
+class Persistent(TmaKernel):
+    """The template ``persistent``: as many programs as fit, A and B through TMA."""
 
-    def __init__(self, problem: Problem, candidate: Candidate, parts: Sequence[tuple[Header, bytes]]) -> None:
-        super().__init__(problem, candidate, parts)
-        self._maps: dict[tuple[int, int, int], Map] = {}
-
-    def _launcher(self, m: int, device: int, sizes: dict[str, int], names: list[str]) -> Launch:
-        problem = self.problem
-        lda, _, ldc = leads(problem, m)
-        ldb, matrix = self._matrix(device)
+    def _programs(self, m: int, device: int) -> int:
         tiles = -(-m // self._bm) * self._tiles_n
-        programs = min(tiles, torch.cuda.get_device_properties(device).multi_processor_count)
-        known = {
-            "M": m, "N": problem.n, "K": problem.k, "ldc": ldc, "PROGRAMS": programs, "a_desc.shape0": m,
-            "a_desc.shape1": problem.k, "a_desc.stride0": lda, "a_desc.stride1": 1, "b_desc.shape0": problem.n,
-            "b_desc.shape1": problem.k, "b_desc.stride0": ldb, "b_desc.stride1": 1, **sizes,
-        }  # fmt: skip
-        function, arguments = self.function(device), self.header.arguments
-        block = Block(function, (programs, 1), [known.get(name, 0) for name in arguments])
-        c_at, others = arguments.index("c_ptr"), [arguments.index(name) for name in names]
-        stream_of = torch._C._cuda_getCurrentRawStream
-
-        def launch(out: Tensor, a: Tensor, b: Tensor, *rest: Tensor) -> None:
-            slots, config, go = block.held
-            c_ptr, a_ptr, b_ptr = out.data_ptr(), a.data_ptr(), b.data_ptr()
-            if (c_ptr | a_ptr | b_ptr) & MISPLACED:
-                shifted(launch, out, a, b, rest)
-                return
-            config.stream = stream = stream_of(device)
-            right = self._map("b_desc", matrix(b_ptr, stream), problem.n, ldb)
-            maps = (self._map("a_desc", a_ptr, m, lda), right)  # which live until they are launched
-            block.describe(maps)
-            slots[c_at] = c_ptr
-            put(slots, others, rest)
-            status = go()
-            if status:
-                function.failed(status, go)
-
-        return launch
-
-    def _matrix(self, device: int) -> tuple[int, Callable[[int, int], int]]:
-        """The leading dimension of B as the kernel reads it, and its address from that of B and the stream."""
-        return leads(self.problem, self.problem.m)[1], lambda address, stream: address
-
-    def _map(self, name: str, pointer: int, rows: int, lead_: int) -> Map:
-        key = (pointer, rows, lead_)
-        held = self._maps.get(key)
-        if held is None:
-            if len(self._maps) >= _MAPS:
-                self._maps.clear()
-            held = self._maps[key] = Map(self.header.descriptors[name], pointer, rows, self.problem.k, lead_)
-        return held
+        return int(min(tiles, torch.cuda.get_device_properties(device).multi_processor_count))
 
 
 class Converted(Persistent):

@@ -1,0 +1,88 @@
+// What slab.cu says in PTX, of compute capability 9.0a alone: TMA, its barriers, and the matrix units as four warps use
+// them. Addresses are those of shared memory.
+typedef unsigned long long u64;
+
+struct __align__(64) Map { char opaque[128]; };
+
+#define DYNAMIC(name) extern __shared__ char name[]
+
+__device__ __forceinline__ u32 address_of(const void* here) { return (u32)__cvta_generic_to_shared(here); }
+
+__device__ __forceinline__ void barrier_of(u32 barrier, int count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+// Before others, TMA among them, use them.
+__device__ __forceinline__ void barriers_made() {
+    asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async;" ::: "memory");
+}
+
+// A barrier's phases alternate: waits for the end of the one that is now, or was last, ``turn``.
+__device__ __forceinline__ void wait_for(u32 barrier, int turn) {
+    u32 over = 0;
+    while (!over)
+        asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+                     : "=r"(over) : "r"(barrier), "r"(turn) : "memory");
+}
+
+// The one arrival of a phase, which ends when so many bytes have come, too.
+__device__ __forceinline__ void expect(u32 barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// At the same barrier of the cluster's block ``rank``.
+__device__ __forceinline__ void arrive_at(u32 barrier, int rank) {
+#if CLUSTER > 1
+    asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
+                 "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier), "r"(rank) : "memory");
+#else
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+#endif
+}
+
+// A box of a matrix from column k and row ``row``, zeros beyond its edges: what is read once may leave the L2 first.
+__device__ __forceinline__ void fetch_once(u32 to, const Map* map, int k, int row, u32 barrier) {
+    asm volatile("{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_first.b64 policy;\n"
+                 "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+                 "[%0], [%1, {%2, %3}], [%4], policy;\n}"
+                 ::"r"(to), "l"(map), "r"(k), "r"(row), "r"(barrier) : "memory");
+}
+
+// To the same place of every block of the cluster, each of whose barriers hears of it.
+__device__ __forceinline__ void fetch_for_all(u32 to, const Map* map, int k, int row, u32 barrier) {
+#if CLUSTER > 1
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+                 "[%0], [%1, {%2, %3}], [%4], %5;"
+                 ::"r"(to), "l"(map), "r"(k), "r"(row), "r"(barrier), "h"((unsigned short)((1 << CLUSTER) - 1)) : "memory");
+#else
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+                 ::"r"(to), "l"(map), "r"(k), "r"(row), "r"(barrier) : "memory");
+#endif
+}
+
+// wgmma's description of rows of 128 swizzled bytes, eight rows to 1024 bytes.
+__device__ __forceinline__ u64 rows_at(u32 address) {
+    return (u64)(address >> 4) | 1ull << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
+}
+
+// The registers are wgmma's until it is waited for: the compiler must not move them.
+template <int N> __device__ __forceinline__ void hold(sum_t (&sums)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) asm volatile("" : "+" SUM(sums[i])::"memory");
+}
+
+template <int N> __device__ __forceinline__ void begin(sum_t (&sums)[N]) {
+    hold(sums);
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Until all but the LEFT last committed are done.
+template <int LEFT, int N> __device__ __forceinline__ void wait_for_sums(sum_t (&sums)[N]) {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+    hold(sums);
+}
+
+// d[64, BN] (a group's, each thread with its share) = d, if ``add``, + A[64, 32 bytes] * B[BN, 32 bytes].
+__device__ __forceinline__ void multiply_group(sum_t (&d)[BN / 2], u32 a, u32 b, int add) { PRODUCTS }

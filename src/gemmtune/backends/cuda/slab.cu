@@ -1,0 +1,136 @@
+// A product of some rows: C[M, N] = A[M, K] * B[K, N], B's columns contiguous, so that it is a matrix of N rows of K.
+//
+// A block computes a slab of C, BM rows by BN columns, with one warp that fetches (TMA) and BM / 64 groups of four that
+// multiply (wgmma). BN may be any multiple of 8 (what wgmma has), so that N's slabs are just as many as there are
+// multiprocessors. B passes once through; A is wanted by every block, so the CLUSTER blocks of a cluster, slabs side by
+// side, fetch a part of it each and send it to all: the L2 gives 1 / CLUSTER of what it would.
+//
+// A stage holds CHUNKS times 128 bytes of every row of A and B, as TMA lays them for wgmma (128-byte swizzle). ``full``
+// counts bytes that have come, ``empty`` the warps, of all blocks that a stage was sent to, that are done with it.
+//
+// What source.py puts before this: the constants BM, BN, STAGES, CHUNKS, CLUSTER (the candidate), WIDTH (bytes of an
+// element), STEPWISE (sums are kept in registers of our own: wgmma adds fp8 up with fewer bits than float32 has), PRODUCTS
+// (what wgmma is asked for), sum_t, PARAMETERS, then ptx.cu, hopper.cu and numbers.cu. It writes the epilogue, too.
+
+constexpr int GROUPS = BM / 64, CONSUMERS = 4 * GROUPS;        // of four warps; warps that multiply
+constexpr int PART = BM / CLUSTER;                             // rows of A that one block fetches
+constexpr int A_BYTES = BM * 128, B_BYTES = BN * 128;          // of a chunk
+constexpr int STAGE = CHUNKS * (A_BYTES + B_BYTES);
+constexpr int ELEMENTS = 128 / WIDTH;                          // of K in a chunk
+constexpr int SUMS = BN / 2;                                   // of a thread
+constexpr int ACROSS = 40;                                     // room for 32 columns, rows in other banks
+
+extern "C" __global__ void
+#if CLUSTER > 1
+__cluster_dims__(CLUSTER, 1, 1)
+#endif
+__launch_bounds__(32 * (CONSUMERS + 1), 1) slab(PARAMETERS) {
+    DYNAMIC(memory);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = CLUSTER > 1 ? blockIdx.x % CLUSTER : 0;
+    const u32 stages = (address_of(memory) + 1023) / 1024 * 1024, full = stages + STAGES * STAGE, empty = full + 8 * STAGES;
+    sum_t* turned = reinterpret_cast<sum_t*>(memory + (empty + 8 * STAGES - address_of(memory))) + warp * 16 * ACROSS;
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < STAGES; ++s) {
+            barrier_of(full + 8 * s, 1);
+            barrier_of(empty + 8 * s, CLUSTER * CONSUMERS);
+        }
+        barriers_made();
+    }
+#if CLUSTER > 1
+    wait_for_cluster();
+#else
+    __syncthreads();
+#endif
+    const int tiles_m = (M + BM - 1) / BM, tiles_n = (N + BN - 1) / BN;
+    const int tiles = tiles_m * ((tiles_n + CLUSTER - 1) / CLUSTER), first = blockIdx.x / CLUSTER;
+    const int stride = gridDim.x / CLUSTER, steps = (K + CHUNKS * ELEMENTS - 1) / (CHUNKS * ELEMENTS);
+    int at = 0, turn = 0;  // the next stage, and how often (modulo 2) all were gone through
+    auto next = [&] {
+        if (++at == STAGES) at = 0, turn ^= 1;
+    };
+
+    if (warp == CONSUMERS) {
+        if (lane == 0)
+            for (int tile = first; tile < tiles; tile += stride) {
+                const int m0 = tile % tiles_m * BM + rank * PART, n0 = (tile / tiles_m * CLUSTER + rank) * BN;
+                for (int step = 0; step < steps; ++step, next()) {
+                    const u32 stage = stages + at * STAGE, done = full + 8 * at;
+                    wait_for(empty + 8 * at, turn ^ 1);
+                    expect(done, STAGE);
+#pragma unroll
+                    for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+                        const int k = (step * CHUNKS + chunk) * ELEMENTS;
+                        fetch_once(stage + CHUNKS * A_BYTES + chunk * B_BYTES, &b_desc, k, n0, done);
+                        fetch_for_all(stage + chunk * A_BYTES + rank * PART * 128, &a_desc, k, m0, done);
+                    }
+                }
+            }
+    } else {
+        for (int tile = first; tile < tiles; tile += stride) {
+            sum_t sums[SUMS];
+#pragma unroll
+            for (int i = 0; i < SUMS; ++i) sums[i] = 0;
+#if STEPWISE
+            sum_t own[SUMS];
+#endif
+            u32 before = 0;
+            for (int step = 0; step < steps; ++step, next()) {
+                const u32 a = stages + at * STAGE + warp / 4 * 64 * 128, b = stages + at * STAGE + CHUNKS * A_BYTES;
+                wait_for(full + 8 * at, turn);
+#pragma unroll
+                for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+#if STEPWISE
+                    begin(own);
+#pragma unroll
+                    for (int k = 0; k < 4; ++k)
+                        multiply_group(own, a + chunk * A_BYTES + 32 * k, b + chunk * B_BYTES + 32 * k, k > 0);
+                    commit();
+                    wait_for_sums<0>(own);
+#pragma unroll
+                    for (int i = 0; i < SUMS; ++i) sums[i] += own[i];
+#else
+                    begin(sums);
+#pragma unroll
+                    for (int k = 0; k < 4; ++k)
+                        multiply_group(sums, a + chunk * A_BYTES + 32 * k, b + chunk * B_BYTES + 32 * k, 1);
+#endif
+                }
+#if STEPWISE
+                before = empty + 8 * at;
+#else
+                commit();
+                wait_for_sums<1>(sums);  // of the step before
+#endif
+                if (before && lane < CLUSTER) arrive_at(before, lane);
+                before = STEPWISE ? 0 : empty + 8 * at;
+            }
+#if !STEPWISE
+            wait_for_sums<0>(sums);
+            if (lane < CLUSTER) arrive_at(before, lane);
+#endif
+            // wgmma leaves a thread two columns here and there; C wants rows: 32 columns at a time change hands.
+            const int m0 = tile % tiles_m * BM + warp * 16, n0 = (tile / tiles_m * CLUSTER + rank) * BN;
+            const int rows = min(16, M - m0);
+#pragma unroll
+            for (int left = 0; left < BN; left += 32) {
+#pragma unroll
+                for (int i = 0; i < 16; ++i)
+                    if (left + i / 4 * 8 < BN)
+                        turned[(lane / 4 + i / 2 % 2 * 8) * ACROSS + i / 4 * 8 + lane % 4 * 2 + i % 2] = sums[left / 2 + i];
+                __syncwarp();
+                const int n = n0 + left + lane;
+                if (left + lane < BN && n < N)
+#pragma unroll 4
+                    for (int row = 0; row < rows; ++row) {
+                        const int m = m0 + row;
+                        sum_t sum = turned[row * ACROSS + lane];
+                        // EPILOGUE
+                    }
+                __syncwarp();
+            }
+        }
+    }
+#if CLUSTER > 1
+    wait_for_cluster();  // nobody leaves while others send to it
+#endif
+}
