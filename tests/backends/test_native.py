@@ -154,12 +154,13 @@ def _every_unit() -> Iterator[tuple[str, str, str]]:
 @pytest.mark.parametrize(("isa", "a", "b"), sorted(set(_every_unit())))
 def test_every_tile_of_every_unit(isa: str, a: str, b: str) -> None:
     """All (nr, mr) of the declared space, at an M that exercises full and partial tiles."""
+    m = 70 if isa == "amx" else 29  # AMX's tiles have 32 rows, and a weight is not expanded for one of them
     if a.endswith("int8"):
-        problem = integer(29, 83, 140, a)
+        problem = integer(m, 83, 140, a)
     elif b in ("int8", "int4"):
-        problem = weight_only(29, 83, 140, a, b, Quant(64, "float32", True))
+        problem = weight_only(m, 83, 140, a, b, Quant(64, "float32", True))
     elif a == b:
-        problem = dense(29, 83, 140, a)
+        problem = dense(m, 83, 140, a)
     else:
         return
     seen = set()
