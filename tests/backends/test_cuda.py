@@ -70,10 +70,11 @@ def test_slabs_of_every_family_that_has_them(family: str, m: int) -> None:
 
 
 def test_slabs_are_as_wide_as_gives_every_multiprocessor_one() -> None:
-    """N = 12288 on 132 of them: 128 slabs of 96 columns; integers too, whose wgmma has no such width as 56 or 88."""
-    for problem in (build(64, 12288, 4096, "bf16"), int_problem(64, 12288, 4096)):
-        assert legal(problem)[0].template == "slab"
-        assert legal(problem)[0]["bn"] == 96
+    """N = 22016 on 132 of them: 132 slabs of 168 columns, or two or three rounds of narrower ones; integers too, whose
+    wgmma has no such widths."""
+    for problem in (build(64, 22016, 4096, "bf16"), int_problem(64, 22016, 4096)):
+        assert {168, 88, 56} <= {candidate["bn"] for candidate in legal(problem)}
+    assert legal(build(64, 4096, 11008, "bf16"))[0]["bn"] == 32
 
 
 def test_what_reads_most_at_once_comes_first() -> None:
@@ -87,8 +88,8 @@ def test_what_reads_most_at_once_comes_first() -> None:
 @pytest.mark.parametrize(
     ("problem", "words"),
     [
-        (build(257, 64, 64, "bf16"), "at most 32 rows"),
-        (build(257, 64, 64, "bf16"), "17 to 256 rows"),
+        (build(8193, 64, 64, "bf16"), "at most 32 rows"),
+        (build(8193, 64, 64, "bf16"), "17 to 8192 rows"),
         (replace(bmm_problem(3, 50, 24, 64, "bfloat16"), b=Operand("bfloat16", Layout("col"))), "one kind of element"),
         (build(4, 64, 68, "bf16"), "16 bytes at a time"),
         (fp8_problem(4, 64, 72), "16 bytes at a time"),
@@ -103,6 +104,12 @@ def test_what_reads_most_at_once_comes_first() -> None:
 def test_what_is_refused_is_refused_with_a_reason(problem: Problem, words: str) -> None:
     assert legal(problem) == []
     assert any(words in reason for reason in reasons(problem))
+
+
+def test_each_template_has_its_range_of_rows() -> None:
+    assert {c.template for c in legal(build(16, 4096, 4096, "bf16"))} == {"skinny"}
+    assert {c.template for c in legal(build(32, 4096, 4096, "bf16"))} == {"skinny", "slab"}
+    assert {c.template for c in legal(build(33, 4096, 4096, "bf16"))} == {"slab"}
 
 
 def test_illegal_configurations_say_why() -> None:

@@ -24,7 +24,7 @@ from .source import CHUNK_BYTES, SKINNY, SLAB, TYPES, run_of, scale_group, slab_
 
 NAME = "cuda"
 _ROWS = 32
-_SLAB_ROWS = (17, 256)
+_SLAB_ROWS = (17, 8192)
 _WIDTHS = tuple(range(16, 257, 8))
 _LANES = 4  # of a warp, side by side along K
 _SHARED = 48 << 10  # what a kernel has without asking for more
@@ -33,15 +33,16 @@ _THREADS = 2048
 _FEWEST_STAGES, _MOST_STAGES = 3, 24
 # Fitted to times on an H200.
 _BANDWIDTH = 4.2e12
-_L2_BANDWIDTH = 2.2e13  # many ask for the same of A
-_FLOPS = 9e12  # of a multiprocessor at one-byte operands
+_L2_BANDWIDTH = 1.8e13  # many ask for the same of A
+_FLOPS = 1.9e13  # of a multiprocessor at one-byte operands
+_A_AGAIN = 72  # columns that reading A for wgmma takes as long as
 _FLIGHT = 15e3  # bytes a multiprocessor must have under way to reach half the bandwidth
 _WAVE_S = 1.6e-6  # what another round of blocks adds
 _SPLIT_S = 4e-6
 _START_S = 2e-6
-_STEP_S = 58e-9  # a stage's barriers
-_BESIDE = 0.35  # of the shorter of two things that go on at a time
-_COLUMN_S = 1.5e-8  # a column of 64 rows on its way out
+_STEP_S = 5e-8  # a stage's barriers
+_BESIDE = 0.2  # of the second longest of what goes on at a time
+_COLUMN_S = 1.2e-8  # a column of 64 rows on its way out
 
 
 def candidates(problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
@@ -196,8 +197,8 @@ def _slab_seconds(problem: Problem, device: Device, config: dict[str, Any]) -> f
     stage = CHUNK_BYTES * config["chunks"]
     steps = rounds * -(-problem.k * size // stage)
     fetched = steps * stage * (bn + min(bm, problem.m) / cluster) * device.multiprocessors / _L2_BANDWIDTH
-    walk = fetched + steps * _STEP_S * cluster
+    walk = (fetched + steps * _STEP_S * cluster**2) * (1 + 0.5 / (config["stages"] - 1))
     memory = problem.n * problem.k * size / _BANDWIDTH
-    compute = 2.0 * problem.k * size * bm * bn * rounds / _FLOPS
-    slower, faster = max(walk, memory, compute), min(walk, memory)
+    compute = 2.0 * problem.k * size * bm * (bn + _A_AGAIN) * rounds / _FLOPS * (1 + 0.5 / (config["stages"] - 1))
+    faster, slower = sorted((walk, memory, compute))[1:]
     return float(slower + _BESIDE * faster + _COLUMN_S * bn * bm / 64 + _START_S)
