@@ -64,7 +64,7 @@ def test_every_family_has_candidates(family: str, m: int) -> None:
 @pytest.mark.parametrize("m", [17, 64, 100, 256])
 def test_slabs_of_every_family_that_has_them(family: str, m: int) -> None:
     found = [candidate for candidate in legal(FAMILIES[family].with_m(m)) if candidate.template == "slab"]
-    assert len(found) >= 10
+    assert len(found) >= 5
     assert len({candidate.id for candidate in found}) == len(found)
     assert {int(candidate["bm"]) for candidate in found} == ({64} if m <= 64 else {64, 128})
 
@@ -117,7 +117,7 @@ def test_illegal_configurations_say_why() -> None:
     for words in ("nothing to do", "KB for the warps' sums", "registers a thread", "without splitting K"):
         assert words in found
     slabs = " | ".join(reasons(build(256, 40, 64, "bf16")) | reasons(fp8_problem(100, 30000, 4096)))
-    for words in ("stages; at least 3", "first 128 bytes", "fewer slabs than blocks", "registers a thread"):
+    for words in ("stages; at least 3", "first 128 bytes", "fewer slabs than blocks", "registers a thread", "two chunks"):
         assert words in slabs
     assert "wgmma" in " | ".join(reasons(build(64, 4096, 4096, "bf16"), A100))
     assert "clusters need compute capability 9.0" in " | ".join(reasons(build(1, 4096, 4096, "bf16"), A100))
@@ -307,8 +307,8 @@ SLABS: dict[str, tuple[Problem, dict[str, int]]] = {
         ),
         {"bn": 24},
     ),
-    "fp8": (fp8_problem(50, 80, 400), {"chunks": 2}),
-    "fp8, a cluster": (fp8_problem(18, 150, 144), {"cluster": 4, "bn": 48}),
+    "fp8": (fp8_problem(50, 80, 656), {"chunks": 2}),
+    "fp8, a cluster": (fp8_problem(18, 150, 144), {"cluster": 4, "bn": 48, "chunks": 2}),
 }  # fmt: skip
 
 

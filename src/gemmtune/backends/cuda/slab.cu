@@ -9,7 +9,7 @@
 // counts bytes that have come, ``empty`` the warps, of all blocks that a stage was sent to, that are done with it.
 //
 // What source.py puts before this: the constants BM, BN, STAGES, CHUNKS, CLUSTER (the candidate), WIDTH (bytes of an
-// element), STEPWISE (sums are kept in registers of our own: wgmma adds fp8 up with fewer bits than float32 has), PRODUCTS
+// element), STEPWISE (wgmma adds fp8 up with fewer bits than float32 has: only CHUNKS = 2 at a time), PRODUCTS
 // (what wgmma is asked for), sum_t, PARAMETERS, then ptx.cu, hopper.cu and numbers.cu. It writes the epilogue, too.
 
 constexpr int GROUPS = BM / 64, CONSUMERS = 4 * GROUPS;        // of four warps; warps that multiply
@@ -19,6 +19,21 @@ constexpr int STAGE = CHUNKS * (A_BYTES + B_BYTES);
 constexpr int ELEMENTS = 128 / WIDTH;                          // of K in a chunk
 constexpr int SUMS = BN / 2;                                   // of a thread
 constexpr int ACROSS = 40;                                     // room for 32 columns, rows in other banks
+
+// One chunk of A and B into ``d``, beside what is there if ``add``.
+__device__ __forceinline__ void multiply_chunk(sum_t (&d)[SUMS], u32 a, u32 b, int add) {
+    begin(d);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) multiply_group(d, a + 32 * k, b + 32 * k, add || k > 0);
+    commit();
+}
+
+// What was made of a chunk, behind which there are LEFT more.
+template <int LEFT> __device__ __forceinline__ void add_chunk(sum_t (&sums)[SUMS], sum_t (&chunk)[SUMS]) {
+    wait_for_sums<LEFT>(chunk);
+#pragma unroll
+    for (int i = 0; i < SUMS; ++i) sums[i] += chunk[i];
+}
 
 extern "C" __global__ void
 #if CLUSTER > 1
@@ -70,39 +85,26 @@ __launch_bounds__(32 * (CONSUMERS + 1), 1) slab(PARAMETERS) {
             sum_t sums[SUMS];
 #pragma unroll
             for (int i = 0; i < SUMS; ++i) sums[i] = 0;
-#if STEPWISE
-            sum_t own[SUMS];
-#endif
-            u32 before = 0;
+            u32 before = 0;  // what is empty when wgmma is done with the step before
             for (int step = 0; step < steps; ++step, next()) {
                 const u32 a = stages + at * STAGE + warp / 4 * 64 * 128, b = stages + at * STAGE + CHUNKS * A_BYTES;
                 wait_for(full + 8 * at, turn);
-#pragma unroll
-                for (int chunk = 0; chunk < CHUNKS; ++chunk) {
 #if STEPWISE
-                    begin(own);
-#pragma unroll
-                    for (int k = 0; k < 4; ++k)
-                        multiply_group(own, a + chunk * A_BYTES + 32 * k, b + chunk * B_BYTES + 32 * k, k > 0);
-                    commit();
-                    wait_for_sums<0>(own);
-#pragma unroll
-                    for (int i = 0; i < SUMS; ++i) sums[i] += own[i];
-#else
-                    begin(sums);
-#pragma unroll
-                    for (int k = 0; k < 4; ++k)
-                        multiply_group(sums, a + chunk * A_BYTES + 32 * k, b + chunk * B_BYTES + 32 * k, 1);
-#endif
-                }
-#if STEPWISE
+                sum_t one[SUMS], other[SUMS];
+                multiply_chunk(one, a, b, 0);
+                multiply_chunk(other, a + A_BYTES, b + B_BYTES, 0);
+                add_chunk<1>(sums, one);
+                add_chunk<0>(sums, other);
                 before = empty + 8 * at;
+                if (lane < CLUSTER) arrive_at(before, lane);
 #else
-                commit();
-                wait_for_sums<1>(sums);  // of the step before
-#endif
+#pragma unroll
+                for (int chunk = 0; chunk < CHUNKS; ++chunk)
+                    multiply_chunk(sums, a + chunk * A_BYTES, b + chunk * B_BYTES, 1);
+                wait_for_sums<CHUNKS>(sums);
                 if (before && lane < CLUSTER) arrive_at(before, lane);
-                before = STEPWISE ? 0 : empty + 8 * at;
+                before = empty + 8 * at;
+#endif
             }
 #if !STEPWISE
             wait_for_sums<0>(sums);

@@ -180,7 +180,9 @@ def _slab_illegal(problem: Problem, device: Device, config: dict[str, Any]) -> s
         return "K ends in the first 128 bytes"
     if config["cluster"] > -(-problem.n // config["bn"]):
         return "there are fewer slabs than blocks in a cluster"
-    sums = config["bn"] // 2 * (2 if problem.family == "scaled_mm" else 1)
+    if problem.family == "scaled_mm" and config["chunks"] != 2:
+        return "fp8 is summed up in two chunks by turns"
+    sums = config["bn"] // 2 * (3 if problem.family == "scaled_mm" else 1)
     allowed = min(255, _REGISTERS // (32 * slab_warps(config)) // 8 * 8)
     if sums + 40 > allowed:
         return f"about {sums + 40} registers a thread; {allowed} are there"
