@@ -21,6 +21,7 @@ from .fuse import Bound
 from .launch import Sight
 
 _threads = torch.get_num_threads
+_grad = torch.is_grad_enabled  # the operands' check says whether one requires a gradient, and not whether it gets one
 _compiling = torch.compiler.is_compiling
 _serve = launch.serve
 
@@ -47,7 +48,7 @@ def mm(
     checked = given
     try:
         packed = isinstance(mat2, PackedWeight)
-        key = ("mm", input.shape, mat2._key if packed else mat2.shape, _threads())  # type: ignore[union-attr]
+        key = ("mm", input.shape, mat2._key if packed else mat2.shape, _threads(), _grad())  # type: ignore[union-attr]
         if epilogue or out is not None or out_dtype is not None:
             key, given, checked = launch.with_more(key, given, packed, epilogue, out, out_dtype)
         elif packed:
@@ -166,7 +167,7 @@ def linear(
     try:
         packed = isinstance(weight, PackedWeight)
         shown: Any = weight._key if packed else weight.shape  # type: ignore[union-attr]
-        key = ("linear", input.shape, shown, bias is None, _threads())
+        key = ("linear", input.shape, shown, bias is None, _threads(), _grad())
         if epilogue or out is not None:
             key, given, checked = launch.with_more(key, given, packed, epilogue, out)
         elif packed:
@@ -258,7 +259,7 @@ def addmm(
     try:
         packed = isinstance(mat2, PackedWeight)
         shown: Any = mat2._key if packed else mat2.shape  # type: ignore[union-attr]
-        key = ("addmm", input.shape, mat1.shape, shown, beta, alpha, _threads())
+        key = ("addmm", input.shape, mat1.shape, shown, beta, alpha, _threads(), _grad())
         if out is not None:
             key, given, checked = launch.with_more(key, given, packed, (), out)
         elif packed:
@@ -320,7 +321,7 @@ def bmm(input: Tensor, mat2: Tensor, *, out: Tensor | None = None) -> Tensor:
     given: tuple[Any, ...] = (input, mat2)
     checked = given
     try:
-        key = ("bmm", input.shape, mat2.shape, _threads())
+        key = ("bmm", input.shape, mat2.shape, _threads(), _grad())
         if out is not None:
             key, given, checked = launch.with_more(key, given, False, (), out)
     except (AttributeError, RuntimeError, TypeError):

@@ -16,6 +16,7 @@ from .launch import Sight
 from .traced import is_compiling, outside
 
 _threads = torch.get_num_threads
+_grad = torch.is_grad_enabled  # as in ops: a check says only whether an operand requires a gradient
 _serve = launch.serve
 
 
@@ -40,7 +41,7 @@ def int_mm(
     checked = given
     try:
         packed = isinstance(mat2, PackedWeight)
-        key = ("int_mm", self.shape, mat2._key if packed else mat2.shape, _threads())  # type: ignore[union-attr]
+        key = ("int_mm", self.shape, mat2._key if packed else mat2.shape, _threads(), _grad())  # type: ignore[union-attr]
         if epilogue or out is not None or out_dtype is not None:
             key, given, checked = launch.with_more(key, given, packed, epilogue, out, out_dtype)
         elif packed:
@@ -116,7 +117,8 @@ def mixed_mm(
         if bias is not None:
             given = (*given, bias)
         key = (
-            "mixed_mm", mat1.shape, shown, scaled, zero_point is None, bias is None, bits, group_size, _threads()
+            "mixed_mm", mat1.shape, shown, scaled, zero_point is None, bias is None, bits, group_size, _threads(),
+            _grad(),
         )  # fmt: skip
         checked = given
         if epilogue or out is not None or out_dtype is not None:
@@ -238,7 +240,8 @@ def scaled_mm(
     )  # fmt: skip
     try:
         key = (
-            "scaled_mm", mat1.shape, mat2.shape, scale_a.shape, scale_b.shape, out_dtype, bias is None, _threads()
+            "scaled_mm", mat1.shape, mat2.shape, scale_a.shape, scale_b.shape, out_dtype, bias is None, _threads(),
+            _grad(),
         )  # fmt: skip
     except (AttributeError, RuntimeError, TypeError):
         key = None

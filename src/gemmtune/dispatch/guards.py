@@ -23,9 +23,9 @@ _autocast = torch._C._is_any_autocast_enabled
 def check_like(*tensors: Tensor) -> Check:
     """A function that says of as many operands whether they are as these, in the state that this thread is in now.
 
-    It compares Python type, dtype, device, sizes, strides, whether a gradient is wanted, and what the dispatcher would
-    do with them: autocast, transforms, tracing, inference mode, lazy negation. It need not see dispatch modes nor
-    forward-mode levels. Of these tensors it is true, where they are ordinary.
+    It compares Python type, dtype, device, sizes, strides, requires_grad, and what the dispatcher would do with them:
+    autocast, transforms, tracing, inference mode, lazy negation. It need not see dispatch modes, forward-mode levels
+    or whether gradients are on.
     """
     places: dict[int, int] = {}
     first = [places.setdefault(id(tensor), place) for place, tensor in enumerate(tensors)]
@@ -60,17 +60,16 @@ def _check_in_python(tensors: Sequence[Tensor]) -> Check:
     seen = _seen(tensors)  # not the tensors themselves, which must not be kept
 
     def check(*given: Any) -> bool:
-        return not special_state() and not any(unusual(tensor) for tensor in given) and _seen(given) == seen
+        return not special_state() and all(isinstance(tensor, Tensor) for tensor in given) and _seen(given) == seen
 
     return check
 
 
 def _seen(tensors: Sequence[Tensor]) -> list[Any]:
-    grad = torch.is_grad_enabled()
     return [
         torch.is_inference_mode_enabled(),
         *(
-            (type(t), t.dtype, t.device, t.shape, t.stride(), t.is_inference(), grad and t.requires_grad)
+            (type(t), t.dtype, t.device, t.shape, t.stride(), t.requires_grad, t.is_neg(), t.is_inference())
             for t in tensors
         ),
     ]
