@@ -96,7 +96,7 @@ def _first_mm(
     if plainly and _others(a, b):  # type: ignore[arg-type]
         return _torchs(sight, torch.mm)
     if not sight.ordinary:
-        if plainly and _same_place(sight):
+        if plainly and _alike(sight):
             return _unless(torch.mm, sight, lambda: describe.mm(a, b))
         return _mm(a, b, out_dtype, epilogue, out)
     call = describe.mm(a, b, epilogue, out_dtype)
@@ -128,12 +128,13 @@ def _unless(function: launch.Serve, sight: Sight, described: Callable[[], object
         raise
 
 
-def _same_place(sight: Sight) -> bool:
-    """Whether the operands can be, and are, on one device, with nobody watching."""
+def _alike(sight: Sight) -> bool:
+    """Whether the operands are of one device and dtype (fake tensors let PyTorch's ops pass others), nobody watching."""
     if sight.key is None or RUNTIME.observer is not None:
         return False
-    device = sight.given[0].device
-    return all(tensor.device == device for tensor in sight.given[1:])
+    first = sight.given[0]
+    device, dtype = first.device, first.dtype
+    return all(tensor.device == device and tensor.dtype == dtype for tensor in sight.given[1:])
 
 
 def _pair(call: describe.Call) -> launch.Pair:
@@ -204,7 +205,7 @@ def _first_linear(
         return _torchs(sight, functional.linear)
     if others or not sight.ordinary:
         usual = bias is None or tuple(bias.shape) == tuple(weight.shape[:1])  # others have rules of their own here
-        if plainly and usual and _same_place(sight):
+        if plainly and usual and _alike(sight):
             return _unless(functional.linear, sight, lambda: describe.linear(x, weight, bias))
         return _linear(x, weight, bias, epilogue, out)
     call = describe.linear(x, weight, bias, epilogue)
@@ -304,7 +305,7 @@ def _first_addmm(
     if plainly and others:
         return _torchs(sight, function)
     if others or not sight.ordinary:
-        if plainly and _same_place(sight):
+        if plainly and _alike(sight):
             return _unless(function, sight, lambda: describe.addmm(addend, a, b, beta, alpha))
         return _addmm(addend, a, b, beta, alpha, out)
     call = describe.addmm(addend, a, b, beta, alpha)
@@ -346,7 +347,7 @@ def _first_bmm(sight: Sight, a: Tensor, b: Tensor, out: Tensor | None) -> Tensor
     if others and out is None:
         return _torchs(sight, torch.bmm)
     if others or not sight.ordinary:
-        if out is None and _same_place(sight):
+        if out is None and _alike(sight):
             return _unless(torch.bmm, sight, lambda: describe.bmm(a, b))
         return _bmm(a, b, out)
     call = describe.bmm(a, b)
