@@ -49,35 +49,40 @@ class Sight(NamedTuple):
         """Whether a kernel may serve it, and be remembered."""
         if self.key is None or RUNTIME.observer is not None or special_state():
             return False
+        try:
+            hash(self.key)
+        except TypeError:
+            return False
         return not any(unusual(tensor) for tensor in self.checked)
 
 
-def serve(key: Any, given: tuple[Any, ...], checked: tuple[Any, ...], first: Serve, *asked: Any) -> Tensor:
-    """The result of a call, by what was prepared for operands like these; else ``first(sight, *asked)``.
+def serve(key: Any, given: tuple[Any, ...], checked: tuple[Any, ...]) -> Tensor | None:
+    """The result of a call by what was prepared for operands like these (as Sight has them); None where nothing was.
 
-    The arguments are as Sight has them. This is what every call pays.
+    This is what every call pays.
     """
     try:
         variants = _lookup(key)
     except TypeError:  # it cannot be hashed: sizes that are symbols, arguments of a wrong type
-        return first(Sight(None, given, checked), *asked)
+        return None
     if variants is not None and not _dispatch_modes() and forward_ad._current_level < 0:
         for check, prepared in variants:
             if check(*checked):
                 return prepared(*given)  # type: ignore[no-any-return]
-    return first(Sight(key, given, checked), *asked)
+    return None
 
 
 def with_more(
     key: Any, given: tuple[Any, ...], packed: bool, epilogue: Sequence[Bound], out: Any, out_dtype: Any = None
 ) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
     """A call's key, what is given, and what of it is checked, with the call's epilogue, out and out_dtype."""
-    more = tuple([bound.tensor for bound in epilogue if bound.tensor is not None])
+    tags: Any = ()
+    if epilogue:
+        tags = tuple([bound.tag for bound in epilogue])
+        given = (*given, *[bound.tensor for bound in epilogue if bound.tensor is not None])
     if out is not None:
-        more = (*more, out)
-    given = (*given, *more)
-    checked = (given[0], *given[2:]) if packed else given
-    return (key, tuple([bound.tag for bound in epilogue]), out is None, out_dtype), given, checked
+        given = (*given, out)
+    return (key, tags, out is None, out_dtype), given, (given[0], *given[2:]) if packed else given
 
 
 def meet(

@@ -2,6 +2,7 @@
 
 Each asks dispatch's table (``launch.serve``) by a short key for what serves operands like its own: PyTorch's own
 function or a prepared kernel. Everything else (checks, Problem, Plan) happens when the table has none: ``_first_*``.
+Keys have the shape of the first operand only: with it, another's number of elements says as much, and costs less.
 """
 
 from __future__ import annotations
@@ -48,14 +49,15 @@ def mm(
     checked = given
     try:
         packed = isinstance(mat2, PackedWeight)
-        key = ("mm", input.shape, mat2._key if packed else mat2.shape, _threads(), _grad())  # type: ignore[union-attr]
+        key = ("mm", input.shape, mat2._key if packed else mat2.numel(), _threads(), _grad())  # type: ignore[union-attr]
         if epilogue or out is not None or out_dtype is not None:
             key, given, checked = launch.with_more(key, given, packed, epilogue, out, out_dtype)
         elif packed:
             checked = (input,)
     except (AttributeError, RuntimeError, TypeError):
         key = None  # they are no operands at all, or odd ones
-    return _serve(key, given, checked, _first_mm, input, mat2, out_dtype, epilogue, out)
+    result = _serve(key, given, checked)
+    return _first_mm(Sight(key, given, checked), input, mat2, out_dtype, epilogue, out) if result is None else result
 
 
 def _mm(a: Tensor, b: Weight, out_dtype: torch.dtype | None, epilogue: Sequence[Bound], out: Tensor | None) -> Tensor:
@@ -129,7 +131,7 @@ def _unless(function: launch.Serve, sight: Sight, described: Callable[[], object
 
 
 def _alike(sight: Sight) -> bool:
-    """Whether the operands are of one device and dtype (fake tensors let PyTorch's ops pass others), nobody watching."""
+    """Whether the operands are of one device and dtype (of fake tensors PyTorch takes others), and nobody records."""
     if sight.key is None or RUNTIME.observer is not None:
         return False
     first = sight.given[0]
@@ -167,7 +169,7 @@ def linear(
     checked = given
     try:
         packed = isinstance(weight, PackedWeight)
-        shown: Any = weight._key if packed else weight.shape  # type: ignore[union-attr]
+        shown: Any = weight._key if packed else weight.numel()  # type: ignore[union-attr]
         key = ("linear", input.shape, shown, bias is None, _threads(), _grad())
         if epilogue or out is not None:
             key, given, checked = launch.with_more(key, given, packed, epilogue, out)
@@ -175,7 +177,8 @@ def linear(
             checked = (input,) if bias is None else (input, bias)
     except (AttributeError, RuntimeError, TypeError):
         key = None
-    return _serve(key, given, checked, _first_linear, input, weight, bias, epilogue, out)
+    result = _serve(key, given, checked)
+    return _first_linear(Sight(key, given, checked), input, weight, bias, epilogue, out) if result is None else result
 
 
 def _checked_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
@@ -259,15 +262,16 @@ def addmm(
     checked = given
     try:
         packed = isinstance(mat2, PackedWeight)
-        shown: Any = mat2._key if packed else mat2.shape  # type: ignore[union-attr]
-        key = ("addmm", input.shape, mat1.shape, shown, beta, alpha, _threads(), _grad())
+        shown: Any = mat2._key if packed else mat2.numel()  # type: ignore[union-attr]
+        key = ("addmm", input.numel(), mat1.shape, shown, beta, alpha, _threads(), _grad())
         if out is not None:
             key, given, checked = launch.with_more(key, given, packed, (), out)
         elif packed:
             checked = (mat1, input)
     except (AttributeError, RuntimeError, TypeError):
         key = None
-    return _serve(key, given, checked, _first_addmm, input, mat1, mat2, beta, alpha, out)
+    result = _serve(key, given, checked)
+    return _first_addmm(Sight(key, given, checked), input, mat1, mat2, beta, alpha, out) if result is None else result
 
 
 def _checked_addmm(addend: Tensor, a: Tensor, b: Weight, beta: float, alpha: float) -> bool:
@@ -322,12 +326,13 @@ def bmm(input: Tensor, mat2: Tensor, *, out: Tensor | None = None) -> Tensor:
     given: tuple[Any, ...] = (input, mat2)
     checked = given
     try:
-        key = ("bmm", input.shape, mat2.shape, _threads(), _grad())
+        key = ("bmm", input.shape, mat2.numel(), _threads(), _grad())
         if out is not None:
             key, given, checked = launch.with_more(key, given, False, (), out)
     except (AttributeError, RuntimeError, TypeError):
         key = None
-    return _serve(key, given, checked, _first_bmm, input, mat2, out)
+    result = _serve(key, given, checked)
+    return _first_bmm(Sight(key, given, checked), input, mat2, out) if result is None else result
 
 
 def _checked_bmm(a: Tensor, b: Tensor) -> bool:

@@ -41,14 +41,15 @@ def int_mm(
     checked = given
     try:
         packed = isinstance(mat2, PackedWeight)
-        key = ("int_mm", self.shape, mat2._key if packed else mat2.shape, _threads(), _grad())  # type: ignore[union-attr]
+        key = ("int_mm", self.shape, mat2._key if packed else mat2.numel(), _threads(), _grad())  # type: ignore[union-attr]
         if epilogue or out is not None or out_dtype is not None:
             key, given, checked = launch.with_more(key, given, packed, epilogue, out, out_dtype)
         elif packed:
             checked = (self,)
     except (AttributeError, RuntimeError, TypeError):
         key = None  # they are no operands at all, or odd ones
-    return _serve(key, given, checked, _first_int_mm, self, mat2, out_dtype, epilogue, out)
+    result = _serve(key, given, checked)
+    return _first_int_mm(Sight(key, given, checked), self, mat2, out_dtype, epilogue, out) if result is None else result
 
 
 def _described_int_mm(a: Tensor, b: Any, epilogue: Sequence[Bound], out_dtype: torch.dtype | None) -> describe.Call:
@@ -108,8 +109,8 @@ def mixed_mm(
     checked = given
     try:
         packed = isinstance(mat2, PackedWeight)
-        shown: Any = mat2._key if packed else mat2.shape  # type: ignore[union-attr]
-        scaled = None if scale is None else scale.shape
+        shown: Any = mat2._key if packed else mat2.numel()  # type: ignore[union-attr]
+        scaled = None if scale is None else scale.numel()
         if scale is not None:
             given = (*given, scale)
         if zero_point is not None:
@@ -127,9 +128,12 @@ def mixed_mm(
             checked = (mat1, *given[2:])
     except (AttributeError, RuntimeError, TypeError):
         key = None
-    return _serve(
-        key, given, checked, _first_mixed_mm,
-        mat1, mat2, scale, zero_point, bits, group_size, bias, out_dtype, epilogue, out,
+    result = _serve(key, given, checked)
+    if result is not None:
+        return result
+    sight = Sight(key, given, checked)
+    return _first_mixed_mm(
+        sight, mat1, mat2, scale, zero_point, bits, group_size, bias, out_dtype, epilogue, out
     )  # fmt: skip
 
 
@@ -240,12 +244,17 @@ def scaled_mm(
     )  # fmt: skip
     try:
         key = (
-            "scaled_mm", mat1.shape, mat2.shape, scale_a.shape, scale_b.shape, out_dtype, bias is None, _threads(),
-            _grad(),
+            "scaled_mm", mat1.shape, mat2.numel(), scale_a.numel(), scale_b.numel(), out_dtype, bias is None,
+            _threads(), _grad(),
         )  # fmt: skip
     except (AttributeError, RuntimeError, TypeError):
         key = None
-    return _serve(key, given, given, _first_scaled_mm, mat1, mat2, scale_a, scale_b, bias, out_dtype)
+    result = _serve(key, given, given)
+    return (
+        _first_scaled_mm(Sight(key, given, given), mat1, mat2, scale_a, scale_b, bias, out_dtype)
+        if result is None
+        else result
+    )
 
 
 def _is_atens(mat1: Any, mat2: Any, scale_a: Any, scale_b: Any, scale_result: Any, fast: bool) -> bool:
