@@ -314,12 +314,23 @@ def test_recording_sees_every_call_and_nothing_is_remembered_meanwhile(served: A
     assert [count for _, count in recorded.problems] == [2, 2, 2]
 
 
-SPECIAL: dict[str, Callable[[Any], tuple[Tensor, Tensor]]] = {
-    # of weight (raw or packed) -> what came of X, and what should have
-    "plain": lambda w: (gemmtune.linear(X, w), PRODUCT),
-    "epilogue": lambda w: (gemmtune.linear(X, w, epilogue=[fuse.relu()]), PRODUCT.relu()),
-    "out": lambda w: (gemmtune.linear(X, w, out=torch.empty(3, 5)), PRODUCT),
-}
+def test_what_pytorch_serves_in_a_state_it_serves_there_alone(served: Any) -> None:
+    """Under autocast and vmap PyTorch's op is remembered for that state; under modes and forward AD nothing is."""
+    kernels = served(lambda: gemmtune.linear(X, WEIGHT))
+    with FakeTensorMode() as mode:
+        gemmtune.linear(mode.from_tensor(X), mode.from_tensor(WEIGHT))
+    with forward_ad.dual_level():
+        gemmtune.linear(forward_ad.make_dual(X, X), WEIGHT)
+    gemmtune.linear(X.as_subclass(type("Mine", (Tensor,), {})), WEIGHT)
+    assert not TABLE
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert gemmtune.linear(X, WEIGHT).dtype == torch.bfloat16
+        close(torch.vmap(lambda t: gemmtune.linear(t, WEIGHT))(X[None]), PRODUCT[None])
+        assert RAN == []
+    assert [len(variants) for variants in TABLE.values()] == [2]
+    close(gemmtune.linear(X, WEIGHT), PRODUCT)
+    assert len(RAN) == kernels
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")

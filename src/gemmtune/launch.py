@@ -15,7 +15,7 @@ from . import checks, plain
 from .backends.aten.steps import dtype_of
 from .backends.base import Kernel, Launch, PackedWeight
 from .describe import Call
-from .dispatch.guards import capturing, check_like, special, special_state, unusual
+from .dispatch.guards import capturing, check_like, special, special_state, subclassed, unusual
 from .dispatch.runtime import RUNTIME, TABLE
 from .fuse import Bound
 from .problem import Problem
@@ -46,12 +46,8 @@ class Sight(NamedTuple):
 
     @property
     def ordinary(self) -> bool:
-        """Whether a kernel may serve it, and be remembered."""
+        """Whether a kernel may serve it."""
         if self.key is None or RUNTIME.observer is not None or special_state():
-            return False
-        try:
-            hash(self.key)
-        except TypeError:
             return False
         return not any(unusual(tensor) for tensor in self.checked)
 
@@ -120,8 +116,15 @@ def meet(
 
 
 def keep(sight: Sight, prepared: Serve, generation: int) -> None:
-    """Remember what serves operands like these."""
-    RUNTIME.remember(sight.key, (check_like(*sight.checked), prepared), generation)
+    """Remember what serves operands like these, in a state like this one, where a check of them would find it again."""
+    if sight.key is None or any(subclassed(tensor) for tensor in sight.checked):
+        return
+    check = check_like(*sight.checked)
+    if check(*sight.checked) and not _dispatch_modes() and forward_ad._current_level < 0:
+        try:
+            RUNTIME.remember(sight.key, (check, prepared), generation)
+        except TypeError:  # a key that cannot be hashed
+            return
 
 
 def _lasting(sight: Sight, operands: Sequence[Any], call: Call, out: Tensor | None, differentiable: bool) -> bool:

@@ -114,17 +114,18 @@ def _into_mm(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def _torchs(sight: Sight, function: launch.Serve) -> Tensor:
-    """What is for PyTorch alone: so it stays for operands like these, where nothing but their dtype decided that."""
-    if sight.ordinary:
-        launch.keep(sight, function, RUNTIME.generation)
-    return function(*sight.given)
+    """What is for PyTorch alone: it serves operands like these in a state like this one (it is right in any)."""
+    generation = RUNTIME.generation
+    result = function(*sight.given)
+    launch.keep(sight, function, generation)
+    return result
 
 
 def _unless(function: launch.Serve, sight: Sight, described: Callable[[], object]) -> Tensor:
     """PyTorch's own op, which has to see its operands (transforms, modes, subclasses); where it refuses them, the
     description may know better words for it."""
     try:
-        return function(*sight.given)
+        return _torchs(sight, function)
     except Exception:
         described()
         raise

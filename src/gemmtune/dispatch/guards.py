@@ -37,8 +37,9 @@ def check_like(*tensors: Tensor) -> Check:
     repeated = [(place, former) for place, former in enumerate(first) if place != former]
 
     def check_repeated(*given: Any) -> bool:
-        if any(given[place] is not given[former] for place, former in repeated):
-            return False
+        for place, former in repeated:
+            if given[place] is not given[former]:
+                return False
         return check(*[given[place] for place in distinct])
 
     return check_repeated
@@ -93,8 +94,13 @@ def special(tensor: Any) -> bool:
 
 def unusual(tensor: Any) -> bool:
     """``special``, whatever the device."""
+    return subclassed(tensor) or tensor.is_neg()
+
+
+def subclassed(tensor: Any) -> bool:
+    """Whether it is no tensor of torch's own types."""
     kind = type(tensor)
-    return (kind is not Tensor and kind is not Parameter) or tensor.is_neg()
+    return kind is not Tensor and kind is not Parameter
 
 
 def capturing(device: torch.device) -> bool:
