@@ -314,6 +314,7 @@ def test_recording_sees_every_call_and_nothing_is_remembered_meanwhile(served: A
     assert [count for _, count in recorded.problems] == [2, 2, 2]
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_what_pytorch_serves_in_a_state_it_serves_there_alone(served: Any) -> None:
     """Under autocast and vmap PyTorch's op is remembered for that state; under modes and forward AD nothing is."""
     kernels = served(lambda: gemmtune.linear(X, WEIGHT))
