@@ -1,28 +1,188 @@
-"""From a described Call to a result: the general path, and the prepared entries of the hot one."""
+"""From operands to a result: what was prepared for operands like these, or the general path by a described Call."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import checks, plain
 from .backends.aten.steps import dtype_of
-from .backends.base import Kernel, Launch
+from .backends.base import Kernel, Launch, PackedWeight
 from .describe import Call
-from .dispatch.guards import capturing, special, special_state, unusual
-from .dispatch.runtime import RUNTIME
+from .dispatch.guards import capturing, check_like, special, special_state, subclassed, unusual
+from .dispatch.runtime import RUNTIME, TABLE
+from .fuse import Bound
 from .problem import Problem
 
+_lookup = TABLE.get
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+# A third of what torch.empty costs; the latter on the current device.
+_empty_strided_cpu = torch._C._dynamo.guards._empty_strided_cpu  # type: ignore[attr-defined]
 _empty_strided_cuda = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
 
 Fresh = Callable[[Tensor, Any, Sequence[Tensor]], Tensor]
-Entry = Callable[..., Tensor]
-Prepare = Callable[[Tensor, Any, Tensor | None], tuple[Tensor, Any, Sequence[Tensor]]]
+Serve = Callable[..., Tensor]
+Write = Callable[..., object]  # of out and the operands
+Pair = Callable[..., tuple[Tensor, Any]]
+Take = Callable[..., tuple[Tensor, Any, Sequence[Tensor]]]
+
+
+class Sight(NamedTuple):
+    """The operands of a call that nothing in the table serves.
+
+    key: under which what serves it may be remembered (None: the operands have none). given: the operands in the order
+    that launches take them, then out. checked: the tensors among them (all but a PackedWeight).
+    """
+
+    key: Any
+    given: tuple[Any, ...]
+    checked: tuple[Any, ...]
+
+    @property
+    def ordinary(self) -> bool:
+        """Whether a kernel may serve it."""
+        if self.key is None or RUNTIME.observer is not None or special_state():
+            return False
+        return not any(unusual(tensor) for tensor in self.checked)
+
+
+def serve(key: Any, given: tuple[Any, ...], checked: tuple[Any, ...]) -> Tensor | None:
+    """The result of a call by what was prepared for operands like these (as Sight has them); None where nothing was.
+
+    This is what every call pays.
+    """
+    try:
+        variants = _lookup(key)
+    except TypeError:  # it cannot be hashed: sizes that are symbols, arguments of a wrong type
+        return None
+    if variants is not None and not _dispatch_modes() and forward_ad._current_level < 0:
+        for check, prepared in variants:
+            if check(*checked):
+                return prepared(*given)  # type: ignore[no-any-return]
+    return None
+
+
+def with_more(
+    key: Any, given: tuple[Any, ...], packed: bool, epilogue: Sequence[Bound], out: Any, out_dtype: Any = None
+) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
+    """A call's key, what is given, and what of it is checked, with the call's epilogue, out and out_dtype."""
+    tags: Any = ()
+    if epilogue:
+        tags = tuple([bound.tag for bound in epilogue])
+        given = (*given, *[bound.tensor for bound in epilogue if bound.tensor is not None])
+    if out is not None:
+        given = (*given, out)
+    return (key, tags, out is None, out_dtype), given, (given[0], *given[2:]) if packed else given
+
+
+def meet(
+    sight: Sight, op: str, call: Call, pair: Pair, *, function: Serve | None = None, into: Write | None = None,
+    differentiate: Serve | None = None, differentiable: bool = True, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Serve a Call of ordinary operands met for the first time, and remember what served it if that will do again.
+
+    pair: of the operands before the epilogue's, a and b as kernels take them. function: PyTorch's own op on the
+    operands, into: the same that writes its first argument; without function it is put together by ``plain``.
+    differentiate: called with what computes and the operands where one wants a gradient; without it PyTorch computes
+    what has one. differentiable: False where nothing has one.
+    """
+    generation = RUNTIME.generation
+    operands = sight.given if out is None else sight.given[:-1]
+    if passing(call) or not _lasting(sight, operands, call, out, differentiable):
+        return execute(op, call, out, differentiable=differentiable)
+    wants = _wants(sight.checked)
+    kernel = None if _empty(call.problem) or (wants and differentiate is None) else _kernel_for(call)
+    take = _taking(call, operands, pair)
+    write: Write | None
+    if kernel is None:
+        if call.packed is not None:
+            return execute(op, call, out, differentiable=differentiable)
+        fresh, write = function or _plainly(call, take), into
+    else:
+        launch = _bound(kernel, call, operands)
+        write = _running(kernel, call, take) if launch is None else _writing(launch, call)
+        fresh = _computing(kernel, call, take) if launch is None else _launching(write, call)
+        if wants and differentiate is not None:
+            fresh = partial(differentiate, fresh)
+    prepared = fresh if out is None else _into(fresh, write)
+    keep(sight, prepared, generation)
+    return prepared(*sight.given)
+
+
+def keep(sight: Sight, prepared: Serve, generation: int) -> None:
+    """Remember what serves operands like these, in a state like this one, where a check of them would find it again."""
+    if sight.key is None or any(subclassed(tensor) for tensor in sight.checked):
+        return
+    check = check_like(*sight.checked)
+    if check(*sight.checked) and not _dispatch_modes() and forward_ad._current_level < 0:
+        try:
+            RUNTIME.remember(sight.key, (check, prepared), generation)
+        except TypeError:  # a key that cannot be hashed
+            return
+
+
+def _lasting(sight: Sight, operands: Sequence[Any], call: Call, out: Tensor | None, differentiable: bool) -> bool:
+    """Whether what serves this call serves all like it: no error comes of it, and nothing has to be copied."""
+    count = len(operands) - len(call.aux)
+    if not _as_given(operands[count:], call.aux) or (out is not None and not _fits(out, call)):
+        return False
+    return not _wants(sight.checked) or (differentiable and call.packed is None and out is None)
+
+
+def _wants(tensors: Sequence[Tensor]) -> bool:
+    """Whether a gradient is wanted of one."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def _plainly(call: Call, take: Take) -> Serve:
+    """Plain PyTorch on the operands."""
+    compute = plain.settled(call)
+    return lambda *operands: compute(*take(*operands))
+
+
+def _as_given(tensors: Sequence[Tensor], aux: Sequence[Tensor]) -> bool:
+    """Whether the epilogue's tensors are views of what the caller holds: of the same elements in the same order."""
+    return all(
+        t.numel() == u.numel() and t.is_contiguous() and t.data_ptr() == u.data_ptr()
+        for t, u in zip(tensors, aux, strict=True)
+    )
+
+
+def _fits(out: Tensor, call: Call) -> bool:
+    """Whether a kernel may write ``out``, if it shares no memory with an operand. (The others are for ``execute``.)"""
+    fits = out.shape == call.shape and out.dtype == dtype_of(call.problem.out_dtype) and out.device == call.a.device
+    return fits and out.is_contiguous()
+
+
+def _into(fresh: Serve, write: Write | None) -> Serve:
+    """What serves operands and an out behind them: ``write``; ``fresh`` where they share memory, or nothing writes."""
+    if write is None:
+        return lambda *given: given[-1].copy_(fresh(*given[:-1]))
+
+    def prepared(*given: Any) -> Tensor:
+        out: Tensor = given[-1]
+        operands = given[:-1]
+        if _shares(out, operands):
+            return out.copy_(fresh(*operands))
+        write(out, *operands)
+        return out
+
+    return prepared
+
+
+def _shares(out: Tensor, operands: Sequence[Any]) -> bool:
+    """Whether a tensor has its storage in common with an operand (PackedWeights are nobody's output)."""
+    storage = out.untyped_storage().data_ptr()
+    for operand in operands:
+        if type(operand) is not PackedWeight and operand.untyped_storage().data_ptr() == storage:
+            return True
+    return False
 
 
 def execute(op: str, call: Call, out: Tensor | None = None, *, differentiable: bool = True) -> Tensor:
@@ -63,6 +223,10 @@ def _kernel(call: Call) -> Kernel | None:
         return None
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors):
         return None
+    return _kernel_for(call)
+
+
+def _kernel_for(call: Call) -> Kernel | None:
     return RUNTIME.kernel_for(call.problem, call.packed, call.a.device)
 
 
@@ -109,10 +273,7 @@ def _kernel_shape(call: Call) -> tuple[int, ...]:
 
 def _direct(out: Tensor, call: Call) -> bool:
     """Whether a kernel may write ``out`` itself: row-major, ordinary, and sharing no memory with what it reads."""
-    if not out.is_contiguous() or special(out):
-        return False
-    storage = out.untyped_storage().data_ptr()
-    return all(storage != tensor.untyped_storage().data_ptr() for tensor in call.tensors)
+    return out.is_contiguous() and not special(out) and not _shares(out, call.tensors)
 
 
 def _fake(tensor: Tensor) -> bool:
@@ -147,76 +308,24 @@ def fresh_of(kernel: Kernel) -> Fresh:
     return fresh
 
 
-def prepared(
-    call: Call, given: tuple[Any, ...], prepare: Prepare, differentiate: Entry, plainly: Entry
-) -> Entry | None:
-    """``entry(x, weight, extra=None)`` for operands of just these shapes, or None when plain PyTorch serves.
-
-    given: such operands, as the caller holds them. prepare: the operands as the kernel takes them. differentiate:
-    called with ``compute`` and the operands when one requires grad. plainly: serves whatever is no ordinary tensor.
-    """
-    kernel = _kernel_now(call)
-    if kernel is None:
-        return None
-    packed, grad_on = call.packed is not None, torch.is_grad_enabled
-    compute = _bound_entry(kernel, call, given) or _computing(kernel, call, prepare)
-
-    def entry(x: Tensor, weight: Any, extra: Tensor | None = None) -> Tensor:
-        if special_state() or unusual(x) or not (packed or not unusual(weight)):
-            return plainly(x, weight, extra)
-        if extra is not None and unusual(extra):
-            return plainly(x, weight, extra)
-        if grad_on() and _requires_grad(x, None if packed else weight, extra):
-            return differentiate(compute, x, weight, extra)
-        return compute(x, weight, extra)
-
-    return entry
+def _outputs(call: Call, shape: tuple[int, ...]) -> Callable[[], Tensor]:
+    """Makes a tensor of such a shape for the Call's result."""
+    dtype, device = dtype_of(call.problem.out_dtype), call.a.device
+    strides = torch.empty(shape, device="meta").stride()
+    if device.type == "cpu":
+        return partial(_empty_strided_cpu, shape, strides, dtype)
+    if torch.cuda.device_count() == 1:
+        return partial(_empty_strided_cuda, shape, strides, dtype)
+    return partial(torch.empty, shape, dtype=dtype, device=device)
 
 
-def _kernel_now(call: Call) -> Kernel | None:
-    return None if _empty(call.problem) else RUNTIME.kernel_for(call.problem, call.packed, call.a.device)
-
-
-def serving(call: Call, given: Sequence[Tensor], prepare: Callable[..., tuple[Tensor, Any, Sequence[Tensor]]]) -> Entry:
-    """``compute(*given)`` for tensors of just these shapes, by what serves the Call now: its kernel, or plain PyTorch.
-
-    given: every tensor, in the order of ``Call.tensors``. prepare: the operands as kernels take them, of ``given``.
-    Looks at nothing: the caller has seen that they are ordinary and want no gradient.
-    """
-    kernel = _kernel_now(call)
-    if kernel is None:
-        problem, shape = call.problem, call.shape
-
-        def plainly(*tensors: Tensor) -> Tensor:
-            a, b, aux = prepare(*tensors)
-            return plain.run(Call(problem, a, b, tuple(aux), shape))
-
-        return plainly
-    launch = _bound(kernel, call, given)
-    if launch is None:
-        return _computing(kernel, call, prepare)
-    fresh = _outputs(call)
-
-    def direct(*tensors: Tensor) -> Tensor:
-        out = fresh()
-        launch(out, *tensors)
-        return out
-
-    return direct
-
-
-def _outputs(call: Call) -> Callable[[], Tensor]:
-    """Makes a tensor for the Call's result."""
-    if call.a.is_cuda and torch.cuda.device_count() == 1:  # on the current device; half of what torch.empty costs
-        strides = torch.empty(call.shape, device="meta").stride()
-        return partial(_empty_strided_cuda, call.shape, strides, dtype_of(call.problem.out_dtype))
-    return partial(torch.empty, call.shape, dtype=dtype_of(call.problem.out_dtype), device=call.a.device)
-
-
-def _bound(kernel: Kernel, call: Call, given: Sequence[Tensor]) -> Launch | None:
-    """A launch that takes the tensors ``given`` as they are; None where the kernel has none, or the Call's operands are
-    copies of these (views will do)."""
-    tensors = call.tensors if call.packed is None else (call.a, *call.packed.data, *call.aux)
+def _bound(kernel: Kernel, call: Call, operands: Sequence[Any]) -> Launch | None:
+    """A launch that takes the operands (a PackedWeight's tensors in its place) as they are; None where the kernel has
+    none, or the Call's are copies of these (views will do)."""
+    given, tensors = operands, call.tensors
+    if call.packed is not None:
+        data = call.packed.data
+        given, tensors = (operands[0], *data, *operands[2:]), (call.a, *data, *call.aux)
     if (call.problem.b.constant and not call.a.is_contiguous()) or len(tensors) != len(given):
         return None
     launch = kernel.bind(call.a, call.b, call.aux)
@@ -225,50 +334,69 @@ def _bound(kernel: Kernel, call: Call, given: Sequence[Tensor]) -> Launch | None
     return _there(launch, kernel, call.a.device)
 
 
-def _bound_entry(kernel: Kernel, call: Call, given: tuple[Any, ...]) -> Entry | None:
-    """``compute(x, weight, extra)`` by such a launch."""
-    packed, (x, weight, *extra) = call.packed is not None, given
-    rest = [tensor for tensor in extra if tensor is not None]
-    launch = _bound(kernel, call, (x, *(weight.data if packed else (weight,)), *rest))
-    if launch is None:
-        return None
-    fresh = _outputs(call)
+def _writing(launch: Launch, call: Call) -> Write:
+    """A bound launch that finds a PackedWeight's tensors itself."""
+    if call.packed is None:
+        return launch
 
-    def compute(x: Tensor, weight: Any, extra: Any) -> Tensor:
-        out = fresh()
-        if packed:
-            launch(out, x, *weight.data, *(() if extra is None else (extra,)))
-        elif extra is None:
-            launch(out, x, weight)
-        else:
-            launch(out, x, weight, extra)
+    def write(out: Tensor, x: Tensor, weight: PackedWeight, *rest: Tensor) -> None:
+        launch(out, x, *weight.data, *rest)
+
+    return write
+
+
+def _launching(write: Write, call: Call) -> Serve:
+    """Such a launch into a new tensor."""
+    empty = _outputs(call, call.shape)
+
+    def prepared(*operands: Any) -> Tensor:
+        out = empty()
+        write(out, *operands)
         return out
 
-    return compute
+    return prepared
 
 
-def _computing(kernel: Kernel, call: Call, prepare: Callable[..., tuple[Tensor, Any, Sequence[Tensor]]]) -> Entry:
-    """``compute(*operands)``: the kernel on prepared operands, into a new tensor of the Call's shape."""
-    device, own = call.a.device, getattr(kernel, "fresh", None)
-    inner, shape, run = _kernel_shape(call), call.shape, _there(kernel.run, kernel, call.a.device)
-    dtype, empty, same = dtype_of(call.problem.out_dtype), torch.empty, shape == inner
+def _computing(kernel: Kernel, call: Call, take: Take) -> Serve:
+    """The kernel on operands as it takes them, into a new tensor."""
+    own, inner, shape = getattr(kernel, "fresh", None), _kernel_shape(call), call.shape
+    run, empty, same = _there(kernel.run, kernel, call.a.device), _outputs(call, inner), shape == inner
 
     def allocate(*operands: Any) -> Tensor:
-        a, b, aux = prepare(*operands)
-        out = empty(inner, dtype=dtype, device=device)
-        run(a, b, aux, out)
+        out = empty()
+        run(*take(*operands), out)
         return out if same else out.view(shape)
 
     if own is None:
         return allocate
-    fresh: Fresh = _there(own, kernel, device)
+    fresh: Fresh = _there(own, kernel, call.a.device)
 
     def ask(*operands: Any) -> Tensor:
-        out = fresh(*prepare(*operands))
+        out = fresh(*take(*operands))
         return out if same else out.view(shape)
 
     return ask
 
 
-def _requires_grad(*tensors: Tensor | None) -> bool:
-    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
+def _running(kernel: Kernel, call: Call, take: Take) -> Write:
+    """The same into ``out``."""
+    inner, run = _kernel_shape(call), _there(kernel.run, kernel, call.a.device)
+
+    def write(out: Tensor, *operands: Any) -> None:
+        run(*take(*operands), out.view(inner))
+
+    return write
+
+
+def _taking(call: Call, operands: Sequence[Any], pair: Pair) -> Take:
+    """What is given as kernels take it: a and b, and the epilogue's tensors in their steps' shapes."""
+    count = len(operands) - len(call.aux)
+    shapes = [u.shape for u in call.aux]
+    if not shapes:
+        return lambda *given: (*pair(*given), ())
+    if all(t.shape == shape for t, shape in zip(operands[count:], shapes, strict=True)):
+        return lambda *given: (*pair(*given[:count]), given[count:])
+    return lambda *given: (
+        *pair(*given[:count]),
+        [t.view(shape) for t, shape in zip(given[count:], shapes, strict=True)],
+    )

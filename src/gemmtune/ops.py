@@ -1,12 +1,13 @@
 """The floating-point ops: PyTorch's names, arguments and errors; the fastest kernel known for the operands.
 
-Each looks its operands' shapes, strides and dtypes up in dispatch's table; what it finds is either PyTorch's own
-function or a prepared kernel. Everything else (checks, Problem, Plan) happens on the first sight of a key.
+Each asks dispatch's table (``launch.serve``) by a short key for what serves operands like its own: PyTorch's own
+function or a prepared kernel. Everything else (checks, Problem, Plan) happens when the table has none: ``_first_*``.
+Keys have the shape of the first operand only: with it, another's number of elements says as much, and costs less.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,12 +17,14 @@ from torch.nn import functional
 from . import autograd, checks, describe, launch, traced
 from .backends.base import PackedWeight
 from .dispatch.guards import autocasting
-from .dispatch.runtime import RUNTIME, TABLE
+from .dispatch.runtime import RUNTIME
 from .fuse import Bound
+from .launch import Sight
 
-_lookup = TABLE.get
 _threads = torch.get_num_threads
+_grad = torch.is_grad_enabled  # the operands' check says whether one requires a gradient, and not whether it gets one
 _compiling = torch.compiler.is_compiling
+_serve = launch.serve
 
 Weight = Tensor | PackedWeight
 
@@ -41,19 +44,20 @@ def mm(
     """
     if _compiling():
         return traced.mm(_mm, input, mat2, out_dtype, epilogue, out)
-    if epilogue or out is not None or out_dtype is not None:
-        return _mm(input, mat2, out_dtype, epilogue, out)
+    key: Any = None
+    given: tuple[Any, ...] = (input, mat2)
+    checked = given
     try:
-        shown: Any = (
-            mat2._key
-            if isinstance(mat2, PackedWeight)
-            else (mat2.shape, mat2.stride(), mat2.dtype, mat2.is_cpu or mat2.device)
-        )
-        key = ("mm", input.shape, input.stride(), input.dtype, input.is_cpu or input.device, shown, _threads())
+        packed = isinstance(mat2, PackedWeight)
+        key = ("mm", input.shape, mat2._key if packed else mat2.numel(), _threads(), _grad())  # type: ignore[union-attr]
+        if epilogue or out is not None or out_dtype is not None:
+            key, given, checked = launch.with_more(key, given, packed, epilogue, out, out_dtype)
+        elif packed:
+            checked = (input,)
     except (AttributeError, RuntimeError, TypeError):
-        return _mm(input, mat2, None, (), None)
-    entry = _lookup(key) or _first_mm(key, input, mat2)
-    return entry(input, mat2)
+        key = None  # they are no operands at all, or odd ones
+    result = _serve(key, given, checked)
+    return _first_mm(Sight(key, given, checked), input, mat2, out_dtype, epilogue, out) if result is None else result
 
 
 def _mm(a: Tensor, b: Weight, out_dtype: torch.dtype | None, epilogue: Sequence[Bound], out: Tensor | None) -> Tensor:
@@ -85,56 +89,66 @@ def _others(*operands: Tensor) -> bool:
     return dtype not in checks.FLOATS and all(operand.dtype == dtype for operand in operands)
 
 
-def _first_mm(key: Any, a: Tensor, b: Weight) -> launch.Entry:
+def _first_mm(
+    sight: Sight, a: Tensor, b: Weight, out_dtype: torch.dtype | None, epilogue: Sequence[Bound], out: Tensor | None
+) -> Tensor:
     checks.tensor("mm", "input", 1, a)
     checks.tensor("mm", "mat2", 2, b, packed=True)
-    if isinstance(b, Tensor) and _others(a, b):
-        return torch.mm
-    call = describe.mm(a, b)
-    return _entry(key, call, (a, b), _pair(call), _grad_mm, torch.mm, _described_mm)
+    plainly = isinstance(b, Tensor) and out is None and out_dtype is None and not epilogue
+    if plainly and _others(a, b):  # type: ignore[arg-type]
+        return _torchs(sight, torch.mm)
+    if not sight.ordinary:
+        if plainly and _alike(sight):
+            return _unless(torch.mm, sight, lambda: describe.mm(a, b))
+        return _mm(a, b, out_dtype, epilogue, out)
+    call = describe.mm(a, b, epilogue, out_dtype)
+    if out_dtype is not None or epilogue:
+        return launch.meet(sight, "mm", call, _pair(call), out=out)
+    return launch.meet(
+        sight, "mm", call, _pair(call), function=torch.mm, into=_into_mm, differentiate=_grad_mm, out=out
+    )  # fmt: skip
 
 
-def _described_mm(a: Tensor, b: Weight, _: None = None) -> Tensor:
-    return launch.execute("mm", describe.mm(a, b))
+def _into_mm(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return torch.mm(a, b, out=out)
 
 
-def _entry(
-    key: Any, call: describe.Call, given: tuple[Any, ...], prepare: launch.Prepare, grad: launch.Entry,
-    function: launch.Entry, described: launch.Entry,
-) -> launch.Entry:  # fmt: skip
-    """What serves operands like those ``given`` from now on: a kernel, PyTorch's ``function``, or the general path."""
+def _torchs(sight: Sight, function: launch.Serve) -> Tensor:
+    """What is for PyTorch alone: it serves operands like these in a state like this one (it is right in any)."""
     generation = RUNTIME.generation
-    if RUNTIME.observer is not None or launch.passing(call):
-        return described
-    if call.packed is not None:
-        entry = launch.prepared(call, given, prepare, grad, described) or described
-    else:
-
-        def plainly(*operands: Any) -> Tensor:
-            return function(*_given(operands))
-
-        entry = launch.prepared(call, given, prepare, grad, plainly) or function
-    RUNTIME.remember(key, entry, generation)
-    return entry
+    result = function(*sight.given)
+    launch.keep(sight, function, generation)
+    return result
 
 
-def _given(operands: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Operands without an absent last one (bias)."""
-    return operands if operands[-1] is not None else operands[:-1]
+def _unless(function: launch.Serve, sight: Sight, described: Callable[[], object]) -> Tensor:
+    """PyTorch's own op, which has to see its operands (transforms, modes, subclasses); where it refuses them, the
+    description may know better words for it."""
+    try:
+        return _torchs(sight, function)
+    except Exception:
+        described()
+        raise
 
 
-def _pair(call: describe.Call) -> launch.Prepare:
-    """Operands of mm and bmm as they are; activations beside a constant weight made dense when they are not."""
+def _alike(sight: Sight) -> bool:
+    """Whether the operands are of one device and dtype (of fake tensors PyTorch takes others), and nobody records."""
+    if sight.key is None or RUNTIME.observer is not None:
+        return False
+    first = sight.given[0]
+    device, dtype = first.device, first.dtype
+    return all(tensor.device == device and tensor.dtype == dtype for tensor in sight.given[1:])
+
+
+def _pair(call: describe.Call) -> launch.Pair:
+    """Operands of mm, addmm and bmm as they are; activations beside a constant weight made dense when they are not."""
     if call.problem.b.constant and not call.a.is_contiguous():
-        return lambda a, b, extra: (a.contiguous(), b, () if extra is None else (extra,))
-    return lambda a, b, extra: (a, b, () if extra is None else (extra,))
+        return lambda a, b, *_: (a.contiguous(), b)
+    return lambda a, b, *_: (a, b)
 
 
-def _grad_mm(compute: launch.Entry, a: Tensor, b: Weight, _: None) -> Tensor:
-    if isinstance(b, PackedWeight):
-        checks.no_grad_for("mm", "a packed weight", a)
-        return compute(a, b, None)
-    return autograd.addmm(lambda: compute(a, b, None), None, a, b, 1, 1)
+def _grad_mm(compute: launch.Serve, a: Tensor, b: Tensor) -> Tensor:
+    return autograd.addmm(lambda: compute(a, b), None, a, b, 1, 1)
 
 
 def linear(
@@ -151,23 +165,21 @@ def linear(
     """
     if _compiling():
         return traced.linear(_linear, input, weight, bias, epilogue, out)
-    if epilogue or out is not None:
-        return _linear(input, weight, bias, epilogue, out)
+    key: Any = None
+    given: tuple[Any, ...] = (input, weight) if bias is None else (input, weight, bias)
+    checked = given
     try:
-        shown: Any = (
-            weight._key if isinstance(weight, PackedWeight)
-            else (weight.shape, weight.stride(), weight.dtype, weight.is_cpu or weight.device)
-        )  # fmt: skip
-        key: Any = (
-            ("linear", input.shape, input.stride(), input.dtype, input.is_cpu or input.device, shown, _threads())
-            if bias is None
-            else ("linear", input.shape, input.stride(), input.dtype, input.is_cpu or input.device, shown, _threads(),
-                  bias.shape, bias.stride(), bias.dtype, bias.is_cpu or bias.device)
-        )  # fmt: skip
+        packed = isinstance(weight, PackedWeight)
+        shown: Any = weight._key if packed else weight.numel()  # type: ignore[union-attr]
+        key = ("linear", input.shape, shown, bias is None, _threads(), _grad())
+        if epilogue or out is not None:
+            key, given, checked = launch.with_more(key, given, packed, epilogue, out)
+        elif packed:
+            checked = (input,) if bias is None else (input, bias)
     except (AttributeError, RuntimeError, TypeError):
-        return _linear(input, weight, bias, (), None)
-    entry = _lookup(key) or _first_linear(key, input, weight, bias)
-    return entry(input, weight, bias)
+        key = None
+    result = _serve(key, given, checked)
+    return _first_linear(Sight(key, given, checked), input, weight, bias, epilogue, out) if result is None else result
 
 
 def _checked_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
@@ -188,38 +200,47 @@ def _linear(x: Tensor, weight: Weight, bias: Tensor | None, epilogue: Sequence[B
     return launch.execute("linear", describe.linear(x, weight, bias, epilogue), out)
 
 
-def _first_linear(key: Any, x: Tensor, weight: Weight, bias: Tensor | None) -> launch.Entry:
-    if _checked_linear(x, weight, bias):
-        return functional.linear
-    call = describe.linear(x, weight, bias)
-    if bias is None or (tuple(bias.shape) == (call.problem.n,) and bias.is_contiguous()):
-        given = (x, weight, bias)
-        return _entry(key, call, given, _linear_operands(call, x), _grad_linear, functional.linear, _described_linear)
-    return _described_linear
+def _first_linear(
+    sight: Sight, x: Tensor, weight: Weight, bias: Tensor | None, epilogue: Sequence[Bound], out: Tensor | None
+) -> Tensor:
+    others = _checked_linear(x, weight, bias)
+    plainly = isinstance(weight, Tensor) and out is None and not epilogue
+    if plainly and others:
+        return _torchs(sight, functional.linear)
+    if others or not sight.ordinary:
+        usual = bias is None or tuple(bias.shape) == tuple(weight.shape[:1])  # others have rules of their own here
+        if plainly and usual and _alike(sight):
+            return _unless(functional.linear, sight, lambda: describe.linear(x, weight, bias))
+        return _linear(x, weight, bias, epilogue, out)
+    call = describe.linear(x, weight, bias, epilogue)
+    if epilogue or (bias is not None and bias.shape != (call.problem.n,)):
+        return launch.meet(sight, "linear", call, _linear_pair(call, x), out=out)
+    return launch.meet(
+        sight, "linear", call, _linear_pair(call, x), function=functional.linear,
+        into=_into_linear if x.dim() == 2 else None, differentiate=_grad_linear, out=out,
+    )  # fmt: skip
 
 
-def _described_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    return launch.execute("linear", describe.linear(x, weight, bias))
+def _into_linear(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if bias is None:
+        return torch.mm(x, weight.t(), out=out)
+    return torch.addmm(bias, x, weight.t(), out=out)
 
 
-def _linear_operands(call: describe.Call, x: Tensor) -> launch.Prepare:
+def _linear_pair(call: describe.Call, x: Tensor) -> launch.Pair:
     packed, flat, rows, k = call.packed is not None, x.dim() == 2, call.problem.m, call.problem.k
     copies = call.problem.b.constant and not call.a.is_contiguous()
 
-    def prepare(x: Tensor, weight: Any, bias: Tensor | None) -> tuple[Tensor, Any, Sequence[Tensor]]:
+    def pair(x: Tensor, weight: Any) -> tuple[Tensor, Any]:
         a = x if flat else x.reshape(rows, k)
-        if copies:
-            a = a.contiguous()
-        return a, weight if packed else weight.t(), () if bias is None else (bias,)
+        return a.contiguous() if copies else a, weight if packed else weight.t()
 
-    return prepare
+    return pair
 
 
-def _grad_linear(compute: launch.Entry, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    if isinstance(weight, PackedWeight):
-        checks.no_grad_for("linear", "a packed weight", x, bias)
-        return compute(x, weight, bias)
-    return autograd.linear(lambda: compute(x, weight, bias), x, weight, bias)
+def _grad_linear(compute: launch.Serve, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    operands = (x, weight) if bias is None else (x, weight, bias)
+    return autograd.linear(lambda: compute(*operands), x, weight, bias)
 
 
 def addmm(
@@ -237,23 +258,21 @@ def addmm(
         if isinstance(mat2, PackedWeight) or out is not None:
             return traced.outside(_addmm, input, mat1, mat2, beta, alpha, out)
         return torch.addmm(input, mat1, mat2, beta=beta, alpha=alpha)
-    if out is not None:
-        return _addmm(input, mat1, mat2, beta, alpha, out)
+    key: Any = None
+    given: tuple[Any, ...] = (mat1, mat2, input)
+    checked = given
     try:
-        weight: Any = (
-            mat2._key
-            if isinstance(mat2, PackedWeight)
-            else (mat2.shape, mat2.stride(), mat2.dtype, mat2.is_cpu or mat2.device)
-        )
-        key: Any = (
-            "addmm", input.shape, input.stride(), input.dtype, input.is_cpu or input.device, mat1.shape, mat1.stride(),
-            mat1.dtype, mat1.is_cpu or mat1.device, weight, beta, alpha, _threads(),
-        )  # fmt: skip
-        entry = _lookup(key)
+        packed = isinstance(mat2, PackedWeight)
+        shown: Any = mat2._key if packed else mat2.numel()  # type: ignore[union-attr]
+        key = ("addmm", input.numel(), mat1.shape, shown, beta, alpha, _threads(), _grad())
+        if out is not None:
+            key, given, checked = launch.with_more(key, given, packed, (), out)
+        elif packed:
+            checked = (mat1, input)
     except (AttributeError, RuntimeError, TypeError):
-        return _addmm(input, mat1, mat2, beta, alpha, None)
-    entry = entry or _first_addmm(key, input, mat1, mat2, beta, alpha)
-    return entry(mat1, mat2, input)
+        key = None
+    result = _serve(key, given, checked)
+    return _first_addmm(Sight(key, given, checked), input, mat1, mat2, beta, alpha, out) if result is None else result
 
 
 def _checked_addmm(addend: Tensor, a: Tensor, b: Weight, beta: float, alpha: float) -> bool:
@@ -273,42 +292,48 @@ def _addmm(addend: Tensor, a: Tensor, b: Weight, beta: float, alpha: float, out:
     return launch.execute("addmm", describe.addmm(addend, a, b, beta, alpha), out)
 
 
-def _first_addmm(key: Any, addend: Tensor, a: Tensor, b: Weight, beta: float, alpha: float) -> launch.Entry:
-    def plainly(a: Tensor, b: Any, addend: Tensor) -> Tensor:
+def _first_addmm(
+    sight: Sight, addend: Tensor, a: Tensor, b: Weight, beta: float, alpha: float, out: Tensor | None
+) -> Tensor:
+    others = _checked_addmm(addend, a, b, beta, alpha)
+
+    def function(a: Tensor, b: Tensor, addend: Tensor) -> Tensor:
         return torch.addmm(addend, a, b, beta=beta, alpha=alpha)
 
-    def described(a: Tensor, b: Weight, addend: Tensor) -> Tensor:
-        return launch.execute("addmm", describe.addmm(addend, a, b, beta, alpha))
+    def into(out: Tensor, a: Tensor, b: Tensor, addend: Tensor) -> Tensor:
+        return torch.addmm(addend, a, b, beta=beta, alpha=alpha, out=out)
 
-    def differentiate(compute: launch.Entry, a: Tensor, b: Weight, addend: Tensor) -> Tensor:
-        if isinstance(b, PackedWeight):
-            checks.no_grad_for("addmm", "a packed weight", a, addend)
-            return compute(a, b, addend)
+    def differentiate(compute: launch.Serve, a: Tensor, b: Tensor, addend: Tensor) -> Tensor:
         return autograd.addmm(lambda: compute(a, b, addend), addend, a, b, beta, alpha)
 
-    if _checked_addmm(addend, a, b, beta, alpha):
-        return plainly
+    plainly = isinstance(b, Tensor) and out is None
+    if plainly and others:
+        return _torchs(sight, function)
+    if others or not sight.ordinary:
+        if plainly and _alike(sight):
+            return _unless(function, sight, lambda: describe.addmm(addend, a, b, beta, alpha))
+        return _addmm(addend, a, b, beta, alpha, out)
     call = describe.addmm(addend, a, b, beta, alpha)
-    if len(call.aux) == 1 and call.aux[0].shape == addend.shape and addend.is_contiguous():
-        return _entry(key, call, (a, b, addend), _pair(call), differentiate, plainly, described)
-    return described
+    return launch.meet(
+        sight, "addmm", call, _pair(call), function=function, into=into, differentiate=differentiate, out=out
+    )  # fmt: skip
 
 
 def bmm(input: Tensor, mat2: Tensor, *, out: Tensor | None = None) -> Tensor:
     """``torch.bmm``: [batch, M, K] @ [batch, K, N], one floating dtype. Raises as ``mm``."""
     if _compiling():
         return torch.bmm(input, mat2) if out is None else traced.outside(_bmm, input, mat2, out)
-    if out is not None:
-        return _bmm(input, mat2, out)
+    key: Any = None
+    given: tuple[Any, ...] = (input, mat2)
+    checked = given
     try:
-        key = (
-            "bmm", input.shape, input.stride(), input.dtype, input.is_cpu or input.device, mat2.shape, mat2.stride(),
-            mat2.dtype, mat2.is_cpu or mat2.device, _threads(),
-        )  # fmt: skip
+        key = ("bmm", input.shape, mat2.numel(), _threads(), _grad())
+        if out is not None:
+            key, given, checked = launch.with_more(key, given, False, (), out)
     except (AttributeError, RuntimeError, TypeError):
-        return _bmm(input, mat2, None)
-    entry = _lookup(key) or _first_bmm(key, input, mat2)
-    return entry(input, mat2)
+        key = None
+    result = _serve(key, given, checked)
+    return _first_bmm(Sight(key, given, checked), input, mat2, out) if result is None else result
 
 
 def _checked_bmm(a: Tensor, b: Tensor) -> bool:
@@ -323,12 +348,23 @@ def _bmm(a: Tensor, b: Tensor, out: Tensor | None) -> Tensor:
     return launch.execute("bmm", describe.bmm(a, b), out)
 
 
-def _first_bmm(key: Any, a: Tensor, b: Tensor) -> launch.Entry:
-    if _checked_bmm(a, b):
-        return torch.bmm
+def _first_bmm(sight: Sight, a: Tensor, b: Tensor, out: Tensor | None) -> Tensor:
+    others = _checked_bmm(a, b)
+    if others and out is None:
+        return _torchs(sight, torch.bmm)
+    if others or not sight.ordinary:
+        if out is None and _alike(sight):
+            return _unless(torch.bmm, sight, lambda: describe.bmm(a, b))
+        return _bmm(a, b, out)
     call = describe.bmm(a, b)
-    return _entry(key, call, (a, b), _pair(call), _grad_bmm, torch.bmm, lambda a, b, _=None: _bmm(a, b, None))
+    return launch.meet(
+        sight, "bmm", call, _pair(call), function=torch.bmm, into=_into_bmm, differentiate=_grad_bmm, out=out
+    )  # fmt: skip
 
 
-def _grad_bmm(compute: launch.Entry, a: Tensor, b: Tensor, _: None) -> Tensor:
-    return autograd.bmm(lambda: compute(a, b, None), a, b)
+def _into_bmm(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return torch.bmm(a, b, out=out)
+
+
+def _grad_bmm(compute: launch.Serve, a: Tensor, b: Tensor) -> Tensor:
+    return autograd.bmm(lambda: compute(a, b), a, b)

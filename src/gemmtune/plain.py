@@ -5,7 +5,7 @@ The product rounds to the operands' dtype before the epilogue, as eager PyTorch 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from .backends.aten.cuda_rules import scaled_hardware, scaled_kinds
 from .backends.aten.fusion import addmm_prefix
 from .backends.aten.quantized import ScaledMm, dequantize, int8pack, nibbles, scaled_operands
 from .backends.aten.steps import apply, dtype_of, finish, wide
-from .backends.base import PackedWeight, QuantWeight
+from .backends.base import QuantWeight
 from .describe import Call
 from .dispatch.guards import special, special_state
 from .epilogue import tensor_count
@@ -27,42 +27,68 @@ from .epilogue import tensor_count
 _INT8PACK_ROWS = 16
 
 
+_WIDE = (torch.float32, torch.float64, torch.int32)  # they need no conversion, which would cost a tenth of the call
+# Of a Call's a, b and aux.
+Plain = Callable[[Tensor, Any, Sequence[Tensor]], Tensor]
+
+
 def run(call: Call) -> Tensor:
     """The result of a Call, in its own shape."""
-    problem = call.problem
-    b: Any = call.b
-    if isinstance(b, PackedWeight):
-        b = backends.get(b.layout.partition(":")[0]).unpack(b)
-    dtype = dtype_of(problem.out_dtype)
-    if problem.family == "mixed_mm":
-        acc, used = _weight_only(call.a, b), 0
-    elif problem.family == "int_mm":
-        acc, used = _integers(call.a, b), 0
-    elif problem.family == "scaled_mm":
-        acc, used = _scaled(call, b)
-    else:
-        acc, used = _floating(call, b)
-    rest = problem.epilogue[used:]
-    if rest:
-        acc = apply(acc.to(wide(acc.dtype)), rest, call.aux[tensor_count(problem.epilogue[:used]) :])
-    return finish(acc, dtype).reshape(call.shape)
+    return settled(call)(call.a, call.b, call.aux)
 
 
-def _floating(call: Call, b: Tensor) -> tuple[Tensor, int]:
-    """The product, with what addmm fuses of the epilogue (one tensor at most); and how many steps that took."""
+def settled(call: Call) -> Plain:
+    """``run`` for operands like this Call's: what does not depend on their values is decided once."""
+    problem, shape = call.problem, call.shape
+    product, used = _product(call)
+    rest, taken = problem.epilogue[used:], tensor_count(problem.epilogue[:used])
+    dtype, reshaped = dtype_of(problem.out_dtype), len(shape) != (3 if problem.family == "bmm" else 2)
+
+    def plainly(a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
+        acc = product(a, b, aux)
+        if rest:
+            acc = apply(acc if acc.dtype in _WIDE else acc.to(wide(acc.dtype)), rest, aux[taken:])
+        result = finish(acc, dtype)
+        return result.reshape(shape) if reshaped else result
+
+    return plainly
+
+
+def _product(call: Call) -> tuple[Plain, int]:
+    """What multiplies, and how many steps of the epilogue are in it."""
+    family = call.problem.family
+    product, used = (
+        (_weight_only, 0) if family == "mixed_mm"
+        else (_integers(call), 0) if family == "int_mm"
+        else _scaled(call) if family == "scaled_mm"
+        else _floating(call)
+    )  # fmt: skip
+    if call.packed is None:
+        return product, used
+    unpack = backends.get(call.packed.layout.partition(":")[0]).unpack
+    return lambda a, b, aux: product(a, unpack(b), aux), used
+
+
+def _floating(call: Call) -> tuple[Plain, int]:
+    """addmm fuses the beginning of the epilogue (one tensor at most)."""
     problem = call.problem
     if problem.out_dtype not in (problem.a.dtype, *_NARROW):
         width = dtype_of(problem.out_dtype)
         if _widens_itself(call, width):
-            return (padding.wide_bmm if problem.family == "bmm" else padding.wide_mm)(call.a, b), 0
-        return torch.matmul(call.a.to(width), b.to(width)), 0
+            widening = padding.wide_bmm if problem.family == "bmm" else padding.wide_mm
+            return lambda a, b, _: widening(a, b), 0
+        return lambda a, b, _: torch.matmul(a.to(width), b.to(width)), 0
     if problem.family == "bmm":
-        return torch.bmm(call.a, b), 0
+        return lambda a, b, _: torch.bmm(a, b), 0
     fused = addmm_prefix(problem)
-    if fused.tensors:
-        addend = call.aux[0].unsqueeze(-1) if fused.axis == "row" else call.aux[0]
-        return torch.addmm(addend, call.a, b, beta=fused.beta, alpha=fused.alpha), fused.steps
-    return torch.mm(call.a, b), 0
+    if not fused.tensors:
+        return lambda a, b, _: torch.mm(a, b), 0
+    beta, alpha, rows = fused.beta, fused.alpha, fused.axis == "row"
+
+    def added(a: Tensor, b: Tensor, aux: Sequence[Tensor]) -> Tensor:
+        return torch.addmm(aux[0].unsqueeze(-1) if rows else aux[0], a, b, beta=beta, alpha=alpha)
+
+    return added, fused.steps
 
 
 _NARROW = ("bfloat16", "float16")
@@ -80,28 +106,42 @@ def int_product(a: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
     return padding.int_product if a.is_cuda else torch._int_mm
 
 
-def _integers(a: Tensor, b: Tensor) -> Tensor:
-    if 0 in (*a.shape, *b.shape) or a.is_meta:
-        return torch.mm(a.double(), b.double()).to(torch.int32)
-    return int_product(a)(a, b)
+def _integers(call: Call) -> Plain:
+    if _nothing(call) or call.a.is_meta:
+        return lambda a, b, _: torch.mm(a.double(), b.double()).to(torch.int32)
+    product = int_product(call.a)
+    return lambda a, b, _: product(a, b)
 
 
-def _scaled(call: Call, b: Tensor) -> tuple[Tensor, int]:
-    """The fp8 product, and how many steps of the epilogue are in it: on GPUs ``torch._scaled_mm`` takes them all where
-    it can."""
-    a, problem = call.a, call.problem
-    if not a.is_cuda or 0 in (*a.shape, *b.shape):
-        return torch.mm(a.float(), b.float()), 0
-    capability = torch.cuda.get_device_capability(a.device)
+def _nothing(call: Call) -> bool:
+    """Whether there is nothing to multiply."""
+    return 0 in (call.problem.m, call.problem.n, call.problem.k)
+
+
+def _scaled(call: Call) -> tuple[Plain, int]:
+    """On GPUs ``torch._scaled_mm`` takes the whole epilogue where it can."""
+    problem = call.problem
+    if not call.a.is_cuda or _nothing(call):
+        return _in_float32, 0
+    capability = torch.cuda.get_device_capability(call.a.device)
     if not ScaledMm.illegal(problem, {}) and not scaled_kinds(problem, capability):
-        scale_a, scale_b, bias = scaled_operands(problem, call.aux)
-        return padding.scaled_product(a, b, scale_a, scale_b, bias, dtype_of(problem.out_dtype)), len(problem.epilogue)
+        dtype = dtype_of(problem.out_dtype)
+
+        def product(a: Tensor, b: Tensor, aux: Sequence[Tensor]) -> Tensor:
+            scale_a, scale_b, bias = scaled_operands(problem, aux)
+            return padding.scaled_product(a, b, scale_a, scale_b, bias, dtype)
+
+        return product, len(problem.epilogue)
     if scaled_hardware(problem, capability):
-        return torch.mm(a.float(), b.float()), 0
-    return scaled_wide(a, b), 0
+        return _in_float32, 0
+    return lambda a, b, _: scaled_wide(a, b), 0
 
 
-def _weight_only(a: Tensor, b: QuantWeight) -> Tensor:
+def _in_float32(a: Tensor, b: Tensor, _: Sequence[Tensor]) -> Tensor:
+    return torch.mm(a.float(), b.float())
+
+
+def _weight_only(a: Tensor, b: QuantWeight, _: Sequence[Tensor]) -> Tensor:
     per_channel = b.dtype == "int8" and b.quant.group is None and b.zero_point is None
     if not per_channel:
         return torch.mm(a, dequantize(b, a.dtype))

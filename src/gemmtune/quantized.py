@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,14 +10,14 @@ from torch import Tensor
 
 from . import checks, describe, launch, plain
 from .backends.base import PackedWeight, QuantWeight
-from .dispatch.guards import special_state, unusual
-from .dispatch.runtime import RUNTIME, TABLE
 from .fuse import Bound
 from .fuse import bias as bias_step
+from .launch import Sight
 from .traced import is_compiling, outside
 
-_lookup = TABLE.get
 _threads = torch.get_num_threads
+_grad = torch.is_grad_enabled  # as in ops: a check says only whether an operand requires a gradient
+_serve = launch.serve
 
 
 def int_mm(
@@ -36,18 +36,20 @@ def int_mm(
     """
     if is_compiling():
         return outside(_int_mm, self, mat2, out_dtype, epilogue, out)
-    if epilogue or out is not None or out_dtype is not None:
-        return _int_mm(self, mat2, out_dtype, epilogue, out)
+    key: Any = None
+    given: tuple[Any, ...] = (self, mat2)
+    checked = given
     try:
-        weight: Any = (
-            mat2._key if isinstance(mat2, PackedWeight)
-            else (mat2.shape, mat2.stride(), mat2.dtype, mat2.is_cpu or mat2.device)
-        )  # fmt: skip
-        key: Any = ("int_mm", self.shape, self.stride(), self.dtype, self.is_cpu or self.device, weight, _threads())
+        packed = isinstance(mat2, PackedWeight)
+        key = ("int_mm", self.shape, mat2._key if packed else mat2.numel(), _threads(), _grad())  # type: ignore[union-attr]
+        if epilogue or out is not None or out_dtype is not None:
+            key, given, checked = launch.with_more(key, given, packed, epilogue, out, out_dtype)
+        elif packed:
+            checked = (self,)
     except (AttributeError, RuntimeError, TypeError):
-        return _int_mm(self, mat2, None, (), None)
-    entry = _lookup(key) or _first_int_mm(key, self, mat2)
-    return entry(self, mat2)
+        key = None  # they are no operands at all, or odd ones
+    result = _serve(key, given, checked)
+    return _first_int_mm(Sight(key, given, checked), self, mat2, out_dtype, epilogue, out) if result is None else result
 
 
 def _described_int_mm(a: Tensor, b: Any, epilogue: Sequence[Bound], out_dtype: torch.dtype | None) -> describe.Call:
@@ -60,48 +62,24 @@ def _int_mm(a: Tensor, b: Any, out_dtype: torch.dtype | None, epilogue: Sequence
     return launch.execute("int_mm", _described_int_mm(a, b, epilogue, out_dtype), out, differentiable=False)
 
 
-def _first_int_mm(key: Any, a: Tensor, b: Any) -> launch.Entry:
-    generation = RUNTIME.generation
-    call = _described_int_mm(a, b, (), None)
-
-    def described(a: Tensor, b: Any, _: Any = None) -> Tensor:
-        return _int_mm(a, b, None, (), None)
-
-    if RUNTIME.observer is not None or launch.passing(call):
-        return described
+def _first_int_mm(
+    sight: Sight, a: Tensor, b: Any, out_dtype: torch.dtype | None, epilogue: Sequence[Bound], out: Tensor | None
+) -> Tensor:
+    if not sight.ordinary:
+        return _int_mm(a, b, out_dtype, epilogue, out)
+    call = _described_int_mm(a, b, epilogue, out_dtype)
     turned = (call.a is not a, call.b is not b)
     copies = call.problem.b.constant and not call.a.is_contiguous()
 
-    def operands(a: Tensor, b: Any) -> tuple[Tensor, Any]:
-        a, b = describe.regular(a) if turned[0] else a, describe.regular(b) if turned[1] else b
-        return (launch.dense(a) if copies else a), b
+    def pair(a: Tensor, b: Any) -> tuple[Tensor, Any]:
+        if any(turned):
+            a, b = describe.regular(a) if turned[0] else a, describe.regular(b) if turned[1] else b
+        return a.contiguous() if copies else a, b
 
-    entry = launch.prepared(call, (a, b), lambda a, b, _: (*operands(a, b), ()), _no_gradient, described)
-    if entry is None and call.packed is None and 0 not in (*a.shape, *b.shape):
-        entry = _plain_int_mm(described, operands if any(turned) else None, plain.int_product(call.a))
-    entry = entry or described
-    RUNTIME.remember(key, entry, generation)
-    return entry
-
-
-def _plain_int_mm(
-    described: launch.Entry,
-    operands: Callable[[Tensor, Any], tuple[Tensor, Any]] | None,
-    product: Callable[[Tensor, Tensor], Tensor],
-) -> launch.Entry:
-    """``product`` itself for ordinary tensors, whose shapes and dtypes were checked at first sight."""
-
-    def entry(a: Tensor, b: Any, _: Any = None) -> Tensor:
-        if special_state() or unusual(a) or unusual(b):
-            return described(a, b)
-        return product(a, b) if operands is None else product(*operands(a, b))
-
-    return entry
-
-
-def _no_gradient(compute: launch.Entry, a: Tensor, b: Any, extra: Tensor | None) -> Tensor:
-    checks.no_grad_for("int_mm or mixed_mm", "a quantised product", a, extra)
-    return compute(a, b, extra)
+    function = None
+    if not (any(turned) or epilogue or out_dtype is not None or 0 in (*a.shape, *b.shape)):
+        function = plain.int_product(a)
+    return launch.meet(sight, "int_mm", call, pair, function=function, differentiable=False, out=out)
 
 
 def mixed_mm(
@@ -124,40 +102,83 @@ def mixed_mm(
     ``group_size`` elements of K to a group. zero_point: as scale, of its dtype or integers; without one it is 0 for
     8 bits and 8 for 4. bias: [N]. Raises TypeError, ValueError, ShapeError, DtypeError, GradError or PackedWeightError.
     """
-    arguments = (mat1, mat2, scale, zero_point, bits, group_size, bias, out_dtype, epilogue, out)
     if is_compiling():
-        return outside(_mixed_mm, *arguments)
-    if epilogue or out is not None or out_dtype is not None:
-        return _mixed_mm(*arguments)
-    if not isinstance(mat2, PackedWeight):
-        return _raw_mixed_mm(mat1, mat2, scale, zero_point, bits, group_size, bias)
-    if scale is not None or zero_point is not None:
-        return _mixed_mm(*arguments)
+        return outside(_mixed_mm, mat1, mat2, scale, zero_point, bits, group_size, bias, out_dtype, epilogue, out)
+    key: Any = None
+    given: tuple[Any, ...] = (mat1, mat2)
+    checked = given
     try:
-        key: Any = (
-            "mixed_mm", mat1.shape, mat1.stride(), mat1.dtype, mat1.is_cpu or mat1.device, mat2._key, bits, group_size,
-            _threads(),
-        )  # fmt: skip
+        packed = isinstance(mat2, PackedWeight)
+        shown: Any = mat2._key if packed else mat2.numel()  # type: ignore[union-attr]
+        scaled = None if scale is None else scale.numel()
+        if scale is not None:
+            given = (*given, scale)
+        if zero_point is not None:
+            given = (*given, zero_point)
         if bias is not None:
-            key = (key, bias.shape, bias.stride(), bias.dtype, bias.is_cpu or bias.device)
+            given = (*given, bias)
+        key = (
+            "mixed_mm", mat1.shape, shown, scaled, zero_point is None, bias is None, bits, group_size, _threads(),
+            _grad(),
+        )  # fmt: skip
+        checked = given
+        if epilogue or out is not None or out_dtype is not None:
+            key, given, checked = launch.with_more(key, given, packed, epilogue, out, out_dtype)
+        elif packed:
+            checked = (mat1, *given[2:])
     except (AttributeError, RuntimeError, TypeError):
-        return _mixed_mm(*arguments)
-    entry = _lookup(key) or _first_mixed_mm(key, mat1, mat2, bits, group_size, bias)
-    return entry(mat1, mat2, bias)
+        key = None
+    result = _serve(key, given, checked)
+    if result is not None:
+        return result
+    sight = Sight(key, given, checked)
+    return _first_mixed_mm(
+        sight, mat1, mat2, scale, zero_point, bits, group_size, bias, out_dtype, epilogue, out
+    )  # fmt: skip
 
 
 def _mixed_mm(
     a: Tensor, b: Any, scale: Any, zero_point: Any, bits: int, group_size: int | None, bias: Any,
     out_dtype: torch.dtype | None, epilogue: Sequence[Bound], out: Tensor | None,
 ) -> Tensor:  # fmt: skip
+    call = _described_mixed_mm(a, b, scale, zero_point, bits, group_size, bias, out_dtype, epilogue)
+    return launch.execute("mixed_mm", call, out, differentiable=False)
+
+
+def _described_mixed_mm(
+    a: Tensor, b: Any, scale: Any, zero_point: Any, bits: int, group_size: int | None, bias: Any,
+    out_dtype: torch.dtype | None, epilogue: Sequence[Bound],
+) -> describe.Call:  # fmt: skip
     checks.tensor("mixed_mm", "mat1", 1, a)
     checks.tensor("mixed_mm", "mat2", 2, b, packed=True)
     weight = _weight(a, b, scale, zero_point, bits, group_size)
     if bias is not None:
         checks.tensor("mixed_mm", "bias", 7, bias)
     steps = epilogue if bias is None else (bias_step(bias), *epilogue)
-    call = describe.mixed_mm(a, weight, steps, out_dtype)
-    return launch.execute("mixed_mm", call, out, differentiable=False)
+    return describe.mixed_mm(a, weight, steps, out_dtype)
+
+
+def _first_mixed_mm(
+    sight: Sight, a: Tensor, b: Any, scale: Any, zero_point: Any, bits: int, group_size: int | None, bias: Any,
+    out_dtype: torch.dtype | None, epilogue: Sequence[Bound], out: Tensor | None,
+) -> Tensor:  # fmt: skip
+    call = _described_mixed_mm(a, b, scale, zero_point, bits, group_size, bias, out_dtype, epilogue)
+    weight = call.b
+    if not sight.ordinary or (isinstance(weight, QuantWeight) and not _as_given(weight, scale, zero_point)):
+        return launch.execute("mixed_mm", call, out, differentiable=False)
+    copies = call.problem.b.constant and not call.a.is_contiguous()
+
+    def packed_pair(a: Tensor, b: Any) -> tuple[Tensor, Any]:
+        return a.contiguous() if copies else a, b
+
+    if not isinstance(weight, QuantWeight):
+        return launch.meet(sight, "mixed_mm", call, packed_pair, differentiable=False, out=out)
+    k, quant, dtype = weight.k, weight.quant, weight.dtype
+
+    def pair(a: Tensor, b: Tensor, scale: Tensor, zero: Tensor | None = None) -> tuple[Tensor, QuantWeight]:
+        return a.contiguous() if copies else a, QuantWeight(b, scale, zero, k, quant, dtype)
+
+    return launch.meet(sight, "mixed_mm", call, pair, differentiable=False, out=out)
 
 
 def _weight(
@@ -186,110 +207,13 @@ def _agrees(packed: PackedWeight, bits: int, group_size: int | None) -> None:
         raise ValueError(f"mixed_mm(): group_size = {group_size!r}, and the packed weight has {held}")
 
 
-def _first_mixed_mm(
-    key: Any, a: Tensor, b: PackedWeight, bits: int, group_size: int | None, bias: Tensor | None
-) -> launch.Entry:
-    def described(a: Tensor, b: Any, bias: Tensor | None) -> Tensor:
-        return _mixed_mm(a, b, None, None, 8, None, bias, None, (), None)
-
-    generation = RUNTIME.generation
-    checks.tensor("mixed_mm", "mat1", 1, a)
-    _agrees(b, bits, group_size)
-    if bias is not None:
-        checks.tensor("mixed_mm", "bias", 7, bias)
-    if RUNTIME.observer is not None or (bias is not None and not bias.is_contiguous()):
-        return described
-    call = describe.mixed_mm(a, b, () if bias is None else (bias_step(bias),))
-    if launch.passing(call):
-        return described
-    copies = not call.a.is_contiguous()
-
-    def prepare(a: Tensor, b: Any, bias: Tensor | None) -> tuple[Tensor, Any, Sequence[Tensor]]:
-        return launch.dense(a) if copies else a, b, () if bias is None else (bias,)
-
-    entry = launch.prepared(call, (a, b, bias), prepare, _no_gradient, described) or described
-    RUNTIME.remember(key, entry, generation)
-    return entry
-
-
-def _shown(tensor: Tensor) -> Any:
-    """What a key says of a tensor."""
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.is_cpu or tensor.device
-
-
-def _unfit(*tensors: Tensor | None) -> bool:
-    """Whether the general path must see these operands: transforms, subclasses, or a gradient (which it refuses)."""
-    if special_state():
-        return True
-    grad = torch.is_grad_enabled()
-    for tensor in tensors:  # noqa: SIM110 - a generator would cost as much as all that it asks
-        if tensor is not None and (unusual(tensor) or (grad and tensor.requires_grad)):
-            return True
-    return False
-
-
-def _raw_mixed_mm(
-    a: Tensor, b: Any, scale: Any, zero_point: Any, bits: int, group_size: int | None, bias: Any
-) -> Tensor:
-    """``mixed_mm`` by a weight as it lies."""
-    try:
-        zero = None if zero_point is None else _shown(zero_point)
-        added = None if bias is None else _shown(bias)
-        key: Any = (
-            "mixed_mm", a.shape, a.stride(), a.dtype, a.is_cpu or a.device, b.shape, b.stride(), b.dtype,
-            b.is_cpu or b.device, _shown(scale), zero, added, bits, group_size, _threads(),
-        )  # fmt: skip
-        entry = _lookup(key)
-    except (AttributeError, RuntimeError, TypeError):
-        return _mixed_mm(a, b, scale, zero_point, bits, group_size, bias, None, (), None)
-    entry = entry or _first_raw_mixed_mm(key, a, b, scale, zero_point, bits, group_size, bias)
-    return entry(a, b, scale, zero_point, bias)
-
-
-def _first_raw_mixed_mm(
-    key: Any, a: Tensor, b: Tensor, scale: Tensor, zero_point: Tensor | None, bits: int, group_size: int | None,
-    bias: Tensor | None,
-) -> launch.Entry:  # fmt: skip
-    def described(a: Tensor, b: Any, scale: Any, zero_point: Any, bias: Any) -> Tensor:
-        return _mixed_mm(a, b, scale, zero_point, bits, group_size, bias, None, (), None)
-
-    generation = RUNTIME.generation
-    checks.tensor("mixed_mm", "mat1", 1, a)
-    checks.tensor("mixed_mm", "mat2", 2, b, packed=True)
-    weight = _weight(a, b, scale, zero_point, bits, group_size)
-    if bias is not None:
-        checks.tensor("mixed_mm", "bias", 7, bias)
-    call = describe.mixed_mm(a, weight, () if bias is None else (bias_step(bias),))
-    plainly = RUNTIME.observer is not None or launch.passing(call) or _unfit(a, b, scale, zero_point, bias)
-    if plainly or not isinstance(weight, QuantWeight) or not _as_given(weight, scale, zero_point, bias):
-        return described
-    k, quant, dtype = weight.k, weight.quant, weight.dtype
-    copies, zeros = call.problem.b.constant and not a.is_contiguous(), zero_point is not None
-
-    def prepare(a: Tensor, b: Any, scale: Any, *rest: Any) -> tuple[Tensor, QuantWeight, Sequence[Tensor]]:
-        zero = rest[0] if zeros else None
-        return launch.dense(a) if copies else a, QuantWeight(b, scale, zero, k, quant, dtype), rest[1 if zeros else 0 :]
-
-    compute = launch.serving(call, [t for t in (a, b, scale, zero_point, bias) if t is not None], prepare)
-
-    def entry(a: Tensor, b: Any, scale: Any, zero_point: Any, bias: Any) -> Tensor:
-        if _unfit(a, b, scale, zero_point, bias):
-            return described(a, b, scale, zero_point, bias)
-        if zero_point is None:
-            return compute(a, b, scale) if bias is None else compute(a, b, scale, bias)
-        return compute(a, b, scale, zero_point) if bias is None else compute(a, b, scale, zero_point, bias)
-
-    RUNTIME.remember(key, entry, generation)
-    return entry
-
-
-def _as_given(weight: QuantWeight, scale: Tensor, zero_point: Tensor | None, bias: Tensor | None) -> bool:
-    """Whether kernels take the scales, zero points and bias just as the caller holds them."""
+def _as_given(weight: QuantWeight, scale: Tensor, zero_point: Tensor | None) -> bool:
+    """Whether kernels take the scales and zero points just as the caller holds them."""
     same = weight.scale is scale or (weight.scale.shape == scale.shape and scale.is_contiguous())
-    if zero_point is not None and weight.zero_point is not None:
-        zero = weight.zero_point
-        same = same and zero.shape == zero_point.shape and zero.dtype == zero_point.dtype and zero_point.is_contiguous()
-    return same and (bias is None or (bias.dim() == 1 and bias.is_contiguous()))
+    if zero_point is None or weight.zero_point is None:
+        return same
+    zero = weight.zero_point
+    return same and zero.shape == zero_point.shape and zero.dtype == zero_point.dtype and zero_point.is_contiguous()
 
 
 def scaled_mm(
@@ -310,28 +234,27 @@ def scaled_mm(
     no error bound is known, so that nothing else could be proven to be as good. Raises TypeError, ShapeError,
     DtypeError or GradError before anything runs.
     """
-    key: Any = None
-    compiling = is_compiling()
-    if not compiling and scale_result is None and not use_fast_accum:
-        try:
-            key = (
-                "scaled_mm", mat1.shape, mat1.stride(), mat1.dtype, mat1.is_cpu or mat1.device, mat2.shape,
-                mat2.stride(), mat2.dtype, mat2.is_cpu or mat2.device, scale_a.shape, scale_a.stride(), scale_a.dtype,
-                scale_a.is_cpu or scale_a.device, scale_b.shape, scale_b.stride(), scale_b.dtype,
-                scale_b.is_cpu or scale_b.device, None if bias is None else _shown(bias), out_dtype, _threads(),
-            )  # fmt: skip
-            entry = _lookup(key)
-        except (AttributeError, RuntimeError, TypeError):
-            key = entry = None
-        if entry is not None:
-            result: Tensor = entry(mat1, mat2, scale_a, scale_b, bias)
-            return result
-    if compiling or _is_atens(mat1, mat2, scale_a, scale_b, scale_result, use_fast_accum):
+    if is_compiling():
         return torch._scaled_mm(mat1, mat2, scale_a, scale_b, bias, scale_result, out_dtype, use_fast_accum)
-    if key is None:
-        return _scaled_mm(mat1, mat2, scale_a, scale_b, bias, scale_result, out_dtype)
-    entry = _first_scaled_mm(key, mat1, mat2, scale_a, scale_b, bias, out_dtype)
-    return entry(mat1, mat2, scale_a, scale_b, bias)
+    if use_fast_accum or scale_result is not None:
+        return _scaled_mm(mat1, mat2, scale_a, scale_b, bias, scale_result, out_dtype, use_fast_accum)
+    key: Any = None
+    given: tuple[Any, ...] = (
+        (mat1, mat2, scale_a, scale_b) if bias is None else (mat1, mat2, scale_a, scale_b, bias)
+    )  # fmt: skip
+    try:
+        key = (
+            "scaled_mm", mat1.shape, mat2.numel(), scale_a.numel(), scale_b.numel(), out_dtype, bias is None,
+            _threads(), _grad(),
+        )  # fmt: skip
+    except (AttributeError, RuntimeError, TypeError):
+        key = None
+    result = _serve(key, given, given)
+    return (
+        _first_scaled_mm(Sight(key, given, given), mat1, mat2, scale_a, scale_b, bias, out_dtype)
+        if result is None
+        else result
+    )
 
 
 def _is_atens(mat1: Any, mat2: Any, scale_a: Any, scale_b: Any, scale_result: Any, fast: bool) -> bool:
@@ -353,35 +276,17 @@ def _described_scaled_mm(a: Any, b: Any, scale_a: Any, scale_b: Any, bias: Any, 
     return describe.scaled_mm(a, b, scale_a, scale_b, bias, result, out)
 
 
-def _scaled_mm(a: Any, b: Any, scale_a: Any, scale_b: Any, bias: Any, result: Any, out: Any) -> Tensor:
+def _scaled_mm(
+    a: Any, b: Any, scale_a: Any, scale_b: Any, bias: Any, result: Any, out: Any, fast: bool = False
+) -> Tensor:
+    if _is_atens(a, b, scale_a, scale_b, result, fast):
+        return torch._scaled_mm(a, b, scale_a, scale_b, bias, result, out, fast)
     call = _described_scaled_mm(a, b, scale_a, scale_b, bias, result, out)
     return launch.execute("scaled_mm", call, differentiable=False)
 
 
-def _first_scaled_mm(
-    key: Any, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, out: torch.dtype | None
-) -> launch.Entry:
-    def described(a: Any, b: Any, scale_a: Any, scale_b: Any, bias: Any) -> Tensor:
+def _first_scaled_mm(sight: Sight, a: Any, b: Any, scale_a: Any, scale_b: Any, bias: Any, out: Any) -> Tensor:
+    if not sight.ordinary or _is_atens(a, b, scale_a, scale_b, None, False):
         return _scaled_mm(a, b, scale_a, scale_b, bias, None, out)
-
-    generation = RUNTIME.generation
     call = _described_scaled_mm(a, b, scale_a, scale_b, bias, None, out)
-    tensors = [t for t in (scale_a, scale_b, bias) if t is not None]
-    if RUNTIME.observer is not None or launch.passing(call) or _unfit(a, b, *tensors):
-        return described
-    if len(call.aux) != len(tensors) or not all(t.is_contiguous() for t in tensors):
-        return described
-    shapes = [tensor.shape for tensor in call.aux]
-
-    def prepare(a: Tensor, b: Tensor, *aux: Tensor) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
-        return a, b, [t.view(shape) for t, shape in zip(aux, shapes, strict=True)]
-
-    compute = launch.serving(call, (a, b, *tensors), prepare)
-
-    def entry(a: Any, b: Any, scale_a: Any, scale_b: Any, bias: Any) -> Tensor:
-        if _unfit(a, b, scale_a, scale_b, bias):
-            return described(a, b, scale_a, scale_b, bias)
-        return compute(a, b, scale_a, scale_b) if bias is None else compute(a, b, scale_a, scale_b, bias)
-
-    RUNTIME.remember(key, entry, generation)
-    return entry
+    return launch.meet(sight, "scaled_mm", call, lambda a, b: (a, b), differentiable=False)

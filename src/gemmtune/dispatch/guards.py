@@ -1,7 +1,8 @@
-"""When a call must not go to a kernel that works on raw memory: the checks of the hot path, a few dozen ns each."""
+"""When a call must not go to a kernel that works on raw memory, and when it is like one that was prepared."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -9,10 +10,70 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
+Check = Callable[..., bool]
+
+# Private to torch: where it is missing, the check in Python serves.
+_TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 _interpreters = torch._C._functorch.peek_interpreter_stack
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _tracing = torch._C._get_tracing_state
 _autocast = torch._C._is_any_autocast_enabled
+
+
+def check_like(*tensors: Tensor) -> Check:
+    """A function that says of as many operands whether they are as these, in the state that this thread is in now.
+
+    It compares Python type, dtype, device, sizes, strides, requires_grad, and what the dispatcher would do with them:
+    autocast, transforms, tracing, inference mode, lazy negation. It need not see dispatch modes, forward-mode levels
+    or whether gradients are on.
+    """
+    places: dict[int, int] = {}
+    first = [places.setdefault(id(tensor), place) for place, tensor in enumerate(tensors)]
+    if len(places) == len(tensors):
+        return _check_distinct(tensors)
+    # torch's check is false of a tensor that is given twice
+    distinct = list(places.values())
+    check = _check_distinct([tensors[place] for place in distinct])
+    repeated = [(place, former) for place, former in enumerate(first) if place != former]
+
+    def check_repeated(*given: Any) -> bool:
+        for place, former in repeated:
+            if given[place] is not given[former]:
+                return False
+        return check(*[given[place] for place in distinct])
+
+    return check_repeated
+
+
+def _check_distinct(tensors: Sequence[Tensor]) -> Check:
+    if _TensorGuards is not None:
+        try:
+            check: Check = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+            if check(*tensors):
+                return check
+        except (RuntimeError, TypeError, ValueError):  # other arguments in this torch, or tensors it does not take
+            pass
+    return _check_in_python(tensors)
+
+
+def _check_in_python(tensors: Sequence[Tensor]) -> Check:
+    """The same, five times as slow."""
+    seen = _seen(tensors)  # not the tensors themselves, which must not be kept
+
+    def check(*given: Any) -> bool:
+        return not special_state() and all(isinstance(tensor, Tensor) for tensor in given) and _seen(given) == seen
+
+    return check
+
+
+def _seen(tensors: Sequence[Tensor]) -> list[Any]:
+    return [
+        torch.is_inference_mode_enabled(),
+        *(
+            (type(t), t.dtype, t.device, t.shape, t.stride(), t.requires_grad, t.is_neg(), t.is_inference())
+            for t in tensors
+        ),
+    ]
 
 
 def special_state() -> bool:
@@ -32,9 +93,14 @@ def special(tensor: Any) -> bool:
 
 
 def unusual(tensor: Any) -> bool:
-    """``special`` of a tensor whose device is known, as the hot path's keys name it."""
+    """``special``, whatever the device."""
+    return subclassed(tensor) or tensor.is_neg()
+
+
+def subclassed(tensor: Any) -> bool:
+    """Whether it is no tensor of torch's own types."""
     kind = type(tensor)
-    return (kind is not Tensor and kind is not Parameter) or tensor.is_neg()
+    return kind is not Tensor and kind is not Parameter
 
 
 def capturing(device: torch.device) -> bool:

@@ -1,8 +1,9 @@
 """The table the ops look into, and everything that fills it on first sight.
 
-Hot: ``TABLE.get(key)``. Cold (once per key): the Plan of the Problem is built from the store's decisions for the
-operands' Target, its kernel loaded, and the prepared entry remembered. Nothing here tunes; the on-miss policy calls a
-hook that ``gemmtune.api`` installs.
+Hot: ``TABLE.get(key)`` gives the variants of a key, and the first whose check is true of the operands serves the call.
+Cold (once per variant): the Plan of the Problem is built from the store's decisions for the operands' Target, its
+kernel loaded, and what serves remembered. Nothing here tunes; the on-miss policy calls a hook that ``gemmtune.api``
+installs.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ..backends.base import Candidate, Illegal, Kernel, PackedWeight
 from ..errors import PackedWeightError, UnsupportedError
 from ..problem import Problem
 from ..target import Target, current_cpu, current_cuda
-from .guards import capturing
+from .guards import Check, capturing
 from .index import Index
 from .policies import Policy
 
@@ -31,10 +32,14 @@ if TYPE_CHECKING:
     from ..store.base import Store
 
 log = logging.getLogger("gemmtune")
-Entry = Callable[..., Any]
+# What may serve a call, and the check that says of its operands whether it may.
+Variant = tuple[Check, Callable[..., Any]]
 
-TABLE: dict[Any, Entry] = {}
+# A key says little (the op, shapes, threads); its variants, newest first, differ in dtype, strides, device, gradients.
+# They are replaced all together, so that readers need no lock.
+TABLE: dict[Any, tuple[Variant, ...]] = {}
 _LIMIT = 8192
+_VARIANTS = 8
 # A tuned M this many times larger or smaller still answers under on-miss; beyond it, it is a miss.
 _NEAR = 4
 CPU = torch.device("cpu")
@@ -61,7 +66,7 @@ class Runtime:
         self._warned: set[str] = set()
 
     def refresh(self, store: Store | None = None) -> None:
-        """Forget every prepared entry and reread the store on the next first sight. store: use this one from now on."""
+        """Forget everything prepared and reread the store on the next first sight. store: use this one from now on."""
         with self._lock:
             if store is not None:
                 self._store = store
@@ -71,7 +76,7 @@ class Runtime:
             self._asked.clear()
 
     def observe(self, observer: Callable[[Problem, torch.device], None] | None) -> bool:
-        """Report every Problem and where it runs to ``observer``; while there is one no entry is remembered, so that
+        """Report every Problem and where it runs to ``observer``; while there is one nothing is remembered, so that
         none is missed. None: to nobody any more. False, and nothing changes, when there is another."""
         with self._lock:
             if observer is not None and self.observer is not None:
@@ -91,18 +96,19 @@ class Runtime:
         self.generation += 1
         TABLE.clear()
 
-    def remember(self, key: Any, entry: Entry, generation: int) -> None:
-        """Keep an entry for the hot path; the oldest goes when the table is full.
+    def remember(self, key: Any, variant: Variant, generation: int) -> None:
+        """Keep a variant of a key for the hot path; the oldest goes when the key has many, or the table is full.
 
-        generation: ``self.generation`` before the entry was prepared. An older one was made of what is forgotten by
+        generation: ``self.generation`` before the variant was prepared. An older one was made of what is forgotten by
         now (decisions, policy), so that it serves its own call only.
         """
         with self._lock:
             if self.observer is not None or generation != self.generation:
                 return
-            while len(TABLE) >= _LIMIT:
+            former = TABLE.get(key, ())
+            while not former and len(TABLE) >= _LIMIT:
                 del TABLE[next(iter(TABLE))]
-            TABLE[key] = entry
+            TABLE[key] = (variant, *former[: _VARIANTS - 1])
 
     def kernel_for(
         self, problem: Problem, packed: PackedWeight | None = None, device: torch.device = CPU
