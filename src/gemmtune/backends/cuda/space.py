@@ -47,13 +47,17 @@ _COLUMN_S = 1.2e-8  # a column of 64 rows on its way out
 
 def candidates(problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
     """Legal candidates, likeliest first within each template, then what was ruled out and why."""
+    none = refusal(problem) or _refusal(problem)
+    if none:
+        yield Illegal(Candidate.make(NAME, "*"), none)
+        return
     device = device_of(target)
     illegal: list[Illegal] = []
     for template, why, space, check, guess in (
         (SKINNY, _skinny_refusal, _skinny_space, _skinny_illegal, _skinny_seconds),
         (SLAB, _slab_refusal, _slab_space, _slab_illegal, _slab_seconds),
     ):
-        reason = refusal(problem) or _refusal(problem) or why(problem, device)
+        reason = why(problem, device)
         if reason:
             illegal.append(Illegal(Candidate.make(NAME, template), reason))
             continue
