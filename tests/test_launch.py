@@ -398,3 +398,11 @@ def test_a_plan_for_a_constant_weight_takes_activations_that_lie_otherwise(own_s
             close(gemmtune.linear(x, packed), PRODUCT)
             close(gemmtune.linear(x, packed, B, out=out), PRODUCT + B)
             assert len(RAN) == 2
+
+
+def test_a_zero_point_does_not_pass_for_a_scale() -> None:
+    """The operands behind the matrices are told apart by name, not only by how many they are."""
+    x, q, scale = torch.randn(3, 16), torch.randint(-9, 9, (16, 8), dtype=torch.int8), torch.rand(8)
+    gemmtune.mixed_mm(x, q, scale)
+    with pytest.raises(TypeError, match="missing argument 'scale'"):
+        gemmtune.mixed_mm(x, q, None, scale)

@@ -110,7 +110,6 @@ def mixed_mm(
     try:
         packed = isinstance(mat2, PackedWeight)
         shown: Any = mat2._key if packed else mat2.numel()  # type: ignore[union-attr]
-        scaled = None if scale is None else scale.numel()
         if scale is not None:
             given = (*given, scale)
         if zero_point is not None:
@@ -118,8 +117,8 @@ def mixed_mm(
         if bias is not None:
             given = (*given, bias)
         key = (
-            "mixed_mm", mat1.shape, shown, scaled, zero_point is None, bias is None, bits, group_size, _threads(),
-            _grad(),
+            "mixed_mm", mat1.shape, shown, scale is None, zero_point is None, bias is None, bits, group_size,
+            _threads(), _grad(),
         )  # fmt: skip
         checked = given
         if epilogue or out is not None or out_dtype is not None:
@@ -243,10 +242,7 @@ def scaled_mm(
         (mat1, mat2, scale_a, scale_b) if bias is None else (mat1, mat2, scale_a, scale_b, bias)
     )  # fmt: skip
     try:
-        key = (
-            "scaled_mm", mat1.shape, mat2.numel(), scale_a.numel(), scale_b.numel(), out_dtype, bias is None,
-            _threads(), _grad(),
-        )  # fmt: skip
+        key = ("scaled_mm", mat1.shape, mat2.numel(), out_dtype, bias is None, _threads(), _grad())
     except (AttributeError, RuntimeError, TypeError):
         key = None
     result = _serve(key, given, given)

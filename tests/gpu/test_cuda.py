@@ -84,7 +84,7 @@ def test_configurations_are_right(name: str) -> None:
 
         verdict = verify(run, problem, draws, patience_s=0.0)
         assert verdict.ok, f"{candidate.id}: {verdict.kind}: {verdict.detail}"
-    assert ran >= (4 if name.startswith("slab") else 11)
+    assert ran > len(legal(problem)) / 2
 
 
 @pytest.mark.parametrize("split", [1, 2])

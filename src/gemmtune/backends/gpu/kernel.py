@@ -147,12 +147,6 @@ def _taking(problem: Problem) -> list[tuple[int, Step]]:
     return [(place, step) for place, step in enumerate(problem.epilogue) if step.takes_tensor]
 
 
-def put(slots: Any, places: Sequence[int], tensors: Sequence[Tensor]) -> None:
-    """Addresses into their arguments' slots."""
-    for place, tensor in zip(places, tensors, strict=True):
-        slots[place] = tensor.data_ptr()
-
-
 def shifted(launch: Launch, out: Tensor, a: Tensor, b: Tensor, rest: Sequence[Tensor]) -> None:
     """The launch, on copies of the matrices that start off a 16-byte boundary."""
     result = _fitting(out)
@@ -211,8 +205,8 @@ class GridKernel(GpuKernel):
             if sums is not None:
                 slots[sums[0]], slots[sums[1]] = self._common(device, stream, tiles)
             slots[c_at], slots[a_at], slots[b_at] = c_ptr, a_ptr, b_ptr
-            if rest:
-                put(slots, others, rest)
+            for at, tensor in zip(others, rest):  # noqa: B905 - as many by bind; saying so costs more than the loop
+                slots[at] = tensor.data_ptr()
             status = go()
             if status:
                 function.failed(status, go)
@@ -261,7 +255,8 @@ class TmaKernel(GpuKernel):
             maps = (self._map("a_desc", a_ptr, m, lda), right)  # which live until they are launched
             block.describe(maps)
             slots[c_at] = c_ptr
-            put(slots, others, rest)
+            for at, tensor in zip(others, rest):  # noqa: B905 - as above
+                slots[at] = tensor.data_ptr()
             status = go()
             if status:
                 function.failed(status, go)
