@@ -287,6 +287,20 @@ def test_padding_fp8_keeps_the_values() -> None:
     assert bigger.float().sum() == a.float().sum()
 
 
+def test_fp8_products_are_written_where_they_belong() -> None:
+    """A race times ``run``: with a copy behind it ATen's own op would lose races that it wins where it serves."""
+    a, b = torch.randn(4, 32).to(E4M3), torch.randn(48, 32).to(E4M3).t()
+    one, place = torch.ones(()), torch.empty(4 * 48 + 9, dtype=torch.bfloat16)
+    start = -(place.data_ptr() // 2) % 8  # elements to a boundary of 16 bytes
+    out = place[start : start + 4 * 48].view(4, 48)
+    assert scaled_product(a, b, one, one, None, torch.bfloat16, out) is out
+    torch.testing.assert_close(out.float(), a.float() @ b.float(), rtol=1e-2, atol=1e-2)
+    off = place[start + 1 : start + 1 + 4 * 48].view(4, 48)
+    assert scaled_product(a, b, one, one, None, torch.bfloat16, off) is not off
+    narrow = torch.empty(4, 5, dtype=torch.bfloat16)
+    assert scaled_product(a, b[:, :5], one, one, None, torch.bfloat16, narrow) is not narrow
+
+
 def test_rows_are_copied_only_when_they_must_be() -> None:
     base = torch.zeros(9, 64, dtype=torch.bfloat16)
     assert as_rows(base) is base

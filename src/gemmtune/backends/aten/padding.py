@@ -99,11 +99,13 @@ def scaled_rules(n: int, k: int) -> str:
 
 
 def scaled_product(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, out_dtype: torch.dtype
-) -> Tensor:
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, out_dtype: torch.dtype,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """``torch._scaled_mm`` [M, N] of fp8 operands of any K, N and layout, within CUDA's rules.
 
-    scale_a, scale_b: one element each, or [M, 1] and [1, N]. The result may be a view of something larger.
+    scale_a, scale_b: one element each, or [M, 1] and [1, N]. out: row-major, of ``out_dtype``; written where ATen can
+    write it, and then returned. The result may be a view of something larger.
     """
     (m, k), n = a.shape, b.shape[1]
     inner, columns = up(k, ALIGN), up(n, ALIGN)
@@ -112,5 +114,7 @@ def scaled_product(
     if columns != n:
         scale_b = functional.pad(scale_b, (0, columns - n)) if scale_b.numel() == n and scale_b.dim() == 2 else scale_b
         bias = None if bias is None else functional.pad(bias, (0, columns - n))
-    out = torch._scaled_mm(left, right, scale_a, scale_b, bias=bias, out_dtype=out_dtype)
-    return out if columns == n else out[:, :n]
+    if out is not None and columns == n and not out.data_ptr() % ALIGN:
+        return torch._scaled_mm(left, right, scale_a, scale_b, bias=bias, out_dtype=out_dtype, out=out)
+    made = torch._scaled_mm(left, right, scale_a, scale_b, bias=bias, out_dtype=out_dtype)
+    return made if columns == n else made[:, :n]

@@ -309,7 +309,7 @@ def undo_quant(packed: PackedWeight) -> QuantWeight:
     return QuantWeight(kept[0], kept[1], zero, packed.k, packed.quant, packed.dtype)
 
 
-class ScaledMm(AtenKernel):
+class ScaledMm(WritesOut):
     """``torch._scaled_mm``, when the epilogue is just its own scales and bias."""
 
     template = "scaled_mm"
@@ -347,6 +347,15 @@ class ScaledMm(AtenKernel):
         if a.is_cuda:  # operands may start anywhere
             return scaled_product(a, b, scale_a, scale_b, bias, self.out_dtype)
         return torch._scaled_mm(a, b, scale_a, scale_b, bias=bias, out_dtype=self.out_dtype)
+
+    def write(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
+        scale_a, scale_b, bias = scaled_operands(self.problem, aux)
+        if a.is_cuda:
+            made = scaled_product(a, b, scale_a, scale_b, bias, self.out_dtype, out)
+            if made is not out:
+                out.copy_(made)
+        else:
+            torch._scaled_mm(a, b, scale_a, scale_b, bias=bias, out_dtype=self.out_dtype, out=out)
 
 
 def scaled_operands(problem: Problem, aux: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
