@@ -138,6 +138,23 @@ def test_every_packing_is_raced(clock: Clock) -> None:
     assert {c["nr"] for c in hands.raced if c.backend == "native"} >= set(widths)
 
 
+def test_the_best_of_each_packing_is_checked_though_time_is_short(clock: Clock) -> None:
+    """Only what is checked can be served: a layout chosen for other M must have its kernel here."""
+    widths: list[Any] = []
+
+    class Slow(Pretending):
+        def confirm(self, candidate: Candidate, deadline: float | None) -> Confirmed:
+            self.clock.now += 1.0
+            if candidate.backend == "native":
+                widths.append(candidate["nr"])
+            return super().confirm(candidate, deadline)
+
+    hands = Slow(clock, lambda c: 1e-2 if c.backend == "native" else 2e-2)
+    run(clock, hands, 20.0)
+    count = min(3, len({c["nr"] for c in hands.tried if c.backend == "native"}))
+    assert len(set(widths[:count])) == count
+
+
 def test_the_best_of_each_packing_goes_first(clock: Clock) -> None:
     hands = Pretending(clock, lambda c: (1e-2 if c["nr"] == 64 else 1.2e-2) if c.backend == "native" else 2e-2)
     run(clock, hands, 6.0)

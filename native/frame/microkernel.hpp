@@ -121,8 +121,9 @@ void fill_rows(KernelSet& set, std::integer_sequence<int, R...>) {
 }
 
 // Largest tiles: registers hold MR * NV accumulators + NV of B + one broadcast. A panel's last columns may need
-// fewer vectors with the panel's own rows, so a narrower tile has at least the rows of a wider one.
-template <class T, int R1, int R2, int R3, int R4>
+// fewer vectors with the panel's own rows, so a narrower tile has at least the rows of a wider one. Dense: what expands B
+// for the dense kernels, where T converts it to something else.
+template <class T, int R1, int R2, int R3, int R4, class Dense = T>
 KernelSet make_set(Compute compute, DType b) {
   KernelSet set{};
   set.compute = compute;
@@ -133,7 +134,7 @@ KernelSet make_set(Compute compute, DType b) {
   if constexpr (R2 > 0) fill_rows<T, 2>(set, std::make_integer_sequence<int, R2>{});
   if constexpr (R3 > 0) fill_rows<T, 3>(set, std::make_integer_sequence<int, R3>{});
   if constexpr (R4 > 0) fill_rows<T, 4>(set, std::make_integer_sequence<int, R4>{});
-  set.expand = &expand<T>;
+  set.expand = &expand<Dense>;
   return set;
 }
 

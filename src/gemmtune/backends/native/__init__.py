@@ -93,7 +93,8 @@ class NativeBackend(Backend):
             return str(error)
         packing = layout.Packing.parse(packed.layout)
         for unit in UNITS:
-            known = packing.dtype in (*unit.reads, *unit.expands) and packing.nr in unit.rows and unit.isa in isas
+            widths = {*unit.rows, *unit.tile_rows(packing.dtype, expanded=False)}
+            known = packing.dtype in (*unit.reads, *unit.expands) and packing.nr in widths and unit.isa in isas
             if known and layout.Packing.of(unit.compute, packing.dtype, packing.nr) == packing:
                 return ""
         return f"no instruction set of this CPU reads {packed.layout} (usable: {', '.join(isas)})"

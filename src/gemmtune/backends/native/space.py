@@ -121,7 +121,7 @@ def _template_refusal(problem: Problem, unit: Unit, template: str) -> str:
     if template == "expand":
         if weight not in unit.expands or weight not in ("int8", "int4"):
             return "nothing to expand: the weight is stored as it is multiplied"
-        if problem.m <= min(unit.rows.values()) and weight in unit.reads:
+        if problem.m <= min(unit.tile_rows(weight, expanded=False).values()):
             return f"M = {problem.m} is one row tile: an expanded block would be used once"
         return ""
     return "" if weight in unit.reads else f"{unit.isa} cannot convert {weight} in registers"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "uint8": 4, "int32": 5, "int4": 6}
 STEP_KINDS = ("scale", "bias", "add", "mul", "relu", "gelu", "gelu_tanh", "silu", "clamp", "cast")
@@ -33,8 +33,8 @@ class Unit:
     """One multiplier: an instruction set, its compute type, and the largest micro-tile rows per panel width.
 
     reads: weight dtypes it converts in registers. expands: weight dtypes it can convert a block of beforehand.
-    rows: {panel columns: rows}; rows_int4: the same for int4, whose conversion needs more registers. dots: weight
-    dtypes it multiplies along a contiguous K, unpacked.
+    rows: {panel columns: rows}; narrow: the same of weight dtypes that are converted in registers, where their tiles
+    are others. dots: weight dtypes it multiplies along a contiguous K, unpacked.
     """
 
     isa: str
@@ -42,37 +42,40 @@ class Unit:
     reads: tuple[str, ...]
     expands: tuple[str, ...]
     rows: dict[int, int]
-    rows_int4: dict[int, int]
+    narrow: dict[str, dict[int, int]] = field(default_factory=dict)
     dots: tuple[str, ...] = ()
 
     def tile_rows(self, weight: str, expanded: bool) -> dict[int, int]:
-        return self.rows_int4 if weight == "int4" and not expanded else self.rows
+        return self.rows if expanded else self.narrow.get(weight, self.rows)
 
 
 _WIDE = {64: 6, 48: 8, 32: 12, 16: 12}
+_PAIRS = {64: 5, 48: 7, 32: 12, 16: 12}  # two vectors of B for each vector of columns
 _FLOATS = ("float32", "bfloat16", "float16", "int8", "int4")
 
 # Best first: the order in which the search tries them.
 UNITS = (
-    Unit("amx", BF16, ("bfloat16",), ("int8", "int4"), {32: 32, 16: 32}, {}),
-    Unit("amx", S8S8, ("int8",), (), {32: 32, 16: 32}, {}),
-    Unit("amx", U8S8, ("int8",), (), {32: 32, 16: 32}, {}),
+    Unit(
+        "amx", BF16, ("bfloat16", "int8", "int4"), ("int8", "int4"), {32: 32, 16: 32}, {"int8": _PAIRS, "int4": _PAIRS}
+    ),
+    Unit("amx", S8S8, ("int8",), (), {32: 32, 16: 32}),
+    Unit("amx", U8S8, ("int8",), (), {32: 32, 16: 32}),
     Unit(
         "avx512_bf16",
         BF16,
         ("bfloat16", "int8", "int4"),
         ("int8", "int4"),
         _WIDE,
-        {64: 4, 48: 6, 32: 10, 16: 12},
+        {"int4": {64: 4, 48: 6, 32: 10, 16: 12}},
         ("bfloat16",),
     ),
-    Unit("avx512_vnni", U8S8, ("int8",), (), _WIDE, {}),
-    Unit("avx512", F32, _FLOATS, _FLOATS[1:], _WIDE, {64: 4, 48: 6, 32: 8, 16: 8}, _FLOATS[:3]),
-    Unit("avx512", I16, ("int8",), (), _WIDE, {}),
-    Unit("avx2", F32, _FLOATS, _FLOATS[1:], {16: 6}, {16: 4}),
-    Unit("avx2", I16, ("int8",), (), {16: 6}, {}),
-    Unit("portable", F32, _FLOATS, _FLOATS[1:], {16: 4}, {16: 4}),
-    Unit("portable", I16, ("int8",), (), {16: 4}, {}),
+    Unit("avx512_vnni", U8S8, ("int8",), (), _WIDE),
+    Unit("avx512", F32, _FLOATS, _FLOATS[1:], _WIDE, {"int4": {64: 4, 48: 6, 32: 8, 16: 8}}, _FLOATS[:3]),
+    Unit("avx512", I16, ("int8",), (), _WIDE),
+    Unit("avx2", F32, _FLOATS, _FLOATS[1:], {16: 6}, {"int4": {16: 4}}),
+    Unit("avx2", I16, ("int8",), (), {16: 6}),
+    Unit("portable", F32, _FLOATS, _FLOATS[1:], {16: 4}),
+    Unit("portable", I16, ("int8",), (), {16: 4}),
 )
 
 
