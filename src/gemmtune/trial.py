@@ -263,8 +263,8 @@ class Trial:
     # Confirm
 
     def _confirm(self) -> None:
-        """Check the promising ones fully: only these can be served. The best of each packing come first: the layout that
-        a weight's other M decide for must have a kernel of its own here."""
+        """Check the promising ones fully: only these can be served. The best of each packing come first: the layout
+        that a weight's other M decide for must have a kernel of its own here."""
         rows = _one_a_packing_first(self._promising())
         count = len({row.packing for row in rows})
         for row in rows[:count] + _by_packing(rows[count:]):
