@@ -188,11 +188,14 @@ def test_batches(dtype: str, epilogue: str) -> None:
 
 @pytest.mark.parametrize("scales", [("tensor", "tensor"), ("row", "col"), ("row", "tensor")])
 @pytest.mark.parametrize("bias", [False, True])
-def test_fp8(scales: tuple[str, str], bias: bool) -> None:
+@pytest.mark.parametrize("ld", [None, 37])
+def test_fp8(scales: tuple[str, str], bias: bool, ld: int | None) -> None:
+    """ld: with something between the rows of the output, which torch._scaled_mm(out=) overwrites."""
     steps = tuple(Step("scale", axis, "float32") for axis in scales)  # type: ignore[arg-type]
     steps += (Step("bias", "col", "bfloat16"),) if bias else ()
     e4m3 = Operand("float8_e4m3fn")
     problem = Problem("scaled_mm", 5, 32, 64, e4m3, replace(e4m3, layout=Layout("col")), "bfloat16", steps)
+    problem = replace(problem, out=Layout("row", ld))
     found = kernels(problem)
     assert ("scaled_mm" in {kernel.candidate.template for kernel in found}) == (scales != ("row", "tensor"))
     for kernel in found:

@@ -118,12 +118,18 @@ def _runs(problem: Problem, target: Target, rng: random.Random) -> Iterator[tupl
     yield "the oracle, rounded", hostile.correct(problem)
     for name in ("aten", "native"):
         backend = backends.get(name)
-        if not backend.available(target):
+        if not backend.available(target) or (name == "aten" and _leaks(problem, target)):
             continue
         legal = [item for item in backend.candidates(problem, target) if isinstance(item, Candidate)]
         if legal:
             candidate = rng.choice(legal)
             yield candidate.id, _runner(backend.load(backend.build(problem, candidate, target), problem))
+
+
+def _leaks(problem: Problem, target: Target) -> bool:
+    """On CPUs with AMX torch 2.13's own bf16 product lets a NaN in a row of A come out in the row before it, too, unless
+    K is a multiple of 8: it is rejected there, and rightly."""
+    return "amx_bf16" in target.isa and problem.a.dtype == problem.b.dtype == "bfloat16" and problem.k % 8 > 0
 
 
 def _runner(kernel: Kernel) -> Run:

@@ -104,7 +104,7 @@ def scaled_product(
 ) -> Tensor:  # fmt: skip
     """``torch._scaled_mm`` [M, N] of fp8 operands of any K, N and layout, within CUDA's rules.
 
-    scale_a, scale_b: one element each, or [M, 1] and [1, N]. out: row-major, of ``out_dtype``; written where ATen can
+    scale_a, scale_b: one element each, or [M, 1] and [1, N]. out: contiguous, of ``out_dtype``; written where ATen can
     write it, and then returned. The result may be a view of something larger.
     """
     (m, k), n = a.shape, b.shape[1]

@@ -349,6 +349,9 @@ class ScaledMm(WritesOut):
         return torch._scaled_mm(a, b, scale_a, scale_b, bias=bias, out_dtype=self.out_dtype)
 
     def write(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
+        if not out.is_contiguous():  # _scaled_mm writes over what lies between the rows
+            out.copy_(self.product(a, b, aux))
+            return
         scale_a, scale_b, bias = scaled_operands(self.problem, aux)
         if a.is_cuda:
             made = scaled_product(a, b, scale_a, scale_b, bias, self.out_dtype, out)
