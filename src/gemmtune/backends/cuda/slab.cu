@@ -9,8 +9,9 @@
 // counts bytes that have come, ``empty`` the warps, of all blocks that a stage was sent to, that are done with it.
 //
 // What source.py puts before this: the constants BM, BN, STAGES, CHUNKS, CLUSTER (the candidate), WIDTH (bytes of an
-// element), STEPWISE (wgmma adds fp8 up with fewer bits than float32 has: only CHUNKS = 2 at a time), PRODUCTS
-// (what wgmma is asked for), sum_t, PARAMETERS, then ptx.cu, hopper.cu and numbers.cu. It writes the epilogue, too.
+// element), STEPWISE (wgmma adds fp8 up with fewer bits than float32 has: only CHUNKS = 2 at a time), PRODUCTS (what
+// wgmma is asked for), ACROSS (sums from one row to the next on their way out), sum_t, PARAMETERS, then ptx.cu,
+// hopper.cu and numbers.cu. It writes the epilogue, too.
 
 constexpr int GROUPS = BM / 64, CONSUMERS = 4 * GROUPS;        // of four warps; warps that multiply
 constexpr int PART = BM / CLUSTER;                             // rows of A that one block fetches
@@ -18,7 +19,6 @@ constexpr int A_BYTES = BM * 128, B_BYTES = BN * 128;          // of a chunk
 constexpr int STAGE = CHUNKS * (A_BYTES + B_BYTES);
 constexpr int ELEMENTS = 128 / WIDTH;                          // of K in a chunk
 constexpr int SUMS = BN / 2;                                   // of a thread
-constexpr int ACROSS = 40;                                     // room for 32 columns, rows in other banks
 
 // One chunk of A and B into ``d``, beside what is there if ``add``.
 __device__ __forceinline__ void multiply_chunk(sum_t (&d)[SUMS], u32 a, u32 b, int add) {
@@ -85,7 +85,9 @@ __launch_bounds__(32 * (CONSUMERS + 1), 1) slab(PARAMETERS) {
             sum_t sums[SUMS];
 #pragma unroll
             for (int i = 0; i < SUMS; ++i) sums[i] = 0;
+#if !STEPWISE
             u32 before = 0;  // what is empty when wgmma is done with the step before
+#endif
             for (int step = 0; step < steps; ++step, next()) {
                 const u32 a = stages + at * STAGE + warp / 4 * 64 * 128, b = stages + at * STAGE + CHUNKS * A_BYTES;
                 wait_for(full + 8 * at, turn);
@@ -95,8 +97,7 @@ __launch_bounds__(32 * (CONSUMERS + 1), 1) slab(PARAMETERS) {
                 multiply_chunk(other, a + A_BYTES, b + B_BYTES, 0);
                 add_chunk<1>(sums, one);
                 add_chunk<0>(sums, other);
-                before = empty + 8 * at;
-                if (lane < CLUSTER) arrive_at(before, lane);
+                if (lane < CLUSTER) arrive_at(empty + 8 * at, lane);
 #else
 #pragma unroll
                 for (int chunk = 0; chunk < CHUNKS; ++chunk)

@@ -21,10 +21,9 @@ TYPES = {
 }  # fmt: skip
 _KINDS = {"PLAIN": 0, "INT8": 1, "INT4": 2}
 _FP8 = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
-
-
 SKINNY, SLAB = "skinny", "slab"
 CHUNK_BYTES = 128  # of a row, as TMA lays them for wgmma
+_ACROSS = 40  # sums of a row on its way out: room for 32, rows in other banks
 _TMA_TYPES = {8: 0, 16: 1}  # CU_TENSOR_MAP_DATA_TYPE_UINT8, _UINT16
 _SWIZZLE_128B = 3  # CU_TENSOR_MAP_SWIZZLE_128B
 
@@ -91,10 +90,10 @@ def slab_warps(config: dict[str, Any]) -> int:
 
 
 def slab_shared(config: dict[str, Any]) -> int:
-    """Bytes of shared memory: stages, a pair of barriers each, what putting them on a boundary of 1 KB may take, and 40
-    sums of each row."""
+    """Bytes of shared memory: stages, a pair of barriers each, what putting them on a boundary of 1 KB may take, and
+    what each row has on its way out."""
     stage = config["chunks"] * CHUNK_BYTES * (config["bm"] + config["bn"])
-    return int(config["stages"] * (stage + 16) + 1024 + config["bm"] * 160)
+    return int(config["stages"] * (stage + 16) + 1024 + config["bm"] * _ACROSS * 4)
 
 
 def run_of(problem: Problem) -> int:
@@ -145,6 +144,7 @@ def _slab(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
         "CHUNKS": config["chunks"],
         "CLUSTER": config["cluster"],
         "WARPS": slab_warps(config),
+        "ACROSS": _ACROSS,
         "WIDTH": bits(problem.a.dtype) // 8,
         "STEPWISE": int(problem.family == "scaled_mm"),
         "HALF": int(problem.a.dtype == "float16"),
