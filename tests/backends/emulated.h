@@ -1,4 +1,4 @@
-// ptx.cu's and hopper.cu's part on a CPU, so that skinny.cu and slab.cu run without a GPU: every thread of a cluster is a
+// ptx.cu's and hopper.cu's part on a CPU, so that skinny.cu, slab.cu and mixed.cu run without a GPU: every thread of a cluster is a
 // fiber, which goes on until it meets the others of its warp, its block or its cluster, or waits at a barrier.
 #include <ucontext.h>
 
@@ -79,6 +79,7 @@ static void meet(Group& group, int count) {
 static void __syncthreads() { meet(cluster[now->rank].group, 32 * WARPS); }
 static void __syncwarp() { meet(cluster[now->rank].warps[now->thread / 32].group, 32); }
 static void wait_for_cluster() { meet(everyone, 32 * WARPS * CLUSTER); }
+static void leave_cluster() { wait_for_cluster(); }
 
 #define SHARED(type, name)                                                  \
     static_assert(sizeof(type) <= 48 << 10, "a kernel has 48 KB by itself"); \
@@ -211,15 +212,18 @@ static void wait_for(u32 barrier, int turn) {
 
 static void expect(u32 barrier, int bytes) { came(cluster[now->rank].barriers.at(barrier), 1, -bytes); }
 static void arrive_at(u32 barrier, int rank) { came(cluster[rank].barriers.at(barrier), 1, 0); }
+static void arrive(u32 barrier) { arrive_at(barrier, now->rank); }
 
-// The 16-byte pieces of 128-byte rows change places: bits 4 to 6 of an address, by bits 7 to 9.
-static u32 swizzled(u32 address) { return address ^ (address >> 3 & 0x70); }
+// The 16-byte pieces of 128-byte rows change places: bits 4 to 6 of an address, by bits 7 to 9; of 64-byte rows: bits 4
+// and 5, by bits 7 and 8.
+static u32 swizzled(u32 address, int row = 128) { return address ^ (address >> 3 & (row == 128 ? 0x70 : 0x30)); }
 
 static void fetch(int rank, u32 to, const Map& map, int k, int row, u32 barrier) {
     Block& block = cluster[rank];
     for (unsigned r = 0; r < map.box_rows; ++r)
         for (unsigned c = 0; c < map.box_columns; ++c) {
-            char* place = block.memory.data() + swizzled(to + static_cast<u32>((r * map.box_columns + c) * map.element));
+            const u32 offset = static_cast<u32>((r * map.box_columns + c) * map.element);
+            char* place = block.memory.data() + swizzled(to + offset, static_cast<int>(map.box_columns * map.element));
             if (k + c < map.columns && row + r < map.rows)
                 std::memcpy(place, reinterpret_cast<const char*>(map.matrix) + (row + r) * map.lead + (k + c) * map.element,
                             map.element);
@@ -229,10 +233,21 @@ static void fetch(int rank, u32 to, const Map& map, int k, int row, u32 barrier)
     came(block.barriers.at(barrier), 0, static_cast<int>(map.box_rows * map.box_columns * map.element));
 }
 
-static void fetch_once(u32 to, const Map* map, int k, int row, u32 barrier) { fetch(now->rank, to, *map, k, row, barrier); }
+static void fetch(u32 to, const Map* map, int k, int row, u32 barrier) { fetch(now->rank, to, *map, k, row, barrier); }
+static void fetch_once(u32 to, const Map* map, int k, int row, u32 barrier) { fetch(to, map, k, row, barrier); }
 
 static void fetch_for_all(u32 to, const Map* map, int k, int row, u32 barrier) {
     for (int rank = 0; rank < CLUSTER; ++rank) fetch(rank, to, *map, k, row, barrier);
+}
+
+static void give_registers() {}
+static void take_registers() {}
+
+static u32 two_at(u32 address) {
+    if (address % 2) std::abort();
+    unsigned short found;
+    std::memcpy(&found, cluster[now->rank].memory.data() + address, 2);
+    return found;
 }
 
 // All that a register's part can be, by its bits.
@@ -269,6 +284,29 @@ template <int N> static void multiply_group(sum_t (&d)[N], u32 a, u32 b, int add
                    element_at(b + 128 * column + k, b_values);
         d[i] = static_cast<sum_t>(sum);
     }
+}
+
+static u32 rows_from(u32 address) { return address / 16 | 1 << 16; }
+struct Fragment { u32 r[4]; };
+static void hold(Fragment&) {}
+
+// "Register Fragments for wgmma.mma_async.m64nNk16": each warp's rows are those of mma.m16n8k16.
+template <int N> static void multiply_group(sum_t (&d)[N], const Fragment& a, u32 b, int add) {
+    static const std::string a_type = part(4);
+    static const std::vector<float> b_values = values_of(part(5));
+    Warp& warp = cluster[now->rank].warps[now->thread / 32];
+    const int lane = now->thread % 32;
+    for (int i = 0; i < 4; ++i) spread(warp.b[lane] + PER * i, a.r[i], a_type);
+    meet(warp.group, 32);
+    for (int i = 0; i < N; ++i) {
+        const int row = lane / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+        double sum = add ? d[i] : 0;
+        for (int k = 0; k < 16; ++k)
+            sum += static_cast<double>(warp.b[row % 8 * 4 + k % 8 / 2][(row / 8 + k / 8 * 2) * 2 + k % 2]) *
+                   element_at((b & 0x3fff) * 16 + 128 * column + 2 * k, b_values);
+        d[i] = static_cast<sum_t>(sum);
+    }
+    meet(warp.group, 32);
 }
 
 template <class... A, std::size_t... I>

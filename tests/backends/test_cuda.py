@@ -19,7 +19,7 @@ from drivers import Driver, simulated
 from gemmtune.backends.base import Candidate
 from gemmtune.backends.cuda import CudaBackend, compiler, space
 from gemmtune.backends.cuda.kernel import Skinny
-from gemmtune.backends.cuda.source import generate
+from gemmtune.backends.cuda.source import generate, mixed_more
 from gemmtune.backends.gpu.artifact import Header, unpack
 from gemmtune.backends.gpu.kernel import GpuKernel
 from gemmtune.epilogue import Step
@@ -38,6 +38,7 @@ needs_cxx = pytest.mark.skipif(CXX is None, reason="there is no C++ compiler")
 FRAME = Path(__file__).parents[2] / "native" / "frame"  # its conversions are checked by tests of their own
 CONFIG = {"bm": 8, "bn": 32, "side": 1, "warps": 4, "depth": 1, "split": 1}
 SLAB_CONFIG = {"bm": 64, "bn": 32, "chunks": 1, "cluster": 1, "stages": 3}
+MIXED_CONFIG = {"bm": 16, "bn": 64, "split": 1, "stages": 2}
 
 
 def legal(problem: Problem, target: Target = H200) -> list[Candidate]:
@@ -69,6 +70,36 @@ def test_slabs_of_every_family_that_has_them(family: str, m: int) -> None:
     assert {int(candidate["bm"]) for candidate in found} == ({64} if m <= 64 else {64, 128})
 
 
+@pytest.mark.parametrize("m", [17, 64, 100, 256, 500])
+@pytest.mark.parametrize(
+    "problem", [weight_only_problem(1, 4096, 4096), weight_only_problem(1, 4096, 4096, bits=4, group=128)]
+)
+def test_narrow_weights_beside_many_rows(problem: Problem, m: int) -> None:
+    found = [candidate for candidate in legal(problem.with_m(m)) if candidate.template == "mixed"]
+    assert len(found) >= 30
+    assert len({candidate.id for candidate in found}) == len(found)
+    assert all(int(c["bm"]) <= 256 and -(-m // int(c["bm"])) * int(c["bm"]) < m + 40 for c in found)
+    assert {2, 3} <= {candidate["stages"] for candidate in found}
+
+
+def test_threads_wait_for_no_more_registers_than_a_block_starts_with() -> None:
+    """``setmaxnreg`` waits forever for more."""
+    handing = 0
+    for problem in (weight_only_problem(256, 4096, 4096), weight_only_problem(128, 4096, 4096, bits=4, group=128)):
+        for candidate in legal(problem):
+            if candidate.template != "mixed":
+                continue
+            config = dict(candidate.config)
+            made = generate(problem, "mixed", config)
+            wanted = mixed_more(problem, config)
+            if made.registers:
+                handing += 1
+                groups = config["bn"] // 64
+                assert made.warps == 4 * groups + 4
+                assert 128 * (groups * wanted + 24) <= 32 * made.warps * made.registers <= 65536
+    assert handing >= 20
+
+
 def test_slabs_are_as_wide_as_gives_every_multiprocessor_one() -> None:
     """N = 22016 on 132 of them: 132 slabs of 168 columns, or two or three rounds of narrower ones; integers too, whose
     wgmma has no such widths."""
@@ -98,6 +129,10 @@ def test_what_reads_most_at_once_comes_first() -> None:
         (build(4, 64, 64, "fp32"), "float32 runs in cuBLAS"),
         (weight_only_problem(4, 64, 128, group=32), "64 elements of K at a time"),
         (weight_only_problem(4, 64, 128, bits=4, group=64), "128 elements of K at a time"),
+        (weight_only_problem(40, 64, 128, group=64), "128 elements of K at a time"),
+        (weight_only_problem(40, 64, 256, bits=4, group=128, zero_point=True), "no zero points"),
+        (weight_only_problem(513, 64, 256), "17 to 512 rows"),
+        (build(8193, 64, 64, "bf16"), "by narrower weights"),
         (replace(fp8_problem(4, 64, 64), out_dtype="float8_e4m3fn"), "writes no float8_e4m3fn"),
     ],
 )
@@ -110,6 +145,9 @@ def test_each_template_has_its_range_of_rows() -> None:
     assert {c.template for c in legal(build(16, 4096, 4096, "bf16"))} == {"skinny"}
     assert {c.template for c in legal(build(32, 4096, 4096, "bf16"))} == {"skinny", "slab"}
     assert {c.template for c in legal(build(33, 4096, 4096, "bf16"))} == {"slab"}
+    assert {c.template for c in legal(weight_only_problem(16, 4096, 4096))} == {"skinny"}
+    assert {c.template for c in legal(weight_only_problem(32, 4096, 4096))} == {"skinny", "mixed"}
+    assert {c.template for c in legal(weight_only_problem(33, 4096, 4096))} == {"mixed"}
 
 
 def test_illegal_configurations_say_why() -> None:
@@ -119,7 +157,13 @@ def test_illegal_configurations_say_why() -> None:
     slabs = " | ".join(reasons(build(256, 40, 64, "bf16")) | reasons(fp8_problem(100, 30000, 4096)))
     for words in ("at least 3", "first 128 bytes", "fewer slabs than blocks", "registers a thread", "two chunks"):
         assert words in slabs
-    assert "wgmma" in " | ".join(reasons(build(64, 4096, 4096, "bf16"), A100))
+    found = " | ".join(
+        reasons(weight_only_problem(64, 30000, 512)) | reasons(weight_only_problem(512, 4096, 4096, bits=4, group=128))
+    )
+    for words in ("fewer than 2", "K is 4 steps", "without splitting K", "registers a thread"):
+        assert words in found
+    for problem in (build(64, 4096, 4096, "bf16"), weight_only_problem(64, 4096, 4096)):
+        assert "wgmma" in " | ".join(reasons(problem, A100))
     assert "clusters need compute capability 9.0" in " | ".join(reasons(build(1, 4096, 4096, "bf16"), A100))
     assert "fp8 needs compute capability 8.9" in " | ".join(reasons(fp8_problem(1, 64, 64), A100))
 
@@ -186,11 +230,29 @@ def test_cross_compiling_slabs(family: str) -> None:
 
 
 @needs_nvrtc
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("m", [64, 200])
+def test_cross_compiling_narrow_weights_beside_many_rows(bits: int, m: int) -> None:
+    """Without spilling, and with as many registers at the start as threads hand on."""
+    problem = weight_only_problem(m, 4096, 4096, bits=bits, group=128 if bits == 4 else None)
+    found = [c for c in legal(problem) if c.template == "mixed"]
+    chosen = {generate(problem, "mixed", dict(c.config)).registers > 0: c for c in reversed(found)}
+    for candidate in chosen.values():
+        ((header, cubin),) = unpack(CudaBackend()._recipe(problem, candidate, H200)[1]())
+        assert cubin[:4] == b"\x7fELF"
+        assert header.name == "mixed"
+        assert header.shared <= 232_448
+        assert header.descriptors["b_desc"].block == (candidate["bn"], 128 * bits // 8)
+
+
+@needs_nvrtc
 def test_what_the_compiler_says_is_passed_on() -> None:
     with pytest.raises(KernelError, match=r"NVRTC cannot compile it: gemmtune.cu\(1\): error"):
         compiler.compile_source("nonsense", (9, 0))
     problem = weight_only_problem(32, 64, 4096, bits=4, group=128)
     greedy = {**CONFIG, "bm": 32, "bn": 64, "depth": 4}
+    with pytest.raises(KernelError, match="do not start with 255 registers"):
+        compiler.compile_source('extern "C" __global__ void idle() {}', (9, 0), registers=255)
     with pytest.raises(KernelError, match="would spill"):
         compiler.compile_source(generate(problem, "skinny", greedy).text, (9, 0))
 
@@ -213,6 +275,11 @@ class Emulator:
         config = {**SLAB_CONFIG, **config}
         assert not space._slab_illegal(problem, space.device_of(H200), config)
         return self.load(problem, Candidate.make("cuda", "slab", **config))
+
+    def mixed(self, problem: Problem, **config: int) -> GpuKernel:
+        config = {**MIXED_CONFIG, **config}
+        assert not space._mixed_illegal(problem, space.device_of(H200), config)
+        return self.load(problem, Candidate.make("cuda", "mixed", **config))
 
     def load(self, problem: Problem, candidate: Candidate) -> GpuKernel:
         header = Path(__file__).with_name("emulated.h").read_text(encoding="utf-8")
@@ -322,6 +389,32 @@ def test_the_slab_kernel_is_right(emulator: Emulator, name: str) -> None:
     assert verdict.ok, f"{verdict.kind}: {verdict.detail}"
 
 
+MIXED: dict[str, tuple[Problem, dict[str, int]]] = {
+    "int8, odd sizes": (weight_only_problem(19, 101, 400), {"bm": 24}),
+    "int8, two groups of warps, a cluster, an epilogue": (
+        replace(weight_only_problem(34, 140, 784), epilogue=STEPS), {"bm": 40, "bn": 128, "split": 3},
+    ),
+    "int8, fp16": (weight_only_problem(70, 72, 656, dtype="float16"), {"bm": 72, "stages": 3}),
+    "int8, groups": (weight_only_problem(40, 72, 1024, group=256), {"bm": 16, "split": 2}),
+    "int4, groups": (weight_only_problem(20, 136, 640, bits=4, group=128), {"bm": 24, "bn": 128}),
+    "int4, groups, a cluster, fp16": (
+        weight_only_problem(17, 72, 1280, bits=4, group=256, dtype="float16"), {"bm": 24, "split": 4, "stages": 3},
+    ),
+    "int8, registers that change hands": (weight_only_problem(70, 130, 528), {"bm": 256, "bn": 128, "split": 2}),
+    "int4, a scale a channel": (weight_only_problem(10, 70, 768, bits=4), {"split": 2}),
+}  # fmt: skip
+
+
+@needs_cxx
+@pytest.mark.parametrize("name", MIXED)
+def test_the_mixed_kernel_is_right(emulator: Emulator, name: str) -> None:
+    """Weights turned into numbers on their way to wgmma's registers, stages gone through several times, all edges."""
+    problem, config = MIXED[name]
+    kernel = emulator.mixed(problem, **config)
+    verdict = verify(lambda inputs, out: run_into(kernel, inputs, out), problem, prepare(problem, 0), patience_s=0.0)
+    assert verdict.ok, f"{verdict.kind}: {verdict.detail}"
+
+
 def little(candidate: Candidate) -> bool:
     """Few fibers."""
     return candidate.template == "skinny" and candidate["warps"] == 4
@@ -350,8 +443,9 @@ def test_random_problems_are_right(emulator: Emulator, family: str) -> None:
 
 @needs_cxx
 def test_more_rows_than_it_was_made_for(emulator: Emulator) -> None:
-    for load, made_for, m in ((emulator.skinny, 8, 21), (emulator.slab, 60, 130)):
-        kernel = load(build(made_for, 37, 128, "bf16"))
+    for load, made_for, m in ((emulator.skinny, 8, 21), (emulator.slab, 60, 130), (emulator.mixed, 16, 40)):
+        mixed = load == emulator.mixed
+        kernel = load(weight_only_problem(made_for, 37, 256) if mixed else build(made_for, 37, 128, "bf16"))
         problem = kernel.problem.with_m(m)
 
         def run(inputs: Inputs, out: torch.Tensor, kernel: GpuKernel = kernel) -> None:
@@ -363,11 +457,14 @@ def test_more_rows_than_it_was_made_for(emulator: Emulator) -> None:
 
 @needs_cxx
 def test_a_wrong_kernel_is_found_out(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The emulator tells right from wrong: A and B disagree about K's order; all groups of warps take the same rows."""
+    """The emulator tells right from wrong: A and B disagree about K's order; all groups of warps take the same rows;
+    the same weights serve both halves of a step."""
     from gemmtune.backends.cuda import source as module
 
     real = module._file
-    changes = (("c * (KIND == INT4 ? 16 : RUN)", "(3 - c) * RUN"), ("warp / 4 * 64 * 128", "0"))
+    changes = (
+        ("c * (KIND == INT4 ? 16 : RUN)", "(3 - c) * RUN"), ("warp / 4 * 64 * 128", "0"), ("4 * half + i : i", "i : i"),
+    )  # fmt: skip
 
     def changed(name: str) -> str:
         text = real(name)
@@ -376,8 +473,9 @@ def test_a_wrong_kernel_is_found_out(emulator: Emulator, monkeypatch: pytest.Mon
         return text
 
     monkeypatch.setattr(module, "_file", changed)
-    for load, m, config in ((emulator.skinny, 3, {}), (emulator.slab, 70, {"bm": 128})):
-        problem = build(m, 24, 128, "bf16")
+    loads = ((emulator.skinny, 3, {}), (emulator.slab, 70, {"bm": 128}), (emulator.mixed, 17, {"bm": 24}))
+    for load, m, config in loads:
+        problem = weight_only_problem(m, 24, 128) if load == emulator.mixed else build(m, 24, 128, "bf16")
         kernel = load(problem, **config)
 
         def run(inputs: Inputs, out: torch.Tensor, kernel: GpuKernel = kernel) -> None:

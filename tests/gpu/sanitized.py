@@ -41,6 +41,10 @@ def cases() -> Iterator[tuple[Problem, str, dict[str, int]]]:
     yield build(33, 8200, 136, "fp16"), "cuda/slab", {"cluster": 2}
     yield int_problem(70, 1096, 2064), "cuda/slab", {"cluster": 2}
     yield fp8_problem(20, 1096, 2064), "cuda/slab", {"cluster": 2}
+    yield weight_only_problem(70, 1096, 2064), "cuda/mixed", {"split": 2}
+    yield weight_only_problem(200, 1096, 1040), "cuda/mixed", {"bm": 200, "bn": 128}
+    yield weight_only_problem(33, 1096, 2048, bits=4, group=128), "cuda/mixed", {"split": 2}
+    yield weight_only_problem(33, 1096, 2048, bits=4, group=128), "cuda/mixed", {"split": 1}
 
 
 def main() -> None:

@@ -45,6 +45,13 @@ PROBLEMS = {
         out_dtype="bfloat16",
     ),
     "slab fp8": fp8_problem(33, 2200, 2064),
+    "mixed int8": replace(
+        weight_only_problem(70, 1100, 2064), epilogue=(Step("bias", "col", "bfloat16"), Step("mul", "full", "bfloat16"))
+    ),
+    "mixed int8 fp16": weight_only_problem(200, 1100, 1040, dtype="float16"),
+    "mixed int8 groups": weight_only_problem(100, 1100, 2048, group=256),
+    "mixed int4": weight_only_problem(50, 1100, 2048, bits=4, group=128),
+    "mixed int4 fp16": weight_only_problem(260, 1100, 1024, bits=4, dtype="float16"),
 }
 
 
@@ -103,6 +110,20 @@ def test_slabs_of_any_m_and_bit_for_bit_again(name: str, cluster: int) -> None:
     check_any_m(problem, kernel_of(problem, first(problem, "slab", "cuda", cluster=cluster)))
 
 
+@pytest.mark.parametrize("split", [1, 2])
+@pytest.mark.parametrize("name", ["mixed int8", "mixed int8 groups", "mixed int4"])
+def test_narrow_weights_of_any_m_and_bit_for_bit_again(name: str, split: int) -> None:
+    problem = PROBLEMS[name]
+    check_any_m(problem, kernel_of(problem, first(problem, "mixed", "cuda", split=split)))
+
+
+def test_registers_change_hands() -> None:
+    """More of them than threads start with: 256 rows of sums beside 128 columns of weights."""
+    problem = weight_only_problem(250, 1100, 2064)
+    kernel = kernel_of(problem, first(problem, "mixed", "cuda", bm=256, bn=128))
+    check_any_m(problem, kernel)
+
+
 def check_any_m(problem: Problem, kernel) -> None:  # type: ignore[no-untyped-def]
     for m in (1, 2, 7, 16, 17, 64, 100, 300):
         other = problem.with_m(m)
@@ -113,16 +134,22 @@ def check_any_m(problem: Problem, kernel) -> None:  # type: ignore[no-untyped-de
 
 
 def test_int4_weights_are_the_triton_backends() -> None:
-    """One packed weight is read by both, each in its range of M."""
+    """One packed weight is read by all, each in its range of M."""
     problem = PROBLEMS["int4wo"]
-    few, many = kernel_of(problem, first(problem, "skinny", "cuda")), kernel_of(problem, first(problem, bk=128))
-    assert few.packing == many.packing
+    many = problem.with_m(40)
+    kernels = (
+        kernel_of(problem, first(problem, "skinny", "cuda")),
+        kernel_of(problem, first(problem, bk=128)),
+        kernel_of(many, first(many, "mixed", "cuda")),
+    )
     inputs = make_inputs(problem, 0, device=torch.device("cuda"))
-    packed = few.pack(inputs.b)
-    outs = [torch.empty(problem.m, problem.n, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
-    for kernel, out in zip((few, many), outs, strict=True):
-        kernel.run(inputs.a, packed, inputs.aux, out)
-    torch.testing.assert_close(*outs)
+    packed = kernels[0].pack(inputs.b)
+    outs = []
+    for kernel in kernels:
+        assert kernel.packing == packed.layout
+        outs.append(torch.empty(problem.m, problem.n, dtype=torch.bfloat16, device="cuda"))
+        kernel.run(inputs.a, packed, inputs.aux, outs[-1])
+        torch.testing.assert_close(outs[-1], outs[0])
     assert torch.equal(backends.get("triton").unpack(packed).data, inputs.b.data)
 
 

@@ -1,6 +1,6 @@
 """CUDA C++ kernels of our own for products of few and of some rows, compiled by NVRTC.
 
-The kernels: skinny.cu, slab.cu; their search spaces: space.py; what they are and what they gain: docs/cuda.md.
+The kernels: skinny.cu, slab.cu, mixed.cu; their search spaces: space.py; what they are and gain: docs/cuda.md.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ..gpu.kernel import GpuKernel
 from ..gpu.rules import device_of
 from . import space
 from .compiler import MISSING, compile_source, version
-from .kernel import Skinny, Slab
-from .source import SKINNY, SLAB, generate
+from .kernel import Mixed, Skinny, Slab
+from .source import MIXED, SKINNY, SLAB, generate
 
 
 class CudaBackend(GpuBackend):
@@ -27,7 +27,7 @@ class CudaBackend(GpuBackend):
 
     name = space.NAME
     missing = MISSING
-    templates: ClassVar[Mapping[str, type[GpuKernel]]] = {SKINNY: Skinny, SLAB: Slab}
+    templates: ClassVar[Mapping[str, type[GpuKernel]]] = {SKINNY: Skinny, SLAB: Slab, MIXED: Mixed}
 
     def candidates(self, problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
         return space.candidates(problem, target)
@@ -40,7 +40,7 @@ class CudaBackend(GpuBackend):
         capability = device_of(target).capability
 
         def make() -> bytes:
-            cubin = compile_source(made.text, capability, made.arch)
+            cubin = compile_source(made.text, capability, made.arch, made.registers)
             header = Header(
                 candidate.template, len(cubin), made.shared, made.warps, made.arguments, 0, descriptors=made.descriptors
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -60,11 +61,12 @@ def version() -> str:
     return f"{major.value}.{minor.value}"
 
 
-def compile_source(text: str, capability: tuple[int, int], arch: str = "") -> bytes:
+def compile_source(text: str, capability: tuple[int, int], arch: str = "", registers: int = 0) -> bytes:
     """The cubin of CUDA C++ for one compute capability, with ("a") what it alone has.
 
-    Raises UnsupportedError without NVRTC, KernelError with what the compiler says when it refuses, or when registers do
-    not suffice and the kernel would spill to memory.
+    registers: what a thread must start with. Raises UnsupportedError without NVRTC, KernelError with what the compiler
+    says when it refuses, when registers do not suffice and the kernel would spill to memory, or when threads start with
+    fewer.
     """
     library, program = nvrtc(), ctypes.c_void_p()
     _check(library.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"gemmtune.cu", 0, None, None))
@@ -78,6 +80,8 @@ def compile_source(text: str, capability: tuple[int, int], arch: str = "") -> by
             raise KernelError(f"NVRTC cannot compile it: {_first_error(said) or _words(status)}")
         if "bytes spill" in said and " 0 bytes spill stores" not in said:
             raise KernelError("too many registers: it would spill to memory")
+        if registers > _handed_out(said):
+            raise KernelError(f"threads do not start with {registers} registers: others would wait for them forever")
         return _text(program, "nvrtcGetCUBIN")
     finally:
         library.nvrtcDestroyProgram(ctypes.byref(program))
@@ -89,6 +93,11 @@ def _text(program: ctypes.c_void_p, query: str) -> bytes:
     held = ctypes.create_string_buffer(size.value)
     _check(getattr(nvrtc(), query)(program, held))
     return held.raw
+
+
+def _handed_out(said: str) -> int:
+    """Registers a thread starts with, which come in eights, by what ptxas says."""
+    return max((-(-int(used) // 8) * 8 for used in re.findall(r"Used (\d+) registers", said)), default=0)
 
 
 def _first_error(said: str) -> str:

@@ -1,4 +1,4 @@
-// What slab.cu says in PTX, of compute capability 9.0a alone: TMA, its barriers, and the matrix units as four warps use
+// What slab.cu and mixed.cu say in PTX, of compute capability 9.0a alone: TMA, its barriers, and the matrix units as four warps use
 // them. Addresses are those of shared memory.
 typedef unsigned long long u64;
 
@@ -30,13 +30,17 @@ __device__ __forceinline__ void expect(u32 barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+__device__ __forceinline__ void arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
 // At the same barrier of the cluster's block ``rank``.
 __device__ __forceinline__ void arrive_at(u32 barrier, int rank) {
 #if CLUSTER > 1
     asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
                  "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier), "r"(rank) : "memory");
 #else
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+    arrive(barrier);
 #endif
 }
 
@@ -48,6 +52,11 @@ __device__ __forceinline__ void fetch_once(u32 to, const Map* map, int k, int ro
                  ::"r"(to), "l"(map), "r"(k), "r"(row), "r"(barrier) : "memory");
 }
 
+__device__ __forceinline__ void fetch(u32 to, const Map* map, int k, int row, u32 barrier) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+                 ::"r"(to), "l"(map), "r"(k), "r"(row), "r"(barrier) : "memory");
+}
+
 // To the same place of every block of the cluster, each of whose barriers hears of it.
 __device__ __forceinline__ void fetch_for_all(u32 to, const Map* map, int k, int row, u32 barrier) {
 #if CLUSTER > 1
@@ -55,15 +64,37 @@ __device__ __forceinline__ void fetch_for_all(u32 to, const Map* map, int k, int
                  "[%0], [%1, {%2, %3}], [%4], %5;"
                  ::"r"(to), "l"(map), "r"(k), "r"(row), "r"(barrier), "h"((unsigned short)((1 << CLUSTER) - 1)) : "memory");
 #else
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
-                 ::"r"(to), "l"(map), "r"(k), "r"(row), "r"(barrier) : "memory");
+    fetch(to, map, k, row, barrier);
 #endif
+}
+
+// Registers go from four warps to others, where those want more (REGISTERS) than all could have alike.
+__device__ __forceinline__ void give_registers() {
+#if REGISTERS
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+#endif
+}
+__device__ __forceinline__ void take_registers() {
+#if REGISTERS
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+#endif
+}
+
+// Two bytes of what TMA brought.
+__device__ __forceinline__ u32 two_at(u32 address) {
+    unsigned short found;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(found) : "r"(address) : "memory");
+    return found;
 }
 
 // wgmma's description of rows of 128 swizzled bytes, eight rows to 1024 bytes.
 __device__ __forceinline__ u64 rows_at(u32 address) {
     return (u64)(address >> 4) | 1ull << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
 }
+
+// Its lower half, and the upper one, which is the same for all: 16 bytes on are 1 more.
+__device__ __forceinline__ u32 rows_from(u32 address) { return (u32)rows_at(address); }
+constexpr u32 UPPER = 1024 >> 4 | 1u << 30;
 
 // The registers are wgmma's until it is waited for: the compiler must not move them.
 template <int N> __device__ __forceinline__ void hold(sum_t (&sums)[N]) {
@@ -84,5 +115,14 @@ template <int LEFT, int N> __device__ __forceinline__ void wait_for_sums(sum_t (
     hold(sums);
 }
 
-// d[64, BN] (a group's, each thread with its share) = d, if ``add``, + A[64, 32 bytes] * B[BN, 32 bytes].
-__device__ __forceinline__ void multiply_group(sum_t (&d)[BN / 2], u32 a, u32 b, int add) { PRODUCTS }
+// A thread's share of 64 rows of A by 16 elements of K.
+struct Fragment { u32 r[4]; };
+
+__device__ __forceinline__ void hold(Fragment& fragment) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) asm volatile("" : "+r"(fragment.r[e])::"memory");
+}
+
+// d[64, 2 N] (a group's, each thread with its share) = d, if ``add``, + A[64, 32 bytes] * B[2 N, 32 bytes], both at an
+// address, or A in registers and B as ``rows_from`` has it.
+template <int N, class A> __device__ __forceinline__ void multiply_group(sum_t (&d)[N], A a, u32 b, int add) { PRODUCTS }

@@ -18,6 +18,17 @@ class Skinny(GridKernel):
         return int(config["bm"]), int(config["bn"]), INT4_BLOCKS[0]
 
 
+class Mixed(TmaKernel):
+    """The template ``mixed``: a cluster of blocks for each tile. int4 weights lie as for ``skinny``."""
+
+    def _tile(self, config: dict[str, Any]) -> tuple[int, int, int]:
+        self._split = int(config["split"])
+        return int(config["bm"]), int(config["bn"]), INT4_BLOCKS[0]
+
+    def _programs(self, m: int, device: int) -> int:
+        return -(-m // self._bm) * self._tiles_n * self._split
+
+
 class Slab(TmaKernel):
     """The template ``slab``: clusters of blocks, each block all columns of a slab, TMA for both operands."""
 

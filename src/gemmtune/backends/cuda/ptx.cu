@@ -1,4 +1,4 @@
-// What skinny.cu says in PTX: elements as they lie in memory and as numbers, loads, the matrix units, clusters. (NVRTC
+// What the kernels say in PTX: elements as they lie in memory and as numbers, loads, the matrix units, clusters. (NVRTC
 // comes without the toolkit's headers. Tests put a CPU's version in place of this file: tests/backends/emulated.h.)
 typedef unsigned int u32;
 
@@ -50,13 +50,18 @@ __device__ __forceinline__ u32 minus(u32 one, u32 other) {
 #if HALF
     asm("sub.f16x2 %0, %1, %2;" : "=r"(d) : "r"(one), "r"(other));
 #else
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(one), "r"(ONE), "r"(other ^ 0x80008000u));
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(other), "r"(ONE ^ 0x80008000u), "r"(one));
 #endif
     return d;
 }
 
 __device__ __forceinline__ void wait_for_cluster() {
     asm volatile("barrier.cluster.arrive; barrier.cluster.wait;" ::: "memory");
+}
+
+// When all others are about to leave, too. What anybody wrote need not be seen for that, and is not waited for.
+__device__ __forceinline__ void leave_cluster() {
+    asm volatile("barrier.cluster.arrive.relaxed; barrier.cluster.wait;" ::: "memory");
 }
 
 // What the cluster's block ``rank`` has where this one has ``here``, in shared memory.

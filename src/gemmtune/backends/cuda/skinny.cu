@@ -33,27 +33,6 @@ struct Shared {
 
 __device__ __forceinline__ u32 word(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
-#if KIND == INT8 || KIND == INT4
-// Integers become numbers by putting an exponent before them whose last place is 1, and subtracting it: all exact.
-//
-// Two int8 of four, chosen by ``pick``. float16 has room for all 8 bits: 1024 + 128 + q. bfloat16 has not: 128 + the
-// lower seven, from which 128 is subtracted, or, where the sign bit (the exponent's last) is set, 256.
-__device__ __forceinline__ u32 from_int8(u32 q, u32 pick) {
-#if HALF
-    return minus(__byte_perm(q ^ 0x80808080u, 0x64646464u, pick), 0x64806480u);
-#else
-    const u32 u = __byte_perm(q, 0x43434343u, pick);
-    return minus(u & 0xff7fff7fu, (u & 0x00800080u) | 0x43004300u);
-#endif
-}
-
-// Two int4 of four bytes below 16, less 8.
-__device__ __forceinline__ u32 from_int4(u32 q, u32 pick) {
-    return HALF ? minus(__byte_perm(q, 0x64646464u, pick), 0x64086408u)
-                : minus(__byte_perm(q, 0x43434343u, pick), 0x43084308u);
-}
-#endif
-
 // One chunk into ``acc``.
 __device__ __forceinline__ void product(sum_t (&acc)[R][MT][4], const Chunk& chunk) {
 #pragma unroll
@@ -238,6 +217,6 @@ __launch_bounds__(32 * WARPS) skinny(PARAMETERS) {
         // EPILOGUE
     }
 #if SPLIT > 1  // nobody leaves while others read what it added up
-    wait_for_cluster();
+    leave_cluster();
 #endif
 }

@@ -21,11 +21,13 @@ TYPES = {
 }  # fmt: skip
 _KINDS = {"PLAIN": 0, "INT8": 1, "INT4": 2}
 _FP8 = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
-SKINNY, SLAB = "skinny", "slab"
+SKINNY, SLAB, MIXED = "skinny", "slab", "mixed"
+REGISTERS = 65536  # of a multiprocessor
 CHUNK_BYTES = 128  # of a row, as TMA lays them for wgmma
+MIXED_STEP = 128  # elements of K in a stage of ``mixed``
 _ACROSS = 40  # sums of a row on its way out: room for 32, rows in other banks
 _TMA_TYPES = {8: 0, 16: 1}  # CU_TENSOR_MAP_DATA_TYPE_UINT8, _UINT16
-_SWIZZLE_128B = 3  # CU_TENSOR_MAP_SWIZZLE_128B
+_SWIZZLE_64B, _SWIZZLE_128B = 2, 3  # CU_TENSOR_MAP_SWIZZLE_*
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,8 @@ class Source:
     """A kernel's text, and what launching it takes: its parameters' names in order, the warps of a block, the bytes of
     shared memory it must ask for, and TMA's descriptors by parameter.
 
-    arch: behind the compute capability, for what later ones do not have.
+    arch: behind the compute capability, for what later ones do not have. registers: what a thread must start with,
+    where threads hand them on.
     """
 
     text: str
@@ -42,6 +45,7 @@ class Source:
     shared: int = 0
     descriptors: dict[str, Tma] = field(default_factory=dict)
     arch: str = ""
+    registers: int = 0
 
 
 def generate(problem: Problem, template: str, config: dict[str, Any], primitives: str | None = None) -> Source:
@@ -56,8 +60,11 @@ def generate(problem: Problem, template: str, config: dict[str, Any], primitives
     elif template == SLAB:
         constants, made = _slab(problem, config), _slab_launch(problem, config)
         files.append("hopper.cu")
+    elif template == MIXED:
+        constants, made = _mixed(problem, config), _mixed_launch(problem, config)
+        files.append("hopper.cu")
     else:
-        raise KernelError(f"the CUDA backend has no template {template!r}; it has {SKINNY} and {SLAB}")
+        raise KernelError(f"the CUDA backend has no template {template!r}; it has {SKINNY}, {SLAB} and {MIXED}")
     parameters = _parameters(problem, described=bool(made.get("descriptors")))
     lines = [f"#define {name} {value}" for name, value in constants.items()]
     lines.append("#define PARAMETERS " + ", ".join(f"{kind} {name}" for name, kind in parameters.items()))
@@ -72,16 +79,78 @@ def generate(problem: Problem, template: str, config: dict[str, Any], primitives
 
 
 def _slab_launch(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
-    def box(rows: int) -> Tma:
-        width = bits(problem.a.dtype)
-        return Tma(_SWIZZLE_128B, width // 8, _TMA_TYPES[width], (rows, 8 * CHUNK_BYTES // width))
-
+    a, b = _box(problem.a.dtype, config["bm"] // config["cluster"]), _box(problem.a.dtype, config["bn"])
     return {
         "warps": slab_warps(config),
         "shared": slab_shared(config),
-        "descriptors": {"a_desc": box(config["bm"] // config["cluster"]), "b_desc": box(config["bn"])},
+        "descriptors": {"a_desc": a, "b_desc": b},
         "arch": "a",
     }
+
+
+def _box(dtype: str, rows: int) -> Tma:
+    """A chunk of so many rows."""
+    width = bits(dtype)
+    return Tma(_SWIZZLE_128B, width // 8, _TMA_TYPES[width], (rows, 8 * CHUNK_BYTES // width))
+
+
+def _mixed_launch(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
+    row = MIXED_STEP * bits(problem.b.dtype) // 8
+    swizzle = _SWIZZLE_64B if row == 64 else _SWIZZLE_128B
+    return {
+        "warps": mixed_warps(problem, config),
+        "shared": mixed_shared(problem, config),
+        "descriptors": {
+            "a_desc": _box(problem.a.dtype, config["bm"]),
+            "b_desc": Tma(swizzle, 1, _TMA_TYPES[8], (config["bn"], row)),
+        },
+        "arch": "a",
+        "registers": alike(mixed_warps(problem, config)) if mixed_more(problem, config) else 0,
+    }  # fmt: skip
+
+
+def mixed_warps(problem: Problem, config: dict[str, Any]) -> int:
+    """Those that multiply, and the one that fetches, or the four that give their registers to the others."""
+    return int(config["bn"] // 16 + (4 if mixed_more(problem, config) else 1))
+
+
+def mixed_registers(problem: Problem, config: dict[str, Any]) -> int:
+    """About as many as the compiler uses for a thread that multiplies."""
+    kept = 74 if problem.b.dtype == "int4" else 64
+    return int(config["bm"] // 2 * (2 if scale_group(problem) else 1) + kept)
+
+
+def mixed_more(problem: Problem, config: dict[str, Any]) -> int:
+    """What a thread that multiplies has when those that fetch keep 24; 0: it does with as many as all can have alike.
+
+    A block has as many as it started with, alike for all: who waits for more than is left waits forever.
+    """
+    groups = config["bn"] // 64
+    if mixed_registers(problem, config) <= alike(4 * groups + 1):
+        return 0
+    return int(min(240, ((groups + 1) * alike(4 * groups + 4) - 24) // groups // 8 * 8))
+
+
+def alike(warps: int) -> int:
+    """Registers that each thread of a block can have, as ptxas hands them out: to four warps at a time."""
+    return min(255, REGISTERS // (128 * -(-warps // 4)) // 8 * 8)
+
+
+def mixed_shared(problem: Problem, config: dict[str, Any]) -> int:
+    """Bytes of shared memory: stages with a pair of barriers each, or the tile's sums where that is more, and what
+    putting them on a boundary of 1 KB may take."""
+    sums = 4 * config["bm"] * _mixed_across(config)
+    return int(max(config["stages"] * (mixed_stage(problem, config) + 16), sums) + 1024)
+
+
+def mixed_stage(problem: Problem, config: dict[str, Any]) -> int:
+    """Bytes of a stage."""
+    return int(2 * CHUNK_BYTES * config["bm"] + MIXED_STEP * bits(problem.b.dtype) // 8 * config["bn"])
+
+
+def _mixed_across(config: dict[str, Any]) -> int:
+    """Sums from one of C's rows to the next: those that a warp writes at a time lie in different banks."""
+    return int(config["bn"] + 4)
 
 
 def slab_warps(config: dict[str, Any]) -> int:
@@ -124,7 +193,7 @@ def _skinny(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
         "CLUSTER": config["split"],
         "KIND": {"int8": "INT8", "int4": "INT4"}[problem.b.dtype] if mixed else "PLAIN",
         "HALF": int(half),
-        "ONE": "0x3c003c00u" if half else "0x3f803f80u",
+        "ONE": _ones(half),
         "WIDTH": bits(problem.a.dtype) // 8,
         "B_BYTES": max(1, bits(problem.b.dtype) // 8),
         "EVEN_K": int(problem.k % (4 * run_of(problem)) == 0),
@@ -148,11 +217,55 @@ def _slab(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
         "WIDTH": bits(problem.a.dtype) // 8,
         "STEPWISE": int(problem.family == "scaled_mm"),
         "HALF": int(problem.a.dtype == "float16"),
-        "ONE": 0,  # of the template ``skinny``
+        "ONE": 0,  # of narrow weights
         "MMA": f'"{_instruction(problem)}"',
         "SUM": '"r"' if problem.family == "int_mm" else '"f"',
         "PRODUCTS": " ".join(_products(problem, config["bn"])),
     }
+
+
+def _mixed(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
+    half = problem.a.dtype == "float16"
+    return {
+        **_KINDS,
+        "BM": config["bm"],
+        "BN": config["bn"],
+        "STAGES": config["stages"],
+        "SPLIT": config["split"],
+        "CLUSTER": config["split"],
+        "WARPS": mixed_warps(problem, config),
+        "REGISTERS": mixed_more(problem, config),
+        "KIND": {"int8": "INT8", "int4": "INT4"}[problem.b.dtype],
+        "GROUP": scale_group(problem),
+        "ACROSS": _mixed_across(config),
+        "WIDTH": 2,
+        "HALF": int(half),
+        "ONE": _ones(half),
+        "MMA": f'"{_instruction(problem)}"',
+        "SUM": '"f"',
+        "PRODUCTS": _mixed_product(problem, config["bm"]),
+    }
+
+
+def _ones(half: bool) -> str:
+    """1.0, twice."""
+    return "0x3c003c00u" if half else "0x3f803f80u"
+
+
+def _mixed_product(problem: Problem, rows: int) -> str:
+    """wgmma of 64 columns of B, in registers, and so many rows of A."""
+    kind = "bf16" if problem.a.dtype == "bfloat16" else "f16"
+    count = rows // 2
+    places = ", ".join(f"%{i}" for i in range(count))
+    left = ", ".join(f"%{count + i}" for i in range(4))
+    sums = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    given = ", ".join(f'"r"(a.r[{i}])' for i in range(4))
+    return (
+        f'asm volatile("{{\\n.reg .pred p;\\n.reg .b64 rows;\\nmov.b64 rows, {{%{count + 4}, %{count + 5}}};\\n'
+        f"setp.ne.b32 p, %{count + 6}, 0;\\n"
+        f"wgmma.mma_async.sync.aligned.m64n{rows}k16.f32.{kind}.{kind} {{{places}}}, {{{left}}}, rows, p, 1, 1, 0;"
+        f'\\n}}" : {sums} : {given}, "r"(b), "r"(UPPER), "r"(add));'
+    )
 
 
 def _products(problem: Problem, bn: int) -> list[str]:

@@ -6,6 +6,9 @@ has under way), ``split`` (blocks of a cluster, which share K).
 
 Entries of ``slab``: ``bm``, ``bn`` (the tile), ``chunks`` (times 128 bytes of a row in a stage), ``stages`` (as many as
 there is shared memory for), ``cluster`` (blocks that share what they read of A).
+
+Entries of ``mixed``: ``bm``, ``bn`` (the tile), ``split`` (blocks of a cluster, which share K), ``stages`` (as many as one,
+two, three or four blocks of a multiprocessor have room for).
 """
 
 from __future__ import annotations
@@ -20,15 +23,34 @@ from ...target import Target
 from ..base import Candidate, Illegal
 from ..gpu.rules import FP8, Device, aligned, device_of, refusal
 from ..gpu.space import ranked
-from .source import CHUNK_BYTES, SKINNY, SLAB, TYPES, run_of, scale_group, slab_shared, slab_warps
+from .source import (
+    CHUNK_BYTES,
+    MIXED,
+    MIXED_STEP,
+    REGISTERS,
+    SKINNY,
+    SLAB,
+    TYPES,
+    alike,
+    mixed_more,
+    mixed_registers,
+    mixed_shared,
+    mixed_stage,
+    mixed_warps,
+    run_of,
+    scale_group,
+    slab_shared,
+    slab_warps,
+)
 
 NAME = "cuda"
 _ROWS = 32
 _SLAB_ROWS = (17, 8192)
+_MIXED_ROWS = (17, 512)
 _WIDTHS = tuple(range(16, 257, 8))
 _LANES = 4  # of a warp, side by side along K
 _SHARED = 48 << 10  # what a kernel has without asking for more
-_REGISTERS = 65536  # of a multiprocessor
+_RESERVED = 1 << 10  # of a multiprocessor's shared memory, for each block
 _THREADS = 2048
 _FEWEST_STAGES, _MOST_STAGES = 3, 24
 # Fitted to times on an H200.
@@ -43,6 +65,10 @@ _START_S = 2e-6
 _STEP_S = 5e-8  # a stage's barriers
 _BESIDE = 0.2  # of the second longest of what goes on at a time
 _COLUMN_S = 1.2e-8  # a column of 64 rows on its way out
+_CONVERT_S = 2e-7  # 64 columns of a step of ``mixed`` become numbers
+_MIXED_FLOPS = 1.3e13  # of a multiprocessor, as ``_FLOPS``
+_MIXED_L2 = 8e12
+_CLUSTER_LOSS = 0.04  # of the multiprocessors, for each block beyond two that a cluster wants of one part of the GPU
 
 
 def candidates(problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
@@ -56,6 +82,7 @@ def candidates(problem: Problem, target: Target) -> Iterator[Candidate | Illegal
     for template, why, space, check, guess in (
         (SKINNY, _skinny_refusal, _skinny_space, _skinny_illegal, _skinny_seconds),
         (SLAB, _slab_refusal, _slab_space, _slab_illegal, _slab_seconds),
+        (MIXED, _mixed_refusal, _mixed_space, _mixed_illegal, _mixed_seconds),
     ):
         reason = why(problem, device)
         if reason:
@@ -71,7 +98,7 @@ def candidates(problem: Problem, target: Target) -> Iterator[Candidate | Illegal
 
 
 def _refusal(problem: Problem) -> str:
-    """Why neither template takes the Problem in any configuration."""
+    """Why no template takes the Problem in any configuration."""
     a_ok, b_ok, _ = aligned(problem)
     if problem.a.layout.order != "row" or (problem.b.dtype != "int4" and problem.b.layout.order != "col"):
         return "reads along K: rows of A and columns of B must be contiguous"
@@ -114,7 +141,7 @@ def _skinny_illegal(problem: Problem, device: Device, config: dict[str, Any]) ->
     shared = 4 * bn * (turns * (bm + 1) + (bm if split > 1 else 0))
     if shared > _SHARED:
         return f"{shared >> 10} KB for the warps' sums; {_SHARED >> 10} are there"
-    allowed = min(255, _REGISTERS // (32 * warps))
+    allowed = min(255, REGISTERS // (32 * warps))
     wanted = _registers(problem, config)
     if wanted > allowed:
         return f"about {wanted} registers a thread; {warps} warps have {allowed}"
@@ -142,7 +169,7 @@ def _skinny_seconds(problem: Problem, device: Device, config: dict[str, Any]) ->
     """A guess at one call's time, to order candidates; it decides nothing else."""
     warps, blocks = config["warps"], _tiles(problem, config) * config["split"]
     threads = 32 * warps
-    fit = min(_REGISTERS // (_registers(problem, config) * threads), _THREADS // threads)
+    fit = min(REGISTERS // (_registers(problem, config) * threads), _THREADS // threads)
     busiest = -(-blocks // device.multiprocessors)
     resident = max(1, min(fit, busiest))
     flight = resident * threads * 2 * (config["bn"] // config["side"] // 16) * 16 * config["depth"]
@@ -187,7 +214,7 @@ def _slab_illegal(problem: Problem, device: Device, config: dict[str, Any]) -> s
     if problem.family == "scaled_mm" and config["chunks"] != 2:
         return "fp8 is summed up in two chunks by turns"
     sums = config["bn"] // 2 * (3 if problem.family == "scaled_mm" else 1)
-    allowed = min(255, _REGISTERS // (32 * slab_warps(config)) // 8 * 8)
+    allowed = min(255, REGISTERS // (32 * slab_warps(config)) // 8 * 8)
     if sums + 40 > allowed:
         return f"about {sums + 40} registers a thread; {allowed} are there"
     return ""
@@ -208,3 +235,74 @@ def _slab_seconds(problem: Problem, device: Device, config: dict[str, Any]) -> f
     compute = 2.0 * problem.k * size * bm * (bn + _A_AGAIN) * rounds / _FLOPS * (1 + 0.5 / (config["stages"] - 1))
     faster, slower = sorted((walk, memory, compute))[1:]
     return float(slower + _BESIDE * faster + _COLUMN_S * bn * bm / 64 + _START_S)
+
+
+def _mixed_refusal(problem: Problem, device: Device) -> str:
+    if device.capability != (9, 0):
+        return "wgmma is compute capability 9.0's alone"
+    if problem.family != "mixed_mm":
+        return f"multiplies by narrower weights; got {problem.family}"
+    if not _MIXED_ROWS[0] <= problem.m <= _MIXED_ROWS[1]:
+        return f"made for {_MIXED_ROWS[0]} to {_MIXED_ROWS[1]} rows; got {problem.m}"
+    if problem.b.quant is not None and problem.b.quant.zero_point:
+        return "takes no zero points"
+    if scale_group(problem) % MIXED_STEP:
+        return (
+            f"scales {MIXED_STEP} elements of K at a time: groups must be multiples of that; got {scale_group(problem)}"
+        )
+    return ""
+
+
+def _mixed_space(problem: Problem, device: Device) -> Iterator[dict[str, Any]]:
+    """A's rows in as few parts as wgmma takes and in one more; a block alone on its multiprocessor, or several."""
+    fewest = -(-problem.m // _WIDTHS[-1])
+    rows = {8 * -(-problem.m // (8 * parts)) for parts in (fewest, fewest + 1, 2 * fewest + 1)}
+    for bm, bn, split in itertools.product(sorted(rows), (64, 128, 192, 256), (1, 2, 3, 4, 6, 8)):
+        config = {"bm": bm, "bn": bn, "split": split}
+        one, two = (mixed_shared(problem, {**config, "stages": stages}) for stages in (100, 101))
+        rooms = [(device.shared + _RESERVED) // beside - _RESERVED for beside in (1, 2, 3, 4)]
+        for stages in sorted({min(_MOST_STAGES, 100 - -(-(one - room) // (two - one))) for room in rooms}):
+            yield {**config, "stages": stages}
+
+
+def _mixed_illegal(problem: Problem, device: Device, config: dict[str, Any]) -> str:
+    stages, split = config["stages"], config["split"]
+    if stages < 2:
+        return f"shared memory has room for {stages} stages; with fewer than 2 fetching and multiplying take turns"
+    if mixed_shared(problem, config) > device.shared:
+        return f"{mixed_shared(problem, config) >> 10} KB of shared memory; a block has {device.shared >> 10}"
+    steps = -(-problem.k // MIXED_STEP)
+    if split > 1 and steps < 2 * split:
+        return f"K is {steps} steps: too few to be shared by {split} blocks"
+    if split > 1 and _tiles(problem, config) >= 3 * device.multiprocessors:
+        return "there are blocks enough for every multiprocessor without splitting K"
+    wanted = mixed_registers(problem, config)
+    allowed = mixed_more(problem, config) or alike(mixed_warps(problem, config))
+    if wanted > allowed:
+        return f"about {wanted} registers a thread; {allowed} are there"
+    return ""
+
+
+def _mixed_seconds(problem: Problem, device: Device, config: dict[str, Any]) -> float:
+    """As ``_skinny_seconds``: what the busiest multiprocessor reads of B, gets of A, converts and multiplies, and the
+    rounds."""
+    bm, bn, split = config["bm"], config["bn"], config["split"]
+    blocks, groups = _tiles(problem, config) * split, bn // 64
+    registers = 32 * mixed_warps(problem, config) * mixed_registers(problem, config)
+    room = (device.shared + _RESERVED) // (mixed_shared(problem, config) + _RESERVED)
+    beside = max(1, min(room, REGISTERS // registers))
+    there = int(device.multiprocessors * (1.0 - _CLUSTER_LOSS * max(0, split - 2)))
+    busiest = -(-blocks // there)
+    steps = busiest * -(-problem.k // MIXED_STEP) / split
+    weights = mixed_stage(problem, config) - 2 * CHUNK_BYTES * bm
+    flight = min(beside, busiest) * config["stages"] * weights
+    memory = steps * weights * device.multiprocessors / _BANDWIDTH * (1.0 + _FLIGHT / flight)
+    fetched = steps * mixed_stage(problem, config) * device.multiprocessors / _MIXED_L2
+    alone = min(beside, busiest) * groups == 1
+    compute = steps * groups * max(_CONVERT_S * (1.5 if alone else 1.0), 4.0 * MIXED_STEP * 64 * bm / _MIXED_FLOPS)
+    faster, slower = sorted((memory, fetched, compute))[1:]
+    rounds = -(-busiest // beside)
+    return float(
+        slower + _BESIDE * faster + _START_S + _WAVE_S * rounds + _COLUMN_S * bn * bm / 64 / split
+        + (_WAVE_S if split > 1 else 0.0)
+    )  # fmt: skip

@@ -268,10 +268,13 @@ class TmaKernel(GpuKernel):
         return leads(self.problem, self.problem.m)[1], lambda address, stream: address
 
     def _map(self, name: str, pointer: int, rows: int, lead_: int) -> Map:
+        # As many columns as K, but for packed int4, which lies without gaps.
         key = (name, pointer, rows, lead_)
         held = self._maps.get(key)
         if held is None:
             if len(self._maps) >= _MAPS:
                 self._maps.clear()
-            held = self._maps[key] = Map(self.header.descriptors[name], pointer, rows, self.problem.k, lead_)
+            held = self._maps[key] = Map(
+                self.header.descriptors[name], pointer, rows, min(self.problem.k, lead_), lead_
+            )
         return held

@@ -1,0 +1,196 @@
+// A product with narrow weights: C[M, N] = A[M, K] * B[K, N], A of 16-bit numbers, B's columns int8 or int4 and contiguous,
+// so that it is a matrix of N rows of K.
+//
+// B's columns are wgmma's rows, which it takes from registers: bytes become numbers on their way from shared memory, and
+// nothing is written back. A's rows are wgmma's columns, as TMA lays them. One warp fetches, BN / 64 groups of four
+// multiply, each 64 columns of B by all BM rows. A group turns the next bytes into numbers while the last ones are being
+// multiplied. The SPLIT blocks of a cluster share a tile's K, and add up in a fixed order.
+//
+// A stage holds 128 elements of K: two times 64 of each row of A (128 bytes, swizzled) and 128 of each column of B (int8:
+// 128 bytes; int4: 64, whose lower halves are the first 64 elements). ``full`` counts bytes that have come, ``empty`` the
+// warps that are done with a stage.
+//
+// What source.py puts before this: the constants BM, BN, STAGES, SPLIT (the candidate); KIND, GROUP (elements of K that
+// share a scale; 0: all), WARPS, REGISTERS (of a thread that multiplies, where it needs more than all could have alike, and
+// the fourth warps that fetch give theirs up; 0: all have the same), PRODUCTS (what wgmma is asked for), ACROSS (sums from
+// one row to the next on their way out), sum_t, PARAMETERS, then ptx.cu, hopper.cu and numbers.cu. It writes the epilogue,
+// too.
+
+constexpr int CONSUMERS = BN / 16;                                  // warps that multiply
+constexpr int STEP = 128;                                           // elements of K in a stage
+constexpr int B_ROW = KIND == INT4 ? 64 : 128;                      // bytes of a column of B in it
+constexpr int A_BYTES = BM * 128, B_BYTES = BN * B_ROW;             // of 64 elements of A, of all of B
+constexpr int STAGE = 2 * A_BYTES + B_BYTES;
+constexpr int SUMS = BM / 2;                                        // of a thread
+constexpr int BATCH = 8;                                            // sums on their way out at a time
+
+// Beside ``sums``: what one scale's elements came to.
+template <int N> __device__ __forceinline__ void add_scaled(sum_t (&sums)[N], const sum_t (&group)[N], const float (&scales)[2]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) sums[i] += group[i] * scales[i / 2 % 2];
+}
+
+// The block, or the cluster.
+__device__ __forceinline__ void everybody_meets() {
+#if SPLIT > 1
+    wait_for_cluster();
+#else
+    __syncthreads();
+#endif
+}
+
+// Not while others read what it added up.
+__device__ __forceinline__ void everybody_leaves() {
+#if SPLIT > 1
+    leave_cluster();
+#endif
+}
+
+extern "C" __global__ void
+#if SPLIT > 1
+__cluster_dims__(SPLIT, 1, 1)
+#endif
+__launch_bounds__(32 * WARPS) mixed(PARAMETERS) {
+    DYNAMIC(memory);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
+    const u32 stages = (address_of(memory) + 1023) / 1024 * 1024, full = stages + STAGES * STAGE, empty = full + 8 * STAGES;
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < STAGES; ++s) {
+            barrier_of(full + 8 * s, 1);
+            barrier_of(empty + 8 * s, CONSUMERS);
+        }
+        barriers_made();
+    }
+    __syncthreads();
+    const int tiles_m = (M + BM - 1) / BM, tile = blockIdx.x / SPLIT, part = blockIdx.x % SPLIT;
+    const int m0 = tile % tiles_m * BM, n0 = tile / tiles_m * BN, steps = (K + STEP - 1) / STEP;
+    const int first = steps * part / SPLIT, last = steps * (part + 1) / SPLIT;
+    int at = 0, turn = 0;  // the next stage, and how often (modulo 2) all were gone through
+    auto next = [&] {
+        if (++at == STAGES) at = 0, turn ^= 1;
+    };
+
+    if (warp >= CONSUMERS) {
+        give_registers();
+        if (warp == CONSUMERS && lane == 0)
+            for (int step = first; step < last; ++step, next()) {
+                const u32 stage = stages + at * STAGE, done = full + 8 * at;
+                wait_for(empty + 8 * at, turn ^ 1);
+                expect(done, STAGE);
+                fetch_once(stage + 2 * A_BYTES, &b_desc, step * B_ROW, n0, done);
+                fetch(stage, &a_desc, step * STEP, m0, done);
+                fetch(stage + A_BYTES, &a_desc, step * STEP + 64, m0, done);
+            }
+        __syncwarp();
+        __syncthreads();
+        everybody_meets();
+        everybody_leaves();
+    } else {
+        take_registers();
+        sum_t sums[SUMS];
+#pragma unroll
+        for (int i = 0; i < SUMS; ++i) sums[i] = 0;
+        // 16 bytes of a column are a piece; TMA has changed pieces' places by the column's number.
+        const u32 own = 2 * A_BYTES + (16 * warp + g) * B_ROW + 2 * c, swizzle = KIND == INT4 ? g / 2 : g;
+        Fragment numbers[2][4] = {};
+        u32 bytes[4][2];
+        u32 before = 0;
+#if GROUP
+        sum_t group[SUMS];
+#pragma unroll
+        for (int i = 0; i < SUMS; ++i) group[i] = 0;
+        float scales[2] = {0, 0}, coming[2];
+        auto scales_of = [&](float(&into)[2], int step) {
+            const long long row = (long long)(min(step, last - 1) * STEP / GROUP) * N;
+#pragma unroll
+            for (int i = 0; i < 2; ++i) into[i] = number(s_ptr[row + min(n0 + 16 * warp + g + 8 * i, N - 1)]);
+        };
+        scales_of(coming, first);
+#endif
+        auto load = [&](u32 stage, int half) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {  // two bytes, and two of the column 8 on
+                    const u32 piece = stage + own + (((KIND == INT8 ? 4 * half + i : i) ^ swizzle) << 4) + 8 * e;
+                    bytes[i][e] = two_at(piece) | two_at(piece + 8 * B_ROW) << 16;
+                }
+        };
+        auto convert = [&](int half, int i) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) numbers[half][i].r[e] = two_numbers(bytes[i][e / 2], half, e % 2 ? 0x4342 : 0x4140);
+        };
+        for (int step = first; step < last; ++step, next()) {
+            const u32 stage = stages + at * STAGE, a = rows_from(stage);
+            wait_for(full + 8 * at, turn);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                if (KIND == INT8 || half == 0) load(stage, half);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) convert(half, i);
+#if GROUP
+                if (half == 0) {
+                    wait_for_sums<0>(group);
+                    add_scaled(sums, group, scales);
+                    scales[0] = coming[0], scales[1] = coming[1];
+                    scales_of(coming, step + 1);
+                }
+                sum_t(&into)[SUMS] = group;
+#else
+                sum_t(&into)[SUMS] = sums;
+#endif
+                begin(into);
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    multiply_group(into, numbers[half][i], a + (half * A_BYTES + 32 * i) / 16, !GROUP || half || i);
+                commit();
+                wait_for_sums<1>(into);
+                if (half == 0 && before && lane == 0) arrive(before);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) hold(numbers[1 - half][i]);
+            }
+            before = empty + 8 * at;
+        }
+#if GROUP
+        wait_for_sums<0>(group);
+        add_scaled(sums, group, scales);
+#else
+        wait_for_sums<0>(sums);
+#endif
+#pragma unroll
+        for (int i = 0; i < 4; ++i) hold(numbers[1][i]);
+
+        // All bytes that were sent for have come and been used: the stages' memory is there for sums. wgmma leaves a thread
+        // single columns of C's rows; C wants rows.
+        __syncthreads();
+        sum_t* turned = reinterpret_cast<sum_t*>(memory + (stages - address_of(memory)));
+#pragma unroll
+        for (int i = 0; i < SUMS; ++i)
+            turned[(i / 4 * 8 + 2 * c + i % 2) * ACROSS + 16 * warp + g + i / 2 % 2 * 8] = sums[i];
+        everybody_meets();
+        const int all = min(BM, M - m0) * BN, end = all * (part + 1) / SPLIT;
+        for (int begin = all * part / SPLIT + threadIdx.x; begin < end; begin += BATCH * 32 * CONSUMERS) {
+            sum_t batch[BATCH];  // so that reading waits for other blocks' memory once
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) {
+                const int e = min(begin + i * 32 * CONSUMERS, end - 1);
+                const sum_t* place = turned + e / BN * ACROSS + e % BN;
+#if SPLIT > 1
+                batch[i] = 0;
+#pragma unroll
+                for (int rank = 0; rank < SPLIT; ++rank) batch[i] += read_from(rank, place);
+#else
+                batch[i] = *place;
+#endif
+            }
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) {
+                const int e = begin + i * 32 * CONSUMERS, n = n0 + e % BN, m = m0 + e / BN;
+                if (e >= end || n >= N) continue;
+                sum_t sum = batch[i];
+                // EPILOGUE
+            }
+        }
+        everybody_leaves();
+    }
+}
