@@ -1,7 +1,7 @@
 """A launch and more of each template of our GPU kernels, for compute-sanitizer to watch (scripts/test-sanitizer).
 
 Sizes are odd, so that every mask is met. Prints what ran; each is checked against the oracle, too. An argument, such as
-"cuda", limits it to one backend's.
+"cuda" or "cuda/slab", limits it to one backend's, or to one template.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def cases() -> Iterator[tuple[Problem, str, dict[str, int]]]:
 def main() -> None:
     for problem, name, wanted in cases():
         backend, _, template = name.partition("/")
-        if backend not in (sys.argv[1:] or [backend]):
+        if not {backend, name}.intersection(sys.argv[1:] or [backend]):
             continue
         candidate = first(problem, template, backend, **wanted)
         kernel = kernel_of(problem, candidate)

@@ -73,6 +73,8 @@ def compile_source(text: str, capability: tuple[int, int], arch: str = "", regis
     try:
         major, minor = capability
         options = [f"--gpu-architecture=sm_{10 * major + minor}{arch}", "--std=c++17", "--ptxas-options=-v"]
+        if registers:
+            options.append(f"--maxrregcount={registers}")
         given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
         status = library.nvrtcCompileProgram(program, len(options), given)
         said = _text(program, "nvrtcGetProgramLog").decode(errors="replace").strip("\0\n ")
@@ -81,7 +83,10 @@ def compile_source(text: str, capability: tuple[int, int], arch: str = "", regis
         if "bytes spill" in said and " 0 bytes spill stores" not in said:
             raise KernelError("too many registers: it would spill to memory")
         if registers > _handed_out(said):
-            raise KernelError(f"threads do not start with {registers} registers: others would wait for them forever")
+            raise KernelError(
+                f"threads start with {_handed_out(said)} registers, and hand on what makes {registers} of each: others "
+                f"would wait for them forever"
+            )
         return _text(program, "nvrtcGetCUBIN")
     finally:
         library.nvrtcDestroyProgram(ctypes.byref(program))

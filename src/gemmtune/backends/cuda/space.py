@@ -7,8 +7,8 @@ has under way), ``split`` (blocks of a cluster, which share K).
 Entries of ``slab``: ``bm``, ``bn`` (the tile), ``chunks`` (times 128 bytes of a row in a stage), ``stages`` (as many as
 there is shared memory for), ``cluster`` (blocks that share what they read of A).
 
-Entries of ``mixed``: ``bm``, ``bn`` (the tile), ``split`` (blocks of a cluster, which share K), ``stages`` (as many as one,
-two, three or four blocks of a multiprocessor have room for).
+Entries of ``mixed``: ``bm``, ``bn`` (the tile), ``split`` (blocks of a cluster, which share K), ``stages`` (as many as
+one, two, three or four blocks of a multiprocessor have room for).
 """
 
 from __future__ import annotations
