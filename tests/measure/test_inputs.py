@@ -116,12 +116,31 @@ def test_fills_do_what_they_say() -> None:
     spike = make_inputs(problem, 1, "spike").a
     assert (spike == 1000.0).sum(1).tolist() == [1] * 6
     tiny = make_inputs(problem, 1, "denormal").a
-    assert float(tiny[0].abs().max()) < torch.finfo(torch.float32).smallest_normal * 2
-    assert float(tiny[1].abs().max()) > 0.1
+    assert float(tiny[5].abs().max()) < torch.finfo(torch.float32).smallest_normal * 2
+    assert float(tiny[4].abs().max()) > 0.1
     cancel = make_inputs(problem, 1, "cancel")
     assert isinstance(cancel.b, torch.Tensor)
     a, b = cancel.a.double(), cancel.b.double()
     assert float((a @ b).abs().median()) < 0.01 * float((a.abs() @ b.abs()).median())
+
+
+def test_denormals_are_few_enough_to_be_multiplied_soon() -> None:
+    """Every other row of a small problem, the last among them; in a large one that, one that has both, and few more."""
+    low = 2 * torch.finfo(torch.float32).smallest_normal
+
+    def rows(m: int, n: int, k: int) -> tuple[list[int], list[int]]:
+        tiny = make_inputs(mm(m, n, k, Operand("float32"), Operand("float32")), 1, "denormal").a.abs() < low
+        return tiny.all(1).nonzero().flatten().tolist(), (
+            tiny[:, ::2].all(1) & ~tiny.all(1)
+        ).nonzero().flatten().tolist()
+
+    assert rows(1, 5, 64) == ([0], [])
+    assert rows(5, 5, 64) == ([0, 2, 4], [1, 3])
+    whole, mixed = rows(256, 4096, 4096)
+    assert whole[-1] == 255
+    assert mixed[-1] == 254
+    assert 1 <= len(whole) == len(mixed) <= 4
+    assert rows(64, 1 << 16, 1 << 10) == ([63], [62])
 
 
 def test_a_shared_weight_is_taken_and_an_offset_unaligns_a() -> None:

@@ -230,10 +230,11 @@ def _reexamine(decision: Decision, seconds: float) -> dict[str, Any]:
     problem = Problem.from_dict(decision.problem)
     bench = Bench.of(problem, current_target())
     rows = {row.id: Candidate.from_dict(row.candidate) for row in decision.evidence if row.verdict and row.verdict.ok}
+    wrong = {row.id for row in decision.evidence if row.verdict and row.verdict.kind in ("wrong", "unstable")}
     aten = {name: bench.call(candidate) for name, candidate in rows.items() if candidate.backend == "aten"}
-    aten.update({name: call for name, call in _plain(bench).items() if name not in aten})
+    aten.update({name: call for name, call in _plain(bench).items() if name not in aten and name not in wrong})
     quick = {name: median(paired([call], 0.1, least=3)[0]) for name, call in aten.items()}
-    best = min(quick.values())
+    best = min(quick.values(), default=0.0)  # none: ATen is wrong here in every way
     rivals = {name: call for name, call in aten.items() if quick[name] <= 1.3 * best and name != decision.chosen}
     served = bench.call(rows[decision.chosen]) if decision.chosen else aten[min(quick, key=lambda name: quick[name])]
     times = paired([served, *rivals.values()], seconds)

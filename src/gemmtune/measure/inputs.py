@@ -27,6 +27,7 @@ CPU = torch.device("cpu")
 GUARD = 4096  # bytes before and after an operand that is checked with; keeps torch's 64-byte alignment
 _CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}  # elements drawn at a time: in the cache, or few launches
 _POOL = (1 << 20) + 7  # odd: tiles do not line up with rows or pages
+_TINY_PRODUCTS = 1 << 26  # with denormals, on a CPU: an Intel core takes 100 times as long for one
 _SPREAD = {"int8": 74.0, "uint8": 147.0, "int4": 4.6, "float8_e4m3fn": 110.0, "float8_e5m2": 9000.0}  # rms
 _DEFAULT_LLC = 32 << 20
 _MAX_SETS = 64
@@ -57,7 +58,8 @@ def make_inputs(
 
     fill: ``uniform`` is the plain draw (floats normal, integers over their full range, fp8 over its exponents);
     ``cancel`` makes neighbours along K cancel almost wholly (in A and B; needs a float A and its own B);
-    ``denormal`` puts A (float) below its dtype's smallest normal in every other row; ``spike`` has one element
+    ``denormal`` puts A (float) below its dtype's smallest normal in every other row (the last among them), and every
+    other element of the rows between, in as many rows as a CPU is through with soon; ``spike`` has one element
     1000 times the others in each row of a float A, and only the two extremes in integer operands (fp8: the largest
     of either sign, and the smallest).
     b: use this B instead of drawing one (a weight shared by several draws). offset: elements to shift A's start by,
@@ -81,7 +83,7 @@ def make_inputs(
     if b is None:
         b = _fenced(_weight(problem, draw, generator))
     if a.is_floating_point() and bits(problem.a.dtype) > 8:
-        _shape_values(a, b if own_b else None, fill, generator)
+        _shape_values(problem.n, a, b if own_b else None, fill, generator)
     return Inputs(a, b, tuple(_fence(t) for t in _aux(problem, generator)))
 
 
@@ -257,8 +259,8 @@ def _tiled(shape: tuple[int, ...], layout: Layout, dtype: str, pool: Tensor, gen
     return out
 
 
-def _shape_values(a: Tensor, b: Any, fill: Fill, generator: torch.Generator) -> None:
-    """Turn a plain draw of a float A (and its own B) into an adversarial one, in place."""
+def _shape_values(n: int, a: Tensor, b: Any, fill: Fill, generator: torch.Generator) -> None:
+    """Turn a plain draw of a float A (and its own B, of n columns) into an adversarial one, in place."""
     k = a.shape[-1]
     if k == 0 or a.numel() == 0:
         return
@@ -266,9 +268,12 @@ def _shape_values(a: Tensor, b: Any, fill: Fill, generator: torch.Generator) -> 
         where = torch.randint(0, k, (*a.shape[:-1], 1), generator=generator, device=a.device)
         a.scatter_(-1, where, torch.full(where.shape, 1000.0, dtype=a.dtype, device=a.device))
     elif fill == "denormal":
-        info = torch.finfo(a.dtype)
-        a[..., ::2, :] *= info.smallest_normal / 4
-        a[..., 1::2, ::2] *= info.smallest_normal / 4
+        tiny = torch.finfo(a.dtype).smallest_normal / 4
+        step = 2 if a.device.type != "cpu" else max(2, -(-a.numel() * n // _TINY_PRODUCTS))
+        rows = a.shape[-2]
+        a[..., (rows - 1) % step :: step, :] *= tiny
+        if rows > 1:
+            a[..., (rows - 2) % step :: step, ::2] *= tiny
     elif fill == "cancel" and isinstance(b, Tensor) and b.is_floating_point():
         half = k // 2
         a[..., half : 2 * half] = a[..., :half]

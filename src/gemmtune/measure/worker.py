@@ -236,11 +236,13 @@ class Worker:
         return self._fairly(candidate, once)
 
     def confirm(self, candidate: Candidate, deadline_s: float | None = None) -> Confirmed:
-        """See ``job.Job.confirm``. deadline_s: seconds it may take (default: the limits')."""
+        """See ``job.Job.confirm``. deadline_s: seconds it may take, where that is more than the limits'. What it took
+        before says little: some operands take a CPU a hundred times as long."""
+        limit_s = max(deadline_s or 0.0, self._limits.try_s)
 
         def once() -> Confirmed:
             try:
-                return self._ask(Confirm(candidate.to_dict()), deadline_s or self._limits.try_s, Confirmed)
+                return self._ask(Confirm(candidate.to_dict()), limit_s, Confirmed)
             except WorkerLost as loss:
                 return Confirmed(loss.verdict)
 
