@@ -87,14 +87,11 @@ __device__ __forceinline__ u32 two_at(u32 address) {
     return found;
 }
 
-// wgmma's description of rows of 128 swizzled bytes, eight rows to 1024 bytes.
-__device__ __forceinline__ u64 rows_at(u32 address) {
-    return (u64)(address >> 4) | 1ull << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
-}
-
-// Its lower half, and the upper one, which is the same for all: 16 bytes on are 1 more.
-__device__ __forceinline__ u32 rows_from(u32 address) { return (u32)rows_at(address); }
-constexpr u32 UPPER = 1024 >> 4 | 1u << 30;
+// wgmma's description of rows of 128 swizzled bytes, eight rows to 1024 bytes. Its lower half says where: 16 bytes on are 1
+// more.
+__device__ __forceinline__ u32 rows_from(u32 address) { return address >> 4 | 1 << 16; }
+__device__ __forceinline__ u64 rows_of(u32 from) { return (u64)(1024 >> 4 | 1 << 30) << 32 | from; }
+__device__ __forceinline__ u64 rows_at(u32 address) { return rows_of(rows_from(address)); }
 
 // The registers are wgmma's until it is waited for: the compiler must not move them.
 template <int N> __device__ __forceinline__ void hold(sum_t (&sums)[N]) {

@@ -21,6 +21,7 @@ TYPES = {
 }  # fmt: skip
 _KINDS = {"PLAIN": 0, "INT8": 1, "INT4": 2}
 _FP8 = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
+_WGMMA = {"bfloat16": "bf16", "float16": "f16", "int8": "s8", **_FP8}
 SKINNY, SLAB, MIXED = "skinny", "slab", "mixed"
 REGISTERS = 65536  # of a multiprocessor
 CHUNK_BYTES = 128  # of a row, as TMA lays them for wgmma
@@ -254,39 +255,39 @@ def _ones(half: bool) -> str:
 
 def _mixed_product(problem: Problem, rows: int) -> str:
     """wgmma of 64 columns of B, in registers, and so many rows of A."""
-    kind = "bf16" if problem.a.dtype == "bfloat16" else "f16"
-    count = rows // 2
-    places = ", ".join(f"%{i}" for i in range(count))
-    left = ", ".join(f"%{count + i}" for i in range(4))
-    sums = ", ".join(f'"+f"(d[{i}])' for i in range(count))
-    given = ", ".join(f'"r"(a.r[{i}])' for i in range(4))
-    return (
-        f'asm volatile("{{\\n.reg .pred p;\\n.reg .b64 rows;\\nmov.b64 rows, {{%{count + 4}, %{count + 5}}};\\n'
-        f"setp.ne.b32 p, %{count + 6}, 0;\\n"
-        f"wgmma.mma_async.sync.aligned.m64n{rows}k16.f32.{kind}.{kind} {{{places}}}, {{{left}}}, rows, p, 1, 1, 0;"
-        f'\\n}}" : {sums} : {given}, "r"(b), "r"(UPPER), "r"(add));'
-    )
+    kind = _WGMMA[problem.a.dtype]
+    left = [f'"r"(a.r[{i}])' for i in range(4)]
+    return _wgmma(f"m64n{rows}k16.f32.{kind}.{kind}", ", 1, 1, 0", range(rows // 2), "f", left, "rows_of(b)")
 
 
 def _products(problem: Problem, bn: int) -> list[str]:
     """wgmma for ``bn`` columns: one, or two where integers know no such width (PTX ISA, wgmma: n of .s8)."""
     exact = problem.family == "int_mm"
-    kinds = {"bfloat16": "bf16", "float16": "f16", "int8": "s8", **_FP8}
     depth, scales = (16, ", 1, 1, 0, 0") if problem.a.dtype in HALVES else (32, "" if exact else ", 1, 1")
-    types = ".".join(("s32" if exact else "f32", kinds[problem.a.dtype], kinds[problem.b.dtype]))
+    types = ".".join(("s32" if exact else "f32", _WGMMA[problem.a.dtype], _WGMMA[problem.b.dtype]))
     widths = (bn - 24, 24) if exact and bn > 24 and bn % 16 else (bn,)
     made, column = [], 0
     for width in widths:
-        count = width // 2
-        places = ", ".join(f"%{i}" for i in range(count))
-        sums = ", ".join(f'"+{"r" if exact else "f"}"(d[{column // 2 + i}])' for i in range(count))
-        made.append(
-            f'asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n'
-            f"wgmma.mma_async.sync.aligned.m64n{width}k{depth}.{types} {{{places}}}, %{count}, %{count + 1}, p{scales};"
-            f'\\n}}" : {sums} : "l"(rows_at(a)), "l"(rows_at(b + {column * CHUNK_BYTES})), "r"(add));'
-        )
+        shape, sums = f"m64n{width}k{depth}.{types}", range(column // 2, (column + width) // 2)
+        right = f"rows_at(b + {column * CHUNK_BYTES})"
+        made.append(_wgmma(shape, scales, sums, "r" if exact else "f", ['"l"(rows_at(a))'], right))
         column += width
     return made
+
+
+def _wgmma(shape: str, scales: str, sums: range, kind: str, left: list[str], right: str) -> str:
+    """The instruction on some of ``d``: A as asm's operands ``left`` (an address, or four registers), B at ``right``."""
+    count = len(sums)
+    places = ", ".join(f"%{i}" for i in range(count))
+    given = ", ".join(f"%{count + i}" for i in range(len(left)))
+    first = given if len(left) == 1 else f"{{{given}}}"
+    last = count + len(left)
+    results = ", ".join(f'"+{kind}"(d[{i}])' for i in sums)
+    return (
+        f'asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{last + 1}, 0;\\n'
+        f"wgmma.mma_async.sync.aligned.{shape} {{{places}}}, {first}, %{last}, p{scales};\\n}}"
+        f'" : {results} : {", ".join(left)}, "l"({right}), "r"(add));'
+    )
 
 
 def _instruction(problem: Problem) -> str:
