@@ -276,7 +276,7 @@ def _products(problem: Problem, bn: int) -> list[str]:
 
 
 def _wgmma(shape: str, scales: str, sums: range, kind: str, left: list[str], right: str) -> str:
-    """The instruction on some of ``d``: A as asm's operands ``left`` (an address, or four registers), B at ``right``."""
+    """The instruction on some of ``d``: A as asm's operands ``left`` (an address or four registers), B at ``right``."""
     count = len(sums)
     places = ", ".join(f"%{i}" for i in range(count))
     given = ", ".join(f"%{count + i}" for i in range(len(left)))
