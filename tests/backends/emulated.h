@@ -1,5 +1,5 @@
-// ptx.cu's and hopper.cu's part on a CPU, so that skinny.cu, slab.cu and mixed.cu run without a GPU: every thread of a cluster is a
-// fiber, which goes on until it meets the others of its warp, its block or its cluster, or waits at a barrier.
+// ptx.cu's and hopper.cu's part on a CPU, so that skinny.cu, slab.cu and mixed.cu run without a GPU: every thread of a
+// cluster is a fiber, which goes on until it meets the others of its warp, its block or its cluster, or waits at a barrier.
 #include <ucontext.h>
 
 #include "convert.hpp"

@@ -144,6 +144,11 @@ def mixed_shared(problem: Problem, config: dict[str, Any]) -> int:
     return int(max(config["stages"] * (mixed_stage(problem, config) + 16), sums) + 1024)
 
 
+def mixed_stages(problem: Problem, config: dict[str, Any], room: int) -> int:
+    """As many stages as so many bytes of shared memory hold."""
+    return (room - 1024) // (mixed_stage(problem, config) + 16)
+
+
 def mixed_stage(problem: Problem, config: dict[str, Any]) -> int:
     """Bytes of a stage."""
     return int(2 * CHUNK_BYTES * config["bm"] + MIXED_STEP * bits(problem.b.dtype) // 8 * config["bn"])

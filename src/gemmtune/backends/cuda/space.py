@@ -36,6 +36,7 @@ from .source import (
     mixed_registers,
     mixed_shared,
     mixed_stage,
+    mixed_stages,
     mixed_warps,
     run_of,
     scale_group,
@@ -259,9 +260,8 @@ def _mixed_space(problem: Problem, device: Device) -> Iterator[dict[str, Any]]:
     rows = {8 * -(-problem.m // (8 * parts)) for parts in (fewest, fewest + 1, 2 * fewest + 1)}
     for bm, bn, split in itertools.product(sorted(rows), (64, 128, 192, 256), (1, 2, 3, 4, 6, 8)):
         config = {"bm": bm, "bn": bn, "split": split}
-        one, two = (mixed_shared(problem, {**config, "stages": stages}) for stages in (100, 101))
         rooms = [(device.shared + _RESERVED) // beside - _RESERVED for beside in (1, 2, 3, 4)]
-        for stages in sorted({min(_MOST_STAGES, 100 - -(-(one - room) // (two - one))) for room in rooms}):
+        for stages in sorted({min(_MOST_STAGES, mixed_stages(problem, config, room)) for room in rooms}):
             yield {**config, "stages": stages}
 
 
