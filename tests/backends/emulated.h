@@ -44,7 +44,7 @@ struct Barrier {
 struct Block {
     std::vector<char> memory;
     std::map<u32, Barrier> barriers;
-    Group group;
+    Group group, some;
     Warp warps[WARPS];
 };
 
@@ -52,6 +52,7 @@ struct Fiber {
     ucontext_t context;
     std::unique_ptr<char[]> stack;
     int rank, thread;
+    long greeted;
     bool done;
 };
 
@@ -66,15 +67,20 @@ static Index first_block, grid;
 #define blockIdx (Index{first_block.x + now->rank, first_block.y})
 #define gridDim grid
 
-static void meet(Group& group, int count) {
+static long arrive(Group& group, int count) {
     const long generation = group.generation;
     if (++group.waiting == count) {
         group.waiting = 0;
         ++group.generation;
-        return;
     }
+    return generation;
+}
+
+static void wait_for_others(const Group& group, long generation) {
     while (group.generation == generation) swapcontext(&now->context, &scheduler);
 }
+
+static void meet(Group& group, int count) { wait_for_others(group, arrive(group, count)); }
 
 static void __syncthreads() { meet(cluster[now->rank].group, 32 * WARPS); }
 static void __syncwarp() { meet(cluster[now->rank].warps[now->thread / 32].group, 32); }
@@ -183,6 +189,9 @@ static void multiply(sum_t (&d)[4], u32 b0, u32 b1, u32 b2, u32 b3, u32 a0, u32 
 
 // --- what compute capability 9.0 has; addresses in shared memory are offsets -----------------------------------------
 
+#ifndef SHARE
+#define SHARE 1
+#endif
 #define DYNAMIC(name) char* const name = cluster[now->rank].memory.data()
 
 // What tests/drivers.py writes for a descriptor.
@@ -196,6 +205,9 @@ static u32 address_of(const void* here) {
 
 static void barrier_of(u32 barrier, int count) { cluster[now->rank].barriers[barrier] = Barrier{count, count}; }
 static void barriers_made() {}
+static void greet_cluster() { now->greeted = arrive(everyone, 32 * WARPS * CLUSTER); }
+static void wait_for_greetings() { wait_for_others(everyone, now->greeted); }
+template <int THREADS> static void meet() { meet(cluster[now->rank].some, THREADS); }
 
 static void came(Barrier& barrier, int arrivals, int bytes) {
     barrier.missing -= arrivals;
@@ -211,12 +223,24 @@ static void wait_for(u32 barrier, int turn) {
 }
 
 static void expect(u32 barrier, int bytes) { came(cluster[now->rank].barriers.at(barrier), 1, -bytes); }
-static void arrive_at(u32 barrier, int rank) { came(cluster[rank].barriers.at(barrier), 1, 0); }
-static void arrive(u32 barrier) { arrive_at(barrier, now->rank); }
+static void arrive_there(u32 barrier, int rank) { came(cluster[rank].barriers.at(barrier), 1, 0); }
+static void arrive(u32 barrier) { arrive_there(barrier, now->rank); }
+static void arrive_at(u32 barrier, int rank) { arrive_there(barrier, SHARE > 1 ? rank : now->rank); }
+
+static u32 place_there(u32 own, int rank) { return static_cast<u32>(rank) << 24 | own; }
+
+template <class Four> static void send(u32 to, u32 barrier, Four four) {
+    if (to % sizeof four || to >> 24 != barrier >> 24) std::abort();
+    Block& there = cluster[to >> 24];
+    std::memcpy(there.memory.data() + (to & 0xffffff), &four, sizeof four);
+    came(there.barriers.at(barrier & 0xffffff), 0, sizeof four);
+}
 
 // The 16-byte pieces of 128-byte rows change places: bits 4 to 6 of an address, by bits 7 to 9; of 64-byte rows: bits 4
 // and 5, by bits 7 and 8.
 static u32 swizzled(u32 address, int row = 128) { return address ^ (address >> 3 & (row == 128 ? 0x70 : 0x30)); }
+
+static void will_fetch(const Map*) {}
 
 static void fetch(int rank, u32 to, const Map& map, int k, int row, u32 barrier) {
     Block& block = cluster[rank];
@@ -237,7 +261,7 @@ static void fetch(u32 to, const Map* map, int k, int row, u32 barrier) { fetch(n
 static void fetch_once(u32 to, const Map* map, int k, int row, u32 barrier) { fetch(to, map, k, row, barrier); }
 
 static void fetch_for_all(u32 to, const Map* map, int k, int row, u32 barrier) {
-    for (int rank = 0; rank < CLUSTER; ++rank) fetch(rank, to, *map, k, row, barrier);
+    for (int rank = 0; rank < SHARE; ++rank) fetch(SHARE > 1 ? rank : now->rank, to, *map, k, row, barrier);
 }
 
 static void give_registers() {}
@@ -272,6 +296,9 @@ template <int N> static void begin(sum_t (&)[N]) {}
 static void commit() {}
 template <int LEFT, int N> static void wait_for_sums(sum_t (&)[N]) {}
 
+static u32 rows_from(u32 address) { return address / 16 | 1 << 16; }
+static u32 address_in(u32 rows) { return (rows & 0x3fff) * 16; }
+
 // PTX ISA, "Matrix Fragments for wgmma": D of m64nNk16. It happens at once.
 template <int N> static void multiply_group(sum_t (&d)[N], u32 a, u32 b, int add) {
     static const std::vector<float> b_values = values_of(part(4)), a_values = values_of(part(5));
@@ -280,13 +307,12 @@ template <int N> static void multiply_group(sum_t (&d)[N], u32 a, u32 b, int add
         const u32 row = first + i / 2 % 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
         double sum = add ? d[i] : 0;
         for (u32 k = 0; k < 32; k += 4 / PER)
-            sum += static_cast<double>(element_at(a + 128 * row + k, a_values)) *
-                   element_at(b + 128 * column + k, b_values);
+            sum += static_cast<double>(element_at(address_in(a) + 128 * row + k, a_values)) *
+                   element_at(address_in(b) + 128 * column + k, b_values);
         d[i] = static_cast<sum_t>(sum);
     }
 }
 
-static u32 rows_from(u32 address) { return address / 16 | 1 << 16; }
 struct Fragment { u32 r[4]; };
 static void hold(Fragment&) {}
 
@@ -303,7 +329,7 @@ template <int N> static void multiply_group(sum_t (&d)[N], const Fragment& a, u3
         double sum = add ? d[i] : 0;
         for (int k = 0; k < 16; ++k)
             sum += static_cast<double>(warp.b[row % 8 * 4 + k % 8 / 2][(row / 8 + k / 8 * 2) * 2 + k % 2]) *
-                   element_at((b & 0x3fff) * 16 + 128 * column + 2 * k, b_values);
+                   element_at(address_in(b) + 128 * column + 2 * k, b_values);
         d[i] = static_cast<sum_t>(sum);
     }
     meet(warp.group, 32);

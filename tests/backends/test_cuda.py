@@ -37,7 +37,7 @@ CXX = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
 needs_cxx = pytest.mark.skipif(CXX is None, reason="there is no C++ compiler")
 FRAME = Path(__file__).parents[2] / "native" / "frame"  # its conversions are checked by tests of their own
 CONFIG = {"bm": 8, "bn": 32, "side": 1, "warps": 4, "depth": 1, "split": 1}
-SLAB_CONFIG = {"bm": 64, "bn": 32, "chunks": 1, "cluster": 1, "stages": 3}
+SLAB_CONFIG = {"bm": 64, "bn": 32, "chunks": 1, "cluster": 1, "split": 1, "stages": 3}
 MIXED_CONFIG = {"bm": 16, "bn": 64, "split": 1, "stages": 2}
 
 
@@ -105,7 +105,7 @@ def test_slabs_are_as_wide_as_gives_every_multiprocessor_one() -> None:
     wgmma has no such widths."""
     for problem in (build(64, 22016, 4096, "bf16"), int_problem(64, 22016, 4096)):
         assert {168, 88, 56} <= {candidate["bn"] for candidate in legal(problem)}
-    assert legal(build(64, 4096, 11008, "bf16"))[0]["bn"] == 32
+    assert legal(build(64, 12288, 4096, "bf16"))[0]["bn"] == 96
 
 
 def test_what_reads_most_at_once_comes_first() -> None:
@@ -375,6 +375,11 @@ SLABS: dict[str, tuple[Problem, dict[str, int]]] = {
         {"bn": 24},
     ),
     "fp8": (fp8_problem(50, 80, 656), {"chunks": 2}),
+    "bf16, K shared, two groups of warps, an epilogue": (
+        replace(build(75, 100, 520, "bf16"), epilogue=STEPS), {"bm": 128, "bn": 40, "split": 3},
+    ),
+    "int8, K shared": (int_problem(20, 70, 1104), {"chunks": 2, "bn": 64, "split": 2}),
+    "fp8, K shared": (fp8_problem(65, 60, 1040), {"chunks": 2, "bn": 24, "split": 2}),
     "fp8, a cluster": (fp8_problem(18, 150, 144), {"cluster": 4, "bn": 48, "chunks": 2}),
 }  # fmt: skip
 

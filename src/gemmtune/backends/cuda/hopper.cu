@@ -12,9 +12,24 @@ __device__ __forceinline__ void barrier_of(u32 barrier, int count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
-// Before others, TMA among them, use them.
+// Before others, TMA and other blocks among them, use them.
 __device__ __forceinline__ void barriers_made() {
-    asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async;" ::: "memory");
+#if CLUSTER > 1
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// All threads tell the cluster that their block is there, with its barriers; and wait for all others to have told it.
+__device__ __forceinline__ void greet_cluster() {
+#if CLUSTER > 1
+    asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_greetings() {
+#if CLUSTER > 1
+    asm volatile("barrier.cluster.wait;" ::: "memory");
+#endif
 }
 
 // A barrier's phases alternate: waits for the end of the one that is now, or was last, ``turn``.
@@ -34,15 +49,34 @@ __device__ __forceinline__ void arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// At the same barrier of the cluster's block ``rank``.
+// What is at this address of the cluster's block ``rank``, to the other instructions.
+__device__ __forceinline__ u32 place_there(u32 own, int rank) {
+    u32 there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(own), "r"(rank));
+    return there;
+}
+
+__device__ __forceinline__ void arrive_there(u32 barrier, int rank) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(place_there(barrier, rank)) : "memory");
+}
+
+// Of the blocks that SHARE.
 __device__ __forceinline__ void arrive_at(u32 barrier, int rank) {
-#if CLUSTER > 1
-    asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
-                 "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier), "r"(rank) : "memory");
+#if SHARE > 1
+    arrive_there(barrier, rank);
 #else
     arrive(barrier);
 #endif
 }
+
+// Four words to a place of another block, a barrier of which hears of them.
+template <class Four> __device__ __forceinline__ void send(u32 to, u32 barrier, Four four) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%2, %3, %4, %5}, [%1];"
+                 ::"r"(to), "r"(barrier), SUM(four.of[0]), SUM(four.of[1]), SUM(four.of[2]), SUM(four.of[3]) : "memory");
+}
+
+// TMA will need it soon.
+__device__ __forceinline__ void will_fetch(const Map* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
 // A box of a matrix from column k and row ``row``, zeros beyond its edges: what is read once may leave the L2 first.
 __device__ __forceinline__ void fetch_once(u32 to, const Map* map, int k, int row, u32 barrier) {
@@ -57,12 +91,12 @@ __device__ __forceinline__ void fetch(u32 to, const Map* map, int k, int row, u3
                  ::"r"(to), "l"(map), "r"(k), "r"(row), "r"(barrier) : "memory");
 }
 
-// To the same place of every block of the cluster, each of whose barriers hears of it.
+// To the same place of every block of those that SHARE, each of whose barriers hears of it.
 __device__ __forceinline__ void fetch_for_all(u32 to, const Map* map, int k, int row, u32 barrier) {
-#if CLUSTER > 1
+#if SHARE > 1
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
                  "[%0], [%1, {%2, %3}], [%4], %5;"
-                 ::"r"(to), "l"(map), "r"(k), "r"(row), "r"(barrier), "h"((unsigned short)((1 << CLUSTER) - 1)) : "memory");
+                 ::"r"(to), "l"(map), "r"(k), "r"(row), "r"(barrier), "h"((unsigned short)((1 << SHARE) - 1)) : "memory");
 #else
     fetch(to, map, k, row, barrier);
 #endif
@@ -87,11 +121,13 @@ __device__ __forceinline__ u32 two_at(u32 address) {
     return found;
 }
 
+// So many threads of the block wait for each other.
+template <int THREADS> __device__ __forceinline__ void meet() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
+
 // wgmma's description of rows of 128 swizzled bytes, eight rows to 1024 bytes. Its lower half says where: 16 bytes on are 1
 // more.
 __device__ __forceinline__ u32 rows_from(u32 address) { return address >> 4 | 1 << 16; }
 __device__ __forceinline__ u64 rows_of(u32 from) { return (u64)(1024 >> 4 | 1 << 30) << 32 | from; }
-__device__ __forceinline__ u64 rows_at(u32 address) { return rows_of(rows_from(address)); }
 
 // The registers are wgmma's until it is waited for: the compiler must not move them.
 template <int N> __device__ __forceinline__ void hold(sum_t (&sums)[N]) {
@@ -120,6 +156,6 @@ __device__ __forceinline__ void hold(Fragment& fragment) {
     for (int e = 0; e < 4; ++e) asm volatile("" : "+r"(fragment.r[e])::"memory");
 }
 
-// d[64, 2 N] (a group's, each thread with its share) = d, if ``add``, + A[64, 32 bytes] * B[2 N, 32 bytes], both at an
-// address, or A in registers and B as ``rows_from`` has it.
+// d[64, 2 N] (a group's, each thread with its share) = d, if ``add``, + A[64, 32 bytes] * B[2 N, 32 bytes], as
+// ``rows_from`` has them, or A in registers.
 template <int N, class A> __device__ __forceinline__ void multiply_group(sum_t (&d)[N], A a, u32 b, int add) { PRODUCTS }

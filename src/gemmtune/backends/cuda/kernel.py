@@ -30,13 +30,15 @@ class Mixed(TmaKernel):
 
 
 class Slab(TmaKernel):
-    """The template ``slab``: clusters of blocks, each block all columns of a slab, TMA for both operands."""
+    """The template ``slab``: clusters of blocks, each block slabs in turns, or all of a cluster's a part of one's K."""
 
     def _tile(self, config: dict[str, Any]) -> tuple[int, int, int]:
-        self._cluster = int(config["cluster"])
+        self._share, self._split = int(config["cluster"]), int(config["split"])
         return int(config["bm"]), int(config["bn"]), 0
 
     def _programs(self, m: int, device: int) -> int:
-        groups = -(-m // self._bm) * -(-self._tiles_n // self._cluster)
-        there = torch.cuda.get_device_properties(device).multi_processor_count // self._cluster
-        return int(self._cluster * max(1, min(groups, there)))
+        groups = -(-m // self._bm) * -(-self._tiles_n // self._share)
+        if self._split > 1:
+            return groups * self._split
+        there = torch.cuda.get_device_properties(device).multi_processor_count // self._share
+        return int(self._share * max(1, min(groups, there)))

@@ -13,8 +13,8 @@
 // What source.py puts before this: the constants BM, BN, STAGES, SPLIT (the candidate); KIND, GROUP (elements of K that
 // share a scale; 0: all), WARPS, REGISTERS (of a thread that multiplies, where it needs more than all could have alike, and
 // the fourth warps that fetch give theirs up; 0: all have the same), PRODUCTS (what wgmma is asked for), ACROSS (sums from
-// one row to the next on their way out), sum_t, PARAMETERS, then ptx.cu, hopper.cu and numbers.cu. It writes the epilogue,
-// too.
+// one row to the next on their way out), sum_t, PARAMETERS, then ptx.cu, hopper.cu, numbers.cu and sums.cu. It writes
+// the epilogue, too.
 
 constexpr int CONSUMERS = BN / 16;                                  // warps that multiply
 constexpr int STEP = 128;                                           // elements of K in a stage
@@ -22,7 +22,8 @@ constexpr int B_ROW = KIND == INT4 ? 64 : 128;                      // bytes of 
 constexpr int A_BYTES = BM * 128, B_BYTES = BN * B_ROW;             // of 64 elements of A, of all of B
 constexpr int STAGE = 2 * A_BYTES + B_BYTES;
 constexpr int SUMS = BM / 2;                                        // of a thread
-constexpr int BATCH = 8;                                            // sums on their way out at a time
+constexpr int SENT = SPLIT > 1 ? sums_bytes(SUMS, 32 * CONSUMERS) : 4 * BM * ACROSS;
+constexpr int SPACE = SENT > STAGES * STAGE ? SENT : STAGES * STAGE;
 
 // Beside ``sums``: what one scale's elements came to.
 template <int N> __device__ __forceinline__ void add_scaled(sum_t (&sums)[N], const sum_t (&group)[N], const float (&scales)[2]) {
@@ -30,39 +31,34 @@ template <int N> __device__ __forceinline__ void add_scaled(sum_t (&sums)[N], co
     for (int i = 0; i < N; ++i) sums[i] += group[i] * scales[i / 2 % 2];
 }
 
-// The block, or the cluster.
-__device__ __forceinline__ void everybody_meets() {
-#if SPLIT > 1
-    wait_for_cluster();
-#else
-    __syncthreads();
-#endif
-}
-
-// Not while others read what it added up.
-__device__ __forceinline__ void everybody_leaves() {
-#if SPLIT > 1
-    leave_cluster();
-#endif
-}
-
 extern "C" __global__ void
 #if SPLIT > 1
 __cluster_dims__(SPLIT, 1, 1)
 #endif
-__launch_bounds__(32 * WARPS) mixed(PARAMETERS) {
+#if REGISTERS
+__launch_bounds__(32 * WARPS, 1)  // or the compiler does not know how many threads start with, and ignores what they take
+#else
+__launch_bounds__(32 * WARPS)
+#endif
+mixed(PARAMETERS) {
     DYNAMIC(memory);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
-    const u32 stages = (address_of(memory) + 1023) / 1024 * 1024, full = stages + STAGES * STAGE, empty = full + 8 * STAGES;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, part = blockIdx.x % SPLIT;
+    const u32 stages = (address_of(memory) + 1023) / 1024 * 1024, full = stages + SPACE, empty = full + 8 * STAGES;
     if (threadIdx.x == 0) {
+        will_fetch(&a_desc);
+        will_fetch(&b_desc);
         for (int s = 0; s < STAGES; ++s) {
             barrier_of(full + 8 * s, 1);
             barrier_of(empty + 8 * s, CONSUMERS);
         }
+#if SPLIT > 1
+        will_add_up<SUMS, 32 * CONSUMERS>(empty + 8 * STAGES, part);
+#endif
         barriers_made();
     }
+    greet_cluster();
     __syncthreads();
-    const int tiles_m = (M + BM - 1) / BM, tile = blockIdx.x / SPLIT, part = blockIdx.x % SPLIT;
+    const int tiles_m = (M + BM - 1) / BM, tile = blockIdx.x / SPLIT;
     const int m0 = tile % tiles_m * BM, n0 = tile / tiles_m * BN, steps = (K + STEP - 1) / STEP;
     const int first = steps * part / SPLIT, last = steps * (part + 1) / SPLIT;
     int at = 0, turn = 0;  // the next stage, and how often (modulo 2) all were gone through
@@ -81,10 +77,7 @@ __launch_bounds__(32 * WARPS) mixed(PARAMETERS) {
                 fetch(stage, &a_desc, step * STEP, m0, done);
                 fetch(stage + A_BYTES, &a_desc, step * STEP + 64, m0, done);
             }
-        __syncwarp();
-        __syncthreads();
-        everybody_meets();
-        everybody_leaves();
+        wait_for_greetings();
     } else {
         take_registers();
         sum_t sums[SUMS];
@@ -160,37 +153,31 @@ __launch_bounds__(32 * WARPS) mixed(PARAMETERS) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) hold(numbers[1][i]);
 
-        // All bytes that were sent for have come and been used: the stages' memory is there for sums. wgmma leaves a thread
-        // single columns of C's rows; C wants rows.
-        __syncthreads();
-        sum_t* turned = reinterpret_cast<sum_t*>(memory + (stages - address_of(memory)));
+        auto finish = [&](int m, int n, sum_t sum) {
+            // EPILOGUE
+        };
+        // All bytes that were sent for have come and been used: the stages' memory is there for sums.
+        char* free = memory + (stages - address_of(memory));
+#if SPLIT > 1
+        add_up<32 * CONSUMERS>(sums, free, empty + 8 * STAGES, part, [&](int i, Four four) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const int m = m0 + 8 * i + 2 * c + e % 2, n = n0 + 16 * warp + g + e / 2 * 8;
+                if (m < M && n < N) finish(m, n, four.of[e]);
+            }
+        });
+#else
+        // wgmma leaves a thread single columns of C's rows; C wants rows.
+        sum_t* turned = reinterpret_cast<sum_t*>(free);
+        meet<32 * CONSUMERS>();
 #pragma unroll
         for (int i = 0; i < SUMS; ++i)
             turned[(i / 4 * 8 + 2 * c + i % 2) * ACROSS + 16 * warp + g + i / 2 % 2 * 8] = sums[i];
-        everybody_meets();
-        const int all = min(BM, M - m0) * BN, end = all * (part + 1) / SPLIT;
-        for (int begin = all * part / SPLIT + threadIdx.x; begin < end; begin += BATCH * 32 * CONSUMERS) {
-            sum_t batch[BATCH];  // so that reading waits for other blocks' memory once
-#pragma unroll
-            for (int i = 0; i < BATCH; ++i) {
-                const int e = min(begin + i * 32 * CONSUMERS, end - 1);
-                const sum_t* place = turned + e / BN * ACROSS + e % BN;
-#if SPLIT > 1
-                batch[i] = 0;
-#pragma unroll
-                for (int rank = 0; rank < SPLIT; ++rank) batch[i] += read_from(rank, place);
-#else
-                batch[i] = *place;
+        meet<32 * CONSUMERS>();
+        const int rows = min(BM, M - m0);
+#pragma unroll 8
+        for (int e = threadIdx.x; e < rows * BN; e += 32 * CONSUMERS)
+            if (n0 + e % BN < N) finish(m0 + e / BN, n0 + e % BN, turned[e / BN * ACROSS + e % BN]);
 #endif
-            }
-#pragma unroll
-            for (int i = 0; i < BATCH; ++i) {
-                const int e = begin + i * 32 * CONSUMERS, n = n0 + e % BN, m = m0 + e / BN;
-                if (e >= end || n >= N) continue;
-                sum_t sum = batch[i];
-                // EPILOGUE
-            }
-        }
-        everybody_leaves();
     }
 }

@@ -2,29 +2,32 @@
 //
 // A block computes a slab of C, BM rows by BN columns, with one warp that fetches (TMA) and BM / 64 groups of four that
 // multiply (wgmma). BN may be any multiple of 8 (what wgmma has), so that N's slabs are just as many as there are
-// multiprocessors. B passes once through; A is wanted by every block, so the CLUSTER blocks of a cluster, slabs side by
-// side, fetch a part of it each and send it to all: the L2 gives 1 / CLUSTER of what it would.
+// multiprocessors. B passes once through; A is wanted by every block, so the SHARE blocks of a cluster, slabs side by
+// side, fetch a part of it each and send it to all: the L2 gives 1 / SHARE of what it would. Or the SPLIT blocks of a
+// cluster have one slab, a part of K each, and add up in a fixed order: with wider slabs A is wanted by fewer.
 //
 // A stage holds CHUNKS times 128 bytes of every row of A and B, as TMA lays them for wgmma (128-byte swizzle). ``full``
 // counts bytes that have come, ``empty`` the warps, of all blocks that a stage was sent to, that are done with it.
 //
-// What source.py puts before this: the constants BM, BN, STAGES, CHUNKS, CLUSTER (the candidate), WIDTH (bytes of an
+// What source.py puts before this: the constants BM, BN, STAGES, CHUNKS, SHARE, SPLIT (the candidate), WIDTH (bytes of an
 // element), STEPWISE (wgmma adds fp8 up with fewer bits than float32 has: only CHUNKS = 2 at a time), PRODUCTS (what
-// wgmma is asked for), ACROSS (sums from one row to the next on their way out), sum_t, PARAMETERS, then ptx.cu,
-// hopper.cu and numbers.cu. It writes the epilogue, too.
+// wgmma is asked for), ACROSS (sums from one row to the next on their way out), CLUSTER (its blocks), sum_t,
+// PARAMETERS, then ptx.cu, hopper.cu, numbers.cu and sums.cu. It writes the epilogue, too.
 
 constexpr int GROUPS = BM / 64, CONSUMERS = 4 * GROUPS;        // of four warps; warps that multiply
-constexpr int PART = BM / CLUSTER;                             // rows of A that one block fetches
+constexpr int PART = BM / SHARE;                               // rows of A that one block fetches
 constexpr int A_BYTES = BM * 128, B_BYTES = BN * 128;          // of a chunk
 constexpr int STAGE = CHUNKS * (A_BYTES + B_BYTES);
 constexpr int ELEMENTS = 128 / WIDTH;                          // of K in a chunk
 constexpr int SUMS = BN / 2;                                   // of a thread
+constexpr int SENT = SPLIT > 1 ? sums_bytes(SUMS, 32 * CONSUMERS) : 0;
+constexpr int SPACE = SENT > STAGES * STAGE ? SENT : STAGES * STAGE;
 
-// One chunk of A and B into ``d``, beside what is there if ``add``.
+// One chunk of A and B, as ``rows_from`` has them, into ``d``, beside what is there if ``add``.
 __device__ __forceinline__ void multiply_chunk(sum_t (&d)[SUMS], u32 a, u32 b, int add) {
     begin(d);
 #pragma unroll
-    for (int k = 0; k < 4; ++k) multiply_group(d, a + 32 * k, b + 32 * k, add || k > 0);
+    for (int k = 0; k < 4; ++k) multiply_group(d, a + 2 * k, b + 2 * k, add || k > 0);
     commit();
 }
 
@@ -41,24 +44,30 @@ __cluster_dims__(CLUSTER, 1, 1)
 #endif
 __launch_bounds__(32 * (CONSUMERS + 1), 1) slab(PARAMETERS) {
     DYNAMIC(memory);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = CLUSTER > 1 ? blockIdx.x % CLUSTER : 0;
-    const u32 stages = (address_of(memory) + 1023) / 1024 * 1024, full = stages + STAGES * STAGE, empty = full + 8 * STAGES;
-    sum_t* turned = reinterpret_cast<sum_t*>(memory + (empty + 8 * STAGES - address_of(memory))) + warp * 16 * ACROSS;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = blockIdx.x % SHARE, part = blockIdx.x % SPLIT;
+    const u32 stages = (address_of(memory) + 1023) / 1024 * 1024, full = stages + SPACE, empty = full + 8 * STAGES;
     if (threadIdx.x == 0) {
+        will_fetch(&a_desc);
+        will_fetch(&b_desc);
         for (int s = 0; s < STAGES; ++s) {
             barrier_of(full + 8 * s, 1);
-            barrier_of(empty + 8 * s, CLUSTER * CONSUMERS);
+            barrier_of(empty + 8 * s, SHARE * CONSUMERS);
         }
+#if SPLIT > 1
+        will_add_up<SUMS, 32 * CONSUMERS>(empty + 8 * STAGES, part);
+#endif
         barriers_made();
     }
-#if CLUSTER > 1
-    wait_for_cluster();
+    greet_cluster();
+#if SHARE > 1
+    wait_for_greetings();
 #else
     __syncthreads();
 #endif
     const int tiles_m = (M + BM - 1) / BM, tiles_n = (N + BN - 1) / BN;
-    const int tiles = tiles_m * ((tiles_n + CLUSTER - 1) / CLUSTER), first = blockIdx.x / CLUSTER;
+    const int tiles = tiles_m * ((tiles_n + SHARE - 1) / SHARE), first = blockIdx.x / CLUSTER;
     const int stride = gridDim.x / CLUSTER, steps = (K + CHUNKS * ELEMENTS - 1) / (CHUNKS * ELEMENTS);
+    const int from = steps * part / SPLIT, to = steps * (part + 1) / SPLIT;
     int at = 0, turn = 0;  // the next stage, and how often (modulo 2) all were gone through
     auto next = [&] {
         if (++at == STAGES) at = 0, turn ^= 1;
@@ -67,8 +76,8 @@ __launch_bounds__(32 * (CONSUMERS + 1), 1) slab(PARAMETERS) {
     if (warp == CONSUMERS) {
         if (lane == 0)
             for (int tile = first; tile < tiles; tile += stride) {
-                const int m0 = tile % tiles_m * BM + rank * PART, n0 = (tile / tiles_m * CLUSTER + rank) * BN;
-                for (int step = 0; step < steps; ++step, next()) {
+                const int m0 = tile % tiles_m * BM + rank * PART, n0 = (tile / tiles_m * SHARE + rank) * BN;
+                for (int step = from; step < to; ++step, next()) {
                     const u32 stage = stages + at * STAGE, done = full + 8 * at;
                     wait_for(empty + 8 * at, turn ^ 1);
                     expect(done, STAGE);
@@ -80,6 +89,9 @@ __launch_bounds__(32 * (CONSUMERS + 1), 1) slab(PARAMETERS) {
                     }
                 }
             }
+#if SPLIT > 1
+        wait_for_greetings();
+#endif
     } else {
         for (int tile = first; tile < tiles; tile += stride) {
             sum_t sums[SUMS];
@@ -88,52 +100,66 @@ __launch_bounds__(32 * (CONSUMERS + 1), 1) slab(PARAMETERS) {
 #if !STEPWISE
             u32 before = 0;  // what is empty when wgmma is done with the step before
 #endif
-            for (int step = 0; step < steps; ++step, next()) {
-                const u32 a = stages + at * STAGE + warp / 4 * 64 * 128, b = stages + at * STAGE + CHUNKS * A_BYTES;
+            for (int step = from; step < to; ++step, next()) {
+                const u32 stage = stages + at * STAGE;
+                const u32 a = rows_from(stage + warp / 4 * 64 * 128), b = rows_from(stage + CHUNKS * A_BYTES);
                 wait_for(full + 8 * at, turn);
 #if STEPWISE
                 sum_t one[SUMS], other[SUMS];
                 multiply_chunk(one, a, b, 0);
-                multiply_chunk(other, a + A_BYTES, b + B_BYTES, 0);
+                multiply_chunk(other, a + A_BYTES / 16, b + B_BYTES / 16, 0);
                 add_chunk<1>(sums, one);
                 add_chunk<0>(sums, other);
-                if (lane < CLUSTER) arrive_at(empty + 8 * at, lane);
+                if (lane < SHARE) arrive_at(empty + 8 * at, lane);
 #else
 #pragma unroll
                 for (int chunk = 0; chunk < CHUNKS; ++chunk)
-                    multiply_chunk(sums, a + chunk * A_BYTES, b + chunk * B_BYTES, 1);
+                    multiply_chunk(sums, a + chunk * A_BYTES / 16, b + chunk * B_BYTES / 16, 1);
                 wait_for_sums<CHUNKS>(sums);
-                if (before && lane < CLUSTER) arrive_at(before, lane);
+                if (before && lane < SHARE) arrive_at(before, lane);
                 before = empty + 8 * at;
 #endif
             }
 #if !STEPWISE
             wait_for_sums<0>(sums);
-            if (lane < CLUSTER) arrive_at(before, lane);
+            if (lane < SHARE) arrive_at(before, lane);
 #endif
-            // wgmma leaves a thread two columns here and there; C wants rows: 32 columns at a time change hands.
-            const int m0 = tile % tiles_m * BM + warp * 16, n0 = (tile / tiles_m * CLUSTER + rank) * BN;
-            const int rows = min(16, M - m0);
+            const int m0 = tile % tiles_m * BM, n0 = (tile / tiles_m * SHARE + rank) * BN;
+            auto finish = [&](int m, int n, sum_t sum) {
+                // EPILOGUE
+            };
+            // wgmma leaves a thread two columns here and there; C wants rows.
+            const int row = warp * 16 + lane / 4, column = lane % 4 * 2;
+#if SPLIT > 1
+            // All bytes that were sent for have come and been used: the stages' memory is there for sums.
+            add_up<32 * CONSUMERS>(sums, memory + (stages - address_of(memory)), empty + 8 * STAGES, part, [&](int i, Four four) {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    const int m = m0 + row + e / 2 * 8, n = n0 + 8 * i + column + e % 2;
+                    if (m < M && n < N) finish(m, n, four.of[e]);
+                }
+            });
+#else
+            // 32 columns at a time change hands.
+            sum_t* turned = reinterpret_cast<sum_t*>(memory + (empty + 8 * STAGES - address_of(memory)));
+            const int rows = min(16, M - m0 - warp * 16);
 #pragma unroll
             for (int left = 0; left < BN; left += 32) {
 #pragma unroll
                 for (int i = 0; i < 16; ++i)
                     if (left + i / 4 * 8 < BN)
-                        turned[(lane / 4 + i / 2 % 2 * 8) * ACROSS + i / 4 * 8 + lane % 4 * 2 + i % 2] = sums[left / 2 + i];
+                        turned[(row + i / 2 % 2 * 8) * ACROSS + i / 4 * 8 + column + i % 2] = sums[left / 2 + i];
                 __syncwarp();
                 const int n = n0 + left + lane;
                 if (left + lane < BN && n < N)
 #pragma unroll 4
-                    for (int row = 0; row < rows; ++row) {
-                        const int m = m0 + row;
-                        sum_t sum = turned[row * ACROSS + lane];
-                        // EPILOGUE
-                    }
+                    for (int r = warp * 16; r < warp * 16 + rows; ++r) finish(m0 + r, n, turned[r * ACROSS + lane]);
                 __syncwarp();
             }
+#endif
         }
     }
-#if CLUSTER > 1
-    wait_for_cluster();  // nobody leaves while others send to it
+#if SHARE > 1
+    leave_cluster();  // not while others send to it
 #endif
 }

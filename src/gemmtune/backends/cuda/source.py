@@ -26,6 +26,8 @@ SKINNY, SLAB, MIXED = "skinny", "slab", "mixed"
 REGISTERS = 65536  # of a multiprocessor
 CHUNK_BYTES = 128  # of a row, as TMA lays them for wgmma
 MIXED_STEP = 128  # elements of K in a stage of ``mixed``
+_BOUNDARY = 1024  # where TMA's swizzle starts anew
+_BARRIERS = 16  # bytes of a pair
 _ACROSS = 40  # sums of a row on its way out: room for 32, rows in other banks
 _TMA_TYPES = {8: 0, 16: 1}  # CU_TENSOR_MAP_DATA_TYPE_UINT8, _UINT16
 _SWIZZLE_64B, _SWIZZLE_128B = 2, 3  # CU_TENSOR_MAP_SWIZZLE_*
@@ -55,15 +57,17 @@ def generate(problem: Problem, template: str, config: dict[str, Any], primitives
     primitives: what stands in the place of ``ptx.cu`` (and ``hopper.cu``), where it is not a GPU that runs it. Raises
     KernelError for a template that is none of ours.
     """
-    files = ["ptx.cu"]
+    files, common = ["ptx.cu"], ["numbers.cu"]
     if template == SKINNY:
         constants, made = _skinny(problem, config), {"warps": config["warps"]}
     elif template == SLAB:
         constants, made = _slab(problem, config), _slab_launch(problem, config)
         files.append("hopper.cu")
+        common.append("sums.cu")
     elif template == MIXED:
         constants, made = _mixed(problem, config), _mixed_launch(problem, config)
         files.append("hopper.cu")
+        common.append("sums.cu")
     else:
         raise KernelError(f"the CUDA backend has no template {template!r}; it has {SKINNY}, {SLAB} and {MIXED}")
     parameters = _parameters(problem, described=bool(made.get("descriptors")))
@@ -71,7 +75,7 @@ def generate(problem: Problem, template: str, config: dict[str, Any], primitives
     lines.append("#define PARAMETERS " + ", ".join(f"{kind} {name}" for name, kind in parameters.items()))
     lines.append(f"typedef {'int' if problem.family == 'int_mm' else 'float'} sum_t;")
     lines += [primitives] if primitives is not None else map(_file, files)
-    lines.append(_file("numbers.cu"))
+    lines += map(_file, common)
     before, _, after = _file(f"{template}.cu").partition("// EPILOGUE\n")
     indent = before[before.rindex("\n") + 1 :]
     epilogue = f"\n{indent}".join(_epilogue(problem))
@@ -140,13 +144,14 @@ def alike(warps: int) -> int:
 def mixed_shared(problem: Problem, config: dict[str, Any]) -> int:
     """Bytes of shared memory: stages with a pair of barriers each, or the tile's sums where that is more, and what
     putting them on a boundary of 1 KB may take."""
-    sums = 4 * config["bm"] * _mixed_across(config)
-    return int(max(config["stages"] * (mixed_stage(problem, config) + 16), sums) + 1024)
+    bm, bn, split, stages = (config[name] for name in ("bm", "bn", "split", "stages"))
+    sums = _sent(bm, bn, split) if split > 1 else 4 * bm * _mixed_across(config)
+    return int(max(stages * mixed_stage(problem, config), sums) + _BARRIERS * (stages + 1) + _BOUNDARY)
 
 
 def mixed_stages(problem: Problem, config: dict[str, Any], room: int) -> int:
     """As many stages as so many bytes of shared memory hold."""
-    return (room - 1024) // (mixed_stage(problem, config) + 16)
+    return (room - _BOUNDARY - _BARRIERS) // (mixed_stage(problem, config) + _BARRIERS)
 
 
 def mixed_stage(problem: Problem, config: dict[str, Any]) -> int:
@@ -166,9 +171,30 @@ def slab_warps(config: dict[str, Any]) -> int:
 
 def slab_shared(config: dict[str, Any]) -> int:
     """Bytes of shared memory: stages, a pair of barriers each, what putting them on a boundary of 1 KB may take, and
-    what each row has on its way out."""
-    stage = config["chunks"] * CHUNK_BYTES * (config["bm"] + config["bn"])
-    return int(config["stages"] * (stage + 16) + 1024 + config["bm"] * _ACROSS * 4)
+    what each row has on its way out, or, where blocks share K, what they send each other in the stages' place."""
+    stages = config["stages"] * _slab_stage(config)
+    if config["split"] > 1:
+        stages = max(stages, _sent(config["bn"], config["bm"], config["split"]))
+    return int(stages + _BARRIERS * config["stages"] + _slab_besides(config))
+
+
+def _slab_besides(config: dict[str, Any]) -> int:
+    return int(_BOUNDARY + (_BARRIERS if config["split"] > 1 else 4 * config["bm"] * _ACROSS))
+
+
+def _slab_stage(config: dict[str, Any]) -> int:
+    return int(config["chunks"] * CHUNK_BYTES * (config["bm"] + config["bn"]))
+
+
+def _sent(own: int, others: int, split: int) -> int:
+    """Bytes that blocks which share K send each of them (sums.cu): sums of some of ``own`` columns (or rows), of which
+    8 stay together, times all ``others``."""
+    return 4 * 8 * -(-own // (8 * split)) * split * others
+
+
+def slab_stages(config: dict[str, Any], room: int) -> int:
+    """As many stages as so many bytes of shared memory hold."""
+    return (room - _slab_besides(config)) // (_slab_stage(config) + _BARRIERS)
 
 
 def run_of(problem: Problem) -> int:
@@ -217,7 +243,9 @@ def _slab(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
         "BN": config["bn"],
         "STAGES": config["stages"],
         "CHUNKS": config["chunks"],
-        "CLUSTER": config["cluster"],
+        "SHARE": config["cluster"],
+        "SPLIT": config["split"],
+        "CLUSTER": config["cluster"] * config["split"],
         "WARPS": slab_warps(config),
         "ACROSS": _ACROSS,
         "WIDTH": bits(problem.a.dtype) // 8,
@@ -237,6 +265,7 @@ def _mixed(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
         "BM": config["bm"],
         "BN": config["bn"],
         "STAGES": config["stages"],
+        "SHARE": 1,
         "SPLIT": config["split"],
         "CLUSTER": config["split"],
         "WARPS": mixed_warps(problem, config),
@@ -274,8 +303,8 @@ def _products(problem: Problem, bn: int) -> list[str]:
     made, column = [], 0
     for width in widths:
         shape, sums = f"m64n{width}k{depth}.{types}", range(column // 2, (column + width) // 2)
-        right = f"rows_at(b + {column * CHUNK_BYTES})"
-        made.append(_wgmma(shape, scales, sums, "r" if exact else "f", ['"l"(rows_at(a))'], right))
+        right = f"rows_of(b + {column * CHUNK_BYTES // 16})"
+        made.append(_wgmma(shape, scales, sums, "r" if exact else "f", ['"l"(rows_of(a))'], right))
         column += width
     return made
 

@@ -5,7 +5,8 @@ side by side along the tile's columns and the others share K, ``depth`` (how man
 has under way), ``split`` (blocks of a cluster, which share K).
 
 Entries of ``slab``: ``bm``, ``bn`` (the tile), ``chunks`` (times 128 bytes of a row in a stage), ``stages`` (as many as
-there is shared memory for), ``cluster`` (blocks that share what they read of A).
+there is shared memory for), ``cluster`` (blocks that share what they read of A), ``split`` (blocks of a cluster, which
+share K; only one of the two is more than 1).
 
 Entries of ``mixed``: ``bm``, ``bn`` (the tile), ``split`` (blocks of a cluster, which share K), ``stages`` (as many as
 one, two, three or four blocks of a multiprocessor have room for).
@@ -41,6 +42,7 @@ from .source import (
     run_of,
     scale_group,
     slab_shared,
+    slab_stages,
     slab_warps,
 )
 
@@ -66,6 +68,8 @@ _START_S = 2e-6
 _STEP_S = 5e-8  # a stage's barriers
 _BESIDE = 0.2  # of the second longest of what goes on at a time
 _COLUMN_S = 1.2e-8  # a column of 64 rows on its way out
+_MEET_S = 8e-7  # a cluster's blocks, one after the last
+_BETWEEN_BLOCKS = 4.5e10  # bytes a second that one reads of another's shared memory
 _CONVERT_S = 2e-7  # 64 columns of a step of ``mixed`` become numbers
 _MIXED_FLOPS = 1.3e13  # of a multiprocessor, as ``_FLOPS``
 _MIXED_L2 = 8e12
@@ -192,26 +196,32 @@ def _slab_refusal(problem: Problem, device: Device) -> str:
 
 def _slab_space(problem: Problem, device: Device) -> Iterator[dict[str, Any]]:
     """Slabs just wide enough that one to six rounds of blocks do, and some of usual widths."""
-    for bm in (64,) if problem.m <= 64 else (64, 128):
-        tiles_m = -(-problem.m // bm)
+    for bm, split in itertools.product((64,) if problem.m <= 64 else (64, 128), (1, 2, 3, 4, 6, 8)):
+        blocks = -(-problem.m // bm) * split
         fitting = {
-            next((w for w in _WIDTHS if -(-problem.n // w) * tiles_m <= device.multiprocessors * rounds), 256)
-            for rounds in range(1, 7)
+            next((w for w in _WIDTHS if -(-problem.n // w) * blocks <= device.multiprocessors * rounds), 256)
+            for rounds in range(1, 7 if split == 1 else 3)
         }
         for bn, cluster, chunks in itertools.product(sorted(fitting | {64, 128, 256}), (1, 2), (1, 2)):
-            config = {"bm": bm, "bn": bn, "chunks": chunks, "cluster": cluster, "stages": 1}
-            each = slab_shared({**config, "stages": 2}) - slab_shared(config)
-            fit = (device.shared - slab_shared({**config, "stages": 0})) // each
-            yield {**config, "stages": max(1, min(_MOST_STAGES, fit))}
+            if min(cluster, split) == 1:
+                config = {"bm": bm, "bn": bn, "chunks": chunks, "cluster": cluster, "split": split}
+                yield {**config, "stages": min(_MOST_STAGES, slab_stages(config, device.shared))}
 
 
 def _slab_illegal(problem: Problem, device: Device, config: dict[str, Any]) -> str:
     if config["stages"] < _FEWEST_STAGES:
         return f"shared memory has room for {config['stages']} stages; at least {_FEWEST_STAGES} hide the latency"
+    if slab_shared(config) > device.shared:
+        return f"{slab_shared(config) >> 10} KB of shared memory; a block has {device.shared >> 10}"
     if config["chunks"] > 1 and problem.k * bits(problem.a.dtype) <= 8 * CHUNK_BYTES:
         return "K ends in the first 128 bytes"
     if config["cluster"] > -(-problem.n // config["bn"]):
         return "there are fewer slabs than blocks in a cluster"
+    split, steps = config["split"], -(-problem.k * bits(problem.a.dtype) // (8 * CHUNK_BYTES * config["chunks"]))
+    if split > 1 and steps < 2 * split:
+        return f"K is {steps} steps: too few to be shared by {split} blocks"
+    if split > 1 and _tiles(problem, config) >= 2 * device.multiprocessors:
+        return "there are blocks enough for every multiprocessor without splitting K"
     if problem.family == "scaled_mm" and config["chunks"] != 2:
         return "fp8 is summed up in two chunks by turns"
     sums = config["bn"] // 2 * (3 if problem.family == "scaled_mm" else 1)
@@ -224,10 +234,11 @@ def _slab_illegal(problem: Problem, device: Device, config: dict[str, Any]) -> s
 def _slab_seconds(problem: Problem, device: Device, config: dict[str, Any]) -> float:
     """As ``_skinny_seconds``: a block's steps through its slabs, or all of B through memory, and the last slab's way
     out."""
-    bm, bn, cluster = config["bm"], config["bn"], config["cluster"]
+    bm, bn, cluster, split = config["bm"], config["bn"], config["cluster"], config["split"]
     size = bits(problem.a.dtype) / 8
     groups = -(-problem.m // bm) * -(-problem.n // (bn * cluster))
-    rounds = -(-groups // max(1, device.multiprocessors // cluster))
+    there = int(device.multiprocessors * (1.0 - _CLUSTER_LOSS * max(0, split - 2))) // (cluster * split)
+    rounds = -(-groups // max(1, there)) / split
     stage = CHUNK_BYTES * config["chunks"]
     steps = rounds * -(-problem.k * size // stage)
     fetched = steps * stage * (bn + min(bm, problem.m) / cluster) * device.multiprocessors / _L2_BANDWIDTH
@@ -235,7 +246,10 @@ def _slab_seconds(problem: Problem, device: Device, config: dict[str, Any]) -> f
     memory = problem.n * problem.k * size / _BANDWIDTH
     compute = 2.0 * problem.k * size * bm * (bn + _A_AGAIN) * rounds / _FLOPS * (1 + 0.5 / (config["stages"] - 1))
     faster, slower = sorted((walk, memory, compute))[1:]
-    return float(slower + _BESIDE * faster + _COLUMN_S * bn * bm / 64 + _START_S)
+    out = _COLUMN_S * bn * bm / 64
+    if split > 1:
+        out = out / split + _MEET_S + 4.0 * bm * bn * (split - 1) / split / _BETWEEN_BLOCKS
+    return float(slower + _BESIDE * faster + out + _START_S)
 
 
 def _mixed_refusal(problem: Problem, device: Device) -> str:
