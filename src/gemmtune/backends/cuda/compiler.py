@@ -13,6 +13,8 @@ from typing import Any
 from ...errors import KernelError, UnsupportedError
 
 MISSING = "NVRTC, NVIDIA's run-time compiler, was not found: pip install nvidia-cuda-nvrtc"
+_NO_CACHE = "--no-cache"  # of the driver: from it kernels come without what ptxas says of them
+_UNKNOWN_OPTION = 5  # NVRTC_ERROR_INVALID_OPTION: NVRTC before it cached
 _NAMES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
 
 
@@ -72,11 +74,13 @@ def compile_source(text: str, capability: tuple[int, int], arch: str = "", regis
     _check(library.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"gemmtune.cu", 0, None, None))
     try:
         major, minor = capability
-        options = [f"--gpu-architecture=sm_{10 * major + minor}{arch}", "--std=c++17", "--ptxas-options=-v"]
+        options = [f"--gpu-architecture=sm_{10 * major + minor}{arch}", "--std=c++17", "--ptxas-options=-v", _NO_CACHE]
         if registers:
             options.append(f"--maxrregcount={registers}")
-        given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-        status = library.nvrtcCompileProgram(program, len(options), given)
+        status = _compile(program, options)
+        if status == _UNKNOWN_OPTION:
+            options.remove(_NO_CACHE)
+            status = _compile(program, options)
         said = _text(program, "nvrtcGetProgramLog").decode(errors="replace").strip("\0\n ")
         if status:
             raise KernelError(f"NVRTC cannot compile it: {_first_error(said) or _words(status)}")
@@ -90,6 +94,11 @@ def compile_source(text: str, capability: tuple[int, int], arch: str = "", regis
         return _text(program, "nvrtcGetCUBIN")
     finally:
         library.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _compile(program: ctypes.c_void_p, options: list[str]) -> int:
+    given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+    return int(nvrtc().nvrtcCompileProgram(program, len(options), given))
 
 
 def _text(program: ctypes.c_void_p, query: str) -> bytes:
