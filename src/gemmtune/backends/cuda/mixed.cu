@@ -154,7 +154,6 @@ mixed(PARAMETERS) {
         for (int i = 0; i < 4; ++i) hold(numbers[1][i]);
 
         auto finish = [&](int m, int n, sum_t sum) {
-            out_t& result = c_ptr[(long long)m * ldc + n];
             // EPILOGUE
         };
         // All bytes that were sent for have come and been used: the stages' memory is there for sums.

@@ -214,7 +214,6 @@ __launch_bounds__(32 * WARPS) skinny(PARAMETERS) {
 #else
         sum_t sum = added_up(e);
 #endif
-        out_t& result = c_ptr[(long long)m * ldc + n];
         // EPILOGUE
     }
 #if SPLIT > 1  // nobody leaves while others read what it added up

@@ -126,48 +126,34 @@ __launch_bounds__(32 * (CONSUMERS + 1), 1) slab(PARAMETERS) {
 #endif
             const int m0 = tile % tiles_m * BM, n0 = (tile / tiles_m * SHARE + rank) * BN;
             auto finish = [&](int m, int n, sum_t sum) {
-                out_t result;
                 // EPILOGUE
-                return result;
             };
-            // Two columns of a row, the first of which is even.
-            auto put = [&](int m, int n, Two<sum_t> sums) {
-                const int next = min(n + 1, N - 1);
-                const Two<out_t> results{finish(m, n, sums.x), finish(m, next, sums.y)};
-                out_t* place = c_ptr + (long long)m * ldc + n;
-                if (ldc % 2 == 0 && next > n) *reinterpret_cast<Two<out_t>*>(place) = results;
-                else place[next - n] = results.y, place[0] = results.x;
-            };
-            // wgmma leaves a thread two columns here and there.
+            // wgmma leaves a thread two columns here and there; C wants rows.
             const int row = warp * 16 + lane / 4, column = lane % 4 * 2;
 #if SPLIT > 1
             // All bytes that were sent for have come and been used: the stages' memory is there for sums.
             add_up<32 * CONSUMERS>(sums, memory + (stages - address_of(memory)), empty + 8 * STAGES, part, [&](int i, Four four) {
 #pragma unroll
-                for (int e = 0; e < 4; e += 2) {
-                    const int m = m0 + row + e * 4, n = n0 + 8 * i + column;
-                    if (m < M && n < N) put(m, n, {four.of[e], four.of[e + 1]});
+                for (int e = 0; e < 4; ++e) {
+                    const int m = m0 + row + e / 2 * 8, n = n0 + 8 * i + column + e % 2;
+                    if (m < M && n < N) finish(m, n, four.of[e]);
                 }
             });
 #else
             // 32 columns at a time change hands.
-            Two<sum_t>* turned = reinterpret_cast<Two<sum_t>*>(memory + (empty + 8 * STAGES - address_of(memory)));
-            const int rows = min(16, M - m0 - warp * 16), pair = lane % 16, upper = lane / 16;
+            sum_t* turned = reinterpret_cast<sum_t*>(memory + (empty + 8 * STAGES - address_of(memory)));
+            const int rows = min(16, M - m0 - warp * 16);
 #pragma unroll
             for (int left = 0; left < BN; left += 32) {
 #pragma unroll
-                for (int i = 0; i < 16; i += 2)
+                for (int i = 0; i < 16; ++i)
                     if (left + i / 4 * 8 < BN)
-                        turned[((row + i / 2 % 2 * 8) * ACROSS + i / 4 * 8 + column) / 2] = {sums[left / 2 + i], sums[left / 2 + i + 1]};
+                        turned[(row + i / 2 % 2 * 8) * ACROSS + i / 4 * 8 + column + i % 2] = sums[left / 2 + i];
                 __syncwarp();
-                Two<sum_t> mine[8];
-#pragma unroll
-                for (int i = 0; i < 8; ++i) mine[i] = turned[(warp * 16 + 2 * i + upper) * ACROSS / 2 + pair];
-                const int n = n0 + left + 2 * pair;
-                if (left + 2 * pair < BN && n < N)
-#pragma unroll
-                    for (int i = 0; i < 8; ++i)
-                        if (2 * i + upper < rows) put(m0 + warp * 16 + 2 * i + upper, n, mine[i]);
+                const int n = n0 + left + lane;
+                if (left + lane < BN && n < N)
+#pragma unroll 4
+                    for (int r = warp * 16; r < warp * 16 + rows; ++r) finish(m0 + r, n, turned[r * ACROSS + lane]);
                 __syncwarp();
             }
 #endif

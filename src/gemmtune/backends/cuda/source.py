@@ -74,10 +74,8 @@ def generate(problem: Problem, template: str, config: dict[str, Any], primitives
     lines = [f"#define {name} {value}" for name, value in constants.items()]
     lines.append("#define PARAMETERS " + ", ".join(f"{kind} {name}" for name, kind in parameters.items()))
     lines.append(f"typedef {'int' if problem.family == 'int_mm' else 'float'} sum_t;")
-    lines.append("template <class T> struct alignas(2 * sizeof(T)) Two { T x, y; };")
     lines += [primitives] if primitives is not None else map(_file, files)
     lines += map(_file, common)
-    lines.append(f"typedef {TYPES[problem.out_dtype]} out_t;")
     before, _, after = _file(f"{template}.cu").partition("// EPILOGUE\n")
     indent = before[before.rindex("\n") + 1 :]
     epilogue = f"\n{indent}".join(_epilogue(problem))
@@ -359,7 +357,7 @@ def _parameters(problem: Problem, described: bool) -> dict[str, str]:
 
 
 def _epilogue(problem: Problem) -> list[str]:
-    """Statements from ``sum`` of one element to its ``result``, with one rounding at the end."""
+    """Statements from ``sum`` of one element to its place in C, with one rounding at the end."""
     lines, name = [], "sum"
     turn = float_at(problem) if problem.family == "int_mm" else STEPS + 1
     if problem.b.quant is not None and not scale_group(problem):
@@ -370,7 +368,7 @@ def _epilogue(problem: Problem) -> list[str]:
             name = "value"
         if step is not None:
             lines += _step(step, place, name, integer=problem.family == "int_mm" and name == "sum")
-    lines.append(f"round_to(result, {name});")
+    lines.append(f"round_to(c_ptr[(long long)m * ldc + n], {name});")
     return lines
 
 
