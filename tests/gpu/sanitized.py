@@ -37,10 +37,12 @@ def cases() -> Iterator[tuple[Problem, str, dict[str, int]]]:
     yield fp8_problem(7, 272, 1040), "cuda/skinny", {}
     yield weight_only_problem(3, 1096, 2064), "cuda/skinny", {"split": 4}
     yield weight_only_problem(9, 1096, 1024, bits=4, group=128, zero_point=True), "cuda/skinny", {"split": 1}
-    yield build(100, 1096, 1032, "bf16"), "cuda/slab", {"cluster": 1}
+    yield build(100, 1096, 1032, "bf16"), "cuda/slab", {"cluster": 1, "split": 1}
     yield build(33, 8200, 136, "fp16"), "cuda/slab", {"cluster": 2}
     yield int_problem(70, 1096, 2064), "cuda/slab", {"cluster": 2}
     yield fp8_problem(20, 1096, 2064), "cuda/slab", {"cluster": 2}
+    yield build(70, 1096, 2064, "bf16"), "cuda/slab", {"bm": 128, "split": 2}
+    yield fp8_problem(20, 1096, 2064), "cuda/slab", {"split": 3}
     yield weight_only_problem(70, 1096, 2064), "cuda/mixed", {"split": 2}
     yield weight_only_problem(200, 1096, 1040), "cuda/mixed", {"bm": 200, "bn": 128}
     yield weight_only_problem(33, 1096, 2048, bits=4, group=128), "cuda/mixed", {"split": 2}

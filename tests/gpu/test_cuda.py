@@ -103,11 +103,11 @@ def test_any_m_and_bit_for_bit_again(name: str, split: int) -> None:
     check_any_m(problem, kernel)
 
 
-@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize("blocks", [{"cluster": 1, "split": 1}, {"cluster": 2}, {"split": 2}, {"split": 3}])
 @pytest.mark.parametrize("name", ["slab bf16", "slab int8", "slab fp8"])
-def test_slabs_of_any_m_and_bit_for_bit_again(name: str, cluster: int) -> None:
+def test_slabs_of_any_m_and_bit_for_bit_again(name: str, blocks: dict[str, int]) -> None:
     problem = PROBLEMS[name]
-    check_any_m(problem, kernel_of(problem, first(problem, "slab", "cuda", cluster=cluster)))
+    check_any_m(problem, kernel_of(problem, first(problem, "slab", "cuda", **blocks)))
 
 
 @pytest.mark.parametrize("split", [1, 2])

@@ -1,6 +1,6 @@
 // What the SPLIT blocks of a cluster, which share a tile's K, add up. A thread of each has the same places of the tile:
-// fours of sums, whose first few are the first block's to finish, the next few the second's, and so on. Blocks send each
-// other what is not theirs, and none waits for all to come to the same point but once, for their memory to be free.
+// fours of sums, whose first few are the first block's to finish, the next few the second's, and so on. Each sends its
+// own of them there, as soon as the others have done with the memory that they go to.
 
 struct alignas(4 * sizeof(sum_t)) Four { sum_t of[4]; };
 
@@ -9,7 +9,7 @@ __device__ constexpr int own_from(int rank, int fours) { return (rank * fours + 
 // What ``add_up`` may overwrite at a time.
 __device__ constexpr int sums_bytes(int sums, int threads) { return SPLIT * ((sums / 4 + SPLIT - 1) / SPLIT) * threads * (int)sizeof(Four); }
 
-// Two barriers of it, made by one thread before others may send: what others' memory is free, and what has come.
+// Its two barriers (whose memory is free, what has come), made by one thread before others may send.
 template <int SUMS, int THREADS> __device__ __forceinline__ void will_add_up(u32 barriers, int part) {
     barrier_of(barriers, SPLIT * THREADS / 32);
     barrier_of(barriers + 8, 1);
