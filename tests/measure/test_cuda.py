@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gemmtune.backends.base import Artifact, Candidate, Kernel, PackedWeight
 from gemmtune.measure import cuda, job, nvml, timing
-from gemmtune.measure.clock import Clock, Run
+from gemmtune.measure.clock import FLOOR_S, Clock, Run
 from gemmtune.measure.cuda import CudaClock, rough_times
 from gemmtune.measure.inputs import operand_bytes, rotations
 from gemmtune.measure.job import ContextLost, Desk
@@ -20,7 +20,7 @@ from gemmtune.measure.lane import EntrantError
 from gemmtune.measure.machine import Weather
 from gemmtune.measure.nvml import CudaMachine, CudaWeather, cuda_machine
 from gemmtune.measure.protocol import Attempt, Open, Setup
-from gemmtune.measure.race import FLOOR_S, Entrant, race
+from gemmtune.measure.race import Entrant, race
 from gemmtune.problem import Layout, Operand, Problem
 from gemmtune.target import Target
 from gemmtune.testing.clock import FakeGpu

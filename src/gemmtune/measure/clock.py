@@ -19,8 +19,18 @@ _MAX_CALLS = 10_000
 _SLOW = 20e-3  # a call this long is timed alone, and needs no second look
 
 
+FLOOR_S = 500e-6
+"""What one timing lasts at least: the timer's own cost vanishes, and 8 ms stalls stay rare."""
+
+
 class Clock(Protocol):
-    """Times callables. Rotation indices grow from call to call over all callables, so operands are always cold."""
+    """Times callables. Rotation indices grow from call to call over all callables, so operands are always cold.
+
+    duel_s: what a timing lasts at least where little is left to time, and it matters what a device does when it is busy
+    all the time.
+    """
+
+    duel_s: float
 
     def now(self) -> float:
         """Seconds since some fixed moment: what budgets are counted in."""
@@ -53,6 +63,8 @@ class CpuClock:
     chill: empties the caches, called before each timing. most_calls: calls in one timing at most, so that with
     ``chill`` each finds a set of operands that was not used since.
     """
+
+    duel_s = FLOOR_S
 
     def __init__(self, chill: Callable[[], None] | None = None, most_calls: int = _MAX_CALLS) -> None:
         self._next, self._chill, self._most = 0, chill, most_calls

@@ -10,6 +10,7 @@ budget at most; a machine that changed its load or clock during the duel has it 
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,14 +18,13 @@ from statistics import median
 
 from ..decision import Outcome, Sample, Stage
 from ..events import BestSoFar
-from .clock import Clock, Run
+from .clock import FLOOR_S, Clock, Run
 from .duel import Duel, duel
 from .lane import EntrantError, Lane, by_ratio, fastest, ranked, sample
 from .machine import Machine, Weather
 from .stats import drift, mad, ratio_interval, slower_than, spend
 
 ALPHA = 0.02  # chance that a race eliminates an entrant as fast as the leader, over all looks and entrants
-FLOOR_S = 500e-6  # one timing lasts at least this: the timer's own cost vanishes, and 8 ms stalls stay rare
 SCREEN_RATIO = 1.5
 _SCREEN_ROUNDS = (2, 4)
 _STALL_S = 20e-3  # a difference that two stalls cannot explain; smaller ones wait for the second screening
@@ -153,6 +153,7 @@ class _Race:
             if incumbent is None or challenger is None:
                 return self._unopposed(challenger or incumbent, incumbent)
             self._even_out()
+            self._lengthen(challenger, incumbent)
             found = duel(
                 challenger, incumbent, self.clock, self._deadline, self.rng, self.move,
                 min_pairs=min_duel, gain=min_gain,
@@ -282,6 +283,12 @@ class _Race:
             # One far slower than the others cannot be mistaken for them, and would take long.
             lane.calls = max(lane.calls, min(most, round(2.0 * FLOOR_S / max(lane.median, 1e-9))))
 
+    def _lengthen(self, challenger: Lane, incumbent: Lane) -> None:
+        """A duel's timings may be longer than those that chose who fights it, and make as many calls of both."""
+        calls = math.ceil(self.clock.duel_s / max(min(challenger.median, incumbent.median), 1e-9))
+        for lane in (challenger, incumbent):
+            lane.calls = max(lane.calls, min(calls, round(2.0 * self.clock.duel_s / max(lane.median, 1e-9))))
+
     def _round(self) -> None:
         """Time every active lane once, in random order. One that raises is dropped, and the round done again."""
         while lanes := self._active():
@@ -321,7 +328,8 @@ class _Race:
     def _duel_s(self) -> float:
         """What the duel is left of the budget: its share, or what the pairs before its first look take when leader and
         incumbent were so far apart at the last look that it will be decided there."""
-        share, pairs = _DUEL_SHARE * self._limit(), _CLEAR_PAIRS * 2.0 * self._each_s + 2.0 * self._move_s
+        each_s = max(self._each_s, self.clock.duel_s)
+        share, pairs = _DUEL_SHARE * self._limit(), _CLEAR_PAIRS * 2.0 * each_s + 2.0 * self._move_s
         return min(share, pairs) if self.clear else share
 
     def _look_ahead(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from ..measure.clock import Run
+from ..measure.clock import FLOOR_S, Run
 from ..measure.cuda import EmptyGraph
 
 
@@ -21,6 +21,8 @@ class FakeClock:
     noise: standard deviation of a timing, relative (log-normal). drift: relative change of speed over ``drift_s``
     simulated seconds, there and back (a sine). stalls: share of timings that lose ``stall_s`` seconds.
     """
+
+    duel_s = FLOOR_S
 
     def __init__(
         self,
