@@ -108,6 +108,12 @@ def test_slabs_are_as_wide_as_gives_every_multiprocessor_one() -> None:
     assert legal(build(64, 12288, 4096, "bf16"))[0]["bn"] == 96
 
 
+def test_few_columns_and_much_of_k_are_shared_among_blocks() -> None:
+    slabs = [c for c in legal(build(64, 1024, 8192, "bf16")) if c.template == "slab"]
+    assert int(slabs[0]["split"]) > 1
+    assert all(min(int(c["split"]), int(c["cluster"])) == 1 for c in slabs)
+
+
 def test_what_reads_most_at_once_comes_first() -> None:
     """Many multiprocessors, and loads enough on each; clusters only behind what does without."""
     first = legal(build(1, 4096, 4096, "bf16"))[0]
@@ -155,7 +161,10 @@ def test_illegal_configurations_say_why() -> None:
     for words in ("nothing to do", "KB for the warps' sums", "registers a thread", "without splitting K"):
         assert words in found
     slabs = " | ".join(reasons(build(256, 40, 64, "bf16")) | reasons(fp8_problem(100, 30000, 4096)))
+    slabs += " | ".join(reasons(build(64, 40000, 4096, "bf16")))
     for words in ("at least 3", "first 128 bytes", "fewer slabs than blocks", "registers a thread", "two chunks"):
+        assert words in slabs
+    for words in ("K is 1 steps", "without splitting K"):
         assert words in slabs
     found = " | ".join(
         reasons(weight_only_problem(64, 30000, 512)) | reasons(weight_only_problem(512, 4096, 4096, bits=4, group=128))
@@ -255,6 +264,21 @@ def test_what_the_compiler_says_is_passed_on() -> None:
         compiler.compile_source('extern "C" __global__ void idle() {}', (9, 0), registers=248)
     with pytest.raises(KernelError, match="would spill"):
         compiler.compile_source(generate(problem, "skinny", greedy).text, (9, 0))
+
+
+@needs_nvrtc
+def test_the_drivers_cache_which_drops_what_the_compiler_says_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVRTC 12 does not know the option, nor has it the cache."""
+    real, given = compiler._compile, list[list[str]]()
+
+    def older(program: ctypes.c_void_p, options: list[str]) -> int:
+        given.append(list(options))
+        return real(program, [f"{option}d" if option == "--no-cache" else option for option in options])
+
+    text = 'extern "C" __global__ void idle() {}'
+    monkeypatch.setattr(compiler, "_compile", older)
+    assert compiler.compile_source(text, (9, 0))[:4] == b"\x7fELF"
+    assert ["--no-cache" in options for options in given] == [True, False]
 
 
 # --- the kernel, on a CPU -------------------------------------------------------------------------------------------

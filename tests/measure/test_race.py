@@ -186,6 +186,21 @@ def test_entrants_alike_make_equally_many_calls_a_timing() -> None:
     assert all(len(set(row)) == 1 for row in counts[4:])
 
 
+def test_a_duels_timings_are_as_long_as_its_clock_wants_them() -> None:
+    clock, counts = FakeClock(0), list[list[int]]()
+    clock.duel_s, given = 2e-3, clock.time_round
+
+    def watched(runs: Sequence[Run], calls: Sequence[int]) -> list[float]:
+        counts.append(list(calls))
+        return given(runs, calls)
+
+    clock.time_round = watched  # type: ignore[method-assign]
+    race(line_up(clock, [0.9e-4, 1.1e-4], [1e-4]), clock, 4.0)
+    assert len(counts[0]) == 3
+    assert max(counts[0]) <= 6
+    assert all(row[0] == row[1] and 20 <= row[0] <= 24 for row in counts[-50:])
+
+
 def test_progress_reports_the_leader() -> None:
     clock, seen = FakeClock(0), list[BestSoFar]()
     race(line_up(clock, [0.5e-3, 0.98e-3], [1e-3, 1.01e-3]), clock, 2.0, progress=seen.append)

@@ -41,7 +41,6 @@ from .source import (
     mixed_warps,
     run_of,
     scale_group,
-    slab_shared,
     slab_stages,
     slab_warps,
 )
@@ -211,8 +210,6 @@ def _slab_space(problem: Problem, device: Device) -> Iterator[dict[str, Any]]:
 def _slab_illegal(problem: Problem, device: Device, config: dict[str, Any]) -> str:
     if config["stages"] < _FEWEST_STAGES:
         return f"shared memory has room for {config['stages']} stages; at least {_FEWEST_STAGES} hide the latency"
-    if slab_shared(config) > device.shared:
-        return f"{slab_shared(config) >> 10} KB of shared memory; a block has {device.shared >> 10}"
     if config["chunks"] > 1 and problem.k * bits(problem.a.dtype) <= 8 * CHUNK_BYTES:
         return "K ends in the first 128 bytes"
     if config["cluster"] > -(-problem.n // config["bn"]):
