@@ -26,8 +26,7 @@ FLOOR_S = 500e-6
 class Clock(Protocol):
     """Times callables. Rotation indices grow from call to call over all callables, so operands are always cold.
 
-    duel_s: what a timing lasts at least where little is left to time, and it matters what a device does when it is busy
-    all the time.
+    duel_s: what a timing of a duel lasts at least, so that the device is as busy as whoever is served keeps it.
     """
 
     duel_s: float

@@ -127,7 +127,7 @@ class CudaClock:
     they are called; so does the clock when it replays them, for whoever finds the process dead or hanging.
     """
 
-    duel_s = 2e-3  # with pauses of 0.3 ms between: power is what limits a busy GPU
+    duel_s = 2e-3  # with pauses of 0.3 ms between: busy enough to meet the power limit
 
     def __init__(
         self,

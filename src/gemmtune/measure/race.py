@@ -153,7 +153,7 @@ class _Race:
             if incumbent is None or challenger is None:
                 return self._unopposed(challenger or incumbent, incumbent)
             self._even_out()
-            self._lengthen(challenger, incumbent)
+            self._lengthen([challenger, incumbent])
             found = duel(
                 challenger, incumbent, self.clock, self._deadline, self.rng, self.move,
                 min_pairs=min_duel, gain=min_gain,
@@ -279,15 +279,12 @@ class _Race:
         threads as another kernel left them, and counts for more among few calls than among many."""
         lanes = self._active()
         most = max((lane.calls for lane in lanes), default=0)
-        for lane in lanes:
-            # One far slower than the others cannot be mistaken for them, and would take long.
-            lane.calls = max(lane.calls, min(most, round(2.0 * FLOOR_S / max(lane.median, 1e-9))))
+        _raise_calls(lanes, most, FLOOR_S)
 
-    def _lengthen(self, challenger: Lane, incumbent: Lane) -> None:
+    def _lengthen(self, fighters: Sequence[Lane]) -> None:
         """A duel's timings may be longer than those that chose who fights it, and make as many calls of both."""
-        calls = math.ceil(self.clock.duel_s / max(min(challenger.median, incumbent.median), 1e-9))
-        for lane in (challenger, incumbent):
-            lane.calls = max(lane.calls, min(calls, round(2.0 * self.clock.duel_s / max(lane.median, 1e-9))))
+        fastest_s = max(min(lane.median for lane in fighters), 1e-9)
+        _raise_calls(fighters, math.ceil(self.clock.duel_s / fastest_s), self.clock.duel_s)
 
     def _round(self) -> None:
         """Time every active lane once, in random order. One that raises is dropped, and the round done again."""
@@ -442,6 +439,13 @@ class _Race:
         if (extra := self._spent() - self.budget) > 0.1 * self.budget and self.disturbed:
             found["extended"] = f"by {extra:.1f} s: the machine was disturbed"
         return found
+
+
+def _raise_calls(lanes: Sequence[Lane], calls: int, floor_s: float) -> None:
+    """So many calls a timing, where that is more; of one far slower than the others, which cannot be mistaken for them,
+    only as many as take twice the floor."""
+    for lane in lanes:
+        lane.calls = max(lane.calls, min(calls, round(2.0 * floor_s / max(lane.median, 1e-9))))
 
 
 def _noise(times: Sequence[float]) -> float:

@@ -49,7 +49,7 @@ __device__ __forceinline__ void arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// What is at this address of the cluster's block ``rank``, to the other instructions.
+// The address by which others know this one of the cluster's block ``rank``.
 __device__ __forceinline__ u32 place_there(u32 own, int rank) {
     u32 there;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(own), "r"(rank));

@@ -57,20 +57,20 @@ def generate(problem: Problem, template: str, config: dict[str, Any], primitives
     primitives: what stands in the place of ``ptx.cu`` (and ``hopper.cu``), where it is not a GPU that runs it. Raises
     KernelError for a template that is none of ours.
     """
-    files, common = ["ptx.cu"], ["numbers.cu"]
     if template == SKINNY:
         constants, made = _skinny(problem, config), {"warps": config["warps"]}
     elif template == SLAB:
         constants, made = _slab(problem, config), _slab_launch(problem, config)
-        files.append("hopper.cu")
-        common.append("sums.cu")
     elif template == MIXED:
         constants, made = _mixed(problem, config), _mixed_launch(problem, config)
-        files.append("hopper.cu")
-        common.append("sums.cu")
     else:
         raise KernelError(f"the CUDA backend has no template {template!r}; it has {SKINNY}, {SLAB} and {MIXED}")
-    parameters = _parameters(problem, described=bool(made.get("descriptors")))
+    described = "descriptors" in made
+    files, common = ["ptx.cu"], ["numbers.cu"]
+    if described:
+        files.append("hopper.cu")
+        common.append("sums.cu")
+    parameters = _parameters(problem, described)
     lines = [f"#define {name} {value}" for name, value in constants.items()]
     lines.append("#define PARAMETERS " + ", ".join(f"{kind} {name}" for name, kind in parameters.items()))
     lines.append(f"typedef {'int' if problem.family == 'int_mm' else 'float'} sum_t;")

@@ -7,7 +7,9 @@ struct alignas(4 * sizeof(sum_t)) Four { sum_t of[4]; };
 __device__ constexpr int own_from(int rank, int fours) { return (rank * fours + SPLIT - 1) / SPLIT; }
 
 // What ``add_up`` may overwrite at a time.
-__device__ constexpr int sums_bytes(int sums, int threads) { return SPLIT * ((sums / 4 + SPLIT - 1) / SPLIT) * threads * (int)sizeof(Four); }
+__device__ constexpr int sums_bytes(int sums, int threads) {
+    return SPLIT * ((sums / 4 + SPLIT - 1) / SPLIT) * threads * (int)sizeof(Four);
+}
 
 // Its two barriers (whose memory is free, what has come), made by one thread before others may send.
 template <int SUMS, int THREADS> __device__ __forceinline__ void will_add_up(u32 barriers, int part) {
@@ -26,7 +28,7 @@ __device__ __forceinline__ void add_up(const sum_t (&sums)[SUMS], char* memory, 
     __syncwarp();
     if (lane < SPLIT) arrive_there(barriers, lane);
     wait_for(barriers, 0);
-    const u32 own = address_of(memory) + ((part * MOST) * THREADS + threadIdx.x) * sizeof(Four);
+    const u32 own = address_of(memory) + (part * MOST * THREADS + threadIdx.x) * sizeof(Four);
 #pragma unroll
     for (int rank = 0; rank < SPLIT; ++rank) {
         const u32 there = place_there(own, rank), tell = place_there(barriers + 8, rank);
