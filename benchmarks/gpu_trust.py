@@ -183,10 +183,8 @@ def inductor_picks(count: int, target: Target, until: float, rounds: int = 300) 
         if time.perf_counter() > until:
             break
         sets = h200.draw(FAMILIES[place % len(FAMILIES)], problem.m, problem.n, problem.k, target.caches[2])
-        start = time.perf_counter()
-        compiled = h200.inductor(sets)
-        took = time.perf_counter() - start
-        if not compiled:  # it refuses the shape (int8 of 16 rows and fewer)
+        compiled, took = h200.inductor(sets)
+        if not compiled:
             continue
         calls = {**h200.plain(sets), **compiled}
         times = h200.race(calls, len(sets.x), rounds)

@@ -2,23 +2,26 @@
 
     python benchmarks/h200.py                              five families, M = 1 16 64 256 1024 4096, llama weights
     python benchmarks/h200.py --families bf16 --m 1,16     part of it
-    python benchmarks/h200.py --inductor                   also torch.compile max-autotune (minutes a family)
+    python benchmarks/h200.py --inductor                   also torch.compile max-autotune (10 to 20 minutes a family)
+    CUDA_VISIBLE_DEVICES=1 python benchmarks/h200.py --share DIR  beside another with the same DIR: they divide the shapes
 
 Decisions come from the store ($GEMMTUNE_STORE, default .gemmtune/gpu.db); what is missing is tuned first, and what that
 took is reported. A turn is one replay of a graph of many calls, each on other operands; all entrants of a shape take
-turns, in random order. Writes the raw rounds to benchmarks/results/ (or to $OUT), a file a family.
+turns, in random order. Writes the raw rounds to benchmarks/results/ (or to $OUT), a file a family, also when it is
+interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import importlib.util
 import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -122,14 +125,18 @@ def plain(s: Sets) -> dict[str, Call]:
             "ATen": lambda i: torch._scaled_mm(s.x[i], s.w[i].t(), s.x_scale[i], s.w_scale[i], out_dtype=torch.bfloat16)
         }
     if s.family == "int8":
-        if s.m > 16:
-            return {"ATen": lambda i: torch._int_mm(s.x[i], s.w[i].t())}
-        # torch._int_mm wants more than 16 rows: users pad
-        padded = [torch.cat([x, x.new_zeros(17 - s.m, s.k)]) for x in s.x]
-        return {"ATen padded": lambda i: torch._int_mm(padded[i], s.w[i].t())[: s.m]}
+        x = padded(s)
+        return {"ATen" if x is s.x else "ATen padded": lambda i: torch._int_mm(x[i], s.w[i].t())[: s.m]}
     if s.family == "int8wo":
         return {"ATen upcast": lambda i: F.linear(s.x[i], s.w[i].to(torch.bfloat16)) * s.w_scale[i]}
     return _int4(s)
+
+
+def padded(s: Sets) -> list[Tensor]:
+    """The rows that int8's users hand to torch._int_mm, which wants more than 16: fewer are padded."""
+    if s.family != "int8" or s.m > 16:
+        return s.x
+    return [torch.cat([x, x.new_zeros(17 - s.m, s.k)]) for x in s.x]
 
 
 def _int4(s: Sets) -> dict[str, Call]:
@@ -170,8 +177,11 @@ def _int4pack(s: Sets) -> dict[str, Call]:
     return {"int4pack": lambda i: torch._weight_int4pack_mm(s.x[i], blocks[i], 128, pairs[i])}
 
 
-def inductor(s: Sets) -> dict[str, Call]:
-    """torch.compile max-autotune with ATEN and TRITON, persistent TMA kernels allowed."""
+def inductor(s: Sets) -> tuple[dict[str, Call], float]:
+    """torch.compile max-autotune with ATEN and TRITON, persistent TMA kernels allowed; and the seconds that it took.
+
+    Nothing where it has no way to the product, or fails.
+    """
     import torch._inductor.config as config
 
     functions: dict[str, Callable[..., Tensor]] = {
@@ -180,13 +190,13 @@ def inductor(s: Sets) -> dict[str, Call]:
         "fp8": lambda x, w, a, b: torch._scaled_mm(x, w.t(), a, b, out_dtype=torch.bfloat16),
         "int8wo": lambda x, w, b: F.linear(x, w.to(torch.bfloat16)) * b,
     }
-    if s.family not in functions or (s.family == "int8" and s.m <= 16):
-        return {}
+    if s.family not in functions:
+        return {}, 0.0
     scales = [list(group) for group in (s.x_scale, s.w_scale) if group]
-    operands = list(zip(s.x, s.w, *scales, strict=True))
+    operands = list(zip(padded(s), s.w, *scales, strict=True))
     settings = {
         "max_autotune": True, "max_autotune_gemm_backends": "ATEN,TRITON", "triton.enable_persistent_tma_matmul": True,
-        "compile_threads": os.cpu_count() or 1, "autotune_num_choices_displayed": 0,
+        "compile_threads": len(os.sched_getaffinity(0)), "autotune_num_choices_displayed": 0,
     }  # fmt: skip
     torch._dynamo.reset()
     start = time.perf_counter()
@@ -196,9 +206,10 @@ def inductor(s: Sets) -> dict[str, Call]:
             compiled(*operands[0])
     except Exception as error:
         print(f"  Inductor fails: {str(error).splitlines()[0][:150]}")
-        return {}
-    print(f"  Inductor compiled {s.family} {s.m}x{s.n}x{s.k} in {time.perf_counter() - start:.1f} s", flush=True)
-    return {"Inductor": lambda i: compiled(*operands[i])}
+        return {}, 0.0
+    took = time.perf_counter() - start
+    print(f"  Inductor compiled {s.family} {s.m}x{s.n}x{s.k} in {took:.1f} s", flush=True)
+    return {"Inductor": lambda i: compiled(*operands[i])[: s.m]}, took
 
 
 def race(calls: dict[str, Call], sets: int, rounds: int, seed: int = 0) -> dict[str, list[float]]:
@@ -251,7 +262,8 @@ def _once(call: Call, sets: int) -> float:
 
 @dataclass(frozen=True)
 class Row:
-    """One shape: who served it, microseconds, speed over each peer (median, quartiles), share of the memory floor."""
+    """One shape: who served it, microseconds, speed over each peer (median, quartiles), share of the memory floor, the
+    seconds of Inductor's compiling."""
 
     family: str
     m: int
@@ -262,6 +274,7 @@ class Row:
     speedups: dict[str, tuple[float, float, float]]
     median_us: dict[str, float]
     floor: float
+    inductor_s: float
     rounds_us: dict[str, list[float]] = field(repr=False)
 
 
@@ -274,8 +287,10 @@ def measure(family: str, m: int, n: int, k: int, decision: Decision, args: argpa
     """Race what gemmtune serves against every peer on one shape."""
     sets = draw(family, m, n, k, current_target("cuda").caches[2])
     calls = {"gemmtune": ours(sets, decision), **plain(sets)}
+    compiling = 0.0
     if args.inductor:
-        calls |= inductor(sets)
+        more, compiling = inductor(sets)
+        calls |= more
     with torch.inference_mode():
         for call in calls.values():
             call(0)
@@ -286,7 +301,7 @@ def measure(family: str, m: int, n: int, k: int, decision: Decision, args: argpa
     best = min((name for name in speedups), key=lambda name: medians[name], default=None)
     return Row(
         family, m, n, k, decision.chosen, speedups[best].median if best else float("nan"),
-        {name: (s.median, s.low, s.high) for name, s in speedups.items()}, medians, floor,
+        {name: (s.median, s.low, s.high) for name, s in speedups.items()}, medians, floor, compiling,
         {name: [round(x, 3) for x in values] for name, values in times.items()},
     )  # fmt: skip
 
@@ -313,6 +328,26 @@ def summary(rows: Sequence[Row]) -> None:
         )
 
 
+@contextlib.contextmanager
+def claimed(folder: Path | None, shape: str) -> Iterator[bool]:
+    """Whether this process is the one to measure the shape, among those that share the folder."""
+    if folder is None:
+        yield True
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    mark = folder / shape
+    try:
+        mark.touch(exist_ok=False)
+    except FileExistsError:
+        yield False
+        return
+    try:
+        yield True
+    except BaseException:
+        mark.unlink()  # not measured: another may
+        raise
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", default=",".join(FAMILIES))
@@ -320,6 +355,7 @@ def main() -> None:
     parser.add_argument("--weights", default=",".join(f"{k}x{n}" for k, n in WEIGHTS), help="KxN,KxN")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--inductor", action="store_true")
+    parser.add_argument("--share", type=Path, help="a folder: shapes that another process took there are left to it")
     parser.add_argument("--budget", type=float, default=None, help="seconds of tuning a problem")
     args = parser.parse_args()
     ms = [int(m) for m in args.m.split(",")]
@@ -341,15 +377,20 @@ def main() -> None:
         )
         gemmtune.refresh()
         by_key = {Problem.from_dict(d.problem).key: d for d in decisions}
-        for k, n in weights:
-            for m in ms:
-                row = measure(family, m, n, k, by_key[problem_of(family, m, n, k).key], args)
-                rows.append(row)
-                show(row)
-                gc.collect()
-                torch.cuda.empty_cache()
-        own = [asdict(row) for row in rows if row.family == family]  # now: a run may be cut off
-        write("h200", own, tuning={family: spent}, gpu=current_target("cuda").to_dict())
+        own: list[Row] = []
+        try:
+            for k, n in weights:
+                for m in ms:
+                    with claimed(args.share, f"{family}-{m}x{n}x{k}") as mine:
+                        if mine:
+                            own.append(measure(family, m, n, k, by_key[problem_of(family, m, n, k).key], args))
+                            show(own[-1])
+                    gc.collect()
+                    torch.cuda.empty_cache()
+        finally:
+            rows += own
+            gpu = current_target("cuda").to_dict()
+            write("h200", [asdict(row) for row in own], tuning={family: spent}, gpu=gpu)
     summary(rows)
 
 
