@@ -3,7 +3,7 @@
     python benchmarks/h200.py                              five families, M = 1 16 64 256 1024 4096, llama weights
     python benchmarks/h200.py --families bf16 --m 1,16     part of it
     python benchmarks/h200.py --inductor                   also torch.compile max-autotune (10 to 20 minutes a family)
-    CUDA_VISIBLE_DEVICES=1 python benchmarks/h200.py --share DIR  beside another with the same DIR: they share the shapes
+    CUDA_VISIBLE_DEVICES=1 python benchmarks/h200.py --share DIR  beside another of the same DIR: they share the shapes
 
 Decisions come from the store ($GEMMTUNE_STORE, default .gemmtune/gpu.db); what is missing is tuned first, and what that
 took is reported. A turn is one replay of a graph of many calls, each on other operands; all entrants of a shape take
