@@ -201,13 +201,15 @@ def inductor(s: Sets) -> tuple[dict[str, Call], float]:
     torch._dynamo.reset()
     start = time.perf_counter()
     try:
-        with config.patch(settings):
+        # In the mode of the race, or it would compile again there, without these settings.
+        with config.patch(settings), torch.inference_mode():
             compiled = torch.compile(functions[s.family], dynamic=False)
             compiled(*operands[0])
     except Exception as error:
         print(f"  Inductor fails: {str(error).splitlines()[0][:150]}")
         return {}, 0.0
     took = time.perf_counter() - start
+    torch._dynamo.config.error_on_recompile = True
     print(f"  Inductor compiled {s.family} {s.m}x{s.n}x{s.k} in {took:.1f} s", flush=True)
     return {"Inductor": lambda i: compiled(*operands[i])[: s.m]}, took
 

@@ -7,6 +7,7 @@ import hashlib
 import random
 import shutil
 import subprocess
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from drivers import Driver, simulated
 from gemmtune.backends.base import Candidate
 from gemmtune.backends.cuda import CudaBackend, compiler, space
 from gemmtune.backends.cuda.kernel import Skinny
-from gemmtune.backends.cuda.source import generate, mixed_more
+from gemmtune.backends.cuda.source import generate, mixed_more, slab_more
 from gemmtune.backends.gpu.artifact import Header, unpack
 from gemmtune.backends.gpu.kernel import GpuKernel
 from gemmtune.epilogue import Step
@@ -37,7 +38,7 @@ CXX = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
 needs_cxx = pytest.mark.skipif(CXX is None, reason="there is no C++ compiler")
 FRAME = Path(__file__).parents[2] / "native" / "frame"  # its conversions are checked by tests of their own
 CONFIG = {"bm": 8, "bn": 32, "side": 1, "warps": 4, "depth": 1, "split": 1}
-SLAB_CONFIG = {"bm": 64, "bn": 32, "chunks": 1, "cluster": 1, "split": 1, "stages": 3}
+SLAB_CONFIG = {"bm": 64, "bn": 32, "chunks": 1, "cluster": 1, "split": 1, "pieces": 1, "turns": 1, "stages": 3}
 MIXED_CONFIG = {"bm": 16, "bn": 64, "split": 1, "stages": 2}
 
 
@@ -84,20 +85,22 @@ def test_narrow_weights_beside_many_rows(problem: Problem, m: int) -> None:
 
 def test_threads_wait_for_no_more_registers_than_a_block_starts_with() -> None:
     """``setmaxnreg`` waits forever for more."""
-    handing = 0
-    for problem in (weight_only_problem(256, 4096, 4096), weight_only_problem(128, 4096, 4096, bits=4, group=128)):
+    handing = Counter[str]()
+    problems = (weight_only_problem(256, 4096, 4096), weight_only_problem(128, 4096, 4096, bits=4, group=128))
+    for problem in (*problems, fp8_problem(1024, 4096, 4096)):
         for candidate in legal(problem):
-            if candidate.template != "mixed":
+            config, template = dict(candidate.config), candidate.template
+            if template not in ("mixed", "slab"):
                 continue
-            config = dict(candidate.config)
-            made = generate(problem, "mixed", config)
-            wanted = mixed_more(problem, config)
+            made = generate(problem, template, config)
             if made.registers:
-                handing += 1
-                groups = config["bn"] // 64
+                handing[template] += 1
+                more, groups = (mixed_more, config["bn"]) if template == "mixed" else (slab_more, config["bm"])
+                wanted, groups = more(problem, config), groups // 64
                 assert made.warps == 4 * groups + 4
                 assert 128 * (groups * wanted + 24) <= 32 * made.warps * made.registers <= 65536
-    assert handing >= 20
+    assert handing["mixed"] >= 20
+    assert handing["slab"] >= 4
 
 
 def test_slabs_are_as_wide_as_gives_every_multiprocessor_one() -> None:
@@ -162,7 +165,14 @@ def test_illegal_configurations_say_why() -> None:
         assert words in found
     slabs = " | ".join(reasons(build(256, 40, 64, "bf16")) | reasons(fp8_problem(100, 30000, 4096)))
     slabs += " | ".join(reasons(build(64, 40000, 4096, "bf16")))
-    for words in ("at least 3", "first 128 bytes", "fewer slabs than blocks", "registers a thread", "two chunks"):
+    for words in (
+        "at least 3",
+        "first 128 bytes",
+        "fewer slabs than blocks",
+        "registers a thread",
+        "as many turns",
+        "in 2 pieces",
+    ):
         assert words in slabs
     for words in ("K is 1 steps", "without splitting K"):
         assert words in slabs
@@ -398,13 +408,16 @@ SLABS: dict[str, tuple[Problem, dict[str, int]]] = {
         ),
         {"bn": 24},
     ),
-    "fp8": (fp8_problem(50, 80, 656), {"chunks": 2}),
+    "fp8": (fp8_problem(50, 80, 656), {"chunks": 2, "turns": 2}),
+    "fp8, a product at a time": (fp8_problem(70, 90, 400), {"bm": 128}),
+    "fp8, in pieces by turns": (fp8_problem(33, 90, 784), {"bn": 48, "chunks": 2, "pieces": 2, "turns": 2}),
+    "fp8, registers that change hands": (fp8_problem(65, 300, 272), {"bm": 128, "bn": 256, "pieces": 2}),
     "bf16, K shared, two groups of warps, an epilogue": (
         replace(build(75, 100, 520, "bf16"), epilogue=STEPS), {"bm": 128, "bn": 40, "split": 3},
     ),
     "int8, K shared": (int_problem(20, 70, 1104), {"chunks": 2, "bn": 64, "split": 2}),
     "fp8, K shared": (fp8_problem(65, 60, 1040), {"chunks": 2, "bn": 24, "split": 2}),
-    "fp8, a cluster": (fp8_problem(18, 150, 144), {"cluster": 4, "bn": 48, "chunks": 2}),
+    "fp8, a cluster": (fp8_problem(18, 150, 144), {"cluster": 4, "bn": 48, "chunks": 2, "turns": 2}),
 }  # fmt: skip
 
 

@@ -118,10 +118,11 @@ def test_narrow_weights_of_any_m_and_bit_for_bit_again(name: str, split: int) ->
 
 
 def test_registers_change_hands() -> None:
-    """More of them than threads start with: 256 rows of sums beside 128 columns of weights."""
+    """More of them than threads start with: for sums of 256 rows and 128 columns, or of 128 and 256 and half again."""
     problem = weight_only_problem(250, 1100, 2064)
-    kernel = kernel_of(problem, first(problem, "mixed", "cuda", bm=256, bn=128))
-    check_any_m(problem, kernel)
+    check_any_m(problem, kernel_of(problem, first(problem, "mixed", "cuda", bm=256, bn=128)))
+    problem = fp8_problem(250, 4096, 2064)
+    check_any_m(problem, kernel_of(problem, first(problem, "slab", "cuda", bm=128, bn=256, pieces=2)))
 
 
 def check_any_m(problem: Problem, kernel) -> None:  # type: ignore[no-untyped-def]

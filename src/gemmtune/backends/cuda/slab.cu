@@ -10,9 +10,10 @@
 // counts bytes that have come, ``empty`` the warps, of all blocks that a stage was sent to, that are done with it.
 //
 // What source.py puts before this: the constants BM, BN, STAGES, CHUNKS, SHARE, SPLIT (the candidate), WIDTH (bytes of an
-// element), STEPWISE (wgmma adds fp8 up with fewer bits than float32 has: only CHUNKS = 2 at a time), PRODUCTS (what
-// wgmma is asked for), ACROSS (sums from one row to the next on their way out), CLUSTER (its blocks), sum_t,
-// PARAMETERS, then ptx.cu, hopper.cu, numbers.cu and sums.cu. It writes the epilogue, too.
+// element), STEPWISE (wgmma adds fp8 up with fewer bits than float32 has: a chunk at a time, the slab's columns in PIECES,
+// TURNS of them at a time), PRODUCTS (what wgmma is asked for), ACROSS (sums from one row to the next on their way out),
+// CLUSTER (its blocks), WARPS, REGISTERS (as in mixed.cu), sum_t, PARAMETERS, then ptx.cu, hopper.cu, numbers.cu and
+// sums.cu. It writes the epilogue, too.
 
 constexpr int GROUPS = BM / 64, CONSUMERS = 4 * GROUPS;        // of four warps; warps that multiply
 constexpr int PART = BM / SHARE;                               // rows of A that one block fetches
@@ -20,29 +21,23 @@ constexpr int A_BYTES = BM * 128, B_BYTES = BN * 128;          // of a chunk
 constexpr int STAGE = CHUNKS * (A_BYTES + B_BYTES);
 constexpr int ELEMENTS = 128 / WIDTH;                          // of K in a chunk
 constexpr int SUMS = BN / 2;                                   // of a thread
+constexpr int PIECE = SUMS / PIECES, MADE = CHUNKS * PIECES;   // if STEPWISE: of a product, and products of a step
 constexpr int SENT = SPLIT > 1 ? sums_bytes(SUMS, 32 * CONSUMERS) : 0;
 constexpr int SPACE = SENT > STAGES * STAGE ? SENT : STAGES * STAGE;
 
 // One chunk of A and B, as ``rows_from`` has them, into ``d``, beside what is there if ``add``.
-__device__ __forceinline__ void multiply_chunk(sum_t (&d)[SUMS], u32 a, u32 b, int add) {
+template <int N> __device__ __forceinline__ void multiply_chunk(sum_t (&d)[N], u32 a, u32 b, int add) {
     begin(d);
 #pragma unroll
     for (int k = 0; k < 4; ++k) multiply_group(d, a + 2 * k, b + 2 * k, add || k > 0);
     commit();
 }
 
-// What was made of a chunk, behind which there are LEFT more.
-template <int LEFT> __device__ __forceinline__ void add_chunk(sum_t (&sums)[SUMS], sum_t (&chunk)[SUMS]) {
-    wait_for_sums<LEFT>(chunk);
-#pragma unroll
-    for (int i = 0; i < SUMS; ++i) sums[i] += chunk[i];
-}
-
 extern "C" __global__ void
 #if CLUSTER > 1
 __cluster_dims__(CLUSTER, 1, 1)
 #endif
-__launch_bounds__(32 * (CONSUMERS + 1), 1) slab(PARAMETERS) {
+__launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
     DYNAMIC(memory);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = blockIdx.x % SHARE, part = blockIdx.x % SPLIT;
     const u32 stages = (address_of(memory) + 1023) / 1024 * 1024, full = stages + SPACE, empty = full + 8 * STAGES;
@@ -73,8 +68,9 @@ __launch_bounds__(32 * (CONSUMERS + 1), 1) slab(PARAMETERS) {
         if (++at == STAGES) at = 0, turn ^= 1;
     };
 
-    if (warp == CONSUMERS) {
-        if (lane == 0)
+    if (warp >= CONSUMERS) {
+        give_registers();
+        if (warp == CONSUMERS && lane == 0)
             for (int tile = first; tile < tiles; tile += stride) {
                 const int m0 = tile % tiles_m * BM + rank * PART, n0 = (tile / tiles_m * SHARE + rank) * BN;
                 for (int step = from; step < to; ++step, next()) {
@@ -93,38 +89,55 @@ __launch_bounds__(32 * (CONSUMERS + 1), 1) slab(PARAMETERS) {
         wait_for_greetings();
 #endif
     } else {
+        take_registers();
         for (int tile = first; tile < tiles; tile += stride) {
+            const int m0 = tile % tiles_m * BM, n0 = (tile / tiles_m * SHARE + rank) * BN;
             sum_t sums[SUMS];
 #pragma unroll
             for (int i = 0; i < SUMS; ++i) sums[i] = 0;
-#if !STEPWISE
+#if STEPWISE
+            sum_t made[TURNS][PIECE];
+            auto make = [&](int i) {
+                const u32 stage = stages + at * STAGE;
+                const u32 a = rows_from(stage + warp / 4 * 64 * 128), b = rows_from(stage + CHUNKS * A_BYTES);
+                const int columns = i % PIECES * (BN / PIECES);
+                multiply_chunk(made[i % TURNS], a + i / PIECES * A_BYTES / 16,
+                               b + (i / PIECES * B_BYTES + columns * 128) / 16, 0);
+            };
+            auto add = [&](int i) {
+#pragma unroll
+                for (int e = 0; e < PIECE; ++e) sums[i % PIECES * PIECE + e] += made[i % TURNS][e];
+            };
+            for (int step = from; step < to; ++step, next()) {
+                wait_for(full + 8 * at, turn);
+                // Nothing stays under way from step to step: ptxas would make every product wait for the one before (C7514).
+#pragma unroll
+                for (int i = 0; i < MADE + TURNS - 1; ++i) {
+                    const int done = i - TURNS + 1;
+                    if (i < MADE) make(i);
+                    if (done < 0) continue;
+                    if (i < MADE) wait_for_sums<TURNS - 1>(made[done % TURNS]);
+                    else wait_for_sums<0>(made[done % TURNS]);
+                    if (done == MADE - 1 && lane < SHARE) arrive_at(empty + 8 * at, lane);
+                    add(done);
+                }
+            }
+#else
             u32 before = 0;  // what is empty when wgmma is done with the step before
-#endif
             for (int step = from; step < to; ++step, next()) {
                 const u32 stage = stages + at * STAGE;
                 const u32 a = rows_from(stage + warp / 4 * 64 * 128), b = rows_from(stage + CHUNKS * A_BYTES);
                 wait_for(full + 8 * at, turn);
-#if STEPWISE
-                sum_t one[SUMS], other[SUMS];
-                multiply_chunk(one, a, b, 0);
-                multiply_chunk(other, a + A_BYTES / 16, b + B_BYTES / 16, 0);
-                add_chunk<1>(sums, one);
-                add_chunk<0>(sums, other);
-                if (lane < SHARE) arrive_at(empty + 8 * at, lane);
-#else
 #pragma unroll
                 for (int chunk = 0; chunk < CHUNKS; ++chunk)
                     multiply_chunk(sums, a + chunk * A_BYTES / 16, b + chunk * B_BYTES / 16, 1);
                 wait_for_sums<CHUNKS>(sums);
                 if (before && lane < SHARE) arrive_at(before, lane);
                 before = empty + 8 * at;
-#endif
             }
-#if !STEPWISE
             wait_for_sums<0>(sums);
             if (lane < SHARE) arrive_at(before, lane);
 #endif
-            const int m0 = tile % tiles_m * BM, n0 = (tile / tiles_m * SHARE + rank) * BN;
             auto finish = [&](int m, int n, sum_t sum) {
                 // EPILOGUE
             };

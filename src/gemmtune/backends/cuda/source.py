@@ -86,10 +86,11 @@ def generate(problem: Problem, template: str, config: dict[str, Any], primitives
 def _slab_launch(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
     a, b = _box(problem.a.dtype, config["bm"] // config["cluster"]), _box(problem.a.dtype, config["bn"])
     return {
-        "warps": slab_warps(config),
+        "warps": slab_warps(problem, config),
         "shared": slab_shared(config),
         "descriptors": {"a_desc": a, "b_desc": b},
         "arch": "a",
+        "registers": alike(slab_warps(problem, config)) if slab_more(problem, config) else 0,
     }
 
 
@@ -130,10 +131,13 @@ def mixed_more(problem: Problem, config: dict[str, Any]) -> int:
 
     A block has as many as it started with, alike for all: who waits for more than is left waits forever.
     """
-    groups = config["bn"] // 64
-    if mixed_registers(problem, config) <= alike(4 * groups + 1):
+    return _more(config["bn"] // 64, mixed_registers(problem, config))
+
+
+def _more(groups: int, wanted: int) -> int:
+    if wanted <= alike(4 * groups + 1):
         return 0
-    return int(min(240, ((groups + 1) * alike(4 * groups + 4) - 24) // groups // 8 * 8))
+    return min(240, ((groups + 1) * alike(4 * groups + 4) - 24) // groups // 8 * 8)
 
 
 def alike(warps: int) -> int:
@@ -164,9 +168,22 @@ def _mixed_across(config: dict[str, Any]) -> int:
     return int(config["bn"] + 4)
 
 
-def slab_warps(config: dict[str, Any]) -> int:
-    """Those that multiply, and the one that fetches."""
-    return int(config["bm"] // 16 + 1)
+def slab_warps(problem: Problem, config: dict[str, Any]) -> int:
+    """As ``mixed_warps``."""
+    return int(config["bm"] // 16 + (4 if slab_more(problem, config) else 1))
+
+
+def slab_registers(problem: Problem, config: dict[str, Any]) -> int:
+    """As ``mixed_registers``."""
+    sums = config["bn"] // 2
+    if problem.family == "scaled_mm":
+        sums += config["turns"] * sums // config["pieces"]
+    return int(sums + 40)
+
+
+def slab_more(problem: Problem, config: dict[str, Any]) -> int:
+    """As ``mixed_more``."""
+    return _more(config["bm"] // 64, slab_registers(problem, config))
 
 
 def slab_shared(config: dict[str, Any]) -> int:
@@ -246,15 +263,18 @@ def _slab(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
         "SHARE": config["cluster"],
         "SPLIT": config["split"],
         "CLUSTER": config["cluster"] * config["split"],
-        "WARPS": slab_warps(config),
+        "WARPS": slab_warps(problem, config),
+        "REGISTERS": slab_more(problem, config),
         "ACROSS": _ACROSS,
         "WIDTH": bits(problem.a.dtype) // 8,
         "STEPWISE": int(problem.family == "scaled_mm"),
+        "PIECES": config["pieces"],
+        "TURNS": config["turns"],
         "HALF": int(problem.a.dtype == "float16"),
         "ONE": 0,  # of narrow weights
         "MMA": f'"{_instruction(problem)}"',
         "SUM": '"r"' if problem.family == "int_mm" else '"f"',
-        "PRODUCTS": " ".join(_products(problem, config["bn"])),
+        "PRODUCTS": " ".join(_products(problem, config["bn"] // config["pieces"])),
     }
 
 

@@ -41,6 +41,8 @@ from .source import (
     mixed_warps,
     run_of,
     scale_group,
+    slab_more,
+    slab_registers,
     slab_stages,
     slab_warps,
 )
@@ -65,6 +67,7 @@ _WAVE_S = 1.6e-6  # what another round of blocks adds
 _SPLIT_S = 4e-6
 _START_S = 2e-6
 _STEP_S = 5e-8  # a stage's barriers
+_DRAIN_S = 7e-8  # fp8: nothing is multiplied between a product's end and the next one's start
 _BESIDE = 0.2  # of the second longest of what goes on at a time
 _COLUMN_S = 1.2e-8  # a column of 64 rows on its way out
 _MEET_S = 8e-7  # a cluster's blocks, one after the last
@@ -195,15 +198,21 @@ def _slab_refusal(problem: Problem, device: Device) -> str:
 
 def _slab_space(problem: Problem, device: Device) -> Iterator[dict[str, Any]]:
     """Slabs just wide enough that one to six rounds of blocks do, and some of usual widths."""
+    stepwise, one_or_two = problem.family == "scaled_mm", (1, 2)
+    usual = {64, 128, 192, 256} if stepwise else {64, 128, 256}
+    by_turns = one_or_two if stepwise else (1,)
     for bm, split in itertools.product((64,) if problem.m <= 64 else (64, 128), (1, 2, 3, 4, 6, 8)):
         blocks = -(-problem.m // bm) * split
         fitting = {
             next((w for w in _WIDTHS if -(-problem.n // w) * blocks <= device.multiprocessors * rounds), 256)
             for rounds in range(1, 7 if split == 1 else 3)
         }
-        for bn, cluster, chunks in itertools.product(sorted(fitting | {64, 128, 256}), (1, 2), (1, 2)):
+        for bn, cluster, chunks, pieces, turns in itertools.product(
+            sorted(fitting | usual), one_or_two, one_or_two, by_turns, by_turns
+        ):
             if min(cluster, split) == 1:
                 config = {"bm": bm, "bn": bn, "chunks": chunks, "cluster": cluster, "split": split}
+                config |= {"pieces": pieces, "turns": turns}
                 yield {**config, "stages": min(_MOST_STAGES, slab_stages(config, device.shared))}
 
 
@@ -219,12 +228,15 @@ def _slab_illegal(problem: Problem, device: Device, config: dict[str, Any]) -> s
         return f"K is {steps} steps: too few to be shared by {split} blocks"
     if split > 1 and _tiles(problem, config) >= 2 * device.multiprocessors:
         return "there are blocks enough for every multiprocessor without splitting K"
-    if problem.family == "scaled_mm" and config["chunks"] != 2:
-        return "fp8 is summed up in two chunks by turns"
-    sums = config["bn"] // 2 * (3 if problem.family == "scaled_mm" else 1)
-    allowed = min(255, REGISTERS // (32 * slab_warps(config)) // 8 * 8)
-    if sums + 40 > allowed:
-        return f"about {sums + 40} registers a thread; {allowed} are there"
+    pieces, turns = config["pieces"], config["turns"]
+    if config["bn"] % (8 * pieces):
+        return f"wgmma multiplies by multiples of 8 columns; {config['bn']} are in {pieces} pieces"
+    if turns > config["chunks"] * pieces:
+        return f"a step has no {turns} products for as many turns"
+    wanted = slab_registers(problem, config)
+    allowed = slab_more(problem, config) or alike(slab_warps(problem, config))
+    if wanted > allowed:
+        return f"about {wanted} registers a thread; {allowed} are there"
     return ""
 
 
@@ -242,6 +254,8 @@ def _slab_seconds(problem: Problem, device: Device, config: dict[str, Any]) -> f
     walk = (fetched + steps * _STEP_S * cluster**2) * (1 + 0.5 / (config["stages"] - 1))
     memory = problem.n * problem.k * size / _BANDWIDTH
     compute = 2.0 * problem.k * size * bm * (bn + _A_AGAIN) * rounds / _FLOPS * (1 + 0.5 / (config["stages"] - 1))
+    if problem.family == "scaled_mm":
+        compute += steps * _DRAIN_S * (config["chunks"] * config["pieces"] - config["turns"] + 1)
     faster, slower = sorted((walk, memory, compute))[1:]
     out = _COLUMN_S * bn * bm / 64
     if split > 1:
