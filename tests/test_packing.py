@@ -11,7 +11,7 @@ import gemmtune
 from gemmtune import backends
 from gemmtune.backends.base import QuantWeight
 from gemmtune.checks import DtypeError, ShapeError
-from gemmtune.errors import UnsupportedError
+from gemmtune.errors import KernelError, UnsupportedError
 from gemmtune.store import MemoryStore
 from gemmtune.workloads import linear_problem
 from serving import evidence, register, serve, toy
@@ -35,6 +35,16 @@ def test_without_a_plan_the_native_default(dtype: torch.dtype) -> None:
     assert torch.equal(gemmtune.unpack(packed), weight)  # type: ignore[arg-type]
     x = torch.randn(3, 32).to(dtype)
     torch.testing.assert_close(gemmtune.linear(x, packed), torch.nn.functional.linear(x, weight), rtol=2e-2, atol=2e-2)
+
+
+def test_why_what_would_pack_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: object) -> None:
+        raise KernelError("no room")
+
+    for name in ("aten", "native"):
+        monkeypatch.setattr(backends.get(name), "load", load)
+    with pytest.raises(UnsupportedError, match=r"could not be loaded, the first of them aten/.*: no room"):
+        gemmtune.pack(W, layout="aten:row")
 
 
 @pytest.mark.parametrize("layout", ["aten:row", "aten:mkldnn/float32/m16"])

@@ -12,7 +12,7 @@ from torch import Tensor
 from . import backends, checks, describe
 from .backends.base import Backend, Candidate, Illegal, Kernel, PackedWeight, QuantWeight
 from .dispatch.portfolio import rank_packings
-from .dispatch.runtime import CPU, RUNTIME, current, current_target
+from .dispatch.runtime import RUNTIME, current, current_target
 from .errors import KernelError, UnsupportedError
 from .problem import Problem
 
@@ -43,9 +43,10 @@ def pack(
     problems = _problems(raw, m)
     if not problems:
         raise ValueError("pack(): m must name at least one number of rows")
-    kernel = _kernel(problems, layout, weight.device)
+    refused: list[str] = []
+    kernel = _kernel(problems, layout, weight.device, refused)
     if kernel is None:
-        raise UnsupportedError(_nothing_packs(problems[0], layout))
+        raise UnsupportedError(_nothing_packs(problems[0], layout, refused))
     with current(weight.device):
         return kernel.pack(raw)
 
@@ -108,8 +109,11 @@ def _meta(raw: QuantWeight) -> QuantWeight:
     return replace(raw, data=raw.data.to("meta"), scale=raw.scale.to("meta"), zero_point=zero)
 
 
-def _kernel(problems: Sequence[Problem], layout: str | None, device: torch.device) -> Kernel | None:
-    """A kernel that packs into the wanted layout: the Plan's, a backend's default, or any of that name."""
+def _kernel(problems: Sequence[Problem], layout: str | None, device: torch.device, refused: list[str]) -> Kernel | None:
+    """A kernel that packs into the wanted layout: the Plan's, a backend's default, or any of that name.
+
+    refused: gets why those that would have could not be loaded.
+    """
     if layout is None:
         layout = _planned_layout(problems[0], device)
     target = current_target(device)
@@ -120,9 +124,9 @@ def _kernel(problems: Sequence[Problem], layout: str | None, device: torch.devic
         if not backend.available(target):
             continue
         if layout is None:
-            kernel = _default(backend, problems[0], device)
+            kernel = _default(backend, problems[0], device, refused)
         else:
-            kernel = packing_kernel(backend, problems, layout, device)
+            kernel = _of_layout(backend, problems, layout, device, refused)
         if kernel is not None:
             return kernel
     return None
@@ -135,35 +139,39 @@ def _planned_layout(problem: Problem, device: torch.device) -> str | None:
     return next((name for name in rank_packings(points) if name is not None), None) if points else None
 
 
-def _default(backend: Backend, problem: Problem, device: torch.device) -> Kernel | None:
+def _default(backend: Backend, problem: Problem, device: torch.device, refused: list[str]) -> Kernel | None:
     candidate = backend.default_packing(problem, current_target(device))
-    return None if candidate is None else _load(backend, candidate, problem, device)
+    return None if candidate is None else _load(backend, candidate, problem, device, refused)
 
 
-def packing_kernel(
-    backend: Backend, problems: Sequence[Problem], layout: str, device: torch.device = CPU
+def _of_layout(
+    backend: Backend, problems: Sequence[Problem], layout: str, device: torch.device, refused: list[str]
 ) -> Kernel | None:
     """The first kernel of ``backend`` that wants its weight in ``layout`` on ``device``."""
     target = current_target(device)
     for problem in problems:
         for candidate in backend.candidates(problem, target):
-            kernel = None if isinstance(candidate, Illegal) else _load(backend, candidate, problem, device)
+            kernel = None if isinstance(candidate, Illegal) else _load(backend, candidate, problem, device, refused)
             if kernel is not None and kernel.packing == layout:
                 return kernel
     return None
 
 
-def _load(backend: Backend, candidate: Candidate, problem: Problem, device: torch.device) -> Kernel | None:
+def _load(
+    backend: Backend, candidate: Candidate, problem: Problem, device: torch.device, refused: list[str]
+) -> Kernel | None:
     try:
         with current(device):
             return backend.load(backend.build(problem, candidate, current_target(device)), problem)
-    except KernelError:
+    except KernelError as error:
+        refused.append(f"{candidate.id}: {error}")
         return None
 
 
-def _nothing_packs(problem: Problem, layout: str | None) -> str:
+def _nothing_packs(problem: Problem, layout: str | None, refused: Sequence[str]) -> str:
+    tried = f" ({len(refused)} of its kernels could not be loaded, the first of them {refused[0]})" if refused else ""
     wanted = "any layout" if layout is None else f"layout {layout!r}"
     return (
-        f"no backend here packs a {problem.b.dtype} weight (K = {problem.k}, N = {problem.n}) into {wanted}; "
+        f"no backend here packs a {problem.b.dtype} weight (K = {problem.k}, N = {problem.n}) into {wanted}{tried}; "
         "`gemmtune doctor` says which backends are available. Use the weight as it is"
     )

@@ -49,6 +49,7 @@ def target() -> Target:
 def shared(target: Target) -> Iterator[Worker]:
     with Worker(target, limits=FAST) as worker:
         worker.open(PROBLEM, 1)
+        worker.attempt(kind("good"))  # a worker that nothing has gone well in yet is replaced sooner
         yield worker
 
 
