@@ -13,9 +13,10 @@ _ROOMS = {
     "native": "native:NativeBackend",
     "triton": "triton:TritonBackend",
     "cuda": "cuda:CudaBackend",
+    "cublaslt": "cublaslt:CublasLtBackend",
 }
 # Rooms whose kernels run on one kind of device alone.
-_HOMES = {"native": "cpu", "triton": "cuda", "cuda": "cuda"}
+_HOMES = {"native": "cpu", "triton": "cuda", "cuda": "cuda", "cublaslt": "cuda"}
 _GUESTS: dict[str, str] = {}
 
 

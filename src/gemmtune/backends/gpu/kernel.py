@@ -149,13 +149,13 @@ def _taking(problem: Problem) -> list[tuple[int, Step]]:
 
 def shifted(launch: Launch, out: Tensor, a: Tensor, b: Tensor, rest: Sequence[Tensor]) -> None:
     """The launch, on copies of the matrices that start off a 16-byte boundary."""
-    result = _fitting(out)
-    launch(result, _fitting(a), _fitting(b), *rest)
+    result = fitting(out)
+    launch(result, fitting(a), fitting(b), *rest)
     if result is not out:
         out.copy_(result)
 
 
-def _fitting(t: Tensor) -> Tensor:
+def fitting(t: Tensor) -> Tensor:
     """The tensor, or a copy of it that starts on a 16-byte boundary, with its strides."""
     if not t.data_ptr() & MISPLACED:
         return t

@@ -237,8 +237,9 @@ def compile_spec(wanted: Spec, target: Target) -> bytes:
     attributes = {(places[name],): [["tt.divisibility", 16]] for name in wanted.divisible}
     source = ASTSource(fn=function, signature=wanted.signature, constexprs=wanted.constants, attrs=attributes)
     major, minor = device_of(target).capability
+    options = {**wanted.options, "enable_fp_fusion": True}  # what Triton 3.10 is going to leave out unless asked
     try:
-        made = triton.compile(source, target=GPUTarget("cuda", 10 * major + minor, 32), options=dict(wanted.options))
+        made = triton.compile(source, target=GPUTarget("cuda", 10 * major + minor, 32), options=options)
     except Exception as error:  # Triton's compiler has no error of its own
         raise KernelError(f"Triton cannot compile it: {_last_line(error)}") from error
     cubin = bytes(made.asm["cubin"])

@@ -1,0 +1,77 @@
+"""cuBLASLt's own algorithms: those that it ranks for a product, of which PyTorch's operators run the first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from ...errors import KernelError, UnsupportedError
+from ...problem import Problem
+from ...target import Target
+from ..base import Artifact, Availability, Backend, Candidate, Illegal, Kernel
+from ..gpu.artifact import digest_of
+from ..gpu.rules import device_of
+from .product import RANKS, refuses
+
+RANKED = "ranked"
+_LEAST, _LEAST_FP8, _VECTORS = (8, 0), (8, 9), (9, 0)
+
+
+class CublasLtBackend(Backend):
+    """Available on NVIDIA GPUs beside PyTorch's CUDA wheels, which bring cuBLASLt.
+
+    A candidate is a place in cuBLASLt's ranking of its algorithms for the Problem, so that nothing is asked of a GPU to
+    name it; loading it asks. What stands there may change with the library's version.
+    """
+
+    name = "cublaslt"
+
+    def available(self, target: Target) -> Availability:
+        if target.device != "cuda":
+            return Availability(False, f"runs on GPUs; this target is a {target.device}")
+        if dict(target.versions).get("hip", "None") != "None":
+            return Availability(False, "cuBLASLt is NVIDIA's; ROCm's hipBLASLt is not supported yet")
+        if device_of(target).capability < _LEAST:
+            return Availability(False, f"needs compute capability 8.0; {target.name} has {target.capability}")
+        try:
+            _library()
+        except UnsupportedError as error:
+            return Availability(False, str(error))
+        return Availability(True)
+
+    def candidates(self, problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
+        reason = refuses(problem) or _hardware(problem, target)
+        if reason:
+            yield Illegal(Candidate.make(self.name, "*"), reason)
+            return
+        for rank in range(RANKS):
+            yield Candidate.make(self.name, RANKED, rank=rank)
+
+    def load(self, artifact: Artifact, problem: Problem) -> Kernel:
+        from .kernel import RankedKernel
+
+        candidate, reason = artifact.candidate, refuses(problem)
+        if candidate.template != RANKED or reason:
+            raise KernelError(f"{candidate.id} cannot run {problem.key}: {reason or 'there is no such template'}")
+        return RankedKernel(problem, candidate)
+
+    def source_digest(self) -> str:
+        return digest_of(Path(__file__).parent)
+
+
+def _library() -> None:
+    from .library import library
+
+    library()
+
+
+def _hardware(problem: Problem, target: Target) -> str:
+    """Why a GPU of this compute capability has no such product, or empty."""
+    have = device_of(target).capability
+    if problem.family != "scaled_mm":
+        return ""
+    if have < _LEAST_FP8:
+        return f"multiplying fp8 needs compute capability 8.9; got {target.capability}"
+    if problem.epilogue[0].axis == "row" and have < _VECTORS:
+        return f"scales a row and a column need compute capability 9.0; got {target.capability}"
+    return ""

@@ -1,0 +1,86 @@
+"""Loaded products: one of cuBLASLt's algorithms for a Problem, and its launch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import UnsupportedError
+from ...problem import Problem
+from ..base import Candidate, Kernel, Launch
+from ..gpu.kernel import MISPLACED, fitting, scratch_of, shifted
+from .library import Algorithm, Call
+from .product import RANKS, Product, described
+
+_WORKSPACE = 32 << 20  # bytes, as PyTorch gives cuBLASLt on an H100
+_ALIGN = MISPLACED + 1
+_BOUND = 256  # launches kept a kernel: one an M
+
+
+class _Own(threading.local):
+    """A thread's own call: it says where a bias and scales are."""
+
+    def __init__(self, product: Product, device: int, algorithm: Algorithm, workspace: int) -> None:
+        call = Call(product, device)
+        self.held = call, call.point, call.runner(algorithm, workspace)
+
+
+class RankedKernel(Kernel):
+    """The algorithm that cuBLASLt ranks ``rank`` (0: first) for the Problem's own M, with any other M, too, where that
+    algorithm can; else the first that it has there. Matrices that start off a 16-byte boundary are copied."""
+
+    def __init__(self, problem: Problem, candidate: Candidate) -> None:
+        self.problem, self.candidate = problem, candidate
+        rank, device = int(candidate["rank"]), torch.cuda.current_device()
+        # Batches without gaps, as good as any: what strides there are is not known yet.
+        sizes = (problem.m * problem.k, problem.k * problem.n)
+        found = Call(described(problem, problem.m, sizes), device).ranked(RANKS, _WORKSPACE, _ALIGN)
+        if rank >= len(found):
+            raise UnsupportedError(f"cuBLASLt ranks {len(found)} algorithms for this product, and none {rank}")
+        self._algorithm = found[rank].algorithm
+        self.workspace_bytes = int(found[rank].workspace)
+        self._bound: dict[tuple[int, ...], Launch] = {}
+
+    def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
+        self.bind(a, b, aux)(out, a, b, *aux)
+
+    def bind(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Launch:
+        strides = (a.stride(0), b.stride(0)) if self.problem.family == "bmm" else (0, 0)
+        key = (a.shape[-2], a.device.index, *strides)
+        held = self._bound.get(key)
+        if held is None:
+            if len(self._bound) >= _BOUND:
+                self._bound.clear()
+            held = self._bound[key] = self._launcher(a.shape[-2], a.device.index, strides)
+        return held
+
+    def _launcher(self, m: int, device: int, strides: tuple[int, int]) -> Launch:
+        product = described(self.problem, m, strides)
+        call, algorithm = Call(product, device), self._algorithm
+        workspace = call.fits(algorithm)
+        if workspace is None or workspace > _WORKSPACE:
+            (first, *_) = call.ranked(1, _WORKSPACE, _ALIGN)
+            algorithm, workspace = first.algorithm, int(first.workspace)
+        own = _Own(product, device, algorithm, workspace)
+        stream_of, places = torch._C._cuda_getCurrentRawStream, product.pointers
+
+        def launch(out: Tensor, a: Tensor, b: Tensor, *rest: Tensor) -> None:
+            call, point, run = own.held
+            d_ptr, a_ptr, b_ptr = out.data_ptr(), a.data_ptr(), b.data_ptr()
+            if (d_ptr | a_ptr | b_ptr) & MISPLACED:
+                shifted(launch, out, a, b, rest)
+                return
+            aligned = [fitting(tensor) for tensor in rest]  # which live until they are used
+            for place, tensor in zip(places, aligned):  # noqa: B905 - as many; saying so costs
+                point(place, tensor.data_ptr())
+            stream = stream_of(device)
+            scratch = scratch_of(device).sums(stream, workspace) if workspace else 0
+            status = run(b_ptr, a_ptr, d_ptr, scratch, stream)
+            if status:
+                call.failed(status, lambda: run(b_ptr, a_ptr, d_ptr, scratch, stream))
+
+        return launch

@@ -1,0 +1,129 @@
+"""From a Problem to what cuBLASLt is told: it knows column-major matrices, so that it is asked for C^T = B^T A^T."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...epilogue import Step
+from ...problem import Problem
+from ..gpu.rules import FP8, HALVES, leads, refusal
+
+# cudaDataType_t (library_types.h)
+TYPES = {
+    "float32": 0, "float16": 2, "int8": 3, "int32": 10, "bfloat16": 14, "float8_e4m3fn": 28, "float8_e5m2": 29,
+}  # fmt: skip
+_IN_FLOAT32, _IN_INT32 = 68, 72  # cublasComputeType_t
+_PLAIN, _RELU, _BIAS, _GELU = 1, 2, 4, 32  # CUBLASLT_EPILOGUE_*
+_ONE_SCALE, _VECTORS = 0, 3  # CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F, _OUTER_VEC_32F
+_ACTIVATIONS = {"relu": _RELU, "gelu_tanh": _GELU}
+_BIAS_AT, _SCALE_A_AT, _SCALE_B_AT = 8, 17, 18  # CUBLASLT_MATMUL_DESC_*_POINTER
+RANKS = 8  # places in cuBLASLt's ranking that are offered
+_BYTES = 16  # elements of one byte, and rows of them, come in multiples of so many
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A column-major matrix. dtype: a cudaDataType_t; lead, stride (from one batch to the next): in elements."""
+
+    dtype: int
+    rows: int
+    columns: int
+    lead: int
+    batches: int = 1
+    stride: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """d = epilogue(op(a) op(b)): a is the Problem's B, b its A. turned: whether op transposes a, b.
+
+    bias: the type of one, behind the product; scaling: CUBLASLT_MATMUL_MATRIX_SCALE_* of the scales of a and b;
+    pointers: the attributes that say where the epilogue's tensors are, in the Problem's order. whole: of integers.
+    """
+
+    a: Matrix
+    b: Matrix
+    d: Matrix
+    turned: tuple[bool, bool]
+    compute: int
+    scale: int
+    epilogue: int
+    bias: int | None
+    scaling: int | None
+    pointers: tuple[int, ...]
+    whole: bool
+
+
+def refuses(problem: Problem) -> str:
+    """Why cuBLASLt is not asked for the Problem, or empty."""
+    if problem.family not in ("mm", "bmm", "int_mm", "scaled_mm"):
+        return f"multiplies matrices of one kind of element; got {problem.family}"
+    return refusal(problem) or _bytes_refusal(problem) or _epilogue_refusal(problem)
+
+
+def _bytes_refusal(problem: Problem) -> str:
+    a, b = problem.a, problem.b
+    if a.dtype in HALVES:
+        return ""
+    if a.dtype == b.dtype == "float8_e5m2":
+        return "does not multiply float8_e5m2 by float8_e5m2"
+    rows = (problem.n, problem.k, a.layout.ld or 0, b.layout.ld or 0, problem.out.ld or 0)
+    if (a.layout.order, b.layout.order) != ("row", "col") or any(size % _BYTES for size in rows):
+        return f"wants a row-major A and a column-major B of bytes, and K, N and rows in multiples of {_BYTES}"
+    return ""
+
+
+def _epilogue_refusal(problem: Problem) -> str:
+    if problem.out_dtype not in {"int_mm": ("int32",)}.get(problem.family, ("float32", *HALVES)):
+        return f"writes no {problem.out_dtype}"
+    rest = problem.epilogue
+    if problem.family == "scaled_mm":
+        kinds = tuple((step.kind, step.axis) for step in rest[:2])
+        if kinds not in ((("scale", "tensor"),) * 2, (("scale", "row"), ("scale", "col"))):
+            return "takes one scale per operand, both per tensor, or per row and column"
+        if any(step.dtype != "float32" or step.value != 1.0 for step in rest[:2]):
+            return "takes its scales as float32 tensors"
+        rest = rest[2:]
+    if problem.family == "bmm" and rest:
+        return "batched products take no epilogue"
+    if rest and rest[0].kind == "bias":
+        if not _is_bias(rest[0], problem):
+            return "takes a bias a column of the output's dtype, of 16 bits"
+        rest = rest[1:]
+    if len(rest) > 1 or (rest and (rest[0].kind not in _ACTIVATIONS or problem.a.dtype in FP8)):
+        return "takes a bias, then relu or gelu (tanh)"
+    return ""
+
+
+def _is_bias(step: Step, problem: Problem) -> bool:
+    return (step.axis, step.value, step.dtype) == ("col", 1.0, problem.out_dtype) and problem.out_dtype in HALVES
+
+
+def described(problem: Problem, m: int, strides: tuple[int, int] = (0, 0)) -> Product:
+    """What a Problem that is not refused is with m rows. strides: elements from one A, and one B, of a batch to the
+    next."""
+    n, k = problem.n, problem.k
+    lda, ldb, ldc = leads(problem, m)
+    a_turned, b_turned = problem.b.layout.order == "col", problem.a.layout.order == "col"
+    a, b, batches = TYPES[problem.b.dtype], TYPES[problem.a.dtype], problem.batch
+    steps = problem.epilogue
+    kinds = {step.kind for step in steps}
+    whole, biased = problem.family == "int_mm", "bias" in kinds
+    activation = next((_ACTIVATIONS[kind] for kind in kinds if kind in _ACTIVATIONS), 0)
+    scaling, pointers = None, (_BIAS_AT,) if biased else ()
+    if problem.family == "scaled_mm":
+        scaling = _ONE_SCALE if steps[0].axis == "tensor" else _VECTORS
+        pointers = (_SCALE_B_AT, _SCALE_A_AT, *pointers)
+    return Product(
+        Matrix(a, *((k, n) if a_turned else (n, k)), ldb, batches, strides[1]),
+        Matrix(b, *((m, k) if b_turned else (k, m)), lda, batches, strides[0]),
+        Matrix(TYPES[problem.out_dtype], n, m, ldc, batches, m * ldc),
+        (a_turned, b_turned),
+        _IN_INT32 if whole else _IN_FLOAT32,
+        TYPES["int32" if whole else "float32"],
+        (_BIAS if biased else 0) | activation or _PLAIN,
+        TYPES[problem.out_dtype] if biased else None,
+        scaling,
+        pointers,
+        whole,
+    )

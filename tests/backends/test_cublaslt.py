@@ -1,0 +1,256 @@
+"""cuBLASLt's ranked algorithms without a GPU: what is offered, how a product is described, and launching."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import random
+import threading
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from blas import FakeBlas
+from drivers import STREAM, simulated
+from gemmtune.backends.base import Artifact, Candidate, Kernel
+from gemmtune.backends.cublaslt import CublasLtBackend, kernel, library
+from gemmtune.backends.cublaslt.product import described
+from gemmtune.epilogue import Step
+from gemmtune.errors import KernelError, UnsupportedError
+from gemmtune.measure.inputs import Inputs
+from gemmtune.measure.verify import prepare, verify
+from gemmtune.problem import Layout, Operand, Problem
+from gemmtune.testing.problems import random_problem
+from gemmtune.workloads import bmm_problem, build, fp8_problem, int_problem
+from gpus import A100, FAMILIES, H200, legal, reasons
+
+BACKEND = CublasLtBackend()
+BIAS = Step("bias", "col", "bfloat16")
+
+
+@pytest.fixture
+def blas(monkeypatch: pytest.MonkeyPatch) -> FakeBlas:
+    simulated(monkeypatch)
+    made = FakeBlas()
+    monkeypatch.setattr(library, "library", lambda: made)
+    library.handle_of.cache_clear()
+    place = torch.empty(1 << 16, dtype=torch.uint8)
+    monkeypatch.setattr(kernel, "scratch_of", lambda _: SimpleNamespace(sums=lambda stream, size: place.data_ptr()))
+    return made
+
+
+def load(problem: Problem, rank: int = 0) -> Kernel:
+    return BACKEND.load(Artifact(Candidate.make("cublaslt", "ranked", rank=rank), ""), problem)
+
+
+def check(problem: Problem, made: Kernel, seed: int = 0) -> None:
+    def run(inputs: Inputs, out: torch.Tensor) -> None:
+        made.run(inputs.a, inputs.b, inputs.aux, out)
+
+    verdict = verify(run, problem, prepare(problem, seed), patience_s=0.0)
+    assert verdict.ok, f"{problem.key}: {verdict.kind}: {verdict.detail}"
+
+
+# --- what is offered ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["bf16", "int8", "fp8"])
+def test_ranks_in_order(family: str) -> None:
+    assert [candidate["rank"] for candidate in legal(BACKEND, FAMILIES[family])] == list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("problem", "words"),
+    [
+        (FAMILIES["int8wo"], "one kind of element"),
+        (build(4, 16, 16, "fp32"), "without tf32"),
+        (int_problem(4, 24, 64), "multiples of 16"),
+        (replace(int_problem(4, 32, 64), b=Operand("int8", Layout("row"))), "column-major B of bytes"),
+        (replace(build(4, 16, 16, "bf16"), out_dtype="int8"), "writes no int8"),
+        (replace(build(4, 16, 16, "bf16"), epilogue=(Step("silu"),)), "then relu or gelu"),
+        (replace(build(4, 16, 16, "bf16"), epilogue=(Step("relu"), BIAS)), "then relu or gelu"),
+        (replace(build(4, 16, 16, "bf16"), epilogue=(Step("bias", "col", "float32"),)), "bias a column"),
+        (replace(bmm_problem(2, 4, 16, 16, "bfloat16"), epilogue=(Step("relu"),)), "batched products"),
+        (replace(fp8_problem(4, 16, 16), epilogue=(Step("scale", "row", "float32"),)), "one scale per operand"),
+    ],
+)
+def test_what_is_not_offered_and_why(problem: Problem, words: str) -> None:
+    assert not legal(BACKEND, problem)
+    assert words in " | ".join(reasons(BACKEND, problem))
+    with pytest.raises(KernelError, match="cannot run"):
+        load(problem)
+
+
+def test_other_gpus() -> None:
+    assert legal(BACKEND, FAMILIES["bf16"], A100)
+    assert "8.9" in " | ".join(reasons(BACKEND, FAMILIES["fp8"], A100))
+    ada = replace(A100, capability="8.9")
+    assert "row and a column need compute capability 9.0" in " | ".join(reasons(BACKEND, FAMILIES["fp8"], ada))
+
+
+def test_availability(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise UnsupportedError(library.MISSING)
+
+    assert "this target is a cpu" in BACKEND.available(replace(H200, device="cpu")).reason
+    assert "ROCm" in BACKEND.available(replace(H200, versions=(("hip", "7.0"),))).reason
+    assert "8.0" in BACKEND.available(replace(H200, capability="7.5")).reason
+    monkeypatch.setattr(library, "library", missing)
+    assert "PyTorch's CUDA wheels" in BACKEND.available(H200).reason
+    monkeypatch.setattr(library, "library", lambda: None)
+    assert BACKEND.available(H200)
+
+
+def test_no_library_beside_a_cpus_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    library.library.cache_clear()
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(UnsupportedError, match="was not found"):
+        library.library()
+
+
+def test_the_structures_are_as_long_as_the_headers() -> None:
+    """cublasLt.h: 64 bytes of algorithm; 8 of workspace, a status, a float and 16 reserved bytes behind it."""
+    assert (ctypes.sizeof(library.Algorithm), ctypes.sizeof(library.Ranked)) == (64, 96)
+
+
+# --- the product ----------------------------------------------------------------------------------------------------
+
+PROBLEMS = {
+    "bf16": build(5, 24, 40, "bf16"),
+    "bf16, rows of B": replace(build(5, 24, 40, "bf16"), b=Operand("bfloat16", Layout("row"))),
+    "fp16, columns of A": replace(build(5, 24, 40, "fp16"), a=Operand("float16", Layout("col"))),
+    "fp16, gaps": replace(
+        build(5, 24, 40, "fp16"), a=Operand("float16", Layout("row", 48)), b=Operand("float16", Layout("col", 56))
+    ),
+    "bf16, unrounded": replace(build(7, 24, 40, "bf16"), out_dtype="float32"),
+    "bf16, a bias": replace(build(7, 24, 40, "bf16"), epilogue=(BIAS,)),
+    "bf16, relu": replace(build(7, 24, 40, "bf16"), epilogue=(Step("relu"),)),
+    "bf16, a bias and gelu": replace(build(7, 24, 40, "bf16"), epilogue=(BIAS, Step("gelu_tanh"))),
+    "bmm": bmm_problem(3, 5, 24, 40, "bfloat16"),
+    "int8": int_problem(3, 32, 48),
+    "fp8, rows and columns": fp8_problem(6, 32, 64),
+    "fp8, a scale a tensor, a bias": replace(
+        fp8_problem(6, 32, 64),
+        epilogue=(Step("scale", "tensor", "float32"), Step("scale", "tensor", "float32"), BIAS),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_products_are_right(blas: FakeBlas, name: str) -> None:
+    made = load(PROBLEMS[name], 2)
+    check(PROBLEMS[name], made)
+    assert set(blas.chosen) == {(2, STREAM)}
+    assert {workspace for _, workspace in blas.scratch} == {512}
+    assert made.workspace_bytes == 512
+
+
+@pytest.mark.parametrize("family", ["mm", "bmm", "int_mm", "scaled_mm"])
+def test_random_problems_are_right(blas: FakeBlas, family: str) -> None:
+    rng, left = random.Random(family), 6
+    while left:
+        problem = random_problem(rng, 80)
+        if problem.family == family and legal(BACKEND, problem):
+            check(problem, load(problem), left)
+            left -= 1
+
+
+def test_how_a_product_is_described() -> None:
+    """C^T = B^T A^T in columns: B's rows of K are cuBLASLt's A, transposed."""
+    found = described(replace(build(5, 24, 40, "bf16"), epilogue=(BIAS, Step("relu"))), 5)
+    assert (found.a.rows, found.a.columns, found.a.lead, found.turned) == (40, 24, 40, (True, False))
+    assert (found.b.rows, found.b.columns, found.b.lead) == (40, 5, 40)
+    assert (found.d.rows, found.d.columns, found.d.lead) == (24, 5, 24)
+    assert (found.compute, found.scale, found.epilogue, found.bias, found.pointers) == (68, 0, 6, 14, (8,))
+    scaled = described(fp8_problem(6, 32, 64), 6)
+    assert (scaled.scaling, scaled.pointers, scaled.a.dtype) == (3, (18, 17), 28)
+
+
+def test_what_algorithms_are_asked_for(blas: FakeBlas) -> None:
+    """Within 32 MB, operands at 16 bytes, sums of a split K in float32."""
+    load(PROBLEMS["bf16"])
+    assert blas.asked[0].attributes == {1: 32 << 20, 3: 2, 5: 16, 6: 16, 7: 16, 8: 16}
+
+
+# --- launching ------------------------------------------------------------------------------------------------------
+
+
+def test_any_m(blas: FakeBlas) -> None:
+    """An algorithm serves another M where it can; else the first that there is for that M."""
+    made = load(PROBLEMS["bf16"], 1)
+    check(PROBLEMS["bf16"].with_m(9), made)
+    assert {number for number, _ in blas.chosen} == {1}
+    blas.picky, blas.chosen = {1}, []
+    check(PROBLEMS["bf16"].with_m(10), made)
+    check(PROBLEMS["bf16"].with_m(9), made)  # bound before
+    assert {number for number, _ in blas.chosen} == {0, 1}
+
+
+def test_errors(blas: FakeBlas) -> None:
+    with pytest.raises(UnsupportedError, match="ranks 3 algorithms for this product, and none 5"):
+        load(PROBLEMS["bf16"], 5)
+    blas.count = 0
+    with pytest.raises(UnsupportedError, match="no algorithm"):
+        load(PROBLEMS["bf16"])
+    blas.statuses = [7]
+    with pytest.raises(KernelError, match=r"asking cuBLASLt for its algorithms.*invalid value \(status 7\)"):
+        load(PROBLEMS["bf16"])
+    with pytest.raises(KernelError, match="no such template"):
+        BACKEND.load(Artifact(Candidate.make("cublaslt", "other"), ""), PROBLEMS["bf16"])
+
+
+def test_a_thread_without_a_context_tries_again(blas: FakeBlas) -> None:
+    made = load(PROBLEMS["bf16"])
+    a, b, out = torch.ones(5, 40).bfloat16(), torch.ones(24, 40).bfloat16().t(), torch.empty(5, 24).bfloat16()
+    blas.statuses = [1]
+    made.run(a, b, (), out)
+    assert torch.equal(out, torch.full_like(out, 40))
+    blas.statuses = [13]
+    with pytest.raises(KernelError, match="multiplying: cuBLASLt says execution failed"):
+        made.run(a, b, (), out)
+
+
+def test_operands_off_their_boundaries(blas: FakeBlas) -> None:
+    """Matrices and what the epilogue takes are copied to where kernels may read 16 bytes at a time."""
+    problem = PROBLEMS["bf16, a bias"]
+    made = load(problem)
+    a, out = torch.randn(7 * 40 + 1).bfloat16()[1:].view(7, 40), torch.empty(7 * 24 + 1).bfloat16()[1:].view(7, 24)
+    b, bias = torch.randn(24 * 40 + 1).bfloat16()[1:].view(24, 40).t(), torch.randn(25).bfloat16()[1:].view(1, 24)
+    made.run(a, b, (bias,), out)
+    torch.testing.assert_close(out, (a.double() @ b.double() + bias.double()).bfloat16())
+    pointed = [thing.attributes.get(8, 0) for thing in blas.things.values()]
+    assert any(pointed)
+    assert not any(address % 16 for address in pointed)
+
+
+def test_threads_have_their_own_pointers(blas: FakeBlas) -> None:
+    """Where a bias is belongs to a description: two threads must not share one."""
+    problem = PROBLEMS["bf16, a bias"]
+    made = load(problem)
+    failures: list[str] = []
+
+    def work(seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        a, b = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((7, 40), (24, 40)))
+        for _ in range(50):
+            bias, out = torch.randn(1, 24, generator=generator).bfloat16(), torch.empty(7, 24).bfloat16()
+            made.run(a, b.t(), (bias,), out)
+            if not torch.equal(out, (a.double() @ b.t().double() + bias.double()).bfloat16()):
+                failures.append(f"thread {seed}")
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_descriptions_are_destroyed_with_their_kernel(blas: FakeBlas) -> None:
+    made = load(PROBLEMS["bf16"])
+    check(PROBLEMS["bf16"], made)
+    del made
+    gc.collect()  # a launch that may have to go by way of copies refers to itself
+    assert {thing.kind for thing in blas.things.values()} == {"destroyed"}

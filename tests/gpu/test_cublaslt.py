@@ -1,0 +1,66 @@
+"""cuBLASLt's ranked algorithms on the card."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cards import check_random_problems, check_repeats, first, kernel_of, run_into
+from gemmtune.backends import get
+from gemmtune.epilogue import Step
+from gemmtune.measure.verify import prepare, verify
+from gemmtune.problem import Problem
+from gemmtune.workloads import bmm_problem, build, fp8_problem, int_problem
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("own_artifacts")]
+
+TENSORWISE = (Step("scale", "tensor", "float32"), Step("scale", "tensor", "float32"))
+PROBLEMS = {
+    "bf16": replace(build(64, 1104, 2080, "bf16"), epilogue=(Step("bias", "col", "bfloat16"), Step("gelu_tanh"))),
+    "fp16": build(100, 1100, 1032, "fp16"),
+    "bmm": bmm_problem(5, 7, 136, 512, "bfloat16"),
+    "int8": int_problem(60, 2208, 2064),
+    "fp8": fp8_problem(33, 2208, 2064),
+    "fp8, a scale a tensor": replace(
+        fp8_problem(33, 2208, 2064), epilogue=(*TENSORWISE, Step("bias", "col", "bfloat16"))
+    ),
+}
+
+
+def test_random_problems_are_right() -> None:
+    check_random_problems(get("cublaslt"))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_any_m_and_bit_for_bit_again(name: str, rank: int) -> None:
+    """Those that are ranked first; an algorithm that does not take another M gives way to one that does."""
+    problem = PROBLEMS[name]
+    kernel = kernel_of(problem, first(problem, "ranked", "cublaslt", rank=rank))
+    for m in (1, 2, 7, 16, 17, 64, 100, 300):
+        check(problem.with_m(m), kernel)
+        check_repeats(kernel, problem.with_m(m), m)
+
+
+def check(problem: Problem, kernel) -> None:  # type: ignore[no-untyped-def]
+    draws = prepare(problem, problem.m, device=torch.device("cuda"))
+    verdict = verify(lambda inputs, out: run_into(kernel, inputs, out), problem, draws[:2], patience_s=0.0)
+    assert verdict.ok, f"{problem.m} rows: {verdict.kind}: {verdict.detail}"
+
+
+def test_captured_in_a_graph() -> None:
+    problem = PROBLEMS["fp8"]
+    kernel = kernel_of(problem, first(problem, "ranked", "cublaslt", rank=0))
+    (draw, *_) = prepare(problem, 0, device=torch.device("cuda"))
+    inputs, out = draw.inputs, torch.empty(33, 2208, dtype=torch.bfloat16, device="cuda")
+    run_into(kernel, inputs, out)
+    wanted = out.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run_into(kernel, inputs, out)
+    out.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, wanted)
