@@ -10,11 +10,12 @@ from ...problem import Problem
 from ...target import Target
 from ..base import Artifact, Availability, Backend, Candidate, Illegal, Kernel
 from ..gpu.artifact import digest_of
+from ..gpu.backend import not_nvidia
 from ..gpu.rules import device_of
 from .product import RANKS, refuses
 
 RANKED = "ranked"
-_LEAST, _LEAST_FP8, _VECTORS = (8, 0), (8, 9), (9, 0)
+_FP8, _VECTORS = (8, 9), (9, 0)
 
 
 class CublasLtBackend(Backend):
@@ -27,17 +28,8 @@ class CublasLtBackend(Backend):
     name = "cublaslt"
 
     def available(self, target: Target) -> Availability:
-        if target.device != "cuda":
-            return Availability(False, f"runs on GPUs; this target is a {target.device}")
-        if dict(target.versions).get("hip", "None") != "None":
-            return Availability(False, "cuBLASLt is NVIDIA's; ROCm's hipBLASLt is not supported yet")
-        if device_of(target).capability < _LEAST:
-            return Availability(False, f"needs compute capability 8.0; {target.name} has {target.capability}")
-        try:
-            _library()
-        except UnsupportedError as error:
-            return Availability(False, str(error))
-        return Availability(True)
+        reason = not_nvidia(target) or _missing()
+        return Availability(not reason, reason)
 
     def candidates(self, problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
         reason = refuses(problem) or _hardware(problem, target)
@@ -59,10 +51,15 @@ class CublasLtBackend(Backend):
         return digest_of(Path(__file__).parent)
 
 
-def _library() -> None:
-    from .library import library
+def _missing() -> str:
+    """Why the library cannot be had, or empty."""
+    from . import library
 
-    library()
+    try:
+        library.library()
+    except UnsupportedError as error:
+        return str(error)
+    return ""
 
 
 def _hardware(problem: Problem, target: Target) -> str:
@@ -70,7 +67,7 @@ def _hardware(problem: Problem, target: Target) -> str:
     have = device_of(target).capability
     if problem.family != "scaled_mm":
         return ""
-    if have < _LEAST_FP8:
+    if have < _FP8:
         return f"multiplying fp8 needs compute capability 8.9; got {target.capability}"
     if problem.epilogue[0].axis == "row" and have < _VECTORS:
         return f"scales a row and a column need compute capability 9.0; got {target.capability}"

@@ -19,6 +19,17 @@ from .rules import device_of, refusal
 _LEAST = (8, 0)
 
 
+def not_nvidia(target: Target) -> str:
+    """Why kernels for NVIDIA's GPUs do not run on a Target, or empty."""
+    if target.device != "cuda":
+        return f"runs on GPUs; this target is a {target.device}"
+    if dict(target.versions).get("hip", "None") != "None":
+        return "speaks to NVIDIA's libraries; ROCm is not supported yet"
+    if device_of(target).capability < _LEAST:
+        return f"needs compute capability 8.0; {target.name} has {target.capability}"
+    return ""
+
+
 class GpuBackend(Backend):
     """NVIDIA GPUs from compute capability 8.0; kernels are compiled where there need be no GPU, kept beside the store
     under the hash of all that went into them (the compiler's version, too), and launched through the driver: serving
@@ -40,15 +51,8 @@ class GpuBackend(Backend):
         compiler, KernelError when that fails. Raises KernelError itself for a template that is none of ours."""
 
     def available(self, target: Target) -> Availability:
-        if target.device != "cuda":
-            return Availability(False, f"runs on GPUs; this target is a {target.device}")
-        if dict(target.versions).get("hip", "None") != "None":
-            return Availability(False, "its launcher speaks to NVIDIA's driver; ROCm is not supported yet")
-        if device_of(target).capability < _LEAST:
-            return Availability(False, f"needs compute capability 8.0; {target.name} has {target.capability}")
-        if not self._compiler_version():
-            return Availability(False, self.missing)
-        return Availability(True)
+        reason = not_nvidia(target) or ("" if self._compiler_version() else self.missing)
+        return Availability(not reason, reason)
 
     def artifact(self, problem: Problem, candidate: Candidate, target: Target) -> Artifact | None:
         key, _ = self._recipe(problem, candidate, target)
