@@ -174,10 +174,12 @@ class Call:
         status = library().cublasLtMatmulAlgoGetHeuristic(
             *self._described, wanted.pointer, count, ctypes.addressof(found), ctypes.addressof(there)
         )
-        if status == _NOT_SUPPORTED or (not status and not there.value):
+        if status != _NOT_SUPPORTED:
+            check(status, "asking cuBLASLt for its algorithms")
+        usable = [item for item in found[: there.value] if item.state == 0]
+        if not usable:
             raise UnsupportedError("cuBLASLt has no algorithm for this product")
-        check(status, "asking cuBLASLt for its algorithms")
-        return [item for item in found[: there.value] if item.state == 0]
+        return usable
 
     def fits(self, algorithm: Algorithm) -> int | None:
         """The bytes of workspace that an algorithm chosen elsewhere wants here; None where it cannot be used."""
