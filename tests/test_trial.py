@@ -155,6 +155,23 @@ def test_the_best_of_each_packing_is_checked_though_time_is_short(clock: Clock) 
     assert len(set(widths[:count])) == count
 
 
+@pytest.mark.parametrize("seconds", [None, 2.0])
+def test_atens_ways_that_are_about_as_fast_are_raced_though_time_is_short(clock: Clock, seconds: float | None) -> None:
+    """Which of them serves is no matter of a few rough times, unless a user's budget leaves no more."""
+
+    class Slow(Pretending):
+        def confirm(self, candidate: Candidate, deadline: float | None) -> Confirmed:
+            self.clock.now += 5.0
+            return super().confirm(candidate, deadline)
+
+    times = {"mm": 1.1e-2, "mm_t": 1.2e-2}
+    hands = Slow(clock, lambda c: times.get(c.template, 1e-2) if c.backend == "aten" else 1e-1)
+    run(clock, hands, seconds)
+    raced = {c.template for c in hands.raced if c.backend == "aten"}
+    assert ("mm" in raced) == (seconds is None)
+    assert "mm_t" not in raced
+
+
 def test_the_best_of_each_packing_goes_first(clock: Clock) -> None:
     hands = Pretending(clock, lambda c: (1e-2 if c["nr"] == 64 else 1.2e-2) if c.backend == "native" else 2e-2)
     run(clock, hands, 6.0)

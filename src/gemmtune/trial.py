@@ -39,6 +39,7 @@ LEAST_OTHERS = 4  # candidates besides ATen's that are tried even when ATen's al
 
 CLOSE = 1.3  # rough times within this of the best may turn out fastest in a race
 CLOSE_INCUMBENT = 1.5  # ATen's ways are few: a wider net keeps "ATen" honest
+UNSURE_INCUMBENT = 1.15  # within this a few rough times do not tell which of ATen's ways is the fastest
 OFFERED = 5.0  # a packing's fastest candidate is confirmed up to here, for Plans that share one packing over many M
 
 MAX_RACED, MAX_INCUMBENTS, MAX_PACKINGS = 16, 4, 4
@@ -277,6 +278,10 @@ class Trial:
             for row in rows[: None if incumbent else MAX_RACED]:
                 if self._ledger.best(incumbent=incumbent, eligible=True) is not None:
                     break
+                self._check(row)
+        if not self._strict:  # nor must calls that take the budget alone settle which of ATen's ways serves
+            rows = [row for row in self._ledger.timed() if row.incumbent]
+            for row in _within(rows, UNSURE_INCUMBENT)[:MAX_INCUMBENTS]:
                 self._check(row)
 
     def _promising(self) -> list[Row]:
