@@ -163,7 +163,7 @@ def test_how_a_product_is_described() -> None:
     assert (found.a.rows, found.a.columns, found.a.lead, found.turned) == (40, 24, 40, (True, False))
     assert (found.b.rows, found.b.columns, found.b.lead) == (40, 5, 40)
     assert (found.d.rows, found.d.columns, found.d.lead) == (24, 5, 24)
-    assert (found.compute, found.scale, found.epilogue, found.bias, found.pointers) == (68, 0, 6, 14, (8,))
+    assert (found.compute, found.scale, found.epilogue, found.d.dtype, found.pointers) == (68, 0, 6, 14, (8,))
     scaled = described(fp8_problem(6, 32, 64), 6)
     assert (scaled.scaling, scaled.pointers, scaled.a.dtype) == (3, (18, 17), 28)
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.util
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ...errors import KernelError, UnsupportedError
-from .product import Matrix, Product
+from ..gpu.wheels import in_wheels
+from .product import BIAS_AT, TYPES, Matrix, Product
 
 MISSING = "cuBLASLt was not found: it comes with PyTorch's CUDA wheels"
 _TURN_A, _TURN_B, _EPILOGUE, _BIAS_TYPE, _MODE_A, _MODE_B = 3, 4, 7, 26, 31, 32  # CUBLASLT_MATMUL_DESC_*
@@ -66,9 +65,7 @@ def _places() -> Iterator[str]:
         return
     name = f"libcublasLt.so.{major}"
     yield name
-    spec = importlib.util.find_spec("nvidia")
-    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
-        yield from map(str, sorted(Path(folder).glob(f"*/lib/{name}")))
+    yield from in_wheels(name)
 
 
 def _declared(found: Any) -> Any:
@@ -139,13 +136,13 @@ class Call:
         self._operation.set(_TURN_A, ctypes.c_int32(product.turned[0]))
         self._operation.set(_TURN_B, ctypes.c_int32(product.turned[1]))
         self._operation.set(_EPILOGUE, ctypes.c_int32(product.epilogue))
-        if product.bias is not None:
-            self._operation.set(_BIAS_TYPE, ctypes.c_int32(product.bias))
+        if BIAS_AT in product.pointers:
+            self._operation.set(_BIAS_TYPE, ctypes.c_int32(product.d.dtype))
         if product.scaling is not None:
             self._operation.set(_MODE_A, ctypes.c_int32(product.scaling))
             self._operation.set(_MODE_B, ctypes.c_int32(product.scaling))
         self._layouts = [_layout(matrix) for matrix in (product.a, product.b, product.d)]
-        one = (ctypes.c_int32 if product.whole else ctypes.c_float)(1)
+        one = (ctypes.c_int32 if product.scale == TYPES["int32"] else ctypes.c_float)(1)
         self._numbers = (one, type(one)(0))
         a, b, d = (layout.pointer for layout in self._layouts)
         self._described = (self._handle, self._operation.pointer, a, b, d, d)

@@ -16,7 +16,7 @@ _IN_FLOAT32, _IN_INT32 = 68, 72  # cublasComputeType_t
 _PLAIN, _RELU, _BIAS, _GELU = 1, 2, 4, 32  # CUBLASLT_EPILOGUE_*
 _ONE_SCALE, _VECTORS = 0, 3  # CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F, _OUTER_VEC_32F
 _ACTIVATIONS = {"relu": _RELU, "gelu_tanh": _GELU}
-_BIAS_AT, _SCALE_A_AT, _SCALE_B_AT = 8, 17, 18  # CUBLASLT_MATMUL_DESC_*_POINTER
+BIAS_AT, _SCALE_A_AT, _SCALE_B_AT = 8, 17, 18  # CUBLASLT_MATMUL_DESC_*_POINTER
 RANKS = 8  # places in cuBLASLt's ranking that are offered
 _BYTES = 16  # elements of one byte, and rows of them, come in multiples of so many
 
@@ -37,8 +37,8 @@ class Matrix:
 class Product:
     """d = epilogue(op(a) op(b)): a is the Problem's B, b its A. turned: whether op transposes a, b.
 
-    bias: the type of one, behind the product; scaling: CUBLASLT_MATMUL_MATRIX_SCALE_* of the scales of a and b;
-    pointers: the attributes that say where the epilogue's tensors are, in the Problem's order. whole: of integers.
+    scaling: CUBLASLT_MATMUL_MATRIX_SCALE_* of the scales of a and b; pointers: the attributes that say where the
+    epilogue's tensors are, in the Problem's order.
     """
 
     a: Matrix
@@ -48,10 +48,8 @@ class Product:
     compute: int
     scale: int
     epilogue: int
-    bias: int | None
     scaling: int | None
     pointers: tuple[int, ...]
-    whole: bool
 
 
 def refuses(problem: Problem) -> str:
@@ -110,7 +108,7 @@ def described(problem: Problem, m: int, strides: tuple[int, int] = (0, 0)) -> Pr
     kinds = {step.kind for step in steps}
     whole, biased = problem.family == "int_mm", "bias" in kinds
     activation = next((_ACTIVATIONS[kind] for kind in kinds if kind in _ACTIVATIONS), 0)
-    scaling, pointers = None, (_BIAS_AT,) if biased else ()
+    scaling, pointers = None, (BIAS_AT,) if biased else ()
     if problem.family == "scaled_mm":
         scaling = _ONE_SCALE if steps[0].axis == "tensor" else _VECTORS
         pointers = (_SCALE_B_AT, _SCALE_A_AT, *pointers)
@@ -122,8 +120,6 @@ def described(problem: Problem, m: int, strides: tuple[int, int] = (0, 0)) -> Pr
         _IN_INT32 if whole else _IN_FLOAT32,
         TYPES["int32" if whole else "float32"],
         (_BIAS if biased else 0) | activation or _PLAIN,
-        TYPES[problem.out_dtype] if biased else None,
         scaling,
         pointers,
-        whole,
     )

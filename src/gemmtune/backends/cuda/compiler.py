@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.util
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from ...errors import KernelError, UnsupportedError
+from ..gpu.wheels import in_wheels
 
 MISSING = "NVRTC, NVIDIA's run-time compiler, was not found: pip install nvidia-cuda-nvrtc"
 _NO_CACHE = "--no-cache"  # of the driver: from it kernels come without what ptxas says of them
@@ -31,10 +30,8 @@ def nvrtc() -> Any:
 
 def _places() -> Iterator[str]:
     """Where it may be: in the wheels it comes in, where the linker looks."""
-    spec = importlib.util.find_spec("nvidia")
-    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
-        for name in _NAMES:
-            yield from map(str, sorted(Path(folder).glob(f"*/lib/{name}")))
+    for name in _NAMES:
+        yield from in_wheels(name)
     yield from _NAMES
 
 
