@@ -33,6 +33,7 @@ struct Group {
 struct Warp {
     Group group;
     float b[32][16], a[32][8];
+    unsigned long long words[32];
 };
 
 // mbarrier: a phase ends when all have arrived and all bytes have come.
@@ -44,7 +45,7 @@ struct Barrier {
 struct Block {
     std::vector<char> memory;
     std::map<u32, Barrier> barriers;
-    Group group, some;
+    Group group, some[2];
     Warp warps[WARPS];
 };
 
@@ -87,6 +88,15 @@ static void __syncwarp() { meet(cluster[now->rank].warps[now->thread / 32].group
 static void wait_for_cluster() { meet(everyone, 32 * WARPS * CLUSTER); }
 static void leave_cluster() { wait_for_cluster(); }
 
+template <class T> static T exchanged(T x, int bit) {
+    Warp& warp = cluster[now->rank].warps[now->thread / 32];
+    warp.words[now->thread % 32] = x;
+    meet(warp.group, 32);
+    const T found = static_cast<T>(warp.words[now->thread % 32 ^ bit]);
+    meet(warp.group, 32);
+    return found;
+}
+
 #define SHARED(type, name)                                                  \
     static_assert(sizeof(type) <= 48 << 10, "a kernel has 48 KB by itself"); \
     type& name = *reinterpret_cast<type*>(cluster[now->rank].memory.data())
@@ -116,6 +126,15 @@ static float number(float16 x) { return gemmtune::f16_to_f32(x.bits); }
 static void round_to(float& to, float x) { to = x; }
 static void round_to(float16& to, float x) { to.bits = gemmtune::f32_to_f16(x); }
 static void round_to(bfloat16& to, float x) { to.bits = gemmtune::f32_to_bf16(x); }
+
+template <class T> static T soon(const T* from) { return *from; }
+
+template <class Half> static u32 both(Half x, float low, float high) {
+    Half y;
+    round_to(x, low);
+    round_to(y, high);
+    return static_cast<u32>(y.bits) << 16 | x.bits;
+}
 
 static uint4 load(const char* from) {
     if (reinterpret_cast<std::uintptr_t>(from) % 16) std::abort();  // as a GPU does
@@ -207,7 +226,7 @@ static void barrier_of(u32 barrier, int count) { cluster[now->rank].barriers[bar
 static void barriers_made() {}
 static void greet_cluster() { now->greeted = arrive(everyone, 32 * WARPS * CLUSTER); }
 static void wait_for_greetings() { wait_for_others(everyone, now->greeted); }
-template <int THREADS> static void meet() { meet(cluster[now->rank].some, THREADS); }
+template <int THREADS> static void meet(int group = 0) { meet(cluster[now->rank].some[group], THREADS); }
 
 static void came(Barrier& barrier, int arrivals, int bytes) {
     barrier.missing -= arrivals;

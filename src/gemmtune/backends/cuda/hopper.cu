@@ -121,8 +121,10 @@ __device__ __forceinline__ u32 two_at(u32 address) {
     return found;
 }
 
-// So many threads of the block wait for each other.
-template <int THREADS> __device__ __forceinline__ void meet() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
+// So many threads of the block, of one of its groups, wait for each other.
+template <int THREADS> __device__ __forceinline__ void meet(int group = 0) {
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "n"(THREADS) : "memory");
+}
 
 // wgmma's description of rows of 128 swizzled bytes, eight rows to 1024 bytes. Its lower half says where: 16 bytes on are 1
 // more.

@@ -13,8 +13,8 @@
 // What source.py puts before this: the constants BM, BN, STAGES, SPLIT (the candidate); KIND, GROUP (elements of K that
 // share a scale; 0: all), WARPS, REGISTERS (of a thread that multiplies, where it needs more than all could have alike, and
 // the fourth warps that fetch give theirs up; 0: all have the same), PRODUCTS (what wgmma is asked for), ACROSS (sums from
-// one row to the next on their way out), sum_t, PARAMETERS, then ptx.cu, hopper.cu, numbers.cu and sums.cu. It writes
-// the epilogue, too.
+// one row to the next on their way out), KEPT, sum_t, c_t, value_t, PARAMETERS and files as in slab.cu. It writes the
+// epilogue, and what that wants ahead, too.
 
 constexpr int CONSUMERS = BN / 16;                                  // warps that multiply
 constexpr int STEP = 128;                                           // elements of K in a stage
@@ -44,6 +44,7 @@ mixed(PARAMETERS) {
     DYNAMIC(memory);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, part = blockIdx.x % SPLIT;
     const u32 stages = (address_of(memory) + 1023) / 1024 * 1024, full = stages + SPACE, empty = full + 8 * STAGES;
+    const u32 vectors = empty + 8 * STAGES + (SPLIT > 1 ? 16 : 0);
     if (threadIdx.x == 0) {
         will_fetch(&a_desc);
         will_fetch(&b_desc);
@@ -80,6 +81,8 @@ mixed(PARAMETERS) {
         wait_for_greetings();
     } else {
         take_registers();
+        const int member = threadIdx.x, top = m0;
+        // AHEAD
         sum_t sums[SUMS];
 #pragma unroll
         for (int i = 0; i < SUMS; ++i) sums[i] = 0;
@@ -153,7 +156,14 @@ mixed(PARAMETERS) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) hold(numbers[1][i]);
 
-        auto finish = [&](int m, int n, sum_t sum) {
+#if KEPT
+        Kept* const kept = reinterpret_cast<Kept*>(memory + (vectors - address_of(memory)));
+        // KEPT
+#if SPLIT > 1
+        meet<32 * CONSUMERS>();
+#endif
+#endif
+        auto finish = [&](int m, int n, int y, int x, sum_t sum) {
             // EPILOGUE
         };
         // All bytes that were sent for have come and been used: the stages' memory is there for sums.
@@ -162,8 +172,8 @@ mixed(PARAMETERS) {
         add_up<32 * CONSUMERS>(sums, free, empty + 8 * STAGES, part, [&](int i, Four four) {
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-                const int m = m0 + 8 * i + 2 * c + e % 2, n = n0 + 16 * warp + g + e / 2 * 8;
-                if (m < M && n < N) finish(m, n, four.of[e]);
+                const int y = 8 * i + 2 * c + e % 2, x = 16 * warp + g + e / 2 * 8, m = m0 + y, n = n0 + x;
+                if (m < M && n < N) round_to(c_ptr[(long long)m * ldc + n], finish(m, n, y, x, four.of[e]));
             }
         });
 #else
@@ -174,10 +184,20 @@ mixed(PARAMETERS) {
         for (int i = 0; i < SUMS; ++i)
             turned[(i / 4 * 8 + 2 * c + i % 2) * ACROSS + 16 * warp + g + i / 2 % 2 * 8] = sums[i];
         meet<32 * CONSUMERS>();
-        const int rows = min(BM, M - m0);
-#pragma unroll 8
-        for (int e = threadIdx.x; e < rows * BN; e += 32 * CONSUMERS)
-            if (n0 + e % BN < N) finish(m0 + e / BN, n0 + e % BN, turned[e / BN * ACROSS + e % BN]);
+        const Rows C{c_ptr, ldc, M, N};
+#pragma unroll 4
+        for (int e = RUN * threadIdx.x; e < BM * BN; e += RUN * 32 * CONSUMERS) {
+            const int y = e / BN, x = e % BN, m = m0 + y, n = n0 + x;
+            if (m >= M || n >= N) continue;
+            Run run;
+#pragma unroll
+            for (int i = 0; i < RUN; i += 2) {
+                const sum_t* both = turned + y * ACROSS + x + i;
+                round_to(run.of[i / 2], c_t{}, finish(m, min(n + i, N - 1), y, x + i, both[0]),
+                         finish(m, min(n + i + 1, N - 1), y, x + i + 1, both[1]));
+            }
+            put(C, m, n, run);
+        }
 #endif
     }
 }

@@ -22,6 +22,18 @@ __device__ __forceinline__ void round_to(float16& to, float x) {
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(to.bits) : "f"(x));
 }
 
+// Two, as they lie side by side.
+__device__ __forceinline__ u32 both(bfloat16, float x, float y) {
+    u32 found;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(found) : "f"(y), "f"(x));
+    return found;
+}
+__device__ __forceinline__ u32 both(float16, float x, float y) {
+    u32 found;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(found) : "f"(y), "f"(x));
+    return found;
+}
+
 // B is read once: it should not push A out of the L1.
 __device__ __forceinline__ uint4 load_once(const char* from) {
     uint4 v;
@@ -35,6 +47,23 @@ __device__ __forceinline__ uint4 load(const char* from) {
     asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
     return v;
+}
+
+// Asked for here and now, however long it takes until it is used.
+__device__ __forceinline__ float soon(const float* from) {
+    float x;
+    asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(x) : "l"(from));
+    return x;
+}
+__device__ __forceinline__ int soon(const int* from) {
+    int x;
+    asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(x) : "l"(from));
+    return x;
+}
+template <class Half> __device__ __forceinline__ Half soon(const Half* from) {
+    Half x;
+    asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(x.bits) : "l"(from));
+    return x;
 }
 
 // d[16, 8] += b[16, k] * a[k, 8]: a warp's, each lane with its share of them.
@@ -57,6 +86,15 @@ __device__ __forceinline__ u32 minus(u32 one, u32 other) {
 
 __device__ __forceinline__ void wait_for_cluster() {
     asm volatile("barrier.cluster.arrive; barrier.cluster.wait;" ::: "memory");
+}
+
+// What the lane has whose number differs by ``bit``.
+__device__ __forceinline__ u32 exchanged(u32 x, int bit) { return __shfl_xor_sync(0xffffffffu, x, bit); }
+__device__ __forceinline__ unsigned short exchanged(unsigned short x, int bit) {
+    return (unsigned short)exchanged((u32)x, bit);
+}
+__device__ __forceinline__ unsigned long long exchanged(unsigned long long x, int bit) {
+    return (unsigned long long)exchanged((u32)(x >> 32), bit) << 32 | exchanged((u32)x, bit);
 }
 
 // When all others are about to leave, too. What anybody wrote need not be seen for that, and is not waited for.

@@ -9,8 +9,9 @@
 //
 // What source.py puts before this: the constants BM, BN, WARPS, SIDE, DEPTH, SPLIT (the candidate); KIND, WIDTH (bytes
 // of an element of A), EVEN_K, GROUP (elements of K that share a scale; 0: all), ZERO, BATCHED; sum_t, the type that
-// mma adds up in; MMA, the instruction; ONE (1.0 twice), and PARAMETERS; then ptx.cu and numbers.cu. It writes the
-// epilogue, too.
+// mma adds up in; MMA, the instruction; ONE (1.0 twice), KEPT (words of vectors that are kept), c_t, value_t (what is
+// rounded to it) and PARAMETERS; then ptx.cu, numbers.cu and vectors.cu. It writes the epilogue, and what that wants
+// ahead, too.
 
 constexpr int R = BN / SIDE / 16, MT = BM / 8;        // blocks of mma: of a warp's columns of B, of A's rows
 constexpr int TURNS = WARPS / SIDE;                  // warps that share K
@@ -28,6 +29,9 @@ struct Shared {
     sum_t turns[TURNS][BN][BM + 1];
 #if SPLIT > 1
     sum_t block[ALL];
+#endif
+#if KEPT
+    Kept kept[KEPT];
 #endif
 };
 
@@ -139,6 +143,8 @@ __launch_bounds__(32 * WARPS) skinny(PARAMETERS) {
             for (int j = 0; j < LOADS; ++j) ring[d].a[i][j] = uint4{0, 0, 0, 0};
         if (first + d < end) fetch(ring[d], d, 0, first + d);
     }
+    const int member = threadIdx.x, top = m0;
+    // AHEAD
     for (int base = first; base < end; base += STEP) {
 #pragma unroll
         for (int d = 0; d < DEPTH; ++d) {
@@ -193,6 +199,10 @@ __launch_bounds__(32 * WARPS) skinny(PARAMETERS) {
 #pragma unroll
             for (int e = 0; e < 4; ++e)
                 shared.turns[turn][own_n + 16 * r + e / 2 * 8 + g][8 * i + 2 * c + e % 2] = acc[r][i][e];
+#if KEPT
+    Kept* const kept = shared.kept;
+    // KEPT
+#endif
     __syncthreads();
     auto added_up = [&](int e) {
         sum_t sum = shared.turns[0][e % BN][e / BN];
@@ -205,7 +215,7 @@ __launch_bounds__(32 * WARPS) skinny(PARAMETERS) {
     wait_for_cluster();
 #endif
     for (int e = ALL / SPLIT * part + threadIdx.x; e < ALL / SPLIT * (part + 1); e += 32 * WARPS) {
-        const int n = n0 + e % BN, m = m0 + e / BN;
+        const int x = e % BN, y = e / BN, n = n0 + x, m = m0 + y;
         if (m >= M || n >= N) continue;
 #if SPLIT > 1
         sum_t sum = 0;
@@ -214,7 +224,10 @@ __launch_bounds__(32 * WARPS) skinny(PARAMETERS) {
 #else
         sum_t sum = added_up(e);
 #endif
-        // EPILOGUE
+        auto finish = [&] {
+            // EPILOGUE
+        };
+        round_to(c_ptr[(long long)m * ldc + n], finish());
     }
 #if SPLIT > 1  // nobody leaves while others read what it added up
     leave_cluster();

@@ -11,9 +11,9 @@
 //
 // What source.py puts before this: the constants BM, BN, STAGES, CHUNKS, SHARE, SPLIT (the candidate), WIDTH (bytes of an
 // element), STEPWISE (wgmma adds fp8 up with fewer bits than float32 has: a chunk at a time, the slab's columns in PIECES,
-// TURNS of them at a time), PRODUCTS (what wgmma is asked for), ACROSS (sums from one row to the next on their way out),
-// CLUSTER (its blocks), WARPS, REGISTERS (as in mixed.cu), sum_t, PARAMETERS, then ptx.cu, hopper.cu, numbers.cu and
-// sums.cu. It writes the epilogue, too.
+// TURNS of them at a time), PRODUCTS (what wgmma is asked for), CLUSTER (its blocks), WARPS, REGISTERS (as in mixed.cu),
+// KEPT (words of vectors that a group of warps keeps), sum_t, c_t, value_t (what is rounded to it), PARAMETERS, then
+// ptx.cu, hopper.cu, numbers.cu, vectors.cu, sums.cu and rows.cu. It writes the epilogue, and what that wants ahead, too.
 
 constexpr int GROUPS = BM / 64, CONSUMERS = 4 * GROUPS;        // of four warps; warps that multiply
 constexpr int PART = BM / SHARE;                               // rows of A that one block fetches
@@ -41,6 +41,7 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
     DYNAMIC(memory);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = blockIdx.x % SHARE, part = blockIdx.x % SPLIT;
     const u32 stages = (address_of(memory) + 1023) / 1024 * 1024, full = stages + SPACE, empty = full + 8 * STAGES;
+    const u32 vectors = empty + 8 * STAGES + (SPLIT > 1 ? 16 : 0);
     if (threadIdx.x == 0) {
         will_fetch(&a_desc);
         will_fetch(&b_desc);
@@ -63,6 +64,7 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
     const int tiles = tiles_m * ((tiles_n + SHARE - 1) / SHARE), first = blockIdx.x / CLUSTER;
     const int stride = gridDim.x / CLUSTER, steps = (K + CHUNKS * ELEMENTS - 1) / (CHUNKS * ELEMENTS);
     const int from = steps * part / SPLIT, to = steps * (part + 1) / SPLIT;
+    const Rows C{c_ptr, ldc, M, N};
     int at = 0, turn = 0;  // the next stage, and how often (modulo 2) all were gone through
     auto next = [&] {
         if (++at == STAGES) at = 0, turn ^= 1;
@@ -90,8 +92,12 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
 #endif
     } else {
         take_registers();
+        const int group = warp / 4, member = threadIdx.x % 128;
+        int round = 0;
         for (int tile = first; tile < tiles; tile += stride) {
             const int m0 = tile % tiles_m * BM, n0 = (tile / tiles_m * SHARE + rank) * BN;
+            const int top = m0 + 64 * group;
+            // AHEAD
             sum_t sums[SUMS];
 #pragma unroll
             for (int i = 0; i < SUMS; ++i) sums[i] = 0;
@@ -138,36 +144,48 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
             wait_for_sums<0>(sums);
             if (lane < SHARE) arrive_at(before, lane);
 #endif
-            auto finish = [&](int m, int n, sum_t sum) {
+#if KEPT
+            // A group that is a tile ahead of one of its warps writes elsewhere.
+            Kept* const kept = reinterpret_cast<Kept*>(memory + (vectors - address_of(memory))) + (round++ % 2 * GROUPS + group) * KEPT;
+            // KEPT
+            meet<128>(group);
+#endif
+            auto finish = [&](int m, int n, int y, int x, sum_t sum) {
                 // EPILOGUE
             };
-            // wgmma leaves a thread two columns here and there; C wants rows.
-            const int row = warp * 16 + lane / 4, column = lane % 4 * 2;
+            // wgmma leaves a quad of lanes two rows, 8 apart, and each of them a pair of every 8 columns.
+            const int row = warp % 4 * 16 + lane / 4, own = lane % 4;
+            auto pair_of = [&](int y, int x, const sum_t* both) {
+                const int m = min(top + y, M - 1), n = n0 + x;
+                Pair pair;
+                round_to(pair, c_t{}, finish(m, min(n, N - 1), y, x, both[0]), finish(m, min(n + 1, N - 1), y, x + 1, both[1]));
+                return pair;
+            };
 #if SPLIT > 1
             // All bytes that were sent for have come and been used: the stages' memory is there for sums.
             add_up<32 * CONSUMERS>(sums, memory + (stages - address_of(memory)), empty + 8 * STAGES, part, [&](int i, Four four) {
+                const int x = 8 * i + 2 * own;
 #pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    const int m = m0 + row + e / 2 * 8, n = n0 + 8 * i + column + e % 2;
-                    if (m < M && n < N) finish(m, n, four.of[e]);
-                }
+                for (int half = 0; half < 2; ++half)
+                    put(C, top + row + 8 * half, n0 + x, pair_of(row + 8 * half, x, four.of + 2 * half));
             });
 #else
-            // 32 columns at a time change hands.
-            sum_t* turned = reinterpret_cast<sum_t*>(memory + (empty + 8 * STAGES - address_of(memory)));
-            const int rows = min(16, M - m0 - warp * 16);
 #pragma unroll
-            for (int left = 0; left < BN; left += 32) {
+            for (int first = 0; first < BN / 8; first += TOGETHER) {
+                Pair pairs[2][TOGETHER];
 #pragma unroll
-                for (int i = 0; i < 16; ++i)
-                    if (left + i / 4 * 8 < BN)
-                        turned[(row + i / 2 % 2 * 8) * ACROSS + i / 4 * 8 + column + i % 2] = sums[left / 2 + i];
-                __syncwarp();
-                const int n = n0 + left + lane;
-                if (left + lane < BN && n < N)
-#pragma unroll 4
-                    for (int r = warp * 16; r < warp * 16 + rows; ++r) finish(m0 + r, n, turned[r * ACROSS + lane]);
-                __syncwarp();
+                for (int i = 0; i < TOGETHER; ++i)
+#pragma unroll
+                    for (int half = 0; half < 2; ++half)
+                        if (first + i < BN / 8)
+                            pairs[half][i] = pair_of(row + 8 * half, 8 * (first + i) + 2 * own, sums + 4 * (first + i) + 2 * half);
+#pragma unroll
+                for (int half = 0; half < 2; ++half)
+                    if (first + TOGETHER <= BN / 8) put(C, top + row + 8 * half, n0 + 8 * first, own, pairs[half]);
+                    else
+#pragma unroll
+                        for (int i = 0; i < BN / 8 % TOGETHER; ++i)
+                            put(C, top + row + 8 * half, n0 + 8 * (first + i) + 2 * own, pairs[half][i]);
             }
 #endif
         }

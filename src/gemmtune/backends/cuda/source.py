@@ -24,11 +24,11 @@ _FP8 = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 _WGMMA = {"bfloat16": "bf16", "float16": "f16", "int8": "s8", **_FP8}
 SKINNY, SLAB, MIXED = "skinny", "slab", "mixed"
 REGISTERS = 65536  # of a multiprocessor
+_GROUP = 128  # threads that wgmma takes, for 64 rows
 CHUNK_BYTES = 128  # of a row, as TMA lays them for wgmma
 MIXED_STEP = 128  # elements of K in a stage of ``mixed``
 _BOUNDARY = 1024  # where TMA's swizzle starts anew
 _BARRIERS = 16  # bytes of a pair
-_ACROSS = 40  # sums of a row on its way out: room for 32, rows in other banks
 _TMA_TYPES = {8: 0, 16: 1}  # CU_TENSOR_MAP_DATA_TYPE_UINT8, _UINT16
 _SWIZZLE_64B, _SWIZZLE_128B = 2, 3  # CU_TENSOR_MAP_SWIZZLE_*
 
@@ -59,35 +59,101 @@ def generate(problem: Problem, template: str, config: dict[str, Any], primitives
     """
     if template == SKINNY:
         constants, made = _skinny(problem, config), {"warps": config["warps"]}
+        threads = 32 * config["warps"]
     elif template == SLAB:
         constants, made = _slab(problem, config), _slab_launch(problem, config)
+        threads = _GROUP
     elif template == MIXED:
         constants, made = _mixed(problem, config), _mixed_launch(problem, config)
+        threads = 2 * config["bn"]
     else:
         raise KernelError(f"the CUDA backend has no template {template!r}; it has {SKINNY}, {SLAB} and {MIXED}")
     described = "descriptors" in made
-    files, common = ["ptx.cu"], ["numbers.cu"]
+    files, common = ["ptx.cu"], ["numbers.cu", "vectors.cu"]
     if described:
         files.append("hopper.cu")
-        common.append("sums.cu")
+        common += ["sums.cu", "rows.cu"]
     parameters = _parameters(problem, described)
     lines = [f"#define {name} {value}" for name, value in constants.items()]
     lines.append("#define PARAMETERS " + ", ".join(f"{kind} {name}" for name, kind in parameters.items()))
     lines.append(f"typedef {'int' if problem.family == 'int_mm' else 'float'} sum_t;")
     lines += [primitives] if primitives is not None else map(_file, files)
+    lines.append(f"typedef {TYPES[problem.out_dtype]} c_t;")
+    lines.append(f"typedef {'int' if _stays_int(problem) else 'float'} value_t;")
     lines += map(_file, common)
-    before, _, after = _file(f"{template}.cu").partition("// EPILOGUE\n")
+    vectors = _vectors(problem, 64 if template == SLAB else config["bm"], config["bn"], threads)
+    text = _file(f"{template}.cu")
+    text = _written(text, "AHEAD", [vector.ahead(place) for place, vector in enumerate(vectors.values())])
+    text = _written(text, "KEPT", [vector.keep(place) for place, vector in enumerate(vectors.values())])
+    text = _written(text, "EPILOGUE", _epilogue(problem, vectors))
+    return Source("\n".join(lines) + "\n" + text, tuple(parameters), **made)
+
+
+def _written(text: str, mark: str, lines: list[str]) -> str:
+    """A template with statements in the place of a comment."""
+    before, found, after = text.partition(f"// {mark}\n")
+    assert found, mark
     indent = before[before.rindex("\n") + 1 :]
-    epilogue = f"\n{indent}".join(_epilogue(problem))
-    text = "\n".join(lines) + "\n" + before + epilogue + "\n" + after
-    return Source(text, tuple(parameters), **made)
+    return before + f"\n{indent}".join(lines) + "\n" + after
+
+
+@dataclass(frozen=True, slots=True)
+class _Vector:
+    """A vector that the epilogue takes, and where a kernel keeps it (vectors.cu).
+
+    name, type: of its elements' pointer. axis: what there is one for: ``row``, ``col`` or ``tensor``. count: elements
+    that a group of ``threads`` keeps, from ``offset`` on. integer: taken before integer sums become numbers.
+    """
+
+    name: str
+    type: str
+    axis: str
+    count: int
+    threads: int
+    offset: int
+    integer: bool
+
+    def ahead(self, place: int) -> str:
+        first, last = {"row": ("top", "M - 1"), "col": ("n0", "N - 1")}.get(self.axis, ("0", "0"))
+        kind = f"Ahead<{self.type}, {self.count}, {self.threads}>"
+        return f"const {kind} ahead{place}({self.name}, {first}, {last}, member);"
+
+    def keep(self, place: int) -> str:
+        return f"ahead{place}.{'integers' if self.integer else 'numbers'}(kept + {self.offset}, member);"
+
+    def element(self) -> str:
+        at = {"row": " + y", "col": " + x"}.get(self.axis, "")
+        return f"kept[{self.offset}{at}].{'whole' if self.integer else 'number'}"
+
+
+def _vectors(problem: Problem, rows: int, columns: int, threads: int) -> dict[str, _Vector]:
+    """By their pointers' names: those of a tile, or of a group's part of it, of so many rows and columns."""
+    taken: list[tuple[str, str, str, bool]] = []
+    if problem.b.quant is not None and not scale_group(problem):
+        taken.append(("s_ptr", problem.b.quant.scale_dtype, "col", False))
+    turn = float_at(problem) if problem.family == "int_mm" else 0
+    for place, step in enumerate(problem.epilogue):
+        if step.takes_tensor and step.axis != "full":
+            taken.append((f"t{place}", str(step.dtype), step.axis, place < turn))
+    found: dict[str, _Vector] = {}
+    offset = 0
+    for name, dtype, axis, integer in taken:
+        count = {"row": rows, "col": columns}.get(axis, 1)
+        found[name] = _Vector(name, TYPES[dtype], axis, count, threads, offset, integer)
+        offset += count
+    return found
+
+
+def kept_words(problem: Problem, rows: int, columns: int) -> int:
+    """Words of shared memory for what the epilogue takes of vectors, for so many rows and columns."""
+    return sum(vector.count for vector in _vectors(problem, rows, columns, 1).values())
 
 
 def _slab_launch(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
     a, b = _box(problem.a.dtype, config["bm"] // config["cluster"]), _box(problem.a.dtype, config["bn"])
     return {
         "warps": slab_warps(problem, config),
-        "shared": slab_shared(config),
+        "shared": slab_shared(problem, config),
         "descriptors": {"a_desc": a, "b_desc": b},
         "arch": "a",
         "registers": alike(slab_warps(problem, config)) if slab_more(problem, config) else 0,
@@ -146,16 +212,18 @@ def alike(warps: int) -> int:
 
 
 def mixed_shared(problem: Problem, config: dict[str, Any]) -> int:
-    """Bytes of shared memory: stages with a pair of barriers each, or the tile's sums where that is more, and what
-    putting them on a boundary of 1 KB may take."""
+    """Bytes of shared memory: stages with a pair of barriers each, or the tile's sums where that is more, what putting
+    them on a boundary of 1 KB may take, and vectors."""
     bm, bn, split, stages = (config[name] for name in ("bm", "bn", "split", "stages"))
     sums = _sent(bm, bn, split) if split > 1 else 4 * bm * _mixed_across(config)
-    return int(max(stages * mixed_stage(problem, config), sums) + _BARRIERS * (stages + 1) + _BOUNDARY)
+    most = max(stages * mixed_stage(problem, config), sums)
+    return int(most + _BARRIERS * (stages + 1) + _BOUNDARY + 4 * kept_words(problem, bm, bn))
 
 
 def mixed_stages(problem: Problem, config: dict[str, Any], room: int) -> int:
     """As many stages as so many bytes of shared memory hold."""
-    return (room - _BOUNDARY - _BARRIERS) // (mixed_stage(problem, config) + _BARRIERS)
+    besides = _BOUNDARY + _BARRIERS + 4 * kept_words(problem, config["bm"], config["bn"])
+    return (room - besides) // (mixed_stage(problem, config) + _BARRIERS)
 
 
 def mixed_stage(problem: Problem, config: dict[str, Any]) -> int:
@@ -186,17 +254,18 @@ def slab_more(problem: Problem, config: dict[str, Any]) -> int:
     return _more(config["bm"] // 64, slab_registers(problem, config))
 
 
-def slab_shared(config: dict[str, Any]) -> int:
-    """Bytes of shared memory: stages, a pair of barriers each, what putting them on a boundary of 1 KB may take, and
-    what each row has on its way out, or, where blocks share K, what they send each other in the stages' place."""
+def slab_shared(problem: Problem, config: dict[str, Any]) -> int:
+    """Bytes of shared memory: stages, or, where blocks share K, what they send each other in the stages' place, if that
+    is more; a pair of barriers for each, what putting them on a boundary of 1 KB may take, and vectors."""
     stages = config["stages"] * _slab_stage(config)
     if config["split"] > 1:
         stages = max(stages, _sent(config["bn"], config["bm"], config["split"]))
-    return int(stages + _BARRIERS * config["stages"] + _slab_besides(config))
+    return int(stages + _BARRIERS * config["stages"] + _slab_besides(problem, config))
 
 
-def _slab_besides(config: dict[str, Any]) -> int:
-    return int(_BOUNDARY + (_BARRIERS if config["split"] > 1 else 4 * config["bm"] * _ACROSS))
+def _slab_besides(problem: Problem, config: dict[str, Any]) -> int:
+    vectors = 2 * config["bm"] // 64 * 4 * kept_words(problem, 64, config["bn"])
+    return int(_BOUNDARY + (_BARRIERS if config["split"] > 1 else 0) + vectors)
 
 
 def _slab_stage(config: dict[str, Any]) -> int:
@@ -209,9 +278,9 @@ def _sent(own: int, others: int, split: int) -> int:
     return 4 * 8 * -(-own // (8 * split)) * split * others
 
 
-def slab_stages(config: dict[str, Any], room: int) -> int:
+def slab_stages(problem: Problem, config: dict[str, Any], room: int) -> int:
     """As many stages as so many bytes of shared memory hold."""
-    return (room - _slab_besides(config)) // (_slab_stage(config) + _BARRIERS)
+    return (room - _slab_besides(problem, config)) // (_slab_stage(config) + _BARRIERS)
 
 
 def run_of(problem: Problem) -> int:
@@ -244,6 +313,7 @@ def _skinny(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
         "HALF": int(half),
         "ONE": _ones(half),
         "WIDTH": bits(problem.a.dtype) // 8,
+        "KEPT": kept_words(problem, config["bm"], config["bn"]),
         "B_BYTES": max(1, bits(problem.b.dtype) // 8),
         "EVEN_K": int(problem.k % (4 * run_of(problem)) == 0),
         "GROUP": group,
@@ -265,7 +335,7 @@ def _slab(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
         "CLUSTER": config["cluster"] * config["split"],
         "WARPS": slab_warps(problem, config),
         "REGISTERS": slab_more(problem, config),
-        "ACROSS": _ACROSS,
+        "KEPT": kept_words(problem, 64, config["bn"]),
         "WIDTH": bits(problem.a.dtype) // 8,
         "STEPWISE": int(problem.family == "scaled_mm"),
         "PIECES": config["pieces"],
@@ -290,6 +360,7 @@ def _mixed(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
         "CLUSTER": config["split"],
         "WARPS": mixed_warps(problem, config),
         "REGISTERS": mixed_more(problem, config),
+        "KEPT": kept_words(problem, config["bm"], config["bn"]),
         "KIND": {"int8": "INT8", "int4": "INT4"}[problem.b.dtype],
         "GROUP": scale_group(problem),
         "ACROSS": _mixed_across(config),
@@ -376,27 +447,35 @@ def _parameters(problem: Problem, described: bool) -> dict[str, str]:
     return found
 
 
-def _epilogue(problem: Problem) -> list[str]:
-    """Statements from ``sum`` of one element to its place in C, with one rounding at the end."""
+def _stays_int(problem: Problem) -> bool:
+    """Whether sums are integers until they are rounded."""
+    return problem.family == "int_mm" and float_at(problem) > len(problem.epilogue)
+
+
+def _epilogue(problem: Problem, vectors: dict[str, _Vector]) -> list[str]:
+    """Statements from ``sum`` of one element to what is rounded, once, to its place."""
     lines, name = [], "sum"
     turn = float_at(problem) if problem.family == "int_mm" else STEPS + 1
     if problem.b.quant is not None and not scale_group(problem):
-        lines.append("sum *= number(s_ptr[n]);")
+        lines.append(f"sum *= {vectors['s_ptr'].element()};")
     for place, step in enumerate((*problem.epilogue, None)):
         if place == turn:
             lines.append("float value = (float)sum;")
             name = "value"
         if step is not None:
-            lines += _step(step, place, name, integer=problem.family == "int_mm" and name == "sum")
-    lines.append(f"round_to(c_ptr[(long long)m * ldc + n], {name});")
+            integer = problem.family == "int_mm" and name == "sum"
+            lines += _step(step, place, name, integer, vectors.get(f"t{place}"))
+    lines.append(f"return {name};")
     return lines
 
 
-def _step(step: Step, place: int, v: str, integer: bool) -> list[str]:
-    kind, axis, value, low, high = step_constants(step)
-    tensor = _element(place, axis)
-    if not integer:
-        tensor = f"number({tensor})" + (f" * {_float(value)}" if value != 1.0 else "")
+def _step(step: Step, place: int, v: str, integer: bool, vector: _Vector | None) -> list[str]:
+    kind, _, value, low, high = step_constants(step)
+    tensor = vector.element() if vector else f"t{place}[(long long)m * ld{place} + n]"
+    if not (vector or integer):
+        tensor = f"number({tensor})"
+    if value != 1.0:
+        tensor += f" * {_float(value)}"
     statements = {
         "": [],
         "relu": [f"{v} = {v} < 0 ? 0 : {v};"],  # keeps NaN
@@ -417,11 +496,6 @@ def _step(step: Step, place: int, v: str, integer: bool) -> list[str]:
         "cast.float16": [f"{v} = rounded<float16>({v});"],
     }
     return statements[kind]
-
-
-def _element(place: int, axis: str) -> str:
-    at = {"": "0", "tensor": "0", "row": "m", "col": "n", "full": f"(long long)m * ld{place} + n"}[axis]
-    return f"t{place}[{at}]"
 
 
 def _float(x: float) -> str:

@@ -33,6 +33,7 @@ from .source import (
     SLAB,
     TYPES,
     alike,
+    kept_words,
     mixed_more,
     mixed_registers,
     mixed_shared,
@@ -145,9 +146,9 @@ def _skinny_illegal(problem: Problem, device: Device, config: dict[str, Any]) ->
         return f"{chunks} times 64 bytes of K leave some of {turns * split} warps with nothing to do"
     if split > 1 and _tiles(problem, config) >= 2 * device.multiprocessors:
         return "there are blocks enough for every multiprocessor without splitting K"
-    shared = 4 * bn * (turns * (bm + 1) + (bm if split > 1 else 0))
+    shared = 4 * (bn * (turns * (bm + 1) + (bm if split > 1 else 0)) + kept_words(problem, bm, bn))
     if shared > _SHARED:
-        return f"{shared >> 10} KB for the warps' sums; {_SHARED >> 10} are there"
+        return f"{shared >> 10} KB for the warps' sums and vectors; {_SHARED >> 10} are there"
     allowed = min(255, REGISTERS // (32 * warps))
     wanted = _registers(problem, config)
     if wanted > allowed:
@@ -213,7 +214,7 @@ def _slab_space(problem: Problem, device: Device) -> Iterator[dict[str, Any]]:
             if min(cluster, split) == 1:
                 config = {"bm": bm, "bn": bn, "chunks": chunks, "cluster": cluster, "split": split}
                 config |= {"pieces": pieces, "turns": turns}
-                yield {**config, "stages": min(_MOST_STAGES, slab_stages(config, device.shared))}
+                yield {**config, "stages": min(_MOST_STAGES, slab_stages(problem, config, device.shared))}
 
 
 def _slab_illegal(problem: Problem, device: Device, config: dict[str, Any]) -> str:
