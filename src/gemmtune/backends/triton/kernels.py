@@ -36,11 +36,24 @@ _HIGH_FP16 = _levels_asm(True, "0x64646464", "0x3c003c00", "0xe408e408", "f16")
 
 
 @triton.jit
+def _ahead(t_ptr, rows, cols, M, N, AXIS: tl.constexpr):
+    """What a step takes of a vector, not of a matrix: asked for before the products, it is there after them."""
+    found = 0
+    if AXIS == "tensor":
+        found = tl.load(t_ptr)
+    elif AXIS == "row":
+        found = tl.load(t_ptr + rows, mask=rows < M)
+    elif AXIS == "col":
+        found = tl.load(t_ptr + cols, mask=cols < N)
+    return found
+
+
+@triton.jit
 def _step(
-    acc, t_ptr, ld, rows, cols, M, N,
+    acc, t_ptr, v, ld, rows, cols, M, N,
     KIND: tl.constexpr, AXIS: tl.constexpr, VALUE: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr,
 ):  # fmt: skip
-    """One step of the epilogue. rows, cols: the tile's indices, shaped to broadcast against ``acc``."""
+    """One step of the epilogue. rows, cols: the tile's indices, shaped to broadcast against ``acc``; v: _ahead's."""
     if KIND == "relu":
         acc = tl.where(acc < 0, tl.zeros_like(acc), acc)  # keeps NaN, as maximum(acc, 0) does not
     elif KIND == "gelu":
@@ -61,15 +74,9 @@ def _step(
     elif KIND == "number":
         acc = acc * VALUE
     elif KIND != "":
-        if AXIS == "tensor":
-            t = tl.load(t_ptr)
-        elif AXIS == "row":
-            t = tl.load(t_ptr + rows, mask=rows < M)
-        elif AXIS == "col":
-            t = tl.load(t_ptr + cols, mask=cols < N)
-        else:
-            t = tl.load(t_ptr + rows.to(tl.int64) * ld + cols, mask=(rows < M) & (cols < N))
-        t = t.to(acc.dtype)
+        if AXIS == "full":
+            v = tl.load(t_ptr + rows.to(tl.int64) * ld + cols, mask=(rows < M) & (cols < N))
+        t = v.to(acc.dtype)
         if VALUE != 1.0:
             t = t * VALUE
         if KIND == "scale" or KIND == "mul":
@@ -91,7 +98,7 @@ def _rounded(acc, LOW: tl.constexpr, HIGH: tl.constexpr):
 @triton.jit
 def _finish(
     acc, c_ptr, ldc, rows, cols, M, N,
-    t0, t1, t2, t3, t4, ld0, ld1, ld2, ld3, ld4, FLOAT_AT: tl.constexpr,
+    t0, t1, t2, t3, t4, v0, v1, v2, v3, v4, ld0, ld1, ld2, ld3, ld4, FLOAT_AT: tl.constexpr,
     KIND0: tl.constexpr, AXIS0: tl.constexpr, VALUE0: tl.constexpr, LO0: tl.constexpr, HI0: tl.constexpr,
     KIND1: tl.constexpr, AXIS1: tl.constexpr, VALUE1: tl.constexpr, LO1: tl.constexpr, HI1: tl.constexpr,
     KIND2: tl.constexpr, AXIS2: tl.constexpr, VALUE2: tl.constexpr, LO2: tl.constexpr, HI2: tl.constexpr,
@@ -101,19 +108,19 @@ def _finish(
     """The epilogue, and the one rounding to the output's dtype. FLOAT_AT: the step at which integers become floats."""
     if FLOAT_AT == 0:
         acc = acc.to(tl.float32)
-    acc = _step(acc, t0, ld0, rows, cols, M, N, KIND0, AXIS0, VALUE0, LO0, HI0)
+    acc = _step(acc, t0, v0, ld0, rows, cols, M, N, KIND0, AXIS0, VALUE0, LO0, HI0)
     if FLOAT_AT == 1:
         acc = acc.to(tl.float32)
-    acc = _step(acc, t1, ld1, rows, cols, M, N, KIND1, AXIS1, VALUE1, LO1, HI1)
+    acc = _step(acc, t1, v1, ld1, rows, cols, M, N, KIND1, AXIS1, VALUE1, LO1, HI1)
     if FLOAT_AT == 2:
         acc = acc.to(tl.float32)
-    acc = _step(acc, t2, ld2, rows, cols, M, N, KIND2, AXIS2, VALUE2, LO2, HI2)
+    acc = _step(acc, t2, v2, ld2, rows, cols, M, N, KIND2, AXIS2, VALUE2, LO2, HI2)
     if FLOAT_AT == 3:
         acc = acc.to(tl.float32)
-    acc = _step(acc, t3, ld3, rows, cols, M, N, KIND3, AXIS3, VALUE3, LO3, HI3)
+    acc = _step(acc, t3, v3, ld3, rows, cols, M, N, KIND3, AXIS3, VALUE3, LO3, HI3)
     if FLOAT_AT == 4:
         acc = acc.to(tl.float32)
-    acc = _step(acc, t4, ld4, rows, cols, M, N, KIND4, AXIS4, VALUE4, LO4, HI4)
+    acc = _step(acc, t4, v4, ld4, rows, cols, M, N, KIND4, AXIS4, VALUE4, LO4, HI4)
     if c_ptr.dtype.element_ty == tl.int8:
         acc = _rounded(acc, -128, 127)
     elif c_ptr.dtype.element_ty == tl.uint8:
@@ -255,6 +262,14 @@ def tiled(
     share = tl.cdiv(blocks, SPLIT)
     lo = part * share
     hi = tl.minimum(lo + share, blocks)
+    if SWAP:
+        r, c = rows[None, :], cols[:, None]
+    else:
+        r, c = rows[:, None], cols[None, :]
+    if QUANT == 8 and QGROUP == 0:
+        scales = tl.load(s_ptr + c, mask=c < N).to(tl.float32)
+    v0, v1, v2 = _ahead(t0, r, c, M, N, AXIS0), _ahead(t1, r, c, M, N, AXIS1), _ahead(t2, r, c, M, N, AXIS2)
+    v3, v4 = _ahead(t3, r, c, M, N, AXIS3), _ahead(t4, r, c, M, N, AXIS4)
 
     a_first = a_ptr + batch * batch_a
     if A_COL:
@@ -301,10 +316,8 @@ def tiled(
         )  # fmt: skip
 
     if SWAP:
-        r, c = rows[None, :], cols[:, None]
         places = local_n[:, None] * BM + local_m[None, :]
     else:
-        r, c = rows[:, None], cols[None, :]
         places = local_m[:, None] * BN + local_n[None, :]
     if SPLIT > 1:
         number = batch * (tiles_m * tiles_n) + tile
@@ -318,17 +331,19 @@ def tiled(
                 acc += tl.load(area + other * (BM * BN) + places, cache_modifier=".cg")
             tl.store(lock_ptr + number, 0)
             if QUANT == 8 and QGROUP == 0:
-                acc = acc * tl.load(s_ptr + c, mask=c < N).to(tl.float32)
+                acc = acc * scales
             _finish(
-                acc, c_ptr + batch * batch_c, ldc, r, c, M, N, t0, t1, t2, t3, t4, ld0, ld1, ld2, ld3, ld4, FLOAT_AT,
+                acc, c_ptr + batch * batch_c, ldc, r, c, M, N, t0, t1, t2, t3, t4, v0, v1, v2, v3, v4,
+                ld0, ld1, ld2, ld3, ld4, FLOAT_AT,
                 KIND0, AXIS0, VALUE0, LO0, HI0, KIND1, AXIS1, VALUE1, LO1, HI1, KIND2, AXIS2, VALUE2, LO2, HI2,
                 KIND3, AXIS3, VALUE3, LO3, HI3, KIND4, AXIS4, VALUE4, LO4, HI4,
             )  # fmt: skip
     else:
         if QUANT == 8 and QGROUP == 0:
-            acc = acc * tl.load(s_ptr + c, mask=c < N).to(tl.float32)
+            acc = acc * scales
         _finish(
-            acc, c_ptr + batch * batch_c, ldc, r, c, M, N, t0, t1, t2, t3, t4, ld0, ld1, ld2, ld3, ld4, FLOAT_AT,
+            acc, c_ptr + batch * batch_c, ldc, r, c, M, N, t0, t1, t2, t3, t4, v0, v1, v2, v3, v4,
+            ld0, ld1, ld2, ld3, ld4, FLOAT_AT,
             KIND0, AXIS0, VALUE0, LO0, HI0, KIND1, AXIS1, VALUE1, LO1, HI1, KIND2, AXIS2, VALUE2, LO2, HI2,
             KIND3, AXIS3, VALUE3, LO3, HI3, KIND4, AXIS4, VALUE4, LO4, HI4,
         )  # fmt: skip
@@ -363,8 +378,12 @@ def persistent(
         cols = (pid_n * BN + tl.arange(0, BN))[None, :]
         if QUANT == 8:
             acc = acc * tl.load(s_ptr + cols, mask=cols < N).to(tl.float32)
+        v0, v1 = _ahead(t0, rows, cols, M, N, AXIS0), _ahead(t1, rows, cols, M, N, AXIS1)
+        v2, v3 = _ahead(t2, rows, cols, M, N, AXIS2), _ahead(t3, rows, cols, M, N, AXIS3)
+        v4 = _ahead(t4, rows, cols, M, N, AXIS4)
         _finish(
-            acc, c_ptr, ldc, rows, cols, M, N, t0, t1, t2, t3, t4, ld0, ld1, ld2, ld3, ld4, FLOAT_AT,
+            acc, c_ptr, ldc, rows, cols, M, N, t0, t1, t2, t3, t4, v0, v1, v2, v3, v4,
+            ld0, ld1, ld2, ld3, ld4, FLOAT_AT,
             KIND0, AXIS0, VALUE0, LO0, HI0, KIND1, AXIS1, VALUE1, LO1, HI1, KIND2, AXIS2, VALUE2, LO2, HI2,
             KIND3, AXIS3, VALUE3, LO3, HI3, KIND4, AXIS4, VALUE4, LO4, HI4,
         )  # fmt: skip
