@@ -15,7 +15,7 @@
 // KEPT (words of vectors that a group of warps keeps), sum_t, c_t, value_t (what is rounded to it), PARAMETERS, then
 // ptx.cu, hopper.cu, numbers.cu, vectors.cu, sums.cu and rows.cu. It writes the epilogue, and what that wants ahead, too.
 
-constexpr int GROUPS = BM / 64, CONSUMERS = 4 * GROUPS;        // of four warps; warps that multiply
+constexpr int GROUPS = (BM + 63) / 64, CONSUMERS = 4 * GROUPS;  // of four warps; warps that multiply
 constexpr int PART = BM / SHARE;                               // rows of A that one block fetches
 constexpr int A_BYTES = BM * 128, B_BYTES = BN * 128;          // of a chunk
 constexpr int STAGE = CHUNKS * (A_BYTES + B_BYTES);
@@ -23,7 +23,9 @@ constexpr int ELEMENTS = 128 / WIDTH;                          // of K in a chun
 constexpr int SUMS = BN / 2;                                   // of a thread
 constexpr int PIECE = SUMS / PIECES, MADE = CHUNKS * PIECES;   // if STEPWISE: of a product, and products of a step
 constexpr int SENT = SPLIT > 1 ? sums_bytes(SUMS, 32 * CONSUMERS) : 0;
-constexpr int SPACE = SENT > STAGES * STAGE ? SENT : STAGES * STAGE;
+// wgmma takes 64 rows, whatever comes of those that BM has not: they may be anything, but must be there.
+constexpr int BEYOND = (64 - BM) * 128 > CHUNKS * B_BYTES ? (64 - BM) * 128 - CHUNKS * B_BYTES : 0;
+constexpr int SPACE = SENT > STAGES * STAGE + BEYOND ? SENT : STAGES * STAGE + BEYOND;
 
 // One chunk of A and B, as ``rows_from`` has them, into ``d``, beside what is there if ``add``.
 template <int N> __device__ __forceinline__ void multiply_chunk(sum_t (&d)[N], u32 a, u32 b, int add) {
@@ -64,7 +66,6 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
     const int tiles = tiles_m * ((tiles_n + SHARE - 1) / SHARE), first = blockIdx.x / CLUSTER;
     const int stride = gridDim.x / CLUSTER, steps = (K + CHUNKS * ELEMENTS - 1) / (CHUNKS * ELEMENTS);
     const int from = steps * part / SPLIT, to = steps * (part + 1) / SPLIT;
-    const Rows C{c_ptr, ldc, M, N};
     int at = 0, turn = 0;  // the next stage, and how often (modulo 2) all were gone through
     auto next = [&] {
         if (++at == STAGES) at = 0, turn ^= 1;
@@ -97,6 +98,7 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
         for (int tile = first; tile < tiles; tile += stride) {
             const int m0 = tile % tiles_m * BM, n0 = (tile / tiles_m * SHARE + rank) * BN;
             const int top = m0 + 64 * group;
+            const Rows C{c_ptr, ldc, min(M, m0 + BM), N};
             // AHEAD
             sum_t sums[SUMS];
 #pragma unroll
@@ -170,6 +172,7 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
                     put(C, top + row + 8 * half, n0 + x, pair_of(row + 8 * half, x, four.of + 2 * half));
             });
 #else
+            if (warp % 4 * 16 >= BM) continue;
 #pragma unroll
             for (int first = 0; first < BN / 8; first += TOGETHER) {
                 Pair pairs[2][TOGETHER];

@@ -24,7 +24,7 @@ _FP8 = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 _WGMMA = {"bfloat16": "bf16", "float16": "f16", "int8": "s8", **_FP8}
 SKINNY, SLAB, MIXED = "skinny", "slab", "mixed"
 REGISTERS = 65536  # of a multiprocessor
-_GROUP = 128  # threads that wgmma takes, for 64 rows
+_GROUP, _GROUP_ROWS = 128, 64  # threads and rows that wgmma takes
 CHUNK_BYTES = 128  # of a row, as TMA lays them for wgmma
 MIXED_STEP = 128  # elements of K in a stage of ``mixed``
 _BOUNDARY = 1024  # where TMA's swizzle starts anew
@@ -81,7 +81,7 @@ def generate(problem: Problem, template: str, config: dict[str, Any], primitives
     lines.append(f"typedef {TYPES[problem.out_dtype]} c_t;")
     lines.append(f"typedef {'int' if _stays_int(problem) else 'float'} value_t;")
     lines += map(_file, common)
-    vectors = _vectors(problem, 64 if template == SLAB else config["bm"], config["bn"], threads)
+    vectors = _vectors(problem, _GROUP_ROWS if template == SLAB else config["bm"], config["bn"], threads)
     text = _file(f"{template}.cu")
     text = _written(text, "AHEAD", [vector.ahead(place) for place, vector in enumerate(vectors.values())])
     text = _written(text, "KEPT", [vector.keep(place) for place, vector in enumerate(vectors.values())])
@@ -238,7 +238,12 @@ def _mixed_across(config: dict[str, Any]) -> int:
 
 def slab_warps(problem: Problem, config: dict[str, Any]) -> int:
     """As ``mixed_warps``."""
-    return int(config["bm"] // 16 + (4 if slab_more(problem, config) else 1))
+    return 4 * _slab_groups(config) + (4 if slab_more(problem, config) else 1)
+
+
+def _slab_groups(config: dict[str, Any]) -> int:
+    """Groups of four warps that multiply: 64 rows each, or what there is."""
+    return int(-(-config["bm"] // _GROUP_ROWS))
 
 
 def slab_registers(problem: Problem, config: dict[str, Any]) -> int:
@@ -251,21 +256,26 @@ def slab_registers(problem: Problem, config: dict[str, Any]) -> int:
 
 def slab_more(problem: Problem, config: dict[str, Any]) -> int:
     """As ``mixed_more``."""
-    return _more(config["bm"] // 64, slab_registers(problem, config))
+    return _more(_slab_groups(config), slab_registers(problem, config))
 
 
 def slab_shared(problem: Problem, config: dict[str, Any]) -> int:
     """Bytes of shared memory: stages, or, where blocks share K, what they send each other in the stages' place, if that
     is more; a pair of barriers for each, what putting them on a boundary of 1 KB may take, and vectors."""
-    stages = config["stages"] * _slab_stage(config)
+    stages = config["stages"] * _slab_stage(config) + _slab_beyond(config)
     if config["split"] > 1:
-        stages = max(stages, _sent(config["bn"], config["bm"], config["split"]))
+        stages = max(stages, _sent(config["bn"], _GROUP_ROWS * _slab_groups(config), config["split"]))
     return int(stages + _BARRIERS * config["stages"] + _slab_besides(problem, config))
 
 
 def _slab_besides(problem: Problem, config: dict[str, Any]) -> int:
-    vectors = 2 * config["bm"] // 64 * 4 * kept_words(problem, 64, config["bn"])
+    vectors = 2 * _slab_groups(config) * 4 * kept_words(problem, _GROUP_ROWS, config["bn"])
     return int(_BOUNDARY + (_BARRIERS if config["split"] > 1 else 0) + vectors)
+
+
+def _slab_beyond(config: dict[str, Any]) -> int:
+    """What wgmma reads of more rows than the last stage has."""
+    return max(0, CHUNK_BYTES * (_GROUP_ROWS - config["bm"] - config["chunks"] * config["bn"]))
 
 
 def _slab_stage(config: dict[str, Any]) -> int:
@@ -280,7 +290,7 @@ def _sent(own: int, others: int, split: int) -> int:
 
 def slab_stages(problem: Problem, config: dict[str, Any], room: int) -> int:
     """As many stages as so many bytes of shared memory hold."""
-    return (room - _slab_besides(problem, config)) // (_slab_stage(config) + _BARRIERS)
+    return (room - _slab_besides(problem, config) - _slab_beyond(config)) // (_slab_stage(config) + _BARRIERS)
 
 
 def run_of(problem: Problem) -> int:
@@ -335,7 +345,7 @@ def _slab(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
         "CLUSTER": config["cluster"] * config["split"],
         "WARPS": slab_warps(problem, config),
         "REGISTERS": slab_more(problem, config),
-        "KEPT": kept_words(problem, 64, config["bn"]),
+        "KEPT": kept_words(problem, _GROUP_ROWS, config["bn"]),
         "WIDTH": bits(problem.a.dtype) // 8,
         "STEPWISE": int(problem.family == "scaled_mm"),
         "PIECES": config["pieces"],

@@ -4,9 +4,10 @@ Entries of ``skinny``: ``bm``, ``bn`` (the tile: rows of A, columns of B), ``war
 side by side along the tile's columns and the others share K, ``depth`` (how many times 64 bytes of each column a warp
 has under way), ``split`` (blocks of a cluster, which share K).
 
-Entries of ``slab``: ``bm``, ``bn`` (the tile), ``chunks`` (times 128 bytes of a row in a stage), ``stages`` (as many as
-there is shared memory for), ``cluster`` (blocks that share what they read of A), ``split`` (blocks of a cluster, which
-share K; only one of the two is more than 1).
+Entries of ``slab``: ``bm``, ``bn`` (the tile; no more rows than A has, though wgmma takes 64), ``chunks`` (times 128
+bytes of a row in a stage), ``stages`` (as many as there is shared memory for), ``cluster`` (blocks that share what they
+read of A), ``split`` (blocks of a cluster, which share K; only one of the two is more than 1); fp8: ``pieces`` (products
+of the slab's columns, one after the other), ``turns`` (of them under way at a time).
 
 Entries of ``mixed``: ``bm``, ``bn`` (the tile), ``split`` (blocks of a cluster, which share K), ``stages`` (as many as
 one, two, three or four blocks of a multiprocessor have room for).
@@ -50,13 +51,14 @@ from .source import (
 
 NAME = "cuda"
 _ROWS = 32
-_SLAB_ROWS = (17, 8192)
+_SLAB_ROWS = 8192
 _MIXED_ROWS = (17, 512)
 _WIDTHS = tuple(range(16, 257, 8))
 _LANES = 4  # of a warp, side by side along K
 _SHARED = 48 << 10  # what a kernel has without asking for more
 _RESERVED = 1 << 10  # of a multiprocessor's shared memory, for each block
 _THREADS = 2048
+_PIECES_FROM = 128  # columns of a slab: two products of fewer leave the matrix units waiting more often than one does
 _FEWEST_STAGES, _MOST_STAGES = 3, 24
 # Fitted to times on an H200.
 _BANDWIDTH = 4.2e12
@@ -70,7 +72,7 @@ _START_S = 2e-6
 _STEP_S = 5e-8  # a stage's barriers
 _DRAIN_S = 7e-8  # fp8: nothing is multiplied between a product's end and the next one's start
 _BESIDE = 0.2  # of the second longest of what goes on at a time
-_COLUMN_S = 1.2e-8  # a column of 64 rows on its way out
+_COLUMN_S = 5e-9  # a column of 64 rows on its way out
 _MEET_S = 8e-7  # a cluster's blocks, one after the last
 _BETWEEN_BLOCKS = 4.5e10  # bytes a second that one reads of another's shared memory
 _CONVERT_S = 2e-7  # 64 columns of a step of ``mixed`` become numbers
@@ -191,9 +193,8 @@ def _slab_refusal(problem: Problem, device: Device) -> str:
         return "wgmma is compute capability 9.0's alone"
     if problem.family not in ("mm", "int_mm", "scaled_mm"):
         return f"multiplies matrices of one kind of element; got {problem.family}"
-    if not _SLAB_ROWS[0] <= problem.m <= _SLAB_ROWS[1]:
-        # With few rows all blocks want the same lines of A at a time: 2x of what they take with 64 (H200, K = 11008).
-        return f"made for {_SLAB_ROWS[0]} to {_SLAB_ROWS[1]} rows; got {problem.m}"
+    if problem.m > _SLAB_ROWS:
+        return f"made for at most {_SLAB_ROWS} rows; got {problem.m}"
     return ""
 
 
@@ -202,16 +203,18 @@ def _slab_space(problem: Problem, device: Device) -> Iterator[dict[str, Any]]:
     stepwise, one_or_two = problem.family == "scaled_mm", (1, 2)
     usual = {64, 128, 192, 256} if stepwise else {64, 128, 256}
     by_turns = one_or_two if stepwise else (1,)
-    for bm, split in itertools.product((64,) if problem.m <= 64 else (64, 128), (1, 2, 3, 4, 6, 8)):
+    few = problem.m <= 64
+    rows = (8 * -(-problem.m // 8),) if few else (64, 128)
+    for bm, split in itertools.product(rows, (1, 2, 3, 4, 6, 8)):
         blocks = -(-problem.m // bm) * split
         fitting = {
             next((w for w in _WIDTHS if -(-problem.n // w) * blocks <= device.multiprocessors * rounds), 256)
             for rounds in range(1, 7 if split == 1 else 3)
         }
         for bn, cluster, chunks, pieces, turns in itertools.product(
-            sorted(fitting | usual), one_or_two, one_or_two, by_turns, by_turns
+            sorted(fitting | usual), one_or_two, (1, 2, 4) if few else (1, 2), by_turns, by_turns
         ):
-            if min(cluster, split) == 1:
+            if min(cluster, split) == 1 and (pieces == 1 or bn >= _PIECES_FROM):
                 config = {"bm": bm, "bn": bn, "chunks": chunks, "cluster": cluster, "split": split}
                 config |= {"pieces": pieces, "turns": turns}
                 yield {**config, "stages": min(_MOST_STAGES, slab_stages(problem, config, device.shared))}
@@ -222,6 +225,8 @@ def _slab_illegal(problem: Problem, device: Device, config: dict[str, Any]) -> s
         return f"shared memory has room for {config['stages']} stages; at least {_FEWEST_STAGES} hide the latency"
     if config["chunks"] > 1 and problem.k * bits(problem.a.dtype) <= 8 * CHUNK_BYTES:
         return "K ends in the first 128 bytes"
+    if config["bm"] % (8 * config["cluster"]):
+        return f"eight rows are swizzled together; {config['cluster']} blocks cannot share {config['bm']}"
     if config["cluster"] > -(-problem.n // config["bn"]):
         return "there are fewer slabs than blocks in a cluster"
     split, steps = config["split"], -(-problem.k * bits(problem.a.dtype) // (8 * CHUNK_BYTES * config["chunks"]))
@@ -252,9 +257,10 @@ def _slab_seconds(problem: Problem, device: Device, config: dict[str, Any]) -> f
     stage = CHUNK_BYTES * config["chunks"]
     steps = rounds * -(-problem.k * size // stage)
     fetched = steps * stage * (bn + min(bm, problem.m) / cluster) * device.multiprocessors / _L2_BANDWIDTH
-    walk = (fetched + steps * _STEP_S * cluster**2) * (1 + 0.5 / (config["stages"] - 1))
+    walk = fetched + steps * _STEP_S * cluster**2
+    compute = 2.0 * problem.k * size * max(bm, 64) * (bn + _A_AGAIN) * rounds / _FLOPS
     memory = problem.n * problem.k * size / _BANDWIDTH
-    compute = 2.0 * problem.k * size * bm * (bn + _A_AGAIN) * rounds / _FLOPS * (1 + 0.5 / (config["stages"] - 1))
+    walk, compute = (x * (1 + 0.5 / (config["stages"] - 1)) for x in (walk, compute))
     if problem.family == "scaled_mm":
         compute += steps * _DRAIN_S * (config["chunks"] * config["pieces"] - config["turns"] + 1)
     faster, slower = sorted((walk, memory, compute))[1:]
