@@ -6,8 +6,8 @@ has under way), ``split`` (blocks of a cluster, which share K).
 
 Entries of ``slab``: ``bm``, ``bn`` (the tile; no more rows than A has, though wgmma takes 64), ``chunks`` (times 128
 bytes of a row in a stage), ``stages`` (as many as there is shared memory for), ``cluster`` (blocks that share what they
-read of A), ``split`` (blocks of a cluster, which share K; only one of the two is more than 1); fp8: ``pieces`` (products
-of the slab's columns, one after the other), ``turns`` (of them under way at a time).
+read of A), ``split`` (blocks of a cluster, which share K; only one of the two is more than 1); for fp8, ``pieces`` (of
+the slab's columns, multiplied one after the other) and ``turns`` (of those products, how many are under way at a time).
 
 Entries of ``mixed``: ``bm``, ``bn`` (the tile), ``split`` (blocks of a cluster, which share K), ``stages`` (as many as
 one, two, three or four blocks of a multiprocessor have room for).
@@ -62,18 +62,19 @@ _PIECES_FROM = 128  # columns of a slab: two products of fewer leave the matrix 
 _FEWEST_STAGES, _MOST_STAGES = 3, 24
 # Fitted to times on an H200.
 _BANDWIDTH = 4.2e12
-_L2_BANDWIDTH = 1.8e13  # many ask for the same of A
+_L2_BANDWIDTH = 2.1e13  # many ask for the same of A
 _FLOPS = 1.9e13  # of a multiprocessor at one-byte operands
-_A_AGAIN = 72  # columns that reading A for wgmma takes as long as
 _FLIGHT = 15e3  # bytes a multiprocessor must have under way to reach half the bandwidth
 _WAVE_S = 1.6e-6  # what another round of blocks adds
 _SPLIT_S = 4e-6
 _START_S = 2e-6
-_STEP_S = 5e-8  # a stage's barriers
-_DRAIN_S = 7e-8  # fp8: nothing is multiplied between a product's end and the next one's start
+_SLAB_FLIGHT = 4e4  # bytes of stages, beyond the one in use, that keep a block busy half of the time
+_STEP_S = 3.9e-8  # a stage's barriers
+_DRAIN_S = 1.3e-8  # fp8: nothing is multiplied between a product's end and the next one's start
 _BESIDE = 0.2  # of the second longest of what goes on at a time
-_COLUMN_S = 5e-9  # a column of 64 rows on its way out
-_MEET_S = 8e-7  # a cluster's blocks, one after the last
+_COLUMN_S = 1.2e-8  # a column of 64 rows on its way out
+_SLAB_BESIDE, _SLAB_COLUMN_S = 0.27, 1.9e-8
+_MEET_S = 6.4e-6  # a cluster's blocks, one after the last
 _BETWEEN_BLOCKS = 4.5e10  # bytes a second that one reads of another's shared memory
 _CONVERT_S = 2e-7  # 64 columns of a step of ``mixed`` become numbers
 _MIXED_FLOPS = 1.3e13  # of a multiprocessor, as ``_FLOPS``
@@ -258,16 +259,17 @@ def _slab_seconds(problem: Problem, device: Device, config: dict[str, Any]) -> f
     steps = rounds * -(-problem.k * size // stage)
     fetched = steps * stage * (bn + min(bm, problem.m) / cluster) * device.multiprocessors / _L2_BANDWIDTH
     walk = fetched + steps * _STEP_S * cluster**2
-    compute = 2.0 * problem.k * size * max(bm, 64) * (bn + _A_AGAIN) * rounds / _FLOPS
+    compute = 2.0 * problem.k * size * max(bm, 64) * bn * rounds / _FLOPS
     memory = problem.n * problem.k * size / _BANDWIDTH
-    walk, compute = (x * (1 + 0.5 / (config["stages"] - 1)) for x in (walk, compute))
+    waiting = 1 + _SLAB_FLIGHT / ((config["stages"] - 1) * stage * (bn + bm))
+    walk, compute = walk * waiting, compute * waiting
     if problem.family == "scaled_mm":
         compute += steps * _DRAIN_S * (config["chunks"] * config["pieces"] - config["turns"] + 1)
     faster, slower = sorted((walk, memory, compute))[1:]
-    out = _COLUMN_S * bn * bm / 64
+    out = _SLAB_COLUMN_S * bn * bm / 64
     if split > 1:
         out = out / split + _MEET_S + 4.0 * bm * bn * (split - 1) / split / _BETWEEN_BLOCKS
-    return float(slower + _BESIDE * faster + out + _START_S)
+    return float(slower + _SLAB_BESIDE * faster + out + _START_S)
 
 
 def _mixed_refusal(problem: Problem, device: Device) -> str:
