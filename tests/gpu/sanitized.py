@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 
 from cards import first, kernel_of, run_into
+from gemmtune.epilogue import Step
 from gemmtune.measure.inputs import Inputs
 from gemmtune.measure.verify import prepare, verify
 from gemmtune.problem import Layout, Operand, Problem
@@ -38,6 +39,14 @@ def cases() -> Iterator[tuple[Problem, str, dict[str, int]]]:
     yield weight_only_problem(3, 1096, 2064), "cuda/skinny", {"split": 4}
     yield weight_only_problem(9, 1096, 1024, bits=4, group=128, zero_point=True), "cuda/skinny", {"split": 1}
     yield build(100, 1096, 1032, "bf16"), "cuda/slab", {"cluster": 1, "split": 1}
+    yield (
+        replace(build(100, 1101, 1032, "bf16"), epilogue=(Step("bias", "col", "bfloat16"),)),
+        "cuda/slab",
+        {"split": 1},
+    )
+    yield build(5, 1096, 1032, "bf16"), "cuda/slab", {"bm": 8, "split": 1}
+    yield fp8_problem(9, 1096, 2064), "cuda/slab", {"bm": 16, "chunks": 4, "split": 1}
+    yield int_problem(20, 1096, 2064), "cuda/slab", {"bm": 24, "split": 2}
     yield build(33, 8200, 136, "fp16"), "cuda/slab", {"cluster": 2}
     yield int_problem(70, 1096, 2064), "cuda/slab", {"cluster": 2}
     yield fp8_problem(20, 1096, 2064), "cuda/slab", {"cluster": 2}

@@ -10,6 +10,7 @@ import torch
 from cards import check_random_problems, check_repeats, first, kernel_of, run_into
 from gemmtune.backends import get
 from gemmtune.epilogue import Step
+from gemmtune.errors import UnsupportedError
 from gemmtune.measure.verify import prepare, verify
 from gemmtune.problem import Problem
 from gemmtune.workloads import bmm_problem, build, fp8_problem, int_problem
@@ -38,7 +39,11 @@ def test_random_problems_are_right() -> None:
 def test_any_m_and_bit_for_bit_again(name: str, rank: int) -> None:
     """Those that are ranked first; an algorithm that does not take another M gives way to one that does."""
     problem = PROBLEMS[name]
-    kernel = kernel_of(problem, first(problem, "ranked", "cublaslt", rank=rank))
+    try:
+        kernel = kernel_of(problem, first(problem, "ranked", "cublaslt", rank=rank))
+    except UnsupportedError as why:
+        assert rank > 0
+        pytest.skip(str(why))  # of fp8 with a scale a row it knows one
     for m in (1, 2, 7, 16, 17, 64, 100, 300):
         check(problem.with_m(m), kernel)
         check_repeats(kernel, problem.with_m(m), m)

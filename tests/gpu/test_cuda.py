@@ -45,6 +45,8 @@ PROBLEMS = {
         out_dtype="bfloat16",
     ),
     "slab fp8": fp8_problem(33, 2200, 2064),
+    "slab bf16, few rows": replace(build(5, 1101, 2080, "bf16"), epilogue=(Step("bias", "col", "bfloat16"),)),
+    "slab fp8, few rows": fp8_problem(9, 2200, 2064),
     "mixed int8": replace(
         weight_only_problem(70, 1100, 2064), epilogue=(Step("bias", "col", "bfloat16"), Step("mul", "full", "bfloat16"))
     ),
@@ -53,6 +55,9 @@ PROBLEMS = {
     "mixed int4": weight_only_problem(50, 1100, 2048, bits=4, group=128),
     "mixed int4 fp16": weight_only_problem(260, 1100, 1024, bits=4, dtype="float16"),
 }
+
+
+_SLABS = ("slab bf16", "slab int8", "slab fp8", "slab bf16, few rows", "slab fp8, few rows")
 
 
 def legal(problem: Problem) -> list[Candidate]:
@@ -104,7 +109,7 @@ def test_any_m_and_bit_for_bit_again(name: str, split: int) -> None:
 
 
 @pytest.mark.parametrize("blocks", [{"cluster": 1, "split": 1}, {"cluster": 2}, {"split": 2}, {"split": 3}])
-@pytest.mark.parametrize("name", ["slab bf16", "slab int8", "slab fp8"])
+@pytest.mark.parametrize("name", _SLABS)
 def test_slabs_of_any_m_and_bit_for_bit_again(name: str, blocks: dict[str, int]) -> None:
     problem = PROBLEMS[name]
     check_any_m(problem, kernel_of(problem, first(problem, "slab", "cuda", **blocks)))

@@ -216,7 +216,14 @@ def _slab_space(problem: Problem, device: Device) -> Iterator[dict[str, Any]]:
             sorted(fitting | usual), one_or_two, (1, 2, 4) if few else (1, 2), by_turns, by_turns
         ):
             if min(cluster, split) == 1 and (pieces == 1 or bn >= _PIECES_FROM):
-                config = {"bm": bm, "bn": bn, "chunks": chunks, "cluster": cluster, "split": split}
+                shared = 8 * cluster  # rows are swizzled in eights
+                config = {
+                    "bm": -(-bm // shared) * shared,
+                    "bn": bn,
+                    "chunks": chunks,
+                    "cluster": cluster,
+                    "split": split,
+                }
                 config |= {"pieces": pieces, "turns": turns}
                 yield {**config, "stages": min(_MOST_STAGES, slab_stages(problem, config, device.shared))}
 
