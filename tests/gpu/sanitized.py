@@ -36,7 +36,7 @@ def cases() -> Iterator[tuple[Problem, str, dict[str, int]]]:
     yield replace(bmm_problem(3, 20, 72, 200, "bfloat16"), b=Operand("bfloat16", Layout("col"))), "cuda/skinny", {}
     yield int_problem(9, 1096, 2064), "cuda/skinny", {"split": 2}
     yield fp8_problem(7, 272, 1040), "cuda/skinny", {}
-    yield weight_only_problem(3, 1096, 2064), "cuda/skinny", {"split": 4}
+    yield weight_only_problem(3, 1096, 2064), "cuda/skinny", {"split": 4, "depth": 1}
     yield weight_only_problem(9, 1096, 1024, bits=4, group=128, zero_point=True), "cuda/skinny", {"split": 1}
     yield build(100, 1096, 1032, "bf16"), "cuda/slab", {"cluster": 1, "split": 1}
     yield (

@@ -13,9 +13,8 @@ TYPES = {
     "float32": 0, "float16": 2, "int8": 3, "int32": 10, "bfloat16": 14, "float8_e4m3fn": 28, "float8_e5m2": 29,
 }  # fmt: skip
 _IN_FLOAT32, _IN_INT32 = 68, 72  # cublasComputeType_t
-_PLAIN, _RELU, _BIAS, _GELU = 1, 2, 4, 32  # CUBLASLT_EPILOGUE_*
+_PLAIN, _RELU, _BIAS = 1, 2, 4  # CUBLASLT_EPILOGUE_*
 _ONE_SCALE, _VECTORS = 0, 3  # CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F, _OUTER_VEC_32F
-_ACTIVATIONS = {"relu": _RELU, "gelu_tanh": _GELU}
 BIAS_AT, _SCALE_A_AT, _SCALE_B_AT = 8, 17, 18  # CUBLASLT_MATMUL_DESC_*_POINTER
 RANKS = 8  # places in cuBLASLt's ranking that are offered
 _BYTES = 16  # elements of one byte, and rows of them, come in multiples of so many
@@ -88,8 +87,9 @@ def _epilogue_refusal(problem: Problem) -> str:
         if not _is_bias(rest[0], problem):
             return "takes a bias a column of the output's dtype, of 16 bits"
         rest = rest[1:]
-    if len(rest) > 1 or (rest and (rest[0].kind not in _ACTIVATIONS or problem.a.dtype in FP8)):
-        return "takes a bias, then relu or gelu (tanh)"
+    if len(rest) > 1 or (rest and (rest[0].kind != "relu" or problem.a.dtype in FP8)):
+        # Its gelu takes a fast tanh: up to 3 times the bound in 3 of 1,000 random problems (H200, 13.1).
+        return "takes a bias, then relu"
     return ""
 
 
@@ -107,7 +107,6 @@ def described(problem: Problem, m: int, strides: tuple[int, int] = (0, 0)) -> Pr
     steps = problem.epilogue
     kinds = {step.kind for step in steps}
     whole, biased = problem.family == "int_mm", "bias" in kinds
-    activation = next((_ACTIVATIONS[kind] for kind in kinds if kind in _ACTIVATIONS), 0)
     scaling, pointers = None, (BIAS_AT,) if biased else ()
     if problem.family == "scaled_mm":
         scaling = _ONE_SCALE if steps[0].axis == "tensor" else _VECTORS
@@ -119,7 +118,7 @@ def described(problem: Problem, m: int, strides: tuple[int, int] = (0, 0)) -> Pr
         (a_turned, b_turned),
         _IN_INT32 if whole else _IN_FLOAT32,
         TYPES["int32" if whole else "float32"],
-        (_BIAS if biased else 0) | activation or _PLAIN,
+        (_BIAS if biased else 0) | (_RELU if "relu" in kinds else 0) or _PLAIN,
         scaling,
         pointers,
     )
