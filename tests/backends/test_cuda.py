@@ -502,33 +502,58 @@ def test_more_rows_than_it_was_made_for(emulator: Emulator) -> None:
         assert verdict.ok, verdict.detail
 
 
+BIAS = (Step("bias", "col", "bfloat16"),)
+# A template, a Problem, a configuration; a statement, and a wrong one in its place.
+WRONG: dict[str, tuple[str, Problem, dict[str, int], str, str]] = {
+    "A and B disagree about K's order": (
+        "skinny", build(3, 24, 128, "bf16"), {}, "c * (KIND == INT4 ? 16 : RUN)", "(3 - c) * RUN",
+    ),
+    "all groups of warps take the same rows": (
+        "slab", build(70, 24, 128, "bf16"), {"bm": 128}, "warp / 4 * 64 * 128", "0",
+    ),
+    "the same weights serve both halves of a step": (
+        "mixed", weight_only_problem(17, 24, 128), {"bm": 24}, "4 * half + i : i", "i : i",
+    ),
+    "lanes store each other's columns": (
+        "slab", build(20, 64, 128, "bf16"), {}, "8 * (own % TOGETHER)", "8 * (3 - own % TOGETHER)",
+    ),
+    "every tile takes the first columns' bias": (
+        "slab", replace(build(20, 64, 128, "bf16"), epilogue=BIAS), {}, "min(first + min(thread", "min(min(thread",
+    ),
+    "one row's scale serves all": (
+        "skinny", fp8_problem(5, 32, 128), {}, "const int x = e % BN, y = e / BN", "const int x = e % BN, y = 0 * e",
+    ),
+    "the last scales of a wide tile are not there": (
+        "mixed", weight_only_problem(17, 70, 128), {"bn": 128, "bm": 24},
+        "if (thread + i * THREADS < SIZE)", "if (thread < 32)",
+    ),
+    "one block's sums are left out": (
+        "slab", build(20, 32, 512, "bf16"), {"split": 2}, "all.of[e] += one.of[e]", "all.of[e] = one.of[e]",
+    ),
+}  # fmt: skip
+
+
 @needs_cxx
-def test_a_wrong_kernel_is_found_out(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The emulator tells right from wrong: A and B disagree about K's order; all groups of warps take the same rows;
-    the same weights serve both halves of a step."""
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_kernel_is_found_out(emulator: Emulator, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The emulator tells right from wrong."""
     from gemmtune.backends.cuda import source as module
 
-    real = module._file
-    changes = (
-        ("c * (KIND == INT4 ? 16 : RUN)", "(3 - c) * RUN"), ("warp / 4 * 64 * 128", "0"), ("4 * half + i : i", "i : i"),
-    )  # fmt: skip
+    template, problem, config, right, wrong = WRONG[name]
+    real, changed = module._file, list[str]()
 
-    def changed(name: str) -> str:
+    def changing(name: str) -> str:
         text = real(name)
-        for old, new in changes:
-            text = text.replace(old, new)
-        return text
+        changed.extend([name] * text.count(right))
+        return text.replace(right, wrong)
 
-    monkeypatch.setattr(module, "_file", changed)
-    loads = ((emulator.skinny, 3, {}), (emulator.slab, 70, {"bm": 128}), (emulator.mixed, 17, {"bm": 24}))
-    for load, m, config in loads:
-        problem = weight_only_problem(m, 24, 128) if load == emulator.mixed else build(m, 24, 128, "bf16")
-        kernel = load(problem, **config)
-
-        def run(inputs: Inputs, out: torch.Tensor, kernel: GpuKernel = kernel) -> None:
-            run_into(kernel, inputs, out)
-
-        assert verify(run, problem, prepare(problem, 0)[:1], patience_s=0).kind == "wrong"
+    monkeypatch.setattr(module, "_file", changing)
+    if template == "skinny":
+        config = {"bm": 8 * -(-problem.m // 8), **config}
+    kernel = getattr(emulator, template)(problem, **config)
+    assert changed
+    verdict = verify(lambda inputs, out: run_into(kernel, inputs, out), problem, prepare(problem, 0)[:1], patience_s=0)
+    assert verdict.kind == "wrong"
 
 
 def test_int4_weights_lie_as_the_triton_backend_packs_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,8 +147,9 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
             if (lane < SHARE) arrive_at(before, lane);
 #endif
 #if KEPT
-            // A group that is a tile ahead of one of its warps writes elsewhere.
-            Kept* const kept = reinterpret_cast<Kept*>(memory + (vectors - address_of(memory))) + (round++ % 2 * GROUPS + group) * KEPT;
+            // Warps that are a tile ahead of others of their group write elsewhere.
+            Kept* const all = reinterpret_cast<Kept*>(memory + (vectors - address_of(memory)));
+            Kept* const kept = all + (round++ % 2 * GROUPS + group) * KEPT;
             // KEPT
             meet<128>(group);
 #endif
@@ -160,7 +161,8 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
             auto pair_of = [&](int y, int x, const sum_t* both) {
                 const int m = min(top + y, M - 1), n = n0 + x;
                 Pair pair;
-                round_to(pair, c_t{}, finish(m, min(n, N - 1), y, x, both[0]), finish(m, min(n + 1, N - 1), y, x + 1, both[1]));
+                round_to(pair, c_t{}, finish(m, min(n, N - 1), y, x, both[0]),
+                         finish(m, min(n + 1, N - 1), y, x + 1, both[1]));
                 return pair;
             };
 #if SPLIT > 1
@@ -181,7 +183,8 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
 #pragma unroll
                     for (int half = 0; half < 2; ++half)
                         if (first + i < BN / 8)
-                            pairs[half][i] = pair_of(row + 8 * half, 8 * (first + i) + 2 * own, sums + 4 * (first + i) + 2 * half);
+                            pairs[half][i] =
+                                pair_of(row + 8 * half, 8 * (first + i) + 2 * own, sums + 4 * (first + i) + 2 * half);
 #pragma unroll
                 for (int half = 0; half < 2; ++half)
                     if (first + TOGETHER <= BN / 8) put(C, top + row + 8 * half, n0 + 8 * first, own, pairs[half]);

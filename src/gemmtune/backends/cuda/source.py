@@ -275,7 +275,7 @@ def _slab_besides(problem: Problem, config: dict[str, Any]) -> int:
 
 def _slab_beyond(config: dict[str, Any]) -> int:
     """What wgmma reads of more rows than the last stage has."""
-    return max(0, CHUNK_BYTES * (_GROUP_ROWS - config["bm"] - config["chunks"] * config["bn"]))
+    return CHUNK_BYTES * max(0, int(_GROUP_ROWS - config["bm"] - config["chunks"] * config["bn"]))
 
 
 def _slab_stage(config: dict[str, Any]) -> int:
