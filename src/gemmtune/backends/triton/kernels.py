@@ -144,21 +144,30 @@ def _product(
     QGROUP: tl.constexpr, PROMOTE: tl.constexpr,
 ):  # fmt: skip
     """Blocks lo..hi of K. b_ptrs: [BN, BK] if B_COL, else [BK, BN]. QGROUP: K elements that share a scale; 0: all.
+    row_ok, col_ok: None where every pointer may be read.
 
     PROMOTE: products that fp8 matrix units may add up among themselves, with fewer bits, before float32 takes over.
     """
     ks = tl.arange(0, BK)
     for block in tl.range(lo, hi):
+        # Pointers that moved would take twice the registers, and loads wait for each other's (Triton 3.6).
+        a_at, b_at = a_ptrs + (block - lo) * a_step, b_ptrs + (block - lo) * b_step
         if EVEN_K:
-            a = tl.load(a_ptrs, mask=row_ok)
-            b = tl.load(b_ptrs, mask=col_ok)
+            a = tl.load(a_at, mask=row_ok)
+            b = tl.load(b_at, mask=col_ok)
         else:
             left = K - block * BK
-            a = tl.load(a_ptrs, mask=row_ok & (ks[None, :] < left), other=0)
+            a_ok = ks[None, :] < left
+            if row_ok is not None:
+                a_ok = a_ok & row_ok
             if B_COL:
-                b = tl.load(b_ptrs, mask=col_ok & (ks[None, :] < left), other=0)
+                b_ok = ks[None, :] < left
             else:
-                b = tl.load(b_ptrs, mask=col_ok & (ks[:, None] < left), other=0)
+                b_ok = ks[:, None] < left
+            if col_ok is not None:
+                b_ok = b_ok & col_ok
+            a = tl.load(a_at, mask=a_ok, other=0)
+            b = tl.load(b_at, mask=b_ok, other=0)
         if QUANT == 8:
             b = b.to(a.dtype)
         if B_COL:
@@ -176,8 +185,6 @@ def _product(
             acc = tl.dot(tl.trans(w), tl.trans(a), acc, max_num_imprecise_acc=PROMOTE, out_dtype=acc.dtype)
         else:
             acc = tl.dot(a, w, acc, max_num_imprecise_acc=PROMOTE, out_dtype=acc.dtype)
-        a_ptrs += a_step
-        b_ptrs += b_step
     return acc
 
 
@@ -207,14 +214,15 @@ def _levels(q, HIGH: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _product_int4(
-    a_ptrs, b_ptrs, s_ptr, z_ptr, acc, row_ok, col_ok, cols, lo, hi, N, BK: tl.constexpr, QGROUP: tl.constexpr
-):
+    a_ptrs, b_ptrs, s_ptr, z_ptr, acc, cols, lo, hi, N, BK: tl.constexpr, QGROUP: tl.constexpr
+):  # fmt: skip
     """As ``_product`` on packed int4: byte j of a block of BK holds elements j (low half) and BK / 2 + j."""
     HALF: tl.constexpr = BK // 2
     for block in tl.range(lo, hi):
-        low = tl.load(a_ptrs, mask=row_ok)
-        high = tl.load(a_ptrs + HALF, mask=row_ok)
-        b = tl.load(b_ptrs, mask=col_ok)
+        a_at = a_ptrs + (block - lo) * BK
+        low = tl.load(a_at)
+        high = tl.load(a_at + HALF)
+        b = tl.load(b_ptrs + (block - lo) * HALF)
         first = tl.dot(low, tl.trans(_levels(b, False, low.dtype)))
         second = tl.dot(high, tl.trans(_levels(b, True, low.dtype)))
         g_low = block * BK // QGROUP
@@ -228,8 +236,6 @@ def _product_int4(
             second = second - tl.sum(high.to(tl.float32), 1)[:, None] * z_high
         acc = acc + first * s_low
         acc = acc + second * s_high
-        a_ptrs += BK
-        b_ptrs += HALF
     return acc
 
 
@@ -271,38 +277,39 @@ def tiled(
     v0, v1, v2 = _ahead(t0, r, c, M, N, AXIS0), _ahead(t1, r, c, M, N, AXIS1), _ahead(t2, r, c, M, N, AXIS2)
     v3, v4 = _ahead(t3, r, c, M, N, AXIS3), _ahead(t4, r, c, M, N, AXIS4)
 
+    # Beyond the edges: the last row's and column's, where masks would cost more; nobody stores what comes of them.
+    inside_m = tl.minimum(local_m, M - 1 - pid_m * BM)
+    if EVEN_N:
+        inside_n = local_n
+    else:
+        inside_n = tl.minimum(local_n, N - 1 - pid_n * BN)
     a_first = a_ptr + batch * batch_a
     if A_COL:
         a_ptrs = a_first + (pid_m * BM + (lo * BK).to(tl.int64) * lda) + local_m[:, None] + ks[None, :] * lda
-        a_step = BK * lda
+        a_step = (BK * lda).to(tl.int64)
+        row_ok = rows[:, None] < M
     else:
-        a_ptrs = a_first + ((pid_m * BM).to(tl.int64) * lda + lo * BK) + local_m[:, None] * lda + ks[None, :]
+        a_ptrs = a_first + ((pid_m * BM).to(tl.int64) * lda + lo * BK) + inside_m[:, None] * lda + ks[None, :]
         a_step = BK
-    row_ok = rows[:, None] < M
+        row_ok = None
     b_first = b_ptr + batch * batch_b
     if QUANT == 4:
         halves = tl.arange(0, BK // 2)
-        row_ok = (rows < M)[:, None]
-        if EVEN_N:
-            col_ok = None
-        else:
-            col_ok = cols[:, None] < N
-        a_low = a_first + ((pid_m * BM).to(tl.int64) * lda + lo * BK) + local_m[:, None] * lda + halves[None, :]
-        b_ptrs = b_first + ((pid_n * BN).to(tl.int64) * ldb + lo * (BK // 2)) + local_n[:, None] * ldb + halves[None, :]
+        a_low = a_first + ((pid_m * BM).to(tl.int64) * lda + lo * BK) + inside_m[:, None] * lda + halves[None, :]
+        b_ptrs = (
+            b_first + ((pid_n * BN).to(tl.int64) * ldb + lo * (BK // 2)) + inside_n[:, None] * ldb + halves[None, :]
+        )
         acc = tl.zeros((BM, BN), dtype=tl.float32)
-        acc = _product_int4(a_low, b_ptrs, s_ptr, z_ptr, acc, row_ok, col_ok, cols[None, :], lo, hi, N, BK, QGROUP)
+        acc = _product_int4(a_low, b_ptrs, s_ptr, z_ptr, acc, cols[None, :], lo, hi, N, BK, QGROUP)
     else:
         if B_COL:
-            b_ptrs = b_first + ((pid_n * BN).to(tl.int64) * ldb + lo * BK) + local_n[:, None] * ldb + ks[None, :]
+            b_ptrs = b_first + ((pid_n * BN).to(tl.int64) * ldb + lo * BK) + inside_n[:, None] * ldb + ks[None, :]
             b_step = BK
-            if EVEN_N and EVEN_K:
-                col_ok = None
-            else:
-                col_ok = cols[:, None] < N
+            col_ok = None
         else:
             b_ptrs = b_first + (pid_n * BN + (lo * BK).to(tl.int64) * ldb) + local_n[None, :] + ks[:, None] * ldb
-            b_step = BK * ldb
-            if EVEN_N and EVEN_K:
+            b_step = (BK * ldb).to(tl.int64)
+            if EVEN_N:
                 col_ok = None
             else:
                 col_ok = cols[None, :] < N
