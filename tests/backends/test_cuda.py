@@ -19,8 +19,9 @@ import gpus
 from drivers import Driver, simulated
 from gemmtune.backends.base import Candidate
 from gemmtune.backends.cuda import CudaBackend, compiler, space
+from gemmtune.backends.cuda.block import mixed_more, slab_more
 from gemmtune.backends.cuda.kernel import Skinny
-from gemmtune.backends.cuda.source import generate, mixed_more, slab_more
+from gemmtune.backends.cuda.source import generate
 from gemmtune.backends.gpu.artifact import Header, unpack
 from gemmtune.backends.gpu.kernel import GpuKernel
 from gemmtune.epilogue import Step

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...errors import KernelError, UnsupportedError
-from ..gpu.wheels import in_wheels
+from ..gpu.wheels import first_of, in_wheels
 from .product import BIAS_AT, TYPES, Matrix, Product
 
 MISSING = "cuBLASLt was not found: it comes with PyTorch's CUDA wheels"
@@ -50,12 +50,7 @@ def library() -> Any:
 
     Raises UnsupportedError where there is none.
     """
-    for place in _places():
-        try:
-            return _declared(ctypes.PyDLL(place))
-        except OSError:
-            continue
-    raise UnsupportedError(MISSING)
+    return _declared(first_of(_places(), MISSING, ctypes.PyDLL))
 
 
 def _places() -> Iterator[str]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...errors import KernelError, UnsupportedError
-from ..gpu.wheels import in_wheels
+from ..gpu.wheels import first_of, in_wheels
 
 MISSING = "NVRTC, NVIDIA's run-time compiler, was not found: pip install nvidia-cuda-nvrtc"
 _NO_CACHE = "--no-cache"  # of the driver: from it kernels come without what ptxas says of them
@@ -20,12 +20,7 @@ _NAMES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
 @functools.cache
 def nvrtc() -> Any:
     """The library. Raises UnsupportedError when there is none."""
-    for place in _places():
-        try:
-            return _declared(ctypes.CDLL(place))
-        except OSError:
-            continue
-    raise UnsupportedError(MISSING)
+    return _declared(first_of(_places(), MISSING))
 
 
 def _places() -> Iterator[str]:

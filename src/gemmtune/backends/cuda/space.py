@@ -25,29 +25,24 @@ from ...target import Target
 from ..base import Candidate, Illegal
 from ..gpu.rules import FP8, Device, aligned, device_of, refusal
 from ..gpu.space import ranked
-from .source import (
+from .block import (
     CHUNK_BYTES,
-    MIXED,
     MIXED_STEP,
     REGISTERS,
-    SKINNY,
-    SLAB,
-    TYPES,
     alike,
-    kept_words,
     mixed_more,
     mixed_registers,
     mixed_shared,
     mixed_stage,
     mixed_stages,
     mixed_warps,
-    run_of,
-    scale_group,
     slab_more,
     slab_registers,
     slab_stages,
     slab_warps,
 )
+from .epilogue import TYPES, kept_words, scale_group
+from .source import MIXED, SKINNY, SLAB, run_of
 
 NAME = "cuda"
 _ROWS = 32
@@ -73,7 +68,7 @@ _STEP_S = 3.9e-8  # a stage's barriers
 _DRAIN_S = 1.3e-8  # fp8: nothing is multiplied between a product's end and the next one's start
 _BESIDE = 0.2  # of the second longest of what goes on at a time
 _COLUMN_S = 1.2e-8  # a column of 64 rows on its way out
-_SLAB_BESIDE, _SLAB_COLUMN_S = 0.27, 1.9e-8
+_SLAB_BESIDE, _SLAB_COLUMN_S = 0.27, 1.9e-8  # ``slab``'s own of the two above
 _MEET_S = 6.4e-6  # a cluster's blocks, one after the last
 _BETWEEN_BLOCKS = 4.5e10  # bytes a second that one reads of another's shared memory
 _CONVERT_S = 2e-7  # 64 columns of a step of ``mixed`` become numbers

@@ -150,7 +150,7 @@ def _product(
     """
     ks = tl.arange(0, BK)
     for block in tl.range(lo, hi):
-        # Pointers that moved would take twice the registers, and loads wait for each other's (Triton 3.6).
+        # Pointers that moved would take the loop up to twice the instructions (Triton 3.6: docs/triton.md).
         a_at, b_at = a_ptrs + (block - lo) * a_step, b_ptrs + (block - lo) * b_step
         if EVEN_K:
             a = tl.load(a_at, mask=row_ok)

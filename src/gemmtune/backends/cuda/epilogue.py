@@ -1,0 +1,135 @@
+"""A Problem's epilogue as CUDA C++, and the vectors that it takes."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from dataclasses import dataclass
+
+from ...epilogue import Step
+from ...problem import Problem
+from ..gpu.rules import STEPS, float_at, step_constants
+
+TYPES = {
+    "bfloat16": "bfloat16", "float16": "float16", "float32": "float", "int32": "int", "int8": "signed char",
+    "uint8": "unsigned char", "float8_e4m3fn": "unsigned char", "float8_e5m2": "unsigned char", "int4": "unsigned char",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """A vector that the epilogue takes, and where a kernel keeps it (vectors.cu).
+
+    name, type: of its elements' pointer. axis: what there is one for: ``row``, ``col`` or ``tensor``. count: elements
+    that a group of ``threads`` keeps, from ``offset`` on. integer: taken before integer sums become numbers.
+    """
+
+    name: str
+    type: str
+    axis: str
+    count: int
+    threads: int
+    offset: int
+    integer: bool
+
+    def ahead(self, place: int) -> str:
+        first, last = {"row": ("top", "M - 1"), "col": ("n0", "N - 1")}.get(self.axis, ("0", "0"))
+        kind = f"Ahead<{self.type}, {self.count}, {self.threads}>"
+        return f"const {kind} ahead{place}({self.name}, {first}, {last}, member);"
+
+    def keep(self, place: int) -> str:
+        return f"ahead{place}.{'integers' if self.integer else 'numbers'}(kept + {self.offset}, member);"
+
+    def element(self) -> str:
+        at = {"row": " + y", "col": " + x"}.get(self.axis, "")
+        return f"kept[{self.offset}{at}].{'whole' if self.integer else 'number'}"
+
+
+def vectors_of(problem: Problem, rows: int, columns: int, threads: int) -> dict[str, Vector]:
+    """By their pointers' names: those of a tile, or of a group's part of it, of so many rows and columns."""
+    taken: list[tuple[str, str, str, bool]] = []
+    if problem.b.quant is not None and not scale_group(problem):
+        taken.append(("s_ptr", problem.b.quant.scale_dtype, "col", False))
+    turn = float_at(problem) if problem.family == "int_mm" else 0
+    for place, step in enumerate(problem.epilogue):
+        if step.takes_tensor and step.axis != "full":
+            taken.append((f"t{place}", str(step.dtype), step.axis, place < turn))
+    found: dict[str, Vector] = {}
+    offset = 0
+    for name, dtype, axis, integer in taken:
+        count = {"row": rows, "col": columns}.get(axis, 1)
+        found[name] = Vector(name, TYPES[dtype], axis, count, threads, offset, integer)
+        offset += count
+    return found
+
+
+def kept_words(problem: Problem, rows: int, columns: int) -> int:
+    """Words of shared memory for what the epilogue takes of vectors, for so many rows and columns."""
+    return sum(vector.count for vector in vectors_of(problem, rows, columns, 1).values())
+
+
+def scale_group(problem: Problem) -> int:
+    """Elements of K that share a scale and are scaled as they are summed; 0: the sum is scaled, or nothing is."""
+    quant = problem.b.quant
+    if quant is None or (quant.group is None and not quant.zero_point):
+        return 0
+    return problem.k if quant.group is None else quant.group
+
+
+def stays_int(problem: Problem) -> bool:
+    """Whether sums are integers until they are rounded."""
+    return problem.family == "int_mm" and float_at(problem) > len(problem.epilogue)
+
+
+def epilogue_of(problem: Problem, vectors: dict[str, Vector]) -> list[str]:
+    """Statements from ``sum`` of one element to what is rounded, once, to its place."""
+    lines, name = [], "sum"
+    turn = float_at(problem) if problem.family == "int_mm" else STEPS + 1
+    if problem.b.quant is not None and not scale_group(problem):
+        lines.append(f"sum *= {vectors['s_ptr'].element()};")
+    for place, step in enumerate((*problem.epilogue, None)):
+        if place == turn:
+            lines.append("float value = (float)sum;")
+            name = "value"
+        if step is not None:
+            integer = problem.family == "int_mm" and name == "sum"
+            lines += _step(step, place, name, integer, vectors.get(f"t{place}"))
+    lines.append(f"return {name};")
+    return lines
+
+
+def _step(step: Step, place: int, v: str, integer: bool, vector: Vector | None) -> list[str]:
+    kind, _, value, low, high = step_constants(step)
+    tensor = vector.element() if vector else f"t{place}[(long long)m * ld{place} + n]"
+    if not (vector or integer):
+        tensor = f"number({tensor})"
+    if value != 1.0:
+        tensor += f" * {_float(value)}"
+    statements = {
+        "": [],
+        "relu": [f"{v} = {v} < 0 ? 0 : {v};"],  # keeps NaN
+        "gelu": [f"{v} = 0.5f * {v} * (1.0f + erff({v} * {_float(0.5**0.5)}));"],
+        # 1 + tanh(u) = 2 sigmoid(2u)
+        "gelu_tanh": [f"{v} = {v} / (1.0f + expf(-1.5957691216057308f * ({v} + 0.044715f * {v} * {v} * {v})));"],
+        "silu": [f"{v} = {v} / (1.0f + expf(-{v}));"],
+        "number": [f"{v} *= {_float(value)};"],
+        "scale": [f"{v} *= {tensor};"],
+        "mul": [f"{v} *= {tensor};"],
+        "bias": [f"{v} += {tensor};"],
+        "add": [f"{v} += {tensor};"],
+        "clamp": [
+            *([] if low is None else [f"{v} = {v} < {_float(low)} ? {_float(low)} : {v};"]),
+            *([] if high is None else [f"{v} = {v} > {_float(high)} ? {_float(high)} : {v};"]),
+        ],
+        "cast.bfloat16": [f"{v} = rounded<bfloat16>({v});"],
+        "cast.float16": [f"{v} = rounded<float16>({v});"],
+    }
+    return statements[kind]
+
+
+def _float(x: float) -> str:
+    """A literal of the float32 nearest to x."""
+    nearest = ctypes.c_float(x).value
+    if math.isinf(nearest):
+        return f"__int_as_float({'0x7f800000' if nearest > 0 else '0xff800000'})"
+    return f"{nearest.hex()}f"
