@@ -43,7 +43,7 @@ WEIGHTS = ((11008, 4096), (4096, 12288), (4096, 22016), (4096, 4096))  # K -> N
 FAMILIES = ("bf16", "int8wo", "fp8", "int8", "int4wo")
 ROWS = (1, 16, 64, 256, 1024, 4096)
 _READ = 4.46e12  # bytes a second, REFERENCE.md
-_COLD = 4  # times the L2 that the operands of one graph come to
+_COLD = 16  # times the L2 that the operands of one graph come to
 _TURN_S = 2e-3  # starting a graph takes some 8 us, which belongs to no call
 
 Call = Callable[[int], object]

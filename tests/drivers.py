@@ -20,7 +20,9 @@ class Driver:
     """What is launched, by name of the kernel: the grid, and every argument's eight bytes (``places``: where the last
     launch's lie).
 
-    run: called with them, so that a test may do what a GPU would.
+    overlaps: whether each launch may begin before the kernel before it has ended. capture: the number of the capture that
+    the stream is in, or 0; nodes: what was captured. run: called with each launch's grid and arguments, so that a test may
+    do what a GPU would.
     """
 
     def __init__(self) -> None:
@@ -31,6 +33,9 @@ class Driver:
         self.starts: list[int] = []
         self.threads, self.shared = 128, 0
         self.places: list[int] = []
+        self.overlaps: list[int] = []
+        self.capture = 0
+        self.nodes: list[int] = []
         self.run: Callable[[tuple[int, int], list[int]], None] | None = None
 
     def cuModuleLoadData(self, module: Any, cubin: bytes) -> int:
@@ -61,7 +66,10 @@ class Driver:
             return self.statuses.pop(0)
         asked = driver._Config.from_address(config.value)
         assert (asked.z, asked.threads_x, asked.threads_y, asked.threads_z) == (1, self.threads, 1, 1)
-        assert (asked.stream, asked.count, extra) == (STREAM, 0, None)
+        assert (asked.stream, extra) == (STREAM, None)
+        attributes = (driver._Attribute * asked.count).from_address(asked.attributes)
+        assert [(one.id, one.value) for one in attributes] == [(6, 1)] * asked.count  # that it may overlap the last one
+        self.overlaps.append(asked.count)
         assert asked.shared == self.shared or (not self.shared and asked.shared <= 48 << 10)  # more must be asked for
         name = self.names[handle.value - 1]
         parameters = (ctypes.c_void_p * self.arguments[name]).from_address(start.value)
@@ -71,6 +79,16 @@ class Driver:
         self.starts.append(start.value)
         if self.run is not None:
             self.run((asked.x, asked.y), values)
+        self.nodes.append(len(self.launches))
+        return 0
+
+    def cuStreamGetCaptureInfo_v2(
+        self, stream: Any, status: Any, number: Any, graph: Any, nodes: Any, count: Any
+    ) -> int:
+        assert stream.value == STREAM
+        status._obj.value, number._obj.value, count._obj.value = self.capture > 0, self.capture, len(self.nodes[-1:])
+        self._held = (ctypes.c_void_p * 1)(*self.nodes[-1:])
+        nodes._obj.contents = ctypes.c_void_p.from_buffer(self._held)
         return 0
 
 
@@ -83,4 +101,5 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=6))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(query=lambda: True))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: STREAM, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: made.capture > 0, raising=False)
     return made

@@ -54,7 +54,7 @@ struct Fiber {
     std::unique_ptr<char[]> stack;
     int rank, thread;
     long greeted;
-    bool done;
+    bool done, following;
 };
 
 constexpr int STACK = 256 << 10, MEMORY = 227 << 10;
@@ -63,6 +63,13 @@ static Group everyone;
 static Fiber* now;
 static ucontext_t scheduler;
 static Index first_block, grid;
+
+// Whether the kernel may read B before those before it have ended. All else, what becomes of products above all, must wait.
+static bool early_given;
+static int too_early;
+
+static void follow() { now->following = true; }
+static void needs(bool b = false) { too_early += !now->following && !(b && early_given); }
 
 #define threadIdx (Index{now->thread, 0})
 #define blockIdx (Index{first_block.x + now->rank, first_block.y})
@@ -127,7 +134,10 @@ static void round_to(float& to, float x) { to = x; }
 static void round_to(float16& to, float x) { to.bits = gemmtune::f32_to_f16(x); }
 static void round_to(bfloat16& to, float x) { to.bits = gemmtune::f32_to_bf16(x); }
 
-template <class T> static T soon(const T* from) { return *from; }
+template <class T> static T soon(const T* from) {
+    needs();
+    return *from;
+}
 
 template <class Half> static u32 both(Half x, float low, float high) {
     Half y;
@@ -136,13 +146,15 @@ template <class Half> static u32 both(Half x, float low, float high) {
     return static_cast<u32>(y.bits) << 16 | x.bits;
 }
 
-static uint4 load(const char* from) {
+static uint4 load(const char* from, bool b = false) {
+    needs(b);
     if (reinterpret_cast<std::uintptr_t>(from) % 16) std::abort();  // as a GPU does
     uint4 v;
     std::memcpy(&v, from, sizeof v);
     return v;
 }
 static uint4 load_once(const char* from) { return load(from); }
+static uint4 load_early(const char* from) { return load(from, true); }
 
 static u32 minus(u32 one, u32 other) {
     typedef std::conditional_t<HALF, float16, bfloat16> Half;
@@ -186,6 +198,7 @@ static void spread(float* to, u32 x, const std::string& type) {
 
 // PTX ISA, "Matrix Fragments for mma.m16n8k16" and "for mma.m16n8k32": who holds what.
 static void multiply(sum_t (&d)[4], u32 b0, u32 b1, u32 b2, u32 b3, u32 a0, u32 a1) {
+    needs();
     static const std::string b_type = part(4), a_type = part(5);
     Warp& warp = cluster[now->rank].warps[now->thread / 32];
     const int lane = now->thread % 32;
@@ -276,10 +289,17 @@ static void fetch(int rank, u32 to, const Map& map, int k, int row, u32 barrier)
     came(block.barriers.at(barrier), 0, static_cast<int>(map.box_rows * map.box_columns * map.element));
 }
 
-static void fetch(u32 to, const Map* map, int k, int row, u32 barrier) { fetch(now->rank, to, *map, k, row, barrier); }
-static void fetch_once(u32 to, const Map* map, int k, int row, u32 barrier) { fetch(to, map, k, row, barrier); }
+static void fetch(u32 to, const Map* map, int k, int row, u32 barrier) {
+    needs();
+    fetch(now->rank, to, *map, k, row, barrier);
+}
+static void fetch_once(u32 to, const Map* map, int k, int row, u32 barrier) {
+    needs(true);
+    fetch(now->rank, to, *map, k, row, barrier);
+}
 
 static void fetch_for_all(u32 to, const Map* map, int k, int row, u32 barrier) {
+    needs();
     for (int rank = 0; rank < SHARE; ++rank) fetch(SHARE > 1 ? rank : now->rank, to, *map, k, row, barrier);
 }
 
@@ -320,6 +340,7 @@ static u32 address_in(u32 rows) { return (rows & 0x3fff) * 16; }
 
 // PTX ISA, "Matrix Fragments for wgmma": D of m64nNk16. It happens at once.
 template <int N> static void multiply_group(sum_t (&d)[N], u32 a, u32 b, int add) {
+    needs();
     static const std::vector<float> b_values = values_of(part(4)), a_values = values_of(part(5));
     const int lane = now->thread % 32, first = now->thread / 32 % 4 * 16 + lane / 4;
     for (int i = 0; i < N; ++i) {
@@ -337,6 +358,7 @@ static void hold(Fragment&) {}
 
 // "Register Fragments for wgmma.mma_async.m64nNk16": each warp's rows are those of mma.m16n8k16.
 template <int N> static void multiply_group(sum_t (&d)[N], const Fragment& a, u32 b, int add) {
+    needs();
     static const std::string a_type = part(4);
     static const std::vector<float> b_values = values_of(part(5));
     Warp& warp = cluster[now->rank].warps[now->thread / 32];
@@ -381,7 +403,7 @@ static void run_all(void (*kernel)(), int x, int y) {
                 Fiber& fiber = fibers[i];
                 fiber.rank = static_cast<int>(i) / (32 * WARPS);
                 fiber.thread = static_cast<int>(i) % (32 * WARPS);
-                fiber.done = false;
+                fiber.done = fiber.following = false;
                 getcontext(&fiber.context);
                 fiber.context.uc_stack.ss_sp = fiber.stack.get();
                 fiber.context.uc_stack.ss_size = STACK;

@@ -300,7 +300,7 @@ class Emulator:
     """Kernels whose launches run on the CPU, through ``emulated.h``."""
 
     def __init__(self, driver: Driver, folder: Path) -> None:
-        self._driver, self._folder = driver, folder
+        self.driver, self._folder = driver, folder
 
     def skinny(self, problem: Problem, **config: int) -> GpuKernel:
         config = {**CONFIG, "bm": 8 * -(-problem.m // 8), **config}
@@ -320,10 +320,13 @@ class Emulator:
     def load(self, problem: Problem, candidate: Candidate) -> GpuKernel:
         header = Path(__file__).with_name("emulated.h").read_text(encoding="utf-8")
         made = generate(problem, candidate.template, dict(candidate.config), header)
-        text = made.text + 'extern "C" void emulate(int x, int y, void** slots) {\n'
-        text += "    static void** given;\n    given = slots;\n"
+        text = made.text + 'extern "C" int emulate(int x, int y, void** slots) {\n'
         text += (
-            f"    run_all([] {{ call({candidate.template}, given, std::make_index_sequence<COUNT>()); }}, x, y);\n}}\n"
+            "    static void** given;\n    given = slots;\n    early_given = *static_cast<int*>(slots[COUNT - 1]);\n"
+        )
+        text += (
+            f"    run_all([] {{ call({candidate.template}, given, std::make_index_sequence<COUNT>()); }}, x, y);\n"
+            "    return too_early;\n}\n"
         )
         name = self._folder / hashlib.sha256(text.encode()).hexdigest()[:16]
         name.with_suffix(".cpp").write_text(text)
@@ -332,13 +335,13 @@ class Emulator:
         library = ctypes.CDLL(f"{name}.so")
 
         def run(grid: tuple[int, int], values: list[int]) -> None:
-            places = self._driver.places
-            library.emulate(*grid, (ctypes.c_void_p * len(places))(*places))
+            places = self.driver.places
+            assert library.emulate(*grid, (ctypes.c_void_p * len(places))(*places)) == 0, "too early"
 
-        self._driver.run, self._driver.threads, self._driver.shared = run, 32 * made.warps, 0
-        self._driver.arguments[candidate.template] = len(made.arguments)
+        self.driver.run, self.driver.threads, self.driver.shared = run, 32 * made.warps, 0
+        self.driver.arguments[candidate.template] = len(made.arguments)
         header_ = Header(
-            candidate.template, 0, made.shared, made.warps, made.arguments, 0, descriptors=made.descriptors
+            candidate.template, 0, made.shared, made.warps, made.arguments, 0, made.descriptors, waits=True
         )
         return CudaBackend.templates[candidate.template](problem, candidate, [(header_, b"")])
 
@@ -555,6 +558,87 @@ def test_a_wrong_kernel_is_found_out(emulator: Emulator, monkeypatch: pytest.Mon
     assert changed
     verdict = verify(lambda inputs, out: run_into(kernel, inputs, out), problem, prepare(problem, 0)[:1], patience_s=0)
     assert verdict.kind == "wrong"
+
+
+FOLLOWING: dict[str, tuple[Problem, dict[str, int]]] = {
+    "skinny": (fp8_problem(5, 40, 208), {"depth": 2}),
+    "slab": (
+        replace(build(70, 100, 520, "bf16"), epilogue=STEPS), {"bm": 128, "bn": 40, "cluster": 2, "stages": 3},
+    ),
+    "mixed": (replace(weight_only_problem(34, 140, 784), epilogue=STEPS), {"bm": 40, "bn": 128, "split": 2}),
+}  # fmt: skip
+
+
+@needs_cxx
+@pytest.mark.parametrize("template", FOLLOWING)
+def test_in_a_graph_a_kernel_follows_one_of_ours(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch, template: str
+) -> None:
+    """It may begin before that one has ended, and reads only B until then; behind anything else it waits."""
+    problem, config = FOLLOWING[template]
+    kernel, driver = getattr(emulator, template)(problem, **config), emulator.driver
+    inputs = make_inputs(problem, 0)
+    expected, out = (torch.full((problem.m, problem.n), float("nan"), dtype=torch.bfloat16) for _ in range(2))
+    run_into(kernel, inputs, expected)
+    assert expected.isfinite().all()
+
+    def launched() -> tuple[int, int]:
+        """Whether a launch overlapped the one before, and whether it read B before that ended."""
+        run_into(kernel, inputs, out.fill_(float("nan")))
+        assert torch.equal(out, expected)
+        return driver.overlaps[-1], driver.launches[-1][2][-1]
+
+    assert launched() == (0, 0)  # launched, not captured
+    driver.capture = 3
+    assert launched() == (0, 0)  # its node is another graph's
+    assert launched() == launched() == (1, 1)
+    driver.nodes.append(-1)  # PyTorch's kernel, say
+    assert launched() == (0, 0)
+    assert launched() == (1, 1)
+    driver.capture = 4
+    assert launched() == (0, 0)
+    monkeypatch.setenv("GEMMTUNE_OVERLAP", "0")
+    assert launched() == launched() == (0, 0)
+
+
+@needs_cxx
+def test_what_the_kernel_before_writes_is_not_read_early(emulator: Emulator) -> None:
+    """Its output is this one's B: a row of it is enough."""
+    problem = build(16, 16, 64, "bf16")
+    kernel, driver = emulator.skinny(problem), emulator.driver
+    inputs = make_inputs(problem, 0)
+    memory = torch.zeros(64 * 16 + 16 * 16, dtype=torch.bfloat16)
+    b = memory[: 64 * 16].view(16, 64).t().copy_(inputs.b)
+    behind, last_row = memory[64 * 16 :].view(16, 16), memory[64 * 16 - 16 : -16].view(16, 16)
+    driver.capture = 1
+    for out, early in ((behind, 1), (last_row, 0)):
+        kernel.run(inputs.a, b, (), out)
+        kernel.run(inputs.a, b, (), torch.empty(16, 16, dtype=torch.bfloat16))
+        assert (driver.overlaps[-1], driver.launches[-1][2][-1]) == (1, early)
+
+
+IMPATIENT = {
+    "skinny": ("} else {\n        follow();", "} else {\n"),
+    "slab": ("            follow();\n            for", "            for"),
+    "mixed": ("take_registers();\n        follow();", "take_registers();\n"),
+}
+
+
+@needs_cxx
+@pytest.mark.parametrize("template", IMPATIENT)
+def test_a_kernel_that_does_not_wait_is_found_out(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch, template: str
+) -> None:
+    from gemmtune.backends.cuda import source as module
+
+    real, (right, wrong) = module._file, IMPATIENT[template]
+    assert right in real(f"{template}.cu")
+    monkeypatch.setattr(module, "_file", lambda name: real(name).replace(right, wrong))
+    problem, config = FOLLOWING[template]
+    kernel = getattr(emulator, template)(problem, **config)
+    inputs = make_inputs(problem, 0)
+    with pytest.raises(AssertionError, match="too early"):
+        run_into(kernel, inputs, torch.empty(problem.m, problem.n, dtype=torch.bfloat16))
 
 
 def test_int4_weights_lie_as_the_triton_backend_packs_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from cards import build_all, check_random_problems, check_repeats, first, kernel_of, run_into
 from gemmtune import backends
-from gemmtune.backends.base import Candidate
+from gemmtune.backends.base import Candidate, QuantWeight
 from gemmtune.backends.cuda import CudaBackend
+from gemmtune.backends.gpu import driver
+from gemmtune.backends.gpu.kernel import GpuKernel
 from gemmtune.epilogue import Step
 from gemmtune.measure.inputs import Inputs, make_inputs
 from gemmtune.measure.verify import prepare, verify
@@ -186,3 +190,107 @@ def test_operands_off_their_boundaries(template: str) -> None:
     out = torch.empty(m * 1100 + 3, dtype=torch.bfloat16, device="cuda")[3:].view(m, 1100)
     kernel.run(shifted, inputs.b, (), out)
     assert torch.equal(out, expected)
+
+
+class Follows:
+    """Square products behind one another, each of the one before, by kernels of all kinds; weights of their own, which
+    another kernel may write within the graph."""
+
+    M, N = 48, 2048
+
+    def __init__(self, seed: int) -> None:
+        rng = random.Random(seed)
+        many, few = build(self.M, self.N, self.N, "bf16"), build(16, self.N, self.N, "bf16")
+        narrow = weight_only_problem(self.M, self.N, self.N)
+        found = [
+            *((few, first(few, "skinny", "cuda", split=split)) for split in (1, 2)),
+            *((many, first(many, "slab", "cuda", **blocks)) for blocks in ({"split": 1}, {"cluster": 2}, {"split": 2})),
+            *((narrow, first(narrow, "mixed", "cuda", split=split)) for split in (1, 2)),
+        ]
+        assert not [error for error in build_all(found) if error]
+        self.kernels = [kernel_of(*rng.choice(found)) for _ in range(40)]
+        self.written = [rng.random() < 0.2 for _ in self.kernels]
+        self.x = torch.empty(self.M, self.N, dtype=torch.bfloat16, device="cuda")
+        self.outs = [torch.empty_like(self.x) for _ in self.kernels]
+        self.sources = [self.weights(kernel) for kernel in self.kernels]
+        self.held = [self.weights(kernel) for kernel in self.kernels]
+
+    def weights(self, kernel: GpuKernel) -> Any:
+        b = make_inputs(kernel.problem, 0, device=torch.device("cuda")).b
+        if isinstance(b, QuantWeight):
+            return replace(b, scale=torch.full_like(b.scale, 1 / 128 / self.N**0.5))
+        return b
+
+    def draw(self, seed: int) -> None:
+        generator = torch.Generator("cuda").manual_seed(seed)
+        self.x.normal_(generator=generator)
+        for held, source in zip(self.held, self.sources, strict=True):
+            for b in (held, source):
+                if isinstance(b, QuantWeight):
+                    b.data.random_(-127, 128, generator=generator)
+                else:
+                    b.normal_(0, self.N**-0.5, generator=generator)
+
+    def run(self, alone: bool = False) -> None:
+        """alone: each when the one before it has ended."""
+        a = self.x
+        for i, (kernel, out) in enumerate(zip(self.kernels, self.outs, strict=True)):
+            if self.written[i] and i + 1 < len(self.held):  # the next one's weight, which that one may read early
+                raw, new = (getattr(b[i + 1], "data", b[i + 1]) for b in (self.held, self.sources))
+                raw.sum()  # the L1s have it as it was
+                torch.add(new, 0, out=raw)
+            if alone:
+                torch.cuda.synchronize()
+            kernel.run(a, self.held[i], (), out)
+            a = out
+
+
+def test_kernels_follow_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a graph a kernel begins before the one whose output it reads has ended, and reads its weight at once, which a
+    kernel before that one may have written: everything is as if they ran alone, bit for bit, on operands that change."""
+    chain = Follows(0)
+    chain.draw(0)
+    chain.run()
+    asked: list[bool] = []
+    meets = driver.Span.meets
+    monkeypatch.setattr(driver.Span, "meets", lambda own, other: asked.append(meets(own, other)) or asked[-1])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain.run()
+    assert asked == [False] * (len(chain.kernels) - 1 - sum(chain.written[1:-1]))  # all but those behind another kernel
+    for seed in range(60):
+        chain.draw(seed)
+        for out in chain.outs:
+            out.fill_(float("nan"))
+        torch.cuda.synchronize()
+        graph.replay()
+        torch.cuda.synchronize()
+        found = [out.clone() for out in chain.outs]
+        chain.draw(seed)
+        chain.run(alone=True)
+        for i, (one, other) in enumerate(zip(found, chain.outs, strict=True)):
+            assert torch.equal(one, other), f"{i}: {chain.kernels[i].candidate.id}"
+    assert found[-1].isfinite().all()
+
+
+@pytest.mark.parametrize("template", ["skinny", "slab"])
+def test_a_kernel_whose_weight_the_one_before_writes_follows_it(template: str) -> None:
+    """It must not read it early."""
+    problem = build({"skinny": 16, "slab": 48}[template], 512, 2048, "bf16")
+    kernel = kernel_of(problem, first(problem, template, "cuda"))
+    last = build(512, 2048, 2048, "bf16")
+    writes = kernel_of(last, first(last, "slab", "cuda", cluster=1, split=1))
+    x, w = make_inputs(last, 0, device=torch.device("cuda")).a, make_inputs(last, 0, device=torch.device("cuda")).b
+    made = torch.empty(512, 2048, dtype=torch.bfloat16, device="cuda")
+    a = make_inputs(problem, 0, device=torch.device("cuda")).a
+    out, alone = (torch.empty(problem.m, 512, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        writes.run(x, w, (), made)
+        kernel.run(a, made.t(), (), out)
+    for seed in range(100):
+        x.normal_(0, 0.1, generator=torch.Generator("cuda").manual_seed(seed))
+        made.fill_(float("nan"))
+        graph.replay()
+        kernel.run(a, made.t(), (), alone)
+        assert torch.equal(out, alone)

@@ -21,6 +21,8 @@ from .compiler import MISSING, compile_source, version
 from .kernel import Mixed, Skinny, Slab
 from .source import MIXED, SKINNY, SLAB, generate
 
+DEPENDENT = (9, 0)  # the first compute capability whose kernels can wait for those before them
+
 
 class CudaBackend(GpuBackend):
     """Available on NVIDIA GPUs where NVRTC is found, which PyTorch's CUDA wheels bring."""
@@ -42,8 +44,9 @@ class CudaBackend(GpuBackend):
         def make() -> bytes:
             cubin = compile_source(made.text, capability, made.arch, made.registers)
             header = Header(
-                candidate.template, len(cubin), made.shared, made.warps, made.arguments, 0, descriptors=made.descriptors
-            )
+                candidate.template, len(cubin), made.shared, made.warps, made.arguments, 0, made.descriptors,
+                waits=capability >= DEPENDENT,
+            )  # fmt: skip
             return packed(header, cubin)
 
         parts = (made.text, target.capability, self.source_digest(), version())

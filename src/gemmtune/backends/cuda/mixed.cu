@@ -21,6 +21,7 @@ constexpr int STEP = 128;                                           // elements 
 constexpr int B_ROW = KIND == INT4 ? 64 : 128;                      // bytes of a column of B in it
 constexpr int A_BYTES = BM * 128, B_BYTES = BN * B_ROW;             // of 64 elements of A, of all of B
 constexpr int STAGE = 2 * A_BYTES + B_BYTES;
+constexpr int EARLY = (STAGES + 1) / 2;                             // as in slab.cu
 constexpr int SUMS = BM / 2;                                        // of a thread
 constexpr int SENT = SPLIT > 1 ? sums_bytes(SUMS, 32 * CONSUMERS) : 4 * BM * ACROSS;
 constexpr int SPACE = SENT > STAGES * STAGE ? SENT : STAGES * STAGE;
@@ -69,18 +70,28 @@ mixed(PARAMETERS) {
 
     if (warp >= CONSUMERS) {
         give_registers();
-        if (warp == CONSUMERS && lane == 0)
+        if (warp == CONSUMERS && lane == 0) {
+            auto fetch_b = [&](int step, int slot) {
+                expect(full + 8 * slot, STAGE);
+                fetch_once(stages + slot * STAGE + 2 * A_BYTES, &b_desc, step * B_ROW, n0, full + 8 * slot);
+            };
+            const int early_to = early ? min(first + EARLY, last) : first;
+            for (int step = first; step < early_to; ++step) fetch_b(step, step - first);
+            follow();
             for (int step = first; step < last; ++step, next()) {
                 const u32 stage = stages + at * STAGE, done = full + 8 * at;
-                wait_for(empty + 8 * at, turn ^ 1);
-                expect(done, STAGE);
-                fetch_once(stage + 2 * A_BYTES, &b_desc, step * B_ROW, n0, done);
+                if (step >= early_to) {
+                    wait_for(empty + 8 * at, turn ^ 1);
+                    fetch_b(step, at);
+                }
                 fetch(stage, &a_desc, step * STEP, m0, done);
                 fetch(stage + A_BYTES, &a_desc, step * STEP + 64, m0, done);
             }
+        }
         wait_for_greetings();
     } else {
         take_registers();
+        follow();
         const int member = threadIdx.x, top = m0;
         // AHEAD
         sum_t sums[SUMS];

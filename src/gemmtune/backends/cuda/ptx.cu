@@ -34,17 +34,33 @@ __device__ __forceinline__ u32 both(float16, float x, float y) {
     return found;
 }
 
+// Waits until the kernels before this one have ended, whose writes are there then; and the next one may begin where this one
+// leaves room. Both where a launch asks for it: else it begins when they have ended.
+__device__ __forceinline__ void follow() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // B is read once: it should not push A out of the L1.
 __device__ __forceinline__ uint4 load_once(const char* from) {
     uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+    asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
+    return v;
+}
+
+// Before ``follow`` the L1 might still have it as it was before somebody wrote it: from the L2.
+__device__ __forceinline__ uint4 load_early(const char* from) {
+    uint4 v;
+    asm volatile("ld.global.cg.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
     return v;
 }
 
 __device__ __forceinline__ uint4 load(const char* from) {
     uint4 v;
-    asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
     return v;
 }
@@ -52,17 +68,17 @@ __device__ __forceinline__ uint4 load(const char* from) {
 // Asked for here and now, however long it takes until it is used.
 __device__ __forceinline__ float soon(const float* from) {
     float x;
-    asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(x) : "l"(from));
+    asm volatile("ld.global.f32 %0, [%1];" : "=f"(x) : "l"(from));
     return x;
 }
 __device__ __forceinline__ int soon(const int* from) {
     int x;
-    asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(x) : "l"(from));
+    asm volatile("ld.global.s32 %0, [%1];" : "=r"(x) : "l"(from));
     return x;
 }
 template <class Half> __device__ __forceinline__ Half soon(const Half* from) {
     Half x;
-    asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(x.bits) : "l"(from));
+    asm volatile("ld.global.u16 %0, [%1];" : "=h"(x.bits) : "l"(from));
     return x;
 }
 

@@ -112,20 +112,23 @@ __launch_bounds__(32 * WARPS) skinny(PARAMETERS) {
         a_at[i] = (const char*)a_ptr + (long long)min(m0 + 8 * i + g, M - 1) * lda * WIDTH +
                   (long long)first * CHUNK * WIDTH + c * (KIND == INT4 ? 16 : RUN) * WIDTH;
 
-    auto fetch = [&](Chunk& into, int d, int ahead, int at) {
-        const bool inside = EVEN_K || at * CHUNK + c * RUN < K;
+    auto inside = [&](int at) { return EVEN_K || at * CHUNK + c * RUN < K; };
+    auto fetch_b = [&](Chunk& into, int d, int ahead, int at, bool before) {
 #pragma unroll
         for (int i = 0; i < 2 * R; ++i) {
+            const char* from = b_at[i] + (d + ahead) * 64;
             if (!EVEN_K) into.b[i] = uint4{0, 0, 0, 0};
-            if (inside) into.b[i] = load_once(b_at[i] + (d + ahead) * 64);
+            if (inside(at)) into.b[i] = before ? load_early(from) : load_once(from);
         }
+    };
+    auto fetch_a = [&](Chunk& into, int d, int ahead, int at) {
 #pragma unroll
         for (int i = 0; i < MT; ++i)
 #pragma unroll
             for (int j = 0; j < LOADS; ++j) {
                 const int offset = KIND == INT4 ? (j / 2 * 64 + j % 2 * 8) * WIDTH : j * 16;
                 if (!EVEN_K) into.a[i][j] = uint4{0, 0, 0, 0};
-                if (inside && m0 + 8 * i + g < M) into.a[i][j] = load(a_at[i] + (d + ahead) * CHUNK * WIDTH + offset);
+                if (inside(at) && m0 + 8 * i + g < M) into.a[i][j] = load(a_at[i] + (d + ahead) * CHUNK * WIDTH + offset);
             }
     };
 
@@ -135,13 +138,24 @@ __launch_bounds__(32 * WARPS) skinny(PARAMETERS) {
 #pragma unroll
         for (int i = 0; i < MT; ++i) acc[r][i][0] = acc[r][i][1] = acc[r][i][2] = acc[r][i][3] = 0;
     Chunk ring[DEPTH];
+    if (early) {
+#pragma unroll
+        for (int d = 0; d < DEPTH; ++d)
+            if (first + d < end) fetch_b(ring[d], d, 0, first + d, true);
+        follow();
+    } else {
+        follow();
+#pragma unroll
+        for (int d = 0; d < DEPTH; ++d)
+            if (first + d < end) fetch_b(ring[d], d, 0, first + d, false);
+    }
 #pragma unroll
     for (int d = 0; d < DEPTH; ++d) {
 #pragma unroll
         for (int i = 0; i < MT; ++i)  // rows beyond M stay zero
 #pragma unroll
             for (int j = 0; j < LOADS; ++j) ring[d].a[i][j] = uint4{0, 0, 0, 0};
-        if (first + d < end) fetch(ring[d], d, 0, first + d);
+        if (first + d < end) fetch_a(ring[d], d, 0, first + d);
     }
     const int member = threadIdx.x, top = m0;
     // AHEAD
@@ -184,7 +198,10 @@ __launch_bounds__(32 * WARPS) skinny(PARAMETERS) {
                 product(acc, ring[d]);
 #endif
             }
-            if (base + STEP + d < end) fetch(ring[d], d, STEP, base + STEP + d);
+            if (base + STEP + d < end) {
+                fetch_b(ring[d], d, STEP, base + STEP + d, false);
+                fetch_a(ring[d], d, STEP, base + STEP + d);
+            }
         }
 #pragma unroll
         for (int i = 0; i < 2 * R; ++i) b_at[i] += STEP * 64;

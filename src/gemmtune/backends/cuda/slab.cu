@@ -20,6 +20,7 @@ constexpr int PART = BM / SHARE;                               // rows of A that
 constexpr int A_BYTES = BM * 128, B_BYTES = BN * 128;          // of a chunk
 constexpr int STAGE = CHUNKS * (A_BYTES + B_BYTES);
 constexpr int ELEMENTS = 128 / WIDTH;                          // of K in a chunk
+constexpr int EARLY = (STAGES + 1) / 2;                        // stages of B before the first of A, which comes behind them
 constexpr int SUMS = BN / 2;                                   // of a thread
 constexpr int PIECE = SUMS / PIECES, MADE = CHUNKS * PIECES;   // if STEPWISE: of a product, and products of a step
 constexpr int SENT = SPLIT > 1 ? sums_bytes(SUMS, 32 * CONSUMERS) : 0;
@@ -73,26 +74,43 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
 
     if (warp >= CONSUMERS) {
         give_registers();
-        if (warp == CONSUMERS && lane == 0)
+        if (warp == CONSUMERS && lane == 0) {
+            int under_way = 0;  // stages whose part of B was fetched early
+            auto fetch_b = [&](int step, int slot, int n0) {
+                const u32 stage = stages + slot * STAGE, done = full + 8 * slot;
+                expect(done, STAGE);
+#pragma unroll
+                for (int chunk = 0; chunk < CHUNKS; ++chunk)
+                    fetch_once(stage + CHUNKS * A_BYTES + chunk * B_BYTES, &b_desc, (step * CHUNKS + chunk) * ELEMENTS, n0,
+                               done);
+            };
+            if (early && first < tiles)
+                for (; under_way < min(EARLY, to - from); ++under_way)
+                    fetch_b(from + under_way, under_way, (first / tiles_m * SHARE + rank) * BN);
+            follow();
             for (int tile = first; tile < tiles; tile += stride) {
                 const int m0 = tile % tiles_m * BM + rank * PART, n0 = (tile / tiles_m * SHARE + rank) * BN;
                 for (int step = from; step < to; ++step, next()) {
                     const u32 stage = stages + at * STAGE, done = full + 8 * at;
-                    wait_for(empty + 8 * at, turn ^ 1);
-                    expect(done, STAGE);
-#pragma unroll
-                    for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-                        const int k = (step * CHUNKS + chunk) * ELEMENTS;
-                        fetch_once(stage + CHUNKS * A_BYTES + chunk * B_BYTES, &b_desc, k, n0, done);
-                        fetch_for_all(stage + chunk * A_BYTES + rank * PART * 128, &a_desc, k, m0, done);
+                    if (under_way > 0) {
+                        --under_way;
+                    } else {
+                        wait_for(empty + 8 * at, turn ^ 1);
+                        fetch_b(step, at, n0);
                     }
+#pragma unroll
+                    for (int chunk = 0; chunk < CHUNKS; ++chunk)
+                        fetch_for_all(stage + chunk * A_BYTES + rank * PART * 128, &a_desc,
+                                      (step * CHUNKS + chunk) * ELEMENTS, m0, done);
                 }
             }
+        }
 #if SPLIT > 1
         wait_for_greetings();
 #endif
     } else {
         take_registers();
+        follow();
         const int group = warp / 4, member = threadIdx.x % 128;
         int round = 0;
         for (int tile = first; tile < tiles; tile += stride) {

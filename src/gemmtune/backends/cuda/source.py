@@ -10,6 +10,7 @@ from typing import Any
 from ...errors import KernelError
 from ...problem import Problem, bits
 from ..gpu.artifact import Tma
+from ..gpu.driver import EARLY
 from ..gpu.rules import HALVES
 from .block import (
     CHUNK_BYTES,
@@ -284,7 +285,7 @@ def _parameters(problem: Problem, described: bool) -> dict[str, str]:
     if problem.family == "bmm":
         found |= dict.fromkeys(("batch_a", "batch_b", "batch_c"), "long long")
     found |= {f"ld{place}": "long long" for place, step in taking if step.axis == "full"}
-    return found
+    return found | {EARLY: "int"}
 
 
 @functools.cache

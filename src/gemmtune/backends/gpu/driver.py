@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...errors import KernelError
 from .artifact import Header, Tma
@@ -21,6 +24,10 @@ _STATIC_SHARED = 48 << 10  # beyond it a kernel must ask
 _NO_CONTEXT = 201
 _MAP_BYTES = 128
 _L2_128B = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
+_CAPTURING = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
+_OVERLAP = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+OVERLAP = "GEMMTUNE_OVERLAP"  # 0: every kernel begins when the one before it has ended
+EARLY = "early"  # the argument of kernels that may follow others: whether B may be read before those have ended
 
 
 @functools.cache
@@ -68,6 +75,12 @@ class Function:
             _check(status, f"launching {self.header.name}")
 
 
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute."""
+
+    _fields_ = [("id", ctypes.c_int), ("unused", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_int * 15)]
+
+
 class _Config(ctypes.Structure):
     """CUlaunchConfig."""
 
@@ -77,6 +90,43 @@ class _Config(ctypes.Structure):
         ("attributes", ctypes.c_void_p),
         ("count", ctypes.c_uint),
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Bytes of memory, from ``first`` up to ``end``, between which a tensor lies."""
+
+    first: int
+    end: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Span:
+        steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        return cls(tensor.data_ptr(), tensor.data_ptr() + (steps + 1) * tensor.element_size())
+
+    def meets(self, other: Span) -> bool:
+        return self.first < other.end and other.first < self.end
+
+
+@dataclass(frozen=True, slots=True)
+class _Last:
+    """The last kernel of a stream that was captured: the capture's number and the kernel's node, and what it writes."""
+
+    place: tuple[int, int]
+    writes: Span
+
+
+_last: dict[int, _Last] = {}
+
+
+def _end_of(stream: int) -> tuple[int, int] | None:
+    """The number of a stream's capture, and the one node that its next one will come after; None if there is no such."""
+    status, number, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
+    nodes, count = ctypes.POINTER(ctypes.c_void_p)(), ctypes.c_size_t()
+    places = [ctypes.byref(held) for held in (status, number, graph, nodes, count)]
+    if driver().cuStreamGetCaptureInfo_v2(ctypes.c_void_p(stream), *places) or status.value != _CAPTURING:
+        return None
+    return (number.value, nodes[0] or 0) if count.value == 1 else None
 
 
 class Block(threading.local):
@@ -96,11 +146,35 @@ class Block(threading.local):
         self._parameters = (ctypes.c_void_p * len(addresses))(*addresses)
         self._described = [place for place, name in enumerate(names) if name in function.header.descriptors]
         config = _Config(*grid, 1, function.threads, 1, 1, function.shared)
+        self._attribute = _Attribute(_OVERLAP, 0, 1)
+        config.attributes = ctypes.addressof(self._attribute)  # of which there are 0
+        self._early = names.index(EARLY) if function.header.waits else None
         # Made once: what ctypes has to convert in a call costs as much as the call.
         at, start = ctypes.addressof(config), ctypes.addressof(self._parameters)
         fixed = (ctypes.c_void_p(at), ctypes.c_void_p(function.handle), ctypes.c_void_p(start), None)
         launch: Callable[[], int] = functools.partial(driver().cuLaunchKernelEx, *fixed)
         self.held: tuple[Any, _Config, Callable[[], int]] = (slots, config, launch)
+
+    def capture(self, stream: int, b: Tensor, out: Tensor) -> int:
+        """``launch`` into a graph that is being captured from the stream; B and C of the product: ``b``, ``out``.
+
+        A kernel that comes right behind one of ours may begin as soon as that one's blocks all have (programmatic
+        dependent launch), and read B early, unless it is what that one writes. Whatever comes before the two has ended
+        by then: the first one has waited for it. Nowhere else is it known what comes before, and behind other kernels,
+        which do not say when the next may begin, it would only take longer (docs/cuda.md).
+        """
+        slots, config, launch = self.held
+        if self._early is None or os.environ.get(OVERLAP) == "0":
+            return launch()
+        last, before = _last.pop(stream, None), _end_of(stream)
+        if last is not None and last.place == before:
+            config.count, slots[self._early] = 1, int(not last.writes.meets(Span.of(b)))
+        status = launch()
+        config.count, slots[self._early] = 0, 0
+        place = _end_of(stream)
+        if not status and place is not None:
+            _last[stream] = _Last(place, Span.of(out))
+        return status
 
     def describe(self, maps: Sequence[Map]) -> None:
         """Put TMA descriptors in their places, in order."""
