@@ -20,9 +20,9 @@ class Driver:
     """What is launched, by name of the kernel: the grid, and every argument's eight bytes (``places``: where the last
     launch's lie).
 
-    overlaps: whether each launch may begin before the kernel before it has ended. capture: the number of the capture that
-    the stream is in, or 0; nodes: what was captured. run: called with each launch's grid and arguments, so that a test may
-    do what a GPU would.
+    overlaps: whether each launch may begin before the kernel before it has ended. capture: the number of the capture
+    that the stream is in, or 0; nodes: what was captured. run: called with each launch's grid and arguments, so that a
+    test may do what a GPU would.
     """
 
     def __init__(self) -> None:
@@ -82,10 +82,9 @@ class Driver:
         self.nodes.append(len(self.launches))
         return 0
 
-    def cuStreamGetCaptureInfo_v2(
-        self, stream: Any, status: Any, number: Any, graph: Any, nodes: Any, count: Any
-    ) -> int:
+    def cuStreamGetCaptureInfo_v2(self, stream: Any, *places: Any) -> int:
         assert stream.value == STREAM
+        status, number, _, nodes, count = places
         status._obj.value, number._obj.value, count._obj.value = self.capture > 0, self.capture, len(self.nodes[-1:])
         self._held = (ctypes.c_void_p * 1)(*self.nodes[-1:])
         nodes._obj.contents = ctypes.c_void_p.from_buffer(self._held)

@@ -246,8 +246,8 @@ class Follows:
 
 
 def test_kernels_follow_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a graph a kernel begins before the one whose output it reads has ended, and reads its weight at once, which a
-    kernel before that one may have written: everything is as if they ran alone, bit for bit, on operands that change."""
+    """In a graph a kernel begins before the one whose output it reads has ended, and reads its weight at once, which
+    one before that may have written: everything is as if they ran alone, bit for bit, on operands that change."""
     chain = Follows(0)
     chain.draw(0)
     chain.run()

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 Scalar = str | int | float | bool
 
+OVERLAP = "GEMMTUNE_OVERLAP"  # "0": every kernel begins when the one before it has ended (docs/cuda.md)
+
 
 @dataclass(frozen=True, slots=True)
 class Availability:

@@ -13,6 +13,7 @@ import time
 
 import msgspec
 
+from ..backends.base import OVERLAP
 from .limits import no_core_dumps
 from .prctl import adopt_orphans, die_first
 from .protocol import BEAT_S, Alive, Failed, FrameReader, Reply, Request, decode_request, write_frame
@@ -48,6 +49,7 @@ def main(read_fd: int, write_fd: int, marker_fd: int) -> None:
     die_first()
     no_core_dumps()
     adopt_orphans()
+    os.environ[OVERLAP] = "0"  # candidates are timed alone: whether kernels overlap is a matter of what is around them
     channel = Channel(write_fd)
     requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(read_fd, requests), daemon=True).start()

@@ -25,8 +25,8 @@ class Tma(msgspec.Struct, forbid_unknown_fields=True):
 
 class Header(msgspec.Struct, forbid_unknown_fields=True):
     """What launching one of an artifact's cubins takes. size: bytes of the cubin; arguments: the names of those that
-    are passed, in order, before ``scratch`` pointers that are not used; descriptors: of TMA, by argument; waits: whether
-    the kernel itself waits for those before it, so that it may begin before they end."""
+    are passed, in order, before ``scratch`` pointers that are not used; descriptors: of TMA, by argument; waits:
+    whether the kernel itself waits for the one before it, and so may begin before that ends."""
 
     name: str
     size: Annotated[int, msgspec.Meta(ge=0)]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ...errors import KernelError
+from ..base import OVERLAP
 from .artifact import Header, Tma
 
 _SHARED_LIMIT = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -26,7 +27,6 @@ _MAP_BYTES = 128
 _L2_128B = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 _CAPTURING = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
 _OVERLAP = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-OVERLAP = "GEMMTUNE_OVERLAP"  # 0: every kernel begins when the one before it has ended
 EARLY = "early"  # the argument of kernels that may follow others: whether B may be read before those have ended
 
 
@@ -120,7 +120,7 @@ _last: dict[int, _Last] = {}
 
 
 def _end_of(stream: int) -> tuple[int, int] | None:
-    """The number of a stream's capture, and the one node that its next one will come after; None if there is no such."""
+    """The number of a stream's capture, and the one node that its next one will come after, if there is one such."""
     status, number, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
     nodes, count = ctypes.POINTER(ctypes.c_void_p)(), ctypes.c_size_t()
     places = [ctypes.byref(held) for held in (status, number, graph, nodes, count)]
