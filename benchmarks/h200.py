@@ -34,6 +34,7 @@ from harness import geomean, ratios, write
 from torch import Tensor
 
 import gemmtune
+from gemmtune.backends.base import OVERLAP
 from gemmtune.decision import Decision
 from gemmtune.dispatch import current_target
 from gemmtune.problem import Problem
@@ -45,6 +46,8 @@ ROWS = (1, 16, 64, 256, 1024, 4096)
 _READ = 4.46e12  # bytes a second, REFERENCE.md
 _COLD = 16  # times the L2 that the operands of one graph come to
 _TURN_S = 2e-3  # starting a graph takes some 8 us, which belongs to no call
+
+OURS, ALONE = "gemmtune", "alone"  # as served, where a kernel may overlap the one before it; and where it may not
 
 Call = Callable[[int], object]
 
@@ -114,6 +117,22 @@ def ours(s: Sets, decision: Decision) -> Call:
         return lambda i: gemmtune.mixed_mm(s.x[i], s.w[i].t(), s.w_scale[i], **options)
     packed = [gemmtune.pack(w, scale=scale, layout=layout, **options) for w, scale in zip(s.w, s.w_scale, strict=True)]
     return lambda i: gemmtune.mixed_mm(s.x[i], packed[i])
+
+
+def alone(call: Call) -> Call:
+    """The call, captured so that it begins when the one before it has ended."""
+
+    def apart(i: int) -> object:
+        held = os.environ.get(OVERLAP)
+        os.environ[OVERLAP] = "0"
+        try:
+            return call(i)
+        finally:
+            os.environ.pop(OVERLAP)
+            if held is not None:
+                os.environ[OVERLAP] = held
+
+    return apart
 
 
 def plain(s: Sets) -> dict[str, Call]:
@@ -288,7 +307,8 @@ def problem_of(family: str, m: int, n: int, k: int) -> Problem:
 def measure(family: str, m: int, n: int, k: int, decision: Decision, args: argparse.Namespace) -> Row:
     """Race what gemmtune serves against every peer on one shape."""
     sets = draw(family, m, n, k, current_target("cuda").caches[2])
-    calls = {"gemmtune": ours(sets, decision), **plain(sets)}
+    own = ours(sets, decision)
+    calls = {OURS: own, ALONE: alone(own), **plain(sets)}
     compiling = 0.0
     if args.inductor:
         more, compiling = inductor(sets)
@@ -297,9 +317,9 @@ def measure(family: str, m: int, n: int, k: int, decision: Decision, args: argpa
         for call in calls.values():
             call(0)
     times = race(calls, len(sets.x), args.rounds)
-    speedups = {name: ratios(times[name], times["gemmtune"]) for name in calls if name != "gemmtune"}
+    speedups = {name: ratios(times[name], times[OURS]) for name in calls if name not in (OURS, ALONE)}
     medians = {name: statistics.median(values) for name, values in times.items()}
-    floor = problem_of(family, m, n, k).min_bytes / _READ * 1e6 / medians["gemmtune"]
+    floor = problem_of(family, m, n, k).min_bytes / _READ * 1e6 / medians[OURS]
     best = min((name for name in speedups), key=lambda name: medians[name], default=None)
     return Row(
         family, m, n, k, decision.chosen, speedups[best].median if best else float("nan"),
@@ -309,9 +329,9 @@ def measure(family: str, m: int, n: int, k: int, decision: Decision, args: argpa
 
 
 def show(row: Row) -> None:
-    others = "  ".join(f"{name} {us:.1f}" for name, us in row.median_us.items() if name != "gemmtune")
+    others = "  ".join(f"{name} {us:.1f}" for name, us in row.median_us.items() if name != OURS)
     print(
-        f"{row.family:<7} M {row.m:<5} {row.k:>5}->{row.n:<5}  gemmtune {row.median_us['gemmtune']:8.1f} us  {others}  "
+        f"{row.family:<7} M {row.m:<5} {row.k:>5}->{row.n:<5}  {OURS} {row.median_us[OURS]:8.1f} us  {others}  "
         f"{row.speedup:5.2f}x  {row.floor:4.0%} of the floor  {row.kernel}",
         flush=True,
     )

@@ -36,6 +36,7 @@ NAMES = {
     "int8wo": "int8 weights, bf16 activations", "int4wo": "int4 weights (groups of 128), bf16 activations",
 }  # fmt: skip
 _PEAKS = {"bf16": 989e12, "int8wo": 989e12, "int4wo": 989e12, "fp8": 1979e12, "int8": 1979e12}
+_NOT_PEERS = ("gemmtune", "alone", "Inductor")
 _BARS_M = (1, 16, 64, 256, 1024)
 _STYLE = (
     "<style>text{font:12px sans-serif;fill:#57606a}.grid{stroke:#d0d7de;stroke-width:.5}svg{background:#fff}</style>"
@@ -61,13 +62,13 @@ def floor_us(row: Row) -> float:
 
 def plain_us(row: Row) -> float:
     """The time of the fastest form that PyTorch's users call."""
-    return min(us for name, us in row["median_us"].items() if name not in ("gemmtune", "Inductor"))
+    return min(us for name, us in row["median_us"].items() if name not in _NOT_PEERS)
 
 
 def by_shape(family: str, rows: list[Row]) -> Bars:
     """Time by shape and backend. Peers under one name, whatever form PyTorch's users call."""
     shown = sorted((row for row in rows if row["m"] in _BARS_M), key=lambda row: (row["k"], row["n"], row["m"]))
-    peers = dict.fromkeys(name for row in shown for name in row["median_us"] if name not in ("gemmtune", "Inductor"))
+    peers = dict.fromkeys(name for row in shown for name in row["median_us"] if name not in _NOT_PEERS)
     peer = ", ".join(peers)
 
     def times(names: tuple[str, ...]) -> tuple[float | None, ...]:

@@ -139,9 +139,9 @@ def _place(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
 
 @triton.jit
 def _product(
-    a_ptrs, b_ptrs, s_ptr, z_ptr, acc, row_ok, col_ok, cols, lo, hi, N, K, a_step, b_step,
-    B_COL: tl.constexpr, EVEN_K: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, QUANT: tl.constexpr,
-    QGROUP: tl.constexpr, PROMOTE: tl.constexpr,
+    a_first, a_places, b_first, b_places, s_ptr, z_ptr, acc, row_ok, col_ok, cols, lo, hi, N, K, a_step, b_step,
+    A_COL: tl.constexpr, B_COL: tl.constexpr, EVEN_K: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr,
+    QUANT: tl.constexpr, QGROUP: tl.constexpr, PROMOTE: tl.constexpr,
 ):  # fmt: skip
     """Blocks lo..hi of K. b_ptrs: [BN, BK] if B_COL, else [BK, BN]. QGROUP: K elements that share a scale; 0: all.
     row_ok, col_ok: None where every pointer may be read.
@@ -151,7 +151,14 @@ def _product(
     ks = tl.arange(0, BK)
     for block in tl.range(lo, hi):
         # Pointers that moved would take the loop up to twice the instructions (Triton 3.6: docs/triton.md).
-        a_at, b_at = a_ptrs + (block - lo) * a_step, b_ptrs + (block - lo) * b_step
+        if A_COL:
+            a_at = a_first + (block - lo) * a_step + a_places
+        else:
+            a_at = a_first + (a_places + (block - lo) * BK)
+        if B_COL:
+            b_at = b_first + (b_places + (block - lo) * BK)
+        else:
+            b_at = b_first + (block - lo) * b_step + b_places
         if EVEN_K:
             a = tl.load(a_at, mask=row_ok)
             b = tl.load(b_at, mask=col_ok)
@@ -285,17 +292,19 @@ def tiled(
         inside_n = tl.minimum(local_n, N - 1 - pid_n * BN)
     a_first = a_ptr + batch * batch_a
     if A_COL:
-        a_ptrs = a_first + (pid_m * BM + (lo * BK).to(tl.int64) * lda) + local_m[:, None] + ks[None, :] * lda
+        a_first += pid_m * BM + (lo * BK).to(tl.int64) * lda
+        a_places = local_m[:, None] + ks[None, :] * lda
         a_step = (BK * lda).to(tl.int64)
         row_ok = rows[:, None] < M
     else:
-        a_ptrs = a_first + ((pid_m * BM).to(tl.int64) * lda + lo * BK) + inside_m[:, None] * lda + ks[None, :]
+        a_first += (pid_m * BM).to(tl.int64) * lda + lo * BK
+        a_places = inside_m[:, None] * lda + ks[None, :]
         a_step = BK
         row_ok = None
     b_first = b_ptr + batch * batch_b
     if QUANT == 4:
         halves = tl.arange(0, BK // 2)
-        a_low = a_first + ((pid_m * BM).to(tl.int64) * lda + lo * BK) + inside_m[:, None] * lda + halves[None, :]
+        a_low = a_first + inside_m[:, None] * lda + halves[None, :]
         b_ptrs = (
             b_first + ((pid_n * BN).to(tl.int64) * ldb + lo * (BK // 2)) + inside_n[:, None] * ldb + halves[None, :]
         )
@@ -303,11 +312,13 @@ def tiled(
         acc = _product_int4(a_low, b_ptrs, s_ptr, z_ptr, acc, cols[None, :], lo, hi, N, BK, QGROUP)
     else:
         if B_COL:
-            b_ptrs = b_first + ((pid_n * BN).to(tl.int64) * ldb + lo * BK) + inside_n[:, None] * ldb + ks[None, :]
+            b_first += (pid_n * BN).to(tl.int64) * ldb + lo * BK
+            b_places = inside_n[:, None] * ldb + ks[None, :]
             b_step = BK
             col_ok = None
         else:
-            b_ptrs = b_first + (pid_n * BN + (lo * BK).to(tl.int64) * ldb) + local_n[None, :] + ks[:, None] * ldb
+            b_first += pid_n * BN + (lo * BK).to(tl.int64) * ldb
+            b_places = local_n[None, :] + ks[:, None] * ldb
             b_step = (BK * ldb).to(tl.int64)
             if EVEN_N:
                 col_ok = None
@@ -318,8 +329,9 @@ def tiled(
         else:
             acc = tl.zeros((BM, BN), dtype=tl.int32 if INTEGER else tl.float32)
         acc = _product(
-            a_ptrs, b_ptrs, s_ptr, z_ptr, acc, row_ok, col_ok, cols[None, :], lo, hi, N, K, a_step, b_step,
-            B_COL, EVEN_K, BK, SWAP, QUANT, QGROUP, PROMOTE,
+            a_first, a_places, b_first, b_places, s_ptr, z_ptr, acc, row_ok, col_ok, cols[None, :], lo, hi, N, K,
+            a_step, b_step,
+            A_COL, B_COL, EVEN_K, BK, SWAP, QUANT, QGROUP, PROMOTE,
         )  # fmt: skip
 
     if SWAP:
