@@ -34,7 +34,7 @@ class Driver:
         self.threads, self.shared = 128, 0
         self.places: list[int] = []
         self.overlaps: list[int] = []
-        self.capture = 0
+        self.capture, self.version = 0, 13000
         self.nodes: list[int] = []
         self.run: Callable[[tuple[int, int], list[int]], None] | None = None
 
@@ -56,6 +56,10 @@ class Driver:
 
     def cuFuncSetAttribute(self, handle: Any, attribute: int, value: int) -> int:
         self.shared = value
+        return 0
+
+    def cuDriverGetVersion(self, version: Any) -> int:
+        version._obj.value = self.version
         return 0
 
     def cuGetErrorString(self, status: int, text: Any) -> int:
@@ -95,6 +99,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Driver:
     """Such a driver in the place of the real one, and what of torch.cuda launching asks for."""
     made = Driver()
     monkeypatch.setattr(driver, "driver", lambda: made)
+    driver._version.cache_clear()
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=6))

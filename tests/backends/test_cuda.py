@@ -597,8 +597,24 @@ def test_in_a_graph_a_kernel_follows_one_of_ours(
     assert launched() == (1, 1)
     driver.capture = 4
     assert launched() == (0, 0)
-    monkeypatch.setenv("GEMMTUNE_OVERLAP", "0")
-    assert launched() == launched() == (0, 0)
+    with monkeypatch.context() as patch:
+        patch.setenv("GEMMTUNE_OVERLAP", "0")
+        assert launched() == launched() == (0, 0)
+    assert launched() == (0, 0)
+    assert launched() == (1, 1)
+
+
+def test_kernels_of_an_older_driver_follow_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its graphs would refuse them."""
+    driver = simulated(monkeypatch)
+    driver.version, driver.capture, driver.arguments["skinny"] = 12020, 1, 5
+    header = Header("skinny", 0, 0, 4, ("b_ptr", "a_ptr", "c_ptr", "M", "early"), 0, waits=True)
+    problem = build(4, 32, 64, "bf16")
+    kernel = Skinny(problem, Candidate.make("cuda", "skinny", **CONFIG), [(header, b"")])
+    inputs = make_inputs(problem, 0)
+    for _ in range(2):
+        run_into(kernel, inputs, torch.empty(4, 32, dtype=torch.bfloat16))
+    assert driver.overlaps == [0, 0]
 
 
 @needs_cxx

@@ -276,6 +276,24 @@ def test_workers_die_with_their_parent(end: str, doing: str) -> None:
         time.sleep(0.05)
 
 
+ALONE = """
+import os
+from gemmtune.measure import worker_main
+worker_main._serve = lambda *_: print(os.environ["GEMMTUNE_OVERLAP"])
+(read, _), (_, write) = os.pipe(), os.pipe()
+worker_main.main(read, write, os.dup(read))
+"""
+
+
+def test_kernels_are_timed_alone() -> None:
+    """One that begins before the one before it has ended takes less time than it costs behind anything else."""
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE], capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": ":".join(sys.path), "GEMMTUNE_OVERLAP": "1"},
+    )  # fmt: skip
+    assert done.stdout.strip() == "0", done.stderr
+
+
 def test_flooded_output_goes_nowhere(shared: Worker, capfd: pytest.CaptureFixture[str]) -> None:
     assert works(shared, "flood")
     assert capfd.readouterr() == ("", "")

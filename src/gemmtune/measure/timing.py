@@ -224,7 +224,7 @@ class Track:
         self._clock = self._make_clock(target, count)
         self._move_s = count * each_s
         sets = [first, *timing_sets(self._problem, count - 1, seed + 1, self._device)]
-        # A GPU's L2 keeps what is written until it is read, as a model soon does: two outputs in turn, not many.
+        # On a GPU two outputs in turn: a model soon reads what it writes, and writes there again, all in the L2.
         made = [empty_output(self._problem, self._device) for _ in (sets[:2] if self._gpu else sets)]
         outputs = [made[place % len(made)] for place in range(count)]
         self._operands[""] = _Stock([(item, item.b, out) for item, out in zip(sets, outputs, strict=True)], None)

@@ -25,6 +25,7 @@ _STATIC_SHARED = 48 << 10  # beyond it a kernel must ask
 _NO_CONTEXT = 201
 _MAP_BYTES = 128
 _L2_128B = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
+_OVERLAPPING = 12030  # the first driver (CUDA 12.3) whose graphs know of kernels that overlap
 _CAPTURING = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
 _OVERLAP = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 EARLY = "early"  # the argument of kernels that may follow others: whether B may be read before those have ended
@@ -40,6 +41,13 @@ def driver() -> Any:
         return library
     except OSError as error:
         raise KernelError(f"the NVIDIA driver's library cannot be loaded: {error}") from error
+
+
+@functools.cache
+def _version() -> int:
+    """Of CUDA, as the driver has it: 12030 for 12.3."""
+    found = ctypes.c_int()
+    return 0 if driver().cuDriverGetVersion(ctypes.byref(found)) else found.value
 
 
 def _check(status: int, doing: str) -> None:
@@ -148,7 +156,7 @@ class Block(threading.local):
         config = _Config(*grid, 1, function.threads, 1, 1, function.shared)
         self._attribute = _Attribute(_OVERLAP, 0, 1)
         config.attributes = ctypes.addressof(self._attribute)  # of which there are 0
-        self._early = names.index(EARLY) if function.header.waits else None
+        self._early = names.index(EARLY) if function.header.waits and _version() >= _OVERLAPPING else None
         # Made once: what ctypes has to convert in a call costs as much as the call.
         at, start = ctypes.addressof(config), ctypes.addressof(self._parameters)
         fixed = (ctypes.c_void_p(at), ctypes.c_void_p(function.handle), ctypes.c_void_p(start), None)
