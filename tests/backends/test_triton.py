@@ -103,6 +103,9 @@ def test_what_is_refused_is_refused_with_a_reason(problem: Problem, words: str) 
 def test_illegal_configurations_say_why() -> None:
     found = " | ".join(reasons(fp8_problem(64, 4096, 4160)))
     assert "must divide K = 4160" in found
+    far = build(1, 16, 1 << 26, "bf16")
+    assert any("further than 32 bits tell" in reason for reason in reasons(far))
+    assert all(candidate.template != "tiled" or candidate["bm"] * (1 << 26) < 1 << 31 for candidate in legal(far))
     assert "KB of shared memory" in found
 
 

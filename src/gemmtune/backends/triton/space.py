@@ -24,6 +24,7 @@ from .cost import Work, seconds
 NAME = "triton"
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _CONVERTED_M = 128
+_FAR = 1 << 31  # elements: places within a tile are 32-bit numbers
 
 
 def candidates(problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
@@ -118,6 +119,11 @@ def _illegal(problem: Problem, device: Device, template: str, config: dict[str, 
 def _tiled_illegal(problem: Problem, device: Device, config: dict[str, Any]) -> str:
     bm, bn, bk, split, swap = (config[name] for name in ("bm", "bn", "bk", "split", "swap"))
     blocks = -(-problem.k // bk)
+    lda, ldb, _ = leads(problem, problem.m)
+    a_far = bm * lda + problem.k if problem.a.layout.order == "row" else bk * lda
+    b_far = bn * ldb + problem.k if problem.b.layout.order == "col" else bk * ldb
+    if max(a_far, b_far) >= _FAR:
+        return f"elements of a tile lie {max(a_far, b_far)} apart, further than 32 bits tell"
     if split > 1 and blocks < 2 * split:
         return f"{split} parts of {blocks} blocks of K"
     if split > 1 and -(-blocks // split) * (split - 1) >= blocks:
