@@ -4,7 +4,7 @@
 // B's columns are wgmma's rows, which it takes from registers: bytes become numbers on their way from shared memory, and
 // nothing is written back. A's rows are wgmma's columns, as TMA lays them. One warp fetches, BN / 64 groups of four
 // multiply, each 64 columns of B by all BM rows. A group turns the next bytes into numbers while the last ones are being
-// multiplied. The SPLIT blocks of a cluster share a tile's K, and add up in a fixed order.
+// multiplied. The SPLIT blocks of a cluster share a tile's K, and add up in a fixed order. It begins early as slab.cu's does.
 //
 // A stage holds 128 elements of K: two times 64 of each row of A (128 bytes, swizzled) and 128 of each column of B (int8:
 // 128 bytes; int4: 64, whose lower halves are the first 64 elements). ``full`` counts bytes that have come, ``empty`` the

@@ -5,7 +5,7 @@
 // loads under way. Nothing says in which order K is summed, as long as A and B agree. So a lane takes 16 contiguous
 // bytes of B as they lie, calls them the elements of K that mma wants of it, and reads A to match. SIDE warps of a
 // block lie side by side along N and read the same of A, which the L1 then has; the others take K in turns and add up
-// at the end; so do the SPLIT blocks of a cluster. Every sum is in a fixed order.
+// at the end; so do the SPLIT blocks of a cluster. Every sum is in a fixed order. It begins early as slab.cu's does.
 //
 // What source.py puts before this: the constants BM, BN, WARPS, SIDE, DEPTH, SPLIT (the candidate); KIND, WIDTH (bytes
 // of an element of A), EVEN_K, GROUP (elements of K that share a scale; 0: all), ZERO, BATCHED; sum_t, the type that

@@ -6,6 +6,8 @@
 // side, fetch a part of it each and send it to all: the L2 gives 1 / SHARE of what it would. Or the SPLIT blocks of a
 // cluster have one slab, a part of K each, and add up in a fixed order: with wider slabs A is wanted by fewer.
 //
+// It may begin while the kernel before it still runs (``follow``), and read B meanwhile if it is told to (``early``).
+//
 // A stage holds CHUNKS times 128 bytes of every row of A and B, as TMA lays them for wgmma (128-byte swizzle). ``full``
 // counts bytes that have come, ``empty`` the warps, of all blocks that a stage was sent to, that are done with it.
 //

@@ -150,8 +150,8 @@ def _product(
     """
     ks = tl.arange(0, BK)
     for block in tl.range(lo, hi):
-        # Along K the block is added to places, not to pointers, which takes more instructions and less time, and neither
-        # moves from block to block (Triton 3.6; docs/triton.md).
+        # Along K the block is added to places, not to pointers: more instructions and less time. Neither moves from
+        # block to block, which would take more of both (Triton 3.6; docs/triton.md).
         if A_COL:
             a_at = a_first + (block - lo) * a_step + a_places
         else:
