@@ -376,16 +376,18 @@ def test_the_last_level_cache_of_a_gpu_is_its_l2() -> None:
 
 
 class OnGpu(Kernel):
-    """Takes time on a FakeGpu alone, and notes which B it was called with."""
+    """Takes time on a FakeGpu alone, and notes which B it was called with, and which outputs."""
 
     def __init__(self, gpu: FakeGpu, seconds: float, name: str, problem: Problem, packing: str | None = None) -> None:
         self.candidate = Candidate.make("aten" if name == "aten" else "x", name)
         self.problem, self.packing = problem, packing
         self.seen: list[int] = []
+        self.outputs: list[int] = []
         self._work = gpu.kernel(seconds)
 
     def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
         self.seen.append((b.data[0] if isinstance(b, PackedWeight) else b).data_ptr())
+        self.outputs.append(out.data_ptr())
         self._work(0)
 
     def pack(self, b: Any) -> PackedWeight:
@@ -421,7 +423,9 @@ def test_kernels_on_a_gpu_race_on_the_same_operands_in_the_same_order(simulated:
     raw = kernels[0].seen
     copies = rotations(problem, SMALL)
     assert len(set(raw)) == copies == len(set(kernels[2].seen))
-    assert copies * operand_bytes(problem) > 4 * MB
+    assert copies * operand_bytes(problem) > 16 * MB
+    assert len(set(kernels[0].outputs)) == 2  # which stay in the L2
+    assert set(kernels[2].outputs) == set(kernels[0].outputs)
     assert not set(raw) & set(kernels[2].seen)
     assert kernels[1].seen[-copies:] == kernels[0].seen[-copies:]
 
