@@ -1,0 +1,103 @@
+"""A decoder layer in one CUDA graph on a GPU: with PyTorch's linears, with gemmtune's, and with these one at a time.
+
+    python benchmarks/gpu_layer.py                         a Llama layer of 4096 and 11008, M = 1 16 64
+    python benchmarks/gpu_layer.py --hidden 8192 --inner 28672
+
+Norms, activations and residuals are PyTorch's in all of them; an elementwise op stands for attention, which is no
+matter of GEMMs. q, k and v follow one another, and gate and up: there kernels may overlap (docs/cuda.md). Layers'
+weights alternate, so that they are cold. Decisions come from the store as in h200.py. Writes the raw rounds to
+benchmarks/results/ (or to $OUT).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from h200 import ALONE, OURS, alone, race
+from harness import ratios, write
+from torch import Tensor
+
+import gemmtune
+from gemmtune.dispatch import current_target
+from gemmtune.workloads import build
+
+_COLD = 16  # times the L2 that all layers' weights come to
+
+Linear = Callable[[Tensor, Tensor], Tensor]
+Weights = dict[str, Tensor]
+
+
+def draw(hidden: int, inner: int, l2: int) -> list[Weights]:
+    """Layers' weights, [N, K] each, as many layers as exceed the L2 several times."""
+    shapes = dict.fromkeys("qkvo", (hidden, hidden))
+    shapes |= {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+    size = 2 * sum(n * k for n, k in shapes.values())
+    count = max(2, int(_COLD * l2 / size) + 1)
+    return [
+        {name: torch.randn(n, k, device="cuda").bfloat16() / k**0.5 for name, (n, k) in shapes.items()}
+        for _ in range(count)
+    ]
+
+
+def layer(x: Tensor, w: Weights, linear: Linear) -> Tensor:
+    """x: [M, hidden]."""
+    size = x.shape[-1:]
+    h = F.rms_norm(x, size)
+    q, k, v = linear(h, w["q"]), linear(h, w["k"]), linear(h, w["v"])
+    y = x + linear(torch.addcmul(v, q, k), w["o"])
+    h = F.rms_norm(y, size)
+    gate, up = linear(h, w["gate"]), linear(h, w["up"])
+    return y + linear(F.silu(gate) * up, w["down"])
+
+
+def measure(m: int, weights: list[Weights], rounds: int) -> dict[str, Any]:
+    """Race the layer's forms with M rows; one row of the results."""
+    x = torch.randn(m, weights[0]["q"].shape[1], device="cuda").bfloat16()
+
+    def own(i: int) -> Tensor:
+        return layer(x, weights[i], gemmtune.linear)
+
+    calls = {OURS: own, ALONE: alone(own), "ATen": lambda i: layer(x, weights[i], F.linear)}
+    with torch.inference_mode():
+        torch.testing.assert_close(own(0), calls["ATen"](0), rtol=0.05, atol=0.05)
+    times = race(calls, len(weights), rounds)
+    speedups = {name: ratios(times[name], times[OURS]) for name in (ALONE, "ATen")}
+    return {
+        "m": m,
+        "median_us": {name: statistics.median(values) for name, values in times.items()},
+        "speedups": {name: (s.median, s.low, s.high) for name, s in speedups.items()},
+        "rounds_us": {name: [round(us, 3) for us in values] for name, values in times.items()},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--inner", type=int, default=11008)
+    parser.add_argument("--m", default="1,16,64")
+    parser.add_argument("--rounds", type=int, default=40)
+    args = parser.parse_args()
+    ms = [int(m) for m in args.m.split(",")]
+    shapes = {(args.hidden, args.hidden), (args.inner, args.hidden), (args.hidden, args.inner)}
+    start = time.perf_counter()
+    gemmtune.tune([(build(m, n, k, "bf16"), 1) for m in ms for n, k in sorted(shapes)], device="cuda")
+    gemmtune.refresh()
+    print(f"tuned in {time.perf_counter() - start:.0f} s")
+    weights = draw(args.hidden, args.inner, current_target("cuda").caches[2])
+    rows = []
+    for m in ms:
+        rows.append(row := {"hidden": args.hidden, "inner": args.inner} | measure(m, weights, args.rounds))
+        shown = "  ".join(f"{name} {us:.1f}" for name, us in row["median_us"].items())
+        over = ", ".join(f"{found[0]:.3f}x of {name}" for name, found in row["speedups"].items())
+        print(f"M {m:<4} {shown} us  {over}", flush=True)
+    write("gpu-layer", rows, gpu=current_target("cuda").to_dict())
+
+
+if __name__ == "__main__":
+    main()
