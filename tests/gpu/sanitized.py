@@ -13,8 +13,10 @@ from dataclasses import replace
 import torch
 
 from cards import first, kernel_of, run_into
+from gemmtune.backends.base import Kernel
 from gemmtune.epilogue import Step
-from gemmtune.measure.inputs import Inputs
+from gemmtune.measure.inputs import Inputs, make_inputs
+from gemmtune.measure.timing import empty_output
 from gemmtune.measure.verify import prepare, verify
 from gemmtune.problem import Layout, Operand, Problem
 from gemmtune.workloads import bmm_problem, build, fp8_problem, int_problem, weight_only_problem
@@ -74,6 +76,23 @@ def main() -> None:
         verdict = verify(run, problem, prepare(problem, 0, device=torch.device("cuda"))[:1], patience_s=0.0)
         print(f"{candidate.id} on {problem.m}x{problem.n}x{problem.k} {problem.b.dtype}: {verdict.kind}", flush=True)
         assert verdict.ok, verdict.detail
+        if backend == "cuda":
+            follow(problem, kernel)
+
+
+def follow(problem: Problem, kernel: Kernel) -> None:
+    """The kernel behind itself in a graph, where it begins early."""
+    device = torch.device("cuda")
+    inputs, outs = make_inputs(problem, 1, device=device), [empty_output(problem, device) for _ in range(3)]
+    b = kernel.pack(inputs.b) if kernel.packing else inputs.b
+    kernel.run(inputs.a, b, inputs.aux, outs[0])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for out in outs[1:]:
+            kernel.run(inputs.a, b, inputs.aux, out)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, outs[0]) for out in outs[1:])
 
 
 if __name__ == "__main__":
