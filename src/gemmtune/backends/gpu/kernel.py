@@ -194,7 +194,7 @@ class GridKernel(GpuKernel):
         others = [place(name) for name in names]
         sums = None if self._sums is None else (place(self._sums[0]), place(self._sums[1]))
         stream_of, tiles = torch._C._cuda_getCurrentRawStream, self._tiles(m)
-        capturing = torch._C._cuda_isCurrentStreamCapturing
+        capturing, follows = torch._C._cuda_isCurrentStreamCapturing, self.header.waits
 
         def launch(out: Tensor, a: Tensor, b: Tensor, *rest: Tensor) -> None:
             slots, config, go = block.held
@@ -208,7 +208,7 @@ class GridKernel(GpuKernel):
             slots[c_at], slots[a_at], slots[b_at] = c_ptr, a_ptr, b_ptr
             for at, tensor in zip(others, rest):  # noqa: B905 - as many by bind; saying so costs more than the loop
                 slots[at] = tensor.data_ptr()
-            status = block.capture(stream, b, out) if capturing() else go()
+            status = block.capture(stream, b, out) if follows and capturing() else go()
             if status:
                 function.failed(status, go)
 
@@ -244,6 +244,7 @@ class TmaKernel(GpuKernel):
         block = Block(function, (programs, 1), [known.get(name, 0) for name in arguments])
         c_at, others = arguments.index("c_ptr"), [arguments.index(name) for name in names]
         stream_of, capturing = torch._C._cuda_getCurrentRawStream, torch._C._cuda_isCurrentStreamCapturing
+        follows = self.header.waits
 
         def launch(out: Tensor, a: Tensor, b: Tensor, *rest: Tensor) -> None:
             slots, config, go = block.held
@@ -258,7 +259,7 @@ class TmaKernel(GpuKernel):
             slots[c_at] = c_ptr
             for at, tensor in zip(others, rest):  # noqa: B905 - as above
                 slots[at] = tensor.data_ptr()
-            status = block.capture(stream, b, out) if capturing() else go()
+            status = block.capture(stream, b, out) if follows and capturing() else go()
             if status:
                 function.failed(status, go)
 
