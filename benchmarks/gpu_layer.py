@@ -19,15 +19,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from h200 import ALONE, OURS, alone, race
+from h200 import ALONE, COLD, OURS, alone, race
 from harness import ratios, write
 from torch import Tensor
 
 import gemmtune
 from gemmtune.dispatch import current_target
 from gemmtune.workloads import build
-
-_COLD = 16  # times the L2 that all layers' weights come to
 
 Linear = Callable[[Tensor, Tensor], Tensor]
 Weights = dict[str, Tensor]
@@ -38,7 +36,7 @@ def draw(hidden: int, inner: int, l2: int) -> list[Weights]:
     shapes = dict.fromkeys("qkvo", (hidden, hidden))
     shapes |= {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
     size = 2 * sum(n * k for n, k in shapes.values())
-    count = max(2, int(_COLD * l2 / size) + 1)
+    count = max(2, int(COLD * l2 / size) + 1)
     return [
         {name: torch.randn(n, k, device="cuda").bfloat16() / k**0.5 for name, (n, k) in shapes.items()}
         for _ in range(count)

@@ -44,7 +44,7 @@ WEIGHTS = ((11008, 4096), (4096, 12288), (4096, 22016), (4096, 4096))  # K -> N
 FAMILIES = ("bf16", "int8wo", "fp8", "int8", "int4wo")
 ROWS = (1, 16, 64, 256, 1024, 4096)
 _READ = 4.46e12  # bytes a second, REFERENCE.md
-_COLD = 16  # times the L2 that the operands of one graph come to
+COLD = 16  # times the L2 that the operands of one graph come to
 _TURN_S = 2e-3  # starting a graph takes some 8 us, which belongs to no call
 
 OURS, ALONE = "gemmtune", "alone"  # as served, where a kernel may overlap the one before it; and where it may not
@@ -69,7 +69,7 @@ class Sets:
 def draw(family: str, m: int, n: int, k: int, l2: int) -> Sets:
     """Random operands over their types' range; as many sets as exceed the L2 several times."""
     size = n * k * {"bf16": 2.0, "int4wo": 0.5}.get(family, 1.0) + m * k * 2 + m * n * 2
-    count = max(2, min(64, int(_COLD * l2 / size) + 1))
+    count = max(2, min(64, int(COLD * l2 / size) + 1))
     made = Sets(family, m, n, k, [], [])
     generator = torch.Generator("cuda").manual_seed(m * 31 + n)
 
@@ -123,14 +123,12 @@ def alone(call: Call) -> Call:
     """The call, captured so that it begins when the one before it has ended."""
 
     def apart(i: int) -> object:
-        held = os.environ.get(OVERLAP)
+        held = os.environ.get(OVERLAP, "1")
         os.environ[OVERLAP] = "0"
         try:
             return call(i)
         finally:
-            os.environ.pop(OVERLAP)
-            if held is not None:
-                os.environ[OVERLAP] = held
+            os.environ[OVERLAP] = held
 
     return apart
 

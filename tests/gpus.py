@@ -16,6 +16,8 @@ FAMILIES = {
     "int8wo": weight_only_problem(16, 4096, 4096),
     "int4wo": weight_only_problem(16, 4096, 4096, bits=4, group=128),
 }
+# A configuration of the CUDA backend's ``skinny`` for up to 8 rows.
+SKINNY = {"bm": 8, "bn": 32, "side": 1, "warps": 4, "depth": 1, "split": 1}
 
 
 def legal(backend: Backend, problem: Problem, target: Target = H200) -> list[Candidate]:

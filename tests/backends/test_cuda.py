@@ -1,46 +1,27 @@
-"""The CUDA C++ kernels without a GPU: their space, cross-compiling, and the kernel itself, emulated on a CPU."""
+"""The CUDA C++ kernels without a GPU: their space, and cross-compiling. What they compute: test_cuda_kernels.py."""
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import random
-import shutil
-import subprocess
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 import gpus
-from drivers import Driver, simulated
 from gemmtune.backends.base import Candidate
-from gemmtune.backends.cuda import CudaBackend, compiler, space
+from gemmtune.backends.cuda import CudaBackend, compiler
 from gemmtune.backends.cuda.block import mixed_more, slab_more
-from gemmtune.backends.cuda.kernel import Skinny
 from gemmtune.backends.cuda.source import generate
-from gemmtune.backends.gpu.artifact import Header, unpack
-from gemmtune.backends.gpu.kernel import GpuKernel
+from gemmtune.backends.gpu.artifact import unpack
 from gemmtune.epilogue import Step
 from gemmtune.errors import KernelError, UnsupportedError
-from gemmtune.measure.inputs import Inputs, make_inputs
-from gemmtune.measure.verify import prepare, verify
 from gemmtune.problem import Layout, Operand, Problem
 from gemmtune.target import Target
-from gemmtune.testing.problems import random_problem
 from gemmtune.workloads import bmm_problem, build, fp8_problem, int_problem, weight_only_problem
-from gpus import A100, FAMILIES, H200
+from gpus import A100, FAMILIES, H200, SKINNY
 
 needs_nvrtc = pytest.mark.skipif(not compiler.version(), reason="NVRTC is not installed")
-CXX = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
-needs_cxx = pytest.mark.skipif(CXX is None, reason="there is no C++ compiler")
-FRAME = Path(__file__).parents[2] / "native" / "frame"  # its conversions are checked by tests of their own
-CONFIG = {"bm": 8, "bn": 32, "side": 1, "warps": 4, "depth": 1, "split": 1}
-SLAB_CONFIG = {"bm": 64, "bn": 32, "chunks": 1, "cluster": 1, "split": 1, "pieces": 1, "turns": 1, "stages": 3}
-MIXED_CONFIG = {"bm": 16, "bn": 64, "split": 1, "stages": 2}
 
 
 def legal(problem: Problem, target: Target = H200) -> list[Candidate]:
@@ -209,7 +190,7 @@ def test_availability_is_in_words_to_act_on(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_problems_that_differ_in_size_only_share_artifacts() -> None:
-    backend, candidate = CudaBackend(), Candidate.make("cuda", "skinny", **CONFIG)
+    backend, candidate = CudaBackend(), Candidate.make("cuda", "skinny", **SKINNY)
 
     def key(problem: Problem, target: Target = H200) -> str:
         return backend._recipe(problem, candidate, target)[0]
@@ -271,7 +252,7 @@ def test_what_the_compiler_says_is_passed_on() -> None:
     with pytest.raises(KernelError, match=r"NVRTC cannot compile it: gemmtune.cu\(1\): error"):
         compiler.compile_source("nonsense", (9, 0))
     problem = weight_only_problem(32, 64, 4096, bits=4, group=128)
-    greedy = {**CONFIG, "bm": 32, "bn": 64, "depth": 4}
+    greedy = {**SKINNY, "bm": 32, "bn": 64, "depth": 4}
     with pytest.raises(KernelError, match="hand on what makes 248"):
         compiler.compile_source('extern "C" __global__ void idle() {}', (9, 0), registers=248)
     with pytest.raises(KernelError, match="would spill"):
@@ -291,376 +272,3 @@ def test_the_drivers_cache_which_drops_what_the_compiler_says_is_not_used(monkey
     monkeypatch.setattr(compiler, "_compile", older)
     assert compiler.compile_source(text, (9, 0))[:4] == b"\x7fELF"
     assert ["--no-cache" in options for options in given] == [True, False]
-
-
-# --- the kernel, on a CPU -------------------------------------------------------------------------------------------
-
-
-class Emulator:
-    """Kernels whose launches run on the CPU, through ``emulated.h``."""
-
-    def __init__(self, driver: Driver, folder: Path) -> None:
-        self.driver, self._folder = driver, folder
-
-    def skinny(self, problem: Problem, **config: int) -> GpuKernel:
-        config = {**CONFIG, "bm": 8 * -(-problem.m // 8), **config}
-        assert not space._skinny_illegal(problem, space.device_of(H200), config)
-        return self.load(problem, Candidate.make("cuda", "skinny", **config))
-
-    def slab(self, problem: Problem, **config: int) -> GpuKernel:
-        config = {**SLAB_CONFIG, **config}
-        assert not space._slab_illegal(problem, space.device_of(H200), config)
-        return self.load(problem, Candidate.make("cuda", "slab", **config))
-
-    def mixed(self, problem: Problem, **config: int) -> GpuKernel:
-        config = {**MIXED_CONFIG, **config}
-        assert not space._mixed_illegal(problem, space.device_of(H200), config)
-        return self.load(problem, Candidate.make("cuda", "mixed", **config))
-
-    def load(self, problem: Problem, candidate: Candidate) -> GpuKernel:
-        header = Path(__file__).with_name("emulated.h").read_text(encoding="utf-8")
-        made = generate(problem, candidate.template, dict(candidate.config), header)
-        text = made.text + 'extern "C" int emulate(int x, int y, void** slots) {\n'
-        text += (
-            "    static void** given;\n    given = slots;\n    early_given = *static_cast<int*>(slots[COUNT - 1]);\n"
-        )
-        text += (
-            f"    run_all([] {{ call({candidate.template}, given, std::make_index_sequence<COUNT>()); }}, x, y);\n"
-            "    return too_early;\n}\n"
-        )
-        name = self._folder / hashlib.sha256(text.encode()).hexdigest()[:16]
-        name.with_suffix(".cpp").write_text(text)
-        options = ["-std=c++17", "-O1", "-shared", "-fPIC", "-w", f"-DCOUNT={len(made.arguments)}", f"-I{FRAME}"]
-        subprocess.run([str(CXX), *options, "-o", f"{name}.so", f"{name}.cpp"], check=True)
-        library = ctypes.CDLL(f"{name}.so")
-
-        def run(grid: tuple[int, int], values: list[int]) -> None:
-            places = self.driver.places
-            assert library.emulate(*grid, (ctypes.c_void_p * len(places))(*places)) == 0, "too early"
-
-        self.driver.run, self.driver.threads, self.driver.shared = run, 32 * made.warps, 0
-        self.driver.arguments[candidate.template] = len(made.arguments)
-        header_ = Header(
-            candidate.template, 0, made.shared, made.warps, made.arguments, 0, made.descriptors, waits=True
-        )
-        return CudaBackend.templates[candidate.template](problem, candidate, [(header_, b"")])
-
-
-@pytest.fixture
-def emulator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Emulator:
-    return Emulator(simulated(monkeypatch), tmp_path)
-
-
-def run_into(kernel: GpuKernel, inputs: Inputs, out: torch.Tensor) -> None:
-    kernel.run(inputs.a, kernel.pack(inputs.b) if kernel.packing else inputs.b, inputs.aux, out)
-
-
-STEPS = (
-    Step("bias", "col", "bfloat16"), Step("gelu_tanh"), Step("mul", "full", "bfloat16"), Step("clamp", lo=-1.0, hi=2.0),
-)  # fmt: skip
-CASES: dict[str, tuple[Problem, dict[str, int]]] = {
-    "bf16, odd sizes": (build(3, 37, 200, "bf16"), {}),
-    "fp16, an epilogue": (
-        replace(build(11, 40, 256, "fp16"), epilogue=(Step("add", "row", "float32", value=0.5), Step("gelu"))),
-        {"side": 2, "depth": 2},
-    ),
-    "bf16, an epilogue, a cluster": (replace(build(9, 50, 264, "bf16"), epilogue=STEPS), {"split": 2}),
-    "bmm": (replace(bmm_problem(3, 5, 24, 64, "bfloat16"), b=Operand("bfloat16", Layout("col"))), {"bn": 16}),
-    "int8": (int_problem(7, 40, 272), {"depth": 2}),
-    "int8, requantised": (
-        replace(
-            int_problem(4, 24, 128), out_dtype="int8",
-            epilogue=(Step("bias", "col", "int32"), Step("relu"), Step("scale", "col", "float32")),
-        ),
-        {},
-    ),
-    "fp8": (fp8_problem(5, 40, 208), {}),
-    "int8 weights": (weight_only_problem(1, 40, 272), {}),
-    "int8 weights, fp16, groups": (
-        weight_only_problem(9, 24, 256, group=128, zero_point=True, dtype="float16"), {"bn": 16},
-    ),
-    "int4 weights": (weight_only_problem(10, 40, 512, bits=4, group=128), {"side": 2}),
-    "int4 weights, zero points": (weight_only_problem(2, 40, 512, bits=4, group=256, zero_point=True), {}),
-    "int4 weights, fp16, a scale a channel": (weight_only_problem(3, 24, 512, bits=4, dtype="float16"), {"bn": 16}),
-}  # fmt: skip
-
-
-@needs_cxx
-@pytest.mark.parametrize("name", CASES)
-def test_the_kernel_is_right(emulator: Emulator, name: str) -> None:
-    """Through bind, the simulated driver, the kernel's own text and gemmtune's own verification."""
-    problem, config = CASES[name]
-    kernel = emulator.skinny(problem, **config)
-    verdict = verify(lambda inputs, out: run_into(kernel, inputs, out), problem, prepare(problem, 0), patience_s=0.0)
-    assert verdict.ok, f"{verdict.kind}: {verdict.detail}"
-
-
-SLABS: dict[str, tuple[Problem, dict[str, int]]] = {
-    "bf16, odd sizes": (build(19, 141, 200, "bf16"), {}),
-    "fp16, two groups of warps": (replace(build(70, 72, 136, "fp16"), epilogue=(Step("gelu"),)), {"bm": 128}),
-    "bf16, an epilogue, a cluster": (
-        replace(
-            build(65, 100, 264, "bf16"),
-            epilogue=(Step("bias", "col", "bfloat16"), Step("mul", "full", "bfloat16"), Step("add", "row", "float32")),
-        ),
-        {"cluster": 2, "chunks": 2, "bn": 16},
-    ),
-    "int8, two products a width": (int_problem(33, 210, 272), {"bn": 40, "cluster": 2}),
-    "int8, requantised": (
-        replace(
-            int_problem(20, 24, 128), out_dtype="int8",
-            epilogue=(Step("bias", "col", "int32"), Step("relu"), Step("scale", "col", "float32")),
-        ),
-        {"bn": 24},
-    ),
-    "fp8": (fp8_problem(50, 80, 656), {"chunks": 2, "turns": 2}),
-    "fp8, a product at a time": (fp8_problem(70, 90, 400), {"bm": 128}),
-    "bf16, fewer rows than wgmma has": (build(13, 141, 200, "bf16"), {"bm": 16, "stages": 4}),
-    "fp8, eight rows": (fp8_problem(5, 90, 784), {"bm": 8, "bn": 16, "stages": 3}),
-    "int8, rows shared by a cluster": (int_problem(31, 90, 784), {"bm": 32, "cluster": 2}),
-    "fp8, few rows, K shared": (fp8_problem(20, 60, 1040), {"bm": 24, "chunks": 2, "bn": 24, "split": 2}),
-    "fp8, in pieces by turns": (fp8_problem(33, 90, 784), {"bn": 48, "chunks": 2, "pieces": 2, "turns": 2}),
-    "fp8, registers that change hands": (fp8_problem(65, 300, 272), {"bm": 128, "bn": 256, "pieces": 2}),
-    "bf16, K shared, two groups of warps, an epilogue": (
-        replace(build(75, 100, 520, "bf16"), epilogue=STEPS), {"bm": 128, "bn": 40, "split": 3},
-    ),
-    "int8, K shared": (int_problem(20, 70, 1104), {"chunks": 2, "bn": 64, "split": 2}),
-    "fp8, K shared": (fp8_problem(65, 60, 1040), {"chunks": 2, "bn": 24, "split": 2}),
-    "fp8, a cluster": (fp8_problem(18, 150, 144), {"cluster": 4, "bn": 48, "chunks": 2, "turns": 2}),
-}  # fmt: skip
-
-
-@needs_cxx
-@pytest.mark.parametrize("name", SLABS)
-def test_the_slab_kernel_is_right(emulator: Emulator, name: str) -> None:
-    """More tiles than blocks, stages gone through several times, TMA's zeros beyond every edge."""
-    problem, config = SLABS[name]
-    kernel = emulator.slab(problem, **config)
-    verdict = verify(lambda inputs, out: run_into(kernel, inputs, out), problem, prepare(problem, 0), patience_s=0.0)
-    assert verdict.ok, f"{verdict.kind}: {verdict.detail}"
-
-
-MIXED: dict[str, tuple[Problem, dict[str, int]]] = {
-    "int8, odd sizes": (weight_only_problem(19, 101, 400), {"bm": 24}),
-    "int8, two groups of warps, a cluster, an epilogue": (
-        replace(weight_only_problem(34, 140, 784), epilogue=STEPS), {"bm": 40, "bn": 128, "split": 3},
-    ),
-    "int8, fp16": (weight_only_problem(70, 72, 656, dtype="float16"), {"bm": 72, "stages": 3}),
-    "int8, groups": (weight_only_problem(40, 72, 1024, group=256), {"bm": 16, "split": 2}),
-    "int4, groups": (weight_only_problem(20, 136, 640, bits=4, group=128), {"bm": 24, "bn": 128}),
-    "int4, groups, a cluster, fp16": (
-        weight_only_problem(17, 72, 1280, bits=4, group=256, dtype="float16"), {"bm": 24, "split": 4, "stages": 3},
-    ),
-    "int8, registers that change hands": (weight_only_problem(70, 130, 528), {"bm": 256, "bn": 128, "split": 2}),
-    "int4, a scale a channel": (weight_only_problem(10, 70, 768, bits=4), {"split": 2}),
-}  # fmt: skip
-
-
-@needs_cxx
-@pytest.mark.parametrize("name", MIXED)
-def test_the_mixed_kernel_is_right(emulator: Emulator, name: str) -> None:
-    """Weights turned into numbers on their way to wgmma's registers, stages gone through several times, all edges."""
-    problem, config = MIXED[name]
-    kernel = emulator.mixed(problem, **config)
-    verdict = verify(lambda inputs, out: run_into(kernel, inputs, out), problem, prepare(problem, 0), patience_s=0.0)
-    assert verdict.ok, f"{verdict.kind}: {verdict.detail}"
-
-
-def little(candidate: Candidate) -> bool:
-    """Few fibers."""
-    return candidate.template == "skinny" and candidate["warps"] == 4
-
-
-@needs_cxx
-@pytest.mark.parametrize("family", ["mm", "bmm", "int_mm", "mixed_mm", "scaled_mm"])
-def test_random_problems_are_right(emulator: Emulator, family: str) -> None:
-    """Three of a family, each on a random one of its configurations."""
-    rng, left = random.Random(family), 3
-    while left:
-        problem = random_problem(rng, 80)
-        found = [c for c in legal(problem) if little(c)] if problem.family == family else []
-        if not found:
-            continue
-        left -= 1
-        candidate = rng.choice(found)
-        kernel = emulator.load(problem, candidate)
-
-        def run(inputs: Inputs, out: torch.Tensor, kernel: GpuKernel = kernel) -> None:
-            run_into(kernel, inputs, out)
-
-        verdict = verify(run, problem, prepare(problem, left), patience_s=0.0)
-        assert verdict.ok, f"{candidate.id} on {problem.key}: {verdict.kind}: {verdict.detail}"
-
-
-@needs_cxx
-def test_more_rows_than_it_was_made_for(emulator: Emulator) -> None:
-    for load, made_for, m in ((emulator.skinny, 8, 21), (emulator.slab, 60, 130), (emulator.mixed, 16, 40)):
-        mixed = load == emulator.mixed
-        kernel = load(weight_only_problem(made_for, 37, 256) if mixed else build(made_for, 37, 128, "bf16"))
-        problem = kernel.problem.with_m(m)
-
-        def run(inputs: Inputs, out: torch.Tensor, kernel: GpuKernel = kernel) -> None:
-            run_into(kernel, inputs, out)
-
-        verdict = verify(run, problem, prepare(problem, 0)[:1], patience_s=0)
-        assert verdict.ok, verdict.detail
-
-
-BIAS = (Step("bias", "col", "bfloat16"),)
-# A template, a Problem, a configuration; a statement, and a wrong one in its place.
-WRONG: dict[str, tuple[str, Problem, dict[str, int], str, str]] = {
-    "A and B disagree about K's order": (
-        "skinny", build(3, 24, 128, "bf16"), {}, "c * (KIND == INT4 ? 16 : RUN)", "(3 - c) * RUN",
-    ),
-    "all groups of warps take the same rows": (
-        "slab", build(70, 24, 128, "bf16"), {"bm": 128}, "warp / 4 * 64 * 128", "0",
-    ),
-    "the same weights serve both halves of a step": (
-        "mixed", weight_only_problem(17, 24, 128), {"bm": 24}, "4 * half + i : i", "i : i",
-    ),
-    "lanes store each other's columns": (
-        "slab", build(20, 64, 128, "bf16"), {}, "8 * (own % TOGETHER)", "8 * (3 - own % TOGETHER)",
-    ),
-    "every tile takes the first columns' bias": (
-        "slab", replace(build(20, 64, 128, "bf16"), epilogue=BIAS), {}, "min(first + min(thread", "min(min(thread",
-    ),
-    "one row's scale serves all": (
-        "skinny", fp8_problem(5, 32, 128), {}, "const int x = e % BN, y = e / BN", "const int x = e % BN, y = 0 * e",
-    ),
-    "the last scales of a wide tile are not there": (
-        "mixed", weight_only_problem(17, 70, 128), {"bn": 128, "bm": 24},
-        "if (thread + i * THREADS < SIZE)", "if (thread < 32)",
-    ),
-    "one block's sums are left out": (
-        "slab", build(20, 32, 512, "bf16"), {"split": 2}, "all.of[e] += one.of[e]", "all.of[e] = one.of[e]",
-    ),
-}  # fmt: skip
-
-
-@needs_cxx
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_kernel_is_found_out(emulator: Emulator, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """The emulator tells right from wrong."""
-    from gemmtune.backends.cuda import source as module
-
-    template, problem, config, right, wrong = WRONG[name]
-    real, changed = module._file, list[str]()
-
-    def changing(name: str) -> str:
-        text = real(name)
-        changed.extend([name] * text.count(right))
-        return text.replace(right, wrong)
-
-    monkeypatch.setattr(module, "_file", changing)
-    if template == "skinny":
-        config = {"bm": 8 * -(-problem.m // 8), **config}
-    kernel = getattr(emulator, template)(problem, **config)
-    assert changed
-    verdict = verify(lambda inputs, out: run_into(kernel, inputs, out), problem, prepare(problem, 0)[:1], patience_s=0)
-    assert verdict.kind == "wrong"
-
-
-FOLLOWING: dict[str, tuple[Problem, dict[str, int]]] = {
-    "skinny": (fp8_problem(5, 40, 208), {"depth": 2}),
-    "slab": (
-        replace(build(70, 100, 520, "bf16"), epilogue=STEPS), {"bm": 128, "bn": 40, "cluster": 2, "stages": 3},
-    ),
-    "mixed": (replace(weight_only_problem(34, 140, 784), epilogue=STEPS), {"bm": 40, "bn": 128, "split": 2}),
-}  # fmt: skip
-
-
-@needs_cxx
-@pytest.mark.parametrize("template", FOLLOWING)
-def test_in_a_graph_a_kernel_follows_one_of_ours(
-    emulator: Emulator, monkeypatch: pytest.MonkeyPatch, template: str
-) -> None:
-    """It may begin before that one has ended, and reads only B until then; behind anything else it waits."""
-    problem, config = FOLLOWING[template]
-    kernel, driver = getattr(emulator, template)(problem, **config), emulator.driver
-    inputs = make_inputs(problem, 0)
-    expected, out = (torch.full((problem.m, problem.n), float("nan"), dtype=torch.bfloat16) for _ in range(2))
-    run_into(kernel, inputs, expected)
-    assert expected.isfinite().all()
-
-    def launched() -> tuple[int, int]:
-        """Whether a launch overlapped the one before, and whether it read B before that ended."""
-        run_into(kernel, inputs, out.fill_(float("nan")))
-        assert torch.equal(out, expected)
-        return driver.overlaps[-1], driver.launches[-1][2][-1]
-
-    assert launched() == (0, 0)  # launched, not captured
-    driver.capture = 3
-    assert launched() == (0, 0)  # its node is another graph's
-    assert launched() == launched() == (1, 1)
-    driver.nodes.append(-1)  # PyTorch's kernel, say
-    assert launched() == (0, 0)
-    assert launched() == (1, 1)
-    driver.capture = 4
-    assert launched() == (0, 0)
-    with monkeypatch.context() as patch:
-        patch.setenv("GEMMTUNE_OVERLAP", "0")
-        assert launched() == launched() == (0, 0)
-    assert launched() == (0, 0)
-    assert launched() == (1, 1)
-
-
-def test_kernels_of_an_older_driver_follow_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its graphs would refuse them."""
-    driver = simulated(monkeypatch)
-    driver.version, driver.capture, driver.arguments["skinny"] = 12020, 1, 5
-    header = Header("skinny", 0, 0, 4, ("b_ptr", "a_ptr", "c_ptr", "M", "early"), 0, waits=True)
-    problem = build(4, 32, 64, "bf16")
-    kernel = Skinny(problem, Candidate.make("cuda", "skinny", **CONFIG), [(header, b"")])
-    inputs = make_inputs(problem, 0)
-    for _ in range(2):
-        run_into(kernel, inputs, torch.empty(4, 32, dtype=torch.bfloat16))
-    assert driver.overlaps == [0, 0]
-
-
-@needs_cxx
-def test_what_the_kernel_before_writes_is_not_read_early(emulator: Emulator) -> None:
-    """Its output is this one's B: a row of it is enough."""
-    problem = build(16, 16, 64, "bf16")
-    kernel, driver = emulator.skinny(problem), emulator.driver
-    inputs = make_inputs(problem, 0)
-    memory = torch.zeros(64 * 16 + 16 * 16, dtype=torch.bfloat16)
-    b = memory[: 64 * 16].view(16, 64).t().copy_(inputs.b)
-    behind, last_row = memory[64 * 16 :].view(16, 16), memory[64 * 16 - 16 : -16].view(16, 16)
-    driver.capture = 1
-    for out, early in ((behind, 1), (last_row, 0)):
-        kernel.run(inputs.a, b, (), out)
-        kernel.run(inputs.a, b, (), torch.empty(16, 16, dtype=torch.bfloat16))
-        assert (driver.overlaps[-1], driver.launches[-1][2][-1]) == (1, early)
-
-
-IMPATIENT = {
-    "skinny": ("} else {\n        follow();", "} else {\n"),
-    "slab": ("            follow();\n            for", "            for"),
-    "mixed": ("take_registers();\n        follow();", "take_registers();\n"),
-}
-
-
-@needs_cxx
-@pytest.mark.parametrize("template", IMPATIENT)
-def test_a_kernel_that_does_not_wait_is_found_out(
-    emulator: Emulator, monkeypatch: pytest.MonkeyPatch, template: str
-) -> None:
-    from gemmtune.backends.cuda import source as module
-
-    real, (right, wrong) = module._file, IMPATIENT[template]
-    assert right in real(f"{template}.cu")
-    monkeypatch.setattr(module, "_file", lambda name: real(name).replace(right, wrong))
-    problem, config = FOLLOWING[template]
-    kernel = getattr(emulator, template)(problem, **config)
-    inputs = make_inputs(problem, 0)
-    with pytest.raises(AssertionError, match="too early"):
-        run_into(kernel, inputs, torch.empty(problem.m, problem.n, dtype=torch.bfloat16))
-
-
-def test_int4_weights_lie_as_the_triton_backend_packs_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    simulated(monkeypatch)
-    problem: Any = weight_only_problem(4, 24, 256, bits=4, group=128)
-    header = Header("skinny", 0, 0, 4, ("b_ptr", "a_ptr", "c_ptr"), 0)
-    kernel = Skinny(problem, Candidate.make("cuda", "skinny", **CONFIG), [(header, b"")])
-    assert kernel.packing == "triton:int4/128"
-    assert kernel.pack(make_inputs(problem, 0).b).layout == kernel.packing

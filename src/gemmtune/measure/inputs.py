@@ -31,8 +31,7 @@ _TINY_PRODUCTS = 1 << 26  # with denormals, on a CPU: an Intel core takes 100 ti
 _SPREAD = {"int8": 74.0, "uint8": 147.0, "int4": 4.6, "float8_e4m3fn": 110.0, "float8_e5m2": 9000.0}  # rms
 _DEFAULT_LLC = 32 << 20
 _MAX_SETS = 64
-# Of its L2 that operand sets together exceed, and what they may take of its memory. Four times let kernels gain 5%
-# that read weights with ``evict_first``: all else of theirs stayed there (benchmarks/results/gpu-overlap-20261123.txt).
+# Times its L2 that operand sets come to (four are not enough: docs/measuring.md), and bytes of its memory at most.
 _GPU_SHARE, _GPU_BYTES = 16, 2 << 30
 
 Source = Callable[[tuple[int, ...], Layout, str], Tensor]

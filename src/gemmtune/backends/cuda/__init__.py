@@ -21,7 +21,7 @@ from .compiler import MISSING, compile_source, version
 from .kernel import Mixed, Skinny, Slab
 from .source import MIXED, SKINNY, SLAB, generate
 
-DEPENDENT = (9, 0)  # the first compute capability whose kernels can wait for those before them
+_WAITING = (9, 0)  # the first compute capability whose kernels can wait for those before them
 
 
 class CudaBackend(GpuBackend):
@@ -45,7 +45,7 @@ class CudaBackend(GpuBackend):
             cubin = compile_source(made.text, capability, made.arch, made.registers)
             header = Header(
                 candidate.template, len(cubin), made.shared, made.warps, made.arguments, 0, made.descriptors,
-                waits=capability >= DEPENDENT,
+                waits=capability >= _WAITING,
             )  # fmt: skip
             return packed(header, cubin)
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from ...errors import KernelError
 from ...problem import Problem, bits
-from ..gpu.artifact import Tma
-from ..gpu.driver import EARLY
+from ..gpu.artifact import EARLY, Tma
 from ..gpu.rules import HALVES
 from .block import (
     CHUNK_BYTES,

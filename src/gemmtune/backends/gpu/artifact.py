@@ -12,6 +12,7 @@ import msgspec
 from ...errors import KernelError
 
 _LENGTH = 4
+EARLY = "early"  # the argument of kernels that wait for the one before: whether they may read B until then
 
 
 class Tma(msgspec.Struct, forbid_unknown_fields=True):

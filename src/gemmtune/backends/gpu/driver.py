@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...errors import KernelError
 from ..base import OVERLAP
-from .artifact import Header, Tma
+from .artifact import EARLY, Header, Tma
 
 _SHARED_LIMIT = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _STATIC_SHARED = 48 << 10  # beyond it a kernel must ask
@@ -28,7 +28,6 @@ _L2_128B = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 _OVERLAPPING = 12030  # the first driver (CUDA 12.3) whose graphs know of kernels that overlap
 _CAPTURING = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
 _OVERLAP = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-EARLY = "early"  # the argument of kernels that may follow others: whether B may be read before those have ended
 
 
 @functools.cache
@@ -73,6 +72,7 @@ class Function:
                 status = driver().cuFuncSetAttribute(handle, _SHARED_LIMIT, header.shared)
                 _check(status, f"asking for {header.shared} bytes of shared memory")
         self.handle, self.threads, self.shared = handle.value, 32 * header.warps, header.shared
+        self.follows = header.waits and _version() >= _OVERLAPPING
 
     def failed(self, status: int, launch: Callable[[], int]) -> None:
         """Launch once more where that may help; raises KernelError where the driver refuses."""
@@ -87,6 +87,9 @@ class _Attribute(ctypes.Structure):
     """CUlaunchAttribute."""
 
     _fields_ = [("id", ctypes.c_int), ("unused", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_int * 15)]
+
+
+_ATTRIBUTE = _Attribute(_OVERLAP, 0, 1)
 
 
 class _Config(ctypes.Structure):
@@ -146,7 +149,8 @@ class Block(threading.local):
     """
 
     def __init__(self, function: Function, grid: tuple[int, int], values: Sequence[int]) -> None:
-        names, scratch = function.header.arguments, function.header.scratch
+        self._names = names = function.header.arguments
+        scratch = function.header.scratch
         slots = (ctypes.c_uint64 * len(names))(*values)
         self._unused = (ctypes.c_uint64 * max(1, scratch))()  # what Triton wants and its kernels do not use
         own = [ctypes.addressof(slots) + 8 * place for place in range(len(names))]
@@ -154,9 +158,7 @@ class Block(threading.local):
         self._parameters = (ctypes.c_void_p * len(addresses))(*addresses)
         self._described = [place for place, name in enumerate(names) if name in function.header.descriptors]
         config = _Config(*grid, 1, function.threads, 1, 1, function.shared)
-        self._attribute = _Attribute(_OVERLAP, 0, 1)
-        config.attributes = ctypes.addressof(self._attribute)  # of which there are 0
-        self._early = names.index(EARLY) if function.header.waits and _version() >= _OVERLAPPING else None
+        config.attributes = ctypes.addressof(_ATTRIBUTE)  # of which there are 0
         # Made once: what ctypes has to convert in a call costs as much as the call.
         at, start = ctypes.addressof(config), ctypes.addressof(self._parameters)
         fixed = (ctypes.c_void_p(at), ctypes.c_void_p(function.handle), ctypes.c_void_p(start), None)
@@ -164,7 +166,8 @@ class Block(threading.local):
         self.held: tuple[Any, _Config, Callable[[], int]] = (slots, config, launch)
 
     def capture(self, stream: int, b: Tensor, out: Tensor) -> int:
-        """``launch`` into a graph that is being captured from the stream; B and C of the product: ``b``, ``out``.
+        """``launch`` of a function that ``follows`` into a graph that is being captured from the stream; B and C of the
+        product: ``b``, ``out``.
 
         A kernel that comes right behind one of ours may begin as soon as that one's blocks all have (programmatic
         dependent launch), and read B early, unless it is what that one writes. Whatever comes before the two has ended
@@ -172,13 +175,13 @@ class Block(threading.local):
         which do not say when the next may begin, it would only take longer (docs/cuda.md).
         """
         slots, config, launch = self.held
-        if self._early is None or os.environ.get(OVERLAP) == "0":
+        if os.environ.get(OVERLAP) == "0":
             return launch()
-        last, before = _last.pop(stream, None), _end_of(stream)
-        if last is not None and last.place == before:
-            config.count, slots[self._early] = 1, int(not last.writes.meets(Span.of(b)))
+        early, last = self._names.index(EARLY), _last.pop(stream, None)
+        if last is not None and last.place == _end_of(stream):
+            config.count, slots[early] = 1, int(not last.writes.meets(Span.of(b)))
         status = launch()
-        config.count, slots[self._early] = 0, 0
+        config.count, slots[early] = 0, 0
         place = _end_of(stream)
         if not status and place is not None:
             _last[stream] = _Last(place, Span.of(out))

@@ -194,7 +194,7 @@ class GridKernel(GpuKernel):
         others = [place(name) for name in names]
         sums = None if self._sums is None else (place(self._sums[0]), place(self._sums[1]))
         stream_of, tiles = torch._C._cuda_getCurrentRawStream, self._tiles(m)
-        capturing, follows = torch._C._cuda_isCurrentStreamCapturing, self.header.waits
+        capturing, follows = torch._C._cuda_isCurrentStreamCapturing, function.follows
 
         def launch(out: Tensor, a: Tensor, b: Tensor, *rest: Tensor) -> None:
             slots, config, go = block.held
@@ -244,7 +244,7 @@ class TmaKernel(GpuKernel):
         block = Block(function, (programs, 1), [known.get(name, 0) for name in arguments])
         c_at, others = arguments.index("c_ptr"), [arguments.index(name) for name in names]
         stream_of, capturing = torch._C._cuda_getCurrentRawStream, torch._C._cuda_isCurrentStreamCapturing
-        follows = self.header.waits
+        follows = function.follows
 
         def launch(out: Tensor, a: Tensor, b: Tensor, *rest: Tensor) -> None:
             slots, config, go = block.held

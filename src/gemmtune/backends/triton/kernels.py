@@ -139,7 +139,7 @@ def _place(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
 
 @triton.jit
 def _product(
-    a_first, a_places, b_first, b_places, s_ptr, z_ptr, acc, row_ok, col_ok, cols, lo, hi, N, K, a_step, b_step,
+    a_first, a_places, b_first, b_places, s_ptr, z_ptr, acc, row_ok, col_ok, cols, lo, hi, N, K, lda, ldb,
     A_COL: tl.constexpr, B_COL: tl.constexpr, EVEN_K: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr,
     QUANT: tl.constexpr, QGROUP: tl.constexpr, PROMOTE: tl.constexpr,
 ):  # fmt: skip
@@ -153,13 +153,13 @@ def _product(
         # Along K the block is added to places, not to pointers: more instructions and less time. Neither moves from
         # block to block, which would take more of both (Triton 3.6; docs/triton.md).
         if A_COL:
-            a_at = a_first + (block - lo) * a_step + a_places
+            a_at = a_first + (block - lo) * (BK * lda).to(tl.int64) + a_places
         else:
             a_at = a_first + (a_places + (block - lo) * BK)
         if B_COL:
             b_at = b_first + (b_places + (block - lo) * BK)
         else:
-            b_at = b_first + (block - lo) * b_step + b_places
+            b_at = b_first + (block - lo) * (BK * ldb).to(tl.int64) + b_places
         if EVEN_K:
             a = tl.load(a_at, mask=row_ok)
             b = tl.load(b_at, mask=col_ok)
@@ -295,12 +295,10 @@ def tiled(
     if A_COL:
         a_first += pid_m * BM + (lo * BK).to(tl.int64) * lda
         a_places = local_m[:, None] + ks[None, :] * lda
-        a_step = (BK * lda).to(tl.int64)
         row_ok = rows[:, None] < M
     else:
         a_first += (pid_m * BM).to(tl.int64) * lda + lo * BK
         a_places = inside_m[:, None] * lda + ks[None, :]
-        a_step = BK
         row_ok = None
     b_first = b_ptr + batch * batch_b
     if QUANT == 4:
@@ -315,12 +313,10 @@ def tiled(
         if B_COL:
             b_first += (pid_n * BN).to(tl.int64) * ldb + lo * BK
             b_places = inside_n[:, None] * ldb + ks[None, :]
-            b_step = BK
             col_ok = None
         else:
             b_first += pid_n * BN + (lo * BK).to(tl.int64) * ldb
             b_places = local_n[None, :] + ks[:, None] * ldb
-            b_step = (BK * ldb).to(tl.int64)
             if EVEN_N:
                 col_ok = None
             else:
@@ -331,8 +327,7 @@ def tiled(
             acc = tl.zeros((BM, BN), dtype=tl.int32 if INTEGER else tl.float32)
         acc = _product(
             a_first, a_places, b_first, b_places, s_ptr, z_ptr, acc, row_ok, col_ok, cols[None, :], lo, hi, N, K,
-            a_step, b_step,
-            A_COL, B_COL, EVEN_K, BK, SWAP, QUANT, QGROUP, PROMOTE,
+            lda, ldb, A_COL, B_COL, EVEN_K, BK, SWAP, QUANT, QGROUP, PROMOTE,
         )  # fmt: skip
 
     if SWAP:
