@@ -21,7 +21,8 @@ class Driver:
     launch's lie).
 
     overlaps: whether each launch may begin before the kernel before it has ended. capture: the number of the capture
-    that the stream is in, or 0; nodes: what was captured. run: called with each launch's grid and arguments, so that a
+    that the stream is in, or 0; nodes: what was captured. beside: blocks that a
+    multiprocessor has room for. run: called with each launch's grid and arguments, so that a
     test may do what a GPU would.
     """
 
@@ -34,7 +35,7 @@ class Driver:
         self.threads, self.shared = 128, 0
         self.places: list[int] = []
         self.overlaps: list[int] = []
-        self.capture, self.version = 0, 13000
+        self.capture, self.version, self.beside = 0, 13000, 2
         self.nodes: list[int] = []
         self.run: Callable[[tuple[int, int], list[int]], None] | None = None
 
@@ -56,6 +57,11 @@ class Driver:
 
     def cuFuncSetAttribute(self, handle: Any, attribute: int, value: int) -> int:
         self.shared = value
+        return 0
+
+    def cuOccupancyMaxActiveBlocksPerMultiprocessor(self, beside: Any, handle: Any, threads: int, shared: Any) -> int:
+        assert threads == self.threads
+        beside._obj.value = self.beside
         return 0
 
     def cuDriverGetVersion(self, version: Any) -> int:

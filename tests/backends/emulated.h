@@ -69,6 +69,8 @@ static bool early_given;
 static int too_early;
 
 static void follow() { now->following = true; }
+static void let_follow() { too_early += !now->following; }
+constexpr int B_EARLY = 1, NEXT_LATE = 2;
 static void needs(bool b = false) { too_early += !now->following && !(b && early_given); }
 
 #define threadIdx (Index{now->thread, 0})
@@ -255,6 +257,18 @@ static void wait_for(u32 barrier, int turn) {
 }
 
 static void expect(u32 barrier, int bytes) { came(cluster[now->rank].barriers.at(barrier), 1, -bytes); }
+
+static int own_warp() { return now->thread / 32; }
+
+// A warp comes together for what it does once.
+static bool elected() {
+    __syncwarp();
+    return now->thread % 32 == 0;
+}
+static void expect_once(u32 barrier, int bytes) {
+    if (elected()) expect(barrier, bytes);
+}
+
 static void arrive_there(u32 barrier, int rank) { came(cluster[rank].barriers.at(barrier), 1, 0); }
 static void arrive(u32 barrier) { arrive_there(barrier, now->rank); }
 static void arrive_at(u32 barrier, int rank) { arrive_there(barrier, SHARE > 1 ? rank : now->rank); }
@@ -291,15 +305,16 @@ static void fetch(int rank, u32 to, const Map& map, int k, int row, u32 barrier)
 
 static void fetch(u32 to, const Map* map, int k, int row, u32 barrier) {
     needs();
-    fetch(now->rank, to, *map, k, row, barrier);
+    if (elected()) fetch(now->rank, to, *map, k, row, barrier);
 }
 static void fetch_once(u32 to, const Map* map, int k, int row, u32 barrier) {
     needs(true);
-    fetch(now->rank, to, *map, k, row, barrier);
+    if (elected()) fetch(now->rank, to, *map, k, row, barrier);
 }
 
 static void fetch_for_all(u32 to, const Map* map, int k, int row, u32 barrier) {
     needs();
+    if (!elected()) return;
     for (int rank = 0; rank < SHARE; ++rank) fetch(SHARE > 1 ? rank : now->rank, to, *map, k, row, barrier);
 }
 

@@ -61,9 +61,8 @@ class Emulator:
         header = Path(__file__).with_name("emulated.h").read_text(encoding="utf-8")
         made = generate(problem, candidate.template, dict(candidate.config), header)
         text = made.text + 'extern "C" int emulate(int x, int y, void** slots) {\n'
-        text += (
-            "    static void** given;\n    given = slots;\n    early_given = *static_cast<int*>(slots[COUNT - 1]);\n"
-        )
+        text += "    static void** given;\n    given = slots;\n"
+        text += "    early_given = *static_cast<int*>(slots[COUNT - 1]) & B_EARLY;\n"
         text += (
             f"    run_all([] {{ call({candidate.template}, given, std::make_index_sequence<COUNT>()); }}, x, y);\n"
             "    return too_early;\n}\n"
@@ -350,13 +349,29 @@ def test_kernels_of_an_older_driver_follow_none(monkeypatch: pytest.MonkeyPatch)
     """Its graphs would refuse them."""
     driver = simulated(monkeypatch)
     driver.version, driver.capture, driver.arguments["skinny"] = 12020, 1, 5
-    header = Header("skinny", 0, 0, 4, ("b_ptr", "a_ptr", "c_ptr", "M", "early"), 0, waits=True)
+    header = Header("skinny", 0, 0, 4, ("b_ptr", "a_ptr", "c_ptr", "M", "following"), 0, waits=True)
     problem = build(4, 32, 64, "bf16")
     kernel = Skinny(problem, Candidate.make("cuda", "skinny", **SKINNY), [(header, b"")])
     inputs = make_inputs(problem, 0)
     for _ in range(2):
         run_into(kernel, inputs, torch.empty(4, 32, dtype=torch.bfloat16))
     assert driver.overlaps == [0, 0]
+
+
+@needs_cxx
+def test_the_next_kernel_begins_late_behind_more_blocks_than_fit(emulator: Emulator) -> None:
+    problem, driver = build(5, 100, 208, "bf16"), emulator.driver
+    inputs = make_inputs(problem, 0)
+    driver.capture, driver.beside = 1, 0
+    many = emulator.skinny(problem)
+    for flags in (2, 3):
+        out = torch.full((5, 100), float("nan"), dtype=torch.bfloat16)
+        run_into(many, inputs, out)
+        assert driver.launches[-1][2][-1] == flags
+        assert out.isfinite().all()
+    driver.beside = 2
+    run_into(emulator.skinny(problem), inputs, out)
+    assert driver.launches[-1][2][-1] == 1
 
 
 @needs_cxx
@@ -376,20 +391,24 @@ def test_what_the_kernel_before_writes_is_not_read_early(emulator: Emulator) -> 
 
 
 IMPATIENT = {
-    "skinny": ("} else {\n        follow();", "} else {\n"),
-    "slab": ("            follow();\n            for", "            for"),
-    "mixed": ("take_registers();\n        follow();", "take_registers();\n"),
-}
+    "skinny": ("skinny", "} else {\n        follow();", "} else {\n"),
+    "slab": ("slab", "            follow();\n            for", "            for"),
+    "slab's successor": (
+        "slab", "follow();\n        if (!together) let_follow();", "if (!together) let_follow();\n        follow();",
+    ),
+    "mixed": ("mixed", "take_registers();\n        follow();", "take_registers();\n"),
+    "mixed's successor": ("mixed", "follow();\n        let_follow();", "let_follow();\n        follow();"),
+}  # fmt: skip
 
 
 @needs_cxx
-@pytest.mark.parametrize("template", IMPATIENT)
+@pytest.mark.parametrize("name", IMPATIENT)
 def test_a_kernel_that_does_not_wait_is_found_out(
-    emulator: Emulator, monkeypatch: pytest.MonkeyPatch, template: str
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     from gemmtune.backends.cuda import source as module
 
-    real, (right, wrong) = module._file, IMPATIENT[template]
+    real, (template, right, wrong) = module._file, IMPATIENT[name]
     assert right in real(f"{template}.cu")
     monkeypatch.setattr(module, "_file", lambda name: real(name).replace(right, wrong))
     problem, config = FOLLOWING[template]

@@ -45,6 +45,17 @@ __device__ __forceinline__ void expect(u32 barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+// The number of a thread's warp, which the compiler knows to be the same for all of it.
+__device__ __forceinline__ int own_warp() { return __shfl_sync(0xffffffffu, (int)threadIdx.x / 32, 0); }
+
+// Before what a warp does once, all of its lanes being there. TMA is asked from registers that a warp has in common: they hold
+// all it needs as long as the warp goes one way, where a lane by itself would have to bring it there each time, in a loop.
+#define ONCE "{\n.reg .pred one;\nelect.sync _|one, 0xffffffff;\n@one "
+
+__device__ __forceinline__ void expect_once(u32 barrier, int bytes) {
+    asm volatile(ONCE "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n}" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
 __device__ __forceinline__ void arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
@@ -78,24 +89,25 @@ template <class Four> __device__ __forceinline__ void send(u32 to, u32 barrier, 
 // TMA will need it soon.
 __device__ __forceinline__ void will_fetch(const Map* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
-// A box of a matrix from column k and row ``row``, zeros beyond its edges: what is read once may leave the L2 first.
+// A warp's: a box of a matrix from column k and row ``row``, zeros beyond its edges. What is read once may leave the L2 first.
 __device__ __forceinline__ void fetch_once(u32 to, const Map* map, int k, int row, u32 barrier) {
-    asm volatile("{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_first.b64 policy;\n"
+    asm volatile("{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_first.b64 policy;\n" ONCE
                  "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-                 "[%0], [%1, {%2, %3}], [%4], policy;\n}"
+                 "[%0], [%1, {%2, %3}], [%4], policy;\n}\n}"
                  ::"r"(to), "l"(map), "r"(k), "r"(row), "r"(barrier) : "memory");
 }
 
 __device__ __forceinline__ void fetch(u32 to, const Map* map, int k, int row, u32 barrier) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+    asm volatile(ONCE "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%2, %3}], [%4];\n}"
                  ::"r"(to), "l"(map), "r"(k), "r"(row), "r"(barrier) : "memory");
 }
 
 // To the same place of every block of those that SHARE, each of whose barriers hears of it.
 __device__ __forceinline__ void fetch_for_all(u32 to, const Map* map, int k, int row, u32 barrier) {
 #if SHARE > 1
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-                 "[%0], [%1, {%2, %3}], [%4], %5;"
+    asm volatile(ONCE "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+                 "[%0], [%1, {%2, %3}], [%4], %5;\n}"
                  ::"r"(to), "l"(map), "r"(k), "r"(row), "r"(barrier), "h"((unsigned short)((1 << SHARE) - 1)) : "memory");
 #else
     fetch(to, map, k, row, barrier);

@@ -43,7 +43,7 @@ __launch_bounds__(32 * WARPS)
 #endif
 mixed(PARAMETERS) {
     DYNAMIC(memory);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, part = blockIdx.x % SPLIT;
+    const int warp = own_warp(), lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, part = blockIdx.x % SPLIT;
     const u32 stages = (address_of(memory) + 1023) / 1024 * 1024, full = stages + SPACE, empty = full + 8 * STAGES;
     const u32 vectors = empty + 8 * STAGES + (SPLIT > 1 ? 16 : 0);
     if (threadIdx.x == 0) {
@@ -70,12 +70,12 @@ mixed(PARAMETERS) {
 
     if (warp >= CONSUMERS) {
         give_registers();
-        if (warp == CONSUMERS && lane == 0) {
+        if (warp == CONSUMERS) {
             auto fetch_b = [&](int step, int slot) {
-                expect(full + 8 * slot, STAGE);
+                expect_once(full + 8 * slot, STAGE);
                 fetch_once(stages + slot * STAGE + 2 * A_BYTES, &b_desc, step * B_ROW, n0, full + 8 * slot);
             };
-            const int early_to = early ? min(first + EARLY, last) : first;
+            const int early_to = following & B_EARLY ? min(first + EARLY, last) : first;
             for (int step = first; step < early_to; ++step) fetch_b(step, step - first);
             follow();
             for (int step = first; step < last; ++step, next()) {
@@ -92,6 +92,7 @@ mixed(PARAMETERS) {
     } else {
         take_registers();
         follow();
+        let_follow();
         const int member = threadIdx.x, top = m0;
         // AHEAD
         sum_t sums[SUMS];

@@ -34,11 +34,22 @@ __device__ __forceinline__ u32 both(float16, float x, float y) {
     return found;
 }
 
-// Waits until the kernels before this one have ended, whose writes are there then; and the next one may begin where this one
-// leaves room. Both where a launch asks for it: else it begins when they have ended.
+// What ``following`` comes to: B may be read before ``follow``; ``let_follow`` is for when a block is nearly done.
+constexpr int B_EARLY = 1, NEXT_LATE = 2;
+
+// Waits until the kernels before this one have ended, whose writes are there then. Where a launch does not ask for it this
+// one begins when they have ended.
 __device__ __forceinline__ void follow() {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// When all blocks have said so the next kernel may begin where this one leaves room; behind ``follow`` alone, so that no
+// more than two are under way.
+__device__ __forceinline__ void let_follow() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 

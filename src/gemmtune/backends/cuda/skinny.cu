@@ -138,7 +138,7 @@ __launch_bounds__(32 * WARPS) skinny(PARAMETERS) {
 #pragma unroll
         for (int i = 0; i < MT; ++i) acc[r][i][0] = acc[r][i][1] = acc[r][i][2] = acc[r][i][3] = 0;
     Chunk ring[DEPTH];
-    if (early) {
+    if (following & B_EARLY) {
 #pragma unroll
         for (int d = 0; d < DEPTH; ++d)
             if (first + d < end) fetch_b(ring[d], d, 0, first + d, true);
@@ -149,6 +149,7 @@ __launch_bounds__(32 * WARPS) skinny(PARAMETERS) {
         for (int d = 0; d < DEPTH; ++d)
             if (first + d < end) fetch_b(ring[d], d, 0, first + d, false);
     }
+    if (!(following & NEXT_LATE)) let_follow();
 #pragma unroll
     for (int d = 0; d < DEPTH; ++d) {
 #pragma unroll
@@ -208,6 +209,7 @@ __launch_bounds__(32 * WARPS) skinny(PARAMETERS) {
 #pragma unroll
         for (int i = 0; i < MT; ++i) a_at[i] += STEP * CHUNK * WIDTH;
     }
+    if (following & NEXT_LATE) let_follow();
 
 #pragma unroll
     for (int r = 0; r < R; ++r)

@@ -6,7 +6,7 @@
 // side, fetch a part of it each and send it to all: the L2 gives 1 / SHARE of what it would. Or the SPLIT blocks of a
 // cluster have one slab, a part of K each, and add up in a fixed order: with wider slabs A is wanted by fewer.
 //
-// It may begin while the kernel before it still runs (``follow``), and read B meanwhile if it is told to (``early``).
+// It may begin while the kernel before it still runs (``follow``), and read B meanwhile if it is told to (``following``).
 //
 // A stage holds CHUNKS times 128 bytes of every row of A and B, as TMA lays them for wgmma (128-byte swizzle). ``full``
 // counts bytes that have come, ``empty`` the warps, of all blocks that a stage was sent to, that are done with it.
@@ -44,7 +44,7 @@ __cluster_dims__(CLUSTER, 1, 1)
 #endif
 __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
     DYNAMIC(memory);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = blockIdx.x % SHARE, part = blockIdx.x % SPLIT;
+    const int warp = own_warp(), lane = threadIdx.x % 32, rank = blockIdx.x % SHARE, part = blockIdx.x % SPLIT;
     const u32 stages = (address_of(memory) + 1023) / 1024 * 1024, full = stages + SPACE, empty = full + 8 * STAGES;
     const u32 vectors = empty + 8 * STAGES + (SPLIT > 1 ? 16 : 0);
     if (threadIdx.x == 0) {
@@ -69,6 +69,8 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
     const int tiles = tiles_m * ((tiles_n + SHARE - 1) / SHARE), first = blockIdx.x / CLUSTER;
     const int stride = gridDim.x / CLUSTER, steps = (K + CHUNKS * ELEMENTS - 1) / (CHUNKS * ELEMENTS);
     const int from = steps * part / SPLIT, to = steps * (part + 1) / SPLIT;
+    // Blocks of other rows want the same of B. It takes up to a fifth longer when they do not begin together (docs/cuda.md).
+    const bool together = !STEPWISE && tiles_m > 1;
     int at = 0, turn = 0;  // the next stage, and how often (modulo 2) all were gone through
     auto next = [&] {
         if (++at == STAGES) at = 0, turn ^= 1;
@@ -76,17 +78,17 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
 
     if (warp >= CONSUMERS) {
         give_registers();
-        if (warp == CONSUMERS && lane == 0) {
+        if (warp == CONSUMERS) {
             int under_way = 0;  // stages whose part of B was fetched early
             auto fetch_b = [&](int step, int slot, int n0) {
                 const u32 stage = stages + slot * STAGE, done = full + 8 * slot;
-                expect(done, STAGE);
+                expect_once(done, STAGE);
 #pragma unroll
                 for (int chunk = 0; chunk < CHUNKS; ++chunk)
                     fetch_once(stage + CHUNKS * A_BYTES + chunk * B_BYTES, &b_desc, (step * CHUNKS + chunk) * ELEMENTS, n0,
                                done);
             };
-            if (early && first < tiles)
+            if (following & B_EARLY && !together && first < tiles)
                 for (; under_way < min(EARLY, to - from); ++under_way)
                     fetch_b(from + under_way, under_way, (first / tiles_m * SHARE + rank) * BN);
             follow();
@@ -113,6 +115,7 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
     } else {
         take_registers();
         follow();
+        if (!together) let_follow();
         const int group = warp / 4, member = threadIdx.x % 128;
         int round = 0;
         for (int tile = first; tile < tiles; tile += stride) {
@@ -165,6 +168,7 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
             }
             wait_for_sums<0>(sums);
             if (lane < SHARE) arrive_at(before, lane);
+            if (together) let_follow();
 #endif
 #if KEPT
             // Warps that are a tile ahead of others of their group write elsewhere.

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...errors import KernelError
 from ...problem import Problem, bits
-from ..gpu.artifact import EARLY, Tma
+from ..gpu.artifact import FOLLOWING, Tma
 from ..gpu.rules import HALVES
 from .block import (
     CHUNK_BYTES,
@@ -284,7 +284,7 @@ def _parameters(problem: Problem, described: bool) -> dict[str, str]:
     if problem.family == "bmm":
         found |= dict.fromkeys(("batch_a", "batch_b", "batch_c"), "long long")
     found |= {f"ld{place}": "long long" for place, step in taking if step.axis == "full"}
-    return found | {EARLY: "int"}
+    return found | {FOLLOWING: "int"}
 
 
 @functools.cache

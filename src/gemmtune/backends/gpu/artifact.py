@@ -12,7 +12,10 @@ import msgspec
 from ...errors import KernelError
 
 _LENGTH = 4
-EARLY = "early"  # the argument of kernels that wait for the one before: whether they may read B until then
+# The argument of kernels that wait for the one before them, and what it comes to: B may be read until then; the next
+# kernel is to begin when a block is nearly done.
+FOLLOWING = "following"
+B_EARLY, NEXT_LATE = 1, 2
 
 
 class Tma(msgspec.Struct, forbid_unknown_fields=True):

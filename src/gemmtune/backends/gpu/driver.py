@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...errors import KernelError
 from ..base import OVERLAP
-from .artifact import EARLY, Header, Tma
+from .artifact import B_EARLY, FOLLOWING, NEXT_LATE, Header, Tma
 
 _SHARED_LIMIT = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _STATIC_SHARED = 48 << 10  # beyond it a kernel must ask
@@ -28,6 +28,7 @@ _L2_128B = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 _OVERLAPPING = 12030  # the first driver (CUDA 12.3) whose graphs know of kernels that overlap
 _CAPTURING = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
 _OVERLAP = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_FEW_BLOCKS = 4
 
 
 @functools.cache
@@ -73,6 +74,15 @@ class Function:
                 _check(status, f"asking for {header.shared} bytes of shared memory")
         self.handle, self.threads, self.shared = handle.value, 32 * header.warps, header.shared
         self.follows = header.waits and _version() >= _OVERLAPPING
+
+    def many(self, blocks: int) -> bool:
+        """Whether so many blocks are more than begin at a time, or more than a few for each multiprocessor."""
+        beside = ctypes.c_int()
+        asked = (ctypes.c_void_p(self.handle), self.threads, ctypes.c_size_t(self.shared))
+        status = driver().cuOccupancyMaxActiveBlocksPerMultiprocessor(ctypes.byref(beside), *asked)
+        _check(status, f"asking how many blocks of {self.header.name} fit")
+        multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count
+        return blocks > min(beside.value, _FEW_BLOCKS) * multiprocessors
 
     def failed(self, status: int, launch: Callable[[], int]) -> None:
         """Launch once more where that may help; raises KernelError where the driver refuses."""
@@ -149,7 +159,7 @@ class Block(threading.local):
     """
 
     def __init__(self, function: Function, grid: tuple[int, int], values: Sequence[int]) -> None:
-        self._names = names = function.header.arguments
+        names = function.header.arguments
         scratch = function.header.scratch
         slots = (ctypes.c_uint64 * len(names))(*values)
         self._unused = (ctypes.c_uint64 * max(1, scratch))()  # what Triton wants and its kernels do not use
@@ -164,6 +174,10 @@ class Block(threading.local):
         fixed = (ctypes.c_void_p(at), ctypes.c_void_p(function.handle), ctypes.c_void_p(start), None)
         launch: Callable[[], int] = functools.partial(driver().cuLaunchKernelEx, *fixed)
         self.held: tuple[Any, _Config, Callable[[], int]] = (slots, config, launch)
+        if function.follows:
+            # Letting the next one begin when the last of many blocks has takes longer (docs/cuda.md).
+            self._following = names.index(FOLLOWING)
+            slots[self._following] = NEXT_LATE if function.many(grid[0] * grid[1]) else 0
 
     def capture(self, stream: int, b: Tensor, out: Tensor) -> int:
         """``launch`` of a function that ``follows`` into a graph that is being captured from the stream; B and C of the
@@ -177,11 +191,14 @@ class Block(threading.local):
         slots, config, launch = self.held
         if os.environ.get(OVERLAP) == "0":
             return launch()
-        early, last = self._names.index(EARLY), _last.pop(stream, None)
+        at, last = self._following, _last.pop(stream, None)
+        usual = slots[at]
         if last is not None and last.place == _end_of(stream):
-            config.count, slots[early] = 1, int(not last.writes.meets(Span.of(b)))
+            config.count = 1
+            if not last.writes.meets(Span.of(b)):
+                slots[at] = usual | B_EARLY
         status = launch()
-        config.count, slots[early] = 0, 0
+        config.count, slots[at] = 0, usual
         place = _end_of(stream)
         if not status and place is not None:
             _last[stream] = _Last(place, Span.of(out))
