@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("GEMMTUNE_STORE", str(Path(".gemmtune") / "gpu-trust.db"))
+os.environ["GEMMTUNE_OVERLAP"] = "0"  # as decisions were made
 
 import h200
 import torch

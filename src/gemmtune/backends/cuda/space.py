@@ -73,7 +73,7 @@ _MEET_S = 6.4e-6  # a cluster's blocks, one after the last
 _BETWEEN_BLOCKS = 4.5e10  # bytes a second that one reads of another's shared memory
 _CONVERT_S = 2e-7  # 64 columns of a step of ``mixed`` become numbers
 _MIXED_FLOPS = 1.3e13  # of a multiprocessor, as ``_FLOPS``
-_MIXED_L2 = 8e12
+_MIXED_L2 = 1.6e13
 _CLUSTER_LOSS = 0.04  # of the multiprocessors, for each block beyond two that a cluster wants of one part of the GPU
 
 
