@@ -1,4 +1,4 @@
-"""How well the CUDA backend's guess orders its slabs, by sweeps of all of them on an H200. Needs no GPU.
+"""How well the CUDA backend's guesses order ``slab`` and ``mixed``, by sweeps of all of them on an H200. Needs no GPU.
 
     python benchmarks/guess.py [SWEEP.json]
 
@@ -30,7 +30,7 @@ def main() -> None:
     for shape, times in json.loads(path.read_text(encoding="utf-8")).items():
         family, m, k, n = shape.split(":")
         listed = get("cuda").candidates(problem_of(family, int(m), int(n), int(k)), H200)
-        names = [item.id for item in listed if isinstance(item, Candidate) and item.template == "slab"]
+        names = [item.id for item in listed if isinstance(item, Candidate) and item.template != "skinny"]
         taken = [times["broad_us"][name] for name in names if name in times["broad_us"]]
         behind = "  ".join(f"first {count}: {min(taken[:count]) / min(taken):.3f}x" for count in FIRST)
         print(f"{shape:22} {len(taken):4} configurations  best {min(taken):7.2f} us  {behind}")
