@@ -7,6 +7,7 @@ import hashlib
 import random
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -372,6 +373,22 @@ def test_the_next_kernel_begins_late_behind_more_blocks_than_fit(emulator: Emula
     driver.beside = 2
     run_into(emulator.skinny(problem), inputs, out)
     assert driver.launches[-1][2][-1] == 1
+    wide, driver.beside = build(5, 400, 64, "bf16"), 9
+    run_into(emulator.skinny(wide, bn=16), make_inputs(wide, 0), torch.empty(5, 400, dtype=torch.bfloat16))
+    assert driver.launches[-1][2][-1] == 3  # 25 small blocks, on 6 multiprocessors
+
+
+@needs_cxx
+def test_a_thread_without_a_context_asks_the_driver_nothing_but_to_launch(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem, driver = build(5, 40, 64, "bf16"), emulator.driver
+    kernel, inputs, out = emulator.skinny(problem), make_inputs(problem, 0), torch.empty(5, 40, dtype=torch.bfloat16)
+    run_into(kernel, inputs, out)
+    monkeypatch.setattr(Driver, "cuOccupancyMaxActiveBlocksPerMultiprocessor", lambda *_: 201)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(run_into, kernel, inputs, out).result()
+    assert len(driver.launches) == 2
 
 
 @needs_cxx

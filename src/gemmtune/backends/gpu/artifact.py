@@ -13,7 +13,7 @@ from ...errors import KernelError
 
 _LENGTH = 4
 # The argument of kernels that wait for the one before them, and what it comes to: B may be read until then; the next
-# kernel is to begin when a block is nearly done.
+# kernel is to begin when a block is nearly done (skinny.cu).
 FOLLOWING = "following"
 B_EARLY, NEXT_LATE = 1, 2
 

@@ -28,7 +28,7 @@ _L2_128B = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 _OVERLAPPING = 12030  # the first driver (CUDA 12.3) whose graphs know of kernels that overlap
 _CAPTURING = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
 _OVERLAP = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-_FEW_BLOCKS = 4
+_FEW_BLOCKS = 4  # of a multiprocessor: with more small ones the next kernel does best late, too
 
 
 @functools.cache
@@ -72,17 +72,19 @@ class Function:
             if header.shared > _STATIC_SHARED:
                 status = driver().cuFuncSetAttribute(handle, _SHARED_LIMIT, header.shared)
                 _check(status, f"asking for {header.shared} bytes of shared memory")
-        self.handle, self.threads, self.shared = handle.value, 32 * header.warps, header.shared
-        self.follows = header.waits and _version() >= _OVERLAPPING
+            self.handle, self.threads, self.shared = handle.value, 32 * header.warps, header.shared
+            self.follows = header.waits and _version() >= _OVERLAPPING
+            # Asked here, where the context is current: a Block may be made on a thread that has none yet.
+            self.few = self._few() if self.follows else 0
 
-    def many(self, blocks: int) -> bool:
-        """Whether so many blocks are more than begin at a time, or more than a few for each multiprocessor."""
+    def _few(self) -> int:
+        """How many blocks begin at a time, or a few for each multiprocessor."""
         beside = ctypes.c_int()
         asked = (ctypes.c_void_p(self.handle), self.threads, ctypes.c_size_t(self.shared))
         status = driver().cuOccupancyMaxActiveBlocksPerMultiprocessor(ctypes.byref(beside), *asked)
         _check(status, f"asking how many blocks of {self.header.name} fit")
         multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count
-        return blocks > min(beside.value, _FEW_BLOCKS) * multiprocessors
+        return int(min(beside.value, _FEW_BLOCKS) * multiprocessors)
 
     def failed(self, status: int, launch: Callable[[], int]) -> None:
         """Launch once more where that may help; raises KernelError where the driver refuses."""
@@ -177,7 +179,7 @@ class Block(threading.local):
         if function.follows:
             # Letting the next one begin when the last of many blocks has takes longer (docs/cuda.md).
             self._following = names.index(FOLLOWING)
-            slots[self._following] = NEXT_LATE if function.many(grid[0] * grid[1]) else 0
+            slots[self._following] = NEXT_LATE if grid[0] * grid[1] > function.few else 0
 
     def capture(self, stream: int, b: Tensor, out: Tensor) -> int:
         """``launch`` of a function that ``follows`` into a graph that is being captured from the stream; B and C of the
