@@ -21,8 +21,8 @@ class Driver:
     launch's lie).
 
     overlaps: whether each launch may begin before the kernel before it has ended. capture: the number of the capture
-    that the stream is in, or 0; nodes: what was captured. beside: blocks that a multiprocessor has room for. run: called
-    with each launch's grid and arguments, so that a test may do what a GPU would.
+    that the stream is in, or 0; nodes: what was captured. beside: blocks that a multiprocessor has room for. run:
+    called with each launch's grid and arguments, so that a test may do what a GPU would.
     """
 
     def __init__(self) -> None:
