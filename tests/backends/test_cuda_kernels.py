@@ -302,22 +302,26 @@ def test_a_wrong_kernel_is_found_out(emulator: Emulator, monkeypatch: pytest.Mon
     assert verdict.kind == "wrong"
 
 
-FOLLOWING: dict[str, tuple[Problem, dict[str, int]]] = {
-    "skinny": (fp8_problem(5, 40, 208), {"depth": 2}),
+FOLLOWING: dict[str, tuple[str, Problem, dict[str, int]]] = {
+    "skinny": ("skinny", fp8_problem(5, 40, 208), {"depth": 2}),
     "slab": (
-        replace(build(70, 100, 520, "bf16"), epilogue=STEPS), {"bm": 128, "bn": 40, "cluster": 2, "stages": 3},
+        "slab", replace(build(70, 100, 520, "bf16"), epilogue=STEPS),
+        {"bm": 128, "bn": 40, "cluster": 2, "stages": 3},
     ),
-    "mixed": (replace(weight_only_problem(34, 140, 784), epilogue=STEPS), {"bm": 40, "bn": 128, "split": 2}),
+    "slab, blocks that begin together": (
+        "slab", replace(build(70, 100, 520, "bf16"), epilogue=STEPS), {"bm": 64, "bn": 40, "split": 2},
+    ),
+    "mixed": ("mixed", replace(weight_only_problem(34, 140, 784), epilogue=STEPS), {"bm": 40, "bn": 128, "split": 2}),
 }  # fmt: skip
 
 
 @needs_cxx
-@pytest.mark.parametrize("template", FOLLOWING)
+@pytest.mark.parametrize("name", FOLLOWING)
 def test_in_a_graph_a_kernel_follows_one_of_ours(
-    emulator: Emulator, monkeypatch: pytest.MonkeyPatch, template: str
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """It may begin before that one has ended, and reads only B until then; behind anything else it waits."""
-    problem, config = FOLLOWING[template]
+    template, problem, config = FOLLOWING[name]
     kernel, driver = getattr(emulator, template)(problem, **config), emulator.driver
     inputs = make_inputs(problem, 0)
     expected, out = (torch.full((problem.m, problem.n), float("nan"), dtype=torch.bfloat16) for _ in range(2))
@@ -428,7 +432,7 @@ def test_a_kernel_that_does_not_wait_is_found_out(
     real, (template, right, wrong) = module._file, IMPATIENT[name]
     assert right in real(f"{template}.cu")
     monkeypatch.setattr(module, "_file", lambda name: real(name).replace(right, wrong))
-    problem, config = FOLLOWING[template]
+    _, problem, config = FOLLOWING[template]
     kernel = getattr(emulator, template)(problem, **config)
     inputs = make_inputs(problem, 0)
     with pytest.raises(AssertionError, match="too early"):

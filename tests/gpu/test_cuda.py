@@ -200,10 +200,12 @@ class Follows:
 
     def __init__(self, seed: int) -> None:
         rng = random.Random(seed)
-        many, few = build(self.M, self.N, self.N, "bf16"), build(16, self.N, self.N, "bf16")
+        many, few, eight = (build(m, self.N, self.N, "bf16") for m in (self.M, 16, 8))
         narrow = weight_only_problem(self.M, self.N, self.N)
         found = [
             *((few, first(few, "skinny", "cuda", split=split)) for split in (1, 2)),
+            (eight, first(eight, "skinny", "cuda", bn=16, warps=4, split=1)),  # 768 blocks: the next one begins late
+            (few, first(few, "slab", "cuda", split=1)),  # three tiles of rows, whose blocks begin together
             *((many, first(many, "slab", "cuda", **blocks)) for blocks in ({"split": 1}, {"cluster": 2}, {"split": 2})),
             *((narrow, first(narrow, "mixed", "cuda", split=split)) for split in (1, 2)),
         ]
