@@ -177,18 +177,21 @@ def picks(count: int, target: Target, until: float, rounds: int = 500) -> dict[s
     return {"rows": rows, "tuning_s": took}
 
 
-def inductor_picks(count: int, target: Target, until: float, rounds: int = 300) -> dict[str, Any]:
+def inductor_picks(count: int, target: Target, until: float, share: Path | None, rounds: int = 300) -> dict[str, Any]:
     """What torch.compile's max-autotune serves on the first of the same shapes, over what users call without it."""
     rows: list[dict[str, Any]] = []
     for place, problem in enumerate(held_out(50)[:count]):
         if time.perf_counter() > until:
             break
-        sets = h200.draw(FAMILIES[place % len(FAMILIES)], problem.m, problem.n, problem.k, target.caches[2])
-        compiled, took = h200.inductor(sets)
-        if not compiled:
-            continue
-        calls = {**h200.plain(sets), **compiled}
-        times = h200.race(calls, len(sets.x), rounds)
+        with h200.claimed(share, f"inductor-{place}") as mine:
+            if not mine:
+                continue
+            sets = h200.draw(FAMILIES[place % len(FAMILIES)], problem.m, problem.n, problem.k, target.caches[2])
+            compiled, took = h200.inductor(sets)
+            if not compiled:
+                continue
+            calls = {**h200.plain(sets), **compiled}
+            times = h200.race(calls, len(sets.x), rounds)
         aten = min((name for name in calls if name != "Inductor"), key=lambda name: statistics.median(times[name]))
         ratio = statistics.median(a / b for a, b in zip(times["Inductor"], times[aten], strict=True))
         rows.append({"problem": label(problem), "of_aten": ratio, "compile_s": took})
@@ -209,6 +212,7 @@ def main() -> None:
     parser.add_argument("--aa", type=int, default=100)
     parser.add_argument("--picks", type=int, default=50)
     parser.add_argument("--inductor", type=int, default=0)
+    parser.add_argument("--share", type=Path, help="a folder, as h200.py's: processes that share max-autotune's shapes")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing more after so many")
     args = parser.parse_args()
     target = current_target("cuda")
@@ -219,7 +223,7 @@ def main() -> None:
     if args.picks:
         found["picks"] = picks(args.picks, target, until)
     if args.inductor:
-        found["inductor"] = inductor_picks(args.inductor, target, until)
+        found["inductor"] = inductor_picks(args.inductor, target, until, args.share)
     write("gpu-trust", found, gpu=target.to_dict())
 
 
