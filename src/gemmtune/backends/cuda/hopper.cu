@@ -45,11 +45,12 @@ __device__ __forceinline__ void expect(u32 barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// The number of a thread's warp, which the compiler knows to be the same for all of it.
+// The number of a thread's warp, which the compiler knows to be the same for all of it: places that follow from it stay in
+// registers that a warp has in common, where wgmma and TMA want them.
 __device__ __forceinline__ int own_warp() { return __shfl_sync(0xffffffffu, (int)threadIdx.x / 32, 0); }
 
-// Before what a warp does once, all of its lanes being there. TMA is asked from registers that a warp has in common: they hold
-// all it needs as long as the warp goes one way, where a lane by itself would have to bring it there each time, in a loop.
+// Before what a warp does once, all of its lanes being there. A lane by itself could not use the registers in common, and
+// would bring there what TMA wants each time, in a loop.
 #define ONCE "{\n.reg .pred one;\nelect.sync _|one, 0xffffffff;\n@one "
 
 __device__ __forceinline__ void expect_once(u32 barrier, int bytes) {
