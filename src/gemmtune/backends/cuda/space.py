@@ -155,15 +155,18 @@ def _skinny_illegal(problem: Problem, device: Device, config: dict[str, Any]) ->
 
 
 def _registers(problem: Problem, config: dict[str, Any]) -> int:
-    """About as many as the compiler uses: what is loaded, what is added up, addresses, and what conversions take."""
+    """About as many as the compiler uses: what is loaded, what is added up, addresses, and what conversions take.
+
+    Fitted to 945 kernels of 28 problems, as NVRTC 13 makes them: eight in ten use no more.
+    """
     r, mt = config["bn"] // config["side"] // 16, config["bm"] // 8
     loads = run_of(problem) * bits(problem.a.dtype) // 128
     grouped = bool(scale_group(problem))
     spare = 20
     if problem.family == "scaled_mm":
-        spare = 48 + 8 * mt  # fp8 is multiplied as float16
+        spare = 36 + 8 * mt  # fp8 is multiplied as float16
     elif problem.family == "mixed_mm":
-        spare = 45 if grouped or problem.b.dtype == "int4" else 30
+        spare = 33 if grouped else 26 if problem.b.dtype == "int4" else 20
     return int(spare + config["depth"] * (8 * r + 4 * loads * mt) + 4 * (1 + grouped) * r * mt + 4 * r + 2 * mt)
 
 
