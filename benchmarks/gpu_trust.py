@@ -21,14 +21,13 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("GEMMTUNE_STORE", str(Path(".gemmtune") / "gpu-trust.db"))
-os.environ["GEMMTUNE_OVERLAP"] = "0"  # as decisions were made
 
 import h200
 import torch
 from harness import write
 
 from gemmtune import backends
-from gemmtune.backends.base import Candidate, Kernel
+from gemmtune.backends.base import OVERLAP, Candidate, Kernel
 from gemmtune.decision import Decision
 from gemmtune.dispatch import current_target
 from gemmtune.measure.cuda import CudaClock, TorchGpu
@@ -192,8 +191,8 @@ def inductor_picks(count: int, target: Target, until: float, share: Path | None,
                 continue
             calls = {**h200.plain(sets), **compiled}
             times = h200.race(calls, len(sets.x), rounds)
-        aten = min((name for name in calls if name != "Inductor"), key=lambda name: statistics.median(times[name]))
-        ratio = statistics.median(a / b for a, b in zip(times["Inductor"], times[aten], strict=True))
+        aten = min((name for name in calls if name != h200.AUTOTUNED), key=lambda name: statistics.median(times[name]))
+        ratio = statistics.median(a / b for a, b in zip(times[h200.AUTOTUNED], times[aten], strict=True))
         rows.append({"problem": label(problem), "of_aten": ratio, "compile_s": took})
         print(f"   {rows[-1]}", flush=True)
         torch.cuda.empty_cache()
@@ -216,6 +215,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing more after so many")
     args = parser.parse_args()
     target = current_target("cuda")
+    os.environ[OVERLAP] = "0"  # as decisions are made
     found: dict[str, Any] = {}
     until = time.perf_counter() + args.seconds
     if args.aa:

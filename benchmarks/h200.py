@@ -48,6 +48,7 @@ COLD = 16  # times the L2 that the operands of one graph come to
 _TURN_S = 2e-3  # starting a graph takes some 8 us, which belongs to no call
 
 OURS, ALONE = "gemmtune", "alone"  # as served, where a kernel may overlap the one before it; and where it may not
+AUTOTUNED = "Inductor"
 
 Call = Callable[[int], object]
 
@@ -228,7 +229,7 @@ def inductor(s: Sets) -> tuple[dict[str, Call], float]:
     took = time.perf_counter() - start
     torch._dynamo.config.error_on_recompile = True
     print(f"  Inductor compiled {s.family} {s.m}x{s.n}x{s.k} in {took:.1f} s", flush=True)
-    return {"Inductor": lambda i: compiled(*operands[i])[: s.m]}, took
+    return {AUTOTUNED: lambda i: compiled(*operands[i])[: s.m]}, took
 
 
 def race(calls: dict[str, Call], sets: int, rounds: int, seed: int = 0) -> dict[str, list[float]]:

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from h200 import ALONE, AUTOTUNED, OURS
 from harness import RESULTS
 
 from gemmtune.report import svg
@@ -40,7 +41,7 @@ NAMES = {
     "int8wo": "int8 weights, bf16 activations", "int4wo": "int4 weights (groups of 128), bf16 activations",
 }  # fmt: skip
 _PEAKS = {"bf16": 989e12, "int8wo": 989e12, "int4wo": 989e12, "fp8": 1979e12, "int8": 1979e12}
-_NOT_PEERS = ("gemmtune", "alone", "Inductor")
+_NOT_PEERS = (OURS, ALONE, AUTOTUNED)
 _BARS_M = (1, 16, 64, 256, 1024)
 _STYLE = (
     "<style>text{font:12px sans-serif;fill:#57606a}.grid{stroke:#d0d7de;stroke-width:.5}svg{background:#fff}</style>"
@@ -49,18 +50,18 @@ _STYLE = (
 Row = dict[str, Any]
 
 
-def rows_of(paths: list[Path]) -> dict[tuple[str, int, int, int], Row]:
-    """Rows by family, M, N and K."""
-    found: dict[tuple[str, int, int, int], Row] = {}
+def runs_of(paths: list[Path]) -> dict[tuple[str, int, int, int], list[Row]]:
+    """Rows by family, M, N and K, in the files' order."""
+    found: dict[tuple[str, int, int, int], list[Row]] = {}
     for path in paths:
         for row in json.loads(path.read_text())["rows"]:
-            found[row["family"], row["m"], row["n"], row["k"]] = row
+            found.setdefault((row["family"], row["m"], row["n"], row["k"]), []).append(row)
     return found
 
 
 def floor_us(row: Row) -> float:
     """The larger of reading and writing everything once at the card's bandwidth, and its arithmetic at the peak."""
-    memory = row["floor"] * row["median_us"]["gemmtune"]
+    memory = row["floor"] * row["median_us"][OURS]
     return max(memory, 2e6 * row["m"] * row["n"] * row["k"] / _PEAKS[row["family"]])
 
 
@@ -80,9 +81,9 @@ def by_shape(family: str, rows: list[Row]) -> Bars:
             next((row["median_us"][name] for name in names if name in row["median_us"]), None) for row in shown
         )
 
-    series = {peer: times(tuple(peers)), "gemmtune": times(("gemmtune",))}
-    if any("Inductor" in row["median_us"] for row in shown):
-        series["Inductor max-autotune"] = times(("Inductor",))
+    series = {peer: times(tuple(peers)), OURS: times((OURS,))}
+    if any(AUTOTUNED in row["median_us"] for row in shown):
+        series[f"{AUTOTUNED} max-autotune"] = times((AUTOTUNED,))
     labels = tuple(f"M {row['m']}, {row['k']} -> {row['n']}" for row in shown)
     return Bars(NAMES[family], "", "us", labels, series)
 
@@ -91,7 +92,7 @@ def against_floor(rows: list[Row]) -> Scatter:
     """Every row's time against the least that memory and arithmetic allow."""
     series = {
         NAMES[family]: tuple(
-            Point(floor_us(row), row["median_us"]["gemmtune"], f"M {row['m']}, {row['k']} -> {row['n']}")
+            Point(floor_us(row), row["median_us"][OURS], f"M {row['m']}, {row['k']} -> {row['n']}")
             for row in rows
             if row["family"] == family
         )
@@ -107,7 +108,7 @@ def over_m(family: str, rows: list[Row]) -> Scatter:
     own = sorted((row for row in rows if row["family"] == family), key=lambda row: row["m"])
     series = {
         name: tuple(Point(float(row["m"]), us(row), f"{name}, M {row['m']}") for row in own)
-        for name, us in (("PyTorch", plain_us), ("gemmtune", lambda row: row["median_us"]["gemmtune"]))
+        for name, us in (("PyTorch", plain_us), (OURS, lambda row: row["median_us"][OURS]))
     }
     lines = {"the floor": tuple((float(row["m"]), floor_us(row)) for row in own)}
     return Scatter(NAMES[family], "", "M (rows of activations), K = N = 4096", f"us, {family}", series, lines)
@@ -121,7 +122,7 @@ def save(name: str, chart: Chart) -> None:
 
 def main() -> None:
     paths = [Path(text) for text in sys.argv[1:]] or [RESULTS / name for name in SOURCES]
-    found = rows_of(paths)
+    found = {shape: rows[-1] for shape, rows in runs_of(paths).items()}
     FOLDER.mkdir(parents=True, exist_ok=True)
     families = [family for family in NAMES if any(key[0] == family for key in found)]
     for family in families:

@@ -70,7 +70,6 @@ static int too_early;
 
 static void follow() { now->following = true; }
 static void let_follow() { too_early += !now->following; }
-constexpr int B_EARLY = 1, NEXT_LATE = 2;
 static void needs(bool b = false) { too_early += !now->following && !(b && early_given); }
 
 #define threadIdx (Index{now->thread, 0})

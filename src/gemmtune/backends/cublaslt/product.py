@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...epilogue import Step
-from ...problem import Problem
-from ..gpu.rules import FP8, HALVES, leads, refusal
+from ...problem import Problem, bits
+from ..gpu.rules import ALIGN, FP8, HALVES, leads, refusal
 
 # cudaDataType_t (library_types.h)
 TYPES = {
@@ -90,6 +90,21 @@ def _epilogue_refusal(problem: Problem) -> str:
     if len(rest) > 1 or (rest and (rest[0].kind != "relu" or problem.a.dtype in FP8)):
         # Its gelu takes a fast tanh: up to 3 times the bound in 3 of 641 random problems (H200, torch 2.11+cu130).
         return "takes a bias, then relu"
+    return ""
+
+
+def rounds_before_bias(problem: Problem) -> str:
+    """Why only the first algorithm is asked for, or empty.
+
+    Where rows do not start on 16 bytes all others that were looked at round the product to the output's 16 bits, and
+    then add the bias (docs/cublaslt.md).
+    """
+    if all(step.kind != "bias" for step in problem.epilogue):
+        return ""
+    dtypes = (problem.a.dtype, problem.b.dtype, problem.out_dtype)
+    rows = [lead * bits(dtype) // 8 for lead, dtype in zip(leads(problem, problem.m), dtypes, strict=True)]
+    if any(row % ALIGN for row in rows):
+        return f"rounds a product before it adds a bias: rows of {rows} bytes are not all multiples of {ALIGN}"
     return ""
 
 

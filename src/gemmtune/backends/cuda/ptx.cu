@@ -34,9 +34,6 @@ __device__ __forceinline__ u32 both(float16, float x, float y) {
     return found;
 }
 
-// What ``following`` comes to: B may be read before ``follow``; ``let_follow`` is for when a block is nearly done.
-constexpr int B_EARLY = 1, NEXT_LATE = 2;
-
 // Waits until the kernels before this one have ended, whose writes are there then. Where a launch does not ask for it this
 // one begins when they have ended.
 __device__ __forceinline__ void follow() {

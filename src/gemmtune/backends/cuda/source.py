@@ -9,7 +9,7 @@ from typing import Any
 
 from ...errors import KernelError
 from ...problem import Problem, bits
-from ..gpu.artifact import FOLLOWING, Tma
+from ..gpu.artifact import B_EARLY, FOLLOWING, NEXT_LATE, Tma
 from ..gpu.rules import HALVES
 from .block import (
     CHUNK_BYTES,
@@ -28,6 +28,7 @@ from .block import (
 from .epilogue import TYPES, epilogue_of, kept_words, scale_group, stays_int, vectors_of
 
 _KINDS = {"PLAIN": 0, "INT8": 1, "INT4": 2}
+_FOLLOWING = {"B_EARLY": B_EARLY, "NEXT_LATE": NEXT_LATE}
 _FP8 = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 _WGMMA = {"bfloat16": "bf16", "float16": "f16", "int8": "s8", **_FP8}
 SKINNY, SLAB, MIXED = "skinny", "slab", "mixed"
@@ -76,7 +77,7 @@ def generate(problem: Problem, template: str, config: dict[str, Any], primitives
         files.append("hopper.cu")
         common += ["sums.cu", "rows.cu"]
     parameters = _parameters(problem, described)
-    lines = [f"#define {name} {value}" for name, value in constants.items()]
+    lines = [f"#define {name} {value}" for name, value in (constants | _FOLLOWING).items()]
     lines.append("#define PARAMETERS " + ", ".join(f"{kind} {name}" for name, kind in parameters.items()))
     lines.append(f"typedef {'int' if problem.family == 'int_mm' else 'float'} sum_t;")
     lines += [primitives] if primitives is not None else map(_file, files)

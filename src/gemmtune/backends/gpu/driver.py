@@ -161,8 +161,7 @@ class Block(threading.local):
     """
 
     def __init__(self, function: Function, grid: tuple[int, int], values: Sequence[int]) -> None:
-        names = function.header.arguments
-        scratch = function.header.scratch
+        names, scratch = function.header.arguments, function.header.scratch
         slots = (ctypes.c_uint64 * len(names))(*values)
         self._unused = (ctypes.c_uint64 * max(1, scratch))()  # what Triton wants and its kernels do not use
         own = [ctypes.addressof(slots) + 8 * place for place in range(len(names))]
