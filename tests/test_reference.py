@@ -164,6 +164,36 @@ def test_the_bound_holds_for_a_sequential_float32_sum(dtype: str, k: int) -> Non
     assert bool(((total.double() - found.value).abs() <= found.magnitude.double() * found.unit).all())
 
 
+def hopper_sum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """A @ B as an H200's matrix unit adds up to 16 float16 products: aligned by the operands' exponents as written,
+    25 bits below the largest, truncated. [M, K] @ [K, N], both in float64, to float32."""
+
+    def exponent(t: torch.Tensor) -> torch.Tensor:
+        return (torch.frexp(t).exponent - 1).clamp(min=-14).double()
+
+    products = a[:, :, None] * b[None]
+    aligned = torch.where(products == 0, -1000.0, exponent(a)[:, :, None] + exponent(b)[None])
+    last = torch.exp2(aligned.amax(1, keepdim=True) - 25)
+    mantissa, power = torch.frexp((torch.trunc(products / last) * last).sum(1))
+    return (torch.trunc(mantissa * 2**24) * torch.exp2(power.double() - 24)).float()
+
+
+@pytest.mark.parametrize("whose", ["a", "b"])
+def test_the_bound_holds_for_units_that_align_subnormals_as_written(whose: str) -> None:
+    problem = replace(floats(200, 300, 5, "float16"), out_dtype="float32")
+    draw = torch.Generator().manual_seed(1)
+    a, b = torch.randn(200, 5, generator=draw), torch.randn(5, 300, generator=draw)
+    a, b = (a * 2.0**-16).half() if whose == "a" else a.half(), (b * 2.0**-16).half() if whose == "b" else b.half()
+    a[:, 0], b[0] = 0.0, 30000.0  # which raises no exponent beside 0
+    found = reference(problem, a, b)
+    gap = (hopper_sum(a.double(), b.double()).double() - found.value).abs() - 2.0**-24 * found.value.abs()
+    as_is = a.double().abs() @ b.double().abs()
+    assert float((gap / (as_is * found.unit)).max()) > 1.0  # so that this test can fail
+    assert bool((gap <= found.magnitude.double() * found.unit).all())
+    normal = (a[:, 1:].abs() >= 2.0**-14).all(1)[:, None] & (b.abs() >= 2.0**-14).all(0)
+    assert bool((found.magnitude[normal].double() <= 1.001 * as_is[normal]).all())
+
+
 def test_large_problems_are_certified_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(oracle, "_FULL_ROWS", 8)
     monkeypatch.setattr(oracle, "_FULL_FLOPS", 1.0)

@@ -52,6 +52,12 @@ INTEGERS = ("int8", "uint8", "int32", "int64", "int4")
 # (tests/gpu/test_triton.py). Sums that run on for all of K (fast accumulation) are another Problem.
 FP8_UNIT, FP8_SPREAD = 2.0**-13, 48.0
 
+# Those of Hopper align a product by its operands' exponents as written and keep 25 bits below the largest, so that a
+# subnormal float16 errs as the smallest normal: this arithmetic gave every bit of what torch.mm, cuBLASLt and Triton
+# computed on an H200 (benchmarks/results/gpu-fp16-subnormals-20261123.json); one product of 1,000 of cuBLASLt's was
+# outside without. bfloat16's subnormals are under the flush-to-zero term.
+_FP16_NORMAL = 2.0**-14
+
 _FULL_ROWS = 256
 _FULL_FLOPS = 10e9
 _BLOCK_BYTES = 16 << 20  # of B in float64 at a time: stays in the last-level cache
@@ -166,7 +172,7 @@ def _product(problem: Problem, a: Tensor, b: Any) -> tuple[Tensor, Tensor]:
     large = is_large(problem, a.device)
     if large:
         acc = acc.to(torch.float32)
-    sized = torch.nan_to_num(a.float(), 0.0, 0.0, 0.0).abs_() if problem.acc != "float64" else a.abs()
+    sized = _aligned(torch.nan_to_num(a.float(), 0.0, 0.0, 0.0).abs_(), a) if problem.acc != "float64" else a.abs()
     if a.is_cuda:
         sized = sized.double()
     a_top = _power(sized)
@@ -194,6 +200,13 @@ def _product(problem: Problem, a: Tensor, b: Any) -> tuple[Tensor, Tensor]:
     if not isinstance(b, Tensor):  # inf * (q - zero) is inf or NaN by how the sum is split: either is accepted
         magnitude[a.isinf().any(1)] = math.inf
     return acc, magnitude
+
+
+def _aligned(size: Tensor, operand: Tensor) -> Tensor:
+    """|operand| as far as a product's error goes: no float16 but 0 counts as less than the smallest normal one."""
+    if operand.dtype != torch.float16:
+        return size
+    return torch.where(size > 0.0, size.clamp(min=_FP16_NORMAL), size)
 
 
 def _power(t: Tensor) -> float:
@@ -244,7 +257,7 @@ def _columns(b: Any, columns: slice, k: int) -> tuple[Tensor, Tensor]:
     """Columns of B in float64, and their magnitude. For q - zero that is |q| + |zero|: kernels may split the sum."""
     if isinstance(b, Tensor):
         block = b[:, columns].double()
-        return block, torch.nan_to_num(block, 0.0, 0.0, 0.0).abs_()
+        return block, _aligned(torch.nan_to_num(block, 0.0, 0.0, 0.0).abs_(), b)
     q = _levels(b, columns, k)
     scale = _per_row(b.scale, b.quant.group, columns, k)
     if b.zero_point is not None:
