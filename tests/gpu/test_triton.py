@@ -5,6 +5,8 @@ GEMMTUNE_GPU_PROBLEMS: how many random problems (default 150; the issue's bar is
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from gemmtune.backends.triton import TritonBackend
 from gemmtune.measure.inputs import Inputs, make_inputs
 from gemmtune.measure.verify import prepare, verify
 from gemmtune.problem import Problem
+from gemmtune.reference import reference
 from gemmtune.workloads import build, fp8_problem, int_problem, weight_only_problem
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("own_artifacts")]
@@ -90,3 +93,18 @@ def test_operands_off_their_boundaries(template: str) -> None:
     out = torch.empty(200 * 4096 + 3, dtype=torch.bfloat16, device="cuda")[3:].view(200, 4096)
     kernel.run(shifted, inputs.b, (), out)
     assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize(("backend", "template", "k"), [("triton", "tiled", 5), ("cuda", "slab", 8)])
+def test_subnormal_float16_errs_within_the_bound(backend: str, template: str, k: int) -> None:
+    """Beyond it by 1.17 times, as torch.mm, if a subnormal counted as what it is."""
+    problem = replace(build(446, 552, k, "fp16"), out_dtype="float32")
+    kernel = kernel_of(problem, first(problem, template, backend))
+    draw = torch.Generator("cuda").manual_seed(3)
+    a = (torch.randn(446, k, generator=draw, device="cuda") * 2.0**-16).half()
+    b = torch.randn(552, k, generator=draw, device="cuda").half().t()
+    out = torch.empty(446, 552, dtype=torch.float32, device="cuda")
+    kernel.run(a, b, (), out)
+    found = reference(problem, a, b)
+    gap = (out.double() - found.value).abs() - 2.0**-24 * found.value.abs()
+    assert bool((gap <= found.magnitude.double() * found.unit).all())
