@@ -19,7 +19,7 @@ from h200 import ALONE, AUTOTUNED, OURS
 from harness import RESULTS, geomean, ratios
 from plots import Row, plain_us, runs_of
 
-QUOTED = ("h200-20261123-04*.json",)
+QUOTED = ("h200-20261123-04*.json", "h200-20261123-05*.json")
 _KNOWN_S = 2.0  # all of a family's problems are known to a store within that
 
 
