@@ -136,6 +136,14 @@ def test_the_cost_of_more_work_is_higher() -> None:
     assert seconds(replace(small, k=16384), **tile) > 2.0 * seconds(small, **tile)
 
 
+def test_sharing_tiles_pays_where_a_round_is_mostly_empty() -> None:
+    tile = {"bm": 128, "bn": 256, "bk": 64, "split": 1, "stages": 4, "warps": 8, "swap": False, "tma": True}
+    work = Work(1024, 256 * 17, 4096, 2.0, 2.0, 132, 232448)  # 136 tiles
+    assert seconds(work, **tile, stream=True) < 0.8 * seconds(work, **tile)
+    even = replace(work, n=256 * 16)
+    assert seconds(even, **tile, stream=True) > seconds(even, **tile)
+
+
 # --- compiling ------------------------------------------------------------------------------------------------------
 
 
@@ -158,6 +166,32 @@ def test_problems_that_differ_in_size_only_share_artifacts() -> None:
     assert compiler.spec(one, candidate).key("8.0", "x") != compiler.spec(one, candidate).key("9.0", "x")
     biased = replace(one, epilogue=(Step("bias", "col", "bfloat16"),))
     assert compiler.spec(biased, candidate).key("9.0", "x") != compiler.spec(one, candidate).key("9.0", "x")
+
+
+@needs_triton
+@pytest.mark.parametrize("family", ["bf16", "int8", "fp8", "int8wo"])
+@pytest.mark.parametrize("way", ["stream", "roles"])
+def test_persistent_programs_that_share_tiles_or_give_warps_roles_compile(family: str, way: str) -> None:
+    problem = FAMILIES[family].with_m(1024)
+    candidate = first(problem, "persistent", **{way: 1})
+    ((header, cubin),) = artifact.unpack(compiler.compile_spec(compiler.spec(problem, candidate), H200))
+    assert cubin[:4] == b"\x7fELF"
+    assert {"ws_ptr", "lock_ptr"} & set(header.arguments) == ({"ws_ptr", "lock_ptr"} if way == "stream" else set())
+    assert header.warps == (candidate["warps"] if way == "stream" else 12)  # who fetches, and two groups that multiply
+    assert header.shared <= 232448
+
+
+def test_sharing_tiles_has_to_be_worth_it() -> None:
+    assert any("come out even" in reason for reason in reasons(build(1536, 1408, 4096, "bf16")))
+    found = " | ".join(reasons(build(8192, 8192, 4096, "bf16")) | reasons(build(512, 4096, 128, "bf16")))
+    assert "more than 8 rounds is not worth sharing" in found
+    assert "fewer than 4 for each" in found
+    shared = [c for c in legal(build(1024, 4096, 4096, "bf16")) if c.template == "persistent" and c["stream"]]
+    assert shared
+    assert not any(c["roles"] for c in shared)
+    converted = [c for c in legal(FAMILIES["int8wo"].with_m(4096)) if c.template == "converted"]
+    assert converted
+    assert not any(c["stream"] for c in converted)
 
 
 @needs_triton

@@ -39,13 +39,14 @@ def loaded(fake: Driver, problem: Problem, template: str = "tiled", split: int =
     return TEMPLATES[template](problem, candidate, [(header, b"")])
 
 
-def tma(fake: Driver, problem: Problem, template: str) -> GpuKernel:
+def tma(fake: Driver, problem: Problem, template: str, stream: int = 0) -> GpuKernel:
     """A kernel that reads A and B through descriptors."""
-    config = {"bm": 64, "bn": 64, "bk": 64, "group": 8, "stages": 3, "warps": 4}
+    config = {"bm": 64, "bn": 64, "bk": 64, "group": 8, "stages": 3, "warps": 4, "stream": stream, "roles": 0}
     described = {"a_desc": Tma(3, 2, 1, (64, 64)), "b_desc": Tma(3, 2, 1, (128, 64))}
     taking = ("t0",) if problem.epilogue else ()
     rest = (*(("s_ptr",) if problem.b.quant else ()), *taking, "M", "N", "K", "ldc")
-    header = Header(template, 0, 0, 4, ("a_desc", "b_desc", "c_ptr", *rest, "PROGRAMS"), 2, described)
+    first = ("a_desc", "b_desc", "c_ptr", *(("ws_ptr", "lock_ptr") if stream else ()))
+    header = Header(template, 0, 0, 4, (*first, *rest, "PROGRAMS"), 2, described)
     before = Header("convert", 0, 0, 4, ("source_ptr", "target_ptr", "COUNT"), 1)
     fake.arguments |= {template: len(header.arguments), "convert": 3}
     parts = [(before, b""), (header, b"")] if template == "converted" else [(header, b"")]
@@ -180,21 +181,25 @@ def test_any_view_of_the_same_memory_will_do(fake: Driver) -> None:
     assert launched(fake, made)[1] == values
 
 
+class Scratch:
+    """In the place of a device's: writes down what it is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def counters(self, count: int) -> torch.Tensor:
+        self.asked.append(count)
+        return torch.zeros(count, dtype=torch.int32)
+
+    def sums(self, stream: int, size: int) -> int:
+        assert stream == STREAM
+        self.asked.append(size)
+        return 4096
+
+
 def test_split_sums_have_a_place_by_stream(fake: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    class Scratch:
-        def counters(self, count: int) -> torch.Tensor:
-            asked.append(count)
-            return torch.zeros(count, dtype=torch.int32)
-
-        def sums(self, stream: int, size: int) -> int:
-            assert stream == STREAM
-            asked.append(size)
-            return 4096
-
     scratch = Scratch()
-    monkeypatch.setattr(kernel, "scratch_of", lambda _: scratch)
+    monkeypatch.setattr(shared, "scratch_of", lambda _: scratch)
     made = loaded(fake, build(20, 200, 256, "bf16"), split=2)
     for _ in range(2):
         call(made, make_inputs(made.problem, 0))
@@ -202,7 +207,25 @@ def test_split_sums_have_a_place_by_stream(fake: Driver, monkeypatch: pytest.Mon
     assert grid == (2 * 4 * 2, 1)
     assert values["ws_ptr"] == 4096
     assert values["lock_ptr"]
-    assert asked == [8, 2 * 8 * 16 * 64 * 4, 2 * 8 * 16 * 64 * 4]
+    assert scratch.asked == [8, 2 * 8 * 16 * 64 * 4, 2 * 8 * 16 * 64 * 4]
+    assert made.workspace_bytes == 2 * 8 * 16 * 64 * 4
+
+
+@pytest.mark.parametrize("m", [200, 3])
+def test_programs_that_share_tiles_have_two_places_each(m: int, fake: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them, however few the tiles."""
+    scratch = Scratch()
+    monkeypatch.setattr(shared, "scratch_of", lambda _: scratch)
+    made = tma(fake, build(200, 192, 256, "bf16"), "persistent", stream=1)
+    call(made, make_inputs(made.problem.with_m(m), 0))
+    grid, values = launched(fake, made)
+    there = torch.cuda.get_device_properties(0).multi_processor_count
+    assert grid == (there, 1)
+    assert values["PROGRAMS"] == there
+    assert values["ws_ptr"] == 4096
+    assert values["lock_ptr"]
+    assert scratch.asked == [2 * there, 2 * there * 64 * 64 * 4]
+    assert made.workspace_bytes == 2 * there * 64 * 64 * 4
 
 
 def test_what_starts_off_a_boundary_is_copied(fake: Driver) -> None:

@@ -31,12 +31,9 @@ def tiled(bm: int = 16, bn: int = 64, bk: int = 64, split: int = 1, swap: int = 
     return Candidate.make("triton", "tiled", bm=bm, bn=bn, bk=bk, split=split, swap=swap, group=2, stages=3, warps=4)
 
 
-def persistent(bm: int = 64, bn: int = 64, bk: int = 64) -> Candidate:
-    return Candidate.make("triton", "persistent", bm=bm, bn=bn, bk=bk, group=2, stages=3, warps=4)
-
-
-def converted(bm: int = 64, bn: int = 64, bk: int = 64) -> Candidate:
-    return Candidate.make("triton", "converted", bm=bm, bn=bn, bk=bk, group=2, stages=3, warps=4)
+def persistent(stream: int = 0, roles: int = 0, bk: int = 64, template: str = "persistent") -> Candidate:
+    config = {"bm": 64, "bn": 64, "bk": bk, "group": 2, "stages": 3, "warps": 4, "stream": stream, "roles": roles}
+    return Candidate.make("triton", template, **config)
 
 
 def cases() -> Iterator[tuple[Problem, Candidate]]:
@@ -52,12 +49,17 @@ def cases() -> Iterator[tuple[Problem, Candidate]]:
     yield bmm_problem(2, 20, 40, 256, "float16"), tiled(split=2)
     yield build(70, 130, 128, "fp16"), persistent()
     yield int_problem(70, 130, 128), persistent()
+    yield build(70, 130, 128, "fp16"), persistent(roles=1)
+    for m, n, k in ((70, 130, 160), (200, 130, 64), (20, 190, 600), (400, 70, 136), (130, 320, 72)):
+        yield build(m, n, k, "fp16"), persistent(stream=1)
+    yield int_problem(70, 130, 160), persistent(stream=1)
+    yield weight_only_problem(70, 96, 160, dtype="float16"), persistent(stream=1)
     yield fp8_problem(5, 64, 256, out_dtype="float32"), tiled(bk=128, swap=1)
     yield fp8_problem(5, 64, 256, rowwise=False, out_dtype="float16"), tiled(bk=128)
     yield weight_only_problem(5, 96, 256, dtype="float16"), tiled()
     yield weight_only_problem(5, 96, 256, dtype="float16"), tiled(split=2)
     yield weight_only_problem(70, 96, 256, dtype="float16"), persistent()
-    yield weight_only_problem(200, 96, 272, dtype="float16"), converted()
+    yield weight_only_problem(200, 96, 272, dtype="float16"), persistent(template="converted")
     yield weight_only_problem(5, 96, 256, group=64, dtype="float16"), tiled()
     yield weight_only_problem(5, 96, 256, group=64, zero_point=True, dtype="float16"), tiled(split=2)
     for group, zero in ((128, False), (64, False), (None, False), (128, True)):
@@ -73,6 +75,7 @@ def cases() -> Iterator[tuple[Problem, Candidate]]:
     for steps in epilogues:
         yield replace(half, epilogue=steps), tiled(swap=1)
         yield replace(build(70, 130, 128, "fp16"), epilogue=steps), persistent()
+        yield replace(build(70, 130, 160, "fp16"), epilogue=steps), persistent(stream=1)
     requantised = (Step("scale", "col", "float32"), Step("bias", "col", "float32"))
     yield replace(int_problem(5, 96, 160), epilogue=requantised, out_dtype="int8"), tiled()
     yield replace(int_problem(5, 96, 160), epilogue=requantised, out_dtype="float16"), tiled(split=2)
@@ -111,23 +114,24 @@ def run(problem: Problem, candidate: Candidate, inputs: Inputs, out: Tensor) -> 
         grid = (-(-count // wanted.before.constants["ITEMS"]),)
         kernels.convert[grid](b.data, raw, count, **wanted.before.constants)  # type: ignore[union-attr]
     tiles = -(-problem.m // config["bm"]) * -(-problem.n // config["bn"])
+    sums = torch.int32 if problem.family == "int_mm" else torch.float32
+    # As kernel.py has it: so many places for sums, and counters.
+    places, counters = tiles * problem.batch * config.get("split", 1), tiles * problem.batch
     if candidate.template == "tiled":
-        split = config["split"]
-        places = tiles * problem.batch
-        sums = torch.int32 if problem.family == "int_mm" else torch.float32
-        known["ws_ptr"] = torch.full((places * split * config["bm"] * config["bn"],), 77, dtype=sums)
-        known["lock_ptr"] = torch.zeros(places, dtype=torch.int32)
-        grid = (tiles * split, problem.batch)
+        grid = (tiles * config["split"], problem.batch)
     else:
+        programs = 5 if config["stream"] else min(3, tiles)
+        places, counters = 2 * programs, 2 * programs
         blocks = ([config["bm"], config["bk"]], [config["bn"], config["bk"]])
         known["a_desc"] = TensorDescriptor(a, [problem.m, problem.k], [lda, 1], blocks[0])
         known["b_desc"] = TensorDescriptor(raw.t(), [problem.n, problem.k], [ldb, 1], blocks[1])
-        known["PROGRAMS"] = min(3, tiles)
-        grid = (known["PROGRAMS"],)
+        known["PROGRAMS"] = programs
+        grid = (programs,)
+    known["ws_ptr"] = torch.full((places * config["bm"] * config["bn"],), 77, dtype=sums)
+    known["lock_ptr"] = torch.zeros(counters, dtype=torch.int32)
     arguments = {name: known[name] for name, kind in wanted.signature.items() if kind != "constexpr"}
     getattr(kernels, wanted.kernel)[grid](**arguments, **wanted.constants)
-    if candidate.template == "tiled":
-        assert not known["lock_ptr"].any(), "a kernel left its counters"
+    assert not known["lock_ptr"].any(), "a kernel left its counters"
 
 
 def mend_interpreter() -> None:

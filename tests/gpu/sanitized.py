@@ -31,8 +31,11 @@ def cases() -> Iterator[tuple[Problem, str, dict[str, int]]]:
     yield fp8_problem(7, 272, 1024), "triton/tiled", {}
     yield weight_only_problem(3, 1096, 1056), "triton/tiled", {"split": 2}
     yield weight_only_problem(9, 1096, 1024, bits=4, group=128), "triton/tiled", {"split": 2}
-    yield build(300, 8200, 136, "bf16"), "triton/persistent", {}
-    yield weight_only_problem(200, 8200, 144), "triton/persistent", {}
+    yield build(300, 8200, 136, "bf16"), "triton/persistent", {"roles": 0, "stream": 0}
+    yield weight_only_problem(200, 8200, 144), "triton/persistent", {"roles": 0, "stream": 0}
+    yield build(300, 8200, 136, "bf16"), "triton/persistent", {"roles": 1}
+    yield build(300, 1096, 1032, "bf16"), "triton/persistent", {"stream": 1}
+    yield int_problem(300, 1096, 2064), "triton/persistent", {"stream": 1}
     yield weight_only_problem(200, 8200, 144), "triton/converted", {}
     yield build(5, 1096, 1032, "bf16"), "cuda/skinny", {"split": 1}
     yield replace(bmm_problem(3, 20, 72, 200, "bfloat16"), b=Operand("bfloat16", Layout("col"))), "cuda/skinny", {}

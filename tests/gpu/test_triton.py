@@ -12,6 +12,7 @@ import torch
 
 from cards import check_random_problems, check_repeats, first, kernel_of, run_into
 from gemmtune.backends.triton import TritonBackend
+from gemmtune.epilogue import Step
 from gemmtune.measure.inputs import Inputs, make_inputs
 from gemmtune.measure.verify import prepare, verify
 from gemmtune.problem import Problem
@@ -37,11 +38,35 @@ def test_split_kernels_repeat_bit_for_bit_on_many_m(problem: Problem) -> None:
         check_repeats(kernel, problem.with_m(m), m)
 
 
-def test_streams_and_graphs_share_no_counters() -> None:
-    problem = build(16, 4096, 4096, "bf16")
-    kernel = kernel_of(problem, first(problem, split=4))
+@pytest.mark.parametrize("way", ["stream", "roles"])
+@pytest.mark.parametrize(
+    "problem",
+    [build(1024, 4096, 1024, "bf16"), int_problem(1024, 4096, 1024), fp8_problem(1024, 4096, 1024),
+     replace(build(1024, 4096, 1024, "fp16"), epilogue=(Step("bias", "col", "float16"), Step("gelu"))),
+     weight_only_problem(1024, 4096, 1024)],
+    ids=["bf16", "int8", "fp8", "epilogue", "int8wo"],
+)  # fmt: skip
+def test_programs_that_share_tiles_or_give_warps_roles_serve_any_m(problem: Problem, way: str) -> None:
+    kernel = kernel_of(problem, first(problem, "persistent", **{way: 1}))
+    for m in (1, 64, 100, 257, 1024, 1500):
+        draws = prepare(problem.with_m(m), m, device=torch.device("cuda"))
+        verdict = verify(
+            lambda inputs, out: run_into(kernel, inputs, out), problem.with_m(m), draws[:2], patience_s=0.0
+        )
+        assert verdict.ok, f"{m} rows: {verdict.kind}: {verdict.detail}"
+        check_repeats(kernel, problem.with_m(m), m)
+
+
+@pytest.mark.parametrize(
+    ("problem", "template", "config"),
+    [(build(16, 4096, 4096, "bf16"), "tiled", {"split": 4}),
+     (build(256, 4096, 4096, "bf16"), "persistent", {"stream": 1})],
+    ids=["tiled", "persistent"],
+)  # fmt: skip
+def test_streams_and_graphs_share_no_counters(problem: Problem, template: str, config: dict[str, int]) -> None:
+    kernel = kernel_of(problem, first(problem, template, **config))
     inputs = make_inputs(problem, 0, device=torch.device("cuda"))
-    expected = torch.empty(16, 4096, dtype=torch.bfloat16, device="cuda")
+    expected = torch.empty(problem.m, 4096, dtype=torch.bfloat16, device="cuda")
     run_into(kernel, inputs, expected)
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in range(4)]

@@ -117,16 +117,20 @@ def _persistent(problem: Problem, config: dict[str, Any], b_dtype: str) -> Spec:
     """b_dtype: of B as the kernel reads it."""
     signature, constants = _epilogue(problem)
     quant = problem.b.quant
+    stream = bool(config["stream"])
     pointers = {
         "c_ptr": _pointer(problem.out_dtype),
+        "ws_ptr": _pointer("int32" if problem.family == "int_mm" else "float32") if stream else None,
+        "lock_ptr": _pointer("int32") if stream else None,
         "s_ptr": _pointer(quant.scale_dtype) if quant is not None else None,
     }
     numbers = dict.fromkeys(("M", "N", "K", "ldc", "PROGRAMS"), "i32")
     for name, dtype, rows in (("a_desc", problem.a.dtype, config["bm"]), ("b_desc", b_dtype, config["bn"])):
         signature[name] = f"tensordesc<{TYPES[dtype]}[{rows}, {config['bk']}]>"
     _declare(signature, constants, pointers, numbers)
-    constants |= _common(problem, config)
-    divisible = ["c_ptr", *(name for name, size in (("N", problem.n), ("K", problem.k)) if size % 16 == 0)]
+    constants |= {"STREAM": stream, "ROLES": bool(config["roles"]), **_common(problem, config)}
+    divisible = ["c_ptr", *(["ws_ptr"] if stream else [])]
+    divisible += [name for name, size in (("N", problem.n), ("K", problem.k)) if size % 16 == 0]
     divisible += ["ldc"] if aligned(problem)[2] and leads(problem, problem.m)[2] % 16 == 0 else []
     return Spec(
         "persistent", _ordered("persistent", signature, constants), constants, tuple(divisible), _options(config)
@@ -205,9 +209,9 @@ ARGUMENTS = {
         "QGROUP", "PROMOTE", "FLOAT_AT", *_STEP_NAMES,
     ),
     "persistent": (
-        "a_desc", "b_desc", "c_ptr", "s_ptr", "t0", "t1", "t2", "t3", "t4", "M", "N", "K", "ldc",
-        "ld0", "ld1", "ld2", "ld3", "ld4", "PROGRAMS", "BM", "BN", "BK", "GROUP", "INTEGER", "QUANT", "PROMOTE",
-        "FLOAT_AT", *_STEP_NAMES,
+        "a_desc", "b_desc", "c_ptr", "ws_ptr", "lock_ptr", "s_ptr", "t0", "t1", "t2", "t3", "t4", "M", "N", "K", "ldc",
+        "ld0", "ld1", "ld2", "ld3", "ld4", "PROGRAMS", "BM", "BN", "BK", "GROUP", "STREAM", "ROLES", "INTEGER", "QUANT",
+        "PROMOTE", "FLOAT_AT", *_STEP_NAMES,
     ),
     "convert": ("source_ptr", "target_ptr", "COUNT", "ITEMS"),
 }  # fmt: skip

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
 
 from ...problem import Problem, bits
 from ..base import Candidate
@@ -20,29 +19,30 @@ class Tiled(GridKernel):
 
     def __init__(self, problem: Problem, candidate: Candidate, parts: Sequence[tuple[Header, bytes]]) -> None:
         super().__init__(problem, candidate, parts)
-        tiles = self._tiles(problem.m)
-        if self._split > 1:
-            self._sums, self.workspace_bytes = ("ws_ptr", "lock_ptr"), self._sums_bytes(tiles)
-        self._counters: dict[tuple[int, int], Tensor] = {}
+        if self._sums is not None:
+            self.workspace_bytes, _ = self._shared(problem.m, 0)
 
-    def _sums_bytes(self, tiles: int) -> int:
-        return tiles * self._split * self._bm * self._bn * 4
-
-    def _common(self, device: int, stream: int, tiles: int) -> tuple[int, int]:
-        """Where a stream's kernels leave partial sums, and this kernel's counters."""
-        key = (device, stream)
-        held = self._counters.get(key)
-        if held is None or held.numel() < tiles:
-            held = self._counters[key] = scratch_of(device).counters(max(tiles, 2 * self._tiles_n))
-        return scratch_of(device).sums(stream, self._sums_bytes(tiles)), held.data_ptr()
+    def _shared(self, m: int, device: int) -> tuple[int, int]:
+        tiles = self._tiles(m)
+        return tiles * self._split * self._bm * self._bn * 4, max(tiles, 2 * self._tiles_n)
 
 
 class Persistent(TmaKernel):
     """The template ``persistent``: as many programs as fit, A and B through TMA."""
 
+    def __init__(self, problem: Problem, candidate: Candidate, parts: Sequence[tuple[Header, bytes]]) -> None:
+        super().__init__(problem, candidate, parts)
+        if self._sums is not None:
+            self.workspace_bytes, _ = self._shared(problem.m, torch.cuda.current_device())
+
     def _programs(self, m: int, device: int) -> int:
-        tiles = -(-m // self._bm) * self._tiles_n
-        return int(min(tiles, torch.cuda.get_device_properties(device).multi_processor_count))
+        there = int(torch.cuda.get_device_properties(device).multi_processor_count)
+        # Where tiles are shared, all are needed for few of them, too.
+        return there if self._sums is not None else min(-(-m // self._bm) * self._tiles_n, there)
+
+    def _shared(self, m: int, device: int) -> tuple[int, int]:
+        programs = self._programs(m, device)
+        return 2 * programs * self._bm * self._bn * 4, 2 * programs
 
 
 class Converted(Persistent):

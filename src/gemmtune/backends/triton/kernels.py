@@ -365,10 +365,76 @@ def tiled(
 
 
 @triton.jit
+def _fetched(
+    a_desc, b_desc, pid_m, pid_n, lo, hi, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    INTEGER: tl.constexpr, QUANT: tl.constexpr, PROMOTE: tl.constexpr,
+):  # fmt: skip
+    """Blocks lo..hi of a tile's K, A and B through descriptors."""
+    acc = tl.zeros((BM, BN), dtype=tl.int32 if INTEGER else tl.float32)
+    for block in tl.range(lo, hi):
+        a = a_desc.load([pid_m * BM, block * BK])
+        b = b_desc.load([pid_n * BN, block * BK])
+        if QUANT == 8:
+            b = b.to(a.dtype)
+        acc = tl.dot(a, b.T, acc, max_num_imprecise_acc=PROMOTE, out_dtype=acc.dtype)
+    return acc
+
+
+@triton.jit
+def _stored(
+    acc, c_ptr, s_ptr, t0, t1, t2, t3, t4, pid_m, pid_n, M, N, ldc, ld0, ld1, ld2, ld3, ld4,
+    BM: tl.constexpr, BN: tl.constexpr, QUANT: tl.constexpr, FLOAT_AT: tl.constexpr,
+    KIND0: tl.constexpr, AXIS0: tl.constexpr, VALUE0: tl.constexpr, LO0: tl.constexpr, HI0: tl.constexpr,
+    KIND1: tl.constexpr, AXIS1: tl.constexpr, VALUE1: tl.constexpr, LO1: tl.constexpr, HI1: tl.constexpr,
+    KIND2: tl.constexpr, AXIS2: tl.constexpr, VALUE2: tl.constexpr, LO2: tl.constexpr, HI2: tl.constexpr,
+    KIND3: tl.constexpr, AXIS3: tl.constexpr, VALUE3: tl.constexpr, LO3: tl.constexpr, HI3: tl.constexpr,
+    KIND4: tl.constexpr, AXIS4: tl.constexpr, VALUE4: tl.constexpr, LO4: tl.constexpr, HI4: tl.constexpr,
+):  # fmt: skip
+    """What is done with a tile's sum."""
+    rows = (pid_m * BM + tl.arange(0, BM))[:, None]
+    cols = (pid_n * BN + tl.arange(0, BN))[None, :]
+    if QUANT == 8:
+        acc = acc * tl.load(s_ptr + cols, mask=cols < N).to(tl.float32)
+    v0, v1 = _ahead(t0, rows, cols, M, N, AXIS0), _ahead(t1, rows, cols, M, N, AXIS1)
+    v2, v3 = _ahead(t2, rows, cols, M, N, AXIS2), _ahead(t3, rows, cols, M, N, AXIS3)
+    v4 = _ahead(t4, rows, cols, M, N, AXIS4)
+    _finish(
+        acc, c_ptr, ldc, rows, cols, M, N, t0, t1, t2, t3, t4, v0, v1, v2, v3, v4, ld0, ld1, ld2, ld3, ld4, FLOAT_AT,
+        KIND0, AXIS0, VALUE0, LO0, HI0, KIND1, AXIS1, VALUE1, LO1, HI1, KIND2, AXIS2, VALUE2, LO2, HI2,
+        KIND3, AXIS3, VALUE3, LO3, HI3, KIND4, AXIS4, VALUE4, LO4, HI4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _joined(acc, ws_ptr, lock_ptr, number, blocks, share, BM: tl.constexpr, BN: tl.constexpr):
+    """The sum of a shared tile that several programs have blocks of, and whether it is this one's to store.
+
+    number: of the tile among the shared ones; share: blocks of each program. A program has two areas, for the first of
+    its tiles and for another. Whichever of a tile's programs comes last adds up what they left, in their order.
+    """
+    AREA: tl.constexpr = BM * BN
+    places = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
+    program = tl.program_id(0)
+    first, last = number * blocks // share, ((number + 1) * blocks - 1) // share
+    area = 2 * program + tl.where(number > program * share // blocks, 1, 0)
+    tl.store(ws_ptr + area * AREA + places, acc)
+    tl.debug_barrier()  # every thread's sums, before one thread says that they are there
+    arrived = tl.atomic_add(lock_ptr + number, 1, sem="acq_rel")
+    mine = arrived == last - first
+    if mine:
+        acc = tl.zeros_like(acc)
+        for other in tl.range(first, last + 1):
+            area = 2 * other + tl.where(number > other * share // blocks, 1, 0)
+            acc += tl.load(ws_ptr + area * AREA + places, cache_modifier=".cg")
+        tl.store(lock_ptr + number, 0)
+    return acc, mine
+
+
+@triton.jit
 def persistent(
-    a_desc, b_desc, c_ptr, s_ptr, t0, t1, t2, t3, t4, M, N, K, ldc, ld0, ld1, ld2, ld3, ld4, PROGRAMS,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    INTEGER: tl.constexpr, QUANT: tl.constexpr, PROMOTE: tl.constexpr, FLOAT_AT: tl.constexpr,
+    a_desc, b_desc, c_ptr, ws_ptr, lock_ptr, s_ptr, t0, t1, t2, t3, t4, M, N, K, ldc, ld0, ld1, ld2, ld3, ld4, PROGRAMS,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, STREAM: tl.constexpr,
+    ROLES: tl.constexpr, INTEGER: tl.constexpr, QUANT: tl.constexpr, PROMOTE: tl.constexpr, FLOAT_AT: tl.constexpr,
     KIND0: tl.constexpr, AXIS0: tl.constexpr, VALUE0: tl.constexpr, LO0: tl.constexpr, HI0: tl.constexpr,
     KIND1: tl.constexpr, AXIS1: tl.constexpr, VALUE1: tl.constexpr, LO1: tl.constexpr, HI1: tl.constexpr,
     KIND2: tl.constexpr, AXIS2: tl.constexpr, VALUE2: tl.constexpr, LO2: tl.constexpr, HI2: tl.constexpr,
@@ -377,31 +443,44 @@ def persistent(
 ):  # fmt: skip
     """Every PROGRAMS-th tile a program, A [M, K] and B^T [N, K] by TMA; a tile's loads start before the last one ends.
 
-    Beyond M, N and K the descriptors give zeros.
+    Beyond M, N and K the descriptors give zeros. ROLES: some warps fetch and others multiply, where Triton can do that.
+    STREAM: tiles that do not come out even, and those of the round before them, are shared: each program takes as many
+    of their blocks of K as the others, wherever a tile begins or ends (two-tile stream-K: Osama et al. 2023, "Stream-K:
+    work-centric parallel decomposition for dense matrix-matrix multiplication on the GPU").
     """
-    tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=True):
+    tiles_m, tiles_n, blocks = tl.cdiv(M, BM), tl.cdiv(N, BN), tl.cdiv(K, BK)
+    tiles, program = tiles_m * tiles_n, tl.program_id(0)
+    if STREAM:
+        whole = tl.maximum(tiles // PROGRAMS - 1, 0) * PROGRAMS
+    else:
+        whole = tiles
+    for tile in tl.range(program, whole, PROGRAMS, flatten=not ROLES, warp_specialize=ROLES):
         pid_m, pid_n = _place(tile, tiles_m, tiles_n, GROUP)
-        acc = tl.zeros((BM, BN), dtype=tl.int32 if INTEGER else tl.float32)
-        for block in tl.range(0, tl.cdiv(K, BK)):
-            a = a_desc.load([pid_m * BM, block * BK])
-            b = b_desc.load([pid_n * BN, block * BK])
-            if QUANT == 8:
-                b = b.to(a.dtype)
-            acc = tl.dot(a, b.T, acc, max_num_imprecise_acc=PROMOTE, out_dtype=acc.dtype)
-        rows = (pid_m * BM + tl.arange(0, BM))[:, None]
-        cols = (pid_n * BN + tl.arange(0, BN))[None, :]
-        if QUANT == 8:
-            acc = acc * tl.load(s_ptr + cols, mask=cols < N).to(tl.float32)
-        v0, v1 = _ahead(t0, rows, cols, M, N, AXIS0), _ahead(t1, rows, cols, M, N, AXIS1)
-        v2, v3 = _ahead(t2, rows, cols, M, N, AXIS2), _ahead(t3, rows, cols, M, N, AXIS3)
-        v4 = _ahead(t4, rows, cols, M, N, AXIS4)
-        _finish(
-            acc, c_ptr, ldc, rows, cols, M, N, t0, t1, t2, t3, t4, v0, v1, v2, v3, v4,
-            ld0, ld1, ld2, ld3, ld4, FLOAT_AT,
+        acc = _fetched(a_desc, b_desc, pid_m, pid_n, 0, blocks, BM, BN, BK, INTEGER, QUANT, PROMOTE)
+        _stored(
+            acc, c_ptr, s_ptr, t0, t1, t2, t3, t4, pid_m, pid_n, M, N, ldc, ld0, ld1, ld2, ld3, ld4,
+            BM, BN, QUANT, FLOAT_AT,
             KIND0, AXIS0, VALUE0, LO0, HI0, KIND1, AXIS1, VALUE1, LO1, HI1, KIND2, AXIS2, VALUE2, LO2, HI2,
             KIND3, AXIS3, VALUE3, LO3, HI3, KIND4, AXIS4, VALUE4, LO4, HI4,
         )  # fmt: skip
+    if STREAM:
+        share = tl.cdiv((tiles - whole) * blocks, PROGRAMS)
+        begin = program * share
+        end = tl.minimum(begin + share, (tiles - whole) * blocks)
+        for number in tl.range(begin // blocks, tl.cdiv(end, blocks)):
+            pid_m, pid_n = _place(whole + number, tiles_m, tiles_n, GROUP)
+            lo, hi = tl.maximum(begin - number * blocks, 0), tl.minimum(end - number * blocks, blocks)
+            acc = _fetched(a_desc, b_desc, pid_m, pid_n, lo, hi, BM, BN, BK, INTEGER, QUANT, PROMOTE)
+            mine = True
+            if hi - lo < blocks:
+                acc, mine = _joined(acc, ws_ptr, lock_ptr, number, blocks, share, BM, BN)
+            if mine:
+                _stored(
+                    acc, c_ptr, s_ptr, t0, t1, t2, t3, t4, pid_m, pid_n, M, N, ldc, ld0, ld1, ld2, ld3, ld4,
+                    BM, BN, QUANT, FLOAT_AT,
+                    KIND0, AXIS0, VALUE0, LO0, HI0, KIND1, AXIS1, VALUE1, LO1, HI1, KIND2, AXIS2, VALUE2, LO2, HI2,
+                    KIND3, AXIS3, VALUE3, LO3, HI3, KIND4, AXIS4, VALUE4, LO4, HI4,
+                )  # fmt: skip
 
 
 @triton.jit

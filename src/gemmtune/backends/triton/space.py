@@ -2,7 +2,8 @@
 
 Entries of ``tiled``: ``bm``, ``bn``, ``bk`` (the tile), ``split`` (programs that share a tile's K), ``swap`` (B^T times
 A^T, see kernels.py), ``group`` (rows of tiles that go together), ``stages``, ``warps``. Of ``persistent`` and of
-``converted``, which converts int8 weights for a ``persistent`` product: the same without ``split`` and ``swap``.
+``converted``, which converts int8 weights for a ``persistent`` product: the same without ``split`` and ``swap``, and
+``stream`` (1: programs share the tiles of the last rounds), ``roles`` (1: some warps fetch, others multiply).
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from ..base import Candidate, Illegal
 from ..gpu.int4 import INT4_BLOCKS
 from ..gpu.rules import ALIGN, Device, aligned, device_of, leads, refusal
 from ..gpu.space import ranked
-from .cost import Work, seconds
+from .cost import Work, seconds, shared_tiles
 
 NAME = "triton"
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _CONVERTED_M = 128
+_ROUNDS = 8
 _FAR = 1 << 31  # elements: places within a tile are 32-bit numbers
 
 
@@ -68,8 +70,13 @@ def _tiled(problem: Problem, device: Device) -> Iterator[dict[str, Any]]:
 def _persistent(problem: Problem) -> Iterator[dict[str, Any]]:
     width = bits(problem.a.dtype)
     blocks = (64,) if width == 16 else (64, 128)
-    for bm, bn, bk, stages, warps in itertools.product((64, 128), (64, 128, 256), blocks, (3, 4, 5), (4, 8)):
-        yield {"bm": bm, "bn": bn, "bk": bk, "group": 8, "stages": stages, "warps": warps}
+    for bm, bn, bk, stages, warps, stream, roles in itertools.product(
+        (64, 128), (64, 128, 256), blocks, (3, 4, 5), (4, 8), (0, 1), (0, 1)
+    ):
+        yield {
+            "bm": bm, "bn": bn, "bk": bk, "group": 8, "stages": stages, "warps": warps, "stream": stream,
+            "roles": roles,
+        }  # fmt: skip
 
 
 def _tiles(problem: Problem, bm: int, bn: int) -> int:
@@ -84,15 +91,18 @@ def _illegal(problem: Problem, device: Device, template: str, config: dict[str, 
     shared = int((bm * a_bytes + bn * b_bytes) * bk * stages)
     if problem.family == "mixed_mm" and template != "converted":
         shared += int(bn * bk * a_bytes)  # the converted tile passes through shared memory
-    if template == "persistent" and problem.family == "int_mm":
+    roles = config.get("roles", 0)
+    if roles:
+        shared += _way_out(problem, bn)
+    elif template == "persistent" and problem.family == "int_mm":
         shared += 4 * bm * bn  # so does the tile before, on its way out, while the next one's loads are under way
     if shared > device.shared - 1024:
         return f"{shared >> 10} KB of shared memory; a program has {device.shared >> 10}"
-    held = bm * bn // (warps * device.warp)
+    held = bm * bn // (warps * (2 if roles else 1) * device.warp)  # with roles twice as many warps multiply
     if held > (128 if problem.family == "scaled_mm" else 256):
         twice = " (twice: fp8 sums are promoted)" if problem.family == "scaled_mm" else ""
         return f"{held} accumulators a thread{twice}: they would not stay in registers"
-    if bm * bn // (warps * device.warp) < 4:
+    if held < 4:
         return "fewer than 4 accumulators a thread"
     quant = problem.b.quant
     if (
@@ -111,9 +121,13 @@ def _illegal(problem: Problem, device: Device, template: str, config: dict[str, 
         return f"fp8 blocks of {bk} must divide K = {problem.k}"
     if template == "converted" and (why := _conversion_illegal(problem)):
         return why
-    if template != "tiled":
-        return _persistent_illegal(problem, device, config)
-    return _tiled_illegal(problem, device, config)
+    if template == "tiled":
+        return _tiled_illegal(problem, device, config)
+    return (
+        _persistent_illegal(problem, device, config)
+        or (_roles_illegal(device, config) if roles else "")
+        or (_stream_illegal(problem, device, template, config) if config["stream"] else "")
+    )
 
 
 def _tiled_illegal(problem: Problem, device: Device, config: dict[str, Any]) -> str:
@@ -151,8 +165,41 @@ def _persistent_illegal(problem: Problem, device: Device, config: dict[str, Any]
     a_ok, b_ok, _ = aligned(problem)
     if not (a_ok and b_ok):
         return f"TMA needs rows of a multiple of {ALIGN} bytes"
-    if _tiles(problem, config["bm"], config["bn"]) < device.multiprocessors // 2:
-        return "fewer tiles than half the multiprocessors"
+    share, part = (4, "a quarter of") if config["stream"] else (2, "half")
+    if _tiles(problem, config["bm"], config["bn"]) < device.multiprocessors // share:
+        return f"fewer tiles than {part} the multiprocessors"
+    return ""
+
+
+def _way_out(problem: Problem, bn: int) -> int:
+    """Bytes of shared memory that tiles leave through where warps have roles (Triton 3.6, by compiling them)."""
+    rows = 64 if problem.family in ("mm", "scaled_mm") else 128
+    return max(16384, rows * bn * bits(problem.out_dtype) // 8)
+
+
+def _roles_illegal(device: Device, config: dict[str, Any]) -> str:
+    if device.capability[0] > 10:
+        return "Triton gives warps roles on compute capability 9 and 10"
+    if config["warps"] != 4:
+        return "Triton gives warps roles in groups of 4"
+    if config["bm"] == 64 and config["bn"] > 128:
+        return "two groups of warps share a tile's rows, or columns that one product of theirs takes"
+    return ""
+
+
+def _stream_illegal(problem: Problem, device: Device, template: str, config: dict[str, Any]) -> str:
+    tiles, there = _tiles(problem, config["bm"], config["bn"]), device.multiprocessors
+    if template == "converted":
+        return "the memory for its sums holds converted weights"
+    if config["roles"]:
+        return "shared tiles are for warps that do it all"
+    if tiles % there == 0:
+        return f"{tiles} tiles come out even on {there} multiprocessors"
+    if tiles > _ROUNDS * there:
+        return f"{tiles} tiles: the last of more than {_ROUNDS} rounds is not worth sharing"
+    blocks = shared_tiles(tiles, there) * -(-problem.k // config["bk"])
+    if blocks < 4 * there:
+        return f"{blocks} blocks to share are fewer than 4 for each of {there} multiprocessors"
     return ""
 
 
@@ -171,7 +218,8 @@ def _cost(work: Work, template: str, config: dict[str, Any]) -> float:
         work = replace(work, b_bytes=work.a_bytes, convert=False)
     return seconds(
         work, config["bm"], config["bn"], config["bk"], config.get("split", 1), config["stages"], config["warps"],
-        bool(config.get("swap", 0)), template != "tiled",
+        bool(config.get("swap", 0)), template != "tiled", bool(config.get("stream", 0)),
+        bool(config.get("roles", 0)),
     )  # fmt: skip
 
 
