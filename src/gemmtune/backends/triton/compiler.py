@@ -24,6 +24,10 @@ TYPES = {
 }  # fmt: skip
 CONVERTED_ITEMS = 4096  # elements a program converts: 16 bytes a load and thread
 _PROMOTE = 128  # fp8 products added up by the matrix units alone, which keep some 14 bits, before float32 takes over
+ROLES_IN = "3.6"  # Triton's releases whose warp_specialize takes descriptors that the host makes
+_FETCHED = re.compile(
+    r"async_tma_copy_global_to_local %(?P<name>\w+)\[.*-> !ttg\.memdesc<(?P<rows>\d+)x(?P<columns>\d+)x"
+)
 _PARAM = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.(?:b8\s+\w+\[(?P<bytes>\d+)\]|(?P<type>[a-z]\d+)\b)")
 
 
@@ -271,6 +275,7 @@ def _header(wanted: Spec, made: Any, size: int) -> Header:
         raise KernelError(
             f"the kernel takes {len(arguments) + scratch} parameters where {len(arguments)} were expected"
         )
+    boxes = _boxes(made.asm["ttgir"], descriptors) if wanted.constants.get("ROLES") else dict.fromkeys(descriptors)
     return Header(
         str(metadata.name),
         size,
@@ -278,17 +283,30 @@ def _header(wanted: Spec, made: Any, size: int) -> Header:
         int(metadata.num_warps),
         tuple(arguments),
         scratch,
-        {name: _tma(meta) for name, meta in zip(descriptors, metas, strict=True)},
+        {name: _tma(meta, boxes[name]) for name, meta in zip(descriptors, metas, strict=True)},
     )
 
 
-def _tma(meta: Any) -> Tma:
+def _boxes(ttgir: str, descriptors: list[str]) -> dict[str, tuple[int, ...] | None]:
+    """What is fetched at a time through each descriptor. Where warps have roles, Triton 3.6 fetches A for one group of
+    warps after the other, and describes it as if for both: twice as much as there is room for."""
+    found: dict[str, set[tuple[int, ...]]] = {name: set() for name in descriptors}
+    for match in _FETCHED.finditer(ttgir):
+        found.setdefault(match["name"], set()).add((int(match["rows"]), int(match["columns"])))
+    if set(found) != set(descriptors) or any(len(sizes) != 1 for sizes in found.values()):
+        raise KernelError("Triton fetches what its descriptors describe in a way that is not known here")
+    return {name: sizes.pop() for name, sizes in found.items()}
+
+
+def _tma(meta: Any, box: tuple[int, ...] | None) -> Tma:
+    """box: in the place of the one that Triton describes."""
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
     if meta["fp4_padded"]:
         raise KernelError("no padded fp4 descriptors")
     dtype = TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
-    return Tma(int(meta["swizzle"]), int(meta["elem_size"]), int(dtype), tuple(int(x) for x in meta["block_size"]))
+    block = box or tuple(int(x) for x in meta["block_size"])
+    return Tma(int(meta["swizzle"]), int(meta["elem_size"]), int(dtype), block)
 
 
 def _parameters(ptx: str) -> list[str]:

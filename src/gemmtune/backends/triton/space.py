@@ -20,6 +20,7 @@ from ..base import Candidate, Illegal
 from ..gpu.int4 import INT4_BLOCKS
 from ..gpu.rules import ALIGN, Device, aligned, device_of, leads, refusal
 from ..gpu.space import ranked
+from .compiler import ROLES_IN, triton_version
 from .cost import Work, seconds, shared_tiles
 
 NAME = "triton"
@@ -94,7 +95,7 @@ def _illegal(problem: Problem, device: Device, template: str, config: dict[str, 
     roles = config.get("roles", 0)
     if roles:
         shared += _way_out(problem, bn)
-    elif template == "persistent" and problem.family == "int_mm":
+    elif template != "tiled" and (problem.family == "int_mm" or bits(problem.out_dtype) == 32):
         shared += 4 * bm * bn  # so does the tile before, on its way out, while the next one's loads are under way
     if shared > device.shared - 1024:
         return f"{shared >> 10} KB of shared memory; a program has {device.shared >> 10}"
@@ -173,17 +174,20 @@ def _persistent_illegal(problem: Problem, device: Device, config: dict[str, Any]
 
 def _way_out(problem: Problem, bn: int) -> int:
     """Bytes of shared memory that tiles leave through where warps have roles (Triton 3.6, by compiling them)."""
-    rows = 64 if problem.family in ("mm", "scaled_mm") else 128
-    return max(16384, rows * bn * bits(problem.out_dtype) // 8)
+    size = bits(problem.out_dtype) // 8
+    rows = 64 if problem.family in ("mm", "scaled_mm") and size < 4 else 128
+    return max(16384, rows * bn * size)
 
 
 def _roles_illegal(device: Device, config: dict[str, Any]) -> str:
-    if device.capability[0] > 10:
-        return "Triton gives warps roles on compute capability 9 and 10"
+    if not triton_version().startswith(ROLES_IN):
+        return f"Triton {ROLES_IN} gives warps roles, later ones (3.7 to 3.9 were tried) refuse to"
+    if device.capability[0] != 9:
+        return "warps have roles on compute capability 9 alone"
     if config["warps"] != 4:
         return "Triton gives warps roles in groups of 4"
-    if config["bm"] == 64 and config["bn"] > 128:
-        return "two groups of warps share a tile's rows, or columns that one product of theirs takes"
+    if config["bm"] < 128:
+        return "two groups of warps share a tile's rows, 64 each"
     return ""
 
 
