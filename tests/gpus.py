@@ -9,6 +9,9 @@ from gemmtune.workloads import build, fp8_problem, int_problem, weight_only_prob
 
 H200 = Target("cuda", "NVIDIA H200", "9.0", caches=(232448, 0, 62914560), cores=132, versions=(("hip", "None"),))
 A100 = Target("cuda", "NVIDIA A100", "8.0", caches=(166912, 0, 41943040), cores=108, versions=(("hip", "None"),))
+MI300X = Target(
+    "cuda", "AMD Instinct MI300X", "gfx942", caches=(65536, 0, 4194304), cores=304, versions=(("hip", "6.4"),)
+)
 FAMILIES = {
     "bf16": build(16, 4096, 4096, "bf16"),
     "int8": int_problem(16, 4096, 4096),

@@ -28,10 +28,10 @@ ISA_FLAGS = (
 class Target:
     """Everything that can change a kernel's speed or result.
 
-    device: ``cpu`` or ``cuda``. name, capability: the device's (a GPU's as ``9.0``). caches: bytes of (L1d, L2, L3) per
-    core or chip; of a GPU (shared memory a program may use, 0, L2). threads: torch's intra-op threads (CPU; 1 for a
-    GPU). cores: a GPU's are its multiprocessors. versions: of torch, BLAS libraries, driver, CUDA, Triton... sources: a
-    digest per backend of ours.
+    device: ``cpu`` or ``cuda``. name, capability: the device's (NVIDIA's as ``9.0``, AMD's as ``gfx942``). caches:
+    bytes of (L1d, L2, L3) per core or chip; of a GPU (shared memory a program may use, 0, L2). threads: torch's
+    intra-op threads (CPU; 1 for a GPU). cores: a GPU's are its multiprocessors. versions: of torch, BLAS libraries,
+    driver, CUDA, Triton... sources: a digest per backend of ours.
     """
 
     device: str
@@ -108,11 +108,13 @@ def current_cuda(sources: Mapping[str, str] | None = None, index: int | None = N
 @functools.cache
 def _gpu(index: int) -> Target:
     found = torch.cuda.get_device_properties(index)
-    shared = getattr(found, "shared_memory_per_block_optin", 0)
+    shared = getattr(found, "shared_memory_per_block_optin", 0) or getattr(found, "shared_memory_per_block", 0)
+    # ROCm's major and minor would pass for NVIDIA's; its architecture comes with features: gfx942:sramecc+:xnack-.
+    arch = str(found.gcnArchName).partition(":")[0] if torch.version.hip else ""
     return Target(
         device="cuda",
         name=found.name,
-        capability=f"{found.major}.{found.minor}",
+        capability=arch or f"{found.major}.{found.minor}",
         caches=(int(shared), 0, int(getattr(found, "L2_cache_size", 0))),
         cores=found.multi_processor_count,
         memory=found.total_memory,

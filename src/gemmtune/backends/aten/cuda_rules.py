@@ -12,7 +12,9 @@ _FEW = 16
 
 
 def capability(target: Target) -> tuple[int, int]:
-    """A GPU's compute capability as (major, minor)."""
+    """A GPU's compute capability as (major, minor); AMD's: (0, 0)."""
+    if target.capability.startswith("gfx"):
+        return 0, 0
     major, _, minor = target.capability.partition(".")
     return int(major), int(minor or 0)
 

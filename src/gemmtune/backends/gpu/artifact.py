@@ -1,4 +1,4 @@
-"""Built kernels on disk: cubins, each with what launching it takes."""
+"""Built kernels on disk: cubins (AMD's are code objects), each with what launching it takes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class Tma(msgspec.Struct, forbid_unknown_fields=True):
 class Header(msgspec.Struct, forbid_unknown_fields=True):
     """What launching one of an artifact's cubins takes. size: bytes of the cubin; arguments: the names of those that
     are passed, in order, before ``scratch`` pointers that are not used; descriptors: of TMA, by argument; waits:
-    whether the kernel itself waits for the one before it, and so may begin before that ends."""
+    whether the kernel itself waits for the one before it, and so may begin before that ends; lanes: threads of a warp;
+    arch: the AMD architecture that it is for, or empty."""
 
     name: str
     size: Annotated[int, msgspec.Meta(ge=0)]
@@ -40,6 +41,8 @@ class Header(msgspec.Struct, forbid_unknown_fields=True):
     scratch: int
     descriptors: dict[str, Tma] = {}
     waits: bool = False
+    lanes: int = 32
+    arch: str = ""
 
 
 def packed(header: Header, cubin: bytes) -> bytes:

@@ -24,7 +24,7 @@ def not_nvidia(target: Target) -> str:
     if target.device != "cuda":
         return f"runs on GPUs; this target is a {target.device}"
     if dict(target.versions).get("hip", "None") != "None":
-        return "speaks to NVIDIA's libraries; ROCm is not supported yet"
+        return "speaks to NVIDIA's libraries; on ROCm there is the Triton backend"
     if device_of(target).capability < _LEAST:
         return f"needs compute capability 8.0; {target.name} has {target.capability}"
     return ""
@@ -50,8 +50,12 @@ class GpuBackend(Backend):
         """The hex digest of all that goes into an artifact, and what makes it: which raises UnsupportedError without a
         compiler, KernelError when that fails. Raises KernelError itself for a template that is none of ours."""
 
+    def _unfit(self, target: Target) -> str:
+        """Why its kernels do not run on a Target, or empty."""
+        return not_nvidia(target)
+
     def available(self, target: Target) -> Availability:
-        reason = not_nvidia(target) or ("" if self._compiler_version() else self.missing)
+        reason = self._unfit(target) or ("" if self._compiler_version() else self.missing)
         return Availability(not reason, reason)
 
     def artifact(self, problem: Problem, candidate: Candidate, target: Target) -> Artifact | None:

@@ -63,19 +63,28 @@ class Function:
 
     def __init__(self, header: Header, cubin: bytes, device: int) -> None:
         self.header, self.device = header, device
+        self.threads, self.shared = header.lanes * header.warps, header.shared
         with torch.cuda.device(device):
             torch.cuda.current_stream().query()  # makes the device's context current on this thread
-            module, handle = ctypes.c_void_p(), ctypes.c_void_p()
-            _check(driver().cuModuleLoadData(ctypes.byref(module), cubin), f"loading {header.name}")
-            name = header.name.encode()
-            _check(driver().cuModuleGetFunction(ctypes.byref(handle), module, name), f"finding {header.name}")
-            if header.shared > _STATIC_SHARED:
-                status = driver().cuFuncSetAttribute(handle, _SHARED_LIMIT, header.shared)
-                _check(status, f"asking for {header.shared} bytes of shared memory")
-            self.handle, self.threads, self.shared = handle.value, 32 * header.warps, header.shared
-            self.follows = header.waits and _version() >= _OVERLAPPING
+            self.handle = self._load(cubin)
+            self.follows = self._follows()
             # Asked here, where the context is current: a Block may be made on a thread that has none yet.
             self.few = self._few() if self.follows else 0
+
+    def _load(self, cubin: bytes) -> int:
+        """The kernel's handle."""
+        header, module, handle = self.header, ctypes.c_void_p(), ctypes.c_void_p()
+        _check(driver().cuModuleLoadData(ctypes.byref(module), cubin), f"loading {header.name}")
+        name = header.name.encode()
+        _check(driver().cuModuleGetFunction(ctypes.byref(handle), module, name), f"finding {header.name}")
+        if header.shared > _STATIC_SHARED:
+            status = driver().cuFuncSetAttribute(handle, _SHARED_LIMIT, header.shared)
+            _check(status, f"asking for {header.shared} bytes of shared memory")
+        return int(handle.value or 0)
+
+    def _follows(self) -> bool:
+        """Whether it may begin before the kernel before it has ended."""
+        return self.header.waits and _version() >= _OVERLAPPING
 
     def _few(self) -> int:
         """How many blocks begin at a time, or a few for each multiprocessor."""
@@ -93,6 +102,13 @@ class Function:
             status = launch()
         if status:
             _check(status, f"launching {self.header.name}")
+
+    def launcher(self, config: Any, parameters: int) -> Callable[[], int]:
+        """What launches it as a ``_Config`` says, with the arguments whose addresses lie at ``parameters``, and returns
+        the driver's status."""
+        # Made once: what ctypes has to convert in a call costs as much as the call.
+        fixed = (ctypes.addressof(config), self.handle, parameters)
+        return functools.partial(driver().cuLaunchKernelEx, *map(ctypes.c_void_p, fixed), None)
 
 
 class _Attribute(ctypes.Structure):
@@ -170,10 +186,7 @@ class Block(threading.local):
         self._described = [place for place, name in enumerate(names) if name in function.header.descriptors]
         config = _Config(*grid, 1, function.threads, 1, 1, function.shared)
         config.attributes = ctypes.addressof(_ATTRIBUTE)  # of which there are 0
-        # Made once: what ctypes has to convert in a call costs as much as the call.
-        at, start = ctypes.addressof(config), ctypes.addressof(self._parameters)
-        fixed = (ctypes.c_void_p(at), ctypes.c_void_p(function.handle), ctypes.c_void_p(start), None)
-        launch: Callable[[], int] = functools.partial(driver().cuLaunchKernelEx, *fixed)
+        launch = function.launcher(config, ctypes.addressof(self._parameters))
         self.held: tuple[Any, _Config, Callable[[], int]] = (slots, config, launch)
         if function.follows:
             # Letting the next one begin when the last of many blocks has takes longer (docs/cuda.md).

@@ -18,6 +18,7 @@ from ...problem import Problem
 from ..base import Candidate, Kernel, Launch, PackedWeight, QuantWeight
 from .artifact import Header
 from .driver import Block, Function, Map
+from .hip import HipFunction
 from .int4 import int4_layout, shuffle_int4
 from .rules import leads
 
@@ -98,7 +99,8 @@ class Loaded:
     def __call__(self, device: int) -> Function:
         held = self._functions.get(device)
         if held is None:
-            held = self._functions[device] = Function(self._header, self._cubin, device)
+            kind = HipFunction if self._header.arch else Function
+            held = self._functions[device] = kind(self._header, self._cubin, device)
         return held
 
 

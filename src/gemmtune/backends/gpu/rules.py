@@ -17,16 +17,23 @@ ALIGN = 16  # bytes that vector loads and TMA want addresses and rows to be mult
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What constraints ask of a GPU. shared: bytes a program may use."""
+    """What constraints ask of a GPU. shared: bytes a program may use; capability: NVIDIA's, of others (0, 0); warp:
+    threads of one; arch: AMD's architecture (``gfx942``), of others empty."""
 
     multiprocessors: int
     shared: int
     capability: tuple[int, int]
     warp: int = 32
+    arch: str = ""
 
 
 def device_of(target: Target) -> Device:
     """The limits of a Target that is a GPU (``target.caches`` starts with the shared memory of a program)."""
+    if target.capability.startswith("gfx"):
+        shared = target.caches[0] if target.caches and target.caches[0] else 64 << 10
+        return Device(
+            target.cores, shared, (0, 0), 64 if target.capability.startswith("gfx9") else 32, target.capability
+        )
     major, _, minor = target.capability.partition(".")
     return Device(target.cores, target.caches[0] if target.caches else 96 << 10, (int(major), int(minor or 0)))
 

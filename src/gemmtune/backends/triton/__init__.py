@@ -12,7 +12,7 @@ from typing import Any
 from ...problem import Problem
 from ...target import Target
 from ..base import Candidate, Illegal, PackedWeight
-from ..gpu.backend import GpuBackend
+from ..gpu.backend import GpuBackend, not_nvidia
 from ..gpu.int4 import INT4_BLOCKS, unshuffle_int4
 from . import space
 from .compiler import compile_spec, spec, triton_version
@@ -20,12 +20,16 @@ from .kernel import TEMPLATES
 
 
 class TritonBackend(GpuBackend):
-    """Available on NVIDIA GPUs with Triton installed; on Hopper with TMA. Triton compiles and does not launch."""
+    """Available with Triton installed, on NVIDIA GPUs (on Hopper with TMA) and on AMD's, where it was never run. Triton
+    compiles and does not launch."""
 
     name = "triton"
     preload = ("triton", "triton.compiler", "triton.backends.nvidia.compiler")
     missing = "Triton is not installed: pip install 'gemmtune[cuda]'"
     templates = TEMPLATES
+
+    def _unfit(self, target: Target) -> str:
+        return space.unknown_amd(target) if target.capability.startswith("gfx") else not_nvidia(target)
 
     def candidates(self, problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
         return space.candidates(problem, target)

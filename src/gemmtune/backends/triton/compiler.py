@@ -16,7 +16,7 @@ from ...problem import Problem
 from ...target import Target
 from ..base import Candidate
 from ..gpu.artifact import Header, Tma, packed
-from ..gpu.rules import STEPS, aligned, device_of, float_at, leads, step_constants
+from ..gpu.rules import STEPS, Device, aligned, device_of, float_at, leads, step_constants
 
 TYPES = {
     "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int8": "i8", "uint8": "u8", "int32": "i32",
@@ -28,6 +28,7 @@ ROLES_IN = "3.6"  # Triton's releases whose warp_specialize takes descriptors th
 _FETCHED = re.compile(
     r"async_tma_copy_global_to_local %(?P<name>\w+)\[.*-> !ttg\.memdesc<(?P<rows>\d+)x(?P<columns>\d+)x"
 )
+_SEGMENT = re.compile(r"\.kernarg_segment_size:\s+(\d+)")
 _PARAM = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.(?:b8\s+\w+\[(?P<bytes>\d+)\]|(?P<type>[a-z]\d+)\b)")
 
 
@@ -107,6 +108,7 @@ def _tiled(problem: Problem, config: dict[str, Any]) -> Spec:
         "SPLIT": split,
         "SWAP": bool(config["swap"]),
         "QGROUP": group,
+        "PTX": True,  # where it compiles for AMD: False
         **_common(problem, config),
     }
     a_ok, b_ok, out_ok = aligned(problem)
@@ -210,7 +212,7 @@ ARGUMENTS = {
         "a_ptr", "b_ptr", "c_ptr", "ws_ptr", "lock_ptr", "s_ptr", "z_ptr", "t0", "t1", "t2", "t3", "t4",
         "M", "N", "K", "lda", "ldb", "ldc", "batch_a", "batch_b", "batch_c", "ld0", "ld1", "ld2", "ld3", "ld4",
         "A_COL", "B_COL", "EVEN_N", "EVEN_K", "BM", "BN", "BK", "GROUP", "SPLIT", "SWAP", "INTEGER", "QUANT",
-        "QGROUP", "PROMOTE", "FLOAT_AT", *_STEP_NAMES,
+        "QGROUP", "PTX", "PROMOTE", "FLOAT_AT", *_STEP_NAMES,
     ),
     "persistent": (
         "a_desc", "b_desc", "c_ptr", "ws_ptr", "lock_ptr", "s_ptr", "t0", "t1", "t2", "t3", "t4", "M", "N", "K", "ldc",
@@ -243,20 +245,26 @@ def compile_spec(wanted: Spec, target: Target) -> bytes:
     function = getattr(kernels, wanted.kernel)
     places = {name: place for place, name in enumerate(function.arg_names)}
     attributes = {(places[name],): [["tt.divisibility", 16]] for name in wanted.divisible}
-    source = ASTSource(fn=function, signature=wanted.signature, constexprs=wanted.constants, attrs=attributes)
-    major, minor = device_of(target).capability
+    device = device_of(target)
+    constants = wanted.constants
+    if device.arch:
+        constants = {**constants, "PTX": False}
+        gpu = GPUTarget("hip", device.arch, device.warp)
+    else:
+        gpu = GPUTarget("cuda", 10 * device.capability[0] + device.capability[1], device.warp)
+    source = ASTSource(fn=function, signature=wanted.signature, constexprs=constants, attrs=attributes)
     options = {**wanted.options, "enable_fp_fusion": True}  # what Triton 3.10 is going to leave out unless asked
     try:
-        made = triton.compile(source, target=GPUTarget("cuda", 10 * major + minor, 32), options=options)
+        made = triton.compile(source, target=gpu, options=options)
     except Exception as error:  # Triton's compiler has no error of its own
         raise KernelError(f"Triton cannot compile it: {_last_line(error)}") from error
-    cubin = bytes(made.asm["cubin"])
+    cubin = bytes(made.asm["hsaco" if device.arch else "cubin"])
     first = compile_spec(wanted.before, target) if wanted.before is not None else b""
-    return first + packed(_header(wanted, made, len(cubin)), cubin)
+    return first + packed(_header(wanted, made, len(cubin), device), cubin)
 
 
-def _header(wanted: Spec, made: Any, size: int) -> Header:
-    """What the kernel's PTX and Triton's metadata say about launching it."""
+def _header(wanted: Spec, made: Any, size: int, device: Device) -> Header:
+    """What the kernel's code and Triton's metadata say about launching it."""
     metadata = made.metadata
     if getattr(metadata, "global_scratch_size", 0) or getattr(metadata, "profile_scratch_size", 0):
         raise KernelError("it wants scratch memory of Triton's own")
@@ -270,7 +278,10 @@ def _header(wanted: Spec, made: Any, size: int) -> Header:
             arguments += [name, *(f"{name}.{part}" for part in ("shape0", "shape1", "stride0", "stride1"))]
         elif kind != "constexpr":
             arguments.append(name)
-    scratch = len(_parameters(made.asm["ptx"])) - len(arguments)
+    if device.arch:
+        scratch = _amd_scratch(made.asm["amdgcn"], [wanted.signature[name] for name in arguments])
+    else:
+        scratch = len(_parameters(made.asm["ptx"])) - len(arguments)
     if scratch < 0:
         raise KernelError(
             f"the kernel takes {len(arguments) + scratch} parameters where {len(arguments)} were expected"
@@ -284,6 +295,8 @@ def _header(wanted: Spec, made: Any, size: int) -> Header:
         tuple(arguments),
         scratch,
         {name: _tma(meta, boxes[name]) for name, meta in zip(descriptors, metas, strict=True)},
+        lanes=device.warp,
+        arch=device.arch,
     )
 
 
@@ -313,6 +326,16 @@ def _parameters(ptx: str) -> list[str]:
     """The parameters that the kernel's entry declares."""
     entry = ptx[ptx.index(".entry") :]
     return [match[0] for match in _PARAM.finditer(entry[: entry.index(")")])]
+
+
+def _amd_scratch(code: str, kinds: list[str]) -> int:
+    """How many pointers a code object's kernel takes behind its arguments of these types; -1 where that cannot be."""
+    found, at = _SEGMENT.search(code), 0
+    for kind in kinds:
+        size = 8 if kind.startswith("*") or kind == "i64" else 4
+        at = -(-at // size) * size + size
+    rest = (int(found[1]) if found else -1) - -(-at // 8) * 8
+    return rest // 8 if rest >= 0 and rest % 8 == 0 else -1
 
 
 def _last_line(error: Exception) -> str:

@@ -197,13 +197,13 @@ def _product(
 
 
 @triton.jit
-def _levels(q, HIGH: tl.constexpr, dtype: tl.constexpr):
+def _levels(q, HIGH: tl.constexpr, dtype: tl.constexpr, PTX: tl.constexpr):
     """The lower (HIGH: the upper) halves of bytes as numbers of ``dtype``, less 8, the usual zero point: exact.
 
     An exponent whose last place is 1 is put before the bits, which is cheaper than converting integers: 128 + q in
-    bfloat16, 1024 + q in float16. Compiled, four bytes at a time.
+    bfloat16, 1024 + q in float16. With PTX, four bytes at a time.
     """
-    if INTERPRETED:
+    if INTERPRETED or not PTX:
         bits = (q >> (4 if HIGH else 0)) & 15
         if dtype == tl.bfloat16:
             number = (bits.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True) - 136.0
@@ -222,7 +222,7 @@ def _levels(q, HIGH: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _product_int4(
-    a_ptrs, b_ptrs, s_ptr, z_ptr, acc, cols, lo, hi, N, BK: tl.constexpr, QGROUP: tl.constexpr
+    a_ptrs, b_ptrs, s_ptr, z_ptr, acc, cols, lo, hi, N, BK: tl.constexpr, QGROUP: tl.constexpr, PTX: tl.constexpr
 ):  # fmt: skip
     """As ``_product`` on packed int4: byte j of a block of BK holds elements j (low half) and BK / 2 + j."""
     HALF: tl.constexpr = BK // 2
@@ -231,8 +231,8 @@ def _product_int4(
         low = tl.load(a_at)
         high = tl.load(a_at + HALF)
         b = tl.load(b_ptrs + (block - lo) * HALF)
-        first = tl.dot(low, tl.trans(_levels(b, False, low.dtype)))
-        second = tl.dot(high, tl.trans(_levels(b, True, low.dtype)))
+        first = tl.dot(low, tl.trans(_levels(b, False, low.dtype, PTX)))
+        second = tl.dot(high, tl.trans(_levels(b, True, low.dtype, PTX)))
         g_low = block * BK // QGROUP
         g_high = (block * BK + HALF) // QGROUP
         s_low = tl.load(s_ptr + g_low * N + cols, mask=cols < N).to(tl.float32)
@@ -253,7 +253,8 @@ def tiled(
     M, N, K, lda, ldb, ldc, batch_a, batch_b, batch_c, ld0, ld1, ld2, ld3, ld4,
     A_COL: tl.constexpr, B_COL: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr, SWAP: tl.constexpr,
-    INTEGER: tl.constexpr, QUANT: tl.constexpr, QGROUP: tl.constexpr, PROMOTE: tl.constexpr, FLOAT_AT: tl.constexpr,
+    INTEGER: tl.constexpr, QUANT: tl.constexpr, QGROUP: tl.constexpr, PTX: tl.constexpr, PROMOTE: tl.constexpr,
+    FLOAT_AT: tl.constexpr,
     KIND0: tl.constexpr, AXIS0: tl.constexpr, VALUE0: tl.constexpr, LO0: tl.constexpr, HI0: tl.constexpr,
     KIND1: tl.constexpr, AXIS1: tl.constexpr, VALUE1: tl.constexpr, LO1: tl.constexpr, HI1: tl.constexpr,
     KIND2: tl.constexpr, AXIS2: tl.constexpr, VALUE2: tl.constexpr, LO2: tl.constexpr, HI2: tl.constexpr,
@@ -308,7 +309,7 @@ def tiled(
             b_first + ((pid_n * BN).to(tl.int64) * ldb + lo * (BK // 2)) + inside_n[:, None] * ldb + halves[None, :]
         )
         acc = tl.zeros((BM, BN), dtype=tl.float32)
-        acc = _product_int4(a_low, b_ptrs, s_ptr, z_ptr, acc, cols[None, :], lo, hi, N, BK, QGROUP)
+        acc = _product_int4(a_low, b_ptrs, s_ptr, z_ptr, acc, cols[None, :], lo, hi, N, BK, QGROUP, PTX)
     else:
         if B_COL:
             b_first += (pid_n * BN).to(tl.int64) * ldb + lo * BK

@@ -26,17 +26,25 @@ from .cost import Work, seconds, shared_tiles
 NAME = "triton"
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _CONVERTED_M = 128
+_AMD = ("gfx90a", "gfx942", "gfx950", "gfx11", "gfx12")
 _ROUNDS = 8
 _FAR = 1 << 31  # elements: places within a tile are 32-bit numbers
 
 
+def unknown_amd(target: Target) -> str:
+    """Why AMD's architecture is none that kernels are compiled for, or empty."""
+    if target.capability.startswith(_AMD):
+        return ""
+    return f"on ROCm kernels are for {', '.join(_AMD)}; {target.name} is {target.capability}"
+
+
 def candidates(problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
     """Legal candidates, likeliest first within each template, then what was ruled out and why."""
-    reason = refusal(problem)
+    device = device_of(target)
+    reason = refusal(problem) or (_amd_refusal(problem) if device.arch else "")
     if reason:
         yield Illegal(Candidate.make(NAME, "*"), reason)
         return
-    device = device_of(target)
     work = _work(problem, device)
     illegal: list[Illegal] = []
     spaces = {"tiled": _tiled(problem, device), "persistent": _persistent(problem)}
@@ -53,10 +61,13 @@ def candidates(problem: Problem, target: Target) -> Iterator[Candidate | Illegal
 
 def _tiled(problem: Problem, device: Device) -> Iterator[dict[str, Any]]:
     blocks: tuple[int, ...] = (64, 128, 256) if bits(problem.a.dtype) == 16 else (128, 256, 512)
+    depths: tuple[int, ...] = (3, 4, 5, 6, 8)
+    if device.arch:  # a third of an H200's shared memory, or less
+        blocks, depths = tuple(block // 2 for block in blocks), (2, 3)
     if problem.b.dtype == "int4":
         blocks = INT4_BLOCKS
     for bm, bn, bk, split, swap, stages, warps in itertools.product(
-        (16, 32, 64, 128), (32, 64, 128, 256), blocks, _SPLITS, (0, 1), (3, 4, 5, 6, 8), (4, 8)
+        (16, 32, 64, 128), (32, 64, 128, 256), blocks, _SPLITS, (0, 1), depths, (4, 8)
     ):
         if (bm > 16 and bm >= 2 * problem.m) or (bm < 64 and problem.m > 4 * bm):
             continue  # mostly padding, or B read too often: not worth a reason each
@@ -89,7 +100,8 @@ def _illegal(problem: Problem, device: Device, template: str, config: dict[str, 
     a_bytes, b_bytes = bits(problem.a.dtype) / 8, bits(problem.b.dtype) / 8
     if template == "converted":
         b_bytes = a_bytes
-    shared = int((bm * a_bytes + bn * b_bytes) * bk * stages)
+    held_stages = max(stages - 1, 1) if device.arch else stages  # AMD's: the last one is in registers
+    shared = int((bm * a_bytes + bn * b_bytes) * bk * held_stages)
     if problem.family == "mixed_mm" and template != "converted":
         shared += int(bn * bk * a_bytes)  # the converted tile passes through shared memory
     roles = config.get("roles", 0)
@@ -131,8 +143,18 @@ def _illegal(problem: Problem, device: Device, template: str, config: dict[str, 
     )
 
 
+def _amd_refusal(problem: Problem) -> str:
+    if problem.family == "scaled_mm":
+        return "no fp8 on ROCm: gfx942 multiplies other formats (fnuz), and what others round was not measured"
+    return ""
+
+
 def _tiled_illegal(problem: Problem, device: Device, config: dict[str, Any]) -> str:
     bm, bn, bk, split, swap = (config[name] for name in ("bm", "bn", "bk", "split", "swap"))
+    if device.arch and split > 1:
+        return "programs share a tile where one sees what the others wrote, which was not tried on ROCm"
+    if device.arch and swap:
+        return "AMD's matrix units multiply 16 or 32 rows: nothing to fill by swapping"
     blocks = -(-problem.k // bk)
     lda, ldb, _ = leads(problem, problem.m)
     a_far = bm * lda + problem.k if problem.a.layout.order == "row" else bk * lda
