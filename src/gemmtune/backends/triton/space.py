@@ -9,6 +9,7 @@ A^T, see kernels.py), ``group`` (rows of tiles that go together), ``stages``, ``
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -26,6 +27,7 @@ from .cost import Work, seconds, shared_tiles
 NAME = "triton"
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _CONVERTED_M = 128
+UNTRIED = "GEMMTUNE_UNTRIED"
 _AMD = ("gfx90a", "gfx942", "gfx950", "gfx11", "gfx12")
 _ROUNDS = 8
 _FAR = 1 << 31  # elements: places within a tile are 32-bit numbers
@@ -210,6 +212,8 @@ def _roles_illegal(device: Device, config: dict[str, Any]) -> str:
         return "Triton gives warps roles in groups of 4"
     if config["bm"] < 128:
         return "two groups of warps share a tile's rows, 64 each"
+    if os.environ.get(UNTRIED) != "1":  # should one of them hang, each tuning would wait for it
+        return f"kernels whose warps have roles have not run on a card yet; {UNTRIED}=1 offers them"
     return ""
 
 
