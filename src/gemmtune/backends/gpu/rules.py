@@ -27,9 +27,14 @@ class Device:
     arch: str = ""
 
 
+def is_amd(target: Target) -> bool:
+    """Whether a Target that is a GPU is AMD's, whose capability is an architecture."""
+    return target.capability.startswith("gfx")
+
+
 def device_of(target: Target) -> Device:
     """The limits of a Target that is a GPU (``target.caches`` starts with the shared memory of a program)."""
-    if target.capability.startswith("gfx"):
+    if is_amd(target):
         shared = target.caches[0] if target.caches and target.caches[0] else 64 << 10
         return Device(
             target.cores, shared, (0, 0), 64 if target.capability.startswith("gfx9") else 32, target.capability

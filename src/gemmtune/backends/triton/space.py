@@ -19,7 +19,7 @@ from ...problem import Problem, bits
 from ...target import Target
 from ..base import Candidate, Illegal
 from ..gpu.int4 import INT4_BLOCKS
-from ..gpu.rules import ALIGN, Device, aligned, device_of, leads, refusal
+from ..gpu.rules import ALIGN, Device, aligned, device_of, is_amd, leads, refusal
 from ..gpu.space import ranked
 from .compiler import ROLES_IN, triton_version
 from .cost import Work, seconds, shared_tiles
@@ -42,11 +42,11 @@ def unknown_amd(target: Target) -> str:
 
 def candidates(problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
     """Legal candidates, likeliest first within each template, then what was ruled out and why."""
-    device = device_of(target)
-    reason = refusal(problem) or (_amd_refusal(problem) if device.arch else "")
+    reason = refusal(problem) or (_amd_refusal(problem) if is_amd(target) else "")
     if reason:
         yield Illegal(Candidate.make(NAME, "*"), reason)
         return
+    device = device_of(target)
     work = _work(problem, device)
     illegal: list[Illegal] = []
     spaces = {"tiled": _tiled(problem, device), "persistent": _persistent(problem)}
