@@ -1,6 +1,6 @@
-"""The README's table of an H200 from raw results of h200.py: measures nothing.
+"""docs/figures.md's table of an H200 from raw results of h200.py: measures nothing.
 
-    python benchmarks/h200_table.py                           the runs that README and docs quote
+    python benchmarks/h200_table.py                           the runs that are quoted there
     python benchmarks/h200_table.py 'h200-20261123-02*.json'  others, by names in benchmarks/results/
 
 Ratios are medians over paired rounds, times of peers over gemmtune's, and geometric means of them over shapes: M <= 64,

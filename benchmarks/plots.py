@@ -1,4 +1,4 @@
-"""Draws the README's plots of the H200 from raw results: nothing is measured here.
+"""Draws the plots of the H200 from raw results: nothing is measured here.
 
     python benchmarks/plots.py benchmarks/results/h200-A.json ...     (the default: the files named in SOURCES)
 
