@@ -10,8 +10,8 @@
 // What source.py puts before this: the constants BM, BN, WARPS, SIDE, DEPTH, SPLIT (the candidate); KIND, WIDTH (bytes
 // of an element of A), EVEN_K, GROUP (elements of K that share a scale; 0: all), ZERO, BATCHED; sum_t, the type that
 // mma adds up in; MMA, the instruction; ONE (1.0 twice), KEPT (words of vectors that are kept), c_t, value_t (what is
-// rounded to it) and PARAMETERS; then ptx.cu, numbers.cu and vectors.cu. It writes the epilogue, and what that wants
-// ahead, too.
+// rounded to it), scale_t (of narrow weights) and PARAMETERS; then ptx.cu, numbers.cu and vectors.cu. It writes the
+// epilogue, and what that wants ahead, too.
 
 constexpr int R = BN / SIDE / 16, MT = BM / 8;        // blocks of mma: of a warp's columns of B, of A's rows
 constexpr int TURNS = WARPS / SIDE;                  // warps that share K
@@ -23,6 +23,12 @@ constexpr int ALL = BN * BM;
 
 struct Chunk {
     uint4 b[2 * R], a[MT][LOADS];
+#if GROUP
+    scale_t scales[2 * R];
+#endif
+#if ZERO
+    scale_t zeros[2 * R];
+#endif
 };
 
 struct Shared {
@@ -131,6 +137,19 @@ __launch_bounds__(32 * WARPS) skinny(PARAMETERS) {
                 if (inside(at) && m0 + 8 * i + g < M) into.a[i][j] = load(a_at[i] + (d + ahead) * CHUNK * WIDTH + offset);
             }
     };
+    auto fetch_scales = [&](Chunk& into, int at) {  // as long before they are wanted as what they scale
+#if GROUP
+        const long long group = (long long)(at * CHUNK / GROUP) * N;
+#pragma unroll
+        for (int i = 0; i < 2 * R; ++i) {
+            const long long n = group + min(n1 + 8 * i + g, N - 1);
+            into.scales[i] = s_ptr[n];
+#if ZERO
+            into.zeros[i] = z_ptr[n];
+#endif
+        }
+#endif
+    };
 
     sum_t acc[R][MT][4];
 #pragma unroll
@@ -156,7 +175,10 @@ __launch_bounds__(32 * WARPS) skinny(PARAMETERS) {
         for (int i = 0; i < MT; ++i)  // rows beyond M stay zero
 #pragma unroll
             for (int j = 0; j < LOADS; ++j) ring[d].a[i][j] = uint4{0, 0, 0, 0};
-        if (first + d < end) fetch_a(ring[d], d, 0, first + d);
+        if (first + d < end) {
+            fetch_a(ring[d], d, 0, first + d);
+            fetch_scales(ring[d], first + d);
+        }
     }
     const int member = threadIdx.x, top = m0;
     // AHEAD
@@ -171,7 +193,6 @@ __launch_bounds__(32 * WARPS) skinny(PARAMETERS) {
 #pragma unroll
                     for (int i = 0; i < MT; ++i) own[r][i][0] = own[r][i][1] = own[r][i][2] = own[r][i][3] = 0;
                 product(own, ring[d]);
-                const long long group = (long long)((base + d) * CHUNK / GROUP) * N;
 #if ZERO
                 sum_t rows[MT][4];
                 row_sums(rows, ring[d]);
@@ -180,10 +201,9 @@ __launch_bounds__(32 * WARPS) skinny(PARAMETERS) {
                 for (int r = 0; r < R; ++r)
 #pragma unroll
                     for (int half = 0; half < 2; ++half) {
-                        const long long n = group + min(n1 + 16 * r + 8 * half + g, N - 1);
-                        const float scale = number(s_ptr[n]);
+                        const float scale = number(ring[d].scales[2 * r + half]);
 #if ZERO
-                        const float zero = number(z_ptr[n]) - (KIND == INT4 ? 8.0f : 0.0f);
+                        const float zero = number(ring[d].zeros[2 * r + half]) - (KIND == INT4 ? 8.0f : 0.0f);
 #endif
 #pragma unroll
                         for (int i = 0; i < MT; ++i)
@@ -202,6 +222,7 @@ __launch_bounds__(32 * WARPS) skinny(PARAMETERS) {
             if (base + STEP + d < end) {
                 fetch_b(ring[d], d, STEP, base + STEP + d, false);
                 fetch_a(ring[d], d, STEP, base + STEP + d);
+                fetch_scales(ring[d], base + STEP + d);
             }
         }
 #pragma unroll

@@ -83,6 +83,8 @@ def generate(problem: Problem, template: str, config: dict[str, Any], primitives
     lines += [primitives] if primitives is not None else map(_file, files)
     lines.append(f"typedef {TYPES[problem.out_dtype]} c_t;")
     lines.append(f"typedef {'int' if stays_int(problem) else 'float'} value_t;")
+    if problem.b.quant is not None:
+        lines.append(f"typedef {TYPES[problem.b.quant.scale_dtype]} scale_t;")
     lines += map(_file, common)
     vectors = vectors_of(problem, GROUP_ROWS if template == SLAB else config["bm"], config["bn"], threads)
     text = _file(f"{template}.cu")

@@ -162,8 +162,11 @@ def _registers(problem: Problem, config: dict[str, Any]) -> int:
     spare = 20
     if problem.family == "scaled_mm":
         spare = 36 + 8 * mt  # fp8 is multiplied as float16
-    elif problem.family == "mixed_mm":
-        spare = 33 if grouped else 26 if problem.b.dtype == "int4" else 20
+    elif grouped:
+        zero = int(problem.b.quant is not None and problem.b.quant.zero_point)
+        spare = 28 + 2 * r * config["depth"] * (1 + zero) + 4 * mt * zero
+    elif problem.b.dtype == "int4":
+        spare = 26
     return int(spare + config["depth"] * (8 * r + 4 * loads * mt) + 4 * (1 + grouped) * r * mt + 4 * r + 2 * mt)
 
 
