@@ -47,7 +47,7 @@ from .source import MIXED, SKINNY, SLAB, run_of
 NAME = "cuda"
 _ROWS = 32
 _SLAB_ROWS = 8192
-_MIXED_ROWS = (17, 512)
+_MIXED_ROWS = (17, 1024)
 _WIDTHS = tuple(range(16, 257, 8))
 _LANES = 4  # of a warp, side by side along K
 _SHARED = 48 << 10  # what a kernel has without asking for more
