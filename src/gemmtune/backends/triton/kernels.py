@@ -14,7 +14,6 @@ import os
 import triton
 import triton.language as tl
 
-STEPS = 5
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"))
 
 
@@ -96,31 +95,26 @@ def _rounded(acc, LOW: tl.constexpr, HIGH: tl.constexpr):
 
 
 @triton.jit
+def _vectors(tensors, rows, cols, M, N, STEPS: tl.constexpr):
+    """Each step's vector, or 0."""
+    v0, v1 = _ahead(tensors[0], rows, cols, M, N, STEPS[0][1]), _ahead(tensors[1], rows, cols, M, N, STEPS[1][1])
+    v2, v3 = _ahead(tensors[2], rows, cols, M, N, STEPS[2][1]), _ahead(tensors[3], rows, cols, M, N, STEPS[3][1])
+    return v0, v1, v2, v3, _ahead(tensors[4], rows, cols, M, N, STEPS[4][1])
+
+
+@triton.jit
 def _finish(
-    acc, c_ptr, ldc, rows, cols, M, N,
-    t0, t1, t2, t3, t4, v0, v1, v2, v3, v4, ld0, ld1, ld2, ld3, ld4, FLOAT_AT: tl.constexpr,
-    KIND0: tl.constexpr, AXIS0: tl.constexpr, VALUE0: tl.constexpr, LO0: tl.constexpr, HI0: tl.constexpr,
-    KIND1: tl.constexpr, AXIS1: tl.constexpr, VALUE1: tl.constexpr, LO1: tl.constexpr, HI1: tl.constexpr,
-    KIND2: tl.constexpr, AXIS2: tl.constexpr, VALUE2: tl.constexpr, LO2: tl.constexpr, HI2: tl.constexpr,
-    KIND3: tl.constexpr, AXIS3: tl.constexpr, VALUE3: tl.constexpr, LO3: tl.constexpr, HI3: tl.constexpr,
-    KIND4: tl.constexpr, AXIS4: tl.constexpr, VALUE4: tl.constexpr, LO4: tl.constexpr, HI4: tl.constexpr,
+    acc, c_ptr, ldc, rows, cols, M, N, tensors, vectors, leads, STEPS: tl.constexpr, FLOAT_AT: tl.constexpr
 ):  # fmt: skip
-    """The epilogue, and the one rounding to the output's dtype. FLOAT_AT: the step at which integers become floats."""
-    if FLOAT_AT == 0:
-        acc = acc.to(tl.float32)
-    acc = _step(acc, t0, v0, ld0, rows, cols, M, N, KIND0, AXIS0, VALUE0, LO0, HI0)
-    if FLOAT_AT == 1:
-        acc = acc.to(tl.float32)
-    acc = _step(acc, t1, v1, ld1, rows, cols, M, N, KIND1, AXIS1, VALUE1, LO1, HI1)
-    if FLOAT_AT == 2:
-        acc = acc.to(tl.float32)
-    acc = _step(acc, t2, v2, ld2, rows, cols, M, N, KIND2, AXIS2, VALUE2, LO2, HI2)
-    if FLOAT_AT == 3:
-        acc = acc.to(tl.float32)
-    acc = _step(acc, t3, v3, ld3, rows, cols, M, N, KIND3, AXIS3, VALUE3, LO3, HI3)
-    if FLOAT_AT == 4:
-        acc = acc.to(tl.float32)
-    acc = _step(acc, t4, v4, ld4, rows, cols, M, N, KIND4, AXIS4, VALUE4, LO4, HI4)
+    """The epilogue, and the one rounding to the output's dtype. vectors: ``_vectors``'; leads: the tensors' leading
+    dimensions; STEPS: each step's KIND, AXIS, VALUE, LO and HI; FLOAT_AT: the one at which integers become floats."""
+    for i in tl.static_range(5):
+        if i == FLOAT_AT:
+            acc = acc.to(tl.float32)
+        acc = _step(
+            acc, tensors[i], vectors[i], leads[i], rows, cols, M, N,
+            STEPS[i][0], STEPS[i][1], STEPS[i][2], STEPS[i][3], STEPS[i][4],
+        )  # fmt: skip
     if c_ptr.dtype.element_ty == tl.int8:
         acc = _rounded(acc, -128, 127)
     elif c_ptr.dtype.element_ty == tl.uint8:
@@ -267,6 +261,11 @@ def tiled(
     so that the result is the same on every run, and sets the count back to 0. SWAP multiplies B^T by A^T: the matrix
     units take 64 rows at least, and few rows of A leave them empty where B's columns fill them.
     """
+    tensors, leads = (t0, t1, t2, t3, t4), (ld0, ld1, ld2, ld3, ld4)
+    STEPS: tl.constexpr = (
+        (KIND0, AXIS0, VALUE0, LO0, HI0), (KIND1, AXIS1, VALUE1, LO1, HI1), (KIND2, AXIS2, VALUE2, LO2, HI2),
+        (KIND3, AXIS3, VALUE3, LO3, HI3), (KIND4, AXIS4, VALUE4, LO4, HI4),
+    )  # fmt: skip
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     tile, part = tl.program_id(0) // SPLIT, tl.program_id(0) % SPLIT
     batch = tl.program_id(1).to(tl.int64)
@@ -283,8 +282,7 @@ def tiled(
         r, c = rows[:, None], cols[None, :]
     if QUANT == 8 and QGROUP == 0:
         scales = tl.load(s_ptr + c, mask=c < N).to(tl.float32)
-    v0, v1, v2 = _ahead(t0, r, c, M, N, AXIS0), _ahead(t1, r, c, M, N, AXIS1), _ahead(t2, r, c, M, N, AXIS2)
-    v3, v4 = _ahead(t3, r, c, M, N, AXIS3), _ahead(t4, r, c, M, N, AXIS4)
+    vectors = _vectors(tensors, r, c, M, N, STEPS)
 
     # Beyond the edges: the last row's and column's, where masks would cost more; nobody stores what comes of them.
     inside_m = tl.minimum(local_m, M - 1 - pid_m * BM)
@@ -348,21 +346,11 @@ def tiled(
             tl.store(lock_ptr + number, 0)
             if QUANT == 8 and QGROUP == 0:
                 acc = acc * scales
-            _finish(
-                acc, c_ptr + batch * batch_c, ldc, r, c, M, N, t0, t1, t2, t3, t4, v0, v1, v2, v3, v4,
-                ld0, ld1, ld2, ld3, ld4, FLOAT_AT,
-                KIND0, AXIS0, VALUE0, LO0, HI0, KIND1, AXIS1, VALUE1, LO1, HI1, KIND2, AXIS2, VALUE2, LO2, HI2,
-                KIND3, AXIS3, VALUE3, LO3, HI3, KIND4, AXIS4, VALUE4, LO4, HI4,
-            )  # fmt: skip
+            _finish(acc, c_ptr + batch * batch_c, ldc, r, c, M, N, tensors, vectors, leads, STEPS, FLOAT_AT)
     else:
         if QUANT == 8 and QGROUP == 0:
             acc = acc * scales
-        _finish(
-            acc, c_ptr + batch * batch_c, ldc, r, c, M, N, t0, t1, t2, t3, t4, v0, v1, v2, v3, v4,
-            ld0, ld1, ld2, ld3, ld4, FLOAT_AT,
-            KIND0, AXIS0, VALUE0, LO0, HI0, KIND1, AXIS1, VALUE1, LO1, HI1, KIND2, AXIS2, VALUE2, LO2, HI2,
-            KIND3, AXIS3, VALUE3, LO3, HI3, KIND4, AXIS4, VALUE4, LO4, HI4,
-        )  # fmt: skip
+        _finish(acc, c_ptr + batch * batch_c, ldc, r, c, M, N, tensors, vectors, leads, STEPS, FLOAT_AT)
 
 
 @triton.jit
@@ -383,27 +371,16 @@ def _fetched(
 
 @triton.jit
 def _stored(
-    acc, c_ptr, s_ptr, t0, t1, t2, t3, t4, pid_m, pid_n, M, N, ldc, ld0, ld1, ld2, ld3, ld4,
-    BM: tl.constexpr, BN: tl.constexpr, QUANT: tl.constexpr, FLOAT_AT: tl.constexpr,
-    KIND0: tl.constexpr, AXIS0: tl.constexpr, VALUE0: tl.constexpr, LO0: tl.constexpr, HI0: tl.constexpr,
-    KIND1: tl.constexpr, AXIS1: tl.constexpr, VALUE1: tl.constexpr, LO1: tl.constexpr, HI1: tl.constexpr,
-    KIND2: tl.constexpr, AXIS2: tl.constexpr, VALUE2: tl.constexpr, LO2: tl.constexpr, HI2: tl.constexpr,
-    KIND3: tl.constexpr, AXIS3: tl.constexpr, VALUE3: tl.constexpr, LO3: tl.constexpr, HI3: tl.constexpr,
-    KIND4: tl.constexpr, AXIS4: tl.constexpr, VALUE4: tl.constexpr, LO4: tl.constexpr, HI4: tl.constexpr,
+    acc, c_ptr, s_ptr, pid_m, pid_n, M, N, ldc, tensors, leads,
+    BM: tl.constexpr, BN: tl.constexpr, QUANT: tl.constexpr, STEPS: tl.constexpr, FLOAT_AT: tl.constexpr,
 ):  # fmt: skip
     """What is done with a tile's sum."""
     rows = (pid_m * BM + tl.arange(0, BM))[:, None]
     cols = (pid_n * BN + tl.arange(0, BN))[None, :]
     if QUANT == 8:
         acc = acc * tl.load(s_ptr + cols, mask=cols < N).to(tl.float32)
-    v0, v1 = _ahead(t0, rows, cols, M, N, AXIS0), _ahead(t1, rows, cols, M, N, AXIS1)
-    v2, v3 = _ahead(t2, rows, cols, M, N, AXIS2), _ahead(t3, rows, cols, M, N, AXIS3)
-    v4 = _ahead(t4, rows, cols, M, N, AXIS4)
-    _finish(
-        acc, c_ptr, ldc, rows, cols, M, N, t0, t1, t2, t3, t4, v0, v1, v2, v3, v4, ld0, ld1, ld2, ld3, ld4, FLOAT_AT,
-        KIND0, AXIS0, VALUE0, LO0, HI0, KIND1, AXIS1, VALUE1, LO1, HI1, KIND2, AXIS2, VALUE2, LO2, HI2,
-        KIND3, AXIS3, VALUE3, LO3, HI3, KIND4, AXIS4, VALUE4, LO4, HI4,
-    )  # fmt: skip
+    vectors = _vectors(tensors, rows, cols, M, N, STEPS)
+    _finish(acc, c_ptr, ldc, rows, cols, M, N, tensors, vectors, leads, STEPS, FLOAT_AT)
 
 
 @triton.jit
@@ -449,6 +426,11 @@ def persistent(
     of their blocks of K as the others, wherever a tile begins or ends (two-tile stream-K: Osama et al. 2023, "Stream-K:
     work-centric parallel decomposition for dense matrix-matrix multiplication on the GPU").
     """
+    tensors, leads = (t0, t1, t2, t3, t4), (ld0, ld1, ld2, ld3, ld4)
+    STEPS: tl.constexpr = (
+        (KIND0, AXIS0, VALUE0, LO0, HI0), (KIND1, AXIS1, VALUE1, LO1, HI1), (KIND2, AXIS2, VALUE2, LO2, HI2),
+        (KIND3, AXIS3, VALUE3, LO3, HI3), (KIND4, AXIS4, VALUE4, LO4, HI4),
+    )  # fmt: skip
     tiles_m, tiles_n, blocks = tl.cdiv(M, BM), tl.cdiv(N, BN), tl.cdiv(K, BK)
     tiles, program = tiles_m * tiles_n, tl.program_id(0)
     if STREAM:
@@ -458,12 +440,7 @@ def persistent(
     for tile in tl.range(program, whole, PROGRAMS, flatten=not ROLES, warp_specialize=ROLES):
         pid_m, pid_n = _place(tile, tiles_m, tiles_n, GROUP)
         acc = _fetched(a_desc, b_desc, pid_m, pid_n, 0, blocks, BM, BN, BK, INTEGER, QUANT, PROMOTE)
-        _stored(
-            acc, c_ptr, s_ptr, t0, t1, t2, t3, t4, pid_m, pid_n, M, N, ldc, ld0, ld1, ld2, ld3, ld4,
-            BM, BN, QUANT, FLOAT_AT,
-            KIND0, AXIS0, VALUE0, LO0, HI0, KIND1, AXIS1, VALUE1, LO1, HI1, KIND2, AXIS2, VALUE2, LO2, HI2,
-            KIND3, AXIS3, VALUE3, LO3, HI3, KIND4, AXIS4, VALUE4, LO4, HI4,
-        )  # fmt: skip
+        _stored(acc, c_ptr, s_ptr, pid_m, pid_n, M, N, ldc, tensors, leads, BM, BN, QUANT, STEPS, FLOAT_AT)
     if STREAM:
         share = tl.cdiv((tiles - whole) * blocks, PROGRAMS)
         begin = program * share
@@ -476,12 +453,7 @@ def persistent(
             if hi - lo < blocks:
                 acc, mine = _joined(acc, ws_ptr, lock_ptr, number, blocks, share, BM, BN)
             if mine:
-                _stored(
-                    acc, c_ptr, s_ptr, t0, t1, t2, t3, t4, pid_m, pid_n, M, N, ldc, ld0, ld1, ld2, ld3, ld4,
-                    BM, BN, QUANT, FLOAT_AT,
-                    KIND0, AXIS0, VALUE0, LO0, HI0, KIND1, AXIS1, VALUE1, LO1, HI1, KIND2, AXIS2, VALUE2, LO2, HI2,
-                    KIND3, AXIS3, VALUE3, LO3, HI3, KIND4, AXIS4, VALUE4, LO4, HI4,
-                )  # fmt: skip
+                _stored(acc, c_ptr, s_ptr, pid_m, pid_n, M, N, ldc, tensors, leads, BM, BN, QUANT, STEPS, FLOAT_AT)
 
 
 @triton.jit
