@@ -4,7 +4,7 @@
 #   make test       the tests
 #   make lint       style, types and the direction of imports
 #   make test-asan  the native tests under AddressSanitizer and UBSan
-#   make bench      the measurements behind the README's figures (slow)
+#   make bench      the measurements behind docs/figures.md (slow)
 #   make test-gpu   the tests that need a CUDA device, with the Python that has torch for it: PYTHON, nothing is installed
 #   make test-gpu-sanitizer
 #                   the Triton kernels under compute-sanitizer (memcheck, racecheck)

@@ -4,9 +4,9 @@
     python benchmarks/h200_table.py 'h200-20261123-02*.json'  others, by names in benchmarks/results/
 
 Ratios are medians over paired rounds, times of peers over gemmtune's, and geometric means of them over shapes: M <= 64,
-then all M. "of any run": max-autotune times its candidates while it compiles, and its picks differ from run to run, so
-that here it takes the least that it took of PyTorch's time for the shape in any stored run. With int4 weights, every
-peer is PyTorch's.
+then all M; of the best of PyTorch's forms, and of each where there are several. "of any run": max-autotune times its
+candidates while it compiles, and its picks differ from run to run, so that here it takes the least that it took of
+PyTorch's time for the shape in any stored run. With int4 weights, every peer is PyTorch's.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ QUOTED = ("h200-20261123-04*.json", "h200-20261123-05*.json")
 _KNOWN_S = 2.0  # all of a family's problems are known to a store within that
 
 
+def peers(row: Row, autotuned: bool = True) -> list[str]:
+    return [name for name in row["rounds_us"] if name not in (OURS, ALONE) and (autotuned or name != AUTOTUNED)]
+
+
 def speed(row: Row, own: str = OURS, autotuned: bool = True) -> float:
     """How many times as fast as the better of its peers one of our entrants is."""
-    times = row["rounds_us"]
-    peers = [name for name in times if name not in (OURS, ALONE) and (autotuned or name != AUTOTUNED)]
-    best = min(peers, key=lambda name: row["median_us"][name])
-    return ratios(times[best], times[own]).median
+    best = min(peers(row, autotuned), key=lambda name: row["median_us"][name])
+    return ratios(row["rounds_us"][best], row["rounds_us"][own]).median
 
 
 def gain(row: Row) -> float:
@@ -66,6 +68,9 @@ def main() -> None:
         large = [row["floor"] for row in rows if row["m"] <= 16 and row["n"] * row["k"] >= 33e6]
         print(f"{family}, {len(rows)} shapes")
         print(f"  of PyTorch's                  {means([(row['m'], speed(row, autotuned=False)) for row in rows])}")
+        for name in peers(rows[0], False) if len(peers(rows[0], False)) > 1 else ():
+            each = [(row["m"], ratios(row["rounds_us"][name], row["rounds_us"][OURS]).median) for row in rows]
+            print(f"    {name:27} {means(each)}, best {max(each, key=lambda found: found[1])[1]:.2f}x")
         print(f"  of the better of all          {means([(row['m'], speed(row)) for row in rows])}")
         if all(ALONE in row["rounds_us"] for row in rows):
             print(f"  the same, alone               {means([(row['m'], speed(row, ALONE)) for row in rows])}")

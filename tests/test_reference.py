@@ -179,12 +179,16 @@ def hopper_sum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("whose", ["a", "b"])
-def test_the_bound_holds_for_units_that_align_subnormals_as_written(whose: str) -> None:
+def test_the_bound_holds_for_units_that_align_subnormals_as_written(
+    whose: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     problem = replace(floats(200, 300, 5, "float16"), out_dtype="float32")
     draw = torch.Generator().manual_seed(1)
     a, b = torch.randn(200, 5, generator=draw), torch.randn(5, 300, generator=draw)
     a, b = (a * 2.0**-16).half() if whose == "a" else a.half(), (b * 2.0**-16).half() if whose == "b" else b.half()
     a[:, 0], b[0] = 0.0, 30000.0  # which raises no exponent beside 0
+    on_cpu = reference(problem, a, b)
+    monkeypatch.setattr(oracle, "_ALIGNING", ("cpu",))  # as on a GPU
     found = reference(problem, a, b)
     gap = (hopper_sum(a.double(), b.double()).double() - found.value).abs() - 2.0**-24 * found.value.abs()
     as_is = a.double().abs() @ b.double().abs()
@@ -192,6 +196,7 @@ def test_the_bound_holds_for_units_that_align_subnormals_as_written(whose: str) 
     assert bool((gap <= found.magnitude.double() * found.unit).all())
     normal = (a[:, 1:].abs() >= 2.0**-14).all(1)[:, None] & (b.abs() >= 2.0**-14).all(0)
     assert bool((found.magnitude[normal].double() <= 1.001 * as_is[normal]).all())
+    assert bool((on_cpu.magnitude.double() <= 1.001 * as_is).all())
 
 
 def test_large_problems_are_certified_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:

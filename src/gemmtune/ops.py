@@ -126,7 +126,7 @@ def _unless(function: launch.Serve, sight: Sight, described: Callable[[], object
     description may know better words for it."""
     try:
         return _torchs(sight, function)
-    except Exception:
+    except Exception:  # PyTorch's words for it, unless the description raises better ones
         described()
         raise
 

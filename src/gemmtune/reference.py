@@ -55,8 +55,8 @@ FP8_UNIT, FP8_SPREAD = 2.0**-13, 48.0
 # Those of Hopper align a product by its operands' exponents as written and keep 25 bits below the largest, so that a
 # subnormal float16 errs as the smallest normal: this arithmetic gave every bit of what torch.mm, cuBLASLt and Triton
 # computed on an H200 (benchmarks/results/gpu-fp16-subnormals-20261123.json); one product of 1,000 of cuBLASLt's was
-# outside without. bfloat16's subnormals are under the flush-to-zero term.
-_FP16_NORMAL = 2.0**-14
+# outside without. bfloat16's subnormals are under the flush-to-zero term. CPUs convert before they multiply.
+_FP16_NORMAL, _ALIGNING = 2.0**-14, ("cuda",)
 
 _FULL_ROWS = 256
 _FULL_FLOPS = 10e9
@@ -203,8 +203,8 @@ def _product(problem: Problem, a: Tensor, b: Any) -> tuple[Tensor, Tensor]:
 
 
 def _aligned(size: Tensor, operand: Tensor) -> Tensor:
-    """|operand| as far as a product's error goes: no float16 but 0 counts as less than the smallest normal one."""
-    if operand.dtype != torch.float16:
+    """|operand| as far as a product's error goes: on a GPU no float16 but 0 counts as less than the smallest normal."""
+    if operand.dtype != torch.float16 or operand.device.type not in _ALIGNING:
         return size
     return torch.where(size > 0.0, size.clamp(min=_FP16_NORMAL), size)
 

@@ -73,21 +73,6 @@ def scratch_of(device: int) -> Scratch:
     return _scratch[device]
 
 
-class Sums:
-    """Where a kernel's programs that share a tile leave what they have of it: partial sums, and counters at zero of
-    those that are there (the arguments ``ws_ptr`` and ``lock_ptr``)."""
-
-    def __init__(self) -> None:
-        self._counters: dict[tuple[int, int], Tensor] = {}
-
-    def places(self, device: int, stream: int, size: int, count: int) -> tuple[int, int]:
-        """The addresses of so many bytes and counters for launches on a stream."""
-        held = self._counters.get((device, stream))
-        if held is None or held.numel() < count:
-            held = self._counters[device, stream] = scratch_of(device).counters(count)
-        return scratch_of(device).sums(stream, size), held.data_ptr()
-
-
 class Loaded:
     """A cubin on each device that it is called for."""
 
@@ -115,7 +100,10 @@ class GpuKernel(Kernel):
         self.function = Loaded(self.header, cubin)
         self._bound: dict[tuple[int, ...], Launch] = {}
         self._tiles_n = -(-problem.n // self._bn)
-        self._sums = Sums() if "lock_ptr" in self.header.arguments else None
+        self._counters: dict[tuple[int, int], Tensor] = {}  # by device and stream
+        self._shares = "lock_ptr" in self.header.arguments
+        if self._shares:
+            self.workspace_bytes, _ = self._shared(problem.m, torch.cuda.current_device())
 
     def _tile(self, config: dict[str, Any]) -> tuple[int, int, int]:
         """Rows and columns of a tile of the output; elements of K in a block."""
@@ -146,8 +134,24 @@ class GpuKernel(Kernel):
         return held
 
     def _shared(self, m: int, device: int) -> tuple[int, int]:
-        """Bytes of partial sums and counters that M rows need, of kernels whose programs share tiles."""
+        """Bytes of partial sums, and counters of those that are there, for M rows: of kernels whose programs share
+        tiles (those with the arguments ``ws_ptr`` and ``lock_ptr``)."""
         raise NotImplementedError(f"{self.candidate.id} leaves no partial sums")
+
+    def _meeting(self, m: int, device: int) -> Callable[[Any, int], None] | None:
+        """What puts into a launch's slots where its programs leave partial sums on a stream; None where they do not."""
+        if not self._shares:
+            return None
+        ws_at, lock_at = (self.header.arguments.index(name) for name in ("ws_ptr", "lock_ptr"))
+        size, count = self._shared(m, device)
+
+        def meet(slots: Any, stream: int) -> None:
+            held = self._counters.get((device, stream))
+            if held is None or held.numel() < count:
+                held = self._counters[device, stream] = scratch_of(device).counters(count)
+            slots[ws_at], slots[lock_at] = scratch_of(device).sums(stream, size), held.data_ptr()
+
+        return meet
 
     @abstractmethod
     def _launcher(self, m: int, device: int, sizes: dict[str, int], names: list[str]) -> Launch:
@@ -190,8 +194,8 @@ class GridKernel(GpuKernel):
     addresses."""
 
     def __init__(self, problem: Problem, candidate: Candidate, parts: Sequence[tuple[Header, bytes]]) -> None:
-        super().__init__(problem, candidate, parts)
         self._split = int(dict(candidate.config)["split"])
+        super().__init__(problem, candidate, parts)
 
     def _tiles(self, m: int) -> int:
         return -(-m // self._bm) * self._tiles_n * self.problem.batch
@@ -212,9 +216,7 @@ class GridKernel(GpuKernel):
         block = Block(function, self.grid(m), self.arguments(m, sizes))
         c_at, a_at, b_at = place("c_ptr"), place("a_ptr"), place("b_ptr")
         others = [place(name) for name in names]
-        sums, (size, count) = self._sums, (0, 0) if self._sums is None else self._shared(m, device)
-        sums_at, locks_at = (0, 0) if sums is None else (place("ws_ptr"), place("lock_ptr"))
-        stream_of = torch._C._cuda_getCurrentRawStream
+        meet, stream_of = self._meeting(m, device), torch._C._cuda_getCurrentRawStream
         capturing, follows = torch._C._cuda_isCurrentStreamCapturing, function.follows
 
         def launch(out: Tensor, a: Tensor, b: Tensor, *rest: Tensor) -> None:
@@ -224,8 +226,8 @@ class GridKernel(GpuKernel):
                 shifted(launch, out, a, b, rest)
                 return
             config.stream = stream = stream_of(device)
-            if sums is not None:
-                slots[sums_at], slots[locks_at] = sums.places(device, stream, size, count)
+            if meet is not None:
+                meet(slots, stream)
             slots[c_at], slots[a_at], slots[b_at] = c_ptr, a_ptr, b_ptr
             for at, tensor in zip(others, rest):  # noqa: B905 - as many by bind; saying so costs more than the loop
                 slots[at] = tensor.data_ptr()
@@ -260,10 +262,8 @@ class TmaKernel(GpuKernel):
         function, arguments = self.function(device), self.header.arguments
         block = Block(function, (programs, 1), [known.get(name, 0) for name in arguments])
         c_at, others = arguments.index("c_ptr"), [arguments.index(name) for name in names]
-        sums, (size, count) = self._sums, (0, 0) if self._sums is None else self._shared(m, device)
-        sums_at, locks_at = (0, 0) if sums is None else (arguments.index("ws_ptr"), arguments.index("lock_ptr"))
-        stream_of, capturing = torch._C._cuda_getCurrentRawStream, torch._C._cuda_isCurrentStreamCapturing
-        follows = function.follows
+        meet, stream_of = self._meeting(m, device), torch._C._cuda_getCurrentRawStream
+        capturing, follows = torch._C._cuda_isCurrentStreamCapturing, function.follows
 
         def launch(out: Tensor, a: Tensor, b: Tensor, *rest: Tensor) -> None:
             slots, config, go = block.held
@@ -275,8 +275,8 @@ class TmaKernel(GpuKernel):
             right = self._map("b_desc", matrix(b_ptr, stream), problem.n, ldb)
             maps = (self._map("a_desc", a_ptr, m, lda), right)  # which live until they are launched
             block.describe(maps)
-            if sums is not None:
-                slots[sums_at], slots[locks_at] = sums.places(device, stream, size, count)
+            if meet is not None:
+                meet(slots, stream)
             slots[c_at] = c_ptr
             for at, tensor in zip(others, rest):  # noqa: B905 - as above
                 slots[at] = tensor.data_ptr()

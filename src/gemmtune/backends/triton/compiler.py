@@ -89,8 +89,7 @@ def _tiled(problem: Problem, config: dict[str, Any]) -> Spec:
         "a_ptr": _pointer(problem.a.dtype),
         "b_ptr": _pointer(problem.b.dtype),
         "c_ptr": _pointer(problem.out_dtype),
-        "ws_ptr": _pointer("int32" if problem.family == "int_mm" else "float32") if split > 1 else None,
-        "lock_ptr": _pointer("int32") if split > 1 else None,
+        **_meeting(problem, split > 1),
         "s_ptr": _pointer(quant.scale_dtype) if quant is not None else None,
         "z_ptr": _pointer(quant.scale_dtype) if quant is not None and quant.zero_point else None,
     }
@@ -126,8 +125,7 @@ def _persistent(problem: Problem, config: dict[str, Any], b_dtype: str) -> Spec:
     stream = bool(config["stream"])
     pointers = {
         "c_ptr": _pointer(problem.out_dtype),
-        "ws_ptr": _pointer("int32" if problem.family == "int_mm" else "float32") if stream else None,
-        "lock_ptr": _pointer("int32") if stream else None,
+        **_meeting(problem, stream),
         "s_ptr": _pointer(quant.scale_dtype) if quant is not None else None,
     }
     numbers = dict.fromkeys(("M", "N", "K", "ldc", "PROGRAMS"), "i32")
@@ -221,6 +219,13 @@ ARGUMENTS = {
     ),
     "convert": ("source_ptr", "target_ptr", "COUNT", "ITEMS"),
 }  # fmt: skip
+
+
+def _meeting(problem: Problem, shares: bool) -> dict[str, str | None]:
+    """Where programs that share a tile leave their sums, and count who is there."""
+    if not shares:
+        return {"ws_ptr": None, "lock_ptr": None}
+    return {"ws_ptr": _pointer("int32" if problem.family == "int_mm" else "float32"), "lock_ptr": _pointer("int32")}
 
 
 def _pointer(dtype: str) -> str:

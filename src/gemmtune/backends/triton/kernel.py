@@ -17,11 +17,6 @@ from .compiler import CONVERTED_ITEMS
 class Tiled(GridKernel):
     """The template ``tiled``: a grid of tiles times parts of K."""
 
-    def __init__(self, problem: Problem, candidate: Candidate, parts: Sequence[tuple[Header, bytes]]) -> None:
-        super().__init__(problem, candidate, parts)
-        if self._sums is not None:
-            self.workspace_bytes, _ = self._shared(problem.m, 0)
-
     def _shared(self, m: int, device: int) -> tuple[int, int]:
         tiles = self._tiles(m)
         return tiles * self._split * self._bm * self._bn * 4, max(tiles, 2 * self._tiles_n)
@@ -30,15 +25,10 @@ class Tiled(GridKernel):
 class Persistent(TmaKernel):
     """The template ``persistent``: as many programs as fit, A and B through TMA."""
 
-    def __init__(self, problem: Problem, candidate: Candidate, parts: Sequence[tuple[Header, bytes]]) -> None:
-        super().__init__(problem, candidate, parts)
-        if self._sums is not None:
-            self.workspace_bytes, _ = self._shared(problem.m, torch.cuda.current_device())
-
     def _programs(self, m: int, device: int) -> int:
         there = int(torch.cuda.get_device_properties(device).multi_processor_count)
         # Where tiles are shared, all are needed for few of them, too.
-        return there if self._sums is not None else min(-(-m // self._bm) * self._tiles_n, there)
+        return there if self._shares else min(-(-m // self._bm) * self._tiles_n, there)
 
     def _shared(self, m: int, device: int) -> tuple[int, int]:
         programs = self._programs(m, device)
