@@ -19,7 +19,7 @@ from gemmtune import backends
 from gemmtune.backends.base import Candidate, QuantWeight
 from gemmtune.backends.gpu import artifact
 from gemmtune.backends.gpu.int4 import INT4_BLOCKS, int4_layout, shuffle_int4, unshuffle_int4
-from gemmtune.backends.triton import TritonBackend, compiler, space
+from gemmtune.backends.triton import TritonBackend, compiler
 from gemmtune.backends.triton.cost import Work, seconds
 from gemmtune.epilogue import Step
 from gemmtune.errors import KernelError
@@ -30,9 +30,6 @@ from gpus import A100, FAMILIES, H200
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
-with_roles = pytest.mark.skipif(
-    not compiler.triton_version().startswith(compiler.ROLES_IN), reason="this Triton refuses to give warps roles"
-)
 
 
 def legal(problem: Problem, target: Target = H200) -> list[Candidate]:
@@ -171,59 +168,23 @@ def test_problems_that_differ_in_size_only_share_artifacts() -> None:
 
 @needs_triton
 @pytest.mark.parametrize("family", ["bf16", "int8", "fp8", "int8wo"])
-@pytest.mark.parametrize("way", ["stream", pytest.param("roles", marks=with_roles)])
-def test_persistent_programs_that_share_tiles_or_give_warps_roles_compile(
-    family: str, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(space.UNTRIED, "1")
-    problem = FAMILIES[family].with_m(1024)
-    candidate = first(problem, "persistent", **{way: 1})
+def test_persistent_programs_that_share_tiles_compile(family: str) -> None:
+    problem = FAMILIES[family].with_m(1152)
+    candidate = first(problem, "persistent", stream=1)
     ((header, cubin),) = artifact.unpack(compiler.compile_spec(compiler.spec(problem, candidate), H200))
     assert cubin[:4] == b"\x7fELF"
-    assert {"ws_ptr", "lock_ptr"} & set(header.arguments) == ({"ws_ptr", "lock_ptr"} if way == "stream" else set())
-    assert header.warps == (candidate["warps"] if way == "stream" else 12)  # who fetches, and two groups that multiply
+    assert {"ws_ptr", "lock_ptr"} <= set(header.arguments)
     assert header.shared <= 232448
-    rows = int(candidate["bm"]) // (1 if way == "stream" else 2)  # of A, for one group of warps after the other
-    blocks = {name: described.block[0] for name, described in header.descriptors.items()}
-    assert blocks == {"a_desc": rows, "b_desc": candidate["bn"]}
-
-
-@pytest.mark.parametrize("version", ["3.6.1", "3.7.0", ""])
-def test_warps_have_roles_where_triton_can_give_them(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(space, "triton_version", lambda: version)
-    problem = build(1024, 4096, 4096, "bf16")
-    assert not any(c["roles"] for c in legal(problem) if c.template == "persistent")
-    assert any("not run on a card yet" in reason for reason in reasons(problem)) == (version == "3.6.1")
-    monkeypatch.setenv(space.UNTRIED, "1")
-    with_them = [c for c in legal(problem) if c.template == "persistent" and c["roles"]]
-    assert bool(with_them) == (version == "3.6.1")
-    assert all(c["bm"] == 128 and c["warps"] == 4 for c in with_them)
-    assert any("refuse to" in reason for reason in reasons(problem)) == (version != "3.6.1")
-
-
-def test_what_triton_fetches_is_what_is_described() -> None:
-    copy = "ttng.async_tma_copy_global_to_local %{}[%a, %b] %c, %d : !tt.tensordesc<x> -> !ttg.memdesc<{}xbf16, #s>\n"
-    names = ["a_desc", "b_desc"]
-    two = copy.format("a_desc", "64x64") * 2 + copy.format("b_desc", "256x64")
-    assert compiler._boxes(two, names) == {"a_desc": (64, 64), "b_desc": (256, 64)}
-    for text in (
-        "",
-        copy.format("a_desc", "64x64"),
-        two + copy.format("a_desc", "128x64"),
-        two + copy.format("arg3", "1x1"),
-    ):
-        with pytest.raises(KernelError, match="not known here"):
-            compiler._boxes(text, names)
 
 
 def test_sharing_tiles_has_to_be_worth_it() -> None:
-    assert any("come out even" in reason for reason in reasons(build(1536, 1408, 4096, "bf16")))
-    found = " | ".join(reasons(build(8192, 8192, 4096, "bf16")) | reasons(build(512, 4096, 128, "bf16")))
-    assert "more than 8 rounds is not worth sharing" in found
-    assert "fewer than 4 for each" in found
-    shared = [c for c in legal(build(1024, 4096, 4096, "bf16")) if c.template == "persistent" and c["stream"]]
+    assert any("132 tiles fill 100% of their rounds of 132" in reason for reason in reasons(build(1536, 1408, 4096, "bf16")))
+    assert any("fewer than 4 for each" in reason for reason in reasons(build(600, 4096, 128, "bf16")))
+    shared = [c for c in legal(build(1152, 4096, 4096, "bf16")) if c.template == "persistent" and c["stream"]]
     assert shared
-    assert not any(c["roles"] for c in shared)
+    for c in shared:
+        tiles = -(-1152 // c["bm"]) * -(-4096 // c["bn"])
+        assert tiles <= 0.9 * 132 * -(-tiles // 132)
     converted = [c for c in legal(FAMILIES["int8wo"].with_m(4096)) if c.template == "converted"]
     assert converted
     assert not any(c["stream"] for c in converted)

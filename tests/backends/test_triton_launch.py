@@ -41,7 +41,7 @@ def loaded(fake: Driver, problem: Problem, template: str = "tiled", split: int =
 
 def tma(fake: Driver, problem: Problem, template: str, stream: int = 0) -> GpuKernel:
     """A kernel that reads A and B through descriptors."""
-    config = {"bm": 64, "bn": 64, "bk": 64, "group": 8, "stages": 3, "warps": 4, "stream": stream, "roles": 0}
+    config = {"bm": 64, "bn": 64, "bk": 64, "group": 8, "stages": 3, "warps": 4, "stream": stream}
     described = {"a_desc": Tma(3, 2, 1, (64, 64)), "b_desc": Tma(3, 2, 1, (128, 64))}
     taking = ("t0",) if problem.epilogue else ()
     rest = (*(("s_ptr",) if problem.b.quant else ()), *taking, "M", "N", "K", "ldc")
@@ -212,7 +212,7 @@ def test_split_sums_have_a_place_by_stream(fake: Driver, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("m", [200, 3])
-def test_programs_that_share_tiles_have_two_places_each(m: int, fake: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_that_share_tiles_have_a_place_each(m: int, fake: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them, however few the tiles."""
     scratch = Scratch()
     monkeypatch.setattr(shared, "scratch_of", lambda _: scratch)
@@ -224,8 +224,8 @@ def test_programs_that_share_tiles_have_two_places_each(m: int, fake: Driver, mo
     assert values["PROGRAMS"] == there
     assert values["ws_ptr"] == 4096
     assert values["lock_ptr"]
-    assert scratch.asked == [2 * there, 2 * there * 64 * 64 * 4]
-    assert made.workspace_bytes == 2 * there * 64 * 64 * 4
+    assert scratch.asked == [2 * there, there * 64 * 64 * 4]
+    assert made.workspace_bytes == there * 64 * 64 * 4
 
 
 def test_what_starts_off_a_boundary_is_copied(fake: Driver) -> None:

@@ -31,8 +31,8 @@ def tiled(bm: int = 16, bn: int = 64, bk: int = 64, split: int = 1, swap: int = 
     return Candidate.make("triton", "tiled", bm=bm, bn=bn, bk=bk, split=split, swap=swap, group=2, stages=3, warps=4)
 
 
-def persistent(stream: int = 0, roles: int = 0, bk: int = 64, template: str = "persistent") -> Candidate:
-    config = {"bm": 64, "bn": 64, "bk": bk, "group": 2, "stages": 3, "warps": 4, "stream": stream, "roles": roles}
+def persistent(stream: int = 0, bk: int = 64, template: str = "persistent") -> Candidate:
+    config = {"bm": 64, "bn": 64, "bk": bk, "group": 2, "stages": 3, "warps": 4, "stream": stream}
     return Candidate.make("triton", template, **config)
 
 
@@ -49,7 +49,6 @@ def cases() -> Iterator[tuple[Problem, Candidate]]:
     yield bmm_problem(2, 20, 40, 256, "float16"), tiled(split=2)
     yield build(70, 130, 128, "fp16"), persistent()
     yield int_problem(70, 130, 128), persistent()
-    yield build(70, 130, 128, "fp16"), persistent(roles=1)
     for m, n, k in ((70, 130, 160), (200, 130, 64), (20, 190, 600), (400, 70, 136), (130, 320, 72)):
         yield build(m, n, k, "fp16"), persistent(stream=1)
     yield int_problem(70, 130, 160), persistent(stream=1)

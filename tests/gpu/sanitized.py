@@ -6,7 +6,6 @@ Sizes are odd, so that every mask is met. Prints what ran; each is checked again
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,7 +14,6 @@ import torch
 
 from cards import first, kernel_of, run_into
 from gemmtune.backends.base import Kernel
-from gemmtune.backends.triton.space import UNTRIED
 from gemmtune.epilogue import Step
 from gemmtune.measure.inputs import Inputs, make_inputs
 from gemmtune.measure.timing import empty_output
@@ -33,10 +31,8 @@ def cases() -> Iterator[tuple[Problem, str, dict[str, int]]]:
     yield fp8_problem(7, 272, 1024), "triton/tiled", {}
     yield weight_only_problem(3, 1096, 1056), "triton/tiled", {"split": 2}
     yield weight_only_problem(9, 1096, 1024, bits=4, group=128), "triton/tiled", {"split": 2}
-    yield build(300, 8200, 136, "bf16"), "triton/persistent", {"roles": 0, "stream": 0}
-    yield weight_only_problem(200, 8200, 144), "triton/persistent", {"roles": 0, "stream": 0}
-    if os.environ.get(UNTRIED) == "1":
-        yield build(300, 8200, 136, "bf16"), "triton/persistent", {"roles": 1}
+    yield build(300, 8200, 136, "bf16"), "triton/persistent", {"stream": 0}
+    yield weight_only_problem(200, 8200, 144), "triton/persistent", {"stream": 0}
     yield build(300, 1096, 1032, "bf16"), "triton/persistent", {"stream": 1}
     yield int_problem(300, 1096, 2064), "triton/persistent", {"stream": 1}
     yield weight_only_problem(200, 8200, 144), "triton/converted", {}

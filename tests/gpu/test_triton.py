@@ -12,8 +12,6 @@ import torch
 
 from cards import check_random_problems, check_repeats, first, kernel_of, run_into
 from gemmtune.backends.triton import TritonBackend
-from gemmtune.backends.triton.compiler import ROLES_IN, triton_version
-from gemmtune.backends.triton.space import UNTRIED
 from gemmtune.epilogue import Step
 from gemmtune.measure.inputs import Inputs, make_inputs
 from gemmtune.measure.verify import prepare, verify
@@ -40,21 +38,15 @@ def test_split_kernels_repeat_bit_for_bit_on_many_m(problem: Problem) -> None:
         check_repeats(kernel, problem.with_m(m), m)
 
 
-@pytest.mark.parametrize("way", ["stream", "roles"])
 @pytest.mark.parametrize(
     "problem",
-    [build(1024, 4096, 1024, "bf16"), int_problem(1024, 4096, 1024), fp8_problem(1024, 4096, 1024),
-     replace(build(1024, 4096, 1024, "fp16"), epilogue=(Step("bias", "col", "float16"), Step("gelu"))),
-     weight_only_problem(1024, 4096, 1024)],
+    [build(1152, 4096, 1024, "bf16"), int_problem(1152, 4096, 1024), fp8_problem(1152, 4096, 1024),
+     replace(build(1152, 4096, 1024, "fp16"), epilogue=(Step("bias", "col", "float16"), Step("gelu"))),
+     weight_only_problem(1152, 4096, 1024)],
     ids=["bf16", "int8", "fp8", "epilogue", "int8wo"],
 )  # fmt: skip
-def test_programs_that_share_tiles_or_give_warps_roles_serve_any_m(
-    problem: Problem, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(UNTRIED, "1")
-    if way == "roles" and not triton_version().startswith(ROLES_IN):
-        pytest.skip("this Triton refuses to give warps roles")
-    kernel = kernel_of(problem, first(problem, "persistent", **{way: 1}))
+def test_programs_that_share_tiles_serve_any_m(problem: Problem) -> None:
+    kernel = kernel_of(problem, first(problem, "persistent", stream=1))
     for m in (1, 64, 100, 257, 1024, 1500):
         draws = prepare(problem.with_m(m), m, device=torch.device("cuda"))
         verdict = verify(

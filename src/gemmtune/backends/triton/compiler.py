@@ -24,10 +24,6 @@ TYPES = {
 }  # fmt: skip
 CONVERTED_ITEMS = 4096  # elements a program converts: 16 bytes a load and thread
 _PROMOTE = 128  # fp8 products added up by the matrix units alone, which keep some 14 bits, before float32 takes over
-ROLES_IN = "3.6"  # Triton's releases whose warp_specialize takes descriptors that the host makes
-_FETCHED = re.compile(
-    r"async_tma_copy_global_to_local %(?P<name>\w+)\[.*-> !ttg\.memdesc<(?P<rows>\d+)x(?P<columns>\d+)x"
-)
 _SEGMENT = re.compile(r"\.kernarg_segment_size:\s+(\d+)")
 _PARAM = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.(?:b8\s+\w+\[(?P<bytes>\d+)\]|(?P<type>[a-z]\d+)\b)")
 
@@ -132,7 +128,7 @@ def _persistent(problem: Problem, config: dict[str, Any], b_dtype: str) -> Spec:
     for name, dtype, rows in (("a_desc", problem.a.dtype, config["bm"]), ("b_desc", b_dtype, config["bn"])):
         signature[name] = f"tensordesc<{TYPES[dtype]}[{rows}, {config['bk']}]>"
     _declare(signature, constants, pointers, numbers)
-    constants |= {"STREAM": stream, "ROLES": bool(config["roles"]), **_common(problem, config)}
+    constants |= {"STREAM": stream, **_common(problem, config)}
     divisible = ["c_ptr", *(["ws_ptr"] if stream else [])]
     divisible += [name for name, size in (("N", problem.n), ("K", problem.k)) if size % 16 == 0]
     divisible += ["ldc"] if aligned(problem)[2] and leads(problem, problem.m)[2] % 16 == 0 else []
@@ -214,7 +210,7 @@ ARGUMENTS = {
     ),
     "persistent": (
         "a_desc", "b_desc", "c_ptr", "ws_ptr", "lock_ptr", "s_ptr", "t0", "t1", "t2", "t3", "t4", "M", "N", "K", "ldc",
-        "ld0", "ld1", "ld2", "ld3", "ld4", "PROGRAMS", "BM", "BN", "BK", "GROUP", "STREAM", "ROLES", "INTEGER", "QUANT",
+        "ld0", "ld1", "ld2", "ld3", "ld4", "PROGRAMS", "BM", "BN", "BK", "GROUP", "STREAM", "INTEGER", "QUANT",
         "PROMOTE", "FLOAT_AT", *_STEP_NAMES,
     ),
     "convert": ("source_ptr", "target_ptr", "COUNT", "ITEMS"),
@@ -291,7 +287,6 @@ def _header(wanted: Spec, made: Any, size: int, device: Device) -> Header:
         raise KernelError(
             f"the kernel takes {len(arguments) + scratch} parameters where {len(arguments)} were expected"
         )
-    boxes = _boxes(made.asm["ttgir"], descriptors) if wanted.constants.get("ROLES") else dict.fromkeys(descriptors)
     return Header(
         str(metadata.name),
         size,
@@ -299,31 +294,19 @@ def _header(wanted: Spec, made: Any, size: int, device: Device) -> Header:
         int(metadata.num_warps),
         tuple(arguments),
         scratch,
-        {name: _tma(meta, boxes[name]) for name, meta in zip(descriptors, metas, strict=True)},
+        {name: _tma(meta) for name, meta in zip(descriptors, metas, strict=True)},
         lanes=device.warp,
         arch=device.arch,
     )
 
 
-def _boxes(ttgir: str, descriptors: list[str]) -> dict[str, tuple[int, ...] | None]:
-    """What is fetched at a time through each descriptor. Where warps have roles, Triton 3.6 fetches A for one group of
-    warps after the other, and describes it as if for both: twice as much as there is room for."""
-    found: dict[str, set[tuple[int, ...]]] = {name: set() for name in descriptors}
-    for match in _FETCHED.finditer(ttgir):
-        found.setdefault(match["name"], set()).add((int(match["rows"]), int(match["columns"])))
-    if set(found) != set(descriptors) or any(len(sizes) != 1 for sizes in found.values()):
-        raise KernelError("Triton fetches what its descriptors describe in a way that is not known here")
-    return {name: sizes.pop() for name, sizes in found.items()}
-
-
-def _tma(meta: Any, box: tuple[int, ...] | None) -> Tma:
-    """box: in the place of the one that Triton describes."""
+def _tma(meta: Any) -> Tma:
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
     if meta["fp4_padded"]:
         raise KernelError("no padded fp4 descriptors")
     dtype = TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
-    block = box or tuple(int(x) for x in meta["block_size"])
+    block = tuple(int(x) for x in meta["block_size"])
     return Tma(int(meta["swizzle"]), int(meta["elem_size"]), int(dtype), block)
 
 

@@ -13,7 +13,7 @@ _FLIGHT = 24e3  # bytes a multiprocessor must have on their way to reach half th
 _PEAK = 750e12  # 16-bit operations a second that large tiles reach
 _START_S = 2.0e-6
 _SPLIT_S, _PART_S = 2.0e-6, 0.15e-6  # what adding up the parts of a tile takes, besides the traffic
-_STREAM, _ROLES = 1.05, 1.02  # not before the same tile without, but for a clear gain: neither has been timed yet
+_STREAM = 1.05  # not before the same tile without, but for a clear gain
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ def shared_tiles(tiles: int, programs: int) -> int:
 
 def seconds(
     work: Work, bm: int, bn: int, bk: int, split: int, stages: int, warps: int, swap: bool, tma: bool,
-    stream: bool = False, roles: bool = False,
+    stream: bool = False,
 ) -> float:  # fmt: skip
     """A guess at the time of one call."""
     tiles = -(-work.m // bm) * -(-work.n // bn)
@@ -57,14 +57,14 @@ def seconds(
     extra = (_SPLIT_S + _PART_S * split) if split > 1 else 0.0
     if stream:
         imbalance = 1.0
-        traffic += 16.0 * bm * bn * work.multiprocessors  # two sums each, written and read
+        traffic += 8.0 * bm * bn * work.multiprocessors  # a sum each, written and read
         extra += _SPLIT_S + _PART_S * (1.0 + work.multiprocessors / shared_tiles(tiles, work.multiprocessors))
     # Rows of tiles that run at the same time share B in the L2.
     shared_rows = min(-(-work.m // bm), 8)
     memory = traffic / shared_rows**0.9 / _BANDWIDTH * imbalance**0.25 * (1.0 + _FLIGHT / flight)
     compute = _compute(work, bm, bn, warps, swap) * tiles * work.k / work.multiprocessors * imbalance
     taken = max(memory, compute) + 0.5 * min(memory, compute) + extra + _START_S
-    return float(taken * (_STREAM if stream else 1.0) * (_ROLES if roles else 1.0))
+    return float(taken * (_STREAM if stream else 1.0))
 
 
 def _compute(work: Work, bm: int, bn: int, warps: int, swap: bool) -> float:

@@ -32,7 +32,7 @@ class Persistent(TmaKernel):
 
     def _shared(self, m: int, device: int) -> tuple[int, int]:
         programs = self._programs(m, device)
-        return 2 * programs * self._bm * self._bn * 4, 2 * programs
+        return programs * self._bm * self._bn * 4, 2 * programs
 
 
 class Converted(Persistent):

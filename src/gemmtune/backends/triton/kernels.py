@@ -384,35 +384,26 @@ def _stored(
 
 
 @triton.jit
-def _joined(acc, ws_ptr, lock_ptr, number, blocks, share, BM: tl.constexpr, BN: tl.constexpr):
-    """The sum of a shared tile that several programs have blocks of, and whether it is this one's to store.
+def _joined(acc, ws_ptr, lock_ptr, number, position, last, AREA: tl.constexpr, places):
+    """A shared tile's sum: the first blocks of its K, acc, and what programs of later positions left of the rest.
 
-    number: of the tile among the shared ones; share: blocks of each program. A program has two areas, for the first of
-    its tiles and for another. Whichever of a tile's programs comes last adds up what they left, in their order.
+    In their order, so that the sum is the same each time. number: of the tile among the shared ones; last: the position
+    of the tile's last program.
     """
-    AREA: tl.constexpr = BM * BN
-    places = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
-    program = tl.program_id(0)
-    first, last = number * blocks // share, ((number + 1) * blocks - 1) // share
-    area = 2 * program + tl.where(number > program * share // blocks, 1, 0)
-    tl.store(ws_ptr + area * AREA + places, acc)
-    tl.debug_barrier()  # every thread's sums, before one thread says that they are there
-    arrived = tl.atomic_add(lock_ptr + number, 1, sem="acq_rel")
-    mine = arrived == last - first
-    if mine:
-        acc = tl.zeros_like(acc)
-        for other in tl.range(first, last + 1):
-            area = 2 * other + tl.where(number > other * share // blocks, 1, 0)
-            acc += tl.load(ws_ptr + area * AREA + places, cache_modifier=".cg")
-        tl.store(lock_ptr + number, 0)
-    return acc, mine
+    while tl.atomic_add(lock_ptr + number, 0, sem="acquire") < last - position:
+        pass
+    tl.debug_barrier()  # no thread reads before the one that looked has seen them all
+    for other in tl.range(position + 1, last + 1):
+        acc += tl.load(ws_ptr + other * AREA + places, cache_modifier=".cg")
+    tl.store(lock_ptr + number, 0)
+    return acc
 
 
 @triton.jit
 def persistent(
     a_desc, b_desc, c_ptr, ws_ptr, lock_ptr, s_ptr, t0, t1, t2, t3, t4, M, N, K, ldc, ld0, ld1, ld2, ld3, ld4, PROGRAMS,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, STREAM: tl.constexpr,
-    ROLES: tl.constexpr, INTEGER: tl.constexpr, QUANT: tl.constexpr, PROMOTE: tl.constexpr, FLOAT_AT: tl.constexpr,
+    INTEGER: tl.constexpr, QUANT: tl.constexpr, PROMOTE: tl.constexpr, FLOAT_AT: tl.constexpr,
     KIND0: tl.constexpr, AXIS0: tl.constexpr, VALUE0: tl.constexpr, LO0: tl.constexpr, HI0: tl.constexpr,
     KIND1: tl.constexpr, AXIS1: tl.constexpr, VALUE1: tl.constexpr, LO1: tl.constexpr, HI1: tl.constexpr,
     KIND2: tl.constexpr, AXIS2: tl.constexpr, VALUE2: tl.constexpr, LO2: tl.constexpr, HI2: tl.constexpr,
@@ -421,9 +412,9 @@ def persistent(
 ):  # fmt: skip
     """Every PROGRAMS-th tile a program, A [M, K] and B^T [N, K] by TMA; a tile's loads start before the last one ends.
 
-    Beyond M, N and K the descriptors give zeros. ROLES: some warps fetch and others multiply, where Triton can do that.
-    STREAM: tiles that do not come out even, and those of the round before them, are shared: each program takes as many
-    of their blocks of K as the others, wherever a tile begins or ends (two-tile stream-K: Osama et al. 2023, "Stream-K:
+    Beyond M, N and K the descriptors give zeros. STREAM: tiles that do not come out even, and those of the round before
+    them, are shared: each program takes as many of their blocks of K as the others, wherever a tile begins or ends.
+    Whoever begins a tile adds what the others left, and stores it (two-tile stream-K: Osama et al. 2023, "Stream-K:
     work-centric parallel decomposition for dense matrix-matrix multiplication on the GPU").
     """
     tensors, leads = (t0, t1, t2, t3, t4), (ld0, ld1, ld2, ld3, ld4)
@@ -437,22 +428,30 @@ def persistent(
         whole = tl.maximum(tiles // PROGRAMS - 1, 0) * PROGRAMS
     else:
         whole = tiles
-    for tile in tl.range(program, whole, PROGRAMS, flatten=not ROLES, warp_specialize=ROLES):
+    for tile in tl.range(program, whole, PROGRAMS, flatten=True):
         pid_m, pid_n = _place(tile, tiles_m, tiles_n, GROUP)
         acc = _fetched(a_desc, b_desc, pid_m, pid_n, 0, blocks, BM, BN, BK, INTEGER, QUANT, PROMOTE)
         _stored(acc, c_ptr, s_ptr, pid_m, pid_n, M, N, ldc, tensors, leads, BM, BN, QUANT, STEPS, FLOAT_AT)
     if STREAM:
+        AREA: tl.constexpr = BM * BN
+        places = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
         share = tl.cdiv((tiles - whole) * blocks, PROGRAMS)
-        begin = program * share
+        # Programs wait for those of later positions: they began before, whatever else the device is doing.
+        position = PROGRAMS - 1 - program
+        begin = position * share
         end = tl.minimum(begin + share, (tiles - whole) * blocks)
         for number in tl.range(begin // blocks, tl.cdiv(end, blocks)):
             pid_m, pid_n = _place(whole + number, tiles_m, tiles_n, GROUP)
             lo, hi = tl.maximum(begin - number * blocks, 0), tl.minimum(end - number * blocks, blocks)
             acc = _fetched(a_desc, b_desc, pid_m, pid_n, lo, hi, BM, BN, BK, INTEGER, QUANT, PROMOTE)
-            mine = True
-            if hi - lo < blocks:
-                acc, mine = _joined(acc, ws_ptr, lock_ptr, number, blocks, share, BM, BN)
-            if mine:
+            if lo > 0:  # at most the first of a program's tiles
+                tl.store(ws_ptr + position * AREA + places, acc)
+                tl.debug_barrier()  # every thread's sums, before one thread says that they are there
+                tl.atomic_add(lock_ptr + number, 1, sem="release")
+            else:
+                if hi < blocks:  # at most the last of them: who has the rest has most likely left it by now
+                    last = ((number + 1) * blocks - 1) // share
+                    acc = _joined(acc, ws_ptr, lock_ptr, number, position, last, AREA, places)
                 _stored(acc, c_ptr, s_ptr, pid_m, pid_n, M, N, ldc, tensors, leads, BM, BN, QUANT, STEPS, FLOAT_AT)
 
 

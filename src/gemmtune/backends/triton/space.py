@@ -3,13 +3,12 @@
 Entries of ``tiled``: ``bm``, ``bn``, ``bk`` (the tile), ``split`` (programs that share a tile's K), ``swap`` (B^T times
 A^T, see kernels.py), ``group`` (rows of tiles that go together), ``stages``, ``warps``. Of ``persistent`` and of
 ``converted``, which converts int8 weights for a ``persistent`` product: the same without ``split`` and ``swap``, and
-``stream`` (1: programs share the tiles of the last rounds), ``roles`` (1: some warps fetch, others multiply).
+``stream`` (1: programs share the tiles of the last rounds).
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -21,15 +20,14 @@ from ..base import Candidate, Illegal
 from ..gpu.int4 import INT4_BLOCKS
 from ..gpu.rules import ALIGN, Device, aligned, device_of, is_amd, leads, refusal
 from ..gpu.space import ranked
-from .compiler import ROLES_IN, triton_version
 from .cost import Work, seconds, shared_tiles
 
 NAME = "triton"
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _CONVERTED_M = 128
-UNTRIED = "GEMMTUNE_UNTRIED"
 _AMD = ("gfx90a", "gfx942", "gfx950", "gfx11", "gfx12")
-_ROUNDS = 8
+_HELD = 128  # accumulators a thread; with 256, of 255 registers, kernels took 6 to 9 times as long (docs/triton.md)
+_FULL = 0.9  # of rounds that tiles fill: what is left is less than sharing them takes
 _FAR = 1 << 31  # elements: places within a tile are 32-bit numbers
 
 
@@ -84,12 +82,11 @@ def _tiled(problem: Problem, device: Device) -> Iterator[dict[str, Any]]:
 def _persistent(problem: Problem) -> Iterator[dict[str, Any]]:
     width = bits(problem.a.dtype)
     blocks = (64,) if width == 16 else (64, 128)
-    for bm, bn, bk, stages, warps, stream, roles in itertools.product(
-        (64, 128), (64, 128, 256), blocks, (3, 4, 5), (4, 8), (0, 1), (0, 1)
+    for bm, bn, bk, stages, warps, stream in itertools.product(
+        (64, 128), (64, 128, 256), blocks, (3, 4, 5), (4, 8), (0, 1)
     ):
         yield {
             "bm": bm, "bn": bn, "bk": bk, "group": 8, "stages": stages, "warps": warps, "stream": stream,
-            "roles": roles,
         }  # fmt: skip
 
 
@@ -106,17 +103,13 @@ def _illegal(problem: Problem, device: Device, template: str, config: dict[str, 
     shared = int((bm * a_bytes + bn * b_bytes) * bk * held_stages)
     if problem.family == "mixed_mm" and template != "converted":
         shared += int(bn * bk * a_bytes)  # the converted tile passes through shared memory
-    roles = config.get("roles", 0)
-    if roles:
-        shared += _way_out(problem, bn)
-    elif template != "tiled" and (problem.family == "int_mm" or bits(problem.out_dtype) == 32):
+    if template != "tiled" and (problem.family == "int_mm" or bits(problem.out_dtype) == 32):
         shared += 4 * bm * bn  # so does the tile before, on its way out, while the next one's loads are under way
     if shared > device.shared - 1024:
         return f"{shared >> 10} KB of shared memory; a program has {device.shared >> 10}"
-    held = bm * bn // (warps * (2 if roles else 1) * device.warp)  # with roles twice as many warps multiply
-    if held > (128 if problem.family == "scaled_mm" else 256):
-        twice = " (twice: fp8 sums are promoted)" if problem.family == "scaled_mm" else ""
-        return f"{held} accumulators a thread{twice}: they would not stay in registers"
+    held = bm * bn // (warps * device.warp)
+    if held > _HELD:
+        return f"{held} accumulators a thread: they would not stay in registers"
     if held < 4:
         return "fewer than 4 accumulators a thread"
     quant = problem.b.quant
@@ -138,10 +131,8 @@ def _illegal(problem: Problem, device: Device, template: str, config: dict[str, 
         return why
     if template == "tiled":
         return _tiled_illegal(problem, device, config)
-    return (
-        _persistent_illegal(problem, device, config)
-        or (_roles_illegal(device, config) if roles else "")
-        or (_stream_illegal(problem, device, template, config) if config["stream"] else "")
+    return _persistent_illegal(problem, device, config) or (
+        _stream_illegal(problem, device, template, config) if config["stream"] else ""
     )
 
 
@@ -196,37 +187,13 @@ def _persistent_illegal(problem: Problem, device: Device, config: dict[str, Any]
     return ""
 
 
-def _way_out(problem: Problem, bn: int) -> int:
-    """Bytes of shared memory that tiles leave through where warps have roles (Triton 3.6, by compiling them)."""
-    size = bits(problem.out_dtype) // 8
-    rows = 64 if problem.family in ("mm", "scaled_mm") and size < 4 else 128
-    return max(16384, rows * bn * size)
-
-
-def _roles_illegal(device: Device, config: dict[str, Any]) -> str:
-    if not triton_version().startswith(ROLES_IN):
-        return f"Triton {ROLES_IN} gives warps roles, later ones (3.7 to 3.9 were tried) refuse to"
-    if device.capability[0] != 9:
-        return "warps have roles on compute capability 9 alone"
-    if config["warps"] != 4:
-        return "Triton gives warps roles in groups of 4"
-    if config["bm"] < 128:
-        return "two groups of warps share a tile's rows, 64 each"
-    if os.environ.get(UNTRIED) != "1":  # should one of them hang, each tuning would wait for it
-        return f"kernels whose warps have roles have not run on a card yet; {UNTRIED}=1 offers them"
-    return ""
-
-
 def _stream_illegal(problem: Problem, device: Device, template: str, config: dict[str, Any]) -> str:
     tiles, there = _tiles(problem, config["bm"], config["bn"]), device.multiprocessors
     if template == "converted":
         return "the memory for its sums holds converted weights"
-    if config["roles"]:
-        return "shared tiles are for warps that do it all"
-    if tiles % there == 0:
-        return f"{tiles} tiles come out even on {there} multiprocessors"
-    if tiles > _ROUNDS * there:
-        return f"{tiles} tiles: the last of more than {_ROUNDS} rounds is not worth sharing"
+    full = tiles / (-(-tiles // there) * there)
+    if full > _FULL:
+        return f"{tiles} tiles fill {full:.0%} of their rounds of {there}: not worth sharing"
     blocks = shared_tiles(tiles, there) * -(-problem.k // config["bk"])
     if blocks < 4 * there:
         return f"{blocks} blocks to share are fewer than 4 for each of {there} multiprocessors"
@@ -249,7 +216,6 @@ def _cost(work: Work, template: str, config: dict[str, Any]) -> float:
     return seconds(
         work, config["bm"], config["bn"], config["bk"], config.get("split", 1), config["stages"], config["warps"],
         bool(config.get("swap", 0)), template != "tiled", bool(config.get("stream", 0)),
-        bool(config.get("roles", 0)),
     )  # fmt: skip
 
 
