@@ -178,7 +178,9 @@ def test_persistent_programs_that_share_tiles_compile(family: str) -> None:
 
 
 def test_sharing_tiles_has_to_be_worth_it() -> None:
-    assert any("132 tiles fill 100% of their rounds of 132" in reason for reason in reasons(build(1536, 1408, 4096, "bf16")))
+    assert any(
+        "132 tiles fill 100% of their rounds of 132" in reason for reason in reasons(build(1536, 1408, 4096, "bf16"))
+    )
     assert any("fewer than 4 for each" in reason for reason in reasons(build(600, 4096, 128, "bf16")))
     shared = [c for c in legal(build(1152, 4096, 4096, "bf16")) if c.template == "persistent" and c["stream"]]
     assert shared
