@@ -436,7 +436,7 @@ def persistent(
         AREA: tl.constexpr = BM * BN
         places = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
         share = tl.cdiv((tiles - whole) * blocks, PROGRAMS)
-        # Programs wait for those of later positions: they began before, whatever else the device is doing.
+        # Programs wait for those of later positions, of lower numbers: GPUs begin them first, whatever else is running.
         position = PROGRAMS - 1 - program
         begin = position * share
         end = tl.minimum(begin + share, (tiles - whole) * blocks)
