@@ -76,7 +76,7 @@ def bare(problem: Any, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> C
     addresses = dict(zip(("a_ptr", "b_ptr", "c_ptr"), (t.data_ptr() for t in (a, b, out)), strict=True))
     arguments = zip(function.header.arguments, kernel.arguments(M, {}), strict=True)
     block = Block(function, kernel.grid(M), [addresses.get(name, value) for name, value in arguments])
-    _, config, launch = block.held
+    _, config, launch, _ = block.held
     config.stream = torch.cuda.current_stream().cuda_stream
     return lambda kept=block: launch()  # what the driver reads lives in the block
 

@@ -19,6 +19,7 @@ from .dispatch.guards import capturing, check_like, special, special_state, subc
 from .dispatch.runtime import RUNTIME, TABLE
 from .fuse import Bound
 from .problem import Problem
+from .written import written
 
 _lookup = TABLE.get
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -106,8 +107,8 @@ def meet(
         fresh, write = function or _plainly(call, take), into
     else:
         launch = _bound(kernel, call, operands)
-        write = _running(kernel, call, take) if launch is None else _writing(launch, call)
-        fresh = _computing(kernel, call, take) if launch is None else _launching(write, call)
+        write = _running(kernel, call, take) if launch is None else _writing(launch, call, len(operands))
+        fresh = _computing(kernel, call, take) if launch is None else _launching(launch, call, len(operands))
         if wants and differentiate is not None:
             fresh = partial(differentiate, fresh)
     prepared = fresh if out is None else _into(fresh, write)
@@ -334,27 +335,35 @@ def _bound(kernel: Kernel, call: Call, operands: Sequence[Any]) -> Launch | None
     return _there(launch, kernel, call.a.device)
 
 
-def _writing(launch: Launch, call: Call) -> Write:
-    """A bound launch that finds a PackedWeight's tensors itself."""
+def _writing(launch: Launch, call: Call, count: int) -> Write:
+    """A bound launch of so many operands that finds a PackedWeight's tensors itself."""
     if call.packed is None:
         return launch
-
-    def write(out: Tensor, x: Tensor, weight: PackedWeight, *rest: Tensor) -> None:
-        launch(out, x, *weight.data, *rest)
-
-    return write
+    names, data, passed = _passing(call, count)
+    return written("write", f"def write(out, {names}):", *data, f"    launch(out, {passed})", launch=launch)
 
 
-def _launching(write: Write, call: Call) -> Serve:
-    """Such a launch into a new tensor."""
-    empty = _outputs(call, call.shape)
+def _launching(launch: Launch, call: Call, count: int) -> Serve:
+    """The same into a new tensor."""
+    names, data, passed = _passing(call, count)
+    return written(
+        "prepared",
+        f"def prepared({names}):",
+        *data,
+        "    out = empty()",
+        f"    launch(out, {passed})",
+        "    return out",
+        launch=launch, empty=_outputs(call, call.shape),
+    )  # fmt: skip
 
-    def prepared(*operands: Any) -> Tensor:
-        out = empty()
-        write(out, *operands)
-        return out
 
-    return prepared
+def _passing(call: Call, count: int) -> tuple[str, list[str], str]:
+    """Of so many operands: their names, what finds a PackedWeight's tensors among them, and all that a launch takes."""
+    names = [f"t{place}" for place in range(count)]
+    if call.packed is None:
+        return ", ".join(names), [], ", ".join(names)
+    data = [f"d{place}" for place in range(len(call.packed.data))]
+    return ", ".join(names), [f"    {', '.join(data)}, = t1.data"], ", ".join([names[0], *data, *names[2:]])
 
 
 def _computing(kernel: Kernel, call: Call, take: Take) -> Serve:

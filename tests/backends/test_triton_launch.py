@@ -139,7 +139,7 @@ def test_descriptors_follow_their_matrices(fake: Driver) -> None:
         assert (values["a_desc"], values["b_desc"]) == (operands.a.data_ptr(), operands.b.data_ptr())
         assert (values["c_ptr"], values["t0"]) == (out.data_ptr(), operands.aux[0].data_ptr())
         assert (values["M"], values["N"], values["K"], values["ldc"], values["PROGRAMS"]) == (200, 192, 256, 192, 6)
-    assert len(made._maps) == 4  # type: ignore[attr-defined]
+    assert len(made._weights) == 2  # type: ignore[attr-defined]
     fake.statuses = [1]
     with pytest.raises(KernelError, match="launching persistent: CUDA error 1"):
         call(made, inputs)

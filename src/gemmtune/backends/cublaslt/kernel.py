@@ -72,7 +72,7 @@ class RankedKernel(Kernel):
             call, point, run = own.held
             d_ptr, a_ptr, b_ptr = out.data_ptr(), a.data_ptr(), b.data_ptr()
             if (d_ptr | a_ptr | b_ptr) & MISPLACED:
-                shifted(launch, out, a, b, rest)
+                shifted(launch, out, a, b, *rest)
                 return
             aligned = [fitting(tensor) for tensor in rest]  # which live until they are used
             for place, tensor in zip(places, aligned):  # noqa: B905 - as many; saying so costs

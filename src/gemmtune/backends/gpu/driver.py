@@ -172,8 +172,9 @@ class Block(threading.local):
     """A prepared launch; every thread has its own. values: of all arguments but descriptors (0 in their places),
     pointers as integers.
 
-    held: slots (the arguments, 8 bytes each), config (its ``stream`` says where), and launch, which launches what they
-    hold and returns CUDA's status: what is not 0 is for ``Function.failed``.
+    held: slots (the arguments, 8 bytes each), config (its ``stream`` says where), launch, which launches what they hold
+    and returns CUDA's status (what is not 0 is for ``Function.failed``), and parameters: where the arguments lie, in
+    which those of descriptors are put.
     """
 
     def __init__(self, function: Function, grid: tuple[int, int], values: Sequence[int]) -> None:
@@ -182,12 +183,11 @@ class Block(threading.local):
         self._unused = (ctypes.c_uint64 * max(1, scratch))()  # what Triton wants and its kernels do not use
         own = [ctypes.addressof(slots) + 8 * place for place in range(len(names))]
         addresses = (*own, *([ctypes.addressof(self._unused)] * scratch))
-        self._parameters = (ctypes.c_void_p * len(addresses))(*addresses)
-        self._described = [place for place, name in enumerate(names) if name in function.header.descriptors]
+        parameters = (ctypes.c_void_p * len(addresses))(*addresses)
         config = _Config(*grid, 1, function.threads, 1, 1, function.shared)
         config.attributes = ctypes.addressof(_ATTRIBUTE)  # of which there are 0
-        launch = function.launcher(config, ctypes.addressof(self._parameters))
-        self.held: tuple[Any, _Config, Callable[[], int]] = (slots, config, launch)
+        launch = function.launcher(config, ctypes.addressof(parameters))
+        self.held: tuple[Any, _Config, Callable[[], int], Any] = (slots, config, launch, parameters)
         if function.follows:
             # Letting the next one begin when the last of many blocks has takes longer (docs/cuda.md).
             self._following = names.index(FOLLOWING)
@@ -202,7 +202,7 @@ class Block(threading.local):
         by then: the first one has waited for it. Nowhere else is it known what comes before, and behind other kernels,
         which do not say when the next may begin, it would only take longer (docs/cuda.md).
         """
-        slots, config, launch = self.held
+        slots, config, launch, _ = self.held
         if os.environ.get(OVERLAP) == "0":
             return launch()
         at, last = self._following, _last.pop(stream, None)
@@ -217,11 +217,6 @@ class Block(threading.local):
         if not status and place is not None:
             _last[stream] = _Last(place, Span.of(out))
         return status
-
-    def describe(self, maps: Sequence[Map]) -> None:
-        """Put TMA descriptors in their places, in order."""
-        for place, made in zip(self._described, maps, strict=True):
-            self._parameters[place] = made.address
 
 
 class Map:

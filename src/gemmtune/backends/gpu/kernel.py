@@ -15,8 +15,9 @@ from torch import Tensor
 
 from ...epilogue import Step
 from ...problem import Problem
+from ...written import written
 from ..base import Candidate, Kernel, Launch, PackedWeight, QuantWeight
-from .artifact import Header
+from .artifact import Header, Tma
 from .driver import Block, Function, Map
 from .hip import HipFunction
 from .int4 import int4_layout, shuffle_int4
@@ -153,10 +154,38 @@ class GpuKernel(Kernel):
 
         return meet
 
-    @abstractmethod
     def _launcher(self, m: int, device: int, sizes: dict[str, int], names: list[str]) -> Launch:
         """What ``bind`` returns. sizes: arguments that follow from the operands' strides; names: of the arguments
         whose tensors come behind A and B."""
+        function, place = self.function(device), self.header.arguments.index
+        grid, values, lines, known = self._settled(m, device, sizes)
+        meet, behind = self._meeting(m, device), "".join(f", {name}" for name in names)
+        go = "block.capture(stream, b, out) if capturing() else go()" if function.follows else "go()"
+        return written(
+            "launch",
+            f"def launch(out, a, b{behind}):",
+            "    slots, config, go, parameters = block.held",
+            "    c_ptr, a_ptr, b_ptr = out.data_ptr(), a.data_ptr(), b.data_ptr()",
+            f"    if (c_ptr | a_ptr | b_ptr) & {MISPLACED}:",
+            f"        return shifted(launch, out, a, b{behind})",
+            f"    config.stream = stream = stream_of({device})",
+            *(f"    {line}" for line in lines),
+            *(["    meet(slots, stream)"] if meet is not None else []),
+            f"    slots[{place('c_ptr')}] = c_ptr",
+            *(f"    slots[{place(name)}] = {name}.data_ptr()" for name in names),
+            f"    status = {go}",
+            "    if status:",
+            "        function.failed(status, go)",
+            block=Block(function, grid, values), function=function, meet=meet, shifted=shifted,
+            stream_of=torch._C._cuda_getCurrentRawStream, capturing=torch._C._cuda_isCurrentStreamCapturing, **known,
+        )  # fmt: skip
+
+    @abstractmethod
+    def _settled(
+        self, m: int, device: int, sizes: dict[str, int]
+    ) -> tuple[tuple[int, int], list[int], list[str], dict[str, Any]]:
+        """The grid for M rows, every argument's value (addresses 0), how a launch passes A and B (lines of its body
+        that know a_ptr, b_ptr, slots, parameters and stream), and what else these lines know, by name."""
 
 
 def _tensors(b: Any) -> tuple[Tensor, ...]:
@@ -173,7 +202,7 @@ def _taking(problem: Problem) -> list[tuple[int, Step]]:
     return [(place, step) for place, step in enumerate(problem.epilogue) if step.takes_tensor]
 
 
-def shifted(launch: Launch, out: Tensor, a: Tensor, b: Tensor, rest: Sequence[Tensor]) -> None:
+def shifted(launch: Launch, out: Tensor, a: Tensor, b: Tensor, *rest: Tensor) -> None:
     """The launch, on copies of the matrices that start off a 16-byte boundary."""
     result = fitting(out)
     launch(result, fitting(a), fitting(b), *rest)
@@ -211,31 +240,26 @@ class GridKernel(GpuKernel):
         """Programs for M rows: tiles times parts of K, batches."""
         return self._tiles(m) // self.problem.batch * self._split, self.problem.batch
 
-    def _launcher(self, m: int, device: int, sizes: dict[str, int], names: list[str]) -> Launch:
-        function, place = self.function(device), self.header.arguments.index
-        block = Block(function, self.grid(m), self.arguments(m, sizes))
-        c_at, a_at, b_at = place("c_ptr"), place("a_ptr"), place("b_ptr")
-        others = [place(name) for name in names]
-        meet, stream_of = self._meeting(m, device), torch._C._cuda_getCurrentRawStream
-        capturing, follows = torch._C._cuda_isCurrentStreamCapturing, function.follows
+    def _settled(
+        self, m: int, device: int, sizes: dict[str, int]
+    ) -> tuple[tuple[int, int], list[int], list[str], dict[str, Any]]:
+        place = self.header.arguments.index
+        passed = f"slots[{place('a_ptr')}], slots[{place('b_ptr')}] = a_ptr, b_ptr"
+        return self.grid(m), self.arguments(m, sizes), [passed], {}
 
-        def launch(out: Tensor, a: Tensor, b: Tensor, *rest: Tensor) -> None:
-            slots, config, go = block.held
-            c_ptr, a_ptr, b_ptr = out.data_ptr(), a.data_ptr(), b.data_ptr()
-            if (c_ptr | a_ptr | b_ptr) & MISPLACED:
-                shifted(launch, out, a, b, rest)
-                return
-            config.stream = stream = stream_of(device)
-            if meet is not None:
-                meet(slots, stream)
-            slots[c_at], slots[a_at], slots[b_at] = c_ptr, a_ptr, b_ptr
-            for at, tensor in zip(others, rest):  # noqa: B905 - as many by bind; saying so costs more than the loop
-                slots[at] = tensor.data_ptr()
-            status = block.capture(stream, b, out) if follows and capturing() else go()
-            if status:
-                function.failed(status, go)
 
-        return launch
+class _Maps(dict[int, Map]):
+    """TMA descriptors of [rows, columns] matrices by their addresses, made when they are first asked for."""
+
+    def __init__(self, tma: Tma, rows: int, columns: int, lead: int) -> None:
+        self._of = tma, rows, columns, lead
+
+    def __missing__(self, pointer: int) -> Map:
+        tma, rows, columns, lead = self._of
+        if len(self) >= _MAPS:
+            self.clear()
+        held = self[pointer] = Map(tma, pointer, rows, columns, lead)
+        return held
 
 
 class TmaKernel(GpuKernel):
@@ -243,61 +267,43 @@ class TmaKernel(GpuKernel):
 
     def __init__(self, problem: Problem, candidate: Candidate, parts: Sequence[tuple[Header, bytes]]) -> None:
         super().__init__(problem, candidate, parts)
-        self._maps: dict[tuple[str, int, int, int], Map] = {}
+        self._weights = self._described("b_desc", problem.n, self._lead)  # which stay where they are, whatever M is
 
     @abstractmethod
     def _programs(self, m: int, device: int) -> int:
         """Blocks for M rows: they share the tiles among them."""
 
-    def _launcher(self, m: int, device: int, sizes: dict[str, int], names: list[str]) -> Launch:
-        problem = self.problem
+    @property
+    def _lead(self) -> int:
+        """The leading dimension of B as the kernel reads it."""
+        return leads(self.problem, self.problem.m)[1]
+
+    def _converting(self, device: int) -> Callable[[int, int], int] | None:
+        """What makes the B that the kernel reads of the given one's address, on a stream, and returns its address;
+        None where that is the given one."""
+        return None
+
+    def _described(self, name: str, rows: int, lead: int) -> _Maps:
+        # As many columns as K, but for packed int4, which lies without gaps.
+        return _Maps(self.header.descriptors[name], rows, min(self.problem.k, lead), lead)
+
+    def _settled(
+        self, m: int, device: int, sizes: dict[str, int]
+    ) -> tuple[tuple[int, int], list[int], list[str], dict[str, Any]]:
+        problem, ldb, programs = self.problem, self._lead, self._programs(m, device)
         lda, _, ldc = leads(problem, m)
-        ldb, matrix = self._matrix(device)
-        programs = self._programs(m, device)
         known = {
             "M": m, "N": problem.n, "K": problem.k, "ldc": ldc, "PROGRAMS": programs, "a_desc.shape0": m,
             "a_desc.shape1": problem.k, "a_desc.stride0": lda, "a_desc.stride1": 1, "b_desc.shape0": problem.n,
             "b_desc.shape1": problem.k, "b_desc.stride0": ldb, "b_desc.stride1": 1, **sizes,
         }  # fmt: skip
-        function, arguments = self.function(device), self.header.arguments
-        block = Block(function, (programs, 1), [known.get(name, 0) for name in arguments])
-        c_at, others = arguments.index("c_ptr"), [arguments.index(name) for name in names]
-        meet, stream_of = self._meeting(m, device), torch._C._cuda_getCurrentRawStream
-        capturing, follows = torch._C._cuda_isCurrentStreamCapturing, function.follows
-
-        def launch(out: Tensor, a: Tensor, b: Tensor, *rest: Tensor) -> None:
-            slots, config, go = block.held
-            c_ptr, a_ptr, b_ptr = out.data_ptr(), a.data_ptr(), b.data_ptr()
-            if (c_ptr | a_ptr | b_ptr) & MISPLACED:
-                shifted(launch, out, a, b, rest)
-                return
-            config.stream = stream = stream_of(device)
-            right = self._map("b_desc", matrix(b_ptr, stream), problem.n, ldb)
-            maps = (self._map("a_desc", a_ptr, m, lda), right)  # which live until they are launched
-            block.describe(maps)
-            if meet is not None:
-                meet(slots, stream)
-            slots[c_at] = c_ptr
-            for at, tensor in zip(others, rest):  # noqa: B905 - as above
-                slots[at] = tensor.data_ptr()
-            status = block.capture(stream, b, out) if follows and capturing() else go()
-            if status:
-                function.failed(status, go)
-
-        return launch
-
-    def _matrix(self, device: int) -> tuple[int, Callable[[int, int], int]]:
-        """The leading dimension of B as the kernel reads it, and its address from that of B and the stream."""
-        return leads(self.problem, self.problem.m)[1], lambda address, stream: address
-
-    def _map(self, name: str, pointer: int, rows: int, lead_: int) -> Map:
-        # As many columns as K, but for packed int4, which lies without gaps.
-        key = (name, pointer, rows, lead_)
-        held = self._maps.get(key)
-        if held is None:
-            if len(self._maps) >= _MAPS:
-                self._maps.clear()
-            held = self._maps[key] = Map(
-                self.header.descriptors[name], pointer, rows, min(self.problem.k, lead_), lead_
-            )
-        return held
+        arguments, convert = self.header.arguments, self._converting(device)
+        lines = [
+            *(["b_ptr = convert(b_ptr, stream)"] if convert is not None else []),
+            "a_map, b_map = rows[a_ptr], weights[b_ptr]",  # by name: they must live until they are launched
+            f"parameters[{arguments.index('a_desc')}] = a_map.address",
+            f"parameters[{arguments.index('b_desc')}] = b_map.address",
+        ]
+        values = [known.get(name, 0) for name in arguments]
+        rows = self._described("a_desc", m, lda)
+        return (programs, 1), values, lines, {"convert": convert, "rows": rows, "weights": self._weights}

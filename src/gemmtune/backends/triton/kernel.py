@@ -44,12 +44,16 @@ class Converted(Persistent):
         self._count = problem.n * problem.k
         self.workspace_bytes = self._count * bits(problem.a.dtype) // 8
 
-    def _matrix(self, device: int) -> tuple[int, Callable[[int, int], int]]:
+    @property
+    def _lead(self) -> int:
+        return self.problem.k
+
+    def _converting(self, device: int) -> Callable[[int, int], int]:
         function, size = self._convert(device), self.workspace_bytes
         block = Block(function, (-(-self._count // CONVERTED_ITEMS), 1), (0, 0, self._count))
 
         def convert(address: int, stream: int) -> int:
-            slots, config, go = block.held
+            slots, config, go, _ = block.held
             place = scratch_of(device).sums(stream, size)
             slots[0], slots[1], config.stream = address, place, stream
             status = go()
@@ -57,7 +61,7 @@ class Converted(Persistent):
                 function.failed(status, go)
             return place
 
-        return self.problem.k, convert
+        return convert
 
 
 TEMPLATES: dict[str, type[GpuKernel]] = {"tiled": Tiled, "persistent": Persistent, "converted": Converted}
