@@ -5,7 +5,8 @@
 Host microseconds a call: the time the calling thread is busy, in bursts short enough that the device's queue never
 fills, all entrants in turns. "cheapest launch" is one ``cuLaunchKernelEx`` of a tiled kernel with its arguments already
 packed; "Triton's launcher" is Triton's own, of a kernel with as many arguments that does nothing. Then the problems of
-four families asked of a store that knows them all. Writes raw data to benchmarks/results/ (or to $OUT).
+four families asked of a store that knows them all. ``torch.empty_like``: every op allocates its result, the cheapest
+launch does not. Writes raw data to benchmarks/results/ (or to $OUT).
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from gemmtune.workloads import build
 
 BURST, ROUNDS = 50, 200
 M, N, K = 16, 512, 512
+WIDE = 768  # N and K of a product that the CUDA backend may serve
 
 
 @triton.jit
@@ -84,7 +86,9 @@ def bare(problem: Any, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> C
 def main() -> None:
     problems = [(build(M, N, K, dtype), 1) for dtype in ("bf16", "int8", "fp8", "int8wo")]
     gemmtune.tune(problems, device="cuda", backends=("triton", "aten"))
+    (wide,) = gemmtune.tune([(build(M, WIDE, WIDE, "bf16"), 1)], device="cuda", backends=("cuda", "aten"))
     gemmtune.refresh()
+    x_wide, w_wide = (torch.randn(rows, WIDE, device="cuda").bfloat16() for rows in (M, WIDE))
     x, w = torch.randn(M, K, device="cuda").bfloat16(), torch.randn(N, K, device="cuda").bfloat16()
     x8, w8 = (torch.randint(-128, 128, (rows, K), dtype=torch.int8, device="cuda") for rows in (M, N))
     xf, wf = x.to(torch.float8_e4m3fn), w.to(torch.float8_e4m3fn)
@@ -95,9 +99,11 @@ def main() -> None:
     with torch.inference_mode():
         times = bursts({
             "cheapest launch": bare(problems[0][0], out, x, w.t()),
+            "torch.empty_like": lambda: torch.empty_like(out),
             "Triton's launcher": lambda: nothing[(8,)](x, w, out, M, N, K, K, K, N, BM=16),
             "F.linear": lambda: F.linear(x, w),
             "gemmtune.linear": lambda: gemmtune.linear(x, w),
+            f"gemmtune.linear, {str(wide.chosen).partition('[')[0]}": lambda: gemmtune.linear(x_wide, w_wide),
             "torch._int_mm (M = 17)": (lambda padded: lambda: torch._int_mm(padded, w8_t))(x8.new_zeros(17, K)),
             "gemmtune.int_mm": lambda: gemmtune.int_mm(x8, w8_t),
             "torch._scaled_mm": lambda: torch._scaled_mm(xf, wf_t, one_m, one_n, out_dtype=torch.bfloat16),
@@ -108,7 +114,7 @@ def main() -> None:
     for name, values in times.items():
         middle = statistics.median(values)
         low, _, high = statistics.quantiles(values, n=4)
-        print(f"{name:<24} {middle:6.2f} us ({low:.2f}..{high:.2f})  {middle - base:+6.2f} over the cheapest launch")
+        print(f"{name:<28} {middle:6.2f} us ({low:.2f}..{high:.2f})  {middle - base:+6.2f} over the cheapest launch")
     start = time.perf_counter()
     decisions = gemmtune.tune(problems, device="cuda", backends=("triton", "aten"))
     warm = time.perf_counter() - start
