@@ -107,8 +107,9 @@ def meet(
         fresh, write = function or _plainly(call, take), into
     else:
         launch = _bound(kernel, call, operands)
-        write = _running(kernel, call, take) if launch is None else _writing(launch, call, len(operands))
-        fresh = _computing(kernel, call, take) if launch is None else _launching(launch, call, len(operands))
+        count = len(operands)
+        write = _running(kernel, call, take) if launch is None else _writing(launch, kernel, call, count)
+        fresh = _computing(kernel, call, take) if launch is None else _launching(launch, kernel, call, count)
         if wants and differentiate is not None:
             fresh = partial(differentiate, fresh)
     prepared = fresh if out is None else _into(fresh, write)
@@ -240,10 +241,10 @@ def passing(call: Call) -> bool:
 
 
 def _there(function: Callable[..., Any], kernel: Kernel, device: torch.device) -> Callable[..., Any]:
-    """The function, made to run with ``device`` current where there are several GPUs (ATen's ops see to that)."""
-    if device.type != "cuda" or kernel.candidate.backend == "aten" or torch.cuda.device_count() < 2:
+    """The function, made to run with ``device`` current where it need not be."""
+    if not _elsewhere(kernel, device):
         return function
-    index, current = device.index, torch.cuda.current_device
+    index, current = device.index, _current_device()
 
     def there(*operands: Any) -> Any:
         if current() == index:
@@ -252,6 +253,16 @@ def _there(function: Callable[..., Any], kernel: Kernel, device: torch.device) -
             return function(*operands)
 
     return there
+
+
+def _elsewhere(kernel: Kernel, device: torch.device) -> bool:
+    """Whether another device may be current, and the kernel minds (ATen's ops see to that themselves)."""
+    return device.type == "cuda" and kernel.candidate.backend != "aten" and torch.cuda.device_count() > 1
+
+
+def _current_device() -> Callable[[], int]:
+    """torch.cuda.current_device, which first asks whether CUDA is up, without that: whose tensors are there, is."""
+    return getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
 def _empty(problem: Problem) -> bool:
@@ -309,13 +320,13 @@ def fresh_of(kernel: Kernel) -> Fresh:
     return fresh
 
 
-def _outputs(call: Call, shape: tuple[int, ...]) -> Callable[[], Tensor]:
-    """Makes a tensor of such a shape for the Call's result."""
+def _outputs(call: Call, shape: tuple[int, ...], current: bool = False) -> Callable[[], Tensor]:
+    """Makes a tensor of such a shape for the Call's result. current: its device is whenever one is made."""
     dtype, device = dtype_of(call.problem.out_dtype), call.a.device
     strides = torch.empty(shape, device="meta").stride()
     if device.type == "cpu":
         return partial(_empty_strided_cpu, shape, strides, dtype)
-    if torch.cuda.device_count() == 1:
+    if current or torch.cuda.device_count() == 1:
         return partial(_empty_strided_cuda, shape, strides, dtype)
     return partial(torch.empty, shape, dtype=dtype, device=device)
 
@@ -332,28 +343,37 @@ def _bound(kernel: Kernel, call: Call, operands: Sequence[Any]) -> Launch | None
     launch = kernel.bind(call.a, call.b, call.aux)
     if launch is None or any(x.data_ptr() != y.data_ptr() for x, y in zip(tensors, given, strict=True)):
         return None
-    return _there(launch, kernel, call.a.device)
+    return launch
 
 
-def _writing(launch: Launch, call: Call, count: int) -> Write:
+def _writing(launch: Launch, kernel: Kernel, call: Call, count: int) -> Write:
     """A bound launch of so many operands that finds a PackedWeight's tensors itself."""
-    if call.packed is None:
-        return launch
     names, data, passed = _passing(call, count)
-    return written("write", f"def write(out, {names}):", *data, f"    launch(out, {passed})", launch=launch)
+    write = launch
+    if data:
+        write = written("write", f"def write(out, {names}):", *data, f"    launch(out, {passed})", launch=launch)
+    return _there(write, kernel, call.a.device)
 
 
-def _launching(launch: Launch, call: Call, count: int) -> Serve:
+def _launching(launch: Launch, kernel: Kernel, call: Call, count: int) -> Serve:
     """The same into a new tensor."""
-    names, data, passed = _passing(call, count)
+    device = call.a.device
+    (names, data, passed), elsewhere = _passing(call, count), _elsewhere(kernel, device)
+    there = [
+        "    if current() != index:",
+        "        with device(index):",
+        f"            return prepared({names})",
+    ]
     return written(
         "prepared",
         f"def prepared({names}):",
+        *(there if elsewhere else []),
         *data,
         "    out = empty()",
         f"    launch(out, {passed})",
         "    return out",
-        launch=launch, empty=_outputs(call, call.shape),
+        launch=launch, empty=_outputs(call, call.shape, elsewhere),
+        current=_current_device(), index=device.index, device=torch.cuda.device,
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import torch
 
 import gemmtune
 from gemmtune import backends, launch
-from gemmtune.backends.base import Candidate
+from gemmtune.backends.base import Candidate, PackedWeight
 from gemmtune.checks import DtypeError
 from gemmtune.decision import Sample
 from gemmtune.dispatch import RUNTIME, build_plan, current_target, guards, runtime
@@ -162,6 +162,51 @@ def test_only_the_operands_device_is_made_current(monkeypatch: pytest.MonkeyPatc
         assert launch._there(max, kernel, place) is max  # type: ignore[arg-type]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert launch._there(max, ours, FIRST) is max  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_is_prepared_runs_and_allocates_on_its_device(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, allocated = [0], []
+
+    @contextmanager
+    def device(index: int) -> Iterator[None]:
+        before, now[0] = now[0], index
+        yield
+        now[0] = before
+
+    def empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        allocated.append(now[0])
+        return torch.full(shape, -1.0, dtype=dtype)
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(launch, "_current_device", lambda: lambda: now[0])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(launch, "_empty_strided_cuda", empty)
+    x, w, bias = torch.ones(3, 4), torch.ones(5, 4), torch.ones(5)
+    weight = PackedWeight("toy:two", (w, torch.ones(5)), 5, 4, "float32") if packed else w
+    call: Any = SimpleNamespace(
+        a=SimpleNamespace(device=SECOND), problem=problem(3), shape=(3, 5), packed=weight if packed else None
+    )
+    ran: list[Any] = []
+
+    def go(out: torch.Tensor, *operands: torch.Tensor) -> None:
+        ran.append((now[0], out, *operands))
+
+    ours: Any = SimpleNamespace(candidate=toy())
+    prepared = launch._launching(go, ours, call, 3)
+    write = launch._writing(go, ours, call, 3)
+    passed = (x, *weight.data, bias) if isinstance(weight, PackedWeight) else (x, w, bias)
+    for place in (0, 1):
+        now[0] = place
+        out = prepared(x, weight, bias)
+        assert tuple(out.shape) == (3, 5)
+        write(out, x, weight, bias)
+        assert now == [place]
+        for where, *given in ran[-2:]:
+            assert where == 1
+            assert [id(t) for t in given] == [id(t) for t in (out, *passed)]
+    assert allocated == [1, 1]
+    assert len(ran) == 4
 
 
 def test_what_is_special() -> None:

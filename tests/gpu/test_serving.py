@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gemmtune
+from cards import first
 from gemmtune import fuse, reference
 from gemmtune.backends.aten import AtenBackend
 from gemmtune.backends.base import Artifact, Candidate, QuantWeight
@@ -330,6 +331,32 @@ def test_a_first_sight_within_a_capture_is_plain_and_forgotten(own_store: Memory
     right(got, x.double() @ w.double())
     right(gemmtune.mm(x, w), x.double() @ w.double())
     assert len(RAN) == 1
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="wants two GPUs")
+@pytest.mark.usefixtures("own_artifacts")
+@pytest.mark.parametrize(
+    ("backend", "template"), [("triton", "tiled"), ("triton", "persistent"), ("cuda", "skinny"), ("cuda", "slab")]
+)
+def test_operands_on_a_gpu_that_is_not_current(backend: str, template: str, own_store: MemoryStore) -> None:
+    second, m = torch.device("cuda", 1), 1024 if template == "persistent" else 16
+    x, w, bias = (torch.randn(*shape, device=second).bfloat16() for shape in ((m, 512), (1536, 512), (1536,)))
+    with gemmtune.record() as recorded:
+        gemmtune.linear(x, w, bias)
+    ((problem, _),) = recorded.problems
+    candidate = first(problem, template, backend)
+    teach(own_store, problem, candidate)
+    kernel = RUNTIME.kernel_for(problem, None, second)
+    assert kernel is not None
+    assert kernel.candidate == candidate
+    wanted, out = x.double() @ w.double().t() + bias.double(), torch.empty_like(x @ w.t())
+    for current in (0, 1, 0):
+        with torch.cuda.device(current):
+            for got in (gemmtune.linear(x, w, bias), gemmtune.linear(x, w, bias, out=out)):
+                assert got.device == second
+                torch.testing.assert_close(got.double(), wanted, rtol=1e-2, atol=0.2)
+            assert torch.cuda.current_device() == current
+            out.zero_()
 
 
 def linear_like(x: Tensor, w: Tensor) -> Problem:
