@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -90,6 +90,16 @@ class Loaded:
         return held
 
 
+class Settled(NamedTuple):
+    """A launch but for its addresses. grid; values: of every argument, addresses 0; lines: of the launch's body, that
+    pass A and B (they may use a_ptr, b_ptr, slots, parameters and stream); known: what else they use, by name."""
+
+    grid: tuple[int, int]
+    values: list[int]
+    lines: list[str]
+    known: dict[str, Any]
+
+
 class GpuKernel(Kernel):
     """Cubins with what launching them needs; takes any M. Matrices that start off a 16-byte boundary are copied."""
 
@@ -158,7 +168,7 @@ class GpuKernel(Kernel):
         """What ``bind`` returns. sizes: arguments that follow from the operands' strides; names: of the arguments
         whose tensors come behind A and B."""
         function, place = self.function(device), self.header.arguments.index
-        grid, values, lines, known = self._settled(m, device, sizes)
+        settled = self._settled(m, device, sizes)
         meet, behind = self._meeting(m, device), "".join(f", {name}" for name in names)
         go = "block.capture(stream, b, out) if capturing() else go()" if function.follows else "go()"
         return written(
@@ -169,23 +179,21 @@ class GpuKernel(Kernel):
             f"    if (c_ptr | a_ptr | b_ptr) & {MISPLACED}:",
             f"        return shifted(launch, out, a, b{behind})",
             f"    config.stream = stream = stream_of({device})",
-            *(f"    {line}" for line in lines),
+            *(f"    {line}" for line in settled.lines),
             *(["    meet(slots, stream)"] if meet is not None else []),
             f"    slots[{place('c_ptr')}] = c_ptr",
             *(f"    slots[{place(name)}] = {name}.data_ptr()" for name in names),
             f"    status = {go}",
             "    if status:",
             "        function.failed(status, go)",
-            block=Block(function, grid, values), function=function, meet=meet, shifted=shifted,
-            stream_of=torch._C._cuda_getCurrentRawStream, capturing=torch._C._cuda_isCurrentStreamCapturing, **known,
+            block=Block(function, settled.grid, settled.values), function=function, meet=meet, shifted=shifted,
+            stream_of=torch._C._cuda_getCurrentRawStream, capturing=torch._C._cuda_isCurrentStreamCapturing,
+            **settled.known,
         )  # fmt: skip
 
     @abstractmethod
-    def _settled(
-        self, m: int, device: int, sizes: dict[str, int]
-    ) -> tuple[tuple[int, int], list[int], list[str], dict[str, Any]]:
-        """The grid for M rows, every argument's value (addresses 0), how a launch passes A and B (lines of its body
-        that know a_ptr, b_ptr, slots, parameters and stream), and what else these lines know, by name."""
+    def _settled(self, m: int, device: int, sizes: dict[str, int]) -> Settled:
+        """What follows from M, the device and the operands' strides (``sizes``)."""
 
 
 def _tensors(b: Any) -> tuple[Tensor, ...]:
@@ -240,12 +248,10 @@ class GridKernel(GpuKernel):
         """Programs for M rows: tiles times parts of K, batches."""
         return self._tiles(m) // self.problem.batch * self._split, self.problem.batch
 
-    def _settled(
-        self, m: int, device: int, sizes: dict[str, int]
-    ) -> tuple[tuple[int, int], list[int], list[str], dict[str, Any]]:
+    def _settled(self, m: int, device: int, sizes: dict[str, int]) -> Settled:
         place = self.header.arguments.index
         passed = f"slots[{place('a_ptr')}], slots[{place('b_ptr')}] = a_ptr, b_ptr"
-        return self.grid(m), self.arguments(m, sizes), [passed], {}
+        return Settled(self.grid(m), self.arguments(m, sizes), [passed], {})
 
 
 class _Maps(dict[int, Map]):
@@ -287,9 +293,7 @@ class TmaKernel(GpuKernel):
         # As many columns as K, but for packed int4, which lies without gaps.
         return _Maps(self.header.descriptors[name], rows, min(self.problem.k, lead), lead)
 
-    def _settled(
-        self, m: int, device: int, sizes: dict[str, int]
-    ) -> tuple[tuple[int, int], list[int], list[str], dict[str, Any]]:
+    def _settled(self, m: int, device: int, sizes: dict[str, int]) -> Settled:
         problem, ldb, programs = self.problem, self._lead, self._programs(m, device)
         lda, _, ldc = leads(problem, m)
         known = {
@@ -306,4 +310,4 @@ class TmaKernel(GpuKernel):
         ]
         values = [known.get(name, 0) for name in arguments]
         rows = self._described("a_desc", m, lda)
-        return (programs, 1), values, lines, {"convert": convert, "rows": rows, "weights": self._weights}
+        return Settled((programs, 1), values, lines, {"convert": convert, "rows": rows, "weights": self._weights})
