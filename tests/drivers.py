@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from gemmtune.backends.gpu import driver
+from gemmtune.backends.gpu import driver, kernel
 
 STREAM = 7
 
@@ -22,7 +22,8 @@ class Driver:
 
     overlaps: whether each launch may begin before the kernel before it has ended. capture: the number of the capture
     that the stream is in, or 0; nodes: what was captured. beside: blocks that a multiprocessor has room for. run:
-    called with each launch's grid and arguments, so that a test may do what a GPU would.
+    called with each launch's grid and arguments, so that a test may do what a GPU would. temporaries: what launches
+    asked torch's allocator for; memory: what they asked the driver for; mode: of capturing, on this thread.
     """
 
     def __init__(self) -> None:
@@ -37,6 +38,9 @@ class Driver:
         self.capture, self.version, self.beside = 0, 13000, 2
         self.nodes: list[int] = []
         self.run: Callable[[tuple[int, int], list[int]], None] | None = None
+        self.temporaries: list[torch.Tensor] = []
+        self.memory: list[Any] = []
+        self.mode = 0
 
     def cuModuleLoadData(self, module: Any, cubin: bytes) -> int:
         return 0
@@ -94,10 +98,45 @@ class Driver:
     def cuStreamGetCaptureInfo_v2(self, stream: Any, *places: Any) -> int:
         assert stream.value == STREAM
         status, number, _, nodes, count = places
-        status._obj.value, number._obj.value, count._obj.value = self.capture > 0, self.capture, len(self.nodes[-1:])
-        self._held = (ctypes.c_void_p * 1)(*self.nodes[-1:])
-        nodes._obj.contents = ctypes.c_void_p.from_buffer(self._held)
+        status._obj.value, number._obj.value = self.capture > 0, self.capture
+        if nodes is not None:
+            count._obj.value = len(self.nodes[-1:])
+            self._held = (ctypes.c_void_p * 1)(*self.nodes[-1:])
+            nodes._obj.contents = ctypes.c_void_p.from_buffer(self._held)
         return 0
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
+        self.mode, mode._obj.value = mode._obj.value, self.mode
+        return 0
+
+    def cuMemAlloc_v2(self, address: Any, size: Any) -> int:
+        assert self.mode == 2  # what a graph being captured allows
+        self.memory.append((ctypes.c_ubyte * size.value)(*[1] * min(size.value, 64)))
+        address._obj.value = ctypes.addressof(self.memory[-1])
+        return 0
+
+    def cuStreamCreate(self, stream: Any, kind: int) -> int:
+        assert kind == 1
+        stream._obj.value = STREAM + 1
+        return 0
+
+    def cuMemsetD8Async(self, address: Any, value: Any, size: Any, stream: Any) -> int:
+        assert stream.value == STREAM + 1
+        ctypes.memset(address.value, value.value, size.value)
+        return 0
+
+    def cuStreamSynchronize(self, stream: Any) -> int:
+        assert (self.mode, stream.value) == (2, STREAM + 1)
+        return 0
+
+    def cuStreamDestroy_v2(self, stream: Any) -> int:
+        return self.cuStreamSynchronize(stream)
+
+    def temporary(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """In the place of what launches ask torch's allocator by."""
+        assert (len(shape), strides, dtype) == (1, (1,), torch.uint8)
+        self.temporaries.append(torch.empty(shape, dtype=dtype))
+        return self.temporaries[-1]
 
 
 def simulated(monkeypatch: pytest.MonkeyPatch) -> Driver:
@@ -105,6 +144,8 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Driver:
     made = Driver()
     monkeypatch.setattr(driver, "driver", lambda: made)
     driver._version.cache_clear()
+    monkeypatch.setattr(kernel, "_empty", made.temporary)
+    monkeypatch.setattr(kernel, "_counters", {})
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=6))

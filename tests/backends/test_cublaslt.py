@@ -7,7 +7,6 @@ import gc
 import random
 import threading
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ import torch
 from blas import FakeBlas
 from drivers import STREAM, simulated
 from gemmtune.backends.base import Artifact, Candidate, Kernel
-from gemmtune.backends.cublaslt import CublasLtBackend, kernel, library
+from gemmtune.backends.cublaslt import CublasLtBackend, library
 from gemmtune.backends.cublaslt.product import described
 from gemmtune.epilogue import Step
 from gemmtune.errors import KernelError, UnsupportedError
@@ -36,8 +35,6 @@ def blas(monkeypatch: pytest.MonkeyPatch) -> FakeBlas:
     made = FakeBlas()
     monkeypatch.setattr(library, "library", lambda: made)
     library.handle_of.cache_clear()
-    place = torch.empty(1 << 16, dtype=torch.uint8)
-    monkeypatch.setattr(kernel, "scratch_of", lambda _: SimpleNamespace(sums=lambda stream, size: place.data_ptr()))
     return made
 
 

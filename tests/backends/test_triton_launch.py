@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import threading
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from drivers import STREAM, Driver, simulated
+from drivers import Driver, simulated
 from gemmtune.backends.base import Candidate
 from gemmtune.backends.gpu import kernel as shared
 from gemmtune.backends.gpu.artifact import Header, Tma
 from gemmtune.backends.gpu.kernel import GpuKernel
-from gemmtune.backends.triton import kernel
 from gemmtune.backends.triton.compiler import CONVERTED_ITEMS, spec
 from gemmtune.backends.triton.kernel import TEMPLATES
 from gemmtune.epilogue import Step
@@ -156,12 +155,12 @@ def test_a_matrix_by_itself_has_two_descriptors(fake: Driver) -> None:
     assert boxes[0] != boxes[1]
 
 
-def test_converted_weights_are_read_where_they_were_put(fake: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = torch.empty(64 * 256, dtype=torch.bfloat16)
-    monkeypatch.setattr(kernel, "scratch_of", lambda _: SimpleNamespace(sums=lambda stream, size: place.data_ptr()))
+def test_converted_weights_are_read_where_they_were_put(fake: Driver) -> None:
     problem = replace(weight_only_problem(200, 64, 256), epilogue=(Step("bias", "col", "bfloat16"),))
     made, inputs = tma(fake, problem, "converted"), make_inputs(problem, 0)
     call(made, inputs)
+    (place,) = fake.temporaries
+    assert place.numel() == 64 * 256 * 2 == made.workspace_bytes
     (first, grid, converted), _ = fake.launches
     assert (first, converted) == ("convert", [inputs.b.data.data_ptr(), place.data_ptr(), 64 * 256])
     assert grid == (-(-64 * 256 // CONVERTED_ITEMS), 1)
@@ -181,51 +180,60 @@ def test_any_view_of_the_same_memory_will_do(fake: Driver) -> None:
     assert launched(fake, made)[1] == values
 
 
-class Scratch:
-    """In the place of a device's: writes down what it is asked for."""
-
-    def __init__(self) -> None:
-        self.asked: list[int] = []
-
-    def counters(self, count: int) -> torch.Tensor:
-        self.asked.append(count)
-        return torch.zeros(count, dtype=torch.int32)
-
-    def sums(self, stream: int, size: int) -> int:
-        assert stream == STREAM
-        self.asked.append(size)
-        return 4096
-
-
-def test_split_sums_have_a_place_by_stream(fake: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    scratch = Scratch()
-    monkeypatch.setattr(shared, "scratch_of", lambda _: scratch)
+def test_split_sums_have_a_place_of_their_own(fake: Driver) -> None:
     made = loaded(fake, build(20, 200, 256, "bf16"), split=2)
     for _ in range(2):
         call(made, make_inputs(made.problem, 0))
     grid, values = launched(fake, made)
     assert grid == (2 * 4 * 2, 1)
-    assert values["ws_ptr"] == 4096
-    assert values["lock_ptr"]
-    assert scratch.asked == [8, 2 * 8 * 16 * 64 * 4, 2 * 8 * 16 * 64 * 4]
+    assert [place.numel() for place in fake.temporaries] == [2 * 8 * 16 * 64 * 4] * 2
     assert made.workspace_bytes == 2 * 8 * 16 * 64 * 4
+    assert values["ws_ptr"] == fake.temporaries[1].data_ptr()
+    (memory,) = fake.memory
+    assert values["lock_ptr"] == ctypes.addressof(memory)
+    assert not any(memory)
+    assert fake.mode == 0
+
+
+def test_counters_are_a_streams_or_a_graphs(fake: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs that were captured on one stream may be replayed beside each other, and beside the stream."""
+    monkeypatch.setattr(shared, "_COUNTERS", 128)
+    small = loaded(fake, build(20, 200, 256, "bf16"), split=2)  # 8 counters
+    large = loaded(fake, build(40, 200, 256, "bf16"), split=2)  # 12
+
+    def counters(made: GpuKernel) -> int:
+        call(made, make_inputs(made.problem, 0))
+        return launched(fake, made)[1]["lock_ptr"]
+
+    seen: dict[int, int] = {}
+    for capture in (0, 5, 0, 6, 5):
+        fake.capture = capture
+        seen.setdefault(capture, counters(small))
+        assert counters(small) == seen[capture]  # the same each time
+        assert fake.mode == 0
+    assert len(set(seen.values())) == 3
+    more = counters(large)  # of the last capture: more than it has
+    assert more not in seen.values()
+    assert counters(small) == more
+    ranges = sorted((start, start + 4 * count) for start, count in [*[(each, 8) for each in seen.values()], (more, 12)])
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ranges))
+    assert len(fake.memory) == 2
+    assert not any(any(memory) for memory in fake.memory)
 
 
 @pytest.mark.parametrize("m", [200, 3])
-def test_programs_that_share_tiles_have_a_place_each(m: int, fake: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_that_share_tiles_have_a_place_each(m: int, fake: Driver) -> None:
     """All of them, however few the tiles."""
-    scratch = Scratch()
-    monkeypatch.setattr(shared, "scratch_of", lambda _: scratch)
     made = tma(fake, build(200, 192, 256, "bf16"), "persistent", stream=1)
     call(made, make_inputs(made.problem.with_m(m), 0))
     grid, values = launched(fake, made)
     there = torch.cuda.get_device_properties(0).multi_processor_count
     assert grid == (there, 1)
     assert values["PROGRAMS"] == there
-    assert values["ws_ptr"] == 4096
     assert values["lock_ptr"]
-    assert scratch.asked == [2 * there, there * 64 * 64 * 4]
-    assert made.workspace_bytes == there * 64 * 64 * 4
+    (place,) = fake.temporaries
+    assert values["ws_ptr"] == place.data_ptr()
+    assert place.numel() == made.workspace_bytes == there * 64 * 64 * 4
 
 
 def test_what_starts_off_a_boundary_is_copied(fake: Driver) -> None:

@@ -7,17 +7,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 import torch
 
+import gemmtune
 from cards import check_random_problems, check_repeats, first, kernel_of, run_into
 from gemmtune.backends.triton import TritonBackend
+from gemmtune.dispatch import RUNTIME, current_target
 from gemmtune.epilogue import Step
 from gemmtune.measure.inputs import Inputs, make_inputs
 from gemmtune.measure.verify import prepare, verify
 from gemmtune.problem import Problem
 from gemmtune.reference import reference
+from gemmtune.store import MemoryStore
 from gemmtune.workloads import build, fp8_problem, int_problem, weight_only_problem
+from serving import decide, evidence
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("own_artifacts")]
 
@@ -57,13 +62,16 @@ def test_programs_that_share_tiles_serve_any_m(problem: Problem) -> None:
 
 
 @pytest.mark.parametrize(
-    ("problem", "template", "config"),
-    [(build(16, 4096, 4096, "bf16"), "tiled", {"split": 4}),
-     (build(256, 4096, 4096, "bf16"), "persistent", {"stream": 1})],
-    ids=["tiled", "persistent"],
+    ("problem", "name", "config"),
+    [(build(16, 4096, 4096, "bf16"), "triton/tiled", {"split": 4}),
+     (build(256, 4096, 4096, "bf16"), "triton/persistent", {"stream": 1}),
+     (weight_only_problem(300, 4096, 4096), "triton/converted", {}),
+     (build(256, 4096, 4096, "bf16"), "cublaslt/ranked", {})],
+    ids=["tiled", "persistent", "converted", "cublaslt"],
 )  # fmt: skip
-def test_streams_and_graphs_share_no_counters(problem: Problem, template: str, config: dict[str, int]) -> None:
-    kernel = kernel_of(problem, first(problem, template, **config))
+def test_streams_and_graphs_share_no_memory(problem: Problem, name: str, config: dict[str, int]) -> None:
+    backend, _, template = name.partition("/")
+    kernel = kernel_of(problem, first(problem, template, backend, **config))
     inputs = make_inputs(problem, 0, device=torch.device("cuda"))
     expected = torch.empty(problem.m, 4096, dtype=torch.bfloat16, device="cuda")
     run_into(kernel, inputs, expected)
@@ -76,15 +84,45 @@ def test_streams_and_graphs_share_no_counters(problem: Problem, template: str, c
                 run_into(kernel, inputs, out)
     torch.cuda.synchronize()
     assert all(torch.equal(out, expected) for out in outs)
-    captured, graph = torch.empty_like(expected), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(3):
-            run_into(kernel, inputs, captured)
-    for _ in range(5):
-        captured.zero_()
-        graph.replay()
+    graphs = [torch.cuda.CUDAGraph() for _ in streams]
+    for graph, out in zip(graphs, outs, strict=True):  # captured on one stream, all of them
+        with torch.cuda.graph(graph):
+            for _ in range(3):
+                run_into(kernel, inputs, out)
+    for _ in range(10):
+        for out in outs:
+            out.zero_()
         torch.cuda.synchronize()
-        assert torch.equal(captured, expected)
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        run_into(kernel, inputs, torch.empty_like(expected))
+        torch.cuda.synchronize()
+        assert all(torch.equal(out, expected) for out in outs)
+
+
+@pytest.mark.parametrize("name", ["triton/tiled", "cublaslt/ranked"])
+def test_memory_is_no_graph_trees(name: str, own_store: MemoryStore) -> None:
+    """Inductor's CUDA graphs refuse what is allocated while they warm up and record, and stays."""
+    x, w = torch.randn(16, 4096, device="cuda").bfloat16(), torch.randn(4096, 4096, device="cuda").bfloat16()
+    with gemmtune.record() as recorded:
+        gemmtune.linear(x, w)
+    ((problem, _),) = recorded.problems
+    backend, _, template = name.partition("/")
+    candidate = first(problem, template, backend, **({"split": 4} if backend == "triton" else {}))
+    target = current_target("cuda")
+    decision = decide(problem, evidence(candidate, 1e-4, 0.5), chosen=candidate)
+    own_store.put(target, msgspec.structs.replace(decision, target_key=target.key))
+    RUNTIME.refresh(own_store)
+
+    @torch.compile(mode="reduce-overhead")
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return gemmtune.linear(gemmtune.linear(x, w).relu(), w)
+
+    expected = torch.nn.functional.linear(torch.nn.functional.linear(x, w).relu(), w).double()
+    with torch.inference_mode():
+        for _ in range(4):
+            torch.testing.assert_close(twice(x).double(), expected, rtol=2e-2, atol=2e-2 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("m", [128, 300, 1024])

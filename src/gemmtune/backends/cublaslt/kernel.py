@@ -12,7 +12,7 @@ from torch import Tensor
 from ...errors import UnsupportedError
 from ...problem import Problem
 from ..base import Candidate, Kernel, Launch
-from ..gpu.kernel import MISPLACED, fitting, scratch_of, shifted
+from ..gpu.kernel import MISPLACED, fitting, shifted, temporary
 from .library import Algorithm, Call
 from .product import RANKS, Product, described
 
@@ -78,7 +78,8 @@ class RankedKernel(Kernel):
             for place, tensor in zip(places, aligned):  # noqa: B905 - as many; saying so costs
                 point(place, tensor.data_ptr())
             stream = stream_of(device)
-            scratch = scratch_of(device).sums(stream, workspace) if workspace else 0
+            space = temporary(workspace) if workspace else None  # which lives until it is launched
+            scratch = 0 if space is None else space.data_ptr()
             status = run(b_ptr, a_ptr, d_ptr, scratch, stream)
             if status:
                 call.failed(status, lambda: run(b_ptr, a_ptr, d_ptr, scratch, stream))

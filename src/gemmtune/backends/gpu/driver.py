@@ -27,6 +27,8 @@ _MAP_BYTES = 128
 _L2_128B = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 _OVERLAPPING = 12030  # the first driver (CUDA 12.3) whose graphs know of kernels that overlap
 _CAPTURING = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _OVERLAP = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _FEW_BLOCKS = 4  # of a multiprocessor: with more small ones the next kernel does best late, too
 
@@ -129,6 +131,36 @@ class _Config(ctypes.Structure):
         ("attributes", ctypes.c_void_p),
         ("count", ctypes.c_uint),
     ]
+
+
+def zeros(size: int) -> int:
+    """The address of so many zero bytes on the current device, for as long as the process lives.
+
+    Not of torch's allocator: what that gives while a graph is captured or warmed up may be the graph's. Works while one
+    is captured, too.
+    """
+    address, stream, mode = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_int(_RELAXED)
+    library, doing = driver(), f"asking for {size} bytes"
+    _check(library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), doing)
+    try:
+        _check(library.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size)), doing)
+        _check(library.cuStreamCreate(ctypes.byref(stream), _NON_BLOCKING), doing)
+        _check(library.cuMemsetD8Async(address, ctypes.c_ubyte(0), ctypes.c_size_t(size), stream), doing)
+        _check(library.cuStreamSynchronize(stream), doing)
+        _check(library.cuStreamDestroy_v2(stream), doing)
+    finally:
+        library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    return int(address.value or 0)
+
+
+def capture_of(stream: int) -> int:
+    """The number of the capture that a stream is in, which no other has; 0 where it is in none."""
+    if not torch._C._cuda_isCurrentStreamCapturing():
+        return 0
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    found = (ctypes.byref(status), ctypes.byref(number), None, None, None)
+    _check(driver().cuStreamGetCaptureInfo_v2(ctypes.c_void_p(stream), *found), "asking whether a graph is captured")
+    return number.value if status.value == _CAPTURING else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,60 +18,68 @@ from ...problem import Problem
 from ...written import written
 from ..base import Candidate, Kernel, Launch, PackedWeight, QuantWeight
 from .artifact import Header, Tma
-from .driver import Block, Function, Map
+from .driver import Block, Function, Map, capture_of, zeros
 from .hip import HipFunction
 from .int4 import int4_layout, shuffle_int4
 from .rules import leads
 
 _ALIGN = 16
 MISPLACED = _ALIGN - 1  # bits of an address that must not be set
-_LOCKS = 1 << 20  # counters a device, handed out to kernels as they are loaded
-_SPACE = 32 << 20  # bytes of sums that a stream gets at first
+_COUNTER, _COUNTERS = 4, 4 << 20  # bytes of one, and of all that are made at a time
 _BOUND = 256  # launches kept a kernel: one an M
 _MAPS = 256  # descriptors kept a kernel: weights stay where they are
+_empty = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]  # a third of what torch.empty costs
 
 
-class Scratch:
-    """What kernels share on one device: zeroed counters, and for each stream a place for partial sums or a converted B.
+class Counters:
+    """Zeros on one device, by which the programs of a kernel count who has left a partial sum; kernels leave them zero.
 
-    Kernels leave their counters at zero. Two launches of one kernel must not share counters at one time: launches
-    on one stream never do; each stream has counters and sums of its own.
+    Launches on one stream run one after the other and may share them. Others may not: each stream has its own, and each
+    graph that is captured on it, since graphs may be replayed beside each other. Those of a graph are never given back:
+    nothing says when it is gone. They are few: one for a tile.
     """
 
-    def __init__(self, device: int) -> None:
-        self._device = torch.device("cuda", device)
-        self._locks = torch.zeros(_LOCKS, dtype=torch.int32, device=self._device)
-        self._used = 0
-        self._sums: dict[int, Tensor] = {}
+    def __init__(self) -> None:
+        self._held: dict[tuple[int, int], tuple[int, int]] = {}
+        self._free = (0, 0)  # where, and how many bytes
         self._guard = threading.Lock()
+        self._refill(0)  # where a kernel is loaded, there is time
 
-    def counters(self, count: int) -> Tensor:
-        """So many zeros of the kernel's own for as long as it lives."""
+    def of(self, stream: int, capture: int, count: int) -> int:
+        """The address of at least so many. capture: the number of the stream's capture, or 0."""
+        address, size = self._held.get((stream, capture), (0, 0))
+        if size >= count:
+            return address
         with self._guard:
-            if self._used + count > self._locks.numel():
-                self._locks = torch.zeros(max(_LOCKS, count), dtype=torch.int32, device=self._device)
-                self._used = 0
-            part = self._locks[self._used : self._used + count]
-            self._used += count
-            return part
+            if self._free[1] < _COUNTER * count:
+                self._refill(_COUNTER * count)
+            address, left = self._free
+            self._free = address + _COUNTER * count, left - _COUNTER * count
+            self._held[stream, capture] = address, count
+        return address
 
-    def sums(self, stream: int, size: int) -> int:
-        """The address of at least ``size`` bytes for one stream's kernels, which run one after the other."""
-        held = self._sums.get(stream)
-        if held is None or held.numel() < size:
-            # The old memory may still be in use on its stream: the allocator waits for that before it reuses it there.
-            held = self._sums[stream] = torch.empty(max(size, _SPACE), dtype=torch.uint8, device=self._device)
-        return held.data_ptr()
+    def _refill(self, least: int) -> None:
+        size = max(least, _COUNTERS)
+        self._free = zeros(size), size
 
 
-_scratch: dict[int, Scratch] = {}
+_counters: dict[int, Counters] = {}
 
 
-def scratch_of(device: int) -> Scratch:
-    """The device's; made at first use."""
-    if device not in _scratch:
-        _scratch[device] = Scratch(device)
-    return _scratch[device]
+def counters_of(device: int) -> Counters:
+    """The device's, which is the current one; made at first use."""
+    if device not in _counters:
+        _counters[device] = Counters()
+    return _counters[device]
+
+
+def temporary(size: int) -> Tensor:
+    """So many bytes of the current device for what is launched next on the current stream; to be kept until then.
+
+    Of torch's allocator, as an op's own temporaries are: whoever gets them next comes after what was launched, and
+    while a graph is captured they are the graph's.
+    """
+    return _empty((size,), (1,), torch.uint8)  # type: ignore[no-any-return]
 
 
 class Loaded:
@@ -111,10 +119,11 @@ class GpuKernel(Kernel):
         self.function = Loaded(self.header, cubin)
         self._bound: dict[tuple[int, ...], Launch] = {}
         self._tiles_n = -(-problem.n // self._bn)
-        self._counters: dict[tuple[int, int], Tensor] = {}  # by device and stream
         self._shares = "lock_ptr" in self.header.arguments
         if self._shares:
-            self.workspace_bytes, _ = self._shared(problem.m, torch.cuda.current_device())
+            device = torch.cuda.current_device()
+            self.workspace_bytes, _ = self._shared(problem.m, device)
+            counters_of(device)
 
     def _tile(self, config: dict[str, Any]) -> tuple[int, int, int]:
         """Rows and columns of a tile of the output; elements of K in a block."""
@@ -149,18 +158,18 @@ class GpuKernel(Kernel):
         tiles (those with the arguments ``ws_ptr`` and ``lock_ptr``)."""
         raise NotImplementedError(f"{self.candidate.id} leaves no partial sums")
 
-    def _meeting(self, m: int, device: int) -> Callable[[Any, int], None] | None:
-        """What puts into a launch's slots where its programs leave partial sums on a stream; None where they do not."""
+    def _meeting(self, m: int, device: int) -> Callable[[Any, int], Tensor] | None:
+        """What puts into a launch's slots where its programs leave partial sums and count who did, on a stream, and
+        returns what must be kept until it is launched; None where programs do not share tiles."""
         if not self._shares:
             return None
         ws_at, lock_at = (self.header.arguments.index(name) for name in ("ws_ptr", "lock_ptr"))
-        size, count = self._shared(m, device)
+        (size, count), counters = self._shared(m, device), counters_of(device)
 
-        def meet(slots: Any, stream: int) -> None:
-            held = self._counters.get((device, stream))
-            if held is None or held.numel() < count:
-                held = self._counters[device, stream] = scratch_of(device).counters(count)
-            slots[ws_at], slots[lock_at] = scratch_of(device).sums(stream, size), held.data_ptr()
+        def meet(slots: Any, stream: int) -> Tensor:
+            sums = temporary(size)
+            slots[ws_at], slots[lock_at] = sums.data_ptr(), counters.of(stream, capture_of(stream), count)
+            return sums
 
         return meet
 
@@ -180,7 +189,7 @@ class GpuKernel(Kernel):
             f"        return shifted(launch, out, a, b{behind})",
             f"    config.stream = stream = stream_of({device})",
             *(f"    {line}" for line in settled.lines),
-            *(["    meet(slots, stream)"] if meet is not None else []),
+            *(["    sums = meet(slots, stream)"] if meet is not None else []),
             f"    slots[{place('c_ptr')}] = c_ptr",
             *(f"    slots[{place(name)}] = {name}.data_ptr()" for name in names),
             f"    status = {go}",
@@ -284,9 +293,9 @@ class TmaKernel(GpuKernel):
         """The leading dimension of B as the kernel reads it."""
         return leads(self.problem, self.problem.m)[1]
 
-    def _converting(self, device: int) -> Callable[[int, int], int] | None:
-        """What makes the B that the kernel reads of the given one's address, on a stream, and returns its address;
-        None where that is the given one."""
+    def _converting(self, device: int) -> Callable[[int, int], Tensor] | None:
+        """What makes the B that the kernel reads of the given one's address, on a stream; None where that is the given
+        one."""
         return None
 
     def _described(self, name: str, rows: int, lead: int) -> _Maps:
@@ -303,7 +312,7 @@ class TmaKernel(GpuKernel):
         }  # fmt: skip
         arguments, convert = self.header.arguments, self._converting(device)
         lines = [
-            *(["b_ptr = convert(b_ptr, stream)"] if convert is not None else []),
+            *(["converted = convert(b_ptr, stream)", "b_ptr = converted.data_ptr()"] if convert is not None else []),
             "a_map, b_map = rows[a_ptr], weights[b_ptr]",  # by name: they must live until they are launched
             f"parameters[{arguments.index('a_desc')}] = a_map.address",
             f"parameters[{arguments.index('b_desc')}] = b_map.address",

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from ...problem import Problem, bits
 from ..base import Candidate
 from ..gpu.artifact import Header
 from ..gpu.driver import Block
-from ..gpu.kernel import GpuKernel, GridKernel, Loaded, TmaKernel, scratch_of
+from ..gpu.kernel import GpuKernel, GridKernel, Loaded, TmaKernel, temporary
 from .compiler import CONVERTED_ITEMS
 
 
@@ -36,7 +37,7 @@ class Persistent(TmaKernel):
 
 
 class Converted(Persistent):
-    """The template ``converted``: B into A's dtype, in memory that one stream's kernels share; then ``persistent``."""
+    """The template ``converted``: B into A's dtype, in memory of its own; then ``persistent``."""
 
     def __init__(self, problem: Problem, candidate: Candidate, parts: Sequence[tuple[Header, bytes]]) -> None:
         super().__init__(problem, candidate, parts)
@@ -48,14 +49,14 @@ class Converted(Persistent):
     def _lead(self) -> int:
         return self.problem.k
 
-    def _converting(self, device: int) -> Callable[[int, int], int]:
+    def _converting(self, device: int) -> Callable[[int, int], Tensor]:
         function, size = self._convert(device), self.workspace_bytes
         block = Block(function, (-(-self._count // CONVERTED_ITEMS), 1), (0, 0, self._count))
 
-        def convert(address: int, stream: int) -> int:
+        def convert(address: int, stream: int) -> Tensor:
             slots, config, go, _ = block.held
-            place = scratch_of(device).sums(stream, size)
-            slots[0], slots[1], config.stream = address, place, stream
+            place = temporary(size)
+            slots[0], slots[1], config.stream = address, place.data_ptr(), stream
             status = go()
             if status:
                 function.failed(status, go)
