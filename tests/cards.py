@@ -27,19 +27,20 @@ NARROW = ("bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2")
 
 
 def problems(backend: Backend, count: int, seed: int = 0) -> Iterator[tuple[Problem, Candidate]]:
-    """Random problems that the backend takes, no family more than a third, with one of their legal candidates each."""
+    """Random problems that the backend takes, no family more than a third, with one of their legal candidates each, of
+    the template that there are fewest of."""
     rng, target = random.Random(seed), current_cuda({})
-    left = Counter(dict.fromkeys(FAMILIES, -(-count // 3)))
+    left, had = Counter(dict.fromkeys(FAMILIES, -(-count // 3))), Counter[str]()
     while count:
-        most = rng.choice((40, 200, 700))
+        most = rng.choice((40, 200, 700, 1500))
         problem = random_problem(rng, most)
         if problem.a.dtype not in NARROW or not left[problem.family]:
             continue
         listed = backend.candidates(problem, target)
         legal = [item for item in listed if isinstance(item, Candidate)]
         if legal:
-            templates = sorted({candidate.template for candidate in legal})
-            template = rng.choice(templates)
+            template = min(sorted({candidate.template for candidate in legal}), key=had.__getitem__)
+            had[template] += 1
             yield problem, rng.choice([candidate for candidate in legal if candidate.template == template][:60])
             count -= 1
             left[problem.family] -= 1
