@@ -95,6 +95,7 @@ def meet(
     """
     generation = RUNTIME.generation
     operands = sight.given if out is None else sight.given[:-1]
+    count = len(operands)
     if passing(call) or not _lasting(sight, operands, call, out, differentiable):
         return execute(op, call, out, differentiable=differentiable)
     wants = _wants(sight.checked)
@@ -107,12 +108,11 @@ def meet(
         fresh, write = function or _plainly(call, take), into
     else:
         launch = _bound(kernel, call, operands)
-        count = len(operands)
         write = _running(kernel, call, take) if launch is None else _writing(launch, kernel, call, count)
         fresh = _computing(kernel, call, take) if launch is None else _launching(launch, kernel, call, count)
         if wants and differentiate is not None:
             fresh = partial(differentiate, fresh)
-    prepared = fresh if out is None else _into(fresh, write)
+    prepared = fresh if out is None else _into(fresh, write, call, count)
     keep(sight, prepared, generation)
     return prepared(*sight.given)
 
@@ -162,20 +162,24 @@ def _fits(out: Tensor, call: Call) -> bool:
     return fits and out.is_contiguous()
 
 
-def _into(fresh: Serve, write: Write | None) -> Serve:
-    """What serves operands and an out behind them: ``write``; ``fresh`` where they share memory, or nothing writes."""
+def _into(fresh: Serve, write: Write | None, call: Call, count: int) -> Serve:
+    """What serves so many operands and an out behind them: ``write``; ``fresh`` where they share memory, or nothing
+    writes."""
     if write is None:
         return lambda *given: given[-1].copy_(fresh(*given[:-1]))
-
-    def prepared(*given: Any) -> Tensor:
-        out: Tensor = given[-1]
-        operands = given[:-1]
-        if _shares(out, operands):
-            return out.copy_(fresh(*operands))
-        write(out, *operands)
-        return out
-
-    return prepared
+    names, *_ = _passing(call, count)
+    tensors = [name for name in names.split(", ") if call.packed is None or name != "t1"]
+    shared = " or ".join(f"{name}.untyped_storage().data_ptr() == storage" for name in tensors)
+    return written(
+        "prepared",
+        f"def prepared({names}, out):",
+        "    storage = out.untyped_storage().data_ptr()",
+        f"    if {shared}:",  # as _shares
+        f"        return out.copy_(fresh({names}))",
+        f"    write(out, {names})",
+        "    return out",
+        fresh=fresh, write=write,
+    )  # fmt: skip
 
 
 def _shares(out: Tensor, operands: Sequence[Any]) -> bool:
