@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 
 from . import checks, plain
 from .backends.aten.steps import dtype_of
-from .backends.base import Kernel, Launch, PackedWeight
+from .backends.base import Kernel, Launch
 from .describe import Call
 from .dispatch.guards import capturing, check_like, special, special_state, subclassed, unusual
 from .dispatch.runtime import RUNTIME, TABLE
@@ -182,13 +182,10 @@ def _into(fresh: Serve, write: Write | None, call: Call, count: int) -> Serve:
     )  # fmt: skip
 
 
-def _shares(out: Tensor, operands: Sequence[Any]) -> bool:
-    """Whether a tensor has its storage in common with an operand (PackedWeights are nobody's output)."""
+def _shares(out: Tensor, tensors: Sequence[Tensor]) -> bool:
+    """Whether a tensor has its storage in common with another (PackedWeights are nobody's output)."""
     storage = out.untyped_storage().data_ptr()
-    for operand in operands:
-        if type(operand) is not PackedWeight and operand.untyped_storage().data_ptr() == storage:
-            return True
-    return False
+    return any(tensor.untyped_storage().data_ptr() == storage for tensor in tensors)
 
 
 def execute(op: str, call: Call, out: Tensor | None = None, *, differentiable: bool = True) -> Tensor:
