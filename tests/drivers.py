@@ -144,7 +144,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Driver:
     made = Driver()
     monkeypatch.setattr(driver, "driver", lambda: made)
     driver._version.cache_clear()
-    monkeypatch.setattr(kernel, "_empty", made.temporary)
+    monkeypatch.setattr(kernel, "empty_cuda", made.temporary)
     monkeypatch.setattr(kernel, "_counters", {})
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,25 +13,33 @@ from torch.autograd import forward_ad
 
 from . import checks, plain
 from .backends.aten.steps import dtype_of
-from .backends.base import Kernel, Launch
+from .backends.base import Kernel
 from .describe import Call
 from .dispatch.guards import capturing, check_like, special, special_state, subclassed, unusual
 from .dispatch.runtime import RUNTIME, TABLE
 from .fuse import Bound
+from .prepared import (
+    Pair,
+    Serve,
+    Write,
+    bound_launch,
+    computing,
+    dense,
+    fresh_of,
+    into_out,
+    kernel_shape,
+    launching,
+    plainly,
+    running,
+    shares,
+    taking,
+    there,
+    writing,
+)
 from .problem import Problem
-from .written import written
 
 _lookup = TABLE.get
 _dispatch_modes = torch._C._len_torch_dispatch_stack
-# A third of what torch.empty costs; the latter on the current device.
-_empty_strided_cpu = torch._C._dynamo.guards._empty_strided_cpu  # type: ignore[attr-defined]
-_empty_strided_cuda = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
-
-Fresh = Callable[[Tensor, Any, Sequence[Tensor]], Tensor]
-Serve = Callable[..., Tensor]
-Write = Callable[..., object]  # of out and the operands
-Pair = Callable[..., tuple[Tensor, Any]]
-Take = Callable[..., tuple[Tensor, Any, Sequence[Tensor]]]
 
 
 class Sight(NamedTuple):
@@ -100,19 +108,19 @@ def meet(
         return execute(op, call, out, differentiable=differentiable)
     wants = _wants(sight.checked)
     kernel = None if _empty(call.problem) or (wants and differentiate is None) else _kernel_for(call)
-    take = _taking(call, operands, pair)
+    take = taking(call, operands, pair)
     write: Write | None
     if kernel is None:
         if call.packed is not None:
             return execute(op, call, out, differentiable=differentiable)
-        fresh, write = function or _plainly(call, take), into
+        fresh, write = function or plainly(call, take), into
     else:
-        launch = _bound(kernel, call, operands)
-        write = _running(kernel, call, take) if launch is None else _writing(launch, kernel, call, count)
-        fresh = _computing(kernel, call, take) if launch is None else _launching(launch, kernel, call, count)
+        launch = bound_launch(kernel, call, operands)
+        write = running(kernel, call, take) if launch is None else writing(launch, kernel, call, count)
+        fresh = computing(kernel, call, take) if launch is None else launching(launch, kernel, call, count)
         if wants and differentiate is not None:
             fresh = partial(differentiate, fresh)
-    prepared = fresh if out is None else _into(fresh, write, call, count)
+    prepared = fresh if out is None else into_out(fresh, write, call, count)
     keep(sight, prepared, generation)
     return prepared(*sight.given)
 
@@ -142,12 +150,6 @@ def _wants(tensors: Sequence[Tensor]) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-def _plainly(call: Call, take: Take) -> Serve:
-    """Plain PyTorch on the operands."""
-    compute = plain.settled(call)
-    return lambda *operands: compute(*take(*operands))
-
-
 def _as_given(tensors: Sequence[Tensor], aux: Sequence[Tensor]) -> bool:
     """Whether the epilogue's tensors are views of what the caller holds: of the same elements in the same order."""
     return all(
@@ -160,32 +162,6 @@ def _fits(out: Tensor, call: Call) -> bool:
     """Whether a kernel may write ``out``, if it shares no memory with an operand. (The others are for ``execute``.)"""
     fits = out.shape == call.shape and out.dtype == dtype_of(call.problem.out_dtype) and out.device == call.a.device
     return fits and out.is_contiguous()
-
-
-def _into(fresh: Serve, write: Write | None, call: Call, count: int) -> Serve:
-    """What serves so many operands and an out behind them: ``write``; ``fresh`` where they share memory, or nothing
-    writes."""
-    if write is None:
-        return lambda *given: given[-1].copy_(fresh(*given[:-1]))
-    names, *_ = _passing(call, count)
-    tensors = [name for name in names.split(", ") if call.packed is None or name != "t1"]
-    shared = " or ".join(f"{name}.untyped_storage().data_ptr() == storage" for name in tensors)
-    return written(
-        "prepared",
-        f"def prepared({names}, out):",
-        "    storage = out.untyped_storage().data_ptr()",
-        f"    if {shared}:",  # as _shares
-        f"        return out.copy_(fresh({names}))",
-        f"    write(out, {names})",
-        "    return out",
-        fresh=fresh, write=write,
-    )  # fmt: skip
-
-
-def _shares(out: Tensor, tensors: Sequence[Tensor]) -> bool:
-    """Whether a tensor has its storage in common with another (PackedWeights are nobody's output)."""
-    storage = out.untyped_storage().data_ptr()
-    return any(tensor.untyped_storage().data_ptr() == storage for tensor in tensors)
 
 
 def execute(op: str, call: Call, out: Tensor | None = None, *, differentiable: bool = True) -> Tensor:
@@ -212,11 +188,11 @@ def _execute(op: str, call: Call, out: Tensor | None, differentiable: bool) -> T
     if kernel is None:
         result = _shape_only(call, dtype) if _fake(call.a) else plain.run(call)
     elif out is not None and _direct(out, call):
-        run = _there(kernel.run, kernel, call.a.device)
-        run(_operand(call), call.b, call.aux, out.view(_kernel_shape(call)))
+        run = there(kernel.run, kernel, call.a.device)
+        run(_operand(call), call.b, call.aux, out.view(kernel_shape(call)))
         return out
     else:
-        fresh = _there(fresh_of(kernel), kernel, call.a.device)
+        fresh = there(fresh_of(kernel), kernel, call.a.device)
         result = fresh(_operand(call), call.b, call.aux).view(call.shape)
     return result if out is None else out.copy_(result)
 
@@ -241,31 +217,6 @@ def passing(call: Call) -> bool:
     return special_state() or any(special(tensor) for tensor in call.tensors) or capturing(call.a.device)
 
 
-def _there(function: Callable[..., Any], kernel: Kernel, device: torch.device) -> Callable[..., Any]:
-    """The function, made to run with ``device`` current where it need not be."""
-    if not _elsewhere(kernel, device):
-        return function
-    index, current = device.index, _current_device()
-
-    def there(*operands: Any) -> Any:
-        if current() == index:
-            return function(*operands)
-        with torch.cuda.device(index):
-            return function(*operands)
-
-    return there
-
-
-def _elsewhere(kernel: Kernel, device: torch.device) -> bool:
-    """Whether another device may be current, and the kernel minds (ATen's ops see to that themselves)."""
-    return device.type == "cuda" and kernel.candidate.backend != "aten" and torch.cuda.device_count() > 1
-
-
-def _current_device() -> Callable[[], int]:
-    """torch.cuda.current_device, which first asks whether CUDA is up, without that: whose tensors are there, is."""
-    return getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-
-
 def _empty(problem: Problem) -> bool:
     return min(problem.m, problem.n, problem.k, problem.batch) == 0
 
@@ -274,19 +225,9 @@ def _operand(call: Call) -> Tensor:
     return dense(call.a) if call.problem.b.constant else call.a
 
 
-def dense(a: Tensor) -> Tensor:
-    """Activations as constant-weight problems describe them: rows one after another."""
-    return a if a.is_contiguous() else a.contiguous()
-
-
-def _kernel_shape(call: Call) -> tuple[int, ...]:
-    problem = call.problem
-    return (problem.batch, problem.m, problem.n) if problem.family == "bmm" else (problem.m, problem.n)
-
-
 def _direct(out: Tensor, call: Call) -> bool:
     """Whether a kernel may write ``out`` itself: row-major, ordinary, and sharing no memory with what it reads."""
-    return out.is_contiguous() and not special(out) and not _shares(out, call.tensors)
+    return out.is_contiguous() and not special(out) and not shares(out, call.tensors)
 
 
 def _fake(tensor: Tensor) -> bool:
@@ -302,131 +243,3 @@ def _shape_only(call: Call, dtype: torch.dtype) -> Tensor:
     if call.packed is not None or not call.problem.a.dtype.startswith(("float32", "float64", "bfloat16", "float16")):
         return call.a.new_empty(call.shape, dtype=dtype)
     return plain.run(call)
-
-
-def fresh_of(kernel: Kernel) -> Fresh:
-    """The kernel as a function that returns a new tensor."""
-    own: Fresh | None = getattr(kernel, "fresh", None)
-    if own is not None:
-        return own
-    dtype, run, batched = dtype_of(kernel.problem.out_dtype), kernel.run, kernel.problem.family == "bmm"
-    n = kernel.problem.n
-
-    def fresh(a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
-        shape = (a.shape[0], a.shape[1], n) if batched else (a.shape[0], n)
-        out = torch.empty(shape, dtype=dtype, device=a.device)
-        run(a, b, aux, out)
-        return out
-
-    return fresh
-
-
-def _outputs(call: Call, shape: tuple[int, ...], current: bool = False) -> Callable[[], Tensor]:
-    """Makes a tensor of such a shape for the Call's result. current: its device is whenever one is made."""
-    dtype, device = dtype_of(call.problem.out_dtype), call.a.device
-    strides = torch.empty(shape, device="meta").stride()
-    if device.type == "cpu":
-        return partial(_empty_strided_cpu, shape, strides, dtype)
-    if current or torch.cuda.device_count() == 1:
-        return partial(_empty_strided_cuda, shape, strides, dtype)
-    return partial(torch.empty, shape, dtype=dtype, device=device)
-
-
-def _bound(kernel: Kernel, call: Call, operands: Sequence[Any]) -> Launch | None:
-    """A launch that takes the operands (a PackedWeight's tensors in its place) as they are; None where the kernel has
-    none, or the Call's are copies of these (views will do)."""
-    given, tensors = operands, call.tensors
-    if call.packed is not None:
-        data = call.packed.data
-        given, tensors = (operands[0], *data, *operands[2:]), (call.a, *data, *call.aux)
-    if (call.problem.b.constant and not call.a.is_contiguous()) or len(tensors) != len(given):
-        return None
-    launch = kernel.bind(call.a, call.b, call.aux)
-    if launch is None or any(x.data_ptr() != y.data_ptr() for x, y in zip(tensors, given, strict=True)):
-        return None
-    return launch
-
-
-def _writing(launch: Launch, kernel: Kernel, call: Call, count: int) -> Write:
-    """A bound launch of so many operands that finds a PackedWeight's tensors itself."""
-    names, data, passed = _passing(call, count)
-    write = launch
-    if data:
-        write = written("write", f"def write(out, {names}):", *data, f"    launch(out, {passed})", launch=launch)
-    return _there(write, kernel, call.a.device)
-
-
-def _launching(launch: Launch, kernel: Kernel, call: Call, count: int) -> Serve:
-    """The same into a new tensor."""
-    device = call.a.device
-    (names, data, passed), elsewhere = _passing(call, count), _elsewhere(kernel, device)
-    there = [
-        "    if current() != index:",
-        "        with device(index):",
-        f"            return prepared({names})",
-    ]
-    return written(
-        "prepared",
-        f"def prepared({names}):",
-        *(there if elsewhere else []),
-        *data,
-        "    out = empty()",
-        f"    launch(out, {passed})",
-        "    return out",
-        launch=launch, empty=_outputs(call, call.shape, elsewhere),
-        current=_current_device(), index=device.index, device=torch.cuda.device,
-    )  # fmt: skip
-
-
-def _passing(call: Call, count: int) -> tuple[str, list[str], str]:
-    """Of so many operands: their names, what finds a PackedWeight's tensors among them, and all that a launch takes."""
-    names = [f"t{place}" for place in range(count)]
-    if call.packed is None:
-        return ", ".join(names), [], ", ".join(names)
-    data = [f"d{place}" for place in range(len(call.packed.data))]
-    return ", ".join(names), [f"    {', '.join(data)}, = t1.data"], ", ".join([names[0], *data, *names[2:]])
-
-
-def _computing(kernel: Kernel, call: Call, take: Take) -> Serve:
-    """The kernel on operands as it takes them, into a new tensor."""
-    own, inner, shape = getattr(kernel, "fresh", None), _kernel_shape(call), call.shape
-    run, empty, same = _there(kernel.run, kernel, call.a.device), _outputs(call, inner), shape == inner
-
-    def allocate(*operands: Any) -> Tensor:
-        out = empty()
-        run(*take(*operands), out)
-        return out if same else out.view(shape)
-
-    if own is None:
-        return allocate
-    fresh: Fresh = _there(own, kernel, call.a.device)
-
-    def ask(*operands: Any) -> Tensor:
-        out = fresh(*take(*operands))
-        return out if same else out.view(shape)
-
-    return ask
-
-
-def _running(kernel: Kernel, call: Call, take: Take) -> Write:
-    """The same into ``out``."""
-    inner, run = _kernel_shape(call), _there(kernel.run, kernel, call.a.device)
-
-    def write(out: Tensor, *operands: Any) -> None:
-        run(*take(*operands), out.view(inner))
-
-    return write
-
-
-def _taking(call: Call, operands: Sequence[Any], pair: Pair) -> Take:
-    """What is given as kernels take it: a and b, and the epilogue's tensors in their steps' shapes."""
-    count = len(operands) - len(call.aux)
-    shapes = [u.shape for u in call.aux]
-    if not shapes:
-        return lambda *given: (*pair(*given), ())
-    if all(t.shape == shape for t, shape in zip(operands[count:], shapes, strict=True)):
-        return lambda *given: (*pair(*given[:count]), given[count:])
-    return lambda *given: (
-        *pair(*given[:count]),
-        [t.view(shape) for t, shape in zip(given[count:], shapes, strict=True)],
-    )

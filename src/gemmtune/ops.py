@@ -20,6 +20,7 @@ from .dispatch.guards import autocasting
 from .dispatch.runtime import RUNTIME
 from .fuse import Bound
 from .launch import Sight
+from .prepared import Pair, Serve
 
 _threads = torch.get_num_threads
 _grad = torch.is_grad_enabled  # the operands' check says whether one requires a gradient, and not whether it gets one
@@ -113,7 +114,7 @@ def _into_mm(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a, b, out=out)
 
 
-def _torchs(sight: Sight, function: launch.Serve) -> Tensor:
+def _torchs(sight: Sight, function: Serve) -> Tensor:
     """What is for PyTorch alone: it serves operands like these in a state like this one (it is right in any)."""
     generation = RUNTIME.generation
     result = function(*sight.given)
@@ -121,7 +122,7 @@ def _torchs(sight: Sight, function: launch.Serve) -> Tensor:
     return result
 
 
-def _unless(function: launch.Serve, sight: Sight, described: Callable[[], object]) -> Tensor:
+def _unless(function: Serve, sight: Sight, described: Callable[[], object]) -> Tensor:
     """PyTorch's own op, which has to see its operands (transforms, modes, subclasses); where it refuses them, the
     description may know better words for it."""
     try:
@@ -140,14 +141,14 @@ def _alike(sight: Sight) -> bool:
     return all(tensor.device == device and tensor.dtype == dtype for tensor in sight.given[1:])
 
 
-def _pair(call: describe.Call) -> launch.Pair:
+def _pair(call: describe.Call) -> Pair:
     """Operands of mm, addmm and bmm as they are; activations beside a constant weight made dense when they are not."""
     if call.problem.b.constant and not call.a.is_contiguous():
         return lambda a, b, *_: (a.contiguous(), b)
     return lambda a, b, *_: (a, b)
 
 
-def _grad_mm(compute: launch.Serve, a: Tensor, b: Tensor) -> Tensor:
+def _grad_mm(compute: Serve, a: Tensor, b: Tensor) -> Tensor:
     return autograd.addmm(lambda: compute(a, b), None, a, b, 1, 1)
 
 
@@ -227,7 +228,7 @@ def _into_linear(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = N
     return torch.addmm(bias, x, weight.t(), out=out)
 
 
-def _linear_pair(call: describe.Call, x: Tensor) -> launch.Pair:
+def _linear_pair(call: describe.Call, x: Tensor) -> Pair:
     packed, flat, rows, k = call.packed is not None, x.dim() == 2, call.problem.m, call.problem.k
     copies = call.problem.b.constant and not call.a.is_contiguous()
 
@@ -238,7 +239,7 @@ def _linear_pair(call: describe.Call, x: Tensor) -> launch.Pair:
     return pair
 
 
-def _grad_linear(compute: launch.Serve, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _grad_linear(compute: Serve, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     operands = (x, weight) if bias is None else (x, weight, bias)
     return autograd.linear(lambda: compute(*operands), x, weight, bias)
 
@@ -303,7 +304,7 @@ def _first_addmm(
     def into(out: Tensor, a: Tensor, b: Tensor, addend: Tensor) -> Tensor:
         return torch.addmm(addend, a, b, beta=beta, alpha=alpha, out=out)
 
-    def differentiate(compute: launch.Serve, a: Tensor, b: Tensor, addend: Tensor) -> Tensor:
+    def differentiate(compute: Serve, a: Tensor, b: Tensor, addend: Tensor) -> Tensor:
         return autograd.addmm(lambda: compute(a, b, addend), addend, a, b, beta, alpha)
 
     plainly = isinstance(b, Tensor) and out is None
@@ -366,5 +367,5 @@ def _into_bmm(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return torch.bmm(a, b, out=out)
 
 
-def _grad_bmm(compute: launch.Serve, a: Tensor, b: Tensor) -> Tensor:
+def _grad_bmm(compute: Serve, a: Tensor, b: Tensor) -> Tensor:
     return autograd.bmm(lambda: compute(a, b), a, b)

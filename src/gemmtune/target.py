@@ -60,6 +60,19 @@ class Target:
         """Where its operands lie."""
         return torch.device(self.device)
 
+    @property
+    def is_amd(self) -> bool:
+        """Whether it is a GPU of AMD's, whose capability is an architecture."""
+        return self.capability.startswith("gfx")
+
+    @property
+    def compute_capability(self) -> tuple[int, int]:
+        """An NVIDIA GPU's as (major, minor); AMD's: (0, 0)."""
+        if self.is_amd:
+            return 0, 0
+        major, _, minor = self.capability.partition(".")
+        return int(major), int(minor or 0)
+
     def to_dict(self) -> dict[str, Any]:
         data = asdict(self)
         del data["_key"]

@@ -1,8 +1,8 @@
 """Functions of the hot path, written out for the case at hand.
 
 A call of ours costs the host a few microseconds. A loop over operands, an argument list of any length or a test of
-what a kernel has costs up to a tenth of that each time, though nothing about it changes from call to call: it is
-settled when the function is written (as ``dataclasses`` and ``collections.namedtuple`` write theirs).
+what a kernel has takes its share of that each time, though nothing about it changes from call to call: it is settled
+when the function is written (as ``dataclasses`` and ``collections.namedtuple`` write theirs).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from types import CodeType
 from typing import Any
 
 
-@lru_cache(1024)  # every M has functions of its own, of the same text: compiling it takes a hundred microseconds
+@lru_cache(1024)  # every M has functions of its own, of the same text, whose compiling is most of making them
 def _code(source: str) -> CodeType:
     return compile(source, "<gemmtune.written>", "exec")
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import gemmtune
-from gemmtune import backends, launch
+from gemmtune import backends, launch, prepared
 from gemmtune.backends.base import Candidate, PackedWeight
 from gemmtune.checks import DtypeError
 from gemmtune.decision import Sample
@@ -151,7 +151,7 @@ def test_only_the_operands_device_is_made_current(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "current_device", lambda: now[0])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     ours = SimpleNamespace(candidate=toy())
-    run = launch._there(lambda a, b: a + b, ours, SECOND)  # type: ignore[arg-type]
+    run = prepared.there(lambda a, b: a + b, ours, SECOND)  # type: ignore[arg-type]
     assert run(1, 2) == 3
     assert entered == [1]
     now[0] = 1
@@ -159,9 +159,9 @@ def test_only_the_operands_device_is_made_current(monkeypatch: pytest.MonkeyPatc
     assert entered == [1]
     plain = SimpleNamespace(candidate=Candidate.make("aten", "mm"))
     for kernel, place in ((plain, SECOND), (ours, runtime.CPU)):
-        assert launch._there(max, kernel, place) is max  # type: ignore[arg-type]
+        assert prepared.there(max, kernel, place) is max  # type: ignore[arg-type]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert launch._there(max, ours, FIRST) is max  # type: ignore[arg-type]
+    assert prepared.there(max, ours, FIRST) is max  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -179,9 +179,9 @@ def test_what_is_prepared_runs_and_allocates_on_its_device(packed: bool, monkeyp
         return torch.full(shape, -1.0, dtype=dtype)
 
     monkeypatch.setattr(torch.cuda, "device", device)
-    monkeypatch.setattr(launch, "_current_device", lambda: lambda: now[0])
+    monkeypatch.setattr(prepared, "_current_device", lambda: lambda: now[0])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(launch, "_empty_strided_cuda", empty)
+    monkeypatch.setattr(prepared, "empty_cuda", empty)
     x, w, bias = torch.ones(3, 4), torch.ones(5, 4), torch.ones(5)
     weight = PackedWeight("toy:two", (w, torch.ones(5)), 5, 4, "float32") if packed else w
     call: Any = SimpleNamespace(
@@ -193,12 +193,12 @@ def test_what_is_prepared_runs_and_allocates_on_its_device(packed: bool, monkeyp
         ran.append((now[0], out, *operands))
 
     ours: Any = SimpleNamespace(candidate=toy())
-    prepared = launch._launching(go, ours, call, 3)
-    write = launch._writing(go, ours, call, 3)
+    fresh = prepared.launching(go, ours, call, 3)
+    write = prepared.writing(go, ours, call, 3)
     passed = (x, *weight.data, bias) if isinstance(weight, PackedWeight) else (x, w, bias)
     for place in (0, 1):
         now[0] = place
-        out = prepared(x, weight, bias)
+        out = fresh(x, weight, bias)
         assert tuple(out.shape) == (3, 5)
         write(out, x, weight, bias)
         assert now == [place]

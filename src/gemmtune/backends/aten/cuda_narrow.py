@@ -12,7 +12,7 @@ from ...problem import Problem
 from ...target import Target
 from ..base import PackedWeight, QuantWeight, Scalar
 from .cuda_dense import pad_once
-from .cuda_rules import HALVES, bytes_layout, capability, scaled_hardware, scaled_kinds, scaled_layout
+from .cuda_rules import HALVES, bytes_layout, scaled_hardware, scaled_kinds, scaled_layout
 from .dense import PADDED
 from .kernel import AtenKernel, Sliced, constant_b, dense_weight_bytes, packed_as
 from .padding import int_product, int_rules, scaled_product, wide_mm
@@ -159,7 +159,7 @@ class Int4PackCuda(AtenKernel):
 
     @classmethod
     def refuses_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
-        return "" if capability(target) >= (8, 0) else "_weight_int4pack_mm needs compute capability 8.0"
+        return "" if target.compute_capability >= (8, 0) else "_weight_int4pack_mm needs compute capability 8.0"
 
     @classmethod
     def layout(cls, problem: Problem, config: Mapping[str, Scalar]) -> str | None:
@@ -193,7 +193,7 @@ class ScaledMmPadded(Sliced, ScaledMm):
     def refuses_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
         if not scaled_layout(problem):
             return "nothing to pad: _scaled_mm takes these operands as they are"
-        return scaled_kinds(problem, capability(target))
+        return scaled_kinds(problem, target.compute_capability)
 
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
         scale_a, scale_b, bias = scaled_operands(self.problem, aux)
@@ -217,9 +217,9 @@ class ScaledMmWide(AtenKernel):
 
     @classmethod
     def refuses_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
-        if not ScaledMm.illegal(problem, {}) and not scaled_kinds(problem, capability(target)):
+        if not ScaledMm.illegal(problem, {}) and not scaled_kinds(problem, target.compute_capability):
             return "_scaled_mm does all of it in one step"
-        return scaled_hardware(problem, capability(target))
+        return scaled_hardware(problem, target.compute_capability)
 
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
         return scaled_wide(a, b)

@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 from ...problem import Problem
-from ...target import Target
 from .padding import scaled_rules
 
 HALVES = ("bfloat16", "float16")
 _FP8 = (8, 9)  # the least compute capability with fp8 products
 _FEW = 16
-
-
-def capability(target: Target) -> tuple[int, int]:
-    """A GPU's compute capability as (major, minor); AMD's: (0, 0)."""
-    if target.capability.startswith("gfx"):
-        return 0, 0
-    major, _, minor = target.capability.partition(".")
-    return int(major), int(minor or 0)
 
 
 def few_rows(problem: Problem) -> str:

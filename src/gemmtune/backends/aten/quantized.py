@@ -12,7 +12,7 @@ from torch import Tensor
 from ...problem import Layout, Problem
 from ...target import Target
 from ..base import PackedWeight, QuantWeight, Scalar
-from .cuda_rules import bytes_layout, capability, few_rows, scaled_kinds, scaled_layout
+from .cuda_rules import bytes_layout, few_rows, scaled_kinds, scaled_layout
 from .fusion import Fused
 from .kernel import AtenKernel, WritesOut, constant_b, dense_weight_bytes, packed_as
 from .padding import int_operands, int_product, int_rules, scaled_product
@@ -340,7 +340,7 @@ class ScaledMm(WritesOut):
 
     @classmethod
     def refuses_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
-        return scaled_layout(problem) or scaled_kinds(problem, capability(target))
+        return scaled_layout(problem) or scaled_kinds(problem, target.compute_capability)
 
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
         scale_a, scale_b, bias = scaled_operands(self.problem, aux)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...allocate import empty_cuda
 from ...epilogue import Step
 from ...problem import Problem
 from ...written import written
@@ -28,7 +29,6 @@ MISPLACED = _ALIGN - 1  # bits of an address that must not be set
 _COUNTER, _COUNTERS = 4, 4 << 20  # bytes of one, and of all that are made at a time
 _BOUND = 256  # launches kept a kernel: one an M
 _MAPS = 256  # descriptors kept a kernel: weights stay where they are
-_empty = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]  # a third of what torch.empty costs
 
 
 class Counters:
@@ -79,7 +79,7 @@ def temporary(size: int) -> Tensor:
     Of torch's allocator, as an op's own temporaries are: whoever gets them next comes after what was launched, and
     while a graph is captured they are the graph's.
     """
-    return _empty((size,), (1,), torch.uint8)  # type: ignore[no-any-return]
+    return empty_cuda((size,), (1,), torch.uint8)  # type: ignore[no-any-return]
 
 
 class Loaded:

@@ -27,20 +27,14 @@ class Device:
     arch: str = ""
 
 
-def is_amd(target: Target) -> bool:
-    """Whether a Target that is a GPU is AMD's, whose capability is an architecture."""
-    return target.capability.startswith("gfx")
-
-
 def device_of(target: Target) -> Device:
     """The limits of a Target that is a GPU (``target.caches`` starts with the shared memory of a program)."""
-    if is_amd(target):
+    capability = target.compute_capability
+    if target.is_amd:
         shared = target.caches[0] if target.caches and target.caches[0] else 64 << 10
-        return Device(
-            target.cores, shared, (0, 0), 64 if target.capability.startswith("gfx9") else 32, target.capability
-        )
-    major, _, minor = target.capability.partition(".")
-    return Device(target.cores, target.caches[0] if target.caches else 96 << 10, (int(major), int(minor or 0)))
+        warp = 64 if target.capability.startswith("gfx9") else 32
+        return Device(target.cores, shared, capability, warp, target.capability)
+    return Device(target.cores, target.caches[0] if target.caches else 96 << 10, capability)
 
 
 def refusal(problem: Problem) -> str:

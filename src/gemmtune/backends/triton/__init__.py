@@ -14,7 +14,6 @@ from ...target import Target
 from ..base import Candidate, Illegal, PackedWeight
 from ..gpu.backend import GpuBackend, not_nvidia
 from ..gpu.int4 import INT4_BLOCKS, unshuffle_int4
-from ..gpu.rules import is_amd
 from . import space
 from .compiler import compile_spec, spec, triton_version
 from .kernel import TEMPLATES
@@ -30,7 +29,7 @@ class TritonBackend(GpuBackend):
     templates = TEMPLATES
 
     def _unfit(self, target: Target) -> str:
-        return space.unknown_amd(target) if is_amd(target) else not_nvidia(target)
+        return space.unknown_amd(target) if target.is_amd else not_nvidia(target)
 
     def candidates(self, problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
         return space.candidates(problem, target)

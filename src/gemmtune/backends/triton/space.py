@@ -18,7 +18,7 @@ from ...problem import Problem, bits
 from ...target import Target
 from ..base import Candidate, Illegal
 from ..gpu.int4 import INT4_BLOCKS
-from ..gpu.rules import ALIGN, Device, aligned, device_of, is_amd, leads, refusal
+from ..gpu.rules import ALIGN, Device, aligned, device_of, leads, refusal
 from ..gpu.space import ranked
 from .cost import Work, seconds, shared_tiles
 
@@ -26,7 +26,7 @@ NAME = "triton"
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _CONVERTED_M = 128
 _AMD = ("gfx90a", "gfx942", "gfx950", "gfx11", "gfx12")
-_HELD = 128  # accumulators a thread; with 256, of 255 registers, kernels took 6 to 9 times as long (docs/triton.md)
+_HELD = 128  # accumulators a thread; with 256, of 255 registers, kernels took 3 to 9 times as long (docs/triton.md)
 _FULL = 0.9  # of rounds that tiles fill: what is left is less than sharing them takes
 _FAR = 1 << 31  # elements: places within a tile are 32-bit numbers
 
@@ -40,7 +40,7 @@ def unknown_amd(target: Target) -> str:
 
 def candidates(problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
     """Legal candidates, likeliest first within each template, then what was ruled out and why."""
-    reason = refusal(problem) or (_amd_refusal(problem) if is_amd(target) else "")
+    reason = refusal(problem) or (_amd_refusal(problem) if target.is_amd else "")
     if reason:
         yield Illegal(Candidate.make(NAME, "*"), reason)
         return
@@ -49,7 +49,7 @@ def candidates(problem: Problem, target: Target) -> Iterator[Candidate | Illegal
     illegal: list[Illegal] = []
     spaces = {"tiled": _tiled(problem, device), "persistent": _persistent(problem)}
     if problem.family == "mixed_mm":
-        spaces["converted"] = _persistent(problem)
+        spaces["converted"] = _persistent(problem, streams=(0,))
     for template, space in spaces.items():
         legal, refused = ranked(
             NAME, template, space, partial(_illegal, problem, device, template), partial(_cost, work, template)
@@ -79,11 +79,11 @@ def _tiled(problem: Problem, device: Device) -> Iterator[dict[str, Any]]:
         }  # fmt: skip
 
 
-def _persistent(problem: Problem) -> Iterator[dict[str, Any]]:
+def _persistent(problem: Problem, streams: tuple[int, ...] = (0, 1)) -> Iterator[dict[str, Any]]:
     width = bits(problem.a.dtype)
     blocks = (64,) if width == 16 else (64, 128)
     for bm, bn, bk, stages, warps, stream in itertools.product(
-        (64, 128), (64, 128, 256), blocks, (3, 4, 5), (4, 8), (0, 1)
+        (64, 128), (64, 128, 256), blocks, (3, 4, 5), (4, 8), streams
     ):
         yield {
             "bm": bm, "bn": bn, "bk": bk, "group": 8, "stages": stages, "warps": warps, "stream": stream,
@@ -132,7 +132,7 @@ def _illegal(problem: Problem, device: Device, template: str, config: dict[str, 
     if template == "tiled":
         return _tiled_illegal(problem, device, config)
     return _persistent_illegal(problem, device, config) or (
-        _stream_illegal(problem, device, template, config) if config["stream"] else ""
+        _stream_illegal(problem, device, config) if config["stream"] else ""
     )
 
 
@@ -187,10 +187,8 @@ def _persistent_illegal(problem: Problem, device: Device, config: dict[str, Any]
     return ""
 
 
-def _stream_illegal(problem: Problem, device: Device, template: str, config: dict[str, Any]) -> str:
+def _stream_illegal(problem: Problem, device: Device, config: dict[str, Any]) -> str:
     tiles, there = _tiles(problem, config["bm"], config["bn"]), device.multiprocessors
-    if template == "converted":
-        return "the memory for its sums holds converted weights"
     full = tiles / (-(-tiles // there) * there)
     if full > _FULL:
         return f"{tiles} tiles fill {full:.0%} of their rounds of {there}: not worth sharing"
