@@ -7,7 +7,7 @@
 #   make bench      the measurements behind docs/figures.md (slow)
 #   make test-gpu   the tests that need a CUDA device, with the Python that has torch for it: PYTHON, nothing is installed
 #   make test-gpu-sanitizer
-#                   the Triton kernels under compute-sanitizer (memcheck, racecheck)
+#                   our GPU kernels under compute-sanitizer (memcheck, racecheck)
 #   make bench-gpu  gemmtune's kernels on a GPU against PyTorch's
 #   make reliability
 #                   every check of docs/reliability.md at full size (an hour or two)

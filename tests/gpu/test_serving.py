@@ -359,6 +359,30 @@ def test_operands_on_a_gpu_that_is_not_current(backend: str, template: str, own_
             out.zero_()
 
 
+@pytest.mark.usefixtures("own_artifacts")
+@pytest.mark.parametrize(
+    ("backend", "template", "config"), [("triton", "tiled", {"split": 4}), ("cublaslt", "ranked", {})]
+)
+def test_inductors_graphs_own_what_launches_allocate(
+    backend: str, template: str, config: dict[str, int], own_store: MemoryStore
+) -> None:
+    """They refuse what is allocated while they warm up and record, and stays."""
+    x, w = torch.randn(16, 4096, device=GPU).bfloat16(), torch.randn(4096, 4096, device=GPU).bfloat16()
+    with gemmtune.record() as recorded:
+        gemmtune.linear(x, w)
+    ((problem, _),) = recorded.problems
+    teach(own_store, problem, first(problem, template, backend, **config))
+
+    @torch.compile(mode="reduce-overhead")
+    def twice(x: Tensor) -> Tensor:
+        return gemmtune.linear(gemmtune.linear(x, w).relu(), w)
+
+    wanted = F.linear(F.linear(x, w).relu(), w).double()
+    with torch.inference_mode():
+        for _ in range(4):
+            torch.testing.assert_close(twice(x).double(), wanted, rtol=2e-2, atol=2e-2 * float(wanted.abs().max()))
+
+
 def linear_like(x: Tensor, w: Tensor) -> Problem:
     with gemmtune.record() as recorded:
         gemmtune.mm(x, w)

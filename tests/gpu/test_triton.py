@@ -7,22 +7,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import msgspec
 import pytest
 import torch
 
-import gemmtune
 from cards import check_random_problems, check_repeats, first, kernel_of, run_into
 from gemmtune.backends.triton import TritonBackend
-from gemmtune.dispatch import RUNTIME, current_target
 from gemmtune.epilogue import Step
 from gemmtune.measure.inputs import Inputs, make_inputs
 from gemmtune.measure.verify import prepare, verify
 from gemmtune.problem import Problem
 from gemmtune.reference import reference
-from gemmtune.store import MemoryStore
 from gemmtune.workloads import build, fp8_problem, int_problem, weight_only_problem
-from serving import decide, evidence
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("own_artifacts")]
 
@@ -99,30 +94,6 @@ def test_streams_and_graphs_share_no_memory(problem: Problem, name: str, config:
         run_into(kernel, inputs, torch.empty_like(expected))
         torch.cuda.synchronize()
         assert all(torch.equal(out, expected) for out in outs)
-
-
-@pytest.mark.parametrize("name", ["triton/tiled", "cublaslt/ranked"])
-def test_memory_is_no_graph_trees(name: str, own_store: MemoryStore) -> None:
-    """Inductor's CUDA graphs refuse what is allocated while they warm up and record, and stays."""
-    x, w = torch.randn(16, 4096, device="cuda").bfloat16(), torch.randn(4096, 4096, device="cuda").bfloat16()
-    with gemmtune.record() as recorded:
-        gemmtune.linear(x, w)
-    ((problem, _),) = recorded.problems
-    backend, _, template = name.partition("/")
-    candidate = first(problem, template, backend, **({"split": 4} if backend == "triton" else {}))
-    target = current_target("cuda")
-    decision = decide(problem, evidence(candidate, 1e-4, 0.5), chosen=candidate)
-    own_store.put(target, msgspec.structs.replace(decision, target_key=target.key))
-    RUNTIME.refresh(own_store)
-
-    @torch.compile(mode="reduce-overhead")
-    def twice(x: torch.Tensor) -> torch.Tensor:
-        return gemmtune.linear(gemmtune.linear(x, w).relu(), w)
-
-    expected = torch.nn.functional.linear(torch.nn.functional.linear(x, w).relu(), w).double()
-    with torch.inference_mode():
-        for _ in range(4):
-            torch.testing.assert_close(twice(x).double(), expected, rtol=2e-2, atol=2e-2 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("m", [128, 300, 1024])
