@@ -360,6 +360,7 @@ def test_operands_on_a_gpu_that_is_not_current(backend: str, template: str, own_
 
 
 @pytest.mark.usefixtures("own_artifacts")
+@pytest.mark.filterwarnings("ignore")  # what Inductor warns of as it is imported and compiles
 @pytest.mark.parametrize(
     ("backend", "template", "config"), [("triton", "tiled", {"split": 4}), ("cublaslt", "ranked", {})]
 )

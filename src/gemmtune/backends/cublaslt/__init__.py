@@ -12,7 +12,7 @@ from ..base import Artifact, Availability, Backend, Candidate, Illegal, Kernel
 from ..gpu.artifact import digest_of
 from ..gpu.backend import not_nvidia
 from ..gpu.rules import device_of
-from .product import RANKS, refuses, rounds_before_bias
+from .product import RANKS, refuses
 
 RANKED = "ranked"
 _FP8, _VECTORS = (8, 9), (9, 0)
@@ -36,11 +36,8 @@ class CublasLtBackend(Backend):
         if reason:
             yield Illegal(Candidate.make(self.name, "*"), reason)
             return
-        yield Candidate.make(self.name, RANKED, rank=0)
-        twice = rounds_before_bias(problem)
-        for rank in range(1, RANKS):
-            candidate = Candidate.make(self.name, RANKED, rank=rank)
-            yield Illegal(candidate, twice) if twice else candidate
+        for rank in range(RANKS):
+            yield Candidate.make(self.name, RANKED, rank=rank)
 
     def load(self, artifact: Artifact, problem: Problem) -> Kernel:
         from .kernel import RankedKernel

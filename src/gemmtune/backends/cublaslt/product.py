@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...epilogue import Step
-from ...problem import Problem, bits
-from ..gpu.rules import ALIGN, FP8, HALVES, leads, refusal
+from ...problem import Problem
+from ..gpu.rules import ALIGN, FP8, HALVES, aligned, leads, refusal
 
 # cudaDataType_t (library_types.h)
 TYPES = {
@@ -55,7 +55,7 @@ def refuses(problem: Problem) -> str:
     """Why cuBLASLt is not asked for the Problem, or empty."""
     if problem.family not in ("mm", "bmm", "int_mm", "scaled_mm"):
         return f"multiplies matrices of one kind of element; got {problem.family}"
-    return refusal(problem) or _bytes_refusal(problem) or _epilogue_refusal(problem)
+    return refusal(problem) or _bytes_refusal(problem) or _epilogue_refusal(problem) or _rounded_early(problem)
 
 
 def _bytes_refusal(problem: Problem) -> str:
@@ -93,19 +93,15 @@ def _epilogue_refusal(problem: Problem) -> str:
     return ""
 
 
-def rounds_before_bias(problem: Problem) -> str:
-    """Why only the first algorithm is asked for, or empty.
+def _rounded_early(problem: Problem) -> str:
+    """Why a bias is refused, or empty.
 
-    Where rows do not start on 16 bytes all others that were looked at round the product to the output's 16 bits, and
+    Where rows do not all start on 16 bytes, whatever M is, algorithms round the product to the output's 16 bits, and
     then add the bias (docs/cublaslt.md).
     """
-    if all(step.kind != "bias" for step in problem.epilogue):
+    if all(step.kind != "bias" for step in problem.epilogue) or all(aligned(problem)):
         return ""
-    dtypes = (problem.a.dtype, problem.b.dtype, problem.out_dtype)
-    rows = [lead * bits(dtype) // 8 for lead, dtype in zip(leads(problem, problem.m), dtypes, strict=True)]
-    if any(row % ALIGN for row in rows):
-        return f"rounds a product before it adds a bias: rows of {rows} bytes are not all multiples of {ALIGN}"
-    return ""
+    return f"rounds a product before it adds a bias where rows of A, B or the output are no multiples of {ALIGN} bytes"
 
 
 def _is_bias(step: Step, problem: Problem) -> bool:
