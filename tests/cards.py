@@ -16,6 +16,7 @@ import torch
 
 from gemmtune import backends
 from gemmtune.backends.base import Backend, Candidate
+from gemmtune.epilogue import Step
 from gemmtune.errors import GemmtuneError, UnsupportedError
 from gemmtune.measure.inputs import Inputs, make_inputs
 from gemmtune.measure.verify import guarded, prepare, verify
@@ -36,7 +37,7 @@ def problems(backend: Backend, count: int, seed: int = 0) -> Iterator[tuple[Prob
         most = rng.choice((40, 200, 700, 1500))
         problem = random_problem(rng, most)
         if rng.random() < 0.5:
-            problem = _usual(problem)
+            problem = _usual(rng, problem)
         if problem.a.dtype not in NARROW or not left[problem.family]:
             continue
         listed = backend.candidates(problem, target)
@@ -49,11 +50,14 @@ def problems(backend: Backend, count: int, seed: int = 0) -> Iterator[tuple[Prob
             left[problem.family] -= 1
 
 
-def _usual(problem: Problem) -> Problem:
-    """As models have it, and TMA wants it: N and K in multiples of 64, the operands' K contiguous and without gaps, and
-    three times the columns, that there are tiles for many programs."""
+def _usual(rng: random.Random, problem: Problem) -> Problem:
+    """As models have it, and TMA wants it: N and K in multiples of 64, the operands' K contiguous and without gaps,
+    three times the columns, that there are tiles for many programs, and of mm an epilogue that libraries fuse."""
     n, k = (max(64, size - size % 64) for size in (3 * problem.n, problem.k))
     a, b = replace(problem.a, layout=Layout()), replace(problem.b, layout=Layout("col"))
+    if problem.family == "mm":
+        bias, relu = Step("bias", "col", problem.out_dtype), Step("relu")
+        problem = replace(problem, epilogue=rng.choice(((), (bias,), (relu,), (bias, relu))))
     return replace(problem, n=n, k=k, a=a, b=b, out=Layout())
 
 

@@ -81,17 +81,18 @@ def test_what_is_not_offered_and_why(problem: Problem, words: str) -> None:
         load(problem)
 
 
-def test_no_bias_where_it_is_added_to_a_rounded_product() -> None:
-    even = replace(build(4, 16, 16, "bf16"), epilogue=(BIAS,))
+@pytest.mark.parametrize("step", [BIAS, Step("relu")])
+def test_no_epilogue_where_rows_do_not_start_on_16_bytes(step: Step) -> None:
+    even = replace(build(4, 16, 16, "bf16"), epilogue=(step,))
     assert len(legal(BACKEND, even)) == 8
     for odd in (
         replace(even, a=replace(even.a, layout=Layout("row", 17))),
         replace(even, a=replace(even.a, layout=Layout("col"))),  # as far apart as M says
         replace(even, b=replace(even.b, layout=Layout("col", 20))),
-        replace(build(4, 12, 16, "bf16"), epilogue=(BIAS,)),
+        replace(build(4, 12, 16, "bf16"), epilogue=(step,)),
     ):
         assert not legal(BACKEND, odd)
-        assert "before it adds a bias" in " | ".join(reasons(BACKEND, odd))
+        assert "no bias and no relu where rows" in " | ".join(reasons(BACKEND, odd))
         assert len(legal(BACKEND, replace(odd, epilogue=()))) == 8
 
 
