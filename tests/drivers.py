@@ -98,11 +98,9 @@ class Driver:
     def cuStreamGetCaptureInfo_v2(self, stream: Any, *places: Any) -> int:
         assert stream.value == STREAM
         status, number, _, nodes, count = places
-        status._obj.value, number._obj.value = self.capture > 0, self.capture
-        if nodes is not None:
-            count._obj.value = len(self.nodes[-1:])
-            self._held = (ctypes.c_void_p * 1)(*self.nodes[-1:])
-            nodes._obj.contents = ctypes.c_void_p.from_buffer(self._held)
+        status._obj.value, number._obj.value, count._obj.value = self.capture > 0, self.capture, len(self.nodes[-1:])
+        self._held = (ctypes.c_void_p * 1)(*self.nodes[-1:])
+        nodes._obj.contents = ctypes.c_void_p.from_buffer(self._held)
         return 0
 
     def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:

@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -153,14 +153,23 @@ def zeros(size: int) -> int:
     return int(address.value or 0)
 
 
-def capture_of(stream: int) -> int:
-    """The number of the capture that a stream is in, which no other has; 0 where it is in none."""
-    if not torch._C._cuda_isCurrentStreamCapturing():
-        return 0
-    status, number = ctypes.c_int(), ctypes.c_uint64()
-    found = (ctypes.byref(status), ctypes.byref(number), None, None, None)
-    _check(driver().cuStreamGetCaptureInfo_v2(ctypes.c_void_p(stream), *found), "asking whether a graph is captured")
-    return number.value if status.value == _CAPTURING else 0
+class Capture(NamedTuple):
+    """What a stream is being captured into. number: which no other capture has (0: the stream is in none); ends: the
+    nodes that its next one will come after."""
+
+    number: int
+    ends: tuple[int, ...]
+
+    @classmethod
+    def of(cls, stream: int) -> Capture:
+        status, number, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
+        nodes, count = ctypes.POINTER(ctypes.c_void_p)(), ctypes.c_size_t()
+        places = [ctypes.byref(held) for held in (status, number, graph, nodes, count)]
+        found = driver().cuStreamGetCaptureInfo_v2(ctypes.c_void_p(stream), *places)
+        _check(found, "asking what a stream is captured into")
+        if status.value != _CAPTURING:
+            return cls(0, ())
+        return cls(number.value, tuple(nodes[place] or 0 for place in range(count.value)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,23 +190,13 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class _Last:
-    """The last kernel of a stream that was captured: the capture's number and the kernel's node, and what it writes."""
+    """The last kernel of a stream that was captured: where the capture stood behind it, and what it writes."""
 
-    place: tuple[int, int]
+    place: Capture
     writes: Span
 
 
 _last: dict[int, _Last] = {}
-
-
-def _end_of(stream: int) -> tuple[int, int] | None:
-    """The number of a stream's capture, and the one node that its next one will come after, if there is one such."""
-    status, number, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
-    nodes, count = ctypes.POINTER(ctypes.c_void_p)(), ctypes.c_size_t()
-    places = [ctypes.byref(held) for held in (status, number, graph, nodes, count)]
-    if driver().cuStreamGetCaptureInfo_v2(ctypes.c_void_p(stream), *places) or status.value != _CAPTURING:
-        return None
-    return (number.value, nodes[0] or 0) if count.value == 1 else None
 
 
 class Block(threading.local):
@@ -239,14 +238,14 @@ class Block(threading.local):
             return launch()
         at, last = self._following, _last.pop(stream, None)
         usual = slots[at]
-        if last is not None and last.place == _end_of(stream):
+        if last is not None and last.place == Capture.of(stream):
             config.count = 1
             if not last.writes.meets(Span.of(b)):
                 slots[at] = usual | B_EARLY
         status = launch()
         config.count, slots[at] = 0, usual
-        place = _end_of(stream)
-        if not status and place is not None:
+        place = Capture.of(stream)
+        if not status and len(place.ends) == 1:
             _last[stream] = _Last(place, Span.of(out))
         return status
 

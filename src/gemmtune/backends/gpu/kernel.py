@@ -19,7 +19,7 @@ from ...problem import Problem
 from ...written import written
 from ..base import Candidate, Kernel, Launch, PackedWeight, QuantWeight
 from .artifact import Header, Tma
-from .driver import Block, Function, Map, capture_of, zeros
+from .driver import Block, Capture, Function, Map, zeros
 from .hip import HipFunction
 from .int4 import int4_layout, shuffle_int4
 from .rules import leads
@@ -158,17 +158,18 @@ class GpuKernel(Kernel):
         tiles (those with the arguments ``ws_ptr`` and ``lock_ptr``)."""
         raise NotImplementedError(f"{self.candidate.id} leaves no partial sums")
 
-    def _meeting(self, m: int, device: int) -> Callable[[Any, int], Tensor] | None:
-        """What puts into a launch's slots where its programs leave partial sums and count who did, on a stream, and
-        returns what must be kept until it is launched; None where programs do not share tiles."""
+    def _meeting(self, m: int, device: int) -> Callable[[Any, int, bool], Tensor] | None:
+        """What puts into a launch's slots where its programs leave partial sums and count who did, on a stream and
+        whether that is captured, and returns what must be kept until it is launched; None where programs do not share
+        tiles."""
         if not self._shares:
             return None
         ws_at, lock_at = (self.header.arguments.index(name) for name in ("ws_ptr", "lock_ptr"))
         (size, count), counters = self._shared(m, device), counters_of(device)
 
-        def meet(slots: Any, stream: int) -> Tensor:
-            sums = temporary(size)
-            slots[ws_at], slots[lock_at] = sums.data_ptr(), counters.of(stream, capture_of(stream), count)
+        def meet(slots: Any, stream: int, captured: bool) -> Tensor:
+            sums, capture = temporary(size), Capture.of(stream).number if captured else 0
+            slots[ws_at], slots[lock_at] = sums.data_ptr(), counters.of(stream, capture, count)
             return sums
 
         return meet
@@ -179,7 +180,8 @@ class GpuKernel(Kernel):
         function, place = self.function(device), self.header.arguments.index
         settled = self._settled(m, device, sizes)
         meet, behind = self._meeting(m, device), "".join(f", {name}" for name in names)
-        go = "block.capture(stream, b, out) if capturing() else go()" if function.follows else "go()"
+        go = "block.capture(stream, b, out) if captured else go()" if function.follows else "go()"
+        asks = function.follows or meet is not None
         return written(
             "launch",
             f"def launch(out, a, b{behind}):",
@@ -188,8 +190,9 @@ class GpuKernel(Kernel):
             f"    if (c_ptr | a_ptr | b_ptr) & {MISPLACED}:",
             f"        return shifted(launch, out, a, b{behind})",
             f"    config.stream = stream = stream_of({device})",
+            *(["    captured = capturing()"] if asks else []),
             *(f"    {line}" for line in settled.lines),
-            *(["    sums = meet(slots, stream)"] if meet is not None else []),
+            *(["    sums = meet(slots, stream, captured)"] if meet is not None else []),
             f"    slots[{place('c_ptr')}] = c_ptr",
             *(f"    slots[{place(name)}] = {name}.data_ptr()" for name in names),
             f"    status = {go}",
