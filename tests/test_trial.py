@@ -64,7 +64,9 @@ class Pretending:
         self.clock.now += 5 * self.seconds(candidate)
         return Confirmed(Verdict("within_bound"))
 
-    def race(self, candidates: Sequence[Candidate], budget_s: float, seed: int, progress: Any, hot: bool) -> Raced:
+    def race(
+        self, candidates: Sequence[Candidate], budget_s: float, seed: int, progress: Any, hot: bool, earlier_s: Any
+    ) -> Raced:
         self.raced, self.race_s, self.hot = list(candidates), budget_s, hot
         self.clock.now += budget_s
         each = [self.seconds(candidate) for candidate in candidates]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from .store.base import Store
     from .target import Target
     from .tuner import Budget
+
+log = logging.getLogger("gemmtune")
 
 LOOK_S = 1.0  # how often to look whether another process is done tuning a problem that is to be served here
 
@@ -47,12 +50,13 @@ def tune(
     say which. force: tune again what the store already knows. device: ``"cpu"``, ``"cuda"``
     (the current GPU) or ``"cuda:1"``; by default where the model ran, and the CPU for Problems. latency: what ranks on
     a GPU: time in a CUDA graph, or ``"eager"``, launching included. Ctrl-C keeps what is finished; a problem that
-    another process is tuning is waited for. From then on the ops serve from the new decisions. Raises TypeError,
-    ValueError, UnsupportedError (no such device here), WorkerError.
+    another process is tuning is waited for. What a disturbed machine left ``inconclusive`` is not stored; one line
+    says so. From then on the ops serve from the new decisions. Raises TypeError, ValueError, UnsupportedError (no such
+    device here), WorkerError.
     """
     from .events import silent
     from .store import open_store
-    from .tuner import Budget, Tuner
+    from .tuner import Budget, Tuner, busy_words
 
     if operands not in ("cold", "hot"):
         raise ValueError(f"tune(): operands must be 'cold' or 'hot'; got {operands!r}")
@@ -71,6 +75,8 @@ def tune(
             decisions += tuner.tune(problems)
     finally:
         runtime.RUNTIME.refresh(keeper)
+    if words := busy_words(decisions):
+        log.warning("%s", words)
     return decisions
 
 

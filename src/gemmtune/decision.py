@@ -9,7 +9,7 @@ import msgspec
 VerdictKind = Literal[
     "exact", "within_bound", "wrong", "unstable", "crashed", "hung", "out_of_memory", "build_failed", "unsupported"
 ]
-Outcome = Literal["winner", "tie", "none_valid"]
+Outcome = Literal["winner", "tie", "none_valid", "inconclusive"]
 Stage = Literal["illegal", "untried", "failed", "screened", "eliminated", "finalist", "winner"]
 
 
@@ -62,13 +62,41 @@ class Evidence(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     workspace_bytes: int = 0
 
 
+class LayoutDecision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The outcome of a paired duel in one weight layout, against the ATen kernel that would serve instead.
+
+    outcome: ``winner`` when ``candidate`` is faster than ``baseline`` beyond the noise, in every surrounding; else
+    ``tie``.
+    baseline: id of an ATen candidate; for the raw layout it takes the raw weight too. ratio: paired time of candidate
+    over baseline (median), with its interval [ratio_lo, ratio_hi]. surroundings: the median paired ratio by the name
+    of the surrounding (``measure.surroundings``). overlap: whether the kernel, in a CUDA graph, is faster when it
+    begins before the kernel in front of it ends (programmatic dependent launch).
+    """
+
+    outcome: Literal["winner", "tie"]
+    candidate: str
+    baseline: str
+    ratio: float
+    ratio_lo: float
+    ratio_hi: float
+    surroundings: dict[str, float] = {}
+    overlap: bool = True
+
+    @property
+    def worst_ratio(self) -> float:
+        """The largest ratio of all: of the duel and of each surrounding."""
+        return max((self.ratio, *self.surroundings.values()))
+
+
 class Decision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The outcome for one Problem on one Target, with everything that led to it.
 
-    outcome: ``winner`` (``chosen`` beat ATen beyond the noise), ``tie`` (ATen serves; ``chosen`` is ATen's best), or
-    ``none_valid`` (``chosen`` is None; dispatch falls back to the plain ATen op).
+    outcome: ``winner`` (``chosen`` beat ATen beyond the noise), ``tie`` (ATen serves; ``chosen`` is ATen's best),
+    ``none_valid`` (``chosen`` is None; dispatch falls back to the plain ATen op), or ``inconclusive`` (the machine was
+    too disturbed to decide; ``chosen`` is ATen's best; stores refuse it, so that the problem is tuned again).
     alternatives: the fastest eligible candidate id per packing ("" = unpacked), so that one layout can be chosen
-    over many M. problem: ``Problem.to_dict()``.
+    over many M. layouts: duels by packing ("" = unpacked), for the layouts that had one; records written before this
+    field existed have none. problem: ``Problem.to_dict()``.
     """
 
     problem_key: str
@@ -82,6 +110,7 @@ class Decision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seconds: float = 0.0
     seed: int = 0
     created: float = 0.0
+    layouts: dict[str, LayoutDecision] = {}
 
     def find(self, candidate_id: str | None) -> Evidence | None:
         """The evidence of one candidate."""

@@ -40,6 +40,7 @@ LEAST_OTHERS = 4  # candidates besides ATen's that are tried even when ATen's al
 CLOSE = 1.3  # rough times within this of the best may turn out fastest in a race
 CLOSE_INCUMBENT = 1.5  # ATen's ways are few: a wider net keeps "ATen" honest
 UNSURE_INCUMBENT = 1.15  # within this a few rough times do not tell which of ATen's ways is the fastest
+RAW_WORTH = 8.0  # a raw weight's kernels are raced up to here behind packed ones
 OFFERED = 5.0  # a packing's fastest candidate is confirmed up to here, for Plans that share one packing over many M
 
 MAX_RACED, MAX_INCUMBENTS, MAX_PACKINGS = 16, 4, 4
@@ -109,7 +110,8 @@ class Trial:
         raced = self._race()
         self._note_places(raced)
         decision = self._decision(raced.outcome, raced.leader, f"{stopped}; {raced.stopped}", raced.groups)
-        return msgspec.structs.replace(decision, seconds=time.perf_counter() - began)
+        layouts = {name: item for name, item in raced.layouts.items() if self._ledger[item.candidate].eligible}
+        return msgspec.structs.replace(decision, seconds=time.perf_counter() - began, layouts=layouts)
 
     def give_up(self, reason: str) -> Decision:
         """The decision when the problem could not be worked on: none valid, with whatever is known. Not for keeping."""
@@ -316,7 +318,8 @@ class Trial:
             budget_s = self._race_seconds(rows)
             try:
                 candidates = [row.candidate for row in rows]
-                return self._hands.race(candidates, budget_s, self._seed, self._tell_leading, self._hot)
+                earlier_s = {row.id: row.rough_s for row in rows}
+                return self._hands.race(candidates, budget_s, self._seed, self._tell_leading, self._hot, earlier_s)
             except WorkerLost as loss:
                 if loss.candidate_id is not None:
                     self._fail(self._ledger[loss.candidate_id], loss.verdict)
@@ -335,12 +338,26 @@ class Trial:
         rows = [row for row in self._ledger.timed() if row.eligible]
         incumbents = _within([row for row in rows if row.incumbent], CLOSE_INCUMBENT)[:MAX_INCUMBENTS]
         others = _one_a_packing_first(_within([row for row in rows if not row.incumbent], CLOSE_INCUMBENT))
+        raw = self._raw_pair(rows)
+        incumbents += [row for row in raw if row.incumbent and row not in incumbents]
+        others[1:1] = [row for row in raw if not row.incumbent and row not in others[:1]]
+        others = list({row.id: row for row in others}.values())
         best_s = min((row.rough_s for row in rows), default=1.0)
         others = others[: max(3, min(self._most_raced, int(self._rest_s() / (20 * best_s))))]
         for row in rows:
             if row not in incumbents and row not in others:
                 row.reason = row.reason or f"{row.rough_s / best_s:.2f}x the best rough time: not raced"
         return incumbents[:1] + others + incumbents[1:]
+
+    def _raw_pair(self, rows: Sequence[Row]) -> list[Row]:
+        """The fastest of either side that take the weight as it lies: a weight that is not packed is served by one of
+        the two. None where ATen's is far ahead, or both are far behind the best."""
+        raw = [row for row in rows if row.packing is None]
+        own = next((row for row in raw if not row.incumbent), None)
+        base = next((row for row in raw if row.incumbent), None)
+        if own is None or base is None:
+            return []
+        return [own, base] if own.rough_s <= min(CLOSE * base.rough_s, RAW_WORTH * rows[0].rough_s) else []
 
     def _race_seconds(self, rows: Sequence[Row]) -> float:
         """What is left of the budget; unless it is the user's, more when calls are so slow that it decides nothing."""
@@ -354,15 +371,15 @@ class Trial:
         self._progress(BestSoFar(leading.id, leading.median_s, leading.ratio))
 
     def _unraced(self, reason: str) -> Raced:
-        """Without a race nothing can win: ATen serves if it is right."""
+        """Without a race nothing is decided: ATen serves if it is right."""
         base = self._ledger.best(incumbent=True, eligible=True)
-        return Raced("tie" if base else "none_valid", base.id if base else None, reason, (), {})
+        return Raced("inconclusive" if base else "none_valid", base.id if base else None, reason, (), {})
 
     def _note_places(self, raced: Raced) -> None:
         for place in raced.placed:
             row = self._ledger[place.id]
             if place.stage == "failed":
-                self._fail(row, Verdict("crashed", place.reason))
+                self._fail(row, Verdict(place.fault, place.reason))
                 continue
             row.stage = "screened" if place.stage == "untried" else place.stage
             row.reason, row.sample = place.reason, place.sample

@@ -92,8 +92,9 @@ class Tuner:
 
         The int is a call count: what costs most overall (count x flops) is tuned first, so that an interrupted run has
         decided what matters most. Each decision is in the store before the next problem starts; KeyboardInterrupt ends
-        the worker, gives the lease back and passes through. Raises WorkerStartError when no worker can be started,
-        ValueError for an unknown backend.
+        the worker, gives the lease back and passes through. What a disturbed machine left inconclusive is not stored;
+        unless the budget is the user's, it is tuned once more when all else is done. Raises WorkerStartError when no
+        worker can be started, ValueError for an unknown backend.
         """
         weights: dict[Problem, int] = {}
         for problem, count in problems:
@@ -107,6 +108,7 @@ class Tuner:
                 decision = self._decide(problem, known.get(problem), index, len(order), crew)
                 if decision is not None:
                     decisions[problem] = decision
+            self._decide_again(decisions, crew)
         return [decisions[problem] for problem in weights if problem in decisions]
 
     def _look_up(self, problems: Iterable[Problem]) -> dict[Problem, Decision]:
@@ -126,6 +128,15 @@ class Tuner:
         left = total - index - 1
         self._progress(ProblemDone(index, total, decision, 0.0 if left == 0 else None if each is None else each * left))
         return decision
+
+    def _decide_again(self, decisions: dict[Problem, Decision], crew: _Crew) -> None:
+        """Tune what is inconclusive once more, in another moment, unless the user has said what a problem may cost."""
+        if self._budget.seconds is not None:
+            return
+        crew.to_come = [problem for problem, decision in decisions.items() if decision.outcome == "inconclusive"]
+        for index, problem in enumerate(crew.to_come):
+            again = self._decide(problem, None, index, len(crew.to_come), crew)
+            decisions[problem] = again or decisions[problem]
 
     def _tune_alone(self, problem: Problem, crew: _Crew) -> Decision | None:
         """Tune under the problem's lease: of many processes that want it one tunes, the others have its decision."""
@@ -182,12 +193,25 @@ class Tuner:
                 crew.builders.ahead(later, first_builds(candidates), self._target)
 
     def _keep(self, decision: Decision) -> None:
+        if decision.outcome == "inconclusive":
+            return
         try:
             self._store.put(self._target, decision)
         except StoreError as error:
             if not self._store_failed:
                 log.warning("decisions of this run are not kept: %s", error)
             self._store_failed = True
+
+
+def busy_words(decisions: Sequence[Decision]) -> str:
+    """One line on the decisions that are inconclusive; empty when none is."""
+    count, total = sum(decision.outcome == "inconclusive" for decision in decisions), len(decisions)
+    if not count:
+        return ""
+    return (
+        f"the machine was busy: {count} of {total} problems are inconclusive and not stored; PyTorch serves them until "
+        "they are tuned again"
+    )
 
 
 class _Crew:

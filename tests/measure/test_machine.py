@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from gemmtune.measure.machine import CpuMachine, Pins, Weather
-from gemmtune.measure.race import Entrant, race
+from gemmtune.measure.race import Entrant, RaceSetup, race
 from gemmtune.testing.clock import FakeClock
 
 
@@ -52,7 +52,7 @@ def test_own_work_is_no_load() -> None:
 def duel_of(machine: Changing, gain: float = 0.05) -> dict[str, str]:
     clock = FakeClock(1, noise=0.02)
     field = [Entrant("aten", clock.kernel(1e-3), incumbent=True), Entrant("ours", clock.kernel(1e-3 * (1 - gain)))]
-    result = race(field, clock, 6.0, machine=machine, conditions={"operands": "cold"})
+    result = race(field, clock, 6.0, setup=RaceSetup(machine=machine, conditions={"operands": "cold"}))
     assert result.outcome == "winner"
     return result.conditions
 

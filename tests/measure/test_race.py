@@ -9,7 +9,7 @@ import torch
 
 from gemmtune.events import BestSoFar
 from gemmtune.measure.clock import CpuClock, Run
-from gemmtune.measure.race import Entrant, RaceResult, race
+from gemmtune.measure.race import Entrant, RaceResult, RaceSetup, race
 from gemmtune.testing.clock import FakeClock
 
 NOISY = {"noise": 0.02, "drift": 0.01, "stalls": 0.03}
@@ -238,7 +238,7 @@ def test_operands_are_moved_and_a_winner_wins_everywhere() -> None:
             clock.kernel(1e-3 * luck[len(places) % 2])(i)
 
         field = [Entrant("aten", good, incumbent=True), Entrant("ours", challenger)]
-        result = race(field, clock, 6.0, seed=seed, move=lambda places=places: places.append(1))  # type: ignore[misc]
+        result = race(field, clock, 6.0, seed=seed, setup=RaceSetup(move=lambda places=places: places.append(1)))  # type: ignore[misc]
         assert result.outcome == "tie"
         assert len(places) >= 2
 
@@ -251,8 +251,8 @@ def test_moving_that_takes_long_is_left_alone() -> None:
         clock._time += 3.0
 
     field = [Entrant("aten", clock.kernel(1e-3), incumbent=True), Entrant("ours", clock.kernel(0.9e-3))]
-    result = race(field, clock, 6.0, move=move)
+    result = race(field, clock, 6.0, setup=RaceSetup(move=move))
     assert result.outcome == "winner"
     assert len(moves) == 1
-    assert race(field, clock, 6.0, move=move, move_s=3.0).outcome == "winner"
+    assert race(field, clock, 6.0, setup=RaceSetup(move=move, move_s=3.0)).outcome == "winner"
     assert len(moves) == 1

@@ -19,7 +19,7 @@ from gemmtune.decision import Decision
 from gemmtune.dispatch import current_target
 from gemmtune.measure.clock import CpuClock
 from gemmtune.measure.machine import CpuMachine
-from gemmtune.measure.race import Entrant, race
+from gemmtune.measure.race import Entrant, RaceSetup, race
 from gemmtune.measure.timing import Flush
 from gemmtune.problem import Problem
 from gemmtune.store import MemoryStore
@@ -91,7 +91,7 @@ def _same_kernel_sweeps(sweeps: int) -> tuple[int, list[dict[str, Any]]]:
         call, count = fields[seed % len(fields)], rng.choice((2, 4, 8, 16))
         entrants = [Entrant(f"same{i}", call, incumbent=i == 0, group="g") for i in range(count)]
         with _threads(1 if seed % 2 else torch.get_num_threads()):
-            result = race(entrants, CpuClock(), 1.5, seed=seed, machine=CpuMachine())
+            result = race(entrants, CpuClock(), 1.5, seed=seed, setup=RaceSetup(machine=CpuMachine()))
         if result.outcome != "tie":
             false.append({"seed": seed, "kernel": seed % len(fields), "count": count, "stopped": result.stopped})
     return sweeps, false

@@ -164,13 +164,22 @@ class Kernel(ABC):
 
     packing: the layout its constant B must be packed in (a PackedWeight with that ``layout``), or None when it
     takes the raw operand. workspace_bytes: scratch it allocates besides its output. reduced: a note when the kernel
-    keeps a copy of the weight it was not asked for (dequantised up front), empty otherwise.
+    keeps a copy of the weight it was not asked for (dequantised up front), empty otherwise. overlap: whether launches
+    captured into a CUDA graph begin before the kernel in front of them ends, where ``can_overlap``; to be set before
+    the first call.
     """
 
     candidate: Candidate
     problem: Problem
     packing: str | None = None
     workspace_bytes: int = 0
+    overlap: bool = True
+
+    @property
+    def can_overlap(self) -> bool:
+        """Whether captured launches can begin before the kernel in front of them ends (programmatic dependent
+        launch)."""
+        return False
 
     @abstractmethod
     def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:

@@ -29,7 +29,7 @@ from .common import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..decision import Decision, Evidence, Sample
+    from ..decision import Decision, Evidence, LayoutDecision, Sample
     from ..store.base import Store
     from ..target import Target
 
@@ -125,6 +125,8 @@ def show(decision: Decision, out: Console) -> None:
         out.print(f"timed with: {escape(words_of(usual))}", soft_wrap=True)
     for packing, candidate in sorted(decision.alternatives.items()):
         out.print(f"fastest with packing {escape(packing or 'none')}: {escape(candidate)}", soft_wrap=True)
+    for packing, layout in sorted(decision.layouts.items()):
+        out.print(f"duel with packing {escape(packing or 'none')}: {escape(layout_words(layout))}", soft_wrap=True)
     out.print()
     for text in (*evidence_lines(decision, usual), *without_a_time(decision)):
         out.print(text, markup=False, soft_wrap=True)
@@ -138,8 +140,18 @@ def _outcome_words(decision: Decision) -> str:
     return {
         "winner": f"winner {chosen}",
         "tie": f"tie - nothing beat ATen beyond the noise, so {chosen} serves",
+        "inconclusive": "inconclusive - the machine was too disturbed to decide; PyTorch's own kernels serve",
         "none_valid": "no candidate was valid; dispatch falls back to the plain ATen op",
     }[decision.outcome]
+
+
+def layout_words(layout: LayoutDecision) -> str:
+    """A layout's duel in one line: ``winner X, 0.90x [0.89-0.91] the time of Y; back to back 0.92x``."""
+    interval = f"[{layout.ratio_lo:.3f}-{layout.ratio_hi:.3f}]"
+    text = f"{layout.outcome} {layout.candidate}, {layout.ratio:.3f}x {interval} the time of {layout.baseline}"
+    around = [f"{name} {ratio:.3f}x" for name, ratio in layout.surroundings.items()]
+    apart = [] if layout.overlap else ["served without overlapping the kernel in front of it"]
+    return "; ".join([text, *around, *apart])
 
 
 def conditions_of(sample: Sample) -> dict[str, str]:

@@ -45,8 +45,16 @@ class Board:
         elif isinstance(event, BestSoFar):
             self.best = event
         else:
-            self.decisions.append(event.decision)
+            self._note(event.decision)
             self._remaining, self._since = event.remaining_s, time.monotonic()
+
+    def _note(self, decision: Decision) -> None:
+        """Keep a decision; one that was inconclusive before is replaced."""
+        keys = [known.problem_key for known in self.decisions]
+        if decision.problem_key in keys and self.decisions[keys.index(decision.problem_key)].outcome == "inconclusive":
+            self.decisions[keys.index(decision.problem_key)] = decision
+        else:
+            self.decisions.append(decision)
 
     @property
     def remaining_s(self) -> float | None:
@@ -62,6 +70,8 @@ class Board:
             what = f"{row.speedup:.2f}x [{row.lo:.2f}-{row.hi:.2f}]  {duration(row.best_s)}  {row.kernel}"
         elif row.outcome == "tie":
             what = f"tie, ATen serves  {duration(row.best_s)}  {row.kernel}"
+        elif row.outcome == "inconclusive":
+            what = "inconclusive, the machine was disturbed: not stored, ATen serves"
         else:
             what = "no valid candidate" + (f": {event.decision.stopped}" if event.decision.stopped else "")
         origin = "from the store" if self._now_cached else f"{row.tried} tried in {row.seconds:.1f} s"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def speedup_text(row: Row) -> str:
     """``1.52x [1.49-1.55]``: the paired speed-up over ATen with its 95% interval; or why there is none."""
     if row.outcome != "winner":
-        return "tie" if row.outcome == "tie" else "nothing valid"
+        return {"tie": "tie", "inconclusive": "inconclusive"}.get(row.outcome, "nothing valid")
     return f"{row.speedup:.2f}x [{row.lo:.2f}-{row.hi:.2f}]"
 
 

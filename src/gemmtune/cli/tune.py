@@ -182,12 +182,15 @@ def outcome_document(decisions: Sequence[Decision], cached: int, interrupted: bo
 
 
 def print_outcome(board: Board, asked: int, interrupted: bool) -> None:
+    from ..tuner import busy_words
     from .tables import decisions_table
 
     out = console()
     if board.decisions:
         out.print()
         out.print(decisions_table(board.decisions))
+    if words := busy_words(board.decisions):
+        print(words, file=sys.stderr)
     if interrupted:
-        kept = len(board.decisions)
+        kept = sum(decision.outcome != "inconclusive" for decision in board.decisions)
         print(f"interrupted: {kept} of {asked} problems are decided and kept in the store", file=sys.stderr)

@@ -10,10 +10,11 @@ from ..backends.base import Candidate
 
 @dataclass(frozen=True, slots=True)
 class PlanEntry:
-    """What was decided at one tuned M. candidate None: the plain PyTorch op."""
+    """What was decided at one tuned M. candidate None: the plain PyTorch op. overlap: as ``Kernel.overlap``."""
 
     m: int
     candidate: Candidate | None
+    overlap: bool = True
 
 
 @dataclass(frozen=True, slots=True)

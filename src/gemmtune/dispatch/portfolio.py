@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..backends.base import Candidate
-from ..decision import Decision, Evidence, Sample
+from ..decision import Decision, Evidence, LayoutDecision, Sample
 from ..problem import Problem
 from .plan import Plan, PlanEntry
 
@@ -23,15 +23,22 @@ _USUAL = ("mm", "bmm", "int_mm", "int_mm_pad", "int8pack", "upcast", "scaled_mm"
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """An eligible candidate at one M: seconds per call as served, upper bound of its time ratio over ATen's best."""
+    """An eligible candidate at one M: seconds per call as served, upper bound of its time ratio over ATen's best.
+
+    won: whether it won the duel of its layout; None where that had none. overlap: as ``Kernel.overlap``.
+    """
 
     candidate: Candidate
     seconds: float
     ratio_hi: float
+    won: bool | None = None
+    overlap: bool = True
 
     @property
     def beats_aten(self) -> bool:
-        return self.candidate.backend == "aten" or self.ratio_hi < 1.0
+        if self.candidate.backend == "aten" or self.won is None:
+            return self.candidate.backend == "aten" or self.ratio_hi < 1.0
+        return self.won
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +71,31 @@ def point(decision: Decision) -> Point:
             held = options.get(row.packing)
             if held is None or option.seconds < held.seconds:
                 options[row.packing] = option
+    for packing, layout in decision.layouts.items():
+        options[packing or None] = _duelled(layout, by_id, options.get(packing or None), base)
     raw_aten = [
         _seconds(row.sample, base)
         for row in decision.evidence
         if row.packing is None and _eligible(row) and row.sample is not None and _is_usual(row.candidate)
     ]
     return Point(problem, decision.outcome, options, min(raw_aten, default=float("inf")))
+
+
+def _duelled(layout: LayoutDecision, by_id: Mapping[str, Evidence], raced: Option | None, base: float | None) -> Option:
+    """The option of a layout that had a duel: its time is the baseline's by the ratio, at worst of all surroundings.
+
+    A layout whose candidate did not win is served by whatever was raced fastest in it, no faster than that.
+    """
+    row, beside = by_id[layout.candidate], by_id[layout.baseline]
+    own = _option(row, base)
+    if own is None or beside.sample is None:
+        raise ValueError(f"{layout.candidate!r} duelled without a sample")
+    seconds = layout.worst_ratio * _seconds(beside.sample, base)
+    extra = own.seconds - _seconds(row.sample, base) if row.sample is not None else 0.0
+    if layout.outcome == "winner" or raced is None or raced.candidate == own.candidate:
+        won = layout.outcome == "winner"
+        return Option(own.candidate, seconds + extra, layout.ratio_hi, won, layout.overlap)
+    return raced if raced.candidate.backend == "aten" else replace(raced, won=False)
 
 
 def _eligible(row: Evidence) -> bool:
@@ -155,14 +181,19 @@ def build_plan(decisions: Sequence[Decision | Point], packing: str | None = None
     """
     points = sorted((item if isinstance(item, Point) else point(item) for item in decisions), key=lambda p: p.m)
     if packing is None:
-        entries = [PlanEntry(p.m, _raw_choice(p)) for p in points]
+        entries = [_raw_entry(p) for p in points]
     else:
-        entries = [PlanEntry(p.m, p.options[packing].candidate) for p in points if packing in p.options]
+        options = [(p.m, p.options[packing]) for p in points if packing in p.options]
+        entries = [PlanEntry(m, option.candidate, option.overlap) for m, option in options]
     return Plan(points[0].problem.plan_key, packing, tuple(entries)) if entries else None
 
 
-def _raw_choice(p: Point) -> Candidate | None:
+def _raw_entry(p: Point) -> PlanEntry:
     option = p.options.get(None)
+    return PlanEntry(p.m, _raw_choice(p, option), option is None or option.overlap)
+
+
+def _raw_choice(p: Point, option: Option | None) -> Candidate | None:
     if option is None or not option.beats_aten:
         return None
     # Plain PyTorch rounds before an epilogue; the verified candidate does not, so it serves as itself.

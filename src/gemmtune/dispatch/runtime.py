@@ -194,7 +194,12 @@ class Runtime:
         if plan is None:
             return None
         entry = plan.pick(problem.m)
-        return None if entry.candidate is None else self._load(entry.candidate, problem.with_m(entry.m), device)
+        if entry.candidate is None:
+            return None
+        kernel = self._load(entry.candidate, problem.with_m(entry.m), device)
+        if kernel is not None:
+            kernel.overlap = entry.overlap
+        return kernel
 
     def _from_constant(self, index: Index, problem: Problem, device: torch.device) -> Kernel | None:
         """Kernels tuned for a constant weight serve a changing one too, if they take it as it lies."""

@@ -26,6 +26,7 @@ from .record import Recording, linear_problem, record, weight_only_problem
 from .weight_only import WeightOnly, recognise
 
 if TYPE_CHECKING:
+    from ..decision import Decision
     from ..events import Progress
     from ..store.base import Store
 
@@ -145,20 +146,24 @@ def optimize(
     handle = Handle()
     sites = list(_sites(model, handle, memory))
     recorded = _observe(model, example_inputs, sites)
+    decisions: list[Decision] = []
     if tune:
         from ..api import tune as tune_now
 
         for device in recorded.devices:
             if device.type in ("cpu", "cuda"):
-                tune_now(
+                decisions += tune_now(
                     recorded.on(device), budget=budget, store=store, backends=backends, progress=progress,
                     device=device, latency=latency,
                 )  # fmt: skip
     else:
         RUNTIME.refresh(store)
+    undecided = {d.problem_key for d in decisions if d.outcome == "inconclusive"}
     with torch.inference_mode(False), torch.no_grad():
         for site in sites:
             reason = _swap(site, handle, memory)
+            if reason and undecided & {problem.key for problem in site.ran}:
+                reason = "the machine was too busy to decide: optimize it again (what is decided is kept)"
             if reason:
                 handle.left[site.name] = reason
     return handle

@@ -212,6 +212,7 @@ class CudaClock:
         except Exception as error:  # it ran before: whatever it raises now is why it cannot be captured
             known.graph, known.uncaptured = None, _first_line(error)
         else:
+            known.number = known.number or self._marker[0]  # which capturing has noted
             graph.replay()
             self._gpu.synchronize()
             known.graph, known.calls = graph, calls

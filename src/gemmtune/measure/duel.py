@@ -7,13 +7,15 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Literal
 
 from .clock import Clock
 from .lane import EntrantError, Lane
-from .stats import mad, ratio_interval
+from .stats import Interval, binomial_tail, mad, ratio_interval
 
 ALPHA = 0.01  # two-sided, over all looks: at most 0.5% of duels between equals have a winner
 MAX_PAIRS = 600
+_MOST_PAIRS = 4 * MAX_PAIRS  # while only the stalls' origin is open
 _GROWTH = 1.5  # pairs from one look to the next
 _SLOW_PAIR_S = 10e-3  # pairs this long may be looked at before ``min_pairs``: they span time enough
 _FIRST_SLOW_LOOK = 12
@@ -21,6 +23,10 @@ _FEW = 5  # pairs in one place that say something of it
 _FEWEST = 9  # fewer pairs cannot give an interval of the first look's level
 _STALL_SIGMAS, _STALL_LEAST = 6.0, 0.2  # a timing this far above its side's median, in robust sigmas and in share
 _STALL_MOST = 0.25  # with more of them they belong to the kernel, not to the machine
+# Probability that the machine alone gives one side so many of the stalls, below which they are that side's own: while
+# more pairs can be timed, and at the last look.
+_BALANCED, _UNBALANCED = 0.5, 0.002
+_NEGLIGIBLE = 0.02  # a gain below this share is not worth another race
 
 
 @dataclass(slots=True)
@@ -28,7 +34,9 @@ class Duel:
     """challenger, incumbent: seconds per call, pair by pair. reason: the decision and why, in words.
 
     stalled: the share of pairs set aside at the last look. places: the
-    pairs before which operands were moved. spent: of the error allowed.
+    pairs before which operands were moved. spent: of the error allowed. interval: the paired ratio's interval at the
+    last look, None with too few pairs. decided: whether the interval (or a win) settled it, rather than the deadline.
+    unclear: whether the medians show a gain, and the mean does not (yet).
     """
 
     won: bool = False
@@ -38,6 +46,16 @@ class Duel:
     stalled: float = 0.0
     places: list[int] = field(default_factory=list)
     spent: float = 0.0
+    interval: Interval | None = None
+    decided: bool = False
+    unclear: bool = False
+
+    @property
+    def may_hide_a_gain(self) -> bool:
+        """Whether the challenger may be faster by 2% or more, for all that the duel showed."""
+        if self.won or self.decided:
+            return False
+        return self.interval is None or self.interval.lo < 1.0 - _NEGLIGIBLE
 
 
 def duel(
@@ -57,7 +75,7 @@ def duel(
     of a 1% two-sided error that grows with the cube root of the pairs, and the last one the rest. When time runs out
     the pairs there are get the last look. deadline(duel so far): when that is, on ``clock``; it may move. move: puts
     the operands elsewhere in memory (False: it does not); called twice before the first look and after each. A winner
-    has the better median in every place.
+    has the better median in every place, and the better mean (see ``_mean_agreement``).
     """
     found = Duel()
     cost = challenger.cost + incumbent.cost
@@ -66,11 +84,12 @@ def duel(
     while True:
         if len(found.challenger) in moves_at and move():
             found.places.append(len(found.challenger))
-        last = len(found.challenger) >= MAX_PAIRS or clock.now() + cost > deadline(found)
+        most = _MOST_PAIRS if found.unclear else MAX_PAIRS
+        last = len(found.challenger) >= most or clock.now() + cost > deadline(found)
         if len(found.challenger) >= look_at or last:
             if _decide(found, gain, last):
                 return found
-            look_at = min(MAX_PAIRS, round(look_at * _GROWTH) + 1)
+            look_at = min(_MOST_PAIRS if found.unclear else MAX_PAIRS, round(look_at * _GROWTH) + 1)
             if move():
                 found.places.append(len(found.challenger))
         try:
@@ -93,25 +112,45 @@ def _pair(found: Duel, challenger: Lane, incumbent: Lane, clock: Clock, rng: ran
 
 def _decide(found: Duel, gain: float, last: bool) -> bool:
     """Look at the pairs; whether this settles it (it does when ``last``)."""
-    mine, base = _unstalled(found.challenger, found.incumbent)
-    pairs = len(mine)
+    split = _split_stalls(found.challenger, found.incumbent)
+    pairs = len(split.challenger)
     found.stalled = 1.0 - pairs / len(found.challenger) if found.challenger else 0.0
-    alpha = ALPHA * (1.0 if last else (len(found.challenger) / MAX_PAIRS) ** (1 / 3)) - found.spent
-    found.spent += alpha
     if pairs < _FEWEST:
         found.reason = f"the budget allowed {pairs} pairs; a decision needs {_FEWEST}, so the incumbent stays"
         return last
-    ratio = ratio_interval(mine, base, alpha)
-    text = f"{ratio.center:.3f}x the incumbent's time ({ratio.lo:.3f}..{ratio.hi:.3f}) after {pairs} pairs"
-    attained = 1.0 - ratio.level <= alpha * (1 + 1e-9)
-    if ratio.hi < 1.0 - gain and attained and _everywhere(found):
-        found.won, found.reason = True, text
-    elif ratio.lo > 1.0 - gain:
+    text, faster = _look(found, split, gain, last)
+    if found.decided:
         found.reason = f"{text}: not faster by {gain:.1%}"
-    else:
+        return True
+    if not faster:
         found.reason = f"{text}: not decided, so the incumbent stays"
         return last
-    return True
+    agreement = _mean_agreement(found, split, last)
+    found.won, found.unclear = agreement == "agrees", agreement != "agrees"
+    found.decided = found.won or (last and agreement == "differs")
+    found.reason = text if found.won else f"{text}, but {_mean_words(found)}: the incumbent stays"
+    return found.won or last
+
+
+def _look(found: Duel, split: _Split, gain: float, last: bool) -> tuple[str, bool]:
+    """The ratio's interval in words, and whether it shows a gain; ``found.decided`` says that there is none.
+
+    When the pairs have spent the error, a gain that they showed stands, and only the stalls are looked at.
+    """
+    share = 1.0 if last else min(1.0, (len(found.challenger) / MAX_PAIRS) ** (1 / 3))
+    alpha = ALPHA * share - found.spent
+    spent = found.unclear and (last or alpha <= 0.0)
+    ratio = found.interval if spent and found.interval else ratio_interval(split.challenger, split.incumbent, alpha)
+    found.interval, found.spent = ratio, max(found.spent, ALPHA * share)
+    pairs = len(split.challenger)
+    text = f"{ratio.center:.3f}x the incumbent's time ({ratio.lo:.3f}..{ratio.hi:.3f}) after {pairs} pairs"
+    found.decided = ratio.lo > 1.0 - gain
+    attained = spent or 1.0 - ratio.level <= alpha * (1 + 1e-9)
+    return text, ratio.hi < 1.0 - gain and attained and _everywhere(found)
+
+
+def _mean_words(found: Duel) -> str:
+    return f"{sum(found.challenger) / sum(found.incumbent):.3f}x its mean time, stalls counted"
 
 
 def _everywhere(found: Duel) -> bool:
@@ -124,15 +163,49 @@ def _everywhere(found: Duel) -> bool:
     return True
 
 
-def _unstalled(challenger: Sequence[float], incumbent: Sequence[float]) -> tuple[list[float], list[float]]:
-    """The pairs without those in which the machine stalled, as the MAD of either side tells."""
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """The pairs of a duel without those in which either side stalled, and the number of stalls of each side."""
+
+    challenger: list[float]
+    incumbent: list[float]
+    own: int = 0
+    others: int = 0
+
+
+def _mean_agreement(found: Duel, split: _Split, last: bool) -> Literal["agrees", "differs", "unclear"]:
+    """Whether the challenger has the lower mean time, too: the interval is one of medians, and a kernel that stalls in
+    every fifth call has a good median.
+
+    Stalls do not count where the machine explains them, so that both sides have their share of them. A side that has
+    more of them than chance gives it (one-sided binomial test: each stall hits either side in proportion to the time
+    that it runs) has stalls of its own, and the mean of all pairs counts. Without a stall of the incumbent's nothing
+    shows that the machine stalls at all.
+    """
+    if sum(split.challenger) >= sum(split.incumbent):
+        return "differs"
+    if sum(found.challenger) < sum(found.incumbent):
+        return "agrees"
+    share = median(found.challenger) / (median(found.challenger) + median(found.incumbent))
+    chance = binomial_tail(split.own, split.own + split.others, share)
+    if chance > _BALANCED:
+        return "agrees"
+    if chance < _UNBALANCED:
+        return "differs"
+    return "agrees" if last and split.others else "unclear"
+
+
+def _split_stalls(challenger: Sequence[float], incumbent: Sequence[float]) -> _Split:
+    """Set the pairs aside in which a side stalled, as its median and MAD tell; none where they are a quarter."""
     if len(challenger) < _FEWEST:
-        return list(challenger), list(incumbent)
+        return _Split(list(challenger), list(incumbent))
     limits = [
         median(times) * (1.0 + max(_STALL_LEAST, _STALL_SIGMAS * mad(times) / median(times)))
         for times in (challenger, incumbent)
     ]
+    own = sum(seconds > limits[0] for seconds in challenger)
+    others = sum(seconds > limits[1] for seconds in incumbent)
     kept = [(c, i) for c, i in zip(challenger, incumbent, strict=True) if c <= limits[0] and i <= limits[1]]
     if len(kept) < (1.0 - _STALL_MOST) * len(challenger):
-        return list(challenger), list(incumbent)
-    return [c for c, _ in kept], [i for _, i in kept]
+        return _Split(list(challenger), list(incumbent), own, others)
+    return _Split([c for c, _ in kept], [i for _, i in kept], own, others)

@@ -20,7 +20,8 @@ from .cuda import TorchGpu, context_fault, limit_device_memory, warm_up
 from .cuda import rough_times as rough_gpu_times
 from .inputs import Inputs, operand_bytes
 from .limits import limit_memory
-from .machine import Pins
+from .machine import CpuMachine, Pins
+from .nvml import cuda_machine
 from .protocol import (
     Attempt,
     Attempted,
@@ -114,7 +115,7 @@ class Desk:
                 conditions = {"pinned": self._pins.words} if self._pins.words else {}
                 track = self._need_job().track(candidates, self._marker_fd, request.hot, conditions)
                 left = max(_RACE_LEAST * request.budget_s, request.budget_s - (time.perf_counter() - began))
-                raced = track.race(left, request.seed, self._progress)
+                raced = track.race(left, request.seed, self._progress, request.earlier_s)
                 self._left_behind()
                 return raced
 
@@ -149,6 +150,8 @@ class Job:
     def __init__(self, problem: Problem, target: Target, seed: int, latency: Latency = "graph") -> None:
         self.problem, self.target, self._seed, self._latency = problem, target, seed, latency
         self._gpu = TorchGpu(target.torch_device) if on_gpu(target) else None
+        # Asked when the race begins: for what went on while candidates were tried.
+        self._machine = cuda_machine(target.torch_device) if on_gpu(target) else CpuMachine(target.threads)
         self._draws: tuple[Draw, ...] | None = None
         self._flush: Flush | None = None
         self._pace = Pace() if self._gpu is None and problem.weight_bytes <= PACED_BYTES else None
@@ -216,7 +219,7 @@ class Job:
             kernels[candidate.id] = kernel
         return Track(
             kernels, self.problem, self.target, self._seed, marker_fd,
-            hot=hot, conditions=conditions, latency=self._latency,
+            hot=hot, conditions=conditions, latency=self._latency, machine=self._machine,
         )  # fmt: skip
 
     def _need_draws(self) -> tuple[Draw, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from ..decision import Sample, Stage
+from ..decision import Sample, Stage, VerdictKind
 from .clock import Run
 from .stats import median_interval, ratio_interval
 
@@ -24,7 +24,8 @@ class EntrantError(Exception):
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """times: seconds per call by round. duel, rival: its and the incumbent's times in the duel, pair by pair."""
+    """times: seconds per call by round. duel, rival: its and the incumbent's times in the duel, pair by pair. fault:
+    what a lane of stage ``failed`` did."""
 
     id: str
     run: Run
@@ -34,9 +35,15 @@ class Lane:
     active: bool = True
     stage: Stage = "finalist"
     reason: str = ""
+    fault: VerdictKind = "crashed"
     times: dict[int, float] = field(default_factory=dict)
     duel: list[float] = field(default_factory=list)
     rival: list[float] = field(default_factory=list)
+
+    @property
+    def raw(self) -> bool:
+        """Whether it takes the weight as it lies."""
+        return not self.group
 
     def guarded(self, i: int) -> None:
         """``run``, with what it raises tied to this lane."""

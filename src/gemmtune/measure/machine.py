@@ -12,18 +12,21 @@ import psutil
 
 _LOAD_MOVED = 0.25  # cores
 _FREQUENCY_MOVED = 0.05
+_CONTENDING, _CROWDED, _STOLEN = 0.5, 0.25, 0.1  # cores that others use, cores that are missing; share that is stolen
 
 
 @dataclass(frozen=True, slots=True)
 class Weather:
     """One stretch of time on this machine. load: cores that others kept busy; frequency: MHz, 0.0 when unknown.
 
-    stolen: the share of all cores' time that the hypervisor gave to other guests.
+    stolen: the share of all cores' time that the hypervisor gave to other guests. contention: whether others needed the
+    cores that the kernels' threads run on.
     """
 
     load: float = 0.0
     frequency: float = 0.0
     stolen: float = 0.0
+    contention: bool = False
 
     def differs(self, other: Weather) -> str:
         """What changed between the two, in words; empty when nothing did that matters."""
@@ -57,9 +60,13 @@ class Machine(Protocol):
 
 
 class CpuMachine:
-    """This machine, by the kernel's own accounts (/proc/stat through psutil) and cpufreq where there is one."""
+    """This machine, by the kernel's own accounts (/proc/stat through psutil) and cpufreq where there is one.
 
-    def __init__(self) -> None:
+    threads: of the kernels; others contend when their load and these threads exceed the cores.
+    """
+
+    def __init__(self, threads: int = 1) -> None:
+        self._threads = threads
         self._last = self._accounts()
         self._frequencies = [
             path
@@ -76,8 +83,10 @@ class CpuMachine:
         self._last = now
         others = (now.busy - before.busy) - (now.own - before.own)
         cores = max(1, os.cpu_count() or 1)
-        stolen = (now.stolen - before.stolen) / (elapsed * cores)
-        return Weather(max(0.0, others / elapsed), self._frequency(), max(0.0, stolen))
+        stolen = max(0.0, (now.stolen - before.stolen) / (elapsed * cores))
+        load = max(0.0, others / elapsed)
+        crowded = load > _CONTENDING and load + min(self._threads, cores) > cores + _CROWDED
+        return Weather(load, self._frequency(), stolen, crowded or stolen > _STOLEN)
 
     def _accounts(self) -> _Accounts:
         times, own = psutil.cpu_times(), os.times()

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from ..decision import Outcome, Sample, Stage, Verdict
+from ..decision import LayoutDecision, Outcome, Sample, Stage, Verdict, VerdictKind
 from .clock import Latency
 
 BEAT_S = 1.0  # a worker says that it lives about this often
@@ -49,12 +49,14 @@ class Confirm(msgspec.Struct, tag=True, forbid_unknown_fields=True):
 
 
 class Race(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """Race confirmed candidates for ``budget_s`` seconds. hot: each call finds its operands in the cache."""
+    """Race confirmed candidates for ``budget_s`` seconds. hot: each call finds its operands in the cache. earlier_s:
+    seconds per call measured before, by candidate id."""
 
     candidates: list[dict[str, Any]]
     budget_s: float
     seed: int = 0
     hot: bool = False
+    earlier_s: dict[str, float] = {}
 
 
 class Build(msgspec.Struct, tag=True, forbid_unknown_fields=True):
@@ -88,22 +90,24 @@ class Confirmed(msgspec.Struct, tag=True, forbid_unknown_fields=True):
 
 
 class Placed(msgspec.Struct, forbid_unknown_fields=True):
-    """How one candidate came out of the race."""
+    """How one candidate came out of the race. fault: what one of stage ``failed`` did."""
 
     id: str
     stage: Stage
     reason: str
     sample: Sample | None
+    fault: VerdictKind = "crashed"
 
 
 class Raced(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """Reply to Race. groups: the fastest id per packing."""
+    """Reply to Race. groups: the fastest id per packing. layouts: duels by packing."""
 
     outcome: Outcome
     leader: str | None
     stopped: str
     placed: tuple[Placed, ...]
     groups: dict[str, str]
+    layouts: dict[str, LayoutDecision] = {}
 
 
 class Leading(msgspec.Struct, tag=True, forbid_unknown_fields=True):

@@ -1,74 +1,69 @@
-"""The race: which entrant is fastest, and does it beat ATen beyond the noise?
+"""The race: which entrant is fastest, and does it beat ATen beyond the noise, wherever it will be served?
 
 Screening drops the hopeless, interleaved rounds with sequential elimination thin the field until nobody can be much
-faster than the leader, and a paired duel on fresh timings decides between the leader and the fastest incumbent. Only
-the duel can make a winner: the rounds before it chose the leader for its good times, so their times flatter it.
+faster than the leader (elimination.py), and a paired duel on fresh timings decides between the leader and the fastest
+incumbent. Only the duel can make a winner: the rounds before it chose the leader for its good times, so their times
+flatter it. A winner must be no slower in any surrounding (surroundings.py); the next challenger has its turn where one
+is. When a packed layout leads, the raw layout has a duel of its own: a weight that is not packed is served by what
+beats ATen on the raw weight.
 
 A disturbed machine (stalls, noise, others' load) lengthens a race that is undecided when its budget ends, to twice the
-budget at most; a machine that changed its load or clock during the duel has it fought again.
+budget at most; a machine that changed its load or clock during the duel has it fought again. What a disturbed machine
+leaves open is inconclusive.
 """
 
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 
-from ..decision import Outcome, Sample, Stage
-from ..events import BestSoFar
-from .clock import FLOOR_S, Clock, Run
+from ..decision import LayoutDecision, Outcome, Sample, Stage, VerdictKind
+from .clock import Clock
 from .duel import Duel, duel
-from .lane import EntrantError, Lane, by_ratio, fastest, ranked, sample
-from .machine import Machine, Weather
-from .stats import drift, mad, ratio_interval, slower_than, spend
+from .elimination import (
+    EXTENSION,
+    NOISE,
+    STALLED,
+    SURROUNDINGS_SHARE,
+    Elimination,
+    Entrant,
+    Progress,
+    RaceSetup,
+    noise,
+    raise_calls,
+)
+from .lane import EntrantError, Lane, by_ratio, fastest, sample
+from .stats import drift
+from .surroundings import OVERLAP, compare
 
-ALPHA = 0.02  # chance that a race eliminates an entrant as fast as the leader, over all looks and entrants
-SCREEN_RATIO = 1.5
-_SCREEN_ROUNDS = (2, 4)
-_STALL_S = 20e-3  # a difference that two stalls cannot explain; smaller ones wait for the second screening
-# Rounds -> challengers that may go on.
-_LOOKS = {8: 24, 12: 12, 18: 8, 27: 6, 40: 4, 60: 4, 90: 4, 135: 3, 200: 3, 300: 3, 450: 3}
-_GROUP_ROUNDS = 18  # the fastest of each group stays so long: a Plan compares groups by these times
-_ALIKE = 0.004  # once nobody can be faster than the leader by more than this share (90%), the leader is chosen
-_MOVE_EVERY, _MOVE_SHARE = 5, 0.1  # operands are moved after so many rounds, if it takes so little of the time left
-_PLACES = 8  # times they are moved before a leader is chosen
-_LUCK = 0.05  # what a place may be worth: in fewer places than that a lane is not eliminated for less
-_DUEL_SHARE = 0.4  # of the budget
-_CLEAR, _CLEAR_PAIRS = 0.9, 75  # a ratio that a duel's first look decides, and pairs enough for it
-_EXTENSION = 1.0  # of the budget, on a disturbed machine
-_NOISE, _STALLED, _LOAD, _STOLEN = 0.05, 0.05, 0.25, 0.02  # beyond these the machine is disturbed
+__all__ = ["Entrant", "RaceResult", "RaceSetup", "Standing", "race"]
 
-Progress = Callable[[BestSoFar], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Entrant:
-    """Something to time. run(i): one call on operand set i. incumbent: ATen's. group: the packing layout or None."""
-
-    id: str
-    run: Run
-    incumbent: bool = False
-    group: str | None = None
+_CHALLENGERS = 3  # that may be tried in the surroundings, one after the other
+_BEHIND = 0.02  # a challenger further behind ATen than that in the rounds needs no duel of its layout
+# An incumbent that takes so many times as long as before the race, and so much more, was disturbed.
+_UNLIKELY, _UNLIKELY_S = 4.0, 20e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """How far an entrant came, and why it stopped there. sample is None when it was never timed."""
+    """How far an entrant came, and why it stopped there. sample is None when it was never timed. fault: what one of
+    stage ``failed`` did."""
 
     id: str
     stage: Stage
     reason: str
     sample: Sample | None
+    fault: VerdictKind = "crashed"
 
 
 @dataclass(frozen=True, slots=True)
 class RaceResult:
-    """outcome: ``winner`` (leader beat the fastest incumbent), ``tie`` (leader is that incumbent) or ``none_valid``.
+    """outcome: ``winner`` (leader beat the fastest incumbent, in every surrounding), ``tie`` (leader is that
+    incumbent), ``inconclusive`` (the same, on a machine too disturbed to tell) or ``none_valid``.
 
     standings: by entrant id. alternatives: the fastest entrant id per group ("" = None). stopped: why the race ended.
-    conditions: what the machine did meanwhile, in words.
+    conditions: what the machine did meanwhile, in words. layouts: duels by group.
     """
 
     outcome: Outcome
@@ -80,6 +75,7 @@ class RaceResult:
     rounds: int
     seconds: float
     conditions: dict[str, str] = field(default_factory=dict)
+    layouts: dict[str, LayoutDecision] = field(default_factory=dict)
 
 
 def race(
@@ -91,320 +87,191 @@ def race(
     min_duel: int = 50,
     min_gain: float = 0.003,
     progress: Progress | None = None,
-    machine: Machine | None = None,
-    conditions: Mapping[str, str] = {},
-    move: Callable[[], None] | None = None,
-    move_s: float = 0.0,
+    setup: RaceSetup | None = None,
 ) -> RaceResult:
     """Race ``entrants`` for at most ``budget_s`` seconds of ``clock`` (kept within 10%, or one timing if that is more;
     a disturbed machine may double it).
 
     A winner's paired time ratio to the fastest incumbent is below ``1 - min_gain`` with 99.5% confidence; anything
     less is a tie. ``min_duel``: pairs before the first look, unless a pair takes longer than 10 ms. Without an
-    incumbent the fastest wins unopposed. An entrant that raises is out (stage ``failed``). machine: asked for load and
-    clock. conditions: what every Sample is to say besides. move: puts the operands elsewhere in memory; called now and
-    then, since where a large operand happens to lie moves a memory-bound kernel's time by some percent for as long as
-    it lies there. move_s: the seconds that is expected to take. Raises ValueError for a budget that is not positive or
-    ids that repeat.
+    incumbent the fastest wins unopposed. An entrant that raises, or that is faster than the machine can be, is out
+    (stage ``failed``). Raises ValueError for a budget that is not positive or ids that repeat.
     """
     if not budget_s > 0.0:
         raise ValueError(f"budget_s must be positive; got {budget_s!r}")
     if len({e.id for e in entrants}) != len(entrants):
         raise ValueError("entrants must have distinct ids")
-    return _Race(entrants, clock, budget_s, seed, progress, machine, conditions, move, move_s).run(min_duel, min_gain)
+    return _Race(entrants, clock, budget_s, seed, progress, setup or RaceSetup(), min_duel, min_gain).run()
 
 
-class _Race:
+class _Race(Elimination):
     """One race's state; ``run`` is its pipeline."""
 
     def __init__(
-        self,
-        entrants: Sequence[Entrant],
-        clock: Clock,
-        budget_s: float,
-        seed: int,
-        progress: Progress | None,
-        machine: Machine | None,
-        conditions: Mapping[str, str],
-        move: Callable[[], None] | None,
-        move_s: float,
-    ) -> None:
-        self.clock, self.budget, self.progress, self.machine = clock, budget_s, progress, machine
-        self.conditions = dict(conditions)
-        self._move, self._move_s, self.moves = move, move_s, 0
-        self.rng = random.Random(seed)
-        self.lanes = [Lane(e.id, e.run, e.incumbent, e.group) for e in entrants]
-        if machine is not None:
-            machine.weather()  # from here on
-        self.start = clock.now()
-        self.rounds = 0
-        self._each_s = 0.0  # what a timing took in the last round, with all that goes with it
-        self.clear = False  # at the last look, leader and best incumbent were far apart
-        self.stopped = ""
-        self.disturbed = False
+        self, entrants: Sequence[Entrant], clock: Clock, budget_s: float, seed: int, progress: Progress | None,
+        setup: RaceSetup, min_duel: int, min_gain: float,
+    ) -> None:  # fmt: skip
+        super().__init__(entrants, clock, budget_s, seed, progress, setup)
+        self._earlier_s = setup.earlier_s
+        self._min_duel, self._min_gain = min_duel, min_gain
+        self.layouts: dict[str, LayoutDecision] = {}
 
-    def run(self, min_duel: int, min_gain: float) -> RaceResult:
-        self._calibrate()
-        self._screen()
-        self._eliminate()
-        before, fought_again = self._weather(), False
+    def run(self) -> RaceResult:
+        self.choose()
+        before, fought_again, tried = self._weather(), False, 0
         while True:
             incumbent, challenger = self._best(incumbents=True), self._best(incumbents=False)
             if incumbent is None or challenger is None:
                 return self._unopposed(challenger or incumbent, incumbent)
             self._even_out()
-            self._lengthen([challenger, incumbent])
-            found = duel(
-                challenger, incumbent, self.clock, self._deadline, self.rng, self.move,
-                min_pairs=min_duel, gain=min_gain,
-            )  # fmt: skip
+            found = self._duel(challenger, incumbent, self._deadline)
             if not (challenger.active and incumbent.active):
                 self._revive()
                 continue
             now = self._weather()
             changed = before.differs(now)
-            if changed and not fought_again and self._spent() < (1.0 + _EXTENSION / 2) * self.budget:
+            if changed and not fought_again and self._spent() < (1.0 + EXTENSION / 2) * self.budget:
                 before, fought_again = now, True
                 self.conditions["fought again"] = changed
                 continue
-            return self._decided(found, challenger, incumbent)
-
-    # --- phases ---
-
-    def _calibrate(self) -> None:
-        """Warm every lane up, incumbents first; whoever is not reached in half the budget stays untried."""
-        for lane in sorted(self.lanes, key=lambda lane: not lane.incumbent):
-            if self._spent() > 0.5 * self.budget and any(other.calls for other in self.lanes):
-                lane.drop("untried", "the budget was spent before its turn")
-                continue
-            try:
-                lane.calls = self.clock.calls_for(lane.guarded, FLOOR_S)
-            except EntrantError as error:
-                error.lane.drop("failed", str(error))
-
-    def _screen(self) -> None:
-        for rounds in _SCREEN_ROUNDS:
-            while self.rounds < rounds:
-                if not self._affordable():
-                    return
-                self._round()
-            for incumbents in (True, False):
-                self._screen_out(incumbents)
-
-    def _screen_out(self, incumbents: bool) -> None:
-        """Drop whoever is far behind; incumbents only by a faster incumbent. Stalls cannot: the minimum counts, and it
-        takes four timings where a stall or two would make the difference."""
-        field = [lane for lane in self._active() if lane.incumbent or not incumbents]
-        if not field:
-            return
-        best = min(lane.median for lane in field)
-        for lane in field:
-            fastest = min(lane.times.values())
-            ratio, sure = fastest / best, self.rounds >= _SCREEN_ROUNDS[-1]
-            if not sure and (fastest - best) * lane.calls < _STALL_S:
-                continue
-            if ratio > SCREEN_RATIO and lane.incumbent == incumbents:
-                than = "the best incumbent" if incumbents else "the best"
-                lane.drop("screened", f"{ratio:.1f}x slower than {than} after {self.rounds} rounds")
-
-    def _eliminate(self) -> None:
-        self._even_out()
-        for look, (rounds, places) in enumerate(_LOOKS.items(), start=1):
-            while self.rounds < rounds:
-                if self._settled():
-                    return
-                if not self._affordable():
-                    self.stopped = f"the time for choosing a leader was spent after {self.rounds} rounds"
-                    return
-                self._round()
-                if self.rounds % _MOVE_EVERY == 0 and self.moves < _PLACES:
-                    self.move()
-            self._look_around()
-            self._thin(look, places)
-            self._look_ahead()
-            self._report()
-            if self.rounds >= _GROUP_ROUNDS and (self.moves >= _PLACES or not self._movable()) and self._chosen():
-                return
-
-    def _thin(self, look: int, places: int) -> None:
-        """Eliminate on confidence bounds (union over lanes, alpha spent over looks), then keep the best ``places``."""
-        active = self._active()
-        leader = fastest(active)
-        best = self._best(incumbents=True)
-        alpha = spend(ALPHA, look) / max(1, len(active))
-        kept = self._group_leaders() if self.rounds < _GROUP_ROUNDS else set()
-        for lane in active:
-            rival = best if lane.incumbent else leader
-            if rival is None or lane is rival or lane.id in kept:
-                continue
-            found = slower_than(*lane.paired(rival), alpha)
-            lucky = self.moves < _PLACES and self._movable()
-            if found is not None and (not lucky or found.center > 1.0 + _LUCK):
-                text = f"{found.center:.3f}x the time of {rival.id} ({found.lo:.3f}..{found.hi:.3f})"
-                lane.drop("eliminated", f"{text} after {self.rounds} rounds")
-        rest = ranked([lane for lane in self._active() if not lane.incumbent])
-        if self.moves < _PLACES and self._movable():
-            places *= 2
-        for place, lane in enumerate(rest[places:], start=places + 1):
-            if lane.id not in kept:
-                lane.drop("eliminated", f"in place {place} of {len(rest)} after {self.rounds} rounds, beyond {places}")
-
-    def _group_leaders(self) -> set[str]:
-        """The fastest challenger of each group."""
-        challengers = ranked([lane for lane in self._active() if not lane.incumbent])
-        fastest = {lane.group: lane.id for lane in reversed(challengers)}
-        return set(fastest.values())
-
-    def _chosen(self) -> bool:
-        """Whether no challenger can be much faster than the leader, nor any incumbent than the best of them."""
-        for incumbents in (True, False):
-            best = self._best(incumbents=incumbents)
-            for lane in self._active():
-                if best is not None and lane is not best and lane.incumbent == incumbents:
-                    found = ratio_interval(*lane.paired(best), 0.1)
-                    if found.lo < 1.0 - _ALIKE:
-                        return False
-        return True
-
-    def _settled(self) -> bool:
-        """One challenger and one incumbent at most: nothing left to choose."""
-        active = self._active()
-        incumbents = sum(lane.incumbent for lane in active)
-        return incumbents <= 1 and len(active) - incumbents <= 1 and self.rounds >= max(_SCREEN_ROUNDS)
-
-    # --- rounds ---
-
-    def _even_out(self) -> None:
-        """Let every lane make as many calls a timing as the one with most: the first call of a timing finds caches and
-        threads as another kernel left them, and counts for more among few calls than among many."""
-        lanes = self._active()
-        most = max((lane.calls for lane in lanes), default=0)
-        _raise_calls(lanes, most, FLOOR_S)
-
-    def _lengthen(self, fighters: Sequence[Lane]) -> None:
-        """A duel's timings may be longer than those that chose who fights it, and make as many calls of both."""
-        fastest_s = max(min(lane.median for lane in fighters), 1e-9)
-        _raise_calls(fighters, math.ceil(self.clock.duel_s / fastest_s), self.clock.duel_s)
-
-    def _round(self) -> None:
-        """Time every active lane once, in random order. One that raises is dropped, and the round done again."""
-        while lanes := self._active():
-            self.rng.shuffle(lanes)
-            began = self.clock.now()
-            try:
-                times = self.clock.time_round([lane.guarded for lane in lanes], [lane.calls for lane in lanes])
-            except EntrantError as error:
-                error.lane.drop("failed", str(error))
+            disagreement = self._settle_layout(found, challenger, incumbent)
+            if not (challenger.active and incumbent.active):
                 self._revive()
                 continue
-            self._each_s = (self.clock.now() - began) / len(lanes)
-            for lane, seconds in zip(lanes, times, strict=True):
-                lane.record(self.rounds, seconds, FLOOR_S)
-            if self.rounds >= _SCREEN_ROUNDS[-1]:
-                self._even_out()
-            break
-        self.rounds += 1
+            tried += 1
+            if disagreement and tried < _CHALLENGERS and self._spent() < self._limit():
+                challenger.drop("eliminated", disagreement)
+                self.stopped = disagreement
+                continue
+            return self._decided(found, challenger, incumbent, disagreement)
 
-    def _revive(self) -> None:
-        """After a failure: whoever was dropped for being slower may have been measured against what failed."""
-        for lane in self.lanes:
-            if lane.stage in ("screened", "eliminated"):
-                lane.active, lane.stage, lane.reason = True, "finalist", ""
+    # --- duels and surroundings ---
 
-    def _active(self) -> list[Lane]:
-        return [lane for lane in self.lanes if lane.active]
-
-    def _spent(self) -> float:
-        return self.clock.now() - self.start
-
-    def _affordable(self) -> bool:
-        """Whether one more round leaves the duel its share of the budget (the first round always may)."""
-        cost = max(sum(lane.cost for lane in self._active()), self._each_s * len(self._active()))
-        return self.rounds == 0 or self._spent() + cost <= self._limit() - self._duel_s()
-
-    def _duel_s(self) -> float:
-        """What the duel is left of the budget: its share, or what the pairs before its first look take when leader and
-        incumbent were so far apart at the last look that it will be decided there."""
-        each_s = max(self._each_s, self.clock.duel_s)
-        share, pairs = _DUEL_SHARE * self._limit(), _CLEAR_PAIRS * 2.0 * each_s + 2.0 * self._move_s
-        return min(share, pairs) if self.clear else share
-
-    def _look_ahead(self) -> None:
-        """Whether the best of either side are far apart."""
-        incumbent, leader = self._best(incumbents=True), self._best(incumbents=False)
-        if incumbent is not None and leader is not None:
-            found = ratio_interval(*leader.paired(incumbent), 0.1)
-            self.clear = found.hi < _CLEAR or found.lo > 1.0 / _CLEAR
-
-    def _movable(self) -> bool:
-        """Whether the operands can be put elsewhere, and that takes little of the time that is left."""
-        left = self.start + self.budget - self.clock.now()
-        return self._move is not None and self._move_s <= _MOVE_SHARE * left
-
-    def move(self) -> bool:
-        """Put the operands elsewhere, if that is worth it."""
-        start = self.clock.now()
-        if self._move is None or not self._movable():
-            return False
-        self._move()
-        self._move_s, self.moves = self.clock.now() - start, self.moves + 1
-        return True
-
-    # --- the machine ---
-
-    def _limit(self) -> float:
-        """Seconds this race may take."""
-        return self.budget * (1.0 + (_EXTENSION if self.disturbed else 0.0))
+    def _duel(self, challenger: Lane, incumbent: Lane, deadline: Callable[[Duel], float]) -> Duel:
+        """A duel's timings may be longer than those that chose who fights it, and make as many calls of both."""
+        fighters = [challenger, incumbent]
+        fastest_s = max(min(lane.median for lane in fighters), 1e-9)
+        raise_calls(fighters, math.ceil(self.clock.duel_s / fastest_s), self.clock.duel_s)
+        return duel(
+            challenger, incumbent, self.clock, deadline, self.rng, self.move,
+            min_pairs=self._min_duel, gain=self._min_gain,
+        )  # fmt: skip
 
     def _deadline(self, found: Duel) -> float:
         """When the duel must end, by the clock; later once it shows that the machine is disturbed."""
-        if found.stalled > _STALLED or (len(found.incumbent) >= 8 and _noise(found.incumbent) > _NOISE):
+        if found.stalled > STALLED or (len(found.incumbent) >= 8 and noise(found.incumbent) > NOISE):
             self.disturbed = True
-        return self.start + self._limit()
+        return self.start + self._limit() - self._after_s()
 
-    def _look_around(self) -> None:
-        """Whether the machine is disturbed, as the incumbent's timings tell (they are the ones there are most of)."""
-        reference = self._best(incumbents=True) or self._best(incumbents=False)
-        if reference is not None and _noise(list(reference.times.values())) > _NOISE:
-            self.disturbed = True
+    def _settle_layout(self, found: Duel, challenger: Lane, incumbent: Lane) -> str:
+        """Record the duel as its layout's, with the surroundings when it was won. Returns the surrounding that
+        disagrees, in words; empty where none does."""
+        if found.interval is None:
+            return ""
+        ratios, overlap, disagreement = self._surround(challenger, incumbent) if found.won else ({}, True, "")
+        won = found.won and not disagreement
+        if challenger.raw and not incumbent.raw and not won:
+            return disagreement  # the raw layout's baseline is another one
+        self.layouts[challenger.group or ""] = LayoutDecision(
+            "winner" if won else "tie", challenger.id, incumbent.id,
+            found.interval.center, found.interval.lo, found.interval.hi, ratios, overlap,
+        )  # fmt: skip
+        return disagreement
 
-    def _weather(self) -> Weather:
-        """What else went on since it was last asked for; that too can make the machine a disturbed one."""
-        found = self.machine.weather() if self.machine is not None else Weather()
-        if found.load > _LOAD or found.stolen > _STOLEN:
-            self.disturbed = True
-        if self.machine is not None:
-            self.conditions.update(found.words())
-        return found
+    def _surround(self, challenger: Lane, incumbent: Lane) -> tuple[dict[str, float], bool, str]:
+        """(median ratio by surrounding, whether overlapping pays, the first surrounding that disagrees in words)."""
+        ratios: dict[str, float] = {}
+        overlap = True
+        share = SURROUNDINGS_SHARE * self.budget / max(1, len(self._surroundings))
+        for surrounding in self._surroundings:
+            try:
+                compared = compare(
+                    surrounding, challenger, incumbent, self.clock, self.rng, self.clock.now() + share
+                )  # fmt: skip
+            except EntrantError as error:
+                error.lane.drop("failed", f"{error} {surrounding.name}")
+                return ratios, overlap, ""
+            if compared is None:
+                continue
+            ratios[surrounding.name] = round(compared.ratio, 4)
+            if OVERLAP in surrounding.variants(challenger.id):
+                overlap = compared.variant == OVERLAP
+            if compared.disagrees:
+                text = f"{compared.ratio:.3f}x the time of {incumbent.id} {surrounding.name}, where it was faster alone"
+                return ratios, overlap, text
+        return ratios, overlap, ""
+
+    def _duel_raw(self) -> None:
+        """The raw layout's own duel, where other layouts have fought the main one. The outcome is in ``layouts``."""
+        raw = [lane for lane in self.lanes if lane.raw and lane.times and lane.stage != "failed"]
+        incumbent = fastest([lane for lane in raw if lane.incumbent])
+        challengers = [lane for lane in raw if not lane.incumbent]
+        if "" in self.layouts or incumbent is None or not challengers:
+            return
+        challenger = min(challengers, key=lambda lane: by_ratio(lane, incumbent))
+        if by_ratio(challenger, incumbent) > 1.0 + _BEHIND:
+            return
+        left = self.start + self._limit() - self.clock.now()
+        until = self.clock.now() + max(left, 0.05 * self.budget)
+        stages = [(lane, lane.active, lane.stage, lane.reason) for lane in (challenger, incumbent)]
+        found = self._duel(challenger, incumbent, lambda _: until)
+        if not any(lane.stage == "failed" for lane in (challenger, incumbent)):
+            self._settle_layout(found, challenger, incumbent)
+        for lane, active, stage, reason in stages:
+            if lane.stage != "failed":
+                lane.active, lane.stage, lane.reason = active, stage, reason
 
     # --- results ---
-
-    def _best(self, *, incumbents: bool) -> Lane | None:
-        return fastest([lane for lane in self._active() if lane.incumbent == incumbents])
-
-    def _report(self) -> None:
-        incumbent, leader = self._best(incumbents=True), fastest(self._active())
-        if self.progress is not None and leader is not None:
-            ratio = by_ratio(leader, incumbent) if incumbent is not None else 1.0
-            self.progress(BestSoFar(leader.id, leader.median, ratio))
 
     def _unopposed(self, leader: Lane | None, incumbent: Lane | None) -> RaceResult:
         if leader is None:
             return self._result("none_valid", None, None, "no entrant could be timed")
         if leader is incumbent:
-            return self._result("tie", leader, incumbent, self.stopped or "no challenger is left")
+            self._duel_raw()
+            outcome, reason = self._tie(None)
+            return self._result(outcome, leader, incumbent, reason or self.stopped or "no challenger is left")
         return self._result("winner", leader, None, "there is no incumbent to beat")
 
-    def _decided(self, found: Duel, challenger: Lane, incumbent: Lane) -> RaceResult:
+    def _decided(self, found: Duel, challenger: Lane, incumbent: Lane, disagreement: str) -> RaceResult:
         for lane, times in ((challenger, found.challenger), (incumbent, found.incumbent)):
             lane.duel, lane.rival = times, found.incumbent
         if found.stalled:
             self.conditions["stalled"] = f"{found.stalled:.0%} of the pairs, set aside"
-        leader = challenger if found.won else incumbent
+        unlikely = self._unlikely(incumbent)
+        won = found.won and not disagreement and not unlikely
         for lane in self._active():
             fought = lane in (challenger, incumbent)
             lane.reason = found.reason if fought else "among the fastest; not chosen for the duel"
-        return self._result("winner" if found.won else "tie", leader, incumbent, found.reason)
+        self._duel_raw()
+        if won:
+            return self._result("winner", challenger, incumbent, found.reason)
+        outcome, reason = self._tie(found)
+        if unlikely:
+            outcome, reason = "inconclusive", unlikely
+        words = disagreement or found.reason
+        return self._result(outcome, incumbent, incumbent, f"{words}; {reason}" if reason else words)
+
+    def _tie(self, found: Duel | None) -> tuple[Outcome, str]:
+        """Whether a race that nobody won is a tie, or inconclusive, and why in words.
+
+        A race of the best two is not all: on a machine that others use, the search before it may have missed the best
+        candidate, and kernels that wait for their threads all take as long.
+        """
+        if self.contended:
+            return "inconclusive", "others kept the cores busy that the kernels' threads need"
+        if self.disturbed and found is not None and (found.may_hide_a_gain or found.unclear):
+            return "inconclusive", "the machine was too disturbed to decide"
+        return "tie", ""
+
+    def _unlikely(self, incumbent: Lane) -> str:
+        """Why the incumbent's times are not believed, or empty: they are far above what it took before the race."""
+        earlier_s, now_s = self._earlier_s.get(incumbent.id), incumbent.median
+        if earlier_s is None or now_s <= _UNLIKELY * earlier_s + _UNLIKELY_S:
+            return ""
+        return (
+            f"{incumbent.id} took {1e6 * now_s:.3g} us a call in the race and {1e6 * earlier_s:.3g} us before it: "
+            "the machine was disturbed"
+        )
 
     def _result(self, outcome: Outcome, leader: Lane | None, incumbent: Lane | None, stopped: str) -> RaceResult:
         conditions = self._conditions(incumbent or leader)
@@ -412,7 +279,7 @@ class _Race:
         for lane in self.lanes:
             stage: Stage = "winner" if lane is leader and outcome == "winner" else lane.stage
             words = conditions | self.clock.conditions(lane.guarded, lane.active)
-            standings[lane.id] = Standing(lane.id, stage, lane.reason, sample(lane, incumbent, words))
+            standings[lane.id] = Standing(lane.id, stage, lane.reason, sample(lane, incumbent, words), lane.fault)
         groups: dict[str, Lane] = {}
         timed = [lane for lane in self.lanes if lane.times and lane.stage != "failed"]
         for lane in sorted(timed, key=lambda lane: by_ratio(lane, incumbent) if incumbent else lane.median):
@@ -429,6 +296,7 @@ class _Race:
             self.rounds,
             self._spent(),
             conditions,
+            self.layouts,
         )
 
     def _conditions(self, reference: Lane | None) -> dict[str, str]:
@@ -439,15 +307,3 @@ class _Race:
         if (extra := self._spent() - self.budget) > 0.1 * self.budget and self.disturbed:
             found["extended"] = f"by {extra:.1f} s: the machine was disturbed"
         return found
-
-
-def _raise_calls(lanes: Sequence[Lane], calls: int, floor_s: float) -> None:
-    """So many calls a timing, where that is more; of one far slower than the others, which cannot be mistaken for them,
-    only as many as take twice the floor."""
-    for lane in lanes:
-        lane.calls = max(lane.calls, min(calls, round(2.0 * floor_s / max(lane.median, 1e-9))))
-
-
-def _noise(times: Sequence[float]) -> float:
-    """Robust standard deviation, relative to the median."""
-    return mad(times) / median(times) if times else 0.0

@@ -128,3 +128,10 @@ def slower_than(times: Sequence[float], base: Sequence[float], alpha: float) -> 
     """The interval of times / base when it lies wholly above 1 with error probability at most alpha, else None."""
     found = ratio_interval(times, base, 2.0 * alpha)
     return found if found.lo > 1.0 and (1.0 - found.level) / 2.0 <= alpha * (1 + 1e-9) else None
+
+
+def binomial_tail(least: int, trials: int, chance: float) -> float:
+    """P(X >= least) of a binomial X of ``trials`` trials that succeed with probability ``chance`` each (exact)."""
+    return math.fsum(
+        math.comb(trials, hits) * chance**hits * (1.0 - chance) ** (trials - hits) for hits in range(least, trials + 1)
+    )

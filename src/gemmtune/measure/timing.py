@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -13,17 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..backends.base import OVERLAP as OVERLAP_SETTING
 from ..backends.base import Kernel, PackedWeight, QuantWeight
 from ..events import BestSoFar
 from ..problem import Problem
 from ..target import Target
 from .clock import Clock, CpuClock, Latency
 from .cuda import CudaClock, TorchGpu
+from .elementwise import consume, result_for, rewrite
 from .inputs import CPU, Inputs, allocate, operand_bytes, rotations, timing_sets
-from .machine import CpuMachine, Machine
-from .nvml import cuda_machine
+from .machine import Machine
+from .plausible import least_s
 from .protocol import Leading, Placed, Raced
-from .race import Entrant, race
+from .race import Entrant, RaceSetup, race
+from .surroundings import OVERLAP, Surrounding
 
 INCUMBENT = "aten"
 
@@ -47,6 +51,8 @@ PACED_BYTES = _LARGE_BYTES  # a weight up to here has room for another copy, whi
 _SCRATCH_SHARE = 2
 _SCRATCH_BYTES = 150 << 20
 
+_BUSY_S = 4e-3  # one timing of calls back to back, in which a GPU meets its power limit
+_PAUSE_S = 10e-6
 _FLUSH_SHARE = 2.0  # of the last-level cache: what replaces lines at random keeps some of them longer than its size
 _MOST_FLUSHED = 128 << 20
 _COLD_SHARE = 3.0  # operand sets that together take so much of the cache evict one another
@@ -178,7 +184,7 @@ class Track:
     layout that many kernels share would be warmer than others. marker_fd: a file of at least one byte, in which the
     number of the running kernel is noted (1 + its place), for whoever wants to know which one the process died in.
     hot: one operand set serves every call. conditions: what Samples are to say besides the race's own. latency: how a
-    GPU's calls are timed (see ``cuda.CudaClock``).
+    GPU's calls are timed (see ``cuda.CudaClock``). machine: its load and clock since it was last asked.
 
     On a GPU operands stay where they are: graphs hold their addresses, and its memory is spread over all channels by
     a hash of the address, so that no place is better than another.
@@ -195,13 +201,17 @@ class Track:
         hot: bool = False,
         conditions: Mapping[str, str] = {},
         latency: Latency = "graph",
+        machine: Machine | None = None,
     ) -> None:
-        self._problem, self._hot, self._latency = problem, hot, latency
+        self._problem, self._hot, self._latency, self._machine = problem, hot, latency, machine
+        self._target, self._kernels = target, dict(kernels)
         self._gpu, self._device = on_gpu(target), target.torch_device
         threads = {} if self._gpu else {"threads": str(target.threads)}
         self._conditions = {"operands": "hot" if hot else "cold", **threads, **conditions}
         self._marker = mmap.mmap(marker_fd, mmap.PAGESIZE) if marker_fd is not None else bytearray(1)
         self._operands: dict[str, _Stock] = {}
+        self._outputs: list[Tensor] = []
+        self._timed_gpu: TorchGpu | None = None
         self._clock: Clock = CpuClock()
         self._move_s = 0.0  # what packing all copies took
         self.left_out: dict[str, str] = {}
@@ -226,6 +236,7 @@ class Track:
         sets = [first, *timing_sets(self._problem, count - 1, seed + 1, self._device)]
         # On a GPU two outputs in turn: a model soon reads what it writes, and writes there again, all in the L2.
         made = [empty_output(self._problem, self._device) for _ in (sets[:2] if self._gpu else sets)]
+        self._outputs = made
         outputs = [made[place % len(made)] for place in range(count)]
         self._operands[""] = _Stock([(item, item.b, out) for item, out in zip(sets, outputs, strict=True)], None)
         for layout, (packer, copy) in packed.items():
@@ -250,7 +261,8 @@ class Track:
         own, cache = operand_bytes(self._problem), last_level_cache(target)
         if self._gpu:
             chill = None if self._hot else Flush(self._problem, target)
-            return CudaClock(TorchGpu(self._device), chill=chill, latency=self._latency, marker=self._marker)
+            self._timed_gpu = TorchGpu(self._device)
+            return CudaClock(self._timed_gpu, chill=chill, latency=self._latency, marker=self._marker)
         if not self._hot and own >= _COLD_LEAST * cache and own * count < _COLD_SHARE * cache:
             return CpuClock(Flush(self._problem, target), count)
         return CpuClock()
@@ -290,9 +302,7 @@ class Track:
         return "" if packs_each_call(kernel, self._problem) else (kernel.packing or "")
 
     def _runner(self, kernel: Kernel, operands: _Stock, place: int) -> Callable[[int], None]:
-        marker, call, number = self._marker, kernel.run, min(place + 1, 255)
-        if packs_each_call(kernel, self._problem):
-            call = _packing_run(kernel)
+        marker, call, number = self._marker, self._call(kernel), min(place + 1, 255)
         take = operands.at if self._gpu else operands.next
 
         def run(i: int) -> None:
@@ -302,8 +312,18 @@ class Track:
 
         return run
 
-    def race(self, budget_s: float, seed: int, progress: Callable[[Leading], None]) -> Raced:
-        """Race for ``budget_s`` seconds; see ``race.race``."""
+    def _call(self, kernel: Kernel) -> Callable[..., None]:
+        """One call on operands as they are handed out, packing included where each call packs."""
+        return _packing_run(kernel) if packs_each_call(kernel, self._problem) else kernel.run
+
+    def race(
+        self,
+        budget_s: float,
+        seed: int,
+        progress: Callable[[Leading], None],
+        earlier_s: Mapping[str, float] = {},
+    ) -> Raced:
+        """Race for ``budget_s`` seconds; see ``race.race``. earlier_s: seconds per call before the race, by id."""
         if not self._entrants:
             return Raced("none_valid", None, "there was nothing to race", self._left_out(), {})
 
@@ -311,22 +331,87 @@ class Track:
             if math.isfinite(best.ratio):
                 progress(Leading(best.candidate_id, best.median_s, best.ratio))
 
-        result = race(
-            self._entrants,
-            self._clock,
-            budget_s,
-            seed=seed,
-            progress=report,
-            machine=self._machine(),
+        setup = RaceSetup(
+            machine=self._machine,
             conditions=self._conditions,
             move=None if self._gpu or self._hot or not self._problem.b.constant else self._move,
             move_s=self._move_s,
+            surroundings=self._surroundings(),
+            least_s=least_s(self._problem, self._target),
+            earlier_s=earlier_s,
         )
-        placed = tuple(Placed(row.id, row.stage, row.reason, row.sample) for row in result.standings.values())
-        return Raced(result.outcome, result.leader, result.stopped, placed + self._left_out(), result.alternatives)
+        result = race(self._entrants, self._clock, budget_s, seed=seed, progress=report, setup=setup)
+        placed = tuple(
+            Placed(row.id, row.stage, row.reason, row.sample, row.fault) for row in result.standings.values()
+        )
+        return Raced(
+            result.outcome, result.leader, result.stopped, placed + self._left_out(), result.alternatives,
+            result.layouts,
+        )  # fmt: skip
 
-    def _machine(self) -> Machine | None:
-        return cuda_machine(self._device) if self._gpu else CpuMachine()
+    def _surroundings(self) -> list[Surrounding]:
+        """Where a winner must hold: what users have around a product on this device.
+
+        A GPU's eager launches are timed by the host's clock, to which other kernels around them mean nothing.
+        """
+        if not self._gpu:
+            return [self._surrounding("between elementwise ops", before=True, after=True)]
+        if self._latency != "graph":
+            return []
+        return [
+            self._surrounding("behind an elementwise kernel", before=True),
+            self._surrounding("before an elementwise kernel", after=True),
+            self._surrounding("alone, after a pause", pause=True),
+            Surrounding("back to back", self._run_back_to_back, self._variants, timing_s=_BUSY_S),
+        ]
+
+    def _surrounding(self, name: str, *, before: bool = False, after: bool = False, pause: bool = False) -> Surrounding:
+        """A surrounding that writes the activations before each call, reads the output after it, or pauses."""
+        results: dict[int, Tensor] = {}
+
+        def around(kernel: Kernel | None) -> Callable[[int], None]:
+            operands = self._operands["" if kernel is None else self._layout(kernel)]
+            take = operands.at if self._gpu else operands.next
+            call = None if kernel is None else self._call(kernel)
+
+            def run(i: int) -> None:
+                inputs, b, out = take(i)
+                if pause and self._timed_gpu is not None:
+                    self._timed_gpu.sleep(_PAUSE_S)
+                if before:
+                    rewrite(inputs.a)
+                if call is not None:
+                    call(inputs.a, b, inputs.aux, out)
+                if after:
+                    consume(out, results[id(out)])
+
+            return run
+
+        if after:
+            results.update((id(out), result_for(out)) for out in self._outputs)
+        return Surrounding(name, lambda name, _: around(self._kernels[name]), idle=around(None))
+
+    def _run_back_to_back(self, name: str, variant: str) -> Callable[[int], None]:
+        """Calls one behind the other, as captured for serving (OVERLAP) or each when the one before has ended."""
+        kernel = self._kernels[name]
+        call, operands = self._call(kernel), self._operands[self._layout(kernel)]
+
+        def run(i: int) -> None:
+            inputs, b, out = operands.at(i)
+            held = os.environ.get(OVERLAP_SETTING)
+            os.environ[OVERLAP_SETTING] = "1" if variant == OVERLAP else "0"
+            try:
+                call(inputs.a, b, inputs.aux, out)
+            finally:
+                if held is None:
+                    del os.environ[OVERLAP_SETTING]
+                else:
+                    os.environ[OVERLAP_SETTING] = held
+
+        return run
+
+    def _variants(self, name: str) -> tuple[str, ...]:
+        return ("", OVERLAP) if self._kernels[name].can_overlap else ("",)
 
     def _move(self) -> None:
         """Put every B somewhere else in memory; see ``race.race``."""

@@ -7,7 +7,7 @@ where a crash is a crash.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -110,6 +110,7 @@ class Hands(Protocol):
         seed: int,
         progress: Progress = ignore,
         hot: bool = False,
+        earlier_s: Mapping[str, float] = {},
     ) -> Raced: ...
 
     def close(self) -> None: ...
@@ -150,9 +151,11 @@ class LocalWorker:
         seed: int,
         progress: Progress = ignore,
         hot: bool = False,
+        earlier_s: Mapping[str, float] = {},
     ) -> Raced:
         self._progress = progress
-        return expect(self._desk.answer(Race([c.to_dict() for c in candidates], budget_s, seed, hot)), Raced)
+        request = Race([c.to_dict() for c in candidates], budget_s, seed, hot, dict(earlier_s))
+        return expect(self._desk.answer(request), Raced)
 
     def close(self) -> None:
         import torch
@@ -255,12 +258,13 @@ class Worker:
         seed: int,
         progress: Progress = ignore,
         hot: bool = False,
+        earlier_s: Mapping[str, float] = {},
     ) -> Raced:
-        """Race confirmed candidates, on operands in the cache if ``hot``.
+        """Race confirmed candidates, on operands in the cache if ``hot``. earlier_s: seconds per call before, by id.
 
         Raises WorkerLost with the id of the one that was running when it died.
         """
-        request = Race([candidate.to_dict() for candidate in candidates], budget_s, seed, hot)
+        request = Race([candidate.to_dict() for candidate in candidates], budget_s, seed, hot, dict(earlier_s))
         try:
             return self._ask(request, 2.0 * budget_s + self._limits.race_slack_s, Raced, progress)
         except WorkerLost as loss:

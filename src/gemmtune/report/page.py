@@ -29,7 +29,9 @@ code { font-size: 12px; overflow-wrap: anywhere; } .note { color: #59636e; margi
 svg { width: 100%; font: 11px system-ui, sans-serif; } svg .grid { stroke: #d8dee4; stroke-width: 0.6; }
 svg .even { stroke: #1f2328; stroke-dasharray: 2 3; }
 """
-_OUTCOMES = {"winner": "winner", "tie": "tie: ATen serves", "none_valid": "nothing valid"}
+_OUTCOMES = {
+    "winner": "winner", "tie": "tie: ATen serves", "none_valid": "nothing valid", "inconclusive": "inconclusive",
+}  # fmt: skip
 
 Draw = Callable[[Chart, str], str]
 

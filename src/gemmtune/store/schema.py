@@ -190,10 +190,14 @@ def decode_problem(data: dict[str, Any]) -> Problem:
 
 def _check_choice(decision: Decision) -> None:
     """Whatever may be served must be in the evidence with a verdict that passed."""
+    if decision.outcome == "inconclusive":
+        raise ValueError("an inconclusive measurement is no decision")
     if (decision.outcome == "none_valid") != (decision.chosen is None):
         raise ValueError(f"outcome {decision.outcome!r} with chosen = {decision.chosen!r}")
     rows = {row.id: row for row in decision.evidence}
     served = list(decision.alternatives.items())
+    for packing, layout in decision.layouts.items():
+        served.append((packing, layout.candidate))
     if decision.chosen is not None:
         row = rows.get(decision.chosen)
         served.append(((row.packing or "") if row is not None else "", decision.chosen))

@@ -149,7 +149,10 @@ class FakeGpu:
         return FakeEvent(self)
 
     def sleep(self, seconds: float) -> None:
-        self._enqueue("sleep", seconds)
+        if self._captured is not None:
+            self._captured.append((seconds, _harmless))
+        else:
+            self._enqueue("sleep", seconds)
 
     def chill(self) -> None:
         """What a ``Flush`` does."""

@@ -129,6 +129,10 @@ class GpuKernel(Kernel):
         """Rows and columns of a tile of the output; elements of K in a block."""
         return int(config["bm"]), int(config["bn"]), int(config["bk"])
 
+    @property
+    def can_overlap(self) -> bool:
+        return self.function(torch.cuda.current_device()).follows
+
     def pack(self, b: Any) -> PackedWeight:
         return shuffle_int4(b, self.problem, self._block)
 
@@ -180,8 +184,9 @@ class GpuKernel(Kernel):
         function, place = self.function(device), self.header.arguments.index
         settled = self._settled(m, device, sizes)
         meet, behind = self._meeting(m, device), "".join(f", {name}" for name in names)
-        go = "block.capture(stream, b, out) if captured else go()" if function.follows else "go()"
-        asks = function.follows or meet is not None
+        follows = function.follows and self.overlap
+        go = "block.capture(stream, b, out) if captured else go()" if follows else "go()"
+        asks = follows or meet is not None
         return written(
             "launch",
             f"def launch(out, a, b{behind}):",
