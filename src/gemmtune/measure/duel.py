@@ -49,6 +49,7 @@ class Duel:
     interval: Interval | None = None
     decided: bool = False
     unclear: bool = False
+    earlier: tuple[Sequence[float], Sequence[float]] = ((), ())
 
     @property
     def may_hide_a_gain(self) -> bool:
@@ -77,7 +78,7 @@ def duel(
     the operands elsewhere in memory (False: it does not); called twice before the first look and after each. A winner
     has the better median in every place, and the better mean (see ``_mean_agreement``).
     """
-    found = Duel()
+    found = Duel(earlier=challenger.paired(incumbent))
     cost = challenger.cost + incumbent.cost
     look_at = min(_FIRST_SLOW_LOOK, min_pairs) if cost > _SLOW_PAIR_S else min_pairs
     moves_at = {min_pairs // 3, 2 * min_pairs // 3}
@@ -150,7 +151,13 @@ def _look(found: Duel, split: _Split, gain: float, last: bool) -> tuple[str, boo
 
 
 def _mean_words(found: Duel) -> str:
-    return f"{sum(found.challenger) / sum(found.incumbent):.3f}x its mean time, stalls counted"
+    mine, base = _all_times(found)
+    return f"{sum(mine) / sum(base):.3f}x its mean time, stalls counted"
+
+
+def _all_times(found: Duel) -> tuple[list[float], list[float]]:
+    """Every pair of times of the race: what stalls now and then shows the oftener, the more is looked at."""
+    return [*found.earlier[0], *found.challenger], [*found.earlier[1], *found.incumbent]
 
 
 def _everywhere(found: Duel) -> bool:
@@ -184,15 +191,17 @@ def _mean_agreement(found: Duel, split: _Split, last: bool) -> Literal["agrees",
     """
     if sum(split.challenger) >= sum(split.incumbent):
         return "differs"
-    if sum(found.challenger) < sum(found.incumbent):
+    mine, base = _all_times(found)
+    if sum(mine) < sum(base):
         return "agrees"
-    share = median(found.challenger) / (median(found.challenger) + median(found.incumbent))
-    chance = binomial_tail(split.own, split.own + split.others, share)
+    counted = _split_stalls(mine, base)
+    share = median(mine) / (median(mine) + median(base))
+    chance = binomial_tail(counted.own, counted.own + counted.others, share)
     if chance > _BALANCED:
         return "agrees"
     if chance < _UNBALANCED:
         return "differs"
-    return "agrees" if last and split.others else "unclear"
+    return "agrees" if last and counted.others else "unclear"
 
 
 def _split_stalls(challenger: Sequence[float], incumbent: Sequence[float]) -> _Split:

@@ -259,7 +259,7 @@ class _Race(Elimination):
         """
         if self.contended:
             return "inconclusive", "others kept the cores busy that the kernels' threads need"
-        if self.disturbed and found is not None and (found.may_hide_a_gain or found.unclear):
+        if self.disturbed and found is not None and (found.may_hide_a_gain or (found.unclear and not found.decided)):
             return "inconclusive", "the machine was too disturbed to decide"
         return "tie", ""
 
