@@ -12,6 +12,8 @@ STEPS = 5
 HALVES = ("bfloat16", "float16")
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 _TENSORS = ("float32", "bfloat16", "float16", "int32")
+INDEX_LIMIT = 2**31 - 2**10  # rows, columns, K and tiles: kernels count in 32 bits, up to a tile beyond the last one
+MAX_BATCH = 65535  # CUDA's and HIP's limit of a grid's second dimension, which counts batches
 ALIGN = 16  # bytes that vector loads and TMA want addresses and rows to be multiples of
 
 
