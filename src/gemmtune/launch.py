@@ -115,7 +115,7 @@ def meet(
     take = taking(call, operands, pair)
     if kernel is None and call.packed is not None:
         return execute(op, call, out, differentiable=differentiable)
-    plain_op = function or plainly(call, take)
+    plain_op = plainly(call, take) if function is None or call.packed is not None else function
     fallback = partial(_without_kernel, kernel, plain_op)
     fresh, write = plain_op, into
     if kernel is not None:

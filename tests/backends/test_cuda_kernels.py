@@ -30,6 +30,7 @@ from gemmtune.problem import Layout, Operand, Problem
 from gemmtune.testing.problems import random_problem
 from gemmtune.workloads import bmm_problem, build, fp8_problem, int_problem, weight_only_problem
 from gpus import H200, SKINNY, legal
+from integers import exact_cases, rounding_cases
 
 CXX = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
 needs_cxx = pytest.mark.skipif(CXX is None, reason="there is no C++ compiler")
@@ -267,6 +268,25 @@ def test_batches_lie_in_memory_as_torch_bmm_takes_them(emulator: Emulator, rows:
                 kernel.run(left, right, (), out)
                 wanted = torch.bmm(left.float(), right.float())
                 torch.testing.assert_close(out.float(), wanted, rtol=1e-2, atol=1e-2, msg=f"{a_name}, {b_name}")
+
+
+@needs_cxx
+@pytest.mark.parametrize("template", ["skinny", "slab"])
+def test_epilogues_of_integers_are_exact(emulator: Emulator, template: str) -> None:
+    for name, problem, inputs, wanted in exact_cases(3, 24):
+        kernel = emulator.skinny(problem) if template == "skinny" else emulator.slab(problem, bm=8, bn=24)
+        out = torch.empty_like(wanted)
+        run_into(kernel, inputs, out)
+        assert torch.equal(out, wanted), name
+
+
+@needs_cxx
+def test_nan_becomes_zero_and_ties_go_to_even_numbers(emulator: Emulator) -> None:
+    for problem, inputs, wanted in rounding_cases(8, 24, 64):
+        for template, config in ((emulator.skinny, {}), (emulator.slab, {"bm": 8, "bn": 24})):
+            out = torch.full_like(wanted, 77)
+            run_into(template(problem, **config), inputs, out)
+            assert torch.equal(out, wanted), problem.out_dtype
 
 
 BIAS = (Step("bias", "col", "bfloat16"),)

@@ -49,8 +49,9 @@ def launch_aligned(launch: Launch, out: Tensor, a: Tensor, b: Tensor, *rest: Ten
 class BatchLayout:
     """Memory layout of a batched operand; lengths and strides are in elements.
 
-    size: bytes of an element. count: matrices. outer: runs of contiguous elements in a matrix (rows, or columns of a column-major one). inner:
-    elements of a run. lead: from one run to the next. stride: from one matrix to the next; 0 where all are one matrix.
+    size: bytes of an element. count: matrices. outer: runs of contiguous elements in a matrix (rows, or columns of a
+    column-major one). inner: elements of a run. lead: from one run to the next. stride: from one matrix to the next; 0
+    where all are one matrix.
     needs_alignment: whether the kernel assumes that every matrix starts on a boundary as its runs do.
     """
 

@@ -228,8 +228,8 @@ class GpuKernel(Kernel):
             "    if status:",
             "        function.failed(status, go)",
             block=Block(function, settled.grid, settled.values), function=function, meet=meet,
-            misaligned=misaligned, stream_of=torch._C._cuda_getCurrentRawStream, capturing=torch._C._cuda_isCurrentStreamCapturing,
-            **settled.known,
+            misaligned=misaligned, stream_of=torch._C._cuda_getCurrentRawStream,
+            capturing=torch._C._cuda_isCurrentStreamCapturing, **settled.known,
         )  # fmt: skip
 
     def _too_large(self, m: int) -> str:

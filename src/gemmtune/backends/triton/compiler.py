@@ -164,16 +164,17 @@ def _epilogue(problem: Problem) -> tuple[dict[str, str], dict[str, Any]]:
     """Types and constants of the epilogue's arguments."""
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
+    integers = float_at(problem) if problem.family == "int_mm" else 0
     for place in range(STEPS):
         step = problem.epilogue[place] if place < len(problem.epilogue) else None
-        values = zip(("KIND", "AXIS", "VALUE", "LO", "HI"), step_constants(step), strict=True)
+        values = zip(("KIND", "AXIS", "VALUE", "LO", "HI"), step_constants(step, place < integers), strict=True)
         constants |= {f"{name}{place}": value for name, value in values}
         if step is not None and step.takes_tensor:
             signature[f"t{place}"] = _pointer(str(step.dtype))
         else:
             constants[f"t{place}"] = None
         if step is not None and step.takes_tensor and step.axis == "full":
-            signature[f"ld{place}"] = "i32"
+            signature[f"ld{place}"] = "i64"
         else:
             constants[f"ld{place}"] = 0
     return signature, constants
