@@ -271,15 +271,15 @@ def as_constant(problem: Problem) -> Problem:
 
 def current_target(device: str | torch.device = "cpu") -> Target:
     """The Target that decisions are kept under: this CPU with torch's threads now, or a GPU (``"cuda"``: the current
-    one), and the sources of every importable backend for it. Raises ValueError for another kind of device,
-    UnsupportedError where there is no such GPU."""
+    one), with the sources of every importable backend for it, and the versions of what these depend on. Raises
+    ValueError for another kind of device, UnsupportedError where there is no such GPU."""
     place = torch.device(device)
     if place.type not in _SERVED:
         raise ValueError(f"device must be cpu or cuda (cuda:1 ...); got {str(device)!r}")
     if place.type == "cpu":
-        return current_cpu(_sources("cpu"))
+        return _with_versions(current_cpu(_sources("cpu")))
     _require_gpu(place)
-    return current_cuda(_sources("cuda"), place.index)
+    return _with_versions(current_cuda(_sources("cuda"), place.index))
 
 
 def _require_gpu(device: torch.device) -> None:
@@ -300,6 +300,17 @@ def _sources(device: str) -> dict[str, str]:
         except (ImportError, AttributeError) as error:
             RUNTIME.warn_once(f"backend {name} cannot be imported ({error})")
     return found
+
+
+def _with_versions(target: Target) -> Target:
+    """The Target with the versions of what its backends' kernels depend on; of those backends that can be imported."""
+    found: dict[str, str] = {}
+    for name in backends.names(target.device):
+        try:
+            found.update(backends.versions(target, [name]))
+        except (ImportError, AttributeError):  # _sources has said so
+            continue
+    return target.with_versions(found)
 
 
 def _place(device: torch.device) -> _Place:
