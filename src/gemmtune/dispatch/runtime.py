@@ -21,6 +21,7 @@ import torch
 
 from .. import backends
 from ..backends.base import Candidate, Illegal, Kernel, PackedWeight
+from ..backends.location import artifacts_in
 from ..errors import PackedWeightError, UnsupportedError
 from ..problem import Problem
 from ..target import Target, current_cpu, current_cuda
@@ -159,6 +160,11 @@ class Runtime:
                     self.warn_once(f"the store cannot be opened ({error}); PyTorch's own kernels serve")
             return self._store
 
+    def artifacts(self) -> AbstractContextManager[None]:
+        """Return a block in which backends build into, and load from, the artifacts of the store in use."""
+        store = self.store()
+        return artifacts_in(None if store is None else store.artifacts_directory)
+
     def after_fork(self) -> None:
         """In a forked child: the locks anew, since the thread that held one may not have come along."""
         self._lock, self._tuning = threading.RLock(), threading.Lock()
@@ -248,7 +254,7 @@ class Runtime:
     def _load_now(self, candidate: Candidate, problem: Problem, device: torch.device) -> Kernel | None:
         try:
             backend = backends.get(candidate.backend)
-            with current(device):
+            with current(device), self.artifacts():
                 return backend.load(backend.build(problem, candidate, current_target(device)), problem)
         except (RuntimeError, ValueError, LookupError, TypeError, OverflowError, ImportError) as error:
             # A record may come from anywhere: a config without what its template needs is one that cannot be loaded.

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import msgspec
 
 from ...errors import KernelError
+from ..location import artifacts_directory
 
 _LENGTH = 4
 # The argument of kernels that wait for the one before them, and what it comes to: B may be read until then; the next
@@ -75,14 +76,13 @@ def digest_of(folder: Path) -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in names)).hexdigest()[:16]
 
 
-@functools.cache
 def artifacts() -> Any:
-    """The folder of them, beside the store."""
-    from ...store import Artifacts, default_path
+    """The artifacts of the store in use."""
+    return _artifacts_of(artifacts_directory())
 
-    path = default_path()
-    if str(path) == ":memory:":
-        import platformdirs
 
-        path = Path(platformdirs.user_cache_dir("gemmtune", appauthor=False)) / "store.db"
-    return Artifacts.beside(path)
+@functools.cache
+def _artifacts_of(directory: Path) -> Any:
+    from ...store import Artifacts
+
+    return Artifacts(directory)
