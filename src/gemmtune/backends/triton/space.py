@@ -39,11 +39,11 @@ def unknown_amd(target: Target) -> str:
 
 def candidates(problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
     """Legal candidates, likeliest first within each template, then what was ruled out and why."""
-    device = device_of(target)
-    reason = refusal(problem) or (_amd_refusal(problem) if target.is_amd else _fp8_refusal(problem, device))
+    reason = refusal(problem) or (_amd_refusal(problem) if target.is_amd else _fp8_refusal(problem, target))
     if reason:
         yield Illegal(Candidate.make(NAME, "*"), reason)
         return
+    device = device_of(target)
     work = _work(problem, device)
     illegal: list[Illegal] = []
     spaces = {"tiled": _tiled(problem, device), "persistent": _persistent(problem)}
@@ -135,11 +135,11 @@ def _illegal(problem: Problem, device: Device, template: str, config: dict[str, 
     )
 
 
-def _fp8_refusal(problem: Problem, device: Device) -> str:
+def _fp8_refusal(problem: Problem, target: Target) -> str:
     """Why an NVIDIA GPU has no such fp8 product or output, or empty."""
-    if device.capability >= (8, 9) or not {problem.a.dtype, problem.b.dtype, problem.out_dtype} & set(FP8):
+    if not {problem.a.dtype, problem.b.dtype, problem.out_dtype} & set(FP8) or target.compute_capability >= (8, 9):
         return ""
-    return f"fp8 needs compute capability 8.9; got {device.capability[0]}.{device.capability[1]}"
+    return f"fp8 needs compute capability 8.9; got {target.capability}"
 
 
 def _amd_refusal(problem: Problem) -> str:
