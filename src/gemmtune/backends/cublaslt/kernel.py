@@ -12,8 +12,8 @@ from torch import Tensor
 from ...errors import UnsupportedError
 from ...problem import Problem
 from ..base import Candidate, Kernel, Launch
-from ..gpu.alignment import MISALIGNED_MASK, aligned_copy, batched_launch, launch_aligned
-from ..gpu.kernel import batch_layouts, temporary
+from ..gpu.alignment import MISALIGNED_MASK, aligned_copy, batch_layouts, batched_launch, launch_aligned
+from ..gpu.kernel import temporary
 from ..gpu.rules import ALIGN
 from .library import Algorithm, Call
 from .product import RANKS, Product, described

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...problem import Problem, bits
 from ..base import Launch
-from .rules import ALIGN
+from .rules import ALIGN, leads
 
 MISALIGNED_MASK = ALIGN - 1  # bits of an address that must not be set
 
@@ -84,6 +85,21 @@ class BatchLayout:
         """Return the memory of ``t`` as [count, outer, inner]; count is 1 where all are one matrix."""
         count = self.count if self.stride else 1
         return t.as_strided((count, self.outer, self.inner), (self.stride, self.lead, 1))
+
+
+def batch_layouts(
+    problem: Problem, m: int, strides: tuple[int, int], needs_alignment: bool
+) -> tuple[BatchLayout, BatchLayout]:
+    """Return how A and B of a batched Problem lie for m rows. strides: from one matrix to the next, in elements;
+    needs_alignment: as BatchLayout has it."""
+    lda, ldb, _ = leads(problem, m)
+    a_sizes = (m, problem.k) if problem.a.layout.order == "row" else (problem.k, m)
+    b_sizes = (problem.k, problem.n) if problem.b.layout.order == "row" else (problem.n, problem.k)
+    size, count = bits(problem.a.dtype) // 8, problem.batch
+    return (
+        BatchLayout(size, count, *a_sizes, lda, strides[0], needs_alignment),
+        BatchLayout(size, count, *b_sizes, ldb, strides[1], needs_alignment),
+    )
 
 
 def batched_launch(bind: Callable[[int, int], Launch], a_layout: BatchLayout, b_layout: BatchLayout) -> Launch:

@@ -16,10 +16,10 @@ from torch import Tensor
 from ...allocate import empty_cuda
 from ...epilogue import Step
 from ...errors import KernelError
-from ...problem import Problem, bits
+from ...problem import Problem
 from ...written import written
 from ..base import Candidate, Kernel, Launch, PackedWeight, QuantWeight
-from .alignment import MISALIGNED_MASK, BatchLayout, batched_launch, launch_aligned
+from .alignment import MISALIGNED_MASK, batch_layouts, batched_launch, launch_aligned
 from .artifact import Header, Tma
 from .driver import Block, Capture, Function, Map, zeros
 from .hip import HipFunction
@@ -241,21 +241,6 @@ class GpuKernel(Kernel):
     @abstractmethod
     def _settled(self, m: int, device: int, sizes: dict[str, int]) -> Settled:
         """What follows from M, the device and the operands' strides (``sizes``)."""
-
-
-def batch_layouts(
-    problem: Problem, m: int, strides: tuple[int, int], needs_alignment: bool
-) -> tuple[BatchLayout, BatchLayout]:
-    """Return how A and B of a batched Problem lie for m rows. strides: from one matrix to the next, in elements;
-    needs_alignment: as BatchLayout has it."""
-    lda, ldb, _ = leads(problem, m)
-    a_sizes = (m, problem.k) if problem.a.layout.order == "row" else (problem.k, m)
-    b_sizes = (problem.k, problem.n) if problem.b.layout.order == "row" else (problem.n, problem.k)
-    size, count = bits(problem.a.dtype) // 8, problem.batch
-    return (
-        BatchLayout(size, count, *a_sizes, lda, strides[0], needs_alignment),
-        BatchLayout(size, count, *b_sizes, ldb, strides[1], needs_alignment),
-    )
 
 
 def _tensors(b: Any) -> tuple[Tensor, ...]:
