@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from gemmtune import backends
+from gemmtune.backends.artifacts import artifacts_directory
 from gemmtune.backends.base import Artifact, Candidate
 from gemmtune.backends.cuda import CudaBackend
-from gemmtune.backends.location import artifacts_directory, artifacts_in
+from gemmtune.backends.location import artifacts_in
 from gemmtune.dispatch import RUNTIME
 from gemmtune.problem import Operand, Problem
 from gemmtune.store import MemoryStore, SqliteStore, Store

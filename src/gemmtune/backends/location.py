@@ -1,7 +1,7 @@
-"""Where backends keep what they build: with the store in use.
+"""The directory of artifacts that is in use; ``artifacts.py`` is for backends.
 
 A store names the directory of its artifacts (``Store.artifacts_directory``). Who builds or loads for a store does it in
-a block of ``artifacts_in``; processes that work for a tuner are told the directory.
+a block of ``artifacts_in``; processes that work for a tuner are told the directory. Nothing here knows a store.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _directory: ContextVar[Path | None] = ContextVar("gemmtune_artifacts", default=N
 
 @contextmanager
 def artifacts_in(directory: Path | None) -> Iterator[None]:
-    """Block of this thread in which ``artifacts_directory`` is ``directory``; None: that of the default store."""
+    """Block of this thread in which backends build into ``directory``; None: that of the default store."""
     before = _directory.set(directory)
     try:
         yield
@@ -24,20 +24,6 @@ def artifacts_in(directory: Path | None) -> Iterator[None]:
         _directory.reset(before)
 
 
-def artifacts_directory() -> Path:
-    """Return the directory in which ``Backend.build`` leaves artifacts, and ``Backend.artifact`` looks for them.
-
-    Outside a block of ``artifacts_in`` it is the default store's; where that is a store in memory, one in the user's
-    cache directory.
-    """
-    directory = _directory.get()
-    if directory is not None:
-        return directory
-    from ..store import Artifacts, default_path
-
-    path = default_path()
-    if str(path) == ":memory:":
-        import platformdirs
-
-        path = Path(platformdirs.user_cache_dir("gemmtune", appauthor=False)) / "store.db"
-    return Artifacts.beside(path).directory
+def chosen_directory() -> Path | None:
+    """Return the directory of the innermost block of ``artifacts_in``; None: that of the default store."""
+    return _directory.get()

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..backends.artifacts import artifacts_directory
 from ..backends.base import Artifact, Availability, Backend, Candidate, Illegal, Kernel
-from ..backends.location import artifacts_directory
 from ..errors import KernelError, UnsupportedError
 from ..problem import Problem
 from ..store.artifacts import Artifacts

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import msgspec
 
 from ...errors import KernelError
-from ..location import artifacts_directory
 
 _LENGTH = 4
 # The argument of kernels that wait for the one before them, and what it comes to: B may be read until then; the next
@@ -78,6 +77,8 @@ def digest_of(folder: Path) -> str:
 
 def artifacts() -> Any:
     """The artifacts of the store in use."""
+    from ..artifacts import artifacts_directory
+
     return _artifacts_of(artifacts_directory())
 
 
