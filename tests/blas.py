@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -134,6 +135,9 @@ class FakeBlas:
         thing = self.things[layout]
         dtype, rows, columns, lead = thing.made
         batches, stride = thing.attributes.get(5, 1), thing.attributes.get(6, 0)
+        # Algorithms were asked for at this alignment; they assume as much of every matrix of a batch.
+        assert address % 16 == 0
+        assert not batches > 1 or not stride * DTYPES[dtype].itemsize % math.gcd(16, lead * DTYPES[dtype].itemsize)
         flat = _memory(address, (batches - 1) * stride + (columns - 1) * lead + rows, DTYPES[dtype])
         return flat.as_strided((batches, rows, columns), (stride, 1, lead)).squeeze(0)
 

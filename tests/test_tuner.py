@@ -127,9 +127,9 @@ def test_latency_reaches_whoever_times(
     hostile("good")
     seen, make = [], LocalWorker.__init__
 
-    def init(self: LocalWorker, target: Target, *, latency: str) -> None:
+    def init(self: LocalWorker, target: Target, *, latency: str, **more: object) -> None:
         seen.append(latency)
-        make(self, target, latency=latency)  # type: ignore[arg-type]
+        make(self, target, latency=latency, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(LocalWorker, "__init__", init)
     tune(latency="eager")

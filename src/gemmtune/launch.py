@@ -17,10 +17,14 @@ from .backends.base import Kernel
 from .describe import Call
 from .dispatch.guards import capturing, check_like, special, special_state, subclassed, unusual
 from .dispatch.runtime import RUNTIME, TABLE
+from .errors import KernelError, UnsupportedError
 from .fuse import Bound
 from .prepared import (
+    LAUNCH_ERRORS,
+    Fallback,
     Pair,
     Serve,
+    Take,
     Write,
     bound_launch,
     computing,
@@ -109,20 +113,47 @@ def meet(
     wants = _wants(sight.checked)
     kernel = None if _empty(call.problem) or (wants and differentiate is None) else _kernel_for(call)
     take = taking(call, operands, pair)
-    write: Write | None
-    if kernel is None:
-        if call.packed is not None:
-            return execute(op, call, out, differentiable=differentiable)
-        fresh, write = function or plainly(call, take), into
-    else:
-        launch = bound_launch(kernel, call, operands)
-        write = running(kernel, call, take) if launch is None else writing(launch, kernel, call, count)
-        fresh = computing(kernel, call, take) if launch is None else launching(launch, kernel, call, count)
-        if wants and differentiate is not None:
-            fresh = partial(differentiate, fresh)
-    prepared = fresh if out is None else into_out(fresh, write, call, count)
+    if kernel is None and call.packed is not None:
+        return execute(op, call, out, differentiable=differentiable)
+    plain_op = plainly(call, take) if function is None or call.packed is not None else function
+    fallback = partial(_without_kernel, kernel, plain_op)
+    fresh, write = plain_op, into
+    if kernel is not None:
+        try:
+            fresh, write = _by_kernel(kernel, call, operands, take, fallback)
+            if wants and differentiate is not None:
+                fresh = partial(differentiate, fresh)
+        except (KernelError, UnsupportedError) as error:  # it does not take operands of these sizes
+            _warn_refused(kernel, error)
+    prepared = fresh if out is None else into_out(fresh, write, call, count, fallback)
     keep(sight, prepared, generation)
     return prepared(*sight.given)
+
+
+def _by_kernel(
+    kernel: Kernel, call: Call, operands: Sequence[Any], take: Take, fallback: Fallback
+) -> tuple[Serve, Write]:
+    """Return what serves such operands by a kernel: into a new tensor, and into its first argument."""
+    launch, count = bound_launch(kernel, call, operands), len(operands)
+    if launch is None:
+        return computing(kernel, call, take, fallback), running(kernel, call, take)
+    return launching(launch, kernel, call, count, fallback), writing(launch, kernel, call, count)
+
+
+def _without_kernel(kernel: Kernel | None, plain_op: Serve, error: BaseException, *operands: Any) -> Tensor:
+    """Serve by PyTorch's own op a call whose kernel could not be launched (its memory could not be had, say).
+
+    Raises what that op raises: torch.OutOfMemoryError where there is no memory for it either.
+    """
+    error.__traceback__ = None  # its frames hold the memory that the launch could get
+    if kernel is not None:
+        _warn_refused(kernel, error)
+    return plain_op(*operands)
+
+
+def _warn_refused(kernel: Kernel, error: BaseException) -> None:
+    text = str(error).partition("\n")[0]
+    RUNTIME.warn_once(f"{kernel.candidate.id} cannot be launched ({text}); PyTorch's own op serves such calls")
 
 
 def keep(sight: Sight, prepared: Serve, generation: int) -> None:
@@ -187,13 +218,23 @@ def _execute(op: str, call: Call, out: Tensor | None, differentiable: bool) -> T
     kernel = _kernel(call)
     if kernel is None:
         result = _shape_only(call, dtype) if _fake(call.a) else plain.run(call)
-    elif out is not None and _direct(out, call):
+    else:
+        try:
+            return _run_kernel(kernel, call, out)
+        except LAUNCH_ERRORS as error:
+            error.__traceback__ = None  # as in _without_kernel
+            _warn_refused(kernel, error)
+            result = plain.run(call)
+    return result if out is None else out.copy_(result)
+
+
+def _run_kernel(kernel: Kernel, call: Call, out: Tensor | None) -> Tensor:
+    if out is not None and _direct(out, call):
         run = there(kernel.run, kernel, call.a.device)
         run(_operand(call), call.b, call.aux, out.view(kernel_shape(call)))
         return out
-    else:
-        fresh = there(fresh_of(kernel), kernel, call.a.device)
-        result = fresh(_operand(call), call.b, call.aux).view(call.shape)
+    fresh = there(fresh_of(kernel), kernel, call.a.device)
+    result = fresh(_operand(call), call.b, call.aux).view(call.shape)
     return result if out is None else out.copy_(result)
 
 

@@ -161,7 +161,7 @@ def _load(
     backend: Backend, candidate: Candidate, problem: Problem, device: torch.device, refused: list[str]
 ) -> Kernel | None:
     try:
-        with current(device):
+        with current(device), RUNTIME.artifacts():
             return backend.load(backend.build(problem, candidate, current_target(device)), problem)
     except KernelError as error:
         refused.append(f"{candidate.id}: {error}")

@@ -15,6 +15,7 @@ from .allocate import empty_cpu, empty_cuda
 from .backends.aten.steps import dtype_of
 from .backends.base import Kernel, Launch
 from .describe import Call
+from .errors import KernelError, UnsupportedError
 from .written import written
 
 Fresh = Callable[[Tensor, Any, Sequence[Tensor]], Tensor]
@@ -22,6 +23,11 @@ Serve = Callable[..., Tensor]
 Write = Callable[..., object]  # of out and the operands
 Pair = Callable[..., tuple[Tensor, Any]]
 Take = Callable[..., tuple[Tensor, Any, Sequence[Tensor]]]
+Fallback = Callable[..., Tensor]  # of the error and the operands
+
+# What a GPU kernel raises before any of its results is written: its memory cannot be had, its library has no algorithm,
+# or the driver refuses the launch. PyTorch's own op needs none of these.
+LAUNCH_ERRORS = (KernelError, UnsupportedError, torch.OutOfMemoryError)
 
 
 def taking(call: Call, operands: Sequence[Any], pair: Pair) -> Take:
@@ -59,8 +65,8 @@ def bound_launch(kernel: Kernel, call: Call, operands: Sequence[Any]) -> Launch 
     return launch
 
 
-def launching(launch: Launch, kernel: Kernel, call: Call, count: int) -> Serve:
-    """Such a launch of so many operands, into a new tensor."""
+def launching(launch: Launch, kernel: Kernel, call: Call, count: int, fallback: Fallback) -> Serve:
+    """Such a launch of so many operands, into a new tensor. fallback: serves a call whose launch is refused."""
     device = call.a.device
     (names, data, passed), elsewhere = _passing(call, count), _elsewhere(kernel, device)
     switch = [
@@ -74,9 +80,13 @@ def launching(launch: Launch, kernel: Kernel, call: Call, count: int) -> Serve:
         *(switch if elsewhere else []),
         *data,
         "    out = empty()",
-        f"    launch(out, {passed})",
+        "    try:",
+        f"        launch(out, {passed})",
+        "    except errors as error:",
+        "        del out",
+        f"        return fallback(error, {names})",
         "    return out",
-        launch=launch, empty=_outputs(call, call.shape, elsewhere),
+        launch=launch, errors=LAUNCH_ERRORS, fallback=fallback, empty=_outputs(call, call.shape, elsewhere),
         current=_current_device(), index=device.index, device=torch.cuda.device,
     )  # fmt: skip
 
@@ -104,14 +114,18 @@ def _names(count: int) -> list[str]:
     return [f"t{place}" for place in range(count)]
 
 
-def computing(kernel: Kernel, call: Call, take: Take) -> Serve:
-    """The kernel on operands as it takes them, into a new tensor."""
+def computing(kernel: Kernel, call: Call, take: Take, fallback: Fallback) -> Serve:
+    """The kernel on operands as it takes them, into a new tensor. fallback: as for ``launching``."""
     own, inner, shape = getattr(kernel, "fresh", None), kernel_shape(call), call.shape
     run, empty, same = there(kernel.run, kernel, call.a.device), _outputs(call, inner), shape == inner
 
     def allocate(*operands: Any) -> Tensor:
         out = empty()
-        run(*take(*operands), out)
+        try:
+            run(*take(*operands), out)
+        except LAUNCH_ERRORS as error:
+            del out
+            return fallback(error, *operands)
         return out if same else out.view(shape)
 
     if own is None:
@@ -152,9 +166,9 @@ def fresh_of(kernel: Kernel) -> Fresh:
     return fresh
 
 
-def into_out(fresh: Serve, write: Write | None, call: Call, count: int) -> Serve:
+def into_out(fresh: Serve, write: Write | None, call: Call, count: int, fallback: Fallback) -> Serve:
     """What serves so many operands and an out behind them: ``write``; ``fresh`` where they share memory, or nothing
-    writes."""
+    writes. fallback: as for ``launching``."""
     if write is None:
         return lambda *given: given[-1].copy_(fresh(*given[:-1]))
     names = ", ".join(_names(count))
@@ -166,9 +180,12 @@ def into_out(fresh: Serve, write: Write | None, call: Call, count: int) -> Serve
         "    storage = out.untyped_storage().data_ptr()",
         f"    if {shared}:",  # as shares has it
         f"        return out.copy_(fresh({names}))",
-        f"    write(out, {names})",
+        "    try:",
+        f"        write(out, {names})",
+        "    except errors as error:",
+        f"        return out.copy_(fallback(error, {names}))",
         "    return out",
-        fresh=fresh, write=write,
+        fresh=fresh, write=write, errors=LAUNCH_ERRORS, fallback=fallback,
     )  # fmt: skip
 
 

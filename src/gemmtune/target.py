@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import hashlib
-import importlib.metadata
 import json
 import platform
 import re
@@ -30,8 +28,9 @@ class Target:
 
     device: ``cpu`` or ``cuda``. name, capability: the device's (NVIDIA's as ``9.0``, AMD's as ``gfx942``). caches:
     bytes of (L1d, L2, L3) per core or chip; of a GPU (shared memory a program may use, 0, L2). threads: torch's
-    intra-op threads (CPU; 1 for a GPU). cores: a GPU's are its multiprocessors. versions: of torch, BLAS libraries,
-    driver, CUDA, Triton... sources: a digest per backend of ours.
+    intra-op threads (CPU; 1 for a GPU). cores: a GPU's are its multiprocessors. versions: of torch, a CPU's BLAS
+    libraries, a GPU's driver and CUDA, and what the backends' kernels depend on (``Backend.versions``). sources: a
+    digest per backend of ours.
     """
 
     device: str
@@ -54,6 +53,10 @@ class Target:
     def key(self) -> str:
         """A digest of every field."""
         return self._key
+
+    def with_versions(self, versions: Mapping[str, str]) -> Target:
+        """Return this Target with more versions."""
+        return replace(self, versions=tuple(sorted({**dict(self.versions), **versions}.items()))) if versions else self
 
     @property
     def torch_device(self) -> torch.device:
@@ -139,9 +142,6 @@ def _gpu(index: int) -> Target:
 def _gpu_versions() -> tuple[tuple[str, str], ...]:
     rows = {"torch": str(torch.__version__), "cuda": str(torch.version.cuda), "hip": str(torch.version.hip)}
     rows["driver"] = _driver()
-    for package in ("triton", "nvidia-cublas", "nvidia-cublas-cu12"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            rows[package] = importlib.metadata.version(package)
     return tuple(sorted(rows.items()))
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import get_args
 
 from .decision import Decision
@@ -102,7 +103,7 @@ class Tuner:
         known = {} if self._force else self._look_up(weights)
         order = sorted(weights, key=lambda problem: (problem not in known, -weights[problem] * problem.flops))
         decisions: dict[Problem, Decision] = {}
-        with closing(_Crew(self._target, self._isolate, self._limits, self._latency)) as crew:
+        with closing(self._new_crew()) as crew:
             crew.to_come = [problem for problem in order if problem not in known]
             for index, problem in enumerate(order):
                 decision = self._decide(problem, known.get(problem), index, len(order), crew)
@@ -110,6 +111,9 @@ class Tuner:
                     decisions[problem] = decision
             self._decide_again(decisions, crew)
         return [decisions[problem] for problem in weights if problem in decisions]
+
+    def _new_crew(self) -> _Crew:
+        return _Crew(self._target, self._isolate, self._limits, self._latency, self._store.artifacts_directory)
 
     def _look_up(self, problems: Iterable[Problem]) -> dict[Problem, Decision]:
         found = ((problem, self._store.get(self._target, problem.key)) for problem in problems)
@@ -217,13 +221,17 @@ def busy_words(decisions: Sequence[Decision]) -> str:
 class _Crew:
     """The worker, started at the first problem that needs one, builders, and the seconds that problems have taken.
 
-    to_come: all problems that the store does not know, in order; built_for: those whose builds were begun early.
+    artifacts: the directory for what is built. to_come: all problems that the store does not know, in order; built_for:
+    those whose builds were begun early.
     """
 
-    def __init__(self, target: Target, isolate: bool, limits: Limits | None, latency: Latency) -> None:
+    def __init__(
+        self, target: Target, isolate: bool, limits: Limits | None, latency: Latency, artifacts: Path | None = None
+    ) -> None:
         self._target, self._isolate, self._limits, self._latency = target, isolate, limits, latency
+        self._artifacts = artifacts
         self._hands: Hands | None = None
-        self.builders = Builders()
+        self.builders = Builders(artifacts=artifacts)
         self.spent: list[float] = []
         self.to_come: list[Problem] = []
         self.built_for: set[Problem] = set()
@@ -231,9 +239,9 @@ class _Crew:
     def hands(self) -> Hands:
         if self._hands is None:
             self._hands = (
-                Worker(self._target, limits=self._limits, latency=self._latency)
+                Worker(self._target, limits=self._limits, latency=self._latency, artifacts=self._artifacts)
                 if self._isolate
-                else LocalWorker(self._target, latency=self._latency)
+                else LocalWorker(self._target, latency=self._latency, artifacts=self._artifacts)
             )
             self._hands.start()
         return self._hands

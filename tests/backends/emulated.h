@@ -116,7 +116,11 @@ static sum_t read_from(int rank, const sum_t* here) {
 
 static float __uint_as_float(u32 x) { return gemmtune::from_bits(x); }
 static float __int_as_float(int x) { return gemmtune::from_bits(static_cast<u32>(x)); }
-static int __float2int_rn(float x) { return static_cast<int>(std::lrint(x)); }
+// PTX ISA, cvt: integers saturate, and NaN becomes 0.
+static int __float2int_rn(float x) {
+    if (std::isnan(x)) return 0;
+    return static_cast<int>(std::lrint(std::fmin(std::fmax(static_cast<double>(x), -2147483648.0), 2147483647.0)));
+}
 static int min(int x, int y) { return x < y ? x : y; }
 static int max(int x, int y) { return x < y ? y : x; }
 

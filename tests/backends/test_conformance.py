@@ -29,7 +29,7 @@ class TestToyCompiler(BackendSuite):
 
     @pytest.fixture
     def backend(self, monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> Backend:
-        monkeypatch.setenv(toy_compiler.FOLDER, str(tmp_path))
+        monkeypatch.setenv("GEMMTUNE_STORE", str(tmp_path / "store.db"))
         monkeypatch.setattr(toy_compiler, "KINDS", ("good",))
         return toy_compiler.ToyCompiler()
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from batches import LAYOUTS
 from blas import FakeBlas
 from drivers import STREAM, simulated
 from gemmtune.backends.base import Artifact, Candidate, Kernel
@@ -267,3 +268,17 @@ def test_descriptions_are_destroyed_with_their_kernel(blas: FakeBlas) -> None:
     del made
     gc.collect()  # a launch that may have to go by way of copies refers to itself
     assert {thing.kind for thing in blas.things.values()} == {"destroyed"}
+
+
+@pytest.mark.parametrize("inner", [64, 20, 33])  # rows of multiples of 16 bytes, of 8, and odd ones
+def test_batches_lie_in_memory_as_torch_bmm_takes_them(blas: FakeBlas, inner: int) -> None:
+    problem = replace(bmm_problem(3, 5, 24, inner, "bfloat16"), b=Operand("bfloat16", Layout("col")))
+    kernel = load(problem)
+    a, b = torch.randn(3, 5, inner).bfloat16(), torch.randn(3, 24, inner).bfloat16()
+    for a_name, lay_a in LAYOUTS.items():
+        for b_name, lay_b in LAYOUTS.items():
+            left, right = lay_a(a), lay_b(b).mT
+            out = torch.full((3, 5, 24), float("nan"), dtype=torch.bfloat16)
+            kernel.run(left, right, (), out)
+            wanted = torch.bmm(left.double(), right.double()).bfloat16()
+            assert torch.equal(out, wanted), (a_name, b_name)

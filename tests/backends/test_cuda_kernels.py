@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from batches import LAYOUTS
 from drivers import Driver, simulated
 from gemmtune.backends.base import Candidate
 from gemmtune.backends.cuda import CudaBackend, space
@@ -29,6 +30,7 @@ from gemmtune.problem import Layout, Operand, Problem
 from gemmtune.testing.problems import random_problem
 from gemmtune.workloads import bmm_problem, build, fp8_problem, int_problem, weight_only_problem
 from gpus import H200, SKINNY, legal
+from integers import exact_cases, rounding_cases
 
 CXX = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
 needs_cxx = pytest.mark.skipif(CXX is None, reason="there is no C++ compiler")
@@ -246,6 +248,45 @@ def test_more_rows_than_it_was_made_for(emulator: Emulator) -> None:
 
         verdict = verify(run, problem, prepare(problem, 0)[:1], patience_s=0)
         assert verdict.ok, verdict.detail
+
+
+@needs_cxx
+@pytest.mark.parametrize("rows", [5, 1])
+def test_batches_lie_in_memory_as_torch_bmm_takes_them(emulator: Emulator, rows: int) -> None:
+    """The emulator aborts where a GPU would: at a 16-byte load off its boundary."""
+    problem = replace(bmm_problem(3, rows, 24, 64, "bfloat16"), b=Operand("bfloat16", Layout("col")))
+    kernel = emulator.skinny(problem, bn=16)
+    a, b = torch.randn(3, rows, 64).bfloat16(), torch.randn(3, 24, 64).bfloat16()
+    for a_name, lay_a in LAYOUTS.items():
+        for b_name, lay_b in LAYOUTS.items():
+            if "dense" not in (a_name, b_name) and a_name != b_name:
+                continue
+            left, right = lay_a(a), lay_b(b).mT
+            for start in (0, 3):
+                out = torch.full((3 * rows * 24 + start,), float("nan"), dtype=torch.bfloat16)[start:]
+                out = out.view(3, rows, 24)
+                kernel.run(left, right, (), out)
+                wanted = torch.bmm(left.float(), right.float())
+                torch.testing.assert_close(out.float(), wanted, rtol=1e-2, atol=1e-2, msg=f"{a_name}, {b_name}")
+
+
+@needs_cxx
+@pytest.mark.parametrize("template", ["skinny", "slab"])
+def test_epilogues_of_integers_are_exact(emulator: Emulator, template: str) -> None:
+    for name, problem, inputs, wanted in exact_cases(3, 24):
+        kernel = emulator.skinny(problem) if template == "skinny" else emulator.slab(problem, bm=8, bn=24)
+        out = torch.empty_like(wanted)
+        run_into(kernel, inputs, out)
+        assert torch.equal(out, wanted), name
+
+
+@needs_cxx
+def test_nan_becomes_zero_and_ties_go_to_even_numbers(emulator: Emulator) -> None:
+    for problem, inputs, wanted in rounding_cases(8, 24, 64):
+        for template, config in ((emulator.skinny, {}), (emulator.slab, {"bm": 8, "bn": 24})):
+            out = torch.full_like(wanted, 77)
+            run_into(template(problem, **config), inputs, out)
+            assert torch.equal(out, wanted), problem.out_dtype
 
 
 BIAS = (Step("bias", "col", "bfloat16"),)

@@ -258,10 +258,10 @@ main()
 def test_kernels_are_right_in_the_interpreter() -> None:
     """Every template on small problems, through the oracle. In a process of its own: the interpreter is chosen when
     Triton is first imported."""
-    here = str(Path(__file__).parent)
+    here, helpers = str(Path(__file__).parent), str(Path(__file__).parents[1])
     source = str(Path(backends.__file__).parents[2])
     done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED.format(path=[here, source])],
+        [sys.executable, "-c", INTERPRETED.format(path=[here, helpers, source])],
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from batches import LAYOUTS
 from drivers import Driver, simulated
 from gemmtune.backends.base import Candidate
 from gemmtune.backends.gpu import kernel as shared
@@ -247,6 +248,48 @@ def test_what_starts_off_a_boundary_is_copied(fake: Driver) -> None:
     assert values["a_ptr"] != shifted.data_ptr()
     assert values["c_ptr"] != out.data_ptr()
     assert not (values["a_ptr"] | values["c_ptr"]) % 16
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_batches_are_copied_only_where_they_start_off_a_boundary(fake: Driver, name: str) -> None:
+    """Batch strides are taken as they are; copies hold the same values, expanded and overlapping ones too."""
+    problem = bmm_problem(3, 20, 72, 128, "bfloat16")
+    made = loaded(fake, problem)
+    a, b = LAYOUTS[name](torch.randn(3, 20, 128).bfloat16()), torch.randn(3, 128, 72).bfloat16()
+    seen: list[torch.Tensor] = []
+
+    def read(grid: tuple[int, int], slots: list[int]) -> None:
+        values = dict(zip(made.header.arguments, slots, strict=True))
+        count = 2 * values["batch_a"] + 20 * 128
+        memory = (ctypes.c_char * (2 * count)).from_address(values["a_ptr"])
+        flat = torch.frombuffer(memory, dtype=torch.bfloat16)
+        seen.append(flat.as_strided(a.shape, (values["batch_a"], 128, 1)).clone())
+        assert (values["a_ptr"] == a.data_ptr()) == (a.data_ptr() % 16 == 0)
+        assert values["a_ptr"] % 16 == 0
+        assert values["b_ptr"] == b.data_ptr()
+
+    fake.run = read
+    for _ in range(2):
+        made.run(a, b, (), torch.empty(3, 20, 72, dtype=torch.bfloat16))
+        assert torch.equal(seen[-1], a)
+
+
+def test_a_copy_does_not_change_how_dense_batches_are_read(fake: Driver) -> None:
+    """The launch that copies of odd operands share with dense ones copies dense ones by their own strides."""
+    problem = bmm_problem(3, 20, 72, 128, "bfloat16")
+    made, b = loaded(fake, problem), torch.randn(3, 128, 72).bfloat16()
+    odd = LAYOUTS["odd start and batch stride"](torch.randn(3, 20, 128).bfloat16())
+    dense = LAYOUTS["odd start"](torch.randn(3, 20, 128).bfloat16())
+    for a in (odd, dense):
+        read: list[torch.Tensor] = []
+
+        def note(grid: tuple[int, int], slots: list[int], read: list[torch.Tensor] = read) -> None:
+            memory = (ctypes.c_char * (2 * 3 * 20 * 128)).from_address(slots[0])
+            read.append(torch.frombuffer(memory, dtype=torch.bfloat16).view(3, 20, 128).clone())
+
+        fake.run = note
+        made.run(a, b, (), torch.empty(3, 20, 72, dtype=torch.bfloat16))
+        assert torch.equal(read[-1], a)
 
 
 def test_threads_write_into_blocks_of_their_own(fake: Driver) -> None:

@@ -25,6 +25,7 @@ from gemmtune.measure.inputs import Inputs
 from gemmtune.measure.verify import prepare, verify
 from gemmtune.problem import Layout, Operand, Problem
 from gemmtune.workloads import bmm_problem, build, fp8_problem, int_problem, weight_only_problem
+from integers import exact_cases, rounding_cases
 
 
 def tiled(bm: int = 16, bn: int = 64, bk: int = 64, split: int = 1, swap: int = 0) -> Candidate:
@@ -159,4 +160,15 @@ def main() -> None:
         verdict = verify(launch, problem, draws, patience_s=0.0)
         assert verdict.ok, f"{candidate.id} on {problem.key}: {verdict.kind} {verdict.detail}"
         count += 1
+    for swap in (0, 1):
+        for name, problem, inputs, wanted in exact_cases(5, 40):
+            out = torch.empty_like(wanted)
+            run(problem, tiled(swap=swap), inputs, out)
+            assert torch.equal(out, wanted), f"{name}: {out} {wanted}"
+            count += 1
+        for problem, inputs, wanted in rounding_cases(8, 40, 64):
+            out = torch.full_like(wanted, 77)
+            run(problem, tiled(swap=swap), inputs, out)
+            assert torch.equal(out, wanted), f"{problem.out_dtype}: {out} {wanted}"
+            count += 1
     print(f"{count} problems right")

@@ -138,13 +138,14 @@ def test_text_that_utf8_cannot_hold_is_escaped(run: Run, tmp_path: Path, filled:
 def test_pruning_keeps_this_machines_gpus(run: Run, filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from gemmtune.dispatch import runtime
 
-    gpu = Target("cuda", "H200", "9.0", caches=(232448, 0, 62914560), cores=132)
-    monkeypatch.setattr(runtime, "current_cuda", lambda sources=None, index=None: gpu)
+    made = Target("cuda", "H200", "9.0", caches=(232448, 0, 62914560), cores=132)
+    monkeypatch.setattr(runtime, "current_cuda", lambda sources=None, index=None: made)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    gpu = runtime.current_target("cuda")
     store = open_store(filled)
     store.put(gpu, make_decision(build(2, 64, 64, "bf16"), "winner", gpu))
     store.close()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert run("store", "prune", "--others", "--store", filled, "--json").json == {"deleted": 1}
     assert run("explain", 2, 64, 64, "--device", "cuda", "--store", filled).code == 0
     missing = run("explain", 2, 64, 65, "--device", "cuda", "--store", filled)

@@ -193,7 +193,7 @@ def test_what_is_prepared_runs_and_allocates_on_its_device(packed: bool, monkeyp
         ran.append((now[0], out, *operands))
 
     ours: Any = SimpleNamespace(candidate=toy())
-    fresh = prepared.launching(go, ours, call, 3)
+    fresh = prepared.launching(go, ours, call, 3, lambda error, *operands: operands[0])
     write = prepared.writing(go, ours, call, 3)
     passed = (x, *weight.data, bias) if isinstance(weight, PackedWeight) else (x, w, bias)
     for place in (0, 1):

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import msgspec
+
 from gemmtune.dispatch import runtime
 from gemmtune.dispatch.runtime import Runtime
 from gemmtune.problem import Layout, Operand, Problem
@@ -219,7 +221,13 @@ def killed_tuner(full: bool) -> Outcome:
 @check("every Target field changed, one at a time, in the store and in dispatch", "a miss each time")
 def changed_targets(full: bool) -> Outcome:
     register()
-    target = runtime.current_target()
+    gpu = {
+        "driver": "580.65",
+        "cublaslt": "130100 libcublasLt.so.13 (a1)",
+        "nvrtc": "libnvrtc.so.13 (b2)",
+        "triton": "3.6.0",
+    }
+    target = runtime.current_target().with_versions(gpu)  # what a GPU's Target has besides
     problem = Problem("mm", 3, 5, 4, Operand("float32"), Operand("float32", Layout("col")), "float32")
     changes = dict(_changes(target))
     with tempfile.TemporaryDirectory() as folder, closing(SqliteStore(Path(folder) / "store.db")) as on_disk:
@@ -242,7 +250,7 @@ def _changes(target: Target) -> Iterator[tuple[str, Target]]:
         yield name, replace(target, **{name: value})
     for name in ("versions", "sources"):
         held = dict(getattr(target, name))
-        for key in (*held, "driver", "cuda", "cublas", "triton", "compiler"):
+        for key in (*held, "driver", "cuda", "cublaslt", "triton", "nvrtc", "compiler"):
             other = {**held, key: held.get(key, "") + "+"}
             yield f"{name}:{key}", replace(target, **{name: tuple(sorted(other.items()))})
         for key in held:
@@ -252,7 +260,8 @@ def _changes(target: Target) -> Iterator[tuple[str, Target]]:
 
 def _hits(store: Store, target: Target, problem: Problem, changes: dict[str, Target]) -> list[str]:
     """Names of the changes after which a decision still answers; ``unchanged`` when it does not answer without one."""
-    store.put(target, decide(problem, evidence(toy(), 0.1), chosen=toy()))
+    decision = decide(problem, evidence(toy(), 0.1), chosen=toy())
+    store.put(target, msgspec.structs.replace(decision, target_key=target.key))
     hits = [] if _answers(store, target, problem) == (True, True) else ["unchanged"]
     return hits + [name for name, other in changes.items() if any(_answers(store, other, problem))]
 

@@ -144,7 +144,7 @@ BUILDS = {
 @contextlib.contextmanager
 def _toy() -> Iterator[None]:
     backends.register("toy", toy_compiler.PLACE)
-    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, {toy_compiler.FOLDER: folder}):
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, {"GEMMTUNE_STORE": f"{folder}/store.db"}):
         yield
 
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from .base import Backend
+
+if TYPE_CHECKING:
+    from ..target import Target
 
 _ROOMS = {
     "aten": "aten:AtenBackend",
@@ -57,6 +61,14 @@ def get(name: str) -> Backend:
     room = importlib.import_module(f"{__name__}.{module}" if own else module)
     backend: Backend = getattr(room, attribute)()
     return backend
+
+
+def versions(target: Target, chosen: Sequence[str] | None = None) -> dict[str, str]:
+    """Return what the kernels of each backend for the target's kind of device depend on, by name."""
+    found: dict[str, str] = {}
+    for name in chosen or names(target.device):
+        found.update(get(name).versions(target))
+    return found
 
 
 def sources(chosen: Sequence[str] | None = None) -> dict[str, str]:

@@ -239,6 +239,15 @@ class Backend(ABC):
     def source_digest(self) -> str:
         """A short hash of everything of ours that decides what the kernels compute; part of the Target."""
 
+    def versions(self, target: Target) -> dict[str, str]:
+        """Return the versions, by name, of every compiler and library whose change makes a kernel another one.
+
+        They become part of the Target, so that what was verified with another version is a miss. What PyTorch, CUDA and
+        the driver are is there already. A library that is not installed has no entry. Cheap after the first call, and
+        imports no compiler. On a CPU ``target`` is whole without them: stores keep answering.
+        """
+        return {}
+
     def default_packing(self, problem: Problem, target: Target) -> Candidate | None:
         """A candidate whose layout suits most M, for packing a weight nobody has tuned; None when there is none."""
         return None

@@ -21,6 +21,7 @@ import torch
 
 from .. import backends
 from ..backends.base import Candidate, Illegal, Kernel, PackedWeight
+from ..backends.location import artifacts_in
 from ..errors import PackedWeightError, UnsupportedError
 from ..problem import Problem
 from ..target import Target, current_cpu, current_cuda
@@ -159,6 +160,11 @@ class Runtime:
                     self.warn_once(f"the store cannot be opened ({error}); PyTorch's own kernels serve")
             return self._store
 
+    def artifacts(self) -> AbstractContextManager[None]:
+        """Return a block in which backends build into, and load from, the artifacts of the store in use."""
+        store = self.store()
+        return artifacts_in(None if store is None else store.artifacts_directory)
+
     def after_fork(self) -> None:
         """In a forked child: the locks anew, since the thread that held one may not have come along."""
         self._lock, self._tuning = threading.RLock(), threading.Lock()
@@ -253,7 +259,7 @@ class Runtime:
     def _load_now(self, candidate: Candidate, problem: Problem, device: torch.device) -> Kernel | None:
         try:
             backend = backends.get(candidate.backend)
-            with current(device):
+            with current(device), self.artifacts():
                 return backend.load(backend.build(problem, candidate, current_target(device)), problem)
         except (RuntimeError, ValueError, LookupError, TypeError, OverflowError, ImportError) as error:
             # A record may come from anywhere: a config without what its template needs is one that cannot be loaded.
@@ -276,15 +282,15 @@ def as_constant(problem: Problem) -> Problem:
 
 def current_target(device: str | torch.device = "cpu") -> Target:
     """The Target that decisions are kept under: this CPU with torch's threads now, or a GPU (``"cuda"``: the current
-    one), and the sources of every importable backend for it. Raises ValueError for another kind of device,
-    UnsupportedError where there is no such GPU."""
+    one), with the sources of every importable backend for it, and the versions of what these depend on. Raises
+    ValueError for another kind of device, UnsupportedError where there is no such GPU."""
     place = torch.device(device)
     if place.type not in _SERVED:
         raise ValueError(f"device must be cpu or cuda (cuda:1 ...); got {str(device)!r}")
     if place.type == "cpu":
-        return current_cpu(_sources("cpu"))
+        return _with_versions(current_cpu(_sources("cpu")))
     _require_gpu(place)
-    return current_cuda(_sources("cuda"), place.index)
+    return _with_versions(current_cuda(_sources("cuda"), place.index))
 
 
 def _require_gpu(device: torch.device) -> None:
@@ -305,6 +311,17 @@ def _sources(device: str) -> dict[str, str]:
         except (ImportError, AttributeError) as error:
             RUNTIME.warn_once(f"backend {name} cannot be imported ({error})")
     return found
+
+
+def _with_versions(target: Target) -> Target:
+    """The Target with the versions of what its backends' kernels depend on; of those backends that can be imported."""
+    found: dict[str, str] = {}
+    for name in backends.names(target.device):
+        try:
+            found.update(backends.versions(target, [name]))
+        except (ImportError, AttributeError):  # _sources has said so
+            continue
+    return target.with_versions(found)
 
 
 def _place(device: torch.device) -> _Place:

@@ -20,6 +20,7 @@ import psutil
 
 from .. import backends
 from ..backends.base import Artifact, Backend, Candidate
+from ..backends.location import artifacts_in
 from ..decision import Verdict
 from ..errors import WorkerError
 from ..problem import Problem
@@ -49,11 +50,13 @@ class BuildLimits:
 class Builders:
     """Builds the candidates of one Problem after another; ``close`` it, or use it as a context manager.
 
+    artifacts: the directory for what is built; None: that of the default store.
+
     The process that builders are forked from is started at the first build that is needed, and kept.
     """
 
-    def __init__(self, limits: BuildLimits | None = None) -> None:
-        self._limits = limits or BuildLimits()
+    def __init__(self, limits: BuildLimits | None = None, artifacts: Path | None = None) -> None:
+        self._limits, self._artifacts = limits or BuildLimits(), artifacts
         self._count = self._limits.builders or len(allowed_cpus())
         self._slots = _Slots(self._count)
         self._host: Host | None = None
@@ -74,7 +77,7 @@ class Builders:
         done: dict[str, Artifact | Verdict] = {}
         compiled: list[Candidate] = []
         for candidate in chosen.values():
-            made = _at_hand(problem, candidate, target)
+            made = _at_hand(problem, candidate, target, self._artifacts)
             if made is not None:
                 done[candidate.id] = made
             else:
@@ -88,7 +91,7 @@ class Builders:
         what a call waits for comes first. Only where this disturbs no timing; never raises."""
         wanted = {c.id: c for c in candidates if (problem.key, c.id) not in self._early}
         with contextlib.suppress(WorkerError, ValueError):  # a call that needs it will say so
-            todo = [candidate for candidate in wanted.values() if _at_hand(problem, candidate, target) is None]
+            todo = [candidate for candidate in wanted.values() if self._is_missing(problem, candidate, target)]
             if not todo:
                 return
             jobs = self._jobs(problem, todo, target)
@@ -145,13 +148,16 @@ class Builders:
         with slots.taken(urgent=False):
             if not claim.acquire(blocking=False):
                 raise WorkerError("a call that could not wait builds it")
-            return _at_hand(jobs.problem, candidate, jobs.target) or jobs.build(candidate)
+            return _at_hand(jobs.problem, candidate, jobs.target, jobs.artifacts) or jobs.build(candidate)
+
+    def _is_missing(self, problem: Problem, candidate: Candidate, target: Target) -> bool:
+        return _at_hand(problem, candidate, target, self._artifacts) is None
 
     def _jobs(self, problem: Problem, candidates: list[Candidate], target: Target) -> _Jobs:
         limits = self._limits
         share = int(_MEMORY_SHARE * psutil.virtual_memory().available) // min(self._count, len(candidates))
         host = self._ready_host({name for c in candidates for name in backends.get(c.backend).preload})
-        return _Jobs(host, problem, target, limits, limits.memory or share)
+        return _Jobs(host, problem, target, limits, limits.memory or share, self._artifacts)
 
     def _ready_host(self, preload: set[str]) -> Host:
         if self._host is not None and not self._host.alive:
@@ -205,19 +211,21 @@ class _Early:
 
 @dataclass(frozen=True, slots=True)
 class _Jobs:
-    """What builds of one Problem have in common. memory: bytes a builder."""
+    """What builds of one Problem have in common. memory: bytes a builder; artifacts: as ``Builders`` has it."""
 
     host: Host
     problem: Problem
     target: Target
     limits: BuildLimits
     memory: int
+    artifacts: Path | None
 
     def build(self, candidate: Candidate) -> Artifact | Verdict:
         """Build one in a process of its own. Raises WorkerStartError when there can be none."""
         with contextlib.closing(Process(self.host, self.limits.build_s)) as process:
             try:
-                _send(process, Setup(self.target.to_dict(), backends.guests()))
+                artifacts = None if self.artifacts is None else str(self.artifacts)
+                _send(process, Setup(self.target.to_dict(), backends.guests(), artifacts=artifacts))
                 expect(process.reply(self.limits.start_s, ignore), Ready)
             except (Lost, WorkerError) as error:
                 raise WorkerStartError(f"no process to build in could be started: {error}") from error
@@ -234,10 +242,15 @@ class _Jobs:
 
 
 def prebuild(
-    problem: Problem, candidates: Iterable[Candidate], target: Target, *, limits: BuildLimits | None = None
+    problem: Problem,
+    candidates: Iterable[Candidate],
+    target: Target,
+    *,
+    limits: BuildLimits | None = None,
+    artifacts: Path | None = None,
 ) -> dict[str, Artifact | Verdict]:
     """Build the candidates of one Problem; see ``Builders``."""
-    with Builders(limits) as builders:
+    with Builders(limits, artifacts) as builders:
         return builders(problem, candidates, target)
 
 
@@ -246,10 +259,11 @@ def is_prebuilt(backend: Backend) -> bool:
     return type(backend).build is Backend.build
 
 
-def _at_hand(problem: Problem, candidate: Candidate, target: Target) -> Artifact | None:
+def _at_hand(problem: Problem, candidate: Candidate, target: Target, artifacts: Path | None) -> Artifact | None:
     """What needs no building. Raises ValueError for an unknown backend."""
     backend = backends.get(candidate.backend)
-    made = backend.artifact(problem, candidate, target)
+    with artifacts_in(artifacts):
+        made = backend.artifact(problem, candidate, target)
     return backend.build(problem, candidate, target) if made is None and is_prebuilt(backend) else made
 
 

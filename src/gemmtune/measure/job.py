@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from .. import backends
 from ..backends.base import Artifact, Candidate, Kernel
+from ..backends.location import artifacts_in
 from ..decision import Verdict
 from ..errors import UnsupportedError, WorkerError
 from ..problem import Problem
@@ -61,6 +63,7 @@ class Desk:
         self._target: Target | None = None
         self._job: Job | None = None
         self._latency: Latency = "graph"
+        self._artifacts: Path | None = None
         self._pins = Pins()
 
     def answer(self, request: Request) -> Reply:
@@ -69,7 +72,8 @@ class Desk:
         Raises ContextLost when the device cannot be used any more.
         """
         try:
-            reply = self._answer(request)
+            with artifacts_in(self._artifacts):
+                reply = self._answer(request)
         except Exception as error:  # whatever it was, a lost context may be why
             self._check_context(f"{type(error).__name__}: {error}")
             raise
@@ -86,6 +90,7 @@ class Desk:
         match request:
             case Setup():
                 self._target, self._latency = Target.from_dict(request.target), request.latency
+                self._artifacts = None if request.artifacts is None else Path(request.artifacts)
                 for name, place in request.guests.items():
                     backends.register(name, place)
                 torch.set_num_threads(self._target.threads)

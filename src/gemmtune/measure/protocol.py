@@ -18,13 +18,15 @@ MAX_FRAME = 64 << 20
 class Setup(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     """First request: the target to work for, and backends from outside as name -> ``module:Class``.
 
-    warm: make the target's device ready (builders leave it alone). latency: how a GPU's calls are timed.
+    warm: make the target's device ready (builders leave it alone). latency: how a GPU's calls are timed. artifacts: the
+    directory for what is built (None: that of the default store).
     """
 
     target: dict[str, Any]
     guests: dict[str, str] = {}
     warm: bool = False
     latency: Latency = "graph"
+    artifacts: str | None = None
 
 
 class Open(msgspec.Struct, tag=True, forbid_unknown_fields=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 from .. import backends
@@ -42,6 +43,10 @@ Judged = TypeVar("Judged", Attempted, Confirmed)
 
 _OPERANDS, _SPARE, _GPU_SPARE = 16, 4 << 30, 16 << 30  # a GPU's oracle is float64 throughout, in large blocks
 _DAMAGING = ("crashed", "out_of_memory")  # verdicts of candidates that may have taken the process with them
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
 
 
 def ignore(leading: Leading) -> None:
@@ -119,7 +124,7 @@ class Hands(Protocol):
 class LocalWorker:
     """The same work in this process, without any protection. Leaves torch's thread count as it found it."""
 
-    def __init__(self, target: Target, *, latency: Latency = "graph") -> None:
+    def __init__(self, target: Target, *, latency: Latency = "graph", artifacts: Path | None = None) -> None:
         import torch
 
         from .job import Desk
@@ -127,7 +132,7 @@ class LocalWorker:
         self._progress: Progress = ignore
         self._threads = torch.get_num_threads()
         self._desk = Desk(lambda leading: self._progress(leading))
-        self._desk.answer(Setup(target.to_dict(), latency=latency))
+        self._desk.answer(Setup(target.to_dict(), latency=latency, artifacts=_text(artifacts)))
 
     def start(self) -> None:
         """There is nothing to start."""
@@ -180,11 +185,20 @@ class Worker:
     context that is lost, a heap that is damaged): unless a candidate known to be right still is, it is tried again in
     a fresh worker, and that verdict counts. (A worker that finds its own device context lost ends itself.)
 
-    latency: how a GPU's calls are timed; see ``cuda.CudaClock``.
+    latency: how a GPU's calls are timed; see ``cuda.CudaClock``. artifacts: the directory for what is built; None: that
+    of the default store.
     """
 
-    def __init__(self, target: Target, *, limits: Limits | None = None, latency: Latency = "graph") -> None:
-        self._target, self._limits, self._latency = target, limits or Limits(), latency
+    def __init__(
+        self,
+        target: Target,
+        *,
+        limits: Limits | None = None,
+        latency: Latency = "graph",
+        artifacts: Path | None = None,
+    ) -> None:
+        self._target, self._limits = target, limits or Limits()
+        self._setup = Setup(target.to_dict(), backends.guests(), warm=True, latency=latency, artifacts=_text(artifacts))
         self._host: Host | None = None
         self._process: Process | None = None
         self._problem: Open | None = None
@@ -215,7 +229,8 @@ class Worker:
         self._process = Process(self._host, self._limits.silence_s)
         self._opened = self._ready_once = self._suspect = False
         with contextlib.suppress(OSError):  # a worker that is gone is found out by receiving
-            self._process.send(Setup(self._target.to_dict(), backends.guests(), warm=True, latency=self._latency))
+            self._setup.guests = backends.guests()
+            self._process.send(self._setup)
 
     def open(self, problem: Problem, seed: int) -> None:
         """Take up a problem. Raises WorkerError when its operands or oracle cannot be made."""

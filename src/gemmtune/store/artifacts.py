@@ -89,7 +89,8 @@ class Artifacts:
             names = [name for name in os.listdir(self.directory) if name.startswith(f"{key}.")]
             for entry in sorted(self._entries(names), key=lambda entry: -entry.used):
                 if self._sound(entry):
-                    os.utime(entry.path)
+                    with contextlib.suppress(OSError):  # a file system that may only be read
+                        os.utime(entry.path)
                     return entry.path
         except FileNotFoundError:
             return None  # evicted in between

@@ -37,6 +37,11 @@ class Store(ABC):
         self._lock = threading.RLock()
         _STORES.add(self)
 
+    @property
+    def artifacts_directory(self) -> Path | None:
+        """The directory for what backends build for this store's decisions; None: that of the default store."""
+        return None
+
     @abstractmethod
     def get(self, target: Target, problem_key: str) -> Decision | None:
         """The decision, or None when there is none for exactly this target."""

@@ -15,7 +15,10 @@ from .schema import decode_decision, encode_decision
 
 
 class MemoryStore(Store):
-    """Keeps encoded records in dicts. The contract is SqliteStore's, durability aside; safe to share by threads."""
+    """Keeps encoded records in dicts. The contract is SqliteStore's, durability aside; safe to share by threads.
+
+    What backends build for its decisions is kept with the default store's artifacts.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -20,6 +20,7 @@ from typing import Any
 from ..decision import Decision, Verdict
 from ..errors import StoreError
 from ..target import Target
+from .artifacts import Artifacts
 from .base import Store, kept_keys
 from .exchange import read_export, write_export
 from .lease import Lease, check_ttl, left_s
@@ -64,6 +65,11 @@ class SqliteStore(Store):
         self._opened: tuple[int, int, int] | None = None
         self._version = 0
         self._warned = False
+
+    @property
+    def artifacts_directory(self) -> Path:
+        """Beside the file: ``store.db`` has ``store.artifacts``."""
+        return Artifacts.beside(self.path).directory
 
     # Reading
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..backends.artifacts import artifacts_directory
 from ..backends.base import Artifact, Availability, Backend, Candidate, Illegal, Kernel
 from ..errors import KernelError, UnsupportedError
 from ..problem import Problem
+from ..store.artifacts import Artifacts
 from ..target import Target
 
 PLACE = "gemmtune.testing.toy_compiler:ToyCompiler"
-FOLDER = "GEMMTUNE_TOY_ARTIFACTS"  # where artifacts go; default: a folder in the system's temporary one
 KINDS = ("good", "slow", "fails", "unsupported", "segv", "exit", "hang", "greedy")
 
 
@@ -57,16 +57,12 @@ class ToyCompiler(Backend):
 
     def build(self, problem: Problem, candidate: Candidate, target: Target) -> Artifact:
         """Write an artifact under the hash of what went into it, unless it is there."""
-        folder = Path(os.environ.get(FOLDER) or Path(tempfile.gettempdir()) / "gemmtune-toy")
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = artifacts_directory()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _mischief(str(candidate["kind"]), candidate, folder)
         digest = hashlib.sha256(f"{problem.plan_key}|{candidate.id}|{self.source_digest()}".encode()).hexdigest()
-        path = folder / digest
-        if not path.exists():
-            with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
-                file.write(candidate.id)
-            Path(file.name).replace(path)
-        return Artifact(candidate, digest, path)
+        kept = Artifacts(folder)
+        return Artifact(candidate, digest, kept.get(digest) or kept.put(digest, candidate.id.encode()))
 
     def load(self, artifact: Artifact, problem: Problem) -> Kernel:
         if _refuses(problem) or artifact.path is None or artifact.path.read_text() != artifact.candidate.id:

@@ -47,6 +47,14 @@ class CublasLtBackend(Backend):
             raise KernelError(f"{candidate.id} cannot run {problem.key}: {reason or 'there is no such template'}")
         return RankedKernel(problem, candidate)
 
+    def versions(self, target: Target) -> dict[str, str]:
+        """cuBLASLt's own: what stands at a rank changes with it. cuBLAS, which ATen calls, is of the same package."""
+        if not_nvidia(target) or _missing():
+            return {}
+        from . import library
+
+        return {"cublaslt": library.version()}
+
     def source_digest(self) -> str:
         return digest_of(Path(__file__).parent)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,12 +12,13 @@ from torch import Tensor
 from ...errors import UnsupportedError
 from ...problem import Problem
 from ..base import Candidate, Kernel, Launch
-from ..gpu.kernel import MISPLACED, fitting, shifted, temporary
+from ..gpu.alignment import MISALIGNED_MASK, aligned_copy, batch_layouts, batched_launch, launch_aligned
+from ..gpu.kernel import temporary
+from ..gpu.rules import ALIGN
 from .library import Algorithm, Call
 from .product import RANKS, Product, described
 
 _WORKSPACE = 32 << 20  # bytes, as PyTorch gives cuBLASLt on an H100
-_ALIGN = MISPLACED + 1
 _BOUND = 256  # launches kept a kernel: one an M
 
 
@@ -38,7 +39,7 @@ class RankedKernel(Kernel):
         rank, device = int(candidate["rank"]), torch.cuda.current_device()
         # Batches without gaps, as good as any: what strides there are is not known yet.
         sizes = (problem.m * problem.k, problem.k * problem.n)
-        found = Call(described(problem, problem.m, sizes), device).ranked(RANKS, _WORKSPACE, _ALIGN)
+        found = Call(described(problem, problem.m, sizes), device).ranked(RANKS, _WORKSPACE, ALIGN)
         if rank >= len(found):
             raise UnsupportedError(f"cuBLASLt ranks {len(found)} algorithms for this product, and none {rank}")
         self._algorithm = found[rank].algorithm
@@ -49,21 +50,37 @@ class RankedKernel(Kernel):
         self.bind(a, b, aux)(out, a, b, *aux)
 
     def bind(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Launch:
-        strides = (a.stride(0), b.stride(0)) if self.problem.family == "bmm" else (0, 0)
-        key = (a.shape[-2], a.device.index, *strides)
+        m, device = a.shape[-2], a.device.index
+        if self.problem.family != "bmm":
+            return self._kept(m, device, (0, 0), launch_aligned)
+        return self._bind_batches(m, device, (a.stride(0), b.stride(0)))
+
+    def _bind_batches(self, m: int, device: int, strides: tuple[int, int]) -> Launch:
+        """``bind`` for these batch strides of A and B. Algorithms are chosen for operands at multiples of 16 bytes,
+        which is said of addresses alone: what batch strides they take is not documented."""
+        layouts = batch_layouts(self.problem, m, strides, needs_alignment=True)
+        copying = batched_launch(lambda *copies: self._bind_batches(m, device, copies), *layouts)
+        if not all(layout.fits for layout in layouts):
+            return copying
+        return self._kept(m, device, strides, lambda _, *operands: copying(*operands))
+
+    def _kept(self, m: int, device: int, strides: tuple[int, int], misaligned: Callable[..., None]) -> Launch:
+        """The launch for M rows and these batch strides, made at their first sight. misaligned: called with it and the
+        operands where one of these starts off a 16-byte boundary."""
+        key = (m, device, *strides)
         held = self._bound.get(key)
         if held is None:
             if len(self._bound) >= _BOUND:
                 self._bound.clear()
-            held = self._bound[key] = self._launcher(a.shape[-2], a.device.index, strides)
+            held = self._bound[key] = self._launcher(m, device, strides, misaligned)
         return held
 
-    def _launcher(self, m: int, device: int, strides: tuple[int, int]) -> Launch:
+    def _launcher(self, m: int, device: int, strides: tuple[int, int], misaligned: Callable[..., None]) -> Launch:
         product = described(self.problem, m, strides)
         call, algorithm = Call(product, device), self._algorithm
         workspace = call.fits(algorithm)
         if workspace is None or workspace > _WORKSPACE:
-            (first, *_) = call.ranked(1, _WORKSPACE, _ALIGN)
+            (first, *_) = call.ranked(1, _WORKSPACE, ALIGN)
             algorithm, workspace = first.algorithm, int(first.workspace)
         own = _Own(product, device, algorithm, workspace)
         stream_of, places = torch._C._cuda_getCurrentRawStream, product.pointers
@@ -71,10 +88,10 @@ class RankedKernel(Kernel):
         def launch(out: Tensor, a: Tensor, b: Tensor, *rest: Tensor) -> None:
             call, point, run = own.held
             d_ptr, a_ptr, b_ptr = out.data_ptr(), a.data_ptr(), b.data_ptr()
-            if (d_ptr | a_ptr | b_ptr) & MISPLACED:
-                shifted(launch, out, a, b, *rest)
+            if (d_ptr | a_ptr | b_ptr) & MISALIGNED_MASK:
+                misaligned(launch, out, a, b, *rest)
                 return
-            aligned = [fitting(tensor) for tensor in rest]  # which live until they are used
+            aligned = [aligned_copy(tensor) for tensor in rest]  # which live until they are used
             for place, tensor in zip(places, aligned):  # noqa: B905 - as many; saying so costs
                 point(place, tensor.data_ptr())
             stream = stream_of(device)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...errors import KernelError, UnsupportedError
-from ..gpu.wheels import first_of, in_wheels
+from ..gpu.wheels import build_of, file_of, first_of, in_wheels
 from .product import BIAS_AT, TYPES, Matrix, Product
 
 MISSING = "cuBLASLt was not found: it comes with PyTorch's CUDA wheels"
@@ -53,6 +53,13 @@ def library() -> Any:
     return _declared(first_of(_places(), MISSING, ctypes.PyDLL))
 
 
+@functools.cache
+def version() -> str:
+    """Return the library's version as it says itself, such as ``130100`` for 13.1.0, and the build of its file."""
+    found = library().cublasLtGetVersion
+    return f"{found()} {build_of(file_of(found))}"
+
+
 def _places() -> Iterator[str]:
     """What is loaded already has its name; then the wheels that it comes in."""
     major = (torch.version.cuda or "").partition(".")[0]
@@ -65,6 +72,7 @@ def _places() -> Iterator[str]:
 
 def _declared(found: Any) -> Any:
     pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    found.cublasLtGetVersion.restype = size
     found.cublasLtCreate.argtypes = [pointer]
     found.cublasLtMatmulDescCreate.argtypes = [pointer, number, number]
     found.cublasLtMatrixLayoutCreate.argtypes = [pointer, number, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int64]

@@ -81,8 +81,8 @@ def _epilogue_refusal(problem: Problem) -> str:
         if any(step.dtype != "float32" or step.value != 1.0 for step in rest[:2]):
             return "takes its scales as float32 tensors"
         rest = rest[2:]
-    if problem.family == "bmm" and rest:
-        return "batched products take no epilogue"
+    if problem.family in ("bmm", "int_mm") and rest:
+        return "batched products and products of integers take no epilogue"
     if rest and not all(aligned(problem)):
         # There a bias is added to the product rounded to 16 bits, and relu makes 0 of NaN (docs/cublaslt.md).
         return f"takes no bias and no relu where rows of A, B or the output are no multiples of {ALIGN} bytes"

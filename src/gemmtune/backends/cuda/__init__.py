@@ -13,7 +13,7 @@ from ...problem import Problem
 from ...target import Target
 from ..base import Candidate, Illegal
 from ..gpu.artifact import Header, packed
-from ..gpu.backend import GpuBackend
+from ..gpu.backend import GpuBackend, not_nvidia
 from ..gpu.kernel import GpuKernel
 from ..gpu.rules import device_of
 from . import space
@@ -36,6 +36,9 @@ class CudaBackend(GpuBackend):
 
     def _compiler_version(self) -> str:
         return version()
+
+    def versions(self, target: Target) -> dict[str, str]:
+        return {"nvrtc": version()} if version() and not not_nvidia(target) else {}
 
     def _recipe(self, problem: Problem, candidate: Candidate, target: Target) -> tuple[str, Callable[[], bytes]]:
         made = generate(problem, candidate.template, dict(candidate.config))

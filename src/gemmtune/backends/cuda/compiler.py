@@ -6,10 +6,11 @@ import ctypes
 import functools
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from ...errors import KernelError, UnsupportedError
-from ..gpu.wheels import first_of, in_wheels
+from ..gpu.wheels import build_of, file_of, first_of, in_wheels
 
 MISSING = "NVRTC, NVIDIA's run-time compiler, was not found: pip install nvidia-cuda-nvrtc"
 _NO_CACHE = "--no-cache"  # of the driver: from it kernels come without what ptxas says of them
@@ -24,7 +25,7 @@ def nvrtc() -> Any:
 
 
 def _places() -> Iterator[str]:
-    """Where it may be: in the wheels it comes in, where the linker looks."""
+    """Where it may be: in the wheels it comes in (absolute paths), where the linker looks."""
     for name in _NAMES:
         yield from in_wheels(name)
     yield from _NAMES
@@ -45,14 +46,18 @@ def _declared(library: Any) -> Any:
 
 @functools.cache
 def version() -> str:
-    """Of the library, such as ``13.0``; empty when there is none."""
+    """Return the file that the library is, and its build, such as ``libnvrtc.so.13 (feebac3b...)``; empty without one.
+
+    The build tells releases of one minor version apart, which NVRTC itself does not. A library of a wheel is not loaded
+    for that: serving what was built loads no compiler.
+    """
+    first = next(_places(), "")
+    if Path(first).is_absolute():
+        return build_of(Path(first))
     try:
-        library = nvrtc()
+        return build_of(file_of(nvrtc().nvrtcVersion))
     except UnsupportedError:
         return ""
-    major, minor = ctypes.c_int(), ctypes.c_int()
-    library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
-    return f"{major.value}.{minor.value}"
 
 
 def compile_source(text: str, capability: tuple[int, int], arch: str = "", registers: int = 0) -> bytes:

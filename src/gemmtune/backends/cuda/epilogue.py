@@ -99,12 +99,13 @@ def epilogue_of(problem: Problem, vectors: dict[str, Vector]) -> list[str]:
 
 
 def _step(step: Step, place: int, v: str, integer: bool, vector: Vector | None) -> list[str]:
-    kind, _, value, low, high = step_constants(step)
+    kind, _, value, low, high = step_constants(step, integer)
+    literal = _int if integer else _float
     tensor = vector.element() if vector else f"t{place}[(long long)m * ld{place} + n]"
     if not (vector or integer):
         tensor = f"number({tensor})"
     if value != 1.0:
-        tensor += f" * {_float(value)}"
+        tensor += f" * {literal(value)}"
     statements = {
         "": [],
         "relu": [f"{v} = {v} < 0 ? 0 : {v};"],  # keeps NaN
@@ -118,13 +119,18 @@ def _step(step: Step, place: int, v: str, integer: bool, vector: Vector | None) 
         "bias": [f"{v} += {tensor};"],
         "add": [f"{v} += {tensor};"],
         "clamp": [
-            *([] if low is None else [f"{v} = {v} < {_float(low)} ? {_float(low)} : {v};"]),
-            *([] if high is None else [f"{v} = {v} > {_float(high)} ? {_float(high)} : {v};"]),
+            *([] if low is None else [f"{v} = {v} < {literal(low)} ? {literal(low)} : {v};"]),
+            *([] if high is None else [f"{v} = {v} > {literal(high)} ? {literal(high)} : {v};"]),
         ],
         "cast.bfloat16": [f"{v} = rounded<bfloat16>({v});"],
         "cast.float16": [f"{v} = rounded<float16>({v});"],
     }
     return statements[kind]
+
+
+def _int(x: float) -> str:
+    """A literal of an int32."""
+    return "(-2147483647 - 1)" if x == -(2**31) else str(int(x))
 
 
 def _float(x: float) -> str:

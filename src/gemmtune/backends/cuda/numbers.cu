@@ -1,9 +1,9 @@
 // Rounding, beside what ptx.cu has (integers saturate, ties go to even), and narrow weights as numbers.
 __device__ __forceinline__ void round_to(signed char& to, float x) {
-    to = (signed char)__float2int_rn(fminf(fmaxf(x, -128.0f), 127.0f));
+    to = (signed char)min(max(__float2int_rn(x), -128), 127);  // which makes 0 of NaN, and saturates
 }
 __device__ __forceinline__ void round_to(unsigned char& to, float x) {
-    to = (unsigned char)__float2int_rn(fminf(fmaxf(x, 0.0f), 255.0f));
+    to = (unsigned char)min(max(__float2int_rn(x), 0), 255);
 }
 __device__ __forceinline__ void round_to(int& to, int x) { to = x; }
 __device__ __forceinline__ void round_to(signed char& to, int x) { to = (signed char)min(max(x, -128), 127); }

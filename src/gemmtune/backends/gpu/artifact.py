@@ -75,14 +75,15 @@ def digest_of(folder: Path) -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in names)).hexdigest()[:16]
 
 
-@functools.cache
 def artifacts() -> Any:
-    """The folder of them, beside the store."""
-    from ...store import Artifacts, default_path
+    """The artifacts of the store in use."""
+    from ..artifacts import artifacts_directory
 
-    path = default_path()
-    if str(path) == ":memory:":
-        import platformdirs
+    return _artifacts_of(artifacts_directory())
 
-        path = Path(platformdirs.user_cache_dir("gemmtune", appauthor=False)) / "store.db"
-    return Artifacts.beside(path)
+
+@functools.cache
+def _artifacts_of(directory: Path) -> Any:
+    from ...store import Artifacts
+
+    return Artifacts(directory)

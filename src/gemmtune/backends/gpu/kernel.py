@@ -8,24 +8,24 @@ from __future__ import annotations
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...allocate import empty_cuda
 from ...epilogue import Step
+from ...errors import KernelError
 from ...problem import Problem
 from ...written import written
 from ..base import Candidate, Kernel, Launch, PackedWeight, QuantWeight
+from .alignment import MISALIGNED_MASK, batch_layouts, batched_launch, launch_aligned
 from .artifact import Header, Tma
 from .driver import Block, Capture, Function, Map, zeros
 from .hip import HipFunction
 from .int4 import int4_layout, shuffle_int4
-from .rules import leads
+from .rules import INDEX_LIMIT, MAX_BATCH, leads
 
-_ALIGN = 16
-MISPLACED = _ALIGN - 1  # bits of an address that must not be set
 _COUNTER, _COUNTERS = 4, 4 << 20  # bytes of one, and of all that are made at a time
 _BOUND = 256  # launches kept a kernel: one an M
 _MAPS = 256  # descriptors kept a kernel: weights stay where they are
@@ -109,7 +109,14 @@ class Settled(NamedTuple):
 
 
 class GpuKernel(Kernel):
-    """Cubins with what launching them needs; takes any M. Matrices that start off a 16-byte boundary are copied."""
+    """Cubins with what launching them needs; takes any M that its 32-bit arguments and its grid have room for (``bind``
+    raises KernelError beyond). Matrices that start off a 16-byte boundary are copied.
+
+    aligns_batches: whether it assumes that every matrix of a batch starts on such a boundary; where the batch stride is
+    no multiple of it, the batch is copied.
+    """
+
+    aligns_batches: ClassVar[bool] = False
 
     def __init__(self, problem: Problem, candidate: Candidate, parts: Sequence[tuple[Header, bytes]]) -> None:
         self.problem, self.candidate = problem, candidate
@@ -146,15 +153,32 @@ class GpuKernel(Kernel):
             f"ld{place}": tensor.stride(-2) if tensor.shape[-2] > 1 else problem.n
             for (place, step), tensor in zip(_taking(problem), aux, strict=True) if step.axis == "full"
         }  # fmt: skip
+        names = ["s_ptr", "z_ptr"][: len(extra)] + [f"t{place}" for place, _ in _taking(problem)]
         if problem.family == "bmm":
-            sizes |= {"batch_a": a.stride(0), "batch_b": raw.stride(0), "batch_c": m * leads(problem, m)[2]}
+            strides = a.stride(0), raw.stride(0)
+            return self._bind_batches(m, device, strides, names)
+        return self._kept(m, device, sizes, names, launch_aligned)
+
+    def _bind_batches(self, m: int, device: int, strides: tuple[int, int], names: list[str]) -> Launch:
+        """``bind`` for these batch strides of A and B (an epilogue of batches takes no matrices)."""
+        layouts = batch_layouts(self.problem, m, strides, self.aligns_batches)
+        copying = batched_launch(lambda *copies: self._bind_batches(m, device, copies, names), *layouts)
+        if not all(layout.fits for layout in layouts):
+            return copying
+        sizes = {"batch_a": strides[0], "batch_b": strides[1], "batch_c": m * leads(self.problem, m)[2]}
+        return self._kept(m, device, sizes, names, lambda _, *operands: copying(*operands))
+
+    def _kept(
+        self, m: int, device: int, sizes: dict[str, int], names: list[str], misaligned: Callable[..., None]
+    ) -> Launch:
+        """The launch for these sizes, made at their first sight. misaligned: called with it and the operands where one
+        of these starts off a 16-byte boundary."""
         key = (m, device, *sizes.values())
         held = self._bound.get(key)
         if held is None:
-            names = ["s_ptr", "z_ptr"][: len(extra)] + [f"t{place}" for place, _ in _taking(problem)]
             if len(self._bound) >= _BOUND:
                 self._bound.clear()
-            held = self._bound[key] = self._launcher(m, device, sizes, names)
+            held = self._bound[key] = self._launcher(m, device, sizes, names, misaligned)
         return held
 
     def _shared(self, m: int, device: int) -> tuple[int, int]:
@@ -178,9 +202,14 @@ class GpuKernel(Kernel):
 
         return meet
 
-    def _launcher(self, m: int, device: int, sizes: dict[str, int], names: list[str]) -> Launch:
+    def _launcher(
+        self, m: int, device: int, sizes: dict[str, int], names: list[str], misaligned: Callable[..., None]
+    ) -> Launch:
         """What ``bind`` returns. sizes: arguments that follow from the operands' strides; names: of the arguments
-        whose tensors come behind A and B."""
+        whose tensors come behind A and B; misaligned: as ``_kept`` has it."""
+        reason = self._too_large(m)
+        if reason:
+            raise KernelError(f"{self.candidate.id} cannot be launched: {reason}")
         function, place = self.function(device), self.header.arguments.index
         settled = self._settled(m, device, sizes)
         meet, behind = self._meeting(m, device), "".join(f", {name}" for name in names)
@@ -192,8 +221,8 @@ class GpuKernel(Kernel):
             f"def launch(out, a, b{behind}):",
             "    slots, config, go, parameters = block.held",
             "    c_ptr, a_ptr, b_ptr = out.data_ptr(), a.data_ptr(), b.data_ptr()",
-            f"    if (c_ptr | a_ptr | b_ptr) & {MISPLACED}:",
-            f"        return shifted(launch, out, a, b{behind})",
+            f"    if (c_ptr | a_ptr | b_ptr) & {MISALIGNED_MASK}:",
+            f"        return misaligned(launch, out, a, b{behind})",
             f"    config.stream = stream = stream_of({device})",
             *(["    captured = capturing()"] if asks else []),
             *(f"    {line}" for line in settled.lines),
@@ -203,10 +232,16 @@ class GpuKernel(Kernel):
             f"    status = {go}",
             "    if status:",
             "        function.failed(status, go)",
-            block=Block(function, settled.grid, settled.values), function=function, meet=meet, shifted=shifted,
-            stream_of=torch._C._cuda_getCurrentRawStream, capturing=torch._C._cuda_isCurrentStreamCapturing,
-            **settled.known,
+            block=Block(function, settled.grid, settled.values), function=function, meet=meet,
+            misaligned=misaligned, stream_of=torch._C._cuda_getCurrentRawStream,
+            capturing=torch._C._cuda_isCurrentStreamCapturing, **settled.known,
         )  # fmt: skip
+
+    def _too_large(self, m: int) -> str:
+        """Why M rows cannot be launched, in words; empty when they can."""
+        if m > INDEX_LIMIT or -(-m // self._bm) * self._tiles_n > INDEX_LIMIT:
+            return f"{m} rows, and their tiles, must be counted in 32 bits"
+        return ""
 
     @abstractmethod
     def _settled(self, m: int, device: int, sizes: dict[str, int]) -> Settled:
@@ -227,22 +262,6 @@ def _taking(problem: Problem) -> list[tuple[int, Step]]:
     return [(place, step) for place, step in enumerate(problem.epilogue) if step.takes_tensor]
 
 
-def shifted(launch: Launch, out: Tensor, a: Tensor, b: Tensor, *rest: Tensor) -> None:
-    """The launch, on copies of the matrices that start off a 16-byte boundary."""
-    result = fitting(out)
-    launch(result, fitting(a), fitting(b), *rest)
-    if result is not out:
-        out.copy_(result)
-
-
-def fitting(t: Tensor) -> Tensor:
-    """The tensor, or a copy of it that starts on a 16-byte boundary, with its strides."""
-    if not t.data_ptr() & MISPLACED:
-        return t
-    copy = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
-    return copy.copy_(t)
-
-
 class GridKernel(GpuKernel):
     """A kernel whose programs are each given a place in a grid (``split`` of them share a tile's K), and its operands'
     addresses."""
@@ -260,6 +279,11 @@ class GridKernel(GpuKernel):
         lda, ldb, ldc = leads(problem, m)
         known = {"M": m, "N": problem.n, "K": problem.k, "lda": lda, "ldb": ldb, "ldc": ldc, **sizes}
         return [known.get(name, 0) for name in self.header.arguments]
+
+    def _too_large(self, m: int) -> str:
+        if self.grid(m)[0] > INDEX_LIMIT or self.problem.batch > MAX_BATCH:
+            return f"a grid of {self.grid(m)} thread blocks; CUDA takes ({INDEX_LIMIT}, {MAX_BATCH})"
+        return super()._too_large(m)
 
     def grid(self, m: int) -> tuple[int, int]:
         """Programs for M rows: tiles times parts of K, batches."""

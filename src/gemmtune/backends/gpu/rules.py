@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from ...epilogue import Step
@@ -12,6 +13,9 @@ STEPS = 5
 HALVES = ("bfloat16", "float16")
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 _TENSORS = ("float32", "bfloat16", "float16", "int32")
+INDEX_LIMIT = 2**31 - 2**10  # rows, columns, K and tiles: kernels count in 32 bits, up to a tile beyond the last one
+OFFSET_LIMIT = 2**31  # elements: Triton kernels have 32-bit offsets within a tile
+MAX_BATCH = 65535  # CUDA's and HIP's limit of a grid's second dimension, which counts batches
 ALIGN = 16  # bytes that vector loads and TMA want addresses and rows to be multiples of
 
 
@@ -40,8 +44,12 @@ def device_of(target: Target) -> Device:
 def refusal(problem: Problem) -> str:
     """Why no template takes the Problem at all, in words; empty when some may."""
     a, b, family = problem.a.dtype, problem.b.dtype, problem.family
-    if min(problem.m, problem.n, problem.k) == 0:
+    if min(problem.m, problem.n, problem.k, problem.batch) == 0:
         return "there is nothing to multiply"
+    if max(problem.m, problem.n, problem.k) > INDEX_LIMIT:
+        return f"counts rows, columns and K in 32 bits: up to {INDEX_LIMIT}"
+    if problem.batch > MAX_BATCH:
+        return f"a grid has room for {MAX_BATCH} batches; got {problem.batch}"
     if family in ("mm", "bmm") and (a != b or a not in HALVES):
         return f"multiplies bfloat16 and float16 (float32 runs in cuBLAS, without tf32); got {a} x {b}"
     if family == "int_mm" and (a, b) != ("int8", "int8"):
@@ -72,8 +80,26 @@ def _epilogue_refusal(problem: Problem) -> str:
             return f"no cast to {step.dtype} within the epilogue"
         if problem.family == "bmm" and step.takes_tensor and step.axis in ("full", "row"):
             return "batched products take epilogue tensors of one element or a column each"
-    if problem.out_dtype == "int32" and float_at(problem) <= len(steps):
+    if problem.family == "int_mm" and (wide := _beyond_int32(problem)):
+        return wide
+    if problem.out_dtype == "int32" and (problem.family != "int_mm" or float_at(problem) <= len(steps)):
         return "no float32 accumulator is rounded to int32"
+    return ""
+
+
+def _beyond_int32(problem: Problem) -> str:
+    """Why a step that is exact on integers cannot be computed in int32, or empty.
+
+    Such a step is not computed in float32 instead: the reference stays exact there.
+    """
+    at = float_at(problem)
+    step = problem.epilogue[at] if at < len(problem.epilogue) else None
+    if step is None:
+        return ""
+    numbers = (step.lo, step.hi) if step.kind == "clamp" else (step.value,)
+    integral = not any(math.isfinite(x) and x != int(x) for x in numbers)
+    if integral and (step.kind == "clamp" or (step.kind in ("bias", "add") and step.dtype == "int32")):
+        return f"computes {step.key} of integers in int32, which has no room for its numbers"
     return ""
 
 
@@ -96,29 +122,53 @@ def _quant_refusal(problem: Problem) -> str:
 
 
 def float_at(problem: Problem) -> int:
-    """The step of the epilogue at which an integer accumulator becomes float32; beyond the last one: never.
-
-    Integers added to integers stay exact, as in the reference; so does relu.
-    """
+    """The step of the epilogue at which an integer accumulator becomes float32; beyond the last one: never."""
     for place, step in enumerate(problem.epilogue):
-        exact = step.kind in ("bias", "add") and step.value == 1.0 and step.dtype == "int32"
-        if not exact and step.kind != "relu":
+        if not stays_integer(step):
             return place
     return len(problem.epilogue) if problem.out_dtype not in ("int32", "int8", "uint8") else STEPS + 1
 
 
-def step_constants(step: Step | None) -> tuple[str, str, float, float | None, float | None]:
-    """A step's kind, axis, value, lo and hi as kernels are written for them; of None: a step that does nothing."""
+def stays_integer(step: Step) -> bool:
+    """Return whether kernels compute a step on an int32 accumulator in int32, exactly.
+
+    These are the steps that the reference computes exactly on integers (``reference._needs_float``), as far as their
+    numbers fit int32.
+    """
+    if step.kind == "clamp":
+        return _is_int32(step.lo, -math.inf) and _is_int32(step.hi, math.inf)
+    if step.kind in ("bias", "add"):
+        return step.dtype == "int32" and _is_int32(step.value)
+    return step.kind == "relu" or (step.kind == "mul" and step.dtype == "int32")
+
+
+def _is_int32(x: float, or_else: float | None = None) -> bool:
+    return x == or_else or (math.isfinite(x) and x == int(x) and -(2**31) <= x < 2**31)
+
+
+def step_constants(step: Step | None, integer: bool = False) -> tuple[str, str, float, float | None, float | None]:
+    """A step's kind, axis, value, lo and hi as kernels are written for them; of None: a step that does nothing.
+
+    integer: the accumulator is int32 there; then numbers other than a value of 1.0 are ints.
+    """
     if step is None:
         return "", "", 1.0, None, None
     if step.kind == "clamp":
-        low, high = (None if abs(x) == float("inf") else x for x in (step.lo, step.hi))
+        low = None if step.lo == -math.inf else int(step.lo) if integer else step.lo
+        high = None if step.hi == math.inf else int(step.hi) if integer else step.hi
         return "clamp", "", 1.0, low, high
     if step.kind == "cast":
         return ("" if step.dtype == "float32" else f"cast.{step.dtype}"), "", 1.0, None, None
     if step.kind == "scale" and not step.takes_tensor:
         return "number", "", step.value, None, None
-    return step.kind, step.axis if step.takes_tensor else "", step.value, None, None
+    value = 1.0 if step.kind == "mul" else step.value  # mul has none (epilogue.Step)
+    return (
+        step.kind,
+        step.axis if step.takes_tensor else "",
+        int(value) if integer and value != 1.0 else value,
+        None,
+        None,
+    )
 
 
 def lead(layout_ld: int | None, order: str, rows: int, columns: int) -> int:

@@ -37,6 +37,9 @@ class TritonBackend(GpuBackend):
     def _compiler_version(self) -> str:
         return triton_version()
 
+    def versions(self, target: Target) -> dict[str, str]:
+        return {"triton": triton_version()} if triton_version() and not self._unfit(target) else {}
+
     def _recipe(self, problem: Problem, candidate: Candidate, target: Target) -> tuple[str, Callable[[], bytes]]:
         wanted = spec(problem, candidate)
         return wanted.key(target.capability, self.source_digest()), partial(compile_spec, wanted, target)

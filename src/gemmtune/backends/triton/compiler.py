@@ -3,11 +3,14 @@ needs to know. Several Problems share an artifact: it depends on types, layouts 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import importlib.util
 import json
+import os
 import re
+import subprocess
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,6 +26,7 @@ TYPES = {
     "float8_e4m3fn": "fp8e4nv", "float8_e5m2": "fp8e5", "int4": "u8",
 }  # fmt: skip
 CONVERTED_ITEMS = 4096  # elements a program converts: 16 bytes a load and thread
+_ASSEMBLERS = ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")  # environment: what Triton is to assemble with
 _PROMOTE = 128  # fp8 products added up by the matrix units alone, which keep some 14 bits, before float32 takes over
 _SEGMENT = re.compile(r"\.kernarg_segment_size:\s+(\d+)")
 _PARAM = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.(?:b8\s+\w+\[(?P<bytes>\d+)\]|(?P<type>[a-z]\d+)\b)")
@@ -50,8 +54,16 @@ class Spec:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
+@functools.cache
 def triton_version() -> str:
-    """Of the installed Triton; empty when there is none. Nothing is imported."""
+    """Return the version of the installed Triton, and of an assembler that is to be used in the place of its own;
+    empty when there is no Triton. Nothing is imported."""
+    own = _package_version()
+    named = [_tool_version(path) for name in _ASSEMBLERS if (path := os.environ.get(name))]
+    return " with ".join((own, *named)) if own else ""
+
+
+def _package_version() -> str:
     try:
         return importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
@@ -60,6 +72,15 @@ def triton_version() -> str:
         import triton
 
         return str(triton.__version__)
+
+
+def _tool_version(path: str) -> str:
+    """Return what an assembler says of its version, or why it cannot be asked (Triton then takes its own)."""
+    try:
+        said = subprocess.run([path, "--version"], capture_output=True, text=True, check=True, timeout=10.0).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        return type(error).__name__
+    return next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "unknown")
 
 
 def spec(problem: Problem, candidate: Candidate) -> Spec:
@@ -164,16 +185,17 @@ def _epilogue(problem: Problem) -> tuple[dict[str, str], dict[str, Any]]:
     """Types and constants of the epilogue's arguments."""
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
+    integers = float_at(problem) if problem.family == "int_mm" else 0
     for place in range(STEPS):
         step = problem.epilogue[place] if place < len(problem.epilogue) else None
-        values = zip(("KIND", "AXIS", "VALUE", "LO", "HI"), step_constants(step), strict=True)
+        values = zip(("KIND", "AXIS", "VALUE", "LO", "HI"), step_constants(step, place < integers), strict=True)
         constants |= {f"{name}{place}": value for name, value in values}
         if step is not None and step.takes_tensor:
             signature[f"t{place}"] = _pointer(str(step.dtype))
         else:
             constants[f"t{place}"] = None
         if step is not None and step.takes_tensor and step.axis == "full":
-            signature[f"ld{place}"] = "i32"
+            signature[f"ld{place}"] = "i64"
         else:
             constants[f"ld{place}"] = 0
     return signature, constants

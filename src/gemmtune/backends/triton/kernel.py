@@ -12,11 +12,18 @@ from ..base import Candidate
 from ..gpu.artifact import Header
 from ..gpu.driver import Block
 from ..gpu.kernel import GpuKernel, GridKernel, Loaded, TmaKernel, temporary
+from ..gpu.rules import OFFSET_LIMIT, leads
 from .compiler import CONVERTED_ITEMS
 
 
 class Tiled(GridKernel):
     """The template ``tiled``: a grid of tiles times parts of K."""
+
+    def _too_large(self, m: int) -> str:
+        reach = int(self.candidate["bk"]) * leads(self.problem, m)[0]
+        if self.problem.a.layout.order == "col" and reach >= OFFSET_LIMIT:  # whose rows lie as far apart as M says
+            return f"elements of a tile of A lie {reach} apart, further than 32 bits tell"
+        return super()._too_large(m)
 
     def _shared(self, m: int, device: int) -> tuple[int, int]:
         tiles = self._tiles(m)

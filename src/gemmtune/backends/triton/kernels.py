@@ -87,11 +87,12 @@ def _step(
 
 @triton.jit
 def _rounded(acc, LOW: tl.constexpr, HIGH: tl.constexpr):
-    """Saturated, and to the nearest integer (ties to even): adding 1.5 * 2**23 leaves no bits for a fraction."""
+    """Saturated, and to the nearest integer (ties to even): adding 1.5 * 2**23 leaves no bits for a fraction; of NaN
+    0."""
     if acc.dtype == tl.int32:
         return tl.minimum(tl.maximum(acc, LOW), HIGH)
     bounded = tl.where(acc < LOW, LOW * 1.0, tl.where(acc > HIGH, HIGH * 1.0, acc))
-    return (bounded + 12582912.0) - 12582912.0
+    return tl.where(acc != acc, 0.0, (bounded + 12582912.0) - 12582912.0)
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from ...problem import Problem, bits
 from ...target import Target
 from ..base import Candidate, Illegal
 from ..gpu.int4 import INT4_BLOCKS
-from ..gpu.rules import ALIGN, Device, aligned, device_of, leads, refusal
+from ..gpu.rules import ALIGN, FP8, OFFSET_LIMIT, Device, aligned, device_of, leads, refusal
 from ..gpu.space import ranked
 from .cost import Work, seconds, shared_tiles
 
@@ -28,7 +28,6 @@ _CONVERTED_M = 128
 _AMD = ("gfx90a", "gfx942", "gfx950", "gfx11", "gfx12")
 _HELD = 128  # accumulators a thread; with 256, of 255 registers, kernels took 3 to 9 times as long (docs/triton.md)
 _FULL = 0.9  # of rounds that tiles fill: what is left is less than sharing them takes
-_FAR = 1 << 31  # elements: places within a tile are 32-bit numbers
 
 
 def unknown_amd(target: Target) -> str:
@@ -40,7 +39,7 @@ def unknown_amd(target: Target) -> str:
 
 def candidates(problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
     """Legal candidates, likeliest first within each template, then what was ruled out and why."""
-    reason = refusal(problem) or (_amd_refusal(problem) if target.is_amd else "")
+    reason = refusal(problem) or (_amd_refusal(problem) if target.is_amd else _fp8_refusal(problem, target))
     if reason:
         yield Illegal(Candidate.make(NAME, "*"), reason)
         return
@@ -136,8 +135,15 @@ def _illegal(problem: Problem, device: Device, template: str, config: dict[str, 
     )
 
 
+def _fp8_refusal(problem: Problem, target: Target) -> str:
+    """Why an NVIDIA GPU has no such fp8 product or output, or empty."""
+    if not {problem.a.dtype, problem.b.dtype, problem.out_dtype} & set(FP8) or target.compute_capability >= (8, 9):
+        return ""
+    return f"fp8 needs compute capability 8.9; got {target.capability}"
+
+
 def _amd_refusal(problem: Problem) -> str:
-    if problem.family == "scaled_mm":
+    if {problem.a.dtype, problem.b.dtype, problem.out_dtype} & set(FP8):
         return "no fp8 on ROCm: gfx942 multiplies other formats (fnuz), and what others round was not measured"
     return ""
 
@@ -152,8 +158,12 @@ def _tiled_illegal(problem: Problem, device: Device, config: dict[str, Any]) -> 
     lda, ldb, _ = leads(problem, problem.m)
     a_far = bm * lda + problem.k if problem.a.layout.order == "row" else bk * lda
     b_far = bn * ldb + problem.k if problem.b.layout.order == "col" else bk * ldb
-    if max(a_far, b_far) >= _FAR:
+    if max(a_far, b_far) >= OFFSET_LIMIT:
         return f"elements of a tile lie {max(a_far, b_far)} apart, further than 32 bits tell"
+    if problem.b.quant is not None and problem.b.quant.group is not None:
+        scales = -(-problem.k // problem.b.quant.group) * problem.n
+        if scales >= OFFSET_LIMIT:
+            return f"{scales} scales are more than 32 bits count"
     if split > 1 and blocks < 2 * split:
         return f"{split} parts of {blocks} blocks of K"
     if split > 1 and -(-blocks // split) * (split - 1) >= blocks:

@@ -1,0 +1,126 @@
+"""Copies of operands that start, and whose batches start, at multiples of 16 bytes.
+
+GPU kernels load 16 bytes at a time. Leading dimensions are part of the Problem, and a kernel is generated for them;
+addresses and batch strides are known at a call only. docs/cuda.md says which kernel assumes what.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...problem import Problem, bits
+from ..base import Launch
+from .rules import ALIGN, leads
+
+MISALIGNED_MASK = ALIGN - 1  # bits of an address that must not be set
+
+
+def is_misaligned(t: Tensor) -> int:
+    """Return whether a tensor starts off a 16-byte boundary (0: it does not)."""
+    return t.data_ptr() & MISALIGNED_MASK
+
+
+def aligned_copy(t: Tensor) -> Tensor:
+    """Return the tensor, or a contiguous copy of it if it starts off a 16-byte boundary."""
+    return t.clone(memory_format=torch.contiguous_format) if is_misaligned(t) else t
+
+
+def launch_aligned(launch: Launch, out: Tensor, a: Tensor, b: Tensor, *rest: Tensor) -> None:
+    """Call ``launch`` on copies of those of ``out``, ``a`` and ``b`` that start off a 16-byte boundary.
+
+    The copies have their operands' strides: no two elements of ``a`` or ``b`` may share memory. All copies are
+    allocated before anything runs.
+    """
+    copies = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) if is_misaligned(t) else t
+              for t in (out, a, b)]  # fmt: skip
+    for source, copy in zip((a, b), copies[1:], strict=True):
+        if copy is not source:
+            copy.copy_(source)
+    launch(*copies, *rest)
+    if copies[0] is not out:
+        out.copy_(copies[0])
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLayout:
+    """Memory layout of a batched operand; lengths and strides are in elements.
+
+    size: bytes of an element. count: matrices. outer: runs of contiguous elements in a matrix (rows, or columns of a
+    column-major one). inner: elements of a run. lead: from one run to the next. stride: from one matrix to the next; 0
+    where all are one matrix.
+    needs_alignment: whether the kernel assumes that every matrix starts on a boundary as its runs do.
+    """
+
+    size: int
+    count: int
+    outer: int
+    inner: int
+    lead: int
+    stride: int
+    needs_alignment: bool
+
+    @property
+    def fits(self) -> bool:
+        """Whether the kernel takes this batch stride: it assumes no more of it than of the leading dimension."""
+        if not self.needs_alignment or self.count == 1:
+            return True
+        return self.stride * self.size % math.gcd(ALIGN, self.lead * self.size) == 0
+
+    @property
+    def copy_stride(self) -> int:
+        """Elements from one matrix to the next in ``empty_copy``."""
+        return self.outer * self.lead if self.stride else 0
+
+    def empty_copy(self, t: Tensor) -> Tensor:
+        """Return memory for a copy of ``t``, [count, outer, inner]; count is 1 where all are one matrix."""
+        count = self.count if self.stride else 1
+        return torch.empty((count, self.outer, self.lead), dtype=t.dtype, device=t.device)[..., : self.inner]
+
+    def as_runs(self, t: Tensor) -> Tensor:
+        """Return the memory of ``t`` as [count, outer, inner]; count is 1 where all are one matrix."""
+        count = self.count if self.stride else 1
+        return t.as_strided((count, self.outer, self.inner), (self.stride, self.lead, 1))
+
+
+def batch_layouts(
+    problem: Problem, m: int, strides: tuple[int, int], needs_alignment: bool
+) -> tuple[BatchLayout, BatchLayout]:
+    """Return how A and B of a batched Problem lie for m rows. strides: from one matrix to the next, in elements;
+    needs_alignment: as BatchLayout has it."""
+    lda, ldb, _ = leads(problem, m)
+    a_sizes = (m, problem.k) if problem.a.layout.order == "row" else (problem.k, m)
+    b_sizes = (problem.k, problem.n) if problem.b.layout.order == "row" else (problem.n, problem.k)
+    size, count = bits(problem.a.dtype) // 8, problem.batch
+    return (
+        BatchLayout(size, count, *a_sizes, lda, strides[0], needs_alignment),
+        BatchLayout(size, count, *b_sizes, ldb, strides[1], needs_alignment),
+    )
+
+
+def batched_launch(bind: Callable[[int, int], Launch], a_layout: BatchLayout, b_layout: BatchLayout) -> Launch:
+    """Return a launch that copies what starts off a 16-byte boundary, or whose batch stride the kernel does not take.
+
+    bind: gives the launch for A and B of these batch strides. Expanded and overlapping batches are copied by reading
+    each matrix. All copies are allocated before anything runs.
+    """
+
+    def launch(out: Tensor, a: Tensor, b: Tensor, *rest: Tensor) -> None:
+        operands, strides, sources = [a, b], [a_layout.stride, b_layout.stride], []
+        for place, layout in enumerate((a_layout, b_layout)):
+            t = operands[place]
+            if is_misaligned(t) or not layout.fits:
+                operands[place], strides[place] = layout.empty_copy(t), layout.copy_stride
+                sources.append((operands[place], layout.as_runs(t)))
+        result = torch.empty_like(out) if is_misaligned(out) else out
+        for copy, source in sources:
+            copy.copy_(source)
+        bind(*strides)(result, *operands, *rest)
+        if result is not out:
+            out.copy_(result)
+
+    return launch

@@ -1,0 +1,38 @@
+"""Batched operands as torch.bmm takes them: any batch stride, start address, expanded and overlapping batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Make = Callable[[Tensor], Tensor]
+
+
+def _with_stride(t: Tensor, extra: int, start: int = 0) -> Tensor:
+    """A copy of ``t`` whose batch stride is ``extra`` elements longer and which starts ``start`` elements late."""
+    count, outer, inner = t.shape
+    stride = outer * inner + extra
+    memory = torch.zeros(start + count * stride, dtype=t.dtype, device=t.device)
+    return memory.as_strided(t.shape, (stride, inner, 1), start).copy_(t)
+
+
+def _overlapping(t: Tensor) -> Tensor:
+    """Matrices of which each begins one element behind the one before it."""
+    count, outer, inner = t.shape
+    return t.flatten()[: outer * inner + count - 1].as_strided(t.shape, (1, inner, 1))
+
+
+# From a contiguous [batch, outer, inner] to one of the same shape.
+LAYOUTS: dict[str, Make] = {
+    "dense": lambda t: t,
+    "odd batch stride": lambda t: _with_stride(t, 1),
+    "batch stride of 8 bytes more": lambda t: _with_stride(t, 4),
+    "odd start": lambda t: _with_stride(t, 0, start=1),
+    "odd start and batch stride": lambda t: _with_stride(t, 3, start=5),
+    "expanded": lambda t: t[:1].expand(t.shape),
+    "expanded, odd start": lambda t: _with_stride(t[:1], 0, start=1).expand(t.shape),
+    "overlapping": _overlapping,
+    "wide batch stride": lambda t: _with_stride(t, 8 * t.shape[2]),
+}

@@ -1,0 +1,178 @@
+"""On the card: operands wherever they lie in memory, and calls for which there is no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NoReturn
+
+import msgspec
+import pytest
+import torch
+
+import gemmtune
+from batches import LAYOUTS
+from cards import first, kernel_of, run_into
+from gemmtune.backends.base import Candidate
+from gemmtune.backends.gpu import kernel as gpu_kernel
+from gemmtune.dispatch import RUNTIME, current_target
+from gemmtune.epilogue import Step
+from gemmtune.errors import KernelError
+from gemmtune.measure.inputs import make_inputs
+from gemmtune.problem import Layout, Operand, Problem
+from gemmtune.store import MemoryStore
+from gemmtune.workloads import bmm_problem, build, int_problem, weight_only_problem
+from integers import exact_cases, rounding_cases
+from serving import decide, evidence
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("own_artifacts")]
+
+BATCHED = [("cuda", "skinny"), ("triton", "tiled"), ("cublaslt", "ranked")]
+
+
+@pytest.mark.parametrize(("backend", "template"), BATCHED)
+@pytest.mark.parametrize("rows", [1, 5, 16])
+@pytest.mark.parametrize("inner", [64, 256])
+def test_batches_lie_in_memory_as_torch_bmm_takes_them(backend: str, template: str, rows: int, inner: int) -> None:
+    problem = replace(bmm_problem(4, rows, 136, inner, "bfloat16"), b=Operand("bfloat16", Layout("col")))
+    kernel = kernel_of(problem, first(problem, template, backend))
+    a = torch.randn(4, rows, inner, device="cuda").bfloat16()
+    b = torch.randn(4, 136, inner, device="cuda").bfloat16()
+    for a_name, lay_a in LAYOUTS.items():
+        for b_name, lay_b in LAYOUTS.items():
+            left, right = lay_a(a), lay_b(b).mT
+            for start in (0, 1):
+                out = torch.empty(4 * rows * 136 + start, dtype=torch.bfloat16, device="cuda")[start:]
+                out = out.view(4, rows, 136).fill_(float("nan"))
+                kernel.run(left, right, (), out)
+                wanted = torch.bmm(left.double(), right.double())
+                torch.testing.assert_close(out.double(), wanted, rtol=1e-2, atol=5e-2, msg=f"{a_name}, {b_name}")
+    torch.cuda.synchronize()
+
+
+def win(store: MemoryStore, problem: Problem, candidate: Candidate) -> None:
+    """Make a candidate serve a Problem on this GPU."""
+    target = current_target("cuda")
+    decision = decide(problem, evidence(candidate, 0.1), chosen=candidate)
+    store.put(target, msgspec.structs.replace(decision, target_key=target.key))
+    RUNTIME.refresh(store)
+
+
+@pytest.mark.parametrize(("backend", "template"), BATCHED)
+def test_bmm_serves_a_batch_stride_of_no_multiple_of_16_bytes(
+    own_store: MemoryStore, backend: str, template: str
+) -> None:
+    m, k, n = 8, 512, 264
+    a = torch.randn(4, m * k + 1, dtype=torch.bfloat16, device="cuda")[:, : m * k].view(4, m, k)
+    b = torch.randn(4, n, k, dtype=torch.bfloat16, device="cuda").mT
+    with gemmtune.record() as recorded:
+        gemmtune.bmm(a, b)
+    ((problem, _),) = recorded.problems
+    win(own_store, problem, first(problem, template, backend))
+    assert RUNTIME.kernel_for(problem, None, a.device) is not None
+    for _ in range(3):
+        torch.testing.assert_close(gemmtune.bmm(a, b), torch.bmm(a, b), rtol=2e-2, atol=0.2)
+    torch.cuda.synchronize()
+
+
+def failing(error: Exception) -> Callable[..., NoReturn]:
+    def fail(*_: object) -> NoReturn:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize("fails", ["partial sums", "counters"])
+def test_a_capture_goes_on_by_torchs_op_when_memory_for_a_kernel_cannot_be_had(
+    own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """The graph is whole, and replays right."""
+    a = torch.randn(16, 4096, device="cuda").bfloat16()
+    b = torch.randn(4096, 4096, device="cuda").bfloat16().t()
+    with gemmtune.record() as recorded:
+        gemmtune.mm(a, b)
+    ((problem, _),) = recorded.problems
+    win(own_store, problem, first(problem, split=4))
+    gemmtune.mm(a, b)
+    if fails == "partial sums":
+        monkeypatch.setattr(gpu_kernel, "empty_cuda", failing(torch.OutOfMemoryError("CUDA out of memory")))
+    else:
+        monkeypatch.setattr(gpu_kernel.Counters, "of", failing(KernelError("asking for memory: CUDA error 2")))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = gemmtune.mm(a, b)
+    for _ in range(3):
+        a.normal_()
+        out.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        torch.testing.assert_close(out, torch.mm(a, b))
+    torch.testing.assert_close(gemmtune.mm(a, b), torch.mm(a, b))
+
+
+def test_converted_weights_that_do_not_fit_leave_the_call_to_torch(own_store: MemoryStore) -> None:
+    """Real memory: the copy of the weight is more than this process may allocate, PyTorch's way is not."""
+    problem = weight_only_problem(256, 4096, 4096)
+    kernel = kernel_of(problem, first(problem, "converted"))
+    inputs = make_inputs(problem, 0, device=torch.device("cuda"))
+    run_into(kernel, inputs, torch.empty(256, 4096, dtype=torch.bfloat16, device="cuda"))
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (4 << 20)) / total)
+    try:
+        out = torch.empty(256, 4096, dtype=torch.bfloat16, device="cuda")
+        with pytest.raises(torch.OutOfMemoryError):
+            run_into(kernel, inputs, out)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    run_into(kernel, inputs, out)
+    torch.cuda.synchronize()  # the context is as it was
+
+
+INTEGER_KERNELS = [("cuda", "skinny"), ("cuda", "slab"), ("triton", "tiled")]
+
+
+@pytest.mark.parametrize(("backend", "template"), INTEGER_KERNELS)
+def test_epilogues_of_integers_are_exact(backend: str, template: str) -> None:
+    for name, problem, inputs, wanted in exact_cases(5, 264):
+        kernel = kernel_of(problem, first(problem, template, backend))
+        out = torch.empty_like(wanted, device="cuda")
+        kernel.run(inputs.a.cuda(), inputs.b.t().cuda().t(), [t.cuda() for t in inputs.aux], out)
+        assert torch.equal(out.cpu(), wanted), name
+
+
+@pytest.mark.parametrize(("backend", "template"), INTEGER_KERNELS)
+def test_nan_becomes_zero_and_ties_go_to_even_numbers(backend: str, template: str) -> None:
+    for problem, inputs, wanted in rounding_cases(8, 256, 512):
+        kernel = kernel_of(problem, first(problem, template, backend))
+        out = torch.full_like(wanted, 77, device="cuda")
+        kernel.run(inputs.a.cuda(), inputs.b.t().cuda().t(), [t.cuda() for t in inputs.aux], out)
+        assert torch.equal(out.cpu(), wanted), problem.out_dtype
+
+
+def test_an_epilogues_matrix_off_its_boundaries() -> None:
+    """Vectors and matrices of an epilogue start anywhere that their elements may."""
+    steps = (Step("bias", "col", "bfloat16"), Step("add", "full", "bfloat16"))
+    problem = replace(build(16, 512, 512, "bf16"), epilogue=steps)
+    for backend, template in (("cuda", "skinny"), ("cuda", "slab"), ("triton", "tiled")):
+        kernel = kernel_of(problem, first(problem, template, backend))
+        inputs = make_inputs(problem, 0, device=torch.device("cuda"))
+        expected, out = (torch.empty(16, 512, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+        run_into(kernel, inputs, expected)
+        bias, matrix = (torch.empty(t.numel() + 1, dtype=t.dtype, device="cuda")[1:].view(t.shape).copy_(t)
+                        for t in inputs.aux)  # fmt: skip
+        kernel.run(inputs.a, inputs.b, (bias, matrix), out)
+        assert torch.equal(out, expected), (backend, template)
+
+
+def test_products_of_integers_start_anywhere() -> None:
+    problem = int_problem(16, 512, 512)
+    for backend, template in INTEGER_KERNELS:
+        kernel = kernel_of(problem, first(problem, template, backend))
+        inputs = make_inputs(problem, 0, device=torch.device("cuda"))
+        a = torch.empty(16 * 512 + 3, dtype=torch.int8, device="cuda")[3:].view(16, 512).copy_(inputs.a)
+        b = torch.empty(512 * 512 + 5, dtype=torch.int8, device="cuda")[5:].view(512, 512).copy_(inputs.b.t()).t()
+        out = torch.empty(16 * 512 + 1, dtype=torch.int32, device="cuda")[1:].view(16, 512)
+        kernel.run(a, b, (), out)
+        assert torch.equal(out.cpu().long(), inputs.a.cpu().long() @ inputs.b.cpu().long())

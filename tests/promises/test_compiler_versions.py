@@ -1,0 +1,137 @@
+"""What was verified with one compiler or library does not answer where there is another."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from gemmtune import backends
+from gemmtune.backends import cublaslt, cuda, triton
+from gemmtune.backends.cublaslt import library
+from gemmtune.backends.cuda import compiler
+from gemmtune.backends.gpu.wheels import build_of, file_of
+from gemmtune.backends.triton import compiler as triton_compiler
+from gemmtune.dispatch import current_target, runtime
+from gemmtune.dispatch.runtime import RUNTIME
+from gemmtune.errors import UnsupportedError
+from gemmtune.store import MemoryStore
+from gemmtune.target import current_cpu
+from gemmtune.workloads import build
+from gpus import H200, MI300X
+from serving import decide, evidence, register, toy
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An H200, as far as dispatch asks, with every compiler and library."""
+    register()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: runtime.nullcontext())
+    monkeypatch.setattr(
+        runtime, "current_cuda", lambda sources=None, index=None: replace(H200, sources=tuple(sorted(sources.items())))
+    )
+    monkeypatch.setattr(cuda, "version", lambda: "libnvrtc.so.13 (b2)")
+    monkeypatch.setattr(triton, "triton_version", lambda: "3.6.0")
+    monkeypatch.setattr(cublaslt, "_missing", lambda: "")
+    monkeypatch.setattr(library, "version", lambda: "130100 libcublasLt.so.13 (a1)")
+
+
+CHANGES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "a patch of NVRTC": lambda patch: patch.setattr(cuda, "version", lambda: "libnvrtc.so.13 (b3)"),
+    "no NVRTC": lambda patch: patch.setattr(cuda, "version", lambda: ""),
+    "another Triton": lambda patch: patch.setattr(triton, "triton_version", lambda: "3.6.1"),
+    "no Triton": lambda patch: patch.setattr(triton, "triton_version", lambda: ""),
+    "another cuBLASLt": lambda patch: patch.setattr(library, "version", lambda: "130101 libcublasLt.so.13 (a2)"),
+}
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_decision_made_with_another_compiler_or_library_does_not_serve(
+    own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    problem = build(4, 16, 16, "bf16")
+    target = current_target("cuda")
+    assert {"nvrtc", "triton", "cublaslt"} <= set(dict(target.versions))
+    decision = decide(problem, evidence(toy(), 0.1), chosen=toy())
+    own_store.put(target, msgspec.structs.replace(decision, target_key=target.key))
+    RUNTIME.refresh(own_store)
+    assert RUNTIME.kernel_for(problem, None, GPU) is not None
+    CHANGES[change](monkeypatch)
+    RUNTIME.refresh(own_store)
+    assert current_target("cuda").key != target.key
+    assert RUNTIME.kernel_for(problem, None, GPU) is None
+
+
+def test_a_cpus_target_is_as_it_was_before_backends_had_versions() -> None:
+    """Stores that were tuned before keep answering."""
+    assert backends.versions(current_cpu()) == {}
+    assert current_target().key == current_cpu(backends.sources(backends.names("cpu"))).key
+
+
+def test_libraries_of_nvidias_are_no_part_of_an_amd_gpus_target() -> None:
+    assert set(backends.versions(MI300X)) <= {"triton"}
+
+
+def test_builds_of_a_library_are_told_apart(tmp_path: Path) -> None:
+    file = tmp_path / "lib.so"
+    file.write_bytes(b"no ELF file")
+    first = build_of(file)
+    file.write_bytes(b"a longer one, without a build id")
+    assert build_of(file) != first
+    assert build_of(tmp_path / "none.so") == build_of(None) == "unknown"
+
+
+def test_the_build_of_nvrtc_is_that_of_the_file_that_is_loaded() -> None:
+    if not compiler.version():
+        pytest.skip("NVRTC is not installed")
+    assert compiler.version() == build_of(file_of(compiler.nvrtc().nvrtcVersion))
+    assert "unknown" not in compiler.version()
+
+
+def test_an_assembler_in_the_place_of_tritons_is_part_of_its_version(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tool = tmp_path / "ptxas"
+    tool.write_text("#!/bin/sh\necho Cuda compilation tools\necho V12.9.86\n")
+    tool.chmod(0o755)
+    monkeypatch.setattr(triton_compiler, "_package_version", lambda: "3.6.0")
+    seen = []
+    for path in ("", str(tool), str(tmp_path / "nowhere")):
+        monkeypatch.setenv("TRITON_PTXAS_PATH", path)
+        triton_compiler.triton_version.cache_clear()
+        seen.append(triton_compiler.triton_version())
+    triton_compiler.triton_version.cache_clear()
+    assert seen == ["3.6.0", "3.6.0 with V12.9.86", "3.6.0 with FileNotFoundError"]
+
+
+def test_asking_for_versions_imports_no_compiler() -> None:
+    text = (
+        "import sys; from gemmtune import backends; from gemmtune.target import Target\n"
+        "backends.versions(Target('cuda', 'NVIDIA H200', '9.0', versions=(('hip', 'None'),)))\n"
+        "assert 'triton' not in sys.modules\n"
+        "assert not any('libnvrtc' in line for line in open('/proc/self/maps'))\n"
+    )
+    source = str(Path(backends.__file__).parents[2])
+    done = subprocess.run([sys.executable, "-c", f"import sys; sys.path[:0] = [{source!r}]\n{text}"], check=False)
+    assert done.returncode == 0
+
+
+def test_a_backend_without_its_library_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise UnsupportedError(library.MISSING)
+
+    monkeypatch.setattr(library, "library", missing)
+    assert backends.get("cublaslt").versions(H200) == {}

@@ -1,0 +1,211 @@
+"""A call whose kernel cannot be launched is served by PyTorch's own op, and nothing of the launch has run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from torch import Tensor
+
+import gemmtune
+from drivers import Driver, simulated
+from gemmtune import fuse
+from gemmtune.backends.base import Candidate
+from gemmtune.backends.gpu import kernel as gpu_kernel
+from gemmtune.backends.gpu.artifact import Header, Tma
+from gemmtune.backends.gpu.kernel import GpuKernel
+from gemmtune.backends.triton.compiler import spec
+from gemmtune.backends.triton.kernel import TEMPLATES
+from gemmtune.errors import KernelError, UnsupportedError
+from gemmtune.measure.inputs import make_inputs
+from gemmtune.problem import Layout, Operand, Problem
+from gemmtune.store import MemoryStore
+from gemmtune.workloads import bmm_problem, build, weight_only_problem
+from serving import RAN, ToyKernel, evidence, register, serve, toy
+
+ERRORS = (
+    KernelError("asking for 64 bytes: CUDA error 2 (out of memory)"),
+    UnsupportedError("cuBLASLt has no algorithm for this product"),
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"),
+)
+
+
+def raising(error: Exception) -> Callable[..., NoReturn]:
+    def fail(*_: Any) -> NoReturn:
+        raise error
+
+    return fail
+
+
+@pytest.fixture
+def tuned(own_store: MemoryStore) -> Callable[[Callable[[], Tensor]], Tensor]:
+    """Return a function that makes a kernel win for a call, and returns PyTorch's own result."""
+    register()
+    RAN.clear()
+
+    def tune(call: Callable[[], Tensor]) -> Tensor:
+        with gemmtune.record() as recorded:
+            wanted = call()
+        for problem, _ in recorded.problems:
+            serve(own_store, problem, evidence(toy(), 0.1), chosen=toy())
+        RAN.clear()  # recording ran what was tuned for the call before
+        return wanted.clone()
+
+    return tune
+
+
+@pytest.mark.parametrize("where", ["run", "bind", "bound launch"])
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_a_refused_launch_is_served_by_torch(
+    tuned: Any, monkeypatch: pytest.MonkeyPatch, where: str, error: Exception
+) -> None:
+    a, b, bias, out = torch.randn(5, 8), torch.randn(8, 6), torch.randn(6), torch.empty(5, 6)
+    batches = torch.randn(2, 5, 8), torch.randn(2, 8, 6)
+    calls: list[Callable[[], Tensor]] = [
+        lambda: gemmtune.mm(a, b),
+        lambda: gemmtune.mm(a, b, out=out),
+        lambda: gemmtune.mm(a, b, epilogue=[fuse.bias(bias), fuse.relu()]),
+        lambda: gemmtune.linear(a, b.t().contiguous(), bias),
+        lambda: gemmtune.bmm(*batches),
+    ]
+    if where == "bound launch":
+        monkeypatch.setattr(ToyKernel, "bind", lambda *_: raising(error))
+    elif where == "run" or isinstance(error, torch.OutOfMemoryError):  # bind asks for no memory of the device's
+        monkeypatch.setattr(ToyKernel, "run", raising(error))
+    else:
+        monkeypatch.setattr(ToyKernel, "bind", raising(error))
+    for call in calls:
+        wanted = tuned(call)
+        for _ in range(3):
+            torch.testing.assert_close(call(), wanted)
+    assert RAN == []
+
+
+def test_a_packed_weight_is_unpacked_when_its_launch_is_refused(
+    own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register()
+    weight, x = torch.randn(6, 8), torch.randn(5, 8)
+    packed = gemmtune.pack(weight, layout="toy:plain")
+    monkeypatch.setattr(ToyKernel, "run", raising(ERRORS[0]))
+    for _ in range(3):
+        torch.testing.assert_close(gemmtune.linear(x, packed), torch.nn.functional.linear(x, weight))
+
+
+def test_torchs_own_error_surfaces_where_torch_has_no_memory_either(
+    tuned: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = torch.randn(5, 8), torch.randn(8, 6)
+    tuned(lambda: gemmtune.mm(a, b, epilogue=[fuse.gelu()]))
+    monkeypatch.setattr(ToyKernel, "run", raising(ERRORS[0]))
+    monkeypatch.setattr(torch, "mm", raising(torch.OutOfMemoryError("CUDA out of memory")))
+    with pytest.raises(torch.OutOfMemoryError):
+        gemmtune.mm(a, b, epilogue=[fuse.gelu()])
+
+
+# --- what GPU kernels ask for, they ask for before anything is launched ---------------------------------------------
+
+
+def split_kernel(driver: Driver, problem: Problem) -> GpuKernel:
+    config = {"bm": 16, "bn": 64, "bk": 128, "split": 2, "swap": 0, "group": 8, "stages": 3, "warps": 4}
+    candidate = Candidate.make("triton", "tiled", **config)
+    passed = tuple(name for name, kind in spec(problem, candidate).signature.items() if kind != "constexpr")
+    driver.arguments["tiled"] = len(passed)
+    return TEMPLATES["tiled"](problem, candidate, [(Header("tiled", 0, 0, 4, passed, 1), b"")])
+
+
+def converted_kernel(driver: Driver, problem: Problem) -> GpuKernel:
+    config = {"bm": 64, "bn": 64, "bk": 64, "group": 8, "stages": 3, "warps": 4, "stream": 0}
+    names = ("a_desc", "b_desc", "c_ptr", "s_ptr", "M", "N", "K", "ldc", "PROGRAMS")
+    boxes = {"a_desc": Tma(3, 2, 1, (64, 64)), "b_desc": Tma(3, 2, 1, (64, 64))}
+    driver.arguments |= {"converted": len(names), "convert": 3}
+    parts = [
+        (Header("convert", 0, 0, 4, ("source_ptr", "target_ptr", "COUNT"), 1), b""),
+        (Header("converted", 0, 0, 4, names, 2, boxes), b""),
+    ]
+    return TEMPLATES["converted"](problem, Candidate.make("triton", "converted", **config), parts)
+
+
+def run(kernel: GpuKernel, a: Tensor, b: Any) -> None:
+    problem = kernel.problem
+    shape = (problem.batch, problem.m, problem.n) if problem.family == "bmm" else (problem.m, problem.n)
+    kernel.run(a, b, (), torch.empty(shape, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("capture", [0, 3])
+def test_nothing_is_launched_when_torch_has_no_memory_for_partial_sums(
+    monkeypatch: pytest.MonkeyPatch, capture: int
+) -> None:
+    driver = simulated(monkeypatch)
+    split = split_kernel(driver, build(20, 200, 256, "bf16"))
+    converted = converted_kernel(driver, weight_only_problem(200, 64, 256))
+    monkeypatch.setattr(gpu_kernel, "empty_cuda", raising(ERRORS[2]))
+    driver.capture = capture
+    for kernel in (split, converted):
+        inputs = make_inputs(kernel.problem, 0)
+        with pytest.raises(torch.OutOfMemoryError):
+            run(kernel, inputs.a, inputs.b)
+    assert driver.launches == []
+
+
+def test_nothing_is_launched_when_the_driver_has_no_memory_for_a_graphs_counters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gpu_kernel, "_COUNTERS", 32)
+    driver = simulated(monkeypatch)
+    kernel = split_kernel(driver, build(20, 200, 256, "bf16"))
+    inputs = make_inputs(kernel.problem, 0)
+    run(kernel, inputs.a, inputs.b)
+    monkeypatch.setattr(Driver, "cuMemAlloc_v2", lambda *_: 2)
+    driver.capture, launched = 5, len(driver.launches)
+    with pytest.raises(KernelError, match="CUDA error 2"):
+        run(kernel, inputs.a, inputs.b)
+    assert (len(driver.launches), driver.mode) == (launched, 0)
+
+
+@pytest.mark.parametrize("taken", [0, 1, 2])
+def test_nothing_is_copied_when_not_all_copies_of_operands_fit(monkeypatch: pytest.MonkeyPatch, taken: int) -> None:
+    """Copies into memory that could be had would be left in a graph that is being captured."""
+    driver = simulated(monkeypatch)
+    dense, batched = build(20, 200, 256, "bf16"), bmm_problem(2, 20, 200, 256, "bfloat16")
+    for problem in (dense, replace(batched, b=Operand("bfloat16", Layout("col")))):
+        kernel, inputs = split_kernel(driver, problem), make_inputs(problem, 0)
+        operands = [torch.empty(t.numel() + 1, dtype=t.dtype)[1:].as_strided(t.shape, t.stride()).copy_(t)
+                    for t in (inputs.a, inputs.b)]  # fmt: skip
+        shape = (2, 20, 200) if problem.family == "bmm" else (20, 200)
+        out = torch.empty(4001 * 2, dtype=torch.bfloat16)[1 : 1 + torch.Size(shape).numel()].view(shape)
+        left, copied = [taken], list[int]()
+
+        def allocate(real: Any, *given: Any, left: list[int] = left, **more: Any) -> Any:
+            if not left[0]:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            left[0] -= 1
+            return real(*given, **more)
+
+        with monkeypatch.context() as patch:
+            for name in ("empty", "empty_like", "empty_strided"):
+                real = getattr(torch, name)
+                patch.setattr(torch, name, lambda *given, real=real, **more: allocate(real, *given, **more))
+            patch.setattr(Tensor, "copy_", lambda *_, copied=copied: copied.append(1))
+            with pytest.raises(torch.OutOfMemoryError):
+                kernel.run(operands[0], operands[1], (), out)
+        assert (copied, driver.launches) == ([], [])
+
+
+# --- what a kernel's arguments and its grid have no room for --------------------------------------------------------
+
+
+def test_a_grid_larger_than_cudas_is_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = simulated(monkeypatch)
+    kernel = split_kernel(driver, build(20, 200, 256, "bf16"))
+    a = torch.empty(1, 256, dtype=torch.bfloat16).expand(2**31 - 1, 256)
+    with pytest.raises(KernelError, match="cannot be launched"):
+        kernel.bind(a, torch.empty(200, 256, dtype=torch.bfloat16).t(), ())
+    many = split_kernel(driver, bmm_problem(70_000, 1, 8, 256, "bfloat16"))
+    b = torch.empty(1, 8, 256, dtype=torch.bfloat16).expand(70_000, 8, 256).mT
+    with pytest.raises(KernelError, match="cannot be launched"):
+        many.bind(torch.empty(70_000, 1, 256, dtype=torch.bfloat16), b, ())
+    assert driver.launches == []
