@@ -1,13 +1,12 @@
-"""Are decisions on a GPU right? False winners among equals, and picks re-examined.
+"""Are decisions on a GPU right? False winners among equals, and what is served re-examined wherever users run it.
 
-    python benchmarks/gpu_trust.py                        both
-    python benchmarks/gpu_trust.py --aa 100 --picks 50
-    python benchmarks/gpu_trust.py --aa 0 --picks 0 --inductor 20     max-autotune's picks, on the first shapes
+    python benchmarks/gpu_trust.py                                  both
+    python benchmarks/gpu_trust.py --aa 0 --picks 50 --inductor 20  picks alone, max-autotune among the peers of 20
 
-aa: races of 2 to 16 copies of one real kernel; a winner is false. picks: random shapes (K, N 1024..14336,
-M 1..2048, four families) tuned, then what was chosen against whatever came near it, of ATen's ways
-and of the other kernels, in a duel ten times as long. (Hostile
-kernels: GEMMTUNE_HOSTILE_ROUNDS=100 make test-gpu.) Writes raw data to benchmarks/results/.
+aa: races of 2 to 16 copies of one real kernel; a winner is false. picks: random shapes (K, N 1024..14336, M 1..3000,
+four families) are tuned; then the public op on the raw and on the packed weight is timed beside torch's own ways in
+every surrounding of ``surrounded.py``. (Hostile kernels: GEMMTUNE_HOSTILE_ROUNDS=100 make test-gpu.) Writes raw data
+to benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -23,13 +22,16 @@ from typing import Any
 os.environ.setdefault("GEMMTUNE_STORE", str(Path(".gemmtune") / "gpu-trust.db"))
 
 import h200
+import msgspec
 import torch
 from harness import write
+from surrounded import SURROUNDINGS, time_in
 
+import gemmtune
 from gemmtune import backends
 from gemmtune.backends.base import OVERLAP, Candidate, Kernel
 from gemmtune.decision import Decision
-from gemmtune.dispatch import current_target
+from gemmtune.dispatch import choose_packing, current_target
 from gemmtune.measure.cuda import CudaClock, TorchGpu
 from gemmtune.measure.inputs import rotations, timing_sets
 from gemmtune.measure.race import Entrant, race
@@ -40,9 +42,10 @@ from gemmtune.target import Target
 from gemmtune.tuner import Tuner
 from gemmtune.workloads import build, label
 
+Row = dict[str, Any]
+
 DEVICE = torch.device("cuda")
 FAMILIES = ("bf16", "int8wo", "fp8", "int8")
-_NEAR = 1.05  # times what was chosen
 
 
 def tune(problems: list[Problem], target: Target) -> list[Decision]:
@@ -105,125 +108,149 @@ def equals(sweeps: int, target: Target) -> dict[str, Any]:
     return {"sweeps": sweeps, "false": false}
 
 
-def held_out(count: int) -> list[Problem]:
-    """Random shapes that nothing here was adjusted to."""
+def held_out(count: int, rows: int = 3000) -> list[tuple[str, int, int, int]]:
+    """Random shapes (family, M, N, K) that nothing here was adjusted to."""
     rng = random.Random(11)
 
     def size(low: int, high: int, step: int) -> int:
         return max(step, round(low * (high / low) ** rng.random() / step) * step)
 
     return [
-        build(size(1, 2048, 1), size(1024, 14336, 64), size(1024, 14336, 64), FAMILIES[i % len(FAMILIES)])
+        (FAMILIES[i % len(FAMILIES)], size(1, rows, 1), size(1024, 14336, 128), size(1024, 14336, 128))
         for i in range(count)
     ]
 
 
-def rivals(decision: Decision, calls: dict[str, h200.Call]) -> list[str]:
-    """What could be faster than the one chosen: ATen's near it by a quick race, and the two others next to it."""
-    chosen = str(decision.chosen)
-    quick = {name: statistics.median(times) for name, times in h200.race(calls, 8, 5).items()}
-    near = [name for name in calls if name != chosen and quick[name] < _NEAR * quick[chosen]]
-    timed = {row.id: row.sample.ratio for row in decision.evidence if row.sample and row.verdict and row.verdict.ok}
-    others = [name for name in sorted(timed, key=timed.__getitem__) if name not in calls]
-    return near + [name for name in others if timed[name] < _NEAR * timed.get(chosen, 1.0)][:2]
+def served(sets: h200.Sets, decision: Decision) -> dict[str, h200.Call]:
+    """The public op on the raw weight, and on the weight packed as its Plan wants it, where it wants that."""
+    calls: dict[str, h200.Call] = {}
+    if sets.family != "int4wo":
+        calls["raw"] = h200.ours(sets, replace_packing(decision))
+    layout = choose_packing([decision])
+    if layout is None:
+        return calls
+    options: dict[str, Any] = {"bits": 4, "group_size": 128} if sets.family == "int4wo" else {}
+    scales = sets.w_scale or [None] * len(sets.w)
+    if sets.family in ("bf16", "int8"):
+        packed = [gemmtune.pack(w, layout=layout) for w in sets.w]
+        op = gemmtune.linear if sets.family == "bf16" else gemmtune.int_mm
+        calls["packed"] = lambda i: op(sets.x[i], packed[i])
+    elif sets.family in ("int8wo", "int4wo"):
+        packed = [gemmtune.pack(w, scale=scale, layout=layout, **options)
+                  for w, scale in zip(sets.w, scales, strict=True)]  # fmt: skip
+        calls["packed"] = lambda i: gemmtune.mixed_mm(sets.x[i], packed[i], bits=options.get("bits", 8))
+    return calls
 
 
-def picks(count: int, target: Target, until: float, rounds: int = 500) -> dict[str, Any]:
-    """Decisions re-examined: what was chosen over its rivals, by a duel of 500 rounds."""
-    problems, rows, decisions, took = held_out(count), [], [], 0.0
-    for first in range(0, count, 10):
-        if time.perf_counter() > until:
-            break
-        start = time.perf_counter()
-        decisions += tune(problems[first : first + 10], target)
-        took += time.perf_counter() - start
-    for problem, decision in zip(problems, decisions, strict=False):
-        if time.perf_counter() > until:
-            break
-        right = {
-            row.id: Candidate.from_dict(row.candidate) for row in decision.evidence if row.verdict and row.verdict.ok
-        }
-        chosen = str(decision.chosen)
-        calls = {chosen: runner(loaded(problem, right[chosen], target), problem, target)}
-        for name, candidate in right.items():
-            if candidate.backend == "aten" and name != chosen:
-                calls[name] = runner(loaded(problem, candidate, target), problem, target)
-        near = {
-            name: calls.get(name) or runner(loaded(problem, right[name], target), problem, target)
-            for name in (chosen, *rivals(decision, calls))
-        }
-        times = h200.race(near, rotations(problem, target), rounds)
-        ratios = {
-            name: statistics.median(a / b for a, b in zip(times[chosen], times[name], strict=True))
-            for name in near if name != chosen
+def replace_packing(decision: Decision) -> Decision:
+    """The decision as ``h200.ours`` takes one whose weight stays as it lies."""
+    return msgspec.structs.replace(decision, chosen=None)
+
+
+def reexamine(shape: tuple[str, int, int, int], decision: Decision, args: argparse.Namespace, autotuned: bool) -> Row:
+    """What is served, raw and packed, over the fastest of torch's ways and max-autotune, in every surrounding."""
+    family, m, n, k = shape
+    l2 = current_target("cuda").caches[2]
+    sets = h200.draw(family, m, n, k, l2)
+    own, peers, compiling = served(sets, decision), h200.plain(sets), 0.0
+    if autotuned:
+        more, compiling = h200.inductor(sets)
+        peers |= more
+    calls = {**own, **peers}
+    with torch.inference_mode():
+        for call in calls.values():
+            call(0)
+    once_s = min(h200._once(call, len(sets.x)) for call in calls.values())
+    found: dict[str, dict[str, float]] = {}
+    medians: dict[str, dict[str, float]] = {}
+    for name in SURROUNDINGS:
+        times = time_in(name, calls, sets.x, once_s, args.rounds, l2)
+        medians[name] = {entrant: 1e6 * statistics.median(values) for entrant, values in times.items()}
+        best = min(peers, key=lambda peer: medians[name][peer])
+        found[name] = {
+            entrant: statistics.median(a / b for a, b in zip(times[entrant], times[best], strict=True))
+            for entrant in own
         }  # fmt: skip
-        worst = max(ratios.values(), default=1.0)
-        rows.append({
-            "problem": label(problem), "outcome": decision.outcome, "chosen": chosen, "of_best": worst,
-            "ratios": ratios, "seconds": decision.seconds,
-        })  # fmt: skip
-        torch.cuda.empty_cache()
-    if not rows:
-        return {"rows": rows, "tuning_s": took}
-    wrong = [row for row in rows if row["of_best"] > 1.02]
-    won = sum(row["outcome"] == "winner" for row in rows)
-    print(
-        f"picks: {len(wrong)} of {len(rows)} more than 2% slower than another (worst "
-        f"{max(row['of_best'] for row in rows):.3f}x); {won} winners; {took / len(decisions):.1f} s of tuning each"
-    )
-    for row in wrong:
-        print(f"   {row}")
-    return {"rows": rows, "tuning_s": took}
+    return {
+        "problem": f"{family} {m}x{n}x{k}", "outcome": decision.outcome, "chosen": decision.chosen,
+        "layouts": {name: msgspec.to_builtins(item) for name, item in decision.layouts.items()}, "ratios": found,
+        "median_us": medians, "seconds": decision.seconds, "autotuned": autotuned, "compile_s": compiling,
+        "worst": max(ratio for ratios in found.values() for ratio in ratios.values()),
+    }  # fmt: skip
 
 
-def inductor_picks(count: int, target: Target, until: float, share: Path | None, rounds: int = 300) -> dict[str, Any]:
-    """What torch.compile's max-autotune serves on the first of the same shapes, over what users call without it."""
-    rows: list[dict[str, Any]] = []
-    for place, problem in enumerate(held_out(50)[:count]):
+def picks(args: argparse.Namespace, target: Target, until: float) -> dict[str, Any]:
+    """Random problems tuned, then what is served re-examined in every surrounding."""
+    shapes = args.shapes or held_out(args.first + args.picks)[args.first :]
+    rows: list[Row] = []
+    took = tuned = 0.0
+    for first in range(0, len(shapes), 10):
         if time.perf_counter() > until:
             break
-        with h200.claimed(share, f"inductor-{place}") as mine:
-            if not mine:
-                continue
-            sets = h200.draw(FAMILIES[place % len(FAMILIES)], problem.m, problem.n, problem.k, target.caches[2])
-            compiled, took = h200.inductor(sets)
-            if not compiled:
-                continue
-            calls = {**h200.plain(sets), **compiled}
-            times = h200.race(calls, len(sets.x), rounds)
-        aten = min((name for name in calls if name != h200.AUTOTUNED), key=lambda name: statistics.median(times[name]))
-        ratio = statistics.median(a / b for a, b in zip(times[h200.AUTOTUNED], times[aten], strict=True))
-        rows.append({"problem": label(problem), "of_aten": ratio, "compile_s": took})
-        print(f"   {rows[-1]}", flush=True)
-        torch.cuda.empty_cache()
+        part, start = shapes[first : first + 10], time.perf_counter()
+        store = MemoryStore()
+        problems = [(h200.problem_of(*shape), 1) for shape in part]
+        decisions = gemmtune.tune(problems, device="cuda", store=store)
+        took, tuned = took + time.perf_counter() - start, tuned + len(part)
+        for place, (shape, decision) in enumerate(zip(part, decisions, strict=True)):
+            if time.perf_counter() > until:
+                break
+            rows.append(reexamine(shape, decision, args, autotuned=first + place < args.inductor))
+            show(rows[-1])
+            torch.cuda.empty_cache()
+    summarise(rows, took / max(tuned, 1))
+    return {"rows": rows, "tuning_s": took, "tuned": tuned}
+
+
+def show(row: Row) -> None:
+    worst = {name: max(ratios.values()) for name, ratios in row["ratios"].items()}
+    words = "  ".join(f"{name.split(',')[0]} {ratio:.3f}" for name, ratio in worst.items())
+    mark = "SLOWER" if row["worst"] > 1.02 else ""
+    print(f"{row['problem']:<24} {row['outcome']:<12} {row['seconds']:.1f} s  {words}  {mark}", flush=True)
+
+
+def summarise(rows: list[Row], each_s: float) -> None:
     if not rows:
-        return {"rows": rows}
-    slower = [row for row in rows if row["of_aten"] > 1.02]
+        return
+    for name in SURROUNDINGS:
+        ratios = [ratio for row in rows for ratio in row["ratios"][name].values()]
+        slower = sum(ratio > 1.02 for ratio in ratios)
+        print(f"{name:<28} {slower} of {len(ratios)} more than 2% slower than torch's best, worst {max(ratios):.3f}x, "
+              f"geometric mean {statistics.geometric_mean(ratios):.3f}x")  # fmt: skip
+    wrong = [row for row in rows if row["worst"] > 1.02]
+    won = sum(row["outcome"] == "winner" for row in rows)
+    autotuned = sum(row["autotuned"] for row in rows)
     print(
-        f"Inductor max-autotune: {len(slower)} of {len(rows)} more than 2% slower than ATen (worst "
-        f"{max(row['of_aten'] for row in rows):.2f}x); {statistics.mean(row['compile_s'] for row in rows):.1f} s each"
+        f"picks: {len(wrong)} of {len(rows)} problems more than 2% slower somewhere ({autotuned} beside max-autotune); "
+        f"{won} winners; {each_s:.1f} s of tuning each"
     )
-    return {"rows": rows}
+
+
+def shapes_of(text: str) -> list[tuple[str, int, int, int]]:
+    """``bf16:700x5120x3072``: family, M, N, K; several with commas between. Raises ValueError."""
+    pairs = [item.split(":") for item in text.split(",")]
+    return [(family, *map(int, sizes.split("x"))) for family, sizes in pairs]  # type: ignore[misc]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--aa", type=int, default=100)
-    parser.add_argument("--picks", type=int, default=50)
-    parser.add_argument("--inductor", type=int, default=0)
-    parser.add_argument("--share", type=Path, help="a folder, as h200.py's: processes that share max-autotune's shapes")
+    parser.add_argument("--picks", type=int, default=100)
+    parser.add_argument("--shapes", type=shapes_of, help="these instead: bf16:700x5120x3072,int8wo:640x6400x5120")
+    parser.add_argument("--first", type=int, default=0, help="leave out so many of the shapes")
+    parser.add_argument("--inductor", type=int, default=0, help="on so many of them max-autotune is a peer, too")
+    parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing more after so many")
     args = parser.parse_args()
     target = current_target("cuda")
-    os.environ[OVERLAP] = "0"  # as decisions are made
     found: dict[str, Any] = {}
     until = time.perf_counter() + args.seconds
     if args.aa:
+        os.environ[OVERLAP] = "0"  # as decisions are made
         found["aa"] = equals(args.aa, target)
+        del os.environ[OVERLAP]
     if args.picks:
-        found["picks"] = picks(args.picks, target, until)
-    if args.inductor:
-        found["inductor"] = inductor_picks(args.inductor, target, until, args.share)
+        found["picks"] = picks(args, target, until)
     write("gpu-trust", found, gpu=target.to_dict())
 
 
