@@ -41,6 +41,11 @@ def load(problem: Problem, candidate: Candidate) -> Kernel:
     return PackedKernel(problem, candidate, native, unit)
 
 
+def packing_of(problem: Problem, candidate: Candidate) -> str:
+    """The layout that a ``packed`` or ``expand`` kernel reads. Raises KernelError when no unit multiplies so."""
+    return Packing.of(unit_of(problem, candidate).compute, problem.b.dtype, int(candidate["nr"])).name
+
+
 def _config(problem: Problem, candidate: Candidate, unit: Unit) -> dict[str, Any]:
     config = dict(candidate.config)
     quant = problem.b.quant
