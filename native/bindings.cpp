@@ -8,6 +8,10 @@
 #include <sys/mman.h>
 #endif
 
+#include <cmath>
+#include <stdexcept>
+#include <string>
+
 #include "frame/gemm.hpp"
 #include "frame/isa.hpp"
 #include "frame/pack_b.hpp"
@@ -20,38 +24,83 @@ namespace {
 
 const char* address(int64_t p) { return reinterpret_cast<const char*>(p); }
 
-int integer(const nb::dict& d, const char* name) { return nb::cast<int>(d[name]); }
+// An integer of a configuration; what is none, or does not fit, is the caller's error.
+int64_t wide(const nb::dict& d, const char* name) {
+  int64_t value = 0;
+  if (!nb::try_cast<int64_t>(d[name], value, false)) throw std::invalid_argument(std::string(name) + " must be a 64-bit integer");
+  return value;
+}
+
+int integer(const nb::dict& d, const char* name) {
+  const int64_t value = wide(d, name);
+  if (value != static_cast<int>(value)) throw std::invalid_argument(std::string(name) + " is out of range");
+  return static_cast<int>(value);
+}
+
+// An enumerator from its number. Throws std::invalid_argument for a number that is none.
+template <typename Enum>
+Enum enumerator(int value, Enum last, const char* what) {
+  if (value < 0 || value > static_cast<int>(last)) throw std::invalid_argument(std::string(what) + " is out of range");
+  return static_cast<Enum>(value);
+}
+
+// A whole number (or an infinity) within kWholeLimit.
+int64_t whole(double value) {
+  const auto limit = static_cast<double>(kWholeLimit);
+  return value <= -limit ? -kWholeLimit : value >= limit ? kWholeLimit : static_cast<int64_t>(value);
+}
+
+bool is_whole(double value) { return std::isinf(value) || value == std::trunc(value); }
+
+// Whether a step keeps an integer accumulator exact, as the oracle has it (reference.py's _needs_float).
+bool keeps_integer(const Step& s, double value, double lo, double hi) {
+  const bool integers = s.dtype == DType::s8 || s.dtype == DType::u8 || s.dtype == DType::s32;
+  switch (s.kind) {
+    case StepKind::relu: return true;
+    case StepKind::clamp: return is_whole(lo) && is_whole(hi);
+    case StepKind::cast: return integers;
+    case StepKind::bias:
+    case StepKind::add:
+    case StepKind::mul: return s.has_tensor && integers && std::isfinite(value) && is_whole(value);
+    default: return false;
+  }
+}
 
 Step step_from(nb::handle h) {
   const auto t = nb::cast<nb::tuple>(h);
-  return {static_cast<StepKind>(nb::cast<int>(t[0])), static_cast<Axis>(nb::cast<int>(t[1])), static_cast<DType>(nb::cast<int>(t[2])),
-          nb::cast<bool>(t[3]), nb::cast<float>(t[4]), nb::cast<float>(t[5]), nb::cast<float>(t[6])};
+  const auto value = nb::cast<double>(t[4]), lo = nb::cast<double>(t[5]), hi = nb::cast<double>(t[6]);
+  Step s{enumerator(nb::cast<int>(t[0]), StepKind::cast, "an epilogue step"), enumerator(nb::cast<int>(t[1]), Axis::full, "an axis"),
+         enumerator(nb::cast<int>(t[2]), DType::s32, "an epilogue dtype"), nb::cast<bool>(t[3]),
+         static_cast<float>(value), static_cast<float>(lo), static_cast<float>(hi), false, 0, 0, 0};
+  s.exact = keeps_integer(s, value, lo, hi);
+  if (s.exact) s.whole_value = whole(value), s.whole_lo = whole(lo), s.whole_hi = whole(hi);
+  return s;
 }
 
 Config config_from(const nb::dict& d) {
   Config c{};
-  c.a = static_cast<DType>(integer(d, "a"));
-  c.b = static_cast<DType>(integer(d, "b"));
-  c.out = static_cast<DType>(integer(d, "out"));
-  c.compute = static_cast<Compute>(integer(d, "compute"));
-  c.n = nb::cast<int64_t>(d["n"]);
-  c.k = nb::cast<int64_t>(d["k"]);
+  c.a = enumerator(integer(d, "a"), DType::u8, "the dtype of A");
+  c.b = enumerator(integer(d, "b"), DType::s4, "the dtype of B");
+  c.out = enumerator(integer(d, "out"), DType::s32, "the dtype of the output");
+  c.compute = enumerator(integer(d, "compute"), Compute::s8s8, "the compute type");
+  c.n = wide(d, "n");
+  c.k = wide(d, "k");
   c.nv = integer(d, "nv");
   c.mr = integer(d, "mr");
-  c.kc = nb::cast<int64_t>(d["kc"]);
-  c.mc = nb::cast<int64_t>(d["mc"]);
-  c.nc = nb::cast<int64_t>(d["nc"]);
-  c.order = static_cast<Order>(integer(d, "order"));
+  c.kc = wide(d, "kc");
+  c.mc = wide(d, "mc");
+  c.nc = wide(d, "nc");
+  c.order = enumerator(integer(d, "order"), Order::a_stays, "the order");
   c.tm = integer(d, "tm");
   c.tn = integer(d, "tn");
   c.tk = integer(d, "tk");
-  c.pack_a = static_cast<PackA>(integer(d, "pack_a"));
-  c.prefetch = nb::cast<int64_t>(d["prefetch"]);
+  c.pack_a = enumerator(integer(d, "pack_a"), PackA::panels, "the way of packing A");
+  c.prefetch = wide(d, "prefetch");
   c.expand = nb::cast<bool>(d["expand"]);
   c.raw = nb::cast<bool>(d["raw"]);
   c.dot = nb::cast<bool>(d["dot"]);
-  c.group = nb::cast<int64_t>(d["group"]);
-  c.scale_dtype = static_cast<DType>(integer(d, "scale_dtype"));
+  c.group = wide(d, "group");
+  c.scale_dtype = enumerator(integer(d, "scale_dtype"), DType::f16, "the dtype of scales");
   c.zero_point = nb::cast<bool>(d["zero_point"]);
   c.zero_offset = nb::cast<float>(d["zero_offset"]);
   for (nb::handle h : nb::cast<nb::list>(d["steps"])) c.steps.push_back(step_from(h));
@@ -103,7 +152,9 @@ class Kernel {
 };
 
 PackedShape shape_of(int b, int compute, int64_t n, int64_t k, int nv) {
-  return {static_cast<DType>(b), static_cast<Compute>(compute), n, k, nv};
+  if (n < 1 || k < 1 || n > kMostElements || k > kMostElements || nv < 1 || nv > kMaxVectors)
+    throw std::invalid_argument("a packed weight's shape is out of range");
+  return {enumerator(b, DType::s4, "the dtype of B"), enumerator(compute, Compute::s8s8, "the compute type"), n, k, nv};
 }
 
 // Asks for large pages under a weight before it is first touched: fewer TLB misses while it streams by.

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from gemmtune.decision import Verdict
 from gemmtune.dispatch import RUNTIME, policy
 from gemmtune.store import MemoryStore
 
@@ -21,3 +22,10 @@ def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Memor
     yield store
     policy("cached")
     RUNTIME.refresh(store)
+
+
+@pytest.fixture
+def verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that nobody tuned count as verified: for tests that count runs, or whose devices are simulated."""
+    monkeypatch.setattr(RUNTIME, "verify_hook", lambda *_: Verdict("exact"))
+    monkeypatch.setattr(RUNTIME, "_verified", {})

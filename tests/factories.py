@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gemmtune.backends.aten import AtenBackend
 from gemmtune.backends.base import Candidate
 from gemmtune.decision import Decision, Evidence, Sample, Verdict
 from gemmtune.problem import Problem
@@ -98,4 +99,13 @@ def make_decision(
         stopped="the duel was decided after 50 pairs",
         seconds=4.2,
         created=1_760_000_000.0,
+    )
+
+
+def make_legal_decision(problem: Problem, target: Target) -> Decision:
+    """A tie whose candidate PyTorch's backend really lists for the problem."""
+    plain = next(item for item in AtenBackend().candidates(problem, target) if isinstance(item, Candidate))
+    row = make_evidence(plain, "winner", 2e-3)
+    return Decision(
+        problem.key, problem.to_dict(), target.key, "tie", plain.id, (row,), {"": plain.id}, created=1_760_000_000.0
     )

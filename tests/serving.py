@@ -66,6 +66,11 @@ class ToyBackend(Backend):
         for layout in ("plain", "other", ""):
             yield toy(layout)
 
+    def why_illegal(self, problem: Problem, candidate: Candidate, target: Target) -> str:
+        """Tags are any number: more than ``candidates`` could list."""
+        legal = candidate.identity[:2] == ("toy", "slow") and set(dict(candidate.config)) == {"layout", "tag"}
+        return "" if legal and type(candidate["tag"]) is int else "it is no toy"
+
     def load(self, artifact: Artifact, problem: Problem) -> Kernel:
         return ToyKernel(problem, artifact.candidate)
 

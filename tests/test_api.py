@@ -14,7 +14,7 @@ from torch import nn
 
 import gemmtune
 from gemmtune import backends
-from gemmtune.api import _tune_missing
+from gemmtune.api import tune_missing
 from gemmtune.decision import Decision
 from gemmtune.dispatch import RUNTIME, runtime
 from gemmtune.errors import UnsupportedError
@@ -49,7 +49,6 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> None:
     RAN.clear()
     FakeTuner.made.clear()
     monkeypatch.setattr("gemmtune.tuner.Tuner", FakeTuner)
-    monkeypatch.setattr(RUNTIME, "miss_hook", None)
 
 
 def test_problems_alone_or_counted(own_store: MemoryStore) -> None:
@@ -211,7 +210,7 @@ def test_a_model_is_tuned_where_it_ran_unless_told(gpu: list[Any], monkeypatch: 
 
 def test_a_miss_on_a_gpu_is_tuned_for_it(gpu: list[Any], own_store: MemoryStore) -> None:
     problem = linear_problem(3, 5, 4, "bfloat16")
-    _tune_missing(problem, torch.device("cuda", 0))
+    tune_missing(problem, torch.device("cuda", 0))
     assert own_store.get(H200, problem.key) is not None
     assert FakeTuner.made[0]["names"] == backends.names("cuda")
 
@@ -220,6 +219,6 @@ def test_a_gpu_unlike_the_first_is_not_tuned_for_by_accident(gpu: list[Any], cap
     problem = linear_problem(3, 5, 4, "bfloat16")
     with pytest.raises(UnsupportedError, match=r"cuda:3 \(A100\) is not like it: set CUDA_VISIBLE_DEVICES"):
         gemmtune.tune(problem, device="cuda:3")
-    _tune_missing(problem, torch.device("cuda", 3))
+    tune_missing(problem, torch.device("cuda", 3))
     assert "tuning on a miss failed (tuning runs on the first GPU" in caplog.text
     assert FakeTuner.made == []

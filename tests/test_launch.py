@@ -334,6 +334,7 @@ def test_what_pytorch_serves_in_a_state_it_serves_there_alone(served: Any) -> No
     assert len(RAN) == kernels
 
 
+@pytest.mark.usefixtures("verified")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize("packed", [False, True])
 def test_states_that_pytorch_must_see_after_ordinary_calls(packed: bool, served: Any, own_store: MemoryStore) -> None:
@@ -387,6 +388,7 @@ def test_arguments_that_cannot_be_a_key_are_named() -> None:
         gemmtune.mm(X, WEIGHT.t(), out_dtype=[torch.float32])  # type: ignore[arg-type]
 
 
+@pytest.mark.usefixtures("verified")
 def test_a_plan_for_a_constant_weight_takes_activations_that_lie_otherwise(own_store: MemoryStore) -> None:
     problem = linear_problem(3, 5, 8, "float32", constant=True)
     serve(own_store, problem, evidence(toy("plain"), 0.1), chosen=toy("plain"))

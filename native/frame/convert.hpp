@@ -69,5 +69,11 @@ inline int32_t round_to_int(float f, float lo, float hi) {
   return static_cast<int32_t>(__builtin_rintf(f));
 }
 
+// The same to int32, whose largest value no float is.
+inline int32_t round_to_s32(float f) {
+  const int32_t inside = round_to_int(f, -2147483648.0f, 2147483520.0f);
+  return f >= 2147483648.0f ? 2147483647 : inside;
+}
+
 }  // namespace
 }  // namespace gemmtune

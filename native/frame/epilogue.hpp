@@ -39,6 +39,66 @@ inline void load_row(const char* p, DType t, int64_t first, int n, float* dst) {
   }
 }
 
+// Integers of one row of an epilogue tensor, broadcast as its axis says.
+inline int64_t load_integer(const char* p, DType t, int64_t i) {
+  switch (t) {
+    case DType::s8: return reinterpret_cast<const int8_t*>(p)[i];
+    case DType::u8: return reinterpret_cast<const uint8_t*>(p)[i];
+    default: return reinterpret_cast<const int32_t*>(p)[i];
+  }
+}
+
+inline int64_t clamp_whole(int64_t v, int64_t lo, int64_t hi) {
+  v = v < lo ? lo : v;
+  return v > hi ? hi : v;
+}
+
+// x * y, saturating at kWholeLimit. The product is only taken where it fits (unsigned, so that it never overflows).
+inline int64_t times_whole(int64_t x, int64_t y) {
+  const double about = static_cast<double>(x) * static_cast<double>(y);
+  const auto product = static_cast<int64_t>(static_cast<uint64_t>(x) * static_cast<uint64_t>(y));
+  const int64_t limit = about < 0.0 ? -kWholeLimit : kWholeLimit;
+  return about <= -static_cast<double>(kWholeLimit) || about >= static_cast<double>(kWholeLimit) ? limit : product;
+}
+
+inline int64_t lowest(DType t) { return t == DType::s8 ? -128 : t == DType::u8 ? 0 : -2147483648LL; }
+inline int64_t highest(DType t) { return t == DType::s8 ? 127 : t == DType::u8 ? 255 : 2147483647LL; }
+
+// A step that keeps an integer accumulator exact, on one row of int64: relu, clamp with whole bounds, bias, add and mul with
+// integers (times a whole value), cast to an integer type.
+inline void apply_exact_step(const EpilogueArgs& e, const Step& s, const Aux* aux, int r, int64_t* v) {
+  const int n = e.cols;
+  int64_t lo = -kWholeLimit, hi = kWholeLimit;
+  if (s.has_tensor) {
+    const bool by_column = s.axis == Axis::col || s.axis == Axis::full;
+    const int64_t first = s.axis == Axis::col ? e.col0
+                          : s.axis == Axis::full ? e.batch * aux->batch + (e.row0 + r) * aux->ld + e.col0
+                          : s.axis == Axis::row ? e.row0 + r : 0;
+    for (int i = 0; i < n; ++i) {
+      const int64_t t = load_integer(aux->data, s.dtype, first + (by_column ? i : 0));
+      v[i] = s.kind == StepKind::mul ? times_whole(v[i], t) : v[i] + times_whole(t, s.whole_value);
+    }
+  } else if (s.kind == StepKind::relu) {
+    lo = 0;
+  } else if (s.kind == StepKind::clamp) {
+    lo = s.whole_lo, hi = s.whole_hi;
+  } else {
+    lo = lowest(s.dtype), hi = highest(s.dtype);
+  }
+  for (int i = 0; i < n; ++i) v[i] = clamp_whole(v[i], lo, hi);
+}
+
+// An integer row to an integer output, saturating.
+inline void store_integers(const int64_t* v, int n, DType t, char* out) {
+  const int64_t lo = lowest(t), hi = highest(t);
+  for (int i = 0; i < n; ++i) {
+    const int64_t held = clamp_whole(v[i], lo, hi);
+    if (t == DType::s8) reinterpret_cast<int8_t*>(out)[i] = static_cast<int8_t>(held);
+    else if (t == DType::u8) reinterpret_cast<uint8_t*>(out)[i] = static_cast<uint8_t>(held);
+    else reinterpret_cast<int32_t*>(out)[i] = static_cast<int32_t>(held);
+  }
+}
+
 inline void cast_row(float* x, int n, DType t) {
   switch (t) {
     case DType::bf16:
@@ -54,7 +114,7 @@ inline void cast_row(float* x, int n, DType t) {
       for (int i = 0; i < n; ++i) x[i] = static_cast<float>(round_to_int(x[i], 0.0f, 255.0f));
       return;
     case DType::s32:
-      for (int i = 0; i < n; ++i) x[i] = static_cast<float>(round_to_int(x[i], -2147483648.0f, 2147483520.0f));
+      for (int i = 0; i < n; ++i) x[i] = static_cast<float>(round_to_s32(x[i]));
       return;
     default: return;
   }
@@ -144,16 +204,30 @@ inline void store_row(const float* x, int n, DType t, char* out) {
     }
     default: {
       auto* o = reinterpret_cast<int32_t*>(out);
-      for (int i = 0; i < n; ++i) o[i] = round_to_int(x[i], -2147483648.0f, 2147483520.0f);
+      for (int i = 0; i < n; ++i) o[i] = round_to_s32(x[i]);
     }
   }
 }
 
+// An integer row through the steps that keep it exact. Returns how many of the steps that were; `v` is then what follows, and
+// `aux` the tensors that are left.
+inline int run_exact_steps(const EpilogueArgs& e, int r, const int32_t* acc, const Aux** aux, int64_t* v) {
+  for (int i = 0; i < e.cols; ++i) v[i] = acc[i];
+  int s = 0;
+  for (; s < e.n_steps && e.steps[s].exact; ++s) apply_exact_step(e, e.steps[s], e.steps[s].has_tensor ? (*aux)++ : nullptr, r, v);
+  return s;
+}
+
+constexpr bool is_integer(DType t) { return t == DType::s8 || t == DType::u8 || t == DType::s32; }
+
 void run_epilogue(const EpilogueArgs& e) {
   const int64_t out_step = e.ldo * (bits(e.out_dtype) / 8);
+  const bool exact = e.integer && (e.n_steps > 0 ? e.steps[0].exact : is_integer(e.out_dtype));
   for (int r = 0; r < e.rows; ++r) {
     float* x = static_cast<float*>(e.c) + r * e.ldc;
     char* out = e.out + r * out_step;
+    const Aux* aux = e.aux;
+    int first = 0;  // of the steps that work on floats
     if (e.integer) {
       auto* v = static_cast<int32_t*>(e.c) + r * e.ldc;
       if (e.compensation != nullptr)
@@ -163,13 +237,22 @@ void run_epilogue(const EpilogueArgs& e) {
         std::memcpy(out, v, sizeof(int32_t) * e.cols);
         continue;
       }
-      for (int i = 0; i < e.cols; ++i) {
-        const float f = static_cast<float>(v[i]);
-        std::memcpy(x + i, &f, 4);
+      if (exact) {
+        int64_t whole[kMaxTileCols];
+        first = run_exact_steps(e, r, v, &aux, whole);
+        if (first == e.n_steps && is_integer(e.out_dtype)) {
+          store_integers(whole, e.cols, e.out_dtype, out);
+          continue;
+        }
+        for (int i = 0; i < e.cols; ++i) x[i] = static_cast<float>(whole[i]);
+      } else {
+        for (int i = 0; i < e.cols; ++i) {
+          const float f = static_cast<float>(v[i]);
+          std::memcpy(x + i, &f, 4);
+        }
       }
     }
-    const Aux* aux = e.aux;
-    for (int s = 0; s < e.n_steps; ++s) {
+    for (int s = first; s < e.n_steps; ++s) {
       if (e.steps[s].has_tensor) apply_tensor_step(e, e.steps[s], *aux++, r, x);
       else apply_plain_step(e.steps[s], e.cols, x);
     }

@@ -115,6 +115,7 @@ struct Gemm::Work {
 };
 
 Gemm::Gemm(const IsaOps& isa, Config config) : isa_(isa), c_(std::move(config)) {
+  check_ranges();
   set_ = find_set(isa_, c_.compute, c_.b);
   require(set_ != nullptr || c_.raw, "this instruction set has no kernel for these types");
   dense_ = c_.expand || c_.raw ? find_set(isa_, c_.compute, dense_type(c_.compute)) : set_;
@@ -136,11 +137,22 @@ Gemm::Gemm(const IsaOps& isa, Config config) : isa_(isa), c_(std::move(config)) 
           "kc must be a multiple of 8 and, with grouped scales, divide or be divided by the group");
 }
 
-void Gemm::check() const {
-  require(c_.n > 0 && c_.k > 0, "N and K must be positive");
+// Nothing is divided, narrowed or multiplied before this has passed.
+void Gemm::check_ranges() const {
+  require(c_.n > 0 && c_.k > 0 && c_.n <= kMostElements && c_.k <= kMostElements, "N and K must be positive, and below 2^30");
   require(c_.nv >= 1 && c_.nv <= kMaxVectors && c_.mr >= 1 && c_.mr <= kMaxRows, "micro-tile out of range");
+  require(c_.kc >= 0 && c_.kc <= kMostBlock, "kc out of range");
+  require(c_.mc >= 1 && c_.mc <= kMostBlock && c_.nc >= 1 && c_.nc <= kMostBlock, "block sizes out of range");
+  require(c_.tm >= 1 && c_.tm <= kMostThreads && c_.tn >= 1 && c_.tn <= kMostThreads && c_.tk >= 1 && c_.tk <= kMostThreads,
+          "thread grid out of range");
+  require(c_.prefetch >= kPrefetchNext && c_.prefetch <= kMostAhead, "prefetch distance out of range");
+  require(c_.group >= 0, "groups of scales must not be negative");
+  require(!(c_.expand && c_.raw) && (!c_.dot || c_.raw), "no such template");
+}
+
+void Gemm::check() const {
   require(dense_->max_rows[c_.nv] >= c_.mr, "this instruction set has no micro-tile of that size");
-  require(c_.mc >= c_.mr && c_.nc >= 1 && c_.tm >= 1 && c_.tn >= 1 && c_.tk >= 1, "block and grid sizes must be positive");
+  require(c_.mc >= c_.mr, "fewer rows are packed at a time than a micro-tile has");
   require(!c_.dot || (c_.raw && set_ != nullptr && set_->dot[1] != nullptr && c_.mr <= kDotRows && c_.pack_a != PackA::panels),
           "this instruction set has no dot products for these types");
   require(!(c_.expand || c_.raw) || c_.dot || (c_.kc > 0 && c_.kc <= 4096), "expanded blocks need 0 < kc <= 4096");

@@ -14,6 +14,12 @@ enum class Order : int { b_stays = 0, a_stays = 1 };  // what the inner loop kee
 // While one block of B serves several row tiles, fetch the next block, a share with each tile.
 constexpr int64_t kPrefetchNext = -1;
 
+// Bounds of what a configuration may say: products of two sizes and a few factors stay within int64.
+constexpr int64_t kMostElements = int64_t{1} << 30;  // N, K
+constexpr int64_t kMostBlock = int64_t{1} << 30;     // kc, mc, nc
+constexpr int kMostThreads = 1 << 16;                // each side of the thread grid
+constexpr int64_t kMostAhead = int64_t{1} << 30;     // bytes of prefetching
+
 // Everything about a kernel that does not change from call to call. Sizes in elements unless said otherwise.
 struct Config {
   DType a, b, out;
@@ -70,6 +76,7 @@ class Gemm {
   struct Work;
   struct Task;
 
+  void check_ranges() const;
   void check() const;
   int64_t block_bytes() const;  // of an expanded or raw-packed block
   int64_t scratch_bytes(int64_t m) const;

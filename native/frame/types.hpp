@@ -101,7 +101,13 @@ struct Step {
   DType dtype;      // of the tensor, or the target of a cast
   bool has_tensor;
   float value, lo, hi;
+  bool exact;  // keeps an integer accumulator whole: see keeps_integer in epilogue.hpp
+  int64_t whole_value, whole_lo, whole_hi;  // of an exact step, within kWholeLimit
 };
+
+// Integer accumulators saturate here while an epilogue works on them: far beyond what any output holds, and far enough from
+// int64's ends that sums of two stay inside.
+constexpr int64_t kWholeLimit = int64_t{1} << 61;
 
 // An epilogue tensor of one call. ld: elements between rows (axis full only).
 struct Aux {

@@ -9,9 +9,9 @@ from .errors import GemmtuneError, KernelError, PackedWeightError, StoreError, U
 
 if TYPE_CHECKING:
     from . import fuse, nn
-    from .api import policy, tune
+    from .api import tune
     from .backends.base import PackedWeight
-    from .dispatch import current_target, refresh
+    from .dispatch import current_target, policy, refresh
     from .integrations.optimize import Handle, optimize
     from .integrations.record import Recording, record
     from .integrations.weight_only import WeightOnly, register_weight_only
@@ -32,7 +32,7 @@ __all__ = [
 _HOMES = {
     "addmm": "ops", "bmm": "ops", "linear": "ops", "mm": "ops", "int_mm": "quantized", "mixed_mm": "quantized",
     "scaled_mm": "quantized", "pack": "packing", "unpack": "packing", "PackedWeight": "backends.base",
-    "policy": "api", "tune": "api", "refresh": "dispatch", "current_target": "dispatch",
+    "policy": "dispatch", "tune": "api", "refresh": "dispatch", "current_target": "dispatch",
     "Handle": "integrations", "optimize": "integrations", "record": "integrations", "Recording": "integrations",
     "register_weight_only": "integrations", "WeightOnly": "integrations",
 }  # fmt: skip

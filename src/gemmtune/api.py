@@ -1,4 +1,4 @@
-"""``gemmtune.tune`` and ``gemmtune.policy``: where the public API meets the tuner (which is imported only to tune)."""
+"""``gemmtune.tune``, and what the on-miss policy does: here serving meets the tuner, which is imported only to tune."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from .problem import Problem
 
 if TYPE_CHECKING:
     from .decision import Decision
-    from .dispatch import Policy, PolicyScope
     from .events import Progress
     from .store.base import Store
     from .target import Target
@@ -94,18 +93,7 @@ def tuning_target(device: str | torch.device) -> Target:
     return target
 
 
-def policy(name: Policy) -> PolicyScope:
-    """Set how this process serves: ``cached`` (what was tuned; the default), ``on-miss`` (tune what was not, at the
-    first call: seconds each), ``off`` (plain PyTorch). As a context manager it restores the former policy.
-
-    Raises ValueError for another name.
-    """
-    if name == "on-miss" and runtime.RUNTIME.miss_hook is None:
-        runtime.RUNTIME.miss_hook = _tune_missing
-    return runtime.policy(name)
-
-
-def _tune_missing(problem: Problem, device: torch.device) -> None:
+def tune_missing(problem: Problem, device: torch.device) -> None:
     """The on-miss hook: a tuning that fails costs a warning, and PyTorch serves.
 
     So it does while another process tunes the problem: serving does not wait, and looks again when that is over.

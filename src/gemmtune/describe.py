@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from . import checks, fuse
+from .backends.aten.padding import canonical_strides
 from .backends.base import PackedWeight, QuantWeight
 from .epilogue import Step
 from .problem import Family, Layout, Operand, Order, Problem, Quant
@@ -238,18 +239,9 @@ def int_mm(
         checks.one_of("int_mm", "mat2's dtype", b.dtype, (torch.int8,))
         checks.inner(tuple(a.shape), tuple(b.shape))
     _same_devices("int_mm", a, b, bounds)
-    a, b = regular(a), b if isinstance(b, PackedWeight) else regular(b)
+    a, b = canonical_strides(a), b if isinstance(b, PackedWeight) else canonical_strides(b)
     out = checks.out_dtype("int_mm", torch.int32 if out_dtype is None else out_dtype, _INT_OUTPUTS)
     return _matrix_call("int_mm", a, b, bounds, out, "col", constant)
-
-
-def regular(matrix: Tensor) -> Tensor:
-    """The same matrix with a row's or column's usual strides: ``torch._int_mm`` (2.13, CPU) takes a [1, K] of strides
-    (1, 1), as ``column.t()`` has, for one of leading dimension 1, and reads or writes beyond it."""
-    cols = matrix.shape[1]
-    if 1 not in matrix.shape or matrix.stride() == (cols, 1):
-        return matrix
-    return matrix.reshape(-1).view(matrix.shape)
 
 
 def mixed_mm(

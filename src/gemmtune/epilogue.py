@@ -3,6 +3,10 @@
 An Epilogue is a tuple of Steps, applied in order to the accumulator (float32, or int32 for integer
 products, which becomes float32 at the first step that needs it). Steps are data: the tensors they need
 travel beside them, in the order of the steps that take one (``Step.takes_tensor``).
+
+Integers stay exact through relu, clamp to whole bounds, bias, add and mul of integer tensors (times a whole ``value``)
+and casts to integers: intermediate results may exceed int32, and the output saturates. Conversion to an integer dtype
+rounds to nearest even and saturates; NaN becomes 0, as in ATen.
 """
 
 from __future__ import annotations

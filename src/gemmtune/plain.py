@@ -102,14 +102,14 @@ def _widens_itself(call: Call, width: torch.dtype) -> bool:
 
 
 def int_product(a: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    """What multiplies integers where ``a`` lies: ``torch._int_mm``, whose rules on CUDA are seen to."""
+    """What multiplies integers of canonical strides (``padding.canonical_strides``) where ``a`` lies."""
     return padding.int_product if a.is_cuda else torch._int_mm
 
 
 def _integers(call: Call) -> Plain:
     if _nothing(call) or call.a.is_meta:
         return lambda a, b, _: torch.mm(a.double(), b.double()).to(torch.int32)
-    product = int_product(call.a)
+    product = padding.int_product if call.a.is_cuda else padding.cpu_int_mm
     return lambda a, b, _: product(a, b)
 
 

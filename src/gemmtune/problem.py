@@ -7,6 +7,7 @@ shape [N, K] is the B operand [K, N] with column-major layout. dtypes are torch'
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
@@ -82,6 +83,14 @@ class Operand:
         if self.quant is not None:
             text += f":{self.quant.key}"
         return text + (":const" if self.constant else "")
+
+
+_M_OF_KEY = re.compile(r"^([a-z_]+\|(?:b\d+\.)?m)\d+(?=\.n\d)")
+
+
+def plan_key_of(problem_key: str) -> str:
+    """Return the plan key of the Problem that ``problem_key`` names; a plan key is returned as it is."""
+    return _M_OF_KEY.sub(r"\1*", problem_key, count=1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from . import checks, describe, launch, plain
+from .backends.aten.padding import canonical_strides
 from .backends.base import PackedWeight, QuantWeight
 from .fuse import Bound
 from .fuse import bias as bias_step
@@ -73,7 +74,7 @@ def _first_int_mm(
 
     def pair(a: Tensor, b: Any) -> tuple[Tensor, Any]:
         if any(turned):
-            a, b = describe.regular(a) if turned[0] else a, describe.regular(b) if turned[1] else b
+            a, b = canonical_strides(a) if turned[0] else a, canonical_strides(b) if turned[1] else b
         return a.contiguous() if copies else a, b
 
     function = None

@@ -10,7 +10,7 @@ import msgspec
 
 from . import backends
 from .backends.base import Artifact, Candidate
-from .decision import Decision, Outcome, Verdict
+from .decision import FAULTS, Decision, Outcome, Verdict
 from .errors import StoreError, WorkerError
 from .events import BestSoFar, CandidateTried, Progress
 from .measure.builds import is_prebuilt
@@ -180,8 +180,9 @@ class Trial:
         return [candidate for candidate in batch if not isinstance(made.get(candidate.id), Verdict)]
 
     def _forget_failures(self) -> list[Candidate]:
-        """The candidates without those that are remembered to have failed."""
-        failures = self._store.failures(self._target, self._problem.key)
+        """The candidates without those that are remembered to have failed here, or at any M by a fault of theirs."""
+        failures = self._store.failures(self._target, self._problem.plan_key)
+        failures |= self._store.failures(self._target, self._problem.key)
         for candidate in self._candidates:
             if candidate.id in failures:
                 verdict = failures[candidate.id]
@@ -246,6 +247,8 @@ class Trial:
             return  # checking ATen again is cheap, and losing it for good is not
         try:
             self._store.remember_failure(self._target, self._problem.key, row.id, verdict)
+            if verdict.kind in FAULTS:  # such a kernel may not serve another M of the Plan
+                self._store.remember_failure(self._target, self._problem.plan_key, row.id, verdict)
         except StoreError as error:
             log.debug("a failure is not remembered: %s", error)
 

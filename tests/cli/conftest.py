@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import command
-from factories import make_decision, make_target
+from factories import make_decision, make_legal_decision, make_target
 from gemmtune.dispatch import current_target
 from gemmtune.store import open_store
 from gemmtune.target import Target
@@ -36,5 +36,16 @@ def filled(tmp_path: Path, here: Target) -> Path:
     store.put(here, make_decision(build(16, 4096, 4096, "int8"), "none_valid", here))
     other = make_target(threads=64, name="Another CPU")
     store.put(other, make_decision(build(4, 512, 512, "fp32"), "winner", other))
+    store.close()
+    return path
+
+
+@pytest.fixture
+def legal(tmp_path: Path, here: Target) -> Path:
+    """A store of three decisions for this machine whose kernels are legal for their problems."""
+    path = tmp_path / "legal.db"
+    store = open_store(path)
+    for m in (1, 4, 16):
+        store.put(here, make_legal_decision(build(m, 512, 512, "bf16"), here))
     store.close()
     return path

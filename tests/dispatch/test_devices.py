@@ -114,7 +114,7 @@ def test_nothing_is_loaded_while_a_graph_is_captured(own_store: MemoryStore, mon
     assert not launch.passing(call)  # type: ignore[arg-type]
 
 
-@pytest.mark.usefixtures("gpus")
+@pytest.mark.usefixtures("gpus", "verified")
 def test_a_packed_weight_in_a_capture_is_served_by_what_is_loaded(
     own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -215,9 +215,11 @@ def _watch_loading() -> set[str]:
     loaded: set[str] = set()
     load = RUNTIME._load_now
 
-    def noted(candidate: Candidate, problem: Problem, device: torch.device) -> Kernel | None:
-        loaded.add(candidate.id)
-        return load(candidate, problem, device)
+    def noted(candidate: Candidate, problem: Problem, device: torch.device, foreign: bool) -> Kernel | None:
+        kernel = load(candidate, problem, device, foreign)
+        if kernel is not None:
+            loaded.add(candidate.id)
+        return kernel
 
     RUNTIME._load_now = noted  # type: ignore[method-assign]
     return loaded

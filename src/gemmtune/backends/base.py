@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 Scalar = str | int | float | bool
 
+NOT_LISTED = "the backend lists no such candidate for this problem"
+
 OVERLAP = "GEMMTUNE_OVERLAP"  # "0": every kernel begins when the one before it has ended (docs/cuda.md)
 
 
@@ -53,6 +55,16 @@ class Candidate:
         inner = ",".join(f"{name}={value}" for name, value in self.config)
         return f"{self.backend}/{self.template}" + (f"[{inner}]" if inner else "")
 
+    @property
+    def identity(self) -> tuple[str, str, tuple[tuple[str, str, str], ...]]:
+        """Backend, template and config with the type of every value.
+
+        Two candidates are the same candidate exactly when their identities are equal. Neither ``id`` nor ``==`` tells
+        that of data from outside: ``id`` prints 1 and "1" alike, and True, 1 and 1.0 compare equal.
+        """
+        typed = tuple((name, type(value).__name__, repr(value)) for name, value in self.config)
+        return self.backend, self.template, typed
+
     def __getitem__(self, name: str) -> Scalar:
         for key, value in self.config:
             if key == name:
@@ -72,6 +84,11 @@ class Candidate:
             if not isinstance(name, str) or not isinstance(value, str | int | float | bool):
                 raise TypeError(f"malformed candidate config: {name!r}: {value!r}")
         return cls.make(backend, template, **config)
+
+
+def is_same(value: object, other: object) -> bool:
+    """Whether two config values are equal and of one type: True and 1.0 are not 1."""
+    return type(value) is type(other) and value == other
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +239,32 @@ class Backend(ABC):
     @abstractmethod
     def candidates(self, problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
         """The legal candidates, most promising first, and the illegal ones with their reasons; lazily."""
+
+    def why_illegal(self, problem: Problem, candidate: Candidate, target: Target) -> str:
+        """Return why ``candidate`` may not run for ``problem`` on ``target``; empty when it may.
+
+        It may exactly when the backend's kernels run on the target and ``candidates`` lists it, with values of the same
+        types. Dispatch asks before it loads a candidate from a store, which anyone may have written. A backend with a
+        large space overrides this so that an answer takes well under a millisecond.
+        """
+        wanted, reason = candidate.identity, ""
+        for item in self.candidates(problem, target):
+            if not isinstance(item, Illegal):
+                if item.identity == wanted:
+                    return ""
+            elif item.candidate.identity == wanted or item.candidate.identity in (
+                (self.name, "*", ()), (*wanted[:2], ()),
+            ):  # fmt: skip
+                reason = item.reason
+        return reason or NOT_LISTED
+
+    def packing_of(self, problem: Problem, candidate: Candidate) -> str | None:
+        """Return the layout that a legal candidate's kernel wants its constant operand in (``Kernel.packing``), without
+        loading it; None for the raw operand.
+
+        Raises NotImplementedError where only a loaded kernel can tell (the default).
+        """
+        raise NotImplementedError(f"{self.name} does not say which layout {candidate.id} wants before it is loaded")
 
     def build(self, problem: Problem, candidate: Candidate, target: Target) -> Artifact:
         """Build a candidate: pure, needs no device, safe in a pool of processes. Prebuilt backends inherit this."""

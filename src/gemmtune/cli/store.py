@@ -156,11 +156,18 @@ def import_(
     store: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check everything in an exported file, then keep all of it or nothing."""
+    """Check everything in an exported file, then keep all of it or nothing.
+
+    Decisions whose kernels are not legal for their problem and machine are left out, and named.
+    """
     require_file(path)
+    left_out: list[str] = []
     with opened(store) as keeper:
-        count = keeper.import_(path)
-    _say({"decisions": count}, f"{count} decisions imported from {path}", as_json)
+        count = keeper.import_(path, left_out.append)
+    lines = [f"{count} decisions imported from {path}"]
+    if left_out:
+        lines.append(f"{len(left_out)} left out, which would serve what is not legal:")
+    _say({"decisions": count, "left_out": left_out}, "\n".join(lines + left_out), as_json)
 
 
 @app.command("prune")
@@ -208,11 +215,15 @@ def verify(
     store: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Read everything back and report damage (exit code 1 when there is any)."""
+    """Read everything back and report damage, and kernels that are not legal where they would serve (exit code 1 when
+    there is any). Kernels that cannot be checked here are named, too: they are checked where they serve.
+    """
+    unchecked: list[str] = []
     with opened(store) as keeper:
-        damage = keeper.verify()
+        damage = keeper.verify(unchecked.append)
         count = sum(1 for _ in keeper.decisions())
-    _say({"decisions": count, "damage": damage}, "\n".join(damage) or f"sound: {count} decisions", as_json)
+    text = "\n".join([*(damage or [f"sound: {count} decisions"]), *unchecked])
+    _say({"decisions": count, "damage": damage, "unchecked": unchecked}, text, as_json)
     if damage:
         raise typer.Exit(1)
 

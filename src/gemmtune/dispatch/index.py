@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
-from ..problem import Problem
+from ..decision import FAULTS
+from ..problem import Problem, plan_key_of
 from .plan import Plan, nearest
-from .portfolio import Point, build_plan, point
+from .portfolio import Point, build_plan, point, without
 
 if TYPE_CHECKING:
     from ..store.base import Store
@@ -17,14 +18,20 @@ if TYPE_CHECKING:
 class Index:
     """Points by plan key, and the Plans built from them so far."""
 
-    def __init__(self, points: dict[str, list[Point]]) -> None:
-        self._points = points
+    def __init__(self, points: Mapping[str, list[Point]], failures: Mapping[str, Collection[str]]) -> None:
+        """points: by plan key. failures: the ids of faulty candidates by plan key, besides those that points name."""
+        self._failed = {
+            key: frozenset(failures.get(key, ())).union(*(p.faulty for p in rows)) for key, rows in points.items()
+        }
+        self._failed |= {key: frozenset(ids) for key, ids in failures.items() if key not in points}
+        self._points = {key: [without(p, self._failed[key]) for p in rows] for key, rows in points.items()}
         self._plans: dict[tuple[str, str | None], Plan | None] = {}
 
     @classmethod
     def read(cls, store: Store | None, target: Target, warn: Callable[[str], None]) -> Index:
         """Everything the store knows for ``target``. Damage and unreadable stores are misses, said once."""
         points: dict[str, list[Point]] = {}
+        failures: dict[str, set[str]] = {}
         try:
             for decision in () if store is None else store.decisions(target):
                 try:
@@ -33,9 +40,12 @@ class Index:
                     warn(f"a stored decision is malformed and is ignored ({error})")
                     continue
                 points.setdefault(found.problem.plan_key, []).append(found)
+            for problem_key, failed in ({} if store is None else store.all_failures(target)).items():
+                faulty = {candidate_id for candidate_id, verdict in failed.items() if verdict.kind in FAULTS}
+                failures.setdefault(plan_key_of(problem_key), set()).update(faulty)
         except Exception as error:  # someone else's Store may raise anything: a miss, said once
             warn(f"the store cannot be read ({error}); PyTorch's own kernels serve")
-        return cls(points)
+        return cls(points, failures)
 
     def plan(self, plan_key: str, packing: str | None) -> Plan | None:
         """The Plan for a weight in ``packing`` (None: raw), or None when nothing was tuned for it."""
@@ -44,6 +54,10 @@ class Index:
             points = self._points.get(plan_key)
             self._plans[key] = build_plan(points, packing) if points else None
         return self._plans[key]
+
+    def failed(self, plan_key: str) -> frozenset[str]:
+        """The ids of the candidates that were wrong, unstable, crashed or hung at any M of a Plan."""
+        return self._failed.get(plan_key, frozenset())
 
     def points(self, plan_key: str) -> list[Point]:
         """The decisions behind a Plan, one per tuned M."""

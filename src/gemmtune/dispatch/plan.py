@@ -29,6 +29,13 @@ class Plan:
         """The entry whose tuned M is nearest by log distance (the smaller one when two are as near)."""
         return self.entries[nearest(tuple(entry.m for entry in self.entries), m)]
 
+    def ranked(self, m: int) -> list[PlanEntry]:
+        """Return the entries from the nearest to the farthest tuned M; ``pick`` gives the first."""
+        rest, order = list(self.entries), []
+        while rest:
+            order.append(rest.pop(nearest(tuple(entry.m for entry in rest), m)))
+        return order
+
     @property
     def plain(self) -> bool:
         """Whether every M is best served by plain PyTorch."""

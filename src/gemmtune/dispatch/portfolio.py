@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..backends.base import Candidate
-from ..decision import Decision, Evidence, LayoutDecision, Sample
+from ..decision import FAULTS, Decision, Evidence, LayoutDecision, Sample
 from ..problem import Problem
 from .plan import Plan, PlanEntry
 
@@ -45,13 +45,15 @@ class Option:
 class Point:
     """What one Decision says to dispatch: the fastest eligible option per layout (None: the raw operand).
 
-    ``plain_s``: the time of the plain op on the raw operand (infinite when it was not timed).
+    ``plain_s``: the time of the plain op on the raw operand (infinite when it was not timed). faulty: the ids of
+    candidates that this Decision's evidence found to be wrong, unstable, crashed or hung.
     """
 
     problem: Problem
     outcome: str
     options: Mapping[str | None, Option]
     plain_s: float
+    faulty: frozenset[str] = frozenset()
 
     @property
     def m(self) -> int:
@@ -78,7 +80,14 @@ def point(decision: Decision) -> Point:
         for row in decision.evidence
         if row.packing is None and _eligible(row) and row.sample is not None and _is_usual(row.candidate)
     ]
-    return Point(problem, decision.outcome, options, min(raw_aten, default=float("inf")))
+    faulty = frozenset(row.id for row in decision.evidence if row.verdict is not None and row.verdict.kind in FAULTS)
+    return Point(problem, decision.outcome, options, min(raw_aten, default=float("inf")), faulty)
+
+
+def without(p: Point, faulty: Collection[str]) -> Point:
+    """Return the Point without the options whose candidates are ``faulty`` at any M of its Plan."""
+    options = {packing: option for packing, option in p.options.items() if option.candidate.id not in faulty}
+    return p if len(options) == len(p.options) else replace(p, options=options)
 
 
 def _duelled(layout: LayoutDecision, by_id: Mapping[str, Evidence], raced: Option | None, base: float | None) -> Option:

@@ -2,8 +2,8 @@
 
 Hot: ``TABLE.get(key)`` gives the variants of a key, and the first whose check is true of the operands serves the call.
 Cold (once per variant): the Plan of the Problem is built from the store's decisions for the operands' Target, its
-kernel loaded, and what serves remembered. Nothing here tunes; the on-miss policy calls a hook that ``gemmtune.api``
-installs.
+kernel loaded if its backend calls it legal, and what serves remembered. Nothing here tunes or verifies: two hooks lead
+to the modules above that do.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from types import TracebackType
@@ -26,10 +26,12 @@ from ..errors import PackedWeightError, UnsupportedError
 from ..problem import Problem
 from ..target import Target, current_cpu, current_cuda
 from .guards import Check, capturing
+from .hooks import late_bound
 from .index import Index
 from .policies import Policy
 
 if TYPE_CHECKING:
+    from ..decision import Verdict
     from ..store.base import Store
 
 log = logging.getLogger("gemmtune")
@@ -41,6 +43,8 @@ Variant = tuple[Check, Callable[..., Any]]
 TABLE: dict[Any, tuple[Variant, ...]] = {}
 _LIMIT = 8192
 _VARIANTS = 8
+# Kernels of a layout that are verified, at most, when no tuning has verified any.
+_MOST_VERIFIED = 4
 # A tuned M this many times larger or smaller still answers under on-miss; beyond it, it is a miss.
 _NEAR = 4
 CPU = torch.device("cpu")
@@ -56,13 +60,18 @@ class Runtime:
     def __init__(self) -> None:
         self.policy: Policy = "cached"
         self.observer: Callable[[Problem, torch.device], None] | None = None
-        self.miss_hook: Callable[[Problem, torch.device], None] | None = None
+        # Set by name, since what they lead to is above this package; None turns one off.
+        self.miss_hook: Callable[[Problem, torch.device], None] | None = late_bound("gemmtune.api", "tune_missing")
+        self.verify_hook: Callable[[Kernel, Problem, torch.device], Verdict] | None = late_bound(
+            "gemmtune.untuned", "verify_kernel"
+        )
         self.generation = 0
         self._lock = threading.RLock()
         self._tuning = threading.Lock()
         self._store: Store | None = None
         self._indices: dict[_Place, Index] = {}
-        self._kernels: dict[tuple[str, str, _Place], Kernel | None] = {}
+        self._kernels: dict[tuple[Any, str, _Place], Kernel | None] = {}
+        self._verified: dict[tuple[Any, str, _Place], bool] = {}
         self._asked: set[tuple[str, str]] = set()
         self._warned: set[str] = set()
 
@@ -73,7 +82,7 @@ class Runtime:
                 self._store = store
             self._forget()
             self._indices.clear()
-            self._kernels.clear()
+            self._kernels.clear()  # not what was verified: that holds as long as the process
             self._asked.clear()
 
     def observe(self, observer: Callable[[Problem, torch.device], None] | None) -> bool:
@@ -117,8 +126,9 @@ class Runtime:
         """The kernel that serves a Problem on ``device`` now, or None for the plain PyTorch op.
 
         A packed weight is served by a kernel of its layout whatever the policy. While a CUDA graph is captured only
-        what was loaded before serves (None, for a packed weight too, when that is nothing). Raises PackedWeightError
-        when nothing in this process can run a packed weight.
+        what was loaded before serves (None, for a packed weight too, when that is nothing). None for a packed weight
+        also means that every kernel of its layout failed verification: PyTorch then serves the unpacked weight. Raises
+        PackedWeightError when nothing in this process can run a packed weight.
         """
         if device.type not in _SERVED:
             return None
@@ -196,22 +206,26 @@ class Runtime:
             return not asked and not self.index(device).has_near(problem, _NEAR)
 
     def _planned(self, index: Index, problem: Problem, packing: str | None, device: torch.device) -> Kernel | None:
+        """The Plan's kernel for the Problem's M. A packed weight has to be served by some kernel of its layout: where
+        the one for the nearest tuned M cannot be, by that for the next nearest."""
         plan = index.plan(problem.plan_key, packing)
         if plan is None:
             return None
-        entry = plan.pick(problem.m)
-        if entry.candidate is None:
-            return None
-        kernel = self._load(entry.candidate, problem.with_m(entry.m), device)
-        if kernel is not None:
-            kernel.overlap = entry.overlap
-        return kernel
+        for entry in plan.ranked(problem.m) if packing is not None else [plan.pick(problem.m)]:
+            if entry.candidate is not None:
+                kernel = self._load(entry.candidate, problem.with_m(entry.m), device, packing, foreign=True)
+                if kernel is not None:
+                    kernel.overlap = entry.overlap
+                    return kernel
+        return None
 
     def _from_constant(self, index: Index, problem: Problem, device: torch.device) -> Kernel | None:
         """Kernels tuned for a constant weight serve a changing one too, if they take it as it lies."""
         if problem.b.constant or index.plan(problem.plan_key, None) is not None:
             return None
-        return self._planned(index, as_constant(problem), None, device)
+        kernel = self._planned(index, as_constant(problem), None, device)
+        failed = index.failed(problem.plan_key)
+        return None if kernel is None or kernel.candidate.id in failed else kernel
 
     def _packed_kernel(self, problem: Problem, packed: PackedWeight, device: torch.device) -> Kernel | None:
         backend = backends.get(packed.layout.partition(":")[0])
@@ -221,51 +235,115 @@ class Runtime:
         kernel = None
         if self.policy != "off":
             kernel = self._planned(self.index(device), problem, packed.layout, device)
-        if kernel is None:
-            kernel = self._untuned(problem, packed, device)
-        if kernel is None and capturing(device):
-            return None
-        if kernel is None or kernel.packing != packed.layout:
-            raise PackedWeightError(
-                f"no kernel here takes a weight packed as {packed.layout!r} for {problem.key}. Unpack it, or pack the "
-                "weight again on this machine"
-            )
-        return kernel
+        return kernel or self._untuned(problem, packed, device)
 
     def _untuned(self, problem: Problem, packed: PackedWeight, device: torch.device) -> Kernel | None:
-        """A kernel for a packed weight that no Plan covers: the backend's default, else its first of that layout."""
-        backend = backends.get(packed.layout.partition(":")[0])
-        rounded = problem.with_m(1 << max(0, problem.m - 1).bit_length())
-        default = backend.default_packing(rounded, current_target(device))
-        if default is not None:
-            kernel = self._load(default, rounded, device)
-            if kernel is not None and kernel.packing == packed.layout:
-                return kernel
-        for candidate in backend.candidates(rounded, current_target(device)):
-            kernel = None if isinstance(candidate, Illegal) else self._load(candidate, rounded, device)
-            if kernel is not None and kernel.packing == packed.layout:
-                return kernel
-        return None
+        """A kernel for a packed weight that no Plan covers: the backend's default, else its first of that layout.
 
-    def _load(self, candidate: Candidate, problem: Problem, device: torch.device) -> Kernel | None:
-        """The kernel, loaded at its first use; None when it cannot be, or while a CUDA graph is captured."""
-        key = (candidate.id, problem.key, _place(device))
+        Nobody verified it when it was tuned, so it is verified here before it first serves. None when the kernels of
+        the layout are wrong, or while a CUDA graph is captured. Raises PackedWeightError when there is none.
+        """
+        rounded = problem.with_m(1 << max(0, problem.m - 1).bit_length())
+        failed = self.index(device).failed(problem.plan_key)
+        refused = 0
+        for candidate in _of_layout_first(rounded, packed.layout, current_target(device)):
+            kernel = None if candidate.id in failed else self._load(candidate, rounded, device, packed.layout)
+            if kernel is not None and self._is_verified(kernel, device):
+                return kernel
+            refused += kernel is not None or candidate.id in failed
+            if refused == _MOST_VERIFIED:
+                break
+        if capturing(device):
+            return None
+        if refused:
+            self.warn_once(
+                f"no kernel for weights packed as {packed.layout!r} is right for {problem.key}: PyTorch serves, and "
+                "unpacks the weight in every call. Use the weight unpacked"
+            )
+            return None
+        raise PackedWeightError(
+            f"no kernel here takes a weight packed as {packed.layout!r} for {problem.key}. Unpack it, or pack the "
+            "weight again on this machine"
+        )
+
+    def _is_verified(self, kernel: Kernel, device: torch.device) -> bool:
+        """Whether a kernel that no tuning has verified gives right results; found out once a process."""
+        key = (kernel.candidate.identity, kernel.problem.plan_key, _place(device))
+        hook = self.verify_hook
+        if capturing(device):  # what a graph captures must be known to be right before
+            return self._verified.get(key, hook is None)
+        if key not in self._verified and hook is not None:
+            with current(device):
+                verdict = hook(kernel, kernel.problem, device)
+            self._verified[key] = verdict.ok
+            if not verdict.ok:
+                self.warn_once(
+                    f"{kernel.candidate.id} failed verification for {kernel.problem.key} ({verdict.kind}: "
+                    f"{verdict.detail}) and is not served"
+                )
+        return self._verified.get(key, True)
+
+    def _load(
+        self, candidate: Candidate, problem: Problem, device: torch.device, packing: str | None, foreign: bool = False
+    ) -> Kernel | None:
+        """The kernel, loaded at its first use; None when it cannot be, when it takes its weight in another ``packing``,
+        or while a CUDA graph is captured.
+
+        foreign: the candidate comes from a store, which anyone may have written, and not from its backend.
+        """
+        key = (candidate.identity, problem.key, _place(device))
         if key not in self._kernels:
             if capturing(device):
                 return None
-            self._kernels[key] = self._load_now(candidate, problem, device)
-        return self._kernels[key]
+            self._kernels[key] = self._load_now(candidate, problem, device, foreign)
+        kernel = self._kernels[key]
+        if kernel is None or kernel.packing == packing:
+            return kernel
+        if foreign:
+            self.warn_once(
+                f"{candidate.id} is not served: it takes its weight {_packed_words(kernel.packing)}, and a stored "
+                f"decision has it for one {_packed_words(packing)} (`gemmtune store verify`)"
+            )
+        return None
 
-    def _load_now(self, candidate: Candidate, problem: Problem, device: torch.device) -> Kernel | None:
+    def _load_now(self, candidate: Candidate, problem: Problem, device: torch.device, foreign: bool) -> Kernel | None:
         try:
-            backend = backends.get(candidate.backend)
+            backend, target = backends.get(candidate.backend), current_target(device)
+            reason = backend.why_illegal(problem, candidate, target) if foreign else ""
+            if reason:
+                self.warn_once(
+                    f"a stored decision names {candidate.id} for {problem.key}, which is not legal there ({reason}); "
+                    "it is not served (`gemmtune store verify`)"
+                )
+                return None
             with current(device), self.artifacts():
-                return backend.load(backend.build(problem, candidate, current_target(device)), problem)
-        except (RuntimeError, ValueError, LookupError, TypeError, OverflowError, ImportError) as error:
-            # A record may come from anywhere: a config without what its template needs is one that cannot be loaded.
+                return backend.load(backend.build(problem, candidate, target), problem)
+        except (RuntimeError, ValueError, LookupError, TypeError, ArithmeticError, ImportError) as error:
             # RuntimeError: KernelError is one, and so is what a GPU raises.
             self.warn_once(f"{candidate.id} cannot be loaded ({error}); PyTorch's own kernel serves")
             return None
+
+
+def _of_layout_first(problem: Problem, layout: str, target: Target) -> Iterator[Candidate]:
+    """The legal candidates of the backend that a layout is named after, its default first. Those that are known to
+    take another layout are left out."""
+    backend = backends.get(layout.partition(":")[0])
+    default = backend.default_packing(problem, target)
+    if default is not None:
+        yield default
+    for candidate in backend.candidates(problem, target):
+        if isinstance(candidate, Illegal) or (default is not None and candidate.identity == default.identity):
+            continue
+        try:
+            if backend.packing_of(problem, candidate) != layout:
+                continue
+        except NotImplementedError:
+            pass  # the loaded kernel tells
+        yield candidate
+
+
+def _packed_words(packing: str | None) -> str:
+    return "as it is" if packing is None else f"packed as {packing}"
 
 
 RUNTIME = Runtime()
@@ -351,8 +429,11 @@ class PolicyScope:
 
 
 def policy(name: Policy) -> PolicyScope:
-    """Set the policy of this process: ``cached`` (serve what was tuned), ``on-miss`` (tune what was not), ``off``
-    (plain PyTorch). Raises ValueError for another name."""
+    """Set how this process serves: ``cached`` (what was tuned; the default), ``on-miss`` (tune what was not, at the
+    first call: seconds each), ``off`` (plain PyTorch). As a context manager it restores the former policy.
+
+    Raises ValueError for another name.
+    """
     if name not in get_args(Policy):
         raise ValueError(f"policy must be one of {', '.join(get_args(Policy))}; got {name!r}")
     former = RUNTIME.policy

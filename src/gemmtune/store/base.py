@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..problem import plan_key_of
 from ..target import Target
+
+log = logging.getLogger("gemmtune")
+Report = Callable[[str], None]
 
 if TYPE_CHECKING:
     from ..decision import Decision, Verdict
@@ -64,7 +69,17 @@ class Store(ABC):
 
     @abstractmethod
     def failures(self, target: Target, problem_key: str) -> dict[str, Verdict]:
-        """Remembered failures by candidate id."""
+        """Remembered failures by candidate id. ``problem_key`` may be a plan key: faults that hold for every M are
+        remembered under that, too."""
+
+    def all_failures(self, target: Target) -> dict[str, dict[str, Verdict]]:
+        """Return a target's remembered failures by problem key or plan key, then by candidate id.
+
+        The default asks for those of the decided problems and their Plans.
+        """
+        keys = {decision.problem_key for decision in self.decisions(target)}
+        keys |= {plan_key_of(key) for key in keys}
+        return {key: failures for key in sorted(keys) if (failures := self.failures(target, key))}
 
     @abstractmethod
     def lease(self, target: Target, problem_key: str, ttl_s: float) -> Lease | None:
@@ -82,16 +97,35 @@ class Store(ABC):
         """Write one readable, versioned JSON file; returns the number of decisions."""
 
     @abstractmethod
-    def import_(self, path: Path) -> int:
-        """Validate everything in an exported file, then keep it all or nothing; returns the number kept."""
+    def import_(self, path: Path, report: Report = log.warning) -> int:
+        """Validate everything in an exported file, then keep it all or nothing; returns the number kept.
+
+        Decisions that would serve a kernel which is not legal for their Problem and Target are left out; ``report`` is
+        called with one line for each.
+        """
 
     @abstractmethod
     def prune(self, *, keep: Target | Collection[Target] | None = None, older_than_s: float | None = None) -> int:
         """Delete decisions of other targets than ``keep`` and/or older than an age; returns the number deleted."""
 
     @abstractmethod
-    def verify(self) -> list[str]:
-        """Damage found, in words, one line each; empty when the store is sound."""
+    def verify(self, unchecked: Report | None = None) -> list[str]:
+        """Damage found, and kernels that would be served and are not legal, in words, one line each; empty when the
+        store is sound. ``unchecked`` is called with one line for each kernel of which this installation cannot tell:
+        dispatch checks it where it serves."""
+
+    def _illegal(self, unchecked: Report | None) -> list[str]:
+        """Return a line for each kernel that a sound Decision would serve and that is not legal."""
+        from .legality import review
+
+        lines: list[str] = []
+        for target in self.targets():
+            for decision in self.decisions(target):
+                found = review(target, decision)
+                lines += found.illegal
+                for line in found.unchecked if unchecked is not None else ():
+                    unchecked(line)  # type: ignore[misc]
+        return lines
 
     @abstractmethod
     def close(self) -> None:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from ..decision import Decision, Verdict
 from ..target import Target
-from .base import Store, kept_keys
+from .base import Report, Store, kept_keys, log
 from .exchange import read_export, write_export
 from .lease import Lease, check_ttl, left_s
+from .legality import legal_only
 from .schema import decode_decision, encode_decision
 
 
@@ -66,6 +67,10 @@ class MemoryStore(Store):
         with self._lock:
             return dict(self._failures.get((target.key, problem_key), {}))
 
+    def all_failures(self, target: Target) -> dict[str, dict[str, Verdict]]:
+        with self._lock:
+            return {key: dict(rows) for (owner, key), rows in self._failures.items() if owner == target.key}
+
     def lease(self, target: Target, problem_key: str, ttl_s: float) -> Lease | None:
         check_ttl(ttl_s)
         key, token = (target.key, problem_key), object()
@@ -96,8 +101,8 @@ class MemoryStore(Store):
         owners = self.targets() if target is None else [target]
         return write_export(path, ((owner, row) for owner in owners for row in self.decisions(owner)))
 
-    def import_(self, path: Path) -> int:
-        pairs = read_export(path)
+    def import_(self, path: Path, report: Report = log.warning) -> int:
+        pairs = legal_only(read_export(path), report)
         self._put_all(pairs)
         return len(pairs)
 
@@ -112,8 +117,8 @@ class MemoryStore(Store):
                 self._failures = {key: rows for key, rows in self._failures.items() if key[0] in kept}
         return len(doomed)
 
-    def verify(self) -> list[str]:
-        return []
+    def verify(self, unchecked: Report | None = None) -> list[str]:
+        return self._illegal(unchecked)
 
     def close(self) -> None:
         """Nothing is open; the records stay until the store itself goes."""

@@ -8,7 +8,6 @@ unlinked, without which a power cut can bring a committed transaction's journal 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import secrets
 import sqlite3
@@ -21,9 +20,10 @@ from ..decision import Decision, Verdict
 from ..errors import StoreError
 from ..target import Target
 from .artifacts import Artifacts
-from .base import Store, kept_keys
+from .base import Report, Store, kept_keys, log
 from .exchange import read_export, write_export
 from .lease import Lease, check_ttl, left_s
+from .legality import legal_only
 from .memory import require_owner
 from .migrate import migrate, transaction, version_of
 from .owner import Owner, this_process
@@ -40,8 +40,6 @@ from .schema import (
     encode_target,
     encode_verdict,
 )
-
-log = logging.getLogger("gemmtune")
 
 # What SQLite and its Python module raise over a file: they quote damaged names too, which need not be text.
 _TROUBLE = (sqlite3.Error, OSError, UnicodeError)
@@ -103,7 +101,19 @@ class SqliteStore(Store):
                 found[candidate_id] = decode_verdict(_bytes(body))
         return found
 
-    def verify(self) -> list[str]:
+    def all_failures(self, target: Target) -> dict[str, dict[str, Verdict]]:
+        found: dict[str, dict[str, Verdict]] = {}
+        sql = "SELECT problem_key, candidate_id, body FROM failures WHERE target_key = ?"
+        for problem_key, candidate_id, body in self._read(sql, (target.key,)):
+            with self._damage_is_a_miss():
+                found.setdefault(problem_key, {})[candidate_id] = decode_verdict(_bytes(body))
+        return found
+
+    def verify(self, unchecked: Report | None = None) -> list[str]:
+        damage = self._damage()
+        return damage + self._illegal(unchecked)
+
+    def _damage(self) -> list[str]:
         if not os.path.exists(self.path):
             return []
         try:
@@ -126,8 +136,8 @@ class SqliteStore(Store):
     def put(self, target: Target, decision: Decision) -> None:
         self._put_all([(target, decision)])
 
-    def import_(self, path: Path) -> int:
-        pairs = read_export(path)
+    def import_(self, path: Path, report: Report = log.warning) -> int:
+        pairs = legal_only(read_export(path), report)
         self._put_all(pairs)
         return len(pairs)
 

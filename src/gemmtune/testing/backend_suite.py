@@ -107,6 +107,22 @@ class BackendSuite:
             for item in backend.candidates(problem, target):
                 assert not isinstance(item, Illegal) or item.reason.strip()
 
+    def test_what_is_listed_is_legal_and_nothing_else(
+        self, backend: Backend, target: Target, problems: Sequence[Problem]
+    ) -> None:
+        """Stored candidates are served only if the backend says so; values of another type are another candidate."""
+        for problem, candidate in self._some(backend, target, problems):
+            assert backend.why_illegal(problem, candidate, target) == ""
+            others = [replace(candidate, template="no_such_template"), replace(candidate, backend="no_such_backend")]
+            others.append(Candidate.make(backend.name, candidate.template, **dict(candidate.config), no_such_entry=1))
+            for name, value in candidate.config:
+                retyped = float(value) if isinstance(value, int) else f"{value}?"
+                others.append(
+                    Candidate.make(backend.name, candidate.template, **{**dict(candidate.config), name: retyped})
+                )
+            for other in others:
+                assert backend.why_illegal(problem, other, target).strip(), other
+
     # Building and loading
 
     def test_building_is_pure(self, backend: Backend, target: Target, problems: Sequence[Problem]) -> None:
@@ -126,6 +142,8 @@ class BackendSuite:
             assert kernel.problem == problem
             assert kernel.workspace_bytes >= 0
             assert kernel.packing is None or kernel.packing.startswith(f"{backend.name}:")
+            with contextlib.suppress(NotImplementedError):
+                assert backend.packing_of(problem, candidate) == kernel.packing
 
     def test_what_it_cannot_load_is_refused_by_name(
         self, backend: Backend, target: Target, problems: Sequence[Problem]

@@ -77,6 +77,9 @@ class AtenBackend(Backend):
                 reason = _illegal(template, problem, config, target)
                 yield Illegal(candidate, reason) if reason else candidate
 
+    def packing_of(self, problem: Problem, candidate: Candidate) -> str | None:
+        return _BY_NAME[candidate.template].layout(problem, dict(candidate.config))
+
     def plain(self, problem: Problem, target: Target | None = None) -> Candidate:
         """The candidate that is what PyTorch's users would call for this problem on a Target (default: a CPU)."""
         for template in _templates(problem, target):

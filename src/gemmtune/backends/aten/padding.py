@@ -39,6 +39,29 @@ def as_rows(matrix: Tensor) -> Tensor:
     return matrix.clone(memory_format=torch.contiguous_format)
 
 
+def canonical_strides(matrix: Tensor) -> Tensor:
+    """Return the matrix, or a copy of it where ``torch._int_mm`` (2.13, CPU) would misread its strides.
+
+    One stride of 1 is taken for contiguous rows or columns, and the other one for the leading dimension, without a look
+    at whether it is as long as a row (column): results are wrong, and memory beyond is read, for overlapping or
+    expanded rows, and for a single row of strides (1, 1), as ``column.t()`` has. Measured over 20 layouts a side.
+    """
+    rows, cols = matrix.shape
+    slow, fast = matrix.stride()
+    if (slow, fast) == (cols, 1):
+        return matrix
+    if 1 in (rows, cols):
+        return matrix.reshape(-1).view(rows, cols)
+    if (fast == 1 and slow < cols) or (slow == 1 and fast < rows):
+        return matrix.clone(memory_format=torch.contiguous_format)
+    return matrix
+
+
+def cpu_int_mm(a: Tensor, b: Tensor) -> Tensor:
+    """``torch._int_mm`` on a CPU, of operands that lie anyhow."""
+    return torch._int_mm(canonical_strides(a), canonical_strides(b))
+
+
 def wide_mm(a: Tensor, b: Tensor) -> Tensor:
     """``a @ b`` [M, N] in float32, not rounded in between; a, b: float32, bfloat16 or float16."""
     if a.dtype == torch.float32:

@@ -15,7 +15,7 @@ from ..base import PackedWeight, QuantWeight, Scalar
 from .cuda_rules import bytes_layout, few_rows, scaled_kinds, scaled_layout
 from .fusion import Fused
 from .kernel import AtenKernel, WritesOut, constant_b, dense_weight_bytes, packed_as
-from .padding import int_operands, int_product, int_rules, scaled_product
+from .padding import canonical_strides, cpu_int_mm, int_operands, int_product, int_rules, scaled_product
 from .steps import dtype_of
 
 _HALVES = ("bfloat16", "float16")
@@ -89,12 +89,11 @@ class IntMm(WritesOut):
         weight = self.matrix(b)
         if a.is_cuda:  # where it also has to serve M below 17, and operands that start anywhere
             return int_product(a, weight).contiguous()
-        return torch._int_mm(a, weight)
+        return cpu_int_mm(a, weight)
 
     def write(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
         weight = self.matrix(b)
-        if a.is_cuda:
-            a, weight = int_operands(a, weight)
+        a, weight = int_operands(a, weight) if a.is_cuda else (canonical_strides(a), canonical_strides(weight))
         if out.is_contiguous() and out.shape == (a.shape[0], weight.shape[1]):
             torch._int_mm(a, weight, out=out)
         else:  # _int_mm takes no other
@@ -119,7 +118,7 @@ class IntMmTransposed(IntMm):
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
         if a.is_cuda:  # M need be no multiple of 8
             return int_product(a, b, turned=True).contiguous()
-        return torch._int_mm(b.t(), a.t()).t()
+        return cpu_int_mm(b.t(), a.t()).t()
 
     def write(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
         out.copy_(int_product(a, b, turned=True) if a.is_cuda else self.product(a, b, aux))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -10,6 +11,8 @@ from torch.nn import functional
 
 from ...epilogue import Step
 
+_INTEGER_NAMES = ("int8", "uint8", "int32", "int64")
+_WHOLE_LIMIT = 1 << 61  # of integers between steps: far beyond any output, and sums of two stay within int64
 _INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64)
 
 
@@ -32,7 +35,10 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def apply(acc: Tensor, steps: Sequence[Step], aux: Sequence[Tensor]) -> Tensor:
-    """Run the steps on ``acc`` [.., M, N] (float32, float64 or int32) and return the result, still wide."""
+    """Run the steps on ``acc`` [.., M, N] (float32, float64 or int32) and return the result, still wide.
+
+    Integers stay exact up to the first step that needs a float (``keeps_integer``).
+    """
     tensors = iter(aux)
     for step in steps:
         acc = _one(acc, step, tensors)
@@ -40,30 +46,31 @@ def apply(acc: Tensor, steps: Sequence[Step], aux: Sequence[Tensor]) -> Tensor:
 
 
 def finish(acc: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round to the output's dtype; integers to nearest even, saturating."""
+    """Round to the output's dtype; integers to nearest even, saturating, and NaN to 0."""
     if acc.dtype == dtype:
         return acc
-    if dtype in _INTEGERS and acc.is_floating_point():
-        info = torch.iinfo(dtype)
-        # float32 cannot hold the largest int32, so the clamp happens in float64.
-        return acc.double().round().clamp(info.min, info.max).to(dtype)
-    if dtype in (torch.int8, torch.uint8):
-        info = torch.iinfo(dtype)
-        return acc.clamp(info.min, info.max).to(dtype)
-    return acc.to(dtype)
+    if dtype not in _INTEGERS:
+        return acc.to(dtype)
+    info = torch.iinfo(dtype)
+    if not acc.is_floating_point():
+        return acc.clamp(max(info.min, torch.iinfo(acc.dtype).min), min(info.max, torch.iinfo(acc.dtype).max)).to(dtype)
+    # float32 cannot hold the largest int32, so the clamp happens in float64. What a NaN becomes there depends on the
+    # processor: x86 makes the lowest integer of it, whose low byte is 0.
+    rounded = acc.double().round()
+    if info.bits > 8:
+        rounded = rounded.nan_to_num(0.0, torch.inf, -torch.inf)
+    return rounded.clamp(info.min, info.max).to(dtype)
 
 
 def _one(acc: Tensor, step: Step, tensors: Iterator[Tensor]) -> Tensor:
     kind = step.kind
+    if not acc.is_floating_point() and keeps_integer(step):
+        return _exactly(acc, step, _broadcastable(next(tensors), step) if step.takes_tensor else None)
     if kind == "relu":
         return acc.relu()
-    if step.takes_tensor:
-        tensor = _broadcastable(next(tensors), step)
-        if _stays_integer(acc, step, tensor):
-            return acc + tensor
-        acc = _floating(acc)
-        return _with_tensor(acc, step, tensor.to(acc.dtype))
     acc = _floating(acc)
+    if step.takes_tensor:
+        return _with_tensor(acc, step, _broadcastable(next(tensors), step).to(acc.dtype))
     if kind == "gelu":
         return functional.gelu(acc)
     if kind == "gelu_tanh":
@@ -79,18 +86,58 @@ def _one(acc: Tensor, step: Step, tensors: Iterator[Tensor]) -> Tensor:
     raise ValueError(f"epilogue step {step.key!r} needs a tensor: give its dtype")
 
 
+def keeps_integer(step: Step) -> bool:
+    """Whether an integer accumulator stays exact in a step, as in the oracle (``reference._needs_float``): relu, clamp
+    to whole bounds, bias, add and mul of integers (times a whole value), and cast to an integer dtype."""
+    if step.kind == "relu":
+        return True
+    if step.kind == "clamp":
+        return all(math.isinf(x) or x == math.trunc(x) for x in (step.lo, step.hi) if not math.isnan(x))
+    if step.dtype not in _INTEGER_NAMES:
+        return False
+    return step.kind == "cast" or (
+        step.kind in ("bias", "add", "mul") and math.isfinite(step.value) and step.value == math.trunc(step.value)
+    )
+
+
+def _exactly(acc: Tensor, step: Step, tensor: Tensor | None) -> Tensor:
+    """A step that keeps integers, in int64 where int32 could overflow; beyond ``_WHOLE_LIMIT`` it saturates."""
+    if step.kind == "relu":
+        return acc.relu()
+    if step.kind == "cast":
+        return finish(acc, dtype_of(str(step.dtype))).to(acc.dtype)
+    if tensor is None:
+        info = torch.iinfo(acc.dtype)
+        return acc.clamp(max(_whole(step.lo), info.min), min(max(_whole(step.hi), info.min), info.max))
+    wide = acc.long()
+    if step.kind == "mul":
+        return _times(wide, tensor, fits=acc.dtype == torch.int32)
+    addend = tensor.long() if step.value == 1.0 else _times(tensor.long(), _whole(step.value), fits=False)
+    if tensor.dtype == torch.int64:
+        addend = addend.clamp(-_WHOLE_LIMIT, _WHOLE_LIMIT)
+    return (wide + addend).clamp(-_WHOLE_LIMIT, _WHOLE_LIMIT)
+
+
+def _times(x: Tensor, y: Tensor | int, *, fits: bool) -> Tensor:
+    """int64 ``x * y``, saturating at ``_WHOLE_LIMIT``. fits: x was int32, so that no int32 makes it overflow."""
+    product: Tensor = x * y
+    if fits and isinstance(y, Tensor) and y.dtype != torch.int64:
+        return product.clamp(-_WHOLE_LIMIT, _WHOLE_LIMIT)
+    about = x.double() * (y.double() if isinstance(y, Tensor) else float(y))
+    limit = torch.where(about < 0, -_WHOLE_LIMIT, _WHOLE_LIMIT)
+    return torch.where(about.abs() < _WHOLE_LIMIT, product, limit)
+
+
+def _whole(value: float) -> int:
+    return int(max(-_WHOLE_LIMIT, min(_WHOLE_LIMIT, value)))
+
+
 def _with_tensor(acc: Tensor, step: Step, tensor: Tensor) -> Tensor:
     if step.kind == "mul":
         return acc * tensor
     if step.kind == "scale":
         return acc * tensor if step.value == 1.0 else acc * (tensor * step.value)
     return acc + tensor if step.value == 1.0 else acc + tensor * step.value
-
-
-def _stays_integer(acc: Tensor, step: Step, tensor: Tensor) -> bool:
-    """An integer bias on an integer accumulator is exact, as long as nothing scales it."""
-    plain = step.kind in ("bias", "add") and step.value == 1.0
-    return plain and acc.dtype == torch.int32 and tensor.dtype in _INTEGERS
 
 
 def _floating(acc: Tensor) -> Tensor:

@@ -39,6 +39,12 @@ class CublasLtBackend(Backend):
         for rank in range(RANKS):
             yield Candidate.make(self.name, RANKED, rank=rank)
 
+    def why_illegal(self, problem: Problem, candidate: Candidate, target: Target) -> str:
+        return not_nvidia(target) or super().why_illegal(problem, candidate, target)
+
+    def packing_of(self, problem: Problem, candidate: Candidate) -> str | None:
+        return None
+
     def load(self, artifact: Artifact, problem: Problem) -> Kernel:
         from .kernel import RankedKernel
 

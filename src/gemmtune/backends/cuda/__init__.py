@@ -34,6 +34,9 @@ class CudaBackend(GpuBackend):
     def candidates(self, problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
         return space.candidates(problem, target)
 
+    def why_illegal(self, problem: Problem, candidate: Candidate, target: Target) -> str:
+        return self._unfit(target) or space.why_illegal(problem, candidate, target)
+
     def _compiler_version(self) -> str:
         return version()
 

@@ -15,16 +15,17 @@ one, two, three or four blocks of a multiprocessor have room for).
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 from ...problem import Problem, bits
 from ...target import Target
-from ..base import Candidate, Illegal
+from ..base import NOT_LISTED, Candidate, Illegal
 from ..gpu.rules import FP8, Device, aligned, device_of, refusal
-from ..gpu.space import ranked
+from ..gpu.space import Config, ranked
 from .block import (
     CHUNK_BYTES,
     MIXED_STEP,
@@ -45,6 +46,12 @@ from .epilogue import TYPES, kept_words, scale_group
 from .source import MIXED, SKINNY, SLAB, run_of
 
 NAME = "cuda"
+_Space = tuple[
+    Callable[[Problem, Device], str],
+    Callable[[Problem, Device], Iterator[Config]],
+    Callable[[Problem, Device, Config], str],
+    Callable[[Problem, Device, Config], float],
+]
 _ROWS = 32
 _SLAB_ROWS = 8192
 _MIXED_ROWS = (17, 1024)
@@ -85,11 +92,7 @@ def candidates(problem: Problem, target: Target) -> Iterator[Candidate | Illegal
         return
     device = device_of(target)
     illegal: list[Illegal] = []
-    for template, why, space, check, guess in (
-        (SKINNY, _skinny_refusal, _skinny_space, _skinny_illegal, _skinny_seconds),
-        (SLAB, _slab_refusal, _slab_space, _slab_illegal, _slab_seconds),
-        (MIXED, _mixed_refusal, _mixed_space, _mixed_illegal, _mixed_seconds),
-    ):
+    for template, (why, space, check, guess) in _spaces().items():
         reason = why(problem, device)
         if reason:
             illegal.append(Illegal(Candidate.make(NAME, template), reason))
@@ -101,6 +104,30 @@ def candidates(problem: Problem, target: Target) -> Iterator[Candidate | Illegal
         yield from legal
         illegal += refused
     yield from illegal
+
+
+def why_illegal(problem: Problem, candidate: Candidate, target: Target) -> str:
+    """Return why ``candidates`` does not list ``candidate``, by a look at its template alone; empty if it does."""
+    reason = refusal(problem) or _refusal(problem)
+    if reason or candidate.template not in _spaces():
+        return reason or NOT_LISTED
+    device, wanted = device_of(target), dict(candidate.config)
+    why, space, check, _ = _spaces()[candidate.template]
+    reason = why(problem, device)
+    for config in () if reason else space(problem, device):
+        if config == wanted and Candidate.make(NAME, candidate.template, **config).identity == candidate.identity:
+            return check(problem, device, config)
+    return reason or NOT_LISTED
+
+
+@functools.cache
+def _spaces() -> dict[str, _Space]:
+    """Of each template: why it does not take a Problem, its configurations, why one is illegal, and its time."""
+    return {
+        SKINNY: (_skinny_refusal, _skinny_space, _skinny_illegal, _skinny_seconds),
+        SLAB: (_slab_refusal, _slab_space, _slab_illegal, _slab_seconds),
+        MIXED: (_mixed_refusal, _mixed_space, _mixed_illegal, _mixed_seconds),
+    }
 
 
 def _refusal(problem: Problem) -> str:

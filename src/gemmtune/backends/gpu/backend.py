@@ -58,6 +58,12 @@ class GpuBackend(Backend):
         reason = self._unfit(target) or ("" if self._compiler_version() else self.missing)
         return Availability(not reason, reason)
 
+    def why_illegal(self, problem: Problem, candidate: Candidate, target: Target) -> str:
+        return self._unfit(target) or super().why_illegal(problem, candidate, target)
+
+    def packing_of(self, problem: Problem, candidate: Candidate) -> str | None:
+        return self.templates[candidate.template].layout_of(problem, candidate)
+
     def artifact(self, problem: Problem, candidate: Candidate, target: Target) -> Artifact | None:
         key, _ = self._recipe(problem, candidate, target)
         path = artifacts().get(key)

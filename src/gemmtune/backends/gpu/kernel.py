@@ -23,7 +23,7 @@ from .alignment import MISALIGNED_MASK, batch_layouts, batched_launch, launch_al
 from .artifact import Header, Tma
 from .driver import Block, Capture, Function, Map, zeros
 from .hip import HipFunction
-from .int4 import int4_layout, shuffle_int4
+from .int4 import INT4_BLOCKS, int4_layout, shuffle_int4
 from .rules import INDEX_LIMIT, MAX_BATCH, leads
 
 _COUNTER, _COUNTERS = 4, 4 << 20  # bytes of one, and of all that are made at a time
@@ -122,7 +122,7 @@ class GpuKernel(Kernel):
         self.problem, self.candidate = problem, candidate
         self.header, cubin = parts[-1]
         self._bm, self._bn, self._block = self._tile(dict(candidate.config))
-        self.packing = int4_layout(self._block) if problem.b.dtype == "int4" else None
+        self.packing = self.layout_of(problem, candidate)
         self.function = Loaded(self.header, cubin)
         self._bound: dict[tuple[int, ...], Launch] = {}
         self._tiles_n = -(-problem.n // self._bn)
@@ -131,6 +131,13 @@ class GpuKernel(Kernel):
             device = torch.cuda.current_device()
             self.workspace_bytes, _ = self._shared(problem.m, device)
             counters_of(device)
+
+    @classmethod
+    def layout_of(cls, problem: Problem, candidate: Candidate) -> str | None:
+        """Return the layout that a candidate's kernel wants its weight in; None for the raw weight."""
+        if problem.b.dtype != "int4":
+            return None
+        return int4_layout(int(dict(candidate.config).get("bk", INT4_BLOCKS[0])))
 
     def _tile(self, config: dict[str, Any]) -> tuple[int, int, int]:
         """Rows and columns of a tile of the output; elements of K in a block."""

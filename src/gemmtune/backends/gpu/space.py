@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from ..base import Candidate, Illegal
+from ..base import Candidate, Illegal, is_same
 
 Config = dict[str, Any]
+
+
+def narrowed(axes: Mapping[str, Sequence[Any]], only: Config | None) -> list[Sequence[Any]]:
+    """Return the values of every entry of a space; with ``only``, no more of them than that config's own."""
+    if only is None:
+        return list(axes.values())
+    return [[value for value in values if is_same(only.get(name), value)] for name, values in axes.items()]
 
 
 def ranked(

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...errors import KernelError
 from ...problem import Problem
-from ...target import Target
+from ...target import Target, current_cpu
 from ..base import Artifact, Availability, Backend, Candidate, Illegal, Kernel, PackedWeight
 from . import layout, space
 from .traits import UNITS
@@ -19,6 +19,15 @@ from .traits import UNITS
 # The instruction sets in order; GEMMTUNE_ISA=avx2 leaves out everything after it (tests, and users who must).
 ISAS = ("portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx")
 _LIMIT = "GEMMTUNE_ISA"
+_DIGEST_LENGTH = 16
+# What each needs of ``target.ISA_FLAGS`` (native/frame/isa.cpp asks the CPU for the same).
+_AVX2 = {"avx2", "fma", "f16c"}
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+_BF16 = _AVX512 | {"avx512_bf16"}
+_FEATURES = {
+    "portable": set[str](), "avx2": _AVX2, "avx512": _AVX512, "avx512_vnni": _AVX512 | {"avx512_vnni"},
+    "avx512_bf16": _BF16, "amx": _BF16 | {"amx_tile", "amx_bf16", "amx_int8"},
+}  # fmt: skip
 
 
 def usable_isas() -> tuple[str, ...]:
@@ -33,6 +42,25 @@ def usable_isas() -> tuple[str, ...]:
     if limit not in ISAS:
         raise KernelError(f"{_LIMIT}={limit!r} is not one of {', '.join(ISAS)}")
     return tuple(isa for isa in built if ISAS.index(isa) <= ISAS.index(limit))
+
+
+def isas_of(target: Target) -> tuple[str, ...]:
+    """The instruction sets that the kernels may use on a CPU target: asked of this CPU when it has the same features,
+    else derived from the features that the target lists (``target.ISA_FLAGS``) and from what limited it.
+
+    Raises KernelError as ``usable_isas``.
+    """
+    if target.isa == current_cpu().isa and _limit_of(target) == os.environ.get(_LIMIT, ""):
+        return usable_isas()
+    present, limit = set(target.isa), _limit_of(target)
+    usable = [isa for isa in ISAS if _FEATURES[isa] <= present]
+    return tuple(isa for isa in usable if limit not in ISAS or ISAS.index(isa) <= ISAS.index(limit))
+
+
+def _limit_of(target: Target) -> str:
+    """GEMMTUNE_ISA as it was where the target was described (``source_digest`` ends with it)."""
+    digest = dict(target.sources).get(space.NAME)
+    return os.environ.get(_LIMIT, "") if digest is None else digest[_DIGEST_LENGTH:]
 
 
 @functools.cache
@@ -63,7 +91,22 @@ class NativeBackend(Backend):
         return Availability(True)
 
     def candidates(self, problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
-        return space.candidates(problem, target, usable_isas())
+        return space.candidates(problem, target, isas_of(target))
+
+    def why_illegal(self, problem: Problem, candidate: Candidate, target: Target) -> str:
+        if target.device != "cpu":
+            return self.available(target).reason
+        try:
+            return space.why_illegal(problem, candidate, target, isas_of(target))
+        except KernelError as error:
+            return str(error)
+
+    def packing_of(self, problem: Problem, candidate: Candidate) -> str | None:
+        if candidate.template in ("raw", "dot"):
+            return None
+        from .kernel import packing_of
+
+        return packing_of(problem, candidate)
 
     def load(self, artifact: Artifact, problem: Problem) -> Kernel:
         from .kernel import load
@@ -110,4 +153,4 @@ def _digest() -> str:
     digest = hashlib.sha256()
     for path in sorted([*here.glob("*.py"), *here.glob("_native*.so"), *here.glob("_native*.pyd")]):
         digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
+    return digest.hexdigest()[:_DIGEST_LENGTH]

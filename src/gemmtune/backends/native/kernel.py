@@ -34,11 +34,16 @@ def load(problem: Problem, candidate: Candidate) -> Kernel:
     unit = unit_of(problem, candidate)
     try:
         native = _native.Kernel(str(candidate["isa"]), _config(problem, candidate, unit))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise KernelError(f"{candidate.id} cannot run {problem.key}: {error}") from None
     if candidate.template in ("raw", "dot"):
         return RawKernel(problem, candidate, native)
     return PackedKernel(problem, candidate, native, unit)
+
+
+def packing_of(problem: Problem, candidate: Candidate) -> str:
+    """The layout that a ``packed`` or ``expand`` kernel reads. Raises KernelError when no unit multiplies so."""
+    return Packing.of(unit_of(problem, candidate).compute, problem.b.dtype, int(candidate["nr"])).name
 
 
 def _config(problem: Problem, candidate: Candidate, unit: Unit) -> dict[str, Any]:
@@ -48,6 +53,8 @@ def _config(problem: Problem, candidate: Candidate, unit: Unit) -> dict[str, Any
     if config["pack_a"] == "none" and direct_refusal(problem, unit):
         raise KernelError(f"{candidate.id}: {direct_refusal(problem, unit)}")
     nr, nc = int(config["nr"]), int(config["nc"])
+    if nr % LANES or config["order"] not in ("a", "b"):
+        raise KernelError(f"{candidate.id}: nr must be a multiple of {LANES}, and order a or b")
     return {
         "a": DTYPES[problem.a.dtype],
         "b": DTYPES[problem.b.dtype],

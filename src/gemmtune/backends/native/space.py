@@ -16,7 +16,7 @@ from typing import Any
 
 from ...problem import Problem
 from ...target import Target
-from ..base import Candidate, Illegal
+from ..base import NOT_LISTED, Candidate, Illegal, is_same
 from .traits import BF16, DTYPES, F32, U8S8, UNITS, Unit, suits
 
 NAME = "native"
@@ -96,6 +96,48 @@ def candidates(problem: Problem, target: Target, isas: Sequence[str]) -> Iterato
     yield from illegal
 
 
+def why_illegal(problem: Problem, candidate: Candidate, target: Target, isas: Sequence[str]) -> str:
+    """Return why ``candidates`` does not list ``candidate``, without listing the thousands it does; empty if it does.
+
+    A CPU target of ``isas`` is assumed.
+    """
+    reason = refusal(problem)
+    if reason or candidate.backend != NAME or candidate.template not in TEMPLATES:
+        return reason or NOT_LISTED
+    isa = dict(candidate.config).get("isa")
+    best: Unit | None = None  # the only unit that offers all its configurations for the template
+    for unit in UNITS:
+        if not suits(unit, problem.a.dtype, problem.b.dtype):
+            continue
+        why = _template_refusal(problem, unit, candidate.template)
+        if not why and unit.isa not in isas:
+            why = f"this CPU (or build) has no {unit.isa}"
+        best = best or (None if why else unit)
+        if unit.isa != isa:
+            continue
+        reason = why or reason
+        if not why and _offers(problem, target, unit, candidate, thorough=best is unit):
+            return ""
+    return reason or NOT_LISTED
+
+
+def _offers(problem: Problem, target: Target, unit: Unit, candidate: Candidate, thorough: bool) -> bool:
+    """Whether a unit lists the candidate among its configurations, or (not ``thorough``) as the first of them."""
+    template, config = candidate.template, dict(candidate.config)
+    if not thorough:
+        first = next(_configs(problem, target, unit, template), None)
+        return (
+            first is not None and Candidate.make(NAME, template, isa=unit.isa, **first).identity == candidate.identity
+        )
+    for nr, mr in _micro_tiles(problem, unit, template):
+        axes = {"isa": (unit.isa,), "nr": (nr,), "mr": (mr,), **_axes(problem, target, unit, template, nr, mr)}
+        if axes.keys() == config.keys() and all(
+            any(is_same(config[name], value) for value in axes[name]) for name in axes
+        ):
+            return not _is_redundant(*(config[name] for name in ("kc", "nc", "order", "prefetch")))  # type: ignore[arg-type]
+    return False
+
+
 def default(problem: Problem, target: Target, isas: Sequence[str]) -> Candidate | None:
     """The likeliest candidate for a constant weight nobody has tuned."""
     for item in candidates(problem, target, isas):
@@ -161,41 +203,54 @@ def _configs(problem: Problem, target: Target, unit: Unit, template: str) -> Ite
 
     Entries that cannot matter stay at one value.
     """
-    tiles = _tiles(problem, unit.tile_rows(problem.b.dtype, template != "packed"))
-    if template == "dot":
-        tiles = [(64, 4), (16, 4)]
-    everything = [_tile_configs(problem, target, unit, template, *tile) for tile in tiles]
+    everything = [
+        _tile_configs(problem, target, unit, template, *tile) for tile in _micro_tiles(problem, unit, template)
+    ]
     for configs in everything:
         yield from itertools.islice(configs, 1)
     yield from itertools.chain.from_iterable(everything)
 
 
+def _micro_tiles(problem: Problem, unit: Unit, template: str) -> list[tuple[int, int]]:
+    """The micro-tiles (nr, mr) that a template offers on a unit, likeliest first."""
+    if template == "dot":
+        return [(64, 4), (16, 4)]
+    return _tiles(problem, unit.tile_rows(problem.b.dtype, template != "packed"))
+
+
 def _tile_configs(
     problem: Problem, target: Target, unit: Unit, template: str, nr: int, mr: int
 ) -> Iterator[dict[str, Any]]:
+    axes = _axes(problem, target, unit, template, nr, mr)
+    for kc, grid, pack_a, prefetch, order, nc, mc in itertools.product(*axes.values()):
+        if not _is_redundant(kc, nc, order, prefetch):
+            yield {
+                "nr": nr, "mr": mr, "kc": kc, "mc": mc, "nc": nc, "order": order,
+                "pack_a": pack_a, "prefetch": prefetch, "grid": grid,
+            }  # fmt: skip
+
+
+def _axes(problem: Problem, target: Target, unit: Unit, template: str, nr: int, mr: int) -> dict[str, Sequence[Any]]:
+    """The values of every entry besides the micro-tile, likeliest first; the first entry varies slowest."""
     many, blocked = problem.m > mr, template != "packed"
     refused = _pack_refusals(problem, unit)
-    for kc, (tm, tn, tk), pack_a, prefetch, order, nc, mc in itertools.product(
-        _k_blocks(problem, template, many),
-        _grids(problem, target.threads, nr, template),
-        [
-            way
-            for way in (("rows", "none") if problem.m > 64 else ("none", "rows")) + ("panels",)
-            if way not in refused and (way != "panels" or template != "dot")
-        ],
-        _prefetches(template, many),
-        ("b", "a") if many and not blocked else ("b",),
-        (1, 4) if many and template != "dot" else (1,),
-        (0, 128) if problem.m > 256 else (0,),
-    ):
-        if nc > 1 and kc == 0 and order == "b":
-            continue  # one pass over K visits panels one by one whatever nc says
-        if order == "a" and prefetch == -1:
-            continue  # no block of B stays while tiles pass over it
-        yield {
-            "nr": nr, "mr": mr, "kc": kc, "mc": mc, "nc": nc, "order": order,
-            "pack_a": pack_a, "prefetch": prefetch, "grid": f"{tm}x{tn}x{tk}",
-        }  # fmt: skip
+    ways = (("rows", "none") if problem.m > 64 else ("none", "rows")) + ("panels",)
+    return {
+        "kc": _k_blocks(problem, template, many),
+        "grid": [f"{tm}x{tn}x{tk}" for tm, tn, tk in _grids(problem, target.threads, nr, template)],
+        "pack_a": [way for way in ways if way not in refused and (way != "panels" or template != "dot")],
+        "prefetch": _prefetches(template, many),
+        "order": ("b", "a") if many and not blocked else ("b",),
+        "nc": (1, 4) if many and template != "dot" else (1,),
+        "mc": (0, 128) if problem.m > 256 else (0,),
+    }
+
+
+def _is_redundant(kc: int, nc: int, order: str, prefetch: int) -> bool:
+    """Whether a configuration would do what another one does, or ask for what cannot be."""
+    if nc > 1 and kc == 0 and order == "b":
+        return True  # one pass over K visits panels one by one whatever nc says
+    return order == "a" and prefetch == -1  # no block of B stays while tiles pass over it
 
 
 def _tiles(problem: Problem, rows: dict[int, int]) -> list[tuple[int, int]]:

@@ -16,10 +16,10 @@ from typing import Any
 
 from ...problem import Problem, bits
 from ...target import Target
-from ..base import Candidate, Illegal
+from ..base import NOT_LISTED, Candidate, Illegal
 from ..gpu.int4 import INT4_BLOCKS
 from ..gpu.rules import ALIGN, FP8, OFFSET_LIMIT, Device, aligned, device_of, leads, refusal
-from ..gpu.space import ranked
+from ..gpu.space import narrowed, ranked
 from .cost import Work, seconds, shared_tiles
 
 NAME = "triton"
@@ -46,10 +46,7 @@ def candidates(problem: Problem, target: Target) -> Iterator[Candidate | Illegal
     device = device_of(target)
     work = _work(problem, device)
     illegal: list[Illegal] = []
-    spaces = {"tiled": _tiled(problem, device), "persistent": _persistent(problem)}
-    if problem.family == "mixed_mm":
-        spaces["converted"] = _persistent(problem, streams=(0,))
-    for template, space in spaces.items():
+    for template, space in _spaces(problem, device).items():
         legal, refused = ranked(
             NAME, template, space, partial(_illegal, problem, device, template), partial(_cost, work, template)
         )
@@ -58,16 +55,40 @@ def candidates(problem: Problem, target: Target) -> Iterator[Candidate | Illegal
     yield from illegal
 
 
-def _tiled(problem: Problem, device: Device) -> Iterator[dict[str, Any]]:
+def why_illegal(problem: Problem, candidate: Candidate, target: Target) -> str:
+    """Return why ``candidates`` does not list ``candidate``, without listing all that it does; empty if it does."""
+    reason = refusal(problem) or (_amd_refusal(problem) if target.is_amd else "")
+    if reason:
+        return reason
+    device, wanted = device_of(target), dict(candidate.config)
+    for config in _spaces(problem, device, wanted).get(candidate.template, ()):
+        if Candidate.make(NAME, candidate.template, **config).identity == candidate.identity:
+            return _illegal(problem, device, candidate.template, config)
+    return NOT_LISTED
+
+
+def _spaces(
+    problem: Problem, device: Device, only: dict[str, Any] | None = None
+) -> dict[str, Iterator[dict[str, Any]]]:
+    """The configurations of every template; with ``only``, no more of them than that one."""
+    spaces = {"tiled": _tiled(problem, device, only), "persistent": _persistent(problem, (0, 1), only)}
+    if problem.family == "mixed_mm":
+        spaces["converted"] = _persistent(problem, (0,), only)
+    return spaces
+
+
+def _tiled(problem: Problem, device: Device, only: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
     blocks: tuple[int, ...] = (64, 128, 256) if bits(problem.a.dtype) == 16 else (128, 256, 512)
     depths: tuple[int, ...] = (3, 4, 5, 6, 8)
     if device.arch:  # a third of an H200's shared memory, or less
         blocks, depths = tuple(block // 2 for block in blocks), (2, 3)
     if problem.b.dtype == "int4":
         blocks = INT4_BLOCKS
-    for bm, bn, bk, split, swap, stages, warps in itertools.product(
-        (16, 32, 64, 128), (32, 64, 128, 256), blocks, _SPLITS, (0, 1), depths, (4, 8)
-    ):
+    axes = {
+        "bm": (16, 32, 64, 128), "bn": (32, 64, 128, 256), "bk": blocks, "split": _SPLITS, "swap": (0, 1),
+        "stages": depths, "warps": (4, 8),
+    }  # fmt: skip
+    for bm, bn, bk, split, swap, stages, warps in itertools.product(*narrowed(axes, only)):
         if (bm > 16 and bm >= 2 * problem.m) or (bm < 64 and problem.m > 4 * bm):
             continue  # mostly padding, or B read too often: not worth a reason each
         programs = _tiles(problem, bm, bn) * split
@@ -78,12 +99,13 @@ def _tiled(problem: Problem, device: Device) -> Iterator[dict[str, Any]]:
         }  # fmt: skip
 
 
-def _persistent(problem: Problem, streams: tuple[int, ...] = (0, 1)) -> Iterator[dict[str, Any]]:
+def _persistent(problem: Problem, streams: tuple[int, ...], only: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
     width = bits(problem.a.dtype)
     blocks = (64,) if width == 16 else (64, 128)
-    for bm, bn, bk, stages, warps, stream in itertools.product(
-        (64, 128), (64, 128, 256), blocks, (3, 4, 5), (4, 8), streams
-    ):
+    axes = {
+        "bm": (64, 128), "bn": (64, 128, 256), "bk": blocks, "stages": (3, 4, 5), "warps": (4, 8), "stream": streams,
+    }  # fmt: skip
+    for bm, bn, bk, stages, warps, stream in itertools.product(*narrowed(axes, only)):
         yield {
             "bm": bm, "bn": bn, "bk": bk, "group": 8, "stages": stages, "warps": warps, "stream": stream,
         }  # fmt: skip
