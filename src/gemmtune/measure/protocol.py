@@ -97,13 +97,14 @@ class Placed(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Raced(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """Reply to Race. groups: the fastest id per packing."""
+    """Reply to Race. groups: the fastest id per packing. faults: kernels that were no longer right after the race."""
 
     outcome: Outcome
     leader: str | None
     stopped: str
     placed: tuple[Placed, ...]
     groups: dict[str, str]
+    faults: dict[str, Verdict] = {}
 
 
 class Leading(msgspec.Struct, tag=True, forbid_unknown_fields=True):

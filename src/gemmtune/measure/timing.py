@@ -24,6 +24,7 @@ from .machine import CpuMachine, Machine
 from .nvml import cuda_machine
 from .protocol import Leading, Placed, Raced
 from .race import Entrant, race
+from .recheck import RacedKernel
 
 INCUMBENT = "aten"
 
@@ -205,6 +206,7 @@ class Track:
         self._clock: Clock = CpuClock()
         self._move_s = 0.0  # what packing all copies took
         self.left_out: dict[str, str] = {}
+        self._kernels = dict(kernels)
         self._entrants = self._line_up(kernels, target, seed)
 
     def _line_up(self, kernels: Mapping[str, Kernel], target: Target, seed: int) -> list[Entrant]:
@@ -325,6 +327,22 @@ class Track:
         placed = tuple(Placed(row.id, row.stage, row.reason, row.sample) for row in result.standings.values())
         return Raced(result.outcome, result.leader, result.stopped, placed + self._left_out(), result.alternatives)
 
+    def raced_kernel(self, name: str) -> RacedKernel:
+        """A raced kernel with the path that it was raced along, for ``recheck``."""
+        (entrant,) = (entrant for entrant in self._entrants if entrant.id == name)
+        kernel = self._kernels[name]
+        stock = self._operands[self._layout(kernel)]
+
+        def call(place: int) -> list[int]:
+            stock.turn_to(place)
+            last: dict[int, int] = {}  # by output, which several sets may share
+            for i in self._clock.call_again(entrant.run, place):
+                last[stock.sets[i % len(stock.sets)][2].data_ptr()] = i % len(stock.sets)
+            return list(last.values())
+
+        packer = kernel if self._layout(kernel) else None
+        return RacedKernel(kernel, call, stock.sets, packer)
+
     def _machine(self) -> Machine | None:
         return cuda_machine(self._device) if self._gpu else CpuMachine()
 
@@ -342,6 +360,15 @@ class _Stock:
 
     def __init__(self, sets: list[tuple[Inputs, Any, Tensor]], packer: Kernel | None) -> None:
         self._sets, self._packer, self._next = sets, packer, 0
+
+    @property
+    def sets(self) -> list[tuple[Inputs, Any, Tensor]]:
+        """All of them."""
+        return self._sets
+
+    def turn_to(self, place: int) -> None:
+        """Have ``next`` hand out the set at ``place``."""
+        self._next = place - 1
 
     def next(self, _: int) -> tuple[Inputs, Any, Tensor]:
         """The set whose turn it is, whoever asks."""
