@@ -169,7 +169,7 @@ def aux_kinds(step: Step) -> tuple[str, ...]:
         return ("negative", "tiny", "power of two", "huge", "zero", "NaN")
     if step.kind == "mul":
         return ("NaN", "zero", "tiny", "huge")
-    return ("NaN", "+inf", "-inf", "huge")
+    return ("NaN", "+inf", "-inf")  # no huge ones: a sum may begin with its addend, and then rounds at its size
 
 
 def choose_columns(problem: Problem, generator: torch.Generator, turn: int = 0) -> Columns:
@@ -203,8 +203,8 @@ def spoil_weight(problem: Problem, b: Tensor | QuantWeight, columns: Columns, ge
     """Make B's special columns special, in place.
 
     Where an epilogue's tensor scales integers by a power of two, each of them gives a tie that goes to the even
-    neighbour towards 0; where one scales them by little, the sums are the largest that there are: a narrow accumulator shows in
-    outputs that would saturate otherwise.
+    neighbour towards 0. Where one scales them by little, the sums are the largest that there are: a narrow accumulator
+    shows in outputs that would saturate otherwise.
     """
     if problem.b.dtype == "int8" and isinstance(b, Tensor):
         for kinds in columns.aux:
@@ -281,11 +281,9 @@ def special_value(problem: Problem, step: Step, kind: str, usual: Tensor) -> Ten
     """
     if kind == "tiny" and problem.out_dtype in INTEGERS:
         return usual * 2.0 ** -math.ceil(math.log2(3.0 * math.sqrt(problem.k)))
-    if step.kind == "scale" or (step.kind == "mul" and not kind.endswith("inf")):
+    if step.kind in ("scale", "mul"):
         return _special_scale(usual, kind, str(step.dtype))
-    if kind in ("NaN", "+inf", "-inf"):
-        return torch.full_like(usual, float(kind))
-    return usual * 2.0 ** (4 if step.dtype == "float16" else 12)
+    return torch.full_like(usual, float(kind))
 
 
 def spoil_aux(
