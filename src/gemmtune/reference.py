@@ -297,7 +297,10 @@ def _columns(b: Any, columns: slice, k: int) -> tuple[Tensor, Tensor]:
         zero = torch.full((1, 1), 8.0, dtype=torch.float64, device=q.device)
     else:
         return (block := q * scale), _size(block)
-    return (q - zero) * scale, torch.nan_to_num((q.abs() + zero.abs()) * scale.abs(), 0.0, 0.0, 0.0)
+    parts = q.abs() + zero.abs()
+    if b.dtype == "int4":  # nibbles are signed numbers beside 8, which kernels may take off both first
+        parts = torch.maximum(parts, (q - 8.0).abs() + (zero - 8.0).abs())
+    return (q - zero) * scale, torch.nan_to_num(parts * scale.abs(), 0.0, 0.0, 0.0)
 
 
 def _levels(b: QuantWeight, columns: slice, k: int) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 # A room's checks register themselves when its module is imported.
-ROOMS = ("racing", "kernels", "verifying", "workers", "storing", "hostile_data", "commands", "serving")
+ROOMS = ("racing", "kernels", "verifying", "faults", "workers", "storing", "hostile_data", "commands", "serving")
 
 
 @dataclass(frozen=True)
