@@ -29,12 +29,12 @@ from .row_counts import other_row_counts
 from .verify import check_elements
 
 CALLS = 30  # in a row, as far as the patience goes
-PATIENCE_S = 30e-3  # for one kernel's calls
-ROWS_PATIENCE_S = 20e-3  # for its calls at other M
+PATIENCE_S = 60e-3  # for all kernels' calls
+ROWS_PATIENCE_S = 30e-3  # for all their calls at other M
 _LEAST_CALLS = 4
 _WINDOW = 4  # operand sets whose results are kept to compare with
 _ROWS, _COLUMNS = 8, 32  # of an output, compared with the exact product
-_MOST_REPACKED = 64 << 20  # bytes of a weight that is overwritten and packed again
+_MOST_OVERWRITTEN = 256 << 20  # bytes of a weight
 _POISONS = (0x5B, 0xC4)  # bytes that an output of integers is filled with
 _FINITE_KINDS = ("spike", "tiny", "large", "cancel", "largest", "smallest", "extremes")
 
@@ -47,13 +47,12 @@ class RacedKernel:
 
     call(place): call it as the race did, on operand set ``place`` where the path can choose; returns the sets whose
     outputs hold their results now (on a GPU, where a graph of many calls is replayed: the last ones). sets: the operand
-    sets. packer: packs a constant B as this kernel takes it; None where it takes B as it is.
+    sets.
     """
 
     kernel: Kernel
     call: Callable[[int], Sequence[int]]
     sets: Sequence[Operands]
-    packer: Kernel | None = None
 
 
 def recheck(
@@ -62,11 +61,12 @@ def recheck(
     """The Verdicts of kernels that are not right after the race, by candidate id; empty when all are."""
     faults = {}
     overwritten: set[int] = set()
-    for number, each in enumerate(raced):
+    kernels = list(raced)
+    for number, each in enumerate(kernels):
         if min(problem.m, problem.n, problem.k, problem.batch) == 0 or not each.sets:
             continue
         generator = torch.Generator(each.sets[0][0].a.device).manual_seed(seed + 7919 * (number + 1))
-        found = _Recheck(problem, each, generator).run(patience_s, overwritten)
+        found = _Recheck(problem, each, generator, len(kernels)).run(patience_s, overwritten)
         if found:
             detail = f"right before the race, wrong after it: {found}"
             faults[each.kernel.candidate.id] = Verdict("wrong", detail, 1e30)
@@ -86,12 +86,16 @@ class _Sample:
 
 @dataclass(slots=True)
 class _Recheck:
-    """One kernel's check. samples: by operand set, of its present operands."""
+    """One kernel's check. share: of how many kernels that share the patience. samples: by operand set, of its present
+    operands. called_s: what its calls took so far, comparing not counted: cheap kernels are called often on a busy
+    machine, too."""
 
     problem: Problem
     raced: RacedKernel
     generator: torch.Generator
+    share: int = 1
     samples: dict[int, _Sample] = field(default_factory=dict)
+    called_s: float = 0.0
 
     def run(self, patience_s: float, overwritten: set[int]) -> str:
         """What is wrong, in words; empty for nothing. overwritten: operands whose B is another already, by identity."""
@@ -99,8 +103,8 @@ class _Recheck:
         if len(self.raced.sets) > 1 and window != list(self.raced.call(1)):  # a graph's last calls are always the same
             window = list(range(min(_WINDOW, len(self.raced.sets))))
         self._overwrite_weight(window[0], overwritten)
-        start, calls, refreshed = time.perf_counter(), 0, -1
-        while calls < _LEAST_CALLS or (calls < CALLS and time.perf_counter() - start < patience_s):
+        calls, refreshed = 0, -1
+        while calls < _LEAST_CALLS or (calls < CALLS and self.called_s < patience_s / self.share):
             if refreshed < 0 or calls - refreshed >= 2 * len(window):
                 self._refresh(window)
                 refreshed = calls
@@ -135,16 +139,18 @@ class _Recheck:
         return int(torch.randint(0, below, (), generator=self.generator, device=self.generator.device))
 
     def _overwrite_weight(self, place: int, overwritten: set[int]) -> None:
-        """Other values in a constant B, and in its packed copy, at the same addresses."""
-        inputs, packed, _ = self.raced.sets[place]
-        if not self.problem.b.constant or self.problem.weight_bytes > _MOST_REPACKED:
+        """Another set's values in a constant B and in its packed copy, at the same addresses."""
+        sets = self.raced.sets
+        if not self.problem.b.constant or len(sets) == 1 or self.problem.weight_bytes > _MOST_OVERWRITTEN:
             return
-        if id(inputs) not in overwritten:
-            overwritten.add(id(inputs))
-            for t in _weight_tensors(inputs.b):
-                _as_bytes(t).copy_(_as_bytes(t).roll(1, -1))
-        if self.raced.packer is not None and isinstance(packed, PackedWeight):
-            for old, new in zip(packed.data, self.raced.packer.pack(inputs.b).data, strict=True):
+        (inputs, packed, _), (other, other_packed, _) = sets[place], sets[(place + 1) % len(sets)]
+        matrix, *_ = _weight_tensors(inputs.b)
+        if matrix.data_ptr() not in overwritten:
+            overwritten.add(matrix.data_ptr())
+            for old, new in zip(_weight_tensors(inputs.b), _weight_tensors(other.b), strict=True):
+                old.copy_(new)
+        if isinstance(packed, PackedWeight):
+            for old, new in zip(packed.data, other_packed.data, strict=True):
                 old.copy_(new)
         self.samples.pop(place, None)
 
@@ -156,7 +162,9 @@ class _Recheck:
         if poisoned:
             for _, _, out in sets:
                 _poison(out, _POISONS[0])
+        began = time.perf_counter()
         written = self.raced.call(place)
+        self.called_s += time.perf_counter() - began
         text = next(filter(None, (self._judge(at) for at in written)), "")
         return text if text or not poisoned else self._unwritten(place, written)
 
@@ -196,7 +204,7 @@ class _Recheck:
         """The kernel at other M, on rows of an operand set."""
         start, (inputs, b, _) = time.perf_counter(), self.raced.sets[0]
         for m in other_row_counts(self.problem, self.raced.kernel.candidate):
-            if time.perf_counter() - start > ROWS_PATIENCE_S:
+            if time.perf_counter() - start > ROWS_PATIENCE_S / self.share:
                 break
             layout = self.problem.a.layout
             if layout.order == "col" and layout.ld is not None and m > layout.ld:
@@ -277,6 +285,9 @@ def _as_bytes(t: Tensor) -> Tensor:
 
 
 def _select(t: Tensor, dim: int, places: Tensor) -> Tensor:
+    """Some rows or columns. (Along the first of two dimensions, which is fast where the last one is dense.)"""
+    if dim == -1 and t.dim() > 1 and t.stride(-2) == 1:
+        return _select(t.mT, -2, places).mT
     return _as_bytes(t).index_select(dim, places).view(t.dtype)
 
 
@@ -284,7 +295,7 @@ def _columns(b: Tensor | QuantWeight, columns: Tensor) -> Tensor | QuantWeight:
     if isinstance(b, Tensor):
         return _select(b, -1, columns)
     zero = None if b.zero_point is None else b.zero_point.index_select(-1, columns)
-    return replace(b, data=b.data.index_select(-1, columns), scale=b.scale.index_select(-1, columns), zero_point=zero)
+    return replace(b, data=_select(b.data, -1, columns), scale=b.scale.index_select(-1, columns), zero_point=zero)
 
 
 def _weight_tensors(b: Tensor | QuantWeight) -> list[Tensor]:

@@ -340,8 +340,7 @@ class Track:
                 last[stock.sets[i % len(stock.sets)][2].data_ptr()] = i % len(stock.sets)
             return list(last.values())
 
-        packer = kernel if self._layout(kernel) else None
-        return RacedKernel(kernel, call, stock.sets, packer)
+        return RacedKernel(kernel, call, stock.sets)
 
     def _machine(self) -> Machine | None:
         return cuda_machine(self._device) if self._gpu else CpuMachine()
