@@ -185,7 +185,9 @@ def choose_columns(problem: Problem, generator: torch.Generator, turn: int = 0) 
     count = max(1, min(problem.n // 2 // each, len(slots)))
     first = turn * count % len(slots)
     slots = (slots + slots)[first : first + count]
-    order = torch.randperm(problem.n, generator=generator, device=generator.device)[: each * count].tolist()
+    drawn: list[int] = torch.randperm(problem.n, generator=generator, device=generator.device).tolist()
+    edges = (0, problem.n - 1)  # where faults are likeliest, and a NaN would hide them
+    order = [column for column in drawn if column not in edges] + list(edges)
     chosen: list[dict[str, tuple[int, ...]]] = [{} for _ in range(len(steps) + 1)]
     for number, (target, kind) in enumerate(slots):
         chosen[target + 1][kind] = tuple(order[number * each : (number + 1) * each])
@@ -320,10 +322,22 @@ def spoil_aux(
                 t[row] = special_value(problem, step, kind, t[row])
                 rows[row] = f"multiplied or added to {kind} of the epilogue's tensor {place}"
         else:
-            flat = t.view(-1)
-            wanted = torch.randint(0, t.numel(), (8,), generator=generator, device=generator.device).tolist()
-            for number, kind in enumerate(aux_kinds(step)[: t.numel() // 8]):
-                flat[wanted[number]] = special_value(problem, step, kind, flat[wanted[number]])
+            _spoil_full(problem, step, t, columns, rows, generator)
+
+
+def _spoil_full(
+    problem: Problem, step: Step, t: Tensor, columns: Columns, rows: Sequence[str], generator: torch.Generator
+) -> None:
+    """Special elements in a tensor of the output's size: in ordinary columns of the first ordinary row and the last, so
+    that nothing else hides what they do."""
+    drawn: list[int] = torch.randperm(problem.n, generator=generator, device=generator.device).tolist()
+    free = [column for column in drawn if not columns.label(column)]
+    plain = [row for row, name in enumerate(rows) if not name]
+    kinds = aux_kinds(step)
+    for number, kind in enumerate(kinds):
+        places = free[number :: len(kinds)][:2]
+        for row in {plain[0], plain[-1]} if places else ():
+            t[..., row, places] = special_value(problem, step, kind, t[..., row, places])
 
 
 def _clear(t: Tensor, step: Step, columns: Columns, special: list[int], generator: torch.Generator) -> None:

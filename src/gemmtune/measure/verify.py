@@ -97,7 +97,7 @@ def _judge(run: Run, problem: Problem, draw: Draw, least: int, patience_s: float
     for number in range(_MOST_RUNS):
         if number >= least and (found.fault or found.finding or time.perf_counter() - start >= patience_s):
             break
-        out, fault = _execute(run, problem, draw, _INT_POISONS[number % 2])
+        out, fault = _execute(run, problem, draw, number % 2)
         found.fault = found.fault or fault
         if first is not None and _same_bits(first, out):
             continue
@@ -122,16 +122,17 @@ def _written(draw: Draw, weight: bool) -> str:
 # --- running into guarded memory --------------------------------------------------------------------------------
 
 
-def _execute(run: Run, problem: Problem, draw: Draw, int_poison: int) -> tuple[Tensor, str]:
+def _execute(run: Run, problem: Problem, draw: Draw, poison: int) -> tuple[Tensor, str]:
     """Run once. Returns the output, which stays where it is, and what was written outside it, in words."""
-    frame, out = guarded(problem, draw.inputs.a.device, int_poison, draw.offset)
+    frame, out = guarded(problem, draw.inputs.a.device, poison, draw.offset)
     run(draw.inputs, out)
     return out, _trespass(problem, frame, draw.offset)
 
 
-def guarded(problem: Problem, device: torch.device, int_poison: int, offset: int = 0) -> tuple[Tensor, Tensor]:
-    """(frame, out): bytes filled with a pattern, and the output inside them, poisoned (NaN, or a byte for integers).
+def guarded(problem: Problem, device: torch.device, poison: int, offset: int = 0) -> tuple[Tensor, Tensor]:
+    """(frame, out): bytes filled with a pattern, and the output inside them, poisoned.
 
+    poison: 0 for NaN (integers: a byte), 1 for the largest number (another byte): no element is right with both.
     offset: elements that the output starts behind a boundary.
     """
     size = bits(problem.out_dtype) // 8
@@ -145,9 +146,9 @@ def guarded(problem: Problem, device: torch.device, int_poison: int, offset: int
     shape = (batch, problem.m, problem.n)
     out = body.as_strided(shape, (slow * lead, *strides), body.storage_offset())
     if problem.out_dtype in INTEGERS:
-        body.view(torch.uint8).fill_(int_poison)
+        body.view(torch.uint8).fill_(_INT_POISONS[poison])
     else:
-        out.fill_(math.nan)
+        out.fill_(_poison(out, poison))
     if fast < lead:
         _gaps(problem, frame, offset).fill_(_PATTERN)
     return frame, out if problem.family == "bmm" else out[0]
@@ -178,13 +179,19 @@ def _trespass(problem: Problem, frame: Tensor, offset: int) -> str:
     return ""
 
 
+def _poison(out: Tensor, which: int) -> float:
+    """What an output of floats is filled with."""
+    return math.nan if which == 0 else float(torch.finfo(out.dtype).max)
+
+
 def _unwritten(problem: Problem, first: Tensor, second: Tensor) -> str:
-    """How many elements of an integer output still hold the poison of their run, in words."""
+    """How many elements of an output still hold the poison of their run (the first, the second), in words."""
     if problem.out_dtype not in INTEGERS:
-        return ""
-    kept = torch.ones_like(first, dtype=torch.bool)
-    for out, byte in zip((first, second), _INT_POISONS, strict=True):
-        kept &= out == torch.full((out.element_size(),), byte, dtype=torch.uint8, device=out.device).view(out.dtype)
+        kept = first.isnan() & (second == _poison(second, 1))
+    else:
+        kept = torch.ones_like(first, dtype=torch.bool)
+        for out, byte in zip((first, second), _INT_POISONS, strict=True):
+            kept &= out == torch.full((out.element_size(),), byte, dtype=torch.uint8, device=out.device).view(out.dtype)
     count = int(kept.sum())
     return f"{count} elements of the output were never written" if count else ""
 
