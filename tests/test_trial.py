@@ -199,3 +199,27 @@ def test_the_condition_reaches_the_race(clock: Clock, hot: bool) -> None:
     hands = Pretending(clock, lambda c: 1e-3)
     run(clock, hands, 6.0, hot=hot)
     assert hands.hot is hot
+
+
+def test_what_is_wrong_after_its_race_is_out_and_the_rest_race_again(clock: Clock) -> None:
+    class Faulty(Pretending):
+        races = 0
+
+        def race(self, candidates: Sequence[Candidate], *args: Any) -> Raced:
+            raced = super().race(candidates, *args)
+            self.races += 1
+            if self.races == 1 and raced.leader is not None:
+                raced.faults = {raced.leader: Verdict("wrong", "right before the race, wrong after it: idle")}
+            return raced
+
+    hands, store = Faulty(clock, lambda candidate: 1e-3 if candidate.backend == "native" else 2e-3), MemoryStore()
+    target = current_target()
+    decision = Trial(PROBLEM, target, ("aten", "native"), store, hands, silent, 0).run(None, None)
+    failed = {row.id: row for row in decision.evidence if row.stage == "failed"}
+    assert hands.races == 2
+    assert len(failed) == 1
+    assert decision.chosen not in failed
+    (row,) = failed.values()
+    assert row.verdict is not None
+    assert "after it" in row.verdict.detail
+    assert set(store.failures(target, PROBLEM.key)) == set(failed)

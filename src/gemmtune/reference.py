@@ -184,6 +184,7 @@ def _product(problem: Problem, a: Tensor, b: Any) -> tuple[Tensor, Tensor]:
     for j in range(0, problem.n, step):
         block, size = _columns(b, slice(j, j + step), problem.k)
         part = (slice(None), slice(j, j + step))
+        either = _flushed_infinity(problem, a, b, part[1])
         b_top = _power(size)
         b_sum = size.sum(0, keepdim=True)
         mag = (sized @ (size / b_top).to(sized.dtype)).double() * (a_top * b_top)
@@ -196,7 +197,7 @@ def _product(problem: Problem, a: Tensor, b: Any) -> tuple[Tensor, Tensor]:
             acc[part] = _certified(wide, block, mag, error_unit(problem))
         else:
             acc[part] = wide @ block
-        magnitude[part] = mag
+        magnitude[part] = mag if either is None else mag.masked_fill_(either, math.inf)
     if not isinstance(b, Tensor):  # inf * (q - zero) is inf or NaN by how the sum is split: either is accepted
         magnitude[a.isinf().any(1)] = math.inf
     return acc, magnitude
@@ -215,6 +216,30 @@ def _power(t: Tensor) -> float:
     return 2.0 ** max(-1000, math.frexp(top)[1]) if top > 0 and math.isfinite(top) else 1.0
 
 
+def _flushed_infinity(problem: Problem, a: Tensor, b: Any, columns: slice) -> Tensor | None:
+    """Which elements [M, columns] may be infinite or NaN: those with a subnormal, which may be flushed to 0, beside an
+    infinity.
+
+    None where there is none. A row or column with both counts as a whole.
+    """
+    if not _flushes(problem) or not isinstance(b, Tensor):
+        return None
+    block = b[:, columns]
+    infinite, above = block.isinf().any(0), a.isinf().any(1, keepdim=True)
+    either = None
+    if bool(infinite.any()):
+        either = _subnormal(a).any(1, keepdim=True) & infinite
+    if bool(above.any()):
+        places = a.isinf().any(0).nonzero().squeeze(1)  # of K: B's subnormals elsewhere meet finite numbers
+        beside = above & _subnormal(block.index_select(0, places)).any(0)
+        either = beside if either is None else either | beside
+    return either
+
+
+def _subnormal(t: Tensor) -> Tensor:
+    return (t != 0) & (t.abs() < _TINY)
+
+
 def _flushes(problem: Problem) -> bool:
     """bf16 dot instructions treat denormals as zero (and write none); float32 kernels may under FTZ mode."""
     return problem.acc != "float64" and bool({"bfloat16", "float32"} & {problem.a.dtype, problem.b.dtype})
@@ -224,15 +249,21 @@ def _certified(a: Tensor, block: Tensor, mag: Tensor, unit: float) -> Tensor:
     """a @ block in float32, certified by a projection on random signs in float64, else computed in float64.
 
     A float32 row's projection errs by about sqrt(columns) typical errors, and one unit is some sqrt(k) of those.
+    Columns are projected that are finite and of usual size: of a far larger one the error would hide the others'. The
+    others are computed in float64, as rows are that hold NaN or infinities.
     """
     fast = a @ block.float()
     generator = torch.Generator().manual_seed(block.shape[0] * 31 + block.shape[1])
-    signs = torch.randint(0, 2, (block.shape[1],), generator=generator).double() * 2 - 1
-    through = block @ signs
+    sizes = block.abs().amax(0)
+    usual = sizes <= 16.0 * torch.where(sizes.isfinite(), sizes, 0.0).median()
+    fast[:, ~usual] = (a.double() @ block[:, ~usual]).float()
+    signs = (torch.randint(0, 2, (block.shape[1],), generator=generator).double() * 2 - 1) * usual
+    through = torch.where(usual, block, 0.0) @ signs
     for r in range(0, a.shape[0], 1024):
         rows = slice(r, r + 1024)
-        gap = (fast[rows].double() @ signs - a[rows].double() @ through).abs()
-        if not bool((gap <= unit * mag[rows].amax(1)).all()):
+        projected = torch.where(usual, fast[rows].double(), 0.0) @ signs
+        bound = unit * torch.where(usual, mag[rows], 0.0).amax(1)
+        if not bool(((projected - a[rows].double() @ through).abs() <= bound).all()):
             fast[rows] = (a[rows].double() @ block).float()
     return fast
 
@@ -265,8 +296,11 @@ def _columns(b: Any, columns: slice, k: int) -> tuple[Tensor, Tensor]:
     elif b.dtype == "int4":
         zero = torch.full((1, 1), 8.0, dtype=torch.float64, device=q.device)
     else:
-        return (block := q * scale), block.abs()
-    return (q - zero) * scale, (q.abs() + zero.abs()) * scale.abs()
+        return (block := q * scale), _size(block)
+    parts = q.abs() + zero.abs()
+    if b.dtype == "int4":  # nibbles are signed numbers beside 8, which kernels may take off both first
+        parts = torch.maximum(parts, (q - 8.0).abs() + (zero - 8.0).abs())
+    return (q - zero) * scale, torch.nan_to_num(parts * scale.abs(), 0.0, 0.0, 0.0)
 
 
 def _levels(b: QuantWeight, columns: slice, k: int) -> Tensor:
@@ -294,13 +328,14 @@ def _epilogue(
 ) -> tuple[Tensor, Tensor]:
     """All steps on one block: v its values, e its errors, both float64."""
     u = UNIT["float32"] if problem.acc in ("int32", "tf32") else UNIT[problem.acc]
+    u *= 2.0 if problem.acc == "float64" else 1.0  # the oracle rounds as much as the kernel does
     exact = is_integer(problem)
     tensors = iter(aux)
     for step in problem.epilogue:
         t = _tensor(next(tensors), step, part) if step.takes_tensor else torch.ones((), dtype=torch.float64)
         if exact and _needs_float(step):
             exact = False
-            e = e + u * _size(v)
+            e = e + u * _size(v) * ~_in_float32(v)
         v, e = _step(step, v, e, t, 0.0 if exact else u)
     if exact:
         return v, e
@@ -337,13 +372,12 @@ def _step(step: Step, v: Tensor, e: Tensor, t: Tensor, u: float) -> tuple[Tensor
     """One step in float64. The error: carried by the step's Lipschitz constant, plus roundings of u each."""
     match step.kind:
         case "scale" | "mul":
-            factor = t * (step.value if step.kind == "scale" else 1.0)
-            out = v * factor
-            return out, e * factor.abs() + 2 * u * _size(out)
+            return _scaled(v, e, t, step.value if step.kind == "scale" else 1.0, u)
         case "bias" | "add":
             addend = t * step.value
             out = v + addend
-            return out, e + u * (_size(out) + _size(addend))
+            exact = (e == 0.0) & _in_float32(addend) & _in_float32(out)
+            return out, e + u * (_size(out) + _size(addend)) * ~exact
         case "relu":
             return v.clamp(min=0.0), e
         case "clamp":
@@ -351,6 +385,32 @@ def _step(step: Step, v: Tensor, e: Tensor, t: Tensor, u: float) -> tuple[Tensor
         case "cast":
             return _cast(v, e, str(step.dtype))
     return _activate(step.kind, v, e, u)
+
+
+def _scaled(v: Tensor, e: Tensor, t: Tensor, number: float, u: float) -> tuple[Tensor, Tensor]:
+    """v times a tensor and a number, in any order.
+
+    Nothing is rounded where v is known exactly and both factors are powers of two (or 0): a tie on the way to an
+    integer is then a tie in every kernel. An infinite factor leaves nothing open but the sign of
+    what may be 0; NaN, nothing.
+    """
+    factor = t * number
+    out = v * factor
+    exact = (e == 0.0) & _power_of_two(t) & _power_of_two(torch.tensor(number, dtype=torch.float64)) & _in_float32(out)
+    settled = (e == 0.0) | factor.isnan() | (factor.isinf() & (v.abs() > e))
+    carried = torch.where(settled, 0.0, torch.nan_to_num(e * factor.abs(), math.inf, math.inf))
+    return out, carried + 2 * u * _size(out) * ~exact
+
+
+def _power_of_two(t: Tensor) -> Tensor:
+    """Which elements are powers of two, or 0."""
+    mantissa, _ = torch.frexp(t)
+    return (mantissa.abs() == 0.5) | (t == 0.0)
+
+
+def _in_float32(v: Tensor) -> Tensor:
+    """Which elements (float64) float32 holds exactly, subnormals left out: kernels may flush them."""
+    return (v.float().double() == v) & ((v.abs() >= _TINY) | (v == 0.0))
 
 
 def _activate(kind: str, v: Tensor, e: Tensor, u: float) -> tuple[Tensor, Tensor]:
@@ -373,19 +433,22 @@ def _cast(v: Tensor, e: Tensor, dtype: str) -> tuple[Tensor, Tensor]:
     """Integers: rounded (half to even) and saturated; error only where v is within e of a tie.
 
     Floats: left unrounded with half a unit in the last place more error, so both a kernel that rounds here and one
-    that keeps more precision are correct.
+    that keeps more precision are correct. Beyond the dtype's range one has an infinity (NaN, the largest number) and
+    the other has not: what comes of it may be anything.
     """
     if dtype in INTEGERS:
         out = to_integer(v, dtype)
-        return out, torch.maximum(to_integer(v + e, dtype) - out, out - to_integer(v - e, dtype))
+        off = torch.maximum(to_integer(v + e, dtype) - out, out - to_integer(v - e, dtype))
+        return out, off.masked_fill(e.isinf(), math.inf)
     if dtype not in UNIT:
         raise ValueError(f"cannot cast to {dtype!r} in an epilogue; known: {', '.join((*UNIT, *INTEGERS))}")
     info = torch.finfo(getattr(torch, dtype))
     floor = info.smallest_normal * UNIT[dtype]
-    return v, e + UNIT[dtype] * (_size(v) + e) + floor
+    allowed = e + UNIT[dtype] * (_size(v) + e) + floor
+    return v, allowed.masked_fill(v.isfinite() & (v.abs() + e > info.max), math.inf)
 
 
 def to_integer(v: Tensor, dtype: str) -> Tensor:
-    """v (float64) rounded half to even and saturated to an integer dtype's range, still float64."""
+    """v (float64) rounded half to even and saturated to an integer dtype's range, still float64; 0 for NaN."""
     info = torch.iinfo(getattr(torch, dtype))
-    return v.round().clamp(float(info.min), float(info.max))
+    return torch.nan_to_num(v.round(), 0.0, math.inf, -math.inf).clamp_(float(info.min), float(info.max))

@@ -315,14 +315,22 @@ class Trial:
     # Race
 
     def _race(self) -> Raced:
-        """Race the eligible; a candidate that brings the worker down is out, and the rest race again."""
+        """Race the eligible. A candidate that brings the worker down, or is wrong after it was raced, is out, and the
+        rest race again."""
         unexplained = 0
         while rows := self._entrants():
             budget_s = self._race_seconds(rows)
             try:
                 candidates = [row.candidate for row in rows]
                 earlier_s = {row.id: row.rough_s for row in rows}
-                return self._hands.race(candidates, budget_s, self._seed, self._tell_leading, self._hot, earlier_s)
+                raced = self._hands.race(
+                    candidates, budget_s, self._seed, self._tell_leading, self._hot, earlier_s
+                )  # fmt: skip
+                if not raced.faults:
+                    return raced
+                for name, verdict in raced.faults.items():
+                    self._fail(self._ledger[name], verdict)
+                continue
             except WorkerLost as loss:
                 if loss.candidate_id is not None:
                     self._fail(self._ledger[loss.candidate_id], loss.verdict)

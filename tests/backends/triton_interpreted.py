@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from triton.runtime import interpreter
@@ -17,6 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gemmtune.backends.base import Candidate, QuantWeight
 from gemmtune.backends.gpu.int4 import shuffle_int4
+from gemmtune.backends.gpu.kernel import fitting
 from gemmtune.backends.gpu.rules import leads, refusal
 from gemmtune.backends.triton import kernels
 from gemmtune.backends.triton.compiler import spec
@@ -98,6 +100,8 @@ def run(problem: Problem, candidate: Candidate, inputs: Inputs, out: Tensor) -> 
         raw = b.data if isinstance(b, QuantWeight) else b
         if isinstance(b, QuantWeight):
             extra = (b.scale,) if b.zero_point is None else (b.scale, b.zero_point)
+    if candidate.template != "tiled":
+        raw = fitting(raw)
     lda, ldb, ldc = leads(problem, problem.m)
     known: dict[str, Any] = {
         "a_ptr": a, "b_ptr": raw, "c_ptr": out, "M": problem.m, "N": problem.n, "K": problem.k, "lda": lda, "ldb": ldb,
@@ -135,7 +139,7 @@ def run(problem: Problem, candidate: Candidate, inputs: Inputs, out: Tensor) -> 
 
 
 def mend_interpreter() -> None:
-    """Triton 3.6 makes an index of a one-element array by int(), which numpy 2.4 refuses."""
+    """Triton 3.6 makes an index of a one-element array by int(), which numpy 2.4 refuses; fp8 has NaN."""
     patch = interpreter._patch_lang_tensor
 
     def mended(tensor: Any, scope: Any) -> None:
@@ -143,6 +147,19 @@ def mend_interpreter() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = mended
+    convert = interpreter._convert_float
+
+    def with_nan(values: Any, source: Any, target: Any, rounding: Any) -> Any:
+        """The interpreter takes fp8's NaN for numbers."""
+        result = convert(values, source, target, rounding)
+        if source.primitive_bitwidth == 8:
+            raw = np.frombuffer(values.tobytes(), dtype=np.uint8) & 0x7F
+            nan = (raw == 0x7F) if source.fp_mantissa_width == 3 else (raw > 0x7C)
+            bits = (1 << (target.primitive_bitwidth - 1)) - 1
+            result = np.where(nan.reshape(result.shape), np.array(bits, dtype=result.dtype), result)
+        return result
+
+    interpreter._convert_float = with_nan
 
 
 def main() -> None:
@@ -155,7 +172,7 @@ def main() -> None:
         draws = prepare(problem, 0)
 
         def launch(inputs: Inputs, out: Tensor, problem: Problem = problem, candidate: Candidate = candidate) -> None:
-            run(problem, candidate, inputs, out)
+            run(problem.with_m(inputs.a.shape[-2]), candidate, inputs, out)
 
         verdict = verify(launch, problem, draws, patience_s=0.0)
         assert verdict.ok, f"{candidate.id} on {problem.key}: {verdict.kind} {verdict.detail}"

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 # A room's checks register themselves when its module is imported.
-ROOMS = ("racing", "kernels", "verifying", "workers", "storing", "hostile_data", "forging", "commands", "serving")
+ROOMS = (
+    "racing", "kernels", "verifying", "faults", "workers", "storing", "hostile_data", "forging", "commands", "serving",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,12 @@ class Clock(Protocol):
     def time_round(self, runs: Sequence[Run], calls: Sequence[int]) -> list[float]:
         """Time each callable once, in the order given, ``calls[j]`` calls of ``runs[j]``; seconds per call."""
 
+    def call_again(self, run: Run, place: int) -> Sequence[int]:
+        """Call it the way that it was timed, and wait; returns the operand sets' numbers in the order of the calls.
+
+        place: the number to call it with where each call is a call.
+        """
+
     def conditions(self, run: Run, finalist: bool) -> dict[str, str]:
         """How it timed a callable, for its Sample to say. finalist: what takes time to find out, too."""
 
@@ -85,6 +91,10 @@ class CpuClock:
     def time_round(self, runs: Sequence[Run], calls: Sequence[int]) -> list[float]:
         with collector_at_rest():
             return [self._timed(run, min(n, self._most)) for run, n in zip(runs, calls, strict=True)]
+
+    def call_again(self, run: Run, place: int) -> Sequence[int]:
+        run(place)
+        return (place,)
 
     def conditions(self, run: Run, finalist: bool) -> dict[str, str]:
         return {}

@@ -175,6 +175,19 @@ class CudaClock:
                     del times[run]
             return [times[run] if run in times else self._off_stream(run, known, n) for run, known, n in lanes]
 
+    def call_again(self, run: Run, place: int) -> Sequence[int]:
+        """Replay its graph; the results of a graph's last two calls are what its two outputs hold then."""
+        known = self._known.setdefault(run, _Known())
+        with self._gpu.stream():
+            self._gpu.synchronize()  # operands may have been overwritten on another stream
+            self._marker[0] = known.number or self._marker[0]
+            if known.graph is None:
+                run(place)
+            else:
+                known.graph.replay()
+            self._gpu.synchronize()
+        return (place,) if known.graph is None else range(known.calls)[-2:]
+
     def conditions(self, run: Run, finalist: bool) -> dict[str, str]:
         known = self._known.get(run)
         if known is None:

@@ -10,24 +10,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ..backends.base import QuantWeight
 from ..epilogue import Step
-from ..problem import Layout, Operand, Problem, Quant, bits
+from ..problem import Layout, Operand, Problem, Quant
 from ..target import Target
-
-Fill = Literal["uniform", "cancel", "denormal", "spike"]
-FILLS: tuple[Fill, ...] = ("uniform", "cancel", "denormal", "spike")
 
 CPU = torch.device("cpu")
 GUARD = 4096  # bytes before and after an operand that is checked with; keeps torch's 64-byte alignment
 _CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}  # elements drawn at a time: in the cache, or few launches
 _POOL = (1 << 20) + 7  # odd: tiles do not line up with rows or pages
-_TINY_PRODUCTS = 1 << 26  # with denormals, on a CPU: an Intel core takes 100 times as long for one
 _SPREAD = {"int8": 74.0, "uint8": 147.0, "int4": 4.6, "float8_e4m3fn": 110.0, "float8_e5m2": 9000.0}  # rms
 _DEFAULT_LLC = 32 << 20
 _MAX_SETS = 64
@@ -39,53 +34,46 @@ Source = Callable[[tuple[int, ...], Layout, str], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """One set of operands as ``Kernel.run`` takes them: a, raw b (Tensor or QuantWeight), the epilogue's tensors."""
+    """One set of operands as ``Kernel.run`` takes them: a, raw b (Tensor or QuantWeight), the epilogue's tensors.
+
+    source: a B of equal values elsewhere, of which a packed copy may exist already; None when b is the only one.
+    """
 
     a: Tensor
     b: Tensor | QuantWeight
     aux: tuple[Tensor, ...] = ()
+    source: Tensor | QuantWeight | None = None
 
 
 def make_inputs(
     problem: Problem,
     seed: int,
-    fill: Fill = "uniform",
     *,
     b: Tensor | QuantWeight | None = None,
     offset: int = 0,
+    gap: int = 0,
     device: torch.device = CPU,
 ) -> Inputs:
     """Operands drawn from ``seed`` on ``device``; equal arguments give equal operands.
 
-    fill: ``uniform`` is the plain draw (floats normal, integers over their full range, fp8 over its exponents);
-    ``cancel`` makes neighbours along K cancel almost wholly (in A and B; needs a float A and its own B);
-    ``denormal`` puts A (float) below its dtype's smallest normal in every other row (the last among them), and every
-    other element of the rows between, in as many rows as a CPU is through with soon; ``spike`` has one element
-    1000 times the others in each row of a float A, and only the two extremes in integer operands (fp8: the largest
-    of either sign, and the smallest).
-    b: use this B instead of drawing one (a weight shared by several draws). offset: elements to shift A's start by,
-    to try an unaligned A. Raises ValueError for an unknown fill.
+    Floats are normal, integers span their full range, fp8 numbers their exponents. b: use this B instead of drawing one
+    (a weight shared by several draws). offset: elements to shift the start of A and of the B that is drawn by. gap:
+    elements between the matrices of a batch.
 
     All of it lies between guards: a kernel that reads beyond an operand, or in the gaps between its rows, and uses
     what it finds there meets NaN (integers: -127 or 129).
     """
-    if fill not in FILLS:
-        raise ValueError(f"fill must be one of {', '.join(FILLS)}; got {fill!r}")
     generator = torch.Generator(device).manual_seed(seed)
 
     def draw(shape: tuple[int, ...], layout: Layout, dtype: str) -> Tensor:
-        out = allocate(shape, layout, dtype, offset, guard=True, device=device)
-        _fill(out, dtype, generator, extremes=fill == "spike")
+        out = allocate(shape, layout, dtype, offset, guard=True, device=device, gap=gap)
+        fill_random(out, dtype, generator)
         return out
 
-    a = draw(_shape(problem, problem.m, problem.k), problem.a.layout, problem.a.dtype)
-    offset = 0
-    own_b = b is None
+    a = draw(logical_shape(problem, problem.m, problem.k), problem.a.layout, problem.a.dtype)
     if b is None:
-        b = _fenced(_weight(problem, draw, generator))
-    if a.is_floating_point() and bits(problem.a.dtype) > 8:
-        _shape_values(problem.n, a, b if own_b else None, fill, generator)
-    return Inputs(a, b, tuple(_fence(t) for t in _aux(problem, generator)))
+        b = fenced_weight(_weight(problem, draw, generator), offset)
+    return Inputs(a, b, tuple(fenced(t, offset) for t in epilogue_tensors(problem, generator)))
 
 
 def timing_sets(problem: Problem, count: int, seed: int, device: torch.device = CPU) -> list[Inputs]:
@@ -96,17 +84,17 @@ def timing_sets(problem: Problem, count: int, seed: int, device: torch.device = 
     def tile(shape: tuple[int, ...], layout: Layout, dtype: str) -> Tensor:
         if device.type != "cpu":  # drawing there is as fast as copying, and takes fewer launches than tiles
             out = allocate(shape, layout, dtype, device=device)
-            _fill(out, dtype, generator, extremes=False)
+            fill_random(out, dtype, generator)
             return out
         if dtype not in pools:
             pools[dtype] = allocate((_POOL,), Layout(), dtype)
-            _fill(pools[dtype], dtype, generator, extremes=False)
+            fill_random(pools[dtype], dtype, generator)
         return _tiled(shape, layout, dtype, pools[dtype], generator)
 
     sets = []
     for _ in range(count):
-        a = tile(_shape(problem, problem.m, problem.k), problem.a.layout, problem.a.dtype)
-        sets.append(Inputs(a, _weight(problem, tile, generator), _aux(problem, generator)))
+        a = tile(logical_shape(problem, problem.m, problem.k), problem.a.layout, problem.a.dtype)
+        sets.append(Inputs(a, _weight(problem, tile, generator), epilogue_tensors(problem, generator)))
     return sets
 
 
@@ -132,7 +120,8 @@ def rotations(problem: Problem, target: Target) -> int:
 # --- memory -----------------------------------------------------------------------------------------------------
 
 
-def _shape(problem: Problem, rows: int, columns: int) -> tuple[int, ...]:
+def logical_shape(problem: Problem, rows: int, columns: int) -> tuple[int, ...]:
+    """[rows, columns], or [batch, rows, columns] for bmm."""
     return (problem.batch, rows, columns) if problem.family == "bmm" else (rows, columns)
 
 
@@ -144,10 +133,12 @@ def allocate(
     *,
     guard: bool = False,
     device: torch.device = CPU,
+    gap: int = 0,
 ) -> Tensor:
     """Uninitialised memory of a logical shape in a layout; vectors are dense. offset: elements before its start.
 
-    guard: leave ``GUARD`` bytes of poison on either side, and poison in the gaps between rows.
+    guard: leave ``GUARD`` bytes of poison on either side, and poison in the gaps between rows. gap: elements between
+    the matrices of a batch.
     """
     torch_dtype = getattr(torch, "uint8" if dtype == "int4" else dtype)
     if len(shape) < 2:
@@ -158,10 +149,10 @@ def allocate(
     lead = max(layout.ld or fast * inner, 1)
     if inner == 2 and lead < 2 * fast:
         raise ValueError(f"a strided layout of {fast} columns needs ld >= {2 * fast}; got {lead}")
-    flat = _memory(batch * slow * lead + offset, torch_dtype, guard, lead > fast, device)
+    flat = _memory(batch * (slow * lead + gap) + offset, torch_dtype, guard, lead > fast or gap > 0, device)
     strides = (1, lead) if layout.order == "col" else (lead, inner)
     full = (batch, rows, columns)
-    view = flat.as_strided(full, (slow * lead, *strides), flat.storage_offset() + offset)
+    view = flat.as_strided(full, (slow * lead + gap, *strides), flat.storage_offset() + offset)
     return view if len(shape) == 3 else view[0]
 
 
@@ -176,18 +167,26 @@ def _memory(count: int, dtype: torch.dtype, guard: bool, gaps: bool, device: tor
     return whole[room : room + count]
 
 
-def _fence(t: Tensor) -> Tensor:
-    """A copy of a dense tensor between guards."""
-    copy = _memory(t.numel(), t.dtype, True, False, t.device).view(t.shape)
+def fenced(t: Tensor, offset: int = 0) -> Tensor:
+    """A copy of a dense tensor between guards, ``offset`` elements behind the first."""
+    copy = _memory(t.numel() + offset, t.dtype, True, False, t.device)[offset:].view(t.shape)
     return copy.copy_(t)
 
 
-def _fenced(b: Tensor | QuantWeight) -> Tensor | QuantWeight:
+def fenced_weight(b: Tensor | QuantWeight, offset: int = 0) -> Tensor | QuantWeight:
     """B with its scales and zero points between guards, as its data are."""
     if isinstance(b, Tensor):
         return b
-    zero_point = None if b.zero_point is None else _fence(b.zero_point)
-    return replace(b, scale=_fence(b.scale), zero_point=zero_point)
+    zero_point = None if b.zero_point is None else fenced(b.zero_point, offset)
+    return replace(b, scale=fenced(b.scale, offset), zero_point=zero_point)
+
+
+def shifted_weight(problem: Problem, b: Tensor | QuantWeight) -> Tensor | QuantWeight:
+    """A copy of B between guards that starts one element behind a boundary."""
+    data = b.data if isinstance(b, QuantWeight) else b
+    copy = allocate(tuple(data.shape), problem.b.layout, problem.b.dtype, 1, guard=True, device=data.device)
+    copy.copy_(data)
+    return fenced_weight(replace(b, data=copy), 1) if isinstance(b, QuantWeight) else copy
 
 
 def _dense(out: Tensor) -> Tensor | None:
@@ -202,12 +201,13 @@ def _dense(out: Tensor) -> Tensor | None:
 # --- values -----------------------------------------------------------------------------------------------------
 
 
-def _fill(out: Tensor, dtype: str, generator: torch.Generator, *, extremes: bool) -> None:
-    """Random values over the dtype's range, every element drawn."""
+def fill_random(out: Tensor, dtype: str, generator: torch.Generator, *, extremes: bool = False) -> None:
+    """Random values over the dtype's range, every element drawn. extremes: integers and fp8 are the largest of either
+    sign (and fp8 the smallest)."""
     flat = _dense(out)
     if flat is None:
         dense = torch.empty(out.shape, dtype=out.dtype, device=out.device)
-        _fill(dense, dtype, generator, extremes=extremes)
+        fill_random(dense, dtype, generator, extremes=extremes)
         out.copy_(dense)
         return
     chunk = _CHUNK[out.device.type]
@@ -260,27 +260,6 @@ def _tiled(shape: tuple[int, ...], layout: Layout, dtype: str, pool: Tensor, gen
     return out
 
 
-def _shape_values(n: int, a: Tensor, b: Any, fill: Fill, generator: torch.Generator) -> None:
-    """Turn a plain draw of a float A (and its own B, of n columns) into an adversarial one, in place."""
-    k = a.shape[-1]
-    if k == 0 or a.numel() == 0:
-        return
-    if fill == "spike":
-        where = torch.randint(0, k, (*a.shape[:-1], 1), generator=generator, device=a.device)
-        a.scatter_(-1, where, torch.full(where.shape, 1000.0, dtype=a.dtype, device=a.device))
-    elif fill == "denormal":
-        tiny = torch.finfo(a.dtype).smallest_normal / 4
-        step = 2 if a.device.type != "cpu" else max(2, -(-a.numel() * n // _TINY_PRODUCTS))
-        rows = a.shape[-2]
-        a[..., (rows - 1) % step :: step, :] *= tiny
-        if rows > 1:
-            a[..., (rows - 2) % step :: step, ::2] *= tiny
-    elif fill == "cancel" and isinstance(b, Tensor) and b.is_floating_point():
-        half = k // 2
-        a[..., half : 2 * half] = a[..., :half]
-        b[..., half : 2 * half, :] = b[..., :half, :] * -(1 + 2.0**-6)
-
-
 # --- weights and epilogue tensors -------------------------------------------------------------------------------
 
 
@@ -291,7 +270,7 @@ def _rms(dtype: str) -> float:
 def _weight(problem: Problem, draw: Source, generator: torch.Generator) -> Tensor | QuantWeight:
     operand = problem.b
     if operand.quant is None:
-        return draw(_shape(problem, problem.k, problem.n), operand.layout, operand.dtype)
+        return draw(logical_shape(problem, problem.k, problem.n), operand.layout, operand.dtype)
     stored = -(-problem.k // 2) if operand.dtype == "int4" else problem.k
     data = draw((stored, problem.n), operand.layout, operand.dtype)
     scale, zero = _quant_tensors(problem, operand, operand.quant, generator)
@@ -313,7 +292,7 @@ def _quant_tensors(
     return scale, zero.to(dtype)
 
 
-def _aux(problem: Problem, generator: torch.Generator) -> tuple[Tensor, ...]:
+def epilogue_tensors(problem: Problem, generator: torch.Generator) -> tuple[Tensor, ...]:
     """The epilogue's tensors, each of a size that matters beside the accumulator as it then is."""
     level = math.sqrt(max(problem.k, 1)) * _rms(problem.a.dtype) * _rms(problem.b.dtype)
     if problem.b.quant is not None:
@@ -333,7 +312,7 @@ def _aux(problem: Problem, generator: torch.Generator) -> tuple[Tensor, ...]:
 
 
 def _step_tensor(problem: Problem, step: Step, size: float, level: float, generator: torch.Generator) -> Tensor:
-    full = _shape(problem, problem.m, problem.n)
+    full = logical_shape(problem, problem.m, problem.n)
     shape = {"tensor": (1,), "row": (problem.m,), "col": (problem.n,), "full": full}[step.axis]
     device = generator.device
     if step.kind == "scale":

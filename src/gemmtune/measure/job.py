@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -20,6 +22,7 @@ from ..target import Target
 from .clock import Latency
 from .cuda import TorchGpu, context_fault, limit_device_memory, warm_up
 from .cuda import rough_times as rough_gpu_times
+from .draws import Draw, at_rows, prepare
 from .inputs import Inputs, operand_bytes
 from .limits import limit_memory
 from .machine import CpuMachine, Pins
@@ -34,14 +37,17 @@ from .protocol import (
     Leading,
     Open,
     Race,
+    Raced,
     Ready,
     Reply,
     Request,
     Setup,
 )
+from .recheck import recheck
+from .row_counts import other_row_counts
 from .strays import end_strays
 from .timing import INCUMBENT, PACED_BYTES, Flush, Pace, Track, on_gpu, packs_each_call, rough_times, scratch_allowance
-from .verify import Draw, guarded, prepare, verify
+from .verify import guarded, verify
 
 _RACE_LEAST = 0.3  # of a race's budget, when making and packing operands took it all
 
@@ -49,6 +55,8 @@ Progress = Callable[[Leading], None]
 
 # How long a kernel is run again on one draw, to see whether it repeats: when it is tried, and before it is eligible.
 _GLANCE_S, _PATIENCE_S = 20e-3, 0.1
+_ROWS_PATIENCE_S = 50e-3  # for a candidate's calls at other M, beyond the first of them
+_KEPT_ROWS = 6  # draws of other M that are kept for the next candidate
 
 
 class ContextLost(WorkerError):
@@ -79,6 +87,8 @@ class Desk:
             raise
         if isinstance(reply, Attempted | Confirmed) and reply.verdict is not None and not reply.verdict.ok:
             self._check_context(reply.verdict.detail)
+        if isinstance(reply, Raced) and reply.faults:
+            self._check_context("; ".join(verdict.detail for verdict in reply.faults.values()))
         return reply
 
     def _check_context(self, happened: str) -> None:
@@ -121,6 +131,7 @@ class Desk:
                 track = self._need_job().track(candidates, self._marker_fd, request.hot, conditions)
                 left = max(_RACE_LEAST * request.budget_s, request.budget_s - (time.perf_counter() - began))
                 raced = track.race(left, request.seed, self._progress, request.earlier_s)
+                raced.faults = self._need_job().recheck(track, raced, request.seed)
                 self._left_behind()
                 return raced
 
@@ -158,9 +169,10 @@ class Job:
         # Asked when the race begins: for what went on while candidates were tried.
         self._machine = cuda_machine(target.torch_device) if on_gpu(target) else CpuMachine(target.threads)
         self._draws: tuple[Draw, ...] | None = None
+        self._rows: dict[int, Draw] = {}  # of other M
         self._flush: Flush | None = None
         self._pace = Pace() if self._gpu is None and problem.weight_bytes <= PACED_BYTES else None
-        self._packed: dict[str, Any] = {}
+        self._packed: dict[tuple[str, int], Any] = {}  # by layout, and which B
         self._packing_s: dict[str, float] = {}
         self._checked: dict[str, Verdict] = {}
         self._need_draws()
@@ -190,21 +202,54 @@ class Job:
         return result
 
     def confirm(self, candidate: Candidate) -> Confirmed:
-        """Check against every draw; the first one only if ``attempt`` has not done so in this process."""
+        """Check against every draw, and at other M; the first draw only if ``attempt`` has not done so here."""
         kernel, verdict = self._load(candidate)
         if kernel is None:
             return Confirmed(verdict)
         self._drop_packed(kernel)
-        draws, first = self._need_draws(), self._checked.get(candidate.id)
-        if first is None or len(draws) == 1:
-            return Confirmed(self._verify(kernel, draws))
-        rest = self._verify(kernel, draws[1:]) if first.ok else first
+        first = self._checked.get(candidate.id)
+        if first is None:
+            first = self._verify(kernel, self._need_draws()[:1])
+        rest = first if not first.ok else self._verify(kernel, self._need_draws()[1:])
+        if rest.ok:
+            rest = self._verify_rows(kernel, rest)
         if not rest.ok:
             return Confirmed(rest)
         both_exact = first.kind == rest.kind == "exact"
         detail = first.detail or rest.detail
         worst = max(first.worst, rest.worst)
         return Confirmed(Verdict("exact" if both_exact else "within_bound", detail, worst))
+
+    def _verify_rows(self, kernel: Kernel, so_far: Verdict) -> Verdict:
+        """The Verdict for a kernel at other M: its Plan serves it there, too. so_far: that for the Problem's M."""
+        began = 0.0
+        for m in other_row_counts(self.problem, kernel.candidate):
+            if began and time.perf_counter() - began > _ROWS_PATIENCE_S:
+                break
+            if m not in self._rows:
+                while len(self._rows) >= _KEPT_ROWS:
+                    self._rows.pop(next(iter(self._rows)))
+                draw = at_rows(self.problem, self._need_draws(), m)
+                if draw is None:
+                    continue
+                self._rows[m] = draw
+            verdict = self._verify(kernel, (self._rows[m],), 0.0)
+            if not verdict.ok:
+                return verdict
+            so_far = msgspec.structs.replace(so_far, worst=max(so_far.worst, verdict.worst))
+            began = began or time.perf_counter()
+        return so_far
+
+    def recheck(self, track: Track, raced: Raced, seed: int) -> dict[str, Verdict]:
+        """What became wrong of the raced kernels that may be served: the leader, each packing's best and what won its
+        layout's duel, and the fastest of ATen's."""
+        placed = [row for row in raced.placed if row.sample is not None and row.stage != "failed"]
+        of_aten = [row for row in placed if row.id.startswith(f"{INCUMBENT}/")]
+        baseline = min(of_aten, key=lambda row: row.sample.median_s if row.sample else math.inf, default=None)
+        duelled = [name for layout in raced.layouts.values() for name in (layout.candidate, layout.baseline)]
+        names = [raced.leader, *raced.groups.values(), *duelled, baseline.id if baseline is not None else None]
+        kernels = (track.raced_kernel(name) for name in dict.fromkeys(names) if name is not None)
+        return recheck(self.problem, kernels, seed)
 
     def track(
         self, candidates: list[Candidate], marker_fd: int | None, hot: bool = False, conditions: Mapping[str, str] = {}
@@ -215,7 +260,7 @@ class Job:
 
         Raises WorkerError when a confirmed candidate cannot be loaded again.
         """
-        self._draws, self._packed, self._flush, self._pace = None, {}, None, None
+        self._draws, self._rows, self._packed, self._flush, self._pace = None, {}, {}, None, None
         kernels = {}
         for candidate in candidates:
             kernel, verdict = self._load(candidate)
@@ -248,7 +293,7 @@ class Job:
 
     def _verify(self, kernel: Kernel, draws: tuple[Draw, ...], patience_s: float = _PATIENCE_S) -> Verdict:
         def run(inputs: Inputs, out: Tensor) -> None:
-            kernel.run(inputs.a, self._operand(kernel, inputs.b), inputs.aux, out)
+            kernel.run(inputs.a, self._operand(kernel, inputs), inputs.aux, out)
 
         try:
             verdict = verify(run, self.problem, draws, patience_s)
@@ -261,12 +306,12 @@ class Job:
     def _mend(self) -> None:
         """Make anew what a bad kernel may have written into, so that the next one is not judged by it."""
         self._packed = {}
-        if self._draws is not None and any(draw.touched() for draw in self._draws):
-            self._draws = None
+        if self._draws is not None and any(draw.touched() for draw in (*self._draws, *self._rows.values())):
+            self._draws, self._rows = None, {}
 
     def _drop_packed(self, kernel: Kernel) -> None:
         """Let go of B in other layouts than this kernel's, before it takes memory of its own."""
-        self._packed = {layout: b for layout, b in self._packed.items() if layout == kernel.packing}
+        self._packed = {key: b for key, b in self._packed.items() if key[0] == kernel.packing}
 
     def _rough_times(self, kernel: Kernel, worth_s: float | None) -> tuple[float, ...]:
         if self._gpu is None:
@@ -280,22 +325,24 @@ class Job:
         _, out = guarded(problem, inputs.a.device, 0)  # ``out`` is a view: it keeps the guards alive
         if packs_each_call(kernel, problem):
             return lambda: kernel.run(inputs.a, kernel.pack(inputs.b), inputs.aux, out)
-        b = self._operand(kernel, inputs.b)
+        b = self._operand(kernel, inputs)
         return lambda: kernel.run(inputs.a, b, inputs.aux, out)
 
-    def _operand(self, kernel: Kernel, b: Any) -> Any:
+    def _operand(self, kernel: Kernel, inputs: Inputs) -> Any:
         """B as the kernel wants it. A constant B is packed once for candidates of one layout in a row."""
         if kernel.packing is None:
-            return b
+            return inputs.b
         if packs_each_call(kernel, self.problem):
-            return kernel.pack(b)
-        if kernel.packing not in self._packed:
+            return kernel.pack(inputs.b)
+        source = inputs.b if inputs.source is None else inputs.source
+        key = kernel.packing, id(source)
+        if key not in self._packed:
             start = time.perf_counter()
-            self._packed[kernel.packing] = kernel.pack(b)
+            self._packed[key] = kernel.pack(source)
             if self._gpu is not None:
                 self._gpu.synchronize()
-            self._packing_s[kernel.packing] = time.perf_counter() - start
-        return self._packed[kernel.packing]
+            self._packing_s.setdefault(kernel.packing, time.perf_counter() - start)
+        return self._packed[key]
 
 
 def build(problem: Problem, candidate: Candidate, target: Target) -> Built:

@@ -102,7 +102,8 @@ class Placed(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Raced(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """Reply to Race. groups: the fastest id per packing. layouts: duels by packing."""
+    """Reply to Race. groups: the fastest id per packing. layouts: duels by packing. faults: kernels that were no longer
+    right after the race."""
 
     outcome: Outcome
     leader: str | None
@@ -110,6 +111,7 @@ class Raced(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     placed: tuple[Placed, ...]
     groups: dict[str, str]
     layouts: dict[str, LayoutDecision] = {}
+    faults: dict[str, Verdict] = {}
 
 
 class Leading(msgspec.Struct, tag=True, forbid_unknown_fields=True):

@@ -27,6 +27,7 @@ from .machine import Machine
 from .plausible import least_s
 from .protocol import Leading, Placed, Raced
 from .race import Entrant, RaceSetup, race
+from .recheck import RacedKernel
 from .surroundings import OVERLAP, Surrounding
 
 INCUMBENT = "aten"
@@ -413,6 +414,21 @@ class Track:
     def _variants(self, name: str) -> tuple[str, ...]:
         return ("", OVERLAP) if self._kernels[name].can_overlap else ("",)
 
+    def raced_kernel(self, name: str) -> RacedKernel:
+        """A raced kernel with the path that it was raced along, for ``recheck``."""
+        (entrant,) = (entrant for entrant in self._entrants if entrant.id == name)
+        kernel = self._kernels[name]
+        stock = self._operands[self._layout(kernel)]
+
+        def call(place: int) -> list[int]:
+            stock.turn_to(place)
+            last: dict[int, int] = {}  # by output, which several sets may share
+            for i in self._clock.call_again(entrant.run, place):
+                last[stock.sets[i % len(stock.sets)][2].data_ptr()] = i % len(stock.sets)
+            return list(last.values())
+
+        return RacedKernel(kernel, call, stock.sets)
+
     def _move(self) -> None:
         """Put every B somewhere else in memory; see ``race.race``."""
         for stock in self._operands.values():
@@ -427,6 +443,15 @@ class _Stock:
 
     def __init__(self, sets: list[tuple[Inputs, Any, Tensor]], packer: Kernel | None) -> None:
         self._sets, self._packer, self._next = sets, packer, 0
+
+    @property
+    def sets(self) -> list[tuple[Inputs, Any, Tensor]]:
+        """All of them."""
+        return self._sets
+
+    def turn_to(self, place: int) -> None:
+        """Have ``next`` hand out the set at ``place``."""
+        self._next = place - 1
 
     def next(self, _: int) -> tuple[Inputs, Any, Tensor]:
         """The set whose turn it is, whoever asks."""

@@ -46,25 +46,34 @@ def verify(run: Run, problem: Problem, draws: Sequence[Draw], patience_s: float 
     It runs twice on the first draw, up to ten times as far as ``patience_s`` goes, and twice on each where the output
     holds integers. Returns exact, within_bound, wrong or unstable. Whatever ``run`` raises passes through. ``detail``
     says where and by how much, or that repeated runs differ within the bound; it is empty when all repeated bit for
-    bit.
+    bit. Draws may have other M than the Problem.
     """
     if not draws:
         raise ValueError("verify needs at least one draw; make them with prepare(problem, seed)")
     worst, repeated = 0.0, ""
     for index, draw in enumerate(draws):
         least = 2 if index == 0 or problem.out_dtype in INTEGERS else 1
-        found = _judge(run, problem, draw, least, patience_s if index == 0 else 0.0)
+        found = _judge(run, problem.with_m(draw.m), draw, least, patience_s if index == 0 else 0.0)
         worst = max(worst, found.worst)
-        fault = found.fault or _written(draw)
+        following = draws[index + 1] if index + 1 < len(draws) else None
+        # The weight, the largest of what is summed up, is looked at after the last draw that has it.
+        last = bool(found.finding) or following is None or following.inputs.b is not draw.inputs.b
+        fault = found.fault or _written(draw, last)
+        where = _at(problem, draw)
         if found.differs and found.finding and not fault:
-            text = f"two runs on the same operands differ, and {found.finding} ({draw.kind} draw)"
+            text = f"two runs on the same operands differ, and {found.finding} ({where})"
             return Verdict("unstable", text, _finite(found.worst))
         if fault or found.finding:
-            return Verdict("wrong", f"{fault or found.finding} ({draw.kind} draw)", _finite(worst))
+            return Verdict("wrong", f"{fault or found.finding} ({where})", _finite(worst))
         repeated = DIFFERING if found.differs else repeated
     if worst == 0.0 and problem.out_dtype in INTEGERS:
         return Verdict("exact", repeated, 0.0)
     return Verdict("within_bound", repeated, worst)
+
+
+def _at(problem: Problem, draw: Draw) -> str:
+    """Which draw it is, in words."""
+    return f"{draw.kind} draw" if draw.m == problem.m else f"{draw.kind} draw of M = {draw.m}"
 
 
 @dataclass(slots=True)
@@ -88,7 +97,7 @@ def _judge(run: Run, problem: Problem, draw: Draw, least: int, patience_s: float
     for number in range(_MOST_RUNS):
         if number >= least and (found.fault or found.finding or time.perf_counter() - start >= patience_s):
             break
-        out, fault = _execute(run, problem, draw, _INT_POISONS[number % 2])
+        out, fault = _execute(run, problem, draw, number % 2)
         found.fault = found.fault or fault
         if first is not None and _same_bits(first, out):
             continue
@@ -102,54 +111,67 @@ def _judge(run: Run, problem: Problem, draw: Draw, least: int, patience_s: float
     return found
 
 
-def _written(draw: Draw) -> str:
-    """Which operands the kernel wrote into (or beside), in words; empty for none, as it should be."""
-    touched = draw.touched()
+def _written(draw: Draw, weight: bool) -> str:
+    """What the kernel wrote into (or beside) and must not, in words; empty for nothing, as it should be."""
+    touched = draw.touched(weight)
+    if "the oracle's" in touched:
+        return f"it wrote far beyond its output, where verification keeps what it compares with: {touched}"
     return f"it wrote into its inputs, or just beside them: {touched}" if touched else ""
 
 
 # --- running into guarded memory --------------------------------------------------------------------------------
 
 
-def _execute(run: Run, problem: Problem, draw: Draw, int_poison: int) -> tuple[Tensor, str]:
+def _execute(run: Run, problem: Problem, draw: Draw, poison: int) -> tuple[Tensor, str]:
     """Run once. Returns the output, which stays where it is, and what was written outside it, in words."""
-    frame, out = guarded(problem, draw.inputs.a.device, int_poison)
+    frame, out = guarded(problem, draw.inputs.a.device, poison, draw.offset)
     run(draw.inputs, out)
-    return out, _trespass(problem, frame)
+    return out, _trespass(problem, frame, draw.offset)
 
 
-def guarded(problem: Problem, device: torch.device, int_poison: int) -> tuple[Tensor, Tensor]:
-    """(frame, out): bytes filled with a pattern, and the output inside them, poisoned (NaN, or a byte for integers)."""
+def guarded(problem: Problem, device: torch.device, poison: int, offset: int = 0) -> tuple[Tensor, Tensor]:
+    """(frame, out): bytes filled with a pattern, and the output inside them, poisoned.
+
+    poison: 0 for NaN (integers: a byte), 1 for the largest number (another byte): no element is right with both.
+    offset: elements that the output starts behind a boundary.
+    """
     size = bits(problem.out_dtype) // 8
     batch = problem.batch if problem.family == "bmm" else 1
     slow, fast = (problem.n, problem.m) if problem.out.order == "col" else (problem.m, problem.n)
     lead = problem.out.ld or max(fast, 1)
-    frame = torch.full((2 * _GUARD + batch * slow * lead * size,), _PATTERN, dtype=torch.uint8, device=device)
-    body = frame[_GUARD : frame.numel() - _GUARD].view(getattr(torch, problem.out_dtype))
+    length = 2 * _GUARD + (batch * slow * lead + offset) * size
+    frame = torch.full((length,), _PATTERN, dtype=torch.uint8, device=device)
+    body = _body(frame, offset * size).view(getattr(torch, problem.out_dtype))
     strides = (1, lead) if problem.out.order == "col" else (lead, 1)
     shape = (batch, problem.m, problem.n)
     out = body.as_strided(shape, (slow * lead, *strides), body.storage_offset())
     if problem.out_dtype in INTEGERS:
-        body.view(torch.uint8).fill_(int_poison)
+        body.view(torch.uint8).fill_(_INT_POISONS[poison])
     else:
-        out.fill_(math.nan)
+        out.fill_(_poison(out, poison))
     if fast < lead:
-        _gaps(problem, frame).fill_(_PATTERN)
+        _gaps(problem, frame, offset).fill_(_PATTERN)
     return frame, out if problem.family == "bmm" else out[0]
 
 
-def _gaps(problem: Problem, frame: Tensor) -> Tensor:
+def _body(frame: Tensor, skipped: int) -> Tensor:
+    """The bytes between the guards, all but so many at the start."""
+    return frame[_GUARD + skipped : frame.numel() - _GUARD]
+
+
+def _gaps(problem: Problem, frame: Tensor, offset: int) -> Tensor:
     """The bytes between the rows (or columns) of the output: [rows, gap]."""
     size = bits(problem.out_dtype) // 8
     fast = problem.m if problem.out.order == "col" else problem.n
     lead = problem.out.ld or max(fast, 1)
-    return frame[_GUARD : frame.numel() - _GUARD].view(-1, lead * size)[:, fast * size :]
+    return _body(frame, offset * size).view(-1, lead * size)[:, fast * size :]
 
 
-def _trespass(problem: Problem, frame: Tensor) -> str:
-    places = {"before": frame[:_GUARD], "after": frame[frame.numel() - _GUARD :]}
-    if frame.numel() > 2 * _GUARD:
-        places["between the rows of"] = _gaps(problem, frame)
+def _trespass(problem: Problem, frame: Tensor, offset: int) -> str:
+    start = _GUARD + offset * bits(problem.out_dtype) // 8
+    places = {"before": frame[:start], "after": frame[frame.numel() - _GUARD :]}
+    if frame.numel() > start + _GUARD:
+        places["between the rows of"] = _gaps(problem, frame, offset)
     for name, memory in places.items():
         changed = int((memory != _PATTERN).sum())
         if changed:
@@ -157,13 +179,19 @@ def _trespass(problem: Problem, frame: Tensor) -> str:
     return ""
 
 
+def _poison(out: Tensor, which: int) -> float:
+    """What an output of floats is filled with."""
+    return math.nan if which == 0 else float(torch.finfo(out.dtype).max)
+
+
 def _unwritten(problem: Problem, first: Tensor, second: Tensor) -> str:
-    """How many elements of an integer output still hold the poison of their run, in words."""
+    """How many elements of an output still hold the poison of their run (the first, the second), in words."""
     if problem.out_dtype not in INTEGERS:
-        return ""
-    kept = torch.ones_like(first, dtype=torch.bool)
-    for out, byte in zip((first, second), _INT_POISONS, strict=True):
-        kept &= out == torch.full((out.element_size(),), byte, dtype=torch.uint8, device=out.device).view(out.dtype)
+        kept = first.isnan() & (second == _poison(second, 1))
+    else:
+        kept = torch.ones_like(first, dtype=torch.bool)
+        for out, byte in zip((first, second), _INT_POISONS, strict=True):
+            kept &= out == torch.full((out.element_size(),), byte, dtype=torch.uint8, device=out.device).view(out.dtype)
     count = int(kept.sum())
     return f"{count} elements of the output were never written" if count else ""
 
@@ -182,8 +210,9 @@ def _finite(x: float) -> float:
 
 @dataclass(slots=True)
 class _Sums:
-    """What the aggregate test needs, gathered while comparing (finite elements only)."""
+    """What the aggregate test needs, gathered while comparing (finite elements of the plain columns only)."""
 
+    plain: Tensor | None = None
     count: int = 0
     d_ref: float = 0.0
     d_ref_2: float = 0.0
@@ -192,7 +221,13 @@ class _Sums:
     d_2: float = 0.0
     ref: float = 0.0
 
-    def add(self, d: Tensor, ref: Tensor) -> None:
+    def add(self, d: Tensor, ref: Tensor, ok: Tensor | None = None) -> None:
+        """d, ref: [rows, N]. ok: which elements count; None for all."""
+        if self.plain is not None:
+            d, ref, ok = d[:, self.plain], ref[:, self.plain], None if ok is None else ok[:, self.plain]
+        if ok is not None and not bool(ok.all()):
+            d, ref = d[ok], ref[ok]
+        d, ref = d.reshape(-1), ref.reshape(-1)
         product = d * ref
         sums = (product.sum(), product.dot(product), ref.dot(ref), d.sum(), d.dot(d), ref.abs().sum())
         d_ref, d_ref_2, ref_2, d_1, d_2, ref_1 = torch.stack(sums).tolist()  # one wait for a device, not six
@@ -209,54 +244,55 @@ def _compare(problem: Problem, draw: Draw, out: Tensor) -> tuple[float, str]:
     """(largest error over tolerance, what is wrong or "") of one output."""
     if not out.numel():
         return 0.0, ""
-    got = out.reshape(-1)
-    value, tolerance = draw.value.reshape(-1), draw.tolerance.reshape(-1)
-    check = _check_integers if problem.out_dtype in INTEGERS else _check_floats
-    sums = _Sums()
+    got = out.reshape(-1, problem.n)
+    value, tolerance = draw.value.reshape(got.shape), draw.tolerance.reshape(got.shape)
+    sums = _Sums(draw.plain) if draw.kind == "uniform" else None
     worst, where = 0.0, -1
-    chunk = _CHUNK[got.device.type]
-    for start in range(0, got.numel(), chunk):
-        part = slice(start, start + chunk)
-        ratio = check(problem, got[part], value[part], tolerance[part], sums)
+    rows = max(1, _CHUNK[got.device.type] // problem.n)
+    for start in range(0, got.shape[0], rows):
+        part = slice(start, start + rows)
+        ratio = check_elements(got[part], value[part], tolerance[part], problem.out_dtype, sums).view(-1)
         top = int(ratio.argmax())
-        if float(ratio[top]) > worst:
-            worst, where = float(ratio[top]), start + top
+        if not float(ratio[top]) <= worst:
+            worst, where = float(ratio[top]), start * problem.n + top
     if worst > 1.0:
-        return worst, _describe(problem, draw, got, where, worst)
-    aggregate = "" if draw.kind != "uniform" else _aggregate(problem, sums)
-    return worst, aggregate
+        return worst, _describe(problem, draw, got.view(-1), where, worst)
+    return worst, "" if sums is None else _aggregate(problem, sums)
 
 
-def _check_floats(problem: Problem, out: Tensor, value: Tensor, tolerance: Tensor, sums: _Sums) -> Tensor:
+def check_elements(out: Tensor, value: Tensor, tolerance: Tensor, dtype: str, sums: _Sums | None = None) -> Tensor:
+    """Error over tolerance of each element [rows, N]: wrong above 1. dtype: the output's. sums: gathers d and ref."""
+    check = _check_integers if dtype in INTEGERS else _check_floats
+    return check(out, value, tolerance, dtype, sums)
+
+
+def _check_floats(out: Tensor, value: Tensor, tolerance: Tensor, dtype: str, sums: _Sums | None) -> Tensor:
     got, ref, tol = out.double(), value.double(), tolerance.double()
     top = float(torch.finfo(out.dtype).max)
-    gap = (got - ref).abs_()
-    ratio = gap / tol
-    odd = ~(got.isfinite() & ref.isfinite())
+    ratio = (got - ref).abs_().div_(tol)
+    odd = ~(got.isfinite() & ref.isfinite() & tol.isfinite())
     if bool(odd.any()):
         same = (got.isnan() & ref.isnan()) | (got == ref)
         over = (ref.abs() + tol > top) & ((got == ref.sign() * math.inf) | got.isnan())  # beyond the output's range
         ratio = torch.where(odd, torch.where(same | over | tol.isinf(), 0.0, math.inf), ratio)
-        ratio = ratio.masked_fill(tol.isinf(), 0.0)
     saturated = (ref.abs() > top) & (got == ref.sign() * top)
     ratio = ratio.masked_fill_(saturated, 0.0)
-    rounded = ref.to(out.dtype).double()
-    ok = ~odd & rounded.isfinite()
-    if not bool(ok.all()):
-        got, rounded, ref = got[ok], rounded[ok], ref[ok]
-    sums.add(got - rounded, ref)
+    if sums is not None:
+        rounded = ref.to(out.dtype).double()
+        sums.add(got - rounded, ref, ~odd & rounded.isfinite())
     return ratio
 
 
-def _check_integers(problem: Problem, out: Tensor, value: Tensor, tolerance: Tensor, sums: _Sums) -> Tensor:
+def _check_integers(out: Tensor, value: Tensor, tolerance: Tensor, dtype: str, sums: _Sums | None) -> Tensor:
     if not value.is_floating_point() and out.dtype in (torch.int32, torch.int64):
         info = torch.iinfo(out.dtype)
         return torch.where(out.to(torch.int64) == value.clamp(info.min, info.max), 0.0, math.inf)
     got, ref, tol = out.double(), value.double(), tolerance.double()
-    low, high = (to_integer(ref + sign * tol, problem.out_dtype) for sign in (-1.0, 1.0))
-    inside = (got >= low) & (got <= high)
-    nearest = to_integer(ref, problem.out_dtype)
-    sums.add(got - nearest, nearest)
+    low, high = (to_integer(ref + sign * tol, dtype) for sign in (-1.0, 1.0))
+    inside = ((got >= low) & (got <= high)) | tol.isinf()
+    nearest = to_integer(ref, dtype)
+    if sums is not None:
+        sums.add(got - nearest, nearest)
     off = torch.where(got == nearest, 0.0, 1.0)
     return torch.where(inside, off, 1.0 + (got - nearest).abs())
 
@@ -270,10 +306,13 @@ def _describe(problem: Problem, draw: Draw, got: Tensor, where: int, worst: floa
     place = (rest, *reversed(at)) if problem.family == "bmm" else tuple(reversed(at))
     value = draw.value.reshape(-1)[where].item()
     found = got[where].item()
+    special = [draw.rows[place[-2]] and f"a row of A that is {draw.rows[place[-2]]}"] if draw.rows else []
+    special += [f"a column with {label}"] if (label := draw.columns.label(place[-1])) else []
+    seen = f", in {' and '.join(filter(None, special))}" if any(special) else ""
     if found != found and not math.isnan(float(value)):
-        return f"out{list(place)} is NaN (or was never written) where {value:.6g} is expected"
+        return f"out{list(place)} is NaN (or was never written) where {value:.6g} is expected{seen}"
     by = f", {worst:.3g} times the bound" if math.isfinite(worst) else ""
-    return f"out{list(place)} is {found:.9g}, expected {value:.9g}{by}"
+    return f"out{list(place)} is {found:.9g}, expected {value:.9g}{by}{seen}"
 
 
 def _aggregate(problem: Problem, sums: _Sums) -> str:

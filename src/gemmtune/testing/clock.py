@@ -58,6 +58,10 @@ class FakeClock:
     def time_round(self, runs: Sequence[Run], calls: Sequence[int]) -> list[float]:
         return [self._batch(run, n) / n for run, n in zip(runs, calls, strict=True)]
 
+    def call_again(self, run: Run, place: int) -> Sequence[int]:
+        run(place)
+        return (place,)
+
     def conditions(self, run: Run, finalist: bool) -> dict[str, str]:
         return {}
 
