@@ -17,8 +17,8 @@ from .measure.inputs import Inputs
 from .measure.verify import verify
 from .problem import Problem
 
-# Rows that operands are drawn for; the answers for other numbers of rows are those of the same rows. K, N, dtypes and the
-# epilogue are the Problem's own.
+# Rows that operands are drawn for; the answers for other numbers of rows are those of the same rows. K, N, dtypes and
+# the epilogue are the Problem's own.
 _DRAWN, _OTHERS = 5, (1, 65)
 _SEED = 1
 _PATIENCE_S = 20e-3  # of repeating a run, for each number of rows

@@ -15,7 +15,7 @@ leaves open is inconclusive.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..decision import LayoutDecision, Outcome, Sample, Stage, VerdictKind
@@ -35,7 +35,7 @@ from .elimination import (
 )
 from .lane import EntrantError, Lane, by_ratio, fastest, sample
 from .stats import drift
-from .surroundings import OVERLAP, compare
+from .surroundings import OVERLAP, Comparison, compare
 
 __all__ = ["Entrant", "RaceResult", "RaceSetup", "Standing", "race"]
 
@@ -179,27 +179,34 @@ class _Race(Elimination):
         return disagreement
 
     def _surround(self, challenger: Lane, incumbent: Lane) -> tuple[dict[str, float], bool, str]:
-        """(median ratio by surrounding, whether overlapping pays, the first surrounding that disagrees in words)."""
-        ratios: dict[str, float] = {}
-        overlap = True
+        """(median ratio by surrounding, whether overlapping pays, the first surrounding that disagrees in words).
+
+        One variant of the challenger serves in all of them: the one whose worst ratio is the best.
+        """
+        found: dict[str, dict[str, Comparison]] = {}
         share = SURROUNDINGS_SHARE * self.budget / max(1, len(self._surroundings))
         for surrounding in self._surroundings:
+            until = self.clock.now() + share
             try:
-                compared = compare(
-                    surrounding, challenger, incumbent, self.clock, self.rng, self.clock.now() + share
-                )  # fmt: skip
+                compared = compare(surrounding, challenger, incumbent, self.clock, self.rng, until)
             except EntrantError as error:
                 error.lane.drop("failed", f"{error} {surrounding.name}")
-                return ratios, overlap, ""
-            if compared is None:
-                continue
-            ratios[surrounding.name] = round(compared.ratio, 4)
-            if OVERLAP in surrounding.variants(challenger.id):
-                overlap = compared.variant == OVERLAP
-            if compared.disagrees:
-                text = f"{compared.ratio:.3f}x the time of {incumbent.id} {surrounding.name}, where it was faster alone"
-                return ratios, overlap, text
-        return ratios, overlap, ""
+                return {}, True, ""
+            if compared:
+                found[surrounding.name] = compared
+            if compared and all(item.disagrees for item in compared.values()):
+                break
+        variant = self._best_variant(found)
+        chosen = {name: item.get(variant, item[""]) for name, item in found.items()}
+        text = next((f"{item.ratio:.3f}x the time of {incumbent.id} {name}, where it was faster in the duel"
+                     for name, item in chosen.items() if item.disagrees), "")  # fmt: skip
+        return {name: round(item.ratio, 4) for name, item in chosen.items()}, variant == OVERLAP, text
+
+    def _best_variant(self, found: Mapping[str, Mapping[str, Comparison]]) -> str:
+        """The variant with the lowest of the worst ratios, among the surroundings that know several."""
+        several = [item for item in found.values() if len(item) > 1]
+        names = {name for item in several for name in item} or {OVERLAP}
+        return min(sorted(names), key=lambda name: max((item[name].ratio for item in several), default=0.0))
 
     def _duel_raw(self) -> None:
         """The raw layout's own duel, where other layouts have fought the main one. The outcome is in ``layouts``."""

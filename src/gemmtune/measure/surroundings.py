@@ -30,7 +30,7 @@ class Surrounding:
     """One kind of work around a kernel's calls.
 
     run_of(id, variant): a callable that makes one call of an entrant with the work around it. variants: the ways in
-    which the challenger can be launched there; the fastest counts ("" is the usual one, which the incumbent takes).
+    which the challenger can be launched there ("" is the usual one, which the incumbent takes).
     idle: the work around alone; None where there is none. timing_s: what one timing lasts at least.
     """
 
@@ -43,12 +43,11 @@ class Surrounding:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The challenger's time over the incumbent's in one surrounding: the median ratio, its lower bound (95%
-    one-sided), and the challenger's fastest variant."""
+    """The challenger's time over the incumbent's in one surrounding: the median ratio and its lower bound (95%
+    one-sided)."""
 
     ratio: float
     ratio_lo: float
-    variant: str = ""
 
     @property
     def disagrees(self) -> bool:
@@ -58,9 +57,9 @@ class Comparison:
 
 def compare(
     surrounding: Surrounding, challenger: Lane, incumbent: Lane, clock: Clock, rng: random.Random, deadline: float
-) -> Comparison | None:
-    """Time both in a surrounding, in interleaved rounds until ``deadline`` on ``clock``; None when there was no time
-    for six rounds, so that nothing is known.
+) -> dict[str, Comparison]:
+    """Time both in a surrounding, in interleaved rounds until ``deadline`` on ``clock``. Returns the comparison of each
+    of the challenger's variants; none when there was no time for six rounds, so that nothing is known.
 
     What the surrounding takes by itself is subtracted. Raises EntrantError for an entrant that raises.
     """
@@ -77,7 +76,7 @@ def compare(
     times: dict[str, list[float]] = {name: [] for name in lanes}
     for done in range(ROUNDS):
         if clock.now() > deadline and done < _LEAST_ROUNDS:
-            return None
+            return {}
         if clock.now() > deadline:
             break
         names = list(lanes)
@@ -88,15 +87,14 @@ def compare(
     return _compared(times, variants)
 
 
-def _compared(times: Mapping[str, list[float]], variants: tuple[str, ...]) -> Comparison:
-    """The comparison of the fastest variant."""
+def _compared(times: Mapping[str, list[float]], variants: tuple[str, ...]) -> dict[str, Comparison]:
     idle_s = median(times["idle"]) if "idle" in times else 0.0
     base = _net(times["incumbent"], idle_s)
-    found = []
+    found = {}
     for variant in variants:
         interval = ratio_interval(_net(times[f"challenger {variant}"], idle_s), base, _ALPHA)
-        found.append(Comparison(interval.center, interval.lo, variant))
-    return min(found, key=lambda item: item.ratio)
+        found[variant] = Comparison(interval.center, interval.lo)
+    return found
 
 
 def _net(times: list[float], idle_s: float) -> list[float]:

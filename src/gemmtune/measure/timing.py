@@ -363,7 +363,8 @@ class Track:
             self._surrounding("behind an elementwise kernel", before=True),
             self._surrounding("before an elementwise kernel", after=True),
             self._surrounding("alone, after a pause", pause=True),
-            Surrounding("back to back", self._run_back_to_back, self._variants, timing_s=_BUSY_S),
+            Surrounding("back to back", self._run_back_to_back, self._variants),
+            Surrounding("back to back for long", self._run_back_to_back, self._variants, timing_s=_BUSY_S),
         ]
 
     def _surrounding(self, name: str, *, before: bool = False, after: bool = False, pause: bool = False) -> Surrounding:
