@@ -55,7 +55,7 @@ Progress = Callable[[Leading], None]
 
 # How long a kernel is run again on one draw, to see whether it repeats: when it is tried, and before it is eligible.
 _GLANCE_S, _PATIENCE_S = 20e-3, 0.1
-_ROWS_PATIENCE_S = 50e-3  # for a candidate's calls at other M, beyond the first of them
+_ROWS_PATIENCE_S = 25e-3  # for a candidate's calls at other M, beyond the first of them
 _KEPT_ROWS = 6  # draws of other M that are kept for the next candidate
 
 

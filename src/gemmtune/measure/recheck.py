@@ -31,6 +31,7 @@ from .verify import check_elements
 CALLS = 30  # in a row, as far as the patience goes
 PATIENCE_S = 60e-3  # for all kernels' calls
 ROWS_PATIENCE_S = 30e-3  # for all their calls at other M
+_GRAPH_CALLS = 6  # replays of a graph, each of them of many calls
 _LEAST_CALLS = 3  # one that leaves a result, one into it on other operands, one into poison
 _WINDOW = 4  # operand sets whose results are kept to compare with
 _ROWS, _COLUMNS = 8, 32  # of an output, compared with the exact product
@@ -105,8 +106,8 @@ class _Recheck:
             fixed = last == list(self.raced.call(len(window) - 1))
             window = last if fixed else window  # a graph's last calls, whatever it is called with
         self._overwrite_weight(window[0], overwritten)
-        calls = 0
-        while calls < _LEAST_CALLS or (calls < CALLS and self.called_s < patience_s / self.share):
+        calls, most = 0, _GRAPH_CALLS if fixed else CALLS
+        while calls < _LEAST_CALLS or (calls < most and self.called_s < patience_s / self.share):
             visit, phase = divmod(calls, 3)
             place = window[visit % len(window)]
             written = window if fixed else [place]

@@ -62,6 +62,11 @@ def cpu_int_mm(a: Tensor, b: Tensor) -> Tensor:
     return torch._int_mm(canonical_strides(a), canonical_strides(b))
 
 
+def on_boundary(vector: Tensor) -> Tensor:
+    """Return the tensor, or a copy of it if it starts off a 16-byte boundary."""
+    return vector.clone() if vector.data_ptr() % ALIGN else vector
+
+
 def wide_mm(a: Tensor, b: Tensor) -> Tensor:
     """``a @ b`` [M, N] in float32, not rounded in between; a, b: float32, bfloat16 or float16."""
     if a.dtype == torch.float32:
@@ -125,7 +130,8 @@ def scaled_product(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, out_dtype: torch.dtype,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """``torch._scaled_mm`` [M, N] of fp8 operands of any K, N and layout, within CUDA's rules.
+    """``torch._scaled_mm`` [M, N] of fp8 operands of any K, N, layout and address, within CUDA's rules: cuBLASLt wants
+    scales and biases on 16-byte boundaries, too.
 
     scale_a, scale_b: one element each, or [M, 1] and [1, N]. out: contiguous, of ``out_dtype``; written where ATen can
     write it, and then returned. The result may be a view of something larger.
@@ -137,6 +143,8 @@ def scaled_product(
     if columns != n:
         scale_b = functional.pad(scale_b, (0, columns - n)) if scale_b.numel() == n and scale_b.dim() == 2 else scale_b
         bias = None if bias is None else functional.pad(bias, (0, columns - n))
+    scale_a, scale_b = on_boundary(scale_a), on_boundary(scale_b)
+    bias = None if bias is None else on_boundary(bias)
     if out is not None and columns == n and not out.data_ptr() % ALIGN:
         return torch._scaled_mm(left, right, scale_a, scale_b, bias=bias, out_dtype=out_dtype, out=out)
     made = torch._scaled_mm(left, right, scale_a, scale_b, bias=bias, out_dtype=out_dtype)

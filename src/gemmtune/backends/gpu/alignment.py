@@ -116,7 +116,9 @@ def batched_launch(bind: Callable[[int, int], Launch], a_layout: BatchLayout, b_
             if is_misaligned(t) or not layout.fits:
                 operands[place], strides[place] = layout.empty_copy(t), layout.copy_stride
                 sources.append((operands[place], layout.as_runs(t)))
-        result = torch.empty_like(out) if is_misaligned(out) else out
+        result = out
+        if is_misaligned(out):
+            result = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device)
         for copy, source in sources:
             copy.copy_(source)
         bind(*strides)(result, *operands, *rest)
