@@ -18,7 +18,8 @@ from .stats import ratio_interval
 
 ROUNDS = 14
 _LEAST_ROUNDS = 6
-_TOLERANCE = 0.005  # a ratio up to here is none that the surrounding disagrees by
+# A ratio above 1 by no more than the first is no disagreement; one above the second is, however noisy it was.
+_TOLERANCE, _PLAIN = 0.005, 0.015
 _ALPHA = 0.1
 
 OVERLAP = "overlap"
@@ -52,7 +53,7 @@ class Comparison:
     @property
     def disagrees(self) -> bool:
         """Whether the challenger is the slower one here."""
-        return self.ratio > 1.0 + _TOLERANCE and self.ratio_lo > 1.0
+        return self.ratio > 1.0 + _PLAIN or (self.ratio > 1.0 + _TOLERANCE and self.ratio_lo > 1.0)
 
 
 def compare(

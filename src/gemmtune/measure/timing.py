@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import mmap
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -14,21 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.base import OVERLAP as OVERLAP_SETTING
 from ..backends.base import Kernel, PackedWeight, QuantWeight
 from ..events import BestSoFar
 from ..problem import Problem
 from ..target import Target
+from .around import CallSite, cpu_surroundings, gpu_surroundings
 from .clock import Clock, CpuClock, Latency
 from .cuda import CudaClock, TorchGpu
-from .elementwise import consume, result_for, rewrite
 from .inputs import CPU, Inputs, allocate, operand_bytes, rotations, timing_sets
 from .machine import Machine
 from .plausible import least_s
 from .protocol import Leading, Placed, Raced
 from .race import Entrant, RaceSetup, race
 from .recheck import RacedKernel
-from .surroundings import OVERLAP, Surrounding
+from .surroundings import Surrounding
 
 INCUMBENT = "aten"
 
@@ -52,7 +51,6 @@ PACED_BYTES = _LARGE_BYTES  # a weight up to here has room for another copy, whi
 _SCRATCH_SHARE = 2
 _SCRATCH_BYTES = 150 << 20
 
-_BUSY_S = 1.5e-3  # one timing of calls back to back
 _PAUSE_S = 10e-6
 _FLUSH_SHARE = 2.0  # of the last-level cache: what replaces lines at random keeps some of them longer than its size
 _MOST_FLUSHED = 128 << 20
@@ -351,68 +349,22 @@ class Track:
         )  # fmt: skip
 
     def _surroundings(self) -> list[Surrounding]:
-        """Where a winner must hold: what users have around a product on this device.
-
-        A GPU's eager launches are timed by the host's clock, to which other kernels around them mean nothing.
-        """
-        if not self._gpu:
-            return [self._surrounding("between elementwise ops", before=True, after=True)]
+        """Where a winner must hold. A GPU's eager launches are timed by the host's clock, to which other kernels around
+        them mean nothing."""
+        if self._timed_gpu is None:
+            return cpu_surroundings(self._call_site, self._outputs)
         if self._latency != "graph":
             return []
-        return [
-            self._surrounding("behind an elementwise kernel", before=True),
-            self._surrounding("before an elementwise kernel", after=True),
-            self._surrounding("alone, after a pause", pause=True),
-            Surrounding("back to back", self._run_back_to_back, self._variants, timing_s=_BUSY_S),
-        ]
+        pause = functools.partial(self._timed_gpu.sleep, _PAUSE_S)
+        return gpu_surroundings(
+            self._call_site, self._outputs, pause, lambda name: self._kernels[name].can_overlap
+        )  # fmt: skip
 
-    def _surrounding(self, name: str, *, before: bool = False, after: bool = False, pause: bool = False) -> Surrounding:
-        """A surrounding that writes the activations before each call, reads the output after it, or pauses."""
-        results: dict[int, Tensor] = {}
-
-        def around(kernel: Kernel | None) -> Callable[[int], None]:
-            operands = self._operands["" if kernel is None else self._layout(kernel)]
-            take = operands.at if self._gpu else operands.next
-            call = None if kernel is None else self._call(kernel)
-
-            def run(i: int) -> None:
-                inputs, b, out = take(i)
-                if pause and self._timed_gpu is not None:
-                    self._timed_gpu.sleep(_PAUSE_S)
-                if before:
-                    rewrite(inputs.a)
-                if call is not None:
-                    call(inputs.a, b, inputs.aux, out)
-                if after:
-                    consume(out, results[id(out)])
-
-            return run
-
-        if after:
-            results.update((id(out), result_for(out)) for out in self._outputs)
-        return Surrounding(name, lambda name, _: around(self._kernels[name]), idle=around(None))
-
-    def _run_back_to_back(self, name: str, variant: str) -> Callable[[int], None]:
-        """Calls one behind the other, as captured for serving (OVERLAP) or each when the one before has ended."""
-        kernel = self._kernels[name]
-        call, operands = self._call(kernel), self._operands[self._layout(kernel)]
-
-        def run(i: int) -> None:
-            inputs, b, out = operands.at(i)
-            held = os.environ.get(OVERLAP_SETTING)
-            os.environ[OVERLAP_SETTING] = "1" if variant == OVERLAP else "0"
-            try:
-                call(inputs.a, b, inputs.aux, out)
-            finally:
-                if held is None:
-                    del os.environ[OVERLAP_SETTING]
-                else:
-                    os.environ[OVERLAP_SETTING] = held
-
-        return run
-
-    def _variants(self, name: str) -> tuple[str, ...]:
-        return ("", OVERLAP) if self._kernels[name].can_overlap else ("",)
+    def _call_site(self, name: str | None) -> CallSite:
+        """How a kernel is called in the race; of None: the operand sets of raw weights, and no call."""
+        kernel = None if name is None else self._kernels[name]
+        stock = self._operands["" if kernel is None else self._layout(kernel)]
+        return CallSite(stock.at if self._gpu else stock.next, None if kernel is None else self._call(kernel))
 
     def raced_kernel(self, name: str) -> RacedKernel:
         """A raced kernel with the path that it was raced along, for ``recheck``."""
