@@ -6,7 +6,8 @@
 aa: races of 2 to 16 copies of one real kernel; a winner is false. picks: random shapes (K, N 1024..14336, M 1..3000,
 four families) are tuned; then the public op on the raw and on the packed weight is timed beside torch's own ways in
 every surrounding of ``surrounded.py``. (Hostile kernels: GEMMTUNE_HOSTILE_ROUNDS=100 make test-gpu.) Writes raw data
-to benchmarks/results/.
+to benchmarks/results/. max-autotune compiles for some 20 s a problem: several processes with --compile-only, one
+TRITON_CACHE_DIR and a TORCHINDUCTOR_CACHE_DIR each do that beforehand, and leave its choice of a kernel to the quiet run.
 """
 
 from __future__ import annotations
@@ -239,12 +240,17 @@ def main() -> None:
     parser.add_argument("--shapes", type=shapes_of, help="these instead: bf16:700x5120x3072,int8wo:640x6400x5120")
     parser.add_argument("--first", type=int, default=0, help="leave out so many of the shapes")
     parser.add_argument("--inductor", type=int, default=0, help="on so many of them max-autotune is a peer, too")
+    parser.add_argument("--compile-only", action="store_true", help="only fill Triton's cache with max-autotune's kernels")
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing more after so many")
     args = parser.parse_args()
     target = current_target("cuda")
     found: dict[str, Any] = {}
     until = time.perf_counter() + args.seconds
+    if args.compile_only:
+        for shape in args.shapes or held_out(args.first + args.picks)[args.first :]:
+            h200.inductor(h200.draw(*shape, 1))
+        return
     if args.aa:
         os.environ[OVERLAP] = "0"  # as decisions are made
         found["aa"] = equals(args.aa, target)
