@@ -161,7 +161,7 @@ def reexamine(shape: tuple[str, int, int, int], decision: Decision, args: argpar
     with torch.inference_mode():
         for call in calls.values():
             call(0)
-    once_s = min(h200._once(call, len(sets.x)) for call in calls.values())
+        once_s = min(h200._once(call, len(sets.x)) for call in calls.values())
     found: dict[str, dict[str, float]] = {}
     medians: dict[str, dict[str, float]] = {}
     for name in SURROUNDINGS:
@@ -240,7 +240,9 @@ def main() -> None:
     parser.add_argument("--shapes", type=shapes_of, help="these instead: bf16:700x5120x3072,int8wo:640x6400x5120")
     parser.add_argument("--first", type=int, default=0, help="leave out so many of the shapes")
     parser.add_argument("--inductor", type=int, default=0, help="on so many of them max-autotune is a peer, too")
-    parser.add_argument("--compile-only", action="store_true", help="only fill Triton's cache with max-autotune's kernels")
+    parser.add_argument(
+        "--compile-only", action="store_true", help="only fill Triton's cache with max-autotune's kernels"
+    )
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing more after so many")
     args = parser.parse_args()

@@ -453,3 +453,19 @@ def test_a_cast_within_the_epilogue_may_shift_the_mean() -> None:
 
     for seed in range(8):
         assert verify(run, problem, prepare(problem, seed)).ok
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_products_of_wide_integers_are_checked(dtype: str) -> None:
+    problem = Problem("mm", 4, 5, 6, Operand(dtype), Operand(dtype), dtype, acc=dtype)
+    for seed in range(8):  # by turns every kind of column is among the few that there are
+        draws = prepare(problem, seed)
+
+        def run(inputs: Inputs, out: Tensor) -> None:
+            torch.mm(inputs.a, b_of(inputs), out=out)
+
+        def off_by_one(inputs: Inputs, out: Tensor) -> None:
+            torch.mm(inputs.a, b_of(inputs), out=out).view(-1)[-1].add_(1)
+
+        assert verify(run, problem, draws).ok
+        assert verify(off_by_one, problem, draws).kind == "wrong"

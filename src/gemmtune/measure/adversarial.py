@@ -19,7 +19,7 @@ from ..backends.base import QuantWeight
 from ..epilogue import Step
 from ..problem import Problem, bits
 from ..reference import INTEGERS
-from .inputs import fill_random, logical_shape
+from .inputs import WIDE_INTEGERS, fill_random, logical_shape
 
 _SCALED = {"float16": (2.0**12, 2.0**-8)}  # large, tiny: inside what the dtype holds, and outside narrower ones
 _USUALLY_SCALED = (2.0**20, 2.0**-30)
@@ -91,6 +91,8 @@ def _spoil_bytes(vector: Tensor, kind: str, dtype: str, generator: torch.Generat
         drawn = torch.empty(vector.shape, dtype=vector.dtype, device=vector.device)
         fill_random(drawn, dtype, generator, extremes=True)
         vector.copy_(drawn)
+    elif kind in ("largest", "smallest") and dtype in ("int32", "int64"):
+        vector.fill_(WIDE_INTEGERS if kind == "largest" else -WIDE_INTEGERS)
     elif kind in ("largest", "smallest"):
         low, high = _RANGES[dtype]
         vector.view(torch.uint8).fill_(high if kind == "largest" else low)

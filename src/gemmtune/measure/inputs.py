@@ -21,6 +21,7 @@ from ..target import Target
 
 CPU = torch.device("cpu")
 GUARD = 4096  # bytes before and after an operand that is checked with; keeps torch's 64-byte alignment
+WIDE_INTEGERS = 1000  # the largest int32 and int64 operand: sums of products stay far inside the dtype
 _CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}  # elements drawn at a time: in the cache, or few launches
 _POOL = (1 << 20) + 7  # odd: tiles do not line up with rows or pages
 _SPREAD = {"int8": 74.0, "uint8": 147.0, "int4": 4.6, "float8_e4m3fn": 110.0, "float8_e5m2": 9000.0}  # rms
@@ -230,7 +231,8 @@ def _values(count: int, dtype: str, generator: torch.Generator, extremes: bool) 
         return raw.view(getattr(torch, dtype))
     if dtype in ("int32", "int64"):
         whole = getattr(torch, dtype)
-        return torch.randint(-1000, 1001, (count,), generator=generator, dtype=whole, device=generator.device)
+        low, high = -WIDE_INTEGERS, WIDE_INTEGERS + 1
+        return torch.randint(low, high, (count,), generator=generator, dtype=whole, device=generator.device)
     wide = torch.float64 if dtype == "float64" else torch.float32
     return torch.randn(count, generator=generator, dtype=wide, device=generator.device)
 
