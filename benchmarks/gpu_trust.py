@@ -7,7 +7,7 @@ aa: races of 2 to 16 copies of one real kernel; a winner is false. picks: random
 four families) are tuned; then the public op on the raw and on the packed weight is timed beside torch's own ways in
 every surrounding of ``surrounded.py``. (Hostile kernels: GEMMTUNE_HOSTILE_ROUNDS=100 make test-gpu.) Writes raw data
 to benchmarks/results/. max-autotune compiles for some 20 s a problem: several processes with --compile-only, one
-TRITON_CACHE_DIR and a TORCHINDUCTOR_CACHE_DIR each do that beforehand, and leave its choice of a kernel to the quiet run.
+TRITON_CACHE_DIR and a TORCHINDUCTOR_CACHE_DIR each do that beforehand, and leave its choice to the quiet run.
 """
 
 from __future__ import annotations
