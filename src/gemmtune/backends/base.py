@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ..target import Target
 
 Scalar = str | int | float | bool
+_SCALARS = (str, int, float, bool)
 
 NOT_LISTED = "the backend lists no such candidate for this problem"
 
@@ -81,7 +82,7 @@ class Candidate:
         if not (isinstance(backend, str) and isinstance(template, str) and isinstance(config, Mapping)):
             raise TypeError(f"malformed candidate: {data!r}")
         for name, value in config.items():
-            if not isinstance(name, str) or not isinstance(value, str | int | float | bool):
+            if not isinstance(name, str) or not isinstance(value, _SCALARS):
                 raise TypeError(f"malformed candidate config: {name!r}: {value!r}")
         return cls.make(backend, template, **config)
 

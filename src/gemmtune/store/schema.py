@@ -195,13 +195,12 @@ def _check_choice(decision: Decision) -> None:
     if (decision.outcome == "none_valid") != (decision.chosen is None):
         raise ValueError(f"outcome {decision.outcome!r} with chosen = {decision.chosen!r}")
     rows = {row.id: row for row in decision.evidence}
-    served = list(decision.alternatives.items())
-    for packing, layout in decision.layouts.items():
-        served.append((packing, layout.candidate))
+    served = set(decision.alternatives.items())
+    served |= {(packing, layout.candidate) for packing, layout in decision.layouts.items()}
     if decision.chosen is not None:
         row = rows.get(decision.chosen)
-        served.append(((row.packing or "") if row is not None else "", decision.chosen))
-    for packing, candidate_id in served:
+        served.add(((row.packing or "") if row is not None else "", decision.chosen))
+    for packing, candidate_id in sorted(served):
         row = rows.get(candidate_id)
         if row is None or row.verdict is None or not row.verdict.ok:
             raise ValueError(f"{candidate_id!r} is to be served without evidence that it is correct")

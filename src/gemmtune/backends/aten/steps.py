@@ -64,10 +64,10 @@ def finish(acc: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _one(acc: Tensor, step: Step, tensors: Iterator[Tensor]) -> Tensor:
     kind = step.kind
-    if not acc.is_floating_point() and keeps_integer(step):
-        return _exactly(acc, step, _broadcastable(next(tensors), step) if step.takes_tensor else None)
     if kind == "relu":
         return acc.relu()
+    if not acc.is_floating_point() and keeps_integer(step):
+        return _exactly(acc, step, _broadcastable(next(tensors), step) if step.takes_tensor else None)
     acc = _floating(acc)
     if step.takes_tensor:
         return _with_tensor(acc, step, _broadcastable(next(tensors), step).to(acc.dtype))
@@ -101,9 +101,8 @@ def keeps_integer(step: Step) -> bool:
 
 
 def _exactly(acc: Tensor, step: Step, tensor: Tensor | None) -> Tensor:
-    """A step that keeps integers, in int64 where int32 could overflow; beyond ``_WHOLE_LIMIT`` it saturates."""
-    if step.kind == "relu":
-        return acc.relu()
+    """A step that keeps integers, in int64 where int32 could overflow; beyond ``_WHOLE_LIMIT`` it saturates. relu is
+    the caller's, for integers and floats alike."""
     if step.kind == "cast":
         return finish(acc, dtype_of(str(step.dtype))).to(acc.dtype)
     if tensor is None:
