@@ -1,7 +1,8 @@
-"""The modules ``gemmtune.optimize`` puts into a model, under the names users would look for."""
+"""What ``gemmtune.optimize`` puts into a model: packed weights, and modules in the place of weight-only linears."""
 
 from __future__ import annotations
 
-from .integrations.modules import Linear, RawLinear, RawWeightOnlyLinear, WeightOnlyLinear
+from .integrations.modules import RawLinear, RawWeightOnlyLinear, WeightOnlyLinear
+from .integrations.packed_tensor import PackedTensor
 
-__all__ = ["Linear", "RawLinear", "RawWeightOnlyLinear", "WeightOnlyLinear"]
+__all__ = ["PackedTensor", "RawLinear", "RawWeightOnlyLinear", "WeightOnlyLinear"]

@@ -16,7 +16,6 @@ from torch.nn import functional as F
 import gemmtune
 from gemmtune.checks import GradError
 from gemmtune.dispatch import RUNTIME
-from gemmtune.errors import PackedWeightError
 from gemmtune.integrations.weight_only import recognise
 from gemmtune.problem import Problem
 from gemmtune.store import MemoryStore
@@ -114,11 +113,13 @@ def test_the_raw_weight_is_dropped_and_comes_back(own_store: MemoryStore) -> Non
     assert isinstance(model, Mlp)
     layer, weight, values = model.up, model.up.weight, model.up.weight.clone()
     with gemmtune.optimize(model, x, tune=False):
-        assert isinstance(model.up, gemmtune.nn.Linear)
-        assert weight.numel() == 0
-        assert torch.equal(model.up.weight, values)
-    assert model.up is layer
+        assert model.up is layer
+        assert layer.weight is weight
+        assert isinstance(weight, gemmtune.nn.PackedTensor)
+        assert weight.data_ptr() == 0
+        assert torch.equal(weight, values)
     assert layer.weight is weight
+    assert type(weight) is nn.Parameter
     assert torch.equal(weight, values)
 
 
@@ -128,21 +129,31 @@ def test_left_alone(own_store: MemoryStore) -> None:
         nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 8), nn.Linear(8, 8)), x, own_store
     )
     model[2].weight = model[3].weight  # type: ignore[union-attr]
-    model[1].register_forward_hook(lambda *_: None)
+    torch.nn.utils.parametrizations.weight_norm(model[1])
     model.append(nn.Linear(8, 5))
     idle = nn.Linear(8, 8)
     model[0].idle = idle
     model.eval().requires_grad_(False)
     handle = gemmtune.optimize(model, x, tune=False)
     assert set(handle.swapped) == {"0"}
-    reasons = {"1": "has hooks", "2": "shares its weight", "3": "shares its weight", "4": "has no decision"}
+    reasons = {
+        "1": "has no Parameter 'weight'",
+        "2": "shares its weight",
+        "3": "shares its weight",
+        "4": "has no decision",
+    }
     assert {
         name: text for name, text in handle.left.items() if text.startswith(reasons.get(name, "?"))
     }.keys() == reasons.keys()
     assert handle.left["0.idle"] == "did not run on the example inputs"
-    handle.restore()
-    alone = gemmtune.optimize(nn.Linear(8, 8).eval(), x, tune=False)
-    assert "no parent" in alone.left[""]
+
+
+def test_a_linear_is_served_that_is_the_model_itself(own_store: MemoryStore) -> None:
+    x = torch.randn(3, 8)
+    model = ready(nn.Linear(8, 8), x, own_store)
+    wanted = model(x)
+    assert gemmtune.optimize(model, x, tune=False).swapped == {"": "toy:plain"}
+    torch.testing.assert_close(model(x), wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_plain_pytorch_keeps_what_it_wins(own_store: MemoryStore) -> None:
@@ -192,15 +203,11 @@ def test_inference_only(own_store: MemoryStore) -> None:
     model = ready(Mlp(), x, own_store)
     model.requires_grad_(True)
     handle = gemmtune.optimize(model, x, tune=False)
-    with pytest.raises(GradError, match=r"requires grad, and its packed form has no gradient"):
+    with pytest.raises(GradError, match=r"requires grad, but its packed form has no gradient"):
         model(x)
     with torch.no_grad():
         assert model(x).shape == (3, 8)
-    model.train()
-    with pytest.raises(GradError, match="cannot train"), torch.no_grad():
-        model(x)
     handle.restore()
-    assert model.training
     model(x).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
 
@@ -219,21 +226,16 @@ def test_arguments() -> None:
         gemmtune.optimize(Mlp().eval(), [])
 
 
-def test_modules_refuse_other_dtypes_and_shapes(own_store: MemoryStore) -> None:
+def test_state_that_does_not_fit_is_refused(own_store: MemoryStore) -> None:
     x = torch.randn(3, 8)
     model = ready(Mlp(), x, own_store)
     gemmtune.optimize(model, x, tune=False)
-    with pytest.raises(PackedWeightError, match=r"cannot become torch\.float16"):
-        model.half()
-    assert torch.equal(copy.deepcopy(model)(x), model(x))
     state = model.state_dict()
     del state["down.weight"]
     with pytest.raises(RuntimeError, match=r"Missing key.*down\.weight"):
         model.load_state_dict(state)
     with pytest.raises(RuntimeError, match=r"size mismatch for up\.weight"):
         model.load_state_dict({**model.state_dict(), "up.weight": torch.ones(2, 2)})
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert model(x).dtype == torch.bfloat16
 
 
 def test_a_shared_module_is_swapped_everywhere(own_store: MemoryStore) -> None:
@@ -248,18 +250,21 @@ def test_a_shared_module_is_swapped_everywhere(own_store: MemoryStore) -> None:
     assert model[0] is model[2] is layer  # type: ignore[index]
 
 
-def test_a_replaced_forward_and_state_dict_hooks_are_left_alone(own_store: MemoryStore) -> None:
+def test_a_replaced_forward_and_hooks_still_run(own_store: MemoryStore) -> None:
     x = torch.randn(3, 8)
     model = ready(Mlp(), x, own_store)
-    up = model.up
+    up, seen = model.up, []
     up.forward = lambda t: F.linear(t, up.weight, up.bias) * 2
-    model.down.register_state_dict_pre_hook(lambda *_: None)
+    model.down.register_forward_hook(lambda *_: seen.append("before"))
     wanted = model(x)
     handle = gemmtune.optimize(model, x, tune=False, store=own_store)
-    assert not handle.swapped
-    assert "forward" in handle.left["up"]
-    assert "hooks" in handle.left["down"]
+    assert set(handle.swapped) == {"up", "down"}
+    model.down.register_forward_hook(lambda *_: seen.append("after"))
+    seen.clear()
+    torch.testing.assert_close(model(x), wanted, rtol=1e-4, atol=1e-5)
+    handle.restore()
     assert torch.equal(model(x), wanted)
+    assert seen == ["before", "after"] * 2
 
 
 class PerChannel(nn.Module):

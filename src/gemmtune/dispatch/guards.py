@@ -87,6 +87,16 @@ def special_state() -> bool:
     )
 
 
+def transformed() -> bool:
+    """Whether a transform (vmap, grad, functionalize), a forward-mode level or jit's tracer is active."""
+    return _interpreters() is not None or forward_ad._current_level >= 0 or _tracing() is not None
+
+
+def needs_dispatcher() -> bool:
+    """Whether a dispatch mode (make_fx, fake tensors) wants to see every operator."""
+    return bool(_dispatch_modes() > 0)
+
+
 def special(tensor: Any) -> bool:
     """Not an ordinary tensor of a CPU or CUDA device: a subclass, another device, or values behind a lazy negation."""
     return unusual(tensor) or not (tensor.is_cpu or tensor.is_cuda)

@@ -1,5 +1,6 @@
-"""Inference modules that hold their weight packed. ``state_dict`` keeps the raw weight under the original's names.
+"""Modules in the place of weight-only linears, and of linears whose weight stays as it lies.
 
+``WeightOnlyLinear`` holds its weight packed; its ``state_dict`` has the raw one under the original's names.
 ``RawLinear`` and ``RawWeightOnlyLinear`` keep the weight as it lies, for tuned kernels that take it so.
 """
 
@@ -22,17 +23,29 @@ from . import graph
 from .weight_only import WeightOnly
 
 
-class _Packed(nn.Module):
-    """What both modules share: one PackedWeight, saving and loading through its raw form, inference only."""
+class WeightOnlyLinear(nn.Module):
+    """A weight-only int8 or int4 linear for inference: packed weight with its scales, floating activations.
+
+    packed: from ``gemmtune.pack(weight, scale=...)``. bias: the original's, or None. names: what the original called
+    its tensors, as ``{"weight": "weight", "scale": "scales", "zero_point": "zeros"}`` (``zero_point`` only if it has
+    one). transposed_scale: whether the original's scales are [N, groups].
+    """
 
     bias: Tensor | None
     packed: PackedWeight
-    trainable: bool
 
-    def __init__(self, packed: PackedWeight, bias: Tensor | None, trainable: bool) -> None:
+    def __init__(
+        self,
+        packed: PackedWeight,
+        bias: Tensor | None = None,
+        *,
+        names: Mapping[str, str],
+        transposed_scale: bool = False,
+    ) -> None:
         super().__init__()
         self.in_features, self.out_features = packed.k, packed.n
-        self.packed, self.trainable = packed, trainable
+        self.packed = packed
+        self.names, self.transposed_scale = dict(names), transposed_scale
         self._device_type = packed.device.type
         if bias is None:
             self.register_parameter("bias", None)
@@ -48,30 +61,62 @@ class _Packed(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.handle = graph.register(self)
 
-    def compute(self, input: Tensor) -> Tensor:
-        """The product itself, input [.., in_features]; ``forward`` has checked that it may be asked for."""
-        raise NotImplementedError
-
-    def _inference_only(self) -> None:
+    def forward(self, input: Tensor) -> Tensor:
+        """``input @ dequantised(weight).T + bias``, input [.., in_features]. Raises GradError in training mode."""
         if self.training:
             raise GradError(
-                f"{type(self).__name__} holds a packed weight and cannot train: call eval() first, or restore() the "
-                "model with the handle that gemmtune.optimize() returned"
+                "WeightOnlyLinear holds a packed weight and cannot train: call eval() first, or restore() the model "
+                "with the handle that gemmtune.optimize() returned"
             )
-        if self.trainable and torch.is_grad_enabled():
-            raise GradError(
-                f"{type(self).__name__} replaced a weight that requires grad, and its packed form has no gradient: "
-                "wrap the call in torch.no_grad(), or call model.requires_grad_(False) before "
-                "gemmtune.optimize()"
-            )
+        if torch.compiler.is_compiling() and not autocasting(self._device_type):
+            return graph.call(input, self.handle, self.out_features)
+        return self.compute(input)
+
+    def compute(self, input: Tensor) -> Tensor:
+        """The product itself, input [.., in_features]; ``forward`` has checked that it may be asked for."""
+        if input.dim() == 2:
+            return mixed_mm(input, self.packed, bias=self.bias)
+        flat = input.reshape(-1, input.shape[-1]) if input.numel() else input.new_empty((0, input.shape[-1]))
+        return mixed_mm(flat, self.packed, bias=self.bias).view(*input.shape[:-1], self.out_features)
+
+    @property
+    def weight(self) -> Tensor:
+        """The raw integers [N, K] (int4: [N, ceil(K / 2)]), unpacked anew at each access."""
+        return self.raw()[self.names["weight"]]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that casts are checked against: activations come in any floating dtype, so only the scales' is
+        kept."""
+        assert self.packed.quant is not None
+        dtype: torch.dtype = getattr(torch, self.packed.quant.scale_dtype)
+        return dtype
 
     def raw(self) -> dict[str, Tensor]:
         """The tensors of the original module that the packed weight stands for, by their names there."""
-        raise NotImplementedError
+        raw = unpack(self.packed)
+        assert isinstance(raw, QuantWeight)
+        tensors = {self.names["weight"]: raw.data.t(), self.names["scale"]: self._turn(raw.scale)}
+        if raw.zero_point is not None:
+            tensors[self.names["zero_point"]] = self._turn(raw.zero_point)
+        return tensors
 
     def repack(self, tensors: Mapping[str, Tensor]) -> None:
         """Take new raw tensors (of the same shapes and dtypes) and pack them in the same layout."""
-        raise NotImplementedError
+        quant = self.packed.quant
+        assert quant is not None
+        zero = self.names.get("zero_point")
+        self.packed = pack(
+            tensors[self.names["weight"]],
+            scale=self._turn(tensors[self.names["scale"]]),
+            zero_point=self._turn(tensors[zero]) if zero is not None and quant.zero_point else None,
+            bits=4 if self.packed.dtype == "int4" else 8,
+            group_size=quant.group,
+            layout=self.packed.layout,
+        )
+
+    def _turn(self, tensor: Tensor) -> Tensor:
+        return tensor.t().contiguous() if self.transposed_scale and tensor.dim() == 2 else tensor
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         for name, tensor in self.raw().items():
@@ -108,129 +153,11 @@ class _Packed(nn.Module):
             )
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype casts are checked against."""
-        raise NotImplementedError
-
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"layout={self.packed.layout}"
         )
-
-
-class Linear(_Packed):
-    """``nn.Linear`` for inference on a packed weight.
-
-    packed: from ``gemmtune.pack(weight)``. bias: the original's, or None. trainable: whether the original weight
-    required grad (calls under grad mode then raise GradError instead of losing the gradient silently).
-    """
-
-    def __init__(self, packed: PackedWeight, bias: Tensor | None = None, *, trainable: bool = False) -> None:
-        super().__init__(packed, bias, trainable)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """``input @ weight.T + bias``, input [.., in_features]. Raises GradError where a gradient is due."""
-        if self.training or self.trainable:
-            self._inference_only()
-        if autocasting(self._device_type):
-            # Autocast chooses dtypes per call; the packed weight has one. Right first: multiply by the raw weight.
-            return linear(input, self.weight, self.bias)
-        if torch.compiler.is_compiling():
-            return graph.call(input, self.handle, self.out_features)
-        return linear(input, self.packed, self.bias)
-
-    def compute(self, input: Tensor) -> Tensor:
-        return linear(input, self.packed, self.bias)
-
-    @property
-    def weight(self) -> Tensor:
-        """The raw weight [N, K], unpacked anew at each access."""
-        raw = unpack(self.packed)
-        assert isinstance(raw, Tensor)
-        return raw
-
-    @property
-    def dtype(self) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self.packed.dtype)
-        return dtype
-
-    def raw(self) -> dict[str, Tensor]:
-        return {"weight": self.weight}
-
-    def repack(self, tensors: Mapping[str, Tensor]) -> None:
-        self.packed = pack(tensors["weight"], layout=self.packed.layout)
-
-
-class WeightOnlyLinear(_Packed):
-    """A weight-only int8 or int4 linear for inference: packed weight with its scales, floating activations.
-
-    names: what the original called its tensors, as ``{"weight": "weight", "scale": "scales", "zero_point": "zeros"}``
-    (``zero_point`` only if it has one). transposed_scale: whether the original's scales are [N, groups].
-    """
-
-    def __init__(
-        self,
-        packed: PackedWeight,
-        bias: Tensor | None = None,
-        *,
-        names: Mapping[str, str],
-        transposed_scale: bool = False,
-        trainable: bool = False,
-    ) -> None:
-        super().__init__(packed, bias, trainable)
-        self.names, self.transposed_scale = dict(names), transposed_scale
-
-    def forward(self, input: Tensor) -> Tensor:
-        """``input @ dequantised(weight).T + bias``, input [.., in_features]. Raises GradError as ``Linear``."""
-        if self.training:
-            self._inference_only()
-        if torch.compiler.is_compiling() and not autocasting(self._device_type):
-            return graph.call(input, self.handle, self.out_features)
-        return self.compute(input)
-
-    def compute(self, input: Tensor) -> Tensor:
-        if input.dim() == 2:
-            return mixed_mm(input, self.packed, bias=self.bias)
-        flat = input.reshape(-1, input.shape[-1]) if input.numel() else input.new_empty((0, input.shape[-1]))
-        return mixed_mm(flat, self.packed, bias=self.bias).view(*input.shape[:-1], self.out_features)
-
-    @property
-    def weight(self) -> Tensor:
-        """The raw integers [N, K] (int4: [N, ceil(K / 2)]), unpacked anew at each access."""
-        return self.raw()[self.names["weight"]]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Activations come in any floating dtype, so only the scales' is kept."""
-        assert self.packed.quant is not None
-        dtype: torch.dtype = getattr(torch, self.packed.quant.scale_dtype)
-        return dtype
-
-    def raw(self) -> dict[str, Tensor]:
-        raw = unpack(self.packed)
-        assert isinstance(raw, QuantWeight)
-        tensors = {self.names["weight"]: raw.data.t(), self.names["scale"]: self._turn(raw.scale)}
-        if raw.zero_point is not None:
-            tensors[self.names["zero_point"]] = self._turn(raw.zero_point)
-        return tensors
-
-    def repack(self, tensors: Mapping[str, Tensor]) -> None:
-        quant = self.packed.quant
-        assert quant is not None
-        zero = self.names.get("zero_point")
-        self.packed = pack(
-            tensors[self.names["weight"]],
-            scale=self._turn(tensors[self.names["scale"]]),
-            zero_point=self._turn(tensors[zero]) if zero is not None and quant.zero_point else None,
-            bits=4 if self.packed.dtype == "int4" else 8,
-            group_size=quant.group,
-            layout=self.packed.layout,
-        )
-
-    def _turn(self, tensor: Tensor) -> Tensor:
-        return tensor.t().contiguous() if self.transposed_scale and tensor.dim() == 2 else tensor
 
 
 class _Raw(nn.Module):

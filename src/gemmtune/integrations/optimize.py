@@ -1,27 +1,34 @@
-"""``gemmtune.optimize()``: swap a model's linears for modules that hold their weight packed for the tuned kernels."""
+"""``gemmtune.optimize()``: a model's linears get weights that are packed for the tuned kernels.
+
+A floating weight becomes a ``PackedTensor`` in place, and its module stays the module that it is. Weight-only int8 and
+int4 linears are swapped for modules of gemmtune's own.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from ..backends.base import PackedWeight
 from ..checks import FLOATS
 from ..dispatch.plan import Plan
 from ..dispatch.portfolio import rank_packings
 from ..dispatch.runtime import RUNTIME
-from ..errors import GemmtuneError
+from ..errors import GemmtuneError, PackedWeightError
 from ..packing import pack
 from ..problem import Problem
 from .calls import as_calls, run
-from .modules import Linear, RawLinear, RawWeightOnlyLinear, WeightOnlyLinear
+from .modules import RawLinear, RawWeightOnlyLinear, WeightOnlyLinear
+from .packed_tensor import PackedTensor, become
 from .record import Recording, linear_problem, record, weight_only_problem
 from .weight_only import WeightOnly, recognise
 
@@ -35,7 +42,11 @@ log = logging.getLogger("gemmtune")
 
 @dataclass(slots=True)
 class _Site:
-    """A linear that may be swapped: the module, every (parent, attribute) that holds it, and what it ran."""
+    """A linear that may be served: the module, every (parent, attribute) that holds it, and what it ran.
+
+    held: what it is as a weight-only linear; None for a floating one. owners: every module that has its weight as a
+    Parameter, of a floating one. reads: the functions besides F.linear that took the weight in a forward.
+    """
 
     module: nn.Module
     name: str
@@ -43,21 +54,33 @@ class _Site:
     held: WeightOnly | None
     tied: bool
     ran: Counter[Problem]
+    owners: list[nn.Module] = field(default_factory=list)
+    reads: set[str] = field(default_factory=set)
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight, packed or not."""
+        weight = self.held.weight if self.held is not None else self.module.weight
+        assert isinstance(weight, Tensor)
+        return weight
 
     @property
     def device(self) -> torch.device:
         """Where its weight lies."""
-        weight = self.held.weight if self.held is not None else self.module.weight
-        assert isinstance(weight, Tensor)
-        return weight.device
+        return self.weight.device
+
+    @property
+    def shared(self) -> bool:
+        """Whether something else than its product reads the weight, which then has to stay unpacked, too."""
+        return self.tied or bool(self.reads)
 
 
-_Module = Linear | WeightOnlyLinear | RawLinear | RawWeightOnlyLinear
+_Module = WeightOnlyLinear | RawLinear | RawWeightOnlyLinear
 
 
 @dataclass(slots=True)
 class _Swap:
-    """A swap that was made: how to find the original's tensors again."""
+    """A module that was swapped in: how to find the original's tensors again."""
 
     site: _Site
     module: _Module
@@ -66,7 +89,43 @@ class _Swap:
     @property
     def layout(self) -> str:
         """The layout of its weight; ``raw`` when it lies as it did."""
-        return self.module.packed.layout if isinstance(self.module, Linear | WeightOnlyLinear) else self.module.layout
+        return self.module.packed.layout if isinstance(self.module, WeightOnlyLinear) else self.module.layout
+
+    def undo(self) -> None:
+        """Put the original module back."""
+        if isinstance(self.module, RawLinear | RawWeightOnlyLinear):
+            self.module.give_back(self.site.module)
+        else:
+            for name, value in self.module.raw().items():
+                self.tensors[name].data = value.contiguous()
+        for parent, attribute in self.site.places:
+            setattr(parent, attribute, self.site.module)
+        self.site.module.train(self.module.training)
+
+
+@dataclass(slots=True)
+class _Repacked:
+    """A Parameter that became a PackedTensor, in place, and the hooks that save its unpacked values."""
+
+    site: _Site
+    weight: Tensor
+    layout: str
+    hooks: list[Any]
+
+    def undo(self) -> None:
+        """Make the Parameter an ordinary one again, with its values of now. One that something else has made ordinary
+        (``model.half()``, ``weight.data = ...``) stays as it is."""
+        for hook in self.hooks:
+            hook.remove()
+        if not isinstance(self.weight, PackedTensor):
+            return
+        plain = nn.Parameter(self.weight.unpacked(), requires_grad=self.weight.requires_grad)
+        packed: Tensor = self.weight
+        try:
+            become(packed, plain)
+        except PackedWeightError:  # a compiled graph refers to it: its owners get a Parameter of their own
+            for owner in self.site.owners:
+                owner._parameters.update({name: plain for name, p in owner._parameters.items() if p is packed})
 
 
 class Handle:
@@ -77,26 +136,19 @@ class Handle:
 
     def __init__(self) -> None:
         self.left: dict[str, str] = {}
-        self._swaps: list[_Swap] = []
+        self._swaps: list[_Swap | _Repacked] = []
 
     @property
     def swapped(self) -> dict[str, str]:
-        """Layout by the name of the module that now holds it; ``raw`` for a weight that lies as it did."""
+        """Layout of the weight by the module's name; ``raw`` for a weight that lies as it did."""
         return {swap.site.name: swap.layout for swap in self._swaps}
 
     def restore(self) -> None:
-        """Put the original modules back, with their very Parameters, their values unpacked (with any state loaded
-        since). Idempotent."""
+        """Unpack the very Parameters that were packed, with the values that they have now (written, loaded), and put
+        the modules back that were swapped. Idempotent."""
         with torch.inference_mode(False), torch.no_grad():
             for swap in reversed(self._swaps):
-                if isinstance(swap.module, RawLinear | RawWeightOnlyLinear):
-                    swap.module.give_back(swap.site.module)
-                else:
-                    for name, value in swap.module.raw().items():
-                        swap.tensors[name].data = value.contiguous()
-                for parent, attribute in swap.site.places:
-                    setattr(parent, attribute, swap.site.module)
-                swap.site.module.train(swap.module.training)
+                swap.undo()
         self._swaps.clear()
 
     def __enter__(self) -> Handle:
@@ -123,16 +175,19 @@ def optimize(
     progress: Progress | None = None,
     latency: Literal["graph", "eager"] = "graph",
 ) -> Handle:
-    """Swap, in place, every ``nn.Linear`` and weight-only int8/int4 linear for which something beats PyTorch.
+    """Pack, in place, the weight of every ``nn.Linear`` (and of its subclasses) and weight-only int8 or int4 linear for
+    which something beats PyTorch.
 
     example_inputs: a Tensor, a tuple of arguments, a dict of keyword arguments, or a list of these (one per call); they
     decide which M count. tune: tune what the store does not know (else only use what it knows). memory: how many times
     a raw weight's bytes its packed form may take. budget, latency: as for ``gemmtune.tune``. The model must be in eval
     mode, on CPUs and GPUs as it is to serve.
 
-    On GPUs a linear may also keep its weight as it lies, when a kernel that takes it so is fastest. A linear is left
-    alone when plain PyTorch is best for it, when it has hooks, is on another kind of device, or shares its weight
-    (unless memory >= 2, as the raw weight then stays too). Raises TypeError, ValueError, and what the model raises.
+    A packed weight is still a Parameter with its shape and dtype: reading it unpacks it, writing to it packs it again,
+    ``state_dict()`` has its values. On GPUs a linear may also keep its weight as it lies, when a kernel that takes it
+    so is fastest. A linear is left alone when plain PyTorch is best for it, when it is on another kind of device, or
+    when something else reads its weight (unless memory >= 2, as the raw weight then stays too). Raises TypeError,
+    ValueError, and what the model raises.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"optimize(): expected a torch.nn.Module, not {type(model).__name__}")
@@ -176,20 +231,42 @@ def _sites(model: nn.Module, handle: Handle, memory: float) -> Iterator[_Site]:
         for attribute, child in parent._modules.items():
             if child is not None:
                 places.setdefault(child, []).append((parent, attribute))
-    owners = Counter(id(t) for m in model.modules() for t in (*m._parameters.values(), *m._buffers.values()))
+    count = Counter(id(t) for m in model.modules() for t in (*m._parameters.values(), *m._buffers.values()))
+    owners: dict[int, list[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            owners.setdefault(id(parameter), []).append(module)
     for name, module in model.named_modules():
         held = recognise(module)
-        if held is None and type(module) is not nn.Linear:
+        if held is None and (not isinstance(module, nn.Linear) or _is_packed(module)):
             continue
-        reason = _unfit(module, module not in places)
-        weight = held.weight if held is not None else module.weight
-        tied = isinstance(weight, Tensor) and owners[id(weight)] > 1
+        reason = _unfit(module) if held is None else _unswappable(module, module not in places)
+        weight = held.weight if held is not None else module._parameters.get("weight")
+        tied = isinstance(weight, Tensor) and count[id(weight)] > 1
         if tied and memory < 2:
             reason = reason or "shares its weight with another module (memory=2 would keep both forms)"
         if reason:
             handle.left[name] = reason
         else:
-            yield _Site(module, name, places[module], held, tied, Counter())
+            yield _Site(module, name, places.get(module, []), held, tied, Counter(), owners.get(id(weight), []))
+
+
+def _is_packed(module: nn.Linear) -> bool:
+    return isinstance(module._parameters.get("weight"), PackedTensor)
+
+
+def _unfit(module: nn.Module) -> str:
+    """Why the weight of a floating linear cannot be packed at all, or empty."""
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return "has no Parameter 'weight' of its own (a parametrization or a hook computes it)"
+    if type(weight) is not nn.Parameter:
+        return f"holds a {type(weight).__name__}, which is not an ordinary Parameter"
+    if weight.device.type not in ("cpu", "cuda") or weight.layout != torch.strided:
+        return "is not in dense CPU or CUDA tensors"
+    if weight.dtype not in FLOATS:
+        return f"holds {weight.dtype}, which is not a dtype gemmtune packs"
+    return ""
 
 
 # The dicts of nn.Module's hooks that are not swapped along.
@@ -199,8 +276,8 @@ _HOOKS = (
 )  # fmt: skip
 
 
-def _unfit(module: nn.Module, root: bool) -> str:
-    """Why a linear cannot be swapped at all, or empty."""
+def _unswappable(module: nn.Module, root: bool) -> str:
+    """Why another module cannot take the place of this one, or empty."""
     if root:
         return "is the model itself, which has no parent to swap it in"
     if any(vars(module).get(hooks) for hooks in _HOOKS):
@@ -212,17 +289,16 @@ def _unfit(module: nn.Module, root: bool) -> str:
         return "is not in dense CPU or CUDA tensors"
     if len({t.device for t in tensors}) > 1:
         return "has tensors on several devices"
-    weight = module.weight
-    if type(module) is nn.Linear and isinstance(weight, Tensor) and weight.dtype not in FLOATS:
-        return f"holds {weight.dtype}, which is not a dtype gemmtune packs"
     return ""
 
 
 def _observe(model: nn.Module, example_inputs: Any, sites: Sequence[_Site]) -> Recording:
     """Run the examples; count what each site ran, and return every Problem of the model."""
-    handles = [site.module.register_forward_pre_hook(_counter(site)) for site in sites]
+    handles = [
+        site.module.register_forward_pre_hook(_counter(site, site.held)) for site in sites if site.held is not None
+    ]
     try:
-        with record() as recorded:
+        with record() as recorded, _Uses(sites):
             run(model, example_inputs)
     finally:
         for handle in handles:
@@ -230,32 +306,74 @@ def _observe(model: nn.Module, example_inputs: Any, sites: Sequence[_Site]) -> R
     return recorded
 
 
-def _counter(site: _Site) -> Any:
+def _counter(site: _Site, held: WeightOnly) -> Any:
     def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-        if not args or not isinstance(args[0], Tensor) or args[0].numel() == 0:
-            return
-        try:
-            with torch._C.DisableTorchFunction():
-                problem = _site_problem(site, args[0])
-        except (GemmtuneError, TypeError, ValueError):
-            return
-        site.ran[problem] += 1
+        if args and isinstance(args[0], Tensor):
+            site.ran.update(_problem(args[0], lambda x: weight_only_problem(x, held)))
 
     return hook
 
 
-def _site_problem(site: _Site, x: Tensor) -> Problem:
-    if site.held is not None:
-        return weight_only_problem(x, site.held)
-    bias = site.module.bias
-    weight = site.module.weight
-    assert isinstance(weight, Tensor)
-    assert bias is None or isinstance(bias, Tensor)
-    return linear_problem(x, weight, bias)
+def _problem(x: Tensor, described: Callable[[Tensor], Problem]) -> list[Problem]:
+    """What is multiplied by activations x; nothing where it is empty, or no Problem that gemmtune knows."""
+    try:
+        with torch._C.DisableTorchFunction():
+            return [described(x)] if x.numel() else []
+    except (GemmtuneError, TypeError, ValueError, RuntimeError, NotImplementedError):
+        return []
+
+
+class _Uses(TorchFunctionMode):
+    """Sees what takes the weight of a site: F.linear, whose Problems are counted, or something else."""
+
+    def __init__(self, sites: Sequence[_Site]) -> None:
+        super().__init__()
+        self._sites = {id(site.weight): site for site in sites if site.held is None}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is functional.linear:
+            self._count(*args, **kwargs)
+            args_read: Sequence[Any] = (*args[:1], *args[2:])
+        else:
+            args_read = () if _is_metadata(func) else (*args, *kwargs.values())
+        for value in args_read:
+            for item in value if isinstance(value, list | tuple) else (value,):
+                site = self._sites.get(id(item))
+                if site is not None:
+                    site.reads.add(getattr(func, "__name__", str(func)))
+        return func(*args, **kwargs)
+
+    def _count(self, input: Any = None, weight: Any = None, bias: Any = None, **_: Any) -> None:
+        site = self._sites.get(id(weight))
+        if site is not None and isinstance(input, Tensor):
+            site.ran.update(_problem(input, lambda x: linear_problem(x, weight, bias)))
+
+
+# What is asked of a weight and costs nothing, packed or not.
+_METADATA = frozenset(
+    {
+        "dim", "element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point", "nelement", "numel",
+        "requires_grad_", "size", "storage_offset", "stride",
+    }
+)  # fmt: skip
+_VALUES = frozenset({"data", "T", "H", "mT", "mH", "real", "imag"})  # properties that give values
+
+
+def _is_metadata(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return getattr(getattr(func, "__self__", None), "__name__", "") not in _VALUES
+    return name in _METADATA or name == "__set__"
 
 
 def _swap(site: _Site, handle: Handle, memory: float) -> str:
-    """Swap one site in, or say why it stays."""
+    """Have one site served, or say why it stays."""
+    if site.reads and memory < 2:
+        names = ", ".join(sorted(site.reads))
+        return f"its weight is read besides F.linear, by {names} (memory=2 would keep both forms)"
     if not site.ran:
         return "did not run on the example inputs"
     plans = {problem.plan_key for problem in site.ran}
@@ -270,7 +388,7 @@ def _swap(site: _Site, handle: Handle, memory: float) -> str:
     layouts = [name for name in rank_packings(points, counts) if name is not None]
     packed = next(filter(None, (_packed(site, layout, memory) for layout in layouts)), None)
     if packed is not None:
-        return _place(site, packed, handle)
+        return _repack(site, packed, handle) if site.held is None else _place(site, site.held, packed, handle)
     if site.device.type == "cuda" and _ours(RUNTIME.index(site.device).plan(plan_key, None)):
         return _place_raw(site, handle)
     if not layouts:
@@ -300,23 +418,35 @@ def _packed(site: _Site, layout: str, memory: float) -> PackedWeight | None:
     except GemmtuneError as error:
         log.debug("%s cannot be packed as %s: %s", site.name, layout, error)
         return None
-    return packed if packed.nbytes <= memory * raw * (2 if site.tied else 1) - (raw if site.tied else 0) else None
+    return packed if packed.nbytes <= memory * raw * (2 if site.shared else 1) - (raw if site.shared else 0) else None
 
 
-def _place(site: _Site, packed: PackedWeight, handle: Handle) -> str:
-    original, held = site.module, site.held
-    bias = original.bias if held is None else held.bias
-    assert bias is None or isinstance(bias, Tensor)
-    if held is None:
-        weight = original.weight
-        assert isinstance(weight, nn.Parameter)
-        module: _Module = Linear(packed, bias, trainable=_trainable(weight, bias))
-        tensors: dict[str, Tensor] = {"weight": weight}
-    else:
-        module = WeightOnlyLinear(packed, bias, names=held.names, transposed_scale=held.transposed_scale)
-        tensors = {name: getattr(original, name) for name in held.names.values()}
-        if not _agrees(original, module, next(iter(site.ran))):
-            return "looks like a weight-only linear and computes something else"
+def _repack(site: _Site, packed: PackedWeight, handle: Handle) -> str:
+    """Make the site's very Parameter a packed one, whoever refers to it."""
+    weight = site.weight
+    raw = weight.detach() if site.shared else None
+    try:
+        become(weight, nn.Parameter(PackedTensor.of(packed, raw), requires_grad=weight.requires_grad))
+    except PackedWeightError as error:
+        return f"cannot be packed in place ({error})"
+    hooks = [owner._register_state_dict_hook(_save_unpacked) for owner in site.owners]  # type: ignore[no-untyped-call]
+    handle._swaps.append(_Repacked(site, weight, packed.layout, hooks))
+    return ""
+
+
+def _save_unpacked(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """A module's state keeps the values of packed weights, as those who load it expect."""
+    for name, parameter in module._parameters.items():
+        if isinstance(parameter, PackedTensor) and isinstance(state.get(prefix + name), PackedTensor):
+            state[prefix + name] = parameter.unpacked()
+
+
+def _place(site: _Site, held: WeightOnly, packed: PackedWeight, handle: Handle) -> str:
+    original = site.module
+    module = WeightOnlyLinear(packed, held.bias, names=held.names, transposed_scale=held.transposed_scale)
+    tensors: dict[str, Tensor] = {name: getattr(original, name) for name in held.names.values()}
+    if not _agrees(original, module, next(iter(site.ran))):
+        return "looks like a weight-only linear and computes something else"
     _put(site, module, tensors, handle)
     if not site.tied:
         for tensor in tensors.values():
@@ -328,7 +458,9 @@ def _place_raw(site: _Site, handle: Handle) -> str:
     """Serve a weight that stays as it lies."""
     original, held = site.module, site.held
     if held is None:
-        assert isinstance(original, nn.Linear)
+        reason = _unswappable(original, not site.places)
+        if reason or type(original) is not nn.Linear:
+            return reason or f"is a {type(original).__name__}, and its weight is best served as it lies"
         _put(site, RawLinear(original), {}, handle)
         return ""
     if held.transposed_scale:
@@ -344,10 +476,6 @@ def _put(site: _Site, module: _Module, tensors: dict[str, Tensor], handle: Handl
     for parent, attribute in site.places:
         setattr(parent, attribute, module)
     handle._swaps.append(_Swap(site, module, tensors))
-
-
-def _trainable(weight: Tensor, bias: Tensor | None) -> bool:
-    return weight.requires_grad or (bias is not None and bias.requires_grad)
 
 
 def _agrees(original: nn.Module, module: nn.Module, problem: Problem) -> bool:

@@ -19,6 +19,7 @@ from ..dispatch.runtime import CPU, RUNTIME
 from ..errors import GemmtuneError
 from ..fuse import bias as bias_step
 from ..problem import Problem
+from .packed_tensor import PackedTensor
 from .weight_only import WeightOnly, recognise
 
 
@@ -103,7 +104,8 @@ class _Mode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         describer = _DESCRIBERS.get(func)
-        if describer is not None and not self._inside:
+        packed = any(isinstance(value, PackedTensor) for value in (*args[:3], *kwargs.values()))
+        if describer is not None and not self._inside and not packed:  # gemmtune's own op tells of a packed weight
             self._note(describer, args, kwargs, _device(args, kwargs))
         return func(*args, **kwargs)
 

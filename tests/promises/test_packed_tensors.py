@@ -1,0 +1,437 @@
+"""A packed weight is a tensor still: it is read, written, copied, saved, traced, exported and differentiated through."""
+
+from __future__ import annotations
+
+import copy
+import io
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+
+import gemmtune
+from gemmtune.checks import GradError
+from gemmtune.dispatch import RUNTIME
+from gemmtune.errors import PackedWeightError
+from gemmtune.integrations.packed_tensor import PackedTensor, become
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")
+
+K, N = 40, 24
+
+
+def close(got: Tensor, wanted: Tensor) -> None:
+    scale = 2e-2 if wanted.dtype == torch.bfloat16 else 1e-4
+    torch.testing.assert_close(got, wanted, rtol=scale, atol=scale)
+
+
+class Two(nn.Module):
+    """Two linears; ``packed`` packs their weights as ``optimize`` does."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(K, N, dtype=dtype), nn.Linear(N, K, bias=False, dtype=dtype)
+        self.eval().requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+def packed(model: nn.Module, keep: bool = False) -> nn.Module:
+    """The model with every linear's Parameter turned into a packed one."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            weight = module.weight
+            raw = weight.detach() if keep else None
+            become(weight, nn.Parameter(PackedTensor.of(gemmtune.pack(weight), raw), weight.requires_grad))
+    return model
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    found: torch.dtype = request.param
+    return found
+
+
+@pytest.fixture
+def plain(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    return Two(dtype)
+
+
+@pytest.fixture
+def model(plain: nn.Module) -> nn.Module:
+    return packed(copy.deepcopy(plain))
+
+
+@pytest.fixture
+def x(dtype: torch.dtype) -> Tensor:
+    return torch.randn(3, K, dtype=dtype)
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The packed products that ran, by route."""
+    ran: list[str] = []
+    import gemmtune.integrations.packed_tensor as module
+
+    original = module.linear
+
+    def counting(*args: Any) -> Tensor:
+        ran.append("op")
+        return original(*args)
+
+    monkeypatch.setattr(module, "linear", counting)
+    monkeypatch.setattr(module, "serve", lambda *_: None)
+    return ran
+
+
+def test_the_parameter_is_what_it_was(plain: nn.Module, model: nn.Module) -> None:
+    for (name, was), (other, now) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
+        assert name == other
+        assert isinstance(now, nn.Parameter)
+        assert (now.shape, now.dtype, now.device, now.stride()) == (was.shape, was.dtype, was.device, was.stride())
+        assert torch.equal(now, was)
+    assert type(model.up) is nn.Linear
+    assert isinstance(model.up.weight, PackedTensor)
+
+
+def test_products_are_served(plain: nn.Module, model: nn.Module, x: Tensor, served: list[str]) -> None:
+    with torch.no_grad():
+        close(model(x), plain(x))
+    assert len(served) == 2
+
+
+def test_the_very_object_becomes_packed_and_plain_again() -> None:
+    layer = nn.Linear(K, N)
+    weight, values = layer.weight, layer.weight.detach().clone()
+    become(weight, nn.Parameter(PackedTensor.of(gemmtune.pack(weight))))
+    assert layer.weight is weight
+    assert isinstance(weight, PackedTensor)
+    become(weight, nn.Parameter(weight.unpacked()))
+    assert layer.weight is weight
+    assert type(weight) is nn.Parameter
+    assert torch.equal(weight, values)
+
+
+COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda m: _reloaded(m),
+}
+
+
+def _reloaded(model: nn.Module) -> nn.Module:
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    loaded: nn.Module = torch.load(buffer, weights_only=False)
+    return loaded
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_copies_are_packed_and_their_own(how: str, plain: nn.Module, model: nn.Module, x: Tensor) -> None:
+    other = COPIES[how](model)
+    assert isinstance(other.up.weight, PackedTensor)
+    with torch.no_grad():
+        other.up.weight.mul_(2)
+        close(model(x), plain(x))
+        plain.up.weight.mul_(2)
+        close(other(x), plain(x))
+
+
+WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
+    "mul_": lambda w: w.mul_(2),
+    "add_ to .data": lambda w: w.data.add_(1),
+    ".data +=": lambda w: exec("w.data += 1", {"w": w}),
+    "copy_": lambda w: w.copy_(torch.full_like(w, 0.5)),
+    "detach().zero_": lambda w: w.detach().zero_(),
+    "init.ones_": nn.init.ones_,
+    "fill_": lambda w: w.fill_(0.25),
+    "addcmul_": lambda w: w.addcmul_(torch.ones(w.shape, dtype=w.dtype), torch.ones(w.shape, dtype=w.dtype)),
+    "out=": lambda w: torch.mul(torch.ones(w.shape, dtype=w.dtype), 3, out=w),
+    ".data =": lambda w: setattr(w, "data", torch.full(w.shape, 0.125, dtype=w.dtype)),
+    "_foreach_mul_": lambda w: torch._foreach_mul_([w], 3.0),
+}
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["", "beside the raw weight"])
+@pytest.mark.parametrize("how", WRITES)
+def test_writes_arrive(how: str, keep: bool, plain: nn.Module, x: Tensor) -> None:
+    model = packed(copy.deepcopy(plain), keep)
+    with torch.no_grad():
+        for each in (plain, model):
+            version = each.up.weight._version
+            WRITES[how](each.up.weight)
+            assert each.up.weight._version > version or "data" in how or "detach" in how
+        assert torch.equal(model.up.weight, plain.up.weight)
+        close(model(x), plain(x))
+
+
+@pytest.mark.parametrize(
+    "write",
+    [lambda w: w[0].zero_(), lambda w: w.t().mul_(2), lambda w: w.view(-1).fill_(1), lambda w: w[:, :3].copy_(w[:, 3:6]),
+     lambda w: w.chunk(2)[1].add_(1)],
+)  # fmt: skip
+def test_writes_to_views_are_refused(write: Callable[[Tensor], Any], plain: nn.Module, model: nn.Module) -> None:
+    with torch.no_grad(), pytest.raises(PackedWeightError, match=r"restore\(\)"):
+        write(model.up.weight)
+    assert torch.equal(model.up.weight, plain.up.weight)
+
+
+def test_indexed_assignment_is_refused(plain: nn.Module, model: nn.Module) -> None:
+    with torch.no_grad(), pytest.raises(PackedWeightError, match=r"restore\(\)"):
+        model.up.weight[0] = 1.0
+    assert torch.equal(model.up.weight, plain.up.weight)
+
+
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "row": lambda w: w[1], "t": lambda w: w.t() + 0, "sum": lambda w: w.double().sum(), "chunk": lambda w: w.chunk(2)[0],
+    "tolist": lambda w: w.tolist(), "norm": lambda w: w.norm(), "cat": lambda w: torch.cat([w, w]),
+    "clone": lambda w: w.clone(), "cpu": lambda w: w.cpu(), "float": lambda w: w.float(), "einsum": lambda w: torch.einsum("nk->k", w),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", READS)
+def test_reads_give_the_values(how: str, plain: nn.Module, model: nn.Module) -> None:
+    got, wanted = READS[how](model.up.weight), READS[how](plain.up.weight)
+    assert got == wanted if isinstance(got, list) else torch.equal(got, wanted)
+
+
+def test_numpy_gives_values_that_cannot_be_written() -> None:
+    model = packed(Two())
+    array = model.up.weight.numpy()
+    assert not array.flags.writeable
+    assert torch.equal(torch.tensor(array), model.up.weight)
+
+
+def test_a_weight_moves_between_processes() -> None:
+    model = packed(Two())
+    x = torch.randn(2, K)
+    wanted = model(x)
+    model.share_memory()
+    assert all(part.is_shared() for part in model.up.weight.parts)
+    assert torch.equal(model(x), wanted)
+
+
+CONVERSIONS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "half": lambda m: m.half(), "double": lambda m: m.double(), "to": lambda m: m.to(torch.float16),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", CONVERSIONS)
+def test_conversions_unpack(how: str, plain: nn.Module, model: nn.Module) -> None:
+    weight = model.up.weight
+    CONVERSIONS[how](plain), CONVERSIONS[how](model)
+    assert model.up.weight is weight
+    assert type(weight) is nn.Parameter
+    x = torch.randn(2, K).to(plain.up.weight.dtype)
+    close(model(x), plain(x))
+
+
+def test_moves_to_where_it_is_keep_it_packed(model: nn.Module, x: Tensor) -> None:
+    wanted = model(x)
+    for moved in (model.to("cpu"), model.cpu(), model.to(x.dtype), model.requires_grad_(False), model.eval()):
+        assert isinstance(moved.up.weight, PackedTensor)
+    assert torch.equal(model(x), wanted)
+
+
+TRACERS: dict[str, Callable[[nn.Module, Tensor], Callable[[Tensor], Tensor]]] = {
+    "make_fx": lambda m, x: make_fx(lambda t: m(t))(x),
+    "make_fx symbolic": lambda m, x: make_fx(lambda t: m(t), tracing_mode="symbolic", _allow_non_fake_inputs=True)(x),
+    "jit.trace": lambda m, x: torch.jit.trace(m, x),
+    "fx": lambda m, _: torch.fx.symbolic_trace(m),
+    "functionalize": lambda m, _: torch.func.functionalize(m),
+    "functional_call": lambda m, _: lambda t: torch.func.functional_call(m, dict(m.named_parameters()), (t,)),
+    "vmap": lambda m, _: torch.vmap(m),
+    "compile": lambda m, _: torch.compile(m, fullgraph=True, backend="aot_eager"),
+    "compile dynamic": lambda m, _: torch.compile(m, fullgraph=True, backend="aot_eager", dynamic=True),
+    "export": lambda m, x: torch.export.export(m, (x,)).module(),
+    "export strict": lambda m, x: torch.export.export(m, (x,), strict=True).module(),
+}
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["", "beside the raw weight"])
+@pytest.mark.parametrize("how", TRACERS)
+def test_tracers_and_transforms_keep_the_values(how: str, keep: bool, plain: nn.Module, x: Tensor) -> None:
+    model = packed(copy.deepcopy(plain), keep)
+    with torch.no_grad():
+        traced = TRACERS[how](model, x)
+        close(traced(x), plain(x))
+        other = torch.randn_like(x)
+        close(traced(other), plain(other))
+
+
+def test_forward_mode_and_gradients_of_the_input(plain: nn.Module, model: nn.Module, x: Tensor) -> None:
+    wanted = torch.func.jvp(plain, (x,), (x,))
+    close(torch.func.jvp(model, (x,), (x,))[1], wanted[1])
+    close(torch.func.grad(lambda t: model(t).sum())(x), torch.func.grad(lambda t: plain(t).sum())(x))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_input_and_the_bias_get_their_gradients(
+    plain: nn.Module, model: nn.Module, x: Tensor, compiled: bool
+) -> None:
+    gradients = []
+    for each in (plain, model):
+        each.up.bias.requires_grad_(True)
+        function = torch.compile(each, backend="aot_eager", fullgraph=True) if compiled else each
+        leaf = x.clone().requires_grad_(True)
+        function(leaf).float().square().sum().backward()
+        gradients.append((leaf.grad, each.up.bias.grad))
+    for wanted, got in zip(*gradients, strict=True):
+        close(got / wanted.abs().max(), wanted / wanted.abs().max())
+
+
+def test_a_weight_that_requires_grad_says_so(model: nn.Module, x: Tensor) -> None:
+    model.up.weight.requires_grad_(True)
+    with pytest.raises(GradError, match=r"no_grad\(\)"):
+        model(x)
+    with torch.no_grad():
+        model(x)
+
+
+@pytest.mark.parametrize("how", ["eager", "compile"])
+def test_autocast_serves_its_own_dtype(how: str, served: list[str]) -> None:
+    plain = Two(torch.bfloat16)
+    model, x = packed(copy.deepcopy(plain)), torch.randn(3, K)
+    function = torch.compile(model, backend="aot_eager", fullgraph=True) if how == "compile" else model
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        got, wanted = function(x), plain(x)
+    assert got.dtype == wanted.dtype == torch.bfloat16
+    close(got, wanted)
+    assert len(served) == 2
+
+
+def test_autocast_to_another_dtype_rounds_the_weight(x: Tensor) -> None:
+    plain = Two(torch.float32)
+    model = packed(copy.deepcopy(plain))
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        got, wanted = model(x.float()), plain(x.float())
+    assert got.dtype == torch.bfloat16
+    close(got, wanted)
+
+
+def test_bad_operands_get_pytorchs_words() -> None:
+    model = packed(Two())
+    with pytest.raises((TypeError, RuntimeError, ValueError)):
+        model.up(torch.randn(3, K + 1))
+    with pytest.raises(TypeError):
+        F.linear("x", model.up.weight)  # type: ignore[arg-type]
+
+
+_FRESH = """
+import sys, torch
+import gemmtune
+torch.manual_seed(7)
+other = gemmtune.pack(torch.randn(24, 40))  # a packed weight of this process, which must not be taken
+x = torch.load(sys.argv[2])
+path = sys.argv[1]
+run = torch._inductor.aoti_load_package(path) if "aoti" in path else torch.export.load(path).module()
+torch.save(run(x), sys.argv[3])
+"""
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("kind", ["export", "aoti"])
+def test_exported_models_load_in_a_fresh_process(kind: str, tmp_path: Path) -> None:
+    plain, x = Two(), torch.randn(3, K)
+    model = packed(copy.deepcopy(plain))
+    package = tmp_path / f"model.{kind}.pt2"
+    with torch.no_grad():
+        program = torch.export.export(model, (x,))
+        if kind == "aoti":
+            torch._inductor.aoti_compile_and_package(program, package_path=str(package))
+        else:
+            torch.export.save(program, package)
+    torch.save(x, tmp_path / "x.pt")
+    command = [sys.executable, "-c", _FRESH, package, tmp_path / "x.pt", tmp_path / "y.pt"]
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    close(torch.load(tmp_path / "y.pt"), plain(x))
+
+
+def test_where_gemmtune_is_not_installed_the_operator_is_named(tmp_path: Path) -> None:
+    program = torch.export.export(packed(Two()), (torch.randn(3, K),))
+    torch.export.save(program, tmp_path / "model.pt2")
+    code = (
+        "import sys, torch; sys.modules['gemmtune'] = None; "
+        f"torch.export.load({str(tmp_path / 'model.pt2')!r}).module()(torch.randn(3, {K}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "gemmtune" in done.stderr
+
+
+def test_state_of_an_optimized_model_is_the_plain_models(own_store: Any) -> None:
+    from integrations.test_optimize import ready
+
+    x = torch.randn(3, K)
+    model = ready(Two(), x, own_store)
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    handle = gemmtune.optimize(model, x, tune=False)
+    assert len(handle.swapped) == 2
+    state = model.state_dict()
+    assert all(type(value) is Tensor and torch.equal(value, saved[name]) for name, value in state.items())
+    with torch.no_grad():
+        model.up.weight.mul_(3)
+    handle.restore()
+    assert torch.equal(model.up.weight, 3 * saved["up.weight"])
+    assert torch.equal(model.state_dict()["up.weight"], 3 * saved["up.weight"])
+
+
+class Reads(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.up.weight.dtype == x.dtype
+        return super().forward(x) * self.down.weight.mean()
+
+
+def test_a_weight_that_forward_reads_is_left_with_the_reason(own_store: Any) -> None:
+    from integrations.test_optimize import ready
+
+    x = torch.randn(3, K)
+    model = ready(Reads(), x, own_store)
+    handle = gemmtune.optimize(model, x, tune=False)
+    assert set(handle.swapped) == {"up"}
+    assert "read besides F.linear, by mean" in handle.left["down"]
+    handle.restore()
+    wanted = model(x)
+    handle = gemmtune.optimize(model, x, tune=False, memory=4)
+    assert set(handle.swapped) == {"up", "down"}
+    with torch.no_grad():
+        close(model(x), wanted)
+        model.down.weight.mul_(2)
+        close(model(x), 4 * wanted)
+    RUNTIME.refresh(own_store)
+
+
+def test_tied_weights_see_writes(own_store: Any) -> None:
+    from integrations.test_optimize import ready
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(N, K), nn.Linear(K, N, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.head(self.embed(ids))
+
+    ids = torch.tensor([1, 5, 2])
+    model = ready(Tied(), ids, own_store)
+    wanted = model(ids)
+    handle = gemmtune.optimize(model, ids, tune=False, memory=4)
+    assert set(handle.swapped) == {"head"}
+    assert model.embed.weight is model.head.weight
+    with torch.no_grad():
+        close(model(ids), wanted)
+        model.embed.weight.mul_(2)
+        close(model(ids), 4 * wanted)
+    handle.restore()
+    close(model(ids), 4 * wanted)
