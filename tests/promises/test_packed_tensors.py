@@ -1,4 +1,4 @@
-"""A packed weight is a tensor still: it is read, written, copied, saved, traced, exported and differentiated through."""
+"""A packed weight is a tensor still: it can be read, written, copied, saved, traced, exported."""
 
 from __future__ import annotations
 
@@ -176,8 +176,8 @@ def test_writes_arrive(how: str, keep: bool, plain: nn.Module, x: Tensor) -> Non
 
 @pytest.mark.parametrize(
     "write",
-    [lambda w: w[0].zero_(), lambda w: w.t().mul_(2), lambda w: w.view(-1).fill_(1), lambda w: w[:, :3].copy_(w[:, 3:6]),
-     lambda w: w.chunk(2)[1].add_(1)],
+    [lambda w: w[0].zero_(), lambda w: w.t().mul_(2), lambda w: w.view(-1).fill_(1), lambda w: w.chunk(2)[1].add_(1),
+     lambda w: w[:, :3].copy_(w[:, 3:6])],
 )  # fmt: skip
 def test_writes_to_views_are_refused(write: Callable[[Tensor], Any], plain: nn.Module, model: nn.Module) -> None:
     with torch.no_grad(), pytest.raises(PackedWeightError, match=r"restore\(\)"):
@@ -192,9 +192,10 @@ def test_indexed_assignment_is_refused(plain: nn.Module, model: nn.Module) -> No
 
 
 READS: dict[str, Callable[[Tensor], Any]] = {
-    "row": lambda w: w[1], "t": lambda w: w.t() + 0, "sum": lambda w: w.double().sum(), "chunk": lambda w: w.chunk(2)[0],
-    "tolist": lambda w: w.tolist(), "norm": lambda w: w.norm(), "cat": lambda w: torch.cat([w, w]),
-    "clone": lambda w: w.clone(), "cpu": lambda w: w.cpu(), "float": lambda w: w.float(), "einsum": lambda w: torch.einsum("nk->k", w),
+    "row": lambda w: w[1], "t": lambda w: w.t() + 0, "sum": lambda w: w.double().sum(), "tolist": lambda w: w.tolist(),
+    "chunk": lambda w: w.chunk(2)[0], "norm": lambda w: w.norm(), "cat": lambda w: torch.cat([w, w]),
+    "clone": lambda w: w.clone(), "cpu": lambda w: w.cpu(), "float": lambda w: w.float(),
+    "einsum": lambda w: torch.einsum("nk->k", w),
 }  # fmt: skip
 
 
@@ -328,7 +329,7 @@ def test_bad_operands_get_pytorchs_words() -> None:
 
 _FRESH = """
 import sys, torch
-import gemmtune
+import gemmtune, gemmtune.nn
 torch.manual_seed(7)
 other = gemmtune.pack(torch.randn(24, 40))  # a packed weight of this process, which must not be taken
 x = torch.load(sys.argv[2])
@@ -435,3 +436,41 @@ def test_tied_weights_see_writes(own_store: Any) -> None:
         close(model(ids), 4 * wanted)
     handle.restore()
     close(model(ids), 4 * wanted)
+
+
+class Conv1D(nn.Module):
+    """transformers' linear with its weight [K, N]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(K, N)), nn.Parameter(torch.randn(N))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x, self.weight)
+
+
+def test_products_of_other_modules_are_named() -> None:
+    x = torch.randn(1, 3, K)
+    attention = nn.MultiheadAttention(K, 2, batch_first=True).eval()
+    handle = gemmtune.optimize(nn.Sequential(Conv1D()).eval(), x[0], tune=False)
+    assert handle.left["0"] == "is multiplied by addmm; only weights of F.linear are packed"
+    handle = gemmtune.optimize(attention, (x, x, x), tune=False)
+    assert "in_proj_weight" in handle.left
+    assert "multi_head_attention_forward" in handle.left["out_proj"]
+
+
+class Doubling(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+def test_subclasses_of_linear_are_served(own_store: Any) -> None:
+    from integrations.test_optimize import ready
+
+    x = torch.randn(3, K)
+    model = ready(nn.Sequential(Doubling(K, N)), x, own_store)
+    wanted = model(x)
+    handle = gemmtune.optimize(model, x, tune=False)
+    assert set(handle.swapped) == {"0"}
+    assert type(model[0]) is Doubling  # type: ignore[index]
+    close(model(x), wanted)

@@ -200,7 +200,7 @@ def optimize(
     as_calls(example_inputs)
     handle = Handle()
     sites = list(_sites(model, handle, memory))
-    recorded = _observe(model, example_inputs, sites)
+    recorded = _observe(model, example_inputs, sites, handle)
     decisions: list[Decision] = []
     if tune:
         from ..api import tune as tune_now
@@ -292,17 +292,22 @@ def _unswappable(module: nn.Module, root: bool) -> str:
     return ""
 
 
-def _observe(model: nn.Module, example_inputs: Any, sites: Sequence[_Site]) -> Recording:
-    """Run the examples; count what each site ran, and return every Problem of the model."""
-    handles = [
+def _observe(model: nn.Module, example_inputs: Any, sites: Sequence[_Site], handle: Handle) -> Recording:
+    """Run the examples; count what each site ran, name what multiplies by another Parameter, and return every Problem
+    of the model."""
+    uses = _Uses(model, sites)
+    hooks = [
         site.module.register_forward_pre_hook(_counter(site, site.held)) for site in sites if site.held is not None
     ]
     try:
-        with record() as recorded, _Uses(sites):
+        with record() as recorded, uses:
             run(model, example_inputs)
     finally:
-        for handle in handles:
-            handle.remove()
+        for hook in hooks:
+            hook.remove()
+    for name, functions in uses.others.items():
+        if name not in handle.left:
+            handle.left[name] = f"is multiplied by {', '.join(sorted(functions))}; only weights of F.linear are packed"
     return recorded
 
 
@@ -323,12 +328,31 @@ def _problem(x: Tensor, described: Callable[[Tensor], Problem]) -> list[Problem]
         return []
 
 
-class _Uses(TorchFunctionMode):
-    """Sees what takes the weight of a site: F.linear, whose Problems are counted, or something else."""
+# Besides F.linear: what multiplies by a Parameter.
+_PRODUCTS = frozenset(
+    {
+        "addmm", "addmm_", "baddbmm", "bmm", "einsum", "linear", "matmul", "mm", "multi_head_attention_forward",
+        "__matmul__", "__rmatmul__", "_int_mm", "_scaled_mm", "grouped_mm", "_grouped_mm",
+    }
+)  # fmt: skip
 
-    def __init__(self, sites: Sequence[_Site]) -> None:
+
+class _Uses(TorchFunctionMode):
+    """Sees what takes the weight of a site: F.linear, whose Problems are counted, or something else.
+
+    others: the functions that multiply by another Parameter, by the name of its module (of the Parameter, where the
+    module has several).
+    """
+
+    def __init__(self, model: nn.Module, sites: Sequence[_Site]) -> None:
         super().__init__()
         self._sites = {id(site.weight): site for site in sites if site.held is None}
+        self.others: dict[str, set[str]] = {}
+        self._names = {
+            id(parameter): name.removesuffix(".weight")
+            for name, parameter in model.named_parameters()
+            if parameter.dim() >= 2 and id(parameter) not in self._sites and not isinstance(parameter, PackedTensor)
+        }
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -343,7 +367,12 @@ class _Uses(TorchFunctionMode):
             for item in value if isinstance(value, list | tuple) else (value,):
                 site = self._sites.get(id(item))
                 if site is not None:
-                    site.reads.add(getattr(func, "__name__", str(func)))
+                    site.reads.add(_name_of(func))
+        if _name_of(func) in _PRODUCTS:
+            for value in (*args, *kwargs.values()):
+                name = self._names.get(id(value)) or self._names.get(id(getattr(value, "_base", None)))
+                if name is not None:
+                    self.others.setdefault(name, set()).add(_name_of(func))
         return func(*args, **kwargs)
 
     def _count(self, input: Any = None, weight: Any = None, bias: Any = None, **_: Any) -> None:
@@ -360,6 +389,10 @@ _METADATA = frozenset(
     }
 )  # fmt: skip
 _VALUES = frozenset({"data", "T", "H", "mT", "mH", "real", "imag"})  # properties that give values
+
+
+def _name_of(func: Callable[..., Any]) -> str:
+    return getattr(func, "__name__", str(func))
 
 
 def _is_metadata(func: Callable[..., Any]) -> bool:
