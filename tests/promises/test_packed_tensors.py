@@ -453,7 +453,7 @@ def test_products_of_other_modules_are_named() -> None:
     x = torch.randn(1, 3, K)
     attention = nn.MultiheadAttention(K, 2, batch_first=True).eval()
     handle = gemmtune.optimize(nn.Sequential(Conv1D()).eval(), x[0], tune=False)
-    assert handle.left["0"] == "is multiplied by addmm; only weights of F.linear are packed"
+    assert handle.left["0"] == "is multiplied by addmm; only weights of nn.Linear are packed"
     handle = gemmtune.optimize(attention, (x, x, x), tune=False)
     assert "in_proj_weight" in handle.left
     assert "multi_head_attention_forward" in handle.left["out_proj"]

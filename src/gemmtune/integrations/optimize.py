@@ -31,6 +31,8 @@ from .modules import RawLinear, RawWeightOnlyLinear, WeightOnlyLinear
 from .packed_tensor import PackedTensor, become
 from .record import Recording, linear_problem, record, weight_only_problem
 from .weight_only import WeightOnly, recognise
+from .whole_model import can_hold, is_slower
+from .whole_model import compare as compare_forms
 
 if TYPE_CHECKING:
     from ..decision import Decision
@@ -105,12 +107,21 @@ class _Swap:
 
 @dataclass(slots=True)
 class _Repacked:
-    """A Parameter that became a PackedTensor, in place, and the hooks that save its unpacked values."""
+    """A Parameter that became a PackedTensor, in place, and the hooks that save its unpacked values.
+
+    other: what it was, until the whole model has been timed in both forms; then None.
+    """
 
     site: _Site
     weight: Tensor
     layout: str
     hooks: list[Any]
+    other: Tensor | None
+
+    def set_form(self, packed: bool) -> None:
+        """Give the Parameter its packed or its ordinary form, while there are both. Raises PackedWeightError."""
+        if self.other is not None and isinstance(self.weight, PackedTensor) != packed:
+            become(self.weight, self.other)
 
     def undo(self) -> None:
         """Make the Parameter an ordinary one again, with its values of now. One that something else has made ordinary
@@ -131,11 +142,14 @@ class _Repacked:
 class Handle:
     """What ``optimize`` returns. ``swapped`` and ``left`` say what became of each linear; ``restore()`` undoes it all.
 
-    As a context manager it restores the model at the end of the block.
+    ``ratio``: the time of the whole model with packed weights over its time without, as (estimate, low, high) of a 95%
+    interval of paired runs on the example inputs; None where it was not timed. As a context manager it restores the
+    model at the end of the block.
     """
 
     def __init__(self) -> None:
         self.left: dict[str, str] = {}
+        self.ratio: tuple[float, float, float] | None = None
         self._swaps: list[_Swap | _Repacked] = []
 
     @property
@@ -160,7 +174,10 @@ class Handle:
         self.restore()
 
     def __repr__(self) -> str:
-        return f"<Handle: {len(self._swaps)} linears swapped, {len(self.left)} left as they were>"
+        timed = (
+            "" if self.ratio is None else ", {:.2f}x the time of the whole model ({:.2f}..{:.2f})".format(*self.ratio)
+        )
+        return f"<Handle: {len(self._swaps)} linears swapped, {len(self.left)} left as they were{timed}>"
 
 
 def optimize(
@@ -174,14 +191,17 @@ def optimize(
     backends: Sequence[str] | None = None,
     progress: Progress | None = None,
     latency: Literal["graph", "eager"] = "graph",
+    compare: bool | None = None,
 ) -> Handle:
     """Pack, in place, the weight of every ``nn.Linear`` (and of its subclasses) and weight-only int8 or int4 linear for
     which something beats PyTorch.
 
     example_inputs: a Tensor, a tuple of arguments, a dict of keyword arguments, or a list of these (one per call); they
     decide which M count. tune: tune what the store does not know (else only use what it knows). memory: how many times
-    a raw weight's bytes its packed form may take. budget, latency: as for ``gemmtune.tune``. The model must be in eval
-    mode, on CPUs and GPUs as it is to serve.
+    a raw weight's bytes its packed form may take. budget, latency: as for ``gemmtune.tune``. compare: whether
+    the whole model is then timed on the examples with and without its packed weights (about 2 s), and restored when
+    they make it slower (default: as ``tune``; not for CUDA graphs). The model must be in eval mode, on CPUs and GPUs
+    as it is to serve.
 
     A packed weight is still a Parameter with its shape and dtype: reading it unpacks it, writing to it packs it again,
     ``state_dict()`` has its values. On GPUs a linear may also keep its weight as it lies, when a kernel that takes it
@@ -214,14 +234,65 @@ def optimize(
     else:
         RUNTIME.refresh(store)
     undecided = {d.problem_key for d in decisions if d.outcome == "inconclusive"}
+    compare = _comparable(sites, latency) if (tune if compare is None else compare) else False
     with torch.inference_mode(False), torch.no_grad():
         for site in sites:
-            reason = _swap(site, handle, memory)
+            reason = _swap(site, handle, memory, keeps=compare)
             if reason and undecided & {problem.key for problem in site.ran}:
                 reason = "the machine was too busy to decide: optimize it again (what is decided is kept)"
             if reason:
                 handle.left[site.name] = reason
+    if compare:
+        _undo_what_is_slower(model, example_inputs, handle)
     return handle
+
+
+def _comparable(sites: Sequence[_Site], latency: str) -> bool:
+    """Whether the whole model can be timed with and without packed weights: both fit into memory. (Where launches are
+    captured into CUDA graphs, a timing of eager calls would say nothing.)"""
+    weights: dict[torch.device, int] = {}
+    for site in sites:
+        if site.held is None and site.ran:
+            weights[site.device] = weights.get(site.device, 0) + site.weight.nbytes
+    if any(device.type == "cuda" for device in weights) and latency == "graph":
+        return False
+    return bool(weights) and all(can_hold(2 * size, device) for device, size in weights.items())
+
+
+def _undo_what_is_slower(model: nn.Module, example_inputs: Any, handle: Handle) -> None:
+    """Time the whole model with and without packed weights, and restore it where they are slower."""
+    repacked = [swap for swap in handle._swaps if isinstance(swap, _Repacked)]
+
+    def set_form(packed: bool) -> None:
+        for swap in repacked:
+            swap.set_form(packed)
+
+    found = None
+    if repacked:
+        devices = sorted({swap.site.device for swap in repacked}, key=str)
+        found = compare_forms(lambda: run(model, example_inputs), set_form, devices)
+        try:
+            set_form(True)
+        except PackedWeightError as error:  # a part of the model compiled itself, and its guards refer to weights
+            stuck = [swap for swap in repacked if not isinstance(swap.weight, PackedTensor)]
+            for swap in stuck:
+                swap.undo()
+                handle.left[swap.site.name] = f"cannot be packed in place ({error})"
+            handle._swaps = [swap for swap in handle._swaps if swap not in stuck]
+    for swap in repacked:
+        swap.other = None
+    if found is None:
+        return
+    handle.ratio = (found.center, found.lo, found.hi)
+    if is_slower(found):
+        names = [swap.site.name for swap in repacked]
+        reason = "the whole model is slower with packed weights ({:.2f}x, {:.2f}..{:.2f})".format(*handle.ratio)
+        with torch.inference_mode(False), torch.no_grad():
+            for swap in repacked:
+                swap.undo()
+        handle._swaps = [swap for swap in handle._swaps if not isinstance(swap, _Repacked)]
+        handle.left.update(dict.fromkeys(names, reason))
+        log.warning("optimize(): %s; its %d linears stay as they were", reason, len(names))
 
 
 def _sites(model: nn.Module, handle: Handle, memory: float) -> Iterator[_Site]:
@@ -307,7 +378,7 @@ def _observe(model: nn.Module, example_inputs: Any, sites: Sequence[_Site], hand
             hook.remove()
     for name, functions in uses.others.items():
         if name not in handle.left:
-            handle.left[name] = f"is multiplied by {', '.join(sorted(functions))}; only weights of F.linear are packed"
+            handle.left[name] = f"is multiplied by {', '.join(sorted(functions))}; only weights of nn.Linear are packed"
     return recorded
 
 
@@ -348,10 +419,11 @@ class _Uses(TorchFunctionMode):
         super().__init__()
         self._sites = {id(site.weight): site for site in sites if site.held is None}
         self.others: dict[str, set[str]] = {}
+        told = {id(m._parameters.get("weight")) for m in model.modules() if isinstance(m, nn.Linear)}
         self._names = {
             id(parameter): name.removesuffix(".weight")
             for name, parameter in model.named_parameters()
-            if parameter.dim() >= 2 and id(parameter) not in self._sites and not isinstance(parameter, PackedTensor)
+            if parameter.dim() >= 2 and id(parameter) not in told
         }
 
     def __torch_function__(
@@ -402,8 +474,8 @@ def _is_metadata(func: Callable[..., Any]) -> bool:
     return name in _METADATA or name == "__set__"
 
 
-def _swap(site: _Site, handle: Handle, memory: float) -> str:
-    """Have one site served, or say why it stays."""
+def _swap(site: _Site, handle: Handle, memory: float, keeps: bool) -> str:
+    """Have one site served, or say why it stays. keeps: the ordinary form, for the whole model to be timed in both."""
     if site.reads and memory < 2:
         names = ", ".join(sorted(site.reads))
         return f"its weight is read besides F.linear, by {names} (memory=2 would keep both forms)"
@@ -421,7 +493,7 @@ def _swap(site: _Site, handle: Handle, memory: float) -> str:
     layouts = [name for name in rank_packings(points, counts) if name is not None]
     packed = next(filter(None, (_packed(site, layout, memory) for layout in layouts)), None)
     if packed is not None:
-        return _repack(site, packed, handle) if site.held is None else _place(site, site.held, packed, handle)
+        return _repack(site, packed, handle, keeps) if site.held is None else _place(site, site.held, packed, handle)
     if site.device.type == "cuda" and _ours(RUNTIME.index(site.device).plan(plan_key, None)):
         return _place_raw(site, handle)
     if not layouts:
@@ -454,16 +526,17 @@ def _packed(site: _Site, layout: str, memory: float) -> PackedWeight | None:
     return packed if packed.nbytes <= memory * raw * (2 if site.shared else 1) - (raw if site.shared else 0) else None
 
 
-def _repack(site: _Site, packed: PackedWeight, handle: Handle) -> str:
+def _repack(site: _Site, packed: PackedWeight, handle: Handle, keeps: bool) -> str:
     """Make the site's very Parameter a packed one, whoever refers to it."""
     weight = site.weight
     raw = weight.detach() if site.shared else None
     try:
-        become(weight, nn.Parameter(PackedTensor.of(packed, raw), requires_grad=weight.requires_grad))
+        other = nn.Parameter(PackedTensor.of(packed, raw), requires_grad=weight.requires_grad)
+        become(weight, other)
     except PackedWeightError as error:
         return f"cannot be packed in place ({error})"
     hooks = [owner._register_state_dict_hook(_save_unpacked) for owner in site.owners]  # type: ignore[no-untyped-call]
-    handle._swaps.append(_Repacked(site, weight, packed.layout, hooks))
+    handle._swaps.append(_Repacked(site, weight, packed.layout, hooks, other if keeps else None))
     return ""
 
 

@@ -1,0 +1,109 @@
+"""optimize() keeps packed weights only where the whole model is no slower with them."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gemmtune
+from gemmtune.integrations import whole_model
+from gemmtune.integrations.packed_tensor import PackedTensor
+from gemmtune.store import MemoryStore
+from integrations.test_optimize import Mlp, ready
+
+
+class Sleepy(Mlp):
+    """Takes another time with packed weights than without: a number of milliseconds each."""
+
+    packed_s, plain_s = 0.004, 0.001
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.packed_s if isinstance(self.up.weight, PackedTensor) else self.plain_s)
+        return super().forward(x)
+
+
+def test_a_slower_model_is_restored(own_store: MemoryStore, caplog: pytest.LogCaptureFixture) -> None:
+    x = torch.randn(3, 8)
+    model = ready(Sleepy(), x, own_store)
+    wanted, weights = model(x), list(model.parameters())
+    handle = gemmtune.optimize(model, x, tune=False, compare=True)
+    assert handle.swapped == {}
+    assert handle.left.keys() == {"up", "down"}
+    assert "slower with packed weights" in handle.left["up"]
+    assert handle.left["up"] in caplog.text
+    assert handle.ratio is not None
+    assert handle.ratio[1] > 1.5
+    assert all(new is old and type(new) is nn.Parameter for new, old in zip(model.parameters(), weights, strict=True))
+    assert torch.equal(model(x), wanted)
+    assert not model.up._state_dict_hooks
+
+
+def test_a_faster_model_stays_packed(own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sleepy, "packed_s", 0.001)
+    monkeypatch.setattr(Sleepy, "plain_s", 0.004)
+    x = torch.randn(3, 8)
+    model = ready(Sleepy(), x, own_store)
+    handle = gemmtune.optimize(model, x, tune=False, compare=True)
+    assert set(handle.swapped) == {"up", "down"}
+    assert handle.ratio is not None
+    assert handle.ratio[2] < 0.7
+    assert "of the whole model" in repr(handle)
+    assert isinstance(model.up.weight, PackedTensor)
+
+
+def test_a_model_that_cannot_run_again_is_not_timed(own_store: MemoryStore) -> None:
+    class Counting(Mlp):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            if self.calls > 5:
+                raise RuntimeError("the cache is full")
+            return super().forward(x)
+
+    x = torch.randn(3, 8)
+    model = ready(Counting(), x, own_store)
+    handle = gemmtune.optimize(model, x, tune=False, compare=True)
+    assert handle.ratio is None
+    assert set(handle.swapped) == {"up", "down"}
+    assert isinstance(model.up.weight, PackedTensor)
+    assert isinstance(model.down.weight, PackedTensor)
+
+
+def test_nothing_is_timed_where_both_forms_do_not_fit(own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        whole_model.psutil, "virtual_memory", lambda: asked.append(1) or type("Free", (), {"available": 8})
+    )
+    x = torch.randn(3, 8)
+    model = ready(Sleepy(), x, own_store)
+    handle = gemmtune.optimize(model, x, tune=False, compare=True)
+    assert asked
+    assert handle.ratio is None
+    assert set(handle.swapped) == {"up", "down"}
+
+
+def test_weights_that_are_referred_to_weakly_meanwhile_stay_ordinary(own_store: MemoryStore) -> None:
+    class Referring(Mlp):
+        seen: ClassVar[list[Any]] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            if isinstance(self.up.weight, PackedTensor):
+                self.seen.append(weakref.ref(self.down.weight))
+            return super().forward(x)
+
+    x = torch.randn(3, 8)
+    model = ready(Referring(), x, own_store)
+    wanted = model(x)
+    handle = gemmtune.optimize(model, x, tune=False, compare=True)
+    assert handle.ratio is None
+    torch.testing.assert_close(model(x), wanted, rtol=1e-4, atol=1e-5)
+    assert all(isinstance(model.get_submodule(name).weight, PackedTensor) for name in handle.swapped)
+    assert not any(isinstance(model.get_submodule(name).weight, PackedTensor) for name in handle.left)
+    handle.restore()
+    torch.testing.assert_close(model(x), wanted, rtol=1e-4, atol=1e-5)
