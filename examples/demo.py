@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import copy
 import os
+import random
 import statistics
 import sys
 import time
@@ -29,6 +30,7 @@ from gemmtune.cli.progress import Board, watching
 from gemmtune.cli.tables import decisions_table
 from gemmtune.cli.tune import remember_ceilings
 from gemmtune.dispatch import current_target
+from gemmtune.measure.stats import Interval, ratio_interval
 from gemmtune.report import write_report
 from gemmtune.store import open_store
 
@@ -54,15 +56,24 @@ def _widen(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
+class Pace:
+    """Tokens a second before and after (medians), and the ratio of paired turns with its 95% interval."""
+
+    before: float
+    after: float
+    ratio: Interval
+
+
+@dataclass(frozen=True)
 class Comparison:
-    """One variant before and after: largest logit errors against float64, tokens a second (median, per workload)."""
+    """One variant before and after: largest logit errors against float64, and the pace of each workload."""
 
     variant: str
     plain_error: float
     tuned_error: float
     same_tokens: int
     tokens: int
-    pace: dict[str, tuple[float, float]]
+    pace: dict[str, Pace]
 
     @property
     def ok(self) -> bool:
@@ -119,17 +130,19 @@ def _workloads(model: nn.Module) -> dict[str, Callable[[nn.Module], int]]:
     return {"decode": decode(1), "decode, batch of 4": decode(4), "prefill of 64": fill}
 
 
-def _turns(work: Callable[[nn.Module], int], plain: nn.Module, tuned: nn.Module, rounds: int) -> tuple[float, float]:
-    """Tokens a second of both, medians of interleaved turns (so that a busy neighbour hits both alike)."""
-    paces: tuple[list[float], list[float]] = ([], [])
-    for model in (plain, tuned):
-        work(model)
+def _turns(work: Callable[[nn.Module], int], plain: nn.Module, tuned: nn.Module, rounds: int) -> Pace:
+    """Both models by turns, in random order within a pair, so that a busy neighbour hits both alike."""
+    seconds: dict[nn.Module, list[float]] = {plain: [], tuned: []}
+    rng = random.Random(0)
+    tokens = work(plain)
+    work(tuned)  # both are warm now
     for _ in range(rounds):
-        for place, model in enumerate((plain, tuned)):
+        for model in rng.sample((plain, tuned), 2):
             start = time.perf_counter()
-            tokens = work(model)
-            paces[place].append(tokens / (time.perf_counter() - start))
-    return statistics.median(paces[0]), statistics.median(paces[1])
+            work(model)
+            seconds[model].append(time.perf_counter() - start)
+    before, after = (tokens / statistics.median(times) for times in seconds.values())
+    return Pace(before, after, ratio_interval(seconds[plain], seconds[tuned]))
 
 
 def print_comparison(result: Comparison) -> None:
@@ -140,15 +153,19 @@ def print_comparison(result: Comparison) -> None:
         f"{result.tuned_error:.2e} (allowed: {ERROR_ALLOWED:g}x plain's); "
         f"greedy tokens equal: {result.same_tokens} of {result.tokens}"
     )
-    for name, (before, after) in result.pace.items():
-        print(f"  {name:<20}{before:8.1f} -> {after:8.1f} tokens/s   {after / before:.2f}x")
+    for name, pace in result.pace.items():
+        ratio = pace.ratio
+        print(
+            f"  {name:<20}{pace.before:8.1f} -> {pace.after:8.1f} tokens/s   {ratio.center:.2f}x "
+            f"({ratio.lo:.2f}..{ratio.hi:.2f} of paired turns)"
+        )
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--variants", default="fp32,bf16,int8", help="comma separated [fp32,bf16,int8]")
     parser.add_argument("--budget", type=float, default=3.0, help="seconds of measuring a problem [3]")
-    parser.add_argument("--rounds", type=int, default=5, help="interleaved turns of the end-to-end timing [5]")
+    parser.add_argument("--rounds", type=int, default=15, help="pairs of turns of the end-to-end timing [15]")
     parser.add_argument("--layers", type=int, default=4, help="decoder layers [4]")
     parser.add_argument("--report", type=Path, default=Path("report.html"), help="where the report goes [report.html]")
     return parser.parse_args()
