@@ -109,34 +109,31 @@ def _nothing(store: Store, target: Target, shape: tuple[int, int, int], dtype: s
 
 def show(decision: Decision, out: Console) -> None:
     """Print one decision and its evidence."""
-    from rich.markup import escape
-
     from ..report.rows import summarize
     from .tables import speedup_text
 
     row = summarize(decision)
     made = time.strftime("%Y-%m-%d %H:%M", time.localtime(decision.created))
-    out.print(f"[bold]{escape(row.label)}[/]  {escape(decision.problem_key)}", soft_wrap=True)
-    out.print(f"outcome: {_outcome_words(decision)}  {escape(speedup_text(row))}", soft_wrap=True)
+    out.print(row.label, style="bold", soft_wrap=True, end="  ")
+    out.print(decision.problem_key, soft_wrap=True)
+    out.print(f"outcome: {_outcome_words(decision)}  {speedup_text(row)}", soft_wrap=True)
     out.print(f"made {made} in {decision.seconds:.1f} s, seed {decision.seed}, target {decision.target_key}")
-    out.print(f"stopped: {escape(decision.stopped or 'not recorded')}", soft_wrap=True)
+    out.print(f"stopped: {decision.stopped or 'not recorded'}", soft_wrap=True)
     usual = usual_conditions(decision)
     if usual:
-        out.print(f"timed with: {escape(words_of(usual))}", soft_wrap=True)
+        out.print(f"timed with: {words_of(usual)}", soft_wrap=True)
     for packing, candidate in sorted(decision.alternatives.items()):
-        out.print(f"fastest with packing {escape(packing or 'none')}: {escape(candidate)}", soft_wrap=True)
+        out.print(f"fastest with packing {packing or 'none'}: {candidate}", soft_wrap=True)
     for packing, layout in sorted(decision.layouts.items()):
-        out.print(f"duel with packing {escape(packing or 'none')}: {escape(layout_words(layout))}", soft_wrap=True)
+        out.print(f"duel with packing {packing or 'none'}: {layout_words(layout)}", soft_wrap=True)
     out.print()
     for text in (*evidence_lines(decision, usual), *without_a_time(decision)):
-        out.print(text, markup=False, soft_wrap=True)
+        out.print(text, soft_wrap=True)
     out.print()
 
 
 def _outcome_words(decision: Decision) -> str:
-    from rich.markup import escape
-
-    chosen = escape(decision.chosen or "")
+    chosen = decision.chosen or ""
     return {
         "winner": f"winner {chosen}",
         "tie": f"tie - nothing beat ATen beyond the noise, so {chosen} serves",

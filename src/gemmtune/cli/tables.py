@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from rich.markup import escape
 from rich.table import Table
 
 from ..report.rows import Row, best_by_backend, duration, median_s, ordered, summarize
@@ -32,11 +31,11 @@ def decisions_table(decisions: Iterable[Decision]) -> Table:
     for decision in ordered(decisions):
         row = summarize(decision)
         table.add_row(
-            escape(row.label),
+            row.label,
             duration(row.aten_s),
             duration(row.best_s),
-            escape(speedup_text(row)),
-            escape(row.kernel),
+            speedup_text(row),
+            row.kernel,
         )
     return table
 
@@ -53,5 +52,5 @@ def bench_table(decisions: Iterable[Decision], backends: Iterable[str]) -> Table
     for decision in ordered(decisions):
         row, best = summarize(decision), best_by_backend(decision)
         times = [duration(median_s(best.get(name))) for name in names]
-        table.add_row(escape(row.label), *times, escape(speedup_text(row)), escape(row.kernel))
+        table.add_row(row.label, *times, speedup_text(row), row.kernel)
     return table
