@@ -30,7 +30,7 @@ R = TypeVar("R")
 
 def usage(message: str) -> NoReturn:
     """Wrong usage: one line on stderr, exit code 2."""
-    raise typer.BadParameter(message)
+    raise typer.BadParameter(visible(message))
 
 
 def finite(value: float | None) -> float | None:

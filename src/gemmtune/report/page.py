@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from html import escape
 from typing import TYPE_CHECKING
 
 from .. import workloads
 from ..problem import Problem
 from . import interactive, svg
 from .charts import Chart, charts
+from .escaped import escape
 from .rows import Row, duration, ordered, summarize
 
 if TYPE_CHECKING:
