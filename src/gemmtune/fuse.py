@@ -21,12 +21,16 @@ _CASTS = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8,
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bound:
-    """One epilogue step and its tensor. ``axis`` is fixed by the constructor, or found from the tensor's shape."""
+    """One epilogue step and its tensor. ``axis`` is fixed by the constructor, or found from the tensor's shape.
+
+    argument: what errors call the tensor, ``linear(): bias``, when it was no step's but an op's argument.
+    """
 
     step: Step
     tensor: Tensor | None = None
     axis: Axis | None = None
     tag: str = ""
+    argument: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tag", f"{self.step.key}/{self.axis}")
@@ -114,11 +118,11 @@ def resolve(bound: Bound, m: int, n: int, batch: int | None = None) -> tuple[Ste
     for size in shape:
         count *= size
     if axis == "full":
-        return replace(bound.step, axis=axis), _expanded(tensor, full, bound.step.kind)
+        return replace(bound.step, axis=axis), _expanded(tensor, full, called(bound))
     if tensor.numel() != count:
         raise ShapeError(
-            f"fuse.{bound.step.kind}(): a tensor for axis {axis!r} of a {m}x{n} output has {count} element(s); "
-            f"got shape {list(tensor.shape)}"
+            f"{called(bound)} for axis {axis!r} of a {m}x{n} output has {count} element(s); got shape "
+            f"{list(tensor.shape)}"
         )
     return replace(bound.step, axis=axis), tensor.reshape(shape).contiguous()
 
@@ -132,7 +136,12 @@ def _axis(tensor: Tensor, m: int, n: int, batch: int | None) -> Axis:
     return "row" if shape == (m, 1) and batch is None else "full"
 
 
-def _expanded(tensor: Tensor, shape: tuple[int, ...], kind: str) -> Tensor:
+def called(bound: Bound) -> str:
+    """What errors call a step's tensor."""
+    return bound.argument or f"fuse.{bound.step.kind}(): a tensor"
+
+
+def _expanded(tensor: Tensor, shape: tuple[int, ...], name: str) -> Tensor:
     flat = tensor
     if tensor.dim() > len(shape) and tensor.shape[-1] == shape[-1] and len(shape) == 2:
         flat = tensor.reshape(-1, tensor.shape[-1])
@@ -140,5 +149,5 @@ def _expanded(tensor: Tensor, shape: tuple[int, ...], kind: str) -> Tensor:
         return flat.expand(shape).contiguous()
     except RuntimeError as error:
         raise ShapeError(
-            f"fuse.{kind}(): a tensor of shape {list(tensor.shape)} does not broadcast to the output {list(shape)}"
+            f"{name} of shape {list(tensor.shape)} does not broadcast to the output {list(shape)}"
         ) from error

@@ -1,8 +1,9 @@
 """Loading a user's model for ``gemmtune tune file.py:factory``.
 
-The factory is called with ``dtype=...`` when ``--dtype`` is given and it takes one, else with nothing. It returns
-``(model, example_inputs)``: a callable (usually an ``nn.Module``) and the arguments of a call as a tuple, or a list of
-such tuples when several calls should be recorded (prefill and decode, say).
+The factory is called with ``dtype=...`` when ``--dtype`` is given, else with nothing. dtype is a ``torch.dtype``; a
+factory whose parameter is annotated ``str``, or is a string by default, has the name that was typed instead (``int8wo``
+and ``int4wo`` are no torch.dtype). It returns ``(model, example_inputs)``: a callable (usually an ``nn.Module``) and the
+arguments of a call as a tuple, or a list of such tuples when several calls should be recorded (prefill and decode, say).
 """
 
 from __future__ import annotations
@@ -68,14 +69,9 @@ def _importing(what: str, action: Callable[[], Any]) -> Any:
 def call_factory(factory: Callable[..., Any], dtype: str | None) -> tuple[Callable[..., Any], Calls]:
     """The model and the argument tuples to call it with. Raises GemmtuneError when the factory fails or misleads."""
     name = getattr(factory, "__name__", repr(factory))  # a partial has none
+    options = {} if dtype is None else {"dtype": _dtype_for(factory, name, dtype)}
     try:
-        takes_dtype = "dtype" in inspect.signature(factory).parameters
-    except ValueError:  # some builtins have none
-        takes_dtype = False
-    if dtype is not None and not takes_dtype:
-        usage(f"{name} takes no dtype, so --dtype cannot apply to this model")
-    try:
-        made = factory(dtype=dtype) if dtype is not None else factory()
+        made = factory(**options)
     except (Exception, SystemExit) as error:  # the user's code may raise anything at all
         raise GemmtuneError(f"{name} raised {type(error).__name__}: {error}") from error
     if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0])):
@@ -83,6 +79,30 @@ def call_factory(factory: Callable[..., Any], dtype: str | None) -> tuple[Callab
     model, inputs = made
     calls = inputs if isinstance(inputs, list) else [inputs]
     return model, [call if isinstance(call, tuple) else (call,) for call in calls]
+
+
+def _dtype_for(factory: Callable[..., Any], name: str, dtype: str) -> Any:
+    """What the factory takes for ``--dtype``: a torch.dtype, or the name itself. Wrong usage when there is neither."""
+    import torch
+
+    from ..workloads import DTYPES, TORCH_DTYPES
+
+    try:
+        parameter = inspect.signature(factory).parameters.get("dtype")
+    except ValueError:  # some builtins have none
+        parameter = None
+    if parameter is None:
+        usage(f"{name} takes no dtype, so --dtype cannot apply to this model")
+    if dtype not in DTYPES:
+        usage(f"unknown dtype {dtype!r}; known dtypes: {', '.join(DTYPES)}")
+    if isinstance(parameter.default, str) or parameter.annotation in (str, "str", "'str'"):
+        return dtype
+    if dtype not in TORCH_DTYPES:
+        usage(
+            f"{name} takes a torch.dtype, and {dtype} is none ({', '.join(TORCH_DTYPES)} are); annotate its dtype as "
+            "str to be given the name"
+        )
+    return getattr(torch, TORCH_DTYPES[dtype])
 
 
 def record_model(spec: str, dtype: str | None) -> list[tuple[Problem, int]]:
