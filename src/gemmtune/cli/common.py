@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec, TextIO, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn, ParamSpec, TextIO, TypeVar
 
 import typer
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from ..measure.clock import Latency
     from ..problem import Problem
+    from ..report.layers import Model
     from ..store.base import Store
     from ..target import Target
 
@@ -284,14 +285,22 @@ def collect(
         given = " and ".join(chosen) or "nothing"
         usage(f"give one of: a model (file.py:factory), --workload NAME, or shapes M,N,K; got {given}")
     if model:
-        from .models import record_model
+        from .models import record_calls
 
-        found = record_model(model, dtype)
+        found = record_calls(model, dtype).recording.problems
     elif workload:
         found = _named(workload, dtype or "bf16")
     else:
         found = [(parse_problem(parse_shape(shape), dtype or "bf16", bias=bias), 1) for shape in shapes]
     return [(problem, count) for problem, count in found if problem.flops > 0]
+
+
+class Group(NamedTuple):
+    """Problems to tune on one device, with call counts. layers: a model's, by module."""
+
+    place: str
+    problems: list[tuple[Problem, int]]
+    layers: Model | None = None
 
 
 def gather(
@@ -302,14 +311,18 @@ def gather(
     *,
     bias: bool = False,
     device: str | None = None,
-) -> list[tuple[str, list[tuple[Problem, int]]]]:
+) -> list[Group]:
     """What ``collect`` finds, by device: a model's problems go where they ran, unless a device is named."""
-    if not model or device is not None or shapes or workload:
-        return [(parse_device(device), collect(model, shapes, workload, dtype, bias=bias))]
+    if not model or shapes or workload:
+        return [Group(parse_device(device), collect(model, shapes, workload, dtype, bias=bias))]
     from .models import record_calls
 
+    place = None if device is None else parse_device(device)
     recorded = record_calls(model, dtype)
-    return [(str(place), recorded.on(place)) for place in recorded.devices if place.type in ("cpu", "cuda")]
+    if place is not None:
+        return [Group(place, recorded.recording.problems, recorded.layers())]
+    ran = [place for place in recorded.recording.devices if place.type in ("cpu", "cuda")]
+    return [Group(str(place), recorded.recording.on(place), recorded.layers(place)) for place in ran]
 
 
 def _named(name: str, dtype: str) -> list[tuple[Problem, int]]:

@@ -34,6 +34,7 @@ from .common import (
 if TYPE_CHECKING:
     from ..measure.clock import Latency
     from ..problem import Problem
+    from ..report.layers import Model
     from ..store.base import Store
     from ..target import Target
     from .progress import Board
@@ -72,9 +73,10 @@ def tune(
     ranked = parse_latency(latency)
     parse_backends(backends)  # what is wrong is said before a model runs
     with quiet_stdout(as_json):
+        gathered = gather(model, shapes, workload, dtype, bias=bias, device=device)
         groups = [
             (tuning_target(threads, place), problems, parse_backends(backends, place))
-            for place, problems in gather(model, shapes, workload, dtype, bias=bias, device=device)
+            for place, problems, _ in gathered
         ]
     if shapes:  # a workload's or a model's other problems are worth tuning in any case
         require_room(groups[0][1], groups[0][0])
@@ -85,12 +87,13 @@ def tune(
     with opened(store) as keeper:
         if force or any(keeper.get(target, p.key) is None for target, problems, _ in groups for p, _ in problems):
             keeper.check_writable()  # before the search, whose decisions would be lost
-        for target, problems, names in groups:
+        for (target, problems, names), group in zip(groups, gathered, strict=True):
             board, interrupted = run(
                 problems, target, names, keeper,
                 budget=budget, force=force, hot=hot, hidden=as_json, latency=ranked, board=board,
             )  # fmt: skip
             remember_ceilings(keeper, target)
+            remember_layers(keeper, target, model, group.layers)
             if interrupted:
                 break
     assert board is not None
@@ -149,6 +152,15 @@ def remember_ceilings(store: Store, target: Target) -> None:
     path = ceilings.beside(store)
     if path is not None:
         ceilings.ensure(path, target)
+
+
+def remember_layers(store: Store, target: Target, model: str | None, found: Model | None) -> None:
+    """Keep which layers run what, so that the report can say what a forward saves."""
+    from ..report import layers
+
+    path = layers.beside(store)
+    if path is not None and model is not None and found is not None:
+        layers.remember(path, model, target.key, found)
 
 
 def report_outcome(board: Board, asked: int, interrupted: bool, *, as_json: bool) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import GemmtuneError
 from ..store.files import sweep, write_whole
-from . import ceilings
+from . import ceilings, layers
 from .page import page
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def write_report(store: Store, path: Path, *, target: Target | None = None) -> i
     place = ceilings.beside(store)
     known = ceilings.load(place) if place is not None else {}
     origin = str(getattr(store, "path", "a store in memory"))
-    _write(path, page(groups, known, origin))
+    _write(path, page(groups, known, origin, layers.load(layers.beside(store))))
     return sum(len(decisions) for _, decisions in groups)
 
 

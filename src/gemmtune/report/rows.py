@@ -97,6 +97,22 @@ def best_by_backend(decision: Decision) -> dict[str, Evidence]:
     return best
 
 
+_DISTURBED = ("stalled", "extended", "fought again", "stolen")
+_BUSY_CORES = 0.5
+
+
+def disturbance(decision: Decision) -> str:
+    """What disturbed the machine while the chosen kernel and its rival were timed; empty when nothing is recorded."""
+    found: dict[str, str] = {}
+    for row in (decision.find(decision.chosen), rival(decision)):
+        conditions = {} if row is None or row.sample is None else row.sample.conditions
+        found |= {name: f"{name} {conditions[name]}" for name in _DISTURBED if name in conditions}
+        load = conditions.get("load", "").partition(" ")[0]
+        if load.replace(".", "", 1).isdecimal() and float(load) > _BUSY_CORES:
+            found["load"] = f"others kept {load} cores busy"
+    return "; ".join(found.values())
+
+
 def summarize(decision: Decision) -> Row:
     """A Decision as one Row."""
     problem = Problem.from_dict(decision.problem)
