@@ -51,11 +51,15 @@ def explain(
     any_machine: Annotated[
         bool, typer.Option("--any-machine", help="Also decisions of other machines, thread counts or versions.")
     ] = False,
+    brief: Annotated[
+        bool, typer.Option("--brief", help="Only what serves, how sure that is, and what to do next.")
+    ] = False,
     store: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the decisions for a shape with all their evidence: every candidate, why some were illegal, verdicts,
-    samples with their intervals and the conditions they were taken under, and why the race stopped."""
+    """Show the decisions for a shape: in three lines what serves, how sure that is and what to do next; then all their
+    evidence: every candidate, why some were illegal, verdicts, samples with their intervals and the conditions they
+    were taken under, and why the race stopped."""
     if dtype not in _known_dtypes():
         usage(f"unknown dtype {dtype!r}; known dtypes: {', '.join(_known_dtypes())}")
     with quiet_stdout(as_json):
@@ -71,7 +75,7 @@ def explain(
         return
     out = console()
     for decision in found:
-        show(decision, out)
+        show(decision, out, brief=brief, option="" if target.device == "cpu" else f" --device {device}")
 
 
 def _known_dtypes() -> tuple[str, ...]:
@@ -107,8 +111,20 @@ def _nothing(store: Store, target: Target, shape: tuple[int, int, int], dtype: s
     return f"{text}; make one with: gemmtune tune {m},{n},{k} --dtype {dtype}{option}"
 
 
-def show(decision: Decision, out: Console) -> None:
-    """Print one decision and its evidence."""
+def show(decision: Decision, out: Console, *, brief: bool = False, option: str = "") -> None:
+    """Print what a decision comes to and, unless ``brief``, its evidence. option: what a command to tune it again
+    needs besides."""
+    from .answer import answer
+
+    for line in answer(decision, option):
+        out.print(line, soft_wrap=True)
+    if not brief:
+        out.print()
+        show_evidence(decision, out)
+
+
+def show_evidence(decision: Decision, out: Console) -> None:
+    """Print one decision with everything that led to it."""
     from ..report.rows import summarize
     from .tables import speedup_text
 

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from .. import workloads
 from ..problem import Problem
 from . import interactive, svg
+from .cells import SCRIPT, number, rows_table, seconds
 from .charts import Chart, charts
 from .escaped import escape
-from .layers import Layer, Model, Saving, Use, forward, saving
-from .rows import HOW, Row, disturbance, duration, ordered, summarize
+from .forwards import by_layer
+from .rows import HOW, Row, disturbance, ordered, summarize
 
 if TYPE_CHECKING:
     from ..decision import Decision
     from ..target import Target
+    from .layers import Model
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1f2328; max-width: 1200px; margin: 2rem auto; padding: 0 1rem; }
@@ -35,28 +37,6 @@ svg .even { stroke: #1f2328; stroke-dasharray: 2 3; }
 _OUTCOMES = {
     "winner": "winner", "tie": "tie: ATen serves", "none_valid": "nothing valid", "inconclusive": "inconclusive",
 }  # fmt: skip
-
-# Each table has a field above it that filters its rows; a click on a head sorts them, a second one the other way.
-_SCRIPT = """
-document.querySelectorAll('table').forEach(function (table) {
-  var body = table.tBodies[0], field = table.previousElementSibling;
-  field.oninput = function () {
-    Array.from(body.rows).forEach(function (row) {
-      row.hidden = !row.textContent.toLowerCase().includes(field.value.toLowerCase());
-    });
-  };
-  table.querySelectorAll('th').forEach(function (head, place) {
-    head.onclick = function () {
-      var way = head.dataset.way = head.dataset.way === '1' ? '-1' : '1';
-      function value(row) { var cell = row.cells[place]; return 'v' in cell.dataset ? +cell.dataset.v : cell.textContent; }
-      Array.from(body.rows).sort(function (a, b) {
-        var p = value(a), q = value(b);
-        return way * (typeof p === 'number' ? p - q : p.localeCompare(q));
-      }).forEach(function (row) { body.append(row); });
-    };
-  });
-});
-"""
 
 Draw = Callable[[Chart, str], str]
 
@@ -79,7 +59,7 @@ def page(
     for place, (target, decisions) in enumerate(groups):
         here = {name: found[target.key] for name, found in (models or {}).items() if target.key in found}
         parts.append(_machine(target, decisions, ceilings.get(target.key, {}), draw, f"m{place}", here))
-    return "\n".join([*parts, f"<script>{_SCRIPT}</script>", "</body></html>\n"])
+    return "\n".join([*parts, f"<script>{SCRIPT}</script>", "</body></html>\n"])
 
 
 def _machine(
@@ -97,11 +77,11 @@ def _machine(
     by_dtype: dict[str, list[Decision]] = {}
     for decision in rows:
         by_dtype.setdefault(workloads.dtype_name(Problem.from_dict(decision.problem)), []).append(decision)
-    for number, (dtype, group) in enumerate(by_dtype.items()):
+    for place, (dtype, group) in enumerate(by_dtype.items()):
         parts.append(f"<h2>{escape(dtype)}</h2>")
         for index, chart in enumerate(charts(group, ceilings)):
             parts.append(f"<h3>{escape(chart.title)}</h3><p class='note'>{escape(chart.note)}</p>")
-            parts.append(draw(chart, f"{prefix}d{number}c{index}"))
+            parts.append(draw(chart, f"{prefix}d{place}c{index}"))
         parts.append(table(group))
     return "\n".join(parts)
 
@@ -123,82 +103,13 @@ def overview(rows: Iterable[Row]) -> str:
     return text + (f". Geometric mean of the speed-up over ATen, ties counted as 1: {mean:.2f}x." if served else ".")
 
 
-def by_layer(models: Mapping[str, Model], decisions: Sequence[Decision]) -> str:
-    """What a forward of each model saves, and by layer where. Without a model: what each problem once saves."""
-    rows = {decision.problem_key: summarize(decision) for decision in decisions}
-    if not models:
-        once = Model(("",), tuple(Use(0, "", key, 1) for key in rows))
-        words = _answer("Each of these problems, called once", saving(forward(once, 0, rows)))
-        hint = "Tuned as a model (gemmtune tune file.py:factory), this says what a forward saves, and in which layers."
-        return f"<p class='answer'>{words}</p><p class='note'>{hint}</p>"
-    disturbed = {decision.problem_key for decision in decisions if disturbance(decision)}
-    parts = []
-    for name, model in models.items():
-        for call, inputs in enumerate(model.inputs):
-            layers = forward(model, call, rows)
-            if layers:
-                which = f"One forward of {escape(name)} with {escape(inputs)}"
-                parts.append(
-                    f"<p class='answer'>{_answer(which, saving(layers))}</p>{_layers_table(layers, disturbed)}"
-                )
-    note = (
-        "Calls of a forward times what one takes by its decision, each problem by itself. What else a forward does takes "
-        "its time besides; gemmtune.optimize() times the whole. A layer's numbers are written *."
-    )
-    return "\n".join([*parts, f"<p class='note'>{note}</p>"])
-
-
-def _answer(what: str, found: Saving) -> str:
-    """``what`` saves so much, in a sentence or two."""
-    text = (
-        f"{what}: matrix multiplies take {duration(found.aten_s)} with ATen and {duration(found.served_s)} with what "
-        f"serves. <b>{duration(found.aten_s - found.served_s)} saved</b> "
-        f"[{duration(found.lo_s)} to {duration(found.hi_s)}]"
-    )
-    text += f", {found.aten_s / found.served_s:.2f}x." if found.served_s > 0 else "."
-    return text + (f" {found.undecided} more calls are not decided and left out." if found.undecided else "")
-
-
-def _layers_table(layers: Sequence[Layer], disturbed: Collection[str]) -> str:
-    heads = ("layer", "modules", "problem (MxNxK)", "calls", "ATen", "served", "saved", "share of it", "kernel")
-    total = sum(layer.saved_s for layer in layers) or 1.0
-    body = "".join(_layer_row(layer, total, layer.problem_key in disturbed) for layer in layers)
-    return _table(heads, body)
-
-
-def _layer_row(layer: Layer, total_s: float, disturbed: bool) -> str:
-    row = layer.row
-    label = row.label if row is not None else layer.problem_key
-    times = "".join(_seconds(value) for value in (layer.aten_s, layer.served_s, layer.saved_s))
-    serves = "not decided" if row is None else row.kernel if row.outcome == "winner" else "ATen"
-    mark = " <span class='disturbed'>(disturbed)</span>" if disturbed else ""
-    return (
-        f"<tr><td>{escape(layer.name or '(outside of its modules)')}</td>{_number(layer.modules)}"
-        f"<td>{escape(label)}{mark}</td>{_number(layer.calls)}{times}"
-        f"{_number(layer.saved_s / total_s, f'{layer.saved_s / total_s:.0%}')}<td>{escape(serves)}</td></tr>"
-    )
-
-
 def table(decisions: Sequence[Decision]) -> str:
     """A row per problem: ATen, best, speed-up with its interval, which kernel, and why the race stopped."""
     heads = ("problem (MxNxK)", "outcome", "ATen", "best", "speed-up [95%]", "kernel", "tried", "why it stopped")
-    return _table(heads, "".join(_table_row(decision) for decision in decisions)) + f"<p class='note'>{escape(HOW)}</p>"
-
-
-def _table(heads: Sequence[str], body: str) -> str:
-    """A table that sorts and filters."""
-    head = "".join(f"<th>{escape(name)}</th>" for name in heads)
-    field = "<input type='search' placeholder='show rows with ...' aria-label='show rows with'>"
-    return f"{field}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def _number(value: float, text: str = "") -> str:
-    """A cell that sorts by its value."""
-    return f"<td class='n' data-v='{value:.9g}'>{escape(text or str(value))}</td>"
-
-
-def _seconds(value: float | None) -> str:
-    return _number(-1.0 if value is None else value, duration(value))
+    return (
+        rows_table(heads, "".join(_table_row(decision) for decision in decisions))
+        + f"<p class='note'>{escape(HOW)}</p>"
+    )
 
 
 def _table_row(decision: Decision) -> str:
@@ -207,9 +118,9 @@ def _table_row(decision: Decision) -> str:
     mark = f"<br><span class='disturbed'>disturbed: {escape(trouble)}</span>" if trouble else ""
     cells = (
         f"<td>{escape(row.label)}</td><td>{_OUTCOMES[row.outcome]}{mark}</td>"
-        f"{_seconds(row.aten_s)}{_seconds(row.best_s)}{_number(row.speedup, speed)}"
+        f"{seconds(row.aten_s)}{seconds(row.best_s)}{number(row.speedup, speed)}"
         f"<td>{_code(row.best_id)}</td>"
-        f"{_number(row.tried, f'{row.tried} (+{row.illegal} illegal)')}"
+        f"{number(row.tried, f'{row.tried} (+{row.illegal} illegal)')}"
         f"<td>{escape(decision.stopped)}{_failures(decision)}</td>"
     )
     return f"<tr class='{row.outcome}'>{cells}</tr>"
