@@ -196,7 +196,7 @@ def test_tuning_a_model_keeps_its_layers_for_the_report(
     assert len(answers) == 2
     assert answers[1].startswith("One forward of &lt;tiny&gt;.py:made with float32 [1, 32]: ")
     assert "take 3.00 ms with ATen and 1.50 ms with what serves. <b>1.50 ms saved</b>" in answers[1]
-    assert "4 more calls are not decided" in answers[1]
+    assert "not decided, and left out: 4." in answers[1]
     assert text.index("class='answer'") < text.index("<svg")
     assert "<td>blocks.*.up</td>" in text
     assert text.count("(disturbed)") == 1

@@ -47,7 +47,7 @@ def _answer(what: str, found: Saving) -> str:
         f"[{duration(found.lo_s)} to {duration(found.hi_s)}]"
     )
     text += f", {found.aten_s / found.served_s:.2f}x." if found.served_s > 0 else "."
-    return text + (f" {found.undecided} more calls are not decided and left out." if found.undecided else "")
+    return text + (f" Calls that are not decided, and left out: {found.undecided}." if found.undecided else "")
 
 
 def _layers_table(layers: Sequence[Layer], disturbed: Collection[str]) -> str:
