@@ -118,10 +118,10 @@ def resolve(bound: Bound, m: int, n: int, batch: int | None = None) -> tuple[Ste
     for size in shape:
         count *= size
     if axis == "full":
-        return replace(bound.step, axis=axis), _expanded(tensor, full, called(bound))
+        return replace(bound.step, axis=axis), _expanded(tensor, full, _called(bound))
     if tensor.numel() != count:
         raise ShapeError(
-            f"{called(bound)} for axis {axis!r} of a {m}x{n} output has {count} element(s); got shape "
+            f"{_called(bound)} for axis {axis!r} of a {m}x{n} output has {count} element(s); got shape "
             f"{list(tensor.shape)}"
         )
     return replace(bound.step, axis=axis), tensor.reshape(shape).contiguous()
@@ -136,7 +136,7 @@ def _axis(tensor: Tensor, m: int, n: int, batch: int | None) -> Axis:
     return "row" if shape == (m, 1) and batch is None else "full"
 
 
-def called(bound: Bound) -> str:
+def _called(bound: Bound) -> str:
     """What errors call a step's tensor."""
     return bound.argument or f"fuse.{bound.step.kind}(): a tensor"
 
