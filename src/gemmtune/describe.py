@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -111,8 +111,12 @@ def _same_devices(op: str, a: Tensor, b: Weight, bounds: Sequence[fuse.Bound]) -
             f"{op}(): expected all tensors to be on the same device, but the input is on {a.device} and the packed "
             f"weight is on {b.device}"
         )
-    named = ((bound.argument.rpartition(" ")[2] or "an epilogue tensor", bound.tensor) for bound in bounds)
-    checks.same_device(op, ("input", a), ("mat2", b), *named)
+    checks.same_device(op, ("input", a), ("mat2", b), *((_short(bound), bound.tensor) for bound in bounds))
+
+
+def _short(bound: fuse.Bound) -> str:
+    """What an error calls a step's tensor among the other operands."""
+    return bound.name.rpartition(" ")[2] if isinstance(bound, fuse.Argument) else "an epilogue tensor"
 
 
 def mm(
@@ -187,7 +191,7 @@ def _bias(bias: Tensor, shape: tuple[int, ...]) -> fuse.Bound:
 
 def argument(name: str, bound: fuse.Bound) -> fuse.Bound:
     """The step of a tensor that was given as an argument, which errors are to call by its name."""
-    return replace(bound, argument=name)
+    return fuse.Argument(bound.step, bound.tensor, bound.axis, name=name)
 
 
 def addmm(
@@ -348,8 +352,7 @@ def scaled_mm(
         # As torch._scaled_mm on CPU (2.13): it divides, and only when an fp8 out_dtype was asked for by name.
         reciprocal = fuse.scale(scale_result.float().reciprocal(), axis="tensor")
         bounds.append(argument(f"{op}(): scale_result", reciprocal))
-    named = ((bound.argument.rpartition(" ")[2], bound.tensor) for bound in bounds)
-    checks.same_device(op, ("mat1", a), ("mat2", b), *named)
+    checks.same_device(op, ("mat1", a), ("mat2", b), *((_short(bound), bound.tensor) for bound in bounds))
     return _matrix_call("scaled_mm", a, b, bounds, out, "col", False)
 
 

@@ -21,19 +21,22 @@ _CASTS = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8,
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bound:
-    """One epilogue step and its tensor. ``axis`` is fixed by the constructor, or found from the tensor's shape.
-
-    argument: what errors call the tensor, ``linear(): bias``, when it was no step's but an op's argument.
-    """
+    """One epilogue step and its tensor. ``axis`` is fixed by the constructor, or found from the tensor's shape."""
 
     step: Step
     tensor: Tensor | None = None
     axis: Axis | None = None
     tag: str = ""
-    argument: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tag", f"{self.step.key}/{self.axis}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Argument(Bound):
+    """The step of a tensor that was given to an op as an argument. name: what errors call it, ``linear(): bias``."""
+
+    name: str = ""
 
 
 def _bound(kind: Kind, tensor: Tensor, value: float = 1.0, axis: Axis | None = None) -> Bound:
@@ -138,7 +141,7 @@ def _axis(tensor: Tensor, m: int, n: int, batch: int | None) -> Axis:
 
 def _called(bound: Bound) -> str:
     """What errors call a step's tensor."""
-    return bound.argument or f"fuse.{bound.step.kind}(): a tensor"
+    return bound.name if isinstance(bound, Argument) else f"fuse.{bound.step.kind}(): a tensor"
 
 
 def _expanded(tensor: Tensor, shape: tuple[int, ...], name: str) -> Tensor:

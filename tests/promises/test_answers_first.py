@@ -59,6 +59,8 @@ def test_explain_opens_with_three_lines(tmp_path: Path) -> None:
     assert "within the bound" in lines[1]
     assert lines[2].startswith("next: nothing")
     assert len(lines) > 10
+    (document,) = command.invoke(*args, "--brief", "--json").json["decisions"]
+    assert [document["serves"], document["sure"], document["next"]] == brief
 
 
 @pytest.mark.parametrize(

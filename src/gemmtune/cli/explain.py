@@ -37,6 +37,8 @@ _ORDER = ("winner", "finalist", "eliminated", "screened", "failed", "untried", "
 # The stages without a sample, and what to say of rows that give no reason.
 _UNTIMED = {"untried": "the search ended before them", "illegal": "no reason given"}
 
+_BRIEF = ("serves", "sure", "next")  # the names of the three lines in JSON
+
 
 @guard
 def explain(
@@ -68,14 +70,18 @@ def explain(
         found = matching(keeper, None if any_machine else target, (m, n, k), dtype)
         if not found:
             fail(_nothing(keeper, target, (m, n, k), dtype), as_json=as_json)
+    from .answer import answer
+
+    option = "" if target.device == "cpu" else f" --device {device}"
     if as_json:
         import msgspec
 
-        emit({"decisions": [msgspec.to_builtins(decision) for decision in found]})
+        short = [{"problem": row.problem_key, **dict(zip(_BRIEF, answer(row, option), strict=True))} for row in found]
+        emit({"decisions": short if brief else [msgspec.to_builtins(decision) for decision in found]})
         return
     out = console()
     for decision in found:
-        show(decision, out, brief=brief, option="" if target.device == "cpu" else f" --device {device}")
+        show(decision, out, brief=brief, option=option)
 
 
 def _known_dtypes() -> tuple[str, ...]:

@@ -298,8 +298,8 @@ class SqliteStore(Store):
             except _TROUBLE as error:
                 self.close()
                 raise StoreError(
-                    f"cannot write the store {self.path}: {error}; free or repair the file, or choose another with "
-                    "GEMMTUNE_STORE"
+                    f"cannot write the store {self.path}: {error}; free or repair it, or choose another "
+                    "with --store or GEMMTUNE_STORE"
                 ) from error
 
     def _open(self, *, create: bool) -> sqlite3.Connection | None:
