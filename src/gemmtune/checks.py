@@ -18,6 +18,8 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _SHORT = {
     torch.float32: "float", torch.float64: "double", torch.bfloat16: "c10::BFloat16", torch.float16: "c10::Half",
 }  # fmt: skip
+# PyTorch's function that takes what an op of ours does not: complex, sparse and, some of them, nested tensors.
+_TORCHS = {"linear": "torch.nn.functional.linear", "mm": "torch.mm", "addmm": "torch.addmm", "bmm": "torch.bmm"}
 
 
 class ShapeError(GemmtuneError, ValueError):
@@ -39,12 +41,13 @@ def tensor(op: str, name: str, position: int, value: Any, *, packed: bool = Fals
     if not isinstance(value, Tensor):
         wanted = "Tensor or PackedWeight" if packed else "Tensor"
         raise TypeError(f"{op}(): argument '{name}' (position {position}) must be {wanted}, not {type(value).__name__}")
+    use = f"Use {_TORCHS[op]}" if op in _TORCHS else "Pass a dense tensor of real numbers"
     if value.is_complex():
-        raise DtypeError(f"{op}(): complex tensors are not supported; {name} is {value.dtype}. Use torch.{op}")
+        raise DtypeError(f"{op}(): complex tensors are not supported; {name} is {value.dtype}. {use}")
     if value.is_nested:
-        raise DtypeError(f"{op}(): nested tensors are not supported; {name} is one. Use torch.{op}, or pad it")
+        raise DtypeError(f"{op}(): nested tensors are not supported; {name} is one. {use}, or pad it")
     if value.layout != torch.strided:
-        raise DtypeError(f"{op}(): sparse tensors are not supported; {name} has layout {value.layout}. Use torch.{op}")
+        raise DtypeError(f"{op}(): sparse tensors are not supported; {name} has layout {value.layout}. {use}")
 
 
 def matrix(op: str, name: str, value: Tensor) -> None:

@@ -95,16 +95,28 @@ def _bind(bounds: Sequence[fuse.Bound], m: int, n: int, batch: int | None = None
     return tuple(step for step, _ in pairs), tuple(tensor for _, tensor in pairs if tensor is not None)
 
 
-def _same_devices(op: str, a: Tensor, b: Weight, bounds: Sequence[fuse.Bound]) -> None:
-    for bound in bounds:
+def steps_of(op: str, epilogue: Sequence[fuse.Bound], *first: fuse.Bound) -> tuple[fuse.Bound, ...]:
+    """``first`` and then what the caller passed as epilogue. Raises TypeError for what holds no steps."""
+    if isinstance(epilogue, fuse.Bound):
+        raise TypeError(f"{op}(): epilogue must be a list of steps made by gemmtune.fuse; got one step alone")
+    for bound in epilogue:
         if not isinstance(bound, fuse.Bound):
             raise TypeError(f"{op}(): epilogue must hold steps made by gemmtune.fuse; got {type(bound).__name__}")
+    return (*first, *epilogue)
+
+
+def _same_devices(op: str, a: Tensor, b: Weight, bounds: Sequence[fuse.Bound]) -> None:
     if isinstance(b, PackedWeight) and a.device != b.device and not a.is_meta:
         raise checks.DtypeError(
             f"{op}(): expected all tensors to be on the same device, but the input is on {a.device} and the packed "
             f"weight is on {b.device}"
         )
-    checks.same_device(op, ("input", a), ("mat2", b), *(("an epilogue tensor", bound.tensor) for bound in bounds))
+    checks.same_device(op, ("input", a), ("mat2", b), *((_short(bound), bound.tensor) for bound in bounds))
+
+
+def _short(bound: fuse.Bound) -> str:
+    """What an error calls a step's tensor among the other operands."""
+    return bound.name.rpartition(" ")[2] if isinstance(bound, fuse.Argument) else "an epilogue tensor"
 
 
 def mm(
@@ -112,7 +124,8 @@ def mm(
     *, op: str = "mm", prefer: Order = "row", constant: bool = False,
 ) -> Call:  # fmt: skip
     """``epilogue(a[M, K] @ b[K, N])`` for floating a and b of one dtype. Raises what ``checks`` raises."""
-    checks.matrix(op, "mat1", a)
+    bounds = steps_of(op, bounds)
+    checks.matrix(op, "input" if op == "mm" else "mat1", a)
     if not isinstance(b, PackedWeight):
         checks.matrix(op, "mat2", b)
         checks.inner(tuple(a.shape), tuple(b.shape))
@@ -150,7 +163,7 @@ def linear(
     flat = x if x.dim() == 2 else x.reshape(rows, x.shape[-1])
     b = weight if packed else weight.t()  # type: ignore[union-attr]
     first = () if bias is None else (_bias(bias, (*(x.shape[:-1] or (1,)), b.shape[1])),)
-    call = mm(flat, b, (*first, *bounds), op="linear", prefer="col", constant=constant)
+    call = mm(flat, b, steps_of("linear", bounds, *first), op="linear", prefer="col", constant=constant)
     return Call(call.problem, call.a, call.b, call.aux, (*x.shape[:-1], b.shape[1]))
 
 
@@ -165,15 +178,20 @@ def _bias(bias: Tensor, shape: tuple[int, ...]) -> fuse.Bound:
     """A bias [N], or one that broadcasts to the result's shape (which has as many dimensions as the input)."""
     checks.tensor("linear", "bias", 3, bias)
     if bias.dim() == 1 and bias.shape[0] == shape[-1]:
-        return fuse.bias(bias)
+        return argument("linear(): bias", fuse.bias(bias))
     if bias.dim() < 2 or bias.dim() == len(shape) == 2:
-        return fuse.add(bias)
+        return argument("linear(): bias", fuse.add(bias))
     try:
-        return fuse.add(bias.expand(shape).reshape(math.prod(shape[:-1]), shape[-1]))
+        return argument("linear(): bias", fuse.add(bias.expand(shape).reshape(math.prod(shape[:-1]), shape[-1])))
     except RuntimeError as error:
         raise checks.ShapeError(
             f"linear(): a bias of shape {list(bias.shape)} does not broadcast to the result {list(shape)}"
         ) from error
+
+
+def argument(name: str, bound: fuse.Bound) -> fuse.Bound:
+    """The step of a tensor that was given as an argument, which errors are to call by its name."""
+    return fuse.Argument(bound.step, bound.tensor, bound.axis, name=name)
 
 
 def addmm(
@@ -191,7 +209,7 @@ def addmm(
         step = fuse.bias(addend.reshape(-1)) if column else fuse.add(addend)
         if beta != 1 or not column:
             step = _weighted(addend, float(beta), column)
-        bounds.append(step)
+        bounds.append(argument(f"{op}(): input", step))
     return mm(a, b, bounds, op=op, constant=constant)
 
 
@@ -230,6 +248,7 @@ def int_mm(
     *, constant: bool = False,
 ) -> Call:  # fmt: skip
     """int8 or uint8 [M, K] @ int8 [K, N] -> int32, or what the epilogue and out_dtype make of it."""
+    bounds = steps_of("int_mm", bounds)
     checks.matrix("int_mm", "self", a)
     checks.one_of("int_mm", "self's dtype", a.dtype, (torch.int8, torch.uint8))
     if isinstance(b, PackedWeight):
@@ -249,6 +268,7 @@ def mixed_mm(
     out_dtype: torch.dtype | None = None, *, constant: bool = False,
 ) -> Call:  # fmt: skip
     """Floating [M, K] @ a weight-only operand. Raises as ``mm``."""
+    bounds = steps_of("mixed_mm", bounds)
     checks.matrix("mixed_mm", "mat1", a)
     checks.one_of("mixed_mm", "mat1's dtype", a.dtype, checks.FLOATS)
     if isinstance(b, PackedWeight):
@@ -283,10 +303,10 @@ def quantized(
     if group_size is not None and (isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 1):
         raise ValueError(f"mixed_mm(): group_size must be a positive int or None; got {group_size!r}")
     group = None if group_size is None or group_size >= k else group_size
-    scale = _scales("scale", scale, data.shape[1], group, k)
+    scale = _scales("scale", 3, scale, data.shape[1], group, k)
     checks.one_of("mixed_mm", "scale's dtype", scale.dtype, checks.FLOATS)
     if zero_point is not None:
-        zero_point = _scales("zero_point", zero_point, data.shape[1], group, k)
+        zero_point = _scales("zero_point", 4, zero_point, data.shape[1], group, k)
         if zero_point.is_floating_point() and zero_point.dtype != scale.dtype:
             raise checks.DtypeError(
                 f"mixed_mm(): expected zero_point to be of scale's dtype {scale.dtype} or integers; "
@@ -297,8 +317,8 @@ def quantized(
     return QuantWeight(data, scale, zero_point, k, quant, f"int{bits}")
 
 
-def _scales(name: str, value: Any, n: int, group: int | None, k: int) -> Tensor:
-    checks.tensor("mixed_mm", name, 3, value)
+def _scales(name: str, position: int, value: Any, n: int, group: int | None, k: int) -> Tensor:
+    checks.tensor("mixed_mm", name, position, value)
     tensor: Tensor = value
     wanted = (n,) if group is None else (-(-k // group), n)
     if tuple(tensor.shape) not in (wanted, (1, *wanted) if group is None else wanted):
@@ -319,25 +339,27 @@ def scaled_mm(
     allowed = (*checks.FLOAT8, torch.float32, torch.bfloat16, torch.float16)
     out = checks.out_dtype(op, a.dtype if out_dtype is None else out_dtype, allowed)
     m, n = a.shape[0], b.shape[1]
+    checks.tensor(op, "scale_a", 3, scale_a)
+    checks.tensor(op, "scale_b", 4, scale_b)
     per_column = scale_b.numel() != 1
     bounds = [_scale("scale_a", scale_a, m, "row", per_column), _scale("scale_b", scale_b, n, "col", per_column)]
     if bias is not None:
         checks.tensor(op, "bias", 5, bias)
-        bounds.append(fuse.bias(bias))
+        bounds.append(argument(f"{op}(): bias", fuse.bias(bias)))
     if scale_result is not None:
         checks.tensor(op, "scale_result", 6, scale_result)
     if scale_result is not None and out_dtype in checks.FLOAT8:
         # As torch._scaled_mm on CPU (2.13): it divides, and only when an fp8 out_dtype was asked for by name.
-        bounds.append(fuse.scale(scale_result.float().reciprocal(), axis="tensor"))
-    checks.same_device(op, ("mat1", a), ("mat2", b), *(("a scale or bias", bound.tensor) for bound in bounds))
+        reciprocal = fuse.scale(scale_result.float().reciprocal(), axis="tensor")
+        bounds.append(argument(f"{op}(): scale_result", reciprocal))
+    checks.same_device(op, ("mat1", a), ("mat2", b), *((_short(bound), bound.tensor) for bound in bounds))
     return _matrix_call("scaled_mm", a, b, bounds, out, "col", False)
 
 
-def _scale(name: str, value: Any, size: int, axis: Any, together: bool) -> fuse.Bound:
-    checks.tensor("scaled_mm", name, 3, value)
+def _scale(name: str, value: Tensor, size: int, axis: Any, together: bool) -> fuse.Bound:
     checks.one_of("scaled_mm", f"{name}'s dtype", value.dtype, (torch.float32,))
     if value.numel() == 1 and not (together and size == 1):
-        return fuse.scale(value, axis="tensor")
+        return argument(f"scaled_mm(): {name}", fuse.scale(value, axis="tensor"))
     if value.numel() != size:
         raise checks.ShapeError(f"scaled_mm(): expected {name} with 1 or {size} elements; got {list(value.shape)}")
-    return fuse.scale(value.reshape(-1), axis=axis)
+    return argument(f"scaled_mm(): {name}", fuse.scale(value.reshape(-1), axis=axis))

@@ -19,6 +19,10 @@ class StoreError(GemmtuneError):
     """The store could not do what was asked of it (never raised on the dispatch path)."""
 
 
+class StoreBusy(StoreError):
+    """Somebody is writing the store, and this reader was not to wait. Serving goes on without it."""
+
+
 class WorkerError(GemmtuneError):
     """A worker process could not be started or spoke out of turn."""
 

@@ -32,6 +32,13 @@ class Bound:
         object.__setattr__(self, "tag", f"{self.step.key}/{self.axis}")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Argument(Bound):
+    """The step of a tensor that was given to an op as an argument. name: what errors call it, ``linear(): bias``."""
+
+    name: str = ""
+
+
 def _bound(kind: Kind, tensor: Tensor, value: float = 1.0, axis: Axis | None = None) -> Bound:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"fuse.{kind}(): expected a Tensor; got {type(tensor).__name__}")
@@ -114,11 +121,11 @@ def resolve(bound: Bound, m: int, n: int, batch: int | None = None) -> tuple[Ste
     for size in shape:
         count *= size
     if axis == "full":
-        return replace(bound.step, axis=axis), _expanded(tensor, full, bound.step.kind)
+        return replace(bound.step, axis=axis), _expanded(tensor, full, _called(bound))
     if tensor.numel() != count:
         raise ShapeError(
-            f"fuse.{bound.step.kind}(): a tensor for axis {axis!r} of a {m}x{n} output has {count} element(s); "
-            f"got shape {list(tensor.shape)}"
+            f"{_called(bound)} for axis {axis!r} of a {m}x{n} output has {count} element(s); got shape "
+            f"{list(tensor.shape)}"
         )
     return replace(bound.step, axis=axis), tensor.reshape(shape).contiguous()
 
@@ -132,7 +139,12 @@ def _axis(tensor: Tensor, m: int, n: int, batch: int | None) -> Axis:
     return "row" if shape == (m, 1) and batch is None else "full"
 
 
-def _expanded(tensor: Tensor, shape: tuple[int, ...], kind: str) -> Tensor:
+def _called(bound: Bound) -> str:
+    """What errors call a step's tensor."""
+    return bound.name if isinstance(bound, Argument) else f"fuse.{bound.step.kind}(): a tensor"
+
+
+def _expanded(tensor: Tensor, shape: tuple[int, ...], name: str) -> Tensor:
     flat = tensor
     if tensor.dim() > len(shape) and tensor.shape[-1] == shape[-1] and len(shape) == 2:
         flat = tensor.reshape(-1, tensor.shape[-1])
@@ -140,5 +152,5 @@ def _expanded(tensor: Tensor, shape: tuple[int, ...], kind: str) -> Tensor:
         return flat.expand(shape).contiguous()
     except RuntimeError as error:
         raise ShapeError(
-            f"fuse.{kind}(): a tensor of shape {list(tensor.shape)} does not broadcast to the output {list(shape)}"
+            f"{name} of shape {list(tensor.shape)} does not broadcast to the output {list(shape)}"
         ) from error

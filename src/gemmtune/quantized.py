@@ -154,7 +154,8 @@ def _described_mixed_mm(
     weight = _weight(a, b, scale, zero_point, bits, group_size)
     if bias is not None:
         checks.tensor("mixed_mm", "bias", 7, bias)
-    steps = epilogue if bias is None else (bias_step(bias), *epilogue)
+    named = () if bias is None else (describe.argument("mixed_mm(): bias", bias_step(bias)),)
+    steps = describe.steps_of("mixed_mm", epilogue, *named)
     return describe.mixed_mm(a, weight, steps, out_dtype)
 
 

@@ -86,7 +86,8 @@ class Tuner:
         self._budget = budget or Budget()
         self._isolate, self._force, self._seed, self._limits = isolate, force, seed, limits
         self._wait, self._hot, self._latency = wait, hot, latency
-        self._store_failed = False
+        self.unkept: list[Decision] = []  # decisions that the store did not take, and why not
+        self.trouble = ""
 
     def tune(self, problems: Iterable[tuple[Problem, int]]) -> list[Decision]:
         """Decide every problem; the decisions come in the order of first mention, duplicates merged.
@@ -197,14 +198,19 @@ class Tuner:
                 crew.builders.ahead(later, first_builds(candidates), self._target)
 
     def _keep(self, decision: Decision) -> None:
+        """Store a decision, after those that the store did not take before. Those that it does not take now stay in
+        ``unkept``; the first is said in the log."""
         if decision.outcome == "inconclusive":
             return
+        self.unkept.append(decision)
         try:
-            self._store.put(self._target, decision)
+            while self.unkept:
+                self._store.put(self._target, self.unkept[0])
+                del self.unkept[0]
         except StoreError as error:
-            if not self._store_failed:
+            if not self.trouble:
                 log.warning("decisions of this run are not kept: %s", error)
-            self._store_failed = True
+            self.trouble = str(error)
 
 
 def busy_words(decisions: Sequence[Decision]) -> str:

@@ -23,6 +23,8 @@ DTYPES: dict[str, str] = {
     "int4wo": "bfloat16 activations, int4 weights with a scale and a zero point per group of 128",
 }
 _FLOATS = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+# Those that are one dtype of torch's, by its name.
+TORCH_DTYPES = {**_FLOATS, "int8": "int8", "fp8": "float8_e4m3fn"}
 
 # (K, N) of the weight matrices, as REFERENCE.md lists them.
 _LLAMA_WEIGHTS = ((11008, 4096), (4096, 12288), (4096, 22016), (4096, 4096), (4096, 65536))

@@ -82,6 +82,7 @@ def test_devices_and_latencies() -> None:
 
 
 def test_a_models_problems_go_where_they_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gemmtune.cli.models import Recorded
     from gemmtune.integrations.record import Recording
     from gemmtune.workloads import build
 
@@ -89,9 +90,12 @@ def test_a_models_problems_go_where_they_ran(monkeypatch: pytest.MonkeyPatch) ->
     recording.add(build(1, 8, 8, "fp32"))
     recording.add(build(2, 8, 8, "fp32"), 1, torch.device("cuda", 1))
     recording.add(build(3, 8, 8, "fp32"), 1, torch.device("meta"))
-    monkeypatch.setattr("gemmtune.cli.models.record_calls", lambda spec, dtype: recording)
+    monkeypatch.setattr("gemmtune.cli.models.record_calls", lambda spec, dtype: Recorded(recording, ()))
     groups = common.gather("m.py:f", [], None, None)
-    assert [(place, [problem.m for problem, _ in found]) for place, found in groups] == [("cpu", [1]), ("cuda:1", [2])]
-    ((place, everything),) = common.gather("m.py:f", [], None, None, device="cuda")
+    assert [(place, [problem.m for problem, _ in found]) for place, found, _ in groups] == [
+        ("cpu", [1]),
+        ("cuda:1", [2]),
+    ]
+    ((place, everything, _),) = common.gather("m.py:f", [], None, None, device="cuda")
     assert (place, len(everything)) == ("cuda", 3)
-    assert [place for place, _ in common.gather(None, ["1,8,8"], None, None)] == ["cpu"]
+    assert [group.place for group in common.gather(None, ["1,8,8"], None, None)] == ["cpu"]

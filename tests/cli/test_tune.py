@@ -26,6 +26,8 @@ class StandIn:
     interrupt_after = 10**9
     seen: tuple[Target, tuple[str, ...], float, bool] | None = None
     latency = ""
+    unkept: tuple[Decision, ...] = ()
+    trouble = ""
 
     def __init__(
         self,

@@ -10,15 +10,18 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn, ParamSpec, TextIO, TypeVar
 
 import typer
+
+from ..visible import visible
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from ..measure.clock import Latency
     from ..problem import Problem
+    from ..report.layers import Model
     from ..store.base import Store
     from ..target import Target
 
@@ -28,7 +31,7 @@ R = TypeVar("R")
 
 def usage(message: str) -> NoReturn:
     """Wrong usage: one line on stderr, exit code 2."""
-    raise typer.BadParameter(message)
+    raise typer.BadParameter(visible(message))
 
 
 def finite(value: float | None) -> float | None:
@@ -78,8 +81,14 @@ def fail(message: str, *, as_json: bool = False) -> NoReturn:
     if as_json:
         emit({"error": message})
     else:
-        print(f"error: {message}", file=sys.stderr)
+        say(f"error: {message}", file=sys.stderr)
     raise typer.Exit(1)
+
+
+def say(*lines: str, file: TextIO | None = None) -> None:
+    """Print each line on ``file`` (stdout); what is in them acts on no terminal and makes no further lines."""
+    for line in lines:
+        print(visible(line), file=file, flush=file is not None)
 
 
 def guard(command: Callable[P, R]) -> Callable[P, R]:
@@ -119,10 +128,10 @@ def _finite(value: Any) -> Any:
 
 
 def console() -> Console:
-    """The rich console on stdout; 120 columns when it is not a terminal, so that tables in logs stay whole."""
-    from rich.console import Console
+    """The rich console on stdout, for which every string is text."""
+    from .terminal import PlainConsole
 
-    return Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=140)
+    return PlainConsole()
 
 
 @contextlib.contextmanager
@@ -230,41 +239,41 @@ def require_file(path: Path) -> None:
 
 @contextlib.contextmanager
 def opened(path: Path | None) -> Iterator[Store]:
-    """The store at ``path`` (or the default one), closed afterwards. Raises StoreError when the file is no store.
+    """The store at ``path`` (or the default one), closed afterwards. Raises StoreError when the file cannot be read.
 
     The library goes on without a store that it cannot read; a command was asked for it, and says so before it works.
     """
     from ..errors import StoreError
-    from ..store import open_store
+    from ..store import default_path, open_store
 
     try:
-        store = open_store(path)
+        store = open_store(path or default_path())  # never one in memory instead, which would keep nothing
     except RuntimeError as error:  # ~somebody, who has no home here
         raise StoreError(f"cannot find the store: {error}") from error
-    damage = unreadable(getattr(store, "path", None))
-    if damage:
-        raise StoreError(f"cannot read the store {damage}; move it away, or choose another with --store")
     try:
+        place = getattr(store, "path", None)
+        if place is not None and os.path.exists(place) and not os.path.isfile(place):
+            raise StoreError(f"cannot read the store {place}: it is not a regular file; choose another with --store")
+        store.check()
         yield store
     finally:
         store.close()
 
 
-def unreadable(path: Path | None) -> str:
-    """Why the file at ``path`` is no SQLite database, or empty (also when it is absent, or busy for the moment)."""
-    if path is None or not path.exists():
-        return ""
-    if not path.is_file():
-        return f"{path}: it is not a regular file"
-    import sqlite3
+def require_whole(store: Store, *, as_json: bool) -> None:
+    """Leave with exit code 1 when reading the store met damage: what was shown or written is not all that it holds.
 
-    try:
-        # rw, never created; not ro, which could not finish what an interrupted writer left behind.
-        with contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=rw", uri=True)) as connection:
-            connection.execute("PRAGMA schema_version").fetchall()
-    except sqlite3.Error as error:
-        return "" if "locked" in str(error) else f"{path}: {error}"
-    return ""
+    JSON documents list the damage themselves.
+    """
+    if not store.damage:
+        return
+    if not as_json:
+        more = f"; and {len(store.damage) - 3} more" if len(store.damage) > 3 else ""
+        say(
+            f"error: parts of the store are not read: {'; '.join(store.damage[:3])}{more} (`gemmtune store verify` "
+            "lists the damage)", file=sys.stderr
+        )  # fmt: skip
+    raise typer.Exit(1)
 
 
 def collect(
@@ -276,14 +285,22 @@ def collect(
         given = " and ".join(chosen) or "nothing"
         usage(f"give one of: a model (file.py:factory), --workload NAME, or shapes M,N,K; got {given}")
     if model:
-        from .models import record_model
+        from .models import record_calls
 
-        found = record_model(model, dtype)
+        found = record_calls(model, dtype).recording.problems
     elif workload:
         found = _named(workload, dtype or "bf16")
     else:
         found = [(parse_problem(parse_shape(shape), dtype or "bf16", bias=bias), 1) for shape in shapes]
     return [(problem, count) for problem, count in found if problem.flops > 0]
+
+
+class Group(NamedTuple):
+    """Problems to tune on one device, with call counts. layers: a model's, by module."""
+
+    place: str
+    problems: list[tuple[Problem, int]]
+    layers: Model | None = None
 
 
 def gather(
@@ -294,14 +311,18 @@ def gather(
     *,
     bias: bool = False,
     device: str | None = None,
-) -> list[tuple[str, list[tuple[Problem, int]]]]:
+) -> list[Group]:
     """What ``collect`` finds, by device: a model's problems go where they ran, unless a device is named."""
-    if not model or device is not None or shapes or workload:
-        return [(parse_device(device), collect(model, shapes, workload, dtype, bias=bias))]
+    if not model or shapes or workload:
+        return [Group(parse_device(device), collect(model, shapes, workload, dtype, bias=bias))]
     from .models import record_calls
 
+    place = None if device is None else parse_device(device)
     recorded = record_calls(model, dtype)
-    return [(str(place), recorded.on(place)) for place in recorded.devices if place.type in ("cpu", "cuda")]
+    if place is not None:
+        return [Group(place, recorded.recording.problems, recorded.layers())]
+    ran = [place for place in recorded.recording.devices if place.type in ("cpu", "cuda")]
+    return [Group(str(place), recorded.recording.on(place), recorded.layers(place)) for place in ran]
 
 
 def _named(name: str, dtype: str) -> list[tuple[Problem, int]]:

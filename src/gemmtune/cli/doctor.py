@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .common import JsonOption, StoreOption, ThreadsOption, emit, guard, quiet_stdout
+from .common import JsonOption, StoreOption, ThreadsOption, emit, guard, quiet_stdout, say
 
 if TYPE_CHECKING:
     from ..doctor import Examination
@@ -24,7 +24,7 @@ def doctor(
     if as_json:
         emit(found.to_dict())
     else:
-        print("\n".join(lines(found)))
+        say(*lines(found))
 
 
 def lines(found: Examination) -> list[str]:

@@ -37,6 +37,8 @@ _ORDER = ("winner", "finalist", "eliminated", "screened", "failed", "untried", "
 # The stages without a sample, and what to say of rows that give no reason.
 _UNTIMED = {"untried": "the search ended before them", "illegal": "no reason given"}
 
+_BRIEF = ("serves", "sure", "next")  # the names of the three lines in JSON
+
 
 @guard
 def explain(
@@ -51,11 +53,15 @@ def explain(
     any_machine: Annotated[
         bool, typer.Option("--any-machine", help="Also decisions of other machines, thread counts or versions.")
     ] = False,
+    brief: Annotated[
+        bool, typer.Option("--brief", help="Only what serves, how sure that is, and what to do next.")
+    ] = False,
     store: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the decisions for a shape with all their evidence: every candidate, why some were illegal, verdicts,
-    samples with their intervals and the conditions they were taken under, and why the race stopped."""
+    """Show the decisions for a shape: in three lines what serves, how sure that is and what to do next; then all their
+    evidence: every candidate, why some were illegal, verdicts, samples with their intervals and the conditions they
+    were taken under, and why the race stopped."""
     if dtype not in _known_dtypes():
         usage(f"unknown dtype {dtype!r}; known dtypes: {', '.join(_known_dtypes())}")
     with quiet_stdout(as_json):
@@ -64,14 +70,18 @@ def explain(
         found = matching(keeper, None if any_machine else target, (m, n, k), dtype)
         if not found:
             fail(_nothing(keeper, target, (m, n, k), dtype), as_json=as_json)
+    from .answer import answer
+
+    option = "" if target.device == "cpu" else f" --device {device}"
     if as_json:
         import msgspec
 
-        emit({"decisions": [msgspec.to_builtins(decision) for decision in found]})
+        short = [{"problem": row.problem_key, **dict(zip(_BRIEF, answer(row, option), strict=True))} for row in found]
+        emit({"decisions": short if brief else [msgspec.to_builtins(decision) for decision in found]})
         return
     out = console()
     for decision in found:
-        show(decision, out)
+        show(decision, out, brief=brief, option=option)
 
 
 def _known_dtypes() -> tuple[str, ...]:
@@ -107,36 +117,45 @@ def _nothing(store: Store, target: Target, shape: tuple[int, int, int], dtype: s
     return f"{text}; make one with: gemmtune tune {m},{n},{k} --dtype {dtype}{option}"
 
 
-def show(decision: Decision, out: Console) -> None:
-    """Print one decision and its evidence."""
-    from rich.markup import escape
+def show(decision: Decision, out: Console, *, brief: bool = False, option: str = "") -> None:
+    """Print what a decision comes to and, unless ``brief``, its evidence. option: what a command to tune it again
+    needs besides."""
+    from .answer import answer
 
+    for line in answer(decision, option):
+        out.print(line, soft_wrap=True)
+    if not brief:
+        out.print()
+        show_evidence(decision, out)
+
+
+def show_evidence(decision: Decision, out: Console) -> None:
+    """Print one decision with everything that led to it."""
     from ..report.rows import summarize
     from .tables import speedup_text
 
     row = summarize(decision)
     made = time.strftime("%Y-%m-%d %H:%M", time.localtime(decision.created))
-    out.print(f"[bold]{escape(row.label)}[/]  {escape(decision.problem_key)}", soft_wrap=True)
-    out.print(f"outcome: {_outcome_words(decision)}  {escape(speedup_text(row))}", soft_wrap=True)
+    out.print(row.label, style="bold", soft_wrap=True, end="  ")
+    out.print(decision.problem_key, soft_wrap=True)
+    out.print(f"outcome: {_outcome_words(decision)}  {speedup_text(row)}", soft_wrap=True)
     out.print(f"made {made} in {decision.seconds:.1f} s, seed {decision.seed}, target {decision.target_key}")
-    out.print(f"stopped: {escape(decision.stopped or 'not recorded')}", soft_wrap=True)
+    out.print(f"stopped: {decision.stopped or 'not recorded'}", soft_wrap=True)
     usual = usual_conditions(decision)
     if usual:
-        out.print(f"timed with: {escape(words_of(usual))}", soft_wrap=True)
+        out.print(f"timed with: {words_of(usual)}", soft_wrap=True)
     for packing, candidate in sorted(decision.alternatives.items()):
-        out.print(f"fastest with packing {escape(packing or 'none')}: {escape(candidate)}", soft_wrap=True)
+        out.print(f"fastest with packing {packing or 'none'}: {candidate}", soft_wrap=True)
     for packing, layout in sorted(decision.layouts.items()):
-        out.print(f"duel with packing {escape(packing or 'none')}: {escape(layout_words(layout))}", soft_wrap=True)
+        out.print(f"duel with packing {packing or 'none'}: {layout_words(layout)}", soft_wrap=True)
     out.print()
     for text in (*evidence_lines(decision, usual), *without_a_time(decision)):
-        out.print(text, markup=False, soft_wrap=True)
+        out.print(text, soft_wrap=True)
     out.print()
 
 
 def _outcome_words(decision: Decision) -> str:
-    from rich.markup import escape
-
-    chosen = escape(decision.chosen or "")
+    chosen = decision.chosen or ""
     return {
         "winner": f"winner {chosen}",
         "tie": f"tie - nothing beat ATen beyond the noise, so {chosen} serves",

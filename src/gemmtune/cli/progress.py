@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, TextIO
 
 from ..events import BestSoFar, CandidateTried, Event, ProblemDone, ProblemStarted
 from ..report.rows import duration, summarize
+from ..visible import visible
 from ..workloads import label
+from .common import console, say
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
@@ -24,6 +26,7 @@ class Board:
     def __init__(self) -> None:
         self.decisions: list[Decision] = []
         self.cached = 0
+        self.unkept, self.trouble = 0, ""  # decisions that the store did not take, and why
         self.index = self.total = 0
         self.problem = ""
         self.trying = ""
@@ -119,23 +122,23 @@ class PlainProgress:
             text = self._board.done_line(event) + (f", about {clock(left)} left" if left else "")
         else:
             return
-        print(text, file=self._stream, flush=True)
+        say(text, file=self._stream)
 
 
 class LiveProgress:
     """Finished problems scroll by; three lines below them tell what is happening now."""
 
-    def __init__(self, board: Board, console: Console) -> None:
+    def __init__(self, board: Board, out: Console) -> None:
         from rich.live import Live
 
         self._board = board
-        self._console = console
-        self.live = Live(get_renderable=self._render, console=console, refresh_per_second=4, transient=True)
+        self._console = out
+        self.live = Live(get_renderable=self._render, console=out, refresh_per_second=4, transient=True)
 
     def __call__(self, event: Event) -> None:
         self._board(event)
         if isinstance(event, ProblemDone):
-            self._console.print(self._board.done_line(event), markup=False, soft_wrap=True)
+            self._console.print(self._board.done_line(event), soft_wrap=True)
 
     def _render(self) -> Group:
         from rich.console import Group
@@ -148,7 +151,7 @@ class LiveProgress:
         done = len(board.decisions)
         head.add_row(ProgressBar(total=max(1, board.total), completed=done, width=30), Text(board.status_line()))
         lines = (f"  {board.problem}", f"  {board.trying_line()}", f"  {board.best_line()}")
-        return Group(head, *(Text(line, no_wrap=True, overflow="ellipsis") for line in lines))
+        return Group(head, *(Text(visible(line), no_wrap=True, overflow="ellipsis") for line in lines))
 
 
 @contextmanager
@@ -159,8 +162,6 @@ def watching(board: Board, *, hidden: bool = False) -> Iterator[Board | PlainPro
     elif not sys.stdout.isatty():
         yield PlainProgress(board, sys.stdout)
     else:
-        from rich.console import Console
-
-        live = LiveProgress(board, Console(highlight=False))
+        live = LiveProgress(board, console())
         with live.live:
             yield live

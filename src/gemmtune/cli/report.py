@@ -19,6 +19,7 @@ from .common import (
     parse_device,
     quiet_stdout,
     require_file,
+    say,
 )
 
 
@@ -49,4 +50,4 @@ def report(
     if as_json:
         emit({"path": str(output.resolve()), "decisions": shown})
     else:
-        print(f"{output.resolve()} ({shown} problems)")
+        say(f"{output.resolve()} ({shown} problems)")

@@ -23,6 +23,8 @@ from .common import (
     parse_device,
     quiet_stdout,
     require_file,
+    require_whole,
+    say,
     usage,
 )
 
@@ -52,12 +54,13 @@ def ls(
         targets = {target.key: target for target in keeper.targets()}
         found = list(keeper.decisions())
     if as_json:
-        emit({"targets": {key: t.to_dict() for key, t in targets.items()}, "decisions": [_brief(d) for d in found]})
-        return
-    if not found:
-        print("the store is empty")
-        return
-    _print_list(found, {key: _place(t) for key, t in targets.items()})
+        machines = {key: target.to_dict() for key, target in targets.items()}
+        emit({"targets": machines, "decisions": [_brief(row) for row in found], "damage": keeper.damage})
+    elif found:
+        _print_list(found, {key: _place(t) for key, t in targets.items()})
+    elif not keeper.damage:
+        say("the store is empty")
+    require_whole(keeper, as_json=as_json)
 
 
 def _place(target: Target) -> str:
@@ -81,7 +84,6 @@ def _brief(decision: Decision) -> dict[str, Any]:
 
 
 def _print_list(found: list[Decision], machines: dict[str, str]) -> None:
-    from rich.markup import escape
     from rich.table import Table
 
     from ..report.rows import ordered, summarize
@@ -89,15 +91,15 @@ def _print_list(found: list[Decision], machines: dict[str, str]) -> None:
 
     out = console()
     for key in dict.fromkeys(decision.target_key for decision in found):
-        out.print(f"[bold]{escape(machines.get(key, 'unknown machine'))}[/]  ({key})")
+        out.print(machines.get(key, "unknown machine"), style="bold", end="  ")
+        out.print(f"({key})")
         table = Table(box=None, pad_edge=False, header_style="bold")
         for name in ("id", "problem (MxNxK)", "speed-up [95%]", "made", "kernel"):
             table.add_column(name, overflow="fold")
         for decision in ordered(row for row in found if row.target_key == key):
             row = summarize(decision)
             made = time.strftime("%Y-%m-%d %H:%M", time.localtime(decision.created))
-            cells = (short_id(decision), row.label, speedup_text(row), made, row.kernel)
-            table.add_row(*(escape(cell) for cell in cells))
+            table.add_row(short_id(decision), row.label, speedup_text(row), made, row.kernel)
         out.print(table)
 
 
@@ -146,7 +148,9 @@ def export(
         target = current_target(None, parse_device(device)) if here else None
     with opened(store) as keeper:
         count = keeper.export(path, target)
-    _say({"path": str(path.resolve()), "decisions": count}, f"{count} decisions written to {path}", as_json)
+    document = {"path": str(path.resolve()), "decisions": count, "damage": keeper.damage}
+    _tell(document, [f"{count} decisions written to {path}"], as_json)
+    require_whole(keeper, as_json=as_json)
 
 
 @app.command("import")
@@ -167,7 +171,7 @@ def import_(
     lines = [f"{count} decisions imported from {path}"]
     if left_out:
         lines.append(f"{len(left_out)} left out, which would serve what is not legal:")
-    _say({"decisions": count, "left_out": left_out}, "\n".join(lines + left_out), as_json)
+    _tell({"decisions": count, "left_out": left_out}, lines + left_out, as_json)
 
 
 @app.command("prune")
@@ -196,7 +200,7 @@ def prune(
         keep = _kept(threads, device) if others else None
     with opened(store) as keeper:
         count = keeper.prune(keep=keep, older_than_s=None if older_than is None else older_than * 86400)
-    _say({"deleted": count}, f"{count} decisions deleted", as_json)
+    _tell({"deleted": count}, [f"{count} decisions deleted"], as_json)
 
 
 def _kept(threads: int | None, device: str | None) -> Target | tuple[Target, ...]:
@@ -222,14 +226,14 @@ def verify(
     with opened(store) as keeper:
         damage = keeper.verify(unchecked.append)
         count = sum(1 for _ in keeper.decisions())
-    text = "\n".join([*(damage or [f"sound: {count} decisions"]), *unchecked])
-    _say({"decisions": count, "damage": damage, "unchecked": unchecked}, text, as_json)
+    lines = [*(damage or [f"sound: {count} decisions"]), *unchecked]
+    _tell({"decisions": count, "damage": damage, "unchecked": unchecked}, lines, as_json)
     if damage:
         raise typer.Exit(1)
 
 
-def _say(document: dict[str, Any], text: str, as_json: bool) -> None:
+def _tell(document: dict[str, Any], lines: list[str], as_json: bool) -> None:
     if as_json:
         emit(document)
     else:
-        print(text)
+        say(*lines)

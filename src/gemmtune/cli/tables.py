@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from rich.markup import escape
 from rich.table import Table
 
-from ..report.rows import Row, best_by_backend, duration, median_s, ordered, summarize
+from ..report.rows import HOW, Row, best_by_backend, duration, median_s, ordered, summarize
 
 if TYPE_CHECKING:
     from ..decision import Decision
+
+
+_HOW_BENCH = (
+    "Each backend's median time of a call. The ratio: the median of the ratios of neighbouring timings by turns, which "
+    "drift does not move; so it need not be the ratio of two medians."
+)
 
 
 def speedup_text(row: Row) -> str:
@@ -23,7 +28,9 @@ def speedup_text(row: Row) -> str:
 
 def decisions_table(decisions: Iterable[Decision]) -> Table:
     """A line per problem: ATen, best, speed-up with its interval, which kernel."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = Table(
+        box=None, pad_edge=False, header_style="bold", caption=HOW, caption_justify="left", caption_style="dim"
+    )
     table.add_column("problem (MxNxK)", no_wrap=True)
     for name in ("ATen", "best"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -32,11 +39,11 @@ def decisions_table(decisions: Iterable[Decision]) -> Table:
     for decision in ordered(decisions):
         row = summarize(decision)
         table.add_row(
-            escape(row.label),
+            row.label,
             duration(row.aten_s),
             duration(row.best_s),
-            escape(speedup_text(row)),
-            escape(row.kernel),
+            speedup_text(row),
+            row.kernel,
         )
     return table
 
@@ -44,7 +51,9 @@ def decisions_table(decisions: Iterable[Decision]) -> Table:
 def bench_table(decisions: Iterable[Decision], backends: Iterable[str]) -> Table:
     """A line per problem: the best time of each backend, and how the fastest compares with ATen."""
     names = list(backends)
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = Table(
+        box=None, pad_edge=False, header_style="bold", caption=_HOW_BENCH, caption_justify="left", caption_style="dim"
+    )
     table.add_column("problem (MxNxK)", no_wrap=True)
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
@@ -53,5 +62,5 @@ def bench_table(decisions: Iterable[Decision], backends: Iterable[str]) -> Table
     for decision in ordered(decisions):
         row, best = summarize(decision), best_by_backend(decision)
         times = [duration(median_s(best.get(name))) for name in names]
-        table.add_row(escape(row.label), *times, escape(speedup_text(row)), escape(row.kernel))
+        table.add_row(row.label, *times, speedup_text(row), row.kernel)
     return table

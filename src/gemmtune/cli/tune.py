@@ -27,13 +27,14 @@ from .common import (
     parse_latency,
     quiet_stdout,
     require_room,
+    say,
     tuning_target,
 )
 
 if TYPE_CHECKING:
-    from ..decision import Decision
     from ..measure.clock import Latency
     from ..problem import Problem
+    from ..report.layers import Model
     from ..store.base import Store
     from ..target import Target
     from .progress import Board
@@ -72,9 +73,10 @@ def tune(
     ranked = parse_latency(latency)
     parse_backends(backends)  # what is wrong is said before a model runs
     with quiet_stdout(as_json):
+        gathered = gather(model, shapes, workload, dtype, bias=bias, device=device)
         groups = [
             (tuning_target(threads, place), problems, parse_backends(backends, place))
-            for place, problems in gather(model, shapes, workload, dtype, bias=bias, device=device)
+            for place, problems, _ in gathered
         ]
     if shapes:  # a workload's or a model's other problems are worth tuning in any case
         require_room(groups[0][1], groups[0][0])
@@ -83,12 +85,15 @@ def tune(
         fail("every one of these problems is empty (M, N or K is 0): there is nothing to tune", as_json=as_json)
     board, interrupted = None, False
     with opened(store) as keeper:
-        for target, problems, names in groups:
+        if force or any(keeper.get(target, p.key) is None for target, problems, _ in groups for p, _ in problems):
+            keeper.check_writable()  # before the search, whose decisions would be lost
+        for (target, problems, names), group in zip(groups, gathered, strict=True):
             board, interrupted = run(
                 problems, target, names, keeper,
                 budget=budget, force=force, hot=hot, hidden=as_json, latency=ranked, board=board,
             )  # fmt: skip
             remember_ceilings(keeper, target)
+            remember_layers(keeper, target, model, group.layers)
             if interrupted:
                 break
     assert board is not None
@@ -129,6 +134,9 @@ def run(
             tuner.tune(problems)
         except KeyboardInterrupt:
             return board, True
+        finally:
+            board.unkept += len(tuner.unkept)
+            board.trouble = tuner.trouble or board.trouble
     return board, False
 
 
@@ -146,23 +154,32 @@ def remember_ceilings(store: Store, target: Target) -> None:
         ceilings.ensure(path, target)
 
 
+def remember_layers(store: Store, target: Target, model: str | None, found: Model | None) -> None:
+    """Keep which layers run what, so that the report can say what a forward saves."""
+    from ..report import layers
+
+    path = layers.beside(store)
+    if path is not None and model is not None and found is not None:
+        layers.remember(path, model, target.key, found)
+
+
 def report_outcome(board: Board, asked: int, interrupted: bool, *, as_json: bool) -> None:
     """Print the table (or the JSON document) and leave with the right code."""
     failed = [decision for decision in board.decisions if decision.outcome == "none_valid"]
     if as_json:
-        emit(outcome_document(board.decisions, board.cached, interrupted))
+        emit(outcome_document(board, interrupted))
     else:
         print_outcome(board, asked, interrupted)
-    if interrupted or failed:
+    if interrupted or failed or board.unkept:
         raise typer.Exit(1)
 
 
-def outcome_document(decisions: Sequence[Decision], cached: int, interrupted: bool) -> dict[str, Any]:
-    """The whole outcome as JSON-ready data."""
+def outcome_document(board: Board, interrupted: bool) -> dict[str, Any]:
+    """The whole outcome as JSON-ready data. not_kept: decisions that the store did not take; why, in store_error."""
     from ..report.rows import ordered, summarize
 
     rows = []
-    for decision in ordered(decisions):
+    for decision in ordered(board.decisions):
         row = summarize(decision)
         rows.append(
             {
@@ -178,7 +195,8 @@ def outcome_document(decisions: Sequence[Decision], cached: int, interrupted: bo
                 "seconds": row.seconds,
             }
         )
-    return {"interrupted": interrupted, "from_store": cached, "decisions": rows}
+    kept = {} if not board.unkept else {"not_kept": board.unkept, "store_error": board.trouble}
+    return {"interrupted": interrupted, "from_store": board.cached, **kept, "decisions": rows}
 
 
 def print_outcome(board: Board, asked: int, interrupted: bool) -> None:
@@ -190,7 +208,9 @@ def print_outcome(board: Board, asked: int, interrupted: bool) -> None:
         out.print()
         out.print(decisions_table(board.decisions))
     if words := busy_words(board.decisions):
-        print(words, file=sys.stderr)
+        say(words, file=sys.stderr)
     if interrupted:
-        kept = sum(decision.outcome != "inconclusive" for decision in board.decisions)
-        print(f"interrupted: {kept} of {asked} problems are decided and kept in the store", file=sys.stderr)
+        kept = sum(decision.outcome != "inconclusive" for decision in board.decisions) - board.unkept
+        say(f"interrupted: {kept} of {asked} problems are decided and kept in the store", file=sys.stderr)
+    if board.unkept:
+        say(f"error: {board.unkept} of {asked} decisions are not kept: {board.trouble}", file=sys.stderr)

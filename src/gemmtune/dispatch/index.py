@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
 from ..decision import FAULTS
+from ..errors import StoreBusy
 from ..problem import Problem, plan_key_of
 from .plan import Plan, nearest
 from .portfolio import Point, build_plan, point, without
@@ -29,7 +30,10 @@ class Index:
 
     @classmethod
     def read(cls, store: Store | None, target: Target, warn: Callable[[str], None]) -> Index:
-        """Everything the store knows for ``target``. Damage and unreadable stores are misses, said once."""
+        """Everything the store knows for ``target``. Damage and unreadable stores are misses, said once.
+
+        Raises StoreBusy where the store is read ``in_a_hurry`` and somebody writes it.
+        """
         points: dict[str, list[Point]] = {}
         failures: dict[str, set[str]] = {}
         try:
@@ -43,6 +47,8 @@ class Index:
             for problem_key, failed in ({} if store is None else store.all_failures(target)).items():
                 faulty = {candidate_id for candidate_id, verdict in failed.items() if verdict.kind in FAULTS}
                 failures.setdefault(plan_key_of(problem_key), set()).update(faulty)
+        except StoreBusy:
+            raise
         except Exception as error:  # someone else's Store may raise anything: a miss, said once
             warn(f"the store cannot be read ({error}); PyTorch's own kernels serve")
         return cls(points, failures)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -22,9 +23,10 @@ import torch
 from .. import backends
 from ..backends.base import Candidate, Illegal, Kernel, PackedWeight
 from ..backends.location import artifacts_in
-from ..errors import PackedWeightError, UnsupportedError
+from ..errors import PackedWeightError, StoreBusy, UnsupportedError
 from ..problem import Problem
 from ..target import Target, current_cpu, current_cuda
+from ..visible import visible
 from .guards import Check, capturing
 from .hooks import late_bound
 from .index import Index
@@ -47,6 +49,7 @@ _VARIANTS = 8
 _MOST_VERIFIED = 4
 # A tuned M this many times larger or smaller still answers under on-miss; beyond it, it is a miss.
 _NEAR = 4
+LOOK_AGAIN_S = 0.5  # after a store was found busy, in seconds
 CPU = torch.device("cpu")
 _SERVED = ("cpu", "cuda")
 
@@ -74,6 +77,7 @@ class Runtime:
         self._verified: dict[tuple[Any, str, _Place], bool] = {}
         self._asked: set[tuple[str, str]] = set()
         self._warned: set[str] = set()
+        self._busy_until = 0.0
 
     def refresh(self, store: Store | None = None) -> None:
         """Forget everything prepared and reread the store on the next first sight. store: use this one from now on."""
@@ -84,6 +88,7 @@ class Runtime:
             self._indices.clear()
             self._kernels.clear()  # not what was verified: that holds as long as the process
             self._asked.clear()
+            self._busy_until = 0.0
 
     def observe(self, observer: Callable[[Problem, torch.device], None] | None) -> bool:
         """Report every Problem and where it runs to ``observer``; while there is one nothing is remembered, so that
@@ -139,16 +144,35 @@ class Runtime:
                 return self._packed_kernel(problem, packed, device)
             if self.policy == "off":
                 return None
-            index = self.index(device)
+            index = self._index_now(device)
+            if index is None:
+                return None
             return self._planned(index, problem, None, device) or self._from_constant(index, problem, device)
 
     def index(self, device: torch.device = CPU) -> Index:
-        """The decisions of a device's present Target (a CPU's thread count included)."""
+        """The decisions of a device's present Target (a CPU's thread count included). Waits for whoever writes them."""
         place = _place(device)
         with self._lock:
             if place not in self._indices:
                 self._indices[place] = Index.read(self.store(), current_target(device), self.warn_once)
             return self._indices[place]
+
+    def _index_now(self, device: torch.device) -> Index | None:
+        """The same for a call that is to be served now: None where the store is being written, and for LOOK_AGAIN_S
+        after, lest each first call waits for it. What is prepared meanwhile serves its own call only."""
+        with self._lock:
+            store = self.store()
+            if _place(device) not in self._indices and store is not None:
+                try:
+                    if time.monotonic() >= self._busy_until:
+                        with store.in_a_hurry():
+                            return self.index(device)
+                except StoreBusy:
+                    self._busy_until = time.monotonic() + LOOK_AGAIN_S
+                    self.warn_once("the store is being written: PyTorch's own kernels serve until it can be read")
+                self.generation += 1
+                return None
+            return self.index(device)
 
     def warn_once(self, text: str) -> None:
         """One line through the ``gemmtune`` logger, the first time it comes up."""
@@ -156,7 +180,7 @@ class Runtime:
             if text in self._warned:
                 return
             self._warned.add(text)
-        log.warning("%s", text)
+        log.warning("%s", visible(text))
 
     def store(self) -> Store | None:
         """The store in use (opened on first need), or None when it cannot be opened."""
@@ -203,7 +227,8 @@ class Runtime:
         """Whether nothing near was tuned, and the hook was not asked either."""
         with self._lock:
             asked = (problem.key, str(device)) in self._asked
-            return not asked and not self.index(device).has_near(problem, _NEAR)
+            index = None if asked else self._index_now(device)
+            return index is not None and not index.has_near(problem, _NEAR)
 
     def _planned(self, index: Index, problem: Problem, packing: str | None, device: torch.device) -> Kernel | None:
         """The Plan's kernel for the Problem's M. A packed weight has to be served by some kernel of its layout: where
@@ -234,7 +259,8 @@ class Runtime:
             raise PackedWeightError(f"the packed weight ({packed.layout}) cannot run here: {reason}. Pack it again")
         kernel = None
         if self.policy != "off":
-            kernel = self._planned(self.index(device), problem, packed.layout, device)
+            index = self._index_now(device)
+            kernel = None if index is None else self._planned(index, problem, packed.layout, device)
         return kernel or self._untuned(problem, packed, device)
 
     def _untuned(self, problem: Problem, packed: PackedWeight, device: torch.device) -> Kernel | None:
@@ -244,7 +270,8 @@ class Runtime:
         the layout are wrong, or while a CUDA graph is captured. Raises PackedWeightError when there is none.
         """
         rounded = problem.with_m(1 << max(0, problem.m - 1).bit_length())
-        failed = self.index(device).failed(problem.plan_key)
+        index = self._index_now(device)
+        failed = index.failed(problem.plan_key) if index is not None else frozenset()
         refused = 0
         for candidate in _of_layout_first(rounded, packed.layout, current_target(device)):
             kernel = None if candidate.id in failed else self._load(candidate, rounded, device, packed.layout)

@@ -25,9 +25,14 @@ from .weight_only import WeightOnly, recognise
 
 class Recording:
     """What was recorded: ``problems``, a list of (Problem, count), in the order they first came up; ``devices``, where
-    they ran, and ``on(device)``, the problems of one of these."""
+    they ran, and ``on(device)``, the problems of one of these.
+
+    where: what whoever runs the code says of the place that it is at (which call, which module); counted with it.
+    """
 
     def __init__(self) -> None:
+        self.where: tuple[int, str] = (0, "")
+        self._places: Counter[tuple[torch.device, tuple[int, str], Problem]] = Counter()
         self._counts: dict[torch.device, Counter[Problem]] = {}
         self._lock = threading.Lock()
 
@@ -51,6 +56,11 @@ class Recording:
         if min(problem.m, problem.n, problem.k, problem.batch) > 0:
             with self._lock:
                 self._counts.setdefault(device, Counter())[problem] += count
+                self._places[device, self.where, problem] += count
+
+    def places(self, device: torch.device | None = None) -> list[tuple[tuple[int, str], Problem, int]]:
+        """(where, Problem, count) of one device, or of all."""
+        return [(w, problem, n) for (place, w, problem), n in self._places.items() if device in (None, place)]
 
     def __len__(self) -> int:
         return len(self.problems)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import ceilings
+from ..errors import GemmtuneError
+from ..store.files import sweep, write_whole
+from . import ceilings, layers
 from .page import page
 
 if TYPE_CHECKING:
@@ -18,7 +22,8 @@ __all__ = ["write_report"]
 def write_report(store: Store, path: Path, *, target: Target | None = None) -> int:
     """Write the report on one target's decisions (or on all) to ``path``; returns how many it shows.
 
-    Nothing is written when there is nothing to show. Raises OSError when ``path`` cannot be written.
+    Nothing is written when there is nothing to show. Raises GemmtuneError when ``path`` cannot be written; what was
+    there before is there still.
     """
     targets = [target] if target is not None else store.targets()
     groups = [(owner, decisions) for owner in targets if (decisions := list(store.decisions(owner)))]
@@ -27,5 +32,15 @@ def write_report(store: Store, path: Path, *, target: Target | None = None) -> i
     place = ceilings.beside(store)
     known = ceilings.load(place) if place is not None else {}
     origin = str(getattr(store, "path", "a store in memory"))
-    path.write_text(page(groups, known, origin), encoding="utf-8")
+    _write(path, page(groups, known, origin, layers.load(layers.beside(store))))
     return sum(len(decisions) for _, decisions in groups)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        place = Path(os.path.realpath(path))  # not the link itself, where one leads to the report
+        write_whole(place, text.encode("utf-8", "backslashreplace"), 0o666)
+    except OSError as error:
+        raise GemmtuneError(f"cannot write the report {path}: {error.strerror or error}") from error
+    with contextlib.suppress(OSError):
+        sweep(place.parent, place.name)

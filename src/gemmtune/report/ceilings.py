@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from ..store.files import write_whole
 
 if TYPE_CHECKING:
     from ..store.base import Store
@@ -80,16 +80,5 @@ def ensure(path: Path, target: Target) -> dict[str, float]:
     if target.key not in known:
         known[target.key] = {"read": read_bandwidth(), **arithmetic()}
         with contextlib.suppress(OSError):
-            _write(path, {"version": 1, "ceilings": known})
+            write_whole(path, json.dumps({"version": 1, "ceilings": known}, indent=1).encode())
     return known[target.key]
-
-
-def _write(path: Path, data: dict[str, Any]) -> None:
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".ceilings")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(data, file, indent=1)
-        os.replace(name, path)
-    except OSError:
-        Path(name).unlink(missing_ok=True)
-        raise

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from html import escape
 from typing import Any
 
 from .charts import Bars, Chart, Scatter
+from .escaped import escape
 from .svg import COLOURS, log_range, log_ticks
 
 

@@ -13,11 +13,18 @@ if TYPE_CHECKING:
     from ..decision import Decision, Evidence
 
 
+HOW = (
+    "ATen and best: median times of a call, timed by turns. Speed-up: the median of the ratios of neighbouring "
+    "timings, which drift does not move; so it need not be the ratio of the two medians."
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One Decision in short. Times are seconds a call; speedup is ATen's time over the chosen kernel's, paired.
 
-    lo, hi: the 95% interval of speedup. aten_s: the fastest valid ATen candidate. best_s: the chosen kernel. Either is
+    lo, hi: the 95% interval of speedup. aten_s: the ATen candidate that it is over, timed by turns with the chosen one
+    (where there was no duel, the fastest valid one). best_s: the chosen kernel. Either is
     None when nothing was measured. kernel: the chosen one in a few words. tried, illegal: numbers of candidates.
     """
 
@@ -66,15 +73,44 @@ def median_s(row: Evidence | None) -> float | None:
     return None if row is None or row.sample is None else row.sample.median_s
 
 
-def best_by_backend(decision: Decision) -> dict[str, Evidence]:
-    """The fastest valid candidate of each backend. The chosen one stands for its backend: it won the duel."""
-    best: dict[str, Evidence] = {}
+def rival(decision: Decision) -> Evidence | None:
+    """The ATen candidate that the chosen one's ratio is over: they were timed by turns. None when nobody fought."""
     chosen = decision.find(decision.chosen)
-    if chosen is not None and chosen.sample is not None:
-        best[backend_of(chosen)] = chosen
+    if chosen is None:
+        return None
+    layout = decision.layouts.get(chosen.packing or "")
+    if layout is not None and layout.candidate == chosen.id:
+        return decision.find(layout.baseline)
+    atens = [row for row in measured(decision) if backend_of(row) == "aten" and row.stage == "finalist"]
+    return max(atens, key=lambda row: row.sample.rounds if row.sample is not None else 0, default=None)
+
+
+def best_by_backend(decision: Decision) -> dict[str, Evidence]:
+    """The fastest valid candidate of each backend. The chosen one stands for its backend, since it won the duel, and
+    the one that lost it for ATen: a time from another moment has nothing to do with their ratio."""
+    best: dict[str, Evidence] = {}
+    for fighter in (decision.find(decision.chosen), rival(decision)):
+        if fighter is not None and fighter.sample is not None:
+            best.setdefault(backend_of(fighter), fighter)
     for row in measured(decision):
         best.setdefault(backend_of(row), row)
     return best
+
+
+_DISTURBED = ("stalled", "extended", "fought again", "stolen")
+_BUSY_CORES = 0.5
+
+
+def disturbance(decision: Decision) -> str:
+    """What disturbed the machine while the chosen kernel and its rival were timed; empty when nothing is recorded."""
+    found: dict[str, str] = {}
+    for row in (decision.find(decision.chosen), rival(decision)):
+        conditions = {} if row is None or row.sample is None else row.sample.conditions
+        found |= {name: f"{name} {conditions[name]}" for name in _DISTURBED if name in conditions}
+        load = conditions.get("load", "").partition(" ")[0]
+        if load.replace(".", "", 1).isdecimal() and float(load) > _BUSY_CORES:
+            found["load"] = f"others kept {load} cores busy"
+    return "; ".join(found.values())
 
 
 def summarize(decision: Decision) -> Row:

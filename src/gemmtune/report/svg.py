@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from html import escape
 
 from .charts import Bars, Chart, Scatter
+from .escaped import escape
 
 COLOURS = ("#7a869a", "#1f6feb", "#d9822b", "#2da44e", "#8250df", "#cf222e")
 _WIDTH, _RIGHT, _TOP = 960, 20, 34

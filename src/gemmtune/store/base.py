@@ -8,14 +8,17 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..problem import plan_key_of
 from ..target import Target
+from ..visible import visible
 
 log = logging.getLogger("gemmtune")
 Report = Callable[[str], None]
+HURRY_S = 0.03  # what serving's reads wait for a writer, in seconds
 
 if TYPE_CHECKING:
     from ..decision import Decision, Verdict
@@ -29,6 +32,11 @@ def kept_keys(keep: Target | Collection[Target] | None) -> tuple[str, ...]:
     return (keep.key,) if isinstance(keep, Target) else tuple(target.key for target in keep)
 
 
+def warn(line: str) -> None:
+    """One line through the ``gemmtune`` logger; names in it may be anybody's."""
+    log.warning("%s", visible(line))
+
+
 _STORES: weakref.WeakSet[Store] = weakref.WeakSet()
 
 
@@ -40,7 +48,24 @@ class Store(ABC):
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
+        self.damage: list[str] = []  # what reading took for misses so far, one line each
         _STORES.add(self)
+
+    def check(self) -> None:
+        """Raise StoreError, saying what is there instead, when there is something that cannot be read as a store.
+
+        Readers go on without it; who was asked for this very store calls this first.
+        """
+        return
+
+    def check_writable(self) -> None:
+        """Write and take back a record. Raises StoreError when the store cannot be written."""
+        return
+
+    def in_a_hurry(self) -> AbstractContextManager[None]:
+        """Return a block in which this thread's reads wait some tens of milliseconds at most for a writer, and then
+        raise StoreBusy, where others wait for seconds and take what they cannot read for a miss."""
+        return nullcontext()
 
     @property
     def artifacts_directory(self) -> Path | None:
@@ -97,7 +122,7 @@ class Store(ABC):
         """Write one readable, versioned JSON file; returns the number of decisions."""
 
     @abstractmethod
-    def import_(self, path: Path, report: Report = log.warning) -> int:
+    def import_(self, path: Path, report: Report = warn) -> int:
         """Validate everything in an exported file, then keep it all or nothing; returns the number kept.
 
         Decisions that would serve a kernel which is not legal for their Problem and Target are left out; ``report`` is

@@ -19,14 +19,14 @@ _NAME_KEPT = 100  # a file's name may have 255 bytes, owner and token included
 STALE_S = 3600.0
 
 
-def write_whole(path: Path, body: bytes) -> None:
+def write_whole(path: Path, body: bytes, mode: int = 0o600) -> None:
     """Write a file so that a reader sees the former one or the whole new one, and so does whoever comes after a crash.
 
-    Readable and writable by the user alone. Raises OSError, having left nothing behind.
+    mode: less the umask; by default the user alone may read it. Raises OSError, having left nothing behind.
     """
     temporary = path.with_name(f".{path.name[:_NAME_KEPT]}.{this_process().text}.{secrets.token_hex(8)}.tmp")
     try:
-        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         with os.fdopen(handle, "wb") as file:
             file.write(body)
             file.flush()

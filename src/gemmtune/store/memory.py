@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..decision import Decision, Verdict
 from ..target import Target
-from .base import Report, Store, kept_keys, log
+from .base import Report, Store, kept_keys, warn
 from .exchange import read_export, write_export
 from .lease import Lease, check_ttl, left_s
 from .legality import legal_only
@@ -101,7 +101,7 @@ class MemoryStore(Store):
         owners = self.targets() if target is None else [target]
         return write_export(path, ((owner, row) for owner in owners for row in self.decisions(owner)))
 
-    def import_(self, path: Path, report: Report = log.warning) -> int:
+    def import_(self, path: Path, report: Report = warn) -> int:
         pairs = legal_only(read_export(path), report)
         self._put_all(pairs)
         return len(pairs)

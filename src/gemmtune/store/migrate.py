@@ -35,7 +35,12 @@ def version_of(connection: sqlite3.Connection) -> int:
     if not objects:
         return 0
     if "gemmtune_schema" not in {name for _, name, _ in objects}:
-        raise StoreError("it is a database, but not a gemmtune store; choose another path with GEMMTUNE_STORE")
+        tables = sorted(name for kind, name, _ in objects if kind == "table")
+        names = ", ".join(tables[:3]) + (f" and {len(tables) - 3} more" if len(tables) > 3 else "")
+        raise StoreError(
+            f"it is a SQLite database, but not a gemmtune store (its tables: {names or 'none'}); choose another with "
+            "--store or GEMMTUNE_STORE"
+        )
     row = connection.execute("SELECT version FROM gemmtune_schema").fetchone()
     if row is None or not isinstance(row[0], int) or row[0] < 1:
         raise StoreError("its schema version is damaged")

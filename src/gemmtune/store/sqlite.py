@@ -11,17 +11,19 @@ import contextlib
 import os
 import secrets
 import sqlite3
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 from ..decision import Decision, Verdict
-from ..errors import StoreError
+from ..errors import StoreBusy, StoreError
 from ..target import Target
 from .artifacts import Artifacts
-from .base import Report, Store, kept_keys, log
+from .base import HURRY_S, Report, Store, kept_keys, warn
 from .exchange import read_export, write_export
+from .foreign import kind_of
 from .lease import Lease, check_ttl, left_s
 from .legality import legal_only
 from .memory import require_owner
@@ -44,6 +46,10 @@ from .schema import (
 # What SQLite and its Python module raise over a file: they quote damaged names too, which need not be text.
 _TROUBLE = (sqlite3.Error, OSError, UnicodeError)
 
+# A decision with all its evidence and more: what a disk has to have left before a search begins.
+_ROOM = 256 << 10
+_MOST_DAMAGE = 100
+
 _LEASE = "SELECT owner, expires FROM leases WHERE target_key = ? AND problem_key = ?"
 _BODY = "SELECT digest, body FROM decisions WHERE target_key = ? AND problem_key = ?"
 
@@ -52,7 +58,8 @@ class SqliteStore(Store):
     """Decisions in the file ``path``, made at the first write (its directory with mode 0700).
 
     Reading never raises: an absent, locked, foreign or damaged file is a miss, with one warning through the
-    ``gemmtune`` logger. Writing raises StoreError. timeout_s: how long to wait for another process's write.
+    ``gemmtune`` logger. Writing raises StoreError. timeout_s: how long to wait for another process's write; reads
+    ``in_a_hurry`` wait HURRY_S.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, timeout_s: float = 10.0) -> None:
@@ -63,6 +70,8 @@ class SqliteStore(Store):
         self._opened: tuple[int, int, int] | None = None
         self._version = 0
         self._warned = False
+        self._waits_s = timeout_s  # what the connection waits now
+        self._thread = threading.local()
 
     @property
     def artifacts_directory(self) -> Path:
@@ -109,6 +118,36 @@ class SqliteStore(Store):
                 found.setdefault(problem_key, {})[candidate_id] = decode_verdict(_bytes(body))
         return found
 
+    def check(self) -> None:
+        with self._lock:
+            try:
+                connection = self._open(create=False)
+                for table in ("targets", "decisions", "failures") if connection is not None else ():
+                    connection.execute(f"SELECT * FROM {table} LIMIT 1").fetchall()  # type: ignore[union-attr]
+            except (*_TROUBLE, StoreError) as error:
+                self.close()
+                raise StoreError(f"cannot read the store {self.path}: {self._words(error)}") from error
+
+    def _words(self, error: Exception) -> str:
+        """What is wrong with the file, and what to do about it."""
+        if _locked(error):
+            return f"another process is writing it, for longer than {self._timeout_s:g} s; try again when that is done"
+        if isinstance(error, sqlite3.DatabaseError):
+            return f"it is {kind_of(self.path)} ({error}); move it away, or choose another with --store"
+        return str(error)
+
+    @contextlib.contextmanager
+    def in_a_hurry(self) -> Iterator[None]:
+        former, self._thread.hurried = self._hurried, True
+        try:
+            yield
+        finally:
+            self._thread.hurried = former
+
+    @property
+    def _hurried(self) -> bool:
+        return getattr(self._thread, "hurried", False)
+
     def verify(self, unchecked: Report | None = None) -> list[str]:
         damage = self._damage()
         return damage + self._illegal(unchecked)
@@ -136,7 +175,7 @@ class SqliteStore(Store):
     def put(self, target: Target, decision: Decision) -> None:
         self._put_all([(target, decision)])
 
-    def import_(self, path: Path, report: Report = log.warning) -> int:
+    def import_(self, path: Path, report: Report = warn) -> int:
         pairs = legal_only(read_export(path), report)
         self._put_all(pairs)
         return len(pairs)
@@ -158,6 +197,12 @@ class SqliteStore(Store):
                     raise sqlite3.DatabaseError("what was written does not read back: the file is damaged")
 
         self._write(write)
+
+    def check_writable(self) -> None:
+        row = ("", secrets.token_hex(16), "-" * _ROOM, "", 0.0)  # a lease of nobody's, long run out
+        self._write(lambda connection: connection.execute("INSERT INTO leases VALUES (?, ?, ?, ?, ?)", row))
+        sql = "DELETE FROM leases WHERE target_key = '' AND expires = 0"
+        self._write(lambda connection: connection.execute(sql))
 
     def remember_failure(self, target: Target, problem_key: str, candidate_id: str, verdict: Verdict) -> None:
         row = (target.key, problem_key, candidate_id, time.time(), encode_verdict(verdict))
@@ -223,17 +268,25 @@ class SqliteStore(Store):
     # The file
 
     def _read(self, sql: str, args: tuple[Any, ...] = (), since: int = 1) -> list[tuple[Any, ...]]:
-        """The rows; none when there is no store, or one of a schema before ``since``, which has no such table."""
-        with self._lock:
-            try:
-                connection = self._open(create=False)
-                if connection is None or self._version < since:
-                    return []
-                return connection.execute(sql, args).fetchall()
-            except (*_TROUBLE, StoreError) as error:
-                self._warn(f"cannot read the store {self.path}: {error}; going on without it (`gemmtune store verify`)")
-                self.close()
+        """The rows; none when there is no store, or one of a schema before ``since``, which has no such table.
+
+        Raises StoreBusy in a hurry, when a writer does not let it read.
+        """
+        if not self._lock.acquire(timeout=HURRY_S if self._hurried else -1):
+            raise StoreBusy(f"the store {self.path} is being written")
+        try:
+            connection = self._open(create=False)
+            if connection is None or self._version < since:
                 return []
+            return connection.execute(sql, args).fetchall()
+        except (*_TROUBLE, StoreError) as error:
+            if self._hurried and _locked(error):
+                raise StoreBusy(f"the store {self.path} is being written") from error
+            self._warn(f"cannot read the store {self.path}: {error}; going on without it (`gemmtune store verify`)")
+            self.close()
+            return []
+        finally:
+            self._lock.release()
 
     def _write(self, action: Callable[[sqlite3.Connection], Any]) -> Any:
         with self._lock:
@@ -245,8 +298,8 @@ class SqliteStore(Store):
             except _TROUBLE as error:
                 self.close()
                 raise StoreError(
-                    f"cannot write the store {self.path}: {error}; free or repair the file, or choose another with "
-                    "GEMMTUNE_STORE"
+                    f"cannot write the store {self.path}: {error}; free or repair it, or choose another "
+                    "with --store or GEMMTUNE_STORE"
                 ) from error
 
     def _open(self, *, create: bool) -> sqlite3.Connection | None:
@@ -263,7 +316,8 @@ class SqliteStore(Store):
                 if not create:
                     return None
                 self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._connection = _connect(self.path, self._timeout_s, create)
+            self._waits_s = self._timeout_s if create or not self._hurried else HURRY_S
+            self._connection = _connect(self.path, self._waits_s, create)
             try:
                 self._connection.execute("PRAGMA synchronous = EXTRA")
                 self._connection.execute("PRAGMA trusted_schema = OFF")  # a foreign schema must not run functions
@@ -274,6 +328,7 @@ class SqliteStore(Store):
                 self._connection = None
                 raise
             self._opened = self._identity()
+        self._wait(self._timeout_s if create or not self._hurried else HURRY_S)
         if self._version < SCHEMA_VERSION and (create or self._version == 0):
             if not create:
                 self.close()  # an empty file: somebody is about to make it a store
@@ -281,6 +336,12 @@ class SqliteStore(Store):
             migrate(self._connection)
             self._version = SCHEMA_VERSION
         return self._connection
+
+    def _wait(self, seconds: float) -> None:
+        """Have the connection wait so long for another's lock, from now on."""
+        if self._waits_s != seconds and self._connection is not None:
+            self._connection.execute(f"PRAGMA busy_timeout = {int(seconds * 1000)}")
+            self._waits_s = seconds
 
     def _identity(self) -> tuple[int, int, int] | None:
         try:
@@ -297,9 +358,16 @@ class SqliteStore(Store):
             self._warn(f"damaged record in the store {self.path}: {error}; it counts as a miss")
 
     def _warn(self, text: str) -> None:
+        if text not in self.damage and len(self.damage) < _MOST_DAMAGE:
+            self.damage.append(text)
         if not self._warned:
             self._warned = True
-            log.warning("%s", text)
+            warn(text)
+
+
+def _locked(error: Exception) -> bool:
+    """Whether it is another's lock that was waited for in vain."""
+    return isinstance(error, sqlite3.OperationalError) and "locked" in str(error)
 
 
 def _connect(path: Path, timeout_s: float, create: bool) -> sqlite3.Connection:

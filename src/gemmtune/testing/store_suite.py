@@ -228,6 +228,18 @@ class StoreSuite:
         store.put(TARGET, make_decision())
         assert store.verify() == []
 
+    def test_a_store_that_can_be_read_and_written_says_so(self, store: Store) -> None:
+        store.check()
+        store.check_writable()
+        assert list(store.decisions()) == []
+        store.put(TARGET, make_decision())
+        store.check()
+        store.check_writable()
+        with store.in_a_hurry():
+            assert store.get(TARGET, PROBLEM.key) == make_decision()
+        assert store.verify() == []
+        assert store.damage == []
+
     def test_threads_share_a_store(self, store: Store) -> None:
         errors: list[BaseException] = []
 
