@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -132,7 +132,8 @@ class PackedWeight:
     layout: the layout's name, ``"<backend>:<anything>"``; that backend packs and unpacks ``data``, which others may
     read. n, k, dtype and quant say what was packed; ``machine`` names the ISA family it is valid for. ``bias`` and the
     like never live here. ``raw_order`` is that of the weight it came from, so that unpacking gives the same tensor
-    back. Two packed weights are equal only when they are one.
+    back. Two packed weights are equal only when they are one. Raises TypeError for ``data`` that kernels cannot read by
+    address (tensor subclasses, say); copies and unpickled ones are checked, too.
     """
 
     layout: str
@@ -147,10 +148,17 @@ class PackedWeight:
     _key: str = field(default="", compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        from .memory import require_held  # here, so that the command line answers `--help` without torch
+
+        require_held(f"PackedWeight({self.layout!r})", self.data)
         quant = self.quant.key if self.quant is not None else ""
         parts = [self.layout, self.n, self.k, self.dtype, quant, self.machine, self.raw_order]
         parts += [self.device] if self.data and self.device.type != "cpu" else []
         object.__setattr__(self, "_key", "|".join(str(part) for part in parts))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and unpickled ones are made as new ones are: a mode may have put other tensors in the place of these."""
+        return type(self), tuple(getattr(self, held.name) for held in fields(self))
 
     @property
     def key(self) -> str:

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.nn import Parameter
+
+from ..backends.memory import is_known
+from ..backends.memory import is_subclass as subclassed
 
 Check = Callable[..., bool]
 
@@ -88,19 +90,18 @@ def special_state() -> bool:
 
 
 def special(tensor: Any) -> bool:
-    """Not an ordinary tensor of a CPU or CUDA device: a subclass, another device, or values behind a lazy negation."""
+    """Not an ordinary tensor of a CPU or CUDA device: a subclass, another device, what a transform wrapped, values behind
+    a lazy negation, or no memory."""
     return unusual(tensor) or not (tensor.is_cpu or tensor.is_cuda)
 
 
 def unusual(tensor: Any) -> bool:
     """``special``, whatever the device."""
-    return subclassed(tensor) or tensor.is_neg()
-
-
-def subclassed(tensor: Any) -> bool:
-    """Whether it is no tensor of torch's own types."""
-    kind = type(tensor)
-    return kind is not Tensor and kind is not Parameter
+    if subclassed(tensor):
+        return True
+    if tensor.is_cpu or tensor.is_cuda:
+        return not is_known(tensor)
+    return bool(tensor.is_neg())
 
 
 def capturing(device: torch.device) -> bool:
