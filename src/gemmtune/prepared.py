@@ -30,6 +30,13 @@ Fallback = Callable[..., Tensor]  # of the error and the operands
 LAUNCH_ERRORS = (KernelError, UnsupportedError, torch.OutOfMemoryError)
 
 
+# Counts a write into each of these tensors in its version counter, which its views share; inference tensors have none.
+# The public function takes twice as long (0.16 us for 0.07).
+count_writes: Callable[[tuple[Tensor, ...]], None] = getattr(
+    torch._C, "_increment_version", torch.autograd.graph.increment_version
+)
+
+
 def taking(call: Call, operands: Sequence[Any], pair: Pair) -> Take:
     """What is given as kernels take it: a and b, and the epilogue's tensors in their steps' shapes."""
     count = len(operands) - len(call.aux)
@@ -166,9 +173,11 @@ def fresh_of(kernel: Kernel) -> Fresh:
     return fresh
 
 
-def into_out(fresh: Serve, write: Write | None, call: Call, count: int, fallback: Fallback) -> Serve:
+def into_out(
+    fresh: Serve, write: Write | None, call: Call, count: int, fallback: Fallback, counted: bool
+) -> Serve:  # fmt: skip
     """What serves so many operands and an out behind them: ``write``; ``fresh`` where they share memory, or nothing
-    writes. fallback: as for ``launching``."""
+    writes. fallback: as for ``launching``. counted: whether ``write`` counts itself in out's version counter."""
     if write is None:
         return lambda *given: given[-1].copy_(fresh(*given[:-1]))
     names = ", ".join(_names(count))
@@ -184,8 +193,9 @@ def into_out(fresh: Serve, write: Write | None, call: Call, count: int, fallback
         f"        write(out, {names})",
         "    except errors as error:",
         f"        return out.copy_(fallback(error, {names}))",
+        *([] if counted else ["    count((out,))"]),
         "    return out",
-        fresh=fresh, write=write, errors=LAUNCH_ERRORS, fallback=fallback,
+        fresh=fresh, write=write, errors=LAUNCH_ERRORS, fallback=fallback, count=count_writes,
     )  # fmt: skip
 
 

@@ -157,7 +157,7 @@ class PackedWeight:
         object.__setattr__(self, "_key", "|".join(str(part) for part in parts))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and unpickled ones are made as new ones are: a mode may have put other tensors in the place of these."""
+        """Copies and unpickled ones are checked as new ones are: a mode may have put other tensors in these places."""
         return type(self), tuple(getattr(self, held.name) for held in fields(self))
 
     @property
@@ -192,7 +192,8 @@ class Kernel(ABC):
     takes the raw operand. workspace_bytes: scratch it allocates besides its output. reduced: a note when the kernel
     keeps a copy of the weight it was not asked for (dequantised up front), empty otherwise. overlap: whether launches
     captured into a CUDA graph begin before the kernel in front of them ends, where ``can_overlap``; to be set before
-    the first call.
+    the first call. counts_writes: whether ``run`` writes ``out`` by PyTorch's ops, which count that in its version
+    counter (autograd finds stale saved tensors by it); for other kernels dispatch does.
     """
 
     candidate: Candidate
@@ -200,6 +201,7 @@ class Kernel(ABC):
     packing: str | None = None
     workspace_bytes: int = 0
     overlap: bool = True
+    counts_writes: ClassVar[bool] = False
 
     @property
     def can_overlap(self) -> bool:

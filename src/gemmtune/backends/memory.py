@@ -56,6 +56,9 @@ def why_unknown(tensor: Any) -> str:
         return f"no ordinary tensor but one that a transform or a mode of torch made (dispatch key {keys})"
     if not _has_memory(tensor):
         return "a tensor without memory: its storage was resized to 0 bytes, as FSDP does between uses"
+    reach = tensor.storage_offset() + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    if tensor.numel() and (reach + 1) * tensor.element_size() > tensor.untyped_storage().nbytes():
+        return "a tensor that reaches beyond its storage, which was resized"
     return ""
 
 
@@ -75,9 +78,10 @@ def require(where: str, **tensors: Any) -> None:
 
 
 def require_held(where: str, tensors: Sequence[Any]) -> None:
-    """``require`` for what a PackedWeight holds; oneDNN's opaque tensors will do, since only its own ops read them."""
+    """``require`` for what a PackedWeight holds. oneDNN's opaque tensors will do, since only its own ops read them, and
+    so will tensors that are all on meta, which nothing serves."""
     for place, tensor in enumerate(tensors):
-        if is_subclass(tensor) or not tensor.is_mkldnn:
+        if is_subclass(tensor) or not (tensor.is_mkldnn or (tensor.is_meta and tensors[0].is_meta)):
             require(where, **{f"data[{place}]": tensor})
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..backends.base import PackedWeight
+from ..backends.memory import is_subclass, why_unknown
 from ..checks import FLOATS
 from ..dispatch.plan import Plan
 from ..dispatch.portfolio import rank_packings
@@ -22,7 +23,7 @@ from ..packing import pack
 from ..problem import Problem
 from .calls import as_calls, run
 from .modules import Linear, RawLinear, RawWeightOnlyLinear, WeightOnlyLinear
-from .record import Recording, linear_problem, record, weight_only_problem
+from .record import Recording, foreign, linear_problem, record, weight_only_problem
 from .weight_only import WeightOnly, recognise
 
 if TYPE_CHECKING:
@@ -181,7 +182,7 @@ def _sites(model: nn.Module, handle: Handle, memory: float) -> Iterator[_Site]:
         held = recognise(module)
         if held is None and type(module) is not nn.Linear:
             continue
-        reason = _unfit(module, module not in places)
+        reason = _unfit(module, held, module not in places)
         weight = held.weight if held is not None else module.weight
         tied = isinstance(weight, Tensor) and owners[id(weight)] > 1
         if tied and memory < 2:
@@ -199,7 +200,7 @@ _HOOKS = (
 )  # fmt: skip
 
 
-def _unfit(module: nn.Module, root: bool) -> str:
+def _unfit(module: nn.Module, held: WeightOnly | None, root: bool) -> str:
     """Why a linear cannot be swapped at all, or empty."""
     if root:
         return "is the model itself, which has no parent to swap it in"
@@ -207,11 +208,21 @@ def _unfit(module: nn.Module, root: bool) -> str:
         return "has hooks, which a swapped module would not run"
     if "forward" in vars(module):
         return "has a forward of its own (somebody replaced it on this very module)"
-    tensors = (*module.parameters(False), *module.buffers(False))
+    named = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+    if held is not None:  # an adapter may have taken them from elsewhere
+        of_held = {"weight": held.weight, "scale": held.scale, "zero point": held.zero_point}
+        named.update({name: tensor for name, tensor in of_held.items() if tensor is not None})
+    for name, tensor in named.items():
+        if is_subclass(tensor):
+            return f"its {name} is {why_unknown(tensor)}"
+    tensors = tuple(named.values())
     if any(t.device.type not in ("cpu", "cuda") or t.layout != torch.strided for t in tensors):
         return "is not in dense CPU or CUDA tensors"
     if len({t.device for t in tensors}) > 1:
         return "has tensors on several devices"
+    for name, tensor in named.items():
+        if why_unknown(tensor):
+            return f"its {name} is {why_unknown(tensor)}"
     weight = module.weight
     if type(module) is nn.Linear and isinstance(weight, Tensor) and weight.dtype not in FLOATS:
         return f"holds {weight.dtype}, which is not a dtype gemmtune packs"
@@ -232,12 +243,12 @@ def _observe(model: nn.Module, example_inputs: Any, sites: Sequence[_Site]) -> R
 
 def _counter(site: _Site) -> Any:
     def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-        if not args or not isinstance(args[0], Tensor) or args[0].numel() == 0:
+        if not args or not isinstance(args[0], Tensor) or foreign(args[:1]) or args[0].numel() == 0:
             return
         try:
             with torch._C.DisableTorchFunction():
                 problem = _site_problem(site, args[0])
-        except (GemmtuneError, TypeError, ValueError):
+        except (TypeError, ValueError, RuntimeError):
             return
         site.ran[problem] += 1
 

@@ -44,7 +44,7 @@ def launch_aligned(launch: Launch, out: Tensor, a: Tensor, b: Tensor, *rest: Ten
             copy.copy_(source)
     launch(*copies, *rest)
     if copies[0] is not out:
-        out.copy_(copies[0])
+        out.data.copy_(copies[0])  # by its data, since dispatch counts the write in its version counter
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +125,6 @@ def batched_launch(bind: Callable[[int, int], Launch], a_layout: BatchLayout, b_
             copy.copy_(source)
         bind(*strides)(result, *operands, *rest)
         if result is not out:
-            out.copy_(result)
+            out.data.copy_(result)
 
     return launch
