@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from . import checks, plain
 from .backends.aten.steps import dtype_of
 from .backends.base import Kernel
-from .backends.memory import is_subclass
+from .backends.memory import is_subclass, require_memory
 from .describe import Call
 from .dispatch.guards import capturing, check_like, shape_only, special, special_state, unusual
 from .dispatch.runtime import RUNTIME, TABLE
@@ -60,7 +60,8 @@ class Sight(NamedTuple):
 
     @property
     def ordinary(self) -> bool:
-        """Whether a kernel may serve it."""
+        """Whether a kernel may serve it. Raises TypeError for operands without memory (``memory.require_memory``)."""
+        require_memory(*self.checked)
         if self.key is None or RUNTIME.observer is not None or special_state():
             return False
         return not any(unusual(tensor) for tensor in self.checked)
@@ -233,6 +234,7 @@ def _execute(op: str, call: Call, out: Tensor | None, differentiable: bool) -> T
         checks.output(out, call.shape, dtype, call.a.device)
     kernel = _kernel(call)
     if kernel is None:
+        require_memory(*call.tensors, out)
         result = _shape_only(call, dtype) if shape_only(call.a) else plain.run(call)
     else:
         try:

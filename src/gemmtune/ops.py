@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from . import autograd, checks, describe, launch, traced
 from .backends.base import PackedWeight
-from .backends.memory import is_subclass
+from .backends.memory import is_subclass, require_memory
 from .dispatch.guards import autocasting
 from .dispatch.runtime import RUNTIME
 from .fuse import Bound
@@ -117,6 +117,7 @@ def _into_mm(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 def _torchs(sight: Sight, function: Serve) -> Tensor:
     """What is for PyTorch alone: it serves operands like these in a state like this one (it is right in any)."""
+    require_memory(*sight.given)
     generation = RUNTIME.generation
     result = function(*sight.given)
     launch.keep(sight, function, generation)

@@ -74,8 +74,9 @@ def operand(
     if weight.device.type not in ("cpu", "cuda"):
         raise checks.DtypeError(f"pack(): only CPU and CUDA weights are packed; this one is on {weight.device}")
     # What packs reads memory: a lazily negated view has to become its values.
-    weight = weight.detach().resolve_neg()
+    weight = weight.resolve_neg() if weight.is_neg() else weight
     require("pack()", weight=weight)
+    weight = weight.detach()
     if scale is None:
         if zero_point is not None or group_size is not None or bits is not None:
             raise TypeError("pack(): zero_point, bits and group_size describe a quantised weight; give its scale too")

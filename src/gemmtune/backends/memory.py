@@ -91,6 +91,14 @@ def require_kernel_operands(*tensors: Tensor) -> None:
         require("a kernel was called", **{f"operand {place}": tensor})
 
 
+def require_memory(*operands: Any) -> None:
+    """Raise TypeError for an ordinary tensor whose storage was freed: PyTorch's elementwise ops end the process there."""
+    for place, tensor in enumerate(operands):
+        ordinary = not is_subclass(tensor) and not _keys(tensor).raw_repr() & _FOREIGN
+        if ordinary and not _has_memory(tensor):
+            require("gemmtune was called", **{f"operand {place}": tensor})
+
+
 def address(where: str, name: str, tensor: Tensor) -> int:
     """The tensor's address. Raises as ``require``; not for the hot path."""
     require(where, **{name: tensor})
