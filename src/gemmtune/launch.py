@@ -232,9 +232,10 @@ def _execute(op: str, call: Call, out: Tensor | None, differentiable: bool) -> T
     if out is not None:
         checks.no_out_with_grad(op, out, *call.tensors)
         checks.output(out, call.shape, dtype, call.a.device)
+        require_memory(out)
     kernel = _kernel(call)
     if kernel is None:
-        require_memory(*call.tensors, out)
+        require_memory(*call.tensors)
         result = _shape_only(call, dtype) if shape_only(call.a) else plain.run(call)
     else:
         try:

@@ -14,6 +14,7 @@ from . import plain
 from .allocate import empty_cpu, empty_cuda
 from .backends.aten.steps import dtype_of
 from .backends.base import Kernel, Launch
+from .backends.memory import require_kernel_operands
 from .describe import Call
 from .errors import KernelError, UnsupportedError
 from .written import written
@@ -179,7 +180,12 @@ def into_out(
     """What serves so many operands and an out behind them: ``write``; ``fresh`` where they share memory, or nothing
     writes. fallback: as for ``launching``. counted: whether ``write`` counts itself in out's version counter."""
     if write is None:
-        return lambda *given: given[-1].copy_(fresh(*given[:-1]))
+
+        def copy(*given: Any) -> Tensor:
+            require_kernel_operands(given[-1])
+            return given[-1].copy_(fresh(*given[:-1]))  # type: ignore[no-any-return]
+
+        return copy
     names = ", ".join(_names(count))
     tensors = [name for name in _names(count) if call.packed is None or name != "t1"]
     shared = " or ".join(f"{name}.untyped_storage().data_ptr() == storage" for name in tensors)
@@ -187,6 +193,8 @@ def into_out(
         "prepared",
         f"def prepared({names}, out):",
         "    storage = out.untyped_storage().data_ptr()",
+        "    if not storage:",
+        "        require(out)",
         f"    if {shared}:",  # as shares has it
         f"        return out.copy_(fresh({names}))",
         "    try:",
@@ -196,6 +204,7 @@ def into_out(
         *([] if counted else ["    count((out,))"]),
         "    return out",
         fresh=fresh, write=write, errors=LAUNCH_ERRORS, fallback=fallback, count=count_writes,
+        require=require_kernel_operands,
     )  # fmt: skip
 
 

@@ -216,7 +216,8 @@ class Kernel(ABC):
         a: [M, K] ([batch, M, K] for bmm). b: Tensor [K, N] (or [batch, K, N]), a QuantWeight for a raw weight-only
         operand, or a PackedWeight when ``packing`` is not None. aux: the epilogue's tensors in order, shapes as
         their Step's axis says (broadcasting already resolved, last dimension contiguous). out: [M, N] of
-        ``problem.out_dtype``, row-major. Nothing is validated here: the caller has.
+        ``problem.out_dtype``, row-major, with memory. Nothing is validated here (the caller has), but that operands
+        that are read by address have memory.
         """
 
     def bind(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Launch | None:

@@ -89,8 +89,8 @@ class RankedKernel(Kernel):
         def launch(out: Tensor, a: Tensor, b: Tensor, *rest: Tensor) -> None:
             call, point, run = own.held
             d_ptr, a_ptr, b_ptr = out.data_ptr(), a.data_ptr(), b.data_ptr()
-            if d_ptr < LOW or a_ptr < LOW or b_ptr < LOW:
-                require_kernel_operands(out, a, b)
+            if a_ptr < LOW or b_ptr < LOW:
+                require_kernel_operands(a, b)
             if (d_ptr | a_ptr | b_ptr) & MISALIGNED_MASK:
                 misaligned(launch, out, a, b, *rest)
                 return

@@ -111,7 +111,7 @@ def batched_launch(bind: Callable[[int, int], Launch], a_layout: BatchLayout, b_
     """
 
     def launch(out: Tensor, a: Tensor, b: Tensor, *rest: Tensor) -> None:
-        require_kernel_operands(out, a, b)  # copies read and write memory, too
+        require_kernel_operands(a, b)  # copies read and write memory, too
         operands, strides, sources = [a, b], [a_layout.stride, b_layout.stride], []
         for place, layout in enumerate((a_layout, b_layout)):
             t = operands[place]

@@ -131,15 +131,15 @@ class PackedKernel(Kernel):
     def run(self, a: Tensor, b: PackedWeight, aux: Sequence[Tensor], out: Tensor) -> None:
         data = b.data
         rows, columns = a.stride()
-        a_ptr, b_ptr, out_ptr = a.data_ptr(), data[0].data_ptr(), out.data_ptr()
-        if a_ptr < LOW or b_ptr < LOW or out_ptr < LOW:
-            require_kernel_operands(a, *data, out)
+        a_ptr, b_ptr = a.data_ptr(), data[0].data_ptr()
+        if a_ptr < LOW or b_ptr < LOW:
+            require_kernel_operands(a, *data)
         self._launch(
             a.shape[0], a_ptr, rows, columns, b_ptr,
             data[1].data_ptr() if self._quantised else 0,
             data[2].data_ptr() if self._zeroed else 0,
             data[1].data_ptr() if self._compensated else 0,
-            out_ptr, out.stride(0), _aux_pointers(aux) if aux else [],
+            out.data_ptr(), out.stride(0), _aux_pointers(aux) if aux else [],
         )  # fmt: skip
 
     def pack(self, b: Tensor | QuantWeight) -> PackedWeight:
@@ -157,8 +157,8 @@ class RawKernel(Kernel):
 
     def run(self, a: Tensor, b: Tensor, aux: Sequence[Tensor], out: Tensor) -> None:
         a_ptr, b_ptr, out_ptr = a.data_ptr(), b.data_ptr(), out.data_ptr()
-        if a_ptr < LOW or b_ptr < LOW or out_ptr < LOW:
-            require_kernel_operands(a, b, out)
+        if a_ptr < LOW or b_ptr < LOW:
+            require_kernel_operands(a, b)
         if a.dim() == 2:
             left, right = (a_ptr, *a.stride(), 0), (b_ptr, *b.stride(), 0)
             self._launch(1, a.shape[0], left, right, out_ptr, out.stride(0), 0, _aux_pointers(aux))
