@@ -16,7 +16,7 @@ import gemmtune
 from gemmtune import fuse
 from gemmtune.backends.base import Launch, PackedWeight
 from gemmtune.checks import DtypeError, GradError, ShapeError
-from gemmtune.dispatch.runtime import TABLE
+from gemmtune.dispatch.runtime import TABLE, Many
 from gemmtune.store import MemoryStore
 from gemmtune.workloads import linear_problem
 from serving import RAN, ToyKernel, evidence, register, serve, toy
@@ -104,17 +104,20 @@ def test_variants_of_a_key_stay_beside_each_other(served: Any, undescribed: Call
             assert len(RAN) == kernels
 
 
-def test_a_key_has_so_many_variants(served: Any) -> None:
-    """The newest, whatever their number; and every call is right."""
+def test_a_key_tries_so_many_variants(served: Any) -> None:
+    """Up to eight, the newest first; with one more they are found by their layouts."""
     w = torch.randn(5, 4)
     forms = [torch.randn(3, 4 + more)[:, :4] for more in range(11)]
     served(*(lambda x=x: gemmtune.linear(x, w) for x in forms))
-    for _ in range(2):
-        for x in forms:
-            close(gemmtune.linear(x, w), F.linear(x, w))
+    for x in forms[:8]:
+        close(gemmtune.linear(x, w), F.linear(x, w))
     (variants,) = TABLE.values()
-    assert len(variants) == 8
-    assert [check(x, w) for check, _ in variants for x in forms[:2:-1]] == [n == m for n in range(8) for m in range(8)]
+    assert [check(x, w) for check, _ in variants for x in forms[7::-1]] == [n == m for n in range(8) for m in range(8)]
+    for x in forms[8:]:
+        close(gemmtune.linear(x, w), F.linear(x, w))
+    (many,) = TABLE.values()
+    assert isinstance(many, Many)
+    assert [len(variants) for variants in many.by_layout.values()] == [1, 1, 1]
 
 
 def test_gradients_come_and_go_with_their_mode(served: Any) -> None:

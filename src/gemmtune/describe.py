@@ -183,6 +183,8 @@ def _bias(bias: Tensor, shape: tuple[int, ...]) -> fuse.Bound:
         return argument("linear(): bias", fuse.add(bias))
     try:
         return argument("linear(): bias", fuse.add(bias.expand(shape).reshape(math.prod(shape[:-1]), shape[-1])))
+    except NotImplementedError:  # a subclass without it
+        raise
     except RuntimeError as error:
         raise checks.ShapeError(
             f"linear(): a bias of shape {list(bias.shape)} does not broadcast to the result {list(shape)}"

@@ -150,6 +150,8 @@ def _expanded(tensor: Tensor, shape: tuple[int, ...], name: str) -> Tensor:
         flat = tensor.reshape(-1, tensor.shape[-1])
     try:
         return flat.expand(shape).contiguous()
+    except NotImplementedError:  # a subclass without it
+        raise
     except RuntimeError as error:
         raise ShapeError(
             f"{name} of shape {list(tensor.shape)} does not broadcast to the output {list(shape)}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,8 +13,9 @@ from torch.autograd import forward_ad
 from . import checks, plain
 from .backends.aten.steps import dtype_of
 from .backends.base import Kernel
+from .backends.memory import is_subclass, require_memory
 from .describe import Call
-from .dispatch.guards import capturing, check_like, special, special_state, subclassed, unusual
+from .dispatch.guards import capturing, check_like, shape_only, special, special_state, unusual
 from .dispatch.runtime import RUNTIME, TABLE
 from .errors import KernelError, UnsupportedError
 from .fuse import Bound
@@ -28,6 +28,7 @@ from .prepared import (
     Write,
     bound_launch,
     computing,
+    count_writes,
     dense,
     fresh_of,
     into_out,
@@ -59,7 +60,8 @@ class Sight(NamedTuple):
 
     @property
     def ordinary(self) -> bool:
-        """Whether a kernel may serve it."""
+        """Whether a kernel may serve it. Raises TypeError for operands without memory (``memory.require_memory``)."""
+        require_memory(*self.checked)
         if self.key is None or RUNTIME.observer is not None or special_state():
             return False
         return not any(unusual(tensor) for tensor in self.checked)
@@ -78,7 +80,21 @@ def serve(key: Any, given: tuple[Any, ...], checked: tuple[Any, ...]) -> Tensor 
         for check, prepared in variants:
             if check(*checked):
                 return prepared(*given)  # type: ignore[no-any-return]
+        if not variants:  # they were more than are looked through one by one
+            for check, prepared in variants.by_layout.get(layouts(checked), ()):  # type: ignore[attr-defined]
+                if check(*checked):
+                    return prepared(*given)  # type: ignore[no-any-return]
     return None
+
+
+def layouts(checked: tuple[Any, ...]) -> Any:
+    """What tells a call from most others of its key: its operands' strides, and where and of what dtype the first is.
+    None where one is no tensor."""
+    try:
+        first = checked[0]
+        return (first.dtype, first.device, *[t.stride() for t in checked])
+    except (AttributeError, RuntimeError):
+        return None
 
 
 def with_more(
@@ -117,15 +133,16 @@ def meet(
         return execute(op, call, out, differentiable=differentiable)
     plain_op = plainly(call, take) if function is None or call.packed is not None else function
     fallback = partial(_without_kernel, kernel, plain_op)
-    fresh, write = plain_op, into
+    fresh, write, counted = plain_op, into, True
     if kernel is not None:
         try:
             fresh, write = _by_kernel(kernel, call, operands, take, fallback)
+            counted = kernel.counts_writes
             if wants and differentiate is not None:
                 fresh = partial(differentiate, fresh)
         except (KernelError, UnsupportedError) as error:  # it does not take operands of these sizes
             _warn_refused(kernel, error)
-    prepared = fresh if out is None else into_out(fresh, write, call, count, fallback)
+    prepared = fresh if out is None else into_out(fresh, write, call, count, fallback, counted)
     keep(sight, prepared, generation)
     return prepared(*sight.given)
 
@@ -158,12 +175,12 @@ def _warn_refused(kernel: Kernel, error: BaseException) -> None:
 
 def keep(sight: Sight, prepared: Serve, generation: int) -> None:
     """Remember what serves operands like these, in a state like this one, where a check of them would find it again."""
-    if sight.key is None or any(subclassed(tensor) for tensor in sight.checked):
+    if sight.key is None or any(is_subclass(tensor) for tensor in sight.checked):
         return
     check = check_like(*sight.checked)
     if check(*sight.checked) and not _dispatch_modes() and forward_ad._current_level < 0:
         try:
-            RUNTIME.remember(sight.key, (check, prepared), generation)
+            RUNTIME.remember(sight.key, (check, prepared), generation, lambda: layouts(sight.checked))
         except TypeError:  # a key that cannot be hashed
             return
 
@@ -215,9 +232,11 @@ def _execute(op: str, call: Call, out: Tensor | None, differentiable: bool) -> T
     if out is not None:
         checks.no_out_with_grad(op, out, *call.tensors)
         checks.output(out, call.shape, dtype, call.a.device)
+        require_memory(out)
     kernel = _kernel(call)
     if kernel is None:
-        result = _shape_only(call, dtype) if _fake(call.a) else plain.run(call)
+        require_memory(*call.tensors)
+        result = _shape_only(call, dtype) if shape_only(call.a) else plain.run(call)
     else:
         try:
             return _run_kernel(kernel, call, out)
@@ -232,6 +251,8 @@ def _run_kernel(kernel: Kernel, call: Call, out: Tensor | None) -> Tensor:
     if out is not None and _direct(out, call):
         run = there(kernel.run, kernel, call.a.device)
         run(_operand(call), call.b, call.aux, out.view(kernel_shape(call)))
+        if not kernel.counts_writes:
+            count_writes((out,))
         return out
     fresh = there(fresh_of(kernel), kernel, call.a.device)
     result = fresh(_operand(call), call.b, call.aux).view(call.shape)
@@ -269,14 +290,6 @@ def _operand(call: Call) -> Tensor:
 def _direct(out: Tensor, call: Call) -> bool:
     """Whether a kernel may write ``out`` itself: row-major, ordinary, and sharing no memory with what it reads."""
     return out.is_contiguous() and not special(out) and not shares(out, call.tensors)
-
-
-def _fake(tensor: Tensor) -> bool:
-    """Whether a tensor has a shape and no values (meta, or torch's FakeTensor)."""
-    if tensor.is_meta:
-        return True
-    module = sys.modules.get("torch._subclasses.fake_tensor")
-    return module is not None and isinstance(tensor, module.FakeTensor)
 
 
 def _shape_only(call: Call, dtype: torch.dtype) -> Tensor:

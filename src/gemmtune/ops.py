@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from . import autograd, checks, describe, launch, traced
 from .backends.base import PackedWeight
+from .backends.memory import is_subclass, require_memory
 from .dispatch.guards import autocasting
 from .dispatch.runtime import RUNTIME
 from .fuse import Bound
@@ -116,6 +117,7 @@ def _into_mm(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 def _torchs(sight: Sight, function: Serve) -> Tensor:
     """What is for PyTorch alone: it serves operands like these in a state like this one (it is right in any)."""
+    require_memory(*sight.given)
     generation = RUNTIME.generation
     result = function(*sight.given)
     launch.keep(sight, function, generation)
@@ -133,8 +135,9 @@ def _unless(function: Serve, sight: Sight, described: Callable[[], object]) -> T
 
 
 def _alike(sight: Sight) -> bool:
-    """Whether the operands are of one device and dtype (of fake tensors PyTorch takes others), and nobody records."""
-    if sight.key is None or RUNTIME.observer is not None:
+    """Whether the operands are of one device and dtype (of fake tensors PyTorch takes others), and nobody records what
+    they are (a subclass's own arithmetic is no Problem)."""
+    if sight.key is None or (RUNTIME.observer is not None and not any(map(is_subclass, sight.given))):
         return False
     first = sight.given[0]
     device, dtype = first.device, first.dtype

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import backends, checks, describe
 from .backends.base import Backend, Candidate, Illegal, Kernel, PackedWeight, QuantWeight
+from .backends.memory import is_subclass, require
 from .dispatch.portfolio import rank_packings
 from .dispatch.runtime import RUNTIME, current, current_target
 from .errors import KernelError, UnsupportedError
@@ -35,7 +36,8 @@ def pack(
     ``bits=4``, for mixed_mm. m: the numbers of rows it will meet (or whole Problems), which decide between layouts.
     layout: force one by name. By default the layout of the weight's Plan in the store, else what a backend for its
     device has as its default (on CPUs the native one). The packed weight stays on the weight's device. Raises
-    TypeError, DtypeError or ShapeError for a bad weight, UnsupportedError when nothing here packs it so.
+    TypeError, DtypeError or ShapeError for a bad weight (TypeError for tensor subclasses and for tensors without
+    memory, whose values are not where kernels would read them), UnsupportedError when nothing here packs it so.
     """
     if layout is not None and not isinstance(layout, str):
         raise TypeError(f"pack(): layout must be a str or None, not {type(layout).__name__}")
@@ -64,18 +66,25 @@ def operand(
     weight: Tensor, scale: Tensor | None, zero_point: Tensor | None, bits: int | None, group_size: int | None
 ) -> Tensor | QuantWeight:
     """The B operand of a weight [N, K]: its transpose, or a QuantWeight. Raises as ``pack``."""
+    if isinstance(weight, Tensor) and is_subclass(weight):
+        require("pack()", weight=weight)
     checks.tensor("pack", "weight", 1, weight)
     if weight.dim() != 2:
         raise checks.ShapeError(f"pack(): expected a weight [N, K]; got {weight.dim()}-D tensor")
     if weight.device.type not in ("cpu", "cuda"):
         raise checks.DtypeError(f"pack(): only CPU and CUDA weights are packed; this one is on {weight.device}")
     # What packs reads memory: a lazily negated view has to become its values.
-    weight = weight.detach().resolve_neg()
+    weight = weight.resolve_neg() if weight.is_neg() else weight
+    require("pack()", weight=weight)
+    weight = weight.detach()
     if scale is None:
         if zero_point is not None or group_size is not None or bits is not None:
             raise TypeError("pack(): zero_point, bits and group_size describe a quantised weight; give its scale too")
         checks.one_of("pack", "weight's dtype", weight.dtype, (*checks.FLOATS, torch.int8))
         return weight.t()
+    for name, value in (("scale", scale), ("zero_point", zero_point)):
+        if isinstance(value, Tensor) and (is_subclass(value) or not value.is_neg()):
+            require("pack()", **{name: value})
     checks.tensor("pack", "scale", 2, scale)
     checks.same_device("pack", ("weight", weight), ("scale", scale), ("zero_point", zero_point))
     width = bits if bits is not None else (4 if weight.dtype == torch.uint8 else 8)

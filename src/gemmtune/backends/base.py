@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -132,7 +132,8 @@ class PackedWeight:
     layout: the layout's name, ``"<backend>:<anything>"``; that backend packs and unpacks ``data``, which others may
     read. n, k, dtype and quant say what was packed; ``machine`` names the ISA family it is valid for. ``bias`` and the
     like never live here. ``raw_order`` is that of the weight it came from, so that unpacking gives the same tensor
-    back. Two packed weights are equal only when they are one.
+    back. Two packed weights are equal only when they are one. Raises TypeError for ``data`` that kernels cannot read by
+    address (tensor subclasses, say); copies and unpickled ones are checked, too.
     """
 
     layout: str
@@ -147,10 +148,17 @@ class PackedWeight:
     _key: str = field(default="", compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        from .memory import require_held  # here, so that the command line answers `--help` without torch
+
+        require_held(f"PackedWeight({self.layout!r})", self.data)
         quant = self.quant.key if self.quant is not None else ""
         parts = [self.layout, self.n, self.k, self.dtype, quant, self.machine, self.raw_order]
         parts += [self.device] if self.data and self.device.type != "cpu" else []
         object.__setattr__(self, "_key", "|".join(str(part) for part in parts))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and unpickled ones are checked as new ones are: a mode may have put other tensors in these places."""
+        return type(self), tuple(getattr(self, held.name) for held in fields(self))
 
     @property
     def key(self) -> str:
@@ -184,7 +192,8 @@ class Kernel(ABC):
     takes the raw operand. workspace_bytes: scratch it allocates besides its output. reduced: a note when the kernel
     keeps a copy of the weight it was not asked for (dequantised up front), empty otherwise. overlap: whether launches
     captured into a CUDA graph begin before the kernel in front of them ends, where ``can_overlap``; to be set before
-    the first call.
+    the first call. counts_writes: whether ``run`` writes ``out`` by PyTorch's ops, which count that in its version
+    counter (autograd finds stale saved tensors by it); for other kernels dispatch does.
     """
 
     candidate: Candidate
@@ -192,6 +201,7 @@ class Kernel(ABC):
     packing: str | None = None
     workspace_bytes: int = 0
     overlap: bool = True
+    counts_writes: ClassVar[bool] = False
 
     @property
     def can_overlap(self) -> bool:
@@ -206,7 +216,8 @@ class Kernel(ABC):
         a: [M, K] ([batch, M, K] for bmm). b: Tensor [K, N] (or [batch, K, N]), a QuantWeight for a raw weight-only
         operand, or a PackedWeight when ``packing`` is not None. aux: the epilogue's tensors in order, shapes as
         their Step's axis says (broadcasting already resolved, last dimension contiguous). out: [M, N] of
-        ``problem.out_dtype``, row-major. Nothing is validated here: the caller has.
+        ``problem.out_dtype``, row-major, with memory. Nothing is validated here (the caller has), but that operands
+        that are read by address have memory.
         """
 
     def bind(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Launch | None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.nn import Parameter
+
+from ..backends.memory import is_known, is_subclass
 
 Check = Callable[..., bool]
 
@@ -98,19 +100,26 @@ def needs_dispatcher() -> bool:
 
 
 def special(tensor: Any) -> bool:
-    """Not an ordinary tensor of a CPU or CUDA device: a subclass, another device, or values behind a lazy negation."""
+    """Not an ordinary tensor of a CPU or CUDA device: a subclass, another device, what a transform wrapped, a lazy
+    negation, or no memory behind it."""
     return unusual(tensor) or not (tensor.is_cpu or tensor.is_cuda)
 
 
 def unusual(tensor: Any) -> bool:
     """``special``, whatever the device."""
-    return subclassed(tensor) or tensor.is_neg()
+    if is_subclass(tensor):
+        return True
+    if tensor.is_cpu or tensor.is_cuda:
+        return not is_known(tensor)
+    return bool(tensor.is_neg())
 
 
-def subclassed(tensor: Any) -> bool:
-    """Whether it is no tensor of torch's own types."""
-    kind = type(tensor)
-    return kind is not Tensor and kind is not Parameter
+def shape_only(tensor: Tensor) -> bool:
+    """Whether a tensor has a shape and no values (meta, or torch's FakeTensor)."""
+    if tensor.is_meta:
+        return True
+    module = sys.modules.get("torch._subclasses.fake_tensor")
+    return module is not None and isinstance(tensor, module.FakeTensor)
 
 
 def capturing(device: torch.device) -> bool:

@@ -41,10 +41,11 @@ log = logging.getLogger("gemmtune")
 Variant = tuple[Check, Callable[..., Any]]
 
 # A key says little (the op, shapes, threads); its variants, newest first, differ in dtype, strides, device, gradients.
-# They are replaced all together, so that readers need no lock.
+# They are replaced all together, so that readers need no lock. A key of more than ``_VARIANTS`` has a ``Many``.
 TABLE: dict[Any, tuple[Variant, ...]] = {}
 _LIMIT = 8192
 _VARIANTS = 8
+_LAYOUTS = 1024  # of one key
 # Kernels of a layout that are verified, at most, when no tuning has verified any.
 _MOST_VERIFIED = 4
 # A tuned M this many times larger or smaller still answers under on-miss; beyond it, it is a miss.
@@ -55,6 +56,23 @@ _SERVED = ("cpu", "cuda")
 
 # What Indices and loaded kernels are kept under: the CPU with a number of threads, or a GPU by its index.
 _Place = tuple[str, int]
+
+
+class Many(tuple[Variant, ...]):
+    """The variants of a key that has had more than can be tried one after the other: an empty tuple, and in
+    ``by_layout`` a few for each answer of ``launch.layouts``. A cycle of nine layouts was prepared anew in every call
+    (36 us) when the oldest of eight went."""
+
+    def __init__(self) -> None:
+        self.by_layout: dict[Any, tuple[Variant, ...]] = {}
+
+
+def _keep(table: dict[Any, tuple[Variant, ...]], key: Any, variant: Variant, limit: int) -> None:
+    """Put a variant before the others of its key, and let the oldest of them, and of the keys, go."""
+    former = table.get(key, ())
+    while not former and len(table) >= limit:
+        del table[next(iter(table))]
+    table[key] = (variant, *former[: _VARIANTS - 1])
 
 
 class Runtime:
@@ -111,8 +129,9 @@ class Runtime:
         self.generation += 1
         TABLE.clear()
 
-    def remember(self, key: Any, variant: Variant, generation: int) -> None:
-        """Keep a variant of a key for the hot path; the oldest goes when the key has many, or the table is full.
+    def remember(self, key: Any, variant: Variant, generation: int, layouts: Callable[[], Any]) -> None:
+        """Keep a variant of a key for the hot path; the oldest goes when the table is full. layouts: of its operands
+        (``launch.layouts``), by which it is found where the key has many variants.
 
         generation: ``self.generation`` before the variant was prepared. An older one was made of what is forgotten by
         now (decisions, policy), so that it serves its own call only.
@@ -120,10 +139,13 @@ class Runtime:
         with self._lock:
             if self.observer is not None or generation != self.generation:
                 return
-            former = TABLE.get(key, ())
-            while not former and len(TABLE) >= _LIMIT:
-                del TABLE[next(iter(TABLE))]
-            TABLE[key] = (variant, *former[: _VARIANTS - 1])
+            former = TABLE.get(key)
+            if former is not None and len(former) == _VARIANTS:
+                former = TABLE[key] = Many()
+            if isinstance(former, Many):
+                _keep(former.by_layout, layouts(), variant, _LAYOUTS)
+            else:
+                _keep(TABLE, key, variant, _LIMIT)
 
     def kernel_for(
         self, problem: Problem, packed: PackedWeight | None = None, device: torch.device = CPU

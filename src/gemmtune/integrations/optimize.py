@@ -19,6 +19,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from ..backends.base import PackedWeight
+from ..backends.memory import is_subclass, why_unknown
 from ..checks import FLOATS
 from ..dispatch.plan import Plan
 from ..dispatch.portfolio import rank_packings
@@ -29,7 +30,7 @@ from ..problem import Problem
 from .calls import as_calls, run
 from .modules import RawLinear, RawWeightOnlyLinear, WeightOnlyLinear
 from .packed_tensor import PackedTensor, become
-from .record import Recording, linear_problem, record, weight_only_problem
+from .record import Recording, foreign, linear_problem, record, weight_only_problem
 from .weight_only import WeightOnly, recognise
 from .whole_model import can_hold, is_slower
 from .whole_model import compare as compare_forms
@@ -311,7 +312,7 @@ def _sites(model: nn.Module, handle: Handle, memory: float) -> Iterator[_Site]:
         held = recognise(module)
         if held is None and (not isinstance(module, nn.Linear) or _is_packed(module)):
             continue
-        reason = _unfit(module) if held is None else _unswappable(module, module not in places)
+        reason = _unfit(module) if held is None else _unswappable(module, held, module not in places)
         weight = held.weight if held is not None else module._parameters.get("weight")
         tied = isinstance(weight, Tensor) and count[id(weight)] > 1
         if tied and memory < 2:
@@ -331,10 +332,8 @@ def _unfit(module: nn.Module) -> str:
     weight = module._parameters.get("weight")
     if weight is None:
         return "has no Parameter 'weight' of its own (a parametrization or a hook computes it)"
-    if type(weight) is not nn.Parameter:
-        return f"holds a {type(weight).__name__}, which is not an ordinary Parameter"
-    if weight.device.type not in ("cpu", "cuda") or weight.layout != torch.strided:
-        return "is not in dense CPU or CUDA tensors"
+    if why_unknown(weight):
+        return f"its weight is {why_unknown(weight)}"
     if weight.dtype not in FLOATS:
         return f"holds {weight.dtype}, which is not a dtype gemmtune packs"
     return ""
@@ -347,7 +346,7 @@ _HOOKS = (
 )  # fmt: skip
 
 
-def _unswappable(module: nn.Module, root: bool) -> str:
+def _unswappable(module: nn.Module, held: WeightOnly | None, root: bool) -> str:
     """Why another module cannot take the place of this one, or empty."""
     if root:
         return "is the model itself, which has no parent to swap it in"
@@ -355,11 +354,21 @@ def _unswappable(module: nn.Module, root: bool) -> str:
         return "has hooks, which a swapped module would not run"
     if "forward" in vars(module):
         return "has a forward of its own (somebody replaced it on this very module)"
-    tensors = (*module.parameters(False), *module.buffers(False))
+    named = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+    if held is not None:  # an adapter may have taken them from elsewhere
+        of_held = {"weight": held.weight, "scale": held.scale, "zero point": held.zero_point}
+        named.update({name: tensor for name, tensor in of_held.items() if tensor is not None})
+    for name, tensor in named.items():
+        if is_subclass(tensor):
+            return f"its {name} is {why_unknown(tensor)}"
+    tensors = tuple(named.values())
     if any(t.device.type not in ("cpu", "cuda") or t.layout != torch.strided for t in tensors):
         return "is not in dense CPU or CUDA tensors"
     if len({t.device for t in tensors}) > 1:
         return "has tensors on several devices"
+    for name, tensor in named.items():
+        if why_unknown(tensor):
+            return f"its {name} is {why_unknown(tensor)}"
     return ""
 
 
@@ -384,7 +393,7 @@ def _observe(model: nn.Module, example_inputs: Any, sites: Sequence[_Site], hand
 
 def _counter(site: _Site, held: WeightOnly) -> Any:
     def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-        if args and isinstance(args[0], Tensor):
+        if args and isinstance(args[0], Tensor) and not foreign(args[:1]):
             site.ran.update(_problem(args[0], lambda x: weight_only_problem(x, held)))
 
     return hook
@@ -449,7 +458,7 @@ class _Uses(TorchFunctionMode):
 
     def _count(self, input: Any = None, weight: Any = None, bias: Any = None, **_: Any) -> None:
         site = self._sites.get(id(weight))
-        if site is not None and isinstance(input, Tensor):
+        if site is not None and isinstance(input, Tensor) and not foreign((input,)):
             site.ran.update(_problem(input, lambda x: linear_problem(x, weight, bias)))
 
 
@@ -564,7 +573,7 @@ def _place_raw(site: _Site, handle: Handle) -> str:
     """Serve a weight that stays as it lies."""
     original, held = site.module, site.held
     if held is None:
-        reason = _unswappable(original, not site.places)
+        reason = _unswappable(original, None, not site.places)
         if reason or type(original) is not nn.Linear:
             return reason or f"is a {type(original).__name__}, and its weight is best served as it lies"
         _put(site, RawLinear(original), {}, handle)

@@ -19,8 +19,9 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 from ..backends.base import PackedWeight
+from ..backends.memory import is_subclass
 from ..checks import GradError
-from ..dispatch.guards import autocasting, needs_dispatcher, subclassed, transformed
+from ..dispatch.guards import autocasting, needs_dispatcher, transformed
 from ..errors import GemmtuneError, PackedWeightError
 from ..launch import serve
 from ..ops import linear
@@ -232,7 +233,7 @@ def _product(input: Tensor, weight: PackedTensor, bias: Tensor | None) -> Tensor
 
 
 def _is_subclassed(tensor: Tensor | None) -> bool:
-    return tensor is not None and subclassed(tensor)
+    return tensor is not None and is_subclass(tensor)
 
 
 def _op(input: Tensor, weight: PackedTensor, bias: Tensor | None) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -15,11 +15,12 @@ from torch.nn.modules import module as hooks
 from torch.overrides import TorchFunctionMode
 
 from .. import describe
+from ..backends.memory import is_subclass
+from ..dispatch.guards import shape_only
 from ..dispatch.runtime import CPU, RUNTIME
 from ..errors import GemmtuneError
 from ..fuse import bias as bias_step
 from ..problem import Problem
-from .packed_tensor import PackedTensor
 from .weight_only import WeightOnly, recognise
 
 
@@ -73,8 +74,9 @@ class record:
     """Context manager that collects the Problems of F.linear, matmul, mm, addmm, bmm, _int_mm, of weight-only modules
     and of gemmtune's own ops, run by this thread inside the block.
 
-    Weights that are ``nn.Parameter``s, and those of weight-only modules, are recorded as constant. Nothing changes in
-    what runs. One at a time in a process: raises GemmtuneError when another is active.
+    Weights that are ``nn.Parameter``s, and those of weight-only modules, are recorded as constant. Calls with tensor
+    subclasses (quantised ones, DTensors) are not recorded: what these run is their own. Nothing changes in what runs.
+    One at a time in a process: raises GemmtuneError when another is active.
     """
 
     def __init__(self) -> None:
@@ -114,8 +116,7 @@ class _Mode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         describer = _DESCRIBERS.get(func)
-        packed = any(isinstance(value, PackedTensor) for value in (*args[:3], *kwargs.values()))
-        if describer is not None and not self._inside and not packed:  # gemmtune's own op tells of a packed weight
+        if describer is not None and not self._inside and not foreign((*args, *kwargs.values())):
             self._note(describer, args, kwargs, _device(args, kwargs))
         return func(*args, **kwargs)
 
@@ -135,7 +136,7 @@ class _Mode(TorchFunctionMode):
         """A module's forward begins: a weight-only one is recorded whole, and what it runs inside is not."""
         held = recognise(module)
         if held is not None:
-            if not self._inside and args and isinstance(args[0], Tensor):
+            if not self._inside and args and isinstance(args[0], Tensor) and not foreign(args):
                 self._note(lambda: weight_only_problem(args[0], held), (), {}, args[0].device)
             self._inside += 1
 
@@ -143,6 +144,12 @@ class _Mode(TorchFunctionMode):
         """The forward ended, or raised."""
         if self._inside and recognise(module) is not None:
             self._inside -= 1
+
+
+def foreign(values: Iterable[Any]) -> bool:
+    """Whether one is a tensor of a subclass: its arithmetic is its own, and not the Problem that its shape and dtype
+    suggest. (Those without values, as fake tensors are, stand for ordinary ones.)"""
+    return any(isinstance(value, Tensor) and is_subclass(value) and not shape_only(value) for value in values)
 
 
 def _device(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.device:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from ..backends.memory import is_subclass
+
 _SCALES = ("scales", "scale", "weight_scale")
 _ZEROS = ("zeros", "zero_points", "zero_point", "weight_zero_point")
 
@@ -55,7 +57,9 @@ def recognise(module: nn.Module) -> WeightOnly | None:
 
 def _by_attributes(module: nn.Module) -> WeightOnly | None:
     weight = getattr(module, "weight", None)
-    if not isinstance(weight, Tensor) or weight.dim() != 2 or weight.dtype not in (torch.int8, torch.uint8):
+    if not isinstance(weight, Tensor) or is_subclass(weight):
+        return None
+    if weight.dim() != 2 or weight.dtype not in (torch.int8, torch.uint8):
         return None
     bits = 8 if weight.dtype == torch.int8 else 4
     scale_name, scale = _first(module, _SCALES)
@@ -85,7 +89,7 @@ def _turned(tensor: Tensor, transposed: bool) -> Tensor:
 def _first(module: nn.Module, names: tuple[str, ...]) -> tuple[str, Tensor | None]:
     for name in names:
         value = getattr(module, name, None)
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and not is_subclass(value):
             return name, value
     return "", None
 

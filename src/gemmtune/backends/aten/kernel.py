@@ -32,6 +32,7 @@ class AtenKernel(Kernel):
     template: ClassVar[str]
     family: ClassVar[tuple[str, ...]] = ("mm",)
     cuda_only: ClassVar[bool] = False
+    counts_writes: ClassVar[bool] = True
 
     def __init__(self, problem: Problem, candidate: Candidate) -> None:
         self.problem, self.candidate = problem, candidate

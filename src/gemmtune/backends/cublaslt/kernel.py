@@ -15,6 +15,7 @@ from ..base import Candidate, Kernel, Launch
 from ..gpu.alignment import MISALIGNED_MASK, aligned_copy, batch_layouts, batched_launch, launch_aligned
 from ..gpu.kernel import temporary
 from ..gpu.rules import ALIGN
+from ..memory import LOW, require_kernel_operands
 from .library import Algorithm, Call
 from .product import RANKS, Product, described
 
@@ -88,12 +89,17 @@ class RankedKernel(Kernel):
         def launch(out: Tensor, a: Tensor, b: Tensor, *rest: Tensor) -> None:
             call, point, run = own.held
             d_ptr, a_ptr, b_ptr = out.data_ptr(), a.data_ptr(), b.data_ptr()
+            if a_ptr < LOW or b_ptr < LOW:
+                require_kernel_operands(a, b)
             if (d_ptr | a_ptr | b_ptr) & MISALIGNED_MASK:
                 misaligned(launch, out, a, b, *rest)
                 return
             aligned = [aligned_copy(tensor) for tensor in rest]  # which live until they are used
             for place, tensor in zip(places, aligned):  # noqa: B905 - as many; saying so costs
-                point(place, tensor.data_ptr())
+                pointer = tensor.data_ptr()
+                if pointer < LOW:
+                    require_kernel_operands(tensor)
+                point(place, pointer)
             stream = stream_of(device)
             space = temporary(workspace) if workspace else None  # which lives until it is launched
             scratch = 0 if space is None else space.data_ptr()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...problem import Problem, bits
 from ..base import Launch
+from ..memory import require_kernel_operands
 from .rules import ALIGN, leads
 
 MISALIGNED_MASK = ALIGN - 1  # bits of an address that must not be set
@@ -43,7 +44,7 @@ def launch_aligned(launch: Launch, out: Tensor, a: Tensor, b: Tensor, *rest: Ten
             copy.copy_(source)
     launch(*copies, *rest)
     if copies[0] is not out:
-        out.copy_(copies[0])
+        out.data.copy_(copies[0])  # by its data, since dispatch counts the write in its version counter
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,7 @@ def batched_launch(bind: Callable[[int, int], Launch], a_layout: BatchLayout, b_
     """
 
     def launch(out: Tensor, a: Tensor, b: Tensor, *rest: Tensor) -> None:
+        require_kernel_operands(a, b)  # copies read and write memory, too
         operands, strides, sources = [a, b], [a_layout.stride, b_layout.stride], []
         for place, layout in enumerate((a_layout, b_layout)):
             t = operands[place]
@@ -123,6 +125,6 @@ def batched_launch(bind: Callable[[int, int], Launch], a_layout: BatchLayout, b_
             copy.copy_(source)
         bind(*strides)(result, *operands, *rest)
         if result is not out:
-            out.copy_(result)
+            out.data.copy_(result)
 
     return launch

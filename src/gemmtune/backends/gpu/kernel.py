@@ -19,6 +19,7 @@ from ...errors import KernelError
 from ...problem import Problem
 from ...written import written
 from ..base import Candidate, Kernel, Launch, PackedWeight, QuantWeight
+from ..memory import LOW, require_kernel_operands
 from .alignment import MISALIGNED_MASK, batch_layouts, batched_launch, launch_aligned
 from .artifact import Header, Tma
 from .driver import Block, Capture, Function, Map, zeros
@@ -223,11 +224,16 @@ class GpuKernel(Kernel):
         follows = function.follows and self.overlap
         go = "block.capture(stream, b, out) if captured else go()" if follows else "go()"
         asks = follows or meet is not None
+        # Every tensor's address, by a name that no tensor has.
+        addresses = ["c_ptr", "a_ptr", "b_ptr", *(f"{name}_at" for name in names)]
+        values = ["out.data_ptr()", "a.data_ptr()", "b.data_ptr()", *(f"{name}.data_ptr()" for name in names)]
         return written(
             "launch",
             f"def launch(out, a, b{behind}):",
             "    slots, config, go, parameters = block.held",
-            "    c_ptr, a_ptr, b_ptr = out.data_ptr(), a.data_ptr(), b.data_ptr()",
+            f"    {', '.join(addresses)} = {', '.join(values)}",
+            f"    if {' or '.join(f'{address} < {LOW}' for address in addresses[1:])}:",
+            f"        require(a, b{behind})",
             f"    if (c_ptr | a_ptr | b_ptr) & {MISALIGNED_MASK}:",
             f"        return misaligned(launch, out, a, b{behind})",
             f"    config.stream = stream = stream_of({device})",
@@ -235,12 +241,12 @@ class GpuKernel(Kernel):
             *(f"    {line}" for line in settled.lines),
             *(["    sums = meet(slots, stream, captured)"] if meet is not None else []),
             f"    slots[{place('c_ptr')}] = c_ptr",
-            *(f"    slots[{place(name)}] = {name}.data_ptr()" for name in names),
+            *(f"    slots[{place(name)}] = {name}_at" for name in names),
             f"    status = {go}",
             "    if status:",
             "        function.failed(status, go)",
             block=Block(function, settled.grid, settled.values), function=function, meet=meet,
-            misaligned=misaligned, stream_of=torch._C._cuda_getCurrentRawStream,
+            misaligned=misaligned, require=require_kernel_operands, stream_of=torch._C._cuda_getCurrentRawStream,
             capturing=torch._C._cuda_isCurrentStreamCapturing, **settled.known,
         )  # fmt: skip
 

@@ -11,6 +11,7 @@ from ...epilogue import Epilogue
 from ...errors import KernelError
 from ...problem import Problem
 from ..base import Candidate, Kernel, PackedWeight, QuantWeight
+from ..memory import LOW, require_kernel_operands
 from .layout import Packing, pack
 from .space import direct_refusal
 from .traits import AXES, DTYPES, LANES, PACK_A, STEP_KINDS, UNITS, Unit, suits
@@ -106,7 +107,10 @@ def _aux_pointers(aux: Sequence[Tensor]) -> list[int]:
     for tensor in aux:
         strides = tensor.stride()
         row = strides[-2] if len(strides) > 1 else 0
-        flat += (tensor.data_ptr(), row, strides[0] if len(strides) > 2 else 0)
+        address = tensor.data_ptr()
+        if address < LOW:
+            require_kernel_operands(tensor)
+        flat += (address, row, strides[0] if len(strides) > 2 else 0)
     return flat
 
 
@@ -127,8 +131,11 @@ class PackedKernel(Kernel):
     def run(self, a: Tensor, b: PackedWeight, aux: Sequence[Tensor], out: Tensor) -> None:
         data = b.data
         rows, columns = a.stride()
+        a_ptr, b_ptr = a.data_ptr(), data[0].data_ptr()
+        if a_ptr < LOW or b_ptr < LOW:
+            require_kernel_operands(a, *data)
         self._launch(
-            a.shape[0], a.data_ptr(), rows, columns, data[0].data_ptr(),
+            a.shape[0], a_ptr, rows, columns, b_ptr,
             data[1].data_ptr() if self._quantised else 0,
             data[2].data_ptr() if self._zeroed else 0,
             data[1].data_ptr() if self._compensated else 0,
@@ -149,17 +156,19 @@ class RawKernel(Kernel):
         self.workspace_bytes = _scratch(problem, candidate)
 
     def run(self, a: Tensor, b: Tensor, aux: Sequence[Tensor], out: Tensor) -> None:
+        a_ptr, b_ptr, out_ptr = a.data_ptr(), b.data_ptr(), out.data_ptr()
+        if a_ptr < LOW or b_ptr < LOW:
+            require_kernel_operands(a, b)
         if a.dim() == 2:
-            left = (a.data_ptr(), *a.stride(), 0)
-            right = (b.data_ptr(), *b.stride(), 0)
-            self._launch(1, a.shape[0], left, right, out.data_ptr(), out.stride(0), 0, _aux_pointers(aux))
+            left, right = (a_ptr, *a.stride(), 0), (b_ptr, *b.stride(), 0)
+            self._launch(1, a.shape[0], left, right, out_ptr, out.stride(0), 0, _aux_pointers(aux))
             return
         batch, rows, columns = a.stride()
-        left = (a.data_ptr(), rows, columns, batch)
+        left = (a_ptr, rows, columns, batch)
         batch, rows, columns = b.stride()
-        right = (b.data_ptr(), rows, columns, batch)
+        right = (b_ptr, rows, columns, batch)
         pointers = _aux_pointers(aux)
-        self._launch(a.shape[0], a.shape[1], left, right, out.data_ptr(), out.stride(1), out.stride(0), pointers)
+        self._launch(a.shape[0], a.shape[1], left, right, out_ptr, out.stride(1), out.stride(0), pointers)
 
 
 def _scratch(problem: Problem, candidate: Candidate) -> int:

@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...allocate import empty_cpu
 from ...errors import PackedWeightError
 from ...problem import Problem
 from ..base import PackedWeight, QuantWeight
+from ..memory import address
 from .traits import BF16, DTYPES, F32, I16, LANES, U8S8, Compute
 
 _NAME = re.compile(r"native:k(1|2|2s|4)/([a-z0-9]+)/nr(16|32|48|64)")
@@ -87,26 +89,28 @@ def aligned_bytes(size: int) -> Tensor:
     else:
         buffer = torch.empty(size + _ALIGN, dtype=torch.uint8)
         data = buffer.narrow(0, -buffer.data_ptr() % _ALIGN, size)
-    _native.advise_huge_pages(data.data_ptr(), size)
+    _native.advise_huge_pages(address("packing", "new memory", data), size)
     return data
 
 
 def pack(packing: Packing, b: Tensor | QuantWeight, problem: Problem) -> PackedWeight:
-    """Pack B [K, N] (any strides). data: (panels, then compensation for k4, or scale and zero points if quantised)."""
+    """Pack B [K, N] (any strides). data: (panels, then compensation for k4, or scale and zero points if quantised).
+
+    Raises TypeError for a B that kernels do not read by its address (``memory.require``).
+    """
     from . import _native
 
     raw = b.data if isinstance(b, QuantWeight) else b
+    start = address("packing", "the weight", raw)
     k, n = problem.k, problem.n
     panels = aligned_bytes(packing.nbytes(n, k))
     extra: list[Tensor] = []
     if packing.kp == 4:
         extra.append(torch.zeros(packing.padded_n(n), dtype=torch.int32))
-    compensation = extra[0].data_ptr() if extra else 0
+    compensation = address("packing", "new memory", extra[0]) if extra else 0
     dtype, compute = packing.shape_args
     nv = packing.nr // LANES
-    _native.pack(
-        dtype, compute, n, k, nv, raw.data_ptr(), raw.stride(0), raw.stride(1), panels.data_ptr(), compensation
-    )
+    _native.pack(dtype, compute, n, k, nv, start, raw.stride(0), raw.stride(1), panels.data_ptr(), compensation)
     quant = None
     if isinstance(b, QuantWeight):
         quant = b.quant
@@ -124,19 +128,30 @@ def _padded(values: Tensor, columns: int) -> Tensor:
 
 
 def unpack(packed: PackedWeight) -> Any:
-    """The Tensor [K, N] or QuantWeight that was packed, bit for bit, in its first memory order."""
+    """The Tensor [K, N] or QuantWeight that was packed, bit for bit, in its first memory order.
+
+    Raises PackedWeightError when the packed tensors are too small, and TypeError when kernels do not know them.
+    """
     from . import _native
 
     packing = Packing.parse(packed.layout)
     n, k = packed.n, packed.k
     rows = -(-k // 2) if packing.dtype == "int4" else k
     dtype = torch.uint8 if packing.dtype == "int4" else getattr(torch, packing.dtype)
-    raw = torch.empty(n, rows, dtype=dtype).t() if packed.raw_order == "col" else torch.empty(rows, n, dtype=dtype)
+    # Memory whatever transform or mode is active: torch.empty would give what functionalize or a fake mode wraps.
+    raw = empty_cpu((rows, n), (1, rows) if packed.raw_order == "col" else (n, 1), dtype)
     code, compute = packing.shape_args
     panels = packed.data[0]
+    start = address("unpacking", "the packed weight", panels)
+    if panels.nbytes < packing.nbytes(n, k):
+        raise PackedWeightError(
+            f"a weight [{k}, {n}] packed as {packed.layout} takes {packing.nbytes(n, k)} bytes, and this one holds "
+            f"{panels.nbytes}. Pack it again"
+        )
     _native.unpack(
-        code, compute, n, k, packing.nr // LANES, panels.data_ptr(), raw.data_ptr(), raw.stride(0), raw.stride(1)
-    )
+        code, compute, n, k, packing.nr // LANES, start, address("unpacking", "new memory", raw), raw.stride(0),
+        raw.stride(1),
+    )  # fmt: skip
     if packed.quant is None:
         return raw
     scale, *zero = (t[:, :n].contiguous() for t in packed.data[1:])
