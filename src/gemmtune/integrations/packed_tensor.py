@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from ..packing import pack, unpack
 _aten = torch.ops.aten
 _compiling = torch.compiler.is_compiling
 _threads = torch.get_num_threads
+_tracing = torch._C._get_tracing_state
 _PLAIN = torch._C.DisableTorchFunctionSubclass
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
@@ -208,6 +210,8 @@ def _linear(input: Any, weight: PackedTensor, bias: Tensor | None = None) -> Ten
         )
     if _compiling():
         return _autocast(input, weight, bias) if autocasting(input.device.type) else _op(input, weight, bias)
+    if _tracing() is not None:
+        return functional.linear(input, weight.unpacked(), bias)
     packed = weight.packed
     try:  # what ops.linear looks up, a call earlier
         key = ("linear", input.shape, packed._key, bias is None, _threads(), torch.is_grad_enabled())
@@ -257,9 +261,23 @@ _LIBRARY.define("packed_linear(Tensor input, Tensor[] weight, str spec, Tensor? 
 _LIBRARY.define("unpack_weight(Tensor[] weight, str spec) -> Tensor")  # type: ignore[no-untyped-call]
 
 
+@contextmanager
+def _untraced() -> Iterator[None]:
+    """Hide from jit's tracer what an operator of ours does inside: it has recorded the operator itself."""
+    state = _tracing()
+    if state is None:
+        yield
+        return
+    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch._C._set_tracing_state(state)  # type: ignore[attr-defined]
+
+
 def _run_linear(input: Tensor, weight: Sequence[Tensor], spec: str, bias: Tensor | None) -> Tensor:
-    out = linear(input, packed_of(weight, spec), bias)
-    return out
+    with _untraced():
+        return linear(input, packed_of(weight, spec), bias)
 
 
 def _fake_linear(input: Tensor, weight: Sequence[Tensor], spec: str, bias: Tensor | None) -> Tensor:
@@ -269,9 +287,10 @@ def _fake_linear(input: Tensor, weight: Sequence[Tensor], spec: str, bias: Tenso
 
 
 def _run_unpack(weight: Sequence[Tensor], spec: str) -> Tensor:
-    raw = unpack(packed_of(weight, spec))
-    assert isinstance(raw, Tensor)
-    return raw.contiguous()
+    with _untraced():
+        raw = unpack(packed_of(weight, spec))
+        assert isinstance(raw, Tensor)
+        return raw.contiguous()
 
 
 def _fake_unpack(weight: Sequence[Tensor], spec: str) -> Tensor:
