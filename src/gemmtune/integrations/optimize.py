@@ -550,10 +550,10 @@ def _repack(site: _Site, packed: PackedWeight, handle: Handle, keeps: bool) -> s
 
 
 def _save_unpacked(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """A module's state keeps the values of packed weights, as those who load it expect."""
+    """A module's state has the values of packed weights (copies of them), as those who load it expect."""
     for name, parameter in module._parameters.items():
         if isinstance(parameter, PackedTensor) and isinstance(state.get(prefix + name), PackedTensor):
-            state[prefix + name] = parameter.unpacked()
+            state[prefix + name] = parameter.copied()
 
 
 def _place(site: _Site, held: WeightOnly, packed: PackedWeight, handle: Handle) -> str:

@@ -95,6 +95,11 @@ class PackedTensor(Tensor):
         values: Tensor = torch.ops.gemmtune.unpack_weight(self.parts, self.spec)
         return values
 
+    def copied(self) -> Tensor:
+        """The weight [N, K] as an ordinary tensor in memory of its own."""
+        values = self.unpacked().detach()
+        return values.clone() if "raw_weight" in self.__dict__ else values
+
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, int]]:
         names = [*self.part_names, *(["raw_weight"] if "raw_weight" in self.__dict__ else [])]
         return names, (self.spec, len(self.part_names))
@@ -210,7 +215,7 @@ def _linear(input: Any, weight: PackedTensor, bias: Tensor | None = None) -> Ten
         )
     if _compiling():
         return _autocast(input, weight, bias) if autocasting(input.device.type) else _op(input, weight, bias)
-    if _tracing() is not None:
+    if transformed():  # jit's tracer among them: they see an ordinary weight
         return functional.linear(input, weight.unpacked(), bias)
     packed = weight.packed
     try:  # what ops.linear looks up, a call earlier
@@ -221,7 +226,7 @@ def _linear(input: Any, weight: PackedTensor, bias: Tensor | None = None) -> Ten
     result = serve(key, given, (input,) if bias is None else (input, bias))
     if result is not None:
         return result
-    if not isinstance(input, Tensor) or transformed():
+    if not isinstance(input, Tensor):
         return functional.linear(input, weight.unpacked(), bias)
     if autocasting(input.device.type):
         return _autocast(input, weight, bias)
