@@ -238,7 +238,9 @@ def test_duplicates_are_tuned_once_and_the_heaviest_first(target: Target, store:
     decisions = tuner.tune([(small, 4), (large, 1), (small, 3)])
     assert [row.problem_key for row in decisions] == [small.key, large.key]
     assert started == [large.key, small.key]
-    assert tuner.tune([(small, 1)]) == decisions[:1]
+    again = tuner.tune([(small, 1)])
+    if decisions[0].outcome != "inconclusive":  # what others' use of the machine left undecided is tuned again
+        assert again == decisions[:1]
 
 
 def test_ctrl_c_keeps_what_is_finished(target: Target, store: MemoryStore) -> None:

@@ -184,8 +184,11 @@ def test_a_model_is_recorded_and_really_tuned(run: Run, tmp_path: Path, monkeypa
     monkeypatch.setattr(ceilings, "ensure", lambda path, target: {})
     file, path = tmp_path / "tiny_model_for_tests.py", tmp_path / "s.db"
     file.write_text(MODEL)
-    result = run("tune", f"{file}:factory", "--backends", "aten", "--budget", "0.5", "--json", "--store", path)
-    assert result.code == 0
+    for _ in range(5):  # a machine that others use too may decide nothing
+        result = run("tune", f"{file}:factory", "--backends", "aten", "--budget", "0.5", "--json", "--store", path)
+        assert result.code == 0
+        if result.json["decisions"][0]["outcome"] != "inconclusive":
+            break
     assert [row["label"] for row in result.json["decisions"]] == ["4x48x32 fp32"]
     again = run("tune", f"{file}:factory", "--backends", "aten", "--json", "--store", path)
     assert again.json["from_store"] == 1
