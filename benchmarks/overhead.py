@@ -35,9 +35,12 @@ def dispatch() -> dict[str, tuple[float, float]]:
     gemmtune.refresh()
     x, w, b, out = (torch.randn(8, 8) for _ in range(4))
     packed, relu = gemmtune.pack(w), (fuse.relu(),)
+    layer, packed_layer = (torch.nn.Linear(8, 8, bias=False).requires_grad_(False) for _ in range(2))
+    packed_layer.weight = torch.nn.Parameter(gemmtune.nn.PackedTensor.of(packed), requires_grad=False)
     rows = {
         "linear with a Plan, 8x8": _pair(lambda: F.linear(x, w), lambda: gemmtune.linear(x, w)),
         "linear, packed weight, 8x8": _pair(lambda: F.linear(x, w), lambda: gemmtune.linear(x, packed)),
+        "nn.Linear, packed weight, 8x8": _pair(lambda: layer(x), lambda: packed_layer(x)),
         "mm without a Plan, 8x8": _pair(lambda: torch.mm(x, b), lambda: gemmtune.mm(x, b)),
         "mm with out=": _pair(lambda: torch.mm(x, b, out=out), lambda: gemmtune.mm(x, b, out=out)),
         "linear with epilogue=": _pair(lambda: F.linear(x, w).relu(), lambda: gemmtune.linear(x, w, epilogue=relu)),

@@ -16,7 +16,7 @@ import gemmtune
 from gemmtune import fuse
 from gemmtune.backends.base import Launch, PackedWeight
 from gemmtune.checks import DtypeError, GradError, ShapeError
-from gemmtune.dispatch.runtime import TABLE, Many
+from gemmtune.dispatch.runtime import TABLE, ManyVariants
 from gemmtune.store import MemoryStore
 from gemmtune.workloads import linear_problem
 from serving import RAN, ToyKernel, evidence, register, serve, toy
@@ -116,7 +116,7 @@ def test_a_key_tries_so_many_variants(served: Any) -> None:
     for x in forms[8:]:
         close(gemmtune.linear(x, w), F.linear(x, w))
     (many,) = TABLE.values()
-    assert isinstance(many, Many)
+    assert isinstance(many, ManyVariants)
     assert [len(variants) for variants in many.by_layout.values()] == [1, 1, 1]
 
 

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 import gemmtune
 from gemmtune.checks import GradError
 from gemmtune.dispatch import RUNTIME
+from gemmtune.integrations.sites import Site
 from gemmtune.integrations.weight_only import recognise
 from gemmtune.problem import Problem
 from gemmtune.store import MemoryStore
@@ -292,7 +293,7 @@ def test_a_weight_that_stays_as_it_lies(make: Any, own_store: MemoryStore) -> No
     teach(own_store, recorded.problems, layout="")
     original, wanted, state = model[0], model(x), model.state_dict()  # type: ignore[index]
     held = recognise(original)
-    site = optimizing._Site(original, "0", [(model, "0")], held, False, Counter([recorded.problems[0][0]]))
+    site = Site(original, "0", [(model, "0")], held, False, Counter([recorded.problems[0][0]]))
     handle = gemmtune.optimize(model, x, tune=False)
     assert handle.left == {"0": "plain PyTorch is best"}  # on a CPU
     assert optimizing._ours(RUNTIME.index().plan(recorded.problems[0][0].plan_key, None))
@@ -339,7 +340,7 @@ def test_scales_the_other_way_round_and_impostors_keep_their_module(own_store: M
         with gemmtune.record() as recorded:
             model(x)
         ran = Counter([recorded.problems[0][0]])
-        site = optimizing._Site(model[0], "0", [(model, "0")], recognise(model[0]), False, ran)
+        site = Site(model[0], "0", [(model, "0")], recognise(model[0]), False, ran)
         original = model[0]
         assert words in optimizing._place_raw(site, optimizing.Handle())
         assert model[0] is original

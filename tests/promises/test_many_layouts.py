@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import gemmtune
 from gemmtune.dispatch import RUNTIME, runtime
-from gemmtune.dispatch.runtime import TABLE, Many
+from gemmtune.dispatch.runtime import TABLE, ManyVariants
 
 WEIGHT, BIAS = torch.randn(8, 16), torch.randn(8)
 Call = Callable[[Tensor], Tensor]
@@ -84,7 +84,7 @@ def test_their_number_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for x in layouts(30):
         torch.testing.assert_close(gemmtune.mm(x, WEIGHT.t()), torch.mm(x, WEIGHT.t()))
     (many,) = TABLE.values()
-    assert isinstance(many, Many)
+    assert isinstance(many, ManyVariants)
     assert len(many.by_layout) == 5
 
 

@@ -20,7 +20,7 @@ import gemmtune
 from gemmtune.checks import GradError
 from gemmtune.dispatch import RUNTIME
 from gemmtune.errors import PackedWeightError
-from gemmtune.integrations.packed_tensor import PackedTensor, become
+from gemmtune.integrations.packed_tensor import PackedTensor, swap_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")
 
@@ -50,7 +50,7 @@ def packed(model: nn.Module, keep: bool = False) -> nn.Module:
         if isinstance(module, nn.Linear):
             weight = module.weight
             raw = weight.detach() if keep else None
-            become(weight, nn.Parameter(PackedTensor.of(gemmtune.pack(weight), raw), weight.requires_grad))
+            swap_tensors(weight, nn.Parameter(PackedTensor.of(gemmtune.pack(weight), raw), weight.requires_grad))
     return model
 
 
@@ -109,13 +109,22 @@ def test_products_are_served(plain: nn.Module, model: nn.Module, x: Tensor, serv
     assert len(served) == 2
 
 
+def test_a_second_call_goes_straight_to_what_the_first_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    import gemmtune.integrations.packed_tensor as module
+
+    model, x = packed(Two()), torch.randn(3, K)
+    wanted = model(x)
+    monkeypatch.setattr(module, "linear", lambda *_: pytest.fail("the key is not the one of ops.linear"))
+    assert torch.equal(model(x), wanted)
+
+
 def test_the_very_object_becomes_packed_and_plain_again() -> None:
     layer = nn.Linear(K, N)
     weight, values = layer.weight, layer.weight.detach().clone()
-    become(weight, nn.Parameter(PackedTensor.of(gemmtune.pack(weight))))
+    swap_tensors(weight, nn.Parameter(PackedTensor.of(gemmtune.pack(weight))))
     assert layer.weight is weight
     assert isinstance(weight, PackedTensor)
-    become(weight, nn.Parameter(weight.unpacked()))
+    swap_tensors(weight, nn.Parameter(weight.unpacked()))
     assert layer.weight is weight
     assert type(weight) is nn.Parameter
     assert torch.equal(weight, values)
@@ -203,6 +212,16 @@ READS: dict[str, Callable[[Tensor], Any]] = {
 def test_reads_give_the_values(how: str, plain: nn.Module, model: nn.Module) -> None:
     got, wanted = READS[how](model.up.weight), READS[how](plain.up.weight)
     assert got == wanted if isinstance(got, list) else torch.equal(got, wanted)
+
+
+def test_another_packed_weight_as_data_brings_its_raw_form_along() -> None:
+    one, other = (nn.Linear(K, N, bias=False).requires_grad_(False) for _ in range(2))
+    values, x = other.weight.clone(), torch.randn(3, K)
+    packed(one, keep=True)
+    packed(other)
+    one.weight.data = other.weight.data
+    assert torch.equal(one.weight, values)
+    close(one(x), x @ values.t())
 
 
 def test_numpy_gives_values_that_cannot_be_written() -> None:

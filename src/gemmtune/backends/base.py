@@ -148,9 +148,9 @@ class PackedWeight:
     _key: str = field(default="", compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        from .memory import require_held  # here, so that the command line answers `--help` without torch
+        from .memory import require_packed_data  # here, so that the command line answers `--help` without torch
 
-        require_held(f"PackedWeight({self.layout!r})", self.data)
+        require_packed_data(f"PackedWeight({self.layout!r})", self.data)
         quant = self.quant.key if self.quant is not None else ""
         parts = [self.layout, self.n, self.k, self.dtype, quant, self.machine, self.raw_order]
         parts += [self.device] if self.data and self.device.type != "cpu" else []

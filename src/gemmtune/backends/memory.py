@@ -78,7 +78,7 @@ def require(where: str, **tensors: Any) -> None:
             )
 
 
-def require_held(where: str, tensors: Sequence[Any]) -> None:
+def require_packed_data(where: str, tensors: Sequence[Any]) -> None:
     """``require`` for what a PackedWeight holds. oneDNN's opaque tensors will do, since only its own ops read them, and
     so will tensors that are all on meta, which nothing serves."""
     for place, tensor in enumerate(tensors):

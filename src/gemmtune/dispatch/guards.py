@@ -80,13 +80,7 @@ def _seen(tensors: Sequence[Tensor]) -> list[Any]:
 
 def special_state() -> bool:
     """A transform, mode, trace, forward-mode level or autocast is active: PyTorch must see the operation itself."""
-    return (
-        _interpreters() is not None
-        or _dispatch_modes() > 0
-        or forward_ad._current_level >= 0
-        or _tracing() is not None
-        or _autocast()
-    )
+    return transformed() or needs_dispatcher() or bool(_autocast())
 
 
 def transformed() -> bool:

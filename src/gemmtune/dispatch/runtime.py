@@ -41,7 +41,7 @@ log = logging.getLogger("gemmtune")
 Variant = tuple[Check, Callable[..., Any]]
 
 # A key says little (the op, shapes, threads); its variants, newest first, differ in dtype, strides, device, gradients.
-# They are replaced all together, so that readers need no lock. A key of more than ``_VARIANTS`` has a ``Many``.
+# They are replaced all together, so that readers need no lock. A key of more than ``_VARIANTS`` has a ``ManyVariants``.
 TABLE: dict[Any, tuple[Variant, ...]] = {}
 _LIMIT = 8192
 _VARIANTS = 8
@@ -58,7 +58,7 @@ _SERVED = ("cpu", "cuda")
 _Place = tuple[str, int]
 
 
-class Many(tuple[Variant, ...]):
+class ManyVariants(tuple[Variant, ...]):
     """The variants of a key that has had more than can be tried one after the other: an empty tuple, and in
     ``by_layout`` a few for each answer of ``launch.layouts``. A cycle of nine layouts was prepared anew in every call
     (36 us) when the oldest of eight went."""
@@ -141,8 +141,8 @@ class Runtime:
                 return
             former = TABLE.get(key)
             if former is not None and len(former) == _VARIANTS:
-                former = TABLE[key] = Many()
-            if isinstance(former, Many):
+                former = TABLE[key] = ManyVariants()
+            if isinstance(former, ManyVariants):
                 _keep(former.by_layout, layouts(), variant, _LAYOUTS)
             else:
                 _keep(TABLE, key, variant, _LIMIT)

@@ -7,20 +7,15 @@ int4 linears are swapped for modules of gemmtune's own.
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from ..backends.base import PackedWeight
-from ..backends.memory import is_subclass, why_unknown
-from ..checks import FLOATS
 from ..dispatch.plan import Plan
 from ..dispatch.portfolio import rank_packings
 from ..dispatch.runtime import RUNTIME
@@ -29,9 +24,9 @@ from ..packing import pack
 from ..problem import Problem
 from .calls import as_calls, run
 from .modules import RawLinear, RawWeightOnlyLinear, WeightOnlyLinear
-from .packed_tensor import PackedTensor, become
-from .record import Recording, foreign, linear_problem, record, weight_only_problem
-from .weight_only import WeightOnly, recognise
+from .packed_tensor import PackedTensor, swap_tensors
+from .sites import Site, find_sites, observe, why_unswappable
+from .weight_only import WeightOnly
 from .whole_model import can_hold, is_slower
 from .whole_model import compare as compare_forms
 
@@ -43,41 +38,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("gemmtune")
 
 
-@dataclass(slots=True)
-class _Site:
-    """A linear that may be served: the module, every (parent, attribute) that holds it, and what it ran.
-
-    held: what it is as a weight-only linear; None for a floating one. owners: every module that has its weight as a
-    Parameter, of a floating one. reads: the functions besides F.linear that took the weight in a forward.
-    """
-
-    module: nn.Module
-    name: str
-    places: list[tuple[nn.Module, str]]
-    held: WeightOnly | None
-    tied: bool
-    ran: Counter[Problem]
-    owners: list[nn.Module] = field(default_factory=list)
-    reads: set[str] = field(default_factory=set)
-
-    @property
-    def weight(self) -> Tensor:
-        """The weight, packed or not."""
-        weight = self.held.weight if self.held is not None else self.module.weight
-        assert isinstance(weight, Tensor)
-        return weight
-
-    @property
-    def device(self) -> torch.device:
-        """Where its weight lies."""
-        return self.weight.device
-
-    @property
-    def shared(self) -> bool:
-        """Whether something else than its product reads the weight, which then has to stay unpacked, too."""
-        return self.tied or bool(self.reads)
-
-
 _Module = WeightOnlyLinear | RawLinear | RawWeightOnlyLinear
 
 
@@ -85,7 +45,7 @@ _Module = WeightOnlyLinear | RawLinear | RawWeightOnlyLinear
 class _Swap:
     """A module that was swapped in: how to find the original's tensors again."""
 
-    site: _Site
+    site: Site
     module: _Module
     tensors: dict[str, Tensor]
 
@@ -113,7 +73,7 @@ class _Repacked:
     other: what it was, until the whole model has been timed in both forms; then None.
     """
 
-    site: _Site
+    site: Site
     weight: Tensor
     layout: str
     hooks: list[Any]
@@ -122,7 +82,7 @@ class _Repacked:
     def set_form(self, packed: bool) -> None:
         """Give the Parameter its packed or its ordinary form, while there are both. Raises PackedWeightError."""
         if self.other is not None and isinstance(self.weight, PackedTensor) != packed:
-            become(self.weight, self.other)
+            swap_tensors(self.weight, self.other)
 
     def undo(self) -> None:
         """Make the Parameter an ordinary one again, with its values of now. One that something else has made ordinary
@@ -131,13 +91,14 @@ class _Repacked:
             hook.remove()
         if not isinstance(self.weight, PackedTensor):
             return
-        plain = nn.Parameter(self.weight.unpacked(), requires_grad=self.weight.requires_grad)
         packed: Tensor = self.weight
+        plain = nn.Parameter(self.weight.unpacked(), requires_grad=packed.requires_grad)
         try:
-            become(packed, plain)
+            swap_tensors(packed, plain)
         except PackedWeightError:  # a compiled graph refers to it: its owners get a Parameter of their own
             for owner in self.site.owners:
-                owner._parameters.update({name: plain for name, p in owner._parameters.items() if p is packed})
+                names = [name for name, parameter in owner._parameters.items() if parameter is packed]
+                owner._parameters.update(dict.fromkeys(names, plain))
 
 
 class Handle:
@@ -220,8 +181,8 @@ def optimize(
         raise ValueError(f"optimize(): memory must be at least 1 (times the raw weight's bytes); got {memory!r}")
     as_calls(example_inputs)
     handle = Handle()
-    sites = list(_sites(model, handle, memory))
-    recorded = _observe(model, example_inputs, sites, handle)
+    sites = list(find_sites(model, memory, handle.left))
+    recorded = observe(model, example_inputs, sites, handle.left)
     decisions: list[Decision] = []
     if tune:
         from ..api import tune as tune_now
@@ -235,7 +196,7 @@ def optimize(
     else:
         RUNTIME.refresh(store)
     undecided = {d.problem_key for d in decisions if d.outcome == "inconclusive"}
-    compare = _comparable(sites, latency) if (tune if compare is None else compare) else False
+    compare = (tune if compare is None else compare) and _comparable(sites, latency)
     with torch.inference_mode(False), torch.no_grad():
         for site in sites:
             reason = _swap(site, handle, memory, keeps=compare)
@@ -248,7 +209,7 @@ def optimize(
     return handle
 
 
-def _comparable(sites: Sequence[_Site], latency: str) -> bool:
+def _comparable(sites: Sequence[Site], latency: str) -> bool:
     """Whether the whole model can be timed with and without packed weights: both fit into memory. (Where launches are
     captured into CUDA graphs, a timing of eager calls would say nothing.)"""
     weights: dict[torch.device, int] = {}
@@ -296,194 +257,7 @@ def _undo_what_is_slower(model: nn.Module, example_inputs: Any, handle: Handle) 
         log.warning("optimize(): %s; its %d linears stay as they were", reason, len(names))
 
 
-def _sites(model: nn.Module, handle: Handle, memory: float) -> Iterator[_Site]:
-    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
-    for parent in model.modules():
-        # Not named_children(), which names a module used twice only once.
-        for attribute, child in parent._modules.items():
-            if child is not None:
-                places.setdefault(child, []).append((parent, attribute))
-    count = Counter(id(t) for m in model.modules() for t in (*m._parameters.values(), *m._buffers.values()))
-    owners: dict[int, list[nn.Module]] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            owners.setdefault(id(parameter), []).append(module)
-    for name, module in model.named_modules():
-        held = recognise(module)
-        if held is None and (not isinstance(module, nn.Linear) or _is_packed(module)):
-            continue
-        reason = _unfit(module) if held is None else _unswappable(module, held, module not in places)
-        weight = held.weight if held is not None else module._parameters.get("weight")
-        tied = isinstance(weight, Tensor) and count[id(weight)] > 1
-        if tied and memory < 2:
-            reason = reason or "shares its weight with another module (memory=2 would keep both forms)"
-        if reason:
-            handle.left[name] = reason
-        else:
-            yield _Site(module, name, places.get(module, []), held, tied, Counter(), owners.get(id(weight), []))
-
-
-def _is_packed(module: nn.Linear) -> bool:
-    return isinstance(module._parameters.get("weight"), PackedTensor)
-
-
-def _unfit(module: nn.Module) -> str:
-    """Why the weight of a floating linear cannot be packed at all, or empty."""
-    weight = module._parameters.get("weight")
-    if weight is None:
-        return "has no Parameter 'weight' of its own (a parametrization or a hook computes it)"
-    if why_unknown(weight):
-        return f"its weight is {why_unknown(weight)}"
-    if weight.dtype not in FLOATS:
-        return f"holds {weight.dtype}, which is not a dtype gemmtune packs"
-    return ""
-
-
-# The dicts of nn.Module's hooks that are not swapped along.
-_HOOKS = (
-    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks",
-    "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
-)  # fmt: skip
-
-
-def _unswappable(module: nn.Module, held: WeightOnly | None, root: bool) -> str:
-    """Why another module cannot take the place of this one, or empty."""
-    if root:
-        return "is the model itself, which has no parent to swap it in"
-    if any(vars(module).get(hooks) for hooks in _HOOKS):
-        return "has hooks, which a swapped module would not run"
-    if "forward" in vars(module):
-        return "has a forward of its own (somebody replaced it on this very module)"
-    named = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
-    if held is not None:  # an adapter may have taken them from elsewhere
-        of_held = {"weight": held.weight, "scale": held.scale, "zero point": held.zero_point}
-        named.update({name: tensor for name, tensor in of_held.items() if tensor is not None})
-    for name, tensor in named.items():
-        if is_subclass(tensor):
-            return f"its {name} is {why_unknown(tensor)}"
-    tensors = tuple(named.values())
-    if any(t.device.type not in ("cpu", "cuda") or t.layout != torch.strided for t in tensors):
-        return "is not in dense CPU or CUDA tensors"
-    if len({t.device for t in tensors}) > 1:
-        return "has tensors on several devices"
-    for name, tensor in named.items():
-        if why_unknown(tensor):
-            return f"its {name} is {why_unknown(tensor)}"
-    return ""
-
-
-def _observe(model: nn.Module, example_inputs: Any, sites: Sequence[_Site], handle: Handle) -> Recording:
-    """Run the examples; count what each site ran, name what multiplies by another Parameter, and return every Problem
-    of the model."""
-    uses = _Uses(model, sites)
-    hooks = [
-        site.module.register_forward_pre_hook(_counter(site, site.held)) for site in sites if site.held is not None
-    ]
-    try:
-        with record() as recorded, uses:
-            run(model, example_inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    for name, functions in uses.others.items():
-        if name not in handle.left:
-            handle.left[name] = f"is multiplied by {', '.join(sorted(functions))}; only weights of nn.Linear are packed"
-    return recorded
-
-
-def _counter(site: _Site, held: WeightOnly) -> Any:
-    def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-        if args and isinstance(args[0], Tensor) and not foreign(args[:1]):
-            site.ran.update(_problem(args[0], lambda x: weight_only_problem(x, held)))
-
-    return hook
-
-
-def _problem(x: Tensor, described: Callable[[Tensor], Problem]) -> list[Problem]:
-    """What is multiplied by activations x; nothing where it is empty, or no Problem that gemmtune knows."""
-    try:
-        with torch._C.DisableTorchFunction():
-            return [described(x)] if x.numel() else []
-    except (GemmtuneError, TypeError, ValueError, RuntimeError, NotImplementedError):
-        return []
-
-
-# Besides F.linear: what multiplies by a Parameter.
-_PRODUCTS = frozenset(
-    {
-        "addmm", "addmm_", "baddbmm", "bmm", "einsum", "linear", "matmul", "mm", "multi_head_attention_forward",
-        "__matmul__", "__rmatmul__", "_int_mm", "_scaled_mm", "grouped_mm", "_grouped_mm",
-    }
-)  # fmt: skip
-
-
-class _Uses(TorchFunctionMode):
-    """Sees what takes the weight of a site: F.linear, whose Problems are counted, or something else.
-
-    others: the functions that multiply by another Parameter, by the name of its module (of the Parameter, where the
-    module has several).
-    """
-
-    def __init__(self, model: nn.Module, sites: Sequence[_Site]) -> None:
-        super().__init__()
-        self._sites = {id(site.weight): site for site in sites if site.held is None}
-        self.others: dict[str, set[str]] = {}
-        told = {id(m._parameters.get("weight")) for m in model.modules() if isinstance(m, nn.Linear)}
-        self._names = {
-            id(parameter): name.removesuffix(".weight")
-            for name, parameter in model.named_parameters()
-            if parameter.dim() >= 2 and id(parameter) not in told
-        }
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is functional.linear:
-            self._count(*args, **kwargs)
-            args_read: Sequence[Any] = (*args[:1], *args[2:])
-        else:
-            args_read = () if _is_metadata(func) else (*args, *kwargs.values())
-        for value in args_read:
-            for item in value if isinstance(value, list | tuple) else (value,):
-                site = self._sites.get(id(item))
-                if site is not None:
-                    site.reads.add(_name_of(func))
-        if _name_of(func) in _PRODUCTS:
-            for value in (*args, *kwargs.values()):
-                name = self._names.get(id(value)) or self._names.get(id(getattr(value, "_base", None)))
-                if name is not None:
-                    self.others.setdefault(name, set()).add(_name_of(func))
-        return func(*args, **kwargs)
-
-    def _count(self, input: Any = None, weight: Any = None, bias: Any = None, **_: Any) -> None:
-        site = self._sites.get(id(weight))
-        if site is not None and isinstance(input, Tensor) and not foreign((input,)):
-            site.ran.update(_problem(input, lambda x: linear_problem(x, weight, bias)))
-
-
-# What is asked of a weight and costs nothing, packed or not.
-_METADATA = frozenset(
-    {
-        "dim", "element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point", "nelement", "numel",
-        "requires_grad_", "size", "storage_offset", "stride",
-    }
-)  # fmt: skip
-_VALUES = frozenset({"data", "T", "H", "mT", "mH", "real", "imag"})  # properties that give values
-
-
-def _name_of(func: Callable[..., Any]) -> str:
-    return getattr(func, "__name__", str(func))
-
-
-def _is_metadata(func: Callable[..., Any]) -> bool:
-    name = getattr(func, "__name__", "")
-    if name == "__get__":
-        return getattr(getattr(func, "__self__", None), "__name__", "") not in _VALUES
-    return name in _METADATA or name == "__set__"
-
-
-def _swap(site: _Site, handle: Handle, memory: float, keeps: bool) -> str:
+def _swap(site: Site, handle: Handle, memory: float, keeps: bool) -> str:
     """Have one site served, or say why it stays. keeps: the ordinary form, for the whole model to be timed in both."""
     if site.reads and memory < 2:
         names = ", ".join(sorted(site.reads))
@@ -516,14 +290,12 @@ def _ours(plan: Plan | None) -> bool:
     return any(entry.candidate is not None and entry.candidate.backend != "aten" for entry in entries)
 
 
-def _packed(site: _Site, layout: str, memory: float) -> PackedWeight | None:
+def _packed(site: Site, layout: str, memory: float) -> PackedWeight | None:
     held, problems = site.held, list(site.ran)
     raw = problems[0].weight_bytes
     try:
         if held is None:
-            weight = site.module.weight
-            assert isinstance(weight, Tensor)
-            packed = pack(weight, m=problems, layout=layout)
+            packed = pack(site.weight, m=problems, layout=layout)
         else:
             packed = pack(
                 held.weight, scale=held.scale, zero_point=held.zero_point, bits=held.bits, group_size=held.group_size,
@@ -535,13 +307,13 @@ def _packed(site: _Site, layout: str, memory: float) -> PackedWeight | None:
     return packed if packed.nbytes <= memory * raw * (2 if site.shared else 1) - (raw if site.shared else 0) else None
 
 
-def _repack(site: _Site, packed: PackedWeight, handle: Handle, keeps: bool) -> str:
+def _repack(site: Site, packed: PackedWeight, handle: Handle, keeps: bool) -> str:
     """Make the site's very Parameter a packed one, whoever refers to it."""
     weight = site.weight
     raw = weight.detach() if site.shared else None
     try:
         other = nn.Parameter(PackedTensor.of(packed, raw), requires_grad=weight.requires_grad)
-        become(weight, other)
+        swap_tensors(weight, other)
     except PackedWeightError as error:
         return f"cannot be packed in place ({error})"
     hooks = [owner._register_state_dict_hook(_save_unpacked) for owner in site.owners]  # type: ignore[no-untyped-call]
@@ -556,7 +328,7 @@ def _save_unpacked(module: nn.Module, state: dict[str, Any], prefix: str, _: Any
             state[prefix + name] = parameter.copied()
 
 
-def _place(site: _Site, held: WeightOnly, packed: PackedWeight, handle: Handle) -> str:
+def _place(site: Site, held: WeightOnly, packed: PackedWeight, handle: Handle) -> str:
     original = site.module
     module = WeightOnlyLinear(packed, held.bias, names=held.names, transposed_scale=held.transposed_scale)
     tensors: dict[str, Tensor] = {name: getattr(original, name) for name in held.names.values()}
@@ -569,11 +341,11 @@ def _place(site: _Site, held: WeightOnly, packed: PackedWeight, handle: Handle) 
     return ""
 
 
-def _place_raw(site: _Site, handle: Handle) -> str:
+def _place_raw(site: Site, handle: Handle) -> str:
     """Serve a weight that stays as it lies."""
     original, held = site.module, site.held
     if held is None:
-        reason = _unswappable(original, None, not site.places)
+        reason = why_unswappable(original, None, not site.places)
         if reason or type(original) is not nn.Linear:
             return reason or f"is a {type(original).__name__}, and its weight is best served as it lies"
         _put(site, RawLinear(original), {}, handle)
@@ -587,7 +359,7 @@ def _place_raw(site: _Site, handle: Handle) -> str:
     return ""
 
 
-def _put(site: _Site, module: _Module, tensors: dict[str, Tensor], handle: Handle) -> None:
+def _put(site: Site, module: _Module, tensors: dict[str, Tensor], handle: Handle) -> None:
     for parent, attribute in site.places:
         setattr(parent, attribute, module)
     handle._swaps.append(_Swap(site, module, tensors))

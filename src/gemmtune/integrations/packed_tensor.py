@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
@@ -27,6 +26,7 @@ from ..errors import GemmtuneError, PackedWeightError
 from ..launch import serve
 from ..ops import linear
 from ..packing import pack, unpack
+from ..prepared import count_writes
 
 _aten = torch.ops.aten
 _compiling = torch.compiler.is_compiling
@@ -161,7 +161,7 @@ class PackedTensor(Tensor):
         for target in written:
             _store(target, plain[id(target)])
             if target is not first:  # torch counts the writes to the first argument alone, not those to a list's
-                increment_version(target)
+                count_writes((target,))
         if written:
             back = {id(plain[id(target)]): target for target in written}
             return tree_map(lambda t: back.get(id(t), t), result)
@@ -368,18 +368,16 @@ def _cannot_write(target: PackedTensor, how: str) -> PackedWeightError:
 def _replace(target: PackedTensor, values: Tensor) -> None:
     """``target.data = values``: the very object becomes an ordinary Parameter that shares the memory of ``values``, as
     PyTorch has it. Raises PackedWeightError where that cannot be done."""
-    if isinstance(values, PackedTensor) and values.spec == target.spec:
-        for name in target.part_names:
-            setattr(target, name, getattr(values, name))
-        return
+    if isinstance(values, PackedTensor) and values.packed_0 is target.packed_0:  # type: ignore[attr-defined]
+        return  # what ``weight.data += x`` hands back: the write has arrived
     try:
-        become(target, nn.Parameter(values.detach(), requires_grad=target.requires_grad))
+        swap_tensors(target, nn.Parameter(values.detach(), requires_grad=target.requires_grad))
     except GemmtuneError as error:
         raise _cannot_write(target, f"through .data ({error})") from error
 
 
-def become(tensor: Tensor, other: Tensor) -> None:
-    """Make ``tensor``, wherever it is referred to, what ``other`` is, and ``other`` what ``tensor`` was.
+def swap_tensors(tensor: Tensor, other: Tensor) -> None:
+    """``torch.utils.swap_tensors``: each becomes what the other was, wherever it is referred to.
 
     Raises PackedWeightError when something refers to one of them weakly (a compiled graph's guards), or a graph of
     autograd's holds it.

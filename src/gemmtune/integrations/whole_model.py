@@ -16,7 +16,7 @@ log = logging.getLogger("gemmtune")
 
 _SECONDS = 2.0  # a comparison takes about that long, or _LEAST pairs
 _LEAST, _MOST = 3, 25
-_NOTICEABLE = 1.01  # a smaller loss is not undone: the next run of the same model differs by as much
+_NOTICEABLE = 1.01  # a smaller loss is not undone
 
 
 def can_hold(extra_bytes: int, device: torch.device) -> bool:
