@@ -45,6 +45,7 @@ class PackedTensor(Tensor):
 
     spec: str
     part_names: list[str]
+    quantized = False  # whether ``linear`` of a subclass multiplies by it
 
     @staticmethod
     def __new__(cls, parts: Sequence[Tensor], spec: str, raw: Tensor | None = None) -> PackedTensor:
@@ -100,13 +101,31 @@ class PackedTensor(Tensor):
         values = self.unpacked().detach()
         return values.clone() if "raw_weight" in self.__dict__ else values
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[str, int]]:
+    def original(self) -> Tensor:
+        """What the weight is without gemmtune, with its values of now."""
+        return self.unpacked()
+
+    def alike(self, change: Callable[[Tensor], Tensor]) -> PackedTensor:
+        """The same weight with ``change`` applied to every inner tensor."""
+        raw = self.__dict__.get("raw_weight")
+        return PackedTensor([change(part) for part in self.parts], self.spec, None if raw is None else change(raw))
+
+    def stays(self, kwargs: Mapping[str, Any]) -> bool:
+        """Whether a conversion keeps dtype and device, so that the weight may stay packed."""
+        dtype, device = kwargs.get("dtype"), kwargs.get("device")
+        return dtype in (None, self.dtype) and (device is None or torch.device(device) == self.device)
+
+    def linear(self, input: Any, bias: Tensor | None = None) -> Tensor:
+        """``F.linear`` by this weight, in whatever state this thread is in."""
+        return _linear(input, self, bias)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
         names = [*self.part_names, *(["raw_weight"] if "raw_weight" in self.__dict__ else [])]
         return names, (self.spec, len(self.part_names))
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: Mapping[str, Tensor], context: tuple[str, int], size: Any, stride: Any
+        inner: Mapping[str, Tensor], context: Any, size: Any, stride: Any
     ) -> PackedTensor:
         spec, count = context
         return PackedTensor([inner[f"packed_{place}"] for place in range(count)], spec, inner.get("raw_weight"))
@@ -144,11 +163,11 @@ class PackedTensor(Tensor):
         first = args[0] if args else None
         if isinstance(first, PackedTensor):
             if func in (_aten.detach.default, _aten.alias.default):
-                return _alike(first, lambda part: part)
+                return first.alike(lambda part: part)
             if func is _aten.clone.default:
-                return _alike(first, torch.clone)
-            if func is _aten._to_copy.default and _stays(first, kwargs):
-                return _alike(first, torch.clone)
+                return first.alike(torch.clone)
+            if func is _aten._to_copy.default and first.stays(kwargs):
+                return first.alike(torch.clone)
         written = [] if not func._schema.is_mutable else _written(func, args, kwargs)
         plain = {id(tensor): tensor.unpacked() for tensor in written}
 
@@ -191,17 +210,6 @@ def packed_of(parts: Sequence[Tensor], spec: str) -> PackedWeight:
     return PackedWeight(data=tuple(parts), **_fields(spec))
 
 
-def _alike(tensor: PackedTensor, change: Callable[[Tensor], Tensor]) -> PackedTensor:
-    raw = tensor.__dict__.get("raw_weight")
-    return PackedTensor([change(part) for part in tensor.parts], tensor.spec, None if raw is None else change(raw))
-
-
-def _stays(tensor: PackedTensor, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a conversion keeps dtype and device, so that the weight may stay packed."""
-    dtype, device = kwargs.get("dtype"), kwargs.get("device")
-    return dtype in (None, tensor.dtype) and (device is None or torch.device(device) == tensor.device)
-
-
 # --- products ----------------------------------------------------------------------------------------------------
 
 
@@ -213,6 +221,8 @@ def _linear(input: Any, weight: PackedTensor, bias: Tensor | None = None) -> Ten
             "gradient: wrap the call in torch.no_grad(), call model.requires_grad_(False) before optimize(), or "
             "restore() the model to train it"
         )
+    if weight.quantized:
+        return weight.linear(input, bias)
     if _compiling():
         return _autocast(input, weight, bias) if autocasting(input.device.type) else _op(input, weight, bias)
     if transformed():  # jit's tracer among them: they see an ordinary weight
@@ -235,13 +245,17 @@ def _linear(input: Any, weight: PackedTensor, bias: Tensor | None = None) -> Ten
 
 def _product(input: Tensor, weight: PackedTensor, bias: Tensor | None) -> Tensor:
     """The packed kernel, as an operator where something has to see it or to differentiate it."""
-    visible = _is_subclassed(input) or _is_subclassed(bias) or needs_dispatcher()
-    if visible or (torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad))):
-        return _op(input, weight, bias)
-    return linear(input, weight.packed, bias)
+    return _op(input, weight, bias) if is_for_dispatcher(input, bias) else linear(input, weight.packed, bias)
 
 
-def _is_subclassed(tensor: Tensor | None) -> bool:
+def is_for_dispatcher(input: Tensor, bias: Tensor | None) -> bool:
+    """Whether something has to see a product by these operands, or to differentiate it, and it must be an operator."""
+    if is_subclassed(input) or is_subclassed(bias) or needs_dispatcher():
+        return True
+    return torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad))
+
+
+def is_subclassed(tensor: Tensor | None) -> bool:
     return tensor is not None and is_subclass(tensor)
 
 
@@ -261,13 +275,13 @@ def _autocast(input: Tensor, weight: PackedTensor, bias: Tensor | None) -> Tenso
         return _op(rounded, weight, shift) if _compiling() else _product(rounded, weight, shift)
 
 
-_LIBRARY = torch.library.Library("gemmtune", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define("packed_linear(Tensor input, Tensor[] weight, str spec, Tensor? bias) -> Tensor")  # type: ignore[no-untyped-call]
-_LIBRARY.define("unpack_weight(Tensor[] weight, str spec) -> Tensor")  # type: ignore[no-untyped-call]
+LIBRARY = torch.library.Library("gemmtune", "FRAGMENT")  # type: ignore[no-untyped-call]
+LIBRARY.define("packed_linear(Tensor input, Tensor[] weight, str spec, Tensor? bias) -> Tensor")  # type: ignore[no-untyped-call]
+LIBRARY.define("unpack_weight(Tensor[] weight, str spec) -> Tensor")  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def _untraced() -> Iterator[None]:
+def untraced() -> Iterator[None]:
     """Hide from jit's tracer what an operator of ours does inside: it has recorded the operator itself."""
     state = _tracing()
     if state is None:
@@ -281,7 +295,7 @@ def _untraced() -> Iterator[None]:
 
 
 def _run_linear(input: Tensor, weight: Sequence[Tensor], spec: str, bias: Tensor | None) -> Tensor:
-    with _untraced():
+    with untraced():
         return linear(input, packed_of(weight, spec), bias)
 
 
@@ -292,7 +306,7 @@ def _fake_linear(input: Tensor, weight: Sequence[Tensor], spec: str, bias: Tenso
 
 
 def _run_unpack(weight: Sequence[Tensor], spec: str) -> Tensor:
-    with _untraced():
+    with untraced():
         raw = unpack(packed_of(weight, spec))
         assert isinstance(raw, Tensor)
         return raw.contiguous()
@@ -304,10 +318,10 @@ def _fake_unpack(weight: Sequence[Tensor], spec: str) -> Tensor:
 
 
 for _device in ("CPU", "CUDA", "MkldnnCPU"):
-    _LIBRARY.impl("packed_linear", _run_linear, _device)  # type: ignore[no-untyped-call]
-    _LIBRARY.impl("unpack_weight", _run_unpack, _device)  # type: ignore[no-untyped-call]
-torch.library.register_fake("gemmtune::packed_linear", _fake_linear, lib=_LIBRARY)
-torch.library.register_fake("gemmtune::unpack_weight", _fake_unpack, lib=_LIBRARY)
+    LIBRARY.impl("packed_linear", _run_linear, _device)  # type: ignore[no-untyped-call]
+    LIBRARY.impl("unpack_weight", _run_unpack, _device)  # type: ignore[no-untyped-call]
+torch.library.register_fake("gemmtune::packed_linear", _fake_linear, lib=LIBRARY)
+torch.library.register_fake("gemmtune::unpack_weight", _fake_unpack, lib=LIBRARY)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -327,7 +341,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, list[None], None, 
     return input_grad, [None] * len(weight), None, bias_grad
 
 
-torch.library.register_autograd("gemmtune::packed_linear", _backward, setup_context=_setup, lib=_LIBRARY)
+torch.library.register_autograd("gemmtune::packed_linear", _backward, setup_context=_setup, lib=LIBRARY)
 
 
 # --- writes ------------------------------------------------------------------------------------------------------
