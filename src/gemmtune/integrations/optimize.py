@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ..backends.base import PackedWeight
 from ..dispatch.plan import Plan
@@ -25,6 +26,7 @@ from ..problem import Problem
 from .calls import as_calls, run
 from .modules import RawLinear, RawWeightOnlyLinear, WeightOnlyLinear
 from .packed_tensor import PackedTensor, swap_tensors
+from .quantized_tensor import QuantizedTensor, pack_quantized
 from .sites import Site, find_sites, observe, why_unswappable
 from .weight_only import WeightOnly
 from .whole_model import can_hold, is_slower
@@ -92,7 +94,7 @@ class _Repacked:
         if not isinstance(self.weight, PackedTensor):
             return
         packed: Tensor = self.weight
-        plain = nn.Parameter(self.weight.unpacked(), requires_grad=packed.requires_grad)
+        plain = nn.Parameter(self.weight.original(), requires_grad=packed.requires_grad)
         try:
             swap_tensors(packed, plain)
         except PackedWeightError:  # a compiled graph refers to it: its owners get a Parameter of their own
@@ -275,8 +277,13 @@ def _swap(site: Site, handle: Handle, memory: float, keeps: bool) -> str:
     points = [p for p in points if p.m in counts] or points
     layouts = [name for name in rank_packings(points, counts) if name is not None]
     packed = next(filter(None, (_packed(site, layout, memory) for layout in layouts)), None)
+    if site.quantized is not None:
+        return _repack(site, QuantizedTensor.of_weight(site.quantized, packed), handle, keeps)
     if packed is not None:
-        return _repack(site, packed, handle, keeps) if site.held is None else _place(site, site.held, packed, handle)
+        raw = site.weight.detach() if site.shared and site.held is None else None
+        if site.held is None:
+            return _repack(site, PackedTensor.of(packed, raw), handle, keeps)
+        return _place(site, site.held, packed, handle)
     if site.device.type == "cuda" and _ours(RUNTIME.index(site.device).plan(plan_key, None)):
         return _place_raw(site, handle)
     if not layouts:
@@ -294,7 +301,10 @@ def _packed(site: Site, layout: str, memory: float) -> PackedWeight | None:
     held, problems = site.held, list(site.ran)
     raw = problems[0].weight_bytes
     try:
-        if held is None:
+        if site.quantized is not None:
+            packed = pack_quantized(site.quantized, layout=layout, problems=problems)
+            raw = site.quantized.nbytes
+        elif held is None:
             packed = pack(site.weight, m=problems, layout=layout)
         else:
             packed = pack(
@@ -307,18 +317,30 @@ def _packed(site: Site, layout: str, memory: float) -> PackedWeight | None:
     return packed if packed.nbytes <= memory * raw * (2 if site.shared else 1) - (raw if site.shared else 0) else None
 
 
-def _repack(site: Site, packed: PackedWeight, handle: Handle, keeps: bool) -> str:
-    """Make the site's very Parameter a packed one, whoever refers to it."""
+def _repack(site: Site, made: PackedTensor, handle: Handle, keeps: bool) -> str:
+    """Make the site's very Parameter ``made``, whoever refers to it."""
     weight = site.weight
-    raw = weight.detach() if site.shared else None
+    if isinstance(made, QuantizedTensor) and not _same_product(weight, made, next(iter(site.ran))):
+        return f"its weight looks like a {type(weight).__qualname__} that gemmtune knows and computes something else"
     try:
-        other = nn.Parameter(PackedTensor.of(packed, raw), requires_grad=weight.requires_grad)
+        other = nn.Parameter(made, requires_grad=weight.requires_grad)
         swap_tensors(weight, other)
     except PackedWeightError as error:
         return f"cannot be packed in place ({error})"
     hooks = [owner._register_state_dict_hook(_save_unpacked) for owner in site.owners]  # type: ignore[no-untyped-call]
-    handle._swaps.append(_Repacked(site, weight, packed.layout, hooks, other if keeps else None))
+    handle._swaps.append(_Repacked(site, weight, made.layout_name, hooks, other if keeps else None))
     return ""
+
+
+def _same_product(weight: Tensor, made: QuantizedTensor, problem: Problem) -> bool:
+    """Whether torchao's linear by ``weight`` and ours by ``made`` agree within a few percent, on two random rows."""
+    x = torch.randn(2, problem.k, generator=torch.Generator().manual_seed(0)).to(weight.dtype).to(weight.device)
+    try:
+        wanted, got = functional.linear(x, weight).double(), functional.linear(x, made).double()
+    except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+        log.debug("a %s could not be compared: %s", type(weight).__name__, error)
+        return False
+    return wanted.shape == got.shape and bool((wanted - got).norm() <= 0.05 * wanted.norm())
 
 
 def _save_unpacked(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:

@@ -21,6 +21,8 @@ from ..dispatch.runtime import CPU, RUNTIME
 from ..errors import GemmtuneError
 from ..fuse import bias as bias_step
 from ..problem import Problem
+from .formats import UnknownFormatError, is_torchaos, read
+from .quantized_tensor import problem as quantized_problem
 from .weight_only import WeightOnly, recognise
 
 
@@ -72,10 +74,10 @@ class Recording:
 
 class record:
     """Context manager that collects the Problems of F.linear, matmul, mm, addmm, bmm, _int_mm, of weight-only modules
-    and of gemmtune's own ops, run by this thread inside the block.
+    and of gemmtune's own ops, run by this thread inside the block; and those of F.linear by torchao's tensors.
 
-    Weights that are ``nn.Parameter``s, and those of weight-only modules, are recorded as constant. Calls with tensor
-    subclasses (quantised ones, DTensors) are not recorded: what these run is their own. Nothing changes in what runs.
+    Weights that are ``nn.Parameter``s, and quantised ones, are recorded as constant. Calls with other tensor
+    subclasses (DTensors, say) are not recorded: what these run is their own. Nothing changes in what runs.
     One at a time in a process: raises GemmtuneError when another is active.
     """
 
@@ -116,8 +118,12 @@ class _Mode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         describer = _DESCRIBERS.get(func)
-        if describer is not None and not self._inside and not foreign((*args, *kwargs.values())):
-            self._note(describer, args, kwargs, _device(args, kwargs))
+        if describer is not None and not self._inside:
+            if func is functional.linear and is_torchaos(args[1] if len(args) > 1 else kwargs.get("weight")):
+                describer = _quantized_linear
+                self._note(describer, args, kwargs, _device(args, kwargs))
+            elif not foreign((*args, *kwargs.values())):
+                self._note(describer, args, kwargs, _device(args, kwargs))
         return func(*args, **kwargs)
 
     def _note(
@@ -173,6 +179,15 @@ def weight_only_problem(x: Tensor, held: WeightOnly) -> Problem:
 def linear_problem(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Problem:
     """The Problem of ``F.linear``; constant when the weight is a Parameter."""
     return describe.linear(input, weight, bias, constant=isinstance(weight, nn.Parameter)).problem
+
+
+def _quantized_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Problem | None:
+    """The Problem of ``F.linear`` by one of torchao's tensors; None of a format without one."""
+    try:
+        stored = read(weight)
+    except UnknownFormatError:
+        return None
+    return quantized_problem(input, stored, bias)
 
 
 def _mm(input: Tensor, mat2: Tensor, **_: Any) -> Problem:

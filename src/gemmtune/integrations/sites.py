@@ -16,7 +16,9 @@ from ..backends.memory import why_unknown
 from ..checks import FLOATS
 from ..problem import Problem
 from .calls import run
+from .formats import QuantizedWeight, UnknownFormatError, is_torchaos, read
 from .packed_tensor import PackedTensor
+from .quantized_tensor import problem as quantized_problem
 from .record import Recording, foreign, linear_problem, record, weight_only_problem
 from .weight_only import WeightOnly, recognise
 
@@ -26,7 +28,8 @@ class Site:
     """A linear that may be served: the module, every (parent, attribute) that holds it, and what it ran.
 
     held: what it is as a weight-only linear; None for a floating one. owners: every module that has its weight as a
-    Parameter, of a floating one. reads: the functions besides F.linear that took the weight in a forward.
+    Parameter, of a floating one. reads: the functions besides F.linear that took the weight in a forward. quantized:
+    what its weight stores, of one of torchao's classes.
     """
 
     module: nn.Module
@@ -37,6 +40,7 @@ class Site:
     ran: Counter[Problem]
     owners: list[nn.Module] = field(default_factory=list)
     reads: set[str] = field(default_factory=set)
+    quantized: QuantizedWeight | None = None
 
     @property
     def weight(self) -> Tensor:
@@ -74,7 +78,16 @@ def find_sites(model: nn.Module, memory: float, left: dict[str, str]) -> Iterato
         held = recognise(module)
         if held is None and (not isinstance(module, nn.Linear) or _is_packed(module)):
             continue
-        reason = _why_unpackable(module) if held is None else why_unswappable(module, held, module not in places)
+        quantized, reason = None, ""
+        if held is not None:
+            reason = why_unswappable(module, held, module not in places)
+        elif is_torchaos(module._parameters.get("weight")):
+            try:
+                quantized = read(module.weight)
+            except UnknownFormatError as error:
+                reason = f"its weight {error}"
+        else:
+            reason = _why_unpackable(module)
         weight = held.weight if held is not None else module._parameters.get("weight")
         tied = isinstance(weight, Tensor) and count[id(weight)] > 1
         if tied and memory < 2:
@@ -82,7 +95,8 @@ def find_sites(model: nn.Module, memory: float, left: dict[str, str]) -> Iterato
         if reason:
             left[name] = reason
         else:
-            yield Site(module, name, places.get(module, []), held, tied, Counter(), owners.get(id(weight), []))
+            found = places.get(module, [])
+            yield Site(module, name, found, held, tied, Counter(), owners.get(id(weight), []), quantized=quantized)
 
 
 def _is_packed(module: nn.Linear) -> bool:
@@ -234,4 +248,12 @@ class _Uses(TorchFunctionMode):
     def _count(self, input: Any = None, weight: Any = None, bias: Any = None, **_: Any) -> None:
         site = self._sites.get(id(weight))
         if site is not None and isinstance(input, Tensor) and not foreign((input,)):
-            site.ran.update(_problem(input, lambda x: linear_problem(x, weight, bias)))
+            quantized = site.quantized
+            site.ran.update(
+                _problem(
+                    input,
+                    lambda x: (
+                        linear_problem(x, weight, bias) if quantized is None else quantized_problem(x, quantized, bias)
+                    ),
+                )
+            )
