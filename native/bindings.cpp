@@ -80,7 +80,7 @@ Step step_from(nb::handle h) {
 Config config_from(const nb::dict& d) {
   Config c{};
   c.a = enumerator(integer(d, "a"), DType::u8, "the dtype of A");
-  c.b = enumerator(integer(d, "b"), DType::s4, "the dtype of B");
+  c.b = enumerator(integer(d, "b"), DType::f8, "the dtype of B");
   c.out = enumerator(integer(d, "out"), DType::s32, "the dtype of the output");
   c.compute = enumerator(integer(d, "compute"), Compute::s8s8, "the compute type");
   c.n = wide(d, "n");
@@ -154,7 +154,7 @@ class Kernel {
 PackedShape shape_of(int b, int compute, int64_t n, int64_t k, int nv) {
   if (n < 1 || k < 1 || n > kMostElements || k > kMostElements || nv < 1 || nv > kMaxVectors)
     throw std::invalid_argument("a packed weight's shape is out of range");
-  return {enumerator(b, DType::s4, "the dtype of B"), enumerator(compute, Compute::s8s8, "the compute type"), n, k, nv};
+  return {enumerator(b, DType::f8, "the dtype of B"), enumerator(compute, Compute::s8s8, "the compute type"), n, k, nv};
 }
 
 // Asks for large pages under a weight before it is first touched: fewer TLB misses while it streams by.

@@ -61,6 +61,13 @@ inline uint16_t f32_to_f16(float f) {
 }
 #endif
 
+// float8_e4m3fn. Its exponent and mantissa bits are those of a float16 that is 2^-8 times as large.
+inline float f8_to_f32(uint8_t v) {
+  const uint32_t magnitude = v & 0x7Fu, sign = v & 0x80u;
+  const uint32_t half = magnitude == 0x7Fu ? 0x7E00u : magnitude << 7;
+  return f16_to_f32(static_cast<uint16_t>(sign << 8 | half)) * 256.0f;
+}
+
 // Saturating, ties to even; NaN becomes 0. Clamping first keeps the conversion defined.
 inline int32_t round_to_int(float f, float lo, float hi) {
   f = f != f ? 0.0f : f;

@@ -2,8 +2,8 @@
 //
 // Columns lie in panels of 16 * nv; a panel is ceil(K / (kp * rows_per_load)) rows of nv * vector_bytes bytes. Within a
 // row, column n of the panel holds the kp consecutive k of its group side by side (int4: 8 k in a 32-bit word, nibble i
-// holding k = 2 * (i % 4) + i / 4, as stored, so 0..15 with 8 for padding; int8 for the bf16 kernels: 16 columns at the
-// even k, then the same 16 at the odd k). Columns and k beyond the matrix are zero.
+// holding k = 2 * (i % 4) + i / 4, as stored, so 0..15 with 8 for padding; int8 and float8 for the bf16 kernels: 16
+// columns at the even k, then the same 16 at the odd k). Columns and k beyond the matrix are zero.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,7 @@ struct PackedShape {
   // Where (k, column n of the panel) lies within its row, in elements; whole-byte types only.
   int64_t place(int64_t k, int64_t n) const {
     const int64_t kp = k_per_row();
-    if (b == DType::s8 && compute == Compute::bf16) return n / kLanes * 2 * kLanes + k % 2 * kLanes + n % kLanes;
+    if ((b == DType::s8 || b == DType::f8) && compute == Compute::bf16) return n / kLanes * 2 * kLanes + k % 2 * kLanes + n % kLanes;
     return n * kp + k % kp;
   }
   int64_t bytes() const { return panels() * k_rows() * row_bytes(); }

@@ -12,7 +12,8 @@ constexpr int kMaxVectors = 4;  // a panel is 16, 32, 48 or 64 columns wide
 constexpr int kMaxRows = 32;    // rows of the largest micro-tile (AMX)
 constexpr int kGroupBytes = 4;  // A is broadcast 4 bytes at a time: 1 fp32, 2 bf16, 2 int16 or 4 int8
 
-enum class DType : int { f32 = 0, bf16, f16, s8, u8, s32, s4 };
+// f8: float8_e4m3fn (1 sign, 4 exponent and 3 mantissa bits, bias 7, no infinity, NaN where all 7 low bits are set).
+enum class DType : int { f32 = 0, bf16, f16, s8, u8, s32, s4, f8 };
 
 // What multiplies and accumulates. A group is the kp consecutive k that one instruction consumes.
 enum class Compute : int {

@@ -274,7 +274,7 @@ def mixed_mm(
     checks.matrix("mixed_mm", "mat1", a)
     checks.one_of("mixed_mm", "mat1's dtype", a.dtype, checks.FLOATS)
     if isinstance(b, PackedWeight):
-        checks.packed_fits("mixed_mm", b, a.shape[1], ("int8", "int4"), quantized=True)
+        checks.packed_fits("mixed_mm", b, a.shape[1], ("int8", "int4", "float8_e4m3fn"), quantized=True)
         weight, n = _b_operand(b, "col", True), b.n
     else:
         checks.inner(tuple(a.shape), (b.k, b.data.shape[1]))
@@ -292,12 +292,13 @@ def mixed_mm(
 def quantized(
     data: Tensor, scale: Tensor, zero_point: Tensor | None, bits: int, group_size: int | None, k: int
 ) -> QuantWeight:
-    """Check and wrap a weight-only operand: int8 [K, N], or uint8 [ceil(K / 2), N] with bits=4; scale [N] or
-    [groups, N]. Raises TypeError, DtypeError, ShapeError or ValueError."""
+    """Check and wrap a weight-only operand: int8 or float8_e4m3fn [K, N], or uint8 [ceil(K / 2), N] with bits=4; scale
+    [N] or [groups, N]. float8 takes no zero point. Raises TypeError, DtypeError, ShapeError or ValueError."""
     if bits not in (4, 8):
         raise ValueError(f"mixed_mm(): bits must be 8 or 4; got {bits!r}")
     checks.matrix("mixed_mm", "mat2", data)
-    checks.one_of("mixed_mm", f"mat2's dtype (bits={bits})", data.dtype, (torch.int8 if bits == 8 else torch.uint8,))
+    allowed = (torch.int8, torch.float8_e4m3fn) if bits == 8 else (torch.uint8,)
+    checks.one_of("mixed_mm", f"mat2's dtype (bits={bits})", data.dtype, allowed)
     rows = k if bits == 8 else -(-k // 2)
     if data.shape[0] != rows:
         held = data.shape[0] if bits == 8 else 2 * data.shape[0]
@@ -308,6 +309,8 @@ def quantized(
     scale = _scales("scale", 3, scale, data.shape[1], group, k)
     checks.one_of("mixed_mm", "scale's dtype", scale.dtype, checks.FLOATS)
     if zero_point is not None:
+        if data.dtype == torch.float8_e4m3fn:
+            raise ValueError("mixed_mm(): float8 weights have scales and no zero point; leave zero_point out")
         zero_point = _scales("zero_point", 4, zero_point, data.shape[1], group, k)
         if zero_point.is_floating_point() and zero_point.dtype != scale.dtype:
             raise checks.DtypeError(
@@ -316,7 +319,8 @@ def quantized(
             )
         zero_point = zero_point.to(scale.dtype)
     quant = Quant(group, name_of(scale.dtype), zero_point is not None)
-    return QuantWeight(data, scale, zero_point, k, quant, f"int{bits}")
+    dtype = "int4" if bits == 4 else name_of(data.dtype)
+    return QuantWeight(data, scale, zero_point, k, quant, dtype)
 
 
 def _scales(name: str, position: int, value: Any, n: int, group: int | None, k: int) -> Tensor:

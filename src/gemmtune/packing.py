@@ -32,8 +32,8 @@ def pack(
 ) -> PackedWeight:
     """Pack a constant weight [N, K], as ``linear`` takes it, for ``linear``, ``mm``, ``int_mm`` or ``mixed_mm``.
 
-    weight: floating; int8 for int_mm; with ``scale`` ([N] or [groups, N]) int8, or uint8 [N, ceil(K / 2)] with
-    ``bits=4``, for mixed_mm. m: the numbers of rows it will meet (or whole Problems), which decide between layouts.
+    weight: floating; int8 for int_mm; with ``scale`` ([N] or [groups, N]) int8 or float8_e4m3fn, or uint8
+    [N, ceil(K / 2)] with ``bits=4``, for mixed_mm. m: the numbers of rows it will meet (or whole Problems), which decide between layouts.
     layout: force one by name. By default the layout of the weight's Plan in the store, else what a backend for its
     device has as its default (on CPUs the native one). The packed weight stays on the weight's device. Raises
     TypeError, DtypeError or ShapeError for a bad weight (TypeError for tensor subclasses and for tensors without
@@ -45,6 +45,9 @@ def pack(
     problems = _problems(raw, m)
     if not problems:
         raise ValueError("pack(): m must name at least one number of rows")
+    if layout is not None and isinstance(raw, QuantWeight):
+        # A layout may be one that only kernels for other activations than of the scales' dtype read.
+        problems += [problem_of(raw, problems[0].m, dtype) for dtype in (torch.bfloat16, torch.float32, torch.float16)]
     refused: list[str] = []
     kernel = _kernel(problems, layout, weight.device, refused)
     if kernel is None:

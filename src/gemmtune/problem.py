@@ -52,8 +52,8 @@ class Quant:
 
     group: elements of K that share a scale; None = one group (a scale per output channel).
     scale_dtype: dtype of the scale (and zero-point) tensors, shape [N] (group None) or [ceil(K / group), N].
-    zero_point: whether a zero-point tensor travels with the scale. Without one: 0 for int8, 8 for int4 (whose
-    stored nibbles are 0..15).
+    zero_point: whether a zero-point tensor travels with the scale. Without one: 0 for int8 and float8 (which never
+    has one), 8 for int4 (whose stored nibbles are 0..15).
     """
 
     group: int | None = None

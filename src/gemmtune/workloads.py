@@ -20,6 +20,7 @@ DTYPES: dict[str, str] = {
     "int8": "int8 x int8 -> int32",
     "fp8": "float8_e4m3fn x float8_e4m3fn -> bfloat16, with a scale per row of activations and column of weights",
     "int8wo": "bfloat16 activations, int8 weights with a scale per output channel",
+    "fp8wo": "bfloat16 activations, float8_e4m3fn weights with a float32 scale per output channel",
     "int4wo": "bfloat16 activations, int4 weights with a scale and a zero point per group of 128",
 }
 _FLOATS = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -62,13 +63,14 @@ def weight_only_problem(
     k: int,
     *,
     bits: int = 8,
+    float8: bool = False,
     group: int | None = None,
     dtype: str = "bfloat16",
     scale_dtype: str | None = None,
     zero_point: bool = False,
     constant: bool = True,
 ) -> Problem:
-    """``x[m, k] @ dequantised(w)[k, n]`` with bits-wide weights (8 or 4).
+    """``x[m, k] @ dequantised(w)[k, n]`` with bits-wide integer weights (8 or 4), or float8_e4m3fn ones.
 
     group: elements of K that share a scale (None: one scale per output channel). dtype: torch's name of x and the
     output; scale_dtype defaults to it. Raises ValueError for other bits.
@@ -76,7 +78,7 @@ def weight_only_problem(
     if bits not in (4, 8):
         raise ValueError(f"bits must be 8 or 4; got {bits!r}")
     quant = Quant(group=group, scale_dtype=scale_dtype or dtype, zero_point=zero_point)
-    weight = Operand(f"int{bits}", Layout("col"), constant=constant, quant=quant)
+    weight = Operand("float8_e4m3fn" if float8 else f"int{bits}", Layout("col"), constant=constant, quant=quant)
     return Problem("mixed_mm", m, n, k, Operand(dtype), weight, dtype)
 
 
@@ -101,6 +103,8 @@ def build(m: int, n: int, k: int, dtype: str, *, bias: bool = False) -> Problem:
         return fp8_problem(m, n, k)
     if dtype == "int8wo":
         return weight_only_problem(m, n, k)
+    if dtype == "fp8wo":
+        return weight_only_problem(m, n, k, float8=True, scale_dtype="float32")
     if dtype == "int4wo":
         return weight_only_problem(m, n, k, bits=4, group=128, zero_point=True)
     raise ValueError(f"unknown dtype {dtype!r}; known dtypes: {', '.join(DTYPES)}")
@@ -111,7 +115,7 @@ def dtype_name(problem: Problem) -> str:
     a, b = problem.a.dtype, problem.b.dtype
     short = {name: key for key, name in _FLOATS.items()}
     if problem.family == "mixed_mm":
-        name = f"{b}wo"
+        name = {"float8_e4m3fn": "fp8wo"}.get(b, f"{b}wo")
         return name if a == "bfloat16" else f"{short.get(a, a)} x {name}"
     if problem.family == "int_mm":
         return "int8" if a == b == "int8" and problem.out_dtype == "int32" else f"{a} x {b} -> {problem.out_dtype}"

@@ -84,6 +84,24 @@ struct FmaS8 : Fma {
   template <int S> GT_INLINE F2 convert(Raw v) { return {_mm256_cvtepi32_ps(v.lo), _mm256_cvtepi32_ps(v.hi)}; }
 };
 
+// The bits of float8_e4m3fn are those of a float16 that is 2^-8 times as large, subnormals too; 0x7F is NaN.
+struct FmaF8 : Fma {
+  using Raw = F2;
+  static constexpr int kVectorBytes = 16;
+  GT_INLINE __m256 widen(__m128i wide) {
+    const __m128i low = _mm_set1_epi16(0x7F), magnitude = _mm_and_si128(wide, low);
+    const __m128i nan = _mm_and_si128(_mm_cmpeq_epi16(magnitude, low), _mm_set1_epi16(0x7E00));
+    const __m128i sign = _mm_slli_epi16(_mm_andnot_si128(low, wide), 8);
+    const __m128i half = _mm_or_si128(_mm_or_si128(_mm_slli_epi16(magnitude, 7), nan), sign);
+    return _mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(256.0f));
+  }
+  GT_INLINE Raw raw(const char* p) {
+    const __m256i wide = _mm256_cvtepu8_epi16(load128(p));
+    return {widen(_mm256_castsi256_si128(wide)), widen(_mm256_extracti128_si256(wide, 1))};
+  }
+  template <int S> GT_INLINE F2 convert(Raw v) { return v; }
+};
+
 struct FmaS4 : Fma {
   using Raw = I2;
   static constexpr int kVectorBytes = 64;
@@ -132,6 +150,7 @@ struct MaddS8 {
 const KernelSet kSets[] = {
     make_set<FmaF32, 6, 0, 0, 0>(Compute::f32, DType::f32), make_set<FmaBf16, 6, 0, 0, 0>(Compute::f32, DType::bf16),
     make_set<FmaF16, 6, 0, 0, 0>(Compute::f32, DType::f16), make_set<FmaS8, 6, 0, 0, 0>(Compute::f32, DType::s8),
+    make_set<FmaF8, 6, 0, 0, 0>(Compute::f32, DType::f8),
     make_set<FmaS4, 4, 0, 0, 0>(Compute::f32, DType::s4),   make_set<MaddS8, 6, 0, 0, 0>(Compute::i16, DType::s8),
 };
 

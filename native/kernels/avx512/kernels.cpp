@@ -49,6 +49,21 @@ struct FmaS8 : Fma {
   template <int S> GT_INLINE __m512 convert(Raw v) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(v)); }
 };
 
+// The bits of float8_e4m3fn are those of a float16 that is 2^-8 times as large, subnormals too; 0x7F is NaN.
+struct FmaF8 : Fma {
+  using Raw = __m128i;
+  static constexpr int kVectorBytes = 16;
+  GT_INLINE Raw raw(const char* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
+  template <int S> GT_INLINE __m512 convert(Raw v) {
+    const __m256i wide = _mm256_cvtepu8_epi16(v), low = _mm256_set1_epi16(0x7F);
+    const __m256i magnitude = _mm256_and_si256(wide, low);
+    const __m256i sign = _mm256_slli_epi16(_mm256_andnot_si256(low, wide), 8);
+    const __mmask16 nan = _mm256_cmpeq_epi16_mask(magnitude, low);
+    const __m256i half = _mm256_mask_mov_epi16(_mm256_slli_epi16(magnitude, 7), nan, _mm256_set1_epi16(0x7E00));
+    return _mm512_mul_ps(_mm512_cvtph_ps(_mm256_or_si256(half, sign)), _mm512_set1_ps(256.0f));
+  }
+};
+
 struct FmaS4 : Fma {
   using Raw = __m512i;
   static constexpr int kVectorBytes = 64;
@@ -91,7 +106,7 @@ const KernelSet kSets[] = {
     with_dots<RowDot<FmaF32>>(make_set<FmaF32, 12, 12, 8, 6>(Compute::f32, DType::f32)),
     with_dots<RowDot<FmaBf16>>(make_set<FmaBf16, 12, 12, 8, 6>(Compute::f32, DType::bf16)),
     with_dots<RowDot<FmaF16>>(make_set<FmaF16, 12, 12, 8, 6>(Compute::f32, DType::f16)),
-    make_set<FmaS8, 12, 12, 8, 6>(Compute::f32, DType::s8),
+    make_set<FmaS8, 12, 12, 8, 6>(Compute::f32, DType::s8),     make_set<FmaF8, 12, 12, 8, 6>(Compute::f32, DType::f8),
     make_set<FmaS4, 8, 8, 6, 4>(Compute::f32, DType::s4),     make_set<MaddS8, 12, 12, 8, 6>(Compute::i16, DType::s8),
 };
 

@@ -41,6 +41,30 @@ struct DotS8 : Dot {
   }
 };
 
+// 32 float8_e4m3fn (lying as DotS8's int8) to bf16 pairs, exactly, in lanes of 16 bits: normal numbers get another
+// exponent bias (127 - 7), the seven subnormals of either sign come from a table, and 0x7F is NaN.
+struct DotF8 : Dot {
+  using Raw = __m256i;
+  static constexpr int kVectorBytes = 32;
+  GT_INLINE Raw raw(const char* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+  GT_INLINE __m512i subnormals() {  // 0 to 7 times 2^-9
+    const __m128i first = _mm_setr_epi16(0x0000, 0x3B00, 0x3B80, 0x3BC0, 0x3C00, 0x3C20, 0x3C40, 0x3C60);
+    return _mm512_castsi128_si512(first);
+  }
+  template <int S> GT_INLINE __m512bh convert(Raw v) {
+    const __m512i even = _mm512_cvtepu8_epi32(_mm256_castsi256_si128(v));
+    const __m512i odd = _mm512_cvtepu8_epi32(_mm256_extracti128_si256(v, 1));
+    const __m512i bytes = _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)), low = _mm512_set1_epi16(0x7F);
+    const __m512i magnitude = _mm512_and_si512(bytes, low);
+    const __mmask32 subnormal = _mm512_cmplt_epu16_mask(magnitude, _mm512_set1_epi16(8));
+    const __mmask32 nan = _mm512_cmpeq_epi16_mask(magnitude, low);
+    __m512i value = _mm512_add_epi16(_mm512_slli_epi16(magnitude, 4), _mm512_set1_epi16(120 << 7));
+    value = _mm512_mask_permutexvar_epi16(value, subnormal, magnitude, subnormals());
+    value = _mm512_mask_mov_epi16(value, nan, _mm512_set1_epi16(0x7FC0));
+    return (__m512bh)_mm512_or_si512(value, _mm512_slli_epi16(_mm512_andnot_si512(low, bytes), 8));
+  }
+};
+
 // A 32-entry table of bf16(q - 8), repeated so that the fifth index bit (the next nibble's) does not matter.
 struct DotS4 : Dot {
   using Raw = __m512i;

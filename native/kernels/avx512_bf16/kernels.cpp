@@ -8,7 +8,7 @@ namespace {
 
 const KernelSet kSets[] = {
     with_dots<RowDotBf16>(make_set<DotBf16, 12, 12, 8, 6>(Compute::bf16, DType::bf16)),
-    make_set<DotS8, 12, 12, 8, 6>(Compute::bf16, DType::s8),
+    make_set<DotS8, 12, 12, 8, 6>(Compute::bf16, DType::s8), make_set<DotF8, 12, 12, 8, 6>(Compute::bf16, DType::f8),
     make_set<DotS4, 12, 10, 6, 4>(Compute::bf16, DType::s4),
 };
 

@@ -65,6 +65,13 @@ struct FmaS8 : Fma {
   template <int S> GT_INLINE Vf convert(Raw p) { return generate<Vf>([p](int i) { return static_cast<float>(p[i]); }); }
 };
 
+struct FmaF8 : Fma {
+  using Raw = const uint8_t*;
+  static constexpr int kVectorBytes = 16;
+  GT_INLINE Raw raw(const char* p) { return reinterpret_cast<const uint8_t*>(p); }
+  template <int S> GT_INLINE Vf convert(Raw p) { return generate<Vf>([p](int i) { return f8_to_f32(p[i]); }); }
+};
+
 struct FmaS4 : Fma {
   using Raw = const uint32_t*;
   static constexpr int kVectorBytes = 64;
@@ -118,6 +125,7 @@ const KernelSet kSets[] = {
     make_set<FmaHalf<&bf16_to_f32>, 4, 0, 0, 0>(Compute::f32, DType::bf16),
     make_set<FmaHalf<&f16_to_f32>, 4, 0, 0, 0>(Compute::f32, DType::f16),
     make_set<FmaS8, 4, 0, 0, 0>(Compute::f32, DType::s8),
+    make_set<FmaF8, 4, 0, 0, 0>(Compute::f32, DType::f8),
     make_set<FmaS4, 4, 0, 0, 0>(Compute::f32, DType::s4),
     make_set<MaddS8, 4, 0, 0, 0>(Compute::i16, DType::s8),
 };

@@ -35,7 +35,7 @@ def bench(
         str | None, typer.Option("--workload", metavar="NAME", help="llama, llama-small, odd or dynamic.")
     ] = None,
     dtype: Annotated[
-        str, typer.Option("--dtype", metavar="D", help="fp32, bf16, fp16, fp64, int8, int8wo, int4wo or fp8.")
+        str, typer.Option("--dtype", metavar="D", help="fp32, bf16, fp16, fp64, int8, int8wo, int4wo, fp8wo or fp8.")
     ] = "bf16",
     backends: BackendsOption = None,
     budget: BudgetOption = None,

@@ -203,16 +203,18 @@ def _int4_tiles(weight: Any) -> QuantizedWeight:
 
 def _float8(weight: Any) -> QuantizedWeight:
     n, k = weight.shape
+    if weight.qdata.dtype != torch.float8_e4m3fn:
+        raise UnknownFormatError(f"is {weight.qdata.dtype}; gemmtune's kernels take float8_e4m3fn")
     options = weight.act_quant_kwargs
+    scale, group = _scales(weight.scale, n, k, weight.block_size)
     if options is None:
-        raise UnknownFormatError("is float8 with floating activations, for which gemmtune has no kernel")
+        return QuantizedWeight(weight.qdata, scale, None, 8, group, "", weight.dtype, weight)
     if getattr(options, "hp_value_lb", None) is not None or getattr(options, "hp_value_ub", None) is not None:
         raise UnknownFormatError("has bounds for its activations (hp_value_lb, hp_value_ub)")
-    if options.float8_dtype != weight.qdata.dtype or weight.qdata.dtype != torch.float8_e4m3fn:
-        raise UnknownFormatError(f"is {weight.qdata.dtype} with activations of {options.float8_dtype}")
-    scale, group = _scales(weight.scale, n, k, weight.block_size)
+    if options.float8_dtype != weight.qdata.dtype:
+        raise UnknownFormatError(f"has activations of {options.float8_dtype}")
     if group is not None:
-        raise UnknownFormatError("is float8 with scales by groups")
+        raise UnknownFormatError("is float8 with scales by groups, and its activations are quantised")
     by_row = _by_row(options.granularity)
     if by_row != (weight.scale.numel() > 1):
         raise UnknownFormatError("is float8 with scales by row, and its activations by tensor, or the other way round")
@@ -238,10 +240,11 @@ def quantize(rows: Tensor, activation: Activation) -> tuple[Tensor, Tensor | Non
 
     Symmetric int8: scale = max |x| / 127.5, at least 2**-23, and x / scale is rounded to -128 .. 127. float8 (e4m3):
     scale = max |x| / 448. ``int8 row asymmetric`` gives floating numbers again: those that int8 stands for. The
-    arithmetic is in torchao's dtypes, so that the integers are torchao's.
+    arithmetic is in torchao's dtypes, so that the integers are torchao's. Quantised activations have no gradient.
     """
     if activation == "":
         return rows, None
+    rows = rows.detach()  # rounding has no gradient, here as in torchao
     if activation == "int8 row asymmetric":
         return _through_int8(rows), None
     size = rows.abs()

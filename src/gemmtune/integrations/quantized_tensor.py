@@ -240,7 +240,8 @@ def _operand(parts: Sequence[Tensor], spec: str) -> Tensor | QuantWeight | Packe
         return parts[0].t()
     zero = parts[2] if fields["zero"] else None
     quant = Quant(fields["group"], _name(parts[1].dtype), zero is not None)
-    return QuantWeight(parts[0].t(), parts[1], zero, fields["k"], quant, f"int{fields['bits']}")
+    stored = "int4" if fields["bits"] == 4 else _name(parts[0].dtype)
+    return QuantWeight(parts[0].t(), parts[1], zero, fields["k"], quant, stored)
 
 
 def _integers(parts: Sequence[Tensor], spec: str) -> Tensor:

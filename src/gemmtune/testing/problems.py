@@ -87,8 +87,10 @@ def _integer(rng: random.Random, m: int, n: int, k: int) -> Problem:
 
 def _weight_only(rng: random.Random, m: int, n: int, k: int) -> Problem:
     dtype = rng.choice(_FLOATS)
-    quant = Quant(rng.choice((None, 32, 64)), rng.choice(("float32", dtype)), rng.random() < 0.4)
-    b = Operand(rng.choice(("int8", "int4")), Layout("col"), constant=True, quant=quant)
+    stored = rng.choice(("int8", "int8", "int4", "int4", "float8_e4m3fn"))
+    zero_point = stored != "float8_e4m3fn" and rng.random() < 0.4
+    quant = Quant(rng.choice((None, 32, 64)), rng.choice(("float32", dtype)), zero_point)
+    b = Operand(stored, Layout("col"), constant=True, quant=quant)
     return Problem("mixed_mm", m, n, k, Operand(dtype), b, dtype, random_epilogue(rng, 2))
 
 

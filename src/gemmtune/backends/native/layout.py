@@ -1,7 +1,7 @@
 """The packed layouts of a constant weight: their names, packing and unpacking.
 
 ``native:k<kp>/<dtype>/nr<columns>``: columns in panels of ``nr``, ``kp`` consecutive k side by side, or apart by parity
-for int8 under bf16 products (``k2s``; native/frame/pack_b.hpp). One layout serves every micro-tile of its width and
+for int8 and float8 under bf16 products (``k2s``; native/frame/pack_b.hpp). One layout serves every micro-tile of its width and
 every M.
 """
 
@@ -18,12 +18,12 @@ from torch import Tensor
 
 from ...allocate import empty_cpu
 from ...errors import PackedWeightError
-from ...problem import Problem
+from ...problem import Problem, bits
 from ..base import PackedWeight, QuantWeight
 from ..memory import address
 from .traits import BF16, DTYPES, F32, I16, LANES, U8S8, Compute
 
-_NAME = re.compile(r"native:k(1|2|2s|4)/([a-z0-9]+)/nr(16|32|48|64)")
+_NAME = re.compile(r"native:k(1|2|2s|4)/([a-z0-9_]+)/nr(16|32|48|64)")
 # A compute type that packs as the name says: all of one kind pack alike.
 _BY_KIND = {"1": F32, "2": I16, "2s": BF16, "4": U8S8}
 _ALIGN = 64
@@ -40,7 +40,7 @@ class Packing:
 
     @classmethod
     def of(cls, compute: Compute, dtype: str, nr: int) -> Packing:
-        split = compute is BF16 and dtype == "int8"
+        split = compute is BF16 and dtype in ("int8", "float8_e4m3fn")
         return cls("2s" if split else str(compute.kp), dtype, nr)
 
     @classmethod
@@ -70,7 +70,7 @@ class Packing:
     def nbytes(self, n: int, k: int) -> int:
         """Bytes of the packed panels, without scales or compensation."""
         per_row = 8 if self.dtype == "int4" else self.kp
-        element = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "int4": 4}[self.dtype]
+        element = bits(self.dtype)
         return -(-k // per_row) * per_row * self.padded_n(n) * element // 8
 
 

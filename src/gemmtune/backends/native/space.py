@@ -17,7 +17,7 @@ from typing import Any
 from ...problem import Problem
 from ...target import Target
 from ..base import NOT_LISTED, Candidate, Illegal, is_same
-from .traits import BF16, DTYPES, F32, U8S8, UNITS, Unit, suits
+from .traits import BF16, DTYPES, F32, SCALED, U8S8, UNITS, Unit, suits
 
 NAME = "native"
 TEMPLATES = ("packed", "expand", "raw", "dot")
@@ -59,8 +59,8 @@ def _quant_refusal(problem: Problem) -> str:
     quant = problem.b.quant
     if problem.family != "mixed_mm":
         return ""
-    if quant is None or problem.b.dtype not in ("int8", "int4"):
-        return "needs int8 or int4 weights with their quantisation"
+    if quant is None or problem.b.dtype not in SCALED:
+        return "needs int8, int4 or float8_e4m3fn weights with their scales"
     if quant.scale_dtype not in ("float32", "bfloat16", "float16"):
         return f"no scales of {quant.scale_dtype}"
     if quant.group is not None and quant.group < problem.k and quant.group % 8:
@@ -161,7 +161,7 @@ def _template_refusal(problem: Problem, unit: Unit, template: str) -> str:
     if problem.family == "bmm":
         return "batched operands are read as they lie"
     if template == "expand":
-        if weight not in unit.expands or weight not in ("int8", "int4"):
+        if weight not in unit.expands or weight not in SCALED:
             return "nothing to expand: the weight is stored as it is multiplied"
         if problem.m <= min(unit.tile_rows(weight, expanded=False).values()):
             return f"M = {problem.m} is one row tile: an expanded block would be used once"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "uint8": 4, "int32": 5, "int4": 6}
+DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "uint8": 4, "int32": 5, "int4": 6, "float8_e4m3fn": 7}
 STEP_KINDS = ("scale", "bias", "add", "mul", "relu", "gelu", "gelu_tanh", "silu", "clamp", "cast")
 AXES = ("tensor", "row", "col", "full")
 PACK_A = ("none", "rows", "panels")
@@ -51,7 +51,8 @@ class Unit:
 
 _WIDE = {64: 6, 48: 8, 32: 12, 16: 12}
 _PAIRS = {64: 5, 48: 7, 32: 12, 16: 12}  # two vectors of B for each vector of columns
-_FLOATS = ("float32", "bfloat16", "float16", "int8", "int4")
+_FLOATS = ("float32", "bfloat16", "float16", "int8", "int4", "float8_e4m3fn")
+SCALED = ("int8", "int4", "float8_e4m3fn")  # weights with scales beside floating activations
 
 # Best first: the order in which the search tries them.
 UNITS = (
@@ -63,8 +64,8 @@ UNITS = (
     Unit(
         "avx512_bf16",
         BF16,
-        ("bfloat16", "int8", "int4"),
-        ("int8", "int4"),
+        ("bfloat16", *SCALED),
+        SCALED,
         _WIDE,
         {"int4": {64: 4, 48: 6, 32: 10, 16: 12}},
         ("bfloat16",),
