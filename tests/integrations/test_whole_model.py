@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import random
 import weakref
 from typing import Any, ClassVar
 
@@ -17,19 +17,37 @@ from gemmtune.store import MemoryStore
 from integrations.test_optimize import Mlp, ready
 
 
-class Sleepy(Mlp):
-    """Takes another time with packed weights than without: a number of milliseconds each."""
+class Clock:
+    """A clock that only models move."""
 
-    packed_s, plain_s = 0.004, 0.001
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock that comparisons of whole models read: no load on this machine moves it."""
+    monkeypatch.setattr(whole_model, "time", Clock())
+    made: Clock = whole_model.time  # type: ignore[assignment]
+    return made
+
+
+class Timed(Mlp):
+    """Takes another time with packed weights than without, in seconds, give or take a tenth."""
+
+    packed_s, plain_s = 0.4, 0.1
 
     def forward(self, x: Tensor) -> Tensor:
-        time.sleep(self.packed_s if isinstance(self.up.weight, PackedTensor) else self.plain_s)
+        seconds = self.packed_s if isinstance(self.up.weight, PackedTensor) else self.plain_s
+        whole_model.time.now += seconds * random.uniform(0.9, 1.1)  # type: ignore[attr-defined]
         return super().forward(x)
 
 
 def test_a_slower_model_is_restored(own_store: MemoryStore, caplog: pytest.LogCaptureFixture) -> None:
     x = torch.randn(3, 8)
-    model = ready(Sleepy(), x, own_store)
+    model = ready(Timed(), x, own_store)
     wanted, weights = model(x), list(model.parameters())
     handle = gemmtune.optimize(model, x, tune=False, compare=True)
     assert handle.swapped == {}
@@ -44,10 +62,10 @@ def test_a_slower_model_is_restored(own_store: MemoryStore, caplog: pytest.LogCa
 
 
 def test_a_faster_model_stays_packed(own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Sleepy, "packed_s", 0.001)
-    monkeypatch.setattr(Sleepy, "plain_s", 0.004)
+    monkeypatch.setattr(Timed, "packed_s", 0.1)
+    monkeypatch.setattr(Timed, "plain_s", 0.4)
     x = torch.randn(3, 8)
-    model = ready(Sleepy(), x, own_store)
+    model = ready(Timed(), x, own_store)
     handle = gemmtune.optimize(model, x, tune=False, compare=True)
     assert set(handle.swapped) == {"up", "down"}
     assert handle.ratio is not None
@@ -81,7 +99,7 @@ def test_nothing_is_timed_where_both_forms_do_not_fit(own_store: MemoryStore, mo
         whole_model.psutil, "virtual_memory", lambda: asked.append(1) or type("Free", (), {"available": 8})
     )
     x = torch.randn(3, 8)
-    model = ready(Sleepy(), x, own_store)
+    model = ready(Timed(), x, own_store)
     handle = gemmtune.optimize(model, x, tune=False, compare=True)
     assert asked
     assert handle.ratio is None

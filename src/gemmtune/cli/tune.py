@@ -51,7 +51,9 @@ def tune(
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option("--dtype", metavar="D", help="fp32, bf16 [default], fp16, fp64, int8, int8wo, int4wo, fp8wo, fp8."),
+        typer.Option(
+            "--dtype", metavar="D", help="fp32, bf16 [default], fp16, fp64, int8, int8wo, int4wo, fp8wo, fp8."
+        ),
     ] = None,
     bias: Annotated[bool, typer.Option("--bias", help="With shapes: add a bias of N.")] = False,
     backends: BackendsOption = None,

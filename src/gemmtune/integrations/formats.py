@@ -68,9 +68,7 @@ class QuantizedWeight:
         """The B operand of its product: [K, N], with its scales for ``mixed_mm``."""
         if self.product != "mixed_mm":
             return self.data.t()
-        return describe.quantized(
-            self.data.t(), self.scale, self.zero_point, self.bits, self.group_size, self.shape[1]
-        )
+        return describe.quantized(self.data.t(), self.scale, self.zero_point, self.bits, self.group_size, self.shape[1])
 
     @property
     def nbytes(self) -> int:

@@ -1,7 +1,8 @@
 """Modules in the place of weight-only linears, and of linears whose weight stays as it lies.
 
 ``WeightOnlyLinear`` holds its weight packed; its ``state_dict`` has the raw one under the original's names.
-``RawLinear`` and ``RawWeightOnlyLinear`` keep the weight as it lies, for tuned kernels that take it so.
+``RawLinear`` and ``RawWeightOnlyLinear`` keep the weight as it lies, for tuned kernels that take it so. All their
+tensors are Parameters and buffers, and operators take them as arguments: graphs and exported programs carry them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from ..errors import PackedWeightError
 from ..ops import linear
 from ..packing import pack, unpack
 from ..quantized import mixed_mm
-from . import graph
+from .packed_tensor import LIBRARY, ReadOnly, is_for_dispatcher, untraced
+from .quantized_tensor import describe_packed, describe_raw, operand_of
 from .weight_only import WeightOnly
 
 
@@ -32,7 +34,6 @@ class WeightOnlyLinear(nn.Module):
     """
 
     bias: Tensor | None
-    packed: PackedWeight
 
     def __init__(
         self,
@@ -44,22 +45,40 @@ class WeightOnlyLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = packed.k, packed.n
-        self.packed = packed
+        self._take(packed)
         self.names, self.transposed_scale = dict(names), transposed_scale
-        self._device_type = packed.device.type
         if bias is None:
             self.register_parameter("bias", None)
         elif isinstance(bias, nn.Parameter):
             self.register_parameter("bias", bias)
         else:
             self.register_buffer("bias", bias)
-        self.handle = graph.register(self)
         self.eval()
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy (deepcopy, pickle) is a module of its own in compiled graphs too."""
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.handle = graph.register(self)
+    def _take(self, packed: PackedWeight) -> None:
+        """Hold the tensors of a packed weight as buffers."""
+        self.spec = describe_packed(packed)
+        self._parts = [f"packed_{place}" for place in range(len(packed.data))]
+        for name, tensor in zip(self._parts, packed.data, strict=True):
+            self.register_buffer(name, tensor, persistent=False)  # the state has the raw weight
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """The tensors of the packed weight."""
+        return [self._buffers[name] for name in self._parts]  # type: ignore[misc]
+
+    @property
+    def packed(self) -> PackedWeight:
+        """The packed weight, which shares the memory of the buffers."""
+        made = self.__dict__.get("_packed")
+        if made is None or made.data[0] is not self._buffers["packed_0"]:
+            made = self.__dict__["_packed"] = operand_of(self.parts, self.spec)
+        assert isinstance(made, PackedWeight)
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy (deepcopy, pickle) makes its PackedWeight of its own buffers."""
+        return {name: value for name, value in self.__dict__.items() if name != "_packed"}
 
     def forward(self, input: Tensor) -> Tensor:
         """``input @ dequantised(weight).T + bias``, input [.., in_features]. Raises GradError in training mode."""
@@ -68,21 +87,19 @@ class WeightOnlyLinear(nn.Module):
                 "WeightOnlyLinear holds a packed weight and cannot train: call eval() first, or restore() the model "
                 "with the handle that gemmtune.optimize() returned"
             )
-        if torch.compiler.is_compiling() and not autocasting(self._device_type):
-            return graph.call(input, self.handle, self.out_features)
-        return self.compute(input)
-
-    def compute(self, input: Tensor) -> Tensor:
-        """The product itself, input [.., in_features]; ``forward`` has checked that it may be asked for."""
-        if input.dim() == 2:
-            return mixed_mm(input, self.packed, bias=self.bias)
-        flat = input.reshape(-1, input.shape[-1]) if input.numel() else input.new_empty((0, input.shape[-1]))
-        return mixed_mm(flat, self.packed, bias=self.bias).view(*input.shape[:-1], self.out_features)
+        flat = input if input.dim() == 2 else input.reshape(-1, self.in_features)
+        if torch.compiler.is_compiling() or is_for_dispatcher(flat, self.bias):
+            product = torch.ops.gemmtune.quantized_linear(flat, None, self.parts, self.spec, self.bias, input.dtype)
+        else:
+            product = mixed_mm(flat, self.packed, bias=self.bias)
+        out: Tensor = product if input.dim() == 2 else product.view(*input.shape[:-1], self.out_features)
+        return out
 
     @property
     def weight(self) -> Tensor:
-        """The raw integers [N, K] (int4: [N, ceil(K / 2)]), unpacked anew at each access."""
-        return self.raw()[self.names["weight"]]
+        """The raw integers [N, K] (int4: [N, ceil(K / 2)]), unpacked anew at each access. Writes to them would be lost
+        and raise PackedWeightError."""
+        return ReadOnly.of(self.raw()[self.names["weight"]])
 
     @property
     def dtype(self) -> torch.dtype:
@@ -106,7 +123,7 @@ class WeightOnlyLinear(nn.Module):
         quant = self.packed.quant
         assert quant is not None
         zero = self.names.get("zero_point")
-        self.packed = pack(
+        packed = pack(
             tensors[self.names["weight"]],
             scale=self._turn(tensors[self.names["scale"]]),
             zero_point=self._turn(tensors[zero]) if zero is not None and quant.zero_point else None,
@@ -114,6 +131,7 @@ class WeightOnlyLinear(nn.Module):
             group_size=quant.group,
             layout=self.packed.layout,
         )
+        self._take(packed)
 
     def _turn(self, tensor: Tensor) -> Tensor:
         return tensor.t().contiguous() if self.transposed_scale and tensor.dim() == 2 else tensor
@@ -160,82 +178,118 @@ class WeightOnlyLinear(nn.Module):
         )
 
 
-class _Raw(nn.Module):
-    """What both modules with raw weights share: they hold the original's very Parameters and buffers."""
-
-    layout = "raw"
-    bias: Tensor | None
-
-    def __init__(self, original: nn.Module, in_features: int, out_features: int) -> None:
-        super().__init__()
-        self.in_features, self.out_features = in_features, out_features
-        for name, parameter in original._parameters.items():
-            self.register_parameter(name, parameter)
-        kept = original._non_persistent_buffers_set
-        for name, buffer in original._buffers.items():
-            self.register_buffer(name, buffer, persistent=name not in kept)
-        self.handle = graph.register(self)
-        self.train(original.training)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy (deepcopy, pickle) is a module of its own in compiled graphs too."""
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.handle = graph.register(self)
-
-    def compute(self, input: Tensor) -> Tensor:
-        """The product itself, input [.., in_features]."""
-        raise NotImplementedError
-
-    def forward(self, input: Tensor) -> Tensor:
-        """The original's result, by the kernel that was tuned for these rows."""
-        wants = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters(False))
-        if torch.compiler.is_compiling() and not (wants or autocasting(input.device.type)):
-            return graph.call(input, self.handle, self.out_features)
-        return self.compute(input)
-
-    def give_back(self, original: nn.Module) -> None:
-        """Hand the tensors to the original again: they may have been moved, cast or loaded since."""
-        original._parameters.update({name: self._parameters[name] for name in original._parameters})
-        original._buffers.update({name: self._buffers[name] for name in original._buffers})
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+def _share(module: nn.Module, original: nn.Module) -> None:
+    """Give a module the original's very Parameters and buffers, under their names."""
+    for name, parameter in original._parameters.items():
+        module.register_parameter(name, parameter)
+    for name, buffer in original._buffers.items():
+        module.register_buffer(name, buffer, persistent=name not in original._non_persistent_buffers_set)
+    module.train(original.training)
 
 
-class RawLinear(_Raw):
+def _give_back(module: nn.Module, original: nn.Module) -> None:
+    """Hand the tensors to the original again: they may have been moved, cast or loaded since."""
+    original._parameters.update({name: module._parameters[name] for name in original._parameters})
+    original._buffers.update({name: module._buffers[name] for name in original._buffers})
+
+
+def _wants_grad(module: nn.Module) -> bool:
+    return torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters(False))
+
+
+class RawLinear(nn.Linear):
     """``nn.Linear`` through ``gemmtune.linear``; trains as the original does.
 
     original: the module whose Parameters it shares.
     """
 
-    weight: Tensor
+    layout = "raw"
 
     def __init__(self, original: nn.Linear) -> None:
-        super().__init__(original, original.in_features, original.out_features)
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = original.in_features, original.out_features
+        _share(self, original)
 
-    def compute(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
+        """The original's result, by the kernel that was tuned for these rows."""
+        if torch.compiler.is_compiling() and not (_wants_grad(self) or autocasting(input.device.type)):
+            result: Tensor = torch.ops.gemmtune.tuned_linear(input, self.weight, self.bias)
+            return result
         return linear(input, self.weight, self.bias)
 
+    def give_back(self, original: nn.Module) -> None:
+        """Hand the Parameters to the original again."""
+        _give_back(self, original)
 
-class RawWeightOnlyLinear(_Raw):
+
+class RawWeightOnlyLinear(nn.Module):
     """A weight-only linear through ``gemmtune.mixed_mm``.
 
     original: the module whose tensors it shares. held: what ``recognise`` found in it, its scales not transposed.
     """
 
+    layout = "raw"
+    bias: Tensor | None
+
     def __init__(self, original: nn.Module, held: WeightOnly) -> None:
-        k = held.weight.shape[1] * (2 if held.bits == 4 else 1)
-        super().__init__(original, k, held.weight.shape[0])
+        super().__init__()
+        self.in_features, self.out_features = held.weight.shape[1] * (2 if held.bits == 4 else 1), held.weight.shape[0]
+        _share(self, original)
         if "bias" not in self._parameters and "bias" not in self._buffers:
             self.register_parameter("bias", None)
         self.names, self.bits, self.group_size = dict(held.names), held.bits, held.group_size
+        self.spec = describe_raw(held.weight, held.scale, held.zero_point, held.bits, held.group_size)
 
-    def compute(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
+        """The original's result, by the kernel that was tuned for these rows."""
         flat = input if input.dim() == 2 else input.reshape(-1, self.in_features)
-        zero = self.names.get("zero_point")
-        weight, scale = getattr(self, self.names["weight"]), getattr(self, self.names["scale"])
-        product = mixed_mm(
-            flat, weight.t(), scale, None if zero is None else getattr(self, zero), bits=self.bits,
-            group_size=self.group_size, bias=self.bias,
-        )  # fmt: skip
-        return product if input.dim() == 2 else product.view(*input.shape[:-1], self.out_features)
+        tensors = [getattr(self, self.names[name]) for name in ("weight", "scale", "zero_point") if name in self.names]
+        if torch.compiler.is_compiling() or is_for_dispatcher(flat, self.bias):
+            product = torch.ops.gemmtune.quantized_linear(flat, None, tensors, self.spec, self.bias, input.dtype)
+        else:
+            product = mixed_mm(
+                flat, tensors[0].t(), *tensors[1:], bits=self.bits, group_size=self.group_size, bias=self.bias
+            )
+        out: Tensor = product if input.dim() == 2 else product.view(*input.shape[:-1], self.out_features)
+        return out
+
+    def give_back(self, original: nn.Module) -> None:
+        """Hand the tensors to the original again."""
+        _give_back(self, original)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+LIBRARY.define("tuned_linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor")  # type: ignore[no-untyped-call]
+
+
+def _run_tuned(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    with untraced():
+        return linear(input, weight, bias)
+
+
+def _fake_tuned(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return input.new_empty((*input.shape[:-1], weight.shape[0]))
+
+
+for _device in ("CPU", "CUDA"):
+    LIBRARY.impl("tuned_linear", _run_tuned, _device)  # type: ignore[no-untyped-call]
+torch.library.register_fake("gemmtune::tuned_linear", _fake_tuned, lib=LIBRARY)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, weight, bias = inputs
+    ctx.save_for_backward(weight)
+    ctx.has_bias = bias is not None
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
+    """Gradients of the input and the bias; ``forward`` takes another way where the weight wants one."""
+    (weight,) = ctx.saved_tensors
+    input_grad = grad @ weight if ctx.needs_input_grad[0] else None
+    bias_grad = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
+    return input_grad, None, bias_grad
+
+
+torch.library.register_autograd("gemmtune::tuned_linear", _backward, setup_context=_setup, lib=LIBRARY)

@@ -124,9 +124,7 @@ class PackedTensor(Tensor):
         return names, (self.spec, len(self.part_names))
 
     @staticmethod
-    def __tensor_unflatten__(
-        inner: Mapping[str, Tensor], context: Any, size: Any, stride: Any
-    ) -> PackedTensor:
+    def __tensor_unflatten__(inner: Mapping[str, Tensor], context: Any, size: Any, stride: Any) -> PackedTensor:
         spec, count = context
         return PackedTensor([inner[f"packed_{place}"] for place in range(count)], spec, inner.get("raw_weight"))
 
@@ -185,7 +183,7 @@ class PackedTensor(Tensor):
             back = {id(plain[id(target)]): target for target in written}
             return tree_map(lambda t: back.get(id(t), t), result)
         if getattr(func, "is_view", False):
-            return tree_map(lambda t: _ReadOnly.of(t) if isinstance(t, Tensor) else t, result)
+            return tree_map(lambda t: ReadOnly.of(t) if isinstance(t, Tensor) else t, result)
         return result
 
 
@@ -275,7 +273,7 @@ def _autocast(input: Tensor, weight: PackedTensor, bias: Tensor | None) -> Tenso
         return _op(rounded, weight, shift) if _compiling() else _product(rounded, weight, shift)
 
 
-LIBRARY = torch.library.Library("gemmtune", "FRAGMENT")  # type: ignore[no-untyped-call]
+LIBRARY = torch.library.Library("gemmtune", "DEF")  # type: ignore[no-untyped-call]
 LIBRARY.define("packed_linear(Tensor input, Tensor[] weight, str spec, Tensor? bias) -> Tensor")  # type: ignore[no-untyped-call]
 LIBRARY.define("unpack_weight(Tensor[] weight, str spec) -> Tensor")  # type: ignore[no-untyped-call]
 
@@ -408,12 +406,12 @@ def _as_numpy(tensor: PackedTensor, **kwargs: Any) -> Any:
     return array
 
 
-class _ReadOnly(Tensor):
+class ReadOnly(Tensor):
     """A view of an unpacked copy of a packed weight: what writes to it would be lost, and is refused."""
 
     @classmethod
-    def of(cls, values: Tensor) -> _ReadOnly:
-        made: _ReadOnly = Tensor._make_subclass(cls, values.detach())
+    def of(cls, values: Tensor) -> ReadOnly:
+        made: ReadOnly = Tensor._make_subclass(cls, values.detach())
         return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -425,7 +423,7 @@ class _ReadOnly(Tensor):
         kwargs = kwargs or {}
         for place, argument in enumerate(func._schema.arguments):
             value = args[place] if place < len(args) else kwargs.get(argument.name)
-            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, _ReadOnly):
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, ReadOnly):
                 raise PackedWeightError(
                     f"{func}: this is a view of a weight packed by gemmtune.optimize(), and the write would be lost: "
                     "write to the whole weight, or restore() the model first"
@@ -433,9 +431,9 @@ class _ReadOnly(Tensor):
         with torch._C._DisableTorchDispatch():
             result = func(*tree_map(_ordinary, tuple(args)), **tree_map(_ordinary, dict(kwargs)))
         if getattr(func, "is_view", False):
-            return tree_map(lambda t: _ReadOnly.of(t) if isinstance(t, Tensor) else t, result)
+            return tree_map(lambda t: ReadOnly.of(t) if isinstance(t, Tensor) else t, result)
         return result
 
 
 def _ordinary(value: Any) -> Any:
-    return value.as_subclass(Tensor) if isinstance(value, _ReadOnly) else value
+    return value.as_subclass(Tensor) if isinstance(value, ReadOnly) else value

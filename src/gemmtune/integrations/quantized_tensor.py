@@ -59,22 +59,14 @@ class QuantizedTensor(PackedTensor):
         """Wrap a packed form of ``weight``; with None its own tensors, which are shared."""
         n, k = weight.shape
         parts: list[Tensor]
-        fields: dict[str, Any] = {
-            "n": n, "k": k, "dtype": _name(weight.dtype), "activation": weight.activation, "product": weight.product,
-            "bits": weight.bits, "group": weight.group_size, "zero": weight.zero_point is not None,
-        }  # fmt: skip
+        fields = _fields(weight.shape, weight.dtype, weight.bits, weight.group_size, weight.zero_point is not None)
+        fields["activation"], fields["product"] = weight.activation, weight.product
         if packed is None:
             parts = [weight.data]
             if weight.product == "mixed_mm":
                 parts += [weight.scale, *([] if weight.zero_point is None else [weight.zero_point])]
         else:
-            parts = list(packed.data)
-            quant = packed.quant
-            fields["packed"] = {
-                "layout": packed.layout, "n": n, "k": k, "dtype": packed.dtype, "machine": packed.machine,
-                "raw_order": packed.raw_order, "meta": dict(packed.meta),
-                "quant": None if quant is None else [quant.group, quant.scale_dtype, quant.zero_point],
-            }  # fmt: skip
+            parts, fields["packed"] = list(packed.data), _packed_fields(packed)
         fields["count"] = len(parts)
         if weight.product != "mixed_mm":
             parts.append(weight.scale.float())
@@ -87,9 +79,18 @@ class QuantizedTensor(PackedTensor):
     @property
     def packed(self) -> PackedWeight:
         """The PackedWeight. Raises PackedWeightError where the weight lies as it did."""
-        made = _operand(self.parts, self.spec)
+        made = self.operand
         if not isinstance(made, PackedWeight):
             raise PackedWeightError("this quantised weight is not packed: it lies as it did")
+        return made
+
+    @property
+    def operand(self) -> Tensor | QuantWeight | PackedWeight:
+        """The B operand of its product, which shares its memory."""
+        known = self.__dict__.get("_operand")
+        if known is None or known[0] is not self.packed_0:  # type: ignore[attr-defined]
+            known = self.__dict__["_operand"] = (self.packed_0, operand_of(self.parts, self.spec))  # type: ignore[attr-defined]
+        made: Tensor | QuantWeight | PackedWeight = known[1]
         return made
 
     @property
@@ -150,8 +151,10 @@ class QuantizedTensor(PackedTensor):
         if _compiling() or is_for_dispatcher(values, bias):
             out = torch.ops.gemmtune.quantized_linear(values, scale, self.parts, self.spec, bias, dtype)
         else:
-            out = _product(values, scale, self.parts, self.spec, bias, dtype)
-        return out if input.dim() == 2 else out.view(*input.shape[:-1], self.shape[0])
+            columns = getattr(self, self.part_names[spec["count"]]) if spec["product"] != "mixed_mm" else None
+            out = _product(values, scale, self.operand, columns, spec, bias, dtype)
+        result: Tensor = out if input.dim() == 2 else out.view(*input.shape[:-1], self.shape[0])
+        return result
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -204,9 +207,7 @@ def remade(weight: QuantizedWeight, like: QuantizedTensor) -> QuantizedTensor:
     return QuantizedTensor.of_weight(weight, None if layout == "raw" else pack_quantized(weight, layout=layout))
 
 
-def pack_quantized(
-    weight: QuantizedWeight, *, layout: str, problems: Sequence[Problem] | None = None
-) -> PackedWeight:
+def pack_quantized(weight: QuantizedWeight, *, layout: str, problems: Sequence[Problem] | None = None) -> PackedWeight:
     """Pack a quantised weight. Raises as ``gemmtune.pack``."""
     m: dict[str, Any] = {} if problems is None else {"m": list(problems)}
     if weight.product == "int_mm":
@@ -227,7 +228,40 @@ def _spec(spec: str) -> dict[str, Any]:
     return fields
 
 
-def _operand(parts: Sequence[Tensor], spec: str) -> Tensor | QuantWeight | PackedWeight:
+def _fields(shape: Sequence[int], dtype: torch.dtype, bits: int, group: int | None, zero_point: bool) -> dict[str, Any]:
+    return {
+        "n": shape[0], "k": shape[1], "dtype": _name(dtype), "bits": bits, "group": group, "zero": zero_point,
+        "activation": "", "product": "mixed_mm",
+    }  # fmt: skip
+
+
+def _packed_fields(packed: PackedWeight) -> dict[str, Any]:
+    quant = packed.quant
+    return {
+        "layout": packed.layout, "n": packed.n, "k": packed.k, "dtype": packed.dtype, "machine": packed.machine,
+        "raw_order": packed.raw_order, "meta": dict(packed.meta),
+        "quant": None if quant is None else [quant.group, quant.scale_dtype, quant.zero_point],
+    }  # fmt: skip
+
+
+def describe_packed(packed: PackedWeight) -> str:
+    """The spec of a packed weight-only weight, for ``quantized_linear`` and ``dequantize_weight``."""
+    quant = packed.quant
+    if quant is None:
+        raise TypeError("expected a packed weight with scales (gemmtune.pack(weight, scale=...)); this one has none")
+    bits = 4 if packed.dtype == "int4" else 8
+    fields = _fields((packed.n, packed.k), getattr(torch, quant.scale_dtype), bits, quant.group, quant.zero_point)
+    return json.dumps({**fields, "packed": _packed_fields(packed), "count": len(packed.data)})
+
+
+def describe_raw(weight: Tensor, scale: Tensor, zero_point: Tensor | None, bits: int, group_size: int | None) -> str:
+    """The spec of weight-only tensors as ``gemmtune.pack`` takes them, which lie as they did."""
+    shape = (weight.shape[0], weight.shape[1] * (2 if bits == 4 else 1))
+    fields = _fields(shape, scale.dtype, bits, group_size, zero_point is not None)
+    return json.dumps({**fields, "count": 2 + (zero_point is not None)})
+
+
+def operand_of(parts: Sequence[Tensor], spec: str) -> Tensor | QuantWeight | PackedWeight:
     """The B operand that the parts hold."""
     fields = _spec(spec)
     if "packed" in fields:
@@ -246,33 +280,34 @@ def _operand(parts: Sequence[Tensor], spec: str) -> Tensor | QuantWeight | Packe
 
 def _integers(parts: Sequence[Tensor], spec: str) -> Tensor:
     """The source's integers (or float8 numbers) [N, K], in memory of their own."""
-    operand = _operand(parts, spec)
+    operand = operand_of(parts, spec)
     raw = unpack(operand) if isinstance(operand, PackedWeight) else operand
     data = raw.data.t() if isinstance(raw, QuantWeight) else (raw if isinstance(operand, PackedWeight) else raw.t())
     return formats.signed(data) if _spec(spec)["bits"] == 4 else data.clone()
 
 
 def _product(
-    rows: Tensor, row_scale: Tensor | None, parts: Sequence[Tensor], spec: str, bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """rows [M, K], as ``formats.quantize`` gives them, by the weight: [M, N] of ``dtype``."""
-    fields, operand = _spec(spec), _operand(parts, spec)
+    rows: Tensor, row_scale: Tensor | None, operand: Any, columns: Tensor | None, fields: Mapping[str, Any],
+    bias: Tensor | None, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """rows [M, K], as ``formats.quantize`` gives them, by the operand: [M, N] of ``dtype``. columns: the scales of the
+    weight, where they are not in the operand."""
     if row_scale is None:
         if not isinstance(operand, QuantWeight):
-            return mixed_mm(rows, operand, bias=bias)  # type: ignore[arg-type]
+            return mixed_mm(rows, operand, bias=bias)
         return mixed_mm(
             rows, operand.data, operand.scale, operand.zero_point, bits=fields["bits"], group_size=fields["group"],
             bias=bias,
         )  # fmt: skip
-    columns = parts[fields["count"]]
+    assert columns is not None
     if fields["product"] == "scaled_mm":
         shape = (1, -1) if columns.numel() > 1 else (1,)
-        return scaled_mm(rows, operand, row_scale, columns.reshape(shape), bias, out_dtype=dtype)  # type: ignore[arg-type]
+        return scaled_mm(rows, operand, row_scale, columns.reshape(shape), bias, out_dtype=dtype)
     axis: Any = "row" if row_scale.numel() == rows.shape[0] else "tensor"
     steps = [fuse.scale(row_scale.reshape(-1), axis=axis), fuse.scale(columns, axis="col")]
     if bias is not None:
         steps.append(fuse.bias(bias))
-    return int_mm(rows, operand, out_dtype=dtype, epilogue=steps)  # type: ignore[arg-type]
+    return int_mm(rows, operand, out_dtype=dtype, epilogue=steps)
 
 
 def problem(rows: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Problem:
@@ -296,18 +331,20 @@ def problem(rows: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Probl
 
 # --- operators ---------------------------------------------------------------------------------------------------
 
-LIBRARY.define(
+LIBRARY.define(  # type: ignore[no-untyped-call]
     "quantized_linear(Tensor rows, Tensor? row_scale, Tensor[] weight, str spec, Tensor? bias, ScalarType dtype)"
     " -> Tensor"
 )
-LIBRARY.define("dequantize_weight(Tensor[] weight, str spec) -> Tensor")
+LIBRARY.define("dequantize_weight(Tensor[] weight, str spec) -> Tensor")  # type: ignore[no-untyped-call]
 
 
 def _run_linear(
     rows: Tensor, row_scale: Tensor | None, weight: Sequence[Tensor], spec: str, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     with untraced():
-        return _product(rows, row_scale, weight, spec, bias, dtype)
+        fields = _spec(spec)
+        columns = weight[fields["count"]] if fields["product"] != "mixed_mm" else None
+        return _product(rows, row_scale, operand_of(weight, spec), columns, fields, bias, dtype)
 
 
 def _fake_linear(
@@ -318,12 +355,13 @@ def _fake_linear(
 
 def _run_dequantize(weight: Sequence[Tensor], spec: str) -> Tensor:
     with untraced():
-        fields, operand = _spec(spec), _operand(weight, spec)
+        fields, operand = _spec(spec), operand_of(weight, spec)
         raw: Any = unpack(operand) if isinstance(operand, PackedWeight) else operand
         dtype = getattr(torch, fields["dtype"])
         if not isinstance(raw, QuantWeight):
             integers = raw if isinstance(operand, PackedWeight) else raw.t()
-            return (integers.float() * weight[fields["count"]].reshape(-1, 1)).to(dtype)
+            product: Tensor = integers.float() * weight[fields["count"]].reshape(-1, 1)
+            return product.to(dtype)
         data, scale, zero = raw.data.t(), raw.scale.float(), raw.zero_point
         values = (formats.signed(data) if fields["bits"] == 4 else data).float()
         shift = 8.0 if fields["bits"] == 4 else 0.0
@@ -343,8 +381,8 @@ def _fake_dequantize(weight: Sequence[Tensor], spec: str) -> Tensor:
 
 
 for _device in ("CPU", "CUDA"):
-    LIBRARY.impl("quantized_linear", _run_linear, _device)
-    LIBRARY.impl("dequantize_weight", _run_dequantize, _device)
+    LIBRARY.impl("quantized_linear", _run_linear, _device)  # type: ignore[no-untyped-call]
+    LIBRARY.impl("dequantize_weight", _run_dequantize, _device)  # type: ignore[no-untyped-call]
 torch.library.register_fake("gemmtune::quantized_linear", _fake_linear, lib=LIBRARY)
 torch.library.register_fake("gemmtune::dequantize_weight", _fake_dequantize, lib=LIBRARY)
 

@@ -14,8 +14,9 @@ from ..measure.stats import Interval, ratio_interval
 
 log = logging.getLogger("gemmtune")
 
-_SECONDS = 2.0  # a comparison takes about that long, or _LEAST pairs
-_LEAST, _MOST = 3, 25
+_SECONDS = 2.0  # a comparison takes about that long, or _LEAST pairs, but no longer than _PATIENCE
+_LEAST, _MOST = 6, 25  # an interval needs six
+_PATIENCE = 60.0
 _NOTICEABLE = 1.01  # a smaller loss is not undone
 
 
@@ -29,7 +30,7 @@ def compare(run: Callable[[], None], pack: Callable[[bool], None], devices: Sequ
     """Time of ``run`` with packed weights over its time without, with a 95% interval.
 
     pack: gives the model packed (True) or ordinary (False) weights; the caller settles which it ends with. None when
-    ``run`` cannot be repeated, or is too slow for six pairs in two seconds.
+    ``run`` cannot be repeated, or is too slow for six pairs in a minute.
     """
     times: dict[bool, list[float]] = {True: [], False: []}
     rng, began = random.Random(0), time.perf_counter()
@@ -40,12 +41,13 @@ def compare(run: Callable[[], None], pack: Callable[[bool], None], devices: Sequ
                 seconds = _timed(run, devices)
                 if pair:  # the first pair warms up
                     times[packed].append(seconds)
-            if pair >= _LEAST and time.perf_counter() - began > _SECONDS:
+            seconds = time.perf_counter() - began
+            if seconds > (_SECONDS if pair >= _LEAST else _PATIENCE):
                 break
     except Exception as error:  # the model's own: a cache that is full after so many calls, say
         log.info("the whole model is not timed: %s: %s", type(error).__name__, error)
         return None
-    return ratio_interval(times[True], times[False]) if len(times[True]) >= 6 else None
+    return ratio_interval(times[True], times[False]) if len(times[True]) >= _LEAST else None
 
 
 def is_slower(found: Interval) -> bool:
