@@ -33,11 +33,11 @@ def pack(
     """Pack a constant weight [N, K], as ``linear`` takes it, for ``linear``, ``mm``, ``int_mm`` or ``mixed_mm``.
 
     weight: floating; int8 for int_mm; with ``scale`` ([N] or [groups, N]) int8 or float8_e4m3fn, or uint8
-    [N, ceil(K / 2)] with ``bits=4``, for mixed_mm. m: the numbers of rows it will meet (or whole Problems), which decide between layouts.
-    layout: force one by name. By default the layout of the weight's Plan in the store, else what a backend for its
-    device has as its default (on CPUs the native one). The packed weight stays on the weight's device. Raises
-    TypeError, DtypeError or ShapeError for a bad weight (TypeError for tensor subclasses and for tensors without
-    memory, whose values are not where kernels would read them), UnsupportedError when nothing here packs it so.
+    [N, ceil(K / 2)] with ``bits=4``, for mixed_mm. m: the numbers of rows it will meet (or whole Problems), which
+    decide between layouts. layout: force one by name. By default the layout of the weight's Plan in the store, else
+    what a backend for its device has as its default (on CPUs the native one). The packed weight stays on the weight's
+    device. Raises TypeError, DtypeError or ShapeError for a bad weight (TypeError for tensor subclasses and for tensors
+    without memory, whose values are not where kernels would read them), UnsupportedError when nothing here packs it so.
     """
     if layout is not None and not isinstance(layout, str):
         raise TypeError(f"pack(): layout must be a str or None, not {type(layout).__name__}")

@@ -98,10 +98,11 @@ def mixed_mm(
 ) -> Tensor:
     """Floating activations [M, K] by a quantised weight: ``mat1 @ ((mat2 - zero_point) * scale) + bias``.
 
-    mat2: int8 or float8_e4m3fn [K, N] (pass ``weight.t()``); with ``bits=4`` uint8 [ceil(K / 2), N], two values 0..15 to a byte along K,
-    the low nibble first; or packed (scale and zero point then live in it). scale: [N], or [groups, N] with
-    ``group_size`` elements of K to a group. zero_point: as scale, of its dtype or integers; without one it is 0 for
-    8 bits and 8 for 4; float8 has none. bias: [N]. Raises TypeError, ValueError, ShapeError, DtypeError, GradError or PackedWeightError.
+    mat2: int8 or float8_e4m3fn [K, N] (pass ``weight.t()``); with ``bits=4`` uint8 [ceil(K / 2), N], two values 0..15
+    to a byte along K, the low nibble first; or packed (scale and zero point then live in it). scale: [N], or
+    [groups, N] with ``group_size`` elements of K to a group. zero_point: as scale, of its dtype or integers; without
+    one it is 0 for 8 bits and 8 for 4; float8 has none. bias: [N]. Raises TypeError, ValueError, ShapeError,
+    DtypeError, GradError or PackedWeightError.
     """
     if is_compiling():
         return outside(_mixed_mm, mat1, mat2, scale, zero_point, bits, group_size, bias, out_dtype, epilogue, out)

@@ -1,4 +1,4 @@
-"""float8_e4m3fn weights beside floating activations, in every native kernel: each byte becomes the number it stands for."""
+"""float8_e4m3fn weights beside floating activations, in every native kernel: each byte is the number it stands for."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor
 import gemmtune
 from gemmtune import backends, describe
 from gemmtune.backends.base import Artifact, Candidate
-from gemmtune.dispatch import current_target
 from gemmtune.checks import DtypeError
+from gemmtune.dispatch import current_target
 from gemmtune.workloads import build, dtype_name, weight_only_problem
 
 K, N = 256, 70

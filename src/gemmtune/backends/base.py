@@ -113,8 +113,8 @@ class Artifact:
 class QuantWeight:
     """A weight-only operand as users hold it. See ``problem.Quant`` for the formula.
 
-    data: int8 or float8_e4m3fn [K, N], or uint8 [ceil(K / 2), N] of int4 pairs along K; any strides. scale, zero_point: [N] or
-    [groups, N]. ``k`` is the logical K (an odd K cannot be told from the int4 data).
+    data: int8 or float8_e4m3fn [K, N], or uint8 [ceil(K / 2), N] of int4 pairs along K; any strides. scale, zero_point:
+    [N] or [groups, N]. ``k`` is the logical K (an odd K cannot be told from the int4 data).
     """
 
     data: Tensor

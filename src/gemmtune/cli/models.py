@@ -1,9 +1,9 @@
 """Loading a user's model for ``gemmtune tune file.py:factory``.
 
 The factory is called with ``dtype=...`` when ``--dtype`` is given, else with nothing. dtype is a ``torch.dtype``; a
-factory whose parameter is annotated ``str``, or is a string by default, has the name that was typed instead (``int8wo``,
-``int4wo`` and ``fp8wo`` are no torch.dtype). It returns ``(model, example_inputs)``: a callable (usually an
-``nn.Module``) and the arguments of a call as a tuple, or a list of such tuples when several calls should be recorded
+factory whose parameter is annotated ``str``, or is a string by default, has the name that was typed instead
+(``int8wo``, ``int4wo`` and ``fp8wo`` are no torch.dtype). It returns ``(model, example_inputs)``: a callable (usually
+an ``nn.Module``) and the arguments of a call as a tuple, or a list of such tuples when several calls should be recorded
 (prefill and decode, say).
 """
 

@@ -57,7 +57,6 @@ class QuantizedTensor(PackedTensor):
     @classmethod
     def of_weight(cls, weight: QuantizedWeight, packed: PackedWeight | None) -> QuantizedTensor:
         """Wrap a packed form of ``weight``; with None its own tensors, which are shared."""
-        n, k = weight.shape
         parts: list[Tensor]
         fields = _fields(weight.shape, weight.dtype, weight.bits, weight.group_size, weight.zero_point is not None)
         fields["activation"], fields["product"] = weight.activation, weight.product

@@ -1,8 +1,8 @@
 """The packed layouts of a constant weight: their names, packing and unpacking.
 
 ``native:k<kp>/<dtype>/nr<columns>``: columns in panels of ``nr``, ``kp`` consecutive k side by side, or apart by parity
-for int8 and float8 under bf16 products (``k2s``; native/frame/pack_b.hpp). One layout serves every micro-tile of its width and
-every M.
+for int8 and float8 under bf16 products (``k2s``; native/frame/pack_b.hpp). One layout serves every micro-tile of its
+width and every M.
 """
 
 from __future__ import annotations
