@@ -80,16 +80,18 @@ def x(dtype: torch.dtype) -> Tensor:
 def served(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The packed products that ran, by route."""
     ran: list[str] = []
-    import gemmtune.integrations.packed_tensor as module
+    import gemmtune.integrations.packed_ops as ops
+    import gemmtune.integrations.packed_products as products
 
-    original = module.linear
+    original = products.linear
 
     def counting(*args: Any) -> Tensor:
         ran.append("op")
         return original(*args)
 
-    monkeypatch.setattr(module, "linear", counting)
-    monkeypatch.setattr(module, "serve", lambda *_: None)
+    monkeypatch.setattr(products, "linear", counting)
+    monkeypatch.setattr(ops, "linear", counting)
+    monkeypatch.setattr(products, "serve", lambda *_: None)
     return ran
 
 
@@ -110,7 +112,7 @@ def test_products_are_served(plain: nn.Module, model: nn.Module, x: Tensor, serv
 
 
 def test_a_second_call_goes_straight_to_what_the_first_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
-    import gemmtune.integrations.packed_tensor as module
+    import gemmtune.integrations.packed_products as module
 
     model, x = packed(Two()), torch.randn(3, K)
     wanted = model(x)
