@@ -85,7 +85,15 @@ def _run_unpack(weight: Sequence[Tensor], spec: str) -> Tensor:
     with _untraced():
         raw = unpack(packed_of(weight, spec))
         assert isinstance(raw, Tensor)
-        return raw.contiguous() if strides_of(spec)[1] == 1 else raw.t().contiguous().t()
+        values = raw.contiguous() if strides_of(spec)[1] == 1 else raw.t().contiguous().t()
+        return values.clone() if any(_in_memory_of(part, values) for part in weight) else values
+
+
+def _in_memory_of(part: Tensor, values: Tensor) -> bool:
+    """Whether a layout that holds the weight as it was has returned its own tensor, which operators must not."""
+    if part.layout is not torch.strided:
+        return False
+    return part.untyped_storage().data_ptr() == values.untyped_storage().data_ptr() != 0
 
 
 def _fake_unpack(weight: Sequence[Tensor], spec: str) -> Tensor:

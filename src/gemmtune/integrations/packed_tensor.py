@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 
 from ..backends.base import PackedWeight
 from ..prepared import count_writes
+from .composites import is_composite, without_override
 from .packed_ops import fields_of, packed_of, spec_of, strides_of
 from .packed_products import multiply, multiply_below_autograd
 from .packed_writes import read_only, replace_data, store, swap_tensors, written
@@ -26,6 +27,10 @@ from .products import FUNCTIONS, OPERATORS, product_of, transposes
 __all__ = ["PackedTensor", "packed_of", "spec_of", "swap_tensors"]
 
 _aten = torch.ops.aten
+# Operators that may return their argument itself. In inference mode they arrive before they are decomposed.
+_COMPOSED = frozenset(
+    {_aten.to.dtype, _aten.to.dtype_layout, _aten.to.device, _aten.to.other, _aten.contiguous.default}
+)
 _compiling = torch.compiler.is_compiling
 _PLAIN = torch._C.DisableTorchFunctionSubclass
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
@@ -55,9 +60,7 @@ class PackedTensor(Tensor):
         )  # fmt: skip
         return made
 
-    def __init__(
-        self, parts: Sequence[Tensor], spec: str, raw: Tensor | None = None, transposed: bool = False
-    ) -> None:
+    def __init__(self, parts: Sequence[Tensor], spec: str, raw: Tensor | None = None, transposed: bool = False) -> None:
         self.spec = spec
         self.transposed = transposed
         self.part_names = [f"packed_{position}" for position in range(len(parts))]
@@ -129,12 +132,14 @@ class PackedTensor(Tensor):
             weight = args[1] if len(args) > 1 else (kwargs or {}).get("weight")
             if isinstance(weight, PackedTensor) and not weight.transposed:
                 return multiply(*args, **(kwargs or {}))
+        product = product_of(FUNCTIONS, func, args, kwargs or {})
+        if product is not None:
+            weight = product.weight
+            if isinstance(weight, PackedTensor) and weight.transposed == product.transposed:
+                return multiply(product.input, weight, product.bias)
+        if is_composite(func) and not torch.compiler.is_dynamo_compiling():
+            return without_override(func)(*args, **(kwargs or {}))
         if not _compiling():
-            product = product_of(FUNCTIONS, func, args, kwargs or {})
-            if product is not None:
-                weight = product.weight
-                if isinstance(weight, PackedTensor) and weight.transposed == product.transposed:
-                    return multiply(product.input, weight, product.bias)
             if func == _SET_DATA:
                 return replace_data(args[0], args[1])
             if func is Tensor.numpy:
@@ -168,6 +173,8 @@ class PackedTensor(Tensor):
                 result = multiply_below_autograd(product, weight)
                 if result is not None:
                     return result
+        if torch.is_inference_mode_enabled() and func in _COMPOSED:
+            return func.decompose(*args, **kwargs)
         targets = [] if not func._schema.is_mutable else written(PackedTensor, func, args, kwargs)
         plain = {id(tensor): tensor.unpacked() for tensor in targets}
 

@@ -134,6 +134,9 @@ class TracedReadOnly(Tensor):
     def __init__(self, values: Tensor) -> None:
         self.traced = values
 
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"TracedReadOnly({list(self.shape)}, {self.dtype}, {self.device})"
+
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:

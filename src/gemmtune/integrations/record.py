@@ -21,6 +21,7 @@ from ..dispatch.runtime import CPU, RUNTIME
 from ..errors import GemmtuneError
 from ..fuse import bias as bias_step
 from ..problem import Problem
+from .composites import is_composite, without_override
 from .weight_only import WeightOnly, recognise
 
 
@@ -115,6 +116,9 @@ class _Mode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if is_composite(func):
+            with self:
+                return without_override(func)(*args, **kwargs)
         describer = _DESCRIBERS.get(func)
         if describer is not None and not self._inside and not foreign((*args, *kwargs.values())):
             self._note(describer, args, kwargs, _device(args, kwargs))
@@ -171,8 +175,8 @@ def weight_only_problem(x: Tensor, held: WeightOnly) -> Problem:
 
 
 def linear_problem(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Problem:
-    """The Problem of ``F.linear``; constant when the weight is a Parameter."""
-    return describe.linear(input, weight, bias, constant=isinstance(weight, nn.Parameter)).problem
+    """The Problem of ``F.linear``; constant when the weight is a Parameter, or a view of one."""
+    return describe.linear(input, weight, bias, constant=_constant(weight)).problem
 
 
 def _mm(input: Tensor, mat2: Tensor, **_: Any) -> Problem:
