@@ -232,6 +232,8 @@ def test_a_write_to_a_view_of_a_transpose_is_refused(optimized: tuple[nn.Module,
 def test_a_transpose_and_its_copies_are_what_they_were(optimized: tuple[nn.Module, nn.Module, Any]) -> None:
     model, plain, _ = optimized
     got, wanted = model.c_fc.weight, plain.c_fc.weight
+    assert isinstance(got, PackedTensor)
+    assert isinstance(got.t(), PackedTensor)
     for change in (lambda w: w.t(), lambda w: w.t().t(), lambda w: w.t().contiguous(), lambda w: w.t().clone(),
                    lambda w: w.permute(0, 1), lambda w: w.transpose(0, 0)):  # fmt: skip
         assert change(got).shape == change(wanted).shape
@@ -321,7 +323,7 @@ def test_a_packed_projection_serves_cross_attention_too(own_store: MemoryStore) 
     x, key = torch.randn(3, 2, K), torch.randn(5, 2, K)
     model = _ready_attention(nn.MultiheadAttention(K, HEADS), (x, x, x), {}, own_store)
     wanted = model(x, key, key)
-    gemmtune.optimize(model, (x, x, x), tune=False)
+    assert len(gemmtune.optimize(model, (x, x, x), tune=False).swapped) == 2
     with torch.no_grad():
         close(model(x, key, key)[0], wanted[0])
         compiled = torch.compile(lambda *given: model(*given)[0], fullgraph=True, backend="aot_eager")
@@ -410,6 +412,29 @@ def test_what_holds_no_product_is_not_named(own_store: MemoryStore) -> None:
     handle = gemmtune.optimize(model, ids, tune=False, memory=4)
     assert handle.swapped.keys() == {"mlp.c_fc", "mlp.c_proj", "lm_head"}
     close(model(ids), wanted)
+
+
+class Decaying(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(K, N))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.table.mul_(0.5)
+
+
+def test_a_weight_that_forward_writes_is_left(own_store: MemoryStore) -> None:
+    x = torch.randn(3, K)
+    model = ready(Decaying(), x, own_store)
+    assert "read besides its product, by mul_" in gemmtune.optimize(model, x, tune=False).left["table"]
+
+
+def test_a_second_time_only_names_what_is_not_packed(own_store: MemoryStore) -> None:
+    x = torch.randn(3, 2, K)
+    model = _ready_attention(nn.MultiheadAttention(K, HEADS), (x, x, x), {}, own_store)
+    assert len(gemmtune.optimize(model, (x, x, x), tune=False).swapped) == 2
+    again = gemmtune.optimize(model, (x, x, x), tune=False)
+    assert again.swapped == again.left == {}
 
 
 def test_tied_linears_are_served_by_one_packed_weight(own_store: MemoryStore) -> None:

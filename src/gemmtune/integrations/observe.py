@@ -14,6 +14,7 @@ from ..backends.memory import why_unknown
 from ..problem import Problem
 from .calls import run
 from .composites import is_composite, without_override
+from .packed_tensor import PackedTensor
 from .products import FUNCTIONS, Product, product_of
 from .record import Recording, foreign, record, weight_only_problem
 from .sites import Site, name_of
@@ -74,6 +75,9 @@ _METADATA = frozenset(
 )  # fmt: skip
 _VALUES = frozenset({"data", "T", "H", "mT", "mH", "real", "imag"})  # properties that give values
 # What may give the weight or its transpose, as a view of the same memory.
+_CASTS = frozenset(
+    {"bfloat16", "contiguous", "cpu", "cuda", "double", "float", "half", "to", "type", "type_as"}
+)  # return the weight itself where it is so already
 _VIEWS = frozenset({"adjoint", "detach", "permute", "swapaxes", "swapdims", "t", "transpose", "__get__"})
 
 
@@ -117,7 +121,10 @@ class _Uses(TorchFunctionMode):
             id(parameter): name_of(name, attribute)
             for name, module in model.named_modules()
             for attribute, parameter in module._parameters.items()
-            if parameter is not None and parameter.dim() >= 2 and id(parameter) not in self._weights
+            if parameter is not None
+            and not isinstance(parameter, PackedTensor)
+            and parameter.dim() >= 2
+            and id(parameter) not in self._weights
         }
 
     def __torch_function__(
@@ -163,7 +170,7 @@ class _Uses(TorchFunctionMode):
     def _follow(self, func: Callable[..., Any], site: Site, turned: bool, tensor: Tensor, result: Any) -> bool:
         """Whether the result is the weight itself or its transpose, which is then a weight of the site, too."""
         if result is tensor:
-            return True  # as of ``weight.to(x.dtype)`` where it has that dtype
+            return _name_of(func) in _CASTS
         if _name_of(func) not in _VIEWS or not isinstance(result, Tensor) or why_unknown(tensor):
             return False
         if result.data_ptr() != tensor.data_ptr() or result.dtype != tensor.dtype:
