@@ -39,7 +39,7 @@ def observe(model: nn.Module, example_inputs: Any, sites: Sequence[Site], left: 
     for site in sites:  # what is served is tuned, though record() may describe the very call in another way
         recorded_there = {problem for problem, _ in recorded.on(site.device)}
         for problem, count in site.ran.items():
-            if problem not in recorded_there and not site.reason:
+            if problem not in recorded_there:
                 recorded.add(problem, count, site.device)
     return recorded
 
@@ -163,7 +163,7 @@ class _Uses(TorchFunctionMode):
         if site.multiplied and site.transposed != transposed:  # it is packed in one orientation
             return None
         site.multiplied, site.transposed = True, transposed
-        if not foreign((product.input,)):
+        if not site.reason and not foreign((product.input,)):
             site.ran.update(_problem(product.input, lambda x: _product_problem(x, product)))
         return weight
 
