@@ -37,10 +37,13 @@ def dispatch() -> dict[str, tuple[float, float]]:
     packed, relu = gemmtune.pack(w), (fuse.relu(),)
     layer, packed_layer = (torch.nn.Linear(8, 8, bias=False).requires_grad_(False) for _ in range(2))
     packed_layer.weight = torch.nn.Parameter(gemmtune.nn.PackedTensor.of(packed), requires_grad=False)
+    turned = torch.nn.Parameter(gemmtune.nn.PackedTensor.of(packed, transposed=True), requires_grad=False)
+    bias = torch.randn(8)
     rows = {
         "linear with a Plan, 8x8": _pair(lambda: F.linear(x, w), lambda: gemmtune.linear(x, w)),
         "linear, packed weight, 8x8": _pair(lambda: F.linear(x, w), lambda: gemmtune.linear(x, packed)),
         "nn.Linear, packed weight, 8x8": _pair(lambda: layer(x), lambda: packed_layer(x)),
+        "addmm, packed weight [K, N]": _pair(lambda: torch.addmm(bias, x, b), lambda: torch.addmm(bias, x, turned)),
         "mm without a Plan, 8x8": _pair(lambda: torch.mm(x, b), lambda: gemmtune.mm(x, b)),
         "mm with out=": _pair(lambda: torch.mm(x, b, out=out), lambda: gemmtune.mm(x, b, out=out)),
         "linear with epilogue=": _pair(lambda: F.linear(x, w).relu(), lambda: gemmtune.linear(x, w, epilogue=relu)),

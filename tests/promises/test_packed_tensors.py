@@ -80,16 +80,18 @@ def x(dtype: torch.dtype) -> Tensor:
 def served(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The packed products that ran, by route."""
     ran: list[str] = []
-    import gemmtune.integrations.packed_tensor as module
+    import gemmtune.integrations.packed_ops as ops
+    import gemmtune.integrations.packed_products as products
 
-    original = module.linear
+    original = products.linear
 
     def counting(*args: Any) -> Tensor:
         ran.append("op")
         return original(*args)
 
-    monkeypatch.setattr(module, "linear", counting)
-    monkeypatch.setattr(module, "serve", lambda *_: None)
+    monkeypatch.setattr(products, "linear", counting)
+    monkeypatch.setattr(ops, "linear", counting)
+    monkeypatch.setattr(products, "serve", lambda *_: None)
     return ran
 
 
@@ -110,7 +112,7 @@ def test_products_are_served(plain: nn.Module, model: nn.Module, x: Tensor, serv
 
 
 def test_a_second_call_goes_straight_to_what_the_first_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
-    import gemmtune.integrations.packed_tensor as module
+    import gemmtune.integrations.packed_products as module
 
     model, x = packed(Two()), torch.randn(3, K)
     wanted = model(x)
@@ -185,7 +187,7 @@ def test_writes_arrive(how: str, keep: bool, plain: nn.Module, x: Tensor) -> Non
 
 @pytest.mark.parametrize(
     "write",
-    [lambda w: w[0].zero_(), lambda w: w.t().mul_(2), lambda w: w.view(-1).fill_(1), lambda w: w.chunk(2)[1].add_(1),
+    [lambda w: w[0].zero_(), lambda w: w.t()[0].mul_(2), lambda w: w.view(-1).fill_(1), lambda w: w.chunk(2)[1].add_(1),
      lambda w: w[:, :3].copy_(w[:, 3:6])],
 )  # fmt: skip
 def test_writes_to_views_are_refused(write: Callable[[Tensor], Any], plain: nn.Module, model: nn.Module) -> None:
@@ -198,6 +200,24 @@ def test_indexed_assignment_is_refused(plain: nn.Module, model: nn.Module) -> No
     with torch.no_grad(), pytest.raises(PackedWeightError, match=r"restore\(\)"):
         model.up.weight[0] = 1.0
     assert torch.equal(model.up.weight, plain.up.weight)
+
+
+@pytest.mark.parametrize("how", ["compile", "export", "make_fx"])
+def test_views_are_read_and_not_written_when_traced(how: str, model: nn.Module, x: Tensor) -> None:
+    class Viewing(nn.Module):
+        def __init__(self, write: bool) -> None:
+            super().__init__()
+            self.up, self.write = model.up, write
+
+        def forward(self, x: Tensor) -> Tensor:
+            rows = self.up.weight[:2]
+            return x @ (rows.zero_() if self.write else rows.view(-1, K)).t()
+
+    with torch.no_grad():
+        wanted = x @ model.up.weight[:2].t()
+        close(TRACERS[how](Viewing(False), x)(x), wanted)
+        with pytest.raises(Exception, match=r"restore\(\)"):  # PackedWeightError, which torch.compile wraps
+            TRACERS[how](Viewing(True), x)(x)
 
 
 READS: dict[str, Callable[[Tensor], Any]] = {
@@ -358,11 +378,36 @@ torch.save(run(x), sys.argv[3])
 """
 
 
+class Projections(nn.Module):
+    """Self-attention's projections, and a weight [K, N] as transformers' Conv1D has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(K, 2, batch_first=True)
+        self.table, self.shift = nn.Parameter(torch.randn(K, N)), nn.Parameter(torch.randn(N))
+        self.eval().requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed, _ = self.attention(x[None], x[None], x[None], need_weights=False)
+        return torch.addmm(self.shift, mixed[0], self.table)
+
+
+def packed_projections(model: Projections) -> Projections:
+    for weight in (model.attention.in_proj_weight, model.attention.out_proj.weight, model.table):
+        turned = weight is model.table
+        form = PackedTensor.of(gemmtune.pack(weight.t() if turned else weight), transposed=turned)
+        swap_tensors(weight, nn.Parameter(form, requires_grad=False))
+    return model
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("kind", ["export", "aoti"])
-def test_exported_models_load_in_a_fresh_process(kind: str, tmp_path: Path) -> None:
-    plain, x = Two(), torch.randn(3, K)
-    model = packed(copy.deepcopy(plain))
+@pytest.mark.parametrize("of", ["linears", "projections"])
+def test_exported_models_load_in_a_fresh_process(kind: str, of: str, tmp_path: Path) -> None:
+    plain: nn.Module = Two() if of == "linears" else Projections()
+    x = torch.randn(3, K)
+    other = copy.deepcopy(plain)
+    model = packed_projections(other) if isinstance(other, Projections) else packed(other)
     package = tmp_path / f"model.{kind}.pt2"
     with torch.no_grad():
         program = torch.export.export(model, (x,))
@@ -419,7 +464,7 @@ def test_a_weight_that_forward_reads_is_left_with_the_reason(own_store: Any) -> 
     model = ready(Reads(), x, own_store)
     handle = gemmtune.optimize(model, x, tune=False)
     assert set(handle.swapped) == {"up"}
-    assert "read besides F.linear, by mean" in handle.left["down"]
+    assert "read besides its product, by mean" in handle.left["down"]
     handle.restore()
     wanted = model(x)
     handle = gemmtune.optimize(model, x, tune=False, memory=4)
@@ -455,27 +500,6 @@ def test_tied_weights_see_writes(own_store: Any) -> None:
         close(model(ids), 4 * wanted)
     handle.restore()
     close(model(ids), 4 * wanted)
-
-
-class Conv1D(nn.Module):
-    """transformers' linear with its weight [K, N]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(K, N)), nn.Parameter(torch.randn(N))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.addmm(self.bias, x, self.weight)
-
-
-def test_products_of_other_modules_are_named() -> None:
-    x = torch.randn(1, 3, K)
-    attention = nn.MultiheadAttention(K, 2, batch_first=True).eval()
-    handle = gemmtune.optimize(nn.Sequential(Conv1D()).eval(), x[0], tune=False)
-    assert handle.left["0"] == "is multiplied by addmm; only weights of nn.Linear are packed"
-    handle = gemmtune.optimize(attention, (x, x, x), tune=False)
-    assert "in_proj_weight" in handle.left
-    assert "multi_head_attention_forward" in handle.left["out_proj"]
 
 
 class Doubling(nn.Linear):

@@ -20,7 +20,9 @@ from ..errors import PackedWeightError
 from ..ops import linear
 from ..packing import pack, unpack
 from ..quantized import mixed_mm
-from .packed_tensor import LIBRARY, ReadOnly, is_for_dispatcher, untraced
+from .packed_ops import LIBRARY, untraced
+from .packed_products import is_for_dispatcher
+from .packed_writes import ReadOnly
 from .quantized_tensor import describe_packed, describe_raw, operand_of
 from .weight_only import WeightOnly
 

@@ -1,4 +1,4 @@
-"""``gemmtune.optimize()``: a model's linears get weights that are packed for the tuned kernels.
+"""``gemmtune.optimize()``: the weights of a model's products are packed for the tuned kernels.
 
 A floating weight becomes a ``PackedTensor`` in place, and its module stays the module that it is. Weight-only int8 and
 int4 linears are swapped for modules of gemmtune's own.
@@ -25,9 +25,10 @@ from ..packing import pack
 from ..problem import Problem
 from .calls import as_calls, run
 from .modules import RawLinear, RawWeightOnlyLinear, WeightOnlyLinear
+from .observe import observe, why_not_packed
 from .packed_tensor import PackedTensor, swap_tensors
 from .quantized_tensor import QuantizedTensor, pack_quantized
-from .sites import Site, find_sites, observe, why_unswappable
+from .sites import Site, find_sites, why_unswappable
 from .weight_only import WeightOnly
 from .whole_model import can_hold, is_slower
 from .whole_model import compare as compare_forms
@@ -104,7 +105,8 @@ class _Repacked:
 
 
 class Handle:
-    """What ``optimize`` returns. ``swapped`` and ``left`` say what became of each linear; ``restore()`` undoes it all.
+    """What ``optimize`` returns. ``swapped`` and ``left`` say what became of each weight that the model multiplies by;
+    ``restore()`` undoes it all. A weight has the name of its module, or of its Parameter if that is not "weight".
 
     ``ratio``: the time of the whole model with packed weights over its time without, as (estimate, low, high) of a 95%
     interval of paired runs on the example inputs; None where it was not timed. As a context manager it restores the
@@ -118,8 +120,8 @@ class Handle:
 
     @property
     def swapped(self) -> dict[str, str]:
-        """Layout of the weight by the module's name; ``raw`` for a weight that lies as it did."""
-        return {swap.site.name: swap.layout for swap in self._swaps}
+        """Layout of the weight by its name; ``raw`` for a weight that lies as it did."""
+        return {name: swap.layout for swap in self._swaps for name in swap.site.names}
 
     def restore(self) -> None:
         """Unpack the very Parameters that were packed, with the values that they have now (written, loaded), and put
@@ -141,7 +143,7 @@ class Handle:
         timed = (
             "" if self.ratio is None else ", {:.2f}x the time of the whole model ({:.2f}..{:.2f})".format(*self.ratio)
         )
-        return f"<Handle: {len(self._swaps)} linears swapped, {len(self.left)} left as they were{timed}>"
+        return f"<Handle: {len(self.swapped)} weights swapped, {len(self.left)} left as they were{timed}>"
 
 
 def optimize(
@@ -157,8 +159,8 @@ def optimize(
     latency: Literal["graph", "eager"] = "graph",
     compare: bool | None = None,
 ) -> Handle:
-    """Pack, in place, the weight of every ``nn.Linear`` (and of its subclasses) and weight-only int8 or int4 linear for
-    which something beats PyTorch.
+    """Pack, in place, the weight of every product for which something beats PyTorch: of ``nn.Linear`` and modules like
+    it (transformers' Conv1D, the projections of ``nn.MultiheadAttention``), and of weight-only int8 or int4 linears.
 
     example_inputs: a Tensor, a tuple of arguments, a dict of keyword arguments, or a list of these (one per call); they
     decide which M count. tune: tune what the store does not know (else only use what it knows). memory: how many times
@@ -167,11 +169,11 @@ def optimize(
     they make it slower (default: as ``tune``; not for CUDA graphs). The model must be in eval mode, on CPUs and GPUs
     as it is to serve.
 
-    A packed weight is still a Parameter with its shape and dtype: reading it unpacks it, writing to it packs it again,
-    ``state_dict()`` has its values. On GPUs a linear may also keep its weight as it lies, when a kernel that takes it
-    so is fastest. A linear is left alone when plain PyTorch is best for it, when it is on another kind of device, or
-    when something else reads its weight (unless memory >= 2, as the raw weight then stays too). Raises TypeError,
-    ValueError, and what the model raises.
+    Any Parameter [N, K] or [K, N] is packed that F.linear, matmul, mm or addmm multiplies by in forward. It is still a
+    Parameter with its shape and dtype: reading it unpacks it, writing to it packs it again, ``state_dict()`` has its
+    values. On GPUs a linear may also keep its weight as it lies, when a kernel that takes it so is fastest. A weight is
+    left alone when plain PyTorch is best for it, when it is on another kind of device, or when something else reads it
+    (unless memory >= 2, as the raw weight then stays too). Raises TypeError, ValueError, and what the model raises.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"optimize(): expected a torch.nn.Module, not {type(model).__name__}")
@@ -183,8 +185,9 @@ def optimize(
         raise ValueError(f"optimize(): memory must be at least 1 (times the raw weight's bytes); got {memory!r}")
     as_calls(example_inputs)
     handle = Handle()
-    sites = list(find_sites(model, memory, handle.left))
-    recorded = observe(model, example_inputs, sites, handle.left)
+    matrices = find_sites(model, memory, handle.left)
+    recorded = observe(model, example_inputs, matrices, handle.left)
+    sites = [site for site in matrices if site.is_product]
     decisions: list[Decision] = []
     if tune:
         from ..api import tune as tune_now
@@ -205,7 +208,7 @@ def optimize(
             if reason and undecided & {problem.key for problem in site.ran}:
                 reason = "the machine was too busy to decide: optimize it again (what is decided is kept)"
             if reason:
-                handle.left[site.name] = reason
+                handle.left.update(dict.fromkeys(site.names, reason))
     if compare:
         _undo_what_is_slower(model, example_inputs, handle)
     return handle
@@ -216,7 +219,7 @@ def _comparable(sites: Sequence[Site], latency: str) -> bool:
     captured into CUDA graphs, a timing of eager calls would say nothing.)"""
     weights: dict[torch.device, int] = {}
     for site in sites:
-        if site.held is None and site.ran:
+        if site.held is None and site.ran and not site.reason:
             weights[site.device] = weights.get(site.device, 0) + site.weight.nbytes
     if any(device.type == "cuda" for device in weights) and latency == "graph":
         return False
@@ -241,7 +244,7 @@ def _undo_what_is_slower(model: nn.Module, example_inputs: Any, handle: Handle) 
             stuck = [swap for swap in repacked if not isinstance(swap.weight, PackedTensor)]
             for swap in stuck:
                 swap.undo()
-                handle.left[swap.site.name] = f"cannot be packed in place ({error})"
+                handle.left.update(dict.fromkeys(swap.site.names, f"cannot be packed in place ({error})"))
             handle._swaps = [swap for swap in handle._swaps if swap not in stuck]
     for swap in repacked:
         swap.other = None
@@ -249,21 +252,25 @@ def _undo_what_is_slower(model: nn.Module, example_inputs: Any, handle: Handle) 
         return
     handle.ratio = (found.center, found.lo, found.hi)
     if is_slower(found):
-        names = [swap.site.name for swap in repacked]
+        names = [name for swap in repacked for name in swap.site.names]
         reason = "the whole model is slower with packed weights ({:.2f}x, {:.2f}..{:.2f})".format(*handle.ratio)
         with torch.inference_mode(False), torch.no_grad():
             for swap in repacked:
                 swap.undo()
         handle._swaps = [swap for swap in handle._swaps if not isinstance(swap, _Repacked)]
         handle.left.update(dict.fromkeys(names, reason))
-        log.warning("optimize(): %s; its %d linears stay as they were", reason, len(names))
+        log.warning("optimize(): %s; its %d weights stay as they were", reason, len(names))
 
 
 def _swap(site: Site, handle: Handle, memory: float, keeps: bool) -> str:
     """Have one site served, or say why it stays. keeps: the ordinary form, for the whole model to be timed in both."""
+    if site.reason:
+        return site.reason
+    if site.otherwise and not site.multiplied:
+        return why_not_packed(site.otherwise)
     if site.reads and memory < 2:
         names = ", ".join(sorted(site.reads))
-        return f"its weight is read besides F.linear, by {names} (memory=2 would keep both forms)"
+        return f"its weight is read besides its product, by {names} (memory=2 would keep both forms)"
     if not site.ran:
         return "did not run on the example inputs"
     plans = {problem.plan_key for problem in site.ran}
@@ -279,10 +286,10 @@ def _swap(site: Site, handle: Handle, memory: float, keeps: bool) -> str:
     packed = next(filter(None, (_packed(site, layout, memory) for layout in layouts)), None)
     if site.quantized is not None:
         return _repack(site, QuantizedTensor.of_weight(site.quantized, packed), handle, keeps)
-    if packed is not None:
-        raw = site.weight.detach() if site.shared and site.held is None else None
-        if site.held is None:
-            return _repack(site, PackedTensor.of(packed, raw), handle, keeps)
+    if packed is not None and site.held is None:
+        raw = site.matrix if site.shared else None
+        return _repack(site, PackedTensor.of(packed, raw, transposed=site.transposed), handle, keeps)
+    if packed is not None and site.held is not None:
         return _place(site, site.held, packed, handle)
     if site.device.type == "cuda" and _ours(RUNTIME.index(site.device).plan(plan_key, None)):
         return _place_raw(site, handle)
@@ -305,7 +312,7 @@ def _packed(site: Site, layout: str, memory: float) -> PackedWeight | None:
             packed = pack_quantized(site.quantized, layout=layout, problems=problems)
             raw = site.quantized.nbytes
         elif held is None:
-            packed = pack(site.weight, m=problems, layout=layout)
+            packed = pack(site.matrix, m=problems, layout=layout)
         else:
             packed = pack(
                 held.weight, scale=held.scale, zero_point=held.zero_point, bits=held.bits, group_size=held.group_size,
@@ -317,26 +324,26 @@ def _packed(site: Site, layout: str, memory: float) -> PackedWeight | None:
     return packed if packed.nbytes <= memory * raw * (2 if site.shared else 1) - (raw if site.shared else 0) else None
 
 
-def _repack(site: Site, made: PackedTensor, handle: Handle, keeps: bool) -> str:
-    """Make the site's very Parameter ``made``, whoever refers to it."""
+def _repack(site: Site, form: PackedTensor, handle: Handle, keeps: bool) -> str:
+    """Make the site's very Parameter a packed one, whoever refers to it."""
     weight = site.weight
-    if isinstance(made, QuantizedTensor) and not _same_product(weight, made, next(iter(site.ran))):
+    if isinstance(form, QuantizedTensor) and not _same_product(weight, form, next(iter(site.ran))):
         return f"its weight looks like a {type(weight).__qualname__} that gemmtune knows and computes something else"
     try:
-        other = nn.Parameter(made, requires_grad=weight.requires_grad)
+        other = nn.Parameter(form, requires_grad=weight.requires_grad)
         swap_tensors(weight, other)
     except PackedWeightError as error:
         return f"cannot be packed in place ({error})"
     hooks = [owner._register_state_dict_hook(_save_unpacked) for owner in site.owners]  # type: ignore[no-untyped-call]
-    handle._swaps.append(_Repacked(site, weight, made.layout_name, hooks, other if keeps else None))
+    handle._swaps.append(_Repacked(site, weight, form.layout_name, hooks, other if keeps else None))
     return ""
 
 
-def _same_product(weight: Tensor, made: QuantizedTensor, problem: Problem) -> bool:
-    """Whether torchao's linear by ``weight`` and ours by ``made`` agree within a few percent, on two random rows."""
+def _same_product(weight: Tensor, form: QuantizedTensor, problem: Problem) -> bool:
+    """Whether torchao's linear by ``weight`` and ours by ``form`` agree within a few percent, on two random rows."""
     x = torch.randn(2, problem.k, generator=torch.Generator().manual_seed(0)).to(weight.dtype).to(weight.device)
     try:
-        wanted, got = functional.linear(x, weight).double(), functional.linear(x, made).double()
+        wanted, got = functional.linear(x, weight).double(), functional.linear(x, form).double()
     except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
         log.debug("a %s could not be compared: %s", type(weight).__name__, error)
         return False
@@ -368,7 +375,7 @@ def _place_raw(site: Site, handle: Handle) -> str:
     original, held = site.module, site.held
     if held is None:
         reason = why_unswappable(original, None, not site.places)
-        if reason or type(original) is not nn.Linear:
+        if reason or type(original) is not nn.Linear or site.aliases:
             return reason or f"is a {type(original).__name__}, and its weight is best served as it lies"
         _put(site, RawLinear(original), {}, handle)
         return ""

@@ -1,37 +1,37 @@
 """A weight that is stored packed and behaves as the tensor it was packed from.
 
-``PackedTensor`` is a wrapper subclass of Tensor, as torchao's formats are. ``F.linear`` by one runs the packed kernel,
-every other function reads the unpacked values, and what writes to it packs the new values again. Its packed tensors
-are its inner tensors: ``torch.compile``, ``torch.export``, AOTInductor, ``make_fx``, pickle and deepcopy carry them.
+``PackedTensor`` is a wrapper subclass of Tensor, as torchao's formats are. Products by one (``F.linear``, ``matmul``,
+``mm``, ``addmm``) run the packed kernel, its transpose is one too, every other function reads the unpacked values, and
+what writes to it packs the new values again. Its packed tensors are its inner tensors: ``torch.compile``,
+``torch.export``, AOTInductor, ``make_fx``, pickle and deepcopy carry them.
 """
 
 from __future__ import annotations
 
-import functools
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 from ..backends.base import PackedWeight
-from ..backends.memory import is_subclass
-from ..checks import GradError
-from ..dispatch.guards import autocasting, needs_dispatcher, transformed
-from ..errors import GemmtuneError, PackedWeightError
-from ..launch import serve
-from ..ops import linear
-from ..packing import pack, unpack
 from ..prepared import count_writes
+from .composites import is_composite, without_override
+from .packed_ops import fields_of, packed_of, spec_of, strides_of
+from .packed_products import multiply, multiply_below_autograd
+from .packed_writes import read_only, replace_data, store, swap_tensors, written
+from .products import FUNCTIONS, OPERATORS, product_of, transposes
+
+__all__ = ["PackedTensor", "packed_of", "spec_of", "swap_tensors"]
 
 _aten = torch.ops.aten
+# Operators that may return their argument itself. In inference mode they arrive before they are decomposed.
+_COMPOSED = frozenset(
+    {_aten.to.dtype, _aten.to.dtype_layout, _aten.to.device, _aten.to.other, _aten.contiguous.default}
+)
 _compiling = torch.compiler.is_compiling
-_threads = torch.get_num_threads
-_tracing = torch._C._get_tracing_state
 _PLAIN = torch._C.DisableTorchFunctionSubclass
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
@@ -39,36 +39,46 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 class PackedTensor(Tensor):
     """A constant weight [N, K] of a floating dtype, packed. Shape, dtype and device are those of the unpacked weight.
 
-    parts: the tensors of a PackedWeight. spec: what else describes it (``spec_of``). raw: the unpacked weight, where
-    that stays beside the packed form because something else reads it.
+    parts: the tensors of a PackedWeight. spec: what else describes it (``spec_of``). raw: the unpacked weight [N, K],
+    where that stays beside the packed form because something else reads it. transposed: whether it is the weight's
+    transpose, of shape [K, N], as ``matmul``, ``mm`` and ``addmm`` take it.
     """
 
     spec: str
     part_names: list[str]
-    quantized = False  # whether ``linear`` of a subclass multiplies by it
+    transposed: bool = False
+    quantized = False  # whether its own ``linear`` multiplies by it
 
     @staticmethod
-    def __new__(cls, parts: Sequence[Tensor], spec: str, raw: Tensor | None = None) -> PackedTensor:
-        fields = _fields(spec)
+    def __new__(
+        cls, parts: Sequence[Tensor], spec: str, raw: Tensor | None = None, transposed: bool = False
+    ) -> PackedTensor:
+        fields = fields_of(spec)
+        order = -1 if transposed else 1
         made: PackedTensor = Tensor._make_wrapper_subclass(
-            cls, (fields["n"], fields["k"]), dtype=getattr(torch, fields["dtype"]), device=parts[0].device
-        )
+            cls, (fields["n"], fields["k"])[::order], strides_of(spec)[::order],
+            dtype=getattr(torch, fields["dtype"]), device=parts[0].device,
+        )  # fmt: skip
         return made
 
-    def __init__(self, parts: Sequence[Tensor], spec: str, raw: Tensor | None = None) -> None:
+    def __init__(self, parts: Sequence[Tensor], spec: str, raw: Tensor | None = None, transposed: bool = False) -> None:
         self.spec = spec
-        self.part_names = [f"packed_{place}" for place in range(len(parts))]
+        self.transposed = transposed
+        self.part_names = [f"packed_{position}" for position in range(len(parts))]
         for name, part in zip(self.part_names, parts, strict=True):
             setattr(self, name, part)
         if raw is not None:
             self.raw_weight = raw
 
     @classmethod
-    def of(cls, packed: PackedWeight, raw: Tensor | None = None) -> PackedTensor:
-        """Wrap a PackedWeight of a floating weight, whose tensors are shared. Raises TypeError for a quantised one."""
+    def of(cls, packed: PackedWeight, raw: Tensor | None = None, *, transposed: bool = False) -> PackedTensor:
+        """Wrap a PackedWeight of a floating weight, whose tensors are shared; or its transpose, of shape [K, N].
+
+        Raises TypeError for a quantised one.
+        """
         if packed.quant is not None:
             raise TypeError("PackedTensor.of(): expected a packed floating weight; this one is quantised")
-        return cls(packed.data, spec_of(packed), raw)
+        return cls(packed.data, spec_of(packed), raw, transposed)
 
     @property
     def parts(self) -> list[Tensor]:
@@ -87,46 +97,42 @@ class PackedTensor(Tensor):
     @property
     def layout_name(self) -> str:
         """The name of the packed layout."""
-        return str(_fields(self.spec)["layout"])
+        return str(fields_of(self.spec)["layout"])
 
     def unpacked(self) -> Tensor:
-        """The weight [N, K] as an ordinary tensor: new memory, unless the raw weight is kept."""
-        if "raw_weight" in self.__dict__:
-            return self.raw_weight
-        values: Tensor = torch.ops.gemmtune.unpack_weight(self.parts, self.spec)
-        return values
+        """The values as an ordinary tensor of this shape: new memory, unless the raw weight is kept."""
+        kept = self.__dict__.get("raw_weight")
+        values: Tensor = torch.ops.gemmtune.unpack_weight(self.parts, self.spec) if kept is None else kept
+        return values.t() if self.transposed else values
 
     def copied(self) -> Tensor:
-        """The weight [N, K] as an ordinary tensor in memory of its own."""
+        """The values as an ordinary tensor of this shape, in memory of its own."""
         values = self.unpacked().detach()
         return values.clone() if "raw_weight" in self.__dict__ else values
 
     def original(self) -> Tensor:
-        """What the weight is without gemmtune, with its values of now."""
-        return self.unpacked()
+        """What the weight is without gemmtune, with its values of now, in memory of its own."""
+        return self.copied()
 
-    def alike(self, change: Callable[[Tensor], Tensor]) -> PackedTensor:
-        """The same weight with ``change`` applied to every inner tensor."""
+    def alike(self, change: Callable[[Tensor], Tensor], transposed: bool) -> PackedTensor:
+        """The same weight, or its transpose, with ``change`` applied to every inner tensor."""
         raw = self.__dict__.get("raw_weight")
-        return PackedTensor([change(part) for part in self.parts], self.spec, None if raw is None else change(raw))
-
-    def stays(self, kwargs: Mapping[str, Any]) -> bool:
-        """Whether a conversion keeps dtype and device, so that the weight may stay packed."""
-        dtype, device = kwargs.get("dtype"), kwargs.get("device")
-        return dtype in (None, self.dtype) and (device is None or torch.device(device) == self.device)
+        parts = [change(part) for part in self.parts]
+        return PackedTensor(parts, self.spec, None if raw is None else change(raw), transposed)
 
     def linear(self, input: Any, bias: Tensor | None = None) -> Tensor:
         """``F.linear`` by this weight, in whatever state this thread is in."""
-        return _linear(input, self, bias)
+        return multiply(input, self, bias)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         names = [*self.part_names, *(["raw_weight"] if "raw_weight" in self.__dict__ else [])]
-        return names, (self.spec, len(self.part_names))
+        return names, (self.spec, len(self.part_names), self.transposed)
 
     @staticmethod
     def __tensor_unflatten__(inner: Mapping[str, Tensor], context: Any, size: Any, stride: Any) -> PackedTensor:
-        spec, count = context
-        return PackedTensor([inner[f"packed_{place}"] for place in range(count)], spec, inner.get("raw_weight"))
+        spec, count, transposed = context
+        parts = [inner[f"packed_{position}"] for position in range(count)]
+        return PackedTensor(parts, spec, inner.get("raw_weight"), transposed)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"PackedTensor({list(self.shape)}, {self.dtype}, {self.device}, layout={self.layout_name!r})"
@@ -137,11 +143,18 @@ class PackedTensor(Tensor):
     ) -> Any:
         if func is functional.linear:
             weight = args[1] if len(args) > 1 else (kwargs or {}).get("weight")
-            if isinstance(weight, PackedTensor):
-                return _linear(*args, **(kwargs or {}))
+            if isinstance(weight, PackedTensor) and not weight.transposed:
+                return multiply(*args, **(kwargs or {}))
+        product = product_of(FUNCTIONS, func, args, kwargs or {})
+        if product is not None:
+            weight = product.weight
+            if isinstance(weight, PackedTensor) and weight.transposed == product.transposed:
+                return multiply(product.input, weight, product.bias)
+        if is_composite(func) and not torch.compiler.is_dynamo_compiling():
+            return without_override(func)(*args, **(kwargs or {}))
         if not _compiling():
             if func == _SET_DATA:
-                return _replace(args[0], args[1])
+                return replace_data(args[0], args[1])
             if func is Tensor.numpy:
                 return _as_numpy(args[0], **(kwargs or {}))
             if func is Tensor.tolist:
@@ -161,13 +174,22 @@ class PackedTensor(Tensor):
         first = args[0] if args else None
         if isinstance(first, PackedTensor):
             if func in (_aten.detach.default, _aten.alias.default):
-                return first.alike(lambda part: part)
-            if func is _aten.clone.default:
-                return first.alike(torch.clone)
-            if func is _aten._to_copy.default and first.stays(kwargs):
-                return first.alike(torch.clone)
-        written = [] if not func._schema.is_mutable else _written(func, args, kwargs)
-        plain = {id(tensor): tensor.unpacked() for tensor in written}
+                return _view_of(first, first.transposed)
+            if func in (_aten.clone.default, _aten._to_copy.default) and stays(first, kwargs):
+                return first.alike(torch.clone, first.transposed)
+            if transposes(func, args) and not first.quantized:
+                return _view_of(first, not first.transposed)
+        product = product_of(OPERATORS, func, args, kwargs)
+        if product is not None:
+            weight = product.weight
+            if isinstance(weight, PackedTensor) and weight.transposed == product.transposed:
+                result = multiply_below_autograd(product, weight)
+                if result is not None:
+                    return result
+        if torch.is_inference_mode_enabled() and func in _COMPOSED:
+            return func.decompose(*args, **kwargs)
+        targets = [] if not func._schema.is_mutable else written(PackedTensor, func, args, kwargs)
+        plain = {id(tensor): tensor.unpacked() for tensor in targets}
 
         def unwrap(value: Any) -> Any:
             if not isinstance(value, PackedTensor):
@@ -175,265 +197,42 @@ class PackedTensor(Tensor):
             return plain[id(value)] if id(value) in plain else value.unpacked()
 
         result = func(*tree_map(unwrap, tuple(args)), **tree_map(unwrap, dict(kwargs)))
-        for target in written:
-            _store(target, plain[id(target)])
+        for target in targets:
+            store(target, plain[id(target)])
             if target is not first:  # torch counts the writes to the first argument alone, not those to a list's
                 count_writes((target,))
-        if written:
-            back = {id(plain[id(target)]): target for target in written}
+        if targets:
+            back = {id(plain[id(target)]): target for target in targets}
             return tree_map(lambda t: back.get(id(t), t), result)
         if getattr(func, "is_view", False):
-            return tree_map(lambda t: ReadOnly.of(t) if isinstance(t, Tensor) else t, result)
+            return tree_map(lambda t: read_only(t) if isinstance(t, Tensor) else t, result)
         return result
 
 
-def spec_of(packed: PackedWeight) -> str:
-    """What describes a packed floating weight beside its tensors, as JSON."""
-    return json.dumps(
-        {
-            "layout": packed.layout, "n": packed.n, "k": packed.k, "dtype": packed.dtype, "machine": packed.machine,
-            "raw_order": packed.raw_order, "meta": dict(packed.meta),
-        }
-    )  # fmt: skip
+def _view_of(tensor: PackedTensor, transposed: bool) -> PackedTensor:
+    """The weight or its transpose, in the same memory."""
+    if torch.is_inference_mode_enabled() and not tensor.is_inference():
+        with torch.inference_mode(False):  # as PyTorch has it: a view is an inference tensor if its base is one
+            return _view_of(tensor, transposed)
+    view = tensor.alike(lambda part: part, transposed)
+    if "_packed" in tensor.__dict__:
+        view.__dict__["_packed"] = tensor.__dict__["_packed"]
+    return view
 
 
-@functools.lru_cache(maxsize=1024)
-def _fields(spec: str) -> dict[str, Any]:
-    fields: dict[str, Any] = json.loads(spec)
-    return fields
+def stays(tensor: PackedTensor, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a copy keeps dtype, device and strides, so that the weight may stay packed."""
+    dtype, device, format = kwargs.get("dtype"), kwargs.get("device"), kwargs.get("memory_format")
+    if format not in (None, torch.preserve_format) and not (format is torch.contiguous_format and _dense(tensor)):
+        return False
+    return dtype in (None, tensor.dtype) and (device is None or torch.device(device) == tensor.device)
 
 
-def packed_of(parts: Sequence[Tensor], spec: str) -> PackedWeight:
-    """The PackedWeight of these tensors. Raises TypeError, ValueError or KeyError for a malformed ``spec``."""
-    return PackedWeight(data=tuple(parts), **_fields(spec))
-
-
-# --- products ----------------------------------------------------------------------------------------------------
-
-
-def _linear(input: Any, weight: PackedTensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear`` by a packed weight, in whatever state this thread is in."""
-    if torch.is_grad_enabled() and weight.requires_grad:
-        raise GradError(
-            "linear(): the weight was packed by gemmtune.optimize() and requires grad, but its packed form has no "
-            "gradient: wrap the call in torch.no_grad(), call model.requires_grad_(False) before optimize(), or "
-            "restore() the model to train it"
-        )
-    if weight.quantized:
-        return weight.linear(input, bias)
-    if _compiling():
-        return _autocast(input, weight, bias) if autocasting(input.device.type) else _op(input, weight, bias)
-    if transformed():  # jit's tracer among them: they see an ordinary weight
-        return functional.linear(input, weight.unpacked(), bias)
-    packed = weight.packed
-    try:  # what ops.linear looks up, a call earlier
-        key = ("linear", input.shape, packed._key, bias is None, _threads(), torch.is_grad_enabled())
-    except (AttributeError, RuntimeError):
-        return functional.linear(input, weight.unpacked(), bias)  # PyTorch's words for what is no tensor
-    given = (input, packed) if bias is None else (input, packed, bias)
-    result = serve(key, given, (input,) if bias is None else (input, bias))
-    if result is not None:
-        return result
-    if not isinstance(input, Tensor):
-        return functional.linear(input, weight.unpacked(), bias)
-    if autocasting(input.device.type):
-        return _autocast(input, weight, bias)
-    return _product(input, weight, bias)
-
-
-def _product(input: Tensor, weight: PackedTensor, bias: Tensor | None) -> Tensor:
-    """The packed kernel, as an operator where something has to see it or to differentiate it."""
-    return _op(input, weight, bias) if is_for_dispatcher(input, bias) else linear(input, weight.packed, bias)
-
-
-def is_for_dispatcher(input: Tensor, bias: Tensor | None) -> bool:
-    """Whether something has to see a product by these operands, or to differentiate it, and it must be an operator."""
-    if is_subclassed(input) or is_subclassed(bias) or needs_dispatcher():
-        return True
-    return torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad))
-
-
-def is_subclassed(tensor: Tensor | None) -> bool:
-    return tensor is not None and is_subclass(tensor)
-
-
-def _op(input: Tensor, weight: PackedTensor, bias: Tensor | None) -> Tensor:
-    out: Tensor = torch.ops.gemmtune.packed_linear(input, weight.parts, weight.spec, bias)
-    return out
-
-
-def _autocast(input: Tensor, weight: PackedTensor, bias: Tensor | None) -> Tensor:
-    """Autocast's dtype is served where the weight has it; the packed kernel multiplies no other."""
-    kind, dtype = input.device.type, torch.get_autocast_dtype(input.device.type)
-    if weight.dtype != dtype or not input.is_floating_point():
-        return functional.linear(input, weight.unpacked(), bias)
-    with torch.autocast(kind, enabled=False):
-        rounded = input.to(dtype)
-        shift = None if bias is None else bias.to(dtype)
-        return _op(rounded, weight, shift) if _compiling() else _product(rounded, weight, shift)
-
-
-LIBRARY = torch.library.Library("gemmtune", "DEF")  # type: ignore[no-untyped-call]
-LIBRARY.define("packed_linear(Tensor input, Tensor[] weight, str spec, Tensor? bias) -> Tensor")  # type: ignore[no-untyped-call]
-LIBRARY.define("unpack_weight(Tensor[] weight, str spec) -> Tensor")  # type: ignore[no-untyped-call]
-
-
-@contextmanager
-def untraced() -> Iterator[None]:
-    """Hide from jit's tracer what an operator of ours does inside: it has recorded the operator itself."""
-    state = _tracing()
-    if state is None:
-        yield
-        return
-    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        torch._C._set_tracing_state(state)  # type: ignore[attr-defined]
-
-
-def _run_linear(input: Tensor, weight: Sequence[Tensor], spec: str, bias: Tensor | None) -> Tensor:
-    with untraced():
-        return linear(input, packed_of(weight, spec), bias)
-
-
-def _fake_linear(input: Tensor, weight: Sequence[Tensor], spec: str, bias: Tensor | None) -> Tensor:
-    fields = _fields(spec)
-    torch._check(input.shape[-1] == fields["k"], lambda: f"linear(): expected input [.., {fields['k']}]")  # type: ignore[no-untyped-call]
-    return input.new_empty((*input.shape[:-1], fields["n"]))
-
-
-def _run_unpack(weight: Sequence[Tensor], spec: str) -> Tensor:
-    with untraced():
-        raw = unpack(packed_of(weight, spec))
-        assert isinstance(raw, Tensor)
-        return raw.contiguous()
-
-
-def _fake_unpack(weight: Sequence[Tensor], spec: str) -> Tensor:
-    fields = _fields(spec)
-    return weight[0].new_empty((fields["n"], fields["k"]), dtype=getattr(torch, fields["dtype"]))
-
-
-for _device in ("CPU", "CUDA", "MkldnnCPU"):
-    LIBRARY.impl("packed_linear", _run_linear, _device)  # type: ignore[no-untyped-call]
-    LIBRARY.impl("unpack_weight", _run_unpack, _device)  # type: ignore[no-untyped-call]
-torch.library.register_fake("gemmtune::packed_linear", _fake_linear, lib=LIBRARY)
-torch.library.register_fake("gemmtune::unpack_weight", _fake_unpack, lib=LIBRARY)
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, weight, ctx.spec, bias = inputs
-    ctx.save_for_backward(*weight)
-    ctx.has_bias = bias is not None
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, list[None], None, Tensor | None]:
-    """Gradients of the input and the bias; a packed weight has none."""
-    input_grad = bias_grad = None
-    weight = list(ctx.saved_tensors)
-    if ctx.needs_input_grad[0]:
-        input_grad = grad @ torch.ops.gemmtune.unpack_weight(weight, ctx.spec)
-    if ctx.has_bias and ctx.needs_input_grad[3]:
-        bias_grad = grad.reshape(-1, grad.shape[-1]).sum(0)
-    return input_grad, [None] * len(weight), None, bias_grad
-
-
-torch.library.register_autograd("gemmtune::packed_linear", _backward, setup_context=_setup, lib=LIBRARY)
-
-
-# --- writes ------------------------------------------------------------------------------------------------------
-
-
-def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[PackedTensor]:
-    """The packed tensors that an operator writes to."""
-    found: list[PackedTensor] = []
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[place] if place < len(args) else kwargs.get(argument.name)
-        for tensor in value if isinstance(value, list | tuple) else (value,):
-            if isinstance(tensor, PackedTensor) and not any(tensor is other for other in found):
-                found.append(tensor)
-    return found
-
-
-def _store(target: PackedTensor, values: Tensor) -> None:
-    """Pack new values into the tensor's own memory, which its other views share."""
-    if values.shape != target.shape or values.dtype != target.dtype or values.device != target.device:
-        raise _cannot_write(target, "with another shape, dtype or device")
-    packed = pack(values, layout=target.layout_name)
-    try:
-        for own, new in zip(target.parts, packed.data, strict=True):
-            own.copy_(new)
-    except RuntimeError as error:
-        raise _cannot_write(target, f"({error})") from error
-
-
-def _cannot_write(target: PackedTensor, how: str) -> PackedWeightError:
-    return PackedWeightError(
-        f"a weight packed by gemmtune.optimize() as {target.layout_name!r} cannot be written to {how}: restore() the "
-        "model with the handle that optimize() returned, write, and optimize it again"
-    )
-
-
-def _replace(target: PackedTensor, values: Tensor) -> None:
-    """``target.data = values``: the very object becomes an ordinary Parameter that shares the memory of ``values``, as
-    PyTorch has it. Raises PackedWeightError where that cannot be done."""
-    if isinstance(values, PackedTensor) and values.packed_0 is target.packed_0:  # type: ignore[attr-defined]
-        return  # what ``weight.data += x`` hands back: the write has arrived
-    try:
-        swap_tensors(target, nn.Parameter(values.detach(), requires_grad=target.requires_grad))
-    except GemmtuneError as error:
-        raise _cannot_write(target, f"through .data ({error})") from error
-
-
-def swap_tensors(tensor: Tensor, other: Tensor) -> None:
-    """``torch.utils.swap_tensors``: each becomes what the other was, wherever it is referred to.
-
-    Raises PackedWeightError when something refers to one of them weakly (a compiled graph's guards), or a graph of
-    autograd's holds it.
-    """
-    try:
-        torch.utils.swap_tensors(tensor, other)  # type: ignore[no-untyped-call]
-    except RuntimeError as error:
-        raise PackedWeightError(str(error).partition("\n")[0]) from error
+def _dense(tensor: PackedTensor) -> bool:
+    return tensor.quantized or (strides_of(tensor.spec)[1] == 1) != tensor.transposed
 
 
 def _as_numpy(tensor: PackedTensor, **kwargs: Any) -> Any:
     array = tensor.unpacked().detach().numpy(**kwargs)
     array.setflags(write=False)  # a write would be lost
     return array
-
-
-class ReadOnly(Tensor):
-    """A view of an unpacked copy of a packed weight: what writes to it would be lost, and is refused."""
-
-    @classmethod
-    def of(cls, values: Tensor) -> ReadOnly:
-        made: ReadOnly = Tensor._make_subclass(cls, values.detach())
-        return made
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        for place, argument in enumerate(func._schema.arguments):
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, ReadOnly):
-                raise PackedWeightError(
-                    f"{func}: this is a view of a weight packed by gemmtune.optimize(), and the write would be lost: "
-                    "write to the whole weight, or restore() the model first"
-                )
-        with torch._C._DisableTorchDispatch():
-            result = func(*tree_map(_ordinary, tuple(args)), **tree_map(_ordinary, dict(kwargs)))
-        if getattr(func, "is_view", False):
-            return tree_map(lambda t: ReadOnly.of(t) if isinstance(t, Tensor) else t, result)
-        return result
-
-
-def _ordinary(value: Any) -> Any:
-    return value.as_subclass(Tensor) if isinstance(value, ReadOnly) else value

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,9 @@ from ..problem import Problem, Quant
 from ..quantized import int_mm, mixed_mm, scaled_mm
 from . import formats
 from .formats import QuantizedWeight, inner_tensors
-from .packed_tensor import LIBRARY, PackedTensor, is_for_dispatcher, untraced
+from .packed_ops import LIBRARY, untraced
+from .packed_products import is_for_dispatcher
+from .packed_tensor import PackedTensor, stays
 
 _aten = torch.ops.aten
 _compiling = torch.compiler.is_compiling
@@ -134,7 +136,7 @@ class QuantizedTensor(PackedTensor):
             f"of={self.template[0].__name__})"
         )
 
-    def alike(self, change: Any) -> QuantizedTensor:
+    def alike(self, change: Callable[[Tensor], Tensor], transposed: bool) -> QuantizedTensor:
         return QuantizedTensor([change(part) for part in self.parts], self.spec, self.template)
 
     def linear(self, input: Any, bias: Tensor | None = None) -> Tensor:
@@ -163,7 +165,7 @@ class QuantizedTensor(PackedTensor):
         if isinstance(first, QuantizedTensor):
             if func is _aten.copy_.default:
                 return first._take(args[1])
-            if func is _aten._to_copy.default and not first.stays(kwargs or {}):
+            if func is _aten._to_copy.default and not stays(first, kwargs or {}):
                 return func(first.original(), **(kwargs or {}))  # a move or a cast gives torchao's tensor again
         if func._schema.is_mutable:
             for place, argument in enumerate(func._schema.arguments):

@@ -21,6 +21,7 @@ from ..dispatch.runtime import CPU, RUNTIME
 from ..errors import GemmtuneError
 from ..fuse import bias as bias_step
 from ..problem import Problem
+from .composites import is_composite, without_override
 from .formats import UnknownFormatError, is_torchaos, read
 from .quantized_tensor import problem as quantized_problem
 from .weight_only import WeightOnly, recognise
@@ -117,11 +118,13 @@ class _Mode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if is_composite(func):
+            with self:
+                return without_override(func)(*args, **kwargs)
         describer = _DESCRIBERS.get(func)
         if describer is not None and not self._inside:
             if func is functional.linear and is_torchaos(args[1] if len(args) > 1 else kwargs.get("weight")):
-                describer = _quantized_linear
-                self._note(describer, args, kwargs, _device(args, kwargs))
+                self._note(_quantized_linear, args, kwargs, _device(args, kwargs))
             elif not foreign((*args, *kwargs.values())):
                 self._note(describer, args, kwargs, _device(args, kwargs))
         return func(*args, **kwargs)
@@ -177,8 +180,8 @@ def weight_only_problem(x: Tensor, held: WeightOnly) -> Problem:
 
 
 def linear_problem(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Problem:
-    """The Problem of ``F.linear``; constant when the weight is a Parameter."""
-    return describe.linear(input, weight, bias, constant=isinstance(weight, nn.Parameter)).problem
+    """The Problem of ``F.linear``; constant when the weight is a Parameter, or a view of one."""
+    return describe.linear(input, weight, bias, constant=_constant(weight)).problem
 
 
 def _quantized_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Problem | None:

@@ -1,35 +1,34 @@
-"""Finding the linears of a model that may be served, and seeing on example inputs what each of them multiplies."""
+"""Finding the weights of a model that may be served: floating matrices, and weight-only linears."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
-from ..backends.memory import why_unknown
+from ..backends.memory import is_subclass, why_unknown
 from ..checks import FLOATS
 from ..problem import Problem
-from .calls import run
 from .formats import QuantizedWeight, UnknownFormatError, is_torchaos, read
 from .packed_tensor import PackedTensor
-from .quantized_tensor import problem as quantized_problem
-from .record import Recording, foreign, linear_problem, record, weight_only_problem
 from .weight_only import WeightOnly, recognise
 
 
 @dataclass(slots=True)
 class Site:
-    """A linear that may be served: the module, every (parent, attribute) that holds it, and what it ran.
+    """A weight that may be served, and what a model did with it on the example inputs.
 
-    held: what it is as a weight-only linear; None for a floating one. owners: every module that has its weight as a
-    Parameter, of a floating one. reads: the functions besides F.linear that took the weight in a forward. quantized:
-    what its weight stores, of one of torchao's classes.
+    module: the weight-only linear, or a module that has the floating weight as a Parameter. name: what the user knows
+    it by; aliases: its other names, where several modules share it. places: every (parent, attribute) that holds the
+    module. held: what it is as a weight-only linear; None for a floating weight. tied: whether several modules have it.
+    ran: the Problems that it was the weight of. owners: every module that has a floating weight as a Parameter. reads:
+    the functions besides products that took the weight. parameter: the floating weight. reason: why it cannot be
+    served, known before the model ran. transposed: whether it is [K, N], as ``x @ weight`` takes it. multiplied:
+    whether a product took it. otherwise: the products that packed weights have not (of a part of it, in a batch).
+    quantized: what the weight stores, of one of torchao's classes.
     """
 
     module: nn.Module
@@ -40,14 +39,32 @@ class Site:
     ran: Counter[Problem]
     owners: list[nn.Module] = field(default_factory=list)
     reads: set[str] = field(default_factory=set)
+    aliases: list[str] = field(default_factory=list)
+    parameter: Tensor | None = None
+    reason: str = ""
+    transposed: bool = False
+    multiplied: bool = False
+    otherwise: set[str] = field(default_factory=set)
     quantized: QuantizedWeight | None = None
 
     @property
     def weight(self) -> Tensor:
         """The weight, packed or not."""
+        if self.parameter is not None:
+            return self.parameter
         weight = self.held.weight if self.held is not None else self.module.weight
         assert isinstance(weight, Tensor)
         return weight
+
+    @property
+    def matrix(self) -> Tensor:
+        """The floating weight as [N, K], in the same memory."""
+        return self.weight.detach().t() if self.transposed else self.weight.detach()
+
+    @property
+    def names(self) -> list[str]:
+        """Every name of it."""
+        return [self.name, *self.aliases]
 
     @property
     def device(self) -> torch.device:
@@ -59,10 +76,18 @@ class Site:
         """Whether something else than its product reads the weight, which then has to stay unpacked, too."""
         return self.tied or bool(self.reads)
 
+    @property
+    def is_product(self) -> bool:
+        """Whether it is the weight of a product: by what its module is, or by what the model did."""
+        if self.held is not None or self.multiplied or self.otherwise:
+            return True
+        return isinstance(self.module, nn.Linear) and self.module._parameters.get("weight") is self.parameter
 
-def find_sites(model: nn.Module, memory: float, left: dict[str, str]) -> Iterator[Site]:
-    """Every linear of a model that may be served. left: gets the names of the others, with the reason. memory: as for
-    ``optimize``."""
+
+def find_sites(model: nn.Module, memory: float, left: dict[str, str]) -> list[Site]:
+    """Every weight-only linear of a model that may be served, and every Parameter that is a matrix; observing the model
+    tells which of these are weights of products. left: gets the names of modules that cannot be served, with the
+    reason. memory: as for ``optimize``."""
     places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
     for parent in model.modules():
         # Not named_children(), which names a module used twice only once.
@@ -70,48 +95,99 @@ def find_sites(model: nn.Module, memory: float, left: dict[str, str]) -> Iterato
             if child is not None:
                 places.setdefault(child, []).append((parent, attribute))
     count = Counter(id(t) for m in model.modules() for t in (*m._parameters.values(), *m._buffers.values()))
-    owners: dict[int, list[nn.Module]] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            owners.setdefault(id(parameter), []).append(module)
+    sites = []
     for name, module in model.named_modules():
         held = recognise(module)
-        if held is None and (not isinstance(module, nn.Linear) or _is_packed(module)):
-            continue
-        quantized, reason = None, ""
-        if held is not None:
-            reason = why_unswappable(module, held, module not in places)
-        elif is_torchaos(module._parameters.get("weight")):
-            try:
-                quantized = read(module.weight)
-            except UnknownFormatError as error:
-                reason = f"its weight {error}"
-        else:
-            reason = _why_unpackable(module)
-        weight = held.weight if held is not None else module._parameters.get("weight")
-        tied = isinstance(weight, Tensor) and count[id(weight)] > 1
-        if tied and memory < 2:
-            reason = reason or "shares its weight with another module (memory=2 would keep both forms)"
+        reason = _why_unknown_module(module) if held is None else why_unswappable(module, held, module not in places)
+        if held is not None and count[id(held.weight)] > 1 and memory < 2:
+            reason = reason or _TIED
         if reason:
             left[name] = reason
-        else:
-            found = places.get(module, [])
-            yield Site(module, name, found, held, tied, Counter(), owners.get(id(weight), []), quantized=quantized)
+        elif held is not None:
+            tied = count[id(held.weight)] > 1
+            sites.append(Site(module, name, places.get(module, []), held, tied, Counter()))
+    return [*sites, *_floating(model, memory, places, count)]
 
 
-def _is_packed(module: nn.Linear) -> bool:
-    return isinstance(module._parameters.get("weight"), PackedTensor)
+_TIED = "shares its weight with another module (memory=2 would keep both forms)"
 
 
-def _why_unpackable(module: nn.Module) -> str:
-    """Why the weight of a floating linear cannot be packed at all, or empty."""
-    weight = module._parameters.get("weight")
-    if weight is None:
-        return "has no Parameter 'weight' of its own (a parametrization or a hook computes it)"
+def _floating(
+    model: nn.Module, memory: float, places: Mapping[nn.Module, list[tuple[nn.Module, str]]], count: Mapping[int, int]
+) -> list[Site]:
+    """A Site for each Parameter that is a matrix, whatever it is for."""
+    homes: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    for name, module in model.named_modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None and not isinstance(parameter, PackedTensor) and parameter.dim() == 2:
+                homes.setdefault(id(parameter), []).append((name, module, attribute))
+    sites = []
+    for key, modules in homes.items():
+        owners = [module for _, module, _ in modules]
+        # An embedding that a linear shares its weight with is not what multiplies by it.
+        named = (
+            [home for home in modules if isinstance(home[1], nn.Linear) and home[2] == "weight"]
+            or [home for home in modules if not isinstance(home[1], nn.Embedding)]
+            or modules
+        )
+        name, *aliases = [name_of(module_name, attribute) for module_name, _, attribute in named]
+        module = named[0][1]
+        weight = module._parameters[named[0][2]]
+        assert weight is not None
+        tied = count[key] > 1
+        quantized, reason = _quantized(weight) if is_torchaos(weight) else (None, _why_unpackable(weight))
+        reason = reason or (_TIED if tied and memory < 2 else "")
+        site = Site(module, name, places.get(module, []), None, tied, Counter(), owners)
+        site.aliases, site.parameter, site.reason, site.quantized = aliases, weight, reason, quantized
+        sites.append(site)
+    return sites
+
+
+def _quantized(weight: Tensor) -> tuple[QuantizedWeight | None, str]:
+    """What a weight of one of torchao's classes stores, or why it cannot be served."""
+    try:
+        return read(weight), ""
+    except UnknownFormatError as error:
+        return None, f"its weight {error}"
+
+
+def name_of(module: str, attribute: str) -> str:
+    """The name of a module's weight: the module's own, or that of another Parameter."""
+    return module if attribute == "weight" else f"{module}.{attribute}".removeprefix(".")
+
+
+def _why_unpackable(weight: Tensor) -> str:
+    """Why a Parameter cannot be packed at all, or empty."""
     if why_unknown(weight):
         return f"its weight is {why_unknown(weight)}"
     if weight.dtype not in FLOATS:
         return f"holds {weight.dtype}, which is not a dtype gemmtune packs"
+    return ""
+
+
+_QUANTISED = (torch.int8, torch.uint8, torch.int16, torch.int32)
+
+
+def _why_unknown_module(module: nn.Module) -> str:
+    """Why a module that holds a product, and no Parameter that tells so, cannot be served; empty for other modules."""
+    if isinstance(module, nn.Linear):
+        if module._parameters.get("weight") is None:
+            return "has no Parameter 'weight' of its own (a parametrization or a hook computes it)"
+        return ""
+    if type(module).__module__.startswith("gemmtune."):
+        return ""
+    tensors = {name: t for name, t in (*module._parameters.items(), *module._buffers.items()) if t is not None}
+    scaled = any("scale" in name for name in tensors)
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _QUANTISED or tensor.dim() != 2:
+            continue
+        if is_subclass(tensor) and "weight" in name:
+            return f"its {name} is {why_unknown(tensor)}"
+        if scaled:
+            return (
+                f"holds a quantised weight that gemmtune does not know ({name}, {tensor.dtype}); "
+                "gemmtune.register_weight_only() teaches it"
+            )
     return ""
 
 
@@ -138,122 +214,3 @@ def why_unswappable(module: nn.Module, held: WeightOnly | None, root: bool) -> s
         if why_unknown(tensor):
             return f"its {name} is {why_unknown(tensor)}"
     return "has tensors on several devices" if len({tensor.device for tensor in named.values()}) > 1 else ""
-
-
-def observe(model: nn.Module, example_inputs: Any, sites: Sequence[Site], left: dict[str, str]) -> Recording:
-    """Run the examples, count what each site ran, and return every Problem of the model. left: gets the names of other
-    Parameters that something multiplies by."""
-    uses = _Uses(model, sites)
-    hooks = [
-        site.module.register_forward_pre_hook(_counter(site, site.held)) for site in sites if site.held is not None
-    ]
-    try:
-        with record() as recorded, uses:
-            run(model, example_inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    for name, functions in uses.others.items():
-        if name not in left:
-            left[name] = f"is multiplied by {', '.join(sorted(functions))}; only weights of nn.Linear are packed"
-    return recorded
-
-
-def _counter(site: Site, held: WeightOnly) -> Any:
-    def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-        if args and isinstance(args[0], Tensor) and not foreign(args[:1]):
-            site.ran.update(_problem(args[0], lambda x: weight_only_problem(x, held)))
-
-    return hook
-
-
-def _problem(x: Tensor, described: Callable[[Tensor], Problem]) -> list[Problem]:
-    """What is multiplied by activations x; nothing where it is empty, or no Problem that gemmtune knows."""
-    try:
-        with torch._C.DisableTorchFunction():
-            return [described(x)] if x.numel() else []
-    except (TypeError, ValueError, RuntimeError):
-        return []
-
-
-# What is asked of a weight and costs nothing, packed or not.
-_METADATA = frozenset(
-    {
-        "dim", "element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point", "nelement", "numel",
-        "requires_grad_", "size", "storage_offset", "stride",
-    }
-)  # fmt: skip
-_VALUES = frozenset({"data", "T", "H", "mT", "mH", "real", "imag"})  # properties that give values
-
-
-def _name_of(func: Callable[..., Any]) -> str:
-    return getattr(func, "__name__", str(func))
-
-
-def _is_metadata(func: Callable[..., Any]) -> bool:
-    name = _name_of(func)
-    if name == "__get__":
-        return getattr(getattr(func, "__self__", None), "__name__", "") not in _VALUES
-    return name in _METADATA or name == "__set__"
-
-
-# Besides F.linear: what multiplies by a Parameter.
-_PRODUCTS = frozenset(
-    {
-        "addmm", "addmm_", "baddbmm", "bmm", "einsum", "linear", "matmul", "mm", "multi_head_attention_forward",
-        "__matmul__", "__rmatmul__", "_int_mm", "_scaled_mm", "grouped_mm", "_grouped_mm",
-    }
-)  # fmt: skip
-
-
-class _Uses(TorchFunctionMode):
-    """Sees what takes the weight of a site: F.linear, whose Problems are counted, or something else.
-
-    others: the functions that multiply by another Parameter, by the name of its module (of the Parameter, where the
-    module has several).
-    """
-
-    def __init__(self, model: nn.Module, sites: Sequence[Site]) -> None:
-        super().__init__()
-        self._sites = {id(site.weight): site for site in sites if site.held is None}
-        self.others: dict[str, set[str]] = {}
-        told = {id(m._parameters.get("weight")) for m in model.modules() if isinstance(m, nn.Linear)}
-        self._names = {
-            id(parameter): name.removesuffix(".weight")
-            for name, parameter in model.named_parameters()
-            if parameter.dim() >= 2 and id(parameter) not in told
-        }
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is functional.linear:
-            self._count(*args, **kwargs)
-            args_read: Sequence[Any] = (*args[:1], *args[2:])
-        else:
-            args_read = () if _is_metadata(func) else (*args, *kwargs.values())
-        for value in args_read:
-            for item in value if isinstance(value, list | tuple) else (value,):
-                site = self._sites.get(id(item))
-                if site is not None:
-                    site.reads.add(_name_of(func))
-        if _name_of(func) in _PRODUCTS:
-            for value in (*args, *kwargs.values()):
-                name = self._names.get(id(value)) or self._names.get(id(getattr(value, "_base", None)))
-                if name is not None:
-                    self.others.setdefault(name, set()).add(_name_of(func))
-        return func(*args, **kwargs)
-
-    def _count(self, input: Any = None, weight: Any = None, bias: Any = None, **_: Any) -> None:
-        site = self._sites.get(id(weight))
-        if site is not None and isinstance(input, Tensor) and not foreign((input,)):
-            quantized = site.quantized
-            site.ran.update(
-                _problem(
-                    input,
-                    lambda x: (
-                        linear_problem(x, weight, bias) if quantized is None else quantized_problem(x, quantized, bias)
-                    ),
-                )
-            )

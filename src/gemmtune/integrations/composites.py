@@ -1,0 +1,28 @@
+"""PyTorch's functions in Python that hide the functions they call from whatever overrides them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, cast
+
+from torch.nn import functional
+
+_COMPOSITES = (functional.multi_head_attention_forward,)
+
+
+def is_composite(func: Callable[..., Any]) -> bool:
+    """Whether ``func`` is a function in Python that multiplies by weights it is given."""
+    return func in _COMPOSITES
+
+
+def without_override(func: Callable[..., Any]) -> Callable[..., Any]:
+    """``func`` without its own look for overrides: modes and subclasses see the functions that it calls instead.
+
+    PyTorch hands the whole function to an override, which can only run it with overrides off.
+    """
+    original = cast(FunctionType, func)
+    names = {**original.__globals__, "has_torch_function": lambda _: False}
+    copy = FunctionType(original.__code__, names, original.__name__, original.__defaults__, original.__closure__)
+    copy.__kwdefaults__ = original.__kwdefaults__
+    return copy

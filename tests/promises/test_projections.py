@@ -1,0 +1,509 @@
+"""Whatever holds a product is served or named with a reason: Conv1D, projections, any Parameter of a product."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+
+import gemmtune
+from gemmtune.checks import GradError
+from gemmtune.dispatch import RUNTIME
+from gemmtune.errors import PackedWeightError
+from gemmtune.integrations.observe import observe
+from gemmtune.integrations.sites import find_sites
+from gemmtune.nn import PackedTensor
+from gemmtune.store import MemoryStore
+from integrations.test_optimize import ready, teach
+from serving import RAN
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")
+
+K, N, HEADS = 16, 24, 2
+
+
+def close(got: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+class Conv1D(nn.Module):
+    """transformers' linear with its weight [K, N]."""
+
+    def __init__(self, n: int = N, k: int = K) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(k, n)), nn.Parameter(torch.randn(n))
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = (*x.shape[:-1], self.bias.shape[0])
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(size)
+
+
+class Free(nn.Module):
+    """A product by a Parameter of another name, in the way that ``how`` has it; ``turned`` weights are [K, N]."""
+
+    def __init__(self, how: Callable[[Tensor, Tensor, Tensor], Tensor], turned: bool) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(K, N) if turned else torch.randn(N, K))
+        self.shift = nn.Parameter(torch.randn(N))
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.how(x, self.table, self.shift)
+
+
+PRODUCTS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], bool]] = {
+    "x @ w": (lambda x, w, b: x @ w, True),
+    "matmul": (lambda x, w, b: torch.matmul(x, w), True),
+    "x.matmul, not contiguous": (lambda x, w, b: x.transpose(0, 1).matmul(w).transpose(0, 1), True),
+    "mm": (lambda x, w, b: torch.mm(x[0], w)[None], True),
+    "x.mm": (lambda x, w, b: x[0].mm(w)[None], True),
+    "addmm": (lambda x, w, b: torch.addmm(b, x[0], w)[None], True),
+    "addmm of a matrix": (lambda x, w, b: torch.addmm(x[0].sum(1, keepdim=True) + b, x[0], w)[None], True),
+    "linear of w.t()": (lambda x, w, b: F.linear(x, w.t(), b), True),
+    "linear": (lambda x, w, b: F.linear(x, w, b), False),
+    "linear of w.to(dtype)": (lambda x, w, b: F.linear(x, w.to(x.dtype), b), False),
+    "x @ w.t()": (lambda x, w, b: x @ w.t(), False),
+    "x @ w.T": (lambda x, w, b: x @ w.T, False),
+    "x @ w.mT": (lambda x, w, b: x @ w.mT, False),
+    "addmm of w.transpose": (lambda x, w, b: torch.addmm(b, x[0], w.transpose(-1, -2))[None], False),
+    "matmul of w.permute": (lambda x, w, b: torch.matmul(x, w.permute(1, 0)), False),
+}
+
+
+@pytest.mark.parametrize("how", PRODUCTS)
+@pytest.mark.parametrize("memory", [1.25, 4])
+def test_any_parameter_of_a_product_is_served(how: str, memory: float, own_store: MemoryStore) -> None:
+    x = torch.randn(1, 3, K)
+    model = ready(nn.Sequential(Free(*PRODUCTS[how])), x, own_store)
+    wanted, stride = model(x), model[0].table.stride()  # type: ignore[index]
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    handle = gemmtune.optimize(model, x, tune=False, memory=memory)
+    assert handle.swapped == {"0.table": "toy:plain"}
+    weight = model[0].table  # type: ignore[index]
+    assert isinstance(weight, PackedTensor)
+    assert weight.stride() == stride
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        with mode():
+            RAN.clear()
+            close(model(x), wanted)
+            assert len(RAN) == 1
+    assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
+    handle.restore()
+    assert torch.equal(weight, values["0.table"])
+    assert torch.equal(model(x), wanted)
+
+
+class Conv1DModel(nn.Module):
+    """Two of GPT-2's linears."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c_fc, self.c_proj = Conv1D(N, K), Conv1D(K, N)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c_proj(F.gelu(self.c_fc(x)))
+
+
+@pytest.fixture
+def optimized(own_store: MemoryStore) -> tuple[nn.Module, nn.Module, Any]:
+    """A model of Conv1Ds, optimized; its copy, which is not; and the handle."""
+    x = torch.randn(2, 3, K)
+    model = ready(Conv1DModel(), x, own_store)
+    plain = copy.deepcopy(model)
+    return model, plain, gemmtune.optimize(model, x, tune=False)
+
+
+def test_conv1d_is_served(optimized: tuple[nn.Module, nn.Module, Any]) -> None:
+    model, plain, handle = optimized
+    assert handle.swapped == {"c_fc": "toy:plain", "c_proj": "toy:plain"}
+    assert handle.left == {}
+    x = torch.randn(2, 3, K)
+    RAN.clear()
+    close(model(x), plain(x))
+    assert len(RAN) == 2
+    other = Conv1DModel().eval().requires_grad_(False)
+    model.load_state_dict(other.state_dict())
+    close(model(x), other(x))
+    close(copy.deepcopy(model)(x), other(x))
+    buffer = io.BytesIO()
+    torch.save(model.c_fc.weight, buffer)
+    buffer.seek(0)
+    assert torch.equal(torch.load(buffer, weights_only=False), other.c_fc.weight)
+    handle.restore()
+    assert type(model.c_fc.weight) is nn.Parameter
+    assert torch.equal(model(x), other(x))
+
+
+def test_conv1d_has_the_gradients_of_its_input_and_bias(optimized: tuple[nn.Module, nn.Module, Any]) -> None:
+    model, plain, _ = optimized
+    gradients = []
+    for each in (plain, model):
+        each.c_fc.bias.requires_grad_(True)
+        leaf = torch.ones(2, 3, K, requires_grad=True)
+        each(leaf).square().sum().backward()
+        gradients.append((leaf.grad, each.c_fc.bias.grad))
+    for wanted, got in zip(*gradients, strict=True):
+        close(got / wanted.abs().max(), wanted / wanted.abs().max())
+    model.c_fc.weight.requires_grad_(True)
+    with pytest.raises(GradError, match=r"no_grad\(\)"):
+        model(torch.ones(2, 3, K))
+
+
+TRACERS: dict[str, Callable[[nn.Module, Tensor], Callable[[Tensor], Tensor]]] = {
+    "make_fx": lambda m, x: make_fx(lambda t: m(t))(x),
+    "jit.trace": lambda m, x: torch.jit.trace(m, x),
+    "functionalize": lambda m, _: torch.func.functionalize(m),
+    "vmap": lambda m, _: torch.vmap(m),
+    "compile": lambda m, _: torch.compile(m, fullgraph=True, backend="aot_eager"),
+    "compile dynamic": lambda m, _: torch.compile(m, fullgraph=True, backend="aot_eager", dynamic=True),
+    "export": lambda m, x: torch.export.export(m, (x,)).module(),
+    "export strict": lambda m, x: torch.export.export(m, (x,), strict=True).module(),
+}
+
+
+def _served_when_traced(model: nn.Module, x: Tensor) -> list[str]:
+    graph = make_fx(lambda t: model(t), tracing_mode="symbolic", _allow_non_fake_inputs=True)(x).graph
+    return [str(node.target) for node in graph.nodes if "packed_linear" in str(node.target)]
+
+
+@pytest.mark.parametrize("how", TRACERS)
+def test_conv1d_can_be_traced(how: str, optimized: tuple[nn.Module, nn.Module, Any]) -> None:
+    model, plain, _ = optimized
+    x = torch.randn(2, 3, K)
+    with torch.no_grad():
+        traced = TRACERS[how](model, x)
+        close(traced(x), plain(x))
+        close(traced(-x), plain(-x))
+        assert len(_served_when_traced(model, x)) == 2
+
+
+@pytest.mark.parametrize("how", ["x @ w", "x.matmul, not contiguous", "linear of w.t()", "x @ w.mT", "x @ w.T"])
+@pytest.mark.parametrize("tracer", ["make_fx", "compile", "export", "export strict"])
+def test_products_by_transposes_are_served_when_traced(how: str, tracer: str, own_store: MemoryStore) -> None:
+    x = torch.randn(1, 3, K)
+    model = ready(nn.Sequential(Free(*PRODUCTS[how])), x, own_store)
+    wanted = model(x)
+    assert gemmtune.optimize(model, x, tune=False).swapped
+    with torch.no_grad():
+        close(TRACERS[tracer](model, x)(x), wanted)
+        assert len(_served_when_traced(model, x)) == 1
+
+
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "t().mul_": lambda w: w.t().mul_(2),
+    "T +=": lambda w: exec("t = w.T; t += 1", {"w": w}),
+    "transpose().copy_": lambda w: w.transpose(0, 1).copy_(torch.full_like(w.t(), 0.5)),
+    "data.t().zero_": lambda w: w.data.t().zero_(),
+    "mul_": lambda w: w.mul_(3),
+    "out=": lambda w: torch.mul(torch.ones(w.shape), 3, out=w),
+    "init": lambda w: nn.init.constant_(w, 0.25),
+}
+
+
+@pytest.mark.parametrize("memory", [1.25, 4])
+@pytest.mark.parametrize("make", [lambda: Conv1D(), lambda: nn.Linear(K, N)], ids=["Conv1D", "Linear"])
+@pytest.mark.parametrize("how", WRITES)
+def test_writes_through_a_transpose_arrive(how: str, make: Any, memory: float, own_store: MemoryStore) -> None:
+    x = torch.randn(3, K)
+    model = ready(nn.Sequential(make()), x, own_store)
+    plain = copy.deepcopy(model)
+    assert gemmtune.optimize(model, x, tune=False, memory=memory).swapped
+    with torch.no_grad():
+        for each in (plain, model):
+            WRITES[how](each[0].weight)  # type: ignore[index]
+        assert torch.equal(model[0].weight, plain[0].weight)  # type: ignore[index]
+        close(model(x), plain(x))
+
+
+def test_a_write_to_a_view_of_a_transpose_is_refused(optimized: tuple[nn.Module, nn.Module, Any]) -> None:
+    model, plain, _ = optimized
+    with torch.no_grad(), pytest.raises(PackedWeightError, match=r"restore\(\)"):
+        model.c_fc.weight.t()[0].zero_()
+    assert torch.equal(model.c_fc.weight, plain.c_fc.weight)
+
+
+def test_a_transpose_and_its_copies_are_what_they_were(optimized: tuple[nn.Module, nn.Module, Any]) -> None:
+    model, plain, _ = optimized
+    got, wanted = model.c_fc.weight, plain.c_fc.weight
+    assert isinstance(got, PackedTensor)
+    assert isinstance(got.t(), PackedTensor)
+    for change in (lambda w: w.t(), lambda w: w.t().t(), lambda w: w.t().contiguous(), lambda w: w.t().clone(),
+                   lambda w: w.permute(0, 1), lambda w: w.transpose(0, 0)):  # fmt: skip
+        assert change(got).shape == change(wanted).shape
+        assert change(got).stride() == change(wanted).stride()
+        assert torch.equal(change(got), change(wanted))
+    assert torch.equal(got.t().contiguous().view(-1), wanted.t().contiguous().view(-1))
+
+
+# --- nn.MultiheadAttention -----------------------------------------------------------------------------------------
+
+
+ATTENTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "batch first": ({"batch_first": True}, {}),
+    "batch second": ({}, {}),
+    "no bias": ({"bias": False}, {}),
+    "no weights": ({"batch_first": True}, {"need_weights": False}),
+    "weights of each head": ({}, {"average_attn_weights": False}),
+    "causal": ({}, {"attn_mask": torch.ones(4, 4).triu(1).bool(), "is_causal": True, "need_weights": False}),
+    "mask": ({}, {"attn_mask": torch.randn(4, 4)}),
+    "bias of k and v": ({"add_bias_kv": True, "add_zero_attn": True}, {}),
+}
+
+
+@pytest.mark.parametrize("case", ATTENTIONS)
+def test_projections_of_attention_are_served(case: str, own_store: MemoryStore) -> None:
+    made, called = ATTENTIONS[case]
+    x = torch.randn(4, 4, K)
+    attention = nn.MultiheadAttention(K, HEADS, **made)
+    model = _ready_attention(attention, (x, x, x), called, own_store)
+    wanted = model(x, x, x, **called)
+    handle = gemmtune.optimize(model, {"query": x, "key": x, "value": x, **called}, tune=False)
+    assert handle.swapped == {"in_proj_weight": "toy:plain", "out_proj": "toy:plain"}
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        with mode():
+            RAN.clear()
+            got = model(x, x, x, **called)
+            assert len(RAN) == 2
+            close(got[0], wanted[0])
+            if wanted[1] is None:
+                assert got[1] is None
+            else:
+                close(got[1], wanted[1])
+    if "attn_mask" not in called:
+        padding = torch.tensor([[False, False, False, True]] * 4)
+        handle.restore()
+        wanted = model(x, x, x, key_padding_mask=padding, **called)
+        gemmtune.optimize(model, {"query": x, "key": x, "value": x, **called}, tune=False)
+        close(model(x, x, x, key_padding_mask=padding, **called)[0], wanted[0])
+
+
+def _ready_attention(
+    model: nn.Module, inputs: tuple[Tensor, ...], called: dict[str, Any], store: MemoryStore
+) -> nn.Module:
+    ready(nn.Identity(), inputs[0], store)
+    model.eval().requires_grad_(False)
+    with gemmtune.record() as recorded:
+        model(*inputs, **called)
+    teach(store, recorded.problems)
+    return model
+
+
+def test_projections_of_other_sizes_are_served(own_store: MemoryStore) -> None:
+    query, key, value = torch.randn(3, 2, K), torch.randn(5, 2, 8), torch.randn(5, 2, 12)
+    attention = nn.MultiheadAttention(K, HEADS, kdim=8, vdim=12)
+    model = _ready_attention(attention, (query, key, value), {}, own_store)
+    wanted = model(query, key, value)
+    handle = gemmtune.optimize(model, (query, key, value), tune=False)
+    assert handle.swapped.keys() == {"q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj"}
+    RAN.clear()
+    for got, want in zip(model(query, key, value), wanted, strict=True):
+        close(got, want)
+    assert len(RAN) == 4
+
+
+@pytest.mark.parametrize("memory", [1.25, 4])
+def test_parts_of_a_projection_are_left_with_the_reason(memory: float, own_store: MemoryStore) -> None:
+    query, key = torch.randn(3, 2, K), torch.randn(5, 2, K)
+    model = _ready_attention(nn.MultiheadAttention(K, HEADS), (query, key, key), {}, own_store)
+    wanted = model(query, key, key)
+    handle = gemmtune.optimize(model, (query, key, key), tune=False, memory=memory)
+    assert handle.swapped.keys() == {"out_proj"}
+    assert "multiplied by linear in a way" in handle.left["in_proj_weight"]
+    close(model(query, key, key)[0], wanted[0])
+
+
+def test_a_packed_projection_serves_cross_attention_too(own_store: MemoryStore) -> None:
+    x, key = torch.randn(3, 2, K), torch.randn(5, 2, K)
+    model = _ready_attention(nn.MultiheadAttention(K, HEADS), (x, x, x), {}, own_store)
+    wanted = model(x, key, key)
+    assert len(gemmtune.optimize(model, (x, x, x), tune=False).swapped) == 2
+    with torch.no_grad():
+        close(model(x, key, key)[0], wanted[0])
+        compiled = torch.compile(lambda *given: model(*given)[0], fullgraph=True, backend="aot_eager")
+        close(compiled(x, key, key), wanted[0])
+
+
+@pytest.mark.parametrize("how", ["make_fx", "compile", "export", "export strict"])
+def test_an_encoder_layer_can_be_traced(how: str, own_store: MemoryStore) -> None:
+    x = torch.randn(2, 4, K)
+    model = ready(nn.TransformerEncoderLayer(K, HEADS, 2 * K, batch_first=True), x, own_store)
+    with torch.no_grad():
+        wanted = model(x)
+        handle = gemmtune.optimize(model, x, tune=False)
+        assert handle.swapped.keys() == {"self_attn.in_proj_weight", "self_attn.out_proj", "linear1", "linear2"}
+        assert handle.left == {}
+        RAN.clear()
+        close(model(x), wanted)
+        assert len(RAN) == 4
+        traced = TRACERS[how](model, x)
+        close(traced(x), wanted)
+
+
+# --- what is left --------------------------------------------------------------------------------------------------
+
+
+class BothWays(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.code = nn.Parameter(torch.randn(K, K))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x @ self.code) @ self.code.t()
+
+
+def test_a_weight_multiplied_both_ways_is_left(own_store: MemoryStore) -> None:
+    x = torch.randn(3, K)
+    model = ready(BothWays(), x, own_store)
+    wanted = model(x)
+    assert "read besides its product, by matmul" in gemmtune.optimize(model, x, tune=False).left["code"]
+    assert gemmtune.optimize(model, x, tune=False, memory=4).swapped.keys() == {"code"}
+    close(model(x), wanted)
+
+
+OTHERS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "einsum": lambda x, w, b: torch.einsum("bmk,nk->bmn", x, w),
+    "bmm": lambda x, w, b: torch.bmm(x, w.t()[None].expand(1, -1, -1)),
+    "addmm": lambda x, w, b: torch.addmm(b, x[0], w.t(), alpha=2)[None],
+    "linear": lambda x, w, b: F.linear(x, w[:3]),
+    "matmul": lambda x, w, b: w @ x[0].t(),
+}
+
+
+@pytest.mark.parametrize("how", OTHERS)
+def test_other_products_are_named(how: str, own_store: MemoryStore) -> None:
+    x = torch.randn(1, 3, K)
+    model = ready(nn.Sequential(Free(OTHERS[how], False)), x, own_store)
+    handle = gemmtune.optimize(model, x, tune=False)
+    assert f"is multiplied by {how}" in handle.left["0.table"]
+    assert handle.swapped == {}
+
+
+class Language(nn.Module):
+    """GPT-2's outline: positions and tokens are looked up, and the head shares the tokens' weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(N, K), nn.Embedding(8, K)
+        self.mlp, self.norm = Conv1DModel(), nn.LayerNorm(K)
+        self.lm_head = nn.Linear(K, N, bias=False)
+        self.lm_head.weight = self.wte.weight
+        self.gate = nn.Parameter(torch.randn(1, K))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.wte(ids) + self.wpe.weight[: len(ids)]
+        return self.lm_head(self.norm(self.mlp(x) * self.gate))
+
+
+def test_what_holds_no_product_is_not_named(own_store: MemoryStore) -> None:
+    ids = torch.tensor([1, 5, 2])
+    model = ready(Language(), ids, own_store)
+    wanted = model(ids)
+    handle = gemmtune.optimize(model, ids, tune=False)
+    assert handle.swapped.keys() == {"mlp.c_fc", "mlp.c_proj"}
+    assert handle.left.keys() == {"lm_head"}
+    handle.restore()
+    handle = gemmtune.optimize(model, ids, tune=False, memory=4)
+    assert handle.swapped.keys() == {"mlp.c_fc", "mlp.c_proj", "lm_head"}
+    close(model(ids), wanted)
+
+
+class Decaying(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(K, N))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.table.mul_(0.5)
+
+
+def test_a_weight_that_forward_writes_is_left(own_store: MemoryStore) -> None:
+    x = torch.randn(3, K)
+    model = ready(Decaying(), x, own_store)
+    assert "read besides its product, by mul_" in gemmtune.optimize(model, x, tune=False).left["table"]
+
+
+def test_a_second_time_only_names_what_is_not_packed(own_store: MemoryStore) -> None:
+    x = torch.randn(3, 2, K)
+    model = _ready_attention(nn.MultiheadAttention(K, HEADS), (x, x, x), {}, own_store)
+    assert len(gemmtune.optimize(model, (x, x, x), tune=False).swapped) == 2
+    again = gemmtune.optimize(model, (x, x, x), tune=False)
+    assert again.swapped == again.left == {}
+
+
+def test_tied_linears_are_served_by_one_packed_weight(own_store: MemoryStore) -> None:
+    x = torch.randn(3, K)
+    first, second = nn.Linear(K, K), nn.Linear(K, K)
+    second.weight = first.weight
+    model = ready(nn.Sequential(first, second), x, own_store)
+    wanted = model(x)
+    handle = gemmtune.optimize(model, x, tune=False, memory=4)
+    assert handle.swapped.keys() == {"0", "1"}
+    close(model(x), wanted)
+    handle.restore()
+    assert first.weight is second.weight
+    assert torch.equal(model(x), wanted)
+
+
+def test_what_is_served_is_tuned(own_store: MemoryStore) -> None:
+    """A detached weight is a variable for record(), and is packed all the same."""
+    x = torch.randn(1, 3, K)
+    model = nn.Sequential(Free(lambda x, w, b: F.linear(x, w.detach(), b), False)).eval()
+    sites = find_sites(model, 1.25, {})
+    recorded = observe(model, x, sites, {})
+    ran = {problem for site in sites for problem in site.ran}
+    assert len(ran) == 1
+    assert ran <= {problem for problem, _ in recorded.problems}
+    assert all(problem.b.constant for problem in ran)
+
+
+class Gptq(nn.Module):
+    """Integers in a form that gemmtune does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("qweight", torch.randint(-9, 9, (K // 8, N), dtype=torch.int32))
+        self.register_buffer("scales", torch.rand(1, N))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.qweight.repeat_interleave(8, 0).to(x.dtype) * self.scales)
+
+
+class Wrapped(torch.Tensor):
+    """A library's own quantised tensor."""
+
+
+class OfSubclass(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.randint(-9, 9, (N, K), dtype=torch.int8).as_subclass(Wrapped))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.as_subclass(Tensor).to(x.dtype))
+
+
+def test_quantised_weights_that_nobody_knows_are_named(own_store: MemoryStore) -> None:
+    x = torch.randn(3, K)
+    model = nn.ModuleDict({"gptq": Gptq(), "wrapped": OfSubclass()})
+    model.forward = lambda t: model["gptq"](t) + model["wrapped"](t)
+    model.eval()
+    handle = gemmtune.optimize(model, x, tune=False)
+    assert "qweight, torch.int32" in handle.left["gptq"]
+    assert "register_weight_only" in handle.left["gptq"]
+    assert "Wrapped, a subclass of torch.Tensor" in handle.left["wrapped"]
+    assert handle.swapped == {}
+
+
+def test_record_sees_into_attention() -> None:
+    x = torch.randn(2, 3, K)
+    with gemmtune.record() as recorded, torch.no_grad():
+        nn.MultiheadAttention(K, HEADS)(x, x, x)
+    sizes = {(problem.m, problem.n, problem.k) for problem, _ in recorded.problems if problem.b.constant}
+    assert sizes == {(6, 3 * K, K), (6, K, K)}
+    assert RUNTIME.observer is None
