@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from . import checks, plain
 from .backends.aten.steps import dtype_of
@@ -28,7 +27,6 @@ from .prepared import (
     Write,
     bound_launch,
     computing,
-    count_writes,
     dense,
     fresh_of,
     into_out,
@@ -42,9 +40,11 @@ from .prepared import (
     writing,
 )
 from .problem import Problem
+from .torch_internals import DisableTorchFunction, forward_ad
+from .torch_internals import increment_version as count_writes
+from .torch_internals import len_torch_dispatch_stack as _dispatch_modes
 
 _lookup = TABLE.get
-_dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
 class Sight(NamedTuple):
@@ -220,7 +220,7 @@ def execute(op: str, call: Call, out: Tensor | None = None, *, differentiable: b
     observer = RUNTIME.observer  # read once: another thread may end its recording
     if observer is not None:
         observer(call.problem, call.a.device)
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return _execute(op, call, out, differentiable)
     return _execute(op, call, out, differentiable)
 

@@ -22,6 +22,7 @@ from .backends.base import QuantWeight
 from .describe import Call
 from .dispatch.guards import special, special_state
 from .epilogue import tensor_count
+from .torch_internals import int_mm, weight_int8pack_mm
 
 # Beyond this many rows converting the weight pays, because _weight_int8pack_mm reuses nothing between rows.
 _INT8PACK_ROWS = 16
@@ -103,7 +104,7 @@ def _widens_itself(call: Call, width: torch.dtype) -> bool:
 
 def int_product(a: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
     """What multiplies integers of canonical strides (``padding.canonical_strides``) where ``a`` lies."""
-    return padding.int_product if a.is_cuda else torch._int_mm
+    return padding.int_product if a.is_cuda else int_mm
 
 
 def _integers(call: Call) -> Plain:
@@ -153,4 +154,4 @@ def _weight_only(a: Tensor, b: QuantWeight, _: Sequence[Tensor]) -> Tensor:
 def _takes_int8pack(a: Tensor, b: QuantWeight) -> bool:
     usual = type(a) is Tensor and a.device.type == "cpu" and a.dtype == b.scale.dtype and a.dtype != torch.float64
     legal = a.shape[1] % 16 == 0 and a.numel() > 0 and b.data.shape[1] > 0 and b.data.t().is_contiguous()
-    return usual and legal and a.shape[0] <= _INT8PACK_ROWS
+    return usual and legal and a.shape[0] <= _INT8PACK_ROWS and weight_int8pack_mm is not None

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._pytree import tree_map
 
 from ..backends.base import PackedWeight
 from ..backends.memory import is_subclass
@@ -26,13 +25,23 @@ from ..errors import GemmtuneError, PackedWeightError
 from ..launch import serve
 from ..ops import linear
 from ..packing import pack, unpack
-from ..prepared import count_writes
+from ..torch_internals import (
+    DisableTorchDispatch,
+    check,
+    disabled_torch_function_impl,
+    make_subclass,
+    make_wrapper_subclass,
+    to_copy,
+    tree_map,
+)
+from ..torch_internals import DisableTorchFunctionSubclass as _PLAIN
+from ..torch_internals import get_tracing_state as _tracing
+from ..torch_internals import increment_version as count_writes
+from ..torch_internals import set_tracing_state as _set_tracing
 
 _aten = torch.ops.aten
 _compiling = torch.compiler.is_compiling
 _threads = torch.get_num_threads
-_tracing = torch._C._get_tracing_state
-_PLAIN = torch._C.DisableTorchFunctionSubclass
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -49,7 +58,7 @@ class PackedTensor(Tensor):
     @staticmethod
     def __new__(cls, parts: Sequence[Tensor], spec: str, raw: Tensor | None = None) -> PackedTensor:
         fields = _fields(spec)
-        made: PackedTensor = Tensor._make_wrapper_subclass(
+        made: PackedTensor = make_wrapper_subclass(
             cls, (fields["n"], fields["k"]), dtype=getattr(torch, fields["dtype"]), device=parts[0].device
         )
         return made
@@ -147,7 +156,7 @@ class PackedTensor(Tensor):
                 return _alike(first, lambda part: part)
             if func is _aten.clone.default:
                 return _alike(first, torch.clone)
-            if func is _aten._to_copy.default and _stays(first, kwargs):
+            if func is to_copy and _stays(first, kwargs):
                 return _alike(first, torch.clone)
         written = [] if not func._schema.is_mutable else _written(func, args, kwargs)
         plain = {id(tensor): tensor.unpacked() for tensor in written}
@@ -273,11 +282,11 @@ def _untraced() -> Iterator[None]:
     if state is None:
         yield
         return
-    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+    _set_tracing(None)
     try:
         yield
     finally:
-        torch._C._set_tracing_state(state)  # type: ignore[attr-defined]
+        _set_tracing(state)
 
 
 def _run_linear(input: Tensor, weight: Sequence[Tensor], spec: str, bias: Tensor | None) -> Tensor:
@@ -287,7 +296,7 @@ def _run_linear(input: Tensor, weight: Sequence[Tensor], spec: str, bias: Tensor
 
 def _fake_linear(input: Tensor, weight: Sequence[Tensor], spec: str, bias: Tensor | None) -> Tensor:
     fields = _fields(spec)
-    torch._check(input.shape[-1] == fields["k"], lambda: f"linear(): expected input [.., {fields['k']}]")  # type: ignore[no-untyped-call]
+    check(input.shape[-1] == fields["k"], lambda: f"linear(): expected input [.., {fields['k']}]")
     return input.new_empty((*input.shape[:-1], fields["n"]))
 
 
@@ -399,10 +408,10 @@ class _ReadOnly(Tensor):
 
     @classmethod
     def of(cls, values: Tensor) -> _ReadOnly:
-        made: _ReadOnly = Tensor._make_subclass(cls, values.detach())
+        made: _ReadOnly = make_subclass(cls, values.detach())
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function_impl
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -416,7 +425,7 @@ class _ReadOnly(Tensor):
                     f"{func}: this is a view of a weight packed by gemmtune.optimize(), and the write would be lost: "
                     "write to the whole weight, or restore() the model first"
                 )
-        with torch._C._DisableTorchDispatch():
+        with DisableTorchDispatch():
             result = func(*tree_map(_ordinary, tuple(args)), **tree_map(_ordinary, dict(kwargs)))
         if getattr(func, "is_view", False):
             return tree_map(lambda t: _ReadOnly.of(t) if isinstance(t, Tensor) else t, result)

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from ..backends.memory import why_unknown
 from ..checks import FLOATS
 from ..problem import Problem
+from ..torch_internals import DisableTorchFunction
 from .calls import run
 from .packed_tensor import PackedTensor
 from .record import Recording, foreign, linear_problem, record, weight_only_problem
@@ -156,7 +157,7 @@ def _counter(site: Site, held: WeightOnly) -> Any:
 def _problem(x: Tensor, described: Callable[[Tensor], Problem]) -> list[Problem]:
     """What is multiplied by activations x; nothing where it is empty, or no Problem that gemmtune knows."""
     try:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return [described(x)] if x.numel() else []
     except (TypeError, ValueError, RuntimeError):
         return []

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ...torch_internals import int_mm, scaled_mm
+
 ALIGN = 16  # bytes that tensor cores and fp8 products want rows to be a multiple of; elements, to keep it simple
 _INT_ROWS, _INT_ALIGN = 17, 8  # torch._int_mm on CUDA takes more than 16 rows, and K and N in multiples of 8
 _FEW_ROWS = 32  # what fewer than 17 are padded to
@@ -59,7 +61,7 @@ def canonical_strides(matrix: Tensor) -> Tensor:
 
 def cpu_int_mm(a: Tensor, b: Tensor) -> Tensor:
     """``torch._int_mm`` on a CPU, of operands that lie anyhow."""
-    return torch._int_mm(canonical_strides(a), canonical_strides(b))
+    return int_mm(canonical_strides(a), canonical_strides(b))
 
 
 def on_boundary(vector: Tensor) -> Tensor:
@@ -108,7 +110,7 @@ def int_product(a: Tensor, b: Tensor, *, turned: bool = False) -> Tensor:
     if 0 in (*a.shape, n):
         return torch.zeros(m, n, dtype=torch.int32, device=a.device)
     left, right = int_operands(a, b)
-    out = torch._int_mm(left, right)
+    out = int_mm(left, right)
     return out if out.shape == (m, n) else out[:m, :n]
 
 
@@ -146,6 +148,6 @@ def scaled_product(
     scale_a, scale_b = on_boundary(scale_a), on_boundary(scale_b)
     bias = None if bias is None else on_boundary(bias)
     if out is not None and columns == n and not out.data_ptr() % ALIGN:
-        return torch._scaled_mm(left, right, scale_a, scale_b, bias=bias, out_dtype=out_dtype, out=out)
-    made = torch._scaled_mm(left, right, scale_a, scale_b, bias=bias, out_dtype=out_dtype)
+        return scaled_mm(left, right, scale_a, scale_b, bias=bias, out_dtype=out_dtype, out=out)
+    made = scaled_mm(left, right, scale_a, scale_b, bias=bias, out_dtype=out_dtype)
     return made if columns == n else made[:, :n]
