@@ -13,6 +13,7 @@ from torch import Tensor
 
 from . import backends
 from .backends.aten import padding
+from .backends.aten.cpu_rules import int_mm_takes_uint8
 from .backends.aten.cuda_narrow import scaled_wide
 from .backends.aten.cuda_rules import scaled_hardware, scaled_kinds
 from .backends.aten.fusion import addmm_prefix
@@ -104,7 +105,9 @@ def _widens_itself(call: Call, width: torch.dtype) -> bool:
 
 def int_product(a: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
     """What multiplies integers of canonical strides (``padding.canonical_strides``) where ``a`` lies."""
-    return padding.int_product if a.is_cuda else int_mm
+    if a.is_cuda:
+        return padding.int_product
+    return int_mm if a.dtype == torch.int8 or int_mm_takes_uint8() else padding.cpu_int_mm
 
 
 def _integers(call: Call) -> Plain:

@@ -65,6 +65,11 @@ class AtenKernel(Kernel):
         return ""
 
     @classmethod
+    def refuses_cpu(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+        """Why this version of torch cannot compute it on a CPU beyond what ``refuses`` says; empty when it can."""
+        return ""
+
+    @classmethod
     def refuses_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
         """Why the op is not for this GPU beyond what ``refuses`` says; empty when it is."""
         return ""

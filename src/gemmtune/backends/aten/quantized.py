@@ -19,6 +19,7 @@ from ...torch_internals import (
     weight_int8pack_mm,
 )
 from ..base import PackedWeight, QuantWeight, Scalar
+from .cpu_rules import refuses_rows, refuses_uint8
 from .cuda_rules import bytes_layout, few_rows, scaled_kinds, scaled_layout
 from .fusion import Fused
 from .kernel import AtenKernel, WritesOut, constant_b, dense_weight_bytes, packed_as
@@ -80,6 +81,10 @@ class IntMm(WritesOut):
         if problem.b.dtype != "int8" or problem.a.dtype not in ("int8", "uint8"):
             return f"_int_mm takes int8 (or uint8) x int8; got {problem.a.dtype} x {problem.b.dtype}"
         return "an operand is empty" if min(problem.m, problem.n, problem.k) == 0 else ""
+
+    @classmethod
+    def refuses_cpu(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+        return refuses_uint8(problem)
 
     @classmethod
     def refuses_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
@@ -344,6 +349,10 @@ class ScaledMm(WritesOut):
         if any(step.dtype != "float32" for step in problem.epilogue[:2]):
             return "_scaled_mm wants float32 scales"
         return _scaled_shape(problem)
+
+    @classmethod
+    def refuses_cpu(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+        return refuses_rows(problem)
 
     @classmethod
     def refuses_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
