@@ -10,16 +10,20 @@ are needed. This module imports nothing of gemmtune.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import reduce
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
 import torch.utils._pytree
 from torch.autograd import forward_ad as _forward_ad
+from torch.autograd import profiler as _profiler
 
-TESTED = ("2.9.1", "2.13.0", "2.15.0")
+TESTED = ("2.10.0", "2.13.0", "2.15.0")
 
 
 def _required(path: str) -> Any:
@@ -118,6 +122,25 @@ def disable_dynamo(function: _Function) -> _Function:
 # Raises RuntimeError unless a condition holds, also of sizes that are symbols; and a map over nested containers.
 check: Callable[..., None] = _required("_check")
 tree_map: Callable[..., Any] = _required("utils._pytree.tree_map")
+
+
+# --- the profiler ------------------------------------------------------------------------------------------------
+
+
+def _record(name: str, inputs: Sequence[Any]) -> AbstractContextManager[object]:
+    return torch.profiler.record_function(name)
+
+
+# An event of torch.profiler around what runs in it, with the shapes of the tensors among its inputs: (name, inputs). It
+# is recorded wherever PyTorch's own operators are. The public function has no inputs.
+RecordFunction: Callable[[str, Sequence[Any]], AbstractContextManager[object]] = _optional(
+    "_C._profiler._RecordFunctionFast", _record
+)
+
+# What has ``_is_profiler_enabled``: whether a profiler of any thread is on. torch's module, as for ``forward_ad``. A
+# profiler that Kineto's daemon starts does not set it, so that with the daemon every call asks whether it is recorded.
+_required("autograd.profiler._is_profiler_enabled")
+profiler: Any = _profiler if "KINETO_USE_DAEMON" not in os.environ else SimpleNamespace(_is_profiler_enabled=True)
 
 
 # --- CUDA --------------------------------------------------------------------------------------------------------

@@ -287,7 +287,7 @@ def test_misuse_is_named() -> None:
 def test_what_older_versions_of_torch_do_not_take_is_refused_and_computed_otherwise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """torch 2.9 and 2.10: no uint8 in ``_int_mm`` and one scale an operand in ``_scaled_mm``, on CPUs."""
+    """torch 2.10: no uint8 in ``_int_mm`` and one scale an operand in ``_scaled_mm``, on CPUs."""
     monkeypatch.setattr(cpu_rules, "int_mm_takes_uint8", lambda: False)
     monkeypatch.setattr(cpu_rules, "scaled_mm_takes_rows", lambda: False)
     monkeypatch.setattr(padding, "int_mm_takes_uint8", lambda: False)

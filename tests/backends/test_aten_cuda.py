@@ -243,7 +243,7 @@ def test_int4_on_cuda_has_its_own_form() -> None:
         assert word in reasons(other)["aten/int4pack_cuda"]
 
 
-# What runs on GPUs runs here on a CPU, whose operator takes less in torch 2.9 and 2.10.
+# What runs on GPUs runs here on a CPU, whose operator takes less in torch 2.10.
 needs_rows = pytest.mark.skipif(
     not scaled_mm_takes_rows(), reason=f"torch {torch.__version__}: _scaled_mm takes one scale per tensor on CPUs"
 )
