@@ -13,14 +13,20 @@
 #                   every check of docs/reliability.md at full size (an hour or two)
 #
 # PYTHON      the interpreter to make .venv with
-# TORCH_SPEC  what to ask pip for. On Linux x86 PyPI's torch is the CUDA build (2+ GB); for the CPU build:
-#             make demo PIP_ARGS='--extra-index-url https://download.pytorch.org/whl/cpu' TORCH_SPEC='torch==2.13.0+cpu'
+# TORCH       the version of torch. Any but the pinned one gets an environment of its own, .venv-torch$(TORCH), in which
+#             Triton and NVIDIA's libraries are the versions that this torch asks for; the other packages stay pinned:
+#             make test TORCH=2.15.0
+#             On Linux x86 PyPI's torch is the CUDA build (2+ GB); for the CPU build:
+#             make demo PIP_ARGS='--extra-index-url https://download.pytorch.org/whl/cpu' TORCH=2.13.0+cpu
 # PIP_ARGS    passed to every pip install
 
 PYTHON ?= python3
-TORCH_SPEC ?= torch==2.13.0
+PINNED_TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
+TORCH ?= $(PINNED_TORCH)
 PIP_ARGS ?=
-VENV := .venv
+VENV := .venv$(patsubst %,-torch%,$(filter-out $(PINNED_TORCH),$(TORCH)))
+# The pins that do not hold beside another torch. torch itself is asked for by its version, and kept at it afterwards.
+UNPINNED := torch$(if $(filter-out $(PINNED_TORCH),$(TORCH)),\|triton\|nvidia-[a-z0-9-]*)
 BIN := $(VENV)/bin
 # The variables reach pip's isolated build environment, which -c does not (older pips read the first, newer the second).
 PIP := PIP_CONSTRAINT=$(VENV)/constraints.txt PIP_BUILD_CONSTRAINT=$(VENV)/constraints.txt \
@@ -36,9 +42,10 @@ help:
 $(VENV)/torch.stamp: constraints.txt
 	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 10) and "gemmtune needs Python 3.10 or newer: make PYTHON=...")'
-	@grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
-	@echo "installing $(TORCH_SPEC)"
-	@$(PIP) '$(TORCH_SPEC)'
+	@grep -v '^\($(UNPINNED)\)==' constraints.txt > $(VENV)/constraints.txt
+	@echo "torch==$(TORCH)" >> $(VENV)/constraints.txt
+	@echo "installing torch $(TORCH)"
+	@$(PIP) 'torch==$(TORCH)'
 	@touch $@
 
 $(VENV)/gemmtune.stamp: $(VENV)/torch.stamp $(SOURCES)
@@ -82,5 +89,5 @@ reliability: install
 	PYTHONPATH=tests $(BIN)/python -m reliability
 
 clean:
-	rm -rf $(VENV) build dist report.html .gemmtune .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-torch* build dist report.html .gemmtune .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

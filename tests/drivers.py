@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from gemmtune import torch_internals
 from gemmtune.backends.gpu import driver, kernel
 
 STREAM = 7
@@ -148,6 +149,6 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=6))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(query=lambda: True))
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: STREAM, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: made.capture > 0, raising=False)
+    monkeypatch.setattr(torch_internals, "stream_of", lambda _: STREAM)
+    monkeypatch.setattr(torch_internals, "is_capturing", lambda: made.capture > 0)
     return made

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import gemmtune
 from gemmtune import fuse
+from gemmtune.backends.aten.cpu_rules import scaled_mm_takes_rows
 from gemmtune.checks import DtypeError, GradError, ShapeError
 from gemmtune.errors import PackedWeightError
 from gemmtune.store import MemoryStore
@@ -121,7 +122,10 @@ def test_scaled_mm_is_torchs() -> None:
     bias = torch.randn(32).bfloat16()
     for scale_a, scale_b in ((one, one), (rows, cols)):
         for extra in ({}, {"bias": bias}):
-            wanted = torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=torch.bfloat16, **extra)
+            if scale_a is one or scaled_mm_takes_rows():
+                wanted = torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=torch.bfloat16, **extra)
+            else:
+                wanted = ((a.float() @ b.float()) * rows * cols + extra.get("bias", torch.zeros(1))).bfloat16()
             got = gemmtune.scaled_mm(a, b, scale_a, scale_b, out_dtype=torch.bfloat16, **extra)
             torch.testing.assert_close(got, wanted, rtol=1e-2, atol=1e-2)
     for dtype in (None, E4M3):
@@ -256,7 +260,7 @@ def test_int_mm_on_a_gpu_goes_through_padding(monkeypatch: pytest.MonkeyPatch) -
         is_cuda = True
 
     assert plain.int_product(OnGpu()) is padding.int_product  # type: ignore[arg-type]
-    assert plain.int_product(torch.ones(2, 2)) is torch._int_mm
+    assert plain.int_product(torch.ones(2, 2, dtype=torch.int8)) is torch._int_mm
 
 
 def test_what_only_gpus_know_is_atens_there() -> None:

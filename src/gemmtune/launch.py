@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from . import checks, plain
 from .backends.aten.steps import dtype_of
@@ -28,7 +27,6 @@ from .prepared import (
     Write,
     bound_launch,
     computing,
-    count_writes,
     dense,
     fresh_of,
     into_out,
@@ -42,9 +40,11 @@ from .prepared import (
     writing,
 )
 from .problem import Problem
+from .torch_internals import DisableTorchFunction, RecordFunction, forward_ad, profiler
+from .torch_internals import increment_version as count_writes
+from .torch_internals import len_torch_dispatch_stack as _dispatch_modes
 
 _lookup = TABLE.get
-_dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
 class Sight(NamedTuple):
@@ -79,12 +79,29 @@ def serve(key: Any, given: tuple[Any, ...], checked: tuple[Any, ...]) -> Tensor 
     if variants is not None and not _dispatch_modes() and forward_ad._current_level < 0:
         for check, prepared in variants:
             if check(*checked):
+                if profiler._is_profiler_enabled:
+                    return shown(key, prepared, given)
                 return prepared(*given)  # type: ignore[no-any-return]
         if not variants:  # they were more than are looked through one by one
             for check, prepared in variants.by_layout.get(layouts(checked), ()):  # type: ignore[attr-defined]
                 if check(*checked):
+                    if profiler._is_profiler_enabled:
+                        return shown(key, prepared, given)
                     return prepared(*given)  # type: ignore[no-any-return]
     return None
+
+
+def shown(key: Any, function: Serve, given: tuple[Any, ...]) -> Tensor:
+    """Call the function; where a profiler is on, in an event ``gemmtune::<op>`` with the shapes of what is given.
+
+    key: the call's in the table, or the op's name; None: the call has none, and shows no event.
+    """
+    if not profiler._is_profiler_enabled or key is None:
+        return function(*given)
+    while not isinstance(key, str):  # with_more puts keys into keys
+        key = key[0]
+    with RecordFunction(f"gemmtune::{key}", given):
+        return function(*given)
 
 
 def layouts(checked: tuple[Any, ...]) -> Any:
@@ -144,7 +161,7 @@ def meet(
             _warn_refused(kernel, error)
     prepared = fresh if out is None else into_out(fresh, write, call, count, fallback, counted)
     keep(sight, prepared, generation)
-    return prepared(*sight.given)
+    return shown(op, prepared, sight.given)
 
 
 def _by_kernel(
@@ -217,10 +234,18 @@ def execute(op: str, call: Call, out: Tensor | None = None, *, differentiable: b
 
     Raises GradError for gradients through packed or integer weights, and what ``checks.output`` raises.
     """
+    if profiler._is_profiler_enabled:
+        operands = (call.a, call.b, *call.aux)
+        with RecordFunction(f"gemmtune::{op}", operands if out is None else (*operands, out)):
+            return _observed(op, call, out, differentiable)
+    return _observed(op, call, out, differentiable)
+
+
+def _observed(op: str, call: Call, out: Tensor | None, differentiable: bool) -> Tensor:
     observer = RUNTIME.observer  # read once: another thread may end its recording
     if observer is not None:
         observer(call.problem, call.a.device)
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return _execute(op, call, out, differentiable)
     return _execute(op, call, out, differentiable)
 

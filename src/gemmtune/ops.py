@@ -119,7 +119,7 @@ def _torchs(sight: Sight, function: Serve) -> Tensor:
     """What is for PyTorch alone: it serves operands like these in a state like this one (it is right in any)."""
     require_memory(*sight.given)
     generation = RUNTIME.generation
-    result = function(*sight.given)
+    result = launch.shown(sight.key, function, sight.given)
     launch.keep(sight, function, generation)
     return result
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from . import backends
 from .backends.aten import padding
+from .backends.aten.cpu_rules import int_mm_takes_uint8
 from .backends.aten.cuda_narrow import scaled_wide
 from .backends.aten.cuda_rules import scaled_hardware, scaled_kinds
 from .backends.aten.fusion import addmm_prefix
@@ -22,6 +23,7 @@ from .backends.base import QuantWeight
 from .describe import Call
 from .dispatch.guards import special, special_state
 from .epilogue import tensor_count
+from .torch_internals import int_mm, weight_int8pack_mm
 
 # Beyond this many rows converting the weight pays, because _weight_int8pack_mm reuses nothing between rows.
 _INT8PACK_ROWS = 16
@@ -103,7 +105,9 @@ def _widens_itself(call: Call, width: torch.dtype) -> bool:
 
 def int_product(a: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
     """What multiplies integers of canonical strides (``padding.canonical_strides``) where ``a`` lies."""
-    return padding.int_product if a.is_cuda else torch._int_mm
+    if a.is_cuda:
+        return padding.int_product
+    return int_mm if a.dtype == torch.int8 or int_mm_takes_uint8() else padding.cpu_int_mm
 
 
 def _integers(call: Call) -> Plain:
@@ -153,4 +157,4 @@ def _weight_only(a: Tensor, b: QuantWeight, _: Sequence[Tensor]) -> Tensor:
 def _takes_int8pack(a: Tensor, b: QuantWeight) -> bool:
     usual = type(a) is Tensor and a.device.type == "cpu" and a.dtype == b.scale.dtype and a.dtype != torch.float64
     legal = a.shape[1] % 16 == 0 and a.numel() > 0 and b.data.shape[1] > 0 and b.data.t().is_contiguous()
-    return usual and legal and a.shape[0] <= _INT8PACK_ROWS
+    return usual and legal and a.shape[0] <= _INT8PACK_ROWS and weight_int8pack_mm is not None

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from . import plain
-from .allocate import empty_cpu, empty_cuda
 from .backends.aten.steps import dtype_of
 from .backends.base import Kernel, Launch
 from .backends.memory import require_kernel_operands
 from .describe import Call
 from .errors import KernelError, UnsupportedError
+from .torch_internals import current_device, empty_cpu, empty_cuda
+from .torch_internals import increment_version as count_writes
 from .written import written
 
 Fresh = Callable[[Tensor, Any, Sequence[Tensor]], Tensor]
@@ -29,13 +30,6 @@ Fallback = Callable[..., Tensor]  # of the error and the operands
 # What a GPU kernel raises before any of its results is written: its memory cannot be had, its library has no algorithm,
 # or the driver refuses the launch. PyTorch's own op needs none of these.
 LAUNCH_ERRORS = (KernelError, UnsupportedError, torch.OutOfMemoryError)
-
-
-# Counts a write into each of these tensors in its version counter, which its views share; inference tensors have none.
-# The public function takes twice as long (0.16 us for 0.07).
-count_writes: Callable[[tuple[Tensor, ...]], None] = getattr(
-    torch._C, "_increment_version", torch.autograd.graph.increment_version
-)
 
 
 def taking(call: Call, operands: Sequence[Any], pair: Pair) -> Take:
@@ -95,7 +89,7 @@ def launching(launch: Launch, kernel: Kernel, call: Call, count: int, fallback: 
         f"        return fallback(error, {names})",
         "    return out",
         launch=launch, errors=LAUNCH_ERRORS, fallback=fallback, empty=_outputs(call, call.shape, elsewhere),
-        current=_current_device(), index=device.index, device=torch.cuda.device,
+        current=current_device, index=device.index, device=torch.cuda.device,
     )  # fmt: skip
 
 
@@ -229,7 +223,7 @@ def there(function: Callable[..., Any], kernel: Kernel, device: torch.device) ->
     """The function, made to run with ``device`` current where it need not be."""
     if not _elsewhere(kernel, device):
         return function
-    index, current = device.index, _current_device()
+    index, current = device.index, current_device
 
     def there(*operands: Any) -> Any:
         if current() == index:
@@ -243,11 +237,6 @@ def there(function: Callable[..., Any], kernel: Kernel, device: torch.device) ->
 def _elsewhere(kernel: Kernel, device: torch.device) -> bool:
     """Whether another device may be current, and the kernel minds (ATen's ops see to that themselves)."""
     return device.type == "cuda" and kernel.candidate.backend != "aten" and torch.cuda.device_count() > 1
-
-
-def _current_device() -> Callable[[], int]:
-    """torch.cuda.current_device, which first asks whether CUDA is up, without that: whose tensors are there, is."""
-    return getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
 def kernel_shape(call: Call) -> tuple[int, ...]:

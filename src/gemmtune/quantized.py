@@ -14,6 +14,7 @@ from .backends.base import PackedWeight, QuantWeight
 from .fuse import Bound
 from .fuse import bias as bias_step
 from .launch import Sight
+from .torch_internals import scaled_mm as torch_scaled_mm
 from .traced import is_compiling, outside
 
 _threads = torch.get_num_threads
@@ -237,7 +238,7 @@ def scaled_mm(
     DtypeError or GradError before anything runs.
     """
     if is_compiling():
-        return torch._scaled_mm(mat1, mat2, scale_a, scale_b, bias, scale_result, out_dtype, use_fast_accum)
+        return torch_scaled_mm(mat1, mat2, scale_a, scale_b, bias, scale_result, out_dtype, use_fast_accum)
     if use_fast_accum or scale_result is not None:
         return _scaled_mm(mat1, mat2, scale_a, scale_b, bias, scale_result, out_dtype, use_fast_accum)
     key: Any = None
@@ -279,7 +280,7 @@ def _scaled_mm(
     a: Any, b: Any, scale_a: Any, scale_b: Any, bias: Any, result: Any, out: Any, fast: bool = False
 ) -> Tensor:
     if _is_atens(a, b, scale_a, scale_b, result, fast):
-        return torch._scaled_mm(a, b, scale_a, scale_b, bias, result, out, fast)
+        return torch_scaled_mm(a, b, scale_a, scale_b, bias, result, out, fast)
     call = _described_scaled_mm(a, b, scale_a, scale_b, bias, result, out)
     return launch.execute("scaled_mm", call, differentiable=False)
 

@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.nn import functional
 
 from .backends.aten.steps import apply, finish, wide
 from .backends.base import PackedWeight
 from .fuse import Bound
+from .torch_internals import disable_dynamo
 
 is_compiling = torch.compiler.is_compiling
 
 
-@_disable_dynamo
+@disable_dynamo
 def outside(function: Callable[..., Tensor], *operands: Any) -> Tensor:
     """Run ``function`` eagerly: a graph break, for what a graph cannot hold (packed weights, out=)."""
     return function(*operands)

@@ -16,6 +16,7 @@ from .measure.draws import at_rows, prepare
 from .measure.inputs import Inputs
 from .measure.verify import verify
 from .problem import Problem
+from .torch_internals import DisableTorchFunction
 
 # Rows that operands are drawn for; the answers for other numbers of rows are those of the same rows. K, N, dtypes and
 # the epilogue are the Problem's own.
@@ -30,7 +31,7 @@ def verify_kernel(kernel: Kernel, problem: Problem, device: torch.device) -> Ver
     Takes a fraction of a second for 4096 x 4096. Whatever running raises, for want of memory too, is a Verdict
     "crashed".
     """
-    with torch.no_grad(), torch._C.DisableTorchFunction(), torch.autocast(device.type, enabled=False):
+    with torch.no_grad(), DisableTorchFunction(), torch.autocast(device.type, enabled=False):
         try:
             return _verified(kernel, problem.with_m(_DRAWN), device)
         except Exception as error:  # a kernel may raise anything, and so may a device without memory

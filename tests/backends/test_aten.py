@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gemmtune import backends
-from gemmtune.backends.aten import AtenBackend
+from gemmtune.backends.aten import AtenBackend, cpu_rules, padding
 from gemmtune.backends.aten.quantized import dequantize, nibbles
 from gemmtune.backends.base import Artifact, Candidate, Illegal, Kernel, PackedWeight, QuantWeight
 from gemmtune.epilogue import Step
@@ -19,7 +19,7 @@ from gemmtune.measure.inputs import make_inputs
 from gemmtune.measure.verify import Inputs, prepare, verify
 from gemmtune.problem import Layout, Operand, Problem
 from gemmtune.target import current_cpu
-from gemmtune.workloads import bmm_problem, int_problem, linear_problem, weight_only_problem
+from gemmtune.workloads import bmm_problem, fp8_problem, int_problem, linear_problem, weight_only_problem
 
 ATEN = AtenBackend()
 TARGET = current_cpu()
@@ -155,7 +155,7 @@ def test_dequantize_allocates_one_wide_copy() -> None:
     k, n = 512, 512
     weight = make_inputs(weight_only_problem(1, n, k, group=32, zero_point=True), 0).b
     assert isinstance(weight, QuantWeight)
-    with torch.profiler.profile(profile_memory=True) as profile:
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
         dequantize(weight, torch.float32)
     allocated = sum(event.self_cpu_memory_usage for event in profile.events() if event.self_cpu_memory_usage > 0)
     assert allocated < 1.5 * 4 * k * n
@@ -197,7 +197,8 @@ def test_fp8(scales: tuple[str, str], bias: bool, ld: int | None) -> None:
     problem = Problem("scaled_mm", 5, 32, 64, e4m3, replace(e4m3, layout=Layout("col")), "bfloat16", steps)
     problem = replace(problem, out=Layout("row", ld))
     found = kernels(problem)
-    assert ("scaled_mm" in {kernel.candidate.template for kernel in found}) == (scales != ("row", "tensor"))
+    taken = scales == ("tensor", "tensor") or (scales == ("row", "col") and cpu_rules.scaled_mm_takes_rows())
+    assert ("scaled_mm" in {kernel.candidate.template for kernel in found}) == taken
     for kernel in found:
         check(problem, kernel)
 
@@ -281,3 +282,22 @@ def test_misuse_is_named() -> None:
     with pytest.raises(PackedWeightError, match="not one of the ATen"):
         ATEN.unpack(PackedWeight("aten:unknown", (), 1, 1, "float32"))
     assert backends.get("aten").available(TARGET)
+
+
+def test_what_older_versions_of_torch_do_not_take_is_refused_and_computed_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch 2.10: no uint8 in ``_int_mm`` and one scale an operand in ``_scaled_mm``, on CPUs."""
+    monkeypatch.setattr(cpu_rules, "int_mm_takes_uint8", lambda: False)
+    monkeypatch.setattr(cpu_rules, "scaled_mm_takes_rows", lambda: False)
+    monkeypatch.setattr(padding, "int_mm_takes_uint8", lambda: False)
+    wide = int_problem(4, 64, 64)
+    for problem, name, reason in (
+        (replace(wide, a=replace(wide.a, dtype="uint8")), "aten/int_mm", "takes no uint8 on CPUs"),
+        (fp8_problem(4, 64, 64), "aten/scaled_mm", "takes one scale per tensor on CPUs"),
+    ):
+        assert reason in refusals(problem)[name]
+        assert torch.__version__ in refusals(problem)[name]
+        assert ATEN.plain(problem).template == "composite"
+    a, b = torch.randint(0, 256, (5, 33), dtype=torch.uint8), torch.randint(-128, 128, (33, 7), dtype=torch.int8)
+    assert torch.equal(padding.cpu_int_mm(a, b).long(), a.long() @ b.long())

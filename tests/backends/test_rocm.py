@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import gpus
-from gemmtune import backends, target
+from gemmtune import backends, target, torch_internals
 from gemmtune.backends.base import Candidate
 from gemmtune.backends.gpu import artifact, hip
 from gemmtune.backends.gpu.artifact import Header
@@ -129,7 +129,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Hip:
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(query=lambda: True))
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: STREAM, raising=False)
+    monkeypatch.setattr(torch_internals, "stream_of", lambda _: STREAM)
     return made
 
 

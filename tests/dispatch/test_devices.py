@@ -148,7 +148,7 @@ def test_only_the_operands_device_is_made_current(monkeypatch: pytest.MonkeyPatc
 
     now = [0]
     monkeypatch.setattr(torch.cuda, "device", device)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: now[0])
+    monkeypatch.setattr(prepared, "current_device", lambda: now[0])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     ours = SimpleNamespace(candidate=toy())
     run = prepared.there(lambda a, b: a + b, ours, SECOND)  # type: ignore[arg-type]
@@ -179,7 +179,7 @@ def test_what_is_prepared_runs_and_allocates_on_its_device(packed: bool, monkeyp
         return torch.full(shape, -1.0, dtype=dtype)
 
     monkeypatch.setattr(torch.cuda, "device", device)
-    monkeypatch.setattr(prepared, "_current_device", lambda: lambda: now[0])
+    monkeypatch.setattr(prepared, "current_device", lambda: now[0])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(prepared, "empty_cuda", empty)
     x, w, bias = torch.ones(3, 4), torch.ones(5, 4), torch.ones(5)

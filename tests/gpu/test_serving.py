@@ -95,6 +95,19 @@ def test_floats(m: int, n: int, k: int, dtype: torch.dtype, form: str) -> None:
     close(out, product)
 
 
+def test_a_call_shows_in_the_profiler_with_the_kernels_it_launches() -> None:
+    x, weight = view(4, 512, torch.bfloat16, "dense"), view(256, 512, torch.bfloat16, "dense")
+    packed = gemmtune.pack(weight)
+    tensor = gemmtune.nn.PackedTensor.of(packed)
+    for call in (lambda: gemmtune.linear(x, weight), lambda: gemmtune.linear(x, packed), lambda: F.linear(x, tensor)):
+        for _ in range(2):  # the first call, and one that finds what was prepared
+            with torch.profiler.profile(record_shapes=True, acc_events=True) as profiled:
+                call()
+                torch.cuda.synchronize()
+            (row,) = [row for row in profiled.key_averages() if row.key == "gemmtune::linear"]
+            assert row.device_time_total > 0
+
+
 @pytest.mark.parametrize("a_dtype", [torch.int8, torch.uint8])
 @pytest.mark.parametrize(("m", "n", "k"), [*SHAPES, (16, 8, 8), (18, 20, 36), (0, 4, 8), (3, 4, 0)])
 def test_integers_are_exact_in_every_size_and_layout(m: int, n: int, k: int, a_dtype: torch.dtype) -> None:

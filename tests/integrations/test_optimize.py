@@ -204,7 +204,7 @@ def test_inference_only(own_store: MemoryStore) -> None:
     model = ready(Mlp(), x, own_store)
     model.requires_grad_(True)
     handle = gemmtune.optimize(model, x, tune=False)
-    with pytest.raises(GradError, match=r"requires grad, but its packed form has no gradient"):
+    with pytest.raises(GradError, match=r"required grad when .* its packed form has no gradient"):
         model(x)
     with torch.no_grad():
         assert model(x).shape == (3, 8)

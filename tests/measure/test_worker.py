@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -155,14 +156,15 @@ def test_a_daemon_without_a_trace_dies_with_the_worker_that_made_it(shared: Work
     assert works(shared, "good")
 
 
-@pytest.mark.parametrize(("name", "words"), [("hold", "not computing"), ("stop", "stopped")])
+# Whether it computes takes a second look, which a loaded machine may be late for (test_process.py has both wordings).
+@pytest.mark.parametrize(("name", "words"), [("hold", "not computing|no sign of life"), ("stop", "stopped")])
 def test_silence_is_found_out_long_before_the_deadline(target: Target, name: str, words: str) -> None:
     with Worker(target, limits=Limits(silence_s=6.0)) as worker:
         worker.open(PROBLEM, 1)
         verdict = worker.attempt(kind(name), 600.0).verdict
         assert verdict is not None
         assert verdict.kind == "hung"
-        assert words in verdict.detail
+        assert re.search(words, verdict.detail)
         assert works(worker, "good")
 
 

@@ -368,6 +368,7 @@ def test_bad_operands_get_pytorchs_words() -> None:
 
 _FRESH = """
 import sys, torch
+import torch._inductor.codecache  # torch 2.10 loads packages with it, and does not import it
 import gemmtune, gemmtune.nn
 torch.manual_seed(7)
 other = gemmtune.pack(torch.randn(24, 40))  # a packed weight of this process, which must not be taken

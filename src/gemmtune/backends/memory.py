@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-_keys = torch._C._dispatch_keys
-_Keys, _Key = torch._C.DispatchKeySet, torch._C.DispatchKey
+from ..torch_internals import DispatchKey as _Key
+from ..torch_internals import DispatchKeySet as _Keys
+from ..torch_internals import dispatch_keys as _keys
+
 # What the dispatcher knows of ordinary tensors of CPUs and GPUs. A tensor with any other key is not known here.
 _ORDINARY = _keys(torch.empty(0))
 for _key in (_Key.CUDA, _Key.AutogradCUDA, _Key.AutocastCUDA):

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from ..backends.memory import is_known, is_subclass
+from ..torch_internals import TensorGuards as _TensorGuards
+from ..torch_internals import forward_ad, is_fake
+from ..torch_internals import get_tracing_state as _tracing
+from ..torch_internals import is_any_autocast_enabled as _autocast
+from ..torch_internals import len_torch_dispatch_stack as _dispatch_modes
+from ..torch_internals import peek_interpreter_stack as _interpreters
 
 Check = Callable[..., bool]
-
-# Private to torch: where it is missing, the check in Python serves.
-_TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
-_interpreters = torch._C._functorch.peek_interpreter_stack
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_tracing = torch._C._get_tracing_state
-_autocast = torch._C._is_any_autocast_enabled
 
 
 def check_like(*tensors: Tensor) -> Check:
@@ -110,10 +107,7 @@ def unusual(tensor: Any) -> bool:
 
 def shape_only(tensor: Tensor) -> bool:
     """Whether a tensor has a shape and no values (meta, or torch's FakeTensor)."""
-    if tensor.is_meta:
-        return True
-    module = sys.modules.get("torch._subclasses.fake_tensor")
-    return module is not None and isinstance(tensor, module.FakeTensor)
+    return tensor.is_meta or is_fake(tensor)
 
 
 def capturing(device: torch.device) -> bool:

@@ -18,6 +18,7 @@ from .. import describe
 from ..backends.base import QuantWeight
 from ..backends.memory import why_unknown
 from ..checks import FLOATS
+from ..torch_internals import weight_int4pack_mm
 
 Product = Literal["mixed_mm", "int_mm", "scaled_mm"]
 # How activations are quantised at each call: not at all; to int8 or float8 by row or by tensor; or to int8 by row,
@@ -190,7 +191,7 @@ def _int4_tiles(weight: Any) -> QuantizedWeight:
     plain = torch.stack((torch.ones_like(pairs[..., 0]), torch.zeros_like(pairs[..., 0])), 2).contiguous()
     # The identity times q - 8, in the layout that only this op reads; integers below 9 are exact in bfloat16.
     identity = torch.eye(rows, dtype=torch.bfloat16, device=pairs.device)
-    values = torch.ops.aten._weight_int4pack_mm(identity, weight.qdata, group, plain)[:k, :n].t()
+    values = weight_int4pack_mm(identity, weight.qdata, group, plain)[:k, :n].t()
     scale, zero = pairs[: k // group, :n, 0].float(), pairs[: k // group, :n, 1].float()
     if k % group or bool((scale == 0).any()):
         raise UnknownFormatError("has a scale of 0, or a last group that is shorter than the others")

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch._C import DisableTorchFunction
 from torch.overrides import TorchFunctionMode
 
 from .. import describe
 from ..backends.memory import why_unknown
 from ..problem import Problem
+from ..torch_internals import DisableTorchFunction
 from .calls import run
 from .composites import is_composite, without_override
 from .formats import QuantizedWeight

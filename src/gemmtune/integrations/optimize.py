@@ -95,7 +95,8 @@ class _Repacked:
         if not isinstance(self.weight, PackedTensor):
             return
         packed: Tensor = self.weight
-        plain = nn.Parameter(self.weight.original(), requires_grad=packed.requires_grad)
+        trainable = self.weight.trainable or packed.requires_grad
+        plain = nn.Parameter(self.weight.original(), requires_grad=trainable)
         try:
             swap_tensors(packed, plain)
         except PackedWeightError:  # a compiled graph refers to it: its owners get a Parameter of their own
@@ -330,7 +331,8 @@ def _repack(site: Site, form: PackedTensor, handle: Handle, keeps: bool) -> str:
     if isinstance(form, QuantizedTensor) and not _same_product(weight, form, next(iter(site.ran))):
         return f"its weight looks like a {type(weight).__qualname__} that gemmtune knows and computes something else"
     try:
-        other = nn.Parameter(form, requires_grad=weight.requires_grad)
+        form.trainable = weight.requires_grad
+        other = nn.Parameter(form, requires_grad=False)
         swap_tensors(weight, other)
     except PackedWeightError as error:
         return f"cannot be packed in place ({error})"

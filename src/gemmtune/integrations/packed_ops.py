@@ -19,8 +19,9 @@ from torch import Tensor
 from ..backends.base import PackedWeight
 from ..ops import linear
 from ..packing import unpack
-
-_tracing = torch._C._get_tracing_state
+from ..torch_internals import check
+from ..torch_internals import get_tracing_state as _tracing
+from ..torch_internals import set_tracing_state as _set_tracing
 
 
 def spec_of(packed: PackedWeight) -> str:
@@ -63,11 +64,11 @@ def untraced() -> Iterator[None]:
     if state is None:
         yield
         return
-    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+    _set_tracing(None)
     try:
         yield
     finally:
-        torch._C._set_tracing_state(state)  # type: ignore[attr-defined]
+        _set_tracing(state)
 
 
 def _run_linear(input: Tensor, weight: Sequence[Tensor], spec: str, bias: Tensor | None) -> Tensor:
@@ -77,7 +78,7 @@ def _run_linear(input: Tensor, weight: Sequence[Tensor], spec: str, bias: Tensor
 
 def _fake_linear(input: Tensor, weight: Sequence[Tensor], spec: str, bias: Tensor | None) -> Tensor:
     fields = fields_of(spec)
-    torch._check(input.shape[-1] == fields["k"], lambda: f"linear(): expected input [.., {fields['k']}]")  # type: ignore[no-untyped-call]
+    check(input.shape[-1] == fields["k"], lambda: f"linear(): expected input [.., {fields['k']}]")
     return input.new_empty((*input.shape[:-1], fields["n"]))
 
 

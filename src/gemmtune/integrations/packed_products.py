@@ -28,9 +28,9 @@ def multiply(input: Any, weight: PackedTensor, bias: Tensor | None = None) -> Te
 
     Raises GradError where the weight requires a gradient, and what F.linear raises.
     """
-    if torch.is_grad_enabled() and weight.requires_grad:
+    if torch.is_grad_enabled() and (weight.trainable or weight.requires_grad):
         raise GradError(
-            "linear(): the weight was packed by gemmtune.optimize() and requires grad, but its packed form has no "
+            "linear(): the weight required grad when gemmtune.optimize() packed it, and its packed form has no "
             "gradient: wrap the call in torch.no_grad(), call model.requires_grad_(False) before optimize(), or "
             "restore() the model to train it"
         )

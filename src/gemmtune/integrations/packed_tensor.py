@@ -8,16 +8,18 @@ what writes to it packs the new values again. Its packed tensors are its inner t
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils._pytree import tree_map
 
 from ..backends.base import PackedWeight
-from ..prepared import count_writes
+from ..torch_internals import DisableTorchFunctionSubclass as _PLAIN
+from ..torch_internals import increment_version as count_writes
+from ..torch_internals import make_wrapper_subclass, to_copy, tree_map
 from .composites import is_composite, without_override
 from .packed_ops import fields_of, packed_of, spec_of, strides_of
 from .packed_products import multiply, multiply_below_autograd
@@ -32,7 +34,6 @@ _COMPOSED = frozenset(
     {_aten.to.dtype, _aten.to.dtype_layout, _aten.to.device, _aten.to.other, _aten.contiguous.default}
 )
 _compiling = torch.compiler.is_compiling
-_PLAIN = torch._C.DisableTorchFunctionSubclass
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -41,13 +42,16 @@ class PackedTensor(Tensor):
 
     parts: the tensors of a PackedWeight. spec: what else describes it (``spec_of``). raw: the unpacked weight [N, K],
     where that stays beside the packed form because something else reads it. transposed: whether it is the weight's
-    transpose, of shape [K, N], as ``matmul``, ``mm`` and ``addmm`` take it.
+    transpose, of shape [K, N], as ``matmul``, ``mm`` and ``addmm`` take it. trainable: whether the weight required a
+    gradient before it was packed. The packed one does not, because its integers cannot; a product by it where gradients
+    are on is refused.
     """
 
     spec: str
     part_names: list[str]
     transposed: bool = False
     quantized = False  # whether its own ``linear`` multiplies by it
+    trainable: bool = False
 
     @staticmethod
     def __new__(
@@ -55,7 +59,7 @@ class PackedTensor(Tensor):
     ) -> PackedTensor:
         fields = fields_of(spec)
         order = -1 if transposed else 1
-        made: PackedTensor = Tensor._make_wrapper_subclass(
+        made: PackedTensor = make_wrapper_subclass(
             cls, (fields["n"], fields["k"])[::order], strides_of(spec)[::order],
             dtype=getattr(torch, fields["dtype"]), device=parts[0].device,
         )  # fmt: skip
@@ -118,7 +122,9 @@ class PackedTensor(Tensor):
         """The same weight, or its transpose, with ``change`` applied to every inner tensor."""
         raw = self.__dict__.get("raw_weight")
         parts = [change(part) for part in self.parts]
-        return PackedTensor(parts, self.spec, None if raw is None else change(raw), transposed)
+        made = PackedTensor(parts, self.spec, None if raw is None else change(raw), transposed)
+        made.trainable = self.trainable
+        return made
 
     def linear(self, input: Any, bias: Tensor | None = None) -> Tensor:
         """``F.linear`` by this weight, in whatever state this thread is in."""
@@ -126,13 +132,22 @@ class PackedTensor(Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         names = [*self.part_names, *(["raw_weight"] if "raw_weight" in self.__dict__ else [])]
-        return names, (self.spec, len(self.part_names), self.transposed)
+        return names, (self.spec, len(self.part_names), self.transposed, self.trainable)
 
     @staticmethod
     def __tensor_unflatten__(inner: Mapping[str, Tensor], context: Any, size: Any, stride: Any) -> PackedTensor:
-        spec, count, transposed = context
+        spec, count, transposed, trainable = context
         parts = [inner[f"packed_{position}"] for position in range(count)]
-        return PackedTensor(parts, spec, inner.get("raw_weight"), transposed)
+        made = PackedTensor(parts, spec, inner.get("raw_weight"), transposed)
+        made.trainable = trainable
+        return made
+
+    def _stable_hash_for_caching(self) -> str:
+        """Under what the compiler's cache on disk knows graphs with this weight."""
+        names, context = self.__tensor_flatten__()
+        tensors = [(name, getattr(self, name)) for name in names]
+        shown = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors]
+        return hashlib.sha256(repr((type(self).__qualname__, context, shown)).encode()).hexdigest()
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"PackedTensor({list(self.shape)}, {self.dtype}, {self.device}, layout={self.layout_name!r})"
@@ -175,7 +190,7 @@ class PackedTensor(Tensor):
         if isinstance(first, PackedTensor):
             if func in (_aten.detach.default, _aten.alias.default):
                 return _view_of(first, first.transposed)
-            if func in (_aten.clone.default, _aten._to_copy.default) and stays(first, kwargs):
+            if func in (_aten.clone.default, to_copy) and stays(first, kwargs):
                 return first.alike(torch.clone, first.transposed)
             if transposes(func, args) and not first.quantized:
                 return _view_of(first, not first.transposed)

@@ -7,10 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from ..errors import GemmtuneError, PackedWeightError
 from ..packing import pack
+from ..torch_internals import (
+    DisableTorchDispatch,
+    disabled_torch_function_impl,
+    make_subclass,
+    make_wrapper_subclass,
+    tree_map,
+)
 
 if TYPE_CHECKING:
     from .packed_tensor import PackedTensor
@@ -58,7 +64,7 @@ def replace_data(target: PackedTensor, values: Tensor) -> None:
     ):
         return  # what ``weight.data += x`` hands back: the write has arrived
     try:
-        swap_tensors(target, nn.Parameter(values.detach(), requires_grad=target.requires_grad))
+        swap_tensors(target, nn.Parameter(values.detach(), requires_grad=target.trainable or target.requires_grad))
     except GemmtuneError as error:
         raise _cannot_write(target, f"through .data ({error})") from error
 
@@ -96,10 +102,10 @@ class ReadOnly(Tensor):
     @classmethod
     def of(cls, values: Tensor) -> ReadOnly:
         """A view of ``values``, in the same memory."""
-        view: ReadOnly = Tensor._make_subclass(cls, values.detach())
+        view: ReadOnly = make_subclass(cls, values.detach())
         return view
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function_impl
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -107,7 +113,7 @@ class ReadOnly(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         _refuse_writes(ReadOnly, func, args, kwargs)
-        with torch._C._DisableTorchDispatch():
+        with DisableTorchDispatch():
             result = func(*tree_map(_ordinary, tuple(args)), **tree_map(_ordinary, dict(kwargs)))
         if getattr(func, "is_view", False):
             return tree_map(lambda t: ReadOnly.of(t) if isinstance(t, Tensor) else t, result)
@@ -126,7 +132,7 @@ class TracedReadOnly(Tensor):
 
     @staticmethod
     def __new__(cls, values: Tensor) -> TracedReadOnly:
-        view: TracedReadOnly = Tensor._make_wrapper_subclass(
+        view: TracedReadOnly = make_wrapper_subclass(
             cls, values.shape, values.stride(), values.storage_offset(), dtype=values.dtype, device=values.device
         )
         return view
@@ -137,7 +143,7 @@ class TracedReadOnly(Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         return f"TracedReadOnly({list(self.shape)}, {self.dtype}, {self.device})"
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function_impl
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["traced"], None

@@ -23,6 +23,7 @@ from ..errors import PackedWeightError
 from ..packing import pack, unpack
 from ..problem import Problem, Quant
 from ..quantized import int_mm, mixed_mm, scaled_mm
+from ..torch_internals import make_wrapper_subclass, to_copy
 from . import formats
 from .formats import QuantizedWeight, inner_tensors
 from .packed_ops import LIBRARY, untraced
@@ -47,7 +48,7 @@ class QuantizedTensor(PackedTensor):
     @staticmethod
     def __new__(cls, parts: Sequence[Tensor], spec: str, template: Any) -> QuantizedTensor:
         fields = _spec(spec)
-        made: QuantizedTensor = Tensor._make_wrapper_subclass(
+        made: QuantizedTensor = make_wrapper_subclass(
             cls, (fields["n"], fields["k"]), dtype=getattr(torch, fields["dtype"]), device=parts[0].device
         )
         return made
@@ -123,12 +124,14 @@ class QuantizedTensor(PackedTensor):
         return made
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return list(self.part_names), (self.spec, self.template)
+        return list(self.part_names), (self.spec, self.template, self.trainable)
 
     @staticmethod
     def __tensor_unflatten__(inner: Mapping[str, Tensor], context: Any, size: Any, stride: Any) -> QuantizedTensor:
-        spec, template = context
-        return QuantizedTensor([inner[f"packed_{place}"] for place in range(len(inner))], spec, template)
+        spec, template, trainable = context
+        made = QuantizedTensor([inner[f"packed_{place}"] for place in range(len(inner))], spec, template)
+        made.trainable = trainable
+        return made
 
     def __repr__(self) -> str:  # type: ignore[override]
         return (
@@ -137,7 +140,9 @@ class QuantizedTensor(PackedTensor):
         )
 
     def alike(self, change: Callable[[Tensor], Tensor], transposed: bool) -> QuantizedTensor:
-        return QuantizedTensor([change(part) for part in self.parts], self.spec, self.template)
+        made = QuantizedTensor([change(part) for part in self.parts], self.spec, self.template)
+        made.trainable = self.trainable
+        return made
 
     def linear(self, input: Any, bias: Tensor | None = None) -> Tensor:
         """``F.linear`` by this weight, in whatever state this thread is in."""
@@ -165,7 +170,7 @@ class QuantizedTensor(PackedTensor):
         if isinstance(first, QuantizedTensor):
             if func is _aten.copy_.default:
                 return first._take(args[1])
-            if func is _aten._to_copy.default and not stays(first, kwargs or {}):
+            if func is to_copy and not stays(first, kwargs or {}):
                 return func(first.original(), **(kwargs or {}))  # a move or a cast gives torchao's tensor again
         if func._schema.is_mutable:
             for place, argument in enumerate(func._schema.arguments):

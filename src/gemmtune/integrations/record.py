@@ -21,6 +21,7 @@ from ..dispatch.runtime import CPU, RUNTIME
 from ..errors import GemmtuneError
 from ..fuse import bias as bias_step
 from ..problem import Problem
+from ..torch_internals import int_mm, weight_int8pack_mm
 from .composites import is_composite, without_override
 from .formats import UnknownFormatError, is_torchaos, read
 from .quantized_tensor import problem as quantized_problem
@@ -243,8 +244,8 @@ _DESCRIBERS: dict[Any, Callable[..., Problem | None]] = {
     Tensor.addmm: _addmm,
     torch.bmm: _bmm,
     Tensor.bmm: _bmm,
-    torch._int_mm: _int_mm,
-    torch._weight_int8pack_mm: _int8pack,
+    int_mm: _int_mm,
+    weight_int8pack_mm: _int8pack,
     torch.matmul: _matmul,
     Tensor.matmul: _matmul,
     Tensor.__matmul__: _matmul,

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ..torch_internals import cuda_sleep, end_allocate_to_pool, release_pool
 from .clock import Latency, Run, collector_at_rest
 
 _MOST_CALLS = 384  # in one graph: a kernel of 1 us fills the floor of a timing nearly, and capturing takes 4 ms
@@ -409,7 +410,7 @@ class TorchGpu:
         return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
     def sleep(self, seconds: float) -> None:
-        torch.cuda._sleep(round(seconds * _CYCLES_S))  # type: ignore[no-untyped-call]
+        cuda_sleep(round(seconds * _CYCLES_S))
 
     def capture(self, work: Callable[[], None]) -> Graph:
         graph = torch.cuda.CUDAGraph()
@@ -439,8 +440,8 @@ class TorchGpu:
             raise
         except Exception:  # whatever CUDA or the allocator make of it
             with suppress(Exception):  # it may have got as far as that itself
-                torch._C._cuda_endAllocateToPool(self._index, self._pool)
-                torch._C._cuda_releasePool(self._index, self._pool)
+                end_allocate_to_pool(self._index, self._pool)
+                release_pool(self._index, self._pool)
             self._new_pool()
             raise
 

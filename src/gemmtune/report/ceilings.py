@@ -35,11 +35,13 @@ def arithmetic(seconds: float = 0.2) -> dict[str, float]:
     """Operations a second of ATen's 1024^3 product by the activation's dtype (int8: int8 x int8 -> int32)."""
     import torch
 
+    from ..torch_internals import int_mm
+
     rates: dict[str, float] = {}
     for name in ("float32", "bfloat16", "int8"):
         dtype = getattr(torch, name)
         a = torch.ones(_SIZE, _SIZE, dtype=dtype)
-        multiply = torch._int_mm if name == "int8" else torch.mm
+        multiply = int_mm if name == "int8" else torch.mm
         rates[name] = 2 * _SIZE**3 / _fastest(lambda a=a, multiply=multiply: multiply(a, a), seconds)  # type: ignore[misc]
     return rates
 

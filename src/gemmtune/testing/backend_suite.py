@@ -200,7 +200,7 @@ class BackendSuite:
             b = kernel.pack(inputs.b) if kernel.packing else inputs.b
             out = torch.empty(problem.m, problem.n, dtype=getattr(torch, problem.out_dtype))
             kernel.run(inputs.a, b, inputs.aux, out)  # sets up what it keeps
-            with torch.profiler.profile(profile_memory=True) as profile:
+            with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
                 kernel.run(inputs.a, b, inputs.aux, out)
             allowed = kernel.workspace_bytes + 4 * problem.m * problem.n + _SLACK_BYTES
             assert _most_allocated(profile) <= allowed, f"{candidate.id} on {problem.key}"

@@ -56,10 +56,8 @@ def _templates(problem: Problem, target: Target | None) -> Iterator[type[AtenKer
 
 def _illegal(template: type[AtenKernel], problem: Problem, config: Mapping[str, Scalar], target: Target | None) -> str:
     if target is not None and target.device == "cuda":
-        reason = template.refuses_cuda(problem, config, target)
-        if reason:
-            return reason
-    return template.illegal(problem, config)
+        return template.refuses_cuda(problem, config, target) or template.illegal(problem, config)
+    return template.illegal(problem, config) or template.refuses_cpu(problem, config)
 
 
 class AtenBackend(Backend):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...problem import Problem
+from ...torch_internals import addmm_activation
 from ..base import PackedWeight, Scalar
 from .cuda_rules import HALVES
 from .dense import PADDED, dense_pack, same_floats
@@ -70,6 +71,7 @@ class MmActivated(WritesOut):
 
     template = "addmm_act"
     cuda_only = True
+    operators = ("addmm_activation",)
 
     @classmethod
     def refuses(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
@@ -90,10 +92,11 @@ class MmActivated(WritesOut):
         self._gelu = self.problem.epilogue[self.fused.steps - 1].kind == "gelu_tanh"
 
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
-        return torch._addmm_activation(aux[0], a, b, alpha=self.fused.alpha, use_gelu=self._gelu)
+        result: Tensor = addmm_activation(aux[0], a, b, alpha=self.fused.alpha, use_gelu=self._gelu)
+        return result
 
     def write(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
-        torch._addmm_activation(aux[0], a, b, alpha=self.fused.alpha, use_gelu=self._gelu, out=out)
+        addmm_activation(aux[0], a, b, alpha=self.fused.alpha, use_gelu=self._gelu, out=out)
 
 
 class MmPadded(Sliced):

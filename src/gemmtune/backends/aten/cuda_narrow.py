@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...problem import Problem
 from ...target import Target
+from ...torch_internals import convert_weight_to_int4pack, weight_int4pack_mm
 from ..base import PackedWeight, QuantWeight, Scalar
 from .cuda_dense import pad_once
 from .cuda_rules import HALVES, bytes_layout, scaled_hardware, scaled_kinds, scaled_layout
@@ -141,6 +142,7 @@ class Int4PackCuda(AtenKernel):
     """``_weight_int4pack_mm``, whose formula is ``(q - 8) * scale + zero``, in bfloat16."""
 
     template = "int4pack_cuda"
+    operators = ("convert_weight_to_int4pack", "weight_int4pack_mm")
     family = ("mixed_mm",)
     cuda_only = True
 
@@ -168,14 +170,15 @@ class Int4PackCuda(AtenKernel):
     def pack(self, b: Any) -> PackedWeight:
         # CUDA's form wants the even element of a pair in the high nibble, and [N, K / 2].
         pairs = ((b.data << 4) | (b.data >> 4)).t().contiguous()
-        blocks = torch._convert_weight_to_int4pack(pairs, _inner_tiles(self.problem.k))
+        blocks = convert_weight_to_int4pack(pairs, _inner_tiles(self.problem.k))
         pair = torch.stack((b.scale, torch.zeros_like(b.scale)), dim=-1).contiguous()
         return quant_pack(self.packing or "", (blocks, pair, *raw_copies(b)), self.problem)
 
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
         packed = packed_as(b, self.packing or "")
         group = (packed.quant.group if packed.quant else None) or 128
-        return torch._weight_int4pack_mm(aligned(a.contiguous()), packed.data[0], group, packed.data[1])
+        out: Tensor = weight_int4pack_mm(aligned(a.contiguous()), packed.data[0], group, packed.data[1])
+        return out
 
 
 def _inner_tiles(k: int) -> int:

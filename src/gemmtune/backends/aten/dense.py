@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...problem import Problem
 from ...target import Target
+from ...torch_internals import MKLDNN_SUPPORTS, linear_pointwise, reorder_linear_weight
 from ..base import PackedWeight, QuantWeight, Scalar
 from .cuda_rules import few_rows
 from .fusion import Fused, addmm_prefix, mkldnn_prefix
@@ -145,13 +146,14 @@ class Mkldnn(AtenKernel):
     """oneDNN's linear on a weight reordered once into its blocked layout: what a frozen torch.compile runs."""
 
     template = "mkldnn"
+    operators = ("reorder_linear_weight", "linear_pointwise")
 
     @classmethod
     def refuses(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
         reason = constant_b(problem) or same_floats(problem)
         if reason:
             return reason
-        if not torch._C._has_mkldnn:
+        if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
             return "this torch has no oneDNN"
         if min(problem.m, problem.n, problem.k) == 0:
             return "oneDNN makes no primitive for an empty operand"
@@ -170,7 +172,7 @@ class Mkldnn(AtenKernel):
         return f"aten:mkldnn/{problem.b.dtype}/m{_MKLDNN_ROWS}"
 
     def pack(self, b: Any) -> PackedWeight:
-        data = torch.ops.mkldnn._reorder_linear_weight(b.t().contiguous(), _MKLDNN_ROWS)
+        data = reorder_linear_weight(b.t().contiguous(), _MKLDNN_ROWS)
         return dense_pack(self.packing or "", data, self.problem)
 
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
@@ -178,18 +180,18 @@ class Mkldnn(AtenKernel):
         bias = aux[0] if fused.axis else None
         if fused.binary:
             other = aux[fused.tensors - 1]
-            out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(a, other, weight, bias, fused.binary)
+            out: Tensor = linear_pointwise.binary(a, other, weight, bias, fused.binary)
             return out
         kind, algorithm = fused.activation
-        done: Tensor = torch.ops.mkldnn._linear_pointwise(a, weight, bias, kind, [], algorithm)
+        done: Tensor = linear_pointwise(a, weight, bias, kind, [], algorithm)
         return done
 
 
 def _mkldnn_dtype(dtype: str) -> str:
     if dtype == "float64":
         return "oneDNN has no float64 matmul"
-    probe = {"bfloat16": "_is_mkldnn_bf16_supported", "float16": "_is_mkldnn_fp16_supported"}.get(dtype)
-    if probe is not None and not getattr(torch.ops.mkldnn, probe)():
+    supports = MKLDNN_SUPPORTS.get(dtype)
+    if supports is not None and not supports():
         return f"oneDNN has no {dtype} on this CPU"
     return ""
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ... import torch_internals
 from ...epilogue import Epilogue
 from ...errors import KernelError, PackedWeightError
 from ...problem import Problem, bits
@@ -33,6 +34,8 @@ class AtenKernel(Kernel):
     family: ClassVar[tuple[str, ...]] = ("mm",)
     cuda_only: ClassVar[bool] = False
     counts_writes: ClassVar[bool] = True
+    # The names in torch_internals of operators that the template needs and that a torch may not have.
+    operators: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, problem: Problem, candidate: Candidate) -> None:
         self.problem, self.candidate = problem, candidate
@@ -62,6 +65,11 @@ class AtenKernel(Kernel):
         return ""
 
     @classmethod
+    def refuses_cpu(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+        """Why this version of torch cannot compute it on a CPU beyond what ``refuses`` says; empty when it can."""
+        return ""
+
+    @classmethod
     def refuses_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
         """Why the op is not for this GPU beyond what ``refuses`` says; empty when it is."""
         return ""
@@ -69,6 +77,9 @@ class AtenKernel(Kernel):
     @classmethod
     def illegal(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
         """Why the whole candidate is illegal (the product, or rounding before the epilogue); empty when legal."""
+        for name in cls.operators:
+            if getattr(torch_internals, name) is None:
+                return f"torch {torch.__version__} has no operator _{name}"
         reason = cls.refuses(problem, config)
         return reason or rest_after(problem, cls.natural(problem), cls.fuses(problem))[1]
 

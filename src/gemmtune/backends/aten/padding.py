@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ...torch_internals import int_mm, scaled_mm
+from .cpu_rules import int_mm_takes_uint8
+
 ALIGN = 16  # bytes that tensor cores and fp8 products want rows to be a multiple of; elements, to keep it simple
 _INT_ROWS, _INT_ALIGN = 17, 8  # torch._int_mm on CUDA takes more than 16 rows, and K and N in multiples of 8
 _FEW_ROWS = 32  # what fewer than 17 are padded to
@@ -58,8 +61,11 @@ def canonical_strides(matrix: Tensor) -> Tensor:
 
 
 def cpu_int_mm(a: Tensor, b: Tensor) -> Tensor:
-    """``torch._int_mm`` on a CPU, of operands that lie anyhow."""
-    return torch._int_mm(canonical_strides(a), canonical_strides(b))
+    """``torch._int_mm`` on a CPU, of operands that lie anyhow; of uint8 activations with every torch."""
+    if a.dtype == torch.uint8 and not int_mm_takes_uint8():
+        signed, more = shifted(a, b)
+        return cpu_int_mm(signed, b) + more
+    return int_mm(canonical_strides(a), canonical_strides(b))
 
 
 def on_boundary(vector: Tensor) -> Tensor:
@@ -94,21 +100,27 @@ def int_rules(m: int, n: int, k: int) -> str:
     return ""
 
 
+def shifted(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 a' and int32 c [N] with ``a @ b == a' @ b + c`` for uint8 a [M, K] and int8 b [K, N]."""
+    return (a ^ 128).view(torch.int8), 128 * b.sum(0, dtype=torch.int32)  # int32 sums wrap either way alike
+
+
 def int_product(a: Tensor, b: Tensor, *, turned: bool = False) -> Tensor:
     """int8 or uint8 a [M, K] @ int8 b [K, N] -> int32, exact, for all sizes, by ``torch._int_mm`` within CUDA's rules.
 
     Those of sizes (``int_rules``), and of layouts: cuBLASLt multiplies a row-major by a column-major matrix. turned: as
     ``(B^T A^T)^T``. The result may be a view of something larger.
     """
-    if a.dtype == torch.uint8:  # 0..255 is 128 more than an int8; int32 sums wrap either way alike
-        return int_product((a ^ 128).view(torch.int8), b, turned=turned) + 128 * b.sum(0, dtype=torch.int32)
+    if a.dtype == torch.uint8:
+        signed, more = shifted(a, b)
+        return int_product(signed, b, turned=turned) + more
     if turned:
         return int_product(b.t(), a.t()).t()
     m, n = a.shape[0], b.shape[1]
     if 0 in (*a.shape, n):
         return torch.zeros(m, n, dtype=torch.int32, device=a.device)
     left, right = int_operands(a, b)
-    out = torch._int_mm(left, right)
+    out = int_mm(left, right)
     return out if out.shape == (m, n) else out[:m, :n]
 
 
@@ -146,6 +158,6 @@ def scaled_product(
     scale_a, scale_b = on_boundary(scale_a), on_boundary(scale_b)
     bias = None if bias is None else on_boundary(bias)
     if out is not None and columns == n and not out.data_ptr() % ALIGN:
-        return torch._scaled_mm(left, right, scale_a, scale_b, bias=bias, out_dtype=out_dtype, out=out)
-    made = torch._scaled_mm(left, right, scale_a, scale_b, bias=bias, out_dtype=out_dtype)
+        return scaled_mm(left, right, scale_a, scale_b, bias=bias, out_dtype=out_dtype, out=out)
+    made = scaled_mm(left, right, scale_a, scale_b, bias=bias, out_dtype=out_dtype)
     return made if columns == n else made[:, :n]

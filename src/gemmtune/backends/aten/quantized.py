@@ -11,7 +11,15 @@ from torch import Tensor
 
 from ...problem import Layout, Problem
 from ...target import Target
+from ...torch_internals import (
+    convert_weight_to_int4pack_for_cpu,
+    int_mm,
+    scaled_mm,
+    weight_int4pack_mm_for_cpu,
+    weight_int8pack_mm,
+)
 from ..base import PackedWeight, QuantWeight, Scalar
+from .cpu_rules import refuses_rows, refuses_uint8
 from .cuda_rules import bytes_layout, few_rows, scaled_kinds, scaled_layout
 from .fusion import Fused
 from .kernel import AtenKernel, WritesOut, constant_b, dense_weight_bytes, packed_as
@@ -75,6 +83,10 @@ class IntMm(WritesOut):
         return "an operand is empty" if min(problem.m, problem.n, problem.k) == 0 else ""
 
     @classmethod
+    def refuses_cpu(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+        return refuses_uint8(problem)
+
+    @classmethod
     def refuses_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
         if problem.a.dtype != "int8":
             return "_int_mm takes int8 x int8 on CUDA"
@@ -95,9 +107,9 @@ class IntMm(WritesOut):
         weight = self.matrix(b)
         a, weight = int_operands(a, weight) if a.is_cuda else (canonical_strides(a), canonical_strides(weight))
         if out.is_contiguous() and out.shape == (a.shape[0], weight.shape[1]):
-            torch._int_mm(a, weight, out=out)
+            int_mm(a, weight, out=out)
         else:  # _int_mm takes no other
-            out.copy_(torch._int_mm(a, weight)[: out.shape[0], : out.shape[1]])
+            out.copy_(int_mm(a, weight)[: out.shape[0], : out.shape[1]])
 
 
 class IntMmTransposed(IntMm):
@@ -163,6 +175,7 @@ class Int8Pack(AtenKernel):
     """``torch._weight_int8pack_mm``: int8 weight [N, K] as it lies, a scale per output channel."""
 
     template = "int8pack"
+    operators = ("weight_int8pack_mm",)
     family = ("mixed_mm",)
 
     @classmethod
@@ -192,7 +205,8 @@ def int8pack(a: Tensor, b: QuantWeight) -> Tensor:
     Seen in torch 2.13: its half-width kernel loads 32 bytes of activations and 16 of weights with instructions that
     fault on unaligned addresses, so unaligned operands (slices) are copied first.
     """
-    return torch._weight_int8pack_mm(aligned(a.contiguous()), aligned(b.data.t()), aligned(b.scale))
+    out: Tensor = weight_int8pack_mm(aligned(a.contiguous()), aligned(b.data.t()), aligned(b.scale))
+    return out
 
 
 def aligned(tensor: Tensor) -> Tensor:
@@ -214,6 +228,7 @@ class Int4Pack(AtenKernel):
     """``_weight_int4pack_mm_for_cpu``, whose formula is ``(q - 8) * scale + zero``."""
 
     template = "int4pack"
+    operators = ("convert_weight_to_int4pack_for_cpu", "weight_int4pack_mm_for_cpu")
     family = ("mixed_mm",)
 
     @classmethod
@@ -240,7 +255,7 @@ class Int4Pack(AtenKernel):
 
     def pack(self, b: Any) -> PackedWeight:
         codes = nibbles(b).t().contiguous().to(torch.int32)
-        blocks = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+        blocks = convert_weight_to_int4pack_for_cpu(codes, 1)
         zero = torch.zeros_like(b.scale) if b.zero_point is None else (8 - b.zero_point) * b.scale
         pair = torch.stack((b.scale, zero), dim=-1).contiguous()
         # The ATen form cannot be undone bit for bit, so the raw tensors stay beside it.
@@ -249,9 +264,7 @@ class Int4Pack(AtenKernel):
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
         packed = packed_as(b, self.packing or "")
         group = packed.quant.group if packed.quant else None
-        out: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
-            aligned(a.contiguous()), packed.data[0], group, packed.data[1]
-        )
+        out: Tensor = weight_int4pack_mm_for_cpu(aligned(a.contiguous()), packed.data[0], group, packed.data[1])
         return out
 
 
@@ -338,6 +351,10 @@ class ScaledMm(WritesOut):
         return _scaled_shape(problem)
 
     @classmethod
+    def refuses_cpu(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+        return refuses_rows(problem)
+
+    @classmethod
     def refuses_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
         return scaled_layout(problem) or scaled_kinds(problem, target.compute_capability)
 
@@ -345,7 +362,7 @@ class ScaledMm(WritesOut):
         scale_a, scale_b, bias = scaled_operands(self.problem, aux)
         if a.is_cuda:  # operands may start anywhere
             return scaled_product(a, b, scale_a, scale_b, bias, self.out_dtype)
-        return torch._scaled_mm(a, b, scale_a, scale_b, bias=bias, out_dtype=self.out_dtype)
+        return scaled_mm(a, b, scale_a, scale_b, bias=bias, out_dtype=self.out_dtype)
 
     def write(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
         if not out.is_contiguous():  # _scaled_mm writes over what lies between the rows
@@ -357,7 +374,7 @@ class ScaledMm(WritesOut):
             if made is not out:
                 out.copy_(made)
         else:
-            torch._scaled_mm(a, b, scale_a, scale_b, bias=bias, out_dtype=self.out_dtype, out=out)
+            scaled_mm(a, b, scale_a, scale_b, bias=bias, out_dtype=self.out_dtype, out=out)
 
 
 def scaled_operands(problem: Problem, aux: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:

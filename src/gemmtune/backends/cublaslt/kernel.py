@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ... import torch_internals
 from ...errors import UnsupportedError
 from ...problem import Problem
 from ..base import Candidate, Kernel, Launch
@@ -84,7 +85,7 @@ class RankedKernel(Kernel):
             (first, *_) = call.ranked(1, _WORKSPACE, ALIGN)
             algorithm, workspace = first.algorithm, int(first.workspace)
         own = _Own(product, device, algorithm, workspace)
-        stream_of, places = torch._C._cuda_getCurrentRawStream, product.pointers
+        stream_of, places = torch_internals.stream_of, product.pointers
 
         def launch(out: Tensor, a: Tensor, b: Tensor, *rest: Tensor) -> None:
             call, point, run = own.held

@@ -13,10 +13,11 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ...allocate import empty_cuda
+from ... import torch_internals
 from ...epilogue import Step
 from ...errors import KernelError
 from ...problem import Problem
+from ...torch_internals import empty_cuda
 from ...written import written
 from ..base import Candidate, Kernel, Launch, PackedWeight, QuantWeight
 from ..memory import LOW, require_kernel_operands
@@ -80,7 +81,7 @@ def temporary(size: int) -> Tensor:
     Of torch's allocator, as an op's own temporaries are: whoever gets them next comes after what was launched, and
     while a graph is captured they are the graph's.
     """
-    return empty_cuda((size,), (1,), torch.uint8)  # type: ignore[no-any-return]
+    return empty_cuda((size,), (1,), torch.uint8)
 
 
 class Loaded:
@@ -246,8 +247,8 @@ class GpuKernel(Kernel):
             "    if status:",
             "        function.failed(status, go)",
             block=Block(function, settled.grid, settled.values), function=function, meet=meet,
-            misaligned=misaligned, require=require_kernel_operands, stream_of=torch._C._cuda_getCurrentRawStream,
-            capturing=torch._C._cuda_isCurrentStreamCapturing, **settled.known,
+            misaligned=misaligned, require=require_kernel_operands, stream_of=torch_internals.stream_of,
+            capturing=torch_internals.is_capturing, **settled.known,
         )  # fmt: skip
 
     def _too_large(self, m: int) -> str:

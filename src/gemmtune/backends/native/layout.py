@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...allocate import empty_cpu
 from ...errors import PackedWeightError
 from ...problem import Problem, bits
+from ...torch_internals import empty_cpu
 from ..base import PackedWeight, QuantWeight
 from ..memory import address
 from .traits import BF16, DTYPES, F32, I16, LANES, U8S8, Compute

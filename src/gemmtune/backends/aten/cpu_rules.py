@@ -1,0 +1,46 @@
+"""What the operators of this torch take on a CPU, where versions differ: tried once, on a few elements."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from ...problem import Problem
+from ...torch_internals import DisableTorchDispatch, DisableTorchFunction, int_mm, scaled_mm
+
+
+@cache
+def int_mm_takes_uint8() -> bool:
+    """Whether ``torch._int_mm`` multiplies uint8 by int8 (torch 2.10 raises RuntimeError)."""
+    with DisableTorchFunction(), DisableTorchDispatch():  # modes would answer for other devices
+        a, b = torch.full((1, 2), 200, dtype=torch.uint8), torch.ones(2, 1, dtype=torch.int8)
+        try:
+            return int(int_mm(a, b)) == 400
+        except RuntimeError:
+            return False
+
+
+@cache
+def scaled_mm_takes_rows() -> bool:
+    """Whether ``torch._scaled_mm`` takes a scale a row and column (torch 2.10 fails an assertion of its own)."""
+    with DisableTorchFunction(), DisableTorchDispatch():
+        a, one = torch.ones(2, 16).to(torch.float8_e4m3fn), torch.ones(2, 1)
+        try:
+            return bool((scaled_mm(a, a.t(), one, one.t(), out_dtype=torch.float32) == 16).all())
+        except RuntimeError:
+            return False
+
+
+def refuses_uint8(problem: Problem) -> str:
+    """Why ``torch._int_mm`` does not take the activations on a CPU; empty when it does."""
+    if problem.a.dtype != "uint8" or int_mm_takes_uint8():
+        return ""
+    return f"_int_mm of torch {torch.__version__} takes no uint8 on CPUs"
+
+
+def refuses_rows(problem: Problem) -> str:
+    """Why ``torch._scaled_mm`` does not take the scales on a CPU; empty when it does."""
+    if problem.epilogue[0].axis == "tensor" or scaled_mm_takes_rows():
+        return ""
+    return f"_scaled_mm of torch {torch.__version__} takes one scale per tensor on CPUs"
