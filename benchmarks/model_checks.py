@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import importlib
 import io
 import json
 import os
@@ -104,17 +105,31 @@ def run(model: Callable[..., Any], inputs: Inputs) -> list[Tensor]:
 def make_plain(case: Case, dtype: torch.dtype, seed: int = 0) -> nn.Module:
     """The model in ``dtype`` with the weights of ``seed``, changed as the case says."""
     torch.manual_seed(seed)
-    model = case.make().to(dtype)
+    model = with_weights_in(case.make(), dtype)
     if case.change is not None:
         torch.manual_seed(seed + 1)
         model = case.change(model)
     return model.eval()
 
 
+def with_weights_in(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The model with its weights in ``dtype``, and what it computes itself (the frequencies of rotary embeddings) in
+    fp32, as ``from_pretrained`` makes it."""
+    own = ((module, name) for module in model.modules() for name in module._non_persistent_buffers_set)
+    kept = {(module, name): module._buffers[name] for module, name in own}
+    model.to(dtype)
+    for (module, name), buffer in kept.items():
+        module._buffers[name] = buffer
+    return model
+
+
 def make_reference(plain: nn.Module) -> nn.Module:
     """The model in float64; weights of a quantised format are dequantised."""
     model = copy.deepcopy(plain)
     for module in model.modules():
+        config = getattr(module, "config", None)
+        if hasattr(config, "_experts_implementation"):  # the grouped product has no float64
+            config._experts_implementation = "eager"
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and type(parameter) is not nn.Parameter and hasattr(parameter, "dequantize"):
                 module._parameters[name] = nn.Parameter(parameter.dequantize().double(), requires_grad=False)
@@ -179,7 +194,7 @@ class Row:
             self.packed = copy.deepcopy(self.plain)
         elif case.optimize_first and case.change is not None:
             torch.manual_seed(0)
-            base = case.make().to(dtype).eval()
+            base = with_weights_in(case.make(), dtype).eval()
             self._optimize(base)
             torch.manual_seed(1)
             self.packed = case.change(base).eval()
@@ -208,8 +223,9 @@ class Row:
         return difference(outputs, self.reference[example])
 
     def check(
-        self, outputs: Sequence[Tensor], what: str, example: int = 0, plain: float | None = None, slack: float | None = None
-    ) -> str:
+        self, outputs: Sequence[Tensor], what: str, example: int = 0, *, plain: float | None = None,
+        slack: float | None = None,
+    ) -> str:  # fmt: skip
         """Raises Failed unless outputs are within the bound. plain: the plain model's error, where it was asked for
         under other conditions than eager mode."""
         allowed = self.error(self.wanted[example], example) if plain is None else plain
@@ -218,7 +234,8 @@ class Row:
             limit *= 8  # not an error of the plain model, but the difference of two that both round
         got = self.error(outputs, example)
         if not got <= limit:
-            raise Failed(f"{what}: error {got:.2e} of the largest value, the plain model's {allowed:.2e}, limit {limit:.2e}")
+            words = f"error {got:.2e} of the largest value, the plain model's {allowed:.2e}, limit {limit:.2e}"
+            raise Failed(f"{what}: {words}")
         return f"{got:.1e} (plain {allowed:.1e})"
 
     def equal(self, got: Sequence[Tensor], wanted: Sequence[Tensor], what: str) -> None:
@@ -337,7 +354,8 @@ def check_state(row: Row) -> str:
     state = row.packed.state_dict()
     torch.save(state, path)
     loaded = _or_plain(
-        lambda: torch.load(path, weights_only=False), lambda: torch.save(row.plain.state_dict(), row.folder / "plain.pt")
+        lambda: torch.load(path, weights_only=False),
+        lambda: torch.save(row.plain.state_dict(), row.folder / "plain.pt"),
     )
     if set(loaded) != set(row.saved):
         raise Failed(f"names differ: {sorted(set(loaded) ^ set(row.saved))[:4]}")
@@ -375,7 +393,7 @@ def check_deepcopy(row: Row) -> str:
     with torch.no_grad():  # a write to the copy does not reach the original
         before = run(row.packed, row.examples[0])
         for parameter in twin.parameters():
-            if parameter.is_floating_point() and parameter.dim() == 2:
+            if isinstance(parameter, PackedTensor):
                 parameter.zero_()
         row.equal(run(row.packed, row.examples[0]), before, "after a write to its deepcopy")
     return ""
@@ -407,11 +425,16 @@ def check_export(row: Row) -> str:
 
     program = _or_plain(lambda: export(row.packed), lambda: export(row.plain))
     path = row.folder / "program.pt2"
-    _or_plain(
-        lambda: torch.export.save(program, path),
-        lambda: torch.export.save(export(row.plain), row.folder / "plain.pt2"),
+    _or_plain(lambda: torch.export.save(program, path), lambda: _saved(export(row.plain), row.folder))
+    outputs = _or_plain(
+        lambda: _fresh(row, "export", path), lambda: _fresh(row, "export", _saved(export(row.plain), row.folder))
     )
-    return row.check(_fresh(row, "export", path), "in a fresh process") + f", {_served_nodes(program)} products by gemmtune"
+    return row.check(outputs, "in a fresh process") + f", {_served_nodes(program)} products by gemmtune"
+
+
+def _saved(program: Any, folder: Path) -> Path:
+    torch.export.save(program, folder / "plain.pt2")
+    return folder / "plain.pt2"
 
 
 def _served_nodes(program: Any) -> int:
@@ -428,10 +451,17 @@ def check_aoti(row: Row) -> str:
             torch._inductor.aoti_compile_and_package(program, package_path=str(path))
         return path
 
-    path = _or_plain(lambda: package(row.packed, "packed.pt2"), lambda: package(row.plain, "plain.pt2"))
-    outputs = _or_plain(
-        lambda: _fresh(row, "aoti", path), lambda: _fresh(row, "aoti", package(row.plain, "plain.pt2"))
-    )
+    try:
+        path = _or_plain(lambda: package(row.packed, "packed.pt2"), lambda: package(row.plain, "plain.pt2"))
+    except Failed as failure:
+        frozen = copy.deepcopy(row.packed).requires_grad_(False)
+        try:
+            path = package(frozen, "packed.pt2")
+        except Exception:  # what was raised first says enough
+            raise failure from None
+        row.check(_fresh(row, "aoti", path), "in a fresh process, of frozen weights")
+        raise Failed(f"{failure}; after requires_grad_(False) it works") from None
+    outputs = _or_plain(lambda: _fresh(row, "aoti", path), lambda: _fresh(row, "aoti", package(row.plain, "plain.pt2")))
     try:
         return row.check(outputs, "in a fresh process")
     except Failed:  # AOTInductor rounds differently from eager code: by its own error, then
@@ -440,10 +470,12 @@ def check_aoti(row: Row) -> str:
 
 
 def _fresh(row: Row, kind: str, path: Path) -> list[Tensor]:
-    """What a process that has only imported gemmtune computes by a saved program."""
+    """What a process that has imported gemmtune and the model's library computes by a saved program."""
     torch.save(row.examples[0], row.folder / "inputs.pt")
     command = [sys.executable, __file__, "--load", kind, str(path), str(row.folder)]
-    command += ["--imports", "torchao"] if row.case.package == "torchao" else []
+    imports = {type(module).__module__ for module in row.plain.modules() if row.case.package in type(module).__module__}
+    imports |= {"torchao"} if row.case.package == "torchao" else set()
+    command += ["--imports", *sorted(imports)]  # libraries have operators of their own (transformers: grouped products)
     ended = subprocess.run(command, capture_output=True, text=True, timeout=FRESH_LIMIT_S, check=False)
     if ended.returncode:
         last = next((line for line in reversed(ended.stderr.splitlines()) if line.strip()), "")
@@ -455,7 +487,7 @@ def _fresh(row: Row, kind: str, path: Path) -> list[Tensor]:
 def load_fresh(kind: str, path: str, folder: Path, imports: Sequence[str]) -> None:
     """The fresh process: run a saved program and save its floating outputs."""
     for name in imports:
-        __import__(name)
+        importlib.import_module(name)
     inputs = torch.load(folder / "inputs.pt")
     with torch.no_grad():
         if kind == "export":
@@ -501,14 +533,26 @@ def check_autocast(row: Row) -> str:
 
 
 def check_profiler(row: Row) -> str:
+    """The profiler changes nothing, and its table says which products are no more PyTorch's."""
     before = run(row.packed, row.examples[0])
-    with torch.profiler.profile(record_shapes=True) as profile:
-        outputs = run(row.packed, row.examples[0])
+    seen, outputs = _profiled(row.packed, row.examples[0])
+    plain, _ = _profiled(row.plain, row.examples[0])
     row.equal(outputs, before, "under the profiler")
-    seen = Counter({e.key: e.count for e in profile.key_averages() if e.key.startswith("gemmtune::")})
-    if not seen and _packed_count(row.packed):
-        return "no gemmtune:: event in the table"
-    return ", ".join(f"{name} x{count}" for name, count in sorted(seen.items()))
+    ours = ", ".join(f"{name} x{count}" for name, count in sorted(seen.items()) if name.startswith("gemmtune::"))
+    mine, theirs = (sum(found[name] for name in _PRODUCTS) for found in (seen, plain))
+    if _packed_count(row.packed) and mine >= theirs:
+        raise Failed(f"{_packed_count(row.packed)} weights are packed; PyTorch still runs {mine} of {theirs} products")
+    return f"{mine} of {theirs} products are PyTorch's; {ours or 'no gemmtune:: event'}"
+
+
+# What every product of a matrix by a weight ends in, in eager code on a CPU.
+_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm", "aten::mkldnn_linear")
+
+
+def _profiled(model: nn.Module, inputs: Inputs) -> tuple[Counter[str], list[Tensor]]:
+    with torch.profiler.profile(record_shapes=True) as profile:
+        outputs = run(model, inputs)
+    return Counter({event.key: event.count for event in profile.key_averages()}), outputs
 
 
 def check_backward(row: Row) -> str:
@@ -624,7 +668,7 @@ def run_times(case: Case, dtype: torch.dtype, seconds: float, budget: float, rep
     start = time.perf_counter()
     if case.optimize_first and case.change is not None:
         torch.manual_seed(0)
-        tuned = case.make().to(dtype).eval()
+        tuned = with_weights_in(case.make(), dtype).eval()
         handle = gemmtune.optimize(tuned, examples, store=store, budget=budget)
         torch.manual_seed(1)
         tuned = case.change(tuned).eval()
@@ -686,7 +730,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=1.0)
     args = parser.parse_args()
     if args.load:
-        import gemmtune.nn  # noqa: F401, PLC0415 - registers the operators that saved programs call
+        import gemmtune.nn  # noqa: F401 - registers the operators that saved programs call
 
         load_fresh(args.load[0], args.load[1], Path(args.load[2]), args.imports)
         return

@@ -20,7 +20,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
@@ -52,7 +51,9 @@ def main() -> None:
     parser.add_argument("--checks-only", action="store_true", help="no times")
     parser.add_argument("--time-only", action="store_true", help="no checks")
     parser.add_argument("--checks", nargs="+", choices=CHECKS, default=CHECKS, help="these checks alone")
-    parser.add_argument("--aoti", choices=("some", "all", "none"), default="some", help="AOTInductor packages of [some]")
+    parser.add_argument(
+        "--aoti", choices=("some", "all", "none"), default="some", help="AOTInductor packages of [some]"
+    )
     parser.add_argument(
         "--compile", choices=("some", "all", "none"), default="some", help="torch.compile of [some] models"
     )
@@ -147,7 +148,7 @@ def check(case: Case, dtype: str, row: Row, names: Sequence[str], limit: float) 
             row["setup"] = {"outcome": "failed", "detail": ended}
             return
         outcome = {"outcome": "crashed" if "signal" in ended else "failed", "detail": ended}
-        plain, theirs = _process([*_named(case, dtype), "--plain", "--checks", at], limit)
+        _, theirs = _process([*_named(case, dtype), "--plain", "--checks", at], limit)
         if theirs:
             outcome = {"outcome": "not applicable", "detail": f"plain torch fails: {theirs}"}
         row["checks"][at] = outcome
@@ -175,7 +176,12 @@ def _process(arguments: Sequence[str], limit: float) -> tuple[list[dict[str, Any
     with tempfile.TemporaryDirectory(prefix="gemmtune-models-") as folder:
         report, store = Path(folder) / "report.jsonl", Path(folder) / "store.db"
         named = [*arguments[:3], str(report), *arguments[3:]]
-        environment = {**os.environ, "GEMMTUNE_STORE": str(store), "HF_HUB_OFFLINE": "1", "TORCHINDUCTOR_CACHE_DIR": folder}
+        environment = {
+            **os.environ,
+            "GEMMTUNE_STORE": str(store),
+            "HF_HUB_OFFLINE": "1",
+            "TORCHINDUCTOR_CACHE_DIR": folder,
+        }
         process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("model_checks.py")), *named], env=environment,
             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
@@ -265,8 +271,9 @@ def _table(document: Mapping[str, Any], source: Path) -> Iterator[str]:
     yield f"`{source.name}`: {document['target'].get('name', '')}; {told}; commit `{document['commit'][:12]}`."
     for kind in dict.fromkeys(row["kind"] for row in document["rows"]):
         yield f"\n### {kind}\n"
-        yield "| model | dtype | linears packed | left, and why | checks that hold | others | tuned: packed | time over plain |"
-        yield "|---|---|---|---|---|---|---|---|"
+        columns = "model", "dtype", "linears packed", "left, and why", "checks that hold", "others", "tuned: packed"
+        yield f"| {' | '.join(columns)} | time over plain |"
+        yield "|---" * 8 + "|"
         for row in document["rows"]:
             if row["kind"] == kind:
                 yield _row(row)
