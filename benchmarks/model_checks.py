@@ -127,7 +127,7 @@ def make_reference(plain: nn.Module) -> nn.Module:
     """The model in float64; weights of a quantised format are dequantised."""
     model = copy.deepcopy(plain)
     for module in model.modules():
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         if hasattr(config, "_experts_implementation"):  # the grouped product has no float64
             config._experts_implementation = "eager"
         for name, parameter in list(module._parameters.items()):
@@ -569,7 +569,7 @@ def check_backward(row: Row) -> str:
         inputs[name] = inputs[name].detach().clone().requires_grad_(True)
         with torch.enable_grad():
             out = floats(model(**inputs))[0]
-            out.double().cos().sum().backward()
+            out.double().cos().sum().backward()  # type: ignore[no-untyped-call]
         grad: Tensor = inputs[name].grad
         return [grad]
 

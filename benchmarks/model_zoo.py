@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 Inputs = dict[str, Any]
 
+INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]
 VOCABULARY, TOKENS = 1024, 64
 WIDTH, INNER, HEADS, LAYERS = 256, 512, 4, 2
 
@@ -390,14 +391,14 @@ TORCHAO: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "Int4WeightOnly (plain)": ("Int4WeightOnlyConfig", {"group_size": 32}),
     "IntxWeightOnly (int8)": ("IntxWeightOnlyConfig", {"weight_dtype": torch.int8}),
     "IntxWeightOnly (int4, groups of 32)": (
-        "IntxWeightOnlyConfig", {"weight_dtype": torch.int4, "granularity": "PerGroup.32"},
+        "IntxWeightOnlyConfig", {"weight_dtype": INT4, "granularity": "PerGroup.32"},
     ),
     "Int8DynamicActivationIntxWeight": (
-        "Int8DynamicActivationIntxWeightConfig", {"weight_dtype": torch.int4, "weight_granularity": "PerGroup.32"},
+        "Int8DynamicActivationIntxWeightConfig", {"weight_dtype": INT4, "weight_granularity": "PerGroup.32"},
     ),
     "Int8DynamicActivationIntxWeight (opaque)": (
         "Int8DynamicActivationIntxWeightConfig",
-        {"weight_dtype": torch.int4, "weight_granularity": "PerGroup.32", "intx_packing_format": "opaque_torchao_auto"},
+        {"weight_dtype": INT4, "weight_granularity": "PerGroup.32", "intx_packing_format": "opaque_torchao_auto"},
     ),
     "Float8WeightOnly": ("Float8WeightOnlyConfig", {}),
     "Float8DynamicActivationFloat8Weight": ("Float8DynamicActivationFloat8WeightConfig", {}),

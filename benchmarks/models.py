@@ -37,7 +37,7 @@ CHECKS = (
 )  # fmt: skip
 # Slow (a C++ compiler runs): by default for models that are unlike each other.
 REPRESENTATIVE = (
-    "llama", "gpt2", "qwen2-moe", "mamba", "t5", "bert", "vit", "whisper", "nn.TransformerEncoder",
+    "llama", "gpt2", "qwen2-moe", "mamba2", "t5", "bert", "vit", "whisper", "nn.TransformerEncoder",
     "peft: adapters active", "torchao: Int8WeightOnly, nn.Sequential",
 )  # fmt: skip
 VERSIONS = ("torch", "transformers", "peft", "torchao", "accelerate", "tokenizers", "safetensors", "numpy")
@@ -74,6 +74,7 @@ def main() -> None:
 
 def run_all(args: argparse.Namespace) -> None:
     """Run the rows that were asked for, and keep each as it ends."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what runs is ended as well
     cases = [case for case in CASES.values() if not args.only or {case.name, case.kind, case.package} & set(args.only)]
     unknown = set(args.only or ()) - {word for case in CASES.values() for word in (case.name, case.kind, case.package)}
     if unknown or not cases:
@@ -145,7 +146,10 @@ def check(case: Case, dtype: str, row: Row, names: Sequence[str], limit: float) 
         if ended == "":
             return
         if at == "setup" or at is None:
+            _, theirs = _process([*_named(case, dtype), "--plain"], limit)
             row["setup"] = {"outcome": "failed", "detail": ended}
+            if theirs:
+                row["setup"] = {"outcome": "not applicable", "detail": f"plain torch fails: {theirs}"}
             return
         outcome = {"outcome": "crashed" if "signal" in ended else "failed", "detail": ended}
         _, theirs = _process([*_named(case, dtype), "--plain", "--checks", at], limit)
@@ -190,9 +194,11 @@ def _process(arguments: Sequence[str], limit: float) -> tuple[list[dict[str, Any
             _, errors = process.communicate(timeout=limit)
             ended = _how(process.returncode, errors)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # the fresh processes and compilers that it started as well
-            process.communicate()
             ended = f"took longer than {limit:g} s"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)  # the fresh processes and compilers that it started as well
+                process.communicate()
         text = report.read_text(encoding="utf-8") if report.exists() else ""
     return [json.loads(line) for line in text.splitlines()], ended
 
@@ -234,7 +240,7 @@ def _line(row: Row) -> str:
     ratios = ", ".join(f"{name} {_ratio(found)}" for name, found in row.get("times", {}).items())
     tuned = f"  tuned: {row['tuned']['swapped']} packed" if "tuned" in row else ""
     words = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
-    lines = [f"{row['name']:<46}{row['dtype']:<6}{served:<26}{words}{tuned}  {ratios}"]
+    lines = [f"{row['name']:<58}{row['dtype']:<6}{served:<26}{words}{tuned}  {ratios}"]
     for part in ("setup", "time"):
         if row.get(part, {}).get("outcome", "ok") != "ok":
             lines.append(f"    {part}: {row[part]['outcome']}: {row[part]['detail']}")
@@ -280,8 +286,8 @@ def _table(document: Mapping[str, Any], source: Path) -> Iterator[str]:
 
 
 def _row(row: Row) -> str:
-    if row.get("setup", {}).get("outcome") == "failed":
-        return f"| {row['name']} | {row['dtype']} | | {_cell(row['setup']['detail'])} | | | | |"
+    if row.get("setup", {}).get("outcome", "ok") != "ok":
+        return f"| {row['name']} | {row['dtype']} | | | | {_cell(_told(row['setup']))} | | |"
     packed = row.get("packed", {"swapped": 0, "left": {}})
     left = "; ".join(f"{count}: {reason}" for reason, count in packed["left"].items())
     well = [name for name, found in row["checks"].items() if found["outcome"] == "ok"]
