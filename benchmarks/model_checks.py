@@ -44,7 +44,7 @@ from gemmtune.problem import Problem
 from gemmtune.store import MemoryStore
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# The absolute term of the bound, as a share of the largest magnitude of an output.
+# The absolute term of the bound, as a share of the largest magnitude of an output: a few roundings of it.
 SLACK = {torch.float32: 2.0**-21, torch.bfloat16: 2.0**-7}
 NEW_TOKENS = 50
 FRESH_LIMIT_S = 120

@@ -236,7 +236,7 @@ def _take(row: Row, lines: Sequence[Mapping[str, Any]]) -> str | None:
 def _line(row: Row) -> str:
     """One line of the terminal for a row, and one more for each check that is not well."""
     counts = Counter(outcome["outcome"] for outcome in row["checks"].values())
-    served = f"{row['packed']['swapped']}/{row['linears']} linears packed" if "packed" in row else "not optimized"
+    served = f"{row['packed']['swapped']}/{row['linears']} linears packed" if "packed" in row else ""
     ratios = ", ".join(f"{name} {_ratio(found)}" for name, found in row.get("times", {}).items())
     tuned = f"  tuned: {row['tuned']['swapped']} packed" if "tuned" in row else ""
     words = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
@@ -299,9 +299,18 @@ def _row(row: Row) -> str:
     times = ", ".join(f"{name} {_ratio(found)}" for name, found in row.get("times", {}).items())
     cells = [
         row["name"], row["dtype"], f"{packed['swapped']} of {row.get('linears', '?')}", left, ", ".join(well),
-        "; ".join(others), str(row.get("tuned", {}).get("swapped", "")), times,
+        "; ".join(others), _tuned(row), times,
     ]  # fmt: skip
     return "| " + " | ".join(_cell(cell) for cell in cells) + " |"
+
+
+def _tuned(row: Row) -> str:
+    """How many linears ``optimize`` packed of its own accord, and why it left others that can be packed."""
+    if "tuned" not in row:
+        return ""
+    before = row.get("packed", {}).get("left", {})
+    reasons = [f"{count}: {reason}" for reason, count in row["tuned"]["left"].items() if reason not in before]
+    return "; ".join([str(row["tuned"]["swapped"]), *reasons])
 
 
 def _cell(text: str) -> str:
