@@ -99,12 +99,17 @@ def write(name: str, rows: Any, **more: Any) -> Path:
     the commit they come from."""
     folder = Path(os.environ.get("OUT") or RESULTS)
     folder.mkdir(exist_ok=True)
-    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
-    path = folder / f"{name}-{stamp}.json"
-    document = {"benchmark": name, "made": stamp, "commit": commit(), "target": current_target().to_dict()}
+    document = header(name)
+    path = folder / f"{name}-{document['made']}.json"
     path.write_text(json.dumps({**document, **more, "rows": rows}, indent=1) + "\n", encoding="utf-8")
     print(f"raw data: {path}")
     return path
+
+
+def header(name: str) -> dict[str, Any]:
+    """What raw results of now begin with: when, at which commit and on which machine they were made."""
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+    return {"benchmark": name, "made": stamp, "commit": commit(), "target": current_target().to_dict()}
 
 
 def commit() -> str:
