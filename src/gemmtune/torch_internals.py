@@ -1,6 +1,6 @@
 """Every private name of torch that gemmtune uses: what PyTorch may rename or remove in any version.
 
-All of them exist, and the tests pass, in the versions of TESTED (docs/torch-versions.md has what was run). Where a name
+All of them exist in the versions of TESTED (docs/torch-versions.md has what was run with each). Where a name
 is missing, a public function takes over if there is one, which is slower and as correct; if there is none, importing
 this module raises ImportError. Modules of the hot path bind the names when they are imported.
 
@@ -23,7 +23,7 @@ import torch.utils._pytree
 from torch.autograd import forward_ad as _forward_ad
 from torch.autograd import profiler as _profiler
 
-TESTED = ("2.10.0", "2.13.0", "2.15.0")
+TESTED = ("2.10.0", "2.11.0", "2.13.0", "2.15.0")
 
 
 def _required(path: str) -> Any:

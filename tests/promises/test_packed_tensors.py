@@ -297,6 +297,7 @@ TRACERS: dict[str, Callable[[nn.Module, Tensor], Callable[[Tensor], Tensor]]] = 
 }
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")  # torch 2.15, of what it uses itself, too
 @pytest.mark.parametrize("keep", [False, True], ids=["", "beside the raw weight"])
 @pytest.mark.parametrize("how", TRACERS)
 def test_tracers_and_transforms_keep_the_values(how: str, keep: bool, plain: nn.Module, x: Tensor) -> None:
@@ -308,6 +309,7 @@ def test_tracers_and_transforms_keep_the_values(how: str, keep: bool, plain: nn.
         close(traced(other), plain(other))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")  # torch 2.15, of what it uses itself, too
 def test_forward_mode_and_gradients_of_the_input(plain: nn.Module, model: nn.Module, x: Tensor) -> None:
     wanted = torch.func.jvp(plain, (x,), (x,))
     close(torch.func.jvp(model, (x,), (x,))[1], wanted[1])

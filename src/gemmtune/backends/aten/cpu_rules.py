@@ -12,7 +12,7 @@ from ...torch_internals import DisableTorchDispatch, DisableTorchFunction, int_m
 
 @cache
 def int_mm_takes_uint8() -> bool:
-    """Whether ``torch._int_mm`` multiplies uint8 by int8 (torch 2.10 raises RuntimeError)."""
+    """Whether ``torch._int_mm`` multiplies uint8 by int8 (torch 2.10 and 2.11 raise RuntimeError)."""
     with DisableTorchFunction(), DisableTorchDispatch():  # modes would answer for other devices
         a, b = torch.full((1, 2), 200, dtype=torch.uint8), torch.ones(2, 1, dtype=torch.int8)
         try:
@@ -23,7 +23,7 @@ def int_mm_takes_uint8() -> bool:
 
 @cache
 def scaled_mm_takes_rows() -> bool:
-    """Whether ``torch._scaled_mm`` takes a scale a row and column (torch 2.10 fails an assertion of its own)."""
+    """Whether ``torch._scaled_mm`` takes a scale a row and column (torch 2.10 and 2.11 fail an assertion of theirs)."""
     with DisableTorchFunction(), DisableTorchDispatch():
         a, one = torch.ones(2, 16).to(torch.float8_e4m3fn), torch.ones(2, 1)
         try:
