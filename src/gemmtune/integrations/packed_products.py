@@ -40,7 +40,10 @@ def multiply(input: Any, weight: PackedTensor, bias: Tensor | None = None) -> Te
         return _autocast(input, weight, bias) if autocasting(input.device.type) else _op(input, weight, bias)
     if transformed():  # jit's tracer among them: they see an ordinary weight
         return _unpacked(input, weight, bias)
-    packed = weight.packed
+    try:
+        packed = weight.packed
+    except TypeError:  # its parts are fake tensors (Dynamo of torch 2.10 and 2.11)
+        return _op(input, weight, bias)
     try:  # what ops.linear looks up, a call earlier
         key = ("linear", input.shape, packed._key, bias is None, _threads(), torch.is_grad_enabled())
     except (AttributeError, RuntimeError):

@@ -167,15 +167,22 @@ class BackendSuite:
 
     # Running
 
+    def excuse(self, problem: Problem) -> str:
+        """Why results on this machine are not checked; empty where they are. For faults of libraries, which a test can
+        tell from the backend's own."""
+        return ""
+
     def test_legal_candidates_are_right(self, backend: Backend, target: Target, problems: Sequence[Problem]) -> None:
         for problem, candidate in self._some(backend, target, problems):
-            _check(_load(backend, problem, candidate, target), problem)
+            if not self.excuse(problem):
+                _check(_load(backend, problem, candidate, target), problem)
 
     def test_a_kernel_serves_any_number_of_rows(
         self, backend: Backend, target: Target, problems: Sequence[Problem]
     ) -> None:
         for problem, candidate in self._some(backend, target, problems):
-            if min(problem.m, problem.n, problem.k, problem.batch) and problem.a.layout.ld is None:
+            served = min(problem.m, problem.n, problem.k, problem.batch) and not self.excuse(problem)
+            if served and problem.a.layout.ld is None:
                 kernel = _load(backend, problem, candidate, target)
                 for m in (1, problem.m + 3):
                     _check(kernel, problem.with_m(m))
