@@ -45,7 +45,7 @@ from gemmtune.store import MemoryStore
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # The absolute term of the bound, as a share of the largest magnitude of an output: a few roundings of it.
-SLACK = {torch.float32: 2.0**-21, torch.bfloat16: 2.0**-7}
+SLACK = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-7}
 NEW_TOKENS = 50
 FRESH_LIMIT_S = 120
 
@@ -393,7 +393,7 @@ def check_deepcopy(row: Row) -> str:
     with torch.no_grad():  # a write to the copy does not reach the original
         before = run(row.packed, row.examples[0])
         for parameter in twin.parameters():
-            if isinstance(parameter, PackedTensor):
+            if isinstance(parameter, PackedTensor) and not parameter.quantized:  # those refuse the write
                 parameter.zero_()
         row.equal(run(row.packed, row.examples[0]), before, "after a write to its deepcopy")
     return ""
@@ -540,13 +540,16 @@ def check_profiler(row: Row) -> str:
     row.equal(outputs, before, "under the profiler")
     ours = ", ".join(f"{name} x{count}" for name, count in sorted(seen.items()) if name.startswith("gemmtune::"))
     mine, theirs = (sum(found[name] for name in _PRODUCTS) for found in (seen, plain))
-    if _packed_count(row.packed) and mine >= theirs:
+    if _packed_count(row.packed) and theirs and mine >= theirs:
         raise Failed(f"{_packed_count(row.packed)} weights are packed; PyTorch still runs {mine} of {theirs} products")
     return f"{mine} of {theirs} products are PyTorch's; {ours or 'no gemmtune:: event'}"
 
 
 # What every product of a matrix by a weight ends in, in eager code on a CPU.
-_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm", "aten::mkldnn_linear")
+_PRODUCTS = (
+    "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm", "aten::mkldnn_linear",
+    "aten::_int_mm",
+)  # fmt: skip
 
 
 def _profiled(model: nn.Module, inputs: Inputs) -> tuple[Counter[str], list[Tensor]]:

@@ -279,3 +279,11 @@ def test_what_gemmtune_has_no_op_for_is_left_with_the_reason(x: Tensor, dtype: t
     assert torch.equal(model(x), wanted)
     with pytest.raises(UnknownFormatError, match="zero point"):
         formats.read(model[0].weight)
+
+
+def test_autocast_gives_torchaos_dtype(served: Any, plain: nn.Module, x: Tensor) -> None:
+    model, _ = served
+    with torch.autocast("cpu", torch.bfloat16):
+        got, wanted = model(x), plain(x)
+    assert got.dtype == wanted.dtype
+    assert (got - wanted).float().norm() <= 2e-2 * wanted.float().norm()

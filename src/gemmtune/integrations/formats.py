@@ -41,7 +41,8 @@ class QuantizedWeight:
 
     data: int8 [N, K]; uint8 [N, K / 2] with ``bits`` 4; float8 [N, K]. scale: [N] or, with ``group_size``, [groups, N].
     zero_point: as scale, or None. dtype: of the dequantised weight. source: the tensor that it was read from.
-    ``data_name``: which of the source's inner tensors ``data`` stands for.
+    ``data_name``: which of the source's inner tensors ``data`` stands for. autocast: whether its product is of
+    autocast's dtype where autocast is on, as torchao's own is; else it is of the activations'.
     """
 
     data: Tensor
@@ -53,6 +54,7 @@ class QuantizedWeight:
     dtype: torch.dtype
     source: Tensor
     data_name: str = "qdata"
+    autocast: bool = False
 
     @property
     def product(self) -> Product:
@@ -166,7 +168,7 @@ def _intx(weight: Any) -> QuantizedWeight:
         data, bits = nibbles(data), 4
         zero_point = None if zero_point is None else zero_point + 8
     activation: Activation = "" if kind is None else "int8 row asymmetric"
-    return QuantizedWeight(data, scale, zero_point, bits, group, activation, weight.dtype, weight)
+    return QuantizedWeight(data, scale, zero_point, bits, group, activation, weight.dtype, weight, autocast=True)
 
 
 def nibbles(values: Tensor) -> Tensor:
@@ -207,7 +209,7 @@ def _float8(weight: Any) -> QuantizedWeight:
     options = weight.act_quant_kwargs
     scale, group = _scales(weight.scale, n, k, weight.block_size)
     if options is None:
-        return QuantizedWeight(weight.qdata, scale, None, 8, group, "", weight.dtype, weight)
+        return QuantizedWeight(weight.qdata, scale, None, 8, group, "", weight.dtype, weight, autocast=True)
     if getattr(options, "hp_value_lb", None) is not None or getattr(options, "hp_value_ub", None) is not None:
         raise UnknownFormatError("has bounds for its activations (hp_value_lb, hp_value_ub)")
     if options.float8_dtype != weight.qdata.dtype:

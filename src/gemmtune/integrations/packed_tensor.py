@@ -35,6 +35,7 @@ _COMPOSED = frozenset(
 )
 _compiling = torch.compiler.is_compiling
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_SET_REQUIRES_GRAD = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 
 
 class PackedTensor(Tensor):
@@ -170,6 +171,8 @@ class PackedTensor(Tensor):
         if not _compiling():
             if func == _SET_DATA:
                 return replace_data(args[0], args[1])
+            if func in (Tensor.requires_grad_, _SET_REQUIRES_GRAD):
+                args[0].trainable = False  # what it was before it was packed no longer counts
             if func is Tensor.numpy:
                 return _as_numpy(args[0], **(kwargs or {}))
             if func is Tensor.tolist:

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from .. import fuse
 from ..backends.base import PackedWeight, QuantWeight
-from ..dispatch.guards import transformed
+from ..dispatch.guards import autocasting, transformed
 from ..errors import PackedWeightError
 from ..packing import pack, unpack
 from ..problem import Problem, Quant
@@ -63,6 +63,7 @@ class QuantizedTensor(PackedTensor):
         parts: list[Tensor]
         fields = _fields(weight.shape, weight.dtype, weight.bits, weight.group_size, weight.zero_point is not None)
         fields["activation"], fields["product"] = weight.activation, weight.product
+        fields["autocast"] = weight.autocast
         if packed is None:
             parts = [weight.data]
             if weight.product == "mixed_mm":
@@ -154,6 +155,9 @@ class QuantizedTensor(PackedTensor):
         spec = _spec(self.spec)
         values, scale = formats.quantize(rows, spec["activation"]) if rows.numel() else (rows, None)
         dtype = input.dtype
+        if spec["autocast"] and autocasting(input.device.type):
+            dtype = torch.get_autocast_dtype(input.device.type)
+            values, bias = values.to(dtype), None if bias is None else bias.to(dtype)
         if _compiling() or is_for_dispatcher(values, bias):
             out = torch.ops.gemmtune.quantized_linear(values, scale, self.parts, self.spec, bias, dtype)
         else:
@@ -237,7 +241,7 @@ def _spec(spec: str) -> dict[str, Any]:
 def _fields(shape: Sequence[int], dtype: torch.dtype, bits: int, group: int | None, zero_point: bool) -> dict[str, Any]:
     return {
         "n": shape[0], "k": shape[1], "dtype": _name(dtype), "bits": bits, "group": group, "zero": zero_point,
-        "activation": "", "product": "mixed_mm",
+        "activation": "", "product": "mixed_mm", "autocast": False,
     }  # fmt: skip
 
 
