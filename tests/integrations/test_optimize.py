@@ -213,6 +213,24 @@ def test_inference_only(own_store: MemoryStore) -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
+def test_weights_may_be_frozen_after_they_are_packed(own_store: MemoryStore) -> None:
+    x = torch.randn(3, 8)
+    model = ready(Mlp(), x, own_store).requires_grad_(True)
+    handle = gemmtune.optimize(model, x, tune=False)
+    assert not model.up.weight.requires_grad  # a graph's inner tensors are integers, which can require none
+    copied = copy.deepcopy(model)
+    with pytest.raises(GradError):
+        copied(x)
+    model.requires_grad_(False)
+    assert not model(x).requires_grad
+    model.up.weight.requires_grad = True
+    with pytest.raises(GradError):
+        model(x)
+    handle.restore()
+    assert model.up.weight.requires_grad
+    assert not model.down.weight.requires_grad
+
+
 def test_arguments() -> None:
     x = torch.randn(3, 8)
     with pytest.raises(ValueError, match=r"call model.eval\(\)"):

@@ -331,8 +331,8 @@ def _repack(site: Site, form: PackedTensor, handle: Handle, keeps: bool) -> str:
     if isinstance(form, QuantizedTensor) and not _same_product(weight, form, next(iter(site.ran))):
         return f"its weight looks like a {type(weight).__qualname__} that gemmtune knows and computes something else"
     try:
-        form.trainable = weight.requires_grad
         other = nn.Parameter(form, requires_grad=False)
+        other.trainable = weight.requires_grad  # type: ignore[attr-defined]
         swap_tensors(weight, other)
     except PackedWeightError as error:
         return f"cannot be packed in place ({error})"
