@@ -177,6 +177,9 @@ convert_weight_to_int4pack_for_cpu: Any = _optional("ops.aten._convert_weight_to
 weight_int4pack_mm_for_cpu: Any = _optional("ops.aten._weight_int4pack_mm_for_cpu", None)
 reorder_linear_weight: Any = _optional("ops.mkldnn._reorder_linear_weight", None)
 linear_pointwise: Any = _optional("ops.mkldnn._linear_pointwise", None)
+# ``view`` whose result counts as a tensor of its own: what an operator with a gradient has to return, since a view that
+# was made inside of it takes no writes in place.
+unsafe_view: Any = _required("ops.aten._unsafe_view.default")
 # What ``Tensor.to`` becomes for a subclass that dispatches.
 to_copy: Any = _required("ops.aten._to_copy.default")
 

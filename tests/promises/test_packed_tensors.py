@@ -331,6 +331,14 @@ def test_the_input_and_the_bias_get_their_gradients(
         close(got / wanted.abs().max(), wanted / wanted.abs().max())
 
 
+@pytest.mark.parametrize("dims", [2, 3])
+def test_results_that_autograd_sees_may_be_written_to_in_place(model: nn.Module, x: Tensor, dims: int) -> None:
+    leaf = x.clone().requires_grad_(True)
+    rows = leaf if dims == 2 else leaf[None]
+    F.linear(rows, model.up.weight).add_(1).sum().backward()
+    assert leaf.grad is not None
+
+
 def test_a_weight_that_requires_grad_says_so(model: nn.Module, x: Tensor) -> None:
     model.up.weight.requires_grad_(True)
     with pytest.raises(GradError, match=r"no_grad\(\)"):

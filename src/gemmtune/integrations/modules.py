@@ -20,7 +20,7 @@ from ..errors import PackedWeightError
 from ..ops import linear
 from ..packing import pack, unpack
 from ..quantized import mixed_mm
-from .packed_ops import LIBRARY, untraced
+from .packed_ops import LIBRARY, no_view, untraced
 from .packed_products import is_for_dispatcher
 from .packed_writes import ReadOnly
 from .quantized_tensor import describe_packed, describe_raw, operand_of
@@ -268,7 +268,7 @@ LIBRARY.define("tuned_linear(Tensor input, Tensor weight, Tensor? bias) -> Tenso
 
 def _run_tuned(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     with untraced():
-        return linear(input, weight, bias)
+        return no_view(linear(input, weight, bias))
 
 
 def _fake_tuned(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..backends.base import PackedWeight
 from ..ops import linear
 from ..packing import unpack
-from ..torch_internals import check
+from ..torch_internals import check, unsafe_view
 from ..torch_internals import get_tracing_state as _tracing
 from ..torch_internals import set_tracing_state as _set_tracing
 
@@ -73,7 +73,13 @@ def untraced() -> Iterator[None]:
 
 def _run_linear(input: Tensor, weight: Sequence[Tensor], spec: str, bias: Tensor | None) -> Tensor:
     with untraced():
-        return linear(input, packed_of(weight, spec), bias)
+        return no_view(linear(input, packed_of(weight, spec), bias))
+
+
+def no_view(result: Tensor) -> Tensor:
+    """A result that an operator may return: it is no view of what the operator made."""
+    own: Tensor = unsafe_view(result, result.shape) if result._is_view() else result
+    return own
 
 
 def _fake_linear(input: Tensor, weight: Sequence[Tensor], spec: str, bias: Tensor | None) -> Tensor:

@@ -37,13 +37,13 @@ def multiply(input: Any, weight: PackedTensor, bias: Tensor | None = None) -> Te
     if weight.quantized:
         return weight.linear(input, bias)
     if _compiling():
-        return _autocast(input, weight, bias) if autocasting(input.device.type) else _op(input, weight, bias)
+        return _autocast(input, weight, bias, _op) if autocasting(input.device.type) else _op(input, weight, bias)
     if transformed():  # jit's tracer among them: they see an ordinary weight
         return _unpacked(input, weight, bias)
     try:
         packed = weight.packed
     except TypeError:  # its parts are fake tensors (Dynamo of torch 2.10 and 2.11)
-        return _op(input, weight, bias)
+        return _autocast(input, weight, bias, _op) if autocasting(input.device.type) else _op(input, weight, bias)
     try:  # what ops.linear looks up, a call earlier
         key = ("linear", input.shape, packed._key, bias is None, _threads(), torch.is_grad_enabled())
     except (AttributeError, RuntimeError):
@@ -55,7 +55,7 @@ def multiply(input: Any, weight: PackedTensor, bias: Tensor | None = None) -> Te
     if not isinstance(input, Tensor):
         return _unpacked(input, weight, bias)
     if autocasting(input.device.type):
-        return _autocast(input, weight, bias)
+        return _autocast(input, weight, bias, _product)
     return _product(input, weight, bias)
 
 
@@ -101,12 +101,12 @@ def _op(input: Tensor, weight: PackedTensor, bias: Tensor | None) -> Tensor:
     return packed_linear(input, weight.parts, weight.spec, bias)
 
 
-def _autocast(input: Tensor, weight: PackedTensor, bias: Tensor | None) -> Tensor:
-    """Autocast's dtype is served where the weight has it; the packed kernel multiplies no other."""
+def _autocast(input: Tensor, weight: PackedTensor, bias: Tensor | None, product: Callable[..., Tensor]) -> Tensor:
+    """``product`` in autocast's dtype, where the weight has it; the packed kernel multiplies no other."""
     kind, dtype = input.device.type, torch.get_autocast_dtype(input.device.type)
     if weight.dtype != dtype or not input.is_floating_point():
         return _unpacked(input, weight, bias)
     with torch.autocast(kind, enabled=False):
         rounded = input.to(dtype)
         shift = None if bias is None else bias.to(dtype)
-        return _op(rounded, weight, shift) if _compiling() else _product(rounded, weight, shift)
+        return product(rounded, weight, shift)
