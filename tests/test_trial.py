@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
 from gemmtune import backends, trial
@@ -172,6 +173,34 @@ def test_atens_ways_that_are_about_as_fast_are_raced_though_time_is_short(clock:
     raced = {c.template for c in hands.raced if c.backend == "aten"}
     assert ("mm" in raced) == (seconds is None)
     assert "mm_t" not in raced
+
+
+def test_the_raw_weights_two_best_are_raced_though_time_is_short(clock: Clock) -> None:
+    """A raw weight is served by the winner of a duel of its own, which takes ATen's way on the raw weight, too."""
+
+    class Slow(Pretending):
+        def attempt(self, candidate: Candidate, deadline: float | None, worth_s: float | None) -> Attempted:
+            attempted = super().attempt(candidate, deadline, worth_s)
+            packing = "aten:ahead" if candidate.backend == "aten" and candidate.template != "mm" else None
+            return msgspec.structs.replace(attempted, packing=packing)
+
+        def confirm(self, candidate: Candidate, deadline: float | None) -> Confirmed:
+            self.clock.now += 5.0
+            if candidate.backend == "native" and candidate.id == wrong:
+                return Confirmed(Verdict("wrong", "an element is off"))
+            return super().confirm(candidate, deadline)
+
+    listed = [c for c in backends.get("native").candidates(PROBLEM, current_target()) if isinstance(c, Candidate)]
+    wrong = listed[0].id  # the fastest of them
+    times = {"mm": 2e-2}
+    hands = Slow(
+        clock,
+        lambda c: times.get(c.template, 1e-2) if c.backend == "aten" else (1.2e-2 if c.id == wrong else 1.3e-2),
+    )
+    run(clock, hands, None)
+    assert "mm" in {c.template for c in hands.raced if c.backend == "aten"}
+    assert wrong not in {c.id for c in hands.raced}
+    assert "native" in {c.backend for c in hands.raced}
 
 
 def test_the_best_of_each_packing_goes_first(clock: Clock) -> None:

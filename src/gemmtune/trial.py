@@ -288,6 +288,18 @@ class Trial:
             rows = [row for row in self._ledger.timed() if row.incumbent]
             for row in _within(rows, UNSURE_INCUMBENT)[:MAX_INCUMBENTS]:
                 self._check(row)
+            self._confirm_raw_pair()
+
+    def _confirm_raw_pair(self) -> None:
+        """Check the fastest kernel and ATen's fastest way on the raw weight, whatever the clock says: without both of them
+        checked there is no duel of the raw layout, and plain ATen would serve a raw weight. Kernels that fail make room for
+        the next, ``MAX_PACKINGS`` of them at most."""
+        for _ in range(MAX_PACKINGS):
+            pair = self._raw_pair([row for row in self._ledger.timed() if row.stage != "failed"])
+            for row in pair:
+                self._check(row)
+            if all(row.eligible for row in pair):
+                return
 
     def _promising(self) -> list[Row]:
         """What may win a race, or be a packing's best in a Plan that shares it."""
