@@ -42,7 +42,9 @@ from gemmtune.integrations.packed_tensor import PackedTensor
 from gemmtune.measure.stats import ratio_interval
 from gemmtune.problem import Problem
 from gemmtune.store import MemoryStore
+from gemmtune.target import Target
 
+DEVICE = torch.device("cpu")  # --device
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # The absolute term of the bound, as a share of the largest magnitude of an output: a few roundings of it.
 SLACK = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-7}
@@ -62,9 +64,11 @@ class NotApplicable(Exception):
 
 
 def cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:
-    """The same inputs, floating tensors in ``dtype``."""
+    """The same inputs on ``DEVICE``, floating tensors in ``dtype``."""
     return {
-        name: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+        name: value.to(DEVICE, dtype if value.is_floating_point() else value.dtype)
+        if isinstance(value, Tensor)
+        else value
         for name, value in inputs.items()
     }
 
@@ -105,7 +109,7 @@ def run(model: Callable[..., Any], inputs: Inputs) -> list[Tensor]:
 def make_plain(case: Case, dtype: torch.dtype, seed: int = 0) -> nn.Module:
     """The model in ``dtype`` with the weights of ``seed``, changed as the case says."""
     torch.manual_seed(seed)
-    model = with_weights_in(case.make(), dtype)
+    model = with_weights_in(case.make(), dtype).to(DEVICE)
     if case.change is not None:
         torch.manual_seed(seed + 1)
         model = case.change(model)
@@ -140,14 +144,14 @@ def make_reference(plain: nn.Module) -> nn.Module:
 
 
 def pack_everything(model: nn.Module, examples: Sequence[Inputs], store: MemoryStore) -> None:
-    """Put a Decision into ``store`` for every Problem with a constant weight: gemmtune's default layout wins it. No
-    time in it was measured; it serves to check what a packed model does."""
+    """Put a Decision into ``store`` for every Problem with a constant weight: gemmtune's default layout wins it (on a
+    GPU the first kernel that is listed). No time in it was measured; it serves to check what a packed model does."""
     with gemmtune.record() as recorded, torch.no_grad():
         for inputs in examples:
             model(**inputs)
-    target, native = current_target(), backends.get("native")
+    target = current_target(DEVICE)
     for problem, _ in recorded.problems:
-        candidate = native.default_packing(problem, target) if problem.b.constant else None
+        candidate = _default(problem, target) if problem.b.constant else None
         if candidate is not None:
             plain = AtenBackend().plain(problem)
             rows = _evidence(problem, candidate, 1e-6, 0.1), _evidence(problem, plain, 1e-3, 1.0)
@@ -159,6 +163,14 @@ def pack_everything(model: nn.Module, examples: Sequence[Inputs], store: MemoryS
                 ),
             )
     RUNTIME.refresh(store)
+
+
+def _default(problem: Problem, target: Target) -> Candidate | None:
+    """gemmtune's default layout of a weight; on a GPU the first candidate that the CUDA or the Triton backend lists."""
+    if DEVICE.type == "cpu":
+        return backends.get("native").default_packing(problem, target)
+    listed = (item for name in ("cuda", "triton") for item in backends.get(name).candidates(problem, target))
+    return next((item for item in listed if isinstance(item, Candidate)), None)
 
 
 def _evidence(problem: Problem, candidate: Candidate, seconds: float, ratio: float) -> Evidence:
@@ -194,7 +206,7 @@ class Row:
             self.packed = copy.deepcopy(self.plain)
         elif case.optimize_first and case.change is not None:
             torch.manual_seed(0)
-            base = with_weights_in(case.make(), dtype).eval()
+            base = with_weights_in(case.make(), dtype).to(DEVICE).eval()
             self._optimize(base)
             torch.manual_seed(1)
             self.packed = case.change(base).eval()
@@ -380,7 +392,7 @@ def check_state(row: Row) -> str:
     )
     if row.case.package == "torchao":
         return "state_dict and save_pretrained"
-    again = type(model).from_pretrained(row.folder / "pretrained", dtype=row.dtype).eval()
+    again = type(model).from_pretrained(row.folder / "pretrained", dtype=row.dtype).to(DEVICE).eval()
     row.equal(run(again, inputs), row.wanted[0], "from_pretrained of what save_pretrained wrote")
     return "state_dict and save_pretrained"
 
@@ -522,7 +534,7 @@ def check_autocast(row: Row) -> str:
     inputs = row.examples[0]
 
     def forward(model: nn.Module) -> list[Tensor]:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
             return run(model, inputs)
 
     outputs = _or_plain(lambda: forward(row.packed), lambda: forward(row.plain))
@@ -545,10 +557,10 @@ def check_profiler(row: Row) -> str:
     return f"{mine} of {theirs} products are PyTorch's; {ours or 'no gemmtune:: event'}"
 
 
-# What every product of a matrix by a weight ends in, in eager code on a CPU.
+# What every product of a matrix by a weight ends in, in eager code.
 _PRODUCTS = (
     "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm", "aten::mkldnn_linear",
-    "aten::_int_mm",
+    "aten::_int_mm", "aten::_scaled_mm", "aten::_weight_int4pack_mm",
 )  # fmt: skip
 
 
@@ -671,18 +683,18 @@ def run_times(case: Case, dtype: torch.dtype, seconds: float, budget: float, rep
     start = time.perf_counter()
     if case.optimize_first and case.change is not None:
         torch.manual_seed(0)
-        tuned = with_weights_in(case.make(), dtype).eval()
-        handle = gemmtune.optimize(tuned, examples, store=store, budget=budget)
+        tuned = with_weights_in(case.make(), dtype).to(DEVICE).eval()
+        handle = gemmtune.optimize(tuned, examples, store=store, budget=budget, latency="eager")
         torch.manual_seed(1)
         tuned = case.change(tuned).eval()
     else:
         tuned = copy.deepcopy(plain)
-        handle = gemmtune.optimize(tuned, examples, store=store, budget=budget)
+        handle = gemmtune.optimize(tuned, examples, store=store, budget=budget, latency="eager")
     spent = time.perf_counter() - start
     found = {}
     for length, inputs in zip(case.lengths, examples, strict=True):
         entrants = {
-            name: Entrant(lambda _, model=model, inputs=inputs: model(**inputs))  # type: ignore[misc]
+            name: Entrant(lambda _, model=model, inputs=inputs: forward(model, inputs))  # type: ignore[misc]
             for name, model in (("plain", plain), ("optimized", tuned))
         }
         with torch.no_grad():
@@ -695,6 +707,13 @@ def run_times(case: Case, dtype: torch.dtype, seconds: float, budget: float, rep
         }  # fmt: skip
     report.add(tuned=describe(handle), tuning_s=spent, times=found)
     report.end("time", "ok", "")
+
+
+def forward(model: nn.Module, inputs: Inputs) -> None:
+    """One whole forward, to its end on the device."""
+    model(**inputs)
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
 
 
 class Report:
@@ -723,6 +742,7 @@ class Report:
 
 
 def main() -> None:
+    global DEVICE
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--load", nargs=3, metavar=("KIND", "PATH", "FOLDER"), help="the fresh process of a check")
     parser.add_argument("--imports", nargs="*", default=[])
@@ -731,7 +751,9 @@ def main() -> None:
     parser.add_argument("--plain", action="store_true", help="checks of the plain model alone, not optimized")
     parser.add_argument("--seconds", type=float, help="time a forward for this long, instead of checking")
     parser.add_argument("--budget", type=float, default=1.0)
+    parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
+    DEVICE = torch.device(args.device)
     if args.load:
         import gemmtune.nn  # noqa: F401 - registers the operators that saved programs call
 

@@ -7,6 +7,7 @@ overhead), depths 2 (of a hierarchical vision model: one or two blocks a stage).
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,8 +18,10 @@ from torch import Tensor, nn
 Inputs = dict[str, Any]
 
 INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]
+SCALE = int(os.environ.get("GEMMTUNE_MODELS_SCALE", "1"))  # of the widths and the number of heads
+GROUP = 32 if SCALE == 1 else 128  # of int4 weights: 128 is torchao's default, 32 fits the small widths
 VOCABULARY, TOKENS = 1024, 64
-WIDTH, INNER, HEADS, LAYERS = 256, 512, 4, 2
+WIDTH, INNER, HEADS, LAYERS = 256 * SCALE, 512 * SCALE, 4 * SCALE, 2
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,7 @@ def _transformer(model: str, config: str, **values: Any) -> Callable[[], nn.Modu
 
 _LLAMA: Mapping[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS, "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0,
+    "num_attention_heads": HEADS, "num_key_value_heads": 2 * SCALE, "max_position_embeddings": 256, "pad_token_id": 0,
     "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 _BERT: Mapping[str, Any] = {
@@ -383,22 +386,22 @@ TORCHAO: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "Int8WeightOnly": ("Int8WeightOnlyConfig", {}),
     "Int8DynamicActivationInt8Weight": ("Int8DynamicActivationInt8WeightConfig", {}),
     "Int4WeightOnly (tile_packed_to_4d)": (
-        "Int4WeightOnlyConfig", {"group_size": 32, "int4_packing_format": "tile_packed_to_4d"},
+        "Int4WeightOnlyConfig", {"group_size": GROUP, "int4_packing_format": "tile_packed_to_4d"},
     ),
     "Int4WeightOnly (plain_int32)": (
-        "Int4WeightOnlyConfig", {"group_size": 32, "int4_packing_format": "plain_int32"},
+        "Int4WeightOnlyConfig", {"group_size": GROUP, "int4_packing_format": "plain_int32"},
     ),
-    "Int4WeightOnly (plain)": ("Int4WeightOnlyConfig", {"group_size": 32}),
+    "Int4WeightOnly (plain)": ("Int4WeightOnlyConfig", {"group_size": GROUP}),
     "IntxWeightOnly (int8)": ("IntxWeightOnlyConfig", {"weight_dtype": torch.int8}),
-    "IntxWeightOnly (int4, groups of 32)": (
-        "IntxWeightOnlyConfig", {"weight_dtype": INT4, "granularity": "PerGroup.32"},
+    f"IntxWeightOnly (int4, groups of {GROUP})": (
+        "IntxWeightOnlyConfig", {"weight_dtype": INT4, "granularity": f"PerGroup.{GROUP}"},
     ),
     "Int8DynamicActivationIntxWeight": (
-        "Int8DynamicActivationIntxWeightConfig", {"weight_dtype": INT4, "weight_granularity": "PerGroup.32"},
+        "Int8DynamicActivationIntxWeightConfig", {"weight_dtype": INT4, "weight_granularity": f"PerGroup.{GROUP}"},
     ),
     "Int8DynamicActivationIntxWeight (opaque)": (
         "Int8DynamicActivationIntxWeightConfig",
-        {"weight_dtype": INT4, "weight_granularity": "PerGroup.32", "intx_packing_format": "opaque_torchao_auto"},
+        {"weight_dtype": INT4, "weight_granularity": f"PerGroup.{GROUP}", "intx_packing_format": "opaque_torchao_auto"},
     ),
     "Float8WeightOnly": ("Float8WeightOnlyConfig", {}),
     "Float8DynamicActivationFloat8Weight": ("Float8DynamicActivationFloat8WeightConfig", {}),

@@ -1,5 +1,5 @@
 """What becomes of models when ``gemmtune.optimize`` takes them: classes of transformers with small configurations and
-random weights, torch.nn's transformers, PEFT's adapters and torchao's formats; fp32 and bf16, on the CPU.
+random weights, torch.nn's transformers, PEFT's adapters and torchao's formats; fp32 and bf16, on the CPU or a GPU.
 
 PYTHONPATH=src:/tmp/hf python benchmarks/models.py [--only llama bert] [--dtype fp32] [--checks-only] [--time-only]
 
@@ -8,7 +8,8 @@ and one for the times, of the model as ``optimize`` tunes it. A process that die
 check that it was at; the other checks go on in another process. Raw data is written after each row, so that a run which
 is cut keeps what it has, and a run with the same --out replaces rows of that model, dtype and part.
 --docs FILE writes the table of --out's data (by default the newest) between FILE's two comments ``models:begin`` and
-``models:end``, and runs nothing. benchmarks/models-requirements.txt says what to install.
+``models:end`` (of a GPU's data: ``gpu-models:begin``), and runs nothing. GEMMTUNE_MODELS_SCALE=8 makes widths and inner
+widths eight times as large. benchmarks/models-requirements.txt says what to install.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from harness import RESULTS, header
-from model_zoo import CASES, Case
+from model_zoo import CASES, SCALE, Case
+
+from gemmtune.dispatch import current_target
 
 Row = dict[str, Any]
 
@@ -41,7 +44,6 @@ REPRESENTATIVE = (
     "peft: adapters active", "torchao: Int8WeightOnly, nn.Sequential",
 )  # fmt: skip
 VERSIONS = ("torch", "transformers", "peft", "torchao", "accelerate", "tokenizers", "safetensors", "numpy")
-BEGIN, END = "<!-- models:begin -->", "<!-- models:end -->"
 
 
 def main() -> None:
@@ -62,6 +64,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=300.0, help="seconds of one process [300]")
     parser.add_argument("--out", type=Path, help="raw data; an existing file is continued")
     parser.add_argument("--docs", type=Path, help="write the table into this page, and run nothing")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--list", action="store_true", help="name the models")
     args = parser.parse_args()
     if args.list:
@@ -80,6 +83,9 @@ def run_all(args: argparse.Namespace) -> None:
     if unknown or not cases:
         sys.exit(f"no model or kind is called {', '.join(sorted(unknown))}; --list names them")
     document = _document(args.out)
+    if args.device == "cuda":
+        document["gpu"] = current_target("cuda").to_dict()
+    document["scale"] = SCALE
     path = args.out or Path(os.environ.get("OUT") or RESULTS) / f"models-{document['made']}.json"
     path.parent.mkdir(exist_ok=True)
     rows: list[Row] = document["rows"]
@@ -90,7 +96,7 @@ def run_all(args: argparse.Namespace) -> None:
                 row = {"name": case.name, "kind": case.kind, "dtype": dtype, "checks": {}}
                 rows.append(row)
             if not args.time_only:
-                check(case, dtype, row, _chosen(args, case), args.limit)
+                check(case, dtype, row, _chosen(args, case), args)
             if not args.checks_only and row.get("setup", {}).get("outcome", "ok") == "ok":
                 measure(case, dtype, row, args)
             _write(path, document)
@@ -136,23 +142,23 @@ def _write(path: Path, document: Mapping[str, Any]) -> None:
 # --- processes ---------------------------------------------------------------------------------------------------
 
 
-def check(case: Case, dtype: str, row: Row, names: Sequence[str], limit: float) -> None:
+def check(case: Case, dtype: str, row: Row, names: Sequence[str], args: argparse.Namespace) -> None:
     """Run the named checks. After a process that died or took too long at one check, another runs those that remain;
     the plain model is tried alone at the check that failed so, as it may be torch that dies."""
     left = list(names)
     while left or "setup" not in row:
-        lines, ended = _process([*_named(case, dtype), "--checks", *left], limit)
+        lines, ended = _process([*_named(case, dtype, args), "--checks", *left], args.limit)
         at = _take(row, lines)
         if ended == "":
             return
         if at == "setup" or at is None:
-            _, theirs = _process([*_named(case, dtype), "--plain"], limit)
+            _, theirs = _process([*_named(case, dtype, args), "--plain"], args.limit)
             row["setup"] = {"outcome": "failed", "detail": ended}
             if theirs:
                 row["setup"] = {"outcome": "not applicable", "detail": f"plain torch fails: {theirs}"}
             return
         outcome = {"outcome": "crashed" if "signal" in ended else "failed", "detail": ended}
-        _, theirs = _process([*_named(case, dtype), "--plain", "--checks", at], limit)
+        _, theirs = _process([*_named(case, dtype, args), "--plain", "--checks", at], args.limit)
         if theirs:
             outcome = {"outcome": "not applicable", "detail": f"plain torch fails: {theirs}"}
         row["checks"][at] = outcome
@@ -163,7 +169,7 @@ def check(case: Case, dtype: str, row: Row, names: Sequence[str], limit: float) 
 
 def measure(case: Case, dtype: str, row: Row, args: argparse.Namespace) -> None:
     """Tune the model and time whole forwards."""
-    command = [*_named(case, dtype), "--seconds", str(args.seconds), "--budget", str(args.budget)]
+    command = [*_named(case, dtype, args), "--seconds", str(args.seconds), "--budget", str(args.budget)]
     lines, ended = _process(command, 2 * args.limit)
     row.pop("time", None)
     _take(row, lines)
@@ -171,15 +177,15 @@ def measure(case: Case, dtype: str, row: Row, args: argparse.Namespace) -> None:
         row["time"] = {"outcome": "crashed" if "signal" in ended else "failed", "detail": ended}
 
 
-def _named(case: Case, dtype: str) -> list[str]:
-    return ["--row", case.name, dtype]
+def _named(case: Case, dtype: str, args: argparse.Namespace) -> list[str]:
+    return ["--row", case.name, dtype, "--device", args.device]
 
 
 def _process(arguments: Sequence[str], limit: float) -> tuple[list[dict[str, Any]], str]:
     """The lines that a process of ``model_checks.py`` reported, and how it ended (empty: well)."""
     with tempfile.TemporaryDirectory(prefix="gemmtune-models-") as folder:
         report, store = Path(folder) / "report.jsonl", Path(folder) / "store.db"
-        named = [*arguments[:3], str(report), *arguments[3:]]
+        named = [*arguments[:3], str(report), *arguments[3:]]  # behind --row NAME DTYPE
         environment = {
             **os.environ,
             "GEMMTUNE_STORE": str(store),
@@ -264,17 +270,21 @@ def write_docs(page: Path, source: Path) -> None:
     """Replace what is between the page's two comments by the table of this raw data."""
     document = json.loads(source.read_text(encoding="utf-8"))
     text = page.read_text(encoding="utf-8")
-    head, found, rest = text.partition(BEGIN)
-    _, ended, tail = rest.partition(END)
+    name = "gpu-models" if document.get("gpu") else "models"
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    head, found, rest = text.partition(begin)
+    _, ended, tail = rest.partition(end)
     if not found or not ended:
-        sys.exit(f"{page} has no {BEGIN} and {END} to write between")
-    page.write_text(f"{head}{BEGIN}\n{chr(10).join(_table(document, source))}\n{END}{tail}", encoding="utf-8")
+        sys.exit(f"{page} has no {begin} and {end} to write between")
+    page.write_text(f"{head}{begin}\n{chr(10).join(_table(document, source))}\n{end}{tail}", encoding="utf-8")
     print(f"wrote {page} from {source}")
 
 
 def _table(document: Mapping[str, Any], source: Path) -> Iterator[str]:
     told = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
-    yield f"`{source.name}`: {document['target'].get('name', '')}; {told}; commit `{document['commit'][:12]}`."
+    machine = document.get("gpu", document["target"]).get("name", "")
+    wide = f"; widths times {document['scale']}" if document.get("scale", 1) != 1 else ""
+    yield f"`{source.name}`: {machine}; {told}; commit `{document['commit'][:12]}`{wide}."
     for kind in dict.fromkeys(row["kind"] for row in document["rows"]):
         yield f"\n### {kind}\n"
         columns = "model", "dtype", "linears packed", "left, and why", "checks that hold", "others", "tuned: packed"

@@ -6,12 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
-VerdictKind = Literal[
-    "exact", "within_bound", "wrong", "unstable", "crashed", "hung", "out_of_memory", "build_failed", "unsupported"
-]
-# Faults of a kernel itself: it may serve no M of a Plan, whatever M showed them. What did not build, fit in memory or
-# apply at one M says nothing of another.
-FAULTS: frozenset[VerdictKind] = frozenset({"wrong", "unstable", "crashed", "hung"})
+from .verdict import VerdictKind
+
 Outcome = Literal["winner", "tie", "none_valid", "inconclusive"]
 Stage = Literal["illegal", "untried", "failed", "screened", "eliminated", "finalist", "winner"]
 

@@ -10,7 +10,7 @@ import msgspec
 
 from . import backends
 from .backends.base import Artifact, Candidate
-from .decision import FAULTS, Decision, Outcome, Verdict
+from .decision import Decision, Outcome, Verdict
 from .errors import StoreError, WorkerError
 from .events import BestSoFar, CandidateTried, Progress
 from .measure.builds import is_prebuilt
@@ -21,6 +21,7 @@ from .problem import Problem
 from .search import INCUMBENT, Ledger, Row, Search, enumerate_candidates
 from .store.base import Store
 from .target import Target
+from .verdict import FAULTS
 
 log = logging.getLogger("gemmtune")
 
@@ -291,9 +292,9 @@ class Trial:
             self._confirm_raw_pair()
 
     def _confirm_raw_pair(self) -> None:
-        """Check the fastest kernel and ATen's fastest way on the raw weight, whatever the clock says: without both of them
-        checked there is no duel of the raw layout, and plain ATen would serve a raw weight. Kernels that fail make room for
-        the next, ``MAX_PACKINGS`` of them at most."""
+        """Check the fastest kernel and ATen's fastest way on the raw weight, whatever the clock says: unless both are
+        checked the raw layout has no duel, and plain ATen serves a raw weight. A kernel that fails makes room for the
+        next, up to ``MAX_PACKINGS`` times."""
         for _ in range(MAX_PACKINGS):
             pair = self._raw_pair([row for row in self._ledger.timed() if row.stage != "failed"])
             for row in pair:

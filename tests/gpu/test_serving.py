@@ -97,15 +97,20 @@ def test_floats(m: int, n: int, k: int, dtype: torch.dtype, form: str) -> None:
 
 def test_a_call_shows_in_the_profiler_with_the_kernels_it_launches() -> None:
     x, weight = view(4, 512, torch.bfloat16, "dense"), view(256, 512, torch.bfloat16, "dense")
-    packed = gemmtune.pack(weight)
-    tensor = gemmtune.nn.PackedTensor.of(packed)
-    for call in (lambda: gemmtune.linear(x, weight), lambda: gemmtune.linear(x, packed), lambda: F.linear(x, tensor)):
+    pairs = torch.randint(0, 256, (256, 256), dtype=torch.uint8, device=GPU)
+    packed = gemmtune.pack(pairs, scale=torch.rand(4, 256, device=GPU), bits=4, group_size=128)
+    calls = {
+        "linear": lambda: gemmtune.linear(x, weight),
+        "mixed_mm": lambda: gemmtune.mixed_mm(x, packed, bits=4, group_size=128),
+    }
+    for name, call in calls.items():
         for _ in range(2):  # the first call, and one that finds what was prepared
             with torch.profiler.profile(record_shapes=True, acc_events=True) as profiled:
                 call()
                 torch.cuda.synchronize()
-            (row,) = [row for row in profiled.key_averages() if row.key == "gemmtune::linear"]
-            assert row.device_time_total > 0
+            rows = [row for row in profiled.key_averages() if row.key == f"gemmtune::{name}"]
+            assert sum(row.count for row in rows if row.device_type == torch.autograd.DeviceType.CPU) == 1
+            assert any(row.device_time_total > 0 for row in rows)
 
 
 @pytest.mark.parametrize("a_dtype", [torch.int8, torch.uint8])

@@ -61,6 +61,37 @@ def test_a_slower_model_is_restored(own_store: MemoryStore, caplog: pytest.LogCa
     assert not model.up._state_dict_hooks
 
 
+class ByRows(Mlp):
+    """Faster with packed weights on three rows, slower on one."""
+
+    packed_s: ClassVar[dict[int, float]] = {3: 0.8, 1: 0.11}
+    plain_s: ClassVar[dict[int, float]] = {3: 1.0, 1: 0.1}
+
+    def forward(self, x: Tensor) -> Tensor:
+        times = self.packed_s if isinstance(self.up.weight, PackedTensor) else self.plain_s
+        whole_model.time.now += times[len(x)] * random.uniform(0.99, 1.01)  # type: ignore[attr-defined]
+        return super().forward(x)
+
+
+def test_a_model_that_is_slower_on_one_example_is_restored(own_store: MemoryStore) -> None:
+    examples = [torch.randn(3, 8), torch.randn(1, 8)]
+    model = ready(ByRows(), examples[0], own_store)
+    handle = gemmtune.optimize(model, examples, tune=False, compare=True)
+    assert handle.swapped == {}
+    assert "slower with packed weights on example 2 of 2 (1.10x" in handle.left["up"]
+    assert handle.ratio is not None
+    assert handle.ratio[2] < 0.9
+    assert [round(center, 1) for center, _, _ in handle.ratios] == [0.8, 1.1]
+
+
+def test_a_loss_on_one_example_within_noise_is_none(own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ByRows, "packed_s", {3: 0.8, 1: 0.102})
+    examples = [torch.randn(3, 8), torch.randn(1, 8)]
+    model = ready(ByRows(), examples[0], own_store)
+    handle = gemmtune.optimize(model, examples, tune=False, compare=True)
+    assert set(handle.swapped) == {"up", "down"}
+
+
 def test_a_faster_model_stays_packed(own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Timed, "packed_s", 0.1)
     monkeypatch.setattr(Timed, "plain_s", 0.4)

@@ -16,7 +16,7 @@ import gemmtune
 from gemmtune.errors import PackedWeightError
 from gemmtune.integrations import formats
 from gemmtune.integrations.formats import UnknownFormatError
-from gemmtune.integrations.quantized_tensor import QuantizedTensor, problem
+from gemmtune.integrations.quantized_tensor import QuantizedTensor, pack_quantized, problem
 from gemmtune.packing import pack
 from gemmtune.store import MemoryStore
 from integrations.test_optimize import ready
@@ -287,3 +287,53 @@ def test_autocast_gives_torchaos_dtype(served: Any, plain: nn.Module, x: Tensor)
         got, wanted = model(x), plain(x)
     assert got.dtype == wanted.dtype
     assert (got - wanted).float().norm() <= 2e-2 * wanted.float().norm()
+
+
+def _fake_convert(pairs: Tensor, inner_tiles: int) -> Tensor:
+    """Stands in for ``_convert_weight_to_int4pack``, which CPUs have not: uint8 [N, K / 2], the high nibble first, into
+    int32 [N / 8, K / 128, 32, 4] in an order of its own."""
+    assert inner_tiles == 8
+    values = torch.stack((pairs >> 4, pairs & 15), 2).reshape(-1, 8).flip(1).to(torch.int64)
+    packed = (values << (4 * torch.arange(8))).sum(1)
+    packed = torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
+    return packed.reshape(pairs.shape[0] // 8, pairs.shape[1] // 64, 32, 4)
+
+
+def _fake_int4pack_mm(rows: Tensor, packed: Tensor, group: int, pairs: Tensor) -> Tensor:
+    """Stands in for ``_weight_int4pack_mm``."""
+    words = packed.reshape(-1, 1).to(torch.int64) & 0xFFFFFFFF
+    nibbles = ((words >> (4 * torch.arange(8))) & 15).flip(1)
+    values = nibbles.reshape(packed.shape[0] * 8, packed.shape[1] * 128) - 8.0
+    scale, zero = (pairs[..., place].float().repeat_interleave(group, 0).t() for place in range(2))
+    return (rows.float() @ (values * scale + zero).t()).to(rows.dtype)
+
+
+@pytest.mark.parametrize("shape", [(24, 1024), (20, 1536)])
+def test_tiles_of_int4_are_read_and_restored(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Int4TilePackedTo4dTensor, whose operators only GPUs have; also padded, as torchao pads it."""
+    tiled = ao.Int4TilePackedTo4dTensor
+    monkeypatch.setattr(formats, "convert_weight_to_int4pack", _fake_convert)
+    monkeypatch.setattr(formats, "weight_int4pack_mm", _fake_int4pack_mm)
+    (n, k), group = shape, 128
+    rows, columns = -(-n // 8) * 8, -(-k // 1024) * 1024
+    values = torch.full((rows, columns), 11, dtype=torch.uint8)
+    values[:n, :k] = torch.randint(0, 16, (n, k), dtype=torch.uint8)
+    pairs = torch.rand(columns // group, rows, 2).bfloat16() + 0.1
+    qdata = _fake_convert((values[:, ::2] << 4) | values[:, 1::2], 8)
+    weight = tiled(qdata, pairs, [1, group], torch.Size(shape))
+    scale, zero = (pairs[: k // group, :n, place].float().repeat_interleave(group, 0).t() for place in range(2))
+    wanted = (values[:n, :k].float() - 8) * scale + zero
+    read = formats.read(weight)
+    layout = pack(read.data, scale=read.scale, zero_point=read.zero_point, bits=4, group_size=group).layout
+    for packed in (None, pack_quantized(read, layout=layout)):
+        form = QuantizedTensor.of_weight(read, packed)
+        torch.testing.assert_close(form.dequantize().float(), wanted, rtol=1e-2, atol=1e-2)
+        again: Any = form.original()
+        assert type(again) is tiled
+        assert torch.equal(again.qdata, qdata)
+        assert torch.equal(again.scale_and_zero, pairs)
+    if rows > n:
+        values[-1, 0] = 3
+        other = tiled(_fake_convert((values[:, ::2] << 4) | values[:, 1::2], 8), pairs, [1, group], torch.Size(shape))
+        with pytest.raises(UnknownFormatError, match="padding"):
+            formats.read(other)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
-from ..decision import FAULTS
 from ..errors import StoreBusy
 from ..problem import Problem, plan_key_of
+from ..verdict import FAULTS
 from .plan import Plan, nearest
 from .portfolio import Point, build_plan, point, without
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..backends.base import Candidate
-from ..decision import FAULTS, Decision, Evidence, LayoutDecision, Sample
 from ..problem import Problem
+from ..verdict import FAULTS
 from .plan import Plan, PlanEntry
+
+if TYPE_CHECKING:
+    from ..decision import Decision, Evidence, LayoutDecision, Sample
 
 # A packed layout must save this share of the total time to be worth a second form of the weight.
 WORTHWHILE = 0.99

@@ -34,6 +34,18 @@ def _one(item: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def run(model: Callable[..., Any], example_inputs: Any) -> None:
     """Call the model once per example, without gradients."""
-    with torch.no_grad():
-        for args, kwargs in as_calls(example_inputs):
-            model(*args, **kwargs)
+    for call in calls_of(model, example_inputs):
+        call()
+
+
+def calls_of(model: Callable[..., Any], example_inputs: Any) -> list[Callable[[], None]]:
+    """Return one function for each example; it calls the model once on that example, without gradients."""
+
+    def calling(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None]:
+        def call() -> None:
+            with torch.no_grad():
+                model(*args, **kwargs)
+
+        return call
+
+    return [calling(args, kwargs) for args, kwargs in as_calls(example_inputs)]

@@ -18,7 +18,7 @@ from .. import describe
 from ..backends.base import QuantWeight
 from ..backends.memory import why_unknown
 from ..checks import FLOATS
-from ..torch_internals import weight_int4pack_mm
+from ..torch_internals import convert_weight_to_int4pack, weight_int4pack_mm
 
 Product = Literal["mixed_mm", "int_mm", "scaled_mm"]
 # How activations are quantised at each call: not at all; to int8 or float8 by row or by tensor; or to int8 by row,
@@ -41,8 +41,9 @@ class QuantizedWeight:
 
     data: int8 [N, K]; uint8 [N, K / 2] with ``bits`` 4; float8 [N, K]. scale: [N] or, with ``group_size``, [groups, N].
     zero_point: as scale, or None. dtype: of the dequantised weight. source: the tensor that it was read from.
-    ``data_name``: which of the source's inner tensors ``data`` stands for. autocast: whether its product is of
-    autocast's dtype where autocast is on, as torchao's own is; else it is of the activations'.
+    ``data_name``: which of the source's inner tensors ``data`` stands for; tiles says how, where that has the layout
+    of ``_weight_int4pack_mm``: (padded N, padded K, the integer that fills the padding). autocast: whether its product
+    is of autocast's dtype where autocast is on, as torchao's own is; else it is of the activations'.
     """
 
     data: Tensor
@@ -54,6 +55,7 @@ class QuantizedWeight:
     dtype: torch.dtype
     source: Tensor
     data_name: str = "qdata"
+    tiles: tuple[int, int, int] | None = None
     autocast: bool = False
 
     @property
@@ -183,23 +185,41 @@ def signed(pairs: Tensor) -> Tensor:
     return torch.stack((low, high), 2).reshape(pairs.shape[0], -1).to(torch.int8) - 8
 
 
+_INNER_TILES = 8  # of torchao's calls of ``_convert_weight_to_int4pack``
+
+
 def _int4_tiles(weight: Any) -> QuantizedWeight:
     n, k = weight.shape
     if weight.act_pre_scale is not None:
         raise UnknownFormatError("has an act_pre_scale, a scale of the activations that was chosen beforehand")
     group = int(weight.block_size[-1])
     pairs = weight.scale_and_zero  # [groups, N, 2], of the padded weight: w = (q - 8) * scale + zero
-    rows = weight.qdata.shape[1] * 16 * 8  # K, padded
+    padded_n, padded_k = weight.qdata.shape[0] * 8, weight.qdata.shape[1] * 16 * _INNER_TILES
     plain = torch.stack((torch.ones_like(pairs[..., 0]), torch.zeros_like(pairs[..., 0])), 2).contiguous()
     # The identity times q - 8, in the layout that only this op reads; integers below 9 are exact in bfloat16.
-    identity = torch.eye(rows, dtype=torch.bfloat16, device=pairs.device)
-    values = weight_int4pack_mm(identity, weight.qdata, group, plain)[:k, :n].t()
+    identity = torch.eye(padded_k, dtype=torch.bfloat16, device=pairs.device)
+    values = weight_int4pack_mm(identity, weight.qdata, group, plain).t().to(torch.int8)
     scale, zero = pairs[: k // group, :n, 0].float(), pairs[: k // group, :n, 1].float()
     if k % group or bool((scale == 0).any()):
         raise UnknownFormatError("has a scale of 0, or a last group that is shorter than the others")
     zero_point = (8 - zero / scale).contiguous()
-    data = nibbles(values.contiguous().to(torch.int8))
-    return QuantizedWeight(data, scale.contiguous(), zero_point, 4, group, "", weight.dtype, weight)
+    tiles = (padded_n, padded_k, int(values[-1, -1]) + 8)
+    values = values[:n, :k].contiguous()
+    if not torch.equal(as_tiles(values, tiles), weight.qdata):
+        raise UnknownFormatError("has a padding that differs from element to element")
+    return QuantizedWeight(
+        nibbles(values), scale.contiguous(), zero_point, 4, group, "", weight.dtype, weight, tiles=tiles
+    )
+
+
+def as_tiles(values: Tensor, tiles: tuple[int, int, int]) -> Tensor:
+    """Return int8 [N, K] of -8 to 7 in the layout of ``_weight_int4pack_mm``: int32 [padded N / 8, padded K / 128, 32,
+    4]. tiles: as in ``QuantizedWeight``."""
+    rows, columns, fill = tiles
+    padded = values.new_full((rows, columns), fill, dtype=torch.uint8)
+    padded[: values.shape[0], : values.shape[1]] = (values + 8).to(torch.uint8)
+    packed: Tensor = convert_weight_to_int4pack((padded[:, ::2] << 4) | padded[:, 1::2], _INNER_TILES)
+    return packed
 
 
 def _float8(weight: Any) -> QuantizedWeight:

@@ -23,14 +23,14 @@ from ..dispatch.runtime import RUNTIME
 from ..errors import GemmtuneError, PackedWeightError
 from ..packing import pack
 from ..problem import Problem
-from .calls import as_calls, run
+from .calls import as_calls, calls_of
 from .modules import RawLinear, RawWeightOnlyLinear, WeightOnlyLinear
 from .observe import observe, why_not_packed
 from .packed_tensor import PackedTensor, swap_tensors
 from .quantized_tensor import QuantizedTensor, pack_quantized
 from .sites import Site, find_sites, why_unswappable
 from .weight_only import WeightOnly
-from .whole_model import can_hold, is_slower
+from .whole_model import can_hold
 from .whole_model import compare as compare_forms
 
 if TYPE_CHECKING:
@@ -46,16 +46,33 @@ _Module = WeightOnlyLinear | RawLinear | RawWeightOnlyLinear
 
 @dataclass(slots=True)
 class _Swap:
-    """A module that was swapped in: how to find the original's tensors again."""
+    """A module that was swapped in: how to find the original's tensors again.
+
+    tensors: those of the original whose values the module has packed, empty unless ``keeps``. keeps: whether they still
+    hold their values, until the whole model has been timed in both forms.
+    """
 
     site: Site
     module: _Module
     tensors: dict[str, Tensor]
+    keeps: bool
 
     @property
     def layout(self) -> str:
         """The layout of its weight; ``raw`` when it lies as it did."""
         return self.module.packed.layout if isinstance(self.module, WeightOnlyLinear) else self.module.layout
+
+    def set_form(self, ours: bool) -> None:
+        """Put gemmtune's module or the original into the model, while the original has its tensors."""
+        if self.keeps:
+            self._put(self.module if ours else self.site.module)
+
+    def settle(self) -> None:
+        """Free the original's tensors, whose values the module has packed."""
+        if self.keeps and not self.site.tied:
+            for tensor in self.tensors.values():
+                tensor.data = tensor.data.new_empty(0)
+        self.keeps = False
 
     def undo(self) -> None:
         """Put the original module back."""
@@ -64,9 +81,12 @@ class _Swap:
         else:
             for name, value in self.module.raw().items():
                 self.tensors[name].data = value.contiguous()
-        for parent, attribute in self.site.places:
-            setattr(parent, attribute, self.site.module)
+        self._put(self.site.module)
         self.site.module.train(self.module.training)
+
+    def _put(self, module: nn.Module) -> None:
+        for parent, attribute in self.site.places:
+            setattr(parent, attribute, module)
 
 
 @dataclass(slots=True)
@@ -82,10 +102,14 @@ class _Repacked:
     hooks: list[Any]
     other: Tensor | None
 
-    def set_form(self, packed: bool) -> None:
+    def set_form(self, ours: bool) -> None:
         """Give the Parameter its packed or its ordinary form, while there are both. Raises PackedWeightError."""
-        if self.other is not None and isinstance(self.weight, PackedTensor) != packed:
+        if self.other is not None and isinstance(self.weight, PackedTensor) != ours:
             swap_tensors(self.weight, self.other)
+
+    def settle(self) -> None:
+        """Let the form go that the Parameter has not."""
+        self.other = None
 
     def undo(self) -> None:
         """Make the Parameter an ordinary one again, with its values of now. One that something else has made ordinary
@@ -109,14 +133,15 @@ class Handle:
     """What ``optimize`` returns. ``swapped`` and ``left`` say what became of each weight that the model multiplies by;
     ``restore()`` undoes it all. A weight has the name of its module, or of its Parameter if that is not "weight".
 
-    ``ratio``: the time of the whole model with packed weights over its time without, as (estimate, low, high) of a 95%
-    interval of paired runs on the example inputs; None where it was not timed. As a context manager it restores the
-    model at the end of the block.
+    ``ratio``: the time of the whole model with gemmtune's weights over its time without, as (estimate, low, high) of a
+    95% interval of paired runs on all example inputs; None where it was not timed. ``ratios``: the same for each
+    example. As a context manager it restores the model at the end of the block.
     """
 
     def __init__(self) -> None:
         self.left: dict[str, str] = {}
         self.ratio: tuple[float, float, float] | None = None
+        self.ratios: tuple[tuple[float, float, float], ...] = ()
         self._swaps: list[_Swap | _Repacked] = []
 
     @property
@@ -166,9 +191,9 @@ def optimize(
     example_inputs: a Tensor, a tuple of arguments, a dict of keyword arguments, or a list of these (one per call); they
     decide which M count. tune: tune what the store does not know (else only use what it knows). memory: how many times
     a raw weight's bytes its packed form may take. budget, latency: as for ``gemmtune.tune``. compare: whether
-    the whole model is then timed on the examples with and without its packed weights (about 2 s), and restored when
-    they make it slower (default: as ``tune``; not for CUDA graphs). The model must be in eval mode, on CPUs and GPUs
-    as it is to serve.
+    the whole model is then timed on the examples with and without gemmtune's weights (about 2 s), and restored when
+    they make all examples together slower, or one of them by more than 3% (default: as ``tune``; not for CUDA graphs).
+    The model must be in eval mode, on CPUs and GPUs as it is to serve.
 
     Any Parameter [N, K] or [K, N] is packed that F.linear, matmul, mm or addmm multiplies by in forward. It is still a
     Parameter with its shape and dtype: reading it unpacks it, writing to it packs it again, ``state_dict()`` has its
@@ -216,11 +241,11 @@ def optimize(
 
 
 def _comparable(sites: Sequence[Site], latency: str) -> bool:
-    """Whether the whole model can be timed with and without packed weights: both fit into memory. (Where launches are
-    captured into CUDA graphs, a timing of eager calls would say nothing.)"""
+    """Whether the whole model can be timed with and without gemmtune's weights: both fit into memory. (Where launches
+    are captured into CUDA graphs, a timing of eager calls would say nothing.)"""
     weights: dict[torch.device, int] = {}
     for site in sites:
-        if site.held is None and site.ran and not site.reason:
+        if site.ran and not site.reason:
             weights[site.device] = weights.get(site.device, 0) + site.weight.nbytes
     if any(device.type == "cuda" for device in weights) and latency == "graph":
         return False
@@ -228,37 +253,36 @@ def _comparable(sites: Sequence[Site], latency: str) -> bool:
 
 
 def _undo_what_is_slower(model: nn.Module, example_inputs: Any, handle: Handle) -> None:
-    """Time the whole model with and without packed weights, and restore it where they are slower."""
-    repacked = [swap for swap in handle._swaps if isinstance(swap, _Repacked)]
+    """Time the whole model with and without gemmtune's weights, and restore it where they are slower."""
 
-    def set_form(packed: bool) -> None:
-        for swap in repacked:
-            swap.set_form(packed)
+    def set_form(ours: bool) -> None:
+        for swap in handle._swaps:
+            swap.set_form(ours)
 
     found = None
-    if repacked:
-        devices = sorted({swap.site.device for swap in repacked}, key=str)
-        found = compare_forms(lambda: run(model, example_inputs), set_form, devices)
+    if handle._swaps:
+        devices = sorted({swap.site.device for swap in handle._swaps}, key=str)
+        found = compare_forms(calls_of(model, example_inputs), set_form, devices)
         try:
             set_form(True)
         except PackedWeightError as error:  # a part of the model compiled itself, and its guards refer to weights
-            stuck = [swap for swap in repacked if not isinstance(swap.weight, PackedTensor)]
-            for swap in stuck:
-                swap.undo()
-                handle.left.update(dict.fromkeys(swap.site.names, f"cannot be packed in place ({error})"))
+            stuck = [s for s in handle._swaps if isinstance(s, _Repacked) and not isinstance(s.weight, PackedTensor)]
+            for repacked in stuck:
+                repacked.undo()
+                handle.left.update(dict.fromkeys(repacked.site.names, f"cannot be packed in place ({error})"))
             handle._swaps = [swap for swap in handle._swaps if swap not in stuck]
-    for swap in repacked:
-        swap.other = None
+            for swap in handle._swaps:
+                swap.set_form(True)
+    for swap in handle._swaps:
+        swap.settle()
     if found is None:
         return
-    handle.ratio = (found.center, found.lo, found.hi)
-    if is_slower(found):
-        names = [name for swap in repacked for name in swap.site.names]
-        reason = "the whole model is slower with packed weights ({:.2f}x, {:.2f}..{:.2f})".format(*handle.ratio)
-        with torch.inference_mode(False), torch.no_grad():
-            for swap in repacked:
-                swap.undo()
-        handle._swaps = [swap for swap in handle._swaps if not isinstance(swap, _Repacked)]
+    handle.ratio = (found.total.center, found.total.lo, found.total.hi)
+    handle.ratios = tuple((item.center, item.lo, item.hi) for item in found.examples)
+    if found.loss:
+        names = [name for swap in handle._swaps for name in swap.site.names]
+        reason = f"the whole model is slower with packed weights {found.loss}"
+        handle.restore()
         handle.left.update(dict.fromkeys(names, reason))
         log.warning("optimize(): %s; its %d weights stay as they were", reason, len(names))
 
@@ -291,9 +315,9 @@ def _swap(site: Site, handle: Handle, memory: float, keeps: bool) -> str:
         raw = site.matrix if site.shared else None
         return _repack(site, PackedTensor.of(packed, raw, transposed=site.transposed), handle, keeps)
     if packed is not None and site.held is not None:
-        return _place(site, site.held, packed, handle)
+        return _place(site, site.held, packed, handle, keeps)
     if site.device.type == "cuda" and _ours(RUNTIME.index(site.device).plan(plan_key, None)):
-        return _place_raw(site, handle)
+        return _place_raw(site, handle, keeps)
     if not layouts:
         return "plain PyTorch is best"
     return f"no winning layout fits in {memory} times the raw weight's bytes"
@@ -359,41 +383,40 @@ def _save_unpacked(module: nn.Module, state: dict[str, Any], prefix: str, _: Any
             state[prefix + name] = parameter.copied()
 
 
-def _place(site: Site, held: WeightOnly, packed: PackedWeight, handle: Handle) -> str:
+def _place(site: Site, held: WeightOnly, packed: PackedWeight, handle: Handle, keeps: bool) -> str:
     original = site.module
     module = WeightOnlyLinear(packed, held.bias, names=held.names, transposed_scale=held.transposed_scale)
     tensors: dict[str, Tensor] = {name: getattr(original, name) for name in held.names.values()}
     if not _agrees(original, module, next(iter(site.ran))):
         return "looks like a weight-only linear and computes something else"
-    _put(site, module, tensors, handle)
-    if not site.tied:
-        for tensor in tensors.values():
-            tensor.data = tensor.data.new_empty(0)
+    _put(_Swap(site, module, tensors, keeps=True), handle, keeps)
     return ""
 
 
-def _place_raw(site: Site, handle: Handle) -> str:
+def _place_raw(site: Site, handle: Handle, keeps: bool) -> str:
     """Serve a weight that stays as it lies."""
     original, held = site.module, site.held
     if held is None:
         reason = why_unswappable(original, None, not site.places)
         if reason or type(original) is not nn.Linear or site.aliases:
             return reason or f"is a {type(original).__name__}, and its weight is best served as it lies"
-        _put(site, RawLinear(original), {}, handle)
+        _put(_Swap(site, RawLinear(original), {}, keeps=True), handle, keeps)
         return ""
     if held.transposed_scale:
         return "has its scales the other way round than the fastest kernel takes them"
     module = RawWeightOnlyLinear(original, held)
     if not _agrees(original, module, next(iter(site.ran))):
         return "looks like a weight-only linear and computes something else"
-    _put(site, module, {}, handle)
+    _put(_Swap(site, module, {}, keeps=True), handle, keeps)
     return ""
 
 
-def _put(site: Site, module: _Module, tensors: dict[str, Tensor], handle: Handle) -> None:
-    for parent, attribute in site.places:
-        setattr(parent, attribute, module)
-    handle._swaps.append(_Swap(site, module, tensors))
+def _put(swap: _Swap, handle: Handle, keeps: bool) -> None:
+    """Put a module into the model. keeps: its original's tensors, for the whole model to be timed in both forms."""
+    swap.set_form(True)
+    if not keeps:
+        swap.settle()
+    handle._swaps.append(swap)
 
 
 def _agrees(original: nn.Module, module: nn.Module, problem: Problem) -> bool:

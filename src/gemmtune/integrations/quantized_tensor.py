@@ -63,7 +63,7 @@ class QuantizedTensor(PackedTensor):
         parts: list[Tensor]
         fields = _fields(weight.shape, weight.dtype, weight.bits, weight.group_size, weight.zero_point is not None)
         fields["activation"], fields["product"] = weight.activation, weight.product
-        fields["autocast"] = weight.autocast
+        fields["autocast"], fields["tiles"] = weight.autocast, weight.tiles
         if packed is None:
             parts = [weight.data]
             if weight.product == "mixed_mm":
@@ -120,7 +120,7 @@ class QuantizedTensor(PackedTensor):
         """The tensor that this was made from, with the same bits in memory of its own."""
         kind, context, names, data_name = self.template
         rest = iter(self.parts[len(self.parts) - len(names) + 1 :])
-        inner = {name: _integers(self.parts, self.spec) if name == data_name else next(rest).clone() for name in names}
+        inner = {name: _stored(self.parts, self.spec) if name == data_name else next(rest).clone() for name in names}
         made: Tensor = kind.__tensor_unflatten__(inner, context, self.shape, self.stride())  # type: ignore[attr-defined]
         return made
 
@@ -241,7 +241,7 @@ def _spec(spec: str) -> dict[str, Any]:
 def _fields(shape: Sequence[int], dtype: torch.dtype, bits: int, group: int | None, zero_point: bool) -> dict[str, Any]:
     return {
         "n": shape[0], "k": shape[1], "dtype": _name(dtype), "bits": bits, "group": group, "zero": zero_point,
-        "activation": "", "product": "mixed_mm", "autocast": False,
+        "activation": "", "product": "mixed_mm", "autocast": False, "tiles": None,
     }  # fmt: skip
 
 
@@ -294,6 +294,12 @@ def _integers(parts: Sequence[Tensor], spec: str) -> Tensor:
     raw = unpack(operand) if isinstance(operand, PackedWeight) else operand
     data = raw.data.t() if isinstance(raw, QuantWeight) else (raw if isinstance(operand, PackedWeight) else raw.t())
     return formats.signed(data) if _spec(spec)["bits"] == 4 else data.clone()
+
+
+def _stored(parts: Sequence[Tensor], spec: str) -> Tensor:
+    """The source's inner tensor that holds the integers, in memory of its own."""
+    integers, tiles = _integers(parts, spec), _spec(spec)["tiles"]
+    return integers if tiles is None else formats.as_tiles(integers, tuple(tiles))
 
 
 def _product(

@@ -1,4 +1,4 @@
-"""Whether a whole model is faster with packed weights: both forms are timed in pairs, in random order."""
+"""Whether a whole model is faster with gemmtune's weights: both forms are timed in pairs, in random order."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import psutil
 import torch
@@ -17,7 +18,33 @@ log = logging.getLogger("gemmtune")
 _SECONDS = 2.0  # a comparison takes about that long, or _LEAST pairs, but no longer than _PATIENCE
 _LEAST, _MOST = 6, 25  # an interval needs six
 _PATIENCE = 60.0
-_NOTICEABLE = 1.01  # a smaller loss is not undone
+# Smaller losses are not undone: of all examples together, and of a single one (where chance has as many tries as there
+# are examples, so that the interval must be clear of a loss as well).
+_NOTICEABLE, _NOTICEABLE_ALONE, _CLEAR_ALONE = 1.01, 1.03, 1.01
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Time with gemmtune's weights over time without, as 95% intervals: of all examples together, and of each one."""
+
+    total: Interval
+    examples: tuple[Interval, ...]
+
+    @property
+    def loss(self) -> str:
+        """The loss that a user would notice, in words; empty where there is none."""
+        if self.total.lo > 1.0 and self.total.center > _NOTICEABLE:
+            return f"({_words(self.total)})"
+        for number, found in enumerate(self.examples, 1):
+            if found.lo > _CLEAR_ALONE and found.center > _NOTICEABLE_ALONE:
+                return (
+                    f"on example {number} of {len(self.examples)} ({_words(found)}; all together {_words(self.total)})"
+                )
+        return ""
+
+
+def _words(found: Interval) -> str:
+    return f"{found.center:.2f}x, {found.lo:.2f}..{found.hi:.2f}"
 
 
 def can_hold(extra_bytes: int, device: torch.device) -> bool:
@@ -26,33 +53,37 @@ def can_hold(extra_bytes: int, device: torch.device) -> bool:
     return extra_bytes <= free // 2
 
 
-def compare(run: Callable[[], None], pack: Callable[[bool], None], devices: Sequence[torch.device]) -> Interval | None:
-    """Time of ``run`` with packed weights over its time without, with a 95% interval.
+def compare(
+    calls: Sequence[Callable[[], None]], set_form: Callable[[bool], None], devices: Sequence[torch.device]
+) -> Comparison | None:
+    """Time each of ``calls`` in both forms of the model.
 
-    pack: gives the model packed (True) or ordinary (False) weights; the caller settles which it ends with. None when
-    ``run`` cannot be repeated, or is too slow for six pairs in a minute.
+    calls: the model on one example each. set_form: gives the model gemmtune's weights (True) or its ordinary ones
+    (False); the caller settles which it ends with. None when a call cannot be repeated, or when all are too slow for
+    six pairs in a minute.
     """
-    times: dict[bool, list[float]] = {True: [], False: []}
+    times: dict[bool, list[list[float]]] = {True: [], False: []}
     rng, began = random.Random(0), time.perf_counter()
     try:
         for pair in range(_MOST + 1):
-            for packed in rng.sample((True, False), 2):
-                pack(packed)
-                seconds = _timed(run, devices)
+            for ours in rng.sample((True, False), 2):
+                set_form(ours)
+                seconds = [_timed(call, devices) for call in calls]
                 if pair:  # the first pair warms up
-                    times[packed].append(seconds)
-            seconds = time.perf_counter() - began
-            if seconds > (_SECONDS if pair >= _LEAST else _PATIENCE):
+                    times[ours].append(seconds)
+            spent = time.perf_counter() - began
+            if spent > (_SECONDS if pair >= _LEAST else _PATIENCE):
                 break
     except Exception as error:  # the model's own: a cache that is full after so many calls, say
         log.info("the whole model is not timed: %s: %s", type(error).__name__, error)
         return None
-    return ratio_interval(times[True], times[False]) if len(times[True]) >= _LEAST else None
-
-
-def is_slower(found: Interval) -> bool:
-    """Whether the interval shows a loss that a user would notice."""
-    return found.lo > 1.0 and found.center > _NOTICEABLE
+    if len(times[True]) < _LEAST:
+        return None
+    mine, theirs = times[True], times[False]
+    examples = tuple(
+        ratio_interval([row[place] for row in mine], [row[place] for row in theirs]) for place in range(len(calls))
+    )
+    return Comparison(ratio_interval([sum(row) for row in mine], [sum(row) for row in theirs]), examples)
 
 
 def _timed(run: Callable[[], None], devices: Sequence[torch.device]) -> float:

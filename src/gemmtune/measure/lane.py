@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from ..decision import Sample, Stage, VerdictKind
+from ..decision import Sample, Stage
+from ..verdict import VerdictKind
 from .clock import Run
 from .stats import median_interval, ratio_interval
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from ..decision import LayoutDecision, Outcome, Sample, Stage, Verdict, VerdictKind
+from ..decision import LayoutDecision, Outcome, Sample, Stage, Verdict
+from ..verdict import VerdictKind
 from .clock import Latency
 
 BEAT_S = 1.0  # a worker says that it lives about this often

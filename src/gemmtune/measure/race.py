@@ -18,7 +18,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..decision import LayoutDecision, Outcome, Sample, Stage, VerdictKind
+from ..decision import LayoutDecision, Outcome, Sample, Stage
+from ..verdict import VerdictKind
 from .clock import Clock
 from .duel import Duel, duel
 from .elimination import (
