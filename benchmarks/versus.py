@@ -1,7 +1,7 @@
 """Two checkouts by the same benchmark, in turns: what a change costs.
 
     python benchmarks/versus.py ../base --benchmark overhead --rounds 5
-    python benchmarks/versus.py ../base --benchmark cpu --rounds 3 -- --quick
+    python benchmarks/versus.py ../base --benchmark cpu --rounds 3 --quick
 
 The other checkout (made with ``git worktree add``, then ``make install`` in it) and this one run the benchmark with
 their own ``.venv`` and their own script, one after the other, in random order, each time with an empty store. A row's
@@ -62,11 +62,10 @@ def run(checkout: Path, benchmark: str, arguments: list[str]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("other", type=Path, help="the other checkout")
+    parser.add_argument("other", type=Path, help="the other checkout; what is not known here is the benchmark's")
     parser.add_argument("--benchmark", choices=tuple(VALUES), default="overhead")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("arguments", nargs="*", help="of the benchmark, behind --")
-    args = parser.parse_args()
+    args, passed = parser.parse_known_args()
     checkouts = {"this": HERE, "other": args.other.resolve()}
     for checkout in checkouts.values():
         if not (checkout / ".venv" / "bin" / "python").exists():
@@ -76,7 +75,7 @@ def main() -> None:
     rng = random.Random(0)
     for number in range(args.rounds):
         for name in rng.sample(sorted(checkouts), 2):
-            document = run(checkouts[name], args.benchmark, args.arguments)
+            document = run(checkouts[name], args.benchmark, passed)
             rounds[name].append(VALUES[args.benchmark](document))
             commits[name] = document["commit"]
         print(f"round {number + 1} of {args.rounds}", flush=True)

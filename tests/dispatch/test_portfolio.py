@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from gemmtune.backends.base import Candidate
 from gemmtune.dispatch import build_plan, choose_packing, rank_packings
+from gemmtune.epilogue import Step
 from gemmtune.workloads import linear_problem
 from serving import decide, evidence, toy
 
@@ -63,6 +66,15 @@ def test_a_kernel_not_surely_faster_than_aten_stays_out() -> None:
     plan = build_plan([unsure])
     assert plan is not None
     assert plan.plain
+
+
+def test_atens_usual_form_is_plain_pytorch_where_that_computes_the_same() -> None:
+    usual, bias = Candidate.make("aten", "mm"), Step("bias", "col", "float32")
+    for epilogue, served in (((), None), ((bias,), None), ((bias, Step("relu")), usual)):
+        problem = replace(linear_problem(1, 8, 8, "float32"), epilogue=epilogue)
+        plan = build_plan([decide(problem, evidence(usual, 0.5), chosen=usual)])
+        assert plan is not None
+        assert plan.entries[0].candidate == served
 
 
 def test_atens_unusual_forms_serve_as_kernels() -> None:

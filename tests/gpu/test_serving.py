@@ -98,7 +98,7 @@ def test_floats(m: int, n: int, k: int, dtype: torch.dtype, form: str) -> None:
 def test_a_call_shows_in_the_profiler_with_the_kernels_it_launches() -> None:
     x, weight = view(4, 512, torch.bfloat16, "dense"), view(256, 512, torch.bfloat16, "dense")
     pairs = torch.randint(0, 256, (256, 256), dtype=torch.uint8, device=GPU)
-    packed = gemmtune.pack(pairs, scale=torch.rand(4, 256, device=GPU), bits=4, group_size=128)
+    packed = gemmtune.pack(pairs, scale=torch.rand(4, 256, device=GPU).bfloat16(), bits=4, group_size=128)
     calls = {
         "linear": lambda: gemmtune.linear(x, weight),
         "mixed_mm": lambda: gemmtune.mixed_mm(x, packed, bits=4, group_size=128),

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from ..backends.aten.fusion import addmm_prefix
 from ..backends.base import Candidate
 from ..problem import Problem
 from ..verdict import FAULTS
@@ -185,6 +186,12 @@ def _raw_seconds(p: Point) -> float:
     return p.plain_s
 
 
+def _is_plain(problem: Problem) -> bool:
+    """Whether plain PyTorch computes what ATen's usual candidate computes: it rounds before the steps of an epilogue
+    that addmm does not take, and the verified candidate does not."""
+    return problem.family != "mixed_mm" and addmm_prefix(problem).steps == len(problem.epilogue)
+
+
 def build_plan(decisions: Sequence[Decision | Point], packing: str | None = None) -> Plan | None:
     """The Plan of Decisions that differ only in M, for a weight in ``packing``; None when nothing there can serve it.
 
@@ -208,7 +215,6 @@ def _raw_entry(p: Point) -> PlanEntry:
 def _raw_choice(p: Point, option: Option | None) -> Candidate | None:
     if option is None or not option.beats_aten:
         return None
-    # Plain PyTorch rounds before an epilogue; the verified candidate does not, so it serves as itself.
     if _is_usual(option.candidate.to_dict()):
-        return option.candidate if p.problem.epilogue or p.problem.family == "mixed_mm" else None
+        return None if _is_plain(p.problem) else option.candidate
     return option.candidate if option.seconds < p.plain_s else None

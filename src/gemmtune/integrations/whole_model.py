@@ -18,6 +18,9 @@ log = logging.getLogger("gemmtune")
 _SECONDS = 2.0  # a comparison takes about that long, or _LEAST pairs, but no longer than _PATIENCE
 _LEAST, _MOST = 6, 25  # an interval needs six
 _PATIENCE = 60.0
+# A turn repeats a short call for about so long, and so often at most, behind one that is not timed: the first call
+# after the weights changed form prepares what serves them, which is nothing to a call of _LONG_S.
+_TURN_S, _REPEATS, _LONG_S = 10e-3, 8, 0.2
 # Smaller losses are not undone: of all examples together, and of a single one (where chance has as many tries as there
 # are examples, so that the interval must be clear of a loss as well).
 _NOTICEABLE, _NOTICEABLE_ALONE, _CLEAR_ALONE = 1.01, 1.03, 1.01
@@ -63,14 +66,17 @@ def compare(
     six pairs in a minute.
     """
     times: dict[bool, list[list[float]]] = {True: [], False: []}
+    counts = [0] * len(calls)
     rng, began = random.Random(0), time.perf_counter()
     try:
         for pair in range(_MOST + 1):
             for ours in rng.sample((True, False), 2):
                 set_form(ours)
-                seconds = [_timed(call, devices) for call in calls]
-                if pair:  # the first pair warms up
+                seconds = [_turn(call, count, devices) for call, count in zip(calls, counts, strict=True)]
+                if pair:
                     times[ours].append(seconds)
+            if not pair:  # the first pair warms up, and tells how long a call takes
+                counts = [_count(each) for each in seconds]
             spent = time.perf_counter() - began
             if spent > (_SECONDS if pair >= _LEAST else _PATIENCE):
                 break
@@ -86,12 +92,24 @@ def compare(
     return Comparison(ratio_interval([sum(row) for row in mine], [sum(row) for row in theirs]), examples)
 
 
-def _timed(run: Callable[[], None], devices: Sequence[torch.device]) -> float:
-    cuda = [device for device in devices if device.type == "cuda"]
-    for device in cuda:
-        torch.cuda.synchronize(device)
+def _count(seconds: float) -> int:
+    """How many calls a turn has behind its first one; 0 where the first one is long enough to be timed itself."""
+    return 0 if seconds > _LONG_S else min(_REPEATS, max(1, int(_TURN_S / max(seconds, 1e-6))))
+
+
+def _turn(call: Callable[[], None], count: int, devices: Sequence[torch.device]) -> float:
+    """Seconds a call."""
+    if count:
+        call()
+    _synchronize(devices)
     start = time.perf_counter()
-    run()
-    for device in cuda:
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
+    for _ in range(max(1, count)):
+        call()
+    _synchronize(devices)
+    return (time.perf_counter() - start) / max(1, count)
+
+
+def _synchronize(devices: Sequence[torch.device]) -> None:
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)

@@ -1,0 +1,74 @@
+"""Does ``make demo`` tell the same story each time? Runs of the demo with an empty store each, and their ratios.
+
+    python benchmarks/demo_repeats.py --runs 10
+
+The demo prints, for each variant and workload, the ratio of paired turns with its 95% interval. Two runs agree on one
+when their intervals overlap. The table has the ratio's median over runs, the least and the most, and how many pairs of
+runs agree. Each run tunes anew, so that another kernel may serve. Writes all ratios to benchmarks/results/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from harness import write
+
+HERE = Path(__file__).resolve().parent.parent
+_VARIANT = re.compile(r"^(\w+): outputs (same|NOT the same) within the bound$")
+_PACE = re.compile(r"^  (.+?)\s+([\d.]+) ->\s+([\d.]+) tokens/s\s+([\d.]+)x \(([\d.]+)\.\.([\d.]+) of paired turns\)$")
+
+Ratio = tuple[float, float, float]
+
+
+def ratios(text: str) -> dict[str, Ratio]:
+    """(estimate, low, high) by variant and workload from what the demo printed. Raises ValueError for wrong outputs."""
+    found: dict[str, Ratio] = {}
+    variant = ""
+    for line in text.splitlines():
+        if match := _VARIANT.match(line):
+            variant = match[1]
+            if match[2] != "same":
+                raise ValueError(line)
+        elif match := _PACE.match(line):
+            found[f"{variant}, {match[1]}"] = (float(match[4]), float(match[5]), float(match[6]))
+    return found
+
+
+def run(arguments: list[str]) -> dict[str, Ratio]:
+    """The ratios of one run. Raises CalledProcessError when the demo fails."""
+    with tempfile.TemporaryDirectory(prefix="gemmtune-demo-") as folder:
+        environment = {**os.environ, "GEMMTUNE_STORE": str(Path(folder) / "store.db")}
+        command = [sys.executable, "examples/demo.py", "--report", str(Path(folder) / "report.html"), *arguments]
+        ended = subprocess.run(command, cwd=HERE, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+        return ratios(ended.stdout)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=10, help="[10]; what is not known here is the demo's")
+    args, passed = parser.parse_known_args()
+    rows: dict[str, list[Ratio]] = {}
+    for number in range(args.runs):
+        for name, ratio in run(passed).items():
+            rows.setdefault(name, []).append(ratio)
+        print(f"run {number + 1} of {args.runs}: { ({name: found[-1] for name, found in rows.items()}) }", flush=True)
+    print(f"{'':<28}{'median':>8}{'least':>8}{'most':>8}  pairs of runs that agree")
+    for name, found in rows.items():
+        pairs = list(itertools.combinations(found, 2))
+        agree = sum(a[1] <= b[2] and b[1] <= a[2] for a, b in pairs)
+        centers = [center for center, _, _ in found]
+        print(f"{name:<28}{statistics.median(centers):7.2f}x{min(centers):7.2f}x{max(centers):7.2f}x  "
+              f"{agree} of {len(pairs)}")  # fmt: skip
+    write("demo-repeats", rows)
+
+
+if __name__ == "__main__":
+    main()
