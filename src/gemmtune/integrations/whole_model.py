@@ -16,11 +16,11 @@ from ..measure.stats import Interval, ratio_interval
 log = logging.getLogger("gemmtune")
 
 _SECONDS = 2.0  # a comparison takes about that long, or _LEAST pairs, but no longer than _PATIENCE
-_LEAST, _MOST = 6, 25  # an interval needs six
+_LEAST, _MOST = 6, 200  # an interval needs six
 _PATIENCE = 60.0
 # A turn repeats a short call for about so long, and so often at most, behind one that is not timed: the first call
 # after the weights changed form prepares what serves them, which is nothing to a call of _LONG_S.
-_TURN_S, _REPEATS, _LONG_S = 10e-3, 8, 0.2
+_TURN_S, _REPEATS, _LONG_S = 2e-3, 16, 0.2
 # Smaller losses are not undone: of all examples together, and of a single one (where chance has as many tries as there
 # are examples, so that the interval must be clear of a loss as well).
 _NOTICEABLE, _NOTICEABLE_ALONE, _CLEAR_ALONE = 1.01, 1.03, 1.01
