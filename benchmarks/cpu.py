@@ -192,7 +192,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one weight, M = 1 and 16, one second a shape")
     args = parser.parse_args()
     if args.quick:
-        args.m, args.seconds, args.budget = "1,16", 1.0, 2.0
+        args.m, args.seconds, args.budget = "1,16", 1.0, args.budget or 2.0
     args.families = args.families.split(",")
     unknown = set(args.families) - set(FAMILIES)
     if unknown:

@@ -1,7 +1,7 @@
 """What becomes of models when ``gemmtune.optimize`` takes them: classes of transformers with small configurations and
 random weights, torch.nn's transformers, PEFT's adapters and torchao's formats; fp32 and bf16, on the CPU or a GPU.
 
-PYTHONPATH=/tmp/hf .venv/bin/python benchmarks/models.py [--only llama bert] [--dtype fp32] [--checks-only] [--time-only]
+PYTHONPATH=/tmp/hf .venv/bin/python benchmarks/models.py [--only llama bert] [--dtype fp32] [--time-only]
 
 Each row runs in processes of its own (``model_checks.py``): one for the checks, with every linear packed that can be,
 and one for the times, of the model as ``optimize`` tunes it. A process that dies or takes too long is an outcome of the

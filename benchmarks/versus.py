@@ -1,11 +1,11 @@
 """Two checkouts by the same benchmark, in turns: what a change costs.
 
     python benchmarks/versus.py ../base --benchmark overhead --rounds 5
-    python benchmarks/versus.py ../base --benchmark cpu --rounds 3 --quick
+    python benchmarks/versus.py ../base --benchmark cpu --script this --rounds 3 --quick --budget 8
 
-The other checkout (made with ``git worktree add``, then ``make install`` in it) and this one run the benchmark with
-their own ``.venv`` and their own script, one after the other, in random order, each time with an empty store. A row's
-value is gemmtune's time over PyTorch's, both taken in one process, so that a host that is slower in one turn does not
+The other checkout (made with ``git worktree add``, then ``make install`` in it) and this one run the benchmark, each with
+the gemmtune of its own ``.venv`` and its own script, one after the other, in random order, each time with an empty
+store. With ``--script this`` both run this checkout's script. A row's value is gemmtune's time over PyTorch's, both taken in one process, so that a host that is slower in one turn does not
 count. The table has the ratio of this checkout's value to the other's (below 1: this one is faster): of the medians
 over rounds, with the least and the most of a round. Writes all values to benchmarks/results/.
 """
@@ -49,21 +49,29 @@ def cpu_values(document: Mapping[str, Any]) -> Values:
 VALUES: dict[str, Callable[[Mapping[str, Any]], Values]] = {"overhead": overhead_values, "cpu": cpu_values}
 
 
-def run(checkout: Path, benchmark: str, arguments: list[str]) -> dict[str, Any]:
-    """The raw data of one run in a checkout. Raises CalledProcessError when it fails."""
+def run(checkout: Path, script: Path, benchmark: str, arguments: list[str]) -> dict[str, Any]:
+    """The raw data of one run of the benchmark in the folder ``script`` by a checkout's gemmtune. Raises
+    CalledProcessError when it fails."""
     with tempfile.TemporaryDirectory(prefix="gemmtune-versus-") as folder:
         environment = {**os.environ, "OUT": folder, "GEMMTUNE_STORE": str(Path(folder) / "store.db")}
-        command = [str(checkout / ".venv" / "bin" / "python"), f"benchmarks/{benchmark}.py", *arguments]
+        command = [str(checkout / ".venv" / "bin" / "python"), str(script / f"{benchmark}.py"), *arguments]
         subprocess.run(command, cwd=checkout, env=environment, check=True, stdout=subprocess.DEVNULL)
         (path,) = Path(folder).glob(f"{benchmark}-*.json")
         document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return document
 
 
+def commit_of(checkout: Path) -> str:
+    """The commit that is checked out there."""
+    command = ["git", "rev-parse", "HEAD"]
+    return subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("other", type=Path, help="the other checkout; what is not known here is the benchmark's")
     parser.add_argument("--benchmark", choices=tuple(VALUES), default="overhead")
+    parser.add_argument("--script", choices=("own", "this"), default="own", help="whose script the other one runs")
     parser.add_argument("--rounds", type=int, default=5)
     args, passed = parser.parse_known_args()
     checkouts = {"this": HERE, "other": args.other.resolve()}
@@ -75,9 +83,10 @@ def main() -> None:
     rng = random.Random(0)
     for number in range(args.rounds):
         for name in rng.sample(sorted(checkouts), 2):
-            document = run(checkouts[name], args.benchmark, passed)
+            script = (HERE if args.script == "this" else checkouts[name]) / "benchmarks"
+            document = run(checkouts[name], script, args.benchmark, passed)
             rounds[name].append(VALUES[args.benchmark](document))
-            commits[name] = document["commit"]
+            commits[name] = commit_of(checkouts[name])
         print(f"round {number + 1} of {args.rounds}", flush=True)
     common = [name for name in rounds["this"][0] if name in rounds["other"][0]]
     found = {}

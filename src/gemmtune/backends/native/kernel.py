@@ -130,16 +130,22 @@ class PackedKernel(Kernel):
 
     def run(self, a: Tensor, b: PackedWeight, aux: Sequence[Tensor], out: Tensor) -> None:
         data = b.data
-        rows, columns = a.stride()
+        rows, columns = a.stride()  # and not stride(0), size(0) or len(): those take twice as long
         a_ptr, b_ptr = a.data_ptr(), data[0].data_ptr()
         if a_ptr < LOW or b_ptr < LOW:
             require_kernel_operands(a, *data)
+        if len(data) == 1:
+            self._launch(
+                a.shape[0], a_ptr, rows, columns, b_ptr, 0, 0, 0,
+                out.data_ptr(), out.stride()[0], _aux_pointers(aux) if aux else [],
+            )  # fmt: skip
+            return
         self._launch(
             a.shape[0], a_ptr, rows, columns, b_ptr,
             data[1].data_ptr() if self._quantised else 0,
             data[2].data_ptr() if self._zeroed else 0,
             data[1].data_ptr() if self._compensated else 0,
-            out.data_ptr(), out.stride(0), _aux_pointers(aux) if aux else [],
+            out.data_ptr(), out.stride()[0], _aux_pointers(aux) if aux else [],
         )  # fmt: skip
 
     def pack(self, b: Tensor | QuantWeight) -> PackedWeight:
@@ -161,7 +167,7 @@ class RawKernel(Kernel):
             require_kernel_operands(a, b)
         if a.dim() == 2:
             left, right = (a_ptr, *a.stride(), 0), (b_ptr, *b.stride(), 0)
-            self._launch(1, a.shape[0], left, right, out_ptr, out.stride(0), 0, _aux_pointers(aux))
+            self._launch(1, a.shape[0], left, right, out_ptr, out.stride()[0], 0, _aux_pointers(aux))
             return
         batch, rows, columns = a.stride()
         left = (a_ptr, rows, columns, batch)
