@@ -3,11 +3,12 @@
     python benchmarks/versus.py ../base --benchmark overhead --rounds 5
     python benchmarks/versus.py ../base --benchmark cpu --script this --rounds 3 --quick --budget 8
 
-The other checkout (made with ``git worktree add``, then ``make install`` in it) and this one run the benchmark, each with
-the gemmtune of its own ``.venv`` and its own script, one after the other, in random order, each time with an empty
-store. With ``--script this`` both run this checkout's script. A row's value is gemmtune's time over PyTorch's, both taken in one process, so that a host that is slower in one turn does not
-count. The table has the ratio of this checkout's value to the other's (below 1: this one is faster): of the medians
-over rounds, with the least and the most of a round. Writes all values to benchmarks/results/.
+The other checkout (made with ``git worktree add``, then ``make install`` in it) and this one run the benchmark, each
+with the gemmtune of its own ``.venv`` and its own script, one after the other, in random order, each time with an empty
+store. With ``--script this`` both run this checkout's script. A row's value is gemmtune's time over PyTorch's, both
+taken in one process, so that a host that is slower in one turn does not count. The table has the ratio of this
+checkout's value to the other's (below 1: this one is faster): of the medians over rounds, with the least and the most
+of a round. Writes all values to benchmarks/results/.
 """
 
 from __future__ import annotations

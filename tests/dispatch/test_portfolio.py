@@ -7,7 +7,7 @@ from dataclasses import replace
 from gemmtune.backends.base import Candidate
 from gemmtune.dispatch import build_plan, choose_packing, rank_packings
 from gemmtune.epilogue import Step
-from gemmtune.workloads import linear_problem
+from gemmtune.workloads import bmm_problem, linear_problem
 from serving import decide, evidence, toy
 
 
@@ -70,11 +70,17 @@ def test_a_kernel_not_surely_faster_than_aten_stays_out() -> None:
 
 def test_atens_usual_form_is_plain_pytorch_where_that_computes_the_same() -> None:
     usual, bias = Candidate.make("aten", "mm"), Step("bias", "col", "float32")
-    for epilogue, served in (((), None), ((bias,), None), ((bias, Step("relu")), usual)):
-        problem = replace(linear_problem(1, 8, 8, "float32"), epilogue=epilogue)
-        plan = build_plan([decide(problem, evidence(usual, 0.5), chosen=usual)])
+    linear, batched = linear_problem(1, 8, 8, "float32"), Candidate.make("aten", "bmm")
+    for problem, candidate, is_plain in (
+        (linear, usual, True),
+        (replace(linear, epilogue=(bias,)), usual, True),
+        (replace(linear, epilogue=(bias, Step("relu"))), usual, False),
+        (bmm_problem(2, 8, 8, 8, "float32"), batched, True),
+        (replace(bmm_problem(2, 8, 8, 8, "float32"), epilogue=(bias,)), batched, False),
+    ):
+        plan = build_plan([decide(problem, evidence(candidate, 0.5), chosen=candidate)])
         assert plan is not None
-        assert plan.entries[0].candidate == served
+        assert plan.entries[0].candidate == (None if is_plain else candidate)
 
 
 def test_atens_unusual_forms_serve_as_kernels() -> None:

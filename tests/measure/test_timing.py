@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -246,3 +247,22 @@ def test_a_pace_is_told_by_the_first_kernel_or_a_much_faster_one(machine: _Machi
     pace.offer(machine.kernel(0.4e-3), 0.4e-3)
     pace.look(lambda: None)
     assert pace.now() == pytest.approx(2.0)
+
+
+def test_a_cache_that_no_flush_empties_does_not_look_like_a_slower_machine(machine: _Machine) -> None:
+    """Such a cache keeps the weight of a kernel that was called three times since others packed theirs."""
+    calls: Counter[str] = Counter()
+
+    def kernel(name: str, seconds: float) -> Callable[[], None]:
+        def call() -> None:
+            machine.now += seconds * (1.0 if calls[name] >= 3 else 1.75)
+            calls[name] += 1
+
+        return call
+
+    pace, known = timing.Pace(), kernel("known", 1e-3)
+    pace.offer(known, min(timing.rough_times(known, lambda: None, None, pace)))
+    for name in ("second", "third"):
+        calls.clear()  # another weight was packed
+        assert timing.rough_times(kernel(name, 2e-3), lambda: None, None, pace) == pytest.approx([2e-3] * 3)
+    assert pace.now() == pytest.approx(1.0)

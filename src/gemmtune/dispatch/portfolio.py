@@ -188,8 +188,10 @@ def _raw_seconds(p: Point) -> float:
 
 def _is_plain(problem: Problem) -> bool:
     """Whether plain PyTorch computes what ATen's usual candidate computes: it rounds before the steps of an epilogue
-    that addmm does not take, and the verified candidate does not."""
-    return problem.family != "mixed_mm" and addmm_prefix(problem).steps == len(problem.epilogue)
+    (but for those that addmm takes), and the verified candidate does not."""
+    if problem.family == "mm" and problem.out_dtype == problem.a.dtype:
+        return addmm_prefix(problem).steps == len(problem.epilogue)
+    return problem.family != "mixed_mm" and not problem.epilogue
 
 
 def build_plan(decisions: Sequence[Decision | Point], packing: str | None = None) -> Plan | None:
