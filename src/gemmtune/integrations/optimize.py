@@ -48,8 +48,8 @@ _Module = WeightOnlyLinear | RawLinear | RawWeightOnlyLinear
 class _Swap:
     """A module that was swapped in: how to find the original's tensors again.
 
-    tensors: those of the original whose values the module has packed. keeps: whether they still hold their values, until
-    the whole model has been timed in both forms.
+    tensors: those of the original whose values the module has packed. keeps: whether they still hold their values,
+    until the whole model has been timed in both forms.
     """
 
     site: Site
