@@ -4,7 +4,8 @@
 
 The demo prints, for each variant and workload, the ratio of paired turns with its 95% interval. Two runs agree on one
 when their intervals overlap. The table has the ratio's median over runs, the least and the most, and how many pairs of
-runs agree. Each run tunes anew, so that another kernel may serve. Writes all ratios to benchmarks/results/.
+runs agree. Each run tunes anew, so that another kernel may serve. Writes all ratios to benchmarks/results/; Ctrl-C
+ends it with the runs that there are.
 """
 
 from __future__ import annotations
@@ -57,14 +58,18 @@ def main() -> None:
     args, passed = parser.parse_known_args()
     rows: dict[str, list[Ratio]] = {}
     for number in range(args.runs):
-        for name, ratio in run(passed).items():
+        try:
+            found = run(passed)
+        except KeyboardInterrupt:  # what there is, is a result
+            break
+        for name, ratio in found.items():
             rows.setdefault(name, []).append(ratio)
-        print(f"run {number + 1} of {args.runs}: { ({name: found[-1] for name, found in rows.items()}) }", flush=True)
+        print(f"run {number + 1} of {args.runs}: {found}", flush=True)
     print(f"{'':<28}{'median':>8}{'least':>8}{'most':>8}  pairs of runs that agree")
-    for name, found in rows.items():
-        pairs = list(itertools.combinations(found, 2))
+    for name, runs in rows.items():
+        pairs = list(itertools.combinations(runs, 2))
         agree = sum(a[1] <= b[2] and b[1] <= a[2] for a, b in pairs)
-        centers = [center for center, _, _ in found]
+        centers = [center for center, _, _ in runs]
         print(f"{name:<28}{statistics.median(centers):7.2f}x{min(centers):7.2f}x{max(centers):7.2f}x  "
               f"{agree} of {len(pairs)}")  # fmt: skip
     write("demo-repeats", rows)
