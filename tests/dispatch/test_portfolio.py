@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
+
 from gemmtune.backends.base import Candidate
 from gemmtune.dispatch import build_plan, choose_packing, rank_packings
 from gemmtune.epilogue import Step
@@ -37,6 +39,14 @@ def test_a_layout_must_serve_every_m_and_be_worth_it() -> None:
 def test_a_raw_kernel_competes_with_packed_ones() -> None:
     assert choose_packing([at(1, plain=0.5, raw=0.4)]) is None
     assert choose_packing([at(1, plain=0.3, raw=0.4)]) == "toy:plain"
+
+
+def test_a_time_that_was_never_raced_is_worth_less() -> None:
+    problem = linear_problem(1, 8, 8, "float32")
+    raced = evidence(toy("plain"), 0.5, 0.5)
+    for seconds, chosen in ((0.45, "toy:plain"), (0.3, "toy:other")):
+        rough = msgspec.structs.replace(evidence(toy("other"), seconds, seconds), stage="screened")
+        assert choose_packing([decide(problem, raced, rough)]) == chosen
 
 
 def test_wrong_rows_are_never_options() -> None:
