@@ -88,7 +88,8 @@ def main() -> None:
             document = run(checkouts[name], script, args.benchmark, passed)
             rounds[name].append(VALUES[args.benchmark](document))
             commits[name] = commit_of(checkouts[name])
-        print(f"round {number + 1} of {args.rounds}", flush=True)
+        pairs = {name: (value, rounds["other"][-1].get(name)) for name, value in rounds["this"][-1].items()}
+        print(f"round {number + 1} of {args.rounds} (this, other): {pairs}", flush=True)
     common = [name for name in rounds["this"][0] if name in rounds["other"][0]]
     found = {}
     print(f"{'row':<44}{'this':>9}{'other':>9}{'ratio':>8}   least..most")
