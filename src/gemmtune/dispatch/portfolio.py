@@ -21,8 +21,8 @@ WORTHWHILE = 0.99
 # checked (benchmarks/overhead.py: 1 to 2 us). Races time kernels alone; a kernel of microseconds must win this back.
 SERVING_S = 2e-6
 
-# A time of a few calls that was never raced counts for so much more beside raced ones: of operands of 64 MB on a host
-# whose cache has 480 MB it was up to 1.45 times too short (docs/measuring.md).
+# A time of a few calls that was never raced counts for so much more beside raced ones: its operands may have been in
+# the cache, which no flush empties where it has 480 MB.
 UNRACED = 1.3
 
 # ATen's own ops on the raw operand that are just what plain PyTorch runs.
