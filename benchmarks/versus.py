@@ -80,6 +80,7 @@ def main() -> None:
         if not (checkout / ".venv" / "bin" / "python").exists():
             sys.exit(f"{checkout} has no .venv: run make install there")
     rounds: dict[str, list[Values]] = {"this": [], "other": []}
+    kernels: dict[str, list[list[str]]] = {"this": [], "other": []}
     commits: dict[str, str] = {}
     rng = random.Random(0)
     for number in range(args.rounds):
@@ -87,6 +88,7 @@ def main() -> None:
             script = (HERE if args.script == "this" else checkouts[name]) / "benchmarks"
             document = run(checkouts[name], script, args.benchmark, passed)
             rounds[name].append(VALUES[args.benchmark](document))
+            kernels[name].append([row["kernel"] for row in document["rows"]] if args.benchmark == "cpu" else [])
             commits[name] = commit_of(checkouts[name])
         pairs = {name: (value, rounds["other"][-1].get(name)) for name, value in rounds["this"][-1].items()}
         print(f"round {number + 1} of {args.rounds} (this, other): {pairs}", flush=True)
@@ -102,7 +104,7 @@ def main() -> None:
               f"{min(pairs):.3f}..{max(pairs):.3f}")  # fmt: skip
     geomean = statistics.geometric_mean(item["ratio"] for item in found.values())  # type: ignore[arg-type]
     print(f"geometric mean {geomean:.3f}; this {commits['this'][:12]}, other {commits['other'][:12]}")
-    write(f"versus-{args.benchmark}", found, commits=commits, geomean=geomean)
+    write(f"versus-{args.benchmark}", found, commits=commits, arguments=passed, kernels=kernels, geomean=geomean)
 
 
 if __name__ == "__main__":
