@@ -2,10 +2,10 @@
 
     python benchmarks/demo_repeats.py --runs 10
 
-The demo prints, for each variant and workload, the ratio of paired turns with its 95% interval. Two runs agree on one
-when their intervals overlap. The table has the ratio's median over runs, the least and the most, and how many pairs of
-runs agree. Each run tunes anew, so that another kernel may serve. Writes all ratios to benchmarks/results/; Ctrl-C
-ends it with the runs that there are.
+The demo prints, for each variant and workload, the ratio of tokens a second with its 95% interval over processes. Two
+runs agree on one when their intervals overlap. The table has the ratio's median over runs, the least and the most, and
+how many pairs of runs agree. Each run tunes anew, so that another kernel may serve. Writes all ratios to
+benchmarks/results/; Ctrl-C ends it with the runs that there are.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from harness import write
 
 HERE = Path(__file__).resolve().parent.parent
 _VARIANT = re.compile(r"^(\w+): outputs (same|NOT the same) within the bound$")
-_PACE = re.compile(r"^  (.+?)\s+([\d.]+) ->\s+([\d.]+) tokens/s\s+([\d.]+)x \(([\d.]+)\.\.([\d.]+) of paired turns\)$")
+_PACE = re.compile(
+    r"^  (.+?)\s+([\d.]+) ->\s+([\d.]+) tokens/s\s+([\d.]+)x \(([\d.]+)\.\.([\d.]+) over \d+ processes\)$"
+)
 
 Ratio = tuple[float, float, float]
 

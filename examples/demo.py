@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 import os
 import random
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,10 @@ from gemmtune.store import open_store
 # round at every step, only the order of their sums differs.
 ERROR_ALLOWED = 3.0
 DECODE_STEPS = 8
+# Plain PyTorch's speed differs by up to a fifth from process to process (int8, decode: 20.7 to 25.1 tokens/s on one host)
+# while turns within a process agree within a few percent: intervals over turns alone would be too narrow. Six processes
+# are the least for a 95% interval by signed ranks.
+PROCESSES = 6
 
 
 class Float64(TorchFunctionMode):
@@ -56,8 +62,8 @@ def _widen(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Pace:
-    """Tokens a second before and after (medians), and the ratio of paired turns with its 95% interval."""
+class Speedup:
+    """Tokens a second before and after (medians), and the 95% interval of their ratio over processes."""
 
     before: float
     after: float
@@ -65,15 +71,14 @@ class Pace:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """One variant before and after: largest logit errors against float64, and the pace of each workload."""
+class Check:
+    """Largest logit errors of one variant's two models against float64, and how many greedy tokens agree."""
 
     variant: str
     plain_error: float
     tuned_error: float
     same_tokens: int
     tokens: int
-    pace: dict[str, Pace]
 
     @property
     def ok(self) -> bool:
@@ -98,19 +103,18 @@ def logits_after(model: nn.Module, tokens: Tensor, prompt: int) -> Tensor:
     return torch.cat(rows).double()
 
 
-def compare(variant: str, plain: nn.Module, tuned: nn.Module, rounds: int) -> Comparison:
-    """Check the outputs of both models against float64, then time them turn by turn."""
+def check(variant: str, plain: nn.Module, tuned: nn.Module) -> Check:
+    """Compare the logits and the greedy tokens of both models with a float64 reference."""
     tokens = llama.example_prompt(plain.config, 64 + DECODE_STEPS)
     with Float64():
         reference = plain(tokens)[0, 63:]
     before, after = (logits_after(model, tokens, 64) for model in (plain, tuned))
-    return Comparison(
+    return Check(
         variant=variant,
         plain_error=float((before - reference).abs().max()),
         tuned_error=float((after - reference).abs().max()),
         same_tokens=int((before.argmax(-1) == after.argmax(-1)).sum()),
         tokens=before.shape[0],
-        pace={name: _turns(work, plain, tuned, rounds) for name, work in _workloads(plain).items()},
     )
 
 
@@ -130,22 +134,56 @@ def _workloads(model: nn.Module) -> dict[str, Callable[[nn.Module], int]]:
     return {"decode": decode(1), "decode, batch of 4": decode(4), "prefill of 64": fill}
 
 
-def _turns(work: Callable[[nn.Module], int], plain: nn.Module, tuned: nn.Module, rounds: int) -> Pace:
-    """Both models by turns, in random order within a pair, so that a busy neighbour hits both alike."""
-    seconds: dict[nn.Module, list[float]] = {plain: [], tuned: []}
-    rng = random.Random(0)
-    tokens = work(plain)
-    work(tuned)  # both are warm now
-    for _ in range(rounds):
-        for model in rng.sample((plain, tuned), 2):
-            start = time.perf_counter()
-            work(model)
-            seconds[model].append(time.perf_counter() - start)
-    before, after = (tokens / statistics.median(times) for times in seconds.values())
-    return Pace(before, after, ratio_interval(seconds[plain], seconds[tuned]))
+def time_turns(plain: nn.Module, tuned: nn.Module, rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """Tokens a second of both models by workload, ``rounds`` pairs each.
+
+    The models run by turns, in random order within a pair, so that a busy neighbour hits both alike.
+    """
+    rates: dict[str, list[tuple[float, float]]] = {}
+    rng = random.Random()
+    for name, work in _workloads(plain).items():
+        tokens = work(plain)
+        work(tuned)  # both are warm now
+        rates[name] = []
+        for _ in range(rounds):
+            seconds: dict[nn.Module, float] = {}
+            for model in rng.sample((plain, tuned), 2):
+                start = time.perf_counter()
+                work(model)
+                seconds[model] = time.perf_counter() - start
+            rates[name].append((tokens / seconds[plain], tokens / seconds[tuned]))
+    return rates
 
 
-def print_comparison(result: Comparison) -> None:
+def summarize(processes: Sequence[Sequence[tuple[float, float]]]) -> Speedup:
+    """Speed-up of one workload from the pairs of tokens a second (plain, tuned) of each process."""
+    pairs = [pair for process in processes for pair in process]
+    before, after = (statistics.median(rates) for rates in zip(*pairs, strict=True))
+    ratios = [statistics.median(tuned / plain for plain, tuned in process) for process in processes]
+    return Speedup(before, after, ratio_interval(ratios, [1.0] * len(ratios)))
+
+
+def time_in_processes(variants: Sequence[str], args: argparse.Namespace) -> dict[str, dict[str, Speedup]]:
+    """Speed-ups by variant and workload, from PROCESSES fresh processes. Raises CalledProcessError when one fails."""
+    rates: list[dict[str, dict[str, list[tuple[float, float]]]]] = []
+    for number in range(PROCESSES):
+        if sys.stderr.isatty():
+            print(f"\rtiming whole models: process {number + 1} of {PROCESSES}", end="", file=sys.stderr, flush=True)
+        command = [sys.executable, __file__, "--time-turns", "--variants", ",".join(variants)]
+        command += ["--rounds", str(args.rounds), "--layers", str(args.layers)]
+        ended = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        rates.append(json.loads(ended.stdout.splitlines()[-1]))
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
+    return {
+        variant: {
+            workload: summarize([process[variant][workload] for process in rates]) for workload in rates[0][variant]
+        }
+        for variant in variants
+    }
+
+
+def print_comparison(result: Check, speedups: Mapping[str, Speedup]) -> None:
     verdict = "same within the bound" if result.ok else "NOT the same within the bound"
     print(f"\n{result.variant}: outputs {verdict}")
     print(
@@ -153,11 +191,11 @@ def print_comparison(result: Comparison) -> None:
         f"{result.tuned_error:.2e} (allowed: {ERROR_ALLOWED:g}x plain's); "
         f"greedy tokens equal: {result.same_tokens} of {result.tokens}"
     )
-    for name, pace in result.pace.items():
-        ratio = pace.ratio
+    for name, speedup in speedups.items():
+        ratio = speedup.ratio
         print(
-            f"  {name:<20}{pace.before:8.1f} -> {pace.after:8.1f} tokens/s   {ratio.center:.2f}x "
-            f"({ratio.lo:.2f}..{ratio.hi:.2f} of paired turns)"
+            f"  {name:<20}{speedup.before:8.1f} -> {speedup.after:8.1f} tokens/s   {ratio.center:.2f}x "
+            f"({ratio.lo:.2f}..{ratio.hi:.2f} over {PROCESSES} processes)"
         )
 
 
@@ -165,9 +203,10 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--variants", default="fp32,bf16,int8", help="comma separated [fp32,bf16,int8]")
     parser.add_argument("--budget", type=float, default=3.0, help="seconds of measuring a problem [3]")
-    parser.add_argument("--rounds", type=int, default=15, help="pairs of turns of the end-to-end timing [15]")
+    parser.add_argument("--rounds", type=int, default=3, help="pairs of turns a process and workload [3]")
     parser.add_argument("--layers", type=int, default=4, help="decoder layers [4]")
     parser.add_argument("--report", type=Path, default=Path("report.html"), help="where the report goes [report.html]")
+    parser.add_argument("--time-turns", action="store_true", help=argparse.SUPPRESS)  # what the processes run
     return parser.parse_args()
 
 
@@ -175,6 +214,10 @@ def main() -> int:
     args = parse()
     variants = args.variants.split(",")
     config = llama.Config(layers=args.layers)
+    if args.time_turns:
+        with torch.inference_mode():
+            print(json.dumps({name: time_turns(*both_models(name, config), args.rounds) for name in variants}))
+        return 0
     recorded: dict[Any, int] = {}
     for variant in variants:
         for problem, count in record(variant, *llama.factory(variant, config)):
@@ -190,20 +233,22 @@ def main() -> int:
         print("every decision came from the store")
     print()
     console().print(decisions_table(board.decisions))
-    results = [end_to_end(variant, config, args.rounds) for variant in variants]
+    with torch.inference_mode():
+        results = [check(variant, *both_models(variant, config)) for variant in variants]
+    speedups = time_in_processes(variants, args)
+    for result in results:
+        print_comparison(result, speedups[result.variant])
     save_report(args.report)
     return 0 if all(result.ok for result in results) else 1
 
 
-def end_to_end(variant: str, config: llama.Config, rounds: int) -> Comparison:
-    """The model as it is against a copy with the tuned kernels swapped in."""
+def both_models(variant: str, config: llama.Config) -> tuple[nn.Module, nn.Module]:
+    """The model as it is, and a copy with the tuned kernels swapped in."""
     plain, calls = llama.factory(variant, config)
     tuned = copy.deepcopy(plain)
     with torch.inference_mode():
         gemmtune.optimize(tuned, calls, tune=False)
-        result = compare(variant, plain, tuned, rounds)
-    print_comparison(result)
-    return result
+    return plain, tuned
 
 
 def save_report(path: Path) -> None:

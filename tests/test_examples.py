@@ -115,10 +115,21 @@ def test_the_demo_notices_a_wrong_model(demo: ModuleType) -> None:
     config = llama.Config(**{**TINY.__dict__, "max_tokens": 96})
     plain, wrong = llama.build("bf16", config), llama.build("bf16", config)
     with torch.inference_mode():
-        same = demo.compare("bf16", plain, wrong, rounds=1)
+        same = demo.check("bf16", plain, wrong)
         wrong.head.weight.mul_(1.2)
-        different = demo.compare("bf16", plain, wrong, rounds=1)
+        different = demo.check("bf16", plain, wrong)
+        rates = demo.time_turns(plain, wrong, rounds=2)
     assert same.ok
     assert same.same_tokens == same.tokens == demo.DECODE_STEPS + 1
     assert not different.ok
-    assert set(same.pace) == {"decode", "decode, batch of 4", "prefill of 64"}
+    assert set(rates) == {"decode", "decode, batch of 4", "prefill of 64"}
+    assert all(len(pairs) == 2 and min(map(min, pairs)) > 0 for pairs in rates.values())
+
+
+def test_the_demos_interval_spans_processes(demo: ModuleType) -> None:
+    # Two of six processes have a slow plain model. Turns of one process differ by 1%.
+    plain = [100.0, 100.0, 80.0, 100.0, 80.0, 100.0]
+    speedup = demo.summarize([[(rate, 200.0), (rate * 1.01, 200.0), (rate * 0.99, 200.0)] for rate in plain])
+    assert speedup.ratio.lo == pytest.approx(2.0)
+    assert speedup.ratio.hi == pytest.approx(2.5)
+    assert (speedup.before, speedup.after) == (99.0, 200.0)
