@@ -9,6 +9,7 @@
 #   make test-gpu-sanitizer
 #                   our GPU kernels under compute-sanitizer (memcheck, racecheck)
 #   make bench-gpu  gemmtune's kernels on a GPU against PyTorch's
+#   make mutants    whether the tests notice changed operators in the source: a sample (an hour; scripts/mutants --help)
 #   make reliability
 #                   every check of docs/reliability.md at full size (an hour or two)
 #
@@ -34,7 +35,7 @@ PIP := PIP_CONSTRAINT=$(VENV)/constraints.txt PIP_BUILD_CONSTRAINT=$(VENV)/const
 SOURCES := pyproject.toml CMakeLists.txt constraints.txt $(shell find src native -type f 2>/dev/null | grep -v __pycache__)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-gpu test-gpu-sanitizer lint test-asan bench bench-gpu reliability clean
+.PHONY: help install demo test test-gpu test-gpu-sanitizer lint test-asan bench bench-gpu mutants reliability clean
 
 help:
 	@sed -n '/^#   make/s/^#   //p' Makefile
@@ -84,6 +85,9 @@ test-gpu-sanitizer:
 
 bench-gpu:
 	PYTHONPATH=src:$$PYTHONPATH $(PYTHON) benchmarks/h200.py
+
+mutants: install
+	scripts/mutants
 
 reliability: install
 	PYTHONPATH=tests $(BIN)/python -m reliability

@@ -40,7 +40,7 @@ from gemmtune.store import open_store
 # round at every step, only the order of their sums differs.
 ERROR_ALLOWED = 3.0
 DECODE_STEPS = 8
-# Plain PyTorch's speed differs by up to a fifth from process to process (int8, decode: 20.7 to 25.1 tokens/s on one host)
+# Plain PyTorch's speed differs by up to a fifth from process to process (int8, decode: 20.7 to 25.1 tokens/s),
 # while turns within a process agree within a few percent: intervals over turns alone would be too narrow. Six processes
 # are the least for a 95% interval by signed ranks.
 PROCESSES = 6

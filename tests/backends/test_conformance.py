@@ -1,8 +1,9 @@
-"""The conformance suite, over every backend there is."""
+"""The conformance suite, over every backend there is; of GPU backends the half that needs no GPU."""
 
 from __future__ import annotations
 
 import functools
+import random
 
 import pytest
 import torch
@@ -10,9 +11,12 @@ import torch
 from gemmtune import backends
 from gemmtune.backends.base import Backend
 from gemmtune.problem import Problem
+from gemmtune.target import Target
 from gemmtune.testing import toy_compiler
-from gemmtune.testing.backend_suite import BackendSuite
+from gemmtune.testing.backend_suite import BackendSuite, CandidateSuite
+from gemmtune.testing.problems import random_problem
 from gemmtune.workloads import linear_problem
+from gpus import A100, FAMILIES, H200, MI300X
 
 
 @functools.cache
@@ -52,3 +56,61 @@ class TestToyCompiler(BackendSuite):
     @pytest.fixture
     def problems(self) -> list[Problem]:
         return [linear_problem(m, 8, 16, dtype) for m in (1, 5) for dtype in ("float32", "bfloat16")]
+
+
+class GpuCandidates(CandidateSuite):
+    """Small random problems, and the sizes that models have."""
+
+    __test__ = False
+
+    @pytest.fixture
+    def problems(self) -> list[Problem]:
+        return [*(random_problem(random.Random(i)) for i in range(20)), *FAMILIES.values()]
+
+
+class TestTriton(GpuCandidates):
+    __test__ = True
+
+    @pytest.fixture
+    def backend(self) -> Backend:
+        return backends.get("triton")
+
+    @pytest.fixture(params=[H200, A100, MI300X], ids=lambda gpu: gpu.name)
+    def target(self, request: pytest.FixtureRequest) -> Target:
+        return request.param
+
+
+class TestCuda(GpuCandidates):
+    __test__ = True
+
+    @pytest.fixture
+    def backend(self) -> Backend:
+        return backends.get("cuda")
+
+    @pytest.fixture
+    def target(self) -> Target:
+        return H200
+
+
+class TestCublasLt(GpuCandidates):
+    __test__ = True
+
+    @pytest.fixture
+    def backend(self) -> Backend:
+        return backends.get("cublaslt")
+
+    @pytest.fixture
+    def target(self) -> Target:
+        return H200
+
+
+class TestAtenOnAGpu(GpuCandidates):
+    __test__ = True
+
+    @pytest.fixture
+    def backend(self) -> Backend:
+        return backends.get("aten")
+
+    @pytest.fixture
+    def target(self) -> Target:
+        return H200

@@ -79,7 +79,7 @@ def run(name: str, backend: Backend) -> None:
     test(**{parameter: given[parameter] for parameter in inspect.signature(test).parameters})
 
 
-TESTS = sorted(name for name in vars(BackendSuite) if name.startswith("test_"))
+TESTS = sorted(name for name in dir(BackendSuite) if name.startswith("test_"))
 
 
 class Mute(Plain):

@@ -5,8 +5,11 @@ class TestMyBackend(BackendSuite):
     def backend(self):
         return MyBackend()
 
-By default it is asked for 40 random problems of all families and some with nothing to multiply; a fixture called
-``problems`` gives others. Every problem it lists a legal candidate for must be solved: right by ``measure.verify``,
+``CandidateSuite`` is the half that runs nothing: for a backend whose device is not here, with a fixture called
+``target`` that returns a Target of it.
+
+By default a suite asks for 40 random problems of all families and some with nothing to multiply; a fixture called
+``problems`` returns others. Every problem it lists a legal candidate for must be solved: right by ``measure.verify``,
 which also finds writes beyond the output and into (or beside) the inputs.
 """
 
@@ -50,8 +53,9 @@ _ROOMY = (
 _SLACK_BYTES = 256 << 10
 
 
-class BackendSuite:
-    """What every Backend must do. The fixture ``backend`` gives it; ``sampled``: candidates tried on each problem."""
+class CandidateSuite:
+    """What every Backend must do before anything is built. The fixture ``backend`` returns it; ``sampled``: candidates
+    tried on each problem."""
 
     sampled = 3
 
@@ -87,7 +91,7 @@ class BackendSuite:
             assert isinstance(backend.candidates(problem, target), Iterator)
 
     def test_it_solves_something(self, backend: Backend, target: Target, problems: Sequence[Problem]) -> None:
-        assert any(_legal(backend, problem, target) for problem in problems)
+        assert any(self._legal(backend, problem, target) for problem in problems)
 
     def test_candidates_are_data_with_stable_ids_of_their_own(
         self, backend: Backend, target: Target, problems: Sequence[Problem]
@@ -122,6 +126,23 @@ class BackendSuite:
                 )
             for other in others:
                 assert backend.why_illegal(problem, other, target).strip(), other
+
+    def _some(
+        self, backend: Backend, target: Target, problems: Sequence[Problem]
+    ) -> Iterator[tuple[Problem, Candidate]]:
+        """The first candidate of each problem, which is what most calls get, and a few others."""
+        for number, problem in enumerate(problems):
+            legal = self._legal(backend, problem, target)
+            others = random.Random(number).sample(legal[1:], min(self.sampled - 1, max(0, len(legal) - 1)))
+            for candidate in legal[:1] + others:
+                yield problem, candidate
+
+    def _legal(self, backend: Backend, problem: Problem, target: Target) -> list[Candidate]:
+        return [item for item in backend.candidates(problem, target) if isinstance(item, Candidate)]
+
+
+class BackendSuite(CandidateSuite):
+    """What every Backend must do, on the device that runs its kernels."""
 
     # Building and loading
 
@@ -220,23 +241,10 @@ class BackendSuite:
                 assert kernel.packing is not None
                 assert kernel.pack(make_inputs(problem, 2).b).layout == kernel.packing
 
-    def _some(
-        self, backend: Backend, target: Target, problems: Sequence[Problem]
-    ) -> Iterator[tuple[Problem, Candidate]]:
-        """The first candidate of each problem, which is what most calls get, and a few others."""
+    def _legal(self, backend: Backend, problem: Problem, target: Target) -> list[Candidate]:
         if not backend.available(target):
             pytest.skip(backend.available(target).reason)
-        for place, problem in enumerate(problems):
-            legal = _legal(backend, problem, target)
-            others = random.Random(place).sample(legal[1:], min(self.sampled - 1, max(0, len(legal) - 1)))
-            for candidate in legal[:1] + others:
-                yield problem, candidate
-
-
-def _legal(backend: Backend, problem: Problem, target: Target) -> list[Candidate]:
-    if not backend.available(target):
-        pytest.skip(backend.available(target).reason)
-    return [item for item in backend.candidates(problem, target) if isinstance(item, Candidate)]
+        return super()._legal(backend, problem, target)
 
 
 def _load(backend: Backend, problem: Problem, candidate: Candidate, target: Target) -> Kernel:
