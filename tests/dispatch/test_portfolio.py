@@ -41,6 +41,13 @@ def test_a_raw_kernel_competes_with_packed_ones() -> None:
     assert choose_packing([at(1, plain=0.3, raw=0.4)]) == "toy:plain"
 
 
+def test_kernels_on_the_raw_weight_do_not_count_where_they_would_not_serve() -> None:
+    decisions = [at(1, plain=0.5, raw=0.4), at(4, plain=0.5, raw=0.4)]
+    assert rank_packings(decisions) == [None]
+    assert rank_packings(decisions, raw_kernels=False) == ["toy:plain", None]
+    assert rank_packings([at(1, plain=0.995, raw=0.4)], raw_kernels=False) == [None]
+
+
 def test_a_time_that_was_never_raced_is_worth_less() -> None:
     problem = linear_problem(1, 8, 8, "float32")
     raced = evidence(toy("plain"), 0.5, 0.5)

@@ -79,6 +79,18 @@ def ready(model: nn.Module, x: Any, store: MemoryStore) -> nn.Module:
     return model
 
 
+def test_a_packed_weight_serves_on_a_cpu_where_a_kernel_on_the_raw_weight_is_faster_still(
+    own_store: MemoryStore,
+) -> None:
+    x = torch.randn(3, 8)
+    model = ready(Mlp(), x, own_store)
+    with gemmtune.record() as recorded:
+        model(x)
+    for problem, _ in recorded.problems:
+        serve(own_store, problem, evidence(toy(""), 0.1), evidence(toy("plain"), 0.3), chosen=toy(""))
+    assert set(gemmtune.optimize(model, x, tune=False).swapped.values()) == {"toy:plain"}
+
+
 MODELS = [(Mlp, (3, 8), 2), (Attention, (2, 3, 8), 2), (lambda: nn.Sequential(WeightOnly(8)), (4, 32), 1),
           (lambda: nn.Sequential(WeightOnly(4)), (4, 32), 1)]  # fmt: skip
 

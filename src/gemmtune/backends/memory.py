@@ -17,9 +17,10 @@ from ..torch_internals import DispatchKey as _Key
 from ..torch_internals import DispatchKeySet as _Keys
 from ..torch_internals import dispatch_keys as _keys
 
-# What the dispatcher knows of ordinary tensors of CPUs and GPUs. A tensor with any other key is not known here.
-_ORDINARY = _keys(torch.empty(0))
-for _key in (_Key.CUDA, _Key.AutogradCUDA, _Key.AutocastCUDA):
+# The dispatch keys of ordinary tensors of CPUs and GPUs. A tensor with any other key is unknown. They are listed because
+# a tensor made at import would lack some of them when the first use of gemmtune is inside ``torch.inference_mode()``.
+_ORDINARY = _Keys(_Key.ADInplaceOrView)
+for _key in (_Key.CPU, _Key.AutogradCPU, _Key.AutocastCPU, _Key.CUDA, _Key.AutogradCUDA, _Key.AutocastCUDA):
     _ORDINARY = _ORDINARY | _Keys(_key)
 _FOREIGN = ~_ORDINARY.raw_repr()  # a difference of key sets would keep the bits of backends
 

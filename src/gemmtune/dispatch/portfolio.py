@@ -98,6 +98,11 @@ def without(p: Point, faulty: Collection[str]) -> Point:
     return p if len(options) == len(p.options) else replace(p, options=options)
 
 
+def without_raw(p: Point) -> Point:
+    """Return the Point without its option on the raw weight: the plain op is what serves that."""
+    return replace(p, options={packing: option for packing, option in p.options.items() if packing is not None})
+
+
 def _duelled(layout: LayoutDecision, by_id: Mapping[str, Evidence], raced: Option | None, base: float | None) -> Option:
     """The option of a layout that had a duel: its time is the baseline's by the ratio, at worst of all surroundings.
 
@@ -157,12 +162,17 @@ def choose_packing(decisions: Iterable[Decision | Point], weights: Mapping[int, 
 
 
 def rank_packings(
-    decisions: Iterable[Decision | Point], weights: Mapping[int, float] | None = None
+    decisions: Iterable[Decision | Point], weights: Mapping[int, float] | None = None, *, raw_kernels: bool = True
 ) -> list[str | None]:
-    """Every layout worth having, best first; the raw weight (None) ends the list."""
+    """Every layout worth having, best first; the raw weight (None) ends the list.
+
+    raw_kernels: whether kernels on the raw weight would serve it; otherwise the plain op does, and its time counts.
+    """
     points = [item if isinstance(item, Point) else point(item) for item in decisions]
     if not points:
         return [None]
+    if not raw_kernels:
+        points = [without_raw(p) for p in points]
     share = {p.m: weights.get(p.m, 1.0) if weights else 1.0 / _unit_seconds(p) for p in points}
     raw = sum(share[p.m] * _raw_seconds(p) for p in points)
     totals: dict[str, float] = {}

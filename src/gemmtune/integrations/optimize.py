@@ -307,7 +307,9 @@ def _swap(site: Site, handle: Handle, memory: float, keeps: bool) -> str:
         return "has no decision in the store (tune=True would make one)"
     counts = {problem.m: float(count) for problem, count in site.ran.items()}
     points = [p for p in points if p.m in counts] or points
-    layouts = [name for name in rank_packings(points, counts) if name is not None]
+    serves_raw = site.device.type == "cuda"  # on a CPU a module whose weight stays as it lies runs plain PyTorch
+    ranked = rank_packings(points, counts, raw_kernels=serves_raw)
+    layouts = [name for name in ranked if name is not None]
     packed = next(filter(None, (_packed(site, layout, memory) for layout in layouts)), None)
     if site.quantized is not None:
         return _repack(site, QuantizedTensor.of_weight(site.quantized, packed), handle, keeps)
@@ -316,7 +318,7 @@ def _swap(site: Site, handle: Handle, memory: float, keeps: bool) -> str:
         return _repack(site, PackedTensor.of(packed, raw, transposed=site.transposed), handle, keeps)
     if packed is not None and site.held is not None:
         return _place(site, site.held, packed, handle, keeps)
-    if site.device.type == "cuda" and _ours(RUNTIME.index(site.device).plan(plan_key, None)):
+    if serves_raw and _ours(RUNTIME.index(site.device).plan(plan_key, None)):
         return _place_raw(site, handle, keeps)
     if not layouts:
         return "plain PyTorch is best"
