@@ -17,7 +17,7 @@ from ..torch_internals import DispatchKey as _Key
 from ..torch_internals import DispatchKeySet as _Keys
 from ..torch_internals import dispatch_keys as _keys
 
-# The dispatch keys of ordinary tensors of CPUs and GPUs. A tensor with any other key is unknown. They are listed because
+# The dispatch keys of ordinary tensors of CPUs and GPUs; a tensor with any other key is unknown. They are listed, since
 # a tensor made at import would lack some of them when the first use of gemmtune is inside ``torch.inference_mode()``.
 _ORDINARY = _Keys(_Key.ADInplaceOrView)
 for _key in (_Key.CPU, _Key.AutogradCPU, _Key.AutocastCPU, _Key.CUDA, _Key.AutogradCUDA, _Key.AutocastCUDA):
