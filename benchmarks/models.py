@@ -6,7 +6,8 @@ PYTHONPATH=/tmp/hf .venv/bin/python benchmarks/models.py [--only llama bert] [--
 Each row runs in processes of its own (``model_checks.py``): one for the checks, with every linear packed that can be,
 and one for the times, of the model as ``optimize`` tunes it. A process that dies or takes too long is an outcome of the
 check that it was at; the other checks go on in another process. Raw data is written after each row, so that a run which
-is cut keeps what it has, and a run with the same --out replaces rows of that model, dtype and part.
+is cut keeps what it has, and a run with the same --out replaces rows of that model, dtype and part (a row whose times
+are of another commit than the file says so).
 --docs FILE writes the table of --out's data (by default the newest) between FILE's two comments ``models:begin`` and
 ``models:end`` (of a GPU's data: ``gpu-models:begin``), and runs nothing. GEMMTUNE_MODELS_SCALE=8 makes widths and inner
 widths eight times as large. benchmarks/models-requirements.txt says what to install.
@@ -27,7 +28,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from harness import RESULTS, header
+from harness import RESULTS, commit, header
 from model_zoo import CASES, SCALE, Case
 
 from gemmtune.dispatch import current_target
@@ -172,6 +173,7 @@ def measure(case: Case, dtype: str, row: Row, args: argparse.Namespace) -> None:
     command = [*_named(case, dtype, args), "--seconds", str(args.seconds), "--budget", str(args.budget)]
     lines, ended = _process(command, 2 * args.limit)
     row.pop("time", None)
+    row["timed_at"] = commit()
     _take(row, lines)
     if ended:
         row["time"] = {"outcome": "crashed" if "signal" in ended else "failed", "detail": ended}
@@ -292,10 +294,10 @@ def _table(document: Mapping[str, Any], source: Path) -> Iterator[str]:
         yield "|---" * 8 + "|"
         for row in document["rows"]:
             if row["kind"] == kind:
-                yield _row(row)
+                yield _row(row, document["commit"])
 
 
-def _row(row: Row) -> str:
+def _row(row: Row, commit_of_file: str) -> str:
     if row.get("setup", {}).get("outcome", "ok") != "ok":
         return f"| {row['name']} | {row['dtype']} | | | | {_cell(_told(row['setup']))} | | |"
     packed = row.get("packed", {"swapped": 0, "left": {}})
@@ -307,6 +309,8 @@ def _row(row: Row) -> str:
     if row.get("time", {}).get("outcome", "ok") != "ok":
         others.append(f"**time**: {_told(row['time'])}")
     times = ", ".join(f"{name} {_ratio(found)}" for name, found in row.get("times", {}).items())
+    if row.get("timed_at", commit_of_file) != commit_of_file:
+        times += f" (at `{row['timed_at'][:8]}`)"
     cells = [
         row["name"], row["dtype"], f"{packed['swapped']} of {row.get('linears', '?')}", left, ", ".join(well),
         "; ".join(others), _tuned(row), times,
