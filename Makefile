@@ -9,7 +9,7 @@
 #   make test-gpu-sanitizer
 #                   our GPU kernels under compute-sanitizer (memcheck, racecheck)
 #   make bench-gpu  gemmtune's kernels on a GPU against PyTorch's
-#   make mutants    whether the tests notice changed operators in the source: a sample (an hour; scripts/mutants --help)
+#   make mutants    whether the tests notice changed operators in the source: a sample (hours; scripts/mutants --help)
 #   make reliability
 #                   every check of docs/reliability.md at full size (an hour or two)
 #

@@ -59,9 +59,18 @@ class TestToyCompiler(BackendSuite):
 
 
 class GpuCandidates(CandidateSuite):
-    """Small random problems, and the sizes that models have."""
+    """The suite for the backend called ``name`` on an H200: small random problems, and the sizes that models have."""
 
     __test__ = False
+    name: str
+
+    @pytest.fixture
+    def backend(self) -> Backend:
+        return backends.get(self.name)
+
+    @pytest.fixture
+    def target(self) -> Target:
+        return H200
 
     @pytest.fixture
     def problems(self) -> list[Problem]:
@@ -69,11 +78,7 @@ class GpuCandidates(CandidateSuite):
 
 
 class TestTriton(GpuCandidates):
-    __test__ = True
-
-    @pytest.fixture
-    def backend(self) -> Backend:
-        return backends.get("triton")
+    __test__, name = True, "triton"
 
     @pytest.fixture(params=[H200, A100, MI300X], ids=lambda gpu: gpu.name)
     def target(self, request: pytest.FixtureRequest) -> Target:
@@ -81,36 +86,12 @@ class TestTriton(GpuCandidates):
 
 
 class TestCuda(GpuCandidates):
-    __test__ = True
-
-    @pytest.fixture
-    def backend(self) -> Backend:
-        return backends.get("cuda")
-
-    @pytest.fixture
-    def target(self) -> Target:
-        return H200
+    __test__, name = True, "cuda"
 
 
 class TestCublasLt(GpuCandidates):
-    __test__ = True
-
-    @pytest.fixture
-    def backend(self) -> Backend:
-        return backends.get("cublaslt")
-
-    @pytest.fixture
-    def target(self) -> Target:
-        return H200
+    __test__, name = True, "cublaslt"
 
 
 class TestAtenOnAGpu(GpuCandidates):
-    __test__ = True
-
-    @pytest.fixture
-    def backend(self) -> Backend:
-        return backends.get("aten")
-
-    @pytest.fixture
-    def target(self) -> Target:
-        return H200
+    __test__, name = True, "aten"

@@ -98,7 +98,7 @@ def without(p: Point, faulty: Collection[str]) -> Point:
     return p if len(options) == len(p.options) else replace(p, options=options)
 
 
-def without_raw(p: Point) -> Point:
+def _without_raw(p: Point) -> Point:
     """Return the Point without its option on the raw weight: the plain op is what serves that."""
     return replace(p, options={packing: option for packing, option in p.options.items() if packing is not None})
 
@@ -172,7 +172,7 @@ def rank_packings(
     if not points:
         return [None]
     if not raw_kernels:
-        points = [without_raw(p) for p in points]
+        points = [_without_raw(p) for p in points]
     share = {p.m: weights.get(p.m, 1.0) if weights else 1.0 / _unit_seconds(p) for p in points}
     raw = sum(share[p.m] * _raw_seconds(p) for p in points)
     totals: dict[str, float] = {}

@@ -312,9 +312,9 @@ def _grids(problem: Problem, threads: int, nr: int, template: str) -> list[tuple
 def _prefetches(problem: Problem, unit: Unit, template: str, nr: int, many: bool) -> list[int]:
     """Distances in bytes; -1, the block after this one, where several row tiles share a block.
 
-    A panel whose rows are longer than a cache line is read slower by up to a third with distances of a page (4 KiB) and
-    more, on a Xeon with AMX; panels of shorter rows like the longer distances. The next page's lines then come through
-    the L1's own few buffers alone: the L2's prefetcher, which follows within a page, has seen none of them yet.
+    Timed by hand on a Xeon with AMX: a panel whose rows are longer than a cache line was read up to a third slower with
+    distances of a page (4 KiB) and more; panels of shorter rows were fastest with the longer ones. The cause is not
+    known; the L2's prefetcher, which follows within a page, may be it.
     """
     if template == "raw":
         return [0]
