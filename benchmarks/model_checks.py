@@ -144,14 +144,16 @@ def make_reference(plain: nn.Module) -> nn.Module:
 
 
 def pack_everything(model: nn.Module, examples: Sequence[Inputs], store: MemoryStore) -> None:
-    """Put a Decision into ``store`` for every Problem with a constant weight: gemmtune's default layout wins it (on a
-    GPU the first kernel that is listed). No time in it was measured; it serves to check what a packed model does."""
+    """Put a Decision into ``store`` for every Problem with a constant weight, and every ``scaled_mm`` (whose weight is
+    served as it lies): gemmtune's default layout wins it (on a GPU the first kernel that is listed). No time in it was
+    measured; it serves to check what a packed model does."""
     with gemmtune.record() as recorded, torch.no_grad():
         for inputs in examples:
             model(**inputs)
     target = current_target(DEVICE)
     for problem, _ in recorded.problems:
-        candidate = _default(problem, target) if problem.b.constant else None
+        served = problem.b.constant or problem.family == "scaled_mm"
+        candidate = _default(problem, target) if served else None
         if candidate is not None:
             plain = AtenBackend().plain(problem)
             rows = _evidence(problem, candidate, 1e-6, 0.1), _evidence(problem, plain, 1e-3, 1.0)

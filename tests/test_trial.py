@@ -59,7 +59,7 @@ class Pretending:
         each = self.seconds(candidate)
         self.clock.now += 5 * each
         packing = f"native:nr{candidate['nr']}" if candidate.backend == "native" else None
-        return Attempted(Verdict("within_bound"), packing, 0.0, 0, (each,))
+        return Attempted(Verdict("within_bound"), packing, 0.0, 0, (each,) * 5)
 
     def confirm(self, candidate: Candidate, deadline: float | None) -> Confirmed:
         self.clock.now += 5 * self.seconds(candidate)
@@ -201,6 +201,27 @@ def test_the_raw_weights_two_best_are_raced_though_time_is_short(clock: Clock) -
     assert "mm" in {c.template for c in hands.raced if c.backend == "aten"}
     assert wrong not in {c.id for c in hands.raced}
     assert "native" in {c.backend for c in hands.raced}
+
+
+@pytest.mark.parametrize("seconds", [None, 8.0])
+def test_checking_a_way_that_is_far_behind_leaves_time_for_the_race(clock: Clock, seconds: float | None) -> None:
+    """Plain PyTorch on an int4 weight took 56 times as long as a kernel, and checking it all the time of the race."""
+
+    class Thorough(Pretending):
+        def attempt(self, candidate: Candidate, deadline: float | None, worth_s: float | None) -> Attempted:
+            attempted = super().attempt(candidate, deadline, worth_s)
+            self.clock.now += 0.1  # exploring takes its whole share
+            packing = "aten:ahead" if candidate.backend == "aten" and candidate.template != "mm" else attempted.packing
+            return msgspec.structs.replace(attempted, packing=packing)
+
+        def confirm(self, candidate: Candidate, deadline: float | None) -> Confirmed:
+            self.clock.now += 16 * self.seconds(candidate)
+            return Confirmed(Verdict("within_bound"))
+
+    hands = Thorough(clock, lambda c: (0.15 if c.template == "mm" else 5e-3) if c.backend == "aten" else 1e-3)
+    run(clock, hands, seconds)
+    assert hands.race_s >= 0.24 * (seconds or 6.0)
+    assert "mm" not in {c.template for c in hands.raced}
 
 
 def test_the_best_of_each_packing_goes_first(clock: Clock) -> None:

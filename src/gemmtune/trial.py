@@ -51,7 +51,10 @@ MAX_RACED_GPU, RACE_GPU_S = 12, 1.2  # rough times say more there, and rounds re
 LOOKED_AT_AGAIN, DOUBTFUL = 24, 3.0
 LOOKED_AT_AGAIN_GPU = 8  # which nobody else keeps busy; its clock may still be rising when the first are timed
 SLOW_DUEL_CALLS = 80  # calls of the leader that a race needs to decide anything, whatever is left of the default
-ATEN_END, RACE_PAIRS = 0.35, 12  # of a user's budget: ATen's share, and the pairs that a race is left at least
+# Of a user's budget: ATen's share, and the pairs of timings that a race is left at least: 12 of its duel, and the
+# rounds before it.
+ATEN_END, RACE_PAIRS = 0.35, 16
+CHECK_CALLS = 16  # that checking a candidate makes at least: some on each draw, and one at each other M
 
 # A GPU's templates list their likeliest configurations first, and trying one takes milliseconds.
 GPU_SEARCH: dict[str, int] = {"seeds": 12, "leaders": 2, "patience": 12}
@@ -92,6 +95,7 @@ class Trial:
         self._seconds, self._strict = self._default_s, False
         self._made: dict[str, Artifact | Verdict] = {}
         self._best_s = self._slowest_s = 0.0
+        self._around_s = 0.0  # what a timing takes besides its call, at most: caches are emptied before it
         self._others = 0
 
     def run(self, seconds: float | None, limit: int | None) -> Decision:
@@ -213,7 +217,8 @@ class Trial:
     def _reserve_s(self) -> float:
         """Seconds that checking and racing the best of either side will take."""
         base = self._ledger.best(incumbent=True)
-        return 2.0 * self._slowest_s + RACE_PAIRS * (self._best_s + (base.rough_s if base is not None else 0.0))
+        pair_s = self._best_s + (base.rough_s if base is not None else 0.0) + 2.0 * self._around_s
+        return 2.0 * self._slowest_s + RACE_PAIRS * pair_s
 
     def _attempt(self, candidate: Candidate) -> Row:
         start = time.perf_counter()
@@ -228,7 +233,10 @@ class Trial:
             row.times_s = ()
             self._fail(row, result.verdict)
         if row.times_s:
-            self._slowest_s = max(self._slowest_s, time.perf_counter() - start)
+            took = time.perf_counter() - start
+            around_s = max(0.0, took / len(row.times_s) - row.rough_s)
+            self._around_s = min(self._around_s, around_s) if self._slowest_s else around_s
+            self._slowest_s = max(self._slowest_s, took)
         return row
 
     def _worth_s(self, candidate: Candidate) -> float | None:
@@ -275,9 +283,7 @@ class Trial:
         rows = _one_a_packing_first(self._promising())
         count = len({row.packing for row in rows})
         for row in rows[:count] + _by_packing(rows[count:]):
-            if self._spent() < CONFIRM_END and not (
-                self._strict and self._seconds < self._reserve_s() + self._gone_s()
-            ):
+            if self._leaves_a_race(row):
                 self._check(row)
         for incumbent in (True, False):  # whatever the clock says, the best of either side is worth a look
             rows = [row for row in self._ledger.timed() if row.incumbent == incumbent]
@@ -290,6 +296,15 @@ class Trial:
             for row in _within(rows, UNSURE_INCUMBENT)[:MAX_INCUMBENTS]:
                 self._check(row)
             self._confirm_raw_pair()
+
+    def _leaves_a_race(self, row: Row) -> bool:
+        """Whether checking it ends in this phase, and within a user's budget leaves the race what it needs.
+
+        ATen's plain way on a quantised weight may be 50 times slower than the rest: checking that took what the race
+        needed, which then could not tell that a kernel four times as fast as ATen's best is faster.
+        """
+        end_s = self._gone_s() + CHECK_CALLS * row.rough_s
+        return end_s < CONFIRM_END * self._seconds and not (self._strict and self._seconds < end_s + self._reserve_s())
 
     def _confirm_raw_pair(self) -> None:
         """Check the fastest kernel and ATen's fastest way on the raw weight, whatever the clock says: unless both are

@@ -71,6 +71,14 @@ def test_a_faster_challenger_wins_at_the_first_look() -> None:
     assert mine.active
 
 
+def test_pairs_that_empty_the_caches_first_are_looked_at_earlier() -> None:
+    """Twelve of them span half a second, as few pairs of slow calls do; fifty take more than a race may last."""
+    clock = FakeClock(chill_s=20e-3)
+    found, _ = fight(clock, clock.kernel(0.5e-3), deadline_s=0.8)
+    assert found.won
+    assert len(found.challenger) == 12
+
+
 def test_a_slower_challenger_is_settled_without_a_gain_to_hide() -> None:
     clock = FakeClock()
     found, _ = fight(clock, clock.kernel(1.2e-3))

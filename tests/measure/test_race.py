@@ -102,6 +102,15 @@ def test_slow_kernels_get_fewer_pairs_but_an_interval_all_the_same() -> None:
     assert result.seconds <= 4.4
 
 
+@pytest.mark.parametrize(("count", "budget"), [(1, 0.5), (2, 0.8), (4, 0.8), (8, 0.7)])
+def test_a_short_race_leaves_its_duel_enough_pairs_to_decide(count: int, budget: float) -> None:
+    """Where emptying the caches takes far longer than what is timed."""
+    for seed in range(10):
+        result = sweep([1e-3] * count, [4e-3], seed, budget, chill_s=20e-3)
+        assert result.outcome == "winner"
+        assert result.seconds <= 1.1 * budget
+
+
 def test_too_small_a_budget_leaves_the_incumbent() -> None:
     result = sweep([0.05] * 3, [0.1], budget=0.3)
     assert (result.outcome, result.leader) == ("tie", "aten0")

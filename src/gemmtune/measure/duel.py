@@ -17,7 +17,9 @@ ALPHA = 0.01  # two-sided, over all looks: at most 0.5% of duels between equals 
 MAX_PAIRS = 600
 _MOST_PAIRS = 4 * MAX_PAIRS  # while only the stalls' origin is open
 _GROWTH = 1.5  # pairs from one look to the next
-_SLOW_PAIR_S = 10e-3  # pairs this long may be looked at before ``min_pairs``: they span time enough
+# Pairs this long, with the emptying of caches before each timing, may be looked at before ``min_pairs``: they span time
+# enough.
+_SLOW_PAIR_S = 10e-3
 _FIRST_SLOW_LOOK = 12
 _FEW = 5  # pairs in one place that say something of it
 _FEWEST = 9  # fewer pairs cannot give an interval of the first look's level
@@ -79,10 +81,11 @@ def duel(
     has the better median in every place, and the better mean (see ``_mean_agreement``).
     """
     found = Duel(earlier=challenger.paired(incumbent))
-    cost = challenger.cost + incumbent.cost
-    look_at = min(_FIRST_SLOW_LOOK, min_pairs) if cost > _SLOW_PAIR_S else min_pairs
+    cost, timed_s, look_at = challenger.cost + incumbent.cost, 0.0, min_pairs
     moves_at = {min_pairs // 3, 2 * min_pairs // 3}
     while True:
+        if not found.spent:
+            look_at = min(_FIRST_SLOW_LOOK, min_pairs) if cost > _SLOW_PAIR_S else min_pairs
         if len(found.challenger) in moves_at and move():
             found.places.append(len(found.challenger))
         most = _MOST_PAIRS if found.unclear else MAX_PAIRS
@@ -94,7 +97,10 @@ def duel(
             if move():
                 found.places.append(len(found.challenger))
         try:
+            began = clock.now()
             _pair(found, challenger, incumbent, clock, rng)
+            timed_s += clock.now() - began
+            cost = max(challenger.cost + incumbent.cost, timed_s / len(found.challenger))
         except EntrantError as error:
             found.reason = f"{error.lane.id} {error} in the duel"
             error.lane.drop("failed", found.reason)

@@ -32,6 +32,8 @@ _LUCK = 0.05  # what a place may be worth: in fewer places than that a lane is n
 # Raw challengers this far behind ATen's raw kernels, or behind the best of all, are not kept for a duel of their own.
 _RAW_BEHIND, _RAW_WORTH = 1.2, 8.0
 _DUEL_SHARE = 0.4  # of the budget
+# Pairs without which a duel decides nothing, and the share of the budget that they may take of the rounds before.
+_DUEL_PAIRS, _DUEL_MOST = 12, 0.9
 # Of the budget, for what follows the duel: all surroundings of a challenger, and the raw layout's own duel.
 SURROUNDINGS_SHARE, _RAW_SHARE = 0.2, 0.15
 _CLEAR, _CLEAR_PAIRS = 0.9, 75  # a ratio that a duel's first look decides, and pairs enough for it
@@ -265,10 +267,12 @@ class Elimination:
         return self.rounds == 0 or self._spent() + cost <= self._limit() - self._duel_s()
 
     def _duel_s(self) -> float:
-        """What the duel is left of the budget: its share, or what the pairs before its first look take when leader and
-        incumbent were so far apart at the last look that it will be decided there."""
-        each_s = max(self._each_s, self.clock.duel_s)
-        share, pairs = _DUEL_SHARE * self._limit(), _CLEAR_PAIRS * 2.0 * each_s + 2.0 * self._move_s
+        """What the duel is left of the budget: its share, more where that is too few pairs to decide anything, and what
+        the pairs before its first look take when leader and incumbent were so far apart at the last look that it will
+        be decided there."""
+        each_s, limit = max(self._each_s, self.clock.duel_s), self._limit()
+        share = max(_DUEL_SHARE * limit, min(_DUEL_PAIRS * 2.0 * each_s, _DUEL_MOST * limit))
+        pairs = _CLEAR_PAIRS * 2.0 * each_s + 2.0 * self._move_s
         return self._after_s() + (min(share, pairs) if self.clear else share)
 
     def _after_s(self) -> float:

@@ -19,7 +19,8 @@ class FakeClock:
     """A ``measure.clock.Clock`` whose kernels, made by ``kernel``, only move its hands.
 
     noise: standard deviation of a timing, relative (log-normal). drift: relative change of speed over ``drift_s``
-    simulated seconds, there and back (a sine). stalls: share of timings that lose ``stall_s`` seconds.
+    simulated seconds, there and back (a sine). stalls: share of timings that lose ``stall_s`` seconds. chill_s: seconds
+    that pass before each timing, as emptying the caches takes them; they are no part of it.
     """
 
     duel_s = FLOOR_S
@@ -33,8 +34,9 @@ class FakeClock:
         drift_s: float = 1.0,
         stalls: float = 0.0,
         stall_s: float = 8e-3,
+        chill_s: float = 0.0,
     ) -> None:
-        self._rng = random.Random(seed)
+        self._rng, self._chill_s = random.Random(seed), chill_s
         self._noise, self._drift, self._drift_s = noise, drift, drift_s
         self._stalls, self._stall_s = stalls, stall_s
         self._time = 0.0
@@ -56,7 +58,11 @@ class FakeClock:
         return max(1, math.ceil(floor_s / took)) if took > 0.0 else 1
 
     def time_round(self, runs: Sequence[Run], calls: Sequence[int]) -> list[float]:
-        return [self._batch(run, n) / n for run, n in zip(runs, calls, strict=True)]
+        times = []
+        for run, n in zip(runs, calls, strict=True):
+            self._time += self._chill_s
+            times.append(self._batch(run, n) / n)
+        return times
 
     def call_again(self, run: Run, place: int) -> Sequence[int]:
         run(place)
