@@ -19,8 +19,8 @@ _MOST_PAIRS = 4 * MAX_PAIRS  # while only the stalls' origin is open
 _GROWTH = 1.5  # pairs from one look to the next
 # Pairs this long, with the emptying of caches before each timing, may be looked at before ``min_pairs``: they span time
 # enough.
-_SLOW_PAIR_S = 10e-3
-_FIRST_SLOW_LOOK = 12
+SLOW_PAIR_S = 10e-3
+FIRST_SLOW_LOOK = 12
 _FEW = 5  # pairs in one place that say something of it
 _FEWEST = 9  # fewer pairs cannot give an interval of the first look's level
 _STALL_SIGMAS, _STALL_LEAST = 6.0, 0.2  # a timing this far above its side's median, in robust sigmas and in share
@@ -85,7 +85,7 @@ def duel(
     moves_at = {min_pairs // 3, 2 * min_pairs // 3}
     while True:
         if not found.spent:
-            look_at = min(_FIRST_SLOW_LOOK, min_pairs) if cost > _SLOW_PAIR_S else min_pairs
+            look_at = min(FIRST_SLOW_LOOK, min_pairs) if cost > SLOW_PAIR_S else min_pairs
         if len(found.challenger) in moves_at and move():
             found.places.append(len(found.challenger))
         most = _MOST_PAIRS if found.unclear else MAX_PAIRS

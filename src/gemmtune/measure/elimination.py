@@ -12,6 +12,7 @@ from statistics import median
 
 from ..events import BestSoFar
 from .clock import FLOOR_S, Clock, Run
+from .duel import FIRST_SLOW_LOOK, SLOW_PAIR_S
 from .lane import EntrantError, Lane, by_ratio, fastest, ranked
 from .machine import Machine, Weather
 from .stats import mad, ratio_interval, slower_than, spend
@@ -32,11 +33,14 @@ _LUCK = 0.05  # what a place may be worth: in fewer places than that a lane is n
 # Raw challengers this far behind ATen's raw kernels, or behind the best of all, are not kept for a duel of their own.
 _RAW_BEHIND, _RAW_WORTH = 1.2, 8.0
 _DUEL_SHARE = 0.4  # of the budget
-# Pairs without which a duel decides nothing, and the share of the budget that they may take of the rounds before.
-_DUEL_PAIRS, _DUEL_MOST = 12, 0.9
+# The share of the budget that pairs without which a duel decides nothing may take of the rounds before.
+_DUEL_MOST = 0.9
+_FEW_ROUNDS = 5  # of which a race has time for all that it goes on with
 # Of the budget, for what follows the duel: all surroundings of a challenger, and the raw layout's own duel.
 SURROUNDINGS_SHARE, _RAW_SHARE = 0.2, 0.15
-_CLEAR, _CLEAR_PAIRS = 0.9, 75  # a ratio that a duel's first look decides, and pairs enough for it
+# A ratio that a duel's first look decides, as an interval and as single times tell it, and the looks' pairs that it may
+# take.
+_CLEAR, _CLEAR_AT_ONCE, _CLEAR_LOOKS = 0.9, 0.8, 1.5
 NOISE, STALLED = 0.05, 0.05
 _LOAD, _STOLEN = 0.25, 0.02  # beyond these the machine is disturbed
 
@@ -78,12 +82,13 @@ class Elimination:
 
     def __init__(
         self, entrants: Sequence[Entrant], clock: Clock, budget_s: float, seed: int, progress: Progress | None,
-        setup: RaceSetup,
+        setup: RaceSetup, min_duel: int,
     ) -> None:  # fmt: skip
+        self._min_duel = min_duel
         self.clock, self.budget, self.progress, self.machine = clock, budget_s, progress, setup.machine
         self.conditions = dict(setup.conditions)
         self._move, self._move_s, self.moves = setup.move, setup.move_s, 0
-        self._least_s, self._surroundings = setup.least_s, setup.surroundings
+        self._least_s, self._surroundings, self._earlier_s = setup.least_s, setup.surroundings, setup.earlier_s
         self.rng = random.Random(seed)
         self.lanes = [Lane(e.id, e.run, e.incumbent, e.group) for e in entrants]
         self.disturbed = self.contended = False
@@ -125,8 +130,32 @@ class Elimination:
                 if not self._affordable():
                     return
                 self._round()
+                if self.rounds == 1:
+                    self._look_ahead()
+                    self._make_room()
             for incumbents in (True, False):
                 self._screen_out(incumbents)
+
+    def _make_room(self) -> None:
+        """Leave out the slowest where the time does not allow a few rounds of all: a leader that is chosen by one timing
+        of each is chosen by chance. The best of either side and of each group stay, in any case."""
+        left = self._limit() - self._duel_s() - self._spent()
+        places = int(left / max(self._each_s * (_FEW_ROUNDS - self.rounds), 1e-9))
+        lanes = sorted(self._active(), key=self._first_s)
+        if len(lanes) <= places:
+            return
+        best = self._best(incumbents=True)
+        kept = self._raw_leaders() | {best.id if best is not None else ""}
+        kept |= {lane.id for lane in {lane.group: lane for lane in reversed(lanes) if not lane.incumbent}.values()}
+        others = [lane for lane in lanes if lane.id not in kept]
+        for lane in others[max(0, places - len(kept)) :]:
+            place, count = lanes.index(lane) + 1, len(lanes)
+            lane.drop("screened", f"in place {place} of {count} by its first times; more than the time allows")
+
+    def _first_s(self, lane: Lane) -> float:
+        """Seconds a call by what there is after a round: that round, and what it took before the race."""
+        earlier_s = self._earlier_s.get(lane.id, lane.median)
+        return 0.5 * (lane.median + earlier_s)
 
     def _screen_out(self, incumbents: bool) -> None:
         """Drop whoever is far behind; incumbents only by a faster incumbent. Stalls cannot: the minimum counts, and it
@@ -271,9 +300,10 @@ class Elimination:
         the pairs before its first look take when leader and incumbent were so far apart at the last look that it will
         be decided there."""
         each_s, limit = max(self._each_s, self.clock.duel_s), self._limit()
-        share = max(_DUEL_SHARE * limit, min(_DUEL_PAIRS * 2.0 * each_s, _DUEL_MOST * limit))
-        pairs = _CLEAR_PAIRS * 2.0 * each_s + 2.0 * self._move_s
-        return self._after_s() + (min(share, pairs) if self.clear else share)
+        share = max(_DUEL_SHARE * limit, min(FIRST_SLOW_LOOK * 2.0 * each_s, _DUEL_MOST * limit))
+        first = FIRST_SLOW_LOOK if 2.0 * each_s > SLOW_PAIR_S else self._min_duel
+        pairs_s = _CLEAR_LOOKS * first * 2.0 * each_s + 2.0 * self._move_s
+        return self._after_s() + (min(share, pairs_s) if self.clear else share)
 
     def _after_s(self) -> float:
         """Seconds that are left for what follows the duel."""
@@ -288,11 +318,16 @@ class Elimination:
         return both and any(lane is not None and not lane.raw for lane in leaders)
 
     def _look_ahead(self) -> None:
-        """Whether the best of either side are far apart."""
+        """Whether the best of either side are far apart; by their single times, before there are rounds enough."""
         incumbent, leader = self._best(incumbents=True), self._best(incumbents=False)
-        if incumbent is not None and leader is not None:
-            found = ratio_interval(*leader.paired(incumbent), 0.1)
-            self.clear = found.hi < _CLEAR or found.lo > 1.0 / _CLEAR
+        if incumbent is None or leader is None:
+            return
+        if self.rounds < min(_LOOKS):
+            ratio = self._first_s(leader) / self._first_s(incumbent)
+            self.clear = ratio < _CLEAR_AT_ONCE or ratio > 1.0 / _CLEAR_AT_ONCE
+            return
+        found = ratio_interval(*leader.paired(incumbent), 0.1)
+        self.clear = found.hi < _CLEAR or found.lo > 1.0 / _CLEAR
 
     def _movable(self) -> bool:
         """Whether the operands can be put elsewhere, and that takes little of the time that is left."""

@@ -112,9 +112,8 @@ class _Race(Elimination):
         self, entrants: Sequence[Entrant], clock: Clock, budget_s: float, seed: int, progress: Progress | None,
         setup: RaceSetup, min_duel: int, min_gain: float,
     ) -> None:  # fmt: skip
-        super().__init__(entrants, clock, budget_s, seed, progress, setup)
-        self._earlier_s = setup.earlier_s
-        self._min_duel, self._min_gain = min_duel, min_gain
+        super().__init__(entrants, clock, budget_s, seed, progress, setup, min_duel)
+        self._min_gain = min_gain
         self.layouts: dict[str, LayoutDecision] = {}
 
     def run(self) -> RaceResult:
