@@ -111,6 +111,21 @@ def test_a_short_race_leaves_its_duel_enough_pairs_to_decide(count: int, budget:
         assert result.seconds <= 1.1 * budget
 
 
+def test_a_race_with_little_time_goes_on_with_fewer() -> None:
+    """Twenty entrants of which there is time for one round and a half: the best is timed again, the others' groups too."""
+    clock = FakeClock(chill_s=10e-3, noise=0.05)
+    seconds = [4e-3, *[4.4e-3] * 18]
+    earlier = {f"native{i}": s for i, s in enumerate(seconds)}
+    result = race(line_up(clock, seconds, [6e-3]), clock, 1.5, setup=RaceSetup(earlier_s=earlier))
+    assert (result.outcome, result.leader) == ("winner", "native0")
+    assert result.rounds >= 5
+    dropped = [row for row in result.standings.values() if "more than the time allows" in row.reason]
+    assert len(dropped) >= 10
+    assert {row.stage for row in dropped} == {"screened"}
+    assert set(result.alternatives) == {"", "g0", "g1"}
+    assert result.seconds <= 1.65
+
+
 def test_too_small_a_budget_leaves_the_incumbent() -> None:
     result = sweep([0.05] * 3, [0.1], budget=0.3)
     assert (result.outcome, result.leader) == ("tie", "aten0")

@@ -137,8 +137,8 @@ class Elimination:
                 self._screen_out(incumbents)
 
     def _make_room(self) -> None:
-        """Leave out the slowest where the time does not allow a few rounds of all: a leader that is chosen by one timing
-        of each is chosen by chance. The best of either side and of each group stay, in any case."""
+        """Leave out the slowest where the time does not allow a few rounds of all: one timing of each would choose a
+        leader by chance. The best of either side and of each group stay, in any case."""
         left = self._limit() - self._duel_s() - self._spent()
         places = int(left / max(self._each_s * (_FEW_ROUNDS - self.rounds), 1e-9))
         lanes = sorted(self._active(), key=self._first_s)
