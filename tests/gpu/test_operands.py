@@ -115,13 +115,13 @@ def test_converted_weights_that_do_not_fit_leave_the_call_to_torch(own_store: Me
     problem = weight_only_problem(256, 4096, 4096)
     kernel = kernel_of(problem, first(problem, "converted"))
     inputs = make_inputs(problem, 0, device=torch.device("cuda"))
-    run_into(kernel, inputs, torch.empty(256, 4096, dtype=torch.bfloat16, device="cuda"))
+    out = torch.empty(256, 4096, dtype=torch.bfloat16, device="cuda")
+    run_into(kernel, inputs, out)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (4 << 20)) / total)
     try:
-        out = torch.empty(256, 4096, dtype=torch.bfloat16, device="cuda")
         with pytest.raises(torch.OutOfMemoryError):
             run_into(kernel, inputs, out)
     finally:

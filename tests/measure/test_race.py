@@ -112,7 +112,7 @@ def test_a_short_race_leaves_its_duel_enough_pairs_to_decide(count: int, budget:
 
 
 def test_a_race_with_little_time_goes_on_with_fewer() -> None:
-    """Twenty entrants of which there is time for one round and a half: the best is timed again, the others' groups too."""
+    """Twenty entrants, and time for a round and a half: the best is timed again, and the best of each group."""
     clock = FakeClock(chill_s=10e-3, noise=0.05)
     seconds = [4e-3, *[4.4e-3] * 18]
     earlier = {f"native{i}": s for i, s in enumerate(seconds)}

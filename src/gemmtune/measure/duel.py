@@ -77,15 +77,16 @@ def duel(
     Looks are at ``min_pairs`` (12 when a pair takes over 10 ms), then 1.5 times as many, up to 600; each spends a part
     of a 1% two-sided error that grows with the cube root of the pairs, and the last one the rest. When time runs out
     the pairs there are get the last look. deadline(duel so far): when that is, on ``clock``; it may move. move: puts
-    the operands elsewhere in memory (False: it does not); called twice before the first look and after each. A winner
-    has the better median in every place, and the better mean (see ``_mean_agreement``).
+    the operands elsewhere in memory (False: it does not); called twice before the first look (once where that comes
+    after 12 pairs) and after each. A winner has the better median in every place, and the better mean (see
+    ``_mean_agreement``).
     """
     found = Duel(earlier=challenger.paired(incumbent))
     cost, timed_s, look_at = challenger.cost + incumbent.cost, 0.0, min_pairs
-    moves_at = {min_pairs // 3, 2 * min_pairs // 3}
     while True:
         if not found.spent:
             look_at = min(FIRST_SLOW_LOOK, min_pairs) if cost > SLOW_PAIR_S else min_pairs
+            moves_at = {look_at // 2} if look_at < 3 * _FEW else {look_at // 3, 2 * look_at // 3}
         if len(found.challenger) in moves_at and move():
             found.places.append(len(found.challenger))
         most = _MOST_PAIRS if found.unclear else MAX_PAIRS

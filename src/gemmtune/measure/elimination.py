@@ -36,6 +36,7 @@ _DUEL_SHARE = 0.4  # of the budget
 # The share of the budget that pairs without which a duel decides nothing may take of the rounds before.
 _DUEL_MOST = 0.9
 _FEW_ROUNDS = 5  # of which a race has time for all that it goes on with
+_UNSURE = 1.1  # incumbents this close by their first times may each be the fastest
 # Of the budget, for what follows the duel: all surroundings of a challenger, and the raw layout's own duel.
 SURROUNDINGS_SHARE, _RAW_SHARE = 0.2, 0.15
 # A ratio that a duel's first look decides, as an interval and as single times tell it, and the looks' pairs that it may
@@ -138,14 +139,15 @@ class Elimination:
 
     def _make_room(self) -> None:
         """Leave out the slowest where the time does not allow a few rounds of all: one timing of each would choose a
-        leader by chance. The best of either side and of each group stay, in any case."""
+        leader by chance. The best of each group stays in any case, and whatever may be the fastest incumbent."""
         left = self._limit() - self._duel_s() - self._spent()
         places = int(left / max(self._each_s * (_FEW_ROUNDS - self.rounds), 1e-9))
         lanes = sorted(self._active(), key=self._first_s)
         if len(lanes) <= places:
             return
-        best = self._best(incumbents=True)
-        kept = self._raw_leaders() | {best.id if best is not None else ""}
+        incumbents = [lane for lane in lanes if lane.incumbent]
+        kept = self._raw_leaders()
+        kept |= {lane.id for lane in incumbents if self._first_s(lane) <= _UNSURE * self._first_s(incumbents[0])}
         kept |= {lane.id for lane in {lane.group: lane for lane in reversed(lanes) if not lane.incumbent}.values()}
         others = [lane for lane in lanes if lane.id not in kept]
         for lane in others[max(0, places - len(kept)) :]:
@@ -153,9 +155,8 @@ class Elimination:
             lane.drop("screened", f"in place {place} of {count} by its first times; more than the time allows")
 
     def _first_s(self, lane: Lane) -> float:
-        """Seconds a call by what there is after a round: that round, and what it took before the race."""
-        earlier_s = self._earlier_s.get(lane.id, lane.median)
-        return 0.5 * (lane.median + earlier_s)
+        """Seconds a call after one round: what it took there or before the race, whichever had no stall."""
+        return min(lane.median, self._earlier_s.get(lane.id, lane.median))
 
     def _screen_out(self, incumbents: bool) -> None:
         """Drop whoever is far behind; incumbents only by a faster incumbent. Stalls cannot: the minimum counts, and it
