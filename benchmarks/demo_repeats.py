@@ -4,8 +4,8 @@
 
 The demo prints, for each variant and workload, the ratio of tokens a second with its 95% interval over processes. Two
 runs agree on one when their intervals overlap. The table has the ratio's median over runs, the least and the most, and
-how many pairs of runs agree. Each run tunes anew, so that another kernel may serve. Writes all ratios to
-benchmarks/results/; Ctrl-C ends it with the runs that there are.
+how many pairs of runs agree. Each run tunes anew, so that another kernel may serve. Writes all ratios and the decisions of
+each run to benchmarks/results/; Ctrl-C ends it with the runs that there are.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from harness import write
+
+from gemmtune.store import open_store
 
 HERE = Path(__file__).resolve().parent.parent
 _VARIANT = re.compile(r"^(\w+): outputs (same|NOT the same) within the bound$")
@@ -45,13 +48,27 @@ def ratios(text: str) -> dict[str, Ratio]:
     return found
 
 
-def run(arguments: list[str]) -> dict[str, Ratio]:
-    """The ratios of one run. Raises CalledProcessError when the demo fails."""
+def tuned(path: Path) -> dict[str, dict[str, Any]]:
+    """The outcome, the chosen candidate and the best candidate of each layout by the key of its problem."""
+    store = open_store(path)
+    try:
+        return {
+            decision.problem_key: {
+                "outcome": decision.outcome, "chosen": decision.chosen, "layouts": dict(decision.alternatives)
+            }
+            for decision in store.decisions()
+        }  # fmt: skip
+    finally:
+        store.close()
+
+
+def run(arguments: list[str]) -> tuple[dict[str, Ratio], dict[str, dict[str, Any]]]:
+    """The ratios of one run, and what it tuned. Raises CalledProcessError when the demo fails."""
     with tempfile.TemporaryDirectory(prefix="gemmtune-demo-") as folder:
         environment = {**os.environ, "GEMMTUNE_STORE": str(Path(folder) / "store.db")}
         command = [sys.executable, "examples/demo.py", "--report", str(Path(folder) / "report.html"), *arguments]
         ended = subprocess.run(command, cwd=HERE, env=environment, check=True, stdout=subprocess.PIPE, text=True)
-        return ratios(ended.stdout)
+        return ratios(ended.stdout), tuned(Path(folder) / "store.db")
 
 
 def main() -> None:
@@ -59,11 +76,13 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=10, help="[10]; what is not known here is the demo's")
     args, passed = parser.parse_known_args()
     rows: dict[str, list[Ratio]] = {}
+    decisions: list[dict[str, dict[str, Any]]] = []
     for number in range(args.runs):
         try:
-            found = run(passed)
+            found, made = run(passed)
         except KeyboardInterrupt:  # what there is, is a result
             break
+        decisions.append(made)
         for name, ratio in found.items():
             rows.setdefault(name, []).append(ratio)
         print(f"run {number + 1} of {args.runs}: {found}", flush=True)
@@ -74,7 +93,7 @@ def main() -> None:
         centers = [center for center, _, _ in runs]
         print(f"{name:<28}{statistics.median(centers):7.2f}x{min(centers):7.2f}x{max(centers):7.2f}x  "
               f"{agree} of {len(pairs)}")  # fmt: skip
-    write("demo-repeats", rows)
+    write("demo-repeats", rows, tuned=decisions)
 
 
 if __name__ == "__main__":
