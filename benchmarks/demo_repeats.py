@@ -4,8 +4,8 @@
 
 The demo prints, for each variant and workload, the ratio of tokens a second with its 95% interval over processes. Two
 runs agree on one when their intervals overlap. The table has the ratio's median over runs, the least and the most, and
-how many pairs of runs agree. Each run tunes anew, so that another kernel may serve. Writes all ratios and the decisions of
-each run to benchmarks/results/; Ctrl-C ends it with the runs that there are.
+how many pairs of runs agree. Each run tunes anew, so that another kernel may serve. Writes all ratios, and each run's
+decisions, to benchmarks/results/; Ctrl-C ends it with the runs that there are.
 """
 
 from __future__ import annotations
