@@ -49,7 +49,7 @@ def ratios(text: str) -> dict[str, Ratio]:
 
 
 def tuned(path: Path) -> dict[str, dict[str, Any]]:
-    """The outcome, the chosen candidate and the best candidate of each layout by the key of its problem."""
+    """Return the decisions of the store at ``path`` by problem key: outcome, chosen candidate, each layout's best."""
     store = open_store(path)
     try:
         return {
@@ -79,13 +79,13 @@ def main() -> None:
     decisions: list[dict[str, dict[str, Any]]] = []
     for number in range(args.runs):
         try:
-            found, made = run(passed)
+            run_ratios, run_decisions = run(passed)
         except KeyboardInterrupt:  # what there is, is a result
             break
-        decisions.append(made)
-        for name, ratio in found.items():
+        decisions.append(run_decisions)
+        for name, ratio in run_ratios.items():
             rows.setdefault(name, []).append(ratio)
-        print(f"run {number + 1} of {args.runs}: {found}", flush=True)
+        print(f"run {number + 1} of {args.runs}: {run_ratios}", flush=True)
     print(f"{'':<28}{'median':>8}{'least':>8}{'most':>8}  pairs of runs that agree")
     for name, runs in rows.items():
         pairs = list(itertools.combinations(runs, 2))

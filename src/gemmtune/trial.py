@@ -95,7 +95,7 @@ class Trial:
         self._seconds, self._strict = self._default_s, False
         self._made: dict[str, Artifact | Verdict] = {}
         self._best_s = self._slowest_s = 0.0
-        self._around_s = 0.0  # what a timing takes besides its call, at most: caches are emptied before it
+        self._overhead_s = 0.0  # upper bound of what a timing takes besides its calls, as emptying the caches
         self._others = 0
 
     def run(self, seconds: float | None, limit: int | None) -> Decision:
@@ -217,7 +217,7 @@ class Trial:
     def _reserve_s(self) -> float:
         """Seconds that checking and racing the best of either side will take."""
         base = self._ledger.best(incumbent=True)
-        pair_s = self._best_s + (base.rough_s if base is not None else 0.0) + 2.0 * self._around_s
+        pair_s = self._best_s + (base.rough_s if base is not None else 0.0) + 2.0 * self._overhead_s
         return 2.0 * self._slowest_s + RACE_PAIRS * pair_s
 
     def _attempt(self, candidate: Candidate) -> Row:
@@ -234,8 +234,8 @@ class Trial:
             self._fail(row, result.verdict)
         if row.times_s:
             took = time.perf_counter() - start
-            around_s = max(0.0, took / len(row.times_s) - row.rough_s)
-            self._around_s = min(self._around_s, around_s) if self._slowest_s else around_s
+            overhead_s = max(0.0, took / len(row.times_s) - row.rough_s)
+            self._overhead_s = min(self._overhead_s, overhead_s) if self._slowest_s else overhead_s
             self._slowest_s = max(self._slowest_s, took)
         return row
 
@@ -283,7 +283,7 @@ class Trial:
         rows = _one_a_packing_first(self._promising())
         count = len({row.packing for row in rows})
         for row in rows[:count] + _by_packing(rows[count:]):
-            if self._leaves_a_race(row):
+            if self._leaves_race_time(row):
                 self._check(row)
         for incumbent in (True, False):  # whatever the clock says, the best of either side is worth a look
             rows = [row for row in self._ledger.timed() if row.incumbent == incumbent]
@@ -297,8 +297,8 @@ class Trial:
                 self._check(row)
             self._confirm_raw_pair()
 
-    def _leaves_a_race(self, row: Row) -> bool:
-        """Whether checking it ends in this phase, and within a user's budget leaves the race what it needs.
+    def _leaves_race_time(self, row: Row) -> bool:
+        """Return whether a check of ``row`` ends in this phase and, within a user's budget, leaves the race its time.
 
         ATen's plain way on a quantised weight may be 50 times slower than the rest: checking that took what the race
         needed, which then could not tell that a kernel four times as fast as ATen's best is faster.

@@ -36,7 +36,7 @@ _DUEL_SHARE = 0.4  # of the budget
 # The share of the budget that pairs without which a duel decides nothing may take of the rounds before.
 _DUEL_MOST = 0.9
 _FEW_ROUNDS = 5  # of which a race has time for all that it goes on with
-_UNSURE = 1.1  # incumbents this close by their first times may each be the fastest
+_CLOSE_INCUMBENT = 1.1  # incumbents this close by their first times may each be the fastest
 # Of the budget, for what follows the duel: all surroundings of a challenger, and the raw layout's own duel.
 SURROUNDINGS_SHARE, _RAW_SHARE = 0.2, 0.15
 # A ratio that a duel's first look decides, as an interval and as single times tell it, and the looks' pairs that it may
@@ -133,29 +133,31 @@ class Elimination:
                 self._round()
                 if self.rounds == 1:
                     self._look_ahead()
-                    self._make_room()
+                    self._drop_unaffordable()
             for incumbents in (True, False):
                 self._screen_out(incumbents)
 
-    def _make_room(self) -> None:
-        """Leave out the slowest where the time does not allow a few rounds of all: one timing of each would choose a
-        leader by chance. The best of each group stays in any case, and whatever may be the fastest incumbent."""
+    def _drop_unaffordable(self) -> None:
+        """Drop the slowest entrants when the budget does not allow five rounds of all: a leader chosen by one timing
+        of each is chosen by chance. The best of each group stays, and every incumbent close to the fastest."""
         left = self._limit() - self._duel_s() - self._spent()
         places = int(left / max(self._each_s * (_FEW_ROUNDS - self.rounds), 1e-9))
-        lanes = sorted(self._active(), key=self._first_s)
+        lanes = sorted(self._active(), key=self._first_estimate_s)
         if len(lanes) <= places:
             return
         incumbents = [lane for lane in lanes if lane.incumbent]
         kept = self._raw_leaders()
-        kept |= {lane.id for lane in incumbents if self._first_s(lane) <= _UNSURE * self._first_s(incumbents[0])}
+        close_s = _CLOSE_INCUMBENT * min((self._first_estimate_s(lane) for lane in incumbents), default=0.0)
+        kept |= {lane.id for lane in incumbents if self._first_estimate_s(lane) <= close_s}
         kept |= {lane.id for lane in {lane.group: lane for lane in reversed(lanes) if not lane.incumbent}.values()}
         others = [lane for lane in lanes if lane.id not in kept]
         for lane in others[max(0, places - len(kept)) :]:
             place, count = lanes.index(lane) + 1, len(lanes)
             lane.drop("screened", f"in place {place} of {count} by its first times; more than the time allows")
 
-    def _first_s(self, lane: Lane) -> float:
-        """Seconds a call after one round: what it took there or before the race, whichever had no stall."""
+    def _first_estimate_s(self, lane: Lane) -> float:
+        """Return seconds per call after one round: the lower of that round's and the time before the race, since a
+        stall can double one of them."""
         return min(lane.median, self._earlier_s.get(lane.id, lane.median))
 
     def _screen_out(self, incumbents: bool) -> None:
@@ -324,7 +326,7 @@ class Elimination:
         if incumbent is None or leader is None:
             return
         if self.rounds < min(_LOOKS):
-            ratio = self._first_s(leader) / self._first_s(incumbent)
+            ratio = self._first_estimate_s(leader) / self._first_estimate_s(incumbent)
             self.clear = ratio < _CLEAR_AT_ONCE or ratio > 1.0 / _CLEAR_AT_ONCE
             return
         found = ratio_interval(*leader.paired(incumbent), 0.1)
