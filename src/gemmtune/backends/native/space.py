@@ -278,12 +278,15 @@ def _k_blocks(problem: Problem, unit: Unit, template: str, many: bool) -> list[i
 
     Where several row tiles pass over a packed panel, a block of it that stays in the L1 or L2 meanwhile was up to 25%
     faster than all of K (AVX512, fp32 and fp16, M of 16 to 256, one and two threads, timed by hand on a Xeon). With AMX
-    it was up to 20% faster at M = 64 and 10% slower at 256.
+    it was up to 20% faster at M = 64 and 10% slower at 256. An expanded block that few row tiles read is best when the
+    L1 keeps it: with AMX at M = 16, int8 weights took 4 to 20% longer by blocks of 1024 than of 512, int4 weights 20%
+    longer by 512 than by 256; at M = 256, 1024 was the fastest.
     """
     if template == "dot":
         return [0] + [size for size in (1024, 512, 2048) if many and size < problem.k]
     if template != "packed":
-        sizes = [size for size in (1024, 512, 256) if size // 2 < problem.k]
+        few = unit.isa == "amx" and problem.m <= 64
+        sizes = [size for size in ((512, 256, 1024) if few else (1024, 512, 256)) if size // 2 < problem.k]
         sizes = sizes or [512]
     else:
         blocks = [size for size in (512, 1024) if many and size < problem.k]
@@ -319,9 +322,10 @@ def _grids(problem: Problem, threads: int, nr: int, template: str) -> list[tuple
 def _prefetches(problem: Problem, unit: Unit, template: str, nr: int, many: bool) -> list[int]:
     """Distances in bytes; -1, the block after this one, where several row tiles share a block.
 
-    Timed by hand on a Xeon with AMX: a panel whose rows are longer than a cache line was read up to a third slower with
-    distances of a page (4 KiB) and more; panels of shorter rows were fastest with the longer ones. The cause is not
-    known; the L2's prefetcher, which follows within a page, may be it.
+    Timed by hand on a Xeon with AMX. Vector units read a panel whose rows are longer than a cache line up to a third
+    slower with distances of a page (4 KiB) and more; panels of shorter rows were fastest with the longer ones. The
+    cause is not known; the L2's prefetcher, which follows within a page, may be it. AMX was up to 10% faster with the
+    longer distances, whatever the rows' length.
     """
     if template == "raw":
         return [0]
@@ -329,5 +333,7 @@ def _prefetches(problem: Problem, unit: Unit, template: str, nr: int, many: bool
         return [1024, 0, 3072]
     if many:
         return [-1, 3072, 8192]
+    if unit.isa == "amx":
+        return [16384, 8192, 3072]
     row_bytes = Packing.of(unit.compute, problem.b.dtype, nr).nbytes(nr, 1)
     return [3072, 8192, 16384] if row_bytes > _CACHE_LINE else [8192, 3072, 16384]
