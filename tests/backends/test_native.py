@@ -194,6 +194,27 @@ def test_one_thread_is_offered_where_waking_others_may_cost_more(m: int, n: int,
     assert "1x2x1" in grids
 
 
+@pytest.mark.parametrize(
+    ("problem", "template", "entry", "values"),
+    [
+        (dense(16, 4096, 4096, "bfloat16"), "packed", "prefetch", [16384, 8192, 3072]),
+        (dense(64, 4096, 4096, "bfloat16"), "packed", "prefetch", [-1, 3072, 8192]),
+        (weight_only(64, 4096, 4096, "bfloat16", "int8", Quant(None, "bfloat16")), "expand", "kc", [512, 256, 1024]),
+        (weight_only(256, 4096, 4096, "bfloat16", "int8", Quant(None, "bfloat16")), "expand", "kc", [1024, 512, 256]),
+    ],
+)
+def test_amx_offers_the_likeliest_values_first(
+    problem: Problem, template: str, entry: str, values: list[int]
+) -> None:
+    """A search starts from the first ones, and a short budget sees little else."""
+    offered = [
+        item[entry]
+        for item in space.candidates(problem, target(), ["amx"])
+        if isinstance(item, Candidate) and item.template == template
+    ]
+    assert list(dict.fromkeys(offered)) == values
+
+
 @pytest.mark.parametrize("isa", ISAS)
 def test_split_k_is_exact_for_integers(isa: str) -> None:
     problem = integer(9, 70, 1300, "int8")
