@@ -203,9 +203,7 @@ def test_one_thread_is_offered_where_waking_others_may_cost_more(m: int, n: int,
         (weight_only(256, 4096, 4096, "bfloat16", "int8", Quant(None, "bfloat16")), "expand", "kc", [1024, 512, 256]),
     ],
 )
-def test_amx_offers_the_likeliest_values_first(
-    problem: Problem, template: str, entry: str, values: list[int]
-) -> None:
+def test_amx_offers_the_likeliest_values_first(problem: Problem, template: str, entry: str, values: list[int]) -> None:
     """A search starts from the first ones, and a short budget sees little else."""
     offered = [
         item[entry]

@@ -55,8 +55,8 @@ Progress = Callable[[Leading], None]
 
 # How long a kernel is run again on one draw, to see whether it repeats: when it is tried, and before it is eligible.
 _GLANCE_S, _PATIENCE_S = 20e-3, 0.1
-# For a candidate's calls at other M, beyond the first of them. On a GPU each takes 2.4 ms (H200), a dozen candidates are
-# checked, and 25 ms for each were a tenth of all tuning time.
+# For a candidate's calls at other M, beyond the first of them. On an H200 each takes 2.4 ms and a dozen candidates are
+# checked: 25 ms for each were a tenth of all tuning time.
 _ROWS_PATIENCE_S, _GPU_ROWS_PATIENCE_S = 25e-3, 8e-3
 _KEPT_ROWS = 6  # draws of other M that are kept for the next candidate
 

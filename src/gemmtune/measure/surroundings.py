@@ -18,7 +18,7 @@ from .stats import Interval, ratio_interval
 
 ROUNDS = 14
 _LEAST_ROUNDS = 6
-# Rounds after which a challenger whose times are below _CLEAR of the incumbent's, by its interval, is not timed further.
+# Rounds after which a challenger below _CLEAR of the incumbent's time (by its interval) is not timed further.
 _CLEAR_ROUNDS, _CLEAR = 8, 0.9
 # A ratio above 1 by no more than the first is no disagreement; one above the second is, however noisy it was.
 _TOLERANCE, _PLAIN = 0.005, 0.015
