@@ -1,4 +1,4 @@
-"""How long a comparison among other work lasts, and what it says."""
+"""``compare``: the number of rounds, and the ratios that it returns."""
 
 from __future__ import annotations
 

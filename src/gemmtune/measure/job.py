@@ -55,9 +55,7 @@ Progress = Callable[[Leading], None]
 
 # How long a kernel is run again on one draw, to see whether it repeats: when it is tried, and before it is eligible.
 _GLANCE_S, _PATIENCE_S = 20e-3, 0.1
-# For a candidate's calls at other M, beyond the first of them. On an H200 each takes 2.4 ms and a dozen candidates are
-# checked: 25 ms for each were a tenth of all tuning time.
-_ROWS_PATIENCE_S, _GPU_ROWS_PATIENCE_S = 25e-3, 8e-3
+_ROWS_PATIENCE_S = 25e-3  # for a candidate's calls at other M, beyond the first of them
 _KEPT_ROWS = 6  # draws of other M that are kept for the next candidate
 
 
@@ -224,9 +222,9 @@ class Job:
 
     def _verify_rows(self, kernel: Kernel, so_far: Verdict) -> Verdict:
         """The Verdict for a kernel at other M: its Plan serves it there, too. so_far: that for the Problem's M."""
-        began, patience_s = 0.0, _ROWS_PATIENCE_S if self._gpu is None else _GPU_ROWS_PATIENCE_S
+        began = 0.0
         for m in other_row_counts(self.problem, kernel.candidate):
-            if began and time.perf_counter() - began > patience_s:
+            if began and time.perf_counter() - began > _ROWS_PATIENCE_S:
                 break
             if m not in self._rows:
                 while len(self._rows) >= _KEPT_ROWS:

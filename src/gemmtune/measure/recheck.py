@@ -31,7 +31,6 @@ from .verify import check_elements
 CALLS = 30  # in a row, as far as the patience goes
 PATIENCE_S = 60e-3  # for all kernels' calls
 ROWS_PATIENCE_S = 30e-3  # for all their calls at other M
-_CHECKED_BEFORE = 4  # other M that even a check in a hurry comes to before the race
 _GRAPH_CALLS = 6  # replays of a graph, each of them of many calls
 _LEAST_CALLS = 3  # one that leaves a result, one into it on other operands, one into poison
 _WINDOW = 4  # operand sets whose results are kept to compare with
@@ -207,13 +206,9 @@ class _Recheck:
         return ""
 
     def _other_rows(self) -> str:
-        """What is wrong at other M, on rows of an operand set; empty for nothing.
-
-        The M that the check before the race may not have come to are the first.
-        """
+        """The kernel at other M, on rows of an operand set."""
         start, (inputs, b, _) = time.perf_counter(), self.raced.sets[0]
-        counts = list(other_row_counts(self.problem, self.raced.kernel.candidate))
-        for m in counts[_CHECKED_BEFORE:] + counts[:_CHECKED_BEFORE]:
+        for m in other_row_counts(self.problem, self.raced.kernel.candidate):
             if time.perf_counter() - start > ROWS_PATIENCE_S / self.share:
                 break
             layout = self.problem.a.layout

@@ -62,8 +62,8 @@ def compare(
     surrounding: Surrounding, challenger: Lane, incumbent: Lane, clock: Clock, rng: random.Random, deadline: float
 ) -> dict[str, Comparison]:
     """Time both in a surrounding, in interleaved rounds until ``deadline`` on ``clock``. Returns the comparison of each
-    of the challenger's variants; none when there was no time for six rounds, so that nothing is known. 14 rounds, 8
-    where all variants are clearly faster by then.
+    of the challenger's variants; none when there was no time for six rounds, so that nothing is known. There are 14
+    rounds, or 8 when every variant is clearly faster by then.
 
     What the surrounding takes by itself is subtracted. Raises EntrantError for an entrant that raises.
     """
