@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from gemmtune import backends, trial
-from gemmtune.backends.base import Candidate
+from gemmtune.backends.base import Artifact, Candidate
 from gemmtune.decision import Sample, Verdict
 from gemmtune.dispatch import current_target
 from gemmtune.events import silent
@@ -242,6 +242,26 @@ def test_what_cannot_be_built_is_not_tried(clock: Clock) -> None:
     run(clock, hands, 6.0, build=build_some)
     assert {c["nr"] for c in hands.tried if c.backend == "native"} == {64}
     assert {c.id for c in hands.tried} < set(asked)
+
+
+def test_what_may_be_tried_next_is_built_while_others_are_timed(clock: Clock) -> None:
+    """Once each, what the search is likeliest to ask for, and not what has been built."""
+    built: set[str] = set()
+    begun: list[str] = []
+
+    def build_all(problem: Problem, candidates: Sequence[Candidate], target: Target) -> dict[str, Any]:
+        built.update(candidate.id for candidate in candidates)
+        return {candidate.id: Artifact(candidate, "") for candidate in candidates}
+
+    def ahead(problem: Problem, candidates: Sequence[Candidate], target: Target) -> None:
+        assert not built & {candidate.id for candidate in candidates}
+        begun.extend(candidate.id for candidate in candidates)
+
+    hands = Pretending(clock, lambda c: 1e-3 if c.backend == "native" else 2e-3)
+    run(clock, hands, None, build=build_all, build_ahead=ahead)
+    assert begun
+    tried = {candidate.id for candidate in hands.tried}
+    assert len(tried & set(begun)) > 0.5 * len(set(begun))
 
 
 @pytest.mark.parametrize("hot", [False, True])

@@ -26,6 +26,7 @@ from .verdict import FAULTS
 log = logging.getLogger("gemmtune")
 
 Build = Callable[[Problem, Iterable[Candidate], Target], Mapping[str, Artifact | Verdict]]
+BuildAhead = Callable[[Problem, Iterable[Candidate], Target], None]
 
 DEFAULT_S = 6.0
 DEFAULT_GPU_S = 3.0  # its timings are short and steady; what building takes is not counted
@@ -66,7 +67,8 @@ FORGET = ("build_failed", "unsupported")  # failures that need no remembering: t
 class Trial:
     """Tunes one problem with a worker's hands. Candidates are listed at once, while a worker may still be starting.
 
-    build: builds candidates before they are tried (see ``measure.builds.Builders``); None leaves it to the hands. hot:
+    build: builds candidates before they are tried (see ``measure.builds.Builders``); None leaves it to the hands.
+    build_ahead: begins to build what may be tried next, while others are timed; None where that would disturb. hot:
     race on operands in the cache. Raises ValueError for an unknown backend name.
     """
 
@@ -81,10 +83,11 @@ class Trial:
         seed: int,
         *,
         build: Build | None = None,
+        build_ahead: BuildAhead | None = None,
         hot: bool = False,
     ) -> None:
         self._problem, self._target, self._store = problem, target, store
-        self._build, self._hot = build, hot
+        self._build, self._build_ahead, self._hot = build, build_ahead, hot
         self._hands, self._progress, self._seed = hands, progress, seed
         self._candidates, illegal = enumerate_candidates(problem, target, names)
         self._ledger = Ledger(self._candidates, illegal)
@@ -134,6 +137,9 @@ class Trial:
         tried = 0
         while (batch := search.ask()) is not None:
             batch = self._built(batch, search)
+            if self._build_ahead is not None:
+                likely = [candidate for candidate in search.likely if candidate.id not in self._made]
+                self._build_ahead(self._problem, likely[: len(allowed_cpus()) - 1], self._target)
             for place, candidate in enumerate(batch):
                 if self._must_skip(candidate):
                     search.tell(candidate.id, None)

@@ -170,9 +170,10 @@ class Tuner:
     def _tune_one(self, problem: Problem, crew: _Crew) -> Decision:
         hands = crew.hands()
         build = crew.builders if self._isolate else None
+        ahead = crew.builders.ahead if self._builds_overlap() else None
         trial = Trial(
             problem, self._target, self._names, self._store, hands, self._progress, self._seed,
-            build=build, hot=self._hot,
+            build=build, build_ahead=ahead, hot=self._hot,
         )  # fmt: skip
         self._build_ahead(problem, crew)
         hands.wait()
@@ -185,10 +186,13 @@ class Tuner:
         self._keep(decision)
         return decision
 
+    def _builds_overlap(self) -> bool:
+        """Whether builds do not disturb what is timed meanwhile: a GPU, by its own clock."""
+        return self._isolate and self._target.device != "cpu" and self._latency == "graph"
+
     def _build_ahead(self, problem: Problem, crew: _Crew) -> None:
-        """Begin with what the problems after this one will want built, where builds do not disturb what is timed: a
-        GPU, by its own clock."""
-        if not self._isolate or self._target.device == "cpu" or self._latency != "graph":
+        """Begin with what the problems after this one will want built."""
+        if not self._builds_overlap():
             return
         after = crew.to_come.index(problem) + 1
         for later in crew.to_come[after : after + AHEAD]:

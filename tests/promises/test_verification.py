@@ -200,6 +200,23 @@ def test_a_kernel_that_was_right_before_its_race_only_is_found_after_it(
     assert "right before the race, wrong after it" in verdict.detail
 
 
+@pytest.mark.parametrize("wrong_m", [1, 2, 17, 31])
+def test_a_kernel_that_became_wrong_at_another_m_is_found_after_its_race(
+    wrong_m: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gemmtune.measure.recheck.ROWS_PATIENCE_S", 10.0)
+    problem = linear(24, 64, 48)
+    kernel = LapsingKernel(problem)
+    track = Track({kernel.candidate.id: kernel}, problem, TARGET, 0, None)
+    track.race(0.05, 0, lambda leading: None)
+    honest = kernel._compute
+    monkeypatch.setattr(
+        kernel, "_compute", lambda a, b, out: honest(a, b, out) if out.shape[0] != wrong_m else out.fill_(1e6)
+    )
+    faults = recheck(problem, [track.raced_kernel(kernel.candidate.id)], 1)
+    assert f"M = {wrong_m}" in faults[kernel.candidate.id].detail
+
+
 @pytest.mark.parametrize("problem", [p for p in PROBLEMS if p.family != "scaled_mm"], ids=lambda problem: problem.key)
 def test_kernels_that_are_right_stay_right_after_their_race(problem: Problem) -> None:
     target = current_target()

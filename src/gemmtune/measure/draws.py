@@ -68,9 +68,12 @@ class Draw:
 
         weight: whether B is looked at too, which draws share.
         """
-        now = self._memories()
+        memories = self._memories()
         names = [name for name in self.marks if weight or not name.startswith("B")]
-        return ", ".join(name for name in names if not torch.equal(_checksums(now[name]), self.marks[name]))
+        now, before = [_checksums(memories[name]) for name in names], [self.marks[name] for name in names]
+        if not names or torch.equal(torch.cat(now), torch.cat(before)):  # one wait for a device, not one each
+            return ""
+        return ", ".join(name for name, x, y in zip(names, now, before, strict=True) if not torch.equal(x, y))
 
     def marked(self, known: dict[int, Tensor], weight: bool = True) -> Draw:
         """The draw with its marks. known: those of memory that draws share, by the tensor's id. weight: B's too."""
@@ -132,14 +135,15 @@ def at_rows(problem: Problem, draws: Sequence[Draw], m: int) -> Draw | None:
     None where a Problem's A cannot have so many rows, or nothing is known.
     """
     bank = next((draw.bank for draw in draws if draw.bank is not None), None)
-    if bank is None or (
-        problem.a.layout.order == "col" and problem.a.layout.ld is not None and m > problem.a.layout.ld
-    ):
+    if bank is None or not rows_fit(problem, m):
         return None
-    count = len(bank.rows)
-    if math.gcd(count, _STRIDE) > 1:
-        count -= 1
-    return bank.draw([(_STRIDE * place + m) % count for place in range(m)], offset=m % 2).marked({}, weight=False)
+    return bank.draw(bank.places(m), offset=m % 2).marked({}, weight=False)
+
+
+def rows_fit(problem: Problem, m: int) -> bool:
+    """Whether A of ``m`` rows can have the Problem's layout."""
+    layout = problem.a.layout
+    return layout.order != "col" or layout.ld is None or m <= layout.ld
 
 
 # --- banks -------------------------------------------------------------------------------------------------------
@@ -162,8 +166,9 @@ class Bank:
     acc: Tensor | None = None
     magnitude: Tensor | None = None
 
-    def draw(self, places: Sequence[int], offset: int = 1) -> Draw:
-        """The rows at ``places`` as a draw. offset: elements that its memory starts behind a boundary."""
+    def draw(self, places: Sequence[int], offset: int = 1, answers: Sequence[int] | None = None) -> Draw:
+        """The rows at ``places`` as a draw. offset: elements that its memory starts behind a boundary. answers: the
+        rows that value and tolerance are of; None for the same."""
         problem = self.problem
         shift = offset if problem.a.align == 0 else 0
         inputs = replace(
@@ -174,10 +179,18 @@ class Bank:
                 for step, t in zip(_tensor_steps(problem), self.inputs.aux, strict=True)
             ),
         )
-        index = torch.tensor(list(places), dtype=torch.int64, device=self.value.device)
+        answers = places if answers is None else answers
+        index = torch.tensor(list(answers), dtype=torch.int64, device=self.value.device)
         value, tolerance = (t.index_select(-2, index) for t in (self.value, self.tolerance))
-        rows = tuple(self.rows[place] for place in places)
+        rows = tuple(self.rows[place] for place in answers)
         return Draw(inputs, value, tolerance, "adversarial", rows, self.columns, None, offset, self)
+
+    def places(self, m: int) -> list[int]:
+        """Which of the bank's rows a draw of ``m`` rows consists of: each of them in turn, in an order of its own."""
+        count = len(self.rows)
+        if math.gcd(count, _STRIDE) > 1:
+            count -= 1
+        return [(_STRIDE * place + m) % count for place in range(m)]
 
     def covering(self) -> list[Draw]:
         """Draws of the Problem's M in which every special row occurs: they are half of the rows at most where there are
@@ -328,7 +341,12 @@ def _laid_out(problem: Problem, rows: Tensor, offset: int) -> Tensor:
     shape, layout = logical_shape(problem, rows.shape[-2], problem.k), problem.a.layout
     a = allocate(shape, layout, problem.a.dtype, offset, guard=True, device=rows.device, gap=offset)
     a.copy_(rows)
-    if rows.shape[-2] == 1 and layout == Layout() and problem.family in ("mm", "mixed_mm") and offset:
+    return single_row(problem, a) if offset else a
+
+
+def single_row(problem: Problem, a: Tensor) -> Tensor:
+    """A single row with a stride of 1 where the Problem's A may have that; other A as they are."""
+    if a.shape[-2] == 1 and problem.a.layout == Layout() and problem.family in ("mm", "mixed_mm"):
         return a.as_strided(a.shape, (1, 1), a.storage_offset())
     return a
 

@@ -164,8 +164,16 @@ def _memory(count: int, dtype: torch.dtype, guard: bool, gaps: bool, device: tor
     room = GUARD // dtype.itemsize
     whole = torch.empty(count + 2 * room, dtype=dtype, device=device)
     for part in (whole,) if gaps else (whole[:room], whole[room + count :]):
-        part.fill_(math.nan) if dtype.is_floating_point else part.view(torch.uint8).fill_(0x81)
+        fill_guard(part)
     return whole[room : room + count]
+
+
+def fill_guard(t: Tensor) -> None:
+    """Fill a tensor with what is beside operands: NaN, or bytes of 0x81 in integers."""
+    if t.dtype.is_floating_point:
+        t.fill_(math.nan)
+    else:
+        t.copy_(torch.full((t.element_size(),), 0x81, dtype=torch.uint8, device=t.device).view(t.dtype).expand(t.shape))
 
 
 def fenced(t: Tensor, offset: int = 0) -> Tensor:

@@ -22,7 +22,7 @@ from ..target import Target
 from .clock import Latency
 from .cuda import TorchGpu, context_fault, limit_device_memory, warm_up
 from .cuda import rough_times as rough_gpu_times
-from .draws import Draw, at_rows, prepare
+from .draws import Draw, prepare
 from .inputs import Inputs, operand_bytes
 from .limits import limit_memory
 from .machine import CpuMachine, Pins
@@ -44,10 +44,10 @@ from .protocol import (
     Setup,
 )
 from .recheck import recheck
-from .row_counts import other_row_counts
+from .row_stack import OtherRows
 from .strays import end_strays
 from .timing import INCUMBENT, PACED_BYTES, Flush, Pace, Track, on_gpu, packs_each_call, rough_times, scratch_allowance
-from .verify import guarded, verify
+from .verify import Run, guarded, verify
 
 _RACE_LEAST = 0.3  # of a race's budget, when making and packing operands took it all
 
@@ -55,8 +55,7 @@ Progress = Callable[[Leading], None]
 
 # How long a kernel is run again on one draw, to see whether it repeats: when it is tried, and before it is eligible.
 _GLANCE_S, _PATIENCE_S = 20e-3, 0.1
-_ROWS_PATIENCE_S = 25e-3  # for a candidate's calls at other M, beyond the first of them
-_KEPT_ROWS = 6  # draws of other M that are kept for the next candidate
+_ROWS_PATIENCE_S = 25e-3  # for a candidate's calls at other M and what is compared of them, beyond the first call
 
 
 class ContextLost(WorkerError):
@@ -169,7 +168,7 @@ class Job:
         # Asked when the race begins: for what went on while candidates were tried.
         self._machine = cuda_machine(target.torch_device) if on_gpu(target) else CpuMachine(target.threads)
         self._draws: tuple[Draw, ...] | None = None
-        self._rows: dict[int, Draw] = {}  # of other M
+        self._rows: OtherRows | None = None
         self._flush: Flush | None = None
         self._pace = Pace() if self._gpu is None and problem.weight_bytes <= PACED_BYTES else None
         self._packed: dict[tuple[str, int], Any] = {}  # by layout, and which B
@@ -212,33 +211,14 @@ class Job:
             first = self._verify(kernel, self._need_draws()[:1])
         rest = first if not first.ok else self._verify(kernel, self._need_draws()[1:])
         if rest.ok:
-            rest = self._verify_rows(kernel, rest)
+            rows = self._judged(kernel, lambda run: self._need_rows().verify(run, candidate, _ROWS_PATIENCE_S))
+            rest = msgspec.structs.replace(rest, worst=max(rest.worst, rows.worst)) if rows.ok else rows
         if not rest.ok:
             return Confirmed(rest)
         both_exact = first.kind == rest.kind == "exact"
         detail = first.detail or rest.detail
         worst = max(first.worst, rest.worst)
         return Confirmed(Verdict("exact" if both_exact else "within_bound", detail, worst))
-
-    def _verify_rows(self, kernel: Kernel, so_far: Verdict) -> Verdict:
-        """The Verdict for a kernel at other M: its Plan serves it there, too. so_far: that for the Problem's M."""
-        began = 0.0
-        for m in other_row_counts(self.problem, kernel.candidate):
-            if began and time.perf_counter() - began > _ROWS_PATIENCE_S:
-                break
-            if m not in self._rows:
-                while len(self._rows) >= _KEPT_ROWS:
-                    self._rows.pop(next(iter(self._rows)))
-                draw = at_rows(self.problem, self._need_draws(), m)
-                if draw is None:
-                    continue
-                self._rows[m] = draw
-            verdict = self._verify(kernel, (self._rows[m],), 0.0)
-            if not verdict.ok:
-                return verdict
-            so_far = msgspec.structs.replace(so_far, worst=max(so_far.worst, verdict.worst))
-            began = began or time.perf_counter()
-        return so_far
 
     def recheck(self, track: Track, raced: Raced, seed: int) -> dict[str, Verdict]:
         """What became wrong of the raced kernels that may be served: the leader, each packing's best and what won its
@@ -260,7 +240,7 @@ class Job:
 
         Raises WorkerError when a confirmed candidate cannot be loaded again.
         """
-        self._draws, self._rows, self._packed, self._flush, self._pace = None, {}, {}, None, None
+        self._draws, self._rows, self._packed, self._flush, self._pace = None, None, {}, None, None
         kernels = {}
         for candidate in candidates:
             kernel, verdict = self._load(candidate)
@@ -277,6 +257,11 @@ class Job:
             self._draws = prepare(self.problem, self._seed, device=self.target.torch_device)
         return self._draws
 
+    def _need_rows(self) -> OtherRows:
+        if self._rows is None:
+            self._rows = OtherRows(self.problem, self._need_draws())
+        return self._rows
+
     def _need_flush(self) -> Flush:
         if self._flush is None:
             self._flush = Flush(self.problem, self.target)
@@ -292,11 +277,16 @@ class Job:
             return None, blame(error, "loading", "build_failed")
 
     def _verify(self, kernel: Kernel, draws: tuple[Draw, ...], patience_s: float = _PATIENCE_S) -> Verdict:
+        return self._judged(kernel, lambda run: verify(run, self.problem, draws, patience_s))
+
+    def _judged(self, kernel: Kernel, judge: Callable[[Run], Verdict]) -> Verdict:
+        """The Verdict of ``judge`` on a kernel, whose own exceptions are Verdicts too."""
+
         def run(inputs: Inputs, out: Tensor) -> None:
             kernel.run(inputs.a, self._operand(kernel, inputs), inputs.aux, out)
 
         try:
-            verdict = verify(run, self.problem, draws, patience_s)
+            verdict = judge(run)
         except BaseException as error:  # SystemExit too is the candidate's; see blame
             verdict = blame(error, "running", "crashed")
         if not verdict.ok:
@@ -306,8 +296,9 @@ class Job:
     def _mend(self) -> None:
         """Make anew what a bad kernel may have written into, so that the next one is not judged by it."""
         self._packed = {}
-        if self._draws is not None and any(draw.touched() for draw in (*self._draws, *self._rows.values())):
-            self._draws, self._rows = None, {}
+        drawn = self._draws is not None and any(draw.touched() for draw in self._draws)
+        if drawn or (self._rows is not None and self._rows.touched()):
+            self._draws, self._rows = None, None
 
     def _drop_packed(self, kernel: Kernel) -> None:
         """Let go of B in other layouts than this kernel's, before it takes memory of its own."""

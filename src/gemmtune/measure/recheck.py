@@ -23,10 +23,11 @@ from ..decision import Verdict
 from ..problem import Problem, bits
 from ..reference import INTEGERS, reference
 from .adversarial import row_kinds, special_rows
+from .compare import check_elements
 from .draws import tolerance_of
 from .inputs import Inputs, allocate, fill_random, logical_shape
 from .row_counts import other_row_counts
-from .verify import check_elements
+from .row_stack import Part, Patience, part_of, parts_of, row_groups
 
 CALLS = 30  # in a row, as far as the patience goes
 PATIENCE_S = 60e-3  # for all kernels' calls
@@ -207,35 +208,52 @@ class _Recheck:
 
     def _other_rows(self) -> str:
         """The kernel at other M, on rows of an operand set."""
-        start, (inputs, b, _) = time.perf_counter(), self.raced.sets[0]
-        for m in other_row_counts(self.problem, self.raced.kernel.candidate):
-            if time.perf_counter() - start > ROWS_PATIENCE_S / self.share:
+        inputs, b, _ = self.raced.sets[0]
+        patience = Patience(ROWS_PATIENCE_S / self.share)
+        wanted = other_row_counts(self.problem, self.raced.kernel.candidate)
+        for counts in row_groups(self.problem, wanted, inputs.a.device):
+            if patience.over():
                 break
-            layout = self.problem.a.layout
-            if layout.order == "col" and layout.ld is not None and m > layout.ld:
-                continue
-            if found := self._at_rows(m, inputs, b):
-                return f"{found} (M = {m})"
+            if found := self._at_rows(counts, inputs, b, patience):
+                return found
         return ""
 
-    def _at_rows(self, m: int, inputs: Inputs, b: Any) -> str:
-        problem = self.problem.with_m(m)
-        places = torch.arange(m, device=inputs.a.device) % self.problem.m
-        a = allocate(logical_shape(problem, m, problem.k), problem.a.layout, problem.a.dtype, device=inputs.a.device)
+    def _at_rows(self, counts: Sequence[int], inputs: Inputs, b: Any, patience: Patience) -> str:
+        """The kernel at each of these M as long as the patience lasts, on operands that hold the rows of all."""
+        parts, device = parts_of(counts), inputs.a.device
+        problem = self.problem.with_m(parts[-1].start + parts[-1].m)
+        places = torch.arange(problem.m, device=device) % self.problem.m
+        a = allocate(logical_shape(problem, problem.m, problem.k), problem.a.layout, problem.a.dtype, device=device)
         _as_bytes(a).copy_(_as_bytes(inputs.a).index_select(-2, places))
         steps = [step for step in problem.epilogue if step.takes_tensor]
         aux = tuple(
             t.index_select(0 if step.axis == "row" else -2, places) if step.axis in ("row", "full") else t
             for step, t in zip(steps, inputs.aux, strict=True)
         )
-        out = allocate(logical_shape(problem, m, problem.n), problem.out, problem.out_dtype, device=a.device)
-        _poison(out, _POISONS[0])
-        given = replace(inputs, a=a, aux=aux)
-        packs = self.raced.kernel.packing is not None and not problem.b.constant
-        self.raced.kernel.run(a, self.raced.kernel.pack(inputs.b) if packs else b, aux, out)
-        if problem.out_dtype not in INTEGERS and bool(out.isnan().any()):
-            return "elements of the output are NaN or were never written"
-        return _compare(problem, self._sampled(problem, given, *self._choose(problem)), out)
+        out = allocate(logical_shape(problem, problem.m, problem.n), problem.out, problem.out_dtype, device=device)
+        out.zero_()
+        for part in parts:
+            _poison(out.narrow(-2, part.start, part.m), _POISONS[0])
+        given, kernel, done = replace(inputs, a=a, aux=aux), self.raced.kernel, 0
+        for part in parts:
+            if patience.over():
+                break
+            some = part_of(problem, given, part)
+            packed = kernel.pack(inputs.b) if kernel.packing is not None and not problem.b.constant else b
+            kernel.run(some.a, packed, some.aux, out.narrow(-2, part.start, part.m))
+            patience.start()
+            done += 1
+        return self._judge_rows(problem, given, out, parts[:done]) if done else ""
+
+    def _judge_rows(self, problem: Problem, inputs: Inputs, out: Tensor, parts: Sequence[Part]) -> str:
+        """What is wrong with the outputs of these parts, some rows of each compared with the answer."""
+        if problem.out_dtype not in INTEGERS:
+            for part in parts if bool(out.narrow(-2, 0, parts[-1].start + parts[-1].m).isnan().any()) else ():
+                if bool(out.narrow(-2, part.start, part.m).isnan().any()):
+                    return f"elements of the output are NaN or were never written (M = {part.m})"
+        chosen = [self._choose(self.problem.with_m(part.m)) for part in parts]
+        rows = torch.cat([rows + part.start for (rows, _), part in zip(chosen, parts, strict=True)])
+        return _compare(problem, self._sampled(problem, inputs, rows, chosen[0][1]), out, parts)
 
     # --- the answer
 
@@ -263,7 +281,8 @@ class _Recheck:
         return _Sample(rows, columns, oracle.value, tolerance_of(part, oracle))
 
 
-def _compare(problem: Problem, sample: _Sample, out: Tensor) -> str:
+def _compare(problem: Problem, sample: _Sample, out: Tensor, parts: Sequence[Part] = ()) -> str:
+    """What is wrong with an output, in words; empty for nothing. parts: the rows of each M in it, if it has several."""
     got = _select(_select(out, -2, sample.rows), -1, sample.columns)
     value, tolerance = (t.reshape(-1, sample.columns.numel()) for t in (sample.value, sample.tolerance))
     ratio = check_elements(got.reshape(value.shape), value, tolerance, problem.out_dtype)
@@ -274,6 +293,9 @@ def _compare(problem: Problem, sample: _Sample, out: Tensor) -> str:
     row = int(sample.rows[at // sample.columns.numel() % sample.rows.numel()])
     column = int(sample.columns[at % sample.columns.numel()])
     expected, found = float(sample.value.reshape(-1)[at]), float(got.reshape(-1)[at])
+    part = next((part for part in reversed(parts) if part.start <= row), None)
+    if part is not None:
+        return f"out[.., {row - part.start}, {column}] is {found:.9g}, expected {expected:.9g} (M = {part.m})"
     return f"out[.., {row}, {column}] is {found:.9g}, expected {expected:.9g}"
 
 
