@@ -139,7 +139,8 @@ class Trial:
             batch = self._built(batch, search)
             if self._build_ahead is not None:
                 likely = [candidate for candidate in search.likely if candidate.id not in self._made]
-                self._build_ahead(self._problem, likely[: len(allowed_cpus()) - 1], self._target)
+                # Half of the processors: the other half is there at once for what turns out to be wanted instead.
+                self._build_ahead(self._problem, likely[: max(1, len(allowed_cpus()) // 2)], self._target)
             for place, candidate in enumerate(batch):
                 if self._must_skip(candidate):
                     search.tell(candidate.id, None)

@@ -318,3 +318,25 @@ def test_layouts_and_batches() -> None:
     assert {candidate.template for candidate in legal(batched)} == {"tiled"}
     turned = replace(build(64, 64, 64, "bf16"), a=Operand("bfloat16", Layout("col")))
     assert compiler.spec(turned, first(turned, "tiled")).constants["A_COL"] is True
+
+
+@needs_triton
+def test_builders_are_forked_from_a_process_that_has_hashed_triton() -> None:
+    """Each build hashed 400 MB for Triton's own cache. In a process of its own: what is kept is kept for good."""
+    script = """if True:
+        import importlib, builtins
+        from gemmtune.backends.triton import TritonBackend
+        for module in TritonBackend.preload:
+            importlib.import_module(module)
+        opened = []
+        def counting(path, *args, real=builtins.open, **kwargs):
+            opened.append(str(path))
+            return real(path, *args, **kwargs)
+        builtins.open = counting
+        from triton.runtime import cache
+        from triton.compiler import compiler
+        next(place for place in (cache, compiler) if hasattr(place, "triton_key")).triton_key()
+        assert not opened, opened[:3]
+        assert "gemmtune.backends.triton.kernels" in importlib.sys.modules
+    """
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

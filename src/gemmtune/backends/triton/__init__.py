@@ -24,7 +24,7 @@ class TritonBackend(GpuBackend):
     compiles and does not launch."""
 
     name = "triton"
-    preload = ("triton", "triton.compiler", "triton.backends.nvidia.compiler")
+    preload = ("gemmtune.backends.triton.preloaded",)
     missing = "Triton is not installed: pip install 'gemmtune[cuda]'"
     templates = TEMPLATES
 
