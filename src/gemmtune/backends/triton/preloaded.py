@@ -1,7 +1,7 @@
 """Imported by the process that builders are forked from, so that each of them finds done what it would do anew.
 
-Triton's key for its own cache holds a hash of all its files, a library of 400 MB among them: 0.28 s of the 0.35 s that a
-build took on a CPU host (Triton 3.6, cProfile in a forked process), and more where sixteen of them read it at once.
+Triton's key for its own cache holds a hash of all its files, a library of 400 MB among them: 0.28 s of the 0.35 s that
+a build took on a CPU host (Triton 3.6, cProfile in a forked process), and more where sixteen of them read it at once.
 """
 
 from __future__ import annotations
