@@ -28,6 +28,15 @@ def test_calls_weigh() -> None:
     assert choose_packing([at(1, plain=0.010, other=0.015), at(64, plain=0.72, other=0.60)]) == "toy:plain"
 
 
+def test_layouts_that_are_alike_are_chosen_by_name() -> None:
+    """Another tuning, in which the other one is faster by as little, chooses the same."""
+    for other in (0.0995, 0.1, 0.1005):
+        assert rank_packings([at(1, other=other, plain=0.1)]) == ["toy:plain", "toy:other", None]
+    assert rank_packings([at(1, other=0.1, plain=0.102)]) == ["toy:other", "toy:plain", None]
+    assert rank_packings([at(1, other=0.102, plain=0.1)]) == ["toy:plain", "toy:other", None]
+
+
+
 def test_a_layout_must_serve_every_m_and_be_worth_it() -> None:
     assert choose_packing([at(1, plain=0.1), at(64, other=0.1)]) == "toy:other"  # which at M = 1 takes no longer
     assert choose_packing([at(1, plain=0.1), at(64, raw=0.5)]) is None  # 64 calls of plain, at worst

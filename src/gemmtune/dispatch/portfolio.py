@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 # A packed layout must save this share of the total time to be worth a second form of the weight.
 WORTHWHILE = 0.99
+# Layouts whose total times differ by no more are alike: two races of the same kernels differ by as much.
+ALIKE = 1.01
 # What serving a kernel costs in Python beyond calling the plain op: it has its output allocated here, and its arguments
 # checked (benchmarks/overhead.py: 1 to 2 us). Races time kernels alone; a kernel of microseconds must win this back.
 SERVING_S = 2e-6
@@ -166,7 +168,8 @@ def rank_packings(
 ) -> list[str | None]:
     """Every layout worth having, best first; the raw weight (None) ends the list.
 
-    raw_kernels: whether kernels on the raw weight would serve it; otherwise the plain op does, and its time counts.
+    Those within 1% of the best go by their names, the last first, so that another tuning of the same weight comes to
+    the same layout. raw_kernels: whether kernels on the raw weight would serve it; otherwise the plain op does, and its time counts.
     """
     points = [item if isinstance(item, Point) else point(item) for item in decisions]
     if not points:
@@ -180,7 +183,8 @@ def rank_packings(
         own = {p.m: p.options[layout].seconds for p in points if layout in p.options}
         totals[layout] = sum(share[p.m] * _at_most(own, p.m) for p in points)
     worth = sorted((total, layout) for layout, total in totals.items() if total < WORTHWHILE * raw)
-    return [*(layout for _, layout in worth), None]
+    alike = sorted((layout for total, layout in worth if total <= ALIKE * worth[0][0]), reverse=True)
+    return [*alike, *(layout for _, layout in worth[len(alike) :]), None]
 
 
 def _at_most(own: Mapping[int, float], m: int) -> float:
