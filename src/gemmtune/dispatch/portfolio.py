@@ -169,7 +169,8 @@ def rank_packings(
     """Every layout worth having, best first; the raw weight (None) ends the list.
 
     Those within 1% of the best go by their names, the last first, so that another tuning of the same weight comes to
-    the same layout. raw_kernels: whether kernels on the raw weight would serve it; otherwise the plain op does, and its time counts.
+    the same layout. raw_kernels: whether kernels on the raw weight would serve it; otherwise the plain op does, and its
+    time counts.
     """
     points = [item if isinstance(item, Point) else point(item) for item in decisions]
     if not points:
