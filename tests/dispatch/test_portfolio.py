@@ -36,7 +36,6 @@ def test_layouts_that_are_alike_are_chosen_by_name() -> None:
     assert rank_packings([at(1, other=0.102, plain=0.1)]) == ["toy:plain", "toy:other", None]
 
 
-
 def test_a_layout_must_serve_every_m_and_be_worth_it() -> None:
     assert choose_packing([at(1, plain=0.1), at(64, other=0.1)]) == "toy:other"  # which at M = 1 takes no longer
     assert choose_packing([at(1, plain=0.1), at(64, raw=0.5)]) is None  # 64 calls of plain, at worst
