@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # A packed layout must save this share of the total time to be worth a second form of the weight.
 WORTHWHILE = 0.99
-# Layouts whose total times differ by no more are alike: two races of the same kernels differ by as much.
+# Layouts whose total times differ by no more are alike: which of them is ahead changes from tuning to tuning.
 ALIKE = 1.01
 # What serving a kernel costs in Python beyond calling the plain op: it has its output allocated here, and its arguments
 # checked (benchmarks/overhead.py: 1 to 2 us). Races time kernels alone; a kernel of microseconds must win this back.
