@@ -293,3 +293,34 @@ def test_what_is_wrong_after_its_race_is_out_and_the_rest_race_again(clock: Cloc
     assert row.verdict is not None
     assert "after it" in row.verdict.detail
     assert set(store.failures(target, PROBLEM.key)) == set(failed)
+
+
+def listed_layouts() -> list[str]:
+    """The packed layouts of the native candidates, that of the first candidate first."""
+    native = backends.get("native")
+    listed = [item for item in native.candidates(PROBLEM, current_target()) if isinstance(item, Candidate)]
+    names = dict.fromkeys(native.packing_of(PROBLEM, candidate) for candidate in listed)
+    return [name for name in names if name is not None]
+
+
+@pytest.mark.parametrize("seconds", [None, 3.0])
+def test_the_layouts_of_a_weights_other_m_are_raced_though_time_is_short(clock: Clock, seconds: float | None) -> None:
+    """One layout serves all M of a weight: where a layout has no kernel at one M it serves at none."""
+    layout = listed_layouts()[-1]
+
+    def packing(candidate: Candidate) -> str | None:
+        return backends.get(candidate.backend).packing_of(PROBLEM, candidate)
+
+    def each(candidate: Candidate) -> float:
+        return (2e-2 if packing(candidate) == layout else 1.8e-2) if candidate.backend == "native" else 6e-2
+
+    class Named(Pretending):
+        def attempt(self, candidate: Candidate, deadline: float | None, worth_s: float | None) -> Attempted:
+            return msgspec.structs.replace(super().attempt(candidate, deadline, worth_s), packing=packing(candidate))
+
+    without, told = Named(clock, each), Named(clock, each)
+    run(clock, without, seconds)
+    run(clock, told, seconds, layouts=["another:layout", layout])
+    assert layout not in map(packing, without.raced)
+    assert layout in map(packing, told.raced)
+    assert next(packing(c) for c in told.tried if c.backend == "native") == layout

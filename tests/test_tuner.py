@@ -12,7 +12,9 @@ import msgspec
 import psutil
 import pytest
 
+from factories import ATEN, NATIVE, SLOW, make_decision, make_evidence
 from gemmtune import backends
+from gemmtune import tuner as tuner_module
 from gemmtune.backends.base import Candidate
 from gemmtune.decision import Decision
 from gemmtune.errors import StoreError
@@ -433,3 +435,39 @@ def test_a_lease_that_runs_out_is_taken_over(
     assert store.lease(target, PROBLEM.key, 0.2) is not None
     (decision,) = Tuner(target, ["aten"], store, QUICK, isolate=False).tune([(PROBLEM, 1)])
     assert_sound(decision)
+
+
+def test_a_trial_is_told_the_layouts_of_the_weights_other_m(
+    target: Target, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that the store knows and those that this run decided, of the same weight's shape alone."""
+    told: dict[int, list[str]] = {}
+
+    class Decided:
+        """A Trial that decides at once: packed layouts named after M, the second of them slower."""
+
+        def __init__(self, problem: Problem, *args: object, layouts: list[str], **more: object) -> None:
+            self.problem = problem
+            told[problem.m] = layouts
+
+        def run(self, seconds: float | None, limit: int | None) -> Decision:
+            made = make_decision(self.problem, target=target)
+            names = (f"fast{self.problem.m}", f"slow{self.problem.m}")
+            rows = [
+                make_evidence(candidate, "finalist", ratio * 4e-3, ratio=ratio, packing=packing)
+                for candidate, ratio, packing in ((NATIVE, 0.25, names[0]), (SLOW, 0.5, names[1]), (ATEN, 1.0, None))
+            ]
+            alternatives = dict(zip((*names, ""), (NATIVE.id, SLOW.id, ATEN.id), strict=True))
+            return msgspec.structs.replace(made, evidence=tuple(rows), alternatives=alternatives)
+
+    monkeypatch.setattr(tuner_module, "Trial", Decided)
+    first = build(4, 512, 256, "fp32")
+    Tuner(target, ["native"], store, isolate=False).tune([(first, 1)])
+    others = [(replace(first, m=64), 1), (replace(first, m=32), 1), (build(7, 256, 256, "fp32"), 1)]
+    Tuner(target, ["native"], store, isolate=False).tune(others)
+    assert told == {
+        4: [],
+        64: ["fast4", "slow4"],
+        32: ["fast64", "slow64", "fast4", "slow4"],
+        7: [],
+    }

@@ -61,6 +61,8 @@ CHECK_CALLS = 16  # that checking a candidate makes at least: some on each draw,
 GPU_SEARCH: dict[str, int] = {"seeds": 12, "leaders": 2, "patience": 12}
 BUILT_AHEAD = 12  # of each template
 
+TRIED_IN_LAYOUT = 2  # candidates in each layout of the weight's other M that are tried before the search's own
+
 FORGET = ("build_failed", "unsupported")  # failures that need no remembering: trying again costs nothing
 
 
@@ -69,7 +71,9 @@ class Trial:
 
     build: builds candidates before they are tried (see ``measure.builds.Builders``); None leaves it to the hands.
     build_ahead: begins to build what may be tried next, while others are timed; None where that would disturb. hot:
-    race on operands in the cache. Raises ValueError for an unknown backend name.
+    race on operands in the cache. layouts: names of the packed layouts that the same weight has kernels in at other M,
+    the fastest first; a candidate in each of the first is tried, checked and raced before others, because one layout
+    serves all M of a weight. Raises ValueError for an unknown backend name.
     """
 
     def __init__(
@@ -85,10 +89,12 @@ class Trial:
         build: Build | None = None,
         build_ahead: BuildAhead | None = None,
         hot: bool = False,
+        layouts: Sequence[str] = (),
     ) -> None:
         self._problem, self._target, self._store = problem, target, store
         self._build, self._build_ahead, self._hot = build, build_ahead, hot
         self._hands, self._progress, self._seed = hands, progress, seed
+        self._layouts = tuple(layouts[:MAX_PACKINGS])
         self._candidates, illegal = enumerate_candidates(problem, target, names)
         self._ledger = Ledger(self._candidates, illegal)
         self._started = time.perf_counter()
@@ -132,7 +138,8 @@ class Trial:
     def _explore(self, limit: int | None) -> str:
         """Try candidates as the search asks for them. Returns why it stopped."""
         candidates = self._forget_failures()
-        search = Search(candidates, seed=self._seed, limit=limit, **(GPU_SEARCH if self._gpu else {}))
+        first = self._first_in_layouts(candidates)
+        search = Search(candidates, first=first, seed=self._seed, limit=limit, **(GPU_SEARCH if self._gpu else {}))
         self._make(first_builds(candidates))
         tried = 0
         while (batch := search.ask()) is not None:
@@ -152,6 +159,23 @@ class Trial:
                 tried += 1
                 self._tell_tried(row, self._left(search.left + len(batch) - place - 1, tried))
         return f"the search ended after {tried} candidates"
+
+    def _first_in_layouts(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """The first candidates listed in each of the layouts that other M of the weight use."""
+        groups: dict[str | None, list[Candidate]] = {layout: [] for layout in self._layouts}
+        for candidate in candidates if groups else ():
+            if candidate.backend == INCUMBENT:
+                continue  # all of its candidates are tried
+            group = groups.get(self._layout_of(candidate))
+            if group is not None and len(group) < TRIED_IN_LAYOUT:
+                group.append(candidate)
+        return [candidate for group in groups.values() for candidate in group]
+
+    def _layout_of(self, candidate: Candidate) -> str | None:
+        try:
+            return backends.get(candidate.backend).packing_of(self._problem, candidate)
+        except NotImplementedError:  # only the loaded kernel can tell
+            return None
 
     def _look_again(self) -> None:
         """Time the fastest once more, in another moment, while exploring has time left."""
@@ -287,7 +311,7 @@ class Trial:
     def _confirm(self) -> None:
         """Check the promising ones fully: only these can be served. The best of each packing come first: the layout
         that a weight's other M decide for must have a kernel of its own here."""
-        rows = _one_a_packing_first(self._promising())
+        rows = _one_a_packing_first(self._promising(), self._layouts)
         count = len({row.packing for row in rows})
         for row in rows[:count] + _by_packing(rows[count:]):
             if self._leaves_race_time(row):
@@ -334,6 +358,7 @@ class Trial:
         chosen += _within(others, CLOSE)[: self._most_raced]
         firsts = {row.packing: row for row in reversed(_within(rows, OFFERED))}
         chosen += sorted(firsts.values(), key=lambda row: row.rough_s)[:MAX_PACKINGS]
+        chosen += [firsts[layout] for layout in self._layouts if layout in firsts]
         return list({row.id: row for row in chosen}.values())
 
     def _check(self, row: Row) -> None:
@@ -383,7 +408,8 @@ class Trial:
         """ATen's best first, then the others, then more of ATen's: where memory is short, the last go without."""
         rows = [row for row in self._ledger.timed() if row.eligible]
         incumbents = _within([row for row in rows if row.incumbent], CLOSE_INCUMBENT)[:MAX_INCUMBENTS]
-        others = _one_a_packing_first(_within([row for row in rows if not row.incumbent], CLOSE_INCUMBENT))
+        others = _within([row for row in rows if not row.incumbent], CLOSE_INCUMBENT)
+        others = _one_a_packing_first(others, self._layouts)
         raw = self._raw_pair(rows)
         incumbents += [row for row in raw if row.incumbent and row not in incumbents]
         others[1:1] = [row for row in raw if not row.incumbent and row not in others[:1]]
@@ -472,10 +498,11 @@ def _within(rows: Sequence[Row], factor: float) -> list[Row]:
     return [row for row in rows if row.rough_s <= factor * rows[0].rough_s]
 
 
-def _one_a_packing_first(rows: Sequence[Row]) -> list[Row]:
-    """The best overall, then the best of each other packing, then the rest: a Plan compares packings by raced times."""
+def _one_a_packing_first(rows: Sequence[Row], layouts: Sequence[str] = ()) -> list[Row]:
+    """The best overall, then the best of each packing, those in ``layouts`` first, then the rest: a Plan compares
+    packings by raced times."""
     firsts = list({row.packing: row for row in reversed(rows)}.values())
-    firsts.sort(key=lambda row: row.rough_s)
+    firsts.sort(key=lambda row: (row is not rows[0], row.packing not in layouts, row.rough_s))
     taken = {row.id for row in firsts}
     return firsts + [row for row in rows if row.id not in taken]
 

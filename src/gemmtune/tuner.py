@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import get_args
 
 from .decision import Decision
+from .dispatch.portfolio import Point, layouts_in_use, point
 from .errors import StoreError, WorkerError
 from .events import ProblemDone, ProblemStarted, Progress, silent
 from .measure.builds import Builders
 from .measure.clock import Latency
 from .measure.worker import Hands, Limits, LocalWorker, Worker, WorkerStartError
-from .problem import Problem
+from .problem import Problem, plan_key_of
 from .search import INCUMBENT, enumerate_candidates
 from .store.base import Store
 from .target import Target
@@ -86,6 +87,7 @@ class Tuner:
         self._budget = budget or Budget()
         self._isolate, self._force, self._seed, self._limits = isolate, force, seed, limits
         self._wait, self._hot, self._latency = wait, hot, latency
+        self._plans = _PlanPoints((), target, store)
         self.unkept: list[Decision] = []  # decisions that the store did not take, and why not
         self.trouble = ""
 
@@ -106,10 +108,12 @@ class Tuner:
         decisions: dict[Problem, Decision] = {}
         with closing(self._new_crew()) as crew:
             crew.to_come = [problem for problem in order if problem not in known]
+            self._plans = _PlanPoints(crew.to_come, self._target, self._store)
             for index, problem in enumerate(order):
                 decision = self._decide(problem, known.get(problem), index, len(order), crew)
                 if decision is not None:
                     decisions[problem] = decision
+                    self._plans.add(decision)
             self._decide_again(decisions, crew)
         return [decisions[problem] for problem in weights if problem in decisions]
 
@@ -173,7 +177,7 @@ class Tuner:
         ahead = crew.builders.ahead if self._builds_overlap() else None
         trial = Trial(
             problem, self._target, self._names, self._store, hands, self._progress, self._seed,
-            build=build, build_ahead=ahead, hot=self._hot,
+            build=build, build_ahead=ahead, hot=self._hot, layouts=self._plans.layouts(problem),
         )  # fmt: skip
         self._build_ahead(problem, crew)
         hands.wait()
@@ -215,6 +219,32 @@ class Tuner:
             if not self.trouble:
                 log.warning("decisions of this run are not kept: %s", error)
             self.trouble = str(error)
+
+
+class _PlanPoints:
+    """What is decided for the Plans of ``problems``, in the store at first and then in the course of tuning."""
+
+    def __init__(self, problems: Iterable[Problem], target: Target, store: Store) -> None:
+        self._points: dict[str, dict[str, Point]] = {problem.plan_key: {} for problem in problems}
+        try:
+            for decision in store.decisions(target) if self._points else ():
+                self.add(decision)
+        except StoreError as error:
+            log.debug("the decisions for other M are not read: %s", error)
+
+    def add(self, decision: Decision) -> None:
+        """Take a Decision into account if one of the Plans is made of it."""
+        points = self._points.get(plan_key_of(decision.problem_key))
+        if points is not None and decision.outcome != "inconclusive":
+            try:
+                points[decision.problem_key] = point(decision)
+            except (KeyError, TypeError, ValueError) as error:  # dispatch does not serve such a record either
+                log.debug("the decision for %s is not read: %s", decision.problem_key, error)
+
+    def layouts(self, problem: Problem) -> list[str]:
+        """Return the packed layouts that the weight of ``problem`` has kernels in at other M, the fastest first."""
+        points = self._points.get(problem.plan_key, {})
+        return layouts_in_use([found for key, found in points.items() if key != problem.key])
 
 
 def busy_words(decisions: Sequence[Decision]) -> str:

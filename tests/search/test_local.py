@@ -55,6 +55,16 @@ def test_the_incumbents_come_first_then_seeds_in_turns() -> None:
     assert search.ask() == [others[1], others[21]]
 
 
+def test_those_to_be_tried_first_follow_the_incumbents() -> None:
+    others = grid()[:20]
+    search = Search([*ATEN, *others], first=[others[7], others[9]], seeds=8)
+    assert search.likely[:2] == [others[7], others[9]]
+    assert search.left == len(ATEN) + 2 + 7  # one of the first is among the seeds, too
+    assert search.ask() == ATEN
+    assert search.ask() == [others[7], others[9]]
+    assert search.ask() == [others[0]]
+
+
 def test_the_best_is_found_in_a_fraction_of_the_space() -> None:
     tried = drive(Search([*ATEN, *grid()]), cost)
     assert min(map(cost, tried)) == 1.0

@@ -179,13 +179,29 @@ def rank_packings(
         points = [_without_raw(p) for p in points]
     share = {p.m: weights.get(p.m, 1.0) if weights else 1.0 / _unit_seconds(p) for p in points}
     raw = sum(share[p.m] * _raw_seconds(p) for p in points)
+    totals = _totals(points, share)
+    worth = sorted((total, layout) for layout, total in totals.items() if total < WORTHWHILE * raw)
+    alike = sorted((layout for total, layout in worth if total <= ALIKE * worth[0][0]), reverse=True)
+    return [*alike, *(layout for _, layout in worth[len(alike) :]), None]
+
+
+def layouts_in_use(points: Sequence[Point]) -> list[str]:
+    """Every layout that has a kernel at one of the Ms at least, the one with the least total time first.
+
+    Unlike ``rank_packings`` it also returns layouts that are slower than the raw weight: at an M that is not tuned yet
+    they may win enough.
+    """
+    totals = _totals(points, {p.m: 1.0 / _unit_seconds(p) for p in points})
+    return sorted(totals, key=lambda layout: (totals[layout], layout))
+
+
+def _totals(points: Sequence[Point], share: Mapping[int, float]) -> dict[str, float]:
+    """The total time of each packed layout over all points, each M's time times its share."""
     totals: dict[str, float] = {}
     for layout in {name for p in points for name in p.options if name is not None}:
         own = {p.m: p.options[layout].seconds for p in points if layout in p.options}
         totals[layout] = sum(share[p.m] * _at_most(own, p.m) for p in points)
-    worth = sorted((total, layout) for layout, total in totals.items() if total < WORTHWHILE * raw)
-    alike = sorted((layout for total, layout in worth if total <= ALIKE * worth[0][0]), reverse=True)
-    return [*alike, *(layout for _, layout in worth[len(alike) :]), None]
+    return totals
 
 
 def _at_most(own: Mapping[int, float], m: int) -> float:

@@ -17,18 +17,20 @@ _BETTER = 0.99
 class Search:
     """Decides what to try next from the times so far. Deterministic for a given seed and given answers.
 
-    The incumbent's candidates all come first. Then the first ``seeds`` of each (backend, template), in turns, skipping
-    the rest of a template whose first two came out ``hopeless`` times slower than the best. Then, around the
-    ``leaders`` fastest, every legal candidate that differs in one config entry (sizes: by one legal step). While the
-    best has become better by 1% within the last ``patience`` candidates, it goes on a few at a time: around four times
-    as many leaders (rough times can rank the true best below the first few), then ``explore`` random ones from
-    templates that are not hopeless. It ends when none of that is left to try, or after ``limit`` candidates.
+    The incumbent's candidates all come first, then those of ``first``. Then the first ``seeds`` of each (backend,
+    template), in turns, skipping the rest of a template whose first two came out ``hopeless`` times slower than the
+    best. Then, around the ``leaders`` fastest, every legal candidate that differs in one config entry (sizes: by one
+    legal step). While the best has become better by 1% within the last ``patience`` candidates, it goes on a few at a
+    time: around four times as many leaders (rough times can rank the true best below the first few), then ``explore``
+    random ones from templates that are not hopeless. It ends when none of that is left to try, or after ``limit``
+    candidates.
     """
 
     def __init__(
         self,
         candidates: Sequence[Candidate],
         *,
+        first: Sequence[Candidate] = (),
         seed: int = 0,
         seeds: int = 5,
         leaders: int = 3,
@@ -48,6 +50,7 @@ class Search:
         self._told: dict[Template, list[float]] = defaultdict(list)
         self._best, self._since_better = float("inf"), 0
         self._incumbents = [c for c in candidates if c.backend == INCUMBENT]
+        self._first = list(first)
         self._seeds = _seed_waves([c for c in candidates if c.backend != INCUMBENT], seeds)
 
     def ask(self) -> list[Candidate] | None:
@@ -73,7 +76,7 @@ class Search:
     @property
     def left(self) -> int:
         """How many more it may ask for, as far as is known now (it grows with new leaders' neighbours)."""
-        known = {c.id for c in self._incumbents}
+        known = {c.id for c in (*self._incumbents, *self._first)}
         known |= {c.id for wave in self._seeds for c in self._worth(wave)}
         known |= {c.id for leader in self._ranking()[: self._leaders] for c in self._neighbours.of(leader)}
         return min(self._left, len(known - self._asked))
@@ -81,13 +84,14 @@ class Search:
     @property
     def likely(self) -> list[Candidate]:
         """What it may ask for next, the likeliest first, as far as that does not hang on chance."""
-        waves = [self._worth(wave) for wave in self._seeds] + list(self._around(4 * self._leaders))
+        waves = [self._first, *(self._worth(wave) for wave in self._seeds), *self._around(4 * self._leaders)]
         found = {candidate.id: candidate for wave in waves for candidate in wave}
         return [candidate for name, candidate in found.items() if name not in self._asked]
 
     def _waves(self) -> Iterator[list[Candidate]]:
         """What may be asked next, the most worthwhile first."""
         yield self._incumbents
+        yield self._first
         for wave in self._seeds:
             yield self._worth(wave)
         yield from self._around(self._leaders)
