@@ -7,20 +7,19 @@ subclass (docs/adding-a-backend.md).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ..core.candidate import Candidate, Illegal
+
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
-    from ..problem import Problem, Quant
+    from ..core.weights import PackedWeight
+    from ..problem import Problem
     from ..target import Target
-
-Scalar = str | int | float | bool
-_SCALARS = (str, int, float, bool)
 
 NOT_LISTED = "the backend lists no such candidate for this problem"
 
@@ -39,68 +38,6 @@ class Availability:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """One way to solve a Problem, as data. ``config`` is sorted by name, so equal candidates have equal ids."""
-
-    backend: str
-    template: str
-    config: tuple[tuple[str, Scalar], ...] = ()
-
-    @classmethod
-    def make(cls, backend: str, template: str, **config: Scalar) -> Candidate:
-        return cls(backend, template, tuple(sorted(config.items())))
-
-    @property
-    def id(self) -> str:
-        """Stable name, e.g. ``native/gemm[isa=avx512,mr=6,nr=64]``."""
-        inner = ",".join(f"{name}={value}" for name, value in self.config)
-        return f"{self.backend}/{self.template}" + (f"[{inner}]" if inner else "")
-
-    @property
-    def identity(self) -> tuple[str, str, tuple[tuple[str, str, str], ...]]:
-        """Backend, template and config with the type of every value.
-
-        Two candidates are the same candidate exactly when their identities are equal. Neither ``id`` nor ``==`` tells
-        that of data from outside: ``id`` prints 1 and "1" alike, and True, 1 and 1.0 compare equal.
-        """
-        typed = tuple((name, type(value).__name__, repr(value)) for name, value in self.config)
-        return self.backend, self.template, typed
-
-    def __getitem__(self, name: str) -> Scalar:
-        for key, value in self.config:
-            if key == name:
-                return value
-        raise KeyError(name)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"backend": self.backend, "template": self.template, "config": dict(self.config)}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Candidate:
-        """Raises KeyError, TypeError or ValueError on anything malformed."""
-        backend, template, config = data["backend"], data["template"], data["config"]
-        if not (isinstance(backend, str) and isinstance(template, str) and isinstance(config, Mapping)):
-            raise TypeError(f"malformed candidate: {data!r}")
-        for name, value in config.items():
-            if not isinstance(name, str) or not isinstance(value, _SCALARS):
-                raise TypeError(f"malformed candidate config: {name!r}: {value!r}")
-        return cls.make(backend, template, **config)
-
-
-def is_same(value: object, other: object) -> bool:
-    """Whether two config values are equal and of one type: True and 1.0 are not 1."""
-    return type(value) is type(other) and value == other
-
-
-@dataclass(frozen=True, slots=True)
-class Illegal:
-    """A candidate ruled out before it is built, and why (``gemmtune explain`` prints it)."""
-
-    candidate: Candidate
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class Artifact:
     """What building left on disk. ``path`` is None when there is nothing (ATen, prebuilt native kernels)."""
 
@@ -109,79 +46,6 @@ class Artifact:
     path: Path | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class QuantWeight:
-    """A weight-only operand as users hold it. See ``problem.Quant`` for the formula.
-
-    data: int8 or float8_e4m3fn [K, N], or uint8 [ceil(K / 2), N] of int4 pairs along K; any strides. scale, zero_point:
-    [N] or [groups, N]. ``k`` is the logical K (an odd K cannot be told from the int4 data).
-    """
-
-    data: Tensor
-    scale: Tensor
-    zero_point: Tensor | None
-    k: int
-    quant: Quant
-    dtype: str
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PackedWeight:
-    """A constant B operand in the one layout its Plan's kernels share.
-
-    layout: the layout's name, ``"<backend>:<anything>"``; that backend packs and unpacks ``data``, which others may
-    read. n, k, dtype and quant say what was packed; ``machine`` names the ISA family it is valid for. ``bias`` and the
-    like never live here. ``raw_order`` is that of the weight it came from, so that unpacking gives the same tensor
-    back. Two packed weights are equal only when they are one. Raises TypeError for ``data`` that kernels cannot read by
-    address (tensor subclasses, say); copies and unpickled ones are checked, too.
-    """
-
-    layout: str
-    data: tuple[Tensor, ...] = field(repr=False)
-    n: int
-    k: int
-    dtype: str
-    quant: Quant | None = None
-    machine: str = ""
-    raw_order: str = "col"
-    meta: Mapping[str, Scalar] = field(default_factory=dict)
-    _key: str = field(default="", compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        from .memory import require_packed_data  # here, so that the command line answers `--help` without torch
-
-        require_packed_data(f"PackedWeight({self.layout!r})", self.data)
-        quant = self.quant.key if self.quant is not None else ""
-        parts = [self.layout, self.n, self.k, self.dtype, quant, self.machine, self.raw_order]
-        parts += [self.device] if self.data and self.device.type != "cpu" else []
-        object.__setattr__(self, "_key", "|".join(str(part) for part in parts))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and unpickled ones are checked as new ones are: a mode may have put other tensors in these places."""
-        return type(self), tuple(getattr(self, held.name) for held in fields(self))
-
-    @property
-    def key(self) -> str:
-        """Names everything but the values: packed weights with equal keys are served by the same kernels."""
-        return self._key
-
-    @property
-    def device(self) -> torch.device:
-        """Where its tensors lie."""
-        return self.data[0].device
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held. An opaque (oneDNN) tensor shows no storage: its elements are counted."""
-        return sum(t.nbytes if t.is_mkldnn else t.untyped_storage().nbytes() for t in self.data)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """The logical shape [K, N]."""
-        return (self.k, self.n)
-
-
-WeightLike = "Tensor | QuantWeight | PackedWeight"
 Launch = Callable[..., None]  # what Kernel.bind returns
 
 

@@ -14,10 +14,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .. import describe
+from .. import describe, fuse
 from ..backends.base import QuantWeight
 from ..backends.memory import why_unknown
 from ..checks import FLOATS
+from ..problem import Problem
 from ..torch_internals import convert_weight_to_int4pack, weight_int4pack_mm
 
 Product = Literal["mixed_mm", "int_mm", "scaled_mm"]
@@ -284,3 +285,20 @@ def _through_int8(rows: Tensor) -> Tensor:
     zero = (-128 - torch.round(low / scale)).clamp_(-128, 127)
     values = (torch.round(rows * (1.0 / scale)) + zero).clamp_(-128, 127)
     return (values - zero) * scale
+
+
+def problem(rows: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Problem:
+    """The Problem of activations [.., K] by a quantised weight. Raises as the product does."""
+    flat = rows.detach().reshape(-1, rows.shape[-1])
+    values, scale = quantize(flat, weight.activation)
+    operand = weight.operand
+    steps = () if bias is None else (fuse.bias(bias),)
+    if isinstance(operand, QuantWeight):
+        return describe.mixed_mm(values, operand, steps, constant=True).problem
+    assert scale is not None
+    if weight.product == "scaled_mm":
+        columns = weight.scale.reshape((1, -1) if weight.scale.numel() > 1 else (1,))
+        return describe.scaled_mm(values, operand, scale, columns, bias, None, rows.dtype).problem
+    axis: Any = "row" if scale.numel() == flat.shape[0] else "tensor"
+    scales = (fuse.scale(scale.reshape(-1), axis=axis), fuse.scale(weight.scale.float(), axis="col"))
+    return describe.int_mm(values, operand, (*scales, *steps), rows.dtype, constant=True).problem

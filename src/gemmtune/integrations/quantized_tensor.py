@@ -326,25 +326,6 @@ def _product(
     return int_mm(rows, operand, out_dtype=dtype, epilogue=steps)
 
 
-def problem(rows: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Problem:
-    """The Problem of activations [.., K] by a quantised weight. Raises as the product does."""
-    from .. import describe
-
-    flat = rows.detach().reshape(-1, rows.shape[-1])
-    values, scale = formats.quantize(flat, weight.activation)
-    operand = weight.operand
-    steps = () if bias is None else (fuse.bias(bias),)
-    if isinstance(operand, QuantWeight):
-        return describe.mixed_mm(values, operand, steps, constant=True).problem
-    assert scale is not None
-    if weight.product == "scaled_mm":
-        columns = weight.scale.reshape((1, -1) if weight.scale.numel() > 1 else (1,))
-        return describe.scaled_mm(values, operand, scale, columns, bias, None, rows.dtype).problem
-    axis: Any = "row" if scale.numel() == flat.shape[0] else "tensor"
-    scales = (fuse.scale(scale.reshape(-1), axis=axis), fuse.scale(weight.scale.float(), axis="col"))
-    return describe.int_mm(values, operand, (*scales, *steps), rows.dtype, constant=True).problem
-
-
 # --- operators ---------------------------------------------------------------------------------------------------
 
 LIBRARY.define(  # type: ignore[no-untyped-call]

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from ..decision import LayoutDecision, Outcome, Sample, Stage, Verdict
-from ..verdict import VerdictKind
+from ..decision import Verdict
+from ..timing.outcome import Leading, Raced
 from .clock import Latency
 
 BEAT_S = 1.0  # a worker says that it lives about this often
@@ -90,37 +90,6 @@ class Confirmed(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     """Reply to Confirm."""
 
     verdict: Verdict
-
-
-class Placed(msgspec.Struct, forbid_unknown_fields=True):
-    """How one candidate came out of the race. fault: what one of stage ``failed`` did."""
-
-    id: str
-    stage: Stage
-    reason: str
-    sample: Sample | None
-    fault: VerdictKind = "crashed"
-
-
-class Raced(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """Reply to Race. groups: the fastest id per packing. layouts: duels by packing. faults: kernels that were no longer
-    right after the race."""
-
-    outcome: Outcome
-    leader: str | None
-    stopped: str
-    placed: tuple[Placed, ...]
-    groups: dict[str, str]
-    layouts: dict[str, LayoutDecision] = {}
-    faults: dict[str, Verdict] = {}
-
-
-class Leading(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """Progress within a race, any number of times before Raced."""
-
-    id: str
-    median_s: float
-    ratio: float
 
 
 class Built(msgspec.Struct, tag=True, forbid_unknown_fields=True):

@@ -1,0 +1,35 @@
+"""A Call: one call of an op, described."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..problem import Problem
+from .weights import PackedWeight, QuantWeight
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A Problem and the operands of one call, in the shapes kernels take. ``shape`` is the result's."""
+
+    problem: Problem
+    a: Tensor
+    b: Tensor | QuantWeight | PackedWeight
+    aux: tuple[Tensor, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def packed(self) -> PackedWeight | None:
+        return self.b if isinstance(self.b, PackedWeight) else None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Every tensor of the caller's (a PackedWeight's own are not)."""
+        if isinstance(self.b, Tensor):
+            return (self.a, self.b, *self.aux)
+        if isinstance(self.b, QuantWeight):
+            zero = () if self.b.zero_point is None else (self.b.zero_point,)
+            return (self.a, self.b.data, self.b.scale, *zero, *self.aux)
+        return (self.a, *self.aux)

@@ -1,0 +1,1 @@
+"""Timing kernels: clocks, statistics, and the race that decides which is fastest."""

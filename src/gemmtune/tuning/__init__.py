@@ -1,0 +1,1 @@
+"""From a Problem to a Decision: which candidates are tried, and what is decided."""

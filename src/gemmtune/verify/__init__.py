@@ -1,0 +1,1 @@
+"""Checking that kernels are right: operands, the oracle, and comparisons with it."""

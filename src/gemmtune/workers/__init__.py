@@ -1,0 +1,1 @@
+"""The processes in which candidates are built, checked and timed."""
