@@ -25,9 +25,9 @@ from harness import Entrant, Spread, geomean, interleave, operand_sets, ratios, 
 from torch import Tensor
 
 import gemmtune
-from gemmtune.decision import Decision
+from gemmtune.core.decision import Decision
+from gemmtune.core.workloads import build
 from gemmtune.dispatch import choose_packing
-from gemmtune.workloads import build
 
 WEIGHTS = ((4096, 4096), (11008, 4096), (4096, 11008))
 FAMILIES = ("int8wo", "int8", "bf16", "fp32", "fp16", "int4wo")

@@ -21,7 +21,7 @@ from harness import Entrant, Spread, interleave, operand_sets, ratios, write
 from torch.nn.functional import linear
 
 import gemmtune
-from gemmtune.workloads import build
+from gemmtune.core.workloads import build
 
 M, K, ODD, ROUND = 512, 768, 3073, 3136
 WEIGHTS = ((4096, 4096), (11008, 4096), (4096, 11008), (K, ODD))

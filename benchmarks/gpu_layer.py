@@ -24,8 +24,8 @@ from harness import ratios, write
 from torch import Tensor
 
 import gemmtune
+from gemmtune.core.workloads import build
 from gemmtune.dispatch import current_target
-from gemmtune.workloads import build
 
 Linear = Callable[[Tensor, Tensor], Tensor]
 Weights = dict[str, Tensor]

@@ -30,10 +30,10 @@ from harness import write
 
 import gemmtune
 from gemmtune import backends
-from gemmtune.backends.base import Candidate
 from gemmtune.backends.gpu.driver import Block, Function
+from gemmtune.core.candidate import Candidate
+from gemmtune.core.workloads import build
 from gemmtune.dispatch import current_target
-from gemmtune.workloads import build
 
 BURST, ROUNDS = 50, 200
 M, N, K = 16, 512, 512

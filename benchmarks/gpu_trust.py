@@ -30,18 +30,19 @@ from surrounded import SURROUNDINGS, time_in
 
 import gemmtune
 from gemmtune import backends
-from gemmtune.backends.base import OVERLAP, Candidate, Kernel
-from gemmtune.decision import Decision
+from gemmtune.backends.base import OVERLAP, Kernel
+from gemmtune.core.candidate import Candidate
+from gemmtune.core.decision import Decision
+from gemmtune.core.problem import Problem
+from gemmtune.core.target import Target
+from gemmtune.core.workloads import build, label
 from gemmtune.dispatch import choose_packing, current_target
-from gemmtune.measure.cuda import CudaClock, TorchGpu
-from gemmtune.measure.inputs import rotations, timing_sets
-from gemmtune.measure.race import Entrant, race
-from gemmtune.measure.timing import Flush, empty_output
-from gemmtune.problem import Problem
 from gemmtune.store import MemoryStore
-from gemmtune.target import Target
-from gemmtune.tuner import Tuner
-from gemmtune.workloads import build, label
+from gemmtune.timing.cuda_clock import CudaClock, TorchGpu
+from gemmtune.timing.race import Entrant, race
+from gemmtune.timing.timing import Flush, empty_output
+from gemmtune.tuning.tuner import Tuner
+from gemmtune.verify.inputs import rotations, timing_sets
 
 Row = dict[str, Any]
 

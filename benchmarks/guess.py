@@ -19,8 +19,8 @@ from harness import RESULTS
 from plots import runs_of
 
 from gemmtune.backends import get
-from gemmtune.backends.base import Candidate
-from gemmtune.target import Target
+from gemmtune.core.candidate import Candidate
+from gemmtune.core.target import Target
 
 SWEEP = "gpu-slab-sweep-20261122.json"
 H200 = Target("cuda", "NVIDIA H200", "9.0", caches=(232448, 0, 62914560), cores=132, versions=(("hip", "None"),))

@@ -35,10 +35,10 @@ from torch import Tensor
 
 import gemmtune
 from gemmtune.backends.base import OVERLAP
-from gemmtune.decision import Decision
+from gemmtune.core.decision import Decision
+from gemmtune.core.problem import Problem
+from gemmtune.core.workloads import build, weight_only_problem
 from gemmtune.dispatch import current_target
-from gemmtune.problem import Problem
-from gemmtune.workloads import build, weight_only_problem
 
 WEIGHTS = ((11008, 4096), (4096, 12288), (4096, 22016), (4096, 4096))  # K -> N
 FAMILIES = ("bf16", "int8wo", "fp8", "int8", "int4wo")

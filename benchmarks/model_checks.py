@@ -35,14 +35,14 @@ from torch import Tensor, nn
 import gemmtune
 from gemmtune import backends
 from gemmtune.backends.aten import AtenBackend
-from gemmtune.backends.base import Candidate
-from gemmtune.decision import Decision, Evidence, Sample, Verdict
+from gemmtune.core.candidate import Candidate
+from gemmtune.core.decision import Decision, Evidence, Sample, Verdict
+from gemmtune.core.problem import Problem
+from gemmtune.core.target import Target
 from gemmtune.dispatch import RUNTIME, current_target
-from gemmtune.integrations.packed_tensor import PackedTensor
-from gemmtune.measure.stats import ratio_interval
-from gemmtune.problem import Problem
+from gemmtune.nn.packed_tensor import PackedTensor
 from gemmtune.store import MemoryStore
-from gemmtune.target import Target
+from gemmtune.timing.stats import ratio_interval
 
 DEVICE = torch.device("cpu")  # --device
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -24,9 +24,9 @@ from harness import Entrant, Spread, interleave, write
 
 import gemmtune
 from gemmtune import fuse
+from gemmtune.core.workloads import build
 from gemmtune.dispatch import current_target
 from gemmtune.store import Artifacts, open_store
-from gemmtune.workloads import build
 
 
 def dispatch() -> dict[str, tuple[float, float]]:

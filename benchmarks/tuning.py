@@ -19,10 +19,10 @@ from typing import Any
 import psutil
 from harness import write
 
+from gemmtune.core.workloads import build, label
 from gemmtune.dispatch import current_target
 from gemmtune.store import open_store
-from gemmtune.tuner import Budget, Tuner
-from gemmtune.workloads import build, label
+from gemmtune.tuning.tuner import Budget, Tuner
 
 WEIGHTS = ((4096, 4096), (11008, 4096), (4096, 11008))
 

@@ -32,9 +32,9 @@ from gemmtune.cli.progress import Board, watching
 from gemmtune.cli.tables import decisions_table
 from gemmtune.cli.tune import remember_ceilings
 from gemmtune.dispatch import current_target
-from gemmtune.measure.stats import Interval, ratio_interval
 from gemmtune.report import write_report
 from gemmtune.store import open_store
+from gemmtune.timing.stats import Interval, ratio_interval
 
 # The optimised model's largest logit error against float64 may be this many times the plain model's own, at most: both
 # round at every step, only the order of their sums differs.

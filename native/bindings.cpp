@@ -52,7 +52,7 @@ int64_t whole(double value) {
 
 bool is_whole(double value) { return std::isinf(value) || value == std::trunc(value); }
 
-// Whether a step keeps an integer accumulator exact, as the oracle has it (reference.py's _needs_float).
+// Whether a step keeps an integer accumulator exact, as the oracle has it (verify/oracle.py's _needs_float).
 bool keeps_integer(const Step& s, double value, double lo, double hi) {
   const bool integers = s.dtype == DType::s8 || s.dtype == DType::u8 || s.dtype == DType::s32;
   switch (s.kind) {

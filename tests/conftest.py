@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gemmtune.decision import Verdict
+from gemmtune.core.decision import Verdict
 from gemmtune.dispatch import RUNTIME, policy
 from gemmtune.store import MemoryStore
 

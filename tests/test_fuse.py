@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gemmtune import fuse
-from gemmtune.checks import DtypeError, ShapeError
+from gemmtune.core.checks import DtypeError, ShapeError
 
 
 @pytest.mark.parametrize(

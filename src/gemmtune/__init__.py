@@ -5,19 +5,19 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .errors import GemmtuneError, KernelError, PackedWeightError, StoreError, UnsupportedError, WorkerError
+from .core.errors import GemmtuneError, KernelError, PackedWeightError, StoreError, UnsupportedError, WorkerError
 
 if TYPE_CHECKING:
     from . import fuse, nn
-    from .api import tune
-    from .backends.base import PackedWeight
+    from .core.weights import PackedWeight
     from .dispatch import current_target, policy, refresh
-    from .integrations.optimize import Handle, optimize
-    from .integrations.record import Recording, record
-    from .integrations.weight_only import WeightOnly, register_weight_only
-    from .ops import addmm, bmm, linear, mm
-    from .packing import pack, unpack
-    from .quantized import int_mm, mixed_mm, scaled_mm
+    from .nn.optimize import Handle, optimize
+    from .ops.floating import addmm, bmm, linear, mm
+    from .ops.packing import pack, unpack
+    from .ops.quantized import int_mm, mixed_mm, scaled_mm
+    from .ops.record import Recording, record
+    from .ops.weight_only import WeightOnly, register_weight_only
+    from .tuning.api import tune
 
 __version__ = "0.1.0"
 
@@ -29,22 +29,24 @@ __all__ = [
 ]  # fmt: skip
 
 # Imported when first used: the command line answers `--help` without torch, and the ops come without the tuner.
-_HOMES = {
-    "addmm": "ops", "bmm": "ops", "linear": "ops", "mm": "ops", "int_mm": "quantized", "mixed_mm": "quantized",
-    "scaled_mm": "quantized", "pack": "packing", "unpack": "packing", "PackedWeight": "backends.base",
-    "policy": "dispatch", "tune": "api", "refresh": "dispatch", "current_target": "dispatch",
-    "Handle": "integrations", "optimize": "integrations", "record": "integrations", "Recording": "integrations",
-    "register_weight_only": "integrations", "WeightOnly": "integrations",
+_MODULE_OF = {
+    "addmm": "ops.floating", "bmm": "ops.floating", "linear": "ops.floating", "mm": "ops.floating",
+    "int_mm": "ops.quantized", "mixed_mm": "ops.quantized", "scaled_mm": "ops.quantized",
+    "pack": "ops.packing", "unpack": "ops.packing", "PackedWeight": "core.weights",
+    "record": "ops.record", "Recording": "ops.record",
+    "register_weight_only": "ops.weight_only", "WeightOnly": "ops.weight_only",
+    "policy": "dispatch", "refresh": "dispatch", "current_target": "dispatch",
+    "tune": "tuning.api", "Handle": "nn.optimize", "optimize": "nn.optimize",
 }  # fmt: skip
-_ROOMS = ("fuse", "nn")
+_SUBMODULES = ("fuse", "nn")
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
+    if name in _SUBMODULES:
         return importlib.import_module(f"{__name__}.{name}")
-    if name not in _HOMES:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    found = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
     return found
 
 

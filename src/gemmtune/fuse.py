@@ -13,8 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .checks import DtypeError, ShapeError
-from .epilogue import Axis, Kind, Step
+from .core.checks import DtypeError, ShapeError
+from .core.epilogue import Axis, Kind, Step
 
 _CASTS = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
 

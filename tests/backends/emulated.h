@@ -231,7 +231,7 @@ static void multiply(sum_t (&d)[4], u32 b0, u32 b1, u32 b2, u32 b3, u32 a0, u32 
 #endif
 #define DYNAMIC(name) char* const name = cluster[now->rank].memory.data()
 
-// What tests/drivers.py writes for a descriptor.
+// What tests/helpers/drivers.py writes for a descriptor.
 struct Map {
     unsigned long long matrix, element, columns, rows, lead, box_columns, box_rows, rest[9];
 };

@@ -12,14 +12,16 @@ from hypothesis import strategies as st
 from gemmtune import backends
 from gemmtune.backends.aten import AtenBackend, cpu_rules, padding
 from gemmtune.backends.aten.quantized import dequantize, nibbles
-from gemmtune.backends.base import Artifact, Candidate, Illegal, Kernel, PackedWeight, QuantWeight
-from gemmtune.epilogue import Step
-from gemmtune.errors import KernelError, PackedWeightError
-from gemmtune.measure.inputs import make_inputs
-from gemmtune.measure.verify import Inputs, prepare, verify
-from gemmtune.problem import Layout, Operand, Problem
-from gemmtune.target import current_cpu
-from gemmtune.workloads import bmm_problem, fp8_problem, int_problem, linear_problem, weight_only_problem
+from gemmtune.backends.base import Artifact, Kernel
+from gemmtune.core.candidate import Candidate, Illegal
+from gemmtune.core.epilogue import Step
+from gemmtune.core.errors import KernelError, PackedWeightError
+from gemmtune.core.problem import Layout, Operand, Problem
+from gemmtune.core.target import current_cpu
+from gemmtune.core.weights import PackedWeight, QuantWeight
+from gemmtune.core.workloads import bmm_problem, fp8_problem, int_problem, linear_problem, weight_only_problem
+from gemmtune.verify.inputs import make_inputs
+from gemmtune.verify.verify import Inputs, prepare, verify
 
 ATEN = AtenBackend()
 TARGET = current_cpu()

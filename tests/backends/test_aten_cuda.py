@@ -13,13 +13,15 @@ from gemmtune.backends.aten import AtenBackend, padding, quantized
 from gemmtune.backends.aten.cpu_rules import scaled_mm_takes_rows
 from gemmtune.backends.aten.cuda_narrow import levels
 from gemmtune.backends.aten.padding import as_rows, int_product, padded, scaled_product
-from gemmtune.backends.base import Artifact, Candidate, Illegal, Kernel, QuantWeight
-from gemmtune.epilogue import Step
-from gemmtune.measure.inputs import Inputs, make_inputs
-from gemmtune.measure.verify import prepare, verify
-from gemmtune.problem import Layout, Operand, Problem
-from gemmtune.target import Target, current_cpu
-from gemmtune.workloads import bmm_problem, fp8_problem, int_problem, linear_problem, weight_only_problem
+from gemmtune.backends.base import Artifact, Kernel
+from gemmtune.core.candidate import Candidate, Illegal
+from gemmtune.core.epilogue import Step
+from gemmtune.core.problem import Layout, Operand, Problem
+from gemmtune.core.target import Target, current_cpu
+from gemmtune.core.weights import QuantWeight
+from gemmtune.core.workloads import bmm_problem, fp8_problem, int_problem, linear_problem, weight_only_problem
+from gemmtune.verify.inputs import Inputs, make_inputs
+from gemmtune.verify.verify import prepare, verify
 
 ATEN = AtenBackend()
 H200 = Target("cuda", "H200", "9.0", caches=(232448, 0, 62914560), cores=132)

@@ -10,13 +10,13 @@ import torch
 
 from gemmtune import backends
 from gemmtune.backends.base import Backend
-from gemmtune.problem import Problem
-from gemmtune.target import Target
+from gemmtune.core.problem import Problem
+from gemmtune.core.target import Target
+from gemmtune.core.workloads import linear_problem
 from gemmtune.testing import toy_compiler
 from gemmtune.testing.backend_suite import BackendSuite, CandidateSuite
 from gemmtune.testing.problems import random_problem
-from gemmtune.workloads import linear_problem
-from gpus import A100, FAMILIES, H200, MI300X
+from helpers.gpus import A100, FAMILIES, H200, MI300X
 
 
 @functools.cache

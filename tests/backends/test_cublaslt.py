@@ -11,20 +11,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-from batches import LAYOUTS
-from blas import FakeBlas
-from drivers import STREAM, simulated
-from gemmtune.backends.base import Artifact, Candidate, Kernel
+from gemmtune.backends.base import Artifact, Kernel
 from gemmtune.backends.cublaslt import CublasLtBackend, library
 from gemmtune.backends.cublaslt.product import described
-from gemmtune.epilogue import Step
-from gemmtune.errors import KernelError, UnsupportedError
-from gemmtune.measure.inputs import Inputs
-from gemmtune.measure.verify import prepare, verify
-from gemmtune.problem import Layout, Operand, Problem
+from gemmtune.core.candidate import Candidate
+from gemmtune.core.epilogue import Step
+from gemmtune.core.errors import KernelError, UnsupportedError
+from gemmtune.core.problem import Layout, Operand, Problem
+from gemmtune.core.workloads import bmm_problem, build, fp8_problem, int_problem
 from gemmtune.testing.problems import random_problem
-from gemmtune.workloads import bmm_problem, build, fp8_problem, int_problem
-from gpus import A100, FAMILIES, H200, legal, reasons
+from gemmtune.verify.inputs import Inputs
+from gemmtune.verify.verify import prepare, verify
+from helpers.batches import LAYOUTS
+from helpers.blas import FakeBlas
+from helpers.drivers import STREAM, simulated
+from helpers.gpus import A100, FAMILIES, H200, legal, reasons
 
 BACKEND = CublasLtBackend()
 BIAS = Step("bias", "col", "bfloat16")

@@ -8,18 +8,18 @@ from dataclasses import replace
 
 import pytest
 
-import gpus
-from gemmtune.backends.base import Candidate
 from gemmtune.backends.cuda import CudaBackend, compiler
 from gemmtune.backends.cuda.block import mixed_more, slab_more
 from gemmtune.backends.cuda.source import generate
 from gemmtune.backends.gpu.artifact import unpack
-from gemmtune.epilogue import Step
-from gemmtune.errors import KernelError, UnsupportedError
-from gemmtune.problem import Layout, Operand, Problem
-from gemmtune.target import Target
-from gemmtune.workloads import bmm_problem, build, fp8_problem, int_problem, weight_only_problem
-from gpus import A100, FAMILIES, H200, SKINNY
+from gemmtune.core.candidate import Candidate
+from gemmtune.core.epilogue import Step
+from gemmtune.core.errors import KernelError, UnsupportedError
+from gemmtune.core.problem import Layout, Operand, Problem
+from gemmtune.core.target import Target
+from gemmtune.core.workloads import bmm_problem, build, fp8_problem, int_problem, weight_only_problem
+from helpers import gpus
+from helpers.gpus import A100, FAMILIES, H200, SKINNY
 
 needs_nvrtc = pytest.mark.skipif(not compiler.version(), reason="NVRTC is not installed")
 

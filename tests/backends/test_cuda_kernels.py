@@ -15,22 +15,22 @@ from typing import Any
 import pytest
 import torch
 
-from batches import LAYOUTS
-from drivers import Driver, simulated
-from gemmtune.backends.base import Candidate
 from gemmtune.backends.cuda import CudaBackend, space
 from gemmtune.backends.cuda.kernel import Skinny
 from gemmtune.backends.cuda.source import generate
 from gemmtune.backends.gpu.artifact import Header
 from gemmtune.backends.gpu.kernel import GpuKernel
-from gemmtune.epilogue import Step
-from gemmtune.measure.inputs import Inputs, make_inputs
-from gemmtune.measure.verify import prepare, verify
-from gemmtune.problem import Layout, Operand, Problem
+from gemmtune.core.candidate import Candidate
+from gemmtune.core.epilogue import Step
+from gemmtune.core.problem import Layout, Operand, Problem
+from gemmtune.core.workloads import bmm_problem, build, fp8_problem, int_problem, weight_only_problem
 from gemmtune.testing.problems import random_problem
-from gemmtune.workloads import bmm_problem, build, fp8_problem, int_problem, weight_only_problem
-from gpus import H200, SKINNY, legal
-from integers import exact_cases, rounding_cases
+from gemmtune.verify.inputs import Inputs, make_inputs
+from gemmtune.verify.verify import prepare, verify
+from helpers.batches import LAYOUTS
+from helpers.drivers import Driver, simulated
+from helpers.gpus import H200, SKINNY, legal
+from helpers.integers import exact_cases, rounding_cases
 
 CXX = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
 needs_cxx = pytest.mark.skipif(CXX is None, reason="there is no C++ compiler")

@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 
 import gemmtune
-from gemmtune import backends, describe
-from gemmtune.backends.base import Artifact, Candidate
-from gemmtune.checks import DtypeError
+from gemmtune import backends
+from gemmtune.backends.base import Artifact
+from gemmtune.core.candidate import Candidate
+from gemmtune.core.checks import DtypeError
+from gemmtune.core.workloads import build, dtype_name, weight_only_problem
 from gemmtune.dispatch import current_target
-from gemmtune.workloads import build, dtype_name, weight_only_problem
+from gemmtune.ops import describe
 
 K, N = 256, 70
 

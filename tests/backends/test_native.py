@@ -13,16 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gemmtune import backends
-from gemmtune.backends.base import Candidate, Illegal, Kernel
+from gemmtune.backends.base import Kernel
 from gemmtune.backends.native import space
 from gemmtune.backends.native.layout import Packing, aligned_bytes
 from gemmtune.backends.native.traits import UNITS, suits
-from gemmtune.epilogue import Step
-from gemmtune.errors import KernelError
-from gemmtune.measure.inputs import Inputs
-from gemmtune.measure.verify import prepare, verify
-from gemmtune.problem import Layout, Operand, Problem, Quant
-from gemmtune.target import Target, current_cpu
+from gemmtune.core.candidate import Candidate, Illegal
+from gemmtune.core.epilogue import Step
+from gemmtune.core.errors import KernelError
+from gemmtune.core.problem import Layout, Operand, Problem, Quant
+from gemmtune.core.target import Target, current_cpu
+from gemmtune.verify.inputs import Inputs
+from gemmtune.verify.verify import prepare, verify
 
 native = pytest.importorskip("gemmtune.backends.native._native")
 BACKEND = backends.get("native")
@@ -252,8 +253,8 @@ def test_unpacking_gives_the_same_weight_back(n: int, k: int, order: str, nr: in
 @given(n=dims, k=dims, group=st.sampled_from([None, 32, 64]), zero=st.booleans(), nr=st.sampled_from([16, 64]))
 @settings(max_examples=40, deadline=None)
 def test_unpacking_int4(n: int, k: int, group: int | None, zero: bool, nr: int) -> None:
-    from gemmtune.backends.base import QuantWeight
     from gemmtune.backends.native.layout import pack, unpack
+    from gemmtune.core.weights import QuantWeight
 
     data = torch.randint(0, 256, (n, -(-k // 2)), dtype=torch.uint8)
     if k % 2:
@@ -280,7 +281,7 @@ def test_packed_weights_stay_small(n: int, bits: str, group: int | None) -> None
     candidate = BACKEND.default_packing(problem, current_cpu())
     assert candidate is not None
     kernel = BACKEND.load(BACKEND.build(problem, candidate, target()), problem)
-    from gemmtune.measure.inputs import make_inputs
+    from gemmtune.verify.inputs import make_inputs
 
     packed = kernel.pack(make_inputs(problem, 0).b)
     assert packed.nbytes <= 1.06 * problem.weight_bytes

@@ -12,17 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-import gpus
-from gemmtune import backends, target, torch_internals
-from gemmtune.backends.base import Candidate
+from gemmtune import backends
 from gemmtune.backends.gpu import artifact, hip
 from gemmtune.backends.gpu.artifact import Header
 from gemmtune.backends.triton import TritonBackend, compiler
 from gemmtune.backends.triton.kernel import Tiled
-from gemmtune.errors import KernelError
-from gemmtune.measure.inputs import make_inputs
-from gemmtune.workloads import bmm_problem, build
-from gpus import FAMILIES, H200, MI300X
+from gemmtune.core import target, torch_compat
+from gemmtune.core.candidate import Candidate
+from gemmtune.core.errors import KernelError
+from gemmtune.core.workloads import bmm_problem, build
+from gemmtune.verify.inputs import make_inputs
+from helpers import gpus
+from helpers.gpus import FAMILIES, H200, MI300X
 
 BACKEND = TritonBackend()
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -129,7 +130,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Hip:
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(query=lambda: True))
-    monkeypatch.setattr(torch_internals, "stream_of", lambda _: STREAM)
+    monkeypatch.setattr(torch_compat, "stream_of", lambda _: STREAM)
     return made
 
 

@@ -14,19 +14,20 @@ from typing import Any
 import pytest
 import torch
 
-import gpus
 from gemmtune import backends
-from gemmtune.backends.base import Candidate, QuantWeight
 from gemmtune.backends.gpu import artifact
 from gemmtune.backends.gpu.int4 import INT4_BLOCKS, int4_layout, shuffle_int4, unshuffle_int4
 from gemmtune.backends.triton import TritonBackend, compiler
 from gemmtune.backends.triton.cost import Work, seconds
-from gemmtune.epilogue import Step
-from gemmtune.errors import KernelError
-from gemmtune.problem import Layout, Operand, Problem, Quant
-from gemmtune.target import Target
-from gemmtune.workloads import bmm_problem, build, fp8_problem, int_problem, weight_only_problem
-from gpus import A100, FAMILIES, H200
+from gemmtune.core.candidate import Candidate
+from gemmtune.core.epilogue import Step
+from gemmtune.core.errors import KernelError
+from gemmtune.core.problem import Layout, Operand, Problem, Quant
+from gemmtune.core.target import Target
+from gemmtune.core.weights import QuantWeight
+from gemmtune.core.workloads import bmm_problem, build, fp8_problem, int_problem, weight_only_problem
+from helpers import gpus
+from helpers.gpus import A100, FAMILIES, H200
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")

@@ -10,19 +10,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from batches import LAYOUTS
-from drivers import Driver, simulated
-from gemmtune.backends.base import Candidate
 from gemmtune.backends.gpu import kernel as shared
 from gemmtune.backends.gpu.artifact import Header, Tma
 from gemmtune.backends.gpu.kernel import GpuKernel
 from gemmtune.backends.triton.compiler import CONVERTED_ITEMS, spec
 from gemmtune.backends.triton.kernel import TEMPLATES
-from gemmtune.epilogue import Step
-from gemmtune.errors import KernelError
-from gemmtune.measure.inputs import Inputs, make_inputs
-from gemmtune.problem import Problem
-from gemmtune.workloads import bmm_problem, build, fp8_problem, weight_only_problem
+from gemmtune.core.candidate import Candidate
+from gemmtune.core.epilogue import Step
+from gemmtune.core.errors import KernelError
+from gemmtune.core.problem import Problem
+from gemmtune.core.workloads import bmm_problem, build, fp8_problem, weight_only_problem
+from gemmtune.verify.inputs import Inputs, make_inputs
+from helpers.batches import LAYOUTS
+from helpers.drivers import Driver, simulated
 
 
 @pytest.fixture

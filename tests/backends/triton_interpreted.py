@@ -16,17 +16,18 @@ from torch import Tensor
 from triton.runtime import interpreter
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gemmtune.backends.base import Candidate, QuantWeight
 from gemmtune.backends.gpu.int4 import shuffle_int4
 from gemmtune.backends.gpu.rules import leads, refusal
 from gemmtune.backends.triton import kernels
 from gemmtune.backends.triton.compiler import spec
-from gemmtune.epilogue import Step
-from gemmtune.measure.inputs import Inputs
-from gemmtune.measure.verify import prepare, verify
-from gemmtune.problem import Layout, Operand, Problem
-from gemmtune.workloads import bmm_problem, build, fp8_problem, int_problem, weight_only_problem
-from integers import exact_cases, rounding_cases
+from gemmtune.core.candidate import Candidate
+from gemmtune.core.epilogue import Step
+from gemmtune.core.problem import Layout, Operand, Problem
+from gemmtune.core.weights import QuantWeight
+from gemmtune.core.workloads import bmm_problem, build, fp8_problem, int_problem, weight_only_problem
+from gemmtune.verify.inputs import Inputs
+from gemmtune.verify.verify import prepare, verify
+from helpers.integers import exact_cases, rounding_cases
 
 
 def tiled(bm: int = 16, bn: int = 64, bk: int = 64, split: int = 1, swap: int = 0) -> Candidate:

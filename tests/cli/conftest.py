@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-import command
-from factories import make_decision, make_legal_decision, make_target
+from gemmtune.core.target import Target
+from gemmtune.core.workloads import build
 from gemmtune.dispatch import current_target
 from gemmtune.store import open_store
-from gemmtune.target import Target
-from gemmtune.workloads import build
+from helpers import command
+from helpers.factories import make_decision, make_legal_decision, make_target
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import torch
 import typer
 
 from gemmtune.cli import common
-from gemmtune.errors import StoreError
+from gemmtune.core.errors import StoreError
 
 
 @pytest.mark.parametrize("text", ["16,4096,11008", "16x4096x11008", " 16, 4096 ,11008"])
@@ -83,8 +83,8 @@ def test_devices_and_latencies() -> None:
 
 def test_a_models_problems_go_where_they_ran(monkeypatch: pytest.MonkeyPatch) -> None:
     from gemmtune.cli.models import Recorded
-    from gemmtune.integrations.record import Recording
-    from gemmtune.workloads import build
+    from gemmtune.core.workloads import build
+    from gemmtune.ops.record import Recording
 
     recording = Recording()
     recording.add(build(1, 8, 8, "fp32"))

@@ -3,9 +3,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from command import Run
-from gemmtune import doctor
-from gemmtune.target import Target
+from gemmtune.cli import examination as doctor
+from gemmtune.core.target import Target
+from helpers.command import Run
 
 
 def test_json_names_machine_backends_and_store(run: Run, legal: Path) -> None:

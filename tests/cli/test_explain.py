@@ -3,13 +3,13 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from command import Run
-from factories import SLOW, make_decision
-from gemmtune.backends.base import Candidate
-from gemmtune.decision import Evidence
+from gemmtune.core.candidate import Candidate
+from gemmtune.core.decision import Evidence
+from gemmtune.core.target import Target
+from gemmtune.core.workloads import build
 from gemmtune.store import open_store
-from gemmtune.target import Target
-from gemmtune.workloads import build
+from helpers.command import Run
+from helpers.factories import SLOW, make_decision
 
 
 def test_shows_all_the_evidence(run: Run, filled: Path) -> None:

@@ -4,7 +4,7 @@ import pytest
 import typer
 
 from gemmtune.cli.models import call_factory, find_factory
-from gemmtune.errors import GemmtuneError
+from gemmtune.core.errors import GemmtuneError
 
 SOURCE = """
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ def test_a_list_of_calls_and_single_arguments(file: Path) -> None:
 
 
 def test_a_module_by_its_dotted_name() -> None:
-    assert find_factory("gemmtune.workloads:build").__name__ == "build"
+    assert find_factory("gemmtune.core.workloads:build").__name__ == "build"
 
 
 @pytest.mark.parametrize("spec", ["noname", ":f", "a.py:", "/nonexistent.py:f"])

@@ -4,11 +4,11 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from factories import NATIVE, make_decision
 from gemmtune.cli.progress import Board, LiveProgress, PlainProgress, clock, watching
-from gemmtune.decision import Verdict
-from gemmtune.events import BestSoFar, CandidateTried, Event, ProblemDone, ProblemStarted
-from gemmtune.workloads import build
+from gemmtune.core.decision import Verdict
+from gemmtune.core.events import BestSoFar, CandidateTried, Event, ProblemDone, ProblemStarted
+from gemmtune.core.workloads import build
+from helpers.factories import NATIVE, make_decision
 
 PROBLEM = build(16, 4096, 4096, "bf16")
 EVENTS: list[Event] = [

@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from command import Run
+from helpers.command import Run
 
 
 def test_writes_one_file_from_the_store(run: Run, filled: Path, tmp_path: Path) -> None:

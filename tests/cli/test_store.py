@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from command import Run
-from factories import make_decision
+from gemmtune.core.target import Target
+from gemmtune.core.workloads import build
 from gemmtune.store import open_store
-from gemmtune.target import Target
-from gemmtune.workloads import build
+from helpers.command import Run
+from helpers.factories import make_decision
 
 
 def ids(run: Run, filled: Path) -> dict[str, str]:

@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-import gemmtune.tuner
-from command import Run
-from factories import make_decision
+import gemmtune.tuning.tuner
 from gemmtune import backends
-from gemmtune.decision import Decision
-from gemmtune.events import Event, ProblemDone, ProblemStarted
-from gemmtune.problem import Problem
+from gemmtune.core.decision import Decision
+from gemmtune.core.events import Event, ProblemDone, ProblemStarted
+from gemmtune.core.problem import Problem
+from gemmtune.core.target import Target
 from gemmtune.report import ceilings
 from gemmtune.store import open_store
 from gemmtune.store.base import Store
-from gemmtune.target import Target
+from helpers.command import Run
+from helpers.factories import make_decision
 
 
 class StandIn:
@@ -60,7 +60,7 @@ class StandIn:
 @pytest.fixture
 def tuner(monkeypatch: pytest.MonkeyPatch) -> type[StandIn]:
     made = type("Fresh", (StandIn,), {})
-    monkeypatch.setattr(gemmtune.tuner, "Tuner", made)
+    monkeypatch.setattr(gemmtune.tuning.tuner, "Tuner", made)
     monkeypatch.setattr(ceilings, "ensure", lambda path, target: {})
     return made
 

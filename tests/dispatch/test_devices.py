@@ -12,18 +12,21 @@ import pytest
 import torch
 
 import gemmtune
-from gemmtune import backends, launch, prepared
-from gemmtune.backends.base import Candidate, PackedWeight
-from gemmtune.checks import DtypeError
-from gemmtune.decision import Sample
-from gemmtune.dispatch import RUNTIME, build_plan, current_target, guards, runtime
+from gemmtune import backends
+from gemmtune.core.candidate import Candidate
+from gemmtune.core.checks import DtypeError
+from gemmtune.core.decision import Sample
+from gemmtune.core.errors import UnsupportedError
+from gemmtune.core.problem import Problem
+from gemmtune.core.target import Target
+from gemmtune.core.weights import PackedWeight
+from gemmtune.core.workloads import linear_problem
+from gemmtune.dispatch import RUNTIME, build_plan, current_target, guards, runtime, specialize
+from gemmtune.dispatch import serve as launch
 from gemmtune.dispatch.runtime import TABLE
-from gemmtune.errors import UnsupportedError
-from gemmtune.problem import Problem
 from gemmtune.store import MemoryStore
-from gemmtune.target import Target
-from gemmtune.workloads import linear_problem
-from serving import RAN, decide, evidence, register, serve, toy
+from helpers.serving import RAN, decide, evidence, register, toy
+from helpers.serving import serve as put_in_store
 
 H200 = Target("cuda", "H200", "9.0", caches=(232448, 0, 62914560), cores=132)
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
@@ -66,7 +69,7 @@ def replace_target(decision: Any, target: Target) -> Any:
 @pytest.mark.usefixtures("gpus")
 def test_decisions_are_a_devices_own(own_store: MemoryStore) -> None:
     teach(own_store, problem(3), toy("", 1))
-    serve(own_store, problem(3), evidence(toy("", 2), 0.1), chosen=toy("", 2))
+    put_in_store(own_store, problem(3), evidence(toy("", 2), 0.1), chosen=toy("", 2))
     picked = [RUNTIME.kernel_for(problem(3), None, place) for place in (FIRST, SECOND, runtime.CPU)]
     assert [kernel and kernel.candidate for kernel in picked] == [toy("", 1), toy("", 1), toy("", 2)]
     assert picked[0] is not picked[1]  # each device loads its own
@@ -148,10 +151,10 @@ def test_only_the_operands_device_is_made_current(monkeypatch: pytest.MonkeyPatc
 
     now = [0]
     monkeypatch.setattr(torch.cuda, "device", device)
-    monkeypatch.setattr(prepared, "current_device", lambda: now[0])
+    monkeypatch.setattr(specialize, "current_device", lambda: now[0])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     ours = SimpleNamespace(candidate=toy())
-    run = prepared.there(lambda a, b: a + b, ours, SECOND)  # type: ignore[arg-type]
+    run = specialize.there(lambda a, b: a + b, ours, SECOND)  # type: ignore[arg-type]
     assert run(1, 2) == 3
     assert entered == [1]
     now[0] = 1
@@ -159,9 +162,9 @@ def test_only_the_operands_device_is_made_current(monkeypatch: pytest.MonkeyPatc
     assert entered == [1]
     plain = SimpleNamespace(candidate=Candidate.make("aten", "mm"))
     for kernel, place in ((plain, SECOND), (ours, runtime.CPU)):
-        assert prepared.there(max, kernel, place) is max  # type: ignore[arg-type]
+        assert specialize.there(max, kernel, place) is max  # type: ignore[arg-type]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert prepared.there(max, ours, FIRST) is max  # type: ignore[arg-type]
+    assert specialize.there(max, ours, FIRST) is max  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -179,9 +182,9 @@ def test_what_is_prepared_runs_and_allocates_on_its_device(packed: bool, monkeyp
         return torch.full(shape, -1.0, dtype=dtype)
 
     monkeypatch.setattr(torch.cuda, "device", device)
-    monkeypatch.setattr(prepared, "current_device", lambda: now[0])
+    monkeypatch.setattr(specialize, "current_device", lambda: now[0])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(prepared, "empty_cuda", empty)
+    monkeypatch.setattr(specialize, "empty_cuda", empty)
     x, w, bias = torch.ones(3, 4), torch.ones(5, 4), torch.ones(5)
     weight = PackedWeight("toy:two", (w, torch.ones(5)), 5, 4, "float32") if packed else w
     call: Any = SimpleNamespace(
@@ -193,8 +196,8 @@ def test_what_is_prepared_runs_and_allocates_on_its_device(packed: bool, monkeyp
         ran.append((now[0], out, *operands))
 
     ours: Any = SimpleNamespace(candidate=toy())
-    fresh = prepared.launching(go, ours, call, 3, lambda error, *operands: operands[0])
-    write = prepared.writing(go, ours, call, 3)
+    fresh = specialize.launching(go, ours, call, 3, lambda error, *operands: operands[0])
+    write = specialize.writing(go, ours, call, 3)
     passed = (x, *weight.data, bias) if isinstance(weight, PackedWeight) else (x, w, bias)
     for place in (0, 1):
         now[0] = place

@@ -15,11 +15,12 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gemmtune
-from gemmtune import launch
+from gemmtune.core.workloads import linear_problem
 from gemmtune.dispatch import guards
+from gemmtune.dispatch import serve as launch
 from gemmtune.store import MemoryStore
-from gemmtune.workloads import linear_problem
-from serving import RAN, evidence, register, serve, toy
+from helpers.serving import RAN, evidence, register, toy
+from helpers.serving import serve as put_in_store
 
 X, W = torch.randn(3, 4), torch.randn(5, 4)
 
@@ -156,10 +157,10 @@ def test_no_tensor_is_kept() -> None:
 
 def test_ops_are_served_by_either(own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     register()
-    serve(own_store, linear_problem(3, 5, 4, "float32", constant=False), evidence(toy(), 0.1), chosen=toy())
+    put_in_store(own_store, linear_problem(3, 5, 4, "float32", constant=False), evidence(toy(), 0.1), chosen=toy())
     wanted = torch.nn.functional.linear(X, W)
     torch.testing.assert_close(gemmtune.linear(X, W), wanted)
-    monkeypatch.setattr("gemmtune.describe.linear", lambda *_: pytest.fail("described again"))
+    monkeypatch.setattr("gemmtune.ops.describe.linear", lambda *_: pytest.fail("described again"))
     RAN.clear()
     torch.testing.assert_close(gemmtune.linear(X.clone(), W), wanted)
     assert len(RAN) == 1

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemmtune.backends.base import Candidate
+from gemmtune.core.candidate import Candidate
 from gemmtune.dispatch import Plan, PlanEntry
 from gemmtune.dispatch.plan import nearest
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import msgspec
 
-from gemmtune.backends.base import Candidate
+from gemmtune.core.candidate import Candidate
+from gemmtune.core.epilogue import Step
+from gemmtune.core.workloads import bmm_problem, linear_problem
 from gemmtune.dispatch import build_plan, choose_packing, rank_packings
 from gemmtune.dispatch.portfolio import layouts_in_use, point
-from gemmtune.epilogue import Step
-from gemmtune.workloads import bmm_problem, linear_problem
-from serving import decide, evidence, toy
+from helpers.serving import decide, evidence, toy
 
 
 def at(m: int, **seconds: float):  # type: ignore[no-untyped-def]

@@ -11,18 +11,18 @@ import pytest
 import torch
 
 import gemmtune
-from forking import child_of_fork_while_held
 from gemmtune import backends
-from gemmtune.backends.base import Candidate
-from gemmtune.decision import Decision
+from gemmtune.core.candidate import Candidate
+from gemmtune.core.decision import Decision
+from gemmtune.core.errors import PackedWeightError
+from gemmtune.core.problem import Problem
+from gemmtune.core.target import Target
+from gemmtune.core.workloads import linear_problem
 from gemmtune.dispatch import RUNTIME, current_target, policy
 from gemmtune.dispatch.runtime import TABLE
-from gemmtune.errors import PackedWeightError
-from gemmtune.problem import Problem
 from gemmtune.store import MemoryStore
-from gemmtune.target import Target
-from gemmtune.workloads import linear_problem
-from serving import RAN, decide, evidence, register, serve, toy
+from helpers.forking import child_of_fork_while_held
+from helpers.serving import RAN, decide, evidence, register, serve, toy
 
 W = torch.randn(5, 4)
 

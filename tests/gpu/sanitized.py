@@ -12,14 +12,14 @@ from dataclasses import replace
 
 import torch
 
-from cards import first, kernel_of, run_into
 from gemmtune.backends.base import Kernel
-from gemmtune.epilogue import Step
-from gemmtune.measure.inputs import Inputs, make_inputs
-from gemmtune.measure.timing import empty_output
-from gemmtune.measure.verify import prepare, verify
-from gemmtune.problem import Layout, Operand, Problem
-from gemmtune.workloads import bmm_problem, build, fp8_problem, int_problem, weight_only_problem
+from gemmtune.core.epilogue import Step
+from gemmtune.core.problem import Layout, Operand, Problem
+from gemmtune.core.workloads import bmm_problem, build, fp8_problem, int_problem, weight_only_problem
+from gemmtune.timing.timing import empty_output
+from gemmtune.verify.inputs import Inputs, make_inputs
+from gemmtune.verify.verify import prepare, verify
+from helpers.cards import first, kernel_of, run_into
 
 
 def cases() -> Iterator[tuple[Problem, str, dict[str, int]]]:

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cards import check_random_problems, check_repeats, first, kernel_of, run_into
 from gemmtune.backends import get
-from gemmtune.epilogue import Step
-from gemmtune.errors import UnsupportedError
-from gemmtune.measure.verify import prepare, verify
-from gemmtune.problem import Problem
-from gemmtune.workloads import bmm_problem, build, fp8_problem, int_problem
+from gemmtune.core.epilogue import Step
+from gemmtune.core.errors import UnsupportedError
+from gemmtune.core.problem import Problem
+from gemmtune.core.workloads import bmm_problem, build, fp8_problem, int_problem
+from gemmtune.verify.verify import prepare, verify
+from helpers.cards import check_random_problems, check_repeats, first, kernel_of, run_into
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("own_artifacts")]
 

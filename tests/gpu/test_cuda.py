@@ -9,18 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from cards import build_all, check_random_problems, check_repeats, first, kernel_of, run_into
 from gemmtune import backends
-from gemmtune.backends.base import Candidate, QuantWeight
 from gemmtune.backends.cuda import CudaBackend
 from gemmtune.backends.gpu import driver
 from gemmtune.backends.gpu.kernel import GpuKernel
-from gemmtune.epilogue import Step
-from gemmtune.measure.inputs import Inputs, make_inputs
-from gemmtune.measure.verify import prepare, verify
-from gemmtune.problem import Layout, Operand, Problem
-from gemmtune.target import current_cuda
-from gemmtune.workloads import bmm_problem, build, fp8_problem, int_problem, weight_only_problem
+from gemmtune.core.candidate import Candidate
+from gemmtune.core.epilogue import Step
+from gemmtune.core.problem import Layout, Operand, Problem
+from gemmtune.core.target import current_cuda
+from gemmtune.core.weights import QuantWeight
+from gemmtune.core.workloads import bmm_problem, build, fp8_problem, int_problem, weight_only_problem
+from gemmtune.verify.inputs import Inputs, make_inputs
+from gemmtune.verify.verify import prepare, verify
+from helpers.cards import build_all, check_random_problems, check_repeats, first, kernel_of, run_into
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("own_artifacts")]
 

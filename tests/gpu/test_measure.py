@@ -13,21 +13,22 @@ import pytest
 import torch
 
 from gemmtune import backends
-from gemmtune.backends.base import Candidate, QuantWeight
-from gemmtune.epilogue import Step
-from gemmtune.measure.clock import Latency
-from gemmtune.measure.cuda import CudaClock, TorchGpu, rough_times
-from gemmtune.measure.inputs import Inputs, make_inputs, timing_sets
-from gemmtune.measure.nvml import cuda_machine
-from gemmtune.measure.timing import Flush
-from gemmtune.measure.verify import prepare, verify
-from gemmtune.measure.worker import Limits, Worker, WorkerLost
-from gemmtune.problem import Layout, Operand, Problem, Quant
-from gemmtune.reference import reference
+from gemmtune.core.candidate import Candidate
+from gemmtune.core.epilogue import Step
+from gemmtune.core.problem import Layout, Operand, Problem, Quant
+from gemmtune.core.target import Target, current_cuda
+from gemmtune.core.weights import QuantWeight
 from gemmtune.store import MemoryStore
-from gemmtune.target import Target, current_cuda
 from gemmtune.testing import hostile, hostile_cuda
-from gemmtune.tuner import Budget, Tuner
+from gemmtune.timing.clock import Latency
+from gemmtune.timing.cuda_clock import CudaClock, TorchGpu, rough_times
+from gemmtune.timing.nvml import cuda_machine
+from gemmtune.timing.timing import Flush
+from gemmtune.tuning.tuner import Budget, Tuner
+from gemmtune.verify.inputs import Inputs, make_inputs, timing_sets
+from gemmtune.verify.oracle import reference
+from gemmtune.verify.verify import prepare, verify
+from gemmtune.workers.worker import Limits, Worker, WorkerLost
 
 pytestmark = pytest.mark.gpu
 
@@ -324,7 +325,7 @@ def test_tuning_among_hostile_candidates(target: Target) -> None:
 
 def test_what_a_host_imports_leaves_the_device_alone() -> None:
     """A process that has a context cannot fork workers."""
-    script = "import gemmtune.measure.job, sys, torch; sys.exit(torch.cuda.is_initialized())"
+    script = "import gemmtune.workers.job, sys, torch; sys.exit(torch.cuda.is_initialized())"
     done = subprocess.run([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": ":".join(sys.path)})
     assert done.returncode == 0
 

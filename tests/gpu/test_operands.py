@@ -11,19 +11,19 @@ import pytest
 import torch
 
 import gemmtune
-from batches import LAYOUTS
-from cards import first, kernel_of, run_into
-from gemmtune.backends.base import Candidate
 from gemmtune.backends.gpu import kernel as gpu_kernel
+from gemmtune.core.candidate import Candidate
+from gemmtune.core.epilogue import Step
+from gemmtune.core.errors import KernelError
+from gemmtune.core.problem import Layout, Operand, Problem
+from gemmtune.core.workloads import bmm_problem, build, int_problem, weight_only_problem
 from gemmtune.dispatch import RUNTIME, current_target
-from gemmtune.epilogue import Step
-from gemmtune.errors import KernelError
-from gemmtune.measure.inputs import make_inputs
-from gemmtune.problem import Layout, Operand, Problem
 from gemmtune.store import MemoryStore
-from gemmtune.workloads import bmm_problem, build, int_problem, weight_only_problem
-from integers import exact_cases, rounding_cases
-from serving import decide, evidence
+from gemmtune.verify.inputs import make_inputs
+from helpers.batches import LAYOUTS
+from helpers.cards import first, kernel_of, run_into
+from helpers.integers import exact_cases, rounding_cases
+from helpers.serving import decide, evidence
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("own_artifacts")]
 

@@ -15,20 +15,23 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gemmtune
-from cards import first
-from gemmtune import fuse, reference
+from gemmtune import fuse
 from gemmtune.backends.aten import AtenBackend
-from gemmtune.backends.base import Artifact, Candidate, QuantWeight
-from gemmtune.checks import DtypeError
+from gemmtune.backends.base import Artifact
+from gemmtune.core.candidate import Candidate
+from gemmtune.core.checks import DtypeError
+from gemmtune.core.epilogue import Step
+from gemmtune.core.problem import Layout, Operand, Problem
+from gemmtune.core.weights import QuantWeight
+from gemmtune.core.workloads import bmm_problem, fp8_problem, int_problem, linear_problem, weight_only_problem
 from gemmtune.dispatch import RUNTIME, current_target
 from gemmtune.dispatch.runtime import TABLE
-from gemmtune.epilogue import Step
-from gemmtune.measure.inputs import make_inputs
-from gemmtune.measure.verify import prepare, verify
-from gemmtune.problem import Layout, Operand, Problem
 from gemmtune.store import MemoryStore
-from gemmtune.workloads import bmm_problem, fp8_problem, int_problem, linear_problem, weight_only_problem
-from serving import RAN, decide, evidence, register, toy
+from gemmtune.verify import oracle as reference
+from gemmtune.verify.inputs import make_inputs
+from gemmtune.verify.verify import prepare, verify
+from helpers.cards import first
+from helpers.serving import RAN, decide, evidence, register, toy
 
 pytestmark = pytest.mark.gpu
 

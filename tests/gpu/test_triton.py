@@ -10,14 +10,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cards import check_random_problems, check_repeats, first, kernel_of, run_into
 from gemmtune.backends.triton import TritonBackend
-from gemmtune.epilogue import Step
-from gemmtune.measure.inputs import Inputs, make_inputs
-from gemmtune.measure.verify import prepare, verify
-from gemmtune.problem import Problem
-from gemmtune.reference import reference
-from gemmtune.workloads import build, fp8_problem, int_problem, weight_only_problem
+from gemmtune.core.epilogue import Step
+from gemmtune.core.problem import Problem
+from gemmtune.core.workloads import build, fp8_problem, int_problem, weight_only_problem
+from gemmtune.verify.inputs import Inputs, make_inputs
+from gemmtune.verify.oracle import reference
+from gemmtune.verify.verify import prepare, verify
+from helpers.cards import check_random_problems, check_repeats, first, kernel_of, run_into
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("own_artifacts")]
 

@@ -14,22 +14,22 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 
-import command
-from factories import make_decision, make_target
-from gemmtune.backends.base import Candidate
 from gemmtune.cli.answer import answer
 from gemmtune.cli.models import record_calls
 from gemmtune.cli.tune import remember_layers
-from gemmtune.decision import Decision, Evidence
+from gemmtune.core.candidate import Candidate
+from gemmtune.core.decision import Decision, Evidence
+from gemmtune.core.problem import Problem
+from gemmtune.core.workloads import build
 from gemmtune.dispatch import current_target
-from gemmtune.problem import Problem
 from gemmtune.report import interactive, layers, write_report
 from gemmtune.report.cells import SCRIPT
 from gemmtune.report.layers import Model, Use, forward, saving
 from gemmtune.report.page import table
 from gemmtune.report.rows import disturbance, summarize
 from gemmtune.store import MemoryStore, SqliteStore, open_store
-from gemmtune.workloads import build
+from helpers import command
+from helpers.factories import make_decision, make_target
 
 LINEAR = build(1, 64, 32, "fp32")
 

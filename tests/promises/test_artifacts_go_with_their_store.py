@@ -12,17 +12,18 @@ import torch
 
 from gemmtune import backends
 from gemmtune.backends.artifacts import artifacts_directory
-from gemmtune.backends.base import Artifact, Candidate
+from gemmtune.backends.base import Artifact
 from gemmtune.backends.cuda import CudaBackend
 from gemmtune.backends.location import artifacts_in
+from gemmtune.core.candidate import Candidate
+from gemmtune.core.problem import Operand, Problem
+from gemmtune.core.target import current_cpu
 from gemmtune.dispatch import RUNTIME
-from gemmtune.problem import Operand, Problem
 from gemmtune.store import MemoryStore, SqliteStore, Store
-from gemmtune.target import current_cpu
 from gemmtune.testing import toy_compiler
-from gemmtune.tuner import Tuner
-from gpus import H200
-from serving import evidence, serve
+from gemmtune.tuning.tuner import Tuner
+from helpers.gpus import H200
+from helpers.serving import evidence, serve
 
 PROBLEM = Problem("mm", 5, 24, 32, Operand("float32"), Operand("float32"), "float32")
 GOOD = Candidate.make("toy", "good", kind="good")
@@ -56,7 +57,7 @@ def test_builders_and_workers_leave_artifacts_with_the_tuners_store(tmp_path: Pa
     assert made.path.parent == tmp_path / "elsewhere" / "mine.artifacts"
     assert attempted.verdict is None or attempted.verdict.ok
     assert len(built(made.path.parent)) == 2
-    assert built(tmp_path / "store.artifacts") == []
+    assert built(tmp_path / "core.artifacts") == []
 
 
 @pytest.mark.usefixtures("toy")
@@ -67,7 +68,7 @@ def test_a_worker_in_this_process_does_too_and_changes_nothing_here(tmp_path: Pa
         hands.open(PROBLEM, 0)
         hands.attempt(GOOD)
     assert len(built(tmp_path / "mine.artifacts")) == 1
-    assert artifacts_directory() == tmp_path / "store.artifacts"
+    assert artifacts_directory() == tmp_path / "core.artifacts"
     assert built(artifacts_directory()) == []
 
 
@@ -77,7 +78,7 @@ def test_serving_loads_from_the_store_in_use_and_stores_do_not_mix(tmp_path: Pat
     places: list[tuple[Store, Path]] = [
         (SqliteStore(tmp_path / "one.db"), tmp_path / "one.artifacts"),
         (SqliteStore(tmp_path / "two.db"), tmp_path / "two.artifacts"),
-        (MemoryStore(), tmp_path / "store.artifacts"),  # the default store's
+        (MemoryStore(), tmp_path / "core.artifacts"),  # the default store's
     ]
     for count, (store, directory) in enumerate(places):
         serve(store, PROBLEM, evidence(GOOD, 0.1), chosen=GOOD)  # type: ignore[arg-type]

@@ -18,14 +18,14 @@ from gemmtune.backends.cublaslt import library
 from gemmtune.backends.cuda import compiler
 from gemmtune.backends.gpu.wheels import build_of, file_of
 from gemmtune.backends.triton import compiler as triton_compiler
+from gemmtune.core.errors import UnsupportedError
+from gemmtune.core.target import current_cpu
+from gemmtune.core.workloads import build
 from gemmtune.dispatch import current_target, runtime
 from gemmtune.dispatch.runtime import RUNTIME
-from gemmtune.errors import UnsupportedError
 from gemmtune.store import MemoryStore
-from gemmtune.target import current_cpu
-from gemmtune.workloads import build
-from gpus import H200, MI300X
-from serving import decide, evidence, register, toy
+from helpers.gpus import H200, MI300X
+from helpers.serving import decide, evidence, register, toy
 
 GPU = torch.device("cuda", 0)
 
@@ -119,7 +119,7 @@ def test_an_assembler_in_the_place_of_tritons_is_part_of_its_version(
 
 def test_asking_for_versions_imports_no_compiler() -> None:
     text = (
-        "import sys; from gemmtune import backends; from gemmtune.target import Target\n"
+        "import sys; from gemmtune import backends; from gemmtune.core.target import Target\n"
         "loaded = lambda: any('libnvrtc' in line for line in open('/proc/self/maps'))\n"
         "before = 'triton' in sys.modules, loaded()\n"  # CUDA builds of torch load NVRTC themselves
         "backends.versions(Target('cuda', 'NVIDIA H200', '9.0', versions=(('hip', 'None'),)))\n"

@@ -23,7 +23,7 @@ class Model(nn.Module):
 model, x = Model().eval(), torch.randn(2, 64)
 with {mode}:
     handle = gemmtune.optimize(model, x, tune=False) if {run} else None
-    from gemmtune.backends.memory import why_unknown
+    from gemmtune.core.memory import why_unknown
 print(handle.left if handle else "", why_unknown(model.up.weight), why_unknown(x))
 """
 

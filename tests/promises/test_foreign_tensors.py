@@ -16,19 +16,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gemmtune
-from drivers import simulated
 from gemmtune import backends, fuse
-from gemmtune.backends.base import Candidate, Kernel
+from gemmtune.backends.base import Kernel
 from gemmtune.backends.gpu.artifact import Header
-from gemmtune.backends.memory import is_known, why_unknown
 from gemmtune.backends.triton.compiler import spec
 from gemmtune.backends.triton.kernel import Tiled
+from gemmtune.core.candidate import Candidate
+from gemmtune.core.errors import PackedWeightError
+from gemmtune.core.memory import is_known, why_unknown
+from gemmtune.core.workloads import linear_problem
 from gemmtune.dispatch import current_target
-from gemmtune.errors import PackedWeightError
-from gemmtune.integrations.weight_only import _ADAPTERS, WeightOnly, register_weight_only
-from gemmtune.packing import problem_of
-from gemmtune.workloads import linear_problem
-from serving import register
+from gemmtune.ops.packing import problem_of
+from gemmtune.ops.weight_only import _ADAPTERS, WeightOnly, register_weight_only
+from helpers.drivers import simulated
+from helpers.serving import register
 
 N, K = 48, 32
 
@@ -340,7 +341,7 @@ class Adapted(nn.Module):
 
 
 def test_what_an_adapter_hands_out_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gemmtune.integrations.weight_only._ADAPTERS", dict(_ADAPTERS))
+    monkeypatch.setattr("gemmtune.ops.weight_only._ADAPTERS", dict(_ADAPTERS))
     ints = torch.ones(N, K, dtype=torch.int8)
     register_weight_only(Adapted, lambda _: WeightOnly(ints, Quantised(torch.rand(N))))
     module = Adapted()

@@ -8,10 +8,10 @@ import pytest
 
 from gemmtune import backends
 from gemmtune.backends.triton.compiler import spec
-from gemmtune.epilogue import Step
-from gemmtune.problem import Layout, Operand
-from gemmtune.workloads import bmm_problem, build, fp8_problem, weight_only_problem
-from gpus import A100, H200, MI300X, legal, reasons
+from gemmtune.core.epilogue import Step
+from gemmtune.core.problem import Layout, Operand
+from gemmtune.core.workloads import bmm_problem, build, fp8_problem, weight_only_problem
+from helpers.gpus import A100, H200, MI300X, legal, reasons
 
 ADA = replace(A100, name="NVIDIA L40S", capability="8.9", cores=142)
 GPU_BACKENDS = ("triton", "cuda", "cublaslt")

@@ -9,10 +9,10 @@ import pytest
 
 from gemmtune import backends
 from gemmtune.backends.gpu.rules import float_at, refusal
-from gemmtune.epilogue import Step
-from gemmtune.reference import _needs_float
-from gemmtune.workloads import build, int_problem
-from gpus import H200, legal, reasons
+from gemmtune.core.epilogue import Step
+from gemmtune.core.workloads import build, int_problem
+from gemmtune.verify.oracle import _needs_float
+from helpers.gpus import H200, legal, reasons
 
 NUMBERS = (1.0, 2.0, -3.0, 0.0, 0.5, 2.0**31 - 1, -(2.0**31), 2.0**31, 1e10, -1e18, math.inf, -math.inf)
 STEPS = [

@@ -12,11 +12,12 @@ import torch
 
 import gemmtune
 from gemmtune import backends, fuse
-from gemmtune.backends.base import Candidate, Kernel
+from gemmtune.backends.base import Kernel
+from gemmtune.core.candidate import Candidate
+from gemmtune.core.problem import Layout, Operand, Problem, Quant
 from gemmtune.dispatch import current_target
-from gemmtune.measure.inputs import Inputs
-from gemmtune.measure.verify import prepare, verify
-from gemmtune.problem import Layout, Operand, Problem, Quant
+from gemmtune.verify.inputs import Inputs
+from gemmtune.verify.verify import prepare, verify
 
 K, N = 2048, 40
 LARGE = torch.full((N,), 2**30, dtype=torch.int32)

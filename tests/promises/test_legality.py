@@ -13,14 +13,15 @@ import torch
 
 import gemmtune
 from gemmtune import backends
-from gemmtune.backends.base import Backend, Candidate
-from gemmtune.decision import Decision, Evidence
+from gemmtune.backends.base import Backend
+from gemmtune.core.candidate import Candidate
+from gemmtune.core.decision import Decision, Evidence
+from gemmtune.core.problem import Layout, Operand, Problem, Quant
+from gemmtune.core.target import Target
 from gemmtune.dispatch import RUNTIME, current_target
-from gemmtune.problem import Layout, Operand, Problem, Quant
 from gemmtune.store import MemoryStore, SqliteStore
-from gemmtune.target import Target
-from gpus import H200
-from serving import decide, evidence
+from helpers.gpus import H200
+from helpers.serving import decide, evidence
 
 RAW = Problem("mm", 24, 80, 96, Operand("float32"), Operand("float32", Layout("col")), "float32")
 CONSTANT = replace(RAW, b=replace(RAW.b, constant=True))

@@ -11,11 +11,11 @@ import torch
 import typer
 
 import gemmtune
-from factories import ATEN, make_decision, make_evidence
 from gemmtune.cli.models import call_factory
 from gemmtune.cli.tables import decisions_table
-from gemmtune.decision import LayoutDecision
+from gemmtune.core.decision import LayoutDecision
 from gemmtune.report.rows import best_by_backend, summarize
+from helpers.factories import ATEN, make_decision, make_evidence
 
 A, B = torch.ones(4, 8), torch.ones(8, 6)
 Q, F8 = torch.ones(8, 6, dtype=torch.int8), torch.ones(16, 16).to(torch.float8_e4m3fn)

@@ -15,7 +15,7 @@ from gemmtune import dispatch
 @pytest.mark.parametrize("policy", [gemmtune.policy, dispatch.policy], ids=["gemmtune", "gemmtune.dispatch"])
 def test_on_miss_asks_for_tuning(policy: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    monkeypatch.setattr("gemmtune.api.tune_missing", lambda problem, device: asked.append(problem.m))
+    monkeypatch.setattr("gemmtune.tuning.api.tune_missing", lambda problem, device: asked.append(problem.m))
     with policy("on-miss"):
         gemmtune.linear(torch.randn(3, 4), torch.randn(5, 4))
     gemmtune.linear(torch.randn(300, 4), torch.randn(5, 4))

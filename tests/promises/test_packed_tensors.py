@@ -17,10 +17,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import gemmtune
-from gemmtune.checks import GradError
+from gemmtune.core.checks import GradError
+from gemmtune.core.errors import PackedWeightError
 from gemmtune.dispatch import RUNTIME
-from gemmtune.errors import PackedWeightError
-from gemmtune.integrations.packed_tensor import PackedTensor, swap_tensors
+from gemmtune.nn.packed_tensor import PackedTensor, swap_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")
 
@@ -80,8 +80,8 @@ def x(dtype: torch.dtype) -> Tensor:
 def served(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The packed products that ran, by route."""
     ran: list[str] = []
-    import gemmtune.integrations.packed_ops as ops
-    import gemmtune.integrations.packed_products as products
+    import gemmtune.nn.packed_ops as ops
+    import gemmtune.nn.packed_products as products
 
     original = products.linear
 
@@ -112,7 +112,7 @@ def test_products_are_served(plain: nn.Module, model: nn.Module, x: Tensor, serv
 
 
 def test_a_second_call_goes_straight_to_what_the_first_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
-    import gemmtune.integrations.packed_products as module
+    import gemmtune.nn.packed_products as module
 
     model, x = packed(Two()), torch.randn(3, K)
     wanted = model(x)

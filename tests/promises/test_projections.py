@@ -9,20 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+from integrations.test_optimize import ready, teach
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import gemmtune
-from gemmtune.checks import GradError
+from gemmtune.core.checks import GradError
+from gemmtune.core.errors import PackedWeightError
 from gemmtune.dispatch import RUNTIME
-from gemmtune.errors import PackedWeightError
-from gemmtune.integrations.observe import observe
-from gemmtune.integrations.sites import find_sites
 from gemmtune.nn import PackedTensor
+from gemmtune.nn.observe import observe
+from gemmtune.nn.sites import find_sites
 from gemmtune.store import MemoryStore
-from integrations.test_optimize import ready, teach
-from serving import RAN
+from helpers.serving import RAN
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")
 

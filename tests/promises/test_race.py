@@ -8,18 +8,18 @@ from dataclasses import replace
 
 import pytest
 
-from factories import make_target
-from gemmtune.backends.base import Candidate
-from gemmtune.decision import Decision, Evidence, LayoutDecision, Sample, Verdict
+from gemmtune.core.candidate import Candidate
+from gemmtune.core.decision import Decision, Evidence, LayoutDecision, Sample, Verdict
+from gemmtune.core.workloads import build
 from gemmtune.dispatch import build_plan, choose_packing
-from gemmtune.measure.clock import Run
-from gemmtune.measure.machine import CpuMachine, Weather
-from gemmtune.measure.plausible import least_s
-from gemmtune.measure.race import Entrant, RaceResult, RaceSetup, race
-from gemmtune.measure.surroundings import OVERLAP, Surrounding
 from gemmtune.store import MemoryStore
 from gemmtune.testing.clock import FakeClock
-from gemmtune.workloads import build
+from gemmtune.timing.clock import Run
+from gemmtune.timing.machine import CpuMachine, Weather
+from gemmtune.timing.plausible import least_s
+from gemmtune.timing.race import Entrant, RaceResult, RaceSetup, race
+from gemmtune.timing.surroundings import OVERLAP, Surrounding
+from helpers.factories import make_target
 
 STALL_S = 20e-3
 
@@ -261,7 +261,7 @@ def test_the_least_time_is_below_what_real_kernels_take() -> None:
 
 
 def test_cores_that_others_need_are_contention(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gemmtune.measure import machine
+    from gemmtune.timing import machine
 
     accounts = [machine._Accounts(0.0, 0.0, 0.0, 0.0), machine._Accounts(1.0, 3.0, 2.0, 0.0)]
     monkeypatch.setattr(machine.os, "cpu_count", lambda: 2)

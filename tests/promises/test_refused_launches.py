@@ -11,20 +11,20 @@ import torch
 from torch import Tensor
 
 import gemmtune
-from drivers import Driver, simulated
 from gemmtune import fuse
-from gemmtune.backends.base import Candidate
 from gemmtune.backends.gpu import kernel as gpu_kernel
 from gemmtune.backends.gpu.artifact import Header, Tma
 from gemmtune.backends.gpu.kernel import GpuKernel
 from gemmtune.backends.triton.compiler import spec
 from gemmtune.backends.triton.kernel import TEMPLATES
-from gemmtune.errors import KernelError, UnsupportedError
-from gemmtune.measure.inputs import make_inputs
-from gemmtune.problem import Layout, Operand, Problem
+from gemmtune.core.candidate import Candidate
+from gemmtune.core.errors import KernelError, UnsupportedError
+from gemmtune.core.problem import Layout, Operand, Problem
+from gemmtune.core.workloads import bmm_problem, build, weight_only_problem
 from gemmtune.store import MemoryStore
-from gemmtune.workloads import bmm_problem, build, weight_only_problem
-from serving import RAN, ToyKernel, evidence, register, serve, toy
+from gemmtune.verify.inputs import make_inputs
+from helpers.drivers import Driver, simulated
+from helpers.serving import RAN, ToyKernel, evidence, register, serve, toy
 
 ERRORS = (
     KernelError("asking for 64 bytes: CUDA error 2 (out of memory)"),

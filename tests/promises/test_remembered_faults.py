@@ -7,14 +7,14 @@ import pytest
 import torch
 
 import gemmtune
-from gemmtune.backends.base import Candidate
-from gemmtune.decision import Decision, Evidence, Verdict
+from gemmtune.core.candidate import Candidate
+from gemmtune.core.decision import Decision, Evidence, Verdict
+from gemmtune.core.problem import Problem, plan_key_of
+from gemmtune.core.workloads import linear_problem
 from gemmtune.dispatch import RUNTIME, current_target
-from gemmtune.problem import Problem, plan_key_of
 from gemmtune.store import MemoryStore
 from gemmtune.store.base import Store
-from gemmtune.workloads import linear_problem
-from serving import RAN, decide, evidence, register, serve, toy
+from helpers.serving import RAN, decide, evidence, register, serve, toy
 
 W = torch.randn(5, 4)
 FAULTS = [Verdict("wrong", "out[0, 0] is 1"), Verdict("unstable"), Verdict("crashed", "signal 11"), Verdict("hung")]

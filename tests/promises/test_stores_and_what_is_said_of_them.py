@@ -16,21 +16,22 @@ import pytest
 import torch
 from torch.nn import functional
 
-import command
 import gemmtune
-import gemmtune.tuner
-from factories import make_decision, make_legal_decision
-from gemmtune.decision import Decision
+import gemmtune.tuning.tuner
+from gemmtune.core import files
+from gemmtune.core.decision import Decision
+from gemmtune.core.errors import StoreBusy, StoreError
+from gemmtune.core.printable import visible
+from gemmtune.core.problem import Problem
+from gemmtune.core.target import Target
+from gemmtune.core.workloads import build
 from gemmtune.dispatch import current_target
 from gemmtune.dispatch.runtime import RUNTIME, TABLE
-from gemmtune.errors import StoreBusy, StoreError
-from gemmtune.problem import Problem
 from gemmtune.report import ceilings
-from gemmtune.store import MemoryStore, SqliteStore, files, open_store
+from gemmtune.store import MemoryStore, SqliteStore, open_store
 from gemmtune.store.base import HURRY_S
-from gemmtune.target import Target
-from gemmtune.visible import visible
-from gemmtune.workloads import build
+from helpers import command
+from helpers.factories import make_decision, make_legal_decision
 
 NASTY = "a\x1b]0;title\x07\x1b[2J\nerror: forged [bold]b[/] \u202e\x9b31m"
 
@@ -51,7 +52,7 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         self._keep(decision)
         return decision
 
-    monkeypatch.setattr(gemmtune.tuner.Tuner, "_tune_one", decide)
+    monkeypatch.setattr(gemmtune.tuning.tuner.Tuner, "_tune_one", decide)
     monkeypatch.setattr(ceilings, "ensure", lambda path, target: {})
     return problems
 
@@ -134,7 +135,7 @@ def test_what_was_not_kept_is_kept_once_there_is_room(searched: list[str], here:
             super().put(target, decision)
 
     store = Full()
-    tuner = gemmtune.tuner.Tuner(here, ["aten"], store)
+    tuner = gemmtune.tuning.tuner.Tuner(here, ["aten"], store)
     tuner.tune([(build(m, 64, 32, "bf16"), 1) for m in (4, 8)])
     assert len(list(store.decisions(here))) == 2
     assert tuner.unkept == []
@@ -253,8 +254,8 @@ def nasty(tmp_path: Path, here: Target) -> Path:
 
     import msgspec
 
-    from gemmtune.backends.base import Candidate
-    from gemmtune.decision import LayoutDecision, Verdict
+    from gemmtune.core.candidate import Candidate
+    from gemmtune.core.decision import LayoutDecision, Verdict
     from gemmtune.store.schema import encode_target
 
     owner = replace(here, name=NASTY, sources=())
@@ -305,7 +306,7 @@ def test_tuning_shows_such_text_as_it_is(nasty: Path, here: Target, searched: li
     from gemmtune.cli.common import console
     from gemmtune.cli.progress import Board, PlainProgress
     from gemmtune.cli.tables import decisions_table
-    from gemmtune.events import ProblemDone
+    from gemmtune.core.events import ProblemDone
 
     with contextlib.closing(open_store(nasty)) as store:
         decision = next(store.decisions())

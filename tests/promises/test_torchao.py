@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from integrations.test_optimize import ready
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gemmtune
-from gemmtune.errors import PackedWeightError
-from gemmtune.integrations import formats
-from gemmtune.integrations.formats import UnknownFormatError
-from gemmtune.integrations.quantized_tensor import QuantizedTensor, pack_quantized, problem
-from gemmtune.packing import pack
+from gemmtune.core.errors import PackedWeightError
+from gemmtune.nn.quantized_tensor import QuantizedTensor, pack_quantized
+from gemmtune.ops import torchao_formats
+from gemmtune.ops.packing import pack
+from gemmtune.ops.torchao_formats import UnknownFormatError, problem
 from gemmtune.store import MemoryStore
-from integrations.test_optimize import ready
-from serving import RAN
+from helpers.serving import RAN
 
 pytest.importorskip("torchao", reason="pip install torchao")
 from torchao import quantization as ao
@@ -104,7 +104,9 @@ def same(model: nn.Module, other: nn.Module) -> bool:
             if type(a) is Tensor
             else all(
                 torch.equal(p.view(torch.uint8), q.view(torch.uint8)) and p.dtype == q.dtype
-                for p, q in zip(formats.inner_tensors(a).values(), formats.inner_tensors(b).values(), strict=True)
+                for p, q in zip(
+                    torchao_formats.inner_tensors(a).values(), torchao_formats.inner_tensors(b).values(), strict=True
+                )
             )
         )
         for a, b in pairs
@@ -225,7 +227,7 @@ def test_float8_activations(granularity: Any, dtype: torch.dtype, x: Tensor) -> 
         mm_config=Float8MMConfig(use_fast_accum=True),
         act_quant_kwargs=QuantizeTensorToFloat8Kwargs(granularity=granularity),
     )
-    stored = formats.read(weight)
+    stored = torchao_formats.read(weight)
     assert stored.product == "scaled_mm"
     assert problem(x, stored, None).family == "scaled_mm"
     bias = torch.randn(N, dtype=dtype)
@@ -235,7 +237,7 @@ def test_float8_activations(granularity: Any, dtype: torch.dtype, x: Tensor) -> 
 
 @pytest.mark.parametrize("raw", [True, False])
 def test_both_forms_of_a_weight_agree(plain: nn.Module, x: Tensor, raw: bool) -> None:
-    stored = formats.read(plain[0].weight)
+    stored = torchao_formats.read(plain[0].weight)
     if raw:
         packed = None
     elif stored.product == "int_mm":
@@ -251,8 +253,8 @@ def test_both_forms_of_a_weight_agree(plain: nn.Module, x: Tensor, raw: bool) ->
     made = QuantizedTensor.of_weight(stored, packed)
     assert (made.layout_name == "raw") == raw
     assert is_close(F.linear(x, made, plain[0].bias), plain[0](x))
-    again = formats.inner_tensors(made.original())
-    for name, tensor in formats.inner_tensors(plain[0].weight).items():
+    again = torchao_formats.inner_tensors(made.original())
+    for name, tensor in torchao_formats.inner_tensors(plain[0].weight).items():
         assert torch.equal(again[name].view(torch.uint8), tensor.view(torch.uint8))
 
 
@@ -261,7 +263,7 @@ def test_activations_become_torchaos_integers(activation: Any, dtype: torch.dtyp
     rows = torch.randn(5, K, dtype=dtype) * torch.tensor([1e-6, 1.0, 1e3, 0.0, 7.0]).to(dtype)[:, None]
     granularity = PerRow() if activation == "int8 row" else PerTensor()
     wanted = ao.Int8Tensor.from_hp(rows, granularity)
-    values, scale = formats.quantize(rows, activation)
+    values, scale = torchao_formats.quantize(rows, activation)
     assert scale is not None
     assert torch.equal(values, wanted.qdata)
     assert torch.equal(scale.reshape(-1), wanted.scale.reshape(-1))
@@ -278,7 +280,7 @@ def test_what_gemmtune_has_no_op_for_is_left_with_the_reason(x: Tensor, dtype: t
     assert "zero point" in handle.left["0"]
     assert torch.equal(model(x), wanted)
     with pytest.raises(UnknownFormatError, match="zero point"):
-        formats.read(model[0].weight)
+        torchao_formats.read(model[0].weight)
 
 
 def test_autocast_gives_torchaos_dtype(served: Any, plain: nn.Module, x: Tensor) -> None:
@@ -312,8 +314,8 @@ def _fake_int4pack_mm(rows: Tensor, packed: Tensor, group: int, pairs: Tensor) -
 def test_tiles_of_int4_are_read_and_restored(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Int4TilePackedTo4dTensor, whose operators only GPUs have; also padded, as torchao pads it."""
     tiled = ao.Int4TilePackedTo4dTensor
-    monkeypatch.setattr(formats, "convert_weight_to_int4pack", _fake_convert)
-    monkeypatch.setattr(formats, "weight_int4pack_mm", _fake_int4pack_mm)
+    monkeypatch.setattr(torchao_formats, "convert_weight_to_int4pack", _fake_convert)
+    monkeypatch.setattr(torchao_formats, "weight_int4pack_mm", _fake_int4pack_mm)
     (n, k), group = shape, 128
     rows, columns = -(-n // 8) * 8, -(-k // 1024) * 1024
     values = torch.full((rows, columns), 11, dtype=torch.uint8)
@@ -323,7 +325,7 @@ def test_tiles_of_int4_are_read_and_restored(shape: tuple[int, int], monkeypatch
     weight = tiled(qdata, pairs, [1, group], torch.Size(shape))
     scale, zero = (pairs[: k // group, :n, place].float().repeat_interleave(group, 0).t() for place in range(2))
     wanted = (values[:n, :k].float() - 8) * scale + zero
-    read = formats.read(weight)
+    read = torchao_formats.read(weight)
     layout = pack(read.data, scale=read.scale, zero_point=read.zero_point, bits=4, group_size=group).layout
     for packed in (None, pack_quantized(read, layout=layout)):
         form = QuantizedTensor.of_weight(read, packed)
@@ -336,4 +338,4 @@ def test_tiles_of_int4_are_read_and_restored(shape: tuple[int, int], monkeypatch
         values[-1, 0] = 3
         other = tiled(_fake_convert((values[:, ::2] << 4) | values[:, 1::2], 8), pairs, [1, group], torch.Size(shape))
         with pytest.raises(UnknownFormatError, match="padding"):
-            formats.read(other)
+            torchao_formats.read(other)

@@ -10,7 +10,7 @@ import torch
 
 import gemmtune
 from gemmtune.backends.native.kernel import PackedKernel
-from gemmtune.decision import Verdict
+from gemmtune.core.decision import Verdict
 from gemmtune.dispatch import RUNTIME, current_target
 from gemmtune.store import MemoryStore
 
@@ -60,14 +60,14 @@ def test_a_right_default_kernel_is_verified_once_and_served(monkeypatch: pytest.
         torch.testing.assert_close(gemmtune.linear(X, packed), X @ WEIGHT.t())
         RUNTIME.refresh()
     assert len(asked) == 1
-    assert RUNTIME.kernel_for(gemmtune.packing.problem_of(WEIGHT.t(), 3), packed) is not None
+    assert RUNTIME.kernel_for(gemmtune.ops.packing.problem_of(WEIGHT.t(), 3), packed) is not None
 
 
 @pytest.mark.usefixtures("wrong")
 def test_a_kernel_remembered_as_wrong_is_not_even_tried(
     own_store: MemoryStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    packed, problem = gemmtune.pack(WEIGHT), gemmtune.packing.problem_of(WEIGHT.t(), 3)
+    packed, problem = gemmtune.pack(WEIGHT), gemmtune.ops.packing.problem_of(WEIGHT.t(), 3)
     for candidate in gemmtune.backends.get("native").candidates(problem.with_m(4), current_target()):
         if hasattr(candidate, "id"):
             own_store.remember_failure(current_target(), problem.plan_key, candidate.id, Verdict("wrong"))

@@ -11,24 +11,25 @@ import torch
 from torch import Tensor
 
 from gemmtune import backends
-from gemmtune.backends.base import Artifact, Availability, Backend, Candidate, Kernel
-from gemmtune.decision import Verdict
+from gemmtune.backends.base import Artifact, Availability, Backend, Kernel
+from gemmtune.core.candidate import Candidate
+from gemmtune.core.decision import Verdict
+from gemmtune.core.epilogue import Step
+from gemmtune.core.problem import Layout, Operand, Problem, Quant
+from gemmtune.core.target import Target
 from gemmtune.dispatch import current_target
-from gemmtune.epilogue import Step
-from gemmtune.measure.draws import at_rows
-from gemmtune.measure.inputs import Inputs
-from gemmtune.measure.job import Job
-from gemmtune.measure.recheck import recheck
-from gemmtune.measure.row_counts import other_row_counts
-from gemmtune.measure.timing import Track
-from gemmtune.measure.verify import prepare, verify
-from gemmtune.measure.worker import LocalWorker
-from gemmtune.problem import Layout, Operand, Problem, Quant
-from gemmtune.reference import reference, to_integer
-from gemmtune.target import Target
 from gemmtune.testing import hostile, lapsing
 from gemmtune.testing.faults import FAULTS
 from gemmtune.testing.lapsing import LAPSES, LapsingKernel
+from gemmtune.timing.timing import Track
+from gemmtune.verify.draws import at_rows
+from gemmtune.verify.inputs import Inputs
+from gemmtune.verify.oracle import reference, to_integer
+from gemmtune.verify.recheck import recheck
+from gemmtune.verify.row_counts import other_row_counts
+from gemmtune.verify.verify import prepare, verify
+from gemmtune.workers.job import Job
+from gemmtune.workers.worker import LocalWorker
 
 COL = Layout("col")
 TARGET = Target("cpu", "small cache", "x86_64", caches=(32 << 10, 1 << 16, 1 << 18), threads=1)
@@ -162,7 +163,7 @@ def test_a_kernel_that_is_wrong_at_another_number_of_rows_is_not_eligible(
 ) -> None:
     monkeypatch.setattr(OneKernel, "wrong_m", wrong_m)
     monkeypatch.setattr(backends, "get", lambda name: OneKernel())
-    monkeypatch.setattr("gemmtune.measure.job._ROWS_PATIENCE_S", 10.0)
+    monkeypatch.setattr("gemmtune.workers.job._ROWS_PATIENCE_S", 10.0)
     job = Job(linear(32, 40, 64), TARGET, 0)
     candidate = Candidate.make("one", "product", bm=16)
     attempted = job.attempt(candidate).verdict
@@ -204,7 +205,7 @@ def test_a_kernel_that_was_right_before_its_race_only_is_found_after_it(
 def test_a_kernel_that_became_wrong_at_another_m_is_found_after_its_race(
     wrong_m: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gemmtune.measure.recheck.ROWS_PATIENCE_S", 10.0)
+    monkeypatch.setattr("gemmtune.verify.recheck.ROWS_PATIENCE_S", 10.0)
     problem = linear(24, 64, 48)
     kernel = LapsingKernel(problem)
     track = Track({kernel.candidate.id: kernel}, problem, TARGET, 0, None)

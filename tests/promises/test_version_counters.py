@@ -12,11 +12,11 @@ from torch import Tensor
 import gemmtune
 from gemmtune import backends, fuse
 from gemmtune.backends.aten import AtenBackend
-from gemmtune.backends.base import Candidate
+from gemmtune.core.candidate import Candidate
+from gemmtune.core.problem import Problem
 from gemmtune.dispatch import RUNTIME, current_target
-from gemmtune.problem import Problem
 from gemmtune.store import MemoryStore
-from serving import ToyKernel, decide, evidence, register, serve, toy
+from helpers.serving import ToyKernel, decide, evidence, register, serve, toy
 
 M, N, K = 4, 48, 32
 X, WEIGHT, BIAS = torch.randn(M, K), torch.randn(N, K), torch.randn(N)
@@ -137,7 +137,7 @@ def test_a_kernel_that_counts_nothing_itself(own_store: MemoryStore, monkeypatch
     out = torch.empty(N, N)
     assert counts(lambda out: gemmtune.mm(square, square.t(), out=out), out) == [1, 1, 1]
     assert counts(lambda out: gemmtune.mm(out, square.t(), out=out), out) == [1, 1, 1]
-    monkeypatch.setattr("gemmtune.launch.keep", lambda *_: None)
+    monkeypatch.setattr("gemmtune.dispatch.serve.keep", lambda *_: None)
     assert counts(lambda out: gemmtune.mm(square, square.t(), out=out), out) == [1, 1, 1]
     with gemmtune.record():
         assert counts(lambda out: gemmtune.mm(square, square.t(), out=out), out) == [1, 1, 1]

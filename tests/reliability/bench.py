@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 from gemmtune import backends
-from gemmtune.backends.base import Candidate, Kernel
-from gemmtune.measure.inputs import Inputs, operand_bytes, timing_sets
-from gemmtune.measure.stats import Interval, ratio_interval
-from gemmtune.measure.timing import empty_output, last_level_cache
-from gemmtune.problem import Problem
-from gemmtune.target import Target
+from gemmtune.backends.base import Kernel
+from gemmtune.core.candidate import Candidate
+from gemmtune.core.problem import Problem
+from gemmtune.core.target import Target
+from gemmtune.timing.stats import Interval, ratio_interval
+from gemmtune.timing.timing import empty_output, last_level_cache
+from gemmtune.verify.inputs import Inputs, operand_bytes, timing_sets
 
 Call = Callable[[int], object]
 

@@ -26,17 +26,17 @@ import torch
 import typer.main
 from typer.core import TyperCommand
 
-import gemmtune.target
-import gemmtune.tuner
-from factories import make_decision
+import gemmtune.core.target
+import gemmtune.tuning.tuner
 from gemmtune.cli.commands import app
-from gemmtune.decision import Decision
+from gemmtune.core.decision import Decision
+from gemmtune.core.errors import StoreError
+from gemmtune.core.events import ProblemDone, ProblemStarted
+from gemmtune.core.problem import Problem
 from gemmtune.dispatch import current_target
-from gemmtune.errors import StoreError
-from gemmtune.events import ProblemDone, ProblemStarted
-from gemmtune.problem import Problem
 from gemmtune.report import ceilings
-from gemmtune.tuner import Budget, Tuner
+from gemmtune.tuning.tuner import Budget, Tuner
+from helpers.factories import make_decision
 
 from .apart import apart
 from .checks import Outcome, check
@@ -120,10 +120,10 @@ class QuickTuner(Tuner):
 
 def _prepare() -> Callable[[Sequence[str]], Ran]:
     """Make tuning cheap in this process, and the machine a small one; returns what runs a line."""
-    gemmtune.tuner.Tuner = QuickTuner  # type: ignore[misc]
+    gemmtune.tuning.tuner.Tuner = QuickTuner  # type: ignore[misc]
     ceilings.read_bandwidth = lambda seconds=0.5: 1e10
     ceilings.arithmetic = lambda seconds=0.2: {"float32": 1e11}
-    gemmtune.target._memory = lambda: 64 << 20  # any shape that passes is small
+    gemmtune.core.target._memory = lambda: 64 << 20  # any shape that passes is small
     logging.getLogger("gemmtune").addHandler(logging.NullHandler())
     seen: list[bool | None] = []
     invoke = TyperCommand.invoke

@@ -6,15 +6,15 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
-from gemmtune.epilogue import Step
-from gemmtune.measure.recheck import recheck
-from gemmtune.measure.timing import Track
-from gemmtune.measure.verify import prepare, verify
-from gemmtune.problem import Layout, Operand, Problem, Quant
-from gemmtune.target import Target
+from gemmtune.core.epilogue import Step
+from gemmtune.core.problem import Layout, Operand, Problem, Quant
+from gemmtune.core.target import Target
 from gemmtune.testing import lapsing
 from gemmtune.testing.faults import FAULTS
 from gemmtune.testing.lapsing import LAPSES, LapsingKernel
+from gemmtune.timing.timing import Track
+from gemmtune.verify.recheck import recheck
+from gemmtune.verify.verify import prepare, verify
 
 from .checks import Outcome, check
 

@@ -15,18 +15,19 @@ from typing import Any
 import msgspec
 
 from gemmtune import backends
-from gemmtune.backends.base import Candidate, Kernel
+from gemmtune.backends.base import Kernel
+from gemmtune.core.candidate import Candidate
+from gemmtune.core.epilogue import Step
+from gemmtune.core.errors import KernelError
+from gemmtune.core.problem import Layout, Operand, Problem, Quant
+from gemmtune.core.target import Target
 from gemmtune.dispatch import RUNTIME, current_target
-from gemmtune.epilogue import Step
-from gemmtune.errors import KernelError
-from gemmtune.measure.inputs import Inputs
-from gemmtune.measure.verify import prepare, verify
-from gemmtune.problem import Layout, Operand, Problem, Quant
 from gemmtune.store import MemoryStore
 from gemmtune.store.legality import review
-from gemmtune.target import Target
-from gpus import H200
-from serving import decide, evidence
+from gemmtune.verify.inputs import Inputs
+from gemmtune.verify.verify import prepare, verify
+from helpers.gpus import H200
+from helpers.serving import decide, evidence
 
 from .checks import Outcome, check
 from .store_children import start

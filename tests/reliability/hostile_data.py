@@ -21,17 +21,17 @@ from unittest import mock
 import msgspec
 
 from gemmtune import backends
-from gemmtune.backends.base import Candidate
-from gemmtune.decision import Decision, Verdict
+from gemmtune.core.candidate import Candidate
+from gemmtune.core.decision import Decision, Verdict
+from gemmtune.core.errors import StoreError
+from gemmtune.core.problem import Layout, Operand, Problem
+from gemmtune.core.target import Target
 from gemmtune.dispatch import runtime
 from gemmtune.dispatch.index import Index
 from gemmtune.dispatch.runtime import Runtime
-from gemmtune.errors import StoreError
-from gemmtune.problem import Layout, Operand, Problem
 from gemmtune.store import MemoryStore, SqliteStore
 from gemmtune.store.base import Store
-from gemmtune.target import Target
-from serving import decide, evidence, register, toy
+from helpers.serving import decide, evidence, register, toy
 
 from . import mutants
 from .checks import Outcome, check

@@ -14,17 +14,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from gemmtune.backends.base import Candidate
-from gemmtune.decision import Decision
+from gemmtune.core.candidate import Candidate
+from gemmtune.core.decision import Decision
+from gemmtune.core.problem import Problem
+from gemmtune.core.workloads import build, label, workload
 from gemmtune.dispatch import current_target
-from gemmtune.measure.clock import CpuClock
-from gemmtune.measure.machine import CpuMachine
-from gemmtune.measure.race import Entrant, RaceSetup, race
-from gemmtune.measure.timing import Flush
-from gemmtune.problem import Problem
 from gemmtune.store import MemoryStore
-from gemmtune.tuner import Budget, Tuner
-from gemmtune.workloads import build, label, workload
+from gemmtune.timing.clock import CpuClock
+from gemmtune.timing.machine import CpuMachine
+from gemmtune.timing.race import Entrant, RaceSetup, race
+from gemmtune.timing.timing import Flush
+from gemmtune.tuning.tuner import Budget, Tuner
 
 from .bench import Bench, Call, paired, ratio
 from .checks import Outcome, check

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
-from factories import make_decision, make_target
+from gemmtune.core.target import Target
+from gemmtune.core.workloads import build
 from gemmtune.store import open_store
-from gemmtune.target import Target
-from gemmtune.workloads import build
+from helpers.factories import make_decision, make_target
 
 # fmt: off
 STORES = (

@@ -9,7 +9,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from gemmtune.backends.base import Candidate
+from gemmtune.core.candidate import Candidate
 from gemmtune.store.schema import digest
 
 _DEEP, _HUGE, _WILD = "@@deep@@", "@@huge@@", "@@wild@@"

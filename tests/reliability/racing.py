@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from gemmtune.measure.clock import Run
-from gemmtune.measure.machine import Weather
-from gemmtune.measure.race import Entrant, RaceResult, RaceSetup, race
-from gemmtune.measure.surroundings import Surrounding
 from gemmtune.testing.clock import FakeClock
+from gemmtune.timing.clock import Run
+from gemmtune.timing.machine import Weather
+from gemmtune.timing.race import Entrant, RaceResult, RaceSetup, race
+from gemmtune.timing.surroundings import Surrounding
 
 from .checks import Outcome, check
 

@@ -14,14 +14,15 @@ from typing import Any
 
 from gemmtune import backends
 from gemmtune.backends.aten import AtenBackend
-from gemmtune.backends.base import Candidate, Kernel
-from gemmtune.decision import Decision, Evidence, Sample, Verdict
+from gemmtune.backends.base import Kernel
+from gemmtune.core.candidate import Candidate
+from gemmtune.core.decision import Decision, Evidence, Sample, Verdict
+from gemmtune.core.errors import KernelError, StoreError
+from gemmtune.core.problem import Problem
+from gemmtune.core.target import Target
 from gemmtune.dispatch import current_target
-from gemmtune.errors import KernelError, StoreError
-from gemmtune.problem import Problem
-from gemmtune.search import enumerate_candidates
 from gemmtune.store import open_store
-from gemmtune.target import Target
+from gemmtune.tuning.candidates import enumerate_candidates
 
 PER_PROBLEM = 12  # candidates that take turns as the chosen one
 

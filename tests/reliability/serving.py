@@ -18,14 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import gemmtune
-from gemmtune import describe
-from gemmtune.backends.base import Candidate, Kernel
-from gemmtune.decision import Decision
+from gemmtune.backends.base import Kernel
+from gemmtune.core.candidate import Candidate
+from gemmtune.core.decision import Decision
+from gemmtune.core.errors import StoreError
+from gemmtune.core.problem import Problem
+from gemmtune.core.target import Target
 from gemmtune.dispatch import RUNTIME, current_target, policy
-from gemmtune.errors import StoreError
-from gemmtune.problem import Problem
+from gemmtune.ops import describe
 from gemmtune.store import open_store
-from gemmtune.target import Target
 
 from .apart import apart
 from .checks import Outcome, check

@@ -21,8 +21,8 @@ from typing import Any
 
 import msgspec
 
-from gemmtune.decision import Decision, Verdict
-from gemmtune.problem import Operand, Problem
+from gemmtune.core.decision import Decision, Verdict
+from gemmtune.core.problem import Operand, Problem
 from gemmtune.store import SqliteStore
 from gemmtune.testing.store_suite import PROBLEM, TARGET, make_decision
 
@@ -152,9 +152,9 @@ def cold(path: str, sizes: list[int], linger_s: float) -> None:
 
     linger_s: how long to dwell on the first candidate of each, having said ``tuning``.
     """
-    from gemmtune.events import CandidateTried, Event, ProblemStarted
-    from gemmtune.target import current_cpu
-    from gemmtune.tuner import Budget, Tuner
+    from gemmtune.core.events import CandidateTried, Event, ProblemStarted
+    from gemmtune.core.target import current_cpu
+    from gemmtune.tuning.tuner import Budget, Tuner
 
     tuned: list[int] = []
     at = [0]

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gemmtune.errors import StoreError
+from gemmtune.core.errors import StoreError
 from gemmtune.store import Artifacts, MemoryStore, SqliteStore, open_store
 from gemmtune.testing.store_suite import PROBLEM, TARGET
 

@@ -17,14 +17,14 @@ from unittest import mock
 
 import msgspec
 
+from gemmtune.core.problem import Layout, Operand, Problem
+from gemmtune.core.target import Target
 from gemmtune.dispatch import runtime
 from gemmtune.dispatch.runtime import Runtime
-from gemmtune.problem import Layout, Operand, Problem
 from gemmtune.store import MemoryStore, SqliteStore
 from gemmtune.store.base import Store
-from gemmtune.target import Target
 from gemmtune.testing.store_suite import PROBLEM, TARGET
-from serving import decide, evidence, register, toy
+from helpers.serving import decide, evidence, register, toy
 
 from . import store_children as children
 from . import store_faults, store_kills

@@ -12,16 +12,17 @@ import torch
 from torch import Tensor
 
 from gemmtune import backends
-from gemmtune.backends.base import Candidate, Kernel
-from gemmtune.decision import Verdict
-from gemmtune.epilogue import Step
-from gemmtune.measure.draws import Draw
-from gemmtune.measure.inputs import Inputs
-from gemmtune.measure.verify import Run, prepare, verify
-from gemmtune.problem import Layout, Operand, Problem, Quant
-from gemmtune.target import Target, current_cpu
+from gemmtune.backends.base import Kernel
+from gemmtune.core.candidate import Candidate
+from gemmtune.core.decision import Verdict
+from gemmtune.core.epilogue import Step
+from gemmtune.core.problem import Layout, Operand, Problem, Quant
+from gemmtune.core.target import Target, current_cpu
 from gemmtune.testing import hostile
 from gemmtune.testing.problems import random_problem
+from gemmtune.verify.draws import Draw
+from gemmtune.verify.inputs import Inputs
+from gemmtune.verify.verify import Run, prepare, verify
 
 from .checks import Outcome, check
 

@@ -19,14 +19,15 @@ from unittest import mock
 import psutil
 
 from gemmtune import backends
-from gemmtune.backends.base import Artifact, Candidate
-from gemmtune.decision import Verdict
-from gemmtune.measure.builds import BuildLimits, prebuild
-from gemmtune.measure.tags import tagged
-from gemmtune.measure.worker import Limits, Worker
-from gemmtune.problem import Layout, Operand, Problem
-from gemmtune.target import Target, current_cpu
+from gemmtune.backends.base import Artifact
+from gemmtune.core.candidate import Candidate
+from gemmtune.core.decision import Verdict
+from gemmtune.core.problem import Layout, Operand, Problem
+from gemmtune.core.target import Target, current_cpu
 from gemmtune.testing import hostile_backend, toy_compiler
+from gemmtune.workers.builds import BuildLimits, prebuild
+from gemmtune.workers.tags import tagged
+from gemmtune.workers.worker import Limits, Worker
 
 from .checks import Outcome, check
 

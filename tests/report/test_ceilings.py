@@ -2,9 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from factories import make_target
 from gemmtune.report import ceilings
 from gemmtune.store import MemoryStore, open_store
+from helpers.factories import make_target
 
 
 def test_measured_ceilings_are_plausible(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from factories import make_decision
+from gemmtune.core.workloads import build
 from gemmtune.report import interactive, svg
 from gemmtune.report.charts import Scatter, charts, roofline, spread, times
-from gemmtune.workloads import build
+from helpers.factories import make_decision
 
 DECISIONS = [make_decision(build(m, 4096, 4096, "bf16"), aten_s=1e-3) for m in (1, 64)]
 CEILINGS = {"read": 30e9, "bfloat16": 200e9}

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from factories import make_decision, make_target
+from gemmtune.core.workloads import build
 from gemmtune.report import interactive, write_report
 from gemmtune.report.page import overview, table
 from gemmtune.report.rows import summarize
 from gemmtune.store import MemoryStore
-from gemmtune.workloads import build
+from helpers.factories import make_decision, make_target
 
 
 class Balanced(HTMLParser):

@@ -1,8 +1,8 @@
 import pytest
 
-from factories import ATEN, NATIVE, make_decision
+from gemmtune.core.workloads import build
 from gemmtune.report.rows import best_by_backend, duration, measured, ordered, summarize
-from gemmtune.workloads import build
+from helpers.factories import ATEN, NATIVE, make_decision
 
 
 def test_a_winner_is_compared_with_the_best_aten() -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from gemmtune.errors import StoreError
+from gemmtune.core.errors import StoreError
+from gemmtune.core.owner import this_process
 from gemmtune.store.exchange import FORMAT, VERSION, read_export, write_export
-from gemmtune.store.owner import this_process
 from gemmtune.testing.store_suite import PROBLEM, TARGET, make_decision
 
 Edit = Callable[[dict[str, Any]], object]

@@ -18,10 +18,10 @@ import torch
 
 import gemmtune
 from gemmtune import backends
-from gemmtune.backends.base import Candidate
-from gemmtune.decision import Decision
+from gemmtune.core.candidate import Candidate
+from gemmtune.core.decision import Decision
+from gemmtune.core.problem import Problem
 from gemmtune.dispatch import RUNTIME, current_target
-from gemmtune.problem import Problem
 from gemmtune.store import MemoryStore, SqliteStore
 
 FIXTURE = Path(__file__).parent / "fixtures" / "served-776b196.db.gz"

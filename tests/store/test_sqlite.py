@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-from forking import child_of_fork_while_held
-from gemmtune.decision import Verdict
-from gemmtune.errors import StoreError
+from gemmtune.core.decision import Verdict
+from gemmtune.core.errors import StoreError
 from gemmtune.store import MemoryStore, SqliteStore
 from gemmtune.store.base import Store
 from gemmtune.store.schema import SCHEMA_VERSION
 from gemmtune.testing.store_suite import PROBLEM, TARGET, StoreSuite, make_decision
+from helpers.forking import child_of_fork_while_held
 
 
 @pytest.fixture

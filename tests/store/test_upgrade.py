@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from gemmtune.decision import Verdict
-from gemmtune.errors import StoreError
+from gemmtune.core.decision import Verdict
+from gemmtune.core.errors import StoreError
 from gemmtune.store import MemoryStore, SqliteStore, migrate
 from gemmtune.store.exchange import VERSION
 from gemmtune.store.schema import SCHEMA_VERSION

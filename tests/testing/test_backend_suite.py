@@ -11,12 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from gemmtune.backends.base import Artifact, Availability, Backend, Candidate, Illegal, Kernel, PackedWeight
-from gemmtune.errors import KernelError
-from gemmtune.problem import Problem
-from gemmtune.target import Target, current_cpu
+from gemmtune.backends.base import Artifact, Availability, Backend, Kernel
+from gemmtune.core.candidate import Candidate, Illegal
+from gemmtune.core.errors import KernelError
+from gemmtune.core.problem import Problem
+from gemmtune.core.target import Target, current_cpu
+from gemmtune.core.weights import PackedWeight
+from gemmtune.core.workloads import linear_problem
 from gemmtune.testing.backend_suite import BackendSuite
-from gemmtune.workloads import linear_problem
 
 PROBLEMS = (linear_problem(5, 24, 16, "float32"), linear_problem(2, 8, 8, "float32", bias=True))
 

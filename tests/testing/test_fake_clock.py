@@ -7,8 +7,8 @@ from statistics import median, pstdev
 
 import pytest
 
-from gemmtune.measure.clock import Clock
 from gemmtune.testing.clock import FakeClock
+from gemmtune.timing.clock import Clock
 
 
 def times(clock: FakeClock, seconds: float, count: int) -> list[float]:

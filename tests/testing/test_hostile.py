@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gemmtune.epilogue import Step
-from gemmtune.measure.inputs import make_inputs
-from gemmtune.problem import Layout, Operand, Problem
+from gemmtune.core.epilogue import Step
+from gemmtune.core.problem import Layout, Operand, Problem
 from gemmtune.testing import hostile
+from gemmtune.verify.inputs import make_inputs
 
 STEPS = (Step("bias", "col", "float32"), Step("relu"))
 PROBLEM = Problem("mm", 16, 24, 40, Operand("float32"), Operand("float32", Layout("col")), "float32", STEPS)

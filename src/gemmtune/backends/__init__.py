@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from .base import Backend
 
 if TYPE_CHECKING:
-    from ..target import Target
+    from ..core.target import Target
 
 _ROOMS = {
     "aten": "aten:AtenBackend",

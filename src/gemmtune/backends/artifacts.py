@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..store import Artifacts, default_path
+from ..core.artifacts import Artifacts
+from ..core.paths import default_path
 from .location import chosen_directory
 
 

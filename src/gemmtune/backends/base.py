@@ -17,9 +17,9 @@ from ..core.candidate import Candidate, Illegal
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ..core.problem import Problem
+    from ..core.target import Target
     from ..core.weights import PackedWeight
-    from ..problem import Problem
-    from ..target import Target
 
 NOT_LISTED = "the backend lists no such candidate for this problem"
 

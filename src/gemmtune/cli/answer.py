@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..problem import Problem
+from ..core.problem import Problem
+from ..core.workloads import DTYPES, build, dtype_name
 from ..report.rows import Row, disturbance, duration, measured, rival, summarize
-from ..workloads import DTYPES, build, dtype_name
 
 if TYPE_CHECKING:
-    from ..decision import Decision, Evidence
+    from ..core.decision import Decision, Evidence
 
 
 def answer(decision: Decision, option: str = "") -> tuple[str, str, str]:

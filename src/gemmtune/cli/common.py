@@ -14,24 +14,19 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn, ParamSpe
 
 import typer
 
-from ..visible import visible
+from ..core.printable import visible
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..measure.clock import Latency
-    from ..problem import Problem
+    from ..core.problem import Problem
+    from ..core.target import Target
     from ..report.layers import Model
     from ..store.base import Store
-    from ..target import Target
+    from ..timing.clock import Latency
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-def usage(message: str) -> NoReturn:
-    """Wrong usage: one line on stderr, exit code 2."""
-    raise typer.BadParameter(visible(message))
 
 
 def finite(value: float | None) -> float | None:
@@ -99,7 +94,7 @@ def guard(command: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(command)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
-        from ..errors import GemmtuneError
+        from ..core.errors import GemmtuneError
 
         as_json = bool(kwargs.get("as_json", False))
         try:
@@ -160,7 +155,7 @@ def parse_shape(text: str) -> tuple[int, int, int]:
 
 def parse_problem(shape: tuple[int, int, int], dtype: str, *, bias: bool = False) -> Problem:
     """The Problem of a shape and a ``--dtype``; an unknown dtype is wrong usage."""
-    from ..workloads import build
+    from ..core.workloads import build
 
     try:
         return build(*shape, dtype, bias=bias)
@@ -215,15 +210,15 @@ def tuning_target(threads: int | None, device: str = "cpu") -> Target:
     target = current_target(threads, device)
     if target.device == "cpu":
         return target
-    from .. import api
+    from ..tuning import api
 
     return api.tuning_target(device)
 
 
 def require_room(problems: Sequence[tuple[Problem, int]], target: Target) -> None:
     """Refuse problems whose operands cannot fit into the machine, before anything is tuned. Raises UnsupportedError."""
-    from ..errors import UnsupportedError
-    from ..workloads import label
+    from ..core.errors import UnsupportedError
+    from ..core.workloads import label
 
     for problem, _ in problems:
         if 0 < target.memory < problem.min_bytes:
@@ -234,7 +229,7 @@ def require_room(problems: Sequence[tuple[Problem, int]], target: Target) -> Non
 
 def require_file(path: Path) -> None:
     """Raise GemmtuneError when something else than a regular file is there: pipes block, devices would be replaced."""
-    from ..errors import GemmtuneError
+    from ..core.errors import GemmtuneError
 
     if path.exists() and not path.is_file():
         raise GemmtuneError(f"{path} is not a regular file")
@@ -246,7 +241,7 @@ def opened(path: Path | None) -> Iterator[Store]:
 
     The library goes on without a store that it cannot read; a command was asked for it, and says so before it works.
     """
-    from ..errors import StoreError
+    from ..core.errors import StoreError
     from ..store import default_path, open_store
 
     try:
@@ -329,7 +324,7 @@ def gather(
 
 
 def _named(name: str, dtype: str) -> list[tuple[Problem, int]]:
-    from .. import workloads
+    from ..core import workloads
 
     try:
         return workloads.workload(name, dtype)

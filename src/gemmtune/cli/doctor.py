@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from .common import JsonOption, StoreOption, ThreadsOption, emit, guard, quiet_stdout, say
 
 if TYPE_CHECKING:
-    from ..doctor import Examination
+    from .examination import Examination
 
 
 @guard
@@ -17,7 +17,7 @@ def doctor(
     as_json: JsonOption = False,
 ) -> None:
     """Show the machine, the libraries, which backends are available and why others are not, and what to install."""
-    from ..doctor import examine
+    from .examination import examine
 
     with quiet_stdout(as_json):
         found = examine(store, threads=threads)

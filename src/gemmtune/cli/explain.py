@@ -29,9 +29,9 @@ from .common import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..decision import Decision, Evidence, LayoutDecision, Sample
+    from ..core.decision import Decision, Evidence, LayoutDecision, Sample
+    from ..core.target import Target
     from ..store.base import Store
-    from ..target import Target
 
 _ORDER = ("winner", "finalist", "eliminated", "screened", "failed", "untried", "illegal")
 # The stages without a sample, and what to say of rows that give no reason.
@@ -85,15 +85,15 @@ def explain(
 
 
 def _known_dtypes() -> tuple[str, ...]:
-    from ..workloads import DTYPES
+    from ..core.workloads import DTYPES
 
     return tuple(DTYPES)
 
 
 def matching(store: Store, target: Target | None, shape: tuple[int, int, int], dtype: str) -> list[Decision]:
     """The stored decisions for a shape and a short dtype name (several when epilogues or layouts differ)."""
-    from ..problem import Problem
-    from ..workloads import dtype_name
+    from ..core.problem import Problem
+    from ..core.workloads import dtype_name
 
     wanted = dtype_name(parse_problem(shape, dtype))
     found = []

@@ -19,13 +19,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import GemmtuneError
-from .common import usage
+from ..core.errors import GemmtuneError
+from .terminal import usage
 
 if TYPE_CHECKING:
     import torch
 
-    from ..integrations.record import Recording
+    from ..ops.record import Recording
     from ..report.layers import Model
 
 Calls = list[tuple[Any, ...]]
@@ -89,7 +89,7 @@ def _dtype_for(factory: Callable[..., Any], name: str, dtype: str) -> Any:
     """What the factory takes for ``--dtype``: a torch.dtype, or the name itself. Wrong usage when there is neither."""
     import torch
 
-    from ..workloads import DTYPES, TORCH_DTYPES
+    from ..core.workloads import DTYPES, TORCH_DTYPES
 
     try:
         parameter = inspect.signature(factory).parameters.get("dtype")
@@ -128,7 +128,7 @@ def record_calls(spec: str, dtype: str | None) -> Recorded:
     model, calls = call_factory(find_factory(spec), dtype)
     import torch
 
-    from ..integrations.record import record
+    from ..ops.record import record
 
     if isinstance(model, torch.nn.Module):
         model.eval()

@@ -8,16 +8,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
-from ..events import BestSoFar, CandidateTried, Event, ProblemDone, ProblemStarted
+from ..core.events import BestSoFar, CandidateTried, Event, ProblemDone, ProblemStarted
+from ..core.printable import visible
+from ..core.workloads import label
 from ..report.rows import duration, summarize
-from ..visible import visible
-from ..workloads import label
 from .common import console, say
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
 
-    from ..decision import Decision
+    from ..core.decision import Decision
 
 
 class Board:

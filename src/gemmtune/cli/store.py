@@ -29,9 +29,9 @@ from .common import (
 )
 
 if TYPE_CHECKING:
-    from ..decision import Decision
+    from ..core.decision import Decision
+    from ..core.target import Target
     from ..store.base import Store
-    from ..target import Target
 
 app = typer.Typer(
     help="Look into the store, move decisions between machines, clean up.", no_args_is_help=True, rich_markup_mode=None

@@ -10,7 +10,7 @@ from rich.table import Table
 from ..report.rows import HOW, Row, best_by_backend, duration, median_s, ordered, summarize
 
 if TYPE_CHECKING:
-    from ..decision import Decision
+    from ..core.decision import Decision
 
 
 _HOW_BENCH = (

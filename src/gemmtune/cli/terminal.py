@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
+import typer
 from rich.console import Console
 
-from ..visible import visible
+from ..core.printable import visible
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -26,3 +27,8 @@ class PlainConsole(Console):
     def render_str(self, text: str, **options: Any) -> Text:
         """What rich makes Text of every string with, whether printed by itself or in a table."""
         return super().render_str(visible(text), **options)
+
+
+def usage(message: str) -> NoReturn:
+    """Wrong usage: one line on stderr, exit code 2."""
+    raise typer.BadParameter(visible(message))

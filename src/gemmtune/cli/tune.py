@@ -32,11 +32,11 @@ from .common import (
 )
 
 if TYPE_CHECKING:
-    from ..measure.clock import Latency
-    from ..problem import Problem
+    from ..core.problem import Problem
+    from ..core.target import Target
     from ..report.layers import Model
     from ..store.base import Store
-    from ..target import Target
+    from ..timing.clock import Latency
     from .progress import Board
 
 
@@ -124,7 +124,7 @@ def run(
 ) -> tuple[Board, bool]:
     """Tune with the progress display; returns what finished (on ``board``, when one is given) and whether Ctrl-C
     ended it."""
-    from ..tuner import Budget, Tuner
+    from ..tuning.tuner import Budget, Tuner
     from .progress import Board, watching
 
     board = board or Board()
@@ -202,7 +202,7 @@ def outcome_document(board: Board, interrupted: bool) -> dict[str, Any]:
 
 
 def print_outcome(board: Board, asked: int, interrupted: bool) -> None:
-    from ..tuner import busy_words
+    from ..tuning.tuner import busy_words
     from .tables import decisions_table
 
     out = console()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..problem import Problem
+from .problem import Problem
 from .weights import PackedWeight, QuantWeight
 
 

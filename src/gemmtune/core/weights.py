@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from ..problem import Quant
+    from .problem import Quant
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class PackedWeight:
     _key: str = field(default="", compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        from ..backends.memory import require_packed_data  # here, so that the command line answers `--help` without torch
+        from .memory import require_packed_data  # here, so that the command line answers `--help` without torch
 
         require_packed_data(f"PackedWeight({self.layout!r})", self.data)
         quant = self.quant.key if self.quant is not None else ""

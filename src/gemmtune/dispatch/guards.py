@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.memory import is_known, is_subclass
-from ..torch_internals import TensorGuards as _TensorGuards
-from ..torch_internals import forward_ad, is_fake
-from ..torch_internals import get_tracing_state as _tracing
-from ..torch_internals import is_any_autocast_enabled as _autocast
-from ..torch_internals import len_torch_dispatch_stack as _dispatch_modes
-from ..torch_internals import peek_interpreter_stack as _interpreters
+from ..core.memory import is_known, is_subclass
+from ..core.torch_compat import TensorGuards as _TensorGuards
+from ..core.torch_compat import forward_ad, is_fake
+from ..core.torch_compat import get_tracing_state as _tracing
+from ..core.torch_compat import is_any_autocast_enabled as _autocast
+from ..core.torch_compat import len_torch_dispatch_stack as _dispatch_modes
+from ..core.torch_compat import peek_interpreter_stack as _interpreters
 
 Check = Callable[..., bool]
 

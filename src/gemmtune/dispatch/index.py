@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
-from ..errors import StoreBusy
-from ..problem import Problem, plan_key_of
-from ..verdict import FAULTS
+from ..core.errors import StoreBusy
+from ..core.problem import Problem, plan_key_of
+from ..core.verdict import FAULTS
 from .plan import Plan, nearest
 from .portfolio import Point, build_plan, point, without
 
 if TYPE_CHECKING:
+    from ..core.target import Target
     from ..store.base import Store
-    from ..target import Target
 
 
 class Index:

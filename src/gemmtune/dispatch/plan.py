@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from ..backends.base import Candidate
+from ..core.candidate import Candidate
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..backends.aten.fusion import addmm_prefix
-from ..backends.base import Candidate
-from ..problem import Problem
-from ..verdict import FAULTS
+from ..core.candidate import Candidate
+from ..core.problem import Problem
+from ..core.verdict import FAULTS
 from .plan import Plan, PlanEntry
 
 if TYPE_CHECKING:
-    from ..decision import Decision, Evidence, LayoutDecision, Sample
+    from ..core.decision import Decision, Evidence, LayoutDecision, Sample
 
 # A packed layout must save this share of the total time to be worth a second form of the weight.
 WORTHWHILE = 0.99

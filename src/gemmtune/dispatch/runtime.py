@@ -21,19 +21,21 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 
 from .. import backends
-from ..backends.base import Candidate, Illegal, Kernel, PackedWeight
+from ..backends.base import Kernel
 from ..backends.location import artifacts_in
-from ..errors import PackedWeightError, StoreBusy, UnsupportedError
-from ..problem import Problem
-from ..target import Target, current_cpu, current_cuda
-from ..visible import visible
+from ..core.candidate import Candidate, Illegal
+from ..core.errors import PackedWeightError, StoreBusy, UnsupportedError
+from ..core.printable import visible
+from ..core.problem import Problem
+from ..core.target import Target, current_cpu, current_cuda
+from ..core.weights import PackedWeight
 from .guards import Check, capturing
 from .hooks import late_bound
 from .index import Index
 from .policies import Policy
 
 if TYPE_CHECKING:
-    from ..decision import Verdict
+    from ..core.decision import Verdict
     from ..store.base import Store
 
 log = logging.getLogger("gemmtune")
@@ -82,9 +84,11 @@ class Runtime:
         self.policy: Policy = "cached"
         self.observer: Callable[[Problem, torch.device], None] | None = None
         # Set by name, since what they lead to is above this package; None turns one off.
-        self.miss_hook: Callable[[Problem, torch.device], None] | None = late_bound("gemmtune.api", "tune_missing")
+        self.miss_hook: Callable[[Problem, torch.device], None] | None = late_bound(
+            "gemmtune.tuning.api", "tune_missing"
+        )
         self.verify_hook: Callable[[Kernel, Problem, torch.device], Verdict] | None = late_bound(
-            "gemmtune.untuned", "verify_kernel"
+            "gemmtune.verify.untuned", "verify_kernel"
         )
         self.generation = 0
         self._lock = threading.RLock()

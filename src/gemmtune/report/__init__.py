@@ -7,14 +7,14 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import GemmtuneError
-from ..store.files import sweep, write_whole
+from ..core.errors import GemmtuneError
+from ..core.files import sweep, write_whole
 from . import ceilings, layers
 from .page import page
 
 if TYPE_CHECKING:
+    from ..core.target import Target
     from ..store.base import Store
-    from ..target import Target
 
 __all__ = ["write_report"]
 

@@ -13,11 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..store.files import write_whole
+from ..core.files import write_whole
 
 if TYPE_CHECKING:
+    from ..core.target import Target
     from ..store.base import Store
-    from ..target import Target
 
 _READ_BYTES = 256 << 20
 _SIZE = 1024
@@ -35,7 +35,7 @@ def arithmetic(seconds: float = 0.2) -> dict[str, float]:
     """Operations a second of ATen's 1024^3 product by the activation's dtype (int8: int8 x int8 -> int32)."""
     import torch
 
-    from ..torch_internals import int_mm
+    from ..core.torch_compat import int_mm
 
     rates: dict[str, float] = {}
     for name in ("float32", "bfloat16", "int8"):

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ..problem import Problem
-from ..workloads import label
+from ..core.problem import Problem
+from ..core.workloads import label
 from .rows import backend_of, best_by_backend, duration, measured, median_s, summarize
 
 if TYPE_CHECKING:
-    from ..decision import Decision
+    from ..core.decision import Decision
 
 
 @dataclass(frozen=True, slots=True)

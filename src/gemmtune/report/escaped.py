@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 
-from ..visible import visible
+from ..core.printable import visible
 
 
 def escape(text: str) -> str:

@@ -11,7 +11,7 @@ from .layers import Layer, Model, Saving, Use, forward, saving
 from .rows import disturbance, duration, summarize
 
 if TYPE_CHECKING:
-    from ..decision import Decision
+    from ..core.decision import Decision
 
 
 def by_layer(models: Mapping[str, Model], decisions: Sequence[Decision]) -> str:

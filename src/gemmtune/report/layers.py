@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ..store.files import write_whole
+from ..core.files import write_whole
 from .rows import Row
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from .. import workloads
-from ..problem import Problem
+from ..core import workloads
+from ..core.problem import Problem
 from . import interactive, svg
 from .cells import SCRIPT, number, rows_table, seconds
 from .charts import Chart, charts
@@ -17,8 +17,8 @@ from .forwards import by_layer
 from .rows import HOW, Row, disturbance, ordered, summarize
 
 if TYPE_CHECKING:
-    from ..decision import Decision
-    from ..target import Target
+    from ..core.decision import Decision
+    from ..core.target import Target
     from .layers import Model
 
 _STYLE = """

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .. import workloads
-from ..problem import Problem
+from ..core import workloads
+from ..core.problem import Problem
 
 if TYPE_CHECKING:
-    from ..decision import Decision, Evidence
+    from ..core.decision import Decision, Evidence
 
 
 HOW = (

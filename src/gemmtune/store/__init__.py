@@ -6,23 +6,14 @@ import logging
 import os
 from pathlib import Path
 
-from .artifacts import Artifacts
+from ..core.artifacts import Artifacts
+from ..core.paths import default_path
 from .base import Store
 from .lease import Lease
 from .memory import MemoryStore
 from .sqlite import SqliteStore
 
 __all__ = ["Artifacts", "Lease", "MemoryStore", "SqliteStore", "Store", "default_path", "open_store"]
-
-
-def default_path() -> Path:
-    """$GEMMTUNE_STORE, or ``store.db`` in the user's data directory."""
-    named = os.environ.get("GEMMTUNE_STORE")
-    if named:
-        return Path(named).expanduser()
-    import platformdirs
-
-    return Path(platformdirs.user_data_dir("gemmtune", appauthor=False)) / "store.db"
 
 
 def open_store(path: str | os.PathLike[str] | None = None) -> Store:

@@ -12,16 +12,17 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..problem import plan_key_of
-from ..target import Target
-from ..visible import visible
+from ..core.printable import visible
+from ..core.problem import plan_key_of
+from ..core.target import Target
+from .legality import review
 
 log = logging.getLogger("gemmtune")
 Report = Callable[[str], None]
 HURRY_S = 0.03  # what serving's reads wait for a writer, in seconds
 
 if TYPE_CHECKING:
-    from ..decision import Decision, Verdict
+    from ..core.decision import Decision, Verdict
     from .lease import Lease
 
 
@@ -141,8 +142,6 @@ class Store(ABC):
 
     def _illegal(self, unchecked: Report | None) -> list[str]:
         """Return a line for each kernel that a sound Decision would serve and that is not legal."""
-        from .legality import review
-
         lines: list[str] = []
         for target in self.targets():
             for decision in self.decisions(target):

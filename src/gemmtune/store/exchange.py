@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
-from ..decision import Decision
-from ..errors import StoreError
-from ..target import Target
-from .files import sweep, write_whole
+from ..core.decision import Decision
+from ..core.errors import StoreError
+from ..core.files import sweep, write_whole
+from ..core.target import Target
 from .schema import DAMAGE, DamagedRecord, check_decision, decode_target
 
 FORMAT = "gemmtune-decisions"

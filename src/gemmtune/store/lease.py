@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from types import TracebackType
 
-from ..errors import StoreError
+from ..core.errors import StoreError
 
 log = logging.getLogger("gemmtune")
 

@@ -5,14 +5,15 @@ Dispatch checks the same before it loads a kernel. Here it is reported, without 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from ..backends.base import Backend, Candidate
-from ..decision import Decision, Evidence
-from ..problem import Problem
-from ..target import Target
-from .base import Report
+from .. import backends
+from ..backends.base import Backend
+from ..core.candidate import Candidate
+from ..core.decision import Decision, Evidence
+from ..core.problem import Problem
+from ..core.target import Target
 from .schema import DAMAGE
 
 
@@ -43,7 +44,9 @@ def review(target: Target, decision: Decision) -> Review:
     return found
 
 
-def legal_only(pairs: Iterable[tuple[Target, Decision]], report: Report) -> list[tuple[Target, Decision]]:
+def legal_only(
+    pairs: Iterable[tuple[Target, Decision]], report: Callable[[str], None]
+) -> list[tuple[Target, Decision]]:
     """Return the Decisions without those that would serve what is not legal, each of which is reported."""
     kept = []
     for target, decision in pairs:
@@ -57,8 +60,6 @@ def legal_only(pairs: Iterable[tuple[Target, Decision]], report: Report) -> list
 
 def _check(target: Target, problem: Problem, row: Evidence) -> tuple[str, str]:
     """(what is illegal, what cannot be checked) of one candidate; both empty when it may serve."""
-    from .. import backends  # its GPU backends keep their artifacts beside a store
-
     candidate = Candidate.from_dict(row.candidate)
     if candidate.backend not in backends.names():
         return "", f"is not checked: there is no backend {candidate.backend!r} here"

@@ -6,8 +6,8 @@ import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from ..decision import Decision, Verdict
-from ..target import Target
+from ..core.decision import Decision, Verdict
+from ..core.target import Target
 from .base import Report, Store, kept_keys, warn
 from .exchange import read_export, write_export
 from .lease import Lease, check_ttl, left_s

@@ -8,7 +8,7 @@ import sqlite3
 from collections.abc import Iterator
 from typing import Literal
 
-from ..errors import StoreError
+from ..core.errors import StoreError
 from .schema import MIGRATIONS, SCHEMA_VERSION
 
 

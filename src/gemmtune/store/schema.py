@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from ..backends.base import Candidate
-from ..decision import Decision, Verdict
-from ..problem import Family, Order, Problem
-from ..target import Target
+from ..core.candidate import Candidate
+from ..core.decision import Decision, Verdict
+from ..core.problem import Family, Order, Problem
+from ..core.target import Target
 
 # MIGRATIONS[i] takes a store from version i to i + 1; a released entry is never edited, only followed by another.
 MIGRATIONS: tuple[tuple[str, ...], ...] = (

@@ -17,10 +17,11 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from ..decision import Decision, Verdict
-from ..errors import StoreBusy, StoreError
-from ..target import Target
-from .artifacts import Artifacts
+from ..core.artifacts import Artifacts
+from ..core.decision import Decision, Verdict
+from ..core.errors import StoreBusy, StoreError
+from ..core.owner import Owner, this_process
+from ..core.target import Target
 from .base import HURRY_S, Report, Store, kept_keys, warn
 from .exchange import read_export, write_export
 from .foreign import kind_of
@@ -28,7 +29,6 @@ from .lease import Lease, check_ttl, left_s
 from .legality import legal_only
 from .memory import require_owner
 from .migrate import migrate, transaction, version_of
-from .owner import Owner, this_process
 from .schema import (
     DAMAGE,
     SCHEMA_VERSION,
@@ -75,7 +75,7 @@ class SqliteStore(Store):
 
     @property
     def artifacts_directory(self) -> Path:
-        """Beside the file: ``store.db`` has ``store.artifacts``."""
+        """Beside the file: ``store.db`` has ``core.artifacts``."""
         return Artifacts.beside(self.path).directory
 
     # Reading

@@ -9,7 +9,7 @@ class TestMyBackend(BackendSuite):
 ``target`` that returns a Target of it.
 
 By default a suite asks for 40 random problems of all families and some with nothing to multiply; a fixture called
-``problems`` returns others. Every problem it lists a legal candidate for must be solved: right by ``measure.verify``,
+``problems`` returns others. Every problem it lists a legal candidate for must be solved: right by ``verify.verify``,
 which also finds writes beyond the output and into (or beside) the inputs.
 """
 
@@ -27,13 +27,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from ..backends.base import Artifact, Backend, Candidate, Illegal, Kernel, QuantWeight
-from ..errors import GemmtuneError
-from ..measure.inputs import Inputs, make_inputs
-from ..measure.verify import prepare, verify
-from ..problem import FAMILIES, Problem
-from ..target import Target, current_cpu
-from ..workloads import bmm_problem, int_problem, linear_problem, weight_only_problem
+from ..backends.base import Artifact, Backend, Kernel
+from ..core.candidate import Candidate, Illegal
+from ..core.errors import GemmtuneError
+from ..core.problem import FAMILIES, Problem
+from ..core.target import Target, current_cpu
+from ..core.weights import QuantWeight
+from ..core.workloads import bmm_problem, int_problem, linear_problem, weight_only_problem
+from ..verify.inputs import Inputs, make_inputs
+from ..verify.verify import prepare, verify
 from .problems import random_problem
 
 _EMPTY = (

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from ..measure.clock import FLOOR_S, Run
-from ..measure.cuda import EmptyGraph
+from ..timing.clock import FLOOR_S, Run
+from ..timing.cuda_clock import EmptyGraph
 
 
 class FakeClock:
-    """A ``measure.clock.Clock`` whose kernels, made by ``kernel``, only move its hands.
+    """A ``timing.clock.Clock`` whose kernels, made by ``kernel``, only move its hands.
 
     noise: standard deviation of a timing, relative (log-normal). drift: relative change of speed over ``drift_s``
     simulated seconds, there and back (a sine). stalls: share of timings that lose ``stall_s`` seconds. chill_s: seconds
@@ -94,7 +94,7 @@ Work = tuple[float, Callable[[], str]]
 
 
 class FakeGpu:
-    """A ``measure.cuda.Gpu`` with one stream, whose kernels, made by ``kernel``, only take time on it.
+    """A ``timing.cuda_clock.Gpu`` with one stream, whose kernels, made by ``kernel``, only take time on it.
 
     host, device: seconds, where the host's clock stands and when the stream will have done all it has. launch_s: what
     replaying a graph, recording an event or pausing costs the host. log: what was done, in order.

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..backends.base import QuantWeight
-from ..measure.inputs import Inputs
-from ..measure.verify import Run
-from ..problem import Problem, bits
-from ..reference import INTEGERS, finish, is_integer, products
+from ..core.problem import Problem, bits
+from ..core.weights import QuantWeight
+from ..verify.inputs import Inputs
+from ..verify.oracle import INTEGERS, finish, is_integer, products
+from ..verify.verify import Run
 from .hostile import correct, store, value
 
 ALIGNED_BYTES = 16

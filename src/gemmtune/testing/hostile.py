@@ -1,7 +1,7 @@
 """Kernels that are right, and kernels that are wrong in ways that have been seen: each takes a Problem.
 
 ``correct(problem)`` computes through the oracle; ``WRONG`` maps a fault's name to a maker of kernels with that fault.
-All have the signature ``measure.verify`` runs: ``run(inputs, out)``.
+All have the signature ``verify.verify`` runs: ``run(inputs, out)``.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..measure.inputs import Inputs
-from ..measure.verify import Run
-from ..problem import Problem
-from ..reference import INTEGERS, reference, to_integer
+from ..core.problem import Problem
+from ..verify.inputs import Inputs
+from ..verify.oracle import INTEGERS, reference, to_integer
+from ..verify.verify import Run
 
 
 def value(problem: Problem, inputs: Inputs) -> Tensor:

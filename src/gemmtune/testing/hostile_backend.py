@@ -17,10 +17,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..backends.base import Artifact, Availability, Backend, Candidate, Illegal, Kernel, PackedWeight
-from ..errors import KernelError, UnsupportedError
-from ..problem import Problem
-from ..target import Target
+from ..backends.base import Artifact, Availability, Backend, Kernel
+from ..core.candidate import Candidate, Illegal
+from ..core.errors import KernelError, UnsupportedError
+from ..core.problem import Problem
+from ..core.target import Target
+from ..core.weights import PackedWeight
 
 PLACE = "gemmtune.testing.hostile_backend:HostileBackend"
 PACKING = "hostile:row"

@@ -16,10 +16,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..backends.base import Artifact, Availability, Backend, Candidate, Illegal, Kernel
-from ..errors import KernelError
-from ..problem import Problem
-from ..target import Target
+from ..backends.base import Artifact, Availability, Backend, Kernel
+from ..core.candidate import Candidate, Illegal
+from ..core.errors import KernelError
+from ..core.problem import Problem
+from ..core.target import Target
 
 PLACE = "gemmtune.testing.hostile_cuda:HostileCudaBackend"
 

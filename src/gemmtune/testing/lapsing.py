@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.base import Candidate, Kernel, PackedWeight
-from ..problem import Problem
+from ..backends.base import Kernel
+from ..core.candidate import Candidate
+from ..core.problem import Problem
+from ..core.weights import PackedWeight
 
 PACKING = "lapsing:copy"
 NAME = "lapsing"

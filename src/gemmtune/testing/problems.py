@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from ..epilogue import Axis, Epilogue, Step
-from ..problem import FAMILIES, Family, Layout, Operand, Order, Problem, Quant
+from ..core.epilogue import Axis, Epilogue, Step
+from ..core.problem import FAMILIES, Family, Layout, Operand, Order, Problem, Quant
 
 _FLOATS = ("float32", "bfloat16", "float16")
 _ACTIVATIONS = (Step("relu"), Step("gelu"), Step("gelu_tanh"), Step("silu"), Step("clamp", lo=-0.5, hi=1.5))

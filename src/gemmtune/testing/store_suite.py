@@ -17,13 +17,13 @@ from threading import Thread
 import msgspec
 import pytest
 
-from ..backends.base import Candidate
-from ..decision import Decision, Evidence, Sample, Verdict
-from ..epilogue import Step
-from ..errors import StoreError
-from ..problem import Layout, Operand, Problem, Quant
+from ..core.candidate import Candidate
+from ..core.decision import Decision, Evidence, Sample, Verdict
+from ..core.epilogue import Step
+from ..core.errors import StoreError
+from ..core.problem import Layout, Operand, Problem, Quant
+from ..core.target import Target
 from ..store.base import Store
-from ..target import Target
 
 TARGET = Target("cpu", "suite cpu", "x86_64", ("avx2", "fma"), (1, 2, 3), 2, 2, 4, (("torch", "1"),), (("aten", "a"),))
 PROBLEM = Problem(

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from ..backends.artifacts import artifacts_directory
-from ..backends.base import Artifact, Availability, Backend, Candidate, Illegal, Kernel
-from ..errors import KernelError, UnsupportedError
-from ..problem import Problem
-from ..store.artifacts import Artifacts
-from ..target import Target
+from ..backends.base import Artifact, Availability, Backend, Kernel
+from ..core.artifacts import Artifacts
+from ..core.candidate import Candidate, Illegal
+from ..core.errors import KernelError, UnsupportedError
+from ..core.problem import Problem
+from ..core.target import Target
 
 PLACE = "gemmtune.testing.toy_compiler:ToyCompiler"
 KINDS = ("good", "slow", "fails", "unsupported", "segv", "exit", "hang", "greedy")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from ..decision import LayoutDecision, Outcome, Sample, Stage, Verdict
-from ..verdict import VerdictKind
+from ..core.decision import LayoutDecision, Outcome, Sample, Stage, Verdict
+from ..core.verdict import VerdictKind
 
 
 class Leading(msgspec.Struct, tag=True, forbid_unknown_fields=True):

@@ -11,32 +11,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...errors import KernelError, PackedWeightError
-from ...problem import Problem
-from ...target import Target
-from ..base import Artifact, Availability, Backend, Candidate, Illegal, Kernel, PackedWeight, Scalar
+from ...core.candidate import Candidate, Illegal, Scalar
+from ...core.errors import KernelError, PackedWeightError
+from ...core.problem import Problem
+from ...core.target import Target
+from ...core.weights import PackedWeight
+from ..base import Artifact, Availability, Backend, Kernel
 from .cuda_dense import BmmWide, MmActivated, MmPadded, MmPaddedOnce, MmWide
-from .cuda_narrow import (
-    Int4PackCuda,
-    IntMmPadded,
-    IntMmPaddedOnce,
-    ScaledMmPadded,
-    ScaledMmWide,
-    Upcast,
-    UpcastOnce,
-)
+from .cuda_narrow import Int4PackCuda, IntMmPadded, IntMmPaddedOnce, ScaledMmPadded, ScaledMmWide, Upcast, UpcastOnce
 from .dense import Bmm, BmmTransposed, Composite, Mkldnn, Mm, MmCopied, MmTransposed, dense_layouts, undo_dense
 from .kernel import AtenKernel
-from .quantized import (
-    Dequantized,
-    Int4Pack,
-    Int8Pack,
-    IntMm,
-    IntMmCopied,
-    IntMmTransposed,
-    ScaledMm,
-    undo_quant,
-)
+from .quantized import Dequantized, Int4Pack, Int8Pack, IntMm, IntMmCopied, IntMmTransposed, ScaledMm, undo_quant
 
 _TEMPLATES: tuple[type[AtenKernel], ...] = (
     Mm, Mkldnn, MmTransposed, MmCopied, MmWide, MmActivated, MmPadded, MmPaddedOnce, Bmm, BmmTransposed, BmmWide,

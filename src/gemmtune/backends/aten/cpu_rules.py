@@ -6,8 +6,8 @@ from functools import cache
 
 import torch
 
-from ...problem import Problem
-from ...torch_internals import DisableTorchDispatch, DisableTorchFunction, int_mm, scaled_mm
+from ...core.problem import Problem
+from ...core.torch_compat import DisableTorchDispatch, DisableTorchFunction, int_mm, scaled_mm
 
 
 @cache

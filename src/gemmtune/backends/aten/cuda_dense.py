@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...problem import Problem
-from ...torch_internals import addmm_activation
-from ..base import PackedWeight, Scalar
+from ...core.candidate import Scalar
+from ...core.problem import Problem
+from ...core.torch_compat import addmm_activation
+from ...core.weights import PackedWeight
 from .cuda_rules import HALVES
 from .dense import PADDED, dense_pack, same_floats
 from .fusion import Fused, addmm_prefix

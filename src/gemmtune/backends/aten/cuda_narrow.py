@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...problem import Problem
-from ...target import Target
-from ...torch_internals import convert_weight_to_int4pack, weight_int4pack_mm
-from ..base import PackedWeight, QuantWeight, Scalar
+from ...core.candidate import Scalar
+from ...core.problem import Problem
+from ...core.target import Target
+from ...core.torch_compat import convert_weight_to_int4pack, weight_int4pack_mm
+from ...core.weights import PackedWeight, QuantWeight
 from .cuda_dense import pad_once
 from .cuda_rules import HALVES, bytes_layout, scaled_hardware, scaled_kinds, scaled_layout
 from .dense import PADDED

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...problem import Problem
+from ...core.problem import Problem
 from .padding import scaled_rules
 
 HALVES = ("bfloat16", "float16")

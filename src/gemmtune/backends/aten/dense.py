@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...problem import Problem
-from ...target import Target
-from ...torch_internals import MKLDNN_SUPPORTS, linear_pointwise, reorder_linear_weight
-from ..base import PackedWeight, QuantWeight, Scalar
+from ...core.candidate import Scalar
+from ...core.problem import Problem
+from ...core.target import Target
+from ...core.torch_compat import MKLDNN_SUPPORTS, linear_pointwise, reorder_linear_weight
+from ...core.weights import PackedWeight, QuantWeight
 from .cuda_rules import few_rows
 from .fusion import Fused, addmm_prefix, mkldnn_prefix
-from .kernel import FLOATS, AtenKernel, WritesOut, constant_b, dense_weight_bytes, packed_as
+from .kernel import FLOATS, AtenKernel, WritesOut, constant_b, copied, dense_pack, dense_weight_bytes, packed_as
 from .quantized import dequantize
 from .steps import dtype_of, name_of
 
@@ -126,20 +127,6 @@ class MmCopied(Mm):
 
     def pack(self, b: Any) -> PackedWeight:
         return copied(b, self.packing or "", self.problem)
-
-
-def copied(b: Tensor, layout: str, problem: Problem) -> PackedWeight:
-    """A contiguous copy of B [K, N] in the order ``layout`` ends with."""
-    data = b.contiguous() if layout.endswith("row") else b.t().contiguous().t()
-    if data.data_ptr() == b.data_ptr():
-        data = b.clone()
-    return dense_pack(layout, data, problem)
-
-
-def dense_pack(layout: str, data: Tensor, problem: Problem) -> PackedWeight:
-    """The PackedWeight of a plain floating or integer weight."""
-    b = problem.b
-    return PackedWeight(layout, (data,), problem.n, problem.k, b.dtype, None, "", b.layout.order)
 
 
 class Mkldnn(AtenKernel):

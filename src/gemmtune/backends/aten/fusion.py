@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ...epilogue import Epilogue, Step
-from ...problem import Problem
+from ...core.epilogue import Epilogue, Step
+from ...core.problem import Problem
 
 # Not relu: oneDNN's turns NaN into 0 (verification found it); it commutes with rounding and is applied afterwards.
 _MKLDNN_ACTIVATIONS = {"gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), "silu": ("swish", "")}

@@ -9,12 +9,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ... import torch_internals
-from ...epilogue import Epilogue
-from ...errors import KernelError, PackedWeightError
-from ...problem import Problem, bits
-from ...target import Target
-from ..base import Candidate, Kernel, PackedWeight, Scalar
+from ...core import torch_compat
+from ...core.candidate import Candidate, Scalar
+from ...core.epilogue import Epilogue
+from ...core.errors import KernelError, PackedWeightError
+from ...core.problem import Problem, bits
+from ...core.target import Target
+from ...core.weights import PackedWeight
+from ..base import Kernel
 from .fusion import Fused, rest_after
 from .steps import apply, dtype_of, finish
 
@@ -78,7 +80,7 @@ class AtenKernel(Kernel):
     def illegal(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
         """Why the whole candidate is illegal (the product, or rounding before the epilogue); empty when legal."""
         for name in cls.operators:
-            if getattr(torch_internals, name) is None:
+            if getattr(torch_compat, name) is None:
                 return f"torch {torch.__version__} has no operator _{name}"
         reason = cls.refuses(problem, config)
         return reason or rest_after(problem, cls.natural(problem), cls.fuses(problem))[1]
@@ -188,3 +190,17 @@ def dense_weight_bytes(problem: Problem, dtype: str) -> int:
 def empty_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """The product over K = 0: zeros [.., M, N]."""
     return torch.zeros(*a.shape[:-1], b.shape[-1], dtype=dtype, device=a.device)
+
+
+def copied(b: Tensor, layout: str, problem: Problem) -> PackedWeight:
+    """A contiguous copy of B [K, N] in the order ``layout`` ends with."""
+    data = b.contiguous() if layout.endswith("row") else b.t().contiguous().t()
+    if data.data_ptr() == b.data_ptr():
+        data = b.clone()
+    return dense_pack(layout, data, problem)
+
+
+def dense_pack(layout: str, data: Tensor, problem: Problem) -> PackedWeight:
+    """The PackedWeight of a plain floating or integer weight."""
+    b = problem.b
+    return PackedWeight(layout, (data,), problem.n, problem.k, b.dtype, None, "", b.layout.order)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...torch_internals import int_mm, scaled_mm
+from ...core.torch_compat import int_mm, scaled_mm
 from .cpu_rules import int_mm_takes_uint8
 
 ALIGN = 16  # bytes that tensor cores and fp8 products want rows to be a multiple of; elements, to keep it simple

@@ -9,20 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...problem import Layout, Problem
-from ...target import Target
-from ...torch_internals import (
+from ...core.candidate import Scalar
+from ...core.problem import Layout, Problem
+from ...core.target import Target
+from ...core.torch_compat import (
     convert_weight_to_int4pack_for_cpu,
     int_mm,
     scaled_mm,
     weight_int4pack_mm_for_cpu,
     weight_int8pack_mm,
 )
-from ..base import PackedWeight, QuantWeight, Scalar
+from ...core.weights import PackedWeight, QuantWeight
 from .cpu_rules import refuses_rows, refuses_uint8
 from .cuda_rules import bytes_layout, few_rows, scaled_kinds, scaled_layout
 from .fusion import Fused
-from .kernel import AtenKernel, WritesOut, constant_b, dense_weight_bytes, packed_as
+from .kernel import AtenKernel, WritesOut, constant_b, copied, dense_weight_bytes, packed_as
 from .padding import canonical_strides, cpu_int_mm, int_operands, int_product, int_rules, scaled_product
 from .steps import dtype_of
 
@@ -166,8 +167,6 @@ class IntMmCopied(IntMm):
         return packed_as(b, self.packing or "").data[0]
 
     def pack(self, b: Any) -> PackedWeight:
-        from .dense import copied
-
         return copied(b, self.packing or "", self.problem)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...epilogue import Step
+from ...core.epilogue import Step
 
 _INTEGER_NAMES = ("int8", "uint8", "int32", "int64")
 _WHOLE_LIMIT = 1 << 61  # of integers between steps: far beyond any output, and sums of two stay within int64

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from ...errors import KernelError, UnsupportedError
-from ...problem import Problem
-from ...target import Target
-from ..base import Artifact, Availability, Backend, Candidate, Illegal, Kernel
+from ...core.candidate import Candidate, Illegal
+from ...core.errors import KernelError, UnsupportedError
+from ...core.problem import Problem
+from ...core.target import Target
+from ..base import Artifact, Availability, Backend, Kernel
 from ..gpu.artifact import digest_of
 from ..gpu.backend import not_nvidia
 from ..gpu.rules import device_of

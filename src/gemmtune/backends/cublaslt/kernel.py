@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import torch_internals
-from ...errors import UnsupportedError
-from ...problem import Problem
-from ..base import Candidate, Kernel, Launch
+from ...core import torch_compat
+from ...core.candidate import Candidate
+from ...core.errors import UnsupportedError
+from ...core.memory import LOW, require_kernel_operands
+from ...core.problem import Problem
+from ..base import Kernel, Launch
 from ..gpu.alignment import MISALIGNED_MASK, aligned_copy, batch_layouts, batched_launch, launch_aligned
 from ..gpu.kernel import temporary
 from ..gpu.rules import ALIGN
-from ..memory import LOW, require_kernel_operands
 from .library import Algorithm, Call
 from .product import RANKS, Product, described
 
@@ -85,7 +86,7 @@ class RankedKernel(Kernel):
             (first, *_) = call.ranked(1, _WORKSPACE, ALIGN)
             algorithm, workspace = first.algorithm, int(first.workspace)
         own = _Own(product, device, algorithm, workspace)
-        stream_of, places = torch_internals.stream_of, product.pointers
+        stream_of, places = torch_compat.stream_of, product.pointers
 
         def launch(out: Tensor, a: Tensor, b: Tensor, *rest: Tensor) -> None:
             call, point, run = own.held

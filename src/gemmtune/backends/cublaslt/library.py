@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...errors import KernelError, UnsupportedError
+from ...core.errors import KernelError, UnsupportedError
 from ..gpu.wheels import build_of, file_of, first_of, in_wheels
 from .product import BIAS_AT, TYPES, Matrix, Product
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...epilogue import Step
-from ...problem import Problem
+from ...core.epilogue import Step
+from ...core.problem import Problem
 from ..gpu.rules import ALIGN, FP8, HALVES, aligned, leads, refusal
 
 # cudaDataType_t (library_types.h)

@@ -9,9 +9,9 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import ClassVar
 
-from ...problem import Problem
-from ...target import Target
-from ..base import Candidate, Illegal
+from ...core.candidate import Candidate, Illegal
+from ...core.problem import Problem
+from ...core.target import Target
 from ..gpu.artifact import Header, packed
 from ..gpu.backend import GpuBackend, not_nvidia
 from ..gpu.kernel import GpuKernel

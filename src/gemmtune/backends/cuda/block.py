@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...problem import Problem, bits
+from ...core.problem import Problem, bits
 from .epilogue import kept_words, scale_group
 
 REGISTERS = 65536  # of a multiprocessor

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ...errors import KernelError, UnsupportedError
+from ...core.errors import KernelError, UnsupportedError
 from ..gpu.wheels import build_of, file_of, first_of, in_wheels
 
 MISSING = "NVRTC, NVIDIA's run-time compiler, was not found: pip install nvidia-cuda-nvrtc"

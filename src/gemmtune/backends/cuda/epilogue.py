@@ -6,8 +6,8 @@ import ctypes
 import math
 from dataclasses import dataclass
 
-from ...epilogue import Step
-from ...problem import Problem
+from ...core.epilogue import Step
+from ...core.problem import Problem
 from ..gpu.rules import STEPS, float_at, step_constants
 
 TYPES = {

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...errors import KernelError
-from ...problem import Problem, bits
+from ...core.errors import KernelError
+from ...core.problem import Problem, bits
 from ..gpu.artifact import B_EARLY, FOLLOWING, NEXT_LATE, Tma
 from ..gpu.rules import HALVES
 from .block import (

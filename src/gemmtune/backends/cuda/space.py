@@ -21,9 +21,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from ...problem import Problem, bits
-from ...target import Target
-from ..base import NOT_LISTED, Candidate, Illegal
+from ...core.candidate import Candidate, Illegal
+from ...core.problem import Problem, bits
+from ...core.target import Target
+from ..base import NOT_LISTED
 from ..gpu.rules import FP8, Device, aligned, device_of, refusal
 from ..gpu.space import Config, ranked
 from .block import (

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...problem import Problem, bits
+from ...core.memory import require_kernel_operands
+from ...core.problem import Problem, bits
 from ..base import Launch
-from ..memory import require_kernel_operands
 from .rules import ALIGN, leads
 
 MISALIGNED_MASK = ALIGN - 1  # bits of an address that must not be set

@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import hashlib
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
-from ...errors import KernelError
+from ...core.artifacts import Artifacts
+from ...core.errors import KernelError
+from ..artifacts import artifacts_directory
 
 _LENGTH = 4
 # The argument of kernels that wait for the one before them, and what it comes to: B may be read until then; the next
@@ -75,15 +77,11 @@ def digest_of(folder: Path) -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in names)).hexdigest()[:16]
 
 
-def artifacts() -> Any:
+def artifacts() -> Artifacts:
     """The artifacts of the store in use."""
-    from ..artifacts import artifacts_directory
-
     return _artifacts_of(artifacts_directory())
 
 
 @functools.cache
-def _artifacts_of(directory: Path) -> Any:
-    from ...store import Artifacts
-
+def _artifacts_of(directory: Path) -> Artifacts:
     return Artifacts(directory)

@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import ClassVar
 
-from ...errors import KernelError
-from ...problem import Problem
-from ...target import Target
-from ..base import Artifact, Availability, Backend, Candidate, Kernel
+from ...core.candidate import Candidate
+from ...core.errors import KernelError
+from ...core.problem import Problem
+from ...core.target import Target
+from ..base import Artifact, Availability, Backend, Kernel
 from .artifact import artifacts, digest_of, unpack
 from .kernel import GpuKernel
 from .rules import device_of, refusal

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...errors import KernelError
+from ...core.errors import KernelError
 from ..base import OVERLAP
 from .artifact import B_EARLY, FOLLOWING, NEXT_LATE, Header, Tma
 

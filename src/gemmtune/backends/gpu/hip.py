@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...errors import KernelError, UnsupportedError
+from ...core.errors import KernelError, UnsupportedError
 from .driver import Function
 from .wheels import first_of
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from ...errors import PackedWeightError
-from ...problem import Problem
-from ..base import PackedWeight, QuantWeight
+from ...core.errors import PackedWeightError
+from ...core.problem import Problem
+from ...core.weights import PackedWeight, QuantWeight
 
 INT4_BLOCKS = (128, 256)
 

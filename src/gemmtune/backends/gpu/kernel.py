@@ -13,14 +13,16 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ... import torch_internals
-from ...epilogue import Step
-from ...errors import KernelError
-from ...problem import Problem
-from ...torch_internals import empty_cuda
-from ...written import written
-from ..base import Candidate, Kernel, Launch, PackedWeight, QuantWeight
-from ..memory import LOW, require_kernel_operands
+from ...core import torch_compat
+from ...core.candidate import Candidate
+from ...core.codegen import written
+from ...core.epilogue import Step
+from ...core.errors import KernelError
+from ...core.memory import LOW, require_kernel_operands
+from ...core.problem import Problem
+from ...core.torch_compat import empty_cuda
+from ...core.weights import PackedWeight, QuantWeight
+from ..base import Kernel, Launch
 from .alignment import MISALIGNED_MASK, batch_layouts, batched_launch, launch_aligned
 from .artifact import Header, Tma
 from .driver import Block, Capture, Function, Map, zeros
@@ -247,8 +249,8 @@ class GpuKernel(Kernel):
             "    if status:",
             "        function.failed(status, go)",
             block=Block(function, settled.grid, settled.values), function=function, meet=meet,
-            misaligned=misaligned, require=require_kernel_operands, stream_of=torch_internals.stream_of,
-            capturing=torch_internals.is_capturing, **settled.known,
+            misaligned=misaligned, require=require_kernel_operands, stream_of=torch_compat.stream_of,
+            capturing=torch_compat.is_capturing, **settled.known,
         )  # fmt: skip
 
     def _too_large(self, m: int) -> str:

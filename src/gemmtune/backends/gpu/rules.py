@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ...epilogue import Step
-from ...problem import Problem, bits
-from ...target import Target
+from ...core.epilogue import Step
+from ...core.problem import Problem, bits
+from ...core.target import Target
 
 STEPS = 5
 HALVES = ("bfloat16", "float16")

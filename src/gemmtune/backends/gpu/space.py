@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from ..base import Candidate, Illegal, is_same
+from ...core.candidate import Candidate, Illegal, is_same
 
 Config = dict[str, Any]
 

@@ -8,7 +8,7 @@ import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ...errors import UnsupportedError
+from ...core.errors import UnsupportedError
 
 _NOTES, _BUILD_ID = 4, 3  # PT_NOTE, NT_GNU_BUILD_ID
 _MOST_NOTES = 1 << 16  # bytes

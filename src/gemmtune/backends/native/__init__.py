@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ...errors import KernelError
-from ...problem import Problem
-from ...target import Target, current_cpu
-from ..base import Artifact, Availability, Backend, Candidate, Illegal, Kernel, PackedWeight
+from ...core.candidate import Candidate, Illegal
+from ...core.errors import KernelError
+from ...core.problem import Problem
+from ...core.target import Target, current_cpu
+from ...core.weights import PackedWeight
+from ..base import Artifact, Availability, Backend, Kernel
 from . import layout, space
 from .traits import UNITS
 

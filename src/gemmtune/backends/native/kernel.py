@@ -7,11 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
-from ...epilogue import Epilogue
-from ...errors import KernelError
-from ...problem import Problem
-from ..base import Candidate, Kernel, PackedWeight, QuantWeight
-from ..memory import LOW, require_kernel_operands
+from ...core.candidate import Candidate
+from ...core.epilogue import Epilogue
+from ...core.errors import KernelError
+from ...core.memory import LOW, require_kernel_operands
+from ...core.problem import Problem
+from ...core.weights import PackedWeight, QuantWeight
+from ..base import Kernel
 from .layout import Packing, pack
 from .space import direct_refusal
 from .traits import AXES, DTYPES, LANES, PACK_A, STEP_KINDS, UNITS, Unit, suits

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import PackedWeightError
-from ...problem import Problem, bits
-from ...torch_internals import empty_cpu
-from ..base import PackedWeight, QuantWeight
-from ..memory import address
+from ...core.errors import PackedWeightError
+from ...core.memory import address
+from ...core.problem import Problem, bits
+from ...core.torch_compat import empty_cpu
+from ...core.weights import PackedWeight, QuantWeight
 from .traits import BF16, DTYPES, F32, I16, LANES, U8S8, Compute
 
 _NAME = re.compile(r"native:k(1|2|2s|4)/([a-z0-9_]+)/nr(16|32|48|64)")

@@ -14,9 +14,10 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ...problem import Problem
-from ...target import Target
-from ..base import NOT_LISTED, Candidate, Illegal, is_same
+from ...core.candidate import Candidate, Illegal, is_same
+from ...core.problem import Problem
+from ...core.target import Target
+from ..base import NOT_LISTED
 from .layout import Packing
 from .traits import BF16, DTYPES, F32, SCALED, U8S8, UNITS, Unit, suits
 

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from ...problem import Problem
-from ...target import Target
-from ..base import Candidate, Illegal, PackedWeight
+from ...core.candidate import Candidate, Illegal
+from ...core.problem import Problem
+from ...core.target import Target
+from ...core.weights import PackedWeight
 from ..gpu.backend import GpuBackend, not_nvidia
 from ..gpu.int4 import INT4_BLOCKS, unshuffle_int4
 from . import space

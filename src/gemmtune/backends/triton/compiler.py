@@ -14,10 +14,10 @@ import subprocess
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...errors import KernelError, UnsupportedError
-from ...problem import Problem
-from ...target import Target
-from ..base import Candidate
+from ...core.candidate import Candidate
+from ...core.errors import KernelError, UnsupportedError
+from ...core.problem import Problem
+from ...core.target import Target
 from ..gpu.artifact import Header, Tma, packed
 from ..gpu.rules import STEPS, Device, aligned, device_of, float_at, leads, step_constants
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ...problem import Problem, bits
-from ..base import Candidate
+from ...core.candidate import Candidate
+from ...core.problem import Problem, bits
 from ..gpu.artifact import Header
 from ..gpu.driver import Block
 from ..gpu.kernel import GpuKernel, GridKernel, Loaded, TmaKernel, temporary

@@ -14,9 +14,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ...problem import Problem, bits
-from ...target import Target
-from ..base import NOT_LISTED, Candidate, Illegal
+from ...core.candidate import Candidate, Illegal
+from ...core.problem import Problem, bits
+from ...core.target import Target
+from ..base import NOT_LISTED
 from ..gpu.int4 import INT4_BLOCKS
 from ..gpu.rules import ALIGN, FP8, OFFSET_LIMIT, Device, aligned, device_of, leads, refusal
 from ..gpu.space import narrowed, ranked

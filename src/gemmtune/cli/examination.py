@@ -1,0 +1,187 @@
+"""What this machine has, what gemmtune can use of it, and what to do about the rest."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..core.target import Target
+
+_OPENMP = re.compile(r"/[^/\s]*lib(?:gomp|omp|iomp5)[^/\s]*\.so[^/\s]*$")
+
+
+@dataclass(frozen=True, slots=True)
+class BackendState:
+    """A backend by name: usable, or the reason it is not."""
+
+    name: str
+    available: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A CUDA device that torch sees. memory: bytes; cores: multiprocessors."""
+
+    place: str
+    name: str
+    capability: str
+    driver: str
+    memory: int
+    cores: int
+    backends: list[BackendState]
+
+
+@dataclass(frozen=True, slots=True)
+class Examination:
+    """Everything ``gemmtune doctor`` prints. advice: what to install or change, a sentence each."""
+
+    python: str
+    torch: str
+    system: str
+    target: dict[str, Any]
+    cores: int
+    openmp: list[str]
+    backends: list[BackendState]
+    tools: dict[str, str | None]
+    extras: dict[str, bool]
+    store_path: str
+    store_decisions: int
+    store_damage: list[str]
+    gpus: list[Gpu] = field(default_factory=list)
+    advice: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return asdict(self)
+
+
+def examine(store_path: Path | None = None, *, threads: int | None = None) -> Examination:
+    """Look at everything once. Nothing is changed; a store that does not exist is not created."""
+    import torch
+
+    from .. import dispatch
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    target = dispatch.current_target()
+    path, decisions, damage = _store_state(store_path)
+    found = Examination(
+        python=f"{platform.python_version()} ({sys.executable})",
+        torch=str(torch.__version__),
+        system=f"{platform.system()} {platform.release()} {platform.machine()}, {_libc()}",
+        target=target.to_dict(),
+        cores=target.cores,
+        openmp=openmp_runtimes(),
+        backends=backend_states(target),
+        tools={name: shutil.which(name) for name in ("make", "c++", "g++", "clang++", "cmake", "ninja")},
+        extras={name: importlib.util.find_spec(name) is not None for name in ("plotly", "pytest", "hypothesis")},
+        store_path=path,
+        store_decisions=decisions,
+        store_damage=damage,
+        gpus=gpus(),
+    )
+    found.advice.extend(advise(found))
+    return found
+
+
+def _libc() -> str:
+    return " ".join(platform.libc_ver()).strip() or "unknown libc"
+
+
+def gpus() -> list[Gpu]:
+    """The GPUs that torch can use, with what each backend says of them; empty without CUDA."""
+    import torch
+
+    from .. import dispatch
+
+    found = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        place = f"cuda:{index}"
+        target = dispatch.current_target(place)
+        driver = dict(target.versions).get("driver", "unknown")
+        states = backend_states(target)
+        found.append(Gpu(place, target.name, target.capability, driver, target.memory, target.cores, states))
+    return found
+
+
+def backend_states(target: Target) -> list[BackendState]:
+    """Each registered backend for this kind of target."""
+    from ..backends import get, names
+
+    states = []
+    for name in names(target.device):
+        availability = get(name).available(target)
+        states.append(BackendState(name, bool(availability), availability.reason))
+    return states
+
+
+def openmp_runtimes(maps: Path = Path("/proc/self/maps")) -> list[str]:
+    """The OpenMP runtime libraries loaded into this process, by real path (two of them fight over the cores)."""
+    try:
+        lines = maps.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    paths = {
+        match.group(0) for line in lines if (match := re.search(r"/\S.*$", line)) and _OPENMP.search(match.group(0))
+    }
+    return sorted({os.path.realpath(path) for path in paths})
+
+
+def _store_state(path: Path | None) -> tuple[str, int, list[str]]:
+    from ..store import default_path, open_store
+
+    place = path if path is not None else default_path()
+    if not place.exists():
+        return str(place), 0, []
+    store = open_store(place)
+    try:
+        return str(place), sum(1 for _ in store.decisions()), store.verify()
+    finally:
+        store.close()
+
+
+def advise(found: Examination) -> list[str]:
+    """What to install or change, in words a user can act on; empty when all is well."""
+    advice = [
+        f"backend {state.name} is not available: {state.reason}" for state in found.backends if not state.available
+    ]
+    advice += [
+        f"backend {state.name} is not available on {gpu.place}: {state.reason}"
+        for gpu in found.gpus
+        for state in gpu.backends
+        if not state.available
+    ]
+    if len(found.openmp) > 1:
+        advice.append(
+            f"{len(found.openmp)} OpenMP runtimes are loaded ({', '.join(found.openmp)}): they fight over the cores "
+            "and slow every kernel down; install torch and gemmtune from the same kind of wheel, or build gemmtune here"
+        )
+    if not any(found.tools[name] for name in ("c++", "g++", "clang++")):
+        advice.append(
+            "no C++ compiler is on PATH: an installed wheel does not need one, but building from source does "
+            "(Debian/Ubuntu: apt install g++; Fedora: dnf install gcc-c++)"
+        )
+    if not found.tools["make"]:
+        advice.append("make is not on PATH: `make demo` and `make test` need it (Debian/Ubuntu: apt install make)")
+    threads, cores = found.target["threads"], found.cores
+    if threads > cores:
+        advice.append(
+            f"torch uses {threads} threads but this process may use {cores} cores: set OMP_NUM_THREADS={cores}"
+        )
+    if not found.extras["plotly"]:
+        advice.append("plotly is not installed, so reports have plain plots: pip install 'gemmtune[report]'")
+    if found.store_damage:
+        advice.append(
+            "the store is damaged: `gemmtune store verify` lists it; damaged decisions are tuned again, "
+            "a file that cannot be read at all has to be moved away"
+        )
+    return advice

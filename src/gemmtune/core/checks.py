@@ -1,0 +1,150 @@
+"""Everything the ops check before anything runs, with messages in PyTorch's manner.
+
+Each error is a RuntimeError, as PyTorch's own are, and a TypeError or ValueError by its nature.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import GemmtuneError, PackedWeightError
+from .weights import PackedWeight
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_SHORT = {
+    torch.float32: "float", torch.float64: "double", torch.bfloat16: "c10::BFloat16", torch.float16: "c10::Half",
+}  # fmt: skip
+# PyTorch's function that takes what an op of ours does not: complex, sparse and, some of them, nested tensors.
+_TORCHS = {"linear": "torch.nn.functional.linear", "mm": "torch.mm", "addmm": "torch.addmm", "bmm": "torch.bmm"}
+
+
+class ShapeError(GemmtuneError, ValueError):
+    """Operands whose shapes do not go together."""
+
+
+class DtypeError(GemmtuneError, TypeError):
+    """Operands of a dtype, layout or device the op does not take."""
+
+
+class GradError(GemmtuneError):
+    """A gradient was asked of something that has none."""
+
+
+def tensor(op: str, name: str, position: int, value: Any, *, packed: bool = False) -> None:
+    """``value`` must be a Tensor (or PackedWeight), dense and real. Raises TypeError or DtypeError."""
+    if packed and isinstance(value, PackedWeight):
+        return
+    if not isinstance(value, Tensor):
+        wanted = "Tensor or PackedWeight" if packed else "Tensor"
+        raise TypeError(f"{op}(): argument '{name}' (position {position}) must be {wanted}, not {type(value).__name__}")
+    use = f"Use {_TORCHS[op]}" if op in _TORCHS else "Pass a dense tensor of real numbers"
+    if value.is_complex():
+        raise DtypeError(f"{op}(): complex tensors are not supported; {name} is {value.dtype}. {use}")
+    if value.is_nested:
+        raise DtypeError(f"{op}(): nested tensors are not supported; {name} is one. {use}, or pad it")
+    if value.layout != torch.strided:
+        raise DtypeError(f"{op}(): sparse tensors are not supported; {name} has layout {value.layout}. {use}")
+
+
+def matrix(op: str, name: str, value: Tensor) -> None:
+    """Raises ShapeError unless ``value`` has two dimensions."""
+    if value.dim() != 2:
+        raise ShapeError(f"{op}(): {name} must be a matrix, got {value.dim()}-D tensor")
+
+
+def inner(a: tuple[int, ...], b: tuple[int, ...]) -> None:
+    """Raises ShapeError, with torch's words, when [M, K] and [K, N] do not multiply."""
+    if a[-1] != b[-2]:
+        raise ShapeError(f"mat1 and mat2 shapes cannot be multiplied ({a[-2]}x{a[-1]} and {b[-2]}x{b[-1]})")
+
+
+def same_dtype(a: torch.dtype, b: torch.dtype) -> None:
+    """Raises DtypeError, with torch's words, when two float operands differ."""
+    if a != b:
+        raise DtypeError(f"expected m1 and m2 to have the same dtype, but got: {_short(a)} != {_short(b)}")
+
+
+def one_of(op: str, name: str, dtype: torch.dtype, allowed: tuple[torch.dtype, ...]) -> None:
+    """Raises DtypeError naming the allowed dtypes."""
+    if dtype not in allowed:
+        names = ", ".join(str(kind).removeprefix("torch.") for kind in allowed)
+        raise DtypeError(f"{op}(): expected {name} to be one of {names}; got {str(dtype).removeprefix('torch.')}")
+
+
+def same_device(op: str, *named: tuple[str, Any]) -> None:
+    """Raises DtypeError when the tensors lie on different devices (None and PackedWeights are skipped)."""
+    tensors = [(name, value) for name, value in named if isinstance(value, Tensor)]
+    first_name, first = tensors[0]
+    for name, value in tensors[1:]:
+        if value.device != first.device:
+            raise DtypeError(
+                f"{op}(): expected all tensors to be on the same device, but {first_name} is on {first.device} and "
+                f"{name} is on {value.device}"
+            )
+
+
+def packed_fits(op: str, weight: PackedWeight, k: int, dtypes: tuple[str, ...], *, quantized: bool) -> None:
+    """The packed weight is of the right kind and K. Raises PackedWeightError."""
+    if (weight.quant is not None) != quantized:
+        kind, other = ("weight-only", "mixed_mm") if weight.quant is not None else ("plain", "linear, mm or int_mm")
+        raise PackedWeightError(f"{op}(): got a packed {kind} weight ({weight.dtype}); pass it to {other}")
+    if weight.k != k:
+        raise PackedWeightError(f"{op}(): the packed weight has K = {weight.k}, and the input has K = {k}")
+    if weight.dtype not in dtypes:
+        raise PackedWeightError(
+            f"{op}(): the packed weight holds {weight.dtype}; this call needs {' or '.join(dtypes)}. Pack it again"
+        )
+
+
+def out_dtype(op: str, dtype: torch.dtype, allowed: tuple[torch.dtype, ...]) -> torch.dtype:
+    """``dtype`` when allowed. Raises DtypeError."""
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{op}(): out_dtype must be a torch.dtype, not {type(dtype).__name__}")
+    one_of(op, "out_dtype", dtype, allowed)
+    return dtype
+
+
+def output(out: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    """``out`` fits; an empty one is resized, as PyTorch does. Raises TypeError, DtypeError or ShapeError."""
+    if not isinstance(out, Tensor):
+        raise TypeError(f"argument 'out' must be Tensor, not {type(out).__name__}")
+    if out.is_nested or out.layout != torch.strided:
+        raise DtypeError("Expected out tensor to be dense, but it is a sparse or nested tensor")
+    if out.dtype != dtype:
+        raise DtypeError(f"Expected out tensor to have dtype {dtype}, but got {out.dtype} instead")
+    if out.device != device:
+        raise DtypeError(f"Expected out tensor to be on {device}, but it is on {out.device}")
+    if out.numel() == 0 and tuple(out.shape) != shape:
+        out.resize_(shape)
+    if tuple(out.shape) != shape:
+        raise ShapeError(f"Expected out tensor to have shape {list(shape)}, but got {list(out.shape)}")
+    if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
+        raise ShapeError("out has elements that share memory (it was expanded): clone() it first")
+
+
+def no_grad_for(op: str, what: str, *tensors: Any) -> None:
+    """Raises GradError when gradients are on and one of the tensors asks for one."""
+    if not torch.is_grad_enabled():
+        return
+    if any(isinstance(value, Tensor) and value.requires_grad for value in tensors):
+        raise GradError(
+            f"{op}(): {what} has no gradient, and an operand requires one. Wrap the call in torch.no_grad(), detach() "
+            "the operand, or use the unpacked floating-point weight"
+        )
+
+
+def no_out_with_grad(op: str, *tensors: Any) -> None:
+    """torch's rule: out= does not differentiate. Raises GradError."""
+    if torch.is_grad_enabled() and any(isinstance(value, Tensor) and value.requires_grad for value in tensors):
+        raise GradError(
+            f"{op}(): functions with out=... arguments don't support automatic differentiation, but one of the "
+            "arguments requires grad."
+        )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return _SHORT.get(dtype, str(dtype).removeprefix("torch."))

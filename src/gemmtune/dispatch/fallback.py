@@ -1,0 +1,160 @@
+"""What serves when nothing was tuned: plain PyTorch, differentiable, on any device, subclass or transform.
+
+The product rounds to the operands' dtype before the epilogue, as eager PyTorch does (a tuned kernel does not).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import backends
+from ..backends.aten import padding
+from ..backends.aten.cpu_rules import int_mm_takes_uint8
+from ..backends.aten.cuda_narrow import scaled_wide
+from ..backends.aten.cuda_rules import scaled_hardware, scaled_kinds
+from ..backends.aten.fusion import addmm_prefix
+from ..backends.aten.quantized import ScaledMm, dequantize, int8pack, nibbles, scaled_operands
+from ..backends.aten.steps import apply, dtype_of, finish, wide
+from ..core.call import Call
+from ..core.epilogue import tensor_count
+from ..core.torch_compat import int_mm, weight_int8pack_mm
+from ..core.weights import QuantWeight
+from .guards import special, special_state
+
+# Beyond this many rows converting the weight pays, because _weight_int8pack_mm reuses nothing between rows.
+_INT8PACK_ROWS = 16
+
+
+_WIDE = (torch.float32, torch.float64, torch.int32)  # they need no conversion, which would cost a tenth of the call
+# Of a Call's a, b and aux.
+Plain = Callable[[Tensor, Any, Sequence[Tensor]], Tensor]
+
+
+def run(call: Call) -> Tensor:
+    """The result of a Call, in its own shape."""
+    return settled(call)(call.a, call.b, call.aux)
+
+
+def settled(call: Call) -> Plain:
+    """``run`` for operands like this Call's: what does not depend on their values is decided once."""
+    problem, shape = call.problem, call.shape
+    product, used = _product(call)
+    rest, taken = problem.epilogue[used:], tensor_count(problem.epilogue[:used])
+    dtype, reshaped = dtype_of(problem.out_dtype), len(shape) != (3 if problem.family == "bmm" else 2)
+
+    def plainly(a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
+        acc = product(a, b, aux)
+        if rest:
+            acc = apply(acc if acc.dtype in _WIDE else acc.to(wide(acc.dtype)), rest, aux[taken:])
+        result = finish(acc, dtype)
+        return result.reshape(shape) if reshaped else result
+
+    return plainly
+
+
+def _product(call: Call) -> tuple[Plain, int]:
+    """What multiplies, and how many steps of the epilogue are in it."""
+    family = call.problem.family
+    product, used = (
+        (_weight_only, 0) if family == "mixed_mm"
+        else (_integers(call), 0) if family == "int_mm"
+        else _scaled(call) if family == "scaled_mm"
+        else _floating(call)
+    )  # fmt: skip
+    if call.packed is None:
+        return product, used
+    unpack = backends.get(call.packed.layout.partition(":")[0]).unpack
+    return lambda a, b, aux: product(a, unpack(b), aux), used
+
+
+def _floating(call: Call) -> tuple[Plain, int]:
+    """addmm fuses the beginning of the epilogue (one tensor at most)."""
+    problem = call.problem
+    if problem.out_dtype not in (problem.a.dtype, *_NARROW):
+        width = dtype_of(problem.out_dtype)
+        if _widens_itself(call, width):
+            widening = padding.wide_bmm if problem.family == "bmm" else padding.wide_mm
+            return lambda a, b, _: widening(a, b), 0
+        return lambda a, b, _: torch.matmul(a.to(width), b.to(width)), 0
+    if problem.family == "bmm":
+        return lambda a, b, _: torch.bmm(a, b), 0
+    fused = addmm_prefix(problem)
+    if not fused.tensors:
+        return lambda a, b, _: torch.mm(a, b), 0
+    beta, alpha, rows = fused.beta, fused.alpha, fused.axis == "row"
+
+    def added(a: Tensor, b: Tensor, aux: Sequence[Tensor]) -> Tensor:
+        return torch.addmm(aux[0].unsqueeze(-1) if rows else aux[0], a, b, beta=beta, alpha=alpha)
+
+    return added, fused.steps
+
+
+_NARROW = ("bfloat16", "float16")
+
+
+def _widens_itself(call: Call, width: torch.dtype) -> bool:
+    """Whether a GPU's own product gives its float32 accumulator: of ordinary tensors that want no gradient."""
+    if width != torch.float32 or not call.a.is_cuda or call.problem.a.dtype not in _NARROW or special_state():
+        return False
+    return not any(special(t) or (torch.is_grad_enabled() and t.requires_grad) for t in call.tensors)
+
+
+def int_product(a: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """What multiplies integers of canonical strides (``padding.canonical_strides``) where ``a`` lies."""
+    if a.is_cuda:
+        return padding.int_product
+    return int_mm if a.dtype == torch.int8 or int_mm_takes_uint8() else padding.cpu_int_mm
+
+
+def _integers(call: Call) -> Plain:
+    if _nothing(call) or call.a.is_meta:
+        return lambda a, b, _: torch.mm(a.double(), b.double()).to(torch.int32)
+    product = padding.int_product if call.a.is_cuda else padding.cpu_int_mm
+    return lambda a, b, _: product(a, b)
+
+
+def _nothing(call: Call) -> bool:
+    """Whether there is nothing to multiply."""
+    return 0 in (call.problem.m, call.problem.n, call.problem.k)
+
+
+def _scaled(call: Call) -> tuple[Plain, int]:
+    """On GPUs ``torch._scaled_mm`` takes the whole epilogue where it can."""
+    problem = call.problem
+    if not call.a.is_cuda or _nothing(call):
+        return _in_float32, 0
+    capability = torch.cuda.get_device_capability(call.a.device)
+    if not ScaledMm.illegal(problem, {}) and not scaled_kinds(problem, capability):
+        dtype = dtype_of(problem.out_dtype)
+
+        def product(a: Tensor, b: Tensor, aux: Sequence[Tensor]) -> Tensor:
+            scale_a, scale_b, bias = scaled_operands(problem, aux)
+            return padding.scaled_product(a, b, scale_a, scale_b, bias, dtype)
+
+        return product, len(problem.epilogue)
+    if scaled_hardware(problem, capability):
+        return _in_float32, 0
+    return lambda a, b, _: scaled_wide(a, b), 0
+
+
+def _in_float32(a: Tensor, b: Tensor, _: Sequence[Tensor]) -> Tensor:
+    return torch.mm(a.float(), b.float())
+
+
+def _weight_only(a: Tensor, b: QuantWeight, _: Sequence[Tensor]) -> Tensor:
+    per_channel = b.dtype == "int8" and b.quant.group is None and b.zero_point is None
+    if not per_channel:
+        return torch.mm(a, dequantize(b, a.dtype))
+    if _takes_int8pack(a, b):
+        return int8pack(a, b)
+    return torch.mm(a, nibbles(b).to(a.dtype)) * b.scale
+
+
+def _takes_int8pack(a: Tensor, b: QuantWeight) -> bool:
+    usual = type(a) is Tensor and a.device.type == "cpu" and a.dtype == b.scale.dtype and a.dtype != torch.float64
+    legal = a.shape[1] % 16 == 0 and a.numel() > 0 and b.data.shape[1] > 0 and b.data.t().is_contiguous()
+    return usual and legal and a.shape[0] <= _INT8PACK_ROWS and weight_int8pack_mm is not None

@@ -1,1 +1,0 @@
-"""Checking and timing kernels: operands, verification, statistics, clocks and races."""

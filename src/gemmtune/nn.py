@@ -1,8 +1,0 @@
-"""What ``gemmtune.optimize`` puts into a model: packed weights, and modules in the place of weight-only linears."""
-
-from __future__ import annotations
-
-from .integrations.modules import RawLinear, RawWeightOnlyLinear, WeightOnlyLinear
-from .integrations.packed_tensor import PackedTensor
-
-__all__ = ["PackedTensor", "RawLinear", "RawWeightOnlyLinear", "WeightOnlyLinear"]

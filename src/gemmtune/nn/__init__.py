@@ -1,0 +1,8 @@
+"""What ``gemmtune.optimize`` puts into a model: packed weights, and modules in the place of weight-only linears."""
+
+from __future__ import annotations
+
+from .nn.modules import RawLinear, RawWeightOnlyLinear, WeightOnlyLinear
+from .nn.packed_tensor import PackedTensor
+
+__all__ = ["PackedTensor", "RawLinear", "RawWeightOnlyLinear", "WeightOnlyLinear"]

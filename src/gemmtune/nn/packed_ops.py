@@ -1,0 +1,136 @@
+"""The operators of packed weights, which traced graphs and exported programs contain.
+
+``gemmtune::packed_linear(input, weight, spec, bias)`` is ``F.linear`` by a packed weight: input [.., K] -> [.., N].
+``gemmtune::unpack_weight(weight, spec)`` is the weight [N, K]. In both, ``weight`` is the list of the tensors that a
+PackedWeight holds, and ``spec`` is what else describes it (``spec_of``).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.torch_compat import check, unsafe_view
+from ..core.torch_compat import get_tracing_state as _tracing
+from ..core.torch_compat import set_tracing_state as _set_tracing
+from ..core.weights import PackedWeight
+from ..ops.floating import linear
+from ..ops.packing import unpack
+
+
+def spec_of(packed: PackedWeight) -> str:
+    """What describes a packed floating weight beside its tensors, as JSON."""
+    return json.dumps(
+        {
+            "layout": packed.layout, "n": packed.n, "k": packed.k, "dtype": packed.dtype, "machine": packed.machine,
+            "raw_order": packed.raw_order, "meta": dict(packed.meta),
+        }
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1024)
+def fields_of(spec: str) -> dict[str, Any]:
+    """The fields of a ``spec_of``."""
+    fields: dict[str, Any] = json.loads(spec)
+    return fields
+
+
+def packed_of(parts: Sequence[Tensor], spec: str) -> PackedWeight:
+    """The PackedWeight of these tensors. Raises TypeError, ValueError or KeyError for a malformed ``spec``."""
+    return PackedWeight(data=tuple(parts), **fields_of(spec))
+
+
+def strides_of(spec: str) -> tuple[int, int]:
+    """The strides of the unpacked weight [N, K]: as the weight lay that was packed, without gaps."""
+    fields = fields_of(spec)
+    return (fields["k"], 1) if fields["raw_order"] == "col" else (1, fields["n"])
+
+
+LIBRARY = torch.library.Library("gemmtune", "DEF")  # type: ignore[no-untyped-call]
+LIBRARY.define("packed_linear(Tensor input, Tensor[] weight, str spec, Tensor? bias) -> Tensor")  # type: ignore[no-untyped-call]
+LIBRARY.define("unpack_weight(Tensor[] weight, str spec) -> Tensor")  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def untraced() -> Iterator[None]:
+    """Hide from jit's tracer what an operator of ours does inside: it has recorded the operator itself."""
+    state = _tracing()
+    if state is None:
+        yield
+        return
+    _set_tracing(None)
+    try:
+        yield
+    finally:
+        _set_tracing(state)
+
+
+def _run_linear(input: Tensor, weight: Sequence[Tensor], spec: str, bias: Tensor | None) -> Tensor:
+    with untraced():
+        return no_view(linear(input, packed_of(weight, spec), bias))
+
+
+def no_view(result: Tensor) -> Tensor:
+    """A result that an operator may return: it is no view of what the operator made."""
+    own: Tensor = unsafe_view(result, result.shape) if result._is_view() else result
+    return own
+
+
+def _fake_linear(input: Tensor, weight: Sequence[Tensor], spec: str, bias: Tensor | None) -> Tensor:
+    fields = fields_of(spec)
+    check(input.shape[-1] == fields["k"], lambda: f"linear(): expected input [.., {fields['k']}]")
+    return input.new_empty((*input.shape[:-1], fields["n"]))
+
+
+def _run_unpack(weight: Sequence[Tensor], spec: str) -> Tensor:
+    with untraced():
+        raw = unpack(packed_of(weight, spec))
+        assert isinstance(raw, Tensor)
+        values = raw.contiguous() if strides_of(spec)[1] == 1 else raw.t().contiguous().t()
+        return values.clone() if any(_in_memory_of(part, values) for part in weight) else values
+
+
+def _in_memory_of(part: Tensor, values: Tensor) -> bool:
+    """Whether a layout that holds the weight as it was has returned its own tensor, which operators must not."""
+    if part.layout is not torch.strided:
+        return False
+    return part.untyped_storage().data_ptr() == values.untyped_storage().data_ptr() != 0
+
+
+def _fake_unpack(weight: Sequence[Tensor], spec: str) -> Tensor:
+    fields = fields_of(spec)
+    dtype = getattr(torch, fields["dtype"])
+    return weight[0].new_empty_strided((fields["n"], fields["k"]), strides_of(spec), dtype=dtype)
+
+
+for _device in ("CPU", "CUDA", "MkldnnCPU"):
+    LIBRARY.impl("packed_linear", _run_linear, _device)  # type: ignore[no-untyped-call]
+    LIBRARY.impl("unpack_weight", _run_unpack, _device)  # type: ignore[no-untyped-call]
+torch.library.register_fake("gemmtune::packed_linear", _fake_linear, lib=LIBRARY)
+torch.library.register_fake("gemmtune::unpack_weight", _fake_unpack, lib=LIBRARY)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, weight, ctx.spec, bias = inputs
+    ctx.save_for_backward(*weight)
+    ctx.bias_shape = None if bias is None else bias.shape
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, list[None], None, Tensor | None]:
+    """Gradients of the input and the bias; a packed weight has none."""
+    input_grad = bias_grad = None
+    weight = list(ctx.saved_tensors)
+    if ctx.needs_input_grad[0]:
+        input_grad = grad @ torch.ops.gemmtune.unpack_weight(weight, ctx.spec)
+    if ctx.bias_shape is not None and ctx.needs_input_grad[3]:
+        bias_grad = grad.sum_to_size(ctx.bias_shape)
+    return input_grad, [None] * len(weight), None, bias_grad
+
+
+torch.library.register_autograd("gemmtune::packed_linear", _backward, setup_context=_setup, lib=LIBRARY)

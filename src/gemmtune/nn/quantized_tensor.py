@@ -1,0 +1,404 @@
+"""A quantised weight that gemmtune's kernels serve, in the place of a tensor subclass of torchao's.
+
+``QuantizedTensor`` is a PackedTensor whose packed weight has scales, or a quantised weight that lies as it did.
+``F.linear`` by one quantises the activations as the format asks and runs ``mixed_mm``, ``int_mm`` or ``scaled_mm``.
+Every other function reads dequantised values. ``original()`` is torchao's tensor again, bit for bit.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .. import fuse
+from ..core.errors import PackedWeightError
+from ..core.problem import Problem, Quant
+from ..core.torch_compat import make_wrapper_subclass, to_copy
+from ..core.weights import PackedWeight, QuantWeight
+from ..dispatch.guards import autocasting, transformed
+from ..ops import torchao_formats
+from ..ops.packing import pack, unpack
+from ..ops.quantized import int_mm, mixed_mm, scaled_mm
+from ..ops.torchao_formats import QuantizedWeight, inner_tensors
+from .packed_ops import LIBRARY, untraced
+from .packed_products import is_for_dispatcher
+from .packed_tensor import PackedTensor, stays
+
+_aten = torch.ops.aten
+_compiling = torch.compiler.is_compiling
+
+
+class QuantizedTensor(PackedTensor):
+    """A constant quantised weight [N, K]. Shape and device are those of the weight; dtype is the dequantised one's.
+
+    parts: the tensors of the packed weight (or the raw ones), then the scales of the columns of an integer product,
+    then what the source has besides its integers. spec: what describes them, as JSON. template: what the source was,
+    as (class, flatten context, inner names, name of the integers).
+    """
+
+    quantized = True
+    template: tuple[type[Tensor], Any, tuple[str, ...], str]
+
+    @staticmethod
+    def __new__(cls, parts: Sequence[Tensor], spec: str, template: Any) -> QuantizedTensor:
+        fields = _spec(spec)
+        made: QuantizedTensor = make_wrapper_subclass(
+            cls, (fields["n"], fields["k"]), dtype=getattr(torch, fields["dtype"]), device=parts[0].device
+        )
+        return made
+
+    def __init__(self, parts: Sequence[Tensor], spec: str, template: Any) -> None:
+        super().__init__(parts, spec)
+        self.template = template
+
+    @classmethod
+    def of_weight(cls, weight: QuantizedWeight, packed: PackedWeight | None) -> QuantizedTensor:
+        """Wrap a packed form of ``weight``; with None its own tensors, which are shared."""
+        parts: list[Tensor]
+        fields = _fields(weight.shape, weight.dtype, weight.bits, weight.group_size, weight.zero_point is not None)
+        fields["activation"], fields["product"] = weight.activation, weight.product
+        fields["autocast"], fields["tiles"] = weight.autocast, weight.tiles
+        if packed is None:
+            parts = [weight.data]
+            if weight.product == "mixed_mm":
+                parts += [weight.scale, *([] if weight.zero_point is None else [weight.zero_point])]
+        else:
+            parts, fields["packed"] = list(packed.data), _packed_fields(packed)
+        fields["count"] = len(parts)
+        if weight.product != "mixed_mm":
+            parts.append(weight.scale.float())
+        source = inner_tensors(weight.source)
+        kind = type(weight.source)
+        template = (kind, weight.source.__tensor_flatten__()[1], tuple(source), weight.data_name)  # type: ignore[attr-defined]
+        parts += [tensor for name, tensor in source.items() if name != weight.data_name]
+        return cls(parts, json.dumps(fields), template)
+
+    @property
+    def packed(self) -> PackedWeight:
+        """The PackedWeight. Raises PackedWeightError where the weight lies as it did."""
+        made = self.operand
+        if not isinstance(made, PackedWeight):
+            raise PackedWeightError("this quantised weight is not packed: it lies as it did")
+        return made
+
+    @property
+    def operand(self) -> Tensor | QuantWeight | PackedWeight:
+        """The B operand of its product, which shares its memory."""
+        known = self.__dict__.get("_operand")
+        if known is None or known[0] is not self.packed_0:  # type: ignore[attr-defined]
+            known = self.__dict__["_operand"] = (self.packed_0, operand_of(self.parts, self.spec))  # type: ignore[attr-defined]
+        made: Tensor | QuantWeight | PackedWeight = known[1]
+        return made
+
+    @property
+    def layout_name(self) -> str:
+        """The name of the packed layout; ``raw`` where the weight lies as it did."""
+        packed = _spec(self.spec).get("packed")
+        return "raw" if packed is None else str(packed["layout"])
+
+    def unpacked(self) -> Tensor:
+        """The dequantised weight [N, K], in new memory."""
+        values: Tensor = torch.ops.gemmtune.dequantize_weight(self.parts, self.spec)
+        return values
+
+    def copied(self) -> Tensor:
+        """``original()``: what a ``state_dict`` has in its place."""
+        return self.original()
+
+    def dequantize(self, output_dtype: torch.dtype | None = None) -> Tensor:
+        """The dequantised weight [N, K], as torchao's tensors have it."""
+        values = self.unpacked()
+        return values if output_dtype is None else values.to(output_dtype)
+
+    def original(self) -> Tensor:
+        """The tensor that this was made from, with the same bits in memory of its own."""
+        kind, context, names, data_name = self.template
+        rest = iter(self.parts[len(self.parts) - len(names) + 1 :])
+        inner = {name: _stored(self.parts, self.spec) if name == data_name else next(rest).clone() for name in names}
+        made: Tensor = kind.__tensor_unflatten__(inner, context, self.shape, self.stride())  # type: ignore[attr-defined]
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return list(self.part_names), (self.spec, self.template, self.trainable)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Mapping[str, Tensor], context: Any, size: Any, stride: Any) -> QuantizedTensor:
+        spec, template, trainable = context
+        made = QuantizedTensor([inner[f"packed_{place}"] for place in range(len(inner))], spec, template)
+        made.trainable = trainable
+        return made
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return (
+            f"QuantizedTensor({list(self.shape)}, {self.dtype}, {self.device}, layout={self.layout_name!r}, "
+            f"of={self.template[0].__name__})"
+        )
+
+    def alike(self, change: Callable[[Tensor], Tensor], transposed: bool) -> QuantizedTensor:
+        made = QuantizedTensor([change(part) for part in self.parts], self.spec, self.template)
+        made.trainable = self.trainable
+        return made
+
+    def linear(self, input: Any, bias: Tensor | None = None) -> Tensor:
+        """``F.linear`` by this weight, in whatever state this thread is in."""
+        if not isinstance(input, Tensor) or not input.is_floating_point() or input.dim() < 1:
+            return functional.linear(input, self.unpacked(), bias)
+        if transformed():  # jit's tracer among them: they see an ordinary weight
+            return functional.linear(input, self.unpacked().to(input.dtype), bias)
+        rows = input if input.dim() == 2 else input.reshape(-1, input.shape[-1])
+        spec = _spec(self.spec)
+        values, scale = torchao_formats.quantize(rows, spec["activation"]) if rows.numel() else (rows, None)
+        dtype = input.dtype
+        if spec["autocast"] and autocasting(input.device.type):
+            dtype = torch.get_autocast_dtype(input.device.type)
+            values, bias = values.to(dtype), None if bias is None else bias.to(dtype)
+        if _compiling() or is_for_dispatcher(values, bias):
+            out = torch.ops.gemmtune.quantized_linear(values, scale, self.parts, self.spec, bias, dtype)
+        else:
+            columns = getattr(self, self.part_names[spec["count"]]) if spec["product"] != "mixed_mm" else None
+            out = _product(values, scale, self.operand, columns, spec, bias, dtype)
+        result: Tensor = out if input.dim() == 2 else out.view(*input.shape[:-1], self.shape[0])
+        return result
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        first = args[0] if args else None
+        if isinstance(first, QuantizedTensor):
+            if func is _aten.copy_.default:
+                return first._take(args[1])
+            if func is to_copy and not stays(first, kwargs or {}):
+                return func(first.original(), **(kwargs or {}))  # a move or a cast gives torchao's tensor again
+        if func._schema.is_mutable:
+            for place, argument in enumerate(func._schema.arguments):
+                value = args[place] if place < len(args) else (kwargs or {}).get(argument.name)
+                if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, cls):
+                    raise PackedWeightError(
+                        f"{func}: a quantised weight that gemmtune.optimize() serves takes no such write: restore() "
+                        "the model with the handle that optimize() returned, write, and optimize it again"
+                    )
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _take(self, values: Tensor) -> Tensor:
+        """``copy_``: from a tensor of the same class, of torchao's or this one (what ``load_state_dict`` does)."""
+        if isinstance(values, QuantizedTensor):
+            values = values.original()
+        if type(values) is not self.template[0] or values.shape != self.shape:
+            raise PackedWeightError(
+                f"copy_(): a quantised weight made from a {self.template[0].__name__} of shape {list(self.shape)} "
+                f"takes the values of another such tensor; got a {type(values).__name__} of shape "
+                f"{list(values.shape)}. restore() the model, write, and optimize it again"
+            )
+        try:
+            new = remade(torchao_formats.read(values), self)
+            same = new.spec == self.spec and len(new.parts) == len(self.parts)
+        except torchao_formats.UnknownFormatError as error:
+            raise PackedWeightError(f"copy_(): the new weight {error}") from error
+        if not same:
+            raise PackedWeightError(
+                "copy_(): the new weight has another kind of scales or activations than the one that was optimized: "
+                "restore() the model, write, and optimize it again"
+            )
+        for own, part in zip(self.parts, new.parts, strict=True):
+            own.copy_(part)
+        return self
+
+
+def remade(weight: QuantizedWeight, like: QuantizedTensor) -> QuantizedTensor:
+    """A QuantizedTensor of new values, in the layout of ``like``."""
+    layout = like.layout_name
+    return QuantizedTensor.of_weight(weight, None if layout == "raw" else pack_quantized(weight, layout=layout))
+
+
+def pack_quantized(weight: QuantizedWeight, *, layout: str, problems: Sequence[Problem] | None = None) -> PackedWeight:
+    """Pack a quantised weight. Raises as ``gemmtune.pack``."""
+    m: dict[str, Any] = {} if problems is None else {"m": list(problems)}
+    if weight.product == "int_mm":
+        return pack(weight.data, layout=layout, **m)
+    return pack(
+        weight.data, scale=weight.scale, zero_point=weight.zero_point, bits=weight.bits, group_size=weight.group_size,
+        layout=layout, **m,
+    )  # fmt: skip
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@functools.lru_cache(maxsize=1024)
+def _spec(spec: str) -> dict[str, Any]:
+    fields: dict[str, Any] = json.loads(spec)
+    return fields
+
+
+def _fields(shape: Sequence[int], dtype: torch.dtype, bits: int, group: int | None, zero_point: bool) -> dict[str, Any]:
+    return {
+        "n": shape[0], "k": shape[1], "dtype": _name(dtype), "bits": bits, "group": group, "zero": zero_point,
+        "activation": "", "product": "mixed_mm", "autocast": False, "tiles": None,
+    }  # fmt: skip
+
+
+def _packed_fields(packed: PackedWeight) -> dict[str, Any]:
+    quant = packed.quant
+    return {
+        "layout": packed.layout, "n": packed.n, "k": packed.k, "dtype": packed.dtype, "machine": packed.machine,
+        "raw_order": packed.raw_order, "meta": dict(packed.meta),
+        "quant": None if quant is None else [quant.group, quant.scale_dtype, quant.zero_point],
+    }  # fmt: skip
+
+
+def describe_packed(packed: PackedWeight) -> str:
+    """The spec of a packed weight-only weight, for ``quantized_linear`` and ``dequantize_weight``."""
+    quant = packed.quant
+    if quant is None:
+        raise TypeError("expected a packed weight with scales (gemmtune.pack(weight, scale=...)); this one has none")
+    bits = 4 if packed.dtype == "int4" else 8
+    fields = _fields((packed.n, packed.k), getattr(torch, quant.scale_dtype), bits, quant.group, quant.zero_point)
+    return json.dumps({**fields, "packed": _packed_fields(packed), "count": len(packed.data)})
+
+
+def describe_raw(weight: Tensor, scale: Tensor, zero_point: Tensor | None, bits: int, group_size: int | None) -> str:
+    """The spec of weight-only tensors as ``gemmtune.pack`` takes them, which lie as they did."""
+    shape = (weight.shape[0], weight.shape[1] * (2 if bits == 4 else 1))
+    fields = _fields(shape, scale.dtype, bits, group_size, zero_point is not None)
+    return json.dumps({**fields, "count": 2 + (zero_point is not None)})
+
+
+def operand_of(parts: Sequence[Tensor], spec: str) -> Tensor | QuantWeight | PackedWeight:
+    """The B operand that the parts hold."""
+    fields = _spec(spec)
+    if "packed" in fields:
+        packed = dict(fields["packed"])
+        quant = packed.pop("quant")
+        return PackedWeight(
+            data=tuple(parts[: fields["count"]]), quant=None if quant is None else Quant(*quant), **packed
+        )
+    if fields["product"] != "mixed_mm":
+        return parts[0].t()
+    zero = parts[2] if fields["zero"] else None
+    quant = Quant(fields["group"], _name(parts[1].dtype), zero is not None)
+    stored = "int4" if fields["bits"] == 4 else _name(parts[0].dtype)
+    return QuantWeight(parts[0].t(), parts[1], zero, fields["k"], quant, stored)
+
+
+def _integers(parts: Sequence[Tensor], spec: str) -> Tensor:
+    """The source's integers (or float8 numbers) [N, K], in memory of their own."""
+    operand = operand_of(parts, spec)
+    raw = unpack(operand) if isinstance(operand, PackedWeight) else operand
+    data = raw.data.t() if isinstance(raw, QuantWeight) else (raw if isinstance(operand, PackedWeight) else raw.t())
+    return torchao_formats.signed(data) if _spec(spec)["bits"] == 4 else data.clone()
+
+
+def _stored(parts: Sequence[Tensor], spec: str) -> Tensor:
+    """The source's inner tensor that holds the integers, in memory of its own."""
+    integers, tiles = _integers(parts, spec), _spec(spec)["tiles"]
+    return integers if tiles is None else torchao_formats.as_tiles(integers, tuple(tiles))
+
+
+def _product(
+    rows: Tensor, row_scale: Tensor | None, operand: Any, columns: Tensor | None, fields: Mapping[str, Any],
+    bias: Tensor | None, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """rows [M, K], as ``formats.quantize`` gives them, by the operand: [M, N] of ``dtype``. columns: the scales of the
+    weight, where they are not in the operand."""
+    if row_scale is None:
+        if not isinstance(operand, QuantWeight):
+            return mixed_mm(rows, operand, bias=bias)
+        return mixed_mm(
+            rows, operand.data, operand.scale, operand.zero_point, bits=fields["bits"], group_size=fields["group"],
+            bias=bias,
+        )  # fmt: skip
+    assert columns is not None
+    if fields["product"] == "scaled_mm":
+        shape = (1, -1) if columns.numel() > 1 else (1,)
+        return scaled_mm(rows, operand, row_scale, columns.reshape(shape), bias, out_dtype=dtype)
+    axis: Any = "row" if row_scale.numel() == rows.shape[0] else "tensor"
+    steps = [fuse.scale(row_scale.reshape(-1), axis=axis), fuse.scale(columns, axis="col")]
+    if bias is not None:
+        steps.append(fuse.bias(bias))
+    return int_mm(rows, operand, out_dtype=dtype, epilogue=steps)
+
+
+# --- operators ---------------------------------------------------------------------------------------------------
+
+LIBRARY.define(  # type: ignore[no-untyped-call]
+    "quantized_linear(Tensor rows, Tensor? row_scale, Tensor[] weight, str spec, Tensor? bias, ScalarType dtype)"
+    " -> Tensor"
+)
+LIBRARY.define("dequantize_weight(Tensor[] weight, str spec) -> Tensor")  # type: ignore[no-untyped-call]
+
+
+def _run_linear(
+    rows: Tensor, row_scale: Tensor | None, weight: Sequence[Tensor], spec: str, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    with untraced():
+        fields = _spec(spec)
+        columns = weight[fields["count"]] if fields["product"] != "mixed_mm" else None
+        return _product(rows, row_scale, operand_of(weight, spec), columns, fields, bias, dtype)
+
+
+def _fake_linear(
+    rows: Tensor, row_scale: Tensor | None, weight: Sequence[Tensor], spec: str, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    return rows.new_empty((rows.shape[0], _spec(spec)["n"]), dtype=dtype)
+
+
+def _run_dequantize(weight: Sequence[Tensor], spec: str) -> Tensor:
+    with untraced():
+        fields, operand = _spec(spec), operand_of(weight, spec)
+        raw: Any = unpack(operand) if isinstance(operand, PackedWeight) else operand
+        dtype = getattr(torch, fields["dtype"])
+        if not isinstance(raw, QuantWeight):
+            integers = raw if isinstance(operand, PackedWeight) else raw.t()
+            product: Tensor = integers.float() * weight[fields["count"]].reshape(-1, 1)
+            return product.to(dtype)
+        data, scale, zero = raw.data.t(), raw.scale.float(), raw.zero_point
+        values = (torchao_formats.signed(data) if fields["bits"] == 4 else data).float()
+        shift = 8.0 if fields["bits"] == 4 else 0.0
+        group = fields["group"] or fields["k"]
+
+        def spread(t: Tensor) -> Tensor:  # [N] or [groups, N] to [N, K]
+            return t.reshape(-1, fields["n"]).t().repeat_interleave(group, 1)[:, : fields["k"]]
+
+        if zero is not None:
+            values = values - spread(zero.float() - shift)
+        return (values * spread(scale)).to(dtype)
+
+
+def _fake_dequantize(weight: Sequence[Tensor], spec: str) -> Tensor:
+    fields = _spec(spec)
+    return weight[0].new_empty((fields["n"], fields["k"]), dtype=getattr(torch, fields["dtype"]))
+
+
+for _device in ("CPU", "CUDA"):
+    LIBRARY.impl("quantized_linear", _run_linear, _device)  # type: ignore[no-untyped-call]
+    LIBRARY.impl("dequantize_weight", _run_dequantize, _device)  # type: ignore[no-untyped-call]
+torch.library.register_fake("gemmtune::quantized_linear", _fake_linear, lib=LIBRARY)
+torch.library.register_fake("gemmtune::dequantize_weight", _fake_dequantize, lib=LIBRARY)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    rows, _, weight, ctx.spec, bias, _ = inputs
+    ctx.save_for_backward(*weight)
+    ctx.has_bias, ctx.dtype = bias is not None, rows.dtype
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, list[None], None, Tensor | None, None]:
+    """Gradients of floating rows and of the bias; the weight has none."""
+    weight = list(ctx.saved_tensors)
+    rows_grad = bias_grad = None
+    if ctx.needs_input_grad[0]:
+        rows_grad = grad @ torch.ops.gemmtune.dequantize_weight(weight, ctx.spec).to(grad.dtype)
+    if ctx.has_bias and ctx.needs_input_grad[4]:
+        bias_grad = grad.sum(0)
+    return rows_grad, None, [None] * len(weight), None, bias_grad, None
+
+
+torch.library.register_autograd("gemmtune::quantized_linear", _backward, setup_context=_setup, lib=LIBRARY)

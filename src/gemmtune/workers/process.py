@@ -1,0 +1,317 @@
+"""The parent's side of isolation: hosts, the workers forked from them, and an end of both that is certain.
+
+A ``Host`` is one spawned interpreter with torch loaded; each ``Process`` is a worker forked from it, behind pipes:
+frames in, frames out, a deadline on every answer. See ``host`` for the other side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from ..core.decision import Verdict
+from ..core.errors import WorkerError
+from ..timing.outcome import Leading
+from .control import ENDED, FORK, KILL, PRELOAD, SIZE, STARTED, pack, unpack
+from .protocol import Alive, FrameReader, Reply, Request, decode_reply, encode_frame
+from .pulse import Pulse
+from .tags import VARIABLE, sweep
+
+# The child's sys.path is the parent's: what the parent can import, a worker can.
+_BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from gemmtune.workers.host import main; main(*map(int, sys.argv[2:]))"
+)
+_LOG_KEPT = 4000
+_POLL_S = 0.2  # how often to look whether the process still lives (a grandchild may hold its pipe open)
+_END_S = 2.0  # what an orderly end may take before it is forced
+_SEND_S = 2.0
+_LAST_CALL_S = 0.5  # for reading what arrived while this process itself was stopped or starved beyond the deadline
+
+Progress = Callable[[Leading], None]
+
+
+class Lost(Exception):
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(verdict.detail)
+        self.verdict = verdict
+
+
+class Host:
+    """A spawned process that forks workers; several threads may have workers of one host. Raises WorkerError.
+
+    preload: modules that it imports first, so that every worker has them at once.
+    """
+
+    def __init__(self, preload: Sequence[str] = ()) -> None:
+        self.tag, self._owner = secrets.token_hex(8), os.getpid()
+        self._lock = threading.Lock()
+        self._unborn: deque[Process] = deque()
+        self._ended: dict[int, int] = {}
+        self._log = bytearray()
+        self._control, theirs = socket.socketpair()
+        path = json.dumps([os.path.abspath(entry) for entry in sys.path])
+        try:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-c", _BOOT, path, str(theirs.fileno()), str(self._owner)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+                env={**os.environ, VARIABLE: self.tag, PRELOAD: ",".join(preload)},
+            )
+        except OSError as error:
+            self._control.close()
+            raise WorkerError(f"cannot start a worker process: {error}") from error
+        finally:
+            theirs.close()
+        self._control.setblocking(False)
+        assert self._popen.stdout is not None  # stdout=PIPE
+        os.set_blocking(self._popen.stdout.fileno(), False)
+
+    @property
+    def alive(self) -> bool:
+        return self._popen.poll() is None
+
+    def fork(self, process: Process, fds: list[int]) -> None:
+        """Ask for a worker with these descriptors. A host that is gone is found out by ``ended``."""
+        with self._lock, contextlib.suppress(OSError):
+            self._unborn.append(process)
+            socket.send_fds(self._control, [pack(FORK)], fds)
+
+    def ended(self, process: Process) -> str | None:
+        """How a worker ended, in words; None while it lives, or is yet to be forked."""
+        with self._lock:
+            self._hear()
+            if process.pid == 0:
+                return "no worker could be forked: too many processes, or too little memory"
+            if process.pid in self._ended:
+                return _how_it_ended(self._ended[process.pid])
+            return None if self.alive else self._how_the_host_ended()
+
+    def _how_the_host_ended(self) -> str:
+        printed = self._read_log()
+        text = f"its host is gone: {_how_it_ended(self._popen.wait())}"
+        return f"{text}; it printed: {printed}" if printed else text
+
+    def _hear(self) -> None:
+        """Take in what the host has to say. Call with the lock held."""
+        with contextlib.suppress(OSError):
+            while len(data := self._control.recv(SIZE)) == SIZE:
+                kind, pid, status = unpack(data)
+                if kind == STARTED and self._unborn:
+                    self._ended.pop(pid, None)  # numbers come around
+                    self._unborn.popleft().pid = pid
+                elif kind == ENDED:
+                    self._ended[pid] = status
+        self._read_log()
+
+    def _read_log(self) -> str:
+        assert self._popen.stdout is not None  # stdout=PIPE
+        while not self._popen.stdout.closed and (data := _read(self._popen.stdout.fileno())):
+            self._log = (self._log + data)[-_LOG_KEPT:]
+        return self._log.decode(errors="replace").strip()[-1000:]
+
+    def end(self, process: Process) -> None:
+        """Kill a worker and all that it left behind; returns when they are gone, or the whole host with them.
+
+        Does nothing in a fork of the parent.
+        """
+        if self._owner != os.getpid():
+            return
+        deadline = time.monotonic() + _END_S
+        asked = False
+        while self.ended(process) is None and time.monotonic() < deadline:
+            if process.pid and not asked:
+                with self._lock, contextlib.suppress(OSError):
+                    self._control.send(pack(KILL, process.pid))
+                asked = True
+            if process.pid is None:  # its host is still loading torch: there is nothing to wait for
+                break
+            time.sleep(0.001)
+        if self.ended(process) is None or not self.alive:
+            self.close()
+
+    def close(self) -> None:
+        """End the host, its workers and everything they started. Idempotent; does nothing in a fork of the parent."""
+        if self._owner == os.getpid():
+            self._control.close()  # it takes that for the end
+            if self.alive and not self._ends_itself():
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self._popen.pid, signal.SIGKILL)
+                with contextlib.suppress(subprocess.TimeoutExpired):  # asleep in the kernel: it dies when it wakes
+                    self._popen.wait(_END_S)
+            sweep(self.tag)
+        with self._lock:  # others may be reading
+            if self._popen.stdout is not None:
+                self._popen.stdout.close()
+
+    def _ends_itself(self) -> bool:
+        try:
+            # Before its first fork it is loading torch and does not listen: it may as well be killed.
+            self._popen.wait(0.0 if self._unborn else _END_S)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+
+class Process:
+    """One worker with its pipes: requests to it, replies from it, and what it prints, kept short.
+
+    silence_s: see ``worker.Limits``.
+    """
+
+    def __init__(self, host: Host, silence_s: float) -> None:
+        self.pid: int | None = None  # until the host has told; 0 when it could not fork
+        self._host, self._silence_s = host, silence_s
+        self._pulse = Pulse(silence_s)
+        self._frames, self._log = FrameReader(), bytearray()
+        self._marker = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the process
+        self._marker.truncate(4096)
+        child_in, self._to = os.pipe()
+        self._from, child_out = os.pipe()
+        self._printed, child_log = os.pipe()
+        try:
+            host.fork(self, [child_in, child_out, self._marker.fileno(), child_log])
+        finally:
+            for fd in (child_in, child_out, child_log):
+                os.close(fd)
+        self._selector = selectors.DefaultSelector()
+        for fd in (self._from, self._printed):
+            os.set_blocking(fd, False)
+            self._selector.register(fd, selectors.EVENT_READ)
+        os.set_blocking(self._to, False)
+
+    def send(self, request: Request) -> None:
+        """Raises OSError when it is gone, or reads nothing for seconds: ``reply`` finds out which."""
+        data = memoryview(encode_frame(request))
+        deadline = time.monotonic() + _SEND_S
+        while data:
+            try:
+                data = data[os.write(self._to, data) :]
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
+
+    def marker(self) -> int:
+        """The number of the kernel that ran last in a race; 0 for none."""
+        return os.pread(self._marker.fileno(), 1, 0)[0]
+
+    def reply(self, limit_s: float, progress: Progress) -> Reply:
+        """The next reply that is not progress. Raises Lost when the process dies, babbles, takes too long or is stuck.
+
+        An answer that was there at the deadline counts, even if this process was kept from reading it.
+        """
+        start = time.monotonic()
+        deadline = start + limit_s
+        if self._pulse.started:  # nobody listened for its beats meanwhile
+            self._pulse.beat(start)
+        while True:
+            body = self._next_frame(deadline, limit_s)
+            try:
+                message = decode_reply(body)
+            except msgspec.MsgspecError as error:
+                raise self._loss("crashed", f"it sent something that is not a message: {error}") from None
+            now = time.monotonic()
+            self._pulse.beat(now)
+            if not isinstance(message, Leading | Alive):
+                return message
+            if now > deadline + _LAST_CALL_S:
+                raise self._loss("hung", f"no answer within {limit_s:.1f} s")
+            if isinstance(message, Leading):
+                progress(message)
+
+    def _next_frame(self, deadline: float, limit_s: float) -> bytes:
+        while True:
+            try:
+                body = self._frames.next()
+            except ValueError as error:
+                raise self._loss("crashed", f"it sent something that is not a message: {error}") from None
+            if body is not None:
+                return body
+            ended = self._host.ended(self)  # looked at before reading: what it sent before it died still counts
+            left = deadline - time.monotonic()
+            if self._pump(0.0 if ended else max(0.0, min(left, _POLL_S))):
+                continue
+            if ended:
+                raise self._loss("crashed", ended)
+            if left <= 0:
+                raise self._loss("hung", f"no answer within {limit_s:.1f} s")
+            if self.pid and (silence := self._pulse.fault(self.pid, time.monotonic())):
+                raise self._loss("hung", silence)
+
+    def _pump(self, wait_s: float) -> bool:
+        """Read what there is; whether the reply pipe gave anything."""
+        got = False
+        if not self._selector.get_map():  # both pipes are at their end: it is ending
+            time.sleep(min(wait_s, 0.005))
+            return False
+        for key, _ in self._selector.select(wait_s):
+            data = _read(key.fd)
+            if data is None:
+                continue
+            if not data:
+                self._selector.unregister(key.fd)
+            elif key.fd == self._from:
+                self._frames.feed(data)
+                got = True
+            else:
+                self._log = (self._log + data)[-_LOG_KEPT:]
+        return got
+
+    def _loss(self, kind: Any, text: str) -> Lost:
+        self._host.end(self)
+        for _ in range(64):  # as much as pipes hold
+            if not self._selector.get_map() or not self._selector.select(0.0):
+                break
+            self._pump(0.0)
+        printed = self._log.decode(errors="replace").strip()
+        return Lost(Verdict(kind, f"{text}; it printed: {printed[-1000:]}" if printed else text))
+
+    def close(self) -> None:
+        """End it, what it left behind included, and close everything. Idempotent."""
+        if self._to < 0:
+            return
+        self._host.end(self)
+        self._selector.close()
+        for fd in (self._to, self._from, self._printed):
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        self._to = self._from = self._printed = -1
+        self._marker.close()
+
+
+def _read(fd: int) -> bytes | None:
+    """What can be read now; None for nothing yet, empty at the end."""
+    try:
+        return os.read(fd, 1 << 16)
+    except BlockingIOError:
+        return None
+    except OSError:
+        return b""
+
+
+def _how_it_ended(status: int) -> str:
+    if status >= 0:
+        return f"the worker exited with status {status}"
+    try:
+        return f"the worker was killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"the worker was killed by signal {-status}"

@@ -1,0 +1,1 @@
+"""What several tests need: fakes, factories and small tools."""

@@ -1,0 +1,111 @@
+"""Synthetic Targets and Decisions for tests that need something to show."""
+
+from __future__ import annotations
+
+from gemmtune.backends.aten import AtenBackend
+from gemmtune.core.candidate import Candidate
+from gemmtune.core.decision import Decision, Evidence, Sample, Verdict
+from gemmtune.core.problem import Problem
+from gemmtune.core.target import Target
+from gemmtune.core.workloads import build
+
+ATEN = Candidate.make("aten", "linear")
+NATIVE = Candidate.make("native", "gemm", isa="avx512", mr=6, nr=64)
+SLOW = Candidate.make("native", "gemm", isa="avx2", mr=4, nr=16)
+WRONG = Candidate.make("native", "gemm", isa="avx512", mr=1, nr=16)
+ILLEGAL = Candidate.make("native", "gemm", isa="amx", mr=16, nr=32)
+
+
+def make_target(threads: int = 2, name: str = "Test CPU <x>") -> Target:
+    """A Target that is no real machine's; its name needs escaping in HTML."""
+    return Target(
+        device="cpu",
+        name=name,
+        capability="x86_64",
+        isa=("avx2", "avx512f"),
+        caches=(32768, 1 << 20, 32 << 20),
+        threads=threads,
+        cores=2,
+        memory=8 << 30,
+        versions=(("torch", "2.13.0"),),
+        sources=(("aten", "a1"), ("native", "b2")),
+    )
+
+
+def make_sample(median_s: float, ratio: float = 1.0) -> Sample:
+    return Sample(
+        median_s=median_s,
+        lo_s=median_s * 0.98,
+        hi_s=median_s * 1.03,
+        rounds=50,
+        ratio=ratio,
+        ratio_lo=ratio * 0.98,
+        ratio_hi=ratio * 1.02,
+        times=(median_s,) * 3,
+    )
+
+
+def make_evidence(
+    candidate: Candidate,
+    stage: str,
+    seconds: float | None = None,
+    *,
+    ratio: float = 1.0,
+    reason: str = "",
+    **more: object,
+) -> Evidence:
+    verdict = None if stage in ("illegal", "untried") else Verdict("within_bound", worst=0.2)
+    fields = {
+        "candidate": candidate.to_dict(),
+        "id": candidate.id,
+        "stage": stage,
+        "reason": reason,
+        "verdict": verdict,
+        "sample": None if seconds is None else make_sample(seconds, ratio),
+        **more,
+    }
+    return Evidence(**fields)  # type: ignore[arg-type]
+
+
+def make_decision(
+    problem: Problem | None = None, outcome: str = "winner", target: Target | None = None, aten_s: float = 2e-3
+) -> Decision:
+    """A Decision of any outcome; a winner is native at half of ATen's time."""
+    problem = problem or build(16, 4096, 4096, "bf16")
+    target = target or make_target()
+    won = outcome == "winner"
+    wrong = Verdict("wrong", "element [3, <b>7</b>] is off by 12.5 times the bound", worst=12.5)
+    if outcome == "none_valid":
+        evidence = [make_evidence(c, "failed", verdict=wrong, reason="wrong") for c in (ATEN, WRONG)]
+    else:
+        evidence = [
+            make_evidence(ATEN, "finalist" if won else "winner", aten_s),
+            make_evidence(
+                NATIVE, "winner" if won else "finalist", aten_s / 2 if won else aten_s, ratio=0.5 if won else 1.0
+            ),
+            make_evidence(SLOW, "eliminated", aten_s * 2, ratio=2.0, reason="2.0x slower than the best after 3 rounds"),
+            make_evidence(WRONG, "failed", verdict=wrong, reason="wrong"),
+        ]
+    evidence.append(make_evidence(ILLEGAL, "illegal", reason="this CPU has no AMX"))
+    chosen = {"winner": NATIVE.id, "tie": ATEN.id, "none_valid": None}[outcome]
+    return Decision(
+        problem_key=problem.key,
+        problem=problem.to_dict(),
+        target_key=target.key,
+        outcome=outcome,  # type: ignore[arg-type]
+        chosen=chosen,
+        evidence=tuple(evidence),
+        alternatives={} if chosen is None else {"": ATEN.id},
+        stopped="the duel was decided after 50 pairs",
+        seconds=4.2,
+        created=1_760_000_000.0,
+    )
+
+
+def make_legal_decision(problem: Problem, target: Target) -> Decision:
+    """A tie whose candidate PyTorch's backend really lists for the problem."""
+    plain = next(item for item in AtenBackend().candidates(problem, target) if isinstance(item, Candidate))
+    row = make_evidence(plain, "winner", 2e-3)
+    return Decision(
+        problem.key, problem.to_dict(), target.key, "tie", plain.id, (row,), {"": plain.id}, created=1_760_000_000.0
+    )

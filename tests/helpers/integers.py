@@ -1,0 +1,76 @@
+"""Products of integers whose epilogues are exact only in integer arithmetic, and what becomes of NaN and ties."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from gemmtune.core.epilogue import Step
+from gemmtune.core.problem import Problem
+from gemmtune.core.workloads import int_problem
+from gemmtune.verify.inputs import Inputs, make_inputs
+
+_K = 2048  # 127 * 127 * K is beyond 2**24, where float32 has no odd numbers
+EXACT: dict[str, tuple[Step, ...]] = {
+    "relu": (Step("relu"),),
+    "a bias and relu": (Step("bias", "col", "int32"), Step("relu")),
+    "a bias twice": (Step("bias", "col", "int32", value=2.0), Step("add", "row", "int32", value=-3.0)),
+    "a clamp at odd bounds": (Step("clamp", lo=-20_000_001.0, hi=20_000_001.0),),
+    "a clamp at one odd bound": (Step("clamp", hi=20_000_001.0), Step("clamp", lo=-(2.0**31))),
+    "a product": (Step("mul", "col", "int32"), Step("relu"), Step("add", "full", "int32")),
+}
+
+
+def exact_cases(m: int, n: int) -> Iterator[tuple[str, Problem, Inputs, Tensor]]:
+    """Yield a name, a Problem with an int32 output, its operands, and the result."""
+    for name, steps in EXACT.items():
+        problem = replace(int_problem(m, n, _K), epilogue=steps)
+        inputs = make_inputs(problem, 0)
+        inputs.a.fill_(127)
+        inputs.b.fill_(127)
+        inputs.a[:, -1] = torch.arange(m) % 100
+        inputs.b[:, ::3] = -127
+        for tensor in inputs.aux:
+            tensor.copy_(torch.randint(-50, 50, tensor.shape, generator=torch.Generator().manual_seed(1)))
+        yield name, problem, inputs, _result(problem, inputs)
+
+
+def _result(problem: Problem, inputs: Inputs) -> Tensor:
+    acc, tensors = inputs.a.long() @ inputs.b.long(), iter(inputs.aux)
+    for step in problem.epilogue:
+        t = torch.tensor(0)
+        if step.takes_tensor:
+            t = next(tensors).long() * int(step.value)
+            t = t[:, None] if step.axis == "row" else t
+        if step.kind == "relu":
+            acc = acc.clamp(min=0)
+        elif step.kind == "clamp":
+            acc = acc.clamp(
+                None if math.isinf(step.lo) else int(step.lo), None if math.isinf(step.hi) else int(step.hi)
+            )
+        else:
+            acc = acc * t if step.kind == "mul" else acc + t
+    assert int(acc.abs().max()) > 2**24
+    assert bool((acc.float().long() != acc).any()), "float32 would do as well"
+    return acc.to(torch.int32)
+
+
+def rounding_cases(m: int, n: int, k: int) -> Iterator[tuple[Problem, Inputs, Tensor]]:
+    """Yield a Problem with an int8 or uint8 output, operands, and the result: NaN is 0, ties go to even numbers."""
+    for dtype, least, most in (("int8", -128, 127), ("uint8", 0, 255)):
+        steps = (Step("scale", "row", "float32"),)
+        problem = replace(int_problem(m, n, k), epilogue=steps, out_dtype=dtype)
+        inputs = make_inputs(problem, 0)
+        inputs.a.fill_(1)
+        inputs.b.zero_()
+        inputs.b[0] = torch.arange(n) - n // 2
+        (scale,) = inputs.aux
+        numbers = (math.nan, math.inf, -math.inf, 0.5, -0.5, 1e30, -1e30, 64.0)
+        scale.copy_(torch.tensor([numbers[row % len(numbers)] for row in range(m)]))
+        exact = (inputs.b[0].double()[None, :] * scale.double()[:, None]).round()
+        wanted = torch.where(exact.isnan(), 0.0, exact).clamp(least, most)
+        yield problem, inputs, wanted.to(getattr(torch, dtype))

@@ -1,0 +1,22 @@
+"""A guest backend for workers: its kernels raise, and leave a process that takes its device's context for lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gemmtune.testing.hostile_backend import HostileBackend
+from gemmtune.workers import job
+
+PLACE = "losing:LosingBackend"
+
+
+def lose(desk: job.Desk, happened: str) -> None:
+    raise job.ContextLost(f"the device's context is lost (simulated): {happened}")
+
+
+class LosingBackend(HostileBackend):
+    name = "losing"
+
+    def load(self, *arguments: Any) -> Any:
+        job.Desk._check_context = lose  # type: ignore[method-assign]
+        return super().load(*arguments)

@@ -1,0 +1,122 @@
+"""A toy backend whose kernels say that they ran, and Decisions that make dispatch serve it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from gemmtune import backends
+from gemmtune.backends.aten import AtenBackend
+from gemmtune.backends.aten.quantized import dequantize
+from gemmtune.backends.aten.steps import apply, dtype_of, finish
+from gemmtune.backends.base import Artifact, Availability, Backend, Kernel
+from gemmtune.core.candidate import Candidate, Illegal
+from gemmtune.core.decision import Decision, Evidence, Sample, Verdict
+from gemmtune.core.problem import Problem
+from gemmtune.core.target import Target
+from gemmtune.core.weights import PackedWeight, QuantWeight
+from gemmtune.dispatch import RUNTIME, current_target
+from gemmtune.store.base import Store
+
+# (candidate id, the M it was loaded for, rows of this call), one per run.
+RAN: list[tuple[str, int, int]] = []
+
+
+class ToyKernel(Kernel):
+    """Multiplies in float64; correct, slow, and counted."""
+
+    def __init__(self, problem: Problem, candidate: Candidate) -> None:
+        self.problem, self.candidate = problem, candidate
+        layout = str(candidate["layout"])
+        self.packing = f"toy:{layout}" if layout else None
+
+    def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
+        RAN.append((self.candidate.id, self.problem.m, a.shape[-2]))
+        raw = ToyBackend().unpack(b) if isinstance(b, PackedWeight) else b
+        weight = dequantize(raw, dtype_of("float64")) if isinstance(raw, QuantWeight) else raw.double()
+        acc = a.double() @ weight
+        if self.problem.family == "int_mm":
+            acc = acc.to(dtype_of("int32"))
+        out.copy_(finish(apply(acc, self.problem.epilogue, aux), out.dtype))
+
+    def pack(self, b: Any) -> PackedWeight:
+        p = self.problem
+        data: tuple[Tensor, ...] = (b.clone(),) if isinstance(b, Tensor) else (b.data.clone(), b.scale.clone())
+        if isinstance(b, QuantWeight) and b.zero_point is not None:
+            data = (*data, b.zero_point.clone())
+        return PackedWeight(self.packing or "", data, p.n, p.k, p.b.dtype, p.b.quant, "toy", p.b.layout.order)
+
+
+class ToyBackend(Backend):
+    name = "toy"
+
+    def available(self, target: Target) -> Availability:
+        return Availability(True)
+
+    def candidates(self, problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
+        for layout in ("plain", "other", ""):
+            yield toy(layout)
+
+    def why_illegal(self, problem: Problem, candidate: Candidate, target: Target) -> str:
+        """Tags are any number: more than ``candidates`` could list."""
+        legal = candidate.identity[:2] == ("toy", "slow") and set(dict(candidate.config)) == {"layout", "tag"}
+        return "" if legal and type(candidate["tag"]) is int else "it is no toy"
+
+    def load(self, artifact: Artifact, problem: Problem) -> Kernel:
+        return ToyKernel(problem, artifact.candidate)
+
+    def source_digest(self) -> str:
+        return "toy1"
+
+    def rejects(self, packed: PackedWeight) -> str:
+        return "" if packed.machine == "toy" else f"it was packed for {packed.machine}"
+
+    def unpack(self, packed: PackedWeight) -> Any:
+        if packed.quant is None:
+            return packed.data[0]
+        zero = packed.data[2] if len(packed.data) > 2 else None
+        return QuantWeight(packed.data[0], packed.data[1], zero, packed.k, packed.quant, packed.dtype)
+
+
+def toy(layout: str = "", tag: int = 0) -> Candidate:
+    """A toy candidate that wants its weight in ``layout`` (empty: raw)."""
+    return Candidate.make("toy", "slow", layout=layout, tag=tag)
+
+
+def register() -> None:
+    """Make ``toy`` known to this process."""
+    backends.register("toy", "serving:ToyBackend")
+
+
+def evidence(candidate: Candidate, seconds: float, ratio: float = 0.5, *, ok: bool = True) -> Evidence:
+    layout = dict(candidate.config).get("layout", "") if candidate.backend == "toy" else ""
+    return Evidence(
+        candidate.to_dict(), candidate.id, "finalist", packing=f"toy:{layout}" if layout else None,
+        verdict=Verdict("within_bound" if ok else "wrong"),
+        sample=Sample(seconds, seconds, seconds, 50, ratio, ratio * 0.98, ratio * 1.02),
+    )  # fmt: skip
+
+
+def decide(problem: Problem, *rows: Evidence, chosen: Candidate | None = None, aten_s: float = 1.0) -> Decision:
+    """A Decision with these rows and ATen's plain candidate at ``aten_s``; each layout's fastest is an alternative."""
+    aten = evidence(AtenBackend().plain(problem), aten_s, 1.0)
+    everything = (*rows, aten)
+    best: dict[str, Evidence] = {}
+    for row in everything:
+        held = best.get(row.packing or "")
+        assert row.sample is not None
+        if held is None or (held.sample is not None and row.sample.median_s < held.sample.median_s):
+            best[row.packing or ""] = row
+    winner = chosen.id if chosen is not None else aten.id
+    return Decision(
+        problem.key, problem.to_dict(), current_target().key, "winner" if chosen else "tie", winner, everything,
+        alternatives={layout: row.id for layout, row in best.items()},
+    )  # fmt: skip
+
+
+def serve(store: Store, problem: Problem, *rows: Evidence, chosen: Candidate | None = None) -> None:
+    """Store a Decision and let dispatch see it."""
+    store.put(current_target(), decide(problem, *rows, chosen=chosen))
+    RUNTIME.refresh(store)

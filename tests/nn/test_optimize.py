@@ -1,0 +1,376 @@
+"""optimize(): swap, run, save, load, restore; on an MLP, an attention block and weight-only layers."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import gemmtune
+from gemmtune.core.checks import GradError
+from gemmtune.core.problem import Problem
+from gemmtune.dispatch import RUNTIME
+from gemmtune.nn.sites import Site
+from gemmtune.ops.weight_only import recognise
+from gemmtune.store import MemoryStore
+from helpers.serving import RAN, evidence, register, serve, toy
+
+optimizing: Any = importlib.import_module("gemmtune.nn.optimize")
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.view(*x.shape[:2], 2, 4).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        mixed = torch.softmax(q @ k.mT / 2, -1) @ v
+        return self.out(mixed.transpose(1, 2).reshape(x.shape))
+
+
+class WeightOnly(nn.Module):
+    """int8 or int4 with groups along K; scales as [N, groups]."""
+
+    def __init__(self, bits: int) -> None:
+        super().__init__()
+        self.bits, self.group_size = bits, 16
+        data = torch.randint(-128, 128, (12, 32), dtype=torch.int8)
+        self.register_buffer("weight", data if bits == 8 else data[:, :16].contiguous().view(torch.uint8))
+        self.register_buffer("scales", torch.rand(12, 2) * 0.01 + 0.01)
+        self.bias = nn.Parameter(torch.randn(12), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        w = self.weight
+        values = w if self.bits == 8 else torch.stack((w & 15, w >> 4), -1).reshape(12, 32).to(torch.int16) - 8
+        full = values.float() * self.scales.repeat_interleave(16, 1)
+        return F.linear(x, full, self.bias)
+
+
+def teach(store: MemoryStore, problems: Iterable[tuple[Problem, int]], layout: str = "plain") -> None:
+    """Make the toy kernel the winner of every problem with a constant weight."""
+    for problem, _ in problems:
+        if problem.b.constant:
+            serve(store, problem, evidence(toy(layout), 0.1), chosen=toy(layout))
+
+
+def ready(model: nn.Module, x: Any, store: MemoryStore) -> nn.Module:
+    register()
+    model.eval().requires_grad_(False)
+    with gemmtune.record() as recorded:
+        model(x)
+    teach(store, recorded.problems)
+    return model
+
+
+def test_a_packed_weight_serves_on_a_cpu_where_a_kernel_on_the_raw_weight_is_faster_still(
+    own_store: MemoryStore,
+) -> None:
+    x = torch.randn(3, 8)
+    model = ready(Mlp(), x, own_store)
+    with gemmtune.record() as recorded:
+        model(x)
+    for problem, _ in recorded.problems:
+        serve(own_store, problem, evidence(toy(""), 0.1), evidence(toy("plain"), 0.3), chosen=toy(""))
+    assert set(gemmtune.optimize(model, x, tune=False).swapped.values()) == {"toy:plain"}
+
+
+MODELS = [(Mlp, (3, 8), 2), (Attention, (2, 3, 8), 2), (lambda: nn.Sequential(WeightOnly(8)), (4, 32), 1),
+          (lambda: nn.Sequential(WeightOnly(4)), (4, 32), 1)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "shape", "count"), MODELS)
+def test_swap_save_load_restore(make: Any, shape: tuple[int, ...], count: int, own_store: MemoryStore) -> None:
+    x = torch.randn(shape)
+    model = ready(make(), x, own_store)
+    modules, wanted = dict(model.named_modules()), model(x)
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    handle = gemmtune.optimize(model, (x,), tune=False)
+    assert len(handle.swapped) == count
+    assert set(handle.swapped.values()) == {"toy:plain"}
+    assert handle.left == {}
+    RAN.clear()
+    torch.testing.assert_close(model(x), wanted, rtol=1e-4, atol=1e-5)
+    assert len(RAN) == count
+    held = model.state_dict()
+    assert set(held) == set(saved)
+    assert all(torch.equal(held[name], saved[name]) for name in saved)
+    other = make().eval().requires_grad_(False)
+    model.load_state_dict(other.state_dict())
+    torch.testing.assert_close(model(x), other(x), rtol=1e-4, atol=1e-5)
+    handle.restore()
+    handle.restore()
+    assert dict(model.named_modules()) == modules
+    assert torch.equal(model(x), other(x))
+
+
+def test_the_raw_weight_is_dropped_and_comes_back(own_store: MemoryStore) -> None:
+    x = torch.randn(3, 8)
+    model = ready(Mlp(), x, own_store)
+    assert isinstance(model, Mlp)
+    layer, weight, values = model.up, model.up.weight, model.up.weight.clone()
+    with gemmtune.optimize(model, x, tune=False):
+        assert model.up is layer
+        assert layer.weight is weight
+        assert isinstance(weight, gemmtune.nn.PackedTensor)
+        assert weight.data_ptr() == 0
+        assert torch.equal(weight, values)
+    assert layer.weight is weight
+    assert type(weight) is nn.Parameter
+    assert torch.equal(weight, values)
+
+
+def test_left_alone(own_store: MemoryStore) -> None:
+    x = torch.randn(3, 8)
+    model = ready(
+        nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 8), nn.Linear(8, 8)), x, own_store
+    )
+    model[2].weight = model[3].weight  # type: ignore[union-attr]
+    torch.nn.utils.parametrizations.weight_norm(model[1])
+    model.append(nn.Linear(8, 5))
+    idle = nn.Linear(8, 8)
+    model[0].idle = idle
+    model.eval().requires_grad_(False)
+    handle = gemmtune.optimize(model, x, tune=False)
+    assert set(handle.swapped) == {"0"}
+    reasons = {
+        "1": "has no Parameter 'weight'",
+        "2": "shares its weight",
+        "3": "shares its weight",
+        "4": "has no decision",
+    }
+    assert {
+        name: text for name, text in handle.left.items() if text.startswith(reasons.get(name, "?"))
+    }.keys() == reasons.keys()
+    assert handle.left["0.idle"] == "did not run on the example inputs"
+
+
+def test_a_linear_is_served_that_is_the_model_itself(own_store: MemoryStore) -> None:
+    x = torch.randn(3, 8)
+    model = ready(nn.Linear(8, 8), x, own_store)
+    wanted = model(x)
+    assert gemmtune.optimize(model, x, tune=False).swapped == {"": "toy:plain"}
+    torch.testing.assert_close(model(x), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_plain_pytorch_keeps_what_it_wins(own_store: MemoryStore) -> None:
+    x = torch.randn(3, 8)
+    model = Mlp().eval()
+    with gemmtune.record() as recorded, torch.no_grad():
+        model(x)
+    for problem, _ in recorded.problems:
+        serve(own_store, problem)
+    assert set(gemmtune.optimize(model, x, tune=False).left.values()) == {"plain PyTorch is best"}
+
+
+def test_memory_is_respected(own_store: MemoryStore) -> None:
+    register()
+    x = torch.randn(4, 32)
+    model = nn.Sequential(WeightOnly(8)).eval()
+    with gemmtune.record() as recorded:
+        model(x)
+    from gemmtune.core.candidate import Candidate
+    from gemmtune.core.decision import Evidence, Sample, Verdict
+
+    dequant = Candidate.make("aten", "dequant")
+    sample = Sample(0.1, 0.1, 0.1, 50, 0.1, 0.1, 0.1)
+    row = Evidence(
+        dequant.to_dict(), dequant.id, "winner", packing="aten:dequant/float32", verdict=Verdict("within_bound"),
+        sample=sample,
+    )  # fmt: skip
+    serve(own_store, recorded.problems[0][0], row, chosen=dequant)
+    assert "1.25 times" in gemmtune.optimize(model, x, tune=False).left["0"]
+    handle = gemmtune.optimize(model, x, tune=False, memory=8)
+    assert handle.swapped == {"0": "aten:dequant/float32"}
+
+
+def test_impostors_are_left_alone(own_store: MemoryStore) -> None:
+    class Backwards(WeightOnly):
+        def forward(self, x: Tensor) -> Tensor:
+            return -super().forward(x)
+
+    x = torch.randn(4, 32)
+    model = ready(nn.Sequential(Backwards(8)), x, own_store)
+    handle = gemmtune.optimize(model, x, tune=False)
+    assert "computes something else" in handle.left["0"]
+
+
+def test_inference_only(own_store: MemoryStore) -> None:
+    x = torch.randn(3, 8)
+    model = ready(Mlp(), x, own_store)
+    model.requires_grad_(True)
+    handle = gemmtune.optimize(model, x, tune=False)
+    with pytest.raises(GradError, match=r"required grad when .* its packed form has no gradient"):
+        model(x)
+    with torch.no_grad():
+        assert model(x).shape == (3, 8)
+    handle.restore()
+    model(x).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_weights_may_be_frozen_after_they_are_packed(own_store: MemoryStore) -> None:
+    x = torch.randn(3, 8)
+    model = ready(Mlp(), x, own_store).requires_grad_(True)
+    handle = gemmtune.optimize(model, x, tune=False)
+    assert not model.up.weight.requires_grad  # a graph's inner tensors are integers, which can require none
+    copied = copy.deepcopy(model)
+    with pytest.raises(GradError):
+        copied(x)
+    model.requires_grad_(False)
+    assert not model(x).requires_grad
+    model.up.weight.requires_grad = True
+    with pytest.raises(GradError):
+        model(x)
+    handle.restore()
+    assert model.up.weight.requires_grad
+    assert not model.down.weight.requires_grad
+
+
+def test_arguments() -> None:
+    x = torch.randn(3, 8)
+    with pytest.raises(ValueError, match=r"call model.eval\(\)"):
+        gemmtune.optimize(Mlp(), x)
+    with pytest.raises(TypeError, match=r"torch\.nn\.Module, not int"):
+        gemmtune.optimize(3, x)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="memory must be at least 1"):
+        gemmtune.optimize(Mlp().eval(), x, memory=0.5)
+    with pytest.raises(TypeError, match="example_inputs must be"):
+        gemmtune.optimize(Mlp().eval(), 3)
+    with pytest.raises(ValueError, match="example_inputs is empty"):
+        gemmtune.optimize(Mlp().eval(), [])
+
+
+def test_state_that_does_not_fit_is_refused(own_store: MemoryStore) -> None:
+    x = torch.randn(3, 8)
+    model = ready(Mlp(), x, own_store)
+    gemmtune.optimize(model, x, tune=False)
+    state = model.state_dict()
+    del state["down.weight"]
+    with pytest.raises(RuntimeError, match=r"Missing key.*down\.weight"):
+        model.load_state_dict(state)
+    with pytest.raises(RuntimeError, match=r"size mismatch for up\.weight"):
+        model.load_state_dict({**model.state_dict(), "up.weight": torch.ones(2, 2)})
+
+
+def test_a_shared_module_is_swapped_everywhere(own_store: MemoryStore) -> None:
+    layer = nn.Linear(8, 8)
+    x = torch.randn(3, 8)
+    model = ready(nn.Sequential(layer, nn.ReLU(), layer), x, own_store)
+    wanted = model(x)
+    handle = gemmtune.optimize(model, x, tune=False)
+    assert model[0] is model[2]  # type: ignore[index]
+    torch.testing.assert_close(model(x), wanted, rtol=1e-4, atol=1e-5)
+    handle.restore()
+    assert model[0] is model[2] is layer  # type: ignore[index]
+
+
+def test_a_replaced_forward_and_hooks_still_run(own_store: MemoryStore) -> None:
+    x = torch.randn(3, 8)
+    model = ready(Mlp(), x, own_store)
+    up, seen = model.up, []
+    up.forward = lambda t: F.linear(t, up.weight, up.bias) * 2
+    model.down.register_forward_hook(lambda *_: seen.append("before"))
+    wanted = model(x)
+    handle = gemmtune.optimize(model, x, tune=False, store=own_store)
+    assert set(handle.swapped) == {"up", "down"}
+    model.down.register_forward_hook(lambda *_: seen.append("after"))
+    seen.clear()
+    torch.testing.assert_close(model(x), wanted, rtol=1e-4, atol=1e-5)
+    handle.restore()
+    assert torch.equal(model(x), wanted)
+    assert seen == ["before", "after"] * 2
+
+
+class PerChannel(nn.Module):
+    """int8 with a scale per output channel, as gpt-fast's."""
+
+    def __init__(self, bias: bool = True) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.randint(-128, 128, (12, 32), dtype=torch.int8))
+        self.register_buffer("scales", torch.rand(12) * 0.01)
+        if bias:
+            self.bias = nn.Parameter(torch.randn(12), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        product = F.linear(x, self.weight.to(x.dtype)) * self.scales
+        return product + self.bias if hasattr(self, "bias") else product
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Linear(32, 12), PerChannel, lambda: PerChannel(False)])
+def test_a_weight_that_stays_as_it_lies(make: Any, own_store: MemoryStore) -> None:
+    """What is swapped in on GPUs; the modules themselves run anywhere."""
+    x = torch.randn(2, 3, 32)
+    model = ready(nn.Sequential(make()), x, own_store)
+    with gemmtune.record() as recorded:
+        model(x)
+    teach(own_store, recorded.problems, layout="")
+    original, wanted, state = model[0], model(x), model.state_dict()  # type: ignore[index]
+    held = recognise(original)
+    site = Site(original, "0", [(model, "0")], held, False, Counter([recorded.problems[0][0]]))
+    handle = gemmtune.optimize(model, x, tune=False)
+    assert handle.left == {"0": "plain PyTorch is best"}  # on a CPU
+    assert optimizing._ours(RUNTIME.index().plan(recorded.problems[0][0].plan_key, None))
+    assert optimizing._place_raw(site, handle, keeps=False) == ""
+    assert handle.swapped == {"0": "raw"}
+    assert isinstance(model[0], gemmtune.nn.RawLinear | gemmtune.nn.RawWeightOnlyLinear)  # type: ignore[index]
+    assert model.state_dict().keys() == state.keys()
+    RAN.clear()
+    torch.testing.assert_close(model(x), wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(copy.deepcopy(model)(x), wanted, rtol=1e-4, atol=1e-5)
+    assert len(RAN) == 2
+    with torch.no_grad():
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(x), wanted, rtol=1e-4, atol=1e-5)
+    model.load_state_dict({name: tensor + tensor for name, tensor in state.items()})
+    if held is not None:
+        model.register_buffer("probe", torch.zeros(()))
+        assert "probe" in model.state_dict()
+    changed = model(x)
+    model.double()
+    handle.restore()
+    assert model[0] is original  # type: ignore[index]
+    torch.testing.assert_close(model(x.double()), changed.double(), rtol=1e-4, atol=1e-4)
+
+
+def test_a_raw_linear_trains(own_store: MemoryStore) -> None:
+    layer = nn.Linear(8, 4)
+    raw, x = gemmtune.nn.RawLinear(layer), torch.randn(3, 8)
+    assert raw.weight is layer.weight
+    raw(x).sum().backward()
+    assert layer.weight.grad is not None
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert raw(x).dtype == torch.bfloat16
+    assert repr(raw) == "RawLinear(in_features=8, out_features=4, bias=True)"
+
+
+def test_scales_the_other_way_round_and_impostors_keep_their_module(own_store: MemoryStore) -> None:
+    class Impostor(PerChannel):
+        def forward(self, x: Tensor) -> Tensor:
+            return -super().forward(x)
+
+    for make, x, words in ((WeightOnly, torch.randn(4, 32), "other way round"), (Impostor, torch.randn(4, 32), "else")):
+        model = nn.Sequential(make(8) if make is WeightOnly else make()).eval()
+        with gemmtune.record() as recorded:
+            model(x)
+        ran = Counter([recorded.problems[0][0]])
+        site = Site(model[0], "0", [(model, "0")], recognise(model[0]), False, ran)
+        original = model[0]
+        assert words in optimizing._place_raw(site, optimizing.Handle(), keeps=False)
+        assert model[0] is original

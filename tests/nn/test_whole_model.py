@@ -1,0 +1,164 @@
+"""optimize() keeps packed weights only where the whole model is no slower with them."""
+
+from __future__ import annotations
+
+import random
+import weakref
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from integrations.test_optimize import Mlp, ready
+from torch import Tensor, nn
+
+import gemmtune
+from gemmtune.nn import whole_model
+from gemmtune.nn.packed_tensor import PackedTensor
+from gemmtune.store import MemoryStore
+
+
+class Clock:
+    """A clock that only models move, with noise that is the same in every run."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._noise = random.Random(0)
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def spend(self, seconds: float, noise: float) -> None:
+        """Pass ``seconds``, give or take the fraction ``noise`` of them."""
+        self.now += seconds * self._noise.uniform(1 - noise, 1 + noise)
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock that comparisons of whole models read: no load on this machine moves it."""
+    monkeypatch.setattr(whole_model, "time", Clock())
+    made: Clock = whole_model.time  # type: ignore[assignment]
+    return made
+
+
+class Timed(Mlp):
+    """Takes another time with packed weights than without, in seconds, give or take a tenth."""
+
+    packed_s, plain_s = 0.4, 0.1
+
+    def forward(self, x: Tensor) -> Tensor:
+        seconds = self.packed_s if isinstance(self.up.weight, PackedTensor) else self.plain_s
+        whole_model.time.spend(seconds, noise=0.1)  # type: ignore[attr-defined]
+        return super().forward(x)
+
+
+def test_a_slower_model_is_restored(own_store: MemoryStore, caplog: pytest.LogCaptureFixture) -> None:
+    x = torch.randn(3, 8)
+    model = ready(Timed(), x, own_store)
+    wanted, weights = model(x), list(model.parameters())
+    handle = gemmtune.optimize(model, x, tune=False, compare=True)
+    assert handle.swapped == {}
+    assert handle.left.keys() == {"up", "down"}
+    assert "slower with packed weights" in handle.left["up"]
+    assert handle.left["up"] in caplog.text
+    assert handle.ratio is not None
+    assert handle.ratio[1] > 1.5
+    assert all(new is old and type(new) is nn.Parameter for new, old in zip(model.parameters(), weights, strict=True))
+    assert torch.equal(model(x), wanted)
+    assert not model.up._state_dict_hooks
+
+
+class ByRows(Mlp):
+    """Faster with packed weights on three rows, slower on one."""
+
+    packed_s: ClassVar[dict[int, float]] = {3: 0.8, 1: 0.11}
+    plain_s: ClassVar[dict[int, float]] = {3: 1.0, 1: 0.1}
+
+    def forward(self, x: Tensor) -> Tensor:
+        times = self.packed_s if isinstance(self.up.weight, PackedTensor) else self.plain_s
+        whole_model.time.spend(times[len(x)], noise=0.01)  # type: ignore[attr-defined]
+        return super().forward(x)
+
+
+def test_a_model_that_is_slower_on_one_example_is_restored(own_store: MemoryStore) -> None:
+    examples = [torch.randn(3, 8), torch.randn(1, 8)]
+    model = ready(ByRows(), examples[0], own_store)
+    handle = gemmtune.optimize(model, examples, tune=False, compare=True)
+    assert handle.swapped == {}
+    assert "slower with packed weights on example 2 of 2 (1.1" in handle.left["up"]
+    assert handle.ratio is not None
+    assert handle.ratio[2] < 0.9
+    assert [round(center, 1) for center, _, _ in handle.ratios] == [0.8, 1.1]
+
+
+def test_a_loss_on_one_example_within_noise_is_none(own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ByRows, "packed_s", {3: 0.8, 1: 0.102})
+    examples = [torch.randn(3, 8), torch.randn(1, 8)]
+    model = ready(ByRows(), examples[0], own_store)
+    handle = gemmtune.optimize(model, examples, tune=False, compare=True)
+    assert set(handle.swapped) == {"up", "down"}
+
+
+def test_a_faster_model_stays_packed(own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Timed, "packed_s", 0.1)
+    monkeypatch.setattr(Timed, "plain_s", 0.4)
+    x = torch.randn(3, 8)
+    model = ready(Timed(), x, own_store)
+    handle = gemmtune.optimize(model, x, tune=False, compare=True)
+    assert set(handle.swapped) == {"up", "down"}
+    assert handle.ratio is not None
+    assert handle.ratio[2] < 0.7
+    assert "of the whole model" in repr(handle)
+    assert isinstance(model.up.weight, PackedTensor)
+
+
+def test_a_model_that_cannot_run_again_is_not_timed(own_store: MemoryStore) -> None:
+    class Counting(Mlp):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            if self.calls > 5:
+                raise RuntimeError("the cache is full")
+            return super().forward(x)
+
+    x = torch.randn(3, 8)
+    model = ready(Counting(), x, own_store)
+    handle = gemmtune.optimize(model, x, tune=False, compare=True)
+    assert handle.ratio is None
+    assert set(handle.swapped) == {"up", "down"}
+    assert isinstance(model.up.weight, PackedTensor)
+    assert isinstance(model.down.weight, PackedTensor)
+
+
+def test_nothing_is_timed_where_both_forms_do_not_fit(own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        whole_model.psutil, "virtual_memory", lambda: asked.append(1) or type("Free", (), {"available": 8})
+    )
+    x = torch.randn(3, 8)
+    model = ready(Timed(), x, own_store)
+    handle = gemmtune.optimize(model, x, tune=False, compare=True)
+    assert asked
+    assert handle.ratio is None
+    assert set(handle.swapped) == {"up", "down"}
+
+
+def test_weights_that_are_referred_to_weakly_meanwhile_stay_ordinary(own_store: MemoryStore) -> None:
+    class Referring(Mlp):
+        seen: ClassVar[list[Any]] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            if isinstance(self.up.weight, PackedTensor):
+                self.seen.append(weakref.ref(self.down.weight))
+            return super().forward(x)
+
+    x = torch.randn(3, 8)
+    model = ready(Referring(), x, own_store)
+    wanted = model(x)
+    handle = gemmtune.optimize(model, x, tune=False, compare=True)
+    assert handle.ratio is None
+    torch.testing.assert_close(model(x), wanted, rtol=1e-4, atol=1e-5)
+    assert all(isinstance(model.get_submodule(name).weight, PackedTensor) for name in handle.swapped)
+    assert not any(isinstance(model.get_submodule(name).weight, PackedTensor) for name in handle.left)
+    handle.restore()
+    torch.testing.assert_close(model(x), wanted, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,116 @@
+"""gemmtune.pack: layouts from the Plan, the default, by name; unpack; errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import gemmtune
+from gemmtune import backends
+from gemmtune.core.checks import DtypeError, ShapeError
+from gemmtune.core.errors import KernelError, UnsupportedError
+from gemmtune.core.weights import QuantWeight
+from gemmtune.core.workloads import linear_problem
+from gemmtune.store import MemoryStore
+from helpers.serving import evidence, register, serve, toy
+
+W = torch.randn(24, 32)
+
+
+def test_the_plans_layout_is_taken(own_store: MemoryStore) -> None:
+    register()
+    problem = linear_problem(4, 24, 32, "float32", bias=True)
+    serve(own_store, problem, evidence(toy("other"), 0.1), chosen=toy("other"))
+    assert gemmtune.pack(W, m=[problem]).layout == "toy:other"
+
+
+@pytest.mark.skipif(not backends.get("native").available(gemmtune.current_target()), reason="no native kernels here")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_a_plan_the_native_default(dtype: torch.dtype) -> None:
+    weight = W.to(dtype)
+    packed = gemmtune.pack(weight)
+    assert packed.layout.startswith("native:")
+    assert torch.equal(gemmtune.unpack(packed), weight)  # type: ignore[arg-type]
+    x = torch.randn(3, 32).to(dtype)
+    torch.testing.assert_close(gemmtune.linear(x, packed), torch.nn.functional.linear(x, weight), rtol=2e-2, atol=2e-2)
+
+
+def test_why_what_would_pack_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: object) -> None:
+        raise KernelError("no room")
+
+    for name in ("aten", "native"):
+        monkeypatch.setattr(backends.get(name), "load", load)
+    with pytest.raises(UnsupportedError, match=r"could not be loaded, the first of them aten/.*: no room"):
+        gemmtune.pack(W, layout="aten:row")
+
+
+@pytest.mark.parametrize("layout", ["aten:row", "aten:mkldnn/float32/m16"])
+def test_by_name_and_back(layout: str) -> None:
+    packed = gemmtune.pack(W, layout=layout)
+    assert (packed.layout, packed.shape, packed.dtype) == (layout, (32, 24), "float32")
+    back = gemmtune.unpack(packed)
+    assert isinstance(back, torch.Tensor)
+    assert torch.equal(back, W)
+    assert back.is_contiguous()
+    for m in (1, 7, 100):
+        x = torch.randn(m, 32)
+        torch.testing.assert_close(gemmtune.mm(x, packed), x @ W.t(), rtol=1e-4, atol=1e-4)
+
+
+def test_quantised_weights_come_back() -> None:
+    data = torch.randint(0, 256, (16, 32), dtype=torch.uint8)
+    scale, zero = torch.rand(2, 16), torch.randint(0, 16, (2, 16))
+    packed = gemmtune.pack(data, scale=scale, zero_point=zero, group_size=32, layout="aten:dequant/float32")
+    back = gemmtune.unpack(packed)
+    assert isinstance(back, QuantWeight)
+    assert packed.shape == (64, 16)
+    assert torch.equal(back.data.t(), data)
+    assert torch.equal(back.scale, scale)
+    assert back.zero_point is not None
+    assert torch.equal(back.zero_point, zero.float())
+
+
+def test_packing_copies() -> None:
+    weight = W.clone()
+    packed = gemmtune.pack(weight, layout="aten:row")
+    before = gemmtune.mm(torch.ones(1, 32), packed)
+    weight.zero_()
+    assert torch.equal(gemmtune.mm(torch.ones(1, 32), packed), before)
+
+
+I8 = torch.ones(4, 8, dtype=torch.int8)
+ERRORS: list[tuple[Any, type[Exception], str]] = [
+    (lambda: gemmtune.pack(5), TypeError, "must be Tensor, not int"),
+    (lambda: gemmtune.pack(torch.ones(3)), ShapeError, r"expected a weight \[N, K\]"),
+    (lambda: gemmtune.pack(torch.ones(3, 4, device="meta")), DtypeError, "only CPU and CUDA weights"),
+    (lambda: gemmtune.pack(torch.ones(3, 4, dtype=torch.int32)), DtypeError, "got int32"),
+    (lambda: gemmtune.pack(torch.ones(3, 4, dtype=torch.complex64)), DtypeError, "complex"),
+    (lambda: gemmtune.pack(I8, bits=8), TypeError, "give its scale too"),
+    (lambda: gemmtune.pack(I8, scale=torch.ones(3)), ShapeError, r"scale of shape \[4\]"),
+    (lambda: gemmtune.pack(W, m=0), ValueError, "m must be a positive int"),
+    (lambda: gemmtune.pack(W, m=[]), ValueError, "at least one number of rows"),
+    (lambda: gemmtune.pack(W, layout="aten:nonsense"), UnsupportedError, "into layout 'aten:nonsense'"),
+    (lambda: gemmtune.unpack(W), TypeError, "expected a PackedWeight, not Tensor"),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "text"), ERRORS, ids=[text for _, _, text in ERRORS])
+def test_errors(call: Any, kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=text):
+        call()
+
+
+def test_a_lazily_negated_weight_is_packed_by_its_values() -> None:
+    negated, x = torch._neg_view(W), torch.randn(3, 32)
+    assert torch.equal(gemmtune.unpack(gemmtune.pack(negated)), -W)
+    torch.testing.assert_close(gemmtune.linear(x, gemmtune.pack(negated)), x @ -W.t(), rtol=1e-4, atol=1e-4)
+
+
+def test_a_scale_or_layout_of_another_type_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="scale"):
+        gemmtune.pack(W.to(torch.int8), scale=[1.0] * 24)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="layout"):
+        gemmtune.pack(W, layout=3)  # type: ignore[arg-type]

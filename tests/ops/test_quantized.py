@@ -1,0 +1,286 @@
+"""int_mm, mixed_mm and scaled_mm against exact or float64 arithmetic, and their errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import gemmtune
+from gemmtune import fuse
+from gemmtune.backends.aten.cpu_rules import scaled_mm_takes_rows
+from gemmtune.core.checks import DtypeError, GradError, ShapeError
+from gemmtune.core.errors import PackedWeightError
+from gemmtune.core.workloads import int_problem
+from gemmtune.store import MemoryStore
+from helpers.serving import RAN, evidence, register, serve, toy
+
+
+def bytes_of(*shape: int, dtype: torch.dtype = torch.int8) -> Tensor:
+    info = torch.iinfo(dtype)
+    return torch.randint(info.min, info.max + 1, shape, dtype=dtype)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 9), st.integers(0, 40), st.integers(0, 9), st.sampled_from((torch.int8, torch.uint8)), st.booleans()
+)
+def test_int_mm_is_exact(m: int, k: int, n: int, dtype: torch.dtype, turned: bool) -> None:
+    a, b = bytes_of(m, k, dtype=dtype), bytes_of(n, k).t() if turned else bytes_of(k, n)
+    got = gemmtune.int_mm(a, b)
+    assert got.dtype == torch.int32
+    assert torch.equal(got.long(), a.long() @ b.long())
+
+
+def test_int_mm_requantises_with_one_rounding() -> None:
+    a, b = bytes_of(3, 32), bytes_of(32, 5)
+    scale, bias = torch.rand(5) * 0.01, torch.randn(5)
+    got = gemmtune.int_mm(a, b, out_dtype=torch.int8, epilogue=[fuse.scale(scale, axis="col"), fuse.bias(bias)])
+    exact = (a.double() @ b.double()) * scale.double() + bias.double()
+    assert got.dtype == torch.int8
+    assert (got.double() - exact.clamp(-128, 127)).abs().max() <= 0.5 + 1e-3
+
+
+def test_an_integer_bias_stays_exact() -> None:
+    a, b = torch.full((2, 2048), 127, dtype=torch.int8), torch.full((2048, 3), 127, dtype=torch.int8)
+    bias = torch.tensor([1, 2, 3], dtype=torch.int32)
+    assert gemmtune.int_mm(a, b, epilogue=[fuse.bias(bias)])[0].tolist() == [127 * 127 * 2048 + i for i in (1, 2, 3)]
+
+
+def int4(k: int, n: int) -> tuple[Tensor, Tensor]:
+    """The values 0..15 [K, N], and the same two to a byte [ceil(K / 2), N], low nibble first."""
+    values = torch.randint(0, 16, (k, n))
+    padded = torch.cat((values, torch.zeros(k % 2, n, dtype=torch.int64)))
+    return values, (padded[0::2] + 16 * padded[1::2]).to(torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("m", [1, 3, 20])
+@pytest.mark.parametrize("k", [32, 37])
+@pytest.mark.parametrize("zero", [None, "float", "int"])
+@pytest.mark.parametrize("group", [None, 16])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_mixed_mm(bits: int, group: int | None, zero: str | None, k: int, m: int, dtype: torch.dtype) -> None:
+    n = 6
+    x = torch.randn(m, k).to(dtype)
+    values, data = int4(k, n) if bits == 4 else (bytes_of(k, n), torch.empty(0))
+    data = values.to(torch.int8) if bits == 8 else data
+    shape = (n,) if group is None else (-(-k // group), n)
+    scale = (torch.rand(shape) * 0.02).to(dtype)
+    zeros = {None: None, "float": torch.randn(shape).to(dtype), "int": torch.randint(-3, 4, shape)}[zero]
+    offset = 8.0 if bits == 4 and zeros is None else (0.0 if zeros is None else zeros.double())
+    spread = (lambda t: t) if group is None else (lambda t: t.repeat_interleave(group, 0)[:k])
+    offset = spread(offset) if isinstance(offset, Tensor) else offset
+    wanted = x.double() @ ((values.double() - offset) * spread(scale.double()))
+    got = gemmtune.mixed_mm(x, data, scale, zeros, bits=bits, group_size=group)
+    assert got.dtype == dtype
+    tolerance = 1e-4 if dtype == torch.float32 else 3e-2
+    assert (got.double() - wanted).norm() <= tolerance * wanted.norm()
+
+
+def test_mixed_mm_takes_odd_addresses() -> None:
+    """ATen's own int8 kernel faults on these."""
+    x = torch.randn(4 * 64 + 1).bfloat16()[1:].view(4, 64)
+    w = bytes_of(8 * 64 + 3)[3:].view(8, 64)
+    scale = torch.rand(8).bfloat16()
+    wanted = (x.double() @ w.t().double()) * scale.double()
+    got = gemmtune.mixed_mm(x, w.t(), scale)
+    assert (got.double() - wanted).norm() <= 1e-2 * wanted.norm()
+
+
+def test_packed_operands_serve_all_three_kinds(own_store: MemoryStore) -> None:
+    register()
+    a, w = bytes_of(4, 16), bytes_of(5, 16)
+    serve(own_store, int_problem(4, 5, 16), evidence(toy("plain"), 0.1), chosen=toy("plain"))
+    packed = gemmtune.pack(w, m=4)
+    assert packed.layout == "toy:plain"
+    assert torch.equal(gemmtune.int_mm(a, packed), torch._int_mm(a, w.t()))
+    assert RAN[-1] == (toy("plain").id, 4, 4)
+    x, scale = torch.randn(3, 16).bfloat16(), torch.rand(5).bfloat16()
+    quant = gemmtune.pack(w, scale=scale, layout="toy:plain")
+    bias = torch.randn(5).bfloat16()
+    wanted = (x.double() @ w.t().double()) * scale.double() + bias.double()
+    for _ in range(2):
+        got = gemmtune.mixed_mm(x, quant, bias=bias)
+        assert (got.double() - wanted).norm() <= 1e-2 * wanted.norm()
+    got = gemmtune.mixed_mm(x, quant, bias=bias, out_dtype=torch.float32, epilogue=[fuse.relu()])
+    torch.testing.assert_close(got.double(), wanted.relu(), rtol=1e-5, atol=1e-5)
+    assert gemmtune.mixed_mm(x[:0], quant).shape == (0, 5)
+
+
+E4M3 = torch.float8_e4m3fn
+
+
+def test_scaled_mm_is_torchs() -> None:
+    a, b = torch.randn(4, 16).to(E4M3), torch.randn(32, 16).to(E4M3).t()
+    one = torch.tensor(0.5)
+    rows, cols = torch.rand(4, 1) + 0.5, torch.rand(1, 32) + 0.5
+    bias = torch.randn(32).bfloat16()
+    for scale_a, scale_b in ((one, one), (rows, cols)):
+        for extra in ({}, {"bias": bias}):
+            if scale_a is one or scaled_mm_takes_rows():
+                wanted = torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=torch.bfloat16, **extra)
+            else:
+                wanted = ((a.float() @ b.float()) * rows * cols + extra.get("bias", torch.zeros(1))).bfloat16()
+            got = gemmtune.scaled_mm(a, b, scale_a, scale_b, out_dtype=torch.bfloat16, **extra)
+            torch.testing.assert_close(got, wanted, rtol=1e-2, atol=1e-2)
+    for dtype in (None, E4M3):
+        result = gemmtune.scaled_mm(a, b, one, one, scale_result=torch.tensor(4.0), out_dtype=dtype)
+        wanted = torch._scaled_mm(a, b, one, one, scale_result=torch.tensor(4.0), out_dtype=dtype)
+        assert result.dtype == wanted.dtype == E4M3
+        torch.testing.assert_close(result.float(), wanted.float(), rtol=0.13, atol=0.01)
+    mixed = gemmtune.scaled_mm(a, b, rows, one, out_dtype=torch.float32)
+    torch.testing.assert_close(mixed, (a.float() @ b.float()) * rows * one)
+
+
+X, W8, S = torch.ones(2, 8), torch.ones(8, 3, dtype=torch.int8), torch.ones(3)
+ERRORS: list[tuple[Any, type[Exception], str]] = [
+    (lambda: gemmtune.int_mm(X, W8), DtypeError, "self's dtype to be one of int8, uint8; got float32"),
+    (lambda: gemmtune.int_mm(W8.t(), X.t()), DtypeError, "mat2's dtype"),
+    (lambda: gemmtune.int_mm(W8, W8), ShapeError, "8x3 and 8x3"),
+    (lambda: gemmtune.int_mm([1], W8), TypeError, "must be Tensor, not list"),
+    (lambda: gemmtune.mixed_mm(X, W8), TypeError, "missing argument 'scale'"),
+    (lambda: gemmtune.mixed_mm(X, W8, torch.ones(4)), ShapeError, r"scale of shape \[3\]; got \[4\]"),
+    (lambda: gemmtune.mixed_mm(X, W8, S, group_size=4), ShapeError, r"scale of shape \[2, 3\]"),
+    (lambda: gemmtune.mixed_mm(X, W8, S, group_size=0), ValueError, "group_size"),
+    (lambda: gemmtune.mixed_mm(X, W8, S, bits=3), ValueError, "bits must be 8 or 4"),
+    (lambda: gemmtune.mixed_mm(X, W8, S, bits=4), DtypeError, r"\(bits=4\) to be one of uint8"),
+    (lambda: gemmtune.mixed_mm(X, W8.view(torch.uint8), S, bits=4), ShapeError, "holds K = 16"),
+    (lambda: gemmtune.mixed_mm(X, W8, S.int()), DtypeError, "scale's dtype"),
+    (lambda: gemmtune.mixed_mm(X, W8, S, S.double()), DtypeError, "zero_point"),
+    (lambda: gemmtune.mixed_mm(X, W8, S, bias=torch.ones(2)), ShapeError, "axis 'col'"),
+    (lambda: gemmtune.mixed_mm(X.requires_grad_(), W8, S), GradError, "no gradient"),
+    (lambda: gemmtune.mixed_mm(X.int(), W8, S), DtypeError, "mat1's dtype"),
+    (lambda: gemmtune.mixed_mm(X, gemmtune.pack(W8.t().contiguous(), layout="aten:row")), PackedWeightError, "plain"),
+    (lambda: gemmtune.scaled_mm(X, X.t(), S[:1], S[:1]), DtypeError, "float8"),
+    (
+        lambda: gemmtune.scaled_mm(X.detach().to(E4M3), X.detach().t().to(E4M3), torch.ones(3), torch.ones(1)),
+        ShapeError,
+        "scale_a with 1 or 2 elements",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "text"), ERRORS, ids=[text for _, _, text in ERRORS])
+def test_errors(call: Any, kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=text):
+        call()
+
+
+@pytest.mark.parametrize(("m", "k", "n"), [(1, 9, 5), (5, 1, 9), (1, 1, 9), (9, 1, 1)])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
+def test_int_mm_of_rows_and_columns_with_unusual_strides(m: int, k: int, n: int, dtype: torch.dtype) -> None:
+    a, b = bytes_of(k, m, dtype=dtype).t(), bytes_of(n, k).t()
+    for _ in range(2):
+        assert torch.equal(gemmtune.int_mm(a, b).double(), a.double() @ b.double())
+
+
+def test_a_packed_weights_bits_groups_and_zero_point_cannot_be_contradicted() -> None:
+    x = torch.randn(2, 64)
+    packed = gemmtune.pack(bytes_of(4, 64), scale=torch.rand(2, 4), group_size=32)
+    assert gemmtune.mixed_mm(x, packed, bits=8, group_size=32).shape == (2, 4)
+    for wrong in ({"bits": 4}, {"group_size": 16}, {"zero_point": torch.zeros(2, 4)}):
+        for _ in range(2):
+            with pytest.raises(ValueError, match="packed weight"):
+                gemmtune.mixed_mm(x, packed, **wrong)
+
+
+def test_scaled_mm_checks_scale_result() -> None:
+    a = torch.zeros(16, 16).to(torch.float8_e4m3fn)
+    with pytest.raises(TypeError, match="scale_result"):
+        gemmtune.scaled_mm(a, a.t(), torch.ones(()), torch.ones(()), None, 3.0)  # type: ignore[arg-type]
+
+
+def test_raw_weights_and_fp8_are_served_by_their_kernel_without_asking_again(
+    own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """mixed_mm of a weight as it lies, and scaled_mm: described once."""
+    register()
+    x, q, scale, bias = torch.randn(3, 16), bytes_of(5, 16), torch.rand(5), torch.randn(5)
+    grouped = torch.rand(2, 5)
+    a, b = torch.randn(4, 16).to(E4M3), torch.randn(32, 16).to(E4M3).t()
+    rows, cols, extra = torch.rand(4, 1) + 0.5, torch.rand(1, 32) + 0.5, torch.randn(32).bfloat16()
+    product = x.double() @ q.t().double()
+    spread = grouped.repeat_interleave(8, 0).double()
+    calls: list[tuple[Any, Tensor]] = [
+        (lambda: gemmtune.mixed_mm(x, q.t(), scale), product * scale.double()),
+        (lambda: gemmtune.mixed_mm(x, q.t(), scale, bias=bias), product * scale.double() + bias.double()),
+        (lambda: gemmtune.mixed_mm(x, q.t(), scale, torch.ones(5)), (product - x.double().sum(1, True)) * scale),
+        (lambda: gemmtune.mixed_mm(x, q.t(), grouped, group_size=8), x.double() @ (q.t().double() * spread)),
+        (
+            lambda: gemmtune.scaled_mm(a, b, rows, cols, extra, out_dtype=torch.bfloat16),
+            (a.double() @ b.double()) * rows.double() * cols.double() + extra.double(),
+        ),
+        (
+            lambda: gemmtune.scaled_mm(a, b, rows[:1], cols[:, :1], out_dtype=torch.float32),
+            (a.double() @ b.double()) * rows[0].double() * cols[0, 0].double(),
+        ),
+    ]
+    with gemmtune.record() as recorded:
+        for call, _ in calls:
+            call()
+    assert len(recorded) == len(calls)
+    for tuned in (False, True):
+        if tuned:
+            for problem, _ in recorded.problems:
+                serve(own_store, problem, evidence(toy(), 0.1), chosen=toy())
+        for call, wanted in calls:
+            for _ in range(2):
+                RAN.clear()
+                torch.testing.assert_close(call().double(), wanted, rtol=1e-2, atol=1e-2)
+                assert len(RAN) == tuned
+        with monkeypatch.context() as patch:
+            patch.setattr("gemmtune.ops.describe.mixed_mm", lambda *_: pytest.fail("described again"))
+            patch.setattr("gemmtune.ops.describe.scaled_mm", lambda *_: pytest.fail("described again"))
+            for call, wanted in calls:
+                torch.testing.assert_close(call().double(), wanted, rtol=1e-2, atol=1e-2)
+
+
+def test_unusual_raw_operands_go_the_general_way() -> None:
+    x, q, scale = torch.randn(3, 16), bytes_of(5, 16), torch.rand(5)
+    wanted = (x.double() @ q.t().double()) * scale.double()
+    for _ in range(2):
+        for held in (scale, scale[None], torch._neg_view(-scale), torch.cat((scale, scale))[::2].copy_(scale)):
+            got = gemmtune.mixed_mm(x, q.t(), held)
+            torch.testing.assert_close(got.double(), wanted, rtol=1e-4, atol=1e-4)
+    assert gemmtune.mixed_mm(x, q.t(), scale, torch.zeros(5, dtype=torch.int8)).shape == (3, 5)
+    with pytest.raises(GradError, match="no gradient"):
+        gemmtune.mixed_mm(x, q.t(), scale.clone().requires_grad_())
+
+
+def test_int_mm_on_a_gpu_goes_through_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gemmtune.backends.aten import padding
+    from gemmtune.dispatch import fallback
+
+    class OnGpu:
+        is_cuda = True
+
+    assert fallback.int_product(OnGpu()) is padding.int_product  # type: ignore[arg-type]
+    assert fallback.int_product(torch.ones(2, 2, dtype=torch.int8)) is torch._int_mm
+
+
+def test_what_only_gpus_know_is_atens_there() -> None:
+    from gemmtune.ops.quantized import _is_atens
+
+    class OnGpu(Tensor):
+        @property
+        def is_cpu(self) -> bool:  # type: ignore[override]
+            return False
+
+        @property
+        def is_cuda(self) -> bool:  # type: ignore[override]
+            return True
+
+    a, b = torch.zeros(4, 16).as_subclass(OnGpu), torch.zeros(16, 32)
+    one, rows, cols = torch.ones(()), torch.ones(4, 1), torch.ones(1, 32)
+    for scale_a, scale_b, result, fast, whose in (
+        (one, one, None, False, False), (rows, cols, None, False, False), (rows, one, None, False, False),
+        (one, one, None, True, True), (one, one, one, False, True), (one.bfloat16(), one, None, False, True),
+        (torch.ones(4, 2), cols, None, False, True), (one, 3, None, False, False),
+    ):  # fmt: skip
+        assert _is_atens(a, b, scale_a, scale_b, result, fast) is whose
+    assert not _is_atens(b, b, one, one, None, True)

@@ -1,0 +1,135 @@
+"""A duel on simulated time: who wins, what a fault costs, and what the deadline allows."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from gemmtune.testing.clock import FakeClock
+from gemmtune.timing.clock import Run
+from gemmtune.timing.duel import Duel, duel
+from gemmtune.timing.lane import Lane
+
+
+def lane(name: str, run: Run, *, incumbent: bool = False, seconds: float = 1e-3) -> Lane:
+    """A lane of one call a timing, timed once before."""
+    return Lane(name, run, incumbent, None, calls=1, times={0: seconds})
+
+
+def fight(clock: FakeClock, challenger: Run, *, deadline_s: float = 60.0) -> tuple[Duel, Lane]:
+    """A duel of ``challenger`` with an incumbent of a millisecond."""
+    mine = lane("native", challenger)
+    theirs = lane("aten", clock.kernel(1e-3), incumbent=True)
+    found = duel(mine, theirs, clock, lambda _: deadline_s, random.Random(0))
+    return found, mine
+
+
+def raising_from(call: int, run: Run) -> Run:
+    """``run``, which raises from so many calls on."""
+    calls = 0
+
+    def counted(i: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls >= call:
+            raise RuntimeError("misaligned address")
+        run(i)
+
+    return counted
+
+
+@pytest.mark.parametrize("call", [1, 2, 49, 51])
+def test_a_challenger_that_raises_has_lost_and_is_dropped(call: int) -> None:
+    clock = FakeClock()
+    found, mine = fight(clock, raising_from(call, clock.kernel(0.996e-3)))
+    assert not found.won
+    assert not found.decided
+    assert found.reason == "native raised RuntimeError: misaligned address in the duel"
+    assert (mine.stage, mine.active, mine.reason) == ("failed", False, found.reason)
+    assert len(found.challenger) == len(found.incumbent) == call - 1
+
+
+def test_an_incumbent_that_raises_is_dropped_too() -> None:
+    clock = FakeClock()
+    mine, theirs = lane("native", clock.kernel(1e-3)), lane("aten", raising_from(7, clock.kernel(1e-3)), incumbent=True)
+    found = duel(mine, theirs, clock, lambda _: 60.0, random.Random(0))
+    assert not found.won
+    assert found.reason.startswith("aten raised RuntimeError")
+    assert (theirs.stage, theirs.active) == ("failed", False)
+    assert mine.active
+
+
+def test_a_faster_challenger_wins_at_the_first_look() -> None:
+    clock = FakeClock()
+    found, mine = fight(clock, clock.kernel(0.8e-3))
+    assert found.won
+    assert found.decided
+    assert len(found.challenger) == 50
+    assert found.interval is not None
+    assert found.interval.lo <= 0.8 <= found.interval.hi
+    assert mine.active
+
+
+def test_pairs_that_empty_the_caches_first_are_looked_at_earlier() -> None:
+    """Twelve of them span half a second, as few pairs of slow calls do; fifty take more than a race may last."""
+    clock = FakeClock(chill_s=20e-3)
+    found, _ = fight(clock, clock.kernel(0.5e-3), deadline_s=0.8)
+    assert found.won
+    assert len(found.challenger) == 12
+
+
+def test_a_slower_challenger_is_settled_without_a_gain_to_hide() -> None:
+    clock = FakeClock()
+    found, _ = fight(clock, clock.kernel(1.2e-3))
+    assert not found.won
+    assert found.decided
+    assert not found.may_hide_a_gain
+    assert "not faster by 0.3%" in found.reason
+
+
+def test_without_time_nothing_is_decided() -> None:
+    clock = FakeClock()
+    found, _ = fight(clock, clock.kernel(0.5e-3), deadline_s=0.0)
+    assert not found.won
+    assert not found.decided
+    assert found.may_hide_a_gain
+    assert found.reason == "the budget allowed 0 pairs; a decision needs 9, so the incumbent stays"
+
+
+def test_few_pairs_in_the_time_there_is_can_be_enough() -> None:
+    clock = FakeClock(noise=0.001)
+    found, _ = fight(clock, clock.kernel(0.5e-3), deadline_s=0.02)
+    assert found.won
+    assert 9 <= len(found.challenger) < 20
+
+
+def test_slow_pairs_are_looked_at_sooner() -> None:
+    clock = FakeClock(noise=0.001)
+    mine, theirs = lane("native", clock.kernel(5e-3), seconds=5e-3), lane("aten", clock.kernel(9e-3), seconds=9e-3)
+    assert len(duel(mine, theirs, clock, lambda _: 60.0, random.Random(0)).challenger) == 12
+
+
+def test_operands_are_moved_twice_before_the_first_look() -> None:
+    clock = FakeClock()
+    moves: list[float] = []
+
+    def move() -> bool:
+        moves.append(clock.now())
+        return True
+
+    mine, theirs = lane("native", clock.kernel(0.5e-3)), lane("aten", clock.kernel(1e-3))
+    found = duel(mine, theirs, clock, lambda _: 60.0, random.Random(0), move)
+    assert found.won
+    assert found.places == [16, 33]
+    assert len(moves) == 2
+
+
+def test_a_winner_wins_wherever_the_operands_lie() -> None:
+    """It is 5% slower before the operands move (after 16 pairs), and 30% faster from then on."""
+    clock = FakeClock(noise=0.001)
+    seconds = iter([1.05e-3] * 16)
+    mine = lane("native", lambda i: clock.kernel(next(seconds, 0.7e-3))(i))
+    found = duel(mine, lane("aten", clock.kernel(1e-3)), clock, lambda _: 1.0, random.Random(0), lambda: True)
+    assert not found.won
+    assert "not decided" in found.reason

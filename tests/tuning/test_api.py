@@ -1,0 +1,224 @@
+"""tune() and the on-miss policy, with the real tuner in this process's hands replaced by a recording one."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import msgspec
+import pytest
+import torch
+from torch import nn
+
+import gemmtune
+from gemmtune import backends
+from gemmtune.core.decision import Decision
+from gemmtune.core.errors import UnsupportedError
+from gemmtune.core.problem import Problem
+from gemmtune.core.target import Target
+from gemmtune.core.workloads import linear_problem
+from gemmtune.dispatch import RUNTIME, runtime
+from gemmtune.store import MemoryStore
+from gemmtune.tuning.api import tune_missing
+from gemmtune.tuning.tuner import Tuner
+from helpers.serving import RAN, decide, evidence, register, toy
+
+
+class FakeTuner:
+    """Decides for the toy kernel at once, and remembers what it was made with."""
+
+    made: ClassVar[list[dict[str, Any]]] = []
+
+    def __init__(self, target: Any, names: Any, store: Any, budget: Any, progress: Any, **options: Any) -> None:
+        self.target, self.store = target, store
+        FakeTuner.made.append({"names": tuple(names), "seconds": budget.seconds, **options})
+
+    def tune(self, problems: Iterable[tuple[Problem, int]]) -> list[Decision]:
+        made = [decide(problem, evidence(toy(), 0.1), chosen=toy()) for problem, _ in problems]
+        decisions = [msgspec.structs.replace(decision, target_key=self.target.key) for decision in made]
+        for decision in decisions:
+            self.store.put(self.target, decision)
+        return decisions
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch: pytest.MonkeyPatch) -> None:
+    register()
+    RAN.clear()
+    FakeTuner.made.clear()
+    monkeypatch.setattr("gemmtune.tuning.tuner.Tuner", FakeTuner)
+
+
+def test_problems_alone_or_counted(own_store: MemoryStore) -> None:
+    problem = linear_problem(3, 5, 4, "float32", constant=False)
+    for given in (problem, [problem], [(problem, 7)]):
+        assert [d.problem_key for d in gemmtune.tune(given)] == [problem.key]  # type: ignore[arg-type]
+    assert own_store.get(gemmtune.current_target(), problem.key) is not None
+    gemmtune.linear(torch.randn(3, 4), torch.randn(5, 4))
+    assert [(toy().id, 3, 3)] == RAN
+
+
+def test_a_models_problems() -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2))
+    decisions = gemmtune.tune(model, [torch.randn(3, 4), (torch.randn(1, 4),), {"input": torch.randn(2, 4)}])
+    assert sorted(d.problem["m"] for d in decisions) == [1, 1, 2, 2, 3, 3]
+
+
+def test_options_reach_the_tuner() -> None:
+    other = MemoryStore()
+    gemmtune.tune(linear_problem(1, 5, 4, "float32"), budget=2, backends=["aten"], force=True, store=other)
+    (made,) = FakeTuner.made
+    assert (made["names"], made["seconds"], made["force"]) == (("aten",), 2.0, True)
+    assert len(list(other.decisions())) == 1
+    assert RUNTIME.store() is other
+
+
+def test_arguments() -> None:
+    with pytest.raises(TypeError, match="a model needs example_inputs"):
+        gemmtune.tune(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="Problems need none"):
+        gemmtune.tune([], torch.ones(2))
+    with pytest.raises(TypeError, match=r"expected Problems or \(Problem, count\) pairs; got int"):
+        gemmtune.tune([3])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="unknown backend 'cublas'"):
+        gemmtune.tune([], backends=["cublas"])
+    with pytest.raises(TypeError, match="sequence of names"):
+        gemmtune.tune([], backends="aten")
+
+
+def test_on_miss_tunes_then_serves() -> None:
+    x, w = torch.randn(3, 4), torch.randn(5, 4)
+    with gemmtune.policy("on-miss"):
+        for _ in range(3):
+            torch.testing.assert_close(gemmtune.linear(x, w), torch.nn.functional.linear(x, w))
+    assert len(FakeTuner.made) == 1
+    assert len(RAN) == 3
+
+
+def test_on_miss_survives_a_tuner_that_fails(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("no worker today")
+
+    monkeypatch.setattr(FakeTuner, "tune", fail)
+    x, w = torch.randn(3, 4), torch.randn(5, 4)
+    with gemmtune.policy("on-miss"):
+        torch.testing.assert_close(gemmtune.linear(x, w), torch.nn.functional.linear(x, w))
+    assert "no worker today" in caplog.text
+
+
+def test_on_miss_does_not_wait_for_another_process(own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ATen serves while the lease is somebody else's; once they have decided, so does their kernel."""
+    monkeypatch.setattr("gemmtune.tuning.tuner.Tuner", Tuner)
+    monkeypatch.setattr("gemmtune.tuning.tuner.Tuner._tune_one", lambda *_: pytest.fail("tuned under another's lease"))
+    monkeypatch.setattr("gemmtune.tuning.api.LOOK_S", 0.01)
+    x, w = torch.randn(3, 4), torch.randn(5, 4)
+    problem = linear_problem(3, 5, 4, "float32", constant=False)
+    lease = own_store.lease(gemmtune.current_target(), problem.key, 60.0)
+    assert lease is not None
+    with gemmtune.policy("on-miss"):
+        for _ in range(3):
+            torch.testing.assert_close(gemmtune.linear(x, w), torch.nn.functional.linear(x, w))
+        assert RAN == []
+        own_store.put(gemmtune.current_target(), decide(problem, evidence(toy(), 0.1), chosen=toy()))
+        lease.release()
+        deadline = time.monotonic() + 30.0
+        while not RAN and time.monotonic() < deadline:
+            gemmtune.linear(x, w)
+            time.sleep(0.01)
+    assert (toy().id, 3, 3) in RAN
+
+
+def test_on_miss_takes_over_when_the_other_gives_up(own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned: list[str] = []
+
+    def tune_one(self: Tuner, problem: Problem, _: object) -> Decision:
+        tuned.append(problem.key)
+        decision = decide(problem, evidence(toy(), 0.1), chosen=toy())
+        own_store.put(gemmtune.current_target(), decision)
+        return decision
+
+    monkeypatch.setattr("gemmtune.tuning.tuner.Tuner", Tuner)
+    monkeypatch.setattr("gemmtune.tuning.tuner.Tuner._tune_one", tune_one)
+    monkeypatch.setattr("gemmtune.tuning.api.LOOK_S", 0.01)
+    x, w = torch.randn(3, 4), torch.randn(5, 4)
+    problem = linear_problem(3, 5, 4, "float32", constant=False)
+    lease = own_store.lease(gemmtune.current_target(), problem.key, 60.0)
+    assert lease is not None
+    with gemmtune.policy("on-miss"):
+        gemmtune.linear(x, w)
+        assert tuned == []
+        lease.release()
+        deadline = time.monotonic() + 30.0
+        while not RAN and time.monotonic() < deadline:
+            gemmtune.linear(x, w)
+            time.sleep(0.01)
+    assert tuned == [problem.key]
+    assert own_store.leased(gemmtune.current_target(), problem.key) is None
+
+
+H200 = Target("cuda", "H200", "9.0", caches=(232448, 0, 62914560), cores=132)
+OTHER = Target("cuda", "A100", "8.0", caches=(166912, 0, 41943040), cores=108)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Where ``current_target`` was asked for; anything but the CPU is a made-up GPU."""
+    asked: list[Any] = []
+    real = runtime.current_target
+
+    def current_target(device: Any = "cpu") -> Target:
+        asked.append(str(device))
+        return real() if str(device) == "cpu" else OTHER if str(device) == "cuda:3" else H200
+
+    monkeypatch.setattr(runtime, "current_target", current_target)
+    return asked
+
+
+def test_a_device_has_its_own_target_and_backends(gpu: list[Any], own_store: MemoryStore) -> None:
+    problem = linear_problem(3, 5, 4, "bfloat16")
+    (decision,) = gemmtune.tune(problem, device="cuda:1", latency="eager")
+    assert gpu[0] == "cuda:1"
+    (made,) = FakeTuner.made
+    assert made["names"] == backends.names("cuda")
+    assert made["latency"] == "eager"
+    assert own_store.get(H200, problem.key) == decision
+    FakeTuner.made.clear()
+    gemmtune.tune(problem)
+    assert FakeTuner.made[0]["names"] == backends.names("cpu")
+    assert FakeTuner.made[0]["latency"] == "graph"
+    with pytest.raises(ValueError, match="latency must be 'graph' or 'eager'; got 'now'"):
+        gemmtune.tune(problem, latency="now")  # type: ignore[arg-type]
+
+
+def test_a_model_is_tuned_where_it_ran_unless_told(gpu: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = nn.Linear(4, 5), torch.randn(3, 4)
+    gemmtune.tune(model, x)
+    assert gpu[0] == "cpu"
+    gpu.clear()
+    gemmtune.tune(model, x, device="cuda")
+    assert gpu[0] == "cuda"
+    gpu.clear()
+    here, there = torch.device("cpu"), torch.device("cuda", 0)
+    recording: Any = importlib.import_module("gemmtune.ops.record")
+    monkeypatch.setattr(recording, "_device", lambda args, _: there if args[0].shape[0] == 3 else here)
+    both = gemmtune.tune(model, [x, torch.randn(2, 4)])
+    assert list(dict.fromkeys(gpu))[:2] == ["cuda:0", "cpu"]
+    assert [decision.problem["m"] for decision in both] == [3, 2]
+
+
+def test_a_miss_on_a_gpu_is_tuned_for_it(gpu: list[Any], own_store: MemoryStore) -> None:
+    problem = linear_problem(3, 5, 4, "bfloat16")
+    tune_missing(problem, torch.device("cuda", 0))
+    assert own_store.get(H200, problem.key) is not None
+    assert FakeTuner.made[0]["names"] == backends.names("cuda")
+
+
+def test_a_gpu_unlike_the_first_is_not_tuned_for_by_accident(gpu: list[Any], caplog: Any) -> None:
+    problem = linear_problem(3, 5, 4, "bfloat16")
+    with pytest.raises(UnsupportedError, match=r"cuda:3 \(A100\) is not like it: set CUDA_VISIBLE_DEVICES"):
+        gemmtune.tune(problem, device="cuda:3")
+    tune_missing(problem, torch.device("cuda", 3))
+    assert "tuning on a miss failed (tuning runs on the first GPU" in caplog.text
+    assert FakeTuner.made == []
