@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn, ParamSpe
 import typer
 
 from ..core.printable import visible
+from .errors import usage
 
 if TYPE_CHECKING:
     from rich.console import Console

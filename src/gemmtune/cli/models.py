@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..core.errors import GemmtuneError
-from .terminal import usage
+from .errors import usage
 
 if TYPE_CHECKING:
     import torch

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.console import Console
 
 from ..core.printable import visible
@@ -27,8 +26,3 @@ class PlainConsole(Console):
     def render_str(self, text: str, **options: Any) -> Text:
         """What rich makes Text of every string with, whether printed by itself or in a table."""
         return super().render_str(visible(text), **options)
-
-
-def usage(message: str) -> NoReturn:
-    """Wrong usage: one line on stderr, exit code 2."""
-    raise typer.BadParameter(visible(message))

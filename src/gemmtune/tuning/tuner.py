@@ -58,10 +58,10 @@ class Tuner:
     backend_names: whose candidates to try; ATen's always are. isolate: work in a worker process (False: in this one,
     for debugging; a candidate that crashes takes the process along). force: tune even what the store knows (failures
     remembered in the store stay failures). progress: called with the events of ``core/events.py``. wait: for the
-    decision of another process that is tuning the same problem (False: leave the problem out; never two at once). hot: race on
-    operands that are in the cache, where serving finds them in memory unless a model is tiny. latency: what a GPU's
-    calls are timed as, in a CUDA graph (``graph``) or launched one by one (``eager``), as they will be served; CPUs
-    know no difference. Raises ValueError for another latency.
+    decision of another process that is tuning the same problem (False: leave the problem out; never two at once). hot:
+    race on operands that are in the cache, where serving finds them in memory unless a model is tiny. latency: what a
+    GPU's calls are timed as, in a CUDA graph (``graph``) or launched one by one (``eager``), as they will be served;
+    CPUs know no difference. Raises ValueError for another latency.
     """
 
     def __init__(
