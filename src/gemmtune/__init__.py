@@ -12,10 +12,15 @@ if TYPE_CHECKING:
     from .core.weights import PackedWeight
     from .dispatch import current_target, policy, refresh
     from .nn.optimize import Handle, optimize
-    from .ops.floating import addmm, bmm, linear, mm
+    from .ops.addmm import addmm
+    from .ops.bmm import bmm
+    from .ops.int_mm import int_mm
+    from .ops.linear import linear
+    from .ops.mixed_mm import mixed_mm
+    from .ops.mm import mm
     from .ops.packing import pack, unpack
-    from .ops.quantized import int_mm, mixed_mm, scaled_mm
     from .ops.record import Recording, record
+    from .ops.scaled_mm import scaled_mm
     from .ops.weight_only import WeightOnly, register_weight_only
     from .tuning.api import tune
 
@@ -30,8 +35,8 @@ __all__ = [
 
 # Imported when first used: the command line answers `--help` without torch, and the ops come without the tuner.
 _MODULE_OF = {
-    "addmm": "ops.floating", "bmm": "ops.floating", "linear": "ops.floating", "mm": "ops.floating",
-    "int_mm": "ops.quantized", "mixed_mm": "ops.quantized", "scaled_mm": "ops.quantized",
+    "addmm": "ops.addmm", "bmm": "ops.bmm", "linear": "ops.linear", "mm": "ops.mm",
+    "int_mm": "ops.int_mm", "mixed_mm": "ops.mixed_mm", "scaled_mm": "ops.scaled_mm",
     "pack": "ops.packing", "unpack": "ops.packing", "PackedWeight": "core.weights",
     "record": "ops.record", "Recording": "ops.record",
     "register_weight_only": "ops.weight_only", "WeightOnly": "ops.weight_only",

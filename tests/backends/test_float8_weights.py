@@ -13,7 +13,7 @@ from gemmtune.core.candidate import Candidate
 from gemmtune.core.checks import DtypeError
 from gemmtune.core.workloads import build, dtype_name, weight_only_problem
 from gemmtune.dispatch import current_target
-from gemmtune.ops import describe
+from gemmtune.ops.mixed_mm import quant_weight
 
 K, N = 256, 70
 
@@ -46,12 +46,12 @@ def test_every_byte_is_converted_exactly(dtype: str) -> None:
     assert {str(c["isa"]) for c in candidates} >= {"portable"}
     for candidate in candidates:
         kernel = native.load(Artifact(candidate, native.source_digest()), problem)
-        packed = kernel.pack(describe.quantized(weight.t(), scale, None, 8, None, K))
+        packed = kernel.pack(quant_weight(weight.t(), scale, None, 8, None, K))
         assert torch.equal(native.unpack(packed).data.view(torch.uint8), weight.t().view(torch.uint8)), candidate.id
         out = torch.empty(K, N, dtype=x.dtype)
         kernel.run(x, packed, (), out)
         assert torch.equal(out.isnan().any(0), is_nan.any(1)), candidate.id
-        kernel.run(x, kernel.pack(describe.quantized(numbers.t(), scale, None, 8, None, K)), (), out)
+        kernel.run(x, kernel.pack(quant_weight(numbers.t(), scale, None, 8, None, K)), (), out)
         assert torch.equal(out, wanted), candidate.id
 
 

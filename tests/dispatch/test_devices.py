@@ -22,8 +22,8 @@ from gemmtune.core.target import Target
 from gemmtune.core.weights import PackedWeight
 from gemmtune.core.workloads import linear_problem
 from gemmtune.dispatch import RUNTIME, build_plan, current_target, guards, runtime, specialize
-from gemmtune.dispatch import serve as launch
-from gemmtune.dispatch.runtime import TABLE
+from gemmtune.dispatch import call as call_module
+from gemmtune.dispatch.cache import DISPATCH_CACHE
 from gemmtune.store import MemoryStore
 from helpers.serving import RAN, decide, evidence, register, toy
 from helpers.serving import serve as put_in_store
@@ -112,9 +112,9 @@ def test_nothing_is_loaded_while_a_graph_is_captured(own_store: MemoryStore, mon
         captured[0] = True
         assert RUNTIME.kernel_for(problem(3), None, FIRST) is kernel
     call = SimpleNamespace(a=SimpleNamespace(is_cuda=True, device=FIRST), tensors=())
-    assert launch.passing(call)  # type: ignore[arg-type]
+    assert call_module.is_transient(call)  # type: ignore[arg-type]
     captured[0] = False
-    assert not launch.passing(call)  # type: ignore[arg-type]
+    assert not call_module.is_transient(call)  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("gpus", "verified")
@@ -154,7 +154,7 @@ def test_only_the_operands_device_is_made_current(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(specialize, "current_device", lambda: now[0])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     ours = SimpleNamespace(candidate=toy())
-    run = specialize.there(lambda a, b: a + b, ours, SECOND)  # type: ignore[arg-type]
+    run = specialize.with_device_guard(lambda a, b: a + b, ours, SECOND)  # type: ignore[arg-type]
     assert run(1, 2) == 3
     assert entered == [1]
     now[0] = 1
@@ -162,9 +162,9 @@ def test_only_the_operands_device_is_made_current(monkeypatch: pytest.MonkeyPatc
     assert entered == [1]
     plain = SimpleNamespace(candidate=Candidate.make("aten", "mm"))
     for kernel, place in ((plain, SECOND), (ours, runtime.CPU)):
-        assert specialize.there(max, kernel, place) is max  # type: ignore[arg-type]
+        assert specialize.with_device_guard(max, kernel, place) is max  # type: ignore[arg-type]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert specialize.there(max, ours, FIRST) is max  # type: ignore[arg-type]
+    assert specialize.with_device_guard(max, ours, FIRST) is max  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -196,8 +196,8 @@ def test_what_is_prepared_runs_and_allocates_on_its_device(packed: bool, monkeyp
         ran.append((now[0], out, *operands))
 
     ours: Any = SimpleNamespace(candidate=toy())
-    fresh = specialize.launching(go, ours, call, 3, lambda error, *operands: operands[0])
-    write = specialize.writing(go, ours, call, 3)
+    fresh = specialize.launch_functional(go, ours, call, 3, lambda error, *operands: operands[0])
+    write = specialize.launch_out(go, ours, call, 3)
     passed = (x, *weight.data, bias) if isinstance(weight, PackedWeight) else (x, w, bias)
     for place in (0, 1):
         now[0] = place
@@ -214,15 +214,15 @@ def test_what_is_prepared_runs_and_allocates_on_its_device(packed: bool, monkeyp
 
 def test_what_is_special() -> None:
     x = torch.randn(2, 2)
-    assert not guards.special(x)
-    assert not guards.special(torch.nn.Parameter(x))
-    assert guards.special(x.to("meta"))
-    assert not guards.unusual(x.to("meta"))
+    assert not guards.needs_torch(x)
+    assert not guards.needs_torch(torch.nn.Parameter(x))
+    assert guards.needs_torch(x.to("meta"))
+    assert not guards.is_unusual(x.to("meta"))
     negated = torch._neg_view(x)
-    assert guards.special(negated)
-    assert guards.unusual(negated)
-    assert guards.special(x.as_subclass(type("Mine", (torch.Tensor,), {})))
-    assert not guards.capturing(runtime.CPU)
+    assert guards.needs_torch(negated)
+    assert guards.is_unusual(negated)
+    assert guards.needs_torch(x.as_subclass(type("Mine", (torch.Tensor,), {})))
+    assert not guards.is_capturing(runtime.CPU)
 
 
 def test_variants_tell_devices_apart(own_store: MemoryStore) -> None:
@@ -235,7 +235,7 @@ def test_variants_tell_devices_apart(own_store: MemoryStore) -> None:
     gemmtune.addmm(torch.randn(3, 5), x, w)
     gemmtune.bmm(x[None], w[None])
     gemmtune.int_mm(ints, ints.t())
-    assert [len(variants) for variants in TABLE.values()] == [1] * 5
+    assert [len(variants) for variants in DISPATCH_CACHE.values()] == [1] * 5
     y, v = x.to("meta"), w.to("meta")
     for got, shape in (
         (gemmtune.mm(y, v), (3, 5)),
@@ -245,7 +245,7 @@ def test_variants_tell_devices_apart(own_store: MemoryStore) -> None:
         (gemmtune.int_mm(ints.to("meta"), ints.t().to("meta")), (3, 3)),
     ):
         assert (got.device.type, tuple(got.shape)) == ("meta", shape)
-    assert [len(variants) for variants in TABLE.values()] == [2] * 5
+    assert [len(variants) for variants in DISPATCH_CACHE.values()] == [2] * 5
 
 
 def test_a_weight_packed_on_another_device_is_named() -> None:

@@ -15,9 +15,9 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gemmtune
+from gemmtune.core.problem import Problem
 from gemmtune.core.workloads import linear_problem
-from gemmtune.dispatch import guards
-from gemmtune.dispatch import serve as launch
+from gemmtune.dispatch import cache, guards
 from gemmtune.store import MemoryStore
 from helpers.serving import RAN, evidence, register, toy
 from helpers.serving import serve as put_in_store
@@ -44,13 +44,13 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     gemmtune.refresh()  # what was prepared with such checks
 
 
-def holds(check: guards.Check, *operands: Any) -> bool:
-    """As ``launch.serve`` asks."""
-    return not launch._dispatch_modes() and forward_ad._current_level < 0 and check(*operands)
+def holds(check: guards.Guard, *operands: Any) -> bool:
+    """As ``cache.lookup`` asks."""
+    return cache.is_reachable() and check(*operands)
 
 
 def test_it_holds_of_what_is_alike() -> None:
-    check = guards.check_like(X, W)
+    check = guards.make_guard(X, W)
     assert holds(check, X, W)
     assert holds(check, torch.zeros(3, 4), torch.ones(5, 4))
     assert holds(check, torch.randn(4, 4)[1:], W)
@@ -76,27 +76,27 @@ OTHERS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("place", [0, 1])
 def test_it_does_not_hold_of_other(name: str, place: int) -> None:
-    check, operands = guards.check_like(X, X.clone()), [X, X.clone()]
+    check, operands = guards.make_guard(X, X.clone()), [X, X.clone()]
     assert holds(check, *operands)
     operands[place] = OTHERS[name]()
     assert not holds(check, *operands)
     if name not in ("a fake tensor", "no tensor", "nothing"):  # of which none is made
-        assert not holds(guards.check_like(*operands), X, X.clone())
+        assert not holds(guards.make_guard(*operands), X, X.clone())
 
 
 def test_a_tensor_made_for_inference_is_another() -> None:
     with torch.inference_mode():
         x = torch.zeros(3, 4)
-        check = guards.check_like(x, W)
+        check = guards.make_guard(x, W)
         assert holds(check, torch.ones(3, 4), W)
         assert not holds(check, X, W)
-    assert not holds(guards.check_like(X, W), x, W)
+    assert not holds(guards.make_guard(X, W), x, W)
 
 
 def test_it_does_not_hold_of_what_requires_a_gradient() -> None:
     """Whether gradients are on is in the keys of the ops."""
     leaf = torch.zeros(3, 4, requires_grad=True)
-    check = guards.check_like(leaf, W)
+    check = guards.make_guard(leaf, W)
     assert holds(check, torch.ones(3, 4, requires_grad=True), W)
     assert not holds(check, X, W)
 
@@ -120,7 +120,7 @@ BLOCKS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("name", [*STATES, *BLOCKS])
 def test_it_does_not_hold_in_another_state(name: str) -> None:
     """Neither of the operands that the state is about, nor of what the check was made of."""
-    check = guards.check_like(X, W)
+    check = guards.make_guard(X, W)
     seen: list[bool] = []
 
     def ask(x: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ def test_it_does_not_hold_in_another_state(name: str) -> None:
 
 
 def test_a_tensor_given_twice_is_known_again() -> None:
-    same, apart = guards.check_like(X, X, W), guards.check_like(X, X.clone(), W)
+    same, apart = guards.make_guard(X, X, W), guards.make_guard(X, X.clone(), W)
     other = torch.zeros(3, 4)
     assert holds(same, other, other, W)
     assert not holds(same, X, other, W)
@@ -148,7 +148,7 @@ def test_a_tensor_given_twice_is_known_again() -> None:
 def test_no_tensor_is_kept() -> None:
     x = torch.randn(3, 4)
     gone = weakref.ref(x)
-    checks = [guards.check_like(x, W), guards.check_like(x, x)]
+    checks = [guards.make_guard(x, W), guards.make_guard(x, x)]
     del x
     gc.collect()
     assert gone() is None
@@ -160,7 +160,7 @@ def test_ops_are_served_by_either(own_store: MemoryStore, monkeypatch: pytest.Mo
     put_in_store(own_store, linear_problem(3, 5, 4, "float32", constant=False), evidence(toy(), 0.1), chosen=toy())
     wanted = torch.nn.functional.linear(X, W)
     torch.testing.assert_close(gemmtune.linear(X, W), wanted)
-    monkeypatch.setattr("gemmtune.ops.describe.linear", lambda *_: pytest.fail("described again"))
+    monkeypatch.setattr(Problem, "__post_init__", lambda _: pytest.fail("described again"))
     RAN.clear()
     torch.testing.assert_close(gemmtune.linear(X.clone(), W), wanted)
     assert len(RAN) == 1

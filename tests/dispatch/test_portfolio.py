@@ -10,7 +10,7 @@ from gemmtune.core.candidate import Candidate
 from gemmtune.core.epilogue import Step
 from gemmtune.core.workloads import bmm_problem, linear_problem
 from gemmtune.dispatch import build_plan, choose_packing, rank_packings
-from gemmtune.dispatch.portfolio import layouts_in_use, point
+from gemmtune.dispatch.portfolio import layouts_in_use, tuned_point
 from helpers.serving import decide, evidence, toy
 
 
@@ -46,7 +46,9 @@ def test_a_layout_must_serve_every_m_and_be_worth_it() -> None:
 
 
 def test_layouts_in_use_are_all_that_have_a_kernel_and_the_one_with_the_least_total_time_is_first() -> None:
-    points = [point(decision) for decision in (at(1, plain=0.1, other=2.0, raw=0.05), at(64, other=0.1, third=0.2))]
+    points = [
+        tuned_point(decision) for decision in (at(1, plain=0.1, other=2.0, raw=0.05), at(64, other=0.1, third=0.2))
+    ]
     assert layouts_in_use(points) == ["toy:third", "toy:other", "toy:plain"]
     assert rank_packings(points) == ["toy:third", None]  # the others are slower than the raw weight
     assert layouts_in_use([]) == []

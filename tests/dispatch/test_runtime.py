@@ -19,7 +19,7 @@ from gemmtune.core.problem import Problem
 from gemmtune.core.target import Target
 from gemmtune.core.workloads import linear_problem
 from gemmtune.dispatch import RUNTIME, current_target, policy
-from gemmtune.dispatch.runtime import TABLE
+from gemmtune.dispatch.cache import DISPATCH_CACHE
 from gemmtune.store import MemoryStore
 from helpers.forking import child_of_fork_while_held
 from helpers.serving import RAN, decide, evidence, register, serve, toy
@@ -143,11 +143,11 @@ def test_what_was_prepared_before_a_refresh_is_not_remembered(
     monkeypatch.setattr(RUNTIME, "kernel_for", interrupted)
     for call in calls:
         call()
-        assert not TABLE
+        assert not DISPATCH_CACHE
     monkeypatch.setattr(RUNTIME, "kernel_for", choose)
     for count, call in enumerate(calls):
         call()
-        assert len(TABLE) == count + 1
+        assert len(DISPATCH_CACHE) == count + 1
 
 
 def test_other_threads_are_served_while_a_miss_is_tuned(
@@ -260,7 +260,7 @@ def test_the_table_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gemmtune.dispatch.runtime._LIMIT", 4)
     for m in range(1, 9):
         assert served(m) is None
-    assert len(TABLE) == 4
+    assert len(DISPATCH_CACHE) == 4
 
 
 def test_many_threads_at_first_sight(own_store: MemoryStore) -> None:

@@ -25,7 +25,7 @@ from gemmtune.core.problem import Layout, Operand, Problem
 from gemmtune.core.weights import QuantWeight
 from gemmtune.core.workloads import bmm_problem, fp8_problem, int_problem, linear_problem, weight_only_problem
 from gemmtune.dispatch import RUNTIME, current_target
-from gemmtune.dispatch.runtime import TABLE
+from gemmtune.dispatch.cache import DISPATCH_CACHE
 from gemmtune.store import MemoryStore
 from gemmtune.verify import oracle as reference
 from gemmtune.verify.inputs import make_inputs
@@ -307,7 +307,7 @@ def test_tuned_ops_are_served_by_their_kernel(place: int, own_store: MemoryStore
     for count in (1, 2, 3):
         right(call(), wanted)
         assert len(RAN) == count, name
-    assert TABLE
+    assert DISPATCH_CACHE
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -347,7 +347,7 @@ def test_a_first_sight_within_a_capture_is_plain_and_forgotten(own_store: Memory
     with torch.cuda.graph(graph):
         got = gemmtune.mm(x, w)
     assert RAN == []
-    assert not TABLE
+    assert not DISPATCH_CACHE
     graph.replay()
     right(got, x.double() @ w.double())
     right(gemmtune.mm(x, w), x.double() @ w.double())

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import gemmtune
 from gemmtune.core.checks import GradError
-from gemmtune.ops.describe import addmm, bmm, linear, mm
+from gemmtune.ops import addmm, bmm, linear, mm
 from gemmtune.store import MemoryStore
 from helpers.serving import RAN, evidence, register, serve, toy
 
@@ -23,14 +23,15 @@ X, W, B, A, C = leaf(3, 4), leaf(5, 4), leaf(5), leaf(4, 5), leaf(3, 5)
 BATCH_A, BATCH_B = leaf(2, 3, 4), leaf(2, 4, 5)
 
 CASES: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...], Callable[[], object]]] = {
-    "mm": (gemmtune.mm, (X, A), lambda: mm(X, A)),
-    "linear": (gemmtune.linear, (X, W, B), lambda: linear(X, W, B)),
-    "linear 3-D": (gemmtune.linear, (leaf(2, 3, 4), W), lambda: linear(leaf(2, 3, 4), W, None)),
+    "mm": (gemmtune.mm, (X, A), lambda: mm.describe(X, A)),
+    "linear": (gemmtune.linear, (X, W, B), lambda: linear.describe(X, W, B)),
+    "linear 3-D": (gemmtune.linear, (leaf(2, 3, 4), W), lambda: linear.describe(leaf(2, 3, 4), W, None)),
     "addmm": (
-        lambda c, x, a: gemmtune.addmm(c, x, a, beta=0.5, alpha=2.0), (C, X, A), lambda: addmm(C, X, A, 0.5, 2.0)
+        lambda c, x, a: gemmtune.addmm(c, x, a, beta=0.5, alpha=2.0), (C, X, A),
+        lambda: addmm.describe(C, X, A, 0.5, 2.0),
     ),
-    "addmm row": (gemmtune.addmm, (B, X, A), lambda: addmm(B, X, A, 1, 1)),
-    "bmm": (gemmtune.bmm, (BATCH_A, BATCH_B), lambda: bmm(BATCH_A, BATCH_B)),
+    "addmm row": (gemmtune.addmm, (B, X, A), lambda: addmm.describe(B, X, A, 1, 1)),
+    "bmm": (gemmtune.bmm, (BATCH_A, BATCH_B), lambda: bmm.describe(BATCH_A, BATCH_B)),
 }  # fmt: skip
 
 
@@ -51,7 +52,7 @@ def test_gradcheck(name: str, served: bool, own_store: MemoryStore) -> None:
 def test_only_what_needs_a_gradient_gets_one(own_store: MemoryStore) -> None:
     register()
     x, w = torch.randn(3, 4, dtype=torch.float64), leaf(5, 4)
-    serve(own_store, linear(x, w, None).problem, evidence(toy(), 0.1), chosen=toy())
+    serve(own_store, linear.describe(x, w, None).problem, evidence(toy(), 0.1), chosen=toy())
     gemmtune.linear(x, w).sum().backward()
     torch.testing.assert_close(w.grad, torch.ones(3, 5, dtype=torch.float64).t() @ x)
     assert x.grad is None

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import gemmtune
 from gemmtune.dispatch import RUNTIME, runtime
-from gemmtune.dispatch.runtime import TABLE, ManyVariants
+from gemmtune.dispatch.cache import DISPATCH_CACHE, EntriesByStrides
 
 WEIGHT, BIAS = torch.randn(8, 16), torch.randn(8)
 Call = Callable[[Tensor], Tensor]
@@ -83,9 +83,9 @@ def test_their_number_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "_LAYOUTS", 5)
     for x in layouts(30):
         torch.testing.assert_close(gemmtune.mm(x, WEIGHT.t()), torch.mm(x, WEIGHT.t()))
-    (many,) = TABLE.values()
-    assert isinstance(many, ManyVariants)
-    assert len(many.by_layout) == 5
+    (many,) = DISPATCH_CACHE.values()
+    assert isinstance(many, EntriesByStrides)
+    assert len(many.by_strides) == 5
 
 
 def test_a_refresh_forgets_them(prepared: list[object]) -> None:
@@ -97,7 +97,7 @@ def test_a_refresh_forgets_them(prepared: list[object]) -> None:
     prepared.clear()
     gemmtune.mm(forms[0], WEIGHT.t())
     assert len(prepared) == 1
-    (variants,) = TABLE.values()
+    (variants,) = DISPATCH_CACHE.values()
     assert len(variants) == 1
 
 

@@ -18,7 +18,7 @@ from torch.profiler import profile
 
 import gemmtune
 from gemmtune import fuse
-from gemmtune.dispatch import serve
+from gemmtune.dispatch import cache
 from gemmtune.nn import PackedTensor
 
 M, N, K = 4, 48, 32
@@ -115,7 +115,7 @@ def test_without_a_profiler_no_event_is_made(monkeypatch: pytest.MonkeyPatch) ->
     def fail(*_: Any) -> Any:
         raise AssertionError("an event was made")
 
-    monkeypatch.setattr(serve, "RecordFunction", fail)
+    monkeypatch.setattr(cache, "RecordFunction", fail)
     for _, call in CALLS.values():
         call()
     with profile(acc_events=True), pytest.raises(AssertionError, match="an event was made"):

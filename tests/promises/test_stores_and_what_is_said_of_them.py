@@ -26,7 +26,8 @@ from gemmtune.core.problem import Problem
 from gemmtune.core.target import Target
 from gemmtune.core.workloads import build
 from gemmtune.dispatch import current_target
-from gemmtune.dispatch.runtime import RUNTIME, TABLE
+from gemmtune.dispatch.cache import DISPATCH_CACHE
+from gemmtune.dispatch.runtime import RUNTIME
 from gemmtune.report import ceilings
 from gemmtune.store import MemoryStore, SqliteStore, open_store
 from gemmtune.store.base import HURRY_S
@@ -432,9 +433,9 @@ def test_a_call_does_not_wait_for_a_locked_store_and_looks_again(
     assert waited
     assert set(waited) == {HURRY_S}
     assert sum("being written" in record.getMessage() for record in caplog.records) == 1
-    assert TABLE == {}  # what was served meanwhile is not what serves from now on
+    assert DISPATCH_CACHE == {}  # what was served meanwhile is not what serves from now on
     gemmtune.linear(x, w)
-    assert len(TABLE) == 1
+    assert len(DISPATCH_CACHE) == 1
     assert next(iter(RUNTIME._indices.values()))._points
 
 

@@ -27,7 +27,7 @@ from gemmtune.core.errors import StoreError
 from gemmtune.core.problem import Layout, Operand, Problem
 from gemmtune.core.target import Target
 from gemmtune.dispatch import runtime
-from gemmtune.dispatch.index import Index
+from gemmtune.dispatch.index import DecisionIndex
 from gemmtune.dispatch.runtime import Runtime
 from gemmtune.store import MemoryStore, SqliteStore
 from gemmtune.store.base import Store
@@ -212,7 +212,7 @@ class Onslaught:
             for row in rows:
                 with contextlib.suppress(KeyError, TypeError, ValueError):
                     allowed.setdefault(decision.problem_key, []).append(Candidate.from_dict(row.candidate))
-        index = Index.read(store, self.target, _ignore)
+        index = DecisionIndex.read(store, self.target, _ignore)
         serving = Runtime()
         serving.warn_once = _ignore  # type: ignore[method-assign]
         serving.refresh(store)

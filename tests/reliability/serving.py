@@ -19,13 +19,14 @@ from torch import Tensor
 
 import gemmtune
 from gemmtune.backends.base import Kernel
+from gemmtune.core.call import Call
 from gemmtune.core.candidate import Candidate
 from gemmtune.core.decision import Decision
 from gemmtune.core.errors import StoreError
 from gemmtune.core.problem import Problem
 from gemmtune.core.target import Target
 from gemmtune.dispatch import RUNTIME, current_target, policy
-from gemmtune.ops import describe
+from gemmtune.ops import int_mm, linear, mixed_mm, mm
 from gemmtune.store import open_store
 
 from .apart import apart
@@ -68,30 +69,30 @@ def _cases() -> list[Served]:
         packed = gemmtune.pack(w, layout=_layout(w))
         held = gemmtune.pack(narrow, scale=scale)
         made += [
-            _served("mm", lambda x=x, b=b: gemmtune.mm(x, b), lambda x=x, b=b: torch.mm(x, b), describe.mm(x, b)),
+            _served("mm", lambda x=x, b=b: gemmtune.mm(x, b), lambda x=x, b=b: torch.mm(x, b), mm.describe(x, b)),
             _served(
                 "linear",
                 lambda x=x, w=w: gemmtune.linear(x, w),
                 lambda x=x, w=w: F.linear(x, w),
-                describe.linear(x, w, None),
+                linear.describe(x, w, None),
             ),
             _served(
                 "packed linear",
                 lambda x=x, p=packed: gemmtune.linear(x, p),
                 lambda x=x, w=w: F.linear(x, w),
-                describe.linear(x, packed, None),
+                linear.describe(x, packed, None),
             ),
             _served(
                 "int_mm",
                 lambda a=ints, w=weights: gemmtune.int_mm(a, w.t()),
                 lambda a=ints, w=weights: torch._int_mm(a, w.t()),
-                describe.int_mm(ints, weights.t()),
+                int_mm.describe(ints, weights.t()),
             ),
             _served(
                 "mixed_mm",
                 lambda a=wide, p=held: gemmtune.mixed_mm(a, p),
                 lambda a=wide, w=narrow, s=scale: torch._weight_int8pack_mm(a, w, s),
-                describe.mixed_mm(wide, held),
+                mixed_mm.describe_product(wide, held),
             ),
         ]
     return made
@@ -102,7 +103,7 @@ def _layout(weight: Tensor) -> str | None:
     return gemmtune.pack(weight).layout
 
 
-def _served(name: str, ours: Callable[[], Tensor], plain: Callable[[], Tensor], call: describe.Call) -> Served:
+def _served(name: str, ours: Callable[[], Tensor], plain: Callable[[], Tensor], call: Call) -> Served:
     problem = call.problem
     expected = plain()
     raw = gemmtune.unpack(call.packed) if call.packed is not None else call.b

@@ -53,8 +53,7 @@ class Kernel(ABC):
     """A loaded Artifact: a callable for one Problem with any M (``problem.m`` is where it was tuned).
 
     packing: the layout its constant B must be packed in (a PackedWeight with that ``layout``), or None when it
-    takes the raw operand. workspace_bytes: scratch it allocates besides its output. reduced: a note when the kernel
-    keeps a copy of the weight it was not asked for (dequantised up front), empty otherwise. overlap: whether launches
+    takes the raw operand. workspace_bytes: scratch it allocates besides its output. overlap: whether launches
     captured into a CUDA graph begin before the kernel in front of them ends, where ``can_overlap``; to be set before
     the first call. counts_writes: whether ``run`` writes ``out`` by PyTorch's ops, which count that in its version
     counter (autograd finds stale saved tensors by it); for other kernels dispatch does.
@@ -83,6 +82,21 @@ class Kernel(ABC):
         ``problem.out_dtype``, row-major, with memory. Nothing is validated here (the caller has), but that operands
         that are read by address have memory.
         """
+
+    @property
+    def has_functional(self) -> bool:
+        """Whether ``functional`` is the kernel's own and not made of ``run``."""
+        return type(self).functional is not Kernel.functional
+
+    def functional(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
+        """Return the result in a new tensor, with operands as ``run`` has them. Kernels that allocate their output
+        themselves override this."""
+        import torch  # here, so that the command line answers `--help` without torch
+
+        rows = (a.shape[0], a.shape[1]) if self.problem.family == "bmm" else (a.shape[0],)
+        out = torch.empty((*rows, self.problem.n), dtype=getattr(torch, self.problem.out_dtype), device=a.device)
+        self.run(a, b, aux, out)
+        return out
 
     def bind(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Launch | None:
         """``run`` for operands of just these shapes and strides on their device, by addresses alone; None where a

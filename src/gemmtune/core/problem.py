@@ -145,6 +145,11 @@ class Problem:
         return replace(self, m=m)
 
     @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to multiply: M, N, K or the batch is 0."""
+        return min(self.m, self.n, self.k, self.batch) == 0
+
+    @property
     def flops(self) -> int:
         """Multiply-adds counted as two operations; the epilogue is not counted."""
         return 2 * self.batch * self.m * self.n * self.k

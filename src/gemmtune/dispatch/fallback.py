@@ -18,12 +18,12 @@ from ..backends.aten.cuda_narrow import scaled_wide
 from ..backends.aten.cuda_rules import scaled_hardware, scaled_kinds
 from ..backends.aten.fusion import addmm_prefix
 from ..backends.aten.quantized import ScaledMm, dequantize, int8pack, nibbles, scaled_operands
-from ..backends.aten.steps import apply, dtype_of, finish, wide
+from ..backends.aten.steps import apply, dtype_of, finish, wide_dtype
 from ..core.call import Call
 from ..core.epilogue import tensor_count
 from ..core.torch_compat import int_mm, weight_int8pack_mm
 from ..core.weights import QuantWeight
-from .guards import special, special_state
+from .guards import needs_torch, state_needs_torch
 
 # Beyond this many rows converting the weight pays, because _weight_int8pack_mm reuses nothing between rows.
 _INT8PACK_ROWS = 16
@@ -31,16 +31,16 @@ _INT8PACK_ROWS = 16
 
 _WIDE = (torch.float32, torch.float64, torch.int32)  # they need no conversion, which would cost a tenth of the call
 # Of a Call's a, b and aux.
-Plain = Callable[[Tensor, Any, Sequence[Tensor]], Tensor]
+FallbackProduct = Callable[[Tensor, Any, Sequence[Tensor]], Tensor]
 
 
-def run(call: Call) -> Tensor:
+def run_fallback(call: Call) -> Tensor:
     """The result of a Call, in its own shape."""
-    return settled(call)(call.a, call.b, call.aux)
+    return specialize_fallback(call)(call.a, call.b, call.aux)
 
 
-def settled(call: Call) -> Plain:
-    """``run`` for operands like this Call's: what does not depend on their values is decided once."""
+def specialize_fallback(call: Call) -> FallbackProduct:
+    """``run_fallback`` for operands like this Call's: what does not depend on their values is decided once."""
     problem, shape = call.problem, call.shape
     product, used = _product(call)
     rest, taken = problem.epilogue[used:], tensor_count(problem.epilogue[:used])
@@ -49,14 +49,14 @@ def settled(call: Call) -> Plain:
     def plainly(a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
         acc = product(a, b, aux)
         if rest:
-            acc = apply(acc if acc.dtype in _WIDE else acc.to(wide(acc.dtype)), rest, aux[taken:])
+            acc = apply(acc if acc.dtype in _WIDE else acc.to(wide_dtype(acc.dtype)), rest, aux[taken:])
         result = finish(acc, dtype)
         return result.reshape(shape) if reshaped else result
 
     return plainly
 
 
-def _product(call: Call) -> tuple[Plain, int]:
+def _product(call: Call) -> tuple[FallbackProduct, int]:
     """What multiplies, and how many steps of the epilogue are in it."""
     family = call.problem.family
     product, used = (
@@ -71,7 +71,7 @@ def _product(call: Call) -> tuple[Plain, int]:
     return lambda a, b, aux: product(a, unpack(b), aux), used
 
 
-def _floating(call: Call) -> tuple[Plain, int]:
+def _floating(call: Call) -> tuple[FallbackProduct, int]:
     """addmm fuses the beginning of the epilogue (one tensor at most)."""
     problem = call.problem
     if problem.out_dtype not in (problem.a.dtype, *_NARROW):
@@ -98,9 +98,9 @@ _NARROW = ("bfloat16", "float16")
 
 def _widens_itself(call: Call, width: torch.dtype) -> bool:
     """Whether a GPU's own product gives its float32 accumulator: of ordinary tensors that want no gradient."""
-    if width != torch.float32 or not call.a.is_cuda or call.problem.a.dtype not in _NARROW or special_state():
+    if width != torch.float32 or not call.a.is_cuda or call.problem.a.dtype not in _NARROW or state_needs_torch():
         return False
-    return not any(special(t) or (torch.is_grad_enabled() and t.requires_grad) for t in call.tensors)
+    return not any(needs_torch(t) or (torch.is_grad_enabled() and t.requires_grad) for t in call.tensors)
 
 
 def int_product(a: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
@@ -110,7 +110,7 @@ def int_product(a: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
     return int_mm if a.dtype == torch.int8 or int_mm_takes_uint8() else padding.cpu_int_mm
 
 
-def _integers(call: Call) -> Plain:
+def _integers(call: Call) -> FallbackProduct:
     if _nothing(call) or call.a.is_meta:
         return lambda a, b, _: torch.mm(a.double(), b.double()).to(torch.int32)
     product = padding.int_product if call.a.is_cuda else padding.cpu_int_mm
@@ -122,7 +122,7 @@ def _nothing(call: Call) -> bool:
     return 0 in (call.problem.m, call.problem.n, call.problem.k)
 
 
-def _scaled(call: Call) -> tuple[Plain, int]:
+def _scaled(call: Call) -> tuple[FallbackProduct, int]:
     """On GPUs ``torch._scaled_mm`` takes the whole epilogue where it can."""
     problem = call.problem
     if not call.a.is_cuda or _nothing(call):

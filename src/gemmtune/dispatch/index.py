@@ -9,37 +9,37 @@ from ..core.errors import StoreBusy
 from ..core.problem import Problem, plan_key_of
 from ..core.verdict import FAULTS
 from .plan import Plan, nearest
-from .portfolio import Point, build_plan, point, without
+from .portfolio import TunedPoint, build_plan, tuned_point, without_faulty
 
 if TYPE_CHECKING:
     from ..core.target import Target
     from ..store.base import Store
 
 
-class Index:
+class DecisionIndex:
     """Points by plan key, and the Plans built from them so far."""
 
-    def __init__(self, points: Mapping[str, list[Point]], failures: Mapping[str, Collection[str]]) -> None:
+    def __init__(self, points: Mapping[str, list[TunedPoint]], failures: Mapping[str, Collection[str]]) -> None:
         """points: by plan key. failures: the ids of faulty candidates by plan key, besides those that points name."""
         self._failed = {
             key: frozenset(failures.get(key, ())).union(*(p.faulty for p in rows)) for key, rows in points.items()
         }
         self._failed |= {key: frozenset(ids) for key, ids in failures.items() if key not in points}
-        self._points = {key: [without(p, self._failed[key]) for p in rows] for key, rows in points.items()}
+        self._points = {key: [without_faulty(p, self._failed[key]) for p in rows] for key, rows in points.items()}
         self._plans: dict[tuple[str, str | None], Plan | None] = {}
 
     @classmethod
-    def read(cls, store: Store | None, target: Target, warn: Callable[[str], None]) -> Index:
+    def read(cls, store: Store | None, target: Target, warn: Callable[[str], None]) -> DecisionIndex:
         """Everything the store knows for ``target``. Damage and unreadable stores are misses, said once.
 
         Raises StoreBusy where the store is read ``in_a_hurry`` and somebody writes it.
         """
-        points: dict[str, list[Point]] = {}
+        points: dict[str, list[TunedPoint]] = {}
         failures: dict[str, set[str]] = {}
         try:
             for decision in () if store is None else store.decisions(target):
                 try:
-                    found = point(decision)
+                    found = tuned_point(decision)
                 except (KeyError, TypeError, ValueError) as error:
                     warn(f"a stored decision is malformed and is ignored ({error})")
                     continue
@@ -65,7 +65,7 @@ class Index:
         """The ids of the candidates that were wrong, unstable, crashed or hung at any M of a Plan."""
         return self._failed.get(plan_key, frozenset())
 
-    def points(self, plan_key: str) -> list[Point]:
+    def points(self, plan_key: str) -> list[TunedPoint]:
         """The decisions behind a Plan, one per tuned M."""
         return list(self._points.get(plan_key, ()))
 

@@ -28,7 +28,17 @@ SERVING_S = 2e-6
 UNRACED = 1.3
 
 # ATen's own ops on the raw operand that are just what plain PyTorch runs.
-_USUAL = ("mm", "bmm", "int_mm", "int_mm_pad", "int8pack", "upcast", "scaled_mm", "scaled_mm_pad", "composite")
+FALLBACK_TEMPLATES = (
+    "mm",
+    "bmm",
+    "int_mm",
+    "int_mm_pad",
+    "int8pack",
+    "upcast",
+    "scaled_mm",
+    "scaled_mm_pad",
+    "composite",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +62,7 @@ class Option:
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class TunedPoint:
     """What one Decision says to dispatch: the fastest eligible option per layout (None: the raw operand).
 
     ``plain_s``: the time of the plain op on the raw operand (infinite when it was not timed). faulty: the ids of
@@ -70,7 +80,7 @@ class Point:
         return self.problem.m
 
 
-def point(decision: Decision) -> Point:
+def tuned_point(decision: Decision) -> TunedPoint:
     """Extract a Point. Raises KeyError, TypeError or ValueError when the record is malformed."""
     problem = Problem.from_dict(decision.problem)
     by_id = {row.id: row for row in decision.evidence}
@@ -88,19 +98,19 @@ def point(decision: Decision) -> Point:
     raw_aten = [
         _seconds(row.sample, base)
         for row in decision.evidence
-        if row.packing is None and _eligible(row) and row.sample is not None and _is_usual(row.candidate)
+        if row.packing is None and _eligible(row) and row.sample is not None and _is_fallback_template(row.candidate)
     ]
     faulty = frozenset(row.id for row in decision.evidence if row.verdict is not None and row.verdict.kind in FAULTS)
-    return Point(problem, decision.outcome, options, min(raw_aten, default=float("inf")), faulty)
+    return TunedPoint(problem, decision.outcome, options, min(raw_aten, default=float("inf")), faulty)
 
 
-def without(p: Point, faulty: Collection[str]) -> Point:
+def without_faulty(p: TunedPoint, faulty: Collection[str]) -> TunedPoint:
     """Return the Point without the options whose candidates are ``faulty`` at any M of its Plan."""
     options = {packing: option for packing, option in p.options.items() if option.candidate.id not in faulty}
     return p if len(options) == len(p.options) else replace(p, options=options)
 
 
-def _without_raw(p: Point) -> Point:
+def _without_raw(p: TunedPoint) -> TunedPoint:
     """Return the Point without its option on the raw weight: the plain op is what serves that."""
     return replace(p, options={packing: option for packing, option in p.options.items() if packing is not None})
 
@@ -132,13 +142,13 @@ def _option(row: Evidence, base: float | None) -> Option | None:
     candidate = Candidate.from_dict(row.candidate)
     # What was timed in a CUDA graph is meant for graphs, which replay without Python.
     graph = row.sample.conditions.get("timed") == "graph"
-    extra = 0.0 if graph or (row.packing is None and _is_usual(row.candidate)) else SERVING_S
+    extra = 0.0 if graph or (row.packing is None and _is_fallback_template(row.candidate)) else SERVING_S
     unsure = UNRACED if row.stage == "screened" else 1.0
     return Option(candidate, unsure * _seconds(row.sample, base) + extra, row.sample.ratio_hi)
 
 
-def _is_usual(candidate: Mapping[str, Any]) -> bool:
-    return candidate.get("backend") == "aten" and candidate.get("template") in _USUAL
+def _is_fallback_template(candidate: Mapping[str, Any]) -> bool:
+    return candidate.get("backend") == "aten" and candidate.get("template") in FALLBACK_TEMPLATES
 
 
 def _incumbent_seconds(evidence: Iterable[Evidence]) -> float | None:
@@ -153,7 +163,9 @@ def _seconds(sample: Sample, base: float | None) -> float:
     return sample.median_s if base is None else sample.ratio * base
 
 
-def choose_packing(decisions: Iterable[Decision | Point], weights: Mapping[int, float] | None = None) -> str | None:
+def choose_packing(
+    decisions: Iterable[Decision | TunedPoint], weights: Mapping[int, float] | None = None
+) -> str | None:
     """The layout with the least total time over the tuned Ms; None keeps the weight as it is.
 
     weights: calls per M. Without them every M counts alike, each time as a multiple of the best one there (total time
@@ -164,7 +176,7 @@ def choose_packing(decisions: Iterable[Decision | Point], weights: Mapping[int, 
 
 
 def rank_packings(
-    decisions: Iterable[Decision | Point], weights: Mapping[int, float] | None = None, *, raw_kernels: bool = True
+    decisions: Iterable[Decision | TunedPoint], weights: Mapping[int, float] | None = None, *, raw_kernels: bool = True
 ) -> list[str | None]:
     """Every layout worth having, best first; the raw weight (None) ends the list.
 
@@ -172,7 +184,7 @@ def rank_packings(
     the same layout. raw_kernels: whether kernels on the raw weight would serve it; otherwise the plain op does, and its
     time counts.
     """
-    points = [item if isinstance(item, Point) else point(item) for item in decisions]
+    points = [item if isinstance(item, TunedPoint) else tuned_point(item) for item in decisions]
     if not points:
         return [None]
     if not raw_kernels:
@@ -185,7 +197,7 @@ def rank_packings(
     return [*alike, *(layout for _, layout in worth[len(alike) :]), None]
 
 
-def layouts_in_use(points: Sequence[Point]) -> list[str]:
+def layouts_in_use(points: Sequence[TunedPoint]) -> list[str]:
     """Every layout that has a kernel at one of the Ms at least, the one with the least total time first.
 
     Unlike ``rank_packings`` it also returns layouts that are slower than the raw weight: at an M that is not tuned yet
@@ -195,7 +207,7 @@ def layouts_in_use(points: Sequence[Point]) -> list[str]:
     return sorted(totals, key=lambda layout: (totals[layout], layout))
 
 
-def _totals(points: Sequence[Point], share: Mapping[int, float]) -> dict[str, float]:
+def _totals(points: Sequence[TunedPoint], share: Mapping[int, float]) -> dict[str, float]:
     """The total time of each packed layout over all points, each M's time times its share."""
     totals: dict[str, float] = {}
     for layout in {name for p in points for name in p.options if name is not None}:
@@ -209,13 +221,13 @@ def _at_most(own: Mapping[int, float], m: int) -> float:
     return min(seconds * max(1.0, m / max(tuned, 1)) for tuned, seconds in own.items()) if m not in own else own[m]
 
 
-def _unit_seconds(p: Point) -> float:
+def _unit_seconds(p: TunedPoint) -> float:
     """What times at this M are multiples of: the best of any layout or of the raw weight."""
     best = min((_raw_seconds(p), *(option.seconds for option in p.options.values())))
     return best if best < float("inf") else 1.0
 
 
-def _raw_seconds(p: Point) -> float:
+def _raw_seconds(p: TunedPoint) -> float:
     option = p.options.get(None)
     if option is not None and option.beats_aten:
         return min(option.seconds, p.plain_s)
@@ -230,13 +242,15 @@ def _is_plain(problem: Problem) -> bool:
     return problem.family != "mixed_mm" and not problem.epilogue
 
 
-def build_plan(decisions: Sequence[Decision | Point], packing: str | None = None) -> Plan | None:
+def build_plan(decisions: Sequence[Decision | TunedPoint], packing: str | None = None) -> Plan | None:
     """The Plan of Decisions that differ only in M, for a weight in ``packing``; None when nothing there can serve it.
 
     On the raw operand, an M whose best is ATen's usual op, or whose winner is not sure to beat ATen, is plain. With a
     packed weight the Ms that have a kernel for that layout answer for the others.
     """
-    points = sorted((item if isinstance(item, Point) else point(item) for item in decisions), key=lambda p: p.m)
+    points = sorted(
+        (item if isinstance(item, TunedPoint) else tuned_point(item) for item in decisions), key=lambda p: p.m
+    )
     if packing is None:
         entries = [_raw_entry(p) for p in points]
     else:
@@ -245,14 +259,14 @@ def build_plan(decisions: Sequence[Decision | Point], packing: str | None = None
     return Plan(points[0].problem.plan_key, packing, tuple(entries)) if entries else None
 
 
-def _raw_entry(p: Point) -> PlanEntry:
+def _raw_entry(p: TunedPoint) -> PlanEntry:
     option = p.options.get(None)
     return PlanEntry(p.m, _raw_choice(p, option), option is None or option.overlap)
 
 
-def _raw_choice(p: Point, option: Option | None) -> Candidate | None:
+def _raw_choice(p: TunedPoint, option: Option | None) -> Candidate | None:
     if option is None or not option.beats_aten:
         return None
-    if _is_usual(option.candidate.to_dict()):
+    if _is_fallback_template(option.candidate.to_dict()):
         return None if _is_plain(p.problem) else option.candidate
     return option.candidate if option.seconds < p.plain_s else None

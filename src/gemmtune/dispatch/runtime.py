@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, get_args
@@ -29,9 +29,10 @@ from ..core.printable import visible
 from ..core.problem import Problem
 from ..core.target import Target, current_cpu, current_cuda
 from ..core.weights import PackedWeight
-from .guards import Check, capturing
+from .cache import DISPATCH_CACHE, GuardedEntry, insert
+from .guards import is_capturing
 from .hooks import late_bound
-from .index import Index
+from .index import DecisionIndex
 from .policies import Policy
 
 if TYPE_CHECKING:
@@ -39,15 +40,6 @@ if TYPE_CHECKING:
     from ..store.base import Store
 
 log = logging.getLogger("gemmtune")
-# What may serve a call, and the check that says of its operands whether it may.
-Variant = tuple[Check, Callable[..., Any]]
-
-# A key says little (the op, shapes, threads); its variants, newest first, differ in dtype, strides, device, gradients.
-# They are replaced all together, so that readers need no lock. A key of more than ``_VARIANTS`` has a ``ManyVariants``.
-TABLE: dict[Any, tuple[Variant, ...]] = {}
-_LIMIT = 8192
-_VARIANTS = 8
-_LAYOUTS = 1024  # of one key
 # Kernels of a layout that are verified, at most, when no tuning has verified any.
 _MOST_VERIFIED = 4
 # A tuned M this many times larger or smaller still answers under on-miss; beyond it, it is a miss.
@@ -58,23 +50,6 @@ _SERVED = ("cpu", "cuda")
 
 # What Indices and loaded kernels are kept under: the CPU with a number of threads, or a GPU by its index.
 _Place = tuple[str, int]
-
-
-class ManyVariants(tuple[Variant, ...]):
-    """The variants of a key that has had more than can be tried one after the other: an empty tuple, and in
-    ``by_layout`` a few for each answer of ``launch.layouts``. A cycle of nine layouts was prepared anew in every call
-    (36 us) when the oldest of eight went."""
-
-    def __init__(self) -> None:
-        self.by_layout: dict[Any, tuple[Variant, ...]] = {}
-
-
-def _keep(table: dict[Any, tuple[Variant, ...]], key: Any, variant: Variant, limit: int) -> None:
-    """Put a variant before the others of its key, and let the oldest of them, and of the keys, go."""
-    former = table.get(key, ())
-    while not former and len(table) >= limit:
-        del table[next(iter(table))]
-    table[key] = (variant, *former[: _VARIANTS - 1])
 
 
 class Runtime:
@@ -94,7 +69,7 @@ class Runtime:
         self._lock = threading.RLock()
         self._tuning = threading.Lock()
         self._store: Store | None = None
-        self._indices: dict[_Place, Index] = {}
+        self._indices: dict[_Place, DecisionIndex] = {}
         self._kernels: dict[tuple[Any, str, _Place], Kernel | None] = {}
         self._verified: dict[tuple[Any, str, _Place], bool] = {}
         self._asked: set[tuple[str, str]] = set()
@@ -131,25 +106,18 @@ class Runtime:
     def _forget(self) -> None:
         """Empty the table. What other threads are preparing meanwhile is of an older generation: not remembered."""
         self.generation += 1
-        TABLE.clear()
+        DISPATCH_CACHE.clear()
 
-    def remember(self, key: Any, variant: Variant, generation: int, layouts: Callable[[], Any]) -> None:
-        """Keep a variant of a key for the hot path; the oldest goes when the table is full. layouts: of its operands
-        (``launch.layouts``), by which it is found where the key has many variants.
+    def cache_entry(self, key: Any, entry: GuardedEntry, guarded: tuple[Any, ...], generation: int) -> None:
+        """Add an entry to the dispatch cache, for operands like ``guarded``; a key that cannot be hashed is not added.
 
-        generation: ``self.generation`` before the variant was prepared. An older one was made of what is forgotten by
-        now (decisions, policy), so that it serves its own call only.
+        generation: ``self.generation`` before the entry's function was prepared. An entry of an older generation was
+        made from decisions or a policy that no longer hold: it serves its own call only.
         """
         with self._lock:
-            if self.observer is not None or generation != self.generation:
-                return
-            former = TABLE.get(key)
-            if former is not None and len(former) == _VARIANTS:
-                former = TABLE[key] = ManyVariants()
-            if isinstance(former, ManyVariants):
-                _keep(former.by_layout, layouts(), variant, _LAYOUTS)
-            else:
-                _keep(TABLE, key, variant, _LIMIT)
+            if self.observer is None and generation == self.generation:
+                with suppress(TypeError):
+                    insert(key, entry, guarded)
 
     def kernel_for(
         self, problem: Problem, packed: PackedWeight | None = None, device: torch.device = CPU
@@ -163,7 +131,7 @@ class Runtime:
         """
         if device.type not in _SERVED:
             return None
-        if self.policy == "on-miss" and not capturing(device):
+        if self.policy == "on-miss" and not is_capturing(device):
             self._tune_missing(problem, device)
         with self._lock:
             if packed is not None:
@@ -175,15 +143,15 @@ class Runtime:
                 return None
             return self._planned(index, problem, None, device) or self._from_constant(index, problem, device)
 
-    def index(self, device: torch.device = CPU) -> Index:
+    def index(self, device: torch.device = CPU) -> DecisionIndex:
         """The decisions of a device's present Target (a CPU's thread count included). Waits for whoever writes them."""
         place = _place(device)
         with self._lock:
             if place not in self._indices:
-                self._indices[place] = Index.read(self.store(), current_target(device), self.warn_once)
+                self._indices[place] = DecisionIndex.read(self.store(), current_target(device), self.warn_once)
             return self._indices[place]
 
-    def _index_now(self, device: torch.device) -> Index | None:
+    def _index_now(self, device: torch.device) -> DecisionIndex | None:
         """The same for a call that is to be served now: None where the store is being written, and for LOOK_AGAIN_S
         after, lest each first call waits for it. What is prepared meanwhile serves its own call only."""
         with self._lock:
@@ -256,7 +224,9 @@ class Runtime:
             index = None if asked else self._index_now(device)
             return index is not None and not index.has_near(problem, _NEAR)
 
-    def _planned(self, index: Index, problem: Problem, packing: str | None, device: torch.device) -> Kernel | None:
+    def _planned(
+        self, index: DecisionIndex, problem: Problem, packing: str | None, device: torch.device
+    ) -> Kernel | None:
         """The Plan's kernel for the Problem's M. A packed weight has to be served by some kernel of its layout: where
         the one for the nearest tuned M cannot be, by that for the next nearest."""
         plan = index.plan(problem.plan_key, packing)
@@ -270,7 +240,7 @@ class Runtime:
                     return kernel
         return None
 
-    def _from_constant(self, index: Index, problem: Problem, device: torch.device) -> Kernel | None:
+    def _from_constant(self, index: DecisionIndex, problem: Problem, device: torch.device) -> Kernel | None:
         """Kernels tuned for a constant weight serve a changing one too, if they take it as it lies."""
         if problem.b.constant or index.plan(problem.plan_key, None) is not None:
             return None
@@ -306,7 +276,7 @@ class Runtime:
             refused += kernel is not None or candidate.id in failed
             if refused == _MOST_VERIFIED:
                 break
-        if capturing(device):
+        if is_capturing(device):
             return None
         if refused:
             self.warn_once(
@@ -323,7 +293,7 @@ class Runtime:
         """Whether a kernel that no tuning has verified gives right results; found out once a process."""
         key = (kernel.candidate.identity, kernel.problem.plan_key, _place(device))
         hook = self.verify_hook
-        if capturing(device):  # what a graph captures must be known to be right before
+        if is_capturing(device):  # what a graph captures must be known to be right before
             return self._verified.get(key, hook is None)
         if key not in self._verified and hook is not None:
             with current(device):
@@ -346,7 +316,7 @@ class Runtime:
         """
         key = (candidate.identity, problem.key, _place(device))
         if key not in self._kernels:
-            if capturing(device):
+            if is_capturing(device):
                 return None
             self._kernels[key] = self._load_now(candidate, problem, device, foreign)
         kernel = self._kernels[key]

@@ -1,5 +1,9 @@
-"""What serves operands like those of a Call, made when they are first seen: a kernel's launch or PyTorch's own op, into
-a new tensor or into ``out``."""
+"""Functions specialised for operands like those of one Call.
+
+Each function serves every later call whose operands have the same shapes, strides, dtypes and devices. A functional
+variant returns a new tensor; an out variant writes its first argument. ``args`` are the operands in the order of
+launches: the op's own (a PackedWeight in the weight's position), then the epilogue's tensors.
+"""
 
 from __future__ import annotations
 
@@ -13,74 +17,81 @@ from torch import Tensor
 from ..backends.aten.steps import dtype_of
 from ..backends.base import Kernel, Launch
 from ..core.call import Call
-from ..core.codegen import written
+from ..core.codegen import compile_function
 from ..core.errors import KernelError, UnsupportedError
 from ..core.memory import require_kernel_operands
-from ..core.torch_compat import current_device, empty_cpu, empty_cuda
-from ..core.torch_compat import increment_version as count_writes
-from . import fallback as plain
+from ..core.torch_compat import current_device, empty_cpu, empty_cuda, increment_version
+from .fallback import specialize_fallback
 
-Fresh = Callable[[Tensor, Any, Sequence[Tensor]], Tensor]
-Serve = Callable[..., Tensor]
-Write = Callable[..., object]  # of out and the operands
-Pair = Callable[..., tuple[Tensor, Any]]
-Take = Callable[..., tuple[Tensor, Any, Sequence[Tensor]]]
-Fallback = Callable[..., Tensor]  # of the error and the operands
+KernelFunctional = Callable[[Tensor, Any, Sequence[Tensor]], Tensor]
+FunctionalFn = Callable[..., Tensor]  # of args
+OutFn = Callable[..., object]  # of out and args
+OperandAdapter = Callable[..., tuple[Tensor, Any]]
+ArgAdapter = Callable[..., tuple[Tensor, Any, Sequence[Tensor]]]
+FallbackFn = Callable[..., Tensor]  # of an error and args
 
-# What a GPU kernel raises before any of its results is written: its memory cannot be had, its library has no algorithm,
-# or the driver refuses the launch. PyTorch's own op needs none of these.
+# What a GPU kernel raises before any of its results is written: its memory cannot be allocated, its library has no
+# algorithm, or the driver refuses the launch. PyTorch's own op needs none of these.
 LAUNCH_ERRORS = (KernelError, UnsupportedError, torch.OutOfMemoryError)
 
 
-def taking(call: Call, operands: Sequence[Any], pair: Pair) -> Take:
-    """What is given as kernels take it: a and b, and the epilogue's tensors in their steps' shapes."""
-    count = len(operands) - len(call.aux)
-    shapes = [u.shape for u in call.aux]
+def adapt_args(call: Call, args: Sequence[Any], operands: OperandAdapter) -> ArgAdapter:
+    """Return a function from args to the a, b and aux that ``Kernel.run`` takes.
+
+    operands: of the args before the epilogue's tensors, a and b. aux has the shapes of the Call's.
+    """
+    count = len(args) - len(call.aux)
+    shapes = [tensor.shape for tensor in call.aux]
     if not shapes:
-        return lambda *given: (*pair(*given), ())
-    if all(t.shape == shape for t, shape in zip(operands[count:], shapes, strict=True)):
-        return lambda *given: (*pair(*given[:count]), given[count:])
-    return lambda *given: (
-        *pair(*given[:count]),
-        [t.view(shape) for t, shape in zip(given[count:], shapes, strict=True)],
+        return lambda *args: (*operands(*args), ())
+    if all(tensor.shape == shape for tensor, shape in zip(args[count:], shapes, strict=True)):
+        return lambda *args: (*operands(*args[:count]), args[count:])
+    return lambda *args: (
+        *operands(*args[:count]),
+        [tensor.view(shape) for tensor, shape in zip(args[count:], shapes, strict=True)],
     )
 
 
-def plainly(call: Call, take: Take) -> Serve:
-    """Plain PyTorch on the operands."""
-    compute = plain.settled(call)
-    return lambda *operands: compute(*take(*operands))
+def bound_fallback(call: Call, adapt: ArgAdapter) -> FunctionalFn:
+    """Return the functional variant that is plain PyTorch."""
+    compute = specialize_fallback(call)
+    return lambda *args: compute(*adapt(*args))
 
 
-def bound_launch(kernel: Kernel, call: Call, operands: Sequence[Any]) -> Launch | None:
-    """A launch that takes the operands (a PackedWeight's tensors in its place) as they are; None where the kernel has
-    none, or the Call's are copies of these (views will do)."""
-    given, tensors = operands, call.tensors
+def bind_launch(kernel: Kernel, call: Call, args: Sequence[Any]) -> Launch | None:
+    """Return the kernel's launch for args (a PackedWeight's tensors in its place).
+
+    None when the kernel has no launch by address, or when the Call's tensors are copies of the args rather than views.
+    """
+    passed, tensors = args, call.tensors
     if call.packed is not None:
         data = call.packed.data
-        given, tensors = (operands[0], *data, *operands[2:]), (call.a, *data, *call.aux)
-    if (call.problem.b.constant and not call.a.is_contiguous()) or len(tensors) != len(given):
+        passed, tensors = (args[0], *data, *args[2:]), (call.a, *data, *call.aux)
+    if (call.problem.b.constant and not call.a.is_contiguous()) or len(tensors) != len(passed):
         return None
     launch = kernel.bind(call.a, call.b, call.aux)
-    if launch is None or any(x.data_ptr() != y.data_ptr() for x, y in zip(tensors, given, strict=True)):
+    if launch is None or any(x.data_ptr() != y.data_ptr() for x, y in zip(tensors, passed, strict=True)):
         return None
     return launch
 
 
-def launching(launch: Launch, kernel: Kernel, call: Call, count: int, fallback: Fallback) -> Serve:
-    """Such a launch of so many operands, into a new tensor. fallback: serves a call whose launch is refused."""
+def launch_functional(launch: Launch, kernel: Kernel, call: Call, count: int, fallback: FallbackFn) -> FunctionalFn:
+    """Return a function that allocates the output and calls ``launch`` on ``count`` args.
+
+    fallback: called with the error and the args when the launch is refused.
+    """
     device = call.a.device
-    (names, data, passed), elsewhere = _passing(call, count), _elsewhere(kernel, device)
+    (names, unpacking, passed), guarded = _launch_args(call, count), _needs_device_guard(kernel, device)
     switch = [
         "    if current() != index:",
         "        with device(index):",
-        f"            return prepared({names})",
+        f"            return run({names})",
     ]
-    return written(
-        "prepared",
-        f"def prepared({names}):",
-        *(switch if elsewhere else []),
-        *data,
+    return compile_function(
+        "run",
+        f"def run({names}):",
+        *(switch if guarded else []),
+        *unpacking,
         "    out = empty()",
         "    try:",
         f"        launch(out, {passed})",
@@ -88,162 +99,154 @@ def launching(launch: Launch, kernel: Kernel, call: Call, count: int, fallback: 
         "        del out",
         f"        return fallback(error, {names})",
         "    return out",
-        launch=launch, errors=LAUNCH_ERRORS, fallback=fallback, empty=_outputs(call, call.shape, elsewhere),
+        launch=launch, errors=LAUNCH_ERRORS, fallback=fallback, empty=_allocator(call, call.shape, guarded),
         current=current_device, index=device.index, device=torch.cuda.device,
     )  # fmt: skip
 
 
-def writing(launch: Launch, kernel: Kernel, call: Call, count: int) -> Write:
-    """The same into ``out``, its first argument."""
-    names, data, passed = _passing(call, count)
+def launch_out(launch: Launch, kernel: Kernel, call: Call, count: int) -> OutFn:
+    """Return a function of out and ``count`` args that calls ``launch``."""
+    names, unpacking, passed = _launch_args(call, count)
     write = launch
-    if data:
-        write = written("write", f"def write(out, {names}):", *data, f"    launch(out, {passed})", launch=launch)
-    return there(write, kernel, call.a.device)
+    if unpacking:
+        write = compile_function(
+            "write", f"def write(out, {names}):", *unpacking, f"    launch(out, {passed})", launch=launch
+        )
+    return with_device_guard(write, kernel, call.a.device)
 
 
-def _passing(call: Call, count: int) -> tuple[str, list[str], str]:
-    """Of so many operands: their names, what finds a PackedWeight's tensors among them, and all that a launch takes."""
+def _launch_args(call: Call, count: int) -> tuple[str, list[str], str]:
+    """Return, as source text: the names of ``count`` args, the lines that read a PackedWeight's tensors, and all that a
+    launch takes behind out."""
     names = _names(count)
     if call.packed is None:
         return ", ".join(names), [], ", ".join(names)
-    data = [f"d{place}" for place in range(len(call.packed.data))]
+    data = [f"d{index}" for index in range(len(call.packed.data))]
     return ", ".join(names), [f"    {', '.join(data)}, = t1.data"], ", ".join([names[0], *data, *names[2:]])
 
 
 def _names(count: int) -> list[str]:
-    """Of so many operands; the weight is t1."""
-    return [f"t{place}" for place in range(count)]
+    """Return the names of ``count`` args in generated source; the weight is t1."""
+    return [f"t{index}" for index in range(count)]
 
 
-def computing(kernel: Kernel, call: Call, take: Take, fallback: Fallback) -> Serve:
-    """The kernel on operands as it takes them, into a new tensor. fallback: as for ``launching``."""
-    own, inner, shape = getattr(kernel, "fresh", None), kernel_shape(call), call.shape
-    run, empty, same = there(kernel.run, kernel, call.a.device), _outputs(call, inner), shape == inner
+def run_functional(kernel: Kernel, call: Call, adapt: ArgAdapter, fallback: FallbackFn) -> FunctionalFn:
+    """Return the functional variant that calls ``Kernel.run`` (``Kernel.functional`` where the kernel has its own).
 
-    def allocate(*operands: Any) -> Tensor:
+    fallback: as for ``launch_functional``.
+    """
+    kernel_shape, shape, device = matrix_shape(call), call.shape, call.a.device
+    same = shape == kernel_shape
+    if kernel.has_functional:
+        functional: KernelFunctional = with_device_guard(kernel.functional, kernel, device)
+
+        def compute(*args: Any) -> Tensor:
+            out = functional(*adapt(*args))
+            return out if same else out.view(shape)
+
+        return compute
+    run, empty = with_device_guard(kernel.run, kernel, device), _allocator(call, kernel_shape)
+
+    def allocate_and_run(*args: Any) -> Tensor:
         out = empty()
         try:
-            run(*take(*operands), out)
+            run(*adapt(*args), out)
         except LAUNCH_ERRORS as error:
             del out
-            return fallback(error, *operands)
+            return fallback(error, *args)
         return out if same else out.view(shape)
 
-    if own is None:
-        return allocate
-    fresh: Fresh = there(own, kernel, call.a.device)
-
-    def ask(*operands: Any) -> Tensor:
-        out = fresh(*take(*operands))
-        return out if same else out.view(shape)
-
-    return ask
+    return allocate_and_run
 
 
-def running(kernel: Kernel, call: Call, take: Take) -> Write:
-    """The same into ``out``."""
-    inner, run = kernel_shape(call), there(kernel.run, kernel, call.a.device)
+def run_out(kernel: Kernel, call: Call, adapt: ArgAdapter) -> OutFn:
+    """Return the out variant that calls ``Kernel.run``."""
+    kernel_shape, run = matrix_shape(call), with_device_guard(kernel.run, kernel, call.a.device)
 
-    def write(out: Tensor, *operands: Any) -> None:
-        run(*take(*operands), out.view(inner))
+    def write(out: Tensor, *args: Any) -> None:
+        run(*adapt(*args), out.view(kernel_shape))
 
     return write
 
 
-def fresh_of(kernel: Kernel) -> Fresh:
-    """The kernel as a function that returns a new tensor."""
-    own: Fresh | None = getattr(kernel, "fresh", None)
-    if own is not None:
-        return own
-    dtype, run, batched = dtype_of(kernel.problem.out_dtype), kernel.run, kernel.problem.family == "bmm"
-    n = kernel.problem.n
+def bound_out(
+    functional: FunctionalFn, write: OutFn | None, call: Call, count: int, fallback: FallbackFn, counted: bool
+) -> FunctionalFn:
+    """Return a function of ``count`` args and out that writes and returns out.
 
-    def fresh(a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
-        shape = (a.shape[0], a.shape[1], n) if batched else (a.shape[0], n)
-        out = torch.empty(shape, dtype=dtype, device=a.device)
-        run(a, b, aux, out)
-        return out
-
-    return fresh
-
-
-def into_out(
-    fresh: Serve, write: Write | None, call: Call, count: int, fallback: Fallback, counted: bool
-) -> Serve:  # fmt: skip
-    """What serves so many operands and an out behind them: ``write``; ``fresh`` where they share memory, or nothing
-    writes. fallback: as for ``launching``. counted: whether ``write`` counts itself in out's version counter."""
+    write: the out variant; where it is None, or out shares memory with an arg, out is a copy of ``functional``'s
+    result. fallback: as for ``launch_functional``. counted: whether ``write`` bumps out's version counter itself.
+    """
     if write is None:
 
-        def copy(*given: Any) -> Tensor:
-            require_kernel_operands(given[-1])
-            return given[-1].copy_(fresh(*given[:-1]))  # type: ignore[no-any-return]
+        def copy(*args: Any) -> Tensor:
+            require_kernel_operands(args[-1])
+            return args[-1].copy_(functional(*args[:-1]))  # type: ignore[no-any-return]
 
         return copy
     names = ", ".join(_names(count))
     tensors = [name for name in _names(count) if call.packed is None or name != "t1"]
     shared = " or ".join(f"{name}.untyped_storage().data_ptr() == storage" for name in tensors)
-    return written(
-        "prepared",
-        f"def prepared({names}, out):",
+    return compile_function(
+        "run",
+        f"def run({names}, out):",
         "    storage = out.untyped_storage().data_ptr()",
         "    if not storage:",
         "        require(out)",
-        f"    if {shared}:",  # as shares has it
-        f"        return out.copy_(fresh({names}))",
+        f"    if {shared}:",  # as shares_storage
+        f"        return out.copy_(functional({names}))",
         "    try:",
         f"        write(out, {names})",
         "    except errors as error:",
         f"        return out.copy_(fallback(error, {names}))",
-        *([] if counted else ["    count((out,))"]),
+        *([] if counted else ["    increment_version((out,))"]),
         "    return out",
-        fresh=fresh, write=write, errors=LAUNCH_ERRORS, fallback=fallback, count=count_writes,
-        require=require_kernel_operands,
+        functional=functional, write=write, errors=LAUNCH_ERRORS, fallback=fallback,
+        increment_version=increment_version, require=require_kernel_operands,
     )  # fmt: skip
 
 
-def shares(out: Tensor, tensors: Sequence[Tensor]) -> bool:
-    """Whether a tensor has its storage in common with another (PackedWeights are nobody's output)."""
+def shares_storage(out: Tensor, tensors: Sequence[Tensor]) -> bool:
+    """Whether ``out`` has its storage in common with another tensor (a PackedWeight is nobody's output)."""
     storage = out.untyped_storage().data_ptr()
     return any(tensor.untyped_storage().data_ptr() == storage for tensor in tensors)
 
 
-def _outputs(call: Call, shape: tuple[int, ...], current: bool = False) -> Callable[[], Tensor]:
-    """Makes a tensor of such a shape for the Call's result. current: its device is whenever one is made."""
+def _allocator(call: Call, shape: tuple[int, ...], device_is_current: bool = False) -> Callable[[], Tensor]:
+    """Return a function that allocates the Call's result in ``shape``.
+
+    device_is_current: whether the result's device is always the current one when it is called.
+    """
     dtype, device = dtype_of(call.problem.out_dtype), call.a.device
     strides = torch.empty(shape, device="meta").stride()
     if device.type == "cpu":
         return partial(empty_cpu, shape, strides, dtype)
-    if current or torch.cuda.device_count() == 1:
+    if device_is_current or torch.cuda.device_count() == 1:
         return partial(empty_cuda, shape, strides, dtype)
     return partial(torch.empty, shape, dtype=dtype, device=device)
 
 
-def there(function: Callable[..., Any], kernel: Kernel, device: torch.device) -> Callable[..., Any]:
-    """The function, made to run with ``device`` current where it need not be."""
-    if not _elsewhere(kernel, device):
+def with_device_guard(function: Callable[..., Any], kernel: Kernel, device: torch.device) -> Callable[..., Any]:
+    """Return ``function``, made to run with ``device`` as the current one where another may be."""
+    if not _needs_device_guard(kernel, device):
         return function
     index, current = device.index, current_device
 
-    def there(*operands: Any) -> Any:
+    def guarded(*args: Any) -> Any:
         if current() == index:
-            return function(*operands)
+            return function(*args)
         with torch.cuda.device(index):
-            return function(*operands)
+            return function(*args)
 
-    return there
+    return guarded
 
 
-def _elsewhere(kernel: Kernel, device: torch.device) -> bool:
-    """Whether another device may be current, and the kernel minds (ATen's ops see to that themselves)."""
+def _needs_device_guard(kernel: Kernel, device: torch.device) -> bool:
+    """Whether another GPU may be current and the kernel depends on it. ATen's ops switch devices themselves."""
     return device.type == "cuda" and kernel.candidate.backend != "aten" and torch.cuda.device_count() > 1
 
 
-def kernel_shape(call: Call) -> tuple[int, ...]:
+def matrix_shape(call: Call) -> tuple[int, ...]:
+    """Return the shape in which kernels write the Call's result: [M, N], or [batch, M, N]."""
     problem = call.problem
     return (problem.batch, problem.m, problem.n) if problem.family == "bmm" else (problem.m, problem.n)
-
-
-def dense(a: Tensor) -> Tensor:
-    """Activations as constant-weight problems describe them: rows one after another."""
-    return a if a.is_contiguous() else a.contiguous()

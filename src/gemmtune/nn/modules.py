@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from ..core.checks import GradError
 from ..core.errors import PackedWeightError
 from ..core.weights import PackedWeight, QuantWeight
-from ..dispatch.guards import autocasting
-from ..ops.floating import linear
+from ..dispatch.guards import is_autocast_on
+from ..ops.linear import linear
+from ..ops.mixed_mm import mixed_mm
 from ..ops.packing import pack, unpack
-from ..ops.quantized import mixed_mm
 from ..ops.weight_only import WeightOnly
 from .packed_ops import LIBRARY, no_view, untraced
 from .packed_products import is_for_dispatcher
@@ -214,7 +214,7 @@ class RawLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """The original's result, by the kernel that was tuned for these rows."""
-        if torch.compiler.is_compiling() and not (_wants_grad(self) or autocasting(input.device.type)):
+        if torch.compiler.is_compiling() and not (_wants_grad(self) or is_autocast_on(input.device.type)):
             result: Tensor = torch.ops.gemmtune.tuned_linear(input, self.weight, self.bias)
             return result
         return linear(input, self.weight, self.bias)

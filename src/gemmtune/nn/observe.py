@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from ..core.memory import why_unknown
 from ..core.problem import Problem
 from ..core.torch_compat import DisableTorchFunction
-from ..ops import describe
+from ..ops import linear
 from ..ops.calls import run
 from ..ops.composites import is_composite, without_override
 from ..ops.products import FUNCTIONS, Product, product_of
@@ -207,7 +207,7 @@ def _product_problem(x: Tensor, product: Product, quantized: QuantizedWeight | N
     if quantized is not None:
         return quantized_problem(x, quantized, product.bias)
     weight = product.weight.t() if product.transposed else product.weight
-    return describe.linear(x, weight, product.bias, constant=True).problem
+    return linear.describe(x, weight, product.bias, constant=True).problem
 
 
 def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:

@@ -20,7 +20,7 @@ from ..core.torch_compat import check, unsafe_view
 from ..core.torch_compat import get_tracing_state as _tracing
 from ..core.torch_compat import set_tracing_state as _set_tracing
 from ..core.weights import PackedWeight
-from ..ops.floating import linear
+from ..ops.linear import linear
 from ..ops.packing import unpack
 
 

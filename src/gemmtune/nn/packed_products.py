@@ -11,9 +11,9 @@ from torch.nn import functional
 
 from ..core.checks import GradError
 from ..core.memory import is_subclass
-from ..dispatch.guards import autocasting, needs_dispatcher, transformed
-from ..dispatch.serve import serve
-from ..ops.floating import linear
+from ..dispatch.cache import lookup
+from ..dispatch.guards import in_dispatch_mode, in_transform, is_autocast_on
+from ..ops.linear import linear
 
 if TYPE_CHECKING:
     from ..ops.products import Product
@@ -37,24 +37,24 @@ def multiply(input: Any, weight: PackedTensor, bias: Tensor | None = None) -> Te
     if weight.quantized:
         return weight.linear(input, bias)
     if _compiling():
-        return _autocast(input, weight, bias, _op) if autocasting(input.device.type) else _op(input, weight, bias)
-    if transformed():  # jit's tracer among them: they see an ordinary weight
+        return _autocast(input, weight, bias, _op) if is_autocast_on(input.device.type) else _op(input, weight, bias)
+    if in_transform():  # jit's tracer among them: they see an ordinary weight
         return _unpacked(input, weight, bias)
     try:
         packed = weight.packed
     except TypeError:  # its parts are fake tensors (Dynamo of torch 2.10 and 2.11)
-        return _autocast(input, weight, bias, _op) if autocasting(input.device.type) else _op(input, weight, bias)
+        return _autocast(input, weight, bias, _op) if is_autocast_on(input.device.type) else _op(input, weight, bias)
     try:  # what ops.linear looks up, a call earlier
         key = ("linear", input.shape, packed._key, bias is None, _threads(), torch.is_grad_enabled())
     except (AttributeError, RuntimeError):
         return _unpacked(input, weight, bias)  # PyTorch's words for what is no tensor
     given = (input, packed) if bias is None else (input, packed, bias)
-    result = serve(key, given, (input,) if bias is None else (input, bias))
+    result = lookup(key, given, (input,) if bias is None else (input, bias))
     if result is not None:
         return result
     if not isinstance(input, Tensor):
         return _unpacked(input, weight, bias)
-    if autocasting(input.device.type):
+    if is_autocast_on(input.device.type):
         return _autocast(input, weight, bias, _product)
     return _product(input, weight, bias)
 
@@ -70,7 +70,7 @@ def multiply_below_autograd(product: Product, weight: PackedTensor) -> Tensor | 
     with torch.no_grad():  # the operands may require grad still, which the caller's autograd sees to
         if weight.quantized:
             return weight.linear(input, bias)
-        if needs_dispatcher() or transformed() or _is_subclassed(input) or _is_subclassed(bias):
+        if in_dispatch_mode() or in_transform() or _is_subclassed(input) or _is_subclassed(bias):
             return _op(input, weight, bias)
         return linear(input, weight.packed, bias)
 
@@ -87,7 +87,7 @@ def _product(input: Tensor, weight: PackedTensor, bias: Tensor | None) -> Tensor
 
 def is_for_dispatcher(input: Tensor, bias: Tensor | None) -> bool:
     """Whether something has to see a product by these operands, or to differentiate it: it must be an operator then."""
-    if _is_subclassed(input) or _is_subclassed(bias) or needs_dispatcher():
+    if _is_subclassed(input) or _is_subclassed(bias) or in_dispatch_mode():
         return True
     return torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad))
 

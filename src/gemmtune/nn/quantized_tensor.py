@@ -21,10 +21,12 @@ from ..core.errors import PackedWeightError
 from ..core.problem import Problem, Quant
 from ..core.torch_compat import make_wrapper_subclass, to_copy
 from ..core.weights import PackedWeight, QuantWeight
-from ..dispatch.guards import autocasting, transformed
+from ..dispatch.guards import in_transform, is_autocast_on
 from ..ops import torchao_formats
+from ..ops.int_mm import int_mm
+from ..ops.mixed_mm import mixed_mm
 from ..ops.packing import pack, unpack
-from ..ops.quantized import int_mm, mixed_mm, scaled_mm
+from ..ops.scaled_mm import scaled_mm
 from ..ops.torchao_formats import QuantizedWeight, inner_tensors
 from .packed_ops import LIBRARY, untraced
 from .packed_products import is_for_dispatcher
@@ -149,13 +151,13 @@ class QuantizedTensor(PackedTensor):
         """``F.linear`` by this weight, in whatever state this thread is in."""
         if not isinstance(input, Tensor) or not input.is_floating_point() or input.dim() < 1:
             return functional.linear(input, self.unpacked(), bias)
-        if transformed():  # jit's tracer among them: they see an ordinary weight
+        if in_transform():  # jit's tracer among them: they see an ordinary weight
             return functional.linear(input, self.unpacked().to(input.dtype), bias)
         rows = input if input.dim() == 2 else input.reshape(-1, input.shape[-1])
         spec = _spec(self.spec)
         values, scale = torchao_formats.quantize(rows, spec["activation"]) if rows.numel() else (rows, None)
         dtype = input.dtype
-        if spec["autocast"] and autocasting(input.device.type):
+        if spec["autocast"] and is_autocast_on(input.device.type):
             dtype = torch.get_autocast_dtype(input.device.type)
             values, bias = values.to(dtype), None if bias is None else bias.to(dtype)
         if _compiling() or is_for_dispatcher(values, bias):

@@ -19,7 +19,9 @@ from ..core.problem import Problem
 from ..core.weights import PackedWeight, QuantWeight
 from ..dispatch.portfolio import rank_packings
 from ..dispatch.runtime import RUNTIME, current, current_target
-from . import describe
+from .int_mm import describe as describe_int_mm
+from .mixed_mm import describe_product, quant_weight
+from .mm import describe as describe_mm
 
 _COMMON_ROWS = (1, 16, 64)
 
@@ -96,7 +98,7 @@ def operand(
     checks.same_device("pack", ("weight", weight), ("scale", scale), ("zero_point", zero_point))
     width = bits if bits is not None else (4 if weight.dtype == torch.uint8 else 8)
     k = weight.shape[1] * (2 if width == 4 else 1)
-    return describe.quantized(weight.t(), scale.detach(), zero_point, width, group_size, k)
+    return quant_weight(weight.t(), scale.detach(), zero_point, width, group_size, k)
 
 
 def _problems(raw: Tensor | QuantWeight, m: int | Sequence[int] | Sequence[Problem]) -> list[Problem]:
@@ -109,15 +111,15 @@ def problem_of(raw: Tensor | QuantWeight, m: int, dtype: torch.dtype | None = No
     if not isinstance(m, int) or isinstance(m, bool) or m < 1:
         raise ValueError(f"pack(): m must be a positive int; got {m!r}")
     if isinstance(raw, QuantWeight):
-        return describe.mixed_mm(
+        return describe_product(
             torch.empty(m, raw.k, dtype=dtype or raw.scale.dtype, device="meta"), _meta(raw), constant=True
         ).problem
     k = raw.shape[0]
     rows = torch.empty(m, k, dtype=raw.dtype, device="meta")
     shape_only = raw.to("meta")
     if raw.dtype == torch.int8:
-        return describe.int_mm(rows, shape_only, constant=True).problem
-    return describe.mm(rows, shape_only, prefer="col", constant=True).problem
+        return describe_int_mm(rows, shape_only, constant=True).problem
+    return describe_mm(rows, shape_only, prefer="col", constant=True).problem
 
 
 def _meta(raw: QuantWeight) -> QuantWeight:

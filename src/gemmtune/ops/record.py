@@ -17,12 +17,12 @@ from torch.overrides import TorchFunctionMode
 from ..core.errors import GemmtuneError
 from ..core.memory import is_subclass
 from ..core.problem import Problem
-from ..core.torch_compat import int_mm, weight_int8pack_mm
-from ..dispatch.guards import shape_only
+from ..dispatch.guards import is_shape_only
 from ..dispatch.runtime import CPU, RUNTIME
 from ..fuse import bias as bias_step
-from . import describe
 from .composites import is_composite, without_override
+from .mixed_mm import describe_product, quant_weight
+from .table import OPS
 from .torchao_formats import UnknownFormatError, is_torchaos, read
 from .torchao_formats import problem as quantized_problem
 from .weight_only import WeightOnly, recognise
@@ -159,7 +159,7 @@ class _Mode(TorchFunctionMode):
 def foreign(values: Iterable[Any]) -> bool:
     """Whether one is a tensor of a subclass: its arithmetic is its own, and not the Problem that its shape and dtype
     suggest. (Those without values, as fake tensors are, stand for ordinary ones.)"""
-    return any(isinstance(value, Tensor) and is_subclass(value) and not shape_only(value) for value in values)
+    return any(isinstance(value, Tensor) and is_subclass(value) and not is_shape_only(value) for value in values)
 
 
 def _device(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.device:
@@ -170,23 +170,15 @@ def _device(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.device:
 def weight_only_problem(x: Tensor, held: WeightOnly) -> Problem:
     """The Problem of activations x [.., K] by a recognised weight-only module."""
     flat = x.reshape(-1, x.shape[-1])
-    weight = describe.quantized(
+    weight = quant_weight(
         held.weight.detach().t(), held.scale.detach(), held.zero_point, held.bits, held.group_size, x.shape[-1]
     )
     steps = () if held.bias is None else (bias_step(held.bias),)
-    return describe.mixed_mm(flat, weight, steps, constant=True).problem
-
-
-# The describers' parameters have PyTorch's names, because callers may pass them by keyword.
-
-
-def linear_problem(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Problem:
-    """The Problem of ``F.linear``; constant when the weight is a Parameter, or a view of one."""
-    return describe.linear(input, weight, bias, constant=_constant(weight)).problem
+    return describe_product(flat, weight, steps, constant=True).problem
 
 
 def _quantized_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Problem | None:
-    """The Problem of ``F.linear`` by one of torchao's tensors; None of a format without one."""
+    """Return the Problem of ``F.linear`` by one of torchao's tensors; None for a format without one."""
     try:
         stored = read(weight)
     except UnknownFormatError:
@@ -194,60 +186,7 @@ def _quantized_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None)
     return quantized_problem(input, stored, bias)
 
 
-def _mm(input: Tensor, mat2: Tensor, **_: Any) -> Problem:
-    return describe.mm(input, mat2, constant=_constant(mat2)).problem
-
-
-def _constant(b: Tensor) -> bool:
-    """Whether B is a Parameter, or a view of one (``x @ w.t()``)."""
-    return isinstance(b, nn.Parameter) or isinstance(getattr(b, "_base", None), nn.Parameter)
-
-
-def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1, **_: Any) -> Problem:
-    return describe.addmm(input, mat1, mat2, beta, alpha, constant=_constant(mat2)).problem
-
-
-def _bmm(input: Tensor, mat2: Tensor, **_: Any) -> Problem:
-    return describe.bmm(input, mat2).problem
-
-
-def _int_mm(self: Tensor, mat2: Tensor, **_: Any) -> Problem:
-    return describe.int_mm(self, mat2, constant=_constant(mat2)).problem
-
-
-def _int8pack(input: Tensor, mat2: Tensor, scales: Tensor) -> Problem:
-    held = describe.quantized(mat2.t(), scales, None, 8, None, input.shape[-1])
-    return describe.mixed_mm(input, held, constant=_constant(mat2)).problem
-
-
-def _matmul(input: Tensor, other: Tensor, **_: Any) -> Problem | None:
-    """matmul as PyTorch folds it: a matrix B takes all leading sizes of A as rows, equal batches make a bmm."""
-    a, b = input, other
-    if a.dim() < 2 or b.dim() < 2:
-        return None
-    if b.dim() == 2:
-        return describe.mm(a.reshape(-1, a.shape[-1]), b, constant=_constant(b)).problem
-    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])  # type: ignore[no-untyped-call]
-    left, right = (t.expand(*batch, *t.shape[-2:]).reshape(-1, *t.shape[-2:]) for t in (a, b))
-    return describe.bmm(left, right).problem
-
-
-def _turned(b: Tensor, a: Tensor, **_: Any) -> Problem | None:
-    return _matmul(a, b)
-
-
+# From a function of PyTorch's to the Problem of a call.
 _DESCRIBERS: dict[Any, Callable[..., Problem | None]] = {
-    functional.linear: linear_problem,
-    torch.mm: _mm,
-    Tensor.mm: _mm,
-    torch.addmm: _addmm,
-    Tensor.addmm: _addmm,
-    torch.bmm: _bmm,
-    Tensor.bmm: _bmm,
-    int_mm: _int_mm,
-    weight_int8pack_mm: _int8pack,
-    torch.matmul: _matmul,
-    Tensor.matmul: _matmul,
-    Tensor.__matmul__: _matmul,
-    Tensor.__rmatmul__: _turned,
+    function: describe for spec in OPS for function, describe in spec.records.items()
 }

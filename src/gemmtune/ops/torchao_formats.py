@@ -20,7 +20,8 @@ from ..core.memory import why_unknown
 from ..core.problem import Problem
 from ..core.torch_compat import convert_weight_to_int4pack, weight_int4pack_mm
 from ..core.weights import QuantWeight
-from . import describe
+from . import int_mm, scaled_mm
+from .mixed_mm import describe_product, quant_weight
 
 Product = Literal["mixed_mm", "int_mm", "scaled_mm"]
 # How activations are quantised at each call: not at all; to int8 or float8 by row or by tensor; or to int8 by row,
@@ -75,7 +76,7 @@ class QuantizedWeight:
         """The B operand of its product: [K, N], with its scales for ``mixed_mm``."""
         if self.product != "mixed_mm":
             return self.data.t()
-        return describe.quantized(self.data.t(), self.scale, self.zero_point, self.bits, self.group_size, self.shape[1])
+        return quant_weight(self.data.t(), self.scale, self.zero_point, self.bits, self.group_size, self.shape[1])
 
     @property
     def nbytes(self) -> int:
@@ -295,11 +296,11 @@ def problem(rows: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Probl
     operand = weight.operand
     steps = () if bias is None else (fuse.bias(bias),)
     if isinstance(operand, QuantWeight):
-        return describe.mixed_mm(values, operand, steps, constant=True).problem
+        return describe_product(values, operand, steps, constant=True).problem
     assert scale is not None
     if weight.product == "scaled_mm":
         columns = weight.scale.reshape((1, -1) if weight.scale.numel() > 1 else (1,))
-        return describe.scaled_mm(values, operand, scale, columns, bias, None, rows.dtype).problem
+        return scaled_mm.describe(values, operand, scale, columns, bias, None, rows.dtype).problem
     axis: Any = "row" if scale.numel() == flat.shape[0] else "tensor"
     scales = (fuse.scale(scale.reshape(-1), axis=axis), fuse.scale(weight.scale.float(), axis="col"))
-    return describe.int_mm(values, operand, (*scales, *steps), rows.dtype, constant=True).problem
+    return int_mm.describe(values, operand, rows.dtype, (*scales, *steps), constant=True).problem

@@ -19,7 +19,7 @@ from ..core.errors import StoreError, WorkerError
 from ..core.events import ProblemDone, ProblemStarted, Progress, silent
 from ..core.problem import Problem, plan_key_of
 from ..core.target import Target
-from ..dispatch.portfolio import Point, layouts_in_use, point
+from ..dispatch.portfolio import TunedPoint, layouts_in_use, tuned_point
 from ..store.base import Store
 from ..timing.clock import Latency
 from ..workers.builds import Builders
@@ -225,7 +225,7 @@ class _PlanPoints:
     """What is decided for the Plans of ``problems``, in the store at first and then in the course of tuning."""
 
     def __init__(self, problems: Iterable[Problem], target: Target, store: Store) -> None:
-        self._points: dict[str, dict[str, Point]] = {problem.plan_key: {} for problem in problems}
+        self._points: dict[str, dict[str, TunedPoint]] = {problem.plan_key: {} for problem in problems}
         try:
             for decision in store.decisions(target) if self._points else ():
                 self.add(decision)
@@ -237,7 +237,7 @@ class _PlanPoints:
         points = self._points.get(plan_key_of(decision.problem_key))
         if points is not None and decision.outcome != "inconclusive":
             try:
-                points[decision.problem_key] = point(decision)
+                points[decision.problem_key] = tuned_point(decision)
             except (KeyError, TypeError, ValueError) as error:  # dispatch does not serve such a record either
                 log.debug("the decision for %s is not read: %s", decision.problem_key, error)
 

@@ -127,7 +127,7 @@ class AtenKernel(Kernel):
         finally:
             setattr(_CUBLAS, self._reduced, held)
 
-    def fresh(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
+    def functional(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
         """Compute into a new tensor."""
         return finish(self._unrounded(a, b, aux), self.out_dtype)
 
@@ -139,8 +139,8 @@ class AtenKernel(Kernel):
         return apply(wide, self.rest, aux[self.fused.tensors :])
 
     def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
-        # Rounding on the way into ``out`` is what ``fresh`` does on its way into a new tensor: a race must not charge
-        # for one more pass over it.
+        # Rounding on the way into ``out`` is what ``functional`` does on its way into a new tensor: a race must not
+        # charge for one more pass over it.
         result = self._unrounded(a, b, aux)
         out.copy_(result if self.out_dtype in _ROUNDED_BY_COPYING else finish(result, self.out_dtype))
 
@@ -154,7 +154,7 @@ class WritesOut(AtenKernel):
 
     def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
         if self.rest or dtype_of(self.natural(self.problem)) != self.out_dtype:
-            out.copy_(self.fresh(a, b, aux))
+            out.copy_(self.functional(a, b, aux))
         else:
             self._precisely(a, self.write, a, b, aux, out)
 
@@ -162,11 +162,11 @@ class WritesOut(AtenKernel):
 class Sliced(AtenKernel):
     """A kernel whose product may be a view of something larger: a new tensor is made dense."""
 
-    def fresh(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
-        return super().fresh(a, b, aux).contiguous()
+    def functional(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
+        return super().functional(a, b, aux).contiguous()
 
     def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
-        out.copy_(super().fresh(a, b, aux))
+        out.copy_(super().functional(a, b, aux))
 
 
 def packed_as(b: Any, layout: str) -> PackedWeight:

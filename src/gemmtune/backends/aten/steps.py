@@ -29,7 +29,7 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype an accumulator of this dtype is worked on: float32, or float64 and int32 as they are."""
     return dtype if dtype in (torch.float64, torch.int32, torch.int64) else torch.float32
 
@@ -108,13 +108,13 @@ def _exactly(acc: Tensor, step: Step, tensor: Tensor | None) -> Tensor:
     if tensor is None:
         info = torch.iinfo(acc.dtype)
         return acc.clamp(max(_whole(step.lo), info.min), min(max(_whole(step.hi), info.min), info.max))
-    wide = acc.long()
+    wide_dtype = acc.long()
     if step.kind == "mul":
-        return _times(wide, tensor, fits=acc.dtype == torch.int32)
+        return _times(wide_dtype, tensor, fits=acc.dtype == torch.int32)
     addend = tensor.long() if step.value == 1.0 else _times(tensor.long(), _whole(step.value), fits=False)
     if tensor.dtype == torch.int64:
         addend = addend.clamp(-_WHOLE_LIMIT, _WHOLE_LIMIT)
-    return (wide + addend).clamp(-_WHOLE_LIMIT, _WHOLE_LIMIT)
+    return (wide_dtype + addend).clamp(-_WHOLE_LIMIT, _WHOLE_LIMIT)
 
 
 def _times(x: Tensor, y: Tensor | int, *, fits: bool) -> Tensor:

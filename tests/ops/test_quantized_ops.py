@@ -15,6 +15,7 @@ from gemmtune import fuse
 from gemmtune.backends.aten.cpu_rules import scaled_mm_takes_rows
 from gemmtune.core.checks import DtypeError, GradError, ShapeError
 from gemmtune.core.errors import PackedWeightError
+from gemmtune.core.problem import Problem
 from gemmtune.core.workloads import int_problem
 from gemmtune.store import MemoryStore
 from helpers.serving import RAN, evidence, register, serve, toy
@@ -234,8 +235,7 @@ def test_raw_weights_and_fp8_are_served_by_their_kernel_without_asking_again(
                 torch.testing.assert_close(call().double(), wanted, rtol=1e-2, atol=1e-2)
                 assert len(RAN) == tuned
         with monkeypatch.context() as patch:
-            patch.setattr("gemmtune.ops.describe.mixed_mm", lambda *_: pytest.fail("described again"))
-            patch.setattr("gemmtune.ops.describe.scaled_mm", lambda *_: pytest.fail("described again"))
+            patch.setattr(Problem, "__post_init__", lambda _: pytest.fail("described again"))
             for call, wanted in calls:
                 torch.testing.assert_close(call().double(), wanted, rtol=1e-2, atol=1e-2)
 
@@ -264,7 +264,7 @@ def test_int_mm_on_a_gpu_goes_through_padding(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_only_gpus_know_is_atens_there() -> None:
-    from gemmtune.ops.quantized import _is_atens
+    from gemmtune.ops.scaled_mm import SPEC
 
     class OnGpu(Tensor):
         @property
@@ -282,5 +282,7 @@ def test_what_only_gpus_know_is_atens_there() -> None:
         (one, one, None, True, True), (one, one, one, False, True), (one.bfloat16(), one, None, False, True),
         (torch.ones(4, 2), cols, None, False, True), (one, 3, None, False, False),
     ):  # fmt: skip
-        assert _is_atens(a, b, scale_a, scale_b, result, fast) is whose
-    assert not _is_atens(b, b, one, one, None, True)
+        scales = {"scale_a": scale_a, "scale_b": scale_b, "scale_result": result}
+        assert SPEC.needs_torch(mat1=a, mat2=b, **scales, use_fast_accum=fast) is whose
+    on_cpu = {"mat1": b, "mat2": b, "scale_a": one, "scale_b": one, "scale_result": None}
+    assert not SPEC.needs_torch(**on_cpu, use_fast_accum=True)

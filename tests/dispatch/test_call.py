@@ -16,13 +16,12 @@ import gemmtune
 from gemmtune import fuse
 from gemmtune.backends.base import Launch
 from gemmtune.core.checks import DtypeError, GradError, ShapeError
+from gemmtune.core.problem import Problem
 from gemmtune.core.weights import PackedWeight
 from gemmtune.core.workloads import linear_problem
-from gemmtune.dispatch.runtime import TABLE, ManyVariants
+from gemmtune.dispatch.cache import DISPATCH_CACHE, EntriesByStrides
 from gemmtune.store import MemoryStore
 from helpers.serving import RAN, ToyKernel, evidence, register, serve, toy
-
-DESCRIPTIONS = ("mm", "linear", "addmm", "bmm", "int_mm", "mixed_mm", "scaled_mm")
 
 
 def bind(kernel: ToyKernel, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Launch | None:
@@ -71,8 +70,7 @@ def undescribed(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Call it, and from then on nothing may be described anew."""
 
     def stop() -> None:
-        for name in DESCRIPTIONS:
-            monkeypatch.setattr(f"gemmtune.ops.describe.{name}", lambda *_, **__: pytest.fail("described again"))
+        monkeypatch.setattr(Problem, "__post_init__", lambda _: pytest.fail("described again"))
 
     return stop
 
@@ -93,8 +91,8 @@ def test_variants_of_a_key_stay_beside_each_other(served: Any, undescribed: Call
     kernels = served(*(lambda x=x, w=w: gemmtune.linear(x, w) for x, w in forms))
     for x, weight in forms:
         close(gemmtune.linear(x, weight), F.linear(x, weight))
-    (key,) = TABLE
-    assert len(TABLE[key]) == len(forms)
+    (key,) = DISPATCH_CACHE
+    assert len(DISPATCH_CACHE[key]) == len(forms)
     undescribed()
     for _ in range(2):
         for x, weight in forms:
@@ -112,13 +110,13 @@ def test_a_key_tries_so_many_variants(served: Any) -> None:
     served(*(lambda x=x: gemmtune.linear(x, w) for x in forms))
     for x in forms[:8]:
         close(gemmtune.linear(x, w), F.linear(x, w))
-    (variants,) = TABLE.values()
+    (variants,) = DISPATCH_CACHE.values()
     assert [check(x, w) for check, _ in variants for x in forms[7::-1]] == [n == m for n in range(8) for m in range(8)]
     for x in forms[8:]:
         close(gemmtune.linear(x, w), F.linear(x, w))
-    (many,) = TABLE.values()
-    assert isinstance(many, ManyVariants)
-    assert [len(variants) for variants in many.by_layout.values()] == [1, 1, 1]
+    (many,) = DISPATCH_CACHE.values()
+    assert isinstance(many, EntriesByStrides)
+    assert [len(variants) for variants in many.by_strides.values()] == [1, 1, 1]
 
 
 def test_gradients_come_and_go_with_their_mode(served: Any) -> None:
@@ -314,7 +312,7 @@ def test_recording_sees_every_call_and_nothing_is_remembered_meanwhile(served: A
     with gemmtune.record() as recorded:
         calls()
         calls()
-        assert not TABLE
+        assert not DISPATCH_CACHE
     assert [count for _, count in recorded.problems] == [2, 2, 2]
 
 
@@ -327,13 +325,13 @@ def test_what_pytorch_serves_in_a_state_it_serves_there_alone(served: Any) -> No
     with forward_ad.dual_level():
         gemmtune.linear(forward_ad.make_dual(X, X), WEIGHT)
     gemmtune.linear(X.as_subclass(type("Mine", (Tensor,), {})), WEIGHT)
-    assert not TABLE
+    assert not DISPATCH_CACHE
     for _ in range(2):
         with torch.autocast("cpu", torch.bfloat16):
             assert gemmtune.linear(X, WEIGHT).dtype == torch.bfloat16
         close(torch.vmap(lambda t: gemmtune.linear(t, WEIGHT))(X[None]), PRODUCT[None])
         assert RAN == []
-    assert [len(variants) for variants in TABLE.values()] == [2]
+    assert [len(variants) for variants in DISPATCH_CACHE.values()] == [2]
     close(gemmtune.linear(X, WEIGHT), PRODUCT)
     assert len(RAN) == kernels
 

@@ -1,0 +1,129 @@
+"""The dispatch cache: the prepared function that serves operands like those of a call.
+
+A key says little of a call: its op, the shape of its first operand, the number of threads. The entries of a key, newest
+first, differ in dtype, strides, device and whether a gradient is wanted; each has a guard that says whether it serves
+given operands. ``DISPATCH_CACHE`` maps a key to a tuple of entries that is replaced as a whole, so that readers need no
+lock; writers hold ``Runtime``'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..core.torch_compat import RecordFunction, forward_ad, profiler
+from ..core.torch_compat import len_torch_dispatch_stack as _dispatch_modes
+from ..fuse import Bound
+from .guards import Guard
+
+# A guard, and the function that serves the operands of which the guard is true.
+GuardedEntry = tuple[Guard, Callable[..., Any]]
+
+DISPATCH_CACHE: dict[Any, tuple[GuardedEntry, ...]] = {}
+MAX_KEYS = 8192
+MAX_ENTRIES = 8  # of one key, tried one after the other
+MAX_STRIDES = 1024  # of one key with more entries than that
+
+_entries_of = DISPATCH_CACHE.get
+
+
+class EntriesByStrides(tuple[GuardedEntry, ...]):
+    """The entries of a key that has had more than ``MAX_ENTRIES``: an empty tuple, with a few entries for each result
+    of ``strides_key`` in ``by_strides``.
+
+    When the oldest of eight entries was dropped instead, a loop over nine layouts prepared an entry in every call
+    (36 us).
+    """
+
+    def __init__(self) -> None:
+        self.by_strides: dict[Any, tuple[GuardedEntry, ...]] = {}
+
+
+def lookup(key: Any, args: tuple[Any, ...], guarded: tuple[Any, ...]) -> Tensor | None:
+    """Return the result of a call by a cached entry, or None when no entry serves it. Every call pays for this.
+
+    key: names the call. args: the operands in the order of launches, then the epilogue's tensors and ``out``. guarded:
+    the tensors among them (a PackedWeight's key is part of ``key``).
+    """
+    try:
+        entries = _entries_of(key)
+    except TypeError:  # the key cannot be hashed: symbolic sizes, arguments of a wrong type
+        return None
+    if entries is not None and not _dispatch_modes() and forward_ad._current_level < 0:
+        for guard, function in entries:
+            if guard(*guarded):
+                if profiler._is_profiler_enabled:
+                    return run_profiled(key, function, args)
+                return function(*args)  # type: ignore[no-any-return]
+        if not entries:
+            for guard, function in entries.by_strides.get(strides_key(guarded), ()):  # type: ignore[attr-defined]
+                if guard(*guarded):
+                    if profiler._is_profiler_enabled:
+                        return run_profiled(key, function, args)
+                    return function(*args)  # type: ignore[no-any-return]
+    return None
+
+
+def is_reachable() -> bool:
+    """Whether ``lookup`` looks into the cache at all: no dispatch mode and no forward-mode level is active."""
+    return not _dispatch_modes() and forward_ad._current_level < 0
+
+
+def insert(key: Any, entry: GuardedEntry, guarded: tuple[Any, ...]) -> None:
+    """Add an entry for operands like ``guarded``. The oldest entry of a full key, and the oldest key of a full cache,
+    are dropped. Raises TypeError when the key cannot be hashed."""
+    entries = DISPATCH_CACHE.get(key)
+    if entries is not None and len(entries) == MAX_ENTRIES:
+        entries = DISPATCH_CACHE[key] = EntriesByStrides()
+    if isinstance(entries, EntriesByStrides):
+        _prepend(entries.by_strides, strides_key(guarded), entry, MAX_STRIDES)
+    else:
+        _prepend(DISPATCH_CACHE, key, entry, MAX_KEYS)
+
+
+def _prepend(table: dict[Any, tuple[GuardedEntry, ...]], key: Any, entry: GuardedEntry, limit: int) -> None:
+    entries = table.get(key, ())
+    while not entries and len(table) >= limit:
+        del table[next(iter(table))]
+    table[key] = (entry, *entries[: MAX_ENTRIES - 1])
+
+
+def strides_key(guarded: tuple[Any, ...]) -> Any:
+    """Return what tells a call from most others of its key: the operands' strides, and the device and dtype of the
+    first. None when one is not a tensor."""
+    try:
+        first = guarded[0]
+        return (first.dtype, first.device, *[tensor.stride() for tensor in guarded])
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def extend_key(
+    key: Any, args: tuple[Any, ...], packed: bool, epilogue: Sequence[Bound], out: Any, out_dtype: Any = None
+) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
+    """Return the key, ``args`` and ``guarded`` of a call that has an epilogue, an ``out`` or an ``out_dtype``.
+
+    packed: whether the second of ``args`` is a PackedWeight.
+    """
+    tags: Any = ()
+    if epilogue:
+        tags = tuple([bound.tag for bound in epilogue])
+        args = (*args, *[bound.tensor for bound in epilogue if bound.tensor is not None])
+    if out is not None:
+        args = (*args, out)
+    return (key, tags, out is None, out_dtype), args, (args[0], *args[2:]) if packed else args
+
+
+def run_profiled(key: Any, function: Callable[..., Tensor], args: tuple[Any, ...]) -> Tensor:
+    """Call ``function(*args)``; while a profiler records, inside an event ``gemmtune::<op>`` with the args' shapes.
+
+    key: the call's, or the op's name; None for a call without a key, which has no event.
+    """
+    if not profiler._is_profiler_enabled or key is None:
+        return function(*args)
+    while not isinstance(key, str):  # extend_key nests keys
+        key = key[0]
+    with RecordFunction(f"gemmtune::{key}", args):
+        return function(*args)

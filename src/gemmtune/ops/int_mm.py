@@ -1,0 +1,119 @@
+"""``gemmtune.int_mm``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..backends.aten.padding import canonical_strides
+from ..core import checks
+from ..core.call import Call
+from ..core.problem import Problem
+from ..core.torch_compat import int_mm as torch_int_mm
+from ..core.weights import PackedWeight
+from ..dispatch import fallback
+from ..dispatch.call import TorchFunction
+from ..dispatch.specialize import OperandAdapter
+from ..fuse import Bound
+from .dynamo import graph_break
+from .operands import Weight, is_constant, matrix_call, needs_copy, require_same_device, steps_of
+from .spec import OpSpec
+
+_OUTPUTS = (torch.int32, torch.int8, torch.uint8, torch.float32, torch.bfloat16, torch.float16)
+
+
+def describe(
+    self: Tensor,
+    mat2: Weight,
+    out_dtype: torch.dtype | None = None,
+    epilogue: Sequence[Bound] = (),
+    *,
+    constant: bool = False,
+) -> Call:
+    """Return the Call of int8 or uint8 [M, K] @ int8 [K, N] -> int32, or what the epilogue and out_dtype make of it.
+
+    constant: whether mat2 is a weight. Raises TypeError, ShapeError, DtypeError or PackedWeightError.
+    """
+    a, b = self, mat2
+    bounds = steps_of("int_mm", epilogue)
+    checks.matrix("int_mm", "self", a)
+    checks.one_of("int_mm", "self's dtype", a.dtype, (torch.int8, torch.uint8))
+    if isinstance(b, PackedWeight):
+        checks.packed_fits("int_mm", b, a.shape[1], ("int8",), quantized=False)
+    else:
+        checks.matrix("int_mm", "mat2", b)
+        checks.one_of("int_mm", "mat2's dtype", b.dtype, (torch.int8,))
+        checks.inner(tuple(a.shape), tuple(b.shape))
+    require_same_device("int_mm", a, b, bounds)
+    a, b = canonical_strides(a), b if isinstance(b, PackedWeight) else canonical_strides(b)
+    out = checks.out_dtype("int_mm", torch.int32 if out_dtype is None else out_dtype, _OUTPUTS)
+    return matrix_call("int_mm", a, b, bounds, out, "col", constant)
+
+
+def _needs_torch(self: Any, mat2: Any, **_: object) -> bool:
+    checks.tensor("int_mm", "self", 1, self)
+    checks.tensor("int_mm", "mat2", 2, mat2, packed=True)
+    return False
+
+
+def _torch_function(self: Tensor, mat2: Any, **_: object) -> TorchFunction | None:
+    if isinstance(mat2, PackedWeight) or 0 in (*self.shape, *mat2.shape):
+        return None
+    if canonical_strides(self) is not self or canonical_strides(mat2) is not mat2:
+        return None
+    return TorchFunction(fallback.int_product(self))
+
+
+def _adapt(call: Call, self: Tensor, mat2: Any, **_: object) -> OperandAdapter:
+    restride_a, restride_b, copies = call.a is not self, call.b is not mat2, needs_copy(call)
+
+    def adapt(a: Tensor, b: Any) -> tuple[Tensor, Any]:
+        if restride_a:
+            a = canonical_strides(a)
+        if restride_b:
+            b = canonical_strides(b)
+        return a.contiguous() if copies else a, b
+
+    return adapt
+
+
+def _trace(self: Tensor, mat2: Any, out_dtype: Any, epilogue: Sequence[Bound], out: Tensor | None) -> Tensor:
+    return graph_break(int_mm, self, mat2, out_dtype=out_dtype, epilogue=epilogue, out=out)
+
+
+def _recorded(self: Tensor, mat2: Tensor, **_: Any) -> Problem:
+    return describe(self, mat2, constant=is_constant(mat2)).problem
+
+
+SPEC = OpSpec(
+    name="int_mm",
+    operands=("self", "mat2"),
+    describe=describe,
+    trace=_trace,
+    needs_torch=_needs_torch,
+    torch_function=_torch_function,
+    adapt=_adapt,
+    records={torch_int_mm: _recorded},
+    differentiable=False,
+    torch_in_special_states=False,
+)
+
+
+@SPEC.public
+def int_mm(  # type: ignore[empty-body]
+    self: Tensor,
+    mat2: Tensor | PackedWeight,
+    *,
+    out_dtype: torch.dtype | None = None,
+    epilogue: Sequence[Bound] = (),
+    out: Tensor | None = None,
+) -> Tensor:
+    """``torch._int_mm``: int8 (or uint8) [M, K] @ int8 [K, N] (or packed) -> int32, exact.
+
+    The epilogue requantises: scales, bias and activations in float32, then one rounding (to nearest even, saturating)
+    to ``out_dtype`` (int32, int8, uint8, float32, bfloat16, float16). On GPUs too any M, K and N will do. It has no
+    gradient. Raises TypeError, ShapeError, DtypeError, GradError or PackedWeightError before anything runs.
+    """

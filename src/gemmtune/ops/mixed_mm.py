@@ -1,0 +1,226 @@
+"""``gemmtune.mixed_mm``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import fuse
+from ..core import checks
+from ..core.call import Call
+from ..core.problem import Operand, Problem, Quant
+from ..core.torch_compat import weight_int8pack_mm
+from ..core.weights import PackedWeight, QuantWeight
+from ..dispatch.specialize import OperandAdapter
+from ..fuse import Bound
+from .dynamo import graph_break
+from .operands import (
+    a_operand,
+    accumulator_of,
+    argument,
+    b_operand,
+    bind_steps,
+    dtype_name,
+    is_constant,
+    layout_of,
+    needs_copy,
+    require_same_device,
+    steps_of,
+)
+from .spec import OpSpec
+
+
+def describe_product(
+    mat1: Tensor,
+    weight: QuantWeight | PackedWeight,
+    epilogue: Sequence[Bound] = (),
+    out_dtype: torch.dtype | None = None,
+    *,
+    constant: bool = False,
+) -> Call:
+    """Return the Call of floating activations [M, K] by a weight-only operand.
+
+    constant: whether the operand counts as a weight. Raises TypeError, ShapeError, DtypeError or PackedWeightError.
+    """
+    bounds = steps_of("mixed_mm", epilogue)
+    checks.matrix("mixed_mm", "mat1", mat1)
+    checks.one_of("mixed_mm", "mat1's dtype", mat1.dtype, checks.FLOATS)
+    if isinstance(weight, PackedWeight):
+        checks.packed_fits("mixed_mm", weight, mat1.shape[1], ("int8", "int4", "float8_e4m3fn"), quantized=True)
+        b, n = b_operand(weight, "col", True), weight.n
+    else:
+        checks.inner(tuple(mat1.shape), (weight.k, weight.data.shape[1]))
+        b = Operand(weight.dtype, layout_of(weight.data, "col"), constant=constant, quant=weight.quant)
+        n = weight.data.shape[1]
+        tensors = (("mat2", weight.data), ("scale", weight.scale), ("zero_point", weight.zero_point))
+        checks.same_device("mixed_mm", ("mat1", mat1), *tensors)
+    require_same_device("mixed_mm", mat1, weight if isinstance(weight, PackedWeight) else weight.data, bounds)
+    out = checks.out_dtype("mixed_mm", mat1.dtype if out_dtype is None else out_dtype, checks.FLOATS)
+    steps, aux = bind_steps(bounds, mat1.shape[0], n)
+    a = a_operand(mat1, b.constant)
+    problem = Problem(
+        "mixed_mm", mat1.shape[0], n, mat1.shape[1], a, b, dtype_name(out), steps, acc=accumulator_of(a.dtype)
+    )  # fmt: skip
+    return Call(problem, mat1, weight, aux, (mat1.shape[0], n))
+
+
+def quant_weight(
+    data: Tensor, scale: Tensor, zero_point: Tensor | None, bits: int, group_size: int | None, k: int
+) -> QuantWeight:
+    """Check and wrap a weight-only operand: int8 or float8_e4m3fn [K, N], or uint8 [ceil(K / 2), N] with bits=4; scale
+    [N] or [groups, N]. float8 takes no zero point. Raises TypeError, DtypeError, ShapeError or ValueError."""
+    if bits not in (4, 8):
+        raise ValueError(f"mixed_mm(): bits must be 8 or 4; got {bits!r}")
+    checks.matrix("mixed_mm", "mat2", data)
+    allowed = (torch.int8, torch.float8_e4m3fn) if bits == 8 else (torch.uint8,)
+    checks.one_of("mixed_mm", f"mat2's dtype (bits={bits})", data.dtype, allowed)
+    rows = k if bits == 8 else -(-k // 2)
+    if data.shape[0] != rows:
+        held = data.shape[0] if bits == 8 else 2 * data.shape[0]
+        raise checks.ShapeError(f"mixed_mm(): mat1 has K = {k}, and mat2 {list(data.shape)} holds K = {held}")
+    if group_size is not None and (isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 1):
+        raise ValueError(f"mixed_mm(): group_size must be a positive int or None; got {group_size!r}")
+    group = None if group_size is None or group_size >= k else group_size
+    scale = _scales("scale", 3, scale, data.shape[1], group, k)
+    checks.one_of("mixed_mm", "scale's dtype", scale.dtype, checks.FLOATS)
+    if zero_point is not None:
+        if data.dtype == torch.float8_e4m3fn:
+            raise ValueError("mixed_mm(): float8 weights have scales and no zero point; leave zero_point out")
+        zero_point = _scales("zero_point", 4, zero_point, data.shape[1], group, k)
+        if zero_point.is_floating_point() and zero_point.dtype != scale.dtype:
+            raise checks.DtypeError(
+                f"mixed_mm(): expected zero_point to be of scale's dtype {scale.dtype} or integers; "
+                f"got {zero_point.dtype}"
+            )
+        zero_point = zero_point.to(scale.dtype)
+    quant = Quant(group, dtype_name(scale.dtype), zero_point is not None)
+    dtype = "int4" if bits == 4 else dtype_name(data.dtype)
+    return QuantWeight(data, scale, zero_point, k, quant, dtype)
+
+
+def _scales(name: str, position: int, value: Any, n: int, group: int | None, k: int) -> Tensor:
+    checks.tensor("mixed_mm", name, position, value)
+    tensor: Tensor = value
+    wanted = (n,) if group is None else (-(-k // group), n)
+    if tuple(tensor.shape) not in (wanted, (1, *wanted) if group is None else wanted):
+        raise checks.ShapeError(f"mixed_mm(): expected {name} of shape {list(wanted)}; got {list(tensor.shape)}")
+    return tensor.resolve_neg().reshape(wanted).contiguous()
+
+
+def describe(
+    mat1: Tensor, mat2: Any, scale: Any, zero_point: Any, bits: int, group_size: int | None, bias: Any,
+    out_dtype: torch.dtype | None, epilogue: Sequence[Bound],
+) -> Call:  # fmt: skip
+    """Return the Call of ``mixed_mm``'s arguments. Raises as ``mixed_mm``."""
+    weight = _as_weight(mat1, mat2, scale, zero_point, bits, group_size)
+    if bias is not None:
+        checks.tensor("mixed_mm", "bias", 7, bias)
+    first = () if bias is None else (argument("mixed_mm(): bias", fuse.bias(bias)),)
+    return describe_product(mat1, weight, steps_of("mixed_mm", epilogue, *first), out_dtype)
+
+
+def _as_weight(
+    a: Tensor, b: Any, scale: Any, zero_point: Any, bits: int, group_size: int | None
+) -> QuantWeight | PackedWeight:
+    if isinstance(b, PackedWeight):
+        if scale is not None or zero_point is not None:
+            raise ValueError("mixed_mm(): a packed weight holds its scale and zero point; do not pass them again")
+        _require_agreement(b, bits, group_size)
+        return b
+    if scale is None:
+        raise TypeError("mixed_mm(): missing argument 'scale' (position 3): it is needed unless mat2 is packed")
+    checks.matrix("mixed_mm", "mat1", a)
+    return quant_weight(b, scale, zero_point, bits, group_size, a.shape[1])
+
+
+def _require_agreement(packed: PackedWeight, bits: int, group_size: int | None) -> None:
+    """bits and group_size need not be said again for a packed weight; what is said must be so. Raises ValueError."""
+    if packed.quant is None:
+        return
+    if bits != 8 and f"int{bits}" != packed.dtype:
+        raise ValueError(f"mixed_mm(): bits = {bits!r}, and the packed weight holds {packed.dtype}")
+    group = packed.quant.group
+    if group_size is not None and group_size != group and (group is not None or group_size < packed.k):
+        held = "one scale per output channel" if group is None else f"groups of {group}"
+        raise ValueError(f"mixed_mm(): group_size = {group_size!r}, and the packed weight has {held}")
+
+
+def _takes_as_they_are(weight: QuantWeight, scale: Tensor, zero_point: Tensor | None) -> bool:
+    """Whether kernels take the caller's scales and zero points without a copy."""
+    same = weight.scale is scale or (weight.scale.shape == scale.shape and scale.is_contiguous())
+    if zero_point is None or weight.zero_point is None:
+        return same
+    zero = weight.zero_point
+    return same and zero.shape == zero_point.shape and zero.dtype == zero_point.dtype and zero_point.is_contiguous()
+
+
+def _needs_torch(mat1: Any, mat2: Any, **_: object) -> bool:
+    checks.tensor("mixed_mm", "mat1", 1, mat1)
+    checks.tensor("mixed_mm", "mat2", 2, mat2, packed=True)
+    return False
+
+
+def _adapt(call: Call, scale: Any, zero_point: Any, **_: object) -> OperandAdapter | None:
+    copies, weight = needs_copy(call), call.b
+    if not isinstance(weight, QuantWeight):
+        return lambda a, b, *_: (a.contiguous() if copies else a, b)
+    if not _takes_as_they_are(weight, scale, zero_point):
+        return None
+    k, quant, dtype = weight.k, weight.quant, weight.dtype
+    has_zero_point = zero_point is not None
+
+    def adapt(a: Tensor, b: Tensor, scale: Tensor, *rest: Tensor) -> tuple[Tensor, QuantWeight]:
+        zero = rest[0] if has_zero_point else None
+        return a.contiguous() if copies else a, QuantWeight(b, scale, zero, k, quant, dtype)
+
+    return adapt
+
+
+def _trace(**arguments: Any) -> Tensor:
+    return graph_break(mixed_mm, **arguments)
+
+
+def _recorded_int8pack(input: Tensor, mat2: Tensor, scales: Tensor) -> Problem:
+    weight = quant_weight(mat2.t(), scales, None, 8, None, input.shape[-1])
+    return describe_product(input, weight, constant=is_constant(mat2)).problem
+
+
+SPEC = OpSpec(
+    name="mixed_mm",
+    operands=("mat1", "mat2", "scale", "zero_point", "bias"),
+    describe=describe,
+    trace=_trace,
+    needs_torch=_needs_torch,
+    torch_function=lambda **_: None,
+    adapt=_adapt,
+    records={weight_int8pack_mm: _recorded_int8pack},
+    settings=("bits", "group_size"),
+    differentiable=False,
+)
+
+
+@SPEC.public
+def mixed_mm(  # type: ignore[empty-body]
+    mat1: Tensor,
+    mat2: Tensor | PackedWeight,
+    scale: Tensor | None = None,
+    zero_point: Tensor | None = None,
+    *,
+    bits: int = 8,
+    group_size: int | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    epilogue: Sequence[Bound] = (),
+    out: Tensor | None = None,
+) -> Tensor:
+    """Floating activations [M, K] by a quantised weight: ``mat1 @ ((mat2 - zero_point) * scale) + bias``.
+
+    mat2: int8 or float8_e4m3fn [K, N] (pass ``weight.t()``); with ``bits=4`` uint8 [ceil(K / 2), N], two values 0..15
+    to a byte along K, the low nibble first; or packed (scale and zero point then live in it). scale: [N], or
+    [groups, N] with ``group_size`` elements of K to a group. zero_point: as scale, of its dtype or integers; without
+    one it is 0 for 8 bits and 8 for 4; float8 has none. bias: [N]. Raises TypeError, ValueError, ShapeError,
+    DtypeError, GradError or PackedWeightError.
+    """

@@ -1,0 +1,115 @@
+"""``gemmtune.mm``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core import checks
+from ..core.call import Call
+from ..core.problem import Order, Problem
+from ..core.weights import PackedWeight
+from ..dispatch.call import TorchFunction
+from ..dispatch.specialize import FunctionalFn
+from ..fuse import Bound
+from . import autograd
+from .dynamo import apply_epilogue, graph_break
+from .operands import (
+    Weight,
+    dtype_name,
+    is_constant,
+    is_torchs_alone,
+    matrix_adapter,
+    matrix_call,
+    require_same_device,
+    steps_of,
+)
+from .spec import OpSpec
+
+
+def describe(
+    input: Tensor,
+    mat2: Weight,
+    out_dtype: torch.dtype | None = None,
+    epilogue: Sequence[Bound] = (),
+    *,
+    op: str = "mm",
+    prefer: Order = "row",
+    constant: bool = False,
+) -> Call:
+    """Return the Call of ``epilogue(input[M, K] @ mat2[K, N])`` for floating matrices of one dtype.
+
+    op: the name in errors. prefer: mat2's order where both describe it. constant: whether mat2 is a weight. Raises
+    TypeError, ShapeError, DtypeError or PackedWeightError.
+    """
+    bounds = steps_of(op, epilogue)
+    checks.matrix(op, "input" if op == "mm" else "mat1", input)
+    if not isinstance(mat2, PackedWeight):
+        checks.matrix(op, "mat2", mat2)
+        checks.inner(tuple(input.shape), tuple(mat2.shape))
+        checks.same_dtype(input.dtype, mat2.dtype)
+    else:
+        checks.packed_fits(op, mat2, input.shape[1], (dtype_name(input.dtype),), quantized=False)
+    checks.one_of(op, "the operands' dtype", input.dtype, checks.FLOATS)
+    require_same_device(op, input, mat2, bounds)
+    out = checks.out_dtype(op, input.dtype if out_dtype is None else out_dtype, checks.FLOATS)
+    return matrix_call("mm", input, mat2, bounds, out, prefer, constant)
+
+
+def _needs_torch(input: Any, mat2: Any, **_: object) -> bool:
+    checks.tensor("mm", "input", 1, input)
+    checks.tensor("mm", "mat2", 2, mat2, packed=True)
+    return isinstance(mat2, Tensor) and is_torchs_alone(input, mat2)
+
+
+def _mm_out(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return torch.mm(a, b, out=out)
+
+
+def _with_backward(compute: FunctionalFn, a: Tensor, b: Tensor) -> Tensor:
+    return autograd.addmm(lambda: compute(a, b), mm, None, a, b, 1, 1)
+
+
+_TORCH = TorchFunction(torch.mm, _mm_out, _with_backward)
+
+
+def _trace(input: Tensor, mat2: Any, out_dtype: Any, epilogue: Sequence[Bound], out: Tensor | None) -> Tensor:
+    if isinstance(mat2, PackedWeight) or out is not None:
+        return graph_break(mm, input, mat2, out_dtype=out_dtype, epilogue=epilogue, out=out)
+    return apply_epilogue(torch.mm(input, mat2), epilogue, out_dtype)
+
+
+def _recorded(input: Tensor, mat2: Tensor, **_: Any) -> Problem:
+    return describe(input, mat2, constant=is_constant(mat2)).problem
+
+
+SPEC = OpSpec(
+    name="mm",
+    operands=("input", "mat2"),
+    describe=describe,
+    trace=_trace,
+    needs_torch=_needs_torch,
+    torch_function=lambda **_: _TORCH,
+    adapt=matrix_adapter,
+    records={torch.mm: _recorded, Tensor.mm: _recorded},
+    autocasts=True,
+)
+
+
+@SPEC.public
+def mm(  # type: ignore[empty-body]
+    input: Tensor,
+    mat2: Weight,
+    *,
+    out_dtype: torch.dtype | None = None,
+    epilogue: Sequence[Bound] = (),
+    out: Tensor | None = None,
+) -> Tensor:
+    """``torch.mm``: input [M, K] @ mat2 [K, N] (or packed), then the epilogue, then one rounding to ``out_dtype``.
+
+    dtypes: one floating dtype for both (integers go to ``torch.mm`` as they are). out_dtype: a floating dtype, by
+    default the input's. Raises TypeError, ShapeError, DtypeError, GradError or PackedWeightError before anything runs.
+    """

@@ -1,0 +1,141 @@
+"""``gemmtune.scaled_mm``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import fuse
+from ..core import checks
+from ..core.call import Call
+from ..core.torch_compat import scaled_mm as torch_scaled_mm
+from ..dispatch.call import TorchFunction
+from ..dispatch.specialize import OperandAdapter
+from .operands import argument, matrix_call, short_name
+from .spec import OpSpec
+
+
+def describe(
+    mat1: Tensor, mat2: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None = None,
+    scale_result: Tensor | None = None, out_dtype: torch.dtype | None = None, use_fast_accum: bool = False,
+) -> Call:  # fmt: skip
+    """Return the Call of fp8 operands with float32 scales per tensor, or per row of mat1 and column of mat2.
+
+    use_fast_accum changes nothing here: no accumulator is less exact than float32. Raises as ``scaled_mm``.
+    """
+    op = "scaled_mm"
+    for name, value in (("mat1", mat1), ("mat2", mat2)):
+        checks.matrix(op, name, value)
+        checks.one_of(op, f"{name}'s dtype", value.dtype, checks.FLOAT8)
+    checks.inner(tuple(mat1.shape), tuple(mat2.shape))
+    allowed = (*checks.FLOAT8, torch.float32, torch.bfloat16, torch.float16)
+    out = checks.out_dtype(op, mat1.dtype if out_dtype is None else out_dtype, allowed)
+    m, n = mat1.shape[0], mat2.shape[1]
+    checks.tensor(op, "scale_a", 3, scale_a)
+    checks.tensor(op, "scale_b", 4, scale_b)
+    per_column = scale_b.numel() != 1
+    bounds = [
+        _scale_step("scale_a", scale_a, m, "row", per_column),
+        _scale_step("scale_b", scale_b, n, "col", per_column),
+    ]
+    if bias is not None:
+        checks.tensor(op, "bias", 5, bias)
+        bounds.append(argument(f"{op}(): bias", fuse.bias(bias)))
+    if scale_result is not None:
+        checks.tensor(op, "scale_result", 6, scale_result)
+    if scale_result is not None and out_dtype in checks.FLOAT8:
+        # As torch._scaled_mm on CPU (2.13): it divides, and only when an fp8 out_dtype was asked for by name.
+        reciprocal = fuse.scale(scale_result.float().reciprocal(), axis="tensor")
+        bounds.append(argument(f"{op}(): scale_result", reciprocal))
+    checks.same_device(op, ("mat1", mat1), ("mat2", mat2), *((short_name(bound), bound.tensor) for bound in bounds))
+    return matrix_call("scaled_mm", mat1, mat2, bounds, out, "col", False)
+
+
+def _scale_step(name: str, value: Tensor, size: int, axis: Any, together: bool) -> fuse.Bound:
+    checks.one_of("scaled_mm", f"{name}'s dtype", value.dtype, (torch.float32,))
+    if value.numel() == 1 and not (together and size == 1):
+        return argument(f"scaled_mm(): {name}", fuse.scale(value, axis="tensor"))
+    if value.numel() != size:
+        raise checks.ShapeError(f"scaled_mm(): expected {name} with 1 or {size} elements; got {list(value.shape)}")
+    return argument(f"scaled_mm(): {name}", fuse.scale(value.reshape(-1), axis=axis))
+
+
+def _needs_torch(
+    mat1: Any,
+    mat2: Any,
+    scale_a: Any,
+    scale_b: Any,
+    scale_result: Any = None,
+    use_fast_accum: bool = False,
+    **_: object,
+) -> bool:
+    """Whether a call is for ``torch._scaled_mm`` alone: other devices than CPUs and GPUs, and what only GPUs know."""
+    checks.tensor("scaled_mm", "mat1", 1, mat1)
+    checks.tensor("scaled_mm", "mat2", 2, mat2)
+    if mat1.is_cpu or mat1.is_meta:
+        return False
+    if not mat1.is_cuda or use_fast_accum or scale_result is not None:
+        return True
+    if not (mat1.dim() and mat2.dim() and isinstance(scale_a, Tensor) and isinstance(scale_b, Tensor)):
+        return False  # describe raises the error
+    per_row = scale_a.numel() in (1, mat1.shape[0]) and scale_b.numel() in (1, mat2.shape[-1])
+    return not (per_row and scale_a.dtype == scale_b.dtype == torch.float32)
+
+
+def _torch_function(
+    out_dtype: torch.dtype | None, scale_result: Any, use_fast_accum: bool, **others: Any
+) -> TorchFunction | None:
+    if not _needs_torch(**others, scale_result=scale_result, use_fast_accum=use_fast_accum):
+        return None
+
+    def functional(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None = None) -> Tensor:
+        return torch_scaled_mm(a, b, scale_a, scale_b, bias, scale_result, out_dtype, use_fast_accum)
+
+    return TorchFunction(functional)
+
+
+def _adapt(call: Call, **_: object) -> OperandAdapter:
+    return lambda a, b, *_: (a, b)
+
+
+def _trace(**arguments: Any) -> Tensor:
+    return torch_scaled_mm(*arguments.values())
+
+
+SPEC = OpSpec(
+    name="scaled_mm",
+    operands=("mat1", "mat2", "scale_a", "scale_b", "bias"),
+    describe=describe,
+    trace=_trace,
+    needs_torch=_needs_torch,
+    torch_function=_torch_function,
+    adapt=_adapt,
+    settings=("out_dtype",),
+    differentiable=False,
+    torch_in_special_states=False,
+    packable=False,
+    bypass="use_fast_accum or scale_result is not None",
+)
+
+
+@SPEC.public
+def scaled_mm(  # type: ignore[empty-body]
+    mat1: Tensor,
+    mat2: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None = None,
+    scale_result: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> Tensor:
+    """``torch._scaled_mm``: fp8 [M, K] @ fp8 [K, N], times scale_a and scale_b, plus bias [N].
+
+    scales: float32, one element each, or [M, 1] and [1, N]. out_dtype: default mat1's. scale_result divides the output
+    when an fp8 out_dtype is given (as ATen's CPU op does). On GPUs any K and N will do; what only GPUs know goes to
+    ``torch._scaled_mm`` as it is: scale_result there, scales by blocks, and use_fast_accum=True, for whose accumulator
+    no error bound is known, so that nothing else could be proven to be as good. Raises TypeError, ShapeError,
+    DtypeError or GradError before anything runs.
+    """

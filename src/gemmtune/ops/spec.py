@@ -1,0 +1,265 @@
+"""OpSpec: one description of an op, which its public function, the miss path, tracing and recording read.
+
+An op is a module of this package: its public function, whose body ``OpSpec.public`` generates, and the functions that
+its OpSpec names. ``table.py`` lists the ops.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..core.call import Call
+from ..core.codegen import compile_function
+from ..core.memory import is_subclass
+from ..core.problem import Problem
+from ..core.weights import PackedWeight
+from ..dispatch.cache import extend_key, lookup
+from ..dispatch.call import CacheMiss, TorchFunction, run_uncached, serve_miss, serve_with_torch
+from ..dispatch.guards import is_autocast_on
+from ..dispatch.runtime import RUNTIME
+from ..dispatch.specialize import OperandAdapter
+from .dynamo import is_compiling
+
+Public = TypeVar("Public", bound=Callable[..., Tensor])
+Arguments = dict[str, Any]  # of the public function, by parameter name, without ``out``
+
+_AUTOCAST_FROM = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """Everything that gemmtune knows of one op.
+
+    name: the op's name in errors, events and keys.
+    operands: the public function's tensor parameters, in the order of launches: activations, weight, others. Parameters
+        whose default is None may be absent.
+    describe: from all arguments to the Call. Checks them and raises TypeError, ShapeError, DtypeError, GradError or
+        PackedWeightError.
+    trace: called with all arguments and out while torch.compile traces; calls PyTorch's ops, or breaks the graph.
+    needs_torch: from all arguments to whether only ``torch_function`` can compute them (dtypes that are in no Problem,
+        autocast). Checks the types of the arguments first.
+    torch_function: from all arguments to PyTorch's own function for them; None where it has none.
+    adapt: from the Call and all arguments to the function that turns operands into the a and b that kernels take; None
+        where the Call has copies of them.
+    records: describers of the PyTorch functions that ``record()`` sees, by function. Each takes that function's
+        arguments and returns a Problem, or None for what is no Problem.
+    settings: the parameters that are no tensors and part of the cache's key.
+    sizes: the tensor parameters whose number of elements is part of the cache's key, besides the first two operands.
+    differentiable: whether the op has a gradient.
+    autocasts: whether operands are converted to autocast's dtype where a call is not PyTorch's own.
+    packable: whether the weight may be a PackedWeight.
+    torch_in_special_states: whether ``torch_function`` serves calls under transforms, modes and tensor subclasses.
+    bypass: a Python expression over the parameters: calls of which it is true never look into the cache.
+    """
+
+    name: str
+    operands: tuple[str, ...]
+    describe: Callable[..., Call]
+    trace: Callable[..., Tensor]
+    needs_torch: Callable[..., bool]
+    torch_function: Callable[..., TorchFunction | None]
+    adapt: Callable[..., OperandAdapter | None]
+    records: Mapping[Any, Callable[..., Problem | None]] = field(default_factory=dict)
+    settings: tuple[str, ...] = ()
+    sizes: tuple[str, ...] = ()
+    differentiable: bool = True
+    autocasts: bool = False
+    torch_in_special_states: bool = True
+    packable: bool = True
+    bypass: str = ""
+
+    def public(self, declared: Public) -> Public:
+        """Return the op's public function: it has the signature and docstring of ``declared``, which has no body.
+
+        The body is generated, so that each op pays for its own parameters alone.
+        """
+        signature = inspect.signature(declared)
+        source, names = _public_source(self, signature)
+        function: Any = compile_function(self.name, *source, **names)
+        function.__doc__, function.__module__ = declared.__doc__, declared.__module__
+        function.__annotations__ = dict(declared.__annotations__)
+        return function  # type: ignore[no-any-return]
+
+    def miss(self, miss: CacheMiss, arguments: Arguments, out: Tensor | None) -> Tensor:
+        """Serve a call that the cache does not serve."""
+        needs_torch = self.needs_torch(**arguments)
+        weight = arguments[self.operands[1]]
+        modified = self._is_modified(arguments)
+        plain = isinstance(weight, Tensor) and out is None and not modified
+        if plain and needs_torch:
+            return serve_with_torch(miss, self._torch_function(arguments).functional)
+        if needs_torch or not miss.is_ordinary:
+            function = self.torch_function(**arguments) if plain and self.torch_in_special_states else None
+            if function is not None and _is_uniform(miss):
+                return self._torch_or_better_error(miss, function, arguments)
+            return self.uncached(arguments, out)
+        call = self.describe(**arguments)
+        adapt = self.adapt(call, **arguments)
+        if adapt is None:
+            return run_uncached(self.name, call, out, differentiable=self.differentiable)
+        function = None if modified else self.torch_function(**arguments)
+        return serve_miss(miss, self.name, call, adapt, function, differentiable=self.differentiable, out=out)
+
+    def uncached(self, arguments: Arguments, out: Tensor | None) -> Tensor:
+        """Compute a call without the cache. Raises as ``describe``."""
+        if self.needs_torch(**arguments) and not self._is_modified(arguments):
+            function = self._torch_function(arguments)
+            operands = [arguments[name] for name in self.operands if arguments[name] is not None]
+            if out is None:
+                return function.functional(*operands)
+            if function.out is None:
+                return out.copy_(function.functional(*operands))
+            function.out(out, *operands)
+            return out
+        if self.autocasts and out is None:
+            arguments = {**arguments, **_autocast({name: arguments[name] for name in self.operands[:2]})}
+        return run_uncached(self.name, self.describe(**arguments), out, differentiable=self.differentiable)
+
+    def _is_modified(self, arguments: Arguments) -> bool:
+        """Whether the call has an epilogue or an out_dtype, which PyTorch's function does not have."""
+        has_dtype = "out_dtype" not in self.settings and arguments.get("out_dtype") is not None
+        return has_dtype or bool(arguments.get("epilogue"))
+
+    def _torch_function(self, arguments: Arguments) -> TorchFunction:
+        function = self.torch_function(**arguments)
+        assert function is not None, f"{self.name}: needs_torch is true of what torch_function has nothing for"
+        return function
+
+    def _torch_or_better_error(self, miss: CacheMiss, function: TorchFunction, arguments: Arguments) -> Tensor:
+        """Call PyTorch's own function, which has to see its operands (transforms, modes, subclasses). Where it refuses
+        them, ``describe`` may raise a clearer error."""
+        try:
+            return serve_with_torch(miss, function.functional)
+        except Exception:
+            self.describe(**arguments)
+            raise
+
+
+def _public_source(spec: OpSpec, signature: inspect.Signature) -> tuple[list[str], dict[str, Any]]:
+    """Return the lines of an op's public function, and the values of the names in them."""
+    parameters = signature.parameters
+    optional = [name for name in spec.operands if parameters[name].default is None]
+    arguments = ", ".join(f"{name}={name}" for name in parameters if name != "out")
+    out = "out" if "out" in parameters else "None"
+    traced = f"{arguments}, out=out" if "out" in parameters else arguments
+    bypass = [f"    if {spec.bypass}:", f"        return uncached(dict({arguments}), {out})"] if spec.bypass else []
+    lines = [
+        f"def {spec.name}({_parameters(signature)}):",
+        "    if is_compiling():",
+        f"        return trace({traced})",
+        *bypass,
+        "    key = None",
+        *_args_lines(spec.operands, optional),
+        "    guarded = args",
+        "    try:",
+        *_key_lines(spec, optional),
+        *_extension_lines(spec, parameters, optional),
+        "    except (AttributeError, RuntimeError, TypeError):",  # they are no operands at all, or odd ones
+        "        key = None",
+        "    result = lookup(key, args, guarded)",
+        "    if result is None:",
+        f"        return miss(CacheMiss(key, args, guarded), dict({arguments}), {out})",
+        "    return result",
+    ]
+    defaults = {
+        f"default_{name}": parameter.default
+        for name, parameter in parameters.items()
+        if parameter.default is not inspect.Parameter.empty
+    }
+    names = {
+        "is_compiling": is_compiling, "trace": spec.trace, "uncached": spec.uncached, "miss": spec.miss,
+        "CacheMiss": CacheMiss, "PackedWeight": PackedWeight, "lookup": lookup, "extend_key": extend_key,
+        "threads": torch.get_num_threads, "grad_enabled": torch.is_grad_enabled, **defaults,
+    }  # fmt: skip
+    return lines, names
+
+
+def _key_lines(spec: OpSpec, optional: list[str]) -> list[str]:
+    """Return the lines that set ``key``. It has the shape of the first operand only: a guard compares all shapes, and
+    the number of elements of the others tells most calls apart at a lower cost."""
+    first, weight = spec.operands[:2]
+    shown = f"{weight}._key if packed else {weight}.numel()" if spec.packable else f"{weight}.numel()"
+    parts = [
+        repr(spec.name), f"{first}.shape", shown, *[f"{name}.numel()" for name in spec.sizes], *spec.settings,
+        *[f"{name} is None" for name in optional], "threads()", "grad_enabled()",
+    ]  # fmt: skip
+    packed = [f"        packed = isinstance({weight}, PackedWeight)"] if spec.packable else []
+    return [*packed, f"        key = ({', '.join(parts)})"]
+
+
+def _extension_lines(spec: OpSpec, parameters: Mapping[str, Any], optional: list[str]) -> list[str]:
+    """Return the lines that add an epilogue, an out and an out_dtype to the key, or leave a PackedWeight unguarded."""
+    given = {"epilogue": "epilogue", "out": "out is not None", "out_dtype": "out_dtype is not None"}
+    extras = [name for name in given if name in parameters and name not in spec.settings]
+    if not extras:
+        return []
+    packed = "packed" if spec.packable else "False"
+    passed = ", ".join(name if name in extras else {"epilogue": "()"}.get(name, "None") for name in given)
+    lines = [
+        f"        if {' or '.join(given[name] for name in extras)}:",
+        f"            key, args, guarded = extend_key(key, args, {packed}, {passed})",
+    ]
+    if spec.packable:
+        lines += ["        elif packed:", f"            guarded = {_guarded_expression(spec.operands, optional)}"]
+    return lines
+
+
+def _parameters(signature: inspect.Signature) -> str:
+    """Return the parameters as source text, with ``default_<name>`` for defaults."""
+    parts, starred = [], False
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY and not starred:
+            parts.append("*")
+            starred = True
+        empty = parameter.default is inspect.Parameter.empty
+        parts.append(name if empty else f"{name}=default_{name}")
+    return ", ".join(parts)
+
+
+def _args_lines(operands: tuple[str, ...], optional: list[str]) -> list[str]:
+    """Return the lines that set ``args`` to the operands that are not None."""
+    required = [name for name in operands if name not in optional]
+    whole = f"({', '.join(required)})"
+    if len(optional) == 1:
+        return [f"    args = {whole} if {optional[0]} is None else ({', '.join([*required, *optional])})"]
+    lines = [f"    args = {whole}"]
+    for name in optional:
+        lines += [f"    if {name} is not None:", f"        args = (*args, {name})"]
+    return lines
+
+
+def _guarded_expression(operands: tuple[str, ...], optional: list[str]) -> str:
+    """Return the expression of ``args`` without a PackedWeight, which is the second of them."""
+    rest = [name for name in operands if name not in optional]
+    del rest[1]
+    alone = f"({', '.join(rest)},)"
+    if not optional:
+        return alone
+    if len(optional) == 1:
+        return f"{alone} if {optional[0]} is None else ({', '.join([*rest, *optional])})"
+    return "(args[0], *args[2:])"
+
+
+def _is_uniform(miss: CacheMiss) -> bool:
+    """Whether the operands have one device and dtype (PyTorch takes fake tensors of others), and nobody records them
+    (the arithmetic of a subclass is no Problem)."""
+    if miss.key is None or (RUNTIME.observer is not None and not any(map(is_subclass, miss.args))):
+        return False
+    device, dtype = miss.args[0].device, miss.args[0].dtype
+    return all(tensor.device == device and tensor.dtype == dtype for tensor in miss.args[1:])
+
+
+def _autocast(operands: Arguments) -> Arguments:
+    """Return the two operands in autocast's dtype where it is on. (PyTorch sees the multiply of a call with an epilogue
+    too late to convert them. A packed weight has one dtype, and calls with ``out`` are not autocast.)"""
+    a, b = operands.values()
+    if isinstance(b, PackedWeight) or not is_autocast_on(a.device.type):
+        return operands
+    dtype = torch.get_autocast_dtype(a.device.type)
+    return {name: t.to(dtype) if t.dtype in _AUTOCAST_FROM else t for name, t in operands.items()}
