@@ -21,7 +21,7 @@ from gemmtune.core.problem import Problem
 from gemmtune.core.target import Target
 from gemmtune.core.weights import PackedWeight
 from gemmtune.core.workloads import linear_problem
-from gemmtune.dispatch import RUNTIME, build_plan, current_target, guards, runtime, specialize
+from gemmtune.dispatch import RUNTIME, build_plan, current_target, guards, runtime, specialize, targets
 from gemmtune.dispatch import call as call_module
 from gemmtune.dispatch.cache import DISPATCH_CACHE
 from gemmtune.store import MemoryStore
@@ -48,7 +48,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(
-        runtime, "current_cuda", lambda sources=None, index=None: replace(H200, sources=tuple(sorted(sources.items())))
+        targets, "current_cuda", lambda sources=None, index=None: replace(H200, sources=tuple(sorted(sources.items())))
     )
 
 

@@ -257,7 +257,7 @@ def test_a_kernel_that_cannot_load_is_plain(own_store: MemoryStore, caplog: pyte
 
 
 def test_the_table_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gemmtune.dispatch.runtime._LIMIT", 4)
+    monkeypatch.setattr("gemmtune.dispatch.cache.MAX_KEYS", 4)
     for m in range(1, 9):
         assert served(m) is None
     assert len(DISPATCH_CACHE) == 4

@@ -21,7 +21,7 @@ from gemmtune.backends.triton import compiler as triton_compiler
 from gemmtune.core.errors import UnsupportedError
 from gemmtune.core.target import current_cpu
 from gemmtune.core.workloads import build
-from gemmtune.dispatch import current_target, runtime
+from gemmtune.dispatch import current_target, targets
 from gemmtune.dispatch.runtime import RUNTIME
 from gemmtune.store import MemoryStore
 from helpers.gpus import H200, MI300X
@@ -38,9 +38,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "device", lambda _: runtime.nullcontext())
+    monkeypatch.setattr(torch.cuda, "device", lambda _: targets.nullcontext())
     monkeypatch.setattr(
-        runtime, "current_cuda", lambda sources=None, index=None: replace(H200, sources=tuple(sorted(sources.items())))
+        targets, "current_cuda", lambda sources=None, index=None: replace(H200, sources=tuple(sorted(sources.items())))
     )
     monkeypatch.setattr(cuda, "version", lambda: "libnvrtc.so.13 (b2)")
     monkeypatch.setattr(triton, "triton_version", lambda: "3.6.0")

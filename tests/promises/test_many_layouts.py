@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import gemmtune
-from gemmtune.dispatch import RUNTIME, runtime
+from gemmtune.dispatch import RUNTIME, cache
 from gemmtune.dispatch.cache import DISPATCH_CACHE, EntriesByStrides
 
 WEIGHT, BIAS = torch.randn(8, 16), torch.randn(8)
@@ -80,7 +80,7 @@ def test_other_dtypes_and_gradients_of_a_layout(prepared: list[object]) -> None:
 
 
 def test_their_number_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "_LAYOUTS", 5)
+    monkeypatch.setattr(cache, "MAX_STRIDES", 5)
     for x in layouts(30):
         torch.testing.assert_close(gemmtune.mm(x, WEIGHT.t()), torch.mm(x, WEIGHT.t()))
     (many,) = DISPATCH_CACHE.values()

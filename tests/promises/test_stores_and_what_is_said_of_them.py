@@ -423,7 +423,7 @@ def test_a_call_does_not_wait_for_a_locked_store_and_looks_again(
     from gemmtune.dispatch import runtime
 
     x, w = torch.randn(4, 32), torch.nn.Parameter(torch.randn(64, 32), requires_grad=False)
-    monkeypatch.setattr(runtime, "LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr(runtime, "RETRY_S", 0.0)
     waited = waits(monkeypatch)
     with caplog.at_level(logging.WARNING, "gemmtune"), locked(served.path):
         for _ in range(3):

@@ -87,4 +87,4 @@ def test_integer_and_weight_only_layouts_are_verified_too(monkeypatch: pytest.Mo
     torch.testing.assert_close(
         gemmtune.mixed_mm(X, weights), X @ (whole * scale.unsqueeze(1)).t(), rtol=1e-4, atol=1e-3
     )
-    assert list(RUNTIME._verified.values()) == [True, True]
+    assert list(RUNTIME._loader._verified.values()) == [True, True]

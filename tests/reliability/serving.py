@@ -215,7 +215,7 @@ def _prepare() -> tuple[list[Served], list[Target], list[list[Decision]]]:
 def _watch_loading() -> set[str]:
     """The ids of the candidates that dispatch loads from now on: what the store's changes led to."""
     loaded: set[str] = set()
-    load = RUNTIME._load_now
+    load = RUNTIME._loader._load_now
 
     def noted(candidate: Candidate, problem: Problem, device: torch.device, foreign: bool) -> Kernel | None:
         kernel = load(candidate, problem, device, foreign)
@@ -223,7 +223,7 @@ def _watch_loading() -> set[str]:
             loaded.add(candidate.id)
         return kernel
 
-    RUNTIME._load_now = noted  # type: ignore[method-assign]
+    RUNTIME._loader._load_now = noted  # type: ignore[method-assign]
     return loaded
 
 

@@ -18,7 +18,8 @@ from ..core.memory import is_subclass, require
 from ..core.problem import Problem
 from ..core.weights import PackedWeight, QuantWeight
 from ..dispatch.portfolio import rank_packings
-from ..dispatch.runtime import RUNTIME, current, current_target
+from ..dispatch.runtime import RUNTIME, current_target
+from ..dispatch.targets import device_guard
 from .int_mm import describe as describe_int_mm
 from .mixed_mm import describe_product, quant_weight
 from .mm import describe as describe_mm
@@ -58,7 +59,7 @@ def pack(
     kernel = _kernel(problems, layout, weight.device, refused)
     if kernel is None:
         raise UnsupportedError(_nothing_packs(problems[0], layout, refused))
-    with current(weight.device):
+    with device_guard(weight.device):
         return kernel.pack(raw)
 
 
@@ -179,7 +180,7 @@ def _load(
     backend: Backend, candidate: Candidate, problem: Problem, device: torch.device, refused: list[str]
 ) -> Kernel | None:
     try:
-        with current(device), RUNTIME.artifacts():
+        with device_guard(device), RUNTIME.artifacts():
             return backend.load(backend.build(problem, candidate, current_target(device)), problem)
     except KernelError as error:
         refused.append(f"{candidate.id}: {error}")
