@@ -28,4 +28,4 @@ def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Memor
 def verified(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels that nobody tuned count as verified: for tests that count runs, or whose devices are simulated."""
     monkeypatch.setattr(RUNTIME, "verify_hook", lambda *_: Verdict("exact"))
-    monkeypatch.setattr(RUNTIME, "_verified", {})
+    monkeypatch.setattr(RUNTIME._loader, "_verified", {})

@@ -36,7 +36,7 @@ def test_round_trip(artifacts: Artifacts) -> None:
     path = artifacts.put(key("a"), b"code")
     assert artifacts.get(key("a")) == path
     assert path.read_bytes() == b"code"
-    assert artifacts.directory.name == "core.artifacts"
+    assert artifacts.directory.name == "store.artifacts"
     assert names(artifacts) == [path.name]
 
 

@@ -78,7 +78,7 @@ def test_private_names_of_torch_are_used_in_one_module_only() -> None:
     used = {
         str(path.relative_to(SOURCES)): private_names(path.read_text(encoding="utf-8"))
         for path in SOURCES.rglob("*.py")
-        if path.name != "core/torch_compat.py"
+        if path.name != "torch_compat.py"
     }
     assert {path: names for path, names in used.items() if names} == {}
 
@@ -86,7 +86,7 @@ def test_private_names_of_torch_are_used_in_one_module_only() -> None:
 # What runs where the names of OPTIONAL, which have a fall-back, are missing.
 EXERCISE = """
 import torch, gemmtune
-from gemmtune.dispatch.guards import check_like
+from gemmtune.dispatch.guards import make_guard
 a, b, out = torch.randn(5, 24), torch.randn(24, 32), torch.empty(5, 32)
 for _ in range(3):  # the first call, and those that find what was prepared
     torch.testing.assert_close(gemmtune.mm(a, b), a @ b)
@@ -95,7 +95,7 @@ for _ in range(3):  # the first call, and those that find what was prepared
     assert out._version > before
     packed = gemmtune.pack(b.t())
     torch.testing.assert_close(gemmtune.mm(a, packed), a @ b)
-check = check_like(a)
+check = make_guard(a)
 assert check(a.clone()) and not check(a.double()) and not check(a[:2])
 with torch.autocast("cpu", dtype=torch.bfloat16):
     assert gemmtune.mm(a, b).dtype == torch.bfloat16

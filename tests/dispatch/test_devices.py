@@ -21,7 +21,7 @@ from gemmtune.core.problem import Problem
 from gemmtune.core.target import Target
 from gemmtune.core.weights import PackedWeight
 from gemmtune.core.workloads import linear_problem
-from gemmtune.dispatch import RUNTIME, build_plan, current_target, guards, runtime, specialize, targets
+from gemmtune.dispatch import RUNTIME, build_plan, current_target, guards, specialize, targets
 from gemmtune.dispatch import call as call_module
 from gemmtune.dispatch.cache import DISPATCH_CACHE
 from gemmtune.store import MemoryStore
@@ -70,7 +70,7 @@ def replace_target(decision: Any, target: Target) -> Any:
 def test_decisions_are_a_devices_own(own_store: MemoryStore) -> None:
     teach(own_store, problem(3), toy("", 1))
     put_in_store(own_store, problem(3), evidence(toy("", 2), 0.1), chosen=toy("", 2))
-    picked = [RUNTIME.kernel_for(problem(3), None, place) for place in (FIRST, SECOND, runtime.CPU)]
+    picked = [RUNTIME.kernel_for(problem(3), None, place) for place in (FIRST, SECOND, targets.CPU)]
     assert [kernel and kernel.candidate for kernel in picked] == [toy("", 1), toy("", 1), toy("", 2)]
     assert picked[0] is not picked[1]  # each device loads its own
     assert RUNTIME.kernel_for(problem(3), None, FIRST) is picked[0]
@@ -136,9 +136,9 @@ def test_misses_are_asked_for_once_a_device(own_store: MemoryStore, monkeypatch:
     asked: list[tuple[int, torch.device]] = []
     monkeypatch.setattr(RUNTIME, "miss_hook", lambda missing, device: asked.append((missing.m, device)))
     with gemmtune.policy("on-miss"):
-        for place in (FIRST, runtime.CPU, FIRST, runtime.CPU):
+        for place in (FIRST, targets.CPU, FIRST, targets.CPU):
             assert RUNTIME.kernel_for(problem(3), None, place) is None
-    assert asked == [(3, FIRST), (3, runtime.CPU)]
+    assert asked == [(3, FIRST), (3, targets.CPU)]
 
 
 def test_only_the_operands_device_is_made_current(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +161,7 @@ def test_only_the_operands_device_is_made_current(monkeypatch: pytest.MonkeyPatc
     assert run(1, 2) == 3
     assert entered == [1]
     plain = SimpleNamespace(candidate=Candidate.make("aten", "mm"))
-    for kernel, place in ((plain, SECOND), (ours, runtime.CPU)):
+    for kernel, place in ((plain, SECOND), (ours, targets.CPU)):
         assert specialize.with_device_guard(max, kernel, place) is max  # type: ignore[arg-type]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert specialize.with_device_guard(max, ours, FIRST) is max  # type: ignore[arg-type]
@@ -222,7 +222,7 @@ def test_what_is_special() -> None:
     assert guards.needs_torch(negated)
     assert guards.is_unusual(negated)
     assert guards.needs_torch(x.as_subclass(type("Mine", (torch.Tensor,), {})))
-    assert not guards.is_capturing(runtime.CPU)
+    assert not guards.is_capturing(targets.CPU)
 
 
 def test_variants_tell_devices_apart(own_store: MemoryStore) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from gemmtune.testing.hostile_backend import HostileBackend
 from gemmtune.workers import job
 
-PLACE = "losing:LosingBackend"
+PLACE = "helpers.losing:LosingBackend"
 
 
 def lose(desk: job.Desk, happened: str) -> None:

@@ -87,7 +87,7 @@ def toy(layout: str = "", tag: int = 0) -> Candidate:
 
 def register() -> None:
     """Make ``toy`` known to this process."""
-    backends.register("toy", "serving:ToyBackend")
+    backends.register("toy", "helpers.serving:ToyBackend")
 
 
 def evidence(candidate: Candidate, seconds: float, ratio: float = 0.5, *, ok: bool = True) -> Evidence:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -15,23 +14,14 @@ from torch.nn import functional as F
 
 import gemmtune
 from gemmtune.core.checks import GradError
-from gemmtune.core.problem import Problem
 from gemmtune.dispatch import RUNTIME
 from gemmtune.nn.sites import Site
 from gemmtune.ops.weight_only import recognise
 from gemmtune.store import MemoryStore
 from helpers.serving import RAN, evidence, register, serve, toy
+from helpers.tuned_models import Mlp, ready, teach
 
 optimizing: Any = importlib.import_module("gemmtune.nn.optimize")
-
-
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)))
 
 
 class Attention(nn.Module):
@@ -61,22 +51,6 @@ class WeightOnly(nn.Module):
         values = w if self.bits == 8 else torch.stack((w & 15, w >> 4), -1).reshape(12, 32).to(torch.int16) - 8
         full = values.float() * self.scales.repeat_interleave(16, 1)
         return F.linear(x, full, self.bias)
-
-
-def teach(store: MemoryStore, problems: Iterable[tuple[Problem, int]], layout: str = "plain") -> None:
-    """Make the toy kernel the winner of every problem with a constant weight."""
-    for problem, _ in problems:
-        if problem.b.constant:
-            serve(store, problem, evidence(toy(layout), 0.1), chosen=toy(layout))
-
-
-def ready(model: nn.Module, x: Any, store: MemoryStore) -> nn.Module:
-    register()
-    model.eval().requires_grad_(False)
-    with gemmtune.record() as recorded:
-        model(x)
-    teach(store, recorded.problems)
-    return model
 
 
 def test_a_packed_weight_serves_on_a_cpu_where_a_kernel_on_the_raw_weight_is_faster_still(

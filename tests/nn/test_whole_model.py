@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from integrations.test_optimize import Mlp, ready
 from torch import Tensor, nn
 
 import gemmtune
 from gemmtune.nn import whole_model
 from gemmtune.nn.packed_tensor import PackedTensor
 from gemmtune.store import MemoryStore
+from helpers.tuned_models import Mlp, ready
 
 
 class Clock:

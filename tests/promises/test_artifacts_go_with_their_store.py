@@ -57,7 +57,7 @@ def test_builders_and_workers_leave_artifacts_with_the_tuners_store(tmp_path: Pa
     assert made.path.parent == tmp_path / "elsewhere" / "mine.artifacts"
     assert attempted.verdict is None or attempted.verdict.ok
     assert len(built(made.path.parent)) == 2
-    assert built(tmp_path / "core.artifacts") == []
+    assert built(tmp_path / "store.artifacts") == []
 
 
 @pytest.mark.usefixtures("toy")
@@ -68,7 +68,7 @@ def test_a_worker_in_this_process_does_too_and_changes_nothing_here(tmp_path: Pa
         hands.open(PROBLEM, 0)
         hands.attempt(GOOD)
     assert len(built(tmp_path / "mine.artifacts")) == 1
-    assert artifacts_directory() == tmp_path / "core.artifacts"
+    assert artifacts_directory() == tmp_path / "store.artifacts"
     assert built(artifacts_directory()) == []
 
 
@@ -78,7 +78,7 @@ def test_serving_loads_from_the_store_in_use_and_stores_do_not_mix(tmp_path: Pat
     places: list[tuple[Store, Path]] = [
         (SqliteStore(tmp_path / "one.db"), tmp_path / "one.artifacts"),
         (SqliteStore(tmp_path / "two.db"), tmp_path / "two.artifacts"),
-        (MemoryStore(), tmp_path / "core.artifacts"),  # the default store's
+        (MemoryStore(), tmp_path / "store.artifacts"),  # the default store's
     ]
     for count, (store, directory) in enumerate(places):
         serve(store, PROBLEM, evidence(GOOD, 0.1), chosen=GOOD)  # type: ignore[arg-type]

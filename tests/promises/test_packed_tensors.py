@@ -449,7 +449,7 @@ def test_where_gemmtune_is_not_installed_the_operator_is_named(tmp_path: Path) -
 
 
 def test_state_of_an_optimized_model_is_the_plain_models(own_store: Any) -> None:
-    from integrations.test_optimize import ready
+    from helpers.tuned_models import ready
 
     x = torch.randn(3, K)
     model = ready(Two(), x, own_store)
@@ -472,7 +472,7 @@ class Reads(Two):
 
 
 def test_a_weight_that_forward_reads_is_left_with_the_reason(own_store: Any) -> None:
-    from integrations.test_optimize import ready
+    from helpers.tuned_models import ready
 
     x = torch.randn(3, K)
     model = ready(Reads(), x, own_store)
@@ -491,7 +491,7 @@ def test_a_weight_that_forward_reads_is_left_with_the_reason(own_store: Any) -> 
 
 
 def test_tied_weights_see_writes(own_store: Any) -> None:
-    from integrations.test_optimize import ready
+    from helpers.tuned_models import ready
 
     class Tied(nn.Module):
         def __init__(self) -> None:
@@ -522,7 +522,7 @@ class Doubling(nn.Linear):
 
 
 def test_subclasses_of_linear_are_served(own_store: Any) -> None:
-    from integrations.test_optimize import ready
+    from helpers.tuned_models import ready
 
     x = torch.randn(3, K)
     model = ready(nn.Sequential(Doubling(K, N)), x, own_store)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from integrations.test_optimize import ready, teach
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
@@ -23,6 +22,7 @@ from gemmtune.nn.observe import observe
 from gemmtune.nn.sites import find_sites
 from gemmtune.store import MemoryStore
 from helpers.serving import RAN
+from helpers.tuned_models import ready, teach
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from integrations.test_optimize import ready
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -21,6 +20,7 @@ from gemmtune.ops.packing import pack
 from gemmtune.ops.torchao_formats import UnknownFormatError, problem
 from gemmtune.store import MemoryStore
 from helpers.serving import RAN
+from helpers.tuned_models import ready
 
 pytest.importorskip("torchao", reason="pip install torchao")
 from torchao import quantization as ao

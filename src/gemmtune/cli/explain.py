@@ -23,8 +23,8 @@ from .common import (
     parse_device,
     parse_problem,
     quiet_stdout,
-    usage,
 )
+from .errors import usage
 
 if TYPE_CHECKING:
     from rich.console import Console

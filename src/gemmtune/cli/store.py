@@ -25,8 +25,8 @@ from .common import (
     require_file,
     require_whole,
     say,
-    usage,
 )
+from .errors import usage
 
 if TYPE_CHECKING:
     from ..core.decision import Decision

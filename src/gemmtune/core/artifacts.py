@@ -53,7 +53,7 @@ class Artifacts:
 
     @classmethod
     def beside(cls, store_path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> Artifacts:
-        """The artifacts that go with a store file: ``store.db`` has ``core.artifacts``."""
+        """The artifacts that go with a store file: ``store.db`` has ``store.artifacts``."""
         return cls(Path(store_path).with_suffix(".artifacts"), max_bytes=max_bytes)
 
     def put(self, key: str, body: bytes) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .nn.modules import RawLinear, RawWeightOnlyLinear, WeightOnlyLinear
-from .nn.packed_tensor import PackedTensor
+from .modules import RawLinear, RawWeightOnlyLinear, WeightOnlyLinear
+from .packed_tensor import PackedTensor
 
 __all__ = ["PackedTensor", "RawLinear", "RawWeightOnlyLinear", "WeightOnlyLinear"]

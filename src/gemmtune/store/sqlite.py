@@ -75,7 +75,7 @@ class SqliteStore(Store):
 
     @property
     def artifacts_directory(self) -> Path:
-        """Beside the file: ``store.db`` has ``core.artifacts``."""
+        """Beside the file: ``store.db`` has ``store.artifacts``."""
         return Artifacts.beside(self.path).directory
 
     # Reading

@@ -14,6 +14,7 @@ from torch import nn
 from ..core.errors import UnsupportedError
 from ..core.problem import Problem
 from ..dispatch import runtime
+from ..dispatch.targets import CPU
 
 if TYPE_CHECKING:
     from ..core.decision import Decision
@@ -144,7 +145,7 @@ def _by_device(
     given: Any, example_inputs: Any, device: str | torch.device | None
 ) -> list[tuple[torch.device, list[tuple[Problem, int]]]]:
     """What to tune, and where: a model's Problems where they ran, unless a device is named."""
-    place = runtime.CPU if device is None else torch.device(device)
+    place = CPU if device is None else torch.device(device)
     if not isinstance(given, nn.Module):
         return [(place, _problems(given, example_inputs))]
     if example_inputs is None:

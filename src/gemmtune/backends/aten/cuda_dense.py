@@ -17,9 +17,9 @@ from ...core.problem import Problem
 from ...core.torch_compat import addmm_activation
 from ...core.weights import PackedWeight
 from .cuda_rules import HALVES
-from .dense import PADDED, dense_pack, same_floats
+from .dense import PADDED, same_floats
 from .fusion import Fused, addmm_prefix
-from .kernel import Sliced, WritesOut, constant_b, packed_as
+from .kernel import Sliced, WritesOut, constant_b, dense_pack, packed_as
 from .padding import ALIGN, as_rows, padded, up, wide_bmm, wide_mm
 
 

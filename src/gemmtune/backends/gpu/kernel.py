@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...core import torch_compat
 from ...core.candidate import Candidate
-from ...core.codegen import written
+from ...core.codegen import compile_function
 from ...core.epilogue import Step
 from ...core.errors import KernelError
 from ...core.memory import LOW, require_kernel_operands
@@ -230,7 +230,7 @@ class GpuKernel(Kernel):
         # Every tensor's address, by a name that no tensor has.
         addresses = ["c_ptr", "a_ptr", "b_ptr", *(f"{name}_at" for name in names)]
         values = ["out.data_ptr()", "a.data_ptr()", "b.data_ptr()", *(f"{name}.data_ptr()" for name in names)]
-        return written(
+        return compile_function(
             "launch",
             f"def launch(out, a, b{behind}):",
             "    slots, config, go, parameters = block.held",
