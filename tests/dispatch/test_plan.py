@@ -25,5 +25,4 @@ def test_pick() -> None:
     one, many = Candidate.make("toy", "one"), Candidate.make("toy", "many")
     plan = Plan("key", None, (PlanEntry(1, one), PlanEntry(16, None), PlanEntry(256, many)))
     assert [plan.pick(m).m for m in (1, 3, 4, 5, 16, 63, 65, 100000)] == [1, 1, 1, 16, 16, 16, 256, 256]
-    assert not plan.plain
-    assert Plan("key", None, (PlanEntry(16, None),)).plain
+    assert any(entry.candidate is not None for entry in plan.entries)

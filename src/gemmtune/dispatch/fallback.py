@@ -1,4 +1,4 @@
-"""What serves when nothing was tuned: plain PyTorch, differentiable, on any device, subclass or transform.
+"""The fallback: a Call by PyTorch's own functions, differentiable, on any device, tensor subclass or transform.
 
 The product rounds to the operands' dtype before the epilogue, as eager PyTorch does (a tuned kernel does not).
 """
@@ -29,18 +29,19 @@ from .guards import needs_torch, state_needs_torch
 _INT8PACK_ROWS = 16
 
 
-_WIDE = (torch.float32, torch.float64, torch.int32)  # they need no conversion, which would cost a tenth of the call
-# Of a Call's a, b and aux.
+_WIDE = (torch.float32, torch.float64, torch.int32)  # they are not converted, which would cost a tenth of the call
+# A function of a Call's a, b and aux.
 FallbackProduct = Callable[[Tensor, Any, Sequence[Tensor]], Tensor]
 
 
 def run_fallback(call: Call) -> Tensor:
-    """The result of a Call, in its own shape."""
+    """Return the result of a Call, in the Call's shape."""
     return specialize_fallback(call)(call.a, call.b, call.aux)
 
 
 def specialize_fallback(call: Call) -> FallbackProduct:
-    """``run_fallback`` for operands like this Call's: what does not depend on their values is decided once."""
+    """Return a function of a, b and aux that computes Calls like this one. All that does not depend on the operands'
+    values is decided here, once."""
     problem, shape = call.problem, call.shape
     product, used = _product(call)
     rest, taken = problem.epilogue[used:], tensor_count(problem.epilogue[:used])
@@ -57,7 +58,7 @@ def specialize_fallback(call: Call) -> FallbackProduct:
 
 
 def _product(call: Call) -> tuple[FallbackProduct, int]:
-    """What multiplies, and how many steps of the epilogue are in it."""
+    """Return the product as a function of a, b and aux, and the number of epilogue steps that it includes."""
     family = call.problem.family
     product, used = (
         (_weight_only, 0) if family == "mixed_mm"
@@ -72,7 +73,7 @@ def _product(call: Call) -> tuple[FallbackProduct, int]:
 
 
 def _floating(call: Call) -> tuple[FallbackProduct, int]:
-    """addmm fuses the beginning of the epilogue (one tensor at most)."""
+    """Return the product of floating operands; addmm includes the beginning of the epilogue (one tensor at most)."""
     problem = call.problem
     if problem.out_dtype not in (problem.a.dtype, *_NARROW):
         width = dtype_of(problem.out_dtype)
@@ -97,14 +98,14 @@ _NARROW = ("bfloat16", "float16")
 
 
 def _widens_itself(call: Call, width: torch.dtype) -> bool:
-    """Whether a GPU's own product gives its float32 accumulator: of ordinary tensors that want no gradient."""
+    """Whether the GPU's product can return its float32 accumulator: for ordinary tensors without a gradient."""
     if width != torch.float32 or not call.a.is_cuda or call.problem.a.dtype not in _NARROW or state_needs_torch():
         return False
     return not any(needs_torch(t) or (torch.is_grad_enabled() and t.requires_grad) for t in call.tensors)
 
 
 def int_product(a: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    """What multiplies integers of canonical strides (``padding.canonical_strides``) where ``a`` lies."""
+    """Return the integer product for ``a``'s device, for operands with canonical strides (``padding``)."""
     if a.is_cuda:
         return padding.int_product
     return int_mm if a.dtype == torch.int8 or int_mm_takes_uint8() else padding.cpu_int_mm
@@ -118,12 +119,12 @@ def _integers(call: Call) -> FallbackProduct:
 
 
 def _nothing(call: Call) -> bool:
-    """Whether there is nothing to multiply."""
+    """Whether a matrix is empty."""
     return 0 in (call.problem.m, call.problem.n, call.problem.k)
 
 
 def _scaled(call: Call) -> tuple[FallbackProduct, int]:
-    """On GPUs ``torch._scaled_mm`` takes the whole epilogue where it can."""
+    """Return the product of fp8 operands. On GPUs ``torch._scaled_mm`` includes the whole epilogue where it can."""
     problem = call.problem
     if not call.a.is_cuda or _nothing(call):
         return _in_float32, 0

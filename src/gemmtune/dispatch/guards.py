@@ -1,4 +1,4 @@
-"""When a call must not go to a kernel that works on raw memory, and when it is like one that was prepared."""
+"""Guards: whether operands are like those of an earlier call; and whether PyTorch itself must see a call."""
 
 from __future__ import annotations
 
@@ -20,53 +20,54 @@ Guard = Callable[..., bool]
 
 
 def make_guard(*tensors: Tensor) -> Guard:
-    """A function that says of as many operands whether they are as these, in the state that this thread is in now.
+    """Return a guard: a function that says of as many operands whether they are like ``tensors`` in this thread's
+    state.
 
-    It compares Python type, dtype, device, sizes, strides, requires_grad, and what the dispatcher would do with them:
-    autocast, transforms, tracing, inference mode, lazy negation. It need not see dispatch modes, forward-mode levels
-    or whether gradients are on.
+    A guard compares Python type, dtype, device, sizes, strides, requires_grad, and the dispatcher's state: autocast,
+    transforms, tracing, inference mode, lazy negation. It does not compare dispatch modes, forward-mode levels and
+    whether gradients are on: ``cache.lookup`` and the cache's key do.
     """
-    places: dict[int, int] = {}
-    first = [places.setdefault(id(tensor), place) for place, tensor in enumerate(tensors)]
-    if len(places) == len(tensors):
+    index_of: dict[int, int] = {}
+    first = [index_of.setdefault(id(tensor), index) for index, tensor in enumerate(tensors)]
+    if len(index_of) == len(tensors):
         return _guard_of_distinct(tensors)
-    # torch's check is false of a tensor that is given twice
-    distinct = list(places.values())
-    check = _guard_of_distinct([tensors[place] for place in distinct])
-    repeated = [(place, former) for place, former in enumerate(first) if place != former]
+    # torch's guard is false of a tensor that is passed twice.
+    distinct = list(index_of.values())
+    guard = _guard_of_distinct([tensors[index] for index in distinct])
+    repeated = [(index, earlier) for index, earlier in enumerate(first) if index != earlier]
 
-    def check_repeated(*given: Any) -> bool:
-        for place, former in repeated:
-            if given[place] is not given[former]:
+    def guard_repeated(*operands: Any) -> bool:
+        for index, earlier in repeated:
+            if operands[index] is not operands[earlier]:
                 return False
-        return check(*[given[place] for place in distinct])
+        return guard(*[operands[index] for index in distinct])
 
-    return check_repeated
+    return guard_repeated
 
 
 def _guard_of_distinct(tensors: Sequence[Tensor]) -> Guard:
     if _TensorGuards is not None:
         try:
-            check: Guard = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-            if check(*tensors):
-                return check
+            guard: Guard = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+            if guard(*tensors):
+                return guard
         except (RuntimeError, TypeError, ValueError):  # other arguments in this torch, or tensors it does not take
             pass
     return _guard_in_python(tensors)
 
 
 def _guard_in_python(tensors: Sequence[Tensor]) -> Guard:
-    """The same, ten times as slow."""
-    seen = _guarded_properties(tensors)  # not the tensors themselves, which must not be kept
+    """Return a guard in Python, which takes ten times as long as torch's."""
+    expected = _guarded_properties(tensors)  # not the tensors, whose memory the guard must not keep
 
-    def check(*given: Any) -> bool:
+    def guard(*operands: Any) -> bool:
         return (
             not state_needs_torch()
-            and all(isinstance(tensor, Tensor) for tensor in given)
-            and _guarded_properties(given) == seen
+            and all(isinstance(tensor, Tensor) for tensor in operands)
+            and _guarded_properties(operands) == expected
         )
 
-    return check
+    return guard
 
 
 def _guarded_properties(tensors: Sequence[Tensor]) -> list[Any]:
@@ -80,7 +81,7 @@ def _guarded_properties(tensors: Sequence[Tensor]) -> list[Any]:
 
 
 def state_needs_torch() -> bool:
-    """A transform, mode, trace, forward-mode level or autocast is active: PyTorch must see the operation itself."""
+    """Whether PyTorch must see each operation: a transform, mode, trace, forward-mode level or autocast is active."""
     return in_transform() or in_dispatch_mode() or bool(_autocast())
 
 
@@ -95,13 +96,13 @@ def in_dispatch_mode() -> bool:
 
 
 def needs_torch(tensor: Any) -> bool:
-    """Not an ordinary tensor of a CPU or CUDA device: a subclass, another device, what a transform wrapped, a lazy
-    negation, or no memory behind it."""
+    """Whether only PyTorch can compute with a tensor: it is unusual, or on another device than a CPU or GPU."""
     return is_unusual(tensor) or not (tensor.is_cpu or tensor.is_cuda)
 
 
 def is_unusual(tensor: Any) -> bool:
-    """``needs_torch``, whatever the device."""
+    """Whether a tensor is a subclass, is wrapped by a transform, is lazily negated, or has no memory that gemmtune
+    knows."""
     if is_subclass(tensor):
         return True
     if tensor.is_cpu or tensor.is_cuda:

@@ -1,4 +1,4 @@
-"""Calls from dispatch to modules above it, which are imported at the first call."""
+"""Calls to functions in packages above dispatch, whose modules are imported at the first call."""
 
 from __future__ import annotations
 

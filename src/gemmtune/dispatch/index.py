@@ -1,4 +1,4 @@
-"""The store's decisions for one Target, in the form first sights need. Read once, kept until ``refresh``."""
+"""The store's decisions for one Target, by plan key. They are read once, and again after ``refresh``."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class DecisionIndex:
-    """Points by plan key, and the Plans built from them so far."""
+    """Tuned points by plan key, and the Plans built from them so far."""
 
     def __init__(self, points: Mapping[str, list[TunedPoint]], failures: Mapping[str, Collection[str]]) -> None:
-        """points: by plan key. failures: the ids of faulty candidates by plan key, besides those that points name."""
+        """points: by plan key. failures: ids of faulty candidates by plan key, besides those in the points."""
         self._failed = {
             key: frozenset(failures.get(key, ())).union(*(p.faulty for p in rows)) for key, rows in points.items()
         }
@@ -30,31 +30,31 @@ class DecisionIndex:
 
     @classmethod
     def read(cls, store: Store | None, target: Target, warn: Callable[[str], None]) -> DecisionIndex:
-        """Everything the store knows for ``target``. Damage and unreadable stores are misses, said once.
+        """Return all decisions for ``target``. Damaged records and unreadable stores are misses, and are logged once.
 
-        Raises StoreBusy where the store is read ``in_a_hurry`` and somebody writes it.
+        Raises StoreBusy where the store is read ``in_a_hurry`` while another process writes it.
         """
         points: dict[str, list[TunedPoint]] = {}
         failures: dict[str, set[str]] = {}
         try:
             for decision in () if store is None else store.decisions(target):
                 try:
-                    found = tuned_point(decision)
+                    tuned = tuned_point(decision)
                 except (KeyError, TypeError, ValueError) as error:
                     warn(f"a stored decision is malformed and is ignored ({error})")
                     continue
-                points.setdefault(found.problem.plan_key, []).append(found)
+                points.setdefault(tuned.problem.plan_key, []).append(tuned)
             for problem_key, failed in ({} if store is None else store.all_failures(target)).items():
                 faulty = {candidate_id for candidate_id, verdict in failed.items() if verdict.kind in FAULTS}
                 failures.setdefault(plan_key_of(problem_key), set()).update(faulty)
         except StoreBusy:
             raise
-        except Exception as error:  # someone else's Store may raise anything: a miss, said once
+        except Exception as error:  # a Store from outside may raise anything: it is a miss
             warn(f"the store cannot be read ({error}); PyTorch's own kernels serve")
         return cls(points, failures)
 
     def plan(self, plan_key: str, packing: str | None) -> Plan | None:
-        """The Plan for a weight in ``packing`` (None: raw), or None when nothing was tuned for it."""
+        """Return the Plan for a weight in ``packing`` (None: raw), or None when nothing was tuned for it."""
         key = (plan_key, packing)
         if key not in self._plans:
             points = self._points.get(plan_key)
@@ -62,15 +62,15 @@ class DecisionIndex:
         return self._plans[key]
 
     def failed(self, plan_key: str) -> frozenset[str]:
-        """The ids of the candidates that were wrong, unstable, crashed or hung at any M of a Plan."""
+        """Return the ids of candidates that were wrong, unstable, crashed or hung at any M of a Plan."""
         return self._failed.get(plan_key, frozenset())
 
     def points(self, plan_key: str) -> list[TunedPoint]:
-        """The decisions behind a Plan, one per tuned M."""
+        """Return the decisions that a Plan is made of, one for each tuned M."""
         return list(self._points.get(plan_key, ()))
 
     def has_near(self, problem: Problem, factor: int) -> bool:
-        """Whether an M within ``factor`` of the problem's was tuned (for a constant or a changing weight)."""
+        """Whether an M within ``factor`` of the Problem's was tuned."""
         sizes = tuple(sorted(p.m for p in self._points.get(problem.plan_key, ())))
         if not sizes:
             return False

@@ -1,4 +1,4 @@
-"""A Plan: for one Problem with M left free, which candidate answers which M."""
+"""A Plan: the candidate that serves each M, for Problems that differ in M only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..core.candidate import Candidate
 
 @dataclass(frozen=True, slots=True)
 class PlanEntry:
-    """What was decided at one tuned M. candidate None: the plain PyTorch op. overlap: as ``Kernel.overlap``."""
+    """The decision at one tuned M. candidate: None for the plain PyTorch op. overlap: as ``Kernel.overlap``."""
 
     m: int
     candidate: Candidate | None
@@ -19,14 +19,14 @@ class PlanEntry:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Entries sorted by M, all of whose candidates take the weight in one ``packing`` (None: as it is)."""
+    """Entries sorted by M. All their candidates take the weight in one layout: ``packing`` (None: the raw weight)."""
 
     plan_key: str
     packing: str | None
     entries: tuple[PlanEntry, ...]
 
     def pick(self, m: int) -> PlanEntry:
-        """The entry whose tuned M is nearest by log distance (the smaller one when two are as near)."""
+        """Return the entry whose tuned M is nearest by log distance (the smaller M of two at one distance)."""
         return self.entries[nearest(tuple(entry.m for entry in self.entries), m)]
 
     def ranked(self, m: int) -> list[PlanEntry]:
@@ -36,14 +36,9 @@ class Plan:
             order.append(rest.pop(nearest(tuple(entry.m for entry in rest), m)))
         return order
 
-    @property
-    def plain(self) -> bool:
-        """Whether every M is best served by plain PyTorch."""
-        return all(entry.candidate is None for entry in self.entries)
-
 
 def nearest(sizes: tuple[int, ...], m: int) -> int:
-    """Index of the size in ``sizes`` (sorted, not empty) nearest to m by ratio."""
+    """Return the index of the size in ``sizes`` (sorted, not empty) that is nearest to m by ratio."""
     after = bisect_left(sizes, m)
     if after == 0:
         return 0

@@ -1,4 +1,4 @@
-"""From Decisions to a Plan: one layout for a weight, and for each tuned M the fastest kernel in that layout."""
+"""From Decisions to a Plan: the choice of one layout for a weight, and of the fastest kernel in it at each tuned M."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from .plan import Plan, PlanEntry
 if TYPE_CHECKING:
     from ..core.decision import Decision, Evidence, LayoutDecision, Sample
 
-# A packed layout must save this share of the total time to be worth a second form of the weight.
+# A packed layout must have at most this share of the raw weight's total time to be worth a second form of the weight.
 WORTHWHILE = 0.99
-# Layouts whose total times differ by no more are alike: which of them is ahead changes from tuning to tuning.
+# Layouts whose total times are within this factor are alike: which of them is ahead changes from tuning to tuning.
 ALIKE = 1.01
-# What serving a kernel costs in Python beyond calling the plain op: it has its output allocated here, and its arguments
-# checked (benchmarks/overhead.py: 1 to 2 us). Races time kernels alone; a kernel of microseconds must win this back.
+# Seconds that serving a kernel costs the host beyond calling the plain op: gemmtune allocates the output and checks the
+# arguments in Python (benchmarks/overhead.py: 1 to 2 us). A race times kernels alone, so that a kernel of microseconds
+# must win this back.
 SERVING_S = 2e-6
 
-# A time of a few calls that was never raced counts for so much more beside raced ones: its operands may have been in
-# the cache, which no flush empties where it has 480 MB.
+# The factor on screening times of candidates that were not raced: their operands may have been in the cache, which no
+# flush empties where it has 480 MB.
 UNRACED = 1.3
 
-# ATen's own ops on the raw operand that are just what plain PyTorch runs.
+# ATen's templates that run what plain PyTorch runs on the raw weight.
 FALLBACK_TEMPLATES = (
     "mm",
     "bmm",
@@ -43,9 +44,10 @@ FALLBACK_TEMPLATES = (
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """An eligible candidate at one M: seconds per call as served, upper bound of its time ratio over ATen's best.
+    """An eligible candidate at one M.
 
-    won: whether it won the duel of its layout; None where that had none. overlap: as ``Kernel.overlap``.
+    seconds: per call, as served. ratio_hi: upper bound of its time over that of ATen's best. won: whether it won the
+    paired test of its layout; None where the layout had none. overlap: as ``Kernel.overlap``.
     """
 
     candidate: Candidate
@@ -56,6 +58,7 @@ class Option:
 
     @property
     def beats_aten(self) -> bool:
+        """Whether it serves rather than the plain op: it is ATen's own, or it is faster beyond the noise."""
         if self.candidate.backend == "aten" or self.won is None:
             return self.candidate.backend == "aten" or self.ratio_hi < 1.0
         return self.won
@@ -63,10 +66,10 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class TunedPoint:
-    """What one Decision says to dispatch: the fastest eligible option per layout (None: the raw operand).
+    """The part of one Decision that dispatch reads.
 
-    ``plain_s``: the time of the plain op on the raw operand (infinite when it was not timed). faulty: the ids of
-    candidates that this Decision's evidence found to be wrong, unstable, crashed or hung.
+    options: the fastest eligible option by layout (None: the raw weight). plain_s: seconds of the plain op on the raw
+    weight (infinite when it was not timed). faulty: ids of candidates that were wrong, unstable, crashed or hung.
     """
 
     problem: Problem
@@ -81,7 +84,7 @@ class TunedPoint:
 
 
 def tuned_point(decision: Decision) -> TunedPoint:
-    """Extract a Point. Raises KeyError, TypeError or ValueError when the record is malformed."""
+    """Return the TunedPoint of a Decision. Raises KeyError, TypeError or ValueError when the record is malformed."""
     problem = Problem.from_dict(decision.problem)
     by_id = {row.id: row for row in decision.evidence}
     base = _incumbent_seconds(decision.evidence)
@@ -90,11 +93,11 @@ def tuned_point(decision: Decision) -> TunedPoint:
         row = by_id.get(candidate_id or "")
         option = None if row is None else _option(row, base)
         if row is not None and option is not None:
-            held = options.get(row.packing)
-            if held is None or option.seconds < held.seconds:
+            fastest = options.get(row.packing)
+            if fastest is None or option.seconds < fastest.seconds:
                 options[row.packing] = option
     for packing, layout in decision.layouts.items():
-        options[packing or None] = _duelled(layout, by_id, options.get(packing or None), base)
+        options[packing or None] = _tested(layout, by_id, options.get(packing or None), base)
     raw_aten = [
         _seconds(row.sample, base)
         for row in decision.evidence
@@ -105,26 +108,27 @@ def tuned_point(decision: Decision) -> TunedPoint:
 
 
 def without_faulty(p: TunedPoint, faulty: Collection[str]) -> TunedPoint:
-    """Return the Point without the options whose candidates are ``faulty`` at any M of its Plan."""
+    """Return the point without the options whose candidates are ``faulty`` at another M of its Plan."""
     options = {packing: option for packing, option in p.options.items() if option.candidate.id not in faulty}
     return p if len(options) == len(p.options) else replace(p, options=options)
 
 
 def _without_raw(p: TunedPoint) -> TunedPoint:
-    """Return the Point without its option on the raw weight: the plain op is what serves that."""
+    """Return the point without its option on the raw weight, which the plain op serves."""
     return replace(p, options={packing: option for packing, option in p.options.items() if packing is not None})
 
 
-def _duelled(layout: LayoutDecision, by_id: Mapping[str, Evidence], raced: Option | None, base: float | None) -> Option:
-    """The option of a layout that had a duel: its time is the baseline's by the ratio, at worst of all surroundings.
+def _tested(layout: LayoutDecision, by_id: Mapping[str, Evidence], raced: Option | None, base: float | None) -> Option:
+    """Return the option of a layout that had a paired test. Its time is the baseline's times the worst ratio of all
+    surroundings.
 
-    A layout whose candidate did not win is served by whatever was raced fastest in it, no faster than that.
+    A layout whose candidate did not win is served by ``raced``, the candidate that was raced fastest in it.
     """
-    row, beside = by_id[layout.candidate], by_id[layout.baseline]
+    row, baseline = by_id[layout.candidate], by_id[layout.baseline]
     own = _option(row, base)
-    if own is None or beside.sample is None:
-        raise ValueError(f"{layout.candidate!r} duelled without a sample")
-    seconds = layout.worst_ratio * _seconds(beside.sample, base)
+    if own is None or baseline.sample is None:
+        raise ValueError(f"{layout.candidate!r} has a paired test and no sample")
+    seconds = layout.worst_ratio * _seconds(baseline.sample, base)
     extra = own.seconds - _seconds(row.sample, base) if row.sample is not None else 0.0
     if layout.outcome == "winner" or raced is None or raced.candidate == own.candidate:
         won = layout.outcome == "winner"
@@ -140,7 +144,7 @@ def _option(row: Evidence, base: float | None) -> Option | None:
     if not _eligible(row) or row.sample is None:
         return None
     candidate = Candidate.from_dict(row.candidate)
-    # What was timed in a CUDA graph is meant for graphs, which replay without Python.
+    # Kernels timed in a CUDA graph are to serve in graphs, which replay without Python.
     graph = row.sample.conditions.get("timed") == "graph"
     extra = 0.0 if graph or (row.packing is None and _is_fallback_template(row.candidate)) else SERVING_S
     unsure = UNRACED if row.stage == "screened" else 1.0
@@ -152,25 +156,26 @@ def _is_fallback_template(candidate: Mapping[str, Any]) -> bool:
 
 
 def _incumbent_seconds(evidence: Iterable[Evidence]) -> float | None:
-    """The time of the ATen candidate that the others' ratios are to: the one timed most."""
+    """Return the median time of the ATen candidate that the ratios are relative to: the one with the most rounds."""
     samples = [row.sample for row in evidence if row.candidate.get("backend") == "aten" and row.sample is not None]
     own = [sample for sample in samples if sample.ratio == sample.ratio_lo == sample.ratio_hi == 1.0]
     return max(own, key=lambda sample: sample.rounds).median_s if own else None
 
 
 def _seconds(sample: Sample, base: float | None) -> float:
-    """Seconds a call by the paired ratio: candidates left the race at different rounds, in different weather."""
+    """Return the seconds of a call by its paired ratio: candidates left the race at different rounds, and the machine
+    was in different states then."""
     return sample.median_s if base is None else sample.ratio * base
 
 
 def choose_packing(
     decisions: Iterable[Decision | TunedPoint], weights: Mapping[int, float] | None = None
 ) -> str | None:
-    """The layout with the least total time over the tuned Ms; None keeps the weight as it is.
+    """Return the layout with the least total time over the tuned M; None for the raw weight.
 
-    weights: calls per M. Without them every M counts alike, each time as a multiple of the best one there (total time
-    would let the largest M decide alone). Where a layout has no kernel of its own at an M, the one that the Plan
-    would serve there counts, at what it takes at most. A packed layout must beat the raw weight's total by 1%.
+    weights: calls for each M. Without them every M counts alike: its times are divided by the best one there, since
+    otherwise the largest M would decide alone. Where a layout has no kernel at an M, the time is an upper bound of what
+    the Plan's kernel for another M takes there. A packed layout must beat the raw weight's total by 1%.
     """
     return next(iter(rank_packings(decisions, weights)), None)
 
@@ -178,11 +183,10 @@ def choose_packing(
 def rank_packings(
     decisions: Iterable[Decision | TunedPoint], weights: Mapping[int, float] | None = None, *, raw_kernels: bool = True
 ) -> list[str | None]:
-    """Every layout worth having, best first; the raw weight (None) ends the list.
+    """Return every layout that beats the raw weight, the best first; the raw weight (None) ends the list.
 
-    Those within 1% of the best go by their names, the last first, so that another tuning of the same weight comes to
-    the same layout. raw_kernels: whether kernels on the raw weight would serve it; otherwise the plain op does, and its
-    time counts.
+    Layouts within 1% of the best are sorted by name, descending, so that another tuning of the same weight chooses the
+    same layout. raw_kernels: whether kernels would serve the raw weight; otherwise the plain op's time counts for it.
     """
     points = [item if isinstance(item, TunedPoint) else tuned_point(item) for item in decisions]
     if not points:
@@ -198,17 +202,17 @@ def rank_packings(
 
 
 def layouts_in_use(points: Sequence[TunedPoint]) -> list[str]:
-    """Every layout that has a kernel at one of the Ms at least, the one with the least total time first.
+    """Return every layout that has a kernel at one M or more, the one with the least total time first.
 
-    Unlike ``rank_packings`` it also returns layouts that are slower than the raw weight: at an M that is not tuned yet
-    they may win enough.
+    Layouts that are slower than the raw weight are among them, unlike in ``rank_packings``: they may win enough at an M
+    that is not tuned yet.
     """
     totals = _totals(points, {p.m: 1.0 / _unit_seconds(p) for p in points})
     return sorted(totals, key=lambda layout: (totals[layout], layout))
 
 
 def _totals(points: Sequence[TunedPoint], share: Mapping[int, float]) -> dict[str, float]:
-    """The total time of each packed layout over all points, each M's time times its share."""
+    """Return the total time of each packed layout: the sum over the points of share times seconds."""
     totals: dict[str, float] = {}
     for layout in {name for p in points for name in p.options if name is not None}:
         own = {p.m: p.options[layout].seconds for p in points if layout in p.options}
@@ -217,12 +221,13 @@ def _totals(points: Sequence[TunedPoint], share: Mapping[int, float]) -> dict[st
 
 
 def _at_most(own: Mapping[int, float], m: int) -> float:
-    """Seconds at M by the times a layout has at other M: fewer rows take no longer, more rows are so many calls."""
+    """Return an upper bound of the seconds at M from a layout's times at tuned M: fewer rows take no longer, and more
+    rows take no longer than as many calls."""
     return min(seconds * max(1.0, m / max(tuned, 1)) for tuned, seconds in own.items()) if m not in own else own[m]
 
 
 def _unit_seconds(p: TunedPoint) -> float:
-    """What times at this M are multiples of: the best of any layout or of the raw weight."""
+    """Return the time that times at this M are divided by: the best of any layout or of the raw weight."""
     best = min((_raw_seconds(p), *(option.seconds for option in p.options.values())))
     return best if best < float("inf") else 1.0
 
@@ -235,18 +240,19 @@ def _raw_seconds(p: TunedPoint) -> float:
 
 
 def _is_plain(problem: Problem) -> bool:
-    """Whether plain PyTorch computes what ATen's usual candidate computes: it rounds before the steps of an epilogue
-    (but for those that addmm takes), and the verified candidate does not."""
+    """Whether plain PyTorch computes what ATen's candidate of the same function computes. PyTorch rounds before the
+    steps of an epilogue, except those that addmm fuses; the verified candidate does not."""
     if problem.family == "mm" and problem.out_dtype == problem.a.dtype:
         return addmm_prefix(problem).steps == len(problem.epilogue)
     return problem.family != "mixed_mm" and not problem.epilogue
 
 
 def build_plan(decisions: Sequence[Decision | TunedPoint], packing: str | None = None) -> Plan | None:
-    """The Plan of Decisions that differ only in M, for a weight in ``packing``; None when nothing there can serve it.
+    """Return the Plan of Decisions that differ only in M, for a weight in ``packing``; None when no kernel can serve
+    it.
 
-    On the raw operand, an M whose best is ATen's usual op, or whose winner is not sure to beat ATen, is plain. With a
-    packed weight the Ms that have a kernel for that layout answer for the others.
+    For the raw weight, an M is served by the plain op where ATen's own op is best, or where the winner does not beat
+    ATen beyond the noise. For a packed weight only the M that have a kernel in its layout have entries.
     """
     points = sorted(
         (item if isinstance(item, TunedPoint) else tuned_point(item) for item in decisions), key=lambda p: p.m
