@@ -52,7 +52,7 @@ def check(problem: Problem, kernel: Kernel) -> None:
     if "_pad" in kernel.candidate.template:
         inputs = make_inputs(problem, 5)
         weight = kernel.pack(inputs.b) if kernel.packing else inputs.b
-        assert kernel.fresh(inputs.a, weight, inputs.aux).is_contiguous()  # type: ignore[attr-defined]
+        assert kernel.functional(inputs.a, weight, inputs.aux).is_contiguous()  # type: ignore[attr-defined]
 
 
 def with_steps(problem: Problem, *steps: Step) -> Problem:
@@ -364,6 +364,6 @@ def test_kernels_tuned_at_one_m_serve_every_m(m: int, tuned: int, monkeypatch: p
             out = torch.empty(m, 48, dtype=torch.int32)
             kernel.run(a.as_subclass(OnGpu), weight, (), out)
             assert torch.equal(out, wanted)
-            fresh = kernel.fresh(a.as_subclass(OnGpu), weight, ())  # type: ignore[attr-defined]
+            fresh = kernel.functional(a.as_subclass(OnGpu), weight, ())  # type: ignore[attr-defined]
             assert torch.equal(fresh.as_subclass(torch.Tensor), wanted)
             assert fresh.is_contiguous()

@@ -224,7 +224,7 @@ def test_atens_candidates_are_right(problem: Problem) -> None:
         shape = (problem.batch, problem.m, problem.n) if problem.family == "bmm" else (problem.m, problem.n)
         out = torch.full(shape, 77, device=GPU).to(getattr(torch, problem.out_dtype))
         kernel.run(a, weight, aux, out)
-        fresh = kernel.fresh(a, weight, aux)  # type: ignore[attr-defined]
+        fresh = kernel.functional(a, weight, aux)  # type: ignore[attr-defined]
         assert fresh.device == GPU
         assert fresh.is_contiguous()
         for got in (out, fresh):

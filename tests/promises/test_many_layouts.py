@@ -34,13 +34,13 @@ def layouts(count: int) -> list[Tensor]:
 def prepared(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """What was prepared and remembered since, by its key."""
     keys: list[object] = []
-    remember = RUNTIME.remember
+    remember = RUNTIME.cache_entry
 
     def remembering(key: object, *rest: object) -> None:
         keys.append(key)
         remember(key, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(RUNTIME, "remember", remembering)
+    monkeypatch.setattr(RUNTIME, "cache_entry", remembering)
     return keys
 
 

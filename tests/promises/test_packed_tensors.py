@@ -91,7 +91,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(products, "linear", counting)
     monkeypatch.setattr(ops, "linear", counting)
-    monkeypatch.setattr(products, "serve", lambda *_: None)
+    monkeypatch.setattr(products, "lookup", lambda *_: None)
     return ran
 
 

@@ -260,7 +260,7 @@ worker = Worker(replace(current_cpu(), threads=1))
 worker.open(Problem.from_dict(json.loads(sys.argv[1])), 1)
 print(worker.tag, flush=True)
 if sys.argv[2] == "SIGKILL":
-    worker._process.send(__import__("gemmtune.workers.protocol").measure.protocol.Attempt(
+    worker._process.send(__import__("gemmtune.workers.protocol").workers.protocol.Attempt(
         Candidate.make("hostile", sys.argv[3], kind=sys.argv[3]).to_dict()))
     import time; time.sleep(0.3)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -280,7 +280,7 @@ def test_workers_die_with_their_parent(end: str, doing: str) -> None:
 
 ALONE = """
 import os
-from gemmtune.measure import worker_main
+from gemmtune.workers import worker_main
 worker_main._serve = lambda *_: print(os.environ["GEMMTUNE_OVERLAP"])
 (read, _), (_, write) = os.pipe(), os.pipe()
 worker_main.main(read, write, os.dup(read))
