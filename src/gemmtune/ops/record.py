@@ -23,7 +23,7 @@ from ..dispatch.targets import CPU
 from ..fuse import bias as bias_step
 from .composites import is_composite, without_override
 from .mixed_mm import describe_product, quant_weight
-from .table import OPS
+from .table import DESCRIBERS
 from .torchao_formats import UnknownFormatError, is_torchaos, read
 from .torchao_formats import problem as quantized_problem
 from .weight_only import WeightOnly, recognise
@@ -123,7 +123,7 @@ class _Mode(TorchFunctionMode):
         if is_composite(func):
             with self:
                 return without_override(func)(*args, **kwargs)
-        describer = _DESCRIBERS.get(func)
+        describer = DESCRIBERS.get(func)
         if describer is not None and not self._inside:
             if func is functional.linear and is_torchaos(args[1] if len(args) > 1 else kwargs.get("weight")):
                 self._note(_quantized_linear, args, kwargs, _device(args, kwargs))
@@ -185,9 +185,3 @@ def _quantized_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None)
     except UnknownFormatError:
         return None
     return quantized_problem(input, stored, bias)
-
-
-# From a function of PyTorch's to the Problem of a call.
-_DESCRIBERS: dict[Any, Callable[..., Problem | None]] = {
-    function: describe for spec in OPS for function, describe in spec.records.items()
-}
