@@ -16,7 +16,7 @@ from ...core.memory import LOW, require_kernel_operands
 from ...core.problem import Problem
 from ..base import Kernel, Launch
 from ..gpu.alignment import MISALIGNED_MASK, aligned_copy, batch_layouts, batched_launch, launch_aligned
-from ..gpu.kernel import temporary
+from ..gpu.kernel import alloc_workspace
 from ..gpu.rules import ALIGN
 from .library import Algorithm, Call
 from .product import RANKS, Product, described
@@ -55,7 +55,7 @@ class RankedKernel(Kernel):
     def bind(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Launch:
         m, device = a.shape[-2], a.device.index
         if self.problem.family != "bmm":
-            return self._kept(m, device, (0, 0), launch_aligned)
+            return self._cached_launch(m, device, (0, 0), launch_aligned)
         return self._bind_batches(m, device, (a.stride(0), b.stride(0)))
 
     def _bind_batches(self, m: int, device: int, strides: tuple[int, int]) -> Launch:
@@ -65,9 +65,9 @@ class RankedKernel(Kernel):
         copying = batched_launch(lambda *copies: self._bind_batches(m, device, copies), *layouts)
         if not all(layout.fits for layout in layouts):
             return copying
-        return self._kept(m, device, strides, lambda _, *operands: copying(*operands))
+        return self._cached_launch(m, device, strides, lambda _, *operands: copying(*operands))
 
-    def _kept(self, m: int, device: int, strides: tuple[int, int], misaligned: Callable[..., None]) -> Launch:
+    def _cached_launch(self, m: int, device: int, strides: tuple[int, int], misaligned: Callable[..., None]) -> Launch:
         """The launch for M rows and these batch strides, made at their first sight. misaligned: called with it and the
         operands where one of these starts off a 16-byte boundary."""
         key = (m, device, *strides)
@@ -75,10 +75,10 @@ class RankedKernel(Kernel):
         if held is None:
             if len(self._bound) >= _BOUND:
                 self._bound.clear()
-            held = self._bound[key] = self._launcher(m, device, strides, misaligned)
+            held = self._bound[key] = self._make_launch(m, device, strides, misaligned)
         return held
 
-    def _launcher(self, m: int, device: int, strides: tuple[int, int], misaligned: Callable[..., None]) -> Launch:
+    def _make_launch(self, m: int, device: int, strides: tuple[int, int], misaligned: Callable[..., None]) -> Launch:
         product = described(self.problem, m, strides)
         call, algorithm = Call(product, device), self._algorithm
         workspace = call.fits(algorithm)
@@ -103,7 +103,7 @@ class RankedKernel(Kernel):
                     require_kernel_operands(tensor)
                 point(place, pointer)
             stream = stream_of(device)
-            space = temporary(workspace) if workspace else None  # which lives until it is launched
+            space = alloc_workspace(workspace) if workspace else None  # which lives until it is launched
             scratch = 0 if space is None else space.data_ptr()
             status = run(b_ptr, a_ptr, d_ptr, scratch, stream)
             if status:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...core.errors import KernelError, UnsupportedError
-from ..gpu.wheels import build_of, file_of, first_of, in_wheels
+from ..gpu.wheels import build_of, file_of, load_first, wheel_libraries
 from .product import BIAS_AT, TYPES, Matrix, Product
 
 MISSING = "cuBLASLt was not found: it comes with PyTorch's CUDA wheels"
@@ -50,7 +50,7 @@ def library() -> Any:
 
     Raises UnsupportedError where there is none.
     """
-    return _declared(first_of(_places(), MISSING, ctypes.PyDLL))
+    return _declared(load_first(_places(), MISSING, ctypes.PyDLL))
 
 
 @functools.cache
@@ -67,7 +67,7 @@ def _places() -> Iterator[str]:
         return
     name = f"libcublasLt.so.{major}"
     yield name
-    yield from in_wheels(name)
+    yield from wheel_libraries(name)
 
 
 def _declared(found: Any) -> Any:
@@ -148,7 +148,7 @@ class Call:
         one = (ctypes.c_int32 if product.scale == TYPES["int32"] else ctypes.c_float)(1)
         self._numbers = (one, type(one)(0))
         a, b, d = (layout.pointer for layout in self._layouts)
-        self._described = (self._handle, self._operation.pointer, a, b, d, d)
+        self._descriptors = (self._handle, self._operation.pointer, a, b, d, d)
         self._place = ctypes.c_uint64()
         self._pointers: dict[int, int] = {}
         # Algorithms are asked for before there are tensors, and those with a bias or scales want to know of some.
@@ -172,7 +172,7 @@ class Call:
             wanted.set(_ALIGNMENT_A + operand, ctypes.c_uint32(alignment))
         found, there = (Ranked * count)(), ctypes.c_int()
         status = library().cublasLtMatmulAlgoGetHeuristic(
-            *self._described, wanted.pointer, count, ctypes.addressof(found), ctypes.addressof(there)
+            *self._descriptors, wanted.pointer, count, ctypes.addressof(found), ctypes.addressof(there)
         )
         if status != _NOT_SUPPORTED:
             check(status, "asking cuBLASLt for its algorithms")
@@ -185,14 +185,14 @@ class Call:
         """The bytes of workspace that an algorithm chosen elsewhere wants here; None where it cannot be used."""
         result = Ranked()
         status = library().cublasLtMatmulAlgoCheck(
-            *self._described, ctypes.addressof(algorithm), ctypes.addressof(result)
+            *self._descriptors, ctypes.addressof(algorithm), ctypes.addressof(result)
         )
         return None if status or result.state else int(result.workspace)
 
     def runner(self, algorithm: Algorithm, workspace: int) -> Callable[[int, int, int, int, int], int]:
         """``run(a, b, d, scratch, stream)``: addresses of cuBLASLt's A, B and D, of the workspace (0: none) and the
         stream; returns a status for ``check``."""
-        go, (handle, operation, a_at, b_at, d_at, _) = library().cublasLtMatmul, self._described
+        go, (handle, operation, a_at, b_at, d_at, _) = library().cublasLtMatmul, self._descriptors
         one, zero = map(ctypes.addressof, self._numbers)
         self._chosen, chosen = algorithm, ctypes.addressof(algorithm)
 

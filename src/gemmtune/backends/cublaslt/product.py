@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ...core.epilogue import Step
 from ...core.problem import Problem
-from ..gpu.rules import ALIGN, FP8, HALVES, aligned, leads, refusal
+from ..gpu.rules import ALIGN, FP8, HALVES, aligned_leads, leads, refusal
 
 # cudaDataType_t (library_types.h)
 TYPES = {
@@ -83,7 +83,7 @@ def _epilogue_refusal(problem: Problem) -> str:
         rest = rest[2:]
     if problem.family in ("bmm", "int_mm") and rest:
         return "batched products and products of integers take no epilogue"
-    if rest and not all(aligned(problem)):
+    if rest and not all(aligned_leads(problem)):
         # There a bias is added to the product rounded to 16 bits, and relu makes 0 of NaN (docs/cublaslt.md).
         return f"takes no bias and no relu where rows of A, B or the output are no multiples of {ALIGN} bytes"
     if rest and rest[0].kind == "bias":

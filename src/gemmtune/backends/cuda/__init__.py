@@ -12,7 +12,7 @@ from typing import ClassVar
 from ...core.candidate import Candidate, Illegal
 from ...core.problem import Problem
 from ...core.target import Target
-from ..gpu.artifact import Header, packed
+from ..gpu.artifact import Header, encode_kernel
 from ..gpu.backend import GpuBackend, not_nvidia
 from ..gpu.kernel import GpuKernel
 from ..gpu.rules import device_of
@@ -35,7 +35,7 @@ class CudaBackend(GpuBackend):
         return space.candidates(problem, target)
 
     def why_illegal(self, problem: Problem, candidate: Candidate, target: Target) -> str:
-        return self._unfit(target) or space.why_illegal(problem, candidate, target)
+        return self._why_not_on_target(target) or space.why_illegal(problem, candidate, target)
 
     def _compiler_version(self) -> str:
         return version()
@@ -53,7 +53,7 @@ class CudaBackend(GpuBackend):
                 candidate.template, len(cubin), made.shared, made.warps, made.arguments, 0, made.descriptors,
                 waits=capability >= _WAITING,
             )  # fmt: skip
-            return packed(header, cubin)
+            return encode_kernel(header, cubin)
 
         parts = (made.text, target.capability, self.source_digest(), version())
         return hashlib.sha256("\0".join(parts).encode()).hexdigest(), make

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.errors import KernelError, UnsupportedError
-from ..gpu.wheels import build_of, file_of, first_of, in_wheels
+from ..gpu.wheels import build_of, file_of, load_first, wheel_libraries
 
 MISSING = "NVRTC, NVIDIA's run-time compiler, was not found: pip install nvidia-cuda-nvrtc"
 _NO_CACHE = "--no-cache"  # of the driver: from it kernels come without what ptxas says of them
@@ -21,13 +21,13 @@ _NAMES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
 @functools.cache
 def nvrtc() -> Any:
     """The library. Raises UnsupportedError when there is none."""
-    return _declared(first_of(_places(), MISSING))
+    return _declared(load_first(_places(), MISSING))
 
 
 def _places() -> Iterator[str]:
     """Where it may be: in the wheels it comes in (absolute paths), where the linker looks."""
     for name in _NAMES:
-        yield from in_wheels(name)
+        yield from wheel_libraries(name)
     yield from _NAMES
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ...core.epilogue import Step
 from ...core.problem import Problem
-from ..gpu.rules import STEPS, float_at, step_constants
+from ..gpu.rules import MAX_STEPS, float_at, step_constants
 
 TYPES = {
     "bfloat16": "bfloat16", "float16": "float16", "float32": "float", "int32": "int", "int8": "signed char",
@@ -84,7 +84,7 @@ def stays_int(problem: Problem) -> bool:
 def epilogue_of(problem: Problem, vectors: dict[str, Vector]) -> list[str]:
     """Statements from ``sum`` of one element to what is rounded, once, to its place."""
     lines, name = [], "sum"
-    turn = float_at(problem) if problem.family == "int_mm" else STEPS + 1
+    turn = float_at(problem) if problem.family == "int_mm" else MAX_STEPS + 1
     if problem.b.quant is not None and not scale_group(problem):
         lines.append(f"sum *= {vectors['s_ptr'].element()};")
     for place, step in enumerate((*problem.epilogue, None)):

@@ -27,7 +27,7 @@ class Mixed(TmaKernel):
         self._split = int(config["split"])
         return int(config["bm"]), int(config["bn"]), INT4_BLOCKS[0]
 
-    def _programs(self, m: int, device: int) -> int:
+    def _program_count(self, m: int, device: int) -> int:
         return -(-m // self._bm) * self._tiles_n * self._split
 
 
@@ -38,7 +38,7 @@ class Slab(TmaKernel):
         self._share, self._split = int(config["cluster"]), int(config["split"])
         return int(config["bm"]), int(config["bn"]), 0
 
-    def _programs(self, m: int, device: int) -> int:
+    def _program_count(self, m: int, device: int) -> int:
         groups = -(-m // self._bm) * -(-self._tiles_n // self._share)
         if self._split > 1:
             return groups * self._split

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...core.errors import KernelError
 from ...core.problem import Problem, bits
-from ..gpu.artifact import B_EARLY, FOLLOWING, NEXT_LATE, Tma
+from ..gpu.artifact import B_EARLY, NEXT_LATE, PDL_ARGUMENT, Tma
 from ..gpu.rules import HALVES
 from .block import (
     CHUNK_BYTES,
@@ -287,7 +287,7 @@ def _parameters(problem: Problem, described: bool) -> dict[str, str]:
     if problem.family == "bmm":
         found |= dict.fromkeys(("batch_a", "batch_b", "batch_c"), "long long")
     found |= {f"ld{place}": "long long" for place, step in taking if step.axis == "full"}
-    return found | {FOLLOWING: "int"}
+    return found | {PDL_ARGUMENT: "int"}
 
 
 @functools.cache

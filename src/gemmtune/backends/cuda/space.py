@@ -25,8 +25,8 @@ from ...core.candidate import Candidate, Illegal
 from ...core.problem import Problem, bits
 from ...core.target import Target
 from ..base import NOT_LISTED
-from ..gpu.rules import FP8, Device, aligned, device_of, refusal
-from ..gpu.space import Config, ranked
+from ..gpu.rules import FP8, DeviceLimits, aligned_leads, device_of, refusal
+from ..gpu.space import Config, rank_configs
 from .block import (
     CHUNK_BYTES,
     MIXED_STEP,
@@ -48,10 +48,10 @@ from .source import MIXED, SKINNY, SLAB, run_of
 
 NAME = "cuda"
 _Space = tuple[
-    Callable[[Problem, Device], str],
-    Callable[[Problem, Device], Iterator[Config]],
-    Callable[[Problem, Device, Config], str],
-    Callable[[Problem, Device, Config], float],
+    Callable[[Problem, DeviceLimits], str],
+    Callable[[Problem, DeviceLimits], Iterator[Config]],
+    Callable[[Problem, DeviceLimits, Config], str],
+    Callable[[Problem, DeviceLimits, Config], float],
 ]
 _ROWS = 32
 _SLAB_ROWS = 8192
@@ -99,7 +99,7 @@ def candidates(problem: Problem, target: Target) -> Iterator[Candidate | Illegal
             illegal.append(Illegal(Candidate.make(NAME, template), reason))
             continue
         configs = space(problem, device)
-        legal, refused = ranked(
+        legal, refused = rank_configs(
             NAME, template, configs, partial(check, problem, device), partial(guess, problem, device)
         )
         yield from legal
@@ -133,7 +133,7 @@ def _spaces() -> dict[str, _Space]:
 
 def _refusal(problem: Problem) -> str:
     """Why no template takes the Problem in any configuration."""
-    a_ok, b_ok, _ = aligned(problem)
+    a_ok, b_ok, _ = aligned_leads(problem)
     if problem.a.layout.order != "row" or (problem.b.dtype != "int4" and problem.b.layout.order != "col"):
         return "reads along K: rows of A and columns of B must be contiguous"
     if not (a_ok and b_ok) or problem.k % run_of(problem):
@@ -143,7 +143,7 @@ def _refusal(problem: Problem) -> str:
     return ""
 
 
-def _skinny_refusal(problem: Problem, device: Device) -> str:
+def _skinny_refusal(problem: Problem, device: DeviceLimits) -> str:
     if problem.m > _ROWS:
         return f"made for at most {_ROWS} rows; got {problem.m}"
     group, chunk = scale_group(problem), _LANES * run_of(problem)
@@ -154,7 +154,7 @@ def _skinny_refusal(problem: Problem, device: Device) -> str:
     return ""
 
 
-def _skinny_space(problem: Problem, device: Device) -> Iterator[dict[str, Any]]:
+def _skinny_space(problem: Problem, device: DeviceLimits) -> Iterator[dict[str, Any]]:
     bm = 8 * -(-problem.m // 8)
     sides = (1,) if bm == 8 else (1, 2)  # few rows are read soon enough by every warp
     for bn, side, warps, depth, split in itertools.product((16, 32, 64), sides, (4, 8, 16), (1, 2, 4), (1, 2, 4)):
@@ -162,7 +162,7 @@ def _skinny_space(problem: Problem, device: Device) -> Iterator[dict[str, Any]]:
             yield {"bm": bm, "bn": bn, "side": side, "warps": warps, "depth": depth, "split": split}
 
 
-def _skinny_illegal(problem: Problem, device: Device, config: dict[str, Any]) -> str:
+def _skinny_illegal(problem: Problem, device: DeviceLimits, config: dict[str, Any]) -> str:
     bm, bn, warps, split = (config[name] for name in ("bm", "bn", "warps", "split"))
     turns = warps // config["side"]
     chunks = -(-problem.k // (_LANES * run_of(problem)))
@@ -202,7 +202,7 @@ def _tiles(problem: Problem, config: dict[str, Any]) -> int:
     return int(-(-problem.m // config["bm"]) * -(-problem.n // config["bn"]) * problem.batch)
 
 
-def _skinny_seconds(problem: Problem, device: Device, config: dict[str, Any]) -> float:
+def _skinny_seconds(problem: Problem, device: DeviceLimits, config: dict[str, Any]) -> float:
     """A guess at one call's time, to order candidates; it decides nothing else."""
     warps, blocks = config["warps"], _tiles(problem, config) * config["split"]
     threads = 32 * warps
@@ -215,7 +215,7 @@ def _skinny_seconds(problem: Problem, device: Device, config: dict[str, Any]) ->
     return float(memory + _WAVE_S * -(-busiest // resident) + (_SPLIT_S if config["split"] > 1 else 0.0))
 
 
-def _slab_refusal(problem: Problem, device: Device) -> str:
+def _slab_refusal(problem: Problem, device: DeviceLimits) -> str:
     if device.capability != (9, 0):
         return "wgmma is compute capability 9.0's alone"
     if problem.family not in ("mm", "int_mm", "scaled_mm"):
@@ -225,7 +225,7 @@ def _slab_refusal(problem: Problem, device: Device) -> str:
     return ""
 
 
-def _slab_space(problem: Problem, device: Device) -> Iterator[dict[str, Any]]:
+def _slab_space(problem: Problem, device: DeviceLimits) -> Iterator[dict[str, Any]]:
     """Slabs just wide enough that one to six rounds of blocks do, and some of usual widths."""
     stepwise, one_or_two = problem.family == "scaled_mm", (1, 2)
     usual = {64, 128, 192, 256} if stepwise else {64, 128, 256}
@@ -254,7 +254,7 @@ def _slab_space(problem: Problem, device: Device) -> Iterator[dict[str, Any]]:
                 yield {**config, "stages": min(_MOST_STAGES, slab_stages(problem, config, device.shared))}
 
 
-def _slab_illegal(problem: Problem, device: Device, config: dict[str, Any]) -> str:
+def _slab_illegal(problem: Problem, device: DeviceLimits, config: dict[str, Any]) -> str:
     if config["stages"] < _FEWEST_STAGES:
         return f"shared memory has room for {config['stages']} stages; at least {_FEWEST_STAGES} hide the latency"
     if config["chunks"] > 1 and problem.k * bits(problem.a.dtype) <= 8 * CHUNK_BYTES:
@@ -280,7 +280,7 @@ def _slab_illegal(problem: Problem, device: Device, config: dict[str, Any]) -> s
     return ""
 
 
-def _slab_seconds(problem: Problem, device: Device, config: dict[str, Any]) -> float:
+def _slab_seconds(problem: Problem, device: DeviceLimits, config: dict[str, Any]) -> float:
     """As ``_skinny_seconds``: a block's steps through its slabs, or all of B through memory, and the last slab's way
     out."""
     bm, bn, cluster, split = config["bm"], config["bn"], config["cluster"], config["split"]
@@ -305,7 +305,7 @@ def _slab_seconds(problem: Problem, device: Device, config: dict[str, Any]) -> f
     return float(slower + _SLAB_BESIDE * faster + out + _START_S)
 
 
-def _mixed_refusal(problem: Problem, device: Device) -> str:
+def _mixed_refusal(problem: Problem, device: DeviceLimits) -> str:
     if device.capability != (9, 0):
         return "wgmma is compute capability 9.0's alone"
     if problem.family != "mixed_mm":
@@ -321,7 +321,7 @@ def _mixed_refusal(problem: Problem, device: Device) -> str:
     return ""
 
 
-def _mixed_space(problem: Problem, device: Device) -> Iterator[dict[str, Any]]:
+def _mixed_space(problem: Problem, device: DeviceLimits) -> Iterator[dict[str, Any]]:
     """A's rows in as few parts as wgmma takes and in one more; a block alone on its multiprocessor, or several."""
     fewest = -(-problem.m // _WIDTHS[-1])
     rows = {8 * -(-problem.m // (8 * parts)) for parts in (fewest, fewest + 1, 2 * fewest + 1)}
@@ -332,7 +332,7 @@ def _mixed_space(problem: Problem, device: Device) -> Iterator[dict[str, Any]]:
             yield {**config, "stages": stages}
 
 
-def _mixed_illegal(problem: Problem, device: Device, config: dict[str, Any]) -> str:
+def _mixed_illegal(problem: Problem, device: DeviceLimits, config: dict[str, Any]) -> str:
     stages, split = config["stages"], config["split"]
     if stages < 2:
         return f"shared memory has room for {stages} stages; with fewer than 2 fetching and multiplying take turns"
@@ -350,7 +350,7 @@ def _mixed_illegal(problem: Problem, device: Device, config: dict[str, Any]) -> 
     return ""
 
 
-def _mixed_seconds(problem: Problem, device: Device, config: dict[str, Any]) -> float:
+def _mixed_seconds(problem: Problem, device: DeviceLimits, config: dict[str, Any]) -> float:
     """As ``_skinny_seconds``: what the busiest multiprocessor reads of B, gets of A, converts and multiplies, and the
     rounds."""
     bm, bn, split = config["bm"], config["bn"], config["split"]

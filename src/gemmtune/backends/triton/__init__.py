@@ -29,20 +29,20 @@ class TritonBackend(GpuBackend):
     missing = "Triton is not installed: pip install 'gemmtune[cuda]'"
     templates = TEMPLATES
 
-    def _unfit(self, target: Target) -> str:
+    def _why_not_on_target(self, target: Target) -> str:
         return space.unknown_amd(target) if target.is_amd else not_nvidia(target)
 
     def candidates(self, problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
         return space.candidates(problem, target)
 
     def why_illegal(self, problem: Problem, candidate: Candidate, target: Target) -> str:
-        return self._unfit(target) or space.why_illegal(problem, candidate, target)
+        return self._why_not_on_target(target) or space.why_illegal(problem, candidate, target)
 
     def _compiler_version(self) -> str:
         return triton_version()
 
     def versions(self, target: Target) -> dict[str, str]:
-        return {"triton": triton_version()} if triton_version() and not self._unfit(target) else {}
+        return {"triton": triton_version()} if triton_version() and not self._why_not_on_target(target) else {}
 
     def _recipe(self, problem: Problem, candidate: Candidate, target: Target) -> tuple[str, Callable[[], bytes]]:
         wanted = spec(problem, candidate)

@@ -18,8 +18,8 @@ from ...core.candidate import Candidate
 from ...core.errors import KernelError, UnsupportedError
 from ...core.problem import Problem
 from ...core.target import Target
-from ..gpu.artifact import Header, Tma, packed
-from ..gpu.rules import STEPS, Device, aligned, device_of, float_at, leads, step_constants
+from ..gpu.artifact import Header, Tma, encode_kernel
+from ..gpu.rules import MAX_STEPS, DeviceLimits, aligned_leads, device_of, float_at, leads, step_constants
 
 TYPES = {
     "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int8": "i8", "uint8": "u8", "int32": "i32",
@@ -127,7 +127,7 @@ def _tiled(problem: Problem, config: dict[str, Any]) -> Spec:
         "PTX": True,  # where it compiles for AMD: False
         **_common(problem, config),
     }
-    a_ok, b_ok, out_ok = aligned(problem)
+    a_ok, b_ok, out_ok = aligned_leads(problem)
     divisible = ["a_ptr", "b_ptr", "c_ptr", *(["ws_ptr"] if split > 1 else [])]
     known = zip(("lda", "ldb", "ldc"), (a_ok, b_ok, out_ok), leads(problem, problem.m), strict=True)
     divisible += [name for name, ok, size in known if ok and size % 16 == 0]
@@ -152,7 +152,7 @@ def _persistent(problem: Problem, config: dict[str, Any], b_dtype: str) -> Spec:
     constants |= {"STREAM": stream, **_common(problem, config)}
     divisible = ["c_ptr", *(["ws_ptr"] if stream else [])]
     divisible += [name for name, size in (("N", problem.n), ("K", problem.k)) if size % 16 == 0]
-    divisible += ["ldc"] if aligned(problem)[2] and leads(problem, problem.m)[2] % 16 == 0 else []
+    divisible += ["ldc"] if aligned_leads(problem)[2] and leads(problem, problem.m)[2] % 16 == 0 else []
     return Spec(
         "persistent", _ordered("persistent", signature, constants), constants, tuple(divisible), _options(config)
     )
@@ -177,7 +177,7 @@ def _common(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
         "INTEGER": problem.family == "int_mm",
         "QUANT": {"int8": 8, "int4": 4}[problem.b.dtype] if problem.family == "mixed_mm" else 0,
         "PROMOTE": min(_PROMOTE, config["bk"]) if problem.family == "scaled_mm" else 0,
-        "FLOAT_AT": float_at(problem) if problem.family == "int_mm" else STEPS + 1,
+        "FLOAT_AT": float_at(problem) if problem.family == "int_mm" else MAX_STEPS + 1,
     }
 
 
@@ -186,7 +186,7 @@ def _epilogue(problem: Problem) -> tuple[dict[str, str], dict[str, Any]]:
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
     integers = float_at(problem) if problem.family == "int_mm" else 0
-    for place in range(STEPS):
+    for place in range(MAX_STEPS):
         step = problem.epilogue[place] if place < len(problem.epilogue) else None
         values = zip(("KIND", "AXIS", "VALUE", "LO", "HI"), step_constants(step, place < integers), strict=True)
         constants |= {f"{name}{place}": value for name, value in values}
@@ -221,7 +221,7 @@ def _ordered(kernel: str, signature: dict[str, str], constants: dict[str, Any]) 
     return {name: "constexpr" if name in constants else signature[name] for name in ARGUMENTS[kernel]}
 
 
-_STEP_NAMES = tuple(f"{name}{place}" for place in range(STEPS) for name in ("KIND", "AXIS", "VALUE", "LO", "HI"))
+_STEP_NAMES = tuple(f"{name}{place}" for place in range(MAX_STEPS) for name in ("KIND", "AXIS", "VALUE", "LO", "HI"))
 # As kernels.py declares them (a test compares): it is imported only by those who compile.
 ARGUMENTS = {
     "tiled": (
@@ -283,10 +283,10 @@ def compile_spec(wanted: Spec, target: Target) -> bytes:
         raise KernelError(f"Triton cannot compile it: {_last_line(error)}") from error
     cubin = bytes(made.asm["hsaco" if device.arch else "cubin"])
     first = compile_spec(wanted.before, target) if wanted.before is not None else b""
-    return first + packed(_header(wanted, made, len(cubin), device), cubin)
+    return first + encode_kernel(_header(wanted, made, len(cubin), device), cubin)
 
 
-def _header(wanted: Spec, made: Any, size: int, device: Device) -> Header:
+def _header(wanted: Spec, made: Any, size: int, device: DeviceLimits) -> Header:
     """What the kernel's code and Triton's metadata say about launching it."""
     metadata = made.metadata
     if getattr(metadata, "global_scratch_size", 0) or getattr(metadata, "profile_scratch_size", 0):

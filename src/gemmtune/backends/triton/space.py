@@ -19,8 +19,8 @@ from ...core.problem import Problem, bits
 from ...core.target import Target
 from ..base import NOT_LISTED
 from ..gpu.int4 import INT4_BLOCKS
-from ..gpu.rules import ALIGN, FP8, OFFSET_LIMIT, Device, aligned, device_of, leads, refusal
-from ..gpu.space import narrowed, ranked
+from ..gpu.rules import ALIGN, FP8, OFFSET_LIMIT, DeviceLimits, aligned_leads, device_of, leads, refusal
+from ..gpu.space import axis_values, rank_configs
 from .cost import Work, seconds, shared_tiles
 
 NAME = "triton"
@@ -48,7 +48,7 @@ def candidates(problem: Problem, target: Target) -> Iterator[Candidate | Illegal
     work = _work(problem, device)
     illegal: list[Illegal] = []
     for template, space in _spaces(problem, device).items():
-        legal, refused = ranked(
+        legal, refused = rank_configs(
             NAME, template, space, partial(_illegal, problem, device, template), partial(_cost, work, template)
         )
         illegal += refused
@@ -69,7 +69,7 @@ def why_illegal(problem: Problem, candidate: Candidate, target: Target) -> str:
 
 
 def _spaces(
-    problem: Problem, device: Device, only: dict[str, Any] | None = None
+    problem: Problem, device: DeviceLimits, only: dict[str, Any] | None = None
 ) -> dict[str, Iterator[dict[str, Any]]]:
     """The configurations of every template; with ``only``, no more of them than that one."""
     spaces = {"tiled": _tiled(problem, device, only), "persistent": _persistent(problem, (0, 1), only)}
@@ -78,7 +78,7 @@ def _spaces(
     return spaces
 
 
-def _tiled(problem: Problem, device: Device, only: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+def _tiled(problem: Problem, device: DeviceLimits, only: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
     blocks: tuple[int, ...] = (64, 128, 256) if bits(problem.a.dtype) == 16 else (128, 256, 512)
     depths: tuple[int, ...] = (3, 4, 5, 6, 8)
     if device.arch:  # a third of an H200's shared memory, or less
@@ -89,7 +89,7 @@ def _tiled(problem: Problem, device: Device, only: dict[str, Any] | None) -> Ite
         "bm": (16, 32, 64, 128), "bn": (32, 64, 128, 256), "bk": blocks, "split": _SPLITS, "swap": (0, 1),
         "stages": depths, "warps": (4, 8),
     }  # fmt: skip
-    for bm, bn, bk, split, swap, stages, warps in itertools.product(*narrowed(axes, only)):
+    for bm, bn, bk, split, swap, stages, warps in itertools.product(*axis_values(axes, only)):
         if (bm > 16 and bm >= 2 * problem.m) or (bm < 64 and problem.m > 4 * bm):
             continue  # mostly padding, or B read too often: not worth a reason each
         programs = _tiles(problem, bm, bn) * split
@@ -106,7 +106,7 @@ def _persistent(problem: Problem, streams: tuple[int, ...], only: dict[str, Any]
     axes = {
         "bm": (64, 128), "bn": (64, 128, 256), "bk": blocks, "stages": (3, 4, 5), "warps": (4, 8), "stream": streams,
     }  # fmt: skip
-    for bm, bn, bk, stages, warps, stream in itertools.product(*narrowed(axes, only)):
+    for bm, bn, bk, stages, warps, stream in itertools.product(*axis_values(axes, only)):
         yield {
             "bm": bm, "bn": bn, "bk": bk, "group": 8, "stages": stages, "warps": warps, "stream": stream,
         }  # fmt: skip
@@ -116,7 +116,7 @@ def _tiles(problem: Problem, bm: int, bn: int) -> int:
     return -(-problem.m // bm) * -(-problem.n // bn) * problem.batch
 
 
-def _illegal(problem: Problem, device: Device, template: str, config: dict[str, Any]) -> str:
+def _illegal(problem: Problem, device: DeviceLimits, template: str, config: dict[str, Any]) -> str:
     bm, bn, bk, stages, warps = (config[name] for name in ("bm", "bn", "bk", "stages", "warps"))
     a_bytes, b_bytes = bits(problem.a.dtype) / 8, bits(problem.b.dtype) / 8
     if template == "converted":
@@ -171,7 +171,7 @@ def _amd_refusal(problem: Problem) -> str:
     return ""
 
 
-def _tiled_illegal(problem: Problem, device: Device, config: dict[str, Any]) -> str:
+def _tiled_illegal(problem: Problem, device: DeviceLimits, config: dict[str, Any]) -> str:
     bm, bn, bk, split, swap = (config[name] for name in ("bm", "bn", "bk", "split", "swap"))
     if device.arch and split > 1:
         return "programs share a tile where one sees what the others wrote, which was not tried on ROCm"
@@ -202,7 +202,7 @@ def _tiled_illegal(problem: Problem, device: Device, config: dict[str, Any]) -> 
     return ""
 
 
-def _persistent_illegal(problem: Problem, device: Device, config: dict[str, Any]) -> str:
+def _persistent_illegal(problem: Problem, device: DeviceLimits, config: dict[str, Any]) -> str:
     if device.capability[0] < 9:
         return "TMA needs compute capability 9.0"
     if problem.family == "bmm":
@@ -211,7 +211,7 @@ def _persistent_illegal(problem: Problem, device: Device, config: dict[str, Any]
         return "it has no scales within K"
     if problem.a.layout.order != "row" or problem.b.layout.order != "col":
         return "its descriptors run along K: rows of A and columns of B must be contiguous"
-    a_ok, b_ok, _ = aligned(problem)
+    a_ok, b_ok, _ = aligned_leads(problem)
     if not (a_ok and b_ok):
         return f"TMA needs rows of a multiple of {ALIGN} bytes"
     share, part = (4, "a quarter of") if config["stream"] else (2, "half")
@@ -220,7 +220,7 @@ def _persistent_illegal(problem: Problem, device: Device, config: dict[str, Any]
     return ""
 
 
-def _stream_illegal(problem: Problem, device: Device, config: dict[str, Any]) -> str:
+def _stream_illegal(problem: Problem, device: DeviceLimits, config: dict[str, Any]) -> str:
     tiles, there = _tiles(problem, config["bm"], config["bn"]), device.multiprocessors
     full = tiles / (-(-tiles // there) * there)
     if full > _FULL:
@@ -250,7 +250,7 @@ def _cost(work: Work, template: str, config: dict[str, Any]) -> float:
     )  # fmt: skip
 
 
-def _work(problem: Problem, device: Device) -> Work:
+def _work(problem: Problem, device: DeviceLimits) -> Work:
     return Work(
         problem.m,
         problem.n * problem.batch,
