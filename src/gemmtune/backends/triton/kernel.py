@@ -1,4 +1,4 @@
-"""Loaded Triton kernels: one class a template."""
+"""Loaded Triton kernels: one class for each template."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ class Tiled(GridKernel):
 
     def _too_large(self, m: int) -> str:
         reach = int(self.candidate["bk"]) * leads(self.problem, m)[0]
-        if self.problem.a.layout.order == "col" and reach >= OFFSET_LIMIT:  # whose rows lie as far apart as M says
+        if (
+            self.problem.a.layout.order == "col" and reach >= OFFSET_LIMIT
+        ):  # then the distance between elements depends on M
             return f"elements of a tile of A lie {reach} apart, further than 32 bits tell"
         return super()._too_large(m)
 
@@ -31,12 +33,12 @@ class Tiled(GridKernel):
 
 
 class Persistent(TmaKernel):
-    """The template ``persistent``: as many programs as fit, A and B through TMA."""
+    """The template ``persistent``: at most one program for each multiprocessor; A and B are read through TMA."""
 
     def _program_count(self, m: int, device: int) -> int:
-        there = int(torch.cuda.get_device_properties(device).multi_processor_count)
-        # Where tiles are shared, all are needed for few of them, too.
-        return there if self._shares_tiles else min(-(-m // self._bm) * self._tiles_n, there)
+        multiprocessors = int(torch.cuda.get_device_properties(device).multi_processor_count)
+        # Where programs share tiles, all programs are needed even for few tiles.
+        return multiprocessors if self._shares_tiles else min(-(-m // self._bm) * self._tiles_n, multiprocessors)
 
     def _partial_sum_sizes(self, m: int, device: int) -> tuple[int, int]:
         programs = self._program_count(m, device)
@@ -44,7 +46,8 @@ class Persistent(TmaKernel):
 
 
 class Converted(Persistent):
-    """The template ``converted``: B into A's dtype, in memory of its own; then ``persistent``."""
+    """The template ``converted``: a kernel converts B to A's dtype, into a workspace; then the ``persistent`` kernel
+    runs."""
 
     def __init__(self, problem: Problem, candidate: Candidate, parts: Sequence[tuple[Header, bytes]]) -> None:
         super().__init__(problem, candidate, parts)
@@ -62,12 +65,12 @@ class Converted(Persistent):
 
         def convert(address: int, stream: int) -> Tensor:
             slots, config, go, _ = block.held
-            place = alloc_workspace(size)
-            slots[0], slots[1], config.stream = address, place.data_ptr(), stream
+            workspace = alloc_workspace(size)
+            slots[0], slots[1], config.stream = address, workspace.data_ptr(), stream
             status = go()
             if status:
                 function.failed(status, go)
-            return place
+            return workspace
 
         return convert
 
