@@ -29,10 +29,8 @@ TYPES = {
     "float8_e4m3fn": "fp8e4nv", "float8_e5m2": "fp8e5", "int4": "u8",
 }  # fmt: skip
 CONVERTED_ITEMS = 4096  # elements that a program converts: 16 bytes for each load of a thread
-_ASSEMBLERS = (
-    "TRITON_PTXAS_PATH",
-    "TRITON_PTXAS_BLACKWELL_PATH",
-)  # environment variables: the assembler that Triton is to use
+# Environment variables that name the assembler for Triton to use.
+_ASSEMBLERS = ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")
 _PROMOTE = 128  # fp8 products that the matrix units add up themselves, with about 14 bits, before float32 addition
 _KERNARG_SEGMENT_SIZE = re.compile(r"\.kernarg_segment_size:\s+(\d+)")
 _PARAM = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.(?:b8\s+\w+\[(?P<bytes>\d+)\]|(?P<type>[a-z]\d+)\b)")
@@ -43,7 +41,7 @@ class Spec:
     """Everything that a compilation depends on.
 
     signature: types by argument, "constexpr" for constants. divisible: arguments known to be multiples of 16.
-    preceding: the kernel that is launched before this one.
+    before: the kernel that is launched before this one.
     """
 
     kernel: str
