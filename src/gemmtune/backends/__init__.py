@@ -1,4 +1,5 @@
-"""The registry of backends, one line each. A backend's package is imported only when the backend is asked for."""
+"""The registry of backends, one line each. A backend's package is imported only when ``get`` first returns that
+backend."""
 
 from __future__ import annotations
 

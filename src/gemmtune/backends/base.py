@@ -40,7 +40,8 @@ class Availability:
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """What a build wrote to disk. ``path`` is None when a build writes nothing (ATen, prebuilt native kernels)."""
+    """The result of a build. ``path`` is what the build wrote to disk, or None when a build writes nothing (ATen,
+    prebuilt native kernels)."""
 
     candidate: Candidate
     digest: str
@@ -80,7 +81,7 @@ class Kernel(ABC):
         a: [M, K] ([batch, M, K] for bmm). b: a Tensor [K, N] (or [batch, K, N]), a QuantWeight for a raw weight-only
         operand, or a PackedWeight when ``packing`` is not None. aux: the epilogue's tensors in the order of its steps;
         each has the shape that its Step's axis implies (broadcasting is already resolved, the last dimension is
-        contiguous). out: [M, N] of ``problem.out_dtype``, row-major, not empty. The caller has validated the operands.
+        contiguous). out: [M, N] of ``problem.out_dtype``, row-major, in allocated memory. The caller has validated the operands.
         ``run`` only checks that the operands that it reads by address have memory.
         """
 
@@ -141,13 +142,13 @@ class Backend(ABC):
         with values of equal types. Dispatch asks before it loads a candidate from a store, which anyone may have
         written. A backend with a large space overrides this method so that an answer takes well under a millisecond.
         """
-        wanted, reason = candidate.identity, ""
+        identity, reason = candidate.identity, ""
         for item in self.candidates(problem, target):
             if not isinstance(item, Illegal):
-                if item.identity == wanted:
+                if item.identity == identity:
                     return ""
-            elif item.candidate.identity == wanted or item.candidate.identity in (
-                (self.name, "*", ()), (*wanted[:2], ()),
+            elif item.candidate.identity == identity or item.candidate.identity in (
+                (self.name, "*", ()), (*identity[:2], ()),
             ):  # fmt: skip
                 reason = item.reason
         return reason or NOT_LISTED

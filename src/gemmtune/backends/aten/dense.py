@@ -27,7 +27,7 @@ from .kernel import (
     why_not_packable,
 )
 from .quantized import dequantize
-from .steps import dtype_of, name_of
+from .steps import dtype_name, dtype_of
 
 # M for which oneDNN chooses the blocked layout. Its choice was the same for every M measured, from 1 to 256.
 _MKLDNN_ROWS = 16
@@ -268,6 +268,6 @@ def unpack_dense(packed: PackedWeight) -> Tensor:
     matrix = data.to_dense().t() if data.is_mkldnn else data
     if packed.layout == PADDED:
         matrix = matrix[: packed.k, : packed.n].clone(memory_format=torch.contiguous_format)
-    if name_of(matrix.dtype) != packed.dtype:
-        raise ValueError(f"packed weight says {packed.dtype} and holds {name_of(matrix.dtype)}")
+    if dtype_name(matrix.dtype) != packed.dtype:
+        raise ValueError(f"packed weight says {packed.dtype} and holds {dtype_name(matrix.dtype)}")
     return matrix.contiguous() if packed.raw_order == "row" else matrix.t().contiguous().t()

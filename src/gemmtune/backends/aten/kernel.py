@@ -119,7 +119,7 @@ class AtenKernel(Kernel):
         """Return the fused part of the computation in a new tensor [.., M, N] of ``product_dtype``."""
 
     def _without_reduced_precision(self, a: Tensor, compute: Callable[..., Any], *operands: Any) -> Any:
-        """Return ``compute(*operands)``, on a GPU with sums kept in float32.
+        """Return ``compute(*operands)``, on a GPU with all sums in float32.
 
         By default PyTorch lets cuBLAS add the partial sums of a split-K product in bfloat16 or float16, which is far
         outside the error bound (tests/gpu/test_serving.py).

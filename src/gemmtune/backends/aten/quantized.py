@@ -102,7 +102,7 @@ class IntMm(OutVariantKernel):
 
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
         weight = self.matrix(b)
-        if a.is_cuda:  # there it must also serve M below 17, and unaligned operands
+        if a.is_cuda:  # on CUDA it must also serve M below 17, and unaligned operands
             return int_product(a, weight).contiguous()
         return cpu_int_mm(a, weight)
 
@@ -274,7 +274,7 @@ class Int4Pack(AtenKernel):
 
 
 class Dequantized(AtenKernel):
-    """A weight-only operand that is dequantised once into a full float32 copy. It suits large M, and the memory of the
+    """A weight-only operand that is dequantised once into a full float32 copy: legal for every M. The memory of the
     copy is counted."""
 
     template = "dequant"

@@ -24,7 +24,7 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
-def name_of(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     """Return the name that Problems use for a torch dtype (``torch.bfloat16`` -> ``bfloat16``)."""
     return str(dtype).removeprefix("torch.")
 

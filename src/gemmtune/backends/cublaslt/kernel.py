@@ -22,7 +22,7 @@ from .library import Algorithm, Call
 from .product import RANKS, Product, described
 
 _WORKSPACE = 32 << 20  # bytes, the size that PyTorch gives cuBLASLt on an H100
-_BOUND = 256  # launches that a kernel caches, one for each M
+_MAX_LAUNCHES = 256  # launches that a kernel caches, one for each M
 
 
 class _ThreadCall(threading.local):
@@ -83,7 +83,7 @@ class RankedKernel(Kernel):
         key = (m, device, *strides)
         launch = self._bound.get(key)
         if launch is None:
-            if len(self._bound) >= _BOUND:
+            if len(self._bound) >= _MAX_LAUNCHES:
                 self._bound.clear()
             launch = self._bound[key] = self._make_launch(m, device, strides, misaligned)
         return launch

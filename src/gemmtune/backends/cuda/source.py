@@ -100,11 +100,11 @@ def generate(problem: Problem, template: str, config: dict[str, Any], primitives
 
 
 def _insert_statements(text: str, mark: str, lines: list[str]) -> str:
-    """Return a template's text with statements in the place of a marker comment."""
-    before, marker, after = text.partition(f"// {mark}\n")
+    """Return a template's text in which statements replace a marker comment."""
+    head, marker, tail = text.partition(f"// {mark}\n")
     assert marker, mark
-    indent = before[before.rindex("\n") + 1 :]
-    return before + f"\n{indent}".join(lines) + "\n" + after
+    indent = head[head.rindex("\n") + 1 :]
+    return head + f"\n{indent}".join(lines) + "\n" + tail
 
 
 def _slab_launch(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:

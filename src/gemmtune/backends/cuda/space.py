@@ -118,19 +118,19 @@ def why_illegal(problem: Problem, candidate: Candidate, target: Target) -> str:
     reason = refusal(problem) or _why_unsupported(problem)
     if reason or candidate.template not in _spaces():
         return reason or NOT_LISTED
-    device, wanted = device_of(target), dict(candidate.config)
+    device, requested = device_of(target), dict(candidate.config)
     why_unsupported, space, check, _ = _spaces()[candidate.template]
     reason = why_unsupported(problem, device)
     for config in () if reason else space(problem, device):
-        if config == wanted and Candidate.make(NAME, candidate.template, **config).identity == candidate.identity:
+        if config == requested and Candidate.make(NAME, candidate.template, **config).identity == candidate.identity:
             return check(problem, device, config)
     return reason or NOT_LISTED
 
 
 @functools.cache
 def _spaces() -> dict[str, _TemplateSpace]:
-    """Return, for each template: a function that says why it does not support a Problem, its configurations, a function
-    that says why one is illegal, and its estimated time."""
+    """Return four functions for each template: one says why it does not support a Problem, one yields its
+    configurations, one says why a configuration is illegal, and one estimates a configuration's time."""
     return {
         SKINNY: (_why_skinny_unsupported, _skinny_configs, _skinny_illegal, _skinny_seconds),
         SLAB: (_why_slab_unsupported, _slab_configs, _slab_illegal, _slab_seconds),
@@ -295,7 +295,7 @@ def _slab_illegal(problem: Problem, device: DeviceLimits, config: dict[str, Any]
 
 def _slab_seconds(problem: Problem, device: DeviceLimits, config: dict[str, Any]) -> float:
     """Return the estimated time of one call, in seconds: a block's steps through its slabs, or reading all of B from
-    memory, plus the output of the last slab. As with ``_skinny_seconds``, it only orders candidates."""
+    memory, plus the output of the last slab. The estimate only orders candidates."""
     bm, bn, cluster, split = config["bm"], config["bn"], config["cluster"], config["split"]
     size = bits(problem.a.dtype) / 8
     groups = -(-problem.m // bm) * -(-problem.n // (bn * cluster))
@@ -366,8 +366,7 @@ def _mixed_illegal(problem: Problem, device: DeviceLimits, config: dict[str, Any
 
 def _mixed_seconds(problem: Problem, device: DeviceLimits, config: dict[str, Any]) -> float:
     """Return the estimated time of one call, in seconds: the reads of B, the loads of A, the conversions and the
-    products of the busiest multiprocessor, and the rounds of blocks. As with ``_skinny_seconds``, it only orders
-    candidates."""
+    products of the busiest multiprocessor, and the rounds of blocks. The estimate only orders candidates."""
     bm, bn, split = config["bm"], config["bn"], config["split"]
     blocks, groups = _tiles(problem, config) * split, bn // 64
     registers = 32 * mixed_warps(problem, config) * mixed_registers(problem, config)

@@ -31,7 +31,7 @@ def aligned_copy(t: Tensor) -> Tensor:
     return t.clone(memory_format=torch.contiguous_format) if is_misaligned(t) else t
 
 
-def launch_aligned(launch: Launch, out: Tensor, a: Tensor, b: Tensor, *rest: Tensor) -> None:
+def launch_aligned(launch: Launch, out: Tensor, a: Tensor, b: Tensor, *extra: Tensor) -> None:
     """Call ``launch`` with copies in the place of those of ``out``, ``a`` and ``b`` that start off a 16-byte boundary.
 
     Each copy has its operand's strides: no two elements of ``a`` or ``b`` may share memory. All copies are allocated
@@ -42,7 +42,7 @@ def launch_aligned(launch: Launch, out: Tensor, a: Tensor, b: Tensor, *rest: Ten
     for source, copy in zip((a, b), copies[1:], strict=True):
         if copy is not source:
             copy.copy_(source)
-    launch(*copies, *rest)
+    launch(*copies, *extra)
     if copies[0] is not out:
         out.data.copy_(copies[0])  # through .data, since dispatch increments out's version counter for this write
 
@@ -75,7 +75,7 @@ class BatchLayout:
 
     @property
     def copy_stride(self) -> int:
-        """Elements from one matrix to the next in ``empty_copy``."""
+        """The number of elements from one matrix to the next in ``empty_copy``."""
         return self.outer * self.lead if self.stride else 0
 
     def empty_copy(self, t: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ def batched_launch(bind: Callable[[int, int], Launch], a_layout: BatchLayout, b_
     copied matrix by matrix. All copies are allocated before anything runs.
     """
 
-    def launch(out: Tensor, a: Tensor, b: Tensor, *rest: Tensor) -> None:
+    def launch(out: Tensor, a: Tensor, b: Tensor, *extra: Tensor) -> None:
         require_kernel_operands(a, b)  # the copies below read and write memory, too
         operands, strides, sources = [a, b], [a_layout.stride, b_layout.stride], []
         for index, layout in enumerate((a_layout, b_layout)):
@@ -126,7 +126,7 @@ def batched_launch(bind: Callable[[int, int], Launch], a_layout: BatchLayout, b_
             result = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device)
         for copy, source in sources:
             copy.copy_(source)
-        bind(*strides)(result, *operands, *rest)
+        bind(*strides)(result, *operands, *extra)
         if result is not out:
             out.data.copy_(result)
 

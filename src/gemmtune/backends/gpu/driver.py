@@ -206,8 +206,8 @@ _last_kernels: dict[int, _LastKernel] = {}
 
 
 class Block(threading.local):
-    """A prepared launch; every thread has its own. values: the values of all arguments except descriptors (0 in their
-    places); pointers as integers.
+    """A prepared launch; every thread has its own. values: the values of all arguments except descriptors (0
+    instead); pointers as integers.
 
     held: a tuple of slots (the arguments, 8 bytes each), config (whose ``stream`` the caller sets), launch (a function
     that launches the kernel with the arguments in the slots and returns CUDA's status; pass a status other than 0 to

@@ -94,7 +94,7 @@ def _why_epilogue_unsupported(problem: Problem) -> str:
 def _why_not_int32(problem: Problem) -> str:
     """Return why a step that is exact on integers cannot be computed in int32, or empty.
 
-    Such steps are not computed in float32 instead, since the reference stays exact there.
+    These steps are not computed in float32 instead, since the reference stays exact there.
     """
     index = float_at(problem)
     step = problem.epilogue[index] if index < len(problem.epilogue) else None

@@ -50,8 +50,9 @@ def usable_isas() -> tuple[str, ...]:
 def isas_of(target: Target) -> tuple[str, ...]:
     """Return the instruction sets that the kernels may use on a CPU target.
 
-    If this CPU has the target's features and limit, it is asked; otherwise the result is derived from the features that
-    the target lists (``target.ISA_FLAGS``) and from its limit. Raises KernelError as ``usable_isas`` does.
+    If this CPU has the target's features and limit, the result is that of ``usable_isas``. Otherwise it is derived from
+    the features that the target lists (``target.ISA_FLAGS``) and from its limit. Raises KernelError as ``usable_isas``
+    does.
     """
     if target.isa == current_cpu().isa and _isa_limit(target) == os.environ.get(_ISA_VARIABLE, ""):
         return usable_isas()
@@ -130,7 +131,7 @@ class NativeBackend(Backend):
             isas = usable_isas()
         except KernelError:
             return None
-        return space.default(problem, target, isas)
+        return space.default_candidate(problem, target, isas)
 
     def rejects(self, packed: PackedWeight) -> str:
         try:

@@ -145,7 +145,7 @@ def _lists(problem: Problem, target: Target, unit: Unit, candidate: Candidate, a
     return False
 
 
-def default(problem: Problem, target: Target, isas: Sequence[str]) -> Candidate | None:
+def default_candidate(problem: Problem, target: Target, isas: Sequence[str]) -> Candidate | None:
     """Return the most promising candidate for a constant weight that has not been tuned; None when there is none."""
     for item in candidates(problem, target, isas):
         if isinstance(item, Candidate) and item.template == "packed":

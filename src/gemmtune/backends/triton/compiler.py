@@ -65,9 +65,9 @@ class Spec:
 def triton_version() -> str:
     """Return the version of the installed Triton, followed by the version of an assembler that replaces Triton's own,
     if the environment names one. The result is empty when there is no Triton. Triton is not imported."""
-    own = _package_version()
-    named = [_tool_version(path) for name in _ASSEMBLERS if (path := os.environ.get(name))]
-    return " with ".join((own, *named)) if own else ""
+    version = _package_version()
+    assemblers = [_tool_version(path) for name in _ASSEMBLERS if (path := os.environ.get(name))]
+    return " with ".join((version, *assemblers)) if version else ""
 
 
 def _package_version() -> str:
@@ -302,8 +302,8 @@ def compile_spec(compilation: Spec, target: Target) -> bytes:
     except Exception as error:  # Triton's compiler has no exception class of its own
         raise KernelError(f"Triton cannot compile it: {_last_line(error)}") from error
     cubin = bytes(compiled.asm["hsaco" if device.arch else "cubin"])
-    first = compile_spec(compilation.before, target) if compilation.before is not None else b""
-    return first + encode_kernel(_header(compilation, compiled, len(cubin), device), cubin)
+    preceding = compile_spec(compilation.before, target) if compilation.before is not None else b""
+    return preceding + encode_kernel(_header(compilation, compiled, len(cubin), device), cubin)
 
 
 def _header(compilation: Spec, compiled: Any, size: int, device: DeviceLimits) -> Header:
@@ -366,8 +366,8 @@ def _amd_scratch(code: str, kinds: list[str]) -> int:
     for type_ in kinds:
         size = 8 if type_.startswith("*") or type_ == "i64" else 4
         offset = -(-offset // size) * size + size
-    rest = (int(match[1]) if match else -1) - -(-offset // 8) * 8
-    return rest // 8 if rest >= 0 and rest % 8 == 0 else -1
+    remaining = (int(match[1]) if match else -1) - -(-offset // 8) * 8
+    return remaining // 8 if remaining >= 0 and remaining % 8 == 0 else -1
 
 
 def _last_line(error: Exception) -> str:

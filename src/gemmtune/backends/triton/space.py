@@ -69,8 +69,8 @@ def why_illegal(problem: Problem, candidate: Candidate, target: Target) -> str:
     reason = refusal(problem) or (_why_unsupported_on_amd(problem) if target.is_amd else "")
     if reason:
         return reason
-    device, wanted = device_of(target), dict(candidate.config)
-    for config in _spaces(problem, device, wanted).get(candidate.template, ()):
+    device, requested = device_of(target), dict(candidate.config)
+    for config in _spaces(problem, device, requested).get(candidate.template, ()):
         if Candidate.make(NAME, candidate.template, **config).identity == candidate.identity:
             return _why_illegal(problem, device, candidate.template, config)
     return NOT_LISTED
