@@ -29,7 +29,7 @@ class CublasLtBackend(Backend):
     name = "cublaslt"
 
     def available(self, target: Target) -> Availability:
-        reason = not_nvidia(target) or _why_missing()
+        reason = not_nvidia(target) or _missing()
         return Availability(not reason, reason)
 
     def candidates(self, problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
@@ -57,7 +57,7 @@ class CublasLtBackend(Backend):
     def versions(self, target: Target) -> dict[str, str]:
         """Return cuBLASLt's own version, since the algorithm at a rank changes with it. cuBLAS, which ATen calls, is
         part of the same package."""
-        if not_nvidia(target) or _why_missing():
+        if not_nvidia(target) or _missing():
             return {}
         from . import library
 
@@ -67,7 +67,7 @@ class CublasLtBackend(Backend):
         return digest_of(Path(__file__).parent)
 
 
-def _why_missing() -> str:
+def _missing() -> str:
     """Return why the library cannot be loaded, or empty."""
     from . import library
 
