@@ -70,7 +70,7 @@ class RankedKernel(Kernel):
         """
         layouts = batch_layouts(self.problem, m, strides, needs_alignment=True)
         copy_launch = batched_launch(lambda *copy_strides: self._bind_batches(m, device, copy_strides), *layouts)
-        if not all(layout.required_workspace for layout in layouts):
+        if not all(layout.fits for layout in layouts):
             return copy_launch
         return self._cached_launch(m, device, strides, lambda _, *operands: copy_launch(*operands))
 

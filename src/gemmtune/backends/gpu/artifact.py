@@ -62,13 +62,13 @@ def unpack(artifact: bytes) -> list[tuple[Header, bytes]]:
     bytes."""
     kernels, offset = [], 0
     while offset < len(artifact):
-        body = offset + _LENGTH + int.from_bytes(artifact[offset : offset + _LENGTH], "little")
+        cubin_start = offset + _LENGTH + int.from_bytes(artifact[offset : offset + _LENGTH], "little")
         try:
-            header = msgspec.json.decode(artifact[offset + _LENGTH : body], type=Header)
+            header = msgspec.json.decode(artifact[offset + _LENGTH : cubin_start], type=Header)
         except msgspec.MsgspecError as error:
             raise KernelError(f"an artifact of GPU kernels is malformed: {error}") from error
-        offset = body + header.size
-        kernels.append((header, artifact[body:offset]))
+        offset = cubin_start + header.size
+        kernels.append((header, artifact[cubin_start:offset]))
     if not kernels or offset != len(artifact):
         raise KernelError(f"an artifact of GPU kernels is malformed: {len(artifact)} bytes where {offset} belong")
     return kernels
