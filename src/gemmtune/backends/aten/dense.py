@@ -243,9 +243,7 @@ class Composite(AtenKernel):
     def scratch_bytes(cls, problem: Problem) -> int:
         width = "float64" if problem.family == "int_mm" or problem.acc == "float64" else "float32"
         outputs = 4 * problem.batch * problem.m * problem.n
-        nibbles = (
-            problem.k * problem.n if problem.b.dtype == "int4" else 0
-        )  # one byte each, before they are converted to the wide dtype
+        nibbles = problem.k * problem.n if problem.b.dtype == "int4" else 0  # a byte each before the conversion
         return outputs + nibbles + dense_weight_bytes(problem, width)
 
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:

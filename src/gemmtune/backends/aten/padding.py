@@ -12,9 +12,8 @@ from torch.nn import functional
 from ...core.torch_compat import int_mm, scaled_mm
 from .cpu_rules import int_mm_takes_uint8
 
-ALIGN = (
-    16  # bytes of which tensor cores and fp8 products want rows to be a multiple; used as elements, too, for simplicity
-)
+# Tensor cores and fp8 products want rows that are a multiple of so many bytes. Used as elements, too, for simplicity.
+ALIGN = 16
 _INT_ROWS, _INT_ALIGN = 17, 8  # torch._int_mm on CUDA takes more than 16 rows, and K and N in multiples of 8
 _FEW_ROWS = 32  # rows that a matrix with fewer than 17 is padded to
 

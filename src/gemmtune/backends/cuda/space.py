@@ -62,9 +62,8 @@ _LANES = 4  # lanes of a warp that are side by side along K
 _DEFAULT_SHARED_BYTES = 48 << 10  # shared memory of a kernel that does not ask for more
 _RESERVED_SHARED = 1 << 10  # bytes of a multiprocessor's shared memory that each block reserves
 _MAX_THREADS = 2048  # of a multiprocessor
-_MIN_PIECES_WIDTH = (
-    128  # columns; two products of fewer leave the matrix units waiting more often than one product does
-)
+# Columns of a slab: two products of fewer columns leave the matrix units waiting more often than one product does.
+_MIN_PIECES_WIDTH = 128
 _MIN_STAGES, _MAX_STAGES = 3, 24
 # Fitted to times on an H200.
 _BANDWIDTH = 4.2e12

@@ -350,9 +350,7 @@ class TmaKernel(GpuKernel):
 
     def __init__(self, problem: Problem, candidate: Candidate, parts: Sequence[tuple[Header, bytes]]) -> None:
         super().__init__(problem, candidate, parts)
-        self._weights = self._tensor_maps(
-            "b_desc", problem.n, self._ldb
-        )  # cached for all M: weights keep their addresses
+        self._weights = self._tensor_maps("b_desc", problem.n, self._ldb)  # weights keep their addresses for all M
 
     @abstractmethod
     def _program_count(self, m: int, device: int) -> int:

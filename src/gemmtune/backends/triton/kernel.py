@@ -21,9 +21,7 @@ class Tiled(GridKernel):
 
     def _too_large(self, m: int) -> str:
         reach = int(self.candidate["bk"]) * leads(self.problem, m)[0]
-        if (
-            self.problem.a.layout.order == "col" and reach >= OFFSET_LIMIT
-        ):  # then the distance between elements depends on M
+        if self.problem.a.layout.order == "col" and reach >= OFFSET_LIMIT:  # its leading dimension depends on M
             return f"elements of a tile of A lie {reach} apart, further than 32 bits tell"
         return super()._too_large(m)
 

@@ -18,10 +18,8 @@ from . import kernels
 
 __all__ = ["kernels"]
 
-_MODULES = (
-    triton.runtime.cache,
-    triton.compiler.compiler,
-)  # the modules that have contained triton_key since Triton 3.2
+# The modules that have contained triton_key since Triton 3.2.
+_MODULES = (triton.runtime.cache, triton.compiler.compiler)
 
 for _module in _MODULES:
     if hasattr(_module, "triton_key"):
