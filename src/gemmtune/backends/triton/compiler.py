@@ -137,8 +137,8 @@ def _tiled_spec(problem: Problem, config: dict[str, Any]) -> Spec:
     }
     a_ok, b_ok, out_ok = aligned_leads(problem)
     divisible = ["a_ptr", "b_ptr", "c_ptr", *(["ws_ptr"] if split > 1 else [])]
-    leading_dimensions = zip(("lda", "ldb", "ldc"), (a_ok, b_ok, out_ok), leads(problem, problem.m), strict=True)
-    divisible += [name for name, ok, size in leading_dimensions if ok and size % 16 == 0]
+    alignments = zip(("lda", "ldb", "ldc"), (a_ok, b_ok, out_ok), leads(problem, problem.m), strict=True)
+    divisible += [name for name, ok, size in alignments if ok and size % 16 == 0]
     divisible += [name for name, size in (("N", problem.n), ("K", problem.k)) if size % 16 == 0]
     return Spec(
         "tiled", _in_parameter_order("tiled", signature, constants), constants, tuple(divisible), _options(config)
