@@ -47,17 +47,17 @@ class Emulator:
 
     def skinny(self, problem: Problem, **config: int) -> GpuKernel:
         config = {**SKINNY, "bm": 8 * -(-problem.m // 8), **config}
-        assert not space._skinny_illegal(problem, space.device_of(H200), config)
+        assert not space._why_skinny_illegal(problem, space.device_of(H200), config)
         return self.load(problem, Candidate.make("cuda", "skinny", **config))
 
     def slab(self, problem: Problem, **config: int) -> GpuKernel:
         config = {**SLAB_CONFIG, **config}
-        assert not space._slab_illegal(problem, space.device_of(H200), config)
+        assert not space._why_slab_illegal(problem, space.device_of(H200), config)
         return self.load(problem, Candidate.make("cuda", "slab", **config))
 
     def mixed(self, problem: Problem, **config: int) -> GpuKernel:
         config = {**MIXED_CONFIG, **config}
-        assert not space._mixed_illegal(problem, space.device_of(H200), config)
+        assert not space._why_mixed_illegal(problem, space.device_of(H200), config)
         return self.load(problem, Candidate.make("cuda", "mixed", **config))
 
     def load(self, problem: Problem, candidate: Candidate) -> GpuKernel:
@@ -327,14 +327,14 @@ def test_a_wrong_kernel_is_found_out(emulator: Emulator, monkeypatch: pytest.Mon
     from gemmtune.backends.cuda import source as module
 
     template, problem, config, right, wrong = WRONG[name]
-    real, changed = module._file, list[str]()
+    real, changed = module._read_source, list[str]()
 
     def changing(name: str) -> str:
         text = real(name)
         changed.extend([name] * text.count(right))
         return text.replace(right, wrong)
 
-    monkeypatch.setattr(module, "_file", changing)
+    monkeypatch.setattr(module, "_read_source", changing)
     if template == "skinny":
         config = {"bm": 8 * -(-problem.m // 8), **config}
     kernel = getattr(emulator, template)(problem, **config)
@@ -470,9 +470,9 @@ def test_a_kernel_that_does_not_wait_is_found_out(
 ) -> None:
     from gemmtune.backends.cuda import source as module
 
-    real, (template, right, wrong) = module._file, IMPATIENT[name]
+    real, (template, right, wrong) = module._read_source, IMPATIENT[name]
     assert right in real(f"{template}.cu")
-    monkeypatch.setattr(module, "_file", lambda name: real(name).replace(right, wrong))
+    monkeypatch.setattr(module, "_read_source", lambda name: real(name).replace(right, wrong))
     _, problem, config = FOLLOWING[template]
     kernel = getattr(emulator, template)(problem, **config)
     inputs = make_inputs(problem, 0)

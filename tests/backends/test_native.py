@@ -16,7 +16,7 @@ from gemmtune import backends
 from gemmtune.backends.base import Kernel
 from gemmtune.backends.native import space
 from gemmtune.backends.native.layout import Packing, aligned_bytes
-from gemmtune.backends.native.traits import UNITS, suits
+from gemmtune.backends.native.traits import UNITS, can_multiply
 from gemmtune.core.candidate import Candidate, Illegal
 from gemmtune.core.epilogue import Step
 from gemmtune.core.errors import KernelError
@@ -148,7 +148,7 @@ def _every_unit() -> Iterator[tuple[str, str, str]]:
     for unit in UNITS:
         for a in ("float32", "bfloat16", "float16", "int8", "uint8"):
             for b in ("float32", "bfloat16", "float16", "int8", "int4"):
-                if unit.isa in ISAS and suits(unit, a, b):
+                if unit.isa in ISAS and can_multiply(unit, a, b):
                     yield unit.isa, a, b
 
 
@@ -338,8 +338,8 @@ def test_a_weight_packed_for_another_cpu_is_rejected() -> None:
     assert candidate is not None
     kernel: Kernel = BACKEND.load(BACKEND.build(problem, candidate, target()), problem)
     packed = kernel.pack(torch.randn(64, 64))
-    assert BACKEND.rejects(packed) == ""
-    assert "no instruction set" in BACKEND.rejects(replace(packed, layout="native:k4/float32/nr64"))
+    assert BACKEND.why_unreadable(packed) == ""
+    assert "no instruction set" in BACKEND.why_unreadable(replace(packed, layout="native:k4/float32/nr64"))
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -17,9 +17,9 @@ from triton.runtime import interpreter
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gemmtune.backends.gpu.int4 import shuffle_int4
-from gemmtune.backends.gpu.rules import leads, refusal
+from gemmtune.backends.gpu.rules import leading_dimensions, why_no_gpu_kernel
 from gemmtune.backends.triton import kernels
-from gemmtune.backends.triton.compiler import spec
+from gemmtune.backends.triton.compiler import make_spec
 from gemmtune.core.candidate import Candidate
 from gemmtune.core.epilogue import Step
 from gemmtune.core.problem import Layout, Operand, Problem
@@ -86,7 +86,7 @@ def cases() -> Iterator[tuple[Problem, Candidate]]:
 
 def run(problem: Problem, candidate: Candidate, inputs: Inputs, out: Tensor) -> None:
     """One interpreted launch, with the constants that compiling would use."""
-    wanted = spec(problem, candidate)
+    wanted = make_spec(problem, candidate)
     config = dict(candidate.config)
     grid: tuple[int, ...]
     a, b = inputs.a, inputs.b
@@ -102,7 +102,7 @@ def run(problem: Problem, candidate: Candidate, inputs: Inputs, out: Tensor) -> 
             extra = (b.scale,) if b.zero_point is None else (b.scale, b.zero_point)
     if candidate.template != "tiled":
         raw = torch.empty_strided(raw.shape, raw.stride(), dtype=raw.dtype).copy_(raw)
-    lda, ldb, ldc = leads(problem, problem.m)
+    lda, ldb, ldc = leading_dimensions(problem, problem.m)
     known: dict[str, Any] = {
         "a_ptr": a, "b_ptr": raw, "c_ptr": out, "M": problem.m, "N": problem.n, "K": problem.k, "lda": lda, "ldb": ldb,
         "ldc": ldc, "s_ptr": extra[0] if extra else None, "z_ptr": extra[1] if len(extra) > 1 else None,
@@ -167,7 +167,7 @@ def main() -> None:
     mend_interpreter()
     count = 0
     for problem, candidate in cases():
-        reason = refusal(problem)
+        reason = why_no_gpu_kernel(problem)
         assert not reason, f"{problem.key}: {reason}"
         draws = prepare(problem, 0)
 

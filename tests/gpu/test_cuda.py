@@ -255,8 +255,8 @@ def test_kernels_follow_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
     chain.draw(0)
     chain.run()
     asked: list[bool] = []
-    meets = driver.Span.meets
-    monkeypatch.setattr(driver.Span, "meets", lambda own, other: asked.append(meets(own, other)) or asked[-1])
+    meets = driver.MemoryRange.overlaps
+    monkeypatch.setattr(driver.MemoryRange, "overlaps", lambda own, other: asked.append(meets(own, other)) or asked[-1])
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         chain.run()

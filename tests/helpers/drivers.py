@@ -144,7 +144,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setattr(driver, "driver", lambda: made)
     driver._version.cache_clear()
     monkeypatch.setattr(kernel, "empty_cuda", made.temporary)
-    monkeypatch.setattr(kernel, "_counters", {})
+    monkeypatch.setattr(kernel, "_semaphores", {})
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=6))

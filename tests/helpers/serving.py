@@ -10,7 +10,7 @@ from torch import Tensor
 from gemmtune import backends
 from gemmtune.backends.aten import AtenBackend
 from gemmtune.backends.aten.quantized import dequantize
-from gemmtune.backends.aten.steps import apply, dtype_of, finish
+from gemmtune.backends.aten.steps import apply_steps, dtype_of, round_to_dtype
 from gemmtune.backends.base import Artifact, Availability, Backend, Kernel
 from gemmtune.core.candidate import Candidate, Illegal
 from gemmtune.core.decision import Decision, Evidence, Sample, Verdict
@@ -39,7 +39,7 @@ class ToyKernel(Kernel):
         acc = a.double() @ weight
         if self.problem.family == "int_mm":
             acc = acc.to(dtype_of("int32"))
-        out.copy_(finish(apply(acc, self.problem.epilogue, aux), out.dtype))
+        out.copy_(round_to_dtype(apply_steps(acc, self.problem.epilogue, aux), out.dtype))
 
     def pack(self, b: Any) -> PackedWeight:
         p = self.problem
@@ -70,7 +70,7 @@ class ToyBackend(Backend):
     def source_digest(self) -> str:
         return "toy1"
 
-    def rejects(self, packed: PackedWeight) -> str:
+    def why_unreadable(self, packed: PackedWeight) -> str:
         return "" if packed.machine == "toy" else f"it was packed for {packed.machine}"
 
     def unpack(self, packed: PackedWeight) -> Any:
@@ -101,7 +101,7 @@ def evidence(candidate: Candidate, seconds: float, ratio: float = 0.5, *, ok: bo
 
 def decide(problem: Problem, *rows: Evidence, chosen: Candidate | None = None, aten_s: float = 1.0) -> Decision:
     """A Decision with these rows and ATen's plain candidate at ``aten_s``; each layout's fastest is an alternative."""
-    aten = evidence(AtenBackend().plain(problem), aten_s, 1.0)
+    aten = evidence(AtenBackend().default_candidate(problem), aten_s, 1.0)
     everything = (*rows, aten)
     best: dict[str, Evidence] = {}
     for row in everything:

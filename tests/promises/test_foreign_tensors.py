@@ -19,7 +19,7 @@ import gemmtune
 from gemmtune import backends, fuse
 from gemmtune.backends.base import Kernel
 from gemmtune.backends.gpu.artifact import Header
-from gemmtune.backends.triton.compiler import spec
+from gemmtune.backends.triton.compiler import make_spec
 from gemmtune.backends.triton.kernel import Tiled
 from gemmtune.core.candidate import Candidate
 from gemmtune.core.errors import PackedWeightError
@@ -375,7 +375,7 @@ def test_a_gpu_launch_refuses_freed_operands(part: str, monkeypatch: pytest.Monk
     fake = simulated(monkeypatch)
     problem = linear_problem(16, 64, 128, "bfloat16", bias=True)
     candidate = Candidate.make("triton", "tiled", bm=16, bn=64, bk=128, split=1, swap=0, group=8, stages=3, warps=4)
-    passed = tuple(name for name, kind in spec(problem, candidate).signature.items() if kind != "constexpr")
+    passed = tuple(name for name, kind in make_spec(problem, candidate).signature.items() if kind != "constexpr")
     fake.arguments["tiled"] = len(passed)
     kernel = Tiled(problem, candidate, [(Header("tiled", 0, 0, 4, passed, 1), b"")])
     given = {

@@ -22,13 +22,13 @@ _BUILTIN = {
 }
 # Backends whose kernels run on only one kind of device.
 _DEVICE_OF = {"native": "cpu", "triton": "cuda", "cuda": "cuda", "cublaslt": "cuda"}
-_GUESTS: dict[str, str] = {}
+_PLUGINS: dict[str, str] = {}
 
 
 def names(device: str | None = None) -> tuple[str, ...]:
     """Return the names that users may ask for, ATen first; with a ``device`` (cpu, cuda), the names of the backends
     that may have kernels for it."""
-    registered = (*_BUILTIN, *_GUESTS)
+    registered = (*_BUILTIN, *_PLUGINS)
     return (
         registered if device is None else tuple(name for name in registered if _DEVICE_OF.get(name, device) == device)
     )
@@ -46,13 +46,13 @@ def register(name: str, entry_point: str) -> None:
         )
     if not (module and colon and attribute):
         raise ValueError(f"a backend's entry point must read 'module:Class'; got {entry_point!r}")
-    _GUESTS[name] = entry_point
+    _PLUGINS[name] = entry_point
     get.cache_clear()
 
 
-def guests() -> dict[str, str]:
+def plugins() -> dict[str, str]:
     """Return the backends that ``register`` added, as name -> ``module:Class``."""
-    return dict(_GUESTS)
+    return dict(_PLUGINS)
 
 
 @functools.cache
@@ -61,7 +61,7 @@ def get(name: str) -> Backend:
     if name not in names():
         raise ValueError(f"unknown backend {name!r}; known backends: {', '.join(names())}")
     builtin = name in _BUILTIN
-    module, _, attribute = (_BUILTIN if builtin else _GUESTS)[name].partition(":")
+    module, _, attribute = (_BUILTIN if builtin else _PLUGINS)[name].partition(":")
     package = importlib.import_module(f"{__name__}.{module}" if builtin else module)
     backend: Backend = getattr(package, attribute)()
     return backend

@@ -197,7 +197,7 @@ class Backend(ABC):
         is none."""
         return None
 
-    def rejects(self, packed: PackedWeight) -> str:
+    def why_unreadable(self, packed: PackedWeight) -> str:
         """Return why this process cannot run a weight packed by this backend (another CPU's layout), or empty."""
         return ""
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.aten.steps import apply, finish, wide_dtype
+from ..backends.aten.steps import apply_steps, round_to_dtype, wide_dtype
 from ..core.torch_compat import disable_dynamo
 from ..fuse import Bound
 
@@ -28,5 +28,5 @@ def apply_epilogue(product: Tensor, epilogue: Sequence[Bound], out_dtype: torch.
         return product if product.dtype == dtype else product.to(dtype)
     acc = product.to(wide_dtype(product.dtype))
     for bound in epilogue:
-        acc = apply(acc, (bound.step,), () if bound.tensor is None else (bound.tensor,))
-    return finish(acc, dtype)
+        acc = apply_steps(acc, (bound.step,), () if bound.tensor is None else (bound.tensor,))
+    return round_to_dtype(acc, dtype)

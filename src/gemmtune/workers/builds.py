@@ -226,7 +226,7 @@ class _Jobs:
         with contextlib.closing(Process(self.host, self.limits.build_s)) as process:
             try:
                 artifacts = None if self.artifacts is None else str(self.artifacts)
-                _send(process, Setup(self.target.to_dict(), backends.guests(), artifacts=artifacts))
+                _send(process, Setup(self.target.to_dict(), backends.plugins(), artifacts=artifacts))
                 expect(process.reply(self.limits.start_s, ignore), Ready)
             except (Lost, WorkerError) as error:
                 raise WorkerStartError(f"no process to build in could be started: {error}") from error

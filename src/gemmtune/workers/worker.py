@@ -185,7 +185,9 @@ class Worker:
         artifacts: Path | None = None,
     ) -> None:
         self._target, self._limits = target, limits or Limits()
-        self._setup = Setup(target.to_dict(), backends.guests(), warm=True, latency=latency, artifacts=_text(artifacts))
+        self._setup = Setup(
+            target.to_dict(), backends.plugins(), warm=True, latency=latency, artifacts=_text(artifacts)
+        )
         self._host: Host | None = None
         self._process: Process | None = None
         self._problem: Open | None = None
@@ -216,7 +218,7 @@ class Worker:
         self._process = Process(self._host, self._limits.silence_s)
         self._opened = self._ready_once = self._suspect = False
         with contextlib.suppress(OSError):  # a worker that is gone is found out by receiving
-            self._setup.guests = backends.guests()
+            self._setup.guests = backends.plugins()
             self._process.send(self._setup)
 
     def open(self, problem: Problem, seed: int) -> None:

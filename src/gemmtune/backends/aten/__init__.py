@@ -45,8 +45,8 @@ def _why_illegal(
     template: type[AtenKernel], problem: Problem, config: Mapping[str, Scalar], target: Target | None
 ) -> str:
     if target is not None and target.device == "cuda":
-        return template.why_unsupported_on_cuda(problem, config, target) or template.illegal(problem, config)
-    return template.illegal(problem, config) or template.why_unsupported_on_cpu(problem, config)
+        return template.why_unsupported_on_cuda(problem, config, target) or template.why_illegal(problem, config)
+    return template.why_illegal(problem, config) or template.why_unsupported_on_cpu(problem, config)
 
 
 class AtenBackend(Backend):
@@ -67,7 +67,7 @@ class AtenBackend(Backend):
     def packing_of(self, problem: Problem, candidate: Candidate) -> str | None:
         return _BY_NAME[candidate.template].layout(problem, dict(candidate.config))
 
-    def plain(self, problem: Problem, target: Target | None = None) -> Candidate:
+    def default_candidate(self, problem: Problem, target: Target | None = None) -> Candidate:
         """Return the candidate that is the op PyTorch's users would call for this problem on a Target (default: a CPU).
         Raises KernelError where no template is legal."""
         for template in _templates(problem, target):

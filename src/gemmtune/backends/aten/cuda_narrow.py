@@ -17,10 +17,10 @@ from ...core.weights import PackedWeight, QuantWeight
 from .cuda_dense import padded_packed_weight
 from .cuda_rules import (
     HALVES,
-    scaled_hardware,
-    scaled_kinds,
     why_byte_layout_unsupported,
+    why_fp8_unsupported,
     why_scaled_layout_unsupported,
+    why_scales_unsupported,
 )
 from .dense import PADDED
 from .kernel import AtenKernel, SlicedKernel, dense_weight_bytes, require_layout, why_not_packable
@@ -212,7 +212,7 @@ class ScaledMmPadded(SlicedKernel, ScaledMm):
     def why_unsupported_on_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
         if not why_scaled_layout_unsupported(problem):
             return "nothing to pad: _scaled_mm takes these operands as they are"
-        return scaled_kinds(problem, target.compute_capability)
+        return why_scales_unsupported(problem, target.compute_capability)
 
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
         scale_a, scale_b, bias = scaled_operands(self.problem, aux)
@@ -236,9 +236,9 @@ class ScaledMmWide(AtenKernel):
 
     @classmethod
     def why_unsupported_on_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
-        if not ScaledMm.illegal(problem, {}) and not scaled_kinds(problem, target.compute_capability):
+        if not ScaledMm.why_illegal(problem, {}) and not why_scales_unsupported(problem, target.compute_capability):
             return "_scaled_mm does all of it in one step"
-        return scaled_hardware(problem, target.compute_capability)
+        return why_fp8_unsupported(problem, target.compute_capability)
 
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
         return scaled_wide(a, b)

@@ -28,7 +28,7 @@ def why_scaled_layout_unsupported(problem: Problem) -> str:
     return why_byte_layout_unsupported(problem) or why_scaled_sizes_unsupported(problem.n, problem.k)
 
 
-def scaled_hardware(problem: Problem, capability: tuple[int, int]) -> str:
+def why_fp8_unsupported(problem: Problem, capability: tuple[int, int]) -> str:
     """Return why a GPU of this compute capability cannot multiply these fp8 dtypes, or empty."""
     if capability < _FP8:
         return f"fp8 products need compute capability 8.9; this GPU has {capability[0]}.{capability[1]}"
@@ -37,7 +37,7 @@ def scaled_hardware(problem: Problem, capability: tuple[int, int]) -> str:
     return ""
 
 
-def scaled_kinds(problem: Problem, capability: tuple[int, int]) -> str:
+def why_scales_unsupported(problem: Problem, capability: tuple[int, int]) -> str:
     """Return why ``_scaled_mm`` does not take this combination of scales, bias and output dtype, or empty."""
     out, bias = problem.out_dtype, problem.epilogue[2:3]
     row_scales = bool(problem.epilogue) and problem.epilogue[0].axis == "row"
@@ -48,4 +48,4 @@ def scaled_kinds(problem: Problem, capability: tuple[int, int]) -> str:
     dtypes = HALVES if out.startswith("float8") else (out,)
     if bias and bias[0].dtype not in dtypes:
         return f"_scaled_mm wants a bias of {' or '.join(dtypes)} for {out} on CUDA; got {bias[0].dtype}"
-    return scaled_hardware(problem, capability)
+    return why_fp8_unsupported(problem, capability)

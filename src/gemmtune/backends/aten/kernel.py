@@ -19,7 +19,7 @@ from ...core.target import Target
 from ...core.weights import PackedWeight
 from ..base import Kernel
 from .fusion import Fused, remaining_epilogue
-from .steps import apply, dtype_of, finish
+from .steps import apply_steps, dtype_of, round_to_dtype
 
 _CUBLAS = torch.backends.cuda.matmul
 _REDUCTION_FLAGS = {
@@ -80,7 +80,7 @@ class AtenKernel(Kernel):
         return ""
 
     @classmethod
-    def illegal(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+    def why_illegal(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
         """Return why the whole candidate is illegal (the op is missing, cannot compute the product, or would round
         before the epilogue); empty when it is legal."""
         for name in cls.operators:
@@ -137,20 +137,20 @@ class AtenKernel(Kernel):
 
     def functional(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
         """Return the result in a new tensor."""
-        return finish(self._before_rounding(a, b, aux), self.out_dtype)
+        return round_to_dtype(self._before_rounding(a, b, aux), self.out_dtype)
 
     def _before_rounding(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
         acc: Tensor = self._without_reduced_precision(a, self.product, a, b, aux)
         if not self.remaining and acc.dtype == self.out_dtype:
             return acc
         wide = acc if self.product_dtype(self.problem) in ("float64", "int32") else acc.float()
-        return apply(wide, self.remaining, aux[self.fused.tensors :])
+        return apply_steps(wide, self.remaining, aux[self.fused.tensors :])
 
     def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
         # ``copy_`` rounds while it copies, as ``functional`` rounds into its new tensor: a race must not charge this
         # variant for one more pass over the output.
         result = self._before_rounding(a, b, aux)
-        out.copy_(result if self.out_dtype in _COPY_ROUNDS_TO else finish(result, self.out_dtype))
+        out.copy_(result if self.out_dtype in _COPY_ROUNDS_TO else round_to_dtype(result, self.out_dtype))
 
 
 class OutVariantKernel(AtenKernel):

@@ -21,7 +21,12 @@ from ...core.torch_compat import (
 )
 from ...core.weights import PackedWeight, QuantWeight
 from .cpu_rules import why_no_row_scales, why_no_uint8
-from .cuda_rules import scaled_kinds, why_byte_layout_unsupported, why_scaled_layout_unsupported, why_too_many_rows
+from .cuda_rules import (
+    why_byte_layout_unsupported,
+    why_scaled_layout_unsupported,
+    why_scales_unsupported,
+    why_too_many_rows,
+)
 from .fusion import Fused
 from .kernel import AtenKernel, OutVariantKernel, contiguous_copy, dense_weight_bytes, require_layout, why_not_packable
 from .padding import canonical_strides, cpu_int_mm, int_operands, int_product, scaled_product, why_int_sizes_unsupported
@@ -362,7 +367,7 @@ class ScaledMm(OutVariantKernel):
 
     @classmethod
     def why_unsupported_on_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
-        return why_scaled_layout_unsupported(problem) or scaled_kinds(problem, target.compute_capability)
+        return why_scaled_layout_unsupported(problem) or why_scales_unsupported(problem, target.compute_capability)
 
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
         scale_a, scale_b, bias = scaled_operands(self.problem, aux)

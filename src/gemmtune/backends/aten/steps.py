@@ -35,7 +35,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype in (torch.float64, torch.int32, torch.int64) else torch.float32
 
 
-def apply(acc: Tensor, steps: Sequence[Step], aux: Sequence[Tensor]) -> Tensor:
+def apply_steps(acc: Tensor, steps: Sequence[Step], aux: Sequence[Tensor]) -> Tensor:
     """Run the steps on ``acc`` [.., M, N] (float32, float64 or int32) and return the result, still in the wide dtype.
 
     Integers stay exact up to the first step that needs a float (``keeps_integer``).
@@ -46,7 +46,7 @@ def apply(acc: Tensor, steps: Sequence[Step], aux: Sequence[Tensor]) -> Tensor:
     return acc
 
 
-def finish(acc: Tensor, dtype: torch.dtype) -> Tensor:
+def round_to_dtype(acc: Tensor, dtype: torch.dtype) -> Tensor:
     """Round to the output's dtype; to an integer dtype: to nearest even, saturating, with NaN as 0."""
     if acc.dtype == dtype:
         return acc
@@ -81,7 +81,7 @@ def _apply_step(acc: Tensor, step: Step, tensors: Iterator[Tensor]) -> Tensor:
     if kind == "clamp":
         return acc.clamp(step.lo, step.hi)
     if kind == "cast":
-        return finish(acc, dtype_of(step.dtype or "float32")).to(acc.dtype)
+        return round_to_dtype(acc, dtype_of(step.dtype or "float32")).to(acc.dtype)
     if kind == "scale":
         return acc * step.value
     raise ValueError(f"epilogue step {step.key!r} needs a tensor: give its dtype")
@@ -108,7 +108,7 @@ def _integer_step(acc: Tensor, step: Step, tensor: Tensor | None) -> Tensor:
     """Return the result of a step that keeps integers, computed in int64 where int32 could overflow; beyond
     ``_WHOLE_LIMIT`` it saturates. The caller handles relu, for integers and floats alike."""
     if step.kind == "cast":
-        return finish(acc, dtype_of(str(step.dtype))).to(acc.dtype)
+        return round_to_dtype(acc, dtype_of(str(step.dtype))).to(acc.dtype)
     if tensor is None:
         info = torch.iinfo(acc.dtype)
         return acc.clamp(

@@ -12,7 +12,7 @@ from ...core.target import Target
 from ..base import Artifact, Availability, Backend, Kernel
 from ..gpu.artifact import digest_of
 from ..gpu.backend import not_nvidia
-from ..gpu.rules import device_of
+from ..gpu.rules import device_limits
 from .product import RANKS, why_unsupported
 
 RANKED = "ranked"
@@ -29,7 +29,7 @@ class CublasLtBackend(Backend):
     name = "cublaslt"
 
     def available(self, target: Target) -> Availability:
-        reason = not_nvidia(target) or _missing()
+        reason = not_nvidia(target) or _why_missing()
         return Availability(not reason, reason)
 
     def candidates(self, problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
@@ -57,7 +57,7 @@ class CublasLtBackend(Backend):
     def versions(self, target: Target) -> dict[str, str]:
         """Return cuBLASLt's own version, since the algorithm at a rank changes with it. cuBLAS, which ATen calls, is
         part of the same package."""
-        if not_nvidia(target) or _missing():
+        if not_nvidia(target) or _why_missing():
             return {}
         from . import library
 
@@ -67,7 +67,7 @@ class CublasLtBackend(Backend):
         return digest_of(Path(__file__).parent)
 
 
-def _missing() -> str:
+def _why_missing() -> str:
     """Return why the library cannot be loaded, or empty."""
     from . import library
 
@@ -80,7 +80,7 @@ def _missing() -> str:
 
 def _why_hardware_unsupported(problem: Problem, target: Target) -> str:
     """Return why a GPU of the target's compute capability does not support the problem's product, or empty."""
-    capability = device_of(target).capability
+    capability = device_limits(target).capability
     if problem.family != "scaled_mm":
         return ""
     if capability < _FP8:

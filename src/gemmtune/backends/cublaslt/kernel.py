@@ -19,7 +19,7 @@ from ..gpu.alignment import MISALIGNED_MASK, aligned_copy, batch_layouts, batche
 from ..gpu.kernel import alloc_workspace
 from ..gpu.rules import ALIGN
 from .library import Algorithm, Call
-from .product import RANKS, Product, described
+from .product import RANKS, Product, describe_product
 
 _WORKSPACE = 32 << 20  # bytes, the size that PyTorch gives cuBLASLt on an H100
 _MAX_LAUNCHES = 256  # launches that a kernel caches, one for each M
@@ -46,7 +46,7 @@ class RankedKernel(Kernel):
         rank, device = int(candidate["rank"]), torch.cuda.current_device()
         # The batch strides are not known yet; assume batches without gaps.
         sizes = (problem.m * problem.k, problem.k * problem.n)
-        ranked = Call(described(problem, problem.m, sizes), device).ranked_algorithms(RANKS, _WORKSPACE, ALIGN)
+        ranked = Call(describe_product(problem, problem.m, sizes), device).ranked_algorithms(RANKS, _WORKSPACE, ALIGN)
         if rank >= len(ranked):
             raise UnsupportedError(f"cuBLASLt ranks {len(ranked)} algorithms for this product, and none {rank}")
         self._algorithm = ranked[rank].algorithm
@@ -89,7 +89,7 @@ class RankedKernel(Kernel):
         return launch
 
     def _make_launch(self, m: int, device: int, strides: tuple[int, int], misaligned: Callable[..., None]) -> Launch:
-        product = described(self.problem, m, strides)
+        product = describe_product(self.problem, m, strides)
         call, algorithm = Call(product, device), self._algorithm
         workspace = call.required_workspace(algorithm)
         if workspace is None or workspace > _WORKSPACE:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ...core.epilogue import Step
 from ...core.problem import Problem
-from ..gpu.rules import ALIGN, FP8, HALVES, aligned_leads, leads, refusal
+from ..gpu.rules import ALIGN, FP8, HALVES, aligned_leads, leading_dimensions, why_no_gpu_kernel
 
 # cudaDataType_t (library_types.h)
 TYPES = {
@@ -58,7 +58,7 @@ def why_unsupported(problem: Problem) -> str:
     """Return why cuBLASLt is not used for the Problem, or empty."""
     if problem.family not in ("mm", "bmm", "int_mm", "scaled_mm"):
         return f"multiplies matrices of one kind of element; got {problem.family}"
-    return refusal(problem) or _why_bytes_unsupported(problem) or _why_epilogue_unsupported(problem)
+    return why_no_gpu_kernel(problem) or _why_bytes_unsupported(problem) or _why_epilogue_unsupported(problem)
 
 
 def _why_bytes_unsupported(problem: Problem) -> str:
@@ -103,11 +103,11 @@ def _is_bias(step: Step, problem: Problem) -> bool:
     return (step.axis, step.value, step.dtype) == ("col", 1.0, problem.out_dtype) and problem.out_dtype in HALVES
 
 
-def described(problem: Problem, m: int, strides: tuple[int, int] = (0, 0)) -> Product:
+def describe_product(problem: Problem, m: int, strides: tuple[int, int] = (0, 0)) -> Product:
     """Return the Product of a supported Problem with m rows. strides: elements from one matrix of A, and of B, to the
     next in a batch."""
     n, k = problem.n, problem.k
-    lda, ldb, ldc = leads(problem, m)
+    lda, ldb, ldc = leading_dimensions(problem, m)
     a_transposed, b_transposed = problem.b.layout.order == "col", problem.a.layout.order == "col"
     a, b, batches = TYPES[problem.b.dtype], TYPES[problem.a.dtype], problem.batch
     steps = problem.epilogue

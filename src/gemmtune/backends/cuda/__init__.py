@@ -16,7 +16,7 @@ from ...core.target import Target
 from ..gpu.artifact import Header, encode_kernel
 from ..gpu.backend import GpuBackend, not_nvidia
 from ..gpu.kernel import GpuKernel
-from ..gpu.rules import device_of
+from ..gpu.rules import device_limits
 from . import space
 from .compiler import MISSING, compile_source, version
 from .kernel import Mixed, Skinny, Slab
@@ -46,7 +46,7 @@ class CudaBackend(GpuBackend):
 
     def _recipe(self, problem: Problem, candidate: Candidate, target: Target) -> tuple[str, Callable[[], bytes]]:
         source = generate(problem, candidate.template, dict(candidate.config))
-        capability = device_of(target).capability
+        capability = device_limits(target).capability
 
         def compile_artifact() -> bytes:
             cubin = compile_source(source.text, capability, source.arch, source.registers)

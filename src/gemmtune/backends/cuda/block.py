@@ -18,7 +18,7 @@ _BARRIER_PAIR_BYTES = 16  # bytes of a pair of barriers
 def mixed_warps(problem: Problem, config: dict[str, Any]) -> int:
     """Return the number of warps: those that multiply, and the one that loads, or the four that give up registers to
     the others."""
-    return int(config["bn"] // 16 + (4 if mixed_more(problem, config) else 1))
+    return int(config["bn"] // 16 + (4 if mixed_raised_registers(problem, config) else 1))
 
 
 def mixed_registers(problem: Problem, config: dict[str, Any]) -> int:
@@ -27,7 +27,7 @@ def mixed_registers(problem: Problem, config: dict[str, Any]) -> int:
     return int(config["bm"] // 2 * (2 if scale_group(problem) else 1) + other)
 
 
-def mixed_more(problem: Problem, config: dict[str, Any]) -> int:
+def mixed_raised_registers(problem: Problem, config: dict[str, Any]) -> int:
     """Return the registers of a thread that multiplies when the threads that load keep 24; 0 where an equal share per
     thread suffices.
 
@@ -67,7 +67,7 @@ def mixed_row_stride(config: dict[str, Any]) -> int:
 
 def slab_warps(problem: Problem, config: dict[str, Any]) -> int:
     """Return the number of warps, as ``mixed_warps`` does for ``mixed``."""
-    return 4 * _slab_groups(config) + (4 if slab_more(problem, config) else 1)
+    return 4 * _slab_groups(config) + (4 if slab_raised_registers(problem, config) else 1)
 
 
 def _slab_groups(config: dict[str, Any]) -> int:
@@ -83,8 +83,8 @@ def slab_registers(problem: Problem, config: dict[str, Any]) -> int:
     return int(sums + 40)
 
 
-def slab_more(problem: Problem, config: dict[str, Any]) -> int:
-    """Return the registers of a thread that multiplies, or 0, as ``mixed_more`` does."""
+def slab_raised_registers(problem: Problem, config: dict[str, Any]) -> int:
+    """Return the registers of a thread that multiplies, or 0, as ``mixed_raised_registers`` does."""
     return _raised_registers(_slab_groups(config), slab_registers(problem, config))
 
 

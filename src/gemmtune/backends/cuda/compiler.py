@@ -22,10 +22,10 @@ _NAMES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
 @functools.cache
 def nvrtc() -> Any:
     """Return the library. Raises UnsupportedError when there is none."""
-    return _declare_signatures(load_first(_places(), MISSING))
+    return _declare_signatures(load_first(_library_names(), MISSING))
 
 
-def _places() -> Iterator[str]:
+def _library_names() -> Iterator[str]:
     """Yield the library's possible names: absolute paths in its wheels, then the names that the linker looks up."""
     for name in _NAMES:
         yield from wheel_libraries(name)
@@ -52,7 +52,7 @@ def version() -> str:
     The build distinguishes releases of one minor version, which NVRTC's own version does not. A library in a wheel is
     not loaded for this, since serving a built kernel must not load a compiler.
     """
-    first = next(_places(), "")
+    first = next(_library_names(), "")
     if Path(first).is_absolute():
         return build_of(Path(first))
     try:

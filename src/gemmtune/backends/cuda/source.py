@@ -17,11 +17,11 @@ from .block import (
     GROUP_ROWS,
     MIXED_STEP,
     equal_registers,
-    mixed_more,
+    mixed_raised_registers,
     mixed_row_stride,
     mixed_shared,
     mixed_warps,
-    slab_more,
+    slab_raised_registers,
     slab_shared,
     slab_warps,
 )
@@ -81,14 +81,14 @@ def generate(problem: Problem, template: str, config: dict[str, Any], primitives
     lines = [f"#define {name} {value}" for name, value in (constants | _PDL_FLAGS).items()]
     lines.append("#define PARAMETERS " + ", ".join(f"{kind} {name}" for name, kind in parameters.items()))
     lines.append(f"typedef {'int' if problem.family == 'int_mm' else 'float'} sum_t;")
-    lines += [primitives] if primitives is not None else map(_file, files)
+    lines += [primitives] if primitives is not None else map(_read_source, files)
     lines.append(f"typedef {TYPES[problem.out_dtype]} c_t;")
     lines.append(f"typedef {'int' if result_is_int(problem) else 'float'} value_t;")
     if problem.b.quant is not None:
         lines.append(f"typedef {TYPES[problem.b.quant.scale_dtype]} scale_t;")
-    lines += map(_file, common)
+    lines += map(_read_source, common)
     vectors = epilogue_vectors(problem, GROUP_ROWS if template == SLAB else config["bm"], config["bn"], threads)
-    text = _file(f"{template}.cu")
+    text = _read_source(f"{template}.cu")
     text = _insert_statements(
         text, "AHEAD", [vector.load_statement(index) for index, vector in enumerate(vectors.values())]
     )
@@ -114,7 +114,7 @@ def _slab_launch(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
         "shared": slab_shared(problem, config),
         "descriptors": {"a_desc": a, "b_desc": b},
         "arch": "a",
-        "registers": equal_registers(slab_warps(problem, config)) if slab_more(problem, config) else 0,
+        "registers": equal_registers(slab_warps(problem, config)) if slab_raised_registers(problem, config) else 0,
     }
 
 
@@ -135,7 +135,7 @@ def _mixed_launch(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
             "b_desc": Tma(swizzle, 1, _TMA_TYPES[8], (config["bn"], row)),
         },
         "arch": "a",
-        "registers": equal_registers(mixed_warps(problem, config)) if mixed_more(problem, config) else 0,
+        "registers": equal_registers(mixed_warps(problem, config)) if mixed_raised_registers(problem, config) else 0,
     }  # fmt: skip
 
 
@@ -182,7 +182,7 @@ def _slab(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
         "SPLIT": config["split"],
         "CLUSTER": config["cluster"] * config["split"],
         "WARPS": slab_warps(problem, config),
-        "REGISTERS": slab_more(problem, config),
+        "REGISTERS": slab_raised_registers(problem, config),
         "KEPT": vector_words(problem, GROUP_ROWS, config["bn"]),
         "WIDTH": bits(problem.a.dtype) // 8,
         "STEPWISE": int(problem.family == "scaled_mm"),
@@ -207,7 +207,7 @@ def _mixed(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
         "SPLIT": config["split"],
         "CLUSTER": config["split"],
         "WARPS": mixed_warps(problem, config),
-        "REGISTERS": mixed_more(problem, config),
+        "REGISTERS": mixed_raised_registers(problem, config),
         "KEPT": vector_words(problem, config["bm"], config["bn"]),
         "KIND": {"int8": "INT8", "int4": "INT4"}[problem.b.dtype],
         "GROUP": scale_group(problem),
@@ -298,5 +298,5 @@ def _parameters(problem: Problem, uses_tma: bool) -> dict[str, str]:
 
 
 @functools.cache
-def _file(name: str) -> str:
+def _read_source(name: str) -> str:
     return Path(__file__).with_name(name).read_text(encoding="utf-8")

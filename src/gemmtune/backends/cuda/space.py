@@ -26,20 +26,20 @@ from ...core.candidate import Candidate, Illegal
 from ...core.problem import Problem, bits
 from ...core.target import Target
 from ..base import NOT_LISTED
-from ..gpu.rules import FP8, DeviceLimits, aligned_leads, device_of, refusal
+from ..gpu.rules import FP8, DeviceLimits, aligned_leads, device_limits, why_no_gpu_kernel
 from ..gpu.space import Config, rank_configs
 from .block import (
     CHUNK_BYTES,
     MIXED_STEP,
     REGISTERS,
     equal_registers,
-    mixed_more,
+    mixed_raised_registers,
     mixed_registers,
     mixed_shared,
     mixed_stage,
     mixed_stages,
     mixed_warps,
-    slab_more,
+    slab_raised_registers,
     slab_registers,
     slab_stages,
     slab_warps,
@@ -92,11 +92,11 @@ _CLUSTER_LOSS = 0.04
 def candidates(problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
     """Yield the legal candidates, most promising first within each template, then the illegal ones with their
     reasons."""
-    reason = refusal(problem) or _why_unsupported(problem)
+    reason = why_no_gpu_kernel(problem) or _why_unsupported(problem)
     if reason:
         yield Illegal(Candidate.make(NAME, "*"), reason)
         return
-    device = device_of(target)
+    device = device_limits(target)
     illegal: list[Illegal] = []
     for template, (why_unsupported, space, why_illegal, seconds) in _spaces().items():
         reason = why_unsupported(problem, device)
@@ -114,10 +114,10 @@ def candidates(problem: Problem, target: Target) -> Iterator[Candidate | Illegal
 
 def why_illegal(problem: Problem, candidate: Candidate, target: Target) -> str:
     """Return why ``candidates`` does not list ``candidate``, by looking only at its template; empty if it lists it."""
-    reason = refusal(problem) or _why_unsupported(problem)
+    reason = why_no_gpu_kernel(problem) or _why_unsupported(problem)
     if reason or candidate.template not in _spaces():
         return reason or NOT_LISTED
-    device, requested = device_of(target), dict(candidate.config)
+    device, requested = device_limits(target), dict(candidate.config)
     why_unsupported, space, check, _ = _spaces()[candidate.template]
     reason = why_unsupported(problem, device)
     for config in () if reason else space(problem, device):
@@ -131,9 +131,9 @@ def _spaces() -> dict[str, _TemplateSpace]:
     """Return four functions for each template: one says why it does not support a Problem, one yields its
     configurations, one says why a configuration is illegal, and one estimates a configuration's time."""
     return {
-        SKINNY: (_why_skinny_unsupported, _skinny_configs, _skinny_illegal, _skinny_seconds),
-        SLAB: (_why_slab_unsupported, _slab_configs, _slab_illegal, _slab_seconds),
-        MIXED: (_why_mixed_unsupported, _mixed_configs, _mixed_illegal, _mixed_seconds),
+        SKINNY: (_why_skinny_unsupported, _skinny_configs, _why_skinny_illegal, _skinny_seconds),
+        SLAB: (_why_slab_unsupported, _slab_configs, _why_slab_illegal, _slab_seconds),
+        MIXED: (_why_mixed_unsupported, _mixed_configs, _why_mixed_illegal, _mixed_seconds),
     }
 
 
@@ -168,7 +168,7 @@ def _skinny_configs(problem: Problem, device: DeviceLimits) -> Iterator[dict[str
             yield {"bm": bm, "bn": bn, "side": side, "warps": warps, "depth": depth, "split": split}
 
 
-def _skinny_illegal(problem: Problem, device: DeviceLimits, config: dict[str, Any]) -> str:
+def _why_skinny_illegal(problem: Problem, device: DeviceLimits, config: dict[str, Any]) -> str:
     bm, bn, warps, split = (config[name] for name in ("bm", "bn", "warps", "split"))
     turns = warps // config["side"]
     chunks = -(-problem.k // (_LANES * elements_per_load(problem)))
@@ -266,7 +266,7 @@ def _slab_configs(problem: Problem, device: DeviceLimits) -> Iterator[dict[str, 
                 yield {**config, "stages": min(_MAX_STAGES, slab_stages(problem, config, device.shared))}
 
 
-def _slab_illegal(problem: Problem, device: DeviceLimits, config: dict[str, Any]) -> str:
+def _why_slab_illegal(problem: Problem, device: DeviceLimits, config: dict[str, Any]) -> str:
     if config["stages"] < _MIN_STAGES:
         return f"shared memory has room for {config['stages']} stages; at least {_MIN_STAGES} hide the latency"
     if config["chunks"] > 1 and problem.k * bits(problem.a.dtype) <= 8 * CHUNK_BYTES:
@@ -286,7 +286,7 @@ def _slab_illegal(problem: Problem, device: DeviceLimits, config: dict[str, Any]
     if turns > config["chunks"] * pieces:
         return f"a step has no {turns} products for as many turns"
     needed = slab_registers(problem, config)
-    available = slab_more(problem, config) or equal_registers(slab_warps(problem, config))
+    available = slab_raised_registers(problem, config) or equal_registers(slab_warps(problem, config))
     if needed > available:
         return f"about {needed} registers a thread; {available} are there"
     return ""
@@ -345,7 +345,7 @@ def _mixed_configs(problem: Problem, device: DeviceLimits) -> Iterator[dict[str,
             yield {**config, "stages": stages}
 
 
-def _mixed_illegal(problem: Problem, device: DeviceLimits, config: dict[str, Any]) -> str:
+def _why_mixed_illegal(problem: Problem, device: DeviceLimits, config: dict[str, Any]) -> str:
     stages, split = config["stages"], config["split"]
     if stages < 2:
         return f"shared memory has room for {stages} stages; with fewer than 2 fetching and multiplying take turns"
@@ -357,7 +357,7 @@ def _mixed_illegal(problem: Problem, device: DeviceLimits, config: dict[str, Any
     if split > 1 and _tiles(problem, config) >= 3 * device.multiprocessors:
         return "there are blocks enough for every multiprocessor without splitting K"
     needed = mixed_registers(problem, config)
-    available = mixed_more(problem, config) or equal_registers(mixed_warps(problem, config))
+    available = mixed_raised_registers(problem, config) or equal_registers(mixed_warps(problem, config))
     if needed > available:
         return f"about {needed} registers a thread; {available} are there"
     return ""

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...core.memory import require_kernel_operands
 from ...core.problem import Problem, bits
 from ..base import Launch
-from .rules import ALIGN, leads
+from .rules import ALIGN, leading_dimensions
 
 MISALIGNED_MASK = ALIGN - 1  # bits of an address that are 0 at a 16-byte boundary
 
@@ -96,7 +96,7 @@ def batch_layouts(
 
     strides: elements from one matrix of A, and of B, to the next. needs_alignment: see BatchLayout.
     """
-    lda, ldb, _ = leads(problem, m)
+    lda, ldb, _ = leading_dimensions(problem, m)
     a_sizes = (m, problem.k) if problem.a.layout.order == "row" else (problem.k, m)
     b_sizes = (problem.k, problem.n) if problem.b.layout.order == "row" else (problem.n, problem.k)
     size, count = bits(problem.a.dtype) // 8, problem.batch

@@ -57,7 +57,7 @@ def encode_kernel(header: Header, cubin: bytes) -> bytes:
     return len(text).to_bytes(_LENGTH, "little") + text + cubin
 
 
-def unpack(artifact: bytes) -> list[tuple[Header, bytes]]:
+def decode_kernels(artifact: bytes) -> list[tuple[Header, bytes]]:
     """Return an artifact's kernels in launch order, as pairs of Header and cubin. Raises KernelError for malformed
     bytes."""
     kernels, offset = [], 0

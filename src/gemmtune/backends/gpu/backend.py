@@ -13,9 +13,9 @@ from ...core.errors import KernelError
 from ...core.problem import Problem
 from ...core.target import Target
 from ..base import Artifact, Availability, Backend, Kernel
-from .artifact import artifacts, digest_of, unpack
+from .artifact import artifacts, decode_kernels, digest_of
 from .kernel import GpuKernel
-from .rules import device_of, refusal
+from .rules import device_limits, why_no_gpu_kernel
 
 _MIN_CAPABILITY = (8, 0)
 
@@ -26,7 +26,7 @@ def not_nvidia(target: Target) -> str:
         return f"runs on GPUs; this target is a {target.device}"
     if dict(target.versions).get("hip", "None") != "None":
         return "speaks to NVIDIA's libraries; on ROCm there is the Triton backend"
-    if device_of(target).capability < _MIN_CAPABILITY:
+    if device_limits(target).capability < _MIN_CAPABILITY:
         return f"needs compute capability 8.0; {target.name} has {target.capability}"
     return ""
 
@@ -83,7 +83,7 @@ class GpuBackend(Backend):
     def load(self, artifact: Artifact, problem: Problem) -> Kernel:
         candidate = artifact.candidate
         template = self.templates.get(candidate.template)
-        reason = refusal(problem)
+        reason = why_no_gpu_kernel(problem)
         if template is None or reason:
             raise KernelError(f"{candidate.id} cannot run {problem.key}: {reason or 'there is no such template'}")
         if artifact.path is None:
@@ -92,7 +92,7 @@ class GpuBackend(Backend):
             body = artifact.path.read_bytes()
         except OSError as error:
             raise KernelError(f"{candidate.id}: its artifact cannot be read ({error})") from error
-        return template(problem, candidate, unpack(body))
+        return template(problem, candidate, decode_kernels(body))
 
     def source_digest(self) -> str:
         return digest_of(Path(inspect.getfile(type(self))).parent)

@@ -103,7 +103,7 @@ class Function:
         multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count
         return int(min(resident.value, _EARLY_BLOCKS) * multiprocessors)
 
-    def failed(self, status: int, launch: Callable[[], int]) -> None:
+    def retry_or_raise(self, status: int, launch: Callable[[], int]) -> None:
         """Launch once more where that may help; raise KernelError where the driver rejects the launch."""
         if status == _NO_CONTEXT:  # this thread has not used CUDA yet
             torch.cuda.current_stream(self.device).query()
@@ -179,18 +179,18 @@ class CaptureState(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class MemoryRange:
     """The memory range of a tensor: addresses from ``start`` up to, but without, ``end``."""
 
     start: int
     end: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Span:
+    def of(cls, tensor: Tensor) -> MemoryRange:
         last_element = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         return cls(tensor.data_ptr(), tensor.data_ptr() + (last_element + 1) * tensor.element_size())
 
-    def meets(self, other: Span) -> bool:
+    def overlaps(self, other: MemoryRange) -> bool:
         return self.start < other.end and other.start < self.end
 
 
@@ -199,13 +199,13 @@ class _LastKernel:
     """The last kernel that was captured from a stream: the capture's state after it, and the memory that it writes."""
 
     position: CaptureState
-    writes: Span
+    writes: MemoryRange
 
 
 _last_kernels: dict[int, _LastKernel] = {}
 
 
-class Block(threading.local):
+class LaunchArgs(threading.local):
     """A prepared launch; every thread has its own. values: the values of all arguments except descriptors (0
     instead); pointers as integers.
 
@@ -226,13 +226,13 @@ class Block(threading.local):
         config = _Config(*grid, 1, function.threads, 1, 1, function.shared)
         config.attributes = ctypes.addressof(_PDL_LAUNCH_ATTRIBUTE)  # not used while config.count is 0
         launch = function.bind_launch(config, ctypes.addressof(parameters))
-        self.held: tuple[Any, _Config, Callable[[], int], Any] = (slots, config, launch, parameters)
+        self.prepared: tuple[Any, _Config, Callable[[], int], Any] = (slots, config, launch, parameters)
         if function.pdl:
             # With many blocks it takes longer to let the next kernel begin once the last of them has (docs/cuda.md).
             self._pdl_slot = names.index(PDL_ARGUMENT)
             slots[self._pdl_slot] = NEXT_LATE if grid[0] * grid[1] > function.early_trigger_blocks else 0
 
-    def capture(self, stream: int, b: Tensor, out: Tensor) -> int:
+    def launch_captured(self, stream: int, b: Tensor, out: Tensor) -> int:
         """Launch a function with ``pdl`` into the graph that is being captured from the stream, and return CUDA's
         status. b, out: B and C of the product.
 
@@ -242,20 +242,20 @@ class Block(threading.local):
         known. After other kernels, which do not signal when the next kernel may begin, PDL would only take longer
         (docs/cuda.md).
         """
-        slots, config, launch, _ = self.held
+        slots, config, launch, _ = self.prepared
         if os.environ.get(OVERLAP) == "0":
             return launch()
         slot, last = self._pdl_slot, _last_kernels.pop(stream, None)
         flags = slots[slot]
         if last is not None and last.position == CaptureState.of(stream):
             config.count = 1
-            if not last.writes.meets(Span.of(b)):
+            if not last.writes.overlaps(MemoryRange.of(b)):
                 slots[slot] = flags | B_EARLY
         status = launch()
         config.count, slots[slot] = 0, flags
         position = CaptureState.of(stream)
         if not status and len(position.dependencies) == 1:
-            _last_kernels[stream] = _LastKernel(position, Span.of(out))
+            _last_kernels[stream] = _LastKernel(position, MemoryRange.of(out))
         return status
 
 

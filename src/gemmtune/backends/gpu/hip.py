@@ -19,7 +19,7 @@ from .driver import Function
 from .wheels import load_first
 
 
-def _places() -> Iterator[str]:
+def _library_names() -> Iterator[str]:
     """Yield the possible names of HIP's library: the one that comes with PyTorch, which has loaded it, then the
     system's."""
     own = Path(torch.__file__).parent / "lib"
@@ -32,7 +32,9 @@ def library() -> Any:
     """Return libamdhip64. Its functions do not release the interpreter's lock, since they return at once. Raises
     KernelError where it cannot be loaded."""
     try:
-        hip = load_first(_places(), "AMD's HIP library cannot be loaded: is this PyTorch for ROCm?", ctypes.PyDLL)
+        hip = load_first(
+            _library_names(), "AMD's HIP library cannot be loaded: is this PyTorch for ROCm?", ctypes.PyDLL
+        )
     except UnsupportedError as error:
         raise KernelError(str(error)) from error
     hip.hipGetErrorString.restype = ctypes.c_char_p
@@ -57,7 +59,7 @@ class HipFunction(Function):
     def _supports_pdl(self) -> bool:
         return False
 
-    def failed(self, status: int, launch: Callable[[], int]) -> None:
+    def retry_or_raise(self, status: int, launch: Callable[[], int]) -> None:
         """Raise KernelError. Launching again would not help: HIP has a context on every thread."""
         _check(status, f"launching {self.header.name}")
 

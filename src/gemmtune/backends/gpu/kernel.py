@@ -26,17 +26,17 @@ from ...core.weights import PackedWeight, QuantWeight
 from ..base import Kernel, Launch
 from .alignment import MISALIGNED_MASK, batch_layouts, batched_launch, launch_aligned
 from .artifact import Header, Tma
-from .driver import Block, CaptureState, Function, TensorMap, alloc_zeroed
+from .driver import CaptureState, Function, LaunchArgs, TensorMap, alloc_zeroed
 from .hip import HipFunction
 from .int4 import INT4_BLOCKS, int4_layout, shuffle_int4
-from .rules import INDEX_LIMIT, MAX_BATCH, leads
+from .rules import INDEX_LIMIT, MAX_BATCH, leading_dimensions
 
-_SEMAPHORE_BYTES, _COUNTERS = 4, 4 << 20  # bytes of one semaphore, and of all that are allocated at a time
-_BOUND = 256  # launches that a kernel caches, one for each M
+_SEMAPHORE_BYTES, _SEMAPHORE_POOL_BYTES = 4, 4 << 20  # bytes of one semaphore, and of all that are allocated at a time
+_MAX_LAUNCHES = 256  # launches that a kernel caches, one for each M
 _MAX_TENSOR_MAPS = 256  # TMA descriptors that a kernel caches: weights keep their addresses
 
 
-class Counters:
+class Semaphores:
     """Split-K semaphores on one device: zeros with which the programs of a kernel count the partial sums that have been
     written. Kernels reset them to zero.
 
@@ -65,18 +65,18 @@ class Counters:
         return address
 
     def _refill(self, minimum: int) -> None:
-        size = max(minimum, _COUNTERS)
+        size = max(minimum, _SEMAPHORE_POOL_BYTES)
         self._pool = alloc_zeroed(size), size
 
 
-_counters: dict[int, Counters] = {}
+_semaphores: dict[int, Semaphores] = {}
 
 
-def semaphores_of(device: int) -> Counters:
+def semaphores_of(device: int) -> Semaphores:
     """Return the semaphores of ``device``, which must be the current device; they are allocated at the first call."""
-    if device not in _counters:
-        _counters[device] = Counters()
-    return _counters[device]
+    if device not in _semaphores:
+        _semaphores[device] = Semaphores()
+    return _semaphores[device]
 
 
 def alloc_workspace(size: int) -> Tensor:
@@ -183,7 +183,7 @@ class GpuKernel(Kernel):
         copy_launch = batched_launch(lambda *copy_strides: self._bind_batches(m, device, copy_strides, names), *layouts)
         if not all(layout.fits for layout in layouts):
             return copy_launch
-        sizes = {"batch_a": strides[0], "batch_b": strides[1], "batch_c": m * leads(self.problem, m)[2]}
+        sizes = {"batch_a": strides[0], "batch_b": strides[1], "batch_c": m * leading_dimensions(self.problem, m)[2]}
         return self._cached_launch(m, device, sizes, names, lambda _, *operands: copy_launch(*operands))
 
     def _cached_launch(
@@ -197,7 +197,7 @@ class GpuKernel(Kernel):
         key = (m, device, *sizes.values())
         launch = self._bound.get(key)
         if launch is None:
-            if len(self._bound) >= _BOUND:
+            if len(self._bound) >= _MAX_LAUNCHES:
                 self._bound.clear()
             launch = self._bound[key] = self._make_launch(m, device, sizes, names, misaligned)
         return launch
@@ -243,7 +243,7 @@ class GpuKernel(Kernel):
         plan = self._launch_plan(m, device, sizes)
         bind_workspace, extra_parameters = self._split_k_workspace(m, device), "".join(f", {name}" for name in names)
         pdl = function.pdl and self.overlap
-        launch_expression = "block.capture(stream, b, out) if captured else go()" if pdl else "go()"
+        launch_expression = "block.launch_captured(stream, b, out) if captured else go()" if pdl else "go()"
         reads_capture = pdl or bind_workspace is not None
         # The variables for the tensors' addresses have names that no tensor has.
         addresses = ["c_ptr", "a_ptr", "b_ptr", *(f"{name}_at" for name in names)]
@@ -251,7 +251,7 @@ class GpuKernel(Kernel):
         return compile_function(
             "launch",
             f"def launch(out, a, b{extra_parameters}):",
-            "    slots, config, go, parameters = block.held",
+            "    slots, config, go, parameters = block.prepared",
             f"    {', '.join(addresses)} = {', '.join(values)}",
             f"    if {' or '.join(f'{address} < {LOW}' for address in addresses[1:])}:",
             f"        require(a, b{extra_parameters})",
@@ -265,8 +265,8 @@ class GpuKernel(Kernel):
             *(f"    slots[{slot_of(name)}] = {name}_at" for name in names),
             f"    status = {launch_expression}",
             "    if status:",
-            "        function.failed(status, go)",
-            block=Block(function, plan.grid, plan.values), function=function, meet=bind_workspace,
+            "        function.retry_or_raise(status, go)",
+            block=LaunchArgs(function, plan.grid, plan.values), function=function, meet=bind_workspace,
             misaligned=misaligned, require=require_kernel_operands, stream_of=torch_compat.stream_of,
             capturing=torch_compat.is_capturing, **plan.namespace,
         )  # fmt: skip
@@ -310,7 +310,7 @@ class GridKernel(GpuKernel):
     def arguments(self, m: int, sizes: dict[str, int]) -> list[int]:
         """Return the value of every argument for M rows, with 0 for addresses."""
         problem = self.problem
-        lda, ldb, ldc = leads(problem, m)
+        lda, ldb, ldc = leading_dimensions(problem, m)
         values = {"M": m, "N": problem.n, "K": problem.k, "lda": lda, "ldb": ldb, "ldc": ldc, **sizes}
         return [values.get(name, 0) for name in self.header.arguments]
 
@@ -359,7 +359,7 @@ class TmaKernel(GpuKernel):
     @property
     def _ldb(self) -> int:
         """Return the leading dimension of B as the kernel reads it."""
-        return leads(self.problem, self.problem.m)[1]
+        return leading_dimensions(self.problem, self.problem.m)[1]
 
     def _converter(self, device: int) -> Callable[[int, int], Tensor] | None:
         """Return a function that converts B at an address, on a stream, into the B that the kernel reads; None where
@@ -372,7 +372,7 @@ class TmaKernel(GpuKernel):
 
     def _launch_plan(self, m: int, device: int, sizes: dict[str, int]) -> LaunchPlan:
         problem, ldb, programs = self.problem, self._ldb, self._program_count(m, device)
-        lda, _, ldc = leads(problem, m)
+        lda, _, ldc = leading_dimensions(problem, m)
         by_name = {
             "M": m, "N": problem.n, "K": problem.k, "ldc": ldc, "PROGRAMS": programs, "a_desc.shape0": m,
             "a_desc.shape1": problem.k, "a_desc.stride0": lda, "a_desc.stride1": 1, "b_desc.shape0": problem.n,

@@ -35,7 +35,7 @@ class DeviceLimits:
     arch: str = ""
 
 
-def device_of(target: Target) -> DeviceLimits:
+def device_limits(target: Target) -> DeviceLimits:
     """Return the limits of a Target that is a GPU (``target.caches`` starts with the shared memory of a program)."""
     capability = target.compute_capability
     if target.is_amd:
@@ -45,7 +45,7 @@ def device_of(target: Target) -> DeviceLimits:
     return DeviceLimits(target.cores, target.caches[0] if target.caches else 96 << 10, capability)
 
 
-def refusal(problem: Problem) -> str:
+def why_no_gpu_kernel(problem: Problem) -> str:
     """Return why no template supports the Problem at all, in words; empty when some may."""
     a, b, family = problem.a.dtype, problem.b.dtype, problem.family
     if min(problem.m, problem.n, problem.k, problem.batch) == 0:
@@ -182,7 +182,7 @@ def leading_dimension(layout_ld: int | None, order: str, rows: int, columns: int
     return layout_ld if layout_ld is not None else (columns if order == "row" else rows)
 
 
-def leads(problem: Problem, m: int) -> tuple[int, int, int]:
+def leading_dimensions(problem: Problem, m: int) -> tuple[int, int, int]:
     """Return the leading dimensions of A, B (packed, if it is int4) and the output, for m rows."""
     a, b, out = problem.a.layout, problem.b.layout, problem.out
     ldb = problem.k // 2 if problem.b.dtype == "int4" else leading_dimension(b.ld, b.order, problem.k, problem.n)

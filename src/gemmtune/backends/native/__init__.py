@@ -133,7 +133,7 @@ class NativeBackend(Backend):
             return None
         return space.default_candidate(problem, target, isas)
 
-    def rejects(self, packed: PackedWeight) -> str:
+    def why_unreadable(self, packed: PackedWeight) -> str:
         try:
             isas = usable_isas()
         except KernelError as error:

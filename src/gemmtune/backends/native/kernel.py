@@ -16,7 +16,7 @@ from ...core.weights import PackedWeight, QuantWeight
 from ..base import Kernel
 from .layout import Packing, pack
 from .space import why_not_direct
-from .traits import AXES, DTYPES, LANES, PACK_A, STEP_KINDS, UNITS, Unit, suits
+from .traits import AXES, DTYPES, LANES, PACK_A, STEP_KINDS, UNITS, Unit, can_multiply
 
 # "Per channel" in the C++ code: one group that is longer than any K.
 _ONE_GROUP = 1 << 40
@@ -26,7 +26,7 @@ def unit_of(problem: Problem, candidate: Candidate) -> Unit:
     """Return the Unit that a candidate names. Raises KernelError when no unit has its instruction set for these
     dtypes."""
     for unit in UNITS:
-        if unit.isa == candidate["isa"] and suits(unit, problem.a.dtype, problem.b.dtype):
+        if unit.isa == candidate["isa"] and can_multiply(unit, problem.a.dtype, problem.b.dtype):
             return unit
     raise KernelError(f"{candidate.id} does not multiply {problem.a.dtype} by {problem.b.dtype}")
 

@@ -20,7 +20,7 @@ from ...core.problem import Problem
 from ...core.target import Target
 from ..base import NOT_LISTED
 from .layout import Packing
-from .traits import BF16, DTYPES, F32, SCALED, U8S8, UNITS, Unit, suits
+from .traits import BF16, DTYPES, F32, SCALED, U8S8, UNITS, Unit, can_multiply
 
 NAME = "native"
 TEMPLATES = ("packed", "expand", "raw", "dot")
@@ -82,7 +82,7 @@ def candidates(problem: Problem, target: Target, isas: Sequence[str]) -> Iterato
     illegal: list[Illegal] = []
     best: dict[str, Unit] = {}
     for unit in UNITS:
-        if not suits(unit, problem.a.dtype, problem.b.dtype):
+        if not can_multiply(unit, problem.a.dtype, problem.b.dtype):
             continue
         for template in TEMPLATES:
             why = _why_template_unsupported(problem, unit, template)
@@ -113,7 +113,7 @@ def why_illegal(problem: Problem, candidate: Candidate, target: Target, isas: Se
     isa = dict(candidate.config).get("isa")
     best: Unit | None = None  # only this unit lists all its configurations for the template
     for unit in UNITS:
-        if not suits(unit, problem.a.dtype, problem.b.dtype):
+        if not can_multiply(unit, problem.a.dtype, problem.b.dtype):
             continue
         why = _why_template_unsupported(problem, unit, candidate.template)
         if not why and unit.isa not in isas:

@@ -81,7 +81,7 @@ UNITS = (
 )
 
 
-def suits(unit: Unit, a: str, b: str) -> bool:
+def can_multiply(unit: Unit, a: str, b: str) -> bool:
     """Whether the unit multiplies activations of dtype ``a`` by weights of dtype ``b``, directly or expanded."""
     if b not in unit.reads and b not in unit.expands:
         return False

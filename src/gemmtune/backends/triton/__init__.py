@@ -16,7 +16,7 @@ from ...core.weights import PackedWeight
 from ..gpu.backend import GpuBackend, not_nvidia
 from ..gpu.int4 import INT4_BLOCKS, unshuffle_int4
 from . import space
-from .compiler import compile_spec, spec, triton_version
+from .compiler import compile_spec, make_spec, triton_version
 from .kernel import TEMPLATES
 
 
@@ -45,7 +45,7 @@ class TritonBackend(GpuBackend):
         return {"triton": triton_version()} if triton_version() and not self._why_not_on_target(target) else {}
 
     def _recipe(self, problem: Problem, candidate: Candidate, target: Target) -> tuple[str, Callable[[], bytes]]:
-        compilation = spec(problem, candidate)
+        compilation = make_spec(problem, candidate)
         return compilation.key(target.capability, self.source_digest()), partial(compile_spec, compilation, target)
 
     def default_packing(self, problem: Problem, target: Target) -> Candidate | None:

@@ -22,7 +22,15 @@ from ...core.errors import KernelError, UnsupportedError
 from ...core.problem import Problem
 from ...core.target import Target
 from ..gpu.artifact import Header, Tma, encode_kernel
-from ..gpu.rules import MAX_STEPS, DeviceLimits, aligned_leads, device_of, float_at, leads, step_constants
+from ..gpu.rules import (
+    MAX_STEPS,
+    DeviceLimits,
+    aligned_leads,
+    device_limits,
+    float_at,
+    leading_dimensions,
+    step_constants,
+)
 
 TYPES = {
     "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int8": "i8", "uint8": "u8", "int32": "i32",
@@ -91,7 +99,7 @@ def _tool_version(path: str) -> str:
     return next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "unknown")
 
 
-def spec(problem: Problem, candidate: Candidate) -> Spec:
+def make_spec(problem: Problem, candidate: Candidate) -> Spec:
     """Return the compilation of a candidate. Raises KernelError for a template that this backend does not have."""
     config = dict(candidate.config)
     if candidate.template == "tiled":
@@ -137,7 +145,7 @@ def _tiled_spec(problem: Problem, config: dict[str, Any]) -> Spec:
     }
     a_ok, b_ok, out_ok = aligned_leads(problem)
     divisible = ["a_ptr", "b_ptr", "c_ptr", *(["ws_ptr"] if split > 1 else [])]
-    alignments = zip(("lda", "ldb", "ldc"), (a_ok, b_ok, out_ok), leads(problem, problem.m), strict=True)
+    alignments = zip(("lda", "ldb", "ldc"), (a_ok, b_ok, out_ok), leading_dimensions(problem, problem.m), strict=True)
     divisible += [name for name, ok, size in alignments if ok and size % 16 == 0]
     divisible += [name for name, size in (("N", problem.n), ("K", problem.k)) if size % 16 == 0]
     return Spec(
@@ -162,7 +170,7 @@ def _persistent_spec(problem: Problem, config: dict[str, Any], b_dtype: str) -> 
     constants |= {"STREAM": stream, **_common_constants(problem, config)}
     divisible = ["c_ptr", *(["ws_ptr"] if stream else [])]
     divisible += [name for name, size in (("N", problem.n), ("K", problem.k)) if size % 16 == 0]
-    divisible += ["ldc"] if aligned_leads(problem)[2] and leads(problem, problem.m)[2] % 16 == 0 else []
+    divisible += ["ldc"] if aligned_leads(problem)[2] and leading_dimensions(problem, problem.m)[2] % 16 == 0 else []
     return Spec(
         "persistent",
         _in_parameter_order("persistent", signature, constants),
@@ -288,7 +296,7 @@ def compile_spec(compilation: Spec, target: Target) -> bytes:
     function = getattr(kernels, compilation.kernel)
     indices = {name: index for index, name in enumerate(function.arg_names)}
     attributes = {(indices[name],): [["tt.divisibility", 16]] for name in compilation.divisible}
-    device = device_of(target)
+    device = device_limits(target)
     constants = compilation.constants
     if device.arch:
         constants = {**constants, "PTX": False}

@@ -10,9 +10,9 @@ from torch import Tensor
 from ...core.candidate import Candidate
 from ...core.problem import Problem, bits
 from ..gpu.artifact import Header
-from ..gpu.driver import Block
+from ..gpu.driver import LaunchArgs
 from ..gpu.kernel import GpuKernel, GridKernel, LoadedCubin, TmaKernel, alloc_workspace
-from ..gpu.rules import OFFSET_LIMIT, leads
+from ..gpu.rules import OFFSET_LIMIT, leading_dimensions
 from .compiler import CONVERTED_ITEMS
 
 
@@ -20,7 +20,7 @@ class Tiled(GridKernel):
     """The template ``tiled``: a grid of tiles times parts of K."""
 
     def _too_large(self, m: int) -> str:
-        reach = int(self.candidate["bk"]) * leads(self.problem, m)[0]
+        reach = int(self.candidate["bk"]) * leading_dimensions(self.problem, m)[0]
         if self.problem.a.layout.order == "col" and reach >= OFFSET_LIMIT:  # its leading dimension depends on M
             return f"elements of a tile of A lie {reach} apart, further than 32 bits tell"
         return super()._too_large(m)
@@ -59,15 +59,15 @@ class Converted(Persistent):
 
     def _converter(self, device: int) -> Callable[[int, int], Tensor]:
         function, size = self._convert(device), self.workspace_bytes
-        block = Block(function, (-(-self._count // CONVERTED_ITEMS), 1), (0, 0, self._count))
+        block = LaunchArgs(function, (-(-self._count // CONVERTED_ITEMS), 1), (0, 0, self._count))
 
         def convert(address: int, stream: int) -> Tensor:
-            slots, config, go, _ = block.held
+            slots, config, go, _ = block.prepared
             workspace = alloc_workspace(size)
             slots[0], slots[1], config.stream = address, workspace.data_ptr(), stream
             status = go()
             if status:
-                function.failed(status, go)
+                function.retry_or_raise(status, go)
             return workspace
 
         return convert

@@ -20,7 +20,16 @@ from ...core.problem import Problem, bits
 from ...core.target import Target
 from ..base import NOT_LISTED
 from ..gpu.int4 import INT4_BLOCKS
-from ..gpu.rules import ALIGN, FP8, OFFSET_LIMIT, DeviceLimits, aligned_leads, device_of, leads, refusal
+from ..gpu.rules import (
+    ALIGN,
+    FP8,
+    OFFSET_LIMIT,
+    DeviceLimits,
+    aligned_leads,
+    device_limits,
+    leading_dimensions,
+    why_no_gpu_kernel,
+)
 from ..gpu.space import axis_values, rank_configs
 from .cost import Work, seconds, shared_tiles
 
@@ -42,13 +51,13 @@ def why_unsupported_amd(target: Target) -> str:
 def candidates(problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
     """Yield the legal candidates, most promising first within each template, then the illegal ones with their
     reasons."""
-    reason = refusal(problem) or (
+    reason = why_no_gpu_kernel(problem) or (
         _why_unsupported_on_amd(problem) if target.is_amd else _why_fp8_unsupported(problem, target)
     )
     if reason:
         yield Illegal(Candidate.make(NAME, "*"), reason)
         return
-    device = device_of(target)
+    device = device_limits(target)
     work = _work(problem, device)
     illegal: list[Illegal] = []
     for template, space in _spaces(problem, device).items():
@@ -66,10 +75,10 @@ def candidates(problem: Problem, target: Target) -> Iterator[Candidate | Illegal
 
 def why_illegal(problem: Problem, candidate: Candidate, target: Target) -> str:
     """Return why ``candidates`` does not list ``candidate``, without listing all candidates; empty if it lists it."""
-    reason = refusal(problem) or (_why_unsupported_on_amd(problem) if target.is_amd else "")
+    reason = why_no_gpu_kernel(problem) or (_why_unsupported_on_amd(problem) if target.is_amd else "")
     if reason:
         return reason
-    device, requested = device_of(target), dict(candidate.config)
+    device, requested = device_limits(target), dict(candidate.config)
     for config in _spaces(problem, device, requested).get(candidate.template, ()):
         if Candidate.make(NAME, candidate.template, **config).identity == candidate.identity:
             return _why_illegal(problem, device, candidate.template, config)
@@ -188,7 +197,7 @@ def _why_tiled_illegal(problem: Problem, device: DeviceLimits, config: dict[str,
     if device.arch and swap:
         return "AMD's matrix units multiply 16 or 32 rows: nothing to fill by swapping"
     blocks = -(-problem.k // bk)
-    lda, ldb, _ = leads(problem, problem.m)
+    lda, ldb, _ = leading_dimensions(problem, problem.m)
     a_far = bm * lda + problem.k if problem.a.layout.order == "row" else bk * lda
     b_far = bn * ldb + problem.k if problem.b.layout.order == "col" else bk * ldb
     if max(a_far, b_far) >= OFFSET_LIMIT:
@@ -246,7 +255,7 @@ def _why_conversion_illegal(problem: Problem) -> str:
         return "only int8 weights are converted for one product"
     if problem.m < _MIN_CONVERTED_ROWS:
         return f"converting all weights pays from {_MIN_CONVERTED_ROWS} rows; got {problem.m}"
-    if leads(problem, problem.m)[1] != problem.k:
+    if leading_dimensions(problem, problem.m)[1] != problem.k:
         return "converts weights whose columns follow one another"
     return ""
 
