@@ -91,9 +91,9 @@ def test_every_problem_has_a_candidate_and_its_plain_form_is_what_users_run() ->
         bmm_problem(2, 3, 8, 8, "float16"): "aten/bmm",
     }
     for problem, name in plain.items():
-        assert ATEN.plain(problem, H200).id == name
+        assert ATEN.default_candidate(problem, H200).id == name
         assert name == "aten/composite" or next(iter(legal(problem))) == name
-    assert ATEN.plain(weight_only_problem(1, 64, 128)).id == "aten/int8pack"
+    assert ATEN.default_candidate(weight_only_problem(1, 64, 128)).id == "aten/int8pack"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -47,17 +47,17 @@ class Emulator:
 
     def skinny(self, problem: Problem, **config: int) -> GpuKernel:
         config = {**SKINNY, "bm": 8 * -(-problem.m // 8), **config}
-        assert not space._why_skinny_illegal(problem, space.device_of(H200), config)
+        assert not space._why_skinny_illegal(problem, space.device_limits(H200), config)
         return self.load(problem, Candidate.make("cuda", "skinny", **config))
 
     def slab(self, problem: Problem, **config: int) -> GpuKernel:
         config = {**SLAB_CONFIG, **config}
-        assert not space._why_slab_illegal(problem, space.device_of(H200), config)
+        assert not space._why_slab_illegal(problem, space.device_limits(H200), config)
         return self.load(problem, Candidate.make("cuda", "slab", **config))
 
     def mixed(self, problem: Problem, **config: int) -> GpuKernel:
         config = {**MIXED_CONFIG, **config}
-        assert not space._why_mixed_illegal(problem, space.device_of(H200), config)
+        assert not space._why_mixed_illegal(problem, space.device_limits(H200), config)
         return self.load(problem, Candidate.make("cuda", "mixed", **config))
 
     def load(self, problem: Problem, candidate: Candidate) -> GpuKernel:

@@ -222,7 +222,7 @@ def test_cross_compiling_for_hopper(
 
 
 def _artifact() -> bytes:
-    return artifact.packed(artifact.Header("k", 3, 0, 4, (), 0), b"elf")
+    return artifact.encode_kernel(artifact.Header("k", 3, 0, 4, (), 0), b"elf")
 
 
 def test_an_artifact_may_hold_several_kernels() -> None:
