@@ -30,7 +30,7 @@ from .plausible import least_s
 from .race import Entrant, RaceSetup, race
 from .surroundings import Surrounding
 
-INCUMBENT = "aten"
+BASELINE_BACKEND = "aten"
 
 _DEFAULT_LLC = 32 << 20
 _SHORT_S = 100e-6  # below this one call is too short for the clock, and its operands too small to be evicted
@@ -257,7 +257,7 @@ class Track:
             Entrant(
                 name,
                 self._runner(kernel, self._operands[self._layout(kernel)], place),
-                kernel.candidate.backend == INCUMBENT,
+                kernel.candidate.backend == BASELINE_BACKEND,
                 kernel.packing or "",
             )
             for place, (name, kernel) in enumerate(kernels.items())

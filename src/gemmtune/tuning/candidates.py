@@ -10,7 +10,7 @@ from ..core.candidate import Candidate, Illegal
 from ..core.problem import Problem
 from ..core.target import Target
 
-INCUMBENT = "aten"
+BASELINE_BACKEND = "aten"
 
 # A backend that lists more is cut there: it yields the most promising first, and no budget reaches further.
 MAX_PER_BACKEND = 5000
@@ -30,7 +30,7 @@ def enumerate_candidates(
     for name in dict.fromkeys(backend_names):
         legal[name], refused = _of_backend(name, problem, target)
         illegal += refused
-    first = legal.pop(INCUMBENT, [])
+    first = legal.pop(BASELINE_BACKEND, [])
     return list(_distinct(chain(first, _round_robin(legal.values())))), illegal
 
 

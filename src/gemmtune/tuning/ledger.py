@@ -12,7 +12,7 @@ import msgspec
 
 from ..core.candidate import Candidate, Illegal
 from ..core.decision import Evidence, Sample, Stage, Verdict
-from .candidates import INCUMBENT
+from .candidates import BASELINE_BACKEND
 
 # Kept of those that never ran: a record stays small (a hit is read in well under a millisecond), and each reason shows.
 MAX_PER_REASON = 4
@@ -42,13 +42,13 @@ class Row:
         return self.candidate.id
 
     @property
-    def rough_s(self) -> float:
+    def screening_s(self) -> float:
         """The least of the rough times (stalls only ever add), infinite when it has none."""
         return min(self.times_s, default=float("inf"))
 
     @property
     def incumbent(self) -> bool:
-        return self.candidate.backend == INCUMBENT
+        return self.candidate.backend == BASELINE_BACKEND
 
 
 class Ledger:
@@ -72,7 +72,7 @@ class Ledger:
 
     def timed(self) -> list[Row]:
         """Those with rough times, fastest first."""
-        return sorted((row for row in self._rows.values() if row.times_s), key=lambda row: row.rough_s)
+        return sorted((row for row in self._rows.values() if row.times_s), key=lambda row: row.screening_s)
 
     def best(self, *, incumbent: bool | None = None, eligible: bool = False) -> Row | None:
         """The fastest by rough times, among incumbents or the others, or all (None)."""
@@ -125,7 +125,7 @@ def _rough_sample(row: Row, base: Row | None) -> Sample:
     low, high = min(row.times_s), max(row.times_s)
     ratio = (1.0, 1.0, 1.0)
     if base is not None and base is not row:
-        ratio = (row.rough_s / base.rough_s, low / max(base.times_s), high / min(base.times_s))
+        ratio = (row.screening_s / base.screening_s, low / max(base.times_s), high / min(base.times_s))
     return Sample(
         median(row.times_s),
         low,

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from ..core.candidate import Candidate, Scalar
-from .candidates import INCUMBENT
+from .candidates import BASELINE_BACKEND
 
 Template = tuple[str, str]
 
@@ -49,9 +49,9 @@ class Search:
         self._times: dict[str, float] = {}
         self._told: dict[Template, list[float]] = defaultdict(list)
         self._best, self._since_better = float("inf"), 0
-        self._incumbents = [c for c in candidates if c.backend == INCUMBENT]
+        self._incumbents = [c for c in candidates if c.backend == BASELINE_BACKEND]
         self._first = list(first)
-        self._seeds = _seed_waves([c for c in candidates if c.backend != INCUMBENT], seeds)
+        self._seeds = _seed_waves([c for c in candidates if c.backend != BASELINE_BACKEND], seeds)
 
     def ask(self) -> list[Candidate] | None:
         """The next candidates to time, or None when the search is over."""
@@ -107,7 +107,7 @@ class Search:
     def _ranking(self) -> list[Candidate]:
         """The timed candidates that have neighbours to offer, fastest first."""
         ids = sorted(self._times, key=lambda name: (self._times[name], self._rank[name]))
-        return [self._by_id[name] for name in ids if self._by_id[name].backend != INCUMBENT]
+        return [self._by_id[name] for name in ids if self._by_id[name].backend != BASELINE_BACKEND]
 
     def _random_picks(self) -> list[Candidate]:
         rest = [c for name, c in self._by_id.items() if name not in self._asked]

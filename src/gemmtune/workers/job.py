@@ -27,7 +27,7 @@ from ..timing.machine import CpuMachine, Pins
 from ..timing.nvml import cuda_machine
 from ..timing.outcome import Leading, Raced
 from ..timing.timing import (
-    INCUMBENT,
+    BASELINE_BACKEND,
     PACED_BYTES,
     Flush,
     Pace,
@@ -193,7 +193,12 @@ class Job:
         result = Attempted(None, kernel.packing, packing_s, kernel.workspace_bytes, times_s)
         if worth_s is None or min(times_s) <= worth_s:
             result.verdict = self._checked[candidate.id] = self._verify(kernel, self._need_draws()[:1], _GLANCE_S)
-            if self._pace is not None and result.verdict.ok and candidate.backend != INCUMBENT and len(times_s) > 2:
+            if (
+                self._pace is not None
+                and result.verdict.ok
+                and candidate.backend != BASELINE_BACKEND
+                and len(times_s) > 2
+            ):
                 self._pace.offer(self._once(kernel), min(times_s))
         return result
 
@@ -221,7 +226,7 @@ class Job:
         """What became wrong of the raced kernels that may be served: the leader, each packing's best and what won its
         layout's duel, and the fastest of ATen's."""
         placed = [row for row in raced.placed if row.sample is not None and row.stage != "failed"]
-        of_aten = [row for row in placed if row.id.startswith(f"{INCUMBENT}/")]
+        of_aten = [row for row in placed if row.id.startswith(f"{BASELINE_BACKEND}/")]
         baseline = min(of_aten, key=lambda row: row.sample.median_s if row.sample else math.inf, default=None)
         duelled = [name for layout in raced.layouts.values() for name in (layout.candidate, layout.baseline)]
         names = [raced.leader, *raced.groups.values(), *duelled, baseline.id if baseline is not None else None]
