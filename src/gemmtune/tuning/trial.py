@@ -48,25 +48,23 @@ MIN_OTHERS = 4  # candidates other than ATen's that are tried even when ATen's a
 
 CLOSE = 1.3  # a candidate whose screening time is within this factor of the best may turn out fastest in a race
 CLOSE_BASELINE = 1.5  # ATen has few candidates: a wider limit keeps the name "ATen" honest
-# within this factor a few screening times do not tell which of ATen's candidates is the fastest
+# Within this factor a few screening times do not tell which of ATen's candidates is the fastest.
 UNCERTAIN_BASELINE = 1.15
-# kernels on the raw weight are raced when they take up to this multiple of the best packed kernel's time
+# Kernels on the raw weight are raced when they take up to this multiple of the best packed kernel's time.
 RAW_WITHIN = 8.0
-PACKING_WITHIN = (
-    # the fastest candidate of each packing is confirmed within this factor of the best, for Plans that share one
-    # packing over many M
-    5.0
-)
+# The fastest candidate of each packing is confirmed within this factor of the best, for Plans that share one packing
+# over many M.
+PACKING_WITHIN = 5.0
 
 MAX_RACED, MAX_BASELINES, MAX_PACKINGS = 16, 4, 4
-# screening times are more reliable on a GPU, and rounds repeat to a few tenths of a percent
+# Screening times are more reliable on a GPU, and rounds repeat to a few tenths of a percent.
 MAX_RACED_GPU, RACE_GPU_S = 12, 1.2
 # The RETIMED fastest candidates whose screening times are within the factor RETIMED_WITHIN are timed once more when
 # there is time to spare: each was timed at another moment, and a busy neighbour of half a second doubles the times it
 # meets.
 RETIMED, RETIMED_WITHIN = 24, 3.0
 RETIMED_GPU = 8  # nobody else keeps a GPU busy; its clock may still be rising when the first candidates are timed
-# calls of the leader that a race needs to decide anything, however little of the default budget remains
+# Calls of the leader that a race needs to decide anything, however little of the default budget remains.
 SLOW_DUEL_CALLS = 80
 # ATEN_END: ATen's share of a user's budget. RACE_PAIRS: the pairs of timings for which a race is always left time: 12
 # for its paired test, and the rounds before it.
@@ -77,7 +75,7 @@ CHECK_CALLS = 16  # calls that checking a candidate makes at least: some on each
 GPU_SEARCH: dict[str, int] = {"seeds": 12, "leaders": 2, "patience": 12}
 BUILT_AHEAD = 12  # of each template
 
-# candidates tried, before the search's own, in each layout that the weight has kernels in at other M
+# Candidates tried, before the search's own, in each layout that the weight has kernels in at other M.
 TRIED_PER_LAYOUT = 2
 
 NOT_REMEMBERED = ("build_failed", "unsupported")  # failures that are not stored: trying again costs nothing
@@ -124,7 +122,7 @@ class Trial:
         self._seconds, self._strict = self._default_s, False
         self._builds: dict[str, Artifact | Verdict] = {}
         self._best_s = self._slowest_s = 0.0
-        # upper bound of the seconds that a timing takes besides its calls, such as emptying the caches
+        # Upper bound of the seconds that a timing takes besides its calls, such as emptying the caches.
         self._overhead_s = 0.0
         self._others_tried = 0
 
