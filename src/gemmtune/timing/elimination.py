@@ -26,9 +26,8 @@ _TWO_STALLS_S = 20e-3  # a difference that two stalls cannot explain; smaller di
 # Rounds so far -> challengers that may remain.
 _PLACES_BY_ROUND = {8: 24, 12: 12, 18: 8, 27: 6, 40: 4, 60: 4, 90: 4, 135: 3, 200: 3, 300: 3, 450: 3}
 _GROUP_ROUNDS = 18  # rounds that the fastest of each group stays in: a Plan compares groups by these times
-_NEGLIGIBLE_GAIN = (
-    0.004  # once nobody can be faster than the leader by more than this share (90% confidence), the leader is chosen
-)
+# Once nobody can be faster than the leader by more than this share (90% confidence), the leader is chosen.
+_NEGLIGIBLE_GAIN = 0.004
 # Operands are moved every so many rounds, if a move takes at most this share of the time left.
 _MOVE_EVERY, _MOVE_SHARE = 5, 0.1
 _MAX_MOVES = 8  # moves of the operands before a leader is chosen

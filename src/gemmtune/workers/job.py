@@ -44,7 +44,7 @@ from ..verify.row_stack import OtherRows
 from ..verify.verify import Run, guarded, verify
 from .limits import limit_memory
 from .protocol import Attempt, Attempted, Build, Built, Confirm, Confirmed, Open, Race, Ready, Reply, Request, Setup
-from .strays import end_strays
+from .strays import kill_descendants
 
 _RACE_LEAST = 0.3  # of a race's budget, when making and packing operands took it all
 
@@ -142,7 +142,7 @@ class Desk:
 
     def _left_behind(self) -> Verdict | None:
         """The Verdict for a candidate that left processes running, which are ended. In the user's process, nothing."""
-        count = end_strays() if self._marker_fd is not None else 0
+        count = kill_descendants() if self._marker_fd is not None else 0
         return Verdict("crashed", f"it left {count} child process(es) running") if count else None
 
     def _need_target(self) -> Target:
