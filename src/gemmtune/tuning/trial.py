@@ -100,7 +100,7 @@ class Trial:
         target: Target,
         backend_names: Sequence[str],
         store: Store,
-        hands: Hands,
+        worker: Hands,
         progress: Progress,
         seed: int,
         *,
@@ -111,7 +111,7 @@ class Trial:
     ) -> None:
         self._problem, self._target, self._store = problem, target, store
         self._build, self._build_ahead, self._hot = build, build_ahead, hot
-        self._hands, self._progress, self._seed = hands, progress, seed
+        self._worker, self._progress, self._seed = worker, progress, seed
         self._layouts = tuple(layouts[:MAX_PACKINGS])
         self._candidates, illegal = enumerate_candidates(problem, target, backend_names)
         self._ledger = Ledger(self._candidates, illegal)
@@ -135,7 +135,7 @@ class Trial:
         """
         self._started = run_started = time.perf_counter()
         self._seconds, self._strict = seconds or self._default_s, seconds is not None
-        self._hands.open(self._problem, self._seed)
+        self._worker.open(self._problem, self._seed)
         if not self._strict:
             self._started = max(self._started, time.perf_counter() - OPEN_SHARE * self._seconds)
         stopped = self._explore(limit)
@@ -204,7 +204,7 @@ class Trial:
         for row in _within(others, RETIMED_WITHIN)[: RETIMED_GPU if self._gpu else RETIMED]:
             if self._share_spent() > EXPLORE_END:
                 return
-            result = self._hands.attempt(row.candidate, self._deadline(), self._cutoff_s(row.candidate))
+            result = self._worker.attempt(row.candidate, self._deadline(), self._cutoff_s(row.candidate))
             row.verdict = result.verdict if row.verdict is None else row.verdict
             if result.verdict is not None and not result.verdict.ok:
                 row.times_s = ()
@@ -285,7 +285,7 @@ class Trial:
 
     def _attempt(self, candidate: Candidate) -> Row:
         start = time.perf_counter()
-        result = self._hands.attempt(candidate, self._deadline(), self._cutoff_s(candidate))
+        result = self._worker.attempt(candidate, self._deadline(), self._cutoff_s(candidate))
         row = self._ledger[candidate.id]
         row.stage, row.verdict, row.packing = "screened", result.verdict, result.packing
         row.packing_s, row.workspace_bytes, row.times_s = result.packing_s, result.workspace_bytes, result.times_s
@@ -411,9 +411,9 @@ class Trial:
     def _check(self, row: Row) -> None:
         if row.eligible or row.stage == "failed":
             return
-        verdict = self._hands.confirm(row.candidate, self._deadline()).verdict
+        verdict = self._worker.confirm(row.candidate, self._deadline()).verdict
         if verdict.kind == "crashed" and row.incumbent:  # another kernel may have damaged the heap that ATen crashed on
-            verdict = self._hands.confirm(row.candidate, self._deadline()).verdict
+            verdict = self._worker.confirm(row.candidate, self._deadline()).verdict
         if verdict.ok:
             row.verdict, row.eligible = verdict, True
         else:
@@ -433,7 +433,7 @@ class Trial:
             try:
                 candidates = [row.candidate for row in rows]
                 earlier_s = {row.id: row.screening_s for row in rows}
-                raced = self._hands.race(
+                raced = self._worker.race(
                     candidates, budget_s, self._seed, self._report_leading, self._hot, earlier_s
                 )  # fmt: skip
                 if not raced.faults:

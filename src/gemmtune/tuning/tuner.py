@@ -293,23 +293,23 @@ class _Crew:
     ) -> None:
         self._target, self._isolate, self._limits, self._latency = target, isolate, limits, latency
         self._artifacts = artifacts
-        self._hands: Hands | None = None
+        self._worker: Hands | None = None
         self.builders = Builders(artifacts=artifacts)
         self.spent: list[float] = []
         self.to_come: list[Problem] = []
         self.built_for: set[Problem] = set()
 
     def hands(self) -> Hands:
-        if self._hands is None:
-            self._hands = (
+        if self._worker is None:
+            self._worker = (
                 Worker(self._target, limits=self._limits, latency=self._latency, artifacts=self._artifacts)
                 if self._isolate
                 else LocalWorker(self._target, latency=self._latency, artifacts=self._artifacts)
             )
-            self._hands.start()
-        return self._hands
+            self._worker.start()
+        return self._worker
 
     def close(self) -> None:
         self.builders.close()
-        if self._hands is not None:
-            self._hands.close()
+        if self._worker is not None:
+            self._worker.close()
