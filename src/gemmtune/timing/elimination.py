@@ -24,7 +24,7 @@ EXTENSION = 1.0  # share of the budget that a disturbed machine adds
 _SCREEN_ROUNDS = (2, 4)
 _TWO_STALLS_S = 20e-3  # a difference that two stalls cannot explain; smaller differences wait for the second screening
 # Rounds so far -> challengers that may remain.
-_PLACES_BY_ROUND = {8: 24, 12: 12, 18: 8, 27: 6, 40: 4, 60: 4, 90: 4, 135: 3, 200: 3, 300: 3, 450: 3}
+_CHALLENGERS_BY_ROUND = {8: 24, 12: 12, 18: 8, 27: 6, 40: 4, 60: 4, 90: 4, 135: 3, 200: 3, 300: 3, 450: 3}
 _GROUP_ROUNDS = 18  # rounds that the fastest of each group stays in: a Plan compares groups by these times
 # Once nobody can be faster than the leader by more than this share (90% confidence), the leader is chosen.
 _NEGLIGIBLE_GAIN = 0.004
@@ -202,7 +202,7 @@ class Elimination:
 
     def _eliminate(self) -> None:
         self._equalize_calls()
-        for look, (rounds, places) in enumerate(_PLACES_BY_ROUND.items(), start=1):
+        for look, (rounds, max_challengers) in enumerate(_CHALLENGERS_BY_ROUND.items(), start=1):
             while self.rounds < rounds:
                 if self._is_choice_settled():
                     return
@@ -213,7 +213,7 @@ class Elimination:
                 if self.rounds % _MOVE_EVERY == 0 and self.moves < _MAX_MOVES:
                     self.move()
             self._update_disturbed()
-            self._eliminate_slower(look, places)
+            self._eliminate_slower(look, max_challengers)
             self._update_clear()
             self._report()
             if (
@@ -223,9 +223,9 @@ class Elimination:
             ):
                 return
 
-    def _eliminate_slower(self, look: int, places: int) -> None:
+    def _eliminate_slower(self, look: int, max_challengers: int) -> None:
         """Eliminate entries on confidence bounds (union over entries, alpha spent over looks), then all but the best
-        ``places``."""
+        ``max_challengers`` challengers."""
         active = self._active()
         leader = fastest(active)
         best_baseline = self._fastest_active(baselines=True)
@@ -240,12 +240,15 @@ class Elimination:
             if interval is not None and (not more_moves_due or interval.center > 1.0 + _PLACEMENT_EFFECT):
                 text = f"{interval.center:.3f}x the time of {rival.id} ({interval.lo:.3f}..{interval.hi:.3f})"
                 entry.drop("eliminated", f"{text} after {self.rounds} rounds")
-        rest = ranked([entry for entry in self._active() if not entry.incumbent])
+        challengers = ranked([entry for entry in self._active() if not entry.incumbent])
         if self.moves < _MAX_MOVES and self._is_move_affordable():
-            places *= 2
-        for rank, entry in enumerate(rest[places:], start=places + 1):
+            max_challengers *= 2
+        for rank, entry in enumerate(challengers[max_challengers:], start=max_challengers + 1):
             if entry.id not in protected:
-                entry.drop("eliminated", f"in place {rank} of {len(rest)} after {self.rounds} rounds, beyond {places}")
+                entry.drop(
+                    "eliminated",
+                    f"in place {rank} of {len(challengers)} after {self.rounds} rounds, beyond {max_challengers}",
+                )
 
     def _group_leaders(self) -> set[str]:
         """Return the ids of the fastest challenger of each group."""
@@ -289,7 +292,7 @@ class Elimination:
     def _equalize_calls(self) -> None:
         """Raise every entry's calls per timing to the largest number among the entries.
 
-        The first call of a timing finds caches and threads in the state that another kernel left, and has more weight
+        The first call of a timing starts with caches and threads in the state after another kernel, and has more weight
         among few calls than among many.
         """
         entries = self._active()
@@ -364,11 +367,11 @@ class Elimination:
 
     def _update_clear(self) -> None:
         """Update ``clear``: whether the leader and the best baseline are far apart. Before there are enough rounds,
-        single times tell."""
+        single times decide."""
         baseline, leader = self._fastest_active(baselines=True), self._fastest_active(baselines=False)
         if baseline is None or leader is None:
             return
-        if self.rounds < min(_PLACES_BY_ROUND):
+        if self.rounds < min(_CHALLENGERS_BY_ROUND):
             ratio = self._first_estimate_s(leader) / self._first_estimate_s(baseline)
             self.clear = ratio < _CLEAR_FIRST or ratio > 1.0 / _CLEAR_FIRST
             return

@@ -87,8 +87,8 @@ def ranked(entries: Sequence[Lane]) -> list[Lane]:
     the round's median.
 
     A machine's speed changes by a tenth from one second to the next where others compute on it, and a median of an
-    entry's own times depends on how many of its rounds fell into which second; within a round all entries meet equal
-    conditions.
+    entry's own times depends on how many of its rounds fell into which second; within a round all entries run under
+    equal conditions.
     """
     shared_rounds = set.intersection(*(set(entry.times) for entry in entries)) if entries else set()
     if not shared_rounds:

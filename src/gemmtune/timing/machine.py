@@ -84,10 +84,10 @@ class CpuMachine:
         if elapsed < 0.02:
             return Weather(frequency=self._frequency())
         self._last = now
-        others = (now.busy - before.busy) - (now.own - before.own)
+        others_s = (now.busy - before.busy) - (now.own - before.own)
         cores = max(1, os.cpu_count() or 1)
         stolen = max(0.0, (now.stolen - before.stolen) / (elapsed * cores))
-        load = max(0.0, others / elapsed)
+        load = max(0.0, others_s / elapsed)
         is_crowded = load > _CONTENDING_CORES and load + min(self._threads, cores) > cores + _MISSING_CORES
         return Weather(load, self._frequency(), stolen, is_crowded or stolen > _STOLEN_SHARE)
 
@@ -154,10 +154,10 @@ class Pins:
 
 def _least_busy(allowed: set[int], settle_s: float) -> list[int]:
     """Return one CPU of each core, the idlest first."""
-    before = psutil.cpu_times(percpu=True)
+    times_before = psutil.cpu_times(percpu=True)
     time.sleep(settle_s)
-    after = psutil.cpu_times(percpu=True)
-    busy = {cpu: -(after[cpu].idle - before[cpu].idle) for cpu in allowed if cpu < len(after)}
+    times_after = psutil.cpu_times(percpu=True)
+    busy = {cpu: -(times_after[cpu].idle - times_before[cpu].idle) for cpu in allowed if cpu < len(times_after)}
     used_cores: set[str] = set()
     chosen = []
     for cpu in sorted(busy, key=lambda cpu: (busy[cpu], cpu)):

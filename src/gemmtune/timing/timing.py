@@ -105,9 +105,9 @@ class Pace:
     def warm_up(self) -> None:
         """Call the reference kernel as often as a candidate is called before it is timed.
 
-        Where the flush does not empty the cache (some hosts have 480 MB of it), the kernel's weight would be in the
-        cache when the kernel was chosen and not beside later candidates, and these would look up to five times as fast
-        as they are.
+        The flush does not empty the cache everywhere (some hosts have 480 MB of it). On such a host the kernel's weight
+        would be in the cache when the kernel was chosen and not beside later candidates, and these would look up to
+        five times as fast as they are.
         """
         if self._call is not None:
             for _ in range(_SCREENING_TIMINGS):

@@ -76,7 +76,7 @@ class Search:
 
     @property
     def left(self) -> int:
-        """The number of candidates that the search may still ask for, as far as is known now (it grows with new
+        """The number of candidates that the search may still ask for, by the present ranking (it grows with new
         leaders' neighbours)."""
         expected = {c.id for c in (*self._baselines, *self._first)}
         expected |= {c.id for wave in self._seeds for c in self._without_hopeless(wave)}
@@ -149,8 +149,8 @@ class _Neighbours:
 
 def _line(candidate: Candidate, name: str) -> tuple[object, ...]:
     """Return the key of the line of candidates that agree in every entry except ``name``."""
-    rest = tuple((key, value) for key, value in candidate.config if key != name)
-    return (candidate.backend, candidate.template, name, rest)
+    other_entries = tuple((key, value) for key, value in candidate.config if key != name)
+    return (candidate.backend, candidate.template, name, other_entries)
 
 
 def _adjacent(line: list[Candidate], name: str, value: Scalar) -> list[Candidate]:

@@ -36,10 +36,10 @@ Build = Callable[[Problem, Iterable[Candidate], Target], Mapping[str, Artifact |
 BuildAhead = Callable[[Problem, Iterable[Candidate], Target], None]
 
 DEFAULT_S = 6.0
-DEFAULT_GPU_S = 3.0  # its timings are short and steady; what building takes is not counted
+DEFAULT_GPU_S = 3.0  # its timings are short and steady; build time is not counted
 
-# Shares of the budget at which a phase ends and the next begins; the race has the rest. Preparing operands and oracle
-# counts for no more than OPEN_SHARE: on a busy machine it could take all the time that choosing a kernel needs.
+# Shares of the budget at which a phase ends and the next begins; the race has the remainder. Preparing operands and
+# oracle counts for no more than OPEN_SHARE: on a busy machine it could take all the time that choosing a kernel needs.
 OPEN_SHARE = 0.3
 EXPLORE_END, CONFIRM_END = 0.5, 0.75
 # Without a user's budget, a problem whose single calls are slow may take this multiple of the default budget.
@@ -60,10 +60,11 @@ MAX_RACED, MAX_BASELINES, MAX_PACKINGS = 16, 4, 4
 # Screening times are more reliable on a GPU, and rounds repeat to a few tenths of a percent.
 MAX_RACED_GPU, RACE_GPU_S = 12, 1.2
 # The RETIMED fastest candidates whose screening times are within the factor RETIMED_WITHIN are timed once more when
-# there is time to spare: each was timed at another moment, and a busy neighbour of half a second doubles the times it
-# meets.
+# there is time to spare: each was timed at another moment, and a busy neighbour of half a second doubles the times
+# during that moment.
 RETIMED, RETIMED_WITHIN = 24, 3.0
-RETIMED_GPU = 8  # nobody else keeps a GPU busy; its clock may still be rising when the first candidates are timed
+# A GPU has no other users, as a rule; its clock may still be rising when the first candidates are timed.
+RETIMED_GPU = 8
 # Calls of the leader that a race needs to decide anything, however little of the default budget remains.
 SLOW_DUEL_CALLS = 80
 # ATEN_END: ATen's share of a user's budget. RACE_PAIRS: the pairs of timings for which a race is always left time: 12
@@ -86,12 +87,12 @@ class Trial:
 
     Candidates are listed by the constructor, while a worker may still be starting.
 
-    hands: the worker that builds, checks, times and races. build: builds candidates before they are tried (see
-    ``workers.builds.Builders``); None leaves building to the worker. build_ahead: begins to build candidates that may
-    be tried next, while others are timed; None where that would disturb timing. hot: race on operands that are in the
-    cache. layouts: names of the packed layouts in which the same weight has kernels at other M, the fastest first; one
-    candidate of each of the first layouts is tried, checked and raced before others, because one layout serves all M of
-    a weight. Raises ValueError for an unknown backend name.
+    worker: the measurement worker, which builds, checks, times and races. build: builds candidates before they are
+    tried (see ``workers.builds.Builders``); None leaves building to the worker. build_ahead: begins to build candidates
+    that may be tried next, while others are timed; None where that would disturb timing. hot: race on operands that are
+    in the cache. layouts: names of the packed layouts in which the same weight has kernels at other M, the fastest
+    first; candidates in the first of these layouts are tried, checked and raced before others, because one layout
+    serves all M of a weight. Raises ValueError for an unknown backend name.
     """
 
     def __init__(
@@ -195,11 +196,11 @@ class Trial:
     def _layout_of(self, candidate: Candidate) -> str | None:
         try:
             return backends.get(candidate.backend).packing_of(self._problem, candidate)
-        except NotImplementedError:  # only the loaded kernel can tell
+        except NotImplementedError:  # only the loaded kernel has this name
             return None
 
     def _retime_fastest(self) -> None:
-        """Time the fastest candidates once more, at another moment, while exploring has time left."""
+        """Time the fastest candidates once more, at another moment, while exploring has time to spare."""
         others = [row for row in self._ledger.timed() if not row.incumbent]
         for row in _within(others, RETIMED_WITHIN)[: RETIMED_GPU if self._gpu else RETIMED]:
             if self._share_spent() > EXPLORE_END:
@@ -376,8 +377,8 @@ class Trial:
     def _leaves_race_time(self, row: Row) -> bool:
         """Whether a check of ``row`` ends in this phase and, within a user's budget, leaves the race its time.
 
-        ATen's plain candidate on a quantised weight may be 50 times slower than the rest: checking it took the time
-        that the race needed, which then could not tell that a kernel four times as fast as ATen's best is faster.
+        ATen's plain candidate on a quantised weight may be 50 times slower than the others: checking it took the time
+        that the race needed, which then could not show that a kernel four times as fast as ATen's best is faster.
         """
         end_s = self._elapsed_s() + CHECK_CALLS * row.screening_s
         return end_s < CONFIRM_END * self._seconds and not (self._strict and self._seconds < end_s + self._reserve_s())
@@ -424,8 +425,8 @@ class Trial:
     def _race(self) -> Raced:
         """Race the eligible candidates and return the result.
 
-        A candidate that crashes the worker, or whose output is wrong after the race, is marked as failed, and the rest
-        race again.
+        A candidate that crashes the worker, or whose output is wrong after the race, is marked as failed, and the
+        others race again.
         """
         unexplained_losses = 0
         while rows := self._entrants():
@@ -457,7 +458,7 @@ class Trial:
     def _entrants(self) -> list[Row]:
         """Return the rows to race, most important first: ATen's best, the other candidates, then more of ATen's.
 
-        Where memory is short, the last of them are left out of the race.
+        A race that is short of memory leaves out the last of them.
         """
         rows = [row for row in self._ledger.timed() if row.eligible]
         baselines = _within([row for row in rows if row.incumbent], CLOSE_BASELINE)[:MAX_BASELINES]
@@ -492,7 +493,7 @@ class Trial:
         )
 
     def _race_seconds(self, rows: Sequence[Row]) -> float:
-        """Return the seconds for the race: the rest of the budget.
+        """Return the seconds for the race: those that remain of the budget.
 
         Unless the budget is the user's, a race of slow calls gets more, since it could not decide anything otherwise.
         """

@@ -93,17 +93,17 @@ class Builders:
         One processor is left free, and builds that a call waits for come first. Use it only where this disturbs no
         timing; never raises.
         """
-        wanted = {c.id: c for c in candidates if (problem.key, c.id) not in self._early_builds}
+        requested = {c.id: c for c in candidates if (problem.key, c.id) not in self._early_builds}
         with contextlib.suppress(WorkerError, ValueError):  # a later call that needs the build raises the error
-            missing = [candidate for candidate in wanted.values() if self._is_missing(problem, candidate, target)]
+            missing = [candidate for candidate in requested.values() if self._is_missing(problem, candidate, target)]
             if not missing:
                 return
             jobs = self._jobs(problem, missing, target)
             self._background = self._background or ThreadPoolExecutor(self._count, thread_name_prefix="gemmtune-ahead")
             for candidate in missing:
                 claim = threading.Lock()
-                done = self._background.submit(self._build_early, self._slots, jobs, candidate, claim)
-                self._early_builds[problem.key, candidate.id] = _EarlyBuild(claim, done)
+                future = self._background.submit(self._build_early, self._slots, jobs, candidate, claim)
+                self._early_builds[problem.key, candidate.id] = _EarlyBuild(claim, future)
 
     def close(self) -> None:
         """End the process that builders are forked from, and the builds in progress. Idempotent."""
@@ -133,7 +133,7 @@ class Builders:
             early_build = early_builds.pop((problem.key, candidate.id), None)
             if early_build is not None and not early_build.claim.acquire(blocking=False):
                 with contextlib.suppress(WorkerError, CancelledError):  # otherwise this thread builds it
-                    return early_build.done.result()
+                    return early_build.future.result()
             with slots.acquired(urgent=True):
                 return jobs.build(candidate)
 
@@ -212,7 +212,7 @@ class _EarlyBuild:
     """A build that was begun before a call asked for it. claim: acquired by the thread that builds it."""
 
     claim: threading.Lock
-    done: Future[Artifact | Verdict]
+    future: Future[Artifact | Verdict]
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,8 +151,8 @@ class Desk:
             self._pins.choose(target.threads)
 
     def _kill_orphans(self) -> Verdict | None:
-        """Kill the processes that a candidate left running, and return its Verdict; None when there were none, or in
-        the user's process."""
+        """Kill the processes that a candidate started and did not end, and return its Verdict; None when there were
+        none, or in the user's process."""
         count = kill_descendants() if self._marker_fd is not None else 0
         return Verdict("crashed", f"it left {count} child process(es) running") if count else None
 
@@ -179,7 +179,7 @@ class Job:
         self._test_cases: tuple[Draw, ...] | None = None
         self._rows: OtherRows | None = None
         self._flush: Flush | None = None
-        self._pace = Pace() if self._gpu is None and problem.weight_bytes <= PACED_BYTES else None
+        self._speed_reference = Pace() if self._gpu is None and problem.weight_bytes <= PACED_BYTES else None
         self._packed: dict[tuple[str, int], Any] = {}  # by layout and id of the unpacked B
         self._packing_s: dict[str, float] = {}
         self._checked: dict[str, Verdict] = {}
@@ -210,12 +210,12 @@ class Job:
                 kernel, self._get_test_cases()[:1], _SCREEN_REPEAT_S
             )
             if (
-                self._pace is not None
+                self._speed_reference is not None
                 and result.verdict.ok
                 and candidate.backend != BASELINE_BACKEND
                 and len(times_s) > 2
             ):
-                self._pace.offer(self._single_call(kernel), min(times_s))
+                self._speed_reference.offer(self._single_call(kernel), min(times_s))
         return result
 
     def confirm(self, candidate: Candidate) -> Confirmed:
@@ -225,24 +225,24 @@ class Job:
         if kernel is None:
             return Confirmed(verdict)
         self._drop_packed(kernel)
-        first = self._checked.get(candidate.id)
-        if first is None:
-            first = self._verify(kernel, self._get_test_cases()[:1])
-        others = first if not first.ok else self._verify(kernel, self._get_test_cases()[1:])
-        if others.ok:
-            other_rows = self._guarded_verdict(
+        first_verdict = self._checked.get(candidate.id)
+        if first_verdict is None:
+            first_verdict = self._verify(kernel, self._get_test_cases()[:1])
+        remaining_verdict = first_verdict if not first_verdict.ok else self._verify(kernel, self._get_test_cases()[1:])
+        if remaining_verdict.ok:
+            rows_verdict = self._guarded_verdict(
                 kernel, lambda run: self._get_other_rows().verify(run, candidate, _ROWS_PATIENCE_S)
             )
-            others = (
-                msgspec.structs.replace(others, worst=max(others.worst, other_rows.worst))
-                if other_rows.ok
-                else other_rows
+            remaining_verdict = (
+                msgspec.structs.replace(remaining_verdict, worst=max(remaining_verdict.worst, rows_verdict.worst))
+                if rows_verdict.ok
+                else rows_verdict
             )
-        if not others.ok:
-            return Confirmed(others)
-        both_exact = first.kind == others.kind == "exact"
-        detail = first.detail or others.detail
-        worst = max(first.worst, others.worst)
+        if not remaining_verdict.ok:
+            return Confirmed(remaining_verdict)
+        both_exact = first_verdict.kind == remaining_verdict.kind == "exact"
+        detail = first_verdict.detail or remaining_verdict.detail
+        worst = max(first_verdict.worst, remaining_verdict.worst)
         return Confirmed(Verdict("exact" if both_exact else "within_bound", detail, worst))
 
     def recheck(self, track: Track, raced: Raced, seed: int) -> dict[str, Verdict]:
@@ -267,7 +267,7 @@ class Job:
         hot: one operand set, which stays in the cache as far as it fits. conditions: what Samples state besides the
         race's own conditions. Raises WorkerError when a confirmed candidate cannot be loaded again.
         """
-        self._test_cases, self._rows, self._packed, self._flush, self._pace = None, None, {}, None, None
+        self._test_cases, self._rows, self._packed, self._flush, self._speed_reference = None, None, {}, None, None
         kernels = {}
         for candidate in candidates:
             kernel, verdict = self._load(candidate)
@@ -334,7 +334,7 @@ class Job:
 
     def _screening_times(self, kernel: Kernel, worth_s: float | None) -> tuple[float, ...]:
         if self._gpu is None:
-            return rough_times(self._single_call(kernel), self._get_flush(), worth_s, self._pace)
+            return rough_times(self._single_call(kernel), self._get_flush(), worth_s, self._speed_reference)
         return rough_gpu_times(self._gpu, self._single_call(kernel), self._get_flush(), worth_s, self._latency)
 
     def _single_call(self, kernel: Kernel) -> Callable[[], None]:
@@ -387,7 +387,7 @@ def _explain_scratch(kernel: Kernel, problem: Problem) -> str:
     return f"it needs {needs} MB of scratch; tuning this problem allows {allowed} MB, since other candidates need less"
 
 
-def verdict_of(error: BaseException, activity: str, kind: Any) -> Verdict:
+def verdict_of(error: BaseException, activity: str, verdict_kind: Any) -> Verdict:
     """Return the Verdict for an exception that a candidate raised. KeyboardInterrupt is the user's, and is raised
     again."""
     if isinstance(error, KeyboardInterrupt):
@@ -397,4 +397,4 @@ def verdict_of(error: BaseException, activity: str, kind: Any) -> Verdict:
         return Verdict("unsupported", text)
     if isinstance(error, MemoryError) or "allocate memory" in str(error) or "out of memory" in str(error):
         return Verdict("out_of_memory", text)
-    return Verdict(kind, text)
+    return Verdict(verdict_kind, text)

@@ -18,10 +18,10 @@ def die_with_parent(parent: int) -> bool:
 
     This works however either process ends or hangs, where the end of a pipe is noticed only by a process that reads it.
     """
-    done = _prctl(_SET_PDEATHSIG, signal.SIGKILL)
+    succeeded = _prctl(_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent died before the request
         os._exit(0)
-    return done
+    return succeeded
 
 
 def adopt_orphans() -> bool:

@@ -184,7 +184,7 @@ class Process:
     def __init__(self, host: Host, silence_s: float) -> None:
         self.pid: int | None = None  # None until the host reports it; 0 when the host could not fork
         self._host, self._silence_s = host, silence_s
-        self._pulse = Pulse(silence_s)
+        self._heartbeat = Pulse(silence_s)
         self._frames, self._log = FrameReader(), bytearray()
         self._marker = tempfile.TemporaryFile()  # noqa: SIM115 - the file is needed as long as the process runs
         self._marker.truncate(4096)
@@ -223,12 +223,12 @@ class Process:
         """Return the next reply that is not progress.
 
         Raises Lost when the process dies, sends malformed messages, takes too long or is stuck. A reply that arrived
-        before the deadline counts, even if this process was kept from reading it.
+        before the deadline counts, even if this process could not read it in time.
         """
         start = time.monotonic()
         deadline = start + limit_s
-        if self._pulse.started:  # nobody read its heartbeats meanwhile
-            self._pulse.beat(start)
+        if self._heartbeat.started:  # nobody read its heartbeats meanwhile
+            self._heartbeat.beat(start)
         while True:
             body = self._next_frame(deadline, limit_s)
             try:
@@ -236,7 +236,7 @@ class Process:
             except msgspec.MsgspecError as error:
                 raise self._end_as_lost("crashed", f"it sent something that is not a message: {error}") from None
             now = time.monotonic()
-            self._pulse.beat(now)
+            self._heartbeat.beat(now)
             if not isinstance(message, Leading | Alive):
                 return message
             if now > deadline + _LAST_CALL_S:
@@ -260,7 +260,7 @@ class Process:
                 raise self._end_as_lost("crashed", ended)
             if remaining_s <= 0:
                 raise self._end_as_lost("hung", f"no answer within {limit_s:.1f} s")
-            if self.pid and (silence := self._pulse.fault(self.pid, time.monotonic())):
+            if self.pid and (silence := self._heartbeat.fault(self.pid, time.monotonic())):
                 raise self._end_as_lost("hung", silence)
 
     def _pump(self, wait_s: float) -> bool:

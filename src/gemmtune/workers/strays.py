@@ -1,4 +1,4 @@
-"""Removal of processes that a candidate left running in its worker."""
+"""Removal of the processes that a candidate started in its worker and did not end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def kill_descendants() -> int:
     """Kill every living descendant of this process, which must be a worker. Return how many there were.
 
     A worker adopts the orphans of its children (``prctl.adopt_orphans``), so that daemons are among its descendants.
-    The call costs next to nothing when there are none. Where processes multiply faster than they die, this process
+    The call costs next to nothing when there are none. When processes multiply faster than they die, this process
     exits: its host can kill its whole session at once.
     """
     killed: set[int] = set()

@@ -1,4 +1,4 @@
-"""Processes found by a tag in their environment, which forks inherit whatever session or parent they move to."""
+"""Processes identified by a tag in their environment, which forks inherit whatever session or parent they move to."""
 
 from __future__ import annotations
 

@@ -121,8 +121,8 @@ class LocalWorker:
 
         self._progress: Progress = ignore
         self._threads = torch.get_num_threads()
-        self._desk = Desk(lambda leading: self._progress(leading))
-        self._desk.answer(Setup(target.to_dict(), latency=latency, artifacts=_path_or_none(artifacts)))
+        self._handler = Desk(lambda leading: self._progress(leading))
+        self._handler.answer(Setup(target.to_dict(), latency=latency, artifacts=_path_or_none(artifacts)))
 
     def start(self) -> None:
         """Do nothing: no process has to be started."""
@@ -131,13 +131,13 @@ class LocalWorker:
         """Do nothing: this process is ready."""
 
     def open(self, problem: Problem, seed: int) -> None:
-        self._desk.answer(Open(problem.to_dict(), seed))
+        self._handler.answer(Open(problem.to_dict(), seed))
 
     def attempt(self, candidate: Candidate, deadline_s: float | None = None, worth_s: float | None = None) -> Attempted:
-        return expect(self._desk.answer(Attempt(candidate.to_dict(), worth_s)), Attempted)
+        return expect(self._handler.answer(Attempt(candidate.to_dict(), worth_s)), Attempted)
 
     def confirm(self, candidate: Candidate, deadline_s: float | None = None) -> Confirmed:
-        return expect(self._desk.answer(Confirm(candidate.to_dict())), Confirmed)
+        return expect(self._handler.answer(Confirm(candidate.to_dict())), Confirmed)
 
     def race(
         self,
@@ -150,7 +150,7 @@ class LocalWorker:
     ) -> Raced:
         self._progress = progress
         request = Race([c.to_dict() for c in candidates], budget_s, seed, hot, dict(earlier_s))
-        return expect(self._desk.answer(request), Raced)
+        return expect(self._handler.answer(request), Raced)
 
     def close(self) -> None:
         import torch
@@ -222,7 +222,7 @@ class Worker:
         self.starts += 1
         self._process = Process(self._host, self._limits.silence_s)
         self._opened = self._ready_once = self._suspect = False
-        with contextlib.suppress(OSError):  # a worker that is gone is found out by receiving
+        with contextlib.suppress(OSError):  # receiving the reply reports a worker that is gone
             self._setup.guests = backends.guests()
             self._process.send(self._setup)
 
@@ -385,7 +385,7 @@ class Worker:
 
     def _exchange(self, request: Request, limit_s: float, reply_type: type[R], progress: Progress = ignore) -> R:
         assert self._process is not None  # _ready() or start() came first
-        with contextlib.suppress(OSError):  # a worker that is gone is found out by receiving
+        with contextlib.suppress(OSError):  # receiving the reply reports a worker that is gone
             self._process.send(request)
         return self._receive(limit_s, reply_type, progress)
 

@@ -85,12 +85,12 @@ def _beat(channel: Channel) -> None:
 def _serve(requests: queue.SimpleQueue[Request], channel: Channel, marker_fd: int) -> None:
     from .job import ContextLost, Desk  # the host has imported it
 
-    desk = Desk(channel.send, marker_fd)
+    handler = Desk(channel.send, marker_fd)
     while True:
         request = requests.get()
         reply: Reply
         try:
-            reply = desk.answer(request)
+            reply = handler.answer(request)
         except ContextLost as error:  # the parent learns that this process died, and why
             print(error, file=sys.stderr, flush=True)
             os._exit(5)
