@@ -207,7 +207,7 @@ class Tuner:
             raise
         except WorkerError as error:  # the worker cannot open this problem; others may still be tuned
             return trial.none_valid_decision(str(error))
-        self._store_decision(decision)
+        self._keep(decision)
         return decision
 
     def _builds_overlap(self) -> bool:
@@ -225,7 +225,7 @@ class Tuner:
                 candidates, _ = enumerate_candidates(later, self._target, self._names)
                 crew.builders.ahead(later, first_builds(candidates), self._target)
 
-    def _store_decision(self, decision: Decision) -> None:
+    def _keep(self, decision: Decision) -> None:
         """Store a decision, after the earlier ones that the store could not take.
 
         Decisions that cannot be stored now stay in ``unkept``; the first failure is logged as a warning.
