@@ -46,7 +46,7 @@ _SLOW_S = 50e-3
 
 
 class EmptyGraph(Exception):
-    """The captured work launched nothing on the current stream."""
+    """The error of captured work that launched nothing on the current stream."""
 
 
 class Event(Protocol):

@@ -154,7 +154,7 @@ def _look(test: Duel, split: _Split, gain: float, last: bool) -> tuple[str, bool
     alpha = ALPHA * spent_share - test.spent
     error_spent = test.unclear and (last or alpha <= 0.0)
     interval = (
-        test.interval if error_spent and test.interval else ratio_interval(split.challenger, split.incumbent, alpha)
+        test.interval if error_spent and test.interval else ratio_interval(split.challenger, split.baseline, alpha)
     )
     test.interval, test.spent = interval, max(test.spent, ALPHA * spent_share)
     pairs = len(split.challenger)
@@ -193,7 +193,7 @@ class _Split:
     """The pairs of a paired test without those in which either side stalled, and the number of stalls of each side."""
 
     challenger: list[float]
-    incumbent: list[float]
+    baseline: list[float]
     challenger_stalls: int = 0
     baseline_stalls: int = 0
 
@@ -207,7 +207,7 @@ def _mean_agreement(test: Duel, split: _Split, last: bool) -> Literal["agrees", 
     its own, and the mean of all pairs counts. Without a stall of the baseline nothing shows that the machine stalls at
     all.
     """
-    if sum(split.challenger) >= sum(split.incumbent):
+    if sum(split.challenger) >= sum(split.baseline):
         return "differs"
     challenger_s, baseline_s = _all_times(test)
     if sum(challenger_s) < sum(baseline_s):

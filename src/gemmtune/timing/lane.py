@@ -16,7 +16,7 @@ _MAX_RATIOS = 200  # paired ratios that an interval uses: its cost grows with th
 
 
 class EntrantError(Exception):
-    """An entrant raised while it was timed; ``entry`` is its record."""
+    """An exception that an entrant raised while it was timed; ``entry`` is the entrant's record."""
 
     def __init__(self, entry: Lane, error: Exception) -> None:
         super().__init__(f"raised {type(error).__name__}: {error}")
@@ -54,7 +54,7 @@ class Lane:
         """Call ``run``. Raises EntrantError for this entry when ``run`` raises."""
         try:
             self.run(i)
-        except Exception as error:  # a kernel may raise anything, and it costs that kernel
+        except Exception as error:  # a kernel may raise anything, and only that kernel fails
             raise EntrantError(self, error) from error
 
     def drop(self, stage: Stage, reason: str) -> None:

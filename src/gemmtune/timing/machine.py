@@ -126,9 +126,9 @@ def allowed_cpus() -> set[int]:
 
 
 class Pins:
-    """Pins the process to as many CPUs as it has threads: the least busy ones of different cores.
+    """A pinning of the process to as many CPUs as it has threads: the least busy ones of different cores.
 
-    Does nothing (``words`` is empty) where affinity cannot be set, or where the threads need every CPU anyway.
+    It has no effect (``words`` is empty) where affinity cannot be set, or where the threads need every CPU anyway.
     """
 
     def __init__(self) -> None:

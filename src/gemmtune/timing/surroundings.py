@@ -117,7 +117,7 @@ def _guarded(entry: Lane, run: Run) -> Run:
     def guarded(i: int) -> None:
         try:
             run(i)
-        except Exception as error:  # a kernel may raise anything, and it costs that kernel
+        except Exception as error:  # a kernel may raise anything, and only that kernel fails
             raise EntrantError(entry, error) from error
 
     return guarded

@@ -168,7 +168,8 @@ def scratch_allowance(problem: Problem) -> int:
 
 
 class Flush:
-    """Empties the last-level cache by reading twice as much memory; does nothing for operands of thrice the cache.
+    """A flush of the last-level cache, by reading twice as much memory; it does nothing for operands of thrice the
+    cache.
 
     On a GPU the read is enqueued on the current stream. (Writing would leave dirty lines, which have to be written back
     at the cost of the next call.)

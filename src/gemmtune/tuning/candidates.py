@@ -48,7 +48,7 @@ def _backend_candidates(name: str, problem: Problem, target: Target) -> tuple[li
                 illegal.append(item)
             elif len(legal) < MAX_PER_BACKEND:
                 legal.append(item)
-    except Exception as error:  # a broken backend must not cost the others their turn
+    except Exception as error:  # a broken backend must not exclude the others
         reason = f"listing the candidates failed: {type(error).__name__}: {error}"
         illegal.append(Illegal(Candidate.make(name, "*"), reason))
     return legal, illegal

@@ -15,15 +15,15 @@ _BETTER = 0.99
 
 
 class Search:
-    """Decides which candidates to try next, from the times so far. Deterministic for a given seed and given times.
+    """A guided search, which decides from the times so far which candidates to try next.
 
-    All baselines (ATen's candidates) come first, then those of ``first``. Then come the first ``seeds`` of each
-    (backend, template), in turns, skipping the rest of a template whose first two came out ``hopeless`` times slower
-    than the best. Then comes, around the ``leaders`` fastest, every legal candidate that differs in one config entry
-    (sizes: by one legal step). While the best has improved by 1% within the last ``patience`` candidates, the search
-    continues in small batches: around four times as many leaders (screening times can rank the true best below the
-    first few), then ``explore`` random ones from templates that are not hopeless. The search ends when none of that is
-    left to try, or after ``limit`` candidates.
+    It is deterministic for a given seed and given times. All baselines (ATen's candidates) come first, then those of
+    ``first``. Then come the first ``seeds`` of each (backend, template), in turns, skipping the remainder of a template
+    whose first two came out ``hopeless`` times slower than the best. Then comes, around the ``leaders`` fastest, every
+    legal candidate that differs in one config entry (sizes: by one legal step). While the best has improved by 1%
+    within the last ``patience`` candidates, the search continues in small batches: around four times as many leaders
+    (screening times can rank the true best below the first few), then ``explore`` random ones from templates that are
+    not hopeless. The search ends when all of these are tried, or after ``limit`` candidates.
     """
 
     def __init__(

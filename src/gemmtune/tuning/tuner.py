@@ -56,7 +56,7 @@ class Budget:
 
 
 class Tuner:
-    """Tunes problems for one Target, through one Store.
+    """A tuner of problems for one Target, through one Store.
 
     backend_names: the backends whose candidates are tried; ATen is always added. isolate: work in a worker process
     (False: in this process, for debugging; a candidate that crashes takes the process along). force: tune even problems

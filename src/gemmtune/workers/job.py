@@ -57,12 +57,12 @@ _ROWS_PATIENCE_S = 25e-3  # seconds for a candidate's calls at other M and the c
 
 
 class ContextLost(WorkerError):
-    """A kernel cost this process its device context. Every later call fails in this process, and would not in a new
-    one."""
+    """The loss of this process's device context through a kernel. Every later call fails in this process, and would not
+    in a new one."""
 
 
 class Desk:
-    """Answers requests, one at a time.
+    """A handler of requests, one at a time.
 
     progress: called with messages during a race. marker_fd: see ``timing.Track``; None in the user's process, where no
     parent reads it after a crash.

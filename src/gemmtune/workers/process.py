@@ -54,8 +54,8 @@ class Lost(Exception):
 
 
 class Host:
-    """A spawned process that forks workers; several threads may have workers of one host. Raises WorkerError when it
-    cannot be spawned.
+    """A spawned process that forks workers; several threads may have workers of one host. The constructor raises
+    WorkerError when the process cannot be spawned.
 
     preload: modules that the host imports first, so that every worker has them at once.
     """

@@ -31,8 +31,8 @@ class Setup(msgspec.Struct, tag=True, forbid_unknown_fields=True):
 
 
 class Open(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """Open a problem: prepare its operands and its oracle. memory: bytes that the worker may allocate for it; 0 =
-    unlimited."""
+    """Request to open a problem: to prepare its operands and its oracle. memory: bytes that the worker may allocate for
+    it; 0 = unlimited."""
 
     problem: dict[str, Any]
     seed: int = 0
@@ -40,7 +40,7 @@ class Open(msgspec.Struct, tag=True, forbid_unknown_fields=True):
 
 
 class Attempt(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """Build, load and pack a candidate, measure its screening time and check it quickly.
+    """Request to build, load and pack a candidate, measure its screening time and check it quickly.
 
     worth_s: slower candidates are not checked; None: all are.
     """
@@ -50,13 +50,13 @@ class Attempt(msgspec.Struct, tag=True, forbid_unknown_fields=True):
 
 
 class Confirm(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """Check a candidate fully, which makes it eligible."""
+    """Request to check a candidate fully, which makes it eligible."""
 
     candidate: dict[str, Any]
 
 
 class Race(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """Race confirmed candidates for ``budget_s`` seconds.
+    """Request to race confirmed candidates for ``budget_s`` seconds.
 
     hot: each call has its operands in the cache. earlier_s: seconds per call measured before, by candidate id.
     """
@@ -69,7 +69,7 @@ class Race(msgspec.Struct, tag=True, forbid_unknown_fields=True):
 
 
 class Build(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """Build one candidate and nothing else: no operands are prepared. memory: as in Open."""
+    """Request to build one candidate and nothing else: no operands are prepared. memory: as in Open."""
 
     problem: dict[str, Any]
     candidate: dict[str, Any]
@@ -112,7 +112,7 @@ class Alive(msgspec.Struct, tag=True, forbid_unknown_fields=True):
 
 
 class Failed(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """The request could not be carried out, by no fault of a candidate. memory: whether memory ran out."""
+    """Reply that the request could not be carried out, by no fault of a candidate. memory: whether memory ran out."""
 
     detail: str
     memory: bool = False
@@ -139,7 +139,7 @@ def encode_frame(message: Request | Reply) -> bytes:
 
 
 class FrameReader:
-    """Collects received bytes and returns complete frames."""
+    """A buffer that collects received bytes and returns complete frames."""
 
     def __init__(self) -> None:
         self._data = bytearray()

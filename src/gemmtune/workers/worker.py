@@ -64,7 +64,8 @@ class Limits:
 
 
 class WorkerLost(WorkerError):
-    """The worker died or was killed over a deadline. ``candidate_id``: the candidate that it was working on, if any."""
+    """The loss of a worker, which died or was killed over a deadline. ``candidate_id``: the candidate that it was
+    working on, if any."""
 
     def __init__(self, verdict: Verdict, candidate_id: str | None) -> None:
         super().__init__(f"the worker was lost: {verdict.kind}: {verdict.detail}")
@@ -72,15 +73,15 @@ class WorkerLost(WorkerError):
 
 
 class Declined(WorkerError):
-    """The worker is alive and replied that it cannot carry out the request."""
+    """The reply of a living worker that it cannot carry out the request."""
 
 
 class OutOfTurn(WorkerError):
-    """The worker sent a well-formed reply to another request."""
+    """A well-formed reply of the worker to another request."""
 
 
 class WorkerStartError(WorkerError):
-    """No worker can be started on this machine: a fault of the environment, not of a candidate or a problem."""
+    """The failure to start any worker on this machine: a fault of the environment, not of a candidate or a problem."""
 
 
 class Hands(Protocol):
@@ -384,7 +385,7 @@ class Worker:
         return self._exchange(request, limit_s, reply_type, progress)
 
     def _exchange(self, request: Request, limit_s: float, reply_type: type[R], progress: Progress = ignore) -> R:
-        assert self._process is not None  # _ready() or start() came first
+        assert self._process is not None  # after _open_problem() or start()
         with contextlib.suppress(OSError):  # receiving the reply reports a worker that is gone
             self._process.send(request)
         return self._receive(limit_s, reply_type, progress)
@@ -392,7 +393,7 @@ class Worker:
     def _receive(self, limit_s: float, reply_type: type[R], progress: Progress) -> R:
         """Return the reply, after passing on the progress messages before it. Ends the worker when no proper reply
         arrives."""
-        assert self._process is not None  # start() came first
+        assert self._process is not None  # after start()
         try:
             return expect(self._process.reply(limit_s, progress), reply_type)
         except Lost as lost:
