@@ -24,8 +24,8 @@ FLOOR_S = 500e-6
 
 
 class Clock(Protocol):
-    """Times callables. Indices of operand sets grow from call to call over all callables, so that operands are always
-    cold.
+    """A clock that times callables. Indices of operand sets grow from call to call over all callables, so that operands
+    are always cold.
 
     duel_s: the least duration of one timing in a paired test, so that the device is as busy as in serving.
     """

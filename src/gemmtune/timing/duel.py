@@ -38,10 +38,10 @@ class Duel:
 
     challenger, incumbent: seconds per call of the challenger and of the baseline, pair by pair. reason: the decision
     and why, in words. stalled: the share of pairs set aside at the last look. places: the numbers of the pairs before
-    which operands were moved. spent: the part of the allowed error that the looks have used. interval: the paired
+    which operands were moved. error_spent: the part of the allowed error that the looks have used. interval: the paired
     ratio's interval at the last look, None with too few pairs. decided: whether the interval (or a win) settled the
-    test, rather than the deadline. unclear: whether the medians show a gain, and the mean does not (yet). earlier: the
-    times of both in the rounds before the test.
+    test, rather than the deadline. unclear: whether the medians show a gain, and the mean does not (yet). round_times:
+    the times of both in the rounds before the test.
     """
 
     won: bool = False
@@ -50,11 +50,11 @@ class Duel:
     incumbent: list[float] = field(default_factory=list)
     stalled: float = 0.0
     places: list[int] = field(default_factory=list)
-    spent: float = 0.0
+    error_spent: float = 0.0
     interval: Interval | None = None
     decided: bool = False
     unclear: bool = False
-    earlier: tuple[Sequence[float], Sequence[float]] = ((), ())
+    round_times: tuple[Sequence[float], Sequence[float]] = ((), ())
 
     @property
     def may_hide_a_gain(self) -> bool:
@@ -85,10 +85,10 @@ def duel(
     where that comes after 12 pairs) and after each look. A winner has the better median at every placement of the
     operands, and the better mean (see ``_mean_agreement``).
     """
-    test = Duel(earlier=challenger.paired(baseline))
+    test = Duel(round_times=challenger.paired(baseline))
     cost, timed_s, look_at = challenger.cost + baseline.cost, 0.0, min_pairs
     while True:
-        if not test.spent:
+        if not test.error_spent:
             look_at = min(FIRST_SLOW_LOOK, min_pairs) if cost > SLOW_PAIR_S else min_pairs
             moves_at = {look_at // 2} if look_at < 3 * _MIN_PAIRS_PER_PLACEMENT else {look_at // 3, 2 * look_at // 3}
         if len(test.challenger) in moves_at and move():
@@ -151,12 +151,12 @@ def _look(test: Duel, split: _Split, gain: float, last: bool) -> tuple[str, bool
     When the pairs have spent the error, a gain that they showed stands, and only the stalls are looked at.
     """
     spent_share = 1.0 if last else min(1.0, (len(test.challenger) / MAX_PAIRS) ** (1 / 3))
-    alpha = ALPHA * spent_share - test.spent
+    alpha = ALPHA * spent_share - test.error_spent
     error_spent = test.unclear and (last or alpha <= 0.0)
     interval = (
         test.interval if error_spent and test.interval else ratio_interval(split.challenger, split.baseline, alpha)
     )
-    test.interval, test.spent = interval, max(test.spent, ALPHA * spent_share)
+    test.interval, test.error_spent = interval, max(test.error_spent, ALPHA * spent_share)
     pairs = len(split.challenger)
     text = f"{interval.center:.3f}x the incumbent's time ({interval.lo:.3f}..{interval.hi:.3f}) after {pairs} pairs"
     test.decided = interval.lo > 1.0 - gain
@@ -172,7 +172,7 @@ def _describe_means(test: Duel) -> str:
 def _all_times(test: Duel) -> tuple[list[float], list[float]]:
     """Return every pair of times of the race. A kernel that stalls now and then shows it more often the more pairs are
     looked at."""
-    return [*test.earlier[0], *test.challenger], [*test.earlier[1], *test.incumbent]
+    return [*test.round_times[0], *test.challenger], [*test.round_times[1], *test.incumbent]
 
 
 def _faster_at_every_placement(test: Duel) -> bool:

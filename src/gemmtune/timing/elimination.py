@@ -13,7 +13,7 @@ from statistics import median
 from ..core.events import BestSoFar
 from .clock import FLOOR_S, Clock, Run
 from .duel import FIRST_SLOW_LOOK, SLOW_PAIR_S
-from .lane import EntrantError, Lane, by_ratio, fastest, ranked
+from .lane import EntrantError, Lane, ratio_to_baseline, fastest, ranked
 from .machine import Machine, Weather
 from .stats import mad, ratio_interval, slower_than, spend
 from .surroundings import Surrounding
@@ -48,7 +48,7 @@ _CLOSE_BASELINE = 1.1  # baselines within this factor by their first times may e
 SURROUNDINGS_SHARE, _RAW_SHARE = 0.2, 0.15
 # A ratio that the first look of a paired test decides, by its interval and by single times, and the multiple of that
 # look's pairs that the test may take.
-_CLEAR, _CLEAR_FIRST, _CLEAR_LOOKS = 0.9, 0.8, 1.5
+_FAR_APART, _FAR_APART_FIRST, _FAR_APART_LOOKS = 0.9, 0.8, 1.5
 NOISE, STALLED = 0.05, 0.05
 _LOAD, _STOLEN = 0.25, 0.02  # beyond these the machine is disturbed
 
@@ -109,7 +109,7 @@ class Elimination:
         self.start = clock.now()
         self.rounds = 0
         self._timing_s = 0.0  # seconds that a timing took in the last round, overhead included
-        self.clear = False  # at the last look, leader and best baseline were far apart
+        self.far_apart = False  # at the last look, leader and best baseline were far apart
         self.stopped = ""
 
     def choose(self) -> None:
@@ -147,7 +147,7 @@ class Elimination:
                     return
                 self._round()
                 if self.rounds == 1:
-                    self._update_clear()
+                    self._update_far_apart()
                     self._drop_unaffordable()
             for baselines in (True, False):
                 self._screen_side(baselines)
@@ -214,7 +214,7 @@ class Elimination:
                     self.move()
             self._update_disturbed()
             self._eliminate_slower(look, max_challengers)
-            self._update_clear()
+            self._update_far_apart()
             self._report()
             if (
                 self.rounds >= _GROUP_ROUNDS
@@ -347,8 +347,8 @@ class Elimination:
         timing_s, limit_s = max(self._timing_s, self.clock.duel_s), self._limit_s()
         share_s = max(_TEST_SHARE * limit_s, min(FIRST_SLOW_LOOK * 2.0 * timing_s, _TEST_MAX_SHARE * limit_s))
         first_look = FIRST_SLOW_LOOK if 2.0 * timing_s > SLOW_PAIR_S else self._min_duel
-        pairs_s = _CLEAR_LOOKS * first_look * 2.0 * timing_s + 2.0 * self._move_s
-        return self._reserved_after_test_s() + (min(share_s, pairs_s) if self.clear else share_s)
+        pairs_s = _FAR_APART_LOOKS * first_look * 2.0 * timing_s + 2.0 * self._move_s
+        return self._reserved_after_test_s() + (min(share_s, pairs_s) if self.far_apart else share_s)
 
     def _reserved_after_test_s(self) -> float:
         """Return the seconds reserved for the work after the paired test."""
@@ -365,18 +365,18 @@ class Elimination:
         both_sides = {entry.incumbent for entry in raw} == {True, False}
         return both_sides and any(entry is not None and not entry.raw for entry in leaders)
 
-    def _update_clear(self) -> None:
-        """Update ``clear``: whether the leader and the best baseline are far apart. Before there are enough rounds,
+    def _update_far_apart(self) -> None:
+        """Update ``far_apart``: whether the leader and the best baseline are far apart. Before there are enough rounds,
         single times decide."""
         baseline, leader = self._fastest_active(baselines=True), self._fastest_active(baselines=False)
         if baseline is None or leader is None:
             return
         if self.rounds < min(_CHALLENGERS_BY_ROUND):
             ratio = self._first_estimate_s(leader) / self._first_estimate_s(baseline)
-            self.clear = ratio < _CLEAR_FIRST or ratio > 1.0 / _CLEAR_FIRST
+            self.far_apart = ratio < _FAR_APART_FIRST or ratio > 1.0 / _FAR_APART_FIRST
             return
         interval = ratio_interval(*leader.paired(baseline), 0.1)
-        self.clear = interval.hi < _CLEAR or interval.lo > 1.0 / _CLEAR
+        self.far_apart = interval.hi < _FAR_APART or interval.lo > 1.0 / _FAR_APART
 
     def _is_move_affordable(self) -> bool:
         """Whether the operands can be moved to other memory, at a small share of the remaining time."""
@@ -419,7 +419,7 @@ class Elimination:
     def _report(self) -> None:
         baseline, leader = self._fastest_active(baselines=True), fastest(self._active())
         if self.progress is not None and leader is not None:
-            ratio = by_ratio(leader, baseline) if baseline is not None else 1.0
+            ratio = ratio_to_baseline(leader, baseline) if baseline is not None else 1.0
             self.progress(BestSoFar(leader.id, leader.median, ratio))
 
 

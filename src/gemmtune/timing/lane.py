@@ -28,8 +28,9 @@ class Lane:
     """The record of one entrant: its calls per timing, its times, and the stage that it has reached.
 
     incumbent: whether it is a baseline, one of ATen's candidates. group: the name of its packed layout; None or empty
-    for the raw weight. calls: calls per timing. times: seconds per call by round. duel, rival: its own and the
-    baseline's times in the paired test, pair by pair. fault: the kind of failure of an entry whose stage is ``failed``.
+    for the raw weight. calls: calls per timing. times: seconds per call by round. test_times, baseline_test_times: its
+    own and the baseline's times in the paired test, pair by pair. fault: the kind of failure of an entry whose stage is
+    ``failed``.
     """
 
     id: str
@@ -42,8 +43,8 @@ class Lane:
     reason: str = ""
     fault: VerdictKind = "crashed"
     times: dict[int, float] = field(default_factory=dict)
-    duel: list[float] = field(default_factory=list)
-    rival: list[float] = field(default_factory=list)
+    test_times: list[float] = field(default_factory=list)
+    baseline_test_times: list[float] = field(default_factory=list)
 
     @property
     def raw(self) -> bool:
@@ -105,7 +106,7 @@ def fastest(entries: Sequence[Lane]) -> Lane | None:
     return next(iter(ranked([entry for entry in entries if entry.times])), None)
 
 
-def by_ratio(entry: Lane, baseline: Lane) -> float:
+def ratio_to_baseline(entry: Lane, baseline: Lane) -> float:
     """Return the median paired ratio to the baseline, which is comparable between entries that stopped at different
     rounds."""
     times, baseline_times = entry.paired(baseline)
@@ -118,13 +119,15 @@ def sample(entry: Lane, baseline: Lane | None, conditions: dict[str, str]) -> Sa
 
     conditions: what the Sample states; its key "operands" is cold or hot.
     """
-    times = entry.duel or list(entry.times.values())
+    times = entry.test_times or list(entry.times.values())
     if not times:
         return None
     center = median_interval(times)
     ratio = (1.0, 1.0, 1.0)
     if baseline is not None and entry is not baseline:
-        own_times, baseline_times = (entry.duel, entry.rival) if entry.duel else entry.paired(baseline)
+        own_times, baseline_times = (
+            (entry.test_times, entry.baseline_test_times) if entry.test_times else entry.paired(baseline)
+        )
         if own_times:
             interval = ratio_interval(own_times[-_MAX_RATIOS:], baseline_times[-_MAX_RATIOS:])
             ratio = (interval.center, interval.lo, interval.hi)

@@ -36,7 +36,7 @@ from .elimination import (
     noise,
     raise_calls,
 )
-from .lane import EntrantError, Lane, by_ratio, fastest, sample
+from .lane import EntrantError, Lane, ratio_to_baseline, fastest, sample
 from .stats import drift
 from .surroundings import OVERLAP, Comparison, compare
 
@@ -233,8 +233,8 @@ class _Race(Elimination):
         challengers = [entry for entry in raw if not entry.incumbent]
         if "" in self.layouts or baseline is None or not challengers:
             return
-        challenger = min(challengers, key=lambda entry: by_ratio(entry, baseline))
-        if by_ratio(challenger, baseline) > 1.0 + _MAX_RAW_DEFICIT:
+        challenger = min(challengers, key=lambda entry: ratio_to_baseline(entry, baseline))
+        if ratio_to_baseline(challenger, baseline) > 1.0 + _MAX_RAW_DEFICIT:
             return
         remaining_s = self.start + self._limit_s() - self.clock.now()
         deadline = self.clock.now() + max(remaining_s, 0.05 * self.budget)
@@ -259,7 +259,7 @@ class _Race(Elimination):
 
     def _decided(self, test: Duel, challenger: Lane, baseline: Lane, disagreement: str) -> RaceResult:
         for entry, times in ((challenger, test.challenger), (baseline, test.incumbent)):
-            entry.duel, entry.rival = times, test.incumbent
+            entry.test_times, entry.baseline_test_times = times, test.incumbent
         if test.stalled:
             self.conditions["stalled"] = f"{test.stalled:.0%} of the pairs, set aside"
         implausible = self._implausible_baseline(baseline)
@@ -308,7 +308,7 @@ class _Race(Elimination):
             standings[entry.id] = Standing(entry.id, stage, entry.reason, sample(entry, baseline, words), entry.fault)
         groups: dict[str, Lane] = {}
         timed = [entry for entry in self.entries if entry.times and entry.stage != "failed"]
-        for entry in sorted(timed, key=lambda entry: by_ratio(entry, baseline) if baseline else entry.median):
+        for entry in sorted(timed, key=lambda entry: ratio_to_baseline(entry, baseline) if baseline else entry.median):
             groups.setdefault(entry.group or "", entry)
         if leader is not None:
             groups[leader.group or ""] = leader
@@ -329,7 +329,7 @@ class _Race(Elimination):
         conditions = dict(self.conditions)
         # In a paired test fewer entries run between two calls than in the rounds before: drift compares times of one
         # kind only.
-        if reference is not None and (moved := drift(reference.duel or list(reference.times.values()))):
+        if reference is not None and (moved := drift(reference.test_times or list(reference.times.values()))):
             conditions["drift"] = f"{moved:+.1%}"
         if (extra := self._elapsed_s() - self.budget) > 0.1 * self.budget and self.disturbed:
             conditions["extended"] = f"by {extra:.1f} s: the machine was disturbed"

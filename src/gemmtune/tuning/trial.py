@@ -25,7 +25,7 @@ from ..store.base import Store
 from ..timing.machine import allowed_cpus
 from ..timing.outcome import Leading, Raced
 from ..workers.builds import is_prebuilt
-from ..workers.worker import Hands, WorkerLost
+from ..workers.worker import MeasurementWorker, WorkerLost
 from .candidates import BASELINE_BACKEND, enumerate_candidates
 from .ledger import Ledger, Row
 from .local_search import Search
@@ -101,7 +101,7 @@ class Trial:
         target: Target,
         backend_names: Sequence[str],
         store: Store,
-        worker: Hands,
+        worker: MeasurementWorker,
         progress: Progress,
         seed: int,
         *,

@@ -24,7 +24,7 @@ from ..dispatch.portfolio import TunedPoint, layouts_in_use, tuned_point
 from ..store.base import Store
 from ..timing.clock import Latency
 from ..workers.builds import Builders
-from ..workers.worker import Hands, Limits, LocalWorker, Worker, WorkerStartError
+from ..workers.worker import MeasurementWorker, Limits, LocalWorker, Worker, WorkerStartError
 from .candidates import BASELINE_BACKEND, enumerate_candidates
 from .trial import Trial, first_builds
 
@@ -141,8 +141,8 @@ class Tuner:
         if decision is None:
             return None
         if stored is None:
-            crew.spent.append(time.perf_counter() - start)
-        mean_s = sum(crew.spent) / len(crew.spent) if crew.spent else None
+            crew.durations_s.append(time.perf_counter() - start)
+        mean_s = sum(crew.durations_s) / len(crew.durations_s) if crew.durations_s else None
         remaining = total - index - 1
         self._progress(
             ProblemDone(
@@ -220,8 +220,8 @@ class Tuner:
             return
         next_index = crew.to_come.index(problem) + 1
         for later in crew.to_come[next_index : next_index + BUILT_AHEAD_PROBLEMS]:
-            if later not in crew.built_for:
-                crew.built_for.add(later)
+            if later not in crew.built_early:
+                crew.built_early.add(later)
                 candidates, _ = enumerate_candidates(later, self._target, self._names)
                 crew.builders.ahead(later, first_builds(candidates), self._target)
 
@@ -284,8 +284,8 @@ def busy_words(decisions: Sequence[Decision]) -> str:
 class _Crew:
     """The worker, which is started at the first problem that needs one, the builders, and how long problems took.
 
-    artifacts: the directory for built files. spent: seconds that each tuned problem took. to_come: all problems that
-    the store has no decision for, in order. built_for: the problems whose builds were begun early.
+    artifacts: the directory for built files. durations_s: seconds that each tuned problem took. to_come: all problems
+    that the store has no decision for, in order. built_early: the problems whose builds were begun early.
     """
 
     def __init__(
@@ -293,13 +293,13 @@ class _Crew:
     ) -> None:
         self._target, self._isolate, self._limits, self._latency = target, isolate, limits, latency
         self._artifacts = artifacts
-        self._worker: Hands | None = None
+        self._worker: MeasurementWorker | None = None
         self.builders = Builders(artifacts=artifacts)
-        self.spent: list[float] = []
+        self.durations_s: list[float] = []
         self.to_come: list[Problem] = []
-        self.built_for: set[Problem] = set()
+        self.built_early: set[Problem] = set()
 
-    def hands(self) -> Hands:
+    def hands(self) -> MeasurementWorker:
         if self._worker is None:
             self._worker = (
                 Worker(self._target, limits=self._limits, latency=self._latency, artifacts=self._artifacts)

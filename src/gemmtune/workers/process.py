@@ -30,7 +30,7 @@ from ..timing.outcome import Leading
 from .control import ENDED, FORK, KILL, PRELOAD, SIZE, STARTED, pack, unpack
 from .protocol import Alive, FrameReader, Reply, Request, decode_reply, encode_frame
 from .pulse import Pulse
-from .tags import VARIABLE, sweep
+from .tags import VARIABLE, kill_tagged
 
 # The child's sys.path is the parent's, so that a worker can import every module that the parent can.
 _BOOT = (
@@ -161,7 +161,7 @@ class Host:
                 # Uninterruptible in the kernel: it dies when it wakes.
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._popen.wait(_EXIT_S)
-            sweep(self.tag)
+            kill_tagged(self.tag)
         with self._lock:  # other threads may be reading
             if self._popen.stdout is not None:
                 self._popen.stdout.close()

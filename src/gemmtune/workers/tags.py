@@ -22,7 +22,7 @@ def tagged(tag: str) -> list[psutil.Process]:
     return processes
 
 
-def sweep(tag: str, limit_s: float = 2.0) -> int:
+def kill_tagged(tag: str, limit_s: float = 2.0) -> int:
     """Kill all processes that carry ``tag``, until there are none or ``limit_s`` seconds have passed. Return how many
     were killed."""
     killed: set[int] = set()

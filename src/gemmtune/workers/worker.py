@@ -76,7 +76,7 @@ class Declined(WorkerError):
     """The reply of a living worker that it cannot carry out the request."""
 
 
-class OutOfTurn(WorkerError):
+class UnexpectedReply(WorkerError):
     """A well-formed reply of the worker to another request."""
 
 
@@ -84,7 +84,7 @@ class WorkerStartError(WorkerError):
     """The failure to start any worker on this machine: a fault of the environment, not of a candidate or a problem."""
 
 
-class Hands(Protocol):
+class MeasurementWorker(Protocol):
     """A measurement worker: it opens a problem, and attempts, confirms and races candidates for a tuner."""
 
     def start(self) -> None: ...
@@ -400,7 +400,7 @@ class Worker:
             marker = self._process.marker()
             self._end_process()
             raise WorkerLost(lost.verdict, str(marker) if marker else None) from None
-        except OutOfTurn as error:  # its later messages cannot be told apart from replies to later requests
+        except UnexpectedReply as error:  # its later messages cannot be told apart from replies to later requests
             self._end_process()
             raise WorkerLost(Verdict("crashed", str(error)), None) from None
         except Declined:
@@ -419,4 +419,4 @@ def expect(reply: Reply, reply_type: type[R]) -> R:
         return reply
     if isinstance(reply, Failed):
         raise Declined(f"the worker could not do it: {reply.detail}")
-    raise OutOfTurn(f"the worker answered {type(reply).__name__} where {reply_type.__name__} was expected")
+    raise UnexpectedReply(f"the worker answered {type(reply).__name__} where {reply_type.__name__} was expected")
