@@ -152,15 +152,15 @@ def _look(test: Duel, split: _Split, gain: float, last: bool) -> tuple[str, bool
     """
     spent_share = 1.0 if last else min(1.0, (len(test.challenger) / MAX_PAIRS) ** (1 / 3))
     alpha = ALPHA * spent_share - test.error_spent
-    error_spent = test.unclear and (last or alpha <= 0.0)
+    is_error_spent = test.unclear and (last or alpha <= 0.0)
     interval = (
-        test.interval if error_spent and test.interval else ratio_interval(split.challenger, split.baseline, alpha)
+        test.interval if is_error_spent and test.interval else ratio_interval(split.challenger, split.baseline, alpha)
     )
     test.interval, test.error_spent = interval, max(test.error_spent, ALPHA * spent_share)
     pairs = len(split.challenger)
     text = f"{interval.center:.3f}x the incumbent's time ({interval.lo:.3f}..{interval.hi:.3f}) after {pairs} pairs"
     test.decided = interval.lo > 1.0 - gain
-    attained = error_spent or 1.0 - interval.level <= alpha * (1 + 1e-9)
+    attained = is_error_spent or 1.0 - interval.level <= alpha * (1 + 1e-9)
     return text, interval.hi < 1.0 - gain and attained and _faster_at_every_placement(test)
 
 

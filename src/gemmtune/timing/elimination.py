@@ -13,7 +13,7 @@ from statistics import median
 from ..core.events import BestSoFar
 from .clock import FLOOR_S, Clock, Run
 from .duel import FIRST_SLOW_LOOK, SLOW_PAIR_S
-from .lane import EntrantError, Lane, ratio_to_baseline, fastest, ranked
+from .lane import EntrantError, Lane, fastest, ranked, ratio_to_baseline
 from .machine import Machine, Weather
 from .stats import mad, ratio_interval, slower_than, spend
 from .surroundings import Surrounding

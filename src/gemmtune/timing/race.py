@@ -36,7 +36,7 @@ from .elimination import (
     noise,
     raise_calls,
 )
-from .lane import EntrantError, Lane, ratio_to_baseline, fastest, sample
+from .lane import EntrantError, Lane, fastest, ratio_to_baseline, sample
 from .stats import drift
 from .surroundings import OVERLAP, Comparison, compare
 

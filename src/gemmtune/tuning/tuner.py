@@ -24,7 +24,7 @@ from ..dispatch.portfolio import TunedPoint, layouts_in_use, tuned_point
 from ..store.base import Store
 from ..timing.clock import Latency
 from ..workers.builds import Builders
-from ..workers.worker import MeasurementWorker, Limits, LocalWorker, Worker, WorkerStartError
+from ..workers.worker import Limits, LocalWorker, MeasurementWorker, Worker, WorkerStartError
 from .candidates import BASELINE_BACKEND, enumerate_candidates
 from .trial import Trial, first_builds
 
