@@ -1,4 +1,4 @@
-"""An entrant's record while it races."""
+"""An entrant's record during its race."""
 
 from __future__ import annotations
 
@@ -12,21 +12,26 @@ from .clock import Run
 from .stats import median_interval, ratio_interval
 
 KEPT_TIMES = 64
-_MAX_RATIOS = 200  # paired ratios an interval is made of: its cost grows with their square
+_MAX_RATIOS = 200  # paired ratios that an interval uses: its cost grows with their square
 
 
 class EntrantError(Exception):
-    """An entrant raised while it was timed; ``lane`` is its record."""
+    """An exception that an entrant raised while it was timed; ``entry`` is the entrant's record."""
 
-    def __init__(self, lane: Lane, error: Exception) -> None:
+    def __init__(self, entry: Lane, error: Exception) -> None:
         super().__init__(f"raised {type(error).__name__}: {error}")
-        self.lane = lane
+        self.entry = entry
 
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """times: seconds per call by round. duel, rival: its and the incumbent's times in the duel, pair by pair. fault:
-    what a lane of stage ``failed`` did."""
+    """The record of one entrant: its calls per timing, its times, and the stage that it has reached.
+
+    incumbent: whether it is a baseline, one of ATen's candidates. group: the name of its packed layout; None or empty
+    for the raw weight. calls: calls per timing. times: seconds per call by round. test_times, baseline_test_times: its
+    own and the baseline's times in the paired test, pair by pair. fault: the kind of failure of an entry whose stage is
+    ``failed``.
+    """
 
     id: str
     run: Run
@@ -38,26 +43,27 @@ class Lane:
     reason: str = ""
     fault: VerdictKind = "crashed"
     times: dict[int, float] = field(default_factory=dict)
-    duel: list[float] = field(default_factory=list)
-    rival: list[float] = field(default_factory=list)
+    test_times: list[float] = field(default_factory=list)
+    baseline_test_times: list[float] = field(default_factory=list)
 
     @property
     def raw(self) -> bool:
-        """Whether it takes the weight as it lies."""
+        """Whether the kernel reads the raw (unpacked) weight."""
         return not self.group
 
     def guarded(self, i: int) -> None:
-        """``run``, with what it raises tied to this lane."""
+        """Call ``run``. Raises EntrantError for this entry when ``run`` raises."""
         try:
             self.run(i)
-        except Exception as error:  # a kernel may raise anything, and it costs that kernel
+        except Exception as error:  # a kernel may raise anything, and only that kernel fails
             raise EntrantError(self, error) from error
 
     def drop(self, stage: Stage, reason: str) -> None:
         self.active, self.stage, self.reason = False, stage, reason
 
     def record(self, round_: int, seconds: float, floor_s: float) -> None:
-        """Keep a timing. One far shorter than the floor shows that calibration met a stall: more calls from now on."""
+        """Store a timing. One far shorter than the floor shows that calibration met a stall: later timings make more
+        calls."""
         self.times[round_] = seconds
         if seconds * self.calls < floor_s / 2.0:
             self.calls = max(self.calls, min(10_000, round(floor_s / max(seconds, 1e-8))))
@@ -68,54 +74,63 @@ class Lane:
 
     @property
     def cost(self) -> float:
-        """Seconds its next timing will take."""
+        """The seconds that the next timing will take."""
         return self.calls * (self.median if self.times else 0.0)
 
     def paired(self, other: Lane) -> tuple[list[float], list[float]]:
-        """Times of both in the rounds they share."""
-        rounds = sorted(self.times.keys() & other.times.keys())[-_MAX_RATIOS:]
-        return [self.times[r] for r in rounds], [other.times[r] for r in rounds]
+        """Return the times of both entries in the rounds that they share."""
+        shared_rounds = sorted(self.times.keys() & other.times.keys())[-_MAX_RATIOS:]
+        return [self.times[r] for r in shared_rounds], [other.times[r] for r in shared_rounds]
 
 
-def ranked(lanes: Sequence[Lane]) -> list[Lane]:
-    """Fastest first: by the median, over the rounds they share, of each one's time over that round's median.
+def ranked(entries: Sequence[Lane]) -> list[Lane]:
+    """Return the entries, fastest first: by the median, over the rounds they share, of each entry's time relative to
+    the round's median.
 
-    A machine's pace changes by a tenth from one second to the next where others compute beside it, and a median of a
-    lane's own times depends on how many of its rounds fell into which; within a round all lanes meet the same.
+    A machine's speed changes by a tenth from one second to the next where others compute on it, and a median of an
+    entry's own times depends on how many of its rounds fell into which second; within a round all entries run under
+    equal conditions.
     """
-    shared = set.intersection(*(set(lane.times) for lane in lanes)) if lanes else set()
-    if not shared:
-        return sorted(lanes, key=lambda lane: lane.median)
-    levels = {round_: median(lane.times[round_] for lane in lanes) for round_ in shared}
-    return sorted(lanes, key=lambda lane: median(lane.times[round_] / level for round_, level in levels.items()))
+    shared_rounds = set.intersection(*(set(entry.times) for entry in entries)) if entries else set()
+    if not shared_rounds:
+        return sorted(entries, key=lambda entry: entry.median)
+    round_medians = {round_: median(entry.times[round_] for entry in entries) for round_ in shared_rounds}
+    return sorted(
+        entries,
+        key=lambda entry: median(entry.times[round_] / round_median for round_, round_median in round_medians.items()),
+    )
 
 
-def fastest(lanes: Sequence[Lane]) -> Lane | None:
-    """The first of ``ranked`` among those that were timed."""
-    return next(iter(ranked([lane for lane in lanes if lane.times])), None)
+def fastest(entries: Sequence[Lane]) -> Lane | None:
+    """Return the first of ``ranked`` among the entries that were timed; None when none was."""
+    return next(iter(ranked([entry for entry in entries if entry.times])), None)
 
 
-def by_ratio(lane: Lane, incumbent: Lane) -> float:
-    """Median paired ratio to the incumbent: comparable between lanes that left at different rounds."""
-    mine, base = lane.paired(incumbent)
-    return median(t / b for t, b in zip(mine, base, strict=True)) if mine else float("inf")
+def ratio_to_baseline(entry: Lane, baseline: Lane) -> float:
+    """Return the median paired ratio to the baseline, which is comparable between entries that stopped at different
+    rounds."""
+    times, baseline_times = entry.paired(baseline)
+    return median(t / b for t, b in zip(times, baseline_times, strict=True)) if times else float("inf")
 
 
-def sample(lane: Lane, incumbent: Lane | None, conditions: dict[str, str]) -> Sample | None:
-    """The lane's Sample; of the duel where it fought in it, of the rounds otherwise. None when it was never timed.
+def sample(entry: Lane, baseline: Lane | None, conditions: dict[str, str]) -> Sample | None:
+    """Return the entry's Sample: of the paired test if the entry took part in it, of the rounds otherwise. None when it
+    was never timed.
 
-    conditions: what the Sample is to say; "operands" (cold or hot) among them.
+    conditions: what the Sample states; its key "operands" is cold or hot.
     """
-    times = lane.duel or list(lane.times.values())
+    times = entry.test_times or list(entry.times.values())
     if not times:
         return None
     center = median_interval(times)
     ratio = (1.0, 1.0, 1.0)
-    if incumbent is not None and lane is not incumbent:
-        mine, base = (lane.duel, lane.rival) if lane.duel else lane.paired(incumbent)
-        if mine:
-            found = ratio_interval(mine[-_MAX_RATIOS:], base[-_MAX_RATIOS:])
-            ratio = (found.center, found.lo, found.hi)
+    if baseline is not None and entry is not baseline:
+        own_times, baseline_times = (
+            (entry.test_times, entry.baseline_test_times) if entry.test_times else entry.paired(baseline)
+        )
+        if own_times:
+            interval = ratio_interval(own_times[-_MAX_RATIOS:], baseline_times[-_MAX_RATIOS:])
+            ratio = (interval.center, interval.lo, interval.hi)
     return Sample(
         median_s=center.center,
         lo_s=center.lo,

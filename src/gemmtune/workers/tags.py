@@ -1,4 +1,4 @@
-"""Processes by the tag in their environment, which forks inherit whatever session or parent they move to."""
+"""Processes identified by a tag in their environment, which forks inherit whatever session or parent they move to."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ import time
 
 import psutil
 
-VARIABLE = "GEMMTUNE_WORKER"  # holds one random word a host, for all that descends from it
+VARIABLE = "GEMMTUNE_WORKER"  # holds one random word per host, which all its descendants inherit
 
 
 def tagged(tag: str) -> list[psutil.Process]:
-    """The living processes of this user that carry ``tag``. This process is never among them."""
-    found = []
+    """Return the living processes of this user that carry ``tag``, without this process."""
+    processes = []
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):  # it ended, or is somebody else's
-            carried = process.environ().get(VARIABLE) if process.pid != os.getpid() else None
-            if carried == tag and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+        with contextlib.suppress(psutil.Error, OSError):  # it ended, or belongs to another user
+            process_tag = process.environ().get(VARIABLE) if process.pid != os.getpid() else None
+            if process_tag == tag and process.status() != psutil.STATUS_ZOMBIE:
+                processes.append(process)
+    return processes
 
 
-def sweep(tag: str, limit_s: float = 2.0) -> int:
-    """Kill all that carry ``tag``, until there are none or ``limit_s`` seconds have passed. Returns how many died."""
+def kill_tagged(tag: str, limit_s: float = 2.0) -> int:
+    """Kill all processes that carry ``tag``, until there are none or ``limit_s`` seconds have passed. Return how many
+    were killed."""
     killed: set[int] = set()
     deadline = time.monotonic() + limit_s
-    while left := tagged(tag):
-        for process in left:
+    while processes := tagged(tag):
+        for process in processes:
             with contextlib.suppress(psutil.Error):
                 process.kill()
                 killed.add(process.pid)
