@@ -21,7 +21,7 @@ from gemmtune.core.weights import QuantWeight
 from gemmtune.store import MemoryStore
 from gemmtune.testing import hostile, hostile_cuda
 from gemmtune.timing.clock import Latency
-from gemmtune.timing.cuda_clock import CudaClock, TorchGpu, rough_times
+from gemmtune.timing.cuda_clock import CudaClock, TorchGpu, screening_times
 from gemmtune.timing.nvml import cuda_machine
 from gemmtune.timing.timing import Flush
 from gemmtune.tuning.tuner import Budget, Tuner
@@ -193,7 +193,9 @@ def test_graphs_survive_captures_that_fail() -> None:
 def test_rough_times_on_the_device() -> None:
     inputs = make_inputs(PROBLEM, 1, device=CUDA)
     out = torch.empty(16, 512, dtype=torch.bfloat16, device=CUDA)
-    times = rough_times(TorchGpu(CUDA), lambda: torch.mm(inputs.a, inputs.b, out=out), Flush(PROBLEM, current_cuda()))
+    times = screening_times(
+        TorchGpu(CUDA), lambda: torch.mm(inputs.a, inputs.b, out=out), Flush(PROBLEM, current_cuda())
+    )
     assert len(times) == 5
     assert 0.0 < min(times) < 1e-3
 

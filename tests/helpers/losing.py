@@ -10,7 +10,7 @@ from gemmtune.workers import job
 PLACE = "helpers.losing:LosingBackend"
 
 
-def lose(desk: job.Desk, happened: str) -> None:
+def lose(desk: job.RequestHandler, happened: str) -> None:
     raise job.ContextLost(f"the device's context is lost (simulated): {happened}")
 
 
@@ -18,5 +18,5 @@ class LosingBackend(HostileBackend):
     name = "losing"
 
     def load(self, *arguments: Any) -> Any:
-        job.Desk._check_context = lose  # type: ignore[method-assign]
+        job.RequestHandler._check_context = lose  # type: ignore[method-assign]
         return super().load(*arguments)

@@ -139,7 +139,7 @@ def test_what_was_not_kept_is_kept_once_there_is_room(searched: list[str], here:
     tuner = gemmtune.tuning.tuner.Tuner(here, ["aten"], store)
     tuner.tune([(build(m, 64, 32, "bf16"), 1) for m in (4, 8)])
     assert len(list(store.decisions(here))) == 2
-    assert tuner.unkept == []
+    assert tuner.unstored == []
 
 
 def test_the_probe_leaves_nothing_and_meets_a_full_disk(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from gemmtune.store import MemoryStore
 from gemmtune.testing import hostile_backend
 from gemmtune.testing.hostile_backend import HostileBackend
 from gemmtune.tuning import tuner as tuner_module
-from gemmtune.tuning.tuner import Budget, Tuner, _Crew
+from gemmtune.tuning.tuner import Budget, Tuner, _WorkerPool
 from gemmtune.workers.tags import VARIABLE
 from gemmtune.workers.worker import Limits, LocalWorker, Worker, WorkerStartError
 from helpers.factories import ATEN, NATIVE, SLOW, make_decision, make_evidence
@@ -344,7 +344,7 @@ def test_what_comes_next_is_built_while_a_gpu_times(
             begun.append(problem.m)
 
     problems = [build(m, 256, 512, "bf16") for m in (1, 2, 3, 4)]
-    crew = _Crew(target, True, None, "graph")
+    crew = _WorkerPool(target, True, None, "graph")
     crew.builders, crew.to_come = Recorder(), problems  # type: ignore[assignment]
     tuner = Tuner(target, ("triton",), store, latency=latency)  # type: ignore[arg-type]
     seen = []
@@ -397,7 +397,7 @@ def test_ctrl_c_gives_the_lease_back(target: Target, store: MemoryStore) -> None
 
 
 def test_the_others_wait_for_the_decision(target: Target, store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gemmtune.tuning.tuner.LOOK_S", 0.01)
+    monkeypatch.setattr("gemmtune.tuning.tuner.POLL_S", 0.01)
     tuned, found = [], []
     real = Tuner._tune_one
 
@@ -431,7 +431,7 @@ def test_a_tuner_that_does_not_wait_leaves_the_problem_out(target: Target, store
 def test_a_lease_that_runs_out_is_taken_over(
     target: Target, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gemmtune.tuning.tuner.LOOK_S", 0.01)
+    monkeypatch.setattr("gemmtune.tuning.tuner.POLL_S", 0.01)
     assert store.lease(target, PROBLEM.key, 0.2) is not None
     (decision,) = Tuner(target, ["aten"], store, QUICK, isolate=False).tune([(PROBLEM, 1)])
     assert_sound(decision)

@@ -23,7 +23,7 @@ from gemmtune.core.errors import WorkerError
 from gemmtune.core.problem import Layout, Operand, Problem
 from gemmtune.core.target import Target, current_cpu
 from gemmtune.testing import hostile_backend
-from gemmtune.timing.outcome import Leading
+from gemmtune.timing.outcome import LeaderUpdate
 from gemmtune.workers.tags import tagged
 from gemmtune.workers.worker import Limits, LocalWorker, Worker, WorkerLost, WorkerStartError
 from helpers import losing
@@ -317,7 +317,7 @@ def test_more_scratch_than_tuning_allows(shared: Worker) -> None:
 
 
 def test_a_race_tells_who_leads_and_who_came_where(shared: Worker) -> None:
-    seen: list[Leading] = []
+    seen: list[LeaderUpdate] = []
     names = [kind("good"), kind("packed"), Candidate.make("aten", "mm")]
     raced = shared.race(names, 0.3, 0, seen.append)
     assert {place.id for place in raced.placed} == {candidate.id for candidate in names}

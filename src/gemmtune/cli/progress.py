@@ -26,7 +26,7 @@ class Board:
     def __init__(self) -> None:
         self.decisions: list[Decision] = []
         self.cached = 0
-        self.unkept, self.trouble = 0, ""  # decisions that the store did not take, and why
+        self.unstored, self.store_error = 0, ""  # decisions that the store did not take, and why
         self.index = self.total = 0
         self.problem = ""
         self.trying = ""

@@ -137,8 +137,8 @@ def run(
         except KeyboardInterrupt:
             return board, True
         finally:
-            board.unkept += len(tuner.unkept)
-            board.trouble = tuner.trouble or board.trouble
+            board.unstored += len(tuner.unstored)
+            board.store_error = tuner.store_error or board.store_error
     return board, False
 
 
@@ -172,7 +172,7 @@ def report_outcome(board: Board, asked: int, interrupted: bool, *, as_json: bool
         emit(outcome_document(board, interrupted))
     else:
         print_outcome(board, asked, interrupted)
-    if interrupted or failed or board.unkept:
+    if interrupted or failed or board.unstored:
         raise typer.Exit(1)
 
 
@@ -197,22 +197,22 @@ def outcome_document(board: Board, interrupted: bool) -> dict[str, Any]:
                 "seconds": row.seconds,
             }
         )
-    kept = {} if not board.unkept else {"not_kept": board.unkept, "store_error": board.trouble}
+    kept = {} if not board.unstored else {"not_kept": board.unstored, "store_error": board.store_error}
     return {"interrupted": interrupted, "from_store": board.cached, **kept, "decisions": rows}
 
 
 def print_outcome(board: Board, asked: int, interrupted: bool) -> None:
-    from ..tuning.tuner import busy_words
+    from ..tuning.tuner import inconclusive_summary
     from .tables import decisions_table
 
     out = console()
     if board.decisions:
         out.print()
         out.print(decisions_table(board.decisions))
-    if words := busy_words(board.decisions):
+    if words := inconclusive_summary(board.decisions):
         say(words, file=sys.stderr)
     if interrupted:
-        kept = sum(decision.outcome != "inconclusive" for decision in board.decisions) - board.unkept
+        kept = sum(decision.outcome != "inconclusive" for decision in board.decisions) - board.unstored
         say(f"interrupted: {kept} of {asked} problems are decided and kept in the store", file=sys.stderr)
-    if board.unkept:
-        say(f"error: {board.unkept} of {asked} decisions are not kept: {board.trouble}", file=sys.stderr)
+    if board.unstored:
+        say(f"error: {board.unstored} of {asked} decisions are not kept: {board.store_error}", file=sys.stderr)

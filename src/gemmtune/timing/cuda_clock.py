@@ -1,7 +1,7 @@
 """Timing on a GPU: calls are captured into CUDA graphs and replayed between events, behind a pause that hides their
 launching.
 
-``CudaClock`` and ``rough_times`` use the device through the protocol ``Gpu``: ``TorchGpu`` implements it with
+``CudaClock`` and ``screening_times`` use the device through the protocol ``Gpu``: ``TorchGpu`` implements it with
 torch.cuda, ``testing.clock.FakeGpu`` simulates it. The clock works on one stream of its own, since the default stream
 cannot be captured.
 """
@@ -349,7 +349,7 @@ def _first_line(error: Exception) -> str:
 # --- screening times --------------------------------------------------------------------------------------------
 
 
-def rough_times(
+def screening_times(
     gpu: Gpu,
     call: Callable[[], object],
     chill: Callable[[], object],

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Literal
 
 from .clock import Clock
-from .lane import EntrantError, Lane
+from .lane import EntrantError, RaceEntry
 from .stats import Interval, binomial_tail, mad, ratio_interval
 
 ALPHA = 0.01  # two-sided, over all looks: at most 0.5% of the tests between equals have a winner
@@ -33,7 +33,7 @@ _NEGLIGIBLE = 0.02  # a gain below this share is not worth another race
 
 
 @dataclass(slots=True)
-class Duel:
+class PairedTest:
     """The state and result of one paired test.
 
     challenger, incumbent: seconds per call of the challenger and of the baseline, pair by pair. reason: the decision
@@ -64,17 +64,17 @@ class Duel:
         return self.interval is None or self.interval.lo < 1.0 - _NEGLIGIBLE
 
 
-def duel(
-    challenger: Lane,
-    baseline: Lane,
+def paired_test(
+    challenger: RaceEntry,
+    baseline: RaceEntry,
     clock: Clock,
-    deadline: Callable[[Duel], float],
+    deadline: Callable[[PairedTest], float],
     rng: random.Random,
     move: Callable[[], bool] = lambda: False,
     *,
     min_pairs: int = 50,
     gain: float = 0.003,
-) -> Duel:
+) -> PairedTest:
     """Time pairs, in random order within each, until the ratio's interval is below ``1 - gain`` or cannot become so any
     more.
 
@@ -85,7 +85,7 @@ def duel(
     where that comes after 12 pairs) and after each look. A winner has the better median at every placement of the
     operands, and the better mean (see ``_mean_agreement``).
     """
-    test = Duel(round_times=challenger.paired(baseline))
+    test = PairedTest(round_times=challenger.paired(baseline))
     cost, timed_s, look_at = challenger.cost + baseline.cost, 0.0, min_pairs
     while True:
         if not test.error_spent:
@@ -112,7 +112,7 @@ def duel(
             return test
 
 
-def _time_pair(test: Duel, challenger: Lane, baseline: Lane, clock: Clock, rng: random.Random) -> None:
+def _time_pair(test: PairedTest, challenger: RaceEntry, baseline: RaceEntry, clock: Clock, rng: random.Random) -> None:
     entries = [challenger, baseline]
     if rng.random() < 0.5:
         entries.reverse()
@@ -122,7 +122,7 @@ def _time_pair(test: Duel, challenger: Lane, baseline: Lane, clock: Clock, rng: 
     test.incumbent.append(times_by_entry[id(baseline)])
 
 
-def _decide(test: Duel, gain: float, last: bool) -> bool:
+def _decide(test: PairedTest, gain: float, last: bool) -> bool:
     """Take a look at the pairs and update the test. Returns whether the test is over (it is when ``last``)."""
     split = _split_stalls(test.challenger, test.incumbent)
     pairs = len(split.challenger)
@@ -144,7 +144,7 @@ def _decide(test: Duel, gain: float, last: bool) -> bool:
     return test.won or last
 
 
-def _look(test: Duel, split: _Split, gain: float, last: bool) -> tuple[str, bool]:
+def _look(test: PairedTest, split: _Split, gain: float, last: bool) -> tuple[str, bool]:
     """Return the ratio's interval in words, and whether it shows a gain; ``decided`` is set when it shows that there is
     none.
 
@@ -164,18 +164,18 @@ def _look(test: Duel, split: _Split, gain: float, last: bool) -> tuple[str, bool
     return text, interval.hi < 1.0 - gain and attained and _faster_at_every_placement(test)
 
 
-def _describe_means(test: Duel) -> str:
+def _describe_means(test: PairedTest) -> str:
     challenger_s, baseline_s = _all_times(test)
     return f"{sum(challenger_s) / sum(baseline_s):.3f}x its mean time, stalls counted"
 
 
-def _all_times(test: Duel) -> tuple[list[float], list[float]]:
+def _all_times(test: PairedTest) -> tuple[list[float], list[float]]:
     """Return every pair of times of the race. A kernel that stalls now and then shows it more often the more pairs are
     looked at."""
     return [*test.round_times[0], *test.challenger], [*test.round_times[1], *test.incumbent]
 
 
-def _faster_at_every_placement(test: Duel) -> bool:
+def _faster_at_every_placement(test: PairedTest) -> bool:
     """Whether the challenger has the better median at every placement of the operands that has a few pairs."""
     bounds = [0, *test.places, len(test.challenger)]
     for first, last in itertools.pairwise(bounds):
@@ -198,7 +198,7 @@ class _Split:
     baseline_stalls: int = 0
 
 
-def _mean_agreement(test: Duel, split: _Split, last: bool) -> Literal["agrees", "differs", "unclear"]:
+def _mean_agreement(test: PairedTest, split: _Split, last: bool) -> Literal["agrees", "differs", "unclear"]:
     """Return whether the challenger has the lower mean time, too.
 
     The interval is one of medians, and a kernel that stalls in every fifth call has a good median. Stalls do not count

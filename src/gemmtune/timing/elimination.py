@@ -13,8 +13,8 @@ from statistics import median
 from ..core.events import BestSoFar
 from .clock import FLOOR_S, Clock, Run
 from .duel import FIRST_SLOW_LOOK, SLOW_PAIR_S
-from .lane import EntrantError, Lane, fastest, ranked, ratio_to_baseline
-from .machine import Machine, Weather
+from .lane import EntrantError, RaceEntry, fastest, ranked, ratio_to_baseline
+from .machine import Machine, MachineState
 from .stats import mad, ratio_interval, slower_than, spend
 from .surroundings import Surrounding
 
@@ -103,7 +103,7 @@ class Elimination:
         self._move, self._move_s, self.moves = setup.move, setup.move_s, 0
         self._least_s, self._surroundings, self._earlier_s = setup.least_s, setup.surroundings, setup.earlier_s
         self.rng = random.Random(seed)
-        self.entries = [Lane(e.id, e.run, e.incumbent, e.group) for e in entrants]
+        self.entries = [RaceEntry(e.id, e.run, e.incumbent, e.group) for e in entrants]
         self.disturbed = self.contended = False
         self._machine_state()  # covers the time before the race, in which candidates were tried
         self.start = clock.now()
@@ -175,7 +175,7 @@ class Elimination:
             rank, count = entries.index(entry) + 1, len(entries)
             entry.drop("screened", f"in place {rank} of {count} by its first times; more than the time allows")
 
-    def _first_estimate_s(self, entry: Lane) -> float:
+    def _first_estimate_s(self, entry: RaceEntry) -> float:
         """Return seconds per call after one round: the lower of that round's time and the time before the race, since a
         stall can double one of them."""
         return min(entry.median, self._earlier_s.get(entry.id, entry.median))
@@ -325,7 +325,7 @@ class Elimination:
             if entry.stage in ("screened", "eliminated"):
                 entry.active, entry.stage, entry.reason = True, "finalist", ""
 
-    def _active(self) -> list[Lane]:
+    def _active(self) -> list[RaceEntry]:
         return [entry for entry in self.entries if entry.active]
 
     def _elapsed_s(self) -> float:
@@ -403,17 +403,17 @@ class Elimination:
         if reference is not None and noise(list(reference.times.values())) > NOISE:
             self.disturbed = True
 
-    def _machine_state(self) -> Weather:
+    def _machine_state(self) -> MachineState:
         """Return the machine's state since the previous call, and mark the machine as disturbed or contended when it
         shows that."""
-        state = self.machine.weather() if self.machine is not None else Weather()
+        state = self.machine.weather() if self.machine is not None else MachineState()
         self.disturbed = self.disturbed or state.load > _LOAD or state.stolen > _STOLEN
         self.contended = self.contended or state.contention
         if self.machine is not None:
             self.conditions.update(state.words())
         return state
 
-    def _fastest_active(self, *, baselines: bool) -> Lane | None:
+    def _fastest_active(self, *, baselines: bool) -> RaceEntry | None:
         return fastest([entry for entry in self._active() if entry.incumbent == baselines])
 
     def _report(self) -> None:
@@ -423,7 +423,7 @@ class Elimination:
             self.progress(BestSoFar(leader.id, leader.median, ratio))
 
 
-def raise_calls(entries: Sequence[Lane], calls: int, floor_s: float) -> None:
+def raise_calls(entries: Sequence[RaceEntry], calls: int, floor_s: float) -> None:
     """Raise the calls per timing of every entry to ``calls``, where that is more.
 
     An entry far slower than the others cannot be mistaken for one of them: it makes only as many calls as take twice

@@ -18,13 +18,13 @@ _MAX_RATIOS = 200  # paired ratios that an interval uses: its cost grows with th
 class EntrantError(Exception):
     """An exception that an entrant raised while it was timed; ``entry`` is the entrant's record."""
 
-    def __init__(self, entry: Lane, error: Exception) -> None:
+    def __init__(self, entry: RaceEntry, error: Exception) -> None:
         super().__init__(f"raised {type(error).__name__}: {error}")
         self.entry = entry
 
 
 @dataclass(slots=True, eq=False)
-class Lane:
+class RaceEntry:
     """The record of one entrant: its calls per timing, its times, and the stage that it has reached.
 
     incumbent: whether it is a baseline, one of ATen's candidates. group: the name of its packed layout; None or empty
@@ -77,13 +77,13 @@ class Lane:
         """The seconds that the next timing will take."""
         return self.calls * (self.median if self.times else 0.0)
 
-    def paired(self, other: Lane) -> tuple[list[float], list[float]]:
+    def paired(self, other: RaceEntry) -> tuple[list[float], list[float]]:
         """Return the times of both entries in the rounds that they share."""
         shared_rounds = sorted(self.times.keys() & other.times.keys())[-_MAX_RATIOS:]
         return [self.times[r] for r in shared_rounds], [other.times[r] for r in shared_rounds]
 
 
-def ranked(entries: Sequence[Lane]) -> list[Lane]:
+def ranked(entries: Sequence[RaceEntry]) -> list[RaceEntry]:
     """Return the entries, fastest first: by the median, over the rounds they share, of each entry's time relative to
     the round's median.
 
@@ -101,19 +101,19 @@ def ranked(entries: Sequence[Lane]) -> list[Lane]:
     )
 
 
-def fastest(entries: Sequence[Lane]) -> Lane | None:
+def fastest(entries: Sequence[RaceEntry]) -> RaceEntry | None:
     """Return the first of ``ranked`` among the entries that were timed; None when none was."""
     return next(iter(ranked([entry for entry in entries if entry.times])), None)
 
 
-def ratio_to_baseline(entry: Lane, baseline: Lane) -> float:
+def ratio_to_baseline(entry: RaceEntry, baseline: RaceEntry) -> float:
     """Return the median paired ratio to the baseline, which is comparable between entries that stopped at different
     rounds."""
     times, baseline_times = entry.paired(baseline)
     return median(t / b for t, b in zip(times, baseline_times, strict=True)) if times else float("inf")
 
 
-def sample(entry: Lane, baseline: Lane | None, conditions: dict[str, str]) -> Sample | None:
+def sample(entry: RaceEntry, baseline: RaceEntry | None, conditions: dict[str, str]) -> Sample | None:
     """Return the entry's Sample: of the paired test if the entry took part in it, of the rounds otherwise. None when it
     was never timed.
 

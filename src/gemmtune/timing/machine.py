@@ -17,7 +17,7 @@ _CONTENDING_CORES, _MISSING_CORES, _STOLEN_SHARE = 0.5, 0.25, 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Weather:
+class MachineState:
     """The state of the machine during one period.
 
     load: cores that other processes kept busy. frequency: MHz, 0.0 when unknown. stolen: the share of all cores' time
@@ -30,7 +30,7 @@ class Weather:
     stolen: float = 0.0
     contention: bool = False
 
-    def differs(self, other: Weather) -> str:
+    def differs(self, other: MachineState) -> str:
         """Return the change between the two states, in words; empty when it does not matter."""
         if abs(self.load - other.load) > _LOAD_CHANGED:
             return f"others' load went from {self.load:.1f} to {other.load:.1f} cores"
@@ -46,7 +46,7 @@ class Weather:
         return conditions
 
 
-def describe_clock_change(before: Weather, after: Weather) -> str:
+def describe_clock_change(before: MachineState, after: MachineState) -> str:
     """Return how the clock frequency changed, in words; empty when it changed by at most 5%, or is unknown."""
     if min(before.frequency, after.frequency) > 0.0:
         change = after.frequency / before.frequency - 1.0
@@ -58,7 +58,7 @@ def describe_clock_change(before: Weather, after: Weather) -> str:
 class Machine(Protocol):
     """A source of machine states: ``weather`` returns the state since the previous call."""
 
-    def weather(self) -> Weather: ...
+    def weather(self) -> MachineState: ...
 
 
 class CpuMachine:
@@ -76,20 +76,20 @@ class CpuMachine:
             if (path := Path(f"/sys/devices/system/cpu/cpu{cpu}/cpufreq/scaling_cur_freq")).exists()
         ]
 
-    def weather(self) -> Weather:
+    def weather(self) -> MachineState:
         """Return the state since the last call (or construction). Periods below 20 ms have no load: the kernel counts
         in ticks."""
         before, now = self._last, self._accounts()
         elapsed = now.at - before.at
         if elapsed < 0.02:
-            return Weather(frequency=self._frequency())
+            return MachineState(frequency=self._frequency())
         self._last = now
         others_s = (now.busy - before.busy) - (now.own - before.own)
         cores = max(1, os.cpu_count() or 1)
         stolen = max(0.0, (now.stolen - before.stolen) / (elapsed * cores))
         load = max(0.0, others_s / elapsed)
         is_crowded = load > _CONTENDING_CORES and load + min(self._threads, cores) > cores + _MISSING_CORES
-        return Weather(load, self._frequency(), stolen, is_crowded or stolen > _STOLEN_SHARE)
+        return MachineState(load, self._frequency(), stolen, is_crowded or stolen > _STOLEN_SHARE)
 
     def _accounts(self) -> _Accounts:
         times, own = psutil.cpu_times(), os.times()
@@ -125,7 +125,7 @@ def allowed_cpus() -> set[int]:
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
-class Pins:
+class CpuPinning:
     """A pinning of the process to as many CPUs as it has threads: the least busy ones of different cores.
 
     It has no effect (``words`` is empty) where affinity cannot be set, or where the threads need every CPU anyway.

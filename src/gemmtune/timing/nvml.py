@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .machine import Weather, describe_clock_change
+from .machine import MachineState, describe_clock_change
 
 # Bits of nvmlDeviceGetCurrentClocksEventReasons. The bits for an idle GPU and for clocks set by a user limit nothing.
 _REASONS = {
@@ -22,16 +22,16 @@ _REASONS = {
 
 
 @dataclass(frozen=True, slots=True)
-class CudaWeather(Weather):
+class CudaState(MachineState):
     """The state of a GPU at one moment. frequency: of its multiprocessors, in MHz. throttle: what limits its clock, in
     words."""
 
     throttle: tuple[str, ...] = ()
 
-    def differs(self, other: Weather) -> str:
+    def differs(self, other: MachineState) -> str:
         """Return the change between the two states, in words: of the clock by more than 5%, or a new reason that limits
         it."""
-        after = other.throttle if isinstance(other, CudaWeather) else ()
+        after = other.throttle if isinstance(other, CudaState) else ()
         new = [reason for reason in after if reason not in self.throttle]
         return f"slowed down by {', '.join(new)}" if new else describe_clock_change(self, other)
 
@@ -47,14 +47,14 @@ class CudaMachine:
     def __init__(self, nvml: Any, handle: Any) -> None:
         self._nvml, self._handle = nvml, handle
 
-    def weather(self) -> CudaWeather:
+    def weather(self) -> CudaState:
         """Return the present state. Values that cannot be read stay unknown."""
         nvml = self._nvml
         try:
             frequency = float(nvml.nvmlDeviceGetClockInfo(self._handle, nvml.NVML_CLOCK_SM))
         except nvml.NVMLError:
             frequency = 0.0
-        return CudaWeather(frequency=frequency, throttle=self._throttle())
+        return CudaState(frequency=frequency, throttle=self._throttle())
 
     def _throttle(self) -> tuple[str, ...]:
         nvml = self._nvml

@@ -8,7 +8,7 @@ from ..core.decision import LayoutDecision, Outcome, Sample, Stage, Verdict
 from ..core.verdict import VerdictKind
 
 
-class Leading(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+class LeaderUpdate(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     """The leader during a race; any number of these messages precede Raced. ratio: its time over the baseline's."""
 
     id: str
@@ -16,7 +16,7 @@ class Leading(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     ratio: float
 
 
-class Placed(msgspec.Struct, forbid_unknown_fields=True):
+class Placement(msgspec.Struct, forbid_unknown_fields=True):
     """One candidate's result in the race. fault: the kind of failure of a candidate whose stage is ``failed``."""
 
     id: str
@@ -36,7 +36,7 @@ class Raced(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     outcome: Outcome
     leader: str | None
     stopped: str
-    placed: tuple[Placed, ...]
+    placed: tuple[Placement, ...]
     groups: dict[str, str]
     layouts: dict[str, LayoutDecision] = {}
     faults: dict[str, Verdict] = {}

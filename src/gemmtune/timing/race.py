@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from ..core.decision import LayoutDecision, Outcome, Sample, Stage
 from ..core.verdict import VerdictKind
 from .clock import Clock
-from .duel import Duel, duel
+from .duel import PairedTest, paired_test
 from .elimination import (
     EXTENSION,
     NOISE,
@@ -36,7 +36,7 @@ from .elimination import (
     noise,
     raise_calls,
 )
-from .lane import EntrantError, Lane, fastest, ratio_to_baseline, sample
+from .lane import EntrantError, RaceEntry, fastest, ratio_to_baseline, sample
 from .stats import drift
 from .surroundings import OVERLAP, Comparison, compare
 
@@ -154,7 +154,9 @@ class _Race(Elimination):
 
     # --- paired tests and surroundings ---
 
-    def _run_test(self, challenger: Lane, baseline: Lane, deadline: Callable[[Duel], float]) -> Duel:
+    def _run_test(
+        self, challenger: RaceEntry, baseline: RaceEntry, deadline: Callable[[PairedTest], float]
+    ) -> PairedTest:
         """Return the paired test of two entries, timed with equally many calls.
 
         Its timings may be longer than those of the rounds that chose the two entries.
@@ -162,19 +164,19 @@ class _Race(Elimination):
         entries = [challenger, baseline]
         fastest_s = max(min(entry.median for entry in entries), 1e-9)
         raise_calls(entries, math.ceil(self.clock.duel_s / fastest_s), self.clock.duel_s)
-        return duel(
+        return paired_test(
             challenger, baseline, self.clock, deadline, self.rng, self.move,
             min_pairs=self._min_duel, gain=self._min_gain,
         )  # fmt: skip
 
-    def _test_deadline(self, test: Duel) -> float:
+    def _test_deadline(self, test: PairedTest) -> float:
         """Return the time of the clock at which the paired test must end; later once the test shows that the machine is
         disturbed."""
         if test.stalled > STALLED or (len(test.incumbent) >= 8 and noise(test.incumbent) > NOISE):
             self.disturbed = True
         return self.start + self._limit_s() - self._reserved_after_test_s()
 
-    def _record_layout(self, test: Duel, challenger: Lane, baseline: Lane) -> str:
+    def _record_layout(self, test: PairedTest, challenger: RaceEntry, baseline: RaceEntry) -> str:
         """Record the paired test for its layout, with the comparisons in the surroundings when the challenger won it.
 
         Returns the surrounding that disagrees, in words; empty where none does.
@@ -193,7 +195,9 @@ class _Race(Elimination):
         )  # fmt: skip
         return disagreement
 
-    def _compare_in_surroundings(self, challenger: Lane, baseline: Lane) -> tuple[dict[str, float], bool, str]:
+    def _compare_in_surroundings(
+        self, challenger: RaceEntry, baseline: RaceEntry
+    ) -> tuple[dict[str, float], bool, str]:
         """Return (median ratio by surrounding, whether overlapping pays, the first surrounding that disagrees in
         words).
 
@@ -248,7 +252,7 @@ class _Race(Elimination):
 
     # --- results ---
 
-    def _unopposed(self, leader: Lane | None, baseline: Lane | None) -> RaceResult:
+    def _unopposed(self, leader: RaceEntry | None, baseline: RaceEntry | None) -> RaceResult:
         if leader is None:
             return self._result("none_valid", None, None, "no entrant could be timed")
         if leader is baseline:
@@ -257,7 +261,7 @@ class _Race(Elimination):
             return self._result(outcome, leader, baseline, reason or self.stopped or "no challenger is left")
         return self._result("winner", leader, None, "there is no incumbent to beat")
 
-    def _decided(self, test: Duel, challenger: Lane, baseline: Lane, disagreement: str) -> RaceResult:
+    def _decided(self, test: PairedTest, challenger: RaceEntry, baseline: RaceEntry, disagreement: str) -> RaceResult:
         for entry, times in ((challenger, test.challenger), (baseline, test.incumbent)):
             entry.test_times, entry.baseline_test_times = times, test.incumbent
         if test.stalled:
@@ -276,7 +280,7 @@ class _Race(Elimination):
         words = disagreement or test.reason
         return self._result(outcome, baseline, baseline, f"{words}; {reason}" if reason else words)
 
-    def _tie(self, test: Duel | None) -> tuple[Outcome, str]:
+    def _tie(self, test: PairedTest | None) -> tuple[Outcome, str]:
         """Return whether a race without a winner is a tie or inconclusive, and why in words.
 
         A race of the best two is not enough evidence: on a machine that others use, the search before it may have
@@ -288,7 +292,7 @@ class _Race(Elimination):
             return "inconclusive", "the machine was too disturbed to decide"
         return "tie", ""
 
-    def _implausible_baseline(self, baseline: Lane) -> str:
+    def _implausible_baseline(self, baseline: RaceEntry) -> str:
         """Return why the baseline's times are not believed, being far above its times before the race; empty when they
         are."""
         earlier_s, now_s = self._earlier_s.get(baseline.id), baseline.median
@@ -299,14 +303,16 @@ class _Race(Elimination):
             "the machine was disturbed"
         )
 
-    def _result(self, outcome: Outcome, leader: Lane | None, baseline: Lane | None, stopped: str) -> RaceResult:
+    def _result(
+        self, outcome: Outcome, leader: RaceEntry | None, baseline: RaceEntry | None, stopped: str
+    ) -> RaceResult:
         conditions = self._conditions(baseline or leader)
         standings: dict[str, Standing] = {}
         for entry in self.entries:
             stage: Stage = "winner" if entry is leader and outcome == "winner" else entry.stage
             words = conditions | self.clock.conditions(entry.guarded, entry.active)
             standings[entry.id] = Standing(entry.id, stage, entry.reason, sample(entry, baseline, words), entry.fault)
-        groups: dict[str, Lane] = {}
+        groups: dict[str, RaceEntry] = {}
         timed = [entry for entry in self.entries if entry.times and entry.stage != "failed"]
         for entry in sorted(timed, key=lambda entry: ratio_to_baseline(entry, baseline) if baseline else entry.median):
             groups.setdefault(entry.group or "", entry)
@@ -325,7 +331,7 @@ class _Race(Elimination):
             self.layouts,
         )
 
-    def _conditions(self, reference: Lane | None) -> dict[str, str]:
+    def _conditions(self, reference: RaceEntry | None) -> dict[str, str]:
         conditions = dict(self.conditions)
         # In a paired test fewer entries run between two calls than in the rounds before: drift compares times of one
         # kind only.

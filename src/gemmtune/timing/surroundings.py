@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from .clock import Clock, Run
-from .lane import EntrantError, Lane
+from .lane import EntrantError, RaceEntry
 from .stats import Interval, ratio_interval
 
 ROUNDS = 14
@@ -61,7 +61,12 @@ class Comparison:
 
 
 def compare(
-    surrounding: Surrounding, challenger: Lane, baseline: Lane, clock: Clock, rng: random.Random, deadline: float
+    surrounding: Surrounding,
+    challenger: RaceEntry,
+    baseline: RaceEntry,
+    clock: Clock,
+    rng: random.Random,
+    deadline: float,
 ) -> dict[str, Comparison]:
     """Time both entries in a surrounding, in interleaved rounds until ``deadline`` on ``clock``, and return a
     Comparison for each variant of the challenger.
@@ -111,7 +116,7 @@ def _subtract_idle(times: list[float], idle_s: float) -> list[float]:
     return [max(seconds - idle_s, 0.05 * seconds) for seconds in times]
 
 
-def _guarded(entry: Lane, run: Run) -> Run:
+def _guarded(entry: RaceEntry, run: Run) -> Run:
     """Return ``run`` wrapped so that an exception becomes an EntrantError of this entry."""
 
     def guarded(i: int) -> None:

@@ -26,7 +26,7 @@ from .around import CallSite, cpu_surroundings, gpu_surroundings
 from .clock import Clock, CpuClock, Latency
 from .cuda_clock import CudaClock, TorchGpu
 from .machine import Machine
-from .outcome import Leading, Placed, Raced
+from .outcome import LeaderUpdate, Placement, Raced
 from .plausible import least_s
 from .race import Entrant, RaceSetup, race
 from .surroundings import Surrounding
@@ -77,7 +77,7 @@ def on_gpu(target: Target) -> bool:
     return target.device != "cpu"
 
 
-class Pace:
+class SpeedReference:
     """The machine's present speed relative to the beginning, measured by timing one reference kernel beside each
     candidate.
 
@@ -120,8 +120,11 @@ class Pace:
             self._times.clear()
 
 
-def rough_times(
-    call: Callable[[], None], flush: Callable[[], None], worth_s: float | None = None, pace: Pace | None = None
+def screening_times(
+    call: Callable[[], None],
+    flush: Callable[[], None],
+    worth_s: float | None = None,
+    pace: SpeedReference | None = None,
 ) -> tuple[float, ...]:
     """Return the screening times of a call: three times in seconds, each after ``flush`` emptied the cache, scaled to
     the machine's speed at the beginning of ``pace``.
@@ -140,7 +143,7 @@ def rough_times(
     if warm_s > _SLOW_S:
         return (warm_s, _timed(call, 1))
     warm_s = min(warm_s, _timed(call, 1))
-    calls, times, pace = _batch(warm_s), [], pace or Pace()
+    calls, times, pace = _batch(warm_s), [], pace or SpeedReference()
     flush_cache = flush if calls == 1 else lambda: None
     pace.warm_up()
     for _ in range(_SCREENING_TIMINGS):
@@ -193,7 +196,7 @@ def last_level_cache(target: Target) -> int:
     return next((size for size in reversed(caches) if size), _DEFAULT_LLC)
 
 
-class Track:
+class RaceOperands:
     """Loaded kernels with rotated operand sets in every layout that the kernels need, ready to race.
 
     Kernels of one layout use its copies in turn, so that each call has the copy that was used least recently; all
@@ -232,7 +235,7 @@ class Track:
         self._cuda: TorchGpu | None = None
         self._clock: Clock = CpuClock()
         self._move_s = 0.0  # seconds for packing all copies
-        self.left_out: dict[str, str] = {}
+        self.excluded: dict[str, str] = {}
         self._entrants = self._prepare_entrants(kernels, target, seed)
 
     def _prepare_entrants(self, kernels: Mapping[str, Kernel], target: Target, seed: int) -> list[Entrant]:
@@ -269,7 +272,7 @@ class Track:
                 kernel.packing or "",
             )
             for index, (name, kernel) in enumerate(kernels.items())
-            if name not in self.left_out
+            if name not in self.excluded
         ]
 
     def _make_clock(self, target: Target, count: int) -> Clock:
@@ -300,14 +303,14 @@ class Track:
             scratch_needed = max(scratch, kernel.workspace_bytes)
             remaining = available - scratch_needed if admitted > 1 else available
             if remaining < 0:
-                self.left_out[name] = f"no memory for its {kernel.workspace_bytes >> 20} MB of scratch in the race"
+                self.excluded[name] = f"no memory for its {kernel.workspace_bytes >> 20} MB of scratch in the race"
                 continue
             layout = self._layout(kernel)
             if layout and layout not in packed:
                 # Packed weights are as large as raw ones or larger: a copy that cannot fit is not even tried.
                 copy = kernel.pack(item.b) if self._problem.weight_bytes <= remaining else None
                 if copy is None or copy.nbytes > remaining:
-                    self.left_out[name] = f"no memory for operands packed as {layout} beside those of faster candidates"
+                    self.excluded[name] = f"no memory for operands packed as {layout} beside those of faster candidates"
                     copy = None  # freed before the next one is packed
                     continue
                 packed[layout] = (kernel, copy)
@@ -340,7 +343,7 @@ class Track:
         self,
         budget_s: float,
         seed: int,
-        progress: Callable[[Leading], None],
+        progress: Callable[[LeaderUpdate], None],
         earlier_s: Mapping[str, float] = {},
     ) -> Raced:
         """Race for ``budget_s`` seconds and return the result; see ``race.race``. earlier_s: seconds per call before
@@ -350,7 +353,7 @@ class Track:
 
         def report(best: BestSoFar) -> None:
             if math.isfinite(best.ratio):
-                progress(Leading(best.candidate_id, best.median_s, best.ratio))
+                progress(LeaderUpdate(best.candidate_id, best.median_s, best.ratio))
 
         setup = RaceSetup(
             machine=self._machine,
@@ -363,7 +366,7 @@ class Track:
         )
         result = race(self._entrants, self._clock, budget_s, seed=seed, progress=report, setup=setup)
         placements = tuple(
-            Placed(row.id, row.stage, row.reason, row.sample, row.fault) for row in result.standings.values()
+            Placement(row.id, row.stage, row.reason, row.sample, row.fault) for row in result.standings.values()
         )
         return Raced(
             result.outcome, result.leader, result.stopped, placements + self._excluded_placements(),
@@ -410,8 +413,8 @@ class Track:
         for pool in self._operands.values():
             pool.move()
 
-    def _excluded_placements(self) -> tuple[Placed, ...]:
-        return tuple(Placed(name, "screened", reason, None) for name, reason in self.left_out.items())
+    def _excluded_placements(self) -> tuple[Placement, ...]:
+        return tuple(Placement(name, "screened", reason, None) for name, reason in self.excluded.items())
 
 
 class _OperandPool:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("gemmtune")
 
-LOOK_S = 1.0  # seconds between two looks at whether another process is done tuning a problem that this process serves
+POLL_S = 1.0  # seconds between two looks at whether another process is done tuning a problem that this process serves
 
 
 def tune(
@@ -56,7 +56,7 @@ def tune(
     """
     from ..core.events import silent
     from ..store import open_store
-    from .tuner import Budget, Tuner, busy_words
+    from .tuner import Budget, Tuner, inconclusive_summary
 
     if operands not in ("cold", "hot"):
         raise ValueError(f"tune(): operands must be 'cold' or 'hot'; got {operands!r}")
@@ -75,7 +75,7 @@ def tune(
             decisions += tuner.tune(problems)
     finally:
         runtime.RUNTIME.refresh(decision_store)
-    if words := busy_words(decisions):
+    if words := inconclusive_summary(decisions):
         log.warning("%s", words)
     return decisions
 
@@ -133,7 +133,7 @@ def _refresh_when_decided(store: Store, target: Target, problem_key: str) -> Non
     def poll() -> None:
         global _poll_thread
         while True:
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
             if store.leased(target, problem_key) is None:
                 break
         _poll_thread = None  # before refreshing: a later problem needs a new thread

@@ -23,7 +23,7 @@ from ..core.target import Target
 from ..core.verdict import FAULTS
 from ..store.base import Store
 from ..timing.machine import allowed_cpus
-from ..timing.outcome import Leading, Raced
+from ..timing.outcome import LeaderUpdate, Raced
 from ..workers.builds import is_prebuilt
 from ..workers.worker import MeasurementWorker, WorkerLost
 from .candidates import BASELINE_BACKEND, enumerate_candidates
@@ -82,7 +82,7 @@ TRIED_PER_LAYOUT = 2
 NOT_REMEMBERED = ("build_failed", "unsupported")  # failures that are not stored: trying again costs nothing
 
 
-class Trial:
+class TuningSession:
     """The tuning session of one Problem: it tries candidates through a measurement worker and returns a Decision.
 
     Candidates are listed by the constructor, while a worker may still be starting.
@@ -503,7 +503,7 @@ class Trial:
         remaining_s = min(self._remaining_s(), RACE_GPU_S) if self._gpu else self._remaining_s()
         return max(remaining_s, min(0.75 * self._seconds, slow_race_s), 0.05 * self._seconds)
 
-    def _report_leading(self, leading: Leading) -> None:
+    def _report_leading(self, leading: LeaderUpdate) -> None:
         self._progress(BestSoFar(leading.id, leading.median_s, leading.ratio))
 
     def _result_without_race(self, reason: str) -> Raced:

@@ -26,14 +26,14 @@ from ..timing.clock import Latency
 from ..workers.builds import Builders
 from ..workers.worker import Limits, LocalWorker, MeasurementWorker, Worker, WorkerStartError
 from .candidates import BASELINE_BACKEND, enumerate_candidates
-from .trial import Trial, first_builds
+from .trial import TuningSession, first_builds
 
 log = logging.getLogger("gemmtune")
 
 # seconds; renewed every third of it. A process on another machine that died can block others for this long
 LEASE_S = 30.0
 BUILT_AHEAD_PROBLEMS = 2  # number of later problems whose builds begin while one problem is tuned
-LOOK_S = 0.25  # seconds between two looks of a waiting tuner at whether the other process has decided
+POLL_S = 0.25  # seconds between two looks of a waiting tuner at whether the other process has decided
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +92,8 @@ class Tuner:
         self._isolate, self._force, self._seed, self._limits = isolate, force, seed, limits
         self._wait, self._hot, self._latency = wait, hot, latency
         self._plans = _PlanPoints((), target, store)
-        self.unkept: list[Decision] = []  # decisions that the store could not take; ``trouble`` is the error's text
-        self.trouble = ""
+        self.unstored: list[Decision] = []  # decisions that the store could not take; ``trouble`` is the error's text
+        self.store_error = ""
 
     def tune(self, problems: Iterable[tuple[Problem, int]]) -> list[Decision]:
         """Return a Decision for every problem, in the order of first mention, with duplicates merged.
@@ -121,15 +121,15 @@ class Tuner:
             self._retune_inconclusive(decisions, crew)
         return [decisions[problem] for problem in weights if problem in decisions]
 
-    def _new_crew(self) -> _Crew:
-        return _Crew(self._target, self._isolate, self._limits, self._latency, self._store.artifacts_directory)
+    def _new_crew(self) -> _WorkerPool:
+        return _WorkerPool(self._target, self._isolate, self._limits, self._latency, self._store.artifacts_directory)
 
     def _stored_decisions(self, problems: Iterable[Problem]) -> dict[Problem, Decision]:
         records = ((problem, self._store.get(self._target, problem.key)) for problem in problems)
         return {problem: decision for problem, decision in records if decision is not None}
 
     def _decide(
-        self, problem: Problem, stored: Decision | None, index: int, total: int, crew: _Crew
+        self, problem: Problem, stored: Decision | None, index: int, total: int, crew: _WorkerPool
     ) -> Decision | None:
         """Return the decision of this process, of another process or of the store.
 
@@ -151,7 +151,7 @@ class Tuner:
         )
         return decision
 
-    def _retune_inconclusive(self, decisions: dict[Problem, Decision], crew: _Crew) -> None:
+    def _retune_inconclusive(self, decisions: dict[Problem, Decision], crew: _WorkerPool) -> None:
         """Tune each inconclusive problem once more, at another moment, unless the user has set a problem's budget in
         seconds."""
         if self._budget.seconds is not None:
@@ -161,7 +161,7 @@ class Tuner:
             again = self._decide(problem, None, index, len(crew.to_come), crew)
             decisions[problem] = again or decisions[problem]
 
-    def _tune_under_lease(self, problem: Problem, crew: _Crew) -> Decision | None:
+    def _tune_under_lease(self, problem: Problem, crew: _WorkerPool) -> Decision | None:
         """Tune while holding the problem's lease: one of several processes tunes, and the others read its decision.
 
         None when another process holds the lease and this tuner does not wait.
@@ -173,7 +173,7 @@ class Tuner:
             if not logged:
                 log.info("another process is tuning %s: waiting for its decision", problem.key)
                 logged = True
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
             lease = self._lease(problem)
         with lease:
             # The previous holder may have stored a decision since the first look-up.
@@ -191,11 +191,11 @@ class Tuner:
             log.debug("tuning without a lease: %s", error)
             return nullcontext()
 
-    def _tune_one(self, problem: Problem, crew: _Crew) -> Decision:
+    def _tune_one(self, problem: Problem, crew: _WorkerPool) -> Decision:
         worker = crew.hands()
         build = crew.builders if self._isolate else None
         ahead = crew.builders.ahead if self._builds_overlap() else None
-        trial = Trial(
+        trial = TuningSession(
             problem, self._target, self._names, self._store, worker, self._progress, self._seed,
             build=build, build_ahead=ahead, hot=self._hot, layouts=self._plans.layouts(problem),
         )  # fmt: skip
@@ -214,7 +214,7 @@ class Tuner:
         """Whether builds may run beside timing without disturbing it: on a GPU, timed by the GPU's own clock."""
         return self._isolate and self._target.device != "cpu" and self._latency == "graph"
 
-    def _build_ahead(self, problem: Problem, crew: _Crew) -> None:
+    def _build_ahead(self, problem: Problem, crew: _WorkerPool) -> None:
         """Begin the first builds of the problems after ``problem``."""
         if not self._builds_overlap():
             return
@@ -232,15 +232,15 @@ class Tuner:
         """
         if decision.outcome == "inconclusive":
             return
-        self.unkept.append(decision)
+        self.unstored.append(decision)
         try:
-            while self.unkept:
-                self._store.put(self._target, self.unkept[0])
-                del self.unkept[0]
+            while self.unstored:
+                self._store.put(self._target, self.unstored[0])
+                del self.unstored[0]
         except StoreError as error:
-            if not self.trouble:
+            if not self.store_error:
                 log.warning("decisions of this run are not kept: %s", error)
-            self.trouble = str(error)
+            self.store_error = str(error)
 
 
 class _PlanPoints:
@@ -270,7 +270,7 @@ class _PlanPoints:
         return layouts_in_use([point for key, point in points.items() if key != problem.key])
 
 
-def busy_words(decisions: Sequence[Decision]) -> str:
+def inconclusive_summary(decisions: Sequence[Decision]) -> str:
     """Return one line on the inconclusive decisions; empty when none is inconclusive."""
     count, total = sum(decision.outcome == "inconclusive" for decision in decisions), len(decisions)
     if not count:
@@ -281,7 +281,7 @@ def busy_words(decisions: Sequence[Decision]) -> str:
     )
 
 
-class _Crew:
+class _WorkerPool:
     """The worker, which is started at the first problem that needs one, the builders, and how long problems took.
 
     artifacts: the directory for built files. durations_s: seconds that each tuned problem took. to_come: all problems

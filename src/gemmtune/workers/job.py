@@ -22,20 +22,20 @@ from ..core.problem import Problem
 from ..core.target import Target
 from ..timing.clock import Latency
 from ..timing.cuda_clock import TorchGpu, context_fault, limit_device_memory, warm_up
-from ..timing.cuda_clock import rough_times as rough_gpu_times
-from ..timing.machine import CpuMachine, Pins
+from ..timing.cuda_clock import screening_times as rough_gpu_times
+from ..timing.machine import CpuMachine, CpuPinning
 from ..timing.nvml import cuda_machine
-from ..timing.outcome import Leading, Raced
+from ..timing.outcome import LeaderUpdate, Raced
 from ..timing.timing import (
     BASELINE_BACKEND,
     PACED_BYTES,
     Flush,
-    Pace,
-    Track,
+    RaceOperands,
+    SpeedReference,
     on_gpu,
     packs_each_call,
-    rough_times,
     scratch_allowance,
+    screening_times,
 )
 from ..verify.draws import Draw, prepare
 from ..verify.inputs import Inputs, operand_bytes
@@ -48,7 +48,7 @@ from .strays import kill_descendants
 
 _MIN_RACE_SHARE = 0.3  # share of a race's budget that the race gets even when preparing operands took it all
 
-Progress = Callable[[Leading], None]
+Progress = Callable[[LeaderUpdate], None]
 
 # Seconds for repeating a kernel on one test case, to see whether its output repeats: when it is screened, and before it
 # is eligible.
@@ -61,20 +61,20 @@ class ContextLost(WorkerError):
     in a new one."""
 
 
-class Desk:
+class RequestHandler:
     """A handler of requests, one at a time.
 
-    progress: called with messages during a race. marker_fd: see ``timing.Track``; None in the user's process, where no
-    parent reads it after a crash.
+    progress: called with messages during a race. marker_fd: see ``timing.RaceOperands``; None in the user's process,
+    where no parent reads it after a crash.
     """
 
     def __init__(self, progress: Progress, marker_fd: int | None = None) -> None:
         self._progress, self._marker_fd = progress, marker_fd
         self._target: Target | None = None
-        self._job: Job | None = None
+        self._job: ProblemSession | None = None
         self._latency: Latency = "graph"
         self._artifacts: Path | None = None
-        self._pins = Pins()
+        self._pins = CpuPinning()
 
     def answer(self, request: Request) -> Reply:
         """Carry out a request and return the reply.
@@ -114,7 +114,7 @@ class Desk:
                 self._job = None  # frees the previous problem's operands before allocating this one's
                 problem, target = Problem.from_dict(request.problem), self._require_target()
                 self._limit(target, request.memory)
-                self._job = Job(problem, target, request.seed, self._latency)
+                self._job = ProblemSession(problem, target, request.seed, self._latency)
                 return Ready(operand_bytes(problem))
             case Attempt():
                 attempted = self._require_job().attempt(Candidate.from_dict(request.candidate), request.worth_s)
@@ -161,13 +161,13 @@ class Desk:
             raise WorkerError("the worker was given a problem before a target; send Setup first")
         return self._target
 
-    def _require_job(self) -> Job:
+    def _require_job(self) -> ProblemSession:
         if self._job is None:
             raise WorkerError("the worker was given a candidate before a problem; send Open first")
         return self._job
 
 
-class Job:
+class ProblemSession:
     """The session of one Problem: its operands and oracle, prepared once, and the packed copies of B that are in
     use."""
 
@@ -179,7 +179,7 @@ class Job:
         self._test_cases: tuple[Draw, ...] | None = None
         self._rows: OtherRows | None = None
         self._flush: Flush | None = None
-        self._speed_reference = Pace() if self._gpu is None and problem.weight_bytes <= PACED_BYTES else None
+        self._speed_reference = SpeedReference() if self._gpu is None and problem.weight_bytes <= PACED_BYTES else None
         self._packed: dict[tuple[str, int], Any] = {}  # by layout and id of the unpacked B
         self._packing_s: dict[str, float] = {}
         self._checked: dict[str, Verdict] = {}
@@ -245,7 +245,7 @@ class Job:
         worst = max(first_verdict.worst, remaining_verdict.worst)
         return Confirmed(Verdict("exact" if both_exact else "within_bound", detail, worst))
 
-    def recheck(self, track: Track, raced: Raced, seed: int) -> dict[str, Verdict]:
+    def recheck(self, track: RaceOperands, raced: Raced, seed: int) -> dict[str, Verdict]:
         """Return the verdicts on raced kernels that have become wrong, by id.
 
         Rechecked are the kernels that may be served: the leader, each packing's best, both kernels of each layout's
@@ -261,7 +261,7 @@ class Job:
 
     def track(
         self, candidates: list[Candidate], marker_fd: int | None, hot: bool = False, conditions: Mapping[str, str] = {}
-    ) -> Track:
+    ) -> RaceOperands:
         """Load and pack everything that a race needs, after freeing the memory that checking used.
 
         hot: one operand set, which stays in the cache as far as it fits. conditions: what Samples state besides the
@@ -274,7 +274,7 @@ class Job:
             if kernel is None:
                 raise WorkerError(f"{candidate.id} was confirmed but cannot be loaded again: {verdict.detail}")
             kernels[candidate.id] = kernel
-        return Track(
+        return RaceOperands(
             kernels, self.problem, self.target, self._seed, marker_fd,
             hot=hot, conditions=conditions, latency=self._latency, machine=self._machine,
         )  # fmt: skip
@@ -334,7 +334,7 @@ class Job:
 
     def _screening_times(self, kernel: Kernel, worth_s: float | None) -> tuple[float, ...]:
         if self._gpu is None:
-            return rough_times(self._single_call(kernel), self._get_flush(), worth_s, self._speed_reference)
+            return screening_times(self._single_call(kernel), self._get_flush(), worth_s, self._speed_reference)
         return rough_gpu_times(self._gpu, self._single_call(kernel), self._get_flush(), worth_s, self._latency)
 
     def _single_call(self, kernel: Kernel) -> Callable[[], None]:

@@ -26,10 +26,10 @@ import msgspec
 
 from ..core.decision import Verdict
 from ..core.errors import WorkerError
-from ..timing.outcome import Leading
+from ..timing.outcome import LeaderUpdate
 from .control import ENDED, FORK, KILL, PRELOAD, SIZE, STARTED, pack, unpack
 from .protocol import Alive, FrameReader, Reply, Request, decode_reply, encode_frame
-from .pulse import Pulse
+from .pulse import Heartbeat
 from .tags import VARIABLE, kill_tagged
 
 # The child's sys.path is the parent's, so that a worker can import every module that the parent can.
@@ -44,7 +44,7 @@ _SEND_S = 2.0
 # Seconds for reading replies that arrived while this process itself was stopped or starved beyond the deadline.
 _LAST_CALL_S = 0.5
 
-Progress = Callable[[Leading], None]
+Progress = Callable[[LeaderUpdate], None]
 
 
 class Lost(Exception):
@@ -184,7 +184,7 @@ class Process:
     def __init__(self, host: Host, silence_s: float) -> None:
         self.pid: int | None = None  # None until the host reports it; 0 when the host could not fork
         self._host, self._silence_s = host, silence_s
-        self._heartbeat = Pulse(silence_s)
+        self._heartbeat = Heartbeat(silence_s)
         self._frames, self._log = FrameReader(), bytearray()
         self._marker = tempfile.TemporaryFile()  # noqa: SIM115 - the file is needed as long as the process runs
         self._marker.truncate(4096)
@@ -237,11 +237,11 @@ class Process:
                 raise self._end_as_lost("crashed", f"it sent something that is not a message: {error}") from None
             now = time.monotonic()
             self._heartbeat.beat(now)
-            if not isinstance(message, Leading | Alive):
+            if not isinstance(message, LeaderUpdate | Alive):
                 return message
             if now > deadline + _LAST_CALL_S:
                 raise self._end_as_lost("hung", f"no answer within {limit_s:.1f} s")
-            if isinstance(message, Leading):
+            if isinstance(message, LeaderUpdate):
                 progress(message)
 
     def _next_frame(self, deadline: float, limit_s: float) -> bytes:

@@ -9,7 +9,7 @@ import msgspec
 
 from ..core.decision import Verdict
 from ..timing.clock import Latency
-from ..timing.outcome import Leading, Raced
+from ..timing.outcome import LeaderUpdate, Raced
 
 BEAT_S = 1.0  # seconds between two heartbeats of a worker
 _LENGTH = 4
@@ -119,7 +119,7 @@ class Failed(msgspec.Struct, tag=True, forbid_unknown_fields=True):
 
 
 Request = Setup | Open | Attempt | Confirm | Race | Build
-Reply = Ready | Attempted | Confirmed | Raced | Built | Leading | Alive | Failed
+Reply = Ready | Attempted | Confirmed | Raced | Built | LeaderUpdate | Alive | Failed
 
 _requests: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
 _replies: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)

@@ -17,7 +17,7 @@ _IDLE_SHARE = 1 / 3  # share of the allowed silence, for a process that computes
 _IDLE_CPU = 0.01  # processors used; a process that uses less is idle
 
 
-class Pulse:
+class Heartbeat:
     """The heartbeat of one worker: ``beat`` records a sign of life, ``fault`` judges the silence since. Times are
     ``time.monotonic``'s."""
 

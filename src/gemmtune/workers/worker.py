@@ -20,12 +20,12 @@ from ..core.errors import WorkerError
 from ..core.problem import Problem
 from ..core.target import Target
 from ..timing.clock import Latency
-from ..timing.outcome import Leading, Raced
+from ..timing.outcome import LeaderUpdate, Raced
 from ..verify.inputs import operand_bytes
 from .process import Host, Lost, Process
 from .protocol import Attempt, Attempted, Confirm, Confirmed, Failed, Open, Race, Ready, Reply, Request, Setup
 
-Progress = Callable[[Leading], None]
+Progress = Callable[[LeaderUpdate], None]
 R = TypeVar("R")
 Judged = TypeVar("Judged", Attempted, Confirmed)
 
@@ -38,7 +38,7 @@ def _path_or_none(path: Path | None) -> str | None:
     return None if path is None else str(path)
 
 
-def ignore(leading: Leading) -> None:
+def ignore(leading: LeaderUpdate) -> None:
     """Ignore a progress message: the default callback."""
 
 
@@ -118,11 +118,11 @@ class LocalWorker:
     def __init__(self, target: Target, *, latency: Latency = "graph", artifacts: Path | None = None) -> None:
         import torch
 
-        from .job import Desk
+        from .job import RequestHandler
 
         self._progress: Progress = ignore
         self._threads = torch.get_num_threads()
-        self._handler = Desk(lambda leading: self._progress(leading))
+        self._handler = RequestHandler(lambda leading: self._progress(leading))
         self._handler.answer(Setup(target.to_dict(), latency=latency, artifacts=_path_or_none(artifacts)))
 
     def start(self) -> None:

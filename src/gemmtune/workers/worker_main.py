@@ -83,9 +83,9 @@ def _beat(channel: Channel) -> None:
 
 
 def _serve(requests: queue.SimpleQueue[Request], channel: Channel, marker_fd: int) -> None:
-    from .job import ContextLost, Desk  # the host has imported it
+    from .job import ContextLost, RequestHandler  # the host has imported it
 
-    handler = Desk(channel.send, marker_fd)
+    handler = RequestHandler(channel.send, marker_fd)
     while True:
         request = requests.get()
         reply: Reply
