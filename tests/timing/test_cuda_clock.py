@@ -20,10 +20,10 @@ from gemmtune.testing.clock import FakeGpu
 from gemmtune.timing import cuda_clock, nvml, timing
 from gemmtune.timing.clock import FLOOR_S, Clock, Run
 from gemmtune.timing.cuda_clock import CudaClock, screening_times
-from gemmtune.timing.lane import EntrantError
 from gemmtune.timing.machine import MachineState
 from gemmtune.timing.nvml import CudaMachine, CudaState, cuda_machine
 from gemmtune.timing.race import Entrant, race
+from gemmtune.timing.race_entry import EntrantError
 from gemmtune.verify.inputs import operand_bytes, rotations
 from gemmtune.workers import job
 from gemmtune.workers.job import ContextLost, RequestHandler

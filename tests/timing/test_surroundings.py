@@ -8,7 +8,7 @@ import pytest
 
 from gemmtune.testing.clock import FakeClock
 from gemmtune.timing.clock import Run
-from gemmtune.timing.lane import RaceEntry
+from gemmtune.timing.race_entry import RaceEntry
 from gemmtune.timing.surroundings import ROUNDS, Comparison, Surrounding, compare
 
 INCUMBENT_S, IDLE_S = 1e-3, 0.2e-3

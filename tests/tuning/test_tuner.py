@@ -25,7 +25,7 @@ from gemmtune.testing import hostile_backend
 from gemmtune.testing.hostile_backend import HostileBackend
 from gemmtune.tuning import tuner as tuner_module
 from gemmtune.tuning.tuner import Budget, Tuner, _WorkerPool
-from gemmtune.workers.tags import VARIABLE
+from gemmtune.workers.process_tags import VARIABLE
 from gemmtune.workers.worker import Limits, LocalWorker, Worker, WorkerStartError
 from helpers.factories import ATEN, NATIVE, SLOW, make_decision, make_evidence
 

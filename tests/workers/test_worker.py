@@ -24,7 +24,7 @@ from gemmtune.core.problem import Layout, Operand, Problem
 from gemmtune.core.target import Target, current_cpu
 from gemmtune.testing import hostile_backend
 from gemmtune.timing.outcome import LeaderUpdate
-from gemmtune.workers.tags import tagged
+from gemmtune.workers.process_tags import tagged
 from gemmtune.workers.worker import Limits, LocalWorker, Worker, WorkerLost, WorkerStartError
 from helpers import losing
 
@@ -249,7 +249,7 @@ import os, signal, sys
 from dataclasses import replace
 from gemmtune import backends
 from gemmtune.backends.base import Candidate
-from gemmtune.workers.tags import tagged
+from gemmtune.workers.process_tags import tagged
 from gemmtune.workers.worker import Worker
 from gemmtune.core.problem import Problem
 from gemmtune.core.target import current_cpu

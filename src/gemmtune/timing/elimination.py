@@ -12,9 +12,9 @@ from statistics import median
 
 from ..core.events import BestSoFar
 from .clock import FLOOR_S, Clock, Run
-from .duel import FIRST_SLOW_LOOK, SLOW_PAIR_S
-from .lane import EntrantError, RaceEntry, fastest, ranked, ratio_to_baseline
 from .machine import Machine, MachineState
+from .paired_test import FIRST_SLOW_LOOK, SLOW_PAIR_S
+from .race_entry import EntrantError, RaceEntry, fastest, ranked, ratio_to_baseline
 from .stats import mad, ratio_interval, slower_than, spend
 from .surroundings import Surrounding
 

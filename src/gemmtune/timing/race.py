@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 from ..core.decision import LayoutDecision, Outcome, Sample, Stage
 from ..core.verdict import VerdictKind
 from .clock import Clock
-from .duel import PairedTest, paired_test
 from .elimination import (
     EXTENSION,
     NOISE,
@@ -36,7 +35,8 @@ from .elimination import (
     noise,
     raise_calls,
 )
-from .lane import EntrantError, RaceEntry, fastest, ratio_to_baseline, sample
+from .paired_test import PairedTest, paired_test
+from .race_entry import EntrantError, RaceEntry, fastest, ratio_to_baseline, sample
 from .stats import drift
 from .surroundings import OVERLAP, Comparison, compare
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from .clock import Clock, Run
-from .lane import EntrantError, RaceEntry
+from .race_entry import EntrantError, RaceEntry
 from .stats import Interval, ratio_interval
 
 ROUNDS = 14

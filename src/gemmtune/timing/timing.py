@@ -22,13 +22,13 @@ from ..core.target import Target
 from ..core.weights import PackedWeight, QuantWeight
 from ..verify.inputs import CPU, Inputs, allocate, operand_bytes, rotations, timing_sets
 from ..verify.recheck import RacedKernel
-from .around import CallSite, cpu_surroundings, gpu_surroundings
 from .clock import Clock, CpuClock, Latency
 from .cuda_clock import CudaClock, TorchGpu
 from .machine import Machine
 from .outcome import LeaderUpdate, Placement, Raced
 from .plausible import least_s
 from .race import Entrant, RaceSetup, race
+from .surrounding_work import CallSite, cpu_surroundings, gpu_surroundings
 from .surroundings import Surrounding
 
 BASELINE_BACKEND = "aten"

@@ -26,7 +26,7 @@ from ..timing.clock import Latency
 from ..workers.builds import Builders
 from ..workers.worker import Limits, LocalWorker, MeasurementWorker, Worker, WorkerStartError
 from .candidates import BASELINE_BACKEND, enumerate_candidates
-from .trial import TuningSession, first_builds
+from .session import TuningSession, first_builds
 
 log = logging.getLogger("gemmtune")
 

@@ -23,7 +23,7 @@ import warnings
 
 import psutil
 
-from .control import ENDED, FDS, FORK, KILL, PRELOAD, SIZE, STARTED, pack, unpack
+from .host_protocol import ENDED, FDS, FORK, KILL, PRELOAD, SIZE, STARTED, pack, unpack
 from .prctl import adopt_orphans, die_with_parent
 
 # The parent's own children may hold its end of the socket open, so the host also polls for its death.

@@ -43,8 +43,8 @@ from ..verify.recheck import recheck
 from ..verify.row_stack import OtherRows
 from ..verify.verify import Run, guarded, verify
 from .limits import limit_memory
+from .orphans import kill_descendants
 from .protocol import Attempt, Attempted, Build, Built, Confirm, Confirmed, Open, Race, Ready, Reply, Request, Setup
-from .strays import kill_descendants
 
 _MIN_RACE_SHARE = 0.3  # share of a race's budget that the race gets even when preparing operands took it all
 

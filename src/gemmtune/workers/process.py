@@ -27,10 +27,10 @@ import msgspec
 from ..core.decision import Verdict
 from ..core.errors import WorkerError
 from ..timing.outcome import LeaderUpdate
-from .control import ENDED, FORK, KILL, PRELOAD, SIZE, STARTED, pack, unpack
+from .heartbeat import Heartbeat
+from .host_protocol import ENDED, FORK, KILL, PRELOAD, SIZE, STARTED, pack, unpack
+from .process_tags import VARIABLE, kill_tagged
 from .protocol import Alive, FrameReader, Reply, Request, decode_reply, encode_frame
-from .pulse import Heartbeat
-from .tags import VARIABLE, kill_tagged
 
 # The child's sys.path is the parent's, so that a worker can import every module that the parent can.
 _BOOT = (

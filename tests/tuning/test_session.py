@@ -19,8 +19,8 @@ from gemmtune.core.workloads import build
 from gemmtune.dispatch import current_target
 from gemmtune.store import MemoryStore
 from gemmtune.timing.outcome import Placement, Raced
-from gemmtune.tuning import trial
-from gemmtune.tuning.trial import TuningSession
+from gemmtune.tuning import session
+from gemmtune.tuning.session import TuningSession
 from gemmtune.workers.protocol import Attempted, Confirmed
 
 PROBLEM = build(16, 4096, 4096, "bf16")
@@ -86,7 +86,7 @@ class Pretending:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(trial, "time", made)
+    monkeypatch.setattr(session, "time", made)
     return made
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from gemmtune.timing.lane import RaceEntry, ranked
+from gemmtune.timing.race_entry import RaceEntry, ranked
 
 
 def _lane(name: str, times: dict[int, float]) -> RaceEntry:

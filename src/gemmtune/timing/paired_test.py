@@ -11,7 +11,7 @@ from statistics import median
 from typing import Literal
 
 from .clock import Clock
-from .lane import EntrantError, RaceEntry
+from .race_entry import EntrantError, RaceEntry
 from .stats import Interval, binomial_tail, mad, ratio_interval
 
 ALPHA = 0.01  # two-sided, over all looks: at most 0.5% of the tests between equals have a winner

@@ -8,8 +8,8 @@ import pytest
 
 from gemmtune.testing.clock import FakeClock
 from gemmtune.timing.clock import Run
-from gemmtune.timing.duel import PairedTest, paired_test
-from gemmtune.timing.lane import RaceEntry
+from gemmtune.timing.paired_test import PairedTest, paired_test
+from gemmtune.timing.race_entry import RaceEntry
 
 
 def lane(name: str, run: Run, *, incumbent: bool = False, seconds: float = 1e-3) -> RaceEntry:
