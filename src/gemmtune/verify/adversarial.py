@@ -174,7 +174,7 @@ def aux_kinds(step: Step) -> tuple[str, ...]:
     return ("NaN", "+inf", "-inf")  # no huge ones: a sum may begin with its addend, and then rounds at its size
 
 
-def choose_columns(problem: Problem, generator: torch.Generator, turn: int = 0) -> Columns:
+def choose_columns(problem: Problem, generator: torch.Generator, round_index: int = 0) -> Columns:
     """Special columns at random, each of one kind, at most half of all. turn: where kinds are more than columns, from
     which on they are taken.
     """
@@ -185,7 +185,7 @@ def choose_columns(problem: Problem, generator: torch.Generator, turn: int = 0) 
         return Columns({}, tuple({} for _ in steps))
     each = 2 if problem.n >= 4 * len(slots) else 1
     count = max(1, min(problem.n // 2 // each, len(slots)))
-    first = turn * count % len(slots)
+    first = round_index * count % len(slots)
     slots = (slots + slots)[first : first + count]
     drawn: list[int] = torch.randperm(problem.n, generator=generator, device=generator.device).tolist()
     edges = (0, problem.n - 1)  # where faults are likeliest, and a NaN would hide them
@@ -196,7 +196,7 @@ def choose_columns(problem: Problem, generator: torch.Generator, turn: int = 0) 
     return Columns(chosen[0], tuple(chosen[1:]))
 
 
-def turns(problem: Problem) -> int:
+def weight_rounds(problem: Problem) -> int:
     """How many weights it takes until every kind had its column: one, unless there are few columns (four at most)."""
     steps = [step for step in problem.epilogue if step.takes_tensor and step.axis == "col"]
     slots = len(weight_kinds(problem)) + sum(len(aux_kinds(step)) for step in steps)

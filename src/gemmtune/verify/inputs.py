@@ -73,8 +73,8 @@ def make_inputs(
 
     a = draw(logical_shape(problem, problem.m, problem.k), problem.a.layout, problem.a.dtype)
     if b is None:
-        b = fenced_weight(_weight(problem, draw, generator), offset)
-    return Inputs(a, b, tuple(fenced(t, offset) for t in epilogue_tensors(problem, generator)))
+        b = guarded_weight(_weight(problem, draw, generator), offset)
+    return Inputs(a, b, tuple(guarded_copy(t, offset) for t in epilogue_tensors(problem, generator)))
 
 
 def timing_sets(problem: Problem, count: int, seed: int, device: torch.device = CPU) -> list[Inputs]:
@@ -176,26 +176,26 @@ def fill_guard(t: Tensor) -> None:
         t.copy_(torch.full((t.element_size(),), 0x81, dtype=torch.uint8, device=t.device).view(t.dtype).expand(t.shape))
 
 
-def fenced(t: Tensor, offset: int = 0) -> Tensor:
+def guarded_copy(t: Tensor, offset: int = 0) -> Tensor:
     """A copy of a dense tensor between guards, ``offset`` elements behind the first."""
     copy = _memory(t.numel() + offset, t.dtype, True, False, t.device)[offset:].view(t.shape)
     return copy.copy_(t)
 
 
-def fenced_weight(b: Tensor | QuantWeight, offset: int = 0) -> Tensor | QuantWeight:
+def guarded_weight(b: Tensor | QuantWeight, offset: int = 0) -> Tensor | QuantWeight:
     """B with its scales and zero points between guards, as its data are."""
     if isinstance(b, Tensor):
         return b
-    zero_point = None if b.zero_point is None else fenced(b.zero_point, offset)
-    return replace(b, scale=fenced(b.scale, offset), zero_point=zero_point)
+    zero_point = None if b.zero_point is None else guarded_copy(b.zero_point, offset)
+    return replace(b, scale=guarded_copy(b.scale, offset), zero_point=zero_point)
 
 
-def shifted_weight(problem: Problem, b: Tensor | QuantWeight) -> Tensor | QuantWeight:
+def misaligned_weight(problem: Problem, b: Tensor | QuantWeight) -> Tensor | QuantWeight:
     """A copy of B between guards that starts one element behind a boundary."""
     data = b.data if isinstance(b, QuantWeight) else b
     copy = allocate(tuple(data.shape), problem.b.layout, problem.b.dtype, 1, guard=True, device=data.device)
     copy.copy_(data)
-    return fenced_weight(replace(b, data=copy), 1) if isinstance(b, QuantWeight) else copy
+    return guarded_weight(replace(b, data=copy), 1) if isinstance(b, QuantWeight) else copy
 
 
 def _dense(out: Tensor) -> Tensor | None:
