@@ -73,9 +73,8 @@ class Draw:
         tensors = self._guarded_tensors()
         names = [name for name in self.checksums if weight or not name.startswith("B")]
         now, before = [_checksums(tensors[name]) for name in names], [self.checksums[name] for name in names]
-        if not names or torch.equal(
-            torch.cat(now), torch.cat(before)
-        ):  # one device synchronization, not one per tensor
+        # One comparison of all checksums needs one device synchronization instead of one per tensor.
+        if not names or torch.equal(torch.cat(now), torch.cat(before)):
             return ""
         return ", ".join(name for name, x, y in zip(names, now, before, strict=True) if not torch.equal(x, y))
 
