@@ -65,14 +65,14 @@ def recheck(
     faults = {}
     overwritten: set[int] = set()
     kernels = list(raced)
-    for number, kernel in enumerate(kernels):
-        if min(problem.m, problem.n, problem.k, problem.batch) == 0 or not kernel.sets:
+    for number, raced_kernel in enumerate(kernels):
+        if min(problem.m, problem.n, problem.k, problem.batch) == 0 or not raced_kernel.sets:
             continue
-        generator = torch.Generator(kernel.sets[0][0].a.device).manual_seed(seed + 7919 * (number + 1))
-        finding = _Recheck(problem, kernel, generator, len(kernels)).run(patience_s, overwritten)
+        generator = torch.Generator(raced_kernel.sets[0][0].a.device).manual_seed(seed + 7919 * (number + 1))
+        finding = _Recheck(problem, raced_kernel, generator, len(kernels)).run(patience_s, overwritten)
         if finding:
             detail = f"right before the race, wrong after it: {finding}"
-            faults[kernel.kernel.candidate.id] = Verdict("wrong", detail, 1e30)
+            faults[raced_kernel.kernel.candidate.id] = Verdict("wrong", detail, 1e30)
     return faults
 
 
@@ -145,9 +145,9 @@ class _Recheck:
         """Overwrite some rows of A with special rows that are finite."""
         kinds = [kind for kind in row_kinds(self.problem) if kind in _FINITE_KINDS]
         first = self._random_index(len(kinds))
-        row_kinds_used = (kinds + kinds)[first : first + max(1, min(len(kinds), self.problem.m // 4))]
-        rows = special_rows(self.problem, row_kinds_used, self.generator)
-        indices = torch.randperm(self.problem.m, generator=self.generator, device=a.device)[: len(row_kinds_used)]
+        chosen_kinds = (kinds + kinds)[first : first + max(1, min(len(kinds), self.problem.m // 4))]
+        rows = special_rows(self.problem, chosen_kinds, self.generator)
+        indices = torch.randperm(self.problem.m, generator=self.generator, device=a.device)[: len(chosen_kinds)]
         _as_bytes(a)[..., indices, :] = _as_bytes(rows)
 
     def _random_index(self, below: int) -> int:
