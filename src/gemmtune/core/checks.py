@@ -15,11 +15,16 @@ from .weights import PackedWeight
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-_SHORT = {
+_SCALAR_TYPE_NAMES = {
     torch.float32: "float", torch.float64: "double", torch.bfloat16: "c10::BFloat16", torch.float16: "c10::Half",
 }  # fmt: skip
 # The PyTorch function that supports tensors which the op does not: complex, sparse and, for some, nested tensors.
-_TORCHS = {"linear": "torch.nn.functional.linear", "mm": "torch.mm", "addmm": "torch.addmm", "bmm": "torch.bmm"}
+_TORCH_FUNCTIONS = {
+    "linear": "torch.nn.functional.linear",
+    "mm": "torch.mm",
+    "addmm": "torch.addmm",
+    "bmm": "torch.bmm",
+}
 
 
 class ShapeError(GemmtuneError, ValueError):
@@ -46,7 +51,7 @@ def tensor(op: str, name: str, position: int, value: Any, *, packed: bool = Fals
         raise TypeError(
             f"{op}(): argument '{name}' (position {position}) must be {expected}, not {type(value).__name__}"
         )
-    use = f"Use {_TORCHS[op]}" if op in _TORCHS else "Pass a dense tensor of real numbers"
+    use = f"Use {_TORCH_FUNCTIONS[op]}" if op in _TORCH_FUNCTIONS else "Pass a dense tensor of real numbers"
     if value.is_complex():
         raise DtypeError(f"{op}(): complex tensors are not supported; {name} is {value.dtype}. {use}")
     if value.is_nested:
@@ -70,7 +75,9 @@ def inner(a: tuple[int, ...], b: tuple[int, ...]) -> None:
 def same_dtype(a: torch.dtype, b: torch.dtype) -> None:
     """Raise DtypeError, with torch's message, unless the dtypes of two floating-point operands are equal."""
     if a != b:
-        raise DtypeError(f"expected m1 and m2 to have the same dtype, but got: {_short(a)} != {_short(b)}")
+        raise DtypeError(
+            f"expected m1 and m2 to have the same dtype, but got: {_scalar_type_name(a)} != {_scalar_type_name(b)}"
+        )
 
 
 def one_of(op: str, name: str, dtype: torch.dtype, allowed: tuple[torch.dtype, ...]) -> None:
@@ -138,7 +145,10 @@ def output(out: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.d
 
 
 def no_grad_for(op: str, what: str, *tensors: Any) -> None:
-    """Raise GradError when gradients are enabled and one of the tensors requires one. what: has no gradient."""
+    """Raise GradError when gradients are enabled and one of the tensors requires one.
+
+    what: the operand or product that has no gradient, for the message.
+    """
     if not torch.is_grad_enabled():
         return
     if any(isinstance(value, Tensor) and value.requires_grad for value in tensors):
@@ -157,5 +167,5 @@ def no_out_with_grad(op: str, *tensors: Any) -> None:
         )
 
 
-def _short(dtype: torch.dtype) -> str:
-    return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
+def _scalar_type_name(dtype: torch.dtype) -> str:
+    return _SCALAR_TYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))

@@ -29,7 +29,7 @@ def transaction(connection: sqlite3.Connection, kind: Literal["IMMEDIATE", "DEFE
         raise
 
 
-def version_of(connection: sqlite3.Connection) -> int:
+def read_version(connection: sqlite3.Connection) -> int:
     """Return the schema version; 0 for an empty file.
 
     Must be called in a transaction, since another process could migrate the schema between its reads. Raises StoreError
@@ -73,7 +73,7 @@ def _schema(version: int) -> frozenset[tuple[str, str, str]]:
 def migrate(connection: sqlite3.Connection) -> None:
     """Migrate the schema to SCHEMA_VERSION in one transaction."""
     with transaction(connection):
-        _apply(connection, version_of(connection), SCHEMA_VERSION)  # another process may have migrated it already
+        _apply(connection, read_version(connection), SCHEMA_VERSION)  # another process may have migrated it already
 
 
 def _apply(connection: sqlite3.Connection, version: int, last: int) -> None:

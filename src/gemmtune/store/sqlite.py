@@ -28,7 +28,7 @@ from .foreign import describe_file
 from .lease import Lease, check_ttl, remaining_s
 from .legality import legal_only
 from .memory import require_owner
-from .migrate import migrate, transaction, version_of
+from .migrate import migrate, read_version, transaction
 from .schema import (
     DAMAGE,
     SCHEMA_VERSION,
@@ -327,7 +327,7 @@ class SqliteStore(Store):
                 self._connection.execute("PRAGMA synchronous = EXTRA")
                 self._connection.execute("PRAGMA trusted_schema = OFF")  # a foreign schema must not run functions
                 with transaction(self._connection, "DEFERRED"):
-                    self._version = version_of(self._connection)
+                    self._version = read_version(self._connection)
             except BaseException:  # an interrupt too must not leave the connection open
                 self._connection.close()
                 self._connection = None

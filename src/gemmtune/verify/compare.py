@@ -30,11 +30,11 @@ _SIGMAS = 6.0
 class _Sums:
     """The sums for the aggregate test over d = out - round(value) and ref = value, of finite elements only.
 
-    plain: mask [N] of the columns that are included; None for all. count: number of elements. d, ref: sums of d and of
-    |ref|. d_2, ref_2: sums of squares. d_ref, d_ref_2: sums of d * ref and of its square.
+    ordinary_columns: mask [N] of the columns that are included; None for all. count: number of elements. d, ref: sums
+    of d and of |ref|. d_2, ref_2: sums of squares. d_ref, d_ref_2: sums of d * ref and of its square.
     """
 
-    plain: Tensor | None = None
+    ordinary_columns: Tensor | None = None
     count: int = 0
     d_ref: float = 0.0
     d_ref_2: float = 0.0
@@ -45,8 +45,12 @@ class _Sums:
 
     def add(self, d: Tensor, ref: Tensor, mask: Tensor | None = None) -> None:
         """Add elements to the sums. d, ref: [rows, N]. ok: mask of the elements that are included; None for all."""
-        if self.plain is not None:
-            d, ref, mask = d[:, self.plain], ref[:, self.plain], None if mask is None else mask[:, self.plain]
+        if self.ordinary_columns is not None:
+            d, ref, mask = (
+                d[:, self.ordinary_columns],
+                ref[:, self.ordinary_columns],
+                None if mask is None else mask[:, self.ordinary_columns],
+            )
         if mask is not None and not bool(mask.all()):
             d, ref = d[mask], ref[mask]
         d, ref = d.reshape(-1), ref.reshape(-1)
@@ -68,7 +72,7 @@ def compare(problem: Problem, case: Draw, out: Tensor) -> tuple[float, str]:
         return 0.0, ""
     actual = out.reshape(-1, problem.n)
     value, tolerance = case.value.reshape(actual.shape), case.tolerance.reshape(actual.shape)
-    sums = _Sums(case.plain) if case.kind == "uniform" else None
+    sums = _Sums(case.ordinary_columns) if case.kind == "uniform" else None
     worst, flat_index = 0.0, -1
     rows = max(1, _CHUNK[actual.device.type] // problem.n)
     for start in range(0, actual.shape[0], rows):

@@ -43,10 +43,10 @@ class Draw:
 
     value: the Oracle's value. tolerance: the largest correct |out - value| including the output's rounding, float32, of
     value's shape; infinite where every result is accepted. rows: what is special about each row of A (empty for an
-    ordinary row). columns: the special columns. plain: mask [N] of the ordinary columns; None when all are ordinary.
-    offset: distance in elements of the output's start from an aligned address. bank: the rows from which test cases of
-    other M are composed; None when there are none. checksums: initial checksums of the memory of the operands and of
-    the oracle's results, by name.
+    ordinary row). columns: the special columns. ordinary_columns: mask [N] of the other columns; None when all are
+    ordinary. offset: distance in elements of the output's start from an aligned address. bank: the rows from which test
+    cases of other M are composed; None when there are none. checksums: initial checksums of the memory of the operands
+    and of the oracle's results, by name.
     """
 
     inputs: Inputs
@@ -55,7 +55,7 @@ class Draw:
     kind: CaseKind
     rows: tuple[str, ...] = ()
     columns: Columns = field(default_factory=Columns)
-    plain: Tensor | None = None
+    ordinary_columns: Tensor | None = None
     offset: int = 0
     bank: RowBank | None = None
     checksums: Mapping[str, Tensor] = field(default_factory=dict)
@@ -139,13 +139,13 @@ def prepare(problem: Problem, seed: int, *, device: torch.device = CPU) -> tuple
     return tuple(case.marked(cache) for case in cases)
 
 
-def at_rows(problem: Problem, draws: Sequence[Draw], m: int) -> Draw | None:
+def at_rows(problem: Problem, cases: Sequence[Draw], m: int) -> Draw | None:
     """Return a test case of ``m`` rows, composed of rows with known results in another order, some repeated.
 
     draws: the Problem's test cases. The memory is misaligned for odd ``m``. Returns None when A's layout does not
     permit ``m`` rows, or when no test case has a bank of rows.
     """
-    bank = next((case.bank for case in draws if case.bank is not None), None)
+    bank = next((case.bank for case in cases if case.bank is not None), None)
     if bank is None or not rows_fit(problem, m):
         return None
     return bank.draw(bank.places(m), offset=m % 2).marked({}, weight=False)
@@ -272,12 +272,12 @@ def _neutral(step: Step, t: Tensor) -> Tensor:
 def _uniform_case(problem: Problem, inputs: Inputs, columns: Columns, acc: Tensor, magnitude: Tensor) -> Draw:
     """Return the first test case. columns: the special columns of B, which the aggregate test excludes."""
     oracle = finish(problem, acc.contiguous(), magnitude.contiguous(), inputs.aux)
-    plain = None
+    ordinary_columns = None
     if columns.all_of_weight():
-        plain = torch.ones(problem.n, dtype=torch.bool, device=inputs.a.device)
-        plain[columns.all_of_weight()] = False
+        ordinary_columns = torch.ones(problem.n, dtype=torch.bool, device=inputs.a.device)
+        ordinary_columns[columns.all_of_weight()] = False
     value, tolerance = oracle.value, tolerance_of(problem, oracle)
-    return Draw(inputs, value, tolerance, "uniform", (), Columns(columns.weight), plain)
+    return Draw(inputs, value, tolerance, "uniform", (), Columns(columns.weight), ordinary_columns)
 
 
 def _with_shared_weight(

@@ -59,7 +59,7 @@ class RacedKernel:
 
 
 def recheck(
-    problem: Problem, raced: Iterable[RacedKernel], seed: int, patience_s: float = PATIENCE_S
+    problem: Problem, raced: Iterable[RacedKernel], seed: int, time_limit_s: float = PATIENCE_S
 ) -> dict[str, Verdict]:
     """Return the Verdicts of the kernels that are wrong after timing, by candidate id; empty when all are correct."""
     faults = {}
@@ -69,7 +69,7 @@ def recheck(
         if min(problem.m, problem.n, problem.k, problem.batch) == 0 or not raced_kernel.sets:
             continue
         generator = torch.Generator(raced_kernel.sets[0][0].a.device).manual_seed(seed + 7919 * (number + 1))
-        finding = _Recheck(problem, raced_kernel, generator, len(kernels)).run(patience_s, overwritten)
+        finding = _Recheck(problem, raced_kernel, generator, len(kernels)).run(time_limit_s, overwritten)
         if finding:
             detail = f"right before the race, wrong after it: {finding}"
             faults[raced_kernel.kernel.candidate.id] = Verdict("wrong", detail, 1e30)
@@ -106,7 +106,7 @@ class _Recheck:
     samples: dict[int, _OutputSample] = field(default_factory=dict)
     call_time_s: float = 0.0
 
-    def run(self, patience_s: float, overwritten: set[int]) -> str:
+    def run(self, time_limit_s: float, overwritten: set[int]) -> str:
         """Run the check. Returns what is wrong, in words; empty for nothing.
 
         overwritten: addresses of the B matrices that were overwritten already; updated.
@@ -118,7 +118,7 @@ class _Recheck:
             sets = last if is_graph else sets  # a graph always ends with the same operand sets
         self._overwrite_weight(sets[0], overwritten)
         calls, max_calls = 0, _GRAPH_CALLS if is_graph else CALLS
-        while calls < _MIN_CALLS or (calls < max_calls and self.call_time_s < patience_s / self.share):
+        while calls < _MIN_CALLS or (calls < max_calls and self.call_time_s < time_limit_s / self.share):
             visit, phase = divmod(calls, 3)
             index = sets[visit % len(sets)]
             written = sets if is_graph else [index]
@@ -225,17 +225,17 @@ class _Recheck:
     def _other_rows(self) -> str:
         """Check the kernel at other M, on rows of an operand set. Returns what is wrong; empty for nothing."""
         inputs, b, _ = self.raced.sets[0]
-        patience = Patience(ROWS_PATIENCE_S / self.share)
+        time_limit = Patience(ROWS_PATIENCE_S / self.share)
         row_counts = other_row_counts(self.problem, self.raced.kernel.candidate)
         for counts in row_groups(self.problem, row_counts, inputs.a.device):
-            if patience.over():
+            if time_limit.over():
                 break
-            if finding := self._at_rows(counts, inputs, b, patience):
+            if finding := self._at_rows(counts, inputs, b, time_limit):
                 return finding
         return ""
 
-    def _at_rows(self, counts: Sequence[int], inputs: Inputs, b: Any, patience: Patience) -> str:
-        """Check the kernel at each M until ``patience`` is over, on stacked operands. Returns what is wrong."""
+    def _at_rows(self, counts: Sequence[int], inputs: Inputs, b: Any, time_limit: Patience) -> str:
+        """Check the kernel at each M until ``time_limit`` is over, on stacked operands. Returns what is wrong."""
         parts, device = parts_of(counts), inputs.a.device
         problem = self.problem.with_m(parts[-1].start + parts[-1].m)
         rows = torch.arange(problem.m, device=device) % self.problem.m
@@ -252,12 +252,12 @@ class _Recheck:
             _poison(out.narrow(-2, part.start, part.m), _POISONS[0])
         stacked, kernel, part_count = replace(inputs, a=a, aux=aux), self.raced.kernel, 0
         for part in parts:
-            if patience.over():
+            if time_limit.over():
                 break
             operands = part_of(problem, stacked, part)
             packed = kernel.pack(inputs.b) if kernel.packing is not None and not problem.b.constant else b
             kernel.run(operands.a, packed, operands.aux, out.narrow(-2, part.start, part.m))
-            patience.start()
+            time_limit.start()
             part_count += 1
         return self._check_rows(problem, stacked, out, parts[:part_count]) if part_count else ""
 

@@ -23,7 +23,7 @@ def other_row_counts(problem: Problem, candidate: Candidate) -> Iterator[int]:
     max_m = max(2 * problem.m + 1, min(130, _MAX_ELEMENTS // (problem.n * problem.batch)))
     tiles = [value for name, value in candidate.config if name in _TILE_NAMES and isinstance(value, int) and value > 0]
     edges = [tile + side for side in (1, -1, 0) for tile in tiles]
-    wanted = [
+    row_counts = [
         1,
         *edges[: len(tiles)],
         problem.m + 1,
@@ -33,6 +33,6 @@ def other_row_counts(problem: Problem, candidate: Candidate) -> Iterator[int]:
         *_COMMON_COUNTS,
         2 * problem.m + 1,
     ]
-    for m in dict.fromkeys(wanted):
+    for m in dict.fromkeys(row_counts):
         if 1 <= m <= max_m and m != problem.m:
             yield m

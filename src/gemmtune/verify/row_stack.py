@@ -25,7 +25,7 @@ from .draws import Draw, at_rows, rows_fit, single_row
 from .inputs import GUARD, Inputs, fill_guard
 from .oracle import INTEGERS
 from .row_counts import other_row_counts
-from .verify import INT_POISONS, PATTERN, Run, poison_value, same_bits, unwritten, verify
+from .verify import GUARD_BYTE, INT_POISONS, Run, poison_value, same_bits, unwritten, verify
 
 _MAX_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 22}  # output elements that are compared at once
 _ROW_ALIGNMENT = 16  # rows: each part begins at a multiple of it, and so at a multiple of 16 bytes for every K
@@ -128,12 +128,12 @@ class RowStack:
     frames: tuple[Tensor, Tensor]
 
     @classmethod
-    def make(cls, problem: Problem, draws: Sequence[Draw], counts: Sequence[int]) -> RowStack | None:
+    def make(cls, problem: Problem, cases: Sequence[Draw], counts: Sequence[int]) -> RowStack | None:
         """Stack operands for ``counts`` (all odd or all even M), with rows from the Problem's test cases.
 
         Returns None when no test case has a bank of rows.
         """
-        bank = next((case.bank for case in draws if case.bank is not None), None)
+        bank = next((case.bank for case in cases if case.bank is not None), None)
         if bank is None:
             return None
         parts, offset = parts_of(counts), counts[0] % 2
@@ -159,28 +159,28 @@ class RowStack:
         case = self.draw
         return sum(t.numel() * t.element_size() for t in (case.inputs.a, case.value, case.tolerance, *self.frames))
 
-    def check(self, run: Run, patience: Patience) -> tuple[float, str]:
-        """Call a kernel twice at each M until ``patience`` is over, and compare the outputs.
+    def check(self, run: Run, time_limit: Patience) -> tuple[float, str]:
+        """Call a kernel twice at each M until ``time_limit`` is over, and compare the outputs.
 
         Returns (largest error over tolerance, what is wrong or "").
         """
         frames, part_count = [frame.clone() for frame in self.frames], 0
         for part, span in zip(self.parts, self.spans, strict=True):
-            if patience.over():
+            if time_limit.over():
                 break
             inputs = part_of(self.problem, self.draw.inputs, part)
             if self.draw.offset and self.problem.a.align == 0:
                 inputs = replace(inputs, a=single_row(self.problem, inputs.a))
             for frame in frames:
                 run(inputs, _output_view(self.problem, frame, span))
-            patience.start()
+            time_limit.start()
             part_count += 1
         return self._compare_outputs(frames, part_count) if part_count else (0.0, "")
 
     def _compare_outputs(self, frames: Sequence[Tensor], part_count: int) -> tuple[float, str]:
         """Compare the outputs of the first ``part_count`` parts. Returns as ``check`` does."""
         for frame in frames:
-            changed = int((self._guards(frame) != PATTERN).sum())
+            changed = int((self._guards(frame) != GUARD_BYTE).sum())
             if changed:
                 return 0.0, f"{changed} bytes before or after the output were overwritten"
         rows = sum(part.m for part in self.parts[:part_count])
@@ -208,7 +208,7 @@ def _frame(
     problem: Problem, spans: Sequence[tuple[int, int]], length: int, poison: int, device: torch.device
 ) -> Tensor:
     """Return ``length`` bytes of a guard pattern in which the outputs are poisoned. poison: see ``verify.guarded``."""
-    frame = torch.full((length,), PATTERN, dtype=torch.uint8, device=device)
+    frame = torch.full((length,), GUARD_BYTE, dtype=torch.uint8, device=device)
     for span in spans:
         out = _output_view(problem, frame, span)
         if problem.out_dtype in INTEGERS:
@@ -226,26 +226,26 @@ def _output_view(problem: Problem, frame: Tensor, span: tuple[int, int]) -> Tens
 class OtherRows:
     """Verification of a Problem's candidates at other M. Candidates share the operands, which are cached."""
 
-    def __init__(self, problem: Problem, draws: Sequence[Draw]) -> None:
-        self._problem, self._draws = problem, draws
-        self._device = draws[0].inputs.a.device
+    def __init__(self, problem: Problem, cases: Sequence[Draw]) -> None:
+        self._problem, self._cases = problem, cases
+        self._device = cases[0].inputs.a.device
         self._stacks: dict[tuple[int, ...], RowStack] = {}
 
-    def verify(self, run: Run, candidate: Candidate, patience_s: float) -> Verdict:
+    def verify(self, run: Run, candidate: Candidate, time_limit_s: float) -> Verdict:
         """Return the Verdict of a kernel at the M of ``other_row_counts``, which begin with the likeliest to fail.
 
-        patience_s: seconds for the calls and comparisons after the first call. Exceptions of ``run`` are propagated.
+        time_limit_s: seconds for the calls and comparisons after the first call. Exceptions of ``run`` are propagated.
         """
-        worst, patience = 0.0, Patience(patience_s)
+        worst, time_limit = 0.0, Patience(time_limit_s)
         for counts in row_groups(self._problem, other_row_counts(self._problem, candidate), self._device):
-            if patience.over():
+            if time_limit.over():
                 break
             stack = self._stack(counts) if len(counts) > 1 else None
             if stack is None:
                 verdict = self._verify_one_by_one(run, counts)
-                patience.start()
+                time_limit.start()
             else:
-                verdict = self._verify_stack(run, stack, patience)
+                verdict = self._verify_stack(run, stack, time_limit)
             if not verdict.ok:
                 return verdict
             worst = max(worst, verdict.worst)
@@ -256,7 +256,7 @@ class OtherRows:
         return any(stack.draw.touched(weight=False) for stack in self._stacks.values())
 
     def _stack(self, counts: tuple[int, ...]) -> RowStack | None:
-        stack = self._stacks.get(counts) or RowStack.make(self._problem, self._draws, counts)
+        stack = self._stacks.get(counts) or RowStack.make(self._problem, self._cases, counts)
         if stack is None:
             return None
         self._stacks[counts] = stack
@@ -267,8 +267,8 @@ class OtherRows:
             self._stacks.pop(next(iter(self._stacks)))
         return stack
 
-    def _verify_stack(self, run: Run, stack: RowStack, patience: Patience) -> Verdict:
-        worst, finding = stack.check(run, patience)
+    def _verify_stack(self, run: Run, stack: RowStack, time_limit: Patience) -> Verdict:
+        worst, finding = stack.check(run, time_limit)
         if not finding:
             return Verdict("within_bound", worst=worst)
         counts = [part.m for part in stack.parts]
@@ -281,7 +281,7 @@ class OtherRows:
     def _verify_one_by_one(self, run: Run, counts: Sequence[int]) -> Verdict:
         worst = 0.0
         for m in counts:
-            case = at_rows(self._problem, self._draws, m)
+            case = at_rows(self._problem, self._cases, m)
             if case is None:
                 continue
             verdict = verify(run, self._problem, (case,), 0.0)

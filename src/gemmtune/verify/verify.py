@@ -21,12 +21,12 @@ __all__ = ["Draw", "Run", "prepare", "verify"]
 
 Run = Callable[[Inputs, Tensor], None]
 
-PATTERN = 0xA5
+GUARD_BYTE = 0xA5
 INT_POISONS = (0x5B, 0xC4)  # two poison bytes: a correct element cannot equal both of them
 _REPEATED_BYTES = 64 << 20  # of outputs that are compared in one operation
 _MAX_RUNS = 10  # data races that show in one run of three are missed once in 40 times
 
-DIFFERING = "repeated runs differ within the bound"
+RUNS_DIFFER = "repeated runs differ within the bound"
 
 
 def verify(run: Run, problem: Problem, draws: Sequence[Draw], patience_s: float = 0.1) -> Verdict:
@@ -57,7 +57,7 @@ def verify(run: Run, problem: Problem, draws: Sequence[Draw], patience_s: float 
             return Verdict("unstable", text, _finite(findings.worst))
         if fault or findings.finding:
             return Verdict("wrong", f"{fault or findings.finding} ({description})", _finite(worst))
-        repeated = DIFFERING if findings.differs else repeated
+        repeated = RUNS_DIFFER if findings.differs else repeated
     if worst == 0.0 and problem.out_dtype in INTEGERS:
         return Verdict("exact", repeated, 0.0)
     return Verdict("within_bound", repeated, worst)
@@ -82,7 +82,7 @@ class _Findings:
     differs: bool = False
 
 
-def _run_and_compare(run: Run, problem: Problem, case: Draw, min_runs: int, patience_s: float) -> _Findings:
+def _run_and_compare(run: Run, problem: Problem, case: Draw, min_runs: int, time_limit_s: float) -> _Findings:
     """Run a kernel at least ``min_runs`` times on a test case, and more within ``patience_s`` while nothing is wrong.
 
     The duration of the first run, which may include initialization, does not count. Outputs of later runs are compared
@@ -96,9 +96,9 @@ def _run_and_compare(run: Run, problem: Problem, case: Draw, min_runs: int, pati
         elapsed_s = time.perf_counter() - start
         per_run_s = elapsed_s / max(run_count - 1, 1)
         count = (
-            1 if run_count == 1 else min(int((patience_s - elapsed_s) / max(per_run_s, 1e-9)), _MAX_RUNS - run_count)
+            1 if run_count == 1 else min(int((time_limit_s - elapsed_s) / max(per_run_s, 1e-9)), _MAX_RUNS - run_count)
         )
-        if run_count >= min_runs and (elapsed_s >= patience_s or count < 1):
+        if run_count >= min_runs and (elapsed_s >= time_limit_s or count < 1):
             break
         count = max(1, min(count, _REPEATED_BYTES // frame.numel()))
         outputs = [_run_guarded(run, problem, case, number % 2) for number in range(run_count, run_count + count)]
@@ -163,7 +163,7 @@ def guarded(problem: Problem, device: torch.device, poison: int, offset: int = 0
     slow, fast = (problem.n, problem.m) if problem.out.order == "col" else (problem.m, problem.n)
     lead = problem.out.ld or max(fast, 1)
     length = 2 * GUARD + (batch * slow * lead + offset) * size
-    frame = torch.full((length,), PATTERN, dtype=torch.uint8, device=device)
+    frame = torch.full((length,), GUARD_BYTE, dtype=torch.uint8, device=device)
     body = _body(frame, offset * size).view(getattr(torch, problem.out_dtype))
     strides = (1, lead) if problem.out.order == "col" else (lead, 1)
     shape = (batch, problem.m, problem.n)
@@ -173,7 +173,7 @@ def guarded(problem: Problem, device: torch.device, poison: int, offset: int = 0
     else:
         out.fill_(poison_value(out, poison))
     if fast < lead:
-        _gaps(problem, frame, offset).fill_(PATTERN)
+        _gaps(problem, frame, offset).fill_(GUARD_BYTE)
     return frame, out if problem.family == "bmm" else out[0]
 
 
@@ -195,10 +195,10 @@ def _overwritten_guards(problem: Problem, frame: Tensor, offset: int) -> str:
     regions = {"before": frame[:start], "after": frame[frame.numel() - GUARD :]}
     if frame.numel() > start + GUARD:
         regions["between the rows of"] = _gaps(problem, frame, offset)
-    if bool((torch.cat([memory.reshape(-1) for memory in regions.values()]) == PATTERN).all()):
+    if bool((torch.cat([memory.reshape(-1) for memory in regions.values()]) == GUARD_BYTE).all()):
         return ""  # the usual case: one device synchronization instead of three
     for name, memory in regions.items():
-        changed = int((memory != PATTERN).sum())
+        changed = int((memory != GUARD_BYTE).sum())
         if changed:
             return f"{changed} bytes {name} the output were overwritten"
     return ""
