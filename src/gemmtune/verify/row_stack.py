@@ -229,7 +229,7 @@ class OtherRows:
     def __init__(self, problem: Problem, cases: Sequence[Draw]) -> None:
         self._problem, self._cases = problem, cases
         self._device = cases[0].inputs.a.device
-        self._stacks: dict[tuple[int, ...], RowStack] = {}
+        self._kept: dict[tuple[int, ...], RowStack] = {}
 
     def verify(self, run: Run, candidate: Candidate, time_limit_s: float) -> Verdict:
         """Return the Verdict of a kernel at the M of ``other_row_counts``, which begin with the likeliest to fail.
@@ -253,18 +253,18 @@ class OtherRows:
 
     def touched(self) -> bool:
         """Whether a kernel has modified operands or expected results of other M."""
-        return any(stack.draw.touched(weight=False) for stack in self._stacks.values())
+        return any(stack.draw.touched(weight=False) for stack in self._kept.values())
 
     def _stack(self, counts: tuple[int, ...]) -> RowStack | None:
-        stack = self._stacks.get(counts) or RowStack.make(self._problem, self._cases, counts)
+        stack = self._kept.get(counts) or RowStack.make(self._problem, self._cases, counts)
         if stack is None:
             return None
-        self._stacks[counts] = stack
+        self._kept[counts] = stack
         while (
-            len(self._stacks) > 1
-            and sum(cached.nbytes for cached in self._stacks.values()) > _KEPT_BYTES[self._device.type]
+            len(self._kept) > 1
+            and sum(cached.nbytes for cached in self._kept.values()) > _KEPT_BYTES[self._device.type]
         ):
-            self._stacks.pop(next(iter(self._stacks)))
+            self._kept.pop(next(iter(self._kept)))
         return stack
 
     def _verify_stack(self, run: Run, stack: RowStack, time_limit: Patience) -> Verdict:

@@ -29,10 +29,10 @@ _MAX_RUNS = 10  # data races that show in one run of three are missed once in 40
 RUNS_DIFFER = "repeated runs differ within the bound"
 
 
-def verify(run: Run, problem: Problem, draws: Sequence[Draw], patience_s: float = 0.1) -> Verdict:
+def verify(run: Run, problem: Problem, cases: Sequence[Draw], patience_s: float = 0.1) -> Verdict:
     """Run a kernel on every test case and return the Verdict: exact, within_bound, wrong or unstable.
 
-    run: ``run(inputs, out)`` executes the kernel; exceptions that it raises are propagated. draws: the test cases,
+    run: ``run(inputs, out)`` executes the kernel; exceptions that it raises are propagated. cases: the test cases,
     whose M may differ from the Problem's. patience_s: seconds for repeated runs on the first test case.
 
     The kernel runs at least twice on the first test case, and up to ten times within ``patience_s``; on each other test
@@ -40,14 +40,14 @@ def verify(run: Run, problem: Problem, draws: Sequence[Draw], patience_s: float 
     is wrong and by how much, or that repeated runs differ within the bound. It is empty when all repeated runs gave
     equal bits.
     """
-    if not draws:
+    if not cases:
         raise ValueError("verify needs at least one draw; make them with prepare(problem, seed)")
     worst, repeated = 0.0, ""
-    for index, case in enumerate(draws):
+    for index, case in enumerate(cases):
         min_runs = 2 if index == 0 or problem.out_dtype in INTEGERS else 1
         findings = _run_and_compare(run, problem.with_m(case.m), case, min_runs, patience_s if index == 0 else 0.0)
         worst = max(worst, findings.worst)
-        next_case = draws[index + 1] if index + 1 < len(draws) else None
+        next_case = cases[index + 1] if index + 1 < len(cases) else None
         # The weight is the largest operand: its checksums are compared only after the last test case that uses it.
         check_weight = bool(findings.finding) or next_case is None or next_case.inputs.b is not case.inputs.b
         fault = findings.fault or _modified_operands(case, check_weight)
