@@ -11,7 +11,7 @@
 #   make bench-gpu  gemmtune's kernels on a GPU against PyTorch's
 #   make mutants    whether the tests notice changed operators in the source: a sample (hours; scripts/mutants --help)
 #   make reliability
-#                   every check of docs/reliability.md at full size (an hour or two)
+#                   every check of docs/explanation/reliability.md at full size (an hour or two)
 #
 # PYTHON      the interpreter to make .venv with
 # TORCH       the version of torch. Any but the pinned one gets an environment of its own, .venv-torch$(TORCH), in which

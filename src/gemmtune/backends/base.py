@@ -1,7 +1,7 @@
 """The contract of a backend: four required methods, and the data classes that pass through them.
 
 To add a backend, write its own package, add one line to ``backends/__init__.py`` and one conformance subclass
-(docs/adding-a-backend.md). No other file changes.
+(docs/how-to/a-backend.md). No other file changes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 NOT_LISTED = "the backend lists no such candidate for this problem"
 
-OVERLAP = "GEMMTUNE_OVERLAP"  # "0": every kernel begins after the preceding kernel has ended (docs/cuda.md)
+OVERLAP = "GEMMTUNE_OVERLAP"  # "0": every kernel begins after the preceding kernel has ended (docs/notes/cuda.md)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Our CUDA C++ kernels for products with few and with more rows, compiled by NVRTC.
 
-The kernels are skinny.cu, slab.cu and mixed.cu; space.py has their search spaces; docs/cuda.md describes them and their
+The kernels are skinny.cu, slab.cu and mixed.cu; space.py has their search spaces; docs/notes/cuda.md describes them and their
 measured gains.
 """
 

@@ -1,7 +1,7 @@
 """Copies of operands whose start, or whose batches' starts, are not at multiples of 16 bytes.
 
 GPU kernels load 16 bytes at a time. Leading dimensions are part of the Problem, and a kernel is generated for them.
-Addresses and batch strides are known only at a call. docs/cuda.md says what each kernel assumes.
+Addresses and batch strides are known only at a call. docs/notes/cuda.md says what each kernel assumes.
 """
 
 from __future__ import annotations

@@ -228,7 +228,7 @@ class LaunchArgs(threading.local):
         launch = function.bind_launch(config, ctypes.addressof(parameters))
         self.prepared: tuple[Any, _Config, Callable[[], int], Any] = (slots, config, launch, parameters)
         if function.pdl:
-            # With many blocks it takes longer to let the next kernel begin once the last of them has (docs/cuda.md).
+            # With many blocks it takes longer to let the next kernel begin once the last of them has (docs/notes/cuda.md).
             self._pdl_slot = names.index(PDL_ARGUMENT)
             slots[self._pdl_slot] = NEXT_LATE if grid[0] * grid[1] > function.early_trigger_blocks else 0
 
@@ -240,7 +240,7 @@ class LaunchArgs(threading.local):
         all blocks of that kernel have begun, and may read B early, unless that kernel writes B. All work before that
         kernel has ended by then, since that kernel has waited for it. Outside a capture the preceding work is not
         known. After other kernels, which do not signal when the next kernel may begin, PDL would only take longer
-        (docs/cuda.md).
+        (docs/notes/cuda.md).
         """
         slots, config, launch, _ = self.prepared
         if os.environ.get(OVERLAP) == "0":

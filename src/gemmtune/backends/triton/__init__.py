@@ -1,6 +1,6 @@
 """Triton: our own GPU kernels, cross-compiled to cubins without a GPU and launched through the driver.
 
-space.py has the templates and their search space, kernels.py the kernels; docs/triton.md has the measurements.
+space.py has the templates and their search space, kernels.py the kernels; docs/notes/triton.md has the measurements.
 """
 
 from __future__ import annotations

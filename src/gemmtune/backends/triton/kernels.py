@@ -152,7 +152,7 @@ def _product(
     for block in tl.range(lo, hi):
         # Along K the block's offset is added to the element offsets, not to the pointers: more instructions, but less
         # time. Updating offsets or pointers from block to block would take more of both (Triton 3.6;
-        # docs/triton.md).
+        # docs/notes/triton.md).
         if A_COL:
             a_at = a_first + (block - lo) * (BK * lda).to(tl.int64) + a_places
         else:

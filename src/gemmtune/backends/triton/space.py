@@ -37,7 +37,7 @@ NAME = "triton"
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _MIN_CONVERTED_ROWS = 128
 _AMD_ARCHITECTURES = ("gfx90a", "gfx942", "gfx950", "gfx11", "gfx12")
-_MAX_ACCUMULATORS = 128  # of a thread; with 256, and 255 registers, kernels took 3 to 9 times as long (docs/triton.md)
+_MAX_ACCUMULATORS = 128  # of a thread; with 256, and 255 registers, kernels took 3 to 9 times as long (docs/notes/triton.md)
 _MAX_FILL = 0.9  # fraction of their rounds that tiles fill: beyond it, sharing takes more time than the idle rest
 
 
@@ -213,7 +213,7 @@ def _why_tiled_illegal(problem: Problem, device: DeviceLimits, config: dict[str,
     if bm <= 32 and bn > (64 if problem.family == "mixed_mm" else 128):
         return f"few rows want many programs: {bn} columns make too few"
     if swap and problem.family == "mixed_mm":
-        return "converted weights are the right-hand side: as the left one they were slower (docs/triton.md)"
+        return "converted weights are the right-hand side: as the left one they were slower (docs/notes/triton.md)"
     if swap and (bn < 64 or bm > 64):
         return "swapping pays where B fills the 64 rows that matrix units take, and A cannot"
     if not swap and bm < 64 and problem.family != "mixed_mm" and device.capability[0] == 9:
