@@ -69,7 +69,7 @@ def _problem(x: Tensor, describe: Callable[[Tensor], Problem]) -> list[Problem]:
     """Return the Problem of activations x as a list. The list is empty for activations without elements, and where
     gemmtune has no such Problem.
 
-    described: from the activations to their Problem.
+    describe: the function that returns the Problem of activations.
     """
     try:
         with DisableTorchFunction():
@@ -185,9 +185,9 @@ class _Uses(TorchFunctionMode):
         return weight
 
     def _follow(self, func: Callable[..., Any], site: Site, is_transpose: bool, tensor: Tensor, result: Any) -> bool:
-        """Whether the result of a call is the weight itself or its transpose. A view is then known as the site's, too.
+        """Whether the result of a call is the weight itself or its transpose. Note the result as the site's, too.
 
-        tensor: the weight, or a view of it. turned: whether that is the transpose of the site's weight.
+        tensor: the weight, or a view of it. is_transpose: whether that is the transpose of the site's weight.
         """
         if result is tensor:
             return _name_of(func) in _CASTS

@@ -163,8 +163,8 @@ def _packing_kernel(
 
 
 def _planned_layout(problem: Problem, device: torch.device) -> str | None:
-    """Return the best layout by the stored decisions; None if no layout beats the raw weight there, if there are none,
-    or if the policy is "off"."""
+    """Return the best layout by the stored decisions; None if no layout beats the raw weight there, if the store has
+    no decision, or if the policy is "off"."""
     if RUNTIME.policy == "off":
         return None
     points = RUNTIME.index(device).points(problem.plan_key)
