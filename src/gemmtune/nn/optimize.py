@@ -141,7 +141,7 @@ class Handle:
     gemmtune's weights over its time without, as (estimate, low, high) of a 95% confidence interval of paired runs on
     all example inputs; None where the model was not timed. ratios: the ratio on each example alone.
 
-    As a context manager, a Handle restores the model at the end of the block.
+    A Handle is also a context manager, which restores the model at the end of the block.
     """
 
     def __init__(self) -> None:
