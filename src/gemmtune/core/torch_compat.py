@@ -1,8 +1,8 @@
 """All private names of torch that gemmtune uses, which PyTorch may rename or remove in any version.
 
-All of them exist in the versions of TESTED (docs/reference/torch-versions.md lists the tests run with each). Where a name is
-missing, a public function replaces it if there is one: slower, but equally correct. If there is none, importing this
-module raises ImportError. Modules of the hot path bind the names at import.
+All of them exist in the versions of TESTED (docs/reference/torch-versions.md lists the tests run with each). Where a
+name is missing, a public function replaces it if there is one: slower, but equally correct. If there is none, importing
+this module raises ImportError. Modules of the hot path bind the names at import.
 
 Private attributes of objects (``nn.Module._parameters``, ``OpOverload._schema``) are not listed here; they are used
 directly. This module imports nothing from gemmtune.

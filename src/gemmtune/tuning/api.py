@@ -40,6 +40,7 @@ def tune(
     operands: Literal["cold", "hot"] = "cold",
     device: str | torch.device | None = None,
     latency: Literal["graph", "eager"] = "graph",
+    search: str = "local",
 ) -> list[Decision]:
     """Find the fastest correct kernel for each Problem, store the decisions and return them.
 
@@ -49,7 +50,8 @@ def tune(
     is); by default all for the device. operands: whether kernels are timed on operands from memory or from the cache;
     samples state which. force: tune problems again that the store has decisions for. device: ``"cpu"``, ``"cuda"`` (the
     current GPU) or ``"cuda:1"``; by default the devices that the model ran on, and the CPU for Problems. latency: what
-    ranks kernels on a GPU: time in a CUDA graph, or ``"eager"``, launching included. Ctrl-C keeps the finished
+    ranks kernels on a GPU: time in a CUDA graph, or ``"eager"``, launching included. search: the name of a
+    search strategy (``tuning.search.register`` adds one). Ctrl-C keeps the finished
     decisions; a problem that another process is tuning is waited for. A decision that a disturbed machine left
     ``inconclusive`` is not stored; one line in the log reports how many. Afterwards the ops serve from the new
     decisions. Raises TypeError, ValueError, UnsupportedError (no such device on this machine), WorkerError.
@@ -71,6 +73,7 @@ def tune(
             tuner = Tuner(
                 tuning_target(target_device), _backend_names(backends, target_device.type), decision_store, limit,
                 progress or silent, force=force, hot=operands == "hot", latency=latency,
+                search=search,
             )  # fmt: skip
             decisions += tuner.tune(problems)
     finally:

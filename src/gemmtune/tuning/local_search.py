@@ -14,7 +14,7 @@ Template = tuple[str, str]
 _BETTER = 0.99
 
 
-class Search:
+class LocalSearch:
     """A guided search, which decides from the times so far which candidates to try next.
 
     It is deterministic for a given seed and given times. All baselines (ATen's candidates) come first, then those of

@@ -28,7 +28,8 @@ from ..workers.builds import is_prebuilt
 from ..workers.worker import MeasurementWorker, WorkerLost
 from .candidates import BASELINE_BACKEND, enumerate_candidates
 from .ledger import Ledger, Row
-from .local_search import Search
+from .search import Searcher, SearcherFactory, SearchOptions
+from .search import get as get_search
 
 log = logging.getLogger("gemmtune")
 
@@ -72,8 +73,6 @@ SLOW_DUEL_CALLS = 80
 ATEN_END, RACE_PAIRS = 0.35, 16
 CHECK_CALLS = 16  # calls that checking a candidate makes at least: some on each test case, and one at each other M
 
-# A GPU's templates list their likeliest configurations first, and trying one takes milliseconds.
-GPU_SEARCH: dict[str, int] = {"seeds": 12, "leaders": 2, "patience": 12}
 BUILT_AHEAD = 12  # of each template
 
 # Candidates tried, before the search's own, in each layout that the weight has kernels in at other M.
@@ -92,7 +91,8 @@ class TuningSession:
     that may be tried next, while others are timed; None where that would disturb timing. hot: race on operands that are
     in the cache. layouts: names of the packed layouts in which the same weight has kernels at other M, the fastest
     first; candidates in the first of these layouts are tried, checked and raced before others, because one layout
-    serves all M of a weight. Raises ValueError for an unknown backend name.
+    serves all M of a weight. search: makes the search strategy; None for the local search. Raises ValueError for an
+    unknown backend name.
     """
 
     def __init__(
@@ -109,11 +109,13 @@ class TuningSession:
         build_ahead: BuildAhead | None = None,
         hot: bool = False,
         layouts: Sequence[str] = (),
+        search: SearcherFactory | None = None,
     ) -> None:
         self._problem, self._target, self._store = problem, target, store
         self._build, self._build_ahead, self._hot = build, build_ahead, hot
         self._worker, self._progress, self._seed = worker, progress, seed
         self._layouts = tuple(layouts[:MAX_PACKINGS])
+        self._search = search or get_search("local")
         self._candidates, illegal = enumerate_candidates(problem, target, backend_names)
         self._ledger = Ledger(self._candidates, illegal)
         self._started = time.perf_counter()
@@ -161,7 +163,7 @@ class TuningSession:
         """Try candidates in the order of the search. Return the reason why exploring ended."""
         candidates = self._forget_failures()
         first = self._first_in_layouts(candidates)
-        search = Search(candidates, first=first, seed=self._seed, limit=limit, **(GPU_SEARCH if self._gpu else {}))
+        search = self._search(candidates, SearchOptions(first, self._seed, limit, self._gpu))
         self._build_now(first_builds(candidates))
         tried = 0
         while (batch := search.ask()) is not None:
@@ -225,7 +227,7 @@ class TuningSession:
                 self._started += time.perf_counter() - start
         return self._builds
 
-    def _buildable(self, batch: Sequence[Candidate], search: Search) -> list[Candidate]:
+    def _buildable(self, batch: Sequence[Candidate], search: Searcher) -> list[Candidate]:
         """Return the candidates of ``batch`` whose build did not fail; all are built before any of them is timed.
 
         Builders that would be idle meanwhile build the candidates that the search may ask for next.

@@ -26,6 +26,7 @@ from ..timing.clock import Latency
 from ..workers.builds import Builders
 from ..workers.worker import Limits, LocalWorker, MeasurementWorker, Worker, WorkerStartError
 from .candidates import BASELINE_BACKEND, enumerate_candidates
+from .search import get as get_search
 from .session import TuningSession, first_builds
 
 log = logging.getLogger("gemmtune")
@@ -64,8 +65,8 @@ class Tuner:
     of ``core/events.py``. wait: wait for the decision of another process that is tuning the same problem (False: leave
     the problem out; two processes never tune one problem at once). hot: race on operands that are in the cache,
     although serving finds them in memory unless a model is tiny. latency: how a GPU's calls are timed, as they will be
-    served: in a CUDA graph (``graph``) or launched one by one (``eager``); CPUs have no such difference. Raises
-    ValueError for another latency.
+    served: in a CUDA graph (``graph``) or launched one by one (``eager``); CPUs have no such difference. search:
+    the name of a search strategy (``search.py``). Raises ValueError for another latency or an unknown search.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Tuner:
         seed: int = 0,
         limits: Limits | None = None,
         latency: Latency = "graph",
+        search: str = "local",
     ) -> None:
         if latency not in get_args(Latency):
             raise ValueError(f"latency must be one of {', '.join(get_args(Latency))}; got {latency!r}")
@@ -91,6 +93,7 @@ class Tuner:
         self._budget = budget or Budget()
         self._isolate, self._force, self._seed, self._limits = isolate, force, seed, limits
         self._wait, self._hot, self._latency = wait, hot, latency
+        self._search = get_search(search)
         self._plans = _PlanPoints((), target, store)
         self.unstored: list[Decision] = []  # decisions that the store could not take; ``trouble`` is the error's text
         self.store_error = ""
@@ -198,6 +201,7 @@ class Tuner:
         trial = TuningSession(
             problem, self._target, self._names, self._store, worker, self._progress, self._seed,
             build=build, build_ahead=ahead, hot=self._hot, layouts=self._plans.layouts(problem),
+            search=self._search,
         )  # fmt: skip
         self._build_ahead(problem, crew)
         worker.wait()

@@ -27,7 +27,8 @@ _POOL = (1 << 20) + 7  # elements; odd, so that tiles do not align with rows or 
 _RMS = {"int8": 74.0, "uint8": 147.0, "int4": 4.6, "float8_e4m3fn": 110.0, "float8_e5m2": 9000.0}  # rms
 _DEFAULT_LLC = 32 << 20
 _MAX_SETS = 64
-# On a GPU, operand sets occupy 16 times its L2 (four times is not enough: docs/explanation/measuring.md), but 2 GiB at most.
+# On a GPU, operand sets occupy 16 times its L2 (four times is not enough: docs/explanation/measuring.md), but 2 GiB at
+# most.
 _GPU_L2_MULTIPLE, _GPU_BYTES = 16, 2 << 30
 
 Source = Callable[[tuple[int, ...], Layout, str], Tensor]

@@ -87,7 +87,8 @@ def _why_epilogue_unsupported(problem: Problem) -> str:
     if problem.family in ("bmm", "int_mm") and remaining:
         return "batched products and products of integers take no epilogue"
     if remaining and not all(aligned_leads(problem)):
-        # Otherwise a bias is added after rounding the product to 16 bits, and relu makes NaN 0 (docs/notes/cublaslt.md).
+        # Otherwise a bias is added after rounding the product to 16 bits, and relu makes NaN 0
+        # (docs/notes/cublaslt.md).
         return f"takes no bias and no relu where rows of A, B or the output are no multiples of {ALIGN} bytes"
     if remaining and remaining[0].kind == "bias":
         if not _is_bias(remaining[0], problem):

@@ -1,7 +1,7 @@
 """Our CUDA C++ kernels for products with few and with more rows, compiled by NVRTC.
 
-The kernels are skinny.cu, slab.cu and mixed.cu; space.py has their search spaces; docs/notes/cuda.md describes them and their
-measured gains.
+The kernels are skinny.cu, slab.cu and mixed.cu; space.py has their search spaces; docs/notes/cuda.md describes them and
+their measured gains.
 """
 
 from __future__ import annotations

@@ -228,7 +228,8 @@ class LaunchArgs(threading.local):
         launch = function.bind_launch(config, ctypes.addressof(parameters))
         self.prepared: tuple[Any, _Config, Callable[[], int], Any] = (slots, config, launch, parameters)
         if function.pdl:
-            # With many blocks it takes longer to let the next kernel begin once the last of them has (docs/notes/cuda.md).
+            # With many blocks it takes longer to let the next kernel begin once the last of them has
+            # (docs/notes/cuda.md).
             self._pdl_slot = names.index(PDL_ARGUMENT)
             slots[self._pdl_slot] = NEXT_LATE if grid[0] * grid[1] > function.early_trigger_blocks else 0
 
