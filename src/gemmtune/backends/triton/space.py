@@ -37,9 +37,8 @@ NAME = "triton"
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _MIN_CONVERTED_ROWS = 128
 _AMD_ARCHITECTURES = ("gfx90a", "gfx942", "gfx950", "gfx11", "gfx12")
-_MAX_ACCUMULATORS = (
-    128  # of a thread; with 256, and 255 registers, kernels took 3 to 9 times as long (docs/notes/triton.md)
-)
+# Accumulators of a thread; with 256, and 255 registers, kernels took 3 to 9 times as long (docs/notes/triton.md).
+_MAX_ACCUMULATORS = 128
 _MAX_FILL = 0.9  # fraction of their rounds that tiles fill: beyond it, sharing takes more time than the idle rest
 
 
