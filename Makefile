@@ -70,7 +70,7 @@ lint: install
 	$(BIN)/mypy --strict src
 
 docs: install
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 test-asan: install
 	scripts/test-asan $(BIN)/python
