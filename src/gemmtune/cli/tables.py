@@ -1,4 +1,4 @@
-"""The tables the commands print."""
+"""The tables that the commands print."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ _HOW_BENCH = (
 
 
 def speedup_text(row: Row) -> str:
-    """``1.52x [1.49-1.55]``: the paired speed-up over ATen with its 95% interval; or why there is none."""
+    """Return the paired speed-up over ATen with its 95% interval, ``1.52x [1.49-1.55]``, or the outcome if there is no
+    winner."""
     if row.outcome != "winner":
         return {"tie": "tie", "inconclusive": "inconclusive"}.get(row.outcome, "nothing valid")
     return f"{row.speedup:.2f}x [{row.lo:.2f}-{row.hi:.2f}]"
 
 
 def decisions_table(decisions: Iterable[Decision]) -> Table:
-    """A line per problem: ATen, best, speed-up with its interval, which kernel."""
+    """Return a table with a row per problem: ATen's time, the best time, the speed-up with its interval, the kernel."""
     table = Table(
         box=None, pad_edge=False, header_style="bold", caption=HOW, caption_justify="left", caption_style="dim"
     )
@@ -49,7 +50,7 @@ def decisions_table(decisions: Iterable[Decision]) -> Table:
 
 
 def bench_table(decisions: Iterable[Decision], backends: Iterable[str]) -> Table:
-    """A line per problem: the best time of each backend, and how the fastest compares with ATen."""
+    """Return a table with a row per problem: the best time of each backend, and the winner's speed-up over ATen."""
     names = list(backends)
     table = Table(
         box=None, pad_edge=False, header_style="bold", caption=_HOW_BENCH, caption_justify="left", caption_style="dim"
