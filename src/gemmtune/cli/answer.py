@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..core.problem import Problem
 from ..core.workloads import DTYPES, build, dtype_name
-from ..report.rows import Row, disturbance, duration, measured, rival, summarize
+from ..report.rows import DecisionSummary, baseline_of, disturbance, duration, measured, summarize
 
 if TYPE_CHECKING:
     from ..core.decision import Decision, Evidence
@@ -26,7 +26,7 @@ def answer(decision: Decision, option: str = "") -> tuple[str, str, str]:
     )
 
 
-def _serving_text(decision: Decision, row: Row) -> str:
+def _serving_text(decision: Decision, row: DecisionSummary) -> str:
     if row.outcome == "winner":
         times = f"{duration(row.best_s)} a call, ATen {duration(row.aten_s)}: {row.speedup:.2f}x"
         return f"{decision.chosen} serves, {times}"
@@ -35,7 +35,7 @@ def _serving_text(decision: Decision, row: Row) -> str:
     return "PyTorch's own kernels serve"
 
 
-def _confidence_text(decision: Decision, row: Row) -> str:
+def _confidence_text(decision: Decision, row: DecisionSummary) -> str:
     chosen = decision.find(decision.chosen)
     if chosen is None:
         failed = sum(item.verdict is not None and not item.verdict.ok for item in decision.evidence)
@@ -43,7 +43,7 @@ def _confidence_text(decision: Decision, row: Row) -> str:
     rounds = chosen.sample.rounds if chosen.sample is not None else 0
     verdict = f"its results were {_verdict_text(chosen)}"
     if row.outcome == "winner":
-        baseline = rival(decision)
+        baseline = baseline_of(decision)
         name = f" of {baseline.id}" if baseline is not None else ""
         return f"{row.lo:.2f}x to {row.hi:.2f}x with 95% over {rounds} timings by turns with those{name}; {verdict}"
     other = next((item for item in measured(decision) if item.id != chosen.id), None)
