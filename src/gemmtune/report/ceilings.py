@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..store.base import Store
 
 _READ_BYTES = 256 << 20
-_MATRIX_SIZE = 1024
+_SIZE = 1024
 
 
 def read_bandwidth(seconds: float = 0.5) -> float:
@@ -31,7 +31,7 @@ def read_bandwidth(seconds: float = 0.5) -> float:
     import torch
 
     data = torch.ones(_READ_BYTES // 8, dtype=torch.int64)
-    return _READ_BYTES / _fastest_s(data.sum, seconds)
+    return _READ_BYTES / _fastest(data.sum, seconds)
 
 
 def arithmetic(seconds: float = 0.2) -> dict[str, float]:
@@ -46,13 +46,13 @@ def arithmetic(seconds: float = 0.2) -> dict[str, float]:
     rates: dict[str, float] = {}
     for name in ("float32", "bfloat16", "int8"):
         dtype = getattr(torch, name)
-        a = torch.ones(_MATRIX_SIZE, _MATRIX_SIZE, dtype=dtype)
+        a = torch.ones(_SIZE, _SIZE, dtype=dtype)
         multiply = int_mm if name == "int8" else torch.mm
-        rates[name] = 2 * _MATRIX_SIZE**3 / _fastest_s(lambda a=a, multiply=multiply: multiply(a, a), seconds)  # type: ignore[misc]
+        rates[name] = 2 * _SIZE**3 / _fastest(lambda a=a, multiply=multiply: multiply(a, a), seconds)  # type: ignore[misc]
     return rates
 
 
-def _fastest_s(function: Callable[[], Any], seconds: float) -> float:
+def _fastest(function: Callable[[], Any], seconds: float) -> float:
     function()
     best, deadline = float("inf"), time.perf_counter() + seconds
     while True:

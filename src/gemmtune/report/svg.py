@@ -40,7 +40,7 @@ def log_ticks(lo: float, hi: float) -> list[float]:
 
 
 def log_range(values: Iterable[float], margin: float = 1.25) -> tuple[float, float]:
-    """Return the range of the positive values, divided by ``margin`` at the lower end and times 1.25 at the upper end."""
+    """Return the range of the positive values, extended by the factor ``margin`` downwards and by 1.25 upwards."""
     positive = [value for value in values if value > 0] or [1.0]
     return min(positive) / margin, max(positive) * 1.25
 
@@ -75,16 +75,16 @@ def _bars(chart: Bars) -> str:
     y = float(_TOP_MARGIN)
     for index, text in enumerate(chart.labels):
         parts.append(_row_label(left, y + thick * len(names) / 2 + 4, text))
-        for index_of_series, name in enumerate(names):
+        for series_index, name in enumerate(names):
             value = chart.series[name][index]
             if value:
                 parts.append(
                     _bar(
                         axis,
                         value,
-                        y + index_of_series * thick,
+                        y + series_index * thick,
                         thick - 1,
-                        index_of_series,
+                        series_index,
                         f"{name}: {value:.4g} {chart.unit}",
                     )
                 )
