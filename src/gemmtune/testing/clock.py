@@ -16,7 +16,7 @@ from ..timing.cuda_clock import EmptyGraph
 
 
 class FakeClock:
-    """A ``timing.clock.Clock`` with simulated time, which passes only when one of its kernels (see ``kernel``) is called.
+    """A ``timing.clock.Clock`` with simulated time, which passes when one of its kernels (see ``kernel``) is called.
 
     noise: relative standard deviation of a timing (log-normal). drift: peak-to-peak relative change of a timing, a sine
     with a period of ``drift_s`` simulated seconds. stalls: fraction of timings that are ``stall_s`` seconds longer.
