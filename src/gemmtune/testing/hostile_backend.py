@@ -167,7 +167,7 @@ ACTS: dict[str, Callable[[], None]] = {
 
 
 def _is_racing() -> bool:
-    """Whether the race calls the kernel: whether the caller of the kernel's ``run`` is in a module called ``timing``."""
+    """Whether the race calls the kernel: whether the caller of its ``run`` is in a module called ``timing``."""
     return str(sys._getframe(2).f_globals["__name__"]).endswith(".timing")
 
 

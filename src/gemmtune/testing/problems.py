@@ -18,15 +18,13 @@ def random_problem(rng: random.Random, max_size: int = 200, family: Family | Non
     In half of the Problems N and K are multiples of 8, in ``scaled_mm`` always multiples of 16. One Problem in four has
     a single row. family: the Problem's family; None: any.
     """
-    chosen_family = rng.choice(FAMILIES) if family is None else family
+    chosen = rng.choice(FAMILIES) if family is None else family
     m = 1 if rng.random() < 0.25 else rng.randint(1, max_size)
     n, k = rng.randint(1, max_size), rng.randint(1, max_size)
     if rng.random() < 0.5:
         n, k = max(8, n - n % 8), max(8, k - k % 8)
-    makers = {"mm": _dense, "bmm": _batched, "int_mm": _integer, "mixed_mm": _weight_only, "scaled_mm": _scaled}[
-        chosen_family
-    ]
-    problem = makers(rng, m, n, k)
+    make = {"mm": _dense, "bmm": _batched, "int_mm": _integer, "mixed_mm": _weight_only, "scaled_mm": _scaled}[chosen]
+    problem = make(rng, m, n, k)
     return replace(problem, out=Layout("row", problem.n + rng.randint(1, 9))) if rng.random() < 0.1 else problem
 
 
