@@ -176,10 +176,12 @@ def parse_problem(shape: tuple[int, int, int], dtype: str, *, bias: bool = False
 
 def parse_device(text: str | None) -> str:
     """Return the device as torch names it: cpu (default), cuda or cuda:N. Exit with wrong usage for any other text."""
-    kind, colon, index = (text or "cpu").partition(":")
-    if kind not in ("cpu", "cuda") or (colon and not (kind == "cuda" and index.isdecimal() and index.isascii())):
+    device_type, colon, index = (text or "cpu").partition(":")
+    if device_type not in ("cpu", "cuda") or (
+        colon and not (device_type == "cuda" and index.isdecimal() and index.isascii())
+    ):
         fail_usage(f"a device is cpu, cuda or cuda:N; got {text!r}")
-    return f"{kind}:{int(index)}" if colon else kind
+    return f"{device_type}:{int(index)}" if colon else device_type
 
 
 def parse_latency(text: str) -> Latency:

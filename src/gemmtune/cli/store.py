@@ -160,9 +160,9 @@ def import_(
     store_path: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check everything in an exported file, then keep all of it or nothing.
+    """Check everything in an exported file, then import all of it or nothing.
 
-    Decisions whose kernels are not legal for their problem and machine are left out, and named.
+    Decisions whose kernels are not legal for their problem and machine are not imported, and are listed.
     """
     require_file(path)
     left_out: list[str] = []
@@ -224,8 +224,8 @@ def verify(
     store_path: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Read everything back and report damage, and kernels that are not legal where they would serve (exit code 1 when
-    there is any). Kernels that cannot be checked here are named, too: they are checked where they serve.
+    """Read the whole store and report damage, and kernels that are not legal where they would serve (exit code 1 if
+    there are any). Kernels that cannot be checked on this machine are listed too: they are checked where they serve.
     """
     unchecked: list[str] = []
     with checked_store(store_path) as store:

@@ -66,10 +66,11 @@ def tune(
     store_path: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Tune a model's, a workload's or the given matrix multiplies, and keep the decisions in the store.
+    """Tune the matrix multiplies of a model, of a workload or of the given shapes, and store the decisions.
 
     A factory returns (model, example_inputs): the arguments of one call as a tuple, or a list of such tuples.
-    Without --device a model's multiplies are tuned for where they ran. Ctrl-C keeps what is finished.
+    Without --device a model's multiplies are tuned for the devices that they ran on. Ctrl-C ends the run; the decisions
+    of finished problems stay in the store.
     """
     model, shapes = split_what(what or [])
     parsed_latency = parse_latency(latency)

@@ -372,7 +372,9 @@ FAULTS: dict[str, Fault] = {
     "sign of scales ignored": Fault(_change_aux(lambda t, _: t.abs(), "scale"), _has_step_tensor("scale")),
     "tiny scales flushed": Fault(
         _change_aux(_limit_to_first_magnitude(tiny=True), "scale"),
-        lambda p: _has_step_tensor("scale")(p) and p.out_dtype not in INTEGERS,  # there such scaled values round to 0
+        lambda p: (
+            _has_step_tensor("scale")(p) and p.out_dtype not in INTEGERS
+        ),  # to integers, values with such scales round to 0
     ),
     "huge scales clamped": Fault(
         _change_aux(_limit_to_first_magnitude(tiny=False), "scale"), _has_step_tensor("scale")
