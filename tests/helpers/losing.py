@@ -1,4 +1,4 @@
-"""A guest backend for workers: its kernels raise, and leave a process that takes its device's context for lost."""
+"""A plug-in backend for tests of workers: loading its kernels makes the process treat its device's context as lost."""
 
 from __future__ import annotations
 

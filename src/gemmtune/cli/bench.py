@@ -23,8 +23,8 @@ from .common import (
     parse_device,
     parse_latency,
     quiet_stdout,
-    require_room,
-    tuning_target,
+    require_memory,
+    selected_tuning_target,
 )
 
 
@@ -49,20 +49,26 @@ def bench(
     from ..store import MemoryStore
     from .tune import run
 
-    place, ranked = parse_device(device), parse_latency(latency)
-    names = parse_backends(backends, place)
+    device_name, parsed_latency = parse_device(device), parse_latency(latency)
+    names = parse_backends(backends, device_name)
     with quiet_stdout(as_json):
         problems = collect(None, shapes or [], workload, dtype)
-        target = tuning_target(threads, place)
+        target = selected_tuning_target(threads, device_name)
     if shapes:
-        require_room(problems, target)
+        require_memory(problems, target)
     if not problems:
         fail("every one of these problems is empty (M, N or K is 0): there is nothing to race", as_json=as_json)
     board, interrupted = run(
-        problems, target, names, MemoryStore(), budget=budget, hot=hot, hidden=as_json, latency=ranked
+        problems, target, names, MemoryStore(), budget=budget, hot=hot, hidden=as_json, latency=parsed_latency
     )
     if as_json:
-        emit({"interrupted": interrupted, "threads": target.threads, "results": [_row(d) for d in board.decisions]})
+        emit(
+            {
+                "interrupted": interrupted,
+                "threads": target.threads,
+                "results": [_result_row(d) for d in board.decisions],
+            }
+        )
     elif board.decisions:
         from .tables import bench_table
 
@@ -73,7 +79,7 @@ def bench(
         raise typer.Exit(1)
 
 
-def _row(decision: Any) -> dict[str, Any]:
+def _result_row(decision: Any) -> dict[str, Any]:
     from ..report.rows import best_by_backend, summarize
 
     row = summarize(decision)

@@ -1,4 +1,4 @@
-"""``gemmtune tune``: find and keep the fastest correct kernel for each problem."""
+"""``gemmtune tune``: tune problems and store the decisions."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from .common import (
     LatencyOption,
     StoreOption,
     ThreadsOption,
+    checked_store,
     console,
     emit,
     fail,
     gather,
     guard,
-    opened,
     parse_backends,
     parse_latency,
+    print_lines,
     quiet_stdout,
-    require_room,
-    say,
-    tuning_target,
+    require_memory,
+    selected_tuning_target,
 )
 
 if TYPE_CHECKING:
@@ -63,47 +63,52 @@ def tune(
     device: DeviceOption = None,
     latency: LatencyOption = "graph",
     force: Annotated[bool, typer.Option("--force", help="Tune again what the store already answers.")] = False,
-    store: StoreOption = None,
+    store_path: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Tune a model's, a workload's or the given matrix multiplies, and keep the decisions in the store.
+    """Tune the matrix multiplies of a model, of a workload or of the given shapes, and store the decisions.
 
     A factory returns (model, example_inputs): the arguments of one call as a tuple, or a list of such tuples.
-    Without --device a model's multiplies are tuned for where they ran. Ctrl-C keeps what is finished.
+    Without --device a model's multiplies are tuned for the devices that they ran on. Ctrl-C ends the run; the decisions
+    of finished problems stay in the store.
     """
     model, shapes = split_what(what or [])
-    ranked = parse_latency(latency)
-    parse_backends(backends)  # what is wrong is said before a model runs
+    parsed_latency = parse_latency(latency)
+    parse_backends(backends)  # so that a wrong name is reported before a model runs
     with quiet_stdout(as_json):
-        gathered = gather(model, shapes, workload, dtype, bias=bias, device=device)
-        groups = [
-            (tuning_target(threads, place), problems, parse_backends(backends, place))
-            for place, problems, _ in gathered
+        groups_by_device = gather(model, shapes, workload, dtype, bias=bias, device=device)
+        runs = [
+            (selected_tuning_target(threads, device_name), problems, parse_backends(backends, device_name))
+            for device_name, problems, _ in groups_by_device
         ]
-    if shapes:  # a workload's or a model's other problems are worth tuning in any case
-        require_room(groups[0][1], groups[0][0])
-    asked = sum(len(problems) for _, problems, _ in groups)
-    if not asked:
+    if shapes:  # of a workload or a model, the problems that fit are worth tuning
+        require_memory(runs[0][1], runs[0][0])
+    requested = sum(len(problems) for _, problems, _ in runs)
+    if not requested:
         fail("every one of these problems is empty (M, N or K is 0): there is nothing to tune", as_json=as_json)
     board, interrupted = None, False
-    with opened(store) as keeper:
-        if force or any(keeper.get(target, p.key) is None for target, problems, _ in groups for p, _ in problems):
-            keeper.check_writable()  # before the search, whose decisions would be lost
-        for (target, problems, names), group in zip(groups, gathered, strict=True):
+    with checked_store(store_path) as store:
+        if force or any(store.get(target, p.key) is None for target, problems, _ in runs for p, _ in problems):
+            store.check_writable()  # before the search, because its decisions would be lost
+        for (target, problems, names), group in zip(runs, groups_by_device, strict=True):
             board, interrupted = run(
-                problems, target, names, keeper,
-                budget=budget, force=force, hot=hot, hidden=as_json, latency=ranked, board=board,
+                problems, target, names, store,
+                budget=budget, force=force, hot=hot, hidden=as_json, latency=parsed_latency, board=board,
             )  # fmt: skip
-            remember_ceilings(keeper, target)
-            remember_layers(keeper, target, model, group.layers)
+            remember_ceilings(store, target)
+            remember_layers(store, target, model, group.layers)
             if interrupted:
                 break
     assert board is not None
-    report_outcome(board, asked, interrupted, as_json=as_json)
+    report_outcome(board, requested, interrupted, as_json=as_json)
 
 
 def split_what(what: Sequence[str]) -> tuple[str | None, list[str]]:
-    """A model spec has a colon, a shape has none."""
+    """Split the command's arguments into a model or None, and shapes.
+
+    An argument with a colon is a model. A second model is returned among the shapes: ``collect`` refuses shapes beside
+    a model.
+    """
     models = [text for text in what if ":" in text]
     shapes = [text for text in what if ":" not in text]
     return (models[0], [*models[1:], *shapes]) if models else (None, shapes)
@@ -122,8 +127,10 @@ def run(
     latency: Latency = "graph",
     board: Board | None = None,
 ) -> tuple[Board, bool]:
-    """Tune with the progress display; returns what finished (on ``board``, when one is given) and whether Ctrl-C
-    ended it."""
+    """Tune problems on one target with the progress display, and store the decisions.
+
+    Return the board with the decisions (``board`` itself if given) and whether Ctrl-C ended the run.
+    """
     from ..tuning.tuner import Budget, Tuner
     from .progress import Board, watching
 
@@ -145,7 +152,7 @@ def run(
 def remember_ceilings(store: Store, target: Target) -> None:
     """Measure the machine's ceilings once per target, so that the report can draw its roofline from the store alone.
 
-    Only of CPUs: what reads memory and multiplies there says nothing of a GPU.
+    GPUs are skipped: ``ceilings`` measures memory bandwidth and arithmetic rate on the CPU only.
     """
     from ..report import ceilings
 
@@ -156,28 +163,37 @@ def remember_ceilings(store: Store, target: Target) -> None:
         ceilings.ensure(path, target)
 
 
-def remember_layers(store: Store, target: Target, model: str | None, found: Model | None) -> None:
-    """Keep which layers run what, so that the report can say what a forward saves."""
+def remember_layers(store: Store, target: Target, model: str | None, layers_of_model: Model | None) -> None:
+    """Save which layers of a model run which problems, so that the report can tell how much time a forward saves.
+
+    Nothing is saved without a model, or for a store without a file.
+    """
     from ..report import layers
 
     path = layers.beside(store)
-    if path is not None and model is not None and found is not None:
-        layers.remember(path, model, target.key, found)
+    if path is not None and model is not None and layers_of_model is not None:
+        layers.remember(path, model, target.key, layers_of_model)
 
 
-def report_outcome(board: Board, asked: int, interrupted: bool, *, as_json: bool) -> None:
-    """Print the table (or the JSON document) and leave with the right code."""
+def report_outcome(board: Board, requested: int, interrupted: bool, *, as_json: bool) -> None:
+    """Print the table, or the JSON document.
+
+    Exit with code 1 if the run was interrupted, a problem has no valid candidate, or a decision was not stored.
+    """
     failed = [decision for decision in board.decisions if decision.outcome == "none_valid"]
     if as_json:
         emit(outcome_document(board, interrupted))
     else:
-        print_outcome(board, asked, interrupted)
+        print_outcome(board, requested, interrupted)
     if interrupted or failed or board.unstored:
         raise typer.Exit(1)
 
 
 def outcome_document(board: Board, interrupted: bool) -> dict[str, Any]:
-    """The whole outcome as JSON-ready data. not_kept: decisions that the store did not take; why, in store_error."""
+    """Return the outcome of the run as a dict that can be written as JSON.
+
+    ``not_kept`` is the number of decisions that the store did not accept, ``store_error`` the reason.
+    """
     from ..report.rows import ordered, summarize
 
     rows = []
@@ -197,11 +213,11 @@ def outcome_document(board: Board, interrupted: bool) -> dict[str, Any]:
                 "seconds": row.seconds,
             }
         )
-    kept = {} if not board.unstored else {"not_kept": board.unstored, "store_error": board.store_error}
-    return {"interrupted": interrupted, "from_store": board.cached, **kept, "decisions": rows}
+    not_stored = {} if not board.unstored else {"not_kept": board.unstored, "store_error": board.store_error}
+    return {"interrupted": interrupted, "from_store": board.cached, **not_stored, "decisions": rows}
 
 
-def print_outcome(board: Board, asked: int, interrupted: bool) -> None:
+def print_outcome(board: Board, requested: int, interrupted: bool) -> None:
     from ..tuning.tuner import inconclusive_summary
     from .tables import decisions_table
 
@@ -209,10 +225,10 @@ def print_outcome(board: Board, asked: int, interrupted: bool) -> None:
     if board.decisions:
         out.print()
         out.print(decisions_table(board.decisions))
-    if words := inconclusive_summary(board.decisions):
-        say(words, file=sys.stderr)
+    if message := inconclusive_summary(board.decisions):
+        print_lines(message, file=sys.stderr)
     if interrupted:
-        kept = sum(decision.outcome != "inconclusive" for decision in board.decisions) - board.unstored
-        say(f"interrupted: {kept} of {asked} problems are decided and kept in the store", file=sys.stderr)
+        stored = sum(decision.outcome != "inconclusive" for decision in board.decisions) - board.unstored
+        print_lines(f"interrupted: {stored} of {requested} problems are decided and kept in the store", file=sys.stderr)
     if board.unstored:
-        say(f"error: {board.unstored} of {asked} decisions are not kept: {board.store_error}", file=sys.stderr)
+        print_lines(f"error: {board.unstored} of {requested} decisions are not kept: {board.store_error}", file=sys.stderr)
