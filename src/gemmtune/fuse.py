@@ -20,7 +20,7 @@ _CASTS = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8,
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Bound:
+class BoundStep:
     """One epilogue step and its tensor.
 
     axis: of the tensor, when the constructor determines it; None: ``resolve`` derives it from the tensor's shape. tag:
@@ -37,13 +37,13 @@ class Bound:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Argument(Bound):
+class ArgumentStep(BoundStep):
     """The step of a tensor that is an argument of an op. name: its name in error messages, like ``linear(): bias``."""
 
     name: str = ""
 
 
-def _make_bound(kind: Kind, tensor: Tensor, value: float = 1.0, axis: Axis | None = None) -> Bound:
+def _make_bound(kind: Kind, tensor: Tensor, value: float = 1.0, axis: Axis | None = None) -> BoundStep:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"fuse.{kind}(): expected a Tensor; got {type(tensor).__name__}")
     if tensor.is_complex() or tensor.layout != torch.strided or tensor.is_nested:
@@ -52,25 +52,25 @@ def _make_bound(kind: Kind, tensor: Tensor, value: float = 1.0, axis: Axis | Non
             f"{tensor.layout}"
         )
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return Bound(Step(kind, axis or "full", dtype, float(value)), tensor, axis)
+    return BoundStep(Step(kind, axis or "full", dtype, float(value)), tensor, axis)
 
 
-def bias(tensor: Tensor) -> Bound:
+def bias(tensor: Tensor) -> BoundStep:
     """Return the step ``acc += tensor`` with a tensor of shape [N]."""
     return _make_bound("bias", tensor, axis="col")
 
 
-def add(tensor: Tensor, value: float = 1.0) -> Bound:
+def add(tensor: Tensor, value: float = 1.0) -> BoundStep:
     """Return the step ``acc += value * tensor`` with a residual [M, N], or a tensor that broadcasts to [M, N]."""
     return _make_bound("add", tensor, value)
 
 
-def mul(tensor: Tensor) -> Bound:
+def mul(tensor: Tensor) -> BoundStep:
     """Return the step ``acc *= tensor`` with a tensor that broadcasts to [M, N]."""
     return _make_bound("mul", tensor)
 
 
-def scale(tensor: Tensor | float, axis: Axis | None = None) -> Bound:
+def scale(tensor: Tensor | float, axis: Axis | None = None) -> BoundStep:
     """Return the step ``acc *= tensor`` with a tensor per row (axis="row", [M]) or column ("col", [N]), or one number.
 
     axis: None: derived from the tensor's shape.
@@ -79,41 +79,41 @@ def scale(tensor: Tensor | float, axis: Axis | None = None) -> Bound:
         return _make_bound("scale", tensor, axis=axis)
     if isinstance(tensor, bool) or not isinstance(tensor, int | float):
         raise TypeError(f"fuse.scale(): expected a Tensor or a number; got {type(tensor).__name__}")
-    return Bound(Step("scale", "tensor", None, float(tensor)), None, "tensor")
+    return BoundStep(Step("scale", "tensor", None, float(tensor)), None, "tensor")
 
 
-def relu() -> Bound:
+def relu() -> BoundStep:
     """Return the step ``acc = max(acc, 0)``."""
-    return Bound(Step("relu"))
+    return BoundStep(Step("relu"))
 
 
-def gelu(approximate: Literal["none", "tanh"] = "none") -> Bound:
+def gelu(approximate: Literal["none", "tanh"] = "none") -> BoundStep:
     """Return the step GELU, as ``torch.nn.functional.gelu``: with the error function ("none") or "tanh"."""
     if approximate not in ("none", "tanh"):
         raise ValueError(f"fuse.gelu(): approximate must be 'none' or 'tanh'; got {approximate!r}")
-    return Bound(Step("gelu" if approximate == "none" else "gelu_tanh"))
+    return BoundStep(Step("gelu" if approximate == "none" else "gelu_tanh"))
 
 
-def silu() -> Bound:
+def silu() -> BoundStep:
     """Return the step ``acc = acc * sigmoid(acc)``."""
-    return Bound(Step("silu"))
+    return BoundStep(Step("silu"))
 
 
-def clamp(lo: float = float("-inf"), hi: float = float("inf")) -> Bound:
+def clamp(lo: float = float("-inf"), hi: float = float("inf")) -> BoundStep:
     """Return the step ``acc = min(max(acc, lo), hi)``. Raises ValueError unless lo <= hi."""
     if not lo <= hi:
         raise ValueError(f"fuse.clamp(): expected lo <= hi; got lo = {lo}, hi = {hi}")
-    return Bound(Step("clamp", lo=float(lo), hi=float(hi)))
+    return BoundStep(Step("clamp", lo=float(lo), hi=float(hi)))
 
 
-def cast(dtype: torch.dtype) -> Bound:
+def cast(dtype: torch.dtype) -> BoundStep:
     """Return the step that rounds ``acc`` to ``dtype``, as if an unfused op had stored it. Integers saturate."""
     if dtype not in _CASTS:
         raise TypeError(f"fuse.cast(): expected one of {', '.join(map(str, _CASTS))}; got {dtype}")
-    return Bound(Step("cast", dtype=str(dtype).removeprefix("torch.")))
+    return BoundStep(Step("cast", dtype=str(dtype).removeprefix("torch.")))
 
 
-def resolve(bound: Bound, m: int, n: int, batch: int | None = None) -> tuple[Step, Tensor | None]:
+def resolve(bound: BoundStep, m: int, n: int, batch: int | None = None) -> tuple[Step, Tensor | None]:
     """Return (the Step with its axis, its tensor in the shape of that axis) for an output [M, N] or [batch, M, N].
 
     The tensor is None for a step without one. Raises ShapeError when the tensor does not broadcast to the output.
@@ -146,9 +146,9 @@ def _axis_of(tensor: Tensor, m: int, n: int, batch: int | None) -> Axis:
     return "row" if shape == (m, 1) and batch is None else "full"
 
 
-def _tensor_name(bound: Bound) -> str:
+def _tensor_name(bound: BoundStep) -> str:
     """Return the name of a step's tensor for error messages."""
-    return bound.name if isinstance(bound, Argument) else f"fuse.{bound.step.kind}(): a tensor"
+    return bound.name if isinstance(bound, ArgumentStep) else f"fuse.{bound.step.kind}(): a tensor"
 
 
 def _expand(tensor: Tensor, shape: tuple[int, ...], name: str) -> Tensor:

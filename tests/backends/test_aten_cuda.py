@@ -21,7 +21,7 @@ from gemmtune.core.target import Target, current_cpu
 from gemmtune.core.weights import QuantWeight
 from gemmtune.core.workloads import bmm_problem, fp8_problem, int_problem, linear_problem, weight_only_problem
 from gemmtune.verify.inputs import Inputs, make_inputs
-from gemmtune.verify.verify import prepare, verify
+from gemmtune.verify.verify import make_reference_cases, verify
 
 ATEN = AtenBackend()
 H200 = Target("cuda", "H200", "9.0", caches=(232448, 0, 62914560), cores=132)
@@ -47,7 +47,7 @@ def check(problem: Problem, kernel: Kernel) -> None:
     def run(inputs: Inputs, out: torch.Tensor) -> None:
         kernel.run(inputs.a, kernel.pack(inputs.b) if kernel.packing else inputs.b, inputs.aux, out)
 
-    verdict = verify(run, problem, prepare(problem, 1))
+    verdict = verify(run, problem, make_reference_cases(problem, 1))
     assert verdict.ok, f"{kernel.candidate.id} on {problem.key}: {verdict}"
     if "_pad" in kernel.candidate.template:
         inputs = make_inputs(problem, 5)

@@ -21,7 +21,7 @@ from gemmtune.core.problem import Layout, Operand, Problem
 from gemmtune.core.workloads import bmm_problem, build, fp8_problem, int_problem
 from gemmtune.testing.problems import random_problem
 from gemmtune.verify.inputs import Inputs
-from gemmtune.verify.verify import prepare, verify
+from gemmtune.verify.verify import make_reference_cases, verify
 from helpers.batches import LAYOUTS
 from helpers.blas import FakeBlas
 from helpers.drivers import STREAM, simulated
@@ -48,7 +48,7 @@ def check(problem: Problem, made: Kernel, seed: int = 0) -> None:
     def run(inputs: Inputs, out: torch.Tensor) -> None:
         made.run(inputs.a, inputs.b, inputs.aux, out)
 
-    verdict = verify(run, problem, prepare(problem, seed), patience_s=0.0)
+    verdict = verify(run, problem, make_reference_cases(problem, seed), patience_s=0.0)
     assert verdict.ok, f"{problem.key}: {verdict.kind}: {verdict.detail}"
 
 

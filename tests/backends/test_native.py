@@ -23,7 +23,7 @@ from gemmtune.core.errors import KernelError
 from gemmtune.core.problem import Layout, Operand, Problem, Quant
 from gemmtune.core.target import Target, current_cpu
 from gemmtune.verify.inputs import Inputs
-from gemmtune.verify.verify import prepare, verify
+from gemmtune.verify.verify import make_reference_cases, verify
 
 native = pytest.importorskip("gemmtune.backends.native._native")
 BACKEND = backends.get("native")
@@ -58,7 +58,7 @@ def check(problem: Problem, candidate: Candidate, seed: int) -> None:
         b = kernel.pack(inputs.b) if kernel.packing is not None else inputs.b
         kernel.run(inputs.a, b, inputs.aux, out)
 
-    verdict = verify(run, problem, prepare(problem, seed))
+    verdict = verify(run, problem, make_reference_cases(problem, seed))
     assert verdict.ok, f"{candidate.id} on {problem.key}: {verdict}"
 
 

@@ -26,7 +26,7 @@ from gemmtune.core.problem import Layout, Operand, Problem
 from gemmtune.core.weights import QuantWeight
 from gemmtune.core.workloads import bmm_problem, build, fp8_problem, int_problem, weight_only_problem
 from gemmtune.verify.inputs import Inputs
-from gemmtune.verify.verify import prepare, verify
+from gemmtune.verify.verify import make_reference_cases, verify
 from helpers.integers import exact_cases, rounding_cases
 
 
@@ -169,7 +169,7 @@ def main() -> None:
     for problem, candidate in cases():
         reason = why_no_gpu_kernel(problem)
         assert not reason, f"{problem.key}: {reason}"
-        draws = prepare(problem, 0)
+        draws = make_reference_cases(problem, 0)
 
         def launch(inputs: Inputs, out: Tensor, problem: Problem = problem, candidate: Candidate = candidate) -> None:
             run(problem.with_m(inputs.a.shape[-2]), candidate, inputs, out)

@@ -23,7 +23,7 @@ from gemmtune.core.problem import FAMILIES, Layout, Problem
 from gemmtune.core.target import Target, current_cuda
 from gemmtune.testing.problems import random_problem
 from gemmtune.verify.inputs import Inputs, make_inputs
-from gemmtune.verify.verify import guarded, prepare, verify
+from gemmtune.verify.verify import guarded, make_reference_cases, verify
 
 COUNT = int(os.environ.get("GEMMTUNE_GPU_PROBLEMS", "150"))
 NARROW = ("bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2")
@@ -119,7 +119,7 @@ def check_random_problems(backend: Backend) -> None:
         except UnsupportedError:  # the library ranks fewer algorithms
             counts[f"{family} not there"] += 1
             continue
-        test_cases = prepare(problem, counts.total(), device=torch.device("cuda"))
+        test_cases = make_reference_cases(problem, counts.total(), device=torch.device("cuda"))
         verdict = verify(
             lambda inputs, out, kernel=kernel: run_into(kernel, inputs, out), problem, test_cases, patience_s=0.0
         )

@@ -35,8 +35,8 @@ def describe(a: Tensor, b: Tensor, *, constant: bool = False) -> Call:
 
 
 def _needs_torch(a: Any, b: Any) -> bool:
-    checks.tensor("mm_nt", "a", 1, a)
-    checks.tensor("mm_nt", "b", 2, b)
+    checks.require_tensor("mm_nt", "a", 1, a)
+    checks.require_tensor("mm_nt", "b", 2, b)
     return is_torchs_alone(a, b)
 
 

@@ -22,12 +22,12 @@ from gemmtune.testing import hostile, lapsing
 from gemmtune.testing.faults import FAULTS
 from gemmtune.testing.lapsing import LAPSES, LapsingKernel
 from gemmtune.timing.timing import RaceOperands
-from gemmtune.verify.draws import at_rows
 from gemmtune.verify.inputs import Inputs
 from gemmtune.verify.oracle import reference, to_integer
 from gemmtune.verify.recheck import recheck
+from gemmtune.verify.reference_cases import case_for_rows
 from gemmtune.verify.row_counts import other_row_counts
-from gemmtune.verify.verify import prepare, verify
+from gemmtune.verify.verify import make_reference_cases, verify
 from gemmtune.workers.job import ProblemSession
 from gemmtune.workers.worker import LocalWorker
 
@@ -72,17 +72,17 @@ def test_a_fault_of_this_kind_is_found(fault: str) -> None:
         if not FAULTS[fault].applies(problem):
             continue
         for seed in (0, 1):
-            draws, tried = prepare(problem, seed), tried + 1
+            draws, tried = make_reference_cases(problem, seed), tried + 1
             assert not verify(FAULTS[fault].make(problem), problem, draws, 0.0).ok, problem.key
     assert tried
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.key)
 def test_a_right_kernel_is_accepted_at_every_number_of_rows(problem: Problem) -> None:
-    draws = prepare(problem, 0)
+    draws = make_reference_cases(problem, 0)
     assert verify(hostile.correct(problem), problem, draws, 0.0).ok
     for m in other_row_counts(problem, Candidate.make("any", "kernel", bm=16)):
-        draw = at_rows(problem, draws, m)
+        draw = case_for_rows(problem, draws, m)
         assert draw is not None
         assert draw.m == m
         assert verify(hostile.correct(problem), problem, (draw,), 0.0).ok, m
@@ -90,7 +90,7 @@ def test_a_right_kernel_is_accepted_at_every_number_of_rows(problem: Problem) ->
 
 def test_a_kernel_that_writes_over_the_expected_results_is_found() -> None:
     problem = linear(4, 40, 32)
-    draws = prepare(problem, 0)
+    draws = make_reference_cases(problem, 0)
 
     def run(inputs: Inputs, out: Tensor) -> None:
         out.zero_()
@@ -205,7 +205,7 @@ def test_a_kernel_that_was_right_before_its_race_only_is_found_after_it(
 def test_a_kernel_that_became_wrong_at_another_m_is_found_after_its_race(
     wrong_m: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gemmtune.verify.recheck.ROWS_PATIENCE_S", 10.0)
+    monkeypatch.setattr("gemmtune.verify.recheck.ROWS_TIME_LIMIT_S", 10.0)
     problem = linear(24, 64, 48)
     kernel = LapsingKernel(problem)
     track = RaceOperands({kernel.candidate.id: kernel}, problem, TARGET, 0, None)

@@ -14,7 +14,7 @@ from gemmtune.testing.faults import FAULTS
 from gemmtune.testing.lapsing import LAPSES, LapsingKernel
 from gemmtune.timing.timing import RaceOperands
 from gemmtune.verify.recheck import recheck
-from gemmtune.verify.verify import prepare, verify
+from gemmtune.verify.verify import make_reference_cases, verify
 
 from .checks import Outcome, check
 
@@ -68,7 +68,7 @@ def faults_of_some_operands(full: bool) -> Outcome:
         problems.append(Problem("mm", 4, 64, 8192, Operand("float32"), Operand("float32", COL, True), "float32"))
     for problem in problems:
         for seed in range(TRIES if full else 1):
-            draws = prepare(problem, seed)
+            draws = make_reference_cases(problem, seed)
             for name, fault in FAULTS.items():
                 if fault.applies(problem):
                     tried[name] += 1

@@ -24,7 +24,7 @@ from gemmtune.timing.machine import MachineState
 from gemmtune.timing.nvml import CudaMachine, CudaState, cuda_machine
 from gemmtune.timing.race import Entrant, race
 from gemmtune.timing.race_entry import EntrantError
-from gemmtune.verify.inputs import operand_bytes, rotations
+from gemmtune.verify.inputs import operand_bytes, operand_set_count
 from gemmtune.workers import job
 from gemmtune.workers.job import ContextLost, RequestHandler
 from gemmtune.workers.protocol import Attempt, Open, Setup
@@ -368,7 +368,7 @@ def test_no_nvml_is_no_weather(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_operand_sets_exceed_a_gpus_l2_many_times_within_two_gigabytes() -> None:
     for problem in (linear(1, 4096, 4096), linear(16, 1024, 4096), linear(4096, 22016, 4096), linear(1, 64, 64)):
-        count, size = rotations(problem, H200), operand_bytes(problem)
+        count, size = operand_set_count(problem, H200), operand_bytes(problem)
         assert 2 <= count <= 64
         assert count * size > 16 * 60 * MB or count == 64 or (count + 1) * size > 2 << 30
         assert count * size <= max(2 << 30, 2 * size)
@@ -425,7 +425,7 @@ def test_kernels_on_a_gpu_race_on_the_same_operands_in_the_same_order(simulated:
         assert "threads" not in place.sample.conditions
         assert "load" not in place.sample.conditions
     raw = kernels[0].seen
-    copies = rotations(problem, SMALL)
+    copies = operand_set_count(problem, SMALL)
     assert len(set(raw)) == copies == len(set(kernels[2].seen))
     assert copies * operand_bytes(problem) > 16 * MB
     assert len(set(kernels[0].outputs)) == 2  # which stay in the L2

@@ -155,7 +155,7 @@ def test_on_miss_takes_over_when_the_other_gives_up(own_store: MemoryStore, monk
             gemmtune.linear(x, w)
             time.sleep(0.01)
     assert tuned == [problem.key]
-    assert own_store.leased(gemmtune.current_target(), problem.key) is None
+    assert own_store.lease_remaining_s(gemmtune.current_target(), problem.key) is None
 
 
 H200 = Target("cuda", "H200", "9.0", caches=(232448, 0, 62914560), cores=132)

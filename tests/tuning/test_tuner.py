@@ -61,7 +61,7 @@ def store() -> MemoryStore:
 @pytest.fixture
 def hostile(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Choose what the hostile backend lists."""
-    backends.register("hostile", hostile_backend.PLACE)
+    backends.register("hostile", hostile_backend.ENTRY_POINT)
 
     def choose(*kinds: str, illegal: int = 0) -> None:
         monkeypatch.setattr(HostileBackend, "kinds", kinds)
@@ -378,12 +378,12 @@ def test_the_lease_is_held_while_tuning_and_given_back(target: Target, store: Me
 
     def watch(event: Event) -> None:
         if isinstance(event, CandidateTried):
-            held.append(store.leased(target, PROBLEM.key) is not None)
+            held.append(store.lease_remaining_s(target, PROBLEM.key) is not None)
 
     Tuner(target, ["aten"], store, QUICK, watch, isolate=False).tune([(PROBLEM, 1)])
     assert held
     assert all(held)
-    assert store.leased(target, PROBLEM.key) is None
+    assert store.lease_remaining_s(target, PROBLEM.key) is None
 
 
 def test_ctrl_c_gives_the_lease_back(target: Target, store: MemoryStore) -> None:
@@ -393,7 +393,7 @@ def test_ctrl_c_gives_the_lease_back(target: Target, store: MemoryStore) -> None
 
     with pytest.raises(KeyboardInterrupt):
         Tuner(target, ["aten"], store, QUICK, interrupt, isolate=False).tune([(PROBLEM, 1)])
-    assert store.leased(target, PROBLEM.key) is None
+    assert store.lease_remaining_s(target, PROBLEM.key) is None
 
 
 def test_the_others_wait_for_the_decision(target: Target, store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:

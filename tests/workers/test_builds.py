@@ -28,7 +28,7 @@ LIMITS = BuildLimits(build_s=2.0, builders=2, memory=1 << 30)
 @pytest.fixture(autouse=True)
 def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("GEMMTUNE_STORE", str(tmp_path / "store.db"))
-    monkeypatch.setitem(backends._PLUGINS, "toy", toy_compiler.PLACE)
+    monkeypatch.setitem(backends._PLUGINS, "toy", toy_compiler.ENTRY_POINT)
     backends.get.cache_clear()
     yield
     backends.get.cache_clear()

@@ -38,7 +38,7 @@ def kind(name: str) -> Candidate:
 
 @pytest.fixture(scope="module", autouse=True)
 def room() -> None:
-    backends.register("hostile", hostile_backend.PLACE)
+    backends.register("hostile", hostile_backend.ENTRY_POINT)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ def main() -> None:
     """Run the command line and exit with its code."""
     code: str | int | None = 0
     failure = ""
-    interrupts = _count_interrupts()
+    interrupts = _record_interrupts()
     try:
         _open_standard_streams()
         from .commands import app  # in here, so that Ctrl-C during the import is handled too
@@ -43,7 +43,7 @@ def main() -> None:
     sys.exit(code)
 
 
-def _count_interrupts() -> list[int]:
+def _record_interrupts() -> list[int]:
     """Install a SIGINT handler and return the list that it appends each signal to.
 
     The handler still raises KeyboardInterrupt. It is not installed if the process ignores SIGINT.

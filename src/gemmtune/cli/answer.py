@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..core.problem import Problem
 from ..core.workloads import DTYPES, build, dtype_name
-from ..report.rows import DecisionSummary, baseline_of, disturbance, duration, measured, summarize
+from ..report.rows import DecisionSummary, baseline_of, disturbances_of, summarize, time_text, timed_candidates
 
 if TYPE_CHECKING:
     from ..core.decision import Decision, Evidence
@@ -17,7 +17,7 @@ def answer(decision: Decision, option: str = "") -> tuple[str, str, str]:
 
     option: command line options that tuning the problem again needs, such as `` --device cuda``.
     """
-    row, disturbances = summarize(decision), disturbance(decision)
+    row, disturbances = summarize(decision), disturbances_of(decision)
     return (
         f"{row.label}: {_serving_text(decision, row)}",
         f"sure: {_confidence_text(decision, row)}"
@@ -28,10 +28,10 @@ def answer(decision: Decision, option: str = "") -> tuple[str, str, str]:
 
 def _serving_text(decision: Decision, row: DecisionSummary) -> str:
     if row.outcome == "winner":
-        times = f"{duration(row.best_s)} a call, ATen {duration(row.aten_s)}: {row.speedup:.2f}x"
+        times = f"{time_text(row.best_s)} a call, ATen {time_text(row.aten_s)}: {row.speedup:.2f}x"
         return f"{decision.chosen} serves, {times}"
     if row.outcome == "tie":
-        return f"ATen serves ({decision.chosen}), {duration(row.best_s)} a call; nothing was faster beyond the noise"
+        return f"ATen serves ({decision.chosen}), {time_text(row.best_s)} a call; nothing was faster beyond the noise"
     return "PyTorch's own kernels serve"
 
 
@@ -46,7 +46,7 @@ def _confidence_text(decision: Decision, row: DecisionSummary) -> str:
         baseline = baseline_of(decision)
         name = f" of {baseline.id}" if baseline is not None else ""
         return f"{row.lo:.2f}x to {row.hi:.2f}x with 95% over {rounds} timings by turns with those{name}; {verdict}"
-    other = next((item for item in measured(decision) if item.id != chosen.id), None)
+    other = next((item for item in timed_candidates(decision) if item.id != chosen.id), None)
     if other is None or other.sample is None:
         return f"nothing else was timed; {verdict}"
     comparison = f"{other.sample.ratio:.2f}x its time [{other.sample.ratio_lo:.2f}-{other.sample.ratio_hi:.2f}]"

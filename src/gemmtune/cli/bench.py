@@ -14,21 +14,21 @@ from .common import (
     JsonOption,
     LatencyOption,
     ThreadsOption,
-    collect,
-    console,
-    emit,
+    exit_on_error,
     fail,
-    guard,
     parse_backends,
     parse_device,
     parse_latency,
+    plain_console,
+    print_json,
     quiet_stdout,
+    requested_problems,
     require_memory,
     selected_tuning_target,
 )
 
 
-@guard
+@exit_on_error
 def bench(
     shapes: Annotated[list[str] | None, typer.Argument(metavar="M,N,K", help="Shapes, e.g. 16,4096,11008.")] = None,
     workload: Annotated[
@@ -52,7 +52,7 @@ def bench(
     device_name, parsed_latency = parse_device(device), parse_latency(latency)
     names = parse_backends(backends, device_name)
     with quiet_stdout(as_json):
-        problems = collect(None, shapes or [], workload, dtype)
+        problems = requested_problems(None, shapes or [], workload, dtype)
         target = selected_tuning_target(threads, device_name)
     if shapes:
         require_memory(problems, target)
@@ -62,7 +62,7 @@ def bench(
         problems, target, names, MemoryStore(), budget=budget, hot=hot, hidden=as_json, latency=parsed_latency
     )
     if as_json:
-        emit(
+        print_json(
             {
                 "interrupted": interrupted,
                 "threads": target.threads,
@@ -72,7 +72,7 @@ def bench(
     elif board.decisions:
         from .tables import bench_table
 
-        out = console()
+        out = plain_console()
         out.print()
         out.print(bench_table(board.decisions, names))
     if interrupted or any(decision.outcome == "none_valid" for decision in board.decisions):

@@ -78,7 +78,7 @@ BudgetOption = Annotated[
 def fail(message: str, *, as_json: bool = False) -> NoReturn:
     """Print an error message and exit with code 1. The message is one line on stderr, or a JSON document on stdout."""
     if as_json:
-        emit({"error": message})
+        print_json({"error": message})
     else:
         print_lines(f"error: {message}", file=sys.stderr)
     raise typer.Exit(1)
@@ -94,7 +94,7 @@ def print_lines(*lines: str, file: TextIO | None = None) -> None:
         print(visible(line), file=file, flush=file is not None)
 
 
-def guard(command: Callable[P, R]) -> Callable[P, R]:
+def exit_on_error(command: Callable[P, R]) -> Callable[P, R]:
     """Return the command with errors that users can cause turned into a one-line message and exit code 1.
 
     These are GemmtuneError, OSError and KeyboardInterrupt. Any other exception is a bug and keeps its traceback.
@@ -118,7 +118,7 @@ def guard(command: Callable[P, R]) -> Callable[P, R]:
     return guarded
 
 
-def emit(document: Any) -> None:
+def print_json(document: Any) -> None:
     """Print one JSON document. Infinities and NaN are written as strings, so that any parser can read it."""
     print(json.dumps(_json_ready(document), indent=2, default=str))
 
@@ -133,7 +133,7 @@ def _json_ready(value: Any) -> Any:
     return value
 
 
-def console() -> Console:
+def plain_console() -> Console:
     """Return a rich console on stdout that prints strings literally, without interpreting markup."""
     from .terminal import PlainConsole
 
@@ -293,7 +293,7 @@ def exit_if_damaged(store: Store, *, as_json: bool) -> None:
     raise typer.Exit(1)
 
 
-def collect(
+def requested_problems(
     model: str | None, shapes: Sequence[str], workload: str | None, dtype: str | None, *, bias: bool = False
 ) -> list[tuple[Problem, int]]:
     """Return the requested problems with their call counts. Problems in which a size is 0 are left out.
@@ -315,7 +315,7 @@ def collect(
     return [(problem, count) for problem, count in problems if problem.flops > 0]
 
 
-class Group(NamedTuple):
+class DeviceProblems(NamedTuple):
     """The problems to tune on one device, with their call counts.
 
     place: the device, as torch names it. layers: which modules of a model run which problems; None without a model.
@@ -326,7 +326,7 @@ class Group(NamedTuple):
     layers: Model | None = None
 
 
-def gather(
+def problems_by_device(
     model: str | None,
     shapes: Sequence[str],
     workload: str | None,
@@ -334,21 +334,21 @@ def gather(
     *,
     bias: bool = False,
     device: str | None = None,
-) -> list[Group]:
-    """Return the requested problems (see ``collect``) grouped by device.
+) -> list[DeviceProblems]:
+    """Return the requested problems (see ``requested_problems``) grouped by device.
 
     A model's problems are tuned for the devices that they ran on, unless ``device`` names one.
     """
     if not model or shapes or workload:
-        return [Group(parse_device(device), collect(model, shapes, workload, dtype, bias=bias))]
+        return [DeviceProblems(parse_device(device), requested_problems(model, shapes, workload, dtype, bias=bias))]
     from .models import record_calls
 
     requested = None if device is None else parse_device(device)
     recorded = record_calls(model, dtype)
     if requested is not None:
-        return [Group(requested, recorded.recording.problems, recorded.layers())]
+        return [DeviceProblems(requested, recorded.recording.problems, recorded.layers())]
     used = [each for each in recorded.recording.devices if each.type in ("cpu", "cuda")]
-    return [Group(str(each), recorded.recording.on(each), recorded.layers(each)) for each in used]
+    return [DeviceProblems(str(each), recorded.recording.on(each), recorded.layers(each)) for each in used]
 
 
 def _workload_problems(name: str, dtype: str) -> list[tuple[Problem, int]]:

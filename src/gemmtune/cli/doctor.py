@@ -4,30 +4,30 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .common import JsonOption, StoreOption, ThreadsOption, emit, guard, print_lines, quiet_stdout
+from .common import JsonOption, StoreOption, ThreadsOption, exit_on_error, print_json, print_lines, quiet_stdout
 
 if TYPE_CHECKING:
-    from .examination import Examination
+    from .doctor_report import DoctorReport
 
 
-@guard
+@exit_on_error
 def doctor(
     threads: ThreadsOption = None,
     store_path: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show the machine, the libraries, which backends are available and why others are not, and what to install."""
-    from .examination import examine
+    from .doctor_report import examine
 
     with quiet_stdout(as_json):
         report = examine(store_path, threads=threads)
     if as_json:
-        emit(report.to_dict())
+        print_json(report.to_dict())
     else:
         print_lines(*lines(report))
 
 
-def lines(report: Examination) -> list[str]:
+def lines(report: DoctorReport) -> list[str]:
     """Return the lines that ``gemmtune doctor`` prints."""
     target = report.target
     caches = ", ".join(

@@ -15,12 +15,12 @@ from .common import (
     StoreOption,
     ThreadsOption,
     checked_store,
-    console,
-    emit,
+    exit_on_error,
     fail,
-    guard,
     parse_device,
     parse_problem,
+    plain_console,
+    print_json,
     quiet_stdout,
     selected_target,
 )
@@ -40,7 +40,7 @@ _UNTIMED_STAGES = {"untried": "the search ended before them", "illegal": "no rea
 _BRIEF_KEYS = ("serves", "sure", "next")  # the keys of the three lines in JSON
 
 
-@guard
+@exit_on_error
 def explain(
     m: Annotated[int, typer.Argument(min=0, metavar="M")],
     n: Annotated[int, typer.Argument(min=0, metavar="N")],
@@ -80,9 +80,9 @@ def explain(
             {"problem": row.problem_key, **dict(zip(_BRIEF_KEYS, answer(row, option), strict=True))}
             for row in decisions
         ]
-        emit({"decisions": short if brief else [msgspec.to_builtins(decision) for decision in decisions]})
+        print_json({"decisions": short if brief else [msgspec.to_builtins(decision) for decision in decisions]})
         return
-    out = console()
+    out = plain_console()
     for decision in decisions:
         show(decision, out, brief=brief, option=option)
 
@@ -215,20 +215,20 @@ def tried_lines(decision: Decision, common_conditions: Mapping[str, str]) -> lis
 
     The lines are no table: ids are longer than a column can be, and an unbroken id can be searched for and pasted.
     """
-    from ..report.rows import duration
+    from ..report.rows import time_text
 
     lines = [f"{'stage':<11} {'median [95%]':<31} {'rounds':>6}  {'time / ATen [95%]':<20}  verdict"]
     for row in sorted((row for row in decision.evidence if row.stage not in _UNTIMED_STAGES), key=_sort_key):
         sample = row.sample
         times = rounds = ratio = "-"
         if sample is not None:
-            times = f"{duration(sample.median_s)} [{duration(sample.lo_s)} - {duration(sample.hi_s)}]"
+            times = f"{time_text(sample.median_s)} [{time_text(sample.lo_s)} - {time_text(sample.hi_s)}]"
             rounds = str(sample.rounds)
             ratio = f"{sample.ratio:.3f} [{sample.ratio_lo:.3f}-{sample.ratio_hi:.3f}]"
         lines.append(f"{row.stage:<11} {times:<31} {rounds:>6}  {ratio:<20}  {_verdict_text(row)}")
         lines.append(f"            {row.id}" + (f": {row.reason}" if row.reason else ""))
         if sample is not None and sample.packing_s:
-            lines.append(f"            packing its weight took {duration(sample.packing_s)}, once")
+            lines.append(f"            packing its weight took {time_text(sample.packing_s)}, once")
         if sample is not None and (different := dict(conditions_of(sample).items() - common_conditions.items())):
             lines.append(f"            timed with: {conditions_text(dict(sorted(different.items())))}")
     return [*lines, ""]

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, TextIO
 from ..core.events import BestSoFar, CandidateTried, Event, ProblemDone, ProblemStarted
 from ..core.printable import visible
 from ..core.workloads import label
-from ..report.rows import duration, summarize
-from .common import console, print_lines
+from ..report.rows import summarize, time_text
+from .common import plain_console, print_lines
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..core.decision import Decision
 
 
-class Board:
+class ProgressState:
     """The state of a tuning run, updated by the tuner's events.
 
     decisions: those of finished problems. cached: number of problems that the store had decided before. unkept,
@@ -76,9 +76,9 @@ class Board:
         """Return the line for a finished problem."""
         row = summarize(event.decision)
         if row.outcome == "winner":
-            result = f"{row.speedup:.2f}x [{row.lo:.2f}-{row.hi:.2f}]  {duration(row.best_s)}  {row.kernel}"
+            result = f"{row.speedup:.2f}x [{row.lo:.2f}-{row.hi:.2f}]  {time_text(row.best_s)}  {row.kernel}"
         elif row.outcome == "tie":
-            result = f"tie, ATen serves  {duration(row.best_s)}  {row.kernel}"
+            result = f"tie, ATen serves  {time_text(row.best_s)}  {row.kernel}"
         elif row.outcome == "inconclusive":
             result = "inconclusive, the machine was disturbed: not stored, ATen serves"
         else:
@@ -89,7 +89,7 @@ class Board:
     def status_line(self) -> str:
         """Return the line with the number of the current problem and the remaining time."""
         remaining = self.remaining_s
-        time_left = "estimating the time left" if remaining is None else f"about {clock(remaining)} left"
+        time_left = "estimating the time left" if remaining is None else f"about {duration_text(remaining)} left"
         return f"problem {self.index + 1} of {self.total} - {time_left}"
 
     def trying_line(self) -> str:
@@ -102,11 +102,11 @@ class Board:
         """Return the line with the fastest candidate so far and its speed-up over ATen."""
         if self.best is None:
             return "best so far: nothing measured yet"
-        times = f"{duration(self.best.median_s)}, {1 / self.best.ratio:.2f}x ATen" if self.best.ratio > 0 else ""
+        times = f"{time_text(self.best.median_s)}, {1 / self.best.ratio:.2f}x ATen" if self.best.ratio > 0 else ""
         return f"best so far: {times}  {self.best.candidate_id}"
 
 
-def clock(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
     """Return a duration as text: ``1:15`` for 75 seconds, ``42 s`` under a minute."""
     whole = round(seconds)
     return f"{whole // 60}:{whole % 60:02d}" if whole >= 60 else f"{whole} s"
@@ -115,7 +115,7 @@ def clock(seconds: float) -> str:
 class PlainProgress:
     """Progress as plain lines for logs and pipes: one when a problem starts and one when it is finished."""
 
-    def __init__(self, board: Board, stream: TextIO) -> None:
+    def __init__(self, board: ProgressState, stream: TextIO) -> None:
         self._board = board
         self._stream = stream
 
@@ -125,7 +125,7 @@ class PlainProgress:
             text = f"[{event.index + 1}/{event.total}] {label(event.problem)} ..."
         elif isinstance(event, ProblemDone):
             remaining = self._board.remaining_s
-            text = self._board.done_line(event) + (f", about {clock(remaining)} left" if remaining else "")
+            text = self._board.done_line(event) + (f", about {duration_text(remaining)} left" if remaining else "")
         else:
             return
         print_lines(text, file=self._stream)
@@ -134,7 +134,7 @@ class PlainProgress:
 class LiveProgress:
     """Progress on a terminal: a line per finished problem, and below these the state of the current one, redrawn."""
 
-    def __init__(self, board: Board, out: Console) -> None:
+    def __init__(self, board: ProgressState, out: Console) -> None:
         from rich.live import Live
 
         self._board = board
@@ -161,7 +161,9 @@ class LiveProgress:
 
 
 @contextmanager
-def watching(board: Board, *, hidden: bool = False) -> Iterator[Board | PlainProgress | LiveProgress]:
+def progress_display(
+    board: ProgressState, *, hidden: bool = False
+) -> Iterator[ProgressState | PlainProgress | LiveProgress]:
     """Yield the progress callback for the tuner.
 
     It displays on a terminal, prints plain lines to other outputs, and only updates the board if ``hidden``.
@@ -171,6 +173,6 @@ def watching(board: Board, *, hidden: bool = False) -> Iterator[Board | PlainPro
     elif not sys.stdout.isatty():
         yield PlainProgress(board, sys.stdout)
     else:
-        live = LiveProgress(board, console())
+        live = LiveProgress(board, plain_console())
         with live.live:
             yield live

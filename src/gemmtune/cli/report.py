@@ -12,10 +12,10 @@ from .common import (
     JsonOption,
     StoreOption,
     checked_store,
-    emit,
+    exit_on_error,
     fail,
-    guard,
     parse_device,
+    print_json,
     print_lines,
     quiet_stdout,
     require_file,
@@ -23,7 +23,7 @@ from .common import (
 )
 
 
-@guard
+@exit_on_error
 def report(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="PATH", help="Where to write it.")] = Path(
         "report.html"
@@ -48,6 +48,6 @@ def report(
     if not shown:
         fail("the store is empty: tune something first, e.g. gemmtune tune 16,4096,4096", as_json=as_json)
     if as_json:
-        emit({"path": str(output.resolve()), "decisions": shown})
+        print_json({"path": str(output.resolve()), "decisions": shown})
     else:
         print_lines(f"{output.resolve()} ({shown} problems)")

@@ -14,12 +14,12 @@ from .common import (
     JsonOption,
     StoreOption,
     checked_store,
-    console,
-    emit,
     exit_if_damaged,
+    exit_on_error,
     fail,
-    guard,
     parse_device,
+    plain_console,
+    print_json,
     print_lines,
     quiet_stdout,
     require_file,
@@ -44,7 +44,7 @@ def short_id(decision: Decision) -> str:
 
 
 @app.command("ls")
-@guard
+@exit_on_error
 def ls(
     store_path: StoreOption = None,
     as_json: JsonOption = False,
@@ -55,7 +55,7 @@ def ls(
         decisions = list(store.decisions())
     if as_json:
         machines = {key: target.to_dict() for key, target in targets.items()}
-        emit({"targets": machines, "decisions": [_summary_row(row) for row in decisions], "damage": store.damage})
+        print_json({"targets": machines, "decisions": [_summary_row(row) for row in decisions], "damage": store.damage})
     elif decisions:
         _print_tables(decisions, {key: _machine_name(t) for key, t in targets.items()})
     elif not store.damage:
@@ -86,17 +86,17 @@ def _summary_row(decision: Decision) -> dict[str, Any]:
 def _print_tables(decisions: list[Decision], machines: dict[str, str]) -> None:
     from rich.table import Table
 
-    from ..report.rows import ordered, summarize
+    from ..report.rows import sorted_decisions, summarize
     from .tables import speedup_text
 
-    out = console()
+    out = plain_console()
     for key in dict.fromkeys(decision.target_key for decision in decisions):
         out.print(machines.get(key, "unknown machine"), style="bold", end="  ")
         out.print(f"({key})")
         table = Table(box=None, pad_edge=False, header_style="bold")
         for name in ("id", "problem (MxNxK)", "speed-up [95%]", "made", "kernel"):
             table.add_column(name, overflow="fold")
-        for decision in ordered(row for row in decisions if row.target_key == key):
+        for decision in sorted_decisions(row for row in decisions if row.target_key == key):
             row = summarize(decision)
             created = time.strftime("%Y-%m-%d %H:%M", time.localtime(decision.created))
             table.add_row(short_id(decision), row.label, speedup_text(row), created, row.kernel)
@@ -104,7 +104,7 @@ def _print_tables(decisions: list[Decision], machines: dict[str, str]) -> None:
 
 
 @app.command("show")
-@guard
+@exit_on_error
 def show(
     which: Annotated[str, typer.Argument(metavar="ID", help="An id of `store ls` (a prefix will do), or a whole key.")],
     store_path: StoreOption = None,
@@ -118,9 +118,9 @@ def show(
     with checked_store(store_path) as store:
         decision = _find_decision(store, which, as_json)
     if as_json:
-        emit(msgspec.to_builtins(decision))
+        print_json(msgspec.to_builtins(decision))
     else:
-        explain_decision(decision, console())
+        explain_decision(decision, plain_console())
 
 
 def _find_decision(store: Store, which: str, as_json: bool) -> Decision:
@@ -134,7 +134,7 @@ def _find_decision(store: Store, which: str, as_json: bool) -> Decision:
 
 
 @app.command("export")
-@guard
+@exit_on_error
 def export(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="The JSON file to write.")],
     here: Annotated[bool, typer.Option("--here", help="Only this machine's decisions with torch's threads.")] = False,
@@ -154,7 +154,7 @@ def export(
 
 
 @app.command("import")
-@guard
+@exit_on_error
 def import_(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="A file written by `store export`.")],
     store_path: StoreOption = None,
@@ -175,7 +175,7 @@ def import_(
 
 
 @app.command("prune")
-@guard
+@exit_on_error
 def prune(
     others: Annotated[bool, typer.Option("--others", help="Delete what was decided on other machines.")] = False,
     older_than: Annotated[
@@ -219,7 +219,7 @@ def _targets_to_keep(threads: int | None, device: str | None) -> Target | tuple[
 
 
 @app.command("verify")
-@guard
+@exit_on_error
 def verify(
     store_path: StoreOption = None,
     as_json: JsonOption = False,
@@ -239,6 +239,6 @@ def verify(
 
 def _print_or_emit(document: dict[str, Any], lines: list[str], as_json: bool) -> None:
     if as_json:
-        emit(document)
+        print_json(document)
     else:
         print_lines(*lines)

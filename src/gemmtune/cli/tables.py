@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from ..report.rows import TIMES_NOTE, DecisionSummary, best_by_backend, duration, median_s, ordered, summarize
+from ..report.rows import TIMES_NOTE, DecisionSummary, best_by_backend, median_s, sorted_decisions, summarize, time_text
 
 if TYPE_CHECKING:
     from ..core.decision import Decision
@@ -37,12 +37,12 @@ def decisions_table(decisions: Iterable[Decision]) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("speed-up [95%]", no_wrap=True)
     table.add_column("kernel", overflow="fold")
-    for decision in ordered(decisions):
+    for decision in sorted_decisions(decisions):
         row = summarize(decision)
         table.add_row(
             row.label,
-            duration(row.aten_s),
-            duration(row.best_s),
+            time_text(row.aten_s),
+            time_text(row.best_s),
             speedup_text(row),
             row.kernel,
         )
@@ -65,8 +65,8 @@ def bench_table(decisions: Iterable[Decision], backends: Iterable[str]) -> Table
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("fastest vs ATen [95%]", no_wrap=True)
     table.add_column("kernel", overflow="fold")
-    for decision in ordered(decisions):
+    for decision in sorted_decisions(decisions):
         row, best = summarize(decision), best_by_backend(decision)
-        times = [duration(median_s(best.get(name))) for name in names]
+        times = [time_text(median_s(best.get(name))) for name in names]
         table.add_row(row.label, *times, speedup_text(row), row.kernel)
     return table

@@ -18,14 +18,14 @@ from .common import (
     StoreOption,
     ThreadsOption,
     checked_store,
-    console,
-    emit,
+    exit_on_error,
     fail,
-    gather,
-    guard,
     parse_backends,
     parse_latency,
+    plain_console,
+    print_json,
     print_lines,
+    problems_by_device,
     quiet_stdout,
     require_memory,
     selected_tuning_target,
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from ..report.layers import Model
     from ..store.base import Store
     from ..timing.clock import Latency
-    from .progress import Board
+    from .progress import ProgressState
 
 
-@guard
+@exit_on_error
 def tune(
     what: Annotated[
         list[str] | None,
@@ -76,7 +76,7 @@ def tune(
     parsed_latency = parse_latency(latency)
     parse_backends(backends)  # so that a wrong name is reported before a model runs
     with quiet_stdout(as_json):
-        groups_by_device = gather(model, shapes, workload, dtype, bias=bias, device=device)
+        groups_by_device = problems_by_device(model, shapes, workload, dtype, bias=bias, device=device)
         runs = [
             (selected_tuning_target(threads, device_name), problems, parse_backends(backends, device_name))
             for device_name, problems, _ in groups_by_device
@@ -95,8 +95,8 @@ def tune(
                 problems, target, names, store,
                 budget=budget, force=force, hot=hot, hidden=as_json, latency=parsed_latency, board=board,
             )  # fmt: skip
-            remember_ceilings(store, target)
-            remember_layers(store, target, model, group.layers)
+            store_ceilings(store, target)
+            store_layers(store, target, model, group.layers)
             if interrupted:
                 break
     assert board is not None
@@ -125,17 +125,17 @@ def run(
     hot: bool = False,
     hidden: bool = False,
     latency: Latency = "graph",
-    board: Board | None = None,
-) -> tuple[Board, bool]:
+    board: ProgressState | None = None,
+) -> tuple[ProgressState, bool]:
     """Tune problems on one target with the progress display, and store the decisions.
 
     Return the board with the decisions (``board`` itself if given) and whether Ctrl-C ended the run.
     """
     from ..tuning.tuner import Budget, Tuner
-    from .progress import Board, watching
+    from .progress import ProgressState, progress_display
 
-    board = board or Board()
-    with watching(board, hidden=hidden) as progress:
+    board = board or ProgressState()
+    with progress_display(board, hidden=hidden) as progress:
         tuner = Tuner(
             target, names, store, Budget(seconds=budget), progress=progress, force=force, hot=hot, latency=latency
         )
@@ -149,7 +149,7 @@ def run(
     return board, False
 
 
-def remember_ceilings(store: Store, target: Target) -> None:
+def store_ceilings(store: Store, target: Target) -> None:
     """Measure the machine's ceilings once per target, so that the report can draw its roofline from the store alone.
 
     GPUs are skipped: ``ceilings`` measures memory bandwidth and arithmetic rate on the CPU only.
@@ -158,46 +158,46 @@ def remember_ceilings(store: Store, target: Target) -> None:
 
     if target.device != "cpu":
         return
-    path = ceilings.beside(store)
+    path = ceilings.ceilings_path(store)
     if path is not None:
-        ceilings.ensure(path, target)
+        ceilings.load_or_measure(path, target)
 
 
-def remember_layers(store: Store, target: Target, model: str | None, layers_of_model: Model | None) -> None:
+def store_layers(store: Store, target: Target, model: str | None, layers_of_model: Model | None) -> None:
     """Save which layers of a model run which problems, so that the report can tell how much time a forward saves.
 
     Nothing is saved without a model, or for a store without a file.
     """
     from ..report import layers
 
-    path = layers.beside(store)
+    path = layers.layers_path(store)
     if path is not None and model is not None and layers_of_model is not None:
-        layers.remember(path, model, target.key, layers_of_model)
+        layers.save(path, model, target.key, layers_of_model)
 
 
-def report_outcome(board: Board, requested: int, interrupted: bool, *, as_json: bool) -> None:
+def report_outcome(board: ProgressState, requested: int, interrupted: bool, *, as_json: bool) -> None:
     """Print the table, or the JSON document.
 
     Exit with code 1 if the run was interrupted, a problem has no valid candidate, or a decision was not stored.
     """
     failed = [decision for decision in board.decisions if decision.outcome == "none_valid"]
     if as_json:
-        emit(outcome_document(board, interrupted))
+        print_json(outcome_document(board, interrupted))
     else:
         print_outcome(board, requested, interrupted)
     if interrupted or failed or board.unstored:
         raise typer.Exit(1)
 
 
-def outcome_document(board: Board, interrupted: bool) -> dict[str, Any]:
+def outcome_document(board: ProgressState, interrupted: bool) -> dict[str, Any]:
     """Return the outcome of the run as a dict that can be written as JSON.
 
     ``not_kept`` is the number of decisions that the store did not accept, ``store_error`` the reason.
     """
-    from ..report.rows import ordered, summarize
+    from ..report.rows import sorted_decisions, summarize
 
     rows = []
-    for decision in ordered(board.decisions):
+    for decision in sorted_decisions(board.decisions):
         row = summarize(decision)
         rows.append(
             {
@@ -217,11 +217,11 @@ def outcome_document(board: Board, interrupted: bool) -> dict[str, Any]:
     return {"interrupted": interrupted, "from_store": board.cached, **not_stored, "decisions": rows}
 
 
-def print_outcome(board: Board, requested: int, interrupted: bool) -> None:
+def print_outcome(board: ProgressState, requested: int, interrupted: bool) -> None:
     from ..tuning.tuner import inconclusive_summary
     from .tables import decisions_table
 
-    out = console()
+    out = plain_console()
     if board.decisions:
         out.print()
         out.print(decisions_table(board.decisions))
@@ -231,4 +231,6 @@ def print_outcome(board: Board, requested: int, interrupted: bool) -> None:
         stored = sum(decision.outcome != "inconclusive" for decision in board.decisions) - board.unstored
         print_lines(f"interrupted: {stored} of {requested} problems are decided and kept in the store", file=sys.stderr)
     if board.unstored:
-        print_lines(f"error: {board.unstored} of {requested} decisions are not kept: {board.store_error}", file=sys.stderr)
+        print_lines(
+            f"error: {board.unstored} of {requested} decisions are not kept: {board.store_error}", file=sys.stderr
+        )

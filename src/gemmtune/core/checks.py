@@ -39,7 +39,7 @@ class GradError(GemmtuneError):
     """A request for a gradient of an op or operand that has none."""
 
 
-def tensor(op: str, name: str, position: int, value: Any, *, packed: bool = False) -> None:
+def require_tensor(op: str, name: str, position: int, value: Any, *, packed: bool = False) -> None:
     """Raise TypeError or DtypeError unless ``value`` is a dense real Tensor.
 
     position: of the argument, counted from 1, for the message. packed: whether a PackedWeight is accepted, too.
@@ -60,19 +60,19 @@ def tensor(op: str, name: str, position: int, value: Any, *, packed: bool = Fals
         raise DtypeError(f"{op}(): sparse tensors are not supported; {name} has layout {value.layout}. {use}")
 
 
-def matrix(op: str, name: str, value: Tensor) -> None:
+def require_matrix(op: str, name: str, value: Tensor) -> None:
     """Raise ShapeError unless ``value`` has two dimensions."""
     if value.dim() != 2:
         raise ShapeError(f"{op}(): {name} must be a matrix, got {value.dim()}-D tensor")
 
 
-def inner(a: tuple[int, ...], b: tuple[int, ...]) -> None:
+def require_equal_inner_size(a: tuple[int, ...], b: tuple[int, ...]) -> None:
     """Raise ShapeError, with torch's message, unless the inner dimensions of shapes [M, K] and [K, N] are equal."""
     if a[-1] != b[-2]:
         raise ShapeError(f"mat1 and mat2 shapes cannot be multiplied ({a[-2]}x{a[-1]} and {b[-2]}x{b[-1]})")
 
 
-def same_dtype(a: torch.dtype, b: torch.dtype) -> None:
+def require_same_dtype(a: torch.dtype, b: torch.dtype) -> None:
     """Raise DtypeError, with torch's message, unless the dtypes of two floating-point operands are equal."""
     if a != b:
         raise DtypeError(
@@ -80,14 +80,14 @@ def same_dtype(a: torch.dtype, b: torch.dtype) -> None:
         )
 
 
-def one_of(op: str, name: str, dtype: torch.dtype, allowed: tuple[torch.dtype, ...]) -> None:
+def require_dtype(op: str, name: str, dtype: torch.dtype, allowed: tuple[torch.dtype, ...]) -> None:
     """Raise DtypeError, naming the allowed dtypes, unless ``dtype`` is one of them."""
     if dtype not in allowed:
         names = ", ".join(str(option).removeprefix("torch.") for option in allowed)
         raise DtypeError(f"{op}(): expected {name} to be one of {names}; got {str(dtype).removeprefix('torch.')}")
 
 
-def same_device(op: str, *named: tuple[str, Any]) -> None:
+def require_same_device(op: str, *named: tuple[str, Any]) -> None:
     """Raise DtypeError unless all tensors are on one device. named: (name, value); other values are skipped."""
     tensors = [(name, value) for name, value in named if isinstance(value, Tensor)]
     first_name, first = tensors[0]
@@ -99,7 +99,9 @@ def same_device(op: str, *named: tuple[str, Any]) -> None:
             )
 
 
-def packed_fits(op: str, weight: PackedWeight, k: int, dtypes: tuple[str, ...], *, quantized: bool) -> None:
+def require_matching_packed_weight(
+    op: str, weight: PackedWeight, k: int, dtypes: tuple[str, ...], *, quantized: bool
+) -> None:
     """Raise PackedWeightError unless the packed weight has this K, one of ``dtypes``, and is quantized or not as asked.
 
     quantized: whether the op takes a weight-only (quantized) weight.
@@ -115,15 +117,15 @@ def packed_fits(op: str, weight: PackedWeight, k: int, dtypes: tuple[str, ...], 
         )
 
 
-def out_dtype(op: str, dtype: torch.dtype, allowed: tuple[torch.dtype, ...]) -> torch.dtype:
+def require_out_dtype(op: str, dtype: torch.dtype, allowed: tuple[torch.dtype, ...]) -> torch.dtype:
     """Return ``dtype``. Raises DtypeError unless it is allowed, and TypeError unless it is a torch.dtype."""
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{op}(): out_dtype must be a torch.dtype, not {type(dtype).__name__}")
-    one_of(op, "out_dtype", dtype, allowed)
+    require_dtype(op, "out_dtype", dtype, allowed)
     return dtype
 
 
-def output(out: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+def require_output(out: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     """Raise TypeError, DtypeError or ShapeError unless ``out`` can hold the result.
 
     An ``out`` without elements is resized, as PyTorch does.
@@ -144,7 +146,7 @@ def output(out: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.d
         raise ShapeError("out has elements that share memory (it was expanded): clone() it first")
 
 
-def no_grad_for(op: str, what: str, *tensors: Any) -> None:
+def require_no_grad(op: str, what: str, *tensors: Any) -> None:
     """Raise GradError when gradients are enabled and one of the tensors requires one.
 
     what: the operand or product that has no gradient, for the message.
@@ -158,7 +160,7 @@ def no_grad_for(op: str, what: str, *tensors: Any) -> None:
         )
 
 
-def no_out_with_grad(op: str, *tensors: Any) -> None:
+def require_no_grad_with_out(op: str, *tensors: Any) -> None:
     """Raise GradError when a call with out= would need a gradient, which torch does not support for out variants."""
     if torch.is_grad_enabled() and any(isinstance(value, Tensor) and value.requires_grad for value in tensors):
         raise GradError(

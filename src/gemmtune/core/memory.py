@@ -27,7 +27,7 @@ _FOREIGN = ~_ORDINARY.raw_repr()  # a difference of key sets would retain the ba
 # A tensor with an address below this gets a full check. The address of a tensor without memory is its storage offset in
 # bytes. On Linux, heaps and CUDA memory have far larger addresses, except in programs that are not position-independent
 # and in some memory pools.
-LOW = 1 << 40
+LOWEST_USUAL_ADDRESS = 1 << 40
 
 
 def is_subclass(tensor: Any) -> bool:
@@ -36,7 +36,7 @@ def is_subclass(tensor: Any) -> bool:
     return cls is not Tensor and cls is not Parameter
 
 
-def is_known(tensor: Tensor) -> bool:
+def is_addressable(tensor: Tensor) -> bool:
     """Whether the tensor is an ordinary dense CPU or GPU tensor whose values are in memory."""
     return not is_subclass(tensor) and not _keys(tensor).raw_repr() & _FOREIGN and _has_memory(tensor)
 
@@ -46,7 +46,7 @@ def _has_memory(tensor: Tensor) -> bool:
     return tensor.untyped_storage().data_ptr() != 0 or tensor.numel() == 0
 
 
-def why_unknown(tensor: Any) -> str:
+def why_not_addressable(tensor: Any) -> str:
     """Return why the tensor's address must not be used, in words that follow "is"; empty when it may be used."""
     if not isinstance(tensor, Tensor):
         return f"no tensor but a {type(tensor).__name__}"
@@ -67,13 +67,13 @@ def why_unknown(tensor: Any) -> str:
     return ""
 
 
-def require(where: str, **tensors: Any) -> None:
+def require_addressable(where: str, **tensors: Any) -> None:
     """Raise TypeError unless the addresses of all tensors may be used.
 
     where: name of the called function, with which the message begins. tensors: by name; None is skipped.
     """
     for name, tensor in tensors.items():
-        reason = "" if tensor is None else why_unknown(tensor)
+        reason = "" if tensor is None else why_not_addressable(tensor)
         if reason:
             raise TypeError(
                 f"{where}: {name} is {reason}, and kernels read memory by its address. Give a plain dense tensor (of a "
@@ -83,22 +83,23 @@ def require(where: str, **tensors: Any) -> None:
 
 
 def require_packed_data(where: str, tensors: Sequence[Any]) -> None:
-    """Raise TypeError as ``require`` does, for the tensors of a PackedWeight.
+    """Raise TypeError as ``require_addressable`` does, for the tensors of a PackedWeight.
 
     oneDNN's opaque tensors are accepted, since only oneDNN's ops read them. Tensors that are all on the meta device are
     accepted, since no kernel is called with them.
     """
     for i, tensor in enumerate(tensors):
         if is_subclass(tensor) or not (tensor.is_mkldnn or (tensor.is_meta and tensors[0].is_meta)):
-            require(where, **{f"data[{i}]": tensor})
+            require_addressable(where, **{f"data[{i}]": tensor})
 
 
 def require_kernel_operands(*tensors: Tensor) -> None:
-    """Raise TypeError as ``require`` does, for a kernel's operands and outputs when an address is below ``LOW``."""
+    """Raise TypeError as ``require_addressable`` does, for a kernel's operands and outputs when an address is below
+    ``LOWEST_USUAL_ADDRESS``."""
     for i, tensor in enumerate(tensors):
         # The full check takes 1 us, and CUDA's memory pools may begin below LOW.
         if not tensor.untyped_storage().data_ptr():
-            require("a kernel was called", **{f"operand {i}": tensor})
+            require_addressable("a kernel was called", **{f"operand {i}": tensor})
 
 
 def require_memory(*operands: Any) -> None:
@@ -106,10 +107,10 @@ def require_memory(*operands: Any) -> None:
     for i, tensor in enumerate(operands):
         ordinary = not is_subclass(tensor) and not _keys(tensor).raw_repr() & _FOREIGN
         if ordinary and not _has_memory(tensor):
-            require("gemmtune was called", **{f"operand {i}": tensor})
+            require_addressable("gemmtune was called", **{f"operand {i}": tensor})
 
 
 def address(where: str, name: str, tensor: Tensor) -> int:
-    """Return the tensor's address. Raises TypeError as ``require`` does. Too slow for the hot path."""
-    require(where, **{name: tensor})
+    """Return the tensor's address. Raises TypeError as ``require_addressable`` does. Too slow for the hot path."""
+    require_addressable(where, **{name: tensor})
     return tensor.data_ptr()

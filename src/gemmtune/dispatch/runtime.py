@@ -155,7 +155,7 @@ class Runtime:
             if device_key(device) not in self._indices and store is not None:
                 try:
                     if time.monotonic() >= self._busy_until:
-                        with store.in_a_hurry():
+                        with store.short_timeout():
                             return self.index(device)
                 except StoreBusy:
                     self._busy_until = time.monotonic() + RETRY_S

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..core.memory import why_unknown
+from ..core.memory import why_not_addressable
 from ..core.problem import Problem
 from ..core.torch_compat import DisableTorchFunction
 from ..ops import linear
@@ -191,7 +191,7 @@ class _Uses(TorchFunctionMode):
         """
         if result is tensor:
             return _name_of(func) in _CASTS
-        if _name_of(func) not in _VIEWS or not isinstance(result, Tensor) or why_unknown(tensor):
+        if _name_of(func) not in _VIEWS or not isinstance(result, Tensor) or why_not_addressable(tensor):
             return False
         if result.data_ptr() != tensor.data_ptr() or result.dtype != tensor.dtype:
             return False

@@ -336,14 +336,14 @@ def _optimize_site(site: Site, handle: Handle, memory: float, keep_both: bool) -
         return _pack_in_place(site, PackedTensor.of(packed, raw, transposed=site.transposed), handle, keep_both)
     if packed is not None and site.weight_only is not None:
         return _replace_module(site, site.weight_only, packed, handle, keep_both)
-    if serves_raw and _ours(RUNTIME.index(site.device).plan(plan_key, None)):
-        return _place_raw(site, handle, keep_both)
+    if serves_raw and _has_tuned_kernel(RUNTIME.index(site.device).plan(plan_key, None)):
+        return _serve_unpacked(site, handle, keep_both)
     if not layouts:
         return "plain PyTorch is best"
     return f"no winning layout fits in {memory} times the raw weight's bytes"
 
 
-def _ours(plan: Plan | None) -> bool:
+def _has_tuned_kernel(plan: Plan | None) -> bool:
     """Whether the plan of an unpacked weight has, for some M, a kernel that is not ATen's."""
     entries = () if plan is None else plan.entries
     return any(entry.candidate is not None and entry.candidate.backend != "aten" for entry in entries)
@@ -425,7 +425,7 @@ def _replace_module(site: Site, weight_only: WeightOnly, packed: PackedWeight, h
     return ""
 
 
-def _place_raw(site: Site, handle: Handle, keeps: bool) -> str:
+def _serve_unpacked(site: Site, handle: Handle, keeps: bool) -> str:
     """Have a tuned kernel serve the weight of ``site`` unpacked. Return why this is impossible, or an empty string."""
     original, weight_only = site.module, site.weight_only
     if weight_only is None:

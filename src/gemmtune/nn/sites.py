@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.checks import FLOATS
-from ..core.memory import is_subclass, why_unknown
+from ..core.memory import is_subclass, why_not_addressable
 from ..core.problem import Problem
 from ..ops.torchao_formats import QuantizedWeight, UnknownFormatError, is_from_torchao, read
 from ..ops.weight_only import WeightOnly, recognise
@@ -177,8 +177,8 @@ def weight_name(module: str, attribute: str) -> str:
 
 def _why_unpackable(weight: Tensor) -> str:
     """Return why a Parameter cannot be packed in any layout; empty if it can."""
-    if why_unknown(weight):
-        return f"its weight is {why_unknown(weight)}"
+    if why_not_addressable(weight):
+        return f"its weight is {why_not_addressable(weight)}"
     if weight.dtype not in FLOATS:
         return f"holds {weight.dtype}, which is not a dtype gemmtune packs"
     return ""
@@ -202,7 +202,7 @@ def _why_unknown_module(module: nn.Module) -> str:
         if tensor.dtype not in _QUANTISED or tensor.dim() != 2:
             continue
         if is_subclass(tensor) and "weight" in name:
-            return f"its {name} is {why_unknown(tensor)}"
+            return f"its {name} is {why_not_addressable(tensor)}"
         if scaled:
             return (
                 f"holds a quantised weight that gemmtune does not know ({name}, {tensor.dtype}); "
@@ -235,6 +235,6 @@ def why_unswappable(module: nn.Module, weight_only: WeightOnly | None, root: boo
         described = {"weight": weight_only.weight, "scale": weight_only.scale, "zero point": weight_only.zero_point}
         named.update({name: tensor for name, tensor in described.items() if tensor is not None})
     for name, tensor in named.items():
-        if why_unknown(tensor):
-            return f"its {name} is {why_unknown(tensor)}"
+        if why_not_addressable(tensor):
+            return f"its {name} is {why_not_addressable(tensor)}"
     return "has tensors on several devices" if len({tensor.device for tensor in named.values()}) > 1 else ""

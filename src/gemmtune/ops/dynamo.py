@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..backends.aten.steps import apply_steps, round_to_dtype, wide_dtype
 from ..core.torch_compat import disable_dynamo
-from ..fuse import Bound
+from ..fuse import BoundStep
 
 is_compiling = torch.compiler.is_compiling
 
@@ -21,7 +21,7 @@ def graph_break(op: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor
     return op(*args, **options)
 
 
-def apply_epilogue(product: Tensor, epilogue: Sequence[Bound], out_dtype: torch.dtype | None) -> Tensor:
+def apply_epilogue(product: Tensor, epilogue: Sequence[BoundStep], out_dtype: torch.dtype | None) -> Tensor:
     """Return the epilogue of a product by PyTorch's functions, rounded to ``out_dtype`` (by default the product's)."""
     dtype = product.dtype if out_dtype is None else out_dtype
     if not epilogue:

@@ -14,7 +14,7 @@ from ..backends.base import Backend, Kernel
 from ..core import checks
 from ..core.candidate import Candidate, Illegal
 from ..core.errors import KernelError, UnsupportedError
-from ..core.memory import is_subclass, require
+from ..core.memory import is_subclass, require_addressable
 from ..core.problem import Problem
 from ..core.weights import PackedWeight, QuantWeight
 from ..dispatch.portfolio import rank_packings
@@ -80,26 +80,26 @@ def b_operand(
 ) -> Tensor | QuantWeight:
     """Return the B operand of a weight [N, K]: its transpose, or a QuantWeight. Raises as ``pack``."""
     if isinstance(weight, Tensor) and is_subclass(weight):
-        require("pack()", weight=weight)
-    checks.tensor("pack", "weight", 1, weight)
+        require_addressable("pack()", weight=weight)
+    checks.require_tensor("pack", "weight", 1, weight)
     if weight.dim() != 2:
         raise checks.ShapeError(f"pack(): expected a weight [N, K]; got {weight.dim()}-D tensor")
     if weight.device.type not in ("cpu", "cuda"):
         raise checks.DtypeError(f"pack(): only CPU and CUDA weights are packed; this one is on {weight.device}")
     # Packing reads memory directly, and a lazily negated view has its values there without the sign.
     weight = weight.resolve_neg() if weight.is_neg() else weight
-    require("pack()", weight=weight)
+    require_addressable("pack()", weight=weight)
     weight = weight.detach()
     if scale is None:
         if zero_point is not None or group_size is not None or bits is not None:
             raise TypeError("pack(): zero_point, bits and group_size describe a quantised weight; give its scale too")
-        checks.one_of("pack", "weight's dtype", weight.dtype, (*checks.FLOATS, torch.int8))
+        checks.require_dtype("pack", "weight's dtype", weight.dtype, (*checks.FLOATS, torch.int8))
         return weight.t()
     for name, value in (("scale", scale), ("zero_point", zero_point)):
         if isinstance(value, Tensor) and (is_subclass(value) or not value.is_neg()):
-            require("pack()", **{name: value})
-    checks.tensor("pack", "scale", 2, scale)
-    checks.same_device("pack", ("weight", weight), ("scale", scale), ("zero_point", zero_point))
+            require_addressable("pack()", **{name: value})
+    checks.require_tensor("pack", "scale", 2, scale)
+    checks.require_same_device("pack", ("weight", weight), ("scale", scale), ("zero_point", zero_point))
     width = bits if bits is not None else (4 if weight.dtype == torch.uint8 else 8)
     k = weight.shape[1] * (2 if width == 4 else 1)
     return quant_weight(weight.t(), scale.detach(), zero_point, width, group_size, k)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import fuse
 from ..core.checks import FLOATS
-from ..core.memory import why_unknown
+from ..core.memory import why_not_addressable
 from ..core.problem import Problem
 from ..core.torch_compat import convert_weight_to_int4pack, weight_int4pack_mm
 from ..core.weights import QuantWeight
@@ -109,14 +109,14 @@ def read(weight: Tensor) -> QuantizedWeight:
     no op of gemmtune can multiply by it."""
     reader = _READERS.get(type(weight).__name__) if is_from_torchao(weight) else None
     if reader is None:
-        raise UnknownFormatError(f"is {why_unknown(weight)}")
+        raise UnknownFormatError(f"is {why_not_addressable(weight)}")
     try:
         if weight.dim() != 2:
             raise UnknownFormatError(f"has {weight.dim()} dimensions")
         tensors = inner_tensors(weight)
         for name, tensor in tensors.items():
-            if why_unknown(tensor):
-                raise UnknownFormatError(f"has an inner tensor {name} that is {why_unknown(tensor)}")
+            if why_not_addressable(tensor):
+                raise UnknownFormatError(f"has an inner tensor {name} that is {why_not_addressable(tensor)}")
         if weight.dtype not in FLOATS:
             raise UnknownFormatError(f"stands for a weight of {weight.dtype}")
         return reader(weight)

@@ -29,10 +29,10 @@ def write_report(store: Store, path: Path, *, target: Target | None = None) -> i
     groups = [(each_target, decisions) for each_target in targets if (decisions := list(store.decisions(each_target)))]
     if not groups:
         return 0
-    ceilings_path = ceilings.beside(store)
+    ceilings_path = ceilings.ceilings_path(store)
     measured_ceilings = ceilings.load(ceilings_path) if ceilings_path is not None else {}
     origin = str(getattr(store, "path", "a store in memory"))
-    _write(path, page(groups, measured_ceilings, origin, layers.load(layers.beside(store))))
+    _write(path, page(groups, measured_ceilings, origin, layers.load(layers.layers_path(store))))
     return sum(len(decisions) for _, decisions in groups)
 
 

@@ -64,7 +64,7 @@ def _fastest(function: Callable[[], Any], seconds: float) -> float:
             return best
 
 
-def beside(store: Store) -> Path | None:
+def ceilings_path(store: Store) -> Path | None:
     """Return the path of the ceilings file of a store; None for a store without a file."""
     path = getattr(store, "path", None)
     return Path(path).with_suffix(".ceilings.json") if path is not None else None
@@ -85,7 +85,7 @@ def load(path: Path) -> dict[str, dict[str, float]]:
         return {}
 
 
-def ensure(path: Path, target: Target) -> dict[str, float]:
+def load_or_measure(path: Path, target: Target) -> dict[str, float]:
     """Return the target's ceilings. If the file has none, measure and write them; an error in writing is ignored."""
     ceilings = load(path)
     if target.key not in ceilings:

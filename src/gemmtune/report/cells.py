@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .escaped import escape
-from .rows import duration
+from .rows import time_text
 
 # The input field above each table filters its rows. A click on a header sorts them; a second click reverses the order.
 SCRIPT = """
@@ -47,4 +47,4 @@ def number_cell(value: float, text: str = "") -> str:
 
 def time_cell(value: float | None) -> str:
     """Return a cell for a time in seconds. None, for what was not timed, is sorted first."""
-    return number_cell(-1.0 if value is None else value, duration(value))
+    return number_cell(-1.0 if value is None else value, time_text(value))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..core.problem import Problem
 from ..core.workloads import label
-from .rows import backend_name, best_by_backend, duration, measured, median_s, summarize
+from .rows import backend_name, best_by_backend, median_s, summarize, time_text, timed_candidates
 
 if TYPE_CHECKING:
     from ..core.decision import Decision
@@ -53,8 +53,8 @@ Chart = Bars | Scatter
 
 def charts(decisions: Sequence[Decision], ceilings: Mapping[str, float]) -> list[Chart]:
     """Return the plots of the decisions for one target and dtype; none if nothing was measured."""
-    timed = [decision for decision in decisions if measured(decision)]
-    return [times(timed), roofline(timed, ceilings), spread(timed)] if timed else []
+    timed = [decision for decision in decisions if timed_candidates(decision)]
+    return [time_bars(timed), roofline_plot(timed, ceilings), spread_plot(timed)] if timed else []
 
 
 def _aten_first(names: Iterable[str]) -> list[str]:
@@ -76,7 +76,7 @@ def _labels(decisions: Iterable[Decision]) -> tuple[str, ...]:
     return tuple(labels)
 
 
-def times(decisions: Sequence[Decision]) -> Bars:
+def time_bars(decisions: Sequence[Decision]) -> Bars:
     """Return the plot of the time per call by shape and backend, for the best valid kernel of each backend."""
     best = [best_by_backend(decision) for decision in decisions]
     series: dict[str, tuple[float | None, ...]] = {}
@@ -88,7 +88,7 @@ def times(decisions: Sequence[Decision]) -> Bars:
     return Bars("Time by shape and backend", note, "us", labels, series)
 
 
-def roofline(decisions: Sequence[Decision], ceilings: Mapping[str, float]) -> Scatter:
+def roofline_plot(decisions: Sequence[Decision], ceilings: Mapping[str, float]) -> Scatter:
     """Return the roofline plot: the achieved rate over operations per byte of each problem's minimum traffic."""
     series: dict[str, list[Point]] = {}
     for decision in decisions:
@@ -96,7 +96,7 @@ def roofline(decisions: Sequence[Decision], ceilings: Mapping[str, float]) -> Sc
         for name, row in best_by_backend(decision).items():
             if row.sample is not None:
                 rate = problem.flops / row.sample.median_s
-                text = f"{label(problem)}: {rate / 1e9:.1f} GFLOP/s, {duration(row.sample.median_s)}, {row.id}"
+                text = f"{label(problem)}: {rate / 1e9:.1f} GFLOP/s, {time_text(row.sample.median_s)}, {row.id}"
                 series.setdefault(name, []).append(Point(problem.flops / problem.min_bytes, rate / 1e9, text))
     marks = {name: tuple(series[name]) for name in _aten_first(series)}
     lines, note = _ceiling_lines(decisions, marks, ceilings)
@@ -133,15 +133,15 @@ def _ceiling_lines(
     return lines, note
 
 
-def spread(decisions: Sequence[Decision]) -> Scatter:
+def spread_plot(decisions: Sequence[Decision]) -> Scatter:
     """Return the plot of every valid candidate's time over the time of ATen's best, with a row per problem."""
     series: dict[str, list[Point]] = {}
     for index, decision in enumerate(decisions):
-        aten_s = summarize(decision).aten_s or measured(decision)[0].sample.median_s  # type: ignore[union-attr]
-        for row in measured(decision):
+        aten_s = summarize(decision).aten_s or timed_candidates(decision)[0].sample.median_s  # type: ignore[union-attr]
+        for row in timed_candidates(decision):
             if row.sample is not None:
                 ratio = row.sample.median_s / aten_s
-                text = f"{row.id}: {ratio:.3f}x ATen's time, {duration(row.sample.median_s)}, {row.stage}"
+                text = f"{row.id}: {ratio:.3f}x ATen's time, {time_text(row.sample.median_s)}, {row.stage}"
                 series.setdefault(backend_name(row), []).append(Point(ratio, index, text))
     rows = _labels(decisions)
     note = "Median time of every valid candidate over that of ATen's best one: left of 1 is faster than ATen."

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from .cells import number_cell, rows_table, time_cell
 from .escaped import escape
 from .layers import Layer, Model, Saving, Use, forward, saving
-from .rows import disturbance, duration, summarize
+from .rows import disturbances_of, summarize, time_text
 
 if TYPE_CHECKING:
     from ..core.decision import Decision
@@ -25,7 +25,7 @@ def by_layer(models: Mapping[str, Model], decisions: Sequence[Decision]) -> str:
         sentence = _saving_text("Each of these problems, called once", saving(forward(once, 0, rows)))
         hint = "Tuned as a model (gemmtune tune file.py:factory), this says what a forward saves, and in which layers."
         return f"<p class='answer'>{sentence}</p><p class='note'>{hint}</p>"
-    disturbed = {decision.problem_key for decision in decisions if disturbance(decision)}
+    disturbed = {decision.problem_key for decision in decisions if disturbances_of(decision)}
     parts = []
     for name, model in models.items():
         for call, inputs in enumerate(model.inputs):
@@ -48,9 +48,9 @@ def _saving_text(label: str, total: Saving) -> str:
     label: whose times they are; the subject of the first sentence.
     """
     text = (
-        f"{label}: matrix multiplies take {duration(total.aten_s)} with ATen and {duration(total.served_s)} with what "
-        f"serves. <b>{duration(total.aten_s - total.served_s)} saved</b> "
-        f"[{duration(total.lo_s)} to {duration(total.hi_s)}]"
+        f"{label}: matrix multiplies take {time_text(total.aten_s)} with ATen and {time_text(total.served_s)} with "
+        f"what serves. <b>{time_text(total.aten_s - total.served_s)} saved</b> "
+        f"[{time_text(total.lo_s)} to {time_text(total.hi_s)}]"
     )
     text += f", {total.aten_s / total.served_s:.2f}x." if total.served_s > 0 else "."
     return text + (f" Calls that are not decided, and left out: {total.undecided}." if total.undecided else "")

@@ -45,7 +45,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     models: dict[str, dict[str, Model]] = {}  # by the model's name, then by the target's key
 
 
-def beside(store: Store) -> Path | None:
+def layers_path(store: Store) -> Path | None:
     """Return the path of the layers file of a store; None for a store without a file."""
     path = getattr(store, "path", None)
     return Path(path).with_suffix(".layers.json") if path is not None else None
@@ -61,7 +61,7 @@ def load(path: Path | None) -> dict[str, dict[str, Model]]:
         return {}
 
 
-def remember(path: Path, name: str, target_key: str, model: Model) -> None:
+def save(path: Path, name: str, target_key: str, model: Model) -> None:
     """Write a model's layers on one target to the file, replacing earlier ones. An error in writing is ignored."""
     models = load(path)
     models.setdefault(name, {})[target_key] = model

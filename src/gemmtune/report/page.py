@@ -14,7 +14,7 @@ from .cells import SCRIPT, number_cell, rows_table, time_cell
 from .charts import Chart, charts
 from .escaped import escape
 from .forwards import by_layer
-from .rows import TIMES_NOTE, DecisionSummary, disturbance, ordered, summarize
+from .rows import TIMES_NOTE, DecisionSummary, disturbances_of, sorted_decisions, summarize
 
 if TYPE_CHECKING:
     from ..core.decision import Decision
@@ -73,16 +73,16 @@ def _machine_section(
     target: Target, decisions: Sequence[Decision], ceilings: Mapping[str, float], draw: Draw, prefix: str,
     models: Mapping[str, Model],
 ) -> str:  # fmt: skip
-    sorted_decisions = ordered(decisions)
+    ordered = sorted_decisions(decisions)
     versions = ", ".join(f"{name} {text}" for name, text in target.versions)
     parts = [
         f"<h2>{escape(target.name)}{_threads_text(target)}</h2>",
         by_layer(models, decisions),
         f"<p class='note'>{escape(' '.join(target.isa))}<br>{escape(versions)}<br>target {escape(target.key)}</p>",
-        f"<p>{escape(overview([summarize(row) for row in sorted_decisions]))}</p>",
+        f"<p>{escape(overview([summarize(row) for row in ordered]))}</p>",
     ]
     by_dtype: dict[str, list[Decision]] = {}
-    for decision in sorted_decisions:
+    for decision in ordered:
         by_dtype.setdefault(workloads.dtype_name(Problem.from_dict(decision.problem)), []).append(decision)
     for group_number, (dtype, group) in enumerate(by_dtype.items()):
         parts.append(f"<h2>{escape(dtype)}</h2>")
@@ -121,7 +121,7 @@ def table(decisions: Sequence[Decision]) -> str:
 
 
 def _table_row(decision: Decision) -> str:
-    row, disturbances = summarize(decision), disturbance(decision)
+    row, disturbances = summarize(decision), disturbances_of(decision)
     speed = f"{row.speedup:.2f}x [{row.lo:.2f}-{row.hi:.2f}]" if row.outcome == "winner" else "-"
     mark = f"<br><span class='disturbed'>disturbed: {escape(disturbances)}</span>" if disturbances else ""
     cells = (

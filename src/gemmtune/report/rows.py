@@ -63,7 +63,7 @@ def kernel_name(row: Evidence | None) -> str:
     return " ".join(parts if len(parts) > 1 else [*parts, *(str(value) for value in config.values())])
 
 
-def measured(decision: Decision) -> list[Evidence]:
+def timed_candidates(decision: Decision) -> list[Evidence]:
     """Return the evidence of the valid candidates that were timed, fastest first."""
     rows = [row for row in decision.evidence if row.sample is not None and (row.verdict is None or row.verdict.ok)]
     return sorted(rows, key=lambda row: row.sample.median_s if row.sample is not None else 0.0)
@@ -86,7 +86,7 @@ def baseline_of(decision: Decision) -> Evidence | None:
     layout = decision.layouts.get(chosen.packing or "")
     if layout is not None and layout.candidate == chosen.id:
         return decision.find(layout.baseline)
-    atens = [row for row in measured(decision) if backend_name(row) == "aten" and row.stage == "finalist"]
+    atens = [row for row in timed_candidates(decision) if backend_name(row) == "aten" and row.stage == "finalist"]
     return max(atens, key=lambda row: row.sample.rounds if row.sample is not None else 0, default=None)
 
 
@@ -100,7 +100,7 @@ def best_by_backend(decision: Decision) -> dict[str, Evidence]:
     for evidence in (decision.find(decision.chosen), baseline_of(decision)):
         if evidence is not None and evidence.sample is not None:
             best.setdefault(backend_name(evidence), evidence)
-    for row in measured(decision):
+    for row in timed_candidates(decision):
         best.setdefault(backend_name(row), row)
     return best
 
@@ -109,7 +109,7 @@ _DISTURBANCE_CONDITIONS = ("stalled", "extended", "fought again", "stolen")
 _BUSY_CORES_LIMIT = 0.5
 
 
-def disturbance(decision: Decision) -> str:
+def disturbances_of(decision: Decision) -> str:
     """Return what disturbed the machine while the chosen kernel and its baseline were timed.
 
     The text comes from the conditions of their samples. It is empty if they record no disturbance.
@@ -153,7 +153,7 @@ def summarize(decision: Decision) -> DecisionSummary:
     )
 
 
-def ordered(decisions: Iterable[Decision]) -> list[Decision]:
+def sorted_decisions(decisions: Iterable[Decision]) -> list[Decision]:
     """Return decisions sorted for display: by dtype, K, N and M."""
 
     def sort_key(decision: Decision) -> tuple[str, int, int, int, str]:
@@ -163,7 +163,7 @@ def ordered(decisions: Iterable[Decision]) -> list[Decision]:
     return sorted(decisions, key=sort_key)
 
 
-def duration(seconds: float | None) -> str:
+def time_text(seconds: float | None) -> str:
     """Return a time as text with up to three digits and a suitable unit, ``1.24 ms``; ``-`` for None."""
     if seconds is None:
         return "-"

@@ -19,7 +19,7 @@ from .legality import review
 
 log = logging.getLogger("gemmtune")
 Report = Callable[[str], None]
-HURRY_S = 0.03  # seconds that dispatch's reads wait for a writer
+SHORT_TIMEOUT_S = 0.03  # seconds that dispatch's reads wait for a writer
 
 if TYPE_CHECKING:
     from ..core.decision import Decision, Verdict
@@ -67,7 +67,7 @@ class Store(ABC):
         """Write a record and delete it again. Raises StoreError when the store cannot be written."""
         return
 
-    def in_a_hurry(self) -> AbstractContextManager[None]:
+    def short_timeout(self) -> AbstractContextManager[None]:
         """Return a context manager that shortens the time for which this thread's reads wait for a writer.
 
         Inside it a read waits some tens of milliseconds at most and then raises StoreBusy. Outside it a read waits for
@@ -125,7 +125,7 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def leased(self, target: Target, problem_key: str) -> float | None:
+    def lease_remaining_s(self, target: Target, problem_key: str) -> float | None:
         """Return the seconds until the current lease on a problem runs out; None when there is no lease."""
 
     @abstractmethod

@@ -75,7 +75,7 @@ class MemoryStore(Store):
         check_ttl(ttl_s)
         key, token = (target.key, problem_key), object()
         with self._lock:
-            if self.leased(target, problem_key) is not None:
+            if self.lease_remaining_s(target, problem_key) is not None:
                 return None
             self._leases[key] = (token, time.monotonic() + ttl_s)
         return Lease(ttl_s, lambda: self._renew(key, token, ttl_s), lambda: self._release(key, token))
@@ -93,7 +93,7 @@ class MemoryStore(Store):
             if key in self._leases and self._leases[key][0] is token:
                 del self._leases[key]
 
-    def leased(self, target: Target, problem_key: str) -> float | None:
+    def lease_remaining_s(self, target: Target, problem_key: str) -> float | None:
         lease = self._leases.get((target.key, problem_key))
         return None if lease is None else remaining_s(lease[1], time.monotonic())
 

@@ -22,7 +22,7 @@ from ..core.decision import Decision, Verdict
 from ..core.errors import StoreBusy, StoreError
 from ..core.owner import Owner, this_process
 from ..core.target import Target
-from .base import HURRY_S, Report, Store, retained_keys, warn
+from .base import SHORT_TIMEOUT_S, Report, Store, retained_keys, warn
 from .exchange import read_export, write_export
 from .foreign import describe_file
 from .lease import Lease, check_ttl, remaining_s
@@ -59,7 +59,7 @@ class SqliteStore(Store):
 
     Reading never raises: a missing, locked, foreign or damaged file is a miss, with one warning through the
     ``gemmtune`` logger. Writing raises StoreError. timeout_s: seconds to wait for another process's write; reads within
-    ``in_a_hurry`` wait HURRY_S and raise StoreBusy.
+    ``short_timeout`` wait HURRY_S and raise StoreBusy.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, timeout_s: float = 10.0) -> None:
@@ -137,16 +137,16 @@ class SqliteStore(Store):
         return str(error)
 
     @contextlib.contextmanager
-    def in_a_hurry(self) -> Iterator[None]:
-        previous, self._thread.hurried = self._short_timeout, True
+    def short_timeout(self) -> Iterator[None]:
+        previous, self._thread.short = self._short_timeout, True
         try:
             yield
         finally:
-            self._thread.hurried = previous
+            self._thread.short = previous
 
     @property
     def _short_timeout(self) -> bool:
-        return getattr(self._thread, "hurried", False)
+        return getattr(self._thread, "short", False)
 
     def verify(self, unchecked: Report | None = None) -> list[str]:
         damage = self._damage()
@@ -211,7 +211,9 @@ class SqliteStore(Store):
 
     def lease(self, target: Target, problem_key: str, ttl_s: float) -> Lease | None:
         check_ttl(ttl_s)
-        if self.leased(target, problem_key) is not None:  # a read first, so as not to block others with a write
+        if (
+            self.lease_remaining_s(target, problem_key) is not None
+        ):  # a read first, so as not to block others with a write
             return None
         keys, token = (target.key, problem_key), secrets.token_hex(16)
 
@@ -235,7 +237,7 @@ class SqliteStore(Store):
             return None
         return Lease(ttl_s, lambda: bool(self._write(renew)), lambda: self._write(release))
 
-    def leased(self, target: Target, problem_key: str) -> float | None:
+    def lease_remaining_s(self, target: Target, problem_key: str) -> float | None:
         for row in self._read(_LEASE, (target.key, problem_key), since=2):
             return _remaining_lease_s(*row)
         return None
@@ -275,9 +277,9 @@ class SqliteStore(Store):
         """Return the rows of a query.
 
         since: the schema version that introduced the table. Returns no rows when there is no store, or when its schema
-        is older. Raises StoreBusy within ``in_a_hurry`` when a writer blocks the read.
+        is older. Raises StoreBusy within ``short_timeout`` when a writer blocks the read.
         """
-        if not self._lock.acquire(timeout=HURRY_S if self._short_timeout else -1):
+        if not self._lock.acquire(timeout=SHORT_TIMEOUT_S if self._short_timeout else -1):
             raise StoreBusy(f"the store {self.path} is being written")
         try:
             connection = self._open(create=False)
@@ -321,7 +323,7 @@ class SqliteStore(Store):
                 if not create:
                     return None
                 self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._busy_timeout_s = self._timeout_s if create or not self._short_timeout else HURRY_S
+            self._busy_timeout_s = self._timeout_s if create or not self._short_timeout else SHORT_TIMEOUT_S
             self._connection = _connect(self.path, self._busy_timeout_s, create)
             try:
                 self._connection.execute("PRAGMA synchronous = EXTRA")
@@ -333,7 +335,7 @@ class SqliteStore(Store):
                 self._connection = None
                 raise
             self._opened_identity = self._identity()
-        self._wait(self._timeout_s if create or not self._short_timeout else HURRY_S)
+        self._wait(self._timeout_s if create or not self._short_timeout else SHORT_TIMEOUT_S)
         if self._version < SCHEMA_VERSION and (create or self._version == 0):
             if not create:
                 self.close()  # an empty file: another process is about to create the store in it

@@ -1,7 +1,8 @@
 """Faults of arithmetic and addressing that real kernels have had, each a small change to a correct kernel.
 
-``FAULTS`` maps the name of a fault to a Fault. Any random operands reveal the faults in ``hostile.WRONG``. The faults
-here are revealed by special operands only: very large or small values, misaligned start addresses, extremes, ties, NaN.
+``FAULTS`` maps the name of a fault to a Fault. Any random operands reveal the faults in ``hostile.FAULTY_KERNELS``. The
+faults here are revealed by special operands only: very large or small values, misaligned start addresses, extremes,
+ties, NaN.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from ..core.problem import Problem, bits
 from ..core.weights import QuantWeight
 from ..verify.inputs import Inputs
-from ..verify.oracle import INTEGERS, finish, is_integer, products
+from ..verify.oracle import INTEGERS, apply_epilogue, is_integer, products
 from ..verify.verify import Run
 from .hostile import correct, store, value
 
@@ -215,7 +216,7 @@ def _zero_to_one(t: Tensor) -> Tensor:
 def _store_through_epilogue(problem: Problem, acc: Tensor, inputs: Inputs, out: Tensor) -> None:
     """Apply the epilogue to an integer accumulator and store the result in ``out``."""
     zeros = torch.zeros(acc.shape, dtype=torch.float32, device=acc.device)
-    store(problem, finish(problem, acc, zeros, inputs.aux).value, out)
+    store(problem, apply_epilogue(problem, acc, zeros, inputs.aux).value, out)
 
 
 def saturating(limit: int) -> Callable[[Problem], Run]:

@@ -1,8 +1,8 @@
 """A correct kernel, and kernels with faults that real kernels have had, to test verification with.
 
-``correct(problem)`` returns a kernel that computes with the oracle. ``WRONG`` maps the name of a fault to a function
-that takes a Problem and returns a kernel with this fault. All kernels have the signature that ``verify.verify`` calls:
-``run(inputs, out)``.
+``correct(problem)`` returns a kernel that computes with the oracle. ``FAULTY_KERNELS`` maps the name of a fault to a
+function that takes a Problem and returns a kernel with this fault. All kernels have the signature that
+``verify.verify`` calls: ``run(inputs, out)``.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ def _corrupted(problem: Problem, corrupt: Callable[[Tensor], object]) -> Run:
     return run
 
 
-WRONG: dict[str, Callable[[Problem], Run]] = {
+FAULTY_KERNELS: dict[str, Callable[[Problem], Run]] = {
     "dropped K tail": dropped_k_tail,
     "one element": one_element,
     "8x8 block 10% off": block_off,

@@ -24,7 +24,7 @@ from ..core.problem import Problem
 from ..core.target import Target
 from ..core.weights import PackedWeight
 
-PLACE = "gemmtune.testing.hostile_backend:HostileBackend"
+ENTRY_POINT = "gemmtune.testing.hostile_backend:HostileBackend"
 PACKING = "hostile:row"
 
 

@@ -22,7 +22,7 @@ from ..core.errors import KernelError
 from ..core.problem import Problem
 from ..core.target import Target
 
-PLACE = "gemmtune.testing.hostile_cuda:HostileCudaBackend"
+ENTRY_POINT = "gemmtune.testing.hostile_cuda:HostileCudaBackend"
 
 # Each kernel takes the address of a buffer of zeros. illegal writes 4 TB behind the buffer. misaligned writes a word at
 # an odd address. overrun writes 8 MB behind the start of shared memory. spin waits until the buffer is not zero.
@@ -128,8 +128,8 @@ ACTS: dict[str, Callable[[], None]] = {
 }
 """What a candidate of each kind does before it computes the correct result, if it still can."""
 
-LETHAL = ("illegal", "misaligned", "overrun", "trap")  # these lose the process's CUDA context
-HONEST = ("good", "waits", "elsewhere")
+CONTEXT_LOSING_KINDS = ("illegal", "misaligned", "overrun", "trap")  # these lose the process's CUDA context
+CORRECT_KINDS = ("good", "waits", "elsewhere")
 
 
 def _is_racing() -> bool:
@@ -150,7 +150,7 @@ class HostileCudaKernel(Kernel):
         self.problem, self.candidate = problem, candidate
         self.phase, _, self.kind = ("_" + str(candidate["kind"])).rpartition("_")
         _zeros()  # allocated here, because a graph capture must not allocate it
-        if self.kind in (*LETHAL, "spin"):
+        if self.kind in (*CONTEXT_LOSING_KINDS, "spin"):
             _function(self.kind)
 
     def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
@@ -172,7 +172,15 @@ class HostileCudaBackend(Backend):
     """A backend that lists one candidate for each of ``kinds``."""
 
     name = "hostile_cuda"
-    kinds: ClassVar[tuple[str, ...]] = ("good", "wrong", *LETHAL, "spin", "oom", "late_illegal", "replayed_illegal")
+    kinds: ClassVar[tuple[str, ...]] = (
+        "good",
+        "wrong",
+        *CONTEXT_LOSING_KINDS,
+        "spin",
+        "oom",
+        "late_illegal",
+        "replayed_illegal",
+    )
 
     def available(self, target: Target) -> Availability:
         if target.device != "cuda":

@@ -177,29 +177,29 @@ class StoreSuite:
         assert [row.problem_key for row in store.decisions()] == [PROBLEM.key]
 
     def test_one_holds_a_lease_and_others_do_not(self, store: Store) -> None:
-        assert store.leased(TARGET, PROBLEM.key) is None
+        assert store.lease_remaining_s(TARGET, PROBLEM.key) is None
         lease = store.lease(TARGET, PROBLEM.key, 60.0)
         assert lease is not None
-        assert 50.0 < (store.leased(TARGET, PROBLEM.key) or 0.0) <= 60.0
+        assert 50.0 < (store.lease_remaining_s(TARGET, PROBLEM.key) or 0.0) <= 60.0
         assert store.lease(TARGET, PROBLEM.key, 60.0) is None
         assert store.lease(TARGET, PROBLEM.with_m(8).key, 60.0) is not None
         assert store.lease(replace(TARGET, threads=1), PROBLEM.key, 60.0) is not None
         assert store.targets() == []
         lease.release()
         lease.release()
-        assert store.leased(TARGET, PROBLEM.key) is None
+        assert store.lease_remaining_s(TARGET, PROBLEM.key) is None
         assert store.lease(TARGET, PROBLEM.key, 60.0) is not None
 
     def test_a_lease_that_ran_out_is_somebody_elses(self, store: Store) -> None:
         first = store.lease(TARGET, PROBLEM.key, 0.05)
         assert first is not None
         time.sleep(0.1)
-        assert store.leased(TARGET, PROBLEM.key) is None
+        assert store.lease_remaining_s(TARGET, PROBLEM.key) is None
         second = store.lease(TARGET, PROBLEM.key, 60.0)
         assert second is not None
         assert not first.renew()
         first.release()
-        assert store.leased(TARGET, PROBLEM.key) is not None
+        assert store.lease_remaining_s(TARGET, PROBLEM.key) is not None
         assert second.renew()
 
     def test_a_lease_in_a_with_block_renews_itself_and_is_released(self, store: Store) -> None:
@@ -207,7 +207,7 @@ class StoreSuite:
         assert lease is not None
 
         def remaining_s() -> float:
-            return store.leased(TARGET, PROBLEM.key) or 0.0
+            return store.lease_remaining_s(TARGET, PROBLEM.key) or 0.0
 
         def wait_and_interrupt() -> None:
             before, deadline = remaining_s(), time.monotonic() + 30.0
@@ -219,7 +219,7 @@ class StoreSuite:
 
         with pytest.raises(KeyboardInterrupt), lease:
             wait_and_interrupt()
-        assert store.leased(TARGET, PROBLEM.key) is None
+        assert store.lease_remaining_s(TARGET, PROBLEM.key) is None
 
     @pytest.mark.parametrize("ttl_s", [0.0, -1.0, float("nan"), float("inf"), 4000.0])
     def test_a_lease_is_for_a_while(self, store: Store, ttl_s: float) -> None:
@@ -248,7 +248,7 @@ class StoreSuite:
         store.put(TARGET, make_decision())
         store.check()
         store.check_writable()
-        with store.in_a_hurry():
+        with store.short_timeout():
             assert store.get(TARGET, PROBLEM.key) == make_decision()
         assert store.verify() == []
         assert store.damage == []

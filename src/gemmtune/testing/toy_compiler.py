@@ -24,7 +24,7 @@ from ..core.errors import KernelError, UnsupportedError
 from ..core.problem import Problem
 from ..core.target import Target
 
-PLACE = "gemmtune.testing.toy_compiler:ToyCompiler"
+ENTRY_POINT = "gemmtune.testing.toy_compiler:ToyCompiler"
 KINDS = ("good", "slow", "fails", "unsupported", "segv", "exit", "hang", "greedy")
 
 

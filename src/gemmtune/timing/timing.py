@@ -20,7 +20,7 @@ from ..core.events import BestSoFar
 from ..core.problem import Problem
 from ..core.target import Target
 from ..core.weights import PackedWeight, QuantWeight
-from ..verify.inputs import CPU, Inputs, allocate, operand_bytes, rotations, timing_sets
+from ..verify.inputs import CPU, Inputs, allocate, operand_bytes, operand_set_count, timing_sets
 from ..verify.recheck import RacedKernel
 from .clock import Clock, CpuClock, Latency
 from .cuda_clock import CudaClock, TorchGpu
@@ -472,6 +472,6 @@ def _pack_and_run(kernel: Kernel) -> Callable[..., None]:
 def _copies(problem: Problem, target: Target, weight_bytes: int) -> int:
     """Return how many copies of an operand set together fill the last-level cache, as far as memory allows."""
     if on_gpu(target):
-        return rotations(problem, target)
+        return operand_set_count(problem, target)
     wanted_copies = 1 + last_level_cache(target) // max(weight_bytes, 1)
-    return max(1, min(wanted_copies, rotations(problem, target)))
+    return max(1, min(wanted_copies, operand_set_count(problem, target)))

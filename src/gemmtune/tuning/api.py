@@ -137,7 +137,7 @@ def _refresh_when_decided(store: Store, target: Target, problem_key: str) -> Non
         global _poll_thread
         while True:
             time.sleep(POLL_S)
-            if store.leased(target, problem_key) is None:
+            if store.lease_remaining_s(target, problem_key) is None:
                 break
         _poll_thread = None  # before refreshing: a later problem needs a new thread
         runtime.RUNTIME.refresh()

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from ..core.problem import Problem
-from .draws import Draw
 from .oracle import INTEGERS, UNIT, error_unit, is_integer, to_integer
+from .reference_cases import ReferenceCase
 
 _CHUNK = {"cpu": 1 << 17, "cuda": 1 << 25}  # elements compared at a time: they fit a core's L2; few launches
 _SIGMAS = 6.0
@@ -66,7 +66,7 @@ class _Sums:
         self.ref += ref_1
 
 
-def compare(problem: Problem, case: Draw, out: Tensor) -> tuple[float, str]:
+def compare(problem: Problem, case: ReferenceCase, out: Tensor) -> tuple[float, str]:
     """Compare an output with the expected result. Returns (largest error over tolerance, what is wrong or "")."""
     if not out.numel():
         return 0.0, ""
@@ -127,7 +127,7 @@ def _check_integers(out: Tensor, value: Tensor, tolerance: Tensor, dtype: str, s
     return torch.where(inside, off, 1.0 + (actual - nearest).abs())
 
 
-def _describe(problem: Problem, case: Draw, actual: Tensor, flat_index: int, worst: float) -> str:
+def _describe(problem: Problem, case: ReferenceCase, actual: Tensor, flat_index: int, worst: float) -> str:
     indices = []
     rest = flat_index
     for size in (problem.n, problem.m):

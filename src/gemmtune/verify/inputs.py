@@ -105,7 +105,7 @@ def operand_bytes(problem: Problem) -> int:
     return problem.min_bytes
 
 
-def rotations(problem: Problem, target: Target) -> int:
+def operand_set_count(problem: Problem, target: Target) -> int:
     """Return the number of operand sets to rotate through so that the operands of each call are not in a cache.
 
     Together the sets exceed twice the L3 of a CPU, or sixteen times the L2 of a GPU. There are at most 64, and their

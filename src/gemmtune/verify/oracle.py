@@ -89,7 +89,7 @@ def reference(problem: Problem, a: Tensor, b: Tensor | QuantWeight, aux: Sequenc
     Memory beyond the result: about 100 MB, plus A in float64 (float32 for the largest problems). On a GPU: some blocks
     of 256 MB of B, and as many columns of the output, in float64.
     """
-    return finish(problem, *products(problem, a, b), aux)
+    return apply_epilogue(problem, *products(problem, a, b), aux)
 
 
 def is_integer(problem: Problem) -> bool:
@@ -132,7 +132,7 @@ def products(problem: Problem, a: Tensor, b: Tensor | QuantWeight) -> tuple[Tens
     return _product(problem, a, b)
 
 
-def finish(problem: Problem, acc: Tensor, magnitude: Tensor, aux: Sequence[Tensor]) -> Oracle:
+def apply_epilogue(problem: Problem, acc: Tensor, magnitude: Tensor, aux: Sequence[Tensor]) -> Oracle:
     """Apply the epilogue to the accumulator and to its error. Overwrites both tensors where possible."""
     unit = error_unit(problem)
     if not problem.epilogue:

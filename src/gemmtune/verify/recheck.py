@@ -24,15 +24,15 @@ from ..core.problem import Problem, bits
 from ..core.weights import PackedWeight, QuantWeight
 from .adversarial import row_kinds, special_rows
 from .compare import check_elements
-from .draws import tolerance_of
 from .inputs import Inputs, allocate, fill_random, logical_shape
 from .oracle import INTEGERS, reference
+from .reference_cases import tolerance_of
 from .row_counts import other_row_counts
-from .row_stack import Part, Patience, part_of, parts_of, row_groups
+from .row_stack import Part, TimeLimit, part_of, parts_of, row_groups
 
 CALLS = 30  # largest number of calls of a kernel
-PATIENCE_S = 60e-3  # time limit for the calls of all kernels
-ROWS_PATIENCE_S = 30e-3  # time limit for the calls of all kernels at other M
+TIME_LIMIT_S = 60e-3  # time limit for the calls of all kernels
+ROWS_TIME_LIMIT_S = 30e-3  # time limit for the calls of all kernels at other M
 _GRAPH_CALLS = 6  # largest number of replays of a CUDA graph that contains many calls
 _MIN_CALLS = 3  # one that writes a result, one that overwrites it from other operands, one into poison
 _MAX_SETS = 4  # operand sets that are used, and whose results are stored for comparison
@@ -59,7 +59,7 @@ class RacedKernel:
 
 
 def recheck(
-    problem: Problem, raced: Iterable[RacedKernel], seed: int, time_limit_s: float = PATIENCE_S
+    problem: Problem, raced: Iterable[RacedKernel], seed: int, time_limit_s: float = TIME_LIMIT_S
 ) -> dict[str, Verdict]:
     """Return the Verdicts of the kernels that are wrong after timing, by candidate id; empty when all are correct."""
     faults = {}
@@ -225,7 +225,7 @@ class _Recheck:
     def _other_rows(self) -> str:
         """Check the kernel at other M, on rows of an operand set. Returns what is wrong; empty for nothing."""
         inputs, b, _ = self.raced.sets[0]
-        time_limit = Patience(ROWS_PATIENCE_S / self.share)
+        time_limit = TimeLimit(ROWS_TIME_LIMIT_S / self.share)
         row_counts = other_row_counts(self.problem, self.raced.kernel.candidate)
         for counts in row_groups(self.problem, row_counts, inputs.a.device):
             if time_limit.over():
@@ -234,7 +234,7 @@ class _Recheck:
                 return finding
         return ""
 
-    def _at_rows(self, counts: Sequence[int], inputs: Inputs, b: Any, time_limit: Patience) -> str:
+    def _at_rows(self, counts: Sequence[int], inputs: Inputs, b: Any, time_limit: TimeLimit) -> str:
         """Check the kernel at each M until ``time_limit`` is over, on stacked operands. Returns what is wrong."""
         parts, device = parts_of(counts), inputs.a.device
         problem = self.problem.with_m(parts[-1].start + parts[-1].m)

@@ -21,16 +21,16 @@ from ..core.candidate import Candidate
 from ..core.decision import Verdict
 from ..core.problem import Problem
 from .compare import compare
-from .draws import Draw, at_rows, rows_fit, single_row
 from .inputs import GUARD, Inputs, fill_guard
 from .oracle import INTEGERS
+from .reference_cases import ReferenceCase, case_for_rows, rows_fit, single_row
 from .row_counts import other_row_counts
 from .verify import GUARD_BYTE, INT_POISONS, Run, poison_value, same_bits, unwritten, verify
 
 _MAX_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 22}  # output elements that are compared at once
 _ROW_ALIGNMENT = 16  # rows: each part begins at a multiple of it, and so at a multiple of 16 bytes for every K
 _BYTE_ALIGNMENT = 64  # bytes: alignment of each output, equal to that of torch's tensors
-_KEPT_BYTES = {"cpu": 32 << 20, "cuda": 512 << 20}  # limit of the stacks that are cached for the next candidate
+_CACHE_BYTES = {"cpu": 32 << 20, "cuda": 512 << 20}  # limit of the stacks that are cached for the next candidate
 
 
 class Part(NamedTuple):
@@ -40,7 +40,7 @@ class Part(NamedTuple):
     m: int
 
 
-class Patience:
+class TimeLimit:
     """A time limit for calls, in seconds after the first call of ``start``. Before that, it is never over."""
 
     def __init__(self, seconds: float) -> None:
@@ -59,9 +59,9 @@ def row_groups(problem: Problem, counts: Iterable[int], device: torch.device) ->
     """Return the groups of M that are checked with one comparison, in the order of ``counts``.
 
     The outputs of a group have a limited number of elements. Odd and even M are in separate groups, since operands of
-    odd M are misaligned (see ``draws.at_rows``). An M forms a group of its own when a part of a larger matrix would not
-    have the Problem's layout: with batches, column-major layouts, or gaps between the output's rows. An M that A's
-    layout does not permit is skipped.
+    odd M are misaligned (see ``draws.case_for_rows``). An M forms a group of its own when a part of a larger matrix
+    would not have the Problem's layout: with batches, column-major layouts, or gaps between the output's rows. An M
+    that A's layout does not permit is skipped.
     """
     max_rows = _MAX_ELEMENTS[device.type] // max(problem.n, 1)
     single = problem.family == "bmm" or problem.a.layout.order == "col" or problem.out.order == "col"
@@ -123,12 +123,12 @@ class RowStack:
 
     problem: Problem
     parts: tuple[Part, ...]
-    draw: Draw
+    draw: ReferenceCase
     spans: tuple[tuple[int, int], ...]
     frames: tuple[Tensor, Tensor]
 
     @classmethod
-    def make(cls, problem: Problem, cases: Sequence[Draw], counts: Sequence[int]) -> RowStack | None:
+    def make(cls, problem: Problem, cases: Sequence[ReferenceCase], counts: Sequence[int]) -> RowStack | None:
         """Stack operands for ``counts`` (all odd or all even M), with rows from the Problem's test cases.
 
         Returns None when no test case has a bank of rows.
@@ -159,7 +159,7 @@ class RowStack:
         case = self.draw
         return sum(t.numel() * t.element_size() for t in (case.inputs.a, case.value, case.tolerance, *self.frames))
 
-    def check(self, run: Run, time_limit: Patience) -> tuple[float, str]:
+    def check(self, run: Run, time_limit: TimeLimit) -> tuple[float, str]:
         """Call a kernel twice at each M until ``time_limit`` is over, and compare the outputs.
 
         Returns (largest error over tolerance, what is wrong or "").
@@ -223,10 +223,10 @@ def _output_view(problem: Problem, frame: Tensor, span: tuple[int, int]) -> Tens
     return frame[slice(*span)].view(getattr(torch, problem.out_dtype)).view(-1, problem.n)
 
 
-class OtherRows:
+class RowCountVerifier:
     """Verification of a Problem's candidates at other M. Candidates share the operands, which are cached."""
 
-    def __init__(self, problem: Problem, cases: Sequence[Draw]) -> None:
+    def __init__(self, problem: Problem, cases: Sequence[ReferenceCase]) -> None:
         self._problem, self._cases = problem, cases
         self._device = cases[0].inputs.a.device
         self._kept: dict[tuple[int, ...], RowStack] = {}
@@ -236,7 +236,7 @@ class OtherRows:
 
         time_limit_s: seconds for the calls and comparisons after the first call. Exceptions of ``run`` are propagated.
         """
-        worst, time_limit = 0.0, Patience(time_limit_s)
+        worst, time_limit = 0.0, TimeLimit(time_limit_s)
         for counts in row_groups(self._problem, other_row_counts(self._problem, candidate), self._device):
             if time_limit.over():
                 break
@@ -262,12 +262,12 @@ class OtherRows:
         self._kept[counts] = stack
         while (
             len(self._kept) > 1
-            and sum(cached.nbytes for cached in self._kept.values()) > _KEPT_BYTES[self._device.type]
+            and sum(cached.nbytes for cached in self._kept.values()) > _CACHE_BYTES[self._device.type]
         ):
             self._kept.pop(next(iter(self._kept)))
         return stack
 
-    def _verify_stack(self, run: Run, stack: RowStack, time_limit: Patience) -> Verdict:
+    def _verify_stack(self, run: Run, stack: RowStack, time_limit: TimeLimit) -> Verdict:
         worst, finding = stack.check(run, time_limit)
         if not finding:
             return Verdict("within_bound", worst=worst)
@@ -281,7 +281,7 @@ class OtherRows:
     def _verify_one_by_one(self, run: Run, counts: Sequence[int]) -> Verdict:
         worst = 0.0
         for m in counts:
-            case = at_rows(self._problem, self._cases, m)
+            case = case_for_rows(self._problem, self._cases, m)
             if case is None:
                 continue
             verdict = verify(run, self._problem, (case,), 0.0)

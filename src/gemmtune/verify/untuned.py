@@ -14,8 +14,8 @@ from ..backends.base import Kernel
 from ..core.decision import Verdict
 from ..core.problem import Problem
 from ..core.torch_compat import DisableTorchFunction
-from .draws import at_rows, prepare
 from .inputs import Inputs
+from .reference_cases import case_for_rows, make_reference_cases
 from .verify import verify
 
 # M of the test cases, and other M, whose test cases reuse their rows and results. K, N, dtypes and the epilogue are the
@@ -49,10 +49,10 @@ def _verify(kernel: Kernel, problem: Problem, device: torch.device) -> Verdict:
             weight = packed[id(source)] = packed.get(id(source)) or kernel.pack(source)
         kernel.run(inputs.a, weight, inputs.aux, out)
 
-    cases = prepare(problem, _SEED, device=device)
+    cases = make_reference_cases(problem, _SEED, device=device)
     worst = verify(run, problem, cases, _PATIENCE_S)
     for m in _OTHER_M:
-        case = at_rows(problem, cases, m)
+        case = case_for_rows(problem, cases, m)
         if not worst.ok or case is None:
             break
         worst = max(

@@ -13,11 +13,11 @@ from torch import Tensor
 from ..core.decision import Verdict
 from ..core.problem import Problem, bits
 from .compare import compare
-from .draws import Draw, prepare
 from .inputs import GUARD, Inputs
 from .oracle import INTEGERS
+from .reference_cases import ReferenceCase, make_reference_cases
 
-__all__ = ["Draw", "Run", "prepare", "verify"]
+__all__ = ["ReferenceCase", "Run", "make_reference_cases", "verify"]
 
 Run = Callable[[Inputs, Tensor], None]
 
@@ -29,7 +29,7 @@ _MAX_RUNS = 10  # data races that show in one run of three are missed once in 40
 RUNS_DIFFER = "repeated runs differ within the bound"
 
 
-def verify(run: Run, problem: Problem, cases: Sequence[Draw], patience_s: float = 0.1) -> Verdict:
+def verify(run: Run, problem: Problem, cases: Sequence[ReferenceCase], patience_s: float = 0.1) -> Verdict:
     """Run a kernel on every test case and return the Verdict: exact, within_bound, wrong or unstable.
 
     run: ``run(inputs, out)`` executes the kernel; exceptions that it raises are propagated. cases: the test cases,
@@ -63,7 +63,7 @@ def verify(run: Run, problem: Problem, cases: Sequence[Draw], patience_s: float 
     return Verdict("within_bound", repeated, worst)
 
 
-def _describe_case(problem: Problem, case: Draw) -> str:
+def _describe_case(problem: Problem, case: ReferenceCase) -> str:
     """Return the description of a test case for messages."""
     return f"{case.kind} draw" if case.m == problem.m else f"{case.kind} draw of M = {case.m}"
 
@@ -82,7 +82,7 @@ class _Findings:
     differs: bool = False
 
 
-def _run_and_compare(run: Run, problem: Problem, case: Draw, min_runs: int, time_limit_s: float) -> _Findings:
+def _run_and_compare(run: Run, problem: Problem, case: ReferenceCase, min_runs: int, time_limit_s: float) -> _Findings:
     """Run a kernel at least ``min_runs`` times on a test case, and more within ``patience_s`` while nothing is wrong.
 
     The duration of the first run, which may include initialization, does not count. Outputs of later runs are compared
@@ -109,7 +109,7 @@ def _run_and_compare(run: Run, problem: Problem, case: Draw, min_runs: int, time
 
 def _compare_repeated(
     problem: Problem,
-    case: Draw,
+    case: ReferenceCase,
     first: tuple[Tensor, Tensor],
     outputs: Sequence[tuple[Tensor, Tensor]],
     findings: _Findings,
@@ -131,7 +131,7 @@ def _compare_repeated(
         findings.fault = findings.fault or (unwritten(problem, first[1], out) if number == 1 else "")
 
 
-def _modified_operands(case: Draw, weight: bool) -> str:
+def _modified_operands(case: ReferenceCase, weight: bool) -> str:
     """Return which operands or oracle results the kernel modified, in words; empty for none.
 
     weight: whether B is checked, too.
@@ -145,7 +145,7 @@ def _modified_operands(case: Draw, weight: bool) -> str:
 # --- running into guarded memory --------------------------------------------------------------------------------
 
 
-def _run_guarded(run: Run, problem: Problem, case: Draw, poison: int) -> tuple[Tensor, Tensor]:
+def _run_guarded(run: Run, problem: Problem, case: ReferenceCase, poison: int) -> tuple[Tensor, Tensor]:
     """Run a kernel once. Returns (frame, output) of ``guarded``."""
     frame, out = guarded(problem, case.inputs.a.device, poison, case.offset)
     run(case.inputs, out)

@@ -37,10 +37,10 @@ from ..timing.timing import (
     scratch_allowance,
     screening_times,
 )
-from ..verify.draws import Draw, prepare
 from ..verify.inputs import Inputs, operand_bytes
 from ..verify.recheck import recheck
-from ..verify.row_stack import OtherRows
+from ..verify.reference_cases import ReferenceCase, make_reference_cases
+from ..verify.row_stack import RowCountVerifier
 from ..verify.verify import Run, guarded, verify
 from .limits import limit_memory
 from .orphans import kill_descendants
@@ -176,8 +176,8 @@ class ProblemSession:
         self._gpu = TorchGpu(target.torch_device) if on_gpu(target) else None
         # The race reads its state at the start, for the time in which candidates were tried.
         self._machine = cuda_machine(target.torch_device) if on_gpu(target) else CpuMachine(target.threads)
-        self._test_cases: tuple[Draw, ...] | None = None
-        self._rows: OtherRows | None = None
+        self._test_cases: tuple[ReferenceCase, ...] | None = None
+        self._rows: RowCountVerifier | None = None
         self._flush: Flush | None = None
         self._speed_reference = SpeedReference() if self._gpu is None and problem.weight_bytes <= PACED_BYTES else None
         self._packed: dict[tuple[str, int], Any] = {}  # by layout and id of the unpacked B
@@ -279,14 +279,14 @@ class ProblemSession:
             hot=hot, conditions=conditions, latency=self._latency, machine=self._machine,
         )  # fmt: skip
 
-    def _get_test_cases(self) -> tuple[Draw, ...]:
+    def _get_test_cases(self) -> tuple[ReferenceCase, ...]:
         if self._test_cases is None:
-            self._test_cases = prepare(self.problem, self._seed, device=self.target.torch_device)
+            self._test_cases = make_reference_cases(self.problem, self._seed, device=self.target.torch_device)
         return self._test_cases
 
-    def _get_other_rows(self) -> OtherRows:
+    def _get_other_rows(self) -> RowCountVerifier:
         if self._rows is None:
-            self._rows = OtherRows(self.problem, self._get_test_cases())
+            self._rows = RowCountVerifier(self.problem, self._get_test_cases())
         return self._rows
 
     def _get_flush(self) -> Flush:
@@ -303,7 +303,9 @@ class ProblemSession:
         except BaseException as error:  # SystemExit is the candidate's too; see verdict_of
             return None, verdict_of(error, "loading", "build_failed")
 
-    def _verify(self, kernel: Kernel, test_cases: tuple[Draw, ...], patience_s: float = _CONFIRM_REPEAT_S) -> Verdict:
+    def _verify(
+        self, kernel: Kernel, test_cases: tuple[ReferenceCase, ...], patience_s: float = _CONFIRM_REPEAT_S
+    ) -> Verdict:
         return self._guarded_verdict(kernel, lambda run: verify(run, self.problem, test_cases, patience_s))
 
     def _guarded_verdict(self, kernel: Kernel, check: Callable[[Run], Verdict]) -> Verdict:

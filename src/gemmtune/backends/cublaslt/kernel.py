@@ -12,7 +12,7 @@ from torch import Tensor
 from ...core import torch_compat
 from ...core.candidate import Candidate
 from ...core.errors import UnsupportedError
-from ...core.memory import LOW, require_kernel_operands
+from ...core.memory import LOWEST_USUAL_ADDRESS, require_kernel_operands
 from ...core.problem import Problem
 from ..base import Kernel, Launch
 from ..gpu.alignment import MISALIGNED_MASK, aligned_copy, batch_layouts, batched_launch, launch_aligned
@@ -101,7 +101,7 @@ class RankedKernel(Kernel):
         def launch(out: Tensor, a: Tensor, b: Tensor, *aux: Tensor) -> None:
             call, set_pointer, run = thread_call.parts
             d_ptr, a_ptr, b_ptr = out.data_ptr(), a.data_ptr(), b.data_ptr()
-            if a_ptr < LOW or b_ptr < LOW:
+            if a_ptr < LOWEST_USUAL_ADDRESS or b_ptr < LOWEST_USUAL_ADDRESS:
                 require_kernel_operands(a, b)
             if (d_ptr | a_ptr | b_ptr) & MISALIGNED_MASK:
                 misaligned(launch, out, a, b, *aux)
@@ -109,7 +109,7 @@ class RankedKernel(Kernel):
             aligned_aux = [aligned_copy(tensor) for tensor in aux]  # kept alive until the launch
             for attribute, tensor in zip(attributes, aligned_aux):  # noqa: B905 - of equal length; strict= costs time
                 address = tensor.data_ptr()
-                if address < LOW:
+                if address < LOWEST_USUAL_ADDRESS:
                     require_kernel_operands(tensor)
                 set_pointer(attribute, address)
             stream = stream_of(device)

@@ -19,7 +19,7 @@ from ...core.candidate import Candidate
 from ...core.codegen import compile_function
 from ...core.epilogue import Step
 from ...core.errors import KernelError
-from ...core.memory import LOW, require_kernel_operands
+from ...core.memory import LOWEST_USUAL_ADDRESS, require_kernel_operands
 from ...core.problem import Problem
 from ...core.torch_compat import empty_cuda
 from ...core.weights import PackedWeight, QuantWeight
@@ -253,7 +253,7 @@ class GpuKernel(Kernel):
             f"def launch(out, a, b{extra_parameters}):",
             "    slots, config, go, parameters = block.prepared",
             f"    {', '.join(addresses)} = {', '.join(values)}",
-            f"    if {' or '.join(f'{address} < {LOW}' for address in addresses[1:])}:",
+            f"    if {' or '.join(f'{address} < {LOWEST_USUAL_ADDRESS}' for address in addresses[1:])}:",
             f"        require(a, b{extra_parameters})",
             f"    if (c_ptr | a_ptr | b_ptr) & {MISALIGNED_MASK}:",
             f"        return misaligned(launch, out, a, b{extra_parameters})",

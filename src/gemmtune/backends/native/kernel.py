@@ -10,7 +10,7 @@ from torch import Tensor
 from ...core.candidate import Candidate
 from ...core.epilogue import Epilogue
 from ...core.errors import KernelError
-from ...core.memory import LOW, require_kernel_operands
+from ...core.memory import LOWEST_USUAL_ADDRESS, require_kernel_operands
 from ...core.problem import Problem
 from ...core.weights import PackedWeight, QuantWeight
 from ..base import Kernel
@@ -112,7 +112,7 @@ def _aux_pointers(aux: Sequence[Tensor]) -> list[int]:
         strides = tensor.stride()
         row = strides[-2] if len(strides) > 1 else 0
         address = tensor.data_ptr()
-        if address < LOW:
+        if address < LOWEST_USUAL_ADDRESS:
             require_kernel_operands(tensor)
         flat += (address, row, strides[0] if len(strides) > 2 else 0)
     return flat
@@ -136,7 +136,7 @@ class PackedKernel(Kernel):
         data = b.data
         rows, columns = a.stride()  # stride(0), size(0) or len() would take twice as long
         a_ptr, b_ptr = a.data_ptr(), data[0].data_ptr()
-        if a_ptr < LOW or b_ptr < LOW:
+        if a_ptr < LOWEST_USUAL_ADDRESS or b_ptr < LOWEST_USUAL_ADDRESS:
             require_kernel_operands(a, *data)
         if len(data) == 1:
             self._launch(
@@ -169,7 +169,7 @@ class RawKernel(Kernel):
 
     def run(self, a: Tensor, b: Tensor, aux: Sequence[Tensor], out: Tensor) -> None:
         a_ptr, b_ptr, out_ptr = a.data_ptr(), b.data_ptr(), out.data_ptr()
-        if a_ptr < LOW or b_ptr < LOW:
+        if a_ptr < LOWEST_USUAL_ADDRESS or b_ptr < LOWEST_USUAL_ADDRESS:
             require_kernel_operands(a, b)
         if a.dim() == 2:
             left, right = (a_ptr, *a.stride(), 0), (b_ptr, *b.stride(), 0)

@@ -100,7 +100,7 @@ def pack(packing: Packing, b: Tensor | QuantWeight, problem: Problem) -> PackedW
     """Pack B [K, N] (any strides). The result's data: panels, then compensation for k4, then scales and zero points if
     B is quantised.
 
-    Raises TypeError for a B that kernels cannot read by its address (``memory.require``).
+    Raises TypeError for a B that kernels cannot read by its address (``memory.require_addressable``).
     """
     from . import _native
 

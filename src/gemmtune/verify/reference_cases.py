@@ -1,4 +1,5 @@
-"""Test cases (``Draw``): operands with the expected result, computed once per Problem and used for all candidates."""
+"""Test cases (``ReferenceCase``): operands with the expected result, computed once per Problem and used for all
+candidates."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from .adversarial import (
     weight_rounds,
 )
 from .inputs import CPU, Inputs, allocate, epilogue_tensors, guarded_copy, logical_shape, make_inputs, misaligned_weight
-from .oracle import INTEGERS, UNIT, Oracle, finish, is_large, products
+from .oracle import INTEGERS, UNIT, Oracle, apply_epilogue, is_large, products
 
 CaseKind = Literal["uniform", "adversarial"]
 
@@ -38,7 +39,7 @@ _STRIDE = 7  # in the bank, between consecutive rows of a test case of another M
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class ReferenceCase:
     """A test case: operands with the expected result.
 
     value: the Oracle's value. tolerance: the largest correct |out - value| including the output's rounding, float32, of
@@ -78,7 +79,7 @@ class Draw:
             return ""
         return ", ".join(name for name, x, y in zip(names, now, before, strict=True) if not torch.equal(x, y))
 
-    def marked(self, cache: dict[int, Tensor], weight: bool = True) -> Draw:
+    def marked(self, cache: dict[int, Tensor], weight: bool = True) -> ReferenceCase:
         """Return this test case with checksums of its current memory.
 
         cache: checksums of tensors that test cases share, by the tensor's id; updated. weight: whether B is included.
@@ -104,7 +105,7 @@ class Draw:
         return named | {"the oracle's values": self.value, "the oracle's tolerances": self.tolerance}
 
 
-def prepare(problem: Problem, seed: int, *, device: torch.device = CPU) -> tuple[Draw, ...]:
+def make_reference_cases(problem: Problem, seed: int, *, device: torch.device = CPU) -> tuple[ReferenceCase, ...]:
     """Return a Problem's test cases, with operands and expected results on ``device``.
 
     The first test case has uniform operands at aligned addresses. The others are adversarial (see ``adversarial``):
@@ -139,7 +140,7 @@ def prepare(problem: Problem, seed: int, *, device: torch.device = CPU) -> tuple
     return tuple(case.marked(cache) for case in cases)
 
 
-def at_rows(problem: Problem, cases: Sequence[Draw], m: int) -> Draw | None:
+def case_for_rows(problem: Problem, cases: Sequence[ReferenceCase], m: int) -> ReferenceCase | None:
     """Return a test case of ``m`` rows, composed of rows with known results in another order, some repeated.
 
     draws: the Problem's test cases. The memory is misaligned for odd ``m``. Returns None when A's layout does not
@@ -165,8 +166,8 @@ class RowBank:
     """Rows of A and of the epilogue's tensors with their expected results, from which test cases of any M are composed.
 
     rows: what is special about each row (empty for an ordinary row). inputs: operands with these rows. value,
-    tolerance: [.., rows, N], as in ``Draw``. acc, magnitude: the product and its error before the epilogue; None when
-    the epilogue has no one-element tensors.
+    tolerance: [.., rows, N], as in ``ReferenceCase``. acc, magnitude: the product and its error before the epilogue;
+    None when the epilogue has no one-element tensors.
     """
 
     problem: Problem
@@ -178,7 +179,7 @@ class RowBank:
     acc: Tensor | None = None
     magnitude: Tensor | None = None
 
-    def draw(self, indices: Sequence[int], offset: int = 1, expected: Sequence[int] | None = None) -> Draw:
+    def draw(self, indices: Sequence[int], offset: int = 1, expected: Sequence[int] | None = None) -> ReferenceCase:
         """Return a test case with the rows ``indices`` of the bank.
 
         offset: distance in elements of its memory from an aligned address. expected: indices of the rows of ``value``
@@ -198,7 +199,7 @@ class RowBank:
         index = torch.tensor(list(expected), dtype=torch.int64, device=self.value.device)
         value, tolerance = (t.index_select(-2, index) for t in (self.value, self.tolerance))
         rows = tuple(self.rows[row] for row in expected)
-        return Draw(inputs, value, tolerance, "adversarial", rows, self.columns, None, offset, self)
+        return ReferenceCase(inputs, value, tolerance, "adversarial", rows, self.columns, None, offset, self)
 
     def places(self, m: int) -> list[int]:
         """Return the indices of the bank's rows in a test case of ``m`` rows: a cyclic order that depends on ``m``."""
@@ -207,7 +208,7 @@ class RowBank:
             count -= 1
         return [(_STRIDE * row + m) % count for row in range(m)]
 
-    def covering(self) -> list[Draw]:
+    def covering(self) -> list[ReferenceCase]:
         """Return test cases of the Problem's M that together contain every special row.
 
         When M is 4 or more, at most half of a test case's rows are special.
@@ -239,7 +240,7 @@ class RowBank:
             indices[m - 1 - int(number * step)] = row
         return indices
 
-    def variants(self, generator: torch.Generator) -> list[Draw]:
+    def variants(self, generator: torch.Generator) -> list[ReferenceCase]:
         """Return a small test case for each kind of value that a one-element tensor can have."""
         cases = []
         for which, kind in tensor_kinds(self.problem):
@@ -247,7 +248,7 @@ class RowBank:
             cases.append(self._variant(which, kind, indices[-self.problem.m :] if self.problem.m < 4 else indices))
         return cases
 
-    def _variant(self, which: int, kind: str, indices: Sequence[int]) -> Draw:
+    def _variant(self, which: int, kind: str, indices: Sequence[int]) -> ReferenceCase:
         case, step = self.draw(indices), _tensor_steps(self.problem)[which]
         aux = list(case.inputs.aux)
         aux[which] = guarded_copy(special_value(self.problem, step, kind, aux[which]), 1)
@@ -258,7 +259,7 @@ class RowBank:
         assert self.magnitude is not None
         index = torch.tensor(list(indices), dtype=torch.int64, device=self.acc.device)
         acc, magnitude = self.acc.index_select(-2, index), self.magnitude.index_select(-2, index)
-        oracle = finish(self.problem, acc, magnitude, aux)
+        oracle = apply_epilogue(self.problem, acc, magnitude, aux)
         tolerance = tolerance_of(self.problem, oracle)
         rows = tuple(f"{self.rows[row]} {kind} in the epilogue's tensor {which}".strip() for row in indices)
         return replace(case, inputs=replace(case.inputs, aux=tuple(aux)), value=oracle.value, tolerance=tolerance,
@@ -269,20 +270,20 @@ def _neutral(step: Step, t: Tensor) -> Tensor:
     return torch.ones_like(t) if step.kind in ("scale", "mul") else torch.zeros_like(t)
 
 
-def _uniform_case(problem: Problem, inputs: Inputs, columns: Columns, acc: Tensor, magnitude: Tensor) -> Draw:
+def _uniform_case(problem: Problem, inputs: Inputs, columns: Columns, acc: Tensor, magnitude: Tensor) -> ReferenceCase:
     """Return the first test case. columns: the special columns of B, which the aggregate test excludes."""
-    oracle = finish(problem, acc.contiguous(), magnitude.contiguous(), inputs.aux)
+    oracle = apply_epilogue(problem, acc.contiguous(), magnitude.contiguous(), inputs.aux)
     ordinary_columns = None
     if columns.all_of_weight():
         ordinary_columns = torch.ones(problem.n, dtype=torch.bool, device=inputs.a.device)
         ordinary_columns[columns.all_of_weight()] = False
     value, tolerance = oracle.value, tolerance_of(problem, oracle)
-    return Draw(inputs, value, tolerance, "uniform", (), Columns(columns.weight), ordinary_columns)
+    return ReferenceCase(inputs, value, tolerance, "uniform", (), Columns(columns.weight), ordinary_columns)
 
 
 def _with_shared_weight(
     problem: Problem, first: Inputs, shifted: Inputs, columns: Columns, generator: torch.Generator
-) -> tuple[Draw, list[RowBank]]:
+) -> tuple[ReferenceCase, list[RowBank]]:
     """Return the first test case and the bank for a B that all test cases share.
 
     B is converted to float64 once, for both. Large problems are an exception: the memory for one matrix with both A
@@ -334,7 +335,7 @@ def _make_bank(
     spoil_aux(problem, aux, columns, kinds, generator)
     acc, magnitude = acc.contiguous(), magnitude.contiguous()
     before_epilogue = (acc.clone(), magnitude.clone()) if tensor_kinds(problem) else (None, None)
-    oracle = finish(problem, acc, magnitude, aux)
+    oracle = apply_epilogue(problem, acc, magnitude, aux)
     tolerance = tolerance_of(problem, oracle)
     return RowBank(problem, replace(inputs, aux=aux), oracle.value, tolerance, tuple(kinds), columns, *before_epilogue)
 

@@ -41,7 +41,7 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True)
-class Examination:
+class DoctorReport:
     """The results that ``gemmtune doctor`` prints.
 
     target: the CPU's Target as a dict. cores: number of cores that this process may use. openmp: paths of the OpenMP
@@ -70,7 +70,7 @@ class Examination:
         return asdict(self)
 
 
-def examine(store_path: Path | None = None, *, threads: int | None = None) -> Examination:
+def examine(store_path: Path | None = None, *, threads: int | None = None) -> DoctorReport:
     """Inspect the machine, the libraries and the store.
 
     Nothing is changed, except torch's number of threads if ``threads`` is given; a store that does not exist is not
@@ -84,7 +84,7 @@ def examine(store_path: Path | None = None, *, threads: int | None = None) -> Ex
         torch.set_num_threads(threads)
     target = dispatch.current_target()
     path, decisions, damage = _store_state(store_path)
-    report = Examination(
+    report = DoctorReport(
         python=f"{platform.python_version()} ({sys.executable})",
         torch=str(torch.__version__),
         system=f"{platform.system()} {platform.release()} {platform.machine()}, {_libc()}",
@@ -99,7 +99,7 @@ def examine(store_path: Path | None = None, *, threads: int | None = None) -> Ex
         store_damage=damage,
         gpus=gpus(),
     )
-    report.advice.extend(advise(report))
+    report.advice.extend(advice_for(report))
     return report
 
 
@@ -162,7 +162,7 @@ def _store_state(path: Path | None) -> tuple[str, int, list[str]]:
         store.close()
 
 
-def advise(report: Examination) -> list[str]:
+def advice_for(report: DoctorReport) -> list[str]:
     """Return what the user should install or change, one sentence each; empty if nothing is wrong."""
     advice = [
         f"backend {state.name} is not available: {state.reason}" for state in report.backends if not state.available
