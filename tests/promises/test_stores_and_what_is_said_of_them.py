@@ -54,7 +54,7 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return decision
 
     monkeypatch.setattr(gemmtune.tuning.tuner.Tuner, "_tune_one", decide)
-    monkeypatch.setattr(ceilings, "ensure", lambda path, target: {})
+    monkeypatch.setattr(ceilings, "load_or_measure", lambda path, target: {})
     return problems
 
 

@@ -522,7 +522,7 @@ class OddJob:
 
 @pytest.fixture
 def desk(monkeypatch: pytest.MonkeyPatch) -> RequestHandler:
-    monkeypatch.setattr(job, "Job", OddJob)
+    monkeypatch.setattr(job, "ProblemSession", OddJob)
     made = RequestHandler(lambda leading: None)
     threads = torch.get_num_threads()
     made.answer(Setup(H200.to_dict(), latency="eager"))

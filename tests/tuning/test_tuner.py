@@ -437,14 +437,14 @@ def test_a_lease_that_runs_out_is_taken_over(
     assert_sound(decision)
 
 
-def test_a_trial_is_told_the_layouts_of_the_weights_other_m(
+def test_a_session_is_told_the_layouts_of_the_weights_other_m(
     target: Target, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that the store knows and those that this run decided, of the same weight's shape alone."""
     told: dict[int, list[str]] = {}
 
     class Decided:
-        """A Trial that decides at once: packed layouts named after M, the second of them slower."""
+        """A session that decides at once: packed layouts named after M, the second of them slower."""
 
         def __init__(self, problem: Problem, *args: object, layouts: list[str], **more: object) -> None:
             self.problem = problem
@@ -460,7 +460,7 @@ def test_a_trial_is_told_the_layouts_of_the_weights_other_m(
             alternatives = dict(zip((*names, ""), (NATIVE.id, SLOW.id, ATEN.id), strict=True))
             return msgspec.structs.replace(made, evidence=tuple(rows), alternatives=alternatives)
 
-    monkeypatch.setattr(tuner_module, "Trial", Decided)
+    monkeypatch.setattr(tuner_module, "TuningSession", Decided)
     first = build(4, 512, 256, "fp32")
     Tuner(target, ["native"], store, isolate=False).tune([(first, 1)])
     others = [(replace(first, m=64), 1), (replace(first, m=32), 1), (build(7, 256, 256, "fp32"), 1)]
