@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 class ProgressState:
     """The state of a tuning run, updated by the tuner's events.
 
-    decisions: those of finished problems. cached: number of problems that the store had decided before. unkept,
-    trouble: number of decisions that could not be stored, and the reason. index, total, problem: the current problem.
-    trying: id of the latest candidate; tried, left: numbers of candidates tried and still to try; best: the fastest so
-    far.
+    decisions: those of finished problems. cached: number of problems that the store had decided before. unstored,
+    store_error: number of decisions that could not be stored, and the reason. index, total, problem: the current
+    problem. trying: id of the latest candidate; tried, left: numbers of candidates tried and still to try; best: the
+    fastest so far.
     """
 
     def __init__(self) -> None:

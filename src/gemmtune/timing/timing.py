@@ -49,7 +49,7 @@ _OPERAND_SHARE = 3.5
 _FIXED_BYTES = 176 << 20
 _GPU_BYTES = 2 << 30  # replaces _FIXED_BYTES on a GPU, whose memory is plentiful
 _LARGE_BYTES = 64 << 20
-# Up to this size of the weight there is memory for another copy, which the Pace's kernel reads.
+# Up to this size of the weight there is memory for another copy, which SpeedReference's kernel reads.
 PACED_BYTES = _LARGE_BYTES
 _SCRATCH_SHARE = 2
 _SCRATCH_BYTES = 150 << 20

@@ -1,7 +1,7 @@
 """The tuning of one Problem, from its candidates to a Decision: explore, confirm, race.
 
-The tuner runs one Trial for each Problem. A *baseline* is one of ATen's candidates; a *screening time* is the time of a
-candidate's first few calls, measured alone and before any race.
+The tuner runs one TuningSession for each Problem. A *baseline* is one of ATen's candidates; a *screening time* is the
+time of a candidate's first few calls, measured alone and before any race.
 """
 
 from __future__ import annotations

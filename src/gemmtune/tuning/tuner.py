@@ -95,7 +95,9 @@ class Tuner:
         self._wait, self._hot, self._latency = wait, hot, latency
         self._search = get_search(search)
         self._plans = _PlanPoints((), target, store)
-        self.unstored: list[Decision] = []  # decisions that the store could not take; ``trouble`` is the error's text
+        self.unstored: list[
+            Decision
+        ] = []  # decisions that the store could not take; ``store_error`` is the error's text
         self.store_error = ""
 
     def tune(self, problems: Iterable[tuple[Problem, int]]) -> list[Decision]:
@@ -232,7 +234,7 @@ class Tuner:
     def _keep(self, decision: Decision) -> None:
         """Store a decision, after the earlier ones that the store could not take.
 
-        Decisions that cannot be stored now stay in ``unkept``; the first failure is logged as a warning.
+        Decisions that cannot be stored now stay in ``unstored``; the first failure is logged as a warning.
         """
         if decision.outcome == "inconclusive":
             return

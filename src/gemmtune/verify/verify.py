@@ -41,7 +41,7 @@ def verify(run: Run, problem: Problem, cases: Sequence[ReferenceCase], patience_
     equal bits.
     """
     if not cases:
-        raise ValueError("verify needs at least one draw; make them with prepare(problem, seed)")
+        raise ValueError("verify needs at least one case; make them with make_reference_cases(problem, seed)")
     worst, repeated = 0.0, ""
     for index, case in enumerate(cases):
         min_runs = 2 if index == 0 or problem.out_dtype in INTEGERS else 1
@@ -83,7 +83,7 @@ class _Findings:
 
 
 def _run_and_compare(run: Run, problem: Problem, case: ReferenceCase, min_runs: int, time_limit_s: float) -> _Findings:
-    """Run a kernel at least ``min_runs`` times on a test case, and more within ``patience_s`` while nothing is wrong.
+    """Run a kernel at least ``min_runs`` times on a test case, and more within ``time_limit_s`` while nothing is wrong.
 
     The duration of the first run, which may include initialization, does not count. Outputs of later runs are compared
     in batches.

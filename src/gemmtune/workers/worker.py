@@ -238,7 +238,8 @@ class Worker:
             raise WorkerError(f"the worker was lost while preparing {problem.key}: {loss.verdict.detail}") from loss
 
     def attempt(self, candidate: Candidate, deadline_s: float | None = None, worth_s: float | None = None) -> Attempted:
-        """Screen a candidate; see ``job.Job.attempt``. deadline_s: the seconds allowed (default: ``Limits.try_s``)."""
+        """Screen a candidate; see ``job.ProblemSession.attempt``. deadline_s: the seconds allowed (default:
+        ``Limits.try_s``)."""
 
         def once() -> Attempted:
             try:
@@ -249,8 +250,8 @@ class Worker:
         return self._attempt_fairly(candidate, once)
 
     def confirm(self, candidate: Candidate, deadline_s: float | None = None) -> Confirmed:
-        """Check a candidate fully; see ``job.Job.confirm``. deadline_s: the seconds allowed, where that is more than
-        the limits'.
+        """Check a candidate fully; see ``job.ProblemSession.confirm``. deadline_s: the seconds allowed, where that is
+        more than the limits'.
 
         The time that the candidate took before is no guide: some operands take a CPU a hundred times as long.
         """

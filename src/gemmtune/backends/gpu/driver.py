@@ -1,6 +1,6 @@
 """The CUDA driver through ctypes: it loads and launches cubins, with no compiler and no Triton at run time.
 
-A launch writes the values that changed since the last launch (addresses) into its thread's Block and calls
+A launch writes the values that changed since the last launch (addresses) into its thread's LaunchArgs and calls
 ``cuLaunchKernelEx``.
 """
 
@@ -63,7 +63,7 @@ def _check(status: int, action: str) -> None:
 
 
 class Function:
-    """A kernel of a cubin, loaded for one device; a Block launches it. Modules are never unloaded.
+    """A kernel of a cubin, loaded for one device; a LaunchArgs launches it. Modules are never unloaded.
 
     pdl: whether the kernel may begin before the preceding kernel has ended (programmatic dependent launch).
     early_trigger_blocks: the largest grid whose kernels let the next one begin early; 0 without PDL.
@@ -76,7 +76,8 @@ class Function:
             torch.cuda.current_stream().query()  # makes the device's context current on this thread
             self.handle = self._load(cubin)
             self.pdl = self._supports_pdl()
-            # Queried here, where the context is current: a Block may be created on a thread that has no context yet.
+            # Queried here, where the context is current: a LaunchArgs may be created on a thread that has no context
+            # yet.
             self.early_trigger_blocks = self._early_trigger_limit() if self.pdl else 0
 
     def _load(self, cubin: bytes) -> int:
