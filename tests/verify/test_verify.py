@@ -264,7 +264,7 @@ def test_a_starts_off_alignment_unless_the_problem_promises_it() -> None:
 
 
 def test_no_draws_are_refused() -> None:
-    with pytest.raises(ValueError, match="at least one draw"):
+    with pytest.raises(ValueError, match="at least one case"):
         verify(lambda inputs, out: None, linear(1, 1, 1, "float32"), ())
 
 

@@ -95,9 +95,8 @@ class Tuner:
         self._wait, self._hot, self._latency = wait, hot, latency
         self._search = get_search(search)
         self._plans = _PlanPoints((), target, store)
-        self.unstored: list[
-            Decision
-        ] = []  # decisions that the store could not take; ``store_error`` is the error's text
+        # Decisions that the store could not take; ``store_error`` is the text of the last error.
+        self.unstored: list[Decision] = []
         self.store_error = ""
 
     def tune(self, problems: Iterable[tuple[Problem, int]]) -> list[Decision]:
