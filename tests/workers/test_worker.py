@@ -255,7 +255,7 @@ from gemmtune.core.problem import Problem
 from gemmtune.core.target import current_cpu
 from gemmtune.testing import hostile_backend
 import json
-backends.register("hostile", hostile_backend.PLACE)
+backends.register("hostile", hostile_backend.ENTRY_POINT)
 worker = Worker(replace(current_cpu(), threads=1))
 worker.open(Problem.from_dict(json.loads(sys.argv[1])), 1)
 print(worker.tag, flush=True)
