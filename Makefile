@@ -3,6 +3,7 @@
 #   make demo       tune a Llama-style decoder on this CPU and show what it gained (report.html)
 #   make test       the tests
 #   make lint       style, types and the direction of imports
+#   make docs       the manual as a site, in build/site
 #   make test-asan  the native tests under AddressSanitizer and UBSan
 #   make bench      the measurements behind docs/figures.md (slow)
 #   make test-gpu   the tests that need a CUDA device, with the Python that has torch for it: PYTHON, nothing is installed
@@ -11,7 +12,7 @@
 #   make bench-gpu  gemmtune's kernels on a GPU against PyTorch's
 #   make mutants    whether the tests notice changed operators in the source: a sample (hours; scripts/mutants --help)
 #   make reliability
-#                   every check of docs/reliability.md at full size (an hour or two)
+#                   every check of docs/explanation/reliability.md at full size (an hour or two)
 #
 # PYTHON      the interpreter to make .venv with
 # TORCH       the version of torch. Any but the pinned one gets an environment of its own, .venv-torch$(TORCH), in which
@@ -35,7 +36,7 @@ PIP := PIP_CONSTRAINT=$(VENV)/constraints.txt PIP_BUILD_CONSTRAINT=$(VENV)/const
 SOURCES := pyproject.toml CMakeLists.txt constraints.txt $(shell find src native -type f 2>/dev/null | grep -v __pycache__)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-gpu test-gpu-sanitizer lint test-asan bench bench-gpu mutants reliability clean
+.PHONY: help install demo docs test test-gpu test-gpu-sanitizer lint test-asan bench bench-gpu mutants reliability clean
 
 help:
 	@sed -n '/^#   make/s/^#   //p' Makefile
@@ -51,7 +52,7 @@ $(VENV)/torch.stamp: constraints.txt
 
 $(VENV)/gemmtune.stamp: $(VENV)/torch.stamp $(SOURCES)
 	@echo "building and installing gemmtune (the first time takes a few minutes)"
-	@$(PIP) '.[dev,report]'
+	@$(PIP) '.[dev,report,docs]'
 	@touch $@
 
 install: $(VENV)/gemmtune.stamp
@@ -67,6 +68,9 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy --strict src
+
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 test-asan: install
 	scripts/test-asan $(BIN)/python

@@ -4,7 +4,7 @@
     python benchmarks/gpu_layer.py --hidden 8192 --inner 28672
 
 Norms, activations and residuals are PyTorch's in all of them; an elementwise op stands for attention, which is no
-matter of GEMMs. q, k and v follow one another, and gate and up: there kernels may overlap (docs/cuda.md). Layers'
+matter of GEMMs. q, k and v follow one another, and gate and up: there kernels may overlap (docs/notes/cuda.md). Layers'
 weights alternate, so that they are cold. Decisions come from the store as in h200.py. Writes the raw rounds to
 benchmarks/results/ (or to $OUT).
 """

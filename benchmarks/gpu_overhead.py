@@ -30,7 +30,7 @@ from harness import write
 
 import gemmtune
 from gemmtune import backends
-from gemmtune.backends.gpu.driver import Block, Function
+from gemmtune.backends.gpu.driver import Function, LaunchArgs
 from gemmtune.core.candidate import Candidate
 from gemmtune.core.workloads import build
 from gemmtune.dispatch import current_target
@@ -77,7 +77,7 @@ def bare(problem: Any, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> C
     function: Function = kernel.function(0)
     addresses = dict(zip(("a_ptr", "b_ptr", "c_ptr"), (t.data_ptr() for t in (a, b, out)), strict=True))
     arguments = zip(function.header.arguments, kernel.arguments(M, {}), strict=True)
-    block = Block(function, kernel.grid(M), [addresses.get(name, value) for name, value in arguments])
+    block = LaunchArgs(function, kernel.grid(M), [addresses.get(name, value) for name, value in arguments])
     _, config, launch, _ = block.held
     config.stream = torch.cuda.current_stream().cuda_stream
     return lambda kept=block: launch()  # what the driver reads lives in the block

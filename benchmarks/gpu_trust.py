@@ -42,7 +42,7 @@ from gemmtune.timing.cuda_clock import CudaClock, TorchGpu
 from gemmtune.timing.race import Entrant, race
 from gemmtune.timing.timing import Flush, empty_output
 from gemmtune.tuning.tuner import Tuner
-from gemmtune.verify.inputs import rotations, timing_sets
+from gemmtune.verify.inputs import operand_set_count, timing_sets
 
 Row = dict[str, Any]
 
@@ -62,7 +62,7 @@ def loaded(problem: Problem, candidate: Candidate, target: Target) -> Kernel:
 
 def runner(kernel: Kernel, problem: Problem, target: Target) -> h200.Call:
     """Call i on operand set i, B packed as the kernel wants it."""
-    sets = timing_sets(problem, rotations(problem, target), 3, DEVICE)
+    sets = timing_sets(problem, operand_set_count(problem, target), 3, DEVICE)
     outs = [empty_output(problem, DEVICE) for _ in sets[:2]]  # by turns, as the tuner's
     weights: list[Any] = [item.b if kernel.packing is None else kernel.pack(item.b) for item in sets]
 

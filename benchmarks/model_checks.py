@@ -155,7 +155,7 @@ def pack_everything(model: nn.Module, examples: Sequence[Inputs], store: MemoryS
         served = problem.b.constant or problem.family == "scaled_mm"
         candidate = _default(problem, target) if served else None
         if candidate is not None:
-            plain = AtenBackend().plain(problem)
+            plain = AtenBackend().default_candidate(problem)
             rows = _evidence(problem, candidate, 1e-6, 0.1), _evidence(problem, plain, 1e-3, 1.0)
             alternatives = {row.packing or "": row.id for row in rows}
             store.put(

@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import gemmtune
-from gemmtune.cli.common import console
-from gemmtune.cli.progress import Board, watching
+from gemmtune.cli.common import plain_console
+from gemmtune.cli.progress import ProgressState, progress_display
 from gemmtune.cli.tables import decisions_table
-from gemmtune.cli.tune import remember_ceilings
+from gemmtune.cli.tune import store_ceilings
 from gemmtune.dispatch import current_target
 from gemmtune.report import write_report
 from gemmtune.store import open_store
@@ -222,9 +222,9 @@ def main() -> int:
     for variant in variants:
         for problem, count in record(variant, *llama.factory(variant, config)):
             recorded[problem] = recorded.get(problem, 0) + count
-    board = Board()
+    board = ProgressState()
     try:
-        with watching(board) as progress:
+        with progress_display(board) as progress:
             gemmtune.tune(list(recorded.items()), budget=args.budget, progress=progress)
     except KeyboardInterrupt:
         print(f"interrupted: {len(board.decisions)} of {len(recorded)} decisions are kept; run again to go on")
@@ -232,7 +232,7 @@ def main() -> int:
     if board.cached == len(recorded):
         print("every decision came from the store")
     print()
-    console().print(decisions_table(board.decisions))
+    plain_console().print(decisions_table(board.decisions))
     with torch.inference_mode():
         results = [check(variant, *both_models(variant, config)) for variant in variants]
     speedups = time_in_processes(variants, args)
@@ -255,7 +255,7 @@ def save_report(path: Path) -> None:
     store = open_store()
     try:
         target = current_target()
-        remember_ceilings(store, target)
+        store_ceilings(store, target)
         write_report(store, path, target=target)
     finally:
         store.close()

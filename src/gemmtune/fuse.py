@@ -1,8 +1,8 @@
-"""Constructors for ``epilogue=``: steps bound to their tensors.
+"""Functions that construct the steps of an op's ``epilogue`` argument.
 
-``gemmtune.linear(x, w, epilogue=[fuse.bias(b), fuse.gelu(approximate="tanh"), fuse.add(residual)])`` runs the steps in
-order on the accumulator, before the one rounding to the output's dtype. Shapes are those of the output's matrix:
-a tensor may have one element, or broadcast to [M, N] as [N], [1, N], [M, 1] or [M, N].
+``gemmtune.linear(x, w, epilogue=[fuse.bias(b), fuse.gelu(approximate="tanh"), fuse.add(residual)])`` applies the steps
+in order to the accumulator, which is then rounded once to the output's dtype. A tensor may have one element, or a shape
+that broadcasts to the output [M, N]: [N], [1, N], [M, 1] or [M, N].
 """
 
 from __future__ import annotations
@@ -20,8 +20,12 @@ _CASTS = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8,
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Bound:
-    """One epilogue step and its tensor. ``axis`` is fixed by the constructor, or found from the tensor's shape."""
+class BoundStep:
+    """One epilogue step and its tensor.
+
+    axis: of the tensor, when the constructor determines it; None: ``resolve`` derives it from the tensor's shape. tag:
+    the text of step and axis that is part of dispatch's cache key.
+    """
 
     step: Step
     tensor: Tensor | None = None
@@ -33,13 +37,13 @@ class Bound:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Argument(Bound):
-    """The step of a tensor that was given to an op as an argument. name: what errors call it, ``linear(): bias``."""
+class ArgumentStep(BoundStep):
+    """The step of a tensor that is an argument of an op. name: its name in error messages, like ``linear(): bias``."""
 
     name: str = ""
 
 
-def _bound(kind: Kind, tensor: Tensor, value: float = 1.0, axis: Axis | None = None) -> Bound:
+def _make_bound(kind: Kind, tensor: Tensor, value: float = 1.0, axis: Axis | None = None) -> BoundStep:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"fuse.{kind}(): expected a Tensor; got {type(tensor).__name__}")
     if tensor.is_complex() or tensor.layout != torch.strided or tensor.is_nested:
@@ -48,89 +52,92 @@ def _bound(kind: Kind, tensor: Tensor, value: float = 1.0, axis: Axis | None = N
             f"{tensor.layout}"
         )
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return Bound(Step(kind, axis or "full", dtype, float(value)), tensor, axis)
+    return BoundStep(Step(kind, axis or "full", dtype, float(value)), tensor, axis)
 
 
-def bias(tensor: Tensor) -> Bound:
-    """``acc += tensor`` with a tensor of shape [N]."""
-    return _bound("bias", tensor, axis="col")
+def bias(tensor: Tensor) -> BoundStep:
+    """Return the step ``acc += tensor`` with a tensor of shape [N]."""
+    return _make_bound("bias", tensor, axis="col")
 
 
-def add(tensor: Tensor, value: float = 1.0) -> Bound:
-    """``acc += value * tensor``: a residual [M, N], or anything that broadcasts to it."""
-    return _bound("add", tensor, value)
+def add(tensor: Tensor, value: float = 1.0) -> BoundStep:
+    """Return the step ``acc += value * tensor`` with a residual [M, N], or a tensor that broadcasts to [M, N]."""
+    return _make_bound("add", tensor, value)
 
 
-def mul(tensor: Tensor) -> Bound:
-    """``acc *= tensor``, broadcasting as ``add``'s."""
-    return _bound("mul", tensor)
+def mul(tensor: Tensor) -> BoundStep:
+    """Return the step ``acc *= tensor`` with a tensor that broadcasts to [M, N]."""
+    return _make_bound("mul", tensor)
 
 
-def scale(tensor: Tensor | float, axis: Axis | None = None) -> Bound:
-    """``acc *= tensor``: per row (axis="row", [M]), per column ("col", [N]), per tensor, or by a plain number."""
+def scale(tensor: Tensor | float, axis: Axis | None = None) -> BoundStep:
+    """Return the step ``acc *= tensor`` with a tensor per row (axis="row", [M]) or column ("col", [N]), or one number.
+
+    axis: None: derived from the tensor's shape.
+    """
     if isinstance(tensor, Tensor):
-        return _bound("scale", tensor, axis=axis)
+        return _make_bound("scale", tensor, axis=axis)
     if isinstance(tensor, bool) or not isinstance(tensor, int | float):
         raise TypeError(f"fuse.scale(): expected a Tensor or a number; got {type(tensor).__name__}")
-    return Bound(Step("scale", "tensor", None, float(tensor)), None, "tensor")
+    return BoundStep(Step("scale", "tensor", None, float(tensor)), None, "tensor")
 
 
-def relu() -> Bound:
-    """``acc = max(acc, 0)``."""
-    return Bound(Step("relu"))
+def relu() -> BoundStep:
+    """Return the step ``acc = max(acc, 0)``."""
+    return BoundStep(Step("relu"))
 
 
-def gelu(approximate: Literal["none", "tanh"] = "none") -> Bound:
-    """GELU with the error function ("none") or its tanh approximation, as ``torch.nn.functional.gelu``."""
+def gelu(approximate: Literal["none", "tanh"] = "none") -> BoundStep:
+    """Return the step GELU, as ``torch.nn.functional.gelu``: with the error function ("none") or "tanh"."""
     if approximate not in ("none", "tanh"):
         raise ValueError(f"fuse.gelu(): approximate must be 'none' or 'tanh'; got {approximate!r}")
-    return Bound(Step("gelu" if approximate == "none" else "gelu_tanh"))
+    return BoundStep(Step("gelu" if approximate == "none" else "gelu_tanh"))
 
 
-def silu() -> Bound:
-    """``acc = acc * sigmoid(acc)``."""
-    return Bound(Step("silu"))
+def silu() -> BoundStep:
+    """Return the step ``acc = acc * sigmoid(acc)``."""
+    return BoundStep(Step("silu"))
 
 
-def clamp(lo: float = float("-inf"), hi: float = float("inf")) -> Bound:
-    """``acc = min(max(acc, lo), hi)``. Raises ValueError when lo > hi."""
+def clamp(lo: float = float("-inf"), hi: float = float("inf")) -> BoundStep:
+    """Return the step ``acc = min(max(acc, lo), hi)``. Raises ValueError unless lo <= hi."""
     if not lo <= hi:
         raise ValueError(f"fuse.clamp(): expected lo <= hi; got lo = {lo}, hi = {hi}")
-    return Bound(Step("clamp", lo=float(lo), hi=float(hi)))
+    return BoundStep(Step("clamp", lo=float(lo), hi=float(hi)))
 
 
-def cast(dtype: torch.dtype) -> Bound:
-    """Round to ``dtype`` here and go on (integers saturate): what an unfused op would have stored."""
+def cast(dtype: torch.dtype) -> BoundStep:
+    """Return the step that rounds ``acc`` to ``dtype``, as if an unfused op had stored it. Integers saturate."""
     if dtype not in _CASTS:
         raise TypeError(f"fuse.cast(): expected one of {', '.join(map(str, _CASTS))}; got {dtype}")
-    return Bound(Step("cast", dtype=str(dtype).removeprefix("torch.")))
+    return BoundStep(Step("cast", dtype=str(dtype).removeprefix("torch.")))
 
 
-def resolve(bound: Bound, m: int, n: int, batch: int | None = None) -> tuple[Step, Tensor | None]:
-    """The Step with its axis settled against an output of [M, N] (or [batch, M, N]), and its tensor in that shape.
+def resolve(bound: BoundStep, m: int, n: int, batch: int | None = None) -> tuple[Step, Tensor | None]:
+    """Return (the Step with its axis, its tensor in the shape of that axis) for an output [M, N] or [batch, M, N].
 
-    Raises ShapeError when the tensor does not broadcast to the output.
+    The tensor is None for a step without one. Raises ShapeError when the tensor does not broadcast to the output.
     """
     tensor = bound.tensor
     if tensor is None:
         return bound.step, None
-    axis = bound.axis or _axis(tensor, m, n, batch)
+    axis = bound.axis or _axis_of(tensor, m, n, batch)
     full = (m, n) if batch is None else (batch, m, n)
     shape = {"tensor": (), "row": (m,), "col": (n,), "full": full}[axis]
     count = 1
     for size in shape:
         count *= size
     if axis == "full":
-        return replace(bound.step, axis=axis), _expanded(tensor, full, _called(bound))
+        return replace(bound.step, axis=axis), _expand(tensor, full, _tensor_name(bound))
     if tensor.numel() != count:
         raise ShapeError(
-            f"{_called(bound)} for axis {axis!r} of a {m}x{n} output has {count} element(s); got shape "
+            f"{_tensor_name(bound)} for axis {axis!r} of a {m}x{n} output has {count} element(s); got shape "
             f"{list(tensor.shape)}"
         )
     return replace(bound.step, axis=axis), tensor.reshape(shape).contiguous()
 
 
-def _axis(tensor: Tensor, m: int, n: int, batch: int | None) -> Axis:
+def _axis_of(tensor: Tensor, m: int, n: int, batch: int | None) -> Axis:
     if tensor.numel() == 1:
         return "tensor"
     shape = tuple(tensor.shape)
@@ -139,18 +146,18 @@ def _axis(tensor: Tensor, m: int, n: int, batch: int | None) -> Axis:
     return "row" if shape == (m, 1) and batch is None else "full"
 
 
-def _called(bound: Bound) -> str:
-    """What errors call a step's tensor."""
-    return bound.name if isinstance(bound, Argument) else f"fuse.{bound.step.kind}(): a tensor"
+def _tensor_name(bound: BoundStep) -> str:
+    """Return the name of a step's tensor for error messages."""
+    return bound.name if isinstance(bound, ArgumentStep) else f"fuse.{bound.step.kind}(): a tensor"
 
 
-def _expanded(tensor: Tensor, shape: tuple[int, ...], name: str) -> Tensor:
+def _expand(tensor: Tensor, shape: tuple[int, ...], name: str) -> Tensor:
     flat = tensor
     if tensor.dim() > len(shape) and tensor.shape[-1] == shape[-1] and len(shape) == 2:
         flat = tensor.reshape(-1, tensor.shape[-1])
     try:
         return flat.expand(shape).contiguous()
-    except NotImplementedError:  # a subclass without it
+    except NotImplementedError:  # a tensor subclass that does not implement expand
         raise
     except RuntimeError as error:
         raise ShapeError(

@@ -21,7 +21,7 @@ from gemmtune.core.target import current_cpu
 from gemmtune.core.weights import PackedWeight, QuantWeight
 from gemmtune.core.workloads import bmm_problem, fp8_problem, int_problem, linear_problem, weight_only_problem
 from gemmtune.verify.inputs import make_inputs
-from gemmtune.verify.verify import Inputs, prepare, verify
+from gemmtune.verify.verify import Inputs, make_reference_cases, verify
 
 ATEN = AtenBackend()
 TARGET = current_cpu()
@@ -41,7 +41,7 @@ def check(problem: Problem, kernel: Kernel) -> None:
     def run(inputs: Inputs, out: torch.Tensor) -> None:
         kernel.run(inputs.a, kernel.pack(inputs.b) if kernel.packing else inputs.b, inputs.aux, out)
 
-    verdict = verify(run, problem, prepare(problem, 1))
+    verdict = verify(run, problem, make_reference_cases(problem, 1))
     assert verdict.ok, f"{kernel.candidate.id} on {problem.key}: {verdict}"
 
 
@@ -265,11 +265,11 @@ def test_packing_is_undone_bit_for_bit(problem: Problem) -> None:
 
 
 def test_plain_is_what_users_call() -> None:
-    assert ATEN.plain(linear_problem(1, 8, 8, "bfloat16", bias=True)).id == "aten/mm"
-    assert ATEN.plain(int_problem(1, 8, 8)).id == "aten/int_mm"
-    assert ATEN.plain(weight_only_problem(1, 8, 16)).id == "aten/int8pack"
-    assert ATEN.plain(weight_only_problem(1, 8, 16, bits=4)).id == "aten/composite"
-    assert ATEN.plain(bmm_problem(2, 3, 4, 5, "float32")).id == "aten/bmm"
+    assert ATEN.default_candidate(linear_problem(1, 8, 8, "bfloat16", bias=True)).id == "aten/mm"
+    assert ATEN.default_candidate(int_problem(1, 8, 8)).id == "aten/int_mm"
+    assert ATEN.default_candidate(weight_only_problem(1, 8, 16)).id == "aten/int8pack"
+    assert ATEN.default_candidate(weight_only_problem(1, 8, 16, bits=4)).id == "aten/composite"
+    assert ATEN.default_candidate(bmm_problem(2, 3, 4, 5, "float32")).id == "aten/bmm"
 
 
 def test_misuse_is_named() -> None:
@@ -300,6 +300,6 @@ def test_what_older_versions_of_torch_do_not_take_is_refused_and_computed_otherw
     ):
         assert reason in refusals(problem)[name]
         assert torch.__version__ in refusals(problem)[name]
-        assert ATEN.plain(problem).template == "composite"
+        assert ATEN.default_candidate(problem).template == "composite"
     a, b = torch.randint(0, 256, (5, 33), dtype=torch.uint8), torch.randint(-128, 128, (33, 7), dtype=torch.int8)
     assert torch.equal(padding.cpu_int_mm(a, b).long(), a.long() @ b.long())

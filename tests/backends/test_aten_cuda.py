@@ -21,7 +21,7 @@ from gemmtune.core.target import Target, current_cpu
 from gemmtune.core.weights import QuantWeight
 from gemmtune.core.workloads import bmm_problem, fp8_problem, int_problem, linear_problem, weight_only_problem
 from gemmtune.verify.inputs import Inputs, make_inputs
-from gemmtune.verify.verify import prepare, verify
+from gemmtune.verify.verify import make_reference_cases, verify
 
 ATEN = AtenBackend()
 H200 = Target("cuda", "H200", "9.0", caches=(232448, 0, 62914560), cores=132)
@@ -47,7 +47,7 @@ def check(problem: Problem, kernel: Kernel) -> None:
     def run(inputs: Inputs, out: torch.Tensor) -> None:
         kernel.run(inputs.a, kernel.pack(inputs.b) if kernel.packing else inputs.b, inputs.aux, out)
 
-    verdict = verify(run, problem, prepare(problem, 1))
+    verdict = verify(run, problem, make_reference_cases(problem, 1))
     assert verdict.ok, f"{kernel.candidate.id} on {problem.key}: {verdict}"
     if "_pad" in kernel.candidate.template:
         inputs = make_inputs(problem, 5)
@@ -91,9 +91,9 @@ def test_every_problem_has_a_candidate_and_its_plain_form_is_what_users_run() ->
         bmm_problem(2, 3, 8, 8, "float16"): "aten/bmm",
     }
     for problem, name in plain.items():
-        assert ATEN.plain(problem, H200).id == name
+        assert ATEN.default_candidate(problem, H200).id == name
         assert name == "aten/composite" or next(iter(legal(problem))) == name
-    assert ATEN.plain(weight_only_problem(1, 64, 128)).id == "aten/int8pack"
+    assert ATEN.default_candidate(weight_only_problem(1, 64, 128)).id == "aten/int8pack"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

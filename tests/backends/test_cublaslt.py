@@ -13,7 +13,7 @@ import torch
 
 from gemmtune.backends.base import Artifact, Kernel
 from gemmtune.backends.cublaslt import CublasLtBackend, library
-from gemmtune.backends.cublaslt.product import described
+from gemmtune.backends.cublaslt.product import describe_product
 from gemmtune.core.candidate import Candidate
 from gemmtune.core.epilogue import Step
 from gemmtune.core.errors import KernelError, UnsupportedError
@@ -21,7 +21,7 @@ from gemmtune.core.problem import Layout, Operand, Problem
 from gemmtune.core.workloads import bmm_problem, build, fp8_problem, int_problem
 from gemmtune.testing.problems import random_problem
 from gemmtune.verify.inputs import Inputs
-from gemmtune.verify.verify import prepare, verify
+from gemmtune.verify.verify import make_reference_cases, verify
 from helpers.batches import LAYOUTS
 from helpers.blas import FakeBlas
 from helpers.drivers import STREAM, simulated
@@ -48,7 +48,7 @@ def check(problem: Problem, made: Kernel, seed: int = 0) -> None:
     def run(inputs: Inputs, out: torch.Tensor) -> None:
         made.run(inputs.a, inputs.b, inputs.aux, out)
 
-    verdict = verify(run, problem, prepare(problem, seed), patience_s=0.0)
+    verdict = verify(run, problem, make_reference_cases(problem, seed), patience_s=0.0)
     assert verdict.ok, f"{problem.key}: {verdict.kind}: {verdict.detail}"
 
 
@@ -174,12 +174,12 @@ def test_random_problems_are_right(blas: FakeBlas, family: str) -> None:
 
 def test_how_a_product_is_described() -> None:
     """C^T = B^T A^T in columns: B's rows of K are cuBLASLt's A, transposed."""
-    found = described(replace(build(5, 24, 40, "bf16"), epilogue=(BIAS, Step("relu"))), 5)
+    found = describe_product(replace(build(5, 24, 40, "bf16"), epilogue=(BIAS, Step("relu"))), 5)
     assert (found.a.rows, found.a.columns, found.a.lead, found.turned) == (40, 24, 40, (True, False))
     assert (found.b.rows, found.b.columns, found.b.lead) == (40, 5, 40)
     assert (found.d.rows, found.d.columns, found.d.lead) == (24, 5, 24)
     assert (found.compute, found.scale, found.epilogue, found.d.dtype, found.pointers) == (68, 0, 6, 14, (8,))
-    scaled = described(fp8_problem(6, 32, 64), 6)
+    scaled = describe_product(fp8_problem(6, 32, 64), 6)
     assert (scaled.scaling, scaled.pointers, scaled.a.dtype) == (3, (18, 17), 28)
 
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from gemmtune.backends.cuda import CudaBackend, compiler
-from gemmtune.backends.cuda.block import mixed_more, slab_more
+from gemmtune.backends.cuda.block import mixed_raised_registers, slab_raised_registers
 from gemmtune.backends.cuda.source import generate
-from gemmtune.backends.gpu.artifact import unpack
+from gemmtune.backends.gpu.artifact import decode_kernels
 from gemmtune.core.candidate import Candidate
 from gemmtune.core.epilogue import Step
 from gemmtune.core.errors import KernelError, UnsupportedError
@@ -79,7 +79,11 @@ def test_threads_wait_for_no_more_registers_than_a_block_starts_with() -> None:
             made = generate(problem, template, config)
             if made.registers:
                 handing[template] += 1
-                more, groups = (mixed_more, config["bn"]) if template == "mixed" else (slab_more, config["bm"])
+                more, groups = (
+                    (mixed_raised_registers, config["bn"])
+                    if template == "mixed"
+                    else (slab_raised_registers, config["bm"])
+                )
                 wanted, groups = more(problem, config), groups // 64
                 assert made.warps == 4 * groups + 4
                 assert 128 * (groups * wanted + 24) <= 32 * made.warps * made.registers <= 65536
@@ -177,7 +181,7 @@ def test_availability_is_in_words_to_act_on(monkeypatch: pytest.MonkeyPatch) -> 
     backend = CudaBackend()
     assert "runs on GPUs" in backend.available(Target("cpu", "x", "x86_64")).reason
     assert bool(backend.available(H200)) == bool(compiler.version())
-    monkeypatch.setattr(compiler, "_places", lambda: iter(["libnvrtc-that-is-not-there.so"]))
+    monkeypatch.setattr(compiler, "_library_names", lambda: iter(["libnvrtc-that-is-not-there.so"]))
     compiler.nvrtc.cache_clear()
     compiler.version.cache_clear()
     try:
@@ -209,7 +213,7 @@ def test_problems_that_differ_in_size_only_share_artifacts() -> None:
 def test_cross_compiling_for_hopper(family: str) -> None:
     problem = FAMILIES[family]
     for candidate in (legal(problem)[0], next(c for c in legal(problem) if c["split"] == 2)):
-        ((header, cubin),) = unpack(CudaBackend()._recipe(problem, candidate, H200)[1]())
+        ((header, cubin),) = decode_kernels(CudaBackend()._recipe(problem, candidate, H200)[1]())
         assert cubin[:4] == b"\x7fELF"
         assert (header.name, header.warps, header.arguments[:3]) == (
             "skinny", candidate["warps"], ("b_ptr", "a_ptr", "c_ptr"),
@@ -223,7 +227,7 @@ def test_cross_compiling_slabs(family: str) -> None:
     problem = FAMILIES[family].with_m(100)
     found = [c for c in legal(problem) if c.template == "slab"]
     for candidate in (found[0], next(c for c in found if c["cluster"] == 2 and c["bm"] == 128)):
-        ((header, cubin),) = unpack(CudaBackend()._recipe(problem, candidate, H200)[1]())
+        ((header, cubin),) = decode_kernels(CudaBackend()._recipe(problem, candidate, H200)[1]())
         assert cubin[:4] == b"\x7fELF"
         assert (header.name, header.warps) == ("slab", int(candidate["bm"]) // 16 + 1)
         assert header.arguments[:3] == ("a_desc", "b_desc", "c_ptr")
@@ -240,7 +244,7 @@ def test_cross_compiling_narrow_weights_beside_many_rows(bits: int, m: int) -> N
     found = [c for c in legal(problem) if c.template == "mixed"]
     chosen = {generate(problem, "mixed", dict(c.config)).registers > 0: c for c in reversed(found)}
     for candidate in chosen.values():
-        ((header, cubin),) = unpack(CudaBackend()._recipe(problem, candidate, H200)[1]())
+        ((header, cubin),) = decode_kernels(CudaBackend()._recipe(problem, candidate, H200)[1]())
         assert cubin[:4] == b"\x7fELF"
         assert header.name == "mixed"
         assert header.shared <= 232_448

@@ -26,7 +26,7 @@ from gemmtune.core.problem import Layout, Operand, Problem
 from gemmtune.core.workloads import bmm_problem, build, fp8_problem, int_problem, weight_only_problem
 from gemmtune.testing.problems import random_problem
 from gemmtune.verify.inputs import Inputs, make_inputs
-from gemmtune.verify.verify import prepare, verify
+from gemmtune.verify.verify import make_reference_cases, verify
 from helpers.batches import LAYOUTS
 from helpers.drivers import Driver, simulated
 from helpers.gpus import H200, SKINNY, legal
@@ -47,17 +47,17 @@ class Emulator:
 
     def skinny(self, problem: Problem, **config: int) -> GpuKernel:
         config = {**SKINNY, "bm": 8 * -(-problem.m // 8), **config}
-        assert not space._skinny_illegal(problem, space.device_of(H200), config)
+        assert not space._why_skinny_illegal(problem, space.device_limits(H200), config)
         return self.load(problem, Candidate.make("cuda", "skinny", **config))
 
     def slab(self, problem: Problem, **config: int) -> GpuKernel:
         config = {**SLAB_CONFIG, **config}
-        assert not space._slab_illegal(problem, space.device_of(H200), config)
+        assert not space._why_slab_illegal(problem, space.device_limits(H200), config)
         return self.load(problem, Candidate.make("cuda", "slab", **config))
 
     def mixed(self, problem: Problem, **config: int) -> GpuKernel:
         config = {**MIXED_CONFIG, **config}
-        assert not space._mixed_illegal(problem, space.device_of(H200), config)
+        assert not space._why_mixed_illegal(problem, space.device_limits(H200), config)
         return self.load(problem, Candidate.make("cuda", "mixed", **config))
 
     def load(self, problem: Problem, candidate: Candidate) -> GpuKernel:
@@ -99,7 +99,9 @@ def run_into(kernel: GpuKernel, inputs: Inputs, out: torch.Tensor) -> None:
 
 def check(kernel: GpuKernel, problem: Problem) -> None:
     """Through bind, the simulated driver, the kernel's own text and gemmtune's own verification."""
-    verdict = verify(lambda inputs, out: run_into(kernel, inputs, out), problem, prepare(problem, 0), patience_s=0.0)
+    verdict = verify(
+        lambda inputs, out: run_into(kernel, inputs, out), problem, make_reference_cases(problem, 0), patience_s=0.0
+    )
     assert verdict.ok, f"{verdict.kind}: {verdict.detail}"
 
 
@@ -232,7 +234,7 @@ def test_random_problems_are_right(emulator: Emulator, family: str) -> None:
         def run(inputs: Inputs, out: torch.Tensor, kernel: GpuKernel = kernel) -> None:
             run_into(kernel, inputs, out)
 
-        verdict = verify(run, problem, prepare(problem, left), patience_s=0.0)
+        verdict = verify(run, problem, make_reference_cases(problem, left), patience_s=0.0)
         assert verdict.ok, f"{candidate.id} on {problem.key}: {verdict.kind}: {verdict.detail}"
 
 
@@ -246,7 +248,7 @@ def test_more_rows_than_it_was_made_for(emulator: Emulator) -> None:
         def run(inputs: Inputs, out: torch.Tensor, kernel: GpuKernel = kernel) -> None:
             run_into(kernel, inputs, out)
 
-        verdict = verify(run, problem, prepare(problem, 0)[:1], patience_s=0)
+        verdict = verify(run, problem, make_reference_cases(problem, 0)[:1], patience_s=0)
         assert verdict.ok, verdict.detail
 
 
@@ -327,19 +329,21 @@ def test_a_wrong_kernel_is_found_out(emulator: Emulator, monkeypatch: pytest.Mon
     from gemmtune.backends.cuda import source as module
 
     template, problem, config, right, wrong = WRONG[name]
-    real, changed = module._file, list[str]()
+    real, changed = module._read_source, list[str]()
 
     def changing(name: str) -> str:
         text = real(name)
         changed.extend([name] * text.count(right))
         return text.replace(right, wrong)
 
-    monkeypatch.setattr(module, "_file", changing)
+    monkeypatch.setattr(module, "_read_source", changing)
     if template == "skinny":
         config = {"bm": 8 * -(-problem.m // 8), **config}
     kernel = getattr(emulator, template)(problem, **config)
     assert changed
-    verdict = verify(lambda inputs, out: run_into(kernel, inputs, out), problem, prepare(problem, 0)[:1], patience_s=0)
+    verdict = verify(
+        lambda inputs, out: run_into(kernel, inputs, out), problem, make_reference_cases(problem, 0)[:1], patience_s=0
+    )
     assert verdict.kind == "wrong"
 
 
@@ -470,9 +474,9 @@ def test_a_kernel_that_does_not_wait_is_found_out(
 ) -> None:
     from gemmtune.backends.cuda import source as module
 
-    real, (template, right, wrong) = module._file, IMPATIENT[name]
+    real, (template, right, wrong) = module._read_source, IMPATIENT[name]
     assert right in real(f"{template}.cu")
-    monkeypatch.setattr(module, "_file", lambda name: real(name).replace(right, wrong))
+    monkeypatch.setattr(module, "_read_source", lambda name: real(name).replace(right, wrong))
     _, problem, config = FOLLOWING[template]
     kernel = getattr(emulator, template)(problem, **config)
     inputs = make_inputs(problem, 0)

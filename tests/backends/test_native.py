@@ -16,14 +16,14 @@ from gemmtune import backends
 from gemmtune.backends.base import Kernel
 from gemmtune.backends.native import space
 from gemmtune.backends.native.layout import Packing, aligned_bytes
-from gemmtune.backends.native.traits import UNITS, suits
+from gemmtune.backends.native.traits import UNITS, can_multiply
 from gemmtune.core.candidate import Candidate, Illegal
 from gemmtune.core.epilogue import Step
 from gemmtune.core.errors import KernelError
 from gemmtune.core.problem import Layout, Operand, Problem, Quant
 from gemmtune.core.target import Target, current_cpu
 from gemmtune.verify.inputs import Inputs
-from gemmtune.verify.verify import prepare, verify
+from gemmtune.verify.verify import make_reference_cases, verify
 
 native = pytest.importorskip("gemmtune.backends.native._native")
 BACKEND = backends.get("native")
@@ -58,7 +58,7 @@ def check(problem: Problem, candidate: Candidate, seed: int) -> None:
         b = kernel.pack(inputs.b) if kernel.packing is not None else inputs.b
         kernel.run(inputs.a, b, inputs.aux, out)
 
-    verdict = verify(run, problem, prepare(problem, seed))
+    verdict = verify(run, problem, make_reference_cases(problem, seed))
     assert verdict.ok, f"{candidate.id} on {problem.key}: {verdict}"
 
 
@@ -148,7 +148,7 @@ def _every_unit() -> Iterator[tuple[str, str, str]]:
     for unit in UNITS:
         for a in ("float32", "bfloat16", "float16", "int8", "uint8"):
             for b in ("float32", "bfloat16", "float16", "int8", "int4"):
-                if unit.isa in ISAS and suits(unit, a, b):
+                if unit.isa in ISAS and can_multiply(unit, a, b):
                     yield unit.isa, a, b
 
 
@@ -338,8 +338,8 @@ def test_a_weight_packed_for_another_cpu_is_rejected() -> None:
     assert candidate is not None
     kernel: Kernel = BACKEND.load(BACKEND.build(problem, candidate, target()), problem)
     packed = kernel.pack(torch.randn(64, 64))
-    assert BACKEND.rejects(packed) == ""
-    assert "no instruction set" in BACKEND.rejects(replace(packed, layout="native:k4/float32/nr64"))
+    assert BACKEND.why_unreadable(packed) == ""
+    assert "no instruction set" in BACKEND.why_unreadable(replace(packed, layout="native:k4/float32/nr64"))
 
 
 @pytest.mark.parametrize("threads", [1, 2])

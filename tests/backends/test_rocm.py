@@ -71,8 +71,8 @@ def test_cross_compiling(family: str, arch: str, lanes: int) -> None:
     there = replace(MI300X, capability=arch)
     problem = FAMILIES[family]
     candidate = gpus.legal(BACKEND, problem, there)[0]
-    wanted = compiler.spec(problem, candidate)
-    ((header, code),) = artifact.unpack(compiler.compile_spec(wanted, there))
+    wanted = compiler.make_spec(problem, candidate)
+    ((header, code),) = artifact.decode_kernels(compiler.compile_spec(wanted, there))
     assert code[:4] == b"\x7fELF"
     assert (header.arch, header.lanes, header.warps) == (arch, lanes, candidate["warps"])
     assert 0 < header.shared <= 65536
@@ -138,7 +138,9 @@ def loaded(fake: Hip, batches: int = 1) -> Tiled:
     problem = bmm_problem(batches, 40, 200, 256, "bfloat16") if batches > 1 else build(40, 200, 256, "bf16")
     config = {"bm": 16, "bn": 64, "bk": 64, "split": 1, "swap": 0, "group": 8, "stages": 2, "warps": 4}
     candidate = Candidate.make("triton", "tiled", **config)
-    passed = tuple(name for name, kind in compiler.spec(problem, candidate).signature.items() if kind != "constexpr")
+    passed = tuple(
+        name for name, kind in compiler.make_spec(problem, candidate).signature.items() if kind != "constexpr"
+    )
     fake.count = len(passed) + 2
     return Tiled(problem, candidate, [(Header("tiled", 0, 8192, 4, passed, 2, lanes=64, arch="gfx942"), b"")])
 
@@ -176,7 +178,7 @@ def test_what_hip_refuses_is_an_error(fake: Hip) -> None:
 
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     hip.library.cache_clear()
-    monkeypatch.setattr(hip, "_places", lambda: iter(["/nowhere/libamdhip64.so"]))
+    monkeypatch.setattr(hip, "_library_names", lambda: iter(["/nowhere/libamdhip64.so"]))
     with pytest.raises(KernelError, match="is this PyTorch for ROCm"):
         hip.library()
 

@@ -62,7 +62,7 @@ def test_every_family_has_candidates_that_fit_the_device(family: str, m: int) ->
     for candidate in found:
         config = dict(candidate.config)
         assert config["bm"] * config["bn"] <= 256 * 32 * config["warps"]
-        assert compiler.spec(problem, candidate).signature["c_ptr"].startswith("*")
+        assert compiler.make_spec(problem, candidate).signature["c_ptr"].startswith("*")
 
 
 def test_small_m_is_swapped_and_split_on_hopper() -> None:
@@ -159,12 +159,12 @@ def test_arguments_are_the_kernels_own() -> None:
 def test_problems_that_differ_in_size_only_share_artifacts() -> None:
     one, other = build(16, 4096, 4096, "bf16"), build(1, 12288, 4096, "bf16")
     candidate = first(one, "tiled")
-    assert compiler.spec(one, candidate).key("9.0", "x") == compiler.spec(other, candidate).key("9.0", "x")
+    assert compiler.make_spec(one, candidate).key("9.0", "x") == compiler.make_spec(other, candidate).key("9.0", "x")
     odd = build(16, 4095, 4096, "bf16")
-    assert compiler.spec(odd, candidate).key("9.0", "x") != compiler.spec(one, candidate).key("9.0", "x")
-    assert compiler.spec(one, candidate).key("8.0", "x") != compiler.spec(one, candidate).key("9.0", "x")
+    assert compiler.make_spec(odd, candidate).key("9.0", "x") != compiler.make_spec(one, candidate).key("9.0", "x")
+    assert compiler.make_spec(one, candidate).key("8.0", "x") != compiler.make_spec(one, candidate).key("9.0", "x")
     biased = replace(one, epilogue=(Step("bias", "col", "bfloat16"),))
-    assert compiler.spec(biased, candidate).key("9.0", "x") != compiler.spec(one, candidate).key("9.0", "x")
+    assert compiler.make_spec(biased, candidate).key("9.0", "x") != compiler.make_spec(one, candidate).key("9.0", "x")
 
 
 @needs_triton
@@ -172,7 +172,7 @@ def test_problems_that_differ_in_size_only_share_artifacts() -> None:
 def test_persistent_programs_that_share_tiles_compile(family: str) -> None:
     problem = FAMILIES[family].with_m(1152)
     candidate = first(problem, "persistent", stream=1)
-    ((header, cubin),) = artifact.unpack(compiler.compile_spec(compiler.spec(problem, candidate), H200))
+    ((header, cubin),) = artifact.decode_kernels(compiler.compile_spec(compiler.make_spec(problem, candidate), H200))
     assert cubin[:4] == b"\x7fELF"
     assert {"ws_ptr", "lock_ptr"} <= set(header.arguments)
     assert header.shared <= 232448
@@ -211,8 +211,8 @@ def test_cross_compiling_for_hopper(
 ) -> None:
     problem = FAMILIES[family] if template == "tiled" else FAMILIES[family].with_m(1024)
     candidate = first(problem, template, split=2) if template == "tiled" else first(problem, template)
-    body = compiler.compile_spec(compiler.spec(problem, candidate), H200)
-    *before, (header, cubin) = artifact.unpack(body)
+    body = compiler.compile_spec(compiler.make_spec(problem, candidate), H200)
+    *before, (header, cubin) = artifact.decode_kernels(body)
     assert [first.name for first, _ in before] == (["convert"] if template == "converted" else [])
     assert all(code[:4] == b"\x7fELF" for code in (cubin, *(code for _, code in before)))
     assert header.shared > 0
@@ -222,11 +222,11 @@ def test_cross_compiling_for_hopper(
 
 
 def _artifact() -> bytes:
-    return artifact.packed(artifact.Header("k", 3, 0, 4, (), 0), b"elf")
+    return artifact.encode_kernel(artifact.Header("k", 3, 0, 4, (), 0), b"elf")
 
 
 def test_an_artifact_may_hold_several_kernels() -> None:
-    parts = artifact.unpack(_artifact() * 2)
+    parts = artifact.decode_kernels(_artifact() * 2)
     assert [(header.name, cubin) for header, cubin in parts] == [("k", b"elf")] * 2
 
 
@@ -234,7 +234,7 @@ def test_an_artifact_cannot_run_backwards() -> None:
     body = _artifact().replace(b'"size":3', b'"size":-9')
     body = (len(body) - 4 - 3).to_bytes(4, "little") + body[4:]
     with pytest.raises(KernelError, match="malformed"):
-        artifact.unpack(body)
+        artifact.decode_kernels(body)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_an_artifact_cannot_run_backwards() -> None:
 )
 def test_a_malformed_artifact_is_refused(body: bytes) -> None:
     with pytest.raises(KernelError, match="malformed"):
-        artifact.unpack(body)
+        artifact.decode_kernels(body)
 
 
 # --- the interpreter ------------------------------------------------------------------------------------------------
@@ -303,7 +303,7 @@ def test_shuffling_int4_can_be_undone_bit_for_bit(group: int | None, zero: bool,
 def test_epilogues_become_constants() -> None:
     steps = (Step("bias", "col", "bfloat16"), Step("silu"), Step("scale", "tensor", value=0.5), Step("clamp", lo=-1.0))
     problem = replace(build(16, 64, 64, "bf16"), epilogue=steps)
-    made = compiler.spec(problem, first(problem, "tiled"))
+    made = compiler.make_spec(problem, first(problem, "tiled"))
     assert made.signature["t0"] == "*bf16"
     assert made.constants["KIND0"] == "bias"
     assert made.constants["KIND2"] == "number"
@@ -315,10 +315,10 @@ def test_epilogues_become_constants() -> None:
 def test_layouts_and_batches() -> None:
     batched = bmm_problem(3, 64, 64, 64, "bfloat16")
     candidate = first(batched, "tiled")
-    assert compiler.spec(batched, candidate).signature["batch_a"] == "i64"
+    assert compiler.make_spec(batched, candidate).signature["batch_a"] == "i64"
     assert {candidate.template for candidate in legal(batched)} == {"tiled"}
     turned = replace(build(64, 64, 64, "bf16"), a=Operand("bfloat16", Layout("col")))
-    assert compiler.spec(turned, first(turned, "tiled")).constants["A_COL"] is True
+    assert compiler.make_spec(turned, first(turned, "tiled")).constants["A_COL"] is True
 
 
 @needs_triton

@@ -13,7 +13,7 @@ import torch
 from gemmtune.backends.gpu import kernel as shared
 from gemmtune.backends.gpu.artifact import Header, Tma
 from gemmtune.backends.gpu.kernel import GpuKernel
-from gemmtune.backends.triton.compiler import CONVERTED_ITEMS, spec
+from gemmtune.backends.triton.compiler import CONVERTED_ITEMS, make_spec
 from gemmtune.backends.triton.kernel import TEMPLATES
 from gemmtune.core.candidate import Candidate
 from gemmtune.core.epilogue import Step
@@ -33,7 +33,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Driver:
 def loaded(fake: Driver, problem: Problem, template: str = "tiled", split: int = 1) -> GpuKernel:
     config = {"bm": 16, "bn": 64, "bk": 128, "split": split, "swap": 0, "group": 8, "stages": 3, "warps": 4}
     candidate = Candidate.make("triton", template, **config)
-    passed = tuple(name for name, kind in spec(problem, candidate).signature.items() if kind != "constexpr")
+    passed = tuple(name for name, kind in make_spec(problem, candidate).signature.items() if kind != "constexpr")
     header = Header(template, 0, 0, 4, passed, 1)
     fake.arguments[template] = len(passed)
     return TEMPLATES[template](problem, candidate, [(header, b"")])
@@ -91,7 +91,7 @@ def test_another_m_is_bound_anew_and_known_again(fake: Driver) -> None:
 
 
 def test_few_launches_are_kept(fake: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared, "_BOUND", 2)
+    monkeypatch.setattr(shared, "_MAX_LAUNCHES", 2)
     made = loaded(fake, build(40, 200, 256, "bf16"))
     for m in range(1, 6):
         call(made, make_inputs(made.problem.with_m(m), 0))
@@ -198,7 +198,7 @@ def test_split_sums_have_a_place_of_their_own(fake: Driver) -> None:
 
 def test_counters_are_a_streams_or_a_graphs(fake: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs that were captured on one stream may be replayed beside each other, and beside the stream."""
-    monkeypatch.setattr(shared, "_COUNTERS", 128)
+    monkeypatch.setattr(shared, "_SEMAPHORE_POOL_BYTES", 128)
     small = loaded(fake, build(20, 200, 256, "bf16"), split=2)  # 8 counters
     large = loaded(fake, build(40, 200, 256, "bf16"), split=2)  # 12
 

@@ -17,16 +17,16 @@ from triton.runtime import interpreter
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gemmtune.backends.gpu.int4 import shuffle_int4
-from gemmtune.backends.gpu.rules import leads, refusal
+from gemmtune.backends.gpu.rules import leading_dimensions, why_no_gpu_kernel
 from gemmtune.backends.triton import kernels
-from gemmtune.backends.triton.compiler import spec
+from gemmtune.backends.triton.compiler import make_spec
 from gemmtune.core.candidate import Candidate
 from gemmtune.core.epilogue import Step
 from gemmtune.core.problem import Layout, Operand, Problem
 from gemmtune.core.weights import QuantWeight
 from gemmtune.core.workloads import bmm_problem, build, fp8_problem, int_problem, weight_only_problem
 from gemmtune.verify.inputs import Inputs
-from gemmtune.verify.verify import prepare, verify
+from gemmtune.verify.verify import make_reference_cases, verify
 from helpers.integers import exact_cases, rounding_cases
 
 
@@ -86,7 +86,7 @@ def cases() -> Iterator[tuple[Problem, Candidate]]:
 
 def run(problem: Problem, candidate: Candidate, inputs: Inputs, out: Tensor) -> None:
     """One interpreted launch, with the constants that compiling would use."""
-    wanted = spec(problem, candidate)
+    wanted = make_spec(problem, candidate)
     config = dict(candidate.config)
     grid: tuple[int, ...]
     a, b = inputs.a, inputs.b
@@ -102,7 +102,7 @@ def run(problem: Problem, candidate: Candidate, inputs: Inputs, out: Tensor) -> 
             extra = (b.scale,) if b.zero_point is None else (b.scale, b.zero_point)
     if candidate.template != "tiled":
         raw = torch.empty_strided(raw.shape, raw.stride(), dtype=raw.dtype).copy_(raw)
-    lda, ldb, ldc = leads(problem, problem.m)
+    lda, ldb, ldc = leading_dimensions(problem, problem.m)
     known: dict[str, Any] = {
         "a_ptr": a, "b_ptr": raw, "c_ptr": out, "M": problem.m, "N": problem.n, "K": problem.k, "lda": lda, "ldb": ldb,
         "ldc": ldc, "s_ptr": extra[0] if extra else None, "z_ptr": extra[1] if len(extra) > 1 else None,
@@ -167,9 +167,9 @@ def main() -> None:
     mend_interpreter()
     count = 0
     for problem, candidate in cases():
-        reason = refusal(problem)
+        reason = why_no_gpu_kernel(problem)
         assert not reason, f"{problem.key}: {reason}"
-        draws = prepare(problem, 0)
+        draws = make_reference_cases(problem, 0)
 
         def launch(inputs: Inputs, out: Tensor, problem: Problem = problem, candidate: Candidate = candidate) -> None:
             run(problem.with_m(inputs.a.shape[-2]), candidate, inputs, out)

@@ -31,21 +31,21 @@ def test_aten_is_always_among_the_backends() -> None:
 def test_exactly_one_source_of_problems() -> None:
     for given in ((None, [], None), ("f.py:g", ["1,2,3"], None), (None, ["1,2,3"], "odd")):
         with pytest.raises(typer.BadParameter, match="give one of"):
-            common.collect(*given, None)
+            common.requested_problems(*given, None)
 
 
 def test_empty_problems_are_left_out() -> None:
-    assert common.collect(None, ["0,8,8", "1,8,8"], None, "fp32")[0][0].m == 1
-    assert all(problem.flops for problem, _ in common.collect(None, [], "odd", "bf16"))
+    assert common.requested_problems(None, ["0,8,8", "1,8,8"], None, "fp32")[0][0].m == 1
+    assert all(problem.flops for problem, _ in common.requested_problems(None, [], "odd", "bf16"))
 
 
 def test_json_output_is_json_even_with_infinities(capsys: pytest.CaptureFixture[str]) -> None:
-    common.emit({"a": math.inf, "b": [math.nan, 1.5], "c": (1,)})
+    common.print_json({"a": math.inf, "b": [math.nan, 1.5], "c": (1,)})
     assert json.loads(capsys.readouterr().out) == {"a": "inf", "b": ["nan", 1.5], "c": [1]}
 
 
 def test_guard_turns_our_errors_into_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    @common.guard
+    @common.exit_on_error
     def broken(*, as_json: bool) -> None:
         raise StoreError("disk on fire")
 
@@ -59,7 +59,7 @@ def test_guard_turns_our_errors_into_one_line(capsys: pytest.CaptureFixture[str]
 
 
 def test_guard_lets_bugs_through() -> None:
-    @common.guard
+    @common.exit_on_error
     def broken() -> None:
         raise AssertionError("a bug")
 
@@ -91,11 +91,11 @@ def test_a_models_problems_go_where_they_ran(monkeypatch: pytest.MonkeyPatch) ->
     recording.add(build(2, 8, 8, "fp32"), 1, torch.device("cuda", 1))
     recording.add(build(3, 8, 8, "fp32"), 1, torch.device("meta"))
     monkeypatch.setattr("gemmtune.cli.models.record_calls", lambda spec, dtype: Recorded(recording, ()))
-    groups = common.gather("m.py:f", [], None, None)
+    groups = common.problems_by_device("m.py:f", [], None, None)
     assert [(place, [problem.m for problem, _ in found]) for place, found, _ in groups] == [
         ("cpu", [1]),
         ("cuda:1", [2]),
     ]
-    ((place, everything, _),) = common.gather("m.py:f", [], None, None, device="cuda")
+    ((place, everything, _),) = common.problems_by_device("m.py:f", [], None, None, device="cuda")
     assert (place, len(everything)) == ("cuda", 3)
-    assert [group.place for group in common.gather(None, ["1,8,8"], None, None)] == ["cpu"]
+    assert [group.place for group in common.problems_by_device(None, ["1,8,8"], None, None)] == ["cpu"]

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gemmtune.cli import examination as doctor
+from gemmtune.cli import doctor_report as doctor
 from gemmtune.core.target import Target
 from helpers.command import Run
 
@@ -37,7 +37,7 @@ def test_openmp_runtimes_are_found_by_name(tmp_path: Path) -> None:
     assert doctor.openmp_runtimes(tmp_path / "absent") == []
 
 
-def examination(**changes: object) -> doctor.Examination:
+def examination(**changes: object) -> doctor.DoctorReport:
     fields: dict[str, object] = {
         "python": "3",
         "torch": "2",
@@ -52,11 +52,11 @@ def examination(**changes: object) -> doctor.Examination:
         "store_decisions": 0,
         "store_damage": [],
     }
-    return doctor.Examination(**{**fields, **changes})  # type: ignore[arg-type]
+    return doctor.DoctorReport(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 def test_advice_names_each_trouble_and_only_it() -> None:
-    assert doctor.advise(examination()) == []
+    assert doctor.advice_for(examination()) == []
     troubles: dict[str, dict[str, object]] = {
         "native is not available: no AVX2": {"backends": [doctor.BackendState("native", False, "no AVX2")]},
         "2 OpenMP runtimes": {"openmp": ["/a", "/b"]},
@@ -67,7 +67,7 @@ def test_advice_names_each_trouble_and_only_it() -> None:
         "store is damaged": {"store_damage": ["x"]},
     }
     for words, change in troubles.items():
-        (advice,) = doctor.advise(examination(**change))
+        (advice,) = doctor.advice_for(examination(**change))
         assert words in advice
 
 
@@ -98,4 +98,4 @@ def test_gpus_are_shown_with_their_backends(run: Run, filled: Path, monkeypatch:
 
 def test_advice_names_the_gpu_a_backend_is_missing_on() -> None:
     gpu = doctor.Gpu("cuda:0", "H200", "9.0", "580", 1, 132, [doctor.BackendState("triton", False, "not installed")])
-    assert doctor.advise(examination(gpus=[gpu])) == ["backend triton is not available on cuda:0: not installed"]
+    assert doctor.advice_for(examination(gpus=[gpu])) == ["backend triton is not available on cuda:0: not installed"]

@@ -47,13 +47,13 @@ def test_every_interrupt_is_counted_and_raised() -> None:
     former = signal.getsignal(signal.SIGINT)
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        seen = cli._count_interrupts()
+        seen = cli._record_interrupts()
         for _ in range(2):
             with pytest.raises(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGINT)
         assert seen == [signal.SIGINT] * 2
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        assert cli._count_interrupts() == []
+        assert cli._record_interrupts() == []
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, former)
@@ -78,9 +78,9 @@ def test_how_it_ends(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
         assert capsys.readouterr().err == "error: interrupted\n"
     assert ended(monkeypatch, SystemExit(2)) == 2
     assert ended(monkeypatch, OSError(28, "No space left on device")) == 1
-    monkeypatch.setattr(cli, "_count_interrupts", lambda: [2])  # numpy makes an ImportError of Ctrl-C
+    monkeypatch.setattr(cli, "_record_interrupts", lambda: [2])  # numpy makes an ImportError of Ctrl-C
     assert ended(monkeypatch, ImportError("cannot load module more than once per process")) == 1
     assert capsys.readouterr().err.endswith("error: interrupted\n")
-    monkeypatch.setattr(cli, "_count_interrupts", lambda: [])
+    monkeypatch.setattr(cli, "_record_interrupts", lambda: [])
     with pytest.raises(AssertionError, match="a bug"):  # bugs keep their traceback
         ended(monkeypatch, AssertionError("a bug"))

@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from gemmtune.cli.progress import Board, LiveProgress, PlainProgress, clock, watching
+from gemmtune.cli.progress import LiveProgress, PlainProgress, ProgressState, duration_text, progress_display
 from gemmtune.core.decision import Verdict
 from gemmtune.core.events import BestSoFar, CandidateTried, Event, ProblemDone, ProblemStarted
 from gemmtune.core.workloads import build
@@ -27,7 +27,7 @@ def feed(watcher: object, *events: Event) -> None:
 
 
 def test_board_tells_what_is_tried_what_leads_and_what_is_left() -> None:
-    board = Board()
+    board = ProgressState()
     feed(board, EVENTS[0])
     assert "preparing" in board.trying_line()
     assert "nothing measured" in board.best_line()
@@ -43,7 +43,7 @@ def test_board_tells_what_is_tried_what_leads_and_what_is_left() -> None:
 
 
 def test_a_new_problem_forgets_the_last_ones_leader() -> None:
-    board = Board()
+    board = ProgressState()
     feed(board, *EVENTS, DONE, ProblemStarted(1, 2, PROBLEM, cached=True))
     assert board.best is None
     assert board.cached == 1
@@ -53,7 +53,7 @@ def test_a_new_problem_forgets_the_last_ones_leader() -> None:
     ("outcome", "words"), [("winner", "2.00x [1.96-2.04]"), ("tie", "tie, ATen"), ("none_valid", "no valid candidate")]
 )
 def test_done_lines(outcome: str, words: str) -> None:
-    board = Board()
+    board = ProgressState()
     feed(board, EVENTS[0])
     line = board.done_line(ProblemDone(0, 2, make_decision(PROBLEM, outcome), None))
     assert line.startswith("[1/2] 16x4096x4096 bf16")
@@ -61,7 +61,7 @@ def test_done_lines(outcome: str, words: str) -> None:
 
 
 def test_done_line_says_why_nothing_is_valid() -> None:
-    board = Board()
+    board = ProgressState()
     feed(board, EVENTS[0])
     decision = replace(make_decision(PROBLEM, "none_valid"), stopped="it does not fit into memory")
     assert "no valid candidate: it does not fit into memory" in board.done_line(ProblemDone(0, 2, decision, None))
@@ -69,7 +69,7 @@ def test_done_line_says_why_nothing_is_valid() -> None:
 
 def test_plain_progress_prints_a_line_at_start_and_end() -> None:
     stream = io.StringIO()
-    feed(PlainProgress(Board(), stream), *EVENTS, DONE)
+    feed(PlainProgress(ProgressState(), stream), *EVENTS, DONE)
     first, second = stream.getvalue().splitlines()
     assert first == "[1/2] 16x4096x4096 bf16 ..."
     assert second.startswith("[1/2] 16x4096x4096 bf16  2.00x")
@@ -79,7 +79,9 @@ def test_plain_progress_prints_a_line_at_start_and_end() -> None:
 def test_cached_problems_say_so() -> None:
     stream = io.StringIO()
     feed(
-        PlainProgress(Board(), stream), ProblemStarted(0, 1, PROBLEM, cached=True), ProblemDone(0, 1, DONE.decision, 0)
+        PlainProgress(ProgressState(), stream),
+        ProblemStarted(0, 1, PROBLEM, cached=True),
+        ProblemDone(0, 1, DONE.decision, 0),
     )
     (line,) = stream.getvalue().splitlines()
     assert line.endswith("(from the store)")
@@ -88,7 +90,7 @@ def test_cached_problems_say_so() -> None:
 def test_live_display_shows_the_same() -> None:
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=True, highlight=False, width=120, _environ={})
-    live = LiveProgress(Board(), console)
+    live = LiveProgress(ProgressState(), console)
     with live.live:
         feed(live, *EVENTS)
         live.live.refresh()
@@ -99,14 +101,14 @@ def test_live_display_shows_the_same() -> None:
 
 
 def test_hidden_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    board = Board()
-    with watching(board, hidden=True) as progress:
+    board = ProgressState()
+    with progress_display(board, hidden=True) as progress:
         feed(progress, *EVENTS, DONE)
     assert capsys.readouterr().out == ""
     assert len(board.decisions) == 1
 
 
 def test_clock() -> None:
-    assert clock(42.4) == "42 s"
-    assert clock(75) == "1:15"
-    assert clock(3601) == "60:01"
+    assert duration_text(42.4) == "42 s"
+    assert duration_text(75) == "1:15"
+    assert duration_text(3601) == "60:01"

@@ -26,8 +26,8 @@ class StandIn:
     interrupt_after = 10**9
     seen: tuple[Target, tuple[str, ...], float, bool] | None = None
     latency = ""
-    unkept: tuple[Decision, ...] = ()
-    trouble = ""
+    unstored: tuple[Decision, ...] = ()
+    store_error = ""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class StandIn:
 def tuner(monkeypatch: pytest.MonkeyPatch) -> type[StandIn]:
     made = type("Fresh", (StandIn,), {})
     monkeypatch.setattr(gemmtune.tuning.tuner, "Tuner", made)
-    monkeypatch.setattr(ceilings, "ensure", lambda path, target: {})
+    monkeypatch.setattr(ceilings, "load_or_measure", lambda path, target: {})
     return made
 
 
@@ -181,7 +181,7 @@ def factory(dtype="fp32"):
 
 
 def test_a_model_is_recorded_and_really_tuned(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ceilings, "ensure", lambda path, target: {})
+    monkeypatch.setattr(ceilings, "load_or_measure", lambda path, target: {})
     file, path = tmp_path / "tiny_model_for_tests.py", tmp_path / "s.db"
     file.write_text(MODEL)
     for _ in range(5):  # a machine that others use too may decide nothing

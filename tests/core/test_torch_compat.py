@@ -136,6 +136,6 @@ def test_a_candidate_whose_operator_is_missing_is_refused_with_the_reason(monkey
     from gemmtune.core.workloads import build
 
     problem = build(4, 64, 64, "int8wo")
-    assert Int8Pack.illegal(problem, {}) == ""
+    assert Int8Pack.why_illegal(problem, {}) == ""
     monkeypatch.setattr(torch_compat, "weight_int8pack_mm", None)
-    assert Int8Pack.illegal(problem, {}) == f"torch {torch.__version__} has no operator _weight_int8pack_mm"
+    assert Int8Pack.why_illegal(problem, {}) == f"torch {torch.__version__} has no operator _weight_int8pack_mm"

@@ -195,7 +195,7 @@ def test_an_epilogue_is_served_without_being_described_again(
 ) -> None:  # fmt: skip
     call, wanted = WHOLE[name]
 
-    def more() -> list[fuse.Bound]:
+    def more() -> list[fuse.BoundStep]:
         return [fuse.scale(torch.full((1, 5), 0.5), axis="col"), fuse.add(R.clone(), value=2.0), fuse.relu()]
 
     after = (wanted * 0.5 + 2 * R).relu()

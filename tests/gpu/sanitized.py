@@ -18,7 +18,7 @@ from gemmtune.core.problem import Layout, Operand, Problem
 from gemmtune.core.workloads import bmm_problem, build, fp8_problem, int_problem, weight_only_problem
 from gemmtune.timing.timing import empty_output
 from gemmtune.verify.inputs import Inputs, make_inputs
-from gemmtune.verify.verify import prepare, verify
+from gemmtune.verify.verify import make_reference_cases, verify
 from helpers.cards import first, kernel_of, run_into
 
 
@@ -75,7 +75,9 @@ def main() -> None:
         def run(inputs: Inputs, out: torch.Tensor, kernel=kernel) -> None:  # type: ignore[no-untyped-def]
             run_into(kernel, inputs, out)
 
-        verdict = verify(run, problem, prepare(problem, 0, device=torch.device("cuda"))[:1], patience_s=0.0)
+        verdict = verify(
+            run, problem, make_reference_cases(problem, 0, device=torch.device("cuda"))[:1], patience_s=0.0
+        )
         print(f"{candidate.id} on {problem.m}x{problem.n}x{problem.k} {problem.b.dtype}: {verdict.kind}", flush=True)
         assert verdict.ok, verdict.detail
         if backend == "cuda":

@@ -12,7 +12,7 @@ from gemmtune.core.epilogue import Step
 from gemmtune.core.errors import UnsupportedError
 from gemmtune.core.problem import Problem
 from gemmtune.core.workloads import bmm_problem, build, fp8_problem, int_problem
-from gemmtune.verify.verify import prepare, verify
+from gemmtune.verify.verify import make_reference_cases, verify
 from helpers.cards import check_random_problems, check_repeats, first, kernel_of, run_into
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("own_artifacts")]
@@ -50,7 +50,7 @@ def test_any_m_and_bit_for_bit_again(name: str, rank: int) -> None:
 
 
 def check(problem: Problem, kernel) -> None:  # type: ignore[no-untyped-def]
-    draws = prepare(problem, problem.m, device=torch.device("cuda"))
+    draws = make_reference_cases(problem, problem.m, device=torch.device("cuda"))
     verdict = verify(lambda inputs, out: run_into(kernel, inputs, out), problem, draws[:2], patience_s=0.0)
     assert verdict.ok, f"{problem.m} rows: {verdict.kind}: {verdict.detail}"
 
@@ -58,7 +58,7 @@ def check(problem: Problem, kernel) -> None:  # type: ignore[no-untyped-def]
 def test_captured_in_a_graph() -> None:
     problem = PROBLEMS["fp8"]
     kernel = kernel_of(problem, first(problem, "ranked", "cublaslt", rank=0))
-    (draw, *_) = prepare(problem, 0, device=torch.device("cuda"))
+    (draw, *_) = make_reference_cases(problem, 0, device=torch.device("cuda"))
     inputs, out = draw.inputs, torch.empty(33, 2208, dtype=torch.bfloat16, device="cuda")
     run_into(kernel, inputs, out)
     wanted = out.clone()

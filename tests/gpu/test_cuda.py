@@ -20,7 +20,7 @@ from gemmtune.core.target import current_cuda
 from gemmtune.core.weights import QuantWeight
 from gemmtune.core.workloads import bmm_problem, build, fp8_problem, int_problem, weight_only_problem
 from gemmtune.verify.inputs import Inputs, make_inputs
-from gemmtune.verify.verify import prepare, verify
+from gemmtune.verify.verify import make_reference_cases, verify
 from helpers.cards import build_all, check_random_problems, check_repeats, first, kernel_of, run_into
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("own_artifacts")]
@@ -88,7 +88,7 @@ def test_random_problems_are_right() -> None:
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_configurations_are_right(name: str) -> None:
     problem = PROBLEMS[name]
-    draws = prepare(problem, 0, device=torch.device("cuda"))
+    draws = make_reference_cases(problem, 0, device=torch.device("cuda"))
     ran = 0
     for candidate in legal(problem):
         if CudaBackend().artifact(problem, candidate, current_cuda({})) is None:
@@ -138,7 +138,7 @@ def test_registers_change_hands() -> None:
 def check_any_m(problem: Problem, kernel) -> None:  # type: ignore[no-untyped-def]
     for m in (1, 2, 7, 16, 17, 64, 100, 300):
         other = problem.with_m(m)
-        draws = prepare(other, m, device=torch.device("cuda"))
+        draws = make_reference_cases(other, m, device=torch.device("cuda"))
         verdict = verify(lambda inputs, out: run_into(kernel, inputs, out), other, draws[:2], patience_s=0.0)
         assert verdict.ok, f"{m} rows: {verdict.kind}: {verdict.detail}"
         check_repeats(kernel, other, m)
@@ -168,7 +168,7 @@ def test_slabs_in_many_rounds() -> None:
     """More slabs than clusters, and a product of a matrix with itself: TMA is told of one matrix twice."""
     problem = build(200, 40000, 512, "bf16")
     kernel = kernel_of(problem, first(problem, "slab", "cuda", bn=64, cluster=2))
-    draws = prepare(problem, 0, device=torch.device("cuda"))
+    draws = make_reference_cases(problem, 0, device=torch.device("cuda"))
     verdict = verify(lambda inputs, out: run_into(kernel, inputs, out), problem, draws[:2], patience_s=0.0)
     assert verdict.ok, f"{verdict.kind}: {verdict.detail}"
     square = build(200, 200, 512, "bf16")
@@ -255,8 +255,8 @@ def test_kernels_follow_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
     chain.draw(0)
     chain.run()
     asked: list[bool] = []
-    meets = driver.Span.meets
-    monkeypatch.setattr(driver.Span, "meets", lambda own, other: asked.append(meets(own, other)) or asked[-1])
+    meets = driver.MemoryRange.overlaps
+    monkeypatch.setattr(driver.MemoryRange, "overlaps", lambda own, other: asked.append(meets(own, other)) or asked[-1])
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         chain.run()

@@ -21,13 +21,13 @@ from gemmtune.core.weights import QuantWeight
 from gemmtune.store import MemoryStore
 from gemmtune.testing import hostile, hostile_cuda
 from gemmtune.timing.clock import Latency
-from gemmtune.timing.cuda_clock import CudaClock, TorchGpu, rough_times
+from gemmtune.timing.cuda_clock import CudaClock, TorchGpu, screening_times
 from gemmtune.timing.nvml import cuda_machine
 from gemmtune.timing.timing import Flush
 from gemmtune.tuning.tuner import Budget, Tuner
 from gemmtune.verify.inputs import Inputs, make_inputs, timing_sets
 from gemmtune.verify.oracle import reference
-from gemmtune.verify.verify import prepare, verify
+from gemmtune.verify.verify import make_reference_cases, verify
 from gemmtune.workers.worker import Limits, Worker, WorkerLost
 
 pytestmark = pytest.mark.gpu
@@ -123,15 +123,15 @@ def test_the_oracle_is_never_tf32() -> None:
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_a_right_kernel_passes(name: str) -> None:
     problem = PROBLEMS[name]
-    assert verify(hostile.correct(problem), problem, prepare(problem, 1, device=CUDA)).ok
+    assert verify(hostile.correct(problem), problem, make_reference_cases(problem, 1, device=CUDA)).ok
 
 
 @pytest.mark.parametrize("problem", [PROBLEM, INT8, PROBLEMS["fp32"]], ids=["bf16", "int8", "fp32"])
-@pytest.mark.parametrize("fault", [name for name in hostile.WRONG if name != "reversed epilogue"])
+@pytest.mark.parametrize("fault", [name for name in hostile.FAULTY_KERNELS if name != "reversed epilogue"])
 def test_planted_faults_are_rejected(fault: str, problem: Problem) -> None:
     if fault == "NaN swallowed" and problem is INT8:
         pytest.skip("integers have no NaN")
-    assert not verify(hostile.WRONG[fault](problem), problem, prepare(problem, 0, device=CUDA)).ok
+    assert not verify(hostile.FAULTY_KERNELS[fault](problem), problem, make_reference_cases(problem, 0, device=CUDA)).ok
 
 
 def test_timing_sets_are_distinct_and_on_the_device() -> None:
@@ -193,7 +193,9 @@ def test_graphs_survive_captures_that_fail() -> None:
 def test_rough_times_on_the_device() -> None:
     inputs = make_inputs(PROBLEM, 1, device=CUDA)
     out = torch.empty(16, 512, dtype=torch.bfloat16, device=CUDA)
-    times = rough_times(TorchGpu(CUDA), lambda: torch.mm(inputs.a, inputs.b, out=out), Flush(PROBLEM, current_cuda()))
+    times = screening_times(
+        TorchGpu(CUDA), lambda: torch.mm(inputs.a, inputs.b, out=out), Flush(PROBLEM, current_cuda())
+    )
     assert len(times) == 5
     assert 0.0 < min(times) < 1e-3
 
@@ -214,7 +216,7 @@ def kind(name: str) -> Candidate:
 
 @pytest.fixture(scope="module", autouse=True)
 def room() -> None:
-    backends.register("hostile_cuda", hostile_cuda.PLACE)
+    backends.register("hostile_cuda", hostile_cuda.ENTRY_POINT)
 
 
 @pytest.fixture(scope="module")
@@ -234,7 +236,7 @@ def works(worker: Worker, name: str = "good") -> bool:
     return verdict is not None and verdict.ok
 
 
-@pytest.mark.parametrize("name", hostile_cuda.HONEST)
+@pytest.mark.parametrize("name", hostile_cuda.CORRECT_KINDS)
 def test_honest_candidates(shared: Worker, name: str) -> None:
     result = shared.attempt(kind(name), 30.0)
     assert result.verdict is not None
@@ -258,7 +260,7 @@ def test_failures_that_leave_the_worker_alive(shared: Worker, name: str, verdict
 
 # GEMMTUNE_HOSTILE_ROUNDS=100: each so many times.
 @pytest.mark.parametrize("round_", range(int(os.environ.get("GEMMTUNE_HOSTILE_ROUNDS", "1"))))
-@pytest.mark.parametrize("name", hostile_cuda.LETHAL)
+@pytest.mark.parametrize("name", hostile_cuda.CONTEXT_LOSING_KINDS)
 def test_a_lost_context_costs_the_candidate_alone(shared: Worker, name: str, round_: int) -> None:
     assert works(shared)
     before = shared.pid
@@ -291,7 +293,7 @@ def test_what_turns_bad_in_a_race_is_named(shared: Worker, name: str) -> None:
 
 
 def test_a_race_says_how_each_was_timed(shared: Worker) -> None:
-    raced = shared.race([kind(name) for name in hostile_cuda.HONEST], 1.0, 0)
+    raced = shared.race([kind(name) for name in hostile_cuda.CORRECT_KINDS], 1.0, 0)
     words = {place.id: place.sample.conditions for place in raced.placed if place.sample is not None}
     assert words[kind("good").id]["timed"] == "eager: beside one that cannot be captured"
     assert words[kind("waits").id]["timed"].startswith("eager: ")
@@ -317,7 +319,7 @@ def test_tuning_among_hostile_candidates(target: Target) -> None:
     assert verdicts[kind("good").id] in ("within_bound", "exact")
     assert verdicts[kind("wrong").id] == "wrong"
     assert verdicts[kind("spin").id] == "hung"
-    for name in (*hostile_cuda.LETHAL, "late_illegal", "replayed_illegal"):
+    for name in (*hostile_cuda.CONTEXT_LOSING_KINDS, "late_illegal", "replayed_illegal"):
         assert verdicts[kind(name).id] == "crashed", name
     assert kind("illegal").id in store.failures(target, PROBLEM.key)
     assert decision.find(decision.chosen) is not None

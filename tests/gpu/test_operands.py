@@ -97,7 +97,7 @@ def test_a_capture_goes_on_by_torchs_op_when_memory_for_a_kernel_cannot_be_had(
     if fails == "partial sums":
         monkeypatch.setattr(gpu_kernel, "empty_cuda", failing(torch.OutOfMemoryError("CUDA out of memory")))
     else:
-        monkeypatch.setattr(gpu_kernel.Counters, "of", failing(KernelError("asking for memory: CUDA error 2")))
+        monkeypatch.setattr(gpu_kernel.Semaphores, "of", failing(KernelError("asking for memory: CUDA error 2")))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = gemmtune.mm(a, b)

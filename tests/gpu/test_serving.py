@@ -29,7 +29,7 @@ from gemmtune.dispatch.cache import DISPATCH_CACHE
 from gemmtune.store import MemoryStore
 from gemmtune.verify import oracle as reference
 from gemmtune.verify.inputs import make_inputs
-from gemmtune.verify.verify import prepare, verify
+from gemmtune.verify.verify import make_reference_cases, verify
 from helpers.cards import first
 from helpers.serving import RAN, decide, evidence, register, toy
 
@@ -574,7 +574,7 @@ def test_aten_candidates_sum_in_float32_on_a_gpu() -> None:
     """cuBLAS may add the parts of a split K in bfloat16 when PyTorch lets it (the default): far outside the bound."""
     problem = linear_problem(256, 12288, 4096, "bfloat16")
     kernel = ATEN.load(Artifact(Candidate.make("aten", "mm"), ""), problem)
-    draws = prepare(problem, 0, device=GPU)
+    draws = make_reference_cases(problem, 0, device=GPU)
     matmul = torch.backends.cuda.matmul
     assert matmul.allow_bf16_reduced_precision_reduction
     assert verify(lambda inputs, out: kernel.run(inputs.a, inputs.b, (), out), problem, draws).ok

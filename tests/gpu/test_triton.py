@@ -16,7 +16,7 @@ from gemmtune.core.problem import Problem
 from gemmtune.core.workloads import build, fp8_problem, int_problem, weight_only_problem
 from gemmtune.verify.inputs import Inputs, make_inputs
 from gemmtune.verify.oracle import reference
-from gemmtune.verify.verify import prepare, verify
+from gemmtune.verify.verify import make_reference_cases, verify
 from helpers.cards import check_random_problems, check_repeats, first, kernel_of, run_into
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("own_artifacts")]
@@ -48,7 +48,7 @@ def test_split_kernels_repeat_bit_for_bit_on_many_m(problem: Problem) -> None:
 def test_programs_that_share_tiles_serve_any_m(problem: Problem) -> None:
     kernel = kernel_of(problem, first(problem, "persistent", stream=1))
     for m in (1, 64, 100, 257, 1024, 1500):
-        draws = prepare(problem.with_m(m), m, device=torch.device("cuda"))
+        draws = make_reference_cases(problem.with_m(m), m, device=torch.device("cuda"))
         verdict = verify(
             lambda inputs, out: run_into(kernel, inputs, out), problem.with_m(m), draws[:2], patience_s=0.0
         )
@@ -104,7 +104,7 @@ def test_weights_converted_for_one_product(m: int) -> None:
     other = weight_only_problem(m, 8192, 512)
     second = kernel_of(other, first(other, "converted"))
     for seed in range(3):
-        draws = [prepare(p, seed, device=torch.device("cuda")) for p in (problem, other)]
+        draws = [make_reference_cases(p, seed, device=torch.device("cuda")) for p in (problem, other)]
 
         def both(inputs: Inputs, out: torch.Tensor, draws=draws) -> None:  # type: ignore[no-untyped-def]
             run_into(kernel, inputs, out)

@@ -1,1 +1,1 @@
-"""What several tests need: fakes, factories and small tools."""
+"""Fakes, factories and small tools that several tests share."""

@@ -1,4 +1,4 @@
-"""Batched operands as torch.bmm takes them: any batch stride, start address, expanded and overlapping batches."""
+"""Layouts of batched operands that torch.bmm accepts: any batch stride and start address, expanded, overlapping."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Make = Callable[[Tensor], Tensor]
 
 
 def _with_stride(t: Tensor, extra: int, start: int = 0) -> Tensor:
-    """A copy of ``t`` whose batch stride is ``extra`` elements longer and which starts ``start`` elements late."""
+    """Return a copy of ``t`` with a batch stride longer by ``extra`` elements and a storage offset of ``start``."""
     count, outer, inner = t.shape
     stride = outer * inner + extra
     memory = torch.zeros(start + count * stride, dtype=t.dtype, device=t.device)
@@ -19,12 +19,12 @@ def _with_stride(t: Tensor, extra: int, start: int = 0) -> Tensor:
 
 
 def _overlapping(t: Tensor) -> Tensor:
-    """Matrices of which each begins one element behind the one before it."""
+    """Return a view with the shape of ``t`` in which each matrix begins one element behind the previous one."""
     count, outer, inner = t.shape
     return t.flatten()[: outer * inner + count - 1].as_strided(t.shape, (1, inner, 1))
 
 
-# From a contiguous [batch, outer, inner] to one of the same shape.
+# Each function takes a contiguous tensor [batch, outer, inner] and returns one of equal shape.
 LAYOUTS: dict[str, Make] = {
     "dense": lambda t: t,
     "odd batch stride": lambda t: _with_stride(t, 1),

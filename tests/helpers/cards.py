@@ -1,4 +1,4 @@
-"""What tests of GPU kernels share: random problems, builds side by side, one kernel on one set of operands."""
+"""Helpers for tests of GPU kernels: random problems, parallel builds, and runs of one kernel on one set of operands."""
 
 from __future__ import annotations
 
@@ -23,37 +23,42 @@ from gemmtune.core.problem import FAMILIES, Layout, Problem
 from gemmtune.core.target import Target, current_cuda
 from gemmtune.testing.problems import random_problem
 from gemmtune.verify.inputs import Inputs, make_inputs
-from gemmtune.verify.verify import guarded, prepare, verify
+from gemmtune.verify.verify import guarded, make_reference_cases, verify
 
 COUNT = int(os.environ.get("GEMMTUNE_GPU_PROBLEMS", "150"))
 NARROW = ("bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2")
 
 
 def problems(backend: Backend, count: int, seed: int = 0) -> Iterator[tuple[Problem, Candidate]]:
-    """Random problems that the backend takes, no family more than a third, with one of their legal candidates each, of
-    the template that there are fewest of."""
+    """Yield ``count`` random problems that the backend supports, each with one of its legal candidates.
+
+    No family has more than a third of the problems. The candidate is of the template that was yielded least often.
+    """
     rng, target = random.Random(seed), current_cuda({})
-    left, had = Counter(dict.fromkeys(FAMILIES, -(-count // 3))), Counter[str]()
+    remaining, template_counts = Counter(dict.fromkeys(FAMILIES, -(-count // 3))), Counter[str]()
     while count:
-        most = rng.choice((40, 200, 700, 1500))
-        problem = random_problem(rng, most)
+        max_size = rng.choice((40, 200, 700, 1500))
+        problem = random_problem(rng, max_size)
         if rng.random() < 0.5:
-            problem = _usual(rng, problem)
-        if problem.a.dtype not in NARROW or not left[problem.family]:
+            problem = _as_in_models(rng, problem)
+        if problem.a.dtype not in NARROW or not remaining[problem.family]:
             continue
         listed = backend.candidates(problem, target)
         legal = [item for item in listed if isinstance(item, Candidate)]
         if legal:
-            template = min(sorted({candidate.template for candidate in legal}), key=had.__getitem__)
-            had[template] += 1
+            template = min(sorted({candidate.template for candidate in legal}), key=template_counts.__getitem__)
+            template_counts[template] += 1
             yield problem, rng.choice([candidate for candidate in legal if candidate.template == template][:60])
             count -= 1
-            left[problem.family] -= 1
+            remaining[problem.family] -= 1
 
 
-def _usual(rng: random.Random, problem: Problem) -> Problem:
-    """As models have it, and TMA wants it: N and K in multiples of 64, the operands' K contiguous and without gaps,
-    three times the columns, that there are tiles for many programs, and of mm an epilogue that libraries fuse."""
+def _as_in_models(rng: random.Random, problem: Problem) -> Problem:
+    """Return a variant of the problem as models have it and TMA needs it.
+
+    N and K are multiples of 64, K is contiguous in both operands, and no operand has padding. N is three times as
+    large, so that there are tiles for many thread blocks. An ``mm`` gets an epilogue that libraries can fuse.
+    """
     n, k = (max(64, size - size % 64) for size in (3 * problem.n, problem.k))
     a, b = replace(problem.a, layout=Layout()), replace(problem.b, layout=Layout("col"))
     if problem.family == "mm":
@@ -72,12 +77,12 @@ def _build(job: tuple[Problem, Candidate, Target]) -> str:
     return ""
 
 
-def build_all(wanted: list[tuple[Problem, Candidate]]) -> list[str]:
-    """Why each could not be built, or empty; side by side."""
+def build_all(jobs: list[tuple[Problem, Candidate]]) -> list[str]:
+    """Build the candidates in parallel. Return for each the error's text, or an empty string."""
     target = current_cuda({})
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 1), mp_context=context) as pool:
-        return list(pool.map(_build, [(problem, candidate, target) for problem, candidate in wanted], chunksize=4))
+        return list(pool.map(_build, [(problem, candidate, target) for problem, candidate in jobs], chunksize=4))
 
 
 def kernel_of(problem: Problem, candidate: Candidate):  # type: ignore[no-untyped-def]
@@ -88,8 +93,8 @@ def kernel_of(problem: Problem, candidate: Candidate):  # type: ignore[no-untype
 def first(problem: Problem, template: str = "tiled", backend: str = "triton", **config: object) -> Candidate:
     for item in backends.get(backend).candidates(problem, current_cuda({})):
         if isinstance(item, Candidate) and item.template == template:
-            have = dict(item.config)
-            if all(have[name] == value for name, value in config.items()):
+            config_of_item = dict(item.config)
+            if all(config_of_item[name] == value for name, value in config.items()):
                 return item
     raise AssertionError(f"no {template} with {config}")
 
@@ -100,45 +105,45 @@ def run_into(kernel, inputs: Inputs, out: torch.Tensor) -> None:  # type: ignore
 
 
 def check_random_problems(backend: Backend) -> None:
-    """COUNT of them, on a random one of the first candidates each, against the oracle."""
-    wanted = list(problems(backend, COUNT))
-    found: Counter[str] = Counter()
-    wrong = []
-    for (problem, candidate), error in zip(wanted, build_all(wanted), strict=True):
+    """Check ``COUNT`` random problems, each with a random one of its first candidates, against the oracle."""
+    jobs = list(problems(backend, COUNT))
+    counts: Counter[str] = Counter()
+    failures = []
+    for (problem, candidate), error in zip(jobs, build_all(jobs), strict=True):
         family = f"{problem.family}/{candidate.template}"
         if error:
-            found[f"{family} {'would spill' if 'spill' in error else 'not built'}"] += 1
+            counts[f"{family} {'would spill' if 'spill' in error else 'not built'}"] += 1
             continue
         try:
             kernel = kernel_of(problem, candidate)
         except UnsupportedError:  # the library ranks fewer algorithms
-            found[f"{family} not there"] += 1
+            counts[f"{family} not there"] += 1
             continue
-        draws = prepare(problem, found.total(), device=torch.device("cuda"))
+        test_cases = make_reference_cases(problem, counts.total(), device=torch.device("cuda"))
         verdict = verify(
-            lambda inputs, out, kernel=kernel: run_into(kernel, inputs, out), problem, draws, patience_s=0.0
+            lambda inputs, out, kernel=kernel: run_into(kernel, inputs, out), problem, test_cases, patience_s=0.0
         )
-        found[f"{family} {verdict.kind}"] += 1
+        counts[f"{family} {verdict.kind}"] += 1
         if not verdict.ok:
-            wrong.append(f"{candidate.id} on {problem.key}: {verdict.kind}: {verdict.detail}")
+            failures.append(f"{candidate.id} on {problem.key}: {verdict.kind}: {verdict.detail}")
     folder = os.environ.get("OUT")
     if folder:
-        report = {"count": COUNT, "found": dict(found), "wrong": wrong}
+        report = {"count": COUNT, "found": dict(counts), "wrong": failures}
         (Path(folder) / f"random_problems_{backend.name}.json").write_text(json.dumps(report, indent=1))
-    print(dict(found))
-    assert not wrong, "\n".join(wrong[:20])
-    assert sum(count for name, count in found.items() if name.endswith("not built")) < 0.02 * COUNT
-    assert sum(count for name, count in found.items() if name.endswith("not there")) < 0.5 * COUNT
+    print(dict(counts))
+    assert not failures, "\n".join(failures[:20])
+    assert sum(count for name, count in counts.items() if name.endswith("not built")) < 0.02 * COUNT
+    assert sum(count for name, count in counts.items() if name.endswith("not there")) < 0.5 * COUNT
 
 
 def check_repeats(kernel, problem: Problem, seed: int) -> None:  # type: ignore[no-untyped-def]
-    """Three runs on the same operands agree bit for bit."""
+    """Assert that three runs on the same operands agree bit for bit."""
     device = torch.device("cuda")
     inputs = make_inputs(problem, seed, device=device)
-    frames = []
+    buffers = []
     for _ in range(3):
-        frame, out = guarded(problem, device, 0)
+        buffer, out = guarded(problem, device, 0)
         run_into(kernel, inputs, out)
-        frames.append(frame)
-    assert torch.equal(frames[0], frames[1])
-    assert torch.equal(frames[0], frames[2])
+        buffers.append(buffer)
+    assert torch.equal(buffers[0], buffers[1])
+    assert torch.equal(buffers[0], buffers[2])

@@ -14,7 +14,7 @@ from gemmtune.cli.commands import app
 
 @dataclass(frozen=True)
 class Result:
-    """What a command did: its exit code and what it printed where."""
+    """The result of a command: its exit code, stdout and stderr."""
 
     code: int
     out: str
@@ -29,6 +29,6 @@ Run = Callable[..., Result]
 
 
 def invoke(*args: object) -> Result:
-    """Run ``gemmtune`` with the given arguments; an exception that is no exit fails the test."""
+    """Run ``gemmtune`` with these arguments and return its Result. Exceptions other than SystemExit are not caught."""
     outcome = CliRunner().invoke(app, [str(arg) for arg in args], catch_exceptions=False, prog_name="gemmtune")
     return Result(outcome.exit_code, outcome.stdout, outcome.stderr)

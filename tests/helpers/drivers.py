@@ -1,4 +1,4 @@
-"""A CUDA driver that launches nothing, and says what it was asked to launch."""
+"""A fake CUDA driver that records launches instead of making them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ STREAM = 7
 
 
 class Driver:
-    """What is launched, by name of the kernel: the grid, and every argument's eight bytes (``places``: where the last
-    launch's lie).
+    """A fake CUDA driver.
 
-    overlaps: whether each launch may begin before the kernel before it has ended. capture: the number of the capture
-    that the stream is in, or 0; nodes: what was captured. beside: blocks that a multiprocessor has room for. run:
-    called with each launch's grid and arguments, so that a test may do what a GPU would. temporaries: what launches
-    asked torch's allocator for; memory: what they asked the driver for; mode: of capturing, on this thread.
+    launches: the kernel's name, the grid and the 8-byte values of the arguments of each launch. places: the addresses
+    of the last launch's arguments. overlaps: for each launch, 1 if it uses PDL (it may begin before the previous kernel
+    has ended), else 0. capture: id of the stream's capture, or 0. nodes: the captured nodes. beside: thread blocks that
+    fit on a multiprocessor. run: called with the grid and the arguments of each launch, so that a test can compute what
+    a GPU would. temporaries: tensors that launches requested from torch's allocator. memory: allocations that they
+    requested from the driver. mode: the capture mode of this thread.
     """
 
     def __init__(self) -> None:
@@ -51,12 +52,12 @@ class Driver:
         handle._obj.value = len(self.names)
         return 0
 
-    def cuTensorMapEncodeTiled(self, place: Any, dtype: Any, rank: Any, pointer: Any, *rest: Any) -> int:
-        """What a descriptor says here: the address of its matrix, bytes an element, columns, rows, bytes from one row
-        to the next, columns and rows of a box."""
+    def cuTensorMapEncodeTiled(self, map_address: Any, dtype: Any, rank: Any, pointer: Any, *rest: Any) -> int:
+        """Write a fake tensor map: the matrix's address, bytes per element, columns, rows, bytes from one row to the
+        next, and the columns and rows of a box."""
         columns, rows = rest[0]
-        words = (pointer.value, 1 << dtype.value, columns, rows, rest[1][0], *rest[2])
-        (ctypes.c_uint64 * len(words)).from_address(place.value)[:] = words
+        fields = (pointer.value, 1 << dtype.value, columns, rows, rest[1][0], *rest[2])
+        (ctypes.c_uint64 * len(fields)).from_address(map_address.value)[:] = fields
         return 0
 
     def cuFuncSetAttribute(self, handle: Any, attribute: int, value: int) -> int:
@@ -78,30 +79,32 @@ class Driver:
     def cuLaunchKernelEx(self, config: Any, handle: Any, start: Any, extra: None) -> int:
         if self.statuses:
             return self.statuses.pop(0)
-        asked = driver._Config.from_address(config.value)
-        assert (asked.z, asked.threads_x, asked.threads_y, asked.threads_z) == (1, self.threads, 1, 1)
-        assert (asked.stream, extra) == (STREAM, None)
-        attributes = (driver._Attribute * asked.count).from_address(asked.attributes)
-        assert [(one.id, one.value) for one in attributes] == [(6, 1)] * asked.count  # that it may overlap the last one
-        self.overlaps.append(asked.count)
-        assert asked.shared == self.shared or (not self.shared and asked.shared <= 48 << 10)  # more must be asked for
+        launch = driver._Config.from_address(config.value)
+        assert (launch.z, launch.threads_x, launch.threads_y, launch.threads_z) == (1, self.threads, 1, 1)
+        assert (launch.stream, extra) == (STREAM, None)
+        attributes = (driver._Attribute * launch.count).from_address(launch.attributes)
+        assert [(each.id, each.value) for each in attributes] == [(6, 1)] * launch.count  # the attribute for PDL
+        self.overlaps.append(launch.count)
+        assert launch.shared == self.shared or (
+            not self.shared and launch.shared <= 48 << 10
+        )  # more than 48 KiB has to be requested
         name = self.names[handle.value - 1]
         parameters = (ctypes.c_void_p * self.arguments[name]).from_address(start.value)
         self.places = list(parameters)
         values = [ctypes.c_uint64.from_address(address).value for address in self.places]
-        self.launches.append((name, (asked.x, asked.y), values))
+        self.launches.append((name, (launch.x, launch.y), values))
         self.starts.append(start.value)
         if self.run is not None:
-            self.run((asked.x, asked.y), values)
+            self.run((launch.x, launch.y), values)
         self.nodes.append(len(self.launches))
         return 0
 
-    def cuStreamGetCaptureInfo_v2(self, stream: Any, *places: Any) -> int:
+    def cuStreamGetCaptureInfo_v2(self, stream: Any, *outputs: Any) -> int:
         assert stream.value == STREAM
-        status, number, _, nodes, count = places
+        status, number, _, nodes, count = outputs
         status._obj.value, number._obj.value, count._obj.value = self.capture > 0, self.capture, len(self.nodes[-1:])
-        self._held = (ctypes.c_void_p * 1)(*self.nodes[-1:])
-        nodes._obj.contents = ctypes.c_void_p.from_buffer(self._held)
+        self._dependencies = (ctypes.c_void_p * 1)(*self.nodes[-1:])
+        nodes._obj.contents = ctypes.c_void_p.from_buffer(self._dependencies)
         return 0
 
     def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
@@ -109,7 +112,7 @@ class Driver:
         return 0
 
     def cuMemAlloc_v2(self, address: Any, size: Any) -> int:
-        assert self.mode == 2  # what a graph being captured allows
+        assert self.mode == 2  # the mode in which allocations are allowed while a graph is captured
         self.memory.append((ctypes.c_ubyte * size.value)(*[1] * min(size.value, 64)))
         address._obj.value = ctypes.addressof(self.memory[-1])
         return 0
@@ -132,23 +135,23 @@ class Driver:
         return self.cuStreamSynchronize(stream)
 
     def temporary(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """In the place of what launches ask torch's allocator by."""
+        """Return a new uint8 tensor and record it. Replaces the function by which launches use torch's allocator."""
         assert (len(shape), strides, dtype) == (1, (1,), torch.uint8)
         self.temporaries.append(torch.empty(shape, dtype=dtype))
         return self.temporaries[-1]
 
 
 def simulated(monkeypatch: pytest.MonkeyPatch) -> Driver:
-    """Such a driver in the place of the real one, and what of torch.cuda launching asks for."""
-    made = Driver()
-    monkeypatch.setattr(driver, "driver", lambda: made)
+    """Replace the CUDA driver, and the functions of torch.cuda that launching uses, by fakes. Return the driver."""
+    fake = Driver()
+    monkeypatch.setattr(driver, "driver", lambda: fake)
     driver._version.cache_clear()
-    monkeypatch.setattr(kernel, "empty_cuda", made.temporary)
-    monkeypatch.setattr(kernel, "_counters", {})
+    monkeypatch.setattr(kernel, "empty_cuda", fake.temporary)
+    monkeypatch.setattr(kernel, "_semaphores", {})
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=6))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(query=lambda: True))
     monkeypatch.setattr(torch_compat, "stream_of", lambda _: STREAM)
-    monkeypatch.setattr(torch_compat, "is_capturing", lambda: made.capture > 0)
-    return made
+    monkeypatch.setattr(torch_compat, "is_capturing", lambda: fake.capture > 0)
+    return fake

@@ -1,4 +1,4 @@
-"""Synthetic Targets and Decisions for tests that need something to show."""
+"""Factories of synthetic Targets, Samples and Decisions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ILLEGAL = Candidate.make("native", "gemm", isa="amx", mr=16, nr=32)
 
 
 def make_target(threads: int = 2, name: str = "Test CPU <x>") -> Target:
-    """A Target that is no real machine's; its name needs escaping in HTML."""
+    """Return the Target of a fictitious machine. Its name needs escaping in HTML."""
     return Target(
         device="cpu",
         name=name,
@@ -70,18 +70,22 @@ def make_evidence(
 def make_decision(
     problem: Problem | None = None, outcome: str = "winner", target: Target | None = None, aten_s: float = 2e-3
 ) -> Decision:
-    """A Decision of any outcome; a winner is native at half of ATen's time."""
+    """Return a Decision with the outcome winner, tie or none_valid. A winner is a native candidate with half of ATen's
+    time."""
     problem = problem or build(16, 4096, 4096, "bf16")
     target = target or make_target()
-    won = outcome == "winner"
+    is_winner = outcome == "winner"
     wrong = Verdict("wrong", "element [3, <b>7</b>] is off by 12.5 times the bound", worst=12.5)
     if outcome == "none_valid":
         evidence = [make_evidence(c, "failed", verdict=wrong, reason="wrong") for c in (ATEN, WRONG)]
     else:
         evidence = [
-            make_evidence(ATEN, "finalist" if won else "winner", aten_s),
+            make_evidence(ATEN, "finalist" if is_winner else "winner", aten_s),
             make_evidence(
-                NATIVE, "winner" if won else "finalist", aten_s / 2 if won else aten_s, ratio=0.5 if won else 1.0
+                NATIVE,
+                "winner" if is_winner else "finalist",
+                aten_s / 2 if is_winner else aten_s,
+                ratio=0.5 if is_winner else 1.0,
             ),
             make_evidence(SLOW, "eliminated", aten_s * 2, ratio=2.0, reason="2.0x slower than the best after 3 rounds"),
             make_evidence(WRONG, "failed", verdict=wrong, reason="wrong"),
@@ -103,9 +107,16 @@ def make_decision(
 
 
 def make_legal_decision(problem: Problem, target: Target) -> Decision:
-    """A tie whose candidate PyTorch's backend really lists for the problem."""
-    plain = next(item for item in AtenBackend().candidates(problem, target) if isinstance(item, Candidate))
-    row = make_evidence(plain, "winner", 2e-3)
+    """Return a Decision with the outcome tie, whose candidate the ATen backend lists for the problem."""
+    candidate = next(item for item in AtenBackend().candidates(problem, target) if isinstance(item, Candidate))
+    row = make_evidence(candidate, "winner", 2e-3)
     return Decision(
-        problem.key, problem.to_dict(), target.key, "tie", plain.id, (row,), {"": plain.id}, created=1_760_000_000.0
+        problem.key,
+        problem.to_dict(),
+        target.key,
+        "tie",
+        candidate.id,
+        (row,),
+        {"": candidate.id},
+        created=1_760_000_000.0,
     )

@@ -1,4 +1,4 @@
-"""Forks at a bad moment."""
+"""A fork while another thread has a lock."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from contextlib import AbstractContextManager
 
 
 def child_of_fork_while_held(lock: AbstractContextManager[object], works: Callable[[], object]) -> bool:
-    """Whether ``works()`` comes out true, within 20 s, in a child forked while another thread holds the lock, which
-    would stay locked in the child for ever."""
-    held, done = threading.Event(), threading.Event()
+    """Whether ``works()`` returns a true value within 20 s in a child process that is forked while another thread has
+    the lock. A lock that is not reset after the fork would stay locked in the child forever."""
+    acquired, done = threading.Event(), threading.Event()
 
-    def hold() -> None:
+    def hold_lock() -> None:
         with lock:
-            held.set()
+            acquired.set()
             done.wait(60)
 
-    holder = threading.Thread(target=hold)
-    holder.start()
-    held.wait()
+    thread = threading.Thread(target=hold_lock)
+    thread.start()
+    acquired.wait()
     try:
         child = os.fork()
         if child == 0:
-            signal.alarm(20)  # a child that waits for ever is ended
+            signal.alarm(20)  # ends a child that waits forever
             os._exit(0 if works() else 1)
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     finally:
         done.set()
-        holder.join()
+        thread.join()

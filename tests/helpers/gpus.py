@@ -1,4 +1,4 @@
-"""GPUs that are not here, and what a backend offers on them."""
+"""Targets of GPUs that the machine need not have, and the candidates that a backend lists for them."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ FAMILIES = {
     "int8wo": weight_only_problem(16, 4096, 4096),
     "int4wo": weight_only_problem(16, 4096, 4096, bits=4, group=128),
 }
-# A configuration of the CUDA backend's ``skinny`` for up to 8 rows.
+# A config of the CUDA backend's template ``skinny`` for up to 8 rows.
 SKINNY = {"bm": 8, "bn": 32, "side": 1, "warps": 4, "depth": 1, "split": 1}
 
 
 def legal(backend: Backend, problem: Problem, target: Target = H200) -> list[Candidate]:
-    """The backend's legal candidates, in its order."""
+    """Return the backend's legal candidates, in its order."""
     return [item for item in backend.candidates(problem, target) if isinstance(item, Candidate)]
 
 
 def reasons(backend: Backend, problem: Problem, target: Target = H200) -> set[str]:
-    """Why others are not."""
+    """Return the reasons of the backend's illegal candidates."""
     return {item.reason for item in backend.candidates(problem, target) if isinstance(item, Illegal)}

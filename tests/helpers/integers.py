@@ -1,4 +1,4 @@
-"""Products of integers whose epilogues are exact only in integer arithmetic, and what becomes of NaN and ties."""
+"""Integer products whose epilogues are exact only in integer arithmetic, and integer outputs of NaN and of ties."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _result(problem: Problem, inputs: Inputs) -> Tensor:
 
 def rounding_cases(m: int, n: int, k: int) -> Iterator[tuple[Problem, Inputs, Tensor]]:
     """Yield a Problem with an int8 or uint8 output, operands, and the result: NaN is 0, ties go to even numbers."""
-    for dtype, least, most in (("int8", -128, 127), ("uint8", 0, 255)):
+    for dtype, lowest, highest in (("int8", -128, 127), ("uint8", 0, 255)):
         steps = (Step("scale", "row", "float32"),)
         problem = replace(int_problem(m, n, k), epilogue=steps, out_dtype=dtype)
         inputs = make_inputs(problem, 0)
@@ -72,5 +72,5 @@ def rounding_cases(m: int, n: int, k: int) -> Iterator[tuple[Problem, Inputs, Te
         numbers = (math.nan, math.inf, -math.inf, 0.5, -0.5, 1e30, -1e30, 64.0)
         scale.copy_(torch.tensor([numbers[row % len(numbers)] for row in range(m)]))
         exact = (inputs.b[0].double()[None, :] * scale.double()[:, None]).round()
-        wanted = torch.where(exact.isnan(), 0.0, exact).clamp(least, most)
-        yield problem, inputs, wanted.to(getattr(torch, dtype))
+        expected = torch.where(exact.isnan(), 0.0, exact).clamp(lowest, highest)
+        yield problem, inputs, expected.to(getattr(torch, dtype))

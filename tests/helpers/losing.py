@@ -1,4 +1,4 @@
-"""A guest backend for workers: its kernels raise, and leave a process that takes its device's context for lost."""
+"""A plug-in backend for tests of workers: loading its kernels makes the process treat its device's context as lost."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gemmtune.workers import job
 PLACE = "helpers.losing:LosingBackend"
 
 
-def lose(desk: job.Desk, happened: str) -> None:
+def lose(desk: job.RequestHandler, happened: str) -> None:
     raise job.ContextLost(f"the device's context is lost (simulated): {happened}")
 
 
@@ -18,5 +18,5 @@ class LosingBackend(HostileBackend):
     name = "losing"
 
     def load(self, *arguments: Any) -> Any:
-        job.Desk._check_context = lose  # type: ignore[method-assign]
+        job.RequestHandler._check_context = lose  # type: ignore[method-assign]
         return super().load(*arguments)

@@ -1,4 +1,4 @@
-"""A toy backend whose kernels say that they ran, and Decisions that make dispatch serve it."""
+"""A toy backend whose kernels record their runs, and Decisions that make dispatch serve it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from gemmtune import backends
 from gemmtune.backends.aten import AtenBackend
 from gemmtune.backends.aten.quantized import dequantize
-from gemmtune.backends.aten.steps import apply, dtype_of, finish
+from gemmtune.backends.aten.steps import apply_steps, dtype_of, round_to_dtype
 from gemmtune.backends.base import Artifact, Availability, Backend, Kernel
 from gemmtune.core.candidate import Candidate, Illegal
 from gemmtune.core.decision import Decision, Evidence, Sample, Verdict
@@ -20,12 +20,12 @@ from gemmtune.core.weights import PackedWeight, QuantWeight
 from gemmtune.dispatch import RUNTIME, current_target
 from gemmtune.store.base import Store
 
-# (candidate id, the M it was loaded for, rows of this call), one per run.
+# One entry per run: the candidate's id, the M that the kernel was loaded for, and the rows of this call.
 RAN: list[tuple[str, int, int]] = []
 
 
 class ToyKernel(Kernel):
-    """Multiplies in float64; correct, slow, and counted."""
+    """A correct, slow kernel that multiplies in float64 and appends each run to ``RAN``."""
 
     def __init__(self, problem: Problem, candidate: Candidate) -> None:
         self.problem, self.candidate = problem, candidate
@@ -39,7 +39,7 @@ class ToyKernel(Kernel):
         acc = a.double() @ weight
         if self.problem.family == "int_mm":
             acc = acc.to(dtype_of("int32"))
-        out.copy_(finish(apply(acc, self.problem.epilogue, aux), out.dtype))
+        out.copy_(round_to_dtype(apply_steps(acc, self.problem.epilogue, aux), out.dtype))
 
     def pack(self, b: Any) -> PackedWeight:
         p = self.problem
@@ -60,7 +60,7 @@ class ToyBackend(Backend):
             yield toy(layout)
 
     def why_illegal(self, problem: Problem, candidate: Candidate, target: Target) -> str:
-        """Tags are any number: more than ``candidates`` could list."""
+        """Accept any integer tag: ``candidates`` cannot list them all."""
         legal = candidate.identity[:2] == ("toy", "slow") and set(dict(candidate.config)) == {"layout", "tag"}
         return "" if legal and type(candidate["tag"]) is int else "it is no toy"
 
@@ -70,7 +70,7 @@ class ToyBackend(Backend):
     def source_digest(self) -> str:
         return "toy1"
 
-    def rejects(self, packed: PackedWeight) -> str:
+    def why_unreadable(self, packed: PackedWeight) -> str:
         return "" if packed.machine == "toy" else f"it was packed for {packed.machine}"
 
     def unpack(self, packed: PackedWeight) -> Any:
@@ -81,12 +81,12 @@ class ToyBackend(Backend):
 
 
 def toy(layout: str = "", tag: int = 0) -> Candidate:
-    """A toy candidate that wants its weight in ``layout`` (empty: raw)."""
+    """Return a toy candidate that needs its weight packed in ``layout`` (empty: unpacked)."""
     return Candidate.make("toy", "slow", layout=layout, tag=tag)
 
 
 def register() -> None:
-    """Make ``toy`` known to this process."""
+    """Register the backend ``toy`` in this process."""
     backends.register("toy", "helpers.serving:ToyBackend")
 
 
@@ -100,23 +100,26 @@ def evidence(candidate: Candidate, seconds: float, ratio: float = 0.5, *, ok: bo
 
 
 def decide(problem: Problem, *rows: Evidence, chosen: Candidate | None = None, aten_s: float = 1.0) -> Decision:
-    """A Decision with these rows and ATen's plain candidate at ``aten_s``; each layout's fastest is an alternative."""
-    aten = evidence(AtenBackend().plain(problem), aten_s, 1.0)
-    everything = (*rows, aten)
+    """Return a Decision with these rows and ATen's plain candidate at ``aten_s`` as evidence.
+
+    The fastest candidate of each layout is its alternative. ``chosen`` is the winner; without it, the outcome is a tie.
+    """
+    aten = evidence(AtenBackend().default_candidate(problem), aten_s, 1.0)
+    all_rows = (*rows, aten)
     best: dict[str, Evidence] = {}
-    for row in everything:
-        held = best.get(row.packing or "")
+    for row in all_rows:
+        fastest = best.get(row.packing or "")
         assert row.sample is not None
-        if held is None or (held.sample is not None and row.sample.median_s < held.sample.median_s):
+        if fastest is None or (fastest.sample is not None and row.sample.median_s < fastest.sample.median_s):
             best[row.packing or ""] = row
     winner = chosen.id if chosen is not None else aten.id
     return Decision(
-        problem.key, problem.to_dict(), current_target().key, "winner" if chosen else "tie", winner, everything,
+        problem.key, problem.to_dict(), current_target().key, "winner" if chosen else "tie", winner, all_rows,
         alternatives={layout: row.id for layout, row in best.items()},
     )  # fmt: skip
 
 
 def serve(store: Store, problem: Problem, *rows: Evidence, chosen: Candidate | None = None) -> None:
-    """Store a Decision and let dispatch see it."""
+    """Store a Decision (see ``decide``) and make dispatch read the store."""
     store.put(current_target(), decide(problem, *rows, chosen=chosen))
     RUNTIME.refresh(store)

@@ -1,4 +1,4 @@
-"""Models whose products are decided for the toy kernels."""
+"""Models with stored decisions in which the toy kernels win."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Mlp(nn.Module):
 
 
 def teach(store: MemoryStore, problems: Iterable[tuple[Problem, int]], layout: str = "plain") -> None:
-    """Make the toy kernel the winner of every problem with a constant weight."""
+    """Store decisions in which the toy kernel wins every problem with a constant weight."""
     for problem, _ in problems:
         if problem.b.constant:
             serve(store, problem, evidence(toy(layout), 0.1), chosen=toy(layout))

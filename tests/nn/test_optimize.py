@@ -300,8 +300,8 @@ def test_a_weight_that_stays_as_it_lies(make: Any, own_store: MemoryStore) -> No
     site = Site(original, "0", [(model, "0")], held, False, Counter([recorded.problems[0][0]]))
     handle = gemmtune.optimize(model, x, tune=False)
     assert handle.left == {"0": "plain PyTorch is best"}  # on a CPU
-    assert optimizing._ours(RUNTIME.index().plan(recorded.problems[0][0].plan_key, None))
-    assert optimizing._place_raw(site, handle, keeps=False) == ""
+    assert optimizing._has_tuned_kernel(RUNTIME.index().plan(recorded.problems[0][0].plan_key, None))
+    assert optimizing._serve_unpacked(site, handle, keeps=False) == ""
     assert handle.swapped == {"0": "raw"}
     assert isinstance(model[0], gemmtune.nn.RawLinear | gemmtune.nn.RawWeightOnlyLinear)  # type: ignore[index]
     assert model.state_dict().keys() == state.keys()
@@ -346,5 +346,5 @@ def test_scales_the_other_way_round_and_impostors_keep_their_module(own_store: M
         ran = Counter([recorded.problems[0][0]])
         site = Site(model[0], "0", [(model, "0")], recognise(model[0]), False, ran)
         original = model[0]
-        assert words in optimizing._place_raw(site, optimizing.Handle(), keeps=False)
+        assert words in optimizing._serve_unpacked(site, optimizing.Handle(), keeps=False)
         assert model[0] is original

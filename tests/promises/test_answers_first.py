@@ -16,7 +16,7 @@ from torch import nn
 
 from gemmtune.cli.answer import answer
 from gemmtune.cli.models import record_calls
-from gemmtune.cli.tune import remember_layers
+from gemmtune.cli.tune import store_layers
 from gemmtune.core.candidate import Candidate
 from gemmtune.core.decision import Decision, Evidence
 from gemmtune.core.problem import Problem
@@ -26,7 +26,7 @@ from gemmtune.report import interactive, layers, write_report
 from gemmtune.report.cells import SCRIPT
 from gemmtune.report.layers import Model, Use, forward, saving
 from gemmtune.report.page import table
-from gemmtune.report.rows import disturbance, summarize
+from gemmtune.report.rows import disturbances_of, summarize
 from gemmtune.store import MemoryStore, SqliteStore, open_store
 from helpers import command
 from helpers.factories import make_decision, make_target
@@ -81,7 +81,7 @@ def test_a_disturbed_decision_says_to_tune_again() -> None:
     _, sure, after = answer(made, " --device cuda")
     assert "disturbed: stalled 7% of the pairs, set aside; others kept 1.3 cores busy" in sure
     assert after.endswith("gemmtune tune 16,4096,4096 --dtype bf16 --device cuda --force")
-    assert disturbance(disturbed(make_decision(), load="0.1 cores", drift="+0.2%")) == ""
+    assert disturbances_of(disturbed(make_decision(), load="0.1 cores", drift="+0.2%")) == ""
 
 
 def test_a_command_is_only_named_for_problems_that_it_tunes() -> None:
@@ -175,9 +175,9 @@ def test_a_damaged_file_of_layers_is_none(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "s.layers.json"
     path.write_text(damage)
     assert layers.load(path) == {}
-    layers.remember(path, "m", "t", Model(("x",), (Use(0, "a", "key", 2),)))
+    layers.save(path, "m", "t", Model(("x",), (Use(0, "a", "key", 2),)))
     assert layers.load(path)["m"]["t"].uses[0].count == 2
-    assert layers.beside(MemoryStore()) is None
+    assert layers.layers_path(MemoryStore()) is None
 
 
 def test_tuning_a_model_keeps_its_layers_for_the_report(
@@ -191,7 +191,7 @@ def test_tuning_a_model_keeps_its_layers_for_the_report(
             made = make_decision(build(rows, 64, 32, "fp32"), "winner", target, aten_s=rows * 1e-3)
             assert made.problem_key == key
             store.put(target, disturbed(made, stalled="a lot") if rows == 4 else made)
-        remember_layers(store, target, "<tiny>.py:made", model)
+        store_layers(store, target, "<tiny>.py:made", model)
         write_report(store, path)
     text = path.read_text()
     answers = re.findall(r"<p class='answer'>(.*?)</p>", text)

@@ -32,7 +32,7 @@ GOOD = Candidate.make("toy", "good", kind="good")
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The compiler of toys, under its name."""
-    monkeypatch.setitem(backends._GUESTS, "toy", toy_compiler.PLACE)
+    monkeypatch.setitem(backends._PLUGINS, "toy", toy_compiler.ENTRY_POINT)
     backends.get.cache_clear()
     yield
     backends.get.cache_clear()

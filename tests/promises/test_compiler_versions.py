@@ -44,7 +44,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(cuda, "version", lambda: "libnvrtc.so.13 (b2)")
     monkeypatch.setattr(triton, "triton_version", lambda: "3.6.0")
-    monkeypatch.setattr(cublaslt, "_missing", lambda: "")
+    monkeypatch.setattr(cublaslt, "_why_missing", lambda: "")
     monkeypatch.setattr(library, "version", lambda: "130100 libcublasLt.so.13 (a1)")
 
 

@@ -23,8 +23,8 @@ class Model(nn.Module):
 model, x = Model().eval(), torch.randn(2, 64)
 with {mode}:
     handle = gemmtune.optimize(model, x, tune=False) if {run} else None
-    from gemmtune.core.memory import why_unknown
-print(handle.left if handle else "", why_unknown(model.up.weight), why_unknown(x))
+    from gemmtune.core.memory import why_not_addressable
+print(handle.left if handle else "", why_not_addressable(model.up.weight), why_not_addressable(x))
 """
 
 

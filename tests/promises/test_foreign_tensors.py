@@ -19,11 +19,11 @@ import gemmtune
 from gemmtune import backends, fuse
 from gemmtune.backends.base import Kernel
 from gemmtune.backends.gpu.artifact import Header
-from gemmtune.backends.triton.compiler import spec
+from gemmtune.backends.triton.compiler import make_spec
 from gemmtune.backends.triton.kernel import Tiled
 from gemmtune.core.candidate import Candidate
 from gemmtune.core.errors import PackedWeightError
-from gemmtune.core.memory import is_known, why_unknown
+from gemmtune.core.memory import is_addressable, why_not_addressable
 from gemmtune.core.workloads import linear_problem
 from gemmtune.dispatch import current_target
 from gemmtune.ops.packing import problem_of
@@ -355,11 +355,11 @@ def test_ordinary_tensors_are_known() -> None:
     with torch.inference_mode():
         inferred = torch.randn(3)
     for tensor in (x, nn.Parameter(x), x.t(), x[1:, ::2], x.expand(3, 4, 6), x[:0], inferred, torch.empty(0)):
-        assert is_known(tensor)
-        assert why_unknown(tensor) == ""
+        assert is_addressable(tensor)
+        assert why_not_addressable(tensor) == ""
     for name, make in FOREIGN.items():
-        assert not is_known(make(x)), name
-        assert why_unknown(make(x)), name
+        assert not is_addressable(make(x)), name
+        assert why_not_addressable(make(x)), name
 
 
 def test_whatever_the_backend() -> None:
@@ -375,7 +375,7 @@ def test_a_gpu_launch_refuses_freed_operands(part: str, monkeypatch: pytest.Monk
     fake = simulated(monkeypatch)
     problem = linear_problem(16, 64, 128, "bfloat16", bias=True)
     candidate = Candidate.make("triton", "tiled", bm=16, bn=64, bk=128, split=1, swap=0, group=8, stages=3, warps=4)
-    passed = tuple(name for name, kind in spec(problem, candidate).signature.items() if kind != "constexpr")
+    passed = tuple(name for name, kind in make_spec(problem, candidate).signature.items() if kind != "constexpr")
     fake.arguments["tiled"] = len(passed)
     kernel = Tiled(problem, candidate, [(Header("tiled", 0, 0, 4, passed, 1), b"")])
     given = {

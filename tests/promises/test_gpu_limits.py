@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from gemmtune import backends
-from gemmtune.backends.triton.compiler import spec
+from gemmtune.backends.triton.compiler import make_spec
 from gemmtune.core.epilogue import Step
 from gemmtune.core.problem import Layout, Operand
 from gemmtune.core.workloads import bmm_problem, build, fp8_problem, weight_only_problem
@@ -60,4 +60,4 @@ def test_more_scales_than_triton_kernels_can_count_are_refused() -> None:
 def test_rows_of_an_epilogues_matrix_may_lie_more_than_2_to_31_elements_apart() -> None:
     problem = replace(build(64, 4096, 4096, "bf16"), epilogue=(Step("add", "full", "bfloat16"),))
     for candidate in legal(backends.get("triton"), problem, H200)[:3]:
-        assert spec(problem, candidate).signature["ld0"] == "i64"
+        assert make_spec(problem, candidate).signature["ld0"] == "i64"

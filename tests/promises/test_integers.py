@@ -17,7 +17,7 @@ from gemmtune.core.candidate import Candidate
 from gemmtune.core.problem import Layout, Operand, Problem, Quant
 from gemmtune.dispatch import current_target
 from gemmtune.verify.inputs import Inputs
-from gemmtune.verify.verify import prepare, verify
+from gemmtune.verify.verify import make_reference_cases, verify
 
 K, N = 2048, 40
 LARGE = torch.full((N,), 2**30, dtype=torch.int32)
@@ -166,5 +166,5 @@ def test_every_aten_template_tuned_at_one_row_is_right_at_others() -> None:
 
             for m in (1, 2, 17, 63, 70):
                 other = problem.with_m(m)
-                verdict = verify(once, other, prepare(other, 0), 0.0)
+                verdict = verify(once, other, make_reference_cases(other, 0), 0.0)
                 assert verdict.ok, (candidate.id, other.key, verdict)

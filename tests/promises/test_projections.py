@@ -24,7 +24,7 @@ from gemmtune.store import MemoryStore
 from helpers.serving import RAN
 from helpers.tuned_models import ready, teach
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated")
 
 K, N, HEADS = 16, 24, 2
 

@@ -15,7 +15,7 @@ from gemmtune.dispatch import build_plan, choose_packing
 from gemmtune.store import MemoryStore
 from gemmtune.testing.clock import FakeClock
 from gemmtune.timing.clock import Run
-from gemmtune.timing.machine import CpuMachine, Weather
+from gemmtune.timing.machine import CpuMachine, MachineState
 from gemmtune.timing.plausible import least_s
 from gemmtune.timing.race import Entrant, RaceResult, RaceSetup, race
 from gemmtune.timing.surroundings import OVERLAP, Surrounding
@@ -200,10 +200,10 @@ def test_a_kernel_that_overlapping_slows_down_is_served_without() -> None:
 class Reported:
     """A machine that reports one weather."""
 
-    def __init__(self, weather: Weather) -> None:
+    def __init__(self, weather: MachineState) -> None:
         self._weather = weather
 
-    def weather(self) -> Weather:
+    def weather(self) -> MachineState:
         return self._weather
 
 
@@ -213,7 +213,7 @@ def two(clock: FakeClock, gain: float) -> list[Entrant]:
 
 def test_a_tie_on_a_machine_that_others_use_is_inconclusive() -> None:
     clock = FakeClock(1, noise=0.02)
-    setup = RaceSetup(machine=Reported(Weather(load=1.5, contention=True)))
+    setup = RaceSetup(machine=Reported(MachineState(load=1.5, contention=True)))
     result = race(two(clock, 0.0), clock, 6.0, setup=setup)
     assert result.outcome == "inconclusive"
     assert "others kept the cores busy" in result.stopped
@@ -221,7 +221,7 @@ def test_a_tie_on_a_machine_that_others_use_is_inconclusive() -> None:
 
 def test_a_clear_winner_on_such_a_machine_is_one() -> None:
     clock = FakeClock(1, noise=0.02)
-    setup = RaceSetup(machine=Reported(Weather(load=1.5, contention=True)))
+    setup = RaceSetup(machine=Reported(MachineState(load=1.5, contention=True)))
     assert race(two(clock, 0.1), clock, 6.0, setup=setup).outcome == "winner"
 
 
@@ -266,7 +266,7 @@ def test_cores_that_others_need_are_contention(monkeypatch: pytest.MonkeyPatch) 
     accounts = [machine._Accounts(0.0, 0.0, 0.0, 0.0), machine._Accounts(1.0, 3.0, 2.0, 0.0)]
     monkeypatch.setattr(machine.os, "cpu_count", lambda: 2)
 
-    def weather(threads: int) -> Weather:
+    def weather(threads: int) -> MachineState:
         rows = iter(accounts)
         monkeypatch.setattr(CpuMachine, "_accounts", lambda self: next(rows))
         return CpuMachine(threads).weather()

@@ -15,7 +15,7 @@ from gemmtune import fuse
 from gemmtune.backends.gpu import kernel as gpu_kernel
 from gemmtune.backends.gpu.artifact import Header, Tma
 from gemmtune.backends.gpu.kernel import GpuKernel
-from gemmtune.backends.triton.compiler import spec
+from gemmtune.backends.triton.compiler import make_spec
 from gemmtune.backends.triton.kernel import TEMPLATES
 from gemmtune.core.candidate import Candidate
 from gemmtune.core.errors import KernelError, UnsupportedError
@@ -112,7 +112,7 @@ def test_torchs_own_error_surfaces_where_torch_has_no_memory_either(
 def split_kernel(driver: Driver, problem: Problem) -> GpuKernel:
     config = {"bm": 16, "bn": 64, "bk": 128, "split": 2, "swap": 0, "group": 8, "stages": 3, "warps": 4}
     candidate = Candidate.make("triton", "tiled", **config)
-    passed = tuple(name for name, kind in spec(problem, candidate).signature.items() if kind != "constexpr")
+    passed = tuple(name for name, kind in make_spec(problem, candidate).signature.items() if kind != "constexpr")
     driver.arguments["tiled"] = len(passed)
     return TEMPLATES["tiled"](problem, candidate, [(Header("tiled", 0, 0, 4, passed, 1), b"")])
 
@@ -154,7 +154,7 @@ def test_nothing_is_launched_when_torch_has_no_memory_for_partial_sums(
 def test_nothing_is_launched_when_the_driver_has_no_memory_for_a_graphs_counters(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(gpu_kernel, "_COUNTERS", 32)
+    monkeypatch.setattr(gpu_kernel, "_SEMAPHORE_POOL_BYTES", 32)
     driver = simulated(monkeypatch)
     kernel = split_kernel(driver, build(20, 200, 256, "bf16"))
     inputs = make_inputs(kernel.problem, 0)

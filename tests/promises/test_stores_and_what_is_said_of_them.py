@@ -30,7 +30,7 @@ from gemmtune.dispatch.cache import DISPATCH_CACHE
 from gemmtune.dispatch.runtime import RUNTIME
 from gemmtune.report import ceilings
 from gemmtune.store import MemoryStore, SqliteStore, open_store
-from gemmtune.store.base import HURRY_S
+from gemmtune.store.base import SHORT_TIMEOUT_S
 from helpers import command
 from helpers.factories import make_decision, make_legal_decision
 
@@ -54,7 +54,7 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return decision
 
     monkeypatch.setattr(gemmtune.tuning.tuner.Tuner, "_tune_one", decide)
-    monkeypatch.setattr(ceilings, "ensure", lambda path, target: {})
+    monkeypatch.setattr(ceilings, "load_or_measure", lambda path, target: {})
     return problems
 
 
@@ -139,7 +139,7 @@ def test_what_was_not_kept_is_kept_once_there_is_room(searched: list[str], here:
     tuner = gemmtune.tuning.tuner.Tuner(here, ["aten"], store)
     tuner.tune([(build(m, 64, 32, "bf16"), 1) for m in (4, 8)])
     assert len(list(store.decisions(here))) == 2
-    assert tuner.unkept == []
+    assert tuner.unstored == []
 
 
 def test_the_probe_leaves_nothing_and_meets_a_full_disk(tmp_path: Path) -> None:
@@ -304,20 +304,20 @@ def test_no_text_of_a_store_acts_on_the_terminal(nasty: Path) -> None:
 
 def test_tuning_shows_such_text_as_it_is(nasty: Path, here: Target, searched: list[str]) -> None:
     """Tables and progress lines of a decision that was imported."""
-    from gemmtune.cli.common import console
-    from gemmtune.cli.progress import Board, PlainProgress
+    from gemmtune.cli.common import plain_console
+    from gemmtune.cli.progress import PlainProgress, ProgressState
     from gemmtune.cli.tables import decisions_table
     from gemmtune.core.events import ProblemDone
 
     with contextlib.closing(open_store(nasty)) as store:
         decision = next(store.decisions())
-    out = console()
+    out = plain_console()
     with out.capture() as capture:
         out.print(decisions_table([decision]))
     import io
 
     stream = io.StringIO()
-    PlainProgress(Board(), stream)(ProblemDone(0, 1, decision, 0.0))
+    PlainProgress(ProgressState(), stream)(ProblemDone(0, 1, decision, 0.0))
     for text in (capture.get(), stream.getvalue()):
         assert all(line.isprintable() for line in text.split("\n"))
         assert "[bold]b[/]" in text.replace("\n", "")
@@ -431,7 +431,7 @@ def test_a_call_does_not_wait_for_a_locked_store_and_looks_again(
         served.close()  # a process's first call opens the file
         torch.testing.assert_close(gemmtune.linear(x, w), functional.linear(x, w))
     assert waited
-    assert set(waited) == {HURRY_S}
+    assert set(waited) == {SHORT_TIMEOUT_S}
     assert sum("being written" in record.getMessage() for record in caplog.records) == 1
     assert DISPATCH_CACHE == {}  # what was served meanwhile is not what serves from now on
     gemmtune.linear(x, w)
@@ -460,7 +460,7 @@ def test_a_thread_that_writes_does_not_hold_up_a_call_either(served: SqliteStore
     thread.start()
     held.wait(60)
     try:
-        with served.in_a_hurry(), pytest.raises(StoreBusy):
+        with served.short_timeout(), pytest.raises(StoreBusy):
             served.get(current_target(), "any")
     finally:
         done.set()
@@ -470,11 +470,11 @@ def test_a_thread_that_writes_does_not_hold_up_a_call_either(served: SqliteStore
 
 def test_a_tuner_still_waits_for_a_writer(served: SqliteStore, here: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     waited = waits(monkeypatch)
-    with served.in_a_hurry():
+    with served.short_timeout():
         served.get(here, "any")
     served.get(here, "any")
     served.put(here, make_legal_decision(build(8, 64, 32, "fp32"), here))
-    assert waited == [HURRY_S, 10.0, 10.0]
+    assert waited == [SHORT_TIMEOUT_S, 10.0, 10.0]
 
 
 def test_on_miss_does_not_tune_what_a_busy_store_may_know(served: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> None:

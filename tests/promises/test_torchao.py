@@ -164,6 +164,7 @@ def test_copies_are_served(served: Any, x: Tensor) -> None:
     assert len(RAN) == 4
 
 
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # torch.export.load of torch 2.10
 def test_compiled_and_exported(served: Any, plain: nn.Module, x: Tensor) -> None:
     model, _ = served
     wanted = plain(x)
@@ -232,7 +233,13 @@ def test_float8_activations(granularity: Any, dtype: torch.dtype, x: Tensor) -> 
     assert problem(x, stored, None).family == "scaled_mm"
     bias = torch.randn(N, dtype=dtype)
     got = F.linear(x, QuantizedTensor.of_weight(stored, None), bias)
-    assert is_close(got, F.linear(x, weight, bias))
+    try:
+        wanted = F.linear(x, weight, bias)
+    except RuntimeError as error:
+        if "per-tensor scaling" in str(error):  # torch 2.10 and 2.11 on a CPU
+            pytest.skip("torchao cannot compute it with this torch")
+        raise
+    assert is_close(got, wanted)
 
 
 @pytest.mark.parametrize("raw", [True, False])

@@ -21,14 +21,14 @@ from gemmtune.dispatch import current_target
 from gemmtune.testing import hostile, lapsing
 from gemmtune.testing.faults import FAULTS
 from gemmtune.testing.lapsing import LAPSES, LapsingKernel
-from gemmtune.timing.timing import Track
-from gemmtune.verify.draws import at_rows
+from gemmtune.timing.timing import RaceOperands
 from gemmtune.verify.inputs import Inputs
 from gemmtune.verify.oracle import reference, to_integer
 from gemmtune.verify.recheck import recheck
+from gemmtune.verify.reference_cases import case_for_rows
 from gemmtune.verify.row_counts import other_row_counts
-from gemmtune.verify.verify import prepare, verify
-from gemmtune.workers.job import Job
+from gemmtune.verify.verify import make_reference_cases, verify
+from gemmtune.workers.job import ProblemSession
 from gemmtune.workers.worker import LocalWorker
 
 COL = Layout("col")
@@ -72,17 +72,17 @@ def test_a_fault_of_this_kind_is_found(fault: str) -> None:
         if not FAULTS[fault].applies(problem):
             continue
         for seed in (0, 1):
-            draws, tried = prepare(problem, seed), tried + 1
+            draws, tried = make_reference_cases(problem, seed), tried + 1
             assert not verify(FAULTS[fault].make(problem), problem, draws, 0.0).ok, problem.key
     assert tried
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.key)
 def test_a_right_kernel_is_accepted_at_every_number_of_rows(problem: Problem) -> None:
-    draws = prepare(problem, 0)
+    draws = make_reference_cases(problem, 0)
     assert verify(hostile.correct(problem), problem, draws, 0.0).ok
     for m in other_row_counts(problem, Candidate.make("any", "kernel", bm=16)):
-        draw = at_rows(problem, draws, m)
+        draw = case_for_rows(problem, draws, m)
         assert draw is not None
         assert draw.m == m
         assert verify(hostile.correct(problem), problem, (draw,), 0.0).ok, m
@@ -90,7 +90,7 @@ def test_a_right_kernel_is_accepted_at_every_number_of_rows(problem: Problem) ->
 
 def test_a_kernel_that_writes_over_the_expected_results_is_found() -> None:
     problem = linear(4, 40, 32)
-    draws = prepare(problem, 0)
+    draws = make_reference_cases(problem, 0)
 
     def run(inputs: Inputs, out: Tensor) -> None:
         out.zero_()
@@ -164,7 +164,7 @@ def test_a_kernel_that_is_wrong_at_another_number_of_rows_is_not_eligible(
     monkeypatch.setattr(OneKernel, "wrong_m", wrong_m)
     monkeypatch.setattr(backends, "get", lambda name: OneKernel())
     monkeypatch.setattr("gemmtune.workers.job._ROWS_PATIENCE_S", 10.0)
-    job = Job(linear(32, 40, 64), TARGET, 0)
+    job = ProblemSession(linear(32, 40, 64), TARGET, 0)
     candidate = Candidate.make("one", "product", bm=16)
     attempted = job.attempt(candidate).verdict
     assert attempted is not None
@@ -180,7 +180,7 @@ def test_a_kernel_that_is_wrong_at_another_number_of_rows_is_not_eligible(
 def faults_after_race(problem: Problem, lapse: str, packed: bool) -> dict[str, Verdict]:
     """The faults of an honest kernel and one with a lapse, checked after a race of the two."""
     kernels = [LapsingKernel(problem, "", packed), LapsingKernel(problem, lapse, packed)]
-    track = Track({kernel.candidate.id: kernel for kernel in kernels}, problem, TARGET, 0, None)
+    track = RaceOperands({kernel.candidate.id: kernel for kernel in kernels}, problem, TARGET, 0, None)
     track.race(0.2, 0, lambda leading: None)
     return recheck(problem, [track.raced_kernel(kernel.candidate.id) for kernel in kernels], 1)
 
@@ -205,10 +205,10 @@ def test_a_kernel_that_was_right_before_its_race_only_is_found_after_it(
 def test_a_kernel_that_became_wrong_at_another_m_is_found_after_its_race(
     wrong_m: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gemmtune.verify.recheck.ROWS_PATIENCE_S", 10.0)
+    monkeypatch.setattr("gemmtune.verify.recheck.ROWS_TIME_LIMIT_S", 10.0)
     problem = linear(24, 64, 48)
     kernel = LapsingKernel(problem)
-    track = Track({kernel.candidate.id: kernel}, problem, TARGET, 0, None)
+    track = RaceOperands({kernel.candidate.id: kernel}, problem, TARGET, 0, None)
     track.race(0.05, 0, lambda leading: None)
     honest = kernel._compute
     monkeypatch.setattr(
@@ -227,7 +227,7 @@ def test_kernels_that_are_right_stay_right_after_their_race(problem: Problem) ->
         if backend.available(target):
             listed = [item for item in backend.candidates(problem, target) if isinstance(item, Candidate)][:3]
             kernels |= {item.id: backend.load(backend.build(problem, item, target), problem) for item in listed}
-    track = Track(kernels, problem, target, 0, None)
+    track = RaceOperands(kernels, problem, target, 0, None)
     track.race(0.1, 0, lambda leading: None)
     assert recheck(problem, [track.raced_kernel(name) for name in kernels], 1) == {}
 

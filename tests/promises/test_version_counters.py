@@ -96,7 +96,7 @@ def test_plain_pytorch(name: str) -> None:
 def kernels_of(problem: Problem, backend: str) -> list[Candidate]:
     """One candidate of each template that takes the raw weight, and is not what serves anyhow."""
     room = backends.get(backend)
-    plain = AtenBackend().plain(problem)
+    plain = AtenBackend().default_candidate(problem)
     found: dict[str, Candidate] = {}
     for item in room.candidates(problem, current_target()):
         if isinstance(item, Candidate) and item.id != plain.id and room.packing_of(problem, item) is None:

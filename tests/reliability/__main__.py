@@ -1,4 +1,4 @@
-"""Run checks and write docs/reliability.md.
+"""Run checks and write docs/explanation/reliability.md.
 
     make reliability                                           every check at full size (long)
     PYTHONPATH=tests python -m reliability NAME [NAME ..]      some of them

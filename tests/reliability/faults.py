@@ -12,9 +12,9 @@ from gemmtune.core.target import Target
 from gemmtune.testing import lapsing
 from gemmtune.testing.faults import FAULTS
 from gemmtune.testing.lapsing import LAPSES, LapsingKernel
-from gemmtune.timing.timing import Track
+from gemmtune.timing.timing import RaceOperands
 from gemmtune.verify.recheck import recheck
-from gemmtune.verify.verify import prepare, verify
+from gemmtune.verify.verify import make_reference_cases, verify
 
 from .checks import Outcome, check
 
@@ -68,7 +68,7 @@ def faults_of_some_operands(full: bool) -> Outcome:
         problems.append(Problem("mm", 4, 64, 8192, Operand("float32"), Operand("float32", COL, True), "float32"))
     for problem in problems:
         for seed in range(TRIES if full else 1):
-            draws = prepare(problem, seed)
+            draws = make_reference_cases(problem, seed)
             for name, fault in FAULTS.items():
                 if fault.applies(problem):
                     tried[name] += 1
@@ -85,7 +85,7 @@ def faults_of_some_operands(full: bool) -> Outcome:
 def _caught(lapse: str, problem: Problem, packed: bool, seed: int) -> bool:
     """Whether a kernel that lapses is found after its race, and an honest one beside it is not."""
     kernels = [LapsingKernel(problem, "", packed), LapsingKernel(problem, lapse, packed)]
-    track = Track({kernel.candidate.id: kernel for kernel in kernels}, problem, SMALL, seed, None)
+    track = RaceOperands({kernel.candidate.id: kernel for kernel in kernels}, problem, SMALL, seed, None)
     track.race(0.15, seed, lambda leading: None)
     faults = recheck(problem, [track.raced_kernel(kernel.candidate.id) for kernel in kernels], seed)
     return list(faults) == [kernels[1].candidate.id]

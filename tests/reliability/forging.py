@@ -25,7 +25,7 @@ from gemmtune.dispatch import RUNTIME, current_target
 from gemmtune.store import MemoryStore
 from gemmtune.store.legality import review
 from gemmtune.verify.inputs import Inputs
-from gemmtune.verify.verify import prepare, verify
+from gemmtune.verify.verify import make_reference_cases, verify
 from helpers.gpus import H200
 from helpers.serving import decide, evidence
 
@@ -146,7 +146,7 @@ def read_native(folder: str, seed: int) -> None:
     target, problems = current_target(), _native_problems()
     RUNTIME.verify_hook = None
     logging.getLogger("gemmtune").setLevel(logging.CRITICAL)  # a line for each forgery
-    draws = {problem.key: prepare(problem, 1) for problem in problems}
+    draws = {problem.key: make_reference_cases(problem, 1) for problem in problems}
     packed = {problem.key: _packed(problem, draws[problem.key][0].inputs) for problem in problems}
     for number, (problem, candidate, packing) in enumerate(_forgeries(seed, "native", problems, target)):
         (Path(folder) / "at").write_text(f"{number} {candidate.id} for {problem.key}")

@@ -189,7 +189,7 @@ class Onslaught:
                 if one.problem_key != problem.key:
                     self._finding("wrong", name, f"{one.problem_key} for {problem.key}")
             store.failures(self.target, problem.key)
-            store.leased(self.target, problem.key)
+            store.lease_remaining_s(self.target, problem.key)
         for decision in found:
             if exact and decision != self.sound.get(decision.problem_key):
                 self._finding("wrong", name, f"a changed decision for {decision.problem_key}")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from gemmtune.testing.clock import FakeClock
 from gemmtune.timing.clock import Run
-from gemmtune.timing.machine import Weather
+from gemmtune.timing.machine import MachineState
 from gemmtune.timing.race import Entrant, RaceResult, RaceSetup, race
 from gemmtune.timing.surroundings import Surrounding
 
@@ -193,8 +193,8 @@ def disagreeing_surroundings(full: bool) -> Outcome:
 class _Busy:
     """A machine whose cores others need."""
 
-    def weather(self) -> Weather:
-        return Weather(load=1.5, contention=True)
+    def weather(self) -> MachineState:
+        return MachineState(load=1.5, contention=True)
 
 
 @check(

@@ -14,7 +14,7 @@ from gemmtune.dispatch import current_target
 from .checks import Check, Outcome
 
 RESULTS = Path(__file__).parent / "results"
-PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
+PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "reliability.md"
 
 _HEAD = """# Reliability: the figures, and how to have them again
 
@@ -45,7 +45,7 @@ def keep(check: Check, outcome: Outcome, seconds: float) -> None:
 
 
 def write_report(checks: Mapping[str, Check]) -> None:
-    """Write docs/reliability.md: a row a check, those never run in full among them."""
+    """Write docs/explanation/reliability.md: a row a check, those never run in full among them."""
     rows = [_row(check, _kept(name)) for name, check in checks.items()]
     PAGE.write_text(_HEAD + "\n".join(rows) + "\n", encoding="utf-8")
 

@@ -48,7 +48,7 @@ def _load(candidate: Candidate, problem: Problem) -> Kernel | None:
 
 
 def _decision(problem: Problem, kernel: Kernel, target: Target) -> Decision:
-    plain = AtenBackend().plain(problem)
+    plain = AtenBackend().default_candidate(problem)
     chosen = kernel.candidate
     rows = {plain.id: _evidence(plain, None, 2e-6, 1.0), chosen.id: _evidence(chosen, kernel.packing, 1e-6, 0.5)}
     return Decision(

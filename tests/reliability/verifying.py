@@ -20,9 +20,9 @@ from gemmtune.core.problem import Layout, Operand, Problem, Quant
 from gemmtune.core.target import Target, current_cpu
 from gemmtune.testing import hostile
 from gemmtune.testing.problems import random_problem
-from gemmtune.verify.draws import Draw
 from gemmtune.verify.inputs import Inputs
-from gemmtune.verify.verify import Run, prepare, verify
+from gemmtune.verify.reference_cases import ReferenceCase
+from gemmtune.verify.verify import Run, make_reference_cases, verify
 
 from .checks import Outcome, check
 
@@ -53,18 +53,18 @@ def _problems(m: int, n: int, k: int) -> Iterator[Problem]:
     yield Problem("scaled_mm", m, n, k, E4M3, replace(E4M3, layout=COL), "bfloat16", tensors)
 
 
-def _is_planted(fault: str, problem: Problem, draws: tuple[Draw, ...]) -> bool:
+def _is_planted(fault: str, problem: Problem, draws: tuple[ReferenceCase, ...]) -> bool:
     """Whether this fault changes anything that a Problem's user could see: an epilogue of one step has no other order,
     and integers hold no NaN. What it changes, it must be found out for."""
     if fault in ("reversed epilogue", "NaN swallowed"):
-        runs = hostile.WRONG[fault](problem), hostile.correct(problem)
+        runs = hostile.FAULTY_KERNELS[fault](problem), hostile.correct(problem)
         return any(not _same(*(_output(run, problem, draw) for run in runs)) for draw in draws)
     # Requantised to eight bits, 0.2% is within half a step for all but a few elements, which it moves by one: it may be
     # told from rounding only in the mean of many.
     return not (fault == "x1.002" and problem.out_dtype == "int8")
 
 
-def _output(run: Run, problem: Problem, draw: Draw) -> Tensor:
+def _output(run: Run, problem: Problem, draw: ReferenceCase) -> Tensor:
     shape = (problem.batch, problem.m, problem.n) if problem.family == "bmm" else (problem.m, problem.n)
     out = torch.zeros(shape, dtype=getattr(torch, problem.out_dtype))
     run(draw.inputs, out)
@@ -93,14 +93,14 @@ def planted_faults(full: bool) -> Outcome:
     total = planted.total()
     return Outcome(
         f"{total - len(passed)} of {total} rejected ({len(planted)} faults)",
-        not passed and len(planted) == len(hostile.WRONG),
+        not passed and len(planted) == len(hostile.FAULTY_KERNELS),
         {"planted": dict(planted), "passed": passed},
     )
 
 
 def _plant(problem: Problem, seed: int, planted: Counter[str], passed: list[dict[str, Any]]) -> None:
-    draws = prepare(problem, seed)
-    for fault, make in hostile.WRONG.items():
+    draws = make_reference_cases(problem, seed)
+    for fault, make in hostile.FAULTY_KERNELS.items():
         if not _is_planted(fault, problem, draws):
             continue
         planted[fault] += 1
@@ -108,7 +108,7 @@ def _plant(problem: Problem, seed: int, planted: Counter[str], passed: list[dict
         if verdict.ok:
             passed.append({"fault": fault, "problem": problem.key, "seed": seed, "worst": verdict.worst})
         if any(draw.touched() for draw in draws):
-            draws = prepare(problem, seed)
+            draws = make_reference_cases(problem, seed)
 
 
 # --- correct kernels --------------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def correct_kernels(full: bool) -> Outcome:
     for seed in range(count):
         rng = random.Random(seed)
         problem = random_problem(rng)
-        draws = prepare(problem, seed)
+        draws = make_reference_cases(problem, seed)
         for name, run in _runs(problem, target, rng):
             checked[name.partition("/")[0]] += 1
             verdict = _verdict(run, problem, draws)
@@ -168,7 +168,7 @@ def correct_kernels(full: bool) -> Outcome:
     )
 
 
-def _verdict(run: Run, problem: Problem, draws: tuple[Draw, ...]) -> Verdict:
+def _verdict(run: Run, problem: Problem, draws: tuple[ReferenceCase, ...]) -> Verdict:
     try:
         return verify(run, problem, draws)
     except Exception as error:  # a kernel that raises on a problem it called legal is as bad as one that is wrong

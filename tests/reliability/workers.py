@@ -26,7 +26,7 @@ from gemmtune.core.problem import Layout, Operand, Problem
 from gemmtune.core.target import Target, current_cpu
 from gemmtune.testing import hostile_backend, toy_compiler
 from gemmtune.workers.builds import BuildLimits, prebuild
-from gemmtune.workers.tags import tagged
+from gemmtune.workers.process_tags import tagged
 from gemmtune.workers.worker import Limits, Worker
 
 from .checks import Outcome, check
@@ -104,7 +104,7 @@ def _one(worker: Worker, kind: str, tally: _Tally) -> None:
     "parent alive, next candidate correct, 0 orphans, overshoot < 2 s",
 )
 def hostile_candidates(full: bool) -> Outcome:
-    backends.register("hostile", hostile_backend.PLACE)
+    backends.register("hostile", hostile_backend.ENTRY_POINT)
     tally = _Tally()
     repeats = 100 if full else 1
     with Worker(_target(), limits=Limits(memory=256 << 20)) as worker:
@@ -144,7 +144,7 @@ BUILDS = {
 
 @contextlib.contextmanager
 def _toy() -> Iterator[None]:
-    backends.register("toy", toy_compiler.PLACE)
+    backends.register("toy", toy_compiler.ENTRY_POINT)
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, {"GEMMTUNE_STORE": f"{folder}/store.db"}):
         yield
 
@@ -184,7 +184,7 @@ def _outcome(what: Artifact | Verdict) -> str:
 
 def doomed_parent(kind: str) -> None:
     """A process of its own: has a worker do something that never ends, and says so before it would wait for it."""
-    backends.register("hostile", hostile_backend.PLACE)
+    backends.register("hostile", hostile_backend.ENTRY_POINT)
     worker = Worker(_target())
     worker.open(PROBLEM, 1)
     print(json.dumps({"tag": worker.tag, "worker": worker.pid}), flush=True)

@@ -20,18 +20,18 @@ def test_measured_once_per_target_and_kept_beside_the_store(tmp_path: Path, monk
     calls: list[int] = []
     monkeypatch.setattr(ceilings, "read_bandwidth", lambda: float(calls.append(1) or 5e9))
     monkeypatch.setattr(ceilings, "arithmetic", lambda: {"float32": 1e11})
-    path = ceilings.beside(open_store(tmp_path / "store.db"))
+    path = ceilings.ceilings_path(open_store(tmp_path / "store.db"))
     assert path == tmp_path / "store.ceilings.json"
-    first = ceilings.ensure(path, make_target())
+    first = ceilings.load_or_measure(path, make_target())
     assert first == {"read": 5e9, "float32": 1e11}
-    assert ceilings.ensure(path, make_target()) == first
-    ceilings.ensure(path, make_target(threads=1))
+    assert ceilings.load_or_measure(path, make_target()) == first
+    ceilings.load_or_measure(path, make_target(threads=1))
     assert len(calls) == 2
     assert set(ceilings.load(path)) == {make_target().key, make_target(threads=1).key}
 
 
 def test_a_store_in_memory_has_no_file() -> None:
-    assert ceilings.beside(MemoryStore()) is None
+    assert ceilings.ceilings_path(MemoryStore()) is None
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"ceilings": 3}', '{"ceilings": {"k": {"read": "fast"}}}'])
@@ -44,4 +44,4 @@ def test_damage_reads_as_none(tmp_path: Path, text: str) -> None:
 def test_a_place_that_cannot_be_written_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ceilings, "read_bandwidth", lambda: 5e9)
     monkeypatch.setattr(ceilings, "arithmetic", lambda: {})
-    assert ceilings.ensure(tmp_path / "absent" / "c.json", make_target()) == {"read": 5e9}
+    assert ceilings.load_or_measure(tmp_path / "absent" / "c.json", make_target()) == {"read": 5e9}

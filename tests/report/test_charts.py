@@ -6,7 +6,7 @@ import pytest
 
 from gemmtune.core.workloads import build
 from gemmtune.report import interactive, svg
-from gemmtune.report.charts import Scatter, charts, roofline, spread, times
+from gemmtune.report.charts import Scatter, charts, roofline_plot, spread_plot, time_bars
 from helpers.factories import make_decision
 
 DECISIONS = [make_decision(build(m, 4096, 4096, "bf16"), aten_s=1e-3) for m in (1, 64)]
@@ -14,14 +14,14 @@ CEILINGS = {"read": 30e9, "bfloat16": 200e9}
 
 
 def test_bars_have_a_value_per_problem_and_backend_aten_first() -> None:
-    chart = times(DECISIONS)
+    chart = time_bars(DECISIONS)
     assert list(chart.series) == ["aten", "native"]
     assert chart.series["aten"] == pytest.approx((1000.0, 1000.0))
     assert chart.series["native"] == pytest.approx((500.0, 500.0))
 
 
 def test_roofline_places_points_by_intensity_and_rate() -> None:
-    chart = roofline(DECISIONS, CEILINGS)
+    chart = roofline_plot(DECISIONS, CEILINGS)
     problem = build(1, 4096, 4096, "bf16")
     point = chart.series["native"][0]
     assert point.x == pytest.approx(problem.flops / problem.min_bytes)
@@ -30,17 +30,17 @@ def test_roofline_places_points_by_intensity_and_rate() -> None:
 
 
 def test_ceilings_say_where_they_come_from() -> None:
-    fast = roofline(DECISIONS, CEILINGS)  # 64 rows at 0.5 ms are 4295 GFLOP/s: above the measured ceiling
+    fast = roofline_plot(DECISIONS, CEILINGS)  # 64 rows at 0.5 ms are 4295 GFLOP/s: above the measured ceiling
     assert "arithmetic: 4295 GFLOP/s" in fast.lines
     assert "Arithmetic: the best any kernel here reached" in fast.note
-    slow = roofline([make_decision(build(1, 4096, 4096, "bf16"), aten_s=1.0)], CEILINGS)
+    slow = roofline_plot([make_decision(build(1, 4096, 4096, "bf16"), aten_s=1.0)], CEILINGS)
     assert "arithmetic: 200 GFLOP/s" in slow.lines
     assert "ATen's 1024^3 product" in slow.note
-    assert "none was measured" in roofline(DECISIONS, {}).note
+    assert "none was measured" in roofline_plot(DECISIONS, {}).note
 
 
 def test_spread_is_relative_to_aten() -> None:
-    chart = spread(DECISIONS)
+    chart = spread_plot(DECISIONS)
     assert chart.rows == ("1x4096x4096 bf16", "64x4096x4096 bf16")
     assert [point.x for point in chart.series["aten"]] == pytest.approx([1.0, 1.0])
     assert sorted(point.x for point in chart.series["native"]) == pytest.approx([0.5, 0.5, 2.0, 2.0])
@@ -74,7 +74,7 @@ def test_plotly_gets_valid_json_that_cannot_end_its_script() -> None:
 def test_equal_labels_are_told_apart() -> None:
     problem = build(7, 509, 521, "bf16")
     other = replace(problem, b=replace(problem.b, constant=False))
-    chart = times([make_decision(problem), make_decision(other)])
+    chart = time_bars([make_decision(problem), make_decision(other)])
     assert len(set(chart.labels)) == 2
 
 
@@ -87,7 +87,7 @@ def test_ticks_are_inside_and_never_bare_of_one() -> None:
 
 def test_svg_labels_start_inside_the_picture() -> None:
     label = "256x11008x4096 bf16 +bias +gelu_tanh +mul +add"
-    drawn = svg.draw(replace(times(DECISIONS), labels=(label,) * len(DECISIONS)))
+    drawn = svg.draw(replace(time_bars(DECISIONS), labels=(label,) * len(DECISIONS)))
     ends = [float(x) for x in re.findall(rf'x="([\d.]+)"[^>]*text-anchor="end">{re.escape(label)}', drawn)]
     assert len(ends) == len(DECISIONS)
     assert all(end > 6 * len(label) for end in ends)

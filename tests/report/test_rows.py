@@ -1,7 +1,7 @@
 import pytest
 
 from gemmtune.core.workloads import build
-from gemmtune.report.rows import best_by_backend, duration, measured, ordered, summarize
+from gemmtune.report.rows import best_by_backend, sorted_decisions, summarize, time_text, timed_candidates
 from helpers.factories import ATEN, NATIVE, make_decision
 
 
@@ -29,15 +29,15 @@ def test_nothing_valid_has_no_times() -> None:
 
 def test_only_valid_candidates_count_as_measured() -> None:
     decision = make_decision()
-    assert measured(decision)[0].id == NATIVE.id
-    assert all(row.verdict is not None and row.verdict.ok for row in measured(decision))
-    assert measured(make_decision(outcome="none_valid")) == []
+    assert timed_candidates(decision)[0].id == NATIVE.id
+    assert all(row.verdict is not None and row.verdict.ok for row in timed_candidates(decision))
+    assert timed_candidates(make_decision(outcome="none_valid")) == []
     assert set(best_by_backend(decision)) == {"aten", "native"}
 
 
 def test_order_is_dtype_then_shape_then_m() -> None:
     problems = [build(16, 8, 8, "fp32"), build(1, 8, 8, "fp32"), build(64, 8, 8, "bf16")]
-    labels = [summarize(decision).label for decision in ordered(make_decision(p) for p in problems)]
+    labels = [summarize(decision).label for decision in sorted_decisions(make_decision(p) for p in problems)]
     assert labels == ["64x8x8 bf16", "1x8x8 fp32", "16x8x8 fp32"]
 
 
@@ -46,4 +46,4 @@ def test_order_is_dtype_then_shape_then_m() -> None:
     [(1.5, "1.50 s"), (0.01234, "12.3 ms"), (0.000914, "914 us"), (2.5e-6, "2.50 us"), (3e-8, "0.03 us"), (None, "-")],
 )
 def test_durations(seconds: float | None, text: str) -> None:
-    assert duration(seconds) == text
+    assert time_text(seconds) == text

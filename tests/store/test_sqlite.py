@@ -264,10 +264,10 @@ def test_a_lease_of_a_dead_process_is_taken_over(path: Path, store: SqliteStore)
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "True\n"
-        assert (store.leased(TARGET, PROBLEM.key) or 0.0) > 500.0
+        assert (store.lease_remaining_s(TARGET, PROBLEM.key) or 0.0) > 500.0
         assert store.lease(TARGET, PROBLEM.key, 60.0) is None
         holder.kill()
-    assert store.leased(TARGET, PROBLEM.key) is None
+    assert store.lease_remaining_s(TARGET, PROBLEM.key) is None
     assert store.lease(TARGET, PROBLEM.key, 60.0) is not None
 
 
@@ -277,7 +277,7 @@ def test_a_lease_of_a_dead_process_is_taken_over(path: Path, store: SqliteStore)
 def test_a_damaged_lease_binds_nobody(path: Path, store: SqliteStore, damage: str) -> None:
     assert store.lease(TARGET, PROBLEM.key, 60.0) is not None
     execute(path, f"UPDATE leases SET {damage}")
-    assert store.leased(TARGET, PROBLEM.key) is None
+    assert store.lease_remaining_s(TARGET, PROBLEM.key) is None
     assert store.lease(TARGET, PROBLEM.key, 60.0) is not None
 
 
@@ -292,7 +292,7 @@ def test_a_lease_from_another_machine_binds_until_it_runs_out(path: Path, store:
 def test_a_store_that_cannot_be_written_leases_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     store = SqliteStore(tmp_path / "file" / "store.db")
-    assert store.leased(TARGET, PROBLEM.key) is None
+    assert store.lease_remaining_s(TARGET, PROBLEM.key) is None
     with pytest.raises(StoreError, match="cannot write the store"):
         store.lease(TARGET, PROBLEM.key, 60.0)
 

@@ -44,7 +44,7 @@ def test_reading_leaves_an_old_database_as_it_is(old: Path) -> None:
     before = old.read_bytes()
     with contextlib.closing(SqliteStore(old)) as store:
         check_content(store)
-        assert store.leased(TARGET, PROBLEM.key) is None
+        assert store.lease_remaining_s(TARGET, PROBLEM.key) is None
     assert old.read_bytes() == before
 
 
@@ -56,7 +56,7 @@ def test_writing_upgrades_it_and_loses_nothing(old: Path, read_first: bool) -> N
         lease = store.lease(TARGET, PROBLEM.key, 60.0)
         assert lease is not None
         assert version(old) == SCHEMA_VERSION
-        assert store.leased(TARGET, PROBLEM.key) is not None
+        assert store.lease_remaining_s(TARGET, PROBLEM.key) is not None
         check_content(store)
     with contextlib.closing(SqliteStore(old)) as again:
         check_content(again)

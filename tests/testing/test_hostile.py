@@ -24,7 +24,7 @@ def answer(fault: str | None) -> torch.Tensor:
     inputs = make_inputs(PROBLEM, 1)
     memory = torch.full((17 * 24,), -7.0)
     out = memory[: 16 * 24].view(16, 24)
-    (hostile.WRONG[fault] if fault else hostile.correct)(PROBLEM)(inputs, out)
+    (hostile.FAULTY_KERNELS[fault] if fault else hostile.correct)(PROBLEM)(inputs, out)
     return memory
 
 
@@ -54,7 +54,7 @@ def test_writing_nothing_and_too_much() -> None:
 
 def test_stale_and_racy_kernels_start_out_right() -> None:
     for fault in ("stale buffer", "race"):
-        run = hostile.WRONG[fault](PROBLEM)
+        run = hostile.FAULTY_KERNELS[fault](PROBLEM)
         out, inputs = torch.empty(16, 24), make_inputs(PROBLEM, 1)
         run(inputs, out)
         torch.testing.assert_close(out, expected())

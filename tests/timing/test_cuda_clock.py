@@ -19,14 +19,14 @@ from gemmtune.core.weights import PackedWeight
 from gemmtune.testing.clock import FakeGpu
 from gemmtune.timing import cuda_clock, nvml, timing
 from gemmtune.timing.clock import FLOOR_S, Clock, Run
-from gemmtune.timing.cuda_clock import CudaClock, rough_times
-from gemmtune.timing.lane import EntrantError
-from gemmtune.timing.machine import Weather
-from gemmtune.timing.nvml import CudaMachine, CudaWeather, cuda_machine
+from gemmtune.timing.cuda_clock import CudaClock, screening_times
+from gemmtune.timing.machine import MachineState
+from gemmtune.timing.nvml import CudaMachine, CudaState, cuda_machine
 from gemmtune.timing.race import Entrant, race
-from gemmtune.verify.inputs import operand_bytes, rotations
+from gemmtune.timing.race_entry import EntrantError
+from gemmtune.verify.inputs import operand_bytes, operand_set_count
 from gemmtune.workers import job
-from gemmtune.workers.job import ContextLost, Desk
+from gemmtune.workers.job import ContextLost, RequestHandler
 from gemmtune.workers.protocol import Attempt, Open, Setup
 
 MB = 1 << 20
@@ -254,13 +254,13 @@ def test_errors_of_a_lane_stay_its_own_while_others_are_captured(gpu: FakeGpu) -
 
 def test_rough_times_are_cold_and_hide_launching(gpu: FakeGpu) -> None:
     run = gpu.kernel(12e-6, 60e-6)
-    assert rough_times(gpu, lambda: run(0), gpu.chill) == pytest.approx([12e-6] * 5, rel=0.5)
+    assert screening_times(gpu, lambda: run(0), gpu.chill) == pytest.approx([12e-6] * 5, rel=0.5)
     assert gpu.log == ["sleep"] + ["chill"] * 5
 
 
 def test_rough_times_for_eager_launches_count_launching(gpu: FakeGpu) -> None:
     run = gpu.kernel(12e-6, 60e-6)
-    assert rough_times(gpu, lambda: run(0), gpu.chill, None, "eager") == pytest.approx([60e-6] * 5)
+    assert screening_times(gpu, lambda: run(0), gpu.chill, None, "eager") == pytest.approx([60e-6] * 5)
 
 
 @pytest.mark.parametrize(
@@ -268,18 +268,18 @@ def test_rough_times_for_eager_launches_count_launching(gpu: FakeGpu) -> None:
 )
 def test_slow_calls_are_made_few_times(gpu: FakeGpu, seconds: float, worth_s: float | None, times: int) -> None:
     run = gpu.kernel(seconds)
-    assert rough_times(gpu, lambda: run(0), gpu.chill, worth_s) == pytest.approx([seconds] * times, rel=1e-2)
+    assert screening_times(gpu, lambda: run(0), gpu.chill, worth_s) == pytest.approx([seconds] * times, rel=1e-2)
 
 
 def test_rough_times_of_what_is_not_on_the_stream(gpu: FakeGpu) -> None:
     run = gpu.kernel(50e-6, 10e-6, elsewhere=True)
-    assert rough_times(gpu, lambda: run(0), gpu.chill) == pytest.approx([60e-6])
+    assert screening_times(gpu, lambda: run(0), gpu.chill) == pytest.approx([60e-6])
 
 
 def test_rough_times_raise_what_the_kernel_did(gpu: FakeGpu) -> None:
     run = gpu.kernel(1e-5, fault=lambda: "misaligned address")
     with pytest.raises(RuntimeError, match="misaligned"):
-        rough_times(gpu, lambda: run(0), gpu.chill)
+        screening_times(gpu, lambda: run(0), gpu.chill)
 
 
 # --- weather -----------------------------------------------------------------------------------------------------
@@ -314,7 +314,7 @@ def test_a_gpus_weather() -> None:
     known = Nvml()
     machine = CudaMachine(known, "handle")
     before = machine.weather()
-    assert before == CudaWeather(frequency=1980.0)
+    assert before == CudaState(frequency=1980.0)
     assert before.words() == {"clock": "1980 MHz"}
     known.mhz, known.mask = 1935, 0x1 | 0x2
     assert before.differs(machine.weather()) == ""  # idle, and clocks that were set: nothing slows it down
@@ -325,7 +325,7 @@ def test_a_gpus_weather() -> None:
     before_it_slowed = machine.weather()
     known.mhz = 1700
     assert "1935 to 1700 MHz" in before_it_slowed.differs(machine.weather())
-    assert before.differs(Weather()) == ""
+    assert before.differs(MachineState()) == ""
 
 
 def test_an_older_driver_has_another_name_for_it() -> None:
@@ -344,8 +344,8 @@ def test_what_cannot_be_read_is_unknown() -> None:
 
     known = Nvml()
     known.nvmlDeviceGetClockInfo = known.nvmlDeviceGetCurrentClocksEventReasons = fail
-    assert CudaMachine(known, "handle").weather() == CudaWeather()
-    assert CudaWeather().words() == {}
+    assert CudaMachine(known, "handle").weather() == CudaState()
+    assert CudaState().words() == {}
 
 
 @pytest.mark.parametrize(("uuid", "found"), [("1234", True), ("5678", False)])
@@ -368,7 +368,7 @@ def test_no_nvml_is_no_weather(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_operand_sets_exceed_a_gpus_l2_many_times_within_two_gigabytes() -> None:
     for problem in (linear(1, 4096, 4096), linear(16, 1024, 4096), linear(4096, 22016, 4096), linear(1, 64, 64)):
-        count, size = rotations(problem, H200), operand_bytes(problem)
+        count, size = operand_set_count(problem, H200), operand_bytes(problem)
         assert 2 <= count <= 64
         assert count * size > 16 * 60 * MB or count == 64 or (count + 1) * size > 2 << 30
         assert count * size <= max(2 << 30, 2 * size)
@@ -415,7 +415,7 @@ def test_kernels_on_a_gpu_race_on_the_same_operands_in_the_same_order(simulated:
     problem = linear(1, 256, 512)
     kernels = [OnGpu(simulated, 8e-6, "aten", problem), OnGpu(simulated, 7e-6, "y", problem)]
     kernels.append(OnGpu(simulated, 9e-6, "packed", problem, "x:p"))
-    track = timing.Track({k.candidate.id: k for k in kernels}, problem, SMALL, 0, None)
+    track = timing.RaceOperands({k.candidate.id: k for k in kernels}, problem, SMALL, 0, None)
     raced = track.race(2.0, 0, lambda leading: None)
     assert (raced.outcome, raced.leader) == ("winner", "x/y")
     for place in raced.placed:
@@ -425,7 +425,7 @@ def test_kernels_on_a_gpu_race_on_the_same_operands_in_the_same_order(simulated:
         assert "threads" not in place.sample.conditions
         assert "load" not in place.sample.conditions
     raw = kernels[0].seen
-    copies = rotations(problem, SMALL)
+    copies = operand_set_count(problem, SMALL)
     assert len(set(raw)) == copies == len(set(kernels[2].seen))
     assert copies * operand_bytes(problem) > 16 * MB
     assert len(set(kernels[0].outputs)) == 2  # which stay in the L2
@@ -459,7 +459,7 @@ def test_a_job_on_a_gpu(simulated: FakeGpu, monkeypatch: pytest.MonkeyPatch, pac
     problem = linear(5, 256, 512)
     room = Room(OnGpu(simulated, 8e-6, "y", problem, packing))
     monkeypatch.setattr(job.backends, "get", lambda name: room)
-    work = job.Job(problem, SMALL, 0)
+    work = job.ProblemSession(problem, SMALL, 0)
     attempted = work.attempt(room.kernel.candidate)
     assert attempted.verdict is not None
     assert attempted.verdict.ok, attempted.verdict.detail
@@ -475,7 +475,9 @@ def test_a_job_for_eager_launches_ranks_by_what_launching_costs(
     problem = linear(5, 256, 512)
     room = Room(OnGpu(simulated, 8e-6, "y", problem))
     monkeypatch.setattr(job.backends, "get", lambda name: room)
-    assert job.Job(problem, SMALL, 0, "eager").attempt(room.kernel.candidate).times_s == pytest.approx([10e-6] * 5)
+    assert job.ProblemSession(problem, SMALL, 0, "eager").attempt(room.kernel.candidate).times_s == pytest.approx(
+        [10e-6] * 5
+    )
 
 
 def test_hot_operands_on_a_gpu_are_one_set_and_nothing_is_flushed(
@@ -484,7 +486,9 @@ def test_hot_operands_on_a_gpu_are_one_set_and_nothing_is_flushed(
     monkeypatch.setattr(timing, "Flush", lambda problem, target: lambda: pytest.fail("flushed"))
     problem = linear(1, 256, 512)
     kernels = [OnGpu(simulated, 8e-6, "aten", problem), OnGpu(simulated, 7e-6, "y", problem)]
-    track = timing.Track({k.candidate.id: k for k in kernels}, problem, SMALL, 0, None, hot=True, latency="eager")
+    track = timing.RaceOperands(
+        {k.candidate.id: k for k in kernels}, problem, SMALL, 0, None, hot=True, latency="eager"
+    )
     raced = track.race(1.0, 0, lambda leading: None)
     assert len(set(kernels[0].seen)) == 1
     assert {place.sample.conditions["operands"] for place in raced.placed if place.sample} == {"hot"}
@@ -517,9 +521,9 @@ class OddJob:
 
 
 @pytest.fixture
-def desk(monkeypatch: pytest.MonkeyPatch) -> Desk:
-    monkeypatch.setattr(job, "Job", OddJob)
-    made = Desk(lambda leading: None)
+def desk(monkeypatch: pytest.MonkeyPatch) -> RequestHandler:
+    monkeypatch.setattr(job, "ProblemSession", OddJob)
+    made = RequestHandler(lambda leading: None)
     threads = torch.get_num_threads()
     made.answer(Setup(H200.to_dict(), latency="eager"))
     torch.set_num_threads(threads)
@@ -529,7 +533,7 @@ def desk(monkeypatch: pytest.MonkeyPatch) -> Desk:
 ATTEMPT = Attempt({"backend": "aten", "template": "mm", "config": {}})
 
 
-def test_a_gpus_memory_is_limited_not_the_address_space(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpus_memory_is_limited_not_the_address_space(desk: RequestHandler, monkeypatch: pytest.MonkeyPatch) -> None:
     device = LostDevice(monkeypatch)
     desk.answer(Open(linear(1, 8, 8).to_dict(), 0, 1 << 30))
     assert device.limits == [1 << 30]
@@ -539,7 +543,7 @@ def test_a_gpus_memory_is_limited_not_the_address_space(desk: Desk, monkeypatch:
 
 @pytest.mark.parametrize("kind", ["crashed", "wrong", "out_of_memory"])
 def test_a_candidate_that_fails_is_answered_as_long_as_the_context_lives(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch, kind: str
+    desk: RequestHandler, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     device = LostDevice(monkeypatch)
     desk.answer(Open(linear(1, 8, 8).to_dict()))
@@ -551,7 +555,7 @@ def test_a_candidate_that_fails_is_answered_as_long_as_the_context_lives(
         desk.answer(ATTEMPT)
 
 
-def test_what_is_raised_tells_of_a_lost_context_too(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_raised_tells_of_a_lost_context_too(desk: RequestHandler, monkeypatch: pytest.MonkeyPatch) -> None:
     device = LostDevice(monkeypatch)
     desk.answer(Open(linear(1, 8, 8).to_dict()))
     monkeypatch.setattr(OddJob, "result", RuntimeError("in the middle of a race"))

@@ -9,25 +9,25 @@ from collections.abc import Iterator
 import pytest
 
 from gemmtune.testing.clock import FakeClock
-from gemmtune.timing.machine import CpuMachine, Pins, Weather
+from gemmtune.timing.machine import CpuMachine, CpuPinning, MachineState
 from gemmtune.timing.race import Entrant, RaceSetup, race
 
 
 class Changing:
     """A machine whose weather is the next of a list each time, then the last for ever."""
 
-    def __init__(self, *weathers: Weather) -> None:
-        self.left = [Weather(), *weathers]
+    def __init__(self, *weathers: MachineState) -> None:
+        self.left = [MachineState(), *weathers]
 
-    def weather(self) -> Weather:
+    def weather(self) -> MachineState:
         return self.left.pop(0) if len(self.left) > 1 else self.left[0]
 
 
 def test_what_differs_is_said_and_trifles_are_not() -> None:
-    assert Weather(0.1, 3000).differs(Weather(0.2, 3050)) == ""
-    assert "0.1 to 1.0 cores" in Weather(0.1, 3000).differs(Weather(1.0, 3000))
-    assert "3000 to 2500 MHz" in Weather(0.1, 3000).differs(Weather(0.1, 2500))
-    assert Weather(0.0, 0.0).differs(Weather(0.0, 2500)) == ""  # unknown before
+    assert MachineState(0.1, 3000).differs(MachineState(0.2, 3050)) == ""
+    assert "0.1 to 1.0 cores" in MachineState(0.1, 3000).differs(MachineState(1.0, 3000))
+    assert "3000 to 2500 MHz" in MachineState(0.1, 3000).differs(MachineState(0.1, 2500))
+    assert MachineState(0.0, 0.0).differs(MachineState(0.0, 2500)) == ""  # unknown before
 
 
 def test_this_machine_has_a_weather() -> None:
@@ -58,14 +58,14 @@ def duel_of(machine: Changing, gain: float = 0.05) -> dict[str, str]:
 
 
 def test_a_duel_is_fought_again_when_the_load_changes() -> None:
-    conditions = duel_of(Changing(Weather(0.0), Weather(1.0)))
+    conditions = duel_of(Changing(MachineState(0.0), MachineState(1.0)))
     assert "0.0 to 1.0 cores" in conditions["fought again"]
     assert conditions["load"] == "1.0 cores"
     assert conditions["operands"] == "cold"
 
 
 def test_a_duel_in_steady_weather_is_fought_once() -> None:
-    assert "fought again" not in duel_of(Changing(Weather(1.0), Weather(1.1)))
+    assert "fought again" not in duel_of(Changing(MachineState(1.0), MachineState(1.1)))
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def affinity() -> Iterator[set[int]]:
 
 
 def test_pins_keep_to_as_many_cpus_as_there_are_threads(affinity: set[int]) -> None:
-    pins = Pins()
+    pins = CpuPinning()
     pins.choose(1, settle_s=0.01)
     if len(affinity) > 1:
         assert len(os.sched_getaffinity(0)) == 1
@@ -88,7 +88,7 @@ def test_pins_keep_to_as_many_cpus_as_there_are_threads(affinity: set[int]) -> N
 
 
 def test_pins_leave_a_process_alone_that_needs_every_cpu(affinity: set[int]) -> None:
-    pins = Pins()
+    pins = CpuPinning()
     pins.choose(len(affinity), settle_s=0.01)
     assert os.sched_getaffinity(0) == affinity
     assert pins.words == ""

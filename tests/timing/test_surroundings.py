@@ -8,7 +8,7 @@ import pytest
 
 from gemmtune.testing.clock import FakeClock
 from gemmtune.timing.clock import Run
-from gemmtune.timing.lane import Lane
+from gemmtune.timing.race_entry import RaceEntry
 from gemmtune.timing.surroundings import ROUNDS, Comparison, Surrounding, compare
 
 INCUMBENT_S, IDLE_S = 1e-3, 0.2e-3
@@ -30,7 +30,7 @@ def compared(ratios: dict[str, float], seed: int, seconds: float = 1e9) -> tuple
         return run
 
     ours, aten = (
-        Lane(name, clock.kernel(INCUMBENT_S), name == "aten", None, calls=1, times={0: INCUMBENT_S})
+        RaceEntry(name, clock.kernel(INCUMBENT_S), name == "aten", None, calls=1, times={0: INCUMBENT_S})
         for name in ("ours", "aten")
     )
     surrounding = Surrounding("somewhere", run_of, lambda _: tuple(ratios), clock.kernel(IDLE_S))

@@ -17,8 +17,8 @@ from gemmtune.core.problem import Layout, Operand, Problem
 from gemmtune.core.target import Target
 from gemmtune.core.weights import PackedWeight
 from gemmtune.timing import timing
-from gemmtune.timing.outcome import Leading
-from gemmtune.timing.timing import Track, last_level_cache, rough_times
+from gemmtune.timing.outcome import LeaderUpdate
+from gemmtune.timing.timing import RaceOperands, last_level_cache, screening_times
 from gemmtune.verify.inputs import operand_bytes
 
 MB = 1 << 20
@@ -43,20 +43,20 @@ class Recorder(Kernel):
         return PackedWeight(str(self.packing), (data,), PROBLEM.n, PROBLEM.k, "float32")
 
 
-def track(*kernels: Recorder, problem: Problem = PROBLEM) -> Track:
-    return Track({kernel.candidate.id: kernel for kernel in kernels}, problem, TARGET, 0, None)
+def track(*kernels: Recorder, problem: Problem = PROBLEM) -> RaceOperands:
+    return RaceOperands({kernel.candidate.id: kernel for kernel in kernels}, problem, TARGET, 0, None)
 
 
 def test_a_short_call_is_timed_in_batches_and_never_flushed() -> None:
     calls = []
-    times = rough_times(lambda: calls.append(1), lambda: pytest.fail("flushed"))
+    times = screening_times(lambda: calls.append(1), lambda: pytest.fail("flushed"))
     assert len(times) == 3
     assert len(calls) > 100
 
 
 def test_a_longer_call_is_flushed_before_each_timing() -> None:
     flushes = []
-    assert len(rough_times(lambda: time.sleep(1e-3), lambda: flushes.append(1))) == 3
+    assert len(screening_times(lambda: time.sleep(1e-3), lambda: flushes.append(1))) == 3
     assert len(flushes) == 3
 
 
@@ -67,7 +67,7 @@ def test_a_first_call_slow_beyond_reason_is_the_only_one() -> None:
         calls.append(1)
         time.sleep(0.3)
 
-    assert len(rough_times(slow, lambda: pytest.fail("flushed"), worth_s=0.01)) == 1
+    assert len(screening_times(slow, lambda: pytest.fail("flushed"), worth_s=0.01)) == 1
     assert len(calls) == 1
 
 
@@ -78,7 +78,7 @@ def test_a_slow_call_is_made_three_times_in_all() -> None:
         calls.append(1)
         time.sleep(0.06)
 
-    times = rough_times(call, lambda: pytest.fail("flushed"))
+    times = screening_times(call, lambda: pytest.fail("flushed"))
     assert len(times) == 2
     assert len(calls) == 3
     assert min(times) >= 0.06
@@ -91,7 +91,7 @@ def test_a_hopeless_call_is_made_twice() -> None:
         calls.append(1)
         time.sleep(0.03)
 
-    assert len(rough_times(call, lambda: None, worth_s=1e-3)) == 1
+    assert len(screening_times(call, lambda: None, worth_s=1e-3)) == 1
     assert len(calls) == 2
 
 
@@ -144,9 +144,9 @@ def test_layouts_beyond_the_memory_are_left_out(monkeypatch: pytest.MonkeyPatch)
     laid = track(*kernels, Recorder("raw", None))
     raced = {entrant.id for entrant in laid._entrants}
     assert kernels[0].candidate.id in raced
-    assert kernels[-1].candidate.id in laid.left_out
+    assert kernels[-1].candidate.id in laid.excluded
     assert "x/raw" in raced
-    seen: list[Leading] = []
+    seen: list[LeaderUpdate] = []
     result = laid.race(0.05, 0, seen.append)
     assert {place.id for place in result.placed} == {k.candidate.id for k in kernels} | {"x/raw"}
     left_out = {place.id: place.reason for place in result.placed if place.sample is None}
@@ -163,10 +163,10 @@ def test_a_layout_that_cannot_fit_is_not_packed_first(monkeypatch: pytest.Monkey
             return super().pack(b)
 
     size = PROBLEM.weight_bytes
-    monkeypatch.setattr(Track, "_room", lambda self: operand_bytes(PROBLEM) + 2 * size + size // 2)
+    monkeypatch.setattr(RaceOperands, "_room", lambda self: operand_bytes(PROBLEM) + 2 * size + size // 2)
     laid = track(*(Packing(name, name, size) for name in "abcd"))
     assert packs == ["a", "b"]
-    assert len(laid.left_out) == 2
+    assert len(laid.excluded) == 2
 
 
 def test_nothing_to_race() -> None:
@@ -175,7 +175,7 @@ def test_nothing_to_race() -> None:
 
 def test_hot_operands_are_one_set_and_samples_say_so() -> None:
     kernel, aten = Recorder("k", "x:a"), Recorder("mm", None, backend="aten")
-    made = Track({k.candidate.id: k for k in (aten, kernel)}, PROBLEM, TARGET, 0, None, hot=True)
+    made = RaceOperands({k.candidate.id: k for k in (aten, kernel)}, PROBLEM, TARGET, 0, None, hot=True)
     result = made.race(0.2, 0, lambda leading: None)
     assert len(set(kernel.seen)) == 1
     assert len(set(aten.seen)) == 1
@@ -188,7 +188,7 @@ def test_hot_operands_are_one_set_and_samples_say_so() -> None:
 
 def test_operands_move_and_stay_what_they_are() -> None:
     kernel, aten = Recorder("k", "x:a"), Recorder("mm", None, backend="aten")
-    made = Track({k.candidate.id: k for k in (aten, kernel)}, PROBLEM, TARGET, 0, None)
+    made = RaceOperands({k.candidate.id: k for k in (aten, kernel)}, PROBLEM, TARGET, 0, None)
     before = {name: stock._sets[0] for name, stock in made._operands.items()}
     made._move()
     for name, stock in made._operands.items():
@@ -225,19 +225,19 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> _Machine:
 
 @pytest.mark.parametrize("seconds", [1e-3, 10e-6], ids=["alone", "in batches"])
 def test_rough_times_are_as_at_the_pace_of_the_beginning(machine: _Machine, seconds: float) -> None:
-    pace, flushed = timing.Pace(), []
+    pace, flushed = timing.SpeedReference(), []
     known = machine.kernel(seconds)
-    first = timing.rough_times(known, lambda: flushed.append(1), None, pace)
+    first = timing.screening_times(known, lambda: flushed.append(1), None, pace)
     pace.offer(known, min(first))
     machine.pace = 1.4
-    later = timing.rough_times(machine.kernel(1.1 * seconds), lambda: flushed.append(1), None, pace)
+    later = timing.screening_times(machine.kernel(1.1 * seconds), lambda: flushed.append(1), None, pace)
     assert first == pytest.approx([seconds] * 3)
     assert later == pytest.approx([1.1 * seconds] * 3)
     assert bool(flushed) == (seconds > 100e-6)
 
 
 def test_a_pace_is_told_by_the_first_kernel_or_a_much_faster_one(machine: _Machine) -> None:
-    pace = timing.Pace()
+    pace = timing.SpeedReference()
     assert pace.now() == 1.0
     pace.look(lambda: pytest.fail("there is no kernel to empty the cache for"))
     assert pace.now() == 1.0
@@ -262,9 +262,9 @@ def test_a_cache_that_no_flush_empties_does_not_look_like_a_slower_machine(machi
 
         return call
 
-    pace, known = timing.Pace(), kernel("known", 1e-3)
-    pace.offer(known, min(timing.rough_times(known, lambda: None, None, pace)))
+    pace, known = timing.SpeedReference(), kernel("known", 1e-3)
+    pace.offer(known, min(timing.screening_times(known, lambda: None, None, pace)))
     for name in ("second", "third"):
         calls.clear()  # another weight was packed
-        assert timing.rough_times(kernel(name, 2e-3), lambda: None, None, pace) == pytest.approx([2e-3] * 3)
+        assert timing.screening_times(kernel(name, 2e-3), lambda: None, None, pace) == pytest.approx([2e-3] * 3)
     assert pace.now() == pytest.approx(1.0)

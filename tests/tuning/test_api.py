@@ -112,7 +112,7 @@ def test_on_miss_does_not_wait_for_another_process(own_store: MemoryStore, monke
     """ATen serves while the lease is somebody else's; once they have decided, so does their kernel."""
     monkeypatch.setattr("gemmtune.tuning.tuner.Tuner", Tuner)
     monkeypatch.setattr("gemmtune.tuning.tuner.Tuner._tune_one", lambda *_: pytest.fail("tuned under another's lease"))
-    monkeypatch.setattr("gemmtune.tuning.api.LOOK_S", 0.01)
+    monkeypatch.setattr("gemmtune.tuning.api.POLL_S", 0.01)
     x, w = torch.randn(3, 4), torch.randn(5, 4)
     problem = linear_problem(3, 5, 4, "float32", constant=False)
     lease = own_store.lease(gemmtune.current_target(), problem.key, 60.0)
@@ -141,7 +141,7 @@ def test_on_miss_takes_over_when_the_other_gives_up(own_store: MemoryStore, monk
 
     monkeypatch.setattr("gemmtune.tuning.tuner.Tuner", Tuner)
     monkeypatch.setattr("gemmtune.tuning.tuner.Tuner._tune_one", tune_one)
-    monkeypatch.setattr("gemmtune.tuning.api.LOOK_S", 0.01)
+    monkeypatch.setattr("gemmtune.tuning.api.POLL_S", 0.01)
     x, w = torch.randn(3, 4), torch.randn(5, 4)
     problem = linear_problem(3, 5, 4, "float32", constant=False)
     lease = own_store.lease(gemmtune.current_target(), problem.key, 60.0)
@@ -155,7 +155,7 @@ def test_on_miss_takes_over_when_the_other_gives_up(own_store: MemoryStore, monk
             gemmtune.linear(x, w)
             time.sleep(0.01)
     assert tuned == [problem.key]
-    assert own_store.leased(gemmtune.current_target(), problem.key) is None
+    assert own_store.lease_remaining_s(gemmtune.current_target(), problem.key) is None
 
 
 H200 = Target("cuda", "H200", "9.0", caches=(232448, 0, 62914560), cores=132)

@@ -24,8 +24,8 @@ from gemmtune.store import MemoryStore
 from gemmtune.testing import hostile_backend
 from gemmtune.testing.hostile_backend import HostileBackend
 from gemmtune.tuning import tuner as tuner_module
-from gemmtune.tuning.tuner import Budget, Tuner, _Crew
-from gemmtune.workers.tags import VARIABLE
+from gemmtune.tuning.tuner import Budget, Tuner, _WorkerPool
+from gemmtune.workers.process_tags import VARIABLE
 from gemmtune.workers.worker import Limits, LocalWorker, Worker, WorkerStartError
 from helpers.factories import ATEN, NATIVE, SLOW, make_decision, make_evidence
 
@@ -61,7 +61,7 @@ def store() -> MemoryStore:
 @pytest.fixture
 def hostile(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Choose what the hostile backend lists."""
-    backends.register("hostile", hostile_backend.PLACE)
+    backends.register("hostile", hostile_backend.ENTRY_POINT)
 
     def choose(*kinds: str, illegal: int = 0) -> None:
         monkeypatch.setattr(HostileBackend, "kinds", kinds)
@@ -344,7 +344,7 @@ def test_what_comes_next_is_built_while_a_gpu_times(
             begun.append(problem.m)
 
     problems = [build(m, 256, 512, "bf16") for m in (1, 2, 3, 4)]
-    crew = _Crew(target, True, None, "graph")
+    crew = _WorkerPool(target, True, None, "graph")
     crew.builders, crew.to_come = Recorder(), problems  # type: ignore[assignment]
     tuner = Tuner(target, ("triton",), store, latency=latency)  # type: ignore[arg-type]
     seen = []
@@ -378,12 +378,12 @@ def test_the_lease_is_held_while_tuning_and_given_back(target: Target, store: Me
 
     def watch(event: Event) -> None:
         if isinstance(event, CandidateTried):
-            held.append(store.leased(target, PROBLEM.key) is not None)
+            held.append(store.lease_remaining_s(target, PROBLEM.key) is not None)
 
     Tuner(target, ["aten"], store, QUICK, watch, isolate=False).tune([(PROBLEM, 1)])
     assert held
     assert all(held)
-    assert store.leased(target, PROBLEM.key) is None
+    assert store.lease_remaining_s(target, PROBLEM.key) is None
 
 
 def test_ctrl_c_gives_the_lease_back(target: Target, store: MemoryStore) -> None:
@@ -393,11 +393,11 @@ def test_ctrl_c_gives_the_lease_back(target: Target, store: MemoryStore) -> None
 
     with pytest.raises(KeyboardInterrupt):
         Tuner(target, ["aten"], store, QUICK, interrupt, isolate=False).tune([(PROBLEM, 1)])
-    assert store.leased(target, PROBLEM.key) is None
+    assert store.lease_remaining_s(target, PROBLEM.key) is None
 
 
 def test_the_others_wait_for_the_decision(target: Target, store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gemmtune.tuning.tuner.LOOK_S", 0.01)
+    monkeypatch.setattr("gemmtune.tuning.tuner.POLL_S", 0.01)
     tuned, found = [], []
     real = Tuner._tune_one
 
@@ -431,20 +431,20 @@ def test_a_tuner_that_does_not_wait_leaves_the_problem_out(target: Target, store
 def test_a_lease_that_runs_out_is_taken_over(
     target: Target, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gemmtune.tuning.tuner.LOOK_S", 0.01)
+    monkeypatch.setattr("gemmtune.tuning.tuner.POLL_S", 0.01)
     assert store.lease(target, PROBLEM.key, 0.2) is not None
     (decision,) = Tuner(target, ["aten"], store, QUICK, isolate=False).tune([(PROBLEM, 1)])
     assert_sound(decision)
 
 
-def test_a_trial_is_told_the_layouts_of_the_weights_other_m(
+def test_a_session_is_told_the_layouts_of_the_weights_other_m(
     target: Target, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that the store knows and those that this run decided, of the same weight's shape alone."""
     told: dict[int, list[str]] = {}
 
     class Decided:
-        """A Trial that decides at once: packed layouts named after M, the second of them slower."""
+        """A session that decides at once: packed layouts named after M, the second of them slower."""
 
         def __init__(self, problem: Problem, *args: object, layouts: list[str], **more: object) -> None:
             self.problem = problem
@@ -460,7 +460,7 @@ def test_a_trial_is_told_the_layouts_of_the_weights_other_m(
             alternatives = dict(zip((*names, ""), (NATIVE.id, SLOW.id, ATEN.id), strict=True))
             return msgspec.structs.replace(made, evidence=tuple(rows), alternatives=alternatives)
 
-    monkeypatch.setattr(tuner_module, "Trial", Decided)
+    monkeypatch.setattr(tuner_module, "TuningSession", Decided)
     first = build(4, 512, 256, "fp32")
     Tuner(target, ["native"], store, isolate=False).tune([(first, 1)])
     others = [(replace(first, m=64), 1), (replace(first, m=32), 1), (build(7, 256, 256, "fp32"), 1)]

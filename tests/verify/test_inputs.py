@@ -9,7 +9,7 @@ from gemmtune.core.epilogue import Step
 from gemmtune.core.problem import Layout, Operand, Problem, Quant
 from gemmtune.core.target import Target
 from gemmtune.core.weights import QuantWeight
-from gemmtune.verify.inputs import make_inputs, operand_bytes, rotations, timing_sets
+from gemmtune.verify.inputs import make_inputs, operand_bytes, operand_set_count, timing_sets
 
 TARGET = Target("cpu", "test", "x86_64", caches=(32 << 10, 1 << 20, 32 << 20))
 
@@ -131,10 +131,12 @@ def test_rotations_exceed_the_cache_within_memory() -> None:
         return mm(1, n, k, Operand("bfloat16"), Operand("bfloat16", constant=True), "bfloat16")
 
     for problem in (linear(64, 64), linear(1024, 1024), linear(4096, 4096), linear(11008, 4096)):
-        count, size = rotations(problem, TARGET), operand_bytes(problem)
+        count, size = operand_set_count(problem, TARGET), operand_bytes(problem)
         assert 2 <= count <= 64
         assert count * size > 2 * (32 << 20) or count == 64
         assert count * size <= 3 * size + (256 << 20)
-    assert rotations(linear(64, 64), TARGET) == 64
-    assert rotations(linear(11008, 4096), TARGET) == 2
-    assert rotations(linear(1024, 1024), Target("cpu", "unknown", "x86_64")) == rotations(linear(1024, 1024), TARGET)
+    assert operand_set_count(linear(64, 64), TARGET) == 64
+    assert operand_set_count(linear(11008, 4096), TARGET) == 2
+    assert operand_set_count(linear(1024, 1024), Target("cpu", "unknown", "x86_64")) == operand_set_count(
+        linear(1024, 1024), TARGET
+    )

@@ -16,8 +16,8 @@ from gemmtune.testing import hostile
 from gemmtune.verify import row_stack
 from gemmtune.verify.inputs import CPU, Inputs
 from gemmtune.verify.row_counts import other_row_counts
-from gemmtune.verify.row_stack import OtherRows, Patience, RowStack, part_of, parts_of, row_groups
-from gemmtune.verify.verify import Run, prepare
+from gemmtune.verify.row_stack import RowCountVerifier, RowStack, TimeLimit, part_of, parts_of, row_groups
+from gemmtune.verify.verify import Run, make_reference_cases
 
 COL = Layout("col")
 TILED = Candidate.make("any", "kernel", bm=16)
@@ -54,7 +54,7 @@ PROBLEMS = [
 
 
 def checked(problem: Problem, run: Run, patience_s: float = AMPLE_S) -> tuple[str, str]:
-    verdict = OtherRows(problem, prepare(problem, 0)).verify(run, TILED, patience_s)
+    verdict = RowCountVerifier(problem, make_reference_cases(problem, 0)).verify(run, TILED, patience_s)
     return verdict.kind, verdict.detail
 
 
@@ -68,7 +68,7 @@ def test_a_right_kernel_passes_at_every_m(problem: Problem) -> None:
         seen.append(out.shape[-2])
         right(inputs, out)
 
-    rows = OtherRows(problem, prepare(problem, 0))
+    rows = RowCountVerifier(problem, make_reference_cases(problem, 0))
     for _ in range(2):  # on operands that were made, and on those that were kept
         assert rows.verify(run, TILED, AMPLE_S).ok
         assert set(seen) == set(other_row_counts(problem, TILED))
@@ -80,7 +80,7 @@ def test_a_right_kernel_passes_at_every_m(problem: Problem) -> None:
 @pytest.mark.parametrize("problem", PROBLEMS[:5] + PROBLEMS[8:], ids=lambda problem: problem.key)
 def test_operands_of_one_m_are_laid_out_as_alone(problem: Problem) -> None:
     """Dense rows, even M on a boundary and odd ones off it, and the poison of guards behind the last row."""
-    draws = prepare(problem, 0)
+    draws = make_reference_cases(problem, 0)
     for counts in row_groups(problem, other_row_counts(problem, TILED), CPU):
         stack = RowStack.make(problem, draws, counts)
         assert stack is not None
@@ -187,7 +187,7 @@ def test_a_kernel_that_is_wrong_once_is_unstable() -> None:
 
 
 def test_what_a_kernel_wrote_into_is_made_anew() -> None:
-    rows = OtherRows(PLAIN, prepare(PLAIN, 0))
+    rows = RowCountVerifier(PLAIN, make_reference_cases(PLAIN, 0))
     assert not rows.verify(only_at(17, into_a, PLAIN), TILED, AMPLE_S).ok
     assert rows.touched()
 
@@ -210,7 +210,7 @@ def test_time_that_has_passed_ends_it_after_the_first_m(monkeypatch: pytest.Monk
 def test_patience_runs_from_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 5.0
     monkeypatch.setattr(row_stack.time, "perf_counter", lambda: now)
-    patience = Patience(1.0)
+    patience = TimeLimit(1.0)
     now = 50.0
     assert not patience.over()
     patience.start()
@@ -222,11 +222,11 @@ def test_patience_runs_from_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = OtherRows(PLAIN, prepare(PLAIN, 0))
+    rows = RowCountVerifier(PLAIN, make_reference_cases(PLAIN, 0))
     for tile, kept in ((16, 1), (32, 3), (16, 3)):  # odd M; odd and even ones
         assert rows.verify(hostile.correct(PLAIN), Candidate.make("any", "kernel", bm=tile), AMPLE_S).ok
         assert len(rows._kept) == kept
-    monkeypatch.setitem(row_stack._KEPT_BYTES, "cpu", 1)
+    monkeypatch.setitem(row_stack._CACHE_BYTES, "cpu", 1)
     assert rows.verify(hostile.correct(PLAIN), Candidate.make("any", "kernel", bm=8), AMPLE_S).ok
     assert len(rows._kept) == 1
 

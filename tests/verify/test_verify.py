@@ -17,7 +17,7 @@ from gemmtune.testing import hostile
 from gemmtune.verify.adversarial import row_kinds, weight_kinds
 from gemmtune.verify.inputs import Inputs
 from gemmtune.verify.oracle import reference
-from gemmtune.verify.verify import Run, prepare, verify
+from gemmtune.verify.verify import Run, make_reference_cases, verify
 
 COL = Layout("col")
 INT8 = Operand("int8", COL, constant=True, quant=Quant())
@@ -48,7 +48,7 @@ KINDS = {
     "rare race": ("unstable", "wrong"),
     "adds to the output": ("unstable", "wrong"),
 }
-PLAIN_FAULTS = [name for name in hostile.WRONG if name not in ("reversed epilogue", "NaN swallowed")]
+PLAIN_FAULTS = [name for name in hostile.FAULTY_KERNELS if name not in ("reversed epilogue", "NaN swallowed")]
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -57,7 +57,7 @@ PLAIN_FAULTS = [name for name in hostile.WRONG if name not in ("reversed epilogu
 @pytest.mark.parametrize("fault", PLAIN_FAULTS)
 def test_planted_faults_are_rejected(fault: str, dtype: str, k: int, seed: int) -> None:
     problem = problem_for(dtype, 16, 96, k)
-    verdict = verify(hostile.WRONG[fault](problem), problem, prepare(problem, seed))
+    verdict = verify(hostile.FAULTY_KERNELS[fault](problem), problem, make_reference_cases(problem, seed))
     assert verdict.kind in KINDS.get(fault, ("wrong",))
     assert verdict.detail
     assert verdict.worst > 1.0 or any(word in verdict.detail for word in ("bytes", "scaled", "never written", "inputs"))
@@ -67,13 +67,13 @@ def test_planted_faults_are_rejected(fault: str, dtype: str, k: int, seed: int) 
 @pytest.mark.parametrize("fault", [name for name in PLAIN_FAULTS if name not in ("x1.002", "8x8 block 10% off")])
 def test_planted_faults_are_rejected_for_few_rows(fault: str, m: int) -> None:
     problem = linear(m, 33, 129, "bfloat16")
-    assert not verify(hostile.WRONG[fault](problem), problem, prepare(problem, 1)).ok
+    assert not verify(hostile.FAULTY_KERNELS[fault](problem), problem, make_reference_cases(problem, 1)).ok
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8"])
 def test_the_order_of_the_epilogue_matters(dtype: str) -> None:
     problem = replace(problem_for(dtype, 16, 96, 64), epilogue=EPILOGUE, out_dtype="float32")
-    draws = prepare(problem, 0)
+    draws = make_reference_cases(problem, 0)
     assert not verify(hostile.reversed_epilogue(problem), problem, draws).ok
     assert verify(hostile.correct(problem), problem, draws).kind == "within_bound"
 
@@ -82,7 +82,7 @@ def test_the_order_of_the_epilogue_matters(dtype: str) -> None:
 @pytest.mark.parametrize("m", [1, 16])
 def test_nan_must_not_be_swallowed(dtype: str, m: int) -> None:
     problem = linear(m, 96, 64, dtype)
-    verdict = verify(hostile.nan_swallowed(problem), problem, prepare(problem, 0))
+    verdict = verify(hostile.nan_swallowed(problem), problem, make_reference_cases(problem, 0))
     assert verdict.kind == "wrong"
     assert "in a row of A that is NaN" in verdict.detail
 
@@ -91,7 +91,7 @@ def test_nan_must_not_be_swallowed(dtype: str, m: int) -> None:
 def test_a_scale_of_two_in_a_thousand_is_seen_in_aggregate_alone(k: int) -> None:
     """Factor chosen so that no element leaves its bound: only slope can tell (bf16 rounds by up to 0.4%)."""
     problem = linear(64, 256, k, "bfloat16")
-    draws = tuple(replace(d, tolerance=2 * d.tolerance).marked({}) for d in prepare(problem, 0)[:1])
+    draws = tuple(replace(d, tolerance=2 * d.tolerance).marked({}) for d in make_reference_cases(problem, 0)[:1])
     verdict = verify(hostile.scaled(problem), problem, draws)
     assert verdict.kind == "wrong"
     assert "scaled by 1.00" in verdict.detail
@@ -100,7 +100,7 @@ def test_a_scale_of_two_in_a_thousand_is_seen_in_aggregate_alone(k: int) -> None
 
 def test_an_offset_is_seen_in_aggregate() -> None:
     problem = linear(64, 256, 1024, "bfloat16")
-    draws = tuple(replace(d, tolerance=100 * d.tolerance).marked({}) for d in prepare(problem, 0)[:1])
+    draws = tuple(replace(d, tolerance=100 * d.tolerance).marked({}) for d in make_reference_cases(problem, 0)[:1])
 
     def run(inputs: Inputs, out: Tensor) -> None:
         out.copy_(hostile.value(problem, inputs) + 0.03)
@@ -115,14 +115,14 @@ def test_the_detail_says_where_and_by_how_much() -> None:
         torch.mm(inputs.a, b_of(inputs), out=out)
         out[5, 7] += 1.0
 
-    detail = verify(run, problem, prepare(problem, 0)).detail
+    detail = verify(run, problem, make_reference_cases(problem, 0)).detail
     assert detail.startswith("out[5, 7] is ")
     assert "times the bound (uniform draw)" in detail
 
 
 def test_gaps_between_rows_are_guarded() -> None:
     problem = linear(4, 6, 32, "float32", out=Layout("row", 8))
-    draws = prepare(problem, 0)
+    draws = make_reference_cases(problem, 0)
 
     def run(inputs: Inputs, out: Tensor) -> None:
         assert out.stride() == (8, 1)
@@ -143,7 +143,7 @@ def test_a_write_before_the_output_is_seen() -> None:
         torch.mm(inputs.a, b_of(inputs), out=out)
         out.as_strided((1,), (1,), out.storage_offset() - 1).zero_()
 
-    assert "2 bytes before the output" in verify(run, problem, prepare(problem, 0)).detail
+    assert "2 bytes before the output" in verify(run, problem, make_reference_cases(problem, 0)).detail
 
 
 def test_differences_within_the_bound_are_recorded_not_punished() -> None:
@@ -157,7 +157,7 @@ def test_differences_within_the_bound_are_recorded_not_punished() -> None:
         b = b_of(inputs)
         out.copy_(inputs.a[:, :half] @ b[:half] + inputs.a[:, half:] @ b[half:])
 
-    verdict = verify(run, problem, prepare(problem, 0))
+    verdict = verify(run, problem, make_reference_cases(problem, 0))
     assert verdict.ok
     assert verdict.detail == "repeated runs differ within the bound"
 
@@ -166,7 +166,7 @@ def test_differences_within_the_bound_are_recorded_not_punished() -> None:
 @pytest.mark.parametrize("m", [1, 5, 64])
 def test_every_kind_of_row_and_column_is_drawn_for_every_m(dtype: str, m: int) -> None:
     problem = problem_for(dtype, m, 96, 70)
-    draws = prepare(problem, 3)
+    draws = make_reference_cases(problem, 3)
     assert draws[0].kind == "uniform"
     assert {row for draw in draws for row in draw.rows} >= set(row_kinds(problem))
     assert {kind for draw in draws for kind in draw.columns.weight} == set(weight_kinds(problem))
@@ -188,14 +188,14 @@ def test_every_draw_has_its_own_answer(family: str) -> None:
             "scaled_mm", 6, 5, 9, Operand("float8_e4m3fn"), Operand("float8_e4m3fn", COL, constant=True), "bfloat16"
         ),
     }[family]
-    for draw in prepare(base, 5):
+    for draw in make_reference_cases(base, 5):
         expected = reference(base, draw.inputs.a, draw.inputs.b, draw.inputs.aux)
         torch.testing.assert_close(draw.value, expected.value, rtol=1e-9, atol=1e-30, equal_nan=True)
 
 
 def test_operands_lie_between_guards() -> None:
     problem = replace(linear(4, 6, 32, "float32"), a=Operand("float32", Layout("row", 40)))
-    for draw in prepare(problem, 0):
+    for draw in make_reference_cases(problem, 0):
         a, b = draw.inputs.a, b_of(draw.inputs)
         assert a.data_ptr() % 64 == b.data_ptr() % 64 == (0 if draw.kind == "uniform" else 4)
         gaps = a.as_strided((3, 8), (40, 1), a.storage_offset() + 32)
@@ -220,7 +220,7 @@ def test_operands_lie_between_guards() -> None:
     ],
 )
 def test_a_kernel_that_writes_into_its_inputs_is_named(problem: Problem, name: str) -> None:
-    draws = prepare(problem, 0)
+    draws = make_reference_cases(problem, 0)
 
     def run(inputs: Inputs, out: Tensor) -> None:
         hostile.correct(problem)(inputs, out)
@@ -240,18 +240,18 @@ def test_a_kernel_that_writes_into_its_inputs_is_named(problem: Problem, name: s
 
 def test_a_race_that_shows_in_one_call_of_four_is_found_by_running_again() -> None:
     problem = linear(4, 6, 32, "float32")
-    verdict = verify(hostile.rare_race(problem), problem, prepare(problem, 0))
+    verdict = verify(hostile.rare_race(problem), problem, make_reference_cases(problem, 0))
     assert verdict.kind == "unstable"
     assert verdict.detail.startswith("two runs on the same operands differ, and out[3, ")
 
 
 def test_draws_share_a_constant_weight_and_only_that() -> None:
-    constant = prepare(linear(4, 8, 16, "bfloat16"), 0)
+    constant = make_reference_cases(linear(4, 8, 16, "bfloat16"), 0)
     assert len({id(d.inputs.b) for d in constant if d.kind == "adversarial"}) <= 4
-    large = prepare(linear(4, 1024, 1024, "bfloat16"), 0)
+    large = make_reference_cases(linear(4, 1024, 1024, "bfloat16"), 0)
     assert {d.kind for d in large} == {"uniform", "adversarial"}
     assert {id(d.inputs.b if d.inputs.source is None else d.inputs.source) for d in large} == {id(large[0].inputs.b)}
-    free = prepare(replace(linear(4, 8, 16, "bfloat16"), b=Operand("bfloat16", COL)), 0)
+    free = make_reference_cases(replace(linear(4, 8, 16, "bfloat16"), b=Operand("bfloat16", COL)), 0)
     assert free[0].inputs.b is not free[1].inputs.b
     assert not torch.equal(free[0].inputs.a.double(), free[1].inputs.a.double())
 
@@ -259,12 +259,12 @@ def test_draws_share_a_constant_weight_and_only_that() -> None:
 def test_a_starts_off_alignment_unless_the_problem_promises_it() -> None:
     free = linear(4, 8, 16, "bfloat16")
     promised = replace(free, a=Operand("bfloat16", align=64))
-    assert prepare(free, 0)[1].inputs.a.data_ptr() % 64 == 2
-    assert all(draw.inputs.a.data_ptr() % 64 == 0 for draw in prepare(promised, 0))
+    assert make_reference_cases(free, 0)[1].inputs.a.data_ptr() % 64 == 2
+    assert all(draw.inputs.a.data_ptr() % 64 == 0 for draw in make_reference_cases(promised, 0))
 
 
 def test_no_draws_are_refused() -> None:
-    with pytest.raises(ValueError, match="at least one draw"):
+    with pytest.raises(ValueError, match="at least one case"):
         verify(lambda inputs, out: None, linear(1, 1, 1, "float32"), ())
 
 
@@ -273,21 +273,21 @@ def test_what_a_kernel_raises_passes_through() -> None:
         raise RuntimeError("no such instruction")
 
     with pytest.raises(RuntimeError, match="no such instruction"):
-        verify(run, linear(1, 1, 1, "float32"), prepare(linear(1, 1, 1, "float32"), 0))
+        verify(run, linear(1, 1, 1, "float32"), make_reference_cases(linear(1, 1, 1, "float32"), 0))
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(0, 4, 4), (3, 0, 4), (3, 5, 0), (1, 1, 1)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_empty_and_single(m: int, n: int, k: int, dtype: str) -> None:
     problem = problem_for(dtype, m, n, k)
-    assert verify(hostile.correct(problem), problem, prepare(problem, 0)).ok
+    assert verify(hostile.correct(problem), problem, make_reference_cases(problem, 0)).ok
 
 
 def test_large_problems_are_checked_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gemmtune.verify.oracle._FULL_ROWS", 8)
     monkeypatch.setattr("gemmtune.verify.oracle._FULL_FLOPS", 1.0)
     problem = linear(64, 96, 256, "bfloat16")
-    draws = prepare(problem, 0)
+    draws = make_reference_cases(problem, 0)
     assert verify(lambda i, out: torch.mm(i.a, b_of(i), out=out) is None, problem, draws).ok  # type: ignore[arg-type]
     assert all(d.value.dtype == torch.float32 for d in draws)
     for row, column in ((0, 0), (63, 95), (31, 50)):
@@ -377,7 +377,7 @@ def correct_cases(draw: st.DrawFn) -> tuple[Problem, Run]:
 @given(case=correct_cases(), seed=st.integers(0, 2**20))
 def test_correct_kernels_are_never_rejected(case: tuple[Problem, Run], seed: int) -> None:
     problem, run = case
-    verdict = verify(run, problem, prepare(problem, seed))
+    verdict = verify(run, problem, make_reference_cases(problem, seed))
     assert verdict.ok, f"{problem.key} {run}: {verdict}"
     assert verdict.kind == "exact" or problem.out_dtype != "int32"
     assert verdict.kind == "within_bound" or problem.out_dtype in ("int8", "int32")
@@ -385,7 +385,7 @@ def test_correct_kernels_are_never_rejected(case: tuple[Problem, Run], seed: int
 
 def test_batched_problems() -> None:
     problem = Problem("bmm", 5, 7, 33, Operand("bfloat16"), Operand("bfloat16"), "bfloat16", batch=3)
-    draws = prepare(problem, 0)
+    draws = make_reference_cases(problem, 0)
     assert verify(lambda i, out: torch.bmm(i.a, b_of(i), out=out) is None, problem, draws).ok  # type: ignore[arg-type]
 
     def run(inputs: Inputs, out: Tensor) -> None:
@@ -404,8 +404,8 @@ def test_fp8_with_scales() -> None:
         row, col = inputs.aux
         out.copy_((inputs.a.float() @ b_of(inputs).float()) * row[:, None] * col)
 
-    assert verify(run, problem, prepare(problem, 0)).ok
-    assert not verify(hostile.dropped_k_tail(problem), problem, prepare(problem, 0)).ok
+    assert verify(run, problem, make_reference_cases(problem, 0)).ok
+    assert not verify(hostile.dropped_k_tail(problem), problem, make_reference_cases(problem, 0)).ok
 
 
 def test_rounding_the_weight_first_is_not_the_same_problem() -> None:
@@ -418,14 +418,15 @@ def test_rounding_the_weight_first_is_not_the_same_problem() -> None:
         assert isinstance(weight, QuantWeight)
         out.copy_(inputs.a.float() @ (weight.data * weight.scale).bfloat16().float())
 
-    assert verify(run, problem, prepare(problem, 0)).kind == "wrong"
-    assert verify(_weight_only, problem, prepare(problem, 0)).ok
+    assert verify(run, problem, make_reference_cases(problem, 0)).kind == "wrong"
+    assert verify(_weight_only, problem, make_reference_cases(problem, 0)).ok
 
 
 def test_an_overflowing_output_may_be_infinite_or_saturated() -> None:
     problem = linear(2, 64, 16, "float16")
     draws = tuple(
-        replace(d, value=d.value * 1e6, tolerance=d.tolerance * 1e6).marked({}) for d in prepare(problem, 0)[:1]
+        replace(d, value=d.value * 1e6, tolerance=d.tolerance * 1e6).marked({})
+        for d in make_reference_cases(problem, 0)[:1]
     )
 
     def run(inputs: Inputs, out: Tensor) -> None:
@@ -452,14 +453,14 @@ def test_a_cast_within_the_epilogue_may_shift_the_mean() -> None:
         out.copy_((inputs.a.float() @ b_of(inputs).float()).half().float() + 0.25 * inputs.aux[0].float())
 
     for seed in range(8):
-        assert verify(run, problem, prepare(problem, seed)).ok
+        assert verify(run, problem, make_reference_cases(problem, seed)).ok
 
 
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
 def test_products_of_wide_integers_are_checked(dtype: str) -> None:
     problem = Problem("mm", 4, 5, 6, Operand(dtype), Operand(dtype), dtype, acc=dtype)
     for seed in range(8):  # by turns every kind of column is among the few that there are
-        draws = prepare(problem, seed)
+        draws = make_reference_cases(problem, seed)
 
         def run(inputs: Inputs, out: Tensor) -> None:
             torch.mm(inputs.a, b_of(inputs), out=out)

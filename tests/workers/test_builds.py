@@ -17,7 +17,7 @@ from gemmtune.core.target import current_cpu
 from gemmtune.testing import toy_compiler
 from gemmtune.workers import builds
 from gemmtune.workers.builds import Builders, BuildLimits, prebuild
-from gemmtune.workers.tags import tagged
+from gemmtune.workers.process_tags import tagged
 from gemmtune.workers.worker import WorkerStartError
 
 PROBLEM = Problem("mm", 5, 24, 32, Operand("float32"), Operand("float32"), "float32")
@@ -28,7 +28,7 @@ LIMITS = BuildLimits(build_s=2.0, builders=2, memory=1 << 30)
 @pytest.fixture(autouse=True)
 def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("GEMMTUNE_STORE", str(tmp_path / "store.db"))
-    monkeypatch.setitem(backends._GUESTS, "toy", toy_compiler.PLACE)
+    monkeypatch.setitem(backends._PLUGINS, "toy", toy_compiler.ENTRY_POINT)
     backends.get.cache_clear()
     yield
     backends.get.cache_clear()

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from gemmtune.timing.outcome import Leading
+from gemmtune.timing.outcome import LeaderUpdate
 from gemmtune.workers import process as process_module
+from gemmtune.workers.heartbeat import Heartbeat
 from gemmtune.workers.process import Lost, Process
 from gemmtune.workers.protocol import Alive, Ready, Setup, write_frame
-from gemmtune.workers.pulse import Pulse
 from gemmtune.workers.worker import ignore
 
 
@@ -77,11 +77,11 @@ def test_progress_without_end_is_no_answer(stage: Stage, process: Process, monke
 
     def chatter() -> None:
         while not stop.is_set():
-            write_frame(stage.replies, Leading("a", 1.0, 1.0))
+            write_frame(stage.replies, LeaderUpdate("a", 1.0, 1.0))
 
     thread = threading.Thread(target=chatter, daemon=True)
     thread.start()
-    seen: list[Leading] = []
+    seen: list[LeaderUpdate] = []
     try:
         with pytest.raises(Lost, match=r"no answer within 0\.1 s") as caught:
             process.reply(0.1, seen.append)
@@ -121,7 +121,7 @@ def test_the_silence_of_the_busy_is_borne_longer_than_that_of_the_idle(monkeypat
             return SimpleNamespace(user=used, system=0.0)
 
     monkeypatch.setattr(psutil, "Process", Account)
-    pulse = Pulse(30.0)
+    pulse = Heartbeat(30.0)
     status, used = "sleeping", 0.0
     assert pulse.fault(1, 1000.0) == ""  # never heard from: it is starting
     pulse.beat(0.0)

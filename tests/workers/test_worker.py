@@ -23,8 +23,8 @@ from gemmtune.core.errors import WorkerError
 from gemmtune.core.problem import Layout, Operand, Problem
 from gemmtune.core.target import Target, current_cpu
 from gemmtune.testing import hostile_backend
-from gemmtune.timing.outcome import Leading
-from gemmtune.workers.tags import tagged
+from gemmtune.timing.outcome import LeaderUpdate
+from gemmtune.workers.process_tags import tagged
 from gemmtune.workers.worker import Limits, LocalWorker, Worker, WorkerLost, WorkerStartError
 from helpers import losing
 
@@ -38,7 +38,7 @@ def kind(name: str) -> Candidate:
 
 @pytest.fixture(scope="module", autouse=True)
 def room() -> None:
-    backends.register("hostile", hostile_backend.PLACE)
+    backends.register("hostile", hostile_backend.ENTRY_POINT)
 
 
 @pytest.fixture(scope="module")
@@ -249,13 +249,13 @@ import os, signal, sys
 from dataclasses import replace
 from gemmtune import backends
 from gemmtune.backends.base import Candidate
-from gemmtune.workers.tags import tagged
+from gemmtune.workers.process_tags import tagged
 from gemmtune.workers.worker import Worker
 from gemmtune.core.problem import Problem
 from gemmtune.core.target import current_cpu
 from gemmtune.testing import hostile_backend
 import json
-backends.register("hostile", hostile_backend.PLACE)
+backends.register("hostile", hostile_backend.ENTRY_POINT)
 worker = Worker(replace(current_cpu(), threads=1))
 worker.open(Problem.from_dict(json.loads(sys.argv[1])), 1)
 print(worker.tag, flush=True)
@@ -317,7 +317,7 @@ def test_more_scratch_than_tuning_allows(shared: Worker) -> None:
 
 
 def test_a_race_tells_who_leads_and_who_came_where(shared: Worker) -> None:
-    seen: list[Leading] = []
+    seen: list[LeaderUpdate] = []
     names = [kind("good"), kind("packed"), Candidate.make("aten", "mm")]
     raced = shared.race(names, 0.3, 0, seen.append)
     assert {place.id for place in raced.placed} == {candidate.id for candidate in names}

@@ -1,4 +1,5 @@
-"""The registry: one line a backend. Rooms are imported only when a backend is asked for."""
+"""The registry of backends, one line each. A backend's package is imported only when ``get`` first returns that
+backend."""
 
 from __future__ import annotations
 
@@ -12,65 +13,69 @@ from .base import Backend
 if TYPE_CHECKING:
     from ..core.target import Target
 
-_ROOMS = {
+_BUILTIN = {
     "aten": "aten:AtenBackend",
     "native": "native:NativeBackend",
     "triton": "triton:TritonBackend",
     "cuda": "cuda:CudaBackend",
     "cublaslt": "cublaslt:CublasLtBackend",
 }
-# Rooms whose kernels run on one kind of device alone.
-_HOMES = {"native": "cpu", "triton": "cuda", "cuda": "cuda", "cublaslt": "cuda"}
-_GUESTS: dict[str, str] = {}
+# Backends whose kernels run on only one kind of device.
+_DEVICE_OF = {"native": "cpu", "triton": "cuda", "cuda": "cuda", "cublaslt": "cuda"}
+_PLUGINS: dict[str, str] = {}
 
 
 def names(device: str | None = None) -> tuple[str, ...]:
-    """The names users may ask for, ATen first; with a ``device`` (cpu, cuda) those that may have kernels for it."""
-    everyone = (*_ROOMS, *_GUESTS)
-    return everyone if device is None else tuple(name for name in everyone if _HOMES.get(name, device) == device)
+    """Return the names that users may ask for, ATen first; with a ``device`` (cpu, cuda), the names of the backends
+    that may have kernels for it."""
+    registered = (*_BUILTIN, *_PLUGINS)
+    return (
+        registered if device is None else tuple(name for name in registered if _DEVICE_OF.get(name, device) == device)
+    )
 
 
-def register(name: str, place: str) -> None:
-    """Add a backend from outside this package: ``place`` is ``module:Class``, importable in worker processes too.
+def register(name: str, entry_point: str) -> None:
+    """Add a backend from outside this package. ``entry_point`` is ``module:Class``, importable in worker processes too.
 
-    Registering a name again replaces it. Raises ValueError for a built-in name or a malformed place.
+    Registering a name again replaces its backend. Raises ValueError for a built-in name or a malformed entry point.
     """
-    module, colon, attribute = place.partition(":")
-    if name in _ROOMS or not name.isidentifier():
+    module, colon, attribute = entry_point.partition(":")
+    if name in _BUILTIN or not name.isidentifier():
         raise ValueError(
-            f"a backend cannot be called {name!r}: it must be an identifier other than {', '.join(_ROOMS)}"
+            f"a backend cannot be called {name!r}: it must be an identifier other than {', '.join(_BUILTIN)}"
         )
     if not (module and colon and attribute):
-        raise ValueError(f"a backend's place must read 'module:Class'; got {place!r}")
-    _GUESTS[name] = place
+        raise ValueError(f"a backend's entry point must read 'module:Class'; got {entry_point!r}")
+    _PLUGINS[name] = entry_point
     get.cache_clear()
 
 
-def guests() -> dict[str, str]:
-    """The backends that ``register`` added, as name -> ``module:Class``."""
-    return dict(_GUESTS)
+def plugins() -> dict[str, str]:
+    """Return the backends that ``register`` added, as name -> ``module:Class``."""
+    return dict(_PLUGINS)
 
 
 @functools.cache
 def get(name: str) -> Backend:
-    """The backend called ``name``. Raises ValueError naming the known ones."""
+    """Return the backend called ``name``. Raises ValueError, with the known names, for any other."""
     if name not in names():
         raise ValueError(f"unknown backend {name!r}; known backends: {', '.join(names())}")
-    own = name in _ROOMS
-    module, _, attribute = (_ROOMS if own else _GUESTS)[name].partition(":")
-    room = importlib.import_module(f"{__name__}.{module}" if own else module)
-    backend: Backend = getattr(room, attribute)()
+    builtin = name in _BUILTIN
+    module, _, attribute = (_BUILTIN if builtin else _PLUGINS)[name].partition(":")
+    package = importlib.import_module(f"{__name__}.{module}" if builtin else module)
+    backend: Backend = getattr(package, attribute)()
     return backend
 
 
 def versions(target: Target, chosen: Sequence[str] | None = None) -> dict[str, str]:
-    """Return what the kernels of each backend for the target's kind of device depend on, by name."""
-    found: dict[str, str] = {}
+    """Return the versions, by name, that the kernels of the chosen backends depend on (default: all backends for the
+    target's kind of device)."""
+    merged: dict[str, str] = {}
     for name in chosen or names(target.device):
-        found.update(get(name).versions(target))
-    return found
+        merged.update(get(name).versions(target))
+    return merged
 
 
 def sources(chosen: Sequence[str] | None = None) -> dict[str, str]:
-    """The source digest of each backend, for the Target."""
+    """Return the source digest of each chosen backend (default: all), by name, for the Target."""
     return {name: get(name).source_digest() for name in chosen or names()}

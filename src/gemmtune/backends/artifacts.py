@@ -1,4 +1,4 @@
-"""Where backends keep what they build: with the store in use (``location.py``)."""
+"""The directory that backends write their artifacts to: it belongs to the store in use (``location.py``)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from .location import chosen_directory
 
 
 def artifacts_directory() -> Path:
-    """Return the directory in which ``Backend.build`` leaves artifacts, and ``Backend.artifact`` looks for them.
+    """Return the directory to which ``Backend.build`` writes artifacts and in which ``Backend.artifact`` looks for
+    them.
 
-    Outside a block of ``location.artifacts_in`` it is the default store's; where that is a store in memory, one in the
-    user's cache directory.
+    Outside ``location.artifacts_in`` it is the directory of the default store. If the default store is in memory, it is
+    a directory in the user's cache directory.
     """
     directory = chosen_directory()
     if directory is not None:

@@ -1,7 +1,8 @@
-"""The directory of artifacts that is in use; ``artifacts.py`` is for backends.
+"""The directory of artifacts that is in use on the current thread; ``artifacts.py`` is the part that backends use.
 
-A store names the directory of its artifacts (``Store.artifacts_directory``). Who builds or loads for a store does it in
-a block of ``artifacts_in``; processes that work for a tuner are told the directory. Nothing here knows a store.
+A store names the directory of its artifacts (``Store.artifacts_directory``). Code that builds or loads for a store runs
+inside ``with artifacts_in(directory)``; processes that work for a tuner are sent the directory. This module does not
+depend on any store.
 """
 
 from __future__ import annotations
@@ -16,14 +17,16 @@ _directory: ContextVar[Path | None] = ContextVar("gemmtune_artifacts", default=N
 
 @contextmanager
 def artifacts_in(directory: Path | None) -> Iterator[None]:
-    """Block of this thread in which backends build into ``directory``; None: that of the default store."""
-    before = _directory.set(directory)
+    """Return a context manager in which this thread's backends build into ``directory``; None means the directory of
+    the default store."""
+    token = _directory.set(directory)
     try:
         yield
     finally:
-        _directory.reset(before)
+        _directory.reset(token)
 
 
 def chosen_directory() -> Path | None:
-    """Return the directory of the innermost block of ``artifacts_in``; None: that of the default store."""
+    """Return the directory of the innermost enclosing ``artifacts_in``; None means the directory of the default
+    store."""
     return _directory.get()

@@ -14,21 +14,21 @@ from .common import (
     JsonOption,
     LatencyOption,
     ThreadsOption,
-    collect,
-    console,
-    emit,
+    exit_on_error,
     fail,
-    guard,
     parse_backends,
     parse_device,
     parse_latency,
+    plain_console,
+    print_json,
     quiet_stdout,
-    require_room,
-    tuning_target,
+    requested_problems,
+    require_memory,
+    selected_tuning_target,
 )
 
 
-@guard
+@exit_on_error
 def bench(
     shapes: Annotated[list[str] | None, typer.Argument(metavar="M,N,K", help="Shapes, e.g. 16,4096,11008.")] = None,
     workload: Annotated[
@@ -49,31 +49,37 @@ def bench(
     from ..store import MemoryStore
     from .tune import run
 
-    place, ranked = parse_device(device), parse_latency(latency)
-    names = parse_backends(backends, place)
+    device_name, parsed_latency = parse_device(device), parse_latency(latency)
+    names = parse_backends(backends, device_name)
     with quiet_stdout(as_json):
-        problems = collect(None, shapes or [], workload, dtype)
-        target = tuning_target(threads, place)
+        problems = requested_problems(None, shapes or [], workload, dtype)
+        target = selected_tuning_target(threads, device_name)
     if shapes:
-        require_room(problems, target)
+        require_memory(problems, target)
     if not problems:
         fail("every one of these problems is empty (M, N or K is 0): there is nothing to race", as_json=as_json)
     board, interrupted = run(
-        problems, target, names, MemoryStore(), budget=budget, hot=hot, hidden=as_json, latency=ranked
+        problems, target, names, MemoryStore(), budget=budget, hot=hot, hidden=as_json, latency=parsed_latency
     )
     if as_json:
-        emit({"interrupted": interrupted, "threads": target.threads, "results": [_row(d) for d in board.decisions]})
+        print_json(
+            {
+                "interrupted": interrupted,
+                "threads": target.threads,
+                "results": [_result_row(d) for d in board.decisions],
+            }
+        )
     elif board.decisions:
         from .tables import bench_table
 
-        out = console()
+        out = plain_console()
         out.print()
         out.print(bench_table(board.decisions, names))
     if interrupted or any(decision.outcome == "none_valid" for decision in board.decisions):
         raise typer.Exit(1)
 
 
-def _row(decision: Any) -> dict[str, Any]:
+def _result_row(decision: Any) -> dict[str, Any]:
     from ..report.rows import best_by_backend, summarize
 
     row = summarize(decision)

@@ -1,4 +1,7 @@
-"""The commands of ``gemmtune``, put together. Heavy imports happen inside them, so that ``--help`` answers at once."""
+"""The typer app of ``gemmtune`` with all commands.
+
+The commands import torch and other slow modules inside their functions, so that ``--help`` prints at once.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +34,8 @@ app.command(short_help="Show what this machine has and lacks.")(doctor)
 app.add_typer(store_app, name="store")
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(requested: bool) -> None:
+    if requested:
         from .. import __version__
 
         print(f"gemmtune {__version__}")
@@ -47,5 +50,5 @@ def top(
 ) -> None:
     """Find, prove and serve the fastest correct matrix multiply for every shape a model uses."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a path may hold what the terminal's encoding does not
+        if isinstance(stream, io.TextIOWrapper):  # a path may have characters that the terminal's encoding lacks
             stream.reconfigure(errors="backslashreplace")

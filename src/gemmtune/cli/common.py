@@ -1,4 +1,4 @@
-"""What the commands share: options, parsing, errors that end in one clear line, and JSON output."""
+"""Options, parsers, error handling and output that the commands share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn, ParamSpe
 import typer
 
 from ..core.printable import visible
-from .errors import usage
+from .errors import fail_usage
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,10 +30,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def finite(value: float | None) -> float | None:
-    """An option's number; NaN and infinities, which no range refuses, are wrong usage."""
+def require_finite(value: float | None) -> float | None:
+    """Return a numeric option's value. Exit with wrong usage for NaN and infinities, which typer's ranges accept."""
     if value is not None and not math.isfinite(value):
-        usage(f"{value} is not a finite number")
+        fail_usage(f"{value} is not a finite number")
     return value
 
 
@@ -69,29 +69,36 @@ DtypeOption = Annotated[
 BudgetOption = Annotated[
     float | None,
     typer.Option(
-        "--budget", min=0.05, max=86400, metavar="S", callback=finite,
+        "--budget", min=0.05, max=86400, metavar="S", callback=require_finite,
         help="Seconds for each problem, kept within 10% [default: 6, more where single calls are slow].",
     ),
 ]  # fmt: skip
 
 
 def fail(message: str, *, as_json: bool = False) -> NoReturn:
-    """A failure: one line on stderr (or a JSON document on stdout), exit code 1."""
+    """Print an error message and exit with code 1. The message is one line on stderr, or a JSON document on stdout."""
     if as_json:
-        emit({"error": message})
+        print_json({"error": message})
     else:
-        say(f"error: {message}", file=sys.stderr)
+        print_lines(f"error: {message}", file=sys.stderr)
     raise typer.Exit(1)
 
 
-def say(*lines: str, file: TextIO | None = None) -> None:
-    """Print each line on ``file`` (stdout); what is in them acts on no terminal and makes no further lines."""
+def print_lines(*lines: str, file: TextIO | None = None) -> None:
+    """Print each line to ``file`` (default: stdout).
+
+    Control characters and line breaks within a line are escaped, so that they neither control the terminal nor add
+    lines.
+    """
     for line in lines:
         print(visible(line), file=file, flush=file is not None)
 
 
-def guard(command: Callable[P, R]) -> Callable[P, R]:
-    """Turn the errors users can cause into one line and exit code 1; anything else is a bug and keeps its traceback."""
+def exit_on_error(command: Callable[P, R]) -> Callable[P, R]:
+    """Return the command with errors that users can cause turned into a one-line message and exit code 1.
+
+    These are GemmtuneError, OSError and KeyboardInterrupt. Any other exception is a bug and keeps its traceback.
+    """
 
     @functools.wraps(command)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -103,31 +110,31 @@ def guard(command: Callable[P, R]) -> Callable[P, R]:
         except GemmtuneError as error:
             fail(str(error), as_json=as_json)
         except OSError as error:
-            words = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
-            fail(words, as_json=as_json)
+            message = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+            fail(message, as_json=as_json)
         except KeyboardInterrupt:
             fail("interrupted", as_json=as_json)
 
     return guarded
 
 
-def emit(document: Any) -> None:
-    """Print one JSON document (infinities and NaN as strings, so that any parser reads it)."""
-    print(json.dumps(_finite(document), indent=2, default=str))
+def print_json(document: Any) -> None:
+    """Print one JSON document. Infinities and NaN are written as strings, so that any parser can read it."""
+    print(json.dumps(_json_ready(document), indent=2, default=str))
 
 
-def _finite(value: Any) -> Any:
+def _json_ready(value: Any) -> Any:
     if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
         return repr(value)
     if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {str(key): _json_ready(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [_json_ready(item) for item in value]
     return value
 
 
-def console() -> Console:
-    """The rich console on stdout, for which every string is text."""
+def plain_console() -> Console:
+    """Return a rich console on stdout that prints strings literally, without interpreting markup."""
     from .terminal import PlainConsole
 
     return PlainConsole()
@@ -135,65 +142,73 @@ def console() -> Console:
 
 @contextlib.contextmanager
 def quiet_stdout(active: bool) -> Iterator[None]:
-    """Send what others print to stderr while ``active``, so that stdout holds the JSON document alone."""
+    """Redirect stdout to stderr in a with block if ``active``, so that stdout has only the JSON document."""
     with contextlib.redirect_stdout(sys.stderr) if active else contextlib.nullcontext():
         yield
 
 
 def parse_shape(text: str) -> tuple[int, int, int]:
-    """``"M,N,K"`` (or ``MxNxK``) as three non-negative ints; anything else is wrong usage."""
+    """Return M, N and K from ``"M,N,K"`` or ``"MxNxK"``.
+
+    Exit with wrong usage unless they are three integers from 0 to 2^31 - 1.
+    """
     parts = text.lower().replace("x", ",").split(",")
     try:
         m, n, k = (int(part) for part in parts)
     except ValueError:
-        usage(f"a shape is M,N,K, for example 16,4096,11008; got {text!r}")
+        fail_usage(f"a shape is M,N,K, for example 16,4096,11008; got {text!r}")
     if min(m, n, k) < 0:
-        usage(f"M, N and K must not be negative; got {text!r}")
+        fail_usage(f"M, N and K must not be negative; got {text!r}")
     if max(m, n, k) >= 1 << 31:
-        usage(f"M, N and K must be below 2^31; got {text!r}")
+        fail_usage(f"M, N and K must be below 2^31; got {text!r}")
     return m, n, k
 
 
 def parse_problem(shape: tuple[int, int, int], dtype: str, *, bias: bool = False) -> Problem:
-    """The Problem of a shape and a ``--dtype``; an unknown dtype is wrong usage."""
+    """Return the Problem of a shape and a ``--dtype``. Exit with wrong usage for an unknown dtype."""
     from ..core.workloads import build
 
     try:
         return build(*shape, dtype, bias=bias)
     except ValueError as error:
-        usage(str(error))
+        fail_usage(str(error))
 
 
 def parse_device(text: str | None) -> str:
-    """A device as torch names it (default ``cpu``); anything but cpu, cuda and cuda:N is wrong usage."""
-    kind, colon, index = (text or "cpu").partition(":")
-    if kind not in ("cpu", "cuda") or (colon and not (kind == "cuda" and index.isdecimal() and index.isascii())):
-        usage(f"a device is cpu, cuda or cuda:N; got {text!r}")
-    return f"{kind}:{int(index)}" if colon else kind
+    """Return the device as torch names it: cpu (default), cuda or cuda:N. Exit with wrong usage for any other text."""
+    device_type, colon, index = (text or "cpu").partition(":")
+    if device_type not in ("cpu", "cuda") or (
+        colon and not (device_type == "cuda" and index.isdecimal() and index.isascii())
+    ):
+        fail_usage(f"a device is cpu, cuda or cuda:N; got {text!r}")
+    return f"{device_type}:{int(index)}" if colon else device_type
 
 
 def parse_latency(text: str) -> Latency:
-    """graph or eager; anything else is wrong usage."""
+    """Return ``"graph"`` or ``"eager"``. Exit with wrong usage for any other text."""
     if text == "eager":
         return "eager"
-    return "graph" if text == "graph" else usage(f"--latency is graph or eager; got {text!r}")
+    return "graph" if text == "graph" else fail_usage(f"--latency is graph or eager; got {text!r}")
 
 
 def parse_backends(text: str | None, device: str = "cpu") -> tuple[str, ...]:
-    """The backends' names, ATen always among them (it is what everything is compared with)."""
+    """Return the names of the requested backends (default: all of the device's).
+
+    ATen is always among them, because its candidates are the baseline. Exit with wrong usage for an unknown name.
+    """
     from ..backends import names
 
     if text is None:
         return names(device.partition(":")[0])
-    asked = [part.strip() for part in text.split(",") if part.strip()]
-    unknown = [name for name in asked if name not in names()]
-    if unknown or not asked:
-        usage(f"unknown backend {', '.join(unknown) or text!r}; known backends: {', '.join(names())}")
-    return tuple(dict.fromkeys(["aten", *asked]))
+    requested = [part.strip() for part in text.split(",") if part.strip()]
+    unknown = [name for name in requested if name not in names()]
+    if unknown or not requested:
+        fail_usage(f"unknown backend {', '.join(unknown) or text!r}; known backends: {', '.join(names())}")
+    return tuple(dict.fromkeys(["aten", *requested]))
 
 
-def current_target(threads: int | None, device: str = "cpu") -> Target:
-    """This machine's device, after setting torch's thread count when one was asked for."""
+def selected_target(threads: int | None, device: str = "cpu") -> Target:
+    """Set torch's number of threads to ``threads`` if given, and return the Target of a device of this machine."""
     import torch
 
     from .. import dispatch
@@ -203,12 +218,12 @@ def current_target(threads: int | None, device: str = "cpu") -> Target:
     return dispatch.current_target(device)
 
 
-def tuning_target(threads: int | None, device: str = "cpu") -> Target:
-    """``current_target`` for commands that run kernels: more threads than the machine has CPUs are wrong usage."""
+def selected_tuning_target(threads: int | None, device: str = "cpu") -> Target:
+    """Return the Target for a command that times kernels. Exit with wrong usage for more threads than CPUs."""
     cpus = os.cpu_count() or 1
     if threads is not None and threads > cpus:
-        usage(f"--threads {threads}: this machine has {cpus} CPUs")
-    target = current_target(threads, device)
+        fail_usage(f"--threads {threads}: this machine has {cpus} CPUs")
+    target = selected_target(threads, device)
     if target.device == "cpu":
         return target
     from ..tuning import api
@@ -216,20 +231,22 @@ def tuning_target(threads: int | None, device: str = "cpu") -> Target:
     return api.tuning_target(device)
 
 
-def require_room(problems: Sequence[tuple[Problem, int]], target: Target) -> None:
-    """Refuse problems whose operands cannot fit into the machine, before anything is tuned. Raises UnsupportedError."""
+def require_memory(problems: Sequence[tuple[Problem, int]], target: Target) -> None:
+    """Raise UnsupportedError if the operands of a problem do not fit into the target's memory."""
     from ..core.errors import UnsupportedError
     from ..core.workloads import label
 
     for problem, _ in problems:
         if 0 < target.memory < problem.min_bytes:
-            needs, has = problem.min_bytes / (1 << 30), target.memory / (1 << 30)
-            place = "this machine" if target.device == "cpu" else f"the {target.name}"
-            raise UnsupportedError(f"{label(problem)} needs {needs:,.1f} GiB for its operands; {place} has {has:.1f}")
+            required_gib, available_gib = problem.min_bytes / (1 << 30), target.memory / (1 << 30)
+            owner = "this machine" if target.device == "cpu" else f"the {target.name}"
+            raise UnsupportedError(
+                f"{label(problem)} needs {required_gib:,.1f} GiB for its operands; {owner} has {available_gib:.1f}"
+            )
 
 
 def require_file(path: Path) -> None:
-    """Raise GemmtuneError when something else than a regular file is there: pipes block, devices would be replaced."""
+    """Raise GemmtuneError if ``path`` exists and is not a regular file: a pipe would block, a device be replaced."""
     from ..core.errors import GemmtuneError
 
     if path.exists() and not path.is_file():
@@ -237,72 +254,79 @@ def require_file(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def opened(path: Path | None) -> Iterator[Store]:
-    """The store at ``path`` (or the default one), closed afterwards. Raises StoreError when the file cannot be read.
+def checked_store(path: Path | None) -> Iterator[Store]:
+    """Open the store at ``path`` (default: the default store) for a with block, and close it afterwards.
 
-    The library goes on without a store that it cannot read; a command was asked for it, and says so before it works.
+    Raises StoreError if the file cannot be read. The library continues without a store that it cannot read, but a
+    command's user asked for this store, so the command fails before it does any work.
     """
     from ..core.errors import StoreError
     from ..store import default_path, open_store
 
     try:
-        store = open_store(path or default_path())  # never one in memory instead, which would keep nothing
-    except RuntimeError as error:  # ~somebody, who has no home here
+        store = open_store(path or default_path())  # never a store in memory instead, whose decisions would be lost
+    except RuntimeError as error:  # from a path such as ~user, for a user without a home directory
         raise StoreError(f"cannot find the store: {error}") from error
     try:
-        place = getattr(store, "path", None)
-        if place is not None and os.path.exists(place) and not os.path.isfile(place):
-            raise StoreError(f"cannot read the store {place}: it is not a regular file; choose another with --store")
+        location = getattr(store, "path", None)
+        if location is not None and os.path.exists(location) and not os.path.isfile(location):
+            raise StoreError(f"cannot read the store {location}: it is not a regular file; choose another with --store")
         store.check()
         yield store
     finally:
         store.close()
 
 
-def require_whole(store: Store, *, as_json: bool) -> None:
-    """Leave with exit code 1 when reading the store met damage: what was shown or written is not all that it holds.
+def exit_if_damaged(store: Store, *, as_json: bool) -> None:
+    """Exit with code 1 if parts of the store could not be read: the output of the command is then incomplete.
 
-    JSON documents list the damage themselves.
+    The damage is printed on stderr, unless ``as_json``: JSON documents list it themselves.
     """
     if not store.damage:
         return
     if not as_json:
         more = f"; and {len(store.damage) - 3} more" if len(store.damage) > 3 else ""
-        say(
+        print_lines(
             f"error: parts of the store are not read: {'; '.join(store.damage[:3])}{more} (`gemmtune store verify` "
             "lists the damage)", file=sys.stderr
         )  # fmt: skip
     raise typer.Exit(1)
 
 
-def collect(
+def requested_problems(
     model: str | None, shapes: Sequence[str], workload: str | None, dtype: str | None, *, bias: bool = False
 ) -> list[tuple[Problem, int]]:
-    """The problems asked for, from exactly one of: a model, ``--workload``, shapes; empty ones left out."""
-    chosen = [name for name, given in (("a model", model), ("--workload", workload), ("shapes", shapes)) if given]
-    if len(chosen) != 1:
-        given = " and ".join(chosen) or "nothing"
-        usage(f"give one of: a model (file.py:factory), --workload NAME, or shapes M,N,K; got {given}")
+    """Return the requested problems with their call counts. Problems in which a size is 0 are left out.
+
+    Exit with wrong usage unless exactly one source is given: a model, a workload or shapes.
+    """
+    sources = [name for name, value in (("a model", model), ("--workload", workload), ("shapes", shapes)) if value]
+    if len(sources) != 1:
+        text = " and ".join(sources) or "nothing"
+        fail_usage(f"give one of: a model (file.py:factory), --workload NAME, or shapes M,N,K; got {text}")
     if model:
         from .models import record_calls
 
-        found = record_calls(model, dtype).recording.problems
+        problems = record_calls(model, dtype).recording.problems
     elif workload:
-        found = _named(workload, dtype or "bf16")
+        problems = _workload_problems(workload, dtype or "bf16")
     else:
-        found = [(parse_problem(parse_shape(shape), dtype or "bf16", bias=bias), 1) for shape in shapes]
-    return [(problem, count) for problem, count in found if problem.flops > 0]
+        problems = [(parse_problem(parse_shape(shape), dtype or "bf16", bias=bias), 1) for shape in shapes]
+    return [(problem, count) for problem, count in problems if problem.flops > 0]
 
 
-class Group(NamedTuple):
-    """Problems to tune on one device, with call counts. layers: a model's, by module."""
+class DeviceProblems(NamedTuple):
+    """The problems to tune on one device, with their call counts.
+
+    place: the device, as torch names it. layers: which modules of a model run which problems; None without a model.
+    """
 
     place: str
     problems: list[tuple[Problem, int]]
     layers: Model | None = None
 
 
-def gather(
+def problems_by_device(
     model: str | None,
     shapes: Sequence[str],
     workload: str | None,
@@ -310,24 +334,27 @@ def gather(
     *,
     bias: bool = False,
     device: str | None = None,
-) -> list[Group]:
-    """What ``collect`` finds, by device: a model's problems go where they ran, unless a device is named."""
+) -> list[DeviceProblems]:
+    """Return the requested problems (see ``requested_problems``) grouped by device.
+
+    A model's problems are tuned for the devices that they ran on, unless ``device`` names one.
+    """
     if not model or shapes or workload:
-        return [Group(parse_device(device), collect(model, shapes, workload, dtype, bias=bias))]
+        return [DeviceProblems(parse_device(device), requested_problems(model, shapes, workload, dtype, bias=bias))]
     from .models import record_calls
 
-    place = None if device is None else parse_device(device)
+    requested = None if device is None else parse_device(device)
     recorded = record_calls(model, dtype)
-    if place is not None:
-        return [Group(place, recorded.recording.problems, recorded.layers())]
-    ran = [place for place in recorded.recording.devices if place.type in ("cpu", "cuda")]
-    return [Group(str(place), recorded.recording.on(place), recorded.layers(place)) for place in ran]
+    if requested is not None:
+        return [DeviceProblems(requested, recorded.recording.problems, recorded.layers())]
+    used = [each for each in recorded.recording.devices if each.type in ("cpu", "cuda")]
+    return [DeviceProblems(str(each), recorded.recording.on(each), recorded.layers(each)) for each in used]
 
 
-def _named(name: str, dtype: str) -> list[tuple[Problem, int]]:
+def _workload_problems(name: str, dtype: str) -> list[tuple[Problem, int]]:
     from ..core import workloads
 
     try:
         return workloads.workload(name, dtype)
     except ValueError as error:
-        usage(str(error))
+        fail_usage(str(error))

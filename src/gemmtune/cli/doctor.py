@@ -4,62 +4,62 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .common import JsonOption, StoreOption, ThreadsOption, emit, guard, quiet_stdout, say
+from .common import JsonOption, StoreOption, ThreadsOption, exit_on_error, print_json, print_lines, quiet_stdout
 
 if TYPE_CHECKING:
-    from .examination import Examination
+    from .doctor_report import DoctorReport
 
 
-@guard
+@exit_on_error
 def doctor(
     threads: ThreadsOption = None,
-    store: StoreOption = None,
+    store_path: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show the machine, the libraries, which backends are available and why others are not, and what to install."""
-    from .examination import examine
+    from .doctor_report import examine
 
     with quiet_stdout(as_json):
-        found = examine(store, threads=threads)
+        report = examine(store_path, threads=threads)
     if as_json:
-        emit(found.to_dict())
+        print_json(report.to_dict())
     else:
-        say(*lines(found))
+        print_lines(*lines(report))
 
 
-def lines(found: Examination) -> list[str]:
-    """The page ``gemmtune doctor`` prints."""
-    target = found.target
+def lines(report: DoctorReport) -> list[str]:
+    """Return the lines that ``gemmtune doctor`` prints."""
+    target = report.target
     caches = ", ".join(
         f"{name} {_size(size)}" for name, size in zip(("L1d", "L2", "L3"), target["caches"], strict=False) if size
     )
     text = [
         f"machine    {target['name']}",
-        f"           {found.cores} cores, torch uses {target['threads']} threads, {_size(target['memory'])} memory",
+        f"           {report.cores} cores, torch uses {target['threads']} threads, {_size(target['memory'])} memory",
         f"caches     {caches or 'unknown'}",
         f"isa        {' '.join(target['isa']) or 'baseline'}",
-        f"system     {found.system}",
-        f"python     {found.python}",
-        f"torch      {found.torch}",
+        f"system     {report.system}",
+        f"python     {report.python}",
+        f"torch      {report.torch}",
     ]
     text += [f"  {name:<9}{version}" for name, version in target["versions"].items() if name != "torch"]
-    text.append(f"openmp     {', '.join(found.openmp) or 'none loaded'}")
-    for state in found.backends:
+    text.append(f"openmp     {', '.join(report.openmp) or 'none loaded'}")
+    for state in report.backends:
         text.append(f"backend    {state.name}: {'available' if state.available else 'not available: ' + state.reason}")
-    for gpu in found.gpus:
+    for gpu in report.gpus:
         text += [
             f"gpu        {gpu.place}: {gpu.name}, capability {gpu.capability}, {gpu.cores} multiprocessors, "
             f"{_size(gpu.memory)} memory, driver {gpu.driver}"
         ]
         text += [f"  {state.name:<9}{'available' if state.available else state.reason}" for state in gpu.backends]
-    if not found.gpus:
+    if not report.gpus:
         text.append("gpu        none that torch can use")
-    for name, path in found.tools.items():
+    for name, path in report.tools.items():
         text.append(f"tool       {name}: {path or 'not found'}")
-    health = "sound" if not found.store_damage else f"{len(found.store_damage)} damaged records"
-    text.append(f"store      {found.store_path}: {found.store_decisions} decisions, {health}")
+    health = "sound" if not report.store_damage else f"{len(report.store_damage)} damaged records"
+    text.append(f"store      {report.store_path}: {report.store_decisions} decisions, {health}")
     text.append("")
-    text += [f"- {line}" for line in found.advice] or ["nothing to do: everything is in place"]
+    text += [f"- {line}" for line in report.advice] or ["nothing to do: everything is in place"]
     return text
 
 

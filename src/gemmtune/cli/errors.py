@@ -1,4 +1,4 @@
-"""How a command ends when it is used wrongly."""
+"""The exit of a command that is used wrongly."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ import typer
 from ..core.printable import visible
 
 
-def usage(message: str) -> NoReturn:
-    """Wrong usage: one line on stderr, exit code 2."""
+def fail_usage(message: str) -> NoReturn:
+    """Raise typer's error for wrong usage, which prints ``message`` on stderr and exits with code 2."""
     raise typer.BadParameter(visible(message))

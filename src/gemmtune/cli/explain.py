@@ -1,4 +1,4 @@
-"""``gemmtune explain M N K``: a decision and everything that led to it."""
+"""``gemmtune explain M N K``: print a decision with its evidence."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from .common import (
     JsonOption,
     StoreOption,
     ThreadsOption,
-    console,
-    current_target,
-    emit,
+    checked_store,
+    exit_on_error,
     fail,
-    guard,
-    opened,
     parse_device,
     parse_problem,
+    plain_console,
+    print_json,
     quiet_stdout,
+    selected_target,
 )
-from .errors import usage
+from .errors import fail_usage
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     from ..core.target import Target
     from ..store.base import Store
 
-_ORDER = ("winner", "finalist", "eliminated", "screened", "failed", "untried", "illegal")
-# The stages without a sample, and what to say of rows that give no reason.
-_UNTIMED = {"untried": "the search ended before them", "illegal": "no reason given"}
+_STAGE_ORDER = ("winner", "finalist", "eliminated", "screened", "failed", "untried", "illegal")
+# The stages without a sample, and the reason to print for candidates without one.
+_UNTIMED_STAGES = {"untried": "the search ended before them", "illegal": "no reason given"}
 
-_BRIEF = ("serves", "sure", "next")  # the names of the three lines in JSON
+_BRIEF_KEYS = ("serves", "sure", "next")  # the keys of the three lines in JSON
 
 
-@guard
+@exit_on_error
 def explain(
     m: Annotated[int, typer.Argument(min=0, metavar="M")],
     n: Annotated[int, typer.Argument(min=0, metavar="N")],
@@ -56,31 +56,34 @@ def explain(
     brief: Annotated[
         bool, typer.Option("--brief", help="Only what serves, how sure that is, and what to do next.")
     ] = False,
-    store: StoreOption = None,
+    store_path: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show the decisions for a shape: in three lines what serves, how sure that is and what to do next; then all their
     evidence: every candidate, why some were illegal, verdicts, samples with their intervals and the conditions they
     were taken under, and why the race stopped."""
     if dtype not in _known_dtypes():
-        usage(f"unknown dtype {dtype!r}; known dtypes: {', '.join(_known_dtypes())}")
+        fail_usage(f"unknown dtype {dtype!r}; known dtypes: {', '.join(_known_dtypes())}")
     with quiet_stdout(as_json):
-        target = current_target(threads, parse_device(device))
-    with opened(store) as keeper:
-        found = matching(keeper, None if any_machine else target, (m, n, k), dtype)
-        if not found:
-            fail(_nothing(keeper, target, (m, n, k), dtype), as_json=as_json)
+        target = selected_target(threads, parse_device(device))
+    with checked_store(store_path) as store:
+        decisions = matching_decisions(store, None if any_machine else target, (m, n, k), dtype)
+        if not decisions:
+            fail(_no_decision_message(store, target, (m, n, k), dtype), as_json=as_json)
     from .answer import answer
 
     option = "" if target.device == "cpu" else f" --device {device}"
     if as_json:
         import msgspec
 
-        short = [{"problem": row.problem_key, **dict(zip(_BRIEF, answer(row, option), strict=True))} for row in found]
-        emit({"decisions": short if brief else [msgspec.to_builtins(decision) for decision in found]})
+        short = [
+            {"problem": row.problem_key, **dict(zip(_BRIEF_KEYS, answer(row, option), strict=True))}
+            for row in decisions
+        ]
+        print_json({"decisions": short if brief else [msgspec.to_builtins(decision) for decision in decisions]})
         return
-    out = console()
-    for decision in found:
+    out = plain_console()
+    for decision in decisions:
         show(decision, out, brief=brief, option=option)
 
 
@@ -90,36 +93,45 @@ def _known_dtypes() -> tuple[str, ...]:
     return tuple(DTYPES)
 
 
-def matching(store: Store, target: Target | None, shape: tuple[int, int, int], dtype: str) -> list[Decision]:
-    """The stored decisions for a shape and a short dtype name (several when epilogues or layouts differ)."""
+def matching_decisions(store: Store, target: Target | None, shape: tuple[int, int, int], dtype: str) -> list[Decision]:
+    """Return the stored decisions for a shape and a short dtype name, of one target or (None) of all.
+
+    There are several if problems differ in epilogue or layout.
+    """
     from ..core.problem import Problem
     from ..core.workloads import dtype_name
 
-    wanted = dtype_name(parse_problem(shape, dtype))
-    found = []
+    short_name = dtype_name(parse_problem(shape, dtype))
+    matches = []
     for decision in store.decisions(target):
         problem = Problem.from_dict(decision.problem)
-        if (problem.m, problem.n, problem.k) == shape and dtype_name(problem) == wanted:
-            found.append(decision)
-    return found
+        if (problem.m, problem.n, problem.k) == shape and dtype_name(problem) == short_name:
+            matches.append(decision)
+    return matches
 
 
-def _nothing(store: Store, target: Target, shape: tuple[int, int, int], dtype: str) -> str:
+def _no_decision_message(store: Store, target: Target, shape: tuple[int, int, int], dtype: str) -> str:
     m, n, k = shape
     if 0 in shape:
         return f"{m}x{n}x{k} is empty (M, N or K is 0): there is nothing to decide, and nothing is tuned"
-    place = f"this machine with {target.threads} threads" if target.device == "cpu" else f"the {target.name}"
-    text = f"the store has no decision for {m}x{n}x{k} {dtype} on {place}"
-    others = sum(1 for other in store.targets() if other.key != target.key and matching(store, other, shape, dtype))
-    if others:
-        text += f"; {others} of another machine, device, thread count or version: --any-machine shows them"
+    owner = f"this machine with {target.threads} threads" if target.device == "cpu" else f"the {target.name}"
+    text = f"the store has no decision for {m}x{n}x{k} {dtype} on {owner}"
+    elsewhere = sum(
+        1
+        for other_target in store.targets()
+        if other_target.key != target.key and matching_decisions(store, other_target, shape, dtype)
+    )
+    if elsewhere:
+        text += f"; {elsewhere} of another machine, device, thread count or version: --any-machine shows them"
     option = "" if target.device == "cpu" else f" --device {target.device}"
     return f"{text}; make one with: gemmtune tune {m},{n},{k} --dtype {dtype}{option}"
 
 
 def show(decision: Decision, out: Console, *, brief: bool = False, option: str = "") -> None:
-    """Print what a decision comes to and, unless ``brief``, its evidence. option: what a command to tune it again
-    needs besides."""
+    """Print a decision's three-line answer (see ``answer``) and, unless ``brief``, its evidence.
+
+    option: command line options that tuning the problem again needs, such as `` --device cuda``.
+    """
     from .answer import answer
 
     for line in answer(decision, option):
@@ -130,31 +142,31 @@ def show(decision: Decision, out: Console, *, brief: bool = False, option: str =
 
 
 def show_evidence(decision: Decision, out: Console) -> None:
-    """Print one decision with everything that led to it."""
+    """Print a decision with the conditions of its race and all candidates."""
     from ..report.rows import summarize
     from .tables import speedup_text
 
     row = summarize(decision)
-    made = time.strftime("%Y-%m-%d %H:%M", time.localtime(decision.created))
+    created = time.strftime("%Y-%m-%d %H:%M", time.localtime(decision.created))
     out.print(row.label, style="bold", soft_wrap=True, end="  ")
     out.print(decision.problem_key, soft_wrap=True)
-    out.print(f"outcome: {_outcome_words(decision)}  {speedup_text(row)}", soft_wrap=True)
-    out.print(f"made {made} in {decision.seconds:.1f} s, seed {decision.seed}, target {decision.target_key}")
+    out.print(f"outcome: {_outcome_text(decision)}  {speedup_text(row)}", soft_wrap=True)
+    out.print(f"made {created} in {decision.seconds:.1f} s, seed {decision.seed}, target {decision.target_key}")
     out.print(f"stopped: {decision.stopped or 'not recorded'}", soft_wrap=True)
-    usual = usual_conditions(decision)
-    if usual:
-        out.print(f"timed with: {words_of(usual)}", soft_wrap=True)
+    common_conditions = race_conditions(decision)
+    if common_conditions:
+        out.print(f"timed with: {conditions_text(common_conditions)}", soft_wrap=True)
     for packing, candidate in sorted(decision.alternatives.items()):
         out.print(f"fastest with packing {packing or 'none'}: {candidate}", soft_wrap=True)
     for packing, layout in sorted(decision.layouts.items()):
-        out.print(f"duel with packing {packing or 'none'}: {layout_words(layout)}", soft_wrap=True)
+        out.print(f"duel with packing {packing or 'none'}: {layout_text(layout)}", soft_wrap=True)
     out.print()
-    for text in (*evidence_lines(decision, usual), *without_a_time(decision)):
+    for text in (*tried_lines(decision, common_conditions), *untimed_lines(decision)):
         out.print(text, soft_wrap=True)
     out.print()
 
 
-def _outcome_words(decision: Decision) -> str:
+def _outcome_text(decision: Decision) -> str:
     chosen = decision.chosen or ""
     return {
         "winner": f"winner {chosen}",
@@ -164,71 +176,78 @@ def _outcome_words(decision: Decision) -> str:
     }[decision.outcome]
 
 
-def layout_words(layout: LayoutDecision) -> str:
-    """A layout's duel in one line: ``winner X, 0.90x [0.89-0.91] the time of Y; back to back 0.92x``."""
+def layout_text(layout: LayoutDecision) -> str:
+    """Return the paired test in one layout as text: ``winner X, 0.90x [0.89-0.91] the time of Y; back to back 0.92x``.
+
+    The ratios after the first are those measured among other work (``timing.surroundings``).
+    """
     interval = f"[{layout.ratio_lo:.3f}-{layout.ratio_hi:.3f}]"
     text = f"{layout.outcome} {layout.candidate}, {layout.ratio:.3f}x {interval} the time of {layout.baseline}"
-    around = [f"{name} {ratio:.3f}x" for name, ratio in layout.surroundings.items()]
-    apart = [] if layout.overlap else ["served without overlapping the kernel in front of it"]
-    return "; ".join([text, *around, *apart])
+    surroundings = [f"{name} {ratio:.3f}x" for name, ratio in layout.surroundings.items()]
+    overlap_note = [] if layout.overlap else ["served without overlapping the kernel in front of it"]
+    return "; ".join([text, *surroundings, *overlap_note])
 
 
 def conditions_of(sample: Sample) -> dict[str, str]:
-    """What a Sample was taken under; records older than ``conditions`` say at least whether operands were cold."""
+    """Return the conditions that a Sample was measured under.
+
+    Records written before the field ``conditions`` existed have only whether the operands were cold.
+    """
     return {"operands": sample.condition, **sample.conditions}
 
 
-def usual_conditions(decision: Decision) -> dict[str, str]:
-    """The conditions of the race: those of what was chosen, or else of the first Sample; empty without any."""
+def race_conditions(decision: Decision) -> dict[str, str]:
+    """Return the conditions of the chosen candidate's Sample, else of the first Sample; empty if nothing was timed."""
     rows = [decision.find(decision.chosen), *decision.evidence]
     return next((conditions_of(row.sample) for row in rows if row is not None and row.sample is not None), {})
 
 
-def words_of(conditions: Mapping[str, str]) -> str:
-    """``operands cold; threads 2``: conditions in one line."""
+def conditions_text(conditions: Mapping[str, str]) -> str:
+    """Return conditions as one line of text: ``operands cold; threads 2``."""
     return "; ".join(f"{name} {value}" for name, value in conditions.items())
 
 
-def evidence_lines(decision: Decision, usual: Mapping[str, str]) -> list[str]:
-    """Every candidate that was tried, best first: its figures, below them its id and why it stopped there.
+def tried_lines(decision: Decision, common_conditions: Mapping[str, str]) -> list[str]:
+    """Return the lines for all candidates that were tried, best first.
 
-    usual: conditions said already; a sample says where its own differ.
+    Each candidate has a line with its stage, times and verdict, and below it a line with its id and the reason for its
+    stage. A third line has its conditions where they differ from ``usual``, which are printed above.
 
-    Not a table: ids are longer than a column can be, and whole ones can be searched for and pasted.
+    The lines are no table: ids are longer than a column can be, and an unbroken id can be searched for and pasted.
     """
-    from ..report.rows import duration
+    from ..report.rows import time_text
 
     lines = [f"{'stage':<11} {'median [95%]':<31} {'rounds':>6}  {'time / ATen [95%]':<20}  verdict"]
-    for row in sorted((row for row in decision.evidence if row.stage not in _UNTIMED), key=_place):
+    for row in sorted((row for row in decision.evidence if row.stage not in _UNTIMED_STAGES), key=_sort_key):
         sample = row.sample
         times = rounds = ratio = "-"
         if sample is not None:
-            times = f"{duration(sample.median_s)} [{duration(sample.lo_s)} - {duration(sample.hi_s)}]"
+            times = f"{time_text(sample.median_s)} [{time_text(sample.lo_s)} - {time_text(sample.hi_s)}]"
             rounds = str(sample.rounds)
             ratio = f"{sample.ratio:.3f} [{sample.ratio_lo:.3f}-{sample.ratio_hi:.3f}]"
-        lines.append(f"{row.stage:<11} {times:<31} {rounds:>6}  {ratio:<20}  {_verdict_words(row)}")
+        lines.append(f"{row.stage:<11} {times:<31} {rounds:>6}  {ratio:<20}  {_verdict_text(row)}")
         lines.append(f"            {row.id}" + (f": {row.reason}" if row.reason else ""))
         if sample is not None and sample.packing_s:
-            lines.append(f"            packing its weight took {duration(sample.packing_s)}, once")
-        if sample is not None and (other := dict(conditions_of(sample).items() - usual.items())):
-            lines.append(f"            timed with: {words_of(dict(sorted(other.items())))}")
+            lines.append(f"            packing its weight took {time_text(sample.packing_s)}, once")
+        if sample is not None and (different := dict(conditions_of(sample).items() - common_conditions.items())):
+            lines.append(f"            timed with: {conditions_text(dict(sorted(different.items())))}")
     return [*lines, ""]
 
 
-def without_a_time(decision: Decision) -> list[str]:
-    """The candidates that were not tried and the illegal ones, by reason."""
+def untimed_lines(decision: Decision) -> list[str]:
+    """Return the lines for the candidates that were not tried and for the illegal ones, grouped by reason."""
     lines = []
-    for stage in _UNTIMED:
+    for stage in _UNTIMED_STAGES:
         for reason, rows in by_reason(decision, stage).items():
             lines += [f"{stage} ({len(rows)}): {reason}", *(f"  {row.id}" for row in rows)]
     return lines
 
 
-def _place(row: Evidence) -> tuple[int, float]:
-    return _ORDER.index(row.stage), row.sample.median_s if row.sample is not None else float("inf")
+def _sort_key(row: Evidence) -> tuple[int, float]:
+    return _STAGE_ORDER.index(row.stage), row.sample.median_s if row.sample is not None else float("inf")
 
 
-def _verdict_words(row: Evidence) -> str:
+def _verdict_text(row: Evidence) -> str:
     if row.verdict is None:
         return "not checked"
     words = row.verdict.kind.replace("_", " ")
@@ -238,9 +257,9 @@ def _verdict_words(row: Evidence) -> str:
 
 
 def by_reason(decision: Decision, stage: str) -> dict[str, list[Evidence]]:
-    """The candidates of a stage by the reason they are there."""
+    """Return the candidates of a stage, grouped by their reason."""
     groups: dict[str, list[Evidence]] = defaultdict(list)
     for row in decision.evidence:
         if row.stage == stage:
-            groups[row.reason or _UNTIMED.get(stage, "")].append(row)
+            groups[row.reason or _UNTIMED_STAGES.get(stage, "")].append(row)
     return dict(groups)

@@ -1,4 +1,4 @@
-"""Showing a tuning run as it happens: a live display on a terminal, plain lines elsewhere."""
+"""The progress display of a tuning run: live on a terminal, plain lines for other outputs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, TextIO
 from ..core.events import BestSoFar, CandidateTried, Event, ProblemDone, ProblemStarted
 from ..core.printable import visible
 from ..core.workloads import label
-from ..report.rows import duration, summarize
-from .common import console, say
+from ..report.rows import summarize, time_text
+from .common import plain_console, print_lines
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
@@ -20,27 +20,33 @@ if TYPE_CHECKING:
     from ..core.decision import Decision
 
 
-class Board:
-    """What a watcher wants to know, kept up to date from the events: what is tried, what leads, what is left."""
+class ProgressState:
+    """The state of a tuning run, updated by the tuner's events.
+
+    decisions: those of finished problems. cached: number of problems that the store had decided before. unstored,
+    store_error: number of decisions that could not be stored, and the reason. index, total, problem: the current
+    problem. trying: id of the latest candidate; tried, left: numbers of candidates tried and still to try; best: the
+    fastest so far.
+    """
 
     def __init__(self) -> None:
         self.decisions: list[Decision] = []
         self.cached = 0
-        self.unkept, self.trouble = 0, ""  # decisions that the store did not take, and why
+        self.unstored, self.store_error = 0, ""
         self.index = self.total = 0
         self.problem = ""
         self.trying = ""
         self.tried = self.left = 0
         self.best: BestSoFar | None = None
-        self._remaining: float | None = None
-        self._since = time.monotonic()
-        self._now_cached = False
+        self._estimate_s: float | None = None
+        self._estimated_at = time.monotonic()
+        self._is_cached = False
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, ProblemStarted):
             self.index, self.total, self.problem = event.index, event.total, label(event.problem)
             self.trying, self.tried, self.left, self.best = "", 0, 0, None
-            self._now_cached = event.cached
+            self._is_cached = event.cached
             self.cached += event.cached
         elif isinstance(event, CandidateTried):
             self.trying, self.left = event.candidate_id, event.left
@@ -48,12 +54,12 @@ class Board:
         elif isinstance(event, BestSoFar):
             self.best = event
         else:
-            self._note(event.decision)
-            self._remaining, self._since = event.remaining_s, time.monotonic()
+            self._add_decision(event.decision)
+            self._estimate_s, self._estimated_at = event.remaining_s, time.monotonic()
 
-    def _note(self, decision: Decision) -> None:
-        """Keep a decision; one that was inconclusive before is replaced."""
-        keys = [known.problem_key for known in self.decisions]
+    def _add_decision(self, decision: Decision) -> None:
+        """Add a decision, or replace the problem's earlier one if it was inconclusive."""
+        keys = [earlier.problem_key for earlier in self.decisions]
         if decision.problem_key in keys and self.decisions[keys.index(decision.problem_key)].outcome == "inconclusive":
             self.decisions[keys.index(decision.problem_key)] = decision
         else:
@@ -61,55 +67,55 @@ class Board:
 
     @property
     def remaining_s(self) -> float | None:
-        """Seconds left by the tuner's last estimate; None before there is one."""
-        if self._remaining is None:
+        """Seconds until the end of the run, by the tuner's latest estimate; None before the first estimate."""
+        if self._estimate_s is None:
             return None
-        return max(0.0, self._remaining - (time.monotonic() - self._since))
+        return max(0.0, self._estimate_s - (time.monotonic() - self._estimated_at))
 
     def done_line(self, event: ProblemDone) -> str:
-        """One line for a finished problem."""
+        """Return the line for a finished problem."""
         row = summarize(event.decision)
         if row.outcome == "winner":
-            what = f"{row.speedup:.2f}x [{row.lo:.2f}-{row.hi:.2f}]  {duration(row.best_s)}  {row.kernel}"
+            result = f"{row.speedup:.2f}x [{row.lo:.2f}-{row.hi:.2f}]  {time_text(row.best_s)}  {row.kernel}"
         elif row.outcome == "tie":
-            what = f"tie, ATen serves  {duration(row.best_s)}  {row.kernel}"
+            result = f"tie, ATen serves  {time_text(row.best_s)}  {row.kernel}"
         elif row.outcome == "inconclusive":
-            what = "inconclusive, the machine was disturbed: not stored, ATen serves"
+            result = "inconclusive, the machine was disturbed: not stored, ATen serves"
         else:
-            what = "no valid candidate" + (f": {event.decision.stopped}" if event.decision.stopped else "")
-        origin = "from the store" if self._now_cached else f"{row.tried} tried in {row.seconds:.1f} s"
-        return f"[{event.index + 1}/{event.total}] {row.label}  {what}  ({origin})"
+            result = "no valid candidate" + (f": {event.decision.stopped}" if event.decision.stopped else "")
+        origin = "from the store" if self._is_cached else f"{row.tried} tried in {row.seconds:.1f} s"
+        return f"[{event.index + 1}/{event.total}] {row.label}  {result}  ({origin})"
 
     def status_line(self) -> str:
-        """Where the whole run stands, with the time left."""
-        left = self.remaining_s
-        until = "estimating the time left" if left is None else f"about {clock(left)} left"
-        return f"problem {self.index + 1} of {self.total} - {until}"
+        """Return the line with the number of the current problem and the remaining time."""
+        remaining = self.remaining_s
+        time_left = "estimating the time left" if remaining is None else f"about {duration_text(remaining)} left"
+        return f"problem {self.index + 1} of {self.total} - {time_left}"
 
     def trying_line(self) -> str:
-        """The candidate in hand, and how many are left."""
+        """Return the line with the current candidate and the numbers of candidates tried and remaining."""
         if not self.trying:
             return "preparing operands and the reference result"
         return f"{self.tried} tried, {self.left} left: {self.trying}"
 
     def best_line(self) -> str:
-        """The leader and how it stands against ATen."""
+        """Return the line with the fastest candidate so far and its speed-up over ATen."""
         if self.best is None:
             return "best so far: nothing measured yet"
-        times = f"{duration(self.best.median_s)}, {1 / self.best.ratio:.2f}x ATen" if self.best.ratio > 0 else ""
+        times = f"{time_text(self.best.median_s)}, {1 / self.best.ratio:.2f}x ATen" if self.best.ratio > 0 else ""
         return f"best so far: {times}  {self.best.candidate_id}"
 
 
-def clock(seconds: float) -> str:
-    """``75`` as ``1:15``; under a minute ``42 s``."""
+def duration_text(seconds: float) -> str:
+    """Return a duration as text: ``1:15`` for 75 seconds, ``42 s`` under a minute."""
     whole = round(seconds)
     return f"{whole // 60}:{whole % 60:02d}" if whole >= 60 else f"{whole} s"
 
 
 class PlainProgress:
-    """A line per finished problem, for logs and pipes."""
+    """Progress as plain lines for logs and pipes: one when a problem starts and one when it is finished."""
 
-    def __init__(self, board: Board, stream: TextIO) -> None:
+    def __init__(self, board: ProgressState, stream: TextIO) -> None:
         self._board = board
         self._stream = stream
 
@@ -118,17 +124,17 @@ class PlainProgress:
         if isinstance(event, ProblemStarted) and not event.cached:
             text = f"[{event.index + 1}/{event.total}] {label(event.problem)} ..."
         elif isinstance(event, ProblemDone):
-            left = self._board.remaining_s
-            text = self._board.done_line(event) + (f", about {clock(left)} left" if left else "")
+            remaining = self._board.remaining_s
+            text = self._board.done_line(event) + (f", about {duration_text(remaining)} left" if remaining else "")
         else:
             return
-        say(text, file=self._stream)
+        print_lines(text, file=self._stream)
 
 
 class LiveProgress:
-    """Finished problems scroll by; three lines below them tell what is happening now."""
+    """Progress on a terminal: a line per finished problem, and below these the state of the current one, redrawn."""
 
-    def __init__(self, board: Board, out: Console) -> None:
+    def __init__(self, board: ProgressState, out: Console) -> None:
         from rich.live import Live
 
         self._board = board
@@ -155,13 +161,18 @@ class LiveProgress:
 
 
 @contextmanager
-def watching(board: Board, *, hidden: bool = False) -> Iterator[Board | PlainProgress | LiveProgress]:
-    """The progress to hand to the tuner: live on a terminal, plain lines elsewhere, nothing but the board if hidden."""
+def progress_display(
+    board: ProgressState, *, hidden: bool = False
+) -> Iterator[ProgressState | PlainProgress | LiveProgress]:
+    """Yield the progress callback for the tuner.
+
+    It displays on a terminal, prints plain lines to other outputs, and only updates the board if ``hidden``.
+    """
     if hidden:
         yield board
     elif not sys.stdout.isatty():
         yield PlainProgress(board, sys.stdout)
     else:
-        live = LiveProgress(board, console())
+        live = LiveProgress(board, plain_console())
         with live.live:
             yield live

@@ -11,19 +11,19 @@ from .common import (
     DeviceOption,
     JsonOption,
     StoreOption,
-    current_target,
-    emit,
+    checked_store,
+    exit_on_error,
     fail,
-    guard,
-    opened,
     parse_device,
+    print_json,
+    print_lines,
     quiet_stdout,
     require_file,
-    say,
+    selected_target,
 )
 
 
-@guard
+@exit_on_error
 def report(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="PATH", help="Where to write it.")] = Path(
         "report.html"
@@ -32,7 +32,7 @@ def report(
         bool, typer.Option("--all-machines", help="Decisions of every machine and thread count, not only this one.")
     ] = False,
     device: DeviceOption = None,
-    store: StoreOption = None,
+    store_path: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write a self-contained HTML report: times by shape and backend, the roofline, the candidates' spread."""
@@ -40,14 +40,14 @@ def report(
 
     require_file(output)
     with quiet_stdout(as_json):
-        target = None if all_machines else current_target(None, parse_device(device))
-    with opened(store) as keeper:
-        if target is not None and not any(True for _ in keeper.decisions(target)):
-            target = None  # tuned with --threads, or copied here: show what there is
-        shown = write_report(keeper, output, target=target)
+        target = None if all_machines else selected_target(None, parse_device(device))
+    with checked_store(store_path) as store:
+        if target is not None and not any(True for _ in store.decisions(target)):
+            target = None  # tuned with --threads, or on another machine: show all decisions
+        shown = write_report(store, output, target=target)
     if not shown:
         fail("the store is empty: tune something first, e.g. gemmtune tune 16,4096,4096", as_json=as_json)
     if as_json:
-        emit({"path": str(output.resolve()), "decisions": shown})
+        print_json({"path": str(output.resolve()), "decisions": shown})
     else:
-        say(f"{output.resolve()} ({shown} problems)")
+        print_lines(f"{output.resolve()} ({shown} problems)")

@@ -1,4 +1,4 @@
-"""``gemmtune store``: look into the store, move decisions between machines, clean up."""
+"""``gemmtune store``: list, show, export, import, prune and verify stored decisions."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from .common import (
     DeviceOption,
     JsonOption,
     StoreOption,
-    console,
-    current_target,
-    emit,
+    checked_store,
+    exit_if_damaged,
+    exit_on_error,
     fail,
-    finite,
-    guard,
-    opened,
     parse_device,
+    plain_console,
+    print_json,
+    print_lines,
     quiet_stdout,
     require_file,
-    require_whole,
-    say,
+    require_finite,
+    selected_target,
 )
-from .errors import usage
+from .errors import fail_usage
 
 if TYPE_CHECKING:
     from ..core.decision import Decision
@@ -39,35 +39,35 @@ app = typer.Typer(
 
 
 def short_id(decision: Decision) -> str:
-    """Ten hex digits that name a stored decision on the command line."""
+    """Return the ten hex digits that identify a stored decision on the command line."""
     return hashlib.sha256(f"{decision.target_key}/{decision.problem_key}".encode()).hexdigest()[:10]
 
 
 @app.command("ls")
-@guard
+@exit_on_error
 def ls(
-    store: StoreOption = None,
+    store_path: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """List the decisions of every machine."""
-    with opened(store) as keeper:
-        targets = {target.key: target for target in keeper.targets()}
-        found = list(keeper.decisions())
+    with checked_store(store_path) as store:
+        targets = {target.key: target for target in store.targets()}
+        decisions = list(store.decisions())
     if as_json:
         machines = {key: target.to_dict() for key, target in targets.items()}
-        emit({"targets": machines, "decisions": [_brief(row) for row in found], "damage": keeper.damage})
-    elif found:
-        _print_list(found, {key: _place(t) for key, t in targets.items()})
-    elif not keeper.damage:
-        say("the store is empty")
-    require_whole(keeper, as_json=as_json)
+        print_json({"targets": machines, "decisions": [_summary_row(row) for row in decisions], "damage": store.damage})
+    elif decisions:
+        _print_tables(decisions, {key: _machine_name(t) for key, t in targets.items()})
+    elif not store.damage:
+        print_lines("the store is empty")
+    exit_if_damaged(store, as_json=as_json)
 
 
-def _place(target: Target) -> str:
+def _machine_name(target: Target) -> str:
     return f"{target.name}, {target.threads} threads" if target.device == "cpu" else target.name
 
 
-def _brief(decision: Decision) -> dict[str, Any]:
+def _summary_row(decision: Decision) -> dict[str, Any]:
     from ..report.rows import summarize
 
     row = summarize(decision)
@@ -83,31 +83,31 @@ def _brief(decision: Decision) -> dict[str, Any]:
     }
 
 
-def _print_list(found: list[Decision], machines: dict[str, str]) -> None:
+def _print_tables(decisions: list[Decision], machines: dict[str, str]) -> None:
     from rich.table import Table
 
-    from ..report.rows import ordered, summarize
+    from ..report.rows import sorted_decisions, summarize
     from .tables import speedup_text
 
-    out = console()
-    for key in dict.fromkeys(decision.target_key for decision in found):
+    out = plain_console()
+    for key in dict.fromkeys(decision.target_key for decision in decisions):
         out.print(machines.get(key, "unknown machine"), style="bold", end="  ")
         out.print(f"({key})")
         table = Table(box=None, pad_edge=False, header_style="bold")
         for name in ("id", "problem (MxNxK)", "speed-up [95%]", "made", "kernel"):
             table.add_column(name, overflow="fold")
-        for decision in ordered(row for row in found if row.target_key == key):
+        for decision in sorted_decisions(row for row in decisions if row.target_key == key):
             row = summarize(decision)
-            made = time.strftime("%Y-%m-%d %H:%M", time.localtime(decision.created))
-            table.add_row(short_id(decision), row.label, speedup_text(row), made, row.kernel)
+            created = time.strftime("%Y-%m-%d %H:%M", time.localtime(decision.created))
+            table.add_row(short_id(decision), row.label, speedup_text(row), created, row.kernel)
         out.print(table)
 
 
 @app.command("show")
-@guard
+@exit_on_error
 def show(
     which: Annotated[str, typer.Argument(metavar="ID", help="An id of `store ls` (a prefix will do), or a whole key.")],
-    store: StoreOption = None,
+    store_path: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show one decision with all its evidence."""
@@ -115,79 +115,81 @@ def show(
 
     from .explain import show as explain_decision
 
-    with opened(store) as keeper:
-        decision = _find(keeper, which, as_json)
+    with checked_store(store_path) as store:
+        decision = _find_decision(store, which, as_json)
     if as_json:
-        emit(msgspec.to_builtins(decision))
+        print_json(msgspec.to_builtins(decision))
     else:
-        explain_decision(decision, console())
+        explain_decision(decision, plain_console())
 
 
-def _find(keeper: Store, which: str, as_json: bool) -> Decision:
-    hits = [d for d in keeper.decisions() if d.problem_key == which or short_id(d).startswith(which)]
-    if not hits:
+def _find_decision(store: Store, which: str, as_json: bool) -> Decision:
+    matches = [d for d in store.decisions() if d.problem_key == which or short_id(d).startswith(which)]
+    if not matches:
         fail(f"no decision is called {which!r}; `gemmtune store ls` lists them", as_json=as_json)
-    if len(hits) > 1:
-        names = ", ".join(short_id(decision) for decision in hits[:5])
-        fail(f"{which!r} fits {len(hits)} decisions ({names}); give more digits of the id", as_json=as_json)
-    return hits[0]
+    if len(matches) > 1:
+        names = ", ".join(short_id(decision) for decision in matches[:5])
+        fail(f"{which!r} fits {len(matches)} decisions ({names}); give more digits of the id", as_json=as_json)
+    return matches[0]
 
 
 @app.command("export")
-@guard
+@exit_on_error
 def export(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="The JSON file to write.")],
     here: Annotated[bool, typer.Option("--here", help="Only this machine's decisions with torch's threads.")] = False,
     device: DeviceOption = None,
-    store: StoreOption = None,
+    store_path: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write decisions to one readable JSON file."""
     require_file(path)
     with quiet_stdout(as_json):
-        target = current_target(None, parse_device(device)) if here else None
-    with opened(store) as keeper:
-        count = keeper.export(path, target)
-    document = {"path": str(path.resolve()), "decisions": count, "damage": keeper.damage}
-    _tell(document, [f"{count} decisions written to {path}"], as_json)
-    require_whole(keeper, as_json=as_json)
+        target = selected_target(None, parse_device(device)) if here else None
+    with checked_store(store_path) as store:
+        count = store.export(path, target)
+    document = {"path": str(path.resolve()), "decisions": count, "damage": store.damage}
+    _print_or_emit(document, [f"{count} decisions written to {path}"], as_json)
+    exit_if_damaged(store, as_json=as_json)
 
 
 @app.command("import")
-@guard
+@exit_on_error
 def import_(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="A file written by `store export`.")],
-    store: StoreOption = None,
+    store_path: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check everything in an exported file, then keep all of it or nothing.
+    """Check everything in an exported file, then import all of it or nothing.
 
-    Decisions whose kernels are not legal for their problem and machine are left out, and named.
+    Decisions whose kernels are not legal for their problem and machine are not imported, and are listed.
     """
     require_file(path)
     left_out: list[str] = []
-    with opened(store) as keeper:
-        count = keeper.import_(path, left_out.append)
+    with checked_store(store_path) as store:
+        count = store.import_(path, left_out.append)
     lines = [f"{count} decisions imported from {path}"]
     if left_out:
         lines.append(f"{len(left_out)} left out, which would serve what is not legal:")
-    _tell({"decisions": count, "left_out": left_out}, lines + left_out, as_json)
+    _print_or_emit({"decisions": count, "left_out": left_out}, lines + left_out, as_json)
 
 
 @app.command("prune")
-@guard
+@exit_on_error
 def prune(
     others: Annotated[bool, typer.Option("--others", help="Delete what was decided on other machines.")] = False,
     older_than: Annotated[
         float | None,
-        typer.Option("--older-than", min=0, metavar="DAYS", callback=finite, help="Delete what is older than this."),
+        typer.Option(
+            "--older-than", min=0, metavar="DAYS", callback=require_finite, help="Delete what is older than this."
+        ),
     ] = None,
     threads: Annotated[
         int | None,
         typer.Option("--threads", min=1, max=4096, metavar="N", help="With --others: the thread count to keep."),
     ] = None,
     device: DeviceOption = None,
-    store: StoreOption = None,
+    store_path: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Delete decisions of other machines or thread counts, or old ones. With both options, either is enough.
@@ -195,45 +197,48 @@ def prune(
     This machine's GPUs are not other machines: theirs stay too, unless --device says what alone to keep.
     """
     if not others and older_than is None:
-        usage("say what to delete: --others, --older-than DAYS, or both")
+        fail_usage("say what to delete: --others, --older-than DAYS, or both")
     with quiet_stdout(as_json):
-        keep = _kept(threads, device) if others else None
-    with opened(store) as keeper:
-        count = keeper.prune(keep=keep, older_than_s=None if older_than is None else older_than * 86400)
-    _tell({"deleted": count}, [f"{count} decisions deleted"], as_json)
+        kept_targets = _targets_to_keep(threads, device) if others else None
+    with checked_store(store_path) as store:
+        count = store.prune(keep=kept_targets, older_than_s=None if older_than is None else older_than * 86400)
+    _print_or_emit({"deleted": count}, [f"{count} decisions deleted"], as_json)
 
 
-def _kept(threads: int | None, device: str | None) -> Target | tuple[Target, ...]:
-    """The Targets of this machine: the CPU with so many threads and every GPU, or one device's."""
+def _targets_to_keep(threads: int | None, device: str | None) -> Target | tuple[Target, ...]:
+    """Return the Targets whose decisions stay.
+
+    Without ``device`` these are the CPU with ``threads`` threads and every GPU; with it, the Target of this device.
+    """
     import torch
 
     if device is not None or not torch.cuda.is_available():
-        return current_target(threads, parse_device(device))
-    places = (f"cuda:{index}" for index in range(torch.cuda.device_count()))
-    return (current_target(threads), *(current_target(None, place) for place in places))
+        return selected_target(threads, parse_device(device))
+    devices = (f"cuda:{index}" for index in range(torch.cuda.device_count()))
+    return (selected_target(threads), *(selected_target(None, each) for each in devices))
 
 
 @app.command("verify")
-@guard
+@exit_on_error
 def verify(
-    store: StoreOption = None,
+    store_path: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Read everything back and report damage, and kernels that are not legal where they would serve (exit code 1 when
-    there is any). Kernels that cannot be checked here are named, too: they are checked where they serve.
+    """Read the whole store and report damage, and kernels that are not legal where they would serve (exit code 1 if
+    there are any). Kernels that cannot be checked on this machine are listed too: they are checked where they serve.
     """
     unchecked: list[str] = []
-    with opened(store) as keeper:
-        damage = keeper.verify(unchecked.append)
-        count = sum(1 for _ in keeper.decisions())
+    with checked_store(store_path) as store:
+        damage = store.verify(unchecked.append)
+        count = sum(1 for _ in store.decisions())
     lines = [*(damage or [f"sound: {count} decisions"]), *unchecked]
-    _tell({"decisions": count, "damage": damage, "unchecked": unchecked}, lines, as_json)
+    _print_or_emit({"decisions": count, "damage": damage, "unchecked": unchecked}, lines, as_json)
     if damage:
         raise typer.Exit(1)
 
 
-def _tell(document: dict[str, Any], lines: list[str], as_json: bool) -> None:
+def _print_or_emit(document: dict[str, Any], lines: list[str], as_json: bool) -> None:
     if as_json:
-        emit(document)
+        print_json(document)
     else:
-        say(*lines)
+        print_lines(*lines)

@@ -1,4 +1,4 @@
-"""The tables the commands print."""
+"""The tables that the commands print."""
 
 from __future__ import annotations
 
@@ -7,41 +7,42 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from ..report.rows import HOW, Row, best_by_backend, duration, median_s, ordered, summarize
+from ..report.rows import TIMES_NOTE, DecisionSummary, best_by_backend, median_s, sorted_decisions, summarize, time_text
 
 if TYPE_CHECKING:
     from ..core.decision import Decision
 
 
-_HOW_BENCH = (
+_BENCH_TIMES_NOTE = (
     "Each backend's median time of a call. The ratio: the median of the ratios of neighbouring timings by turns, which "
     "drift does not move; so it need not be the ratio of two medians."
 )
 
 
-def speedup_text(row: Row) -> str:
-    """``1.52x [1.49-1.55]``: the paired speed-up over ATen with its 95% interval; or why there is none."""
+def speedup_text(row: DecisionSummary) -> str:
+    """Return the paired speed-up over ATen with its 95% interval, ``1.52x [1.49-1.55]``, or the outcome if there is no
+    winner."""
     if row.outcome != "winner":
         return {"tie": "tie", "inconclusive": "inconclusive"}.get(row.outcome, "nothing valid")
     return f"{row.speedup:.2f}x [{row.lo:.2f}-{row.hi:.2f}]"
 
 
 def decisions_table(decisions: Iterable[Decision]) -> Table:
-    """A line per problem: ATen, best, speed-up with its interval, which kernel."""
+    """Return a table with a row per problem: ATen's time, the best time, the speed-up with its interval, the kernel."""
     table = Table(
-        box=None, pad_edge=False, header_style="bold", caption=HOW, caption_justify="left", caption_style="dim"
+        box=None, pad_edge=False, header_style="bold", caption=TIMES_NOTE, caption_justify="left", caption_style="dim"
     )
     table.add_column("problem (MxNxK)", no_wrap=True)
     for name in ("ATen", "best"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("speed-up [95%]", no_wrap=True)
     table.add_column("kernel", overflow="fold")
-    for decision in ordered(decisions):
+    for decision in sorted_decisions(decisions):
         row = summarize(decision)
         table.add_row(
             row.label,
-            duration(row.aten_s),
-            duration(row.best_s),
+            time_text(row.aten_s),
+            time_text(row.best_s),
             speedup_text(row),
             row.kernel,
         )
@@ -49,18 +50,23 @@ def decisions_table(decisions: Iterable[Decision]) -> Table:
 
 
 def bench_table(decisions: Iterable[Decision], backends: Iterable[str]) -> Table:
-    """A line per problem: the best time of each backend, and how the fastest compares with ATen."""
+    """Return a table with a row per problem: the best time of each backend, and the winner's speed-up over ATen."""
     names = list(backends)
     table = Table(
-        box=None, pad_edge=False, header_style="bold", caption=_HOW_BENCH, caption_justify="left", caption_style="dim"
+        box=None,
+        pad_edge=False,
+        header_style="bold",
+        caption=_BENCH_TIMES_NOTE,
+        caption_justify="left",
+        caption_style="dim",
     )
     table.add_column("problem (MxNxK)", no_wrap=True)
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("fastest vs ATen [95%]", no_wrap=True)
     table.add_column("kernel", overflow="fold")
-    for decision in ordered(decisions):
+    for decision in sorted_decisions(decisions):
         row, best = summarize(decision), best_by_backend(decision)
-        times = [duration(median_s(best.get(name))) for name in names]
+        times = [time_text(median_s(best.get(name))) for name in names]
         table.add_row(row.label, *times, speedup_text(row), row.kernel)
     return table

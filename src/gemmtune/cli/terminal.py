@@ -1,4 +1,4 @@
-"""Where the commands' text leaves for the terminal. All that they print for people goes through here."""
+"""The rich console that the commands print tables and styled text with."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 
 
 class PlainConsole(Console):
-    """A rich console on stdout for which strings are text: no markup, no emoji codes, nothing that acts.
+    """A rich console on stdout that prints strings literally: no markup, no emoji codes, no control characters.
 
-    140 columns when stdout is not a terminal, so that tables in logs stay whole. Styles are arguments, or Text of ours.
+    It has 140 columns if stdout is not a terminal, so that tables in logs are not cut. Styles are set by arguments or
+    with rich's Text.
     """
 
     def __init__(self) -> None:
@@ -24,5 +25,8 @@ class PlainConsole(Console):
         super().__init__(highlight=False, markup=False, emoji=False, width=width)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """What rich makes Text of every string with, whether printed by itself or in a table."""
+        """Return a string as rich's Text, with characters that do not print escaped.
+
+        Rich calls this method for every string that it prints, alone or in a table.
+        """
         return super().render_str(visible(text), **options)

@@ -1,4 +1,4 @@
-"""``gemmtune tune``: find and keep the fastest correct kernel for each problem."""
+"""``gemmtune tune``: tune problems and store the decisions."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from .common import (
     LatencyOption,
     StoreOption,
     ThreadsOption,
-    console,
-    emit,
+    checked_store,
+    exit_on_error,
     fail,
-    gather,
-    guard,
-    opened,
     parse_backends,
     parse_latency,
+    plain_console,
+    print_json,
+    print_lines,
+    problems_by_device,
     quiet_stdout,
-    require_room,
-    say,
-    tuning_target,
+    require_memory,
+    selected_tuning_target,
 )
 
 if TYPE_CHECKING:
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from ..report.layers import Model
     from ..store.base import Store
     from ..timing.clock import Latency
-    from .progress import Board
+    from .progress import ProgressState
 
 
-@guard
+@exit_on_error
 def tune(
     what: Annotated[
         list[str] | None,
@@ -63,47 +63,52 @@ def tune(
     device: DeviceOption = None,
     latency: LatencyOption = "graph",
     force: Annotated[bool, typer.Option("--force", help="Tune again what the store already answers.")] = False,
-    store: StoreOption = None,
+    store_path: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Tune a model's, a workload's or the given matrix multiplies, and keep the decisions in the store.
+    """Tune the matrix multiplies of a model, of a workload or of the given shapes, and store the decisions.
 
     A factory returns (model, example_inputs): the arguments of one call as a tuple, or a list of such tuples.
-    Without --device a model's multiplies are tuned for where they ran. Ctrl-C keeps what is finished.
+    Without --device a model's multiplies are tuned for the devices that they ran on. Ctrl-C ends the run; the decisions
+    of finished problems stay in the store.
     """
     model, shapes = split_what(what or [])
-    ranked = parse_latency(latency)
-    parse_backends(backends)  # what is wrong is said before a model runs
+    parsed_latency = parse_latency(latency)
+    parse_backends(backends)  # so that a wrong name is reported before a model runs
     with quiet_stdout(as_json):
-        gathered = gather(model, shapes, workload, dtype, bias=bias, device=device)
-        groups = [
-            (tuning_target(threads, place), problems, parse_backends(backends, place))
-            for place, problems, _ in gathered
+        groups_by_device = problems_by_device(model, shapes, workload, dtype, bias=bias, device=device)
+        runs = [
+            (selected_tuning_target(threads, device_name), problems, parse_backends(backends, device_name))
+            for device_name, problems, _ in groups_by_device
         ]
-    if shapes:  # a workload's or a model's other problems are worth tuning in any case
-        require_room(groups[0][1], groups[0][0])
-    asked = sum(len(problems) for _, problems, _ in groups)
-    if not asked:
+    if shapes:  # of a workload or a model, the problems that fit are worth tuning
+        require_memory(runs[0][1], runs[0][0])
+    requested = sum(len(problems) for _, problems, _ in runs)
+    if not requested:
         fail("every one of these problems is empty (M, N or K is 0): there is nothing to tune", as_json=as_json)
     board, interrupted = None, False
-    with opened(store) as keeper:
-        if force or any(keeper.get(target, p.key) is None for target, problems, _ in groups for p, _ in problems):
-            keeper.check_writable()  # before the search, whose decisions would be lost
-        for (target, problems, names), group in zip(groups, gathered, strict=True):
+    with checked_store(store_path) as store:
+        if force or any(store.get(target, p.key) is None for target, problems, _ in runs for p, _ in problems):
+            store.check_writable()  # before the search, because its decisions would be lost
+        for (target, problems, names), group in zip(runs, groups_by_device, strict=True):
             board, interrupted = run(
-                problems, target, names, keeper,
-                budget=budget, force=force, hot=hot, hidden=as_json, latency=ranked, board=board,
+                problems, target, names, store,
+                budget=budget, force=force, hot=hot, hidden=as_json, latency=parsed_latency, board=board,
             )  # fmt: skip
-            remember_ceilings(keeper, target)
-            remember_layers(keeper, target, model, group.layers)
+            store_ceilings(store, target)
+            store_layers(store, target, model, group.layers)
             if interrupted:
                 break
     assert board is not None
-    report_outcome(board, asked, interrupted, as_json=as_json)
+    report_outcome(board, requested, interrupted, as_json=as_json)
 
 
 def split_what(what: Sequence[str]) -> tuple[str | None, list[str]]:
-    """A model spec has a colon, a shape has none."""
+    """Split the command's arguments into a model or None, and shapes.
+
+    An argument with a colon is a model. A second model is returned among the shapes: ``collect`` refuses shapes beside
+    a model.
+    """
     models = [text for text in what if ":" in text]
     shapes = [text for text in what if ":" not in text]
     return (models[0], [*models[1:], *shapes]) if models else (None, shapes)
@@ -120,15 +125,17 @@ def run(
     hot: bool = False,
     hidden: bool = False,
     latency: Latency = "graph",
-    board: Board | None = None,
-) -> tuple[Board, bool]:
-    """Tune with the progress display; returns what finished (on ``board``, when one is given) and whether Ctrl-C
-    ended it."""
-    from ..tuning.tuner import Budget, Tuner
-    from .progress import Board, watching
+    board: ProgressState | None = None,
+) -> tuple[ProgressState, bool]:
+    """Tune problems on one target with the progress display, and store the decisions.
 
-    board = board or Board()
-    with watching(board, hidden=hidden) as progress:
+    Return the board with the decisions (``board`` itself if given) and whether Ctrl-C ended the run.
+    """
+    from ..tuning.tuner import Budget, Tuner
+    from .progress import ProgressState, progress_display
+
+    board = board or ProgressState()
+    with progress_display(board, hidden=hidden) as progress:
         tuner = Tuner(
             target, names, store, Budget(seconds=budget), progress=progress, force=force, hot=hot, latency=latency
         )
@@ -137,51 +144,60 @@ def run(
         except KeyboardInterrupt:
             return board, True
         finally:
-            board.unkept += len(tuner.unkept)
-            board.trouble = tuner.trouble or board.trouble
+            board.unstored += len(tuner.unstored)
+            board.store_error = tuner.store_error or board.store_error
     return board, False
 
 
-def remember_ceilings(store: Store, target: Target) -> None:
+def store_ceilings(store: Store, target: Target) -> None:
     """Measure the machine's ceilings once per target, so that the report can draw its roofline from the store alone.
 
-    Only of CPUs: what reads memory and multiplies there says nothing of a GPU.
+    GPUs are skipped: ``ceilings`` measures memory bandwidth and arithmetic rate on the CPU only.
     """
     from ..report import ceilings
 
     if target.device != "cpu":
         return
-    path = ceilings.beside(store)
+    path = ceilings.ceilings_path(store)
     if path is not None:
-        ceilings.ensure(path, target)
+        ceilings.load_or_measure(path, target)
 
 
-def remember_layers(store: Store, target: Target, model: str | None, found: Model | None) -> None:
-    """Keep which layers run what, so that the report can say what a forward saves."""
+def store_layers(store: Store, target: Target, model: str | None, layers_of_model: Model | None) -> None:
+    """Save which layers of a model run which problems, so that the report can tell how much time a forward saves.
+
+    Nothing is saved without a model, or for a store without a file.
+    """
     from ..report import layers
 
-    path = layers.beside(store)
-    if path is not None and model is not None and found is not None:
-        layers.remember(path, model, target.key, found)
+    path = layers.layers_path(store)
+    if path is not None and model is not None and layers_of_model is not None:
+        layers.save(path, model, target.key, layers_of_model)
 
 
-def report_outcome(board: Board, asked: int, interrupted: bool, *, as_json: bool) -> None:
-    """Print the table (or the JSON document) and leave with the right code."""
+def report_outcome(board: ProgressState, requested: int, interrupted: bool, *, as_json: bool) -> None:
+    """Print the table, or the JSON document.
+
+    Exit with code 1 if the run was interrupted, a problem has no valid candidate, or a decision was not stored.
+    """
     failed = [decision for decision in board.decisions if decision.outcome == "none_valid"]
     if as_json:
-        emit(outcome_document(board, interrupted))
+        print_json(outcome_document(board, interrupted))
     else:
-        print_outcome(board, asked, interrupted)
-    if interrupted or failed or board.unkept:
+        print_outcome(board, requested, interrupted)
+    if interrupted or failed or board.unstored:
         raise typer.Exit(1)
 
 
-def outcome_document(board: Board, interrupted: bool) -> dict[str, Any]:
-    """The whole outcome as JSON-ready data. not_kept: decisions that the store did not take; why, in store_error."""
-    from ..report.rows import ordered, summarize
+def outcome_document(board: ProgressState, interrupted: bool) -> dict[str, Any]:
+    """Return the outcome of the run as a dict that can be written as JSON.
+
+    ``not_kept`` is the number of decisions that the store did not accept, ``store_error`` the reason.
+    """
+    from ..report.rows import sorted_decisions, summarize
 
     rows = []
-    for decision in ordered(board.decisions):
+    for decision in sorted_decisions(board.decisions):
         row = summarize(decision)
         rows.append(
             {
@@ -197,22 +213,24 @@ def outcome_document(board: Board, interrupted: bool) -> dict[str, Any]:
                 "seconds": row.seconds,
             }
         )
-    kept = {} if not board.unkept else {"not_kept": board.unkept, "store_error": board.trouble}
-    return {"interrupted": interrupted, "from_store": board.cached, **kept, "decisions": rows}
+    not_stored = {} if not board.unstored else {"not_kept": board.unstored, "store_error": board.store_error}
+    return {"interrupted": interrupted, "from_store": board.cached, **not_stored, "decisions": rows}
 
 
-def print_outcome(board: Board, asked: int, interrupted: bool) -> None:
-    from ..tuning.tuner import busy_words
+def print_outcome(board: ProgressState, requested: int, interrupted: bool) -> None:
+    from ..tuning.tuner import inconclusive_summary
     from .tables import decisions_table
 
-    out = console()
+    out = plain_console()
     if board.decisions:
         out.print()
         out.print(decisions_table(board.decisions))
-    if words := busy_words(board.decisions):
-        say(words, file=sys.stderr)
+    if message := inconclusive_summary(board.decisions):
+        print_lines(message, file=sys.stderr)
     if interrupted:
-        kept = sum(decision.outcome != "inconclusive" for decision in board.decisions) - board.unkept
-        say(f"interrupted: {kept} of {asked} problems are decided and kept in the store", file=sys.stderr)
-    if board.unkept:
-        say(f"error: {board.unkept} of {asked} decisions are not kept: {board.trouble}", file=sys.stderr)
+        stored = sum(decision.outcome != "inconclusive" for decision in board.decisions) - board.unstored
+        print_lines(f"interrupted: {stored} of {requested} problems are decided and kept in the store", file=sys.stderr)
+    if board.unstored:
+        print_lines(
+            f"error: {board.unstored} of {requested} decisions are not kept: {board.store_error}", file=sys.stderr
+        )

@@ -1,7 +1,7 @@
-"""Built kernels on disk, by the digest of everything that went into them.
+"""``Artifacts``: a directory of built kernels, addressed by the digest of their inputs.
 
-A file is ``KEY.CONTENT``: KEY names its inputs (source, config, compiler, target), CONTENT is the SHA-256 of its bytes,
-so that one rename puts both in place and a changed byte is seen before anything is loaded.
+A file's name is ``KEY.CONTENT``. KEY is the digest of its inputs (source, config, compiler, target). CONTENT is the
+SHA-256 of its bytes, so that one rename publishes both, and a changed byte is detected before the file is loaded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_BYTES = 2 << 30
 _KEY = re.compile(r"[0-9a-f]{16,128}")
 _NAME = re.compile(r"(?P<key>[0-9a-f]{16,128})\.(?P<content>[0-9a-f]{64})")
 _CHUNK = 1 << 20
-_SAMPLE = 64  # files whose sizes say what all of them come to, unless it may be too much
+_SAMPLE = 64  # files from whose sizes the total is estimated, unless it may exceed the limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +38,11 @@ class _Entry:
 
 
 class Artifacts:
-    """A directory that only the user can write, bounded to ``max_bytes``: the least recently used files go first.
+    """A directory of artifacts that only the user can access, with at most ``max_bytes`` bytes.
 
-    Made at the first ``put``. Safe for many processes and threads at once. A directory that others can write, or that
-    is somebody else's, is refused: whoever can write it could run code here.
+    The first ``put`` creates it. The least recently used files are evicted first. Many processes and threads can use it
+    at once. A directory that other users can access, or that belongs to another user, is rejected: anyone who can write
+    to it could run code in this process.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> None:
@@ -53,14 +54,14 @@ class Artifacts:
 
     @classmethod
     def beside(cls, store_path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> Artifacts:
-        """The artifacts that go with a store file: ``store.db`` has ``store.artifacts``."""
+        """Return the artifacts of a store file: ``store.artifacts`` for ``store.db``."""
         return cls(Path(store_path).with_suffix(".artifacts"), max_bytes=max_bytes)
 
     def put(self, key: str, body: bytes) -> Path:
-        """Keep ``body`` under ``key``, the hex digest of everything that went into it; durable when this returns.
+        """Store ``body`` under ``key``, the hex digest of its inputs. Returns its path; it is durable on return.
 
-        Evicts what was used least recently, and sweeps what dead writers left. Raises StoreError when the directory
-        cannot be written, is not the user's alone, or ``body`` is larger than everything may be.
+        Evicts the least recently used files and removes temporary files of dead processes. Raises StoreError when the
+        directory cannot be written or is accessible to other users, or when ``body`` is larger than ``max_bytes``.
         """
         _check_key(key)
         if len(body) > self.max_bytes:
@@ -76,10 +77,11 @@ class Artifacts:
         return path
 
     def get(self, key: str) -> Path | None:
-        """The file put under ``key``, its bytes checked just now, or None.
+        """Return the path of the file stored under ``key``, whose bytes were just verified; None when there is none.
 
-        A damaged file is removed and counts as a miss. So does (with a warning, once) a directory or file that is not
-        the user's alone or cannot be read. Another process may evict the file before it is loaded: a miss as well.
+        A damaged file is removed and counts as a miss. A directory or file that other users can write, or that cannot
+        be read, also counts as a miss, with one warning. Another process may evict the file before the caller loads it;
+        the caller must treat that as a miss, too.
         """
         _check_key(key)
         try:
@@ -88,12 +90,12 @@ class Artifacts:
             self._check_directory()
             names = [name for name in os.listdir(self.directory) if name.startswith(f"{key}.")]
             for entry in sorted(self._entries(names), key=lambda entry: -entry.used):
-                if self._sound(entry):
-                    with contextlib.suppress(OSError):  # a file system that may only be read
+                if self._verify_content(entry):
+                    with contextlib.suppress(OSError):  # a read-only file system
                         os.utime(entry.path)
                     return entry.path
         except FileNotFoundError:
-            return None  # evicted in between
+            return None  # another process evicted it
         except (OSError, StoreError) as error:
             self._warn(f"cannot read the artifacts in {self.directory}: {error}; going on without them")
         return None
@@ -107,7 +109,7 @@ class Artifacts:
         self._check_directory()
 
     def _check_directory(self) -> None:
-        """Raises StoreError unless it is a directory (no link to one) that is the user's alone."""
+        """Raise StoreError unless the path is a directory (not a link) that only the user owns and can access."""
         status = os.lstat(self.directory)
         if not stat.S_ISDIR(status.st_mode):
             raise StoreError(f"{self.directory} is not a directory; remove it, and it is made anew")
@@ -117,20 +119,20 @@ class Artifacts:
             raise StoreError(f"{self.directory} is open to other users; see what is in it, then `chmod 700` it")
 
     def _entries(self, names: Iterable[str]) -> list[_Entry]:
-        """Those of the names that are artifacts'. Looks at each file: of thousands, ask for a few."""
-        found = []
+        """Return the entries of those names that are artifacts'. Each file needs a system call: pass few names."""
+        entries = []
         for name in names:
             match = _NAME.fullmatch(name)
             if match is None:
                 continue
-            with contextlib.suppress(FileNotFoundError):  # evicted in between
+            with contextlib.suppress(FileNotFoundError):  # another process evicted it
                 path = self.directory / name
                 status = path.lstat()
-                found.append(_Entry(path, match["key"], match["content"], status.st_mtime_ns, status.st_size))
-        return found
+                entries.append(_Entry(path, match["key"], match["content"], status.st_mtime_ns, status.st_size))
+        return entries
 
-    def _sound(self, entry: _Entry) -> bool:
-        """Whether the file's bytes are those that its name says; if not, it is removed."""
+    def _verify_content(self, entry: _Entry) -> bool:
+        """Whether the digest of the file's bytes equals that in its name; if not, the file is removed."""
         try:
             handle = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
@@ -156,19 +158,24 @@ class Artifacts:
         with contextlib.suppress(OSError):
             os.unlink(entry.path)
 
-    def _evict(self, keep: Path) -> None:
-        """Remove the least recently used until all fit, whatever another process evicts meanwhile."""
+    def _evict(self, protected: Path) -> None:
+        """Remove the least recently used files, except ``protected``, until the total is within ``max_bytes``.
+
+        Other processes may evict files at the same time.
+        """
         names = os.listdir(self.directory)
         if len(names) > _SAMPLE:
-            some = sum(entry.size for entry in self._entries(names[:_SAMPLE]))
-            if 2 * some * len(names) < _SAMPLE * self.max_bytes:  # there is room, however uneven they are
+            sample_bytes = sum(entry.size for entry in self._entries(names[:_SAMPLE]))
+            if (
+                2 * sample_bytes * len(names) < _SAMPLE * self.max_bytes
+            ):  # half of the limit at most, in case sizes are uneven
                 return
         entries = sorted(self._entries(names), key=lambda entry: entry.used)
         total = sum(entry.size for entry in entries)
         for entry in entries:
             if total <= self.max_bytes:
                 return
-            if entry.path != keep:
+            if entry.path != protected:
                 entry.path.unlink(missing_ok=True)
                 total -= entry.size
 

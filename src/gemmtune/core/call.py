@@ -1,4 +1,4 @@
-"""A Call: one call of an op, described."""
+"""``Call``: the description of one call of an op."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .weights import PackedWeight, QuantWeight
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A Problem and the operands of one call, in the shapes kernels take. ``shape`` is the result's."""
+    """The Problem and the operands of one call, in the shapes that kernels take. shape: the result's shape."""
 
     problem: Problem
     a: Tensor
@@ -26,7 +26,7 @@ class Call:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Every tensor of the caller's (a PackedWeight's own are not)."""
+        """All tensors that the caller passed, without those of a PackedWeight."""
         if isinstance(self.b, Tensor):
             return (self.a, self.b, *self.aux)
         if isinstance(self.b, QuantWeight):

@@ -1,4 +1,4 @@
-"""Candidates: ways to solve a Problem, as data, and those that are ruled out."""
+"""Candidates: the ways in which a backend can solve a Problem, as plain data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ _SCALARS = (str, int, float, bool)
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to solve a Problem, as data. ``config`` is sorted by name, so equal candidates have equal ids."""
+    """One way to solve a Problem, as plain data.
+
+    backend: name of the backend that builds it. template: name of a kernel template of that backend. config: the
+    template's parameters (name, value), sorted by name so that equal candidates have equal ids.
+    """
 
     backend: str
     template: str
@@ -24,16 +28,16 @@ class Candidate:
 
     @property
     def id(self) -> str:
-        """Stable name, e.g. ``native/gemm[isa=avx512,mr=6,nr=64]``."""
+        """A stable name, e.g. ``native/gemm[isa=avx512,mr=6,nr=64]``."""
         inner = ",".join(f"{name}={value}" for name, value in self.config)
         return f"{self.backend}/{self.template}" + (f"[{inner}]" if inner else "")
 
     @property
     def identity(self) -> tuple[str, str, tuple[tuple[str, str, str], ...]]:
-        """Backend, template and config with the type of every value.
+        """The backend, the template, and the config with the type of every value.
 
-        Two candidates are the same candidate exactly when their identities are equal. Neither ``id`` nor ``==`` tells
-        that of data from outside: ``id`` prints 1 and "1" alike, and True, 1 and 1.0 compare equal.
+        Two candidates are identical exactly when their identities are equal. For data from a file, neither ``id`` nor
+        ``==`` is sufficient: ``id`` prints 1 and "1" alike, and True, 1 and 1.0 compare equal.
         """
         typed = tuple((name, type(value).__name__, repr(value)) for name, value in self.config)
         return self.backend, self.template, typed
@@ -49,7 +53,7 @@ class Candidate:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Candidate:
-        """Raises KeyError, TypeError or ValueError on anything malformed."""
+        """Build a Candidate from ``to_dict``'s data. Raises KeyError, TypeError or ValueError for malformed data."""
         backend, template, config = data["backend"], data["template"], data["config"]
         if not (isinstance(backend, str) and isinstance(template, str) and isinstance(config, Mapping)):
             raise TypeError(f"malformed candidate: {data!r}")
@@ -60,13 +64,13 @@ class Candidate:
 
 
 def is_same(value: object, other: object) -> bool:
-    """Whether two config values are equal and of one type: True and 1.0 are not 1."""
+    """Whether two config values have equal types and values: neither True nor 1.0 is the same as 1."""
     return type(value) is type(other) and value == other
 
 
 @dataclass(frozen=True, slots=True)
 class Illegal:
-    """A candidate ruled out before it is built, and why (``gemmtune explain`` prints it)."""
+    """A candidate that cannot be built for a Problem, and the reason, which ``gemmtune explain`` prints."""
 
     candidate: Candidate
     reason: str

@@ -1,6 +1,6 @@
-"""Everything the ops check before anything runs, with messages in PyTorch's manner.
+"""Argument checks of the ops, with error messages like PyTorch's.
 
-Each error is a RuntimeError, as PyTorch's own are, and a TypeError or ValueError by its nature.
+Each error class is a RuntimeError, like PyTorch's errors, and also a TypeError or ValueError where that applies.
 """
 
 from __future__ import annotations
@@ -15,33 +15,43 @@ from .weights import PackedWeight
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-_SHORT = {
+_SCALAR_TYPE_NAMES = {
     torch.float32: "float", torch.float64: "double", torch.bfloat16: "c10::BFloat16", torch.float16: "c10::Half",
 }  # fmt: skip
-# PyTorch's function that takes what an op of ours does not: complex, sparse and, some of them, nested tensors.
-_TORCHS = {"linear": "torch.nn.functional.linear", "mm": "torch.mm", "addmm": "torch.addmm", "bmm": "torch.bmm"}
+# The PyTorch function that supports tensors which the op does not: complex, sparse and, for some, nested tensors.
+_TORCH_FUNCTIONS = {
+    "linear": "torch.nn.functional.linear",
+    "mm": "torch.mm",
+    "addmm": "torch.addmm",
+    "bmm": "torch.bmm",
+}
 
 
 class ShapeError(GemmtuneError, ValueError):
-    """Operands whose shapes do not go together."""
+    """Operands with incompatible shapes."""
 
 
 class DtypeError(GemmtuneError, TypeError):
-    """Operands of a dtype, layout or device the op does not take."""
+    """An operand with a dtype, layout or device that the op does not support."""
 
 
 class GradError(GemmtuneError):
-    """A gradient was asked of something that has none."""
+    """A request for a gradient of an op or operand that has none."""
 
 
-def tensor(op: str, name: str, position: int, value: Any, *, packed: bool = False) -> None:
-    """``value`` must be a Tensor (or PackedWeight), dense and real. Raises TypeError or DtypeError."""
+def require_tensor(op: str, name: str, position: int, value: Any, *, packed: bool = False) -> None:
+    """Raise TypeError or DtypeError unless ``value`` is a dense real Tensor.
+
+    position: of the argument, counted from 1, for the message. packed: whether a PackedWeight is accepted, too.
+    """
     if packed and isinstance(value, PackedWeight):
         return
     if not isinstance(value, Tensor):
-        wanted = "Tensor or PackedWeight" if packed else "Tensor"
-        raise TypeError(f"{op}(): argument '{name}' (position {position}) must be {wanted}, not {type(value).__name__}")
-    use = f"Use {_TORCHS[op]}" if op in _TORCHS else "Pass a dense tensor of real numbers"
+        expected = "Tensor or PackedWeight" if packed else "Tensor"
+        raise TypeError(
+            f"{op}(): argument '{name}' (position {position}) must be {expected}, not {type(value).__name__}"
+        )
+    use = f"Use {_TORCH_FUNCTIONS[op]}" if op in _TORCH_FUNCTIONS else "Pass a dense tensor of real numbers"
     if value.is_complex():
         raise DtypeError(f"{op}(): complex tensors are not supported; {name} is {value.dtype}. {use}")
     if value.is_nested:
@@ -50,33 +60,35 @@ def tensor(op: str, name: str, position: int, value: Any, *, packed: bool = Fals
         raise DtypeError(f"{op}(): sparse tensors are not supported; {name} has layout {value.layout}. {use}")
 
 
-def matrix(op: str, name: str, value: Tensor) -> None:
-    """Raises ShapeError unless ``value`` has two dimensions."""
+def require_matrix(op: str, name: str, value: Tensor) -> None:
+    """Raise ShapeError unless ``value`` has two dimensions."""
     if value.dim() != 2:
         raise ShapeError(f"{op}(): {name} must be a matrix, got {value.dim()}-D tensor")
 
 
-def inner(a: tuple[int, ...], b: tuple[int, ...]) -> None:
-    """Raises ShapeError, with torch's words, when [M, K] and [K, N] do not multiply."""
+def require_equal_inner_size(a: tuple[int, ...], b: tuple[int, ...]) -> None:
+    """Raise ShapeError, with torch's message, unless the inner dimensions of shapes [M, K] and [K, N] are equal."""
     if a[-1] != b[-2]:
         raise ShapeError(f"mat1 and mat2 shapes cannot be multiplied ({a[-2]}x{a[-1]} and {b[-2]}x{b[-1]})")
 
 
-def same_dtype(a: torch.dtype, b: torch.dtype) -> None:
-    """Raises DtypeError, with torch's words, when two float operands differ."""
+def require_same_dtype(a: torch.dtype, b: torch.dtype) -> None:
+    """Raise DtypeError, with torch's message, unless the dtypes of two floating-point operands are equal."""
     if a != b:
-        raise DtypeError(f"expected m1 and m2 to have the same dtype, but got: {_short(a)} != {_short(b)}")
+        raise DtypeError(
+            f"expected m1 and m2 to have the same dtype, but got: {_scalar_type_name(a)} != {_scalar_type_name(b)}"
+        )
 
 
-def one_of(op: str, name: str, dtype: torch.dtype, allowed: tuple[torch.dtype, ...]) -> None:
-    """Raises DtypeError naming the allowed dtypes."""
+def require_dtype(op: str, name: str, dtype: torch.dtype, allowed: tuple[torch.dtype, ...]) -> None:
+    """Raise DtypeError, naming the allowed dtypes, unless ``dtype`` is one of them."""
     if dtype not in allowed:
-        names = ", ".join(str(kind).removeprefix("torch.") for kind in allowed)
+        names = ", ".join(str(option).removeprefix("torch.") for option in allowed)
         raise DtypeError(f"{op}(): expected {name} to be one of {names}; got {str(dtype).removeprefix('torch.')}")
 
 
-def same_device(op: str, *named: tuple[str, Any]) -> None:
-    """Raises DtypeError when the tensors lie on different devices (None and PackedWeights are skipped)."""
+def require_same_device(op: str, *named: tuple[str, Any]) -> None:
+    """Raise DtypeError unless all tensors are on one device. named: (name, value); other values are skipped."""
     tensors = [(name, value) for name, value in named if isinstance(value, Tensor)]
     first_name, first = tensors[0]
     for name, value in tensors[1:]:
@@ -87,8 +99,13 @@ def same_device(op: str, *named: tuple[str, Any]) -> None:
             )
 
 
-def packed_fits(op: str, weight: PackedWeight, k: int, dtypes: tuple[str, ...], *, quantized: bool) -> None:
-    """The packed weight is of the right kind and K. Raises PackedWeightError."""
+def require_matching_packed_weight(
+    op: str, weight: PackedWeight, k: int, dtypes: tuple[str, ...], *, quantized: bool
+) -> None:
+    """Raise PackedWeightError unless the packed weight has this K, one of ``dtypes``, and is quantized or not as asked.
+
+    quantized: whether the op takes a weight-only (quantized) weight.
+    """
     if (weight.quant is not None) != quantized:
         kind, other = ("weight-only", "mixed_mm") if weight.quant is not None else ("plain", "linear, mm or int_mm")
         raise PackedWeightError(f"{op}(): got a packed {kind} weight ({weight.dtype}); pass it to {other}")
@@ -100,16 +117,19 @@ def packed_fits(op: str, weight: PackedWeight, k: int, dtypes: tuple[str, ...], 
         )
 
 
-def out_dtype(op: str, dtype: torch.dtype, allowed: tuple[torch.dtype, ...]) -> torch.dtype:
-    """``dtype`` when allowed. Raises DtypeError."""
+def require_out_dtype(op: str, dtype: torch.dtype, allowed: tuple[torch.dtype, ...]) -> torch.dtype:
+    """Return ``dtype``. Raises DtypeError unless it is allowed, and TypeError unless it is a torch.dtype."""
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{op}(): out_dtype must be a torch.dtype, not {type(dtype).__name__}")
-    one_of(op, "out_dtype", dtype, allowed)
+    require_dtype(op, "out_dtype", dtype, allowed)
     return dtype
 
 
-def output(out: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    """``out`` fits; an empty one is resized, as PyTorch does. Raises TypeError, DtypeError or ShapeError."""
+def require_output(out: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    """Raise TypeError, DtypeError or ShapeError unless ``out`` can hold the result.
+
+    An ``out`` without elements is resized, as PyTorch does.
+    """
     if not isinstance(out, Tensor):
         raise TypeError(f"argument 'out' must be Tensor, not {type(out).__name__}")
     if out.is_nested or out.layout != torch.strided:
@@ -126,8 +146,11 @@ def output(out: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.d
         raise ShapeError("out has elements that share memory (it was expanded): clone() it first")
 
 
-def no_grad_for(op: str, what: str, *tensors: Any) -> None:
-    """Raises GradError when gradients are on and one of the tensors asks for one."""
+def require_no_grad(op: str, what: str, *tensors: Any) -> None:
+    """Raise GradError when gradients are enabled and one of the tensors requires one.
+
+    what: the operand or product that has no gradient, for the message.
+    """
     if not torch.is_grad_enabled():
         return
     if any(isinstance(value, Tensor) and value.requires_grad for value in tensors):
@@ -137,8 +160,8 @@ def no_grad_for(op: str, what: str, *tensors: Any) -> None:
         )
 
 
-def no_out_with_grad(op: str, *tensors: Any) -> None:
-    """torch's rule: out= does not differentiate. Raises GradError."""
+def require_no_grad_with_out(op: str, *tensors: Any) -> None:
+    """Raise GradError when a call with out= would need a gradient, which torch does not support for out variants."""
     if torch.is_grad_enabled() and any(isinstance(value, Tensor) and value.requires_grad for value in tensors):
         raise GradError(
             f"{op}(): functions with out=... arguments don't support automatic differentiation, but one of the "
@@ -146,5 +169,5 @@ def no_out_with_grad(op: str, *tensors: Any) -> None:
         )
 
 
-def _short(dtype: torch.dtype) -> str:
-    return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
+def _scalar_type_name(dtype: torch.dtype) -> str:
+    return _SCALAR_TYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))

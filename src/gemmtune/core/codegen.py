@@ -1,8 +1,8 @@
-"""Functions of the hot path that are generated as source text.
+"""Generation of hot-path functions from Python source text.
 
-A call costs the host a few microseconds. A loop over operands, an argument list of any length or a test of what a
-kernel has takes its share of that in each call, though its outcome never changes: it is decided when the source is
-generated, as ``dataclasses`` and ``collections.namedtuple`` do.
+A call takes a few microseconds of host time. A loop over operands, an argument list of variable length, or a test of a
+kernel's properties would take a considerable part of that in every call, although its outcome never changes. So it is
+evaluated when the source is generated, as ``dataclasses`` and ``collections.namedtuple`` do.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from types import CodeType
 from typing import Any
 
 
-@lru_cache(1024)  # every M has functions of its own with the same text, and compiling is most of their cost
+@lru_cache(1024)  # functions of different M have equal sources, and compilation dominates their cost
 def _code(name: str, source: str) -> CodeType:
     file = f"<gemmtune {name} {abs(hash(source)):x}>"
     # Without a modification time the entry stays: tracebacks and debuggers show the generated lines.
@@ -23,9 +23,10 @@ def _code(name: str, source: str) -> CodeType:
 
 
 def compile_function(name: str, *lines: str, **names: Any) -> Callable[..., Any]:
-    """Return the function ``name`` that the lines of Python define. names: the values that the lines may use.
+    """Compile Python source and return the function ``name`` that it defines.
 
-    The lines must be gemmtune's own: no text from a caller or a file may be in them.
+    names: the global variables of the source. The source is executed, so that it must never contain text from a caller
+    or a file.
     """
     exec(_code(name, "\n".join(lines)), names)
     function: Callable[..., Any] = names[name]

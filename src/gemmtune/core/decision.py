@@ -1,4 +1,4 @@
-"""What tuning found out: Verdicts, Samples and Decisions. Data only, strict, JSON-ready (msgspec)."""
+"""The results of tuning: Verdicts, Samples and Decisions, as strictly typed data that msgspec stores as JSON."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ Stage = Literal["illegal", "untried", "failed", "screened", "eliminated", "final
 
 
 class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What checking said. ``detail``: where and by how much, or what went wrong, in words.
+    """The result of verifying a kernel.
 
-    worst: largest error as a fraction of the bound (0 for exact; > 1 is wrong).
+    detail: where the output is wrong and by how much, or what failed. worst: the largest error as a fraction of the
+    bound (0 for exact; > 1 is wrong).
     """
 
     kind: VerdictKind
@@ -28,11 +29,12 @@ class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Timings of one kernel on one Problem. Times in seconds per call.
+    """The timings of one kernel on one Problem, in seconds per call.
 
-    ratio: paired time over ATen's in the same rounds (median), with its interval [ratio_lo, ratio_hi] (95%).
-    times: the raw per-round times (bounded in number). condition: cold or hot operands. packing_s: one-time cost of
-    packing the constant operand.
+    median_s, lo_s, hi_s: the median time and its interval. rounds: number of timed rounds. ratio: the median of the
+    paired ratios of this kernel's time to ATen's in the same rounds, with the 95% interval [ratio_lo, ratio_hi].
+    times: raw times per round (bounded in number). condition: cold or hot operands. packing_s: one-time cost of packing
+    the constant operand. conditions: how the sample was measured, in words, by name.
     """
 
     median_s: float
@@ -49,7 +51,10 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Evidence(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One candidate's record: how far it came and why it stopped there."""
+    """The record of one candidate: the last stage of tuning that it reached, and the reason why it stopped there.
+
+    candidate: ``Candidate.to_dict()``. packing: the layout in which the kernel takes its weight; None: unpacked.
+    """
 
     candidate: dict[str, Any]
     id: str
@@ -62,14 +67,14 @@ class Evidence(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LayoutDecision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The outcome of a paired duel in one weight layout, against the ATen kernel that would serve instead.
+    """The outcome of the paired test in one weight layout, against the ATen kernel that would otherwise serve.
 
     outcome: ``winner`` when ``candidate`` is faster than ``baseline`` beyond the noise, in every surrounding; else
-    ``tie``.
-    baseline: id of an ATen candidate; for the raw layout it takes the raw weight too. ratio: paired time of candidate
-    over baseline (median), with its interval [ratio_lo, ratio_hi]. surroundings: the median paired ratio by the name
-    of the surrounding (``timing.surroundings``). overlap: whether the kernel, in a CUDA graph, is faster when it
-    begins before the kernel in front of it ends (programmatic dependent launch).
+    ``tie``. baseline: id of an ATen candidate; in the unpacked layout, it is one that takes the unpacked weight. ratio:
+    the median of the paired ratios of the candidate's time to the baseline's, with its interval [ratio_lo, ratio_hi].
+    surroundings: the median paired ratio by the name of the surrounding work (``timing.surroundings``). overlap:
+    whether the kernel is faster in a CUDA graph when it begins before the preceding kernel ends (programmatic dependent
+    launch, PDL).
     """
 
     outcome: Literal["winner", "tie"]
@@ -83,19 +88,21 @@ class LayoutDecision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def worst_ratio(self) -> float:
-        """The largest ratio of all: of the duel and of each surrounding."""
+        """The largest of the ratios: the paired test's and those of all surroundings."""
         return max((self.ratio, *self.surroundings.values()))
 
 
 class Decision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The outcome for one Problem on one Target, with everything that led to it.
+    """The outcome of tuning one Problem on one Target, with all evidence.
 
-    outcome: ``winner`` (``chosen`` beat ATen beyond the noise), ``tie`` (ATen serves; ``chosen`` is ATen's best),
-    ``none_valid`` (``chosen`` is None; dispatch falls back to the plain ATen op), or ``inconclusive`` (the machine was
-    too disturbed to decide; ``chosen`` is ATen's best; stores refuse it, so that the problem is tuned again).
-    alternatives: the fastest eligible candidate id per packing ("" = unpacked), so that one layout can be chosen
-    over many M. layouts: duels by packing ("" = unpacked), for the layouts that had one; records written before this
-    field existed have none. problem: ``Problem.to_dict()``.
+    problem: ``Problem.to_dict()``.
+    outcome: ``winner`` (``chosen`` is faster than ATen beyond the noise), ``tie`` (ATen serves; ``chosen`` is ATen's
+    fastest candidate), ``none_valid`` (``chosen`` is None; dispatch falls back to the ATen op), or ``inconclusive``
+    (the machine was too disturbed to decide; ``chosen`` is ATen's fastest candidate; stores refuse the decision, so
+    that the problem is tuned again).
+    alternatives: id of the fastest eligible candidate by packing ("" = unpacked), so that one layout can be chosen for
+    many M. layouts: results of paired tests by packing ("" = unpacked), for the layouts that were tested; records
+    written before this field existed have none. seconds: duration of tuning. created: Unix time.
     """
 
     problem_key: str
@@ -112,11 +119,11 @@ class Decision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layouts: dict[str, LayoutDecision] = {}
 
     def find(self, candidate_id: str | None) -> Evidence | None:
-        """The evidence of one candidate."""
+        """Return the evidence of one candidate; None when there is none."""
         return next((row for row in self.evidence if row.id == candidate_id), None)
 
     @property
     def speedup(self) -> float:
-        """Best's speed over ATen's, paired; 1.0 on a tie."""
+        """The paired speedup of ``chosen`` over ATen; 1.0 unless the outcome is ``winner``."""
         row = self.find(self.chosen)
         return 1.0 if self.outcome != "winner" or row is None or row.sample is None else 1.0 / row.sample.ratio

@@ -1,12 +1,12 @@
-"""What happens to the accumulator before it is stored.
+"""Epilogues: the operations on the accumulator before it is stored in the output.
 
-An Epilogue is a tuple of Steps, applied in order to the accumulator (float32, or int32 for integer
-products, which becomes float32 at the first step that needs it). Steps are data: the tensors they need
-travel beside them, in the order of the steps that take one (``Step.takes_tensor``).
+An Epilogue is a tuple of Steps that are applied to the accumulator in order. The accumulator is float32; for integer
+products it is int32 and becomes float32 at the first step that needs it. Steps are plain data. Their tensors are passed
+separately, in the order of the steps that take one (``Step.takes_tensor``).
 
-Integers stay exact through relu, clamp to whole bounds, bias, add and mul of integer tensors (times a whole ``value``)
-and casts to integers: intermediate results may exceed int32, and the output saturates. Conversion to an integer dtype
-rounds to nearest even and saturates; NaN becomes 0, as in ATen.
+Integers stay exact through relu, clamp to integer bounds, bias, add and mul of integer tensors (times an integer
+``value``), and casts to integer dtypes: intermediate results may exceed int32, and the output saturates. A conversion
+to an integer dtype rounds to nearest even and saturates; NaN becomes 0, as in ATen.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Step:
     """One step of an epilogue on the accumulator ``acc`` [M, N] (batched: [batch, M, N]).
 
     kind:
-      - ``scale``: ``acc *= value * t`` with ``t`` float-like; ``axis`` tells t's shape. With
+      - ``scale``: ``acc *= value * t`` with a floating-point ``t``, whose shape ``axis`` names. With
         ``axis="tensor"`` and ``dtype=None`` there is no tensor: ``acc *= value``.
       - ``bias``, ``add``: ``acc += value * t`` (``bias`` is ``axis="col"``, ``add`` any axis).
       - ``mul``: ``acc *= t``.
@@ -50,7 +50,7 @@ class Step:
 
     @property
     def key(self) -> str:
-        """Canonical text, e.g. ``add.col.bfloat16*0.5`` or ``clamp(-1,1)``."""
+        """The canonical text, e.g. ``add.col.bfloat16*0.5`` or ``clamp(-1.0,1.0)``."""
         if self.kind in _ACTIVATIONS:
             return self.kind
         if self.kind == "clamp":
@@ -67,10 +67,10 @@ Epilogue = tuple[Step, ...]
 
 
 def epilogue_key(epilogue: Epilogue) -> str:
-    """Canonical text of a whole epilogue; empty for none."""
+    """Return the canonical text of an epilogue; empty for an epilogue without steps."""
     return ";".join(step.key for step in epilogue)
 
 
 def tensor_count(epilogue: Epilogue) -> int:
-    """How many tensors travel beside the epilogue."""
+    """Return the number of tensors that the epilogue takes."""
     return sum(step.takes_tensor for step in epilogue)

@@ -1,31 +1,31 @@
-"""The exceptions gemmtune raises beyond TypeError and ValueError."""
+"""The exceptions that gemmtune raises in addition to TypeError and ValueError."""
 
 from __future__ import annotations
 
 
 class GemmtuneError(RuntimeError):
-    """Base of every error that is gemmtune's own."""
+    """The base class of gemmtune's errors."""
 
 
 class UnsupportedError(GemmtuneError):
-    """The request is well formed, but nothing here can serve it (it says what could)."""
+    """A valid request that nothing on this machine can serve. The message says what could serve it."""
 
 
 class PackedWeightError(GemmtuneError, ValueError):
-    """A packed weight does not fit the call: another shape, dtype, layout or machine."""
+    """A packed weight whose shape, dtype, layout or machine does not match the call."""
 
 
 class StoreError(GemmtuneError):
-    """The store could not do what was asked of it (never raised on the dispatch path)."""
+    """A failed operation of a store. Dispatch never raises it."""
 
 
 class StoreBusy(StoreError):
-    """Somebody is writing the store, and this reader was not to wait. Serving goes on without it."""
+    """A read that was abandoned because another process is writing the store. Dispatch continues without the store."""
 
 
 class WorkerError(GemmtuneError):
-    """A worker process could not be started or spoke out of turn."""
+    """A worker process that could not be started, or that violated the protocol."""
 
 
 class KernelError(GemmtuneError):
-    """A kernel could not be built, loaded or launched."""
+    """A kernel that could not be built, loaded or launched."""

@@ -1,4 +1,4 @@
-"""What the tuner tells whoever is watching (CLI progress, tests). Plain data, in the order it happens."""
+"""Progress events of the tuner, as plain data in chronological order, for the CLI and for tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ProblemStarted:
-    """Tuning of one Problem begins. index counts from 0; cached: the store already had the answer."""
+    """The start of tuning one Problem. index: counted from 0. cached: whether the store already has its decision."""
 
     index: int
     total: int
@@ -23,9 +23,9 @@ class ProblemStarted:
 
 @dataclass(frozen=True, slots=True)
 class CandidateTried:
-    """One candidate was built, timed and, unless it was too slow to be worth it (verdict None), checked.
+    """The end of one candidate's trial: it was built, timed and, unless it was too slow, verified.
 
-    left: candidates still to try for this problem.
+    verdict: None for a candidate that was too slow. left: number of candidates still to try for this problem.
     """
 
     candidate_id: str
@@ -36,7 +36,7 @@ class CandidateTried:
 
 @dataclass(frozen=True, slots=True)
 class BestSoFar:
-    """The leader of the race, its time in seconds and its paired time ratio over ATen's (< 1 is faster)."""
+    """The fastest candidate so far. ratio: the paired ratio of its time to ATen's (< 1 is faster)."""
 
     candidate_id: str
     median_s: float
@@ -45,7 +45,10 @@ class BestSoFar:
 
 @dataclass(frozen=True, slots=True)
 class ProblemDone:
-    """One Problem is decided (and stored). remaining_s: estimate for the rest of the run, None when unknown."""
+    """The end of tuning one Problem, whose decision is stored.
+
+    remaining_s: estimated seconds for the remaining Problems; None when unknown.
+    """
 
     index: int
     total: int
@@ -58,4 +61,4 @@ Progress = Callable[[Event], None]
 
 
 def silent(event: Event) -> None:
-    """The progress that shows nothing."""
+    """Ignore a progress event."""

@@ -1,7 +1,7 @@
-"""Which tensors may be handed by their address to code that reads memory: native kernels, GPU kernels and libraries.
+"""Checks whether a tensor's address may be passed to native kernels, GPU kernels and libraries.
 
-A tensor subclass, a tensor that a transform wrapped, or one whose storage was freed has dtype, shape and strides like
-any other; its address is 0, or that of something else.
+A tensor subclass, a tensor that a transform wrapped, and a tensor whose storage was freed have a dtype, a shape and
+strides like any other tensor, but their address is 0 or that of unrelated memory.
 """
 
 from __future__ import annotations
@@ -17,26 +17,27 @@ from .torch_compat import DispatchKey as _Key
 from .torch_compat import DispatchKeySet as _Keys
 from .torch_compat import dispatch_keys as _keys
 
-# The dispatch keys of ordinary tensors of CPUs and GPUs; a tensor with any other key is unknown. They are listed, since
-# a tensor made at import would lack some of them when the first use of gemmtune is inside ``torch.inference_mode()``.
+# The dispatch keys of ordinary CPU and GPU tensors. They are listed instead of read from a tensor created at import,
+# which would lack some keys when gemmtune is first imported inside ``torch.inference_mode()``.
 _ORDINARY = _Keys(_Key.ADInplaceOrView)
 for _key in (_Key.CPU, _Key.AutogradCPU, _Key.AutocastCPU, _Key.CUDA, _Key.AutogradCUDA, _Key.AutocastCUDA):
     _ORDINARY = _ORDINARY | _Keys(_key)
-_FOREIGN = ~_ORDINARY.raw_repr()  # a difference of key sets would keep the bits of backends
+_FOREIGN = ~_ORDINARY.raw_repr()  # a difference of key sets would retain the backends' bits
 
-# Addresses below are looked at twice. A tensor without memory has its storage offset, in bytes, for an address. Linux
-# has heaps and CUDA's memory far above, but for programs that are not position-independent and some memory pools.
-LOW = 1 << 40
+# A tensor with an address below this gets a full check. The address of a tensor without memory is its storage offset in
+# bytes. On Linux, heaps and CUDA memory have far larger addresses, except in programs that are not position-independent
+# and in some memory pools.
+LOWEST_USUAL_ADDRESS = 1 << 40
 
 
 def is_subclass(tensor: Any) -> bool:
-    """Whether it is no tensor of torch's own types."""
-    kind = type(tensor)
-    return kind is not Tensor and kind is not Parameter
+    """Whether the object's type is neither torch.Tensor nor torch.nn.Parameter."""
+    cls = type(tensor)
+    return cls is not Tensor and cls is not Parameter
 
 
-def is_known(tensor: Tensor) -> bool:
-    """Whether it is an ordinary dense tensor of a CPU or GPU whose values are in memory."""
+def is_addressable(tensor: Tensor) -> bool:
+    """Whether the tensor is an ordinary dense CPU or GPU tensor whose values are in memory."""
     return not is_subclass(tensor) and not _keys(tensor).raw_repr() & _FOREIGN and _has_memory(tensor)
 
 
@@ -45,8 +46,8 @@ def _has_memory(tensor: Tensor) -> bool:
     return tensor.untyped_storage().data_ptr() != 0 or tensor.numel() == 0
 
 
-def why_unknown(tensor: Any) -> str:
-    """Return why no address of the tensor may be taken, in words that follow "is"; empty when it may."""
+def why_not_addressable(tensor: Any) -> str:
+    """Return why the tensor's address must not be used, in words that follow "is"; empty when it may be used."""
     if not isinstance(tensor, Tensor):
         return f"no tensor but a {type(tensor).__name__}"
     if is_subclass(tensor):
@@ -66,13 +67,13 @@ def why_unknown(tensor: Any) -> str:
     return ""
 
 
-def require(where: str, **tensors: Any) -> None:
-    """Raise TypeError when no address of one of the tensors (by their names; None is passed over) may be taken.
+def require_addressable(where: str, **tensors: Any) -> None:
+    """Raise TypeError unless the addresses of all tensors may be used.
 
-    where: what was called, as messages begin.
+    where: name of the called function, with which the message begins. tensors: by name; None is skipped.
     """
     for name, tensor in tensors.items():
-        reason = "" if tensor is None else why_unknown(tensor)
+        reason = "" if tensor is None else why_not_addressable(tensor)
         if reason:
             raise TypeError(
                 f"{where}: {name} is {reason}, and kernels read memory by its address. Give a plain dense tensor (of a "
@@ -82,29 +83,34 @@ def require(where: str, **tensors: Any) -> None:
 
 
 def require_packed_data(where: str, tensors: Sequence[Any]) -> None:
-    """``require`` for what a PackedWeight holds. oneDNN's opaque tensors will do, since only its own ops read them, and
-    so will tensors that are all on meta, which nothing serves."""
-    for place, tensor in enumerate(tensors):
+    """Raise TypeError as ``require_addressable`` does, for the tensors of a PackedWeight.
+
+    oneDNN's opaque tensors are accepted, since only oneDNN's ops read them. Tensors that are all on the meta device are
+    accepted, since no kernel is called with them.
+    """
+    for i, tensor in enumerate(tensors):
         if is_subclass(tensor) or not (tensor.is_mkldnn or (tensor.is_meta and tensors[0].is_meta)):
-            require(where, **{f"data[{place}]": tensor})
+            require_addressable(where, **{f"data[{i}]": tensor})
 
 
 def require_kernel_operands(*tensors: Tensor) -> None:
-    """``require`` for a kernel that met an address below ``LOW`` among these operands' (and outputs')."""
-    for place, tensor in enumerate(tensors):
-        if not tensor.untyped_storage().data_ptr():  # the rest costs 1 us, and memory pools of CUDA begin below LOW
-            require("a kernel was called", **{f"operand {place}": tensor})
+    """Raise TypeError as ``require_addressable`` does, for a kernel's operands and outputs when an address is below
+    ``LOWEST_USUAL_ADDRESS``."""
+    for i, tensor in enumerate(tensors):
+        # The full check takes 1 us, and CUDA's memory pools may begin below LOW.
+        if not tensor.untyped_storage().data_ptr():
+            require_addressable("a kernel was called", **{f"operand {i}": tensor})
 
 
 def require_memory(*operands: Any) -> None:
     """Raise TypeError for an ordinary tensor whose storage was freed: PyTorch's elementwise ops crash on those."""
-    for place, tensor in enumerate(operands):
+    for i, tensor in enumerate(operands):
         ordinary = not is_subclass(tensor) and not _keys(tensor).raw_repr() & _FOREIGN
         if ordinary and not _has_memory(tensor):
-            require("gemmtune was called", **{f"operand {place}": tensor})
+            require_addressable("gemmtune was called", **{f"operand {i}": tensor})
 
 
 def address(where: str, name: str, tensor: Tensor) -> int:
-    """The tensor's address. Raises as ``require``; not for the hot path."""
-    require(where, **{name: tensor})
+    """Return the tensor's address. Raises TypeError as ``require_addressable`` does. Too slow for the hot path."""
+    require_addressable(where, **{name: tensor})
     return tensor.data_ptr()

@@ -1,4 +1,7 @@
-"""Who holds a lease or made a temporary file: a process, named so that others can tell whether it still lives."""
+"""``Owner``: the identity of the process that owns a lease or a temporary file.
+
+Other processes can tell from it whether the owner is still alive.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,11 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A process. place: the boot and the set of processes that ``pid`` counts in; started: tells reused pids apart."""
+    """The identity of a process.
+
+    place: the boot and the pid namespace in which ``pid`` is valid. started: start time of the process, which tells it
+    from a later process with the same pid.
+    """
 
     place: str
     pid: int
@@ -19,51 +26,51 @@ class Owner:
 
     @property
     def text(self) -> str:
-        """One word, fit for a file's name; ``parse`` reads it back."""
+        """The Owner as one word that is valid in a file name; inverse of ``parse``."""
         return f"{self.place}-{self.pid}-{self.started}"
 
     @classmethod
     def parse(cls, text: str) -> Owner | None:
-        """The Owner that ``text`` names; None when it names none."""
-        place, _, rest = text.partition("-")
+        """Return the Owner of a ``text``; None when the text is malformed."""
+        namespace, _, rest = text.partition("-")
         pid, _, started = rest.partition("-")
-        return cls(place, int(pid), started) if place and started and pid.isascii() and pid.isdigit() else None
+        return cls(namespace, int(pid), started) if namespace and started and pid.isascii() and pid.isdigit() else None
 
     @property
     def dead(self) -> bool:
-        """Whether it is certain that the process is gone. What happens at another place, nobody here can know."""
-        return self.place == _place() and _started(self.pid) != self.started
+        """Whether the process has certainly ended. Always False for a process of another boot or pid namespace."""
+        return self.place == _pid_namespace() and _start_time(self.pid) != self.started
 
 
 def this_process() -> Owner:
-    """The Owner that this process is (after a fork, the child is another)."""
-    return Owner(_place(), os.getpid(), _started(os.getpid()))
+    """Return the Owner of this process. A forked child has another Owner."""
+    return Owner(_pid_namespace(), os.getpid(), _start_time(os.getpid()))
 
 
 @functools.cache
-def _place() -> str:
-    """The boot and the pid namespace: one host's containers do not see each other's processes."""
+def _pid_namespace() -> str:
+    """Return the boot and the pid namespace: containers of one host do not see each other's processes."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-        space = os.readlink("/proc/self/ns/pid")
+        namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
-        boot, space = platform.node(), ""
-    return "".join(letter for letter in boot + space if letter.isalnum()) or "here"
+        boot, namespace = platform.node(), ""
+    return "".join(letter for letter in boot + namespace if letter.isalnum()) or "here"
 
 
-def _started(pid: int) -> str:
-    """When a process started, in whatever unit the system has; empty when it is not there (or only its corpse)."""
+def _start_time(pid: int) -> str:
+    """Return a process's start time in the system's unit; empty when the process does not exist or is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         return "" if fields[0] in ("Z", "X") else fields[19]
     except (FileNotFoundError, ProcessLookupError):
-        return "" if os.path.exists("/proc/self/stat") else _started_elsewhere(pid)
+        return "" if os.path.exists("/proc/self/stat") else _start_time_without_proc(pid)
     except (OSError, IndexError):
         return "unknown"
 
 
-def _started_elsewhere(pid: int) -> str:
-    """The same on systems without /proc."""
+def _start_time_without_proc(pid: int) -> str:
+    """Return what ``_start_time`` returns, on systems without /proc."""
     import psutil
 
     try:

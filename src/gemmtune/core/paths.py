@@ -1,4 +1,4 @@
-"""Where gemmtune keeps its files."""
+"""The default paths of gemmtune's files."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 
 def default_path() -> Path:
-    """$GEMMTUNE_STORE, or ``store.db`` in the user's data directory."""
-    named = os.environ.get("GEMMTUNE_STORE")
-    if named:
-        return Path(named).expanduser()
+    """Return the path $GEMMTUNE_STORE, or ``store.db`` in the user's data directory when it is not set."""
+    path = os.environ.get("GEMMTUNE_STORE")
+    if path:
+        return Path(path).expanduser()
     import platformdirs
 
     return Path(platformdirs.user_data_dir("gemmtune", appauthor=False)) / "store.db"

@@ -1,13 +1,13 @@
-"""Text that others wrote, fit for a terminal or a log: nothing in it acts, everything in it can be seen."""
+"""Escaping of untrusted text for terminals and logs."""
 
 from __future__ import annotations
 
 
 def visible(text: str) -> str:
-    """``text`` in one line; characters that do not print as Python writes them: ``\\x1b``, ``\\n``, ``\\u202e``.
+    """Return ``text`` in one line, with unprintable characters as Python escapes: ``\\x1b``, ``\\n``, ``\\u202e``.
 
-    Names, ids and reasons in a store or an export may come from anybody. An escape sequence among them would act on the
-    reader's terminal, a newline forge a line of ours, an override of the direction hide what is there.
+    Names, ids and reasons in a store or an export are untrusted. An escape sequence would control the reader's
+    terminal, a newline would forge a line of gemmtune's output, and a bidirectional override would hide text.
     """
     if text.isprintable():
         return text

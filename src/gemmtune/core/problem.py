@@ -1,4 +1,4 @@
-"""A Problem: what is multiplied, as data.
+"""The Problem: a description of one GEMM (shapes, dtypes, layouts, epilogue) as plain data.
 
 ``out[M, N] = epilogue(A[M, K] @ B[K, N])``, batched for bmm. Shapes are logical: a linear layer's weight of
 shape [N, K] is the B operand [K, N] with column-major layout. dtypes are torch's names without ``torch.``;
@@ -26,16 +26,17 @@ _BITS: dict[str, int] = {
 
 
 def bits(dtype: str) -> int:
-    """Width of one element in bits; KeyError for a dtype no Problem can have."""
+    """Return the width of one element in bits. Raises KeyError for a dtype that no Problem can have."""
     return _BITS[dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a matrix lies in memory. ``ld`` is the stride of the slow dimension in elements.
+    """The memory layout of a matrix.
 
-    ``ld = None`` means dense (it follows from the shape, so it stays true when M changes). ``strided``: neither
-    stride is 1.
+    order: ``row`` or ``col`` names the dimension whose elements follow one another; with ``strided``, neither stride
+    is 1. ld: the stride of the slow dimension in elements (the leading dimension). None means dense: the stride follows
+    from the shape, so that the layout stays valid when M changes.
     """
 
     order: Order = "row"
@@ -48,12 +49,12 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Quant:
-    """How a weight-only operand is quantised: ``W[k, n] = (q[k, n] - zero[g, n]) * scale[g, n]``, g = k // group.
+    """The quantization of a weight-only operand: ``W[k, n] = (q[k, n] - zero[g, n]) * scale[g, n]``, g = k // group.
 
-    group: elements of K that share a scale; None = one group (a scale per output channel).
-    scale_dtype: dtype of the scale (and zero-point) tensors, shape [N] (group None) or [ceil(K / group), N].
-    zero_point: whether a zero-point tensor travels with the scale. Without one: 0 for int8 and float8 (which never
-    has one), 8 for int4 (whose stored nibbles are 0..15).
+    group: number of elements along K that share a scale; None: one group (a scale per output channel).
+    scale_dtype: dtype of the scale (and zero-point) tensors, whose shape is [N] (group None) or [ceil(K / group), N].
+    zero_point: whether a zero-point tensor accompanies the scale. Without it the zero point is 0 for int8 and float8
+    (float8 never has one), and 8 for int4 (whose stored nibbles are 0..15).
     """
 
     group: int | None = None
@@ -67,7 +68,12 @@ class Quant:
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """One input matrix: dtype, layout, alignment in bytes (0 = only its element's), constant or not."""
+    """One input matrix of a Problem.
+
+    constant: whether the values never change between calls, so that the operand may be packed. align: guaranteed
+    alignment of the first element in bytes; 0: only that of one element. quant: the quantization of a weight-only
+    operand; None for other operands.
+    """
 
     dtype: str
     layout: Layout = Layout()
@@ -89,7 +95,7 @@ _M_OF_KEY = re.compile(r"^([a-z_]+\|(?:b\d+\.)?m)\d+(?=\.n\d)")
 
 
 def plan_key_of(problem_key: str) -> str:
-    """Return the plan key of the Problem that ``problem_key`` names; a plan key is returned as it is."""
+    """Return the plan key of the Problem that ``problem_key`` names; a plan key is returned unchanged."""
     return _M_OF_KEY.sub(r"\1*", problem_key, count=1)
 
 
@@ -97,7 +103,8 @@ def plan_key_of(problem_key: str) -> str:
 class Problem:
     """One GEMM to be solved. Frozen and hashable; ``key`` is its canonical name.
 
-    acc is the accumulator's dtype. A narrower one than the default is a different Problem that users ask for.
+    out: the output's layout. acc: the accumulator's dtype. A Problem with a narrower accumulator than the default is a
+    different Problem, which users request explicitly.
     """
 
     family: Family
@@ -132,31 +139,31 @@ class Problem:
 
     @property
     def key(self) -> str:
-        """Canonical name: equal Problems have equal keys, different ones different keys."""
+        """The canonical name. Two Problems have equal keys exactly when they are equal."""
         return self._key
 
     @property
     def plan_key(self) -> str:
-        """The key with M left free: what a Plan answers for."""
+        """The key with ``*`` in place of M: the key of a Plan, which serves every M."""
         return f"{self._head()}m*{self._tail()}"
 
     def with_m(self, m: int) -> Problem:
-        """The same Problem for another M."""
+        """Return a copy of this Problem with another M."""
         return replace(self, m=m)
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to multiply: M, N, K or the batch is 0."""
+        """Whether M, N, K or the batch is 0, so that there is nothing to multiply."""
         return min(self.m, self.n, self.k, self.batch) == 0
 
     @property
     def flops(self) -> int:
-        """Multiply-adds counted as two operations; the epilogue is not counted."""
+        """The number of operations. A multiply-add counts as two; the epilogue is not counted."""
         return 2 * self.batch * self.m * self.n * self.k
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of B as given, scales and zero points included."""
+        """The size in bytes of B before packing, including scales and zero points."""
         total = self.batch * self.k * self.n * bits(self.b.dtype) // 8
         quant = self.b.quant
         if quant is not None:
@@ -166,7 +173,7 @@ class Problem:
 
     @property
     def min_bytes(self) -> int:
-        """Least traffic: each input read once, the output written once (the roofline's bytes)."""
+        """The least memory traffic in bytes (the roofline's): each input is read once, the output is written once."""
         outer = self.batch * self.m * (self.k * bits(self.a.dtype) + self.n * bits(self.out_dtype)) // 8
         return outer + self.weight_bytes + sum(self._step_bytes(step) for step in self.epilogue)
 
@@ -177,7 +184,7 @@ class Problem:
         return count * bits(step.dtype) // 8
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON-ready data; ``Problem.from_dict`` is its inverse (infinities travel as strings)."""
+        """Return plain data that can be stored as JSON; infinities become strings. Inverse of ``from_dict``."""
         data = asdict(self)
         del data["_key"]
         for step in data["epilogue"]:
@@ -187,7 +194,7 @@ class Problem:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Problem:
-        """Rebuild and validate. Raises ValueError, TypeError or KeyError on anything malformed."""
+        """Build a Problem from the data of ``to_dict``. Raises ValueError, TypeError or KeyError for malformed data."""
         fields = dict(data)
         fields["a"], fields["b"] = _operand(fields["a"]), _operand(fields["b"])
         fields["out"] = Layout(**fields["out"])

@@ -1,4 +1,7 @@
-"""A Target: the machine a decision is valid for. Any field that changes is a miss in the store."""
+"""The Target: the machine and the software versions for which a decision is valid.
+
+A change of any field makes every stored decision for the former Target a miss.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from typing import Any
 
 import torch
 
-# The CPU features that decide which kernels can run, as Linux names them in /proc/cpuinfo.
+# The CPU features that determine which kernels can run, by Linux's names in /proc/cpuinfo.
 ISA_FLAGS = (
     "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16",
     "avx512_fp16", "avx512vbmi", "avx_vnni", "amx_tile", "amx_bf16", "amx_int8",
@@ -24,13 +27,14 @@ ISA_FLAGS = (
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Everything that can change a kernel's speed or result.
+    """Every property of the machine and its software that can change a kernel's speed or result.
 
-    device: ``cpu`` or ``cuda``. name, capability: the device's (NVIDIA's as ``9.0``, AMD's as ``gfx942``). caches:
-    bytes of (L1d, L2, L3) per core or chip; of a GPU (shared memory a program may use, 0, L2). threads: torch's
-    intra-op threads (CPU; 1 for a GPU). cores: a GPU's are its multiprocessors. versions: of torch, a CPU's BLAS
-    libraries, a GPU's driver and CUDA, and what the backends' kernels depend on (``Backend.versions``). sources: a
-    digest per backend of ours.
+    device: ``cpu`` or ``cuda``. name: the device's name. capability: the CPU's architecture, an NVIDIA GPU's compute
+    capability (``9.0``) or an AMD GPU's architecture (``gfx942``). isa: the flags of ISA_FLAGS that a CPU has. caches:
+    sizes in bytes: (L1d, L2, L3) per core or chip for a CPU; (shared memory that a thread block may use, 0, L2) for a
+    GPU. threads: torch's intra-op threads on a CPU; 1 for a GPU. cores: CPU cores, or a GPU's multiprocessors. memory:
+    bytes. versions: of torch, a CPU's BLAS libraries, a GPU's driver and CUDA, and the libraries and compilers on which
+    the backends' kernels depend (``Backend.versions``). sources: a digest of each backend's source in gemmtune.
     """
 
     device: str
@@ -51,26 +55,26 @@ class Target:
 
     @property
     def key(self) -> str:
-        """A digest of every field."""
+        """A digest of all fields."""
         return self._key
 
     def with_versions(self, versions: Mapping[str, str]) -> Target:
-        """Return this Target with more versions."""
+        """Return this Target with ``versions`` added or replaced."""
         return replace(self, versions=tuple(sorted({**dict(self.versions), **versions}.items()))) if versions else self
 
     @property
     def torch_device(self) -> torch.device:
-        """Where its operands lie."""
+        """The torch device on which operands are allocated."""
         return torch.device(self.device)
 
     @property
     def is_amd(self) -> bool:
-        """Whether it is a GPU of AMD's, whose capability is an architecture."""
+        """Whether the Target is an AMD GPU, whose capability is the name of an architecture."""
         return self.capability.startswith("gfx")
 
     @property
     def compute_capability(self) -> tuple[int, int]:
-        """An NVIDIA GPU's as (major, minor); AMD's: (0, 0)."""
+        """The compute capability of an NVIDIA GPU as (major, minor); (0, 0) for an AMD GPU."""
         if self.is_amd:
             return 0, 0
         major, _, minor = self.capability.partition(".")
@@ -85,7 +89,7 @@ class Target:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Target:
-        """Raises KeyError, TypeError or ValueError on anything malformed."""
+        """Build a Target from the data of ``to_dict``. Raises KeyError, TypeError or ValueError for malformed data."""
         fields = dict(data)
         for name in ("versions", "sources"):
             fields[name] = tuple(sorted((str(k), str(v)) for k, v in fields[name].items()))
@@ -95,7 +99,7 @@ class Target:
 
 
 def current_cpu(sources: Mapping[str, str] | None = None) -> Target:
-    """The Target of this process's CPU with torch's present thread count. ``sources``: digest per backend."""
+    """Return the Target of this process's CPU with torch's current thread count. sources: a digest per backend."""
     name, flags, caches, memory = _host()
     return Target(
         device="cpu",
@@ -112,9 +116,10 @@ def current_cpu(sources: Mapping[str, str] | None = None) -> Target:
 
 
 def current_cuda(sources: Mapping[str, str] | None = None, index: int | None = None) -> Target:
-    """The Target of a CUDA (or ROCm) device of this process; the current one unless ``index`` names another.
+    """Return the Target of a CUDA (or ROCm) device of this process.
 
-    Raises RuntimeError (torch's own) where there is none. ``sources``: digest per backend.
+    index: the device's index; None: the current device. sources: a digest per backend. Raises torch's RuntimeError when
+    there is no such device.
     """
     return replace(
         _gpu(torch.cuda.current_device() if index is None else index), sources=tuple(sorted((sources or {}).items()))
@@ -123,17 +128,19 @@ def current_cuda(sources: Mapping[str, str] | None = None, index: int | None = N
 
 @functools.cache
 def _gpu(index: int) -> Target:
-    found = torch.cuda.get_device_properties(index)
-    shared = getattr(found, "shared_memory_per_block_optin", 0) or getattr(found, "shared_memory_per_block", 0)
-    # ROCm's major and minor would pass for NVIDIA's; its architecture comes with features: gfx942:sramecc+:xnack-.
-    arch = str(found.gcnArchName).partition(":")[0] if torch.version.hip else ""
+    properties = torch.cuda.get_device_properties(index)
+    shared = getattr(properties, "shared_memory_per_block_optin", 0) or getattr(
+        properties, "shared_memory_per_block", 0
+    )
+    # ROCm's major and minor look like NVIDIA's; its architecture name has features appended: gfx942:sramecc+:xnack-.
+    arch = str(properties.gcnArchName).partition(":")[0] if torch.version.hip else ""
     return Target(
         device="cuda",
-        name=found.name,
-        capability=arch or f"{found.major}.{found.minor}",
-        caches=(int(shared), 0, int(getattr(found, "L2_cache_size", 0))),
-        cores=found.multi_processor_count,
-        memory=found.total_memory,
+        name=properties.name,
+        capability=arch or f"{properties.major}.{properties.minor}",
+        caches=(int(shared), 0, int(getattr(properties, "L2_cache_size", 0))),
+        cores=properties.multi_processor_count,
+        memory=properties.total_memory,
         versions=_gpu_versions(),
     )
 
@@ -146,14 +153,14 @@ def _gpu_versions() -> tuple[tuple[str, str], ...]:
 
 
 def _driver() -> str:
-    """The NVIDIA driver's version: as Linux shows it, else the CUDA version that it speaks."""
+    """Return the NVIDIA driver's version from /proc, else the CUDA version that the driver supports."""
     try:
         text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
     except OSError:
         text = ""
-    found = next((word for word in text.split() if re.fullmatch(r"\d+\.\d+(\.\d+)?", word)), "")
-    if found:
-        return found
+    version = next((word for word in text.split() if re.fullmatch(r"\d+\.\d+(\.\d+)?", word)), "")
+    if version:
+        return version
     try:
         number = ctypes.c_int()
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))

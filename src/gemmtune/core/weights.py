@@ -1,4 +1,4 @@
-"""Constant B operands that are more than a matrix: weight-only quantised ones, and packed ones."""
+"""Weights that are more than one matrix: quantized for weight-only products, or packed for kernels."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class QuantWeight:
-    """A weight-only operand as users hold it. See ``problem.Quant`` for the formula.
+    """A quantized B operand in the form that users pass. ``problem.Quant`` has the formula.
 
-    data: int8 or float8_e4m3fn [K, N], or uint8 [ceil(K / 2), N] of int4 pairs along K; any strides. scale, zero_point:
-    [N] or [groups, N]. ``k`` is the logical K (an odd K cannot be told from the int4 data).
+    data: int8 or float8_e4m3fn [K, N], or uint8 [ceil(K / 2), N] with two int4 values along K in each byte; any
+    strides. scale, zero_point: [N] or [groups, N]. k: the logical K, which the int4 data do not determine when it is
+    odd. dtype: torch's name of the elements' dtype, or ``int4``.
     """
 
     data: Tensor
@@ -33,13 +34,15 @@ class QuantWeight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
-    """A constant B operand in the one layout its Plan's kernels share.
+    """A constant B operand in the layout that all kernels of its Plan share.
 
-    layout: the layout's name, ``"<backend>:<anything>"``; that backend packs and unpacks ``data``, which others may
-    read. n, k, dtype and quant say what was packed; ``machine`` names the ISA family it is valid for. ``bias`` and the
-    like never live here. ``raw_order`` is that of the weight it came from, so that unpacking gives the same tensor
-    back. Two packed weights are equal only when they are one. Raises TypeError for ``data`` that kernels cannot read by
-    address (tensor subclasses, say); copies and unpickled ones are checked, too.
+    layout: name of the layout, ``"<backend>:<anything>"``. The named backend packs and unpacks ``data``; other backends
+    may read it. n, k, dtype, quant: properties of the weight before packing. machine: the ISA family for which the
+    packed data are valid. raw_order: memory order of the weight before packing, so that unpacking restores an equal
+    tensor. A bias or other epilogue tensor is never part of a PackedWeight.
+
+    Two packed weights are equal only when they are one object. Raises TypeError for ``data`` that kernels cannot read
+    by address (for example tensor subclasses); copying and unpickling repeat this check.
     """
 
     layout: str
@@ -54,7 +57,7 @@ class PackedWeight:
     _key: str = field(default="", compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        from .memory import require_packed_data  # here, so that the command line answers `--help` without torch
+        from .memory import require_packed_data  # imported here so that `gemmtune --help` does not load torch
 
         require_packed_data(f"PackedWeight({self.layout!r})", self.data)
         quant = self.quant.key if self.quant is not None else ""
@@ -63,22 +66,25 @@ class PackedWeight:
         object.__setattr__(self, "_key", "|".join(str(part) for part in parts))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and unpickled ones are checked as new ones are: a mode may have put other tensors in these places."""
-        return type(self), tuple(getattr(self, held.name) for held in fields(self))
+        """Return the constructor and its arguments.
+
+        Copying and unpickling thus run the checks of ``__post_init__``: a torch mode may have replaced the tensors.
+        """
+        return type(self), tuple(getattr(self, attribute.name) for attribute in fields(self))
 
     @property
     def key(self) -> str:
-        """Names everything but the values: packed weights with equal keys are served by the same kernels."""
+        """A key of every property except the values: packed weights with equal keys are served by the same kernels."""
         return self._key
 
     @property
     def device(self) -> torch.device:
-        """Where its tensors lie."""
+        """The device of the packed tensors."""
         return self.data[0].device
 
     @property
     def nbytes(self) -> int:
-        """Bytes held. An opaque (oneDNN) tensor shows no storage: its elements are counted."""
+        """The memory size in bytes. An opaque (oneDNN) tensor exposes no storage, so its elements are counted."""
         return sum(t.nbytes if t.is_mkldnn else t.untyped_storage().nbytes() for t in self.data)
 
     @property

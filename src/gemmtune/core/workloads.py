@@ -1,4 +1,4 @@
-"""Problems by name: builders for the usual GEMMs and the workloads that benchmarks, docs and the CLI share."""
+"""Builders of common Problems, and the named workloads that benchmarks, documentation and the CLI share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .problem import Layout, Operand, Problem, Quant
 
 Problems = list[tuple[Problem, int]]
 
-# What users type after --dtype, and what it means.
+# The values of the option --dtype, and their meaning.
 DTYPES: dict[str, str] = {
     "fp64": "float64 activations and weights",
     "fp32": "float32 activations and weights",
@@ -24,7 +24,7 @@ DTYPES: dict[str, str] = {
     "int4wo": "bfloat16 activations, int4 weights with a scale and a zero point per group of 128",
 }
 _FLOATS = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-# Those that are one dtype of torch's, by its name.
+# The values of --dtype that name one torch dtype, and its name.
 TORCH_DTYPES = {**_FLOATS, "int8": "int8", "fp8": "float8_e4m3fn"}
 
 # (K, N) of the weight matrices, as REFERENCE.md lists them.
@@ -33,9 +33,10 @@ _LLAMA_SMALL_WEIGHTS = ((4096, 4096), (11008, 4096), (4096, 11008))
 
 
 def linear_problem(m: int, n: int, k: int, dtype: str, *, bias: bool = False, constant: bool = True) -> Problem:
-    """``F.linear(x[m, k], w[n, k], bias[n] if bias)``; the weight is the column-major B operand [k, n].
+    """Return the Problem of ``F.linear(x[m, k], w[n, k], bias[n] if bias)``; w is the column-major B operand [k, n].
 
-    dtype: torch's name of x, w, bias and the output. constant: whether the weight never changes (it may be packed).
+    dtype: torch's name of the dtype of x, w, bias and the output. constant: whether the weight never changes, so that
+    it may be packed.
     """
     epilogue = (Step("bias", axis="col", dtype=dtype),) if bias else ()
     weight = Operand(dtype, Layout("col"), constant=constant)
@@ -44,13 +45,19 @@ def linear_problem(m: int, n: int, k: int, dtype: str, *, bias: bool = False, co
 
 
 def int_problem(m: int, n: int, k: int, *, a_dtype: str = "int8", constant: bool = True) -> Problem:
-    """``a[m, k] @ w[n, k].T`` with int8 weights into int32, exact. a_dtype: ``int8`` or ``uint8``."""
+    """Return the Problem of ``a[m, k] @ w[n, k].T`` with int8 weights and an exact int32 output.
+
+    a_dtype: ``int8`` or ``uint8``.
+    """
     weight = Operand("int8", Layout("col"), constant=constant)
     return Problem("int_mm", m, n, k, Operand(a_dtype), weight, "int32", acc="int32")
 
 
 def fp8_problem(m: int, n: int, k: int, *, rowwise: bool = True, out_dtype: str = "bfloat16") -> Problem:
-    """``torch._scaled_mm(a[m, k], w[n, k].T, scale_a, scale_b)`` of float8_e4m3fn; scales a row and column, or two."""
+    """Return the Problem of ``torch._scaled_mm(a[m, k], w[n, k].T, scale_a, scale_b)`` with float8_e4m3fn operands.
+
+    rowwise: a scale per row of a and per row of w; otherwise one scale per tensor.
+    """
     axes = ("row", "col") if rowwise else ("tensor", "tensor")
     scales = tuple(Step("scale", axis=axis, dtype="float32") for axis in axes)  # type: ignore[arg-type]
     fp8 = "float8_e4m3fn"
@@ -70,10 +77,11 @@ def weight_only_problem(
     zero_point: bool = False,
     constant: bool = True,
 ) -> Problem:
-    """``x[m, k] @ dequantised(w)[k, n]`` with bits-wide integer weights (8 or 4), or float8_e4m3fn ones.
+    """Return the Problem of ``x[m, k] @ dequantized(w)[k, n]`` with integer weights, or float8_e4m3fn ones.
 
-    group: elements of K that share a scale (None: one scale per output channel). dtype: torch's name of x and the
-    output; scale_dtype defaults to it. Raises ValueError for other bits.
+    bits: width of integer weights, 8 or 4; other values raise ValueError. float8: whether weights are float8_e4m3fn.
+    group: number of elements along K that share a scale (None: one scale per output channel). dtype: torch's name of
+    the dtype of x and the output; the default of scale_dtype.
     """
     if bits not in (4, 8):
         raise ValueError(f"bits must be 8 or 4; got {bits!r}")
@@ -83,15 +91,15 @@ def weight_only_problem(
 
 
 def bmm_problem(batch: int, m: int, n: int, k: int, dtype: str) -> Problem:
-    """``torch.bmm(a[batch, m, k], b[batch, k, n])``, both row-major and changing from call to call."""
+    """Return the Problem of ``torch.bmm(a[batch, m, k], b[batch, k, n])``, both row-major and not constant."""
     acc = "float64" if dtype == "float64" else "float32"
     return Problem("bmm", m, n, k, Operand(dtype), Operand(dtype), dtype, batch=batch, acc=acc)
 
 
 def build(m: int, n: int, k: int, dtype: str, *, bias: bool = False) -> Problem:
-    """The Problem behind ``M,N,K --dtype`` on the command line (``dtype`` is a key of ``DTYPES``).
+    """Return the Problem for the command line's ``M,N,K --dtype``. dtype: a key of ``DTYPES``.
 
-    Raises ValueError naming the known dtypes.
+    Raises ValueError, naming the valid dtypes, for any other one, and for a bias with a dtype that does not permit it.
     """
     if dtype in _FLOATS:
         return linear_problem(m, n, k, _FLOATS[dtype], bias=bias)
@@ -111,7 +119,7 @@ def build(m: int, n: int, k: int, dtype: str, *, bias: bool = False) -> Problem:
 
 
 def dtype_name(problem: Problem) -> str:
-    """The short name of a Problem's dtypes: a key of ``DTYPES`` where there is one, else the operands' own names."""
+    """Return the short name of a Problem's dtypes: a key of ``DTYPES`` if there is one, else the dtypes' names."""
     a, b = problem.a.dtype, problem.b.dtype
     short = {name: key for key, name in _FLOATS.items()}
     if problem.family == "mixed_mm":
@@ -125,10 +133,10 @@ def dtype_name(problem: Problem) -> str:
 
 
 def label(problem: Problem) -> str:
-    """One short line for tables: ``16x4096x11008 bf16 +bias`` (M x N x K)."""
+    """Return a short description for tables, like ``16x4096x11008 bf16 +bias`` (M x N x K)."""
     batch = f"{problem.batch}x" if problem.family == "bmm" else ""
-    own = 2 if problem.family == "scaled_mm" else 0  # its scales are what it is about
-    steps = "".join(f" +{step.kind}" for step in problem.epilogue[own:])
+    implied = 2 if problem.family == "scaled_mm" else 0  # the two scales of every fp8 Problem are not listed
+    steps = "".join(f" +{step.kind}" for step in problem.epilogue[implied:])
     return f"{batch}{problem.m}x{problem.n}x{problem.k} {dtype_name(problem)}{steps}"
 
 
@@ -145,7 +153,7 @@ def _llama_small(dtype: str) -> list[Problem]:
 
 
 def _odd(dtype: str) -> list[Problem]:
-    """Sizes that divide nothing, empty ones, operands that are unaligned, transposed or strided, batches of 0 and 1."""
+    """Return Problems with odd or empty sizes, unaligned, transposed or strided operands, and batches of 0 and 1."""
     sizes = ((7, 4093, 4099), (3, 1, 769), (1, 769, 1), (3, 257, 4096), (0, 64, 64), (512, 3073, 768))
     problems = [build(m, n, k, dtype) for m, n, k in sizes]
     base = build(7, 509, 521, dtype)
@@ -160,7 +168,7 @@ def _odd(dtype: str) -> list[Problem]:
 
 
 def _dynamic(dtype: str) -> list[Problem]:
-    """One weight, 24 values of M between 1 and 8192 (log-uniform, repeatable), in random order."""
+    """Return Problems of one weight for 24 values of M from 1 to 8192 (log-uniform, reproducible), in random order."""
     rng = random.Random(0)
     ms = {1, 8192} | {round(2 ** rng.uniform(0, 13)) for _ in range(40)}
     picked = sorted(ms)[:: max(1, len(ms) // 24)]
@@ -177,14 +185,14 @@ _WORKLOADS: dict[str, Callable[[str], list[Problem]]] = {
 
 
 def names() -> tuple[str, ...]:
-    """The workloads there are."""
+    """Return the names of all workloads."""
     return tuple(_WORKLOADS)
 
 
 def workload(name: str, dtype: str = "bf16") -> Problems:
-    """The Problems of a named workload, each with a call count of 1.
+    """Return the Problems of a named workload, each with a call count of 1.
 
-    Raises ValueError for an unknown name or dtype, naming the known ones.
+    Raises ValueError, naming the valid ones, for an unknown name or dtype.
     """
     if name not in _WORKLOADS:
         raise ValueError(f"unknown workload {name!r}; known workloads: {', '.join(names())}")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..core.torch_compat import RecordFunction, forward_ad, profiler
 from ..core.torch_compat import len_torch_dispatch_stack as _dispatch_modes
-from ..fuse import Bound
+from ..fuse import BoundStep
 from .guards import Guard
 
 # A guard, and the function that serves the operands of which the guard is true.
@@ -101,7 +101,7 @@ def strides_key(guarded: tuple[Any, ...]) -> Any:
 
 
 def extend_key(
-    key: Any, args: tuple[Any, ...], packed: bool, epilogue: Sequence[Bound], out: Any, out_dtype: Any = None
+    key: Any, args: tuple[Any, ...], packed: bool, epilogue: Sequence[BoundStep], out: Any, out_dtype: Any = None
 ) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
     """Return the key, ``args`` and ``guarded`` of a call that has an epilogue, an ``out`` or an ``out_dtype``.
 

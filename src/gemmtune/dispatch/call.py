@@ -84,7 +84,7 @@ def serve_miss(
 
     operands: from the args before the epilogue's tensors to the a and b that kernels take. torch_function: PyTorch's
     function for just this call; None where there is none: the fallback is then composed from several. differentiable:
-    False for ops without a gradient. Raises GradError, and what ``checks.output`` raises.
+    False for ops without a gradient. Raises GradError, and what ``checks.require_output`` raises.
     """
     generation = RUNTIME.generation
     args = miss.args if out is None else miss.args[:-1]
@@ -188,7 +188,7 @@ def _is_writable(out: Tensor, call: Call) -> bool:
 def run_uncached(op: str, call: Call, out: Tensor | None = None, *, differentiable: bool = True) -> Tensor:
     """Run a Call by the kernel that serves it, or by plain PyTorch, and cache nothing. out: written and returned.
 
-    Raises GradError for gradients through packed or integer weights, and what ``checks.output`` raises.
+    Raises GradError for gradients through packed or integer weights, and what ``checks.require_output`` raises.
     """
     if profiler._is_profiler_enabled:
         operands = (call.a, call.b, *call.aux)
@@ -208,11 +208,11 @@ def _run_observed(op: str, call: Call, out: Tensor | None, differentiable: bool)
 
 def _run(op: str, call: Call, out: Tensor | None, differentiable: bool) -> Tensor:
     if call.packed is not None or not differentiable:
-        checks.no_grad_for(op, "a packed weight" if call.packed is not None else "this product", *call.tensors)
+        checks.require_no_grad(op, "a packed weight" if call.packed is not None else "this product", *call.tensors)
     dtype = dtype_of(call.problem.out_dtype)
     if out is not None:
-        checks.no_out_with_grad(op, out, *call.tensors)
-        checks.output(out, call.shape, dtype, call.a.device)
+        checks.require_no_grad_with_out(op, out, *call.tensors)
+        checks.require_output(out, call.shape, dtype, call.a.device)
         require_memory(out)
     kernel = None if _is_for_torch(call) else _find_kernel(call)
     if kernel is None:

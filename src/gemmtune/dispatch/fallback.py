@@ -15,10 +15,10 @@ from .. import backends
 from ..backends.aten import padding
 from ..backends.aten.cpu_rules import int_mm_takes_uint8
 from ..backends.aten.cuda_narrow import scaled_wide
-from ..backends.aten.cuda_rules import scaled_hardware, scaled_kinds
+from ..backends.aten.cuda_rules import why_fp8_unsupported, why_scales_unsupported
 from ..backends.aten.fusion import addmm_prefix
 from ..backends.aten.quantized import ScaledMm, dequantize, int8pack, nibbles, scaled_operands
-from ..backends.aten.steps import apply, dtype_of, finish, wide_dtype
+from ..backends.aten.steps import apply_steps, dtype_of, round_to_dtype, wide_dtype
 from ..core.call import Call
 from ..core.epilogue import tensor_count
 from ..core.torch_compat import int_mm, weight_int8pack_mm
@@ -50,8 +50,8 @@ def specialize_fallback(call: Call) -> FallbackProduct:
     def plainly(a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
         acc = product(a, b, aux)
         if rest:
-            acc = apply(acc if acc.dtype in _WIDE else acc.to(wide_dtype(acc.dtype)), rest, aux[taken:])
-        result = finish(acc, dtype)
+            acc = apply_steps(acc if acc.dtype in _WIDE else acc.to(wide_dtype(acc.dtype)), rest, aux[taken:])
+        result = round_to_dtype(acc, dtype)
         return result.reshape(shape) if reshaped else result
 
     return plainly
@@ -129,7 +129,7 @@ def _scaled(call: Call) -> tuple[FallbackProduct, int]:
     if not call.a.is_cuda or _nothing(call):
         return _in_float32, 0
     capability = torch.cuda.get_device_capability(call.a.device)
-    if not ScaledMm.illegal(problem, {}) and not scaled_kinds(problem, capability):
+    if not ScaledMm.why_illegal(problem, {}) and not why_scales_unsupported(problem, capability):
         dtype = dtype_of(problem.out_dtype)
 
         def product(a: Tensor, b: Tensor, aux: Sequence[Tensor]) -> Tensor:
@@ -137,7 +137,7 @@ def _scaled(call: Call) -> tuple[FallbackProduct, int]:
             return padding.scaled_product(a, b, scale_a, scale_b, bias, dtype)
 
         return product, len(problem.epilogue)
-    if scaled_hardware(problem, capability):
+    if why_fp8_unsupported(problem, capability):
         return _in_float32, 0
     return lambda a, b, _: scaled_wide(a, b), 0
 

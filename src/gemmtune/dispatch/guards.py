@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.memory import is_known, is_subclass
+from ..core.memory import is_addressable, is_subclass
 from ..core.torch_compat import TensorGuards as _TensorGuards
 from ..core.torch_compat import forward_ad, is_fake
 from ..core.torch_compat import get_tracing_state as _tracing
@@ -106,7 +106,7 @@ def is_unusual(tensor: Any) -> bool:
     if is_subclass(tensor):
         return True
     if tensor.is_cpu or tensor.is_cuda:
-        return not is_known(tensor)
+        return not is_addressable(tensor)
     return bool(tensor.is_neg())
 
 

@@ -32,7 +32,7 @@ class DecisionIndex:
     def read(cls, store: Store | None, target: Target, warn: Callable[[str], None]) -> DecisionIndex:
         """Return all decisions for ``target``. Damaged records and unreadable stores are misses, and are logged once.
 
-        Raises StoreBusy where the store is read ``in_a_hurry`` while another process writes it.
+        Raises StoreBusy where the store is read ``short_timeout`` while another process writes it.
         """
         points: dict[str, list[TunedPoint]] = {}
         failures: dict[str, set[str]] = {}

@@ -155,7 +155,7 @@ class Runtime:
             if device_key(device) not in self._indices and store is not None:
                 try:
                     if time.monotonic() >= self._busy_until:
-                        with store.in_a_hurry():
+                        with store.short_timeout():
                             return self.index(device)
                 except StoreBusy:
                     self._busy_until = time.monotonic() + RETRY_S
@@ -246,7 +246,7 @@ class Runtime:
         return None if kernel is None or kernel.candidate.id in index.failed(problem.plan_key) else kernel
 
     def _packed_kernel(self, problem: Problem, packed: PackedWeight, device: torch.device) -> Kernel | None:
-        reason = backends.get(packed.layout.partition(":")[0]).rejects(packed)
+        reason = backends.get(packed.layout.partition(":")[0]).why_unreadable(packed)
         if reason:
             raise PackedWeightError(f"the packed weight ({packed.layout}) cannot run here: {reason}. Pack it again")
         index = self._index_now(device)

@@ -1,4 +1,5 @@
-"""What ``gemmtune.optimize`` puts into a model: packed weights, and modules in the place of weight-only linears."""
+"""The tensors and modules that ``gemmtune.optimize`` puts into a model: packed weights, and modules that replace
+weight-only linears."""
 
 from __future__ import annotations
 

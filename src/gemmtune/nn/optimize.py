@@ -1,7 +1,7 @@
-"""``gemmtune.optimize()``: the weights of a model's products are packed for the tuned kernels.
+"""``gemmtune.optimize()``, which packs the weights of a model for the kernels that won its tuning.
 
-A floating weight becomes a ``PackedTensor`` in place, and its module stays the module that it is. Weight-only int8 and
-int4 linears are swapped for modules of gemmtune's own.
+A floating weight is replaced in place by a ``PackedTensor``; its module is not changed. A weight-only int8 or int4
+linear is replaced by one of gemmtune's modules.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from .observe import observe, why_not_packed
 from .packed_tensor import PackedTensor, swap_tensors
 from .quantized_tensor import QuantizedTensor, pack_quantized
 from .sites import Site, find_sites, why_unswappable
-from .whole_model import can_hold
 from .whole_model import compare as compare_forms
+from .whole_model import fits_in_memory
 
 if TYPE_CHECKING:
     from ..core.decision import Decision
@@ -45,75 +45,78 @@ _Module = WeightOnlyLinear | RawLinear | RawWeightOnlyLinear
 
 
 @dataclass(slots=True)
-class _Swap:
-    """A module that was swapped in: how to find the original's tensors again.
+class _ReplacedModule:
+    """A module of the model that gemmtune has replaced, and what is needed to put it back.
 
-    tensors: those of the original whose values the module has packed. keeps: whether they still hold their values,
-    until the whole model has been timed in both forms.
+    site: the weight, and the original module. module: the replacement. tensors: the original's tensors that the
+    replacement has packed, by attribute name. has_original_values: whether ``tensors`` still hold their values. They
+    do until the whole model has been timed in both forms; then they are freed.
     """
 
     site: Site
     module: _Module
     tensors: dict[str, Tensor]
-    keeps: bool
+    has_original_values: bool
 
     @property
     def layout(self) -> str:
-        """The layout of its weight; ``raw`` when it lies as it did."""
+        """The name of the weight's packed layout; ``raw`` for a weight that is not packed."""
         return self.module.packed.layout if isinstance(self.module, WeightOnlyLinear) else self.module.layout
 
-    def set_form(self, ours: bool) -> None:
-        """Put gemmtune's module or the original into the model, while the original has its tensors."""
-        if self.keeps:
-            self._put(self.module if ours else self.site.module)
+    def set_form(self, optimized: bool) -> None:
+        """Install the replacement or the original module. Does nothing once the original's tensors are freed."""
+        if self.has_original_values:
+            self._install(self.module if optimized else self.site.module)
 
-    def settle(self) -> None:
-        """Free the original's tensors, whose values the module has packed."""
-        if self.keeps and not self.site.tied:
+    def discard_original(self) -> None:
+        """Free the original's tensors that the replacement has packed, unless another module shares them."""
+        if self.has_original_values and not self.site.tied:
             for tensor in self.tensors.values():
                 tensor.data = tensor.data.new_empty(0)
-        self.keeps = False
+        self.has_original_values = False
 
     def undo(self) -> None:
-        """Put the original module back."""
+        """Reinstall the original module, with the replacement's present values and training mode."""
         if isinstance(self.module, RawLinear | RawWeightOnlyLinear):
-            self.module.give_back(self.site.module)
+            self.module.return_tensors(self.site.module)
         else:
             for name, value in self.module.raw().items():
                 self.tensors[name].data = value.contiguous()
-        self._put(self.site.module)
+        self._install(self.site.module)
         self.site.module.train(self.module.training)
 
-    def _put(self, module: nn.Module) -> None:
-        for parent, attribute in self.site.places:
+    def _install(self, module: nn.Module) -> None:
+        for parent, attribute in self.site.parents:
             setattr(parent, attribute, module)
 
 
 @dataclass(slots=True)
-class _Repacked:
-    """A Parameter that became a PackedTensor, in place, and the hooks that save its unpacked values.
+class _PackedParameter:
+    """A Parameter that gemmtune has turned into a PackedTensor in place.
 
-    other: what it was, until the whole model has been timed in both forms; then None.
+    site: the weight and its modules. weight: the Parameter. layout: the name of its packed layout. hooks: handles of
+    the hooks that put its unpacked values into ``state_dict()``. other_form: the tensor that is swapped with ``weight``
+    to change its form, until the whole model has been timed in both forms; then None.
     """
 
     site: Site
     weight: Tensor
     layout: str
     hooks: list[Any]
-    other: Tensor | None
+    other_form: Tensor | None
 
-    def set_form(self, ours: bool) -> None:
-        """Give the Parameter its packed or its ordinary form, while there are both. Raises PackedWeightError."""
-        if self.other is not None and isinstance(self.weight, PackedTensor) != ours:
-            swap_tensors(self.weight, self.other)
+    def set_form(self, optimized: bool) -> None:
+        """Give the Parameter its packed or its ordinary form, while both exist. Raises PackedWeightError."""
+        if self.other_form is not None and isinstance(self.weight, PackedTensor) != optimized:
+            swap_tensors(self.weight, self.other_form)
 
-    def settle(self) -> None:
-        """Let the form go that the Parameter has not."""
-        self.other = None
+    def discard_original(self) -> None:
+        """Free the form that the Parameter does not have."""
+        self.other_form = None
 
     def undo(self) -> None:
-        """Make the Parameter an ordinary one again, with its values of now. One that something else has made ordinary
-        (``model.half()``, ``weight.data = ...``) stays as it is."""
+        """Make the Parameter an ordinary one again, with its present values. A Parameter that something else has made
+        ordinary (``model.half()``, ``weight.data = ...``) is not changed."""
         for hook in self.hooks:
             hook.remove()
         if not isinstance(self.weight, PackedTensor):
@@ -123,45 +126,48 @@ class _Repacked:
         plain = nn.Parameter(self.weight.original(), requires_grad=trainable)
         try:
             swap_tensors(packed, plain)
-        except PackedWeightError:  # a compiled graph refers to it: its owners get a Parameter of their own
+        except PackedWeightError:  # a compiled graph refers to the Parameter: its modules get a new one
             for owner in self.site.owners:
                 names = [name for name, parameter in owner._parameters.items() if parameter is packed]
                 owner._parameters.update(dict.fromkeys(names, plain))
 
 
 class Handle:
-    """What ``optimize`` returns. ``swapped`` and ``left`` say what became of each weight that the model multiplies by;
-    ``restore()`` undoes it all. A weight has the name of its module, or of its Parameter if that is not "weight".
+    """The result of ``optimize``: a report of what it did with each weight, and ``restore()``, which undoes all of it.
 
-    ``ratio``: the time of the whole model with gemmtune's weights over its time without, as (estimate, low, high) of a
-    95% interval of paired runs on all example inputs; None where it was not timed. ``ratios``: the same for each
-    example. As a context manager it restores the model at the end of the block.
+    swapped: the layout of each weight that gemmtune serves, by name. left: for each other weight that the model
+    multiplies by, the reason why gemmtune does not serve it, by name. A weight's name is that of its module; if its
+    Parameter is not called "weight", the Parameter's name is appended. ratio: the time of the whole model with
+    gemmtune's weights over its time without, as (estimate, low, high) of a 95% confidence interval of paired runs on
+    all example inputs; None where the model was not timed. ratios: the ratio on each example alone.
+
+    A Handle is also a context manager, which restores the model at the end of the block.
     """
 
     def __init__(self) -> None:
         self.left: dict[str, str] = {}
         self.ratio: tuple[float, float, float] | None = None
         self.ratios: tuple[tuple[float, float, float], ...] = ()
-        self._swaps: list[_Swap | _Repacked] = []
+        self._changes: list[_ReplacedModule | _PackedParameter] = []
 
     @property
     def swapped(self) -> dict[str, str]:
-        """Layout of the weight by its name; ``raw`` for a weight that lies as it did."""
-        return {name: swap.layout for swap in self._swaps for name in swap.site.names}
+        """The layout of each weight that gemmtune serves, by its name; ``raw`` for a weight that is not packed."""
+        return {name: change.layout for change in self._changes for name in change.site.names}
 
     def restore(self) -> None:
-        """Unpack the very Parameters that were packed, with the values that they have now (written, loaded), and put
-        the modules back that were swapped. Idempotent."""
+        """Undo ``optimize``: unpack in place each Parameter that was packed, and reinstall each module that was
+        replaced. Values that were written or loaded since are kept. A second call does nothing."""
         with torch.inference_mode(False), torch.no_grad():
-            for swap in reversed(self._swaps):
-                swap.undo()
-        self._swaps.clear()
+            for change in reversed(self._changes):
+                change.undo()
+        self._changes.clear()
 
     def __enter__(self) -> Handle:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.restore()
 
@@ -185,21 +191,28 @@ def optimize(
     latency: Literal["graph", "eager"] = "graph",
     compare: bool | None = None,
 ) -> Handle:
-    """Pack, in place, the weight of every product for which something beats PyTorch: of ``nn.Linear`` and modules like
-    it (transformers' Conv1D, the projections of ``nn.MultiheadAttention``), and of weight-only int8 or int4 linears.
+    """Pack in place each weight of a model for which a kernel was faster than PyTorch's, and return a Handle.
 
-    example_inputs: a Tensor, a tuple of arguments, a dict of keyword arguments, or a list of these (one per call); they
-    decide which M count. tune: tune what the store does not know (else only use what it knows). memory: how many times
-    a raw weight's bytes its packed form may take. budget, latency: as for ``gemmtune.tune``. compare: whether
-    the whole model is then timed on the examples with and without gemmtune's weights (about 2 s), and restored when
-    they make all examples together slower, or one of them by more than 3% (default: as ``tune``; not for CUDA graphs).
-    The model must be in eval mode, on CPUs and GPUs as it is to serve.
+    Weights are those of ``nn.Linear`` and similar modules (transformers' Conv1D, the projections of
+    ``nn.MultiheadAttention``), and of weight-only int8 or int4 linears. The model must be in eval mode, and on the
+    devices (CPUs and GPUs) on which it is to serve.
 
-    Any Parameter [N, K] or [K, N] is packed that F.linear, matmul, mm or addmm multiplies by in forward. It is still a
-    Parameter with its shape and dtype: reading it unpacks it, writing to it packs it again, ``state_dict()`` has its
-    values. On GPUs a linear may also keep its weight as it lies, when a kernel that takes it so is fastest. A weight is
-    left alone when plain PyTorch is best for it, when it is on another kind of device, or when something else reads it
-    (unless memory >= 2, as the raw weight then stays too). Raises TypeError, ValueError, and what the model raises.
+    example_inputs: a Tensor, a tuple of arguments, a dict of keyword arguments, or a list of these (one per call). The
+        values of M in these calls decide which layout is best.
+    tune: whether to tune the Problems that the store has no decision for. Otherwise only stored decisions are used.
+    memory: the most bytes that a packed weight may take, as a multiple of the raw weight's bytes.
+    budget, store, backends, progress, latency: as for ``gemmtune.tune``.
+    compare: whether to time the whole model afterwards on the examples, with and without gemmtune's weights (about
+        2 s), and to restore it if they make all examples together slower, or one of them by more than 3%. By default
+        as ``tune``. With ``latency="graph"`` a model on a GPU is not timed.
+
+    A Parameter [N, K] or [K, N] is packed if F.linear, matmul, mm or addmm multiplies by it in ``forward``. It is still
+    a Parameter of its shape and dtype: reading it unpacks it, writing to it packs the new values, and ``state_dict()``
+    has its values. On GPUs a linear may also keep its weight unpacked, when a kernel for unpacked weights is fastest.
+
+    A weight is not changed when PyTorch's own kernel is best for it, when it is on a device of another type, or when a
+    function besides its product reads it (unless memory >= 2, with which the raw weight is kept beside the packed one).
+    Raises TypeError, ValueError, and what the model raises.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"optimize(): expected a torch.nn.Module, not {type(model).__name__}")
@@ -211,9 +224,9 @@ def optimize(
         raise ValueError(f"optimize(): memory must be at least 1 (times the raw weight's bytes); got {memory!r}")
     as_calls(example_inputs)
     handle = Handle()
-    matrices = find_sites(model, memory, handle.left)
-    recorded = observe(model, example_inputs, matrices, handle.left)
-    sites = [site for site in matrices if site.is_product]
+    all_sites = find_sites(model, memory, handle.left)
+    recorded = observe(model, example_inputs, all_sites, handle.left)
+    sites = [site for site in all_sites if site.is_product]
     decisions: list[Decision] = []
     if tune:
         from ..tuning.api import tune as tune_now
@@ -230,7 +243,7 @@ def optimize(
     compare = (tune if compare is None else compare) and _comparable(sites, latency)
     with torch.inference_mode(False), torch.no_grad():
         for site in sites:
-            reason = _swap(site, handle, memory, keeps=compare)
+            reason = _optimize_site(site, handle, memory, keep_both=compare)
             if reason and undecided & {problem.key for problem in site.ran}:
                 reason = "the machine was too busy to decide: optimize it again (what is decided is kept)"
             if reason:
@@ -241,60 +254,65 @@ def optimize(
 
 
 def _comparable(sites: Sequence[Site], latency: str) -> bool:
-    """Whether the whole model can be timed with and without gemmtune's weights: both fit into memory. (Where launches
-    are captured into CUDA graphs, a timing of eager calls would say nothing.)"""
+    """Whether the whole model can be timed with and without gemmtune's weights, which needs memory for both forms.
+    False where launches will be captured into CUDA graphs: a timing of eager calls would say nothing about those."""
     weights: dict[torch.device, int] = {}
     for site in sites:
         if site.ran and not site.reason:
             weights[site.device] = weights.get(site.device, 0) + site.weight.nbytes
     if any(device.type == "cuda" for device in weights) and latency == "graph":
         return False
-    return bool(weights) and all(can_hold(2 * size, device) for device, size in weights.items())
+    return bool(weights) and all(fits_in_memory(2 * size, device) for device, size in weights.items())
 
 
 def _undo_what_is_slower(model: nn.Module, example_inputs: Any, handle: Handle) -> None:
-    """Time the whole model with and without gemmtune's weights, and restore it where they are slower."""
+    """Time the whole model with and without gemmtune's weights. Restore it if they make it slower."""
 
-    def set_form(ours: bool) -> None:
-        for swap in handle._swaps:
-            swap.set_form(ours)
+    def set_form(optimized: bool) -> None:
+        for change in handle._changes:
+            change.set_form(optimized)
 
-    found = None
-    if handle._swaps:
-        devices = sorted({swap.site.device for swap in handle._swaps}, key=str)
-        found = compare_forms(calls_of(model, example_inputs), set_form, devices)
+    comparison = None
+    if handle._changes:
+        devices = sorted({change.site.device for change in handle._changes}, key=str)
+        comparison = compare_forms(calls_of(model, example_inputs), set_form, devices)
         try:
             set_form(True)
-        except PackedWeightError as error:  # a part of the model compiled itself, and its guards refer to weights
-            stuck = [s for s in handle._swaps if isinstance(s, _Repacked) and not isinstance(s.weight, PackedTensor)]
-            for repacked in stuck:
-                repacked.undo()
-                handle.left.update(dict.fromkeys(repacked.site.names, f"cannot be packed in place ({error})"))
-            handle._swaps = [swap for swap in handle._swaps if swap not in stuck]
-            for swap in handle._swaps:
-                swap.set_form(True)
-    for swap in handle._swaps:
-        swap.settle()
-    if found is None:
+        except PackedWeightError as error:  # a part of the model compiled itself, and guards refer to its weights
+            still_unpacked = [
+                s for s in handle._changes if isinstance(s, _PackedParameter) and not isinstance(s.weight, PackedTensor)
+            ]
+            for parameter in still_unpacked:
+                parameter.undo()
+                handle.left.update(dict.fromkeys(parameter.site.names, f"cannot be packed in place ({error})"))
+            handle._changes = [change for change in handle._changes if change not in still_unpacked]
+            for change in handle._changes:
+                change.set_form(True)
+    for change in handle._changes:
+        change.discard_original()
+    if comparison is None:
         return
-    handle.ratio = (found.total.center, found.total.lo, found.total.hi)
-    handle.ratios = tuple((item.center, item.lo, item.hi) for item in found.examples)
-    if found.loss:
-        names = [name for swap in handle._swaps for name in swap.site.names]
-        reason = f"the whole model is slower with packed weights {found.loss}"
+    handle.ratio = (comparison.total.center, comparison.total.lo, comparison.total.hi)
+    handle.ratios = tuple((ratio.center, ratio.lo, ratio.hi) for ratio in comparison.examples)
+    if comparison.loss:
+        names = [name for change in handle._changes for name in change.site.names]
+        reason = f"the whole model is slower with packed weights {comparison.loss}"
         handle.restore()
         handle.left.update(dict.fromkeys(names, reason))
         log.warning("optimize(): %s; its %d weights stay as they were", reason, len(names))
 
 
-def _swap(site: Site, handle: Handle, memory: float, keeps: bool) -> str:
-    """Have one site served, or say why it stays. keeps: the ordinary form, for the whole model to be timed in both."""
+def _optimize_site(site: Site, handle: Handle, memory: float, keep_both: bool) -> str:
+    """Have gemmtune serve the weight of ``site``. Return why it cannot, or an empty string.
+
+    keep_both: whether to keep the original form too, so that the whole model can be timed in both.
+    """
     if site.reason:
         return site.reason
-    if site.otherwise and not site.multiplied:
-        return why_not_packed(site.otherwise)
-    if site.reads and memory < 2:
-        names = ", ".join(sorted(site.reads))
+    if site.unpackable_products and not site.is_multiplied:
+        return why_not_packed(site.unpackable_products)
+    if site.other_readers and memory < 2:
+        names = ", ".join(sorted(site.other_readers))
         return f"its weight is read besides its product, by {names} (memory=2 would keep both forms)"
     if not site.ran:
         return "did not run on the example inputs"
@@ -307,43 +325,48 @@ def _swap(site: Site, handle: Handle, memory: float, keeps: bool) -> str:
         return "has no decision in the store (tune=True would make one)"
     counts = {problem.m: float(count) for problem, count in site.ran.items()}
     points = [p for p in points if p.m in counts] or points
-    serves_raw = site.device.type == "cuda"  # on a CPU a module whose weight stays as it lies runs plain PyTorch
+    serves_raw = site.device.type == "cuda"  # on a CPU a module with an unpacked weight runs PyTorch's own kernel
     ranked = rank_packings(points, counts, raw_kernels=serves_raw)
     layouts = [name for name in ranked if name is not None]
-    packed = next(filter(None, (_packed(site, layout, memory) for layout in layouts)), None)
+    packed = next(filter(None, (_pack_site(site, layout, memory) for layout in layouts)), None)
     if site.quantized is not None:
-        return _repack(site, QuantizedTensor.of_weight(site.quantized, packed), handle, keeps)
-    if packed is not None and site.held is None:
+        return _pack_in_place(site, QuantizedTensor.of_weight(site.quantized, packed), handle, keep_both)
+    if packed is not None and site.weight_only is None:
         raw = site.matrix if site.shared else None
-        return _repack(site, PackedTensor.of(packed, raw, transposed=site.transposed), handle, keeps)
-    if packed is not None and site.held is not None:
-        return _place(site, site.held, packed, handle, keeps)
-    if serves_raw and _ours(RUNTIME.index(site.device).plan(plan_key, None)):
-        return _place_raw(site, handle, keeps)
+        return _pack_in_place(site, PackedTensor.of(packed, raw, transposed=site.transposed), handle, keep_both)
+    if packed is not None and site.weight_only is not None:
+        return _replace_module(site, site.weight_only, packed, handle, keep_both)
+    if serves_raw and _has_tuned_kernel(RUNTIME.index(site.device).plan(plan_key, None)):
+        return _serve_unpacked(site, handle, keep_both)
     if not layouts:
         return "plain PyTorch is best"
     return f"no winning layout fits in {memory} times the raw weight's bytes"
 
 
-def _ours(plan: Plan | None) -> bool:
-    """Whether a kernel that is not ATen's serves some M of a raw weight."""
+def _has_tuned_kernel(plan: Plan | None) -> bool:
+    """Whether the plan of an unpacked weight has, for some M, a kernel that is not ATen's."""
     entries = () if plan is None else plan.entries
     return any(entry.candidate is not None and entry.candidate.backend != "aten" for entry in entries)
 
 
-def _packed(site: Site, layout: str, memory: float) -> PackedWeight | None:
-    held, problems = site.held, list(site.ran)
+def _pack_site(site: Site, layout: str, memory: float) -> PackedWeight | None:
+    """Return the weight of ``site`` packed in ``layout``; None where it cannot be packed so, or needs too much memory.
+
+    The limit is ``memory`` times the bytes of the raw weight. For a shared weight, which is kept in its raw form too,
+    it is twice that less the bytes of the raw weight.
+    """
+    weight_only, problems = site.weight_only, list(site.ran)
     raw = problems[0].weight_bytes
     try:
         if site.quantized is not None:
             packed = pack_quantized(site.quantized, layout=layout, problems=problems)
             raw = site.quantized.nbytes
-        elif held is None:
+        elif weight_only is None:
             packed = pack(site.matrix, m=problems, layout=layout)
         else:
             packed = pack(
-                held.weight, scale=held.scale, zero_point=held.zero_point, bits=held.bits, group_size=held.group_size,
-                m=problems, layout=layout,
+                weight_only.weight, scale=weight_only.scale, zero_point=weight_only.zero_point, bits=weight_only.bits,
+                group_size=weight_only.group_size, m=problems, layout=layout,
             )  # fmt: skip
     except GemmtuneError as error:
         log.debug("%s cannot be packed as %s: %s", site.name, layout, error)
@@ -351,8 +374,9 @@ def _packed(site: Site, layout: str, memory: float) -> PackedWeight | None:
     return packed if packed.nbytes <= memory * raw * (2 if site.shared else 1) - (raw if site.shared else 0) else None
 
 
-def _repack(site: Site, form: PackedTensor, handle: Handle, keeps: bool) -> str:
-    """Make the site's very Parameter a packed one, whoever refers to it."""
+def _pack_in_place(site: Site, form: PackedTensor, handle: Handle, keep_both: bool) -> str:
+    """Turn the Parameter of ``site`` into ``form`` in place, for everything that refers to it. Return why this is
+    impossible, or an empty string."""
     weight = site.weight
     if isinstance(form, QuantizedTensor) and not _same_product(weight, form, next(iter(site.ran))):
         return f"its weight looks like a {type(weight).__qualname__} that gemmtune knows and computes something else"
@@ -363,72 +387,83 @@ def _repack(site: Site, form: PackedTensor, handle: Handle, keeps: bool) -> str:
     except PackedWeightError as error:
         return f"cannot be packed in place ({error})"
     hooks = [owner._register_state_dict_hook(_save_unpacked) for owner in site.owners]  # type: ignore[no-untyped-call]
-    handle._swaps.append(_Repacked(site, weight, form.layout_name, hooks, other if keeps else None))
+    handle._changes.append(_PackedParameter(site, weight, form.layout_name, hooks, other if keep_both else None))
     return ""
 
 
 def _same_product(weight: Tensor, form: QuantizedTensor, problem: Problem) -> bool:
-    """Whether torchao's linear by ``weight`` and ours by ``form`` agree within a few percent, on two random rows."""
+    """Whether F.linear by torchao's ``weight`` and by gemmtune's ``form`` agree on two random rows. The norm of their
+    difference may be 5% of the norm of torchao's result."""
     x = torch.randn(2, problem.k, generator=torch.Generator().manual_seed(0)).to(weight.dtype).to(weight.device)
     try:
-        wanted, got = functional.linear(x, weight).double(), functional.linear(x, form).double()
+        expected, actual = functional.linear(x, weight).double(), functional.linear(x, form).double()
     except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
         log.debug("a %s could not be compared: %s", type(weight).__name__, error)
         return False
-    return wanted.shape == got.shape and bool((wanted - got).norm() <= 0.05 * wanted.norm())
+    return expected.shape == actual.shape and bool((expected - actual).norm() <= 0.05 * expected.norm())
 
 
 def _save_unpacked(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """A module's state has the values of packed weights (copies of them), as those who load it expect."""
+    """Replace packed weights in a module's ``state_dict`` by copies in their original form, which code that loads the
+    state expects. This is a state dict hook."""
     for name, parameter in module._parameters.items():
         if isinstance(parameter, PackedTensor) and isinstance(state.get(prefix + name), PackedTensor):
-            state[prefix + name] = parameter.copied()
+            state[prefix + name] = parameter.unpacked_copy()
 
 
-def _place(site: Site, held: WeightOnly, packed: PackedWeight, handle: Handle, keeps: bool) -> str:
+def _replace_module(site: Site, weight_only: WeightOnly, packed: PackedWeight, handle: Handle, keep_both: bool) -> str:
+    """Replace the weight-only linear of ``site`` by one with the packed weight. Return why this is impossible, or an
+    empty string."""
     original = site.module
-    module = WeightOnlyLinear(packed, held.bias, names=held.names, transposed_scale=held.transposed_scale)
-    tensors: dict[str, Tensor] = {name: getattr(original, name) for name in held.names.values()}
-    if not _agrees(original, module, next(iter(site.ran))):
+    module = WeightOnlyLinear(
+        packed, weight_only.bias, names=weight_only.names, transposed_scale=weight_only.transposed_scale
+    )
+    tensors: dict[str, Tensor] = {name: getattr(original, name) for name in weight_only.names.values()}
+    if not _computes_same(original, module, next(iter(site.ran))):
         return "looks like a weight-only linear and computes something else"
-    _put(_Swap(site, module, tensors, keeps=True), handle, keeps)
+    _install_replacement(_ReplacedModule(site, module, tensors, has_original_values=True), handle, keep_both)
     return ""
 
 
-def _place_raw(site: Site, handle: Handle, keeps: bool) -> str:
-    """Serve a weight that stays as it lies."""
-    original, held = site.module, site.held
-    if held is None:
-        reason = why_unswappable(original, None, not site.places)
+def _serve_unpacked(site: Site, handle: Handle, keeps: bool) -> str:
+    """Have a tuned kernel serve the weight of ``site`` unpacked. Return why this is impossible, or an empty string."""
+    original, weight_only = site.module, site.weight_only
+    if weight_only is None:
+        reason = why_unswappable(original, None, not site.parents)
         if reason or type(original) is not nn.Linear or site.aliases:
             return reason or f"is a {type(original).__name__}, and its weight is best served as it lies"
-        _put(_Swap(site, RawLinear(original), {}, keeps=True), handle, keeps)
+        _install_replacement(_ReplacedModule(site, RawLinear(original), {}, has_original_values=True), handle, keeps)
         return ""
-    if held.transposed_scale:
+    if weight_only.transposed_scale:
         return "has its scales the other way round than the fastest kernel takes them"
-    module = RawWeightOnlyLinear(original, held)
-    if not _agrees(original, module, next(iter(site.ran))):
+    module = RawWeightOnlyLinear(original, weight_only)
+    if not _computes_same(original, module, next(iter(site.ran))):
         return "looks like a weight-only linear and computes something else"
-    _put(_Swap(site, module, {}, keeps=True), handle, keeps)
+    _install_replacement(_ReplacedModule(site, module, {}, has_original_values=True), handle, keeps)
     return ""
 
 
-def _put(swap: _Swap, handle: Handle, keeps: bool) -> None:
-    """Put a module into the model. keeps: its original's tensors, for the whole model to be timed in both forms."""
-    swap.set_form(True)
-    if not keeps:
-        swap.settle()
-    handle._swaps.append(swap)
+def _install_replacement(change: _ReplacedModule, handle: Handle, keep_both: bool) -> None:
+    """Install a replacement module. keep_both: whether to keep the original's tensors, so that the whole model can be
+    timed in both forms."""
+    change.set_form(True)
+    if not keep_both:
+        change.discard_original()
+    handle._changes.append(change)
 
 
-def _agrees(original: nn.Module, module: nn.Module, problem: Problem) -> bool:
-    """Whether a module recognised by its attributes computes what they suggest: two random rows, within a few percent
-    (it may round its weight to the activations' dtype)."""
+def _computes_same(original: nn.Module, module: nn.Module, problem: Problem) -> bool:
+    """Whether ``module`` computes what ``original`` does. The original was recognised as a weight-only linear by its
+    attributes or by an adapter, and may compute something else.
+
+    The two are compared on two random rows. The norm of their difference may be 5% of the norm of the original's
+    result, because the original may round its weight to the activations' dtype.
+    """
     x = torch.randn(2, problem.k, generator=torch.Generator().manual_seed(0)).to(getattr(torch, problem.a.dtype))
     x = x.to(next(t.device for t in (*original.parameters(False), *original.buffers(False))))
     try:
-        wanted, got = original(x).double(), module(x).double()
+        expected, actual = original(x).double(), module(x).double()
     except (RuntimeError, TypeError, ValueError) as error:
         log.debug("%s could not be compared: %s", type(original).__name__, error)
         return False
-    return wanted.shape == got.shape and bool((wanted - got).norm() <= 0.05 * wanted.norm())
+    return expected.shape == actual.shape and bool((expected - actual).norm() <= 0.05 * expected.norm())

@@ -1,8 +1,8 @@
-"""The operators of packed weights, which traced graphs and exported programs contain.
+"""Operators for packed weights, which traced graphs and exported programs contain.
 
-``gemmtune::packed_linear(input, weight, spec, bias)`` is ``F.linear`` by a packed weight: input [.., K] -> [.., N].
-``gemmtune::unpack_weight(weight, spec)`` is the weight [N, K]. In both, ``weight`` is the list of the tensors that a
-PackedWeight holds, and ``spec`` is what else describes it (``spec_of``).
+``gemmtune::packed_linear(input, weight, spec, bias)`` computes ``F.linear`` by a packed weight: input [.., K] to
+[.., N]. ``gemmtune::unpack_weight(weight, spec)`` returns the weight [N, K]. In both, ``weight`` is the list of a
+PackedWeight's tensors, and ``spec`` has its other fields (``spec_of``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..ops.packing import unpack
 
 
 def spec_of(packed: PackedWeight) -> str:
-    """What describes a packed floating weight beside its tensors, as JSON."""
+    """Return the fields of a packed floating weight as JSON, without its tensors."""
     return json.dumps(
         {
             "layout": packed.layout, "n": packed.n, "k": packed.k, "dtype": packed.dtype, "machine": packed.machine,
@@ -36,18 +36,18 @@ def spec_of(packed: PackedWeight) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def fields_of(spec: str) -> dict[str, Any]:
-    """The fields of a ``spec_of``."""
+    """Return the fields in a result of ``spec_of``."""
     fields: dict[str, Any] = json.loads(spec)
     return fields
 
 
 def packed_of(parts: Sequence[Tensor], spec: str) -> PackedWeight:
-    """The PackedWeight of these tensors. Raises TypeError, ValueError or KeyError for a malformed ``spec``."""
+    """Return the PackedWeight of these tensors. Raises TypeError, ValueError or KeyError for a malformed ``spec``."""
     return PackedWeight(data=tuple(parts), **fields_of(spec))
 
 
 def strides_of(spec: str) -> tuple[int, int]:
-    """The strides of the unpacked weight [N, K]: as the weight lay that was packed, without gaps."""
+    """Return the strides of the unpacked weight [N, K]: it is dense, in the order of the weight that was packed."""
     fields = fields_of(spec)
     return (fields["k"], 1) if fields["raw_order"] == "col" else (1, fields["n"])
 
@@ -59,7 +59,7 @@ LIBRARY.define("unpack_weight(Tensor[] weight, str spec) -> Tensor")  # type: ig
 
 @contextmanager
 def untraced() -> Iterator[None]:
-    """Hide from jit's tracer what an operator of ours does inside: it has recorded the operator itself."""
+    """Return a context in which torch.jit's tracer records nothing: it has recorded gemmtune's operator itself."""
     state = _tracing()
     if state is None:
         yield
@@ -77,9 +77,9 @@ def _run_linear(input: Tensor, weight: Sequence[Tensor], spec: str, bias: Tensor
 
 
 def no_view(result: Tensor) -> Tensor:
-    """A result that an operator may return: it is no view of what the operator made."""
-    own: Tensor = unsafe_view(result, result.shape) if result._is_view() else result
-    return own
+    """Return ``result`` as an operator may return it: without a base if it is a view of another tensor."""
+    result_without_base: Tensor = unsafe_view(result, result.shape) if result._is_view() else result
+    return result_without_base
 
 
 def _fake_linear(input: Tensor, weight: Sequence[Tensor], spec: str, bias: Tensor | None) -> Tensor:
@@ -93,11 +93,12 @@ def _run_unpack(weight: Sequence[Tensor], spec: str) -> Tensor:
         raw = unpack(packed_of(weight, spec))
         assert isinstance(raw, Tensor)
         values = raw.contiguous() if strides_of(spec)[1] == 1 else raw.t().contiguous().t()
-        return values.clone() if any(_in_memory_of(part, values) for part in weight) else values
+        return values.clone() if any(_shares_memory(part, values) for part in weight) else values
 
 
-def _in_memory_of(part: Tensor, values: Tensor) -> bool:
-    """Whether a layout that holds the weight as it was has returned its own tensor, which operators must not."""
+def _shares_memory(part: Tensor, values: Tensor) -> bool:
+    """Whether unpacking has returned memory of the packed tensor itself, as layouts do that store the weight unchanged.
+    An operator must not return memory of its arguments."""
     if part.layout is not torch.strided:
         return False
     return part.untyped_storage().data_ptr() == values.untyped_storage().data_ptr() != 0
@@ -123,7 +124,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, list[None], None, Tensor | None]:
-    """Gradients of the input and the bias; a packed weight has none."""
+    """Return the gradients of the input and the bias; a packed weight has none."""
     input_grad = bias_grad = None
     weight = list(ctx.saved_tensors)
     if ctx.needs_input_grad[0]:

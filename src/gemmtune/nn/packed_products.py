@@ -1,4 +1,4 @@
-"""Products by a packed weight, as torch functions and as operators, in whatever state the thread is in."""
+"""Products by a PackedTensor, from torch functions and from operators, under any mode, transform or autocast."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ _threads = torch.get_num_threads
 
 
 def multiply(input: Any, weight: PackedTensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear`` by the [N, K] that ``weight`` is or is the transpose of; input [.., K], bias [N] or None.
+    """Return ``F.linear(input, weight, bias)``, with ``weight.t()`` for a transposed weight: input [.., K], bias [N] or
+    None.
 
-    Raises GradError where the weight requires a gradient, and what F.linear raises.
+    Raises GradError if gradients are on and the weight requires one, and what F.linear raises.
     """
     if torch.is_grad_enabled() and (weight.trainable or weight.requires_grad):
         raise GradError(
@@ -38,36 +39,36 @@ def multiply(input: Any, weight: PackedTensor, bias: Tensor | None = None) -> Te
         return weight.linear(input, bias)
     if _compiling():
         return _autocast(input, weight, bias, _op) if is_autocast_on(input.device.type) else _op(input, weight, bias)
-    if in_transform():  # jit's tracer among them: they see an ordinary weight
-        return _unpacked(input, weight, bias)
+    if in_transform():  # torch.jit's tracer counts as one: transforms get the unpacked weight
+        return _unpacked_linear(input, weight, bias)
     try:
         packed = weight.packed
-    except TypeError:  # its parts are fake tensors (Dynamo of torch 2.10 and 2.11)
+    except TypeError:  # the weight's parts are fake tensors (Dynamo of torch 2.10 and 2.11)
         return _autocast(input, weight, bias, _op) if is_autocast_on(input.device.type) else _op(input, weight, bias)
-    try:  # what ops.linear looks up, a call earlier
+    try:  # the key of ops.linear's cache: looking it up here saves that call
         key = ("linear", input.shape, packed._key, bias is None, _threads(), torch.is_grad_enabled())
     except (AttributeError, RuntimeError):
-        return _unpacked(input, weight, bias)  # PyTorch's words for what is no tensor
-    given = (input, packed) if bias is None else (input, packed, bias)
-    result = lookup(key, given, (input,) if bias is None else (input, bias))
+        return _unpacked_linear(input, weight, bias)  # the input is no tensor: PyTorch raises its own error
+    args = (input, packed) if bias is None else (input, packed, bias)
+    result = lookup(key, args, (input,) if bias is None else (input, bias))
     if result is not None:
         return result
     if not isinstance(input, Tensor):
-        return _unpacked(input, weight, bias)
+        return _unpacked_linear(input, weight, bias)
     if is_autocast_on(input.device.type):
-        return _autocast(input, weight, bias, _product)
-    return _product(input, weight, bias)
+        return _autocast(input, weight, bias, _packed_linear)
+    return _packed_linear(input, weight, bias)
 
 
 def multiply_below_autograd(product: Product, weight: PackedTensor) -> Tensor | None:
-    """The product that an operator asked for at ``__torch_dispatch__``, where autograd and autocast have done their
-    part; None where the packed kernel does not take its operands."""
+    """Return the result of an operator's product by a packed weight, for ``__torch_dispatch__``, which runs below
+    autograd and autocast. None if the packed kernel does not take the operands."""
     input, bias = product.input, product.bias
     for tensor in (input, bias):
         packed = isinstance(tensor, type(weight))
         if tensor is not None and (packed or tensor.dtype != weight.dtype or tensor.device != weight.device):
             return None
-    with torch.no_grad():  # the operands may require grad still, which the caller's autograd sees to
+    with torch.no_grad():  # the operands may still require grad, and the caller's autograd takes care of that
         if weight.quantized:
             return weight.linear(input, bias)
         if in_dispatch_mode() or in_transform() or _is_subclassed(input) or _is_subclassed(bias):
@@ -75,18 +76,20 @@ def multiply_below_autograd(product: Product, weight: PackedTensor) -> Tensor | 
         return linear(input, weight.packed, bias)
 
 
-def _unpacked(input: Any, weight: PackedTensor, bias: Tensor | None) -> Tensor:
+def _unpacked_linear(input: Any, weight: PackedTensor, bias: Tensor | None) -> Tensor:
+    """Return the product by the unpacked weight, from PyTorch."""
     values = weight.unpacked()
     return functional.linear(input, values.t() if weight.transposed else values, bias)
 
 
-def _product(input: Tensor, weight: PackedTensor, bias: Tensor | None) -> Tensor:
-    """The packed kernel, as an operator where something has to see it or to differentiate it."""
-    return _op(input, weight, bias) if is_for_dispatcher(input, bias) else linear(input, weight.packed, bias)
+def _packed_linear(input: Tensor, weight: PackedTensor, bias: Tensor | None) -> Tensor:
+    """Return the packed kernel's product. It goes through an operator if ``needs_operator``."""
+    return _op(input, weight, bias) if needs_operator(input, bias) else linear(input, weight.packed, bias)
 
 
-def is_for_dispatcher(input: Tensor, bias: Tensor | None) -> bool:
-    """Whether something has to see a product by these operands, or to differentiate it: it must be an operator then."""
+def needs_operator(input: Tensor, bias: Tensor | None) -> bool:
+    """Whether a product of these operands must be a torch operator: a mode or a tensor subclass has to see it, or
+    autograd has to differentiate it."""
     if _is_subclassed(input) or _is_subclassed(bias) or in_dispatch_mode():
         return True
     return torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad))
@@ -97,16 +100,18 @@ def _is_subclassed(tensor: Tensor | None) -> bool:
 
 
 def _op(input: Tensor, weight: PackedTensor, bias: Tensor | None) -> Tensor:
+    """Return the product by the operator ``gemmtune::packed_linear``."""
     packed_linear: Callable[..., Tensor] = torch.ops.gemmtune.packed_linear
     return packed_linear(input, weight.parts, weight.spec, bias)
 
 
 def _autocast(input: Tensor, weight: PackedTensor, bias: Tensor | None, product: Callable[..., Tensor]) -> Tensor:
-    """``product`` in autocast's dtype, where the weight has it; the packed kernel multiplies no other."""
-    kind, dtype = input.device.type, torch.get_autocast_dtype(input.device.type)
+    """Return ``product`` with the operands converted to autocast's dtype. If the weight has another dtype, which the
+    packed kernel cannot convert, or the input is no floating tensor, return PyTorch's product."""
+    device_type, dtype = input.device.type, torch.get_autocast_dtype(input.device.type)
     if weight.dtype != dtype or not input.is_floating_point():
-        return _unpacked(input, weight, bias)
-    with torch.autocast(kind, enabled=False):
-        rounded = input.to(dtype)
-        shift = None if bias is None else bias.to(dtype)
-        return product(rounded, weight, shift)
+        return _unpacked_linear(input, weight, bias)
+    with torch.autocast(device_type, enabled=False):
+        converted_input = input.to(dtype)
+        converted_bias = None if bias is None else bias.to(dtype)
+        return product(converted_input, weight, converted_bias)

@@ -1,9 +1,9 @@
-"""A weight that is stored packed and behaves as the tensor it was packed from.
+"""``PackedTensor``: a weight that is stored packed and behaves like the tensor that it was packed from.
 
-``PackedTensor`` is a wrapper subclass of Tensor, as torchao's formats are. Products by one (``F.linear``, ``matmul``,
-``mm``, ``addmm``) run the packed kernel, its transpose is one too, every other function reads the unpacked values, and
-what writes to it packs the new values again. Its packed tensors are its inner tensors: ``torch.compile``,
-``torch.export``, AOTInductor, ``make_fx``, pickle and deepcopy carry them.
+It is a wrapper subclass of Tensor, as torchao's formats are. A product by it (``F.linear``, ``matmul``, ``mm``,
+``addmm``) runs the packed kernel. Its transpose is a PackedTensor too. Every other function reads its unpacked values,
+and a function that writes to it has the new values packed. The packed tensors are its inner tensors, so
+``torch.compile``, ``torch.export``, AOTInductor, ``make_fx``, pickle and deepcopy support it.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from ..core.torch_compat import increment_version as count_writes
 from ..core.torch_compat import make_wrapper_subclass, to_copy, tree_map
 from ..core.weights import PackedWeight
 from ..ops.composites import is_composite, without_override
-from ..ops.products import FUNCTIONS, OPERATORS, product_of, transposes
+from ..ops.products import FUNCTIONS, OPERATORS, is_transpose, product_of
 from .packed_ops import fields_of, packed_of, spec_of, strides_of
 from .packed_products import multiply, multiply_below_autograd
-from .packed_writes import read_only, replace_data, store, swap_tensors, written
+from .packed_writes import as_read_only, repack, replace_data, swap_tensors, written_tensors
 
 __all__ = ["PackedTensor", "packed_of", "spec_of", "swap_tensors"]
 
 _aten = torch.ops.aten
-# Operators that may return their argument itself. In inference mode they arrive before they are decomposed.
+# Operators that may return their argument itself. In inference mode they reach ``__torch_dispatch__`` undecomposed.
 _COMPOSED = frozenset(
     {_aten.to.dtype, _aten.to.dtype_layout, _aten.to.device, _aten.to.other, _aten.contiguous.default}
 )
@@ -39,19 +39,19 @@ _SET_REQUIRES_GRAD = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 
 
 class PackedTensor(Tensor):
-    """A constant weight [N, K] of a floating dtype, packed. Shape, dtype and device are those of the unpacked weight.
+    """A constant floating weight [N, K] in packed form, with the shape, dtype and device of the unpacked weight.
 
-    parts: the tensors of a PackedWeight. spec: what else describes it (``spec_of``). raw: the unpacked weight [N, K],
-    where that stays beside the packed form because something else reads it. transposed: whether it is the weight's
-    transpose, of shape [K, N], as ``matmul``, ``mm`` and ``addmm`` take it. trainable: whether the weight required a
-    gradient before it was packed. The packed one does not, because its integers cannot; a product by it where gradients
-    are on is refused.
+    parts: the tensors of a PackedWeight. spec: its other fields as JSON (``spec_of``). raw: the unpacked weight [N, K],
+    which is kept beside the packed form if something besides its product reads it. transposed: whether this is the
+    weight's transpose, of shape [K, N], as ``matmul``, ``mm`` and ``addmm`` take it. trainable: whether the weight
+    required a gradient before it was packed. The packed weight does not, because its integers cannot; a product by it
+    while gradients are on raises GradError.
     """
 
     spec: str
     part_names: list[str]
     transposed: bool = False
-    quantized = False  # whether its own ``linear`` multiplies by it
+    quantized = False  # whether products go through the subclass's own ``linear``
     trainable: bool = False
 
     @staticmethod
@@ -60,11 +60,11 @@ class PackedTensor(Tensor):
     ) -> PackedTensor:
         fields = fields_of(spec)
         order = -1 if transposed else 1
-        made: PackedTensor = make_wrapper_subclass(
+        result: PackedTensor = make_wrapper_subclass(
             cls, (fields["n"], fields["k"])[::order], strides_of(spec)[::order],
             dtype=getattr(torch, fields["dtype"]), device=parts[0].device,
         )  # fmt: skip
-        return made
+        return result
 
     def __init__(self, parts: Sequence[Tensor], spec: str, raw: Tensor | None = None, transposed: bool = False) -> None:
         self.spec = spec
@@ -77,9 +77,9 @@ class PackedTensor(Tensor):
 
     @classmethod
     def of(cls, packed: PackedWeight, raw: Tensor | None = None, *, transposed: bool = False) -> PackedTensor:
-        """Wrap a PackedWeight of a floating weight, whose tensors are shared; or its transpose, of shape [K, N].
+        """Return a PackedWeight of a floating weight as a PackedTensor that shares its tensors.
 
-        Raises TypeError for a quantised one.
+        transposed: whether to return the weight's transpose, of shape [K, N]. Raises TypeError for a quantised weight.
         """
         if packed.quant is not None:
             raise TypeError("PackedTensor.of(): expected a packed floating weight; this one is quantised")
@@ -87,17 +87,17 @@ class PackedTensor(Tensor):
 
     @property
     def parts(self) -> list[Tensor]:
-        """The tensors that hold the packed weight."""
+        """The tensors of the packed weight."""
         return [getattr(self, name) for name in self.part_names]
 
     @property
     def packed(self) -> PackedWeight:
-        """The PackedWeight, which shares its memory."""
-        made: PackedWeight | None = self.__dict__.get("_packed")
-        if made is None or made.data[0] is not self.packed_0:  # type: ignore[attr-defined]
-            made = packed_of(self.parts, self.spec)
-            self.__dict__["_packed"] = made
-        return made
+        """The PackedWeight, which shares the memory of this tensor."""
+        result: PackedWeight | None = self.__dict__.get("_packed")
+        if result is None or result.data[0] is not self.packed_0:  # type: ignore[attr-defined]
+            result = packed_of(self.parts, self.spec)
+            self.__dict__["_packed"] = result
+        return result
 
     @property
     def layout_name(self) -> str:
@@ -105,30 +105,33 @@ class PackedTensor(Tensor):
         return str(fields_of(self.spec)["layout"])
 
     def unpacked(self) -> Tensor:
-        """The values as an ordinary tensor of this shape: new memory, unless the raw weight is kept."""
-        kept = self.__dict__.get("raw_weight")
-        values: Tensor = torch.ops.gemmtune.unpack_weight(self.parts, self.spec) if kept is None else kept
+        """Return the values as an ordinary tensor of this shape. Its memory is new, unless the raw weight is kept."""
+        raw = self.__dict__.get("raw_weight")
+        values: Tensor = torch.ops.gemmtune.unpack_weight(self.parts, self.spec) if raw is None else raw
         return values.t() if self.transposed else values
 
-    def copied(self) -> Tensor:
-        """The values as an ordinary tensor of this shape, in memory of its own."""
+    def unpacked_copy(self) -> Tensor:
+        """Return a copy of the values as an ordinary tensor of this shape."""
         values = self.unpacked().detach()
         return values.clone() if "raw_weight" in self.__dict__ else values
 
     def original(self) -> Tensor:
-        """What the weight is without gemmtune, with its values of now, in memory of its own."""
-        return self.copied()
+        """Return a copy of the weight in the form that it had before it was packed, with its present values."""
+        return self.unpacked_copy()
 
-    def alike(self, change: Callable[[Tensor], Tensor], transposed: bool) -> PackedTensor:
-        """The same weight, or its transpose, with ``change`` applied to every inner tensor."""
+    def map_inner(self, change: Callable[[Tensor], Tensor], transposed: bool) -> PackedTensor:
+        """Return a new weight whose inner tensors are the results of ``change`` on those of this one.
+
+        transposed: whether the new weight has shape [K, N].
+        """
         raw = self.__dict__.get("raw_weight")
         parts = [change(part) for part in self.parts]
-        made = PackedTensor(parts, self.spec, None if raw is None else change(raw), transposed)
-        made.trainable = self.trainable
-        return made
+        result = PackedTensor(parts, self.spec, None if raw is None else change(raw), transposed)
+        result.trainable = self.trainable
+        return result
 
     def linear(self, input: Any, bias: Tensor | None = None) -> Tensor:
-        """``F.linear`` by this weight, in whatever state this thread is in."""
+        """Return ``F.linear`` by this weight, under any mode, transform or autocast that is active."""
         return multiply(input, self, bias)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
@@ -139,16 +142,16 @@ class PackedTensor(Tensor):
     def __tensor_unflatten__(inner: Mapping[str, Tensor], context: Any, size: Any, stride: Any) -> PackedTensor:
         spec, count, transposed, trainable = context
         parts = [inner[f"packed_{position}"] for position in range(count)]
-        made = PackedTensor(parts, spec, inner.get("raw_weight"), transposed)
-        made.trainable = trainable
-        return made
+        result = PackedTensor(parts, spec, inner.get("raw_weight"), transposed)
+        result.trainable = trainable
+        return result
 
     def _stable_hash_for_caching(self) -> str:
-        """Under what the compiler's cache on disk knows graphs with this weight."""
+        """Return this weight's part of the key under which the compiler's cache on disk stores graphs."""
         names, context = self.__tensor_flatten__()
         tensors = [(name, getattr(self, name)) for name in names]
-        shown = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors]
-        return hashlib.sha256(repr((type(self).__qualname__, context, shown)).encode()).hexdigest()
+        described = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors]
+        return hashlib.sha256(repr((type(self).__qualname__, context, described)).encode()).hexdigest()
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"PackedTensor({list(self.shape)}, {self.dtype}, {self.device}, layout={self.layout_name!r})"
@@ -172,12 +175,12 @@ class PackedTensor(Tensor):
             if func == _SET_DATA:
                 return replace_data(args[0], args[1])
             if func in (Tensor.requires_grad_, _SET_REQUIRES_GRAD):
-                args[0].trainable = False  # what it was before it was packed no longer counts
+                args[0].trainable = False  # from now on the user's own setting counts
             if func is Tensor.numpy:
                 return _as_numpy(args[0], **(kwargs or {}))
             if func is Tensor.tolist:
                 return args[0].unpacked().tolist()
-            if func is Tensor.share_memory_:  # torch's own takes the address of memory that a wrapper has not
+            if func is Tensor.share_memory_:  # torch's own takes the address of memory, and a wrapper has no memory
                 for part in args[0].parts:
                     part.share_memory_()
                 return args[0]
@@ -193,9 +196,9 @@ class PackedTensor(Tensor):
         if isinstance(first, PackedTensor):
             if func in (_aten.detach.default, _aten.alias.default):
                 return _view_of(first, first.transposed)
-            if func in (_aten.clone.default, to_copy) and stays(first, kwargs):
-                return first.alike(torch.clone, first.transposed)
-            if transposes(func, args) and not first.quantized:
+            if func in (_aten.clone.default, to_copy) and can_stay_packed(first, kwargs):
+                return first.map_inner(torch.clone, first.transposed)
+            if is_transpose(func, args) and not first.quantized:
                 return _view_of(first, not first.transposed)
         product = product_of(OPERATORS, func, args, kwargs)
         if product is not None:
@@ -206,51 +209,57 @@ class PackedTensor(Tensor):
                     return result
         if torch.is_inference_mode_enabled() and func in _COMPOSED:
             return func.decompose(*args, **kwargs)
-        targets = [] if not func._schema.is_mutable else written(PackedTensor, func, args, kwargs)
-        plain = {id(tensor): tensor.unpacked() for tensor in targets}
+        targets = [] if not func._schema.is_mutable else written_tensors(PackedTensor, func, args, kwargs)
+        unpacked_of = {id(tensor): tensor.unpacked() for tensor in targets}
 
         def unwrap(value: Any) -> Any:
+            """Return the unpacked values of a PackedTensor, and any other value itself."""
             if not isinstance(value, PackedTensor):
                 return value
-            return plain[id(value)] if id(value) in plain else value.unpacked()
+            return unpacked_of[id(value)] if id(value) in unpacked_of else value.unpacked()
 
         result = func(*tree_map(unwrap, tuple(args)), **tree_map(unwrap, dict(kwargs)))
         for target in targets:
-            store(target, plain[id(target)])
+            repack(target, unpacked_of[id(target)])
             if target is not first:  # torch counts the writes to the first argument alone, not those to a list's
                 count_writes((target,))
         if targets:
-            back = {id(plain[id(target)]): target for target in targets}
-            return tree_map(lambda t: back.get(id(t), t), result)
+            target_of = {id(unpacked_of[id(target)]): target for target in targets}
+            return tree_map(lambda t: target_of.get(id(t), t), result)
         if getattr(func, "is_view", False):
-            return tree_map(lambda t: read_only(t) if isinstance(t, Tensor) else t, result)
+            return tree_map(lambda t: as_read_only(t) if isinstance(t, Tensor) else t, result)
         return result
 
 
 def _view_of(tensor: PackedTensor, transposed: bool) -> PackedTensor:
-    """The weight or its transpose, in the same memory."""
+    """Return a view of the weight, of shape [K, N] if ``transposed``, else [N, K]."""
     if torch.is_inference_mode_enabled() and not tensor.is_inference():
-        with torch.inference_mode(False):  # as PyTorch has it: a view is an inference tensor if its base is one
+        with torch.inference_mode(False):  # as in PyTorch, a view is an inference tensor if its base is one
             return _view_of(tensor, transposed)
-    view = tensor.alike(lambda part: part, transposed)
+    view = tensor.map_inner(lambda part: part, transposed)
     if "_packed" in tensor.__dict__:
         view.__dict__["_packed"] = tensor.__dict__["_packed"]
     return view
 
 
-def stays(tensor: PackedTensor, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a copy keeps dtype, device and strides, so that the weight may stay packed."""
+def can_stay_packed(tensor: PackedTensor, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a copy has the weight's dtype, device and strides, so that it may stay packed. kwargs: those of
+    ``_to_copy`` or ``clone``."""
     dtype, device, format = kwargs.get("dtype"), kwargs.get("device"), kwargs.get("memory_format")
-    if format not in (None, torch.preserve_format) and not (format is torch.contiguous_format and _dense(tensor)):
+    if format not in (None, torch.preserve_format) and not (
+        format is torch.contiguous_format and _is_contiguous(tensor)
+    ):
         return False
     return dtype in (None, tensor.dtype) and (device is None or torch.device(device) == tensor.device)
 
 
-def _dense(tensor: PackedTensor) -> bool:
+def _is_contiguous(tensor: PackedTensor) -> bool:
+    """Whether the unpacked weight is contiguous."""
     return tensor.quantized or (strides_of(tensor.spec)[1] == 1) != tensor.transposed
 
 
 def _as_numpy(tensor: PackedTensor, **kwargs: Any) -> Any:
+    """Return the unpacked values as a read-only numpy array. kwargs: those of ``Tensor.numpy``."""
     array = tensor.unpacked().detach().numpy(**kwargs)
     array.setflags(write=False)  # a write would be lost
     return array

@@ -1,4 +1,4 @@
-"""Writes to packed weights: the new values are packed into the same memory, or the write is refused, never lost."""
+"""Writes to packed weights. The new values are packed into the same memory, or the write raises; none is lost."""
 
 from __future__ import annotations
 
@@ -22,21 +22,26 @@ if TYPE_CHECKING:
     from .packed_tensor import PackedTensor
 
 
-def written(kind: type[PackedTensor], func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[PackedTensor]:
-    """The packed tensors (of the class ``kind``) that an operator writes to."""
+def written_tensors(
+    cls: type[PackedTensor], func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[PackedTensor]:
+    """Return the arguments that an operator writes to and that are packed tensors of class ``cls``, each once."""
     targets: list[PackedTensor] = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         value = args[position] if position < len(args) else kwargs.get(argument.name)
         for tensor in value if isinstance(value, list | tuple) else (value,):
-            if isinstance(tensor, kind) and not any(tensor is other for other in targets):
+            if isinstance(tensor, cls) and not any(tensor is other for other in targets):
                 targets.append(tensor)
     return targets
 
 
-def store(target: PackedTensor, values: Tensor) -> None:
-    """Pack new values into the tensor's own memory, which its other views share. Raises PackedWeightError."""
+def repack(target: PackedTensor, values: Tensor) -> None:
+    """Pack new values into the memory of ``target``, which its views share.
+
+    Raises PackedWeightError for values of another shape, dtype or device, and where their packed form does not fit.
+    """
     if values.shape != target.shape or values.dtype != target.dtype or values.device != target.device:
         raise _cannot_write(target, "with another shape, dtype or device")
     packed = pack(values.t() if target.transposed else values, layout=target.layout_name)
@@ -48,6 +53,7 @@ def store(target: PackedTensor, values: Tensor) -> None:
 
 
 def _cannot_write(target: PackedTensor, how: str) -> PackedWeightError:
+    """Return the error for a write that is impossible. how: the manner of the write, or the reason in brackets."""
     return PackedWeightError(
         f"a weight packed by gemmtune.optimize() as {target.layout_name!r} cannot be written to {how}: restore() the "
         "model with the handle that optimize() returned, write, and optimize it again"
@@ -55,14 +61,14 @@ def _cannot_write(target: PackedTensor, how: str) -> PackedWeightError:
 
 
 def replace_data(target: PackedTensor, values: Tensor) -> None:
-    """``target.data = values``: the very object becomes an ordinary Parameter that shares the memory of ``values``, as
-    PyTorch has it. Raises PackedWeightError where that cannot be done."""
+    """Do ``target.data = values``: as in PyTorch, ``target`` stays the same object, and becomes an ordinary Parameter
+    that shares the memory of ``values``. Raises PackedWeightError where that is impossible."""
     if (
         isinstance(values, type(target))
         and values.parts[0] is target.parts[0]
         and values.transposed == target.transposed
     ):
-        return  # what ``weight.data += x`` hands back: the write has arrived
+        return  # ``weight.data += x`` assigns the result at the end, and has written it to this weight before
     try:
         swap_tensors(target, nn.Parameter(values.detach(), requires_grad=target.trainable or target.requires_grad))
     except GemmtuneError as error:
@@ -70,10 +76,10 @@ def replace_data(target: PackedTensor, values: Tensor) -> None:
 
 
 def swap_tensors(tensor: Tensor, other: Tensor) -> None:
-    """``torch.utils.swap_tensors``: each becomes what the other was, wherever it is referred to.
+    """Swap two tensors in place with ``torch.utils.swap_tensors``, for everything that refers to them.
 
-    Raises PackedWeightError when something refers to one of them weakly (a compiled graph's guards), or a graph of
-    autograd's holds it.
+    Raises PackedWeightError when something has a weak reference to one of them (as a compiled graph's guards do), or
+    when an autograd graph refers to one.
     """
     try:
         torch.utils.swap_tensors(tensor, other)  # type: ignore[no-untyped-call]
@@ -81,15 +87,17 @@ def swap_tensors(tensor: Tensor, other: Tensor) -> None:
         raise PackedWeightError(str(error).partition("\n")[0]) from error
 
 
-def read_only(values: Tensor) -> Tensor:
-    """``values``, a view of an unpacked copy of a packed weight: what writes to it would be lost, and is refused."""
+def as_read_only(values: Tensor) -> Tensor:
+    """Return ``values`` as a tensor that refuses writes. It is a view of an unpacked copy of a packed weight, where
+    writes would be lost."""
     return ReadOnly.of(values) if type(values) is Tensor else TracedReadOnly(values)
 
 
-def _refuse_writes(kind: type[Tensor], func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def _refuse_writes(cls: type[Tensor], func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raises PackedWeightError where an operator writes to an argument of class ``cls``."""
     for position, argument in enumerate(func._schema.arguments):
         value = args[position] if position < len(args) else kwargs.get(argument.name)
-        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, kind):
+        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, cls):
             raise PackedWeightError(
                 f"{func}: this is a view of a weight packed by gemmtune.optimize(), and the write would be lost: "
                 "write to the whole weight, or restore() the model first"
@@ -101,7 +109,7 @@ class ReadOnly(Tensor):
 
     @classmethod
     def of(cls, values: Tensor) -> ReadOnly:
-        """A view of ``values``, in the same memory."""
+        """Return a read-only view of ``values``."""
         view: ReadOnly = make_subclass(cls, values.detach())
         return view
 
@@ -114,20 +122,20 @@ class ReadOnly(Tensor):
         kwargs = kwargs or {}
         _refuse_writes(ReadOnly, func, args, kwargs)
         with DisableTorchDispatch():
-            result = func(*tree_map(_ordinary, tuple(args)), **tree_map(_ordinary, dict(kwargs)))
+            result = func(*tree_map(_as_ordinary, tuple(args)), **tree_map(_as_ordinary, dict(kwargs)))
         if getattr(func, "is_view", False):
             return tree_map(lambda t: ReadOnly.of(t) if isinstance(t, Tensor) else t, result)
         return result
 
 
-def _ordinary(value: Any) -> Any:
+def _as_ordinary(value: Any) -> Any:
     return value.as_subclass(Tensor) if isinstance(value, ReadOnly) else value
 
 
 class TracedReadOnly(Tensor):
-    """A fake or functional tensor that refuses writes while a graph is traced.
+    """A wrapper of a fake or functional tensor that refuses writes while a graph is traced.
 
-    values: the tensor. It cannot be a ReadOnly, since it is an instance of another subclass.
+    values: the wrapped tensor. ReadOnly cannot be used for it, because it is an instance of another subclass already.
     """
 
     @staticmethod
@@ -158,11 +166,11 @@ class TracedReadOnly(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         _refuse_writes(TracedReadOnly, func, args, kwargs)
-        result = func(*tree_map(_traced, tuple(args)), **tree_map(_traced, dict(kwargs)))
+        result = func(*tree_map(_unwrap, tuple(args)), **tree_map(_unwrap, dict(kwargs)))
         if getattr(func, "is_view", False) or func is torch.ops.aten.detach.default:
             return tree_map(lambda t: TracedReadOnly(t) if isinstance(t, Tensor) else t, result)
         return result
 
 
-def _traced(value: Any) -> Any:
+def _unwrap(value: Any) -> Any:
     return value.traced if isinstance(value, TracedReadOnly) else value

@@ -1,8 +1,8 @@
-"""A quantised weight that gemmtune's kernels serve, in the place of a tensor subclass of torchao's.
+"""``QuantizedTensor``: a quantised weight that gemmtune's kernels serve, instead of one of torchao's tensor subclasses.
 
-``QuantizedTensor`` is a PackedTensor whose packed weight has scales, or a quantised weight that lies as it did.
-``F.linear`` by one quantises the activations as the format asks and runs ``mixed_mm``, ``int_mm`` or ``scaled_mm``.
-Every other function reads dequantised values. ``original()`` is torchao's tensor again, bit for bit.
+It is a PackedTensor whose packed weight has scales, or whose quantised weight is not packed. ``F.linear`` by it
+quantises the activations as torchao's format says, and runs ``mixed_mm``, ``int_mm`` or ``scaled_mm``. Every other
+function reads dequantised values. ``original()`` returns torchao's tensor again, bit for bit.
 """
 
 from __future__ import annotations
@@ -29,19 +29,23 @@ from ..ops.packing import pack, unpack
 from ..ops.scaled_mm import scaled_mm
 from ..ops.torchao_formats import QuantizedWeight, inner_tensors
 from .packed_ops import LIBRARY, untraced
-from .packed_products import is_for_dispatcher
-from .packed_tensor import PackedTensor, stays
+from .packed_products import needs_operator
+from .packed_tensor import PackedTensor, can_stay_packed
 
 _aten = torch.ops.aten
 _compiling = torch.compiler.is_compiling
 
 
 class QuantizedTensor(PackedTensor):
-    """A constant quantised weight [N, K]. Shape and device are those of the weight; dtype is the dequantised one's.
+    """A constant quantised weight [N, K], with the shape and device of the weight and the dtype that it has when it is
+    dequantised.
 
-    parts: the tensors of the packed weight (or the raw ones), then the scales of the columns of an integer product,
-    then what the source has besides its integers. spec: what describes them, as JSON. template: what the source was,
-    as (class, flatten context, inner names, name of the integers).
+    "The source" is torchao's tensor that it was made from.
+
+    parts: the tensors of the packed weight (or the raw ones); then, for ``int_mm`` and ``scaled_mm``, the weight's
+    scales; then the source's inner tensors, except that of its integers. spec: the description of the parts, as JSON.
+    template: what is needed to make the source again, as (class, context of ``__tensor_flatten__``, names of the inner
+    tensors, name of the inner tensor that has the integers).
     """
 
     quantized = True
@@ -50,10 +54,10 @@ class QuantizedTensor(PackedTensor):
     @staticmethod
     def __new__(cls, parts: Sequence[Tensor], spec: str, template: Any) -> QuantizedTensor:
         fields = _spec(spec)
-        made: QuantizedTensor = make_wrapper_subclass(
+        result: QuantizedTensor = make_wrapper_subclass(
             cls, (fields["n"], fields["k"]), dtype=getattr(torch, fields["dtype"]), device=parts[0].device
         )
-        return made
+        return result
 
     def __init__(self, parts: Sequence[Tensor], spec: str, template: Any) -> None:
         super().__init__(parts, spec)
@@ -61,7 +65,8 @@ class QuantizedTensor(PackedTensor):
 
     @classmethod
     def of_weight(cls, weight: QuantizedWeight, packed: PackedWeight | None) -> QuantizedTensor:
-        """Wrap a packed form of ``weight``; with None its own tensors, which are shared."""
+        """Return ``weight`` as a QuantizedTensor with the tensors of ``packed``; if that is None, with the tensors of
+        ``weight`` itself. The tensors are shared."""
         parts: list[Tensor]
         fields = _fields(weight.shape, weight.dtype, weight.bits, weight.group_size, weight.zero_point is not None)
         fields["activation"], fields["product"] = weight.activation, weight.product
@@ -76,55 +81,60 @@ class QuantizedTensor(PackedTensor):
         if weight.product != "mixed_mm":
             parts.append(weight.scale.float())
         source = inner_tensors(weight.source)
-        kind = type(weight.source)
-        template = (kind, weight.source.__tensor_flatten__()[1], tuple(source), weight.data_name)  # type: ignore[attr-defined]
+        source_class = type(weight.source)
+        template = (source_class, weight.source.__tensor_flatten__()[1], tuple(source), weight.data_name)  # type: ignore[attr-defined]
         parts += [tensor for name, tensor in source.items() if name != weight.data_name]
         return cls(parts, json.dumps(fields), template)
 
     @property
     def packed(self) -> PackedWeight:
-        """The PackedWeight. Raises PackedWeightError where the weight lies as it did."""
-        made = self.operand
-        if not isinstance(made, PackedWeight):
+        """The PackedWeight. Raises PackedWeightError if the weight is not packed."""
+        operand = self.operand
+        if not isinstance(operand, PackedWeight):
             raise PackedWeightError("this quantised weight is not packed: it lies as it did")
-        return made
+        return operand
 
     @property
     def operand(self) -> Tensor | QuantWeight | PackedWeight:
-        """The B operand of its product, which shares its memory."""
-        known = self.__dict__.get("_operand")
-        if known is None or known[0] is not self.packed_0:  # type: ignore[attr-defined]
-            known = self.__dict__["_operand"] = (self.packed_0, operand_of(self.parts, self.spec))  # type: ignore[attr-defined]
-        made: Tensor | QuantWeight | PackedWeight = known[1]
-        return made
+        """The B operand of this weight's product, which shares the weight's memory."""
+        cached = self.__dict__.get("_operand")
+        if cached is None or cached[0] is not self.packed_0:  # type: ignore[attr-defined]
+            cached = self.__dict__["_operand"] = (self.packed_0, operand_of(self.parts, self.spec))  # type: ignore[attr-defined]
+        operand: Tensor | QuantWeight | PackedWeight = cached[1]
+        return operand
 
     @property
     def layout_name(self) -> str:
-        """The name of the packed layout; ``raw`` where the weight lies as it did."""
+        """The name of the packed layout; ``raw`` for a weight that is not packed."""
         packed = _spec(self.spec).get("packed")
         return "raw" if packed is None else str(packed["layout"])
 
     def unpacked(self) -> Tensor:
-        """The dequantised weight [N, K], in new memory."""
+        """Return the dequantised weight [N, K], in new memory."""
         values: Tensor = torch.ops.gemmtune.dequantize_weight(self.parts, self.spec)
         return values
 
-    def copied(self) -> Tensor:
-        """``original()``: what a ``state_dict`` has in its place."""
+    def unpacked_copy(self) -> Tensor:
+        """Return ``original()``, which is what a ``state_dict`` has for this weight."""
         return self.original()
 
     def dequantize(self, output_dtype: torch.dtype | None = None) -> Tensor:
-        """The dequantised weight [N, K], as torchao's tensors have it."""
+        """Return the dequantised weight [N, K]. torchao's tensors have this method too.
+
+        output_dtype: the result's dtype; by default this tensor's.
+        """
         values = self.unpacked()
         return values if output_dtype is None else values.to(output_dtype)
 
     def original(self) -> Tensor:
-        """The tensor that this was made from, with the same bits in memory of its own."""
-        kind, context, names, data_name = self.template
+        """Return torchao's tensor that this weight was made from, with the same bits in new memory."""
+        source_class, context, names, data_name = self.template
         rest = iter(self.parts[len(self.parts) - len(names) + 1 :])
-        inner = {name: _stored(self.parts, self.spec) if name == data_name else next(rest).clone() for name in names}
-        made: Tensor = kind.__tensor_unflatten__(inner, context, self.shape, self.stride())  # type: ignore[attr-defined]
-        return made
+        inner = {
+            name: _source_data(self.parts, self.spec) if name == data_name else next(rest).clone() for name in names
+        }
+        result: Tensor = source_class.__tensor_unflatten__(inner, context, self.shape, self.stride())  # type: ignore[attr-defined]
+        return result
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return list(self.part_names), (self.spec, self.template, self.trainable)
@@ -132,9 +142,9 @@ class QuantizedTensor(PackedTensor):
     @staticmethod
     def __tensor_unflatten__(inner: Mapping[str, Tensor], context: Any, size: Any, stride: Any) -> QuantizedTensor:
         spec, template, trainable = context
-        made = QuantizedTensor([inner[f"packed_{place}"] for place in range(len(inner))], spec, template)
-        made.trainable = trainable
-        return made
+        result = QuantizedTensor([inner[f"packed_{index}"] for index in range(len(inner))], spec, template)
+        result.trainable = trainable
+        return result
 
     def __repr__(self) -> str:  # type: ignore[override]
         return (
@@ -142,16 +152,16 @@ class QuantizedTensor(PackedTensor):
             f"of={self.template[0].__name__})"
         )
 
-    def alike(self, change: Callable[[Tensor], Tensor], transposed: bool) -> QuantizedTensor:
-        made = QuantizedTensor([change(part) for part in self.parts], self.spec, self.template)
-        made.trainable = self.trainable
-        return made
+    def map_inner(self, change: Callable[[Tensor], Tensor], transposed: bool) -> QuantizedTensor:
+        result = QuantizedTensor([change(part) for part in self.parts], self.spec, self.template)
+        result.trainable = self.trainable
+        return result
 
     def linear(self, input: Any, bias: Tensor | None = None) -> Tensor:
-        """``F.linear`` by this weight, in whatever state this thread is in."""
+        """Return ``F.linear`` by this weight, under any mode, transform or autocast that is active."""
         if not isinstance(input, Tensor) or not input.is_floating_point() or input.dim() < 1:
             return functional.linear(input, self.unpacked(), bias)
-        if in_transform():  # jit's tracer among them: they see an ordinary weight
+        if in_transform():  # torch.jit's tracer counts as one: transforms get the dequantised weight
             return functional.linear(input, self.unpacked().to(input.dtype), bias)
         rows = input if input.dim() == 2 else input.reshape(-1, input.shape[-1])
         spec = _spec(self.spec)
@@ -160,11 +170,11 @@ class QuantizedTensor(PackedTensor):
         if spec["autocast"] and is_autocast_on(input.device.type):
             dtype = torch.get_autocast_dtype(input.device.type)
             values, bias = values.to(dtype), None if bias is None else bias.to(dtype)
-        if _compiling() or is_for_dispatcher(values, bias):
+        if _compiling() or needs_operator(values, bias):
             out = torch.ops.gemmtune.quantized_linear(values, scale, self.parts, self.spec, bias, dtype)
         else:
-            columns = getattr(self, self.part_names[spec["count"]]) if spec["product"] != "mixed_mm" else None
-            out = _product(values, scale, self.operand, columns, spec, bias, dtype)
+            weight_scale = getattr(self, self.part_names[spec["count"]]) if spec["product"] != "mixed_mm" else None
+            out = _multiply(values, scale, self.operand, weight_scale, spec, bias, dtype)
         result: Tensor = out if input.dim() == 2 else out.view(*input.shape[:-1], self.shape[0])
         return result
 
@@ -175,12 +185,12 @@ class QuantizedTensor(PackedTensor):
         first = args[0] if args else None
         if isinstance(first, QuantizedTensor):
             if func is _aten.copy_.default:
-                return first._take(args[1])
-            if func is to_copy and not stays(first, kwargs or {}):
-                return func(first.original(), **(kwargs or {}))  # a move or a cast gives torchao's tensor again
+                return first._copy_from(args[1])
+            if func is to_copy and not can_stay_packed(first, kwargs or {}):
+                return func(first.original(), **(kwargs or {}))  # a move or a cast returns torchao's tensor again
         if func._schema.is_mutable:
-            for place, argument in enumerate(func._schema.arguments):
-                value = args[place] if place < len(args) else (kwargs or {}).get(argument.name)
+            for position, argument in enumerate(func._schema.arguments):
+                value = args[position] if position < len(args) else (kwargs or {}).get(argument.name)
                 if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, cls):
                     raise PackedWeightError(
                         f"{func}: a quantised weight that gemmtune.optimize() serves takes no such write: restore() "
@@ -188,8 +198,11 @@ class QuantizedTensor(PackedTensor):
                     )
         return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def _take(self, values: Tensor) -> Tensor:
-        """``copy_``: from a tensor of the same class, of torchao's or this one (what ``load_state_dict`` does)."""
+    def _copy_from(self, values: Tensor) -> Tensor:
+        """Do ``copy_`` from a QuantizedTensor or a tensor of the source's class, as ``load_state_dict`` does.
+
+        Raises PackedWeightError for other values, and for values with another kind of scales or activations.
+        """
         if isinstance(values, QuantizedTensor):
             values = values.original()
         if type(values) is not self.template[0] or values.shape != self.shape:
@@ -199,11 +212,11 @@ class QuantizedTensor(PackedTensor):
                 f"{list(values.shape)}. restore() the model, write, and optimize it again"
             )
         try:
-            new = remade(torchao_formats.read(values), self)
-            same = new.spec == self.spec and len(new.parts) == len(self.parts)
+            new = packed_like(torchao_formats.read(values), self)
+            is_compatible = new.spec == self.spec and len(new.parts) == len(self.parts)
         except torchao_formats.UnknownFormatError as error:
             raise PackedWeightError(f"copy_(): the new weight {error}") from error
-        if not same:
+        if not is_compatible:
             raise PackedWeightError(
                 "copy_(): the new weight has another kind of scales or activations than the one that was optimized: "
                 "restore() the model, write, and optimize it again"
@@ -213,14 +226,17 @@ class QuantizedTensor(PackedTensor):
         return self
 
 
-def remade(weight: QuantizedWeight, like: QuantizedTensor) -> QuantizedTensor:
-    """A QuantizedTensor of new values, in the layout of ``like``."""
+def packed_like(weight: QuantizedWeight, like: QuantizedTensor) -> QuantizedTensor:
+    """Return ``weight`` as a QuantizedTensor in the layout of ``like``."""
     layout = like.layout_name
     return QuantizedTensor.of_weight(weight, None if layout == "raw" else pack_quantized(weight, layout=layout))
 
 
 def pack_quantized(weight: QuantizedWeight, *, layout: str, problems: Sequence[Problem] | None = None) -> PackedWeight:
-    """Pack a quantised weight. Raises as ``gemmtune.pack``."""
+    """Return a quantised weight packed in ``layout``.
+
+    problems: the Problems that it will be multiplied in, as ``m`` of ``gemmtune.pack``. Raises as ``gemmtune.pack``.
+    """
     m: dict[str, Any] = {} if problems is None else {"m": list(problems)}
     if weight.product == "int_mm":
         return pack(weight.data, layout=layout, **m)
@@ -236,11 +252,15 @@ def _name(dtype: torch.dtype) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _spec(spec: str) -> dict[str, Any]:
+    """Return the fields of a spec: those of ``_fields``, ``count`` (of the B operand's parts), and ``packed`` (those of
+    ``_packed_fields``) for a packed weight."""
     fields: dict[str, Any] = json.loads(spec)
     return fields
 
 
 def _fields(shape: Sequence[int], dtype: torch.dtype, bits: int, group: int | None, zero_point: bool) -> dict[str, Any]:
+    """Return the fields of the spec of a weight for ``mixed_mm``. shape: [N, K]. zero_point: whether the
+    weight has zero points."""
     return {
         "n": shape[0], "k": shape[1], "dtype": _name(dtype), "bits": bits, "group": group, "zero": zero_point,
         "activation": "", "product": "mixed_mm", "autocast": False, "tiles": None,
@@ -248,6 +268,7 @@ def _fields(shape: Sequence[int], dtype: torch.dtype, bits: int, group: int | No
 
 
 def _packed_fields(packed: PackedWeight) -> dict[str, Any]:
+    """Return the fields of a PackedWeight without its tensors."""
     quant = packed.quant
     return {
         "layout": packed.layout, "n": packed.n, "k": packed.k, "dtype": packed.dtype, "machine": packed.machine,
@@ -257,7 +278,10 @@ def _packed_fields(packed: PackedWeight) -> dict[str, Any]:
 
 
 def describe_packed(packed: PackedWeight) -> str:
-    """The spec of a packed weight-only weight, for ``quantized_linear`` and ``dequantize_weight``."""
+    """Return the spec of a packed weight-only weight, for the operators ``quantized_linear`` and ``dequantize_weight``.
+
+    Raises TypeError for a weight without scales.
+    """
     quant = packed.quant
     if quant is None:
         raise TypeError("expected a packed weight with scales (gemmtune.pack(weight, scale=...)); this one has none")
@@ -267,14 +291,14 @@ def describe_packed(packed: PackedWeight) -> str:
 
 
 def describe_raw(weight: Tensor, scale: Tensor, zero_point: Tensor | None, bits: int, group_size: int | None) -> str:
-    """The spec of weight-only tensors as ``gemmtune.pack`` takes them, which lie as they did."""
+    """Return the spec of an unpacked weight-only weight, whose tensors are as ``gemmtune.pack`` takes them."""
     shape = (weight.shape[0], weight.shape[1] * (2 if bits == 4 else 1))
     fields = _fields(shape, scale.dtype, bits, group_size, zero_point is not None)
     return json.dumps({**fields, "count": 2 + (zero_point is not None)})
 
 
 def operand_of(parts: Sequence[Tensor], spec: str) -> Tensor | QuantWeight | PackedWeight:
-    """The B operand that the parts hold."""
+    """Return the B operand in the parts of a weight, which shares their memory."""
     fields = _spec(spec)
     if "packed" in fields:
         packed = dict(fields["packed"])
@@ -291,25 +315,29 @@ def operand_of(parts: Sequence[Tensor], spec: str) -> Tensor | QuantWeight | Pac
 
 
 def _integers(parts: Sequence[Tensor], spec: str) -> Tensor:
-    """The source's integers (or float8 numbers) [N, K], in memory of their own."""
+    """Return a copy of the source's integers (or float8 numbers) [N, K]."""
     operand = operand_of(parts, spec)
     raw = unpack(operand) if isinstance(operand, PackedWeight) else operand
     data = raw.data.t() if isinstance(raw, QuantWeight) else (raw if isinstance(operand, PackedWeight) else raw.t())
     return torchao_formats.signed(data) if _spec(spec)["bits"] == 4 else data.clone()
 
 
-def _stored(parts: Sequence[Tensor], spec: str) -> Tensor:
-    """The source's inner tensor that holds the integers, in memory of its own."""
+def _source_data(parts: Sequence[Tensor], spec: str) -> Tensor:
+    """Return a copy of the source's inner tensor that has the integers."""
     integers, tiles = _integers(parts, spec), _spec(spec)["tiles"]
     return integers if tiles is None else torchao_formats.as_tiles(integers, tuple(tiles))
 
 
-def _product(
-    rows: Tensor, row_scale: Tensor | None, operand: Any, columns: Tensor | None, fields: Mapping[str, Any],
+def _multiply(
+    rows: Tensor, row_scale: Tensor | None, operand: Any, weight_scale: Tensor | None, fields: Mapping[str, Any],
     bias: Tensor | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """rows [M, K], as ``formats.quantize`` gives them, by the operand: [M, N] of ``dtype``. columns: the scales of the
-    weight, where they are not in the operand."""
+    """Return the product [M, N], of ``dtype``, of activations and a weight.
+
+    rows, row_scale: activations [M, K] and their scales, as ``torchao_formats.quantize`` returns them. operand: the
+    weight, as ``operand_of`` returns it. weight_scale: the weight's scales, which are not in the operand of ``int_mm``
+    and ``scaled_mm``; None for ``mixed_mm``. fields: those of the weight's spec.
+    """
     if row_scale is None:
         if not isinstance(operand, QuantWeight):
             return mixed_mm(rows, operand, bias=bias)
@@ -317,12 +345,12 @@ def _product(
             rows, operand.data, operand.scale, operand.zero_point, bits=fields["bits"], group_size=fields["group"],
             bias=bias,
         )  # fmt: skip
-    assert columns is not None
+    assert weight_scale is not None
     if fields["product"] == "scaled_mm":
-        shape = (1, -1) if columns.numel() > 1 else (1,)
-        return scaled_mm(rows, operand, row_scale, columns.reshape(shape), bias, out_dtype=dtype)
+        shape = (1, -1) if weight_scale.numel() > 1 else (1,)
+        return scaled_mm(rows, operand, row_scale, weight_scale.reshape(shape), bias, out_dtype=dtype)
     axis: Any = "row" if row_scale.numel() == rows.shape[0] else "tensor"
-    steps = [fuse.scale(row_scale.reshape(-1), axis=axis), fuse.scale(columns, axis="col")]
+    steps = [fuse.scale(row_scale.reshape(-1), axis=axis), fuse.scale(weight_scale, axis="col")]
     if bias is not None:
         steps.append(fuse.bias(bias))
     return int_mm(rows, operand, out_dtype=dtype, epilogue=steps)
@@ -342,8 +370,8 @@ def _run_linear(
 ) -> Tensor:
     with untraced():
         fields = _spec(spec)
-        columns = weight[fields["count"]] if fields["product"] != "mixed_mm" else None
-        return _product(rows, row_scale, operand_of(weight, spec), columns, fields, bias, dtype)
+        weight_scale = weight[fields["count"]] if fields["product"] != "mixed_mm" else None
+        return _multiply(rows, row_scale, operand_of(weight, spec), weight_scale, fields, bias, dtype)
 
 
 def _fake_linear(
@@ -366,12 +394,12 @@ def _run_dequantize(weight: Sequence[Tensor], spec: str) -> Tensor:
         shift = 8.0 if fields["bits"] == 4 else 0.0
         group = fields["group"] or fields["k"]
 
-        def spread(t: Tensor) -> Tensor:  # [N] or [groups, N] to [N, K]
+        def spread_groups(t: Tensor) -> Tensor:  # [N] or [groups, N] to [N, K]
             return t.reshape(-1, fields["n"]).t().repeat_interleave(group, 1)[:, : fields["k"]]
 
         if zero is not None:
-            values = values - spread(zero.float() - shift)
-        return (values * spread(scale)).to(dtype)
+            values = values - spread_groups(zero.float() - shift)
+        return (values * spread_groups(scale)).to(dtype)
 
 
 def _fake_dequantize(weight: Sequence[Tensor], spec: str) -> Tensor:
@@ -393,7 +421,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, list[None], None, Tensor | None, None]:
-    """Gradients of floating rows and of the bias; the weight has none."""
+    """Return the gradients of floating rows and of the bias; the weight has none."""
     weight = list(ctx.saved_tensors)
     rows_grad = bias_grad = None
     if ctx.needs_input_grad[0]:

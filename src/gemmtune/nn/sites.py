@@ -1,4 +1,4 @@
-"""Finding the weights of a model that may be served: floating matrices, and weight-only linears."""
+"""Sites: the weights of a model that gemmtune may serve, which are floating matrices and weight-only linears."""
 
 from __future__ import annotations
 
@@ -10,156 +10,175 @@ import torch
 from torch import Tensor, nn
 
 from ..core.checks import FLOATS
-from ..core.memory import is_subclass, why_unknown
+from ..core.memory import is_subclass, why_not_addressable
 from ..core.problem import Problem
-from ..ops.torchao_formats import QuantizedWeight, UnknownFormatError, is_torchaos, read
+from ..ops.torchao_formats import QuantizedWeight, UnknownFormatError, is_from_torchao, read
 from ..ops.weight_only import WeightOnly, recognise
 from .packed_tensor import PackedTensor
 
 
 @dataclass(slots=True)
 class Site:
-    """A weight that may be served, and what a model did with it on the example inputs.
+    """A weight that gemmtune may serve, and how the model used it on the example inputs.
 
-    module: the weight-only linear, or a module that has the floating weight as a Parameter. name: what the user knows
-    it by; aliases: its other names, where several modules share it. places: every (parent, attribute) that holds the
-    module. held: what it is as a weight-only linear; None for a floating weight. tied: whether several modules have it.
-    ran: the Problems that it was the weight of. owners: every module that has a floating weight as a Parameter. reads:
-    the functions besides products that took the weight. parameter: the floating weight. reason: why it cannot be
-    served, known before the model ran. transposed: whether it is [K, N], as ``x @ weight`` takes it. multiplied:
-    whether a product took it. otherwise: the products that packed weights have not (of a part of it, in a batch).
-    quantized: what the weight stores, of one of torchao's classes.
+    module: the weight-only linear, or a module that has the weight as a Parameter.
+    name: the weight's name for the user.
+    parents: every (parent module, attribute) that refers to ``module``.
+    weight_only: the description of a weight-only linear; None for the weight of another module.
+    tied: whether several modules have the weight.
+    ran: how often the model ran each Problem with this weight.
+    owners: every module that has the weight as a Parameter; empty for a weight-only linear.
+    other_readers: the names of functions that read the weight and are not its product.
+    aliases: the weight's other names, where several modules share it.
+    parameter: the Parameter; None for a weight-only linear.
+    reason: why gemmtune cannot serve the weight, where that is clear before the model runs; else empty.
+    transposed: whether the weight is [K, N], as in ``x @ weight``.
+    is_multiplied: whether a product that packed weights support took the weight.
+    unpackable_products: the names of other products that took it: packed weights support no product by a part of a
+        weight, and none in a batch.
+    quantized: the contents of a weight of one of torchao's classes; None for other weights.
     """
 
     module: nn.Module
     name: str
-    places: list[tuple[nn.Module, str]]
-    held: WeightOnly | None
+    parents: list[tuple[nn.Module, str]]
+    weight_only: WeightOnly | None
     tied: bool
     ran: Counter[Problem]
     owners: list[nn.Module] = field(default_factory=list)
-    reads: set[str] = field(default_factory=set)
+    other_readers: set[str] = field(default_factory=set)
     aliases: list[str] = field(default_factory=list)
     parameter: Tensor | None = None
     reason: str = ""
     transposed: bool = False
-    multiplied: bool = False
-    otherwise: set[str] = field(default_factory=set)
+    is_multiplied: bool = False
+    unpackable_products: set[str] = field(default_factory=set)
     quantized: QuantizedWeight | None = None
 
     @property
     def weight(self) -> Tensor:
-        """The weight, packed or not."""
+        """The weight, in its present form: packed or not."""
         if self.parameter is not None:
             return self.parameter
-        weight = self.held.weight if self.held is not None else self.module.weight
+        weight = self.weight_only.weight if self.weight_only is not None else self.module.weight
         assert isinstance(weight, Tensor)
         return weight
 
     @property
     def matrix(self) -> Tensor:
-        """The floating weight as [N, K], in the same memory."""
+        """The floating weight as a matrix [N, K] that shares the weight's memory."""
         return self.weight.detach().t() if self.transposed else self.weight.detach()
 
     @property
     def names(self) -> list[str]:
-        """Every name of it."""
+        """All names of the weight."""
         return [self.name, *self.aliases]
 
     @property
     def device(self) -> torch.device:
-        """Where its weight lies."""
+        """The device of the weight."""
         return self.weight.device
 
     @property
     def shared(self) -> bool:
-        """Whether something else than its product reads the weight, which then has to stay unpacked, too."""
-        return self.tied or bool(self.reads)
+        """Whether anything besides the weight's product reads it, so that its unpacked form has to be kept too."""
+        return self.tied or bool(self.other_readers)
 
     @property
     def is_product(self) -> bool:
-        """Whether it is the weight of a product: by what its module is, or by what the model did."""
-        if self.held is not None or self.multiplied or self.otherwise:
+        """Whether this is the weight of a product: its module is a linear, or the model multiplied by it."""
+        if self.weight_only is not None or self.is_multiplied or self.unpackable_products:
             return True
         return isinstance(self.module, nn.Linear) and self.module._parameters.get("weight") is self.parameter
 
 
-def find_sites(model: nn.Module, memory: float, left: dict[str, str]) -> list[Site]:
-    """Every weight-only linear of a model that may be served, and every Parameter that is a matrix; observing the model
-    tells which of these are weights of products. left: gets the names of modules that cannot be served, with the
-    reason. memory: as for ``optimize``."""
-    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+def find_sites(model: nn.Module, memory: float, reasons: dict[str, str]) -> list[Site]:
+    """Return a Site for each weight-only linear of a model that gemmtune may serve, and for each Parameter that is a
+    matrix. Which of the Parameters are weights of products is seen only when the model runs (``observe``).
+
+    memory: as for ``optimize``. reasons: receives, by name, why gemmtune cannot serve a module.
+    """
+    parents: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
     for parent in model.modules():
         # Not named_children(), which names a module used twice only once.
         for attribute, child in parent._modules.items():
             if child is not None:
-                places.setdefault(child, []).append((parent, attribute))
+                parents.setdefault(child, []).append((parent, attribute))
     count = Counter(id(t) for m in model.modules() for t in (*m._parameters.values(), *m._buffers.values()))
     sites = []
     for name, module in model.named_modules():
-        held = recognise(module)
-        reason = _why_unknown_module(module) if held is None else why_unswappable(module, held, module not in places)
-        if held is not None and count[id(held.weight)] > 1 and memory < 2:
+        weight_only = recognise(module)
+        reason = (
+            _why_unknown_module(module)
+            if weight_only is None
+            else why_unswappable(module, weight_only, module not in parents)
+        )
+        if weight_only is not None and count[id(weight_only.weight)] > 1 and memory < 2:
             reason = reason or _TIED
         if reason:
-            left[name] = reason
-        elif held is not None:
-            tied = count[id(held.weight)] > 1
-            sites.append(Site(module, name, places.get(module, []), held, tied, Counter()))
-    return [*sites, *_floating(model, memory, places, count)]
+            reasons[name] = reason
+        elif weight_only is not None:
+            tied = count[id(weight_only.weight)] > 1
+            sites.append(Site(module, name, parents.get(module, []), weight_only, tied, Counter()))
+    return [*sites, *_floating(model, memory, parents, count)]
 
 
 _TIED = "shares its weight with another module (memory=2 would keep both forms)"
 
 
 def _floating(
-    model: nn.Module, memory: float, places: Mapping[nn.Module, list[tuple[nn.Module, str]]], count: Mapping[int, int]
+    model: nn.Module, memory: float, parents: Mapping[nn.Module, list[tuple[nn.Module, str]]], count: Mapping[int, int]
 ) -> list[Site]:
-    """A Site for each Parameter that is a matrix, whatever it is for."""
-    homes: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    """Return a Site for each Parameter that is a matrix.
+
+    parents: every (parent module, attribute) that refers to a module. count: in how many modules each Parameter or
+    buffer is, by id.
+    """
+    owners_of: dict[int, list[tuple[str, nn.Module, str]]] = {}
     for name, module in model.named_modules():
         for attribute, parameter in module._parameters.items():
             if parameter is not None and not isinstance(parameter, PackedTensor) and parameter.dim() == 2:
-                homes.setdefault(id(parameter), []).append((name, module, attribute))
+                owners_of.setdefault(id(parameter), []).append((name, module, attribute))
     sites = []
-    for key, modules in homes.items():
+    for key, modules in owners_of.items():
         owners = [module for _, module, _ in modules]
-        # An embedding that a linear shares its weight with is not what multiplies by it.
+        # Where an embedding and a linear share a weight, the linear is the one that multiplies by it.
         named = (
-            [home for home in modules if isinstance(home[1], nn.Linear) and home[2] == "weight"]
-            or [home for home in modules if not isinstance(home[1], nn.Embedding)]
+            [owner for owner in modules if isinstance(owner[1], nn.Linear) and owner[2] == "weight"]
+            or [owner for owner in modules if not isinstance(owner[1], nn.Embedding)]
             or modules
         )
-        name, *aliases = [name_of(module_name, attribute) for module_name, _, attribute in named]
+        name, *aliases = [weight_name(module_name, attribute) for module_name, _, attribute in named]
         module = named[0][1]
         weight = module._parameters[named[0][2]]
         assert weight is not None
         tied = count[key] > 1
-        quantized, reason = _quantized(weight) if is_torchaos(weight) else (None, _why_unpackable(weight))
+        quantized, reason = _quantized(weight) if is_from_torchao(weight) else (None, _why_unpackable(weight))
         reason = reason or (_TIED if tied and memory < 2 else "")
-        site = Site(module, name, places.get(module, []), None, tied, Counter(), owners)
+        site = Site(module, name, parents.get(module, []), None, tied, Counter(), owners)
         site.aliases, site.parameter, site.reason, site.quantized = aliases, weight, reason, quantized
         sites.append(site)
     return sites
 
 
 def _quantized(weight: Tensor) -> tuple[QuantizedWeight | None, str]:
-    """What a weight of one of torchao's classes stores, or why it cannot be served."""
+    """Return the contents of a weight of one of torchao's classes, and why gemmtune cannot serve it. Either the first
+    is None, or the second is empty."""
     try:
         return read(weight), ""
     except UnknownFormatError as error:
         return None, f"its weight {error}"
 
 
-def name_of(module: str, attribute: str) -> str:
-    """The name of a module's weight: the module's own, or that of another Parameter."""
+def weight_name(module: str, attribute: str) -> str:
+    """Return a weight's name for the user: the module's name, followed by the Parameter's unless that is "weight"."""
     return module if attribute == "weight" else f"{module}.{attribute}".removeprefix(".")
 
 
 def _why_unpackable(weight: Tensor) -> str:
-    """Why a Parameter cannot be packed at all, or empty."""
-    if why_unknown(weight):
-        return f"its weight is {why_unknown(weight)}"
+    """Return why a Parameter cannot be packed in any layout; empty if it can."""
+    if why_not_addressable(weight):
+        return f"its weight is {why_not_addressable(weight)}"
     if weight.dtype not in FLOATS:
         return f"holds {weight.dtype}, which is not a dtype gemmtune packs"
     return ""
@@ -169,7 +188,8 @@ _QUANTISED = (torch.int8, torch.uint8, torch.int16, torch.int32)
 
 
 def _why_unknown_module(module: nn.Module) -> str:
-    """Why a module that holds a product, and no Parameter that tells so, cannot be served; empty for other modules."""
+    """Return why gemmtune cannot serve a module that seems to be a linear, but has no floating Parameter as its weight:
+    one whose weight is computed, or a quantised one of an unsupported format. Empty for other modules."""
     if isinstance(module, nn.Linear):
         if module._parameters.get("weight") is None:
             return "has no Parameter 'weight' of its own (a parametrization or a hook computes it)"
@@ -182,7 +202,7 @@ def _why_unknown_module(module: nn.Module) -> str:
         if tensor.dtype not in _QUANTISED or tensor.dim() != 2:
             continue
         if is_subclass(tensor) and "weight" in name:
-            return f"its {name} is {why_unknown(tensor)}"
+            return f"its {name} is {why_not_addressable(tensor)}"
         if scaled:
             return (
                 f"holds a quantised weight that gemmtune does not know ({name}, {tensor.dtype}); "
@@ -191,15 +211,19 @@ def _why_unknown_module(module: nn.Module) -> str:
     return ""
 
 
-# The dicts of nn.Module's hooks that are not swapped along.
+# The dicts of an nn.Module's hooks. A replacement module would not run them.
 _HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks",
     "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
 )  # fmt: skip
 
 
-def why_unswappable(module: nn.Module, held: WeightOnly | None, root: bool) -> str:
-    """Why another module cannot take the place of this one, or empty."""
+def why_unswappable(module: nn.Module, weight_only: WeightOnly | None, root: bool) -> str:
+    """Return why a module cannot be replaced by one of gemmtune's; empty if it can.
+
+    weight_only: the description of a weight-only linear; None for other modules. root: whether the module is the whole
+    model.
+    """
     if root:
         return "is the model itself, which has no parent to swap it in"
     if any(vars(module).get(hooks) for hooks in _HOOKS):
@@ -207,10 +231,10 @@ def why_unswappable(module: nn.Module, held: WeightOnly | None, root: bool) -> s
     if "forward" in vars(module):
         return "has a forward of its own (somebody replaced it on this very module)"
     named = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
-    if held is not None:  # an adapter may have taken them from elsewhere
-        of_held = {"weight": held.weight, "scale": held.scale, "zero point": held.zero_point}
-        named.update({name: tensor for name, tensor in of_held.items() if tensor is not None})
+    if weight_only is not None:  # an adapter may have taken its tensors from other objects than the module
+        described = {"weight": weight_only.weight, "scale": weight_only.scale, "zero point": weight_only.zero_point}
+        named.update({name: tensor for name, tensor in described.items() if tensor is not None})
     for name, tensor in named.items():
-        if why_unknown(tensor):
-            return f"its {name} is {why_unknown(tensor)}"
+        if why_not_addressable(tensor):
+            return f"its {name} is {why_not_addressable(tensor)}"
     return "has tensors on several devices" if len({tensor.device for tensor in named.values()}) > 1 else ""

@@ -46,17 +46,17 @@ def describe(
     return describe_mm(mat1, mat2, None, bounds, op="addmm", constant=constant)
 
 
-def _weighted(input: Tensor, beta: float, per_column: bool) -> fuse.Bound:
+def _weighted(input: Tensor, beta: float, per_column: bool) -> fuse.BoundStep:
     bound = fuse.add(input, beta)
     if not per_column:
         return bound
-    return fuse.Bound(Step("bias", "col", bound.step.dtype, beta), input.reshape(-1), "col")
+    return fuse.BoundStep(Step("bias", "col", bound.step.dtype, beta), input.reshape(-1), "col")
 
 
 def _needs_torch(input: Any, mat1: Any, mat2: Any, beta: Any, alpha: Any) -> bool:
-    checks.tensor("addmm", "input", 1, input)
-    checks.tensor("addmm", "mat1", 2, mat1)
-    checks.tensor("addmm", "mat2", 3, mat2, packed=True)
+    checks.require_tensor("addmm", "input", 1, input)
+    checks.require_tensor("addmm", "mat1", 2, mat1)
+    checks.require_tensor("addmm", "mat2", 3, mat2, packed=True)
     for name, value in (("beta", beta), ("alpha", alpha)):
         if not isinstance(value, int | float):
             raise TypeError(f"addmm(): {name} must be a number, not {type(value).__name__}")

@@ -1,4 +1,5 @@
-"""Gradients for the floating-point ops: a tuned kernel forward, gemmtune.mm (passed in) or torch.bmm backward."""
+"""Gradients of the floating-point ops. A tuned kernel computes the forward; gemmtune.mm (passed in) or torch.bmm
+computes the backward."""
 
 from __future__ import annotations
 
@@ -10,14 +11,16 @@ from torch import Tensor
 from torch.autograd import Function
 
 Forward = Callable[[], Tensor]
-Product = Callable[[Tensor, Tensor], Tensor]
+MatrixMultiply = Callable[[Tensor, Tensor], Tensor]
 
 
 class Linear(Function):
-    """``x @ weight.T + bias``; x [.., K], weight [N, K], bias [N] or None."""
+    """The autograd function of ``x @ weight.T + bias``: x [.., K], weight [N, K], bias [N] or None."""
 
     @staticmethod
-    def forward(ctx: Any, compute: Forward, mm: Product, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, compute: Forward, mm: MatrixMultiply, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.mm = mm
         ctx.bias_shape = None if bias is None else bias.shape
@@ -35,11 +38,18 @@ class Linear(Function):
 
 
 class Addmm(Function):
-    """``beta * addend + alpha * (a @ b)``; the addend may be None (mm)."""
+    """The autograd function of ``beta * addend + alpha * (a @ b)``, and of mm, whose addend is None."""
 
     @staticmethod
     def forward(
-        ctx: Any, compute: Forward, mm: Product, addend: Tensor | None, a: Tensor, b: Tensor, beta: float, alpha: float
+        ctx: Any,
+        compute: Forward,
+        mm: MatrixMultiply,
+        addend: Tensor | None,
+        a: Tensor,
+        b: Tensor,
+        beta: float,
+        alpha: float,
     ) -> Tensor:
         ctx.save_for_backward(a, b)
         ctx.mm = mm
@@ -59,7 +69,7 @@ class Addmm(Function):
 
 
 class Bmm(Function):
-    """``a @ b`` over a batch."""
+    """The autograd function of ``a @ b`` over a batch: a [B, M, K], b [B, K, N]."""
 
     @staticmethod
     def forward(ctx: Any, compute: Forward, a: Tensor, b: Tensor) -> Tensor:
@@ -75,21 +85,27 @@ class Bmm(Function):
         return None, grad_a, grad_b
 
 
-def linear(compute: Forward, mm: Product, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``compute()``, remembered as a linear layer."""
+def linear(compute: Forward, mm: MatrixMultiply, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return ``compute()``, recorded for autograd as ``x @ weight.T + bias``.
+
+    mm: the function with which the backward multiplies.
+    """
     out: Tensor = Linear.apply(compute, mm, x, weight, bias)  # type: ignore[no-untyped-call]
     return out
 
 
 def addmm(
-    compute: Forward, mm: Product, addend: Tensor | None, a: Tensor, b: Tensor, beta: float, alpha: float
+    compute: Forward, mm: MatrixMultiply, addend: Tensor | None, a: Tensor, b: Tensor, beta: float, alpha: float
 ) -> Tensor:
-    """``compute()``, remembered as addmm (or mm, without an addend)."""
+    """Return ``compute()``, recorded for autograd as ``beta * addend + alpha * (a @ b)``; without an addend as mm.
+
+    mm: the function with which the backward multiplies.
+    """
     out: Tensor = Addmm.apply(compute, mm, addend, a, b, beta, alpha)  # type: ignore[no-untyped-call]
     return out
 
 
 def bmm(compute: Forward, a: Tensor, b: Tensor) -> Tensor:
-    """``compute()``, remembered as bmm."""
+    """Return ``compute()``, recorded for autograd as the batched ``a @ b``."""
     out: Tensor = Bmm.apply(compute, a, b)  # type: ignore[no-untyped-call]
     return out

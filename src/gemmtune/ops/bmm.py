@@ -30,9 +30,9 @@ def describe(input: Tensor, mat2: Tensor) -> Call:
             f"Expected size for first two dimensions of batch2 tensor to be: [{batch}, {k}] but got: "
             f"[{mat2.shape[0]}, {mat2.shape[1]}]."
         )
-    checks.same_dtype(input.dtype, mat2.dtype)
-    checks.one_of("bmm", "the operands' dtype", input.dtype, checks.FLOATS)
-    checks.same_device("bmm", ("input", input), ("mat2", mat2))
+    checks.require_same_dtype(input.dtype, mat2.dtype)
+    checks.require_dtype("bmm", "the operands' dtype", input.dtype, checks.FLOATS)
+    checks.require_same_device("bmm", ("input", input), ("mat2", mat2))
     dtype = dtype_name(input.dtype)
     operands = (Operand(dtype, layout_of(input)), Operand(dtype, layout_of(mat2)))
     problem = Problem("bmm", m, mat2.shape[2], k, *operands, dtype, batch=batch, acc=accumulator_of(dtype))
@@ -40,8 +40,8 @@ def describe(input: Tensor, mat2: Tensor) -> Call:
 
 
 def _needs_torch(input: Any, mat2: Any) -> bool:
-    checks.tensor("bmm", "input", 1, input)
-    checks.tensor("bmm", "mat2", 2, mat2)
+    checks.require_tensor("bmm", "input", 1, input)
+    checks.require_tensor("bmm", "mat2", 2, mat2)
     return is_torchs_alone(input, mat2)
 
 

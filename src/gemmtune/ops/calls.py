@@ -1,4 +1,4 @@
-"""Running a model on its example inputs, however they were given."""
+"""Calls of a model on its example inputs, in any of the forms that users may pass these."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ from torch import Tensor
 
 
 def as_calls(example_inputs: Any) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """(args, kwargs) per call. A Tensor or a dict is one call, a tuple the arguments of one call, a list many calls
-    (each a Tensor, dict or tuple). Raises TypeError for anything else, ValueError for an empty list."""
+    """Return (args, kwargs) for each call that the example inputs describe.
+
+    A Tensor is the argument of one call, a tuple the arguments of one call, and a dict the keyword arguments of one
+    call. A list has several calls, each a Tensor, a tuple or a dict. Raises TypeError for anything else, and ValueError
+    for an empty list.
+    """
     if isinstance(example_inputs, list):
         if not example_inputs:
             raise ValueError("example_inputs is empty: give the arguments of at least one call")
-        return [_one(item) for item in example_inputs]
-    return [_one(example_inputs)]
+        return [_as_call(item) for item in example_inputs]
+    return [_as_call(example_inputs)]
 
 
-def _one(item: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _as_call(item: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(item, Tensor):
         return (item,), {}
     if isinstance(item, tuple):
@@ -41,11 +45,11 @@ def run(model: Callable[..., Any], example_inputs: Any) -> None:
 def calls_of(model: Callable[..., Any], example_inputs: Any) -> list[Callable[[], None]]:
     """Return one function for each example; it calls the model once on that example, without gradients."""
 
-    def calling(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None]:
+    def bind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None]:
         def call() -> None:
             with torch.no_grad():
                 model(*args, **kwargs)
 
         return call
 
-    return [calling(args, kwargs) for args, kwargs in as_calls(example_inputs)]
+    return [bind(args, kwargs) for args, kwargs in as_calls(example_inputs)]

@@ -1,4 +1,4 @@
-"""PyTorch's functions in Python that hide the functions they call from whatever overrides them."""
+"""Composite functions of PyTorch: those in Python that hide the functions that they call from modes and subclasses."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ _COMPOSITES = (functional.multi_head_attention_forward,)
 
 
 def is_composite(func: Callable[..., Any]) -> bool:
-    """Whether ``func`` is a function in Python that multiplies by weights it is given."""
+    """Whether ``func`` is one of PyTorch's functions in Python that multiply by weights which are their arguments."""
     return func in _COMPOSITES
 
 
 def without_override(func: Callable[..., Any]) -> Callable[..., Any]:
-    """``func`` without its own look for overrides: modes and subclasses see the functions that it calls instead.
+    """Return a copy of ``func`` that does not check for overrides, so that modes and subclasses see the functions that
+    it calls.
 
-    PyTorch hands the whole function to an override, which can only run it with overrides off.
+    PyTorch passes the whole function to an override, which can only run it with overrides off.
     """
     original = cast(FunctionType, func)
     names = {**original.__globals__, "has_torch_function": lambda _: False}

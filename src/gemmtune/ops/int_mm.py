@@ -17,7 +17,7 @@ from ..core.weights import PackedWeight
 from ..dispatch import fallback
 from ..dispatch.call import TorchFunction
 from ..dispatch.specialize import OperandAdapter
-from ..fuse import Bound
+from ..fuse import BoundStep
 from .dynamo import graph_break
 from .operands import Weight, is_constant, matrix_call, needs_copy, require_same_device, steps_of
 from .spec import OpSpec
@@ -29,7 +29,7 @@ def describe(
     self: Tensor,
     mat2: Weight,
     out_dtype: torch.dtype | None = None,
-    epilogue: Sequence[Bound] = (),
+    epilogue: Sequence[BoundStep] = (),
     *,
     constant: bool = False,
 ) -> Call:
@@ -39,23 +39,23 @@ def describe(
     """
     a, b = self, mat2
     bounds = steps_of("int_mm", epilogue)
-    checks.matrix("int_mm", "self", a)
-    checks.one_of("int_mm", "self's dtype", a.dtype, (torch.int8, torch.uint8))
+    checks.require_matrix("int_mm", "self", a)
+    checks.require_dtype("int_mm", "self's dtype", a.dtype, (torch.int8, torch.uint8))
     if isinstance(b, PackedWeight):
-        checks.packed_fits("int_mm", b, a.shape[1], ("int8",), quantized=False)
+        checks.require_matching_packed_weight("int_mm", b, a.shape[1], ("int8",), quantized=False)
     else:
-        checks.matrix("int_mm", "mat2", b)
-        checks.one_of("int_mm", "mat2's dtype", b.dtype, (torch.int8,))
-        checks.inner(tuple(a.shape), tuple(b.shape))
+        checks.require_matrix("int_mm", "mat2", b)
+        checks.require_dtype("int_mm", "mat2's dtype", b.dtype, (torch.int8,))
+        checks.require_equal_inner_size(tuple(a.shape), tuple(b.shape))
     require_same_device("int_mm", a, b, bounds)
     a, b = canonical_strides(a), b if isinstance(b, PackedWeight) else canonical_strides(b)
-    out = checks.out_dtype("int_mm", torch.int32 if out_dtype is None else out_dtype, _OUTPUTS)
+    out = checks.require_out_dtype("int_mm", torch.int32 if out_dtype is None else out_dtype, _OUTPUTS)
     return matrix_call("int_mm", a, b, bounds, out, "col", constant)
 
 
 def _needs_torch(self: Any, mat2: Any, **_: object) -> bool:
-    checks.tensor("int_mm", "self", 1, self)
-    checks.tensor("int_mm", "mat2", 2, mat2, packed=True)
+    checks.require_tensor("int_mm", "self", 1, self)
+    checks.require_tensor("int_mm", "mat2", 2, mat2, packed=True)
     return False
 
 
@@ -80,7 +80,7 @@ def _adapt(call: Call, self: Tensor, mat2: Any, **_: object) -> OperandAdapter:
     return adapt
 
 
-def _trace(self: Tensor, mat2: Any, out_dtype: Any, epilogue: Sequence[Bound], out: Tensor | None) -> Tensor:
+def _trace(self: Tensor, mat2: Any, out_dtype: Any, epilogue: Sequence[BoundStep], out: Tensor | None) -> Tensor:
     return graph_break(int_mm, self, mat2, out_dtype=out_dtype, epilogue=epilogue, out=out)
 
 
@@ -108,7 +108,7 @@ def int_mm(  # type: ignore[empty-body]
     mat2: Tensor | PackedWeight,
     *,
     out_dtype: torch.dtype | None = None,
-    epilogue: Sequence[Bound] = (),
+    epilogue: Sequence[BoundStep] = (),
     out: Tensor | None = None,
 ) -> Tensor:
     """``torch._int_mm``: int8 (or uint8) [M, K] @ int8 [K, N] (or packed) -> int32, exact.

@@ -17,7 +17,7 @@ from ..core.problem import Problem
 from ..core.weights import PackedWeight
 from ..dispatch.call import TorchFunction
 from ..dispatch.specialize import FunctionalFn, OperandAdapter
-from ..fuse import Bound
+from ..fuse import BoundStep
 from . import autograd
 from .dynamo import apply_epilogue, graph_break
 from .mm import describe as describe_mm
@@ -30,7 +30,7 @@ def describe(
     input: Tensor,
     weight: Weight,
     bias: Tensor | None = None,
-    epilogue: Sequence[Bound] = (),
+    epilogue: Sequence[BoundStep] = (),
     *,
     constant: bool = False,
 ) -> Call:
@@ -55,9 +55,9 @@ def describe(
     return Call(call.problem, call.a, call.b, call.aux, (*input.shape[:-1], n))
 
 
-def _bias_step(bias: Tensor, shape: tuple[int, ...]) -> fuse.Bound:
+def _bias_step(bias: Tensor, shape: tuple[int, ...]) -> fuse.BoundStep:
     """Return the step of a bias [N], or of one that broadcasts to the result's shape."""
-    checks.tensor("linear", "bias", 3, bias)
+    checks.require_tensor("linear", "bias", 3, bias)
     if bias.dim() == 1 and bias.shape[0] == shape[-1]:
         return argument("linear(): bias", fuse.bias(bias))
     if bias.dim() < 2 or bias.dim() == len(shape) == 2:
@@ -74,10 +74,10 @@ def _bias_step(bias: Tensor, shape: tuple[int, ...]) -> fuse.Bound:
 
 def _needs_torch(input: Any, weight: Any, bias: Any, **_: object) -> bool:
     """Whether the call is PyTorch's alone: integers, autocast, or the weight [K] that only F.linear takes."""
-    checks.tensor("linear", "input", 1, input)
-    checks.tensor("linear", "weight", 2, weight, packed=True)
+    checks.require_tensor("linear", "input", 1, input)
+    checks.require_tensor("linear", "weight", 2, weight, packed=True)
     if bias is not None:
-        checks.tensor("linear", "bias", 3, bias)
+        checks.require_tensor("linear", "bias", 3, bias)
     return isinstance(weight, Tensor) and (weight.dim() == 1 or is_torchs_alone(input, weight))
 
 
@@ -116,7 +116,7 @@ def _adapt(call: Call, input: Tensor, **_: object) -> OperandAdapter:
     return adapt
 
 
-def _trace(input: Tensor, weight: Any, bias: Any, epilogue: Sequence[Bound], out: Tensor | None) -> Tensor:
+def _trace(input: Tensor, weight: Any, bias: Any, epilogue: Sequence[BoundStep], out: Tensor | None) -> Tensor:
     if isinstance(weight, PackedWeight) or out is not None or (epilogue and input.dim() != 2):
         return graph_break(linear, input, weight, bias, epilogue=epilogue, out=out)
     return apply_epilogue(functional.linear(input, weight, bias), epilogue, None)
@@ -146,7 +146,7 @@ def linear(  # type: ignore[empty-body]
     weight: Weight,
     bias: Tensor | None = None,
     *,
-    epilogue: Sequence[Bound] = (),
+    epilogue: Sequence[BoundStep] = (),
     out: Tensor | None = None,
 ) -> Tensor:
     """``torch.nn.functional.linear``: input [.., K], weight [N, K] (or packed), bias [N] (or what broadcasts).

@@ -15,7 +15,7 @@ from ..core.problem import Operand, Problem, Quant
 from ..core.torch_compat import weight_int8pack_mm
 from ..core.weights import PackedWeight, QuantWeight
 from ..dispatch.specialize import OperandAdapter
-from ..fuse import Bound
+from ..fuse import BoundStep
 from .dynamo import graph_break
 from .operands import (
     a_operand,
@@ -36,7 +36,7 @@ from .spec import OpSpec
 def describe_product(
     mat1: Tensor,
     weight: QuantWeight | PackedWeight,
-    epilogue: Sequence[Bound] = (),
+    epilogue: Sequence[BoundStep] = (),
     out_dtype: torch.dtype | None = None,
     *,
     constant: bool = False,
@@ -46,19 +46,21 @@ def describe_product(
     constant: whether the operand counts as a weight. Raises TypeError, ShapeError, DtypeError or PackedWeightError.
     """
     bounds = steps_of("mixed_mm", epilogue)
-    checks.matrix("mixed_mm", "mat1", mat1)
-    checks.one_of("mixed_mm", "mat1's dtype", mat1.dtype, checks.FLOATS)
+    checks.require_matrix("mixed_mm", "mat1", mat1)
+    checks.require_dtype("mixed_mm", "mat1's dtype", mat1.dtype, checks.FLOATS)
     if isinstance(weight, PackedWeight):
-        checks.packed_fits("mixed_mm", weight, mat1.shape[1], ("int8", "int4", "float8_e4m3fn"), quantized=True)
+        checks.require_matching_packed_weight(
+            "mixed_mm", weight, mat1.shape[1], ("int8", "int4", "float8_e4m3fn"), quantized=True
+        )
         b, n = b_operand(weight, "col", True), weight.n
     else:
-        checks.inner(tuple(mat1.shape), (weight.k, weight.data.shape[1]))
+        checks.require_equal_inner_size(tuple(mat1.shape), (weight.k, weight.data.shape[1]))
         b = Operand(weight.dtype, layout_of(weight.data, "col"), constant=constant, quant=weight.quant)
         n = weight.data.shape[1]
         tensors = (("mat2", weight.data), ("scale", weight.scale), ("zero_point", weight.zero_point))
-        checks.same_device("mixed_mm", ("mat1", mat1), *tensors)
+        checks.require_same_device("mixed_mm", ("mat1", mat1), *tensors)
     require_same_device("mixed_mm", mat1, weight if isinstance(weight, PackedWeight) else weight.data, bounds)
-    out = checks.out_dtype("mixed_mm", mat1.dtype if out_dtype is None else out_dtype, checks.FLOATS)
+    out = checks.require_out_dtype("mixed_mm", mat1.dtype if out_dtype is None else out_dtype, checks.FLOATS)
     steps, aux = bind_steps(bounds, mat1.shape[0], n)
     a = a_operand(mat1, b.constant)
     problem = Problem(
@@ -74,9 +76,9 @@ def quant_weight(
     [N] or [groups, N]. float8 takes no zero point. Raises TypeError, DtypeError, ShapeError or ValueError."""
     if bits not in (4, 8):
         raise ValueError(f"mixed_mm(): bits must be 8 or 4; got {bits!r}")
-    checks.matrix("mixed_mm", "mat2", data)
+    checks.require_matrix("mixed_mm", "mat2", data)
     allowed = (torch.int8, torch.float8_e4m3fn) if bits == 8 else (torch.uint8,)
-    checks.one_of("mixed_mm", f"mat2's dtype (bits={bits})", data.dtype, allowed)
+    checks.require_dtype("mixed_mm", f"mat2's dtype (bits={bits})", data.dtype, allowed)
     rows = k if bits == 8 else -(-k // 2)
     if data.shape[0] != rows:
         held = data.shape[0] if bits == 8 else 2 * data.shape[0]
@@ -85,7 +87,7 @@ def quant_weight(
         raise ValueError(f"mixed_mm(): group_size must be a positive int or None; got {group_size!r}")
     group = None if group_size is None or group_size >= k else group_size
     scale = _scales("scale", 3, scale, data.shape[1], group, k)
-    checks.one_of("mixed_mm", "scale's dtype", scale.dtype, checks.FLOATS)
+    checks.require_dtype("mixed_mm", "scale's dtype", scale.dtype, checks.FLOATS)
     if zero_point is not None:
         if data.dtype == torch.float8_e4m3fn:
             raise ValueError("mixed_mm(): float8 weights have scales and no zero point; leave zero_point out")
@@ -102,7 +104,7 @@ def quant_weight(
 
 
 def _scales(name: str, position: int, value: Any, n: int, group: int | None, k: int) -> Tensor:
-    checks.tensor("mixed_mm", name, position, value)
+    checks.require_tensor("mixed_mm", name, position, value)
     tensor: Tensor = value
     wanted = (n,) if group is None else (-(-k // group), n)
     if tuple(tensor.shape) not in (wanted, (1, *wanted) if group is None else wanted):
@@ -112,12 +114,12 @@ def _scales(name: str, position: int, value: Any, n: int, group: int | None, k: 
 
 def describe(
     mat1: Tensor, mat2: Any, scale: Any, zero_point: Any, bits: int, group_size: int | None, bias: Any,
-    out_dtype: torch.dtype | None, epilogue: Sequence[Bound],
+    out_dtype: torch.dtype | None, epilogue: Sequence[BoundStep],
 ) -> Call:  # fmt: skip
     """Return the Call of ``mixed_mm``'s arguments. Raises as ``mixed_mm``."""
     weight = _as_weight(mat1, mat2, scale, zero_point, bits, group_size)
     if bias is not None:
-        checks.tensor("mixed_mm", "bias", 7, bias)
+        checks.require_tensor("mixed_mm", "bias", 7, bias)
     first = () if bias is None else (argument("mixed_mm(): bias", fuse.bias(bias)),)
     return describe_product(mat1, weight, steps_of("mixed_mm", epilogue, *first), out_dtype)
 
@@ -132,7 +134,7 @@ def _as_weight(
         return b
     if scale is None:
         raise TypeError("mixed_mm(): missing argument 'scale' (position 3): it is needed unless mat2 is packed")
-    checks.matrix("mixed_mm", "mat1", a)
+    checks.require_matrix("mixed_mm", "mat1", a)
     return quant_weight(b, scale, zero_point, bits, group_size, a.shape[1])
 
 
@@ -158,8 +160,8 @@ def _takes_as_they_are(weight: QuantWeight, scale: Tensor, zero_point: Tensor | 
 
 
 def _needs_torch(mat1: Any, mat2: Any, **_: object) -> bool:
-    checks.tensor("mixed_mm", "mat1", 1, mat1)
-    checks.tensor("mixed_mm", "mat2", 2, mat2, packed=True)
+    checks.require_tensor("mixed_mm", "mat1", 1, mat1)
+    checks.require_tensor("mixed_mm", "mat2", 2, mat2, packed=True)
     return False
 
 
@@ -213,7 +215,7 @@ def mixed_mm(  # type: ignore[empty-body]
     group_size: int | None = None,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    epilogue: Sequence[Bound] = (),
+    epilogue: Sequence[BoundStep] = (),
     out: Tensor | None = None,
 ) -> Tensor:
     """Floating activations [M, K] by a quantised weight: ``mat1 @ ((mat2 - zero_point) * scale) + bias``.

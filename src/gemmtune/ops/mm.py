@@ -14,7 +14,7 @@ from ..core.problem import Order, Problem
 from ..core.weights import PackedWeight
 from ..dispatch.call import TorchFunction
 from ..dispatch.specialize import FunctionalFn
-from ..fuse import Bound
+from ..fuse import BoundStep
 from . import autograd
 from .dynamo import apply_epilogue, graph_break
 from .operands import (
@@ -34,7 +34,7 @@ def describe(
     input: Tensor,
     mat2: Weight,
     out_dtype: torch.dtype | None = None,
-    epilogue: Sequence[Bound] = (),
+    epilogue: Sequence[BoundStep] = (),
     *,
     op: str = "mm",
     prefer: Order = "row",
@@ -46,22 +46,22 @@ def describe(
     TypeError, ShapeError, DtypeError or PackedWeightError.
     """
     bounds = steps_of(op, epilogue)
-    checks.matrix(op, "input" if op == "mm" else "mat1", input)
+    checks.require_matrix(op, "input" if op == "mm" else "mat1", input)
     if not isinstance(mat2, PackedWeight):
-        checks.matrix(op, "mat2", mat2)
-        checks.inner(tuple(input.shape), tuple(mat2.shape))
-        checks.same_dtype(input.dtype, mat2.dtype)
+        checks.require_matrix(op, "mat2", mat2)
+        checks.require_equal_inner_size(tuple(input.shape), tuple(mat2.shape))
+        checks.require_same_dtype(input.dtype, mat2.dtype)
     else:
-        checks.packed_fits(op, mat2, input.shape[1], (dtype_name(input.dtype),), quantized=False)
-    checks.one_of(op, "the operands' dtype", input.dtype, checks.FLOATS)
+        checks.require_matching_packed_weight(op, mat2, input.shape[1], (dtype_name(input.dtype),), quantized=False)
+    checks.require_dtype(op, "the operands' dtype", input.dtype, checks.FLOATS)
     require_same_device(op, input, mat2, bounds)
-    out = checks.out_dtype(op, input.dtype if out_dtype is None else out_dtype, checks.FLOATS)
+    out = checks.require_out_dtype(op, input.dtype if out_dtype is None else out_dtype, checks.FLOATS)
     return matrix_call("mm", input, mat2, bounds, out, prefer, constant)
 
 
 def _needs_torch(input: Any, mat2: Any, **_: object) -> bool:
-    checks.tensor("mm", "input", 1, input)
-    checks.tensor("mm", "mat2", 2, mat2, packed=True)
+    checks.require_tensor("mm", "input", 1, input)
+    checks.require_tensor("mm", "mat2", 2, mat2, packed=True)
     return isinstance(mat2, Tensor) and is_torchs_alone(input, mat2)
 
 
@@ -76,7 +76,7 @@ def _with_backward(compute: FunctionalFn, a: Tensor, b: Tensor) -> Tensor:
 _TORCH = TorchFunction(torch.mm, _mm_out, _with_backward)
 
 
-def _trace(input: Tensor, mat2: Any, out_dtype: Any, epilogue: Sequence[Bound], out: Tensor | None) -> Tensor:
+def _trace(input: Tensor, mat2: Any, out_dtype: Any, epilogue: Sequence[BoundStep], out: Tensor | None) -> Tensor:
     if isinstance(mat2, PackedWeight) or out is not None:
         return graph_break(mm, input, mat2, out_dtype=out_dtype, epilogue=epilogue, out=out)
     return apply_epilogue(torch.mm(input, mat2), epilogue, out_dtype)
@@ -105,7 +105,7 @@ def mm(  # type: ignore[empty-body]
     mat2: Weight,
     *,
     out_dtype: torch.dtype | None = None,
-    epilogue: Sequence[Bound] = (),
+    epilogue: Sequence[BoundStep] = (),
     out: Tensor | None = None,
 ) -> Tensor:
     """``torch.mm``: input [M, K] @ mat2 [K, N] (or packed), then the epilogue, then one rounding to ``out_dtype``.

@@ -65,39 +65,47 @@ def accumulator_of(a: str) -> str:
     return {"float64": "float64", "int8": "int32", "uint8": "int32"}.get(a, "float32")
 
 
-def bind_steps(bounds: Sequence[fuse.Bound], m: int, n: int, batch: int | None = None) -> tuple[tuple[Step, ...], Any]:
+def bind_steps(
+    bounds: Sequence[fuse.BoundStep], m: int, n: int, batch: int | None = None
+) -> tuple[tuple[Step, ...], Any]:
     """Return the steps for an output [M, N] (or [batch, M, N]), and their tensors in the shapes of the steps' axes."""
     pairs = [fuse.resolve(bound, m, n, batch) for bound in bounds]
     return tuple(step for step, _ in pairs), tuple(tensor for _, tensor in pairs if tensor is not None)
 
 
-def steps_of(op: str, epilogue: Sequence[fuse.Bound], *first: fuse.Bound) -> tuple[fuse.Bound, ...]:
+def steps_of(op: str, epilogue: Sequence[fuse.BoundStep], *first: fuse.BoundStep) -> tuple[fuse.BoundStep, ...]:
     """Return ``first`` and then the caller's epilogue. Raises TypeError when it is not a list of steps."""
-    if isinstance(epilogue, fuse.Bound):
+    if isinstance(epilogue, fuse.BoundStep):
         raise TypeError(f"{op}(): epilogue must be a list of steps made by gemmtune.fuse; got one step alone")
     for bound in epilogue:
-        if not isinstance(bound, fuse.Bound):
+        if not isinstance(bound, fuse.BoundStep):
             raise TypeError(f"{op}(): epilogue must hold steps made by gemmtune.fuse; got {type(bound).__name__}")
     return (*first, *epilogue)
 
 
-def require_same_device(op: str, a: Tensor, b: Weight, bounds: Sequence[fuse.Bound]) -> None:
+def require_same_device(op: str, a: Tensor, b: Weight, bounds: Sequence[fuse.BoundStep]) -> None:
     """Raises DtypeError when A, B and the epilogue's tensors are not on one device."""
     if isinstance(b, PackedWeight) and a.device != b.device and not a.is_meta:
         raise checks.DtypeError(
             f"{op}(): expected all tensors to be on the same device, but the input is on {a.device} and the packed "
             f"weight is on {b.device}"
         )
-    checks.same_device(op, ("input", a), ("mat2", b), *((short_name(bound), bound.tensor) for bound in bounds))
+    checks.require_same_device(op, ("input", a), ("mat2", b), *((short_name(bound), bound.tensor) for bound in bounds))
 
 
-def short_name(bound: fuse.Bound) -> str:
+def short_name(bound: fuse.BoundStep) -> str:
     """Return the name of a step's tensor in errors that list several operands."""
-    return bound.name.rpartition(" ")[2] if isinstance(bound, fuse.Argument) else "an epilogue tensor"
+    return bound.name.rpartition(" ")[2] if isinstance(bound, fuse.ArgumentStep) else "an epilogue tensor"
 
 
 def matrix_call(
-    family: Family, a: Tensor, b: Weight, bounds: Sequence[fuse.Bound], out: torch.dtype, prefer: Order, constant: bool
+    family: Family,
+    a: Tensor,
+    b: Weight,
+    bounds: Sequence[fuse.BoundStep],
+    out: torch.dtype,
+    prefer: Order,
+    constant: bool,
 ) -> Call:
     """Return the Call of ``epilogue(a[M, K] @ b[K, N])``. out: the result's dtype. constant: whether b is a weight."""
     (m, k), n = a.shape, b.shape[1]
@@ -110,9 +118,9 @@ def matrix_call(
     return Call(problem, a, b, aux, (m, n))
 
 
-def argument(name: str, bound: fuse.Bound) -> fuse.Bound:
+def argument(name: str, bound: fuse.BoundStep) -> fuse.BoundStep:
     """Return the step of a tensor that is an argument of the op. name: what errors call it, ``linear(): bias``."""
-    return fuse.Argument(bound.step, bound.tensor, bound.axis, name=name)
+    return fuse.ArgumentStep(bound.step, bound.tensor, bound.axis, name=name)
 
 
 def is_constant(b: Tensor) -> bool:

@@ -1,6 +1,8 @@
-"""PyTorch's functions that multiply by a matrix, as ``F.linear`` by a weight [N, K] or by the transpose of one.
+"""PyTorch's functions that multiply by a matrix, described as ``F.linear`` by a weight [N, K] or by the transpose of
+one.
 
-What ``optimize`` counts on example inputs and what packed weights serve are both decided here, so that they agree.
+``optimize`` counts these products on example inputs, and packed weights serve them. Both use the tables of this module,
+so that they agree.
 """
 
 from __future__ import annotations
@@ -16,8 +18,11 @@ _aten = torch.ops.aten
 
 
 class Product(NamedTuple):
-    """``input @ weight.t() + bias`` with weight [N, K] or, if ``transposed``, ``input @ weight + bias`` with weight
-    [K, N]; input [.., K], bias [N], what broadcasts to the result, or None."""
+    """The operands of ``input @ weight.t() + bias`` with weight [N, K] or, if ``transposed``, of
+    ``input @ weight + bias`` with weight [K, N].
+
+    input: [.., K]. bias: [N], another tensor that broadcasts to the result, or None.
+    """
 
     input: Tensor
     weight: Tensor
@@ -25,8 +30,8 @@ class Product(NamedTuple):
     transposed: bool
 
 
-# The parameters have PyTorch's names, because callers may pass them by keyword. A call with others (out=) is a
-# TypeError here, and no Product.
+# The parameters have PyTorch's names, because callers may pass them by keyword. A call with other parameters (out=)
+# raises TypeError here, and is no Product.
 
 
 def _linear(input: Any, weight: Any, bias: Any = None) -> Product:
@@ -42,8 +47,8 @@ def _mm(input: Any, mat2: Any) -> Product | None:
 
 
 def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1) -> Product | None:
-    plain = beta == 1 and alpha == 1 and _dim(mat1) == 2 and _dim(input) <= 2
-    return Product(mat1, mat2, input, True) if plain else None
+    is_product = beta == 1 and alpha == 1 and _dim(mat1) == 2 and _dim(input) <= 2
+    return Product(mat1, mat2, input, True) if is_product else None
 
 
 def _dim(value: Any) -> int:
@@ -61,7 +66,8 @@ FUNCTIONS: dict[Any, Callable[..., Product | None]] = {
     Tensor.addmm: _addmm,
 }
 
-# What arrives at ``__torch_dispatch__``: linear and matmul in inference mode only, otherwise as mm and addmm.
+# The operators that reach ``__torch_dispatch__``. linear and matmul do so in inference mode only; otherwise they are
+# decomposed into mm and addmm.
 OPERATORS: dict[Any, Callable[..., Product | None]] = {
     _aten.linear.default: _linear,
     _aten.matmul.default: _matmul,
@@ -71,23 +77,23 @@ OPERATORS: dict[Any, Callable[..., Product | None]] = {
 
 
 def product_of(
-    known: Mapping[Any, Callable[..., Product | None]], func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    table: Mapping[Any, Callable[..., Product | None]], func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Product | None:
-    """What a call of ``func`` multiplies, by FUNCTIONS or OPERATORS; None for any other call."""
-    read = known.get(func)
-    if read is None:
+    """Return the Product of a call of ``func``; None for a call that is none. table: FUNCTIONS or OPERATORS."""
+    describe = table.get(func)
+    if describe is None:
         return None
     try:
-        product = read(*args, **kwargs)
+        product = describe(*args, **kwargs)
     except TypeError:
         return None
     if product is None or not isinstance(product.input, Tensor) or not isinstance(product.weight, Tensor):
         return None
-    dense = product.input.layout is torch.strided
-    return product if dense and product.weight.dim() == 2 and product.input.dim() else None
+    is_strided = product.input.layout is torch.strided
+    return product if is_strided and product.weight.dim() == 2 and product.input.dim() else None
 
 
-_TURNS = frozenset(
+_TRANSPOSES = frozenset(
     {
         _aten.t.default, _aten.numpy_T.default, _aten.mT.default, _aten.mH.default, _aten.matrix_H.default,
         _aten.adjoint.default,
@@ -96,9 +102,9 @@ _TURNS = frozenset(
 _PERMUTES = frozenset({_aten.transpose.int, _aten.swapaxes.default, _aten.swapdims.default, _aten.permute.default})
 
 
-def transposes(func: Any, args: Sequence[Any]) -> bool:
-    """Whether an operator gives the transpose of its first argument, a matrix of a real dtype."""
-    if func in _TURNS:
+def is_transpose(func: Any, args: Sequence[Any]) -> bool:
+    """Whether an operator returns the transpose of its first argument, which is a matrix of a real dtype."""
+    if func in _TRANSPOSES:
         return True
     if func not in _PERMUTES or len(args) < 2:
         return False

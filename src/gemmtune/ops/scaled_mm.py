@@ -27,34 +27,36 @@ def describe(
     """
     op = "scaled_mm"
     for name, value in (("mat1", mat1), ("mat2", mat2)):
-        checks.matrix(op, name, value)
-        checks.one_of(op, f"{name}'s dtype", value.dtype, checks.FLOAT8)
-    checks.inner(tuple(mat1.shape), tuple(mat2.shape))
+        checks.require_matrix(op, name, value)
+        checks.require_dtype(op, f"{name}'s dtype", value.dtype, checks.FLOAT8)
+    checks.require_equal_inner_size(tuple(mat1.shape), tuple(mat2.shape))
     allowed = (*checks.FLOAT8, torch.float32, torch.bfloat16, torch.float16)
-    out = checks.out_dtype(op, mat1.dtype if out_dtype is None else out_dtype, allowed)
+    out = checks.require_out_dtype(op, mat1.dtype if out_dtype is None else out_dtype, allowed)
     m, n = mat1.shape[0], mat2.shape[1]
-    checks.tensor(op, "scale_a", 3, scale_a)
-    checks.tensor(op, "scale_b", 4, scale_b)
+    checks.require_tensor(op, "scale_a", 3, scale_a)
+    checks.require_tensor(op, "scale_b", 4, scale_b)
     per_column = scale_b.numel() != 1
     bounds = [
         _scale_step("scale_a", scale_a, m, "row", per_column),
         _scale_step("scale_b", scale_b, n, "col", per_column),
     ]
     if bias is not None:
-        checks.tensor(op, "bias", 5, bias)
+        checks.require_tensor(op, "bias", 5, bias)
         bounds.append(argument(f"{op}(): bias", fuse.bias(bias)))
     if scale_result is not None:
-        checks.tensor(op, "scale_result", 6, scale_result)
+        checks.require_tensor(op, "scale_result", 6, scale_result)
     if scale_result is not None and out_dtype in checks.FLOAT8:
         # As torch._scaled_mm on CPU (2.13): it divides, and only when an fp8 out_dtype was asked for by name.
         reciprocal = fuse.scale(scale_result.float().reciprocal(), axis="tensor")
         bounds.append(argument(f"{op}(): scale_result", reciprocal))
-    checks.same_device(op, ("mat1", mat1), ("mat2", mat2), *((short_name(bound), bound.tensor) for bound in bounds))
+    checks.require_same_device(
+        op, ("mat1", mat1), ("mat2", mat2), *((short_name(bound), bound.tensor) for bound in bounds)
+    )
     return matrix_call("scaled_mm", mat1, mat2, bounds, out, "col", False)
 
 
-def _scale_step(name: str, value: Tensor, size: int, axis: Any, together: bool) -> fuse.Bound:
-    checks.one_of("scaled_mm", f"{name}'s dtype", value.dtype, (torch.float32,))
+def _scale_step(name: str, value: Tensor, size: int, axis: Any, together: bool) -> fuse.BoundStep:
+    checks.require_dtype("scaled_mm", f"{name}'s dtype", value.dtype, (torch.float32,))
     if value.numel() == 1 and not (together and size == 1):
         return argument(f"scaled_mm(): {name}", fuse.scale(value, axis="tensor"))
     if value.numel() != size:
@@ -72,8 +74,8 @@ def _needs_torch(
     **_: object,
 ) -> bool:
     """Whether a call is for ``torch._scaled_mm`` alone: other devices than CPUs and GPUs, and what only GPUs know."""
-    checks.tensor("scaled_mm", "mat1", 1, mat1)
-    checks.tensor("scaled_mm", "mat2", 2, mat2)
+    checks.require_tensor("scaled_mm", "mat1", 1, mat1)
+    checks.require_tensor("scaled_mm", "mat2", 2, mat2)
     if mat1.is_cpu or mat1.is_meta:
         return False
     if not mat1.is_cuda or use_fast_accum or scale_result is not None:

@@ -1,8 +1,8 @@
-"""Quantised weights of torchao: what a tensor subclass of its stores, as gemmtune's ops take it.
+"""Readers of torchao's quantised tensor subclasses, which return their contents as gemmtune's ops take them.
 
-``read`` knows the tensor subclasses of torchao 0.18 by their names and attributes; torchao itself is never imported.
-The formulas of the activations' quantisation are those of torchao's ``choose_qparams_affine`` and ``quantize_affine``
-(int8) and ``_choose_scale_float8`` (float8).
+``read`` recognises the tensor subclasses of torchao 0.18 by their names and attributes; torchao itself is never
+imported. The formulas of the activations' quantisation are those of torchao's ``choose_qparams_affine`` and
+``quantize_affine`` (int8) and ``_choose_scale_float8`` (float8).
 """
 
 from __future__ import annotations
@@ -16,37 +16,46 @@ from torch import Tensor
 
 from .. import fuse
 from ..core.checks import FLOATS
-from ..core.memory import why_unknown
+from ..core.memory import why_not_addressable
 from ..core.problem import Problem
 from ..core.torch_compat import convert_weight_to_int4pack, weight_int4pack_mm
 from ..core.weights import QuantWeight
 from . import int_mm, scaled_mm
 from .mixed_mm import describe_product, quant_weight
 
-Product = Literal["mixed_mm", "int_mm", "scaled_mm"]
-# How activations are quantised at each call: not at all; to int8 or float8 by row or by tensor; or to int8 by row,
-# with a zero point, and back to floating numbers.
+OpName = Literal["mixed_mm", "int_mm", "scaled_mm"]
+# How activations are quantised at each call: not at all; to int8 or float8 by row or by tensor; or to int8 by row with
+# a zero point, and then back to floating numbers.
 Activation = Literal["", "int8 row", "int8 tensor", "float8 row", "float8 tensor", "int8 row asymmetric"]
 
-_PRODUCTS: dict[Activation, Product] = {
+_OP_OF: dict[Activation, OpName] = {
     "": "mixed_mm", "int8 row asymmetric": "mixed_mm", "int8 row": "int_mm", "int8 tensor": "int_mm",
     "float8 row": "scaled_mm", "float8 tensor": "scaled_mm",
 }  # fmt: skip
 
 
 class UnknownFormatError(Exception):
-    """A quantised weight that gemmtune cannot serve; the message says why, in words that follow "its weight"."""
+    """The error for a quantised weight that gemmtune cannot serve. The message is the reason, as words that follow
+    "its weight"."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
     """A quantised weight [N, K] as gemmtune's ops take it.
 
-    data: int8 [N, K]; uint8 [N, K / 2] with ``bits`` 4; float8 [N, K]. scale: [N] or, with ``group_size``, [groups, N].
-    zero_point: as scale, or None. dtype: of the dequantised weight. source: the tensor that it was read from.
-    ``data_name``: which of the source's inner tensors ``data`` stands for; tiles says how, where that has the layout
-    of ``_weight_int4pack_mm``: (padded N, padded K, the integer that fills the padding). autocast: whether its product
-    is of autocast's dtype where autocast is on, as torchao's own is; else it is of the activations'.
+    data: int8 [N, K]; uint8 [N, K / 2] with ``bits`` 4; float8 [N, K].
+    scale: [N] or, with ``group_size``, [groups, N].
+    zero_point: as scale, or None.
+    bits: the bits of an element of ``data``, 8 or 4.
+    group_size: the elements of K that share a scale; None for one scale per output channel.
+    activation: how activations are quantised at each call.
+    dtype: that of the dequantised weight.
+    source: torchao's tensor that this was read from.
+    data_name: the name of the source's inner tensor that has the values of ``data``.
+    tiles: (padded N, padded K, the integer that fills the padding) if that inner tensor has the layout of
+        ``_weight_int4pack_mm``; else None.
+    autocast: whether the product has autocast's dtype while autocast is on, as torchao's own product has. Otherwise it
+        has the activations' dtype.
     """
 
     data: Tensor
@@ -62,9 +71,9 @@ class QuantizedWeight:
     autocast: bool = False
 
     @property
-    def product(self) -> Product:
-        """The op that multiplies by it."""
-        return _PRODUCTS[self.activation]
+    def product(self) -> OpName:
+        """The name of the op that multiplies by this weight."""
+        return _OP_OF[self.activation]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -73,7 +82,7 @@ class QuantizedWeight:
 
     @property
     def operand(self) -> Tensor | QuantWeight:
-        """The B operand of its product: [K, N], with its scales for ``mixed_mm``."""
+        """The B operand [K, N] of this weight's product. For ``mixed_mm`` it includes the scales."""
         if self.product != "mixed_mm":
             return self.data.t()
         return quant_weight(self.data.t(), self.scale, self.zero_point, self.bits, self.group_size, self.shape[1])
@@ -85,29 +94,29 @@ class QuantizedWeight:
 
 
 def inner_tensors(tensor: Tensor) -> dict[str, Tensor]:
-    """The tensors that a wrapper subclass consists of, by name. Raises AttributeError for one without such."""
+    """Return the inner tensors of a wrapper subclass, by name. Raises AttributeError for a tensor without any."""
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     return {name: getattr(tensor, name) for name in names}
 
 
-def is_torchaos(tensor: Any) -> bool:
-    """Whether it is a tensor of a class of torchao's."""
+def is_from_torchao(tensor: Any) -> bool:
+    """Whether a tensor is of one of torchao's classes."""
     return type(tensor).__module__.split(".")[0] == "torchao"
 
 
 def read(weight: Tensor) -> QuantizedWeight:
-    """What a weight [N, K] of one of torchao's classes stores. Raises UnknownFormatError when gemmtune has no op for
-    it, which says why."""
-    reader = _READERS.get(type(weight).__name__) if is_torchaos(weight) else None
+    """Return the contents of a weight [N, K] of one of torchao's classes. Raises UnknownFormatError with the reason if
+    no op of gemmtune can multiply by it."""
+    reader = _READERS.get(type(weight).__name__) if is_from_torchao(weight) else None
     if reader is None:
-        raise UnknownFormatError(f"is {why_unknown(weight)}")
+        raise UnknownFormatError(f"is {why_not_addressable(weight)}")
     try:
         if weight.dim() != 2:
             raise UnknownFormatError(f"has {weight.dim()} dimensions")
         tensors = inner_tensors(weight)
         for name, tensor in tensors.items():
-            if why_unknown(tensor):
-                raise UnknownFormatError(f"has an inner tensor {name} that is {why_unknown(tensor)}")
+            if why_not_addressable(tensor):
+                raise UnknownFormatError(f"has an inner tensor {name} that is {why_not_addressable(tensor)}")
         if weight.dtype not in FLOATS:
             raise UnknownFormatError(f"stands for a weight of {weight.dtype}")
         return reader(weight)
@@ -116,7 +125,11 @@ def read(weight: Tensor) -> QuantizedWeight:
 
 
 def _scales(values: Tensor, n: int, k: int, block: Any) -> tuple[Tensor, int | None]:
-    """Scales or zero points of blocks, as [N] or [groups, N], and the size of a group."""
+    """Return the scales or zero points of blocks as [N] or [groups, N], and the group size (None for [N]).
+
+    values: one for each block. n, k: the weight's. block: (rows, columns) of a block. Raises UnknownFormatError for
+    other blocks than rows of the weight, parts of a row, or the whole weight.
+    """
     rows, columns = (int(size) for size in block)
     if rows in (n, 1) and columns == k:
         return values.reshape(-1).expand(n).contiguous(), None
@@ -128,8 +141,8 @@ def _scales(values: Tensor, n: int, k: int, block: Any) -> tuple[Tensor, int | N
 def _int8(weight: Any) -> QuantizedWeight:
     n, k = weight.shape
     scale, group = _scales(weight.scale, n, k, weight.block_size)
-    zero = weight.zero_point
-    if zero is not None and bool(zero.any()):
+    zero_points = weight.zero_point
+    if zero_points is not None and bool(zero_points.any()):
         raise UnknownFormatError("has zero points")
     for name in ("act_pre_scale", "act_quant_scale", "act_quant_zero_point"):
         if getattr(weight, name, None) is not None:
@@ -143,14 +156,16 @@ def _int8(weight: Any) -> QuantizedWeight:
 
 
 def _int8_activation(options: Any) -> Activation:
+    """Return how the activations of an ``Int8Tensor`` are quantised. options: its ``act_quant_kwargs``."""
     if getattr(options, "reduce_range", False):
         raise UnknownFormatError("has activations quantised to 7 bits (reduce_range)")
     if options.mapping_type.name != "SYMMETRIC":
         raise UnknownFormatError("has activations quantised to int8 with a zero point")
-    return "int8 row" if _by_row(options.granularity) else "int8 tensor"
+    return "int8 row" if _is_by_row(options.granularity) else "int8 tensor"
 
 
-def _by_row(granularity: Any) -> bool:
+def _is_by_row(granularity: Any) -> bool:
+    """Whether activations are quantised by row; False: by tensor. Raises UnknownFormatError for anything else."""
     name = type(granularity).__name__
     if name == "PerRow" and getattr(granularity, "dim", -1) == -1:
         return True
@@ -162,28 +177,29 @@ def _by_row(granularity: Any) -> bool:
 def _intx(weight: Any) -> QuantizedWeight:
     n, k = weight.shape
     scale, group = _scales(weight.scale, n, k, weight.block_size)
-    zero, _ = _scales(weight.zero_point, n, k, weight.block_size)
-    kind = weight.activation_quantization
-    if kind is not None and getattr(kind, "value", kind) != "int8_asym_per_token":
-        raise UnknownFormatError(f"has activations quantised by {kind}")
-    zero_point = zero.to(scale.dtype) if bool(zero.any()) else None
+    zero_points, _ = _scales(weight.zero_point, n, k, weight.block_size)
+    quantization = weight.activation_quantization
+    if quantization is not None and getattr(quantization, "value", quantization) != "int8_asym_per_token":
+        raise UnknownFormatError(f"has activations quantised by {quantization}")
+    zero_point = zero_points.to(scale.dtype) if bool(zero_points.any()) else None
     width = int(str(weight.target_dtype).removeprefix("torch.int"))
     data, bits = weight.qdata, 8
     if width <= 4 and k % 2 == 0:
         data, bits = nibbles(data), 4
         zero_point = None if zero_point is None else zero_point + 8
-    activation: Activation = "" if kind is None else "int8 row asymmetric"
+    activation: Activation = "" if quantization is None else "int8 row asymmetric"
     return QuantizedWeight(data, scale, zero_point, bits, group, activation, weight.dtype, weight, autocast=True)
 
 
 def nibbles(values: Tensor) -> Tensor:
-    """int8 [N, K] of -8 to 7, two to a byte along K, each plus 8, the low nibble first: uint8 [N, K / 2]."""
+    """Return int8 [N, K] of -8 to 7 as uint8 [N, K / 2]: 8 is added to each, and each byte has two along K, the low
+    nibble first."""
     shifted = (values + 8).to(torch.uint8)
     return shifted[:, ::2] | (shifted[:, 1::2] << 4)
 
 
 def signed(pairs: Tensor) -> Tensor:
-    """The int8 [N, K] that ``nibbles`` was made from."""
+    """Return int8 [N, K] of -8 to 7 from the uint8 [N, K / 2] that ``nibbles`` returns for it."""
     low, high = pairs & 15, pairs >> 4
     return torch.stack((low, high), 2).reshape(pairs.shape[0], -1).to(torch.int8) - 8
 
@@ -198,14 +214,14 @@ def _int4_tiles(weight: Any) -> QuantizedWeight:
     group = int(weight.block_size[-1])
     pairs = weight.scale_and_zero  # [groups, N, 2], of the padded weight: w = (q - 8) * scale + zero
     padded_n, padded_k = weight.qdata.shape[0] * 8, weight.qdata.shape[1] * 16 * _INNER_TILES
-    plain = torch.stack((torch.ones_like(pairs[..., 0]), torch.zeros_like(pairs[..., 0])), 2).contiguous()
-    # The identity times q - 8, in the layout that only this op reads; integers below 9 are exact in bfloat16.
+    unit_scale_and_zero = torch.stack((torch.ones_like(pairs[..., 0]), torch.zeros_like(pairs[..., 0])), 2).contiguous()
+    # The product with the identity is q - 8. No other op reads this layout. Integers below 9 are exact in bfloat16.
     identity = torch.eye(padded_k, dtype=torch.bfloat16, device=pairs.device)
-    values = weight_int4pack_mm(identity, weight.qdata, group, plain).t().to(torch.int8)
-    scale, zero = pairs[: k // group, :n, 0].float(), pairs[: k // group, :n, 1].float()
+    values = weight_int4pack_mm(identity, weight.qdata, group, unit_scale_and_zero).t().to(torch.int8)
+    scale, offset = pairs[: k // group, :n, 0].float(), pairs[: k // group, :n, 1].float()
     if k % group or bool((scale == 0).any()):
         raise UnknownFormatError("has a scale of 0, or a last group that is shorter than the others")
-    zero_point = (8 - zero / scale).contiguous()
+    zero_point = (8 - offset / scale).contiguous()
     tiles = (padded_n, padded_k, int(values[-1, -1]) + 8)
     values = values[:n, :k].contiguous()
     if not torch.equal(as_tiles(values, tiles), weight.qdata):
@@ -239,7 +255,7 @@ def _float8(weight: Any) -> QuantizedWeight:
         raise UnknownFormatError(f"has activations of {options.float8_dtype}")
     if group is not None:
         raise UnknownFormatError("is float8 with scales by groups, and its activations are quantised")
-    by_row = _by_row(options.granularity)
+    by_row = _is_by_row(options.granularity)
     if by_row != (weight.scale.numel() > 1):
         raise UnknownFormatError("is float8 with scales by row, and its activations by tensor, or the other way round")
     if not by_row:
@@ -260,11 +276,11 @@ _READERS: dict[str, Callable[[Any], QuantizedWeight]] = {
 
 
 def quantize(rows: Tensor, activation: Activation) -> tuple[Tensor, Tensor | None]:
-    """Activations [M, K] as the product takes them, and their scales: float32 [M, 1], [1], or None.
+    """Return activations [M, K] as the product takes them, and their scales: float32 [M, 1], [1], or None.
 
     Symmetric int8: scale = max |x| / 127.5, at least 2**-23, and x / scale is rounded to -128 .. 127. float8 (e4m3):
-    scale = max |x| / 448. ``int8 row asymmetric`` gives floating numbers again: those that int8 stands for. The
-    arithmetic is in torchao's dtypes, so that the integers are torchao's. Quantised activations have no gradient.
+    scale = max |x| / 448. ``int8 row asymmetric``: the result is the floating numbers that the int8 values represent.
+    The arithmetic is in torchao's dtypes, so that the integers are torchao's. Quantised activations have no gradient.
     """
     if activation == "":
         return rows, None
@@ -281,16 +297,16 @@ def quantize(rows: Tensor, activation: Activation) -> tuple[Tensor, Tensor | Non
 
 
 def _through_int8(rows: Tensor) -> Tensor:
-    """Rows rounded to int8 with a scale and a zero point each, and back."""
+    """Return rows quantised to int8, with one scale and zero point per row, and dequantised again."""
     low, high = rows.amin(1, keepdim=True).clamp_(max=0), rows.amax(1, keepdim=True).clamp_(min=0)
     scale = ((high - low) / 255.0).clamp_(min=torch.finfo(rows.dtype).smallest_normal)
-    zero = (-128 - torch.round(low / scale)).clamp_(-128, 127)
-    values = (torch.round(rows * (1.0 / scale)) + zero).clamp_(-128, 127)
-    return (values - zero) * scale
+    zero_points = (-128 - torch.round(low / scale)).clamp_(-128, 127)
+    values = (torch.round(rows * (1.0 / scale)) + zero_points).clamp_(-128, 127)
+    return (values - zero_points) * scale
 
 
 def problem(rows: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Problem:
-    """The Problem of activations [.., K] by a quantised weight. Raises as the product does."""
+    """Return the Problem of activations [.., K] by a quantised weight. Raises as the op that multiplies by it."""
     flat = rows.detach().reshape(-1, rows.shape[-1])
     values, scale = quantize(flat, weight.activation)
     operand = weight.operand

@@ -1,4 +1,4 @@
-"""Recognising weight-only quantised linears, whatever library made them."""
+"""Recognition of weight-only quantised linears, from any library, by their attributes or by registered adapters."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ _ZEROS = ("zeros", "zero_points", "zero_point", "weight_zero_point")
 
 @dataclass(frozen=True, slots=True)
 class WeightOnly:
-    """A weight-only linear as ``gemmtune.pack`` wants it.
+    """The tensors and format of a weight-only linear, as ``gemmtune.pack`` takes them.
 
-    weight: int8 [N, K], or uint8 [N, ceil(K / 2)] with bits = 4. scale, zero_point: [N] or [groups, N]. names: what the
-    module calls these tensors (keys ``weight``, ``scale``, ``zero_point``). transposed_scale: it holds [N, groups].
+    weight: int8 [N, K], or uint8 [N, ceil(K / 2)] with bits = 4. scale, zero_point: [N] or [groups, N]. bits: 8 or 4.
+    group_size: the elements of K that share a scale; None for one scale per output channel. names: the module's
+    attribute names of these tensors (keys ``weight``, ``scale``, ``zero_point``). transposed_scale: whether the
+    module's own scales and zero points are [N, groups].
     """
 
     weight: Tensor
@@ -38,9 +40,10 @@ _ADAPTERS: dict[type[nn.Module], Adapter] = {}
 
 
 def register_weight_only(cls: type[nn.Module], adapter: Adapter) -> None:
-    """Teach gemmtune another weight-only module: ``adapter(module)`` returns its WeightOnly, or None to leave it alone.
+    """Register an adapter for weight-only modules of class ``cls`` and its subclasses.
 
-    Subclasses of ``cls`` are recognised too. Raises TypeError when ``cls`` is no Module class.
+    ``adapter(module)`` returns the module's WeightOnly, or None for a module that gemmtune must not change. Raises
+    TypeError if ``cls`` is no subclass of torch.nn.Module.
     """
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise TypeError(f"register_weight_only(): expected a subclass of torch.nn.Module; got {cls!r}")
@@ -48,7 +51,8 @@ def register_weight_only(cls: type[nn.Module], adapter: Adapter) -> None:
 
 
 def recognise(module: nn.Module) -> WeightOnly | None:
-    """The module as a weight-only linear, by a registered adapter or by its attributes; None when it is none."""
+    """Return the WeightOnly of a module, from a registered adapter or from the module's attributes; None if the module
+    is no weight-only linear."""
     for cls in type(module).__mro__:
         if cls in _ADAPTERS:
             return _ADAPTERS[cls](module)
@@ -56,37 +60,40 @@ def recognise(module: nn.Module) -> WeightOnly | None:
 
 
 def _by_attributes(module: nn.Module) -> WeightOnly | None:
+    """Return the WeightOnly of a module that has ``weight``, scales, and perhaps zero points, a group size and a bias
+    under usual names; None if it has not, or if their dtypes or shapes do not fit each other."""
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor) or is_subclass(weight):
         return None
     if weight.dim() != 2 or weight.dtype not in (torch.int8, torch.uint8):
         return None
     bits = 8 if weight.dtype == torch.int8 else 4
-    scale_name, scale = _first(module, _SCALES)
+    scale_name, scale = _first_tensor(module, _SCALES)
     group = getattr(module, "group_size", getattr(module, "groupsize", None))
     if scale is None or not scale.is_floating_point() or (bits == 4 and not isinstance(group, int)):
         return None
     n, k = weight.shape[0], weight.shape[1] * (2 if bits == 4 else 1)
-    turned = _orientation(scale, n, k, group if isinstance(group, int) else None)
-    if turned is None:
+    orientation = _orientation(scale, n, k, group if isinstance(group, int) else None)
+    if orientation is None:
         return None
-    transposed, group = turned
-    zero_name, zero = _first(module, _ZEROS)
+    transposed, group = orientation
+    zero_name, zero = _first_tensor(module, _ZEROS)
     bias = getattr(module, "bias", None)
     names = {"weight": "weight", "scale": scale_name, **({} if zero is None else {"zero_point": zero_name})}
     if zero is not None and zero.shape != scale.shape:
         return None
     return WeightOnly(
-        weight, _turned(scale, transposed), None if zero is None else _turned(zero, transposed), bits, group,
-        bias if isinstance(bias, Tensor) else None, names, transposed,
+        weight, _transposed_if(scale, transposed), None if zero is None else _transposed_if(zero, transposed), bits,
+        group, bias if isinstance(bias, Tensor) else None, names, transposed,
     )  # fmt: skip
 
 
-def _turned(tensor: Tensor, transposed: bool) -> Tensor:
+def _transposed_if(tensor: Tensor, transposed: bool) -> Tensor:
     return tensor.t().contiguous() if transposed else tensor
 
 
-def _first(module: nn.Module, names: tuple[str, ...]) -> tuple[str, Tensor | None]:
+def _first_tensor(module: nn.Module, names: tuple[str, ...]) -> tuple[str, Tensor | None]:
+    """Return the first of ``names`` that is a tensor of the module, and that tensor; without any, ("", None)."""
     for name in names:
         value = getattr(module, name, None)
         if isinstance(value, Tensor) and not is_subclass(value):
@@ -95,7 +102,11 @@ def _first(module: nn.Module, names: tuple[str, ...]) -> tuple[str, Tensor | Non
 
 
 def _orientation(scale: Tensor, n: int, k: int, group: int | None) -> tuple[bool, int | None] | None:
-    """Whether the scales are [N, groups], and the group size (None: per output channel); None if they fit nothing."""
+    """Return whether the scales are [N, groups], and the group size (None for one scale per output channel). Return
+    None if their shape fits no weight [n, k].
+
+    group: the module's group size, or None if it has none.
+    """
     if tuple(scale.shape) == (n,):
         return False, None
     if scale.dim() != 2:

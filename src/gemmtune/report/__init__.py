@@ -1,4 +1,4 @@
-"""A self-contained HTML report, made from the store (and the ceilings kept beside it) alone."""
+"""A self-contained HTML report, made from the store and the files beside it (ceilings and layers)."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ __all__ = ["write_report"]
 
 
 def write_report(store: Store, path: Path, *, target: Target | None = None) -> int:
-    """Write the report on one target's decisions (or on all) to ``path``; returns how many it shows.
+    """Write the report on the decisions of one target, or of all, to ``path``. Return the number of decisions in it.
 
-    Nothing is written when there is nothing to show. Raises GemmtuneError when ``path`` cannot be written; what was
-    there before is there still.
+    Nothing is written if there are no decisions. Raises GemmtuneError if ``path`` cannot be written; an existing file
+    then stays unchanged.
     """
     targets = [target] if target is not None else store.targets()
-    groups = [(owner, decisions) for owner in targets if (decisions := list(store.decisions(owner)))]
+    groups = [(each_target, decisions) for each_target in targets if (decisions := list(store.decisions(each_target)))]
     if not groups:
         return 0
-    place = ceilings.beside(store)
-    known = ceilings.load(place) if place is not None else {}
+    ceilings_path = ceilings.ceilings_path(store)
+    measured_ceilings = ceilings.load(ceilings_path) if ceilings_path is not None else {}
     origin = str(getattr(store, "path", "a store in memory"))
-    _write(path, page(groups, known, origin, layers.load(layers.beside(store))))
+    _write(path, page(groups, measured_ceilings, origin, layers.load(layers.layers_path(store))))
     return sum(len(decisions) for _, decisions in groups)
 
 
 def _write(path: Path, text: str) -> None:
     try:
-        place = Path(os.path.realpath(path))  # not the link itself, where one leads to the report
-        write_whole(place, text.encode("utf-8", "backslashreplace"), 0o666)
+        real_path = Path(os.path.realpath(path))  # the target of a symbolic link is replaced, not the link
+        write_whole(real_path, text.encode("utf-8", "backslashreplace"), 0o666)
     except OSError as error:
         raise GemmtuneError(f"cannot write the report {path}: {error.strerror or error}") from error
     with contextlib.suppress(OSError):
-        sweep(place.parent, place.name)
+        sweep(real_path.parent, real_path.name)

@@ -1,7 +1,7 @@
-"""The machine's ceilings for the roofline: how fast it reads memory, how fast ATen multiplies.
+"""The machine's ceilings for the roofline plot: its memory bandwidth, and the rate at which ATen multiplies.
 
-Measured once per Target in under two seconds and kept in a small JSON file beside the store, so that a report can be
-made from files alone. They are measured ceilings, not data-sheet ones: the report says so.
+They are measured once per Target, in under two seconds, and stored in a small JSON file beside the store, so that a
+report can be made from files alone. The report states that the ceilings are measured and not from a data sheet.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ _SIZE = 1024
 
 
 def read_bandwidth(seconds: float = 0.5) -> float:
-    """Bytes a second this process reads with torch's present threads: summing 256 MB of int64, best of many passes."""
+    """Return the memory bandwidth in bytes per second, with torch's current number of threads.
+
+    It is measured by summing 256 MB of int64 repeatedly for ``seconds``; the fastest pass counts.
+    """
     import torch
 
     data = torch.ones(_READ_BYTES // 8, dtype=torch.int64)
@@ -32,7 +35,10 @@ def read_bandwidth(seconds: float = 0.5) -> float:
 
 
 def arithmetic(seconds: float = 0.2) -> dict[str, float]:
-    """Operations a second of ATen's 1024^3 product by the activation's dtype (int8: int8 x int8 -> int32)."""
+    """Return the operations per second of ATen's 1024^3 product, by dtype of A (int8: int8 x int8 -> int32).
+
+    Each dtype is measured for ``seconds``; the fastest call counts.
+    """
     import torch
 
     from ..core.torch_compat import int_mm
@@ -46,26 +52,29 @@ def arithmetic(seconds: float = 0.2) -> dict[str, float]:
     return rates
 
 
-def _fastest(action: Callable[[], Any], seconds: float) -> float:
-    action()
+def _fastest(function: Callable[[], Any], seconds: float) -> float:
+    function()
     best, deadline = float("inf"), time.perf_counter() + seconds
     while True:
         start = time.perf_counter()
-        action()
+        function()
         end = time.perf_counter()
         best = min(best, end - start)
         if end > deadline:
             return best
 
 
-def beside(store: Store) -> Path | None:
-    """The file that goes with a store; None for a store without a file."""
+def ceilings_path(store: Store) -> Path | None:
+    """Return the path of the ceilings file of a store; None for a store without a file."""
     path = getattr(store, "path", None)
     return Path(path).with_suffix(".ceilings.json") if path is not None else None
 
 
 def load(path: Path) -> dict[str, dict[str, float]]:
-    """Ceilings by Target key: ``read`` in bytes/s, every other name a dtype in operations/s. Damage reads as none."""
+    """Return the ceilings by Target key; empty if the file is missing or damaged.
+
+    A target's ceilings are ``read`` in bytes per second, and operations per second by name of dtype.
+    """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         return {
@@ -76,11 +85,11 @@ def load(path: Path) -> dict[str, dict[str, float]]:
         return {}
 
 
-def ensure(path: Path, target: Target) -> dict[str, float]:
-    """This target's ceilings, measured now if the file has none. A file that cannot be written is left alone."""
-    known = load(path)
-    if target.key not in known:
-        known[target.key] = {"read": read_bandwidth(), **arithmetic()}
+def load_or_measure(path: Path, target: Target) -> dict[str, float]:
+    """Return the target's ceilings. If the file has none, measure and write them; an error in writing is ignored."""
+    ceilings = load(path)
+    if target.key not in ceilings:
+        ceilings[target.key] = {"read": read_bandwidth(), **arithmetic()}
         with contextlib.suppress(OSError):
-            write_whole(path, json.dumps({"version": 1, "ceilings": known}, indent=1).encode())
-    return known[target.key]
+            write_whole(path, json.dumps({"version": 1, "ceilings": ceilings}, indent=1).encode())
+    return ceilings[target.key]

@@ -1,13 +1,13 @@
-"""Tables of the report, which sort and filter without a network: heads, cells and the script for them."""
+"""HTML tables of the report: headers, cells, and the script that sorts and filters rows without a network."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from .escaped import escape
-from .rows import duration
+from .rows import time_text
 
-# Each table has a field above it that filters its rows; a click on a head sorts them, a second one the other way.
+# The input field above each table filters its rows. A click on a header sorts them; a second click reverses the order.
 SCRIPT = """
 document.querySelectorAll('table').forEach(function (table) {
   var body = table.tBodies[0], field = table.previousElementSibling;
@@ -34,17 +34,17 @@ document.querySelectorAll('table').forEach(function (table) {
 
 
 def rows_table(heads: Sequence[str], body: str) -> str:
-    """A table that sorts and filters."""
+    """Return a table that the script makes sortable and filterable. body: the HTML of its rows."""
     head = "".join(f"<th>{escape(name)}</th>" for name in heads)
     field = "<input type='search' placeholder='show rows with ...' aria-label='show rows with'>"
     return f"{field}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def number(value: float, text: str = "") -> str:
-    """A cell that sorts by its value."""
+def number_cell(value: float, text: str = "") -> str:
+    """Return a cell that is sorted by ``value`` and shows ``text`` (default: the value)."""
     return f"<td class='n' data-v='{value:.9g}'>{escape(text or str(value))}</td>"
 
 
-def seconds(value: float | None) -> str:
-    """A time's cell; what was not timed comes first."""
-    return number(-1.0 if value is None else value, duration(value))
+def time_cell(value: float | None) -> str:
+    """Return a cell for a time in seconds. None, for what was not timed, is sorted first."""
+    return number_cell(-1.0 if value is None else value, time_text(value))

@@ -1,4 +1,4 @@
-"""The report's plots as data, drawn from decisions: what to show, not how to draw it."""
+"""The report's plots as data, computed from decisions. ``svg`` and ``interactive`` draw them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..core.problem import Problem
 from ..core.workloads import label
-from .rows import backend_of, best_by_backend, duration, measured, median_s, summarize
+from .rows import backend_name, best_by_backend, median_s, summarize, time_text, timed_candidates
 
 if TYPE_CHECKING:
     from ..core.decision import Decision
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """Grouped bars on a logarithmic axis: a group per label, a bar per series (None: not measured)."""
+    """Grouped bars on a logarithmic axis: a group per label, a bar per series. A value is None if not measured."""
 
     title: str
     note: str
@@ -28,7 +28,7 @@ class Bars:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One mark; ``text`` is shown on hovering."""
+    """One mark of a Scatter. ``text`` is shown when the pointer is over it."""
 
     x: float
     y: float
@@ -37,7 +37,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Scatter:
-    """Marks (and lines) on a logarithmic x axis; y is logarithmic too, or, with ``rows``, an index into them."""
+    """Marks and lines on a logarithmic x axis. y is logarithmic too, or an index into ``rows`` if there are rows."""
 
     title: str
     note: str
@@ -52,32 +52,32 @@ Chart = Bars | Scatter
 
 
 def charts(decisions: Sequence[Decision], ceilings: Mapping[str, float]) -> list[Chart]:
-    """The plots of one group of decisions (one target, one dtype); fewer when nothing was measured."""
-    timed = [decision for decision in decisions if measured(decision)]
-    return [times(timed), roofline(timed, ceilings), spread(timed)] if timed else []
+    """Return the plots of the decisions for one target and dtype; none if nothing was measured."""
+    timed = [decision for decision in decisions if timed_candidates(decision)]
+    return [time_bars(timed), roofline_plot(timed, ceilings), spread_plot(timed)] if timed else []
 
 
 def _aten_first(names: Iterable[str]) -> list[str]:
-    """So that a backend has the same colour in every plot."""
+    """Sort backends by name with ATen first, so that a backend has the same colour in every plot."""
     return sorted(names, key=lambda name: (name != "aten", name))
 
 
 def _labels(decisions: Iterable[Decision]) -> tuple[str, ...]:
-    """A label per decision, numbered where problems differ only in what labels leave out (layouts, alignment).
+    """Return a label per decision. Equal labels are numbered, because plots would merge their rows.
 
-    Plots take equal labels for one row.
+    Labels are equal if problems differ only in properties that labels omit (layouts, alignment).
     """
-    seen: Counter[str] = Counter()
-    found = []
+    counts: Counter[str] = Counter()
+    labels = []
     for decision in decisions:
         text = label(Problem.from_dict(decision.problem))
-        seen[text] += 1
-        found.append(text if seen[text] == 1 else f"{text} ({seen[text]})")
-    return tuple(found)
+        counts[text] += 1
+        labels.append(text if counts[text] == 1 else f"{text} ({counts[text]})")
+    return tuple(labels)
 
 
-def times(decisions: Sequence[Decision]) -> Bars:
-    """Time a call by shape and backend: the best valid kernel of each backend."""
+def time_bars(decisions: Sequence[Decision]) -> Bars:
+    """Return the plot of the time per call by shape and backend, for the best valid kernel of each backend."""
     best = [best_by_backend(decision) for decision in decisions]
     series: dict[str, tuple[float | None, ...]] = {}
     for name in _aten_first({name for row in best for name in row}):
@@ -88,15 +88,15 @@ def times(decisions: Sequence[Decision]) -> Bars:
     return Bars("Time by shape and backend", note, "us", labels, series)
 
 
-def roofline(decisions: Sequence[Decision], ceilings: Mapping[str, float]) -> Scatter:
-    """Achieved rate against what memory and arithmetic allow, from each problem's least traffic."""
+def roofline_plot(decisions: Sequence[Decision], ceilings: Mapping[str, float]) -> Scatter:
+    """Return the roofline plot: the achieved rate over operations per byte of each problem's minimum traffic."""
     series: dict[str, list[Point]] = {}
     for decision in decisions:
         problem = Problem.from_dict(decision.problem)
         for name, row in best_by_backend(decision).items():
             if row.sample is not None:
                 rate = problem.flops / row.sample.median_s
-                text = f"{label(problem)}: {rate / 1e9:.1f} GFLOP/s, {duration(row.sample.median_s)}, {row.id}"
+                text = f"{label(problem)}: {rate / 1e9:.1f} GFLOP/s, {time_text(row.sample.median_s)}, {row.id}"
                 series.setdefault(name, []).append(Point(problem.flops / problem.min_bytes, rate / 1e9, text))
     marks = {name: tuple(series[name]) for name in _aten_first(series)}
     lines, note = _ceiling_lines(decisions, marks, ceilings)
@@ -107,42 +107,42 @@ def roofline(decisions: Sequence[Decision], ceilings: Mapping[str, float]) -> Sc
 def _ceiling_lines(
     decisions: Sequence[Decision], marks: Mapping[str, Sequence[Point]], ceilings: Mapping[str, float]
 ) -> tuple[dict[str, tuple[tuple[float, float], ...]], str]:
-    """The two ceilings over the plotted range, and in words where each comes from."""
+    """Return the lines of the memory and arithmetic ceilings over the plotted range, and a note with their sources."""
     points = [point for group in marks.values() for point in group]
     dtype = Problem.from_dict(decisions[0].problem).a.dtype
     observed = max(point.y for point in points)
     measured_peak = ceilings.get("int8" if dtype == "uint8" else dtype, 0.0) / 1e9
     peak = max(observed, measured_peak)
-    read, source = ceilings.get("read", 0.0) / 1e9, "measured by summing 256 MB with the same threads"
-    if read <= 0:
-        read, source = (
+    bandwidth, memory_source = ceilings.get("read", 0.0) / 1e9, "measured by summing 256 MB with the same threads"
+    if bandwidth <= 0:
+        bandwidth, memory_source = (
             max(point.y / point.x for point in points),
             "the best any kernel here reached (none was measured)",
         )
-    origin = "ATen's 1024^3 product" if measured_peak >= observed else "the best any kernel here reached"
+    arithmetic_source = "ATen's 1024^3 product" if measured_peak >= observed else "the best any kernel here reached"
     left, right = min(point.x for point in points) / 2, max(point.x for point in points) * 2
-    corner = min(max(peak / read, left), right)
+    corner = min(max(peak / bandwidth, left), right)
     lines: dict[str, tuple[tuple[float, float], ...]] = {
-        f"memory: {read:.1f} GB/s": ((left, left * read), (corner, corner * read)),
+        f"memory: {bandwidth:.1f} GB/s": ((left, left * bandwidth), (corner, corner * bandwidth)),
         f"arithmetic: {peak:.0f} GFLOP/s": ((corner, peak), (right, peak)),
     }
     note = (
-        f"Ceilings of this machine, not of a data sheet. Memory: {source}. Arithmetic: {origin}. "
+        f"Ceilings of this machine, not of a data sheet. Memory: {memory_source}. Arithmetic: {arithmetic_source}. "
         "Problems that fit into a cache can lie above the memory line."
     )
     return lines, note
 
 
-def spread(decisions: Sequence[Decision]) -> Scatter:
-    """Every valid candidate's time over ATen's best, a row per problem."""
+def spread_plot(decisions: Sequence[Decision]) -> Scatter:
+    """Return the plot of every valid candidate's time over the time of ATen's best, with a row per problem."""
     series: dict[str, list[Point]] = {}
-    for place, decision in enumerate(decisions):
-        aten_s = summarize(decision).aten_s or measured(decision)[0].sample.median_s  # type: ignore[union-attr]
-        for row in measured(decision):
+    for index, decision in enumerate(decisions):
+        aten_s = summarize(decision).aten_s or timed_candidates(decision)[0].sample.median_s  # type: ignore[union-attr]
+        for row in timed_candidates(decision):
             if row.sample is not None:
                 ratio = row.sample.median_s / aten_s
-                text = f"{row.id}: {ratio:.3f}x ATen's time, {duration(row.sample.median_s)}, {row.stage}"
-                series.setdefault(backend_of(row), []).append(Point(ratio, place, text))
+                text = f"{row.id}: {ratio:.3f}x ATen's time, {time_text(row.sample.median_s)}, {row.stage}"
+                series.setdefault(backend_name(row), []).append(Point(ratio, index, text))
     rows = _labels(decisions)
     note = "Median time of every valid candidate over that of ATen's best one: left of 1 is faster than ATen."
     marks = {name: tuple(series[name]) for name in _aten_first(series)}

@@ -1,4 +1,4 @@
-"""Text in the report: what others wrote is shown, and neither marks up nor acts."""
+"""Escaping of text in the report, which may come from other people's models, stores and exports."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from ..core.printable import visible
 
 
 def escape(text: str) -> str:
-    """``text`` for HTML, in elements and attributes alike; characters that do not print can be seen."""
+    """Return ``text`` escaped for HTML elements and attributes. Characters that do not print are written as escapes."""
     return html.escape(visible(text))

@@ -1,4 +1,5 @@
-"""Charts drawn by plotly.js in the reader's browser: the figures as JSON, the library embedded once, no network."""
+"""Charts drawn by plotly.js in the browser. The page embeds the library once and the charts' data as JSON, so that no
+network is needed."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from .svg import COLOURS, log_range, log_ticks
 
 
 def library() -> str | None:
-    """The plotly.js source to embed; None when plotly is not installed (``pip install 'gemmtune[report]'``)."""
+    """Return the source of plotly.js; None if plotly is not installed (``pip install 'gemmtune[report]'``)."""
     try:
         from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
     except ImportError:
@@ -23,9 +24,9 @@ def library() -> str | None:
 
 
 def draw(chart: Chart, name: str) -> str:
-    """A div called ``name`` and the script that draws the chart into it."""
+    """Return a div with the id ``name`` and the script that draws the chart into it."""
     traces = _bars(chart) if isinstance(chart, Bars) else _scatter(chart)
-    # "</" inside a script element could end it, whatever the JSON says.
+    # "</" inside a script element could end the element, even within a JSON string.
     data = json.dumps({"traces": traces, "layout": _layout(chart)}).replace("</", "<\\/")
     draw_it = f'var f={data};Plotly.newPlot("{name}",f.traces,f.layout,{{responsive:true,displaylogo:false}});'
     return f'<div id="{name}"></div><script>(function(){{{draw_it}}})();</script>'
@@ -38,16 +39,16 @@ def _bars(chart: Bars) -> list[dict[str, Any]]:
             "name": escape(name),
             "x": [escape(text) for text in chart.labels],
             "y": list(values),
-            "marker": {"color": COLOURS[place % len(COLOURS)]},
+            "marker": {"color": COLOURS[index % len(COLOURS)]},
             "hovertemplate": f"%{{x}}<br>%{{y:.4g}} {escape(chart.unit)}",
         }
-        for place, (name, values) in enumerate(chart.series.items())
+        for index, (name, values) in enumerate(chart.series.items())
     ]
 
 
 def _scatter(chart: Scatter) -> list[dict[str, Any]]:
     traces: list[dict[str, Any]] = []
-    for place, (name, points) in enumerate(chart.series.items()):
+    for index, (name, points) in enumerate(chart.series.items()):
         traces.append(
             {
                 "type": "scatter",
@@ -57,10 +58,10 @@ def _scatter(chart: Scatter) -> list[dict[str, Any]]:
                 "y": [escape(chart.rows[int(point.y)]) if chart.rows else point.y for point in points],
                 "text": [escape(point.text) for point in points],
                 "hovertemplate": "%{text}",
-                "marker": {"color": COLOURS[place % len(COLOURS)], "size": 8, "opacity": 0.7},
+                "marker": {"color": COLOURS[index % len(COLOURS)], "size": 8, "opacity": 0.7},
             }
         )
-    for place, (name, line) in enumerate(chart.lines.items(), start=len(traces)):
+    for index, (name, line) in enumerate(chart.lines.items(), start=len(traces)):
         traces.append(
             {
                 "type": "scatter",
@@ -68,16 +69,19 @@ def _scatter(chart: Scatter) -> list[dict[str, Any]]:
                 "name": escape(name),
                 "x": [point[0] for point in line],
                 "y": [point[1] for point in line],
-                "line": {"color": COLOURS[place % len(COLOURS)]},
+                "line": {"color": COLOURS[index % len(COLOURS)]},
                 "hoverinfo": "name",
             }
         )
     return traces
 
 
-def _log_axis(values: Iterable[float], title: str, room: float = 1.25) -> dict[str, Any]:
-    """A logarithmic axis with whole numbers at its ticks (plotly's own are bare digits: 2, 5, 10, 2, 5)."""
-    lo, hi = log_range(values, room)
+def _log_axis(values: Iterable[float], title: str, margin: float = 1.25) -> dict[str, Any]:
+    """Return a logarithmic axis with full numbers at its ticks (plotly's own are bare digits: 2, 5, 10, 2, 5).
+
+    margin: factor between the start of the axis and the smallest value.
+    """
+    lo, hi = log_range(values, margin)
     ticks = log_ticks(lo, hi)
     return {
         "type": "log",
@@ -91,14 +95,14 @@ def _log_axis(values: Iterable[float], title: str, room: float = 1.25) -> dict[s
 def _layout(chart: Chart) -> dict[str, Any]:
     common: dict[str, Any] = {
         "margin": {"t": 50, "r": 20},
-        # Above the plot whatever its height, so that it never covers a mark.
+        # The legend is above the plot, whatever its height, so that it never covers a mark.
         "legend": {"orientation": "h", "y": 1, "yanchor": "bottom"},
         "showlegend": True,
     }
     if isinstance(chart, Bars):
         values = [value for row in chart.series.values() for value in row if value]
-        # The shortest bar stays a bar: an axis that starts at it would make it vanish.
-        y = _log_axis(values, f"{chart.unit} per call", room=2.0)
+        # The axis starts below the shortest bar, which would otherwise have no length.
+        y = _log_axis(values, f"{chart.unit} per call", margin=2.0)
         return {
             **common,
             "barmode": "group",
@@ -110,11 +114,11 @@ def _layout(chart: Chart) -> dict[str, Any]:
     points += [point for line in chart.lines.values() for point in line]
     x = _log_axis((point[0] for point in points), chart.x_title)
     if chart.rows:
-        # Set out all rows, first on top, also those with a single mark.
+        # List all rows with the first on top, also rows with a single mark.
         rows = {"type": "category", "categoryarray": [escape(r) for r in reversed(chart.rows)], "automargin": True}
         rows["range"] = [-0.7, len(chart.rows) - 0.3]
         line = {"width": 1, "dash": "dot"}
-        even = {"type": "line", "x0": 1, "x1": 1, "yref": "paper", "y0": 0, "y1": 1, "line": line}
-        return {**common, "xaxis": x, "yaxis": rows, "shapes": [even], "height": 140 + 26 * len(chart.rows)}
+        line_at_1 = {"type": "line", "x0": 1, "x1": 1, "yref": "paper", "y0": 0, "y1": 1, "line": line}
+        return {**common, "xaxis": x, "yaxis": rows, "shapes": [line_at_1], "height": 140 + 26 * len(chart.rows)}
     y = _log_axis((point[1] for point in points), chart.y_title)
     return {**common, "xaxis": x, "yaxis": y, "height": 480}

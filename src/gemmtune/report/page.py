@@ -1,4 +1,4 @@
-"""The report's HTML: a section per machine and dtype with plots and tables. Everything shown is escaped."""
+"""The report's HTML: a section per machine and dtype with plots and tables. All text from the store is escaped."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from ..core import workloads
 from ..core.problem import Problem
 from . import interactive, svg
-from .cells import SCRIPT, number, rows_table, seconds
+from .cells import SCRIPT, number_cell, rows_table, time_cell
 from .charts import Chart, charts
 from .escaped import escape
 from .forwards import by_layer
-from .rows import HOW, Row, disturbance, ordered, summarize
+from .rows import TIMES_NOTE, DecisionSummary, disturbances_of, sorted_decisions, summarize
 
 if TYPE_CHECKING:
     from ..core.decision import Decision
@@ -34,7 +34,7 @@ input { margin: .5rem 0; width: 20rem; max-width: 100%; font: inherit; }
 svg { width: 100%; font: 11px system-ui, sans-serif; } svg .grid { stroke: #d8dee4; stroke-width: 0.6; }
 svg .even { stroke: #1f2328; stroke-dasharray: 2 3; }
 """
-_OUTCOMES = {
+_OUTCOME_TEXTS = {
     "winner": "winner", "tie": "tie: ATen serves", "none_valid": "nothing valid", "inconclusive": "inconclusive",
 }  # fmt: skip
 
@@ -45,8 +45,11 @@ def page(
     groups: Sequence[tuple[Target, Sequence[Decision]]], ceilings: Mapping[str, Mapping[str, float]], origin: str,
     models: Mapping[str, Mapping[str, Model]] | None = None,
 ) -> str:  # fmt: skip
-    """The whole document. groups: decisions by target; ceilings: by target key; origin: the store's name; models: by
-    name and target key."""
+    """Return the HTML document.
+
+    groups: each target with its decisions. ceilings: the target's measured ceilings, by target key. origin: name of the
+    store. models: the layers of tuned models, by model name and target key.
+    """
     script = interactive.library()
     draw: Draw = interactive.draw if script is not None else lambda chart, name: svg.draw(chart)
     parts = [
@@ -56,88 +59,93 @@ def page(
         "</head><body><h1>gemmtune report</h1>",
         f"<p class='note'>{escape(origin)}, {time.strftime('%Y-%m-%d %H:%M')}</p>",
     ]
-    for place, (target, decisions) in enumerate(groups):
-        here = {name: found[target.key] for name, found in (models or {}).items() if target.key in found}
-        parts.append(_machine(target, decisions, ceilings.get(target.key, {}), draw, f"m{place}", here))
+    for section, (target, decisions) in enumerate(groups):
+        models_of_target = {
+            name: by_target[target.key] for name, by_target in (models or {}).items() if target.key in by_target
+        }
+        parts.append(
+            _machine_section(target, decisions, ceilings.get(target.key, {}), draw, f"m{section}", models_of_target)
+        )
     return "\n".join([*parts, f"<script>{SCRIPT}</script>", "</body></html>\n"])
 
 
-def _machine(
+def _machine_section(
     target: Target, decisions: Sequence[Decision], ceilings: Mapping[str, float], draw: Draw, prefix: str,
     models: Mapping[str, Model],
 ) -> str:  # fmt: skip
-    rows = ordered(decisions)
+    ordered = sorted_decisions(decisions)
     versions = ", ".join(f"{name} {text}" for name, text in target.versions)
     parts = [
-        f"<h2>{escape(target.name)}{_threads(target)}</h2>",
+        f"<h2>{escape(target.name)}{_threads_text(target)}</h2>",
         by_layer(models, decisions),
         f"<p class='note'>{escape(' '.join(target.isa))}<br>{escape(versions)}<br>target {escape(target.key)}</p>",
-        f"<p>{escape(overview([summarize(row) for row in rows]))}</p>",
+        f"<p>{escape(overview([summarize(row) for row in ordered]))}</p>",
     ]
     by_dtype: dict[str, list[Decision]] = {}
-    for decision in rows:
+    for decision in ordered:
         by_dtype.setdefault(workloads.dtype_name(Problem.from_dict(decision.problem)), []).append(decision)
-    for place, (dtype, group) in enumerate(by_dtype.items()):
+    for group_number, (dtype, group) in enumerate(by_dtype.items()):
         parts.append(f"<h2>{escape(dtype)}</h2>")
         for index, chart in enumerate(charts(group, ceilings)):
             parts.append(f"<h3>{escape(chart.title)}</h3><p class='note'>{escape(chart.note)}</p>")
-            parts.append(draw(chart, f"{prefix}d{place}c{index}"))
+            parts.append(draw(chart, f"{prefix}d{group_number}c{index}"))
         parts.append(table(group))
     return "\n".join(parts)
 
 
-def _threads(target: Target) -> str:
-    """``, 2 threads``; nothing for a GPU."""
+def _threads_text(target: Target) -> str:
+    """Return the number of threads as text, ``, 2 threads``; an empty string for a GPU."""
     return f", {target.threads} threads" if target.device == "cpu" else ""
 
 
-def overview(rows: Iterable[Row]) -> str:
-    """How many problems were won, tied or lost, and the geometric mean of the paired speed-ups over ATen."""
-    every = list(rows)
-    served = [row.speedup for row in every if row.outcome != "none_valid"]
-    counts = {name: sum(row.outcome == name for row in every) for name in _OUTCOMES}
+def overview(rows: Iterable[DecisionSummary]) -> str:
+    """Return a sentence with the numbers of problems by outcome, and the geometric mean of the paired speed-ups."""
+    summaries = list(rows)
+    served = [row.speedup for row in summaries if row.outcome != "none_valid"]
+    counts = {name: sum(row.outcome == name for row in summaries) for name in _OUTCOME_TEXTS}
     mean = math.exp(sum(math.log(value) for value in served) / len(served)) if served else float("nan")
-    text = f"{len(every)} problems: {counts['winner']} won, {counts['tie']} tied with ATen"
+    text = f"{len(summaries)} problems: {counts['winner']} won, {counts['tie']} tied with ATen"
     if counts["none_valid"]:
         text += f", {counts['none_valid']} without a valid candidate"
     return text + (f". Geometric mean of the speed-up over ATen, ties counted as 1: {mean:.2f}x." if served else ".")
 
 
 def table(decisions: Sequence[Decision]) -> str:
-    """A row per problem: ATen, best, speed-up with its interval, which kernel, and why the race stopped."""
+    """Return a table with a row per problem: the times of ATen and of the best candidate, the speed-up with its
+    interval, the kernel, and why the race stopped."""
     heads = ("problem (MxNxK)", "outcome", "ATen", "best", "speed-up [95%]", "kernel", "tried", "why it stopped")
     return (
         rows_table(heads, "".join(_table_row(decision) for decision in decisions))
-        + f"<p class='note'>{escape(HOW)}</p>"
+        + f"<p class='note'>{escape(TIMES_NOTE)}</p>"
     )
 
 
 def _table_row(decision: Decision) -> str:
-    row, trouble = summarize(decision), disturbance(decision)
+    row, disturbances = summarize(decision), disturbances_of(decision)
     speed = f"{row.speedup:.2f}x [{row.lo:.2f}-{row.hi:.2f}]" if row.outcome == "winner" else "-"
-    mark = f"<br><span class='disturbed'>disturbed: {escape(trouble)}</span>" if trouble else ""
+    mark = f"<br><span class='disturbed'>disturbed: {escape(disturbances)}</span>" if disturbances else ""
     cells = (
-        f"<td>{escape(row.label)}</td><td>{_OUTCOMES[row.outcome]}{mark}</td>"
-        f"{seconds(row.aten_s)}{seconds(row.best_s)}{number(row.speedup, speed)}"
-        f"<td>{_code(row.best_id)}</td>"
-        f"{number(row.tried, f'{row.tried} (+{row.illegal} illegal)')}"
-        f"<td>{escape(decision.stopped)}{_failures(decision)}</td>"
+        f"<td>{escape(row.label)}</td><td>{_OUTCOME_TEXTS[row.outcome]}{mark}</td>"
+        f"{time_cell(row.aten_s)}{time_cell(row.best_s)}{number_cell(row.speedup, speed)}"
+        f"<td>{_code_element(row.best_id)}</td>"
+        f"{number_cell(row.tried, f'{row.tried} (+{row.illegal} illegal)')}"
+        f"<td>{escape(decision.stopped)}{_failures_list(decision)}</td>"
     )
     return f"<tr class='{row.outcome}'>{cells}</tr>"
 
 
-def _code(candidate: str) -> str:
-    """A candidate's id, which may break after its commas."""
+def _code_element(candidate: str) -> str:
+    """Return a code element with a candidate's id, which the browser may wrap after commas."""
     return f"<code>{escape(candidate).replace(',', ',<wbr>')}</code>"
 
 
-def _failures(decision: Decision) -> str:
-    bad = [row for row in decision.evidence if row.verdict is not None and not row.verdict.ok]
-    if not bad:
+def _failures_list(decision: Decision) -> str:
+    failed = [row for row in decision.evidence if row.verdict is not None and not row.verdict.ok]
+    if not failed:
         return ""
     items = "".join(
-        f"<li>{_code(row.id)}: {escape(row.verdict.kind)} {escape(row.verdict.detail)}</li>"
-        for row in bad
+        f"<li>{_code_element(row.id)}: {escape(row.verdict.kind)} {escape(row.verdict.detail)}</li>"
+        for row in failed
         if row.verdict is not None
     )
-    return f"<details><summary>{len(bad)} refused</summary><ul>{items}</ul></details>"
+    return f"<details><summary>{len(failed)} refused</summary><ul>{items}</ul></details>"

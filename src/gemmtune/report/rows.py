@@ -1,4 +1,4 @@
-"""What tables and plots say of a Decision, drawn from its evidence alone."""
+"""Summaries of Decisions for tables and plots, computed from their evidence."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ if TYPE_CHECKING:
     from ..core.decision import Decision, Evidence
 
 
-HOW = (
+TIMES_NOTE = (
     "ATen and best: median times of a call, timed by turns. Speed-up: the median of the ratios of neighbouring "
     "timings, which drift does not move; so it need not be the ratio of the two medians."
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One Decision in short. Times are seconds a call; speedup is ATen's time over the chosen kernel's, paired.
+class DecisionSummary:
+    """The summary of one Decision. Times are in seconds per call.
 
-    lo, hi: the 95% interval of speedup. aten_s: the ATen candidate that it is over, timed by turns with the chosen one
-    (where there was no duel, the fastest valid one). best_s: the chosen kernel. Either is
-    None when nothing was measured. kernel: the chosen one in a few words. tried, illegal: numbers of candidates.
+    aten_id, aten_s: the ATen candidate of the paired test and its time (without a paired test, the fastest valid ATen
+    candidate). best_id, best_s: the chosen candidate and its time. A time is None if it was not measured. kernel: the
+    short name of the chosen candidate (``kernel_name``). speedup: ATen's time over the chosen candidate's, paired; 1
+    without a winner. lo, hi: its 95% interval. tried, illegal: numbers of candidates. seconds: duration of the tuning.
     """
 
     problem: Problem
@@ -44,87 +45,97 @@ class Row:
     seconds: float
 
 
-def backend_of(row: Evidence) -> str:
-    """The backend a candidate belongs to."""
+def backend_name(row: Evidence) -> str:
+    """Return the name of a candidate's backend."""
     return str(row.candidate.get("backend", "?"))
 
 
 def kernel_name(row: Evidence | None) -> str:
-    """A candidate in a few words, for tables: ``native/packed avx512_bf16 6x64``. Its id says everything."""
+    """Return a candidate's short name for tables: ``native/packed avx512_bf16 6x64``. Its id has the whole config."""
     if row is None:
         return ""
     config = dict(row.candidate.get("config", {}))
-    words = [f"{backend_of(row)}/{row.candidate.get('template', '?')}"]
+    parts = [f"{backend_name(row)}/{row.candidate.get('template', '?')}"]
     if "isa" in config:
-        words.append(str(config["isa"]))
+        parts.append(str(config["isa"]))
     if "mr" in config and "nr" in config:
-        words.append(f"{config['mr']}x{config['nr']}")
-    return " ".join(words if len(words) > 1 else [*words, *(str(value) for value in config.values())])
+        parts.append(f"{config['mr']}x{config['nr']}")
+    return " ".join(parts if len(parts) > 1 else [*parts, *(str(value) for value in config.values())])
 
 
-def measured(decision: Decision) -> list[Evidence]:
-    """The valid candidates that were timed, fastest first."""
+def timed_candidates(decision: Decision) -> list[Evidence]:
+    """Return the evidence of the valid candidates that were timed, fastest first."""
     rows = [row for row in decision.evidence if row.sample is not None and (row.verdict is None or row.verdict.ok)]
     return sorted(rows, key=lambda row: row.sample.median_s if row.sample is not None else 0.0)
 
 
 def median_s(row: Evidence | None) -> float | None:
-    """Seconds a call; None for a candidate that is not there or was not timed."""
+    """Return a candidate's median time in seconds per call; None if ``row`` is None or was not timed."""
     return None if row is None or row.sample is None else row.sample.median_s
 
 
-def rival(decision: Decision) -> Evidence | None:
-    """The ATen candidate that the chosen one's ratio is over: they were timed by turns. None when nobody fought."""
+def baseline_of(decision: Decision) -> Evidence | None:
+    """Return the ATen candidate that the chosen candidate's ratio is relative to.
+
+    The two were timed alternately in a paired test. For a decision without a record of this test, it is the ATen
+    finalist that was timed in the most rounds. None if there is none, or if no candidate was chosen.
+    """
     chosen = decision.find(decision.chosen)
     if chosen is None:
         return None
     layout = decision.layouts.get(chosen.packing or "")
     if layout is not None and layout.candidate == chosen.id:
         return decision.find(layout.baseline)
-    atens = [row for row in measured(decision) if backend_of(row) == "aten" and row.stage == "finalist"]
+    atens = [row for row in timed_candidates(decision) if backend_name(row) == "aten" and row.stage == "finalist"]
     return max(atens, key=lambda row: row.sample.rounds if row.sample is not None else 0, default=None)
 
 
 def best_by_backend(decision: Decision) -> dict[str, Evidence]:
-    """The fastest valid candidate of each backend. The chosen one stands for its backend, since it won the duel, and
-    the one that lost it for ATen: a time from another moment has nothing to do with their ratio."""
+    """Return the fastest valid candidate of each backend.
+
+    The chosen candidate represents its backend, because it won the paired test, and the test's baseline represents
+    ATen: a time measured at another moment is not comparable with theirs.
+    """
     best: dict[str, Evidence] = {}
-    for fighter in (decision.find(decision.chosen), rival(decision)):
-        if fighter is not None and fighter.sample is not None:
-            best.setdefault(backend_of(fighter), fighter)
-    for row in measured(decision):
-        best.setdefault(backend_of(row), row)
+    for evidence in (decision.find(decision.chosen), baseline_of(decision)):
+        if evidence is not None and evidence.sample is not None:
+            best.setdefault(backend_name(evidence), evidence)
+    for row in timed_candidates(decision):
+        best.setdefault(backend_name(row), row)
     return best
 
 
-_DISTURBED = ("stalled", "extended", "fought again", "stolen")
-_BUSY_CORES = 0.5
+_DISTURBANCE_CONDITIONS = ("stalled", "extended", "fought again", "stolen")
+_BUSY_CORES_LIMIT = 0.5
 
 
-def disturbance(decision: Decision) -> str:
-    """What disturbed the machine while the chosen kernel and its rival were timed; empty when nothing is recorded."""
-    found: dict[str, str] = {}
-    for row in (decision.find(decision.chosen), rival(decision)):
+def disturbances_of(decision: Decision) -> str:
+    """Return what disturbed the machine while the chosen kernel and its baseline were timed.
+
+    The text comes from the conditions of their samples. It is empty if they record no disturbance.
+    """
+    descriptions: dict[str, str] = {}
+    for row in (decision.find(decision.chosen), baseline_of(decision)):
         conditions = {} if row is None or row.sample is None else row.sample.conditions
-        found |= {name: f"{name} {conditions[name]}" for name in _DISTURBED if name in conditions}
+        descriptions |= {name: f"{name} {conditions[name]}" for name in _DISTURBANCE_CONDITIONS if name in conditions}
         load = conditions.get("load", "").partition(" ")[0]
-        if load.replace(".", "", 1).isdecimal() and float(load) > _BUSY_CORES:
-            found["load"] = f"others kept {load} cores busy"
-    return "; ".join(found.values())
+        if load.replace(".", "", 1).isdecimal() and float(load) > _BUSY_CORES_LIMIT:
+            descriptions["load"] = f"others kept {load} cores busy"
+    return "; ".join(descriptions.values())
 
 
-def summarize(decision: Decision) -> Row:
-    """A Decision as one Row."""
+def summarize(decision: Decision) -> DecisionSummary:
+    """Return the summary of a Decision."""
     problem = Problem.from_dict(decision.problem)
     best = best_by_backend(decision)
     aten, chosen = best.get("aten"), decision.find(decision.chosen)
     sample = chosen.sample if chosen is not None else None
     won = decision.outcome == "winner" and sample is not None
-    speedup, lo, hi = (
+    speedup, speedup_lo, speedup_hi = (
         (1 / sample.ratio, 1 / sample.ratio_hi, 1 / sample.ratio_lo) if won and sample is not None else (1.0, 1.0, 1.0)
     )
     illegal = sum(row.stage == "illegal" for row in decision.evidence)
-    return Row(
+    return DecisionSummary(
         problem=problem,
         label=workloads.label(problem),
         outcome=decision.outcome,
@@ -134,26 +145,26 @@ def summarize(decision: Decision) -> Row:
         kernel=kernel_name(chosen),
         best_s=median_s(chosen),
         speedup=speedup,
-        lo=lo,
-        hi=hi,
+        lo=speedup_lo,
+        hi=speedup_hi,
         tried=sum(row.stage not in ("illegal", "untried") for row in decision.evidence),
         illegal=illegal,
         seconds=decision.seconds,
     )
 
 
-def ordered(decisions: Iterable[Decision]) -> list[Decision]:
-    """In the order people read: by dtype, then K, N, then M."""
+def sorted_decisions(decisions: Iterable[Decision]) -> list[Decision]:
+    """Return decisions sorted for display: by dtype, K, N and M."""
 
-    def place(decision: Decision) -> tuple[str, int, int, int, str]:
+    def sort_key(decision: Decision) -> tuple[str, int, int, int, str]:
         problem = Problem.from_dict(decision.problem)
         return workloads.dtype_name(problem), problem.k, problem.n, problem.m, decision.problem_key
 
-    return sorted(decisions, key=place)
+    return sorted(decisions, key=sort_key)
 
 
-def duration(seconds: float | None) -> str:
-    """A time with three digits and a fitting unit: ``1.24 ms``; ``-`` for None."""
+def time_text(seconds: float | None) -> str:
+    """Return a time as text with up to three digits and a suitable unit, ``1.24 ms``; ``-`` for None."""
     if seconds is None:
         return "-"
     for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):

@@ -1,4 +1,4 @@
-"""Charts as inline SVG, for machines without plotly: nothing to load, hover text by <title>."""
+"""Charts as inline SVG, for machines without plotly. Nothing is loaded; <title> elements are the hover text."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from .charts import Bars, Chart, Scatter
 from .escaped import escape
 
 COLOURS = ("#7a869a", "#1f6feb", "#d9822b", "#2da44e", "#8250df", "#cf222e")
-_WIDTH, _RIGHT, _TOP = 960, 20, 34
-_LONGEST_LABEL = 60
+_WIDTH, _RIGHT_MARGIN, _TOP_MARGIN = 960, 20, 34
+_MAX_LABEL_LENGTH = 60
 
 
 @dataclass(frozen=True, slots=True)
 class _LogAxis:
-    """Maps values between lo and hi (both positive) to pixels between start and end."""
+    """A logarithmic axis, which maps values between lo and hi (both positive) to pixels between start and end."""
 
     lo: float
     hi: float
@@ -24,108 +24,117 @@ class _LogAxis:
     end: float
 
     def __call__(self, value: float) -> float:
-        part = (math.log10(value) - math.log10(self.lo)) / (math.log10(self.hi) - math.log10(self.lo))
-        return self.start + part * (self.end - self.start)
+        fraction = (math.log10(value) - math.log10(self.lo)) / (math.log10(self.hi) - math.log10(self.lo))
+        return self.start + fraction * (self.end - self.start)
 
     def ticks(self) -> list[float]:
         return log_ticks(self.lo, self.hi)
 
 
 def log_ticks(lo: float, hi: float) -> list[float]:
-    """1, 2 and 5 of each decade between lo and hi; only the 1s when that would be many."""
+    """Return the ticks between lo and hi: 1, 2 and 5 of each decade, or only 1 for more than four decades."""
     decades = range(math.floor(math.log10(lo)), math.ceil(math.log10(hi)) + 1)
     wanted = (1, 2, 5) if len(decades) <= 5 else (1,)
-    # Parsed from text, so that 2e-05 is that and not 2.0000000000000002e-05.
+    # Parsed from text, so that a tick is 2e-05 and not 2.0000000000000002e-05.
     return [tick for d in decades for t in wanted if lo <= (tick := float(f"{t}e{d}")) <= hi]
 
 
-def log_range(values: Iterable[float], room: float = 1.25) -> tuple[float, float]:
-    """The positive values' range with ``room`` below and a quarter above."""
+def log_range(values: Iterable[float], margin: float = 1.25) -> tuple[float, float]:
+    """Return the range of the positive values, extended by the factor ``margin`` downwards and by 1.25 upwards."""
     positive = [value for value in values if value > 0] or [1.0]
-    return min(positive) / room, max(positive) * 1.25
+    return min(positive) / margin, max(positive) * 1.25
 
 
-def _axis(values: Iterable[float], start: float, end: float, room: float = 1.25) -> _LogAxis:
-    return _LogAxis(*log_range(values, room), start, end)
+def _axis(values: Iterable[float], start: float, end: float, margin: float = 1.25) -> _LogAxis:
+    return _LogAxis(*log_range(values, margin), start, end)
 
 
 def draw(chart: Chart) -> str:
-    """The chart as one <svg> element."""
+    """Return the chart as an <svg> element."""
     return _bars(chart) if isinstance(chart, Bars) else _scatter(chart)
 
 
-def _left(labels: Sequence[str]) -> float:
-    """Where the plot begins: right of the longest label, at some 6 pixels a letter."""
-    return 24 + 6.2 * min(_LONGEST_LABEL, max((len(text) for text in labels), default=0))
+def _plot_left(labels: Sequence[str]) -> float:
+    """Return the x coordinate at which the plot begins: right of the longest label, at about 6 pixels per character."""
+    return 24 + 6.2 * min(_MAX_LABEL_LENGTH, max((len(text) for text in labels), default=0))
 
 
-def _label(left: float, y: float, text: str) -> str:
-    cut = text if len(text) <= _LONGEST_LABEL else text[: _LONGEST_LABEL - 1] + "\u2026"
-    return _text(left - 8, y, cut, "end")
+def _row_label(left: float, y: float, text: str) -> str:
+    shown = text if len(text) <= _MAX_LABEL_LENGTH else text[: _MAX_LABEL_LENGTH - 1] + "\u2026"
+    return _text(left - 8, y, shown, "end")
 
 
 def _bars(chart: Bars) -> str:
-    """Horizontal bars, a group per label: long labels stay readable."""
-    left = _left(chart.labels)
+    """Return horizontal bars, a group per label. They are horizontal so that long labels stay readable."""
+    left = _plot_left(chart.labels)
     thick, gap = 12, 10
     names = list(chart.series)
-    height = _TOP + len(chart.labels) * (thick * len(names) + gap) + 40
-    axis = _axis((v for row in chart.series.values() for v in row if v), left, _WIDTH - _RIGHT, room=2.0)
+    height = _TOP_MARGIN + len(chart.labels) * (thick * len(names) + gap) + 40
+    axis = _axis((v for row in chart.series.values() for v in row if v), left, _WIDTH - _RIGHT_MARGIN, margin=2.0)
     parts = [_legend(names, left), *_x_grid(axis, height - 36, f"{chart.unit} per call")]
-    y = float(_TOP)
+    y = float(_TOP_MARGIN)
     for index, text in enumerate(chart.labels):
-        parts.append(_label(left, y + thick * len(names) / 2 + 4, text))
-        for place, name in enumerate(names):
+        parts.append(_row_label(left, y + thick * len(names) / 2 + 4, text))
+        for series_index, name in enumerate(names):
             value = chart.series[name][index]
             if value:
                 parts.append(
-                    _bar(axis, value, y + place * thick, thick - 1, place, f"{name}: {value:.4g} {chart.unit}")
+                    _bar(
+                        axis,
+                        value,
+                        y + series_index * thick,
+                        thick - 1,
+                        series_index,
+                        f"{name}: {value:.4g} {chart.unit}",
+                    )
                 )
         y += thick * len(names) + gap
     return _svg(height, parts)
 
 
-def _bar(axis: _LogAxis, value: float, y: float, thick: int, place: int, text: str) -> str:
+def _bar(axis: _LogAxis, value: float, y: float, thick: int, series_index: int, text: str) -> str:
     width = max(1.0, axis(value) - axis.start)
-    colour = COLOURS[place % len(COLOURS)]
+    colour = COLOURS[series_index % len(COLOURS)]
     title = f"<title>{escape(text)}</title>"
     return f'<rect x="{axis.start:.1f}" y="{y:.1f}" width="{width:.1f}" height="{thick}" fill="{colour}">{title}</rect>'
 
 
 def _scatter(chart: Scatter) -> str:
-    names, left = list(chart.series), _left(chart.rows or (chart.y_title,))
-    height = _TOP + (22 * len(chart.rows) + 46 if chart.rows else 400)
+    names, left = list(chart.series), _plot_left(chart.rows or (chart.y_title,))
+    height = _TOP_MARGIN + (22 * len(chart.rows) + 46 if chart.rows else 400)
     bottom = height - 36
     points = [(p.x, p.y) for group in chart.series.values() for p in group]
-    every = points + [point for line in chart.lines.values() for point in line]
-    x = _axis((point[0] for point in every), left, _WIDTH - _RIGHT)
+    all_points = points + [point for line in chart.lines.values() for point in line]
+    x = _axis((point[0] for point in all_points), left, _WIDTH - _RIGHT_MARGIN)
     parts = [_legend([*names, *chart.lines], left), *_x_grid(x, bottom, chart.x_title)]
     if chart.rows:
-        parts += [_label(left, _TOP + 22 * i + 18, text) for i, text in enumerate(chart.rows)]
-        heights = {point: _TOP + 22 * point[1] + 14 for point in every}
+        parts += [_row_label(left, _TOP_MARGIN + 22 * i + 18, text) for i, text in enumerate(chart.rows)]
+        heights = {point: _TOP_MARGIN + 22 * point[1] + 14 for point in all_points}
         if x.lo < 1 < x.hi:
-            parts.append(f'<line x1="{x(1):.1f}" x2="{x(1):.1f}" y1="{_TOP - 6}" y2="{bottom:.1f}" class="even"/>')
+            parts.append(
+                f'<line x1="{x(1):.1f}" x2="{x(1):.1f}" y1="{_TOP_MARGIN - 6}" y2="{bottom:.1f}" class="even"/>'
+            )
     else:
-        y = _axis((point[1] for point in every), bottom, _TOP)
+        y = _axis((point[1] for point in all_points), bottom, _TOP_MARGIN)
         parts += _y_grid(y, chart.y_title, left)
-        heights = {point: y(point[1]) for point in every}
-    for place, line in enumerate(chart.lines.values(), start=len(names)):
+        heights = {point: y(point[1]) for point in all_points}
+    for index, line in enumerate(chart.lines.values(), start=len(names)):
         path = " ".join(f"{x(px):.1f},{heights[px, py]:.1f}" for px, py in line)
         parts.append(
-            f'<polyline points="{path}" fill="none" stroke="{COLOURS[place % len(COLOURS)]}" stroke-width="2"/>'
+            f'<polyline points="{path}" fill="none" stroke="{COLOURS[index % len(COLOURS)]}" stroke-width="2"/>'
         )
-    for place, group in enumerate(chart.series.values()):
+    for index, group in enumerate(chart.series.values()):
         for p in group:
             title = f"<title>{escape(p.text)}</title>"
-            spot = f'cx="{x(p.x):.1f}" cy="{heights[p.x, p.y]:.1f}" r="4" fill="{COLOURS[place % len(COLOURS)]}"'
-            parts.append(f'<circle {spot} fill-opacity="0.7">{title}</circle>')
+            attributes = f'cx="{x(p.x):.1f}" cy="{heights[p.x, p.y]:.1f}" r="4" fill="{COLOURS[index % len(COLOURS)]}"'
+            parts.append(f'<circle {attributes} fill-opacity="0.7">{title}</circle>')
     return _svg(height, parts)
 
 
 def _legend(names: Sequence[str], left: float) -> str:
     parts, x = [], left
-    for place, name in enumerate(names):
-        parts.append(f'<rect x="{x:.0f}" y="8" width="12" height="12" fill="{COLOURS[place % len(COLOURS)]}"/>')
+    for index, name in enumerate(names):
+        parts.append(f'<rect x="{x:.0f}" y="8" width="12" height="12" fill="{COLOURS[index % len(COLOURS)]}"/>')
         parts.append(_text(x + 16, 18, name))
         x += 40 + 7 * len(name)
     return "".join(parts)
@@ -135,16 +144,16 @@ def _x_grid(axis: _LogAxis, bottom: float, title: str) -> list[str]:
     parts = [_text((axis.start + axis.end) / 2, bottom + 32, title, "middle")]
     for tick in axis.ticks():
         x = axis(tick)
-        parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP - 6}" y2="{bottom:.1f}" class="grid"/>')
+        parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP_MARGIN - 6}" y2="{bottom:.1f}" class="grid"/>')
         parts.append(_text(x, bottom + 15, f"{tick:g}", "middle"))
     return parts
 
 
 def _y_grid(axis: _LogAxis, title: str, left: float) -> list[str]:
-    parts = [_text(8, _TOP + 10, title)]
+    parts = [_text(8, _TOP_MARGIN + 10, title)]
     for tick in axis.ticks():
         y = axis(tick)
-        parts.append(f'<line x1="{left:.1f}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
+        parts.append(f'<line x1="{left:.1f}" x2="{_WIDTH - _RIGHT_MARGIN}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
         parts.append(_text(left - 8, y + 4, f"{tick:g}", "end"))
     return parts
 

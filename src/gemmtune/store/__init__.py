@@ -1,4 +1,4 @@
-"""Where decisions are kept: ``open_store()`` gives the one that the environment names."""
+"""Stores of decisions. ``open_store()`` returns the default one."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["Artifacts", "Lease", "MemoryStore", "SqliteStore", "Store", "default
 
 
 def open_store(path: str | os.PathLike[str] | None = None) -> Store:
-    """The store at ``path``; by default the one ``default_path`` names. Nothing is read or made until it is used.
+    """Return the store at ``path``, by default at ``default_path()``. No file is read or created before its first use.
 
-    ``":memory:"`` gives a MemoryStore. So does a default place that can be neither written nor read (a warning through
-    the ``gemmtune`` logger says so); a path that was asked for by argument is taken as it is, and writing it raises
-    StoreError when it cannot be done.
+    Returns a MemoryStore for ``":memory:"``, and also when the default path can be neither read nor written; the
+    ``gemmtune`` logger then gets a warning. A ``path`` argument is used without this check, and writing to the store
+    raises StoreError when the path is not writable.
     """
     chosen = default_path() if path is None else Path(path).expanduser()
     if str(chosen) == ":memory:":
@@ -36,7 +36,7 @@ def open_store(path: str | os.PathLike[str] | None = None) -> Store:
 
 
 def _usable(path: Path) -> bool:
-    """Whether the file is there, or its nearest existing parent is a directory that can be written."""
+    """Whether the file exists, or its nearest existing parent is a writable directory."""
     if os.path.exists(path):
         return os.path.isfile(path)
     parent = next(folder for folder in path.absolute().parents if os.path.exists(folder))

@@ -1,4 +1,4 @@
-"""The contract of a store: data in, data out, never code."""
+"""``Store``: the interface of stores of decisions. A store holds data, never code."""
 
 from __future__ import annotations
 
@@ -19,22 +19,25 @@ from .legality import review
 
 log = logging.getLogger("gemmtune")
 Report = Callable[[str], None]
-HURRY_S = 0.03  # what serving's reads wait for a writer, in seconds
+SHORT_TIMEOUT_S = 0.03  # seconds that dispatch's reads wait for a writer
 
 if TYPE_CHECKING:
     from ..core.decision import Decision, Verdict
     from .lease import Lease
 
 
-def kept_keys(keep: Target | Collection[Target] | None) -> tuple[str, ...]:
-    """The keys of the Targets that ``prune`` is to keep; empty for all of them."""
+def retained_keys(keep: Target | Collection[Target] | None) -> tuple[str, ...]:
+    """Return the keys of the Targets whose decisions ``prune`` retains; empty when it retains all of them."""
     if keep is None:
         return ()
     return (keep.key,) if isinstance(keep, Target) else tuple(target.key for target in keep)
 
 
 def warn(line: str) -> None:
-    """One line through the ``gemmtune`` logger; names in it may be anybody's."""
+    """Log one line as a warning of the ``gemmtune`` logger, with unprintable characters escaped.
+
+    The line may contain names from an untrusted store or export.
+    """
     log.warning("%s", visible(line))
 
 
@@ -42,66 +45,72 @@ _STORES: weakref.WeakSet[Store] = weakref.WeakSet()
 
 
 class Store(ABC):
-    """Keeps Decisions and remembered failures per Target. One transaction a record.
+    """Decisions and failures of candidates by Target, with one transaction per record.
 
-    Readers meet damage as a miss (and warn once); writers raise StoreError.
+    Readers treat a damaged record as a miss and warn once; writers raise StoreError.
     """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self.damage: list[str] = []  # what reading took for misses so far, one line each
+        self.damage: list[str] = []  # damaged records that reads treated as misses so far, one line each
         _STORES.add(self)
 
     def check(self) -> None:
-        """Raise StoreError, saying what is there instead, when there is something that cannot be read as a store.
+        """Raise StoreError, with a description of the file, when the store's path has a file that is no readable store.
 
-        Readers go on without it; who was asked for this very store calls this first.
+        Readers only warn and continue without the store. A command that was asked for this particular store calls this
+        method first.
         """
         return
 
     def check_writable(self) -> None:
-        """Write and take back a record. Raises StoreError when the store cannot be written."""
+        """Write a record and delete it again. Raises StoreError when the store cannot be written."""
         return
 
-    def in_a_hurry(self) -> AbstractContextManager[None]:
-        """Return a block in which this thread's reads wait some tens of milliseconds at most for a writer, and then
-        raise StoreBusy, where others wait for seconds and take what they cannot read for a miss."""
+    def short_timeout(self) -> AbstractContextManager[None]:
+        """Return a context manager that shortens the time for which this thread's reads wait for a writer.
+
+        Inside it a read waits some tens of milliseconds at most and then raises StoreBusy. Outside it a read waits for
+        seconds and then reports a miss.
+        """
         return nullcontext()
 
     @property
     def artifacts_directory(self) -> Path | None:
-        """The directory for what backends build for this store's decisions; None: that of the default store."""
+        """The directory for artifacts that backends build for this store's decisions; None: the default store's."""
         return None
 
     @abstractmethod
     def get(self, target: Target, problem_key: str) -> Decision | None:
-        """The decision, or None when there is none for exactly this target."""
+        """Return the decision for a problem on exactly this target; None when there is none."""
 
     @abstractmethod
     def put(self, target: Target, decision: Decision) -> None:
-        """Keep (or replace) one decision; durable when this returns."""
+        """Store one decision, replacing a former one. The decision is durable when this method returns."""
 
     @abstractmethod
     def decisions(self, target: Target | None = None) -> Iterator[Decision]:
-        """Every decision of one target, or of all, newest first."""
+        """Yield the decisions of one target, or of all targets, newest first."""
 
     @abstractmethod
     def targets(self) -> list[Target]:
-        """Every target with a decision."""
+        """Return all targets that have a decision."""
 
     @abstractmethod
     def remember_failure(self, target: Target, problem_key: str, candidate_id: str, verdict: Verdict) -> None:
-        """A candidate that crashed, hung or was wrong is not tried again on this target."""
+        """Store the Verdict of a candidate that crashed, hung or was wrong, so that tuning on this target skips it."""
 
     @abstractmethod
     def failures(self, target: Target, problem_key: str) -> dict[str, Verdict]:
-        """Remembered failures by candidate id. ``problem_key`` may be a plan key: faults that hold for every M are
-        remembered under that, too."""
+        """Return the stored failures of a problem by candidate id.
+
+        ``problem_key`` may be a plan key, under which the faults that apply to every M are stored.
+        """
 
     def all_failures(self, target: Target) -> dict[str, dict[str, Verdict]]:
-        """Return a target's remembered failures by problem key or plan key, then by candidate id.
+        """Return a target's stored failures by problem key or plan key, then by candidate id.
 
-        The default asks for those of the decided problems and their Plans.
+        This default implementation only covers the problems that have a decision, and their plan keys.
         """
         keys = {decision.problem_key for decision in self.decisions(target)}
         keys |= {plan_key_of(key) for key in keys}
@@ -109,55 +118,61 @@ class Store(ABC):
 
     @abstractmethod
     def lease(self, target: Target, problem_key: str, ttl_s: float) -> Lease | None:
-        """The right to tune this problem for ``ttl_s`` seconds (at most an hour); None while somebody else holds it.
+        """Acquire the exclusive right to tune a problem for ``ttl_s`` seconds (at most an hour).
 
-        A holder that died or let it run out loses it. Raises StoreError when the store cannot be written.
+        Returns None while another owner has the lease. An owner loses its lease when it dies or when the time has run
+        out. Raises StoreError when the store cannot be written.
         """
 
     @abstractmethod
-    def leased(self, target: Target, problem_key: str) -> float | None:
-        """Seconds until the lease that somebody holds now runs out; None when nobody holds one."""
+    def lease_remaining_s(self, target: Target, problem_key: str) -> float | None:
+        """Return the seconds until the current lease on a problem runs out; None when there is no lease."""
 
     @abstractmethod
     def export(self, path: Path, target: Target | None = None) -> int:
-        """Write one readable, versioned JSON file; returns the number of decisions."""
+        """Write decisions to one readable, versioned JSON file. Returns the number of decisions."""
 
     @abstractmethod
     def import_(self, path: Path, report: Report = warn) -> int:
-        """Validate everything in an exported file, then keep it all or nothing; returns the number kept.
+        """Validate an exported file completely, then store its decisions in one step. Returns the number stored.
 
-        Decisions that would serve a kernel which is not legal for their Problem and Target are left out; ``report`` is
-        called with one line for each.
+        Nothing is stored when the file is invalid. Decisions that would serve a kernel which is not legal for their
+        Problem and Target are skipped; ``report`` is called with one line for each.
         """
 
     @abstractmethod
     def prune(self, *, keep: Target | Collection[Target] | None = None, older_than_s: float | None = None) -> int:
-        """Delete decisions of other targets than ``keep`` and/or older than an age; returns the number deleted."""
+        """Delete the decisions of targets other than ``keep``, and those older than an age. Returns their number.
+
+        keep: None retains the decisions of all targets. older_than_s: age in seconds; None: no limit.
+        """
 
     @abstractmethod
     def verify(self, unchecked: Report | None = None) -> list[str]:
-        """Damage found, and kernels that would be served and are not legal, in words, one line each; empty when the
-        store is sound. ``unchecked`` is called with one line for each kernel of which this installation cannot tell:
-        dispatch checks it where it serves."""
+        """Return one line for each damaged record, and for each kernel that would be served but is not legal.
 
-    def _illegal(self, unchecked: Report | None) -> list[str]:
-        """Return a line for each kernel that a sound Decision would serve and that is not legal."""
+        The list is empty when the store is sound. ``unchecked`` is called with one line for each kernel whose legality
+        this installation cannot determine; dispatch checks such a kernel on the machine where it serves.
+        """
+
+    def _illegal_lines(self, unchecked: Report | None) -> list[str]:
+        """Return one line for each kernel that an undamaged Decision would serve although it is not legal."""
         lines: list[str] = []
         for target in self.targets():
             for decision in self.decisions(target):
-                found = review(target, decision)
-                lines += found.illegal
-                for line in found.unchecked if unchecked is not None else ():
+                findings = review(target, decision)
+                lines += findings.illegal
+                for line in findings.unchecked if unchecked is not None else ():
                     unchecked(line)  # type: ignore[misc]
         return lines
 
     @abstractmethod
     def close(self) -> None:
-        """Release what is open. Idempotent."""
+        """Close open connections. Idempotent."""
 
 
 def _after_fork() -> None:
-    """In a forked child: the locks anew, since the thread that held one may not have come along."""
+    """Give every store of a forked child a new lock: the thread that owned the lock may not exist in the child."""
     for store in list(_STORES):
         store._lock = threading.RLock()
 

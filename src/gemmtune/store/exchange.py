@@ -1,4 +1,7 @@
-"""Decisions as one readable, versioned JSON file: written atomically, read with everything checked first."""
+"""Export and import of decisions as one readable, versioned JSON file.
+
+The file is written atomically, and validated completely before any decision is returned.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ MAX_BYTES = 1 << 30
 
 
 class _Header(msgspec.Struct):
-    """What tells whether the rest can be read at all; the rest may look like anything."""
+    """The fields that tell whether the rest of the file can be decoded; other fields are ignored."""
 
     format: str
     version: int
@@ -36,7 +39,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def write_export(path: Path, pairs: Iterable[tuple[Target, Decision]]) -> int:
-    """Write the decisions and the targets they name; returns how many. Raises StoreError when it cannot."""
+    """Write decisions and their targets. Returns the number of decisions. Raises StoreError when writing fails."""
     targets: dict[str, Any] = {}
     decisions: list[Decision] = []
     for target, decision in pairs:
@@ -45,17 +48,17 @@ def write_export(path: Path, pairs: Iterable[tuple[Target, Decision]]) -> int:
     data = {"format": FORMAT, "version": VERSION, "targets": targets, "decisions": decisions}
     body = msgspec.json.format(msgspec.json.encode(data), indent=1) + b"\n"
     try:
-        place = Path(path).absolute()
-        write_whole(place, body)
+        destination = Path(path).absolute()
+        write_whole(destination, body)
     except OSError as error:
         raise StoreError(f"cannot write the export {path}: {error}") from error
-    with contextlib.suppress(OSError):  # the export is done, whatever keeps us from tidying up after an earlier one
-        sweep(place.parent, place.name)
+    with contextlib.suppress(OSError):  # the export is complete; removing old files may fail
+        sweep(destination.parent, destination.name)
     return len(decisions)
 
 
 def read_export(path: Path) -> list[tuple[Target, Decision]]:
-    """Everything in an exported file, validated. Raises StoreError naming the first thing that is wrong."""
+    """Return the validated (target, decision) pairs of an exported file. Raises StoreError naming the first error."""
     try:
         if os.path.getsize(path) > MAX_BYTES:
             raise StoreError(f"cannot import {path}: it is larger than {MAX_BYTES >> 20} MiB")
@@ -80,7 +83,7 @@ def _parse(body: bytes) -> list[tuple[Target, Decision]]:
 
 
 def _owner(index: int, decision: Decision, targets: dict[str, Target]) -> Target:
-    """The decision's target, once the decision itself has been checked."""
+    """Check a decision and return its target. Raises DamagedRecord."""
     try:
         check_decision(decision)
     except DAMAGE as error:

@@ -1,4 +1,4 @@
-"""What a file is that is no store, in words: so that who named the wrong one sees which it was."""
+"""Descriptions of files that are not stores, for the error message when a user names the wrong file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import codecs
 import os
 from pathlib import Path
 
-_BEGINNINGS = {
+_SIGNATURES = {
     b"SQLite format 3\0": "a damaged SQLite database",
     b"\x1f\x8b": "a gzip file",
     b"PK\x03\x04": "a zip file (PyTorch's .pt files are some)",
@@ -16,20 +16,20 @@ _BEGINNINGS = {
 }
 
 
-def kind_of(path: Path) -> str:
-    """The file's kind by its first bytes. Nothing is raised: what cannot be read is said to be so."""
+def describe_file(path: Path) -> str:
+    """Return a description of a file, from its first bytes. Never raises: an unreadable file has a description, too."""
     try:
         with open(path, "rb") as file:
             head = file.read(4096)
     except OSError as error:
         return f"a file that cannot be read ({os.strerror(error.errno or 0)})"
-    for beginning, words in _BEGINNINGS.items():
-        if head.startswith(beginning):
-            return words
+    for signature, description in _SIGNATURES.items():
+        if head.startswith(signature):
+            return description
     if b"gemmtune-decisions" in head:
         return "an export of decisions, which `gemmtune store import` reads"
     try:
-        text = codecs.getincrementaldecoder("utf-8")().decode(head)  # whose last character may be cut in two
+        text = codecs.getincrementaldecoder("utf-8")().decode(head)  # incremental: the last character may be incomplete
     except UnicodeDecodeError:
         return "a binary file that is no database"
     return (

@@ -1,4 +1,4 @@
-"""A lease: of several processes that want the same problem tuned, the one that holds it does."""
+"""``Lease``: the exclusive right to tune a problem, so that several processes do not tune the same one."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ MAX_TTL_S = 3600.0
 
 
 class Lease:
-    """The right to tune one problem, for ``ttl_s`` seconds from taking it and from each renewal.
+    """The exclusive right to tune one problem, for ``ttl_s`` seconds after it was acquired or renewed.
 
-    As a context manager it renews itself every third of that from a thread of its own, and is released at the end,
-    whatever ended it. A process that dies loses its leases at once to others on the same machine, and to those
-    elsewhere when the time is up.
+    As a context manager, the lease renews itself in a thread of its own, three times in ``ttl_s`` seconds, and is
+    released on exit, also after an exception. When a process dies, other processes on its machine can acquire its
+    leases at once, and those on other machines when the time has run out.
     """
 
     def __init__(self, ttl_s: float, renew: Callable[[], bool], release: Callable[[], None]) -> None:
@@ -29,7 +29,7 @@ class Lease:
         self._thread: threading.Thread | None = None
 
     def renew(self) -> bool:
-        """Hold it for another ``ttl_s`` seconds. False when it was lost, or the store cannot be written."""
+        """Extend the lease to ``ttl_s`` seconds from now. False when it was lost or the store is not writable."""
         try:
             return self._renew()
         except StoreError as error:
@@ -37,14 +37,14 @@ class Lease:
             return False
 
     def release(self) -> None:
-        """Let others have it. Idempotent; a store that cannot be written is left to forget it by itself."""
+        """Release the lease. Idempotent. When the store cannot be written, the lease runs out instead."""
         try:
             self._release()
         except StoreError as error:
             log.debug("a lease is not released: %s", error)
 
     def __enter__(self) -> Lease:
-        self._thread = threading.Thread(target=self._keep, name="gemmtune-lease", daemon=True)
+        self._thread = threading.Thread(target=self._renew_periodically, name="gemmtune-lease", daemon=True)
         self._thread.start()
         return self
 
@@ -58,18 +58,18 @@ class Lease:
         finally:
             self.release()
 
-    def _keep(self) -> None:
+    def _renew_periodically(self) -> None:
         while not self._end.wait(self.ttl_s / 3):
             self.renew()
 
 
 def check_ttl(ttl_s: float) -> None:
-    """Raises ValueError unless 0 < ttl_s <= MAX_TTL_S."""
+    """Raise ValueError unless 0 < ttl_s <= MAX_TTL_S."""
     if not 0 < ttl_s <= MAX_TTL_S:
         raise ValueError(f"a lease's seconds must be positive and at most {MAX_TTL_S:.0f}; got {ttl_s!r}")
 
 
-def left_s(expires: float, now: float) -> float | None:
-    """Seconds until ``expires``; None when that is over, or further off than any lease (a clock was set back)."""
-    rest = expires - now
-    return rest if 0 < rest <= MAX_TTL_S else None
+def remaining_s(expires: float, now: float) -> float | None:
+    """Return the seconds until ``expires``; None when it has passed, or is beyond MAX_TTL_S (a clock was set back)."""
+    seconds = expires - now
+    return seconds if 0 < seconds <= MAX_TTL_S else None

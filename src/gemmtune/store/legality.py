@@ -1,6 +1,6 @@
-"""Whether what a stored Decision would serve is legal: records may come from an edited or an imported store.
+"""Checks that the kernels which stored Decisions would serve are legal: a store may have been edited or imported.
 
-Dispatch checks the same before it loads a kernel. Here it is reported, without the machine that a record is for.
+Dispatch checks this before it loads a kernel. The functions here report it without the machine of the record's Target.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from .schema import DAMAGE
 
 @dataclass(slots=True)
 class Review:
-    """Findings on one Decision, a line each.
+    """Findings about one Decision, one line per candidate.
 
-    illegal: candidates that would be served and are not legal for the Problem and the Target, or that want their
-    weight in another layout than recorded. unchecked: candidates of which this installation cannot tell.
+    illegal: candidates that would be served although they are not legal for the Problem and the Target, or although
+    they take their weight in another layout than recorded. unchecked: candidates that this installation cannot check.
     """
 
     illegal: list[str] = field(default_factory=list)
@@ -30,36 +30,36 @@ class Review:
 
 
 def review(target: Target, decision: Decision) -> Review:
-    """Check every candidate of a sound Decision that may be served, against the backends of this installation."""
-    found = Review()
+    """Check all candidates that an undamaged Decision may serve, against the backends of this installation."""
+    findings = Review()
     problem = Problem.from_dict(decision.problem)
-    duelled = {layout.candidate for layout in decision.layouts.values()}
-    served = {*decision.alternatives.values(), *duelled, decision.chosen}
+    tested = {layout.candidate for layout in decision.layouts.values()}
+    served = {*decision.alternatives.values(), *tested, decision.chosen}
     for row in decision.evidence:
         if row.id in served:
             illegal, unchecked = _check(target, problem, row)
             where = f"decision {decision.problem_key}: {row.id}"
-            found.illegal += [f"{where} {illegal}"] if illegal else []
-            found.unchecked += [f"{where} {unchecked}"] if unchecked else []
-    return found
+            findings.illegal += [f"{where} {illegal}"] if illegal else []
+            findings.unchecked += [f"{where} {unchecked}"] if unchecked else []
+    return findings
 
 
 def legal_only(
     pairs: Iterable[tuple[Target, Decision]], report: Callable[[str], None]
 ) -> list[tuple[Target, Decision]]:
-    """Return the Decisions without those that would serve what is not legal, each of which is reported."""
-    kept = []
+    """Return the Decisions that serve legal kernels only; ``report`` is called with one line for each other one."""
+    accepted = []
     for target, decision in pairs:
         illegal = review(target, decision).illegal
         if illegal:
             report("; ".join(illegal))
         else:
-            kept.append((target, decision))
-    return kept
+            accepted.append((target, decision))
+    return accepted
 
 
 def _check(target: Target, problem: Problem, row: Evidence) -> tuple[str, str]:
-    """(what is illegal, what cannot be checked) of one candidate; both empty when it may serve."""
+    """Return (why a candidate is illegal, why it cannot be checked); both are empty when it may serve."""
     candidate = Candidate.from_dict(row.candidate)
     if candidate.backend not in backends.names():
         return "", f"is not checked: there is no backend {candidate.backend!r} here"
@@ -84,13 +84,13 @@ def _judge(
     if reason:
         return f"is not legal for it on {target.name}: {reason}", ""
     try:
-        wanted = backend.packing_of(problem, candidate)
+        required = backend.packing_of(problem, candidate)
     except NotImplementedError:
         return "", "is not checked: only its loaded kernel tells which layout it wants its weight in"
-    if wanted == packing:
+    if required == packing:
         return "", ""
-    return f"wants its weight {_words(wanted)}, and the record says {_words(packing)}", ""
+    return f"wants its weight {_describe_packing(required)}, and the record says {_describe_packing(packing)}", ""
 
 
-def _words(packing: str | None) -> str:
+def _describe_packing(packing: str | None) -> str:
     return "as it is" if packing is None else f"packed as {packing!r}"

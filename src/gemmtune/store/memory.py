@@ -1,4 +1,4 @@
-"""A Store that lives as long as its process: for tests, and where no file can be written."""
+"""``MemoryStore``: a store in memory, for tests and for machines on which no file can be written."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from pathlib import Path
 
 from ..core.decision import Decision, Verdict
 from ..core.target import Target
-from .base import Report, Store, kept_keys, warn
+from .base import Report, Store, retained_keys, warn
 from .exchange import read_export, write_export
-from .lease import Lease, check_ttl, left_s
+from .lease import Lease, check_ttl, remaining_s
 from .legality import legal_only
 from .schema import decode_decision, encode_decision
 
 
 class MemoryStore(Store):
-    """Keeps encoded records in dicts. The contract is SqliteStore's, durability aside; safe to share by threads.
+    """A store whose records end with the process. Otherwise it behaves like SqliteStore. Threads may share it.
 
-    What backends build for its decisions is kept with the default store's artifacts.
+    Records are kept encoded. Artifacts that backends build for its decisions go to the default store's directory.
     """
 
     def __init__(self) -> None:
@@ -75,15 +75,15 @@ class MemoryStore(Store):
         check_ttl(ttl_s)
         key, token = (target.key, problem_key), object()
         with self._lock:
-            if self.leased(target, problem_key) is not None:
+            if self.lease_remaining_s(target, problem_key) is not None:
                 return None
             self._leases[key] = (token, time.monotonic() + ttl_s)
         return Lease(ttl_s, lambda: self._renew(key, token, ttl_s), lambda: self._release(key, token))
 
     def _renew(self, key: tuple[str, str], token: object, ttl_s: float) -> bool:
         with self._lock:
-            held = self._leases.get(key)
-            if held is None or held[0] is not token:
+            lease = self._leases.get(key)
+            if lease is None or lease[0] is not token:
                 return False
             self._leases[key] = (token, time.monotonic() + ttl_s)
             return True
@@ -93,9 +93,9 @@ class MemoryStore(Store):
             if key in self._leases and self._leases[key][0] is token:
                 del self._leases[key]
 
-    def leased(self, target: Target, problem_key: str) -> float | None:
-        held = self._leases.get((target.key, problem_key))
-        return None if held is None else left_s(held[1], time.monotonic())
+    def lease_remaining_s(self, target: Target, problem_key: str) -> float | None:
+        lease = self._leases.get((target.key, problem_key))
+        return None if lease is None else remaining_s(lease[1], time.monotonic())
 
     def export(self, path: Path, target: Target | None = None) -> int:
         owners = self.targets() if target is None else [target]
@@ -108,24 +108,26 @@ class MemoryStore(Store):
 
     def prune(self, *, keep: Target | Collection[Target] | None = None, older_than_s: float | None = None) -> int:
         oldest = float("-inf") if older_than_s is None else time.time() - older_than_s
-        kept = kept_keys(keep)
+        retained = retained_keys(keep)
         with self._lock:
-            doomed = [key for key, row in self._rows.items() if (kept and key[0] not in kept) or row[0] < oldest]
+            doomed = [
+                key for key, row in self._rows.items() if (retained and key[0] not in retained) or row[0] < oldest
+            ]
             for key in doomed:
                 del self._rows[key]
-            if kept:
-                self._failures = {key: rows for key, rows in self._failures.items() if key[0] in kept}
+            if retained:
+                self._failures = {key: rows for key, rows in self._failures.items() if key[0] in retained}
         return len(doomed)
 
     def verify(self, unchecked: Report | None = None) -> list[str]:
-        return self._illegal(unchecked)
+        return self._illegal_lines(unchecked)
 
     def close(self) -> None:
-        """Nothing is open; the records stay until the store itself goes."""
+        """Do nothing: there is no connection, and the records stay in memory as long as the store."""
 
 
 def require_owner(target: Target, decision: Decision) -> None:
-    """Raises ValueError unless the decision was made for this target."""
+    """Raise ValueError unless the decision was made for this target."""
     if decision.target_key != target.key:
         raise ValueError(
             f"the decision for {decision.problem_key} was made for target {decision.target_key}, not {target.key}; "

@@ -1,4 +1,4 @@
-"""The schema of a store's file: which version it has, whether it is ours, and how it is brought up to date."""
+"""The schema version of a store's file, and its migration to the current version."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from .schema import MIGRATIONS, SCHEMA_VERSION
 
 @contextlib.contextmanager
 def transaction(connection: sqlite3.Connection, kind: Literal["IMMEDIATE", "DEFERRED"] = "IMMEDIATE") -> Iterator[None]:
-    """IMMEDIATE takes the write lock at once, so that no half-done transaction has to give way; DEFERRED is to read."""
+    """Run a block in a transaction, which is rolled back when the block raises.
+
+    kind: IMMEDIATE acquires the write lock at the start, so that a transaction never fails halfway because of another
+    writer; DEFERRED is for reading.
+    """
     connection.execute(f"BEGIN {kind}")
     try:
         yield
@@ -25,11 +29,12 @@ def transaction(connection: sqlite3.Connection, kind: Literal["IMMEDIATE", "DEFE
         raise
 
 
-def version_of(connection: sqlite3.Connection) -> int:
-    """The schema version; 0 for an empty file. To be called in a transaction, lest another process upgrade in between.
+def read_version(connection: sqlite3.Connection) -> int:
+    """Return the schema version; 0 for an empty file.
 
-    Raises StoreError for somebody else's database, a newer one, or one with anything in its schema that gemmtune did
-    not put there (a view or a trigger could answer, or act, in a table's place).
+    Must be called in a transaction, since another process could migrate the schema between its reads. Raises StoreError
+    for another program's database, for a newer schema, and for a schema with objects that gemmtune did not create (a
+    view or a trigger could replace a table's contents or act on it).
     """
     objects = _objects(connection)
     if not objects:
@@ -52,27 +57,27 @@ def version_of(connection: sqlite3.Connection) -> int:
 
 
 def _objects(connection: sqlite3.Connection) -> frozenset[tuple[str, str, str]]:
-    """What the database's schema declares, but for what ANALYZE leaves."""
+    """Return (type, name, SQL) of all objects in the database's schema except the tables that ANALYZE creates."""
     sql = "SELECT type, name, coalesce(sql, '') FROM sqlite_master WHERE name NOT LIKE 'sqlite_stat%'"
     return frozenset(connection.execute(sql))
 
 
 @functools.cache
 def _schema(version: int) -> frozenset[tuple[str, str, str]]:
-    """What the schema of that version declares."""
+    """Return the objects, as ``_objects`` does, that gemmtune's schema of a version contains."""
     with contextlib.closing(sqlite3.connect(":memory:")) as connection:
         _apply(connection, 0, version)
         return _objects(connection)
 
 
 def migrate(connection: sqlite3.Connection) -> None:
-    """Bring the schema up to date, in one transaction."""
+    """Migrate the schema to SCHEMA_VERSION in one transaction."""
     with transaction(connection):
-        _apply(connection, version_of(connection), SCHEMA_VERSION)  # read again: another process may have been first
+        _apply(connection, read_version(connection), SCHEMA_VERSION)  # another process may have migrated it already
 
 
-def _apply(connection: sqlite3.Connection, version: int, wanted: int) -> None:
-    for step in range(version, wanted):
+def _apply(connection: sqlite3.Connection, version: int, last: int) -> None:
+    for step in range(version, last):
         for statement in MIGRATIONS[step]:
             connection.execute(statement)
-    connection.execute("UPDATE gemmtune_schema SET version = ?", (wanted,))
+    connection.execute("UPDATE gemmtune_schema SET version = ?", (last,))

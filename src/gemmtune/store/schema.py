@@ -1,4 +1,4 @@
-"""What a stored record looks like: strict types, encoding, checks, and the tables with their migrations."""
+"""The format of stored records: strict types, encoding, checks, and the SQL tables with their migrations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..core.decision import Decision, Verdict
 from ..core.problem import Family, Order, Problem
 from ..core.target import Target
 
-# MIGRATIONS[i] takes a store from version i to i + 1; a released entry is never edited, only followed by another.
+# MIGRATIONS[i] converts a store from version i to i + 1. A released entry is never edited: changes need a new entry.
 MIGRATIONS: tuple[tuple[str, ...], ...] = (
     (
         "CREATE TABLE gemmtune_schema (version INTEGER NOT NULL)",
@@ -33,7 +33,7 @@ SCHEMA_VERSION = len(MIGRATIONS)
 
 
 class TargetRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A Target as stored: ``Target.to_dict()``, with every field present and of its type."""
+    """The stored form of a Target: ``Target.to_dict()`` with all fields required and typed."""
 
     device: str
     name: str
@@ -76,7 +76,7 @@ class _Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ProblemRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A Problem as stored: ``Problem.to_dict()``, with every field present and of its type."""
+    """The stored form of a Problem: ``Problem.to_dict()`` with all fields required and typed."""
 
     family: Family
     m: int
@@ -92,10 +92,10 @@ class ProblemRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DamagedRecord(ValueError):
-    """A stored record that cannot be trusted; the text says what is wrong with it."""
+    """A stored record that is malformed or fails a check; the message says why."""
 
 
-# What reading bytes that anyone may have touched can raise: wrong JSON, wrong types, too deep, too large.
+# The errors that decoding untrusted bytes can raise: invalid JSON, wrong types, too deep nesting, too large numbers.
 DAMAGE = (msgspec.MsgspecError, ValueError, TypeError, KeyError, RecursionError, OverflowError)
 
 _decision_decoder = msgspec.json.Decoder(Decision)
@@ -104,7 +104,7 @@ _verdict_decoder = msgspec.json.Decoder(Verdict)
 
 
 def digest(*parts: str | bytes) -> str:
-    """A checksum over the parts of a row, so that a flipped bit is seen even where the JSON stays well formed."""
+    """Return a checksum of the parts of a row, which reveals a flipped bit even when the JSON stays well formed."""
     state = hashlib.blake2b(digest_size=16)
     for part in parts:
         raw = part.encode() if isinstance(part, str) else part
@@ -113,12 +113,12 @@ def digest(*parts: str | bytes) -> str:
 
 
 def encode_target(target: Target) -> bytes:
-    """Canonical JSON of a Target."""
+    """Return the canonical JSON of a Target."""
     return msgspec.json.encode(target.to_dict(), order="deterministic")
 
 
 def decode_target(body: bytes | str, key: str | None = None) -> Target:
-    """The Target in ``body``. Raises DamagedRecord when it is malformed or not the one ``key`` names."""
+    """Decode a Target. Raises DamagedRecord when it is malformed, or when its key is not ``key``."""
     try:
         target = Target.from_dict(msgspec.to_builtins(_target_decoder.decode(body)))
     except DAMAGE as error:
@@ -129,9 +129,10 @@ def decode_target(body: bytes | str, key: str | None = None) -> Target:
 
 
 def encode_decision(decision: Decision) -> bytes:
-    """JSON of a Decision that is known to be sound and to read back. Raises ValueError naming what is wrong.
+    """Return the JSON of a Decision. Raises ValueError, naming the fault, when the Decision fails a check.
 
-    Strictness at the door: what this accepts, ``decode_decision`` reads (a NaN or an infinity would not survive JSON).
+    The JSON is decoded again for the check, since JSON preserves neither NaN nor infinity: ``decode_decision`` reads
+    everything that this function accepts.
     """
     body = msgspec.json.encode(decision)
     try:
@@ -142,7 +143,7 @@ def encode_decision(decision: Decision) -> bytes:
 
 
 def decode_decision(body: bytes, target_key: str, problem_key: str) -> Decision:
-    """The Decision in ``body``. Raises DamagedRecord when malformed, unsound or another problem's."""
+    """Decode a Decision. Raises DamagedRecord when it is malformed, fails a check, or is another problem's."""
     try:
         decision = _decision_decoder.decode(body)
         _check_problem(decision)
@@ -159,7 +160,7 @@ def encode_verdict(verdict: Verdict) -> bytes:
 
 
 def decode_verdict(body: bytes) -> Verdict:
-    """Raises DamagedRecord when malformed."""
+    """Decode a Verdict. Raises DamagedRecord when it is malformed."""
     try:
         return _verdict_decoder.decode(body)
     except DAMAGE as error:
@@ -167,7 +168,7 @@ def decode_verdict(body: bytes) -> Verdict:
 
 
 def check_decision(decision: Decision) -> None:
-    """Check everything a Decision says against itself. Raises ValueError, TypeError or KeyError."""
+    """Check that all parts of a Decision are consistent. Raises ValueError, TypeError or KeyError."""
     _check_problem(decision)
     for row in decision.evidence:
         if Candidate.from_dict(row.candidate).id != row.id:
@@ -184,12 +185,15 @@ def _check_problem(decision: Decision) -> None:
 
 
 def decode_problem(data: dict[str, Any]) -> Problem:
-    """A Problem from ``Problem.to_dict()`` data, every field checked. Raises ValueError, TypeError or KeyError."""
+    """Build a Problem from the data of ``Problem.to_dict()`` and check all fields.
+
+    Raises ValueError, TypeError or KeyError.
+    """
     return Problem.from_dict(msgspec.to_builtins(msgspec.convert(data, ProblemRecord)))
 
 
 def _check_choice(decision: Decision) -> None:
-    """Whatever may be served must be in the evidence with a verdict that passed."""
+    """Raise ValueError unless every candidate that may be served has evidence with a passing verdict."""
     if decision.outcome == "inconclusive":
         raise ValueError("an inconclusive measurement is no decision")
     if (decision.outcome == "none_valid") != (decision.chosen is None):

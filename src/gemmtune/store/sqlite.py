@@ -1,8 +1,8 @@
-"""The store in one SQLite file, safe for many processes and threads at once.
+"""``SqliteStore``: a store in one SQLite file, which many processes and threads can use at once.
 
-The rollback journal, not WAL: SQLite's WAL had a reset bug up to 3.51.2 that could lose acknowledged data, and
-decisions are written too rarely for WAL to matter. ``synchronous=EXTRA`` also syncs the directory after the journal is
-unlinked, without which a power cut can bring a committed transaction's journal back and undo it.
+It uses SQLite's rollback journal, not WAL: WAL had a reset bug up to 3.51.2 that could lose acknowledged data, and
+decisions are written too rarely for WAL's speed to matter. ``synchronous=EXTRA`` also syncs the directory after the
+journal is unlinked. Without that, a power cut can restore a committed transaction's journal, which undoes it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from ..core.decision import Decision, Verdict
 from ..core.errors import StoreBusy, StoreError
 from ..core.owner import Owner, this_process
 from ..core.target import Target
-from .base import HURRY_S, Report, Store, kept_keys, warn
+from .base import SHORT_TIMEOUT_S, Report, Store, retained_keys, warn
 from .exchange import read_export, write_export
-from .foreign import kind_of
-from .lease import Lease, check_ttl, left_s
+from .foreign import describe_file
+from .lease import Lease, check_ttl, remaining_s
 from .legality import legal_only
 from .memory import require_owner
-from .migrate import migrate, transaction, version_of
+from .migrate import migrate, read_version, transaction
 from .schema import (
     DAMAGE,
     SCHEMA_VERSION,
@@ -43,23 +43,23 @@ from .schema import (
     encode_verdict,
 )
 
-# What SQLite and its Python module raise over a file: they quote damaged names too, which need not be text.
-_TROUBLE = (sqlite3.Error, OSError, UnicodeError)
+# The errors that sqlite3 raises for a file. UnicodeError: its messages quote damaged names, which may not be text.
+_FILE_ERRORS = (sqlite3.Error, OSError, UnicodeError)
 
-# A decision with all its evidence and more: what a disk has to have left before a search begins.
-_ROOM = 256 << 10
-_MOST_DAMAGE = 100
+# Free disk space that a search requires before it begins: more than a decision with all its evidence takes.
+_PROBE_BYTES = 256 << 10
+_MAX_DAMAGE_LINES = 100
 
 _LEASE = "SELECT owner, expires FROM leases WHERE target_key = ? AND problem_key = ?"
 _BODY = "SELECT digest, body FROM decisions WHERE target_key = ? AND problem_key = ?"
 
 
 class SqliteStore(Store):
-    """Decisions in the file ``path``, made at the first write (its directory with mode 0700).
+    """A store of decisions in the SQLite file ``path``, which the first write creates (its directory with mode 0700).
 
-    Reading never raises: an absent, locked, foreign or damaged file is a miss, with one warning through the
-    ``gemmtune`` logger. Writing raises StoreError. timeout_s: how long to wait for another process's write; reads
-    ``in_a_hurry`` wait HURRY_S.
+    Reading never raises: a missing, locked, foreign or damaged file is a miss, with one warning through the
+    ``gemmtune`` logger. Writing raises StoreError. timeout_s: seconds to wait for another process's write; reads within
+    ``short_timeout`` wait HURRY_S and raise StoreBusy.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, timeout_s: float = 10.0) -> None:
@@ -67,22 +67,22 @@ class SqliteStore(Store):
         self._timeout_s = timeout_s
         super().__init__()
         self._connection: sqlite3.Connection | None = None
-        self._opened: tuple[int, int, int] | None = None
+        self._opened_identity: tuple[int, int, int] | None = None
         self._version = 0
         self._warned = False
-        self._waits_s = timeout_s  # what the connection waits now
+        self._busy_timeout_s = timeout_s  # the connection's current setting
         self._thread = threading.local()
 
     @property
     def artifacts_directory(self) -> Path:
-        """Beside the file: ``store.db`` has ``store.artifacts``."""
+        """The directory beside the file: ``store.artifacts`` for ``store.db``."""
         return Artifacts.beside(self.path).directory
 
     # Reading
 
     def get(self, target: Target, problem_key: str) -> Decision | None:
         for row in self._read(_BODY, (target.key, problem_key)):
-            with self._damage_is_a_miss():
+            with self._skipping_damaged():
                 return _decision(target.key, problem_key, *row)
         return None
 
@@ -91,32 +91,32 @@ class SqliteStore(Store):
         sql = f"SELECT target_key, problem_key FROM decisions{where} ORDER BY created DESC, rowid DESC"
         for keys in self._read(sql, args):  # keys first: one record in memory at a time
             for row in self._read(_BODY, keys):
-                with self._damage_is_a_miss():
+                with self._skipping_damaged():
                     yield _decision(*keys, *row)
 
     def targets(self) -> list[Target]:
-        found = []
+        targets = []
         sql = "SELECT key, body FROM targets WHERE key IN (SELECT target_key FROM decisions) ORDER BY key"
         for key, body in self._read(sql):
-            with self._damage_is_a_miss():
-                found.append(decode_target(_bytes(body), key))
-        return found
+            with self._skipping_damaged():
+                targets.append(decode_target(_require_bytes(body), key))
+        return targets
 
     def failures(self, target: Target, problem_key: str) -> dict[str, Verdict]:
-        found = {}
+        failures = {}
         sql = "SELECT candidate_id, body FROM failures WHERE target_key = ? AND problem_key = ?"
         for candidate_id, body in self._read(sql, (target.key, problem_key)):
-            with self._damage_is_a_miss():
-                found[candidate_id] = decode_verdict(_bytes(body))
-        return found
+            with self._skipping_damaged():
+                failures[candidate_id] = decode_verdict(_require_bytes(body))
+        return failures
 
     def all_failures(self, target: Target) -> dict[str, dict[str, Verdict]]:
-        found: dict[str, dict[str, Verdict]] = {}
+        failures: dict[str, dict[str, Verdict]] = {}
         sql = "SELECT problem_key, candidate_id, body FROM failures WHERE target_key = ?"
         for problem_key, candidate_id, body in self._read(sql, (target.key,)):
-            with self._damage_is_a_miss():
-                found.setdefault(problem_key, {})[candidate_id] = decode_verdict(_bytes(body))
-        return found
+            with self._skipping_damaged():
+                failures.setdefault(problem_key, {})[candidate_id] = decode_verdict(_require_bytes(body))
+        return failures
 
     def check(self) -> None:
         with self._lock:
@@ -124,33 +124,33 @@ class SqliteStore(Store):
                 connection = self._open(create=False)
                 for table in ("targets", "decisions", "failures") if connection is not None else ():
                     connection.execute(f"SELECT * FROM {table} LIMIT 1").fetchall()  # type: ignore[union-attr]
-            except (*_TROUBLE, StoreError) as error:
+            except (*_FILE_ERRORS, StoreError) as error:
                 self.close()
-                raise StoreError(f"cannot read the store {self.path}: {self._words(error)}") from error
+                raise StoreError(f"cannot read the store {self.path}: {self._explain(error)}") from error
 
-    def _words(self, error: Exception) -> str:
-        """What is wrong with the file, and what to do about it."""
+    def _explain(self, error: Exception) -> str:
+        """Return what is wrong with the file and how to repair it."""
         if _locked(error):
             return f"another process is writing it, for longer than {self._timeout_s:g} s; try again when that is done"
         if isinstance(error, sqlite3.DatabaseError):
-            return f"it is {kind_of(self.path)} ({error}); move it away, or choose another with --store"
+            return f"it is {describe_file(self.path)} ({error}); move it away, or choose another with --store"
         return str(error)
 
     @contextlib.contextmanager
-    def in_a_hurry(self) -> Iterator[None]:
-        former, self._thread.hurried = self._hurried, True
+    def short_timeout(self) -> Iterator[None]:
+        previous, self._thread.short = self._short_timeout, True
         try:
             yield
         finally:
-            self._thread.hurried = former
+            self._thread.short = previous
 
     @property
-    def _hurried(self) -> bool:
-        return getattr(self._thread, "hurried", False)
+    def _short_timeout(self) -> bool:
+        return getattr(self._thread, "short", False)
 
     def verify(self, unchecked: Report | None = None) -> list[str]:
         damage = self._damage()
-        return damage + self._illegal(unchecked)
+        return damage + self._illegal_lines(unchecked)
 
     def _damage(self) -> list[str]:
         if not os.path.exists(self.path):
@@ -162,8 +162,8 @@ class SqliteStore(Store):
                     return []
                 rows = connection.execute("PRAGMA integrity_check").fetchall()
                 damage = [f"{self.path}: {text}" for (text,) in rows if text != "ok"]
-                return damage + list(_unsound(connection))
-        except (*_TROUBLE, StoreError) as error:
+                return damage + list(_damaged_records(connection))
+        except (*_FILE_ERRORS, StoreError) as error:
             return [f"{self.path}: {error}"]
 
     def export(self, path: Path, target: Target | None = None) -> int:
@@ -192,14 +192,14 @@ class SqliteStore(Store):
         def write(connection: sqlite3.Connection) -> None:
             connection.executemany("INSERT OR REPLACE INTO targets VALUES (?, ?)", owners.items())
             connection.executemany("INSERT OR REPLACE INTO decisions VALUES (?, ?, ?, ?, ?)", rows)
-            for target_key, problem_key, _, *written in rows:  # in a damaged tree SQLite may not find what it wrote
-                if connection.execute(_BODY, (target_key, problem_key)).fetchone() != tuple(written):
+            for target_key, problem_key, _, *stored in rows:  # with a damaged B-tree SQLite may not find its own rows
+                if connection.execute(_BODY, (target_key, problem_key)).fetchone() != tuple(stored):
                     raise sqlite3.DatabaseError("what was written does not read back: the file is damaged")
 
         self._write(write)
 
     def check_writable(self) -> None:
-        row = ("", secrets.token_hex(16), "-" * _ROOM, "", 0.0)  # a lease of nobody's, long run out
+        row = ("", secrets.token_hex(16), "-" * _PROBE_BYTES, "", 0.0)  # a lease without an owner that has expired
         self._write(lambda connection: connection.execute("INSERT INTO leases VALUES (?, ?, ?, ?, ?)", row))
         sql = "DELETE FROM leases WHERE target_key = '' AND expires = 0"
         self._write(lambda connection: connection.execute(sql))
@@ -211,12 +211,14 @@ class SqliteStore(Store):
 
     def lease(self, target: Target, problem_key: str, ttl_s: float) -> Lease | None:
         check_ttl(ttl_s)
-        if self.leased(target, problem_key) is not None:  # asking first spares the others a writer
+        if (
+            self.lease_remaining_s(target, problem_key) is not None
+        ):  # a read first, so as not to block others with a write
             return None
         keys, token = (target.key, problem_key), secrets.token_hex(16)
 
-        def take(connection: sqlite3.Connection) -> bool:
-            if any(_lease_left(*row) is not None for row in connection.execute(_LEASE, keys)):
+        def acquire(connection: sqlite3.Connection) -> bool:
+            if any(_remaining_lease_s(*row) is not None for row in connection.execute(_LEASE, keys)):
                 return False
             row = (*keys, this_process().text, token, time.time() + ttl_s)
             connection.execute("INSERT OR REPLACE INTO leases VALUES (?, ?, ?, ?, ?)", row)
@@ -231,27 +233,27 @@ class SqliteStore(Store):
                 "DELETE FROM leases WHERE target_key = ? AND problem_key = ? AND token = ?", (*keys, token)
             )
 
-        if not self._write(take):
+        if not self._write(acquire):
             return None
         return Lease(ttl_s, lambda: bool(self._write(renew)), lambda: self._write(release))
 
-    def leased(self, target: Target, problem_key: str) -> float | None:
+    def lease_remaining_s(self, target: Target, problem_key: str) -> float | None:
         for row in self._read(_LEASE, (target.key, problem_key), since=2):
-            return _lease_left(*row)
+            return _remaining_lease_s(*row)
         return None
 
     def prune(self, *, keep: Target | Collection[Target] | None = None, older_than_s: float | None = None) -> int:
         if not os.path.exists(self.path):
             return 0
         oldest = float("-inf") if older_than_s is None else time.time() - older_than_s
-        kept = kept_keys(keep)
+        retained = retained_keys(keep)
 
         def delete(connection: sqlite3.Connection) -> int:
             rule = "created < ?"
-            if kept:
-                rule += f" OR target_key NOT IN ({', '.join('?' * len(kept))})"
-            connection.execute(f"DELETE FROM failures WHERE {rule}", (oldest, *kept))
-            deleted = connection.execute(f"DELETE FROM decisions WHERE {rule}", (oldest, *kept)).rowcount
+            if retained:
+                rule += f" OR target_key NOT IN ({', '.join('?' * len(retained))})"
+            connection.execute(f"DELETE FROM failures WHERE {rule}", (oldest, *retained))
+            deleted = connection.execute(f"DELETE FROM decisions WHERE {rule}", (oldest, *retained)).rowcount
             connection.execute("DELETE FROM targets WHERE key NOT IN (SELECT target_key FROM decisions)")
             connection.execute("DELETE FROM leases WHERE expires < ?", (time.time(),))
             return deleted
@@ -260,27 +262,32 @@ class SqliteStore(Store):
 
     def close(self) -> None:
         with self._lock:
-            if self._connection is not None and self._opened is not None and self._opened[0] == os.getpid():
+            if (
+                self._connection is not None
+                and self._opened_identity is not None
+                and self._opened_identity[0] == os.getpid()
+            ):
                 self._connection.close()
-            self._connection = self._opened = None
+            self._connection = self._opened_identity = None
             self._version = 0
 
     # The file
 
     def _read(self, sql: str, args: tuple[Any, ...] = (), since: int = 1) -> list[tuple[Any, ...]]:
-        """The rows; none when there is no store, or one of a schema before ``since``, which has no such table.
+        """Return the rows of a query.
 
-        Raises StoreBusy in a hurry, when a writer does not let it read.
+        since: the schema version that introduced the table. Returns no rows when there is no store, or when its schema
+        is older. Raises StoreBusy within ``short_timeout`` when a writer blocks the read.
         """
-        if not self._lock.acquire(timeout=HURRY_S if self._hurried else -1):
+        if not self._lock.acquire(timeout=SHORT_TIMEOUT_S if self._short_timeout else -1):
             raise StoreBusy(f"the store {self.path} is being written")
         try:
             connection = self._open(create=False)
             if connection is None or self._version < since:
                 return []
             return connection.execute(sql, args).fetchall()
-        except (*_TROUBLE, StoreError) as error:
-            if self._hurried and _locked(error):
+        except (*_FILE_ERRORS, StoreError) as error:
+            if self._short_timeout and _locked(error):
                 raise StoreBusy(f"the store {self.path} is being written") from error
             self._warn(f"cannot read the store {self.path}: {error}; going on without it (`gemmtune store verify`)")
             self.close()
@@ -295,7 +302,7 @@ class SqliteStore(Store):
                 assert connection is not None  # create=True gives one or raises
                 with transaction(connection):
                     return action(connection)
-            except _TROUBLE as error:
+            except _FILE_ERRORS as error:
                 self.close()
                 raise StoreError(
                     f"cannot write the store {self.path}: {error}; free or repair it, or choose another "
@@ -303,45 +310,45 @@ class SqliteStore(Store):
                 ) from error
 
     def _open(self, *, create: bool) -> sqlite3.Connection | None:
-        """The connection to the file that is there now; None when there is none to read.
+        """Return the connection to the current file; None when there is no file and ``create`` is false.
 
-        Reopened in a forked child (SQLite connections must not cross a fork) and when the file was replaced (writing
-        to an unlinked file would lose what was acknowledged). Only a writer brings the schema up to date: what may
-        only be read is read as it is.
+        The file is opened again in a forked child (SQLite connections must not cross a fork) and when the file was
+        replaced (writes to an unlinked file would lose acknowledged data). Only a writer migrates the schema; a reader
+        reads an old schema unchanged.
         """
-        present = self._identity()
-        if self._connection is None or self._opened != present:
+        identity = self._identity()
+        if self._connection is None or self._opened_identity != identity:
             self.close()
-            if present is None:
+            if identity is None:
                 if not create:
                     return None
                 self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._waits_s = self._timeout_s if create or not self._hurried else HURRY_S
-            self._connection = _connect(self.path, self._waits_s, create)
+            self._busy_timeout_s = self._timeout_s if create or not self._short_timeout else SHORT_TIMEOUT_S
+            self._connection = _connect(self.path, self._busy_timeout_s, create)
             try:
                 self._connection.execute("PRAGMA synchronous = EXTRA")
                 self._connection.execute("PRAGMA trusted_schema = OFF")  # a foreign schema must not run functions
                 with transaction(self._connection, "DEFERRED"):
-                    self._version = version_of(self._connection)
+                    self._version = read_version(self._connection)
             except BaseException:  # an interrupt too must not leave the connection open
                 self._connection.close()
                 self._connection = None
                 raise
-            self._opened = self._identity()
-        self._wait(self._timeout_s if create or not self._hurried else HURRY_S)
+            self._opened_identity = self._identity()
+        self._wait(self._timeout_s if create or not self._short_timeout else SHORT_TIMEOUT_S)
         if self._version < SCHEMA_VERSION and (create or self._version == 0):
             if not create:
-                self.close()  # an empty file: somebody is about to make it a store
+                self.close()  # an empty file: another process is about to create the store in it
                 return None
             migrate(self._connection)
             self._version = SCHEMA_VERSION
         return self._connection
 
     def _wait(self, seconds: float) -> None:
-        """Have the connection wait so long for another's lock, from now on."""
-        if self._waits_s != seconds and self._connection is not None:
+        """Set how long the connection waits for another connection's lock."""
+        if self._busy_timeout_s != seconds and self._connection is not None:
             self._connection.execute(f"PRAGMA busy_timeout = {int(seconds * 1000)}")
-            self._waits_s = seconds
+            self._busy_timeout_s = seconds
 
     def _identity(self) -> tuple[int, int, int] | None:
         try:
@@ -351,14 +358,14 @@ class SqliteStore(Store):
         return (os.getpid(), status.st_dev, status.st_ino)
 
     @contextlib.contextmanager
-    def _damage_is_a_miss(self) -> Iterator[None]:
+    def _skipping_damaged(self) -> Iterator[None]:
         try:
             yield
         except DamagedRecord as error:
             self._warn(f"damaged record in the store {self.path}: {error}; it counts as a miss")
 
     def _warn(self, text: str) -> None:
-        if text not in self.damage and len(self.damage) < _MOST_DAMAGE:
+        if text not in self.damage and len(self.damage) < _MAX_DAMAGE_LINES:
             self.damage.append(text)
         if not self._warned:
             self._warned = True
@@ -366,43 +373,43 @@ class SqliteStore(Store):
 
 
 def _locked(error: Exception) -> bool:
-    """Whether it is another's lock that was waited for in vain."""
+    """Whether the error is a timeout while waiting for another connection's lock."""
     return isinstance(error, sqlite3.OperationalError) and "locked" in str(error)
 
 
 def _connect(path: Path, timeout_s: float, create: bool) -> sqlite3.Connection:
-    """Open the file; ``rw`` falls back to reading only where writing is not allowed."""
+    """Open the file. SQLite's mode ``rw`` falls back to read-only access when the file is not writable."""
     uri = f"{path.as_uri()}?mode={'rwc' if create else 'rw'}"
     return sqlite3.connect(uri, uri=True, timeout=timeout_s, isolation_level=None, check_same_thread=False)
 
 
-def _lease_left(owner: object, expires: object) -> float | None:
-    """Seconds that a lease has left; None when its time is up, its holder is dead, or the row makes no sense."""
+def _remaining_lease_s(owner: object, expires: object) -> float | None:
+    """Return the seconds until a lease expires; None when it has expired, its owner is dead, or the row is invalid."""
     if not isinstance(owner, str) or not isinstance(expires, float):
         return None
-    holder = Owner.parse(owner)
-    return None if holder is None or holder.dead else left_s(expires, time.time())
+    process = Owner.parse(owner)
+    return None if process is None or process.dead else remaining_s(expires, time.time())
 
 
-def _bytes(body: object) -> bytes:
+def _require_bytes(body: object) -> bytes:
     if not isinstance(body, bytes):
         raise DamagedRecord(f"a record's body is {type(body).__name__}, not bytes")
     return body
 
 
 def _decision(target_key: str, problem_key: str, checksum: str, body: object) -> Decision:
-    raw = _bytes(body)
+    raw = _require_bytes(body)
     if digest(target_key, problem_key, raw) != checksum:
         raise DamagedRecord(f"the checksum of the decision for {problem_key} does not match")
     return decode_decision(raw, target_key, problem_key)
 
 
-def _unsound(connection: sqlite3.Connection) -> Iterator[str]:
-    """One line for each record that would be a miss."""
-    known = set()
+def _damaged_records(connection: sqlite3.Connection) -> Iterator[str]:
+    """Yield one line for each record that reads would treat as a miss."""
+    target_keys = set()
     for key, body in connection.execute("SELECT key, body FROM targets"):
         try:
-            known.add(decode_target(_bytes(body), key).key)
+            target_keys.add(decode_target(_require_bytes(body), key).key)
         except DamagedRecord as error:
             yield f"target {key}: {error}"
     for target_key, problem_key, *rest in connection.execute(
@@ -410,12 +417,12 @@ def _unsound(connection: sqlite3.Connection) -> Iterator[str]:
     ):
         try:
             check_decision(_decision(target_key, problem_key, *rest))
-            if target_key not in known:
+            if target_key not in target_keys:
                 yield f"decision {problem_key}: its target {target_key} is missing"
-        except DAMAGE as error:  # what is not served is checked here alone
+        except DAMAGE as error:  # reads do not check the evidence that is not served
             yield f"decision {problem_key}: {error}"
     for _, problem_key, candidate_id, _, body in connection.execute("SELECT * FROM failures"):
         try:
-            decode_verdict(_bytes(body))
+            decode_verdict(_require_bytes(body))
         except DamagedRecord as error:
             yield f"failure of {candidate_id} for {problem_key}: {error}"

@@ -1,6 +1,7 @@
-"""What a test of gemmtune, or of something plugged into it, needs.
+"""Tools for tests of gemmtune and of its plug-ins.
 
-``backend_suite.BackendSuite`` and ``store_suite.StoreSuite``: suites to subclass. ``clock``: simulated time.
-``hostile``: planted wrong kernels. ``hostile_backend``: candidates that crash, hang and fork. ``toy_compiler``: builds
-that do. ``problems``: random Problems.
+``backend_suite.BackendSuite`` and ``store_suite.StoreSuite`` are conformance suites to subclass. ``clock`` simulates
+time and a GPU. ``hostile``, ``faults`` and ``lapsing`` have kernels that are wrong on purpose. ``hostile_backend`` and
+``hostile_cuda`` have candidates that crash, hang or fork when they run; ``toy_compiler`` has candidates whose builds
+do. ``problems`` makes random Problems.
 """

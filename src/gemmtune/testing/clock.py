@@ -1,6 +1,6 @@
-"""Simulated time: a clock with kernels of known speed under seeded noise, drift and stalls, and a GPU with a stream.
+"""Simulated clocks for tests: ``FakeClock`` with seeded noise, drift and stalls, and ``FakeGpu`` with a stream.
 
-No real time passes.
+Their kernels take a time that the test chooses. No real time passes.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from ..timing.cuda_clock import EmptyGraph
 
 
 class FakeClock:
-    """A ``timing.clock.Clock`` whose kernels, made by ``kernel``, only move its hands.
+    """A ``timing.clock.Clock`` with simulated time, which passes when one of its kernels (see ``kernel``) is called.
 
-    noise: standard deviation of a timing, relative (log-normal). drift: relative change of speed over ``drift_s``
-    simulated seconds, there and back (a sine). stalls: share of timings that lose ``stall_s`` seconds. chill_s: seconds
-    that pass before each timing, as emptying the caches takes them; they are no part of it.
+    noise: relative standard deviation of a timing (log-normal). drift: peak-to-peak relative change of a timing, a sine
+    with a period of ``drift_s`` simulated seconds. stalls: fraction of timings that are ``stall_s`` seconds longer.
+    chill_s: seconds that pass before each timing, for flushing the caches; they are not part of the timing.
     """
 
     duel_s = FLOOR_S
@@ -40,10 +40,10 @@ class FakeClock:
         self._noise, self._drift, self._drift_s = noise, drift, drift_s
         self._stalls, self._stall_s = stalls, stall_s
         self._time = 0.0
-        self._next = 0
+        self._next_call = 0
 
     def kernel(self, seconds: float) -> Run:
-        """A callable that takes ``seconds`` of this clock's time."""
+        """Return a kernel that takes ``seconds`` of this clock's time."""
 
         def run(i: int) -> None:
             self._time += seconds
@@ -54,8 +54,8 @@ class FakeClock:
         return self._time
 
     def calls_for(self, run: Run, floor_s: float) -> int:
-        took = self._batch(run, 1)
-        return max(1, math.ceil(floor_s / took)) if took > 0.0 else 1
+        elapsed = self._batch(run, 1)
+        return max(1, math.ceil(floor_s / elapsed)) if elapsed > 0.0 else 1
 
     def time_round(self, runs: Sequence[Run], calls: Sequence[int]) -> list[float]:
         times = []
@@ -73,40 +73,40 @@ class FakeClock:
 
     def _batch(self, run: Run, calls: int) -> float:
         start = self._time
-        for i in range(self._next, self._next + calls):
+        for i in range(self._next_call, self._next_call + calls):
             run(i)
-        self._next += calls
-        took = self._time - start
-        took *= math.exp(self._rng.gauss(0.0, self._noise))
-        took *= 1.0 + self._drift / 2.0 * math.sin(2.0 * math.pi * start / self._drift_s)
+        self._next_call += calls
+        elapsed = self._time - start
+        elapsed *= math.exp(self._rng.gauss(0.0, self._noise))
+        elapsed *= 1.0 + self._drift / 2.0 * math.sin(2.0 * math.pi * start / self._drift_s)
         if self._rng.random() < self._stalls:
-            took += self._stall_s
-        self._time = start + took
-        return took
+            elapsed += self._stall_s
+        self._time = start + elapsed
+        return elapsed
 
 
-def _harmless() -> str:
+def _no_fault() -> str:
     return ""
 
 
-Work = tuple[float, Callable[[], str]]
-"""What the stream does: seconds, and what is wrong with it once it is done (empty: nothing)."""
+StreamWork = tuple[float, Callable[[], str]]
+"""An operation on the stream: its duration in seconds, and a function that returns its error (empty: none)."""
 
 
 class FakeGpu:
-    """A ``timing.cuda_clock.Gpu`` with one stream, whose kernels, made by ``kernel``, only take time on it.
+    """A ``timing.cuda_clock.Gpu`` with one stream, whose kernels (see ``kernel``) only take time on the stream.
 
-    host, device: seconds, where the host's clock stands and when the stream will have done all it has. launch_s: what
-    replaying a graph, recording an event or pausing costs the host. log: what was done, in order.
+    host: the host's time in seconds. device: the time at which the stream will have finished its work. launch_s:
+    seconds of host time to replay a graph, record an event or enqueue a sleep. log: the operations, in order.
     """
 
     def __init__(self, launch_s: float = 5e-6) -> None:
         self.host = self.device = 0.0
         self.launch_s = launch_s
         self.log: list[str] = []
-        self._lost, self._lost_at = "", math.inf
-        self._inside = 0
-        self._captured: list[Work] | None = None
+        self._error, self._error_at = "", math.inf
+        self._stream_depth = 0
+        self._captured: list[StreamWork] | None = None
         self._marks: list[tuple[float, int]] = []
 
     def kernel(
@@ -116,14 +116,14 @@ class FakeGpu:
         *,
         uncapturable: bool = False,
         elsewhere: bool = False,
-        fault: Callable[[], str] = _harmless,
+        fault: Callable[[], str] = _no_fault,
         before: Callable[[int], object] | None = None,
     ) -> Run:
-        """A callable that takes ``seconds`` of the stream, and ``host_s`` of the host to launch.
+        """Return a kernel that takes ``seconds`` on the stream, and ``host_s`` on the host to launch.
 
-        uncapturable: it raises while a graph is captured. elsewhere: it runs on another stream. fault: asked each time
-        that the stream does it; what it says is what the context is lost of. before: called first, with the operand
-        set.
+        uncapturable: the kernel raises while a graph is captured. elsewhere: the kernel runs on another stream. fault:
+        called each time the stream runs the kernel; if it returns an error, the context is lost with this error.
+        before: called at the start of each call, with the index of the operand set.
         """
 
         def run(i: int) -> None:
@@ -149,27 +149,27 @@ class FakeGpu:
 
     @contextmanager
     def stream(self) -> Iterator[None]:
-        self._inside += 1
+        self._stream_depth += 1
         try:
             yield
         finally:
-            self._inside -= 1
+            self._stream_depth -= 1
 
     def event(self) -> FakeEvent:
         return FakeEvent(self)
 
     def sleep(self, seconds: float) -> None:
         if self._captured is not None:
-            self._captured.append((seconds, _harmless))
+            self._captured.append((seconds, _no_fault))
         else:
             self._enqueue("sleep", seconds)
 
     def chill(self) -> None:
-        """What a ``Flush`` does."""
+        """Enqueue a flush of the caches, as ``Flush`` does."""
         self._enqueue("chill", 40e-6)
 
     def capture(self, work: Callable[[], None]) -> FakeGraph:
-        assert self._inside, "the default stream cannot be captured"
+        assert self._stream_depth, "the default stream cannot be captured"
         self._captured = []
         try:
             work()
@@ -185,42 +185,42 @@ class FakeGpu:
         self._marks.append((self._enqueue("mark", 0.0), number))
 
     def reached(self) -> int:
-        now = min(self.host, self._lost_at)
-        return next((number for at, number in reversed(self._marks) if at <= now), 0)
+        now = min(self.host, self._error_at)
+        return next((number for done_at, number in reversed(self._marks) if done_at <= now), 0)
 
     def synchronize(self) -> None:
         self.host = max(self.host, self.device)
         self.check()
 
     def check(self) -> None:
-        """Raise what a kernel that the stream has done did wrong."""
-        if self.host >= self._lost_at:
-            raise RuntimeError(self._lost)
+        """Raise RuntimeError if a kernel that has run by now lost the context."""
+        if self.host >= self._error_at:
+            raise RuntimeError(self._error)
 
-    def replay(self, works: Sequence[Work]) -> None:
-        """Have the stream do what was captured."""
+    def replay(self, works: Sequence[StreamWork]) -> None:
+        """Enqueue captured work."""
         self._enqueue(f"replay {len(works)}", 0.0)
         for work in works:
             self._run(work)
 
-    def _enqueue(self, what: str, seconds: float) -> float:
-        """Returns when the stream will have done it."""
-        assert self._captured is None, f"{what} while capturing"
-        self.log.append(what)
+    def _enqueue(self, name: str, seconds: float) -> float:
+        """Enqueue an operation and log it. Return the time at which the stream will have finished it."""
+        assert self._captured is None, f"{name} while capturing"
+        self.log.append(name)
         self.host += self.launch_s
-        self._run((seconds, _harmless))
+        self._run((seconds, _no_fault))
         return self.device
 
-    def _run(self, work: Work) -> None:
+    def _run(self, work: StreamWork) -> None:
         seconds, fault = work
         self.device = max(self.device, self.host) + seconds
-        if said := fault():
-            self._lost, self._lost_at = said, min(self._lost_at, self.device)
+        if error := fault():
+            self._error, self._error_at = error, min(self._error_at, self.device)
 
 
 @dataclass(slots=True)
 class FakeEvent:
-    """A moment on a FakeGpu's stream."""
+    """A CUDA event of a FakeGpu. at: the time at which the stream reaches it; infinite before it is recorded."""
 
     gpu: FakeGpu
     at: float = field(default=math.inf)
@@ -240,10 +240,10 @@ class FakeEvent:
 
 @dataclass(slots=True)
 class FakeGraph:
-    """Captured work of a FakeGpu."""
+    """A CUDA graph of a FakeGpu."""
 
     gpu: FakeGpu
-    works: list[Work]
+    works: list[StreamWork]
 
     def replay(self) -> None:
         self.gpu.replay(self.works)

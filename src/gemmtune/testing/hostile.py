@@ -1,7 +1,8 @@
-"""Kernels that are right, and kernels that are wrong in ways that have been seen: each takes a Problem.
+"""A correct kernel, and kernels with faults that real kernels have had, to test verification with.
 
-``correct(problem)`` computes through the oracle; ``WRONG`` maps a fault's name to a maker of kernels with that fault.
-All have the signature ``verify.verify`` runs: ``run(inputs, out)``.
+``correct(problem)`` returns a kernel that computes with the oracle. ``FAULTY_KERNELS`` maps the name of a fault to a
+function that takes a Problem and returns a kernel with this fault. All kernels have the signature that
+``verify.verify`` calls: ``run(inputs, out)``.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from ..verify.verify import Run
 
 
 def value(problem: Problem, inputs: Inputs) -> Tensor:
-    """The output before rounding: float64, or int64."""
+    """Return the exact output before rounding, as float64 or int64."""
     return reference(problem, inputs.a, inputs.b, inputs.aux).value
 
 
 def store(problem: Problem, result: Tensor, out: Tensor) -> None:
-    """Round into ``out`` (integers half to even, saturating)."""
+    """Round ``result`` to the dtype of ``out`` and store it there. To integers: ties to even, saturating."""
     if problem.out_dtype in INTEGERS and result.is_floating_point():
         result = to_integer(result, problem.out_dtype)
     out.copy_(result)
 
 
 def correct(problem: Problem) -> Run:
-    """A right answer, slowly."""
+    """Return a correct but slow kernel."""
 
     def run(inputs: Inputs, out: Tensor) -> None:
         store(problem, value(problem, inputs), out)
@@ -40,7 +41,7 @@ def correct(problem: Problem) -> Run:
 
 
 def dropped_k_tail(problem: Problem) -> Run:
-    """Forgets the last element of K."""
+    """Return a kernel that ignores the last element of K."""
 
     def run(inputs: Inputs, out: Tensor) -> None:
         a = inputs.a.clone()
@@ -51,33 +52,33 @@ def dropped_k_tail(problem: Problem) -> Run:
 
 
 def one_element(problem: Problem) -> Run:
-    """The largest element of the output is 10% off (integers: by one)."""
+    """Return a kernel with the largest element of the output 10% too large (for integers: wrong by one)."""
 
-    def spoil(out: Tensor) -> None:
+    def corrupt(out: Tensor) -> None:
         flat = out.reshape(-1).double()
-        where = int(torch.nan_to_num(flat.abs(), 0.0, 0.0, 0.0).argmax())
-        place = tuple(int(i) for i in torch.unravel_index(torch.tensor(where), out.shape))
-        element = out[place]
+        flat_index = int(torch.nan_to_num(flat.abs(), 0.0, 0.0, 0.0).argmax())
+        index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat_index), out.shape))
+        element = out[index]
         if problem.out_dtype in INTEGERS:
-            out[place] = element - 1 if element > 0 else element + 1
+            out[index] = element - 1 if element > 0 else element + 1
         else:
-            out[place] = element.double() * 1.1
+            out[index] = element.double() * 1.1
 
-    return _spoiled(problem, spoil)
+    return _corrupted(problem, corrupt)
 
 
 def block_off(problem: Problem) -> Run:
-    """The last 8 x 8 block of the output is 10% off."""
+    """Return a kernel with the last 8 x 8 block of the output 10% too large."""
 
-    def spoil(out: Tensor) -> None:
+    def corrupt(out: Tensor) -> None:
         block = out[..., -8:, -8:].double()
         store(problem, (block * 1.1), out[..., -8:, -8:])
 
-    return _spoiled(problem, spoil)
+    return _corrupted(problem, corrupt)
 
 
 def scaled(problem: Problem) -> Run:
-    """Everything is 1.002 times what it should be."""
+    """Return a kernel whose whole output is 1.002 times the correct one."""
 
     def run(inputs: Inputs, out: Tensor) -> None:
         exact = value(problem, inputs)
@@ -88,7 +89,7 @@ def scaled(problem: Problem) -> Run:
 
 
 def swapped_stride(problem: Problem) -> Run:
-    """Reads A as if its rows and columns were swapped in memory."""
+    """Return a kernel that reads A as if its rows and columns were swapped in memory."""
 
     def run(inputs: Inputs, out: Tensor) -> None:
         a = inputs.a.transpose(-1, -2).reshape(inputs.a.shape)
@@ -101,12 +102,12 @@ def swapped_stride(problem: Problem) -> Run:
 
 
 def no_write(problem: Problem) -> Run:
-    """Returns at once."""
+    """Return a kernel that does nothing."""
     return lambda inputs, out: None
 
 
 def partial_write(problem: Problem) -> Run:
-    """Leaves the last column as it found it."""
+    """Return a kernel that does not write the last column."""
 
     def run(inputs: Inputs, out: Tensor) -> None:
         full = torch.empty(out.shape, dtype=out.dtype, device=out.device)
@@ -117,41 +118,41 @@ def partial_write(problem: Problem) -> Run:
 
 
 def write_past_the_end(problem: Problem) -> Run:
-    """Right, but writes one element too many."""
+    """Return a kernel with a correct result that also writes one element past the end of the output."""
 
     def run(inputs: Inputs, out: Tensor) -> None:
         correct(problem)(inputs, out)
-        after = sum((n - 1) * s for n, s in zip(out.shape, out.stride(), strict=True)) + 1
-        out.as_strided((1,), (1,), out.storage_offset() + after).zero_()
+        distance = sum((n - 1) * s for n, s in zip(out.shape, out.stride(), strict=True)) + 1
+        out.as_strided((1,), (1,), out.storage_offset() + distance).zero_()
 
     return run
 
 
 def stale_buffer(problem: Problem) -> Run:
-    """Answers every call with the first call's result."""
-    kept: list[Tensor] = []
+    """Return a kernel that writes the first call's result in every call."""
+    first_result: list[Tensor] = []
 
     def run(inputs: Inputs, out: Tensor) -> None:
-        if not kept:
+        if not first_result:
             correct(problem)(inputs, out)
-            kept.append(out.clone())
-        out.copy_(kept[0])
+            first_result.append(out.clone())
+        out.copy_(first_result[0])
 
     return run
 
 
 def reversed_epilogue(problem: Problem) -> Run:
-    """Applies the epilogue's steps last to first."""
-    backwards = replace(problem, epilogue=problem.epilogue[::-1])
+    """Return a kernel that applies the epilogue's steps in reverse order."""
+    reversed_problem = replace(problem, epilogue=problem.epilogue[::-1])
 
     def run(inputs: Inputs, out: Tensor) -> None:
-        store(problem, value(backwards, replace(inputs, aux=inputs.aux[::-1])), out)
+        store(problem, value(reversed_problem, replace(inputs, aux=inputs.aux[::-1])), out)
 
     return run
 
 
 def nan_swallowed(problem: Problem) -> Run:
-    """Takes NaN for 0."""
+    """Return a kernel that treats NaN in A as 0."""
 
     def run(inputs: Inputs, out: Tensor) -> None:
         a = torch.where(inputs.a.isnan(), torch.zeros_like(inputs.a), inputs.a)
@@ -161,7 +162,7 @@ def nan_swallowed(problem: Problem) -> Run:
 
 
 def racy(problem: Problem) -> Run:
-    """Right on every first call of two, one row wrong on the second: what a data race looks like."""
+    """Return a kernel that zeroes the last row in every second call, as a data race may."""
     calls = 0
 
     def run(inputs: Inputs, out: Tensor) -> None:
@@ -175,17 +176,20 @@ def racy(problem: Problem) -> Run:
 
 
 def rare_race(problem: Problem) -> Run:
-    """A data race that shows in every fourth call. As fast as a real kernel: it remembers its answers."""
+    """Return a kernel that zeroes the last row in every fourth call, as a data race may.
+
+    It caches its results, so that it is as fast as a real kernel.
+    """
     calls = 0
-    known: dict[int, tuple[Inputs, Tensor]] = {}
+    results: dict[int, tuple[Inputs, Tensor]] = {}
 
     def run(inputs: Inputs, out: Tensor) -> None:
         nonlocal calls
         calls += 1
-        if id(inputs) not in known:
+        if id(inputs) not in results:
             correct(problem)(inputs, out)
-            known[id(inputs)] = inputs, out.clone()
-        out.copy_(known[id(inputs)][1])
+            results[id(inputs)] = inputs, out.clone()
+        out.copy_(results[id(inputs)][1])
         if calls % 4 == 0:
             out[..., -1, :] = 0
 
@@ -193,7 +197,7 @@ def rare_race(problem: Problem) -> Run:
 
 
 def adds_to_the_output(problem: Problem) -> Run:
-    """Forgets to clear the accumulator, and keeps it in the output."""
+    """Return a kernel that adds its result to the output, as if the output were an accumulator that is not cleared."""
 
     def run(inputs: Inputs, out: Tensor) -> None:
         result = torch.empty(out.shape, dtype=out.dtype, device=out.device)
@@ -204,7 +208,7 @@ def adds_to_the_output(problem: Problem) -> Run:
 
 
 def writes_into_a(problem: Problem) -> Run:
-    """Right, but leaves A's last element at 0."""
+    """Return a kernel with a correct result that also sets A's last element to 0."""
 
     def run(inputs: Inputs, out: Tensor) -> None:
         correct(problem)(inputs, out)
@@ -214,26 +218,29 @@ def writes_into_a(problem: Problem) -> Run:
 
 
 def reads_past_the_end(problem: Problem) -> Run:
-    """Adds what lies behind A's memory, times zero: harmless unless that is a NaN. (Integers: times one.)"""
+    """Return a kernel that reads the element behind A's memory and adds it to the result, times 0 (integers: times 1).
+
+    With floating point, the result is correct unless the element is NaN or infinite.
+    """
 
     def run(inputs: Inputs, out: Tensor) -> None:
         correct(problem)(inputs, out)
-        after = sum((n - 1) * s for n, s in zip(inputs.a.shape, inputs.a.stride(), strict=True)) + 1
-        beyond = inputs.a.as_strided((1,), (1,), inputs.a.storage_offset() + after)
+        distance = sum((n - 1) * s for n, s in zip(inputs.a.shape, inputs.a.stride(), strict=True)) + 1
+        beyond = inputs.a.as_strided((1,), (1,), inputs.a.storage_offset() + distance)
         out[..., -1:, -1:] += (beyond if problem.a.dtype in INTEGERS else beyond.float() * 0).to(out.dtype)
 
     return run
 
 
-def _spoiled(problem: Problem, spoil: Callable[[Tensor], object]) -> Run:
+def _corrupted(problem: Problem, corrupt: Callable[[Tensor], object]) -> Run:
     def run(inputs: Inputs, out: Tensor) -> None:
         correct(problem)(inputs, out)
-        spoil(out)
+        corrupt(out)
 
     return run
 
 
-WRONG: dict[str, Callable[[Problem], Run]] = {
+FAULTY_KERNELS: dict[str, Callable[[Problem], Run]] = {
     "dropped K tail": dropped_k_tail,
     "one element": one_element,
     "8x8 block 10% off": block_off,

@@ -1,4 +1,4 @@
-"""A backend whose candidates misbehave in every way that a worker must survive, beside some that are honest.
+"""A backend whose candidates misbehave in the ways that a worker must survive, and some that behave well.
 
 backends.register("hostile", "gemmtune.testing.hostile_backend:HostileBackend")
 """
@@ -24,7 +24,7 @@ from ..core.problem import Problem
 from ..core.target import Target
 from ..core.weights import PackedWeight
 
-PLACE = "gemmtune.testing.hostile_backend:HostileBackend"
+ENTRY_POINT = "gemmtune.testing.hostile_backend:HostileBackend"
 PACKING = "hostile:row"
 
 
@@ -37,27 +37,27 @@ def _hang() -> None:
         time.sleep(1000)
 
 
-def _hold() -> None:
-    """Sleep with the interpreter's lock held: no heartbeat leaves."""
+def _hold_gil() -> None:
+    """Sleep with the GIL held, so that the process sends no heartbeat."""
     ctypes.PyDLL(None).sleep(1000)
 
 
-def _spin() -> None:
+def _busy_loop() -> None:
     while True:
         pass
 
 
-def _stop() -> None:
+def _stop_process() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def _sleeper(**how: Any) -> None:
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], **how)
+def _start_sleeper(**popen_options: Any) -> None:
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], **popen_options)
 
 
-def _orphan() -> None:
-    """Leave a child behind that holds every pipe, then die."""
-    _sleeper(close_fds=False)
+def _orphan_and_exit() -> None:
+    """Start a child process that inherits every pipe, then exit."""
+    _start_sleeper(close_fds=False)
     os._exit(7)
 
 
@@ -65,67 +65,70 @@ _forked = False
 
 
 def _fork() -> None:
-    """Return twice, once."""
+    """Fork at the first call: both processes return."""
     global _forked
     if not _forked:
         _forked = True
         os.fork()
 
 
-def _child() -> None:
-    """Leave a child running, and go on."""
+def _leave_child() -> None:
+    """Fork a child that does not end, and return in the parent."""
     if os.fork() == 0:
         _hang()
 
 
-def _daemon() -> None:
-    """Leave a process behind that has another parent, session, environment and no descriptor in common; go on."""
+def _leave_daemon() -> None:
+    """Start a process that does not end, and return.
+
+    The process has another parent, another session, an empty environment and none of this process's descriptors.
+    """
     if (pid := os.fork()) == 0:
         os.setsid()
-        _sleeper(env={}, close_fds=True, start_new_session=True)
+        _start_sleeper(env={}, close_fds=True, start_new_session=True)
         os._exit(0)
     os.waitpid(pid, 0)
 
 
 def _daemon_segv() -> None:
-    _daemon()
+    _leave_daemon()
     _segv()
 
 
 def _fill_memory() -> None:
-    """Take memory until there is none."""
-    kept = []
+    """Allocate memory until none is available."""
+    allocations = []
     while True:
-        kept.append(torch.ones(64 << 20, dtype=torch.uint8))
+        allocations.append(torch.ones(64 << 20, dtype=torch.uint8))
 
 
-_poisoned = False
+_context_lost = False
 
 
-def _poison() -> None:
-    """Lose the context, as after an illegal access on a device: nothing works in this process from now on."""
-    global _poisoned
-    _poisoned = True
+def _lose_context() -> None:
+    """Simulate the loss of the context after an illegal access on a device: every later call in this process raises."""
+    global _context_lost
+    _context_lost = True
     raise RuntimeError("illegal memory access (simulated)")
 
 
-def _close() -> None:
-    """Close every descriptor."""
+def _close_descriptors() -> None:
+    """Close every file descriptor from 3 on."""
     os.closerange(3, 256)
 
 
-def _flood() -> None:
+def _flood_output() -> None:
     for _ in range(200):
         os.write(1, b"x" * 10_000)
         os.write(2, b"y" * 10_000)
 
 
-def _babble() -> None:
-    """Write nonsense to every descriptor that is open: the reply pipe is one of them."""
-    _to_all(b"\x08\x00\x00\x00not json")
+def _write_nonsense() -> None:
+    """Write an invalid message to every open file descriptor from 3 on, which include the reply pipe."""
+    _write_to_all(b"\x08\x00\x00\x00not json")
 
 
-def _to_all(data: bytes) -> None:
+def _write_to_all(data: bytes) -> None:
     for fd in range(3, 64):
         try:
             os.write(fd, data)
@@ -133,46 +136,47 @@ def _to_all(data: bytes) -> None:
             continue
 
 
-def _garble() -> None:
-    """Send the start of a message, and no more of it."""
-    _to_all(b'\x40\x00\x00\x00{"type":')
+def _send_partial_message() -> None:
+    """Send the start of a message, then hang."""
+    _write_to_all(b'\x40\x00\x00\x00{"type":')
     _hang()
 
 
-def _unasked() -> None:
-    """Send a well-formed answer to another question."""
+def _send_unrequested() -> None:
+    """Send a well-formed reply to a request that was not made."""
     body = b'{"type":"Ready","bytes":1}'
-    _to_all(len(body).to_bytes(4, "little") + body)
+    _write_to_all(len(body).to_bytes(4, "little") + body)
 
 
 def _raise(error: BaseException) -> Callable[[], None]:
-    def act() -> None:
+    def action() -> None:
         raise error
 
-    return act
+    return action
 
 
 ACTS: dict[str, Callable[[], None]] = {
-    "segv": _segv, "abort": os.abort, "exit": lambda: os._exit(0), "hang": _hang, "orphan": _orphan, "babble": _babble,
-    "raise": _raise(ValueError("not today")), "sys_exit": _raise(SystemExit(0)),
-    "oom": _raise(RuntimeError("DefaultCPUAllocator: can't allocate memory")), "flood": _flood, "hold": _hold,
-    "spin": _spin, "stop": _stop, "fork": _fork, "child": _child, "daemon": _daemon, "daemon_segv": _daemon_segv,
-    "fill_memory": _fill_memory, "poison": _poison, "close": _close, "garble": _garble, "unasked": _unasked,
+    "segv": _segv, "abort": os.abort, "exit": lambda: os._exit(0), "hang": _hang, "orphan": _orphan_and_exit,
+    "babble": _write_nonsense, "raise": _raise(ValueError("not today")), "sys_exit": _raise(SystemExit(0)),
+    "oom": _raise(RuntimeError("DefaultCPUAllocator: can't allocate memory")), "flood": _flood_output,
+    "hold": _hold_gil, "spin": _busy_loop, "stop": _stop_process, "fork": _fork, "child": _leave_child,
+    "daemon": _leave_daemon, "daemon_segv": _daemon_segv, "fill_memory": _fill_memory, "poison": _lose_context,
+    "close": _close_descriptors, "garble": _send_partial_message, "unasked": _send_unrequested,
 }  # fmt: skip
-"""What a candidate of that kind does before it computes the right answer, if it gets there."""
+"""What a candidate of each kind does before it computes the correct result, if it still can."""
 
 
-def _in_a_race() -> bool:
-    """Whether the kernel that asks is being called by a race."""
+def _is_racing() -> bool:
+    """Whether the race calls the kernel: whether the caller of its ``run`` is in a module called ``timing``."""
     return str(sys._getframe(2).f_globals["__name__"]).endswith(".timing")
 
 
 class HostileKernel(Kernel):
-    """Does its ``kind`` of mischief, then the product in float32.
+    """A kernel that does what its ``kind`` says (``ACTS``), then computes the product in float32.
 
-    ``late_...`` behaves while it is checked (and is fast: it remembers its answers), and turns bad when it races.
-    ``scribble`` clears A when it is done. ``packed``: honest, wants B packed. ``greedy``: honest, and says that it
-    needs a terabyte.
+    A kind ``late_...`` is correct while it is verified, and misbehaves when it races; it caches its results, so that it
+    is fast. ``scribble`` clears A after the product. ``packed`` is correct and needs B packed. ``greedy`` is correct
+    and declares a workspace of a terabyte. ``wrong`` writes zeros.
     """
 
     def __init__(self, problem: Problem, candidate: Candidate) -> None:
@@ -180,22 +184,22 @@ class HostileKernel(Kernel):
         self.kind = str(candidate["kind"])
         self.packing = PACKING if self.kind == "packed" else None
         self.workspace_bytes = 1 << 40 if self.kind == "greedy" else 0
-        self.known: dict[int, Tensor] = {}
+        self.results: dict[int, Tensor] = {}
 
     def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
-        if _poisoned:
+        if _context_lost:
             raise RuntimeError("the context was lost before (simulated)")
-        act = ACTS.get(self.kind.removeprefix("late_"))
-        if act is not None and (_in_a_race() or not self.kind.startswith("late_")):
-            act()
+        action = ACTS.get(self.kind.removeprefix("late_"))
+        if action is not None and (_is_racing() or not self.kind.startswith("late_")):
+            action()
         if isinstance(b, PackedWeight):
             (b,) = b.data
         if self.kind.startswith("late_"):
-            if a.data_ptr() not in self.known:
-                self.known[a.data_ptr()] = torch.mm(a, b)
-            out.copy_(self.known[a.data_ptr()])
+            if a.data_ptr() not in self.results:
+                self.results[a.data_ptr()] = torch.mm(a, b)
+            out.copy_(self.results[a.data_ptr()])
             return
-        if self.kind == "wrong":  # and fast: the kind that is worth checking
+        if self.kind == "wrong":  # and fast, so that the tuner goes on to verify it
             out.zero_()
             return
         out.copy_(torch.mm(a.float(), b.float()))
@@ -207,7 +211,7 @@ class HostileKernel(Kernel):
 
 
 class HostileBackend(Backend):
-    """Lists one candidate for each of ``kinds``; ``illegal``: how many refused ones it lists besides."""
+    """A backend that lists one candidate for each of ``kinds``, and ``illegal`` illegal ones."""
 
     name = "hostile"
     kinds: ClassVar[tuple[str, ...]] = ("good", "packed", "wrong", "raise")
@@ -219,8 +223,8 @@ class HostileBackend(Backend):
     def candidates(self, problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
         for kind in self.kinds:
             yield Candidate.make(self.name, kind, kind=kind)
-        for number in range(self.illegal):
-            yield Illegal(Candidate.make(self.name, "refused", number=number), f"{number} is no good")
+        for index in range(self.illegal):
+            yield Illegal(Candidate.make(self.name, "refused", number=index), f"{index} is no good")
 
     def build(self, problem: Problem, candidate: Candidate, target: Target) -> Artifact:
         if candidate["kind"] == "unbuildable":

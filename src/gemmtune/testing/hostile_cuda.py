@@ -1,8 +1,8 @@
-"""A guest backend whose candidates misbehave on a GPU in the ways that a worker must survive, beside honest ones.
+"""A plug-in backend whose candidates misbehave on a GPU in the ways that a worker must survive, and some that do not.
 
 backends.register("hostile_cuda", "gemmtune.testing.hostile_cuda:HostileCudaBackend")
 
-Its bad kernels are PTX that the driver compiles (NVIDIA GPUs since Ampere).
+The misbehaving kernels are PTX that the driver compiles (NVIDIA GPUs since Ampere).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from ..core.errors import KernelError
 from ..core.problem import Problem
 from ..core.target import Target
 
-PLACE = "gemmtune.testing.hostile_cuda:HostileCudaBackend"
+ENTRY_POINT = "gemmtune.testing.hostile_cuda:HostileCudaBackend"
 
-# Each takes the address of some zeros. illegal: writes 4 TB behind them. misaligned: a word at an odd address. overrun:
-# 8 MB behind the start of shared memory. spin: waits until they are no zeros.
+# Each kernel takes the address of a buffer of zeros. illegal writes 4 TB behind the buffer. misaligned writes a word at
+# an odd address. overrun writes 8 MB behind the start of shared memory. spin waits until the buffer is not zero.
 _PTX = """
 .version 7.8
 .target sm_80
@@ -101,14 +101,14 @@ def _function(name: str) -> ctypes.c_void_p:
 
 
 def _launch(name: str) -> None:
-    """Run one thread of a kernel of ``_PTX`` on the current stream."""
+    """Launch a kernel of ``_PTX`` with one thread on the current stream."""
     zeros = ctypes.c_void_p(_zeros().data_ptr())
     arguments = (ctypes.c_void_p * 1)(ctypes.addressof(zeros))
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
     _check(_driver().cuLaunchKernel(_function(name), 1, 1, 1, 1, 1, 1, _SHARED_BYTES, stream, arguments, None))
 
 
-def _oom() -> None:
+def _run_out_of_memory() -> None:
     torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
 
 
@@ -122,40 +122,40 @@ ACTS: dict[str, Callable[[], None]] = {
     "overrun": lambda: _launch("overrun"),
     "trap": lambda: _launch("trap"),
     "spin": lambda: _launch("spin"),
-    "oom": _oom,
+    "oom": _run_out_of_memory,
     "raise": _raise,
     "waits": torch.cuda.synchronize,
 }
-"""What a candidate of that kind does before it computes the right answer, if it gets there."""
+"""What a candidate of each kind does before it computes the correct result, if it still can."""
 
-LETHAL = ("illegal", "misaligned", "overrun", "trap")  # these cost the process its context
-HONEST = ("good", "waits", "elsewhere")
+CONTEXT_LOSING_KINDS = ("illegal", "misaligned", "overrun", "trap")  # these lose the process's CUDA context
+CORRECT_KINDS = ("good", "waits", "elsewhere")
 
 
-def _in_a_race() -> bool:
-    """Whether the kernel that asks is being called by a race."""
+def _is_racing() -> bool:
+    """Whether the race calls the kernel: whether the caller of its ``run`` is in a module called ``timing``."""
     return str(sys._getframe(2).f_globals["__name__"]).endswith(".timing")
 
 
 class HostileCudaKernel(Kernel):
-    """Does its ``kind`` of mischief, then the product by ATen.
+    """A kernel that does what its ``kind`` says (``ACTS``), then computes the product with ATen.
 
-    ``late_...`` behaves while it is checked, and turns bad when it races; ``replayed_...`` when it is captured, so that
-    what goes wrong does so in a replay. ``waits``: honest, but cannot be captured. ``elsewhere``: computes on the
-    default stream, whatever the current one is. ``wrong``: leaves zeros. ``spills``: right, and writes 100 elements
-    behind its output.
+    A kind ``late_...`` is correct while it is verified, and misbehaves when it races. ``replayed_...`` misbehaves when
+    it is captured, so that the fault happens in a replay. ``waits`` is correct, but cannot be captured. ``elsewhere``
+    computes on the default stream, whatever the current stream is. ``wrong`` writes zeros. ``spills`` is correct, and
+    also writes one element 100 elements behind its output.
     """
 
     def __init__(self, problem: Problem, candidate: Candidate) -> None:
         self.problem, self.candidate = problem, candidate
-        self.when, _, self.kind = ("_" + str(candidate["kind"])).rpartition("_")
-        _zeros()  # now: what is captured must not allocate it
-        if self.kind in (*LETHAL, "spin"):
+        self.phase, _, self.kind = ("_" + str(candidate["kind"])).rpartition("_")
+        _zeros()  # allocated here, because a graph capture must not allocate it
+        if self.kind in (*CONTEXT_LOSING_KINDS, "spin"):
             _function(self.kind)
 
     def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
-        late = {"_late": _in_a_race(), "_replayed": torch.cuda.is_current_stream_capturing()}
-        if self.kind in ACTS and late.get(self.when, True):
+        active = {"_late": _is_racing(), "_replayed": torch.cuda.is_current_stream_capturing()}
+        if self.kind in ACTS and active.get(self.phase, True):
             ACTS[self.kind]()
         if self.kind == "wrong":
             out.zero_()
@@ -169,10 +169,18 @@ class HostileCudaKernel(Kernel):
 
 
 class HostileCudaBackend(Backend):
-    """Lists one candidate for each of ``kinds``."""
+    """A backend that lists one candidate for each of ``kinds``."""
 
     name = "hostile_cuda"
-    kinds: ClassVar[tuple[str, ...]] = ("good", "wrong", *LETHAL, "spin", "oom", "late_illegal", "replayed_illegal")
+    kinds: ClassVar[tuple[str, ...]] = (
+        "good",
+        "wrong",
+        *CONTEXT_LOSING_KINDS,
+        "spin",
+        "oom",
+        "late_illegal",
+        "replayed_illegal",
+    )
 
     def available(self, target: Target) -> Availability:
         if target.device != "cuda":

@@ -1,4 +1,4 @@
-"""The conformance suite of a Store: subclass it, give it a fixture called ``store``, and pytest does the rest.
+"""The conformance suite for implementations of ``Store``. Subclass it and define a fixture called ``store``.
 
 class TestMyStore(StoreSuite):
     @pytest.fixture
@@ -38,10 +38,13 @@ PACKED = Candidate.make("native", "gemm", isa="avx2", mr=6, prefetch=True, ratio
 
 
 def make_decision(problem: Problem = PROBLEM, target: Target = TARGET, *, created: float = 1000.0) -> Decision:
-    """A Decision as the tuner makes them: a winner with a packed weight, ATen beside it, one illegal candidate."""
+    """Return a Decision like the tuner's.
+
+    Its evidence has a winner with a packed weight, ATen's candidate as a finalist, and an illegal candidate.
+    """
     sample = Sample(2e-3, 1.9e-3, 2.1e-3, 60, 0.5, 0.49, 0.51, (2e-3, 2.1e-3), packing_s=0.01, conditions={"load": "0"})
     illegal = Candidate.make("native", "gemm", isa="amx")
-    rows = (
+    evidence = (
         Evidence(
             PACKED.to_dict(), PACKED.id, "winner", "native:b16", "", Verdict("within_bound", worst=0.3), sample, 64
         ),
@@ -50,12 +53,22 @@ def make_decision(problem: Problem = PROBLEM, target: Target = TARGET, *, create
     )
     alternatives = {"": PLAIN.id, "native:b16": PACKED.id}
     return Decision(
-        problem.key, problem.to_dict(), target.key, "winner", PACKED.id, rows, alternatives, "decided", 3.5, 7, created
+        problem.key,
+        problem.to_dict(),
+        target.key,
+        "winner",
+        PACKED.id,
+        evidence,
+        alternatives,
+        "decided",
+        3.5,
+        7,
+        created,
     )
 
 
 class StoreSuite:
-    """What every Store must do. The fixture ``store`` gives an empty one."""
+    """The tests that every Store must pass. Subclasses define the fixture ``store``, which returns an empty Store."""
 
     @pytest.fixture
     def store(self) -> Store:
@@ -108,13 +121,13 @@ class StoreSuite:
         assert list(store.decisions()) == []
 
     def test_decisions_are_newest_first_and_by_target(self, store: Store) -> None:
-        other = replace(TARGET, threads=1)
+        other_target = replace(TARGET, threads=1)
         store.put(TARGET, make_decision(created=10.0))
         store.put(TARGET, make_decision(PROBLEM.with_m(8), created=30.0))
-        store.put(other, make_decision(target=other, created=20.0))
+        store.put(other_target, make_decision(target=other_target, created=20.0))
         assert [row.created for row in store.decisions()] == [30.0, 20.0, 10.0]
         assert [row.created for row in store.decisions(TARGET)] == [30.0, 10.0]
-        assert {target.key for target in store.targets()} == {TARGET.key, other.key}
+        assert {target.key for target in store.targets()} == {TARGET.key, other_target.key}
         assert TARGET in store.targets()
 
     def test_failures_are_remembered_per_problem_and_target(self, store: Store) -> None:
@@ -128,16 +141,16 @@ class StoreSuite:
         assert store.targets() == []
 
     def test_export_and_import(self, store: Store, tmp_path: Path) -> None:
-        other = replace(TARGET, threads=1)
-        rows = [make_decision(), make_decision(PROBLEM.with_m(8))]
-        for row in rows:
+        other_target = replace(TARGET, threads=1)
+        decisions = [make_decision(), make_decision(PROBLEM.with_m(8))]
+        for row in decisions:
             store.put(TARGET, row)
-        store.put(other, make_decision(target=other))
+        store.put(other_target, make_decision(target=other_target))
         assert store.export(tmp_path / "one.json", TARGET) == 2
         assert store.export(tmp_path / "all.json") == 3
         assert store.prune(keep=replace(TARGET, threads=5)) == 3
         assert store.import_(tmp_path / "one.json") == 2
-        assert {row.problem_key: row for row in store.decisions()} == {row.problem_key: row for row in rows}
+        assert {row.problem_key: row for row in store.decisions()} == {row.problem_key: row for row in decisions}
         assert store.targets() == [TARGET]
 
     def test_import_is_all_or_nothing(self, store: Store, tmp_path: Path) -> None:
@@ -152,53 +165,53 @@ class StoreSuite:
         assert list(store.decisions()) == []
 
     def test_prune_by_target_and_by_age(self, store: Store) -> None:
-        other = replace(TARGET, threads=1)
+        other_target = replace(TARGET, threads=1)
         store.put(TARGET, make_decision(created=time.time()))
         store.put(TARGET, make_decision(PROBLEM.with_m(8), created=time.time() - 1000))
-        store.put(other, make_decision(target=other, created=time.time()))
-        store.remember_failure(other, PROBLEM.key, "a", Verdict("hung"))
+        store.put(other_target, make_decision(target=other_target, created=time.time()))
+        store.remember_failure(other_target, PROBLEM.key, "a", Verdict("hung"))
         assert store.prune() == 0
         assert store.prune(older_than_s=500) == 1
         assert store.prune(keep=TARGET) == 1
-        assert store.failures(other, PROBLEM.key) == {}
+        assert store.failures(other_target, PROBLEM.key) == {}
         assert [row.problem_key for row in store.decisions()] == [PROBLEM.key]
 
     def test_one_holds_a_lease_and_others_do_not(self, store: Store) -> None:
-        assert store.leased(TARGET, PROBLEM.key) is None
+        assert store.lease_remaining_s(TARGET, PROBLEM.key) is None
         lease = store.lease(TARGET, PROBLEM.key, 60.0)
         assert lease is not None
-        assert 50.0 < (store.leased(TARGET, PROBLEM.key) or 0.0) <= 60.0
+        assert 50.0 < (store.lease_remaining_s(TARGET, PROBLEM.key) or 0.0) <= 60.0
         assert store.lease(TARGET, PROBLEM.key, 60.0) is None
         assert store.lease(TARGET, PROBLEM.with_m(8).key, 60.0) is not None
         assert store.lease(replace(TARGET, threads=1), PROBLEM.key, 60.0) is not None
         assert store.targets() == []
         lease.release()
         lease.release()
-        assert store.leased(TARGET, PROBLEM.key) is None
+        assert store.lease_remaining_s(TARGET, PROBLEM.key) is None
         assert store.lease(TARGET, PROBLEM.key, 60.0) is not None
 
     def test_a_lease_that_ran_out_is_somebody_elses(self, store: Store) -> None:
         first = store.lease(TARGET, PROBLEM.key, 0.05)
         assert first is not None
         time.sleep(0.1)
-        assert store.leased(TARGET, PROBLEM.key) is None
+        assert store.lease_remaining_s(TARGET, PROBLEM.key) is None
         second = store.lease(TARGET, PROBLEM.key, 60.0)
         assert second is not None
         assert not first.renew()
         first.release()
-        assert store.leased(TARGET, PROBLEM.key) is not None
+        assert store.lease_remaining_s(TARGET, PROBLEM.key) is not None
         assert second.renew()
 
     def test_a_lease_in_a_with_block_renews_itself_and_is_released(self, store: Store) -> None:
         lease = store.lease(TARGET, PROBLEM.key, 1.5)
         assert lease is not None
 
-        def left() -> float:
-            return store.leased(TARGET, PROBLEM.key) or 0.0
+        def remaining_s() -> float:
+            return store.lease_remaining_s(TARGET, PROBLEM.key) or 0.0
 
         def wait_and_interrupt() -> None:
-            before, deadline = left(), time.monotonic() + 30.0
-            while (now := left()) <= before and time.monotonic() < deadline:
+            before, deadline = remaining_s(), time.monotonic() + 30.0
+            while (now := remaining_s()) <= before and time.monotonic() < deadline:
                 before = now
                 time.sleep(0.05)
             assert now > before
@@ -206,7 +219,7 @@ class StoreSuite:
 
         with pytest.raises(KeyboardInterrupt), lease:
             wait_and_interrupt()
-        assert store.leased(TARGET, PROBLEM.key) is None
+        assert store.lease_remaining_s(TARGET, PROBLEM.key) is None
 
     @pytest.mark.parametrize("ttl_s", [0.0, -1.0, float("nan"), float("inf"), 4000.0])
     def test_a_lease_is_for_a_while(self, store: Store, ttl_s: float) -> None:
@@ -214,15 +227,15 @@ class StoreSuite:
             store.lease(TARGET, PROBLEM.key, ttl_s)
 
     def test_of_many_threads_one_gets_the_lease(self, store: Store) -> None:
-        got: list[bool] = []
+        granted: list[bool] = []
         threads = [
-            Thread(target=lambda: got.append(store.lease(TARGET, PROBLEM.key, 60.0) is not None)) for _ in range(8)
+            Thread(target=lambda: granted.append(store.lease(TARGET, PROBLEM.key, 60.0) is not None)) for _ in range(8)
         ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert sorted(got) == [False] * 7 + [True]
+        assert sorted(granted) == [False] * 7 + [True]
 
     def test_a_sound_store_verifies(self, store: Store) -> None:
         store.put(TARGET, make_decision())
@@ -235,7 +248,7 @@ class StoreSuite:
         store.put(TARGET, make_decision())
         store.check()
         store.check_writable()
-        with store.in_a_hurry():
+        with store.short_timeout():
             assert store.get(TARGET, PROBLEM.key) == make_decision()
         assert store.verify() == []
         assert store.damage == []
@@ -249,7 +262,7 @@ class StoreSuite:
                     problem = PROBLEM.with_m(10 * worker + step)
                     store.put(TARGET, make_decision(problem))
                     assert store.get(TARGET, problem.key) == make_decision(problem)
-            except BaseException as error:  # a thread cannot raise to the test: it is collected
+            except BaseException as error:  # an exception in a thread does not reach the test, which reads this list
                 errors.append(error)
 
         threads = [Thread(target=work, args=(worker,)) for worker in range(4)]

@@ -1,4 +1,4 @@
-"""A backend that has something to build: its builds take a moment, fail, crash or hang, as their candidates say.
+"""A backend with a build step. Its builds succeed, take time, fail, crash or hang, according to the candidate.
 
 backends.register("toy", "gemmtune.testing.toy_compiler:ToyCompiler")
 """
@@ -24,12 +24,12 @@ from ..core.errors import KernelError, UnsupportedError
 from ..core.problem import Problem
 from ..core.target import Target
 
-PLACE = "gemmtune.testing.toy_compiler:ToyCompiler"
+ENTRY_POINT = "gemmtune.testing.toy_compiler:ToyCompiler"
 KINDS = ("good", "slow", "fails", "unsupported", "segv", "exit", "hang", "greedy")
 
 
 class ToyKernel(Kernel):
-    """The product in float32, by way of ATen."""
+    """A kernel that computes the product in float32 with ATen."""
 
     def __init__(self, problem: Problem, candidate: Candidate) -> None:
         self.problem, self.candidate = problem, candidate
@@ -40,9 +40,11 @@ class ToyKernel(Kernel):
 
 
 class ToyCompiler(Backend):
-    """Lists a candidate of each kind for plain float32 products. ``slow`` sleeps for its ``seconds`` in the build.
+    """A backend that lists a candidate of each of ``KINDS`` for float32 products without a batch.
 
-    ``meets`` (not listed): builds called ``me`` that wait for the ``other`` one to be building.
+    The build of a ``slow`` candidate sleeps for its config's ``seconds``. The build of a ``meets`` candidate, which is
+    not listed, waits until the build of another one is running: its config has its own name ``me`` and that of the
+    ``other``.
     """
 
     name = "toy"
@@ -51,22 +53,22 @@ class ToyCompiler(Backend):
         return Availability(True)
 
     def candidates(self, problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
-        reason = "takes plain float32 products" if _refuses(problem) else ""
+        reason = "takes plain float32 products" if _is_unsupported(problem) else ""
         for kind in KINDS:
             candidate = Candidate.make(self.name, kind, kind=kind)
             yield Illegal(candidate, reason) if reason else candidate
 
     def build(self, problem: Problem, candidate: Candidate, target: Target) -> Artifact:
-        """Write an artifact under the hash of what went into it, unless it is there."""
+        """Write an artifact under the hash of its inputs, unless it exists."""
         folder = artifacts_directory()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _mischief(str(candidate["kind"]), candidate, folder)
+        _misbehave(str(candidate["kind"]), candidate, folder)
         digest = hashlib.sha256(f"{problem.plan_key}|{candidate.id}|{self.source_digest()}".encode()).hexdigest()
-        kept = Artifacts(folder)
-        return Artifact(candidate, digest, kept.get(digest) or kept.put(digest, candidate.id.encode()))
+        artifacts = Artifacts(folder)
+        return Artifact(candidate, digest, artifacts.get(digest) or artifacts.put(digest, candidate.id.encode()))
 
     def load(self, artifact: Artifact, problem: Problem) -> Kernel:
-        if _refuses(problem) or artifact.path is None or artifact.path.read_text() != artifact.candidate.id:
+        if _is_unsupported(problem) or artifact.path is None or artifact.path.read_text() != artifact.candidate.id:
             raise KernelError(f"{artifact.candidate.id} was not built for {problem.key}")
         return ToyKernel(problem, artifact.candidate)
 
@@ -74,16 +76,16 @@ class ToyCompiler(Backend):
         return "toy"
 
 
-def _refuses(problem: Problem) -> bool:
+def _is_unsupported(problem: Problem) -> bool:
     return problem.family != "mm" or {problem.a.dtype, problem.b.dtype, problem.out_dtype} != {"float32"}
 
 
-def _mischief(kind: str, candidate: Candidate, folder: Path) -> None:
-    """What a build of that kind does before it succeeds, if it does."""
+def _misbehave(kind: str, candidate: Candidate, folder: Path) -> None:
+    """Do what a build of this kind does before it succeeds, if it succeeds."""
     match kind:
         case "slow":
             time.sleep(float(dict(candidate.config).get("seconds", 0.1)))
-        case "meets":  # a build beside this one that meets it, too
+        case "meets":  # the other build waits for this one too
             (folder / str(candidate["me"])).touch()
             while not (folder / str(candidate["other"])).exists():
                 time.sleep(0.01)

@@ -1,1 +1,1 @@
-"""Timing kernels: clocks, statistics, and the race that decides which is fastest."""
+"""Timing of kernels: clocks, statistics, and the race that decides which kernel is fastest."""

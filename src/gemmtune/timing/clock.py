@@ -1,4 +1,4 @@
-"""Clocks: how long does a call take? The race is written against the protocol; tests race on a simulated one."""
+"""Clocks, which measure how long a call takes. The race uses the protocol; tests race on a simulated clock."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Latency = Literal["graph", "eager"]
 """What a GPU's calls are timed as: nodes of a CUDA graph, or launches from Python one by one."""
 
 _MAX_CALLS = 10_000
-_SLOW = 20e-3  # a call this long is timed alone, and needs no second look
+_SLOW_S = 20e-3  # a call this long is timed alone, and only once
 
 
 FLOOR_S = 500e-6
@@ -24,73 +24,76 @@ FLOOR_S = 500e-6
 
 
 class Clock(Protocol):
-    """Times callables. Rotation indices grow from call to call over all callables, so operands are always cold.
+    """A clock that times callables. Indices of operand sets grow from call to call over all callables, so that operands
+    are always cold.
 
-    duel_s: what a timing of a duel lasts at least, so that the device is as busy as whoever is served keeps it.
+    duel_s: the least duration of one timing in a paired test, so that the device is as busy as in serving.
     """
 
     duel_s: float
 
     def now(self) -> float:
-        """Seconds since some fixed moment: what budgets are counted in."""
+        """Return the seconds since a fixed moment; budgets are counted in them."""
 
     def calls_for(self, run: Run, floor_s: float) -> int:
-        """Warm up, then say how many calls make one timing last at least ``floor_s``."""
+        """Warm up, then return how many calls make one timing last at least ``floor_s``."""
 
     def time_round(self, runs: Sequence[Run], calls: Sequence[int]) -> list[float]:
-        """Time each callable once, in the order given, ``calls[j]`` calls of ``runs[j]``; seconds per call."""
+        """Time each callable once, in the given order, with ``calls[j]`` calls of ``runs[j]``. Return seconds per
+        call."""
 
     def call_again(self, run: Run, place: int) -> Sequence[int]:
-        """Call it the way that it was timed, and wait; returns the operand sets' numbers in the order of the calls.
+        """Repeat the call the way that it was timed, and wait. Return the operand sets' numbers in the order of the
+        calls.
 
-        place: the number to call it with where each call is a call.
+        place: the number of the operand set to call it with, where the call is not a replayed graph.
         """
 
     def conditions(self, run: Run, finalist: bool) -> dict[str, str]:
-        """How it timed a callable, for its Sample to say. finalist: what takes time to find out, too."""
+        """Return how a callable was timed, for its Sample. finalist: include conditions that take time to find out."""
 
 
 @contextmanager
-def collector_at_rest() -> Iterator[None]:
-    """The garbage collector does not run meanwhile."""
-    collecting = gc.isenabled()
+def gc_disabled() -> Iterator[None]:
+    """Disable the garbage collector within the context."""
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if collecting:
+        if was_enabled:
             gc.enable()
 
 
 class CpuClock:
-    """Wall time on this CPU (``perf_counter_ns``); the garbage collector rests while the clock runs.
+    """Wall time on this CPU (``perf_counter_ns``); the garbage collector is disabled during timing.
 
-    chill: empties the caches, called before each timing. most_calls: calls in one timing at most, so that with
-    ``chill`` each finds a set of operands that was not used since.
+    chill: empties the caches; called before each timing. most_calls: the most calls in one timing, so that with
+    ``chill`` each call has a set of operands that was not used since.
     """
 
     duel_s = FLOOR_S
 
     def __init__(self, chill: Callable[[], None] | None = None, most_calls: int = _MAX_CALLS) -> None:
-        self._next, self._chill, self._most = 0, chill, most_calls
+        self._next, self._chill, self._max_calls = 0, chill, most_calls
 
     def now(self) -> float:
         return time.perf_counter()
 
     def calls_for(self, run: Run, floor_s: float) -> int:
-        warm = self._batch(run, 1)
-        if warm > max(_SLOW, floor_s):
+        warm_s = self._batch(run, 1)
+        if warm_s > max(_SLOW_S, floor_s):
             return 1
         calls = 1
         while True:
-            took = self._batch(run, calls)
-            if took >= floor_s / 2.0 or calls >= self._most:
-                return max(1, min(self._most, math.ceil(calls * floor_s / max(took, 1e-9))))
-            calls = min(self._most, calls * 4)
+            elapsed_s = self._batch(run, calls)
+            if elapsed_s >= floor_s / 2.0 or calls >= self._max_calls:
+                return max(1, min(self._max_calls, math.ceil(calls * floor_s / max(elapsed_s, 1e-9))))
+            calls = min(self._max_calls, calls * 4)
 
     def time_round(self, runs: Sequence[Run], calls: Sequence[int]) -> list[float]:
-        with collector_at_rest():
-            return [self._timed(run, min(n, self._most)) for run, n in zip(runs, calls, strict=True)]
+        with gc_disabled():
+            return [self._timed(run, min(n, self._max_calls)) for run, n in zip(runs, calls, strict=True)]
 
     def call_again(self, run: Run, place: int) -> Sequence[int]:
         run(place)
@@ -105,7 +108,7 @@ class CpuClock:
         return self._batch(run, calls) / calls
 
     def _batch(self, run: Run, calls: int) -> float:
-        """Seconds for ``calls`` calls."""
+        """Return the seconds that ``calls`` calls take."""
         first = self._next
         self._next += calls
         start = time.perf_counter_ns()

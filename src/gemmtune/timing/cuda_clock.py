@@ -1,7 +1,9 @@
-"""Timing on a GPU: calls captured into graphs, replayed between events, behind a pause that hides their launching.
+"""Timing on a GPU: calls are captured into CUDA graphs and replayed between events, behind a pause that hides their
+launching.
 
-``CudaClock`` and ``rough_times`` know the device as a ``Gpu``: ``TorchGpu`` is torch.cuda's, ``testing.clock.FakeGpu``
-a simulated one. The clock works on one stream of its own, since the default one cannot be captured.
+``CudaClock`` and ``screening_times`` use the device through the protocol ``Gpu``: ``TorchGpu`` implements it with
+torch.cuda, ``testing.clock.FakeGpu`` simulates it. The clock works on one stream of its own, since the default stream
+cannot be captured.
 """
 
 from __future__ import annotations
@@ -21,28 +23,30 @@ from typing import Any, Protocol
 import torch
 
 from ..core.torch_compat import cuda_sleep, end_allocate_to_pool, release_pool
-from .clock import Latency, Run, collector_at_rest
+from .clock import Latency, Run, gc_disabled
 
-_MOST_CALLS = 384  # in one graph: a kernel of 1 us fills the floor of a timing nearly, and capturing takes 4 ms
-_MOST_EAGER = 64  # launches of one callable that wait behind a pause: the launch queue holds about a thousand kernels
-_HEAD_S = 200e-6  # a round's pause: the host enqueues the first lanes meanwhile
-_GUESS_S = 50e-6  # what a launch costs the host, as long as nobody knows
-_SPARE = 1.5  # a pause is so much longer than launching took before
-_LONG_S = 1e-3  # a timing of what events do not see
-_LEAST_S = 0.5e-6  # no kernel is faster: less between events means that it is not there
+# Calls in one graph: a kernel of 1 us nearly fills the floor of a timing, and capturing takes 4 ms.
+_MAX_GRAPH_CALLS = 384
+# Launches of one callable that wait behind a pause: the launch queue holds about a thousand kernels.
+_MAX_EAGER_CALLS = 64
+_ROUND_PAUSE_S = 200e-6  # a round's pause: the host enqueues the first timings meanwhile
+_LAUNCH_GUESS_S = 50e-6  # host seconds per launch, until it is measured
+_PAUSE_MARGIN = 1.5  # a pause is this multiple of the last launching time
+_HOST_TIMING_S = 1e-3  # the duration of a timing of work that events do not see
+_MIN_KERNEL_S = 0.5e-6  # no kernel is faster: less time between events means that the kernel ran elsewhere
 
-_CYCLES_S = 2e9  # of a GPU's clock, at most: a slower one makes pauses longer
+_CYCLES_S = 2e9  # highest clock of a GPU, in Hz: a slower clock makes pauses longer
 
-_BATCH, _LAUNCHES, _LAUNCH_S = 16, 200, 10e-3  # launches timed for their own cost, and seconds that may take
+_BATCH, _LAUNCHES, _LAUNCH_S = 16, 200, 10e-3  # Launches timed for their own cost, and the seconds allowed for it.
 
 _COLD_CALLS, _COLD_SLOW_CALLS, _COLD_SLOW_S = 5, 2, 5e-3
-_SETTING_UP_S = 0.5  # what a first call may need: modules are loaded, libraries choose their kernels
+_SETTING_UP_S = 0.5  # seconds that a first call may need: modules are loaded, libraries choose their kernels
 _STALL_S = 2e-3
 _SLOW_S = 50e-3
 
 
 class EmptyGraph(Exception):
-    """What was captured launched nothing on the current stream."""
+    """The error of captured work that launched nothing on the current stream."""
 
 
 class Event(Protocol):
@@ -51,58 +55,60 @@ class Event(Protocol):
     def record(self) -> None: ...
 
     def query(self) -> bool:
-        """Whether it has passed. Raises what kernels before it did wrong."""
+        """Whether the moment has passed. Raises the errors of the kernels before it."""
 
     def elapsed_time(self, end: Any, /) -> float:
-        """Milliseconds from here to ``end``, both passed."""
+        """Return the milliseconds from this event to ``end``, both passed."""
 
 
 class Graph(Protocol):
-    """Captured work."""
+    """Captured work, which ``replay`` launches."""
 
     def replay(self) -> None: ...
 
 
 class Gpu(Protocol):
-    """What timing needs of a device. Seconds throughout."""
+    """The operations of a device that timing needs. All times are in seconds."""
 
     def now(self) -> float:
-        """The host's clock."""
+        """Return the time of the host's clock."""
 
     def rest(self) -> None:
         """Let other threads run for some microseconds."""
 
     def stream(self) -> AbstractContextManager[object]:
-        """Makes the stream that timing is done on the current one."""
+        """Return a context in which the timing stream is the current one."""
 
     def event(self) -> Event: ...
 
     def sleep(self, seconds: float) -> None:
-        """Keep the stream busy, without waiting for it."""
+        """Enqueue work that keeps the stream busy for ``seconds``; returns at once."""
 
     def capture(self, work: Callable[[], None]) -> Graph:
-        """Capture what ``work`` launches. Raises what it raises, EmptyGraph, or why it cannot be captured."""
+        """Return the captured launches of ``work``. Raises the exceptions of ``work``, EmptyGraph, or the reason why
+        capturing failed."""
 
     def mark(self, number: int) -> None:
-        """Note a number (1 to 255) when the stream gets here."""
+        """Enqueue a note of a number (1 to 255), written when the stream reaches it."""
 
     def reached(self) -> int:
-        """The last number noted, 0 for none; also when the device's context is lost."""
+        """Return the last number noted, 0 for none; works also when the device's context is lost."""
 
     def synchronize(self) -> None:
-        """Wait for the whole device. Raises what kernels did wrong."""
+        """Wait for the whole device. Raises the errors of its kernels."""
 
 
 # --- the clock --------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
-class _Known:
-    """What is known of one callable. number: its place in the marker. host_s: what launching it once costs the host.
+class _CallableState:
+    """The state of one callable.
 
-    graph holds ``calls`` calls. uncaptured: why there is none. beside: it was timed as one that has none. unseen: its
-    work is not on the stream, so that events
-    do not see it, nor did those that its calls were counted with: ``fits`` of them fill a timing.
+    number: its number in the marker. host_s: host seconds per launch. graph: holds ``calls`` calls. uncaptured: why
+    there is no graph. without_graph: it was timed call by call, because another callable of the round has no graph.
+    off_stream: its work is not on the stream, so that events do not see it; nor did the events see it when its calls
+    were counted. calls_per_timing: the calls that then fill a timing.
     """
 
     number: int = 0
@@ -110,25 +116,27 @@ class _Known:
     graph: Graph | None = None
     calls: int = 0
     uncaptured: str = ""
-    beside: bool = False
-    unseen: bool = False
-    fits: int = 0
+    without_graph: bool = False
+    off_stream: bool = False
+    calls_per_timing: int = 0
 
 
 class CudaClock:
-    """A GPU's time: each callable is captured into a graph of the calls that a timing makes, and replayed.
+    """A clock for a GPU: each callable is captured into a graph of the calls that one timing makes, and the graph is
+    replayed.
 
-    All lanes of a round are enqueued behind a pause, and waited for once. A callable that cannot be captured is
-    launched call by call behind a pause of its own; its conditions say so. Every timing begins with operand set 0, so
-    that lanes that share operands find the same ones; what they have in common with the timing before must be driven
-    out of the cache.
+    All timings of a round are enqueued behind a pause, and waited for once. A callable that cannot be captured is
+    launched call by call behind a pause of its own; its conditions state this. Every timing begins with operand set 0,
+    so that callables that share operands have the same ones; operands in common with the timing before must be evicted
+    from the cache.
 
-    chill: enqueues what empties the L2, called before each timing. latency: ``eager`` times launches back to back by
-    the host's clock, as who has no graphs meets them. marker: callables write their number into its first byte when
-    they are called; so does the clock when it replays them, for whoever finds the process dead or hanging.
+    chill: enqueues work that empties the L2; called before each timing. latency: ``eager`` times back-to-back launches
+    by the host's clock, as a user without graphs experiences them. marker: callables write their number into its first
+    byte when they are called, and the clock does so when it replays them, so that the parent of a dead or hanging
+    process can identify the kernel.
     """
 
-    duel_s = 2e-3  # with pauses of 0.3 ms between: busy enough to meet the power limit
+    duel_s = 2e-3  # with pauses of 0.3 ms between timings: busy enough to reach the power limit
 
     def __init__(
         self,
@@ -140,80 +148,86 @@ class CudaClock:
     ) -> None:
         self._gpu, self._chill, self._latency = gpu, chill, latency
         self._marker = bytearray(1) if marker is None else marker
-        self._known: dict[Run, _Known] = {}
+        self._states: dict[Run, _CallableState] = {}
 
     def now(self) -> float:
         return self._gpu.now()
 
     def calls_for(self, run: Run, floor_s: float) -> int:
-        known = self._known[run] = _Known()
+        state = self._states[run] = _CallableState()
         with self._gpu.stream():
             self._gpu.synchronize()
             run(0)
             self._gpu.synchronize()
-            known.number = self._marker[0]
+            state.number = self._marker[0]
             calls = 1
             while True:
-                took = self._by_host(run, calls) if self._latency == "eager" else self._eagerly(run, known, calls)
-                if took >= floor_s / 2.0 or calls >= _MOST_EAGER:
-                    return max(1, min(_MOST_CALLS, math.ceil(calls * floor_s / max(took, 1e-9))))
-                calls = min(_MOST_EAGER, calls * 4)
+                elapsed_s = (
+                    self._time_by_host(run, calls)
+                    if self._latency == "eager"
+                    else self._time_eagerly(run, state, calls)
+                )
+                if elapsed_s >= floor_s / 2.0 or calls >= _MAX_EAGER_CALLS:
+                    return max(1, min(_MAX_GRAPH_CALLS, math.ceil(calls * floor_s / max(elapsed_s, 1e-9))))
+                calls = min(_MAX_EAGER_CALLS, calls * 4)
 
     def time_round(self, runs: Sequence[Run], calls: Sequence[int]) -> list[float]:
-        with collector_at_rest(), self._gpu.stream():
-            lanes = [self._ready(run, n) for run, n in zip(runs, calls, strict=True)]
+        with gc_disabled(), self._gpu.stream():
+            timings = [self._prepare(run, n) for run, n in zip(runs, calls, strict=True)]
             # Kernels that wait in the queue and nodes of a graph need not follow each other equally closely: in one
-            # round all are timed the same way.
-            graphs = not any(known.uncaptured for _, known, _ in lanes)
+            # round all callables are timed the same way.
+            graphs = not any(state.uncaptured for _, state, _ in timings)
             if not graphs:
-                lanes = [(run, known, min(n, _MOST_EAGER)) for run, known, n in lanes]
-                for _, known, _ in lanes:
-                    known.beside = not known.uncaptured
-            times = self._enqueued([lane for lane in lanes if self._on_stream(lane[1])], graphs)
-            for run, known, _ in lanes:
-                if known.uncaptured and times.get(run, _LEAST_S) < _LEAST_S:
-                    known.unseen = True
+                timings = [(run, state, min(n, _MAX_EAGER_CALLS)) for run, state, n in timings]
+                for _, state, _ in timings:
+                    state.without_graph = not state.uncaptured
+            times = self._time_enqueued([timing for timing in timings if self._is_on_stream(timing[1])], graphs)
+            for run, state, _ in timings:
+                if state.uncaptured and times.get(run, _MIN_KERNEL_S) < _MIN_KERNEL_S:
+                    state.off_stream = True
                     del times[run]
-            return [times[run] if run in times else self._off_stream(run, known, n) for run, known, n in lanes]
+            return [times[run] if run in times else self._time_off_stream(run, state, n) for run, state, n in timings]
 
     def call_again(self, run: Run, place: int) -> Sequence[int]:
-        """Replay its graph; the results of a graph's last two calls are what its two outputs hold then."""
-        known = self._known.setdefault(run, _Known())
+        """Replay the graph of ``run``; the two outputs then hold the results of the graph's last two calls."""
+        state = self._states.setdefault(run, _CallableState())
         with self._gpu.stream():
             self._gpu.synchronize()  # operands may have been overwritten on another stream
-            self._marker[0] = known.number or self._marker[0]
-            if known.graph is None:
+            self._marker[0] = state.number or self._marker[0]
+            if state.graph is None:
                 run(place)
             else:
-                known.graph.replay()
+                state.graph.replay()
             self._gpu.synchronize()
-        return (place,) if known.graph is None else range(known.calls)[-2:]
+        return (place,) if state.graph is None else range(state.calls)[-2:]
 
     def conditions(self, run: Run, finalist: bool) -> dict[str, str]:
-        known = self._known.get(run)
-        if known is None:
+        state = self._states.get(run)
+        if state is None:
             return {}
-        beside = "beside one that cannot be captured" if known.beside else ""
-        why = known.uncaptured or beside if self._latency == "graph" else "as asked for, by the host's clock"
-        found = {"timed": f"eager: {why}" if why else "graph"}
+        without_graph = "beside one that cannot be captured" if state.without_graph else ""
+        reason = state.uncaptured or without_graph if self._latency == "graph" else "as asked for, by the host's clock"
+        conditions = {"timed": f"eager: {reason}" if reason else "graph"}
         if finalist:
-            with suppress(Exception):  # its timings stand, whatever it raises now
-                found["launch_us"] = f"{1e6 * self._launch_s(run):.1f}"
-        return found
+            with suppress(Exception):  # its timings stay valid, whatever it raises now
+                conditions["launch_us"] = f"{1e6 * self._launch_s(run):.1f}"
+        return conditions
 
-    def _on_stream(self, known: _Known) -> bool:
-        """Whether events see what it does."""
-        return self._latency == "graph" and not known.unseen
+    def _is_on_stream(self, state: _CallableState) -> bool:
+        """Whether events see the callable's work."""
+        return self._latency == "graph" and not state.off_stream
 
-    def _ready(self, run: Run, calls: int) -> tuple[Run, _Known, int]:
-        """The callable with its graph, if it shall and can have one, and as many calls as its next timing makes."""
-        known, calls = self._known.setdefault(run, _Known()), _rounded(calls)
-        if self._latency == "graph" and not known.uncaptured and known.calls != calls:
-            self._capture(run, known, calls)
-        return run, known, min(calls, _MOST_EAGER) if known.uncaptured else calls
+    def _prepare(self, run: Run, calls: int) -> tuple[Run, _CallableState, int]:
+        """Return the callable with its state and the calls of its next timing, after capturing its graph where it can
+        have one."""
+        state, calls = self._states.setdefault(run, _CallableState()), _rounded(calls)
+        if self._latency == "graph" and not state.uncaptured and state.calls != calls:
+            self._capture(run, state, calls)
+        return run, state, min(calls, _MAX_EAGER_CALLS) if state.uncaptured else calls
 
-    def _capture(self, run: Run, known: _Known, calls: int) -> None:
-        """A graph of ``calls`` calls, replayed once (it is uploaded then), or the reason why there is none."""
+    def _capture(self, run: Run, state: _CallableState, calls: int) -> None:
+        """Capture a graph of ``calls`` calls and replay it once (which uploads it), or record the reason why there is
+        none."""
 
         def work() -> None:
             for i in range(calls):
@@ -222,93 +236,96 @@ class CudaClock:
         try:
             graph = self._gpu.capture(work)
         except EmptyGraph as error:
-            known.graph, known.uncaptured, known.unseen = None, str(error), True
-        except Exception as error:  # it ran before: whatever it raises now is why it cannot be captured
-            known.graph, known.uncaptured = None, _first_line(error)
+            state.graph, state.uncaptured, state.off_stream = None, str(error), True
+        except Exception as error:  # it ran before: any error now is the reason why it cannot be captured
+            state.graph, state.uncaptured = None, _first_line(error)
         else:
-            known.number = known.number or self._marker[0]  # which capturing has noted
+            state.number = state.number or self._marker[0]  # noted during capturing
             graph.replay()
             self._gpu.synchronize()
-            known.graph, known.calls = graph, calls
+            state.graph, state.calls = graph, calls
 
-    def _enqueued(self, lanes: Sequence[tuple[Run, _Known, int]], graphs: bool) -> dict[Run, float]:
-        """Seconds per call of lanes that are enqueued one behind the other, as graphs or call by call."""
-        if not lanes:
+    def _time_enqueued(self, timings: Sequence[tuple[Run, _CallableState, int]], graphs: bool) -> dict[Run, float]:
+        """Return the seconds per call of timings that are enqueued one behind the other, as graphs or call by call."""
+        if not timings:
             return {}
-        bounds = []
-        self._gpu.sleep(_HEAD_S)
-        for run, known, n in lanes:
+        events = []
+        self._gpu.sleep(_ROUND_PAUSE_S)
+        for run, state, n in timings:
             if self._chill is not None:
                 self._chill()
-            self._gpu.mark(known.number)
-            bounds.append(self._bounded(run, known, n, graphs))
-        self._wait(bounds[-1][1])
+            self._gpu.mark(state.number)
+            events.append(self._enqueue_timing(run, state, n, graphs))
+        self._wait(events[-1][1])
         return {
-            run: start.elapsed_time(end) * 1e-3 / n for (run, _, n), (start, end) in zip(lanes, bounds, strict=True)
+            run: start.elapsed_time(end) * 1e-3 / n for (run, _, n), (start, end) in zip(timings, events, strict=True)
         }
 
-    def _bounded(self, run: Run, known: _Known, calls: int, graphs: bool = True) -> tuple[Event, Event]:
-        """Enqueue one timing between two events."""
+    def _enqueue_timing(self, run: Run, state: _CallableState, calls: int, graphs: bool = True) -> tuple[Event, Event]:
+        """Enqueue one timing between two events, and return the events."""
         start, end = self._gpu.event(), self._gpu.event()
-        graph = known.graph if graphs else None
+        graph = state.graph if graphs else None
         if graph is None:
-            self._gpu.sleep(_SPARE * calls * (known.host_s or _GUESS_S))
+            self._gpu.sleep(_PAUSE_MARGIN * calls * (state.host_s or _LAUNCH_GUESS_S))
         start.record()
         if graph is not None:
             graph.replay()
         else:
-            began = self._gpu.now()
+            started = self._gpu.now()
             for i in range(calls):
                 run(i)
-            known.host_s = (self._gpu.now() - began) / calls
+            state.host_s = (self._gpu.now() - started) / calls
         end.record()
         return start, end
 
-    def _eagerly(self, run: Run, known: _Known, calls: int) -> float:
-        """Seconds that ``calls`` calls take together, their launching hidden."""
-        start, end = self._bounded(run, known, calls)
+    def _time_eagerly(self, run: Run, state: _CallableState, calls: int) -> float:
+        """Return the seconds that ``calls`` calls take together, with their launching hidden by a pause."""
+        start, end = self._enqueue_timing(run, state, calls)
         self._gpu.synchronize()
         return start.elapsed_time(end) * 1e-3
 
-    def _by_host(self, run: Run, calls: int) -> float:
-        """Seconds that ``calls`` calls take together, launching and all, by the host's clock."""
+    def _time_by_host(self, run: Run, calls: int) -> float:
+        """Return the seconds that ``calls`` calls take together by the host's clock, launching included."""
         if self._chill is not None:
             self._chill()
         self._gpu.synchronize()
-        began = self._gpu.now()
+        started = self._gpu.now()
         for i in range(calls):
             run(i)
         self._gpu.synchronize()
-        return self._gpu.now() - began
+        return self._gpu.now() - started
 
-    def _off_stream(self, run: Run, known: _Known, calls: int) -> float:
-        """Seconds per call by the host's clock."""
-        if known.unseen:
-            known.fits = known.fits or max(1, math.ceil(_LONG_S / max(self._by_host(run, 1), 1e-9)))
-            calls = min(calls, known.fits)
-        return self._by_host(run, calls) / calls
+    def _time_off_stream(self, run: Run, state: _CallableState, calls: int) -> float:
+        """Return the seconds per call by the host's clock."""
+        if state.off_stream:
+            state.calls_per_timing = state.calls_per_timing or max(
+                1, math.ceil(_HOST_TIMING_S / max(self._time_by_host(run, 1), 1e-9))
+            )
+            calls = min(calls, state.calls_per_timing)
+        return self._time_by_host(run, calls) / calls
 
     def _wait(self, last: Event) -> None:
-        """Until the last event has passed, noting who is running meanwhile."""
+        """Wait until the last event has passed, updating the marker to the running callable meanwhile."""
         try:
             while not last.query():
-                self._note()
+                self._update_marker()
                 self._gpu.rest()
         finally:
-            self._note()
+            self._update_marker()
 
-    def _note(self) -> None:
+    def _update_marker(self) -> None:
         self._marker[0] = self._gpu.reached() or self._marker[0]
 
     def _launch_s(self, run: Run) -> float:
-        """What launching it costs the host: the median over single calls, few at a time, so that none of them waits.
+        """Return the host seconds of one launch: the median over single calls, few at a time, so that none of them
+        waits.
 
-        200 of them, fewer where they are slow: what is slow on the device is not held up by the host.
+        It times 200 calls, fewer where they are slow: work that is slow on the device is not delayed by the host.
         """
         times: list[float] = []
-        began = self._gpu.now()
-        with collector_at_rest(), self._gpu.stream():
-            while not times or (len(times) < _LAUNCHES and self._gpu.now() - began < _LAUNCH_S):
+        started = self._gpu.now()
+        with gc_disabled(), self._gpu.stream():
+            while not times or (len(times) < _LAUNCHES and self._gpu.now() - started < _LAUNCH_S):
                 self._gpu.synchronize()
                 for i in range(_BATCH):
                     start = self._gpu.now()
@@ -319,76 +336,79 @@ class CudaClock:
 
 
 def _rounded(calls: int) -> int:
-    """A few more calls, one of four sizes between powers of two: a graph is not captured again for one call more."""
+    """Return ``calls`` rounded up to one of four sizes between powers of two, so that one call more needs no new
+    graph."""
     step = 1 << max(0, calls.bit_length() - 3)
-    return min(_MOST_CALLS, -(-calls // step) * step)
+    return min(_MAX_GRAPH_CALLS, -(-calls // step) * step)
 
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
 
 
-# --- rough times ------------------------------------------------------------------------------------------------
+# --- screening times --------------------------------------------------------------------------------------------
 
 
-def rough_times(
+def screening_times(
     gpu: Gpu,
     call: Callable[[], object],
     chill: Callable[[], object],
     worth_s: float | None = None,
     latency: Latency = "graph",
 ) -> tuple[float, ...]:
-    """Seconds a call, five times (slow ones twice), each after ``chill`` emptied the L2, launching hidden by a pause.
+    """Return the screening times of a call in seconds: five (slow calls: two), each after ``chill`` emptied the L2,
+    launching hidden by a pause.
 
-    One that is not worth it even warm gives the one time that showed it. The very first call, which sets things up,
-    does not count, unless it takes so long that setting things up cannot be why. latency: with ``eager`` a call takes
-    no less than launching it. Raises what the calls did wrong.
+    A call that is slower than ``worth_s`` even when warm returns the one time that showed it. The very first call,
+    which sets things up, does not count, unless it takes so long that setting things up cannot be why. latency: with
+    ``eager`` a call takes no less than launching it. Raises the errors of the calls.
 
-    On the current stream, the default one as a rule: what launches there whatever the current one is shows its time,
-    and its fault in a race alone. What launches anywhere else gives its time until the device was done.
+    The calls run on the current stream, usually the default one. Work that is launched there whatever the current
+    stream is shows its time here, and its fault only in a race. For work that is launched on another stream the time is
+    that until the device was done.
     """
-    with collector_at_rest():
+    with gc_disabled():
         gpu.synchronize()
-        first, _ = _alone(gpu, call)
-        if worth_s is not None and first > 4.0 * worth_s + _SETTING_UP_S:
-            return (first,)
-        warm, host_s = _alone(gpu, call)
-        if warm > _SLOW_S or (worth_s is not None and warm > 2.0 * worth_s + _STALL_S):
-            return (warm,)
-        bounds, launches = [], []
-        count = _COLD_CALLS if warm < _COLD_SLOW_S else _COLD_SLOW_CALLS
-        gpu.sleep(_HEAD_S + _SPARE * count * host_s)
+        first_s, _ = _time_single_call(gpu, call)
+        if worth_s is not None and first_s > 4.0 * worth_s + _SETTING_UP_S:
+            return (first_s,)
+        warm_s, host_s = _time_single_call(gpu, call)
+        if warm_s > _SLOW_S or (worth_s is not None and warm_s > 2.0 * worth_s + _STALL_S):
+            return (warm_s,)
+        events, launches = [], []
+        count = _COLD_CALLS if warm_s < _COLD_SLOW_S else _COLD_SLOW_CALLS
+        gpu.sleep(_ROUND_PAUSE_S + _PAUSE_MARGIN * count * host_s)
         for _ in range(count):
             chill()
             start, end = gpu.event(), gpu.event()
             start.record()
-            began = gpu.now()
+            started = gpu.now()
             call()
-            launches.append(gpu.now() - began)
+            launches.append(gpu.now() - started)
             end.record()
-            bounds.append((start, end))
+            events.append((start, end))
         gpu.synchronize()
-    least = median(launches) if latency == "eager" else 0.0
-    times = [start.elapsed_time(end) * 1e-3 for start, end in bounds]
-    if min(times) < _LEAST_S:
-        return (warm,)
-    return tuple(max(least, seconds) for seconds in times)
+    least_s = median(launches) if latency == "eager" else 0.0
+    times = [start.elapsed_time(end) * 1e-3 for start, end in events]
+    if min(times) < _MIN_KERNEL_S:
+        return (warm_s,)
+    return tuple(max(least_s, seconds) for seconds in times)
 
 
-def _alone(gpu: Gpu, call: Callable[[], object]) -> tuple[float, float]:
-    """Seconds of one call until it was done, and until it was launched."""
-    began = gpu.now()
+def _time_single_call(gpu: Gpu, call: Callable[[], object]) -> tuple[float, float]:
+    """Return the seconds of one call until it was done, and until it was launched."""
+    started = gpu.now()
     call()
-    launched = gpu.now() - began
+    launched_s = gpu.now() - started
     gpu.synchronize()
-    return gpu.now() - began, launched
+    return gpu.now() - started, launched_s
 
 
 # --- torch.cuda -------------------------------------------------------------------------------------------------
 
 
 class TorchGpu:
-    """torch.cuda as a ``Gpu``. Its graphs share a pool of memory, which goes with it."""
+    """torch.cuda as a ``Gpu``. Its graphs share a memory pool, which is freed with it."""
 
     def __init__(self, device: torch.device) -> None:
         self._index = _index(device)
@@ -414,13 +434,13 @@ class TorchGpu:
 
     def capture(self, work: Callable[[], None]) -> Graph:
         graph = torch.cuda.CUDAGraph()
-        if not self._graphs:  # a pool that its graphs have let go of cannot be captured into again
+        if not self._graphs:  # a pool whose graphs are all freed cannot be captured into again
             self._new_pool()
         try:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             work()
         except BaseException:  # Ctrl-C too must not leave the stream capturing
-            with suppress(Exception):  # ending a broken capture may fail as well; what broke it is what counts
+            with suppress(Exception):  # ending a broken capture may fail as well; the first error counts
                 self._end(graph)
             raise
         try:
@@ -433,13 +453,14 @@ class TorchGpu:
         return graph
 
     def _end(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a capture. Where it broke off, torch leaves the allocator recording to the pool for it: not here."""
+        """End a capture. After a broken capture torch leaves the allocator recording to the pool; this method ends
+        that, too."""
         try:
             graph.capture_end()
         except Warning:
             raise
-        except Exception:  # whatever CUDA or the allocator make of it
-            with suppress(Exception):  # it may have got as far as that itself
+        except Exception:  # any error of CUDA or the allocator
+            with suppress(Exception):  # torch may have ended it already
                 end_allocate_to_pool(self._index, self._pool)
                 release_pool(self._index, self._pool)
             self._new_pool()
@@ -447,7 +468,7 @@ class TorchGpu:
 
     def _new_pool(self) -> None:
         self._pool: Any = torch.cuda.graph_pool_handle()
-        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()  # those captured into it
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()  # the graphs captured into the pool
 
     def mark(self, number: int) -> None:
         self._reached.copy_(self._numbers[number], non_blocking=True)
@@ -461,7 +482,7 @@ class TorchGpu:
 
 @functools.cache
 def _stream(index: int) -> torch.cuda.Stream:
-    """The one stream of this process for timing: libraries keep a workspace for each stream they meet."""
+    """Return this process's only stream for timing: libraries keep a workspace for each stream that they see."""
     return torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
 
 
@@ -470,7 +491,7 @@ def _index(device: torch.device) -> int:
 
 
 def warm_up(device: torch.device) -> None:
-    """Make the context, and load what every problem needs. Takes a second or so in a new process."""
+    """Create the context, and load the libraries that every problem needs. Takes about a second in a new process."""
     a = torch.ones(16, 16, dtype=torch.float64, device=device)
     (a @ a).sum().item()
     torch.cuda.synchronize(device)
@@ -479,7 +500,7 @@ def warm_up(device: torch.device) -> None:
 def limit_device_memory(device: torch.device, allowance: int) -> None:
     """Let torch allocate ``allowance`` bytes of device memory more than it has now; 0 changes nothing.
 
-    Beyond it allocations raise torch.OutOfMemoryError, which costs a candidate.
+    Beyond the limit allocations raise torch.OutOfMemoryError, which costs one candidate.
     """
     if allowance > 0:
         total = torch.cuda.get_device_properties(device).total_memory
@@ -488,7 +509,8 @@ def limit_device_memory(device: torch.device, allowance: int) -> None:
 
 
 def context_fault(device: torch.device) -> str:
-    """Why this process can do nothing more on the device, in words; empty while it can, or never used it."""
+    """Return why this process can do nothing more on the device, in words; empty while it can, or when it never used
+    it."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return ""
     try:

@@ -1,6 +1,6 @@
-"""The rounds before the duel: calibration, screening, and elimination until few entrants are left.
+"""The rounds before the paired test: calibration, screening, and elimination until few entrants remain.
 
-Every round times each remaining entrant once, in random order, so that drift and neighbours hit all alike.
+Every round times each remaining entrant once, in random order, so that drift and neighbours affect all alike.
 """
 
 from __future__ import annotations
@@ -12,36 +12,43 @@ from statistics import median
 
 from ..core.events import BestSoFar
 from .clock import FLOOR_S, Clock, Run
-from .duel import FIRST_SLOW_LOOK, SLOW_PAIR_S
-from .lane import EntrantError, Lane, by_ratio, fastest, ranked
-from .machine import Machine, Weather
+from .machine import Machine, MachineState
+from .paired_test import FIRST_SLOW_LOOK, SLOW_PAIR_S
+from .race_entry import EntrantError, RaceEntry, fastest, ranked, ratio_to_baseline
 from .stats import mad, ratio_interval, slower_than, spend
 from .surroundings import Surrounding
 
 ALPHA = 0.02  # chance that a race eliminates an entrant as fast as the leader, over all looks and entrants
 SCREEN_RATIO = 1.5
-EXTENSION = 1.0  # of the budget, on a disturbed machine
+EXTENSION = 1.0  # share of the budget that a disturbed machine adds
 _SCREEN_ROUNDS = (2, 4)
-_STALL_S = 20e-3  # a difference that two stalls cannot explain; smaller ones wait for the second screening
-# Rounds -> challengers that may go on.
-_LOOKS = {8: 24, 12: 12, 18: 8, 27: 6, 40: 4, 60: 4, 90: 4, 135: 3, 200: 3, 300: 3, 450: 3}
-_GROUP_ROUNDS = 18  # the fastest of each group stays so long: a Plan compares groups by these times
-_ALIKE = 0.004  # once nobody can be faster than the leader by more than this share (90%), the leader is chosen
-_MOVE_EVERY, _MOVE_SHARE = 5, 0.1  # operands are moved after so many rounds, if it takes so little of the time left
-_PLACES = 8  # times they are moved before a leader is chosen
-_LUCK = 0.05  # what a place may be worth: in fewer places than that a lane is not eliminated for less
-# Raw challengers this far behind ATen's raw kernels, or behind the best of all, are not kept for a duel of their own.
-_RAW_BEHIND, _RAW_WORTH = 1.2, 8.0
-_DUEL_SHARE = 0.4  # of the budget
-# The share of the budget that pairs without which a duel decides nothing may take of the rounds before.
-_DUEL_MOST = 0.9
-_FEW_ROUNDS = 5  # of which a race has time for all that it goes on with
-_CLOSE_INCUMBENT = 1.1  # incumbents this close by their first times may each be the fastest
-# Of the budget, for what follows the duel: all surroundings of a challenger, and the raw layout's own duel.
+_TWO_STALLS_S = 20e-3  # a difference that two stalls cannot explain; smaller differences wait for the second screening
+# Rounds so far -> challengers that may remain.
+_CHALLENGERS_BY_ROUND = {8: 24, 12: 12, 18: 8, 27: 6, 40: 4, 60: 4, 90: 4, 135: 3, 200: 3, 300: 3, 450: 3}
+_GROUP_ROUNDS = 18  # rounds that the fastest of each group stays in: a Plan compares groups by these times
+# Once nobody can be faster than the leader by more than this share (90% confidence), the leader is chosen.
+_NEGLIGIBLE_GAIN = 0.004
+# Operands are moved every so many rounds, if a move takes at most this share of the time left.
+_MOVE_EVERY, _MOVE_SHARE = 5, 0.1
+_MAX_MOVES = 8  # moves of the operands before a leader is chosen
+# The effect of the operands' addresses: with fewer moves than _MAX_MOVES, an entry is not eliminated for a smaller
+# difference.
+_PLACEMENT_EFFECT = 0.05
+# Raw challengers slower than ATen's raw kernels by the first factor, or than the best entry by the second, have no
+# paired test of their own.
+_RAW_BEHIND_BASELINE, _RAW_BEHIND_BEST = 1.2, 8.0
+_TEST_SHARE = 0.4  # of the budget
+# The largest share of the budget that is taken from the rounds for the pairs without which a paired test decides
+# nothing.
+_TEST_MAX_SHARE = 0.9
+_MIN_ROUNDS = 5  # rounds for which the remaining time must suffice for every remaining entry
+_CLOSE_BASELINE = 1.1  # baselines within this factor by their first times may each be the fastest
+# Shares of the budget for the work after the paired test: all surroundings of a challenger, and the raw layout's own
+# paired test.
 SURROUNDINGS_SHARE, _RAW_SHARE = 0.2, 0.15
-# A ratio that a duel's first look decides, as an interval and as single times tell it, and the looks' pairs that it may
-# take.
-_CLEAR, _CLEAR_AT_ONCE, _CLEAR_LOOKS = 0.9, 0.8, 1.5
+# A ratio that the first look of a paired test decides, by its interval and by single times, and the multiple of that
+# look's pairs that the test may take.
+_FAR_APART, _FAR_APART_FIRST, _FAR_APART_LOOKS = 0.9, 0.8, 1.5
 NOISE, STALLED = 0.05, 0.05
 _LOAD, _STOLEN = 0.25, 0.02  # beyond these the machine is disturbed
 
@@ -50,7 +57,11 @@ Progress = Callable[[BestSoFar], None]
 
 @dataclass(frozen=True, slots=True)
 class Entrant:
-    """Something to time. run(i): one call on operand set i. incumbent: ATen's. group: the packing layout or None."""
+    """A kernel to race.
+
+    run(i): one call on operand set i. incumbent: whether it is a baseline, one of ATen's candidates. group: the name of
+    its packed layout, or None.
+    """
 
     id: str
     run: Run
@@ -60,13 +71,13 @@ class Entrant:
 
 @dataclass(frozen=True, slots=True)
 class RaceSetup:
-    """What a race knows besides its entrants.
+    """The inputs of a race besides its entrants.
 
-    machine: asked for load and clock. conditions: what every Sample is to say besides. move: puts the operands
-    elsewhere in memory; called now and then, since where a large operand happens to lie moves a memory-bound kernel's
-    time by some percent for as long as it lies there. move_s: the seconds that is expected to take. surroundings:
-    in which a winner must hold. least_s: seconds below which no kernel can be. earlier_s: seconds per call measured
-    before the race, by entrant id.
+    machine: read for load and clock. conditions: what every Sample states besides the race's own conditions. move:
+    moves the operands to other memory; called now and then, since the address of a large operand changes a memory-bound
+    kernel's time by some percent for as long as the operand stays there. move_s: the seconds that a move is expected to
+    take. surroundings: those in which a winner must be no slower. least_s: seconds that no correct kernel can undercut.
+    earlier_s: seconds per call measured before the race, by entrant id.
     """
 
     machine: Machine | None = None
@@ -79,7 +90,8 @@ class RaceSetup:
 
 
 class Elimination:
-    """The rounds of one race: ``choose`` ends when a leader is chosen, or time for the duel must be left."""
+    """The rounds of one race: ``choose`` ends when a leader is chosen, or when the remaining time is needed for the
+    paired test."""
 
     def __init__(
         self, entrants: Sequence[Entrant], clock: Clock, budget_s: float, seed: int, progress: Progress | None,
@@ -91,13 +103,13 @@ class Elimination:
         self._move, self._move_s, self.moves = setup.move, setup.move_s, 0
         self._least_s, self._surroundings, self._earlier_s = setup.least_s, setup.surroundings, setup.earlier_s
         self.rng = random.Random(seed)
-        self.lanes = [Lane(e.id, e.run, e.incumbent, e.group) for e in entrants]
+        self.entries = [RaceEntry(e.id, e.run, e.incumbent, e.group) for e in entrants]
         self.disturbed = self.contended = False
-        self._weather()  # of the time before: candidates were tried in it
+        self._machine_state()  # covers the time before the race, in which candidates were tried
         self.start = clock.now()
         self.rounds = 0
-        self._each_s = 0.0  # what a timing took in the last round, with all that goes with it
-        self.clear = False  # at the last look, leader and best incumbent were far apart
+        self._timing_s = 0.0  # seconds that a timing took in the last round, overhead included
+        self.far_apart = False  # at the last look, leader and best baseline were far apart
         self.stopped = ""
 
     def choose(self) -> None:
@@ -107,23 +119,26 @@ class Elimination:
         self._drop_impossible()
 
     def _drop_impossible(self) -> None:
-        """A time that the machine cannot reach is a fault of the measurement, or of a kernel that does nothing."""
-        for lane in self._active():
-            if lane.times and lane.median < self._least_s:
-                took, least = f"{1e6 * lane.median:.3g} us", f"{1e6 * self._least_s:.3g} us"
-                lane.drop("failed", f"{took} a call, where this machine needs {least}: it cannot have computed it")
-                lane.fault = "wrong"
+        """Fail entries with a time that the machine cannot reach: the measurement is wrong, or the kernel computes
+        nothing."""
+        for entry in self._active():
+            if entry.times and entry.median < self._least_s:
+                median_s, least_s = f"{1e6 * entry.median:.3g} us", f"{1e6 * self._least_s:.3g} us"
+                entry.drop(
+                    "failed", f"{median_s} a call, where this machine needs {least_s}: it cannot have computed it"
+                )
+                entry.fault = "wrong"
 
     def _calibrate(self) -> None:
-        """Warm every lane up, incumbents first; whoever is not reached in half the budget stays untried."""
-        for lane in sorted(self.lanes, key=lambda lane: not lane.incumbent):
-            if self._spent() > 0.5 * self.budget and any(other.calls for other in self.lanes):
-                lane.drop("untried", "the budget was spent before its turn")
+        """Warm every entry up, baselines first; an entry that is not reached in half the budget stays untried."""
+        for entry in sorted(self.entries, key=lambda entry: not entry.incumbent):
+            if self._elapsed_s() > 0.5 * self.budget and any(other.calls for other in self.entries):
+                entry.drop("untried", "the budget was spent before its turn")
                 continue
             try:
-                lane.calls = self.clock.calls_for(lane.guarded, FLOOR_S)
+                entry.calls = self.clock.calls_for(entry.guarded, FLOOR_S)
             except EntrantError as error:
-                error.lane.drop("failed", str(error))
+                error.entry.drop("failed", str(error))
 
     def _screen(self) -> None:
         for rounds in _SCREEN_ROUNDS:
@@ -132,256 +147,292 @@ class Elimination:
                     return
                 self._round()
                 if self.rounds == 1:
-                    self._look_ahead()
+                    self._update_far_apart()
                     self._drop_unaffordable()
-            for incumbents in (True, False):
-                self._screen_out(incumbents)
+            for baselines in (True, False):
+                self._screen_side(baselines)
 
     def _drop_unaffordable(self) -> None:
-        """Drop the slowest entrants when the budget does not allow five rounds of all: a leader chosen by one timing
-        of each is chosen by chance. The best of each group stays, and every incumbent close to the fastest."""
-        left = self._limit() - self._duel_s() - self._spent()
-        places = int(left / max(self._each_s * (_FEW_ROUNDS - self.rounds), 1e-9))
-        lanes = sorted(self._active(), key=self._first_estimate_s)
-        if len(lanes) <= places:
-            return
-        incumbents = [lane for lane in lanes if lane.incumbent]
-        kept = self._raw_leaders()
-        close_s = _CLOSE_INCUMBENT * min((self._first_estimate_s(lane) for lane in incumbents), default=0.0)
-        kept |= {lane.id for lane in incumbents if self._first_estimate_s(lane) <= close_s}
-        kept |= {lane.id for lane in {lane.group: lane for lane in reversed(lanes) if not lane.incumbent}.values()}
-        others = [lane for lane in lanes if lane.id not in kept]
-        for lane in others[max(0, places - len(kept)) :]:
-            place, count = lanes.index(lane) + 1, len(lanes)
-            lane.drop("screened", f"in place {place} of {count} by its first times; more than the time allows")
+        """Drop the slowest entries when the budget does not allow five rounds of all of them.
 
-    def _first_estimate_s(self, lane: Lane) -> float:
-        """Return seconds per call after one round: the lower of that round's and the time before the race, since a
+        A leader chosen by one timing of each would be chosen by chance. The best of each group stays, and every
+        baseline close to the fastest.
+        """
+        remaining_s = self._limit_s() - self._reserved_for_test_s() - self._elapsed_s()
+        affordable = int(remaining_s / max(self._timing_s * (_MIN_ROUNDS - self.rounds), 1e-9))
+        entries = sorted(self._active(), key=self._first_estimate_s)
+        if len(entries) <= affordable:
+            return
+        baseline_entries = [entry for entry in entries if entry.incumbent]
+        protected = self._raw_leaders()
+        close_s = _CLOSE_BASELINE * min((self._first_estimate_s(entry) for entry in baseline_entries), default=0.0)
+        protected |= {entry.id for entry in baseline_entries if self._first_estimate_s(entry) <= close_s}
+        protected |= {
+            entry.id for entry in {entry.group: entry for entry in reversed(entries) if not entry.incumbent}.values()
+        }
+        others = [entry for entry in entries if entry.id not in protected]
+        for entry in others[max(0, affordable - len(protected)) :]:
+            rank, count = entries.index(entry) + 1, len(entries)
+            entry.drop("screened", f"in place {rank} of {count} by its first times; more than the time allows")
+
+    def _first_estimate_s(self, entry: RaceEntry) -> float:
+        """Return seconds per call after one round: the lower of that round's time and the time before the race, since a
         stall can double one of them."""
-        return min(lane.median, self._earlier_s.get(lane.id, lane.median))
+        return min(entry.median, self._earlier_s.get(entry.id, entry.median))
 
-    def _screen_out(self, incumbents: bool) -> None:
-        """Drop whoever is far behind; incumbents only by a faster incumbent. Stalls cannot: the minimum counts, and it
-        takes four timings where a stall or two would make the difference."""
-        field = [lane for lane in self._active() if lane.incumbent or not incumbents]
-        if not field:
+    def _screen_side(self, baselines: bool) -> None:
+        """Drop entries that are far behind; a baseline only when a faster baseline is ahead of it.
+
+        Stalls cannot drop an entry: its minimum counts, and four timings are needed where one or two stalls could
+        explain the difference.
+        """
+        entries = [entry for entry in self._active() if entry.incumbent or not baselines]
+        if not entries:
             return
-        best = min(lane.median for lane in field)
-        kept = self._raw_leaders()
-        for lane in field:
-            fastest = min(lane.times.values())
-            ratio, sure = fastest / best, self.rounds >= _SCREEN_ROUNDS[-1]
-            if not sure and (fastest - best) * lane.calls < _STALL_S:
+        best = min(entry.median for entry in entries)
+        protected = self._raw_leaders()
+        for entry in entries:
+            fastest = min(entry.times.values())
+            ratio, is_last_screening = fastest / best, self.rounds >= _SCREEN_ROUNDS[-1]
+            if not is_last_screening and (fastest - best) * entry.calls < _TWO_STALLS_S:
                 continue
-            if ratio > SCREEN_RATIO and lane.incumbent == incumbents and lane.id not in kept:
-                than = "the best incumbent" if incumbents else "the best"
-                lane.drop("screened", f"{ratio:.1f}x slower than {than} after {self.rounds} rounds")
+            if ratio > SCREEN_RATIO and entry.incumbent == baselines and entry.id not in protected:
+                than = "the best incumbent" if baselines else "the best"
+                entry.drop("screened", f"{ratio:.1f}x slower than {than} after {self.rounds} rounds")
 
     def _eliminate(self) -> None:
-        self._even_out()
-        for look, (rounds, places) in enumerate(_LOOKS.items(), start=1):
+        self._equalize_calls()
+        for look, (rounds, max_challengers) in enumerate(_CHALLENGERS_BY_ROUND.items(), start=1):
             while self.rounds < rounds:
-                if self._settled():
+                if self._is_choice_settled():
                     return
                 if not self._affordable():
                     self.stopped = f"the time for choosing a leader was spent after {self.rounds} rounds"
                     return
                 self._round()
-                if self.rounds % _MOVE_EVERY == 0 and self.moves < _PLACES:
+                if self.rounds % _MOVE_EVERY == 0 and self.moves < _MAX_MOVES:
                     self.move()
-            self._look_around()
-            self._thin(look, places)
-            self._look_ahead()
+            self._update_disturbed()
+            self._eliminate_slower(look, max_challengers)
+            self._update_far_apart()
             self._report()
-            if self.rounds >= _GROUP_ROUNDS and (self.moves >= _PLACES or not self._movable()) and self._chosen():
+            if (
+                self.rounds >= _GROUP_ROUNDS
+                and (self.moves >= _MAX_MOVES or not self._is_move_affordable())
+                and self._is_leader_chosen()
+            ):
                 return
 
-    def _thin(self, look: int, places: int) -> None:
-        """Eliminate on confidence bounds (union over lanes, alpha spent over looks), then keep the best ``places``."""
+    def _eliminate_slower(self, look: int, max_challengers: int) -> None:
+        """Eliminate entries on confidence bounds (union over entries, alpha spent over looks), then all but the best
+        ``max_challengers`` challengers."""
         active = self._active()
         leader = fastest(active)
-        best = self._best(incumbents=True)
+        best_baseline = self._fastest_active(baselines=True)
         alpha = spend(ALPHA, look) / max(1, len(active))
-        kept = self._group_leaders() | self._raw_leaders() if self.rounds < _GROUP_ROUNDS else set()
-        for lane in active:
-            rival = best if lane.incumbent else leader
-            if rival is None or lane is rival or lane.id in kept:
+        protected = self._group_leaders() | self._raw_leaders() if self.rounds < _GROUP_ROUNDS else set()
+        for entry in active:
+            rival = best_baseline if entry.incumbent else leader
+            if rival is None or entry is rival or entry.id in protected:
                 continue
-            found = slower_than(*lane.paired(rival), alpha)
-            lucky = self.moves < _PLACES and self._movable()
-            if found is not None and (not lucky or found.center > 1.0 + _LUCK):
-                text = f"{found.center:.3f}x the time of {rival.id} ({found.lo:.3f}..{found.hi:.3f})"
-                lane.drop("eliminated", f"{text} after {self.rounds} rounds")
-        rest = ranked([lane for lane in self._active() if not lane.incumbent])
-        if self.moves < _PLACES and self._movable():
-            places *= 2
-        for place, lane in enumerate(rest[places:], start=places + 1):
-            if lane.id not in kept:
-                lane.drop("eliminated", f"in place {place} of {len(rest)} after {self.rounds} rounds, beyond {places}")
+            interval = slower_than(*entry.paired(rival), alpha)
+            more_moves_due = self.moves < _MAX_MOVES and self._is_move_affordable()
+            if interval is not None and (not more_moves_due or interval.center > 1.0 + _PLACEMENT_EFFECT):
+                text = f"{interval.center:.3f}x the time of {rival.id} ({interval.lo:.3f}..{interval.hi:.3f})"
+                entry.drop("eliminated", f"{text} after {self.rounds} rounds")
+        challengers = ranked([entry for entry in self._active() if not entry.incumbent])
+        if self.moves < _MAX_MOVES and self._is_move_affordable():
+            max_challengers *= 2
+        for rank, entry in enumerate(challengers[max_challengers:], start=max_challengers + 1):
+            if entry.id not in protected:
+                entry.drop(
+                    "eliminated",
+                    f"in place {rank} of {len(challengers)} after {self.rounds} rounds, beyond {max_challengers}",
+                )
 
     def _group_leaders(self) -> set[str]:
-        """The fastest challenger of each group."""
-        challengers = ranked([lane for lane in self._active() if not lane.incumbent])
-        fastest = {lane.group: lane.id for lane in reversed(challengers)}
+        """Return the ids of the fastest challenger of each group."""
+        challengers = ranked([entry for entry in self._active() if not entry.incumbent])
+        fastest = {entry.group: entry.id for entry in reversed(challengers)}
         return set(fastest.values())
 
     def _raw_leaders(self) -> set[str]:
-        """The fastest challenger and the fastest incumbent that take the weight as it lies: a raw weight is served by
-        one of these two, whatever packed layouts gain. None where the incumbent is far ahead, or both far behind."""
-        active = self._active()
-        raw = [[lane for lane in active if lane.raw and lane.incumbent == side] for side in (False, True)]
-        challenger, incumbent = fastest(raw[0]), fastest(raw[1])
-        if challenger is None or incumbent is None:
-            return set()
-        slow = challenger.median > min(
-            _RAW_BEHIND * incumbent.median, _RAW_WORTH * min(lane.median for lane in active)
-        )  # fmt: skip
-        return set() if slow else {challenger.id, incumbent.id}
+        """Return the ids of the fastest challenger and the fastest baseline on the raw weight.
 
-    def _chosen(self) -> bool:
-        """Whether no challenger can be much faster than the leader, nor any incumbent than the best of them."""
-        for incumbents in (True, False):
-            best = self._best(incumbents=incumbents)
-            for lane in self._active():
-                if best is not None and lane is not best and lane.incumbent == incumbents:
-                    found = ratio_interval(*lane.paired(best), 0.1)
-                    if found.lo < 1.0 - _ALIKE:
+        An unpacked weight is served by one of these two, whatever packed layouts gain. Empty where the baseline is far
+        ahead, or where both are far behind.
+        """
+        active = self._active()
+        raw = [[entry for entry in active if entry.raw and entry.incumbent == side] for side in (False, True)]
+        challenger, baseline = fastest(raw[0]), fastest(raw[1])
+        if challenger is None or baseline is None:
+            return set()
+        is_slow = challenger.median > min(
+            _RAW_BEHIND_BASELINE * baseline.median, _RAW_BEHIND_BEST * min(entry.median for entry in active)
+        )  # fmt: skip
+        return set() if is_slow else {challenger.id, baseline.id}
+
+    def _is_leader_chosen(self) -> bool:
+        """Whether no challenger can be much faster than the leading one, and no baseline than the best baseline."""
+        for baselines in (True, False):
+            best = self._fastest_active(baselines=baselines)
+            for entry in self._active():
+                if best is not None and entry is not best and entry.incumbent == baselines:
+                    interval = ratio_interval(*entry.paired(best), 0.1)
+                    if interval.lo < 1.0 - _NEGLIGIBLE_GAIN:
                         return False
         return True
 
-    def _settled(self) -> bool:
-        """One challenger and one incumbent at most: nothing left to choose."""
+    def _is_choice_settled(self) -> bool:
+        """Whether at most one challenger and one baseline remain, after both screenings."""
         active = self._active()
-        incumbents = sum(lane.incumbent for lane in active)
-        return incumbents <= 1 and len(active) - incumbents <= 1 and self.rounds >= max(_SCREEN_ROUNDS)
+        baselines = sum(entry.incumbent for entry in active)
+        return baselines <= 1 and len(active) - baselines <= 1 and self.rounds >= max(_SCREEN_ROUNDS)
 
-    def _even_out(self) -> None:
-        """Let every lane make as many calls a timing as the one with most: the first call of a timing finds caches and
-        threads as another kernel left them, and counts for more among few calls than among many."""
-        lanes = self._active()
-        most = max((lane.calls for lane in lanes), default=0)
-        raise_calls(lanes, most, FLOOR_S)
+    def _equalize_calls(self) -> None:
+        """Raise every entry's calls per timing to the largest number among the entries.
+
+        The first call of a timing starts with caches and threads in the state after another kernel, and has more weight
+        among few calls than among many.
+        """
+        entries = self._active()
+        most_calls = max((entry.calls for entry in entries), default=0)
+        raise_calls(entries, most_calls, FLOOR_S)
 
     def _round(self) -> None:
-        """Time every active lane once, in random order. One that raises is dropped, and the round done again."""
-        while lanes := self._active():
-            self.rng.shuffle(lanes)
-            began = self.clock.now()
+        """Time every active entry once, in random order. An entry that raises is dropped, and the round is repeated."""
+        while entries := self._active():
+            self.rng.shuffle(entries)
+            started = self.clock.now()
             try:
-                times = self.clock.time_round([lane.guarded for lane in lanes], [lane.calls for lane in lanes])
+                times = self.clock.time_round([entry.guarded for entry in entries], [entry.calls for entry in entries])
             except EntrantError as error:
-                error.lane.drop("failed", str(error))
-                self._revive()
+                error.entry.drop("failed", str(error))
+                self._restore_dropped()
                 continue
-            self._each_s = (self.clock.now() - began) / len(lanes)
-            for lane, seconds in zip(lanes, times, strict=True):
-                lane.record(self.rounds, seconds, FLOOR_S)
+            self._timing_s = (self.clock.now() - started) / len(entries)
+            for entry, seconds in zip(entries, times, strict=True):
+                entry.record(self.rounds, seconds, FLOOR_S)
             if self.rounds >= _SCREEN_ROUNDS[-1]:
-                self._even_out()
+                self._equalize_calls()
             break
         self.rounds += 1
 
-    def _revive(self) -> None:
-        """After a failure: whoever was dropped for being slower may have been measured against what failed."""
-        for lane in self.lanes:
-            if lane.stage in ("screened", "eliminated"):
-                lane.active, lane.stage, lane.reason = True, "finalist", ""
+    def _restore_dropped(self) -> None:
+        """Reactivate the entries dropped for being slower: after a failure, they may have been compared with the entry
+        that failed."""
+        for entry in self.entries:
+            if entry.stage in ("screened", "eliminated"):
+                entry.active, entry.stage, entry.reason = True, "finalist", ""
 
-    def _active(self) -> list[Lane]:
-        return [lane for lane in self.lanes if lane.active]
+    def _active(self) -> list[RaceEntry]:
+        return [entry for entry in self.entries if entry.active]
 
-    def _spent(self) -> float:
+    def _elapsed_s(self) -> float:
         return self.clock.now() - self.start
 
     def _affordable(self) -> bool:
-        """Whether one more round leaves the duel its share of the budget (the first round always may)."""
-        cost = max(sum(lane.cost for lane in self._active()), self._each_s * len(self._active()))
-        return self.rounds == 0 or self._spent() + cost <= self._limit() - self._duel_s()
+        """Whether one more round leaves the paired test its share of the budget (the first round is always
+        affordable)."""
+        cost = max(sum(entry.cost for entry in self._active()), self._timing_s * len(self._active()))
+        return self.rounds == 0 or self._elapsed_s() + cost <= self._limit_s() - self._reserved_for_test_s()
 
-    def _duel_s(self) -> float:
-        """What the duel is left of the budget: its share, more where that is too few pairs to decide anything, and what
-        the pairs before its first look take when leader and incumbent were so far apart at the last look that it will
-        be decided there."""
-        each_s, limit = max(self._each_s, self.clock.duel_s), self._limit()
-        share = max(_DUEL_SHARE * limit, min(FIRST_SLOW_LOOK * 2.0 * each_s, _DUEL_MOST * limit))
-        first = FIRST_SLOW_LOOK if 2.0 * each_s > SLOW_PAIR_S else self._min_duel
-        pairs_s = _CLEAR_LOOKS * first * 2.0 * each_s + 2.0 * self._move_s
-        return self._after_s() + (min(share, pairs_s) if self.clear else share)
+    def _reserved_for_test_s(self) -> float:
+        """Return the seconds of the budget that are reserved for the paired test and the work after it.
 
-    def _after_s(self) -> float:
-        """Seconds that are left for what follows the duel."""
-        share = (SURROUNDINGS_SHARE if self._surroundings else 0.0) + (_RAW_SHARE if self._raw_apart() else 0.0)
+        The paired test has its share of the budget, and more where that share allows too few pairs to decide anything.
+        When leader and baseline were so far apart at the last look that the test's first look will decide, only the
+        pairs before that look are reserved.
+        """
+        timing_s, limit_s = max(self._timing_s, self.clock.duel_s), self._limit_s()
+        share_s = max(_TEST_SHARE * limit_s, min(FIRST_SLOW_LOOK * 2.0 * timing_s, _TEST_MAX_SHARE * limit_s))
+        first_look = FIRST_SLOW_LOOK if 2.0 * timing_s > SLOW_PAIR_S else self._min_duel
+        pairs_s = _FAR_APART_LOOKS * first_look * 2.0 * timing_s + 2.0 * self._move_s
+        return self._reserved_after_test_s() + (min(share_s, pairs_s) if self.far_apart else share_s)
+
+    def _reserved_after_test_s(self) -> float:
+        """Return the seconds reserved for the work after the paired test."""
+        share = (SURROUNDINGS_SHARE if self._surroundings else 0.0) + (
+            _RAW_SHARE if self._raw_needs_own_test() else 0.0
+        )
         return share * self.budget
 
-    def _raw_apart(self) -> bool:
-        """Whether the raw layout needs a duel of its own: another layout leads, on one side at least."""
-        leaders = (self._best(incumbents=True), self._best(incumbents=False))
-        raw = [lane for lane in self.lanes if lane.raw and lane.times and lane.stage != "failed"]
-        both = {lane.incumbent for lane in raw} == {True, False}
-        return both and any(lane is not None and not lane.raw for lane in leaders)
+    def _raw_needs_own_test(self) -> bool:
+        """Whether the raw layout needs a paired test of its own: the leading challenger or baseline uses another
+        layout."""
+        leaders = (self._fastest_active(baselines=True), self._fastest_active(baselines=False))
+        raw = [entry for entry in self.entries if entry.raw and entry.times and entry.stage != "failed"]
+        both_sides = {entry.incumbent for entry in raw} == {True, False}
+        return both_sides and any(entry is not None and not entry.raw for entry in leaders)
 
-    def _look_ahead(self) -> None:
-        """Whether the best of either side are far apart; by their single times, before there are rounds enough."""
-        incumbent, leader = self._best(incumbents=True), self._best(incumbents=False)
-        if incumbent is None or leader is None:
+    def _update_far_apart(self) -> None:
+        """Update ``far_apart``: whether the leader and the best baseline are far apart. Before there are enough rounds,
+        single times decide."""
+        baseline, leader = self._fastest_active(baselines=True), self._fastest_active(baselines=False)
+        if baseline is None or leader is None:
             return
-        if self.rounds < min(_LOOKS):
-            ratio = self._first_estimate_s(leader) / self._first_estimate_s(incumbent)
-            self.clear = ratio < _CLEAR_AT_ONCE or ratio > 1.0 / _CLEAR_AT_ONCE
+        if self.rounds < min(_CHALLENGERS_BY_ROUND):
+            ratio = self._first_estimate_s(leader) / self._first_estimate_s(baseline)
+            self.far_apart = ratio < _FAR_APART_FIRST or ratio > 1.0 / _FAR_APART_FIRST
             return
-        found = ratio_interval(*leader.paired(incumbent), 0.1)
-        self.clear = found.hi < _CLEAR or found.lo > 1.0 / _CLEAR
+        interval = ratio_interval(*leader.paired(baseline), 0.1)
+        self.far_apart = interval.hi < _FAR_APART or interval.lo > 1.0 / _FAR_APART
 
-    def _movable(self) -> bool:
-        """Whether the operands can be put elsewhere, and that takes little of the time that is left."""
-        left = self.start + self.budget - self.clock.now()
-        return self._move is not None and self._move_s <= _MOVE_SHARE * left
+    def _is_move_affordable(self) -> bool:
+        """Whether the operands can be moved to other memory, at a small share of the remaining time."""
+        remaining_s = self.start + self.budget - self.clock.now()
+        return self._move is not None and self._move_s <= _MOVE_SHARE * remaining_s
 
     def move(self) -> bool:
-        """Put the operands elsewhere, if that is worth it."""
+        """Move the operands to other memory if that is affordable. Returns whether they were moved."""
         start = self.clock.now()
-        if self._move is None or not self._movable():
+        if self._move is None or not self._is_move_affordable():
             return False
         self._move()
         self._move_s, self.moves = self.clock.now() - start, self.moves + 1
         return True
 
-    def _limit(self) -> float:
-        """Seconds this race may take."""
+    def _limit_s(self) -> float:
+        """Return the seconds that this race may take."""
         return self.budget * (1.0 + (EXTENSION if self.disturbed else 0.0))
 
-    def _look_around(self) -> None:
-        """Whether the machine is disturbed, as the incumbent's timings tell (they are the ones there are most of)."""
-        reference = self._best(incumbents=True) or self._best(incumbents=False)
+    def _update_disturbed(self) -> None:
+        """Mark the machine as disturbed when the timings of the best baseline, which has the most of them, are
+        noisy."""
+        reference = self._fastest_active(baselines=True) or self._fastest_active(baselines=False)
         if reference is not None and noise(list(reference.times.values())) > NOISE:
             self.disturbed = True
 
-    def _weather(self) -> Weather:
-        """What else went on since it was last asked for; that too can make the machine a disturbed one."""
-        found = self.machine.weather() if self.machine is not None else Weather()
-        self.disturbed = self.disturbed or found.load > _LOAD or found.stolen > _STOLEN
-        self.contended = self.contended or found.contention
+    def _machine_state(self) -> MachineState:
+        """Return the machine's state since the previous call, and mark the machine as disturbed or contended when it
+        shows that."""
+        state = self.machine.weather() if self.machine is not None else MachineState()
+        self.disturbed = self.disturbed or state.load > _LOAD or state.stolen > _STOLEN
+        self.contended = self.contended or state.contention
         if self.machine is not None:
-            self.conditions.update(found.words())
-        return found
+            self.conditions.update(state.words())
+        return state
 
-    def _best(self, *, incumbents: bool) -> Lane | None:
-        return fastest([lane for lane in self._active() if lane.incumbent == incumbents])
+    def _fastest_active(self, *, baselines: bool) -> RaceEntry | None:
+        return fastest([entry for entry in self._active() if entry.incumbent == baselines])
 
     def _report(self) -> None:
-        incumbent, leader = self._best(incumbents=True), fastest(self._active())
+        baseline, leader = self._fastest_active(baselines=True), fastest(self._active())
         if self.progress is not None and leader is not None:
-            ratio = by_ratio(leader, incumbent) if incumbent is not None else 1.0
+            ratio = ratio_to_baseline(leader, baseline) if baseline is not None else 1.0
             self.progress(BestSoFar(leader.id, leader.median, ratio))
 
 
-def raise_calls(lanes: Sequence[Lane], calls: int, floor_s: float) -> None:
-    """So many calls a timing, where that is more; of one far slower than the others, which cannot be mistaken for them,
-    only as many as take twice the floor."""
-    for lane in lanes:
-        lane.calls = max(lane.calls, min(calls, round(2.0 * floor_s / max(lane.median, 1e-9))))
+def raise_calls(entries: Sequence[RaceEntry], calls: int, floor_s: float) -> None:
+    """Raise the calls per timing of every entry to ``calls``, where that is more.
+
+    An entry far slower than the others cannot be mistaken for one of them: it makes only as many calls as take twice
+    the floor.
+    """
+    for entry in entries:
+        entry.calls = max(entry.calls, min(calls, round(2.0 * floor_s / max(entry.median, 1e-9))))
 
 
 def noise(times: Sequence[float]) -> float:
-    """Robust standard deviation, relative to the median."""
+    """Return the robust standard deviation of ``times``, relative to their median."""
     return mad(times) / median(times) if times else 0.0

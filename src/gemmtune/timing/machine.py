@@ -1,4 +1,4 @@
-"""What else the machine is doing: others' load and the clock frequency, so that a race can tell when they change."""
+"""The state of the machine: others' load and the clock frequency, so that a race can detect changes."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from typing import Protocol
 
 import psutil
 
-_LOAD_MOVED = 0.25  # cores
-_FREQUENCY_MOVED = 0.05
-_CONTENDING, _CROWDED, _STOLEN = 0.5, 0.25, 0.1  # cores that others use, cores that are missing; share that is stolen
+_LOAD_CHANGED = 0.25  # cores
+_FREQUENCY_CHANGED = 0.05
+# Cores that others use, cores that are missing, and the share of time that the hypervisor takes.
+_CONTENDING_CORES, _MISSING_CORES, _STOLEN_SHARE = 0.5, 0.25, 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Weather:
-    """One stretch of time on this machine. load: cores that others kept busy; frequency: MHz, 0.0 when unknown.
+class MachineState:
+    """The state of the machine during one period.
 
-    stolen: the share of all cores' time that the hypervisor gave to other guests. contention: whether others needed the
-    cores that the kernels' threads run on.
+    load: cores that other processes kept busy. frequency: MHz, 0.0 when unknown. stolen: the share of all cores' time
+    that the hypervisor gave to other virtual machines. contention: whether others needed the cores that the kernels'
+    threads run on.
     """
 
     load: float = 0.0
@@ -28,41 +30,41 @@ class Weather:
     stolen: float = 0.0
     contention: bool = False
 
-    def differs(self, other: Weather) -> str:
-        """What changed between the two, in words; empty when nothing did that matters."""
-        if abs(self.load - other.load) > _LOAD_MOVED:
+    def differs(self, other: MachineState) -> str:
+        """Return the change between the two states, in words; empty when it does not matter."""
+        if abs(self.load - other.load) > _LOAD_CHANGED:
             return f"others' load went from {self.load:.1f} to {other.load:.1f} cores"
-        return clock_moved(self, other)
+        return describe_clock_change(self, other)
 
     def words(self) -> dict[str, str]:
-        """For a Sample's conditions."""
-        found = {"load": f"{self.load:.1f} cores"}
+        """Return the state as entries for a Sample's conditions."""
+        conditions = {"load": f"{self.load:.1f} cores"}
         if self.frequency:
-            found["clock"] = f"{self.frequency:.0f} MHz"
+            conditions["clock"] = f"{self.frequency:.0f} MHz"
         if self.stolen > 0.01:
-            found["stolen"] = f"{self.stolen:.0%}"
-        return found
+            conditions["stolen"] = f"{self.stolen:.0%}"
+        return conditions
 
 
-def clock_moved(before: Weather, after: Weather) -> str:
-    """How the clock frequency changed, in words; empty when it did not by 5%, or is not known."""
+def describe_clock_change(before: MachineState, after: MachineState) -> str:
+    """Return how the clock frequency changed, in words; empty when it changed by at most 5%, or is unknown."""
     if min(before.frequency, after.frequency) > 0.0:
         change = after.frequency / before.frequency - 1.0
-        if abs(change) > _FREQUENCY_MOVED:
+        if abs(change) > _FREQUENCY_CHANGED:
             return f"the clock went from {before.frequency:.0f} to {after.frequency:.0f} MHz"
     return ""
 
 
 class Machine(Protocol):
-    """Says what the weather was since it was last asked."""
+    """A source of machine states: ``weather`` returns the state since the previous call."""
 
-    def weather(self) -> Weather: ...
+    def weather(self) -> MachineState: ...
 
 
 class CpuMachine:
     """This machine, by the kernel's own accounts (/proc/stat through psutil) and cpufreq where there is one.
 
-    threads: of the kernels; others contend when their load and these threads exceed the cores.
+    threads: those of the kernels; others contend when their load and these threads exceed the cores.
     """
 
     def __init__(self, threads: int = 1) -> None:
@@ -74,41 +76,43 @@ class CpuMachine:
             if (path := Path(f"/sys/devices/system/cpu/cpu{cpu}/cpufreq/scaling_cur_freq")).exists()
         ]
 
-    def weather(self) -> Weather:
-        """Since the last call (or construction). Stretches below 20 ms say nothing: the kernel counts in ticks."""
+    def weather(self) -> MachineState:
+        """Return the state since the last call (or construction). Periods below 20 ms have no load: the kernel counts
+        in ticks."""
         before, now = self._last, self._accounts()
         elapsed = now.at - before.at
         if elapsed < 0.02:
-            return Weather(frequency=self._frequency())
+            return MachineState(frequency=self._frequency())
         self._last = now
-        others = (now.busy - before.busy) - (now.own - before.own)
+        others_s = (now.busy - before.busy) - (now.own - before.own)
         cores = max(1, os.cpu_count() or 1)
         stolen = max(0.0, (now.stolen - before.stolen) / (elapsed * cores))
-        load = max(0.0, others / elapsed)
-        crowded = load > _CONTENDING and load + min(self._threads, cores) > cores + _CROWDED
-        return Weather(load, self._frequency(), stolen, crowded or stolen > _STOLEN)
+        load = max(0.0, others_s / elapsed)
+        is_crowded = load > _CONTENDING_CORES and load + min(self._threads, cores) > cores + _MISSING_CORES
+        return MachineState(load, self._frequency(), stolen, is_crowded or stolen > _STOLEN_SHARE)
 
     def _accounts(self) -> _Accounts:
         times, own = psutil.cpu_times(), os.times()
         idle = times.idle + getattr(times, "iowait", 0.0)
         stolen = getattr(times, "steal", 0.0)
-        guest = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # counted in user already
+        guest = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # already counted in user
         return _Accounts(time.monotonic(), sum(times) - idle - stolen - guest, own.user + own.system, stolen)
 
     def _frequency(self) -> float:
-        """The fastest of our CPUs, in MHz."""
-        found = [0.0]
+        """Return the highest frequency of the allowed CPUs, in MHz."""
+        frequencies = [0.0]
         for path in self._frequencies:
             try:
-                found.append(int(path.read_text(encoding="ascii")) / 1000.0)
+                frequencies.append(int(path.read_text(encoding="ascii")) / 1000.0)
             except (OSError, ValueError):
                 continue
-        return max(found)
+        return max(frequencies)
 
 
 @dataclass(frozen=True, slots=True)
 class _Accounts:
-    """Seconds: when, all cores' busy time, this process's own, and what the hypervisor took."""
+    """Times in seconds: the moment of reading, all cores' busy time, this process's own, and the time that the
+    hypervisor took."""
 
     at: float
     busy: float
@@ -117,14 +121,14 @@ class _Accounts:
 
 
 def allowed_cpus() -> set[int]:
-    """The CPUs that this process may use."""
+    """Return the CPUs that this process may use."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
-class Pins:
-    """Keeps the process on as many CPUs as it has threads, the least busy ones of different cores.
+class CpuPinning:
+    """A pinning of the process to as many CPUs as it has threads: the least busy ones of different cores.
 
-    Left alone (``words`` is empty) where affinity cannot be set, or where the threads need every CPU anyway.
+    It has no effect (``words`` is empty) where affinity cannot be set, or where the threads need every CPU anyway.
     """
 
     def __init__(self) -> None:
@@ -132,7 +136,7 @@ class Pins:
         self.words = ""
 
     def choose(self, threads: int, settle_s: float = 0.05) -> None:
-        """Choose anew, by what the CPUs do during ``settle_s`` seconds."""
+        """Choose CPUs again, by their load during ``settle_s`` seconds."""
         self.words = ""
         if not hasattr(os, "sched_setaffinity") or threads >= len(self._allowed):
             return
@@ -141,7 +145,7 @@ class Pins:
             chosen = _least_busy(self._allowed, settle_s)[:threads]
             if len(chosen) < threads:
                 return
-            for thread in Path("/proc/self/task").iterdir():  # threads that OpenMP has started keep a mask of their own
+            for thread in Path("/proc/self/task").iterdir():  # running OpenMP threads have their own masks
                 os.sched_setaffinity(int(thread.name), chosen)
         except (OSError, ValueError):
             return
@@ -149,23 +153,23 @@ class Pins:
 
 
 def _least_busy(allowed: set[int], settle_s: float) -> list[int]:
-    """One CPU of each core, the idlest first."""
-    before = psutil.cpu_times(percpu=True)
+    """Return one CPU of each core, the idlest first."""
+    times_before = psutil.cpu_times(percpu=True)
     time.sleep(settle_s)
-    after = psutil.cpu_times(percpu=True)
-    busy = {cpu: -(after[cpu].idle - before[cpu].idle) for cpu in allowed if cpu < len(after)}
-    taken: set[str] = set()
+    times_after = psutil.cpu_times(percpu=True)
+    busy = {cpu: -(times_after[cpu].idle - times_before[cpu].idle) for cpu in allowed if cpu < len(times_after)}
+    used_cores: set[str] = set()
     chosen = []
     for cpu in sorted(busy, key=lambda cpu: (busy[cpu], cpu)):
         siblings = _siblings(cpu)
-        if siblings not in taken:
-            taken.add(siblings)
+        if siblings not in used_cores:
+            used_cores.add(siblings)
             chosen.append(cpu)
     return chosen
 
 
 def _siblings(cpu: int) -> str:
-    """The hardware threads that share this CPU's core, as the kernel lists them; the CPU itself when unknown."""
+    """Return the hardware threads that share this CPU's core, as the kernel lists them; the CPU itself when unknown."""
     try:
         path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         return path.read_text(encoding="ascii").strip()

@@ -1,4 +1,4 @@
-"""What a GPU is doing besides: its clock, and what holds it back, by NVML (nvidia-ml-py, imported only here)."""
+"""The state of a GPU: its clock and what limits the clock, through NVML (nvidia-ml-py, imported only here)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from .machine import Weather, clock_moved
+from .machine import MachineState, describe_clock_change
 
-# Bits of nvmlDeviceGetCurrentClocksEventReasons. An idle GPU, and clocks that somebody has set, hold nothing back.
+# Bits of nvmlDeviceGetCurrentClocksEventReasons. The bits for an idle GPU and for clocks set by a user limit nothing.
 _REASONS = {
     0x4: "power cap",
     0x8: "hardware slowdown",
@@ -22,51 +22,54 @@ _REASONS = {
 
 
 @dataclass(frozen=True, slots=True)
-class CudaWeather(Weather):
-    """One moment of a GPU. frequency: of its multiprocessors, in MHz. throttle: what slows it down, in words."""
+class CudaState(MachineState):
+    """The state of a GPU at one moment. frequency: of its multiprocessors, in MHz. throttle: what limits its clock, in
+    words."""
 
     throttle: tuple[str, ...] = ()
 
-    def differs(self, other: Weather) -> str:
-        """What changed between the two, in words: the clock by more than 5%, or something new that slows it down."""
-        after = other.throttle if isinstance(other, CudaWeather) else ()
+    def differs(self, other: MachineState) -> str:
+        """Return the change between the two states, in words: of the clock by more than 5%, or a new reason that limits
+        it."""
+        after = other.throttle if isinstance(other, CudaState) else ()
         new = [reason for reason in after if reason not in self.throttle]
-        return f"slowed down by {', '.join(new)}" if new else clock_moved(self, other)
+        return f"slowed down by {', '.join(new)}" if new else describe_clock_change(self, other)
 
     def words(self) -> dict[str, str]:
-        """For a Sample's conditions."""
-        found = {"clock": f"{self.frequency:.0f} MHz"} if self.frequency else {}
-        return found | ({"throttle": ", ".join(self.throttle)} if self.throttle else {})
+        """Return the state as entries for a Sample's conditions."""
+        conditions = {"clock": f"{self.frequency:.0f} MHz"} if self.frequency else {}
+        return conditions | ({"throttle": ", ".join(self.throttle)} if self.throttle else {})
 
 
 class CudaMachine:
-    """A GPU as NVML sees it. nvml: the module ``pynvml``, initialised; handle: the device's."""
+    """A GPU observed through NVML. nvml: the module ``pynvml``, initialised; handle: the device's."""
 
     def __init__(self, nvml: Any, handle: Any) -> None:
         self._nvml, self._handle = nvml, handle
 
-    def weather(self) -> CudaWeather:
-        """Now. What cannot be read stays unknown."""
+    def weather(self) -> CudaState:
+        """Return the present state. Values that cannot be read stay unknown."""
         nvml = self._nvml
         try:
             frequency = float(nvml.nvmlDeviceGetClockInfo(self._handle, nvml.NVML_CLOCK_SM))
         except nvml.NVMLError:
             frequency = 0.0
-        return CudaWeather(frequency=frequency, throttle=self._throttle())
+        return CudaState(frequency=frequency, throttle=self._throttle())
 
     def _throttle(self) -> tuple[str, ...]:
         nvml = self._nvml
-        ask = getattr(nvml, "nvmlDeviceGetCurrentClocksEventReasons", None)
-        ask = ask or nvml.nvmlDeviceGetCurrentClocksThrottleReasons  # its name before driver 535
+        get_reasons = getattr(nvml, "nvmlDeviceGetCurrentClocksEventReasons", None)
+        # The function's name before driver 535.
+        get_reasons = get_reasons or nvml.nvmlDeviceGetCurrentClocksThrottleReasons
         try:
-            mask = int(ask(self._handle))
+            mask = int(get_reasons(self._handle))
         except nvml.NVMLError:
             return ()
         return tuple(words for bit, words in _REASONS.items() if mask & bit)
 
 
 def cuda_machine(device: torch.device) -> CudaMachine | None:
-    """The machine of a CUDA device; None without nvidia-ml-py, or where NVML does not know the device."""
+    """Return the CudaMachine of a CUDA device; None without nvidia-ml-py, or where NVML does not know the device."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a package of the same module name warns that it is obsolete

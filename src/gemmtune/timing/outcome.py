@@ -1,4 +1,4 @@
-"""What a race found, as data that travels between processes."""
+"""The messages that carry a race's progress and result between processes."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from ..core.decision import LayoutDecision, Outcome, Sample, Stage, Verdict
 from ..core.verdict import VerdictKind
 
 
-class Leading(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """Progress within a race, any number of times before Raced."""
+class LeaderUpdate(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """The leader during a race; any number of these messages precede Raced. ratio: its time over the baseline's."""
 
     id: str
     median_s: float
     ratio: float
 
 
-class Placed(msgspec.Struct, forbid_unknown_fields=True):
-    """How one candidate came out of the race. fault: what one of stage ``failed`` did."""
+class Placement(msgspec.Struct, forbid_unknown_fields=True):
+    """One candidate's result in the race. fault: the kind of failure of a candidate whose stage is ``failed``."""
 
     id: str
     stage: Stage
@@ -27,13 +27,16 @@ class Placed(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Raced(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """Reply to Race. groups: the fastest id per packing. layouts: duels by packing. faults: kernels that were no longer
-    right after the race."""
+    """The reply to Race: the result of a race.
+
+    placed: the result of every candidate. groups: the fastest id per packing. layouts: the paired tests by packing.
+    faults: the verdicts on kernels whose output was no longer right after the race.
+    """
 
     outcome: Outcome
     leader: str | None
     stopped: str
-    placed: tuple[Placed, ...]
+    placed: tuple[Placement, ...]
     groups: dict[str, str]
     layouts: dict[str, LayoutDecision] = {}
     faults: dict[str, Verdict] = {}

@@ -1,8 +1,8 @@
-"""The least time in which any kernel can solve a Problem on a Target: below it a measurement is wrong, or a kernel that
-computes nothing.
+"""The least time in which any kernel can solve a Problem on a Target. A time below it is a wrong measurement, or that
+of a kernel that computes nothing.
 
-Generous on purpose: what the widest instructions of the target could do in each cycle at a clock that no such part
-reaches, and every operand from the nearest cache. A time that is possible is not thereby believed.
+The bound is generous on purpose: the widest instructions of the target in each cycle, at a clock that no such part
+reaches, with every operand in the nearest cache. A time above the bound is not thereby believed.
 
 Sources: Intel's optimization manual (AMX: 16x16x32 bf16 or 16x16x64 int8 products in 16 cycles; AVX-512: two 512-bit
 fused multiply-adds a cycle, two 64-byte loads a cycle) and NVIDIA's architecture white papers (multiply-adds of a
@@ -19,13 +19,14 @@ _GPU_HZ, _GPU_LOAD = 2.6e9, 256  # bytes a multiprocessor can load in a cycle
 # Operations (a multiply-add counts two) of a core in a cycle, by the width of the activations.
 _CPU_FLOPS = {64: 32, 32: 64, 16: 256, 8: 512}
 _AMX_FLOPS = {16: 2048, 8: 4096}
-# Of a GPU's multiprocessor, with 16-bit activations; 8-bit ones have twice as many, wider ones half or less.
+# Operations of a GPU's multiprocessor in a cycle, with 16-bit activations; 8-bit ones have twice as many, wider ones
+# half or less.
 _GPU_FLOPS = {8: 2048, 9: 4096}
 _GPU_FLOPS_NEWER = 16384
 
 
 def least_s(problem: Problem, target: Target) -> float:
-    """Seconds that a call takes at least; 0.0 for an empty Problem."""
+    """Return the least number of seconds that a call takes; 0.0 for an empty Problem."""
     width = min(bits(problem.a.dtype), 64)
     if target.device == "cpu":
         per_cycle = max(_CPU_FLOPS[width], _AMX_FLOPS.get(width, 0) if "amx_tile" in target.isa else 0)

@@ -1,15 +1,17 @@
-"""The race: which entrant is fastest, and does it beat ATen beyond the noise, wherever it will be served?
+"""The race: it finds the fastest candidate, and whether it beats ATen beyond the noise in every surrounding it serves
+in.
 
-Screening drops the hopeless, interleaved rounds with sequential elimination thin the field until nobody can be much
-faster than the leader (elimination.py), and a paired duel on fresh timings decides between the leader and the fastest
-incumbent. Only the duel can make a winner: the rounds before it chose the leader for its good times, so their times
-flatter it. A winner must be no slower in any surrounding (surroundings.py); the next challenger has its turn where one
-is. When a packed layout leads, the raw layout has a duel of its own: a weight that is not packed is served by what
-beats ATen on the raw weight.
+The *baselines* of a race are ATen's candidates; all other entrants are *challengers*. Screening drops the entrants that
+are far behind. Interleaved rounds with sequential elimination then reduce the rest until nobody can be much faster than
+the leader (elimination.py). A paired test on fresh timings (duel.py) decides between the leading challenger and the
+fastest baseline. Only the paired test can make a winner: the rounds before it chose the leader for its good times, so
+their times flatter it. A winner must be no slower in any surrounding (surroundings.py); where it is slower, the next
+challenger is tested. When a packed layout leads, the raw layout has a paired test of its own, because an unpacked
+weight is served by the kernel that beats ATen on the raw weight.
 
 A disturbed machine (stalls, noise, others' load) lengthens a race that is undecided when its budget ends, to twice the
-budget at most; a machine that changed its load or clock during the duel has it fought again. What a disturbed machine
-leaves open is inconclusive.
+budget at most. When the machine's load or clock changed during the paired test, the test is repeated. A question that a
+disturbed machine leaves open is inconclusive.
 """
 
 from __future__ import annotations
@@ -21,7 +23,6 @@ from dataclasses import dataclass, field
 from ..core.decision import LayoutDecision, Outcome, Sample, Stage
 from ..core.verdict import VerdictKind
 from .clock import Clock
-from .duel import Duel, duel
 from .elimination import (
     EXTENSION,
     NOISE,
@@ -34,22 +35,26 @@ from .elimination import (
     noise,
     raise_calls,
 )
-from .lane import EntrantError, Lane, by_ratio, fastest, sample
+from .paired_test import PairedTest, paired_test
+from .race_entry import EntrantError, RaceEntry, fastest, ratio_to_baseline, sample
 from .stats import drift
 from .surroundings import OVERLAP, Comparison, compare
 
 __all__ = ["Entrant", "RaceResult", "RaceSetup", "Standing", "race"]
 
-_CHALLENGERS = 3  # that may be tried in the surroundings, one after the other
-_BEHIND = 0.02  # a challenger further behind ATen than that in the rounds needs no duel of its layout
-# An incumbent that takes so many times as long as before the race, and so much more, was disturbed.
-_UNLIKELY, _UNLIKELY_S = 4.0, 20e-6
+_MAX_CHALLENGERS = 3  # challengers that may be compared in the surroundings, one after the other
+# A raw challenger further behind ATen than this share in the rounds has no paired test of its layout.
+_MAX_RAW_DEFICIT = 0.02
+# A baseline that takes this multiple of its time before the race, and this many seconds more, was disturbed.
+_IMPLAUSIBLE, _IMPLAUSIBLE_S = 4.0, 20e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """How far an entrant came, and why it stopped there. sample is None when it was never timed. fault: what one of
-    stage ``failed`` did."""
+    """The stage that an entrant reached, and the reason why it went no further.
+
+    sample is None when the entrant was never timed. fault: the kind of failure of an entrant whose stage is ``failed``.
+    """
 
     id: str
     stage: Stage
@@ -60,11 +65,13 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class RaceResult:
-    """outcome: ``winner`` (leader beat the fastest incumbent, in every surrounding), ``tie`` (leader is that
-    incumbent), ``inconclusive`` (the same, on a machine too disturbed to tell) or ``none_valid``.
+    """The result of a race.
 
-    standings: by entrant id. alternatives: the fastest entrant id per group ("" = None). stopped: why the race ended.
-    conditions: what the machine did meanwhile, in words. layouts: duels by group.
+    outcome: ``winner`` (the leader beat the fastest baseline, in every surrounding), ``tie`` (the leader is that
+    baseline), ``inconclusive`` (the leader is that baseline, on a machine too disturbed to tell) or ``none_valid``.
+    incumbent: the id of the fastest baseline. standings: by entrant id. alternatives: the fastest entrant id per group
+    ("" = None). stopped: why the race ended. conditions: the state of the machine meanwhile, in words. layouts: the
+    paired tests by group.
     """
 
     outcome: Outcome
@@ -90,13 +97,13 @@ def race(
     progress: Progress | None = None,
     setup: RaceSetup | None = None,
 ) -> RaceResult:
-    """Race ``entrants`` for at most ``budget_s`` seconds of ``clock`` (kept within 10%, or one timing if that is more;
-    a disturbed machine may double it).
+    """Race ``entrants`` for at most ``budget_s`` seconds of ``clock`` and return the RaceResult.
 
-    A winner's paired time ratio to the fastest incumbent is below ``1 - min_gain`` with 99.5% confidence; anything
-    less is a tie. ``min_duel``: pairs before the first look, unless a pair takes longer than 10 ms. Without an
-    incumbent the fastest wins unopposed. An entrant that raises, or that is faster than the machine can be, is out
-    (stage ``failed``). Raises ValueError for a budget that is not positive or ids that repeat.
+    The budget is kept within 10%, or one timing if that is more; a disturbed machine may double it. A winner's paired
+    time ratio to the fastest baseline is below ``1 - min_gain`` with 99.5% confidence; anything less is a tie.
+    ``min_duel``: pairs before the first look, unless a pair takes longer than 10 ms. Without a baseline the fastest
+    entrant wins unopposed. An entrant that raises, or that is faster than the machine can be, is out (stage
+    ``failed``). Raises ValueError for a budget that is not positive or ids that repeat.
     """
     if not budget_s > 0.0:
         raise ValueError(f"budget_s must be positive; got {budget_s!r}")
@@ -106,7 +113,7 @@ def race(
 
 
 class _Race(Elimination):
-    """One race's state; ``run`` is its pipeline."""
+    """The state of one race; ``run`` is its pipeline."""
 
     def __init__(
         self, entrants: Sequence[Entrant], clock: Clock, budget_s: float, seed: int, progress: Progress | None,
@@ -118,199 +125,218 @@ class _Race(Elimination):
 
     def run(self) -> RaceResult:
         self.choose()
-        before, fought_again, tried = self._weather(), False, 0
+        state_before, test_repeated, tried = self._machine_state(), False, 0
         while True:
-            incumbent, challenger = self._best(incumbents=True), self._best(incumbents=False)
-            if incumbent is None or challenger is None:
-                return self._unopposed(challenger or incumbent, incumbent)
-            self._even_out()
-            found = self._duel(challenger, incumbent, self._deadline)
-            if not (challenger.active and incumbent.active):
-                self._revive()
+            baseline, challenger = self._fastest_active(baselines=True), self._fastest_active(baselines=False)
+            if baseline is None or challenger is None:
+                return self._unopposed(challenger or baseline, baseline)
+            self._equalize_calls()
+            test = self._run_test(challenger, baseline, self._test_deadline)
+            if not (challenger.active and baseline.active):
+                self._restore_dropped()
                 continue
-            now = self._weather()
-            changed = before.differs(now)
-            if changed and not fought_again and self._spent() < (1.0 + EXTENSION / 2) * self.budget:
-                before, fought_again = now, True
+            state_now = self._machine_state()
+            changed = state_before.differs(state_now)
+            if changed and not test_repeated and self._elapsed_s() < (1.0 + EXTENSION / 2) * self.budget:
+                state_before, test_repeated = state_now, True
                 self.conditions["fought again"] = changed
                 continue
-            disagreement = self._settle_layout(found, challenger, incumbent)
-            if not (challenger.active and incumbent.active):
-                self._revive()
+            disagreement = self._record_layout(test, challenger, baseline)
+            if not (challenger.active and baseline.active):
+                self._restore_dropped()
                 continue
             tried += 1
-            if disagreement and tried < _CHALLENGERS and self._spent() < self._limit():
+            if disagreement and tried < _MAX_CHALLENGERS and self._elapsed_s() < self._limit_s():
                 challenger.drop("eliminated", disagreement)
                 self.stopped = disagreement
                 continue
-            return self._decided(found, challenger, incumbent, disagreement)
+            return self._decided(test, challenger, baseline, disagreement)
 
-    # --- duels and surroundings ---
+    # --- paired tests and surroundings ---
 
-    def _duel(self, challenger: Lane, incumbent: Lane, deadline: Callable[[Duel], float]) -> Duel:
-        """A duel's timings may be longer than those that chose who fights it, and make as many calls of both."""
-        fighters = [challenger, incumbent]
-        fastest_s = max(min(lane.median for lane in fighters), 1e-9)
-        raise_calls(fighters, math.ceil(self.clock.duel_s / fastest_s), self.clock.duel_s)
-        return duel(
-            challenger, incumbent, self.clock, deadline, self.rng, self.move,
+    def _run_test(
+        self, challenger: RaceEntry, baseline: RaceEntry, deadline: Callable[[PairedTest], float]
+    ) -> PairedTest:
+        """Return the paired test of two entries, timed with equally many calls.
+
+        Its timings may be longer than those of the rounds that chose the two entries.
+        """
+        entries = [challenger, baseline]
+        fastest_s = max(min(entry.median for entry in entries), 1e-9)
+        raise_calls(entries, math.ceil(self.clock.duel_s / fastest_s), self.clock.duel_s)
+        return paired_test(
+            challenger, baseline, self.clock, deadline, self.rng, self.move,
             min_pairs=self._min_duel, gain=self._min_gain,
         )  # fmt: skip
 
-    def _deadline(self, found: Duel) -> float:
-        """When the duel must end, by the clock; later once it shows that the machine is disturbed."""
-        if found.stalled > STALLED or (len(found.incumbent) >= 8 and noise(found.incumbent) > NOISE):
+    def _test_deadline(self, test: PairedTest) -> float:
+        """Return the time of the clock at which the paired test must end; later once the test shows that the machine is
+        disturbed."""
+        if test.stalled > STALLED or (len(test.incumbent) >= 8 and noise(test.incumbent) > NOISE):
             self.disturbed = True
-        return self.start + self._limit() - self._after_s()
+        return self.start + self._limit_s() - self._reserved_after_test_s()
 
-    def _settle_layout(self, found: Duel, challenger: Lane, incumbent: Lane) -> str:
-        """Record the duel as its layout's, with the surroundings when it was won. Returns the surrounding that
-        disagrees, in words; empty where none does."""
-        if found.interval is None:
+    def _record_layout(self, test: PairedTest, challenger: RaceEntry, baseline: RaceEntry) -> str:
+        """Record the paired test for its layout, with the comparisons in the surroundings when the challenger won it.
+
+        Returns the surrounding that disagrees, in words; empty where none does.
+        """
+        if test.interval is None:
             return ""
-        ratios, overlap, disagreement = self._surround(challenger, incumbent) if found.won else ({}, True, "")
-        won = found.won and not disagreement
-        if challenger.raw and not incumbent.raw and not won:
-            return disagreement  # the raw layout's baseline is another one
+        ratios, overlap, disagreement = (
+            self._compare_in_surroundings(challenger, baseline) if test.won else ({}, True, "")
+        )
+        won = test.won and not disagreement
+        if challenger.raw and not baseline.raw and not won:
+            return disagreement  # the raw layout has another baseline
         self.layouts[challenger.group or ""] = LayoutDecision(
-            "winner" if won else "tie", challenger.id, incumbent.id,
-            found.interval.center, found.interval.lo, found.interval.hi, ratios, overlap,
+            "winner" if won else "tie", challenger.id, baseline.id,
+            test.interval.center, test.interval.lo, test.interval.hi, ratios, overlap,
         )  # fmt: skip
         return disagreement
 
-    def _surround(self, challenger: Lane, incumbent: Lane) -> tuple[dict[str, float], bool, str]:
-        """(median ratio by surrounding, whether overlapping pays, the first surrounding that disagrees in words).
+    def _compare_in_surroundings(
+        self, challenger: RaceEntry, baseline: RaceEntry
+    ) -> tuple[dict[str, float], bool, str]:
+        """Return (median ratio by surrounding, whether overlapping pays, the first surrounding that disagrees in
+        words).
 
-        One variant of the challenger serves in all of them: the one whose worst ratio is the best.
+        One variant of the challenger serves in all surroundings: the one whose worst ratio is the best.
         """
-        found: dict[str, dict[str, Comparison]] = {}
-        share = SURROUNDINGS_SHARE * self.budget / max(1, len(self._surroundings))
+        comparisons: dict[str, dict[str, Comparison]] = {}
+        share_s = SURROUNDINGS_SHARE * self.budget / max(1, len(self._surroundings))
         for surrounding in self._surroundings:
-            until = self.clock.now() + share
+            deadline = self.clock.now() + share_s
             try:
-                compared = compare(surrounding, challenger, incumbent, self.clock, self.rng, until)
+                by_variant = compare(surrounding, challenger, baseline, self.clock, self.rng, deadline)
             except EntrantError as error:
-                error.lane.drop("failed", f"{error} {surrounding.name}")
+                error.entry.drop("failed", f"{error} {surrounding.name}")
                 return {}, True, ""
-            if compared:
-                found[surrounding.name] = compared
-            if compared and all(item.disagrees for item in compared.values()):
+            if by_variant:
+                comparisons[surrounding.name] = by_variant
+            if by_variant and all(item.disagrees for item in by_variant.values()):
                 break
-        variant = self._best_variant(found)
-        chosen = {name: item.get(variant, item[""]) for name, item in found.items()}
-        text = next((f"{item.ratio:.3f}x the time of {incumbent.id} {name}, where it was faster in the duel"
+        variant = self._best_variant(comparisons)
+        chosen = {name: item.get(variant, item[""]) for name, item in comparisons.items()}
+        disagreement = next((f"{item.ratio:.3f}x the time of {baseline.id} {name}, where it was faster in the duel"
                      for name, item in chosen.items() if item.disagrees), "")  # fmt: skip
-        return {name: round(item.ratio, 4) for name, item in chosen.items()}, variant == OVERLAP, text
+        return {name: round(item.ratio, 4) for name, item in chosen.items()}, variant == OVERLAP, disagreement
 
-    def _best_variant(self, found: Mapping[str, Mapping[str, Comparison]]) -> str:
-        """The variant with the lowest of the worst ratios, among the surroundings that know several."""
-        several = [item for item in found.values() if len(item) > 1]
-        names = {name for item in several for name in item} or {OVERLAP}
-        return min(sorted(names), key=lambda name: max((item[name].ratio for item in several), default=0.0))
+    def _best_variant(self, comparisons: Mapping[str, Mapping[str, Comparison]]) -> str:
+        """Return the variant whose worst ratio is the lowest, among the surroundings that were timed with several
+        variants."""
+        with_variants = [item for item in comparisons.values() if len(item) > 1]
+        names = {name for item in with_variants for name in item} or {OVERLAP}
+        return min(sorted(names), key=lambda name: max((item[name].ratio for item in with_variants), default=0.0))
 
-    def _duel_raw(self) -> None:
-        """The raw layout's own duel, where other layouts have fought the main one. The outcome is in ``layouts``."""
-        raw = [lane for lane in self.lanes if lane.raw and lane.times and lane.stage != "failed"]
-        incumbent = fastest([lane for lane in raw if lane.incumbent])
-        challengers = [lane for lane in raw if not lane.incumbent]
-        if "" in self.layouts or incumbent is None or not challengers:
+    def _test_raw_layout(self) -> None:
+        """Run a paired test for the raw layout, where the main test compared other layouts. The result is in
+        ``layouts``."""
+        raw = [entry for entry in self.entries if entry.raw and entry.times and entry.stage != "failed"]
+        baseline = fastest([entry for entry in raw if entry.incumbent])
+        challengers = [entry for entry in raw if not entry.incumbent]
+        if "" in self.layouts or baseline is None or not challengers:
             return
-        challenger = min(challengers, key=lambda lane: by_ratio(lane, incumbent))
-        if by_ratio(challenger, incumbent) > 1.0 + _BEHIND:
+        challenger = min(challengers, key=lambda entry: ratio_to_baseline(entry, baseline))
+        if ratio_to_baseline(challenger, baseline) > 1.0 + _MAX_RAW_DEFICIT:
             return
-        left = self.start + self._limit() - self.clock.now()
-        until = self.clock.now() + max(left, 0.05 * self.budget)
-        stages = [(lane, lane.active, lane.stage, lane.reason) for lane in (challenger, incumbent)]
-        found = self._duel(challenger, incumbent, lambda _: until)
-        if not any(lane.stage == "failed" for lane in (challenger, incumbent)):
-            self._settle_layout(found, challenger, incumbent)
-        for lane, active, stage, reason in stages:
-            if lane.stage != "failed":
-                lane.active, lane.stage, lane.reason = active, stage, reason
+        remaining_s = self.start + self._limit_s() - self.clock.now()
+        deadline = self.clock.now() + max(remaining_s, 0.05 * self.budget)
+        saved = [(entry, entry.active, entry.stage, entry.reason) for entry in (challenger, baseline)]
+        test = self._run_test(challenger, baseline, lambda _: deadline)
+        if not any(entry.stage == "failed" for entry in (challenger, baseline)):
+            self._record_layout(test, challenger, baseline)
+        for entry, active, stage, reason in saved:
+            if entry.stage != "failed":
+                entry.active, entry.stage, entry.reason = active, stage, reason
 
     # --- results ---
 
-    def _unopposed(self, leader: Lane | None, incumbent: Lane | None) -> RaceResult:
+    def _unopposed(self, leader: RaceEntry | None, baseline: RaceEntry | None) -> RaceResult:
         if leader is None:
             return self._result("none_valid", None, None, "no entrant could be timed")
-        if leader is incumbent:
-            self._duel_raw()
+        if leader is baseline:
+            self._test_raw_layout()
             outcome, reason = self._tie(None)
-            return self._result(outcome, leader, incumbent, reason or self.stopped or "no challenger is left")
+            return self._result(outcome, leader, baseline, reason or self.stopped or "no challenger is left")
         return self._result("winner", leader, None, "there is no incumbent to beat")
 
-    def _decided(self, found: Duel, challenger: Lane, incumbent: Lane, disagreement: str) -> RaceResult:
-        for lane, times in ((challenger, found.challenger), (incumbent, found.incumbent)):
-            lane.duel, lane.rival = times, found.incumbent
-        if found.stalled:
-            self.conditions["stalled"] = f"{found.stalled:.0%} of the pairs, set aside"
-        unlikely = self._unlikely(incumbent)
-        won = found.won and not disagreement and not unlikely
-        for lane in self._active():
-            fought = lane in (challenger, incumbent)
-            lane.reason = found.reason if fought else "among the fastest; not chosen for the duel"
-        self._duel_raw()
+    def _decided(self, test: PairedTest, challenger: RaceEntry, baseline: RaceEntry, disagreement: str) -> RaceResult:
+        for entry, times in ((challenger, test.challenger), (baseline, test.incumbent)):
+            entry.test_times, entry.baseline_test_times = times, test.incumbent
+        if test.stalled:
+            self.conditions["stalled"] = f"{test.stalled:.0%} of the pairs, set aside"
+        implausible = self._implausible_baseline(baseline)
+        won = test.won and not disagreement and not implausible
+        for entry in self._active():
+            was_tested = entry in (challenger, baseline)
+            entry.reason = test.reason if was_tested else "among the fastest; not chosen for the duel"
+        self._test_raw_layout()
         if won:
-            return self._result("winner", challenger, incumbent, found.reason)
-        outcome, reason = self._tie(found)
-        if unlikely:
-            outcome, reason = "inconclusive", unlikely
-        words = disagreement or found.reason
-        return self._result(outcome, incumbent, incumbent, f"{words}; {reason}" if reason else words)
+            return self._result("winner", challenger, baseline, test.reason)
+        outcome, reason = self._tie(test)
+        if implausible:
+            outcome, reason = "inconclusive", implausible
+        words = disagreement or test.reason
+        return self._result(outcome, baseline, baseline, f"{words}; {reason}" if reason else words)
 
-    def _tie(self, found: Duel | None) -> tuple[Outcome, str]:
-        """Whether a race that nobody won is a tie, or inconclusive, and why in words.
+    def _tie(self, test: PairedTest | None) -> tuple[Outcome, str]:
+        """Return whether a race without a winner is a tie or inconclusive, and why in words.
 
-        A race of the best two is not all: on a machine that others use, the search before it may have missed the best
-        candidate, and kernels that wait for their threads all take as long.
+        A race of the best two is not enough evidence: on a machine that others use, the search before it may have
+        missed the best candidate, and kernels that wait for their threads all take equally long.
         """
         if self.contended:
             return "inconclusive", "others kept the cores busy that the kernels' threads need"
-        if self.disturbed and found is not None and (found.may_hide_a_gain or (found.unclear and not found.decided)):
+        if self.disturbed and test is not None and (test.may_hide_a_gain or (test.unclear and not test.decided)):
             return "inconclusive", "the machine was too disturbed to decide"
         return "tie", ""
 
-    def _unlikely(self, incumbent: Lane) -> str:
-        """Why the incumbent's times are not believed, or empty: they are far above what it took before the race."""
-        earlier_s, now_s = self._earlier_s.get(incumbent.id), incumbent.median
-        if earlier_s is None or now_s <= _UNLIKELY * earlier_s + _UNLIKELY_S:
+    def _implausible_baseline(self, baseline: RaceEntry) -> str:
+        """Return why the baseline's times are not believed, being far above its times before the race; empty when they
+        are."""
+        earlier_s, now_s = self._earlier_s.get(baseline.id), baseline.median
+        if earlier_s is None or now_s <= _IMPLAUSIBLE * earlier_s + _IMPLAUSIBLE_S:
             return ""
         return (
-            f"{incumbent.id} took {1e6 * now_s:.3g} us a call in the race and {1e6 * earlier_s:.3g} us before it: "
+            f"{baseline.id} took {1e6 * now_s:.3g} us a call in the race and {1e6 * earlier_s:.3g} us before it: "
             "the machine was disturbed"
         )
 
-    def _result(self, outcome: Outcome, leader: Lane | None, incumbent: Lane | None, stopped: str) -> RaceResult:
-        conditions = self._conditions(incumbent or leader)
+    def _result(
+        self, outcome: Outcome, leader: RaceEntry | None, baseline: RaceEntry | None, stopped: str
+    ) -> RaceResult:
+        conditions = self._conditions(baseline or leader)
         standings: dict[str, Standing] = {}
-        for lane in self.lanes:
-            stage: Stage = "winner" if lane is leader and outcome == "winner" else lane.stage
-            words = conditions | self.clock.conditions(lane.guarded, lane.active)
-            standings[lane.id] = Standing(lane.id, stage, lane.reason, sample(lane, incumbent, words), lane.fault)
-        groups: dict[str, Lane] = {}
-        timed = [lane for lane in self.lanes if lane.times and lane.stage != "failed"]
-        for lane in sorted(timed, key=lambda lane: by_ratio(lane, incumbent) if incumbent else lane.median):
-            groups.setdefault(lane.group or "", lane)
+        for entry in self.entries:
+            stage: Stage = "winner" if entry is leader and outcome == "winner" else entry.stage
+            words = conditions | self.clock.conditions(entry.guarded, entry.active)
+            standings[entry.id] = Standing(entry.id, stage, entry.reason, sample(entry, baseline, words), entry.fault)
+        groups: dict[str, RaceEntry] = {}
+        timed = [entry for entry in self.entries if entry.times and entry.stage != "failed"]
+        for entry in sorted(timed, key=lambda entry: ratio_to_baseline(entry, baseline) if baseline else entry.median):
+            groups.setdefault(entry.group or "", entry)
         if leader is not None:
             groups[leader.group or ""] = leader
         return RaceResult(
             outcome,
             leader.id if leader else None,
-            incumbent.id if incumbent else None,
+            baseline.id if baseline else None,
             standings,
-            {group: lane.id for group, lane in groups.items()},
+            {group: entry.id for group, entry in groups.items()},
             stopped,
             self.rounds,
-            self._spent(),
+            self._elapsed_s(),
             conditions,
             self.layouts,
         )
 
-    def _conditions(self, reference: Lane | None) -> dict[str, str]:
-        found = dict(self.conditions)
-        # In a duel fewer lanes come between two calls than in the rounds before: only like is compared with like.
-        if reference is not None and (moved := drift(reference.duel or list(reference.times.values()))):
-            found["drift"] = f"{moved:+.1%}"
-        if (extra := self._spent() - self.budget) > 0.1 * self.budget and self.disturbed:
-            found["extended"] = f"by {extra:.1f} s: the machine was disturbed"
-        return found
+    def _conditions(self, reference: RaceEntry | None) -> dict[str, str]:
+        conditions = dict(self.conditions)
+        # In a paired test fewer entries run between two calls than in the rounds before: drift compares times of one
+        # kind only.
+        if reference is not None and (moved := drift(reference.test_times or list(reference.times.values()))):
+            conditions["drift"] = f"{moved:+.1%}"
+        if (extra := self._elapsed_s() - self.budget) > 0.1 * self.budget and self.disturbed:
+            conditions["extended"] = f"by {extra:.1f} s: the machine was disturbed"
+        return conditions

@@ -1,7 +1,8 @@
-"""The surroundings that kernels are served in: among other work, not alone. A winner must be one in each of them.
+"""The surroundings that kernels are served in: other work runs before and after each call. A winner must win in each of
+them.
 
-What a kernel takes depends on what runs around it: a GPU that has just waited has a higher clock, one that is busy all
-the time runs into its power limit, and an activation that the kernel before has written is in the cache.
+A kernel's time depends on the work around it: a GPU that has just waited has a higher clock, a GPU that is busy all the
+time runs into its power limit, and an activation that the preceding kernel has written is in the cache.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ from dataclasses import dataclass
 from statistics import median
 
 from .clock import Clock, Run
-from .lane import EntrantError, Lane
+from .race_entry import EntrantError, RaceEntry
 from .stats import Interval, ratio_interval
 
 ROUNDS = 14
-_LEAST_ROUNDS = 6
-# Rounds after which a challenger below _CLEAR of the incumbent's time (by its interval) is not timed further.
+_MIN_ROUNDS = 6
+# After so many rounds, a challenger whose interval is below _CLEAR times the baseline's time is not timed further.
 _CLEAR_ROUNDS, _CLEAR = 8, 0.9
-# A ratio above 1 by no more than the first is no disagreement; one above the second is, however noisy it was.
-_TOLERANCE, _PLAIN = 0.005, 0.015
+# A ratio above 1 by no more than _TOLERANCE is no disagreement; one above 1 by more than _SLOWER is, however noisy it
+# was.
+_TOLERANCE, _SLOWER = 0.005, 0.015
 _ALPHA = 0.1
 
 OVERLAP = "overlap"
@@ -32,9 +34,9 @@ OVERLAP = "overlap"
 class Surrounding:
     """One kind of work around a kernel's calls.
 
-    run_of(id, variant): a callable that makes one call of an entrant with the work around it. variants: the ways in
-    which the challenger can be launched there ("" is the usual one, which the incumbent takes).
-    idle: the work around alone; None where there is none. timing_s: what one timing lasts at least.
+    run_of(id, variant): returns a callable that makes one call of an entrant with the work around it. variants(id): the
+    ways in which the challenger can be launched there ("" is the usual one, which the baseline uses). idle: the
+    surrounding work alone; None where there is none. timing_s: the least duration of one timing in seconds.
     """
 
     name: str
@@ -46,7 +48,7 @@ class Surrounding:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The challenger's time over the incumbent's in one surrounding: the median ratio and its lower bound (95%
+    """The ratio of the challenger's time to the baseline's in one surrounding: its median and its lower bound (95%
     one-sided)."""
 
     ratio: float
@@ -54,64 +56,73 @@ class Comparison:
 
     @property
     def disagrees(self) -> bool:
-        """Whether the challenger is the slower one here."""
-        return self.ratio > 1.0 + _PLAIN or (self.ratio > 1.0 + _TOLERANCE and self.ratio_lo > 1.0)
+        """Whether the challenger is slower in this surrounding."""
+        return self.ratio > 1.0 + _SLOWER or (self.ratio > 1.0 + _TOLERANCE and self.ratio_lo > 1.0)
 
 
 def compare(
-    surrounding: Surrounding, challenger: Lane, incumbent: Lane, clock: Clock, rng: random.Random, deadline: float
+    surrounding: Surrounding,
+    challenger: RaceEntry,
+    baseline: RaceEntry,
+    clock: Clock,
+    rng: random.Random,
+    deadline: float,
 ) -> dict[str, Comparison]:
-    """Time both in a surrounding, in interleaved rounds until ``deadline`` on ``clock``. Returns the comparison of each
-    of the challenger's variants; none when there was no time for six rounds, so that nothing is known. There are 14
-    rounds, or 8 when every variant is clearly faster by then.
+    """Time both entries in a surrounding, in interleaved rounds until ``deadline`` on ``clock``, and return a
+    Comparison for each variant of the challenger.
 
-    What the surrounding takes by itself is subtracted. Raises EntrantError for an entrant that raises.
+    Empty when there was no time for six rounds. There are 14 rounds, or 8 when every variant is clearly faster by then.
+    The time that the surrounding takes by itself is subtracted. Raises EntrantError for an entrant that raises.
     """
     variants = surrounding.variants(challenger.id)
-    lanes: dict[str, Run] = {
+    runs: dict[str, Run] = {
         f"challenger {variant}": _guarded(challenger, surrounding.run_of(challenger.id, variant))
         for variant in variants
     }
-    lanes["incumbent"] = _guarded(incumbent, surrounding.run_of(incumbent.id, ""))
+    runs["incumbent"] = _guarded(baseline, surrounding.run_of(baseline.id, ""))
     if surrounding.idle is not None:
-        lanes["idle"] = surrounding.idle
-    fastest_s = max(min(challenger.median, incumbent.median), 1e-9)
+        runs["idle"] = surrounding.idle
+    fastest_s = max(min(challenger.median, baseline.median), 1e-9)
     calls = max(1, math.ceil(surrounding.timing_s / fastest_s))
-    times: dict[str, list[float]] = {name: [] for name in lanes}
-    for done in range(ROUNDS):
-        if clock.now() > deadline and done < _LEAST_ROUNDS:
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for completed in range(ROUNDS):
+        if clock.now() > deadline and completed < _MIN_ROUNDS:
             return {}
         if clock.now() > deadline:
             break
-        names = list(lanes)
+        names = list(runs)
         rng.shuffle(names)
-        seconds = clock.time_round([lanes[name] for name in names], [calls] * len(names))
+        seconds = clock.time_round([runs[name] for name in names], [calls] * len(names))
         for name, value in zip(names, seconds, strict=True):
             times[name].append(value)
-        if done + 1 == _CLEAR_ROUNDS and all(ratio.hi < _CLEAR for ratio in _ratios(times, variants).values()):
+        if completed + 1 == _CLEAR_ROUNDS and all(ratio.hi < _CLEAR for ratio in _ratios(times, variants).values()):
             break
     return {name: Comparison(ratio.center, ratio.lo) for name, ratio in _ratios(times, variants).items()}
 
 
 def _ratios(times: Mapping[str, list[float]], variants: tuple[str, ...]) -> dict[str, Interval]:
-    """Return the ratio of each variant's time to the incumbent's."""
+    """Return the interval of the ratio of each variant's time to the baseline's."""
     idle_s = median(times["idle"]) if "idle" in times else 0.0
-    base = _net(times["incumbent"], idle_s)
-    return {name: ratio_interval(_net(times[f"challenger {name}"], idle_s), base, _ALPHA) for name in variants}
+    baseline_s = _subtract_idle(times["incumbent"], idle_s)
+    return {
+        name: ratio_interval(_subtract_idle(times[f"challenger {name}"], idle_s), baseline_s, _ALPHA)
+        for name in variants
+    }
 
 
-def _net(times: list[float], idle_s: float) -> list[float]:
-    """Times without the surrounding's own (a twentieth is left of what the subtraction would make negative)."""
+def _subtract_idle(times: list[float], idle_s: float) -> list[float]:
+    """Return the times without the surrounding's own (at least a twentieth of each remains where the difference would
+    be negative)."""
     return [max(seconds - idle_s, 0.05 * seconds) for seconds in times]
 
 
-def _guarded(lane: Lane, run: Run) -> Run:
-    """``run``, with what it raises tied to the lane."""
+def _guarded(entry: RaceEntry, run: Run) -> Run:
+    """Return ``run`` wrapped so that an exception becomes an EntrantError of this entry."""
 
     def guarded(i: int) -> None:
         try:
             run(i)
-        except Exception as error:  # a kernel may raise anything, and it costs that kernel
-            raise EntrantError(lane, error) from error
+        except Exception as error:  # a kernel may raise anything, and only that kernel fails
+            raise EntrantError(entry, error) from error
 
     return guarded

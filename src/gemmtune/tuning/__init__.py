@@ -1,1 +1,1 @@
-"""From a Problem to a Decision: which candidates are tried, and what is decided."""
+"""The way from a Problem to a Decision: listing candidates, searching them, and deciding."""

@@ -1,4 +1,4 @@
-"""The candidates of a Problem: asked of every backend, ATen's first, then the others in turn."""
+"""The candidates of a Problem, listed by every backend: ATen's first, then the others in turn."""
 
 from __future__ import annotations
 
@@ -10,31 +10,32 @@ from ..core.candidate import Candidate, Illegal
 from ..core.problem import Problem
 from ..core.target import Target
 
-INCUMBENT = "aten"
+BASELINE_BACKEND = "aten"
 
-# A backend that lists more is cut there: it yields the most promising first, and no budget reaches further.
+# A longer list is cut off: a backend yields its most promising candidates first, and no budget reaches further.
 MAX_PER_BACKEND = 5000
 
 
 def enumerate_candidates(
     problem: Problem, target: Target, backend_names: Sequence[str]
 ) -> tuple[list[Candidate], list[Illegal]]:
-    """Every legal candidate, without duplicates, and the illegal ones with their reasons.
+    """Return every legal candidate, without duplicates, and the illegal ones with their reasons.
 
-    ATen's come first, all of them (they are what everything else has to beat); then the others' round-robin, each
-    backend's most promising first. A backend that is unavailable, or that fails while it lists, is one Illegal with
-    template ``*``: it costs its own candidates only. Raises ValueError for an unknown backend name.
+    All of ATen's candidates come first (they are the baselines that others have to beat), then those of the other
+    backends round-robin, each backend's most promising first. A backend that is unavailable, or that fails while it
+    lists, is one Illegal with template ``*``: it loses its own candidates only. Raises ValueError for an unknown
+    backend name.
     """
     legal: dict[str, list[Candidate]] = {}
     illegal: list[Illegal] = []
     for name in dict.fromkeys(backend_names):
-        legal[name], refused = _of_backend(name, problem, target)
-        illegal += refused
-    first = legal.pop(INCUMBENT, [])
-    return list(_distinct(chain(first, _round_robin(legal.values())))), illegal
+        legal[name], backend_illegal = _backend_candidates(name, problem, target)
+        illegal += backend_illegal
+    baselines = legal.pop(BASELINE_BACKEND, [])
+    return list(_distinct(chain(baselines, _round_robin(legal.values())))), illegal
 
 
-def _of_backend(name: str, problem: Problem, target: Target) -> tuple[list[Candidate], list[Illegal]]:
+def _backend_candidates(name: str, problem: Problem, target: Target) -> tuple[list[Candidate], list[Illegal]]:
     backend = backends.get(name)
     legal: list[Candidate] = []
     illegal: list[Illegal] = []
@@ -47,7 +48,7 @@ def _of_backend(name: str, problem: Problem, target: Target) -> tuple[list[Candi
                 illegal.append(item)
             elif len(legal) < MAX_PER_BACKEND:
                 legal.append(item)
-    except Exception as error:  # a broken backend must not cost the others their turn
+    except Exception as error:  # a broken backend must not exclude the others
         reason = f"listing the candidates failed: {type(error).__name__}: {error}"
         illegal.append(Illegal(Candidate.make(name, "*"), reason))
     return legal, illegal

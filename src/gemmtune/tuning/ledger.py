@@ -1,4 +1,4 @@
-"""What is known of every candidate of one Problem, and the Evidence that a Decision keeps of it."""
+"""The record of every candidate of one Problem, and the Evidence that a Decision keeps of them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import msgspec
 
 from ..core.candidate import Candidate, Illegal
 from ..core.decision import Evidence, Sample, Stage, Verdict
-from .candidates import INCUMBENT
+from .candidates import BASELINE_BACKEND
 
-# Kept of those that never ran: a record stays small (a hit is read in well under a millisecond), and each reason shows.
+# Limits on candidates that never ran: a record stays small (a hit is read in well under a millisecond), and each reason
+# is still present.
 MAX_PER_REASON = 4
 MAX_ILLEGAL = 120
 MAX_UNTRIED = 8
@@ -24,7 +25,7 @@ ONE_DRAW = "checked on one draw of operands only"
 
 @dataclass(slots=True)
 class Row:
-    """One candidate so far. times_s: its rough times. eligible: every check has passed."""
+    """The present state of one candidate. times_s: its screening times in seconds. eligible: every check has passed."""
 
     candidate: Candidate
     stage: Stage = "untried"
@@ -42,17 +43,17 @@ class Row:
         return self.candidate.id
 
     @property
-    def rough_s(self) -> float:
-        """The least of the rough times (stalls only ever add), infinite when it has none."""
+    def screening_s(self) -> float:
+        """The least of the screening times (stalls only ever add), infinite without any."""
         return min(self.times_s, default=float("inf"))
 
     @property
     def incumbent(self) -> bool:
-        return self.candidate.backend == INCUMBENT
+        return self.candidate.backend == BASELINE_BACKEND
 
 
 class Ledger:
-    """Rows by candidate id, in the order the candidates were listed."""
+    """Rows by candidate id, in the order in which the candidates were listed."""
 
     def __init__(self, candidates: Iterable[Candidate], illegal: Iterable[Illegal]) -> None:
         self._rows = {candidate.id: Row(candidate) for candidate in candidates}
@@ -65,17 +66,17 @@ class Ledger:
         return list(self._rows.values())
 
     def fail(self, candidate_id: str, verdict: Verdict, reason: str = "") -> None:
-        """It will not be served, whatever else is known of it."""
+        """Mark a candidate as failed: it will not be served, whatever its other results."""
         row = self._rows[candidate_id]
         row.stage, row.verdict, row.eligible, row.sample = "failed", verdict, False, None
         row.reason = reason or verdict.detail
 
     def timed(self) -> list[Row]:
-        """Those with rough times, fastest first."""
-        return sorted((row for row in self._rows.values() if row.times_s), key=lambda row: row.rough_s)
+        """Return the rows with screening times, fastest first."""
+        return sorted((row for row in self._rows.values() if row.times_s), key=lambda row: row.screening_s)
 
     def best(self, *, incumbent: bool | None = None, eligible: bool = False) -> Row | None:
-        """The fastest by rough times, among incumbents or the others, or all (None)."""
+        """Return the row with the least screening time, among baselines (True), the others (False), or all (None)."""
         rows = (
             row
             for row in self.timed()
@@ -84,33 +85,35 @@ class Ledger:
         return next(rows, None)
 
     def alternatives(self, raced: dict[str, str]) -> dict[str, str]:
-        """The fastest eligible id per packing ("" = unpacked): as raced, or by rough times for those that were not."""
-        found = {packing: name for packing, name in raced.items() if self._rows[name].eligible}
+        """Return the fastest eligible id per packing ("" = unpacked): by the race, or by screening times for packings
+        not raced."""
+        by_packing = {packing: name for packing, name in raced.items() if self._rows[name].eligible}
         for row in self.timed():
             if row.eligible:
-                found.setdefault(row.packing or "", row.id)
-        return found
+                by_packing.setdefault(row.packing or "", row.id)
+        return by_packing
 
     def evidence(self) -> tuple[Evidence, ...]:
-        """All that was tried, then samples of what was not and of what was illegal, with the number left out."""
-        base = self.best(incumbent=True)
+        """Return the Evidence of all candidates that were tried, then a selection of the untried and the illegal ones,
+        with the number omitted."""
+        baseline = self.best(incumbent=True)
         tried = [row for row in self._rows.values() if row.stage != "untried"]
         untried = [row for row in self._rows.values() if row.stage == "untried"]
-        rows = [_evidence(row, base) for row in tried]
-        rows += _thinned((_evidence(row, base) for row in untried), _template, MAX_UNTRIED)
+        rows = [_evidence(row, baseline) for row in tried]
+        rows += _limit_per_kind((_evidence(row, baseline) for row in untried), _template_of, MAX_UNTRIED)
         illegal = (
             Evidence(item.candidate.to_dict(), item.candidate.id, "illegal", reason=item.reason)
             for item in {item.candidate.id: item for item in self._illegal}.values()
             if item.candidate.id not in self._rows
         )
-        rows += list(_thinned(illegal, _reason_shape, MAX_PER_REASON))[:MAX_ILLEGAL]
+        rows += list(_limit_per_kind(illegal, _reason_shape, MAX_PER_REASON))[:MAX_ILLEGAL]
         return tuple(rows)
 
 
-def _evidence(row: Row, base: Row | None) -> Evidence:
+def _evidence(row: Row, baseline: Row | None) -> Evidence:
     sample = row.sample
     if sample is None and row.times_s:
-        sample = _rough_sample(row, base)
+        sample = _screening_sample(row, baseline)
     if sample is not None:
         sample = msgspec.structs.replace(sample, packing_s=row.packing_s)
     verdict = row.verdict
@@ -121,11 +124,11 @@ def _evidence(row: Row, base: Row | None) -> Evidence:
     )
 
 
-def _rough_sample(row: Row, base: Row | None) -> Sample:
+def _screening_sample(row: Row, baseline: Row | None) -> Sample:
     low, high = min(row.times_s), max(row.times_s)
     ratio = (1.0, 1.0, 1.0)
-    if base is not None and base is not row:
-        ratio = (row.rough_s / base.rough_s, low / max(base.times_s), high / min(base.times_s))
+    if baseline is not None and baseline is not row:
+        ratio = (row.screening_s / baseline.screening_s, low / max(baseline.times_s), high / min(baseline.times_s))
     return Sample(
         median(row.times_s),
         low,
@@ -137,23 +140,23 @@ def _rough_sample(row: Row, base: Row | None) -> Sample:
     )
 
 
-def _thinned(rows: Iterable[Evidence], kind: Callable[[Evidence], object], limit: int) -> Iterator[Evidence]:
-    """The first ``limit`` of each kind; the last one kept says how many more there were."""
+def _limit_per_kind(rows: Iterable[Evidence], kind_of: Callable[[Evidence], object], limit: int) -> Iterator[Evidence]:
+    """Return the first ``limit`` rows of each kind; the last of them states how many more there were."""
     groups: dict[object, list[Evidence]] = defaultdict(list)
     for row in rows:
-        groups[kind(row)].append(row)
+        groups[kind_of(row)].append(row)
     for group in groups.values():
-        kept, more = group[:limit], len(group) - limit
-        if more > 0:
-            text = f"{kept[-1].reason or 'not tried'} (and {more} more like it)"
-            kept[-1] = msgspec.structs.replace(kept[-1], reason=text)
-        yield from kept
+        selected, omitted = group[:limit], len(group) - limit
+        if omitted > 0:
+            text = f"{selected[-1].reason or 'not tried'} (and {omitted} more like it)"
+            selected[-1] = msgspec.structs.replace(selected[-1], reason=text)
+        yield from selected
 
 
-def _template(row: Evidence) -> object:
+def _template_of(row: Evidence) -> object:
     return (row.candidate["backend"], row.candidate["template"])
 
 
 def _reason_shape(row: Evidence) -> object:
-    """Reasons that differ in their numbers alone are one."""
+    """Return a key that is equal for reasons of one backend that differ only in their numbers."""
     return (row.candidate["backend"], re.sub(r"\d+", "#", row.reason))

@@ -1,7 +1,8 @@
-"""Problem -> Decision: the one place that ties search, measuring and the store together.
+"""The tuner: Problems in, Decisions out. Only this package combines search, measurement and the store.
 
-One problem goes through explore (guided search: each candidate built, checked on one draw, timed roughly), confirm
-(the promising ones checked on every draw) and race (the confirmed against ATen, under sound statistics).
+One Problem passes through three phases: explore (guided search: each candidate is built, checked on one test case and
+given a screening time), confirm (the promising candidates are checked on every test case) and race (the confirmed
+candidates against ATen, under sound statistics).
 """
 
 from __future__ import annotations
@@ -23,20 +24,23 @@ from ..dispatch.portfolio import TunedPoint, layouts_in_use, tuned_point
 from ..store.base import Store
 from ..timing.clock import Latency
 from ..workers.builds import Builders
-from ..workers.worker import Hands, Limits, LocalWorker, Worker, WorkerStartError
-from .candidates import INCUMBENT, enumerate_candidates
-from .trial import Trial, first_builds
+from ..workers.worker import Limits, LocalWorker, MeasurementWorker, Worker, WorkerStartError
+from .candidates import BASELINE_BACKEND, enumerate_candidates
+from .search import get as get_search
+from .session import TuningSession, first_builds
 
 log = logging.getLogger("gemmtune")
 
-LEASE_S = 30.0  # renewed every third of it: what a process elsewhere that died can hold others up
-AHEAD = 2  # problems whose builds begin while one is tuned
-LOOK_S = 0.25  # how often a waiting tuner looks whether the other has decided
+# seconds; renewed every third of it. A process on another machine that died can block others for this long
+LEASE_S = 30.0
+BUILT_AHEAD_PROBLEMS = 2  # number of later problems whose builds begin while one problem is tuned
+POLL_S = 0.25  # seconds between two looks of a waiting tuner at whether the other process has decided
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What one problem may cost: seconds of wall time (starting a worker not counted), and candidates tried.
+    """The cost limit of tuning one problem: seconds of wall time (starting a worker is not counted), and candidates
+    tried.
 
     seconds: kept within 10%. None: 6 (3 on a GPU), and more for problems whose single calls are slow.
     """
@@ -53,15 +57,16 @@ class Budget:
 
 
 class Tuner:
-    """Tunes problems for one Target, through one Store.
+    """A tuner of problems for one Target, through one Store.
 
-    backend_names: whose candidates to try; ATen's always are. isolate: work in a worker process (False: in this one,
-    for debugging; a candidate that crashes takes the process along). force: tune even what the store knows (failures
-    remembered in the store stay failures). progress: called with the events of ``core/events.py``. wait: for the
-    decision of another process that is tuning the same problem (False: leave the problem out; never two at once). hot:
-    race on operands that are in the cache, where serving finds them in memory unless a model is tiny. latency: what a
-    GPU's calls are timed as, in a CUDA graph (``graph``) or launched one by one (``eager``), as they will be served;
-    CPUs know no difference. Raises ValueError for another latency.
+    backend_names: the backends whose candidates are tried; ATen is always added. isolate: work in a worker process
+    (False: in this process, for debugging; a candidate that crashes takes the process along). force: tune even problems
+    that the store has decisions for (failures remembered in the store stay failures). progress: called with the events
+    of ``core/events.py``. wait: wait for the decision of another process that is tuning the same problem (False: leave
+    the problem out; two processes never tune one problem at once). hot: race on operands that are in the cache,
+    although serving finds them in memory unless a model is tiny. latency: how a GPU's calls are timed, as they will be
+    served: in a CUDA graph (``graph``) or launched one by one (``eager``); CPUs have no such difference. search:
+    the name of a search strategy (``search.py``). Raises ValueError for another latency or an unknown search.
     """
 
     def __init__(
@@ -79,67 +84,80 @@ class Tuner:
         seed: int = 0,
         limits: Limits | None = None,
         latency: Latency = "graph",
+        search: str = "local",
     ) -> None:
         if latency not in get_args(Latency):
             raise ValueError(f"latency must be one of {', '.join(get_args(Latency))}; got {latency!r}")
         self._target, self._store, self._progress = target, store, progress
-        self._names = tuple(dict.fromkeys((INCUMBENT, *backend_names)))
+        self._names = tuple(dict.fromkeys((BASELINE_BACKEND, *backend_names)))
         self._budget = budget or Budget()
         self._isolate, self._force, self._seed, self._limits = isolate, force, seed, limits
         self._wait, self._hot, self._latency = wait, hot, latency
+        self._search = get_search(search)
         self._plans = _PlanPoints((), target, store)
-        self.unkept: list[Decision] = []  # decisions that the store did not take, and why not
-        self.trouble = ""
+        # Decisions that the store could not take; ``store_error`` is the text of the last error.
+        self.unstored: list[Decision] = []
+        self.store_error = ""
 
     def tune(self, problems: Iterable[tuple[Problem, int]]) -> list[Decision]:
-        """Decide every problem; the decisions come in the order of first mention, duplicates merged.
+        """Return a Decision for every problem, in the order of first mention, with duplicates merged.
 
-        The int is a call count: what costs most overall (count x flops) is tuned first, so that an interrupted run has
-        decided what matters most. Each decision is in the store before the next problem starts; KeyboardInterrupt ends
-        the worker, gives the lease back and passes through. What a disturbed machine left inconclusive is not stored;
-        unless the budget is the user's, it is tuned once more when all else is done. Raises WorkerStartError when no
-        worker can be started, ValueError for an unknown backend.
+        The int is a call count: the problems with the largest total cost (count x flops) are tuned first, so that an
+        interrupted run has decided those that matter most. Each Decision is in the store before the next problem
+        starts. KeyboardInterrupt ends the worker, releases the lease and is raised again. A Decision that a disturbed
+        machine left inconclusive is not stored; unless the budget is the user's, its problem is tuned once more after
+        all others. Raises WorkerStartError when no worker can be started, ValueError for an unknown backend.
         """
         weights: dict[Problem, int] = {}
         for problem, count in problems:
             weights[problem] = weights.get(problem, 0) + count
-        known = {} if self._force else self._look_up(weights)
-        order = sorted(weights, key=lambda problem: (problem not in known, -weights[problem] * problem.flops))
+        stored = {} if self._force else self._stored_decisions(weights)
+        order = sorted(weights, key=lambda problem: (problem not in stored, -weights[problem] * problem.flops))
         decisions: dict[Problem, Decision] = {}
         with closing(self._new_crew()) as crew:
-            crew.to_come = [problem for problem in order if problem not in known]
+            crew.to_come = [problem for problem in order if problem not in stored]
             self._plans = _PlanPoints(crew.to_come, self._target, self._store)
             for index, problem in enumerate(order):
-                decision = self._decide(problem, known.get(problem), index, len(order), crew)
+                decision = self._decide(problem, stored.get(problem), index, len(order), crew)
                 if decision is not None:
                     decisions[problem] = decision
                     self._plans.add(decision)
-            self._decide_again(decisions, crew)
+            self._retune_inconclusive(decisions, crew)
         return [decisions[problem] for problem in weights if problem in decisions]
 
-    def _new_crew(self) -> _Crew:
-        return _Crew(self._target, self._isolate, self._limits, self._latency, self._store.artifacts_directory)
+    def _new_crew(self) -> _WorkerPool:
+        return _WorkerPool(self._target, self._isolate, self._limits, self._latency, self._store.artifacts_directory)
 
-    def _look_up(self, problems: Iterable[Problem]) -> dict[Problem, Decision]:
-        found = ((problem, self._store.get(self._target, problem.key)) for problem in problems)
-        return {problem: decision for problem, decision in found if decision is not None}
+    def _stored_decisions(self, problems: Iterable[Problem]) -> dict[Problem, Decision]:
+        records = ((problem, self._store.get(self._target, problem.key)) for problem in problems)
+        return {problem: decision for problem, decision in records if decision is not None}
 
-    def _decide(self, problem: Problem, known: Decision | None, index: int, total: int, crew: _Crew) -> Decision | None:
-        """The decision, by whomever; None when another process is at it and this one does not wait."""
-        self._progress(ProblemStarted(index, total, problem, cached=known is not None))
+    def _decide(
+        self, problem: Problem, stored: Decision | None, index: int, total: int, crew: _WorkerPool
+    ) -> Decision | None:
+        """Return the decision of this process, of another process or of the store.
+
+        None when another process is tuning the problem and this tuner does not wait.
+        """
+        self._progress(ProblemStarted(index, total, problem, cached=stored is not None))
         start = time.perf_counter()
-        decision = known or self._tune_alone(problem, crew)
+        decision = stored or self._tune_under_lease(problem, crew)
         if decision is None:
             return None
-        if known is None:
-            crew.spent.append(time.perf_counter() - start)
-        each = sum(crew.spent) / len(crew.spent) if crew.spent else None
-        left = total - index - 1
-        self._progress(ProblemDone(index, total, decision, 0.0 if left == 0 else None if each is None else each * left))
+        if stored is None:
+            crew.durations_s.append(time.perf_counter() - start)
+        mean_s = sum(crew.durations_s) / len(crew.durations_s) if crew.durations_s else None
+        remaining = total - index - 1
+        self._progress(
+            ProblemDone(
+                index, total, decision, 0.0 if remaining == 0 else None if mean_s is None else mean_s * remaining
+            )
+        )
         return decision
 
-    def _decide_again(self, decisions: dict[Problem, Decision], crew: _Crew) -> None:
-        """Tune what is inconclusive once more, in another moment, unless the user has said what a problem may cost."""
+    def _retune_inconclusive(self, decisions: dict[Problem, Decision], crew: _WorkerPool) -> None:
+        """Tune each inconclusive problem once more, at another moment, unless the user has set a problem's budget in
+        seconds."""
         if self._budget.seconds is not None:
             return
         crew.to_come = [problem for problem, decision in decisions.items() if decision.outcome == "inconclusive"]
@@ -147,82 +165,92 @@ class Tuner:
             again = self._decide(problem, None, index, len(crew.to_come), crew)
             decisions[problem] = again or decisions[problem]
 
-    def _tune_alone(self, problem: Problem, crew: _Crew) -> Decision | None:
-        """Tune under the problem's lease: of many processes that want it one tunes, the others have its decision."""
-        lease, told = self._lease(problem), False
+    def _tune_under_lease(self, problem: Problem, crew: _WorkerPool) -> Decision | None:
+        """Tune while holding the problem's lease: one of several processes tunes, and the others read its decision.
+
+        None when another process holds the lease and this tuner does not wait.
+        """
+        lease, logged = self._lease(problem), False
         while lease is None:
             if not self._wait:
                 return None
-            if not told:
+            if not logged:
                 log.info("another process is tuning %s: waiting for its decision", problem.key)
-                told = True
-            time.sleep(LOOK_S)
+                logged = True
+            time.sleep(POLL_S)
             lease = self._lease(problem)
         with lease:
-            # The former holder's decision may be newer than the first look.
-            known = None if self._force else self._store.get(self._target, problem.key)
-            return known or self._tune_one(problem, crew)
+            # The previous holder may have stored a decision since the first look-up.
+            stored = None if self._force else self._store.get(self._target, problem.key)
+            return stored or self._tune_one(problem, crew)
 
     def _lease(self, problem: Problem) -> AbstractContextManager[object] | None:
-        """None while another holds it. A store that cannot be written has no leases to give, and tuning needs none."""
+        """Return the problem's lease; None while another process holds it.
+
+        A store that cannot be written to grants no leases, and tuning goes on without one.
+        """
         try:
             return self._store.lease(self._target, problem.key, LEASE_S)
         except StoreError as error:
             log.debug("tuning without a lease: %s", error)
             return nullcontext()
 
-    def _tune_one(self, problem: Problem, crew: _Crew) -> Decision:
-        hands = crew.hands()
+    def _tune_one(self, problem: Problem, crew: _WorkerPool) -> Decision:
+        worker = crew.hands()
         build = crew.builders if self._isolate else None
         ahead = crew.builders.ahead if self._builds_overlap() else None
-        trial = Trial(
-            problem, self._target, self._names, self._store, hands, self._progress, self._seed,
+        trial = TuningSession(
+            problem, self._target, self._names, self._store, worker, self._progress, self._seed,
             build=build, build_ahead=ahead, hot=self._hot, layouts=self._plans.layouts(problem),
+            search=self._search,
         )  # fmt: skip
         self._build_ahead(problem, crew)
-        hands.wait()
+        worker.wait()
         try:
             decision = trial.run(self._budget.seconds, self._budget.candidates)
         except WorkerStartError:
             raise
-        except WorkerError as error:  # this problem cannot be worked on here, which says nothing of the others
-            return trial.give_up(str(error))
+        except WorkerError as error:  # the worker cannot open this problem; others may still be tuned
+            return trial.none_valid_decision(str(error))
         self._keep(decision)
         return decision
 
     def _builds_overlap(self) -> bool:
-        """Whether builds do not disturb what is timed meanwhile: a GPU, by its own clock."""
+        """Whether builds may run beside timing without disturbing it: on a GPU, timed by the GPU's own clock."""
         return self._isolate and self._target.device != "cpu" and self._latency == "graph"
 
-    def _build_ahead(self, problem: Problem, crew: _Crew) -> None:
-        """Begin with what the problems after this one will want built."""
+    def _build_ahead(self, problem: Problem, crew: _WorkerPool) -> None:
+        """Begin the first builds of the problems after ``problem``."""
         if not self._builds_overlap():
             return
-        after = crew.to_come.index(problem) + 1
-        for later in crew.to_come[after : after + AHEAD]:
-            if later not in crew.built_for:
-                crew.built_for.add(later)
+        next_index = crew.to_come.index(problem) + 1
+        for later in crew.to_come[next_index : next_index + BUILT_AHEAD_PROBLEMS]:
+            if later not in crew.built_early:
+                crew.built_early.add(later)
                 candidates, _ = enumerate_candidates(later, self._target, self._names)
                 crew.builders.ahead(later, first_builds(candidates), self._target)
 
     def _keep(self, decision: Decision) -> None:
-        """Store a decision, after those that the store did not take before. Those that it does not take now stay in
-        ``unkept``; the first is said in the log."""
+        """Store a decision, after the earlier ones that the store could not take.
+
+        Decisions that cannot be stored now stay in ``unstored``; the first failure is logged as a warning.
+        """
         if decision.outcome == "inconclusive":
             return
-        self.unkept.append(decision)
+        self.unstored.append(decision)
         try:
-            while self.unkept:
-                self._store.put(self._target, self.unkept[0])
-                del self.unkept[0]
+            while self.unstored:
+                self._store.put(self._target, self.unstored[0])
+                del self.unstored[0]
         except StoreError as error:
-            if not self.trouble:
+            if not self.store_error:
                 log.warning("decisions of this run are not kept: %s", error)
-            self.trouble = str(error)
+            self.store_error = str(error)
 
 
 class _PlanPoints:
-    """What is decided for the Plans of ``problems``, in the store at first and then in the course of tuning."""
+    """The tuned points of the Plans that ``problems`` belong to: first those in the store, then those that tuning
+    adds."""
 
     def __init__(self, problems: Iterable[Problem], target: Target, store: Store) -> None:
         self._points: dict[str, dict[str, TunedPoint]] = {problem.plan_key: {} for problem in problems}
@@ -233,22 +261,22 @@ class _PlanPoints:
             log.debug("the decisions for other M are not read: %s", error)
 
     def add(self, decision: Decision) -> None:
-        """Take a Decision into account if one of the Plans is made of it."""
+        """Add the Decision if it belongs to one of the Plans."""
         points = self._points.get(plan_key_of(decision.problem_key))
         if points is not None and decision.outcome != "inconclusive":
             try:
                 points[decision.problem_key] = tuned_point(decision)
-            except (KeyError, TypeError, ValueError) as error:  # dispatch does not serve such a record either
+            except (KeyError, TypeError, ValueError) as error:  # dispatch does not serve an unreadable record either
                 log.debug("the decision for %s is not read: %s", decision.problem_key, error)
 
     def layouts(self, problem: Problem) -> list[str]:
-        """Return the packed layouts that the weight of ``problem`` has kernels in at other M, the fastest first."""
+        """Return the packed layouts in which the weight of ``problem`` has kernels at other M, the fastest first."""
         points = self._points.get(problem.plan_key, {})
-        return layouts_in_use([found for key, found in points.items() if key != problem.key])
+        return layouts_in_use([point for key, point in points.items() if key != problem.key])
 
 
-def busy_words(decisions: Sequence[Decision]) -> str:
-    """One line on the decisions that are inconclusive; empty when none is."""
+def inconclusive_summary(decisions: Sequence[Decision]) -> str:
+    """Return one line on the inconclusive decisions; empty when none is inconclusive."""
     count, total = sum(decision.outcome == "inconclusive" for decision in decisions), len(decisions)
     if not count:
         return ""
@@ -258,11 +286,11 @@ def busy_words(decisions: Sequence[Decision]) -> str:
     )
 
 
-class _Crew:
-    """The worker, started at the first problem that needs one, builders, and the seconds that problems have taken.
+class _WorkerPool:
+    """The worker, which is started at the first problem that needs one, the builders, and how long problems took.
 
-    artifacts: the directory for what is built. to_come: all problems that the store does not know, in order; built_for:
-    those whose builds were begun early.
+    artifacts: the directory for built files. durations_s: seconds that each tuned problem took. to_come: all problems
+    that the store has no decision for, in order. built_early: the problems whose builds were begun early.
     """
 
     def __init__(
@@ -270,23 +298,23 @@ class _Crew:
     ) -> None:
         self._target, self._isolate, self._limits, self._latency = target, isolate, limits, latency
         self._artifacts = artifacts
-        self._hands: Hands | None = None
+        self._worker: MeasurementWorker | None = None
         self.builders = Builders(artifacts=artifacts)
-        self.spent: list[float] = []
+        self.durations_s: list[float] = []
         self.to_come: list[Problem] = []
-        self.built_for: set[Problem] = set()
+        self.built_early: set[Problem] = set()
 
-    def hands(self) -> Hands:
-        if self._hands is None:
-            self._hands = (
+    def hands(self) -> MeasurementWorker:
+        if self._worker is None:
+            self._worker = (
                 Worker(self._target, limits=self._limits, latency=self._latency, artifacts=self._artifacts)
                 if self._isolate
                 else LocalWorker(self._target, latency=self._latency, artifacts=self._artifacts)
             )
-            self._hands.start()
-        return self._hands
+            self._worker.start()
+        return self._worker
 
     def close(self) -> None:
         self.builders.close()
-        if self._hands is not None:
-            self._hands.close()
+        if self._worker is not None:
+            self._worker.close()

@@ -1,9 +1,13 @@
-"""Rows of A, columns of B and elements of the epilogue's tensors that show what ordinary random ones hide.
+"""Special rows of A, columns of B and elements of epilogue tensors that reveal errors which random values do not.
 
-Each kind shows one cause of errors, whatever the kernel: values that a narrower format cannot hold (``large``,
-``tiny``), operands that are rounded before they are multiplied (``spike``: one product dominates each sum, so that the
-bound is small beside it at every K), sums that lose what cancels (``cancel``), accumulators that are too narrow
-(``largest``, ``smallest``, ``extremes``), exact ties (``single``, ``power of two``), and NaN and infinities.
+Each kind of value reveals one cause of errors:
+  - ``large``, ``tiny``: a format too narrow for the values;
+  - ``spike``: operands that are rounded before the product. One product dominates each sum, so that the error bound is
+    small in comparison at every K;
+  - ``cancel``: sums that lose the terms that cancel;
+  - ``largest``, ``smallest``, ``extremes``: an accumulator that is too narrow;
+  - ``single``, ``power of two``: exact ties in rounding;
+  - NaN and infinities.
 """
 
 from __future__ import annotations
@@ -21,13 +25,13 @@ from ..core.weights import QuantWeight
 from .inputs import WIDE_INTEGERS, fill_random, logical_shape
 from .oracle import INTEGERS
 
-_SCALED = {"float16": (2.0**12, 2.0**-8)}  # large, tiny: inside what the dtype holds, and outside narrower ones
-_USUALLY_SCALED = (2.0**20, 2.0**-30)
-_SPIKE_EXPONENT = {"float16": 13}  # 10240 to 16384: sums of a few still fit into the output
-_USUAL_SPIKE = 20
+_LARGE_AND_TINY = {"float16": (2.0**12, 2.0**-8)}  # factors for large, tiny: results fit the dtype, but no narrower one
+_DEFAULT_LARGE_AND_TINY = (2.0**20, 2.0**-30)
+_SPIKE_EXPONENT = {"float16": 13}  # 10240 to 16384: sums of a few still fit the output
+_DEFAULT_SPIKE_EXPONENT = 20
 _HUGE_SCALE = {"float16": 2.0**11}
 _TINY_SCALE = {"float16": 2.0**-10}
-_USUAL_SCALE = 2.0**20
+_DEFAULT_SCALE = 2.0**20
 
 Kinds = Mapping[str, tuple[int, ...]]  # kind -> columns (or rows)
 
@@ -36,7 +40,7 @@ Kinds = Mapping[str, tuple[int, ...]]  # kind -> columns (or rows)
 
 
 def row_kinds(problem: Problem) -> tuple[str, ...]:
-    """The kinds of rows that A may have; none where it is empty."""
+    """Return the kinds of special rows for A; none when the Problem is empty."""
     if min(problem.m, problem.n, problem.k, problem.batch) == 0:
         return ()
     dtype = problem.a.dtype
@@ -48,12 +52,12 @@ def row_kinds(problem: Problem) -> tuple[str, ...]:
 
 
 def special_rows(problem: Problem, kinds: Sequence[str], generator: torch.Generator) -> Tensor:
-    """One row of A of each kind (empty for an ordinary one): [kinds, K], or [batch, kinds, K]; dense."""
+    """Return one row of A for each kind (an empty kind: an ordinary row): [kinds, K], or [batch, kinds, K]; dense."""
     shape, dtype = logical_shape(problem, len(kinds), problem.k), problem.a.dtype
     rows = torch.empty(shape, dtype=getattr(torch, dtype), device=generator.device)
     fill_random(rows, dtype, generator)
-    for place, kind in enumerate(kinds):
-        row = rows[..., place, :]
+    for i, kind in enumerate(kinds):
+        row = rows[..., i, :]
         if not kind:
             continue
         if row.is_floating_point() and bits(dtype) > 8:
@@ -64,13 +68,13 @@ def special_rows(problem: Problem, kinds: Sequence[str], generator: torch.Genera
 
 
 def _spoil_floats(vector: Tensor, kind: str, dtype: str, generator: torch.Generator) -> None:
-    """Turn normal numbers along K [.., K] into those of a kind, in place."""
+    """Change normally distributed numbers [.., K] to values of a kind, in place."""
     k = vector.shape[-1]
-    large, tiny = _SCALED.get(dtype, _USUALLY_SCALED)
-    where = int(torch.randint(0, k, (), generator=generator, device=generator.device))
+    large, tiny = _LARGE_AND_TINY.get(dtype, _DEFAULT_LARGE_AND_TINY)
+    index = int(torch.randint(0, k, (), generator=generator, device=generator.device))
     if kind == "spike":
         mantissa = 1.25 + 0.75 * torch.rand((), generator=generator, dtype=torch.float64, device=generator.device)
-        vector[..., where] = (mantissa * 2.0 ** _SPIKE_EXPONENT.get(dtype, _USUAL_SPIKE)).to(vector.dtype)
+        vector[..., index] = (mantissa * 2.0 ** _SPIKE_EXPONENT.get(dtype, _DEFAULT_SPIKE_EXPONENT)).to(vector.dtype)
     elif kind in ("large", "tiny"):
         vector *= large if kind == "large" else tiny
     elif kind == "cancel":
@@ -80,13 +84,13 @@ def _spoil_floats(vector: Tensor, kind: str, dtype: str, generator: torch.Genera
     elif kind == "NaN":
         vector[..., k - 1] = math.nan
     elif kind in ("+inf", "-inf"):
-        vector[..., where] = float(kind)
+        vector[..., index] = float(kind)
     else:
         raise ValueError(f"no such kind of values: {kind!r}")
 
 
 def _spoil_bytes(vector: Tensor, kind: str, dtype: str, generator: torch.Generator) -> None:
-    """Turn integers or fp8 numbers along K into those of a kind, in place."""
+    """Change integers or fp8 numbers [.., K] to values of a kind, in place."""
     if kind == "extremes":
         drawn = torch.empty(vector.shape, dtype=vector.dtype, device=vector.device)
         fill_random(drawn, dtype, generator, extremes=True)
@@ -94,12 +98,12 @@ def _spoil_bytes(vector: Tensor, kind: str, dtype: str, generator: torch.Generat
     elif kind in ("largest", "smallest") and dtype in ("int32", "int64"):
         vector.fill_(WIDE_INTEGERS if kind == "largest" else -WIDE_INTEGERS)
     elif kind in ("largest", "smallest"):
-        low, high = _RANGES[dtype]
+        low, high = _EXTREME_BYTES[dtype]
         vector.view(torch.uint8).fill_(high if kind == "largest" else low)
     elif kind == "single":
-        where = int(torch.randint(0, vector.shape[-1], (), generator=generator, device=generator.device))
+        index = int(torch.randint(0, vector.shape[-1], (), generator=generator, device=generator.device))
         vector.zero_()
-        vector[..., where] = 1
+        vector[..., index] = 1
     elif kind == "NaN":
         vector.view(torch.uint8)[..., -1] = 0x7F
     elif kind == "cancel":
@@ -109,7 +113,7 @@ def _spoil_bytes(vector: Tensor, kind: str, dtype: str, generator: torch.Generat
         raise ValueError(f"no such kind of values: {kind!r}")
 
 
-_RANGES = {
+_EXTREME_BYTES = {
     "int8": (0x80, 0x7F), "uint8": (0, 0xFF), "int4": (0, 0xFF), "float8_e4m3fn": (0xFE, 0x7E),
     "float8_e5m2": (0xFB, 0x7B),
 }  # fmt: skip
@@ -120,34 +124,35 @@ _RANGES = {
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Which columns of the output are special, and why.
+    """The special columns of the output.
 
-    weight: B's, by kind. aux: those of each of the epilogue's tensors, by kind; empty for tensors of other axes.
+    weight: the special columns of B, by kind. aux: for each tensor of the epilogue, its special columns by kind; empty
+    for tensors with another axis than ``col``.
     """
 
     weight: Kinds = field(default_factory=dict)
     aux: tuple[Kinds, ...] = ()
 
     def label(self, column: int) -> str:
-        """What is special about a column, in words; empty for nothing."""
+        """Return what is special about a column, in words; empty for an ordinary column."""
         for kind, columns in self.weight.items():
             if column in columns:
                 return f"{kind} in B"
-        for place, kinds in enumerate(self.aux):
+        for i, kinds in enumerate(self.aux):
             for kind, columns in kinds.items():
                 if column in columns:
-                    return f"{kind} in the epilogue's tensor {place}"
+                    return f"{kind} in the epilogue's tensor {i}"
         return ""
 
     def all_of_weight(self) -> list[int]:
-        """B's special columns, those among them that a special scale needs."""
-        changed = ("power of two", "tiny")  # see spoil_weight
-        aux = [column for kinds in self.aux for kind in changed for column in kinds.get(kind, ())]
+        """Return B's special columns, including those that were changed because of a special scale."""
+        kinds_that_change_b = ("power of two", "tiny")  # see spoil_weight
+        aux = [column for kinds in self.aux for kind in kinds_that_change_b for column in kinds.get(kind, ())]
         return [column for columns in self.weight.values() for column in columns] + aux
 
 
 def weight_kinds(problem: Problem) -> tuple[str, ...]:
-    """The kinds of columns that B may have."""
+    """Return the kinds of special columns for B."""
     b = problem.b
     if problem.k == 0:
         return ()
@@ -164,83 +169,84 @@ def weight_kinds(problem: Problem) -> tuple[str, ...]:
 
 
 def aux_kinds(step: Step) -> tuple[str, ...]:
-    """The kinds of elements that an epilogue's tensor may have."""
+    """Return the kinds of special elements for an epilogue step's tensor."""
     if step.dtype in INTEGERS or not step.takes_tensor:
         return ()
     if step.kind == "scale":
         return ("negative", "tiny", "power of two", "huge", "zero", "NaN")
     if step.kind == "mul":
         return ("NaN", "zero", "tiny", "huge")
-    return ("NaN", "+inf", "-inf")  # no huge ones: a sum may begin with its addend, and then rounds at its size
+    return ("NaN", "+inf", "-inf")  # not huge: a kernel may add it first and then rounds every sum to its size
 
 
-def choose_columns(problem: Problem, generator: torch.Generator, turn: int = 0) -> Columns:
-    """Special columns at random, each of one kind, at most half of all. turn: where kinds are more than columns, from
-    which on they are taken.
+def choose_columns(problem: Problem, generator: torch.Generator, round_index: int = 0) -> Columns:
+    """Choose special columns at random, each of one kind; at most half of all columns are special.
+
+    round_index: which kinds to choose when there are more kinds than columns; see ``weight_rounds``.
     """
     steps = [step for step in problem.epilogue if step.takes_tensor]
     slots: list[tuple[int, str]] = [(-1, kind) for kind in weight_kinds(problem)]
     slots += [(i, kind) for i, step in enumerate(steps) if step.axis == "col" for kind in aux_kinds(step)]
     if not slots or problem.n == 0:
         return Columns({}, tuple({} for _ in steps))
-    each = 2 if problem.n >= 4 * len(slots) else 1
-    count = max(1, min(problem.n // 2 // each, len(slots)))
-    first = turn * count % len(slots)
+    per_slot = 2 if problem.n >= 4 * len(slots) else 1
+    count = max(1, min(problem.n // 2 // per_slot, len(slots)))
+    first = round_index * count % len(slots)
     slots = (slots + slots)[first : first + count]
     drawn: list[int] = torch.randperm(problem.n, generator=generator, device=generator.device).tolist()
-    edges = (0, problem.n - 1)  # where faults are likeliest, and a NaN would hide them
+    edges = (0, problem.n - 1)  # chosen last: faults are likeliest there, and a NaN would hide them
     order = [column for column in drawn if column not in edges] + list(edges)
     chosen: list[dict[str, tuple[int, ...]]] = [{} for _ in range(len(steps) + 1)]
-    for number, (target, kind) in enumerate(slots):
-        chosen[target + 1][kind] = tuple(order[number * each : (number + 1) * each])
+    for number, (tensor_index, kind) in enumerate(slots):
+        chosen[tensor_index + 1][kind] = tuple(order[number * per_slot : (number + 1) * per_slot])
     return Columns(chosen[0], tuple(chosen[1:]))
 
 
-def turns(problem: Problem) -> int:
-    """How many weights it takes until every kind had its column: one, unless there are few columns (four at most)."""
+def weight_rounds(problem: Problem) -> int:
+    """Return the number of weights needed for a column of each kind: one unless N is small, and four at most."""
     steps = [step for step in problem.epilogue if step.takes_tensor and step.axis == "col"]
     slots = len(weight_kinds(problem)) + sum(len(aux_kinds(step)) for step in steps)
     return min(4, max(1, math.ceil(slots / max(1, problem.n // 2))))
 
 
 def spoil_weight(problem: Problem, b: Tensor | QuantWeight, columns: Columns, generator: torch.Generator) -> None:
-    """Make B's special columns special, in place.
+    """Change the special columns of B to values of their kinds, in place.
 
-    Where an epilogue's tensor scales integers by a power of two, each of them gives a tie that goes to the even
-    neighbour towards 0. Where one scales them by little, the sums are the largest that there are: a narrow accumulator
-    shows in outputs that would saturate otherwise.
+    A column of an int8 B is also changed when an epilogue tensor has a special scale for it. With a scale that is a
+    power of two, each sum gives a rounding tie whose even neighbor is towards 0. With a tiny scale, the sums are the
+    largest possible ones: this reveals a narrow accumulator in outputs that would otherwise saturate.
     """
     if problem.b.dtype == "int8" and isinstance(b, Tensor):
         for kinds in columns.aux:
-            for place in kinds.get("tiny", ()):
-                b[..., place] = 127
-            for place in kinds.get("power of two", ()):
-                b[..., place] = b[..., place].clamp(0, 124) // 4 * 4 + 1
-    for kind, places in columns.weight.items():
-        for place in places:
+            for index in kinds.get("tiny", ()):
+                b[..., index] = 127
+            for index in kinds.get("power of two", ()):
+                b[..., index] = b[..., index].clamp(0, 124) // 4 * 4 + 1
+    for kind, indices in columns.weight.items():
+        for index in indices:
             if isinstance(b, QuantWeight):
-                _spoil_quantized(b, kind, place, generator)
+                _spoil_quantized(b, kind, index, generator)
                 continue
-            column = b[..., place].clone()
+            values = b[..., index].clone()
             if bits(problem.b.dtype) > 8 and b.is_floating_point():
-                _spoil_floats(column, kind, problem.b.dtype, generator)
+                _spoil_floats(values, kind, problem.b.dtype, generator)
                 if kind == "cancel":
-                    half = column.shape[-1] // 2
-                    column[..., half : 2 * half] *= -(1 + 2.0**-6)
+                    half = values.shape[-1] // 2
+                    values[..., half : 2 * half] *= -(1 + 2.0**-6)
             else:
-                _spoil_bytes(column, kind, problem.b.dtype, generator)
-            _as_bytes(b)[..., place] = _as_bytes(column)
+                _spoil_bytes(values, kind, problem.b.dtype, generator)
+            _as_bytes(b)[..., index] = _as_bytes(values)
 
 
 def _as_bytes(t: Tensor) -> Tensor:
-    """fp8 as bytes, which every device can index; others as they are."""
+    """Return an fp8 tensor as bytes, which every device can index; any other tensor unchanged."""
     return t.view(torch.uint8) if t.is_floating_point() and t.element_size() == 1 else t
 
 
 def _spoil_quantized(b: QuantWeight, kind: str, column: int, generator: torch.Generator) -> None:
     scale, name = b.scale[..., column], b.quant.scale_dtype
     if kind in ("largest", "smallest"):
-        low, high = _RANGES[b.dtype]
+        low, high = _EXTREME_BYTES[b.dtype]
         b.data.view(torch.uint8)[:, column] = high if kind == "largest" else low
     elif kind.endswith(" scale"):
         b.scale[..., column] = _special_scale(scale, kind.removesuffix(" scale"), name)
@@ -257,14 +263,14 @@ def _spoil_quantized(b: QuantWeight, kind: str, column: int, generator: torch.Ge
 
 
 def _special_scale(scale: Tensor, kind: str, dtype: str) -> Tensor:
-    """A scale (or any of the epilogue's factors) of a kind."""
+    """Return a scale (or another factor of the epilogue) changed to a kind."""
     match kind:
         case "negative":
             return -scale
         case "tiny":
-            return scale * _TINY_SCALE.get(dtype, 1.0 / _USUAL_SCALE)
+            return scale * _TINY_SCALE.get(dtype, 1.0 / _DEFAULT_SCALE)
         case "huge":
-            return scale * _HUGE_SCALE.get(dtype, _USUAL_SCALE)
+            return scale * _HUGE_SCALE.get(dtype, _DEFAULT_SCALE)
         case "zero":
             return torch.zeros_like(scale)
         case "NaN":
@@ -277,17 +283,17 @@ def _special_scale(scale: Tensor, kind: str, dtype: str) -> Tensor:
 # --- the epilogue's tensors --------------------------------------------------------------------------------------
 
 
-def special_value(problem: Problem, step: Step, kind: str, usual: Tensor) -> Tensor:
-    """What an element of an epilogue's tensor is turned into.
+def special_value(problem: Problem, step: Step, kind: str, ordinary: Tensor) -> Tensor:
+    """Return elements of an epilogue tensor changed to a kind. ordinary: the elements before the change.
 
-    Scales to integers are tiny where the largest sum of all gives what an ordinary one gives otherwise: with smaller
-    ones all outputs would be 0.
+    For an integer output, a tiny scale maps the largest possible sum to the output of an ordinary sum; a smaller scale
+    would make all outputs 0.
     """
     if kind == "tiny" and problem.out_dtype in INTEGERS:
-        return usual * 2.0 ** -math.ceil(math.log2(3.0 * math.sqrt(problem.k)))
+        return ordinary * 2.0 ** -math.ceil(math.log2(3.0 * math.sqrt(problem.k)))
     if step.kind in ("scale", "mul"):
-        return _special_scale(usual, kind, str(step.dtype))
-    return torch.full_like(usual, float(kind))
+        return _special_scale(ordinary, kind, str(step.dtype))
+    return torch.full_like(ordinary, float(kind))
 
 
 def spoil_aux(
@@ -297,32 +303,32 @@ def spoil_aux(
     rows: list[str],
     generator: torch.Generator,
 ) -> None:
-    """Make elements of the epilogue's tensors special, in place. rows: what is special about each row of A; ordinary
-    ones that get a special element of a tensor are named there, too.
+    """Change elements of the epilogue's tensors to special values, in place.
 
-    Half of the elements of an addend are 0, those beside B's special columns among them: a large addend hides what
-    comes to a small sum. Tensors of one element are left to ``tensor_kinds``.
+    rows: what is special about each row of A; updated for ordinary rows whose element in a tensor becomes special. Half
+    of an addend's elements are set to 0, including those in B's special columns: a large addend hides errors of a small
+    sum. One-element tensors are not changed; ``tensor_kinds`` names their kinds.
     """
     steps = [step for step in problem.epilogue if step.takes_tensor]
     special = [row for row, name in enumerate(rows) if name]
-    for place, (step, t) in enumerate(zip(steps, aux, strict=True)):
+    for i, (step, t) in enumerate(zip(steps, aux, strict=True)):
         if step.axis == "tensor" or t.numel() == 0:
             continue
         if step.kind in ("bias", "add"):
-            _clear(t, step, columns, special, generator)
+            _clear_addend(t, step, columns, special, generator)
         if step.axis == "col":
-            for kind, places in columns.aux[place].items():
-                t[list(places)] = special_value(problem, step, kind, t[list(places)])
+            for kind, indices in columns.aux[i].items():
+                t[list(indices)] = special_value(problem, step, kind, t[list(indices)])
         elif step.axis == "row":
             if step.kind == "scale" and "single" in rows:
                 t[rows.index("single")] = 1.0
                 if not any(kinds.get("tiny") for kinds in columns.aux):
                     largest = rows.index("largest")
                     t[largest] = special_value(problem, step, "tiny", t[largest])
-            plain = [row for row, name in enumerate(rows) if not name]
-            for row, kind in zip(plain[1:], aux_kinds(step), strict=False):  # one stays as it is
+            ordinary = [row for row, name in enumerate(rows) if not name]
+            for row, kind in zip(ordinary[1:], aux_kinds(step), strict=False):  # the first one stays ordinary
                 t[row] = special_value(problem, step, kind, t[row])
-                rows[row] = f"multiplied or added to {kind} of the epilogue's tensor {place}"
+                rows[row] = f"multiplied or added to {kind} of the epilogue's tensor {i}"
         else:
             _spoil_full(problem, step, t, columns, rows, generator)
 
@@ -330,29 +336,32 @@ def spoil_aux(
 def _spoil_full(
     problem: Problem, step: Step, t: Tensor, columns: Columns, rows: Sequence[str], generator: torch.Generator
 ) -> None:
-    """Special elements in a tensor of the output's size: in ordinary columns of the first ordinary row and the last, so
-    that nothing else hides what they do."""
+    """Change elements of an [M, N] tensor to special values, in place.
+
+    The elements are in ordinary columns of the first and the last ordinary row, so that no other special value hides
+    their effect.
+    """
     drawn: list[int] = torch.randperm(problem.n, generator=generator, device=generator.device).tolist()
     free = [column for column in drawn if not columns.label(column)]
-    plain = [row for row, name in enumerate(rows) if not name]
+    ordinary = [row for row, name in enumerate(rows) if not name]
     kinds = aux_kinds(step)
     for number, kind in enumerate(kinds):
-        places = free[number :: len(kinds)][:2]
-        for row in {plain[0], plain[-1]} if places else ():
-            t[..., row, places] = special_value(problem, step, kind, t[..., row, places])
+        indices = free[number :: len(kinds)][:2]
+        for row in {ordinary[0], ordinary[-1]} if indices else ():
+            t[..., row, indices] = special_value(problem, step, kind, t[..., row, indices])
 
 
-def _clear(t: Tensor, step: Step, columns: Columns, special: list[int], generator: torch.Generator) -> None:
-    """0 in half of an addend's elements, in its special columns and rows."""
+def _clear_addend(t: Tensor, step: Step, columns: Columns, special: list[int], generator: torch.Generator) -> None:
+    """Set half of an addend's elements, and all those in special columns and rows, to 0."""
     t.masked_fill_(torch.rand(t.shape, generator=generator, device=generator.device) < 0.5, 0)
-    bare = [*columns.all_of_weight(), *(c for kinds in columns.aux for places in kinds.values() for c in places)]
-    if bare and step.axis in ("col", "full"):
-        t[..., bare] = 0
+    cleared = [*columns.all_of_weight(), *(c for kinds in columns.aux for indices in kinds.values() for c in indices)]
+    if cleared and step.axis in ("col", "full"):
+        t[..., cleared] = 0
     if special and step.axis == "row":
         t[special] = 0
 
 
 def tensor_kinds(problem: Problem) -> tuple[tuple[int, str], ...]:
-    """(which of the epilogue's tensors, kind) for each kind that a tensor of one element may have."""
+    """Return (index of the tensor, kind) for each kind of value of the epilogue's one-element tensors."""
     steps = [step for step in problem.epilogue if step.takes_tensor]
     return tuple((i, kind) for i, step in enumerate(steps) if step.axis == "tensor" for kind in aux_kinds(step))

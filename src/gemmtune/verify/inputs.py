@@ -1,8 +1,8 @@
-"""Operands: random, reproducible, laid out as the Problem says, spanning what their dtype can hold.
+"""Random, reproducible operands in a Problem's layouts, whose values span the range of their dtype.
 
-Two kinds. ``make_inputs`` draws every element (verification); ``timing_sets`` tiles a smaller random block at odd
-offsets, which is much cheaper on a CPU and as unpredictable to caches and multipliers (timing). Both draw on the
-device where the operands shall lie; equal seeds give equal operands on one kind of device.
+``make_inputs`` draws every element, for verification. ``timing_sets`` copies a smaller random block at odd offsets, for
+timing: on a CPU this is much cheaper, and the values are as unpredictable to caches and multipliers. Both draw on the
+operands' device. Equal seeds give equal operands on devices of one type.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ from ..core.target import Target
 from ..core.weights import QuantWeight
 
 CPU = torch.device("cpu")
-GUARD = 4096  # bytes before and after an operand that is checked with; keeps torch's 64-byte alignment
-WIDE_INTEGERS = 1000  # the largest int32 and int64 operand: sums of products stay far inside the dtype
-_CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}  # elements drawn at a time: in the cache, or few launches
-_POOL = (1 << 20) + 7  # odd: tiles do not line up with rows or pages
-_SPREAD = {"int8": 74.0, "uint8": 147.0, "int4": 4.6, "float8_e4m3fn": 110.0, "float8_e5m2": 9000.0}  # rms
+GUARD = 4096  # guard bytes before and after an operand in verification; preserves torch's 64-byte alignment
+WIDE_INTEGERS = 1000  # largest magnitude of int32 and int64 elements: sums of products stay far within the dtype
+_CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}  # elements drawn at a time: they fit the cache; few launches
+_POOL = (1 << 20) + 7  # elements; odd, so that tiles do not align with rows or pages
+_RMS = {"int8": 74.0, "uint8": 147.0, "int4": 4.6, "float8_e4m3fn": 110.0, "float8_e5m2": 9000.0}  # rms
 _DEFAULT_LLC = 32 << 20
 _MAX_SETS = 64
-# Times its L2 that operand sets come to (four are not enough: docs/measuring.md), and bytes of its memory at most.
-_GPU_SHARE, _GPU_BYTES = 16, 2 << 30
+# On a GPU, operand sets occupy 16 times its L2 (four times is not enough: docs/explanation/measuring.md), but 2 GiB at
+# most.
+_GPU_L2_MULTIPLE, _GPU_BYTES = 16, 2 << 30
 
 Source = Callable[[tuple[int, ...], Layout, str], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """One set of operands as ``Kernel.run`` takes them: a, raw b (Tensor or QuantWeight), the epilogue's tensors.
+    """One set of operands for ``Kernel.run``: a, the unpacked b, and the epilogue's tensors (aux).
 
-    source: a B of equal values elsewhere, of which a packed copy may exist already; None when b is the only one.
+    source: another B with equal values, for which a packed copy may exist already; None when there is only b.
     """
 
     a: Tensor
@@ -55,14 +56,14 @@ def make_inputs(
     gap: int = 0,
     device: torch.device = CPU,
 ) -> Inputs:
-    """Operands drawn from ``seed`` on ``device``; equal arguments give equal operands.
+    """Return random operands on ``device``; equal arguments give equal operands.
 
-    Floats are normal, integers span their full range, fp8 numbers their exponents. b: use this B instead of drawing one
-    (a weight shared by several draws). offset: elements to shift the start of A and of the B that is drawn by. gap:
-    elements between the matrices of a batch.
+    Floats are normally distributed, integers span their full range, and fp8 numbers span all exponents. b: a B to use
+    instead of a new one (a weight that several test cases share). offset: distance in elements of the start of A and of
+    a new B from an aligned address. gap: number of elements between the matrices of a batch.
 
-    All of it lies between guards: a kernel that reads beyond an operand, or in the gaps between its rows, and uses
-    what it finds there meets NaN (integers: -127 or 129).
+    All operands are between guards. A kernel that uses values beyond an operand, or in the gaps between its rows, reads
+    NaN (integers: -127 or 129).
     """
     generator = torch.Generator(device).manual_seed(seed)
 
@@ -73,24 +74,24 @@ def make_inputs(
 
     a = draw(logical_shape(problem, problem.m, problem.k), problem.a.layout, problem.a.dtype)
     if b is None:
-        b = fenced_weight(_weight(problem, draw, generator), offset)
-    return Inputs(a, b, tuple(fenced(t, offset) for t in epilogue_tensors(problem, generator)))
+        b = guarded_weight(_weight(problem, draw, generator), offset)
+    return Inputs(a, b, tuple(guarded_copy(t, offset) for t in epilogue_tensors(problem, generator)))
 
 
 def timing_sets(problem: Problem, count: int, seed: int, device: torch.device = CPU) -> list[Inputs]:
-    """``count`` distinct operand sets for timing (about 50 ms per 100 MB on a CPU, 0.1 ms on a GPU)."""
+    """Return ``count`` distinct operand sets for timing (about 50 ms per 100 MB on a CPU, 0.1 ms on a GPU)."""
     generator = torch.Generator(device).manual_seed(seed)
     pools: dict[str, Tensor] = {}
 
     def tile(shape: tuple[int, ...], layout: Layout, dtype: str) -> Tensor:
-        if device.type != "cpu":  # drawing there is as fast as copying, and takes fewer launches than tiles
+        if device.type != "cpu":  # on a GPU, drawing is as fast as copying, and takes fewer launches than tiles
             out = allocate(shape, layout, dtype, device=device)
             fill_random(out, dtype, generator)
             return out
         if dtype not in pools:
             pools[dtype] = allocate((_POOL,), Layout(), dtype)
             fill_random(pools[dtype], dtype, generator)
-        return _tiled(shape, layout, dtype, pools[dtype], generator)
+        return _tile_from_pool(shape, layout, dtype, pools[dtype], generator)
 
     sets = []
     for _ in range(count):
@@ -100,29 +101,29 @@ def timing_sets(problem: Problem, count: int, seed: int, device: torch.device = 
 
 
 def operand_bytes(problem: Problem) -> int:
-    """Bytes of one operand set: inputs, epilogue tensors and the output."""
+    """Return the size in bytes of one operand set: inputs, epilogue tensors and the output."""
     return problem.min_bytes
 
 
-def rotations(problem: Problem, target: Target) -> int:
-    """Operand sets to rotate through so that each call finds its operands cold: together beyond twice the L3, or
-    sixteen times a GPU's L2.
+def operand_set_count(problem: Problem, target: Target) -> int:
+    """Return the number of operand sets to rotate through so that the operands of each call are not in a cache.
 
-    At most 64, and no more than fit in three times the operands plus 256 MB (a GPU: 2 GB).
+    Together the sets exceed twice the L3 of a CPU, or sixteen times the L2 of a GPU. There are at most 64, and their
+    memory is at most three times one set's plus 256 MB (on a GPU: 2 GB).
     """
     cache = target.caches[2] if len(target.caches) > 2 and target.caches[2] else _DEFAULT_LLC
     size = max(1, operand_bytes(problem))
-    share, fits = 2, (3 * size + (256 << 20)) // size
+    cache_multiple, max_sets = 2, (3 * size + (256 << 20)) // size
     if target.device != "cpu":
-        share, fits = _GPU_SHARE, _GPU_BYTES // size
-    return max(2, min(math.ceil(share * cache / size) + 1, fits, _MAX_SETS))
+        cache_multiple, max_sets = _GPU_L2_MULTIPLE, _GPU_BYTES // size
+    return max(2, min(math.ceil(cache_multiple * cache / size) + 1, max_sets, _MAX_SETS))
 
 
 # --- memory -----------------------------------------------------------------------------------------------------
 
 
 def logical_shape(problem: Problem, rows: int, columns: int) -> tuple[int, ...]:
-    """[rows, columns], or [batch, rows, columns] for bmm."""
+    """Return the shape [rows, columns], or [batch, rows, columns] for bmm."""
     return (problem.batch, rows, columns) if problem.family == "bmm" else (rows, columns)
 
 
@@ -136,10 +137,10 @@ def allocate(
     device: torch.device = CPU,
     gap: int = 0,
 ) -> Tensor:
-    """Uninitialised memory of a logical shape in a layout; vectors are dense. offset: elements before its start.
+    """Allocate an uninitialized tensor of a logical shape in a layout; vectors are dense.
 
-    guard: leave ``GUARD`` bytes of poison on either side, and poison in the gaps between rows. gap: elements between
-    the matrices of a batch.
+    offset: distance in elements of its start from an aligned address. guard: whether to add ``GUARD`` bytes of poison
+    on either side, and poison in the gaps between rows. gap: number of elements between the matrices of a batch.
     """
     torch_dtype = getattr(torch, "uint8" if dtype == "int4" else dtype)
     if len(shape) < 2:
@@ -158,50 +159,50 @@ def allocate(
 
 
 def _memory(count: int, dtype: torch.dtype, guard: bool, gaps: bool, device: torch.device) -> Tensor:
-    """``count`` elements, uninitialised unless there are gaps between rows to be guarded."""
+    """Allocate ``count`` elements. guard: between guards. gaps: the elements, too, are filled with poison."""
     if not guard:
         return torch.empty(count, dtype=dtype, device=device)
-    room = GUARD // dtype.itemsize
-    whole = torch.empty(count + 2 * room, dtype=dtype, device=device)
-    for part in (whole,) if gaps else (whole[:room], whole[room + count :]):
+    guard_count = GUARD // dtype.itemsize
+    whole = torch.empty(count + 2 * guard_count, dtype=dtype, device=device)
+    for part in (whole,) if gaps else (whole[:guard_count], whole[guard_count + count :]):
         fill_guard(part)
-    return whole[room : room + count]
+    return whole[guard_count : guard_count + count]
 
 
 def fill_guard(t: Tensor) -> None:
-    """Fill a tensor with what is beside operands: NaN, or bytes of 0x81 in integers."""
+    """Fill a tensor with the poison of guards: NaN, or bytes of 0x81 for integers."""
     if t.dtype.is_floating_point:
         t.fill_(math.nan)
     else:
         t.copy_(torch.full((t.element_size(),), 0x81, dtype=torch.uint8, device=t.device).view(t.dtype).expand(t.shape))
 
 
-def fenced(t: Tensor, offset: int = 0) -> Tensor:
-    """A copy of a dense tensor between guards, ``offset`` elements behind the first."""
+def guarded_copy(t: Tensor, offset: int = 0) -> Tensor:
+    """Return a copy of a dense tensor between guards. offset: number of elements between the guard and the copy."""
     copy = _memory(t.numel() + offset, t.dtype, True, False, t.device)[offset:].view(t.shape)
     return copy.copy_(t)
 
 
-def fenced_weight(b: Tensor | QuantWeight, offset: int = 0) -> Tensor | QuantWeight:
-    """B with its scales and zero points between guards, as its data are."""
+def guarded_weight(b: Tensor | QuantWeight, offset: int = 0) -> Tensor | QuantWeight:
+    """Return B with its scales and zero points copied between guards; a plain matrix is returned unchanged."""
     if isinstance(b, Tensor):
         return b
-    zero_point = None if b.zero_point is None else fenced(b.zero_point, offset)
-    return replace(b, scale=fenced(b.scale, offset), zero_point=zero_point)
+    zero_point = None if b.zero_point is None else guarded_copy(b.zero_point, offset)
+    return replace(b, scale=guarded_copy(b.scale, offset), zero_point=zero_point)
 
 
-def shifted_weight(problem: Problem, b: Tensor | QuantWeight) -> Tensor | QuantWeight:
-    """A copy of B between guards that starts one element behind a boundary."""
+def misaligned_weight(problem: Problem, b: Tensor | QuantWeight) -> Tensor | QuantWeight:
+    """Return a copy of B between guards that starts one element after an aligned address."""
     data = b.data if isinstance(b, QuantWeight) else b
     copy = allocate(tuple(data.shape), problem.b.layout, problem.b.dtype, 1, guard=True, device=data.device)
     copy.copy_(data)
-    return fenced_weight(replace(b, data=copy), 1) if isinstance(b, QuantWeight) else copy
+    return guarded_weight(replace(b, data=copy), 1) if isinstance(b, QuantWeight) else copy
 
 
-def _dense(out: Tensor) -> Tensor | None:
-    """The memory of a tensor without gaps as one flat view, or None."""
-    flipped = out.transpose(-1, -2) if out.dim() > 1 else out
-    for view in (out, flipped):
+def _dense_view(out: Tensor) -> Tensor | None:
+    """Return the memory of a tensor without gaps as one flat view; None when there are gaps."""
+    transposed = out.transpose(-1, -2) if out.dim() > 1 else out
+    for view in (out, transposed):
         if view.is_contiguous():
             return view.reshape(-1)
     return None
@@ -211,9 +212,12 @@ def _dense(out: Tensor) -> Tensor | None:
 
 
 def fill_random(out: Tensor, dtype: str, generator: torch.Generator, *, extremes: bool = False) -> None:
-    """Random values over the dtype's range, every element drawn. extremes: integers and fp8 are the largest of either
-    sign (and fp8 the smallest)."""
-    flat = _dense(out)
+    """Fill a tensor with random values over the dtype's range.
+
+    extremes: integers are the smallest or the largest value; fp8 numbers are the largest of either sign or the smallest
+    positive one.
+    """
+    flat = _dense_view(out)
     if flat is None:
         dense = torch.empty(out.shape, dtype=out.dtype, device=out.device)
         fill_random(dense, dtype, generator, extremes=extremes)
@@ -227,10 +231,10 @@ def fill_random(out: Tensor, dtype: str, generator: torch.Generator, *, extremes
 
 def _values(count: int, dtype: str, generator: torch.Generator, extremes: bool) -> Tensor:
     if dtype in ("int8", "uint8", "int4"):
-        return _bytes(count, dtype, generator, extremes)
+        return _random_bytes(count, dtype, generator, extremes)
     if dtype.startswith("float8"):
-        raw = _bytes(count, "uint8", generator, False)
-        # all exponents but those of NaN and infinity: the top bit of the exponent is cleared where all are set
+        raw = _random_bytes(count, "uint8", generator, False)
+        # All exponents except that of NaN and infinity: where all exponent bits are set, the top one is cleared.
         top = 0x7F if dtype == "float8_e4m3fn" else 0x7C
         raw = torch.where((raw & top) == top, raw & 0xBF, raw)
         if extremes:
@@ -245,7 +249,7 @@ def _values(count: int, dtype: str, generator: torch.Generator, extremes: bool) 
     return torch.randn(count, generator=generator, dtype=wide, device=generator.device)
 
 
-def _bytes(count: int, dtype: str, generator: torch.Generator, extremes: bool) -> Tensor:
+def _random_bytes(count: int, dtype: str, generator: torch.Generator, extremes: bool) -> Tensor:
     words = torch.empty(-(-count // 8), dtype=torch.int64, device=generator.device)
     words.random_(-(2**63), None, generator=generator)
     raw = words.view(torch.uint8)[:count]
@@ -255,18 +259,20 @@ def _bytes(count: int, dtype: str, generator: torch.Generator, extremes: bool) -
     return raw.view(torch.int8) if dtype == "int8" else raw
 
 
-def _tiled(shape: tuple[int, ...], layout: Layout, dtype: str, pool: Tensor, generator: torch.Generator) -> Tensor:
+def _tile_from_pool(
+    shape: tuple[int, ...], layout: Layout, dtype: str, pool: Tensor, generator: torch.Generator
+) -> Tensor:
     out = allocate(shape, layout, dtype)
-    flat = _dense(out)
+    flat = _dense_view(out)
     if flat is None:
-        out.copy_(_tiled(shape, Layout(), dtype, pool, generator))
+        out.copy_(_tile_from_pool(shape, Layout(), dtype, pool, generator))
         return out
-    at = 0
-    while at < flat.numel():
+    position = 0
+    while position < flat.numel():
         start = int(torch.randint(0, _POOL // 2, (), generator=generator)) | 1
-        piece = pool[start : start + flat.numel() - at]
-        flat[at : at + piece.numel()].copy_(piece)
-        at += piece.numel()
+        piece = pool[start : start + flat.numel() - position]
+        flat[position : position + piece.numel()].copy_(piece)
+        position += piece.numel()
     return out
 
 
@@ -274,7 +280,7 @@ def _tiled(shape: tuple[int, ...], layout: Layout, dtype: str, pool: Tensor, gen
 
 
 def _rms(dtype: str) -> float:
-    return _SPREAD.get(dtype, 577.0 if dtype in ("int32", "int64") else 1.0)
+    return _RMS.get(dtype, 577.0 if dtype in ("int32", "int64") else 1.0)
 
 
 def _weight(problem: Problem, draw: Source, generator: torch.Generator) -> Tensor | QuantWeight:
@@ -290,7 +296,7 @@ def _weight(problem: Problem, draw: Source, generator: torch.Generator) -> Tenso
 def _quant_tensors(
     problem: Problem, operand: Operand, quant: Quant, generator: torch.Generator
 ) -> tuple[Tensor, Tensor | None]:
-    """Scales near 1 / (sqrt(K) * spread), so that outputs are near 1; zero points near the middle of the range."""
+    """Return scales near 1 / (sqrt(K) * rms), so that outputs are near 1, and zero points near the range's middle."""
     shape = (problem.n,) if quant.group is None else (-(-problem.k // quant.group), problem.n)
     dtype = getattr(torch, quant.scale_dtype)
     size = 1.0 / (math.sqrt(max(problem.k, 1)) * _rms(operand.dtype))
@@ -303,15 +309,15 @@ def _quant_tensors(
 
 
 def epilogue_tensors(problem: Problem, generator: torch.Generator) -> tuple[Tensor, ...]:
-    """The epilogue's tensors, each of a size that matters beside the accumulator as it then is."""
+    """Return the epilogue's tensors, with values comparable in size to the accumulator at their step."""
     level = math.sqrt(max(problem.k, 1)) * _rms(problem.a.dtype) * _rms(problem.b.dtype)
     if problem.b.quant is not None:
         level = _rms(problem.a.dtype)
     scales = sum(step.kind == "scale" and step.takes_tensor for step in problem.epilogue)
-    plain = math.prod(abs(s.value) for s in problem.epilogue if s.kind == "scale" and not s.takes_tensor)
-    narrow = level > 1000.0 or problem.out_dtype in ("int8", "uint8")
-    goal = 40.0 if problem.out_dtype in ("int8", "uint8") else 1.0
-    size = (goal / (level * max(plain, 1e-30))) ** (1.0 / scales) if scales and narrow else 1.0
+    constant_scale = math.prod(abs(s.value) for s in problem.epilogue if s.kind == "scale" and not s.takes_tensor)
+    normalize = level > 1000.0 or problem.out_dtype in ("int8", "uint8")
+    target_size = 40.0 if problem.out_dtype in ("int8", "uint8") else 1.0
+    size = (target_size / (level * max(constant_scale, 1e-30))) ** (1.0 / scales) if scales and normalize else 1.0
     tensors = []
     for step in problem.epilogue:
         if step.takes_tensor:

@@ -1,22 +1,23 @@
-"""The oracle: every Problem in float64, or exact for integers, with the scale of a correct kernel's error.
+"""The oracle: the expected result of a Problem in float64 (exact for integers), and the error of a correct kernel.
 
-``reference(problem, a, b, aux)`` gives an Oracle: what the output is before its final rounding, and how far a
-correct kernel may be from it. With A and B as given, the accumulator's error is at most
+``reference(problem, a, b, aux)`` returns an Oracle: the output before its final rounding, and the largest difference
+from it that a correct kernel may have. For given A and B, the accumulator's error is at most
 
     lambda * sqrt(k) * u_acc * (|A| |B|)
 
-(Higham and Mary 2019, "A new approach to probabilistic rounding error analysis", theorem 3.1). lambda = 4 here: the
-theorem takes every rounding error at its extreme u; real ones are spread over [-u, u] (standard deviation
-u / sqrt(3)), so 4 stands for 6.9 standard deviations, 1e-11 an element, even for a sequential sum of one sign.
-The epilogue carries that error along by its Lipschitz constants and adds a few roundings of its own.
+(Higham and Mary 2019, "A new approach to probabilistic rounding error analysis", theorem 3.1). Here lambda = 4. The
+theorem assumes that every rounding error has its extreme size u; real errors are spread over [-u, u] (standard
+deviation u / sqrt(3)), so that 4 corresponds to 6.9 standard deviations, a probability of 1e-11 per element, even for a
+sequential sum of terms of one sign. The epilogue multiplies this error by its Lipschitz constants and adds a few
+roundings of its own.
 
-How exact the oracle is:
+Precision of the oracle:
   - integers: exact at every size (products and sums of 8-bit integers stay far below 2**53).
-  - M <= 256, or at most 10 GFLOP, and anything on a GPU: float64 throughout; every element of the output is checked
-    (and no setting that lets float32 products be tf32 ones matters).
-  - larger: float32 products, block by block. A random projection in float64 (Freivalds) certifies each block: an
-    element off by more than about one error unit fails the block, which is then computed again in float64. The
-    oracle's own float32 error is added to the bound. So here, too, every element is checked.
+  - M <= 256, or at most 10 GFLOP, and every Problem on a GPU: float64 throughout. Every element of the output is
+    checked, and a setting that computes float32 products in tf32 has no effect.
+  - larger: float32 products, one block at a time. A random projection in float64 (Freivalds) certifies each block: an
+    element whose error exceeds about one error unit fails the block, which is then computed again in float64. The
+    oracle's own float32 error is added to the bound. So every element is checked here, too.
 """
 
 from __future__ import annotations
@@ -42,38 +43,39 @@ UNIT = {
 }  # fmt: skip
 INTEGERS = ("int8", "uint8", "int32", "int64", "int4")
 
-# Hopper's matrix units add fp8 products with some 14 bits below the largest of those they add at once, for all alike
-# (DeepSeek-AI 2024, "DeepSeek-V3 technical report", 3.3.2): on an H200 torch._scaled_mm without fast accumulation and
-# our kernels gave the same number at the worst element. Of the 32 products of one instruction each may lose
-# 2**-13 of the
-# largest: errors of either sign, whose sum spreads as the root of the products' sum of squares, FP8_UNIT * FP8_SPREAD
-# times that; FP8_UNIT * |A||B| covers what truncation does to products of one sign. Without the spread, correct kernels
-# were outside by up to 5.75 times (K = 128, values over all exponents); with it none of 2,000 problems
-# (tests/gpu/test_triton.py). Sums that run on for all of K (fast accumulation) are another Problem.
+# Hopper's matrix units align the fp8 products of one instruction to the largest of them and keep some 14 bits below it
+# (DeepSeek-AI 2024, "DeepSeek-V3 technical report", 3.3.2): on an H200, torch._scaled_mm without fast accumulation and
+# gemmtune's kernels gave the same number at the worst element. Each of the 32 products of one instruction may lose
+# 2**-13 of the largest one. These errors have either sign; their sum has a spread of FP8_UNIT * FP8_SPREAD times the
+# root of the products' sum of squares. FP8_UNIT * |A||B| covers the truncation of products of one sign. Without the
+# spread, correct kernels exceeded the bound by up to 5.75 times (K = 128, values over all exponents); with it, none of
+# 2,000 problems did (tests/gpu/test_triton.py). Sums over all of K in the matrix units (fast accumulation) are another
+# Problem.
 FP8_UNIT, FP8_SPREAD = 2.0**-13, 48.0
 
-# Those of Hopper align a product by its operands' exponents as written and keep 25 bits below the largest, so that a
-# subnormal float16 errs as the smallest normal: this arithmetic gave every bit of what torch.mm, cuBLASLt and Triton
-# computed on an H200 (benchmarks/results/gpu-fp16-subnormals-20261123.json); one product of 1,000 of cuBLASLt's was
-# outside without. bfloat16's subnormals are under the flush-to-zero term. CPUs convert before they multiply.
-_FP16_NORMAL, _ALIGNING = 2.0**-14, ("cuda",)
+# Hopper's matrix units align a float16 product by the exponent fields of its operands and keep 25 bits below the
+# largest product, so that a subnormal float16 has the error of the smallest normal number. This arithmetic reproduced
+# every bit of the results of torch.mm, cuBLASLt and Triton on an H200
+# (benchmarks/results/gpu-fp16-subnormals-20261123.json); without it, one of 1,000 products of cuBLASLt was outside of
+# the bound. The flush-to-zero term covers bfloat16's subnormals. CPUs convert operands before they multiply.
+_FP16_SMALLEST_NORMAL, _ALIGNING = 2.0**-14, ("cuda",)
 
 _FULL_ROWS = 256
 _FULL_FLOPS = 10e9
-_BLOCK_BYTES = 16 << 20  # of B in float64 at a time: stays in the last-level cache
-_CHUNK = 1 << 21  # elements of the output that pass through the epilogue at a time
-_GPU_BLOCK_BYTES, _GPU_CHUNK = 256 << 20, 1 << 26  # a GPU's time goes to launches otherwise
-_TINY = 2.0**-126  # float32's and bfloat16's smallest normal: what flush-to-zero may take away
+_BLOCK_BYTES = 16 << 20  # block of B in float64: it stays in the last-level cache
+_CHUNK = 1 << 21  # output elements for which the epilogue is computed at a time
+_GPU_BLOCK_BYTES, _GPU_CHUNK = 256 << 20, 1 << 26  # with smaller ones, launches dominate on a GPU
+_SMALLEST_NORMAL = 2.0**-126  # smallest normal of float32 and bfloat16: flush-to-zero may change a value by that
 
 
 @dataclass(frozen=True, slots=True)
 class Oracle:
-    """What a correct kernel computes, and how far off it may be before the output is rounded.
+    """The expected result of a Problem, and the error that a correct kernel may have before it rounds the output.
 
     value: [M, N] ([batch, M, N] for bmm), before the final rounding; int64 for integer products without epilogue,
-    else float64 (on a CPU float32 for problems beyond 10 GFLOP with M > 256). magnitude: float32, same shape; the
-    allowed error is ``unit * magnitude``. An infinite magnitude marks an element that may be anything. Both lie where
-    the operands do.
+    else float64 (on a CPU float32 for problems beyond 10 GFLOP with M > 256). magnitude: float32, of the same shape;
+    the permitted error is ``unit * magnitude``. For an element with an infinite magnitude every result is accepted.
+    Both tensors are on the operands' device.
     """
 
     value: Tensor
@@ -82,26 +84,26 @@ class Oracle:
 
 
 def reference(problem: Problem, a: Tensor, b: Tensor | QuantWeight, aux: Sequence[Tensor] = ()) -> Oracle:
-    """The oracle for one set of operands (shapes as ``Kernel.run`` takes them), computed on their device.
+    """Compute the Oracle of one set of operands, in the shapes of ``Kernel.run``, on their device.
 
-    Memory beyond the result: about 100 MB, plus A in float64 (float32 for the largest problems); on a GPU some blocks
-    of 256 MB of B and of as many columns of the output in float64.
+    Memory beyond the result: about 100 MB, plus A in float64 (float32 for the largest problems). On a GPU: some blocks
+    of 256 MB of B, and as many columns of the output, in float64.
     """
-    return finish(problem, *products(problem, a, b), aux)
+    return apply_epilogue(problem, *products(problem, a, b), aux)
 
 
 def is_integer(problem: Problem) -> bool:
-    """Whether A @ B is a product of integers (its accumulator is then exact)."""
+    """Whether A @ B is a product of integers, whose accumulator is exact."""
     return problem.a.dtype in INTEGERS and problem.b.dtype in INTEGERS and problem.b.quant is None
 
 
 def is_large(problem: Problem, device: torch.device) -> bool:
-    """Whether float64 throughout would take too long there (the module says what is done instead)."""
+    """Whether float64 throughout would take too long on ``device``; see the module's docstring for the alternative."""
     return device.type == "cpu" and problem.m > _FULL_ROWS and problem.flops > _FULL_FLOPS and problem.acc != "float64"
 
 
 def error_unit(problem: Problem) -> float:
-    """``lambda * sqrt(k) * u_acc``, or one float32 rounding for integer products (their conversion)."""
+    """Return ``lambda * sqrt(k) * u_acc``; for integer products one float32 rounding, that of their conversion."""
     if is_integer(problem):
         return UNIT["float32"]
     root = LAMBDA * math.sqrt(max(problem.k, 1))
@@ -116,9 +118,10 @@ def error_unit(problem: Problem) -> float:
 
 
 def products(problem: Problem, a: Tensor, b: Tensor | QuantWeight) -> tuple[Tensor, Tensor]:
-    """A @ B (float64, float32 beyond 10 GFLOP with many rows, or int64) and |A| @ |B| (float32, FTZ term included).
+    """Compute (A @ B, |A| @ |B|).
 
-    ``a`` may have any number of rows: draws that share B are stacked, so that B is converted once.
+    A @ B is float64, float32 beyond 10 GFLOP with many rows, or int64. |A| @ |B| is float32 and includes the term for
+    flush-to-zero. ``a`` may have any number of rows: test cases that share B are stacked, so that B is converted once.
     """
     a, b = a.detach(), b.detach() if isinstance(b, Tensor) else b
     if a.dim() == 3 and isinstance(b, Tensor):
@@ -129,11 +132,11 @@ def products(problem: Problem, a: Tensor, b: Tensor | QuantWeight) -> tuple[Tens
     return _product(problem, a, b)
 
 
-def finish(problem: Problem, acc: Tensor, magnitude: Tensor, aux: Sequence[Tensor]) -> Oracle:
-    """Push accumulator and error through the epilogue. Works in place on both where it can."""
+def apply_epilogue(problem: Problem, acc: Tensor, magnitude: Tensor, aux: Sequence[Tensor]) -> Oracle:
+    """Apply the epilogue to the accumulator and to its error. Overwrites both tensors where possible."""
     unit = error_unit(problem)
     if not problem.epilogue:
-        if is_integer(problem) and problem.out_dtype not in INTEGERS:  # one conversion to float32 on the way
+        if is_integer(problem) and problem.out_dtype not in INTEGERS:  # for one conversion to float32
             magnitude = acc.abs().to(torch.float32)
         return Oracle(acc, magnitude, unit)
     if not acc.is_floating_point():
@@ -158,8 +161,8 @@ def _empty(problem: Problem, rows: int, device: torch.device, batch: bool = Fals
     return torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=torch.float32, device=device)
 
 
-def _block(k: int, device: torch.device) -> int:
-    """Columns of B that are multiplied at a time."""
+def _block_columns(k: int, device: torch.device) -> int:
+    """Return the number of columns of B in one block."""
     return max(16, (_GPU_BLOCK_BYTES if device.type != "cpu" else _BLOCK_BYTES) // (8 * max(k, 1)))
 
 
@@ -168,142 +171,153 @@ def _product(problem: Problem, a: Tensor, b: Any) -> tuple[Tensor, Tensor]:
         return _integer_product(problem, a, b)
     acc, magnitude = _empty(problem, a.shape[0], a.device)
     if not (acc.numel() and problem.k):
-        return acc, magnitude.fill_(_TINY / error_unit(problem))
+        return acc, magnitude.fill_(_SMALLEST_NORMAL / error_unit(problem))
     large = is_large(problem, a.device)
     if large:
         acc = acc.to(torch.float32)
-    sized = _aligned(torch.nan_to_num(a.float(), 0.0, 0.0, 0.0).abs_(), a) if problem.acc != "float64" else a.abs()
+    a_abs = (
+        _with_alignment_error(torch.nan_to_num(a.float(), 0.0, 0.0, 0.0).abs_(), a)
+        if problem.acc != "float64"
+        else a.abs()
+    )
     if a.is_cuda:
-        sized = sized.double()
-    a_top = _power(sized)
-    sized = sized / a_top
-    flushed = _TINY / error_unit(problem) if _flushes(problem) else 0.0
-    a_sum = sized.sum(1, keepdim=True, dtype=torch.float64) * a_top
-    wide = a.float() if large else a.double()
-    step = _block(problem.k, a.device)
+        a_abs = a_abs.double()
+    a_top = _power_of_two_above(a_abs)
+    a_abs = a_abs / a_top
+    flushed = _SMALLEST_NORMAL / error_unit(problem) if _flushes(problem) else 0.0
+    a_sum = a_abs.sum(1, keepdim=True, dtype=torch.float64) * a_top
+    a_wide = a.float() if large else a.double()
+    step = _block_columns(problem.k, a.device)
     for j in range(0, problem.n, step):
-        block, size = _columns(b, slice(j, j + step), problem.k)
+        block, b_abs = _columns(b, slice(j, j + step), problem.k)
         part = (slice(None), slice(j, j + step))
-        either = _flushed_infinity(problem, a, b, part[1])
-        b_top = _power(size)
-        b_sum = size.sum(0, keepdim=True)
-        mag = (sized @ (size / b_top).to(sized.dtype)).double() * (a_top * b_top)
+        accept_any = _flushed_infinity(problem, a, b, part[1])
+        b_top = _power_of_two_above(b_abs)
+        b_sum = b_abs.sum(0, keepdim=True)
+        mag = (a_abs @ (b_abs / b_top).to(a_abs.dtype)).double() * (a_top * b_top)
         mag += flushed * (a_sum + b_sum + problem.k)
         if problem.family == "scaled_mm":
-            squares = (sized * sized) @ ((size / b_top).to(sized.dtype) ** 2)
+            squares = (a_abs * a_abs) @ ((b_abs / b_top).to(a_abs.dtype) ** 2)
             mag += FP8_SPREAD * squares.sqrt().double() * (a_top * b_top)
         if large:
             mag *= 2.0  # the oracle's own float32 sums
-            acc[part] = _certified(wide, block, mag, error_unit(problem))
+            acc[part] = _certified(a_wide, block, mag, error_unit(problem))
         else:
-            acc[part] = wide @ block
-        magnitude[part] = mag if either is None else mag.masked_fill_(either, math.inf)
-    if not isinstance(b, Tensor):  # inf * (q - zero) is inf or NaN by how the sum is split: either is accepted
+            acc[part] = a_wide @ block
+        magnitude[part] = mag if accept_any is None else mag.masked_fill_(accept_any, math.inf)
+    if not isinstance(b, Tensor):  # inf * (q - zero) is inf or NaN, depending on how the sum is split
         magnitude[a.isinf().any(1)] = math.inf
     return acc, magnitude
 
 
-def _aligned(size: Tensor, operand: Tensor) -> Tensor:
-    """|operand| as far as a product's error goes: on a GPU no float16 but 0 counts as less than the smallest normal."""
+def _with_alignment_error(size: Tensor, operand: Tensor) -> Tensor:
+    """Return |operand| for the error bound; on a GPU, nonzero float16 values are at least the smallest normal number.
+
+    size: |operand|.
+    """
     if operand.dtype != torch.float16 or operand.device.type not in _ALIGNING:
         return size
-    return torch.where(size > 0.0, size.clamp(min=_FP16_NORMAL), size)
+    return torch.where(size > 0.0, size.clamp(min=_FP16_SMALLEST_NORMAL), size)
 
 
-def _power(t: Tensor) -> float:
-    """The power of two just above |t|: keeps the float32 magnitudes away from overflow and denormals."""
+def _power_of_two_above(t: Tensor) -> float:
+    """Return the power of two just above max(t). Division by it keeps float32 magnitudes normal and finite."""
     top = float(t.max())
     return 2.0 ** max(-1000, math.frexp(top)[1]) if top > 0 and math.isfinite(top) else 1.0
 
 
 def _flushed_infinity(problem: Problem, a: Tensor, b: Any, columns: slice) -> Tensor | None:
-    """Which elements [M, columns] may be infinite or NaN: those with a subnormal, which may be flushed to 0, beside an
-    infinity.
+    """Return the mask [M, columns] of elements that may be either infinite or NaN; None when there are none.
 
-    None where there is none. A row or column with both counts as a whole.
+    Such an element has a product of an infinity and a subnormal, which a kernel may flush to 0. The mask includes all
+    elements of a row or column that has an infinity and a subnormal.
     """
     if not _flushes(problem) or not isinstance(b, Tensor):
         return None
     block = b[:, columns]
-    infinite, above = block.isinf().any(0), a.isinf().any(1, keepdim=True)
-    either = None
-    if bool(infinite.any()):
-        either = _subnormal(a).any(1, keepdim=True) & infinite
-    if bool(above.any()):
-        places = a.isinf().any(0).nonzero().squeeze(1)  # of K: B's subnormals elsewhere meet finite numbers
-        beside = above & _subnormal(block.index_select(0, places)).any(0)
-        either = beside if either is None else either | beside
-    return either
+    infinite_columns, infinite_rows = block.isinf().any(0), a.isinf().any(1, keepdim=True)
+    mask = None
+    if bool(infinite_columns.any()):
+        mask = _subnormal(a).any(1, keepdim=True) & infinite_columns
+    if bool(infinite_rows.any()):
+        k_indices = a.isinf().any(0).nonzero().squeeze(1)  # B's other subnormals are multiplied by finite numbers
+        row_mask = infinite_rows & _subnormal(block.index_select(0, k_indices)).any(0)
+        mask = row_mask if mask is None else mask | row_mask
+    return mask
 
 
 def _subnormal(t: Tensor) -> Tensor:
-    return (t != 0) & (t.abs() < _TINY)
+    return (t != 0) & (t.abs() < _SMALLEST_NORMAL)
 
 
 def _flushes(problem: Problem) -> bool:
-    """bf16 dot instructions treat denormals as zero (and write none); float32 kernels may under FTZ mode."""
+    """Whether kernels may flush subnormals to zero: bf16 dot instructions do, float32 kernels may in FTZ mode."""
     return problem.acc != "float64" and bool({"bfloat16", "float32"} & {problem.a.dtype, problem.b.dtype})
 
 
 def _certified(a: Tensor, block: Tensor, mag: Tensor, unit: float) -> Tensor:
-    """a @ block in float32, certified by a projection on random signs in float64, else computed in float64.
+    """Compute a @ block in float32 and certify it with a projection on random signs in float64.
 
-    A float32 row's projection errs by about sqrt(columns) typical errors, and one unit is some sqrt(k) of those.
-    Columns are projected that are finite and of usual size: of a far larger one the error would hide the others'. The
-    others are computed in float64, as rows are that hold NaN or infinities.
+    Rows that fail are computed in float64, like rows with NaN or infinities. The projection of a float32 row has an
+    error of about sqrt(columns) typical errors, and ``unit`` is some sqrt(k) typical errors. Only finite columns of
+    usual size are projected, since the error of a much larger column would hide the others'. The other columns are
+    computed in float64.
     """
-    fast = a @ block.float()
+    result = a @ block.float()
     generator = torch.Generator().manual_seed(block.shape[0] * 31 + block.shape[1])
     sizes = block.abs().amax(0)
     usual = sizes <= 16.0 * torch.where(sizes.isfinite(), sizes, 0.0).median()
-    fast[:, ~usual] = (a.double() @ block[:, ~usual]).float()
+    result[:, ~usual] = (a.double() @ block[:, ~usual]).float()
     signs = (torch.randint(0, 2, (block.shape[1],), generator=generator).double() * 2 - 1) * usual
-    through = torch.where(usual, block, 0.0) @ signs
+    projected_block = torch.where(usual, block, 0.0) @ signs
     for r in range(0, a.shape[0], 1024):
         rows = slice(r, r + 1024)
-        projected = torch.where(usual, fast[rows].double(), 0.0) @ signs
+        projected = torch.where(usual, result[rows].double(), 0.0) @ signs
         bound = unit * torch.where(usual, mag[rows], 0.0).amax(1)
-        if not bool(((projected - a[rows].double() @ through).abs() <= bound).all()):
-            fast[rows] = (a[rows].double() @ block).float()
-    return fast
+        if not bool(((projected - a[rows].double() @ projected_block).abs() <= bound).all()):
+            result[rows] = (a[rows].double() @ block).float()
+    return result
 
 
 def _integer_product(problem: Problem, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     narrow = {problem.a.dtype, problem.b.dtype} <= {"int8", "uint8"}
-    if a.is_cuda and not narrow:  # CUDA multiplies no wide integers
+    if a.is_cuda and not narrow:  # CUDA has no products of int32 or int64
         acc, magnitude = _integer_product(problem, a.cpu(), b.cpu())
         return acc.to(a.device), magnitude.to(a.device)
     acc, magnitude = _empty(problem, a.shape[0], a.device)
     wide = a.to(torch.float64 if narrow else torch.int64)  # below 2**53 in float64: exact, and far faster
-    step = _block(problem.k, a.device)
+    step = _block_columns(problem.k, a.device)
     for j in range(0, problem.n, step):
         block = b[:, j : j + step].to(wide.dtype)
         acc[:, j : j + step] = (wide @ block).to(torch.int64)
-    if problem.acc == "int32":  # hardware sums wrap
+    if problem.acc == "int32":  # int32 sums wrap in hardware
         acc = (acc + 2**31).remainder_(2**32).sub_(2**31)
     return acc, magnitude
 
 
 def _columns(b: Any, columns: slice, k: int) -> tuple[Tensor, Tensor]:
-    """Columns of B in float64, and their magnitude. For q - zero that is |q| + |zero|: kernels may split the sum."""
+    """Return columns of B in float64, and their magnitude.
+
+    The magnitude of q - zero is |q| + |zero|, since kernels may sum both parts separately.
+    """
     if isinstance(b, Tensor):
         block = b[:, columns].double()
-        return block, _aligned(torch.nan_to_num(block, 0.0, 0.0, 0.0).abs_(), b)
-    q = _levels(b, columns, k)
-    scale = _per_row(b.scale, b.quant.group, columns, k)
+        return block, _with_alignment_error(torch.nan_to_num(block, 0.0, 0.0, 0.0).abs_(), b)
+    q = _unpacked_values(b, columns, k)
+    scale = _expand_groups(b.scale, b.quant.group, columns, k)
     if b.zero_point is not None:
-        zero = _per_row(b.zero_point, b.quant.group, columns, k)
+        zero = _expand_groups(b.zero_point, b.quant.group, columns, k)
     elif b.dtype == "int4":
         zero = torch.full((1, 1), 8.0, dtype=torch.float64, device=q.device)
     else:
-        return (block := q * scale), _size(block)
+        return (block := q * scale), _finite_abs(block)
     parts = q.abs() + zero.abs()
-    if b.dtype == "int4":  # nibbles are signed numbers beside 8, which kernels may take off both first
+    if b.dtype == "int4":  # kernels may first subtract 8 from both, for signed values
         parts = torch.maximum(parts, (q - 8.0).abs() + (zero - 8.0).abs())
     return (q - zero) * scale, torch.nan_to_num(parts * scale.abs(), 0.0, 0.0, 0.0)
 
 
-def _levels(b: QuantWeight, columns: slice, k: int) -> Tensor:
+def _unpacked_values(b: QuantWeight, columns: slice, k: int) -> Tensor:
     data = b.data[:, columns]
     if b.dtype != "int4":
         return data.double()
@@ -313,7 +327,7 @@ def _levels(b: QuantWeight, columns: slice, k: int) -> Tensor:
     return q[:k]
 
 
-def _per_row(t: Tensor, group: int | None, columns: slice, k: int) -> Tensor:
+def _expand_groups(t: Tensor, group: int | None, columns: slice, k: int) -> Tensor:
     wide = t.detach()[..., columns].double()
     if wide.dim() == 1:
         return wide.unsqueeze(0)
@@ -326,28 +340,28 @@ def _per_row(t: Tensor, group: int | None, columns: slice, k: int) -> Tensor:
 def _epilogue(
     problem: Problem, v: Tensor, e: Tensor, aux: Sequence[Tensor], part: tuple[int, slice]
 ) -> tuple[Tensor, Tensor]:
-    """All steps on one block: v its values, e its errors, both float64."""
+    """Apply all steps to one block. v: its values, e: its errors, both float64. part: (batch index, rows)."""
     u = UNIT["float32"] if problem.acc in ("int32", "tf32") else UNIT[problem.acc]
     u *= 2.0 if problem.acc == "float64" else 1.0  # the oracle rounds as much as the kernel does
     exact = is_integer(problem)
     tensors = iter(aux)
     for step in problem.epilogue:
-        t = _tensor(next(tensors), step, part) if step.takes_tensor else torch.ones((), dtype=torch.float64)
+        t = _tensor_for_block(next(tensors), step, part) if step.takes_tensor else torch.ones((), dtype=torch.float64)
         if exact and _needs_float(step):
             exact = False
-            e = e + u * _size(v) * ~_in_float32(v)
+            e = e + u * _finite_abs(v) * ~_in_float32(v)
         v, e = _step(step, v, e, t, 0.0 if exact else u)
     if exact:
         return v, e
-    return v, e if problem.out_dtype in INTEGERS else e + u * _size(v)
+    return v, e if problem.out_dtype in INTEGERS else e + u * _finite_abs(v)
 
 
-def _size(v: Tensor) -> Tensor:
-    """|v|, and 0 where v is not finite: an infinite error would let anything pass there."""
+def _finite_abs(v: Tensor) -> Tensor:
+    """Return |v|, and 0 where v is not finite: with an infinite error, every result would be accepted."""
     return torch.nan_to_num(v.abs(), 0.0, 0.0, 0.0)
 
 
-def _tensor(t: Tensor, step: Step, part: tuple[int, slice]) -> Tensor:
+def _tensor_for_block(t: Tensor, step: Step, part: tuple[int, slice]) -> Tensor:
     wide = t.detach()
     if step.axis == "tensor":
         return wide.reshape(()).double()
@@ -360,7 +374,7 @@ def _tensor(t: Tensor, step: Step, part: tuple[int, slice]) -> Tensor:
 
 
 def _needs_float(step: Step) -> bool:
-    """Whether an integer accumulator becomes float32 at this step."""
+    """Whether this step converts an integer accumulator to float32."""
     if step.kind in ("relu", "clamp"):
         return any(math.isfinite(x) and x != int(x) for x in (step.lo, step.hi))
     if step.kind == "cast":
@@ -369,7 +383,7 @@ def _needs_float(step: Step) -> bool:
 
 
 def _step(step: Step, v: Tensor, e: Tensor, t: Tensor, u: float) -> tuple[Tensor, Tensor]:
-    """One step in float64. The error: carried by the step's Lipschitz constant, plus roundings of u each."""
+    """Apply one step in float64. The error is multiplied by the step's Lipschitz constant, plus roundings of u each."""
     match step.kind:
         case "scale" | "mul":
             return _scaled(v, e, t, step.value if step.kind == "scale" else 1.0, u)
@@ -377,7 +391,7 @@ def _step(step: Step, v: Tensor, e: Tensor, t: Tensor, u: float) -> tuple[Tensor
             addend = t * step.value
             out = v + addend
             exact = (e == 0.0) & _in_float32(addend) & _in_float32(out)
-            return out, e + u * (_size(out) + _size(addend)) * ~exact
+            return out, e + u * (_finite_abs(out) + _finite_abs(addend)) * ~exact
         case "relu":
             return v.clamp(min=0.0), e
         case "clamp":
@@ -388,53 +402,57 @@ def _step(step: Step, v: Tensor, e: Tensor, t: Tensor, u: float) -> tuple[Tensor
 
 
 def _scaled(v: Tensor, e: Tensor, t: Tensor, number: float, u: float) -> tuple[Tensor, Tensor]:
-    """v times a tensor and a number, in any order.
+    """Multiply v by a tensor and a number, in any order.
 
-    Nothing is rounded where v is known exactly and both factors are powers of two (or 0): a tie on the way to an
-    integer is then a tie in every kernel. An infinite factor leaves nothing open but the sign of
-    what may be 0; NaN, nothing.
+    The product is exact where v is exact and both factors are powers of two (or 0): a tie in a later conversion to an
+    integer is then a tie in every kernel. With an infinite factor, the result is uncertain only where v may be 0 or has
+    an uncertain sign; with a NaN factor, it is certain.
     """
     factor = t * number
     out = v * factor
     exact = (e == 0.0) & _power_of_two(t) & _power_of_two(torch.tensor(number, dtype=torch.float64)) & _in_float32(out)
-    settled = (e == 0.0) | factor.isnan() | (factor.isinf() & (v.abs() > e))
-    carried = torch.where(settled, 0.0, torch.nan_to_num(e * factor.abs(), math.inf, math.inf))
-    return out, carried + 2 * u * _size(out) * ~exact
+    certain = (e == 0.0) | factor.isnan() | (factor.isinf() & (v.abs() > e))
+    propagated = torch.where(certain, 0.0, torch.nan_to_num(e * factor.abs(), math.inf, math.inf))
+    return out, propagated + 2 * u * _finite_abs(out) * ~exact
 
 
 def _power_of_two(t: Tensor) -> Tensor:
-    """Which elements are powers of two, or 0."""
+    """Return the mask of elements that are powers of two, or 0."""
     mantissa, _ = torch.frexp(t)
     return (mantissa.abs() == 0.5) | (t == 0.0)
 
 
 def _in_float32(v: Tensor) -> Tensor:
-    """Which elements (float64) float32 holds exactly, subnormals left out: kernels may flush them."""
-    return (v.float().double() == v) & ((v.abs() >= _TINY) | (v == 0.0))
+    """Return the mask of float64 elements that float32 represents exactly, without subnormals, which may be flushed."""
+    return (v.float().double() == v) & ((v.abs() >= _SMALLEST_NORMAL) | (v == 0.0))
 
 
 def _activate(kind: str, v: Tensor, e: Tensor, u: float) -> tuple[Tensor, Tensor]:
-    """gelu's slope is at most 1.13, silu's 1.1; 1 + erf and the like cancel, so their roundings scale with |x|.
+    """Apply gelu, gelu_tanh or silu.
 
-    At -inf the textbook formulas give NaN and the limits 0: either is accepted. So is NaN for gelu's inf, which is what
-    oneDNN's erf form (torch's own on the CPU) makes of it, and what later steps make of either.
+    The slope of gelu is at most 1.13, and that of silu 1.1. Terms like 1 + erf cancel, so that their roundings are
+    proportional to |x|. At -inf the textbook formulas give NaN, and the limits are 0: both are accepted. At inf, gelu
+    may give NaN, too, as oneDNN's erf form (torch's implementation on the CPU) does. Later steps then accept every
+    result.
     """
     if kind == "silu":
         out = torch.nn.functional.silu(v)
     else:
         out = torch.nn.functional.gelu(v, approximate="tanh" if kind == "gelu_tanh" else "none")
-    allowed = 1.13 * e + 8 * u * _size(v)
-    low = v == -math.inf
-    either = v.isinf() if kind == "gelu" else low
-    return out.masked_fill(low, 0.0), allowed.masked_fill(either, math.inf)
+    allowed = 1.13 * e + 8 * u * _finite_abs(v)
+    is_negative_infinity = v == -math.inf
+    accept_any = v.isinf() if kind == "gelu" else is_negative_infinity
+    return out.masked_fill(is_negative_infinity, 0.0), allowed.masked_fill(accept_any, math.inf)
 
 
 def _cast(v: Tensor, e: Tensor, dtype: str) -> tuple[Tensor, Tensor]:
-    """Integers: rounded (half to even) and saturated; error only where v is within e of a tie.
+    """Cast v to a dtype.
 
-    Floats: left unrounded with half a unit in the last place more error, so both a kernel that rounds here and one
-    that keeps more precision are correct. Beyond the dtype's range one has an infinity (NaN, the largest number) and
-    the other has not: what comes of it may be anything.
+    Integers are rounded (half to even) and saturated; there is an error only where v is within e of a tie.
+
+    Floats are not rounded; instead, the error grows by half a unit in the last place. So a kernel that rounds here and
+    one that keeps more precision are both correct. Beyond the dtype's range, the former has an infinity (NaN, the
+    largest number) and the latter does not: every result is accepted.
     """
     if dtype in INTEGERS:
         out = to_integer(v, dtype)
@@ -444,11 +462,11 @@ def _cast(v: Tensor, e: Tensor, dtype: str) -> tuple[Tensor, Tensor]:
         raise ValueError(f"cannot cast to {dtype!r} in an epilogue; known: {', '.join((*UNIT, *INTEGERS))}")
     info = torch.finfo(getattr(torch, dtype))
     floor = info.smallest_normal * UNIT[dtype]
-    allowed = e + UNIT[dtype] * (_size(v) + e) + floor
+    allowed = e + UNIT[dtype] * (_finite_abs(v) + e) + floor
     return v, allowed.masked_fill(v.isfinite() & (v.abs() + e > info.max), math.inf)
 
 
 def to_integer(v: Tensor, dtype: str) -> Tensor:
-    """v (float64) rounded half to even and saturated to an integer dtype's range, still float64; 0 for NaN."""
+    """Return v (float64) rounded half to even and saturated to an integer dtype's range, as float64; 0 for NaN."""
     info = torch.iinfo(getattr(torch, dtype))
     return torch.nan_to_num(v.round(), 0.0, math.inf, -math.inf).clamp_(float(info.min), float(info.max))

@@ -1,10 +1,10 @@
-"""A check of kernels after their race, in the process and along the path that they were raced in.
+"""A second verification of kernels after timing, in the process and by the calls in which they were timed.
 
-What verification finds right may not stay so: a kernel may keep results or packed copies by their address, fail at a
-later call, or do nothing while it is timed. So the kernels that may be served are called again as the race called them,
-with operands overwritten in place at the addresses that it used, into outputs that hold another result, and into
-poisoned ones. Outputs are looked through for poison, and a sample of their rows and columns is compared with an exact
-product (``reference``), the first and the last among them.
+A kernel that passed verification may still be wrong: it may cache results or packed copies by address, fail at a later
+call, or do nothing while it is timed. So the kernels that may be served are called again exactly as during timing. The
+operands are overwritten in place at the addresses used during timing; the outputs contain another result, or poison.
+Outputs are searched for poison. A sample of their rows and columns, including the first and the last, is compared with
+an exact product (``reference``).
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from ..core.problem import Problem, bits
 from ..core.weights import PackedWeight, QuantWeight
 from .adversarial import row_kinds, special_rows
 from .compare import check_elements
-from .draws import tolerance_of
 from .inputs import Inputs, allocate, fill_random, logical_shape
 from .oracle import INTEGERS, reference
+from .reference_cases import tolerance_of
 from .row_counts import other_row_counts
-from .row_stack import Part, Patience, part_of, parts_of, row_groups
+from .row_stack import Part, TimeLimit, part_of, parts_of, row_groups
 
-CALLS = 30  # in a row, as far as the patience goes
-PATIENCE_S = 60e-3  # for all kernels' calls
-ROWS_PATIENCE_S = 30e-3  # for all their calls at other M
-_GRAPH_CALLS = 6  # replays of a graph, each of them of many calls
-_LEAST_CALLS = 3  # one that leaves a result, one into it on other operands, one into poison
-_WINDOW = 4  # operand sets whose results are kept to compare with
-_ROWS, _COLUMNS = 8, 32  # of an output, compared with the exact product
-_MOST_OVERWRITTEN = 256 << 20  # bytes of a weight
-_POISONS = (0x5B, 0xC4)  # bytes that an output of integers is filled with
+CALLS = 30  # largest number of calls of a kernel
+TIME_LIMIT_S = 60e-3  # time limit for the calls of all kernels
+ROWS_TIME_LIMIT_S = 30e-3  # time limit for the calls of all kernels at other M
+_GRAPH_CALLS = 6  # largest number of replays of a CUDA graph that contains many calls
+_MIN_CALLS = 3  # one that writes a result, one that overwrites it from other operands, one into poison
+_MAX_SETS = 4  # operand sets that are used, and whose results are stored for comparison
+_ROWS, _COLUMNS = 8, 32  # sampled rows and columns of an output
+_MAX_OVERWRITTEN_BYTES = 256 << 20  # a larger weight is not overwritten
+_POISONS = (0x5B, 0xC4)  # poison bytes of an integer output
 _FINITE_KINDS = ("spike", "tiny", "large", "cancel", "largest", "smallest", "extremes")
 
 Operands = tuple[Inputs, Any, Tensor]  # the raw operands, B as the kernel takes it, the output
@@ -46,11 +46,11 @@ Operands = tuple[Inputs, Any, Tensor]  # the raw operands, B as the kernel takes
 
 @dataclass(slots=True)
 class RacedKernel:
-    """A kernel and the path that it was raced along.
+    """A kernel with the call and the operands of its timing.
 
-    call(place): call it as the race did, on operand set ``place`` where the path can choose; returns the sets whose
-    outputs hold their results now (on a GPU, where a graph of many calls is replayed: the last ones). sets: the operand
-    sets.
+    call: ``call(index)`` calls the kernel as during timing, on operand set ``index`` where the set can be chosen. It
+    returns the indices of the sets whose outputs then contain results (on a GPU, where it replays a CUDA graph of many
+    calls: the last ones). sets: the operand sets.
     """
 
     kernel: Kernel
@@ -59,97 +59,106 @@ class RacedKernel:
 
 
 def recheck(
-    problem: Problem, raced: Iterable[RacedKernel], seed: int, patience_s: float = PATIENCE_S
+    problem: Problem, raced: Iterable[RacedKernel], seed: int, time_limit_s: float = TIME_LIMIT_S
 ) -> dict[str, Verdict]:
-    """The Verdicts of kernels that are not right after the race, by candidate id; empty when all are."""
+    """Return the Verdicts of the kernels that are wrong after timing, by candidate id; empty when all are correct."""
     faults = {}
     overwritten: set[int] = set()
     kernels = list(raced)
-    for number, each in enumerate(kernels):
-        if min(problem.m, problem.n, problem.k, problem.batch) == 0 or not each.sets:
+    for number, raced_kernel in enumerate(kernels):
+        if min(problem.m, problem.n, problem.k, problem.batch) == 0 or not raced_kernel.sets:
             continue
-        generator = torch.Generator(each.sets[0][0].a.device).manual_seed(seed + 7919 * (number + 1))
-        found = _Recheck(problem, each, generator, len(kernels)).run(patience_s, overwritten)
-        if found:
-            detail = f"right before the race, wrong after it: {found}"
-            faults[each.kernel.candidate.id] = Verdict("wrong", detail, 1e30)
+        generator = torch.Generator(raced_kernel.sets[0][0].a.device).manual_seed(seed + 7919 * (number + 1))
+        finding = _Recheck(problem, raced_kernel, generator, len(kernels)).run(time_limit_s, overwritten)
+        if finding:
+            detail = f"right before the race, wrong after it: {finding}"
+            faults[raced_kernel.kernel.candidate.id] = Verdict("wrong", detail, 1e30)
     return faults
 
 
 @dataclass(slots=True)
-class _Sample:
-    """Some rows and columns of an output with the answer; known: the whole output, once it was found right."""
+class _OutputSample:
+    """The expected result for some rows and columns of an output.
+
+    rows, columns: their indices. verified_output: the whole output after its sample passed; None before.
+    """
 
     rows: Tensor
     columns: Tensor
     value: Tensor
     tolerance: Tensor
-    known: Tensor | None = None
+    verified_output: Tensor | None = None
 
 
 @dataclass(slots=True)
 class _Recheck:
-    """One kernel's check. share: of how many kernels that share the patience. samples: by operand set, of its present
-    operands. called_s: what its calls took so far, comparing not counted: cheap kernels are called often on a busy
-    machine, too."""
+    """The check of one kernel.
+
+    share: number of kernels that share the time limit. samples: by index of the operand set, for its current operands.
+    call_time_s: duration of the calls so far, without comparisons, so that a fast kernel is called often on a busy
+    machine, too.
+    """
 
     problem: Problem
     raced: RacedKernel
     generator: torch.Generator
     share: int = 1
-    samples: dict[int, _Sample] = field(default_factory=dict)
-    called_s: float = 0.0
+    samples: dict[int, _OutputSample] = field(default_factory=dict)
+    call_time_s: float = 0.0
 
-    def run(self, patience_s: float, overwritten: set[int]) -> str:
-        """What is wrong, in words; empty for nothing. overwritten: operands whose B is another already, by identity."""
-        window, fixed = list(range(min(_WINDOW, len(self.raced.sets)))), False
+    def run(self, time_limit_s: float, overwritten: set[int]) -> str:
+        """Run the check. Returns what is wrong, in words; empty for nothing.
+
+        overwritten: addresses of the B matrices that were overwritten already; updated.
+        """
+        sets, is_graph = list(range(min(_MAX_SETS, len(self.raced.sets)))), False
         if self.raced.sets[0][0].a.is_cuda:
             last = list(self.raced.call(0))
-            fixed = last == list(self.raced.call(len(window) - 1))
-            window = last if fixed else window  # a graph's last calls, whatever it is called with
-        self._overwrite_weight(window[0], overwritten)
-        calls, most = 0, _GRAPH_CALLS if fixed else CALLS
-        while calls < _LEAST_CALLS or (calls < most and self.called_s < patience_s / self.share):
+            is_graph = last == list(self.raced.call(len(sets) - 1))
+            sets = last if is_graph else sets  # a graph always ends with the same operand sets
+        self._overwrite_weight(sets[0], overwritten)
+        calls, max_calls = 0, _GRAPH_CALLS if is_graph else CALLS
+        while calls < _MIN_CALLS or (calls < max_calls and self.call_time_s < time_limit_s / self.share):
             visit, phase = divmod(calls, 3)
-            place = window[visit % len(window)]
-            written = window if fixed else [place]
-            if phase == 1:  # the output holds what the kernel has just written for other values
-                self._refresh(written)
-            if found := self._call(place, written if phase == 2 else ()):
-                return f"{found} (call {calls + 1} after it)"
+            index = sets[visit % len(sets)]
+            written = sets if is_graph else [index]
+            if phase == 1:  # the output contains the kernel's result for the former values
+                self._overwrite_operands(written)
+            if finding := self._call(index, written if phase == 2 else ()):
+                return f"{finding} (call {calls + 1} after it)"
             calls += 1
         return self._other_rows()
 
     # --- operands
 
-    def _refresh(self, window: Sequence[int]) -> None:
-        """Other values in A (and in a B that changes), at the same addresses; outputs keep what they hold."""
-        for place in window:
-            inputs = self.raced.sets[place][0]
-            _refill(inputs.a, self.problem.a.dtype, self.generator)
-            self._spoil_rows(inputs.a)
+    def _overwrite_operands(self, sets: Sequence[int]) -> None:
+        """Overwrite A, and a B that is not constant, with other values in place; the outputs are not changed."""
+        for index in sets:
+            inputs = self.raced.sets[index][0]
+            _overwrite(inputs.a, self.problem.a.dtype, self.generator)
+            self._insert_special_rows(inputs.a)
             if not self.problem.b.constant and isinstance(inputs.b, Tensor):
-                _refill(inputs.b, self.problem.b.dtype, self.generator)
-            self.samples.pop(place, None)
+                _overwrite(inputs.b, self.problem.b.dtype, self.generator)
+            self.samples.pop(index, None)
 
-    def _spoil_rows(self, a: Tensor) -> None:
-        """Some of A's rows of special kinds, all of them finite."""
+    def _insert_special_rows(self, a: Tensor) -> None:
+        """Overwrite some rows of A with special rows that are finite."""
         kinds = [kind for kind in row_kinds(self.problem) if kind in _FINITE_KINDS]
-        first = self._random(len(kinds))
-        chosen = (kinds + kinds)[first : first + max(1, min(len(kinds), self.problem.m // 4))]
-        rows = special_rows(self.problem, chosen, self.generator)
-        places = torch.randperm(self.problem.m, generator=self.generator, device=a.device)[: len(chosen)]
-        _as_bytes(a)[..., places, :] = _as_bytes(rows)
+        first = self._random_index(len(kinds))
+        chosen_kinds = (kinds + kinds)[first : first + max(1, min(len(kinds), self.problem.m // 4))]
+        rows = special_rows(self.problem, chosen_kinds, self.generator)
+        indices = torch.randperm(self.problem.m, generator=self.generator, device=a.device)[: len(chosen_kinds)]
+        _as_bytes(a)[..., indices, :] = _as_bytes(rows)
 
-    def _random(self, below: int) -> int:
+    def _random_index(self, below: int) -> int:
         return int(torch.randint(0, below, (), generator=self.generator, device=self.generator.device))
 
-    def _overwrite_weight(self, place: int, overwritten: set[int]) -> None:
-        """Another set's values in a constant B and in its packed copy, at the same addresses."""
+    def _overwrite_weight(self, index: int, overwritten: set[int]) -> None:
+        """Overwrite a constant B and its packed copy in place with the values of another operand set."""
         sets = self.raced.sets
-        if not self.problem.b.constant or len(sets) == 1 or self.problem.weight_bytes > _MOST_OVERWRITTEN:
+        if not self.problem.b.constant or len(sets) == 1 or self.problem.weight_bytes > _MAX_OVERWRITTEN_BYTES:
             return
-        (inputs, packed, _), (other, other_packed, _) = sets[place], sets[(place + 1) % len(sets)]
+        (inputs, packed, _), (other, other_packed, _) = sets[index], sets[(index + 1) % len(sets)]
         matrix, *_ = _weight_tensors(inputs.b)
         if matrix.data_ptr() not in overwritten:
             overwritten.add(matrix.data_ptr())
@@ -158,172 +167,186 @@ class _Recheck:
         if isinstance(packed, PackedWeight):
             for old, new in zip(packed.data, other_packed.data, strict=True):
                 old.copy_(new)
-        self.samples.pop(place, None)
+        self.samples.pop(index, None)
 
     # --- calls
 
-    def _call(self, place: int, poisoned: Sequence[int]) -> str:
-        """Call it once along the raced path. Returns what is wrong with the results.
+    def _call(self, index: int, poisoned: Sequence[int]) -> str:
+        """Call the kernel once as during timing. Returns what is wrong with the results; empty for nothing.
 
-        poisoned: the sets whose outputs are filled with poison before.
+        poisoned: indices of the sets whose outputs are poisoned before the call.
         """
-        for at in poisoned:
-            _poison(self.raced.sets[at][2], _POISONS[0])
-        began = time.perf_counter()
-        written = self.raced.call(place)
-        self.called_s += time.perf_counter() - began
-        text = next(filter(None, (self._judge(at) for at in written)), "")
-        return text if text or not poisoned else self._unwritten(place, written)
+        for i in poisoned:
+            _poison(self.raced.sets[i][2], _POISONS[0])
+        start = time.perf_counter()
+        written = self.raced.call(index)
+        self.call_time_s += time.perf_counter() - start
+        text = next(filter(None, (self._check_output(i) for i in written)), "")
+        return text if text or not poisoned else self._unwritten(index, written)
 
-    def _unwritten(self, place: int, results: Sequence[int]) -> str:
-        """Whether poison is left in the whole of an output. (Integers: what two poisons leave as they are.)"""
-        outs = {at: self.raced.sets[at][2] for at in results}
+    def _unwritten(self, index: int, results: Sequence[int]) -> str:
+        """Return how many elements of the outputs still contain poison, in words; empty for none.
+
+        For an integer output, the kernel is called a second time with another poison.
+        """
+        outs = {i: self.raced.sets[i][2] for i in results}
         if self.problem.out_dtype not in INTEGERS:
-            left = sum(int(out.isnan().sum()) for out in outs.values())
-            return f"{left} elements of the output are NaN or were never written" if left else ""
-        firsts = {at: out.clone() for at, out in outs.items()}
+            count = sum(int(out.isnan().sum()) for out in outs.values())
+            return f"{count} elements of the output are NaN or were never written" if count else ""
+        firsts = {i: out.clone() for i, out in outs.items()}
         for out in outs.values():
             _poison(out, _POISONS[1])
-        self.raced.call(place)
-        left = sum(
-            int(((firsts[at] == _poisoned(out, 0)) & (out == _poisoned(out, 1))).sum()) for at, out in outs.items()
+        self.raced.call(index)
+        count = sum(
+            int(((firsts[i] == _poison_value(out, 0)) & (out == _poison_value(out, 1))).sum())
+            for i, out in outs.items()
         )
-        return f"{left} elements of the output were never written" if left else ""
+        return f"{count} elements of the output were never written" if count else ""
 
-    def _judge(self, place: int) -> str:
-        """What is wrong with the output of an operand set: its sample against the answer; all of it against an earlier
-        output of the same operands."""
-        inputs, _, out = self.raced.sets[place]
-        sample = self.samples.get(place)
+    def _check_output(self, index: int) -> str:
+        """Return what is wrong with the output of an operand set; empty for nothing.
+
+        A sample is compared with the expected result, and the whole output with an earlier output for equal operands.
+        """
+        inputs, _, out = self.raced.sets[index]
+        sample = self.samples.get(index)
         if sample is None:
-            sample = self.samples[place] = self._sampled(self.problem, inputs, *self._choose(self.problem))
-        if found := _compare(self.problem, sample, out):
-            return found
-        if sample.known is None:
-            sample.known = out.clone()
-        elif not torch.equal(sample.known, out):
-            where = (sample.known != out).nonzero()[:_ROWS, -2:]
-            rows, columns = torch.unique(where[:, 0]), torch.unique(where[:, 1])
-            return _compare(self.problem, self._sampled(self.problem, inputs, rows, columns), out)
+            sample = self.samples[index] = self._make_sample(self.problem, inputs, *self._choose_indices(self.problem))
+        if finding := _compare(self.problem, sample, out):
+            return finding
+        if sample.verified_output is None:
+            sample.verified_output = out.clone()
+        elif not torch.equal(sample.verified_output, out):
+            differing = (sample.verified_output != out).nonzero()[:_ROWS, -2:]
+            rows, columns = torch.unique(differing[:, 0]), torch.unique(differing[:, 1])
+            return _compare(self.problem, self._make_sample(self.problem, inputs, rows, columns), out)
         return ""
 
     def _other_rows(self) -> str:
-        """The kernel at other M, on rows of an operand set."""
+        """Check the kernel at other M, on rows of an operand set. Returns what is wrong; empty for nothing."""
         inputs, b, _ = self.raced.sets[0]
-        patience = Patience(ROWS_PATIENCE_S / self.share)
-        wanted = other_row_counts(self.problem, self.raced.kernel.candidate)
-        for counts in row_groups(self.problem, wanted, inputs.a.device):
-            if patience.over():
+        time_limit = TimeLimit(ROWS_TIME_LIMIT_S / self.share)
+        row_counts = other_row_counts(self.problem, self.raced.kernel.candidate)
+        for counts in row_groups(self.problem, row_counts, inputs.a.device):
+            if time_limit.over():
                 break
-            if found := self._at_rows(counts, inputs, b, patience):
-                return found
+            if finding := self._at_rows(counts, inputs, b, time_limit):
+                return finding
         return ""
 
-    def _at_rows(self, counts: Sequence[int], inputs: Inputs, b: Any, patience: Patience) -> str:
-        """The kernel at each of these M as long as the patience lasts, on operands that hold the rows of all."""
+    def _at_rows(self, counts: Sequence[int], inputs: Inputs, b: Any, time_limit: TimeLimit) -> str:
+        """Check the kernel at each M until ``time_limit`` is over, on stacked operands. Returns what is wrong."""
         parts, device = parts_of(counts), inputs.a.device
         problem = self.problem.with_m(parts[-1].start + parts[-1].m)
-        places = torch.arange(problem.m, device=device) % self.problem.m
+        rows = torch.arange(problem.m, device=device) % self.problem.m
         a = allocate(logical_shape(problem, problem.m, problem.k), problem.a.layout, problem.a.dtype, device=device)
-        _as_bytes(a).copy_(_as_bytes(inputs.a).index_select(-2, places))
+        _as_bytes(a).copy_(_as_bytes(inputs.a).index_select(-2, rows))
         steps = [step for step in problem.epilogue if step.takes_tensor]
         aux = tuple(
-            t.index_select(0 if step.axis == "row" else -2, places) if step.axis in ("row", "full") else t
+            t.index_select(0 if step.axis == "row" else -2, rows) if step.axis in ("row", "full") else t
             for step, t in zip(steps, inputs.aux, strict=True)
         )
         out = allocate(logical_shape(problem, problem.m, problem.n), problem.out, problem.out_dtype, device=device)
         out.zero_()
         for part in parts:
             _poison(out.narrow(-2, part.start, part.m), _POISONS[0])
-        given, kernel, done = replace(inputs, a=a, aux=aux), self.raced.kernel, 0
+        stacked, kernel, part_count = replace(inputs, a=a, aux=aux), self.raced.kernel, 0
         for part in parts:
-            if patience.over():
+            if time_limit.over():
                 break
-            some = part_of(problem, given, part)
+            operands = part_of(problem, stacked, part)
             packed = kernel.pack(inputs.b) if kernel.packing is not None and not problem.b.constant else b
-            kernel.run(some.a, packed, some.aux, out.narrow(-2, part.start, part.m))
-            patience.start()
-            done += 1
-        return self._judge_rows(problem, given, out, parts[:done]) if done else ""
+            kernel.run(operands.a, packed, operands.aux, out.narrow(-2, part.start, part.m))
+            time_limit.start()
+            part_count += 1
+        return self._check_rows(problem, stacked, out, parts[:part_count]) if part_count else ""
 
-    def _judge_rows(self, problem: Problem, inputs: Inputs, out: Tensor, parts: Sequence[Part]) -> str:
-        """What is wrong with the outputs of these parts, some rows of each compared with the answer."""
+    def _check_rows(self, problem: Problem, inputs: Inputs, out: Tensor, parts: Sequence[Part]) -> str:
+        """Compare some rows of each part's output with the expected result. Returns what is wrong or ""."""
         if problem.out_dtype not in INTEGERS:
             for part in parts if bool(out.narrow(-2, 0, parts[-1].start + parts[-1].m).isnan().any()) else ():
                 if bool(out.narrow(-2, part.start, part.m).isnan().any()):
                     return f"elements of the output are NaN or were never written (M = {part.m})"
-        chosen = [self._choose(self.problem.with_m(part.m)) for part in parts]
+        chosen = [self._choose_indices(self.problem.with_m(part.m)) for part in parts]
         rows = torch.cat([rows + part.start for (rows, _), part in zip(chosen, parts, strict=True)])
-        return _compare(problem, self._sampled(problem, inputs, rows, chosen[0][1]), out, parts)
+        return _compare(problem, self._make_sample(problem, inputs, rows, chosen[0][1]), out, parts)
 
-    # --- the answer
+    # --- the expected result
 
-    def _choose(self, problem: Problem) -> tuple[Tensor, Tensor]:
-        """Rows and columns to compare: the first, the last, both sides of tiles' edges, and random ones."""
+    def _choose_indices(self, problem: Problem) -> tuple[Tensor, Tensor]:
+        """Choose rows and columns to compare: the first, the last, both sides of tiles' edges, and random ones."""
         device = self.generator.device
 
-        def chosen(size: int, count: int) -> Tensor:
-            edges = [at for at in (0, size - 1, 15, 16, 63, 64, 127, 128) if 0 <= at < size][: count // 2]
+        def indices(size: int, count: int) -> Tensor:
+            edges = [i for i in (0, size - 1, 15, 16, 63, 64, 127, 128) if 0 <= i < size][: count // 2]
             more = torch.randint(0, size, (count - len(edges),), generator=self.generator, device=device)
             both = torch.cat([torch.tensor(edges, dtype=torch.int64, device=device), more])
-            return both.sort().values  # one that is there twice does no harm
+            return both.sort().values  # duplicates do no harm
 
-        return chosen(problem.m, _ROWS), chosen(problem.n, _COLUMNS)
+        return indices(problem.m, _ROWS), indices(problem.n, _COLUMNS)
 
-    def _sampled(self, problem: Problem, inputs: Inputs, rows: Tensor, columns: Tensor) -> _Sample:
-        """The answer for some rows and columns."""
+    def _make_sample(self, problem: Problem, inputs: Inputs, rows: Tensor, columns: Tensor) -> _OutputSample:
+        """Compute the expected result for some rows and columns."""
         steps = [step for step in problem.epilogue if step.takes_tensor]
         aux = []
         for step, t in zip(steps, inputs.aux, strict=True):
             t = t.index_select(0 if step.axis == "row" else -2, rows) if step.axis in ("row", "full") else t
             aux.append(t.index_select(-1, columns) if step.axis in ("col", "full") else t)
         part = replace(problem, m=rows.numel(), n=columns.numel())
-        oracle = reference(part, _select(inputs.a, -2, rows), _columns(inputs.b, columns), aux)
-        return _Sample(rows, columns, oracle.value, tolerance_of(part, oracle))
+        oracle = reference(part, _select_indices(inputs.a, -2, rows), _select_columns(inputs.b, columns), aux)
+        return _OutputSample(rows, columns, oracle.value, tolerance_of(part, oracle))
 
 
-def _compare(problem: Problem, sample: _Sample, out: Tensor, parts: Sequence[Part] = ()) -> str:
-    """What is wrong with an output, in words; empty for nothing. parts: the rows of each M in it, if it has several."""
-    got = _select(_select(out, -2, sample.rows), -1, sample.columns)
+def _compare(problem: Problem, sample: _OutputSample, out: Tensor, parts: Sequence[Part] = ()) -> str:
+    """Compare a sample of an output. Returns what is wrong, in words; empty for nothing.
+
+    parts: the rows of each M in the output when it has several.
+    """
+    actual = _select_indices(_select_indices(out, -2, sample.rows), -1, sample.columns)
     value, tolerance = (t.reshape(-1, sample.columns.numel()) for t in (sample.value, sample.tolerance))
-    ratio = check_elements(got.reshape(value.shape), value, tolerance, problem.out_dtype)
-    worst, where = (float(x) for x in torch.stack([ratio.max().double(), ratio.argmax().double()]).tolist())
+    ratio = check_elements(actual.reshape(value.shape), value, tolerance, problem.out_dtype)
+    worst, worst_index = (float(x) for x in torch.stack([ratio.max().double(), ratio.argmax().double()]).tolist())
     if worst <= 1.0:
         return ""
-    at = int(where)
-    row = int(sample.rows[at // sample.columns.numel() % sample.rows.numel()])
-    column = int(sample.columns[at % sample.columns.numel()])
-    expected, found = float(sample.value.reshape(-1)[at]), float(got.reshape(-1)[at])
+    flat_index = int(worst_index)
+    row = int(sample.rows[flat_index // sample.columns.numel() % sample.rows.numel()])
+    column = int(sample.columns[flat_index % sample.columns.numel()])
+    expected, number = float(sample.value.reshape(-1)[flat_index]), float(actual.reshape(-1)[flat_index])
     part = next((part for part in reversed(parts) if part.start <= row), None)
     if part is not None:
-        return f"out[.., {row - part.start}, {column}] is {found:.9g}, expected {expected:.9g} (M = {part.m})"
-    return f"out[.., {row}, {column}] is {found:.9g}, expected {expected:.9g}"
+        return f"out[.., {row - part.start}, {column}] is {number:.9g}, expected {expected:.9g} (M = {part.m})"
+    return f"out[.., {row}, {column}] is {number:.9g}, expected {expected:.9g}"
 
 
-def _refill(t: Tensor, dtype: str, generator: torch.Generator) -> None:
-    """Other random values in the same memory."""
+def _overwrite(t: Tensor, dtype: str, generator: torch.Generator) -> None:
+    """Overwrite a tensor with random values."""
     drawn = torch.empty(t.shape, dtype=t.dtype, device=t.device)
     fill_random(drawn, dtype, generator)
     _as_bytes(t).copy_(_as_bytes(drawn))
 
 
 def _as_bytes(t: Tensor) -> Tensor:
-    """fp8 as bytes, which every device can index; others as they are."""
+    """Return an fp8 tensor as bytes, which every device can index; any other tensor unchanged."""
     return t.view(torch.uint8) if t.is_floating_point() and t.element_size() == 1 else t
 
 
-def _select(t: Tensor, dim: int, places: Tensor) -> Tensor:
-    """Some rows or columns. (Along the first of two dimensions, which is fast where the last one is dense.)"""
+def _select_indices(t: Tensor, dim: int, indices: Tensor) -> Tensor:
+    """Return some rows or columns.
+
+    For columns of a column-major tensor, the transposed tensor's rows are selected, which is faster.
+    """
     if dim == -1 and t.dim() > 1 and t.stride(-2) == 1:
-        return _select(t.mT, -2, places).mT
-    return _as_bytes(t).index_select(dim, places).view(t.dtype)
+        return _select_indices(t.mT, -2, indices).mT
+    return _as_bytes(t).index_select(dim, indices).view(t.dtype)
 
 
-def _columns(b: Tensor | QuantWeight, columns: Tensor) -> Tensor | QuantWeight:
+def _select_columns(b: Tensor | QuantWeight, columns: Tensor) -> Tensor | QuantWeight:
     if isinstance(b, Tensor):
-        return _select(b, -1, columns)
+        return _select_indices(b, -1, columns)
     zero = None if b.zero_point is None else b.zero_point.index_select(-1, columns)
-    return replace(b, data=_select(b.data, -1, columns), scale=b.scale.index_select(-1, columns), zero_point=zero)
+    return replace(
+        b, data=_select_indices(b.data, -1, columns), scale=b.scale.index_select(-1, columns), zero_point=zero
+    )
 
 
 def _weight_tensors(b: Tensor | QuantWeight) -> list[Tensor]:
@@ -336,12 +359,12 @@ def _poison(out: Tensor, byte: int) -> None:
     if out.is_floating_point() and bits(str(out.dtype).removeprefix("torch.")) >= 8:
         out.fill_(math.nan)
     else:
-        out.copy_(_byte(out, byte).expand(out.shape))
+        out.copy_(_poison_element(out, byte).expand(out.shape))
 
 
-def _poisoned(out: Tensor, which: int) -> Tensor:
-    return _byte(out, _POISONS[which])
+def _poison_value(out: Tensor, which: int) -> Tensor:
+    return _poison_element(out, _POISONS[which])
 
 
-def _byte(out: Tensor, byte: int) -> Tensor:
+def _poison_element(out: Tensor, byte: int) -> Tensor:
     return torch.full((out.element_size(),), byte, dtype=torch.uint8, device=out.device).view(out.dtype)

@@ -1,6 +1,6 @@
-"""Verification of kernels that serve without having been tuned: the default layout of a packed weight.
+"""Verification of kernels that serve without tuning: those of a packed weight in the default layout.
 
-Dispatch calls ``verify_kernel`` before such a kernel first serves (``dispatch.runtime``'s verify_hook).
+Dispatch calls ``verify_kernel`` (as ``dispatch.runtime``'s verify_hook) before the first use of such a kernel.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from ..backends.base import Kernel
 from ..core.decision import Verdict
 from ..core.problem import Problem
 from ..core.torch_compat import DisableTorchFunction
-from .draws import at_rows, prepare
 from .inputs import Inputs
+from .reference_cases import case_for_rows, make_reference_cases
 from .verify import verify
 
-# Rows that operands are drawn for; the answers for other numbers of rows are those of the same rows. K, N, dtypes and
-# the epilogue are the Problem's own.
-_DRAWN, _OTHERS = 5, (1, 65)
+# M of the test cases, and other M, whose test cases reuse their rows and results. K, N, dtypes and the epilogue are the
+# Problem's.
+_M, _OTHER_M = 5, (1, 65)
 _SEED = 1
-_PATIENCE_S = 20e-3  # of repeating a run, for each number of rows
+_PATIENCE_S = 20e-3  # for repeated runs at each M
 
 
 def verify_kernel(kernel: Kernel, problem: Problem, device: torch.device) -> Verdict:
-    """Return the Verdict on a loaded kernel from runs in this process with a few numbers of rows.
+    """Return the Verdict of a loaded kernel from runs in this process at a few M.
 
-    Takes a fraction of a second for 4096 x 4096. Whatever running raises, for want of memory too, is a Verdict
-    "crashed".
+    It takes a fraction of a second for 4096 x 4096. An exception during the runs, including out of memory, gives the
+    Verdict "crashed".
     """
     with torch.no_grad(), DisableTorchFunction(), torch.autocast(device.type, enabled=False):
         try:
-            return _verified(kernel, problem.with_m(_DRAWN), device)
+            return _verify(kernel, problem.with_m(_M), device)
         except Exception as error:  # a kernel may raise anything, and so may a device without memory
             return Verdict("crashed", f"{type(error).__name__} while verifying: {error}"[:2000])
 
 
-def _verified(kernel: Kernel, problem: Problem, device: torch.device) -> Verdict:
+def _verify(kernel: Kernel, problem: Problem, device: torch.device) -> Verdict:
     packed: dict[int, Any] = {}
 
     def run(inputs: Inputs, out: Tensor) -> None:
@@ -49,11 +49,13 @@ def _verified(kernel: Kernel, problem: Problem, device: torch.device) -> Verdict
             weight = packed[id(source)] = packed.get(id(source)) or kernel.pack(source)
         kernel.run(inputs.a, weight, inputs.aux, out)
 
-    draws = prepare(problem, _SEED, device=device)
-    worst = verify(run, problem, draws, _PATIENCE_S)
-    for m in _OTHERS:
-        draw = at_rows(problem, draws, m)
-        if not worst.ok or draw is None:
+    cases = make_reference_cases(problem, _SEED, device=device)
+    worst = verify(run, problem, cases, _PATIENCE_S)
+    for m in _OTHER_M:
+        case = case_for_rows(problem, cases, m)
+        if not worst.ok or case is None:
             break
-        worst = max(worst, verify(run, problem, (draw,), _PATIENCE_S), key=lambda found: (not found.ok, found.worst))
+        worst = max(
+            worst, verify(run, problem, (case,), _PATIENCE_S), key=lambda verdict: (not verdict.ok, verdict.worst)
+        )
     return worst

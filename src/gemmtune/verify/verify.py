@@ -1,4 +1,4 @@
-"""Is this kernel right? On fresh data, into poisoned memory between guards, several times."""
+"""``verify``: runs a kernel several times on test cases, into poisoned outputs between guard bytes, and checks it."""
 
 from __future__ import annotations
 
@@ -13,62 +13,68 @@ from torch import Tensor
 from ..core.decision import Verdict
 from ..core.problem import Problem, bits
 from .compare import compare
-from .draws import Draw, prepare
 from .inputs import GUARD, Inputs
 from .oracle import INTEGERS
+from .reference_cases import ReferenceCase, make_reference_cases
 
-__all__ = ["Draw", "Run", "prepare", "verify"]
+__all__ = ["ReferenceCase", "Run", "make_reference_cases", "verify"]
 
 Run = Callable[[Inputs, Tensor], None]
 
-PATTERN = 0xA5
-INT_POISONS = (0x5B, 0xC4)  # two bytes that no element can both keep by chance
-_REPEATED_BYTES = 64 << 20  # of outputs that are compared together
-_MOST_RUNS = 10  # races that show in one run of three are missed once in 40 times
+GUARD_BYTE = 0xA5
+INT_POISONS = (0x5B, 0xC4)  # two poison bytes: a correct element cannot equal both of them
+_REPEATED_BYTES = 64 << 20  # of outputs that are compared in one operation
+_MAX_RUNS = 10  # data races that show in one run of three are missed once in 40 times
 
-DIFFERING = "repeated runs differ within the bound"
+RUNS_DIFFER = "repeated runs differ within the bound"
 
 
-def verify(run: Run, problem: Problem, draws: Sequence[Draw], patience_s: float = 0.1) -> Verdict:
-    """Run a kernel on every draw (``run(inputs, out)``) and say whether it is right.
+def verify(run: Run, problem: Problem, cases: Sequence[ReferenceCase], patience_s: float = 0.1) -> Verdict:
+    """Run a kernel on every test case and return the Verdict: exact, within_bound, wrong or unstable.
 
-    It runs twice on the first draw, up to ten times as far as ``patience_s`` goes, and twice on each where the output
-    holds integers. Returns exact, within_bound, wrong or unstable. Whatever ``run`` raises passes through. ``detail``
-    says where and by how much, or that repeated runs differ within the bound; it is empty when all repeated bit for
-    bit. Draws may have other M than the Problem.
+    run: ``run(inputs, out)`` executes the kernel; exceptions that it raises are propagated. cases: the test cases,
+    whose M may differ from the Problem's. patience_s: seconds for repeated runs on the first test case.
+
+    The kernel runs at least twice on the first test case, and up to ten times within ``patience_s``; on each other test
+    case it runs once, or twice when the output dtype is an integer type. The Verdict's ``detail`` says where the output
+    is wrong and by how much, or that repeated runs differ within the bound. It is empty when all repeated runs gave
+    equal bits.
     """
-    if not draws:
-        raise ValueError("verify needs at least one draw; make them with prepare(problem, seed)")
+    if not cases:
+        raise ValueError("verify needs at least one case; make them with make_reference_cases(problem, seed)")
     worst, repeated = 0.0, ""
-    for index, draw in enumerate(draws):
-        least = 2 if index == 0 or problem.out_dtype in INTEGERS else 1
-        found = _judge(run, problem.with_m(draw.m), draw, least, patience_s if index == 0 else 0.0)
-        worst = max(worst, found.worst)
-        following = draws[index + 1] if index + 1 < len(draws) else None
-        # The weight, the largest of what is summed up, is looked at after the last draw that has it.
-        last = bool(found.finding) or following is None or following.inputs.b is not draw.inputs.b
-        fault = found.fault or _written(draw, last)
-        where = _at(problem, draw)
-        if found.differs and found.finding and not fault:
-            text = f"two runs on the same operands differ, and {found.finding} ({where})"
-            return Verdict("unstable", text, _finite(found.worst))
-        if fault or found.finding:
-            return Verdict("wrong", f"{fault or found.finding} ({where})", _finite(worst))
-        repeated = DIFFERING if found.differs else repeated
+    for index, case in enumerate(cases):
+        min_runs = 2 if index == 0 or problem.out_dtype in INTEGERS else 1
+        findings = _run_and_compare(run, problem.with_m(case.m), case, min_runs, patience_s if index == 0 else 0.0)
+        worst = max(worst, findings.worst)
+        next_case = cases[index + 1] if index + 1 < len(cases) else None
+        # The weight is the largest operand: its checksums are compared only after the last test case that uses it.
+        check_weight = bool(findings.finding) or next_case is None or next_case.inputs.b is not case.inputs.b
+        fault = findings.fault or _modified_operands(case, check_weight)
+        description = _describe_case(problem, case)
+        if findings.differs and findings.finding and not fault:
+            text = f"two runs on the same operands differ, and {findings.finding} ({description})"
+            return Verdict("unstable", text, _finite(findings.worst))
+        if fault or findings.finding:
+            return Verdict("wrong", f"{fault or findings.finding} ({description})", _finite(worst))
+        repeated = RUNS_DIFFER if findings.differs else repeated
     if worst == 0.0 and problem.out_dtype in INTEGERS:
         return Verdict("exact", repeated, 0.0)
     return Verdict("within_bound", repeated, worst)
 
 
-def _at(problem: Problem, draw: Draw) -> str:
-    """Which draw it is, in words."""
-    return f"{draw.kind} draw" if draw.m == problem.m else f"{draw.kind} draw of M = {draw.m}"
+def _describe_case(problem: Problem, case: ReferenceCase) -> str:
+    """Return the description of a test case for messages."""
+    return f"{case.kind} draw" if case.m == problem.m else f"{case.kind} draw of M = {case.m}"
 
 
 @dataclass(slots=True)
-class _Found:
-    """What runs on one draw showed. fault: what was written where it should not be; finding: what is wrong with the
-    output; differs: whether two runs gave different bits."""
+class _Findings:
+    """The results of a kernel's runs on one test case.
+
+    worst: largest error over tolerance. fault: writes outside of the output; empty for none. finding: what is wrong
+    with the output; empty for nothing. differs: whether two runs gave different bits.
+    """
 
     worst: float = 0.0
     fault: str = ""
@@ -76,79 +82,88 @@ class _Found:
     differs: bool = False
 
 
-def _judge(run: Run, problem: Problem, draw: Draw, least: int, patience_s: float) -> _Found:
-    """Run ``least`` times, and more while ``patience_s`` lasts and nothing is wrong.
+def _run_and_compare(run: Run, problem: Problem, case: ReferenceCase, min_runs: int, time_limit_s: float) -> _Findings:
+    """Run a kernel at least ``min_runs`` times on a test case, and more within ``time_limit_s`` while nothing is wrong.
 
-    The first run does not count against it: that one sets things up. Runs beyond the second are compared together.
+    The duration of the first run, which may include initialization, does not count. Outputs of later runs are compared
+    in batches.
     """
-    frame, first = _execute(run, problem, draw, 0)
-    found = _Found(fault=_trespass(problem, frame, draw.offset))
-    found.worst, found.finding = compare(problem, draw, first)
-    done, start = 1, time.perf_counter()
-    while done < least or (done < _MOST_RUNS and not (found.fault or found.finding)):
-        spent_s = time.perf_counter() - start
-        each_s = spent_s / max(done - 1, 1)
-        count = 1 if done == 1 else min(int((patience_s - spent_s) / max(each_s, 1e-9)), _MOST_RUNS - done)
-        if done >= least and (spent_s >= patience_s or count < 1):
+    frame, first = _run_guarded(run, problem, case, 0)
+    findings = _Findings(fault=_overwritten_guards(problem, frame, case.offset))
+    findings.worst, findings.finding = compare(problem, case, first)
+    run_count, start = 1, time.perf_counter()
+    while run_count < min_runs or (run_count < _MAX_RUNS and not (findings.fault or findings.finding)):
+        elapsed_s = time.perf_counter() - start
+        per_run_s = elapsed_s / max(run_count - 1, 1)
+        count = (
+            1 if run_count == 1 else min(int((time_limit_s - elapsed_s) / max(per_run_s, 1e-9)), _MAX_RUNS - run_count)
+        )
+        if run_count >= min_runs and (elapsed_s >= time_limit_s or count < 1):
             break
         count = max(1, min(count, _REPEATED_BYTES // frame.numel()))
-        outputs = [_execute(run, problem, draw, number % 2) for number in range(done, done + count)]
-        _add_repeated(problem, draw, (frame, first), outputs, found, done)
-        done += count
-    return found
+        outputs = [_run_guarded(run, problem, case, number % 2) for number in range(run_count, run_count + count)]
+        _compare_repeated(problem, case, (frame, first), outputs, findings, run_count)
+        run_count += count
+    return findings
 
 
-def _add_repeated(
+def _compare_repeated(
     problem: Problem,
-    draw: Draw,
+    case: ReferenceCase,
     first: tuple[Tensor, Tensor],
     outputs: Sequence[tuple[Tensor, Tensor]],
-    found: _Found,
-    done: int,
+    findings: _Findings,
+    run_count: int,
 ) -> None:
-    """Add to ``found`` what outputs show beside the first one. done: runs before them."""
+    """Compare the outputs of repeated runs with the first one and update ``findings``.
+
+    first, outputs: (frame, output) of runs. run_count: number of runs before those of ``outputs``.
+    """
     frames = torch.stack([frame for frame, _ in outputs])
-    if torch.equal(frames, first[0].expand_as(frames)):  # guards included, which were looked at
+    if torch.equal(frames, first[0].expand_as(frames)):  # including the guards, which are intact in the first
         return
-    for number, (frame, out) in enumerate(outputs, done):
-        found.fault = found.fault or _trespass(problem, frame, draw.offset)
+    for number, (frame, out) in enumerate(outputs, run_count):
+        findings.fault = findings.fault or _overwritten_guards(problem, frame, case.offset)
         if same_bits(first[1], out):
             continue
-        gap, finding = compare(problem, draw, out)
-        found.worst, found.finding, found.differs = max(found.worst, gap), found.finding or finding, True
-        found.fault = found.fault or (unwritten(problem, first[1], out) if number == 1 else "")
+        gap, finding = compare(problem, case, out)
+        findings.worst, findings.finding, findings.differs = max(findings.worst, gap), findings.finding or finding, True
+        findings.fault = findings.fault or (unwritten(problem, first[1], out) if number == 1 else "")
 
 
-def _written(draw: Draw, weight: bool) -> str:
-    """What the kernel wrote into (or beside) and must not, in words; empty for nothing, as it should be."""
-    touched = draw.touched(weight)
-    if "the oracle's" in touched:
-        return f"it wrote far beyond its output, where verification keeps what it compares with: {touched}"
-    return f"it wrote into its inputs, or just beside them: {touched}" if touched else ""
+def _modified_operands(case: ReferenceCase, weight: bool) -> str:
+    """Return which operands or oracle results the kernel modified, in words; empty for none.
+
+    weight: whether B is checked, too.
+    """
+    modified = case.touched(weight)
+    if "the oracle's" in modified:
+        return f"it wrote far beyond its output, where verification keeps what it compares with: {modified}"
+    return f"it wrote into its inputs, or just beside them: {modified}" if modified else ""
 
 
 # --- running into guarded memory --------------------------------------------------------------------------------
 
 
-def _execute(run: Run, problem: Problem, draw: Draw, poison: int) -> tuple[Tensor, Tensor]:
-    """Run once. Returns the frame around the output (see ``guarded``), and the output in it."""
-    frame, out = guarded(problem, draw.inputs.a.device, poison, draw.offset)
-    run(draw.inputs, out)
+def _run_guarded(run: Run, problem: Problem, case: ReferenceCase, poison: int) -> tuple[Tensor, Tensor]:
+    """Run a kernel once. Returns (frame, output) of ``guarded``."""
+    frame, out = guarded(problem, case.inputs.a.device, poison, case.offset)
+    run(case.inputs, out)
     return frame, out
 
 
 def guarded(problem: Problem, device: torch.device, poison: int, offset: int = 0) -> tuple[Tensor, Tensor]:
-    """(frame, out): bytes filled with a pattern, and the output inside them, poisoned.
+    """Allocate a poisoned output between guards. Returns (frame, out): the bytes of both, and the output in them.
 
-    poison: 0 for NaN (integers: a byte), 1 for the largest number (another byte): no element is right with both.
-    offset: elements that the output starts behind a boundary.
+    poison: 0 for NaN (integers: a byte), 1 for the largest number (integers: another byte). No element is correct with
+    both. offset: distance in elements of the output's start from an aligned address.
     """
     size = bits(problem.out_dtype) // 8
     batch = problem.batch if problem.family == "bmm" else 1
     slow, fast = (problem.n, problem.m) if problem.out.order == "col" else (problem.m, problem.n)
     lead = problem.out.ld or max(fast, 1)
     length = 2 * GUARD + (batch * slow * lead + offset) * size
-    frame = torch.full((length,), PATTERN, dtype=torch.uint8, device=device)
+    frame = torch.full((length,), GUARD_BYTE, dtype=torch.uint8, device=device)
     body = _body(frame, offset * size).view(getattr(torch, problem.out_dtype))
     strides = (1, lead) if problem.out.order == "col" else (lead, 1)
     shape = (batch, problem.m, problem.n)
@@ -158,56 +173,61 @@ def guarded(problem: Problem, device: torch.device, poison: int, offset: int = 0
     else:
         out.fill_(poison_value(out, poison))
     if fast < lead:
-        _gaps(problem, frame, offset).fill_(PATTERN)
+        _gaps(problem, frame, offset).fill_(GUARD_BYTE)
     return frame, out if problem.family == "bmm" else out[0]
 
 
 def _body(frame: Tensor, skipped: int) -> Tensor:
-    """The bytes between the guards, all but so many at the start."""
+    """Return the bytes between the guards without the first ``skipped``."""
     return frame[GUARD + skipped : frame.numel() - GUARD]
 
 
 def _gaps(problem: Problem, frame: Tensor, offset: int) -> Tensor:
-    """The bytes between the rows (or columns) of the output: [rows, gap]."""
+    """Return the bytes between the rows (or columns) of the output: [rows, gap]."""
     size = bits(problem.out_dtype) // 8
     fast = problem.m if problem.out.order == "col" else problem.n
     lead = problem.out.ld or max(fast, 1)
     return _body(frame, offset * size).view(-1, lead * size)[:, fast * size :]
 
 
-def _trespass(problem: Problem, frame: Tensor, offset: int) -> str:
+def _overwritten_guards(problem: Problem, frame: Tensor, offset: int) -> str:
     start = GUARD + offset * bits(problem.out_dtype) // 8
-    places = {"before": frame[:start], "after": frame[frame.numel() - GUARD :]}
+    regions = {"before": frame[:start], "after": frame[frame.numel() - GUARD :]}
     if frame.numel() > start + GUARD:
-        places["between the rows of"] = _gaps(problem, frame, offset)
-    if bool((torch.cat([memory.reshape(-1) for memory in places.values()]) == PATTERN).all()):
-        return ""  # as it nearly always is: one wait for a device, not three
-    for name, memory in places.items():
-        changed = int((memory != PATTERN).sum())
+        regions["between the rows of"] = _gaps(problem, frame, offset)
+    if bool((torch.cat([memory.reshape(-1) for memory in regions.values()]) == GUARD_BYTE).all()):
+        return ""  # the usual case: one device synchronization instead of three
+    for name, memory in regions.items():
+        changed = int((memory != GUARD_BYTE).sum())
         if changed:
             return f"{changed} bytes {name} the output were overwritten"
     return ""
 
 
 def poison_value(out: Tensor, which: int) -> float:
-    """What an output of floats is filled with."""
+    """Return the poison of a floating-point output: NaN for 0, the dtype's largest number for 1."""
     return math.nan if which == 0 else float(torch.finfo(out.dtype).max)
 
 
 def unwritten(problem: Problem, first: Tensor, second: Tensor) -> str:
-    """How many elements of an output still hold the poison of their run (the first, the second), in words."""
+    """Return how many elements still contain the poison of both runs, in words; empty for none.
+
+    first, second: outputs of two runs with the poisons 0 and 1.
+    """
     if problem.out_dtype not in INTEGERS:
-        kept = first.isnan() & (second == poison_value(second, 1))
+        poisoned = first.isnan() & (second == poison_value(second, 1))
     else:
-        kept = torch.ones_like(first, dtype=torch.bool)
+        poisoned = torch.ones_like(first, dtype=torch.bool)
         for out, byte in zip((first, second), INT_POISONS, strict=True):
-            kept &= out == torch.full((out.element_size(),), byte, dtype=torch.uint8, device=out.device).view(out.dtype)
-    count = int(kept.sum())
+            poisoned &= out == torch.full((out.element_size(),), byte, dtype=torch.uint8, device=out.device).view(
+                out.dtype
+            )
+    count = int(poisoned.sum())
     return f"{count} elements of the output were never written" if count else ""
 
 
 def same_bits(x: Tensor, y: Tensor) -> bool:
-    """Equal bit for bit, NaN payloads aside."""
+    """Whether two tensors are equal bit for bit, apart from NaN payloads."""
     return torch.equal(x, y) or torch.equal(torch.nan_to_num(x.double()), torch.nan_to_num(y.double()))
 
 

@@ -1,10 +1,10 @@
 """Building in a pool of processes sized to the machine.
 
-A call of ``Builders`` blocks until every build is done and every process that built is gone, so that what is timed
-afterwards has the machine to itself: on the CPU builds never overlap timing. Where timing is a GPU's own affair,
-``ahead`` meanwhile builds what later problems will want, on the processors that are left. Builds are pure and leave
-their artifacts on disk under the hash of all that went into them; the worker that tries a candidate later calls
-``Backend.build`` itself and finds it there. What is there already costs no process.
+A call of ``Builders`` blocks until every build is done and every building process is gone, so that later timing has the
+machine to itself: on the CPU builds never overlap timing. On a GPU, timing does not depend on the CPU, and ``ahead``
+builds candidates of later problems on the processors that are free meanwhile. Builds are pure and leave their artifacts
+on disk under the hash of all their inputs. The worker that tries a candidate later calls ``Backend.build`` itself and
+reads the artifact from there. A candidate whose artifact exists costs no process.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ from .process import Host, Lost, Process
 from .protocol import Build, Built, Ready, Request, Setup
 from .worker import WorkerStartError, expect, ignore
 
-_MEMORY_SHARE = 0.75  # of what is free, for all builders together
+_MEMORY_SHARE = 0.75  # share of the free memory, for all builders together
 
 
 @dataclass(frozen=True, slots=True)
 class BuildLimits:
-    """How long one build may take and what it may allocate.
+    """Time and memory limits of one build.
 
-    start_s: seconds from spawning to the first builder being ready. build_s: seconds a candidate. builders: at once;
-    0: one for each processor this process may use. memory: bytes a builder; 0: an equal share of what is free.
+    start_s: seconds from spawning to the first builder being ready. build_s: seconds per candidate. builders: number at
+    a time; 0: one for each processor that this process may use. memory: bytes per builder; 0: an equal share of the
+    free memory.
     """
 
     start_s: float = 60.0
@@ -49,69 +50,71 @@ class BuildLimits:
 
 
 class Builders:
-    """Builds the candidates of one Problem after another; ``close`` it, or use it as a context manager.
+    """A pool that builds the candidates of one Problem after another; ``close`` it, or use it as a context manager.
 
-    artifacts: the directory for what is built; None: that of the default store.
-
-    The process that builders are forked from is started at the first build that is needed, and kept.
+    artifacts: the directory for built files; None: that of the default store. The process that builders are forked from
+    is started at the first build, and kept running.
     """
 
     def __init__(self, limits: BuildLimits | None = None, artifacts: Path | None = None) -> None:
         self._limits, self._artifacts = limits or BuildLimits(), artifacts
         self._count = self._limits.builders or len(allowed_cpus())
-        self._slots = _Slots(self._count)
+        self._slots = _BuildSlots(self._count)
         self._host: Host | None = None
         self._background: ThreadPoolExecutor | None = None
-        self._early: dict[tuple[str, str], _Early] = {}
+        self._early_builds: dict[tuple[str, str], _EarlyBuild] = {}
 
     def __call__(
         self, problem: Problem, candidates: Iterable[Candidate], target: Target
     ) -> dict[str, Artifact | Verdict]:
-        """Build candidates side by side; what became of each, by its id, in the order given.
+        """Build candidates in parallel and return the outcome of each, by its id, in the order given.
 
-        Each is built in a process of its own, within time and memory; one that fails, crashes or hangs has a Verdict
-        (build_failed, unsupported, out_of_memory, crashed, hung) and costs no other. Prebuilt backends (those that
-        inherit ``Backend.build``) and artifacts that are there need no process. Call it before any timing, and with all
+        Each is built in a process of its own, within time and memory limits. One that fails, crashes or hangs has a
+        Verdict (build_failed, unsupported, out_of_memory, crashed, hung) and affects no other. Prebuilt backends (those
+        that inherit ``Backend.build``) and existing artifacts need no process. Call it before any timing, and with all
         candidates at once. Raises WorkerStartError when no process can be started, ValueError for an unknown backend.
         """
         chosen = {candidate.id: candidate for candidate in candidates}
-        done: dict[str, Artifact | Verdict] = {}
+        results: dict[str, Artifact | Verdict] = {}
         compiled: list[Candidate] = []
         for candidate in chosen.values():
-            made = _at_hand(problem, candidate, target, self._artifacts)
-            if made is not None:
-                done[candidate.id] = made
+            artifact = _existing_artifact(problem, candidate, target, self._artifacts)
+            if artifact is not None:
+                results[candidate.id] = artifact
             else:
                 compiled.append(candidate)
         if compiled:
-            done |= self._build_all(problem, compiled, target)
-        return {name: done[name] for name in chosen}
+            results |= self._build_all(problem, compiled, target)
+        return {name: results[name] for name in chosen}
 
     def ahead(self, problem: Problem, candidates: Iterable[Candidate], target: Target) -> None:
-        """Begin to build what a later call for this Problem will ask for, and return. One processor is left alone, and
-        what a call waits for comes first. Only where this disturbs no timing; never raises."""
-        wanted = {c.id: c for c in candidates if (problem.key, c.id) not in self._early}
-        with contextlib.suppress(WorkerError, ValueError):  # a call that needs it will say so
-            todo = [candidate for candidate in wanted.values() if self._is_missing(problem, candidate, target)]
-            if not todo:
+        """Begin to build candidates that a later call for this Problem will ask for, and return.
+
+        One processor is left free, and builds that a call waits for come first. Use it only where this disturbs no
+        timing; never raises.
+        """
+        requested = {c.id: c for c in candidates if (problem.key, c.id) not in self._early_builds}
+        with contextlib.suppress(WorkerError, ValueError):  # a later call that needs the build raises the error
+            missing = [candidate for candidate in requested.values() if self._is_missing(problem, candidate, target)]
+            if not missing:
                 return
-            jobs = self._jobs(problem, todo, target)
+            jobs = self._jobs(problem, missing, target)
             self._background = self._background or ThreadPoolExecutor(self._count, thread_name_prefix="gemmtune-ahead")
-            for candidate in todo:
+            for candidate in missing:
                 claim = threading.Lock()
-                done = self._background.submit(self._build_early, self._slots, jobs, candidate, claim)
-                self._early[problem.key, candidate.id] = _Early(claim, done)
+                future = self._background.submit(self._build_early, self._slots, jobs, candidate, claim)
+                self._early_builds[problem.key, candidate.id] = _EarlyBuild(claim, future)
 
     def close(self) -> None:
-        """End the process that builders are forked from, and with it what is being built. Idempotent."""
+        """End the process that builders are forked from, and the builds in progress. Idempotent."""
         self._slots.close()
         if self._host is not None:
             self._host.close()
         if self._background is not None:
             self._background.shutdown(cancel_futures=True)
         self._host = self._background = None
-        self._early.clear()
-        self._slots = _Slots(self._count)
+        self._early_builds.clear()
+        self._slots = _BuildSlots(self._count)
 
     def __enter__(self) -> Builders:
         return self
@@ -123,36 +126,38 @@ class Builders:
         self, problem: Problem, candidates: list[Candidate], target: Target
     ) -> dict[str, Artifact | Verdict]:
         jobs = self._jobs(problem, candidates, target)
-        slots, early = self._slots, self._early
+        slots, early_builds = self._slots, self._early_builds
         pool = ThreadPoolExecutor(self._count, thread_name_prefix="gemmtune-build")
 
         def build(candidate: Candidate) -> Artifact | Verdict:
-            begun = early.pop((problem.key, candidate.id), None)
-            if begun is not None and not begun.claim.acquire(blocking=False):
-                with contextlib.suppress(WorkerError, CancelledError):  # then it is built here
-                    return begun.done.result()
-            with slots.taken(urgent=True):
+            early_build = early_builds.pop((problem.key, candidate.id), None)
+            if early_build is not None and not early_build.claim.acquire(blocking=False):
+                with contextlib.suppress(WorkerError, CancelledError):  # otherwise this thread builds it
+                    return early_build.future.result()
+            with slots.acquired(urgent=True):
                 return jobs.build(candidate)
 
         finished = False
         try:
-            found = list(pool.map(build, candidates))
+            built = list(pool.map(build, candidates))
             finished = True
-        finally:  # Ctrl-C too: what is waiting is dropped, and what runs loses its host
+        finally:  # also on Ctrl-C: waiting builds are dropped, and running ones lose their host
             if not finished:
                 self.close()
             pool.shutdown(cancel_futures=True)
-        return {candidate.id: result for candidate, result in zip(candidates, found, strict=True)}
+        return {candidate.id: result for candidate, result in zip(candidates, built, strict=True)}
 
     @staticmethod
-    def _build_early(slots: _Slots, jobs: _Jobs, candidate: Candidate, claim: threading.Lock) -> Artifact | Verdict:
-        with slots.taken(urgent=False):
+    def _build_early(
+        slots: _BuildSlots, jobs: _Jobs, candidate: Candidate, claim: threading.Lock
+    ) -> Artifact | Verdict:
+        with slots.acquired(urgent=False):
             if not claim.acquire(blocking=False):
                 raise WorkerError("a call that could not wait builds it")
-            return _at_hand(jobs.problem, candidate, jobs.target, jobs.artifacts) or jobs.build(candidate)
+            return _existing_artifact(jobs.problem, candidate, jobs.target, jobs.artifacts) or jobs.build(candidate)
 
     def _is_missing(self, problem: Problem, candidate: Candidate, target: Target) -> bool:
-        return _at_hand(problem, candidate, target, self._artifacts) is None
+        return _existing_artifact(problem, candidate, target, self._artifacts) is None
 
     def _jobs(self, problem: Problem, candidates: list[Candidate], target: Target) -> _Jobs:
         limits = self._limits
@@ -167,25 +172,25 @@ class Builders:
         return self._host
 
 
-class _Slots:
-    """So many builds at once. Those that somebody waits for go first; the others leave one of several slots alone."""
+class _BuildSlots:
+    """A limit on concurrent builds. Urgent builds go first; the others leave one of several slots free."""
 
     def __init__(self, count: int) -> None:
-        self._free, self._spared, self._urgent, self._closed = count, min(1, count - 1), 0, False
+        self._free, self._reserved, self._urgent, self._closed = count, min(1, count - 1), 0, False
         self._changed = threading.Condition()
 
     def close(self) -> None:
-        """Raise WorkerStartError in whoever waits, and in whoever comes."""
+        """Raise WorkerStartError in every thread that waits or arrives later."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     @contextlib.contextmanager
-    def taken(self, *, urgent: bool) -> Iterator[None]:
+    def acquired(self, *, urgent: bool) -> Iterator[None]:
         with self._changed:
             self._urgent += urgent
             try:
-                self._changed.wait_for(lambda: self._closed or self._open(urgent))
+                self._changed.wait_for(lambda: self._closed or self._is_available(urgent))
             finally:
                 self._urgent -= urgent
             if self._closed:
@@ -198,21 +203,21 @@ class _Slots:
                 self._free += 1
                 self._changed.notify_all()
 
-    def _open(self, urgent: bool) -> bool:
-        return self._free > 0 if urgent else self._free > self._spared and not self._urgent
+    def _is_available(self, urgent: bool) -> bool:
+        return self._free > 0 if urgent else self._free > self._reserved and not self._urgent
 
 
 @dataclass(frozen=True, slots=True)
-class _Early:
-    """A build begun ahead of its time. claim: taken by whoever builds it."""
+class _EarlyBuild:
+    """A build that was begun before a call asked for it. claim: acquired by the thread that builds it."""
 
     claim: threading.Lock
-    done: Future[Artifact | Verdict]
+    future: Future[Artifact | Verdict]
 
 
 @dataclass(frozen=True, slots=True)
 class _Jobs:
-    """What builds of one Problem have in common. memory: bytes a builder; artifacts: as ``Builders`` has it."""
+    """The common inputs of the builds of one Problem. memory: bytes per builder; artifacts: as in ``Builders``."""
 
     host: Host
     problem: Problem
@@ -222,11 +227,11 @@ class _Jobs:
     artifacts: Path | None
 
     def build(self, candidate: Candidate) -> Artifact | Verdict:
-        """Build one in a process of its own. Raises WorkerStartError when there can be none."""
+        """Build one candidate in a process of its own. Raises WorkerStartError when no process can be started."""
         with contextlib.closing(Process(self.host, self.limits.build_s)) as process:
             try:
                 artifacts = None if self.artifacts is None else str(self.artifacts)
-                _send(process, Setup(self.target.to_dict(), backends.guests(), artifacts=artifacts))
+                _send(process, Setup(self.target.to_dict(), backends.plugins(), artifacts=artifacts))
                 expect(process.reply(self.limits.start_s, ignore), Ready)
             except (Lost, WorkerError) as error:
                 raise WorkerStartError(f"no process to build in could be started: {error}") from error
@@ -235,7 +240,7 @@ class _Jobs:
                 built = expect(process.reply(self.limits.build_s, ignore), Built)
             except Lost as lost:
                 return lost.verdict
-            except WorkerError as error:  # it declined, or babbled
+            except WorkerError as error:  # it declined, or sent another reply
                 return Verdict("build_failed", str(error))
         if built.verdict is not None:
             return built.verdict
@@ -250,24 +255,27 @@ def prebuild(
     limits: BuildLimits | None = None,
     artifacts: Path | None = None,
 ) -> dict[str, Artifact | Verdict]:
-    """Build the candidates of one Problem; see ``Builders``."""
+    """Build the candidates of one Problem and return the outcomes; see ``Builders``."""
     with Builders(limits, artifacts) as builders:
         return builders(problem, candidates, target)
 
 
 def is_prebuilt(backend: Backend) -> bool:
-    """Whether there is nothing to build: the backend's kernels came with it."""
+    """Whether the backend has nothing to build, because it comes with its kernels."""
     return type(backend).build is Backend.build
 
 
-def _at_hand(problem: Problem, candidate: Candidate, target: Target, artifacts: Path | None) -> Artifact | None:
-    """What needs no building. Raises ValueError for an unknown backend."""
+def _existing_artifact(
+    problem: Problem, candidate: Candidate, target: Target, artifacts: Path | None
+) -> Artifact | None:
+    """Return the artifact of a candidate that needs no building, else None. Raises ValueError for an unknown
+    backend."""
     backend = backends.get(candidate.backend)
     with artifacts_in(artifacts):
-        made = backend.artifact(problem, candidate, target)
-    return backend.build(problem, candidate, target) if made is None and is_prebuilt(backend) else made
+        artifact = backend.artifact(problem, candidate, target)
+    return backend.build(problem, candidate, target) if artifact is None and is_prebuilt(backend) else artifact
 
 
 def _send(process: Process, request: Request) -> None:
-    with contextlib.suppress(OSError):  # one that is gone is found out by its reply
+    with contextlib.suppress(OSError):  # ``reply`` reports a process that is gone
         process.send(request)

@@ -1,4 +1,4 @@
-"""What a worker process may take: memory, and no core dumps."""
+"""Limits of a worker process: its memory, and no core dumps."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 def limit_memory(allowance: int) -> None:
     """Let this process allocate ``allowance`` bytes more than it has now; 0 changes nothing.
 
-    RLIMIT_DATA counts private writable memory, so that what is mapped from files (torch's libraries) is free. Beyond
-    it allocations fail with an error that costs a candidate, where the kernel's OOM killer might choose any process.
+    RLIMIT_DATA counts private writable memory, so that mapped files (torch's libraries) are free. Beyond the limit an
+    allocation fails with an error that costs one candidate, where the kernel's OOM killer might choose any process.
     Does nothing where the platform has no such limit.
     """
     if allowance <= 0:
@@ -18,15 +18,15 @@ def limit_memory(allowance: int) -> None:
         import resource
 
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        wanted = _data_bytes() + allowance
-        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        limit = _data_bytes() + allowance
+        soft = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
     except (ImportError, OSError, ValueError):
         return
 
 
 def no_core_dumps() -> None:
-    """A crash writes no image of this process to disk: it holds gigabytes at times, and the parent waits for it."""
+    """Disable core dumps of this process: a dump may hold gigabytes, and the parent waits for it."""
     try:
         import resource
 
@@ -37,7 +37,8 @@ def no_core_dumps() -> None:
 
 
 def _data_bytes() -> int:
-    """Private writable memory of this process (VmData), in bytes. Raises OSError or ValueError without /proc."""
+    """Return the private writable memory of this process (VmData) in bytes. Raises OSError or ValueError without
+    /proc."""
     for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
         if line.startswith("VmData:"):
             return int(line.split()[1]) * 1024

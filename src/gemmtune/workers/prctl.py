@@ -1,4 +1,4 @@
-"""What a worker asks of the Linux kernel. Each does nothing, and says so, where there is no such thing."""
+"""Requests of a worker to the Linux kernel. Each does nothing and returns False on other systems."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
 
 
 def die_with_parent(parent: int) -> bool:
-    """Have this process killed when the thread that forked it ends. ``parent``: the process that must still be there.
+    """Have this process killed when the thread that forked it ends. ``parent``: the process that must be its parent
+    now.
 
-    Works however either of them ends or hangs, where the end of a pipe needs somebody to read it.
+    This works however either process ends or hangs, where the end of a pipe is noticed only by a process that reads it.
     """
-    done = _prctl(_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before we asked
+    succeeded = _prctl(_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # the parent died before the request
         os._exit(0)
-    return done
+    return succeeded
 
 
 def adopt_orphans() -> bool:
-    """Become the parent of every descendant whose own parent ends: daemons cannot slip away."""
+    """Become the parent of every descendant whose own parent ends, so that daemons cannot escape."""
     return _prctl(_SET_CHILD_SUBREAPER, 1)
 
 
 def die_first() -> bool:
-    """Offer this process to the kernel's out-of-memory killer before any other."""
+    """Make this process the first choice of the kernel's out-of-memory killer."""
     try:
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     except OSError:
@@ -46,7 +47,7 @@ def _prctl(option: int, value: int) -> bool:
 def _libc_prctl() -> ctypes._NamedFuncPointer | None:
     if not sys.platform.startswith("linux"):
         return None
-    found: ctypes._NamedFuncPointer | None = getattr(ctypes.CDLL(None), "prctl", None)
-    if found is not None:
-        found.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
-    return found
+    function: ctypes._NamedFuncPointer | None = getattr(ctypes.CDLL(None), "prctl", None)
+    if function is not None:
+        function.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
+    return function

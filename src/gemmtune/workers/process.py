@@ -1,7 +1,7 @@
-"""The parent's side of isolation: hosts, the workers forked from them, and an end of both that is certain.
+"""The parent's side of isolation: hosts and the workers forked from them, both of which are certain to end.
 
-A ``Host`` is one spawned interpreter with torch loaded; each ``Process`` is a worker forked from it, behind pipes:
-frames in, frames out, a deadline on every answer. See ``host`` for the other side.
+A ``Host`` is one spawned interpreter with torch loaded. Each ``Process`` is a worker forked from it, behind pipes that
+carry frames in both directions, with a deadline on every reply. See ``host`` for the child's side.
 """
 
 from __future__ import annotations
@@ -26,24 +26,25 @@ import msgspec
 
 from ..core.decision import Verdict
 from ..core.errors import WorkerError
-from ..timing.outcome import Leading
-from .control import ENDED, FORK, KILL, PRELOAD, SIZE, STARTED, pack, unpack
+from ..timing.outcome import LeaderUpdate
+from .heartbeat import Heartbeat
+from .host_protocol import ENDED, FORK, KILL, PRELOAD, SIZE, STARTED, pack, unpack
+from .process_tags import VARIABLE, kill_tagged
 from .protocol import Alive, FrameReader, Reply, Request, decode_reply, encode_frame
-from .pulse import Pulse
-from .tags import VARIABLE, sweep
 
-# The child's sys.path is the parent's: what the parent can import, a worker can.
+# The child's sys.path is the parent's, so that a worker can import every module that the parent can.
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from gemmtune.workers.host import main; main(*map(int, sys.argv[2:]))"
 )
-_LOG_KEPT = 4000
-_POLL_S = 0.2  # how often to look whether the process still lives (a grandchild may hold its pipe open)
-_END_S = 2.0  # what an orderly end may take before it is forced
+_LOG_BYTES = 4000
+_POLL_S = 0.2  # seconds between two checks that the process is alive (a grandchild may hold its pipe open)
+_EXIT_S = 2.0  # seconds for an orderly end before it is forced
 _SEND_S = 2.0
-_LAST_CALL_S = 0.5  # for reading what arrived while this process itself was stopped or starved beyond the deadline
+# Seconds for reading replies that arrived while this process itself was stopped or starved beyond the deadline.
+_LAST_CALL_S = 0.5
 
-Progress = Callable[[Leading], None]
+Progress = Callable[[LeaderUpdate], None]
 
 
 class Lost(Exception):
@@ -53,15 +54,16 @@ class Lost(Exception):
 
 
 class Host:
-    """A spawned process that forks workers; several threads may have workers of one host. Raises WorkerError.
+    """A spawned process that forks workers; several threads may have workers of one host. The constructor raises
+    WorkerError when the process cannot be spawned.
 
-    preload: modules that it imports first, so that every worker has them at once.
+    preload: modules that the host imports first, so that every worker has them at once.
     """
 
     def __init__(self, preload: Sequence[str] = ()) -> None:
         self.tag, self._owner = secrets.token_hex(8), os.getpid()
         self._lock = threading.Lock()
-        self._unborn: deque[Process] = deque()
+        self._pending_forks: deque[Process] = deque()
         self._ended: dict[int, int] = {}
         self._log = bytearray()
         self._control, theirs = socket.socketpair()
@@ -90,99 +92,101 @@ class Host:
         return self._popen.poll() is None
 
     def fork(self, process: Process, fds: list[int]) -> None:
-        """Ask for a worker with these descriptors. A host that is gone is found out by ``ended``."""
+        """Request a worker with these file descriptors. When the host is gone, ``ended`` reports it."""
         with self._lock, contextlib.suppress(OSError):
-            self._unborn.append(process)
+            self._pending_forks.append(process)
             socket.send_fds(self._control, [pack(FORK)], fds)
 
     def ended(self, process: Process) -> str | None:
-        """How a worker ended, in words; None while it lives, or is yet to be forked."""
+        """Return how a worker ended, in words; None while it is alive, or is yet to be forked."""
         with self._lock:
-            self._hear()
+            self._receive()
             if process.pid == 0:
                 return "no worker could be forked: too many processes, or too little memory"
             if process.pid in self._ended:
-                return _how_it_ended(self._ended[process.pid])
-            return None if self.alive else self._how_the_host_ended()
+                return _describe_exit(self._ended[process.pid])
+            return None if self.alive else self._describe_host_end()
 
-    def _how_the_host_ended(self) -> str:
+    def _describe_host_end(self) -> str:
         printed = self._read_log()
-        text = f"its host is gone: {_how_it_ended(self._popen.wait())}"
+        text = f"its host is gone: {_describe_exit(self._popen.wait())}"
         return f"{text}; it printed: {printed}" if printed else text
 
-    def _hear(self) -> None:
-        """Take in what the host has to say. Call with the lock held."""
+    def _receive(self) -> None:
+        """Process the host's messages and output received so far. The caller must hold the lock."""
         with contextlib.suppress(OSError):
             while len(data := self._control.recv(SIZE)) == SIZE:
-                kind, pid, status = unpack(data)
-                if kind == STARTED and self._unborn:
-                    self._ended.pop(pid, None)  # numbers come around
-                    self._unborn.popleft().pid = pid
-                elif kind == ENDED:
+                message, pid, status = unpack(data)
+                if message == STARTED and self._pending_forks:
+                    self._ended.pop(pid, None)  # process ids are reused
+                    self._pending_forks.popleft().pid = pid
+                elif message == ENDED:
                     self._ended[pid] = status
         self._read_log()
 
     def _read_log(self) -> str:
         assert self._popen.stdout is not None  # stdout=PIPE
         while not self._popen.stdout.closed and (data := _read(self._popen.stdout.fileno())):
-            self._log = (self._log + data)[-_LOG_KEPT:]
+            self._log = (self._log + data)[-_LOG_BYTES:]
         return self._log.decode(errors="replace").strip()[-1000:]
 
     def end(self, process: Process) -> None:
-        """Kill a worker and all that it left behind; returns when they are gone, or the whole host with them.
+        """Kill a worker and its orphans. Returns when they are gone, or when the whole host has been closed instead.
 
         Does nothing in a fork of the parent.
         """
         if self._owner != os.getpid():
             return
-        deadline = time.monotonic() + _END_S
-        asked = False
+        deadline = time.monotonic() + _EXIT_S
+        kill_sent = False
         while self.ended(process) is None and time.monotonic() < deadline:
-            if process.pid and not asked:
+            if process.pid and not kill_sent:
                 with self._lock, contextlib.suppress(OSError):
                     self._control.send(pack(KILL, process.pid))
-                asked = True
-            if process.pid is None:  # its host is still loading torch: there is nothing to wait for
+                kill_sent = True
+            if process.pid is None:  # the host is still loading torch: no worker to wait for
                 break
             time.sleep(0.001)
         if self.ended(process) is None or not self.alive:
             self.close()
 
     def close(self) -> None:
-        """End the host, its workers and everything they started. Idempotent; does nothing in a fork of the parent."""
+        """End the host, its workers and every process that they started. Idempotent; does nothing in a fork of the
+        parent."""
         if self._owner == os.getpid():
-            self._control.close()  # it takes that for the end
-            if self.alive and not self._ends_itself():
+            self._control.close()  # the host ends when its socket closes
+            if self.alive and not self._exits():
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(self._popen.pid, signal.SIGKILL)
-                with contextlib.suppress(subprocess.TimeoutExpired):  # asleep in the kernel: it dies when it wakes
-                    self._popen.wait(_END_S)
-            sweep(self.tag)
-        with self._lock:  # others may be reading
+                # Uninterruptible in the kernel: it dies when it wakes.
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._popen.wait(_EXIT_S)
+            kill_tagged(self.tag)
+        with self._lock:  # other threads may be reading
             if self._popen.stdout is not None:
                 self._popen.stdout.close()
 
-    def _ends_itself(self) -> bool:
+    def _exits(self) -> bool:
         try:
-            # Before its first fork it is loading torch and does not listen: it may as well be killed.
-            self._popen.wait(0.0 if self._unborn else _END_S)
+            # Before its first fork the host is loading torch and reads no requests: it may be killed at once.
+            self._popen.wait(0.0 if self._pending_forks else _EXIT_S)
         except subprocess.TimeoutExpired:
             return False
         return True
 
 
 class Process:
-    """One worker with its pipes: requests to it, replies from it, and what it prints, kept short.
+    """One worker with its pipes: requests to the worker, replies from it, and the last part of its output.
 
     silence_s: see ``worker.Limits``.
     """
 
     def __init__(self, host: Host, silence_s: float) -> None:
-        self.pid: int | None = None  # until the host has told; 0 when it could not fork
+        self.pid: int | None = None  # None until the host reports it; 0 when the host could not fork
         self._host, self._silence_s = host, silence_s
-        self._pulse = Pulse(silence_s)
+        self._heartbeat = Heartbeat(silence_s)
         self._frames, self._log = FrameReader(), bytearray()
-        self._marker = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the process
+        self._marker = tempfile.TemporaryFile()  # noqa: SIM115 - the file is needed as long as the process runs
         self._marker.truncate(4096)
         child_in, self._to = os.pipe()
         self._from, child_out = os.pipe()
@@ -199,7 +203,8 @@ class Process:
         os.set_blocking(self._to, False)
 
     def send(self, request: Request) -> None:
-        """Raises OSError when it is gone, or reads nothing for seconds: ``reply`` finds out which."""
+        """Send a request. Raises OSError when the worker is gone, or reads nothing for seconds: ``reply`` reports
+        which."""
         data = memoryview(encode_frame(request))
         deadline = time.monotonic() + _SEND_S
         while data:
@@ -211,31 +216,32 @@ class Process:
                 time.sleep(0.01)
 
     def marker(self) -> int:
-        """The number of the kernel that ran last in a race; 0 for none."""
+        """Return the number of the kernel that ran last in a race; 0 for none."""
         return os.pread(self._marker.fileno(), 1, 0)[0]
 
     def reply(self, limit_s: float, progress: Progress) -> Reply:
-        """The next reply that is not progress. Raises Lost when the process dies, babbles, takes too long or is stuck.
+        """Return the next reply that is not progress.
 
-        An answer that was there at the deadline counts, even if this process was kept from reading it.
+        Raises Lost when the process dies, sends malformed messages, takes too long or is stuck. A reply that arrived
+        before the deadline counts, even if this process could not read it in time.
         """
         start = time.monotonic()
         deadline = start + limit_s
-        if self._pulse.started:  # nobody listened for its beats meanwhile
-            self._pulse.beat(start)
+        if self._heartbeat.started:  # nobody read its heartbeats meanwhile
+            self._heartbeat.beat(start)
         while True:
             body = self._next_frame(deadline, limit_s)
             try:
                 message = decode_reply(body)
             except msgspec.MsgspecError as error:
-                raise self._loss("crashed", f"it sent something that is not a message: {error}") from None
+                raise self._end_as_lost("crashed", f"it sent something that is not a message: {error}") from None
             now = time.monotonic()
-            self._pulse.beat(now)
-            if not isinstance(message, Leading | Alive):
+            self._heartbeat.beat(now)
+            if not isinstance(message, LeaderUpdate | Alive):
                 return message
             if now > deadline + _LAST_CALL_S:
-                raise self._loss("hung", f"no answer within {limit_s:.1f} s")
-            if isinstance(message, Leading):
+                raise self._end_as_lost("hung", f"no answer within {limit_s:.1f} s")
+            if isinstance(message, LeaderUpdate):
                 progress(message)
 
     def _next_frame(self, deadline: float, limit_s: float) -> bytes:
@@ -243,24 +249,24 @@ class Process:
             try:
                 body = self._frames.next()
             except ValueError as error:
-                raise self._loss("crashed", f"it sent something that is not a message: {error}") from None
+                raise self._end_as_lost("crashed", f"it sent something that is not a message: {error}") from None
             if body is not None:
                 return body
-            ended = self._host.ended(self)  # looked at before reading: what it sent before it died still counts
-            left = deadline - time.monotonic()
-            if self._pump(0.0 if ended else max(0.0, min(left, _POLL_S))):
+            ended = self._host.ended(self)  # checked before reading: replies sent before the worker died still count
+            remaining_s = deadline - time.monotonic()
+            if self._pump(0.0 if ended else max(0.0, min(remaining_s, _POLL_S))):
                 continue
             if ended:
-                raise self._loss("crashed", ended)
-            if left <= 0:
-                raise self._loss("hung", f"no answer within {limit_s:.1f} s")
-            if self.pid and (silence := self._pulse.fault(self.pid, time.monotonic())):
-                raise self._loss("hung", silence)
+                raise self._end_as_lost("crashed", ended)
+            if remaining_s <= 0:
+                raise self._end_as_lost("hung", f"no answer within {limit_s:.1f} s")
+            if self.pid and (silence := self._heartbeat.fault(self.pid, time.monotonic())):
+                raise self._end_as_lost("hung", silence)
 
     def _pump(self, wait_s: float) -> bool:
-        """Read what there is; whether the reply pipe gave anything."""
-        got = False
-        if not self._selector.get_map():  # both pipes are at their end: it is ending
+        """Read the available data. Returns whether the reply pipe delivered any."""
+        received = False
+        if not self._selector.get_map():  # both pipes are at their end: the worker is ending
             time.sleep(min(wait_s, 0.005))
             return False
         for key, _ in self._selector.select(wait_s):
@@ -271,22 +277,22 @@ class Process:
                 self._selector.unregister(key.fd)
             elif key.fd == self._from:
                 self._frames.feed(data)
-                got = True
+                received = True
             else:
-                self._log = (self._log + data)[-_LOG_KEPT:]
-        return got
+                self._log = (self._log + data)[-_LOG_BYTES:]
+        return received
 
-    def _loss(self, kind: Any, text: str) -> Lost:
+    def _end_as_lost(self, verdict_kind: Any, text: str) -> Lost:
         self._host.end(self)
-        for _ in range(64):  # as much as pipes hold
+        for _ in range(64):  # up to the capacity of the pipes
             if not self._selector.get_map() or not self._selector.select(0.0):
                 break
             self._pump(0.0)
         printed = self._log.decode(errors="replace").strip()
-        return Lost(Verdict(kind, f"{text}; it printed: {printed[-1000:]}" if printed else text))
+        return Lost(Verdict(verdict_kind, f"{text}; it printed: {printed[-1000:]}" if printed else text))
 
     def close(self) -> None:
-        """End it, what it left behind included, and close everything. Idempotent."""
+        """End the worker and its orphans, and close all file descriptors. Idempotent."""
         if self._to < 0:
             return
         self._host.end(self)
@@ -299,7 +305,7 @@ class Process:
 
 
 def _read(fd: int) -> bytes | None:
-    """What can be read now; None for nothing yet, empty at the end."""
+    """Return the data that can be read now; None when there is none yet, empty at the end of the file."""
     try:
         return os.read(fd, 1 << 16)
     except BlockingIOError:
@@ -308,7 +314,7 @@ def _read(fd: int) -> bytes | None:
         return b""
 
 
-def _how_it_ended(status: int) -> str:
+def _describe_exit(status: int) -> str:
     if status >= 0:
         return f"the worker exited with status {status}"
     try:

@@ -1,4 +1,4 @@
-"""What the tuner and a worker say to each other: messages as data, framed as a length and JSON. No pickle."""
+"""The protocol between the tuner and a worker: messages are data, framed as a length and JSON. No pickle."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import msgspec
 
 from ..core.decision import Verdict
 from ..timing.clock import Latency
-from ..timing.outcome import Leading, Raced
+from ..timing.outcome import LeaderUpdate, Raced
 
-BEAT_S = 1.0  # a worker says that it lives about this often
+BEAT_S = 1.0  # seconds between two heartbeats of a worker
 _LENGTH = 4
 MAX_FRAME = 64 << 20
 
 
 class Setup(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """First request: the target to work for, and backends from outside as name -> ``module:Class``.
+    """The first request: the Target, and registered backends as name -> ``module:Class`` in ``guests``.
 
-    warm: make the target's device ready (builders leave it alone). latency: how a GPU's calls are timed. artifacts: the
-    directory for what is built (None: that of the default store).
+    warm: initialise the target's device (builders leave it alone). latency: how a GPU's calls are timed. artifacts: the
+    directory for built files (None: that of the default store).
     """
 
     target: dict[str, Any]
@@ -31,7 +31,8 @@ class Setup(msgspec.Struct, tag=True, forbid_unknown_fields=True):
 
 
 class Open(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """Take up a problem: make its operands and its oracle. memory: bytes the job may allocate there; 0 = unlimited."""
+    """Request to open a problem: to prepare its operands and its oracle. memory: bytes that the worker may allocate for
+    it; 0 = unlimited."""
 
     problem: dict[str, Any]
     seed: int = 0
@@ -39,21 +40,26 @@ class Open(msgspec.Struct, tag=True, forbid_unknown_fields=True):
 
 
 class Attempt(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """Build, load, pack, time roughly and check quickly. worth_s: slower ones are not worth checking; None: all are."""
+    """Request to build, load and pack a candidate, measure its screening time and check it quickly.
+
+    worth_s: slower candidates are not checked; None: all are.
+    """
 
     candidate: dict[str, Any]
     worth_s: float | None = None
 
 
 class Confirm(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """Check fully: what makes a candidate eligible."""
+    """Request to check a candidate fully, which makes it eligible."""
 
     candidate: dict[str, Any]
 
 
 class Race(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """Race confirmed candidates for ``budget_s`` seconds. hot: each call finds its operands in the cache. earlier_s:
-    seconds per call measured before, by candidate id."""
+    """Request to race confirmed candidates for ``budget_s`` seconds.
+
+    hot: each call has its operands in the cache. earlier_s: seconds per call measured before, by candidate id.
+    """
 
     candidates: list[dict[str, Any]]
     budget_s: float
@@ -63,7 +69,7 @@ class Race(msgspec.Struct, tag=True, forbid_unknown_fields=True):
 
 
 class Build(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """Build one candidate and nothing else: no operands are made. memory: as in Open."""
+    """Request to build one candidate and nothing else: no operands are prepared. memory: as in Open."""
 
     problem: dict[str, Any]
     candidate: dict[str, Any]
@@ -71,13 +77,14 @@ class Build(msgspec.Struct, tag=True, forbid_unknown_fields=True):
 
 
 class Ready(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """Reply to Setup, Open. bytes: what the operands of the problem take."""
+    """Reply to Setup and Open. bytes: the size of the problem's operands."""
 
     bytes: int = 0
 
 
 class Attempted(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """Reply to Attempt. verdict: None when it was too slow to be checked. times_s: rough cold times, seconds a call."""
+    """Reply to Attempt. verdict: None when the candidate was too slow to be checked. times_s: cold screening times in
+    seconds per call."""
 
     verdict: Verdict | None
     packing: str | None = None
@@ -87,13 +94,13 @@ class Attempted(msgspec.Struct, tag=True, forbid_unknown_fields=True):
 
 
 class Confirmed(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """Reply to Confirm."""
+    """Reply to Confirm: the verdict of the full check."""
 
     verdict: Verdict
 
 
 class Built(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """Reply to Build. verdict: why there is no artifact; None when there is. path: None when nothing is on disk."""
+    """Reply to Build. verdict: why there is no artifact; None when there is one. path: None when nothing is on disk."""
 
     verdict: Verdict | None = None
     digest: str = ""
@@ -101,18 +108,18 @@ class Built(msgspec.Struct, tag=True, forbid_unknown_fields=True):
 
 
 class Alive(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """The heartbeat, at any time."""
+    """The heartbeat, sent at any time."""
 
 
 class Failed(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """The request could not be carried out, by no fault of a candidate."""
+    """Reply that the request could not be carried out, by no fault of a candidate. memory: whether memory ran out."""
 
     detail: str
     memory: bool = False
 
 
 Request = Setup | Open | Attempt | Confirm | Race | Build
-Reply = Ready | Attempted | Confirmed | Raced | Built | Leading | Alive | Failed
+Reply = Ready | Attempted | Confirmed | Raced | Built | LeaderUpdate | Alive | Failed
 
 _requests: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
 _replies: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
@@ -126,13 +133,13 @@ def write_frame(fd: int, message: Request | Reply) -> None:
 
 
 def encode_frame(message: Request | Reply) -> bytes:
-    """One message as it travels."""
+    """Return one message as a frame."""
     body = msgspec.json.encode(message)
     return len(body).to_bytes(_LENGTH, "little") + body
 
 
 class FrameReader:
-    """Collects bytes as they come and gives whole frames back."""
+    """A buffer that collects received bytes and returns complete frames."""
 
     def __init__(self) -> None:
         self._data = bytearray()
@@ -141,7 +148,8 @@ class FrameReader:
         self._data += data
 
     def next(self) -> bytes | None:
-        """The next whole frame's body, or None. Raises ValueError for a frame no worker would send."""
+        """Return the next complete frame's body, or None. Raises ValueError for a frame larger than any worker
+        sends."""
         if len(self._data) < _LENGTH:
             return None
         length = int.from_bytes(self._data[:_LENGTH], "little")
@@ -155,10 +163,10 @@ class FrameReader:
 
 
 def decode_request(body: bytes) -> Request:
-    """Raises msgspec.MsgspecError when malformed."""
+    """Return the decoded request. Raises msgspec.MsgspecError when it is malformed."""
     return _requests.decode(body)
 
 
 def decode_reply(body: bytes) -> Reply:
-    """Raises msgspec.MsgspecError when malformed."""
+    """Return the decoded reply. Raises msgspec.MsgspecError when it is malformed."""
     return _replies.decode(body)

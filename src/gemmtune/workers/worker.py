@@ -1,7 +1,8 @@
-"""The parent's side of a worker: a process that may crash or hang, and costs only the candidate it had in hand.
+"""The parent's side of a worker: a process that may crash or hang, at the cost of only the candidate that it was
+working on.
 
-``Worker`` and ``LocalWorker`` answer the same calls; the second does the work in this process (tests, debugging),
-where a crash is a crash.
+``Worker`` and ``LocalWorker`` have the same methods. ``LocalWorker`` does the work in this process (for tests and
+debugging), where a candidate's crash takes the process along.
 """
 
 from __future__ import annotations
@@ -19,37 +20,39 @@ from ..core.errors import WorkerError
 from ..core.problem import Problem
 from ..core.target import Target
 from ..timing.clock import Latency
-from ..timing.outcome import Leading, Raced
+from ..timing.outcome import LeaderUpdate, Raced
 from ..verify.inputs import operand_bytes
 from .process import Host, Lost, Process
 from .protocol import Attempt, Attempted, Confirm, Confirmed, Failed, Open, Race, Ready, Reply, Request, Setup
 
-Progress = Callable[[Leading], None]
+Progress = Callable[[LeaderUpdate], None]
 R = TypeVar("R")
 Judged = TypeVar("Judged", Attempted, Confirmed)
 
-_OPERANDS, _SPARE, _GPU_SPARE = 16, 4 << 30, 16 << 30  # a GPU's oracle is float64 throughout, in large blocks
-_DAMAGING = ("crashed", "out_of_memory")  # verdicts of candidates that may have taken the process with them
+# A GPU's oracle is float64 throughout, in large blocks.
+_OPERAND_MULTIPLE, _SPARE_BYTES, _SPARE_BYTES_GPU = 16, 4 << 30, 16 << 30
+_DAMAGING = ("crashed", "out_of_memory")  # verdicts of candidates that may have damaged the process
 
 
-def _text(path: Path | None) -> str | None:
+def _path_or_none(path: Path | None) -> str | None:
     return None if path is None else str(path)
 
 
-def ignore(leading: Leading) -> None:
-    """The progress that nobody watches."""
+def ignore(leading: LeaderUpdate) -> None:
+    """Ignore a progress message: the default callback."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How long a worker may take, in seconds, and what it may allocate.
+    """Time limits of a worker in seconds, and its memory limit in bytes.
 
-    start_s: from spawning to being ready. open_s: making operands and oracle. try_s: one candidate's build, load,
-    packing, checking and rough timing. race_slack_s: beyond twice a race's budget. silence_s: without a heartbeat
-    before it is given up, however busy; a third of it for one that computes nothing, two seconds for one that is
-    stopped. A native call may hold the interpreter's lock, and with it the heartbeat, for all of its run: longer than
-    any single call is worth. memory: bytes beyond what a fresh worker has, on a GPU of its memory; 0 chooses 16 times
-    the operands plus 4 GiB (a GPU: 16 GiB; candidates that dequantise up front are legal).
+    start_s: from spawning to being ready. open_s: preparing operands and oracle. try_s: one candidate's build, load,
+    packing, checking and screening time. race_slack_s: added to twice a race's budget. silence_s: without a heartbeat
+    before the worker is killed, even when it computes; a third of it for a worker that computes nothing, two seconds
+    for one that is stopped. A native call may hold the interpreter's lock, and with it the heartbeat, for its whole
+    run, which may be longer than any useful single call. memory: bytes beyond those of a fresh worker, on a GPU of
+    device memory; 0 chooses 16 times the operands plus 4 GiB (a GPU: 16 GiB; candidates that dequantise up front are
+    legal).
     """
 
     start_s: float = 60.0
@@ -61,7 +64,8 @@ class Limits:
 
 
 class WorkerLost(WorkerError):
-    """The worker died or was killed over a deadline. ``candidate_id``: the one it had in hand, if any."""
+    """The loss of a worker, which died or was killed over a deadline. ``candidate_id``: the candidate that it was
+    working on, if any."""
 
     def __init__(self, verdict: Verdict, candidate_id: str | None) -> None:
         super().__init__(f"the worker was lost: {verdict.kind}: {verdict.detail}")
@@ -69,19 +73,19 @@ class WorkerLost(WorkerError):
 
 
 class Declined(WorkerError):
-    """The worker lives, and says that it cannot do what was asked."""
+    """The reply of a living worker that it cannot carry out the request."""
 
 
-class OutOfTurn(WorkerError):
-    """The worker sent a well-formed answer to something else."""
+class UnexpectedReply(WorkerError):
+    """A well-formed reply of the worker to another request."""
 
 
 class WorkerStartError(WorkerError):
-    """No worker can be started here: the environment's fault, not a candidate's or a problem's."""
+    """The failure to start any worker on this machine: a fault of the environment, not of a candidate or a problem."""
 
 
-class Hands(Protocol):
-    """Who does the work for a tuner."""
+class MeasurementWorker(Protocol):
+    """A measurement worker: it opens a problem, and attempts, confirms and races candidates for a tuner."""
 
     def start(self) -> None: ...
 
@@ -109,32 +113,32 @@ class Hands(Protocol):
 
 
 class LocalWorker:
-    """The same work in this process, without any protection. Leaves torch's thread count as it found it."""
+    """A measurement worker in this process, without any protection. ``close`` restores torch's thread count."""
 
     def __init__(self, target: Target, *, latency: Latency = "graph", artifacts: Path | None = None) -> None:
         import torch
 
-        from .job import Desk
+        from .job import RequestHandler
 
         self._progress: Progress = ignore
         self._threads = torch.get_num_threads()
-        self._desk = Desk(lambda leading: self._progress(leading))
-        self._desk.answer(Setup(target.to_dict(), latency=latency, artifacts=_text(artifacts)))
+        self._handler = RequestHandler(lambda leading: self._progress(leading))
+        self._handler.answer(Setup(target.to_dict(), latency=latency, artifacts=_path_or_none(artifacts)))
 
     def start(self) -> None:
-        """There is nothing to start."""
+        """Do nothing: no process has to be started."""
 
     def wait(self) -> None:
-        """There is nothing to wait for."""
+        """Do nothing: this process is ready."""
 
     def open(self, problem: Problem, seed: int) -> None:
-        self._desk.answer(Open(problem.to_dict(), seed))
+        self._handler.answer(Open(problem.to_dict(), seed))
 
     def attempt(self, candidate: Candidate, deadline_s: float | None = None, worth_s: float | None = None) -> Attempted:
-        return expect(self._desk.answer(Attempt(candidate.to_dict(), worth_s)), Attempted)
+        return expect(self._handler.answer(Attempt(candidate.to_dict(), worth_s)), Attempted)
 
     def confirm(self, candidate: Candidate, deadline_s: float | None = None) -> Confirmed:
-        return expect(self._desk.answer(Confirm(candidate.to_dict())), Confirmed)
+        return expect(self._handler.answer(Confirm(candidate.to_dict())), Confirmed)
 
     def race(
         self,
@@ -147,7 +151,7 @@ class LocalWorker:
     ) -> Raced:
         self._progress = progress
         request = Race([c.to_dict() for c in candidates], budget_s, seed, hot, dict(earlier_s))
-        return expect(self._desk.answer(request), Raced)
+        return expect(self._handler.answer(request), Raced)
 
     def close(self) -> None:
         import torch
@@ -162,18 +166,19 @@ class LocalWorker:
 
 
 class Worker:
-    """A process in a session of its own, forked from a spawned host at the first need and again after each loss.
+    """A measurement worker in a process with its own session, forked from a spawned host when first needed and after
+    each loss.
 
     ``attempt`` and ``confirm`` turn a loss into a Verdict (``crashed`` or ``hung``); ``race`` raises WorkerLost naming
-    the candidate that was running. Either way the next call starts a fresh worker and opens the problem again.
-    Backends added by ``backends.register`` exist in the worker too. Not for use by several threads at once.
+    the candidate that was running. In both cases the next call starts a fresh worker and opens the problem again.
+    Backends added by ``backends.register`` exist in the worker too. Not thread-safe.
 
-    A candidate that fails where another crashed before it, in the same process, may be that one's victim (a device
-    context that is lost, a heap that is damaged): unless a candidate known to be right still is, it is tried again in
-    a fresh worker, and that verdict counts. (A worker that finds its own device context lost ends itself.)
+    A candidate that fails after another crashed in the same process may be a victim of that crash (a lost device
+    context, a damaged heap). Unless a candidate that passed before still passes, the failed one is tried again in a
+    fresh worker, and that verdict counts. (A worker that finds its own device context lost ends itself.)
 
-    latency: how a GPU's calls are timed; see ``cuda.CudaClock``. artifacts: the directory for what is built; None: that
-    of the default store.
+    latency: how a GPU's calls are timed; see ``cuda_clock.CudaClock``. artifacts: the directory for built files; None:
+    that of the default store.
     """
 
     def __init__(
@@ -185,27 +190,30 @@ class Worker:
         artifacts: Path | None = None,
     ) -> None:
         self._target, self._limits = target, limits or Limits()
-        self._setup = Setup(target.to_dict(), backends.guests(), warm=True, latency=latency, artifacts=_text(artifacts))
+        self._setup = Setup(
+            target.to_dict(), backends.plugins(), warm=True, latency=latency, artifacts=_path_or_none(artifacts)
+        )
         self._host: Host | None = None
         self._process: Process | None = None
         self._problem: Open | None = None
         self._opened = self._ready_once = False
-        self._suspect = False  # something failed in this process in a way that may have damaged it
-        self._sound: Candidate | None = None  # one that was right on this problem
+        self._suspect = False  # a failure may have damaged this process
+        self._sound: Candidate | None = None  # a candidate that was right on this problem
         self.starts = 0
 
     @property
     def pid(self) -> int | None:
-        """The worker's process id while there is one."""
+        """The worker's process id; None while no worker runs."""
         return None if self._process is None else self._process.pid
 
     @property
     def tag(self) -> str | None:
-        """What marks the environment of all processes that come of this worker (see ``tags``); None without a host."""
+        """The mark in the environment of all processes that descend from this worker (see ``tags``); None without a
+        host."""
         return None if self._host is None else self._host.tag
 
     def start(self) -> None:
-        """Start spawning, without waiting: importing torch takes seconds that the parent can use."""
+        """Begin to spawn a worker, without waiting: importing torch takes seconds that the parent can use."""
         if self._process is not None:
             return
         if self._host is not None and not self._host.alive:
@@ -215,22 +223,23 @@ class Worker:
         self.starts += 1
         self._process = Process(self._host, self._limits.silence_s)
         self._opened = self._ready_once = self._suspect = False
-        with contextlib.suppress(OSError):  # a worker that is gone is found out by receiving
-            self._setup.guests = backends.guests()
+        with contextlib.suppress(OSError):  # receiving the reply reports a worker that is gone
+            self._setup.guests = backends.plugins()
             self._process.send(self._setup)
 
     def open(self, problem: Problem, seed: int) -> None:
-        """Take up a problem. Raises WorkerError when its operands or oracle cannot be made."""
-        spare = _SPARE if self._target.device == "cpu" else _GPU_SPARE
-        memory = self._limits.memory or _OPERANDS * operand_bytes(problem) + spare
+        """Set the problem to work on. Raises WorkerError when its operands or oracle cannot be prepared."""
+        spare = _SPARE_BYTES if self._target.device == "cpu" else _SPARE_BYTES_GPU
+        memory = self._limits.memory or _OPERAND_MULTIPLE * operand_bytes(problem) + spare
         self._problem, self._opened, self._sound = Open(problem.to_dict(), seed, memory), False, None
         try:
-            self._ready()
+            self._open_problem()
         except WorkerLost as loss:
             raise WorkerError(f"the worker was lost while preparing {problem.key}: {loss.verdict.detail}") from loss
 
     def attempt(self, candidate: Candidate, deadline_s: float | None = None, worth_s: float | None = None) -> Attempted:
-        """See ``job.Job.attempt``. deadline_s: seconds it may take (default: the limits')."""
+        """Screen a candidate; see ``job.ProblemSession.attempt``. deadline_s: the seconds allowed (default:
+        ``Limits.try_s``)."""
 
         def once() -> Attempted:
             try:
@@ -238,11 +247,14 @@ class Worker:
             except WorkerLost as loss:
                 return Attempted(loss.verdict)
 
-        return self._fairly(candidate, once)
+        return self._attempt_fairly(candidate, once)
 
     def confirm(self, candidate: Candidate, deadline_s: float | None = None) -> Confirmed:
-        """See ``job.Job.confirm``. deadline_s: seconds it may take, where that is more than the limits'. What it took
-        before says little: some operands take a CPU a hundred times as long."""
+        """Check a candidate fully; see ``job.ProblemSession.confirm``. deadline_s: the seconds allowed, where that is
+        more than the limits'.
+
+        The time that the candidate took before is no guide: some operands take a CPU a hundred times as long.
+        """
         limit_s = max(deadline_s or 0.0, self._limits.try_s)
 
         def once() -> Confirmed:
@@ -251,7 +263,7 @@ class Worker:
             except WorkerLost as loss:
                 return Confirmed(loss.verdict)
 
-        return self._fairly(candidate, once)
+        return self._attempt_fairly(candidate, once)
 
     def race(
         self,
@@ -262,23 +274,24 @@ class Worker:
         hot: bool = False,
         earlier_s: Mapping[str, float] = {},
     ) -> Raced:
-        """Race confirmed candidates, on operands in the cache if ``hot``. earlier_s: seconds per call before, by id.
+        """Race confirmed candidates, on operands in the cache if ``hot``. earlier_s: seconds per call measured before,
+        by id.
 
-        Raises WorkerLost with the id of the one that was running when it died.
+        Raises WorkerLost with the id of the candidate that was running when the worker died.
         """
         request = Race([candidate.to_dict() for candidate in candidates], budget_s, seed, hot, dict(earlier_s))
         try:
             return self._ask(request, 2.0 * budget_s + self._limits.race_slack_s, Raced, progress)
         except WorkerLost as loss:
             if loss.candidate_id is not None:
-                place = int(loss.candidate_id) - 1
-                culprit = candidates[place].id if 0 <= place < len(candidates) else None
+                index = int(loss.candidate_id) - 1
+                culprit = candidates[index].id if 0 <= index < len(candidates) else None
                 raise WorkerLost(loss.verdict, culprit) from loss
             raise
 
     def close(self) -> None:
-        """End the worker and everything it started. Idempotent."""
-        self._drop()
+        """End the worker and every process that it started. Idempotent."""
+        self._end_process()
         if self._host is not None:
             self._host.close()
         self._host = None
@@ -289,19 +302,20 @@ class Worker:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _drop(self) -> None:
-        """End this process; the next need starts another."""
+    def _end_process(self) -> None:
+        """End this process; the next request starts another."""
         if self._process is not None:
             self._process.close()
         self._process, self._opened, self._suspect = None, False, False
 
-    def _fairly(self, candidate: Candidate, once: Callable[[], Judged]) -> Judged:
-        """What ``once`` says of a candidate; said again by a fresh worker if this one may be to blame."""
-        suspect = self._suspect
+    def _attempt_fairly(self, candidate: Candidate, once: Callable[[], Judged]) -> Judged:
+        """Return the result of ``once`` for a candidate, repeated in a fresh worker if this worker may be to blame for
+        a failure."""
+        was_suspect = self._suspect
         result = once()
         verdict = result.verdict
-        if suspect and verdict is not None and not verdict.ok and not self._still_works():
-            self._drop()
+        if was_suspect and verdict is not None and not verdict.ok and not self._recheck_sound_candidate():
+            self._end_process()
             result = once()
             verdict = result.verdict
         if verdict is not None and verdict.ok:
@@ -310,8 +324,8 @@ class Worker:
             self._suspect = self._suspect or verdict.kind in _DAMAGING
         return result
 
-    def _still_works(self) -> bool:
-        """Whether a candidate that was right before is right in this process now."""
+    def _recheck_sound_candidate(self) -> bool:
+        """Whether a candidate that was right before is still right in this process."""
         if self._process is None or self._sound is None:
             return False
         try:
@@ -322,18 +336,19 @@ class Worker:
         self._suspect = verdict is None or not verdict.ok
         return not self._suspect
 
-    def _ready(self) -> None:
-        """A running worker with the problem open."""
+    def _open_problem(self) -> None:
+        """Ensure that a worker runs and has the problem open."""
         if self._process is not None and self._opened:
             return
         if self._problem is None:
             raise WorkerError("the worker has no problem to work on; call open() first")
         self.wait()
-        self._soundly(self._problem, self._limits.open_s, Ready)
+        self._exchange_or_replace(self._problem, self._limits.open_s, Ready)
         self._opened = True
 
     def wait(self) -> None:
-        """Start if need be, and wait until it is ready. Raises WorkerStartError when it does not get there."""
+        """Start a worker if none runs, and wait until it is ready. Raises WorkerStartError when it does not become
+        ready."""
         self.start()
         if self._ready_once:
             return
@@ -344,56 +359,65 @@ class Worker:
             raise WorkerStartError(f"the worker process could not be started: {error}") from error
         self._ready_once = True
 
-    def _ask(self, request: Request, limit_s: float, kind: type[R], progress: Progress = ignore) -> R:
+    def _ask(self, request: Request, limit_s: float, reply_type: type[R], progress: Progress = ignore) -> R:
         try:
-            self._ready()
-        except WorkerLost as loss:  # reopening died: not this candidate's doing
+            self._open_problem()
+        except WorkerLost as loss:  # the loss happened while reopening: not the candidate's fault
             raise WorkerError(f"the worker was lost while reopening the problem: {loss.verdict.detail}") from loss
-        return self._soundly(request, limit_s, kind, progress)
+        return self._exchange_or_replace(request, limit_s, reply_type, progress)
 
-    def _soundly(self, request: Request, limit_s: float, kind: type[R], progress: Progress = ignore) -> R:
-        """The reply; a worker that something crashed in before and that now declines is replaced, and asked again."""
+    def _exchange_or_replace(
+        self, request: Request, limit_s: float, reply_type: type[R], progress: Progress = ignore
+    ) -> R:
+        """Return the reply to a request.
+
+        A worker that declines after something crashed in it is replaced, and the request is sent again.
+        """
         try:
-            return self._exchange(request, limit_s, kind, progress)
+            return self._exchange(request, limit_s, reply_type, progress)
         except Declined:
             if not self._suspect:
                 raise
-        self._drop()
+        self._end_process()
         if request is self._problem:
             self.wait()
         else:
-            self._ready()
-        return self._exchange(request, limit_s, kind, progress)
+            self._open_problem()
+        return self._exchange(request, limit_s, reply_type, progress)
 
-    def _exchange(self, request: Request, limit_s: float, kind: type[R], progress: Progress = ignore) -> R:
-        assert self._process is not None  # _ready() or start() came first
-        with contextlib.suppress(OSError):  # a worker that is gone is found out by receiving
+    def _exchange(self, request: Request, limit_s: float, reply_type: type[R], progress: Progress = ignore) -> R:
+        assert self._process is not None  # after _open_problem() or start()
+        with contextlib.suppress(OSError):  # receiving the reply reports a worker that is gone
             self._process.send(request)
-        return self._receive(limit_s, kind, progress)
+        return self._receive(limit_s, reply_type, progress)
 
-    def _receive(self, limit_s: float, kind: type[R], progress: Progress) -> R:
-        """The reply, once the progress before it has been passed on. Any way of not getting one ends the worker."""
-        assert self._process is not None  # start() came first
+    def _receive(self, limit_s: float, reply_type: type[R], progress: Progress) -> R:
+        """Return the reply, after passing on the progress messages before it. Ends the worker when no proper reply
+        arrives."""
+        assert self._process is not None  # after start()
         try:
-            return expect(self._process.reply(limit_s, progress), kind)
+            return expect(self._process.reply(limit_s, progress), reply_type)
         except Lost as lost:
-            place = self._process.marker()
-            self._drop()
-            raise WorkerLost(lost.verdict, str(place) if place else None) from None
-        except OutOfTurn as error:  # what else it says cannot be told from answers to what we ask next
-            self._drop()
+            marker = self._process.marker()
+            self._end_process()
+            raise WorkerLost(lost.verdict, str(marker) if marker else None) from None
+        except UnexpectedReply as error:  # its later messages cannot be told apart from replies to later requests
+            self._end_process()
             raise WorkerLost(Verdict("crashed", str(error)), None) from None
         except Declined:
             raise
-        except BaseException:  # Ctrl-C, or a fault in whoever watches: never leave it running
+        except BaseException:  # Ctrl-C, or an error in the progress callback: never leave the worker running
             self.close()
             raise
 
 
-def expect(reply: Reply, kind: type[R]) -> R:
-    """The reply if it is of that kind. Raises Declined when the worker says it cannot, OutOfTurn for anything else."""
-    if isinstance(reply, kind):
+def expect(reply: Reply, reply_type: type[R]) -> R:
+    """Return the reply if it is of the given type.
+
+    Raises Declined when the worker replied that it cannot carry out the request, OutOfTurn for any other reply.
+    """
+    if isinstance(reply, reply_type):
         return reply
     if isinstance(reply, Failed):
         raise Declined(f"the worker could not do it: {reply.detail}")
-    raise OutOfTurn(f"the worker answered {type(reply).__name__} where {kind.__name__} was expected")
+    raise UnexpectedReply(f"the worker answered {type(reply).__name__} where {reply_type.__name__} was expected")

@@ -1,6 +1,7 @@
-"""The worker's side: one process that does jobs for a parent it does not trust to live, with code it does not trust.
+"""The worker's side: one process that carries out requests. Its parent may die at any time, and the code that it runs
+may do anything.
 
-Forked by ``host``; never imported by anything else.
+Forked by ``host``; no other module imports it.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ from .protocol import BEAT_S, Alive, Failed, FrameReader, Reply, Request, decode
 
 
 class Channel:
-    """The way back to the parent, for several threads of one process."""
+    """The pipe to the parent, shared by several threads of one process."""
 
     def __init__(self, fd: int) -> None:
         self._fd, self._pid, self._lock = fd, os.getpid(), threading.Lock()
 
     def send(self, reply: Reply) -> None:
-        """Blocks until it is written. Ends the process when the parent is gone, or when it is a fork of the worker.
+        """Send a reply; blocks until it is written. Ends the process when the parent is gone, or when it is a fork of
+        the worker.
 
-        A kernel that forks returns twice; the child would answer for the worker, and once more later on.
+        A kernel that forks returns twice; the child would reply in the worker's place, and once more later on.
         """
         if os.getpid() != self._pid:
             os._exit(0)
@@ -42,14 +44,15 @@ class Channel:
 def main(read_fd: int, write_fd: int, marker_fd: int) -> None:
     """Answer requests from ``read_fd`` on ``write_fd`` until the parent closes its end.
 
-    marker_fd: a small shared file where the race notes which candidate is running.
+    marker_fd: a small shared file in which the race notes the candidate that is running.
     """
     for fd in (read_fd, write_fd, marker_fd):
         os.set_inheritable(fd, False)
     die_first()
     no_core_dumps()
     adopt_orphans()
-    os.environ[OVERLAP] = "0"  # candidates are timed alone: whether kernels overlap is a matter of what is around them
+    # Candidates are timed alone, and whether kernels overlap depends on the work around them.
+    os.environ[OVERLAP] = "0"
     channel = Channel(write_fd)
     requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(read_fd, requests), daemon=True).start()
@@ -58,7 +61,7 @@ def main(read_fd: int, write_fd: int, marker_fd: int) -> None:
 
 
 def _listen(read_fd: int, requests: queue.SimpleQueue[Request]) -> None:
-    """Reads in a thread of its own, so that a parent's death ends this process even in the middle of a job."""
+    """Read requests in a thread of its own, so that the parent's death ends this process even during a request."""
     frames = FrameReader()
     while data := os.read(read_fd, 1 << 16):
         frames.feed(data)
@@ -72,26 +75,27 @@ def _listen(read_fd: int, requests: queue.SimpleQueue[Request]) -> None:
 
 
 def _beat(channel: Channel) -> None:
-    """Says that this process lives. Needs the interpreter's lock, so that its silence tells of a stuck holder, too."""
+    """Send heartbeats. Each needs the interpreter's lock, so that silence also reveals a thread that holds the lock for
+    long."""
     while True:
         channel.send(Alive())
         time.sleep(BEAT_S)
 
 
 def _serve(requests: queue.SimpleQueue[Request], channel: Channel, marker_fd: int) -> None:
-    from .job import ContextLost, Desk  # the host has loaded it
+    from .job import ContextLost, RequestHandler  # the host has imported it
 
-    desk = Desk(channel.send, marker_fd)
+    handler = RequestHandler(channel.send, marker_fd)
     while True:
         request = requests.get()
         reply: Reply
         try:
-            reply = desk.answer(request)
-        except ContextLost as error:  # the parent hears that this process died, and of what
+            reply = handler.answer(request)
+        except ContextLost as error:  # the parent learns that this process died, and why
             print(error, file=sys.stderr, flush=True)
             os._exit(5)
         except MemoryError as error:
             reply = Failed(f"out of memory: {error}", memory=True)
-        except Exception as error:  # the parent hears what happened, whatever it was
+        except Exception as error:  # the parent is told of any error
             reply = Failed(f"{type(error).__name__}: {error}")
         channel.send(reply)

@@ -1,6 +1,7 @@
-"""ATen: every way PyTorch itself offers, each verified and raced like any other candidate.
+"""ATen: every formulation that PyTorch itself offers, each verified and raced like any other candidate.
 
-The first legal candidate of a problem is what PyTorch's users would call; ``composite`` is legal for every problem.
+The first legal candidate of a problem is the op that PyTorch's users would call. ``composite`` is legal for every
+problem.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from ...core.weights import PackedWeight
 from ..base import Artifact, Availability, Backend, Kernel
 from .cuda_dense import BmmWide, MmActivated, MmPadded, MmPaddedOnce, MmWide
 from .cuda_narrow import Int4PackCuda, IntMmPadded, IntMmPaddedOnce, ScaledMmPadded, ScaledMmWide, Upcast, UpcastOnce
-from .dense import Bmm, BmmTransposed, Composite, Mkldnn, Mm, MmCopied, MmTransposed, dense_layouts, undo_dense
+from .dense import Bmm, BmmTransposed, Composite, Mkldnn, Mm, MmCopied, MmTransposed, is_dense_layout, unpack_dense
 from .kernel import AtenKernel
-from .quantized import Dequantized, Int4Pack, Int8Pack, IntMm, IntMmCopied, IntMmTransposed, ScaledMm, undo_quant
+from .quantized import Dequantized, Int4Pack, Int8Pack, IntMm, IntMmCopied, IntMmTransposed, ScaledMm, unpack_quantized
 
 _TEMPLATES: tuple[type[AtenKernel], ...] = (
     Mm, Mkldnn, MmTransposed, MmCopied, MmWide, MmActivated, MmPadded, MmPaddedOnce, Bmm, BmmTransposed, BmmWide,
@@ -32,17 +33,20 @@ _BY_NAME = {template.template: template for template in _TEMPLATES}
 
 
 def _templates(problem: Problem, target: Target | None) -> Iterator[type[AtenKernel]]:
-    """Those of the problem's family; what only CUDA has is not even mentioned on a CPU."""
+    """Yield the templates of the problem's family. Templates that exist only on CUDA are skipped on a CPU, so that they
+    are not even listed as illegal."""
     cuda = target is not None and target.device == "cuda"
     for template in _TEMPLATES:
         if problem.family in template.family and (cuda or not template.cuda_only):
             yield template
 
 
-def _illegal(template: type[AtenKernel], problem: Problem, config: Mapping[str, Scalar], target: Target | None) -> str:
+def _why_illegal(
+    template: type[AtenKernel], problem: Problem, config: Mapping[str, Scalar], target: Target | None
+) -> str:
     if target is not None and target.device == "cuda":
-        return template.refuses_cuda(problem, config, target) or template.illegal(problem, config)
-    return template.illegal(problem, config) or template.refuses_cpu(problem, config)
+        return template.why_unsupported_on_cuda(problem, config, target) or template.why_illegal(problem, config)
+    return template.why_illegal(problem, config) or template.why_unsupported_on_cpu(problem, config)
 
 
 class AtenBackend(Backend):
@@ -57,18 +61,19 @@ class AtenBackend(Backend):
         for template in _templates(problem, target):
             for config in template.configs(problem):
                 candidate = Candidate.make(self.name, template.template, **config)
-                reason = _illegal(template, problem, config, target)
+                reason = _why_illegal(template, problem, config, target)
                 yield Illegal(candidate, reason) if reason else candidate
 
     def packing_of(self, problem: Problem, candidate: Candidate) -> str | None:
         return _BY_NAME[candidate.template].layout(problem, dict(candidate.config))
 
-    def plain(self, problem: Problem, target: Target | None = None) -> Candidate:
-        """The candidate that is what PyTorch's users would call for this problem on a Target (default: a CPU)."""
+    def default_candidate(self, problem: Problem, target: Target | None = None) -> Candidate:
+        """Return the candidate that is the op PyTorch's users would call for this problem on a Target (default: a CPU).
+        Raises KernelError where no template is legal."""
         for template in _templates(problem, target):
             for config in template.configs(problem):
-                usual = template.layout(problem, {"order": "row"}) is None
-                if usual and not _illegal(template, problem, config, target):
+                takes_raw_b = template.layout(problem, {"order": "row"}) is None
+                if takes_raw_b and not _why_illegal(template, problem, config, target):
                     return Candidate.make(self.name, template.template, **config)
         raise KernelError(f"no ATen formulation for {problem.key}")
 
@@ -83,10 +88,10 @@ class AtenBackend(Backend):
         return _digest()
 
     def unpack(self, packed: PackedWeight) -> Any:
-        if dense_layouts(packed.layout):
-            return undo_dense(packed)
+        if is_dense_layout(packed.layout):
+            return unpack_dense(packed)
         if packed.layout.startswith(("aten:int4pack/", "aten:int4pack_cuda/", "aten:dequant/", "aten:cast/")):
-            return undo_quant(packed)
+            return unpack_quantized(packed)
         raise PackedWeightError(f"layout {packed.layout!r} is not one of the ATen backend's")
 
 

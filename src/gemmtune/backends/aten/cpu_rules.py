@@ -1,4 +1,5 @@
-"""What the operators of this torch take on a CPU, where versions differ: tried once, on a few elements."""
+"""Which operands the operators of this torch take on a CPU, where versions of torch differ: each operator is tried
+once, on a few elements."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from ...core.torch_compat import DisableTorchDispatch, DisableTorchFunction, int
 @cache
 def int_mm_takes_uint8() -> bool:
     """Whether ``torch._int_mm`` multiplies uint8 by int8 (torch 2.10 and 2.11 raise RuntimeError)."""
-    with DisableTorchFunction(), DisableTorchDispatch():  # modes would answer for other devices
+    with DisableTorchFunction(), DisableTorchDispatch():  # an active mode would answer for another device
         a, b = torch.full((1, 2), 200, dtype=torch.uint8), torch.ones(2, 1, dtype=torch.int8)
         try:
             return int(int_mm(a, b)) == 400
@@ -23,7 +24,8 @@ def int_mm_takes_uint8() -> bool:
 
 @cache
 def scaled_mm_takes_rows() -> bool:
-    """Whether ``torch._scaled_mm`` takes a scale a row and column (torch 2.10 and 2.11 fail an assertion of theirs)."""
+    """Whether ``torch._scaled_mm`` takes one scale per row and column (in torch 2.10 and 2.11 an internal assertion
+    fails)."""
     with DisableTorchFunction(), DisableTorchDispatch():
         a, one = torch.ones(2, 16).to(torch.float8_e4m3fn), torch.ones(2, 1)
         try:
@@ -32,15 +34,15 @@ def scaled_mm_takes_rows() -> bool:
             return False
 
 
-def refuses_uint8(problem: Problem) -> str:
-    """Why ``torch._int_mm`` does not take the activations on a CPU; empty when it does."""
+def why_no_uint8(problem: Problem) -> str:
+    """Return why ``torch._int_mm`` does not take the problem's activations on a CPU; empty when it does."""
     if problem.a.dtype != "uint8" or int_mm_takes_uint8():
         return ""
     return f"_int_mm of torch {torch.__version__} takes no uint8 on CPUs"
 
 
-def refuses_rows(problem: Problem) -> str:
-    """Why ``torch._scaled_mm`` does not take the scales on a CPU; empty when it does."""
+def why_no_row_scales(problem: Problem) -> str:
+    """Return why ``torch._scaled_mm`` does not take the problem's scales on a CPU; empty when it does."""
     if problem.epilogue[0].axis == "tensor" or scaled_mm_takes_rows():
         return ""
     return f"_scaled_mm of torch {torch.__version__} takes one scale per tensor on CPUs"

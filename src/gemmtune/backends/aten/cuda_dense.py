@@ -1,6 +1,7 @@
-"""Floating-point products that only CUDA has: results from the float32 accumulator, fused activations, padding.
+"""Floating-point products that only CUDA offers: results from the float32 accumulator, fused activations, padding.
 
-Each also runs on a CPU (widening its operands), where it is never a candidate: so its arithmetic is tested anywhere.
+Each also runs on a CPU (converting its operands to a wide dtype), where it is never a candidate, so that its arithmetic
+is tested on any machine.
 """
 
 from __future__ import annotations
@@ -17,37 +18,37 @@ from ...core.problem import Problem
 from ...core.torch_compat import addmm_activation
 from ...core.weights import PackedWeight
 from .cuda_rules import HALVES
-from .dense import PADDED, same_floats
+from .dense import PADDED, why_not_one_float_dtype
 from .fusion import Fused, addmm_prefix
-from .kernel import Sliced, WritesOut, constant_b, dense_pack, packed_as
-from .padding import ALIGN, as_rows, padded, up, wide_bmm, wide_mm
+from .kernel import OutVariantKernel, SlicedKernel, dense_packed_weight, require_layout, why_not_packable
+from .padding import ALIGN, as_rows, padded, round_up, wide_bmm, wide_mm
 
 
-def _halves(problem: Problem) -> str:
-    reason = same_floats(problem)
+def _why_not_half(problem: Problem) -> str:
+    reason = why_not_one_float_dtype(problem)
     return reason or ("" if problem.a.dtype in HALVES else f"for bfloat16 and float16; got {problem.a.dtype}")
 
 
-class MmWide(WritesOut):
-    """``torch.mm(.., out_dtype=float32)``: the accumulator unrounded, for a wider output or an epilogue of any kind."""
+class MmWide(OutVariantKernel):
+    """``torch.mm(.., out_dtype=float32)``: the unrounded accumulator, for a wider output or an epilogue of any kind."""
 
     template = "mm_wide"
     cuda_only = True
 
     @classmethod
-    def refuses(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+    def why_unsupported(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
         if not problem.epilogue and problem.out_dtype == problem.a.dtype:
             return "the output is rounded to the operands' dtype at once, as torch.mm does"
-        return _halves(problem)
+        return _why_not_half(problem)
 
     @classmethod
-    def natural(cls, problem: Problem) -> str:
+    def product_dtype(cls, problem: Problem) -> str:
         return "float32"
 
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
         return wide_mm(a, b)
 
-    def write(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
+    def product_out(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
         if a.is_cuda:
             torch.mm(a, b, out_dtype=torch.float32, out=out)
         else:
@@ -63,28 +64,28 @@ class BmmWide(MmWide):
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
         return wide_bmm(a, b)
 
-    def write(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
+    def product_out(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
         out.copy_(wide_bmm(a, b))
 
 
-class MmActivated(WritesOut):
-    """``torch._addmm_activation``: cuBLASLt's epilogue of bias and relu, or bias and gelu (its tanh form)."""
+class MmActivated(OutVariantKernel):
+    """``torch._addmm_activation``: cuBLASLt's epilogue of bias and relu, or bias and gelu (in its tanh form)."""
 
     template = "addmm_act"
     cuda_only = True
     operators = ("addmm_activation",)
 
     @classmethod
-    def refuses(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+    def why_unsupported(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
         fused = addmm_prefix(problem)
         if fused.axis != "col" or fused.beta != 1.0:
             return "_addmm_activation wants a bias first, of the operands' dtype"
         if len(problem.epilogue) == fused.steps or problem.epilogue[fused.steps].kind not in ("relu", "gelu_tanh"):
             return "_addmm_activation wants relu or gelu (tanh) after the bias"
-        return same_floats(problem)
+        return why_not_one_float_dtype(problem)
 
     @classmethod
-    def fuses(cls, problem: Problem) -> Fused:
+    def fused_prefix(cls, problem: Problem) -> Fused:
         fused = addmm_prefix(problem)
         steps = min(fused.steps + 1, len(problem.epilogue))
         return replace(fused, steps=steps)
@@ -96,19 +97,20 @@ class MmActivated(WritesOut):
         result: Tensor = addmm_activation(aux[0], a, b, alpha=self.fused.alpha, use_gelu=self._gelu)
         return result
 
-    def write(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
+    def product_out(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
         addmm_activation(aux[0], a, b, alpha=self.fused.alpha, use_gelu=self._gelu, out=out)
 
 
-class MmPadded(Sliced):
-    """Operands whose rows are no multiple of 16 bytes, padded with zeros so that tensor cores read them whole."""
+class MmPadded(SlicedKernel):
+    """``torch.mm`` with zero padding for operands whose rows are not a multiple of 16 bytes, so that tensor cores can
+    load full rows."""
 
     template = "mm_pad"
     cuda_only = True
 
     @classmethod
-    def refuses(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
-        reason = _halves(problem)
+    def why_unsupported(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+        reason = _why_not_half(problem)
         if reason:
             return reason
         if min(problem.m, problem.n, problem.k) == 0:
@@ -117,49 +119,49 @@ class MmPadded(Sliced):
         return "K and N are multiples of 8: nothing to pad" if aligned else ""
 
     @classmethod
-    def natural(cls, problem: Problem) -> str:
+    def product_dtype(cls, problem: Problem) -> str:
         direct = not problem.epilogue and problem.out_dtype == problem.a.dtype
         return problem.a.dtype if direct else "float32"
 
     @classmethod
-    def scratch(cls, problem: Problem) -> int:
-        rows = problem.m + (up(problem.n, ALIGN) if cls.layout(problem, {}) is None else 0)
-        return super().scratch(problem) + 2 * up(problem.k, ALIGN) * rows
+    def scratch_bytes(cls, problem: Problem) -> int:
+        rows = problem.m + (round_up(problem.n, ALIGN) if cls.layout(problem, {}) is None else 0)
+        return super().scratch_bytes(problem) + 2 * round_up(problem.k, ALIGN) * rows
 
     def matrix(self, b: Any) -> Tensor:
-        """B with zeros up to multiples of 16 [K', N']."""
-        inner, columns = up(self.problem.k, ALIGN), up(self.problem.n, ALIGN)
+        """Return B padded with zeros to multiples of 16 [K', N']."""
+        inner, columns = round_up(self.problem.k, ALIGN), round_up(self.problem.n, ALIGN)
         return padded(b.t(), columns, inner).t() if b.stride(0) == 1 else padded(b, inner, columns)
 
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
         right = self.matrix(b)
         left = padded(as_rows(a), a.shape[0], right.shape[0])
-        direct = self.natural(self.problem) == self.problem.a.dtype
+        direct = self.product_dtype(self.problem) == self.problem.a.dtype
         return (torch.mm(left, right) if direct else wide_mm(left, right))[:, : self.problem.n]
 
 
 class MmPaddedOnce(MmPadded):
-    """A constant weight padded once, so that only the activations are padded at a call."""
+    """``MmPadded`` with a constant weight that is padded once, so that a call pads only the activations."""
 
     template = "mm_pad_copy"
 
     @classmethod
-    def refuses(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
-        return constant_b(problem) or super().refuses(problem, config)
+    def why_unsupported(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+        return why_not_packable(problem) or super().why_unsupported(problem, config)
 
     @classmethod
     def layout(cls, problem: Problem, config: Mapping[str, Scalar]) -> str | None:
         return PADDED
 
     def matrix(self, b: Any) -> Tensor:
-        return packed_as(b, PADDED).data[0]
+        return require_layout(b, PADDED).data[0]
 
     def pack(self, b: Any) -> PackedWeight:
-        return pad_once(b, self.problem)
+        return padded_packed_weight(b, self.problem)
 
 
-def pad_once(b: Tensor, problem: Problem) -> PackedWeight:
-    """B [K, N] column-major with zeros up to multiples of 16, in memory of its own."""
-    rows = padded(b.t(), up(problem.n, ALIGN), up(problem.k, ALIGN)).contiguous()
+def padded_packed_weight(b: Tensor, problem: Problem) -> PackedWeight:
+    """Return B [K, N] as a PackedWeight: a column-major copy, padded with zeros to multiples of 16."""
+    rows = padded(b.t(), round_up(problem.n, ALIGN), round_up(problem.k, ALIGN)).contiguous()
     data = rows.clone() if rows.data_ptr() == b.data_ptr() else rows
-    return dense_pack(PADDED, data.t(), problem)
+    return dense_packed_weight(PADDED, data.t(), problem)

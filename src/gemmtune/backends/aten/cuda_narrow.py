@@ -1,4 +1,5 @@
-"""Integer, weight-only and fp8 products that only CUDA has or needs; ``cuda_dense`` says why they run on CPUs too."""
+"""Integer, weight-only and fp8 products that only CUDA offers or needs; ``cuda_dense`` says why they run on CPUs
+too."""
 
 from __future__ import annotations
 
@@ -13,17 +14,23 @@ from ...core.problem import Problem
 from ...core.target import Target
 from ...core.torch_compat import convert_weight_to_int4pack, weight_int4pack_mm
 from ...core.weights import PackedWeight, QuantWeight
-from .cuda_dense import pad_once
-from .cuda_rules import HALVES, bytes_layout, scaled_hardware, scaled_kinds, scaled_layout
+from .cuda_dense import padded_packed_weight
+from .cuda_rules import (
+    HALVES,
+    why_byte_layout_unsupported,
+    why_fp8_unsupported,
+    why_scaled_layout_unsupported,
+    why_scales_unsupported,
+)
 from .dense import PADDED
-from .kernel import AtenKernel, Sliced, constant_b, dense_weight_bytes, packed_as
-from .padding import int_product, int_rules, scaled_product, wide_mm
-from .quantized import IntMm, ScaledMm, aligned, nibbles, quant_pack, raw_copies, scaled_operands
+from .kernel import AtenKernel, SlicedKernel, dense_weight_bytes, require_layout, why_not_packable
+from .padding import int_product, scaled_product, why_int_sizes_unsupported, wide_mm
+from .quantized import IntMm, ScaledMm, aligned, clone_raw, nibbles, quantized_packed_weight, scaled_operands
 from .steps import dtype_of
 
 
-class IntMmPadded(Sliced):
-    """``torch._int_mm`` of what its rules on CUDA exclude (few rows, odd K or N, uint8), padded with zeros."""
+class IntMmPadded(SlicedKernel):
+    """``torch._int_mm`` with padding for operands that its rules on CUDA exclude (few rows, odd K or N, uint8)."""
 
     template = "int_mm_pad"
     family = ("int_mm",)
@@ -34,65 +41,70 @@ class IntMmPadded(Sliced):
         return [{"turned": False}, {"turned": True}]
 
     @classmethod
-    def natural(cls, problem: Problem) -> str:
+    def product_dtype(cls, problem: Problem) -> str:
         return "int32"
 
     @classmethod
-    def refuses(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
-        reason = IntMm.refuses(problem, {})
+    def why_unsupported(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+        reason = IntMm.why_unsupported(problem, {})
         if reason:
             return reason
         m, n = (problem.n, problem.m) if config.get("turned") else (problem.m, problem.n)
-        needed = problem.a.dtype == "uint8" or bytes_layout(problem) or int_rules(m, n, problem.k)
+        needed = (
+            problem.a.dtype == "uint8"
+            or why_byte_layout_unsupported(problem)
+            or why_int_sizes_unsupported(m, n, problem.k)
+        )
         return "" if needed else "nothing to pad: _int_mm takes these operands as they are"
 
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
         return int_product(a, b, turned=bool(dict(self.candidate.config).get("turned")))
 
 
-class IntMmPaddedOnce(Sliced):
-    """A constant int8 weight of odd K or N padded once."""
+class IntMmPaddedOnce(SlicedKernel):
+    """``torch._int_mm`` with a constant int8 weight of odd K or N that is padded once."""
 
     template = "int_mm_pad_copy"
     family = ("int_mm",)
     cuda_only = True
 
     @classmethod
-    def natural(cls, problem: Problem) -> str:
+    def product_dtype(cls, problem: Problem) -> str:
         return "int32"
 
     @classmethod
-    def refuses(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+    def why_unsupported(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
         if not (problem.k % 8 or problem.n % 8):
             return "K and N are multiples of 8: the weight needs no padding"
-        return constant_b(problem) or IntMmPadded.refuses(problem, {"turned": False})
+        return why_not_packable(problem) or IntMmPadded.why_unsupported(problem, {"turned": False})
 
     @classmethod
     def layout(cls, problem: Problem, config: Mapping[str, Scalar]) -> str | None:
         return PADDED
 
     def pack(self, b: Any) -> PackedWeight:
-        return pad_once(b, self.problem)
+        return padded_packed_weight(b, self.problem)
 
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
-        weight = packed_as(b, PADDED).data[0]
+        weight = require_layout(b, PADDED).data[0]
         left = torch.nn.functional.pad(a, (0, weight.shape[0] - a.shape[1]))
         return int_product(left, weight)[:, : self.problem.n]
 
 
 class Upcast(AtenKernel):
-    """Integers widened to the activations' dtype (exactly), multiplied, scaled in float32: what users write today."""
+    """Integers converted (exactly) to the activations' dtype, multiplied, and scaled in float32, which is the
+    formulation that users write today."""
 
     template = "upcast"
     family = ("mixed_mm",)
     cuda_only = True
 
     @classmethod
-    def natural(cls, problem: Problem) -> str:
+    def product_dtype(cls, problem: Problem) -> str:
         return "float32"
 
     @classmethod
-    def refuses(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+    def why_unsupported(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
         quant = problem.b.quant
         if quant is None or quant.group is not None or quant.zero_point:
             return "exact only with one scale per output channel and no zero point"
@@ -101,8 +113,8 @@ class Upcast(AtenKernel):
         return ""
 
     @classmethod
-    def scratch(cls, problem: Problem) -> int:
-        return super().scratch(problem) + dense_weight_bytes(problem, problem.a.dtype)
+    def scratch_bytes(cls, problem: Problem) -> int:
+        return super().scratch_bytes(problem) + dense_weight_bytes(problem, problem.a.dtype)
 
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
         acc: Tensor = wide_mm(a, levels(b, a.dtype)) * b.scale.float()
@@ -110,20 +122,22 @@ class Upcast(AtenKernel):
 
 
 def levels(b: QuantWeight, dtype: torch.dtype) -> Tensor:
-    """The weight's integers less their fixed zero (8 for int4) in ``dtype``, which holds them exactly [K, N]."""
+    """Return the weight's integers minus their fixed zero (8 for int4) in ``dtype`` [K, N], which represents them
+    exactly."""
     values = nibbles(b).to(dtype)
     return values.sub_(8) if b.dtype == "int4" else values
 
 
 class UpcastOnce(Upcast):
-    """The same with the integers widened once: twice the weight's bytes and more, which is counted."""
+    """``Upcast`` with integers that are converted once. The copy takes twice the weight's bytes or more, which is
+    counted."""
 
     template = "upcast_once"
     reduced = "keeps a copy of the weight in the activations' dtype"
 
     @classmethod
-    def refuses(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
-        return constant_b(problem) or super().refuses(problem, config)
+    def why_unsupported(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+        return why_not_packable(problem) or super().why_unsupported(problem, config)
 
     @classmethod
     def layout(cls, problem: Problem, config: Mapping[str, Scalar]) -> str | None:
@@ -131,16 +145,16 @@ class UpcastOnce(Upcast):
 
     def pack(self, b: Any) -> PackedWeight:
         wide = levels(b, dtype_of(self.problem.a.dtype))
-        return quant_pack(self.packing or "", (wide, *raw_copies(b)), self.problem)
+        return quantized_packed_weight(self.packing or "", (wide, *clone_raw(b)), self.problem)
 
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
-        packed = packed_as(b, self.packing or "")
+        packed = require_layout(b, self.packing or "")
         acc: Tensor = wide_mm(a, packed.data[0]) * packed.data[2].float()
         return acc
 
 
 class Int4PackCuda(AtenKernel):
-    """``_weight_int4pack_mm``, whose formula is ``(q - 8) * scale + zero``, in bfloat16."""
+    """``_weight_int4pack_mm``, which computes ``(q - 8) * scale + zero``, in bfloat16."""
 
     template = "int4pack_cuda"
     operators = ("convert_weight_to_int4pack", "weight_int4pack_mm")
@@ -148,7 +162,7 @@ class Int4PackCuda(AtenKernel):
     cuda_only = True
 
     @classmethod
-    def refuses(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+    def why_unsupported(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
         quant = problem.b.quant
         if problem.b.dtype != "int4" or quant is None:
             return f"_weight_int4pack_mm takes int4 weights; got {problem.b.dtype}"
@@ -157,11 +171,12 @@ class Int4PackCuda(AtenKernel):
         if problem.a.dtype != "bfloat16" or quant.scale_dtype != "bfloat16":
             return "_weight_int4pack_mm wants bfloat16 activations and scales on CUDA"
         if quant.zero_point:
-            return "the zero points would be rounded to bfloat16"  # after scaling, where ours are taken off before
-        return constant_b(problem) or ("an operand is empty" if problem.m * problem.n == 0 else "")
+            # ATen adds the zero points after scaling; gemmtune subtracts them before.
+            return "the zero points would be rounded to bfloat16"
+        return why_not_packable(problem) or ("an operand is empty" if problem.m * problem.n == 0 else "")
 
     @classmethod
-    def refuses_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
+    def why_unsupported_on_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
         return "" if target.compute_capability >= (8, 0) else "_weight_int4pack_mm needs compute capability 8.0"
 
     @classmethod
@@ -169,35 +184,35 @@ class Int4PackCuda(AtenKernel):
         return f"aten:int4pack_cuda/g{problem.b.quant.group}" if problem.b.quant else None
 
     def pack(self, b: Any) -> PackedWeight:
-        # CUDA's form wants the even element of a pair in the high nibble, and [N, K / 2].
+        # CUDA's form has the even element of a pair in the high nibble, and the shape [N, K / 2].
         pairs = ((b.data << 4) | (b.data >> 4)).t().contiguous()
         blocks = convert_weight_to_int4pack(pairs, _inner_tiles(self.problem.k))
         pair = torch.stack((b.scale, torch.zeros_like(b.scale)), dim=-1).contiguous()
-        return quant_pack(self.packing or "", (blocks, pair, *raw_copies(b)), self.problem)
+        return quantized_packed_weight(self.packing or "", (blocks, pair, *clone_raw(b)), self.problem)
 
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
-        packed = packed_as(b, self.packing or "")
+        packed = require_layout(b, self.packing or "")
         group = (packed.quant.group if packed.quant else None) or 128
         out: Tensor = weight_int4pack_mm(aligned(a.contiguous()), packed.data[0], group, packed.data[1])
         return out
 
 
 def _inner_tiles(k: int) -> int:
-    """How many tiles of 16 along K lie together: the most that divide K."""
+    """Return how many tiles of 16 along K are stored together: the largest number that divides K."""
     return next(tiles for tiles in (8, 4, 2) if k % (16 * tiles) == 0)
 
 
-class ScaledMmPadded(Sliced, ScaledMm):
-    """``torch._scaled_mm`` of a K, N or layout that it does not take on CUDA, padded or copied at every call."""
+class ScaledMmPadded(SlicedKernel, ScaledMm):
+    """``torch._scaled_mm`` for a K, N or layout that it does not take on CUDA, padded or copied at every call."""
 
     template = "scaled_mm_pad"
     cuda_only = True
 
     @classmethod
-    def refuses_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
-        if not scaled_layout(problem):
+    def why_unsupported_on_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
+        if not why_scaled_layout_unsupported(problem):
             return "nothing to pad: _scaled_mm takes these operands as they are"
-        return scaled_kinds(problem, target.compute_capability)
+        return why_scales_unsupported(problem, target.compute_capability)
 
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
         scale_a, scale_b, bias = scaled_operands(self.problem, aux)
@@ -205,31 +220,31 @@ class ScaledMmPadded(Sliced, ScaledMm):
 
 
 class ScaledMmWide(AtenKernel):
-    """``torch._scaled_mm`` with scales of 1 into float32, and the whole epilogue after it: for any epilogue."""
+    """``torch._scaled_mm`` with scales of 1 into float32, followed by the whole epilogue, whatever its steps are."""
 
     template = "scaled_mm_wide"
     family = ("scaled_mm",)
     cuda_only = True
 
     @classmethod
-    def natural(cls, problem: Problem) -> str:
+    def product_dtype(cls, problem: Problem) -> str:
         return "float32"
 
     @classmethod
-    def refuses(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+    def why_unsupported(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
         return "an operand is empty" if min(problem.m, problem.n, problem.k) == 0 else ""
 
     @classmethod
-    def refuses_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
-        if not ScaledMm.illegal(problem, {}) and not scaled_kinds(problem, target.compute_capability):
+    def why_unsupported_on_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
+        if not ScaledMm.why_illegal(problem, {}) and not why_scales_unsupported(problem, target.compute_capability):
             return "_scaled_mm does all of it in one step"
-        return scaled_hardware(problem, target.compute_capability)
+        return why_fp8_unsupported(problem, target.compute_capability)
 
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
         return scaled_wide(a, b)
 
 
 def scaled_wide(a: Tensor, b: Tensor) -> Tensor:
-    """fp8 ``a @ b`` in float32, unscaled."""
+    """Return the unscaled fp8 product ``a @ b`` in float32."""
     one = torch.ones((), device=a.device)
     return scaled_product(a, b, one, one, None, torch.float32)

@@ -1,4 +1,5 @@
-"""Floating-point products: mm and addmm (given, transposed, copied, through oneDNN), bmm, and the composite."""
+"""Floating-point products: mm and addmm (raw, transposed, with a copied weight, through oneDNN), bmm, and the
+composite."""
 
 from __future__ import annotations
 
@@ -13,39 +14,48 @@ from ...core.problem import Problem
 from ...core.target import Target
 from ...core.torch_compat import MKLDNN_SUPPORTS, linear_pointwise, reorder_linear_weight
 from ...core.weights import PackedWeight, QuantWeight
-from .cuda_rules import few_rows
+from .cuda_rules import why_too_many_rows
 from .fusion import Fused, addmm_prefix, mkldnn_prefix
-from .kernel import FLOATS, AtenKernel, WritesOut, constant_b, copied, dense_pack, dense_weight_bytes, packed_as
+from .kernel import (
+    FLOATS,
+    AtenKernel,
+    OutVariantKernel,
+    contiguous_copy,
+    dense_packed_weight,
+    dense_weight_bytes,
+    require_layout,
+    why_not_packable,
+)
 from .quantized import dequantize
-from .steps import dtype_of, name_of
+from .steps import dtype_name, dtype_of
 
-# One blocked layout serves every M measured (oneDNN's choice did not change from M = 1 to 256); 16 stands for all.
+# M for which oneDNN chooses the blocked layout. Its choice was the same for every M measured, from 1 to 256.
 _MKLDNN_ROWS = 16
 PADDED = "aten:pad16"  # column-major, with zeros up to multiples of 16
 
 
-def same_floats(problem: Problem) -> str:
-    """Why the operands are not of one floating dtype, or empty."""
+def why_not_one_float_dtype(problem: Problem) -> str:
+    """Return why the operands are not of one floating dtype, or empty."""
     if problem.a.dtype not in FLOATS or problem.b.dtype != problem.a.dtype:
         return f"needs one floating dtype; got {problem.a.dtype} and {problem.b.dtype}"
     return ""
 
 
-class Mm(WritesOut):
-    """``torch.mm``, or ``torch.addmm`` when the epilogue starts as addmm's: what PyTorch runs."""
+class Mm(OutVariantKernel):
+    """``torch.mm``, or ``torch.addmm`` when the epilogue starts as addmm does: the op that PyTorch runs."""
 
     template = "mm"
 
     @classmethod
-    def refuses(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
-        return same_floats(problem)
+    def why_unsupported(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+        return why_not_one_float_dtype(problem)
 
     @classmethod
-    def fuses(cls, problem: Problem) -> Fused:
+    def fused_prefix(cls, problem: Problem) -> Fused:
         return addmm_prefix(problem)
 
     def matrix(self, b: Any) -> Tensor:
-        """The B operand as a Tensor [K, N]."""
+        """Return the B operand as a Tensor [K, N]."""
         tensor: Tensor = b
         return tensor
 
@@ -55,7 +65,7 @@ class Mm(WritesOut):
             return torch.mm(a, self.matrix(b))
         return torch.addmm(self._addend(aux[0]), a, self.matrix(b), beta=fused.beta, alpha=fused.alpha)
 
-    def write(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
+    def product_out(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
         fused = self.fused
         if not fused.tensors:
             torch.mm(a, self.matrix(b), out=out)
@@ -73,26 +83,26 @@ class MmTransposed(Mm):
     template = "mm_t"
 
     @classmethod
-    def refuses_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
-        return few_rows(problem)
+    def why_unsupported_on_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
+        return why_too_many_rows(problem)
 
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
         out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
-        self.write(a, b, aux, out)
+        self.product_out(a, b, aux, out)
         return out
 
-    def write(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
+    def product_out(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
         if not a.is_cuda:
-            self._turn(a, b, aux, out.t())
+            self._transposed_out(a, b, aux, out.t())
         elif a.shape[0] == 1:
-            self._turn(a, b, aux, out.view(-1, 1))
-        else:  # into out.t(), cuBLAS would get the very call that it gets from torch.mm
+            self._transposed_out(a, b, aux, out.view(-1, 1))
+        else:  # writing into out.t() would give cuBLAS exactly the call that torch.mm gives it
             flipped = torch.empty(b.shape[1], a.shape[0], dtype=out.dtype, device=a.device)
-            self._turn(a, b, aux, flipped)
+            self._transposed_out(a, b, aux, flipped)
             out.copy_(flipped.t())
 
-    def _turn(self, a: Tensor, b: Any, aux: Sequence[Tensor], flipped: Tensor) -> None:
-        """The transposed product into ``flipped`` [N, M]."""
+    def _transposed_out(self, a: Tensor, b: Any, aux: Sequence[Tensor], flipped: Tensor) -> None:
+        """Write the transposed product into ``flipped`` [N, M]."""
         fused = self.fused
         if not fused.tensors:
             torch.mm(b.t(), a.t(), out=flipped)
@@ -104,7 +114,7 @@ class MmTransposed(Mm):
 
 
 class MmCopied(Mm):
-    """``torch.mm`` on a constant weight copied once into the other memory order."""
+    """``torch.mm`` with a constant weight that is copied once into the other memory order."""
 
     template = "mm_copy"
 
@@ -113,31 +123,32 @@ class MmCopied(Mm):
         return [{"order": order} for order in ("row", "col")]
 
     @classmethod
-    def refuses(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+    def why_unsupported(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
         if problem.b.layout.ld is None and problem.b.layout.order == config["order"]:
             return f"the weight already is {config['order']}-major"
-        return constant_b(problem) or same_floats(problem)
+        return why_not_packable(problem) or why_not_one_float_dtype(problem)
 
     @classmethod
     def layout(cls, problem: Problem, config: Mapping[str, Scalar]) -> str | None:
         return f"aten:{config['order']}"
 
     def matrix(self, b: Any) -> Tensor:
-        return packed_as(b, self.packing or "").data[0]
+        return require_layout(b, self.packing or "").data[0]
 
     def pack(self, b: Any) -> PackedWeight:
-        return copied(b, self.packing or "", self.problem)
+        return contiguous_copy(b, self.packing or "", self.problem)
 
 
 class Mkldnn(AtenKernel):
-    """oneDNN's linear on a weight reordered once into its blocked layout: what a frozen torch.compile runs."""
+    """oneDNN's linear with a weight that is reordered once into oneDNN's blocked layout, which is the op that a frozen
+    torch.compile model runs."""
 
     template = "mkldnn"
     operators = ("reorder_linear_weight", "linear_pointwise")
 
     @classmethod
-    def refuses(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
-        reason = constant_b(problem) or same_floats(problem)
+    def why_unsupported(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+        reason = why_not_packable(problem) or why_not_one_float_dtype(problem)
         if reason:
             return reason
         if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
@@ -147,11 +158,11 @@ class Mkldnn(AtenKernel):
         return _mkldnn_dtype(problem.a.dtype)
 
     @classmethod
-    def refuses_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
+    def why_unsupported_on_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
         return "oneDNN runs on CPUs"
 
     @classmethod
-    def fuses(cls, problem: Problem) -> Fused:
+    def fused_prefix(cls, problem: Problem) -> Fused:
         return mkldnn_prefix(problem)
 
     @classmethod
@@ -160,18 +171,18 @@ class Mkldnn(AtenKernel):
 
     def pack(self, b: Any) -> PackedWeight:
         data = reorder_linear_weight(b.t().contiguous(), _MKLDNN_ROWS)
-        return dense_pack(self.packing or "", data, self.problem)
+        return dense_packed_weight(self.packing or "", data, self.problem)
 
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
-        fused, weight = self.fused, packed_as(b, self.packing or "").data[0]
+        fused, weight = self.fused, require_layout(b, self.packing or "").data[0]
         bias = aux[0] if fused.axis else None
         if fused.binary:
             other = aux[fused.tensors - 1]
             out: Tensor = linear_pointwise.binary(a, other, weight, bias, fused.binary)
             return out
-        kind, algorithm = fused.activation
-        done: Tensor = linear_pointwise(a, weight, bias, kind, [], algorithm)
-        return done
+        activation, algorithm = fused.activation
+        result: Tensor = linear_pointwise(a, weight, bias, activation, [], algorithm)
+        return result
 
 
 def _mkldnn_dtype(dtype: str) -> str:
@@ -183,20 +194,20 @@ def _mkldnn_dtype(dtype: str) -> str:
     return ""
 
 
-class Bmm(WritesOut):
+class Bmm(OutVariantKernel):
     """``torch.bmm``."""
 
     template = "bmm"
     family = ("bmm",)
 
     @classmethod
-    def refuses(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
-        return same_floats(problem)
+    def why_unsupported(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+        return why_not_one_float_dtype(problem)
 
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
         return torch.bmm(a, b)
 
-    def write(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
+    def product_out(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
         torch.bmm(a, b, out=out)
 
 
@@ -206,54 +217,55 @@ class BmmTransposed(Bmm):
     template = "bmm_t"
 
     @classmethod
-    def refuses_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
-        return few_rows(problem)
+    def why_unsupported_on_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
+        return why_too_many_rows(problem)
 
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
         out = torch.bmm(b.mT, a.mT).mT
         return out.contiguous() if a.is_cuda else out
 
-    def write(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
+    def product_out(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
         out.copy_(torch.bmm(b.mT, a.mT).mT)
 
 
 class Composite(AtenKernel):
-    """Always legal: widen both operands (float32, or float64 for integers and doubles), multiply, then the epilogue."""
+    """The formulation that is always legal: convert both operands to a wide dtype (float32, or float64 for integers and
+    doubles), multiply, then run the epilogue."""
 
     template = "composite"
     family = ("mm", "bmm", "int_mm", "mixed_mm", "scaled_mm")
 
     @classmethod
-    def natural(cls, problem: Problem) -> str:
+    def product_dtype(cls, problem: Problem) -> str:
         return {"int_mm": "int32"}.get(problem.family, "float64" if problem.acc == "float64" else "float32")
 
     @classmethod
-    def scratch(cls, problem: Problem) -> int:
+    def scratch_bytes(cls, problem: Problem) -> int:
         width = "float64" if problem.family == "int_mm" or problem.acc == "float64" else "float32"
         outputs = 4 * problem.batch * problem.m * problem.n
-        nibbles = problem.k * problem.n if problem.b.dtype == "int4" else 0  # a byte each, before they are wide
+        nibbles = problem.k * problem.n if problem.b.dtype == "int4" else 0  # a byte each before the conversion
         return outputs + nibbles + dense_weight_bytes(problem, width)
 
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
         if self.problem.family == "int_mm":
-            # Products of bytes summed over K < 2^38 are exact in float64; int32 wraps as the hardware's does.
+            # Products of bytes, summed over K < 2^38, are exact in float64; int32 wraps as the hardware's does.
             return torch.matmul(a.double(), b.double()).to(torch.int64).to(torch.int32)
-        width = dtype_of(self.natural(self.problem))
+        width = dtype_of(self.product_dtype(self.problem))
         weight = dequantize(b, width) if isinstance(b, QuantWeight) else b.to(width)
         return torch.matmul(a.to(width), weight)
 
 
-def dense_layouts(layout: str) -> bool:
-    """Whether a layout name is one of this file's."""
+def is_dense_layout(layout: str) -> bool:
+    """Whether a layout name is one of this module's."""
     return layout in ("aten:row", "aten:col", PADDED) or layout.startswith("aten:mkldnn/")
 
 
-def undo_dense(packed: PackedWeight) -> Tensor:
-    """The raw B [K, N] of a layout of this file, in its first memory order."""
+def unpack_dense(packed: PackedWeight) -> Tensor:
+    """Return the raw B [K, N] of a weight packed in a layout of this module, in its original memory order."""
     data = packed.data[0]
     matrix = data.to_dense().t() if data.is_mkldnn else data
     if packed.layout == PADDED:
         matrix = matrix[: packed.k, : packed.n].clone(memory_format=torch.contiguous_format)
-    if name_of(matrix.dtype) != packed.dtype:
-        raise ValueError(f"packed weight says {packed.dtype} and holds {name_of(matrix.dtype)}")
+    if dtype_name(matrix.dtype) != packed.dtype:
+        raise ValueError(f"packed weight says {packed.dtype} and holds {dtype_name(matrix.dtype)}")
     return matrix.contiguous() if packed.raw_order == "row" else matrix.t().contiguous().t()

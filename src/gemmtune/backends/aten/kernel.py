@@ -1,4 +1,5 @@
-"""What all ATen kernels share: a product by one ATen op, then whatever of the epilogue it did not fuse."""
+"""The common part of all ATen kernels: one ATen op computes the product, then the steps of the epilogue that it did not
+fuse follow."""
 
 from __future__ import annotations
 
@@ -17,150 +18,158 @@ from ...core.problem import Problem, bits
 from ...core.target import Target
 from ...core.weights import PackedWeight
 from ..base import Kernel
-from .fusion import Fused, rest_after
-from .steps import apply, dtype_of, finish
+from .fusion import Fused, remaining_epilogue
+from .steps import apply_steps, dtype_of, round_to_dtype
 
 _CUBLAS = torch.backends.cuda.matmul
-_REDUCED = {
+_REDUCTION_FLAGS = {
     "bfloat16": "allow_bf16_reduced_precision_reduction", "float16": "allow_fp16_reduced_precision_reduction",
 }  # fmt: skip
 FLOATS = ("float32", "float64", "bfloat16", "float16")
 
-_ROUNDED_BY_COPYING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_COPY_ROUNDS_TO = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class AtenKernel(Kernel):
-    """One ATen formulation. Subclasses name themselves, say what they refuse and compute the product."""
+    """One ATen formulation. A subclass names its template, says which problems its op cannot compute, and computes the
+    product."""
 
     template: ClassVar[str]
     family: ClassVar[tuple[str, ...]] = ("mm",)
     cuda_only: ClassVar[bool] = False
     counts_writes: ClassVar[bool] = True
-    # The names in torch_internals of operators that the template needs and that a torch may not have.
+    # Names in core.torch_compat of the operators that the template needs and that some versions of torch lack.
     operators: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, problem: Problem, candidate: Candidate) -> None:
         self.problem, self.candidate = problem, candidate
         config = dict(candidate.config)
-        reason = self.refuses(problem, config)
+        reason = self.why_unsupported(problem, config)
         if reason:
             raise KernelError(f"{candidate.id} cannot run {problem.key}: {reason}")
-        self.fused = self.fuses(problem)
-        rest, reason = rest_after(problem, self.natural(problem), self.fused)
-        if rest is None:
+        self.fused = self.fused_prefix(problem)
+        remaining, reason = remaining_epilogue(problem, self.product_dtype(problem), self.fused)
+        if remaining is None:
             raise KernelError(f"{candidate.id} cannot run {problem.key}: {reason}")
-        self.rest: Epilogue = rest
+        self.remaining: Epilogue = remaining
         self.out_dtype = dtype_of(problem.out_dtype)
-        self._reduced = _REDUCED.get(problem.a.dtype)
+        self._reduction_flag = _REDUCTION_FLAGS.get(problem.a.dtype)
         self.packing = self.layout(problem, config)
-        self.workspace_bytes = self.scratch(problem)
+        self.workspace_bytes = self.scratch_bytes(problem)
         self.prepare(config)
 
     @classmethod
     def configs(cls, problem: Problem) -> list[dict[str, Scalar]]:
-        """The configs this template offers."""
+        """Return the configs that this template offers."""
         return [{}]
 
     @classmethod
-    def refuses(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
-        """Why the op cannot compute this problem's product; empty when it can."""
+    def why_unsupported(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+        """Return why the op cannot compute this problem's product; empty when it can."""
         return ""
 
     @classmethod
-    def refuses_cpu(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
-        """Why this version of torch cannot compute it on a CPU beyond what ``refuses`` says; empty when it can."""
+    def why_unsupported_on_cpu(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+        """Return why this version of torch cannot compute the product on a CPU, beyond what ``why_unsupported`` covers;
+        empty when it can."""
         return ""
 
     @classmethod
-    def refuses_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
-        """Why the op is not for this GPU beyond what ``refuses`` says; empty when it is."""
+    def why_unsupported_on_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
+        """Return why the op is not offered on this GPU, beyond what ``why_unsupported`` covers; empty when it is."""
         return ""
 
     @classmethod
-    def illegal(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
-        """Why the whole candidate is illegal (the product, or rounding before the epilogue); empty when legal."""
+    def why_illegal(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+        """Return why the whole candidate is illegal (the op is missing, cannot compute the product, or would round
+        before the epilogue); empty when it is legal."""
         for name in cls.operators:
             if getattr(torch_compat, name) is None:
                 return f"torch {torch.__version__} has no operator _{name}"
-        reason = cls.refuses(problem, config)
-        return reason or rest_after(problem, cls.natural(problem), cls.fuses(problem))[1]
+        reason = cls.why_unsupported(problem, config)
+        return reason or remaining_epilogue(problem, cls.product_dtype(problem), cls.fused_prefix(problem))[1]
 
     @classmethod
-    def natural(cls, problem: Problem) -> str:
-        """The dtype the op leaves its product in."""
+    def product_dtype(cls, problem: Problem) -> str:
+        """Return the dtype in which the op returns its product."""
         return problem.a.dtype
 
     @classmethod
-    def fuses(cls, problem: Problem) -> Fused:
-        """The part of the epilogue the op computes itself."""
+    def fused_prefix(cls, problem: Problem) -> Fused:
+        """Return the part of the epilogue that the op computes itself."""
         return Fused()
 
     @classmethod
     def layout(cls, problem: Problem, config: Mapping[str, Scalar]) -> str | None:
-        """The packing wanted for B, or None."""
+        """Return the layout that B must be packed in, or None for the raw operand."""
         return None
 
     @classmethod
-    def scratch(cls, problem: Problem) -> int:
-        """Bytes allocated besides the output: a wide accumulator when the epilogue is not all fused."""
-        direct = not problem.epilogue and problem.out_dtype == cls.natural(problem)
+    def scratch_bytes(cls, problem: Problem) -> int:
+        """Return the bytes that are allocated besides the output: a 32-bit accumulator unless the op writes the final
+        result."""
+        direct = not problem.epilogue and problem.out_dtype == cls.product_dtype(problem)
         return 0 if direct else 4 * problem.batch * problem.m * problem.n
 
     def prepare(self, config: Mapping[str, Scalar]) -> None:
-        """Set up what ``product`` needs, once."""
+        """Set up what ``product`` needs, once, when the kernel is loaded."""
 
     @abstractmethod
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
-        """The fused part of the work, in a new tensor [.., M, N] of the natural dtype."""
+        """Return the fused part of the computation in a new tensor [.., M, N] of ``product_dtype``."""
 
-    def _precisely(self, a: Tensor, compute: Callable[..., Any], *operands: Any) -> Any:
-        """``compute(*operands)``, on a GPU with sums kept in float32: PyTorch lets cuBLAS add the parts of a split K in
-        bfloat16 or float16 unless told otherwise, which is far outside the bound (tests/gpu/test_serving.py)."""
-        if not a.is_cuda or self._reduced is None:
+    def _without_reduced_precision(self, a: Tensor, compute: Callable[..., Any], *operands: Any) -> Any:
+        """Return ``compute(*operands)``, on a GPU with all sums in float32.
+
+        By default PyTorch lets cuBLAS add the partial sums of a split-K product in bfloat16 or float16, which is far
+        outside the error bound (tests/gpu/test_serving.py).
+        """
+        if not a.is_cuda or self._reduction_flag is None:
             return compute(*operands)
-        held = getattr(_CUBLAS, self._reduced)
-        if not held:
+        previous = getattr(_CUBLAS, self._reduction_flag)
+        if not previous:
             return compute(*operands)
-        setattr(_CUBLAS, self._reduced, False)
+        setattr(_CUBLAS, self._reduction_flag, False)
         try:
             return compute(*operands)
         finally:
-            setattr(_CUBLAS, self._reduced, held)
+            setattr(_CUBLAS, self._reduction_flag, previous)
 
     def functional(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
-        """Compute into a new tensor."""
-        return finish(self._unrounded(a, b, aux), self.out_dtype)
+        """Return the result in a new tensor."""
+        return round_to_dtype(self._before_rounding(a, b, aux), self.out_dtype)
 
-    def _unrounded(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
-        acc: Tensor = self._precisely(a, self.product, a, b, aux)
-        if not self.rest and acc.dtype == self.out_dtype:
+    def _before_rounding(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
+        acc: Tensor = self._without_reduced_precision(a, self.product, a, b, aux)
+        if not self.remaining and acc.dtype == self.out_dtype:
             return acc
-        wide = acc if self.natural(self.problem) in ("float64", "int32") else acc.float()
-        return apply(wide, self.rest, aux[self.fused.tensors :])
+        wide = acc if self.product_dtype(self.problem) in ("float64", "int32") else acc.float()
+        return apply_steps(wide, self.remaining, aux[self.fused.tensors :])
 
     def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
-        # Rounding on the way into ``out`` is what ``functional`` does on its way into a new tensor: a race must not
-        # charge for one more pass over it.
-        result = self._unrounded(a, b, aux)
-        out.copy_(result if self.out_dtype in _ROUNDED_BY_COPYING else finish(result, self.out_dtype))
+        # ``copy_`` rounds while it copies, as ``functional`` rounds into its new tensor: a race must not charge this
+        # variant for one more pass over the output.
+        result = self._before_rounding(a, b, aux)
+        out.copy_(result if self.out_dtype in _COPY_ROUNDS_TO else round_to_dtype(result, self.out_dtype))
 
 
-class WritesOut(AtenKernel):
-    """A kernel whose op can write into ``out`` itself when nothing is left of the epilogue."""
+class OutVariantKernel(AtenKernel):
+    """A kernel whose op has an out variant, which is used when no step of the epilogue remains after the op."""
 
     @abstractmethod
-    def write(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
-        """``product`` into ``out``, which has the natural dtype."""
+    def product_out(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
+        """Write the result of ``product`` into ``out``, which has ``product_dtype``."""
 
     def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
-        if self.rest or dtype_of(self.natural(self.problem)) != self.out_dtype:
+        if self.remaining or dtype_of(self.product_dtype(self.problem)) != self.out_dtype:
             out.copy_(self.functional(a, b, aux))
         else:
-            self._precisely(a, self.write, a, b, aux, out)
+            self._without_reduced_precision(a, self.product_out, a, b, aux, out)
 
 
-class Sliced(AtenKernel):
-    """A kernel whose product may be a view of something larger: a new tensor is made dense."""
+class SlicedKernel(AtenKernel):
+    """A kernel whose product may be a view of a larger tensor; ``functional`` returns a contiguous copy of such a
+    view."""
 
     def functional(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
         return super().functional(a, b, aux).contiguous()
@@ -169,38 +178,38 @@ class Sliced(AtenKernel):
         out.copy_(super().functional(a, b, aux))
 
 
-def packed_as(b: Any, layout: str) -> PackedWeight:
-    """``b``, which must be a PackedWeight in ``layout``. Raises PackedWeightError."""
+def require_layout(b: Any, layout: str) -> PackedWeight:
+    """Return ``b``, which must be a PackedWeight in ``layout``. Raises PackedWeightError otherwise."""
     if not isinstance(b, PackedWeight) or b.layout != layout:
-        given = f"layout {b.layout!r}" if isinstance(b, PackedWeight) else type(b).__name__
-        raise PackedWeightError(f"expected a weight packed as {layout!r}; got {given}. Pack it again")
+        actual = f"layout {b.layout!r}" if isinstance(b, PackedWeight) else type(b).__name__
+        raise PackedWeightError(f"expected a weight packed as {layout!r}; got {actual}. Pack it again")
     return b
 
 
-def constant_b(problem: Problem) -> str:
-    """Why B cannot be packed, or empty."""
+def why_not_packable(problem: Problem) -> str:
+    """Return why B cannot be packed, or empty."""
     return "" if problem.b.constant else "packs its weight, and this operand is not constant"
 
 
 def dense_weight_bytes(problem: Problem, dtype: str) -> int:
-    """Bytes of B as a dense matrix of ``dtype``."""
+    """Return the bytes of B as a dense matrix of ``dtype``."""
     return problem.batch * problem.k * problem.n * bits(dtype) // 8
 
 
-def empty_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """The product over K = 0: zeros [.., M, N]."""
+def zero_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the product over K = 0: zeros [.., M, N]."""
     return torch.zeros(*a.shape[:-1], b.shape[-1], dtype=dtype, device=a.device)
 
 
-def copied(b: Tensor, layout: str, problem: Problem) -> PackedWeight:
-    """A contiguous copy of B [K, N] in the order ``layout`` ends with."""
+def contiguous_copy(b: Tensor, layout: str, problem: Problem) -> PackedWeight:
+    """Return a contiguous copy of B [K, N] in the memory order that ``layout`` ends with (row or col)."""
     data = b.contiguous() if layout.endswith("row") else b.t().contiguous().t()
     if data.data_ptr() == b.data_ptr():
         data = b.clone()
-    return dense_pack(layout, data, problem)
+    return dense_packed_weight(layout, data, problem)
 
 
-def dense_pack(layout: str, data: Tensor, problem: Problem) -> PackedWeight:
-    """The PackedWeight of a plain floating or integer weight."""
+def dense_packed_weight(layout: str, data: Tensor, problem: Problem) -> PackedWeight:
+    """Return the PackedWeight of a weight without quantisation, with ``data`` as its only tensor."""
     b = problem.b
     return PackedWeight(layout, (data,), problem.n, problem.k, b.dtype, None, "", b.layout.order)

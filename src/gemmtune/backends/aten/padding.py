@@ -1,6 +1,6 @@
-"""Products within the shape rules of CUDA's libraries: zeros are added around operands that do not keep them.
+"""Products within the shape rules of CUDA's libraries: operands that violate the rules are padded with zeros.
 
-Everything here works on any device, so that the arithmetic is tested without a GPU.
+All functions of this module work on any device, so that their arithmetic is tested without a GPU.
 """
 
 from __future__ import annotations
@@ -12,29 +12,32 @@ from torch.nn import functional
 from ...core.torch_compat import int_mm, scaled_mm
 from .cpu_rules import int_mm_takes_uint8
 
-ALIGN = 16  # bytes that tensor cores and fp8 products want rows to be a multiple of; elements, to keep it simple
+# Tensor cores and fp8 products want rows that are a multiple of so many bytes. Used as elements, too, for simplicity.
+ALIGN = 16
 _INT_ROWS, _INT_ALIGN = 17, 8  # torch._int_mm on CUDA takes more than 16 rows, and K and N in multiples of 8
-_FEW_ROWS = 32  # what fewer than 17 are padded to
+_FEW_ROWS = 32  # rows that a matrix with fewer than 17 is padded to
 
 
-def up(size: int, step: int) -> int:
-    """The multiple of ``step`` at or above ``size``."""
+def round_up(size: int, step: int) -> int:
+    """Return the smallest multiple of ``step`` that is at least ``size``."""
     return -(-size // step) * step
 
 
 def padded(matrix: Tensor, rows: int, columns: int) -> Tensor:
-    """The matrix [r, c] with zeros up to [rows, columns], row-major; itself when nothing is missing."""
+    """Return the matrix [r, c] padded with zeros to [rows, columns], row-major; the matrix itself when it has that
+    shape."""
     r, c = matrix.shape
     if (r, c) == (rows, columns):
         return matrix
     if matrix.dtype.itemsize > 1 or not matrix.dtype.is_floating_point:
         return functional.pad(matrix, (0, columns - c, 0, rows - r))
-    # fp8 goes by its bytes: all zeros are 0.0
+    # pad does not take fp8: pad its bytes; a zero byte is 0.0
     return functional.pad(matrix.view(torch.uint8), (0, columns - c, 0, rows - r)).view(matrix.dtype)
 
 
 def as_rows(matrix: Tensor) -> Tensor:
-    """The matrix row-major, its rows on 16-byte boundaries where they were: a copy unless it is that already."""
+    """Return the matrix in row-major order, with rows that start on 16-byte boundaries where its row length allows: a
+    copy unless the matrix already has this form."""
     step = ALIGN // matrix.dtype.itemsize
     fits = matrix.stride(1) == 1 and matrix.stride(0) >= matrix.shape[1] and matrix.data_ptr() % ALIGN == 0
     if fits and (matrix.stride(0) == matrix.shape[1] or matrix.stride(0) % step == 0):
@@ -45,9 +48,10 @@ def as_rows(matrix: Tensor) -> Tensor:
 def canonical_strides(matrix: Tensor) -> Tensor:
     """Return the matrix, or a copy of it where ``torch._int_mm`` (2.13, CPU) would misread its strides.
 
-    One stride of 1 is taken for contiguous rows or columns, and the other one for the leading dimension, without a look
-    at whether it is as long as a row (column): results are wrong, and memory beyond is read, for overlapping or
-    expanded rows, and for a single row of strides (1, 1), as ``column.t()`` has. Measured over 20 layouts a side.
+    If one stride is 1, ``_int_mm`` takes the rows or columns for contiguous and the other stride for the leading
+    dimension, and does not check that the leading dimension is at least as long as a row (column). For overlapping or
+    expanded rows, and for a single row with strides (1, 1), as ``column.t()`` has, results are wrong and memory beyond
+    the matrix is read. Measured over 20 layouts of each operand.
     """
     rows, cols = matrix.shape
     slow, fast = matrix.stride()
@@ -61,20 +65,21 @@ def canonical_strides(matrix: Tensor) -> Tensor:
 
 
 def cpu_int_mm(a: Tensor, b: Tensor) -> Tensor:
-    """``torch._int_mm`` on a CPU, of operands that lie anyhow; of uint8 activations with every torch."""
+    """Return ``torch._int_mm`` on a CPU, for operands with any strides, and for uint8 activations with every version of
+    torch."""
     if a.dtype == torch.uint8 and not int_mm_takes_uint8():
-        signed, more = shifted(a, b)
-        return cpu_int_mm(signed, b) + more
+        signed, correction = shift_to_int8(a, b)
+        return cpu_int_mm(signed, b) + correction
     return int_mm(canonical_strides(a), canonical_strides(b))
 
 
-def on_boundary(vector: Tensor) -> Tensor:
+def aligned_vector(vector: Tensor) -> Tensor:
     """Return the tensor, or a copy of it if it starts off a 16-byte boundary."""
     return vector.clone() if vector.data_ptr() % ALIGN else vector
 
 
 def wide_mm(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` [M, N] in float32, not rounded in between; a, b: float32, bfloat16 or float16."""
+    """Return ``a @ b`` [M, N] in float32 without an intermediate rounding; a, b: float32, bfloat16 or float16."""
     if a.dtype == torch.float32:
         return torch.mm(a, b)
     if a.is_cuda:
@@ -83,7 +88,7 @@ def wide_mm(a: Tensor, b: Tensor) -> Tensor:
 
 
 def wide_bmm(a: Tensor, b: Tensor) -> Tensor:
-    """``wide_mm`` for [batch, M, K] and [batch, K, N]."""
+    """Return the batched ``wide_mm`` of [batch, M, K] and [batch, K, N]."""
     if a.dtype == torch.float32:
         return torch.bmm(a, b)
     if a.is_cuda:
@@ -91,8 +96,8 @@ def wide_bmm(a: Tensor, b: Tensor) -> Tensor:
     return torch.bmm(a.float(), b.float())
 
 
-def int_rules(m: int, n: int, k: int) -> str:
-    """Why ``torch._int_mm`` does not take these sizes on CUDA, or empty."""
+def why_int_sizes_unsupported(m: int, n: int, k: int) -> str:
+    """Return why ``torch._int_mm`` does not take these sizes on CUDA, or empty."""
     if m < _INT_ROWS:
         return f"_int_mm wants more than 16 rows on CUDA; here are {m}"
     if n % _INT_ALIGN or k % _INT_ALIGN:
@@ -100,20 +105,21 @@ def int_rules(m: int, n: int, k: int) -> str:
     return ""
 
 
-def shifted(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 a' and int32 c [N] with ``a @ b == a' @ b + c`` for uint8 a [M, K] and int8 b [K, N]."""
-    return (a ^ 128).view(torch.int8), 128 * b.sum(0, dtype=torch.int32)  # int32 sums wrap either way alike
+def shift_to_int8(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return int8 a' and int32 c [N] with ``a @ b == a' @ b + c``, for uint8 a [M, K] and int8 b [K, N]."""
+    return (a ^ 128).view(torch.int8), 128 * b.sum(0, dtype=torch.int32)  # int32 sums wrap in both forms alike
 
 
 def int_product(a: Tensor, b: Tensor, *, turned: bool = False) -> Tensor:
-    """int8 or uint8 a [M, K] @ int8 b [K, N] -> int32, exact, for all sizes, by ``torch._int_mm`` within CUDA's rules.
+    """Return int8 or uint8 a [M, K] @ int8 b [K, N] -> int32, exact, for all sizes and strides.
 
-    Those of sizes (``int_rules``), and of layouts: cuBLASLt multiplies a row-major by a column-major matrix. turned: as
-    ``(B^T A^T)^T``. The result may be a view of something larger.
+    It calls ``torch._int_mm`` within CUDA's rules: those for sizes (``why_int_sizes_unsupported``), and cuBLASLt's rule
+    that a row-major matrix is multiplied by a column-major one. turned: compute ``(B^T A^T)^T``. The result may be
+    a view of a larger tensor.
     """
     if a.dtype == torch.uint8:
-        signed, more = shifted(a, b)
-        return int_product(signed, b, turned=turned) + more
+        signed, correction = shift_to_int8(a, b)
+        return int_product(signed, b, turned=turned) + correction
     if turned:
         return int_product(b.t(), a.t()).t()
     m, n = a.shape[0], b.shape[1]
@@ -125,14 +131,15 @@ def int_product(a: Tensor, b: Tensor, *, turned: bool = False) -> Tensor:
 
 
 def int_operands(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 a [M, K] and b [K, N] as ``torch._int_mm`` takes them on CUDA: themselves where they fit."""
+    """Return int8 a [M, K] and b [K, N] in the form that ``torch._int_mm`` takes on CUDA: unchanged where they have
+    it."""
     (m, k), n = a.shape, b.shape[1]
-    rows, inner, columns = m if m >= _INT_ROWS else _FEW_ROWS, up(k, _INT_ALIGN), up(n, _INT_ALIGN)
+    rows, inner, columns = m if m >= _INT_ROWS else _FEW_ROWS, round_up(k, _INT_ALIGN), round_up(n, _INT_ALIGN)
     return padded(as_rows(a), rows, inner), padded(as_rows(b.t()), columns, inner).t()
 
 
-def scaled_rules(n: int, k: int) -> str:
-    """Why ``torch._scaled_mm`` does not take these sizes on CUDA, or empty."""
+def why_scaled_sizes_unsupported(n: int, k: int) -> str:
+    """Return why ``torch._scaled_mm`` does not take these sizes on CUDA, or empty."""
     if n % ALIGN or k % ALIGN:
         return f"_scaled_mm wants K and N in multiples of 16 on CUDA; got K = {k}, N = {n}"
     return ""
@@ -142,22 +149,22 @@ def scaled_product(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, out_dtype: torch.dtype,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """``torch._scaled_mm`` [M, N] of fp8 operands of any K, N, layout and address, within CUDA's rules: cuBLASLt wants
-    scales and biases on 16-byte boundaries, too.
+    """Return ``torch._scaled_mm`` [M, N] of fp8 operands with any K, N, layout and address.
 
-    scale_a, scale_b: one element each, or [M, 1] and [1, N]. out: contiguous, of ``out_dtype``; written where ATen can
-    write it, and then returned. The result may be a view of something larger.
+    The operands are padded or copied to satisfy CUDA's rules; cuBLASLt requires scales and biases on 16-byte
+    boundaries, too. scale_a, scale_b: one element each, or [M, 1] and [1, N]. out: contiguous, of ``out_dtype``; where
+    ATen can write it directly, it is written and returned. The result may be a view of a larger tensor.
     """
     (m, k), n = a.shape, b.shape[1]
-    inner, columns = up(k, ALIGN), up(n, ALIGN)
+    inner, columns = round_up(k, ALIGN), round_up(n, ALIGN)
     left = padded(as_rows(a), m, inner)
     right = padded(as_rows(b.t()), columns, inner).t()
     if columns != n:
         scale_b = functional.pad(scale_b, (0, columns - n)) if scale_b.numel() == n and scale_b.dim() == 2 else scale_b
         bias = None if bias is None else functional.pad(bias, (0, columns - n))
-    scale_a, scale_b = on_boundary(scale_a), on_boundary(scale_b)
-    bias = None if bias is None else on_boundary(bias)
+    scale_a, scale_b = aligned_vector(scale_a), aligned_vector(scale_b)
+    bias = None if bias is None else aligned_vector(bias)
     if out is not None and columns == n and not out.data_ptr() % ALIGN:
         return scaled_mm(left, right, scale_a, scale_b, bias=bias, out_dtype=out_dtype, out=out)
-    made = scaled_mm(left, right, scale_a, scale_b, bias=bias, out_dtype=out_dtype)
-    return made if columns == n else made[:, :n]
+    result = scaled_mm(left, right, scale_a, scale_b, bias=bias, out_dtype=out_dtype)
+    return result if columns == n else result[:, :n]

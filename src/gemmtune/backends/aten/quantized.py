@@ -20,18 +20,23 @@ from ...core.torch_compat import (
     weight_int8pack_mm,
 )
 from ...core.weights import PackedWeight, QuantWeight
-from .cpu_rules import refuses_rows, refuses_uint8
-from .cuda_rules import bytes_layout, few_rows, scaled_kinds, scaled_layout
+from .cpu_rules import why_no_row_scales, why_no_uint8
+from .cuda_rules import (
+    why_byte_layout_unsupported,
+    why_scaled_layout_unsupported,
+    why_scales_unsupported,
+    why_too_many_rows,
+)
 from .fusion import Fused
-from .kernel import AtenKernel, WritesOut, constant_b, copied, dense_weight_bytes, packed_as
-from .padding import canonical_strides, cpu_int_mm, int_operands, int_product, int_rules, scaled_product
+from .kernel import AtenKernel, OutVariantKernel, contiguous_copy, dense_weight_bytes, require_layout, why_not_packable
+from .padding import canonical_strides, cpu_int_mm, int_operands, int_product, scaled_product, why_int_sizes_unsupported
 from .steps import dtype_of
 
 _HALVES = ("bfloat16", "float16")
 
 
 def nibbles(weight: QuantWeight) -> Tensor:
-    """The integers of a QuantWeight as int8 or uint8 [K, N] (int4 pairs are split, low nibble first)."""
+    """Return the integers of a QuantWeight as int8 or uint8 [K, N] (int4 pairs are split, low nibble first)."""
     if weight.dtype != "int4":
         return weight.data
     data = weight.data
@@ -40,7 +45,8 @@ def nibbles(weight: QuantWeight) -> Tensor:
 
 
 def dequantize(weight: QuantWeight, dtype: torch.dtype) -> Tensor:
-    """``(q - zero) * scale`` in ``dtype`` [K, N]: one full copy of the weight. The formula is ``problem.Quant``'s."""
+    """Return ``(q - zero) * scale`` in ``dtype`` [K, N], a full copy of the weight. ``problem.Quant`` defines the
+    formula."""
     values = nibbles(weight).to(dtype)
     if weight.zero_point is not None:
         for part, zero in _by_group(values, weight.zero_point.to(dtype), weight.quant.group):
@@ -53,63 +59,64 @@ def dequantize(weight: QuantWeight, dtype: torch.dtype) -> Tensor:
 
 
 def _by_group(values: Tensor, per_group: Tensor, group: int | None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Views that cover ``values`` [K, N], each with its part of a scale or zero point [N] or [groups, N], to broadcast.
+    """Yield views that cover ``values`` [K, N], each with its part of a scale or zero point [N] or [groups, N], shaped
+    to broadcast.
 
-    Views, so that updating them in place needs no second copy of the weight and no scale spread over K.
+    Updating these views in place needs neither a second copy of the weight nor a scale expanded over K.
     """
     if group is None:
         yield values, per_group.reshape(1, -1)
         return
-    whole, columns = values.shape[0] // group, values.shape[1]
-    if whole:
-        yield values[: whole * group].view(whole, group, columns), per_group[:whole].unsqueeze(1)
+    full_groups, columns = values.shape[0] // group, values.shape[1]
+    if full_groups:
+        yield values[: full_groups * group].view(full_groups, group, columns), per_group[:full_groups].unsqueeze(1)
     if values.shape[0] % group:
-        yield values[whole * group :], per_group[whole]
+        yield values[full_groups * group :], per_group[full_groups]
 
 
-class IntMm(WritesOut):
+class IntMm(OutVariantKernel):
     """``torch._int_mm``."""
 
     template = "int_mm"
     family = ("int_mm",)
 
     @classmethod
-    def natural(cls, problem: Problem) -> str:
+    def product_dtype(cls, problem: Problem) -> str:
         return "int32"
 
     @classmethod
-    def refuses(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+    def why_unsupported(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
         if problem.b.dtype != "int8" or problem.a.dtype not in ("int8", "uint8"):
             return f"_int_mm takes int8 (or uint8) x int8; got {problem.a.dtype} x {problem.b.dtype}"
         return "an operand is empty" if min(problem.m, problem.n, problem.k) == 0 else ""
 
     @classmethod
-    def refuses_cpu(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
-        return refuses_uint8(problem)
+    def why_unsupported_on_cpu(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+        return why_no_uint8(problem)
 
     @classmethod
-    def refuses_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
+    def why_unsupported_on_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
         if problem.a.dtype != "int8":
             return "_int_mm takes int8 x int8 on CUDA"
-        return bytes_layout(problem) or int_rules(problem.m, problem.n, problem.k)
+        return why_byte_layout_unsupported(problem) or why_int_sizes_unsupported(problem.m, problem.n, problem.k)
 
     def matrix(self, b: Any) -> Tensor:
-        """The B operand as a Tensor [K, N]."""
+        """Return the B operand as a Tensor [K, N]."""
         tensor: Tensor = b
         return tensor
 
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
         weight = self.matrix(b)
-        if a.is_cuda:  # where it also has to serve M below 17, and operands that start anywhere
+        if a.is_cuda:  # on CUDA it must also serve M below 17, and unaligned operands
             return int_product(a, weight).contiguous()
         return cpu_int_mm(a, weight)
 
-    def write(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
+    def product_out(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
         weight = self.matrix(b)
         a, weight = int_operands(a, weight) if a.is_cuda else (canonical_strides(a), canonical_strides(weight))
         if out.is_contiguous() and out.shape == (a.shape[0], weight.shape[1]):
             int_mm(a, weight, out=out)
-        else:  # _int_mm takes no other
+        else:  # _int_mm accepts no other output
             out.copy_(int_mm(a, weight)[: out.shape[0], : out.shape[1]])
 
 
@@ -119,66 +126,70 @@ class IntMmTransposed(IntMm):
     template = "int_mm_t"
 
     @classmethod
-    def refuses(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+    def why_unsupported(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
         if problem.a.dtype != "int8":
             return "the transposed form needs int8 activations"
-        return super().refuses(problem, config)
+        return super().why_unsupported(problem, config)
 
     @classmethod
-    def refuses_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
-        return bytes_layout(problem) or int_rules(problem.n, problem.m, problem.k) or few_rows(problem)
+    def why_unsupported_on_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
+        return (
+            why_byte_layout_unsupported(problem)
+            or why_int_sizes_unsupported(problem.n, problem.m, problem.k)
+            or why_too_many_rows(problem)
+        )
 
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
-        if a.is_cuda:  # M need be no multiple of 8
+        if a.is_cuda:  # M may be any number, also no multiple of 8
             return int_product(a, b, turned=True).contiguous()
         return cpu_int_mm(b.t(), a.t()).t()
 
-    def write(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
+    def product_out(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
         out.copy_(int_product(a, b, turned=True) if a.is_cuda else self.product(a, b, aux))
 
 
 class IntMmCopied(IntMm):
-    """``torch._int_mm`` on a constant weight copied once into the other memory order."""
+    """``torch._int_mm`` with a constant weight that is copied once into the other memory order."""
 
     template = "int_mm_copy"
 
     @classmethod
-    def refuses_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
+    def why_unsupported_on_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
         if config.get("order") == "row":
             return "cuBLASLt wants a column-major weight of bytes"
-        turned = replace(problem, b=replace(problem.b, layout=Layout("col")))
-        return super().refuses_cuda(turned, config, target)
+        column_major = replace(problem, b=replace(problem.b, layout=Layout("col")))
+        return super().why_unsupported_on_cuda(column_major, config, target)
 
     @classmethod
     def configs(cls, problem: Problem) -> list[dict[str, Scalar]]:
         return [{"order": order} for order in ("row", "col")]
 
     @classmethod
-    def refuses(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+    def why_unsupported(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
         if problem.b.layout.ld is None and problem.b.layout.order == config["order"]:
             return f"the weight already is {config['order']}-major"
-        return constant_b(problem) or super().refuses(problem, config)
+        return why_not_packable(problem) or super().why_unsupported(problem, config)
 
     @classmethod
     def layout(cls, problem: Problem, config: Mapping[str, Scalar]) -> str | None:
         return f"aten:{config['order']}"
 
     def matrix(self, b: Any) -> Tensor:
-        return packed_as(b, self.packing or "").data[0]
+        return require_layout(b, self.packing or "").data[0]
 
     def pack(self, b: Any) -> PackedWeight:
-        return copied(b, self.packing or "", self.problem)
+        return contiguous_copy(b, self.packing or "", self.problem)
 
 
 class Int8Pack(AtenKernel):
-    """``torch._weight_int8pack_mm``: int8 weight [N, K] as it lies, a scale per output channel."""
+    """``torch._weight_int8pack_mm``: an int8 weight [N, K] that is not packed, with one scale per output channel."""
 
     template = "int8pack"
     operators = ("weight_int8pack_mm",)
     family = ("mixed_mm",)
 
     @classmethod
-    def refuses(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+    def why_unsupported(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
         quant, dtype = problem.b.quant, problem.a.dtype
         if problem.b.dtype != "int8" or quant is None:
             return f"_weight_int8pack_mm takes int8 weights; got {problem.b.dtype}"
@@ -191,7 +202,7 @@ class Int8Pack(AtenKernel):
         return _int8pack_shape(problem)
 
     @classmethod
-    def refuses_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
+    def why_unsupported_on_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
         return "" if problem.m <= 16 else "_weight_int8pack_mm reads the weight once for every row on CUDA"
 
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
@@ -199,17 +210,17 @@ class Int8Pack(AtenKernel):
 
 
 def int8pack(a: Tensor, b: QuantWeight) -> Tensor:
-    """``_weight_int8pack_mm`` of operands that ``Int8Pack`` does not refuse, wherever they lie.
+    """Return ``_weight_int8pack_mm`` of operands that ``Int8Pack`` supports, at any address.
 
-    Seen in torch 2.13: its half-width kernel loads 32 bytes of activations and 16 of weights with instructions that
-    fault on unaligned addresses, so unaligned operands (slices) are copied first.
+    In torch 2.13 its half-width kernel loads 32 bytes of activations and 16 of weights with instructions that fault on
+    unaligned addresses, so that unaligned operands (slices) are copied first.
     """
     out: Tensor = weight_int8pack_mm(aligned(a.contiguous()), aligned(b.data.t()), aligned(b.scale))
     return out
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy of it, on an address that is a multiple of 64 bytes."""
+    """Return the tensor, or a copy of it, at an address that is a multiple of 64 bytes."""
     return tensor if tensor.data_ptr() % 64 == 0 else tensor.clone(memory_format=torch.contiguous_format)
 
 
@@ -224,14 +235,14 @@ def _int8pack_shape(problem: Problem) -> str:
 
 
 class Int4Pack(AtenKernel):
-    """``_weight_int4pack_mm_for_cpu``, whose formula is ``(q - 8) * scale + zero``."""
+    """``_weight_int4pack_mm_for_cpu``, which computes ``(q - 8) * scale + zero``."""
 
     template = "int4pack"
     operators = ("convert_weight_to_int4pack_for_cpu", "weight_int4pack_mm_for_cpu")
     family = ("mixed_mm",)
 
     @classmethod
-    def refuses(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+    def why_unsupported(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
         quant = problem.b.quant
         if problem.b.dtype != "int4" or quant is None:
             return f"_weight_int4pack_mm takes int4 weights; got {problem.b.dtype}"
@@ -240,12 +251,12 @@ class Int4Pack(AtenKernel):
         if problem.a.dtype not in ("float32", *_HALVES) or quant.scale_dtype != problem.a.dtype:
             return "_weight_int4pack_mm wants scales of the activations' dtype"
         if quant.zero_point and problem.a.dtype in _HALVES:
-            # Its zero is a rounded float added after scaling; ours is subtracted before.
+            # ATen adds its zero, a rounded float, after scaling; gemmtune subtracts its zero before scaling.
             return f"the zero points would be rounded to {problem.a.dtype}"
-        return constant_b(problem) or ("an operand is empty" if problem.m * problem.n == 0 else "")
+        return why_not_packable(problem) or ("an operand is empty" if problem.m * problem.n == 0 else "")
 
     @classmethod
-    def refuses_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
+    def why_unsupported_on_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
         return "_weight_int4pack_mm_for_cpu runs on CPUs"
 
     @classmethod
@@ -257,87 +268,88 @@ class Int4Pack(AtenKernel):
         blocks = convert_weight_to_int4pack_for_cpu(codes, 1)
         zero = torch.zeros_like(b.scale) if b.zero_point is None else (8 - b.zero_point) * b.scale
         pair = torch.stack((b.scale, zero), dim=-1).contiguous()
-        # The ATen form cannot be undone bit for bit, so the raw tensors stay beside it.
-        return quant_pack(self.packing or "", (blocks, pair, *raw_copies(b)), self.problem)
+        # ATen's packed form cannot be inverted bit for bit, so that the raw tensors are stored beside it.
+        return quantized_packed_weight(self.packing or "", (blocks, pair, *clone_raw(b)), self.problem)
 
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
-        packed = packed_as(b, self.packing or "")
+        packed = require_layout(b, self.packing or "")
         group = packed.quant.group if packed.quant else None
         out: Tensor = weight_int4pack_mm_for_cpu(aligned(a.contiguous()), packed.data[0], group, packed.data[1])
         return out
 
 
 class Dequantized(AtenKernel):
-    """A weight-only operand dequantised once into a full float32 copy: legal for large M, and its memory is counted."""
+    """A weight-only operand that is dequantised once into a full float32 copy: legal for every M. The memory of the
+    copy is counted."""
 
     template = "dequant"
     family = ("mixed_mm",)
     reduced = "keeps a dequantised float32 copy of the weight"
 
     @classmethod
-    def refuses(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
-        return constant_b(problem)
+    def why_unsupported(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+        return why_not_packable(problem)
 
     @classmethod
-    def natural(cls, problem: Problem) -> str:
+    def product_dtype(cls, problem: Problem) -> str:
         return "float64" if problem.acc == "float64" else "float32"
 
     @classmethod
     def layout(cls, problem: Problem, config: Mapping[str, Scalar]) -> str | None:
-        return f"aten:dequant/{cls.natural(problem)}"
+        return f"aten:dequant/{cls.product_dtype(problem)}"
 
     @classmethod
-    def scratch(cls, problem: Problem) -> int:
-        return super().scratch(problem) + dense_weight_bytes(problem, cls.natural(problem))
+    def scratch_bytes(cls, problem: Problem) -> int:
+        return super().scratch_bytes(problem) + dense_weight_bytes(problem, cls.product_dtype(problem))
 
     def pack(self, b: Any) -> PackedWeight:
-        copy = dequantize(b, dtype_of(self.natural(self.problem)))
-        return quant_pack(self.packing or "", (copy, *raw_copies(b)), self.problem)
+        copy = dequantize(b, dtype_of(self.product_dtype(self.problem)))
+        return quantized_packed_weight(self.packing or "", (copy, *clone_raw(b)), self.problem)
 
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
-        weight = packed_as(b, self.packing or "").data[0]
+        weight = require_layout(b, self.packing or "").data[0]
         return torch.mm(a.to(weight.dtype), weight)
 
 
-def raw_copies(b: QuantWeight) -> tuple[Tensor, ...]:
-    """The raw tensors, kept beside a form that cannot be undone bit for bit."""
+def clone_raw(b: QuantWeight) -> tuple[Tensor, ...]:
+    """Return copies of the raw tensors, which are stored beside a packed form that cannot be inverted bit for bit."""
     tensors = (b.data, b.scale) if b.zero_point is None else (b.data, b.scale, b.zero_point)
     return tuple(tensor.clone() for tensor in tensors)
 
 
-def quant_pack(layout: str, data: tuple[Tensor, ...], problem: Problem) -> PackedWeight:
-    """The PackedWeight of a weight-only operand."""
+def quantized_packed_weight(layout: str, data: tuple[Tensor, ...], problem: Problem) -> PackedWeight:
+    """Return the PackedWeight of a weight-only operand, with ``data`` as its tensors."""
     b = problem.b
     return PackedWeight(layout, data, problem.n, problem.k, b.dtype, b.quant, "", b.layout.order)
 
 
-def undo_quant(packed: PackedWeight) -> QuantWeight:
-    """The QuantWeight a layout of this file keeps beside its own form."""
+def unpack_quantized(packed: PackedWeight) -> QuantWeight:
+    """Return the QuantWeight that a layout of this module stores beside its packed form."""
     if packed.quant is None:
         raise ValueError(f"layout {packed.layout!r} holds no quantised weight")
-    kept = packed.data[2 if packed.layout.startswith("aten:int4pack") else 1 :]
-    zero = kept[2] if len(kept) > 2 else None
-    return QuantWeight(kept[0], kept[1], zero, packed.k, packed.quant, packed.dtype)
+    raw = packed.data[2 if packed.layout.startswith("aten:int4pack") else 1 :]
+    zero = raw[2] if len(raw) > 2 else None
+    return QuantWeight(raw[0], raw[1], zero, packed.k, packed.quant, packed.dtype)
 
 
-class ScaledMm(WritesOut):
-    """``torch._scaled_mm``, when the epilogue is just its own scales and bias."""
+class ScaledMm(OutVariantKernel):
+    """``torch._scaled_mm``, when the epilogue consists of its own scales and bias."""
 
     template = "scaled_mm"
     family = ("scaled_mm",)
 
     @classmethod
-    def fuses(cls, problem: Problem) -> Fused:
+    def fused_prefix(cls, problem: Problem) -> Fused:
         steps = problem.epilogue
         biased = len(steps) > 2 and steps[2].kind == "bias"
         return Fused(axis="col" if biased else "", steps=3 if biased else 2, tensors=3 if biased else 2)
 
     @classmethod
-    def natural(cls, problem: Problem) -> str:
+    def product_dtype(cls, problem: Problem) -> str:
         return problem.out_dtype
 
     @classmethod
-    def refuses(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+    def why_unsupported(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
         kinds = tuple((step.kind, step.axis) for step in problem.epilogue)
         tensorwise = (("scale", "tensor"), ("scale", "tensor"))
         rowwise = (("scale", "row"), ("scale", "col"))
@@ -350,34 +362,34 @@ class ScaledMm(WritesOut):
         return _scaled_shape(problem)
 
     @classmethod
-    def refuses_cpu(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
-        return refuses_rows(problem)
+    def why_unsupported_on_cpu(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+        return why_no_row_scales(problem)
 
     @classmethod
-    def refuses_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
-        return scaled_layout(problem) or scaled_kinds(problem, target.compute_capability)
+    def why_unsupported_on_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
+        return why_scaled_layout_unsupported(problem) or why_scales_unsupported(problem, target.compute_capability)
 
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
         scale_a, scale_b, bias = scaled_operands(self.problem, aux)
-        if a.is_cuda:  # operands may start anywhere
+        if a.is_cuda:  # operands may be unaligned
             return scaled_product(a, b, scale_a, scale_b, bias, self.out_dtype)
         return scaled_mm(a, b, scale_a, scale_b, bias=bias, out_dtype=self.out_dtype)
 
-    def write(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
-        if not out.is_contiguous():  # _scaled_mm writes over what lies between the rows
+    def product_out(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
+        if not out.is_contiguous():  # _scaled_mm overwrites the memory between the rows
             out.copy_(self.product(a, b, aux))
             return
         scale_a, scale_b, bias = scaled_operands(self.problem, aux)
         if a.is_cuda:
-            made = scaled_product(a, b, scale_a, scale_b, bias, self.out_dtype, out)
-            if made is not out:
-                out.copy_(made)
+            result = scaled_product(a, b, scale_a, scale_b, bias, self.out_dtype, out)
+            if result is not out:
+                out.copy_(result)
         else:
             scaled_mm(a, b, scale_a, scale_b, bias=bias, out_dtype=self.out_dtype, out=out)
 
 
 def scaled_operands(problem: Problem, aux: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The scales in the shapes ``_scaled_mm`` wants, and the bias."""
+    """Return the scales of A and B in the shapes that ``_scaled_mm`` requires, and the bias or None."""
     rows = problem.epilogue[0].axis == "row"
     scale_a = aux[0].reshape(-1, 1) if rows else aux[0].reshape(())
     scale_b = aux[1].reshape(1, -1) if rows else aux[1].reshape(())

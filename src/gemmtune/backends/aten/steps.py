@@ -1,4 +1,4 @@
-"""The Epilogue in ATen elementwise ops. Pure and differentiable, so that the plain fallbacks can share it."""
+"""The Epilogue in ATen elementwise ops. Pure and differentiable, so that PyTorch fallbacks can share it."""
 
 from __future__ import annotations
 
@@ -12,41 +12,42 @@ from torch.nn import functional
 from ...core.epilogue import Step
 
 _INTEGER_NAMES = ("int8", "uint8", "int32", "int64")
-_WHOLE_LIMIT = 1 << 61  # of integers between steps: far beyond any output, and sums of two stay within int64
+_WHOLE_LIMIT = 1 << 61  # largest integer between steps: far beyond any output, and the sum of two stays within int64
 _INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64)
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """torch's dtype by the name Problems use; ValueError for a name that is none."""
+    """Return torch's dtype for the name that Problems use. Raises ValueError for a name that is not a torch dtype."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is not a torch dtype")
     return dtype
 
 
-def name_of(dtype: torch.dtype) -> str:
-    """The name Problems use for a torch dtype (``torch.bfloat16`` -> ``bfloat16``)."""
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name that Problems use for a torch dtype (``torch.bfloat16`` -> ``bfloat16``)."""
     return str(dtype).removeprefix("torch.")
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype an accumulator of this dtype is worked on: float32, or float64 and int32 as they are."""
+    """Return the dtype in which an accumulator of ``dtype`` is processed: float64, int32 and int64 unchanged, float32
+    for all others."""
     return dtype if dtype in (torch.float64, torch.int32, torch.int64) else torch.float32
 
 
-def apply(acc: Tensor, steps: Sequence[Step], aux: Sequence[Tensor]) -> Tensor:
-    """Run the steps on ``acc`` [.., M, N] (float32, float64 or int32) and return the result, still wide.
+def apply_steps(acc: Tensor, steps: Sequence[Step], aux: Sequence[Tensor]) -> Tensor:
+    """Run the steps on ``acc`` [.., M, N] (float32, float64 or int32) and return the result, still in the wide dtype.
 
     Integers stay exact up to the first step that needs a float (``keeps_integer``).
     """
     tensors = iter(aux)
     for step in steps:
-        acc = _one(acc, step, tensors)
+        acc = _apply_step(acc, step, tensors)
     return acc
 
 
-def finish(acc: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round to the output's dtype; integers to nearest even, saturating, and NaN to 0."""
+def round_to_dtype(acc: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round to the output's dtype; to an integer dtype: to nearest even, saturating, with NaN as 0."""
     if acc.dtype == dtype:
         return acc
     if dtype not in _INTEGERS:
@@ -54,21 +55,21 @@ def finish(acc: Tensor, dtype: torch.dtype) -> Tensor:
     info = torch.iinfo(dtype)
     if not acc.is_floating_point():
         return acc.clamp(max(info.min, torch.iinfo(acc.dtype).min), min(info.max, torch.iinfo(acc.dtype).max)).to(dtype)
-    # float32 cannot hold the largest int32, so the clamp happens in float64. What a NaN becomes there depends on the
-    # processor: x86 makes the lowest integer of it, whose low byte is 0.
+    # float32 cannot hold the largest int32, so the clamp happens in float64. The integer that a NaN is converted to
+    # depends on the processor: on x86 it is the lowest integer, whose low byte is 0.
     rounded = acc.double().round()
     if info.bits > 8:
         rounded = rounded.nan_to_num(0.0, torch.inf, -torch.inf)
     return rounded.clamp(info.min, info.max).to(dtype)
 
 
-def _one(acc: Tensor, step: Step, tensors: Iterator[Tensor]) -> Tensor:
+def _apply_step(acc: Tensor, step: Step, tensors: Iterator[Tensor]) -> Tensor:
     kind = step.kind
     if kind == "relu":
         return acc.relu()
     if not acc.is_floating_point() and keeps_integer(step):
-        return _exactly(acc, step, _broadcastable(next(tensors), step) if step.takes_tensor else None)
-    acc = _floating(acc)
+        return _integer_step(acc, step, _broadcastable(next(tensors), step) if step.takes_tensor else None)
+    acc = _as_float(acc)
     if step.takes_tensor:
         return _with_tensor(acc, step, _broadcastable(next(tensors), step).to(acc.dtype))
     if kind == "gelu":
@@ -80,15 +81,18 @@ def _one(acc: Tensor, step: Step, tensors: Iterator[Tensor]) -> Tensor:
     if kind == "clamp":
         return acc.clamp(step.lo, step.hi)
     if kind == "cast":
-        return finish(acc, dtype_of(step.dtype or "float32")).to(acc.dtype)
+        return round_to_dtype(acc, dtype_of(step.dtype or "float32")).to(acc.dtype)
     if kind == "scale":
         return acc * step.value
     raise ValueError(f"epilogue step {step.key!r} needs a tensor: give its dtype")
 
 
 def keeps_integer(step: Step) -> bool:
-    """Whether an integer accumulator stays exact in a step, as in the oracle (``reference._needs_float``): relu, clamp
-    to whole bounds, bias, add and mul of integers (times a whole value), and cast to an integer dtype."""
+    """Whether an integer accumulator stays exact in a step, as in the oracle (``reference._needs_float``).
+
+    These steps are relu, clamp to whole bounds, bias, add and mul of integers (times a whole value), and cast to an
+    integer dtype.
+    """
     if step.kind == "relu":
         return True
     if step.kind == "clamp":
@@ -100,34 +104,39 @@ def keeps_integer(step: Step) -> bool:
     )
 
 
-def _exactly(acc: Tensor, step: Step, tensor: Tensor | None) -> Tensor:
-    """A step that keeps integers, in int64 where int32 could overflow; beyond ``_WHOLE_LIMIT`` it saturates. relu is
-    the caller's, for integers and floats alike."""
+def _integer_step(acc: Tensor, step: Step, tensor: Tensor | None) -> Tensor:
+    """Return the result of a step that keeps integers, computed in int64 where int32 could overflow; beyond
+    ``_WHOLE_LIMIT`` it saturates. The caller handles relu, for integers and floats alike."""
     if step.kind == "cast":
-        return finish(acc, dtype_of(str(step.dtype))).to(acc.dtype)
+        return round_to_dtype(acc, dtype_of(str(step.dtype))).to(acc.dtype)
     if tensor is None:
         info = torch.iinfo(acc.dtype)
-        return acc.clamp(max(_whole(step.lo), info.min), min(max(_whole(step.hi), info.min), info.max))
-    wide_dtype = acc.long()
+        return acc.clamp(
+            max(_saturating_int(step.lo), info.min), min(max(_saturating_int(step.hi), info.min), info.max)
+        )
+    wide = acc.long()
     if step.kind == "mul":
-        return _times(wide_dtype, tensor, fits=acc.dtype == torch.int32)
-    addend = tensor.long() if step.value == 1.0 else _times(tensor.long(), _whole(step.value), fits=False)
+        return _saturating_mul(wide, tensor, fits=acc.dtype == torch.int32)
+    addend = (
+        tensor.long() if step.value == 1.0 else _saturating_mul(tensor.long(), _saturating_int(step.value), fits=False)
+    )
     if tensor.dtype == torch.int64:
         addend = addend.clamp(-_WHOLE_LIMIT, _WHOLE_LIMIT)
-    return (wide_dtype + addend).clamp(-_WHOLE_LIMIT, _WHOLE_LIMIT)
+    return (wide + addend).clamp(-_WHOLE_LIMIT, _WHOLE_LIMIT)
 
 
-def _times(x: Tensor, y: Tensor | int, *, fits: bool) -> Tensor:
-    """int64 ``x * y``, saturating at ``_WHOLE_LIMIT``. fits: x was int32, so that no int32 makes it overflow."""
+def _saturating_mul(x: Tensor, y: Tensor | int, *, fits: bool) -> Tensor:
+    """Return int64 ``x * y``, saturating at ``_WHOLE_LIMIT``. fits: x was int32, so that a product with an int32 cannot
+    overflow."""
     product: Tensor = x * y
     if fits and isinstance(y, Tensor) and y.dtype != torch.int64:
         return product.clamp(-_WHOLE_LIMIT, _WHOLE_LIMIT)
-    about = x.double() * (y.double() if isinstance(y, Tensor) else float(y))
-    limit = torch.where(about < 0, -_WHOLE_LIMIT, _WHOLE_LIMIT)
-    return torch.where(about.abs() < _WHOLE_LIMIT, product, limit)
+    estimate = x.double() * (y.double() if isinstance(y, Tensor) else float(y))
+    limit = torch.where(estimate < 0, -_WHOLE_LIMIT, _WHOLE_LIMIT)
+    return torch.where(estimate.abs() < _WHOLE_LIMIT, product, limit)
 
 
-def _whole(value: float) -> int:
+def _saturating_int(value: float) -> int:
     return int(max(-_WHOLE_LIMIT, min(_WHOLE_LIMIT, value)))
 
 
@@ -139,7 +148,7 @@ def _with_tensor(acc: Tensor, step: Step, tensor: Tensor) -> Tensor:
     return acc + tensor if step.value == 1.0 else acc + tensor * step.value
 
 
-def _floating(acc: Tensor) -> Tensor:
+def _as_float(acc: Tensor) -> Tensor:
     return acc if acc.is_floating_point() else acc.float()
 
 

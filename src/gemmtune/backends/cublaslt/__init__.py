@@ -1,4 +1,4 @@
-"""cuBLASLt's own algorithms: those that it ranks for a product, of which PyTorch's operators run the first."""
+"""cuBLASLt's own algorithms: those that it ranks for a product. PyTorch's operators run the first of them."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from ...core.target import Target
 from ..base import Artifact, Availability, Backend, Kernel
 from ..gpu.artifact import digest_of
 from ..gpu.backend import not_nvidia
-from ..gpu.rules import device_of
-from .product import RANKS, refuses
+from ..gpu.rules import device_limits
+from .product import RANKS, why_unsupported
 
 RANKED = "ranked"
 _FP8, _VECTORS = (8, 9), (9, 0)
 
 
 class CublasLtBackend(Backend):
-    """Available on NVIDIA GPUs beside PyTorch's CUDA wheels, which bring cuBLASLt.
+    """The cuBLASLt backend: available on NVIDIA GPUs with PyTorch's CUDA wheels, which contain cuBLASLt.
 
-    A candidate is a place in cuBLASLt's ranking of its algorithms for the Problem, so that nothing is asked of a GPU to
-    name it; loading it asks. What stands there may change with the library's version.
+    A candidate is a rank in cuBLASLt's list of algorithms for the Problem, so that naming a candidate needs no GPU;
+    loading it queries the list. The algorithm at a rank may change with the library's version.
     """
 
     name = "cublaslt"
 
     def available(self, target: Target) -> Availability:
-        reason = not_nvidia(target) or _missing()
+        reason = not_nvidia(target) or _why_missing()
         return Availability(not reason, reason)
 
     def candidates(self, problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
-        reason = refuses(problem) or _hardware(problem, target)
+        reason = why_unsupported(problem) or _why_hardware_unsupported(problem, target)
         if reason:
             yield Illegal(Candidate.make(self.name, "*"), reason)
             return
@@ -49,14 +49,15 @@ class CublasLtBackend(Backend):
     def load(self, artifact: Artifact, problem: Problem) -> Kernel:
         from .kernel import RankedKernel
 
-        candidate, reason = artifact.candidate, refuses(problem)
+        candidate, reason = artifact.candidate, why_unsupported(problem)
         if candidate.template != RANKED or reason:
             raise KernelError(f"{candidate.id} cannot run {problem.key}: {reason or 'there is no such template'}")
         return RankedKernel(problem, candidate)
 
     def versions(self, target: Target) -> dict[str, str]:
-        """cuBLASLt's own: what stands at a rank changes with it. cuBLAS, which ATen calls, is of the same package."""
-        if not_nvidia(target) or _missing():
+        """Return cuBLASLt's own version, since the algorithm at a rank changes with it. cuBLAS, which ATen calls, is
+        part of the same package."""
+        if not_nvidia(target) or _why_missing():
             return {}
         from . import library
 
@@ -66,8 +67,8 @@ class CublasLtBackend(Backend):
         return digest_of(Path(__file__).parent)
 
 
-def _missing() -> str:
-    """Why the library cannot be had, or empty."""
+def _why_missing() -> str:
+    """Return why the library cannot be loaded, or empty."""
     from . import library
 
     try:
@@ -77,13 +78,13 @@ def _missing() -> str:
     return ""
 
 
-def _hardware(problem: Problem, target: Target) -> str:
-    """Why a GPU of this compute capability has no such product, or empty."""
-    have = device_of(target).capability
+def _why_hardware_unsupported(problem: Problem, target: Target) -> str:
+    """Return why a GPU of the target's compute capability does not support the problem's product, or empty."""
+    capability = device_limits(target).capability
     if problem.family != "scaled_mm":
         return ""
-    if have < _FP8:
+    if capability < _FP8:
         return f"multiplying fp8 needs compute capability 8.9; got {target.capability}"
-    if problem.epilogue[0].axis == "row" and have < _VECTORS:
+    if problem.epilogue[0].axis == "row" and capability < _VECTORS:
         return f"scales a row and a column need compute capability 9.0; got {target.capability}"
     return ""

@@ -1,6 +1,7 @@
-"""CUDA C++ kernels of our own for products of few and of some rows, compiled by NVRTC.
+"""Our CUDA C++ kernels for products with few and with more rows, compiled by NVRTC.
 
-The kernels: skinny.cu, slab.cu, mixed.cu; their search spaces: space.py; what they are and gain: docs/cuda.md.
+The kernels are skinny.cu, slab.cu and mixed.cu; space.py has their search spaces; docs/notes/cuda.md describes them and
+their measured gains.
 """
 
 from __future__ import annotations
@@ -12,20 +13,20 @@ from typing import ClassVar
 from ...core.candidate import Candidate, Illegal
 from ...core.problem import Problem
 from ...core.target import Target
-from ..gpu.artifact import Header, packed
+from ..gpu.artifact import Header, encode_kernel
 from ..gpu.backend import GpuBackend, not_nvidia
 from ..gpu.kernel import GpuKernel
-from ..gpu.rules import device_of
+from ..gpu.rules import device_limits
 from . import space
 from .compiler import MISSING, compile_source, version
 from .kernel import Mixed, Skinny, Slab
 from .source import MIXED, SKINNY, SLAB, generate
 
-_WAITING = (9, 0)  # the first compute capability whose kernels can wait for those before them
+_PDL_CAPABILITY = (9, 0)  # the first compute capability with programmatic dependent launch
 
 
 class CudaBackend(GpuBackend):
-    """Available on NVIDIA GPUs where NVRTC is found, which PyTorch's CUDA wheels bring."""
+    """The CUDA C++ backend: available on NVIDIA GPUs where NVRTC is installed, which PyTorch's CUDA wheels contain."""
 
     name = space.NAME
     missing = MISSING
@@ -35,7 +36,7 @@ class CudaBackend(GpuBackend):
         return space.candidates(problem, target)
 
     def why_illegal(self, problem: Problem, candidate: Candidate, target: Target) -> str:
-        return self._unfit(target) or space.why_illegal(problem, candidate, target)
+        return self._why_not_on_target(target) or space.why_illegal(problem, candidate, target)
 
     def _compiler_version(self) -> str:
         return version()
@@ -44,16 +45,16 @@ class CudaBackend(GpuBackend):
         return {"nvrtc": version()} if version() and not not_nvidia(target) else {}
 
     def _recipe(self, problem: Problem, candidate: Candidate, target: Target) -> tuple[str, Callable[[], bytes]]:
-        made = generate(problem, candidate.template, dict(candidate.config))
-        capability = device_of(target).capability
+        source = generate(problem, candidate.template, dict(candidate.config))
+        capability = device_limits(target).capability
 
-        def make() -> bytes:
-            cubin = compile_source(made.text, capability, made.arch, made.registers)
+        def compile_artifact() -> bytes:
+            cubin = compile_source(source.text, capability, source.arch, source.registers)
             header = Header(
-                candidate.template, len(cubin), made.shared, made.warps, made.arguments, 0, made.descriptors,
-                waits=capability >= _WAITING,
+                candidate.template, len(cubin), source.shared, source.warps, source.arguments, 0, source.descriptors,
+                waits=capability >= _PDL_CAPABILITY,
             )  # fmt: skip
-            return packed(header, cubin)
+            return encode_kernel(header, cubin)
 
-        parts = (made.text, target.capability, self.source_digest(), version())
-        return hashlib.sha256("\0".join(parts).encode()).hexdigest(), make
+        parts = (source.text, target.capability, self.source_digest(), version())
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest(), compile_artifact

@@ -1,108 +1,119 @@
-"""What a block of ``slab`` and ``mixed`` has: warps, registers of a thread, bytes of shared memory."""
+"""The resources of a thread block of ``slab`` and ``mixed``: warps, registers per thread, bytes of shared memory."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from ...core.problem import Problem, bits
-from .epilogue import kept_words, scale_group
+from .epilogue import scale_group, vector_words
 
 REGISTERS = 65536  # of a multiprocessor
-GROUP, GROUP_ROWS = 128, 64  # threads and rows that wgmma takes
-CHUNK_BYTES = 128  # of a row, as TMA lays them for wgmma
+GROUP, GROUP_ROWS = 128, 64  # threads that execute a wgmma, and its rows
+CHUNK_BYTES = 128  # of a row, in the layout that TMA writes for wgmma
 MIXED_STEP = 128  # elements of K in a stage of ``mixed``
-_BOUNDARY = 1024  # where TMA's swizzle starts anew
-_BARRIERS = 16  # bytes of a pair
+_SWIZZLE_ALIGNMENT = 1024  # bytes; TMA's swizzle pattern repeats at multiples of it
+_BARRIER_PAIR_BYTES = 16  # bytes of a pair of barriers
 
 
 def mixed_warps(problem: Problem, config: dict[str, Any]) -> int:
-    """Those that multiply, and the one that fetches, or the four that give their registers to the others."""
-    return int(config["bn"] // 16 + (4 if mixed_more(problem, config) else 1))
+    """Return the number of warps: those that multiply, and the one that loads, or the four that give up registers to
+    the others."""
+    return int(config["bn"] // 16 + (4 if mixed_raised_registers(problem, config) else 1))
 
 
 def mixed_registers(problem: Problem, config: dict[str, Any]) -> int:
-    """About as many as the compiler uses for a thread that multiplies."""
-    kept = 74 if problem.b.dtype == "int4" else 64
-    return int(config["bm"] // 2 * (2 if scale_group(problem) else 1) + kept)
+    """Return about how many registers the compiler uses for a thread that multiplies."""
+    other = 74 if problem.b.dtype == "int4" else 64
+    return int(config["bm"] // 2 * (2 if scale_group(problem) else 1) + other)
 
 
-def mixed_more(problem: Problem, config: dict[str, Any]) -> int:
-    """What a thread that multiplies has when those that fetch keep 24; 0: it does with as many as all can have alike.
+def mixed_raised_registers(problem: Problem, config: dict[str, Any]) -> int:
+    """Return the registers of a thread that multiplies when the threads that load keep 24; 0 where an equal share per
+    thread suffices.
 
-    A block has as many as it started with, alike for all: who waits for more than is left waits forever.
+    The registers of a block are fixed when it starts, with an equal share for every thread. A thread that requests more
+    than are free waits forever.
     """
-    return _more(config["bn"] // 64, mixed_registers(problem, config))
+    return _raised_registers(config["bn"] // 64, mixed_registers(problem, config))
 
 
 def mixed_shared(problem: Problem, config: dict[str, Any]) -> int:
-    """Bytes of shared memory: stages with a pair of barriers each, or the tile's sums where that is more, what putting
-    them on a boundary of 1 KB may take, and vectors."""
+    """Return the bytes of shared memory: stages with a pair of barriers each, or the tile's sums where they are larger,
+    the padding that aligns them to 1 KB, and vectors."""
     bm, bn, split, stages = (config[name] for name in ("bm", "bn", "split", "stages"))
-    sums = _sent(bm, bn, split) if split > 1 else 4 * bm * mixed_across(config)
-    most = max(stages * mixed_stage(problem, config), sums)
-    return int(most + _BARRIERS * (stages + 1) + _BOUNDARY + 4 * kept_words(problem, bm, bn))
+    sums = _exchange_bytes(bm, bn, split) if split > 1 else 4 * bm * mixed_row_stride(config)
+    stage_bytes = max(stages * mixed_stage(problem, config), sums)
+    return int(
+        stage_bytes + _BARRIER_PAIR_BYTES * (stages + 1) + _SWIZZLE_ALIGNMENT + 4 * vector_words(problem, bm, bn)
+    )
 
 
-def mixed_stages(problem: Problem, config: dict[str, Any], room: int) -> int:
-    """As many stages as so many bytes of shared memory hold."""
-    besides = _BOUNDARY + _BARRIERS + 4 * kept_words(problem, config["bm"], config["bn"])
-    return (room - besides) // (mixed_stage(problem, config) + _BARRIERS)
+def mixed_stages(problem: Problem, config: dict[str, Any], available: int) -> int:
+    """Return how many stages fit ``available`` bytes of shared memory."""
+    fixed = _SWIZZLE_ALIGNMENT + _BARRIER_PAIR_BYTES + 4 * vector_words(problem, config["bm"], config["bn"])
+    return (available - fixed) // (mixed_stage(problem, config) + _BARRIER_PAIR_BYTES)
 
 
 def mixed_stage(problem: Problem, config: dict[str, Any]) -> int:
-    """Bytes of a stage."""
+    """Return the bytes of a stage."""
     return int(2 * CHUNK_BYTES * config["bm"] + MIXED_STEP * bits(problem.b.dtype) // 8 * config["bn"])
 
 
-def mixed_across(config: dict[str, Any]) -> int:
-    """Sums from one of C's rows to the next: those that a warp writes at a time lie in different banks."""
+def mixed_row_stride(config: dict[str, Any]) -> int:
+    """Return the number of sums from one row of C to the next; it is chosen so that the sums that a warp writes at a
+    time lie in different banks."""
     return int(config["bn"] + 4)
 
 
 def slab_warps(problem: Problem, config: dict[str, Any]) -> int:
-    """As ``mixed_warps``."""
-    return 4 * _slab_groups(config) + (4 if slab_more(problem, config) else 1)
+    """Return the number of warps, as ``mixed_warps`` does for ``mixed``."""
+    return 4 * _slab_groups(config) + (4 if slab_raised_registers(problem, config) else 1)
 
 
 def _slab_groups(config: dict[str, Any]) -> int:
-    """Groups of four warps that multiply: 64 rows each, or what there is."""
+    """Return the number of warp groups (four warps) that multiply: one for each 64 rows or part of them."""
     return int(-(-config["bm"] // GROUP_ROWS))
 
 
 def slab_registers(problem: Problem, config: dict[str, Any]) -> int:
-    """As ``mixed_registers``."""
+    """Return about how many registers the compiler uses for a thread that multiplies, as ``mixed_registers`` does."""
     sums = config["bn"] // 2
     if problem.family == "scaled_mm":
         sums += config["turns"] * sums // config["pieces"]
     return int(sums + 40)
 
 
-def slab_more(problem: Problem, config: dict[str, Any]) -> int:
-    """As ``mixed_more``."""
-    return _more(_slab_groups(config), slab_registers(problem, config))
+def slab_raised_registers(problem: Problem, config: dict[str, Any]) -> int:
+    """Return the registers of a thread that multiplies, or 0, as ``mixed_raised_registers`` does."""
+    return _raised_registers(_slab_groups(config), slab_registers(problem, config))
 
 
 def slab_shared(problem: Problem, config: dict[str, Any]) -> int:
-    """Bytes of shared memory: stages, or, where blocks share K, what they send each other in the stages' place, if that
-    is more; a pair of barriers for each, what putting them on a boundary of 1 KB may take, and vectors."""
-    stages = config["stages"] * _slab_stage(config) + _slab_beyond(config)
+    """Return the bytes of shared memory: stages, a pair of barriers for each, the padding that aligns them to 1 KB, and
+    vectors.
+
+    Where blocks share K, the sums that they exchange replace the stages in shared memory and count if they are larger.
+    """
+    stages = config["stages"] * _slab_stage(config) + _slab_overread_bytes(config)
     if config["split"] > 1:
-        stages = max(stages, _sent(config["bn"], GROUP_ROWS * _slab_groups(config), config["split"]))
-    return int(stages + _BARRIERS * config["stages"] + _slab_besides(problem, config))
+        stages = max(stages, _exchange_bytes(config["bn"], GROUP_ROWS * _slab_groups(config), config["split"]))
+    return int(stages + _BARRIER_PAIR_BYTES * config["stages"] + _slab_fixed_bytes(problem, config))
 
 
-def slab_stages(problem: Problem, config: dict[str, Any], room: int) -> int:
-    """As many stages as so many bytes of shared memory hold."""
-    return (room - _slab_besides(problem, config) - _slab_beyond(config)) // (_slab_stage(config) + _BARRIERS)
+def slab_stages(problem: Problem, config: dict[str, Any], available: int) -> int:
+    """Return how many stages fit ``available`` bytes of shared memory."""
+    return (available - _slab_fixed_bytes(problem, config) - _slab_overread_bytes(config)) // (
+        _slab_stage(config) + _BARRIER_PAIR_BYTES
+    )
 
 
-def _slab_besides(problem: Problem, config: dict[str, Any]) -> int:
-    vectors = 2 * _slab_groups(config) * 4 * kept_words(problem, GROUP_ROWS, config["bn"])
-    return int(_BOUNDARY + (_BARRIERS if config["split"] > 1 else 0) + vectors)
+def _slab_fixed_bytes(problem: Problem, config: dict[str, Any]) -> int:
+    vectors = 2 * _slab_groups(config) * 4 * vector_words(problem, GROUP_ROWS, config["bn"])
+    return int(_SWIZZLE_ALIGNMENT + (_BARRIER_PAIR_BYTES if config["split"] > 1 else 0) + vectors)
 
 
-def _slab_beyond(config: dict[str, Any]) -> int:
-    """What wgmma reads of more rows than the last stage has."""
+def _slab_overread_bytes(config: dict[str, Any]) -> int:
+    """Return the bytes that wgmma reads beyond the last stage where a tile has fewer than 64 rows."""
     return CHUNK_BYTES * max(0, int(GROUP_ROWS - config["bm"] - config["chunks"] * config["bn"]))
 
 
@@ -110,18 +121,19 @@ def _slab_stage(config: dict[str, Any]) -> int:
     return int(config["chunks"] * CHUNK_BYTES * (config["bm"] + config["bn"]))
 
 
-def _sent(own: int, others: int, split: int) -> int:
-    """Bytes that blocks which share K send each of them (sums.cu): sums of some of ``own`` columns (or rows), of which
-    8 stay together, times all ``others``."""
-    return 4 * 8 * -(-own // (8 * split)) * split * others
+def _exchange_bytes(columns: int, rows: int, split: int) -> int:
+    """Return the bytes that blocks which share K send each of them (sums.cu): the sums of its part of the columns (or
+    rows), in units of 8, times all ``rows``."""
+    return 4 * 8 * -(-columns // (8 * split)) * split * rows
 
 
-def _more(groups: int, wanted: int) -> int:
-    if wanted <= alike(4 * groups + 1):
+def _raised_registers(groups: int, needed: int) -> int:
+    if needed <= equal_registers(4 * groups + 1):
         return 0
-    return min(240, ((groups + 1) * alike(4 * groups + 4) - 24) // groups // 8 * 8)
+    return min(240, ((groups + 1) * equal_registers(4 * groups + 4) - 24) // groups // 8 * 8)
 
 
-def alike(warps: int) -> int:
-    """Registers that each thread of a block can have, as ptxas hands them out: to four warps at a time."""
+def equal_registers(warps: int) -> int:
+    """Return the registers that each thread of a block can have with equal shares. ptxas assigns them to four warps at
+    a time."""
     return min(255, REGISTERS // (128 * -(-warps // 4)) // 8 * 8)

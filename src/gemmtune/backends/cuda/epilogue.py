@@ -1,4 +1,4 @@
-"""A Problem's epilogue as CUDA C++, and the vectors that it takes."""
+"""A Problem's epilogue as CUDA C++, and the vectors that it reads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ...core.epilogue import Step
 from ...core.problem import Problem
-from ..gpu.rules import STEPS, float_at, step_constants
+from ..gpu.rules import MAX_STEPS, float_at, step_constants
 
 TYPES = {
     "bfloat16": "bfloat16", "float16": "float16", "float32": "float", "int32": "int", "int8": "signed char",
@@ -18,10 +18,11 @@ TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Vector:
-    """A vector that the epilogue takes, and where a kernel keeps it (vectors.cu).
+    """A vector that the epilogue reads, and where a kernel stores it in shared memory (vectors.cu).
 
-    name, type: of its elements' pointer. axis: what there is one for: ``row``, ``col`` or ``tensor``. count: elements
-    that a group of ``threads`` keeps, from ``offset`` on. integer: taken before integer sums become numbers.
+    name: the name of its pointer. type: the type of its elements. axis: ``row``, ``col`` or ``tensor``. count: elements
+    that a group of ``threads`` stores, beginning at ``offset``. integer: whether it is used before integer sums become
+    floats.
     """
 
     name: str
@@ -32,76 +33,79 @@ class Vector:
     offset: int
     integer: bool
 
-    def ahead(self, place: int) -> str:
+    def load_statement(self, index: int) -> str:
         first, last = {"row": ("top", "M - 1"), "col": ("n0", "N - 1")}.get(self.axis, ("0", "0"))
-        kind = f"Ahead<{self.type}, {self.count}, {self.threads}>"
-        return f"const {kind} ahead{place}({self.name}, {first}, {last}, member);"
+        type_ = f"Ahead<{self.type}, {self.count}, {self.threads}>"
+        return f"const {type_} ahead{index}({self.name}, {first}, {last}, member);"
 
-    def keep(self, place: int) -> str:
-        return f"ahead{place}.{'integers' if self.integer else 'numbers'}(kept + {self.offset}, member);"
+    def store_statement(self, index: int) -> str:
+        return f"ahead{index}.{'integers' if self.integer else 'numbers'}(kept + {self.offset}, member);"
 
-    def element(self) -> str:
+    def expression(self) -> str:
         at = {"row": " + y", "col": " + x"}.get(self.axis, "")
         return f"kept[{self.offset}{at}].{'whole' if self.integer else 'number'}"
 
 
-def vectors_of(problem: Problem, rows: int, columns: int, threads: int) -> dict[str, Vector]:
-    """By their pointers' names: those of a tile, or of a group's part of it, of so many rows and columns."""
-    taken: list[tuple[str, str, str, bool]] = []
+def epilogue_vectors(problem: Problem, rows: int, columns: int, threads: int) -> dict[str, Vector]:
+    """Return the vectors of a tile, or of a group's part of a tile, with so many rows and columns, by their pointers'
+    names."""
+    loaded: list[tuple[str, str, str, bool]] = []
     if problem.b.quant is not None and not scale_group(problem):
-        taken.append(("s_ptr", problem.b.quant.scale_dtype, "col", False))
-    turn = float_at(problem) if problem.family == "int_mm" else 0
-    for place, step in enumerate(problem.epilogue):
+        loaded.append(("s_ptr", problem.b.quant.scale_dtype, "col", False))
+    float_index = float_at(problem) if problem.family == "int_mm" else 0
+    for index, step in enumerate(problem.epilogue):
         if step.takes_tensor and step.axis != "full":
-            taken.append((f"t{place}", str(step.dtype), step.axis, place < turn))
-    found: dict[str, Vector] = {}
+            loaded.append((f"t{index}", str(step.dtype), step.axis, index < float_index))
+    vectors: dict[str, Vector] = {}
     offset = 0
-    for name, dtype, axis, integer in taken:
+    for name, dtype, axis, integer in loaded:
         count = {"row": rows, "col": columns}.get(axis, 1)
-        found[name] = Vector(name, TYPES[dtype], axis, count, threads, offset, integer)
+        vectors[name] = Vector(name, TYPES[dtype], axis, count, threads, offset, integer)
         offset += count
-    return found
+    return vectors
 
 
-def kept_words(problem: Problem, rows: int, columns: int) -> int:
-    """Words of shared memory for what the epilogue takes of vectors, for so many rows and columns."""
-    return sum(vector.count for vector in vectors_of(problem, rows, columns, 1).values())
+def vector_words(problem: Problem, rows: int, columns: int) -> int:
+    """Return the words of shared memory for the epilogue's vectors, for so many rows and columns."""
+    return sum(vector.count for vector in epilogue_vectors(problem, rows, columns, 1).values())
 
 
 def scale_group(problem: Problem) -> int:
-    """Elements of K that share a scale and are scaled as they are summed; 0: the sum is scaled, or nothing is."""
+    """Return how many elements of K share a scale that is applied while summing; 0 where the final sum is scaled, or
+    nothing is."""
     quant = problem.b.quant
     if quant is None or (quant.group is None and not quant.zero_point):
         return 0
     return problem.k if quant.group is None else quant.group
 
 
-def stays_int(problem: Problem) -> bool:
+def result_is_int(problem: Problem) -> bool:
     """Whether sums are integers until they are rounded."""
     return problem.family == "int_mm" and float_at(problem) > len(problem.epilogue)
 
 
-def epilogue_of(problem: Problem, vectors: dict[str, Vector]) -> list[str]:
-    """Statements from ``sum`` of one element to what is rounded, once, to its place."""
+def epilogue_statements(problem: Problem, vectors: dict[str, Vector]) -> list[str]:
+    """Return the statements that compute an element's result, which is then rounded once and stored, from its
+    ``sum``."""
     lines, name = [], "sum"
-    turn = float_at(problem) if problem.family == "int_mm" else STEPS + 1
+    float_index = float_at(problem) if problem.family == "int_mm" else MAX_STEPS + 1
     if problem.b.quant is not None and not scale_group(problem):
-        lines.append(f"sum *= {vectors['s_ptr'].element()};")
-    for place, step in enumerate((*problem.epilogue, None)):
-        if place == turn:
+        lines.append(f"sum *= {vectors['s_ptr'].expression()};")
+    for index, step in enumerate((*problem.epilogue, None)):
+        if index == float_index:
             lines.append("float value = (float)sum;")
             name = "value"
         if step is not None:
             integer = problem.family == "int_mm" and name == "sum"
-            lines += _step(step, place, name, integer, vectors.get(f"t{place}"))
+            lines += _step(step, index, name, integer, vectors.get(f"t{index}"))
     lines.append(f"return {name};")
     return lines
 
 
-def _step(step: Step, place: int, v: str, integer: bool, vector: Vector | None) -> list[str]:
+def _step(step: Step, index: int, v: str, integer: bool, vector: Vector | None) -> list[str]:
     kind, _, value, low, high = step_constants(step, integer)
     literal = _int if integer else _float
-    tensor = vector.element() if vector else f"t{place}[(long long)m * ld{place} + n]"
+    tensor = vector.expression() if vector else f"t{index}[(long long)m * ld{index} + n]"
     if not (vector or integer):
         tensor = f"number({tensor})"
     if value != 1.0:
@@ -129,12 +133,12 @@ def _step(step: Step, place: int, v: str, integer: bool, vector: Vector | None) 
 
 
 def _int(x: float) -> str:
-    """A literal of an int32."""
+    """Return a literal of an int32."""
     return "(-2147483647 - 1)" if x == -(2**31) else str(int(x))
 
 
 def _float(x: float) -> str:
-    """A literal of the float32 nearest to x."""
+    """Return a literal of the float32 nearest to x."""
     nearest = ctypes.c_float(x).value
     if math.isinf(nearest):
         return f"__int_as_float({'0x7f800000' if nearest > 0 else '0xff800000'})"

@@ -69,7 +69,7 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
     const int tiles = tiles_m * ((tiles_n + SHARE - 1) / SHARE), first = blockIdx.x / CLUSTER;
     const int stride = gridDim.x / CLUSTER, steps = (K + CHUNKS * ELEMENTS - 1) / (CHUNKS * ELEMENTS);
     const int from = steps * part / SPLIT, to = steps * (part + 1) / SPLIT;
-    // Blocks of other rows want the same of B. It takes up to a fifth longer when they do not begin together (docs/cuda.md).
+    // Blocks of other rows want the same of B. It takes up to a fifth longer when they do not begin together (docs/notes/cuda.md).
     const bool together = !STEPWISE && tiles_m > 1;
     int at = 0, turn = 0;  // the next stage, and how often (modulo 2) all were gone through
     auto next = [&] {

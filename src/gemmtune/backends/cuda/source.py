@@ -1,4 +1,4 @@
-"""From a Problem and a candidate to CUDA C++: constants, parameters, ``ptx.cu``, a template with its epilogue."""
+"""The CUDA C++ of a candidate for a Problem: constants, parameters, ``ptx.cu``, and a template with its epilogue."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import Any
 
 from ...core.errors import KernelError
 from ...core.problem import Problem, bits
-from ..gpu.artifact import B_EARLY, FOLLOWING, NEXT_LATE, Tma
+from ..gpu.artifact import B_EARLY, NEXT_LATE, PDL_ARGUMENT, Tma
 from ..gpu.rules import HALVES
 from .block import (
     CHUNK_BYTES,
     GROUP,
     GROUP_ROWS,
     MIXED_STEP,
-    alike,
-    mixed_across,
-    mixed_more,
+    equal_registers,
+    mixed_raised_registers,
+    mixed_row_stride,
     mixed_shared,
     mixed_warps,
-    slab_more,
+    slab_raised_registers,
     slab_shared,
     slab_warps,
 )
-from .epilogue import TYPES, epilogue_of, kept_words, scale_group, stays_int, vectors_of
+from .epilogue import TYPES, epilogue_statements, epilogue_vectors, result_is_int, scale_group, vector_words
 
-_KINDS = {"PLAIN": 0, "INT8": 1, "INT4": 2}
-_FOLLOWING = {"B_EARLY": B_EARLY, "NEXT_LATE": NEXT_LATE}
+_WEIGHT_KINDS = {"PLAIN": 0, "INT8": 1, "INT4": 2}
+_PDL_FLAGS = {"B_EARLY": B_EARLY, "NEXT_LATE": NEXT_LATE}
 _FP8 = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 _WGMMA = {"bfloat16": "bf16", "float16": "f16", "int8": "s8", **_FP8}
 SKINNY, SLAB, MIXED = "skinny", "slab", "mixed"
@@ -38,11 +38,12 @@ _SWIZZLE_64B, _SWIZZLE_128B = 2, 3  # CU_TENSOR_MAP_SWIZZLE_*
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A kernel's text, and what launching it takes: its parameters' names in order, the warps of a block, the bytes of
-    shared memory it must ask for, and TMA's descriptors by parameter.
+    """A kernel's text, and the data that launching it takes.
 
-    arch: behind the compute capability, for what later ones do not have. registers: what a thread must start with,
-    where threads hand them on.
+    arguments: the names of its parameters, in order. warps: warps of a block. shared: bytes of shared memory that it
+    must ask for. descriptors: TMA descriptors by parameter. arch: the suffix of the compute capability for features
+    that later ones do not have, or empty. registers: the registers with which a thread must start, where threads hand
+    registers on.
     """
 
     text: str
@@ -55,51 +56,55 @@ class Source:
 
 
 def generate(problem: Problem, template: str, config: dict[str, Any], primitives: str | None = None) -> Source:
-    """The kernel that a candidate's ``config`` is for a Problem; sizes are no part of it but what divides what.
+    """Return the kernel of a candidate's ``config`` for a Problem. It depends on divisibility, not on sizes.
 
-    primitives: what stands in the place of ``ptx.cu`` (and ``hopper.cu``), where it is not a GPU that runs it. Raises
-    KernelError for a template that is none of ours.
+    primitives: source that replaces ``ptx.cu`` (and ``hopper.cu``) where a CPU runs the kernel. Raises KernelError for
+    a template that this backend does not have.
     """
     if template == SKINNY:
-        constants, made = _skinny(problem, config), {"warps": config["warps"]}
+        constants, launch = _skinny(problem, config), {"warps": config["warps"]}
         threads = 32 * config["warps"]
     elif template == SLAB:
-        constants, made = _slab(problem, config), _slab_launch(problem, config)
+        constants, launch = _slab(problem, config), _slab_launch(problem, config)
         threads = GROUP
     elif template == MIXED:
-        constants, made = _mixed(problem, config), _mixed_launch(problem, config)
+        constants, launch = _mixed(problem, config), _mixed_launch(problem, config)
         threads = 2 * config["bn"]
     else:
         raise KernelError(f"the CUDA backend has no template {template!r}; it has {SKINNY}, {SLAB} and {MIXED}")
-    described = "descriptors" in made
+    uses_tma = "descriptors" in launch
     files, common = ["ptx.cu"], ["numbers.cu", "vectors.cu"]
-    if described:
+    if uses_tma:
         files.append("hopper.cu")
         common += ["sums.cu", "rows.cu"]
-    parameters = _parameters(problem, described)
-    lines = [f"#define {name} {value}" for name, value in (constants | _FOLLOWING).items()]
+    parameters = _parameters(problem, uses_tma)
+    lines = [f"#define {name} {value}" for name, value in (constants | _PDL_FLAGS).items()]
     lines.append("#define PARAMETERS " + ", ".join(f"{kind} {name}" for name, kind in parameters.items()))
     lines.append(f"typedef {'int' if problem.family == 'int_mm' else 'float'} sum_t;")
-    lines += [primitives] if primitives is not None else map(_file, files)
+    lines += [primitives] if primitives is not None else map(_read_source, files)
     lines.append(f"typedef {TYPES[problem.out_dtype]} c_t;")
-    lines.append(f"typedef {'int' if stays_int(problem) else 'float'} value_t;")
+    lines.append(f"typedef {'int' if result_is_int(problem) else 'float'} value_t;")
     if problem.b.quant is not None:
         lines.append(f"typedef {TYPES[problem.b.quant.scale_dtype]} scale_t;")
-    lines += map(_file, common)
-    vectors = vectors_of(problem, GROUP_ROWS if template == SLAB else config["bm"], config["bn"], threads)
-    text = _file(f"{template}.cu")
-    text = _written(text, "AHEAD", [vector.ahead(place) for place, vector in enumerate(vectors.values())])
-    text = _written(text, "KEPT", [vector.keep(place) for place, vector in enumerate(vectors.values())])
-    text = _written(text, "EPILOGUE", epilogue_of(problem, vectors))
-    return Source("\n".join(lines) + "\n" + text, tuple(parameters), **made)
+    lines += map(_read_source, common)
+    vectors = epilogue_vectors(problem, GROUP_ROWS if template == SLAB else config["bm"], config["bn"], threads)
+    text = _read_source(f"{template}.cu")
+    text = _insert_statements(
+        text, "AHEAD", [vector.load_statement(index) for index, vector in enumerate(vectors.values())]
+    )
+    text = _insert_statements(
+        text, "KEPT", [vector.store_statement(index) for index, vector in enumerate(vectors.values())]
+    )
+    text = _insert_statements(text, "EPILOGUE", epilogue_statements(problem, vectors))
+    return Source("\n".join(lines) + "\n" + text, tuple(parameters), **launch)
 
 
-def _written(text: str, mark: str, lines: list[str]) -> str:
-    """A template with statements in the place of a comment."""
-    before, found, after = text.partition(f"// {mark}\n")
-    assert found, mark
-    indent = before[before.rindex("\n") + 1 :]
-    return before + f"\n{indent}".join(lines) + "\n" + after
+def _insert_statements(text: str, mark: str, lines: list[str]) -> str:
+    """Return a template's text in which statements replace a marker comment."""
+    head, marker, tail = text.partition(f"// {mark}\n")
+    assert marker, mark
+    indent = head[head.rindex("\n") + 1 :]
+    return head + f"\n{indent}".join(lines) + "\n" + tail
 
 
 def _slab_launch(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
@@ -109,12 +114,12 @@ def _slab_launch(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
         "shared": slab_shared(problem, config),
         "descriptors": {"a_desc": a, "b_desc": b},
         "arch": "a",
-        "registers": alike(slab_warps(problem, config)) if slab_more(problem, config) else 0,
+        "registers": equal_registers(slab_warps(problem, config)) if slab_raised_registers(problem, config) else 0,
     }
 
 
 def _box(dtype: str, rows: int) -> Tma:
-    """A chunk of so many rows."""
+    """Return the TMA descriptor of a chunk of 128 bytes of ``rows`` rows."""
     width = bits(dtype)
     return Tma(_SWIZZLE_128B, width // 8, _TMA_TYPES[width], (rows, 8 * CHUNK_BYTES // width))
 
@@ -130,12 +135,12 @@ def _mixed_launch(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
             "b_desc": Tma(swizzle, 1, _TMA_TYPES[8], (config["bn"], row)),
         },
         "arch": "a",
-        "registers": alike(mixed_warps(problem, config)) if mixed_more(problem, config) else 0,
+        "registers": equal_registers(mixed_warps(problem, config)) if mixed_raised_registers(problem, config) else 0,
     }  # fmt: skip
 
 
-def run_of(problem: Problem) -> int:
-    """Elements of K in the 16 bytes that a lane reads of B at a time."""
+def elements_per_load(problem: Problem) -> int:
+    """Return the elements of K in the 16 bytes of B that a lane loads at a time."""
     return 128 // bits(problem.b.dtype)
 
 
@@ -144,7 +149,7 @@ def _skinny(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
     group = scale_group(problem)
     half = problem.a.dtype == "float16"
     return {
-        **_KINDS,
+        **_WEIGHT_KINDS,
         "BM": config["bm"],
         "BN": config["bn"],
         "WARPS": config["warps"],
@@ -156,9 +161,9 @@ def _skinny(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
         "HALF": int(half),
         "ONE": _ones(half),
         "WIDTH": bits(problem.a.dtype) // 8,
-        "KEPT": kept_words(problem, config["bm"], config["bn"]),
+        "KEPT": vector_words(problem, config["bm"], config["bn"]),
         "B_BYTES": max(1, bits(problem.b.dtype) // 8),
-        "EVEN_K": int(problem.k % (4 * run_of(problem)) == 0),
+        "EVEN_K": int(problem.k % (4 * elements_per_load(problem)) == 0),
         "GROUP": group,
         "ZERO": int(problem.b.quant is not None and problem.b.quant.zero_point),
         "BATCHED": int(problem.family == "bmm"),
@@ -177,14 +182,14 @@ def _slab(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
         "SPLIT": config["split"],
         "CLUSTER": config["cluster"] * config["split"],
         "WARPS": slab_warps(problem, config),
-        "REGISTERS": slab_more(problem, config),
-        "KEPT": kept_words(problem, GROUP_ROWS, config["bn"]),
+        "REGISTERS": slab_raised_registers(problem, config),
+        "KEPT": vector_words(problem, GROUP_ROWS, config["bn"]),
         "WIDTH": bits(problem.a.dtype) // 8,
         "STEPWISE": int(problem.family == "scaled_mm"),
         "PIECES": config["pieces"],
         "TURNS": config["turns"],
         "HALF": int(problem.a.dtype == "float16"),
-        "ONE": 0,  # of narrow weights
+        "ONE": 0,  # used for narrow weights only
         "MMA": f'"{_instruction(problem)}"',
         "SUM": '"r"' if problem.family == "int_mm" else '"f"',
         "PRODUCTS": " ".join(_products(problem, config["bn"] // config["pieces"])),
@@ -194,7 +199,7 @@ def _slab(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
 def _mixed(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
     half = problem.a.dtype == "float16"
     return {
-        **_KINDS,
+        **_WEIGHT_KINDS,
         "BM": config["bm"],
         "BN": config["bn"],
         "STAGES": config["stages"],
@@ -202,11 +207,11 @@ def _mixed(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
         "SPLIT": config["split"],
         "CLUSTER": config["split"],
         "WARPS": mixed_warps(problem, config),
-        "REGISTERS": mixed_more(problem, config),
-        "KEPT": kept_words(problem, config["bm"], config["bn"]),
+        "REGISTERS": mixed_raised_registers(problem, config),
+        "KEPT": vector_words(problem, config["bm"], config["bn"]),
         "KIND": {"int8": "INT8", "int4": "INT4"}[problem.b.dtype],
         "GROUP": scale_group(problem),
-        "ACROSS": mixed_across(config),
+        "ACROSS": mixed_row_stride(config),
         "WIDTH": 2,
         "HALF": int(half),
         "ONE": _ones(half),
@@ -217,43 +222,45 @@ def _mixed(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ones(half: bool) -> str:
-    """1.0, twice."""
+    """Return a literal with 1.0 twice, in bfloat16 or (half) float16."""
     return "0x3c003c00u" if half else "0x3f803f80u"
 
 
 def _mixed_product(problem: Problem, rows: int) -> str:
-    """wgmma of 64 columns of B, in registers, and so many rows of A."""
+    """Return the wgmma of 64 columns of B, in registers, and ``rows`` rows of A."""
     kind = _WGMMA[problem.a.dtype]
     left = [f'"r"(a.r[{i}])' for i in range(4)]
     return _wgmma(f"m64n{rows}k16.f32.{kind}.{kind}", ", 1, 1, 0", range(rows // 2), "f", left, "rows_of(b)")
 
 
 def _products(problem: Problem, bn: int) -> list[str]:
-    """wgmma for ``bn`` columns: one, or two where integers know no such width (PTX ISA, wgmma: n of .s8)."""
+    """Return the wgmma for ``bn`` columns: one, or two where integers do not have this width (PTX ISA, wgmma: n of
+    .s8)."""
     exact = problem.family == "int_mm"
     depth, scales = (16, ", 1, 1, 0, 0") if problem.a.dtype in HALVES else (32, "" if exact else ", 1, 1")
     types = ".".join(("s32" if exact else "f32", _WGMMA[problem.a.dtype], _WGMMA[problem.b.dtype]))
     widths = (bn - 24, 24) if exact and bn > 24 and bn % 16 else (bn,)
-    made, column = [], 0
+    instructions, column = [], 0
     for width in widths:
         shape, sums = f"m64n{width}k{depth}.{types}", range(column // 2, (column + width) // 2)
         right = f"rows_of(b + {column * CHUNK_BYTES // 16})"
-        made.append(_wgmma(shape, scales, sums, "r" if exact else "f", ['"l"(rows_of(a))'], right))
+        instructions.append(_wgmma(shape, scales, sums, "r" if exact else "f", ['"l"(rows_of(a))'], right))
         column += width
-    return made
+    return instructions
 
 
 def _wgmma(shape: str, scales: str, sums: range, kind: str, left: list[str], right: str) -> str:
-    """The instruction on some of ``d``: A as asm's operands ``left`` (an address or four registers), B at ``right``."""
+    """Return the wgmma instruction that adds to some elements of ``d``. left: asm's operands of A (an address or four
+    registers); right: the address of B."""
     count = len(sums)
-    places = ", ".join(f"%{i}" for i in range(count))
-    given = ", ".join(f"%{count + i}" for i in range(len(left)))
-    first = given if len(left) == 1 else f"{{{given}}}"
+    accumulators = ", ".join(f"%{i}" for i in range(count))
+    inputs = ", ".join(f"%{count + i}" for i in range(len(left)))
+    first = inputs if len(left) == 1 else f"{{{inputs}}}"
     last = count + len(left)
     results = ", ".join(f'"+{kind}"(d[{i}])' for i in sums)
     return (
         f'asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{last + 1}, 0;\\n'
-        f"wgmma.mma_async.sync.aligned.{shape} {{{places}}}, {first}, %{last}, p{scales};\\n}}"
+        f"wgmma.mma_async.sync.aligned.{shape} {{{accumulators}}}, {first}, %{last}, p{scales};\\n}}"
         f'" : {results} : {", ".join(left)}, "l"({right}), "r"(add));'
     )
 
@@ -268,28 +275,28 @@ def _instruction(problem: Problem) -> str:
     return f"m16n8k32.row.col.f32.{_FP8[b]}.{_FP8[a]}.f32"
 
 
-def _parameters(problem: Problem, described: bool) -> dict[str, str]:
-    """Types by name. described: TMA knows where A and B are."""
+def _parameters(problem: Problem, uses_tma: bool) -> dict[str, str]:
+    """Return the types of the kernel's parameters by name. uses_tma: A and B are passed as TMA descriptors."""
     quant = problem.b.quant
-    if described:
-        found = dict.fromkeys(("a_desc", "b_desc"), "const __grid_constant__ Map")
+    if uses_tma:
+        parameters = dict.fromkeys(("a_desc", "b_desc"), "const __grid_constant__ Map")
     else:
-        found = {"b_ptr": f"const {TYPES[problem.b.dtype]}*", "a_ptr": f"const {TYPES[problem.a.dtype]}*"}
-    found["c_ptr"] = f"{TYPES[problem.out_dtype]}*"
+        parameters = {"b_ptr": f"const {TYPES[problem.b.dtype]}*", "a_ptr": f"const {TYPES[problem.a.dtype]}*"}
+    parameters["c_ptr"] = f"{TYPES[problem.out_dtype]}*"
     if quant is not None:
-        found["s_ptr"] = f"const {TYPES[quant.scale_dtype]}*"
+        parameters["s_ptr"] = f"const {TYPES[quant.scale_dtype]}*"
         if quant.zero_point:
-            found["z_ptr"] = f"const {TYPES[quant.scale_dtype]}*"
-    taking = [(place, step) for place, step in enumerate(problem.epilogue) if step.takes_tensor]
-    found |= {f"t{place}": f"const {TYPES[str(step.dtype)]}*" for place, step in taking}
-    found |= dict.fromkeys(("M", "N", "K"), "int")
-    found |= dict.fromkeys(("lda", "ldb", "ldc"), "long long")
+            parameters["z_ptr"] = f"const {TYPES[quant.scale_dtype]}*"
+    tensor_steps = [(index, step) for index, step in enumerate(problem.epilogue) if step.takes_tensor]
+    parameters |= {f"t{index}": f"const {TYPES[str(step.dtype)]}*" for index, step in tensor_steps}
+    parameters |= dict.fromkeys(("M", "N", "K"), "int")
+    parameters |= dict.fromkeys(("lda", "ldb", "ldc"), "long long")
     if problem.family == "bmm":
-        found |= dict.fromkeys(("batch_a", "batch_b", "batch_c"), "long long")
-    found |= {f"ld{place}": "long long" for place, step in taking if step.axis == "full"}
-    return found | {FOLLOWING: "int"}
+        parameters |= dict.fromkeys(("batch_a", "batch_b", "batch_c"), "long long")
+    parameters |= {f"ld{index}": "long long" for index, step in tensor_steps if step.axis == "full"}
+    return parameters | {PDL_ARGUMENT: "int"}
 
 
 @functools.cache
-def _file(name: str) -> str:
+def _read_source(name: str) -> str:
     return Path(__file__).with_name(name).read_text(encoding="utf-8")

@@ -1,1 +1,1 @@
-"""What the backends with GPU kernels of our own share: rules, artifacts, launching. Not a backend itself."""
+"""The common part of the backends with GPU kernels of our own: rules, artifacts, launching. Not a backend itself."""

@@ -1,4 +1,4 @@
-"""Built kernels on disk: cubins (AMD's are code objects), each with what launching it takes."""
+"""Built kernels on disk: cubins (code objects for AMD), each with a Header that describes its launch."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from ...core.errors import KernelError
 from ..artifacts import artifacts_directory
 
 _LENGTH = 4
-# The argument of kernels that wait for the one before them, and what it comes to: B may be read until then; the next
-# kernel is to begin when a block is nearly done (skinny.cu).
-FOLLOWING = "following"
+# The argument of kernels that use programmatic dependent launch (PDL), and its flags: B_EARLY allows the kernel to read
+# B before the preceding kernel has ended; NEXT_LATE lets the next kernel begin only when a block is nearly done
+# (skinny.cu).
+PDL_ARGUMENT = "following"
 B_EARLY, NEXT_LATE = 1, 2
 
 
 class Tma(msgspec.Struct, forbid_unknown_fields=True):
-    """One TMA descriptor as cuTensorMapEncodeTiled wants it."""
+    """The parameters of one TMA descriptor (tensor map), as cuTensorMapEncodeTiled takes them."""
 
     swizzle: int
     element: int
@@ -30,10 +31,13 @@ class Tma(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Header(msgspec.Struct, forbid_unknown_fields=True):
-    """What launching one of an artifact's cubins takes. size: bytes of the cubin; arguments: the names of those that
-    are passed, in order, before ``scratch`` pointers that are not used; descriptors: of TMA, by argument; waits:
-    whether the kernel itself waits for the one before it, and so may begin before that ends; lanes: threads of a warp;
-    arch: the AMD architecture that it is for, or empty."""
+    """The description of how to launch one of an artifact's cubins.
+
+    size: bytes of the cubin. arguments: the names of the arguments that are passed, in order; ``scratch`` unused
+    pointers follow them. descriptors: the TMA descriptors by argument. waits: whether the kernel itself waits for the
+    preceding kernel, so that it may begin before that one ends. lanes: threads of a warp. arch: the AMD architecture
+    that the kernel is for, or empty.
+    """
 
     name: str
     size: Annotated[int, msgspec.Meta(ge=0)]
@@ -47,38 +51,39 @@ class Header(msgspec.Struct, forbid_unknown_fields=True):
     arch: str = ""
 
 
-def packed(header: Header, cubin: bytes) -> bytes:
-    """One kernel of an artifact: its Header (as JSON, with its length before it) and its cubin."""
+def encode_kernel(header: Header, cubin: bytes) -> bytes:
+    """Return one kernel of an artifact as bytes: the length of its Header's JSON, the JSON, then its cubin."""
     text = msgspec.json.encode(header)
     return len(text).to_bytes(_LENGTH, "little") + text + cubin
 
 
-def unpack(artifact: bytes) -> list[tuple[Header, bytes]]:
-    """An artifact's kernels, in the order of launching: Header and cubin. Raises KernelError when it is none."""
-    found, at = [], 0
-    while at < len(artifact):
-        start = at + _LENGTH + int.from_bytes(artifact[at : at + _LENGTH], "little")
+def decode_kernels(artifact: bytes) -> list[tuple[Header, bytes]]:
+    """Return an artifact's kernels in launch order, as pairs of Header and cubin. Raises KernelError for malformed
+    bytes."""
+    kernels, offset = [], 0
+    while offset < len(artifact):
+        cubin_start = offset + _LENGTH + int.from_bytes(artifact[offset : offset + _LENGTH], "little")
         try:
-            header = msgspec.json.decode(artifact[at + _LENGTH : start], type=Header)
+            header = msgspec.json.decode(artifact[offset + _LENGTH : cubin_start], type=Header)
         except msgspec.MsgspecError as error:
             raise KernelError(f"an artifact of GPU kernels is malformed: {error}") from error
-        at = start + header.size
-        found.append((header, artifact[start:at]))
-    if not found or at != len(artifact):
-        raise KernelError(f"an artifact of GPU kernels is malformed: {len(artifact)} bytes where {at} belong")
-    return found
+        offset = cubin_start + header.size
+        kernels.append((header, artifact[cubin_start:offset]))
+    if not kernels or offset != len(artifact):
+        raise KernelError(f"an artifact of GPU kernels is malformed: {len(artifact)} bytes where {offset} belong")
+    return kernels
 
 
 @functools.cache
 def digest_of(folder: Path) -> str:
-    """A short hash of a backend's sources and of what is shared here."""
-    there = (path for place in (folder, Path(__file__).parent) for path in place.iterdir())
-    names = sorted(path for path in there if path.suffix in (".py", ".cu"))
-    return hashlib.sha256(b"".join(path.read_bytes() for path in names)).hexdigest()[:16]
+    """Return a short hash of the sources in a backend's folder and in this package, which the GPU backends share."""
+    paths = (path for directory in (folder, Path(__file__).parent) for path in directory.iterdir())
+    sources = sorted(path for path in paths if path.suffix in (".py", ".cu"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
 
 
 def artifacts() -> Artifacts:
-    """The artifacts of the store in use."""
+    """Return the artifacts of the store in use."""
     return _artifacts_of(artifacts_directory())
 
 

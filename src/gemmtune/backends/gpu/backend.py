@@ -1,4 +1,4 @@
-"""What a backend whose kernels are cubins does alike, whatever they are written in."""
+"""The common base of the backends whose kernels are cubins, whatever language the kernels are written in."""
 
 from __future__ import annotations
 
@@ -13,30 +13,32 @@ from ...core.errors import KernelError
 from ...core.problem import Problem
 from ...core.target import Target
 from ..base import Artifact, Availability, Backend, Kernel
-from .artifact import artifacts, digest_of, unpack
+from .artifact import artifacts, decode_kernels, digest_of
 from .kernel import GpuKernel
-from .rules import device_of, refusal
+from .rules import device_limits, why_no_gpu_kernel
 
-_LEAST = (8, 0)
+_MIN_CAPABILITY = (8, 0)
 
 
 def not_nvidia(target: Target) -> str:
-    """Why kernels for NVIDIA's GPUs do not run on a Target, or empty."""
+    """Return why kernels for NVIDIA's GPUs do not run on a Target, or empty."""
     if target.device != "cuda":
         return f"runs on GPUs; this target is a {target.device}"
     if dict(target.versions).get("hip", "None") != "None":
         return "speaks to NVIDIA's libraries; on ROCm there is the Triton backend"
-    if device_of(target).capability < _LEAST:
+    if device_limits(target).capability < _MIN_CAPABILITY:
         return f"needs compute capability 8.0; {target.name} has {target.capability}"
     return ""
 
 
 class GpuBackend(Backend):
-    """NVIDIA GPUs from compute capability 8.0; kernels are compiled where there need be no GPU, kept beside the store
-    under the hash of all that went into them (the compiler's version, too), and launched through the driver: serving
-    what was built compiles nothing.
+    """A backend whose kernels are compiled to cubins for NVIDIA GPUs from compute capability 8.0.
 
-    missing: what to do where there is no compiler, in words. templates: which class launches which template's kernels.
+    Compiling needs no GPU. A cubin is stored beside the store under the hash of everything that it is compiled from
+    (the compiler's version, too), and is launched through the driver: serving a built kernel compiles nothing.
+
+    missing: what a user can do where there is no compiler, in words. templates: the class that launches each template's
+    kernels.
     """
 
     missing: ClassVar[str]
@@ -44,23 +46,26 @@ class GpuBackend(Backend):
 
     @abstractmethod
     def _compiler_version(self) -> str:
-        """Empty when there is no compiler."""
+        """Return the compiler's version; empty when there is no compiler."""
 
     @abstractmethod
     def _recipe(self, problem: Problem, candidate: Candidate, target: Target) -> tuple[str, Callable[[], bytes]]:
-        """The hex digest of all that goes into an artifact, and what makes it: which raises UnsupportedError without a
-        compiler, KernelError when that fails. Raises KernelError itself for a template that is none of ours."""
+        """Return the hex digest of everything that goes into an artifact, and a function that builds the artifact.
 
-    def _unfit(self, target: Target) -> str:
-        """Why its kernels do not run on a Target, or empty."""
+        The function raises UnsupportedError without a compiler and KernelError when compiling fails. ``_recipe`` itself
+        raises KernelError for a template that this backend does not have.
+        """
+
+    def _why_not_on_target(self, target: Target) -> str:
+        """Return why the backend's kernels do not run on a Target, or empty."""
         return not_nvidia(target)
 
     def available(self, target: Target) -> Availability:
-        reason = self._unfit(target) or ("" if self._compiler_version() else self.missing)
+        reason = self._why_not_on_target(target) or ("" if self._compiler_version() else self.missing)
         return Availability(not reason, reason)
 
     def why_illegal(self, problem: Problem, candidate: Candidate, target: Target) -> str:
-        return self._unfit(target) or super().why_illegal(problem, candidate, target)
+        return self._why_not_on_target(target) or super().why_illegal(problem, candidate, target)
 
     def packing_of(self, problem: Problem, candidate: Candidate) -> str | None:
         return self.templates[candidate.template].layout_of(problem, candidate)
@@ -78,7 +83,7 @@ class GpuBackend(Backend):
     def load(self, artifact: Artifact, problem: Problem) -> Kernel:
         candidate = artifact.candidate
         template = self.templates.get(candidate.template)
-        reason = refusal(problem)
+        reason = why_no_gpu_kernel(problem)
         if template is None or reason:
             raise KernelError(f"{candidate.id} cannot run {problem.key}: {reason or 'there is no such template'}")
         if artifact.path is None:
@@ -87,7 +92,7 @@ class GpuBackend(Backend):
             body = artifact.path.read_bytes()
         except OSError as error:
             raise KernelError(f"{candidate.id}: its artifact cannot be read ({error})") from error
-        return template(problem, candidate, unpack(body))
+        return template(problem, candidate, decode_kernels(body))
 
     def source_digest(self) -> str:
         return digest_of(Path(inspect.getfile(type(self))).parent)

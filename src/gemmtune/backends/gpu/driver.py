@@ -1,6 +1,7 @@
-"""The CUDA driver by ctypes: loading cubins and launching them, with no compiler and no Triton at run time.
+"""The CUDA driver through ctypes: it loads and launches cubins, with no compiler and no Triton at run time.
 
-A launch writes what changed since the last one (addresses) into its thread's Block and calls ``cuLaunchKernelEx``.
+A launch writes the values that changed since the last launch (addresses) into its thread's LaunchArgs and calls
+``cuLaunchKernelEx``.
 """
 
 from __future__ import annotations
@@ -18,24 +19,25 @@ from torch import Tensor
 
 from ...core.errors import KernelError
 from ..base import OVERLAP
-from .artifact import B_EARLY, FOLLOWING, NEXT_LATE, Header, Tma
+from .artifact import B_EARLY, NEXT_LATE, PDL_ARGUMENT, Header, Tma
 
-_SHARED_LIMIT = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_STATIC_SHARED = 48 << 10  # beyond it a kernel must ask
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_DEFAULT_SHARED_BYTES = 48 << 10  # a kernel that uses more must ask for it
 _NO_CONTEXT = 201
-_MAP_BYTES = 128
+_TENSOR_MAP_BYTES = 128
 _L2_128B = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
-_OVERLAPPING = 12030  # the first driver (CUDA 12.3) whose graphs know of kernels that overlap
+_PDL_DRIVER_VERSION = 12030  # the first driver (CUDA 12.3) whose graphs support programmatic dependent launch (PDL)
 _CAPTURING = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
-_OVERLAP = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-_FEW_BLOCKS = 4  # of a multiprocessor: with more small ones the next kernel does best late, too
+_PDL_ATTRIBUTE = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_EARLY_BLOCKS = 4  # of a multiprocessor: with more, even small ones, it is faster to let the next kernel begin late
 
 
 @functools.cache
 def driver() -> Any:
-    """libcuda; its functions keep the interpreter's lock, since they return at once. Raises KernelError without it."""
+    """Return libcuda. Its functions do not release the interpreter's lock, since they return at once. Raises
+    KernelError where it cannot be loaded."""
     try:
         library = ctypes.PyDLL("libcuda.so.1")
         pointer = ctypes.c_void_p
@@ -47,21 +49,25 @@ def driver() -> Any:
 
 @functools.cache
 def _version() -> int:
-    """Of CUDA, as the driver has it: 12030 for 12.3."""
-    found = ctypes.c_int()
-    return 0 if driver().cuDriverGetVersion(ctypes.byref(found)) else found.value
+    """Return the CUDA version that the driver supports, as the driver encodes it: 12030 for 12.3."""
+    version = ctypes.c_int()
+    return 0 if driver().cuDriverGetVersion(ctypes.byref(version)) else version.value
 
 
-def _check(status: int, doing: str) -> None:
+def _check(status: int, action: str) -> None:
     if status:
         text = ctypes.c_char_p()
         driver().cuGetErrorString(status, ctypes.byref(text))
-        words = (text.value or b"unknown error").decode()
-        raise KernelError(f"{doing}: CUDA error {status} ({words})")
+        reason = (text.value or b"unknown error").decode()
+        raise KernelError(f"{action}: CUDA error {status} ({reason})")
 
 
 class Function:
-    """A kernel of a cubin, loaded for one device; a Block launches it. Modules are never unloaded."""
+    """A kernel of a cubin, loaded for one device; a LaunchArgs launches it. Modules are never unloaded.
+
+    pdl: whether the kernel may begin before the preceding kernel has ended (programmatic dependent launch).
+    early_trigger_blocks: the largest grid whose kernels let the next one begin early; 0 without PDL.
+    """
 
     def __init__(self, header: Header, cubin: bytes, device: int) -> None:
         self.header, self.device = header, device
@@ -69,48 +75,49 @@ class Function:
         with torch.cuda.device(device):
             torch.cuda.current_stream().query()  # makes the device's context current on this thread
             self.handle = self._load(cubin)
-            self.follows = self._follows()
-            # Asked here, where the context is current: a Block may be made on a thread that has none yet.
-            self.few = self._few() if self.follows else 0
+            self.pdl = self._supports_pdl()
+            # Queried here, where the context is current: a LaunchArgs may be created on a thread that has no context
+            # yet.
+            self.early_trigger_blocks = self._early_trigger_limit() if self.pdl else 0
 
     def _load(self, cubin: bytes) -> int:
-        """The kernel's handle."""
+        """Load the cubin and return the kernel's handle."""
         header, module, handle = self.header, ctypes.c_void_p(), ctypes.c_void_p()
         _check(driver().cuModuleLoadData(ctypes.byref(module), cubin), f"loading {header.name}")
         name = header.name.encode()
         _check(driver().cuModuleGetFunction(ctypes.byref(handle), module, name), f"finding {header.name}")
-        if header.shared > _STATIC_SHARED:
-            status = driver().cuFuncSetAttribute(handle, _SHARED_LIMIT, header.shared)
+        if header.shared > _DEFAULT_SHARED_BYTES:
+            status = driver().cuFuncSetAttribute(handle, _MAX_DYNAMIC_SHARED, header.shared)
             _check(status, f"asking for {header.shared} bytes of shared memory")
         return int(handle.value or 0)
 
-    def _follows(self) -> bool:
-        """Whether it may begin before the kernel before it has ended."""
-        return self.header.waits and _version() >= _OVERLAPPING
+    def _supports_pdl(self) -> bool:
+        """Whether the kernel may begin before the preceding kernel has ended (programmatic dependent launch)."""
+        return self.header.waits and _version() >= _PDL_DRIVER_VERSION
 
-    def _few(self) -> int:
-        """How many blocks begin at a time, or a few for each multiprocessor."""
-        beside = ctypes.c_int()
-        asked = (ctypes.c_void_p(self.handle), self.threads, ctypes.c_size_t(self.shared))
-        status = driver().cuOccupancyMaxActiveBlocksPerMultiprocessor(ctypes.byref(beside), *asked)
+    def _early_trigger_limit(self) -> int:
+        """Return how many blocks run at a time, counting at most a few for each multiprocessor."""
+        resident = ctypes.c_int()
+        arguments = (ctypes.c_void_p(self.handle), self.threads, ctypes.c_size_t(self.shared))
+        status = driver().cuOccupancyMaxActiveBlocksPerMultiprocessor(ctypes.byref(resident), *arguments)
         _check(status, f"asking how many blocks of {self.header.name} fit")
         multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count
-        return int(min(beside.value, _FEW_BLOCKS) * multiprocessors)
+        return int(min(resident.value, _EARLY_BLOCKS) * multiprocessors)
 
-    def failed(self, status: int, launch: Callable[[], int]) -> None:
-        """Launch once more where that may help; raises KernelError where the driver refuses."""
-        if status == _NO_CONTEXT:  # a thread that has not used CUDA yet
+    def retry_or_raise(self, status: int, launch: Callable[[], int]) -> None:
+        """Launch once more where that may help; raise KernelError where the driver rejects the launch."""
+        if status == _NO_CONTEXT:  # this thread has not used CUDA yet
             torch.cuda.current_stream(self.device).query()
             status = launch()
         if status:
             _check(status, f"launching {self.header.name}")
 
-    def launcher(self, config: Any, parameters: int) -> Callable[[], int]:
-        """What launches it as a ``_Config`` says, with the arguments whose addresses lie at ``parameters``, and returns
-        the driver's status."""
-        # Made once: what ctypes has to convert in a call costs as much as the call.
-        fixed = (ctypes.addressof(config), self.handle, parameters)
-        return functools.partial(driver().cuLaunchKernelEx, *map(ctypes.c_void_p, fixed), None)
+    def bind_launch(self, config: Any, parameters: int) -> Callable[[], int]:
+        """Return a function that launches the kernel with the given ``_Config`` and returns the driver's status.
+        parameters: the address of the array of the arguments' addresses."""
+        # Converted once: converting arguments in ctypes at each call costs as much as the call.
+        addresses = (ctypes.addressof(config), self.handle, parameters)
+        return functools.partial(driver().cuLaunchKernelEx, *map(ctypes.c_void_p, addresses), None)
 
 
 class _Attribute(ctypes.Structure):
@@ -119,7 +126,7 @@ class _Attribute(ctypes.Structure):
     _fields_ = [("id", ctypes.c_int), ("unused", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_int * 15)]
 
 
-_ATTRIBUTE = _Attribute(_OVERLAP, 0, 1)
+_PDL_LAUNCH_ATTRIBUTE = _Attribute(_PDL_ATTRIBUTE, 0, 1)
 
 
 class _Config(ctypes.Structure):
@@ -133,130 +140,135 @@ class _Config(ctypes.Structure):
     ]
 
 
-def zeros(size: int) -> int:
-    """The address of so many zero bytes on the current device, for as long as the process lives.
+def alloc_zeroed(size: int) -> int:
+    """Allocate ``size`` zero bytes on the current device and return their address; they are never freed.
 
-    Not of torch's allocator: what that gives while a graph is captured or warmed up may be the graph's. Works while one
-    is captured, too.
+    The memory does not come from torch's allocator: memory that torch's allocator returns while a graph is captured or
+    warmed up may belong to that graph. The function also works while a graph is captured.
     """
     address, stream, mode = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_int(_RELAXED)
-    library, doing = driver(), f"asking for {size} bytes"
-    _check(library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), doing)
+    library, action = driver(), f"asking for {size} bytes"
+    _check(library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), action)
     try:
-        _check(library.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size)), doing)
-        _check(library.cuStreamCreate(ctypes.byref(stream), _NON_BLOCKING), doing)
-        _check(library.cuMemsetD8Async(address, ctypes.c_ubyte(0), ctypes.c_size_t(size), stream), doing)
-        _check(library.cuStreamSynchronize(stream), doing)
-        _check(library.cuStreamDestroy_v2(stream), doing)
+        _check(library.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size)), action)
+        _check(library.cuStreamCreate(ctypes.byref(stream), _NON_BLOCKING), action)
+        _check(library.cuMemsetD8Async(address, ctypes.c_ubyte(0), ctypes.c_size_t(size), stream), action)
+        _check(library.cuStreamSynchronize(stream), action)
+        _check(library.cuStreamDestroy_v2(stream), action)
     finally:
         library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
     return int(address.value or 0)
 
 
-class Capture(NamedTuple):
-    """What a stream is being captured into. number: which no other capture has (0: the stream is in none); ends: the
-    nodes that its next one will come after."""
+class CaptureState(NamedTuple):
+    """The state of a stream's capture into a CUDA graph. id: the unique number of the capture (0: the stream is not
+    being captured). dependencies: the graph nodes that the stream's next node will depend on."""
 
-    number: int
-    ends: tuple[int, ...]
+    id: int
+    dependencies: tuple[int, ...]
 
     @classmethod
-    def of(cls, stream: int) -> Capture:
-        status, number, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
+    def of(cls, stream: int) -> CaptureState:
+        status, id, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
         nodes, count = ctypes.POINTER(ctypes.c_void_p)(), ctypes.c_size_t()
-        places = [ctypes.byref(held) for held in (status, number, graph, nodes, count)]
-        found = driver().cuStreamGetCaptureInfo_v2(ctypes.c_void_p(stream), *places)
-        _check(found, "asking what a stream is captured into")
+        results = [ctypes.byref(result) for result in (status, id, graph, nodes, count)]
+        query_status = driver().cuStreamGetCaptureInfo_v2(ctypes.c_void_p(stream), *results)
+        _check(query_status, "asking what a stream is captured into")
         if status.value != _CAPTURING:
             return cls(0, ())
-        return cls(number.value, tuple(nodes[place] or 0 for place in range(count.value)))
+        return cls(id.value, tuple(nodes[index] or 0 for index in range(count.value)))
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """Bytes of memory, from ``first`` up to ``end``, between which a tensor lies."""
+class MemoryRange:
+    """The memory range of a tensor: addresses from ``start`` up to, but without, ``end``."""
 
-    first: int
+    start: int
     end: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Span:
-        steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        return cls(tensor.data_ptr(), tensor.data_ptr() + (steps + 1) * tensor.element_size())
+    def of(cls, tensor: Tensor) -> MemoryRange:
+        last_element = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        return cls(tensor.data_ptr(), tensor.data_ptr() + (last_element + 1) * tensor.element_size())
 
-    def meets(self, other: Span) -> bool:
-        return self.first < other.end and other.first < self.end
+    def overlaps(self, other: MemoryRange) -> bool:
+        return self.start < other.end and other.start < self.end
 
 
 @dataclass(frozen=True, slots=True)
-class _Last:
-    """The last kernel of a stream that was captured: where the capture stood behind it, and what it writes."""
+class _LastKernel:
+    """The last kernel that was captured from a stream: the capture's state after it, and the memory that it writes."""
 
-    place: Capture
-    writes: Span
-
-
-_last: dict[int, _Last] = {}
+    position: CaptureState
+    writes: MemoryRange
 
 
-class Block(threading.local):
-    """A prepared launch; every thread has its own. values: of all arguments but descriptors (0 in their places),
-    pointers as integers.
+_last_kernels: dict[int, _LastKernel] = {}
 
-    held: slots (the arguments, 8 bytes each), config (its ``stream`` says where), launch, which launches what they hold
-    and returns CUDA's status (what is not 0 is for ``Function.failed``), and parameters: where the arguments lie, in
-    which those of descriptors are put.
+
+class LaunchArgs(threading.local):
+    """A prepared launch; every thread has its own. values: the values of all arguments except descriptors (0
+    instead); pointers as integers.
+
+    held: a tuple of slots (the arguments, 8 bytes each), config (whose ``stream`` the caller sets), launch (a function
+    that launches the kernel with the arguments in the slots and returns CUDA's status; pass a status other than 0 to
+    ``Function.failed``), and parameters (the array of the arguments' addresses, into which the caller writes the
+    addresses of descriptors).
     """
 
     def __init__(self, function: Function, grid: tuple[int, int], values: Sequence[int]) -> None:
         names, scratch = function.header.arguments, function.header.scratch
         slots = (ctypes.c_uint64 * len(names))(*values)
-        self._unused = (ctypes.c_uint64 * max(1, scratch))()  # what Triton wants and its kernels do not use
-        own = [ctypes.addressof(slots) + 8 * place for place in range(len(names))]
-        addresses = (*own, *([ctypes.addressof(self._unused)] * scratch))
+        # Scratch pointers that Triton adds and its kernels do not use.
+        self._unused = (ctypes.c_uint64 * max(1, scratch))()
+        slot_addresses = [ctypes.addressof(slots) + 8 * index for index in range(len(names))]
+        addresses = (*slot_addresses, *([ctypes.addressof(self._unused)] * scratch))
         parameters = (ctypes.c_void_p * len(addresses))(*addresses)
         config = _Config(*grid, 1, function.threads, 1, 1, function.shared)
-        config.attributes = ctypes.addressof(_ATTRIBUTE)  # of which there are 0
-        launch = function.launcher(config, ctypes.addressof(parameters))
-        self.held: tuple[Any, _Config, Callable[[], int], Any] = (slots, config, launch, parameters)
-        if function.follows:
-            # Letting the next one begin when the last of many blocks has takes longer (docs/cuda.md).
-            self._following = names.index(FOLLOWING)
-            slots[self._following] = NEXT_LATE if grid[0] * grid[1] > function.few else 0
+        config.attributes = ctypes.addressof(_PDL_LAUNCH_ATTRIBUTE)  # not used while config.count is 0
+        launch = function.bind_launch(config, ctypes.addressof(parameters))
+        self.prepared: tuple[Any, _Config, Callable[[], int], Any] = (slots, config, launch, parameters)
+        if function.pdl:
+            # With many blocks it takes longer to let the next kernel begin once the last of them has
+            # (docs/notes/cuda.md).
+            self._pdl_slot = names.index(PDL_ARGUMENT)
+            slots[self._pdl_slot] = NEXT_LATE if grid[0] * grid[1] > function.early_trigger_blocks else 0
 
-    def capture(self, stream: int, b: Tensor, out: Tensor) -> int:
-        """``launch`` of a function that ``follows`` into a graph that is being captured from the stream; B and C of the
-        product: ``b``, ``out``.
+    def launch_captured(self, stream: int, b: Tensor, out: Tensor) -> int:
+        """Launch a function with ``pdl`` into the graph that is being captured from the stream, and return CUDA's
+        status. b, out: B and C of the product.
 
-        A kernel that comes right behind one of ours may begin as soon as that one's blocks all have (programmatic
-        dependent launch), and read B early, unless it is what that one writes. Whatever comes before the two has ended
-        by then: the first one has waited for it. Nowhere else is it known what comes before, and behind other kernels,
-        which do not say when the next may begin, it would only take longer (docs/cuda.md).
+        With programmatic dependent launch, a kernel that directly follows another kernel of this module may begin once
+        all blocks of that kernel have begun, and may read B early, unless that kernel writes B. All work before that
+        kernel has ended by then, since that kernel has waited for it. Outside a capture the preceding work is not
+        known. After other kernels, which do not signal when the next kernel may begin, PDL would only take longer
+        (docs/notes/cuda.md).
         """
-        slots, config, launch, _ = self.held
+        slots, config, launch, _ = self.prepared
         if os.environ.get(OVERLAP) == "0":
             return launch()
-        at, last = self._following, _last.pop(stream, None)
-        usual = slots[at]
-        if last is not None and last.place == Capture.of(stream):
+        slot, last = self._pdl_slot, _last_kernels.pop(stream, None)
+        flags = slots[slot]
+        if last is not None and last.position == CaptureState.of(stream):
             config.count = 1
-            if not last.writes.meets(Span.of(b)):
-                slots[at] = usual | B_EARLY
+            if not last.writes.overlaps(MemoryRange.of(b)):
+                slots[slot] = flags | B_EARLY
         status = launch()
-        config.count, slots[at] = 0, usual
-        place = Capture.of(stream)
-        if not status and len(place.ends) == 1:
-            _last[stream] = _Last(place, Span.of(out))
+        config.count, slots[slot] = 0, flags
+        position = CaptureState.of(stream)
+        if not status and len(position.dependencies) == 1:
+            _last_kernels[stream] = _LastKernel(position, MemoryRange.of(out))
         return status
 
 
-class Map:
-    """A TMA descriptor (CUtensorMap) of a row-major matrix [rows, columns]. Raises KernelError when CUDA refuses it."""
+class TensorMap:
+    """A TMA descriptor (CUtensorMap) of a row-major matrix [rows, columns]; lead: elements from one row to the next.
+    Raises KernelError when CUDA rejects it."""
 
     def __init__(self, tma: Tma, pointer: int, rows: int, columns: int, lead: int) -> None:
-        self._memory = (ctypes.c_uint8 * (2 * _MAP_BYTES))()
+        self._memory = (ctypes.c_uint8 * (2 * _TENSOR_MAP_BYTES))()
         start = ctypes.addressof(self._memory)
-        self.address = start + -start % _MAP_BYTES
+        self.address = start + -start % _TENSOR_MAP_BYTES
         status = driver().cuTensorMapEncodeTiled(
             ctypes.c_void_p(self.address),
             ctypes.c_int(tma.dtype),

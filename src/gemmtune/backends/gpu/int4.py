@@ -1,4 +1,4 @@
-"""int4 weights as our GPU kernels read them, packed once; the Triton backend's layouts, which others read too."""
+"""int4 weights packed once for our GPU kernels, in the Triton backend's layouts, which other backends read too."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ INT4_BLOCKS = (128, 256)
 
 
 def int4_layout(block: int) -> str:
-    """The name of packed int4 in blocks of so many elements of K."""
+    """Return the name of the int4 layout with blocks of ``block`` elements of K."""
     return f"triton:int4/{block}"
 
 
 def shuffle_int4(b: QuantWeight, problem: Problem, block: int) -> PackedWeight:
-    """int4 weights [K/2, N] (pairs along K) as [N, K/2]: byte j of a block holds its elements j and block / 2 + j.
+    """Pack int4 weights [K/2, N] (pairs along K) as [N, K/2]: byte j of a block contains its elements j and block / 2 +
+    j.
 
-    So the kernel reads A in runs, where pairs of neighbours would want every other element of it.
+    With this order the kernel reads A in contiguous runs. With pairs of neighbours it would need every second element
+    of A.
     """
     low, high = b.data & 15, b.data >> 4
     codes = torch.stack((low, high), dim=1).reshape(2 * b.data.shape[0], -1)[: problem.k]  # [K, N]
@@ -33,7 +35,8 @@ def shuffle_int4(b: QuantWeight, problem: Problem, block: int) -> PackedWeight:
 
 
 def unshuffle_int4(packed: PackedWeight) -> QuantWeight:
-    """What ``shuffle_int4`` made it of, bit for bit, in its first memory order."""
+    """Return the QuantWeight that ``shuffle_int4`` packed, bit for bit, in its original memory order. Raises
+    PackedWeightError for another layout."""
     block = next((size for size in INT4_BLOCKS if packed.layout == int4_layout(size)), None)
     if block is None or packed.quant is None:
         raise PackedWeightError(f"layout {packed.layout!r} is not one of the Triton backend's")

@@ -1,4 +1,5 @@
-"""What our GPU kernels take, whatever they are written in, and what Problems say to them."""
+"""Which Problems our GPU kernels support, whatever language they are written in, and the kernel parameters that follow
+from a Problem."""
 
 from __future__ import annotations
 
@@ -9,20 +10,23 @@ from ...core.epilogue import Step
 from ...core.problem import Problem, bits
 from ...core.target import Target
 
-STEPS = 5
+MAX_STEPS = 5
 HALVES = ("bfloat16", "float16")
 FP8 = ("float8_e4m3fn", "float8_e5m2")
-_TENSORS = ("float32", "bfloat16", "float16", "int32")
-INDEX_LIMIT = 2**31 - 2**10  # rows, columns, K and tiles: kernels count in 32 bits, up to a tile beyond the last one
+_TENSOR_DTYPES = ("float32", "bfloat16", "float16", "int32")
+INDEX_LIMIT = 2**31 - 2**10  # of rows, columns, K and tiles: kernels count in 32 bits, up to one tile beyond the last
 OFFSET_LIMIT = 2**31  # elements: Triton kernels have 32-bit offsets within a tile
 MAX_BATCH = 65535  # CUDA's and HIP's limit of a grid's second dimension, which counts batches
-ALIGN = 16  # bytes that vector loads and TMA want addresses and rows to be multiples of
+ALIGN = 16  # bytes; vector loads and TMA require addresses and rows that are multiples of it
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
-    """What constraints ask of a GPU. shared: bytes a program may use; capability: NVIDIA's, of others (0, 0); warp:
-    threads of one; arch: AMD's architecture (``gfx942``), of others empty."""
+class DeviceLimits:
+    """The limits of a GPU that constraints use.
+
+    shared: bytes of shared memory that a program may use. capability: NVIDIA's compute capability, (0, 0) for other
+    GPUs. warp: threads of a warp. arch: AMD's architecture (``gfx942``), empty for other GPUs.
+    """
 
     multiprocessors: int
     shared: int
@@ -31,18 +35,18 @@ class Device:
     arch: str = ""
 
 
-def device_of(target: Target) -> Device:
-    """The limits of a Target that is a GPU (``target.caches`` starts with the shared memory of a program)."""
+def device_limits(target: Target) -> DeviceLimits:
+    """Return the limits of a Target that is a GPU (``target.caches`` starts with the shared memory of a program)."""
     capability = target.compute_capability
     if target.is_amd:
         shared = target.caches[0] if target.caches and target.caches[0] else 64 << 10
         warp = 64 if target.capability.startswith("gfx9") else 32
-        return Device(target.cores, shared, capability, warp, target.capability)
-    return Device(target.cores, target.caches[0] if target.caches else 96 << 10, capability)
+        return DeviceLimits(target.cores, shared, capability, warp, target.capability)
+    return DeviceLimits(target.cores, target.caches[0] if target.caches else 96 << 10, capability)
 
 
-def refusal(problem: Problem) -> str:
-    """Why no template takes the Problem at all, in words; empty when some may."""
+def why_no_gpu_kernel(problem: Problem) -> str:
+    """Return why no template supports the Problem at all, in words; empty when some may."""
     a, b, family = problem.a.dtype, problem.b.dtype, problem.family
     if min(problem.m, problem.n, problem.k, problem.batch) == 0:
         return "there is nothing to multiply"
@@ -66,34 +70,34 @@ def refusal(problem: Problem) -> str:
         return "one stride of each operand must be 1"
     if problem.out_dtype in ("float64", "int64"):
         return f"no output of {problem.out_dtype}"
-    return _epilogue_refusal(problem) or _quant_refusal(problem)
+    return _why_epilogue_unsupported(problem) or _why_quant_unsupported(problem)
 
 
-def _epilogue_refusal(problem: Problem) -> str:
+def _why_epilogue_unsupported(problem: Problem) -> str:
     steps = problem.epilogue
-    if len(steps) > STEPS:
-        return f"at most {STEPS} steps of epilogue; got {len(steps)}"
+    if len(steps) > MAX_STEPS:
+        return f"at most {MAX_STEPS} steps of epilogue; got {len(steps)}"
     for step in steps:
-        if step.takes_tensor and step.dtype not in _TENSORS:
+        if step.takes_tensor and step.dtype not in _TENSOR_DTYPES:
             return f"no epilogue tensors of {step.dtype}"
         if step.kind == "cast" and step.dtype not in ("bfloat16", "float16", "float32"):
             return f"no cast to {step.dtype} within the epilogue"
         if problem.family == "bmm" and step.takes_tensor and step.axis in ("full", "row"):
             return "batched products take epilogue tensors of one element or a column each"
-    if problem.family == "int_mm" and (wide := _beyond_int32(problem)):
-        return wide
+    if problem.family == "int_mm" and (reason := _why_not_int32(problem)):
+        return reason
     if problem.out_dtype == "int32" and (problem.family != "int_mm" or float_at(problem) <= len(steps)):
         return "no float32 accumulator is rounded to int32"
     return ""
 
 
-def _beyond_int32(problem: Problem) -> str:
-    """Why a step that is exact on integers cannot be computed in int32, or empty.
+def _why_not_int32(problem: Problem) -> str:
+    """Return why a step that is exact on integers cannot be computed in int32, or empty.
 
-    Such a step is not computed in float32 instead: the reference stays exact there.
+    These steps are not computed in float32 instead, since the reference stays exact there.
     """
-    at = float_at(problem)
-    step = problem.epilogue[at] if at < len(problem.epilogue) else None
+    index = float_at(problem)
+    step = problem.epilogue[index] if index < len(problem.epilogue) else None
     if step is None:
         return ""
     numbers = (step.lo, step.hi) if step.kind == "clamp" else (step.value,)
@@ -103,7 +107,7 @@ def _beyond_int32(problem: Problem) -> str:
     return ""
 
 
-def _quant_refusal(problem: Problem) -> str:
+def _why_quant_unsupported(problem: Problem) -> str:
     quant = problem.b.quant
     if problem.family != "mixed_mm":
         return ""
@@ -122,18 +126,19 @@ def _quant_refusal(problem: Problem) -> str:
 
 
 def float_at(problem: Problem) -> int:
-    """The step of the epilogue at which an integer accumulator becomes float32; beyond the last one: never."""
-    for place, step in enumerate(problem.epilogue):
+    """Return the index of the epilogue step before which an integer accumulator becomes float32; an index beyond the
+    last step means never."""
+    for index, step in enumerate(problem.epilogue):
         if not stays_integer(step):
-            return place
-    return len(problem.epilogue) if problem.out_dtype not in ("int32", "int8", "uint8") else STEPS + 1
+            return index
+    return len(problem.epilogue) if problem.out_dtype not in ("int32", "int8", "uint8") else MAX_STEPS + 1
 
 
 def stays_integer(step: Step) -> bool:
     """Return whether kernels compute a step on an int32 accumulator in int32, exactly.
 
-    These are the steps that the reference computes exactly on integers (``reference._needs_float``), as far as their
-    numbers fit int32.
+    These are the steps that the reference computes exactly on integers (``reference._needs_float``), if their numbers
+    fit int32.
     """
     if step.kind == "clamp":
         return _is_int32(step.lo, -math.inf) and _is_int32(step.hi, math.inf)
@@ -142,14 +147,15 @@ def stays_integer(step: Step) -> bool:
     return step.kind == "relu" or (step.kind == "mul" and step.dtype == "int32")
 
 
-def _is_int32(x: float, or_else: float | None = None) -> bool:
-    return x == or_else or (math.isfinite(x) and x == int(x) and -(2**31) <= x < 2**31)
+def _is_int32(x: float, infinity: float | None = None) -> bool:
+    return x == infinity or (math.isfinite(x) and x == int(x) and -(2**31) <= x < 2**31)
 
 
 def step_constants(step: Step | None, integer: bool = False) -> tuple[str, str, float, float | None, float | None]:
-    """A step's kind, axis, value, lo and hi as kernels are written for them; of None: a step that does nothing.
+    """Return a step's kind, axis, value, lo and hi in the form that kernels are generated from. None stands for a step
+    that does nothing.
 
-    integer: the accumulator is int32 there; then numbers other than a value of 1.0 are ints.
+    integer: whether the accumulator is int32 in this step; then numbers other than a value of 1.0 are ints.
     """
     if step is None:
         return "", "", 1.0, None, None
@@ -171,28 +177,31 @@ def step_constants(step: Step | None, integer: bool = False) -> tuple[str, str, 
     )
 
 
-def lead(layout_ld: int | None, order: str, rows: int, columns: int) -> int:
-    """The leading dimension of an operand of rows x columns."""
+def leading_dimension(layout_ld: int | None, order: str, rows: int, columns: int) -> int:
+    """Return the leading dimension of an operand of rows x columns."""
     return layout_ld if layout_ld is not None else (columns if order == "row" else rows)
 
 
-def leads(problem: Problem, m: int) -> tuple[int, int, int]:
-    """The leading dimensions of A, B (int4: as it is packed) and the output, for m rows."""
+def leading_dimensions(problem: Problem, m: int) -> tuple[int, int, int]:
+    """Return the leading dimensions of A, B (packed, if it is int4) and the output, for m rows."""
     a, b, out = problem.a.layout, problem.b.layout, problem.out
-    ldb = problem.k // 2 if problem.b.dtype == "int4" else lead(b.ld, b.order, problem.k, problem.n)
-    return lead(a.ld, a.order, m, problem.k), ldb, lead(out.ld, out.order, m, problem.n)
+    ldb = problem.k // 2 if problem.b.dtype == "int4" else leading_dimension(b.ld, b.order, problem.k, problem.n)
+    return leading_dimension(a.ld, a.order, m, problem.k), ldb, leading_dimension(out.ld, out.order, m, problem.n)
 
 
-def aligned(problem: Problem) -> tuple[bool, bool, bool]:
-    """Whether the leading dimensions of A, B and the output are multiples of 16 bytes, as fast loads want them."""
+def aligned_leads(problem: Problem) -> tuple[bool, bool, bool]:
+    """Return whether the leading dimensions of A, B and the output are multiples of 16 bytes, as vector loads and TMA
+    require."""
     a, b, out = problem.a, problem.b, problem.out
     stored_k = problem.k // 2 if b.dtype == "int4" else problem.k
     b_bits = 8 if b.dtype == "int4" else bits(b.dtype)
     sizes = (
-        lead(a.layout.ld, a.layout.order, problem.m, problem.k) * bits(a.dtype) if a.layout.order == "row" else 0,
-        lead(b.layout.ld, b.layout.order, stored_k, problem.n) * b_bits,
-        lead(out.ld, out.order, problem.m, problem.n) * bits(problem.out_dtype),
+        leading_dimension(a.layout.ld, a.layout.order, problem.m, problem.k) * bits(a.dtype)
+        if a.layout.order == "row"
+        else 0,
+        leading_dimension(b.layout.ld, b.layout.order, stored_k, problem.n) * b_bits,
+        leading_dimension(out.ld, out.order, problem.m, problem.n) * bits(problem.out_dtype),
     )
     a_ok, b_ok, out_ok = (size % (8 * ALIGN) == 0 for size in sizes)
-    # A's leading dimension follows M when its columns are contiguous, and M is free in a Plan.
+    # Where A's columns are contiguous, its leading dimension depends on M, which is not fixed in a Plan.
     return a_ok and a.layout.order == "row", b_ok, out_ok

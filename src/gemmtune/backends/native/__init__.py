@@ -1,4 +1,4 @@
-"""Our own CPU micro-kernels, prebuilt C++ chosen by CPUID: see native/ in the repository."""
+"""Our own CPU micro-kernels: prebuilt C++, selected by CPUID. Their sources are in native/ in the repository."""
 
 from __future__ import annotations
 
@@ -18,56 +18,58 @@ from ..base import Artifact, Availability, Backend, Kernel
 from . import layout, space
 from .traits import UNITS
 
-# The instruction sets in order; GEMMTUNE_ISA=avx2 leaves out everything after it (tests, and users who must).
+# The instruction sets in ascending order; GEMMTUNE_ISA=avx2 disables all that follow it (for tests, and for users who
+# need it).
 ISAS = ("portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx")
-_LIMIT = "GEMMTUNE_ISA"
+_ISA_VARIABLE = "GEMMTUNE_ISA"
 _DIGEST_LENGTH = 16
-# What each needs of ``target.ISA_FLAGS`` (native/frame/isa.cpp asks the CPU for the same).
+# The flags of ``target.ISA_FLAGS`` that each one requires (native/frame/isa.cpp queries the CPU for them).
 _AVX2 = {"avx2", "fma", "f16c"}
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 _BF16 = _AVX512 | {"avx512_bf16"}
-_FEATURES = {
+_REQUIRED_FEATURES = {
     "portable": set[str](), "avx2": _AVX2, "avx512": _AVX512, "avx512_vnni": _AVX512 | {"avx512_vnni"},
     "avx512_bf16": _BF16, "amx": _BF16 | {"amx_tile", "amx_bf16", "amx_int8"},
 }  # fmt: skip
 
 
 def usable_isas() -> tuple[str, ...]:
-    """The instruction sets that the kernels may use here. Raises KernelError when there are no kernels, or when
-    GEMMTUNE_ISA names none."""
-    built = _built()
+    """Return the instruction sets that the kernels may use on this CPU. Raises KernelError when there are no kernels,
+    or when GEMMTUNE_ISA is not the name of an instruction set."""
+    built = _built_isas()
     if isinstance(built, str):
         raise KernelError(built)
-    limit = os.environ.get(_LIMIT)
+    limit = os.environ.get(_ISA_VARIABLE)
     if limit is None:
         return built
     if limit not in ISAS:
-        raise KernelError(f"{_LIMIT}={limit!r} is not one of {', '.join(ISAS)}")
+        raise KernelError(f"{_ISA_VARIABLE}={limit!r} is not one of {', '.join(ISAS)}")
     return tuple(isa for isa in built if ISAS.index(isa) <= ISAS.index(limit))
 
 
 def isas_of(target: Target) -> tuple[str, ...]:
-    """The instruction sets that the kernels may use on a CPU target: asked of this CPU when it has the same features,
-    else derived from the features that the target lists (``target.ISA_FLAGS``) and from what limited it.
+    """Return the instruction sets that the kernels may use on a CPU target.
 
-    Raises KernelError as ``usable_isas``.
+    If this CPU has the target's features and limit, the result is that of ``usable_isas``. Otherwise it is derived from
+    the features that the target lists (``target.ISA_FLAGS``) and from its limit. Raises KernelError as ``usable_isas``
+    does.
     """
-    if target.isa == current_cpu().isa and _limit_of(target) == os.environ.get(_LIMIT, ""):
+    if target.isa == current_cpu().isa and _isa_limit(target) == os.environ.get(_ISA_VARIABLE, ""):
         return usable_isas()
-    present, limit = set(target.isa), _limit_of(target)
-    usable = [isa for isa in ISAS if _FEATURES[isa] <= present]
+    features, limit = set(target.isa), _isa_limit(target)
+    usable = [isa for isa in ISAS if _REQUIRED_FEATURES[isa] <= features]
     return tuple(isa for isa in usable if limit not in ISAS or ISAS.index(isa) <= ISAS.index(limit))
 
 
-def _limit_of(target: Target) -> str:
-    """GEMMTUNE_ISA as it was where the target was described (``source_digest`` ends with it)."""
+def _isa_limit(target: Target) -> str:
+    """Return the value of GEMMTUNE_ISA where the target was described (``source_digest`` ends with it)."""
     digest = dict(target.sources).get(space.NAME)
-    return os.environ.get(_LIMIT, "") if digest is None else digest[_DIGEST_LENGTH:]
+    return os.environ.get(_ISA_VARIABLE, "") if digest is None else digest[_DIGEST_LENGTH:]
 
 
 @functools.cache
-def _built() -> tuple[str, ...] | str:
-    """What this build and CPU can run, or why there is nothing."""
+def _built_isas() -> tuple[str, ...] | str:
+    """Return the instruction sets that this build and this CPU can run, or why there are none."""
     try:
         from . import _native
     except ImportError as error:
@@ -122,16 +124,16 @@ class NativeBackend(Backend):
         return load(problem, candidate)
 
     def source_digest(self) -> str:
-        return f"{_digest()}{os.environ.get(_LIMIT, '')}"
+        return f"{_digest()}{os.environ.get(_ISA_VARIABLE, '')}"
 
     def default_packing(self, problem: Problem, target: Target) -> Candidate | None:
         try:
             isas = usable_isas()
         except KernelError:
             return None
-        return space.default(problem, target, isas)
+        return space.default_candidate(problem, target, isas)
 
-    def rejects(self, packed: PackedWeight) -> str:
+    def why_unreadable(self, packed: PackedWeight) -> str:
         try:
             isas = usable_isas()
         except KernelError as error:
@@ -139,8 +141,8 @@ class NativeBackend(Backend):
         packing = layout.Packing.parse(packed.layout)
         for unit in UNITS:
             widths = {*unit.rows, *unit.tile_rows(packing.dtype, expanded=False)}
-            known = packing.dtype in (*unit.reads, *unit.expands) and packing.nr in widths and unit.isa in isas
-            if known and layout.Packing.of(unit.compute, packing.dtype, packing.nr) == packing:
+            supported = packing.dtype in (*unit.reads, *unit.expands) and packing.nr in widths and unit.isa in isas
+            if supported and layout.Packing.of(unit.compute, packing.dtype, packing.nr) == packing:
                 return ""
         return f"no instruction set of this CPU reads {packed.layout} (usable: {', '.join(isas)})"
 
@@ -150,9 +152,9 @@ class NativeBackend(Backend):
 
 @functools.cache
 def _digest() -> str:
-    """Of the compiled kernels and of the Python that configures them."""
-    here = Path(__file__).parent
+    """Return a hash of the compiled kernels and of the Python that configures them."""
+    package = Path(__file__).parent
     digest = hashlib.sha256()
-    for path in sorted([*here.glob("*.py"), *here.glob("_native*.so"), *here.glob("_native*.pyd")]):
+    for path in sorted([*package.glob("*.py"), *package.glob("_native*.so"), *package.glob("_native*.pyd")]):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:_DIGEST_LENGTH]

@@ -1,4 +1,4 @@
-"""Loaded native kernels: a C++ object and the pointers it is called with."""
+"""Loaded native kernels: a C++ object, and the pointers that it is called with."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ from torch import Tensor
 from ...core.candidate import Candidate
 from ...core.epilogue import Epilogue
 from ...core.errors import KernelError
-from ...core.memory import LOW, require_kernel_operands
+from ...core.memory import LOWEST_USUAL_ADDRESS, require_kernel_operands
 from ...core.problem import Problem
 from ...core.weights import PackedWeight, QuantWeight
 from ..base import Kernel
 from .layout import Packing, pack
-from .space import direct_refusal
-from .traits import AXES, DTYPES, LANES, PACK_A, STEP_KINDS, UNITS, Unit, suits
+from .space import why_not_direct
+from .traits import AXES, DTYPES, LANES, PACK_A, STEP_KINDS, UNITS, Unit, can_multiply
 
-# "Per channel" as the C++ side sees it: one group longer than any K.
+# "Per channel" in the C++ code: one group that is longer than any K.
 _ONE_GROUP = 1 << 40
 
 
 def unit_of(problem: Problem, candidate: Candidate) -> Unit:
-    """The unit a candidate names. Raises KernelError when there is none for these dtypes."""
+    """Return the Unit that a candidate names. Raises KernelError when no unit has its instruction set for these
+    dtypes."""
     for unit in UNITS:
-        if unit.isa == candidate["isa"] and suits(unit, problem.a.dtype, problem.b.dtype):
+        if unit.isa == candidate["isa"] and can_multiply(unit, problem.a.dtype, problem.b.dtype):
             return unit
     raise KernelError(f"{candidate.id} does not multiply {problem.a.dtype} by {problem.b.dtype}")
 
 
 def load(problem: Problem, candidate: Candidate) -> Kernel:
-    """The kernel of a candidate. Raises KernelError when its configuration cannot run here."""
+    """Return the kernel of a candidate. Raises KernelError when its configuration cannot run on this CPU."""
     from . import _native
 
     unit = unit_of(problem, candidate)
@@ -45,7 +46,8 @@ def load(problem: Problem, candidate: Candidate) -> Kernel:
 
 
 def packing_of(problem: Problem, candidate: Candidate) -> str:
-    """The layout that a ``packed`` or ``expand`` kernel reads. Raises KernelError when no unit multiplies so."""
+    """Return the layout that a ``packed`` or ``expand`` kernel reads. Raises KernelError when no unit has its
+    instruction set for these dtypes."""
     return Packing.of(unit_of(problem, candidate).compute, problem.b.dtype, int(candidate["nr"])).name
 
 
@@ -53,8 +55,8 @@ def _config(problem: Problem, candidate: Candidate, unit: Unit) -> dict[str, Any
     config = dict(candidate.config)
     quant = problem.b.quant
     tm, tn, tk = (int(part) for part in str(config["grid"]).split("x"))
-    if config["pack_a"] == "none" and direct_refusal(problem, unit):
-        raise KernelError(f"{candidate.id}: {direct_refusal(problem, unit)}")
+    if config["pack_a"] == "none" and why_not_direct(problem, unit):
+        raise KernelError(f"{candidate.id}: {why_not_direct(problem, unit)}")
     nr, nc = int(config["nr"]), int(config["nc"])
     if nr % LANES or config["order"] not in ("a", "b"):
         raise KernelError(f"{candidate.id}: nr must be a multiple of {LANES}, and order a or b")
@@ -84,11 +86,11 @@ def _config(problem: Problem, candidate: Candidate, unit: Unit) -> dict[str, Any
         "scale_dtype": DTYPES[quant.scale_dtype] if quant is not None else 0,
         "zero_point": quant is not None and quant.zero_point,
         "zero_offset": 8.0 if problem.b.dtype == "int4" else 0.0,
-        "steps": _steps(problem.epilogue),
+        "steps": _encoded_steps(problem.epilogue),
     }
 
 
-def _steps(epilogue: Epilogue) -> list[tuple[int, int, int, bool, float, float, float]]:
+def _encoded_steps(epilogue: Epilogue) -> list[tuple[int, int, int, bool, float, float, float]]:
     return [
         (
             STEP_KINDS.index(step.kind),
@@ -104,37 +106,37 @@ def _steps(epilogue: Epilogue) -> list[tuple[int, int, int, bool, float, float, 
 
 
 def _aux_pointers(aux: Sequence[Tensor]) -> list[int]:
-    """(address, row stride, batch stride) of each epilogue tensor, flat."""
+    """Return (address, row stride, batch stride) of each epilogue tensor, in one flat list."""
     flat: list[int] = []
     for tensor in aux:
         strides = tensor.stride()
         row = strides[-2] if len(strides) > 1 else 0
         address = tensor.data_ptr()
-        if address < LOW:
+        if address < LOWEST_USUAL_ADDRESS:
             require_kernel_operands(tensor)
         flat += (address, row, strides[0] if len(strides) > 2 else 0)
     return flat
 
 
 class PackedKernel(Kernel):
-    """Reads a constant weight in its packed layout."""
+    """A kernel that reads a constant weight in its packed layout."""
 
     def __init__(self, problem: Problem, candidate: Candidate, native: Any, unit: Unit) -> None:
         self.problem, self.candidate = problem, candidate
         self._packing = Packing.of(unit.compute, problem.b.dtype, int(candidate["nr"]))
         self.packing = self._packing.name
         self._launch = native.run_packed
-        # Where (compensation | scales | zeros) lie in PackedWeight.data.
-        self._compensated = self._packing.kp == 4
-        self._quantised = problem.b.quant is not None
-        self._zeroed = problem.b.quant is not None and problem.b.quant.zero_point
-        self.workspace_bytes = _scratch(problem, candidate)
+        # Which of (compensation | scales | zeros) PackedWeight.data contains.
+        self._has_compensation = self._packing.kp == 4
+        self._is_quantised = problem.b.quant is not None
+        self._has_zero_points = problem.b.quant is not None and problem.b.quant.zero_point
+        self.workspace_bytes = _scratch_bytes(problem, candidate)
 
     def run(self, a: Tensor, b: PackedWeight, aux: Sequence[Tensor], out: Tensor) -> None:
         data = b.data
-        rows, columns = a.stride()  # and not stride(0), size(0) or len(): those take twice as long
+        rows, columns = a.stride()  # stride(0), size(0) or len() would take twice as long
         a_ptr, b_ptr = a.data_ptr(), data[0].data_ptr()
-        if a_ptr < LOW or b_ptr < LOW:
+        if a_ptr < LOWEST_USUAL_ADDRESS or b_ptr < LOWEST_USUAL_ADDRESS:
             require_kernel_operands(a, *data)
         if len(data) == 1:
             self._launch(
@@ -144,9 +146,9 @@ class PackedKernel(Kernel):
             return
         self._launch(
             a.shape[0], a_ptr, rows, columns, b_ptr,
-            data[1].data_ptr() if self._quantised else 0,
-            data[2].data_ptr() if self._zeroed else 0,
-            data[1].data_ptr() if self._compensated else 0,
+            data[1].data_ptr() if self._is_quantised else 0,
+            data[2].data_ptr() if self._has_zero_points else 0,
+            data[1].data_ptr() if self._has_compensation else 0,
             out.data_ptr(), out.stride()[0], _aux_pointers(aux) if aux else [],
         )  # fmt: skip
 
@@ -155,17 +157,19 @@ class PackedKernel(Kernel):
 
 
 class RawKernel(Kernel):
-    """Takes B as it lies, block by block through scratch or along its K: for operands that change from call to call,
-    batched ones too."""
+    """A kernel that reads an unpacked B, block by block through scratch memory or along its K.
+
+    It is for operands that change from call to call, batched ones too.
+    """
 
     def __init__(self, problem: Problem, candidate: Candidate, native: Any) -> None:
         self.problem, self.candidate = problem, candidate
         self._launch = native.run_raw
-        self.workspace_bytes = _scratch(problem, candidate)
+        self.workspace_bytes = _scratch_bytes(problem, candidate)
 
     def run(self, a: Tensor, b: Tensor, aux: Sequence[Tensor], out: Tensor) -> None:
         a_ptr, b_ptr, out_ptr = a.data_ptr(), b.data_ptr(), out.data_ptr()
-        if a_ptr < LOW or b_ptr < LOW:
+        if a_ptr < LOWEST_USUAL_ADDRESS or b_ptr < LOWEST_USUAL_ADDRESS:
             require_kernel_operands(a, b)
         if a.dim() == 2:
             left, right = (a_ptr, *a.stride(), 0), (b_ptr, *b.stride(), 0)
@@ -179,8 +183,9 @@ class RawKernel(Kernel):
         self._launch(a.shape[0], a.shape[1], left, right, out_ptr, out.stride(1), out.stride(0), pointers)
 
 
-def _scratch(problem: Problem, candidate: Candidate) -> int:
-    """Bytes of scratch per thread, roughly: packed rows of A, accumulators and an expanded block."""
+def _scratch_bytes(problem: Problem, candidate: Candidate) -> int:
+    """Return the approximate bytes of scratch memory per thread: packed rows of A, accumulators and an expanded
+    block."""
     rows = min(problem.m, int(candidate["mc"]) or 1024)
     packed = 0 if candidate["pack_a"] == "none" else rows * problem.k * 4
     block = 0 if candidate.template in ("packed", "dot") else int(candidate["kc"]) * int(candidate["nr"]) * 4

@@ -1,8 +1,8 @@
 """The packed layouts of a constant weight: their names, packing and unpacking.
 
-``native:k<kp>/<dtype>/nr<columns>``: columns in panels of ``nr``, ``kp`` consecutive k side by side, or apart by parity
-for int8 and float8 under bf16 products (``k2s``; native/frame/pack_b.hpp). One layout serves every micro-tile of its
-width and every M.
+``native:k<kp>/<dtype>/nr<columns>``: panels of ``nr`` columns in which ``kp`` consecutive elements along K are
+adjacent. For int8 and float8 under bf16 products (``k2s``; native/frame/pack_b.hpp) elements with even and with odd k
+are separated. One layout serves every micro-tile of its width and every M.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from ...core.weights import PackedWeight, QuantWeight
 from .traits import BF16, DTYPES, F32, I16, LANES, U8S8, Compute
 
 _NAME = re.compile(r"native:k(1|2|2s|4)/([a-z0-9_]+)/nr(16|32|48|64)")
-# A compute type that packs as the name says: all of one kind pack alike.
-_BY_KIND = {"1": F32, "2": I16, "2s": BF16, "4": U8S8}
+# For each kind a compute type that packs in this way; all compute types of a kind pack alike.
+_COMPUTE_BY_KIND = {"1": F32, "2": I16, "2s": BF16, "4": U8S8}
 _ALIGN = 64
 _LARGE_PAGE = 2 << 20  # of x86-64 and, with pages of 4 KiB, of AArch64
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """A layout: how k lie together (``1``, ``2``, ``2s`` or ``4``), weight dtype, panel columns."""
+    """A packed layout. kind: how elements along K are stored together (``1``, ``2``, ``2s`` or ``4``). dtype: the
+    weight's. nr: columns of a panel."""
 
     kind: str
     dtype: str
@@ -45,7 +46,8 @@ class Packing:
 
     @classmethod
     def parse(cls, name: str) -> Packing:
-        """Raises PackedWeightError for a name that is not one of this backend's layouts."""
+        """Return the layout with a name. Raises PackedWeightError for a name that is not one of this backend's
+        layouts."""
         match = _NAME.fullmatch(name)
         if match is None or match[2] not in DTYPES:
             raise PackedWeightError(f"{name!r} is not a layout of the native backend")
@@ -61,24 +63,25 @@ class Packing:
 
     @property
     def shape_args(self) -> tuple[int, int]:
-        """(dtype code, compute code)."""
-        return DTYPES[self.dtype], _BY_KIND[self.kind].code
+        """(dtype code, compute code), as the C++ functions take them."""
+        return DTYPES[self.dtype], _COMPUTE_BY_KIND[self.kind].code
 
     def padded_n(self, n: int) -> int:
         return -(-n // self.nr) * self.nr
 
     def nbytes(self, n: int, k: int) -> int:
-        """Bytes of the packed panels, without scales or compensation."""
-        per_row = 8 if self.dtype == "int4" else self.kp
+        """Return the bytes of the packed panels, without scales or compensation."""
+        k_multiple = 8 if self.dtype == "int4" else self.kp
         element = bits(self.dtype)
-        return -(-k // per_row) * per_row * self.padded_n(n) * element // 8
+        return -(-k // k_multiple) * k_multiple * self.padded_n(n) * element // 8
 
 
 def aligned_bytes(size: int) -> Tensor:
-    """An uninitialised uint8 tensor on a cache-line boundary; one that fills a large page begins on one, unused before.
+    """Return an uninitialised uint8 tensor that starts on a cache-line boundary.
 
-    A weight of a few megabytes in memory that was in use before gets few large pages or none (/proc/self/smaps shows
-    them). What lies beside it is never touched.
+    A tensor of at least a large page starts on a large page of newly mapped memory. A weight of a few megabytes in
+    memory that was in use before gets few large pages or none (/proc/self/smaps shows them). The rest of the mapping is
+    never touched.
     """
     from . import _native
 
@@ -94,9 +97,10 @@ def aligned_bytes(size: int) -> Tensor:
 
 
 def pack(packing: Packing, b: Tensor | QuantWeight, problem: Problem) -> PackedWeight:
-    """Pack B [K, N] (any strides). data: (panels, then compensation for k4, or scale and zero points if quantised).
+    """Pack B [K, N] (any strides). The result's data: panels, then compensation for k4, then scales and zero points if
+    B is quantised.
 
-    Raises TypeError for a B that kernels do not read by its address (``memory.require``).
+    Raises TypeError for a B that kernels cannot read by its address (``memory.require_addressable``).
     """
     from . import _native
 
@@ -114,13 +118,13 @@ def pack(packing: Packing, b: Tensor | QuantWeight, problem: Problem) -> PackedW
     quant = None
     if isinstance(b, QuantWeight):
         quant = b.quant
-        extra += [_padded(t, packing.padded_n(n)) for t in (b.scale, b.zero_point) if t is not None]
+        extra += [_padded_groups(t, packing.padded_n(n)) for t in (b.scale, b.zero_point) if t is not None]
     order = "col" if raw.stride(0) == 1 else "row"
     return PackedWeight(packing.name, (panels, *extra), n, k, packing.dtype, quant, "", order)
 
 
-def _padded(values: Tensor, columns: int) -> Tensor:
-    """[N] or [groups, N] as [groups, columns], zero beyond N."""
+def _padded_groups(values: Tensor, columns: int) -> Tensor:
+    """Return values [N] or [groups, N] as [groups, columns], with zeros beyond N."""
     rows = values.reshape(1, -1) if values.dim() < 2 else values
     out = rows.new_zeros(rows.shape[0], columns)
     out[:, : rows.shape[1]] = rows
@@ -128,9 +132,10 @@ def _padded(values: Tensor, columns: int) -> Tensor:
 
 
 def unpack(packed: PackedWeight) -> Any:
-    """The Tensor [K, N] or QuantWeight that was packed, bit for bit, in its first memory order.
+    """Return the Tensor [K, N] or QuantWeight that was packed, bit for bit, in its original memory order.
 
-    Raises PackedWeightError when the packed tensors are too small, and TypeError when kernels do not know them.
+    Raises PackedWeightError when the packed tensors are too small, and TypeError when kernels cannot read them by
+    address.
     """
     from . import _native
 
@@ -138,7 +143,8 @@ def unpack(packed: PackedWeight) -> Any:
     n, k = packed.n, packed.k
     rows = -(-k // 2) if packing.dtype == "int4" else k
     dtype = torch.uint8 if packing.dtype == "int4" else getattr(torch, packing.dtype)
-    # Memory whatever transform or mode is active: torch.empty would give what functionalize or a fake mode wraps.
+    # empty_cpu allocates real memory under any transform or mode. torch.empty would return a tensor that functionalize
+    # or a fake mode wraps.
     raw = empty_cpu((rows, n), (1, rows) if packed.raw_order == "col" else (n, 1), dtype)
     code, compute = packing.shape_args
     panels = packed.data[0]

@@ -1,11 +1,12 @@
-"""The declared search space of the native kernels, and why some of it is illegal for a Problem.
+"""The search space of the native kernels, and why parts of it are illegal for a Problem.
 
-Entries: ``isa``; ``nr``, ``mr`` (micro-tile columns and rows); ``kc``, ``mc``, ``nc`` (cache blocks: K elements, rows,
-panels; 0 = all); ``order`` (which operand the inner loop keeps in L1); ``pack_a``; ``prefetch`` (bytes ahead in B, or
--1: the next block while this one computes);
-``grid`` (threads over M x N x K). Templates: ``packed`` reads the packed weight and converts in registers, ``expand``
-converts a block of it first, ``raw`` packs blocks of a weight that is not constant as it goes, ``dot`` multiplies along
-the contiguous K of an unpacked weight (``nn.Linear``'s own layout).
+Axes: ``isa``; ``nr``, ``mr`` (columns and rows of a micro-tile); ``kc``, ``mc``, ``nc`` (cache blocks: K elements,
+rows, panels; 0 = all); ``order`` (which operand the inner loop keeps in L1); ``pack_a``; ``prefetch`` (bytes ahead in
+B, or -1: the next block while the current one is computed); ``grid`` (threads over M x N x K).
+
+Templates: ``packed`` reads the packed weight and converts in registers. ``expand`` converts a block of it first.
+``raw`` packs blocks of a weight that is not constant during the product. ``dot`` multiplies along the contiguous K of
+an unpacked weight (``nn.Linear``'s own layout).
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from ...core.problem import Problem
 from ...core.target import Target
 from ..base import NOT_LISTED
 from .layout import Packing
-from .traits import BF16, DTYPES, F32, SCALED, U8S8, UNITS, Unit, suits
+from .traits import BF16, DTYPES, F32, SCALED, U8S8, UNITS, Unit, can_multiply
 
 NAME = "native"
 TEMPLATES = ("packed", "expand", "raw", "dot")
 _STEP_DTYPES = tuple(DTYPES)[:6]
-_MOST_TENSORS = 16
+_MAX_TENSORS = 16
 _CACHE_LINE = 64
-_ALONE = 1 << 20  # multiply-adds: up to here waking other threads may cost more than they save
+_SINGLE_THREAD_MACS = 1 << 20  # up to so many multiply-adds, waking other threads may cost more time than it saves
 
 
-def refusal(problem: Problem) -> str:
-    """Why no native kernel takes the Problem at all, in words; empty when some may."""
+def why_unsupported(problem: Problem) -> str:
+    """Return why no native kernel supports the Problem at all, in words; empty when some may."""
     a, b = problem.a.dtype, problem.b.dtype
     if problem.family == "scaled_mm":
         return "there is no native fp8 kernel"
@@ -46,19 +47,19 @@ def refusal(problem: Problem) -> str:
         return f"accumulates in {'int32' if problem.family == 'int_mm' else 'float32'} only; got {problem.acc}"
     if problem.out.order != "row":
         return "writes row-major outputs only"
-    return _epilogue_refusal(problem) or _quant_refusal(problem)
+    return _why_epilogue_unsupported(problem) or _why_quant_unsupported(problem)
 
 
-def _epilogue_refusal(problem: Problem) -> str:
+def _why_epilogue_unsupported(problem: Problem) -> str:
     for step in problem.epilogue:
         if step.dtype is not None and step.dtype not in _STEP_DTYPES:
             return f"no epilogue tensors or casts of {step.dtype}"
-    if sum(step.takes_tensor for step in problem.epilogue) > _MOST_TENSORS:
-        return f"at most {_MOST_TENSORS} epilogue tensors"
+    if sum(step.takes_tensor for step in problem.epilogue) > _MAX_TENSORS:
+        return f"at most {_MAX_TENSORS} epilogue tensors"
     return ""
 
 
-def _quant_refusal(problem: Problem) -> str:
+def _why_quant_unsupported(problem: Problem) -> str:
     quant = problem.b.quant
     if problem.family != "mixed_mm":
         return ""
@@ -72,62 +73,65 @@ def _quant_refusal(problem: Problem) -> str:
 
 
 def candidates(problem: Problem, target: Target, isas: Sequence[str]) -> Iterator[Candidate | Illegal]:
-    """Legal candidates, best unit and likeliest configuration first, then what was ruled out and why."""
-    reason = refusal(problem)
+    """Yield the legal candidates, fastest unit and most promising configuration first, then the illegal ones with their
+    reasons."""
+    reason = why_unsupported(problem)
     if reason:
         yield Illegal(Candidate.make(NAME, "*"), reason)
         return
     illegal: list[Illegal] = []
     best: dict[str, Unit] = {}
     for unit in UNITS:
-        if not suits(unit, problem.a.dtype, problem.b.dtype):
+        if not can_multiply(unit, problem.a.dtype, problem.b.dtype):
             continue
         for template in TEMPLATES:
-            why = _template_refusal(problem, unit, template)
+            why = _why_template_unsupported(problem, unit, template)
             if not why and unit.isa not in isas:
                 why = f"this CPU (or build) has no {unit.isa}"
             if why:
                 illegal.append(Illegal(Candidate.make(NAME, template, isa=unit.isa), why))
                 continue
-            for pack_a, why in _pack_refusals(problem, unit).items():
+            for pack_a, why in _illegal_pack_a(problem, unit).items():
                 illegal.append(Illegal(Candidate.make(NAME, template, isa=unit.isa, pack_a=pack_a), why))
-            # Weaker units stay in the race with their likeliest configuration only.
-            thorough = best.setdefault(template, unit) is unit
+            # Slower units are raced with only their most promising configuration.
+            all_configs = best.setdefault(template, unit) is unit
             configs = _configs(problem, target, unit, template)
-            for config in configs if thorough else itertools.islice(configs, 1):
+            for config in configs if all_configs else itertools.islice(configs, 1):
                 yield Candidate.make(NAME, template, isa=unit.isa, **config)
     yield from illegal
 
 
 def why_illegal(problem: Problem, candidate: Candidate, target: Target, isas: Sequence[str]) -> str:
-    """Return why ``candidates`` does not list ``candidate``, without listing the thousands it does; empty if it does.
+    """Return why ``candidates`` does not list ``candidate``, without listing its thousands of candidates; empty if it
+    lists it.
 
-    A CPU target of ``isas`` is assumed.
+    The target is assumed to be a CPU with ``isas``.
     """
-    reason = refusal(problem)
+    reason = why_unsupported(problem)
     if reason or candidate.backend != NAME or candidate.template not in TEMPLATES:
         return reason or NOT_LISTED
     isa = dict(candidate.config).get("isa")
-    best: Unit | None = None  # the only unit that offers all its configurations for the template
+    best: Unit | None = None  # only this unit lists all its configurations for the template
     for unit in UNITS:
-        if not suits(unit, problem.a.dtype, problem.b.dtype):
+        if not can_multiply(unit, problem.a.dtype, problem.b.dtype):
             continue
-        why = _template_refusal(problem, unit, candidate.template)
+        why = _why_template_unsupported(problem, unit, candidate.template)
         if not why and unit.isa not in isas:
             why = f"this CPU (or build) has no {unit.isa}"
         best = best or (None if why else unit)
         if unit.isa != isa:
             continue
         reason = why or reason
-        if not why and _offers(problem, target, unit, candidate, thorough=best is unit):
+        if not why and _lists(problem, target, unit, candidate, all_configs=best is unit):
             return ""
     return reason or NOT_LISTED
 
 
-def _offers(problem: Problem, target: Target, unit: Unit, candidate: Candidate, thorough: bool) -> bool:
-    """Whether a unit lists the candidate among its configurations, or (not ``thorough``) as the first of them."""
+def _lists(problem: Problem, target: Target, unit: Unit, candidate: Candidate, all_configs: bool) -> bool:
+    """Whether a unit lists the candidate among all its configurations, or (without ``all_configs``) as the first of
+    them."""
     template, config = candidate.template, dict(candidate.config)
-    if not thorough:
+    if not all_configs:
         first = next(_configs(problem, target, unit, template), None)
         return (
             first is not None and Candidate.make(NAME, template, isa=unit.isa, **first).identity == candidate.identity
@@ -141,15 +145,15 @@ def _offers(problem: Problem, target: Target, unit: Unit, candidate: Candidate, 
     return False
 
 
-def default(problem: Problem, target: Target, isas: Sequence[str]) -> Candidate | None:
-    """The likeliest candidate for a constant weight nobody has tuned."""
+def default_candidate(problem: Problem, target: Target, isas: Sequence[str]) -> Candidate | None:
+    """Return the most promising candidate for a constant weight that has not been tuned; None when there is none."""
     for item in candidates(problem, target, isas):
         if isinstance(item, Candidate) and item.template == "packed":
             return item
     return None
 
 
-def _template_refusal(problem: Problem, unit: Unit, template: str) -> str:
+def _why_template_unsupported(problem: Problem, unit: Unit, template: str) -> str:
     weight = problem.b.dtype
     if template == "dot":
         if weight not in unit.dots:
@@ -172,15 +176,15 @@ def _template_refusal(problem: Problem, unit: Unit, template: str) -> str:
     return "" if weight in unit.reads else f"{unit.isa} cannot convert {weight} in registers"
 
 
-def direct_refusal(problem: Problem, unit: Unit) -> str:
-    """Why the activations cannot be read where they lie; empty when they can."""
-    own = {F32.name: "float32", BF16.name: "bfloat16"}.get(unit.compute.name)
+def why_not_direct(problem: Problem, unit: Unit) -> str:
+    """Return why the activations cannot be read without packing them; empty when they can."""
+    direct_dtype = {F32.name: "float32", BF16.name: "bfloat16"}.get(unit.compute.name)
     a, kp = problem.a.dtype, unit.compute.kp
-    if own is not None and a != own:
+    if direct_dtype is not None and a != direct_dtype:
         return f"{a} activations are converted for {unit.compute.name}"
     if unit.compute is U8S8 and a == "int8":
         return "signed activations are shifted by 128 for the unsigned x signed instruction"
-    if own is None and unit.compute.kp == 2:
+    if direct_dtype is None and unit.compute.kp == 2:
         return f"{a} activations are widened to int16"
     if problem.a.layout.order != "row":
         return "rows of the activations are not contiguous"
@@ -189,33 +193,31 @@ def direct_refusal(problem: Problem, unit: Unit) -> str:
     return ""
 
 
-def _pack_refusals(problem: Problem, unit: Unit) -> dict[str, str]:
-    """The ways of reading A that are illegal, each with its reason."""
-    refused = {}
-    if direct_refusal(problem, unit):
-        refused["none"] = direct_refusal(problem, unit)
+def _illegal_pack_a(problem: Problem, unit: Unit) -> dict[str, str]:
+    """Return the values of ``pack_a`` that are illegal, each with its reason."""
+    illegal = {}
+    if why_not_direct(problem, unit):
+        illegal["none"] = why_not_direct(problem, unit)
     if unit.isa == "amx":
-        refused["panels"] = "AMX loads rows of A, not panels"
+        illegal["panels"] = "AMX loads rows of A, not panels"
     elif problem.m == 1:
-        refused["panels"] = "a panel of one row is a row"
-    return refused
+        illegal["panels"] = "a panel of one row is a row"
+    return illegal
 
 
 def _configs(problem: Problem, target: Target, unit: Unit, template: str) -> Iterator[dict[str, Any]]:
-    """Every configuration of a template on one unit: the likeliest of each micro-tile, then all of each.
+    """Yield every configuration of a template on one unit: the most promising of each micro-tile, then all of each.
 
-    Entries that cannot matter stay at one value.
+    An axis that has no effect keeps one value.
     """
-    everything = [
-        _tile_configs(problem, target, unit, template, *tile) for tile in _micro_tiles(problem, unit, template)
-    ]
-    for configs in everything:
+    by_tile = [_tile_configs(problem, target, unit, template, *tile) for tile in _micro_tiles(problem, unit, template)]
+    for configs in by_tile:
         yield from itertools.islice(configs, 1)
-    yield from itertools.chain.from_iterable(everything)
+    yield from itertools.chain.from_iterable(by_tile)
 
 
 def _micro_tiles(problem: Problem, unit: Unit, template: str) -> list[tuple[int, int]]:
-    """The micro-tiles (nr, mr) that a template offers on a unit, likeliest first."""
+    """Return the micro-tiles (nr, mr) that a template offers on a unit, most promising first."""
     if template == "dot":
         return [(64, 4), (16, 4)]
     return _tiles(problem, unit.tile_rows(problem.b.dtype, template != "packed"))
@@ -234,63 +236,64 @@ def _tile_configs(
 
 
 def _axes(problem: Problem, target: Target, unit: Unit, template: str, nr: int, mr: int) -> dict[str, Sequence[Any]]:
-    """The values of every entry besides the micro-tile, likeliest first; the first entry varies slowest."""
-    many, blocked = problem.m > mr, template != "packed"
-    refused = _pack_refusals(problem, unit)
-    ways = (("rows", "none") if problem.m > 64 else ("none", "rows")) + ("panels",)
+    """Return the values of every axis besides the micro-tile, most promising first; the first axis varies slowest."""
+    several_tiles, by_blocks = problem.m > mr, template != "packed"
+    illegal = _illegal_pack_a(problem, unit)
+    modes = (("rows", "none") if problem.m > 64 else ("none", "rows")) + ("panels",)
     return {
-        "kc": _k_blocks(problem, unit, template, many),
+        "kc": _k_blocks(problem, unit, template, several_tiles),
         "grid": [f"{tm}x{tn}x{tk}" for tm, tn, tk in _grids(problem, target.threads, nr, template)],
-        "pack_a": [way for way in ways if way not in refused and (way != "panels" or template != "dot")],
-        "prefetch": _prefetches(problem, unit, template, nr, many),
-        "order": ("b", "a") if many and not blocked else ("b",),
-        "nc": (1, 4) if many and template != "dot" else (1,),
+        "pack_a": [mode for mode in modes if mode not in illegal and (mode != "panels" or template != "dot")],
+        "prefetch": _prefetches(problem, unit, template, nr, several_tiles),
+        "order": ("b", "a") if several_tiles and not by_blocks else ("b",),
+        "nc": (1, 4) if several_tiles and template != "dot" else (1,),
         "mc": (0, 128) if problem.m > 256 else (0,),
     }
 
 
 def _is_redundant(kc: int, nc: int, order: str, prefetch: int) -> bool:
-    """Whether a configuration would do what another one does, or ask for what cannot be."""
+    """Whether a configuration does exactly what another one does, or asks for something impossible."""
     if nc > 1 and kc == 0 and order == "b":
-        return True  # one pass over K visits panels one by one whatever nc says
-    return order == "a" and prefetch == -1  # no block of B stays while tiles pass over it
+        return True  # with one pass over K, panels are visited one by one for any nc
+    return order == "a" and prefetch == -1  # then no block of B stays in the cache while tiles pass over it
 
 
 def _tiles(problem: Problem, rows: dict[int, int]) -> list[tuple[int, int]]:
-    """Micro-tiles by the work they waste on the edges and the loads they need per multiply-add."""
+    """Return micro-tiles, ordered by the work that they waste at the edges and the loads that they need per
+    multiply-add."""
 
     def cost(tile: tuple[int, int]) -> float:
         nr, mr = tile
-        vectors, used = nr // 16, -(-problem.m // -(-problem.m // mr))
-        loads = (vectors + used) / (vectors * used)
-        # Few accumulators cannot hide the latency of a multiply-add, panels beyond N are wasted work.
-        idle = max(1.0, 10 / (vectors * used))
+        vectors, rows_used = nr // 16, -(-problem.m // -(-problem.m // mr))
+        loads = (vectors + rows_used) / (vectors * rows_used)
+        # Few accumulators cannot hide the latency of a multiply-add; panels beyond N are wasted work.
+        idle = max(1.0, 10 / (vectors * rows_used))
         return (1.0 + loads) * idle * (-(-problem.n // nr) * nr / problem.n) ** 2
 
-    # The largest tile also for a smaller M: it runs the same there, and serves other M of the Plan well.
+    # The largest tile is offered for smaller M, too: it is as fast there, and serves other M of the Plan well.
     tiles = set(rows.items())
-    tiles |= {(nr, most // 2) for nr, most in rows.items() if most >= 8 and problem.m >= most}
+    tiles |= {(nr, largest // 2) for nr, largest in rows.items() if largest >= 8 and problem.m >= largest}
     allowed = {(nr, mr) for nr, mr in tiles if nr == min(rows) or -(-problem.n // nr) * nr <= 1.5 * problem.n + 16}
     return sorted(allowed, key=cost)[:4]
 
 
-def _k_blocks(problem: Problem, unit: Unit, template: str, many: bool) -> list[int]:
-    """Elements of K in a block, likeliest first; 0 is all of K.
+def _k_blocks(problem: Problem, unit: Unit, template: str, several_tiles: bool) -> list[int]:
+    """Return the numbers of K elements in a block, most promising first; 0 is all of K.
 
     Where several row tiles pass over a packed panel, a block of it that stays in the L1 or L2 meanwhile was up to 25%
     faster than all of K (AVX512, fp32 and fp16, M of 16 to 256, one and two threads, timed by hand on a Xeon). With AMX
-    it was up to 20% faster at M = 64 and 10% slower at 256. An expanded block that few row tiles read is best when the
-    L1 keeps it: with AMX at M = 16, int8 weights took 4 to 20% longer by blocks of 1024 than of 512, int4 weights 20%
-    longer by 512 than by 256; at M = 256, 1024 was the fastest.
+    it was up to 20% faster at M = 64 and 10% slower at 256. An expanded block that few row tiles read is fastest when
+    the L1 holds it: with AMX at M = 16, int8 weights took 4 to 20% longer with blocks of 1024 than of 512, int4 weights
+    20% longer with blocks of 512 than of 256; at M = 256, 1024 was the fastest.
     """
     if template == "dot":
-        return [0] + [size for size in (1024, 512, 2048) if many and size < problem.k]
+        return [0] + [size for size in (1024, 512, 2048) if several_tiles and size < problem.k]
     if template != "packed":
-        few = unit.isa == "amx" and problem.m <= 64
-        sizes = [size for size in ((512, 256, 1024) if few else (1024, 512, 256)) if size // 2 < problem.k]
+        few_rows = unit.isa == "amx" and problem.m <= 64
+        sizes = [size for size in ((512, 256, 1024) if few_rows else (1024, 512, 256)) if size // 2 < problem.k]
         sizes = sizes or [512]
     else:
-        blocks = [size for size in (512, 1024) if many and size < problem.k]
+        blocks = [size for size in (512, 1024) if several_tiles and size < problem.k]
         sizes = [0, *blocks] if unit.isa == "amx" else [*blocks, 0]
     group = problem.b.quant.group if problem.b.quant is not None else None
     if group is None or group >= problem.k:
@@ -299,14 +302,15 @@ def _k_blocks(problem: Problem, unit: Unit, template: str, many: bool) -> list[i
 
 
 def _grids(problem: Problem, threads: int, nr: int, template: str) -> list[tuple[int, int, int]]:
-    """Thread grids: columns first (each weight byte is read by one thread), then rows, K, and finer dynamic shares."""
+    """Return thread grids: columns first (each weight byte is read by one thread), then finer dynamic shares, rows, K,
+    and combinations of rows and columns. One thread alone comes first for small products and large batches."""
     if threads == 1:
         return [(1, 1, 1)]
     panels, grids = -(-problem.n // nr), []
     if panels >= threads:
         grids.append((1, threads, 1))
     macs = problem.m * problem.n * problem.k * problem.batch
-    if macs <= _ALONE or (problem.family == "bmm" and problem.batch >= threads):
+    if macs <= _SINGLE_THREAD_MACS or (problem.family == "bmm" and problem.batch >= threads):
         grids.insert(0, (1, 1, 1))
     if panels >= 8 * threads:
         grids.append((1, 4 * threads, 1))
@@ -320,19 +324,19 @@ def _grids(problem: Problem, threads: int, nr: int, template: str) -> list[tuple
     return grids or [(1, 1, 1)]
 
 
-def _prefetches(problem: Problem, unit: Unit, template: str, nr: int, many: bool) -> list[int]:
-    """Distances in bytes; -1, the block after this one, where several row tiles share a block.
+def _prefetches(problem: Problem, unit: Unit, template: str, nr: int, several_tiles: bool) -> list[int]:
+    """Return prefetch distances in bytes; -1, the next block, where several row tiles share a block.
 
     Timed by hand on a Xeon with AMX. Vector units read a panel whose rows are longer than a cache line up to a third
-    slower with distances of a page (4 KiB) and more; panels of shorter rows were fastest with the longer ones. The
-    cause is not known; the L2's prefetcher, which follows within a page, may be it. AMX was up to 10% faster with the
+    slower with distances of a page (4 KiB) and more; panels of shorter rows were fastest with the longer distances. The
+    cause is not known; it may be the L2's prefetcher, which stays within a page. AMX was up to 10% faster with the
     longer distances, whatever the rows' length.
     """
     if template == "raw":
         return [0]
     if template == "dot":
         return [1024, 0, 3072]
-    if many:
+    if several_tiles:
         return [-1, 3072, 8192]
     if unit.isa == "amx":
         return [16384, 8192, 3072]

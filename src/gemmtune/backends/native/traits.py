@@ -1,4 +1,4 @@
-"""The C++ side in Python: its enumerations (native/frame/types.hpp), and which instruction set multiplies what."""
+"""The C++ side's enumerations in Python (native/frame/types.hpp), and which instruction set multiplies which dtypes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ LANES = 16
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """How one instruction multiplies: ``kp`` consecutive k at a time. code: native/frame/types.hpp's Compute."""
+    """How one instruction multiplies. kp: consecutive elements along K that it multiplies at a time. code: the value of
+    native/frame/types.hpp's Compute."""
 
     name: str
     code: int
@@ -30,11 +31,11 @@ S8S8 = Compute("s8s8", 4, 4, integer=True)
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """One multiplier: an instruction set, its compute type, and the largest micro-tile rows per panel width.
+    """One multiplier: an instruction set, its compute type, and the largest number of micro-tile rows per panel width.
 
-    reads: weight dtypes it converts in registers. expands: weight dtypes it can convert a block of beforehand.
-    rows: {panel columns: rows}; narrow: the same of weight dtypes that are converted in registers, where their tiles
-    are others. dots: weight dtypes it multiplies along a contiguous K, unpacked.
+    reads: weight dtypes that it converts in registers. expands: weight dtypes of which it can convert a block
+    beforehand. rows: {panel columns: rows}. narrow: such a mapping for weight dtypes that are converted in registers,
+    where their tiles differ. dots: weight dtypes that it multiplies along a contiguous K, unpacked.
     """
 
     isa: str
@@ -80,7 +81,7 @@ UNITS = (
 )
 
 
-def suits(unit: Unit, a: str, b: str) -> bool:
+def can_multiply(unit: Unit, a: str, b: str) -> bool:
     """Whether the unit multiplies activations of dtype ``a`` by weights of dtype ``b``, directly or expanded."""
     if b not in unit.reads and b not in unit.expands:
         return False

@@ -1,6 +1,6 @@
 """Triton: our own GPU kernels, cross-compiled to cubins without a GPU and launched through the driver.
 
-Templates and their search space: space.py; the kernels: kernels.py; what was measured: docs/triton.md.
+space.py has the templates and their search space, kernels.py the kernels; docs/notes/triton.md has the measurements.
 """
 
 from __future__ import annotations
@@ -16,40 +16,41 @@ from ...core.weights import PackedWeight
 from ..gpu.backend import GpuBackend, not_nvidia
 from ..gpu.int4 import INT4_BLOCKS, unshuffle_int4
 from . import space
-from .compiler import compile_spec, spec, triton_version
+from .compiler import compile_spec, make_spec, triton_version
 from .kernel import TEMPLATES
 
 
 class TritonBackend(GpuBackend):
-    """Available with Triton installed, on NVIDIA GPUs (on Hopper with TMA) and on AMD's, where it was never run. Triton
-    compiles and does not launch."""
+    """The Triton backend: available with Triton installed, on NVIDIA GPUs (with TMA on Hopper) and on AMD GPUs, where
+    it has never run. Triton compiles the kernels; it does not launch them."""
 
     name = "triton"
     preload = ("gemmtune.backends.triton.preloaded",)
     missing = "Triton is not installed: pip install 'gemmtune[cuda]'"
     templates = TEMPLATES
 
-    def _unfit(self, target: Target) -> str:
-        return space.unknown_amd(target) if target.is_amd else not_nvidia(target)
+    def _why_not_on_target(self, target: Target) -> str:
+        return space.why_unsupported_amd(target) if target.is_amd else not_nvidia(target)
 
     def candidates(self, problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
         return space.candidates(problem, target)
 
     def why_illegal(self, problem: Problem, candidate: Candidate, target: Target) -> str:
-        return self._unfit(target) or space.why_illegal(problem, candidate, target)
+        return self._why_not_on_target(target) or space.why_illegal(problem, candidate, target)
 
     def _compiler_version(self) -> str:
         return triton_version()
 
     def versions(self, target: Target) -> dict[str, str]:
-        return {"triton": triton_version()} if triton_version() and not self._unfit(target) else {}
+        return {"triton": triton_version()} if triton_version() and not self._why_not_on_target(target) else {}
 
     def _recipe(self, problem: Problem, candidate: Candidate, target: Target) -> tuple[str, Callable[[], bytes]]:
-        wanted = spec(problem, candidate)
-        return wanted.key(target.capability, self.source_digest()), partial(compile_spec, wanted, target)
+        compilation = make_spec(problem, candidate)
+        return compilation.key(target.capability, self.source_digest()), partial(compile_spec, compilation, target)
 
     def default_packing(self, problem: Problem, target: Target) -> Candidate | None:
-        """int4 weights run packed only; blocks of 128 suit every K and every M."""
+        """Return a candidate for an int4 weight, which runs only packed; blocks of 128 suit every K and every M. None
+        for other weights."""
         if problem.b.dtype != "int4" or not self.available(target):
             return None
         legal = (item for item in self.candidates(problem, target) if isinstance(item, Candidate))

@@ -1,5 +1,8 @@
-"""From a candidate to a cubin, with no GPU needed: the kernel's types and constants, Triton's compiler, what launching
-needs to know. Several Problems share an artifact: it depends on types, layouts and divisibility, not on sizes."""
+"""The compilation of a candidate to a cubin, which needs no GPU: the kernel's types and constants, Triton's compiler,
+and the Header that launching needs.
+
+Several Problems share an artifact: it depends on types, layouts and divisibility, not on sizes.
+"""
 
 from __future__ import annotations
 
@@ -18,24 +21,36 @@ from ...core.candidate import Candidate
 from ...core.errors import KernelError, UnsupportedError
 from ...core.problem import Problem
 from ...core.target import Target
-from ..gpu.artifact import Header, Tma, packed
-from ..gpu.rules import STEPS, Device, aligned, device_of, float_at, leads, step_constants
+from ..gpu.artifact import Header, Tma, encode_kernel
+from ..gpu.rules import (
+    MAX_STEPS,
+    DeviceLimits,
+    aligned_leads,
+    device_limits,
+    float_at,
+    leading_dimensions,
+    step_constants,
+)
 
 TYPES = {
     "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int8": "i8", "uint8": "u8", "int32": "i32",
     "float8_e4m3fn": "fp8e4nv", "float8_e5m2": "fp8e5", "int4": "u8",
 }  # fmt: skip
-CONVERTED_ITEMS = 4096  # elements a program converts: 16 bytes a load and thread
-_ASSEMBLERS = ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")  # environment: what Triton is to assemble with
-_PROMOTE = 128  # fp8 products added up by the matrix units alone, which keep some 14 bits, before float32 takes over
-_SEGMENT = re.compile(r"\.kernarg_segment_size:\s+(\d+)")
+CONVERTED_ITEMS = 4096  # elements that a program converts: 16 bytes for each load of a thread
+# Environment variables that name the assembler for Triton to use.
+_ASSEMBLERS = ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")
+_PROMOTE = 128  # fp8 products that the matrix units add up themselves, with about 14 bits, before float32 addition
+_KERNARG_SEGMENT_SIZE = re.compile(r"\.kernarg_segment_size:\s+(\d+)")
 _PARAM = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.(?:b8\s+\w+\[(?P<bytes>\d+)\]|(?P<type>[a-z]\d+)\b)")
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """All that a compilation depends on. signature: types by argument, "constexpr" for constants; divisible: arguments
-    known to be multiples of 16; before: the kernel that is launched before this one."""
+    """Everything that a compilation depends on.
+
+    signature: types by argument, "constexpr" for constants. divisible: arguments known to be multiples of 16.
+    before: the kernel that is launched before this one.
+    """
 
     kernel: str
     signature: dict[str, str]
@@ -45,7 +60,7 @@ class Spec:
     before: Spec | None = None
 
     def key(self, capability: str, source: str) -> str:
-        """Hex digest of everything that goes into the artifact."""
+        """Return the hex digest of everything that goes into the artifact."""
         parts = [
             self.kernel, list(self.signature.items()), sorted(self.constants.items()), self.divisible,
             sorted(self.options.items()), capability, source, triton_version(),
@@ -56,11 +71,11 @@ class Spec:
 
 @functools.cache
 def triton_version() -> str:
-    """Return the version of the installed Triton, and of an assembler that is to be used in the place of its own;
-    empty when there is no Triton. Nothing is imported."""
-    own = _package_version()
-    named = [_tool_version(path) for name in _ASSEMBLERS if (path := os.environ.get(name))]
-    return " with ".join((own, *named)) if own else ""
+    """Return the version of the installed Triton, followed by the version of an assembler that replaces Triton's own,
+    if the environment names one. The result is empty when there is no Triton. Triton is not imported."""
+    version = _package_version()
+    assemblers = [_tool_version(path) for name in _ASSEMBLERS if (path := os.environ.get(name))]
+    return " with ".join((version, *assemblers)) if version else ""
 
 
 def _package_version() -> str:
@@ -75,40 +90,41 @@ def _package_version() -> str:
 
 
 def _tool_version(path: str) -> str:
-    """Return what an assembler says of its version, or why it cannot be asked (Triton then takes its own)."""
+    """Return the version that an assembler reports, or the name of the error that running it raises (Triton then uses
+    its own assembler)."""
     try:
-        said = subprocess.run([path, "--version"], capture_output=True, text=True, check=True, timeout=10.0).stdout
+        output = subprocess.run([path, "--version"], capture_output=True, text=True, check=True, timeout=10.0).stdout
     except (OSError, subprocess.SubprocessError) as error:
         return type(error).__name__
-    return next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "unknown")
+    return next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "unknown")
 
 
-def spec(problem: Problem, candidate: Candidate) -> Spec:
-    """The compilation that a candidate is. Raises KernelError for a template that is none of ours."""
+def make_spec(problem: Problem, candidate: Candidate) -> Spec:
+    """Return the compilation of a candidate. Raises KernelError for a template that this backend does not have."""
     config = dict(candidate.config)
     if candidate.template == "tiled":
-        made = _tiled(problem, config)
+        result = _tiled_spec(problem, config)
     elif candidate.template == "persistent":
-        made = _persistent(problem, config, problem.b.dtype)
+        result = _persistent_spec(problem, config, problem.b.dtype)
     elif candidate.template == "converted":
-        made = replace(_persistent(problem, config, problem.a.dtype), before=_conversion(problem))
+        result = replace(_persistent_spec(problem, config, problem.a.dtype), before=_conversion_spec(problem))
     else:
-        known = "tiled, persistent and converted"
-        raise KernelError(f"the Triton backend has no template {candidate.template!r}; it has {known}")
-    return made
+        templates = "tiled, persistent and converted"
+        raise KernelError(f"the Triton backend has no template {candidate.template!r}; it has {templates}")
+    return result
 
 
-def _tiled(problem: Problem, config: dict[str, Any]) -> Spec:
-    signature, constants = _epilogue(problem)
+def _tiled_spec(problem: Problem, config: dict[str, Any]) -> Spec:
+    signature, constants = _epilogue_arguments(problem)
     quant, batched = problem.b.quant, problem.family == "bmm"
     split = int(config["split"])
     pointers: dict[str, str | None] = {
-        "a_ptr": _pointer(problem.a.dtype),
-        "b_ptr": _pointer(problem.b.dtype),
-        "c_ptr": _pointer(problem.out_dtype),
-        **_meeting(problem, split > 1),
-        "s_ptr": _pointer(quant.scale_dtype) if quant is not None else None,
-        "z_ptr": _pointer(quant.scale_dtype) if quant is not None and quant.zero_point else None,
+        "a_ptr": _pointer_type(problem.a.dtype),
+        "b_ptr": _pointer_type(problem.b.dtype),
+        "c_ptr": _pointer_type(problem.out_dtype),
+        **_split_k_pointers(problem, split > 1),
+        "s_ptr": _pointer_type(quant.scale_dtype) if quant is not None else None,
+        "z_ptr": _pointer_type(quant.scale_dtype) if quant is not None and quant.zero_point else None,
     }
     numbers = dict.fromkeys(("M", "N", "K", "lda", "ldb", "ldc"), "i32")
     numbers |= dict.fromkeys(("batch_a", "batch_b", "batch_c"), "i64" if batched else "0")
@@ -124,51 +140,57 @@ def _tiled(problem: Problem, config: dict[str, Any]) -> Spec:
         "SPLIT": split,
         "SWAP": bool(config["swap"]),
         "QGROUP": group,
-        "PTX": True,  # where it compiles for AMD: False
-        **_common(problem, config),
+        "PTX": True,  # compile_spec sets it to False for AMD
+        **_common_constants(problem, config),
     }
-    a_ok, b_ok, out_ok = aligned(problem)
+    a_ok, b_ok, out_ok = aligned_leads(problem)
     divisible = ["a_ptr", "b_ptr", "c_ptr", *(["ws_ptr"] if split > 1 else [])]
-    known = zip(("lda", "ldb", "ldc"), (a_ok, b_ok, out_ok), leads(problem, problem.m), strict=True)
-    divisible += [name for name, ok, size in known if ok and size % 16 == 0]
+    alignments = zip(("lda", "ldb", "ldc"), (a_ok, b_ok, out_ok), leading_dimensions(problem, problem.m), strict=True)
+    divisible += [name for name, ok, size in alignments if ok and size % 16 == 0]
     divisible += [name for name, size in (("N", problem.n), ("K", problem.k)) if size % 16 == 0]
-    return Spec("tiled", _ordered("tiled", signature, constants), constants, tuple(divisible), _options(config))
+    return Spec(
+        "tiled", _in_parameter_order("tiled", signature, constants), constants, tuple(divisible), _options(config)
+    )
 
 
-def _persistent(problem: Problem, config: dict[str, Any], b_dtype: str) -> Spec:
-    """b_dtype: of B as the kernel reads it."""
-    signature, constants = _epilogue(problem)
+def _persistent_spec(problem: Problem, config: dict[str, Any], b_dtype: str) -> Spec:
+    """Return the compilation of a ``persistent`` kernel. b_dtype: the dtype of B as the kernel reads it."""
+    signature, constants = _epilogue_arguments(problem)
     quant = problem.b.quant
     stream = bool(config["stream"])
     pointers = {
-        "c_ptr": _pointer(problem.out_dtype),
-        **_meeting(problem, stream),
-        "s_ptr": _pointer(quant.scale_dtype) if quant is not None else None,
+        "c_ptr": _pointer_type(problem.out_dtype),
+        **_split_k_pointers(problem, stream),
+        "s_ptr": _pointer_type(quant.scale_dtype) if quant is not None else None,
     }
     numbers = dict.fromkeys(("M", "N", "K", "ldc", "PROGRAMS"), "i32")
     for name, dtype, rows in (("a_desc", problem.a.dtype, config["bm"]), ("b_desc", b_dtype, config["bn"])):
         signature[name] = f"tensordesc<{TYPES[dtype]}[{rows}, {config['bk']}]>"
     _declare(signature, constants, pointers, numbers)
-    constants |= {"STREAM": stream, **_common(problem, config)}
+    constants |= {"STREAM": stream, **_common_constants(problem, config)}
     divisible = ["c_ptr", *(["ws_ptr"] if stream else [])]
     divisible += [name for name, size in (("N", problem.n), ("K", problem.k)) if size % 16 == 0]
-    divisible += ["ldc"] if aligned(problem)[2] and leads(problem, problem.m)[2] % 16 == 0 else []
+    divisible += ["ldc"] if aligned_leads(problem)[2] and leading_dimensions(problem, problem.m)[2] % 16 == 0 else []
     return Spec(
-        "persistent", _ordered("persistent", signature, constants), constants, tuple(divisible), _options(config)
+        "persistent",
+        _in_parameter_order("persistent", signature, constants),
+        constants,
+        tuple(divisible),
+        _options(config),
     )
 
 
-def _conversion(problem: Problem) -> Spec:
-    """B into A's dtype."""
+def _conversion_spec(problem: Problem) -> Spec:
+    """Return the compilation of the kernel that converts B to A's dtype."""
     signature = {
-        "source_ptr": _pointer(problem.b.dtype), "target_ptr": _pointer(problem.a.dtype), "COUNT": "i64",
+        "source_ptr": _pointer_type(problem.b.dtype), "target_ptr": _pointer_type(problem.a.dtype), "COUNT": "i64",
         "ITEMS": "constexpr",
     }  # fmt: skip
     options = {"num_warps": 4, "num_stages": 1}
     return Spec("convert", signature, {"ITEMS": CONVERTED_ITEMS}, ("source_ptr", "target_ptr", "COUNT"), options)
 
 
-def _common(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
+def _common_constants(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
     return {
         "BM": config["bm"],
         "BN": config["bn"],
@@ -177,52 +199,52 @@ def _common(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
         "INTEGER": problem.family == "int_mm",
         "QUANT": {"int8": 8, "int4": 4}[problem.b.dtype] if problem.family == "mixed_mm" else 0,
         "PROMOTE": min(_PROMOTE, config["bk"]) if problem.family == "scaled_mm" else 0,
-        "FLOAT_AT": float_at(problem) if problem.family == "int_mm" else STEPS + 1,
+        "FLOAT_AT": float_at(problem) if problem.family == "int_mm" else MAX_STEPS + 1,
     }
 
 
-def _epilogue(problem: Problem) -> tuple[dict[str, str], dict[str, Any]]:
-    """Types and constants of the epilogue's arguments."""
+def _epilogue_arguments(problem: Problem) -> tuple[dict[str, str], dict[str, Any]]:
+    """Return the types and the constants of the epilogue's arguments."""
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
     integers = float_at(problem) if problem.family == "int_mm" else 0
-    for place in range(STEPS):
-        step = problem.epilogue[place] if place < len(problem.epilogue) else None
-        values = zip(("KIND", "AXIS", "VALUE", "LO", "HI"), step_constants(step, place < integers), strict=True)
-        constants |= {f"{name}{place}": value for name, value in values}
+    for index in range(MAX_STEPS):
+        step = problem.epilogue[index] if index < len(problem.epilogue) else None
+        values = zip(("KIND", "AXIS", "VALUE", "LO", "HI"), step_constants(step, index < integers), strict=True)
+        constants |= {f"{name}{index}": value for name, value in values}
         if step is not None and step.takes_tensor:
-            signature[f"t{place}"] = _pointer(str(step.dtype))
+            signature[f"t{index}"] = _pointer_type(str(step.dtype))
         else:
-            constants[f"t{place}"] = None
+            constants[f"t{index}"] = None
         if step is not None and step.takes_tensor and step.axis == "full":
-            signature[f"ld{place}"] = "i64"
+            signature[f"ld{index}"] = "i64"
         else:
-            constants[f"ld{place}"] = 0
+            constants[f"ld{index}"] = 0
     return signature, constants
 
 
 def _declare(
     signature: dict[str, str], constants: dict[str, Any], pointers: dict[str, str | None], numbers: dict[str, str]
 ) -> None:
-    for name, kind in pointers.items():
-        if kind is None:
+    for name, type_ in pointers.items():
+        if type_ is None:
             constants[name] = None
         else:
-            signature[name] = kind
-    for name, kind in numbers.items():
-        if kind == "0":
+            signature[name] = type_
+    for name, type_ in numbers.items():
+        if type_ == "0":
             constants[name] = 0
         else:
-            signature[name] = kind
+            signature[name] = type_
 
 
-def _ordered(kernel: str, signature: dict[str, str], constants: dict[str, Any]) -> dict[str, str]:
-    """The signature in the kernel's own order, which is the order of its parameters."""
+def _in_parameter_order(kernel: str, signature: dict[str, str], constants: dict[str, Any]) -> dict[str, str]:
+    """Return the signature in the order of the kernel's parameters."""
     return {name: "constexpr" if name in constants else signature[name] for name in ARGUMENTS[kernel]}
 
 
-_STEP_NAMES = tuple(f"{name}{place}" for place in range(STEPS) for name in ("KIND", "AXIS", "VALUE", "LO", "HI"))
-# As kernels.py declares them (a test compares): it is imported only by those who compile.
+_STEP_NAMES = tuple(f"{name}{index}" for index in range(MAX_STEPS) for name in ("KIND", "AXIS", "VALUE", "LO", "HI"))
+# The kernels' parameters in kernels.py (a test compares them). That module is imported only in order to compile.
 ARGUMENTS = {
     "tiled": (
         "a_ptr", "b_ptr", "c_ptr", "ws_ptr", "lock_ptr", "s_ptr", "z_ptr", "t0", "t1", "t2", "t3", "t4",
@@ -239,14 +261,18 @@ ARGUMENTS = {
 }  # fmt: skip
 
 
-def _meeting(problem: Problem, shares: bool) -> dict[str, str | None]:
-    """Where programs that share a tile leave their sums, and count who is there."""
-    if not shares:
+def _split_k_pointers(problem: Problem, shares_tiles: bool) -> dict[str, str | None]:
+    """Return the types of the workspace and semaphore pointers, through which programs that share a tile exchange
+    partial sums; None where programs do not share tiles."""
+    if not shares_tiles:
         return {"ws_ptr": None, "lock_ptr": None}
-    return {"ws_ptr": _pointer("int32" if problem.family == "int_mm" else "float32"), "lock_ptr": _pointer("int32")}
+    return {
+        "ws_ptr": _pointer_type("int32" if problem.family == "int_mm" else "float32"),
+        "lock_ptr": _pointer_type("int32"),
+    }
 
 
-def _pointer(dtype: str) -> str:
+def _pointer_type(dtype: str) -> str:
     return f"*{TYPES[dtype]}"
 
 
@@ -254,9 +280,11 @@ def _options(config: dict[str, Any]) -> dict[str, int]:
     return {"num_warps": int(config["warps"]), "num_stages": int(config["stages"])}
 
 
-def compile_spec(wanted: Spec, target: Target) -> bytes:
-    """The artifact: for each kernel in the order of launching, its Header (as JSON, with its length before it) and its
-    cubin. Raises UnsupportedError without Triton, KernelError when the compiler fails."""
+def compile_spec(compilation: Spec, target: Target) -> bytes:
+    """Return the artifact: for each kernel in launch order the length of its Header's JSON, the JSON, and its cubin.
+
+    Raises UnsupportedError without Triton, KernelError when the compiler fails.
+    """
     if not triton_version():
         raise UnsupportedError("Triton is not installed: pip install 'gemmtune[cuda]'")
     import triton
@@ -265,46 +293,47 @@ def compile_spec(wanted: Spec, target: Target) -> bytes:
 
     from . import kernels
 
-    function = getattr(kernels, wanted.kernel)
-    places = {name: place for place, name in enumerate(function.arg_names)}
-    attributes = {(places[name],): [["tt.divisibility", 16]] for name in wanted.divisible}
-    device = device_of(target)
-    constants = wanted.constants
+    function = getattr(kernels, compilation.kernel)
+    indices = {name: index for index, name in enumerate(function.arg_names)}
+    attributes = {(indices[name],): [["tt.divisibility", 16]] for name in compilation.divisible}
+    device = device_limits(target)
+    constants = compilation.constants
     if device.arch:
         constants = {**constants, "PTX": False}
         gpu = GPUTarget("hip", device.arch, device.warp)
     else:
         gpu = GPUTarget("cuda", 10 * device.capability[0] + device.capability[1], device.warp)
-    source = ASTSource(fn=function, signature=wanted.signature, constexprs=constants, attrs=attributes)
-    options = {**wanted.options, "enable_fp_fusion": True}  # what Triton 3.10 is going to leave out unless asked
+    source = ASTSource(fn=function, signature=compilation.signature, constexprs=constants, attrs=attributes)
+    options = {**compilation.options, "enable_fp_fusion": True}  # Triton 3.10 will not fuse unless asked to
     try:
-        made = triton.compile(source, target=gpu, options=options)
-    except Exception as error:  # Triton's compiler has no error of its own
+        compiled = triton.compile(source, target=gpu, options=options)
+    except Exception as error:  # Triton's compiler has no exception class of its own
         raise KernelError(f"Triton cannot compile it: {_last_line(error)}") from error
-    cubin = bytes(made.asm["hsaco" if device.arch else "cubin"])
-    first = compile_spec(wanted.before, target) if wanted.before is not None else b""
-    return first + packed(_header(wanted, made, len(cubin), device), cubin)
+    cubin = bytes(compiled.asm["hsaco" if device.arch else "cubin"])
+    preceding = compile_spec(compilation.before, target) if compilation.before is not None else b""
+    return preceding + encode_kernel(_header(compilation, compiled, len(cubin), device), cubin)
 
 
-def _header(wanted: Spec, made: Any, size: int, device: Device) -> Header:
-    """What the kernel's code and Triton's metadata say about launching it."""
-    metadata = made.metadata
+def _header(compilation: Spec, compiled: Any, size: int, device: DeviceLimits) -> Header:
+    """Return the kernel's Header, from its code and Triton's metadata. Raises KernelError for a kernel that cannot be
+    launched through the driver as this package does it."""
+    metadata = compiled.metadata
     if getattr(metadata, "global_scratch_size", 0) or getattr(metadata, "profile_scratch_size", 0):
         raise KernelError("it wants scratch memory of Triton's own")
-    descriptors = [name for name, kind in wanted.signature.items() if kind.startswith("tensordesc")]
+    descriptors = [name for name, type_ in compilation.signature.items() if type_.startswith("tensordesc")]
     metas = list(getattr(metadata, "tensordesc_meta", None) or [])
     if len(metas) != len(descriptors) or any(meta is None for meta in metas):
         raise KernelError("Triton passes its descriptors in a way that is not known here")
     arguments: list[str] = []
-    for name, kind in wanted.signature.items():
+    for name, type_ in compilation.signature.items():
         if name in descriptors:  # the descriptor, its shape and its strides
             arguments += [name, *(f"{name}.{part}" for part in ("shape0", "shape1", "stride0", "stride1"))]
-        elif kind != "constexpr":
+        elif type_ != "constexpr":
             arguments.append(name)
     if device.arch:
-        scratch = _amd_scratch(made.asm["amdgcn"], [wanted.signature[name] for name in arguments])
+        scratch = _amd_scratch(compiled.asm["amdgcn"], [compilation.signature[name] for name in arguments])
     else:
-        scratch = len(_parameters(made.asm["ptx"])) - len(arguments)
+        scratch = len(_entry_parameters(compiled.asm["ptx"])) - len(arguments)
     if scratch < 0:
         raise KernelError(
             f"the kernel takes {len(arguments) + scratch} parameters where {len(arguments)} were expected"
@@ -316,13 +345,13 @@ def _header(wanted: Spec, made: Any, size: int, device: Device) -> Header:
         int(metadata.num_warps),
         tuple(arguments),
         scratch,
-        {name: _tma(meta) for name, meta in zip(descriptors, metas, strict=True)},
+        {name: _tma_descriptor(meta) for name, meta in zip(descriptors, metas, strict=True)},
         lanes=device.warp,
         arch=device.arch,
     )
 
 
-def _tma(meta: Any) -> Tma:
+def _tma_descriptor(meta: Any) -> Tma:
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
     if meta["fp4_padded"]:
@@ -332,24 +361,25 @@ def _tma(meta: Any) -> Tma:
     return Tma(int(meta["swizzle"]), int(meta["elem_size"]), int(dtype), block)
 
 
-def _parameters(ptx: str) -> list[str]:
-    """The parameters that the kernel's entry declares."""
+def _entry_parameters(ptx: str) -> list[str]:
+    """Return the parameters that the kernel's entry declares."""
     entry = ptx[ptx.index(".entry") :]
     return [match[0] for match in _PARAM.finditer(entry[: entry.index(")")])]
 
 
 def _amd_scratch(code: str, kinds: list[str]) -> int:
-    """How many pointers a code object's kernel takes behind its arguments of these types; -1 where that cannot be."""
-    found, at = _SEGMENT.search(code), 0
-    for kind in kinds:
-        size = 8 if kind.startswith("*") or kind == "i64" else 4
-        at = -(-at // size) * size + size
-    rest = (int(found[1]) if found else -1) - -(-at // 8) * 8
-    return rest // 8 if rest >= 0 and rest % 8 == 0 else -1
+    """Return how many pointers a code object's kernel takes after its arguments of these types; -1 where the sizes do
+    not agree."""
+    match, offset = _KERNARG_SEGMENT_SIZE.search(code), 0
+    for type_ in kinds:
+        size = 8 if type_.startswith("*") or type_ == "i64" else 4
+        offset = -(-offset // size) * size + size
+    remaining = (int(match[1]) if match else -1) - -(-offset // 8) * 8
+    return remaining // 8 if remaining >= 0 and remaining % 8 == 0 else -1
 
 
 def _last_line(error: Exception) -> str:
-    """The cause in one line: Triton's errors quote source first, with a caret below."""
+    """Return the cause of an error in one line: Triton's messages begin with quoted source, and a caret below it."""
     cause: BaseException = error
     while cause.__cause__ is not None:
         cause = cause.__cause__

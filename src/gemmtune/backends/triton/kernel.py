@@ -1,4 +1,4 @@
-"""Loaded Triton kernels: one class a template."""
+"""Loaded Triton kernels: one class for each template."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 from ...core.candidate import Candidate
 from ...core.problem import Problem, bits
 from ..gpu.artifact import Header
-from ..gpu.driver import Block
-from ..gpu.kernel import GpuKernel, GridKernel, Loaded, TmaKernel, temporary
-from ..gpu.rules import OFFSET_LIMIT, leads
+from ..gpu.driver import LaunchArgs
+from ..gpu.kernel import GpuKernel, GridKernel, LoadedCubin, TmaKernel, alloc_workspace
+from ..gpu.rules import OFFSET_LIMIT, leading_dimensions
 from .compiler import CONVERTED_ITEMS
 
 
@@ -20,54 +20,55 @@ class Tiled(GridKernel):
     """The template ``tiled``: a grid of tiles times parts of K."""
 
     def _too_large(self, m: int) -> str:
-        reach = int(self.candidate["bk"]) * leads(self.problem, m)[0]
-        if self.problem.a.layout.order == "col" and reach >= OFFSET_LIMIT:  # whose rows lie as far apart as M says
+        reach = int(self.candidate["bk"]) * leading_dimensions(self.problem, m)[0]
+        if self.problem.a.layout.order == "col" and reach >= OFFSET_LIMIT:  # its leading dimension depends on M
             return f"elements of a tile of A lie {reach} apart, further than 32 bits tell"
         return super()._too_large(m)
 
-    def _shared(self, m: int, device: int) -> tuple[int, int]:
+    def _partial_sum_sizes(self, m: int, device: int) -> tuple[int, int]:
         tiles = self._tiles(m)
         return tiles * self._split * self._bm * self._bn * 4, max(tiles, 2 * self._tiles_n)
 
 
 class Persistent(TmaKernel):
-    """The template ``persistent``: as many programs as fit, A and B through TMA."""
+    """The template ``persistent``: at most one program for each multiprocessor; A and B are read through TMA."""
 
-    def _programs(self, m: int, device: int) -> int:
-        there = int(torch.cuda.get_device_properties(device).multi_processor_count)
-        # Where tiles are shared, all are needed for few of them, too.
-        return there if self._shares else min(-(-m // self._bm) * self._tiles_n, there)
+    def _program_count(self, m: int, device: int) -> int:
+        multiprocessors = int(torch.cuda.get_device_properties(device).multi_processor_count)
+        # Where programs share tiles, all programs are needed even for few tiles.
+        return multiprocessors if self._shares_tiles else min(-(-m // self._bm) * self._tiles_n, multiprocessors)
 
-    def _shared(self, m: int, device: int) -> tuple[int, int]:
-        programs = self._programs(m, device)
+    def _partial_sum_sizes(self, m: int, device: int) -> tuple[int, int]:
+        programs = self._program_count(m, device)
         return programs * self._bm * self._bn * 4, 2 * programs
 
 
 class Converted(Persistent):
-    """The template ``converted``: B into A's dtype, in memory of its own; then ``persistent``."""
+    """The template ``converted``: a kernel converts B to A's dtype, into a workspace; then the ``persistent`` kernel
+    runs."""
 
     def __init__(self, problem: Problem, candidate: Candidate, parts: Sequence[tuple[Header, bytes]]) -> None:
         super().__init__(problem, candidate, parts)
-        self._convert = Loaded(*parts[0])
+        self._convert = LoadedCubin(*parts[0])
         self._count = problem.n * problem.k
         self.workspace_bytes = self._count * bits(problem.a.dtype) // 8
 
     @property
-    def _lead(self) -> int:
+    def _ldb(self) -> int:
         return self.problem.k
 
-    def _converting(self, device: int) -> Callable[[int, int], Tensor]:
+    def _converter(self, device: int) -> Callable[[int, int], Tensor]:
         function, size = self._convert(device), self.workspace_bytes
-        block = Block(function, (-(-self._count // CONVERTED_ITEMS), 1), (0, 0, self._count))
+        block = LaunchArgs(function, (-(-self._count // CONVERTED_ITEMS), 1), (0, 0, self._count))
 
         def convert(address: int, stream: int) -> Tensor:
-            slots, config, go, _ = block.held
-            place = temporary(size)
-            slots[0], slots[1], config.stream = address, place.data_ptr(), stream
+            slots, config, go, _ = block.prepared
+            workspace = alloc_workspace(size)
+            slots[0], slots[1], config.stream = address, workspace.data_ptr(), stream
             status = go()
             if status:
-                function.failed(status, go)
-            return place
+                function.retry_or_raise(status, go)
+            return workspace
 
         return convert
 

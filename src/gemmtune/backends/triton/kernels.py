@@ -1,9 +1,9 @@
-"""The Triton kernels. Ours; they run compiled on a GPU and, for tests, in Triton's interpreter.
+"""The Triton kernels of gemmtune. They run compiled on a GPU and, in tests, in Triton's interpreter.
 
-One tile of the output a program (``tiled``), or tiles in turn by one program per multiprocessor with TMA loads
-(``persistent``; ``convert`` may go before it). Names: A [M, K] and B [K, N] with their leading dimensions ``lda``,
-``ldb``; ``*_COL`` says that the columns of the matrix are contiguous. Up to five steps of an epilogue run on the
-accumulator before it is stored: step i has the tensor ``t<i>`` (None when it takes none), that tensor's leading
+In ``tiled`` each program computes one tile of the output. In ``persistent`` one program per multiprocessor loops over
+tiles with TMA loads; ``convert`` may run before it. Names: A [M, K] and B [K, N] have the leading dimensions ``lda``
+and ``ldb``; ``*_COL`` says that the columns of a matrix are contiguous. Up to five epilogue steps run on the
+accumulator before it is stored. Step i has the tensor ``t<i>`` (None when it takes none), that tensor's leading
 dimension ``ld<i>``, and the constants ``KIND<i>``, ``AXIS<i>``, ``VALUE<i>``, ``LO<i>``, ``HI<i>``.
 """
 
@@ -18,7 +18,7 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") not in ("", "
 
 
 def _levels_asm(high: bool, exponent: str, one: str, less: str, kind: str) -> tl.constexpr:
-    """PTX from 4 bytes ($2) to the numbers of one half of each ($0, $1)."""
+    """Return PTX that converts one half of each of 4 bytes ($2) to numbers ($0, $1)."""
     half = "shr.u32 t, $2, 4; and.b32 t, t, 0x0f0f0f0f;" if high else "and.b32 t, $2, 0x0f0f0f0f;"
     return tl.constexpr(
         "{ .reg .b32 t, u, v, one, less;"
@@ -36,7 +36,8 @@ _HIGH_FP16 = _levels_asm(True, "0x64646464", "0x3c003c00", "0xe408e408", "f16")
 
 @triton.jit
 def _ahead(t_ptr, rows, cols, M, N, AXIS: tl.constexpr):
-    """What a step takes of a vector, not of a matrix: asked for before the products, it is there after them."""
+    """Load the values that a step takes of a vector (not of a matrix). It is called before the products, so that the
+    load has completed when they end."""
     found = 0
     if AXIS == "tensor":
         found = tl.load(t_ptr)
@@ -52,9 +53,10 @@ def _step(
     acc, t_ptr, v, ld, rows, cols, M, N,
     KIND: tl.constexpr, AXIS: tl.constexpr, VALUE: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr,
 ):  # fmt: skip
-    """One step of the epilogue. rows, cols: the tile's indices, shaped to broadcast against ``acc``; v: _ahead's."""
+    """Compute one step of the epilogue. rows, cols: the tile's indices, shaped to broadcast against ``acc``; v: the
+    step's values from ``_ahead``."""
     if KIND == "relu":
-        acc = tl.where(acc < 0, tl.zeros_like(acc), acc)  # keeps NaN, as maximum(acc, 0) does not
+        acc = tl.where(acc < 0, tl.zeros_like(acc), acc)  # keeps NaN, unlike maximum(acc, 0)
     elif KIND == "gelu":
         acc = 0.5 * acc * (1.0 + tl.math.erf(acc * 0.7071067811865476))
     elif KIND == "gelu_tanh":
@@ -87,8 +89,8 @@ def _step(
 
 @triton.jit
 def _rounded(acc, LOW: tl.constexpr, HIGH: tl.constexpr):
-    """Saturated, and to the nearest integer (ties to even): adding 1.5 * 2**23 leaves no bits for a fraction; of NaN
-    0."""
+    """Saturate, and round to the nearest integer (ties to even): adding 1.5 * 2**23 leaves no bits for a fraction. NaN
+    becomes 0."""
     if acc.dtype == tl.int32:
         return tl.minimum(tl.maximum(acc, LOW), HIGH)
     bounded = tl.where(acc < LOW, LOW * 1.0, tl.where(acc > HIGH, HIGH * 1.0, acc))
@@ -97,7 +99,7 @@ def _rounded(acc, LOW: tl.constexpr, HIGH: tl.constexpr):
 
 @triton.jit
 def _vectors(tensors, rows, cols, M, N, STEPS: tl.constexpr):
-    """Each step's vector, or 0."""
+    """Return the values from ``_ahead`` for each step, or 0."""
     v0, v1 = _ahead(tensors[0], rows, cols, M, N, STEPS[0][1]), _ahead(tensors[1], rows, cols, M, N, STEPS[1][1])
     v2, v3 = _ahead(tensors[2], rows, cols, M, N, STEPS[2][1]), _ahead(tensors[3], rows, cols, M, N, STEPS[3][1])
     return v0, v1, v2, v3, _ahead(tensors[4], rows, cols, M, N, STEPS[4][1])
@@ -107,8 +109,9 @@ def _vectors(tensors, rows, cols, M, N, STEPS: tl.constexpr):
 def _finish(
     acc, c_ptr, ldc, rows, cols, M, N, tensors, vectors, leads, STEPS: tl.constexpr, FLOAT_AT: tl.constexpr
 ):  # fmt: skip
-    """The epilogue, and the one rounding to the output's dtype. vectors: ``_vectors``'; leads: the tensors' leading
-    dimensions; STEPS: each step's KIND, AXIS, VALUE, LO and HI; FLOAT_AT: the one at which integers become floats."""
+    """Compute the epilogue, round once to the output's dtype, and store. vectors: the values from ``_vectors``; leads:
+    the tensors' leading dimensions; STEPS: each step's KIND, AXIS, VALUE, LO and HI; FLOAT_AT: the step before which
+    integers become floats."""
     for i in tl.static_range(5):
         if i == FLOAT_AT:
             acc = acc.to(tl.float32)
@@ -125,7 +128,8 @@ def _finish(
 
 @triton.jit
 def _place(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
-    """The tile's row and column: GROUP rows of tiles go together, so that what they share stays in the L2."""
+    """Return the tile's row and column. GROUP rows of tiles are processed together, so that their shared operands stay
+    in the L2."""
     width = GROUP * tiles_n
     first = tile // width * GROUP
     size = tl.minimum(tiles_m - first, GROUP)
@@ -138,15 +142,17 @@ def _product(
     A_COL: tl.constexpr, B_COL: tl.constexpr, EVEN_K: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr,
     QUANT: tl.constexpr, QGROUP: tl.constexpr, PROMOTE: tl.constexpr,
 ):  # fmt: skip
-    """Blocks lo..hi of K. a_places, b_places: of block lo's elements, from a_first and b_first on; B's are [BN, BK] if
-    B_COL, else [BK, BN]. QGROUP: K elements that share a scale; 0: all. row_ok, col_ok: None where all may be read.
+    """Add the products of blocks lo..hi of K to acc. a_places, b_places: offsets of block lo's elements from a_first
+    and b_first; B's are [BN, BK] if B_COL, else [BK, BN]. QGROUP: K elements that share a scale; 0: all. row_ok,
+    col_ok: masks, None where all elements may be read.
 
-    PROMOTE: products that fp8 matrix units may add up among themselves, with fewer bits, before float32 takes over.
+    PROMOTE: how many products fp8 matrix units may add up themselves, with fewer bits, before float32 addition.
     """
     ks = tl.arange(0, BK)
     for block in tl.range(lo, hi):
-        # Along K the block is added to places, not to pointers: more instructions and less time. Neither moves from
-        # block to block, which would take more of both (Triton 3.6; docs/triton.md).
+        # Along K the block's offset is added to the element offsets, not to the pointers: more instructions, but less
+        # time. Updating offsets or pointers from block to block would take more of both (Triton 3.6;
+        # docs/notes/triton.md).
         if A_COL:
             a_at = a_first + (block - lo) * (BK * lda).to(tl.int64) + a_places
         else:
@@ -193,10 +199,10 @@ def _product(
 
 @triton.jit
 def _levels(q, HIGH: tl.constexpr, dtype: tl.constexpr, PTX: tl.constexpr):
-    """The lower (HIGH: the upper) halves of bytes as numbers of ``dtype``, less 8, the usual zero point: exact.
+    """Return the lower (HIGH: the upper) halves of bytes as numbers of ``dtype``, minus 8, the usual zero point: exact.
 
-    An exponent whose last place is 1 is put before the bits, which is cheaper than converting integers: 128 + q in
-    bfloat16, 1024 + q in float16. With PTX, four bytes at a time.
+    The bits are put behind an exponent with which the last bit of the mantissa stands for 1, which is cheaper than
+    converting integers: 128 + q in bfloat16, 1024 + q in float16. With PTX, four bytes are converted at a time.
     """
     if INTERPRETED or not PTX:
         bits = (q >> (4 if HIGH else 0)) & 15
@@ -219,7 +225,8 @@ def _levels(q, HIGH: tl.constexpr, dtype: tl.constexpr, PTX: tl.constexpr):
 def _product_int4(
     a_ptrs, b_ptrs, s_ptr, z_ptr, acc, cols, lo, hi, N, BK: tl.constexpr, QGROUP: tl.constexpr, PTX: tl.constexpr
 ):  # fmt: skip
-    """As ``_product`` on packed int4: byte j of a block of BK holds elements j (low half) and BK / 2 + j."""
+    """Add products as ``_product`` does, for packed int4. Byte j of a block of BK contains the elements j (low half)
+    and BK / 2 + j."""
     HALF: tl.constexpr = BK // 2
     for block in tl.range(lo, hi):
         a_at = a_ptrs + (block - lo) * BK
@@ -256,11 +263,11 @@ def tiled(
     KIND3: tl.constexpr, AXIS3: tl.constexpr, VALUE3: tl.constexpr, LO3: tl.constexpr, HI3: tl.constexpr,
     KIND4: tl.constexpr, AXIS4: tl.constexpr, VALUE4: tl.constexpr, LO4: tl.constexpr, HI4: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the output, or one of SPLIT parts of its K, a program. Grid: (tiles * SPLIT, batch).
+    """Compute one tile of the output, or one of SPLIT parts of its K, per program. Grid: (tiles * SPLIT, batch).
 
-    The parts of a tile leave their sums in ``ws``; whichever comes last (``lock`` counts) adds them up in their order,
-    so that the result is the same on every run, and sets the count back to 0. SWAP multiplies B^T by A^T: the matrix
-    units take 64 rows at least, and few rows of A leave them empty where B's columns fill them.
+    Each program with a part of a tile stores its sums in ``ws``. The last one to finish (``lock`` counts them) adds the
+    sums in the order of the parts, so that the result is the same on every run, and resets the count to 0. SWAP
+    multiplies B^T by A^T: the matrix units take at least 64 rows, which few rows of A do not fill and B's columns do.
     """
     tensors, leads = (t0, t1, t2, t3, t4), (ld0, ld1, ld2, ld3, ld4)
     STEPS: tl.constexpr = (
@@ -285,7 +292,7 @@ def tiled(
         scales = tl.load(s_ptr + c, mask=c < N).to(tl.float32)
     vectors = _vectors(tensors, r, c, M, N, STEPS)
 
-    # Beyond the edges: the last row's and column's, where masks would cost more; nobody stores what comes of them.
+    # Beyond the edges the last row and column are read again, since masks would cost more; the results are not stored.
     inside_m = tl.minimum(local_m, M - 1 - pid_m * BM)
     if EVEN_N:
         inside_n = local_n
@@ -338,7 +345,7 @@ def tiled(
         number = batch * (tiles_m * tiles_n) + tile
         area = ws_ptr + number * (SPLIT * BM * BN)
         tl.store(area + part * (BM * BN) + places, acc)
-        tl.debug_barrier()  # every thread's sums, before one thread says that they are there
+        tl.debug_barrier()  # all threads have stored their sums before one thread signals that
         arrived = tl.atomic_add(lock_ptr + number, 1, sem="acq_rel")
         if arrived == SPLIT - 1:
             acc = tl.load(area + places, cache_modifier=".cg")
@@ -359,7 +366,7 @@ def _fetched(
     a_desc, b_desc, pid_m, pid_n, lo, hi, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     INTEGER: tl.constexpr, QUANT: tl.constexpr, PROMOTE: tl.constexpr,
 ):  # fmt: skip
-    """Blocks lo..hi of a tile's K, A and B through descriptors."""
+    """Return the sum over blocks lo..hi of a tile's K; A and B are loaded through descriptors."""
     acc = tl.zeros((BM, BN), dtype=tl.int32 if INTEGER else tl.float32)
     for block in tl.range(lo, hi):
         a = a_desc.load([pid_m * BM, block * BK])
@@ -375,7 +382,7 @@ def _stored(
     acc, c_ptr, s_ptr, pid_m, pid_n, M, N, ldc, tensors, leads,
     BM: tl.constexpr, BN: tl.constexpr, QUANT: tl.constexpr, STEPS: tl.constexpr, FLOAT_AT: tl.constexpr,
 ):  # fmt: skip
-    """What is done with a tile's sum."""
+    """Apply scales and the epilogue to a tile's sum and store it."""
     rows = (pid_m * BM + tl.arange(0, BM))[:, None]
     cols = (pid_n * BN + tl.arange(0, BN))[None, :]
     if QUANT == 8:
@@ -386,14 +393,15 @@ def _stored(
 
 @triton.jit
 def _joined(acc, ws_ptr, lock_ptr, number, position, last, AREA: tl.constexpr, places):
-    """A shared tile's sum: the first blocks of its K, acc, and what programs of later positions left of the rest.
+    """Return the sum of a shared tile: acc, the sum over the first blocks of its K, plus the partial sums that programs
+    of later positions stored.
 
-    In their order, so that the sum is the same each time. number: of the tile among the shared ones; last: the position
-    of the tile's last program.
+    They are added in the order of the positions, so that the sum is the same on every run. number: the tile's number
+    among the shared ones; last: the position of the tile's last program.
     """
     while tl.atomic_add(lock_ptr + number, 0, sem="acquire") < last - position:
         pass
-    tl.debug_barrier()  # no thread reads before the one that looked has seen them all
+    tl.debug_barrier()  # no thread reads before the thread that polls has seen all of them
     for other in tl.range(position + 1, last + 1):
         acc += tl.load(ws_ptr + other * AREA + places, cache_modifier=".cg")
     tl.store(lock_ptr + number, 0)
@@ -411,12 +419,14 @@ def persistent(
     KIND3: tl.constexpr, AXIS3: tl.constexpr, VALUE3: tl.constexpr, LO3: tl.constexpr, HI3: tl.constexpr,
     KIND4: tl.constexpr, AXIS4: tl.constexpr, VALUE4: tl.constexpr, LO4: tl.constexpr, HI4: tl.constexpr,
 ):  # fmt: skip
-    """Every PROGRAMS-th tile a program, A [M, K] and B^T [N, K] by TMA; a tile's loads start before the last one ends.
+    """Compute every PROGRAMS-th tile per program, A [M, K] and B^T [N, K] through TMA; a tile's loads start before the
+    previous tile ends.
 
-    Beyond M, N and K the descriptors give zeros. STREAM: tiles that do not come out even, and those of the round before
-    them, are shared: each program takes as many of their blocks of K as the others, wherever a tile begins or ends.
-    Whoever begins a tile adds what the others left, and stores it (two-tile stream-K: Osama et al. 2023, "Stream-K:
-    work-centric parallel decomposition for dense matrix-matrix multiplication on the GPU").
+    Beyond M, N and K the descriptors read zeros. STREAM: the tiles of the incomplete last round, and those of the round
+    before it, are shared: each program computes the same number of their blocks of K, regardless of where a tile begins
+    or ends. The program that computes the beginning of a tile adds the other programs' sums and stores the tile
+    (two-tile stream-K: Osama et al. 2023, "Stream-K: work-centric parallel decomposition for dense matrix-matrix
+    multiplication on the GPU").
     """
     tensors, leads = (t0, t1, t2, t3, t4), (ld0, ld1, ld2, ld3, ld4)
     STEPS: tl.constexpr = (
@@ -437,7 +447,8 @@ def persistent(
         AREA: tl.constexpr = BM * BN
         places = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
         share = tl.cdiv((tiles - whole) * blocks, PROGRAMS)
-        # Programs wait for those of later positions, of lower numbers: GPUs begin them first, whatever else is running.
+        # Programs wait for programs at later positions, which have lower program ids: a GPU starts those first,
+        # whatever else is running.
         position = PROGRAMS - 1 - program
         begin = position * share
         end = tl.minimum(begin + share, (tiles - whole) * blocks)
@@ -445,12 +456,12 @@ def persistent(
             pid_m, pid_n = _place(whole + number, tiles_m, tiles_n, GROUP)
             lo, hi = tl.maximum(begin - number * blocks, 0), tl.minimum(end - number * blocks, blocks)
             acc = _fetched(a_desc, b_desc, pid_m, pid_n, lo, hi, BM, BN, BK, INTEGER, QUANT, PROMOTE)
-            if lo > 0:  # at most the first of a program's tiles
+            if lo > 0:  # only for the first of a program's tiles, if at all
                 tl.store(ws_ptr + position * AREA + places, acc)
-                tl.debug_barrier()  # every thread's sums, before one thread says that they are there
+                tl.debug_barrier()  # all threads have stored their sums before one thread signals that
                 tl.atomic_add(lock_ptr + number, 1, sem="release")
             else:
-                if hi < blocks:  # at most the last of them: who has the rest has most likely left it by now
+                if hi < blocks:  # only for the last tile, if at all; the rest has most likely been stored by now
                     last = ((number + 1) * blocks - 1) // share
                     acc = _joined(acc, ws_ptr, lock_ptr, number, position, last, AREA, places)
                 _stored(acc, c_ptr, s_ptr, pid_m, pid_n, M, N, ldc, tensors, leads, BM, BN, QUANT, STEPS, FLOAT_AT)
@@ -458,7 +469,8 @@ def persistent(
 
 @triton.jit
 def convert(source_ptr, target_ptr, COUNT, ITEMS: tl.constexpr):
-    """COUNT elements from one dtype into another, ITEMS a program; what the template ``converted`` does first."""
+    """Convert COUNT elements from one dtype to another, ITEMS per program; the first kernel of the template
+    ``converted``."""
     at = tl.program_id(0).to(tl.int64) * ITEMS + tl.arange(0, ITEMS)
     values = tl.load(source_ptr + at, mask=at < COUNT)
     tl.store(target_ptr + at, values.to(target_ptr.dtype.element_ty), mask=at < COUNT)

@@ -1,7 +1,9 @@
-"""Imported by the process that builders are forked from, so that each of them finds done what it would do anew.
+"""Work that every build would repeat, done once in the process from which builders are forked, which imports this
+module.
 
-Triton's key for its own cache holds a hash of all its files, a library of 400 MB among them: 0.28 s of the 0.35 s that
-a build took on a CPU host (Triton 3.6, cProfile in a forked process), and more where sixteen of them read it at once.
+Triton's key for its own cache contains a hash of all its files, including a library of 400 MB. Computing it took 0.28 s
+of the 0.35 s of a build on a CPU host (Triton 3.6, cProfile in a forked process), and more where sixteen builds read
+the files at once.
 """
 
 from __future__ import annotations
@@ -16,10 +18,11 @@ from . import kernels
 
 __all__ = ["kernels"]
 
-_PLACES = (triton.runtime.cache, triton.compiler.compiler)  # where Triton has had it since 3.2
+# The modules that have contained triton_key since Triton 3.2.
+_MODULES = (triton.runtime.cache, triton.compiler.compiler)
 
-for _place in _PLACES:
-    if hasattr(_place, "triton_key"):
-        with contextlib.suppress(Exception):  # the builds that need it say what is wrong
-            _place.triton_key()  # Triton keeps what it returns
+for _module in _MODULES:
+    if hasattr(_module, "triton_key"):
+        with contextlib.suppress(Exception):  # a build that needs the key reports the error
+            _module.triton_key()  # Triton caches its result
         break

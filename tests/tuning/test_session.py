@@ -18,9 +18,9 @@ from gemmtune.core.target import Target
 from gemmtune.core.workloads import build
 from gemmtune.dispatch import current_target
 from gemmtune.store import MemoryStore
-from gemmtune.timing.outcome import Placed, Raced
-from gemmtune.tuning import trial
-from gemmtune.tuning.trial import Trial
+from gemmtune.timing.outcome import Placement, Raced
+from gemmtune.tuning import session
+from gemmtune.tuning.session import TuningSession
 from gemmtune.workers.protocol import Attempted, Confirmed
 
 PROBLEM = build(16, 4096, 4096, "bf16")
@@ -76,7 +76,7 @@ class Pretending:
         each = [self.seconds(candidate) for candidate in candidates]
         best = min(range(len(each)), key=lambda place: each[place])
         rows = [
-            Placed(c.id, "winner" if i == best else "finalist", "", Sample(s, s, s, 50))
+            Placement(c.id, "winner" if i == best else "finalist", "", Sample(s, s, s, 50))
             for i, (c, s) in enumerate(zip(candidates, each, strict=True))
         ]
         outcome = "tie" if candidates[best].backend == "aten" else "winner"
@@ -86,14 +86,14 @@ class Pretending:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(trial, "time", made)
+    monkeypatch.setattr(session, "time", made)
     return made
 
 
 def run(clock: Clock, hands: Pretending, seconds: float | None, **more: Any) -> float:
     """Seconds that tuning took."""
     began = clock.now
-    found = Trial(PROBLEM, current_target(), ("aten", "native"), MemoryStore(), hands, silent, 0, **more)  # type: ignore[arg-type]
+    found = TuningSession(PROBLEM, current_target(), ("aten", "native"), MemoryStore(), hands, silent, 0, **more)  # type: ignore[arg-type]
     decision = found.run(seconds, None)
     assert decision.outcome != "none_valid"
     assert decision.seconds == pytest.approx(clock.now - began)
@@ -130,7 +130,7 @@ def test_a_gpu_takes_half_the_time(clock: Clock) -> None:
     gpu = Target("cuda", "NVIDIA H200", "9.0", caches=(232448, 0, 60 << 20), cores=132)
     hands = Pretending(clock, lambda c: 1e-4)
     began = clock.now
-    Trial(build(16, 4096, 4096, "bf16"), gpu, ("aten",), MemoryStore(), hands, silent, 0).run(None, None)  # type: ignore[arg-type]
+    TuningSession(build(16, 4096, 4096, "bf16"), gpu, ("aten",), MemoryStore(), hands, silent, 0).run(None, None)  # type: ignore[arg-type]
     assert hands.race_s > 0.0
     assert clock.now - began <= 3.3
 
@@ -287,7 +287,7 @@ def test_what_is_wrong_after_its_race_is_out_and_the_rest_race_again(clock: Cloc
 
     hands, store = Faulty(clock, lambda candidate: 1e-3 if candidate.backend == "native" else 2e-3), MemoryStore()
     target = current_target()
-    decision = Trial(PROBLEM, target, ("aten", "native"), store, hands, silent, 0).run(None, None)
+    decision = TuningSession(PROBLEM, target, ("aten", "native"), store, hands, silent, 0).run(None, None)
     failed = {row.id: row for row in decision.evidence if row.stage == "failed"}
     assert hands.races == 2
     assert len(failed) == 1

@@ -1,4 +1,4 @@
-"""What the parent and a host say to each other: fixed messages over a socket, file descriptors beside them."""
+"""The protocol between the parent and a host: fixed-size messages over a socket, with file descriptors attached."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import struct
 # host to parent: STARTED pid (0: it could not fork), in the order of the FORKs; ENDED pid, exit status.
 FORK, KILL, STARTED, ENDED = b"f", b"k", b"s", b"e"
 FDS = 4
-PRELOAD = "GEMMTUNE_PRELOAD"  # the host's environment: modules to import first, with commas between
+PRELOAD = "GEMMTUNE_PRELOAD"  # environment variable of the host: modules to import first, separated by commas
 
 _FORMAT = struct.Struct("<cii")
 SIZE = _FORMAT.size
 
 
 def pack(kind: bytes, pid: int = 0, status: int = 0) -> bytes:
-    """One message. status: as ``os.waitstatus_to_exitcode`` gives it."""
+    """Return one encoded message. status: an exit status as ``os.waitstatus_to_exitcode`` returns it."""
     return _FORMAT.pack(kind, pid, status)
 
 
 def unpack(data: bytes) -> tuple[bytes, int, int]:
-    """(kind, pid, status). Raises struct.error for anything that is not one message."""
+    """Return (kind, pid, status). Raises struct.error unless ``data`` is exactly one message."""
     kind, pid, status = _FORMAT.unpack(data)
     return kind, pid, status

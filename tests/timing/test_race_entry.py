@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 
-from gemmtune.timing.lane import Lane, ranked
+from gemmtune.timing.race_entry import RaceEntry, ranked
 
 
-def _lane(name: str, times: dict[int, float]) -> Lane:
-    lane = Lane(name, lambda _: None, False, None)
+def _lane(name: str, times: dict[int, float]) -> RaceEntry:
+    lane = RaceEntry(name, lambda _: None, False, None)
     for round_, seconds in times.items():
         lane.record(round_, seconds, 0.0)
     return lane

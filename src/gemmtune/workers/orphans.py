@@ -1,4 +1,4 @@
-"""Processes that a candidate left running beside its worker."""
+"""Removal of the processes that a candidate started in its worker and did not end."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import psutil
 _LIMIT_S = 1.0
 
 
-def end_strays() -> int:
-    """Kill every living descendant of this process, which must be a worker. Returns how many there were.
+def kill_descendants() -> int:
+    """Kill every living descendant of this process, which must be a worker. Return how many there were.
 
-    A worker adopts what its children abandon (``prctl.adopt_orphans``), so that daemons are among them. Costs next to
-    nothing when there are none. Where they multiply faster than they die, this process gives itself up: its host can
-    kill all of its session at one blow.
+    A worker adopts the orphans of its children (``prctl.adopt_orphans``), so that daemons are among its descendants.
+    The call costs next to nothing when there are none. When processes multiply faster than they die, this process
+    exits: its host can kill its whole session at once.
     """
     killed: set[int] = set()
     deadline = time.monotonic() + _LIMIT_S
-    while living := _living():
+    while processes := _living_descendants():
         if time.monotonic() > deadline:
             print("the candidate's processes multiply", file=sys.stderr, flush=True)
             os._exit(4)
-        for process in living:
+        for process in processes:
             with contextlib.suppress(psutil.Error):
                 process.kill()
                 killed.add(process.pid)
@@ -33,8 +33,8 @@ def end_strays() -> int:
     return len(killed)
 
 
-def _living() -> list[psutil.Process]:
-    """Descendants that still run; those that have ended are taken note of, so that they go away."""
+def _living_descendants() -> list[psutil.Process]:
+    """Return the descendants that still run; zombies are reaped."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:

@@ -1,4 +1,4 @@
-"""The work that is put around raced kernels' calls, for ``surroundings.compare`` to time."""
+"""The surroundings of raced kernels' calls, which ``surroundings.compare`` times."""
 
 from __future__ import annotations
 
@@ -13,21 +13,26 @@ from ..backends.base import OVERLAP as OVERLAP_SETTING
 from ..verify.inputs import Inputs
 from .surroundings import OVERLAP, Surrounding
 
-_BACK_TO_BACK_S = 1.5e-3  # one timing of calls back to back
-_SIGN = 0x80  # of an 8-bit float
+_BACK_TO_BACK_S = 1.5e-3  # seconds of one timing of calls back to back
+_SIGN = 0x80  # the sign bit of an 8-bit float
 
 
 class CallSite(NamedTuple):
-    """How one kernel is called. operands(i): (inputs, B as the kernel takes it, output) of call i. call: of a, b, the
-    epilogue's tensors and out; None where no kernel is called."""
+    """How one kernel is called.
+
+    operands(i): (inputs, B as the kernel takes it, output) of call i. call(a, b, aux, out): the kernel, where aux is
+    the epilogue's tensors; None where no kernel is called.
+    """
 
     operands: Callable[[int], tuple[Inputs, Any, Tensor]]
     call: Callable[..., None] | None
 
 
 def cpu_surroundings(site: Callable[[str | None], CallSite], outputs: Sequence[Tensor]) -> list[Surrounding]:
-    """The surroundings of products on a CPU. site: of a candidate id, or of None for no kernel; outputs: all that
-    sites hand out."""
+    """Return the surroundings of products on a CPU.
+
+    site(id): the CallSite of a candidate, or of no kernel for None. outputs: every output that the call sites use.
+    """
     return [_surrounding("between elementwise ops", site, before=True, outputs=outputs)]
 
 
@@ -37,8 +42,11 @@ def gpu_surroundings(
     pause: Callable[[], None],
     can_overlap: Callable[[str], bool],
 ) -> list[Surrounding]:
-    """The surroundings of products in CUDA graphs. site, outputs: as for a CPU; pause: keeps the current stream busy
-    for a moment; can_overlap: whether a candidate can begin before the kernel in front of it ends."""
+    """Return the surroundings of products in CUDA graphs.
+
+    site, outputs: as for a CPU. pause: keeps the current stream busy for a moment. can_overlap(id): whether a candidate
+    can begin before the preceding kernel ends.
+    """
 
     def back_to_back(name: str, variant: str) -> Callable[[int], None]:
         return _captured_with(OVERLAP_SETTING, "1" if variant == OVERLAP else "0", site(name))
@@ -62,8 +70,8 @@ def _surrounding(
     outputs: Sequence[Tensor] = (),
     pause: Callable[[], None] | None = None,
 ) -> Surrounding:
-    """A surrounding that pauses or writes the activations (``before``) in front of each call, and reads its output when
-    ``outputs`` are given."""
+    """Return a surrounding that pauses or writes the activations (``before``) ahead of each call, and reads the call's
+    output when ``outputs`` are given."""
     results = {id(out): torch.empty_like(out) for out in outputs}
 
     def around(called: str | None) -> Callable[[int], None]:
@@ -86,7 +94,8 @@ def _surrounding(
 
 
 def _captured_with(setting: str, value: str, site: CallSite) -> Callable[[int], None]:
-    """Calls of a site with an environment variable set, which launches read when they are captured."""
+    """Return a function that calls a site with an environment variable set, which launches read when they are
+    captured."""
     operands, call = site
     assert call is not None
 
@@ -106,8 +115,10 @@ def _captured_with(setting: str, value: str, site: CallSite) -> Callable[[int], 
 
 
 def change_signs(activations: Tensor) -> None:
-    """Change the sign of every element in place: the activations are written anew, as a norm in front of a product
-    writes them, and keep their range. uint8: its bits are flipped."""
+    """Change the sign of every element in place (uint8: flip its bits).
+
+    The activations are written anew, as a norm ahead of a product writes them, and keep their range.
+    """
     if activations.dtype == torch.uint8:
         activations.bitwise_not_()
     elif activations.dtype.is_floating_point and activations.dtype.itemsize == 1:

@@ -8,20 +8,20 @@ import pytest
 
 from gemmtune.testing.clock import FakeClock
 from gemmtune.timing.clock import Run
-from gemmtune.timing.duel import Duel, duel
-from gemmtune.timing.lane import Lane
+from gemmtune.timing.paired_test import PairedTest, paired_test
+from gemmtune.timing.race_entry import RaceEntry
 
 
-def lane(name: str, run: Run, *, incumbent: bool = False, seconds: float = 1e-3) -> Lane:
+def lane(name: str, run: Run, *, incumbent: bool = False, seconds: float = 1e-3) -> RaceEntry:
     """A lane of one call a timing, timed once before."""
-    return Lane(name, run, incumbent, None, calls=1, times={0: seconds})
+    return RaceEntry(name, run, incumbent, None, calls=1, times={0: seconds})
 
 
-def fight(clock: FakeClock, challenger: Run, *, deadline_s: float = 60.0) -> tuple[Duel, Lane]:
+def fight(clock: FakeClock, challenger: Run, *, deadline_s: float = 60.0) -> tuple[PairedTest, RaceEntry]:
     """A duel of ``challenger`` with an incumbent of a millisecond."""
     mine = lane("native", challenger)
     theirs = lane("aten", clock.kernel(1e-3), incumbent=True)
-    found = duel(mine, theirs, clock, lambda _: deadline_s, random.Random(0))
+    found = paired_test(mine, theirs, clock, lambda _: deadline_s, random.Random(0))
     return found, mine
 
 
@@ -53,7 +53,7 @@ def test_a_challenger_that_raises_has_lost_and_is_dropped(call: int) -> None:
 def test_an_incumbent_that_raises_is_dropped_too() -> None:
     clock = FakeClock()
     mine, theirs = lane("native", clock.kernel(1e-3)), lane("aten", raising_from(7, clock.kernel(1e-3)), incumbent=True)
-    found = duel(mine, theirs, clock, lambda _: 60.0, random.Random(0))
+    found = paired_test(mine, theirs, clock, lambda _: 60.0, random.Random(0))
     assert not found.won
     assert found.reason.startswith("aten raised RuntimeError")
     assert (theirs.stage, theirs.active) == ("failed", False)
@@ -107,7 +107,7 @@ def test_few_pairs_in_the_time_there_is_can_be_enough() -> None:
 def test_slow_pairs_are_looked_at_sooner() -> None:
     clock = FakeClock(noise=0.001)
     mine, theirs = lane("native", clock.kernel(5e-3), seconds=5e-3), lane("aten", clock.kernel(9e-3), seconds=9e-3)
-    assert len(duel(mine, theirs, clock, lambda _: 60.0, random.Random(0)).challenger) == 12
+    assert len(paired_test(mine, theirs, clock, lambda _: 60.0, random.Random(0)).challenger) == 12
 
 
 def test_operands_are_moved_twice_before_the_first_look() -> None:
@@ -119,7 +119,7 @@ def test_operands_are_moved_twice_before_the_first_look() -> None:
         return True
 
     mine, theirs = lane("native", clock.kernel(0.5e-3)), lane("aten", clock.kernel(1e-3))
-    found = duel(mine, theirs, clock, lambda _: 60.0, random.Random(0), move)
+    found = paired_test(mine, theirs, clock, lambda _: 60.0, random.Random(0), move)
     assert found.won
     assert found.places == [16, 33]
     assert len(moves) == 2
@@ -130,6 +130,6 @@ def test_a_winner_wins_wherever_the_operands_lie() -> None:
     clock = FakeClock(noise=0.001)
     seconds = iter([1.05e-3] * 16)
     mine = lane("native", lambda i: clock.kernel(next(seconds, 0.7e-3))(i))
-    found = duel(mine, lane("aten", clock.kernel(1e-3)), clock, lambda _: 1.0, random.Random(0), lambda: True)
+    found = paired_test(mine, lane("aten", clock.kernel(1e-3)), clock, lambda _: 1.0, random.Random(0), lambda: True)
     assert not found.won
     assert "not decided" in found.reason

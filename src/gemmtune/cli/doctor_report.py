@@ -1,4 +1,4 @@
-"""What this machine has, what gemmtune can use of it, and what to do about the rest."""
+"""The inspection behind ``gemmtune doctor``: hardware, libraries, backends, tools and the store."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OPENMP = re.compile(r"/[^/\s]*lib(?:gomp|omp|iomp5)[^/\s]*\.so[^/\s]*$")
 
 @dataclass(frozen=True, slots=True)
 class BackendState:
-    """A backend by name: usable, or the reason it is not."""
+    """Whether a backend is available. reason: why it is not; empty if it is."""
 
     name: str
     available: bool
@@ -29,7 +29,7 @@ class BackendState:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A CUDA device that torch sees. memory: bytes; cores: multiprocessors."""
+    """A CUDA device that torch can use. place: its torch name (``cuda:0``); memory: bytes; cores: multiprocessors."""
 
     place: str
     name: str
@@ -41,8 +41,14 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True)
-class Examination:
-    """Everything ``gemmtune doctor`` prints. advice: what to install or change, a sentence each."""
+class DoctorReport:
+    """The results that ``gemmtune doctor`` prints.
+
+    target: the CPU's Target as a dict. cores: number of cores that this process may use. openmp: paths of the OpenMP
+    libraries loaded into this process. tools: the path of each build tool, or None. extras: whether each optional
+    Python package is installed. store_damage: a description of each damaged record. advice: what to install or change,
+    one sentence each.
+    """
 
     python: str
     torch: str
@@ -60,12 +66,16 @@ class Examination:
     advice: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Return the fields as a dict that can be written as JSON."""
         return asdict(self)
 
 
-def examine(store_path: Path | None = None, *, threads: int | None = None) -> Examination:
-    """Look at everything once. Nothing is changed; a store that does not exist is not created."""
+def examine(store_path: Path | None = None, *, threads: int | None = None) -> DoctorReport:
+    """Inspect the machine, the libraries and the store.
+
+    Nothing is changed, except torch's number of threads if ``threads`` is given; a store that does not exist is not
+    created.
+    """
     import torch
 
     from .. import dispatch
@@ -74,7 +84,7 @@ def examine(store_path: Path | None = None, *, threads: int | None = None) -> Ex
         torch.set_num_threads(threads)
     target = dispatch.current_target()
     path, decisions, damage = _store_state(store_path)
-    found = Examination(
+    report = DoctorReport(
         python=f"{platform.python_version()} ({sys.executable})",
         torch=str(torch.__version__),
         system=f"{platform.system()} {platform.release()} {platform.machine()}, {_libc()}",
@@ -89,8 +99,8 @@ def examine(store_path: Path | None = None, *, threads: int | None = None) -> Ex
         store_damage=damage,
         gpus=gpus(),
     )
-    found.advice.extend(advise(found))
-    return found
+    report.advice.extend(advice_for(report))
+    return report
 
 
 def _libc() -> str:
@@ -98,23 +108,23 @@ def _libc() -> str:
 
 
 def gpus() -> list[Gpu]:
-    """The GPUs that torch can use, with what each backend says of them; empty without CUDA."""
+    """Return the GPUs that torch can use, with each backend's availability; empty without CUDA."""
     import torch
 
     from .. import dispatch
 
-    found = []
+    devices = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        place = f"cuda:{index}"
-        target = dispatch.current_target(place)
+        device = f"cuda:{index}"
+        target = dispatch.current_target(device)
         driver = dict(target.versions).get("driver", "unknown")
         states = backend_states(target)
-        found.append(Gpu(place, target.name, target.capability, driver, target.memory, target.cores, states))
-    return found
+        devices.append(Gpu(device, target.name, target.capability, driver, target.memory, target.cores, states))
+    return devices
 
 
 def backend_states(target: Target) -> list[BackendState]:
-    """Each registered backend for this kind of target."""
+    """Return the availability of each backend that is registered for the target's type of device."""
     from ..backends import get, names
 
     states = []
@@ -125,7 +135,10 @@ def backend_states(target: Target) -> list[BackendState]:
 
 
 def openmp_runtimes(maps: Path = Path("/proc/self/maps")) -> list[str]:
-    """The OpenMP runtime libraries loaded into this process, by real path (two of them fight over the cores)."""
+    """Return the real paths of the OpenMP runtime libraries loaded into this process.
+
+    More than one is a problem: their threads compete for the cores.
+    """
     try:
         lines = maps.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -139,47 +152,47 @@ def openmp_runtimes(maps: Path = Path("/proc/self/maps")) -> list[str]:
 def _store_state(path: Path | None) -> tuple[str, int, list[str]]:
     from ..store import default_path, open_store
 
-    place = path if path is not None else default_path()
-    if not place.exists():
-        return str(place), 0, []
-    store = open_store(place)
+    location = path if path is not None else default_path()
+    if not location.exists():
+        return str(location), 0, []
+    store = open_store(location)
     try:
-        return str(place), sum(1 for _ in store.decisions()), store.verify()
+        return str(location), sum(1 for _ in store.decisions()), store.verify()
     finally:
         store.close()
 
 
-def advise(found: Examination) -> list[str]:
-    """What to install or change, in words a user can act on; empty when all is well."""
+def advice_for(report: DoctorReport) -> list[str]:
+    """Return what the user should install or change, one sentence each; empty if nothing is wrong."""
     advice = [
-        f"backend {state.name} is not available: {state.reason}" for state in found.backends if not state.available
+        f"backend {state.name} is not available: {state.reason}" for state in report.backends if not state.available
     ]
     advice += [
         f"backend {state.name} is not available on {gpu.place}: {state.reason}"
-        for gpu in found.gpus
+        for gpu in report.gpus
         for state in gpu.backends
         if not state.available
     ]
-    if len(found.openmp) > 1:
+    if len(report.openmp) > 1:
         advice.append(
-            f"{len(found.openmp)} OpenMP runtimes are loaded ({', '.join(found.openmp)}): they fight over the cores "
+            f"{len(report.openmp)} OpenMP runtimes are loaded ({', '.join(report.openmp)}): they fight over the cores "
             "and slow every kernel down; install torch and gemmtune from the same kind of wheel, or build gemmtune here"
         )
-    if not any(found.tools[name] for name in ("c++", "g++", "clang++")):
+    if not any(report.tools[name] for name in ("c++", "g++", "clang++")):
         advice.append(
             "no C++ compiler is on PATH: an installed wheel does not need one, but building from source does "
             "(Debian/Ubuntu: apt install g++; Fedora: dnf install gcc-c++)"
         )
-    if not found.tools["make"]:
+    if not report.tools["make"]:
         advice.append("make is not on PATH: `make demo` and `make test` need it (Debian/Ubuntu: apt install make)")
-    threads, cores = found.target["threads"], found.cores
+    threads, cores = report.target["threads"], report.cores
     if threads > cores:
         advice.append(
             f"torch uses {threads} threads but this process may use {cores} cores: set OMP_NUM_THREADS={cores}"
         )
-    if not found.extras["plotly"]:
+    if not report.extras["plotly"]:
         advice.append("plotly is not installed, so reports have plain plots: pip install 'gemmtune[report]'")
-    if found.store_damage:
+    if report.store_damage:
         advice.append(
             "the store is damaged: `gemmtune store verify` lists it; damaged decisions are tuned again, "
             "a file that cannot be read at all has to be moved away"

@@ -1,0 +1,87 @@
+"""Search strategies: the contract, and the registry of those that ``tune(search=...)`` knows by name.
+
+A strategy decides which candidates of a Problem are tried, in which order, and when to stop. It never builds, verifies
+or times anything, and it never sees a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..core.candidate import Candidate
+from .local_search import LocalSearch
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """What a strategy is told besides the candidates.
+
+    first: candidates to try before others. seed: for random choices; the same seed and times must give the same order.
+    limit: the most candidates to ask for; None for any number. gpu: whether they run on a GPU, where a trial takes
+    milliseconds and steady times, but builds take long.
+    """
+
+    first: Sequence[Candidate] = ()
+    seed: int = 0
+    limit: int | None = None
+    gpu: bool = False
+
+
+class Searcher(Protocol):
+    """A strategy at work on one Problem. The tuner calls ``ask``, then ``tell`` for each candidate of the batch."""
+
+    def ask(self) -> list[Candidate] | None:
+        """Return the next candidates to time, none of them twice; None when the search is over."""
+
+    def tell(self, candidate_id: str, seconds: float | None) -> None:
+        """Take the screening time of a candidate that was asked for; None when it failed or was skipped."""
+
+    @property
+    def left(self) -> int:
+        """An estimate of how many candidates are still to come, for the progress bar."""
+
+    @property
+    def likely(self) -> list[Candidate]:
+        """The candidates that are likely to be asked for next, the likeliest first. Builders make them ahead; an empty
+        list is always right."""
+
+
+SearcherFactory = Callable[[Sequence[Candidate], SearchOptions], Searcher]
+
+# The candidates of a GPU's templates are listed with the likeliest first.
+_GPU_LOCAL = {"seeds": 12, "leaders": 2, "patience": 12}
+
+
+def _local(candidates: Sequence[Candidate], options: SearchOptions) -> Searcher:
+    profile = _GPU_LOCAL if options.gpu else {}
+    return LocalSearch(candidates, first=options.first, seed=options.seed, limit=options.limit, **profile)
+
+
+_BUILTIN: dict[str, SearcherFactory] = {"local": _local}
+_REGISTERED: dict[str, SearcherFactory] = {}
+
+
+def register(name: str, factory: SearcherFactory) -> None:
+    """Add a strategy. factory: called with the legal candidates, ATen's first, and SearchOptions, once for each
+    Problem.
+
+    Registering a name again replaces that strategy. Raises ValueError for a built-in name.
+    """
+    if name in _BUILTIN:
+        raise ValueError(f"a search strategy cannot be called {name!r}: gemmtune has one of that name")
+    _REGISTERED[name] = factory
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of all strategies."""
+    return (*_BUILTIN, *_REGISTERED)
+
+
+def get(name: str) -> SearcherFactory:
+    """Return the strategy called ``name``. Raises ValueError naming the known ones."""
+    factory = _BUILTIN.get(name) or _REGISTERED.get(name)
+    if factory is None:
+        raise ValueError(f"unknown search strategy {name!r}; known strategies: {', '.join(names())}")
+    return factory

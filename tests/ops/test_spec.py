@@ -1,0 +1,148 @@
+"""OpSpec: an op that is described outside of gemmtune is served, traced and recorded like gemmtune's own."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import gemmtune
+from gemmtune.core import checks
+from gemmtune.core.call import Call
+from gemmtune.core.problem import Problem
+from gemmtune.dispatch.call import TorchFunction
+from gemmtune.dispatch.runtime import RUNTIME
+from gemmtune.ops import table
+from gemmtune.ops.mm import describe as describe_mm
+from gemmtune.ops.operands import is_torchs_alone, matrix_adapter
+from gemmtune.ops.spec import OpSpec
+from gemmtune.store import MemoryStore
+from helpers.serving import RAN, evidence, register, serve, toy
+
+
+def torch_mm_nt(a: Tensor, b: Tensor) -> Tensor:
+    """A function of PyTorch's that gemmtune knows nothing of: a [M, K] by the transpose of b [N, K]."""
+    return torch.mm(a, b.t())
+
+
+def describe(a: Tensor, b: Tensor, *, constant: bool = False) -> Call:
+    return describe_mm(a, b.t(), op="mm_nt", prefer="col", constant=constant)
+
+
+def _needs_torch(a: Any, b: Any) -> bool:
+    checks.require_tensor("mm_nt", "a", 1, a)
+    checks.require_tensor("mm_nt", "b", 2, b)
+    return is_torchs_alone(a, b)
+
+
+def _recorded(input: Tensor, other: Tensor) -> Problem:
+    return describe(input, other).problem
+
+
+SPEC = OpSpec(
+    name="mm_nt",
+    operands=("a", "b"),
+    describe=describe,
+    trace=lambda a, b, out: torch_mm_nt(a, b),
+    needs_torch=_needs_torch,
+    torch_function=lambda **_: TorchFunction(torch_mm_nt, lambda out, a, b: torch.mm(a, b.t(), out=out)),
+    adapt=lambda call, **_: lambda a, b, *_: (a, b.t()),
+    records={torch.inner: _recorded},
+    packable=False,
+)
+
+
+@SPEC.public
+def mm_nt(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:  # type: ignore[empty-body]
+    """a [M, K] by the transpose of b [N, K]."""
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    table.register(SPEC)
+    yield
+    del table.OPS["mm_nt"], table.DESCRIBERS[torch.inner]
+
+
+A, B = torch.randn(3, 4), torch.randn(5, 4)
+
+
+def test_the_public_function_is_what_was_declared() -> None:
+    assert mm_nt.__doc__ == "a [M, K] by the transpose of b [N, K]."
+    assert str(inspect.signature(mm_nt)) == "(a: 'Tensor', b: 'Tensor', *, out: 'Tensor | None' = None) -> 'Tensor'"
+    assert "isinstance" not in inspect.getsource(mm_nt)  # its weight cannot be packed
+
+
+def test_tracebacks_show_the_generated_lines() -> None:
+    with pytest.raises(TypeError, match=r"'b'.*must be Tensor, not int") as caught:
+        mm_nt(A, 3)  # type: ignore[arg-type]
+    lines = [frame.line for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert any(line is not None and line.startswith("return miss(") for line in lines)
+
+
+def test_it_is_served_by_a_tuned_kernel_after_one_description(
+    own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register()
+    serve(own_store, describe(A, B).problem, evidence(toy(), 0.1), chosen=toy())
+    torch.testing.assert_close(mm_nt(A, B), A @ B.t())
+    monkeypatch.setattr(Problem, "__post_init__", lambda _: pytest.fail("described again"))
+    RAN.clear()
+    out = mm_nt(A.clone(), B)
+    torch.testing.assert_close(out, A @ B.t())
+    assert len(RAN) == 1
+
+
+def test_out_gradients_and_what_only_pytorch_knows(own_store: MemoryStore) -> None:
+    out = torch.empty(3, 5)
+    for _ in range(2):
+        assert mm_nt(A, B, out=out.zero_()) is out
+        torch.testing.assert_close(out, A @ B.t())
+    a = A.clone().requires_grad_()
+    mm_nt(a, B).sum().backward()
+    torch.testing.assert_close(a.grad, B.sum(0).expand(3, 4))
+    integers = torch.ones(3, 4, dtype=torch.int64), torch.ones(5, 4, dtype=torch.int64)
+    assert mm_nt(*integers).tolist() == [[4] * 5] * 3
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert mm_nt(A, B).dtype == torch.bfloat16
+    with pytest.raises(checks.ShapeError, match="cannot be multiplied"):
+        mm_nt(A, torch.ones(5, 3))
+    torch.testing.assert_close(torch.func.vmap(mm_nt)(A[:, None], B[:3, None])[:, 0, 0], (A * B[:3]).sum(1))
+
+
+def test_torch_compile_sees_through_it() -> None:
+    compiled = torch.compile(lambda a, b: mm_nt(a, b) + 1, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(A, B), A @ B.t() + 1)
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_registered_op_is_recorded() -> None:
+    with gemmtune.record() as recorded:
+        torch.inner(A, B)
+        mm_nt(A, B)
+    assert recorded.problems == [(describe(A, B).problem, 2)]
+    assert RUNTIME.observer is None
+
+
+@pytest.mark.usefixtures("registered")
+def test_what_may_not_be_registered() -> None:
+    from dataclasses import replace
+
+    with pytest.raises(ValueError, match="gemmtune has an op of that name"):
+        table.register(replace(SPEC, name="mm"))
+    with pytest.raises(ValueError, match="another op records"):
+        table.register(replace(SPEC, name="other"))
+    table.register(SPEC)  # again: it replaces itself
+    assert table.OPS["mm_nt"] is SPEC
+
+
+def test_an_adapter_for_matrices_makes_activations_beside_a_weight_dense() -> None:
+    a = torch.randn(4, 3).t()
+    call = describe_mm(a, B.t(), constant=True)
+    adapted, _ = matrix_adapter(call)(a, B.t())
+    assert adapted.is_contiguous()

@@ -1,0 +1,31 @@
+"""Every Python block of the documents runs, top to bottom of its page; ```python notest``` marks those that cannot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from sybil import Sybil
+from sybil.parsers.markdown import PythonCodeBlockParser
+
+from gemmtune.store import MemoryStore
+from gemmtune.tuning import search
+
+ROOT = Path(__file__).parent.parent
+PAGES = [
+    path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if "```python\n" in path.read_text()
+]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_blocks_of_a_page_run(page: Path, own_store: MemoryStore) -> None:
+    document = Sybil(parsers=[PythonCodeBlockParser()]).parse(page)
+    examples = list(document.examples())
+    assert len(examples) == page.read_text().count("```python\n")
+    try:
+        for example in examples:
+            example.evaluate()
+    finally:
+        torch._dynamo.reset()
+        search._REGISTERED.clear()
