@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..core.candidate import Candidate, Illegal
+from ..core.problem import FAMILIES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -98,7 +99,7 @@ class Kernel(ABC):
         themselves override this method."""
         import torch  # here, so that the command line answers `--help` without torch
 
-        leading = (a.shape[0], a.shape[1]) if self.problem.family == "bmm" else (a.shape[0],)
+        leading = (a.shape[0], a.shape[1]) if self.problem.is_batched else (a.shape[0],)
         out = torch.empty((*leading, self.problem.n), dtype=getattr(torch, self.problem.out_dtype), device=a.device)
         self.run(a, b, aux, out)
         return out
@@ -128,6 +129,17 @@ class Backend(ABC):
 
     name: ClassVar[str]
     preload: ClassVar[tuple[str, ...]] = ()
+
+    def takes(self, family: str) -> bool:
+        """Whether the backend may have candidates for Problems of a family. By default, for gemmtune's own; a backend
+        declares others by overriding this. ``candidates`` is not called for a family that it does not take."""
+        return family in FAMILIES
+
+    def why_family_unsupported(self, problem: Problem) -> str:
+        """Return why the backend has no candidates for a Problem's family; empty when it may have some."""
+        return (
+            "" if self.takes(problem.family) else f"{self.name} does not take problems of the family {problem.family}"
+        )
 
     @abstractmethod
     def available(self, target: Target) -> Availability:

@@ -12,12 +12,40 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
+from . import plugins
 from .epilogue import Epilogue, Step, epilogue_key
 
-Family = Literal["mm", "bmm", "int_mm", "mixed_mm", "scaled_mm"]
 Order = Literal["row", "col", "strided"]
 
-FAMILIES: tuple[Family, ...] = ("mm", "bmm", "int_mm", "mixed_mm", "scaled_mm")
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A kind of product, which Problems name. batched: whether A, B and the output begin with a batch dimension."""
+
+    name: str
+    batched: bool = False
+
+
+_FAMILIES = {
+    family.name: family
+    for family in (
+        Family("mm"), Family("bmm", batched=True), Family("int_mm"), Family("mixed_mm"), Family("scaled_mm"),
+    )
+}  # fmt: skip
+FAMILIES = tuple(_FAMILIES)  # gemmtune's own; backends take these unless they say otherwise
+
+
+def register_family(family: Family, module: str) -> None:
+    """Add a family from outside. module: the module that registers it when it is imported; workers import it too.
+
+    A Problem of an added family is computed by a backend only if that backend declares it. Registering a name again
+    replaces the family. Raises ValueError for a name that is built in, or that is not lower-case letters and ``_``.
+    """
+    if family.name in FAMILIES or not re.fullmatch("[a-z_]+", family.name):
+        raise ValueError(f"a family needs a name of its own of lower-case letters and _; got {family.name!r}")
+    _FAMILIES[family.name] = family
+    plugins.add(module)
+
 
 _BITS: dict[str, int] = {
     "float64": 64, "float32": 32, "bfloat16": 16, "float16": 16, "int32": 32, "int64": 64,
@@ -107,7 +135,7 @@ class Problem:
     different Problem, which users request explicitly.
     """
 
-    family: Family
+    family: str
     m: int
     n: int
     k: int
@@ -121,8 +149,8 @@ class Problem:
     _key: str = field(default="", compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.family not in FAMILIES:
-            raise ValueError(f"family must be one of {', '.join(FAMILIES)}; got {self.family!r}")
+        if self.family not in _FAMILIES:
+            raise ValueError(f"family must be one of {', '.join(_FAMILIES)}; got {self.family!r}")
         for name in ("m", "n", "k", "batch"):
             size = getattr(self, name)
             if not isinstance(size, int) or isinstance(size, bool) or size < 0:
@@ -130,7 +158,7 @@ class Problem:
         object.__setattr__(self, "_key", f"{self._head()}m{self.m}{self._tail()}")
 
     def _head(self) -> str:
-        batch = f"b{self.batch}." if self.family == "bmm" else ""
+        batch = f"b{self.batch}." if self.is_batched else ""
         return f"{self.family}|{batch}"
 
     def _tail(self) -> str:
@@ -150,6 +178,16 @@ class Problem:
     def with_m(self, m: int) -> Problem:
         """Return a copy of this Problem with another M."""
         return replace(self, m=m)
+
+    @property
+    def is_batched(self) -> bool:
+        """Whether A, B and the output begin with a batch dimension."""
+        return _FAMILIES[self.family].batched
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """The shape of the output: [M, N], or [batch, M, N]."""
+        return (self.batch, self.m, self.n) if self.is_batched else (self.m, self.n)
 
     @property
     def is_empty(self) -> bool:

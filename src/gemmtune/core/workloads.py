@@ -134,7 +134,7 @@ def dtype_name(problem: Problem) -> str:
 
 def label(problem: Problem) -> str:
     """Return a short description for tables, like ``16x4096x11008 bf16 +bias`` (M x N x K)."""
-    batch = f"{problem.batch}x" if problem.family == "bmm" else ""
+    batch = f"{problem.batch}x" if problem.is_batched else ""
     implied = 2 if problem.family == "scaled_mm" else 0  # the two scales of every fp8 Problem are not listed
     steps = "".join(f" +{step.kind}" for step in problem.epilogue[implied:])
     return f"{batch}{problem.m}x{problem.n}x{problem.k} {dtype_name(problem)}{steps}"

@@ -36,7 +36,6 @@ from .specialize import (
     bound_out,
     launch_functional,
     launch_out,
-    matrix_shape,
     run_functional,
     run_out,
     shares_storage,
@@ -232,7 +231,7 @@ def _run_kernel(kernel: Kernel, call: Call, out: Tensor | None) -> Tensor:
     a = call.a.contiguous() if call.problem.b.constant else call.a
     if out is not None and out.is_contiguous() and not needs_torch(out) and not shares_storage(out, call.tensors):
         run = with_device_guard(kernel.run, kernel, call.a.device)
-        run(a, call.b, call.aux, out.view(matrix_shape(call)))
+        run(a, call.b, call.aux, out.view(call.problem.out_shape))
         if not kernel.counts_writes:
             increment_version((out,))
         return out

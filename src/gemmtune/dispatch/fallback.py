@@ -34,6 +34,17 @@ _WIDE = (torch.float32, torch.float64, torch.int32)  # they are not converted, w
 FallbackProduct = Callable[[Tensor, Any, Sequence[Tensor]], Tensor]
 
 
+_PRODUCTS: dict[str, FallbackProduct] = {}
+
+
+def register(family: str, product: FallbackProduct) -> None:
+    """Set the product of an added family (``core.problem.register_family``), as a function of a Call's a, b and aux.
+
+    Without one, a batched family is computed by ``torch.bmm`` and another by ``torch.mm``.
+    """
+    _PRODUCTS[family] = product
+
+
 def run_fallback(call: Call) -> Tensor:
     """Return the result of a Call, in the Call's shape."""
     return specialize_fallback(call)(call.a, call.b, call.aux)
@@ -45,7 +56,7 @@ def specialize_fallback(call: Call) -> FallbackProduct:
     problem, shape = call.problem, call.shape
     product, used = _product(call)
     rest, taken = problem.epilogue[used:], tensor_count(problem.epilogue[:used])
-    dtype, reshaped = dtype_of(problem.out_dtype), len(shape) != (3 if problem.family == "bmm" else 2)
+    dtype, reshaped = dtype_of(problem.out_dtype), len(shape) != len(problem.out_shape)
 
     def plainly(a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
         acc = product(a, b, aux)
@@ -61,6 +72,7 @@ def _product(call: Call) -> tuple[FallbackProduct, int]:
     """Return the product as a function of a, b and aux, and the number of epilogue steps that it includes."""
     family = call.problem.family
     product, used = (
+        (_PRODUCTS[family], 0) if family in _PRODUCTS else
         (_weight_only, 0) if family == "mixed_mm"
         else (_integers(call), 0) if family == "int_mm"
         else _scaled(call) if family == "scaled_mm"
@@ -78,10 +90,10 @@ def _floating(call: Call) -> tuple[FallbackProduct, int]:
     if problem.out_dtype not in (problem.a.dtype, *_NARROW):
         width = dtype_of(problem.out_dtype)
         if _widens_itself(call, width):
-            widening = padding.wide_bmm if problem.family == "bmm" else padding.wide_mm
+            widening = padding.wide_bmm if problem.is_batched else padding.wide_mm
             return lambda a, b, _: widening(a, b), 0
         return lambda a, b, _: torch.matmul(a.to(width), b.to(width)), 0
-    if problem.family == "bmm":
+    if problem.is_batched:
         return lambda a, b, _: torch.bmm(a, b), 0
     fused = addmm_prefix(problem)
     if not fused.tensors:

@@ -78,7 +78,9 @@ class KernelLoader:
     ) -> Kernel | None:
         try:
             backend, target = backends.get(candidate.backend), self._target_of(device)
-            reason = backend.why_illegal(problem, candidate, target) if from_store else ""
+            reason = backend.why_family_unsupported(problem)
+            if from_store:
+                reason = reason or backend.why_illegal(problem, candidate, target)
             if reason:
                 self._warn(
                     f"a stored decision names {candidate.id} for {problem.key}, which is not legal there ({reason}); "

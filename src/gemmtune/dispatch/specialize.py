@@ -135,7 +135,7 @@ def run_functional(kernel: Kernel, call: Call, adapt: ArgAdapter, fallback: Fall
 
     fallback: as for ``launch_functional``.
     """
-    kernel_shape, shape, device = matrix_shape(call), call.shape, call.a.device
+    kernel_shape, shape, device = call.problem.out_shape, call.shape, call.a.device
     same = shape == kernel_shape
     if kernel.has_functional:
         functional: KernelFunctional = with_device_guard(kernel.functional, kernel, device)
@@ -161,7 +161,7 @@ def run_functional(kernel: Kernel, call: Call, adapt: ArgAdapter, fallback: Fall
 
 def run_out(kernel: Kernel, call: Call, adapt: ArgAdapter) -> OutFn:
     """Return the out variant that calls ``Kernel.run``."""
-    kernel_shape, run = matrix_shape(call), with_device_guard(kernel.run, kernel, call.a.device)
+    kernel_shape, run = call.problem.out_shape, with_device_guard(kernel.run, kernel, call.a.device)
 
     def write(out: Tensor, *args: Any) -> None:
         run(*adapt(*args), out.view(kernel_shape))
@@ -244,9 +244,3 @@ def with_device_guard(function: Callable[..., Any], kernel: Kernel, device: torc
 def _needs_device_guard(kernel: Kernel, device: torch.device) -> bool:
     """Whether another GPU may be current and the kernel depends on it. ATen's ops switch devices themselves."""
     return device.type == "cuda" and kernel.candidate.backend != "aten" and torch.cuda.device_count() > 1
-
-
-def matrix_shape(call: Call) -> tuple[int, ...]:
-    """Return the shape in which kernels write the Call's result: [M, N], or [batch, M, N]."""
-    problem = call.problem
-    return (problem.batch, problem.m, problem.n) if problem.family == "bmm" else (problem.m, problem.n)

@@ -12,7 +12,7 @@ from .. import fuse
 from ..core import checks
 from ..core.call import Call
 from ..core.epilogue import Step
-from ..core.problem import Family, Layout, Operand, Order, Problem
+from ..core.problem import Layout, Operand, Order, Problem
 from ..core.weights import PackedWeight
 from ..dispatch.guards import is_autocast_on
 from ..dispatch.specialize import OperandAdapter
@@ -99,7 +99,7 @@ def short_name(bound: fuse.BoundStep) -> str:
 
 
 def matrix_call(
-    family: Family,
+    family: str,
     a: Tensor,
     b: Weight,
     bounds: Sequence[fuse.BoundStep],

@@ -80,7 +80,7 @@ def _check(target: Target, problem: Problem, row: Evidence) -> tuple[str, str]:
 def _judge(
     backend: Backend, target: Target, problem: Problem, candidate: Candidate, packing: str | None
 ) -> tuple[str, str]:
-    reason = backend.why_illegal(problem, candidate, target)
+    reason = backend.why_family_unsupported(problem) or backend.why_illegal(problem, candidate, target)
     if reason:
         return f"is not legal for it on {target.name}: {reason}", ""
     try:

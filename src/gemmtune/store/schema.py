@@ -9,7 +9,7 @@ import msgspec
 
 from ..core.candidate import Candidate
 from ..core.decision import Decision, Verdict
-from ..core.problem import Family, Order, Problem
+from ..core.problem import Order, Problem
 from ..core.target import Target
 
 # MIGRATIONS[i] converts a store from version i to i + 1. A released entry is never edited: changes need a new entry.
@@ -78,7 +78,7 @@ class _Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ProblemRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The stored form of a Problem: ``Problem.to_dict()`` with all fields required and typed."""
 
-    family: Family
+    family: str
     m: int
     n: int
     k: int

@@ -68,7 +68,7 @@ def packs_each_call(kernel: Kernel, problem: Problem) -> bool:
 
 def empty_output(problem: Problem, device: torch.device = CPU) -> Tensor:
     """Return an uninitialised output in the Problem's layout: [M, N], or [batch, M, N] for bmm."""
-    shape = (problem.batch, problem.m, problem.n) if problem.family == "bmm" else (problem.m, problem.n)
+    shape = problem.out_shape
     return allocate(shape, problem.out, problem.out_dtype, device=device)
 
 

@@ -43,6 +43,8 @@ def _backend_candidates(name: str, problem: Problem, target: Target) -> tuple[li
         available = backend.available(target)
         if not available:
             return [], [Illegal(Candidate.make(name, "*"), f"backend unavailable: {available.reason}")]
+        if reason := backend.why_family_unsupported(problem):
+            return [], [Illegal(Candidate.make(name, "*"), reason)]
         for item in backend.candidates(problem, target):
             if isinstance(item, Illegal):
                 illegal.append(item)

@@ -133,7 +133,7 @@ def _describe(problem: Problem, case: ReferenceCase, actual: Tensor, flat_index:
     for size in (problem.n, problem.m):
         indices.append(rest % size)
         rest //= size
-    position = (rest, *reversed(indices)) if problem.family == "bmm" else tuple(reversed(indices))
+    position = (rest, *reversed(indices)) if problem.is_batched else tuple(reversed(indices))
     value = case.value.reshape(-1)[flat_index].item()
     number = actual[flat_index].item()
     special = [case.rows[position[-2]] and f"a row of A that is {case.rows[position[-2]]}"] if case.rows else []

@@ -124,7 +124,7 @@ def operand_set_count(problem: Problem, target: Target) -> int:
 
 def logical_shape(problem: Problem, rows: int, columns: int) -> tuple[int, ...]:
     """Return the shape [rows, columns], or [batch, rows, columns] for bmm."""
-    return (problem.batch, rows, columns) if problem.family == "bmm" else (rows, columns)
+    return (problem.batch, rows, columns) if problem.is_batched else (rows, columns)
 
 
 def allocate(

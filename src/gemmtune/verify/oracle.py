@@ -23,7 +23,7 @@ Precision of the oracle:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -117,6 +117,19 @@ def error_unit(problem: Problem) -> float:
     return root * UNIT[problem.acc] * (2.0 if problem.acc == "float64" else 1.0)
 
 
+Products = Callable[[Problem, Tensor, Any], tuple[Tensor, Tensor]]
+_PRODUCTS: dict[str, Products] = {}
+
+
+def register(family: str, compute: Products) -> None:
+    """Set the oracle of an added family (``core.problem.register_family``): it computes what ``products`` returns, the
+    product in float64 and the product of absolute values in float32.
+
+    Without one, the oracle multiplies matrices, or batches of them.
+    """
+    _PRODUCTS[family] = compute
+
+
 def products(problem: Problem, a: Tensor, b: Tensor | QuantWeight) -> tuple[Tensor, Tensor]:
     """Compute (A @ B, |A| @ |B|).
 
@@ -124,6 +137,8 @@ def products(problem: Problem, a: Tensor, b: Tensor | QuantWeight) -> tuple[Tens
     flush-to-zero. ``a`` may have any number of rows: test cases that share B are stacked, so that B is converted once.
     """
     a, b = a.detach(), b.detach() if isinstance(b, Tensor) else b
+    if problem.family in _PRODUCTS:
+        return _PRODUCTS[problem.family](problem, a, b)
     if a.dim() == 3 and isinstance(b, Tensor):
         pairs = [_product(problem, a[i], b[i]) for i in range(a.shape[0])]
         if not pairs:

@@ -64,7 +64,7 @@ def row_groups(problem: Problem, counts: Iterable[int], device: torch.device) ->
     that A's layout does not permit is skipped.
     """
     max_rows = _MAX_ELEMENTS[device.type] // max(problem.n, 1)
-    single = problem.family == "bmm" or problem.a.layout.order == "col" or problem.out.order == "col"
+    single = problem.is_batched or problem.a.layout.order == "col" or problem.out.order == "col"
     single = single or problem.out.ld not in (None, problem.n)
     groups: list[list[int]] = []
     for m in counts:

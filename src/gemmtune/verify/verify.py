@@ -159,7 +159,7 @@ def guarded(problem: Problem, device: torch.device, poison: int, offset: int = 0
     both. offset: distance in elements of the output's start from an aligned address.
     """
     size = bits(problem.out_dtype) // 8
-    batch = problem.batch if problem.family == "bmm" else 1
+    batch = problem.batch if problem.is_batched else 1
     slow, fast = (problem.n, problem.m) if problem.out.order == "col" else (problem.m, problem.n)
     lead = problem.out.ld or max(fast, 1)
     length = 2 * GUARD + (batch * slow * lead + offset) * size
@@ -174,7 +174,7 @@ def guarded(problem: Problem, device: torch.device, poison: int, offset: int = 0
         out.fill_(poison_value(out, poison))
     if fast < lead:
         _gaps(problem, frame, offset).fill_(GUARD_BYTE)
-    return frame, out if problem.family == "bmm" else out[0]
+    return frame, out if problem.is_batched else out[0]
 
 
 def _body(frame: Tensor, skipped: int) -> Tensor:

@@ -21,6 +21,7 @@ import psutil
 from .. import backends
 from ..backends.base import Artifact, Backend
 from ..backends.location import artifacts_in
+from ..core import plugins
 from ..core.candidate import Candidate
 from ..core.decision import Verdict
 from ..core.errors import WorkerError
@@ -231,7 +232,7 @@ class _Jobs:
         with contextlib.closing(Process(self.host, self.limits.build_s)) as process:
             try:
                 artifacts = None if self.artifacts is None else str(self.artifacts)
-                _send(process, Setup(self.target.to_dict(), backends.plugins(), artifacts=artifacts))
+                _send(process, Setup(self.target.to_dict(), backends.plugins(), plugins.modules(), artifacts=artifacts))
                 expect(process.reply(self.limits.start_s, ignore), Ready)
             except (Lost, WorkerError) as error:
                 raise WorkerStartError(f"no process to build in could be started: {error}") from error

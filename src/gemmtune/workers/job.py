@@ -15,6 +15,7 @@ from torch import Tensor
 from .. import backends
 from ..backends.base import Artifact, Kernel
 from ..backends.location import artifacts_in
+from ..core import plugins
 from ..core.candidate import Candidate
 from ..core.decision import Verdict
 from ..core.errors import UnsupportedError, WorkerError
@@ -104,6 +105,7 @@ class RequestHandler:
             case Setup():
                 self._target, self._latency = Target.from_dict(request.target), request.latency
                 self._artifacts = None if request.artifacts is None else Path(request.artifacts)
+                plugins.load(request.modules)
                 for name, location in request.guests.items():
                     backends.register(name, location)
                 torch.set_num_threads(self._target.threads)

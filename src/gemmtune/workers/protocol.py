@@ -17,7 +17,8 @@ MAX_FRAME = 64 << 20
 
 
 class Setup(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """The first request: the Target, and registered backends as name -> ``module:Class`` in ``guests``.
+    """The first request: the Target, registered backends as name -> ``module:Class`` in ``guests``, and modules from
+    outside to import.
 
     warm: initialise the target's device (builders leave it alone). latency: how a GPU's calls are timed. artifacts: the
     directory for built files (None: that of the default store).
@@ -25,6 +26,7 @@ class Setup(msgspec.Struct, tag=True, forbid_unknown_fields=True):
 
     target: dict[str, Any]
     guests: dict[str, str] = {}
+    modules: list[str] = []
     warm: bool = False
     latency: Latency = "graph"
     artifacts: str | None = None

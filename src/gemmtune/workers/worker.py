@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from .. import backends
+from ..core import plugins
 from ..core.candidate import Candidate
 from ..core.decision import Verdict
 from ..core.errors import WorkerError
@@ -224,7 +225,7 @@ class Worker:
         self._process = Process(self._host, self._limits.silence_s)
         self._opened = self._ready_once = self._suspect = False
         with contextlib.suppress(OSError):  # receiving the reply reports a worker that is gone
-            self._setup.guests = backends.plugins()
+            self._setup.guests, self._setup.modules = backends.plugins(), plugins.modules()
             self._process.send(self._setup)
 
     def open(self, problem: Problem, seed: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,19 +25,30 @@ from .dense import Bmm, BmmTransposed, Composite, Mkldnn, Mm, MmCopied, MmTransp
 from .kernel import AtenKernel
 from .quantized import Dequantized, Int4Pack, Int8Pack, IntMm, IntMmCopied, IntMmTransposed, ScaledMm, unpack_quantized
 
-_TEMPLATES: tuple[type[AtenKernel], ...] = (
+_BUILTIN: tuple[type[AtenKernel], ...] = (
     Mm, Mkldnn, MmTransposed, MmCopied, MmWide, MmActivated, MmPadded, MmPaddedOnce, Bmm, BmmTransposed, BmmWide,
     IntMm, IntMmTransposed, IntMmCopied, IntMmPadded, IntMmPaddedOnce, Upcast, Int8Pack, Int4Pack, Int4PackCuda,
     ScaledMm, ScaledMmPadded, ScaledMmWide, UpcastOnce, Dequantized, Composite,
 )  # fmt: skip
-_BY_NAME = {template.template: template for template in _TEMPLATES}
+_BY_NAME: dict[str, type[AtenKernel]] = {template.template: template for template in _BUILTIN}
+
+
+def register(template: type[AtenKernel]) -> None:
+    """Add a formulation from outside, for the families that it names. Its module's source is part of the Target.
+
+    Registering a name again replaces that template. Raises ValueError for the name of a built-in template.
+    """
+    if template.template in {builtin.template for builtin in _BUILTIN}:
+        raise ValueError(f"ATen's backend has a template called {template.template!r}")
+    _BY_NAME[template.template] = template
+    _digest.cache_clear()
 
 
 def _templates(problem: Problem, target: Target | None) -> Iterator[type[AtenKernel]]:
     """Yield the templates of the problem's family. Templates that exist only on CUDA are skipped on a CPU, so that they
     are not even listed as illegal."""
     cuda = target is not None and target.device == "cuda"
-    for template in _TEMPLATES:
+    for template in _BY_NAME.values():
         if problem.family in template.family and (cuda or not template.cuda_only):
             yield template
 
@@ -53,6 +65,9 @@ class AtenBackend(Backend):
     """PyTorch's own operators. Always available."""
 
     name = "aten"
+
+    def takes(self, family: str) -> bool:
+        return any(family in template.family for template in _BY_NAME.values())
 
     def available(self, target: Target) -> Availability:
         return Availability(True)
@@ -97,5 +112,7 @@ class AtenBackend(Backend):
 
 @functools.cache
 def _digest() -> str:
-    text = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    paths = sorted(Path(__file__).parent.glob("*.py"))
+    added = [template for template in _BY_NAME.values() if template not in _BUILTIN]
+    text = b"".join(path.read_bytes() for path in [*paths, *sorted({Path(inspect.getfile(t)) for t in added})])
     return hashlib.sha256(text).hexdigest()[:16]
