@@ -46,9 +46,9 @@ def built(directory: Path) -> list[str]:
 def test_builders_and_workers_leave_artifacts_with_the_tuners_store(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "elsewhere" / "mine.db")
     tuner = Tuner(current_cpu(), ("toy",), store)
-    with closing(tuner._new_crew()) as crew:
-        made = crew.builders(PROBLEM, [GOOD], current_cpu())[GOOD.id]
-        hands = crew.hands()
+    with closing(tuner._new_pool()) as pool:
+        made = pool.builders(PROBLEM, [GOOD], current_cpu())[GOOD.id]
+        hands = pool.worker()
         hands.open(PROBLEM, 0)
         other = Candidate.make("toy", "good", kind="good", built_by="the worker")
         attempted = hands.attempt(other)
@@ -63,8 +63,8 @@ def test_builders_and_workers_leave_artifacts_with_the_tuners_store(tmp_path: Pa
 @pytest.mark.usefixtures("toy")
 def test_a_worker_in_this_process_does_too_and_changes_nothing_here(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "mine.db")
-    with closing(Tuner(current_cpu(), ("toy",), store, isolate=False)._new_crew()) as crew:
-        hands = crew.hands()
+    with closing(Tuner(current_cpu(), ("toy",), store, isolate=False)._new_pool()) as pool:
+        hands = pool.worker()
         hands.open(PROBLEM, 0)
         hands.attempt(GOOD)
     assert len(built(tmp_path / "mine.artifacts")) == 1

@@ -344,12 +344,12 @@ def test_what_comes_next_is_built_while_a_gpu_times(
             begun.append(problem.m)
 
     problems = [build(m, 256, 512, "bf16") for m in (1, 2, 3, 4)]
-    crew = _WorkerPool(target, True, None, "graph")
-    crew.builders, crew.to_come = Recorder(), problems  # type: ignore[assignment]
+    pool = _WorkerPool(target, True, None, "graph")
+    pool.builders, pool.pending = Recorder(), problems  # type: ignore[assignment]
     tuner = Tuner(target, ("triton",), store, latency=latency)  # type: ignore[arg-type]
     seen = []
     for problem in problems[:3]:
-        tuner._build_ahead(problem, crew)
+        tuner._build_ahead(problem, pool)
         seen.append(begun.copy())
         begun.clear()
     assert seen == expected
@@ -401,9 +401,9 @@ def test_the_others_wait_for_the_decision(target: Target, store: MemoryStore, mo
     tuned, found = [], []
     real = Tuner._tune_one
 
-    def tune_one(self: Tuner, problem: Problem, crew: object) -> Decision:
+    def tune_one(self: Tuner, problem: Problem, pool: object) -> Decision:
         tuned.append(problem)
-        return real(self, problem, crew)  # type: ignore[arg-type]
+        return real(self, problem, pool)  # type: ignore[arg-type]
 
     def work() -> None:
         found.extend(Tuner(target, ["aten"], store, QUICK, isolate=False).tune([(PROBLEM, 1)]))

@@ -19,7 +19,7 @@ class SearchOptions:
     """What a strategy is told besides the candidates.
 
     first: candidates to try before others. seed: for random choices; the same seed and times must give the same order.
-    limit: the most candidates to ask for; None for any number. gpu: whether they run on a GPU, where a trial takes
+    limit: the most candidates to ask for; None for any number. gpu: whether they run on a GPU, where trying one takes
     milliseconds and steady times, but builds take long.
     """
 

@@ -114,18 +114,18 @@ class Tuner:
         stored = {} if self._force else self._stored_decisions(weights)
         order = sorted(weights, key=lambda problem: (problem not in stored, -weights[problem] * problem.flops))
         decisions: dict[Problem, Decision] = {}
-        with closing(self._new_crew()) as crew:
-            crew.to_come = [problem for problem in order if problem not in stored]
-            self._plans = _PlanPoints(crew.to_come, self._target, self._store)
+        with closing(self._new_pool()) as pool:
+            pool.pending = [problem for problem in order if problem not in stored]
+            self._plans = _PlanPoints(pool.pending, self._target, self._store)
             for index, problem in enumerate(order):
-                decision = self._decide(problem, stored.get(problem), index, len(order), crew)
+                decision = self._decide(problem, stored.get(problem), index, len(order), pool)
                 if decision is not None:
                     decisions[problem] = decision
                     self._plans.add(decision)
-            self._retune_inconclusive(decisions, crew)
+            self._retune_inconclusive(decisions, pool)
         return [decisions[problem] for problem in weights if problem in decisions]
 
-    def _new_crew(self) -> _WorkerPool:
+    def _new_pool(self) -> _WorkerPool:
         return _WorkerPool(self._target, self._isolate, self._limits, self._latency, self._store.artifacts_directory)
 
     def _stored_decisions(self, problems: Iterable[Problem]) -> dict[Problem, Decision]:
@@ -133,7 +133,7 @@ class Tuner:
         return {problem: decision for problem, decision in records if decision is not None}
 
     def _decide(
-        self, problem: Problem, stored: Decision | None, index: int, total: int, crew: _WorkerPool
+        self, problem: Problem, stored: Decision | None, index: int, total: int, pool: _WorkerPool
     ) -> Decision | None:
         """Return the decision of this process, of another process or of the store.
 
@@ -141,12 +141,12 @@ class Tuner:
         """
         self._progress(ProblemStarted(index, total, problem, cached=stored is not None))
         start = time.perf_counter()
-        decision = stored or self._tune_under_lease(problem, crew)
+        decision = stored or self._tune_under_lease(problem, pool)
         if decision is None:
             return None
         if stored is None:
-            crew.durations_s.append(time.perf_counter() - start)
-        mean_s = sum(crew.durations_s) / len(crew.durations_s) if crew.durations_s else None
+            pool.durations_s.append(time.perf_counter() - start)
+        mean_s = sum(pool.durations_s) / len(pool.durations_s) if pool.durations_s else None
         remaining = total - index - 1
         self._progress(
             ProblemDone(
@@ -155,17 +155,17 @@ class Tuner:
         )
         return decision
 
-    def _retune_inconclusive(self, decisions: dict[Problem, Decision], crew: _WorkerPool) -> None:
+    def _retune_inconclusive(self, decisions: dict[Problem, Decision], pool: _WorkerPool) -> None:
         """Tune each inconclusive problem once more, at another moment, unless the user has set a problem's budget in
         seconds."""
         if self._budget.seconds is not None:
             return
-        crew.to_come = [problem for problem, decision in decisions.items() if decision.outcome == "inconclusive"]
-        for index, problem in enumerate(crew.to_come):
-            again = self._decide(problem, None, index, len(crew.to_come), crew)
+        pool.pending = [problem for problem, decision in decisions.items() if decision.outcome == "inconclusive"]
+        for index, problem in enumerate(pool.pending):
+            again = self._decide(problem, None, index, len(pool.pending), pool)
             decisions[problem] = again or decisions[problem]
 
-    def _tune_under_lease(self, problem: Problem, crew: _WorkerPool) -> Decision | None:
+    def _tune_under_lease(self, problem: Problem, pool: _WorkerPool) -> Decision | None:
         """Tune while holding the problem's lease: one of several processes tunes, and the others read its decision.
 
         None when another process holds the lease and this tuner does not wait.
@@ -182,7 +182,7 @@ class Tuner:
         with lease:
             # The previous holder may have stored a decision since the first look-up.
             stored = None if self._force else self._store.get(self._target, problem.key)
-            return stored or self._tune_one(problem, crew)
+            return stored or self._tune_one(problem, pool)
 
     def _lease(self, problem: Problem) -> AbstractContextManager[object] | None:
         """Return the problem's lease; None while another process holds it.
@@ -195,23 +195,23 @@ class Tuner:
             log.debug("tuning without a lease: %s", error)
             return nullcontext()
 
-    def _tune_one(self, problem: Problem, crew: _WorkerPool) -> Decision:
-        worker = crew.hands()
-        build = crew.builders if self._isolate else None
-        ahead = crew.builders.ahead if self._builds_overlap() else None
-        trial = TuningSession(
+    def _tune_one(self, problem: Problem, pool: _WorkerPool) -> Decision:
+        worker = pool.worker()
+        build = pool.builders if self._isolate else None
+        ahead = pool.builders.ahead if self._builds_overlap() else None
+        session = TuningSession(
             problem, self._target, self._names, self._store, worker, self._progress, self._seed,
             build=build, build_ahead=ahead, hot=self._hot, layouts=self._plans.layouts(problem),
             search=self._search,
         )  # fmt: skip
-        self._build_ahead(problem, crew)
+        self._build_ahead(problem, pool)
         worker.wait()
         try:
-            decision = trial.run(self._budget.seconds, self._budget.candidates)
+            decision = session.run(self._budget.seconds, self._budget.candidates)
         except WorkerStartError:
             raise
         except WorkerError as error:  # the worker cannot open this problem; others may still be tuned
-            return trial.none_valid_decision(str(error))
+            return session.none_valid_decision(str(error))
         self._keep(decision)
         return decision
 
@@ -219,16 +219,16 @@ class Tuner:
         """Whether builds may run beside timing without disturbing it: on a GPU, timed by the GPU's own clock."""
         return self._isolate and self._target.device != "cpu" and self._latency == "graph"
 
-    def _build_ahead(self, problem: Problem, crew: _WorkerPool) -> None:
+    def _build_ahead(self, problem: Problem, pool: _WorkerPool) -> None:
         """Begin the first builds of the problems after ``problem``."""
         if not self._builds_overlap():
             return
-        next_index = crew.to_come.index(problem) + 1
-        for later in crew.to_come[next_index : next_index + BUILT_AHEAD_PROBLEMS]:
-            if later not in crew.built_early:
-                crew.built_early.add(later)
+        next_index = pool.pending.index(problem) + 1
+        for later in pool.pending[next_index : next_index + BUILT_AHEAD_PROBLEMS]:
+            if later not in pool.built_early:
+                pool.built_early.add(later)
                 candidates, _ = enumerate_candidates(later, self._target, self._names)
-                crew.builders.ahead(later, first_builds(candidates), self._target)
+                pool.builders.ahead(later, first_builds(candidates), self._target)
 
     def _keep(self, decision: Decision) -> None:
         """Store a decision, after the earlier ones that the store could not take.
@@ -289,7 +289,7 @@ def inconclusive_summary(decisions: Sequence[Decision]) -> str:
 class _WorkerPool:
     """The worker, which is started at the first problem that needs one, the builders, and how long problems took.
 
-    artifacts: the directory for built files. durations_s: seconds that each tuned problem took. to_come: all problems
+    artifacts: the directory for built files. durations_s: seconds that each tuned problem took. pending: all problems
     that the store has no decision for, in order. built_early: the problems whose builds were begun early.
     """
 
@@ -301,10 +301,10 @@ class _WorkerPool:
         self._worker: MeasurementWorker | None = None
         self.builders = Builders(artifacts=artifacts)
         self.durations_s: list[float] = []
-        self.to_come: list[Problem] = []
+        self.pending: list[Problem] = []
         self.built_early: set[Problem] = set()
 
-    def hands(self) -> MeasurementWorker:
+    def worker(self) -> MeasurementWorker:
         if self._worker is None:
             self._worker = (
                 Worker(self._target, limits=self._limits, latency=self._latency, artifacts=self._artifacts)
