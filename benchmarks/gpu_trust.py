@@ -38,9 +38,11 @@ from gemmtune.core.target import Target
 from gemmtune.core.workloads import build, label
 from gemmtune.dispatch import choose_packing, current_target
 from gemmtune.store import MemoryStore
-from gemmtune.timing.cuda_clock import CudaClock, TorchGpu
+from gemmtune.timing.cuda_clock import CudaClock
+from gemmtune.timing.flush import Flush
 from gemmtune.timing.race import Entrant, race
-from gemmtune.timing.timing import Flush, empty_output
+from gemmtune.timing.race_operands import empty_output
+from gemmtune.timing.torch_gpu import TorchGpu
 from gemmtune.tuning.tuner import Tuner
 from gemmtune.verify.inputs import operand_set_count, timing_sets
 

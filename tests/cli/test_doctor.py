@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from gemmtune.cli import doctor_report as doctor
+from gemmtune.core import devices
 from gemmtune.core.target import Target
 from helpers.command import Run
 
@@ -72,7 +73,6 @@ def test_advice_names_each_trouble_and_only_it() -> None:
 
 
 def test_gpus_are_shown_with_their_backends(run: Run, filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gemmtune.dispatch import targets
 
     def fake(sources: object = None, index: int | None = None) -> Target:
         return Target(
@@ -83,7 +83,7 @@ def test_gpus_are_shown_with_their_backends(run: Run, filled: Path, monkeypatch:
     assert "\ngpu        none that torch can use" in run("doctor", "--store", filled).out
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(targets, "current_cuda", fake)
+    monkeypatch.setattr(devices, "current_cuda", fake)
     lines = run("doctor", "--store", filled).out.splitlines()
     place = lines.index(
         "gpu        cuda:1: H200 no. 1, capability 9.0, 132 multiprocessors, 139 GB memory, driver 580.1"

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from gemmtune.core import devices
 from gemmtune.core.target import Target
 from gemmtune.core.workloads import build
 from gemmtune.store import open_store
@@ -155,10 +156,10 @@ def test_text_that_utf8_cannot_hold_is_escaped(run: Run, tmp_path: Path, filled:
 
 
 def test_pruning_keeps_this_machines_gpus(run: Run, filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gemmtune.dispatch import runtime, targets
+    from gemmtune.dispatch import runtime
 
     made = Target("cuda", "H200", "9.0", caches=(232448, 0, 62914560), cores=132)
-    monkeypatch.setattr(targets, "current_cuda", lambda sources=None, index=None: made)
+    monkeypatch.setattr(devices, "current_cuda", lambda sources=None, index=None: made)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     gpu = runtime.current_target("cuda")

@@ -13,6 +13,7 @@ import torch
 
 import gemmtune
 from gemmtune import backends
+from gemmtune.core import devices
 from gemmtune.core.candidate import Candidate
 from gemmtune.core.checks import DtypeError
 from gemmtune.core.decision import Sample
@@ -21,7 +22,7 @@ from gemmtune.core.problem import Problem
 from gemmtune.core.target import Target
 from gemmtune.core.weights import PackedWeight
 from gemmtune.core.workloads import linear_problem
-from gemmtune.dispatch import RUNTIME, build_plan, current_target, guards, specialize, targets
+from gemmtune.dispatch import RUNTIME, build_plan, current_target, guards, specialize
 from gemmtune.dispatch import call as call_module
 from gemmtune.dispatch.cache import DISPATCH_CACHE
 from gemmtune.store import MemoryStore
@@ -48,7 +49,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(
-        targets, "current_cuda", lambda sources=None, index=None: replace(H200, sources=tuple(sorted(sources.items())))
+        devices, "current_cuda", lambda sources=None, index=None: replace(H200, sources=tuple(sorted(sources.items())))
     )
 
 
@@ -70,7 +71,7 @@ def replace_target(decision: Any, target: Target) -> Any:
 def test_decisions_are_a_devices_own(own_store: MemoryStore) -> None:
     teach(own_store, problem(3), toy("", 1))
     put_in_store(own_store, problem(3), evidence(toy("", 2), 0.1), chosen=toy("", 2))
-    picked = [RUNTIME.kernel_for(problem(3), None, place) for place in (FIRST, SECOND, targets.CPU)]
+    picked = [RUNTIME.kernel_for(problem(3), None, place) for place in (FIRST, SECOND, devices.CPU)]
     assert [kernel and kernel.candidate for kernel in picked] == [toy("", 1), toy("", 1), toy("", 2)]
     assert picked[0] is not picked[1]  # each device loads its own
     assert RUNTIME.kernel_for(problem(3), None, FIRST) is picked[0]
@@ -136,22 +137,22 @@ def test_misses_are_asked_for_once_a_device(own_store: MemoryStore, monkeypatch:
     asked: list[tuple[int, torch.device]] = []
     monkeypatch.setattr(RUNTIME, "miss_hook", lambda missing, device: asked.append((missing.m, device)))
     with gemmtune.policy("on-miss"):
-        for place in (FIRST, targets.CPU, FIRST, targets.CPU):
+        for place in (FIRST, devices.CPU, FIRST, devices.CPU):
             assert RUNTIME.kernel_for(problem(3), None, place) is None
-    assert asked == [(3, FIRST), (3, targets.CPU)]
+    assert asked == [(3, FIRST), (3, devices.CPU)]
 
 
 def test_only_the_operands_device_is_made_current(monkeypatch: pytest.MonkeyPatch) -> None:
     entered: list[int] = []
 
     @contextmanager
-    def device(index: int) -> Iterator[None]:
-        entered.append(index)
+    def device(device: torch.device) -> Iterator[None]:
+        entered.append(device.index)
         yield
 
     now = [0]
     monkeypatch.setattr(torch.cuda, "device", device)
-    monkeypatch.setattr(specialize, "current_device", lambda: now[0])
+    monkeypatch.setattr(devices.CudaDevice, "current_index", staticmethod(lambda: now[0]))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     ours = SimpleNamespace(candidate=toy())
     run = specialize.with_device_guard(lambda a, b: a + b, ours, SECOND)  # type: ignore[arg-type]
@@ -161,7 +162,7 @@ def test_only_the_operands_device_is_made_current(monkeypatch: pytest.MonkeyPatc
     assert run(1, 2) == 3
     assert entered == [1]
     plain = SimpleNamespace(candidate=Candidate.make("aten", "mm"))
-    for kernel, place in ((plain, SECOND), (ours, targets.CPU)):
+    for kernel, place in ((plain, SECOND), (ours, devices.CPU)):
         assert specialize.with_device_guard(max, kernel, place) is max  # type: ignore[arg-type]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert specialize.with_device_guard(max, ours, FIRST) is max  # type: ignore[arg-type]
@@ -172,8 +173,8 @@ def test_what_is_prepared_runs_and_allocates_on_its_device(packed: bool, monkeyp
     now, allocated = [0], []
 
     @contextmanager
-    def device(index: int) -> Iterator[None]:
-        before, now[0] = now[0], index
+    def device(device: torch.device) -> Iterator[None]:
+        before, now[0] = now[0], device.index
         yield
         now[0] = before
 
@@ -182,9 +183,9 @@ def test_what_is_prepared_runs_and_allocates_on_its_device(packed: bool, monkeyp
         return torch.full(shape, -1.0, dtype=dtype)
 
     monkeypatch.setattr(torch.cuda, "device", device)
-    monkeypatch.setattr(specialize, "current_device", lambda: now[0])
+    monkeypatch.setattr(devices.CudaDevice, "current_index", staticmethod(lambda: now[0]))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(specialize, "empty_cuda", empty)
+    monkeypatch.setattr(devices, "empty_cuda", empty)
     x, w, bias = torch.ones(3, 4), torch.ones(5, 4), torch.ones(5)
     weight = PackedWeight("toy:two", (w, torch.ones(5)), 5, 4, "float32") if packed else w
     call: Any = SimpleNamespace(
@@ -222,7 +223,7 @@ def test_what_is_special() -> None:
     assert guards.needs_torch(negated)
     assert guards.is_unusual(negated)
     assert guards.needs_torch(x.as_subclass(type("Mine", (torch.Tensor,), {})))
-    assert not guards.is_capturing(targets.CPU)
+    assert not guards.is_capturing(devices.CPU)
 
 
 def test_variants_tell_devices_apart(own_store: MemoryStore) -> None:

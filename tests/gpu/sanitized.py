@@ -16,7 +16,7 @@ from gemmtune.backends.base import Kernel
 from gemmtune.core.epilogue import Step
 from gemmtune.core.problem import Layout, Operand, Problem
 from gemmtune.core.workloads import bmm_problem, build, fp8_problem, int_problem, weight_only_problem
-from gemmtune.timing.timing import empty_output
+from gemmtune.timing.race_operands import empty_output
 from gemmtune.verify.inputs import Inputs, make_inputs
 from gemmtune.verify.verify import make_reference_cases, verify
 from helpers.cards import first, kernel_of, run_into

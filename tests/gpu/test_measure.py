@@ -21,9 +21,11 @@ from gemmtune.core.weights import QuantWeight
 from gemmtune.store import MemoryStore
 from gemmtune.testing import hostile, hostile_cuda
 from gemmtune.timing.clock import Latency
-from gemmtune.timing.cuda_clock import CudaClock, TorchGpu, screening_times
+from gemmtune.timing.cuda_clock import CudaClock
+from gemmtune.timing.cuda_screening import screening_times
+from gemmtune.timing.flush import Flush
 from gemmtune.timing.nvml import cuda_machine
-from gemmtune.timing.timing import Flush
+from gemmtune.timing.torch_gpu import TorchGpu
 from gemmtune.tuning.tuner import Budget, Tuner
 from gemmtune.verify.inputs import Inputs, make_inputs, timing_sets
 from gemmtune.verify.oracle import reference

@@ -6,6 +6,7 @@ import random
 import weakref
 from typing import Any, ClassVar
 
+import psutil
 import pytest
 import torch
 from torch import Tensor, nn
@@ -132,9 +133,7 @@ def test_a_model_that_cannot_run_again_is_not_timed(own_store: MemoryStore) -> N
 
 def test_nothing_is_timed_where_both_forms_do_not_fit(own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(
-        whole_model.psutil, "virtual_memory", lambda: asked.append(1) or type("Free", (), {"available": 8})
-    )
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: asked.append(1) or type("Free", (), {"available": 8}))
     x = torch.randn(3, 8)
     model = ready(Timed(), x, own_store)
     handle = gemmtune.optimize(model, x, tune=False, compare=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,10 +19,11 @@ from gemmtune.backends.cublaslt import library
 from gemmtune.backends.cuda import compiler
 from gemmtune.backends.gpu.wheels import build_of, file_of
 from gemmtune.backends.triton import compiler as triton_compiler
+from gemmtune.core import devices
 from gemmtune.core.errors import UnsupportedError
 from gemmtune.core.target import current_cpu
 from gemmtune.core.workloads import build
-from gemmtune.dispatch import current_target, targets
+from gemmtune.dispatch import current_target
 from gemmtune.dispatch.runtime import RUNTIME
 from gemmtune.store import MemoryStore
 from helpers.gpus import H200, MI300X
@@ -38,9 +40,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "device", lambda _: targets.nullcontext())
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(
-        targets, "current_cuda", lambda sources=None, index=None: replace(H200, sources=tuple(sorted(sources.items())))
+        devices, "current_cuda", lambda sources=None, index=None: replace(H200, sources=tuple(sorted(sources.items())))
     )
     monkeypatch.setattr(cuda, "version", lambda: "libnvrtc.so.13 (b2)")
     monkeypatch.setattr(triton, "triton_version", lambda: "3.6.0")

@@ -21,7 +21,8 @@ from gemmtune.dispatch import current_target
 from gemmtune.testing import hostile, lapsing
 from gemmtune.testing.faults import FAULTS
 from gemmtune.testing.lapsing import LAPSES, LapsingKernel
-from gemmtune.timing.timing import RaceOperands
+from gemmtune.timing import devices
+from gemmtune.timing.race_operands import RaceOperands
 from gemmtune.verify.inputs import Inputs
 from gemmtune.verify.oracle import reference, to_integer
 from gemmtune.verify.recheck import recheck
@@ -164,7 +165,7 @@ def test_a_kernel_that_is_wrong_at_another_number_of_rows_is_not_eligible(
     monkeypatch.setattr(OneKernel, "wrong_m", wrong_m)
     monkeypatch.setattr(backends, "get", lambda name: OneKernel())
     monkeypatch.setattr("gemmtune.workers.job._ROWS_PATIENCE_S", 10.0)
-    job = ProblemSession(linear(32, 40, 64), TARGET, 0)
+    job = ProblemSession(linear(32, 40, 64), devices.of(TARGET), 0)
     candidate = Candidate.make("one", "product", bm=16)
     attempted = job.attempt(candidate).verdict
     assert attempted is not None
@@ -180,7 +181,7 @@ def test_a_kernel_that_is_wrong_at_another_number_of_rows_is_not_eligible(
 def faults_after_race(problem: Problem, lapse: str, packed: bool) -> dict[str, Verdict]:
     """The faults of an honest kernel and one with a lapse, checked after a race of the two."""
     kernels = [LapsingKernel(problem, "", packed), LapsingKernel(problem, lapse, packed)]
-    track = RaceOperands({kernel.candidate.id: kernel for kernel in kernels}, problem, TARGET, 0, None)
+    track = RaceOperands({kernel.candidate.id: kernel for kernel in kernels}, problem, devices.of(TARGET), 0, None)
     track.race(0.2, 0, lambda leading: None)
     return recheck(problem, [track.raced_kernel(kernel.candidate.id) for kernel in kernels], 1)
 
@@ -208,7 +209,7 @@ def test_a_kernel_that_became_wrong_at_another_m_is_found_after_its_race(
     monkeypatch.setattr("gemmtune.verify.recheck.ROWS_TIME_LIMIT_S", 10.0)
     problem = linear(24, 64, 48)
     kernel = LapsingKernel(problem)
-    track = RaceOperands({kernel.candidate.id: kernel}, problem, TARGET, 0, None)
+    track = RaceOperands({kernel.candidate.id: kernel}, problem, devices.of(TARGET), 0, None)
     track.race(0.05, 0, lambda leading: None)
     honest = kernel._compute
     monkeypatch.setattr(
@@ -227,7 +228,7 @@ def test_kernels_that_are_right_stay_right_after_their_race(problem: Problem) ->
         if backend.available(target):
             listed = [item for item in backend.candidates(problem, target) if isinstance(item, Candidate)][:3]
             kernels |= {item.id: backend.load(backend.build(problem, item, target), problem) for item in listed}
-    track = RaceOperands(kernels, problem, target, 0, None)
+    track = RaceOperands(kernels, problem, devices.of(target), 0, None)
     track.race(0.1, 0, lambda leading: None)
     assert recheck(problem, [track.raced_kernel(name) for name in kernels], 1) == {}
 

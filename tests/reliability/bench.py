@@ -16,8 +16,9 @@ from gemmtune.backends.base import Kernel
 from gemmtune.core.candidate import Candidate
 from gemmtune.core.problem import Problem
 from gemmtune.core.target import Target
+from gemmtune.timing.flush import last_level_cache
+from gemmtune.timing.race_operands import empty_output
 from gemmtune.timing.stats import Interval, ratio_interval
-from gemmtune.timing.timing import empty_output, last_level_cache
 from gemmtune.verify.inputs import Inputs, operand_bytes, timing_sets
 
 Call = Callable[[int], object]

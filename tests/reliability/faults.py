@@ -12,7 +12,8 @@ from gemmtune.core.target import Target
 from gemmtune.testing import lapsing
 from gemmtune.testing.faults import FAULTS
 from gemmtune.testing.lapsing import LAPSES, LapsingKernel
-from gemmtune.timing.timing import RaceOperands
+from gemmtune.timing import devices
+from gemmtune.timing.race_operands import RaceOperands
 from gemmtune.verify.recheck import recheck
 from gemmtune.verify.verify import make_reference_cases, verify
 
@@ -85,7 +86,7 @@ def faults_of_some_operands(full: bool) -> Outcome:
 def _caught(lapse: str, problem: Problem, packed: bool, seed: int) -> bool:
     """Whether a kernel that lapses is found after its race, and an honest one beside it is not."""
     kernels = [LapsingKernel(problem, "", packed), LapsingKernel(problem, lapse, packed)]
-    track = RaceOperands({kernel.candidate.id: kernel for kernel in kernels}, problem, SMALL, seed, None)
+    track = RaceOperands({kernel.candidate.id: kernel for kernel in kernels}, problem, devices.of(SMALL), seed, None)
     track.race(0.15, seed, lambda leading: None)
     faults = recheck(problem, [track.raced_kernel(kernel.candidate.id) for kernel in kernels], seed)
     return list(faults) == [kernels[1].candidate.id]

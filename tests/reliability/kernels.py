@@ -21,9 +21,9 @@ from gemmtune.core.workloads import build, label, workload
 from gemmtune.dispatch import current_target
 from gemmtune.store import MemoryStore
 from gemmtune.timing.clock import CpuClock
+from gemmtune.timing.flush import Flush
 from gemmtune.timing.machine import CpuMachine
 from gemmtune.timing.race import Entrant, RaceSetup, race
-from gemmtune.timing.timing import Flush
 from gemmtune.tuning.tuner import Budget, Tuner
 
 from .bench import Bench, Call, paired, ratio

@@ -113,7 +113,7 @@ class Repeating(Plain):
 class Curt(Plain):
     def candidates(self, problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
         for item in super().candidates(problem, target):
-            yield replace(item, reason=" ") if isinstance(item, Illegal) else item
+            yield item._replace(reason=" ") if isinstance(item, Illegal) else item
 
 
 class Trusting(Plain):
@@ -131,7 +131,7 @@ class Impure(Plain):
 
 class Mistaken(Plain):
     def load(self, artifact: Artifact, problem: Problem) -> Kernel:
-        return super().load(replace(artifact, candidate=Candidate.make(self.name, "plain")), problem)
+        return super().load(artifact._replace(candidate=Candidate.make(self.name, "plain")), problem)
 
 
 class Obliging(Plain):

@@ -17,13 +17,16 @@ from gemmtune.core.problem import Layout, Operand, Problem
 from gemmtune.core.target import Target
 from gemmtune.core.weights import PackedWeight
 from gemmtune.testing.clock import FakeGpu
-from gemmtune.timing import cuda_clock, nvml, timing
+from gemmtune.timing import cuda_clock, devices, nvml
 from gemmtune.timing.clock import FLOOR_S, Clock, Run
-from gemmtune.timing.cuda_clock import CudaClock, screening_times
+from gemmtune.timing.cuda_clock import CudaClock
+from gemmtune.timing.cuda_screening import screening_times
+from gemmtune.timing.flush import last_level_cache
 from gemmtune.timing.machine import MachineState
 from gemmtune.timing.nvml import CudaMachine, CudaState, cuda_machine
 from gemmtune.timing.race import Entrant, race
 from gemmtune.timing.race_entry import EntrantError
+from gemmtune.timing.race_operands import RaceOperands
 from gemmtune.verify.inputs import operand_bytes, operand_set_count
 from gemmtune.workers import job
 from gemmtune.workers.job import ContextLost, RequestHandler
@@ -375,8 +378,8 @@ def test_operand_sets_exceed_a_gpus_l2_many_times_within_two_gigabytes() -> None
 
 
 def test_the_last_level_cache_of_a_gpu_is_its_l2() -> None:
-    assert timing.last_level_cache(H200) == 60 * MB
-    assert timing.last_level_cache(Target("cuda", "x", "9.0", caches=(232448, 0, 0))) == 32 * MB
+    assert last_level_cache(H200) == 60 * MB
+    assert last_level_cache(Target("cuda", "x", "9.0", caches=(232448, 0, 0))) == 32 * MB
 
 
 class OnGpu(Kernel):
@@ -402,9 +405,8 @@ class OnGpu(Kernel):
 def simulated(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     """GPU targets' operands lie in this machine's memory, and their kernels run on ``gpu``."""
     monkeypatch.setattr(Target, "torch_device", property(lambda self: torch.device("cpu")))
-    for place in (timing, job):
-        monkeypatch.setattr(place, "TorchGpu", lambda device: gpu)
-    monkeypatch.setattr(job, "cuda_machine", lambda device: None)
+    monkeypatch.setattr(devices, "TorchGpu", lambda device: gpu)
+    monkeypatch.setattr(devices, "cuda_machine", lambda device: None)
     return gpu
 
 
@@ -415,7 +417,7 @@ def test_kernels_on_a_gpu_race_on_the_same_operands_in_the_same_order(simulated:
     problem = linear(1, 256, 512)
     kernels = [OnGpu(simulated, 8e-6, "aten", problem), OnGpu(simulated, 7e-6, "y", problem)]
     kernels.append(OnGpu(simulated, 9e-6, "packed", problem, "x:p"))
-    track = timing.RaceOperands({k.candidate.id: k for k in kernels}, problem, SMALL, 0, None)
+    track = RaceOperands({k.candidate.id: k for k in kernels}, problem, devices.of(SMALL), 0, None)
     raced = track.race(2.0, 0, lambda leading: None)
     assert (raced.outcome, raced.leader) == ("winner", "x/y")
     for place in raced.placed:
@@ -459,7 +461,7 @@ def test_a_job_on_a_gpu(simulated: FakeGpu, monkeypatch: pytest.MonkeyPatch, pac
     problem = linear(5, 256, 512)
     room = Room(OnGpu(simulated, 8e-6, "y", problem, packing))
     monkeypatch.setattr(job.backends, "get", lambda name: room)
-    work = job.ProblemSession(problem, SMALL, 0)
+    work = job.ProblemSession(problem, devices.of(SMALL), 0)
     attempted = work.attempt(room.kernel.candidate)
     assert attempted.verdict is not None
     assert attempted.verdict.ok, attempted.verdict.detail
@@ -475,20 +477,17 @@ def test_a_job_for_eager_launches_ranks_by_what_launching_costs(
     problem = linear(5, 256, 512)
     room = Room(OnGpu(simulated, 8e-6, "y", problem))
     monkeypatch.setattr(job.backends, "get", lambda name: room)
-    assert job.ProblemSession(problem, SMALL, 0, "eager").attempt(room.kernel.candidate).times_s == pytest.approx(
-        [10e-6] * 5
-    )
+    session = job.ProblemSession(problem, devices.of(SMALL, "eager"), 0)
+    assert session.attempt(room.kernel.candidate).times_s == pytest.approx([10e-6] * 5)
 
 
 def test_hot_operands_on_a_gpu_are_one_set_and_nothing_is_flushed(
     simulated: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(timing, "Flush", lambda problem, target: lambda: pytest.fail("flushed"))
+    monkeypatch.setattr(devices, "Flush", lambda problem, target: lambda: pytest.fail("flushed"))
     problem = linear(1, 256, 512)
     kernels = [OnGpu(simulated, 8e-6, "aten", problem), OnGpu(simulated, 7e-6, "y", problem)]
-    track = timing.RaceOperands(
-        {k.candidate.id: k for k in kernels}, problem, SMALL, 0, None, hot=True, latency="eager"
-    )
+    track = RaceOperands({k.candidate.id: k for k in kernels}, problem, devices.of(SMALL, "eager"), 0, None, hot=True)
     raced = track.race(1.0, 0, lambda leading: None)
     assert len(set(kernels[0].seen)) == 1
     assert {place.sample.conditions["operands"] for place in raced.placed if place.sample} == {"hot"}
@@ -501,8 +500,8 @@ class LostDevice:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.fault = ""
         self.limits: list[int] = []
-        monkeypatch.setattr(job, "context_fault", lambda device: self.fault)
-        monkeypatch.setattr(job, "limit_device_memory", lambda device, allowance: self.limits.append(allowance))
+        monkeypatch.setattr(devices, "context_fault", lambda device: self.fault)
+        monkeypatch.setattr(devices, "limit_device_memory", lambda device, allowance: self.limits.append(allowance))
         monkeypatch.setattr(job, "limit_memory", lambda allowance: pytest.fail("it limits the address space"))
 
 
@@ -511,8 +510,8 @@ class OddJob:
 
     result: Any = None
 
-    def __init__(self, problem: Problem, target: Target, seed: int, latency: str) -> None:
-        self.latency = latency
+    def __init__(self, problem: Problem, timing: devices.DeviceTiming, seed: int) -> None:
+        self.latency = timing.latency
 
     def attempt(self, candidate: object, worth_s: float | None) -> Any:
         if isinstance(self.result, Exception):
@@ -567,8 +566,8 @@ def test_what_is_raised_tells_of_a_lost_context_too(desk: RequestHandler, monkey
 
 
 def test_torchs_complaint_is_one_line() -> None:
-    assert cuda_clock._first_line(RuntimeError("CUDA error: bad\nCUDA kernel errors might be ...")) == "CUDA error: bad"
-    assert cuda_clock._first_line(RuntimeError("")) == "RuntimeError"
+    assert cuda_clock.first_line(RuntimeError("CUDA error: bad\nCUDA kernel errors might be ...")) == "CUDA error: bad"
+    assert cuda_clock.first_line(RuntimeError("")) == "RuntimeError"
 
 
 def test_runs_may_be_bound_methods(gpu: FakeGpu) -> None:

@@ -220,5 +220,5 @@ def test_a_gpu_unlike_the_first_is_not_tuned_for_by_accident(gpu: list[Any], cap
     with pytest.raises(UnsupportedError, match=r"cuda:3 \(A100\) is not like it: set CUDA_VISIBLE_DEVICES"):
         gemmtune.tune(problem, device="cuda:3")
     tune_missing(problem, torch.device("cuda", 3))
-    assert "tuning on a miss failed (tuning runs on the first GPU" in caplog.text
+    assert "tuning on a miss failed (tuning runs on the first CUDA device" in caplog.text
     assert FakeTuner.made == []

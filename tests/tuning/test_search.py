@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 import gemmtune
+from gemmtune.core import devices
 from gemmtune.core.candidate import Candidate
 from gemmtune.core.target import Target, current_cpu
 from gemmtune.core.workloads import build
@@ -68,7 +69,7 @@ def test_a_registered_strategy_decides_what_is_tried(target: Target, made: list[
     )
     (decision,) = tuner.tune([(problem, 1)])
     (strategy,) = made
-    assert strategy.options == SearchOptions(first=[], seed=7, limit=5, gpu=False)
+    assert strategy.options == SearchOptions(first=[], seed=7, limit=5, profile=devices.get("cpu").profile)
     assert len(strategy.told) == 5
     tried = {row.id for row in decision.evidence if row.stage not in ("untried", "illegal")}
     assert tried <= set(strategy.told)

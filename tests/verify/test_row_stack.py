@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from gemmtune.core.candidate import Candidate
+from gemmtune.core.devices import CPU
 from gemmtune.core.epilogue import Step
 from gemmtune.core.problem import Layout, Operand, Problem, Quant
 from gemmtune.testing import hostile
 from gemmtune.verify import row_stack
-from gemmtune.verify.inputs import CPU, Inputs
+from gemmtune.verify.inputs import Inputs
 from gemmtune.verify.row_counts import other_row_counts
 from gemmtune.verify.row_stack import RowCountVerifier, RowStack, TimeLimit, part_of, parts_of, row_groups
 from gemmtune.verify.verify import Run, make_reference_cases
@@ -226,7 +227,7 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for tile, kept in ((16, 1), (32, 3), (16, 3)):  # odd M; odd and even ones
         assert rows.verify(hostile.correct(PLAIN), Candidate.make("any", "kernel", bm=tile), AMPLE_S).ok
         assert len(rows._kept) == kept
-    monkeypatch.setitem(row_stack._CACHE_BYTES, "cpu", 1)
+    monkeypatch.setattr(row_stack, "_CACHE_BYTES", 1)
     assert rows.verify(hostile.correct(PLAIN), Candidate.make("any", "kernel", bm=8), AMPLE_S).ok
     assert len(rows._kept) == 1
 

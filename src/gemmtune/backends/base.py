@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from ..core.candidate import Candidate, Illegal
 from ..core.problem import FAMILIES
@@ -27,8 +26,7 @@ NOT_LISTED = "the backend lists no such candidate for this problem"
 OVERLAP = "GEMMTUNE_OVERLAP"  # "0": every kernel begins after the preceding kernel has ended (docs/notes/cuda.md)
 
 
-@dataclass(frozen=True, slots=True)
-class Availability:
+class Availability(NamedTuple):
     """Whether a backend can be used on a Target. ``reason`` says why it cannot, in words that a user can act on; it is
     empty when the backend can be used."""
 
@@ -39,8 +37,7 @@ class Availability:
         return self.ok
 
 
-@dataclass(frozen=True, slots=True)
-class Artifact:
+class Artifact(NamedTuple):
     """The result of a build. ``path`` is what the build wrote to disk, or None when a build writes nothing (ATen,
     prebuilt native kernels)."""
 

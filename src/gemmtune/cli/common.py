@@ -176,11 +176,13 @@ def parse_problem(shape: tuple[int, int, int], dtype: str, *, bias: bool = False
 
 def parse_device(text: str | None) -> str:
     """Return the device as torch names it: cpu (default), cuda or cuda:N. Exit with wrong usage for any other text."""
+    from ..core import devices
+
     device_type, colon, index = (text or "cpu").partition(":")
-    if device_type not in ("cpu", "cuda") or (
-        colon and not (device_type == "cuda" and index.isdecimal() and index.isascii())
-    ):
-        fail_usage(f"a device is cpu, cuda or cuda:N; got {text!r}")
+    is_known = device_type in devices.names()
+    is_index = index.isdecimal() and index.isascii() and is_known and not devices.is_host(device_type)
+    if not is_known or (colon and not is_index):
+        fail_usage(f"a device is {', '.join(devices.names())} or cuda:N; got {text!r}")
     return f"{device_type}:{int(index)}" if colon else device_type
 
 
@@ -224,7 +226,7 @@ def selected_tuning_target(threads: int | None, device: str = "cpu") -> Target:
     if threads is not None and threads > cpus:
         fail_usage(f"--threads {threads}: this machine has {cpus} CPUs")
     target = selected_target(threads, device)
-    if target.device == "cpu":
+    if target.is_cpu:
         return target
     from ..tuning import api
 
@@ -239,7 +241,7 @@ def require_memory(problems: Sequence[tuple[Problem, int]], target: Target) -> N
     for problem, _ in problems:
         if 0 < target.memory < problem.min_bytes:
             required_gib, available_gib = problem.min_bytes / (1 << 30), target.memory / (1 << 30)
-            owner = "this machine" if target.device == "cpu" else f"the {target.name}"
+            owner = "this machine" if target.is_cpu else f"the {target.name}"
             raise UnsupportedError(
                 f"{label(problem)} needs {required_gib:,.1f} GiB for its operands; {owner} has {available_gib:.1f}"
             )
@@ -341,13 +343,14 @@ def problems_by_device(
     """
     if not model or shapes or workload:
         return [DeviceProblems(parse_device(device), requested_problems(model, shapes, workload, dtype, bias=bias))]
+    from ..core import devices
     from .models import record_calls
 
     requested = None if device is None else parse_device(device)
     recorded = record_calls(model, dtype)
     if requested is not None:
         return [DeviceProblems(requested, recorded.recording.problems, recorded.layers())]
-    used = [each for each in recorded.recording.devices if each.type in ("cpu", "cuda")]
+    used = [each for each in recorded.recording.devices if devices.is_served(each)]
     return [DeviceProblems(str(each), recorded.recording.on(each), recorded.layers(each)) for each in used]
 
 

@@ -72,7 +72,7 @@ def explain(
             fail(_no_decision_message(store, target, (m, n, k), dtype), as_json=as_json)
     from .answer import answer
 
-    option = "" if target.device == "cpu" else f" --device {device}"
+    option = "" if target.is_cpu else f" --device {device}"
     if as_json:
         import msgspec
 
@@ -114,7 +114,7 @@ def _no_decision_message(store: Store, target: Target, shape: tuple[int, int, in
     m, n, k = shape
     if 0 in shape:
         return f"{m}x{n}x{k} is empty (M, N or K is 0): there is nothing to decide, and nothing is tuned"
-    owner = f"this machine with {target.threads} threads" if target.device == "cpu" else f"the {target.name}"
+    owner = f"this machine with {target.threads} threads" if target.is_cpu else f"the {target.name}"
     text = f"the store has no decision for {m}x{n}x{k} {dtype} on {owner}"
     elsewhere = sum(
         1
@@ -123,7 +123,7 @@ def _no_decision_message(store: Store, target: Target, shape: tuple[int, int, in
     )
     if elsewhere:
         text += f"; {elsewhere} of another machine, device, thread count or version: --any-machine shows them"
-    option = "" if target.device == "cpu" else f" --device {target.device}"
+    option = "" if target.is_cpu else f" --device {target.device}"
     return f"{text}; make one with: gemmtune tune {m},{n},{k} --dtype {dtype}{option}"
 
 

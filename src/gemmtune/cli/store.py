@@ -64,7 +64,7 @@ def ls(
 
 
 def _machine_name(target: Target) -> str:
-    return f"{target.name}, {target.threads} threads" if target.device == "cpu" else target.name
+    return f"{target.name}, {target.threads} threads" if target.is_cpu else target.name
 
 
 def _summary_row(decision: Decision) -> dict[str, Any]:

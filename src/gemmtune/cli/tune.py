@@ -156,7 +156,7 @@ def store_ceilings(store: Store, target: Target) -> None:
     """
     from ..report import ceilings
 
-    if target.device != "cpu":
+    if not target.is_cpu:
         return
     path = ceilings.ceilings_path(store)
     if path is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -10,8 +10,7 @@ from .problem import Problem
 from .weights import PackedWeight, QuantWeight
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """The Problem and the operands of one call, in the shapes that kernels take. shape: the result's shape."""
 
     problem: Problem

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 Scalar = str | int | float | bool
 _SCALARS = (str, int, float, bool)
@@ -68,8 +68,7 @@ def is_same(value: object, other: object) -> bool:
     return type(value) is type(other) and value == other
 
 
-@dataclass(frozen=True, slots=True)
-class Illegal:
+class Illegal(NamedTuple):
     """A candidate that cannot be built for a Problem, and the reason, which ``gemmtune explain`` prints."""
 
     candidate: Candidate

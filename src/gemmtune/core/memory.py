@@ -17,17 +17,27 @@ from .torch_compat import DispatchKey as _Key
 from .torch_compat import DispatchKeySet as _Keys
 from .torch_compat import dispatch_keys as _keys
 
-# The dispatch keys of ordinary CPU and GPU tensors. They are listed instead of read from a tensor created at import,
-# which would lack some keys when gemmtune is first imported inside ``torch.inference_mode()``.
+# The dispatch keys of ordinary tensors on every known kind of device. They are listed instead of read from a tensor
+# created at import, which would lack some keys when gemmtune is first imported inside ``torch.inference_mode()``.
 _ORDINARY = _Keys(_Key.ADInplaceOrView)
 for _key in (_Key.CPU, _Key.AutogradCPU, _Key.AutocastCPU, _Key.CUDA, _Key.AutogradCUDA, _Key.AutocastCUDA):
     _ORDINARY = _ORDINARY | _Keys(_key)
 _FOREIGN = ~_ORDINARY.raw_repr()  # a difference of key sets would retain the backends' bits
+_DEVICE_TYPES = {"cpu", "cuda"}
 
 # A tensor with an address below this gets a full check. The address of a tensor without memory is its storage offset in
 # bytes. On Linux, heaps and CUDA memory have far larger addresses, except in programs that are not position-independent
 # and in some memory pools.
 LOWEST_USUAL_ADDRESS = 1 << 40
+
+
+def add_device(type: str, dispatch_keys: Sequence[str]) -> None:
+    """Count tensors on another type of device as ordinary. dispatch_keys: names of the keys that they have."""
+    global _ORDINARY, _FOREIGN
+    for name in dispatch_keys:
+        _ORDINARY = _ORDINARY | _Keys(getattr(_Key, name))
+    _FOREIGN = ~_ORDINARY.raw_repr()
+    _DEVICE_TYPES.add(type)
 
 
 def is_subclass(tensor: Any) -> bool:
@@ -37,7 +47,7 @@ def is_subclass(tensor: Any) -> bool:
 
 
 def is_addressable(tensor: Tensor) -> bool:
-    """Whether the tensor is an ordinary dense CPU or GPU tensor whose values are in memory."""
+    """Whether the tensor is an ordinary dense tensor on a known kind of device, whose values are in memory."""
     return not is_subclass(tensor) and not _keys(tensor).raw_repr() & _FOREIGN and _has_memory(tensor)
 
 
@@ -54,7 +64,7 @@ def why_not_addressable(tensor: Any) -> str:
         return f"a {type(tensor).__module__}.{type(tensor).__qualname__}, a subclass of torch.Tensor"
     if tensor.is_nested or tensor.layout != torch.strided or tensor.is_quantized:
         return f"no dense tensor (layout {tensor.layout}, dtype {tensor.dtype})"
-    if not (tensor.is_cpu or tensor.is_cuda):
+    if tensor.device.type not in _DEVICE_TYPES:
         return f"on {tensor.device}"
     if _keys(tensor).raw_repr() & _FOREIGN:
         keys = str(_keys(tensor) - _ORDINARY).removeprefix("DispatchKeySet")

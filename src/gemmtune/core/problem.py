@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from . import plugins
 from .epilogue import Epilogue, Step, epilogue_key
@@ -18,8 +18,7 @@ from .epilogue import Epilogue, Step, epilogue_key
 Order = Literal["row", "col", "strided"]
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
+class Family(NamedTuple):
     """A kind of product, which Problems name. batched: whether A, B and the output begin with a batch dimension."""
 
     name: str

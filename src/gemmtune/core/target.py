@@ -68,6 +68,11 @@ class Target:
         return torch.device(self.device)
 
     @property
+    def is_cpu(self) -> bool:
+        """Whether the Target is this machine's CPU, with a number of threads."""
+        return self.device == "cpu"
+
+    @property
     def is_amd(self) -> bool:
         """Whether the Target is an AMD GPU, whose capability is the name of an architecture."""
         return self.capability.startswith("gfx")

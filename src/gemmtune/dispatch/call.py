@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..backends.aten.steps import dtype_of
 from ..backends.base import Kernel
-from ..core import checks
+from ..core import checks, devices
 from ..core.call import Call
 from ..core.errors import KernelError, UnsupportedError
 from ..core.memory import is_subclass, require_memory
@@ -252,9 +252,9 @@ def _find_kernel(call: Call) -> Kernel | None:
 
 
 def is_transient(call: Call) -> bool:
-    """Whether what serves this call must not be cached: a CUDA graph is being captured, or its CUDA tensors are
+    """Whether what serves this call must not be cached: a graph is being captured, or its tensors on a device are
     unusual (their device may not even exist)."""
-    if not call.a.is_cuda:
+    if not devices.is_served(call.a.device) or devices.is_host(call.a.device.type):
         return False
     return state_needs_torch() or any(needs_torch(tensor) for tensor in call.tensors) or is_capturing(call.a.device)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core import devices
 from ..core.memory import is_addressable, is_subclass
 from ..core.torch_compat import TensorGuards as _TensorGuards
 from ..core.torch_compat import forward_ad, is_fake
@@ -96,8 +97,9 @@ def in_dispatch_mode() -> bool:
 
 
 def needs_torch(tensor: Any) -> bool:
-    """Whether only PyTorch can compute with a tensor: it is unusual, or on another device than a CPU or GPU."""
-    return is_unusual(tensor) or not (tensor.is_cpu or tensor.is_cuda)
+    """Whether only PyTorch can compute with a tensor: it is unusual, or on a kind of device that gemmtune does not
+    know."""
+    return is_unusual(tensor) or not devices.is_served(tensor.device)
 
 
 def is_unusual(tensor: Any) -> bool:
@@ -105,7 +107,7 @@ def is_unusual(tensor: Any) -> bool:
     knows."""
     if is_subclass(tensor):
         return True
-    if tensor.is_cpu or tensor.is_cuda:
+    if devices.is_served(tensor.device):
         return not is_addressable(tensor)
     return bool(tensor.is_neg())
 
@@ -116,11 +118,8 @@ def is_shape_only(tensor: Tensor) -> bool:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether the device's current stream is being captured into a CUDA graph: nothing may be loaded meanwhile."""
-    if device.type != "cuda":
-        return False
-    with torch.cuda.device(device):
-        return torch.cuda.is_current_stream_capturing()
+    """Whether the device's current stream is being captured into a graph: nothing may be loaded meanwhile."""
+    return devices.is_served(device) and devices.get(device.type).is_capturing(device)
 
 
 def is_autocast_on(device_type: str) -> bool:

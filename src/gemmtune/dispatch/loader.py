@@ -10,11 +10,12 @@ import torch
 
 from .. import backends
 from ..backends.base import Kernel
+from ..core import devices
 from ..core.candidate import Candidate, Illegal
+from ..core.devices import DeviceKey
 from ..core.problem import Problem
 from ..core.target import Target
 from .guards import is_capturing
-from .targets import DeviceKey, device_guard, device_key
 
 if TYPE_CHECKING:
     from ..core.decision import Verdict
@@ -58,7 +59,7 @@ class KernelLoader:
         from_store: the candidate comes from a store, which anyone may have written, and not from its backend: it is
         loaded only if its backend says that it is legal.
         """
-        key = (candidate.identity, problem.key, device_key(device))
+        key = (candidate.identity, problem.key, devices.get(device.type).key(device))
         if key not in self._kernels:
             if is_capturing(device):
                 return None
@@ -87,7 +88,7 @@ class KernelLoader:
                     "it is not served (`gemmtune store verify`)"
                 )
                 return None
-            with device_guard(device), self._artifacts():
+            with devices.get(device.type).guard(device), self._artifacts():
                 return backend.load(backend.build(problem, candidate, target), problem)
         except (RuntimeError, ValueError, LookupError, TypeError, ArithmeticError, ImportError) as error:
             # RuntimeError: KernelError is one, and so is what a GPU raises.
@@ -120,11 +121,11 @@ class KernelLoader:
 
     def _is_verified(self, kernel: Kernel, device: torch.device, verify: VerifyHook | None) -> bool:
         """Whether a kernel gives right results; found out once a process."""
-        key = (kernel.candidate.identity, kernel.problem.plan_key, device_key(device))
+        key = (kernel.candidate.identity, kernel.problem.plan_key, devices.get(device.type).key(device))
         if is_capturing(device):  # what a graph captures must be known to be right before
             return self._verified.get(key, verify is None)
         if key not in self._verified and verify is not None:
-            with device_guard(device):
+            with devices.get(device.type).guard(device):
                 verdict = verify(kernel, kernel.problem, device)
             self._verified[key] = verdict.ok
             if not verdict.ok:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..core.candidate import Candidate
 
 
-@dataclass(frozen=True, slots=True)
-class PlanEntry:
+class PlanEntry(NamedTuple):
     """The decision at one tuned M. candidate: None for the plain PyTorch op. overlap: as ``Kernel.overlap``."""
 
     m: int
@@ -17,8 +16,7 @@ class PlanEntry:
     overlap: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """Entries sorted by M. All their candidates take the weight in one layout: ``packing`` (None: the raw weight)."""
 
     plan_key: str

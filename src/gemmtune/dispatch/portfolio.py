@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..backends.aten import fallback_templates
 from ..backends.aten.fusion import addmm_prefix
 from ..core.candidate import Candidate
 from ..core.problem import Problem
@@ -28,22 +28,8 @@ SERVING_S = 2e-6
 # flush empties where it has 480 MB.
 UNRACED = 1.3
 
-# ATen's templates that run what plain PyTorch runs on the raw weight.
-FALLBACK_TEMPLATES = (
-    "mm",
-    "bmm",
-    "int_mm",
-    "int_mm_pad",
-    "int8pack",
-    "upcast",
-    "scaled_mm",
-    "scaled_mm_pad",
-    "composite",
-)
 
-
-@dataclass(frozen=True, slots=True)
-class Option:
+class Option(NamedTuple):
     """An eligible candidate at one M.
 
     seconds: per call, as served. ratio_hi: upper bound of its time over that of ATen's best. won: whether it won the
@@ -64,8 +50,7 @@ class Option:
         return self.won
 
 
-@dataclass(frozen=True, slots=True)
-class TunedPoint:
+class TunedPoint(NamedTuple):
     """The part of one Decision that dispatch reads.
 
     options: the fastest eligible option by layout (None: the raw weight). plain_s: seconds of the plain op on the raw
@@ -110,12 +95,12 @@ def tuned_point(decision: Decision) -> TunedPoint:
 def without_faulty(p: TunedPoint, faulty: Collection[str]) -> TunedPoint:
     """Return the point without the options whose candidates are ``faulty`` at another M of its Plan."""
     options = {packing: option for packing, option in p.options.items() if option.candidate.id not in faulty}
-    return p if len(options) == len(p.options) else replace(p, options=options)
+    return p if len(options) == len(p.options) else p._replace(options=options)
 
 
 def _without_raw(p: TunedPoint) -> TunedPoint:
     """Return the point without its option on the raw weight, which the plain op serves."""
-    return replace(p, options={packing: option for packing, option in p.options.items() if packing is not None})
+    return p._replace(options={packing: option for packing, option in p.options.items() if packing is not None})
 
 
 def _tested(layout: LayoutDecision, by_id: Mapping[str, Evidence], raced: Option | None, base: float | None) -> Option:
@@ -133,7 +118,7 @@ def _tested(layout: LayoutDecision, by_id: Mapping[str, Evidence], raced: Option
     if layout.outcome == "winner" or raced is None or raced.candidate == own.candidate:
         won = layout.outcome == "winner"
         return Option(own.candidate, seconds + extra, layout.ratio_hi, won, layout.overlap)
-    return raced if raced.candidate.backend == "aten" else replace(raced, won=False)
+    return raced if raced.candidate.backend == "aten" else raced._replace(won=False)
 
 
 def _eligible(row: Evidence) -> bool:
@@ -152,7 +137,7 @@ def _option(row: Evidence, base: float | None) -> Option | None:
 
 
 def _is_fallback_template(candidate: Mapping[str, Any]) -> bool:
-    return candidate.get("backend") == "aten" and candidate.get("template") in FALLBACK_TEMPLATES
+    return candidate.get("backend") == "aten" and candidate.get("template") in fallback_templates()
 
 
 def _incumbent_seconds(evidence: Iterable[Evidence]) -> float | None:

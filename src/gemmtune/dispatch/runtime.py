@@ -22,6 +22,8 @@ import torch
 from .. import backends
 from ..backends.base import Kernel
 from ..backends.location import artifacts_in
+from ..core import devices
+from ..core.devices import CPU, DeviceKey
 from ..core.errors import PackedWeightError, StoreBusy
 from ..core.printable import visible
 from ..core.problem import Problem
@@ -33,7 +35,7 @@ from .hooks import late_bound
 from .index import DecisionIndex
 from .loader import KernelLoader, VerifyHook
 from .policies import Policy
-from .targets import CPU, SERVED_DEVICES, DeviceKey, device_key, target_of
+from .targets import target_of
 
 if TYPE_CHECKING:
     from ..store.base import Store
@@ -124,7 +126,7 @@ class Runtime:
         that every kernel of its layout failed verification: PyTorch then serves the unpacked weight. Raises
         PackedWeightError when nothing in this process can run a packed weight.
         """
-        if device.type not in SERVED_DEVICES:
+        if not devices.is_served(device):
             return None
         if self.policy == "on-miss" and not is_capturing(device):
             self._tune_missing(problem, device)
@@ -141,7 +143,7 @@ class Runtime:
     def index(self, device: torch.device = CPU) -> DecisionIndex:
         """Return the decisions for a device's present Target (a CPU's number of threads is part of it). Waits for other
         processes that are writing the store."""
-        key = device_key(device)
+        key = devices.get(device.type).key(device)
         with self._lock:
             if key not in self._indices:
                 self._indices[key] = DecisionIndex.read(self.store(), current_target(device), self.warn_once)
@@ -152,7 +154,7 @@ class Runtime:
         ``RETRY_S`` after, so that not every first call waits for it. What is prepared meanwhile is not cached."""
         with self._lock:
             store = self.store()
-            if device_key(device) not in self._indices and store is not None:
+            if devices.get(device.type).key(device) not in self._indices and store is not None:
                 try:
                     if time.monotonic() >= self._busy_until:
                         with store.short_timeout():

@@ -8,7 +8,6 @@ launches: the op's own (a PackedWeight in the weight's position), then the epilo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +15,12 @@ from torch import Tensor
 
 from ..backends.aten.steps import dtype_of
 from ..backends.base import Kernel, Launch
+from ..core import devices
 from ..core.call import Call
 from ..core.codegen import compile_function
 from ..core.errors import KernelError, UnsupportedError
 from ..core.memory import require_kernel_operands
-from ..core.torch_compat import current_device, empty_cpu, empty_cuda, increment_version
+from ..core.torch_compat import increment_version
 from .fallback import specialize_fallback
 
 KernelFunctional = Callable[[Tensor, Any, Sequence[Tensor]], Tensor]
@@ -80,11 +80,11 @@ def launch_functional(launch: Launch, kernel: Kernel, call: Call, count: int, fa
 
     fallback: called with the error and the args when the launch is refused.
     """
-    device = call.a.device
+    device, kind = call.a.device, devices.get(call.a.device.type)
     (names, unpacking, passed), guarded = _launch_args(call, count), _needs_device_guard(kernel, device)
     switch = [
         "    if current() != index:",
-        "        with device(index):",
+        "        with guard(device):",
         f"            return run({names})",
     ]
     return compile_function(
@@ -100,7 +100,7 @@ def launch_functional(launch: Launch, kernel: Kernel, call: Call, count: int, fa
         f"        return fallback(error, {names})",
         "    return out",
         launch=launch, errors=LAUNCH_ERRORS, fallback=fallback, empty=_allocator(call, call.shape, guarded),
-        current=current_device, index=device.index, device=torch.cuda.device,
+        current=kind.current_index, index=device.index, guard=kind.guard, device=device,
     )  # fmt: skip
 
 
@@ -219,28 +219,26 @@ def _allocator(call: Call, shape: tuple[int, ...], device_is_current: bool = Fal
     """
     dtype, device = dtype_of(call.problem.out_dtype), call.a.device
     strides = torch.empty(shape, device="meta").stride()
-    if device.type == "cpu":
-        return partial(empty_cpu, shape, strides, dtype)
-    if device_is_current or torch.cuda.device_count() == 1:
-        return partial(empty_cuda, shape, strides, dtype)
-    return partial(torch.empty, shape, dtype=dtype, device=device)
+    return devices.get(device.type).allocator(shape, strides, dtype, device, device_is_current)
 
 
 def with_device_guard(function: Callable[..., Any], kernel: Kernel, device: torch.device) -> Callable[..., Any]:
     """Return ``function``, made to run with ``device`` as the current one where another may be."""
     if not _needs_device_guard(kernel, device):
         return function
-    index, current = device.index, current_device
+    kind = devices.get(device.type)
+    index, current = device.index, kind.current_index
 
     def guarded(*args: Any) -> Any:
         if current() == index:
             return function(*args)
-        with torch.cuda.device(index):
+        with kind.guard(device):
             return function(*args)
 
     return guarded
 
 
 def _needs_device_guard(kernel: Kernel, device: torch.device) -> bool:
-    """Whether another GPU may be current and the kernel depends on it. ATen's ops switch devices themselves."""
-    return device.type == "cuda" and kernel.candidate.backend != "aten" and torch.cuda.device_count() > 1
+    """Whether another device of the kind may be current and the kernel depends on it. ATen's ops switch devices
+    themselves."""
+    return kernel.candidate.backend != "aten" and devices.get(device.type).needs_guard()

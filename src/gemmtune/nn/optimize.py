@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..core.devices import is_host, is_served
 from ..core.errors import GemmtuneError, PackedWeightError
 from ..core.problem import Problem
 from ..core.weights import PackedWeight
@@ -232,7 +233,7 @@ def optimize(
         from ..tuning.api import tune as tune_now
 
         for device in recorded.devices:
-            if device.type in ("cpu", "cuda"):
+            if is_served(device):
                 decisions += tune_now(
                     recorded.on(device), budget=budget, store=store, backends=backends, progress=progress,
                     device=device, latency=latency,
@@ -260,7 +261,7 @@ def _comparable(sites: Sequence[Site], latency: str) -> bool:
     for site in sites:
         if site.ran and not site.reason:
             weights[site.device] = weights.get(site.device, 0) + site.weight.nbytes
-    if any(device.type == "cuda" for device in weights) and latency == "graph":
+    if latency == "graph" and not all(is_host(device.type) for device in weights):
         return False
     return bool(weights) and all(fits_in_memory(2 * size, device) for device, size in weights.items())
 
@@ -325,7 +326,7 @@ def _optimize_site(site: Site, handle: Handle, memory: float, keep_both: bool) -
         return "has no decision in the store (tune=True would make one)"
     counts = {problem.m: float(count) for problem, count in site.ran.items()}
     points = [p for p in points if p.m in counts] or points
-    serves_raw = site.device.type == "cuda"  # on a CPU a module with an unpacked weight runs PyTorch's own kernel
+    serves_raw = not is_host(site.device.type)  # on a CPU a module with an unpacked weight runs PyTorch's own kernel
     ranked = rank_packings(points, counts, raw_kernels=serves_raw)
     layouts = [name for name in ranked if name is not None]
     packed = next(filter(None, (_pack_site(site, layout, memory) for layout in layouts)), None)

@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import psutil
 import torch
 
+from ..core.devices import get as get_device
 from ..timing.stats import Interval, ratio_interval
 
 log = logging.getLogger("gemmtune")
@@ -60,7 +60,7 @@ def _as_text(interval: Interval) -> str:
 
 def fits_in_memory(extra_bytes: int, device: torch.device) -> bool:
     """Whether ``extra_bytes`` are at most half of the memory that is free on ``device``."""
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    free = get_device(device.type).free_bytes(device)
     return extra_bytes <= free // 2
 
 
@@ -120,5 +120,4 @@ def _time(call: Callable[[], None], count: int, devices: Sequence[torch.device])
 
 def _synchronize(devices: Sequence[torch.device]) -> None:
     for device in devices:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        get_device(device.type).synchronize(device)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import backends
 from ..backends.base import Backend, Kernel
-from ..core import checks
+from ..core import checks, devices
 from ..core.candidate import Candidate, Illegal
 from ..core.errors import KernelError, UnsupportedError
 from ..core.memory import is_subclass, require_addressable
@@ -19,7 +19,6 @@ from ..core.problem import Problem
 from ..core.weights import PackedWeight, QuantWeight
 from ..dispatch.portfolio import rank_packings
 from ..dispatch.runtime import RUNTIME, current_target
-from ..dispatch.targets import device_guard
 from .int_mm import describe as describe_int_mm
 from .mixed_mm import describe_product, quant_weight
 from .mm import describe as describe_mm
@@ -62,7 +61,7 @@ def pack(
     kernel = _packing_kernel(problems, layout, weight.device, load_errors)
     if kernel is None:
         raise UnsupportedError(_unsupported_message(problems[0], layout, load_errors))
-    with device_guard(weight.device):
+    with devices.get(weight.device.type).guard(weight.device):
         return kernel.pack(raw)
 
 
@@ -84,8 +83,9 @@ def b_operand(
     checks.require_tensor("pack", "weight", 1, weight)
     if weight.dim() != 2:
         raise checks.ShapeError(f"pack(): expected a weight [N, K]; got {weight.dim()}-D tensor")
-    if weight.device.type not in ("cpu", "cuda"):
-        raise checks.DtypeError(f"pack(): only CPU and CUDA weights are packed; this one is on {weight.device}")
+    if not devices.is_served(weight.device):
+        kinds = ", ".join(devices.names())
+        raise checks.DtypeError(f"pack(): only weights on {kinds} are packed; this one is on {weight.device}")
     # Packing reads memory directly, and a lazily negated view has its values there without the sign.
     weight = weight.resolve_neg() if weight.is_neg() else weight
     require_addressable("pack()", weight=weight)
@@ -195,7 +195,7 @@ def _load(
 ) -> Kernel | None:
     """Build and load a candidate. On a KernelError append it to ``load_errors`` and return None."""
     try:
-        with device_guard(device), RUNTIME.artifacts():
+        with devices.get(device.type).guard(device), RUNTIME.artifacts():
             return backend.load(backend.build(problem, candidate, current_target(device)), problem)
     except KernelError as error:
         load_errors.append(f"{candidate.id}: {error}")

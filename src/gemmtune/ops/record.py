@@ -14,12 +14,12 @@ from torch.nn import functional
 from torch.nn.modules import module as hooks
 from torch.overrides import TorchFunctionMode
 
+from ..core.devices import CPU
 from ..core.errors import GemmtuneError
 from ..core.memory import is_subclass
 from ..core.problem import Problem
 from ..dispatch.guards import is_shape_only
 from ..dispatch.runtime import RUNTIME
-from ..dispatch.targets import CPU
 from ..fuse import bias as bias_step
 from .composites import is_composite, without_override
 from .mixed_mm import describe_product, quant_weight

@@ -32,7 +32,7 @@ Arguments = dict[str, Any]  # of the public function, by parameter name, without
 _AUTOCAST_FROM = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class OpSpec:
     """Everything that gemmtune knows of one op.
 

@@ -95,7 +95,7 @@ def _machine_section(
 
 def _threads_text(target: Target) -> str:
     """Return the number of threads as text, ``, 2 threads``; an empty string for a GPU."""
-    return f", {target.threads} threads" if target.device == "cpu" else ""
+    return f", {target.threads} threads" if target.is_cpu else ""
 
 
 def overview(rows: Iterable[DecisionSummary]) -> str:

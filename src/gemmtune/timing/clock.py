@@ -68,14 +68,21 @@ def gc_disabled() -> Iterator[None]:
 class CpuClock:
     """Wall time on this CPU (``perf_counter_ns``); the garbage collector is disabled during timing.
 
-    chill: empties the caches; called before each timing. most_calls: the most calls in one timing, so that with
-    ``chill`` each call has a set of operands that was not used since.
+    flush: empties the caches; called before each timing. most_calls: the most calls in one timing, so that with
+    ``flush`` each call has a set of operands that was not used since. synchronize: waits for a device that runs the
+    calls; None where a call returns when it is done.
     """
 
     duel_s = FLOOR_S
 
-    def __init__(self, chill: Callable[[], None] | None = None, most_calls: int = _MAX_CALLS) -> None:
-        self._next, self._chill, self._max_calls = 0, chill, most_calls
+    def __init__(
+        self,
+        flush: Callable[[], None] | None = None,
+        most_calls: int = _MAX_CALLS,
+        *,
+        synchronize: Callable[[], None] | None = None,
+    ) -> None:
+        self._next, self._flush, self._max_calls, self._synchronize = 0, flush, most_calls, synchronize
 
     def now(self) -> float:
         return time.perf_counter()
@@ -97,21 +104,27 @@ class CpuClock:
 
     def call_again(self, run: Run, place: int) -> Sequence[int]:
         run(place)
+        if self._synchronize is not None:
+            self._synchronize()
         return (place,)
 
     def conditions(self, run: Run, finalist: bool) -> dict[str, str]:
         return {}
 
     def _timed(self, run: Run, calls: int) -> float:
-        if self._chill is not None:
-            self._chill()
+        if self._flush is not None:
+            self._flush()
         return self._batch(run, calls) / calls
 
     def _batch(self, run: Run, calls: int) -> float:
         """Return the seconds that ``calls`` calls take."""
         first = self._next
         self._next += calls
+        if self._synchronize is not None:
+            self._synchronize()
         start = time.perf_counter_ns()
         for i in range(first, first + calls):
             run(i)
+        if self._synchronize is not None:
+            self._synchronize()
         return (time.perf_counter_ns() - start) * 1e-9

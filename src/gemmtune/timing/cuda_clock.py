@@ -8,41 +8,28 @@ cannot be captured.
 
 from __future__ import annotations
 
-import functools
 import math
 import mmap
-import time
-import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, Protocol
 
-import torch
-
-from ..core.torch_compat import cuda_sleep, end_allocate_to_pool, release_pool
 from .clock import Latency, Run, gc_disabled
 
 # Calls in one graph: a kernel of 1 us nearly fills the floor of a timing, and capturing takes 4 ms.
 _MAX_GRAPH_CALLS = 384
 # Launches of one callable that wait behind a pause: the launch queue holds about a thousand kernels.
 _MAX_EAGER_CALLS = 64
-_ROUND_PAUSE_S = 200e-6  # a round's pause: the host enqueues the first timings meanwhile
+ROUND_PAUSE_S = 200e-6  # a round's pause: the host enqueues the first timings meanwhile
 _LAUNCH_GUESS_S = 50e-6  # host seconds per launch, until it is measured
-_PAUSE_MARGIN = 1.5  # a pause is this multiple of the last launching time
+PAUSE_MARGIN = 1.5  # a pause is this multiple of the last launching time
 _HOST_TIMING_S = 1e-3  # the duration of a timing of work that events do not see
-_MIN_KERNEL_S = 0.5e-6  # no kernel is faster: less time between events means that the kernel ran elsewhere
+MIN_KERNEL_S = 0.5e-6  # no kernel is faster: less time between events means that the kernel ran elsewhere
 
-_CYCLES_S = 2e9  # highest clock of a GPU, in Hz: a slower clock makes pauses longer
 
 _BATCH, _LAUNCHES, _LAUNCH_S = 16, 200, 10e-3  # Launches timed for their own cost, and the seconds allowed for it.
-
-_COLD_CALLS, _COLD_SLOW_CALLS, _COLD_SLOW_S = 5, 2, 5e-3
-_SETTING_UP_S = 0.5  # seconds that a first call may need: modules are loaded, libraries choose their kernels
-_STALL_S = 2e-3
-_SLOW_S = 50e-3
 
 
 class EmptyGraph(Exception):
@@ -183,7 +170,7 @@ class CudaClock:
                     state.without_graph = not state.uncaptured
             times = self._time_enqueued([timing for timing in timings if self._is_on_stream(timing[1])], graphs)
             for run, state, _ in timings:
-                if state.uncaptured and times.get(run, _MIN_KERNEL_S) < _MIN_KERNEL_S:
+                if state.uncaptured and times.get(run, MIN_KERNEL_S) < MIN_KERNEL_S:
                     state.off_stream = True
                     del times[run]
             return [times[run] if run in times else self._time_off_stream(run, state, n) for run, state, n in timings]
@@ -238,7 +225,7 @@ class CudaClock:
         except EmptyGraph as error:
             state.graph, state.uncaptured, state.off_stream = None, str(error), True
         except Exception as error:  # it ran before: any error now is the reason why it cannot be captured
-            state.graph, state.uncaptured = None, _first_line(error)
+            state.graph, state.uncaptured = None, first_line(error)
         else:
             state.number = state.number or self._marker[0]  # noted during capturing
             graph.replay()
@@ -250,7 +237,7 @@ class CudaClock:
         if not timings:
             return {}
         events = []
-        self._gpu.sleep(_ROUND_PAUSE_S)
+        self._gpu.sleep(ROUND_PAUSE_S)
         for run, state, n in timings:
             if self._chill is not None:
                 self._chill()
@@ -266,7 +253,7 @@ class CudaClock:
         start, end = self._gpu.event(), self._gpu.event()
         graph = state.graph if graphs else None
         if graph is None:
-            self._gpu.sleep(_PAUSE_MARGIN * calls * (state.host_s or _LAUNCH_GUESS_S))
+            self._gpu.sleep(PAUSE_MARGIN * calls * (state.host_s or _LAUNCH_GUESS_S))
         start.record()
         if graph is not None:
             graph.replay()
@@ -342,179 +329,5 @@ def _rounded(calls: int) -> int:
     return min(_MAX_GRAPH_CALLS, -(-calls // step) * step)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
-
-
-# --- screening times --------------------------------------------------------------------------------------------
-
-
-def screening_times(
-    gpu: Gpu,
-    call: Callable[[], object],
-    chill: Callable[[], object],
-    worth_s: float | None = None,
-    latency: Latency = "graph",
-) -> tuple[float, ...]:
-    """Return the screening times of a call in seconds: five (slow calls: two), each after ``chill`` emptied the L2,
-    launching hidden by a pause.
-
-    A call that is slower than ``worth_s`` even when warm returns the one time that showed it. The very first call,
-    which sets things up, does not count, unless it takes so long that setting things up cannot be why. latency: with
-    ``eager`` a call takes no less than launching it. Raises the errors of the calls.
-
-    The calls run on the current stream, usually the default one. Work that is launched there whatever the current
-    stream is shows its time here, and its fault only in a race. For work that is launched on another stream the time is
-    that until the device was done.
-    """
-    with gc_disabled():
-        gpu.synchronize()
-        first_s, _ = _time_single_call(gpu, call)
-        if worth_s is not None and first_s > 4.0 * worth_s + _SETTING_UP_S:
-            return (first_s,)
-        warm_s, host_s = _time_single_call(gpu, call)
-        if warm_s > _SLOW_S or (worth_s is not None and warm_s > 2.0 * worth_s + _STALL_S):
-            return (warm_s,)
-        events, launches = [], []
-        count = _COLD_CALLS if warm_s < _COLD_SLOW_S else _COLD_SLOW_CALLS
-        gpu.sleep(_ROUND_PAUSE_S + _PAUSE_MARGIN * count * host_s)
-        for _ in range(count):
-            chill()
-            start, end = gpu.event(), gpu.event()
-            start.record()
-            started = gpu.now()
-            call()
-            launches.append(gpu.now() - started)
-            end.record()
-            events.append((start, end))
-        gpu.synchronize()
-    least_s = median(launches) if latency == "eager" else 0.0
-    times = [start.elapsed_time(end) * 1e-3 for start, end in events]
-    if min(times) < _MIN_KERNEL_S:
-        return (warm_s,)
-    return tuple(max(least_s, seconds) for seconds in times)
-
-
-def _time_single_call(gpu: Gpu, call: Callable[[], object]) -> tuple[float, float]:
-    """Return the seconds of one call until it was done, and until it was launched."""
-    started = gpu.now()
-    call()
-    launched_s = gpu.now() - started
-    gpu.synchronize()
-    return gpu.now() - started, launched_s
-
-
-# --- torch.cuda -------------------------------------------------------------------------------------------------
-
-
-class TorchGpu:
-    """torch.cuda as a ``Gpu``. Its graphs share a memory pool, which is freed with it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._index = _index(device)
-        self._stream = _stream(self._index)
-        self._new_pool()
-        self._numbers = torch.arange(256, dtype=torch.uint8, device=f"cuda:{self._index}").unbind()
-        self._reached = torch.zeros((), dtype=torch.uint8, pin_memory=True)
-
-    def now(self) -> float:
-        return time.perf_counter()
-
-    def rest(self) -> None:
-        time.sleep(20e-6)
-
-    def stream(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._stream)
-
-    def event(self) -> Event:
-        return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-    def sleep(self, seconds: float) -> None:
-        cuda_sleep(round(seconds * _CYCLES_S))
-
-    def capture(self, work: Callable[[], None]) -> Graph:
-        graph = torch.cuda.CUDAGraph()
-        if not self._graphs:  # a pool whose graphs are all freed cannot be captured into again
-            self._new_pool()
-        try:
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            work()
-        except BaseException:  # Ctrl-C too must not leave the stream capturing
-            with suppress(Exception):  # ending a broken capture may fail as well; the first error counts
-                self._end(graph)
-            raise
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("error", message=".*CUDA Graph is empty")
-                self._end(graph)
-        except Warning:
-            raise EmptyGraph("it launches nothing on the current stream") from None
-        self._graphs.add(graph)
-        return graph
-
-    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a capture. After a broken capture torch leaves the allocator recording to the pool; this method ends
-        that, too."""
-        try:
-            graph.capture_end()
-        except Warning:
-            raise
-        except Exception:  # any error of CUDA or the allocator
-            with suppress(Exception):  # torch may have ended it already
-                end_allocate_to_pool(self._index, self._pool)
-                release_pool(self._index, self._pool)
-            self._new_pool()
-            raise
-
-    def _new_pool(self) -> None:
-        self._pool: Any = torch.cuda.graph_pool_handle()
-        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()  # the graphs captured into the pool
-
-    def mark(self, number: int) -> None:
-        self._reached.copy_(self._numbers[number], non_blocking=True)
-
-    def reached(self) -> int:
-        return int(self._reached)
-
-    def synchronize(self) -> None:
-        torch.cuda.synchronize(self._index)
-
-
-@functools.cache
-def _stream(index: int) -> torch.cuda.Stream:
-    """Return this process's only stream for timing: libraries keep a workspace for each stream that they see."""
-    return torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
-
-
-def _index(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
-
-
-def warm_up(device: torch.device) -> None:
-    """Create the context, and load the libraries that every problem needs. Takes about a second in a new process."""
-    a = torch.ones(16, 16, dtype=torch.float64, device=device)
-    (a @ a).sum().item()
-    torch.cuda.synchronize(device)
-
-
-def limit_device_memory(device: torch.device, allowance: int) -> None:
-    """Let torch allocate ``allowance`` bytes of device memory more than it has now; 0 changes nothing.
-
-    Beyond the limit allocations raise torch.OutOfMemoryError, which costs one candidate.
-    """
-    if allowance > 0:
-        total = torch.cuda.get_device_properties(device).total_memory
-        share = (torch.cuda.memory_allocated(device) + allowance) / max(total, 1)
-        torch.cuda.set_per_process_memory_fraction(min(1.0, share), _index(device))
-
-
-def context_fault(device: torch.device) -> str:
-    """Return why this process can do nothing more on the device, in words; empty while it can, or when it never used
-    it."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return ""
-    try:
-        torch.cuda.synchronize(device)
-    except RuntimeError as error:
-        return _first_line(error)
-    return ""

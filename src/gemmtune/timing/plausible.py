@@ -25,16 +25,19 @@ _GPU_FLOPS = {8: 2048, 9: 4096}
 _GPU_FLOPS_NEWER = 16384
 
 
-def least_s(problem: Problem, target: Target) -> float:
-    """Return the least number of seconds that a call takes; 0.0 for an empty Problem."""
+def least_cpu_s(problem: Problem, target: Target) -> float:
+    """Return the least number of seconds that a call takes on a CPU; 0.0 for an empty Problem."""
     width = min(bits(problem.a.dtype), 64)
-    if target.device == "cpu":
-        per_cycle = max(_CPU_FLOPS[width], _AMX_FLOPS.get(width, 0) if "amx_tile" in target.isa else 0)
-        rate, load = target.cores * _CPU_HZ, _CPU_LOAD
-    else:
-        per_cycle = _gpu_flops(width, target)
-        rate, load = target.cores * _GPU_HZ, _GPU_LOAD
-    return max(problem.flops / (rate * per_cycle), problem.min_bytes / (rate * load))
+    per_cycle = max(_CPU_FLOPS[width], _AMX_FLOPS.get(width, 0) if "amx_tile" in target.isa else 0)
+    rate = target.cores * _CPU_HZ
+    return max(problem.flops / (rate * per_cycle), problem.min_bytes / (rate * _CPU_LOAD))
+
+
+def least_gpu_s(problem: Problem, target: Target) -> float:
+    """Return the least number of seconds that a call takes on a GPU; 0.0 for an empty Problem."""
+    per_cycle = _gpu_flops(min(bits(problem.a.dtype), 64), target)
+    rate = target.cores * _GPU_HZ
+    return max(problem.flops / (rate * per_cycle), problem.min_bytes / (rate * _GPU_LOAD))
 
 
 def _gpu_flops(width: int, target: Target) -> int:

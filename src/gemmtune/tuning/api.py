@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from ..core import devices
+from ..core.devices import CPU
 from ..core.errors import UnsupportedError
 from ..core.problem import Problem
 from ..dispatch import runtime
-from ..dispatch.targets import CPU
 
 if TYPE_CHECKING:
     from ..core.decision import Decision
@@ -86,12 +87,15 @@ def tune(
 def tuning_target(device: str | torch.device) -> Target:
     """Return the Target of a device that this process can tune for. Raises ValueError and UnsupportedError.
 
-    Workers run on the first GPU that they see. Equal GPUs have one Target; a GPU that differs has to be the first.
+    Workers run on the first device of a kind that they see. Equal ones have one Target; a device that differs has to
+    be the first.
     """
     target = runtime.current_target(device)
-    if target.device == "cuda" and target.key != runtime.current_target("cuda:0").key:
+    kind = devices.get(target.device)
+    if not kind.is_host and target.key != runtime.current_target(f"{kind.type}:0").key:
+        first = f"{kind.type.upper()}_VISIBLE_DEVICES"
         raise UnsupportedError(
-            f"tuning runs on the first GPU, and {device} ({target.name}) is not like it: set CUDA_VISIBLE_DEVICES so "
+            f"tuning runs on the first {kind.name} device, and {device} ({target.name}) is not like it: set {first} so "
             "that it comes first"
         )
     return target
@@ -164,7 +168,7 @@ def _by_device(
         run(model_or_problems, example_inputs)
     if device is not None:
         return [(tuned_device, recorded.problems)]
-    return [(ran_on, recorded.on(ran_on)) for ran_on in recorded.devices if ran_on.type in ("cpu", "cuda")]
+    return [(ran_on, recorded.on(ran_on)) for ran_on in recorded.devices if devices.is_served(ran_on)]
 
 
 def _problems(problems: Any, example_inputs: Any) -> list[tuple[Problem, int]]:

@@ -7,10 +7,11 @@ or times anything, and it never sees a tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from ..core.candidate import Candidate
+from ..core.devices import TuningProfile
 from .local_search import LocalSearch
 
 
@@ -19,14 +20,14 @@ class SearchOptions:
     """What a strategy is told besides the candidates.
 
     first: candidates to try before others. seed: for random choices; the same seed and times must give the same order.
-    limit: the most candidates to ask for; None for any number. gpu: whether they run on a GPU, where trying one takes
-    milliseconds and steady times, but builds take long.
+    limit: the most candidates to ask for; None for any number. profile: constants of tuning on the kind of device that
+    runs them.
     """
 
     first: Sequence[Candidate] = ()
     seed: int = 0
     limit: int | None = None
-    gpu: bool = False
+    profile: TuningProfile = field(default_factory=TuningProfile)
 
 
 class Searcher(Protocol):
@@ -50,13 +51,10 @@ class Searcher(Protocol):
 
 SearcherFactory = Callable[[Sequence[Candidate], SearchOptions], Searcher]
 
-# The candidates of a GPU's templates are listed with the likeliest first.
-_GPU_LOCAL = {"seeds": 12, "leaders": 2, "patience": 12}
-
 
 def _local(candidates: Sequence[Candidate], options: SearchOptions) -> Searcher:
-    profile = _GPU_LOCAL if options.gpu else {}
-    return LocalSearch(candidates, first=options.first, seed=options.seed, limit=options.limit, **profile)
+    settings = options.profile.search
+    return LocalSearch(candidates, first=options.first, seed=options.seed, limit=options.limit, **settings)
 
 
 _BUILTIN: dict[str, SearcherFactory] = {"local": _local}

@@ -7,6 +7,7 @@ time of a candidate's first few calls, measured alone and before any race.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -14,6 +15,7 @@ import msgspec
 
 from .. import backends
 from ..backends.base import Artifact
+from ..core import devices
 from ..core.candidate import Candidate
 from ..core.decision import Decision, Outcome, Verdict
 from ..core.errors import StoreError, WorkerError
@@ -36,9 +38,6 @@ log = logging.getLogger("gemmtune")
 Build = Callable[[Problem, Iterable[Candidate], Target], Mapping[str, Artifact | Verdict]]
 BuildAhead = Callable[[Problem, Iterable[Candidate], Target], None]
 
-DEFAULT_S = 6.0
-DEFAULT_GPU_S = 3.0  # its timings are short and steady; build time is not counted
-
 # Shares of the budget at which a phase ends and the next begins; the race has the remainder. Preparing operands and
 # oracle counts for no more than OPEN_SHARE: on a busy machine it could take all the time that choosing a kernel needs.
 OPEN_SHARE = 0.3
@@ -57,15 +56,10 @@ RAW_WITHIN = 8.0
 # over many M.
 PACKING_WITHIN = 5.0
 
-MAX_RACED, MAX_BASELINES, MAX_PACKINGS = 16, 4, 4
-# Screening times are more reliable on a GPU, and rounds repeat to a few tenths of a percent.
-MAX_RACED_GPU, RACE_GPU_S = 12, 1.2
-# The RETIMED fastest candidates whose screening times are within the factor RETIMED_WITHIN are timed once more when
-# there is time to spare: each was timed at another moment, and a busy neighbour of half a second doubles the times
-# during that moment.
-RETIMED, RETIMED_WITHIN = 24, 3.0
-# A GPU has no other users, as a rule; its clock may still be rising when the first candidates are timed.
-RETIMED_GPU = 8
+MAX_BASELINES, MAX_PACKINGS = 4, 4
+# The fastest candidates whose screening times are within this factor are timed once more when there is time to spare:
+# each was timed at another moment, and a busy neighbour of half a second doubles the times during that moment.
+RETIMED_WITHIN = 3.0
 # Calls of the leader that a race needs to decide anything, however little of the default budget remains.
 SLOW_DUEL_CALLS = 80
 # ATEN_END: ATen's share of a user's budget. RACE_PAIRS: the pairs of timings for which a race is always left time: 12
@@ -119,10 +113,8 @@ class TuningSession:
         self._candidates, illegal = enumerate_candidates(problem, target, backend_names)
         self._ledger = Ledger(self._candidates, illegal)
         self._started = time.perf_counter()
-        self._gpu = target.device != "cpu"
-        self._default_s = DEFAULT_GPU_S if self._gpu else DEFAULT_S
-        self._max_raced = MAX_RACED_GPU if self._gpu else MAX_RACED
-        self._seconds, self._strict = self._default_s, False
+        self._profile = devices.get(target.device).profile
+        self._seconds, self._strict = self._profile.default_s, False
         self._builds: dict[str, Artifact | Verdict] = {}
         self._best_s = self._slowest_s = 0.0
         # Upper bound of the seconds that a timing takes besides its calls, such as emptying the caches.
@@ -137,7 +129,7 @@ class TuningSession:
         problem at all.
         """
         self._started = run_started = time.perf_counter()
-        self._seconds, self._strict = seconds or self._default_s, seconds is not None
+        self._seconds, self._strict = seconds or self._profile.default_s, seconds is not None
         self._worker.open(self._problem, self._seed)
         if not self._strict:
             self._started = max(self._started, time.perf_counter() - OPEN_SHARE * self._seconds)
@@ -163,7 +155,7 @@ class TuningSession:
         """Try candidates in the order of the search. Return the reason why exploring ended."""
         candidates = self._forget_failures()
         first = self._first_in_layouts(candidates)
-        search = self._search(candidates, SearchOptions(first, self._seed, limit, self._gpu))
+        search = self._search(candidates, SearchOptions(first, self._seed, limit, self._profile))
         self._build_now(first_builds(candidates))
         tried = 0
         while (batch := search.ask()) is not None:
@@ -204,7 +196,7 @@ class TuningSession:
     def _retime_fastest(self) -> None:
         """Time the fastest candidates once more, at another moment, while exploring has time to spare."""
         others = [row for row in self._ledger.timed() if not row.incumbent]
-        for row in _within(others, RETIMED_WITHIN)[: RETIMED_GPU if self._gpu else RETIMED]:
+        for row in _within(others, RETIMED_WITHIN)[: self._profile.retimed]:
             if self._share_spent() > EXPLORE_END:
                 return
             result = self._worker.attempt(row.candidate, self._deadline(), self._cutoff_s(row.candidate))
@@ -233,7 +225,7 @@ class TuningSession:
         Builders that would be idle meanwhile build the candidates that the search may ask for next.
         """
         to_build = [candidate for candidate in batch if candidate.id not in self._builds]
-        idle_builders = -len(to_build) % len(allowed_cpus()) if to_build and self._gpu else 0
+        idle_builders = -len(to_build) % len(allowed_cpus()) if to_build and self._profile.builds_overlap else 0
         if idle_builders:
             to_build += [candidate for candidate in search.likely if candidate.id not in self._builds][:idle_builders]
         builds = self._build_now(to_build)
@@ -366,7 +358,7 @@ class TuningSession:
         # even when time is short: the best baseline and the best other candidate are always checked
         for is_baseline in (True, False):
             rows = [row for row in self._ledger.timed() if row.incumbent == is_baseline]
-            for row in rows[: None if is_baseline else MAX_RACED]:
+            for row in rows[: None if is_baseline else self._profile.max_raced]:
                 if self._ledger.best(incumbent=is_baseline, eligible=True) is not None:
                     break
                 self._check(row)
@@ -405,7 +397,7 @@ class TuningSession:
         others = [row for row in rows if not row.incumbent]
         chosen = _within(baselines, CLOSE_BASELINE)[:MAX_BASELINES]
         chosen += [row for row in baselines if row.packing is None][:1]
-        chosen += _within(others, CLOSE)[: self._max_raced]
+        chosen += _within(others, CLOSE)[: self._profile.max_raced]
         best_by_packing = {row.packing: row for row in reversed(_within(rows, PACKING_WITHIN))}
         chosen += sorted(best_by_packing.values(), key=lambda row: row.screening_s)[:MAX_PACKINGS]
         chosen += [best_by_packing[layout] for layout in self._layouts if layout in best_by_packing]
@@ -471,7 +463,7 @@ class TuningSession:
         others[1:1] = [row for row in raw if not row.incumbent and row not in others[:1]]
         others = list({row.id: row for row in others}.values())
         best_s = min((row.screening_s for row in rows), default=1.0)
-        others = others[: max(3, min(self._max_raced, int(self._remaining_s() / (20 * best_s))))]
+        others = others[: max(3, min(self._profile.max_raced, int(self._remaining_s() / (20 * best_s))))]
         for row in rows:
             if row not in baselines and row not in others:
                 row.reason = row.reason or f"{row.screening_s / best_s:.2f}x the best rough time: not raced"
@@ -502,7 +494,7 @@ class TuningSession:
         if self._strict:
             return max(self._remaining_s(), 0.05 * self._seconds)
         slow_race_s = SLOW_DUEL_CALLS * min(row.screening_s for row in rows)
-        remaining_s = min(self._remaining_s(), RACE_GPU_S) if self._gpu else self._remaining_s()
+        remaining_s = min(self._remaining_s(), self._profile.race_s or math.inf)
         return max(remaining_s, min(0.75 * self._seconds, slow_race_s), 0.05 * self._seconds)
 
     def _report_leading(self, leading: LeaderUpdate) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
+from ..core import devices
 from ..core.decision import Decision
 from ..core.errors import StoreError, WorkerError
 from ..core.events import ProblemDone, ProblemStarted, Progress, silent
@@ -216,8 +217,9 @@ class Tuner:
         return decision
 
     def _builds_overlap(self) -> bool:
-        """Whether builds may run beside timing without disturbing it: on a GPU, timed by the GPU's own clock."""
-        return self._isolate and self._target.device != "cpu" and self._latency == "graph"
+        """Whether builds may run beside timing without disturbing it: where the device's own clock times graphs."""
+        profile = devices.get(self._target.device).profile
+        return self._isolate and profile.builds_overlap and self._latency == "graph"
 
     def _build_ahead(self, problem: Problem, pool: _WorkerPool) -> None:
         """Begin the first builds of the problems after ``problem``."""

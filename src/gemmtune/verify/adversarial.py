@@ -24,6 +24,7 @@ from ..core.problem import Problem, bits
 from ..core.weights import QuantWeight
 from .inputs import WIDE_INTEGERS, fill_random, logical_shape
 from .oracle import INTEGERS
+from .random_source import RandomSource
 
 _LARGE_AND_TINY = {"float16": (2.0**12, 2.0**-8)}  # factors for large, tiny: results fit the dtype, but no narrower one
 _DEFAULT_LARGE_AND_TINY = (2.0**20, 2.0**-30)
@@ -51,29 +52,29 @@ def row_kinds(problem: Problem) -> tuple[str, ...]:
     return ("spike", "tiny", "NaN", "large", "cancel", "+inf", "denormal", "-inf")
 
 
-def special_rows(problem: Problem, kinds: Sequence[str], generator: torch.Generator) -> Tensor:
+def special_rows(problem: Problem, kinds: Sequence[str], source: RandomSource) -> Tensor:
     """Return one row of A for each kind (an empty kind: an ordinary row): [kinds, K], or [batch, kinds, K]; dense."""
     shape, dtype = logical_shape(problem, len(kinds), problem.k), problem.a.dtype
-    rows = torch.empty(shape, dtype=getattr(torch, dtype), device=generator.device)
-    fill_random(rows, dtype, generator)
+    rows = torch.empty(shape, dtype=getattr(torch, dtype), device=source.device)
+    fill_random(rows, dtype, source)
     for i, kind in enumerate(kinds):
         row = rows[..., i, :]
         if not kind:
             continue
         if row.is_floating_point() and bits(dtype) > 8:
-            _spoil_floats(row, kind, dtype, generator)
+            _spoil_floats(row, kind, dtype, source)
         else:
-            _spoil_bytes(row, kind, dtype, generator)
+            _spoil_bytes(row, kind, dtype, source)
     return rows
 
 
-def _spoil_floats(vector: Tensor, kind: str, dtype: str, generator: torch.Generator) -> None:
+def _spoil_floats(vector: Tensor, kind: str, dtype: str, source: RandomSource) -> None:
     """Change normally distributed numbers [.., K] to values of a kind, in place."""
     k = vector.shape[-1]
     large, tiny = _LARGE_AND_TINY.get(dtype, _DEFAULT_LARGE_AND_TINY)
-    index = int(torch.randint(0, k, (), generator=generator, device=generator.device))
+    index = source.index(k)
     if kind == "spike":
-        mantissa = 1.25 + 0.75 * torch.rand((), generator=generator, dtype=torch.float64, device=generator.device)
+        mantissa = 1.25 + 0.75 * source.uniform((), torch.float64)
         vector[..., index] = (mantissa * 2.0 ** _SPIKE_EXPONENT.get(dtype, _DEFAULT_SPIKE_EXPONENT)).to(vector.dtype)
     elif kind in ("large", "tiny"):
         vector *= large if kind == "large" else tiny
@@ -89,11 +90,11 @@ def _spoil_floats(vector: Tensor, kind: str, dtype: str, generator: torch.Genera
         raise ValueError(f"no such kind of values: {kind!r}")
 
 
-def _spoil_bytes(vector: Tensor, kind: str, dtype: str, generator: torch.Generator) -> None:
+def _spoil_bytes(vector: Tensor, kind: str, dtype: str, source: RandomSource) -> None:
     """Change integers or fp8 numbers [.., K] to values of a kind, in place."""
     if kind == "extremes":
         drawn = torch.empty(vector.shape, dtype=vector.dtype, device=vector.device)
-        fill_random(drawn, dtype, generator, extremes=True)
+        fill_random(drawn, dtype, source, extremes=True)
         vector.copy_(drawn)
     elif kind in ("largest", "smallest") and dtype in ("int32", "int64"):
         vector.fill_(WIDE_INTEGERS if kind == "largest" else -WIDE_INTEGERS)
@@ -101,7 +102,7 @@ def _spoil_bytes(vector: Tensor, kind: str, dtype: str, generator: torch.Generat
         low, high = _EXTREME_BYTES[dtype]
         vector.view(torch.uint8).fill_(high if kind == "largest" else low)
     elif kind == "single":
-        index = int(torch.randint(0, vector.shape[-1], (), generator=generator, device=generator.device))
+        index = source.index(vector.shape[-1])
         vector.zero_()
         vector[..., index] = 1
     elif kind == "NaN":
@@ -179,7 +180,7 @@ def aux_kinds(step: Step) -> tuple[str, ...]:
     return ("NaN", "+inf", "-inf")  # not huge: a kernel may add it first and then rounds every sum to its size
 
 
-def choose_columns(problem: Problem, generator: torch.Generator, round_index: int = 0) -> Columns:
+def choose_columns(problem: Problem, source: RandomSource, round_index: int = 0) -> Columns:
     """Choose special columns at random, each of one kind; at most half of all columns are special.
 
     round_index: which kinds to choose when there are more kinds than columns; see ``weight_rounds``.
@@ -193,7 +194,7 @@ def choose_columns(problem: Problem, generator: torch.Generator, round_index: in
     count = max(1, min(problem.n // 2 // per_slot, len(slots)))
     first = round_index * count % len(slots)
     slots = (slots + slots)[first : first + count]
-    drawn: list[int] = torch.randperm(problem.n, generator=generator, device=generator.device).tolist()
+    drawn: list[int] = source.permutation(problem.n).tolist()
     edges = (0, problem.n - 1)  # chosen last: faults are likeliest there, and a NaN would hide them
     order = [column for column in drawn if column not in edges] + list(edges)
     chosen: list[dict[str, tuple[int, ...]]] = [{} for _ in range(len(steps) + 1)]
@@ -209,7 +210,7 @@ def weight_rounds(problem: Problem) -> int:
     return min(4, max(1, math.ceil(slots / max(1, problem.n // 2))))
 
 
-def spoil_weight(problem: Problem, b: Tensor | QuantWeight, columns: Columns, generator: torch.Generator) -> None:
+def spoil_weight(problem: Problem, b: Tensor | QuantWeight, columns: Columns, source: RandomSource) -> None:
     """Change the special columns of B to values of their kinds, in place.
 
     A column of an int8 B is also changed when an epilogue tensor has a special scale for it. With a scale that is a
@@ -225,16 +226,16 @@ def spoil_weight(problem: Problem, b: Tensor | QuantWeight, columns: Columns, ge
     for kind, indices in columns.weight.items():
         for index in indices:
             if isinstance(b, QuantWeight):
-                _spoil_quantized(b, kind, index, generator)
+                _spoil_quantized(b, kind, index, source)
                 continue
             values = b[..., index].clone()
             if bits(problem.b.dtype) > 8 and b.is_floating_point():
-                _spoil_floats(values, kind, problem.b.dtype, generator)
+                _spoil_floats(values, kind, problem.b.dtype, source)
                 if kind == "cancel":
                     half = values.shape[-1] // 2
                     values[..., half : 2 * half] *= -(1 + 2.0**-6)
             else:
-                _spoil_bytes(values, kind, problem.b.dtype, generator)
+                _spoil_bytes(values, kind, problem.b.dtype, source)
             _as_bytes(b)[..., index] = _as_bytes(values)
 
 
@@ -243,7 +244,7 @@ def _as_bytes(t: Tensor) -> Tensor:
     return t.view(torch.uint8) if t.is_floating_point() and t.element_size() == 1 else t
 
 
-def _spoil_quantized(b: QuantWeight, kind: str, column: int, generator: torch.Generator) -> None:
+def _spoil_quantized(b: QuantWeight, kind: str, column: int, source: RandomSource) -> None:
     scale, name = b.scale[..., column], b.quant.scale_dtype
     if kind in ("largest", "smallest"):
         low, high = _EXTREME_BYTES[b.dtype]
@@ -256,7 +257,7 @@ def _spoil_quantized(b: QuantWeight, kind: str, column: int, generator: torch.Ge
             b.scale[group, column] = _special_scale(b.scale[group, column], kinds[group % len(kinds)], name)
     elif b.zero_point is not None:
         shape = b.zero_point[..., column].shape
-        drawn = torch.rand(shape, generator=generator, device=generator.device) - 0.5
+        drawn = source.uniform(tuple(shape)) - 0.5
         far = 25.0 if b.dtype == "int4" else 300.0
         zero = 7.0 * drawn + 3.5 if kind == "fractional zero" else far * drawn.sign() + drawn
         b.zero_point[..., column] = zero.to(b.zero_point.dtype)
@@ -301,7 +302,7 @@ def spoil_aux(
     aux: Sequence[Tensor],
     columns: Columns,
     rows: list[str],
-    generator: torch.Generator,
+    source: RandomSource,
 ) -> None:
     """Change elements of the epilogue's tensors to special values, in place.
 
@@ -315,7 +316,7 @@ def spoil_aux(
         if step.axis == "tensor" or t.numel() == 0:
             continue
         if step.kind in ("bias", "add"):
-            _clear_addend(t, step, columns, special, generator)
+            _clear_addend(t, step, columns, special, source)
         if step.axis == "col":
             for kind, indices in columns.aux[i].items():
                 t[list(indices)] = special_value(problem, step, kind, t[list(indices)])
@@ -330,18 +331,18 @@ def spoil_aux(
                 t[row] = special_value(problem, step, kind, t[row])
                 rows[row] = f"multiplied or added to {kind} of the epilogue's tensor {i}"
         else:
-            _spoil_full(problem, step, t, columns, rows, generator)
+            _spoil_full(problem, step, t, columns, rows, source)
 
 
 def _spoil_full(
-    problem: Problem, step: Step, t: Tensor, columns: Columns, rows: Sequence[str], generator: torch.Generator
+    problem: Problem, step: Step, t: Tensor, columns: Columns, rows: Sequence[str], source: RandomSource
 ) -> None:
     """Change elements of an [M, N] tensor to special values, in place.
 
     The elements are in ordinary columns of the first and the last ordinary row, so that no other special value hides
     their effect.
     """
-    drawn: list[int] = torch.randperm(problem.n, generator=generator, device=generator.device).tolist()
+    drawn: list[int] = source.permutation(problem.n).tolist()
     free = [column for column in drawn if not columns.label(column)]
     ordinary = [row for row, name in enumerate(rows) if not name]
     kinds = aux_kinds(step)
@@ -351,9 +352,9 @@ def _spoil_full(
             t[..., row, indices] = special_value(problem, step, kind, t[..., row, indices])
 
 
-def _clear_addend(t: Tensor, step: Step, columns: Columns, special: list[int], generator: torch.Generator) -> None:
+def _clear_addend(t: Tensor, step: Step, columns: Columns, special: list[int], source: RandomSource) -> None:
     """Set half of an addend's elements, and all those in special columns and rows, to 0."""
-    t.masked_fill_(torch.rand(t.shape, generator=generator, device=generator.device) < 0.5, 0)
+    t.masked_fill_(source.uniform(tuple(t.shape)) < 0.5, 0)
     cleared = [*columns.all_of_weight(), *(c for kinds in columns.aux for indices in kinds.values() for c in indices)]
     if cleared and step.axis in ("col", "full"):
         t[..., cleared] = 0

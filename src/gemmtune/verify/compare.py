@@ -18,11 +18,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..core.devices import is_host
 from ..core.problem import Problem
 from .oracle import INTEGERS, UNIT, error_unit, is_integer, to_integer
 from .reference_cases import ReferenceCase
 
-_CHUNK = {"cpu": 1 << 17, "cuda": 1 << 25}  # elements compared at a time: they fit a core's L2; few launches
+# Elements compared at a time: they fit a core's L2; on other devices there are few launches.
+_CHUNK, _DEVICE_CHUNK = 1 << 17, 1 << 25
 _SIGMAS = 6.0
 
 
@@ -74,7 +76,7 @@ def compare(problem: Problem, case: ReferenceCase, out: Tensor) -> tuple[float, 
     value, tolerance = case.value.reshape(actual.shape), case.tolerance.reshape(actual.shape)
     sums = _Sums(case.ordinary_columns) if case.kind == "uniform" else None
     worst, flat_index = 0.0, -1
-    rows = max(1, _CHUNK[actual.device.type] // problem.n)
+    rows = max(1, (_CHUNK if is_host(actual.device.type) else _DEVICE_CHUNK) // problem.n)
     for start in range(0, actual.shape[0], rows):
         part = slice(start, start + rows)
         ratio = check_elements(actual[part], value[part], tolerance[part], problem.out_dtype, sums).view(-1)

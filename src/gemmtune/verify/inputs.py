@@ -14,15 +14,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..core.devices import CPU, is_host
 from ..core.epilogue import Step
 from ..core.problem import Layout, Operand, Problem, Quant
 from ..core.target import Target
 from ..core.weights import QuantWeight
+from .random_source import RandomSource
 
-CPU = torch.device("cpu")
 GUARD = 4096  # guard bytes before and after an operand in verification; preserves torch's 64-byte alignment
 WIDE_INTEGERS = 1000  # largest magnitude of int32 and int64 elements: sums of products stay far within the dtype
-_CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}  # elements drawn at a time: they fit the cache; few launches
+# Elements drawn at a time: they fit the cache of a CPU; on other devices there are few launches.
+_CHUNK, _DEVICE_CHUNK = 1 << 20, 1 << 26
 _POOL = (1 << 20) + 7  # elements; odd, so that tiles do not align with rows or pages
 _RMS = {"int8": 74.0, "uint8": 147.0, "int4": 4.6, "float8_e4m3fn": 110.0, "float8_e5m2": 9000.0}  # rms
 _DEFAULT_LLC = 32 << 20
@@ -65,38 +67,38 @@ def make_inputs(
     All operands are between guards. A kernel that uses values beyond an operand, or in the gaps between its rows, reads
     NaN (integers: -127 or 129).
     """
-    generator = torch.Generator(device).manual_seed(seed)
+    source = RandomSource(device, seed)
 
     def draw(shape: tuple[int, ...], layout: Layout, dtype: str) -> Tensor:
         out = allocate(shape, layout, dtype, offset, guard=True, device=device, gap=gap)
-        fill_random(out, dtype, generator)
+        fill_random(out, dtype, source)
         return out
 
     a = draw(logical_shape(problem, problem.m, problem.k), problem.a.layout, problem.a.dtype)
     if b is None:
-        b = guarded_weight(_weight(problem, draw, generator), offset)
-    return Inputs(a, b, tuple(guarded_copy(t, offset) for t in epilogue_tensors(problem, generator)))
+        b = guarded_weight(_weight(problem, draw, source), offset)
+    return Inputs(a, b, tuple(guarded_copy(t, offset) for t in epilogue_tensors(problem, source)))
 
 
 def timing_sets(problem: Problem, count: int, seed: int, device: torch.device = CPU) -> list[Inputs]:
     """Return ``count`` distinct operand sets for timing (about 50 ms per 100 MB on a CPU, 0.1 ms on a GPU)."""
-    generator = torch.Generator(device).manual_seed(seed)
+    source = RandomSource(device, seed)
     pools: dict[str, Tensor] = {}
 
     def tile(shape: tuple[int, ...], layout: Layout, dtype: str) -> Tensor:
-        if device.type != "cpu":  # on a GPU, drawing is as fast as copying, and takes fewer launches than tiles
+        if not is_host(device.type):  # on a GPU, drawing is as fast as copying, and takes fewer launches than tiles
             out = allocate(shape, layout, dtype, device=device)
-            fill_random(out, dtype, generator)
+            fill_random(out, dtype, source)
             return out
         if dtype not in pools:
             pools[dtype] = allocate((_POOL,), Layout(), dtype)
-            fill_random(pools[dtype], dtype, generator)
-        return _tile_from_pool(shape, layout, dtype, pools[dtype], generator)
+            fill_random(pools[dtype], dtype, source)
+        return _tile_from_pool(shape, layout, dtype, pools[dtype], source)
 
     sets = []
     for _ in range(count):
         a = tile(logical_shape(problem, problem.m, problem.k), problem.a.layout, problem.a.dtype)
-        sets.append(Inputs(a, _weight(problem, tile, generator), epilogue_tensors(problem, generator)))
+        sets.append(Inputs(a, _weight(problem, tile, source), epilogue_tensors(problem, source)))
     return sets
 
 
@@ -114,7 +116,7 @@ def operand_set_count(problem: Problem, target: Target) -> int:
     cache = target.caches[2] if len(target.caches) > 2 and target.caches[2] else _DEFAULT_LLC
     size = max(1, operand_bytes(problem))
     cache_multiple, max_sets = 2, (3 * size + (256 << 20)) // size
-    if target.device != "cpu":
+    if not is_host(target.device):
         cache_multiple, max_sets = _GPU_L2_MULTIPLE, _GPU_BYTES // size
     return max(2, min(math.ceil(cache_multiple * cache / size) + 1, max_sets, _MAX_SETS))
 
@@ -211,7 +213,7 @@ def _dense_view(out: Tensor) -> Tensor | None:
 # --- values -----------------------------------------------------------------------------------------------------
 
 
-def fill_random(out: Tensor, dtype: str, generator: torch.Generator, *, extremes: bool = False) -> None:
+def fill_random(out: Tensor, dtype: str, source: RandomSource, *, extremes: bool = False) -> None:
     """Fill a tensor with random values over the dtype's range.
 
     extremes: integers are the smallest or the largest value; fp8 numbers are the largest of either sign or the smallest
@@ -220,20 +222,20 @@ def fill_random(out: Tensor, dtype: str, generator: torch.Generator, *, extremes
     flat = _dense_view(out)
     if flat is None:
         dense = torch.empty(out.shape, dtype=out.dtype, device=out.device)
-        fill_random(dense, dtype, generator, extremes=extremes)
+        fill_random(dense, dtype, source, extremes=extremes)
         out.copy_(dense)
         return
-    chunk = _CHUNK[out.device.type]
+    chunk = _CHUNK if is_host(out.device.type) else _DEVICE_CHUNK
     for start in range(0, flat.numel(), chunk):
         piece = flat[start : start + chunk]
-        piece.copy_(_values(piece.numel(), dtype, generator, extremes))
+        piece.copy_(_values(piece.numel(), dtype, source, extremes))
 
 
-def _values(count: int, dtype: str, generator: torch.Generator, extremes: bool) -> Tensor:
+def _values(count: int, dtype: str, source: RandomSource, extremes: bool) -> Tensor:
     if dtype in ("int8", "uint8", "int4"):
-        return _random_bytes(count, dtype, generator, extremes)
+        return _random_bytes(count, dtype, source, extremes)
     if dtype.startswith("float8"):
-        raw = _random_bytes(count, "uint8", generator, False)
+        raw = _random_bytes(count, "uint8", source, False)
         # All exponents except that of NaN and infinity: where all exponent bits are set, the top one is cleared.
         top = 0x7F if dtype == "float8_e4m3fn" else 0x7C
         raw = torch.where((raw & top) == top, raw & 0xBF, raw)
@@ -242,34 +244,27 @@ def _values(count: int, dtype: str, generator: torch.Generator, extremes: bool) 
             raw = torch.where((raw & 1).bool(), largest | (raw & 0x80), 1).to(torch.uint8)
         return raw.view(getattr(torch, dtype))
     if dtype in ("int32", "int64"):
-        whole = getattr(torch, dtype)
-        low, high = -WIDE_INTEGERS, WIDE_INTEGERS + 1
-        return torch.randint(low, high, (count,), generator=generator, dtype=whole, device=generator.device)
-    wide = torch.float64 if dtype == "float64" else torch.float32
-    return torch.randn(count, generator=generator, dtype=wide, device=generator.device)
+        return source.integers(-WIDE_INTEGERS, WIDE_INTEGERS + 1, (count,), getattr(torch, dtype))
+    return source.normal((count,), torch.float64 if dtype == "float64" else torch.float32)
 
 
-def _random_bytes(count: int, dtype: str, generator: torch.Generator, extremes: bool) -> Tensor:
-    words = torch.empty(-(-count // 8), dtype=torch.int64, device=generator.device)
-    words.random_(-(2**63), None, generator=generator)
-    raw = words.view(torch.uint8)[:count]
+def _random_bytes(count: int, dtype: str, source: RandomSource, extremes: bool) -> Tensor:
+    raw = source.bytes(count)
     if extremes:
         low, high = {"int8": (0x80, 0x7F), "uint8": (0, 0xFF), "int4": (0, 0xFF)}[dtype]
         raw = torch.where((raw & 1).bool(), high, low).to(torch.uint8)
     return raw.view(torch.int8) if dtype == "int8" else raw
 
 
-def _tile_from_pool(
-    shape: tuple[int, ...], layout: Layout, dtype: str, pool: Tensor, generator: torch.Generator
-) -> Tensor:
+def _tile_from_pool(shape: tuple[int, ...], layout: Layout, dtype: str, pool: Tensor, source: RandomSource) -> Tensor:
     out = allocate(shape, layout, dtype)
     flat = _dense_view(out)
     if flat is None:
-        out.copy_(_tile_from_pool(shape, Layout(), dtype, pool, generator))
+        out.copy_(_tile_from_pool(shape, Layout(), dtype, pool, source))
         return out
     position = 0
     while position < flat.numel():
-        start = int(torch.randint(0, _POOL // 2, (), generator=generator)) | 1
+        start = source.index(_POOL // 2) | 1
         piece = pool[start : start + flat.numel() - position]
         flat[position : position + piece.numel()].copy_(piece)
         position += piece.numel()
@@ -283,32 +278,32 @@ def _rms(dtype: str) -> float:
     return _RMS.get(dtype, 577.0 if dtype in ("int32", "int64") else 1.0)
 
 
-def _weight(problem: Problem, draw: Source, generator: torch.Generator) -> Tensor | QuantWeight:
+def _weight(problem: Problem, draw: Source, source: RandomSource) -> Tensor | QuantWeight:
     operand = problem.b
     if operand.quant is None:
         return draw(logical_shape(problem, problem.k, problem.n), operand.layout, operand.dtype)
     stored = -(-problem.k // 2) if operand.dtype == "int4" else problem.k
     data = draw((stored, problem.n), operand.layout, operand.dtype)
-    scale, zero = _quant_tensors(problem, operand, operand.quant, generator)
+    scale, zero = _quant_tensors(problem, operand, operand.quant, source)
     return QuantWeight(data, scale, zero, problem.k, operand.quant, operand.dtype)
 
 
 def _quant_tensors(
-    problem: Problem, operand: Operand, quant: Quant, generator: torch.Generator
+    problem: Problem, operand: Operand, quant: Quant, source: RandomSource
 ) -> tuple[Tensor, Tensor | None]:
     """Return scales near 1 / (sqrt(K) * rms), so that outputs are near 1, and zero points near the range's middle."""
     shape = (problem.n,) if quant.group is None else (-(-problem.k // quant.group), problem.n)
     dtype = getattr(torch, quant.scale_dtype)
     size = 1.0 / (math.sqrt(max(problem.k, 1)) * _rms(operand.dtype))
-    scale = ((torch.rand(shape, generator=generator, device=generator.device) + 0.5) * size).to(dtype)
+    scale = ((source.uniform(shape) + 0.5) * size).to(dtype)
     if not quant.zero_point:
         return scale, None
     middle, reach = (8, 3) if operand.dtype == "int4" else (0, 10)
-    zero = torch.randint(middle - reach, middle + reach + 1, shape, generator=generator, device=generator.device)
+    zero = source.integers(middle - reach, middle + reach + 1, shape)
     return scale, zero.to(dtype)
 
 
-def epilogue_tensors(problem: Problem, generator: torch.Generator) -> tuple[Tensor, ...]:
+def epilogue_tensors(problem: Problem, source: RandomSource) -> tuple[Tensor, ...]:
     """Return the epilogue's tensors, with values comparable in size to the accumulator at their step."""
     level = math.sqrt(max(problem.k, 1)) * _rms(problem.a.dtype) * _rms(problem.b.dtype)
     if problem.b.quant is not None:
@@ -321,23 +316,21 @@ def epilogue_tensors(problem: Problem, generator: torch.Generator) -> tuple[Tens
     tensors = []
     for step in problem.epilogue:
         if step.takes_tensor:
-            tensors.append(_step_tensor(problem, step, size, level, generator))
+            tensors.append(_step_tensor(problem, step, size, level, source))
         if step.kind == "scale":
             level *= size if step.takes_tensor else abs(step.value)
     return tuple(tensors)
 
 
-def _step_tensor(problem: Problem, step: Step, size: float, level: float, generator: torch.Generator) -> Tensor:
+def _step_tensor(problem: Problem, step: Step, size: float, level: float, source: RandomSource) -> Tensor:
     full = logical_shape(problem, problem.m, problem.n)
     shape = {"tensor": (1,), "row": (problem.m,), "col": (problem.n,), "full": full}[step.axis]
-    device = generator.device
     if step.kind == "scale":
-        drawn = torch.rand(shape, generator=generator, device=device)
-        values = (drawn + 0.5) * (size / max(abs(step.value), 1e-30))
+        values = (source.uniform(shape) + 0.5) * (size / max(abs(step.value), 1e-30))
     elif step.kind == "mul":
-        values = torch.randn(shape, generator=generator, device=device)
+        values = source.normal(shape)
     else:
-        values = torch.randn(shape, generator=generator, device=device) * level
+        values = source.normal(shape) * level
     dtype = getattr(torch, str(step.dtype))
     if dtype.is_floating_point:
         return values.to(dtype)

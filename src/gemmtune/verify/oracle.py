@@ -30,6 +30,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..core import devices
+from ..core.devices import is_host
 from ..core.epilogue import Step
 from ..core.problem import Problem
 
@@ -58,13 +60,13 @@ FP8_UNIT, FP8_SPREAD = 2.0**-13, 48.0
 # every bit of the results of torch.mm, cuBLASLt and Triton on an H200
 # (benchmarks/results/gpu-fp16-subnormals-20261123.json); without it, one of 1,000 products of cuBLASLt was outside of
 # the bound. The flush-to-zero term covers bfloat16's subnormals. CPUs convert operands before they multiply.
-_FP16_SMALLEST_NORMAL, _ALIGNING = 2.0**-14, ("cuda",)
+_FP16_SMALLEST_NORMAL = 2.0**-14
 
 _FULL_ROWS = 256
 _FULL_FLOPS = 10e9
 _BLOCK_BYTES = 16 << 20  # block of B in float64: it stays in the last-level cache
 _CHUNK = 1 << 21  # output elements for which the epilogue is computed at a time
-_GPU_BLOCK_BYTES, _GPU_CHUNK = 256 << 20, 1 << 26  # with smaller ones, launches dominate on a GPU
+_DEVICE_BLOCK_BYTES, _DEVICE_CHUNK = 256 << 20, 1 << 26  # with smaller ones, launches dominate on a GPU
 _SMALLEST_NORMAL = 2.0**-126  # smallest normal of float32 and bfloat16: flush-to-zero may change a value by that
 
 
@@ -99,7 +101,7 @@ def is_integer(problem: Problem) -> bool:
 
 def is_large(problem: Problem, device: torch.device) -> bool:
     """Whether float64 throughout would take too long on ``device``; see the module's docstring for the alternative."""
-    return device.type == "cpu" and problem.m > _FULL_ROWS and problem.flops > _FULL_FLOPS and problem.acc != "float64"
+    return is_host(device.type) and problem.m > _FULL_ROWS and problem.flops > _FULL_FLOPS and problem.acc != "float64"
 
 
 def error_unit(problem: Problem) -> float:
@@ -157,7 +159,7 @@ def apply_epilogue(problem: Problem, acc: Tensor, magnitude: Tensor, aux: Sequen
     if not acc.is_floating_point():
         acc = acc.to(torch.float64)
     value, scale = (t if t.dim() == 3 else t.unsqueeze(0) for t in (acc, magnitude))
-    rows = max(1, (_GPU_CHUNK if acc.is_cuda else _CHUNK) // max(1, value.shape[2]))
+    rows = max(1, (_CHUNK if is_host(acc.device.type) else _DEVICE_CHUNK) // max(1, value.shape[2]))
     for i in range(value.shape[0]):
         for r in range(0, value.shape[1], rows):
             part = (i, slice(r, r + rows))
@@ -178,7 +180,7 @@ def _empty(problem: Problem, rows: int, device: torch.device, batch: bool = Fals
 
 def _block_columns(k: int, device: torch.device) -> int:
     """Return the number of columns of B in one block."""
-    return max(16, (_GPU_BLOCK_BYTES if device.type != "cpu" else _BLOCK_BYTES) // (8 * max(k, 1)))
+    return max(16, (_BLOCK_BYTES if is_host(device.type) else _DEVICE_BLOCK_BYTES) // (8 * max(k, 1)))
 
 
 def _product(problem: Problem, a: Tensor, b: Any) -> tuple[Tensor, Tensor]:
@@ -195,7 +197,7 @@ def _product(problem: Problem, a: Tensor, b: Any) -> tuple[Tensor, Tensor]:
         if problem.acc != "float64"
         else a.abs()
     )
-    if a.is_cuda:
+    if not is_host(a.device.type):
         a_abs = a_abs.double()
     a_top = _power_of_two_above(a_abs)
     a_abs = a_abs / a_top
@@ -230,7 +232,7 @@ def _with_alignment_error(size: Tensor, operand: Tensor) -> Tensor:
 
     size: |operand|.
     """
-    if operand.dtype != torch.float16 or operand.device.type not in _ALIGNING:
+    if operand.dtype != torch.float16 or not devices.get(operand.device.type).aligns_fp16_products:
         return size
     return torch.where(size > 0.0, size.clamp(min=_FP16_SMALLEST_NORMAL), size)
 
@@ -296,7 +298,7 @@ def _certified(a: Tensor, block: Tensor, mag: Tensor, unit: float) -> Tensor:
 
 def _integer_product(problem: Problem, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     narrow = {problem.a.dtype, problem.b.dtype} <= {"int8", "uint8"}
-    if a.is_cuda and not narrow:  # CUDA has no products of int32 or int64
+    if not is_host(a.device.type) and not narrow:  # CUDA has no products of int32 or int64
         acc, magnitude = _integer_product(problem, a.cpu(), b.cpu())
         return acc.to(a.device), magnitude.to(a.device)
     acc, magnitude = _empty(problem, a.shape[0], a.device)

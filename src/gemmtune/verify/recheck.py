@@ -20,12 +20,14 @@ from torch import Tensor
 
 from ..backends.base import Kernel
 from ..core.decision import Verdict
+from ..core.devices import is_host
 from ..core.problem import Problem, bits
 from ..core.weights import PackedWeight, QuantWeight
 from .adversarial import row_kinds, special_rows
 from .compare import check_elements
 from .inputs import Inputs, allocate, fill_random, logical_shape
 from .oracle import INTEGERS, reference
+from .random_source import RandomSource
 from .reference_cases import tolerance_of
 from .row_counts import other_row_counts
 from .row_stack import Part, TimeLimit, part_of, parts_of, row_groups
@@ -68,8 +70,8 @@ def recheck(
     for number, raced_kernel in enumerate(kernels):
         if min(problem.m, problem.n, problem.k, problem.batch) == 0 or not raced_kernel.sets:
             continue
-        generator = torch.Generator(raced_kernel.sets[0][0].a.device).manual_seed(seed + 7919 * (number + 1))
-        finding = _Recheck(problem, raced_kernel, generator, len(kernels)).run(time_limit_s, overwritten)
+        source = RandomSource(raced_kernel.sets[0][0].a.device, seed + 7919 * (number + 1))
+        finding = _Recheck(problem, raced_kernel, source, len(kernels)).run(time_limit_s, overwritten)
         if finding:
             detail = f"right before the race, wrong after it: {finding}"
             faults[raced_kernel.kernel.candidate.id] = Verdict("wrong", detail, 1e30)
@@ -101,7 +103,7 @@ class _Recheck:
 
     problem: Problem
     raced: RacedKernel
-    generator: torch.Generator
+    source: RandomSource
     share: int = 1
     samples: dict[int, _OutputSample] = field(default_factory=dict)
     call_time_s: float = 0.0
@@ -112,7 +114,7 @@ class _Recheck:
         overwritten: addresses of the B matrices that were overwritten already; updated.
         """
         sets, is_graph = list(range(min(_MAX_SETS, len(self.raced.sets)))), False
-        if self.raced.sets[0][0].a.is_cuda:
+        if not is_host(self.raced.sets[0][0].a.device.type):
             last = list(self.raced.call(0))
             is_graph = last == list(self.raced.call(len(sets) - 1))
             sets = last if is_graph else sets  # a graph always ends with the same operand sets
@@ -135,23 +137,20 @@ class _Recheck:
         """Overwrite A, and a B that is not constant, with other values in place; the outputs are not changed."""
         for index in sets:
             inputs = self.raced.sets[index][0]
-            _overwrite(inputs.a, self.problem.a.dtype, self.generator)
+            _overwrite(inputs.a, self.problem.a.dtype, self.source)
             self._insert_special_rows(inputs.a)
             if not self.problem.b.constant and isinstance(inputs.b, Tensor):
-                _overwrite(inputs.b, self.problem.b.dtype, self.generator)
+                _overwrite(inputs.b, self.problem.b.dtype, self.source)
             self.samples.pop(index, None)
 
     def _insert_special_rows(self, a: Tensor) -> None:
         """Overwrite some rows of A with special rows that are finite."""
         kinds = [kind for kind in row_kinds(self.problem) if kind in _FINITE_KINDS]
-        first = self._random_index(len(kinds))
+        first = self.source.index(len(kinds))
         chosen_kinds = (kinds + kinds)[first : first + max(1, min(len(kinds), self.problem.m // 4))]
-        rows = special_rows(self.problem, chosen_kinds, self.generator)
-        indices = torch.randperm(self.problem.m, generator=self.generator, device=a.device)[: len(chosen_kinds)]
+        rows = special_rows(self.problem, chosen_kinds, self.source)
+        indices = self.source.permutation(self.problem.m)[: len(chosen_kinds)]
         _as_bytes(a)[..., indices, :] = _as_bytes(rows)
-
-    def _random_index(self, below: int) -> int:
-        return int(torch.randint(0, below, (), generator=self.generator, device=self.generator.device))
 
     def _overwrite_weight(self, index: int, overwritten: set[int]) -> None:
         """Overwrite a constant B and its packed copy in place with the values of another operand set."""
@@ -275,11 +274,11 @@ class _Recheck:
 
     def _choose_indices(self, problem: Problem) -> tuple[Tensor, Tensor]:
         """Choose rows and columns to compare: the first, the last, both sides of tiles' edges, and random ones."""
-        device = self.generator.device
+        device = self.source.device
 
         def indices(size: int, count: int) -> Tensor:
             edges = [i for i in (0, size - 1, 15, 16, 63, 64, 127, 128) if 0 <= i < size][: count // 2]
-            more = torch.randint(0, size, (count - len(edges),), generator=self.generator, device=device)
+            more = self.source.integers(0, size, (count - len(edges),))
             both = torch.cat([torch.tensor(edges, dtype=torch.int64, device=device), more])
             return both.sort().values  # duplicates do no harm
 
@@ -318,10 +317,10 @@ def _compare(problem: Problem, sample: _OutputSample, out: Tensor, parts: Sequen
     return f"out[.., {row}, {column}] is {number:.9g}, expected {expected:.9g}"
 
 
-def _overwrite(t: Tensor, dtype: str, generator: torch.Generator) -> None:
+def _overwrite(t: Tensor, dtype: str, source: RandomSource) -> None:
     """Overwrite a tensor with random values."""
     drawn = torch.empty(t.shape, dtype=t.dtype, device=t.device)
-    fill_random(drawn, dtype, generator)
+    fill_random(drawn, dtype, source)
     _as_bytes(t).copy_(_as_bytes(drawn))
 
 

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..core.devices import CPU
 from ..core.epilogue import Step
 from ..core.problem import Layout, Problem
 from ..core.weights import QuantWeight
@@ -25,8 +26,9 @@ from .adversarial import (
     tensor_kinds,
     weight_rounds,
 )
-from .inputs import CPU, Inputs, allocate, epilogue_tensors, guarded_copy, logical_shape, make_inputs, misaligned_weight
+from .inputs import Inputs, allocate, epilogue_tensors, guarded_copy, logical_shape, make_inputs, misaligned_weight
 from .oracle import INTEGERS, UNIT, Oracle, apply_epilogue, is_large, products
+from .random_source import RandomSource
 
 CaseKind = Literal["uniform", "adversarial"]
 
@@ -116,26 +118,26 @@ def make_reference_cases(problem: Problem, seed: int, *, device: torch.device = 
     All test cases share a large constant B, so that the first one has its special columns, too. A small B, and one that
     is not constant, is drawn again. There is a small test case for each kind of value in a one-element tensor.
     """
-    generator = torch.Generator(device).manual_seed(seed + 1)
+    source = RandomSource(device, seed + 1)
     first = make_inputs(problem, seed, device=device)
     count, shared = weight_rounds(problem), problem.b.constant and problem.weight_bytes > _SMALL_WEIGHT_BYTES
     if shared and count == 1:
-        columns = choose_columns(problem, generator)
-        spoil_weight(problem, first.b, columns, generator)
+        columns = choose_columns(problem, source)
+        spoil_weight(problem, first.b, columns, source)
         shifted = replace(
             first, b=misaligned_weight(problem, first.b) if problem.b.align == 0 else first.b, source=first.b
         )
-        base, banks = _with_shared_weight(problem, first, shifted, columns, generator)
+        base, banks = _with_shared_weight(problem, first, shifted, columns, source)
     else:
         base = _uniform_case(problem, first, Columns(), *products(problem, first.a, first.b))
         banks = [
-            _bank_with_own_weight(problem, seed + 2 + round_index, round_index, generator, device)
+            _bank_with_own_weight(problem, seed + 2 + round_index, round_index, source, device)
             for round_index in range(count)
         ]
     cases = [base]
     for bank in banks:
         cases += bank.covering()
-        cases += bank.variants(generator)
+        cases += bank.variants(source)
     cache: dict[int, Tensor] = {}
     return tuple(case.marked(cache) for case in cases)
 
@@ -240,7 +242,7 @@ class RowBank:
             indices[m - 1 - int(number * step)] = row
         return indices
 
-    def variants(self, generator: torch.Generator) -> list[ReferenceCase]:
+    def variants(self, source: RandomSource) -> list[ReferenceCase]:
         """Return a small test case for each kind of value that a one-element tensor can have."""
         cases = []
         for which, kind in tensor_kinds(self.problem):
@@ -282,7 +284,7 @@ def _uniform_case(problem: Problem, inputs: Inputs, columns: Columns, acc: Tenso
 
 
 def _with_shared_weight(
-    problem: Problem, first: Inputs, shifted: Inputs, columns: Columns, generator: torch.Generator
+    problem: Problem, first: Inputs, shifted: Inputs, columns: Columns, source: RandomSource
 ) -> tuple[ReferenceCase, list[RowBank]]:
     """Return the first test case and the bank for a B that all test cases share.
 
@@ -290,13 +292,13 @@ def _with_shared_weight(
     would cost more than a second conversion.
     """
     rows = _bank_row_kinds(problem)
-    a = special_rows(problem, rows, generator)
+    a = special_rows(problem, rows, source)
     if is_large(problem, first.a.device):
         parts, more = products(problem, first.a, first.b), products(problem, a, first.b)
     else:
         stacked = products(problem, _stack_rows([first.a, a]), first.b)
         parts, more = _slice_rows(*stacked, problem.m, 0), _slice_rows(*stacked, len(rows), problem.m)
-    bank = _make_bank(problem, replace(shifted, a=a), rows, columns, *more, generator)
+    bank = _make_bank(problem, replace(shifted, a=a), rows, columns, *more, source)
     return _uniform_case(problem, first, columns, *parts), [bank]
 
 
@@ -311,14 +313,14 @@ def _bank_row_kinds(problem: Problem) -> tuple[str, ...]:
 
 
 def _bank_with_own_weight(
-    problem: Problem, seed: int, round_index: int, generator: torch.Generator, device: torch.device
+    problem: Problem, seed: int, round_index: int, source: RandomSource, device: torch.device
 ) -> RowBank:
     """Return a bank with a newly drawn B. round_index: selects the kinds of B's special columns."""
     inputs = make_inputs(problem, seed, offset=1 if problem.b.align == 0 else 0, gap=1, device=device)
-    columns, rows = choose_columns(problem, generator, round_index), _bank_row_kinds(problem)
-    spoil_weight(problem, inputs.b, columns, generator)
-    a = special_rows(problem, rows, generator)
-    return _make_bank(problem, replace(inputs, a=a), rows, columns, *products(problem, a, inputs.b), generator)
+    columns, rows = choose_columns(problem, source, round_index), _bank_row_kinds(problem)
+    spoil_weight(problem, inputs.b, columns, source)
+    a = special_rows(problem, rows, source)
+    return _make_bank(problem, replace(inputs, a=a), rows, columns, *products(problem, a, inputs.b), source)
 
 
 def _make_bank(
@@ -328,11 +330,11 @@ def _make_bank(
     columns: Columns,
     acc: Tensor,
     magnitude: Tensor,
-    generator: torch.Generator,
+    source: RandomSource,
 ) -> RowBank:
     """Return a bank of the rows of A with newly drawn epilogue tensors. acc, magnitude: the product and its error."""
-    aux, kinds = epilogue_tensors(replace(problem, m=len(rows)), generator), list(rows)
-    spoil_aux(problem, aux, columns, kinds, generator)
+    aux, kinds = epilogue_tensors(replace(problem, m=len(rows)), source), list(rows)
+    spoil_aux(problem, aux, columns, kinds, source)
     acc, magnitude = acc.contiguous(), magnitude.contiguous()
     before_epilogue = (acc.clone(), magnitude.clone()) if tensor_kinds(problem) else (None, None)
     oracle = apply_epilogue(problem, acc, magnitude, aux)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..core.candidate import Candidate
 from ..core.decision import Verdict
+from ..core.devices import is_host
 from ..core.problem import Problem
 from .compare import compare
 from .inputs import GUARD, Inputs, fill_guard
@@ -27,10 +28,12 @@ from .reference_cases import ReferenceCase, case_for_rows, rows_fit, single_row
 from .row_counts import other_row_counts
 from .verify import GUARD_BYTE, INT_POISONS, Run, poison_value, same_bits, unwritten, verify
 
-_MAX_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 22}  # output elements that are compared at once
+# Output elements that are compared at once: on the host, on other devices.
+_MAX_ELEMENTS, _MAX_DEVICE_ELEMENTS = 1 << 17, 1 << 22
 _ROW_ALIGNMENT = 16  # rows: each part begins at a multiple of it, and so at a multiple of 16 bytes for every K
 _BYTE_ALIGNMENT = 64  # bytes: alignment of each output, equal to that of torch's tensors
-_CACHE_BYTES = {"cpu": 32 << 20, "cuda": 512 << 20}  # limit of the stacks that are cached for the next candidate
+# Limit of the stacks that are cached for the next candidate.
+_CACHE_BYTES, _DEVICE_CACHE_BYTES = 32 << 20, 512 << 20
 
 
 class Part(NamedTuple):
@@ -63,7 +66,7 @@ def row_groups(problem: Problem, counts: Iterable[int], device: torch.device) ->
     would not have the Problem's layout: with batches, column-major layouts, or gaps between the output's rows. An M
     that A's layout does not permit is skipped.
     """
-    max_rows = _MAX_ELEMENTS[device.type] // max(problem.n, 1)
+    max_rows = (_MAX_ELEMENTS if is_host(device.type) else _MAX_DEVICE_ELEMENTS) // max(problem.n, 1)
     single = problem.is_batched or problem.a.layout.order == "col" or problem.out.order == "col"
     single = single or problem.out.ld not in (None, problem.n)
     groups: list[list[int]] = []
@@ -260,10 +263,8 @@ class RowCountVerifier:
         if stack is None:
             return None
         self._kept[counts] = stack
-        while (
-            len(self._kept) > 1
-            and sum(cached.nbytes for cached in self._kept.values()) > _CACHE_BYTES[self._device.type]
-        ):
+        limit = _CACHE_BYTES if is_host(self._device.type) else _DEVICE_CACHE_BYTES
+        while len(self._kept) > 1 and sum(cached.nbytes for cached in self._kept.values()) > limit:
             self._kept.pop(next(iter(self._kept)))
         return stack
 

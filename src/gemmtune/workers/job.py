@@ -21,23 +21,12 @@ from ..core.decision import Verdict
 from ..core.errors import UnsupportedError, WorkerError
 from ..core.problem import Problem
 from ..core.target import Target
-from ..timing.clock import Latency
-from ..timing.cuda_clock import TorchGpu, context_fault, limit_device_memory, warm_up
-from ..timing.cuda_clock import screening_times as rough_gpu_times
-from ..timing.machine import CpuMachine, CpuPinning
-from ..timing.nvml import cuda_machine
+from ..timing import devices as device_timing
+from ..timing.devices import DeviceTiming
+from ..timing.flush import Flush
+from ..timing.machine import CpuPinning
 from ..timing.outcome import LeaderUpdate, Raced
-from ..timing.timing import (
-    BASELINE_BACKEND,
-    PACED_BYTES,
-    Flush,
-    RaceOperands,
-    SpeedReference,
-    on_gpu,
-    packs_each_call,
-    scratch_allowance,
-    screening_times,
-)
+from ..timing.race_operands import BASELINE_BACKEND, RaceOperands, packs_each_call, scratch_allowance
 from ..verify.inputs import Inputs, operand_bytes
 from ..verify.recheck import recheck
 from ..verify.reference_cases import ReferenceCase, make_reference_cases
@@ -72,8 +61,8 @@ class RequestHandler:
     def __init__(self, progress: Progress, marker_fd: int | None = None) -> None:
         self._progress, self._marker_fd = progress, marker_fd
         self._target: Target | None = None
+        self._timing: DeviceTiming | None = None
         self._job: ProblemSession | None = None
-        self._latency: Latency = "graph"
         self._artifacts: Path | None = None
         self._pins = CpuPinning()
 
@@ -97,26 +86,29 @@ class RequestHandler:
 
     def _check_context(self, happened: str) -> None:
         """Raise ContextLost if the device's context is lost, with ``happened`` in its message."""
-        if self._target is not None and on_gpu(self._target) and (fault := context_fault(self._target.torch_device)):
+        if self._timing is not None and (fault := self._timing.fault()):
             raise ContextLost(f"the device's context is lost ({fault}): {happened}")
 
     def _answer(self, request: Request) -> Reply:
         match request:
             case Setup():
-                self._target, self._latency = Target.from_dict(request.target), request.latency
+                self._target = Target.from_dict(request.target)
                 self._artifacts = None if request.artifacts is None else Path(request.artifacts)
                 plugins.load(request.modules)
                 for name, location in request.guests.items():
                     backends.register(name, location)
                 torch.set_num_threads(self._target.threads)
-                if request.warm and on_gpu(self._target):
-                    warm_up(self._target.torch_device)
+                self._timing = device_timing.of(self._target, request.latency)
+                if request.warm:
+                    self._timing.warm_up()
                 return Ready()
             case Open():
                 self._job = None  # frees the previous problem's operands before allocating this one's
                 problem, target = Problem.from_dict(request.problem), self._require_target()
+                # A new one: the race reads the machine's state since now, the time in which candidates are tried.
+                self._timing = device_timing.of(target, self._require_timing().latency)
                 self._limit(target, request.memory)
-                self._job = ProblemSession(problem, target, request.seed, self._latency)
+                self._job = ProblemSession(problem, self._timing, request.seed)
                 return Ready(operand_bytes(problem))
             case Attempt():
                 attempted = self._require_job().attempt(Candidate.from_dict(request.candidate), request.worth_s)
@@ -145,8 +137,7 @@ class RequestHandler:
     def _limit(self, target: Target, memory: int) -> None:
         """Limit this process to the memory allowed, on the device that runs the kernels, and on a CPU to the least busy
         cores."""
-        if on_gpu(target):  # a GPU's context reserves address space beyond any limit for this process
-            limit_device_memory(target.torch_device, memory)
+        if self._require_timing().limit_memory(memory):
             return
         limit_memory(memory)
         if self._marker_fd is not None:  # a worker process, not the user's
@@ -163,6 +154,11 @@ class RequestHandler:
             raise WorkerError("the worker was given a problem before a target; send Setup first")
         return self._target
 
+    def _require_timing(self) -> DeviceTiming:
+        self._require_target()
+        assert self._timing is not None
+        return self._timing
+
     def _require_job(self) -> ProblemSession:
         if self._job is None:
             raise WorkerError("the worker was given a candidate before a problem; send Open first")
@@ -173,15 +169,12 @@ class ProblemSession:
     """The session of one Problem: its operands and oracle, prepared once, and the packed copies of B that are in
     use."""
 
-    def __init__(self, problem: Problem, target: Target, seed: int, latency: Latency = "graph") -> None:
-        self.problem, self.target, self._seed, self._latency = problem, target, seed, latency
-        self._gpu = TorchGpu(target.torch_device) if on_gpu(target) else None
-        # The race reads its state at the start, for the time in which candidates were tried.
-        self._machine = cuda_machine(target.torch_device) if on_gpu(target) else CpuMachine(target.threads)
+    def __init__(self, problem: Problem, timing: DeviceTiming, seed: int) -> None:
+        self.problem, self.target, self._timing, self._seed = problem, timing.target, timing, seed
         self._test_cases: tuple[ReferenceCase, ...] | None = None
         self._rows: RowCountVerifier | None = None
         self._flush: Flush | None = None
-        self._speed_reference = SpeedReference() if self._gpu is None and problem.weight_bytes <= PACED_BYTES else None
+        self._speed_reference = timing.speed_reference(problem)
         self._packed: dict[tuple[str, int], Any] = {}  # by layout and id of the unpacked B
         self._packing_s: dict[str, float] = {}
         self._checked: dict[str, Verdict] = {}
@@ -276,10 +269,7 @@ class ProblemSession:
             if kernel is None:
                 raise WorkerError(f"{candidate.id} was confirmed but cannot be loaded again: {verdict.detail}")
             kernels[candidate.id] = kernel
-        return RaceOperands(
-            kernels, self.problem, self.target, self._seed, marker_fd,
-            hot=hot, conditions=conditions, latency=self._latency, machine=self._machine,
-        )  # fmt: skip
+        return RaceOperands(kernels, self.problem, self._timing, self._seed, marker_fd, hot=hot, conditions=conditions)
 
     def _get_test_cases(self) -> tuple[ReferenceCase, ...]:
         if self._test_cases is None:
@@ -337,9 +327,9 @@ class ProblemSession:
         self._packed = {key: b for key, b in self._packed.items() if key[0] == kernel.packing}
 
     def _screening_times(self, kernel: Kernel, worth_s: float | None) -> tuple[float, ...]:
-        if self._gpu is None:
-            return screening_times(self._single_call(kernel), self._get_flush(), worth_s, self._speed_reference)
-        return rough_gpu_times(self._gpu, self._single_call(kernel), self._get_flush(), worth_s, self._latency)
+        return self._timing.screening_times(
+            self._single_call(kernel), self._get_flush(), worth_s, self._speed_reference
+        )
 
     def _single_call(self, kernel: Kernel) -> Callable[[], None]:
         """Return a function that calls the kernel once on the first test case, for its screening time.
@@ -365,8 +355,7 @@ class ProblemSession:
         if key not in self._packed:
             start = time.perf_counter()
             self._packed[key] = kernel.pack(source)
-            if self._gpu is not None:
-                self._gpu.synchronize()
+            self._timing.synchronize()
             self._packing_s.setdefault(kernel.packing, time.perf_counter() - start)
         return self._packed[key]
 

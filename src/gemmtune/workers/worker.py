@@ -17,6 +17,7 @@ from .. import backends
 from ..core import plugins
 from ..core.candidate import Candidate
 from ..core.decision import Verdict
+from ..core.devices import is_host
 from ..core.errors import WorkerError
 from ..core.problem import Problem
 from ..core.target import Target
@@ -230,7 +231,7 @@ class Worker:
 
     def open(self, problem: Problem, seed: int) -> None:
         """Set the problem to work on. Raises WorkerError when its operands or oracle cannot be prepared."""
-        spare = _SPARE_BYTES if self._target.device == "cpu" else _SPARE_BYTES_GPU
+        spare = _SPARE_BYTES if is_host(self._target.device) else _SPARE_BYTES_GPU
         memory = self._limits.memory or _OPERAND_MULTIPLE * operand_bytes(problem) + spare
         self._problem, self._opened, self._sound = Open(problem.to_dict(), seed, memory), False, None
         try:

@@ -44,12 +44,17 @@ def register(template: type[AtenKernel]) -> None:
     _digest.cache_clear()
 
 
+def fallback_templates() -> frozenset[str]:
+    """Return the names of the templates that run what plain PyTorch runs on the raw weight."""
+    return frozenset(name for name, template in _BY_NAME.items() if template.is_fallback)
+
+
 def _templates(problem: Problem, target: Target | None) -> Iterator[type[AtenKernel]]:
-    """Yield the templates of the problem's family. Templates that exist only on CUDA are skipped on a CPU, so that they
-    are not even listed as illegal."""
-    cuda = target is not None and target.device == "cuda"
+    """Yield the templates of the problem's family. Those that exist only on other kinds of devices are skipped, so that
+    they are not even listed as illegal."""
+    device = "cpu" if target is None else target.device
     for template in _BY_NAME.values():
-        if problem.family in template.family and (cuda or not template.cuda_only):
+        if problem.family in template.family and (not template.device_types or device in template.device_types):
             yield template
 
 

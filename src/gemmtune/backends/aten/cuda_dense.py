@@ -7,7 +7,6 @@ is tested on any machine.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ class MmWide(OutVariantKernel):
     """``torch.mm(.., out_dtype=float32)``: the unrounded accumulator, for a wider output or an epilogue of any kind."""
 
     template = "mm_wide"
-    cuda_only = True
+    device_types = ("cuda",)
 
     @classmethod
     def why_unsupported(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
@@ -72,7 +71,7 @@ class MmActivated(OutVariantKernel):
     """``torch._addmm_activation``: cuBLASLt's epilogue of bias and relu, or bias and gelu (in its tanh form)."""
 
     template = "addmm_act"
-    cuda_only = True
+    device_types = ("cuda",)
     operators = ("addmm_activation",)
 
     @classmethod
@@ -88,7 +87,7 @@ class MmActivated(OutVariantKernel):
     def fused_prefix(cls, problem: Problem) -> Fused:
         fused = addmm_prefix(problem)
         steps = min(fused.steps + 1, len(problem.epilogue))
-        return replace(fused, steps=steps)
+        return fused._replace(steps=steps)
 
     def prepare(self, config: Mapping[str, Scalar]) -> None:
         self._gelu = self.problem.epilogue[self.fused.steps - 1].kind == "gelu_tanh"
@@ -106,7 +105,7 @@ class MmPadded(SlicedKernel):
     load full rows."""
 
     template = "mm_pad"
-    cuda_only = True
+    device_types = ("cuda",)
 
     @classmethod
     def why_unsupported(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:

@@ -33,8 +33,9 @@ class IntMmPadded(SlicedKernel):
     """``torch._int_mm`` with padding for operands that its rules on CUDA exclude (few rows, odd K or N, uint8)."""
 
     template = "int_mm_pad"
+    is_fallback = True
     family = ("int_mm",)
-    cuda_only = True
+    device_types = ("cuda",)
 
     @classmethod
     def configs(cls, problem: Problem) -> list[dict[str, Scalar]]:
@@ -66,7 +67,7 @@ class IntMmPaddedOnce(SlicedKernel):
 
     template = "int_mm_pad_copy"
     family = ("int_mm",)
-    cuda_only = True
+    device_types = ("cuda",)
 
     @classmethod
     def product_dtype(cls, problem: Problem) -> str:
@@ -96,8 +97,9 @@ class Upcast(AtenKernel):
     formulation that users write today."""
 
     template = "upcast"
+    is_fallback = True
     family = ("mixed_mm",)
-    cuda_only = True
+    device_types = ("cuda",)
 
     @classmethod
     def product_dtype(cls, problem: Problem) -> str:
@@ -133,6 +135,7 @@ class UpcastOnce(Upcast):
     counted."""
 
     template = "upcast_once"
+    is_fallback = False
     reduced = "keeps a copy of the weight in the activations' dtype"
 
     @classmethod
@@ -159,7 +162,7 @@ class Int4PackCuda(AtenKernel):
     template = "int4pack_cuda"
     operators = ("convert_weight_to_int4pack", "weight_int4pack_mm")
     family = ("mixed_mm",)
-    cuda_only = True
+    device_types = ("cuda",)
 
     @classmethod
     def why_unsupported(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
@@ -206,7 +209,8 @@ class ScaledMmPadded(SlicedKernel, ScaledMm):
     """``torch._scaled_mm`` for a K, N or layout that it does not take on CUDA, padded or copied at every call."""
 
     template = "scaled_mm_pad"
-    cuda_only = True
+    is_fallback = True
+    device_types = ("cuda",)
 
     @classmethod
     def why_unsupported_on_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
@@ -224,7 +228,7 @@ class ScaledMmWide(AtenKernel):
 
     template = "scaled_mm_wide"
     family = ("scaled_mm",)
-    cuda_only = True
+    device_types = ("cuda",)
 
     @classmethod
     def product_dtype(cls, problem: Problem) -> str:

@@ -45,6 +45,7 @@ class Mm(OutVariantKernel):
     """``torch.mm``, or ``torch.addmm`` when the epilogue starts as addmm does: the op that PyTorch runs."""
 
     template = "mm"
+    is_fallback = True
 
     @classmethod
     def why_unsupported(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
@@ -81,6 +82,7 @@ class MmTransposed(Mm):
     """``out^T = B^T A^T``: another loop order inside the BLAS library."""
 
     template = "mm_t"
+    is_fallback = False
 
     @classmethod
     def why_unsupported_on_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
@@ -117,6 +119,7 @@ class MmCopied(Mm):
     """``torch.mm`` with a constant weight that is copied once into the other memory order."""
 
     template = "mm_copy"
+    is_fallback = False
 
     @classmethod
     def configs(cls, problem: Problem) -> list[dict[str, Scalar]]:
@@ -144,6 +147,7 @@ class Mkldnn(AtenKernel):
     torch.compile model runs."""
 
     template = "mkldnn"
+    device_types = ("cpu",)
     operators = ("reorder_linear_weight", "linear_pointwise")
 
     @classmethod
@@ -156,10 +160,6 @@ class Mkldnn(AtenKernel):
         if min(problem.m, problem.n, problem.k) == 0:
             return "oneDNN makes no primitive for an empty operand"
         return _mkldnn_dtype(problem.a.dtype)
-
-    @classmethod
-    def why_unsupported_on_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
-        return "oneDNN runs on CPUs"
 
     @classmethod
     def fused_prefix(cls, problem: Problem) -> Fused:
@@ -198,6 +198,7 @@ class Bmm(OutVariantKernel):
     """``torch.bmm``."""
 
     template = "bmm"
+    is_fallback = True
     family = ("bmm",)
 
     @classmethod
@@ -215,6 +216,7 @@ class BmmTransposed(Bmm):
     """``out^T = B^T A^T`` for every matrix of the batch."""
 
     template = "bmm_t"
+    is_fallback = False
 
     @classmethod
     def why_unsupported_on_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
@@ -233,6 +235,7 @@ class Composite(AtenKernel):
     doubles), multiply, then run the epilogue."""
 
     template = "composite"
+    is_fallback = True
     family = ("mm", "bmm", "int_mm", "mixed_mm", "scaled_mm")
 
     @classmethod

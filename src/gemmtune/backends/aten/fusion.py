@@ -3,8 +3,7 @@ allowed."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...core.epilogue import Epilogue, Step
 from ...core.problem import Problem
@@ -15,8 +14,7 @@ _MKLDNN_ACTIVATIONS = {"gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), 
 WIDE = ("float32", "float64", "int32")
 
 
-@dataclass(frozen=True, slots=True)
-class Fused:
+class Fused(NamedTuple):
     """The prefix of the epilogue that one op computes: ``act(alpha * A @ B + beta * t)``, then ``binary`` with a tensor
     of the output's shape.
 

@@ -32,11 +32,16 @@ _COPY_ROUNDS_TO = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 class AtenKernel(Kernel):
     """One ATen formulation. A subclass names its template, says which problems its op cannot compute, and computes the
-    product."""
+    product.
+
+    device_types: the kinds of devices that have the op; empty for all. is_fallback: whether plain PyTorch runs the same
+    op on an unpacked weight.
+    """
 
     template: ClassVar[str]
     family: ClassVar[tuple[str, ...]] = ("mm",)
-    cuda_only: ClassVar[bool] = False
+    device_types: ClassVar[tuple[str, ...]] = ()
+    is_fallback: ClassVar[bool] = False
     counts_writes: ClassVar[bool] = True
     # Names in core.torch_compat of the operators that the template needs and that some versions of torch lack.
     operators: ClassVar[tuple[str, ...]] = ()

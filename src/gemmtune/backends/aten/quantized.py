@@ -78,6 +78,7 @@ class IntMm(OutVariantKernel):
     """``torch._int_mm``."""
 
     template = "int_mm"
+    is_fallback = True
     family = ("int_mm",)
 
     @classmethod
@@ -124,6 +125,7 @@ class IntMmTransposed(IntMm):
     """``out^T = B^T A^T`` through ``_int_mm``."""
 
     template = "int_mm_t"
+    is_fallback = False
 
     @classmethod
     def why_unsupported(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
@@ -152,6 +154,7 @@ class IntMmCopied(IntMm):
     """``torch._int_mm`` with a constant weight that is copied once into the other memory order."""
 
     template = "int_mm_copy"
+    is_fallback = False
 
     @classmethod
     def why_unsupported_on_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
@@ -185,6 +188,7 @@ class Int8Pack(AtenKernel):
     """``torch._weight_int8pack_mm``: an int8 weight [N, K] that is not packed, with one scale per output channel."""
 
     template = "int8pack"
+    is_fallback = True
     operators = ("weight_int8pack_mm",)
     family = ("mixed_mm",)
 
@@ -238,6 +242,7 @@ class Int4Pack(AtenKernel):
     """``_weight_int4pack_mm_for_cpu``, which computes ``(q - 8) * scale + zero``."""
 
     template = "int4pack"
+    device_types = ("cpu",)
     operators = ("convert_weight_to_int4pack_for_cpu", "weight_int4pack_mm_for_cpu")
     family = ("mixed_mm",)
 
@@ -254,10 +259,6 @@ class Int4Pack(AtenKernel):
             # ATen adds its zero, a rounded float, after scaling; gemmtune subtracts its zero before scaling.
             return f"the zero points would be rounded to {problem.a.dtype}"
         return why_not_packable(problem) or ("an operand is empty" if problem.m * problem.n == 0 else "")
-
-    @classmethod
-    def why_unsupported_on_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
-        return "_weight_int4pack_mm_for_cpu runs on CPUs"
 
     @classmethod
     def layout(cls, problem: Problem, config: Mapping[str, Scalar]) -> str | None:
@@ -336,6 +337,7 @@ class ScaledMm(OutVariantKernel):
     """``torch._scaled_mm``, when the epilogue consists of its own scales and bias."""
 
     template = "scaled_mm"
+    is_fallback = True
     family = ("scaled_mm",)
 
     @classmethod

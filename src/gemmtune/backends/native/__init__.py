@@ -86,7 +86,7 @@ class NativeBackend(Backend):
     name = space.NAME
 
     def available(self, target: Target) -> Availability:
-        if target.device != "cpu":
+        if not target.is_cpu:
             return Availability(False, f"the native kernels run on CPUs, and the target is {target.device}")
         try:
             usable_isas()
@@ -98,7 +98,7 @@ class NativeBackend(Backend):
         return space.candidates(problem, target, isas_of(target))
 
     def why_illegal(self, problem: Problem, candidate: Candidate, target: Target) -> str:
-        if target.device != "cpu":
+        if not target.is_cpu:
             return self.available(target).reason
         try:
             return space.why_illegal(problem, candidate, target, isas_of(target))

@@ -1,13 +1,10 @@
-"""Timing of a problem's candidates: the cold screening time of each, and the preparation of a race on rotated
-operands."""
+"""The operands of a race: loaded kernels, and rotated operand sets in every layout that the kernels need."""
 
 from __future__ import annotations
 
-import functools
 import math
 import mmap
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -16,49 +13,28 @@ import torch
 from torch import Tensor
 
 from ..backends.base import Kernel
+from ..core.devices import CPU
 from ..core.events import BestSoFar
 from ..core.problem import Problem
-from ..core.target import Target
 from ..core.weights import PackedWeight, QuantWeight
-from ..verify.inputs import CPU, Inputs, allocate, operand_bytes, operand_set_count, timing_sets
+from ..verify.inputs import Inputs, allocate, operand_bytes, timing_sets
 from ..verify.recheck import RacedKernel
-from .clock import Clock, CpuClock, Latency
-from .cuda_clock import CudaClock, TorchGpu
-from .machine import Machine
+from .clock import Clock, CpuClock
+from .devices import DeviceTiming, OperandSets
 from .outcome import LeaderUpdate, Placement, Raced
-from .plausible import least_s
 from .race import Entrant, RaceSetup, race
-from .surrounding_work import CallSite, cpu_surroundings, gpu_surroundings
-from .surroundings import Surrounding
+from .surrounding_work import CallSite
 
 BASELINE_BACKEND = "aten"
 
-_DEFAULT_LLC = 32 << 20
-_SHORT_S = 100e-6  # below this, one call is too short for the clock, and its operands are too small to be evicted
-_BATCH_S = 300e-6
-_SLOW_S = 50e-3
-_STALL_S = 20e-3  # seconds that a busy machine may add to one call
-_SCREENING_TIMINGS = 3  # timings per candidate
-_MUCH_FASTER = 0.6
-_SETTING_UP_S = 0.2  # seconds that a first call may need for compiling, or for memory of its own
 
 # Worker memory may reach 4x the operands + 500 MB. torch and the interpreter take some 200 MB of it, and the temporary
 # allocations of packing and calls are not all known beforehand, so that a race keeps half an operand set in reserve.
 # While candidates are tried, the generated B, a packed one and the memory for flushing the cache take their part too.
 _OPERAND_SHARE = 3.5
-_FIXED_BYTES = 176 << 20
-_GPU_BYTES = 2 << 30  # replaces _FIXED_BYTES on a GPU, whose memory is plentiful
 _LARGE_BYTES = 64 << 20
-# Up to this size of the weight there is memory for another copy, which SpeedReference's kernel reads.
-PACED_BYTES = _LARGE_BYTES
 _SCRATCH_SHARE = 2
 _SCRATCH_BYTES = 150 << 20
-
-_PAUSE_S = 10e-6
-_FLUSH_SHARE = 2.0  # multiple of the last-level cache: random replacement keeps some lines longer than its size
-_MAX_FLUSH_BYTES = 128 << 20
-_COLD_SHARE = 3.0  # operand sets that together take this multiple of the cache evict one another
-_COLD_MIN_SHARE = 1 / 128  # operands of a smaller share of the cache are timed in long batches, cached or not
 
 
 def packs_each_call(kernel: Kernel, problem: Problem) -> bool:
@@ -72,128 +48,9 @@ def empty_output(problem: Problem, device: torch.device = CPU) -> Tensor:
     return allocate(shape, problem.out, problem.out_dtype, device=device)
 
 
-def on_gpu(target: Target) -> bool:
-    """Whether a Target's kernels run on a GPU."""
-    return target.device != "cpu"
-
-
-class SpeedReference:
-    """The machine's present speed relative to the beginning, measured by timing one reference kernel beside each
-    candidate.
-
-    Candidates are tried one after the other, and where others compute on the same machine its speed changes by a tenth
-    from one second to the next. The reference kernel is the first that worked and is none of ATen's (some of which are
-    slow beyond reason), or a later one that is much faster.
-    """
-
-    def __init__(self) -> None:
-        self._call: Callable[[], None] | None = None
-        self._calls = 1  # calls that are timed together
-        self._first_s = 0.0  # seconds per call when the kernel was chosen, at the speed of the beginning
-        self._times: deque[float] = deque(maxlen=2 * _SCREENING_TIMINGS)
-
-    def now(self) -> float:
-        """Return the time of a call over its time in the beginning, by the last few timings; 1.0 without any."""
-        return min(self._times) / self._first_s if self._times else 1.0
-
-    def look(self, flush: Callable[[], None]) -> None:
-        """Time the reference kernel once, after ``flush`` (as a batch of calls when one is too short)."""
-        if self._call is not None:
-            flush()
-            self._times.append(_timed(self._call, self._calls))
-
-    def warm_up(self) -> None:
-        """Call the reference kernel as often as a candidate is called before it is timed.
-
-        The flush does not empty the cache everywhere (some hosts have 480 MB of it). On such a host the kernel's weight
-        would be in the cache when the kernel was chosen and not beside later candidates, and these would look up to
-        five times as fast as they are.
-        """
-        if self._call is not None:
-            for _ in range(_SCREENING_TIMINGS):
-                self._call()
-
-    def offer(self, call: Callable[[], None], seconds: float) -> None:
-        """Consider a kernel that works as the reference. seconds: its least time, at the speed of the beginning."""
-        if self._call is None or seconds < _MUCH_FASTER * self._first_s:
-            self._call, self._first_s, self._calls = call, seconds, _batch(seconds)
-            self._times.clear()
-
-
-def screening_times(
-    call: Callable[[], None],
-    flush: Callable[[], None],
-    worth_s: float | None = None,
-    pace: SpeedReference | None = None,
-) -> tuple[float, ...]:
-    """Return the screening times of a call: three times in seconds, each after ``flush`` emptied the cache, scaled to
-    the machine's speed at the beginning of ``pace``.
-
-    Calls too short to be timed alone are timed in batches, on operands that stay in the cache. Slow calls are timed
-    twice (their operands are large, or their time is not the memory's). A call that is slower than ``worth_s`` even
-    when warm returns the one time that showed it. The very first call, which sets things up, does not count, unless it
-    takes so long that setting things up cannot be why.
-    """
-    first_s = _timed(call, 1)
-    if worth_s is not None and first_s > 4.0 * worth_s + _SETTING_UP_S:
-        return (first_s,)
-    warm_s = _timed(call, 1)
-    if worth_s is not None and warm_s > 2.0 * worth_s + _STALL_S:
-        return (warm_s,)
-    if warm_s > _SLOW_S:
-        return (warm_s, _timed(call, 1))
-    warm_s = min(warm_s, _timed(call, 1))
-    calls, times, pace = _batch(warm_s), [], pace or SpeedReference()
-    flush_cache = flush if calls == 1 else lambda: None
-    pace.warm_up()
-    for _ in range(_SCREENING_TIMINGS):
-        pace.look(flush_cache)
-        flush_cache()
-        times.append(_timed(call, calls))
-    return tuple(seconds / pace.now() for seconds in times)
-
-
-def _batch(seconds: float) -> int:
-    """Return the number of calls that are timed together: one, unless a call is too short for that."""
-    return math.ceil(_BATCH_S / max(seconds, 1e-7)) if seconds < _SHORT_S else 1
-
-
-def _timed(call: Callable[[], None], calls: int) -> float:
-    start = time.perf_counter()
-    for _ in range(calls):
-        call()
-    return (time.perf_counter() - start) / calls
-
-
 def scratch_allowance(problem: Problem) -> int:
     """Return the bytes of scratch that a candidate may need besides its operands, unless it is the only candidate."""
     return _SCRATCH_SHARE * operand_bytes(problem) + _SCRATCH_BYTES
-
-
-class Flush:
-    """A flush of the last-level cache, by reading twice as much memory; it does nothing for operands of thrice the
-    cache.
-
-    On a GPU the read is enqueued on the current stream. (Writing would leave dirty lines, which have to be written back
-    at the cost of the next call.)
-    """
-
-    def __init__(self, problem: Problem, target: Target) -> None:
-        size = last_level_cache(target)
-        is_needed = operand_bytes(problem) < _COLD_SHARE * size
-        bytes_ = int(_FLUSH_SHARE * size) if on_gpu(target) else min(int(_FLUSH_SHARE * size), _MAX_FLUSH_BYTES)
-        device = target.torch_device
-        self._memory = torch.ones(bytes_ // 4, dtype=torch.int32, device=device) if is_needed else None
-
-    def __call__(self) -> None:
-        if self._memory is not None:
-            self._memory.max()
-
-
-def last_level_cache(target: Target) -> int:
-    """Return the bytes of the target's last-level cache, a GPU's L2 (32 MiB where it is unknown)."""
-    caches = target.caches[2:] if on_gpu(target) else target.caches
-    return next((size for size in reversed(caches) if size), _DEFAULT_LLC)
 
 
 class RaceOperands:
@@ -203,61 +60,50 @@ class RaceOperands:
     layouts have equally many copies. The cache is emptied before each timing, unless the copies fill it: otherwise a
     layout that many kernels share would be warmer than others. marker_fd: a file of at least one byte, in which the
     number of the running kernel is noted (1 + its index), so that the parent can tell which kernel the process died in.
-    hot: one operand set serves every call. conditions: what Samples state besides the race's own conditions. latency:
-    how a GPU's calls are timed (see ``cuda_clock.CudaClock``). machine: the source of load and clock since its last
-    reading.
-
-    On a GPU operands are never moved: graphs hold their addresses, and its memory is spread over all channels by a hash
-    of the address, so that no address is better than another.
+    hot: one operand set serves every call. conditions: what Samples state besides the race's own conditions. timing:
+    of the kernels' device.
     """
 
     def __init__(
         self,
         kernels: Mapping[str, Kernel],
         problem: Problem,
-        target: Target,
+        timing: DeviceTiming,
         seed: int,
         marker_fd: int | None,
         *,
         hot: bool = False,
         conditions: Mapping[str, str] = {},
-        latency: Latency = "graph",
-        machine: Machine | None = None,
     ) -> None:
-        self._problem, self._hot, self._latency, self._machine = problem, hot, latency, machine
-        self._target, self._kernels = target, dict(kernels)
-        self._gpu, self._device = on_gpu(target), target.torch_device
-        threads = {} if self._gpu else {"threads": str(target.threads)}
-        self._conditions = {"operands": "hot" if hot else "cold", **threads, **conditions}
+        self._problem, self._hot, self._timing, self._kernels = problem, hot, timing, dict(kernels)
+        self._conditions = {"operands": "hot" if hot else "cold", **timing.conditions, **conditions}
         self._marker = mmap.mmap(marker_fd, mmap.PAGESIZE) if marker_fd is not None else bytearray(1)
         self._operands: dict[str, _OperandPool] = {}
         self._outputs: list[Tensor] = []
-        self._cuda: TorchGpu | None = None
         self._clock: Clock = CpuClock()
         self._move_s = 0.0  # seconds for packing all copies
         self.excluded: dict[str, str] = {}
-        self._entrants = self._prepare_entrants(kernels, target, seed)
+        self._entrants = self._prepare_entrants(kernels, seed)
 
-    def _prepare_entrants(self, kernels: Mapping[str, Kernel], target: Target, seed: int) -> list[Entrant]:
+    def _prepare_entrants(self, kernels: Mapping[str, Kernel], seed: int) -> list[Entrant]:
         """Return the entrants in the given order, as long as there is memory for their layouts and their scratch.
 
         Every layout has equally many copies: with fewer of them calls come back to a copy sooner, and have more of it
         in the cache.
         """
-        (first,) = timing_sets(self._problem, 1, seed, self._device)
+        (first,) = timing_sets(self._problem, 1, seed, self._timing.device)
         started = time.perf_counter()
         packed, scratch = self._pack_first(kernels, first)
         set_s = time.perf_counter() - started
         sizes = [copy.nbytes for _, copy in packed.values()]
         set_bytes = operand_bytes(self._problem) + sum(sizes)
-        wanted_copies = max(_copies(self._problem, target, size) for size in (self._problem.weight_bytes, *sizes))
+        wanted_copies = max(self._timing.copies(self._problem, size) for size in (self._problem.weight_bytes, *sizes))
         count = 1 if self._hot else max(1, min(wanted_copies, (self._room() - scratch) // max(set_bytes, 1)))
-        self._clock = self._make_clock(target, count)
+        self._clock = self._timing.clock(OperandSets(self._problem, count, self._hot, self._marker))
         self._move_s = count * set_s
-        sets = [first, *timing_sets(self._problem, count - 1, seed + 1, self._device)]
-        # On a GPU two outputs in turn: a model soon reads its results, and writes to the same memory again, all in the
-        # L2.
-        distinct_outputs = [empty_output(self._problem, self._device) for _ in (sets[:2] if self._gpu else sets)]
+        sets = [first, *timing_sets(self._problem, count - 1, seed + 1, self._timing.device)]
+        buffered_sets = sets[: self._timing.output_buffers]
+        distinct_outputs = [empty_output(self._problem, self._timing.device) for _ in buffered_sets]
         self._outputs = distinct_outputs
         outputs = [distinct_outputs[index % len(distinct_outputs)] for index in range(count)]
         self._operands[""] = _OperandPool([(item, item.b, out) for item, out in zip(sets, outputs, strict=True)], None)
@@ -274,20 +120,6 @@ class RaceOperands:
             for index, (name, kernel) in enumerate(kernels.items())
             if name not in self.excluded
         ]
-
-    def _make_clock(self, target: Target, count: int) -> Clock:
-        """Return the clock for ``count`` operand sets; it empties the cache where the sets do not fill it.
-
-        On a GPU it always does: every graph begins with the same set, whatever ran before.
-        """
-        set_bytes, cache = operand_bytes(self._problem), last_level_cache(target)
-        if self._gpu:
-            chill = None if self._hot else Flush(self._problem, target)
-            self._cuda = TorchGpu(self._device)
-            return CudaClock(self._cuda, chill=chill, latency=self._latency, marker=self._marker)
-        if not self._hot and set_bytes >= _COLD_MIN_SHARE * cache and set_bytes * count < _COLD_SHARE * cache:
-            return CpuClock(Flush(self._problem, target), count)
-        return CpuClock()
 
     def _pack_first(
         self, kernels: Mapping[str, Kernel], item: Inputs
@@ -319,14 +151,14 @@ class RaceOperands:
         return packed, scratch
 
     def _room(self) -> int:
-        return int(_OPERAND_SHARE * operand_bytes(self._problem)) + (_GPU_BYTES if self._gpu else _FIXED_BYTES)
+        return int(_OPERAND_SHARE * operand_bytes(self._problem)) + self._timing.spare_bytes
 
     def _layout(self, kernel: Kernel) -> str:
         return "" if packs_each_call(kernel, self._problem) else (kernel.packing or "")
 
     def _runner(self, kernel: Kernel, operands: _OperandPool, index: int) -> Callable[[int], None]:
         marker, call, number = self._marker, self._call(kernel), min(index + 1, 255)
-        next_operands = operands.at if self._gpu else operands.next
+        next_operands = operands.at if self._timing.indexed else operands.next
 
         def run(i: int) -> None:
             marker[0] = number
@@ -356,12 +188,12 @@ class RaceOperands:
                 progress(LeaderUpdate(best.candidate_id, best.median_s, best.ratio))
 
         setup = RaceSetup(
-            machine=self._machine,
+            machine=self._timing.machine,
             conditions=self._conditions,
-            move=None if self._gpu or self._hot or not self._problem.b.constant else self._move,
+            move=self._move if self._timing.moves_weights and not self._hot and self._problem.b.constant else None,
             move_s=self._move_s,
-            surroundings=self._surroundings(),
-            least_s=least_s(self._problem, self._target),
+            surroundings=self._timing.surroundings(self._call_site, self._outputs, self._can_overlap),
+            least_s=self._timing.least_s(self._problem),
             earlier_s=earlier_s,
         )
         result = race(self._entrants, self._clock, budget_s, seed=seed, progress=report, setup=setup)
@@ -373,25 +205,14 @@ class RaceOperands:
             result.alternatives, result.layouts,
         )  # fmt: skip
 
-    def _surroundings(self) -> list[Surrounding]:
-        """Return the surroundings in which a winner must be no slower.
-
-        None for a GPU's eager launches: they are timed by the host's clock, which does not see the kernels around them.
-        """
-        if self._cuda is None:
-            return cpu_surroundings(self._call_site, self._outputs)
-        if self._latency != "graph":
-            return []
-        pause = functools.partial(self._cuda.sleep, _PAUSE_S)
-        return gpu_surroundings(
-            self._call_site, self._outputs, pause, lambda name: self._kernels[name].can_overlap
-        )  # fmt: skip
+    def _can_overlap(self, name: str) -> bool:
+        return self._kernels[name].can_overlap
 
     def _call_site(self, name: str | None) -> CallSite:
         """Return how a kernel is called in the race; for None, the operand sets of raw weights and no call."""
         kernel = None if name is None else self._kernels[name]
         pool = self._operands["" if kernel is None else self._layout(kernel)]
-        return CallSite(pool.at if self._gpu else pool.next, None if kernel is None else self._call(kernel))
+        return CallSite(pool.at if self._timing.indexed else pool.next, None if kernel is None else self._call(kernel))
 
     def raced_kernel(self, name: str) -> RacedKernel:
         """Return a raced kernel with a function that calls it as the race did, for ``recheck``."""
@@ -467,11 +288,3 @@ def _dense_copy(b: Tensor | QuantWeight) -> Tensor | QuantWeight | None:
 
 def _pack_and_run(kernel: Kernel) -> Callable[..., None]:
     return lambda a, b, aux, out: kernel.run(a, kernel.pack(b), aux, out)
-
-
-def _copies(problem: Problem, target: Target, weight_bytes: int) -> int:
-    """Return how many copies of an operand set together fill the last-level cache, as far as memory allows."""
-    if on_gpu(target):
-        return operand_set_count(problem, target)
-    wanted_copies = 1 + last_level_cache(target) // max(weight_bytes, 1)
-    return max(1, min(wanted_copies, operand_set_count(problem, target)))

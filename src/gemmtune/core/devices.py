@@ -1,0 +1,248 @@
+"""Kinds of devices: what serving, verification, timing and worker processes have to know of each.
+
+A kind of device is one ``Device``, registered under the type of its ``torch.device``. Everything above asks the
+registry; nothing else compares device types. ``register`` adds a kind from outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from . import memory, plugins
+from .errors import UnsupportedError
+from .target import Target, current_cpu, current_cuda
+from .torch_compat import current_device, empty_cpu, empty_cuda
+
+CPU = torch.device("cpu")
+
+# What decisions and loaded kernels are cached under: the host with its number of threads, or a device with its index.
+DeviceKey = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class TuningProfile:
+    """Constants of tuning that differ between kinds of devices.
+
+    default_s: seconds of tuning for a Problem where the user gives no budget; build time is not counted. race_s: the
+    most of them for the race; None: all that remain. max_raced: the most candidates in a race, besides ATen's.
+    retimed: the most candidates that are timed a second time before the race. builds_overlap: whether candidates may
+    be built while others are timed, since the device's own clock does not notice. search: options of ``LocalSearch``.
+    """
+
+    default_s: float = 6.0
+    race_s: float | None = None
+    max_raced: int = 16
+    retimed: int = 24
+    builds_overlap: bool = False
+    search: Mapping[str, int] = field(default_factory=dict)
+
+
+class Device:
+    """One kind of device. The methods of this class work for every kind that has a PyTorch device module
+    (``torch.get_device_module(type)``), except ``target``.
+
+    type: the type of its ``torch.device``. name: the kind in messages. is_host: whether operands are in the host's
+    memory and a call returns when its result is there. dispatch_keys: names of the dispatch keys of ordinary tensors.
+    aligns_fp16_products: whether its matrix units align float16 products by exponent fields (see verify.oracle).
+    profile: constants of tuning. timing: ``module:Class`` of its ``timing.devices.DeviceTiming``.
+    """
+
+    type: ClassVar[str]
+    name: ClassVar[str]
+    is_host: ClassVar[bool] = False
+    dispatch_keys: ClassVar[tuple[str, ...]] = ()
+    aligns_fp16_products: ClassVar[bool] = False
+    profile: ClassVar[TuningProfile] = TuningProfile()
+    timing: ClassVar[str] = "gemmtune.timing.devices:DeviceTiming"
+
+    @property
+    def module(self) -> Any:
+        """PyTorch's module for this kind: ``torch.cuda``, for example."""
+        return torch.get_device_module(self.type)
+
+    def target(self, device: torch.device, sources: Mapping[str, str]) -> Target:
+        """Return the Target of a device. sources: a digest of each backend's source."""
+        raise NotImplementedError
+
+    def require(self, device: torch.device) -> None:
+        """Raise UnsupportedError unless the device exists in this process."""
+        if not self.module.is_available():
+            raise UnsupportedError(
+                f"there is no {self.name} device that torch can use here; `gemmtune doctor` says what there is"
+            )
+        count = self.count()
+        if device.index is not None and device.index >= count:
+            raise UnsupportedError(
+                f"there is no {device}: torch sees {count} {self.name} device(s), {self.type}:0 to "
+                f"{self.type}:{count - 1}"
+            )
+
+    def count(self) -> int:
+        """Return the number of devices of this kind in this process."""
+        return int(self.module.device_count())
+
+    def index(self, device: torch.device) -> int:
+        """Return the device's index, that of the current device where it has none."""
+        return int(self.module.current_device()) if device.index is None else device.index
+
+    def current_index(self) -> int:
+        """Return the index of the current device of this kind. Called in every call of an op where there are several
+        devices."""
+        return int(self.module.current_device())
+
+    def key(self, device: torch.device) -> DeviceKey:
+        """Return what decisions and loaded kernels are cached under for a device in its present state."""
+        return self.type, self.index(device)
+
+    def guard(self, device: torch.device) -> AbstractContextManager[object]:
+        """Return a context in which the device is the current one of its kind."""
+        guard: AbstractContextManager[object] = self.module.device(device)
+        return guard
+
+    def needs_guard(self) -> bool:
+        """Whether kernels need ``guard`` around their launches: another device of this kind may be the current one."""
+        return self.count() > 1
+
+    def is_capturing(self, device: torch.device) -> bool:
+        """Whether the device's current stream is being captured into a graph: nothing may be loaded meanwhile."""
+        return False
+
+    def synchronize(self, device: torch.device) -> None:
+        """Wait until the device has done all its work."""
+        self.module.synchronize(device)
+
+    def free_bytes(self, device: torch.device) -> int:
+        """Return the bytes of the device's memory that are free."""
+        return int(self.module.mem_get_info(device)[0])
+
+    def allocator(
+        self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device, current: bool
+    ) -> Callable[[], Tensor]:
+        """Return a function that allocates an uninitialized tensor. Every call of a served op pays for it.
+
+        current: whether ``device`` is always the current one of its kind when the function is called.
+        """
+        return partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        """Return a new generator of random numbers for tensors on the device: the device's own, or a CPU's."""
+        return torch.Generator(device)
+
+
+class HostDevice(Device):
+    """This machine's CPU, with torch's present number of threads."""
+
+    type = "cpu"
+    name = "CPU"
+    is_host = True
+    dispatch_keys = ("CPU", "AutogradCPU", "AutocastCPU")
+    timing = "gemmtune.timing.devices:HostTiming"
+
+    def target(self, device: torch.device, sources: Mapping[str, str]) -> Target:
+        return current_cpu(sources)
+
+    def require(self, device: torch.device) -> None:
+        return
+
+    def count(self) -> int:
+        return 1
+
+    def current_index(self) -> int:
+        return 0
+
+    def key(self, device: torch.device) -> DeviceKey:
+        return "cpu", torch.get_num_threads()
+
+    def guard(self, device: torch.device) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def synchronize(self, device: torch.device) -> None:
+        return
+
+    def free_bytes(self, device: torch.device) -> int:
+        import psutil  # importing it takes 10 ms, which serving need not pay
+
+        return int(psutil.virtual_memory().available)
+
+    def allocator(
+        self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device, current: bool
+    ) -> Callable[[], Tensor]:
+        return partial(empty_cpu, shape, strides, dtype)
+
+
+class CudaDevice(Device):
+    """An NVIDIA GPU, or an AMD GPU under ROCm."""
+
+    type = "cuda"
+    name = "CUDA"
+    dispatch_keys = ("CUDA", "AutogradCUDA", "AutocastCUDA")
+    aligns_fp16_products = True
+    # Times are short and steady: rounds of a race repeat to a few tenths of a percent. A GPU has no other users, as a
+    # rule, but its clock may still be rising when the first candidates are timed. Templates list their likeliest
+    # candidates first.
+    profile = TuningProfile(
+        default_s=3.0, race_s=1.2, max_raced=12, retimed=8, builds_overlap=True,
+        search={"seeds": 12, "leaders": 2, "patience": 12},
+    )  # fmt: skip
+    timing = "gemmtune.timing.devices:CudaTiming"
+    current_index = staticmethod(current_device)
+
+    def target(self, device: torch.device, sources: Mapping[str, str]) -> Target:
+        return current_cuda(sources, device.index)
+
+    def is_capturing(self, device: torch.device) -> bool:
+        with torch.cuda.device(device):
+            return torch.cuda.is_current_stream_capturing()
+
+    def allocator(
+        self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device, current: bool
+    ) -> Callable[[], Tensor]:
+        if current or self.count() == 1:
+            return partial(empty_cuda, shape, strides, dtype)
+        return partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
+
+
+_BUILTIN: dict[str, Device] = {"cpu": HostDevice(), "cuda": CudaDevice()}
+_DEVICES = dict(_BUILTIN)
+
+
+def register(device: Device, module: str) -> None:
+    """Add a kind of device. module: the module that registers it, which worker processes import.
+
+    Registering a type again replaces its Device. Raises ValueError for a built-in type.
+    """
+    if device.type in _BUILTIN:
+        raise ValueError(f"gemmtune has a Device for {device.type}; a kind from outside needs a type of its own")
+    memory.add_device(device.type, device.dispatch_keys)
+    _DEVICES[device.type] = device
+    plugins.add(module)
+
+
+def names() -> tuple[str, ...]:
+    """Return the types of all kinds of devices, the CPU's first."""
+    return tuple(_DEVICES)
+
+
+def get(type: str) -> Device:
+    """Return the Device for a type (of a torch.device, or a Target's). Raises ValueError for an unknown type."""
+    device = _DEVICES.get(type)
+    if device is None:
+        raise ValueError(f"device must be {' or '.join(_DEVICES)} (cuda:1 ...); got {type!r}")
+    return device
+
+
+def is_served(device: torch.device) -> bool:
+    """Whether gemmtune has kernels for this kind of device."""
+    return device.type in _DEVICES
+
+
+def is_host(type: str) -> bool:
+    """Whether kernels for devices of a type run on the host. False for a type that this process does not know."""
+    return type in _DEVICES and _DEVICES[type].is_host
