@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -10,6 +11,7 @@ from gemmtune.testing.clock import FakeClock
 from gemmtune.timing.clock import Run
 from gemmtune.timing.paired_test import PairedTest, paired_test
 from gemmtune.timing.race_entry import RaceEntry
+from gemmtune.timing.stats import ratio_interval
 
 
 def lane(name: str, run: Run, *, incumbent: bool = False, seconds: float = 1e-3) -> RaceEntry:
@@ -133,3 +135,36 @@ def test_a_winner_wins_wherever_the_operands_lie() -> None:
     found = paired_test(mine, lane("aten", clock.kernel(1e-3)), clock, lambda _: 1.0, random.Random(0), lambda: True)
     assert not found.won
     assert "not decided" in found.reason
+
+
+def test_the_last_look_takes_all_pairs_into_account() -> None:
+    """The first look, at 50 pairs, does not decide, and time runs out before the second."""
+    clock = FakeClock()
+    test, _ = fight(clock, clock.kernel(1e-3), deadline_s=0.13)
+    assert 50 < len(test.challenger) < 76
+    assert test.interval is not None
+    assert test.interval.center == ratio_interval(test.challenger, test.incumbent).center
+
+
+def stalling(clock: FakeClock, seconds: float, stall_s: float) -> Run:
+    """Return a kernel that takes ``stall_s`` more in every tenth call."""
+    stalls = itertools.cycle([stall_s] + [0.0] * 9)
+    return lambda i: clock.kernel(seconds + next(stalls))(i)
+
+
+def test_stalls_that_both_sides_share_cost_the_challenger_no_win() -> None:
+    """Its mean is the worse one, since its stalls happened to be longer; the machine explains their number."""
+    clock = FakeClock(noise=0.001)
+    challenger, baseline = lane("native", stalling(clock, 0.9e-3, 20e-3)), lane("aten", stalling(clock, 1e-3, 18e-3))
+    test = paired_test(challenger, baseline, clock, lambda _: 60.0, random.Random(0))
+    assert test.won
+    assert sum(test.challenger) > sum(test.incumbent)
+    assert len(test.challenger) == 50
+
+
+def test_stalls_of_the_challenger_alone_cost_it_the_win() -> None:
+    clock = FakeClock(noise=0.001)
+    challenger, baseline = lane("native", stalling(clock, 0.9e-3, 20e-3)), lane("aten", clock.kernel(1e-3))
+    test = paired_test(challenger, baseline, clock, lambda _: 60.0, random.Random(0))
+    assert not test.won
+    assert "its mean time, stalls counted" in test.reason

@@ -10,7 +10,9 @@ import torch
 from gemmtune.core.events import BestSoFar
 from gemmtune.testing.clock import FakeClock
 from gemmtune.timing.clock import CpuClock, Run
+from gemmtune.timing.machine import MachineState
 from gemmtune.timing.race import Entrant, RaceResult, RaceSetup, race
+from gemmtune.timing.surroundings import Surrounding
 
 NOISY = {"noise": 0.02, "drift": 0.01, "stalls": 0.03}
 
@@ -280,3 +282,77 @@ def test_moving_that_takes_long_is_left_alone() -> None:
     assert len(moves) == 1
     assert race(field, clock, 6.0, setup=RaceSetup(move=move, move_s=3.0)).outcome == "winner"
     assert len(moves) == 1
+
+
+def test_a_tie_is_explained_by_the_paired_test() -> None:
+    result = sweep([1e-3], [1e-3], noise=0.005)
+    assert result.outcome == "tie"
+    assert result.stopped == result.standings["aten0"].reason
+    assert result.stopped.endswith("not faster by 0.3%")
+
+
+class ChangingMachine:
+    """A machine whose load is 1.5 cores from the first state after the rounds on."""
+
+    def __init__(self) -> None:
+        self.reads = 0
+
+    def weather(self) -> MachineState:
+        self.reads += 1
+        return MachineState(load=0.0 if self.reads <= 2 else 1.5)
+
+
+def test_the_paired_test_is_repeated_when_the_load_changed_meanwhile() -> None:
+    clock = FakeClock(0)
+    result = race(line_up(clock, [0.9e-3], [1e-3]), clock, 60.0, setup=RaceSetup(machine=ChangingMachine()))
+    assert result.outcome == "winner"
+    assert result.conditions["fought again"] == "others' load went from 0.0 to 1.5 cores"
+
+
+def test_stalls_in_the_paired_test_extend_the_race() -> None:
+    """The times are steady apart from the stalls: their MAD shows no noise."""
+    disturbed = sweep([0.994e-3], [1e-3], budget=0.3, noise=0.01, stalls=0.1)
+    assert "extended" in disturbed.conditions
+    assert disturbed.seconds > 1.1 * 0.3
+    assert "extended" not in sweep([0.994e-3], [1e-3], budget=0.3, noise=0.01).conditions
+
+
+def layouts_race(raw_s: float, raw_aten_s: float, packed_aten_s: float) -> RaceResult:
+    clock = FakeClock(3, noise=0.01)
+    entrants = [
+        Entrant("aten/packed", clock.kernel(packed_aten_s), incumbent=True, group="aten:copy"),
+        Entrant("aten/raw", clock.kernel(raw_aten_s), incumbent=True),
+        Entrant("native/raw", clock.kernel(raw_s)),
+    ]
+    return race(entrants, clock, 6.0, seed=3)
+
+
+def test_a_raw_winner_is_compared_with_the_packed_baseline_that_it_beat() -> None:
+    result = layouts_race(0.8e-3, 1.1e-3, 1e-3)
+    assert (result.outcome, result.leader) == ("winner", "native/raw")
+    assert result.layouts[""].baseline == "aten/packed"
+
+
+def test_a_raw_challenger_behind_a_packed_baseline_is_compared_with_the_raw_one() -> None:
+    result = layouts_race(1e-3, 1.5e-3, 0.9e-3)
+    assert (result.outcome, result.leader) == ("tie", "aten/packed")
+    layout = result.layouts[""]
+    assert (layout.outcome, layout.candidate, layout.baseline) == ("winner", "native/raw", "aten/raw")
+
+
+def test_a_challenger_that_raises_among_other_work_is_out_and_the_next_one_wins() -> None:
+    clock = FakeClock(0)
+
+    def run_of(name: str, variant: str) -> Run:
+        def raising(i: int) -> None:
+            raise RuntimeError("illegal memory access")
+
+        return raising if name == "native0" else clock.kernel({"native1": 0.9e-3}.get(name, 1e-3))
+
+    surrounding = Surrounding("behind an elementwise kernel", run_of)
+    entrants = line_up(clock, [0.8e-3, 0.805e-3], [1e-3])
+    result = race(entrants, clock, 6.0, setup=RaceSetup(surroundings=[surrounding]))
+    assert (result.outcome, result.leader) == ("winner", "native1")
+    failed = result.standings["native0"]
+    assert (failed.stage, failed.fault) == ("failed", "crashed")
+    assert failed.reason == "raised RuntimeError: illegal memory access behind an elementwise kernel"

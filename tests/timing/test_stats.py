@@ -115,3 +115,19 @@ def test_drift_is_told_from_noise() -> None:
     assert 0.08 < stats.drift(drifting) < 0.2
     assert stats.drift([1.0, 2.0, 3.0]) == 0.0
     assert median(steady) == pytest.approx(1.0, abs=0.02)
+
+
+def test_drift_is_relative_to_the_first_median() -> None:
+    rng = random.Random(7)
+    values = [(1.0 + 0.2 * i / 60) * math.exp(rng.gauss(0.0, 0.02)) for i in range(60)]
+    assert stats.drift([1e-3 * value for value in values]) == pytest.approx(stats.drift(values), rel=1e-9)
+
+
+@pytest.mark.parametrize("n", [6, 11, 20, 41])
+def test_median_intervals_are_the_narrowest_that_the_binomial_distribution_allows(n: int) -> None:
+    interval = stats.median_interval([float(i) for i in range(n)])
+    skipped = round(interval.lo)
+    assert interval.hi == n - 1 - skipped
+    assert interval.level == pytest.approx(1.0 - 2.0 * sum(math.comb(n, i) for i in range(skipped + 1)) / 2**n)
+    assert interval.level >= 0.95
+    assert 2.0 * sum(math.comb(n, i) for i in range(skipped + 2)) / 2**n > 0.05
