@@ -10,6 +10,7 @@ import sqlite3
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 
 from gemmtune.core.decision import Verdict
-from gemmtune.core.errors import StoreError
+from gemmtune.core.errors import StoreBusy, StoreError
 from gemmtune.store import MemoryStore, SqliteStore
 from gemmtune.store.base import Store
 from gemmtune.store.schema import SCHEMA_VERSION
@@ -359,3 +360,51 @@ def test_what_a_damaged_file_does_not_give_back_is_not_acknowledged(path: Path, 
                 with contextlib.suppress(StoreError):
                     store.put(TARGET, make_decision(problem))
                     assert store.get(TARGET, problem.key) == make_decision(problem)
+
+
+def test_an_absent_file_has_no_damage(store: SqliteStore, path: Path) -> None:
+    assert store.verify() == []
+    assert not path.exists()
+
+
+def test_a_message_about_another_programs_database_names_three_tables(path: Path, store: SqliteStore) -> None:
+    path.parent.mkdir()
+    for name in "edcba":
+        execute(path, f"CREATE TABLE {name} (x)")
+    with pytest.raises(StoreError, match=r"its tables: a, b, c and 2 more"):
+        store.put(TARGET, make_decision())
+
+
+@contextlib.contextmanager
+def exclusive_lock(path: Path, seconds: float) -> Iterator[None]:
+    """Lock the file as a writer does, for the block or for some seconds, whichever ends first."""
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None, check_same_thread=False)) as writer:
+        writer.execute("BEGIN EXCLUSIVE")
+        timer = threading.Timer(seconds, writer.execute, ["ROLLBACK"])
+        timer.start()
+        yield
+        timer.cancel()
+        timer.join()
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_a_read_waits_for_a_writer(path: Path, opened: bool) -> None:
+    with contextlib.closing(SqliteStore(path)) as writer:
+        writer.put(TARGET, make_decision())
+    with contextlib.closing(SqliteStore(path, timeout_s=30.0)) as reader:
+        if opened:
+            assert reader.get(TARGET, PROBLEM.key) == make_decision()
+        with exclusive_lock(path, 0.3):
+            assert reader.get(TARGET, PROBLEM.key) == make_decision()
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_a_read_with_a_short_timeout_does_not_wait_for_a_writer(path: Path, opened: bool) -> None:
+    with contextlib.closing(SqliteStore(path)) as writer:
+        writer.put(TARGET, make_decision())
+    with contextlib.closing(SqliteStore(path, timeout_s=30.0)) as reader:
+        if opened:
+            assert reader.get(TARGET, PROBLEM.key) == make_decision()
+        with exclusive_lock(path, 20.0), reader.short_timeout(), pytest.raises(StoreBusy):
+            reader.get(TARGET, PROBLEM.key)
+        assert reader.get(TARGET, PROBLEM.key) == make_decision()

@@ -40,3 +40,18 @@ def test_memory_when_the_default_cannot_be_written(
     monkeypatch.setenv("GEMMTUNE_STORE", str(tmp_path / "file" / "store.db"))
     assert isinstance(open_store(), MemoryStore)
     assert "cannot be written" in caplog.text
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o755])
+def test_memory_when_a_file_has_the_name_of_the_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int
+) -> None:
+    """An executable file passes the check of permissions that a directory has to pass."""
+    (tmp_path / "file").touch(mode)
+    monkeypatch.setenv("GEMMTUNE_STORE", str(tmp_path / "file" / "store.db"))
+    assert isinstance(open_store(), MemoryStore)
+
+
+def test_a_named_path_is_used_without_a_check(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert isinstance(open_store(tmp_path / "file" / "store.db"), SqliteStore)
