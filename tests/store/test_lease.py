@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import pytest
 
 from gemmtune.core.errors import StoreError
@@ -22,9 +24,9 @@ def test_an_hour_is_an_allowed_duration() -> None:
 
 
 def test_a_store_that_cannot_be_written_ends_a_lease_without_an_exception() -> None:
-    def fail() -> bool:
+    def fail() -> NoReturn:
         raise StoreError("disk full")
 
-    lease = Lease(60.0, fail, lambda: None if fail() else None)
+    lease = Lease(60.0, fail, fail)
     assert lease.renew() is False
     lease.release()
