@@ -410,3 +410,27 @@ def test_a_zero_point_does_not_pass_for_a_scale() -> None:
     gemmtune.mixed_mm(x, q, scale)
     with pytest.raises(TypeError, match="missing argument 'scale'"):
         gemmtune.mixed_mm(x, q, None, scale)
+
+
+def write_past_autograd(kernel: ToyKernel, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
+    """Write the result to the memory of ``out`` as a compiled kernel does, which leaves the version counter unchanged."""
+    out.numpy()[:] = (a @ b).numpy()
+
+
+@pytest.mark.parametrize("kernel", ["none", "run", "launch"])
+def test_a_write_to_out_is_counted_once(kernel: str, own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd detects by the version counter that a saved tensor was written."""
+    monkeypatch.setattr(ToyKernel, "run", write_past_autograd)
+    if kernel == "launch":
+        monkeypatch.setattr(ToyKernel, "bind", lambda self, a, b, aux: lambda out, x, w: self.run(x, w, (), out))
+    x, w, out = torch.randn(3, 8), torch.randn(8, 5), torch.zeros(3, 5)
+    if kernel != "none":
+        with gemmtune.record() as recorded:
+            gemmtune.mm(x, w, out=out)
+        ((problem, _),) = recorded.problems
+        serve(own_store, problem, evidence(toy(), 0.1), chosen=toy())
+    for _ in range(3):
+        before = out._version
+        assert gemmtune.mm(x, w, out=out) is out
+        close(out, x @ w)
+        assert out._version == before + 1

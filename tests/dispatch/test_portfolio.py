@@ -135,3 +135,11 @@ def test_a_gain_that_serving_costs_again_is_none() -> None:
         assert plan.entries[0].candidate == served
         packed = decide(problem, evidence(toy("plain"), 0.8 * aten_s, 0.8), chosen=toy("plain"), aten_s=aten_s)
         assert choose_packing([packed]) == (None if served is None else "toy:plain")
+
+
+def test_a_raw_kernel_that_does_not_serve_has_the_time_of_the_plain_op() -> None:
+    """It is not surely faster than ATen, so that a packed layout has to be compared with ATen's second."""
+    unsure, packed = evidence(toy(""), 0.995, 0.995), evidence(toy("plain"), 0.988, 0.97)
+    assert choose_packing([decide(linear_problem(1, 8, 8, "float32"), unsure, packed)]) == "toy:plain"
+    sure = evidence(toy(""), 0.975, 0.975)
+    assert choose_packing([decide(linear_problem(1, 8, 8, "float32"), sure, packed)]) is None
