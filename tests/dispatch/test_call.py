@@ -413,7 +413,7 @@ def test_a_zero_point_does_not_pass_for_a_scale() -> None:
 
 
 def write_past_autograd(kernel: ToyKernel, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
-    """Write the result to the memory of ``out`` as a compiled kernel does, which leaves the version counter unchanged."""
+    """Write the result to the memory of ``out`` as a compiled kernel does. The version counter stays as it was."""
     out.numpy()[:] = (a @ b).numpy()
 
 
