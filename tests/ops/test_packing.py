@@ -114,3 +114,19 @@ def test_a_scale_or_layout_of_another_type_is_a_type_error() -> None:
         gemmtune.pack(W.to(torch.int8), scale=[1.0] * 24)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="layout"):
         gemmtune.pack(W, layout=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["scale", "zero_point"])
+def test_a_scale_without_memory_is_refused(name: str) -> None:
+    operands = {"scale": torch.rand(24), "zero_point": torch.rand(24)}
+    operands[name].untyped_storage().resize_(0)
+    with pytest.raises(TypeError, match=rf"{name}.* without memory"):
+        gemmtune.pack(W.to(torch.int8), **operands)
+
+
+def test_a_lazily_negated_scale_is_packed_by_its_values() -> None:
+    scale = torch.rand(24)
+    packed = gemmtune.pack(W.to(torch.int8), scale=torch._neg_view(scale), layout="aten:dequant/float32")
+    back = gemmtune.unpack(packed)
+    assert isinstance(back, QuantWeight)
+    assert torch.equal(back.scale, -scale)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 import gemmtune
+from gemmtune import fuse
 from gemmtune.core import checks
 from gemmtune.core.call import Call
 from gemmtune.core.problem import Problem
+from gemmtune.dispatch.cache import DISPATCH_CACHE
 from gemmtune.dispatch.call import TorchFunction
 from gemmtune.dispatch.runtime import RUNTIME
 from gemmtune.ops import table
@@ -146,3 +148,33 @@ def test_an_adapter_for_matrices_makes_activations_beside_a_weight_dense() -> No
     call = describe_mm(a, B.t(), constant=True)
     adapted, _ = matrix_adapter(call)(a, B.t())
     assert adapted.is_contiguous()
+
+
+def test_a_call_under_vmap_is_cached_unless_it_is_recorded() -> None:
+    DISPATCH_CACHE.clear()
+    with gemmtune.record() as recorded:
+        torch.func.vmap(gemmtune.linear, in_dims=(0, None))(A[None], B)
+    assert not DISPATCH_CACHE
+    assert len(recorded.problems) == 1
+    torch.func.vmap(gemmtune.linear, in_dims=(0, None))(A[None], B)
+    assert [len(entries) for entries in DISPATCH_CACHE.values()] == [1]
+
+
+def test_an_op_that_only_pytorch_computes_returns_its_out() -> None:
+    a, b = torch.ones(3, 4, dtype=torch.int64), torch.ones(4, 5, dtype=torch.int64)
+    out = torch.empty(3, 5, dtype=torch.int64)
+    assert gemmtune.mm(a, b, out=out) is out
+    assert out.tolist() == [[4] * 5] * 3
+    assert gemmtune.bmm(a[None], b[None], out=out[None].zero_()).tolist() == [[[4] * 5] * 3]
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda: gemmtune.linear(A, B, torch.ones(5, device="meta")), "bias"),
+        (lambda: gemmtune.linear(A, B, epilogue=[fuse.add(torch.ones(5, device="meta"))]), "an epilogue tensor"),
+    ],
+)
+def test_a_tensor_on_another_device_is_named(call: Callable[[], Tensor], name: str) -> None:
+    with pytest.raises(checks.DtypeError, match=rf"\b{name} is on meta"):
+        call()

@@ -11,7 +11,7 @@ import pytest
 from gemmtune import backends
 from gemmtune.backends.base import Artifact
 from gemmtune.core.candidate import Candidate
-from gemmtune.core.decision import Sample, Verdict
+from gemmtune.core.decision import Decision, Sample, Verdict
 from gemmtune.core.events import silent
 from gemmtune.core.problem import Problem
 from gemmtune.core.target import Target
@@ -20,6 +20,8 @@ from gemmtune.dispatch import current_target
 from gemmtune.store import MemoryStore
 from gemmtune.timing.outcome import Placement, Raced
 from gemmtune.tuning import session
+from gemmtune.tuning.ledger import ONE_DRAW
+from gemmtune.tuning.search import SearchOptions
 from gemmtune.tuning.session import TuningSession
 from gemmtune.workers.protocol import Attempted, Confirmed
 
@@ -327,3 +329,118 @@ def test_the_layouts_of_a_weights_other_m_are_raced_though_time_is_short(clock: 
     assert layout not in map(packing, without.raced)
     assert layout in map(packing, told.raced)
     assert next(packing(c) for c in told.tried if c.backend == "native") == layout
+
+
+class ListedSearch:
+    """A search that asks for candidates once, in the order in which the backends listed them.
+
+    It asks for ATen's candidates and the first ``count`` others.
+    """
+
+    left = 0
+
+    def __init__(self, candidates: Sequence[Candidate], count: int | None) -> None:
+        others = [candidate for candidate in candidates if candidate.backend != "aten"][:count]
+        self._batches = [[candidate for candidate in candidates if candidate.backend == "aten"] + others]
+        self.likely: list[Candidate] = []
+
+    def ask(self) -> list[Candidate] | None:
+        return self._batches.pop() if self._batches else None
+
+    def tell(self, candidate_id: str, seconds: float | None) -> None: ...
+
+
+def decide(worker: Pretending, seconds: float | None, count: int | None = None) -> Decision:
+    """Return the decision of a session whose search is a ``ListedSearch`` of ``count``."""
+
+    def search(candidates: Sequence[Candidate], options: SearchOptions) -> ListedSearch:
+        return ListedSearch(candidates, count)
+
+    names = ("aten", "native")
+    tuning = TuningSession(PROBLEM, current_target(), names, MemoryStore(), worker, silent, 0, search=search)
+    return tuning.run(seconds, None)
+
+
+def native_candidates() -> list[Candidate]:
+    listed = backends.get("native").candidates(PROBLEM, current_target())
+    return [item for item in listed if isinstance(item, Candidate)]
+
+
+def test_exploring_takes_half_of_a_users_budget(clock: Clock) -> None:
+    times: list[float] = []
+
+    class Recording(Pretending):
+        def attempt(self, candidate: Candidate, deadline: float | None, worth_s: float | None) -> Attempted:
+            attempted = super().attempt(candidate, deadline, worth_s)
+            times.append(self.clock.now)
+            return attempted
+
+    start = clock.now
+    worker = Recording(clock, lambda c: 1e-2 if c.backend == "native" else 2e-2)
+    decide(worker, 3.0)
+    assert len(worker.tried) < len(native_candidates())
+    assert 0.45 * 3.0 < times[-1] - start < 0.55 * 3.0
+
+
+def test_evidence_has_the_stage_that_a_candidate_reached_in_the_race(clock: Clock) -> None:
+    class LeavesOneOut(Pretending):
+        def race(self, candidates: Sequence[Candidate], *args: Any) -> Raced:
+            raced = super().race(candidates, *args)
+            *placed, last = raced.placed
+            last = msgspec.structs.replace(last, stage="untried", reason="short of memory", sample=None)
+            return msgspec.structs.replace(raced, placed=(*placed, last))
+
+    worker = LeavesOneOut(clock, lambda c: 1e-3 if c.backend == "native" else 1.1e-3)
+    decision = decide(worker, 6.0)
+    stages = {row.id: row.stage for row in decision.evidence}
+    *others, last = (candidate.id for candidate in worker.raced)
+    assert {stages[name] for name in others if name != decision.chosen} == {"finalist"}
+    assert stages[decision.chosen or ""] == "winner"
+    assert stages[last] == "screened"
+
+
+def test_a_checked_candidate_that_is_not_raced_has_the_reason(clock: Clock) -> None:
+    """It is the best of its layout, which other M may share, and too slow for the race."""
+    slow = next(c["nr"] for c in native_candidates() if c["nr"] != native_candidates()[0]["nr"])
+    worker = Pretending(clock, lambda c: (3e-3 if c["nr"] == slow else 1e-3) if c.backend == "native" else 4e-3)
+    decision = decide(worker, 60.0, 200)
+    raced = {candidate.id for candidate in worker.raced}
+    reasons = {row.id: row.reason for row in decision.evidence}
+    assert any(
+        reasons[c.id] == "3.00x the best rough time: not raced"
+        for c in native_candidates() if c["nr"] == slow and c.id in reasons
+    )  # fmt: skip
+    assert not any("not raced" in reasons[name] for name in raced)
+
+
+def test_a_second_timing_without_a_check_leaves_the_verdict_of_the_first(clock: Clock) -> None:
+    class ChecksOnce(Pretending):
+        def attempt(self, candidate: Candidate, deadline: float | None, worth_s: float | None) -> Attempted:
+            is_second = candidate in self.tried
+            attempted = super().attempt(candidate, deadline, worth_s)
+            return msgspec.structs.replace(attempted, verdict=None) if is_second else attempted
+
+    fastest = native_candidates()[0]
+    worker = ChecksOnce(clock, lambda c: (1e-3 if c == fastest else 2e-3) if c.backend == "native" else 5e-3)
+    decision = decide(worker, None, 12)
+    retimed = {candidate.id for candidate in worker.tried if worker.tried.count(candidate) == 2}
+    assert len(retimed) > 2
+    rows = [row for row in decision.evidence if row.id in retimed]
+    assert all(row.verdict is not None and row.verdict.ok for row in rows)
+    assert ONE_DRAW in {row.verdict.detail for row in rows if row.verdict is not None}
+
+
+@pytest.mark.parametrize(("seconds", "is_raced"), [(7e-3, True), (9e-3, False)])
+def test_a_raw_kernel_is_raced_within_eight_times_the_best_packed_one(
+    clock: Clock, seconds: float, is_raced: bool
+) -> None:
+    raw = native_candidates()[0]
+
+    class Unpacked(Pretending):
+        def attempt(self, candidate: Candidate, deadline: float | None, worth_s: float | None) -> Attempted:
+            attempted = super().attempt(candidate, deadline, worth_s)
+            return msgspec.structs.replace(attempted, packing=None) if candidate == raw else attempted
+
+    worker = Unpacked(clock, lambda c: (seconds if c == raw else 1e-3) if c.backend == "native" else 1e-2)
+    decide(worker, None)
+    assert (raw in worker.raced) is is_raced
