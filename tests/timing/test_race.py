@@ -16,8 +16,8 @@ NOISY = {"noise": 0.02, "drift": 0.01, "stalls": 0.03}
 
 
 def line_up(clock: FakeClock, challengers: Sequence[float], incumbents: Sequence[float]) -> list[Entrant]:
-    field = [Entrant(f"aten{i}", clock.kernel(s), incumbent=True) for i, s in enumerate(incumbents)]
-    return field + [Entrant(f"native{i}", clock.kernel(s), group=f"g{i % 2}") for i, s in enumerate(challengers)]
+    field = [Entrant(f"aten{i}", clock.kernel(s), is_baseline=True) for i, s in enumerate(incumbents)]
+    return field + [Entrant(f"native{i}", clock.kernel(s), packing=f"g{i % 2}") for i, s in enumerate(challengers)]
 
 
 def sweep(
@@ -43,7 +43,7 @@ def test_planted_gains_are_found(gain: float, least: float) -> None:
 
 def test_a_winner_beats_the_fastest_incumbent_not_just_any() -> None:
     result = sweep([0.9e-3], [1.3e-3, 0.8e-3, 1.0e-3], **NOISY)
-    assert (result.outcome, result.leader, result.incumbent) == ("tie", "aten1", "aten1")
+    assert (result.outcome, result.leader, result.baseline) == ("tie", "aten1", "aten1")
 
 
 def test_gains_below_the_threshold_are_ties() -> None:
@@ -53,15 +53,15 @@ def test_gains_below_the_threshold_are_ties() -> None:
 
 def test_the_result_says_how_far_everyone_came() -> None:
     result = sweep([0.5e-3, 0.55e-3, 2e-3], [1e-3, 3e-3], noise=0.01)
-    rows = result.standings
-    assert (result.outcome, result.leader, result.incumbent) == ("winner", "native0", "aten0")
+    rows = result.evidence
+    assert (result.outcome, result.leader, result.baseline) == ("winner", "native0", "aten0")
     assert rows["native0"].stage == "winner"
     assert rows["native1"].stage == "eliminated"
     assert "x the time of native0" in rows["native1"].reason
     assert rows["native2"].stage == "screened"
     assert "slower than the best after 4 rounds" in rows["native2"].reason
     assert rows["aten0"].stage == "finalist"
-    assert "slower than the best incumbent" in rows["aten1"].reason
+    assert "slower than the best baseline" in rows["aten1"].reason
     assert result.stopped == rows["native0"].reason
     assert "after 50 pairs" in result.stopped
 
@@ -69,13 +69,13 @@ def test_the_result_says_how_far_everyone_came() -> None:
 def test_samples_carry_paired_ratios_to_the_incumbent() -> None:
     result = sweep([0.5e-3] * 2, [1e-3], noise=0.02, drift=0.2, drift_s=0.05)
     for name in ("native0", "native1"):
-        sample = result.standings[name].sample
+        sample = result.evidence[name].sample
         assert sample is not None
         assert sample.ratio_lo <= sample.ratio <= sample.ratio_hi
         assert sample.ratio == pytest.approx(0.5, rel=0.03)
         assert sample.lo_s <= sample.median_s <= sample.hi_s
         assert len(sample.times) == min(64, sample.rounds)
-    incumbent = result.standings["aten0"].sample
+    incumbent = result.evidence["aten0"].sample
     assert incumbent is not None
     assert (incumbent.ratio, incumbent.ratio_lo, incumbent.ratio_hi) == (1.0, 1.0, 1.0)
 
@@ -119,7 +119,7 @@ def test_a_race_with_little_time_goes_on_with_fewer() -> None:
     result = race(line_up(clock, seconds, [6e-3]), clock, 1.5, setup=RaceSetup(earlier_s=earlier))
     assert (result.outcome, result.leader) == ("winner", "native0")
     assert result.rounds >= 5
-    dropped = [row for row in result.standings.values() if "more than the time allows" in row.reason]
+    dropped = [row for row in result.evidence.values() if "more than the time allows" in row.reason]
     assert len(dropped) >= 10
     assert {row.stage for row in dropped} == {"screened"}
     assert set(result.alternatives) == {"", "g0", "g1"}
@@ -130,7 +130,7 @@ def test_too_small_a_budget_leaves_the_incumbent() -> None:
     result = sweep([0.05] * 3, [0.1], budget=0.3)
     assert (result.outcome, result.leader) == ("tie", "aten0")
     assert "a decision needs 9" in result.stopped or "no challenger" in result.stopped
-    assert {row.stage for row in result.standings.values()} >= {"untried"}
+    assert {row.stage for row in result.evidence.values()} >= {"untried"}
 
 
 def test_heavy_stalls_lengthen_but_do_not_change() -> None:
@@ -146,7 +146,7 @@ def test_equal_seeds_give_equal_races() -> None:
 
 def test_no_incumbent_and_nobody() -> None:
     alone = sweep([1e-3, 0.5e-3], [])
-    assert (alone.outcome, alone.leader, alone.incumbent) == ("winner", "native1", None)
+    assert (alone.outcome, alone.leader, alone.baseline) == ("winner", "native1", None)
     assert sweep([], [1e-3, 0.5e-3]).leader == "aten1"
     empty = sweep([], [])
     assert (empty.outcome, empty.leader) == ("none_valid", None)
@@ -155,7 +155,7 @@ def test_no_incumbent_and_nobody() -> None:
 @pytest.mark.parametrize("after", [0, 3, 200])
 @pytest.mark.parametrize(("victim", "leader"), [("aten0", "native0"), ("native0", "native1")])
 def test_an_entrant_that_raises_is_out_and_costs_nobody_else(victim: str, leader: str, after: int) -> None:
-    """Half a millisecond screens the others out; they come back when it fails, even in the duel."""
+    """Half a millisecond screens the others out; they come back when it fails, even in the paired test."""
     clock = FakeClock(0)
     calls = 0
 
@@ -167,29 +167,29 @@ def test_an_entrant_that_raises_is_out_and_costs_nobody_else(victim: str, leader
         clock.kernel(0.5e-3)(i)
 
     field = [
-        Entrant("aten0", clock.kernel(1.1e-3), incumbent=True),
-        Entrant("aten1", clock.kernel(1.0e-3), incumbent=True),
+        Entrant("aten0", clock.kernel(1.1e-3), is_baseline=True),
+        Entrant("aten1", clock.kernel(1.0e-3), is_baseline=True),
         Entrant("native0", clock.kernel(0.48e-3 if victim == "aten0" else 0.8e-3)),
         Entrant("native1", clock.kernel(0.82e-3)),
     ]
-    field = [Entrant(e.id, breaking if e.id == victim else e.run, e.incumbent) for e in field]
-    result = race(field, clock, 2.0, min_duel=300)
-    assert result.standings[victim].stage == "failed"
-    assert "RuntimeError: lost its way" in result.standings[victim].reason
+    field = [Entrant(e.id, breaking if e.id == victim else e.run, e.is_baseline) for e in field]
+    result = race(field, clock, 2.0, min_pairs=300)
+    assert result.evidence[victim].stage == "failed"
+    assert "RuntimeError: lost its way" in result.evidence[victim].reason
     assert (result.outcome, result.leader) == ("winner", leader)
-    assert result.incumbent == "aten1"
+    assert result.baseline == "aten1"
     assert calls == after + 1
 
 
 def test_real_kernels_on_the_real_clock() -> None:
     small, large = torch.randn(32, 64), torch.randn(512, 512)
     field = [
-        Entrant("aten", lambda i: torch.mm(large, large), incumbent=True),
+        Entrant("aten", lambda i: torch.mm(large, large), is_baseline=True),
         Entrant("less", lambda i: torch.mm(small, small.t())),
     ]
     result = race(field, CpuClock(), 20.0)  # ends after 50 pairs, 0.2 s on an idle machine
     assert (result.outcome, result.leader) == ("winner", "less")
-    sample = result.standings["less"].sample
+    sample = result.evidence["less"].sample
     assert sample is not None
     assert 0.0 < sample.ratio_lo <= sample.ratio <= sample.ratio_hi < 1.0
 
@@ -212,7 +212,7 @@ def test_entrants_alike_make_equally_many_calls_a_timing() -> None:
 
 def test_a_duels_timings_are_as_long_as_its_clock_wants_them() -> None:
     clock, counts = FakeClock(0), list[list[int]]()
-    clock.duel_s, given = 2e-3, clock.time_round
+    clock.paired_timing_s, given = 2e-3, clock.time_round
 
     def watched(runs: Sequence[Run], calls: Sequence[int]) -> list[float]:
         counts.append(list(calls))
@@ -238,7 +238,7 @@ def test_drift_is_reported_as_a_condition() -> None:
     assert steady.conditions == {}
     moved = sweep([1e-3] * 4, [1e-3], noise=0.002, drift=0.4, drift_s=2.0)
     assert moved.conditions["drift"].endswith("%")
-    sample = moved.standings["aten0"].sample
+    sample = moved.evidence["aten0"].sample
     assert sample is not None
     assert sample.conditions == moved.conditions
 
@@ -261,7 +261,7 @@ def test_operands_are_moved_and_a_winner_wins_everywhere() -> None:
         def challenger(i: int, clock: FakeClock = clock, places: list[int] = places) -> None:
             clock.kernel(1e-3 * luck[len(places) % 2])(i)
 
-        field = [Entrant("aten", good, incumbent=True), Entrant("ours", challenger)]
+        field = [Entrant("aten", good, is_baseline=True), Entrant("ours", challenger)]
         result = race(field, clock, 6.0, seed=seed, setup=RaceSetup(move=lambda places=places: places.append(1)))  # type: ignore[misc]
         assert result.outcome == "tie"
         assert len(places) >= 2
@@ -274,7 +274,7 @@ def test_moving_that_takes_long_is_left_alone() -> None:
         moves.append(1)
         clock._time += 3.0
 
-    field = [Entrant("aten", clock.kernel(1e-3), incumbent=True), Entrant("ours", clock.kernel(0.9e-3))]
+    field = [Entrant("aten", clock.kernel(1e-3), is_baseline=True), Entrant("ours", clock.kernel(0.9e-3))]
     result = race(field, clock, 6.0, setup=RaceSetup(move=move))
     assert result.outcome == "winner"
     assert len(moves) == 1
