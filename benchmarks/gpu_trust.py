@@ -89,10 +89,10 @@ def equals(sweeps: int, target: Target) -> dict[str, Any]:
         count = rng.choice((2, 4, 8, 16))
         # Copies are told apart by their callable: each gets a graph of its own.
         entrants = [
-            Entrant(f"same{i}", lambda n, call=call: call(n), incumbent=i == 0, group="g")  # type: ignore[misc]
+            Entrant(f"same{i}", lambda n, call=call: call(n), is_baseline=i == 0, packing="g")  # type: ignore[misc]
             for i in range(count)
         ]
-        clock = CudaClock(TorchGpu(DEVICE), chill=Flush(problem, target))
+        clock = CudaClock(TorchGpu(DEVICE), flush=Flush(problem, target))
         result = race(entrants, clock, 1.0, seed=seed)
         if result.outcome != "tie":
             false.append(
@@ -102,9 +102,7 @@ def equals(sweeps: int, target: Target) -> dict[str, Any]:
                     "count": count,
                     "stopped": result.stopped,
                     "timed": [
-                        row.sample.conditions.get("timed")
-                        for row in result.standings.values()
-                        if row.sample is not None
+                        row.sample.conditions.get("timed") for row in result.evidence.values() if row.sample is not None
                     ],
                 }
             )

@@ -48,7 +48,7 @@ def check(problem: Problem, made: Kernel, seed: int = 0) -> None:
     def run(inputs: Inputs, out: torch.Tensor) -> None:
         made.run(inputs.a, inputs.b, inputs.aux, out)
 
-    verdict = verify(run, problem, make_reference_cases(problem, seed), patience_s=0.0)
+    verdict = verify(run, problem, make_reference_cases(problem, seed), time_limit_s=0.0)
     assert verdict.ok, f"{problem.key}: {verdict.kind}: {verdict.detail}"
 
 

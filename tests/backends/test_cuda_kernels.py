@@ -100,7 +100,7 @@ def run_into(kernel: GpuKernel, inputs: Inputs, out: torch.Tensor) -> None:
 def check(kernel: GpuKernel, problem: Problem) -> None:
     """Through bind, the simulated driver, the kernel's own text and gemmtune's own verification."""
     verdict = verify(
-        lambda inputs, out: run_into(kernel, inputs, out), problem, make_reference_cases(problem, 0), patience_s=0.0
+        lambda inputs, out: run_into(kernel, inputs, out), problem, make_reference_cases(problem, 0), time_limit_s=0.0
     )
     assert verdict.ok, f"{verdict.kind}: {verdict.detail}"
 
@@ -234,7 +234,7 @@ def test_random_problems_are_right(emulator: Emulator, family: str) -> None:
         def run(inputs: Inputs, out: torch.Tensor, kernel: GpuKernel = kernel) -> None:
             run_into(kernel, inputs, out)
 
-        verdict = verify(run, problem, make_reference_cases(problem, left), patience_s=0.0)
+        verdict = verify(run, problem, make_reference_cases(problem, left), time_limit_s=0.0)
         assert verdict.ok, f"{candidate.id} on {problem.key}: {verdict.kind}: {verdict.detail}"
 
 
@@ -248,7 +248,7 @@ def test_more_rows_than_it_was_made_for(emulator: Emulator) -> None:
         def run(inputs: Inputs, out: torch.Tensor, kernel: GpuKernel = kernel) -> None:
             run_into(kernel, inputs, out)
 
-        verdict = verify(run, problem, make_reference_cases(problem, 0)[:1], patience_s=0)
+        verdict = verify(run, problem, make_reference_cases(problem, 0)[:1], time_limit_s=0)
         assert verdict.ok, verdict.detail
 
 
@@ -342,7 +342,7 @@ def test_a_wrong_kernel_is_found_out(emulator: Emulator, monkeypatch: pytest.Mon
     kernel = getattr(emulator, template)(problem, **config)
     assert changed
     verdict = verify(
-        lambda inputs, out: run_into(kernel, inputs, out), problem, make_reference_cases(problem, 0)[:1], patience_s=0
+        lambda inputs, out: run_into(kernel, inputs, out), problem, make_reference_cases(problem, 0)[:1], time_limit_s=0
     )
     assert verdict.kind == "wrong"
 

@@ -174,7 +174,7 @@ def main() -> None:
         def launch(inputs: Inputs, out: Tensor, problem: Problem = problem, candidate: Candidate = candidate) -> None:
             run(problem.with_m(inputs.a.shape[-2]), candidate, inputs, out)
 
-        verdict = verify(launch, problem, draws, patience_s=0.0)
+        verdict = verify(launch, problem, draws, time_limit_s=0.0)
         assert verdict.ok, f"{candidate.id} on {problem.key}: {verdict.kind} {verdict.detail}"
         count += 1
     for swap in (0, 1):

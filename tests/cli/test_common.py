@@ -98,4 +98,4 @@ def test_a_models_problems_go_where_they_ran(monkeypatch: pytest.MonkeyPatch) ->
     ]
     ((place, everything, _),) = common.problems_by_device("m.py:f", [], None, None, device="cuda")
     assert (place, len(everything)) == ("cuda", 3)
-    assert [group.place for group in common.problems_by_device(None, ["1,8,8"], None, None)] == ["cpu"]
+    assert [group.device for group in common.problems_by_device(None, ["1,8,8"], None, None)] == ["cpu"]

@@ -18,7 +18,7 @@ def factory(dtype="bf16"):
     return (lambda x: (dtype, x)), (neighbour.VALUE,)
 
 def several():
-    return print, [(1,), 2]
+    return print, [(1,), {"sep": ""}]
 
 def broken():
     raise RuntimeError("no weights")
@@ -43,12 +43,12 @@ def file(tmp_path: Path) -> Path:
 
 def test_a_file_may_import_its_neighbours_and_take_a_dtype(file: Path) -> None:
     model, calls = call_factory(find_factory(f"{file}:factory"), "fp32")
-    assert calls == [(41,)]
+    assert calls == [((41,), {})]
     assert model(1) == ("fp32", 1)
 
 
 def test_a_list_of_calls_and_single_arguments(file: Path) -> None:
-    assert call_factory(find_factory(f"{file}:several"), None)[1] == [(1,), (2,)]
+    assert call_factory(find_factory(f"{file}:several"), None)[1] == [((1,), {}), ((), {"sep": ""})]
 
 
 def test_a_module_by_its_dotted_name() -> None:

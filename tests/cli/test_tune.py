@@ -26,8 +26,6 @@ class StandIn:
     interrupt_after = 10**9
     seen: tuple[Target, tuple[str, ...], float, bool] | None = None
     latency = ""
-    unstored: tuple[Decision, ...] = ()
-    store_error = ""
 
     def __init__(
         self,
@@ -40,6 +38,7 @@ class StandIn:
         force: bool = False,
         hot: bool = False,
         latency: str = "graph",
+        search: str = "local",
     ) -> None:
         StandIn.seen = (target, tuple(names), budget.seconds, force)
         StandIn.latency = latency

@@ -76,7 +76,7 @@ def main() -> None:
             run_into(kernel, inputs, out)
 
         verdict = verify(
-            run, problem, make_reference_cases(problem, 0, device=torch.device("cuda"))[:1], patience_s=0.0
+            run, problem, make_reference_cases(problem, 0, device=torch.device("cuda"))[:1], time_limit_s=0.0
         )
         print(f"{candidate.id} on {problem.m}x{problem.n}x{problem.k} {problem.b.dtype}: {verdict.kind}", flush=True)
         assert verdict.ok, verdict.detail

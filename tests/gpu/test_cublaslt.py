@@ -51,7 +51,7 @@ def test_any_m_and_bit_for_bit_again(name: str, rank: int) -> None:
 
 def check(problem: Problem, kernel) -> None:  # type: ignore[no-untyped-def]
     draws = make_reference_cases(problem, problem.m, device=torch.device("cuda"))
-    verdict = verify(lambda inputs, out: run_into(kernel, inputs, out), problem, draws[:2], patience_s=0.0)
+    verdict = verify(lambda inputs, out: run_into(kernel, inputs, out), problem, draws[:2], time_limit_s=0.0)
     assert verdict.ok, f"{problem.m} rows: {verdict.kind}: {verdict.detail}"
 
 

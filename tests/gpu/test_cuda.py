@@ -99,7 +99,7 @@ def test_configurations_are_right(name: str) -> None:
         def run(inputs: Inputs, out: torch.Tensor, kernel=kernel) -> None:  # type: ignore[no-untyped-def]
             run_into(kernel, inputs, out)
 
-        verdict = verify(run, problem, draws, patience_s=0.0)
+        verdict = verify(run, problem, draws, time_limit_s=0.0)
         assert verdict.ok, f"{candidate.id}: {verdict.kind}: {verdict.detail}"
     assert ran > len(legal(problem)) / 2
 
@@ -139,7 +139,7 @@ def check_any_m(problem: Problem, kernel) -> None:  # type: ignore[no-untyped-de
     for m in (1, 2, 7, 16, 17, 64, 100, 300):
         other = problem.with_m(m)
         draws = make_reference_cases(other, m, device=torch.device("cuda"))
-        verdict = verify(lambda inputs, out: run_into(kernel, inputs, out), other, draws[:2], patience_s=0.0)
+        verdict = verify(lambda inputs, out: run_into(kernel, inputs, out), other, draws[:2], time_limit_s=0.0)
         assert verdict.ok, f"{m} rows: {verdict.kind}: {verdict.detail}"
         check_repeats(kernel, other, m)
 
@@ -169,7 +169,7 @@ def test_slabs_in_many_rounds() -> None:
     problem = build(200, 40000, 512, "bf16")
     kernel = kernel_of(problem, first(problem, "slab", "cuda", bn=64, cluster=2))
     draws = make_reference_cases(problem, 0, device=torch.device("cuda"))
-    verdict = verify(lambda inputs, out: run_into(kernel, inputs, out), problem, draws[:2], patience_s=0.0)
+    verdict = verify(lambda inputs, out: run_into(kernel, inputs, out), problem, draws[:2], time_limit_s=0.0)
     assert verdict.ok, f"{verdict.kind}: {verdict.detail}"
     square = build(200, 200, 512, "bf16")
     kernel = kernel_of(square, first(square, "slab", "cuda", bn=64))

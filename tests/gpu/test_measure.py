@@ -154,7 +154,7 @@ def spinning(cycles: int) -> Any:
 @pytest.mark.parametrize("latency", ["graph", "eager"])
 def test_twice_the_work_takes_twice_the_time(latency: Latency) -> None:
     target = current_cuda()
-    clock = CudaClock(TorchGpu(CUDA), chill=Flush(PROBLEM, target), latency=latency)
+    clock = CudaClock(TorchGpu(CUDA), flush=Flush(PROBLEM, target), latency=latency)
     runs = [spinning(200_000), spinning(400_000)]
     calls = [clock.calls_for(run, 500e-6) for run in runs]
     pairs = [clock.time_round(runs, calls) for _ in range(9)]
@@ -296,20 +296,26 @@ def test_what_turns_bad_in_a_race_is_named(shared: Worker, name: str) -> None:
 
 def test_a_race_says_how_each_was_timed(shared: Worker) -> None:
     raced = shared.race([kind(name) for name in hostile_cuda.CORRECT_KINDS], 1.0, 0)
-    words = {place.id: place.sample.conditions for place in raced.placed if place.sample is not None}
+    words = {place.id: place.sample.conditions for place in raced.evidence.values() if place.sample is not None}
     assert words[kind("good").id]["timed"] == "eager: beside one that cannot be captured"
     assert words[kind("waits").id]["timed"].startswith("eager: ")
     assert "nothing on the current stream" in words[kind("elsewhere").id]["timed"]
     assert words[kind("good").id]["operands"] == "cold"
     alone = shared.race([kind("good")], 1.0, 0)
-    assert [place.sample.conditions["timed"] for place in alone.placed if place.sample is not None] == ["graph"]
+    assert [place.sample.conditions["timed"] for place in alone.evidence.values() if place.sample is not None] == [
+        "graph"
+    ]
 
 
 def test_a_worker_for_eager_launches(target: Target) -> None:
     with Worker(target, limits=FAST, latency="eager") as worker:
         worker.open(PROBLEM, 1)
         raced = worker.race([kind("good"), Candidate.make("aten", "mm")], 1.0, 0)
-    assert all(place.sample.conditions["timed"].startswith("eager: as asked") for place in raced.placed if place.sample)
+    assert all(
+        place.sample.conditions["timed"].startswith("eager: as asked")
+        for place in raced.evidence.values()
+        if place.sample
+    )
 
 
 def test_tuning_among_hostile_candidates(target: Target) -> None:

@@ -50,7 +50,7 @@ def test_programs_that_share_tiles_serve_any_m(problem: Problem) -> None:
     for m in (1, 64, 100, 257, 1024, 1500):
         draws = make_reference_cases(problem.with_m(m), m, device=torch.device("cuda"))
         verdict = verify(
-            lambda inputs, out: run_into(kernel, inputs, out), problem.with_m(m), draws[:2], patience_s=0.0
+            lambda inputs, out: run_into(kernel, inputs, out), problem.with_m(m), draws[:2], time_limit_s=0.0
         )
         assert verdict.ok, f"{m} rows: {verdict.kind}: {verdict.detail}"
         check_repeats(kernel, problem.with_m(m), m)
@@ -111,7 +111,7 @@ def test_weights_converted_for_one_product(m: int) -> None:
             rest = draws[1][0].inputs
             run_into(second, rest, torch.empty(m, 8192, dtype=torch.bfloat16, device="cuda"))
 
-        assert verify(both, problem, draws[0], patience_s=0.0).ok
+        assert verify(both, problem, draws[0], time_limit_s=0.0).ok
 
 
 @pytest.mark.parametrize("template", ["tiled", "persistent"])

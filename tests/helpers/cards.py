@@ -121,7 +121,7 @@ def check_random_problems(backend: Backend) -> None:
             continue
         test_cases = make_reference_cases(problem, counts.total(), device=torch.device("cuda"))
         verdict = verify(
-            lambda inputs, out, kernel=kernel: run_into(kernel, inputs, out), problem, test_cases, patience_s=0.0
+            lambda inputs, out, kernel=kernel: run_into(kernel, inputs, out), problem, test_cases, time_limit_s=0.0
         )
         counts[f"{family} {verdict.kind}"] += 1
         if not verdict.ok:

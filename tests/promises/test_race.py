@@ -44,8 +44,8 @@ def stalling(clock: FakeClock, seconds: float, every: int) -> Run:
 def test_a_kernel_that_stalls_every_fifth_call_does_not_win(seconds: float, seed: int) -> None:
     clock = FakeClock(seed, noise=0.02)
     field = [
-        Entrant("aten", clock.kernel(seconds), incumbent=True),
-        Entrant("stalls", stalling(clock, 0.85 * seconds, 5), group="g"),
+        Entrant("aten", clock.kernel(seconds), is_baseline=True),
+        Entrant("stalls", stalling(clock, 0.85 * seconds, 5), packing="g"),
     ]
     assert race(field, clock, 3.0, seed=seed).outcome == "tie"
 
@@ -54,8 +54,8 @@ def test_a_kernel_that_stalls_every_fifth_call_does_not_win(seconds: float, seed
 def test_rare_stalls_that_make_the_mean_slower_do_not_win(seed: int) -> None:
     clock = FakeClock(seed, noise=0.02)
     field = [
-        Entrant("aten", clock.kernel(0.5e-3), incumbent=True),
-        Entrant("stalls", stalling(clock, 0.425e-3, 50), group="g"),
+        Entrant("aten", clock.kernel(0.5e-3), is_baseline=True),
+        Entrant("stalls", stalling(clock, 0.425e-3, 50), packing="g"),
     ]
     result = race(field, clock, 3.0, seed=seed)
     assert result.outcome == "tie"
@@ -66,8 +66,8 @@ def test_rare_stalls_that_make_the_mean_slower_do_not_win(seed: int) -> None:
 def test_the_machines_stalls_cost_a_faster_kernel_nothing(seed: int) -> None:
     clock = FakeClock(seed, noise=0.02, stalls=0.05)
     field = [
-        Entrant("aten", clock.kernel(1e-3), incumbent=True),
-        Entrant("faster", clock.kernel(0.9e-3), group="g"),
+        Entrant("aten", clock.kernel(1e-3), is_baseline=True),
+        Entrant("faster", clock.kernel(0.9e-3), packing="g"),
     ]
     assert race(field, clock, 6.0, seed=seed).outcome == "winner"
 
@@ -78,9 +78,9 @@ def test_the_machines_stalls_cost_a_faster_kernel_nothing(seed: int) -> None:
 def layouts_race(raw_aten: float, raw: float, packed_aten: float, **noise: float) -> RaceResult:
     clock = FakeClock(3, **{"noise": 0.01, **noise})  # type: ignore[arg-type]
     field = [
-        Entrant("aten/packed", clock.kernel(packed_aten), incumbent=True, group="aten:copy"),
-        Entrant("aten/raw", clock.kernel(raw_aten), incumbent=True, group=""),
-        Entrant("ours/raw", clock.kernel(raw), group=""),
+        Entrant("aten/packed", clock.kernel(packed_aten), is_baseline=True, packing="aten:copy"),
+        Entrant("aten/raw", clock.kernel(raw_aten), is_baseline=True, packing=""),
+        Entrant("ours/raw", clock.kernel(raw), packing=""),
     ]
     return race(field, clock, 6.0, seed=3)
 
@@ -156,8 +156,8 @@ def surrounded(
 def race_in(seed: int, alone: Sequence[float], around: Sequence[float], **options: object) -> RaceResult:
     """ATen (1 ms) against challengers that take ``alone`` by themselves and ``around`` in a surrounding."""
     clock = FakeClock(seed, noise=0.005)
-    field = [Entrant("aten", clock.kernel(1e-3), incumbent=True)]
-    field += [Entrant(f"ours{i}", clock.kernel(s), group=f"g{i}") for i, s in enumerate(alone)]
+    field = [Entrant("aten", clock.kernel(1e-3), is_baseline=True)]
+    field += [Entrant(f"ours{i}", clock.kernel(s), packing=f"g{i}") for i, s in enumerate(alone)]
     times = {"aten": 1e-3} | {f"ours{i}": s for i, s in enumerate(around)}
     surrounding = surrounded(clock, times, **options)  # type: ignore[arg-type]
     return race(field, clock, 6.0, seed=seed, setup=RaceSetup(surroundings=[surrounding]))
@@ -208,7 +208,7 @@ class Reported:
 
 
 def two(clock: FakeClock, gain: float) -> list[Entrant]:
-    return [Entrant("aten", clock.kernel(1e-3), incumbent=True), Entrant("ours", clock.kernel((1 - gain) * 1e-3))]
+    return [Entrant("aten", clock.kernel(1e-3), is_baseline=True), Entrant("ours", clock.kernel((1 - gain) * 1e-3))]
 
 
 def test_a_tie_on_a_machine_that_others_use_is_inconclusive() -> None:
@@ -235,7 +235,7 @@ def test_noise_that_may_hide_a_gain_is_inconclusive() -> None:
 def test_a_time_far_above_the_one_before_the_race_is_not_believed() -> None:
     """1x256x8 was recorded as a winner at 7601x: ATen waited for its threads in every call of the race."""
     clock = FakeClock(1, noise=0.02)
-    field = [Entrant("aten", clock.kernel(8e-3), incumbent=True), Entrant("ours", clock.kernel(1e-6))]
+    field = [Entrant("aten", clock.kernel(8e-3), is_baseline=True), Entrant("ours", clock.kernel(1e-6))]
     result = race(field, clock, 6.0, setup=RaceSetup(earlier_s={"aten": 3e-6, "ours": 1e-6}))
     assert (result.outcome, result.leader) == ("inconclusive", "aten")
     assert "3 us before it" in result.stopped
@@ -243,11 +243,13 @@ def test_a_time_far_above_the_one_before_the_race_is_not_believed() -> None:
 
 def test_a_time_that_the_machine_cannot_reach_is_out_of_the_race() -> None:
     clock = FakeClock(1, noise=0.02)
-    field = [Entrant("aten", clock.kernel(1e-3), incumbent=True), Entrant("nothing", clock.kernel(1e-6))]
+    field = [Entrant("aten", clock.kernel(1e-3), is_baseline=True), Entrant("nothing", clock.kernel(1e-6))]
     result = race(field, clock, 6.0, setup=RaceSetup(least_s=1e-4))
     assert (result.outcome, result.leader) == ("tie", "aten")
-    standing = result.standings["nothing"]
-    assert (standing.stage, standing.fault) == ("failed", "wrong")
+    standing = result.evidence["nothing"]
+    assert standing.stage == "failed"
+    assert standing.verdict is not None
+    assert standing.verdict.kind == "wrong"
     assert "cannot have computed it" in standing.reason
 
 

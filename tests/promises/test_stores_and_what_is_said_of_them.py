@@ -21,6 +21,7 @@ import gemmtune.tuning.tuner
 from gemmtune.core import files
 from gemmtune.core.decision import Decision
 from gemmtune.core.errors import StoreBusy, StoreError
+from gemmtune.core.events import DecisionsUnstored, Event
 from gemmtune.core.printable import visible
 from gemmtune.core.problem import Problem
 from gemmtune.core.target import Target
@@ -136,10 +137,12 @@ def test_what_was_not_kept_is_kept_once_there_is_room(searched: list[str], here:
             super().put(target, decision)
 
     store = Full()
-    tuner = gemmtune.tuning.tuner.Tuner(here, ["aten"], store)
+    events: list[Event] = []
+    tuner = gemmtune.tuning.tuner.Tuner(here, ["aten"], store, progress=events.append)
     tuner.tune([(build(m, 64, 32, "bf16"), 1) for m in (4, 8)])
     assert len(list(store.decisions(here))) == 2
-    assert tuner.unstored == []
+    failures = [event for event in events if isinstance(event, DecisionsUnstored)]
+    assert failures == [DecisionsUnstored(here.key, 1, "full"), DecisionsUnstored(here.key, 0, "")]
 
 
 def test_the_probe_leaves_nothing_and_meets_a_full_disk(tmp_path: Path) -> None:

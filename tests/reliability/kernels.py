@@ -89,7 +89,7 @@ def _same_kernel_sweeps(sweeps: int) -> tuple[int, list[dict[str, Any]]]:
     false = []
     for seed in range(sweeps):
         call, count = fields[seed % len(fields)], rng.choice((2, 4, 8, 16))
-        entrants = [Entrant(f"same{i}", call, incumbent=i == 0, group="g") for i in range(count)]
+        entrants = [Entrant(f"same{i}", call, is_baseline=i == 0, packing="g") for i in range(count)]
         with _threads(1 if seed % 2 else torch.get_num_threads()):
             result = race(entrants, CpuClock(), 1.5, seed=seed, setup=RaceSetup(machine=CpuMachine()))
         if result.outcome != "tie":

@@ -20,8 +20,8 @@ def _race(
     seed: int, challengers: Sequence[float], incumbents: Sequence[float], budget: float = BUDGET_S, **clock: float
 ) -> RaceResult:
     fake = FakeClock(seed, **clock)  # type: ignore[arg-type]
-    field = [Entrant(f"aten{i}", fake.kernel(s), incumbent=True) for i, s in enumerate(incumbents)]
-    field += [Entrant(f"native{i}", fake.kernel(s), group="g") for i, s in enumerate(challengers)]
+    field = [Entrant(f"aten{i}", fake.kernel(s), is_baseline=True) for i, s in enumerate(incumbents)]
+    field += [Entrant(f"native{i}", fake.kernel(s), packing="g") for i, s in enumerate(challengers)]
     return race(field, fake, budget, seed=seed)
 
 
@@ -159,8 +159,8 @@ def stalling_challengers(full: bool) -> Outcome:
         every, stall = rng.choice((2, 3, 5, 13 if base < 0.5e-3 else 5)), rng.choice((5e-3, 20e-3, 50e-3))
         stall = max(stall, every * base * (1.15 - share))  # the mean is worse
         fake = FakeClock(seed, noise=0.02, stalls=rng.choice((0.0, 0.03)))
-        field = [Entrant("aten", fake.kernel(base), incumbent=True)]
-        field.append(Entrant("stalls", _stalling(fake, share * base, every, stall), group="g"))
+        field = [Entrant("aten", fake.kernel(base), is_baseline=True)]
+        field.append(Entrant("stalls", _stalling(fake, share * base, every, stall), packing="g"))
         result = race(field, fake, BUDGET_S, seed=seed)
         if result.outcome == "winner":
             wins += 1
@@ -181,7 +181,7 @@ def disagreeing_surroundings(full: bool) -> Outcome:
         fake, idle = FakeClock(seed, noise=0.01), 1e-3 * rng.uniform(0.05, 1.0)
         times = {"aten": 1e-3, "ours": 1e-3 * around}
         place = Surrounding("there", lambda n, _, f=fake, t=times, i=idle: f.kernel(i + t[n]), idle=fake.kernel(idle))
-        field = [Entrant("aten", fake.kernel(1e-3), incumbent=True), Entrant("ours", fake.kernel(1e-3 * alone))]
+        field = [Entrant("aten", fake.kernel(1e-3), is_baseline=True), Entrant("ours", fake.kernel(1e-3 * alone))]
         won = race(field, fake, BUDGET_S, seed=seed, setup=RaceSetup(surroundings=[place])).outcome == "winner"
         wrong += slower and won
         agreeing, kept = agreeing + (not slower), kept + (not slower and won)
@@ -208,7 +208,7 @@ def busy_hosts(full: bool) -> Outcome:
         fake = FakeClock(seed, noise=0.05, stalls=0.05)
         slowed, gain = seed % 3 == 2, 0.1 if seed % 3 == 1 else 0.0
         earlier = {"aten": 1e-3, "ours": 1e-3}
-        field = [Entrant("aten", fake.kernel(0.1 if slowed else 1e-3), incumbent=True)]
+        field = [Entrant("aten", fake.kernel(0.1 if slowed else 1e-3), is_baseline=True)]
         field.append(Entrant("ours", fake.kernel(1e-3 * (1 - gain))))
         outcome = race(field, fake, 4.0, seed=seed, setup=RaceSetup(machine=_Busy(), earlier_s=earlier)).outcome
         faults += outcome not in (("winner", "inconclusive") if gain else ("inconclusive",))
@@ -226,9 +226,9 @@ def raw_baselines(full: bool) -> Outcome:
     for seed in range(runs):
         fake, faster = FakeClock(seed, noise=0.02, drift=0.01), seed % 2 == 0
         ratio = 1.0 - rng.uniform(0.05, 0.6) if faster else 1.0 + rng.uniform(0.02, 0.3)
-        field = [Entrant("aten/raw", fake.kernel(1e-3), incumbent=True, group="")]
-        field.append(Entrant("aten/packed", fake.kernel(1e-3 * ratio * 0.95), incumbent=True, group="aten:copy"))
-        field.append(Entrant("ours/raw", fake.kernel(1e-3 * ratio), group=""))
+        field = [Entrant("aten/raw", fake.kernel(1e-3), is_baseline=True, packing="")]
+        field.append(Entrant("aten/packed", fake.kernel(1e-3 * ratio * 0.95), is_baseline=True, packing="aten:copy"))
+        field.append(Entrant("ours/raw", fake.kernel(1e-3 * ratio), packing=""))
         layout = race(field, fake, BUDGET_S, seed=seed).layouts.get("")
         right += (layout is not None and layout.outcome == "winner") == faster
     return Outcome(f"{right} of {runs} right", right >= (0.99 if full else 0.95) * runs, {"right": right})

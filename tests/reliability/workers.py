@@ -87,7 +87,7 @@ def _one(worker: Worker, kind: str, tally: _Tally) -> None:
     start = time.monotonic()
     verdict = worker.attempt(_candidate(kind), deadline_s).verdict
     tally.overshoot_s = max(tally.overshoot_s, time.monotonic() - start - deadline_s)
-    assert verdict is not None  # without worth_s every candidate is checked
+    assert verdict is not None  # without cutoff_s every candidate is checked
     tally.verdicts.setdefault(kind, Counter())[verdict.kind] += 1
     if verdict.kind not in KINDS[kind]:
         tally.unexpected.append(f"{kind}: {verdict.kind}: {verdict.detail[:300]}")

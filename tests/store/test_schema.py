@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import MISSING, dataclass, field, fields, replace
+from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gemmtune.core.epilogue import Step
+from gemmtune.core.problem import Layout, Operand, Problem, Quant
+from gemmtune.core.target import Target
+from gemmtune.store import schema
 from gemmtune.store.schema import (
     DamagedRecord,
     decode_decision,
@@ -30,6 +35,41 @@ def test_a_target_is_checked_against_its_key() -> None:
 
 def test_a_problem_round_trips() -> None:
     assert decode_problem(PROBLEM.to_dict()) == PROBLEM
+
+
+@pytest.mark.parametrize(
+    ("record", "described"),
+    [
+        (schema.TargetRecord, Target), (schema.ProblemRecord, Problem), (schema.OperandRecord, Operand),
+        (schema.LayoutRecord, Layout), (schema.QuantRecord, Quant), (schema.StepRecord, Step),
+    ],
+)  # fmt: skip
+def test_records_have_the_fields_and_defaults_of_what_they_describe(
+    record: type[msgspec.Struct], described: type[Any]
+) -> None:
+    """So that a record without a field that was added later means that field's default."""
+    required = {field.name for field in msgspec.structs.fields(record) if field.required}
+    public = [field for field in fields(described) if not field.name.startswith("_")]
+    assert {field.name for field in msgspec.structs.fields(record)} == {field.name for field in public}
+    assert required == {field.name for field in public if field.default is MISSING}
+    minimum = {"target": TARGET.to_dict(), "problem": PROBLEM.to_dict()}
+    if described is Problem:
+        data = {name: minimum["problem"][name] for name in required}
+        assert decode_problem(data) == Problem(**{name: getattr(PROBLEM, name) for name in required})
+    if described is Target:
+        data = {name: minimum["target"][name] for name in required}
+        expected = Target(**data)
+        assert decode_target(msgspec.json.encode(data), expected.key) == expected
+
+
+def test_a_field_that_a_target_gets_later_keeps_the_keys_of_targets_without_it() -> None:
+    @dataclass(frozen=True, slots=True)
+    class Later(Target):
+        nodes: int = field(default=1, metadata={"later": True})
+
+    values = {item.name: getattr(TARGET, item.name) for item in fields(TARGET) if not item.name.startswith("_")}
+    assert Later(**values).key == TARGET.key
+    assert Later(**values, nodes=2).key != TARGET.key
 
 
 def test_digest_knows_where_parts_end() -> None:

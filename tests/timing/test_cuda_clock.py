@@ -89,7 +89,7 @@ def test_equal_counts_make_equal_graphs(gpu: FakeGpu) -> None:
 
 
 def test_a_round_is_enqueued_behind_one_pause_with_the_cache_emptied_before_each(gpu: FakeGpu) -> None:
-    clock, runs = CudaClock(gpu, chill=gpu.chill), [gpu.kernel(10e-6), gpu.kernel(20e-6)]
+    clock, runs = CudaClock(gpu, flush=gpu.chill), [gpu.kernel(10e-6), gpu.kernel(20e-6)]
     clock.time_round(runs, [56, 28])
     gpu.log.clear()
     clock.time_round(runs, [56, 28])
@@ -201,28 +201,28 @@ def test_a_fault_in_a_replay_is_marked_with_whoever_was_running(gpu: FakeGpu, cu
 
 
 def test_a_race_on_a_gpu(gpu: FakeGpu) -> None:
-    clock: Clock = CudaClock(gpu, chill=gpu.chill)
+    clock: Clock = CudaClock(gpu, flush=gpu.chill)
     field = [
-        Entrant("aten", gpu.kernel(20e-6, 8e-6), incumbent=True),
+        Entrant("aten", gpu.kernel(20e-6, 8e-6), is_baseline=True),
         Entrant("ours", gpu.kernel(15e-6, 12e-6)),
         Entrant("shy", gpu.kernel(16e-6, 12e-6, uncapturable=True)),
         Entrant("slow", gpu.kernel(90e-6, 5e-6)),
     ]
     result = race(field, clock, 2.0)
     assert (result.outcome, result.leader) == ("winner", "ours")
-    words = {name: row.sample.conditions for name, row in result.standings.items() if row.sample is not None}
+    words = {name: row.sample.conditions for name, row in result.evidence.items() if row.sample is not None}
     assert [words["ours"].get(name) for name in ("timed", "launch_us")] == [
         "eager: beside one that cannot be captured", "12.0",
     ]  # fmt: skip
     assert words["aten"]["launch_us"] == "8.0"
     assert words["shy"]["timed"].startswith("eager: raised RuntimeError: operation not permitted")
     assert "launch_us" not in words["slow"]
-    assert result.standings["ours"].sample.median_s == pytest.approx(15e-6, rel=1e-3)  # type: ignore[union-attr]
+    assert result.evidence["ours"].sample.median_s == pytest.approx(15e-6, rel=1e-3)  # type: ignore[union-attr]
 
 
 def test_users_without_graphs_choose_another(gpu: FakeGpu) -> None:
     field = [
-        Entrant("aten", gpu.kernel(12e-6, 8e-6), incumbent=True),
+        Entrant("aten", gpu.kernel(12e-6, 8e-6), is_baseline=True),
         Entrant("quick on the device", gpu.kernel(6e-6, 30e-6)),
     ]
     assert race(field, CudaClock(gpu), 2.0).outcome == "winner"
@@ -233,10 +233,10 @@ def test_a_lane_that_raises_is_out(gpu: FakeGpu) -> None:
     def fail(_: int) -> None:
         raise ValueError("not today")
 
-    field = [Entrant("aten", gpu.kernel(12e-6), incumbent=True), Entrant("bad", fail)]
+    field = [Entrant("aten", gpu.kernel(12e-6), is_baseline=True), Entrant("bad", fail)]
     result = race(field, CudaClock(gpu), 1.0)
-    assert result.standings["bad"].stage == "failed"
-    assert "not today" in result.standings["bad"].reason
+    assert result.evidence["bad"].stage == "failed"
+    assert "not today" in result.evidence["bad"].reason
 
 
 def test_errors_of_a_lane_stay_its_own_while_others_are_captured(gpu: FakeGpu) -> None:
@@ -267,11 +267,11 @@ def test_rough_times_for_eager_launches_count_launching(gpu: FakeGpu) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "worth_s", "times"), [(2.0, 0.1, 1), (30e-3, 1e-3, 1), (60e-3, None, 1), (10e-3, None, 2)]
+    ("seconds", "cutoff_s", "times"), [(2.0, 0.1, 1), (30e-3, 1e-3, 1), (60e-3, None, 1), (10e-3, None, 2)]
 )
-def test_slow_calls_are_made_few_times(gpu: FakeGpu, seconds: float, worth_s: float | None, times: int) -> None:
+def test_slow_calls_are_made_few_times(gpu: FakeGpu, seconds: float, cutoff_s: float | None, times: int) -> None:
     run = gpu.kernel(seconds)
-    assert screening_times(gpu, lambda: run(0), gpu.chill, worth_s) == pytest.approx([seconds] * times, rel=1e-2)
+    assert screening_times(gpu, lambda: run(0), gpu.chill, cutoff_s) == pytest.approx([seconds] * times, rel=1e-2)
 
 
 def test_rough_times_of_what_is_not_on_the_stream(gpu: FakeGpu) -> None:
@@ -420,7 +420,7 @@ def test_kernels_on_a_gpu_race_on_the_same_operands_in_the_same_order(simulated:
     track = RaceOperands({k.candidate.id: k for k in kernels}, problem, devices.of(SMALL), 0, None)
     raced = track.race(2.0, 0, lambda leading: None)
     assert (raced.outcome, raced.leader) == ("winner", "x/y")
-    for place in raced.placed:
+    for place in raced.evidence.values():
         assert place.sample is not None
         assert place.sample.conditions["operands"] == "cold"
         assert place.sample.conditions["timed"] == "graph"
@@ -490,8 +490,10 @@ def test_hot_operands_on_a_gpu_are_one_set_and_nothing_is_flushed(
     track = RaceOperands({k.candidate.id: k for k in kernels}, problem, devices.of(SMALL, "eager"), 0, None, hot=True)
     raced = track.race(1.0, 0, lambda leading: None)
     assert len(set(kernels[0].seen)) == 1
-    assert {place.sample.conditions["operands"] for place in raced.placed if place.sample} == {"hot"}
-    assert all(place.sample.conditions["timed"].startswith("eager") for place in raced.placed if place.sample)
+    assert {place.sample.conditions["operands"] for place in raced.evidence.values() if place.sample} == {"hot"}
+    assert all(
+        place.sample.conditions["timed"].startswith("eager") for place in raced.evidence.values() if place.sample
+    )
 
 
 class LostDevice:
@@ -513,7 +515,7 @@ class OddJob:
     def __init__(self, problem: Problem, timing: devices.DeviceTiming, seed: int) -> None:
         self.latency = timing.latency
 
-    def attempt(self, candidate: object, worth_s: float | None) -> Any:
+    def attempt(self, candidate: object, cutoff_s: float | None) -> Any:
         if isinstance(self.result, Exception):
             raise self.result
         return self.result

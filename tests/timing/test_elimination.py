@@ -10,13 +10,13 @@ from gemmtune.timing.race_entry import RaceEntry
 
 
 def eliminate(challengers: list[float], baseline_s: float = 1e-3, *, budget_s: float = 6.0) -> Elimination:
-    """Return the finished rounds of challengers with these seconds per call, each of its own group, on a steady clock.
+    """Return the finished rounds of challengers with these seconds per call, each of its own packing, on a steady clock.
 
     ``noise`` is small, so that an interval after eight rounds is narrower than a tenth.
     """
     clock = FakeClock(0, noise=0.002)
-    entrants = [Entrant("aten", clock.kernel(baseline_s), incumbent=True)]
-    entrants += [Entrant(f"native{i}", clock.kernel(s), group=f"g{i}") for i, s in enumerate(challengers)]
+    entrants = [Entrant("aten", clock.kernel(baseline_s), is_baseline=True)]
+    entrants += [Entrant(f"native{i}", clock.kernel(s), packing=f"g{i}") for i, s in enumerate(challengers)]
     rounds = Elimination(entrants, clock, budget_s, 0, None, RaceSetup(), 50)
     rounds.choose()
     return rounds

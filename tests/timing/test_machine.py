@@ -51,7 +51,7 @@ def test_own_work_is_no_load() -> None:
 
 def duel_of(machine: Changing, gain: float = 0.05) -> dict[str, str]:
     clock = FakeClock(1, noise=0.02)
-    field = [Entrant("aten", clock.kernel(1e-3), incumbent=True), Entrant("ours", clock.kernel(1e-3 * (1 - gain)))]
+    field = [Entrant("aten", clock.kernel(1e-3), is_baseline=True), Entrant("ours", clock.kernel(1e-3 * (1 - gain)))]
     result = race(field, clock, 6.0, setup=RaceSetup(machine=machine, conditions={"operands": "cold"}))
     assert result.outcome == "winner"
     return result.conditions
@@ -59,13 +59,13 @@ def duel_of(machine: Changing, gain: float = 0.05) -> dict[str, str]:
 
 def test_a_duel_is_fought_again_when_the_load_changes() -> None:
     conditions = duel_of(Changing(MachineState(0.0), MachineState(1.0)))
-    assert "0.0 to 1.0 cores" in conditions["fought again"]
+    assert "0.0 to 1.0 cores" in conditions["repeated"]
     assert conditions["load"] == "1.0 cores"
     assert conditions["operands"] == "cold"
 
 
 def test_a_duel_in_steady_weather_is_fought_once() -> None:
-    assert "fought again" not in duel_of(Changing(MachineState(1.0), MachineState(1.1)))
+    assert "repeated" not in duel_of(Changing(MachineState(1.0), MachineState(1.1)))
 
 
 @pytest.fixture

@@ -14,15 +14,15 @@ from gemmtune.timing.race_entry import RaceEntry
 from gemmtune.timing.stats import ratio_interval
 
 
-def lane(name: str, run: Run, *, incumbent: bool = False, seconds: float = 1e-3) -> RaceEntry:
+def lane(name: str, run: Run, *, is_baseline: bool = False, seconds: float = 1e-3) -> RaceEntry:
     """A lane of one call a timing, timed once before."""
-    return RaceEntry(name, run, incumbent, None, calls=1, times={0: seconds})
+    return RaceEntry(name, run, is_baseline, None, calls=1, times={0: seconds})
 
 
 def fight(clock: FakeClock, challenger: Run, *, deadline_s: float = 60.0) -> tuple[PairedTest, RaceEntry]:
     """A duel of ``challenger`` with an incumbent of a millisecond."""
     mine = lane("native", challenger)
-    theirs = lane("aten", clock.kernel(1e-3), incumbent=True)
+    theirs = lane("aten", clock.kernel(1e-3), is_baseline=True)
     found = paired_test(mine, theirs, clock, lambda _: deadline_s, random.Random(0))
     return found, mine
 
@@ -47,14 +47,17 @@ def test_a_challenger_that_raises_has_lost_and_is_dropped(call: int) -> None:
     found, mine = fight(clock, raising_from(call, clock.kernel(0.996e-3)))
     assert not found.won
     assert not found.decided
-    assert found.reason == "native raised RuntimeError: misaligned address in the duel"
+    assert found.reason == "native raised RuntimeError: misaligned address in the paired test"
     assert (mine.stage, mine.active, mine.reason) == ("failed", False, found.reason)
-    assert len(found.challenger) == len(found.incumbent) == call - 1
+    assert len(found.challenger) == len(found.baseline) == call - 1
 
 
 def test_an_incumbent_that_raises_is_dropped_too() -> None:
     clock = FakeClock()
-    mine, theirs = lane("native", clock.kernel(1e-3)), lane("aten", raising_from(7, clock.kernel(1e-3)), incumbent=True)
+    mine, theirs = (
+        lane("native", clock.kernel(1e-3)),
+        lane("aten", raising_from(7, clock.kernel(1e-3)), is_baseline=True),
+    )
     found = paired_test(mine, theirs, clock, lambda _: 60.0, random.Random(0))
     assert not found.won
     assert found.reason.startswith("aten raised RuntimeError")
@@ -96,7 +99,7 @@ def test_without_time_nothing_is_decided() -> None:
     assert not found.won
     assert not found.decided
     assert found.may_hide_a_gain
-    assert found.reason == "the budget allowed 0 pairs; a decision needs 9, so the incumbent stays"
+    assert found.reason == "the budget allowed 0 pairs; a decision needs 9, so the baseline stays"
 
 
 def test_few_pairs_in_the_time_there_is_can_be_enough() -> None:
@@ -143,7 +146,7 @@ def test_the_last_look_takes_all_pairs_into_account() -> None:
     test, _ = fight(clock, clock.kernel(1e-3), deadline_s=0.13)
     assert 50 < len(test.challenger) < 76
     assert test.interval is not None
-    assert test.interval.center == ratio_interval(test.challenger, test.incumbent).center
+    assert test.interval.center == ratio_interval(test.challenger, test.baseline).center
 
 
 def stalling(clock: FakeClock, seconds: float, stall_s: float) -> Run:
@@ -158,7 +161,7 @@ def test_stalls_that_both_sides_share_cost_the_challenger_no_win() -> None:
     challenger, baseline = lane("native", stalling(clock, 0.9e-3, 20e-3)), lane("aten", stalling(clock, 1e-3, 18e-3))
     test = paired_test(challenger, baseline, clock, lambda _: 60.0, random.Random(0))
     assert test.won
-    assert sum(test.challenger) > sum(test.incumbent)
+    assert sum(test.challenger) > sum(test.baseline)
     assert len(test.challenger) == 50
 
 

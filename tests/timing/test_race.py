@@ -18,8 +18,8 @@ NOISY = {"noise": 0.02, "drift": 0.01, "stalls": 0.03}
 
 
 def line_up(clock: FakeClock, challengers: Sequence[float], incumbents: Sequence[float]) -> list[Entrant]:
-    field = [Entrant(f"aten{i}", clock.kernel(s), incumbent=True) for i, s in enumerate(incumbents)]
-    return field + [Entrant(f"native{i}", clock.kernel(s), group=f"g{i % 2}") for i, s in enumerate(challengers)]
+    field = [Entrant(f"aten{i}", clock.kernel(s), is_baseline=True) for i, s in enumerate(incumbents)]
+    return field + [Entrant(f"native{i}", clock.kernel(s), packing=f"g{i % 2}") for i, s in enumerate(challengers)]
 
 
 def sweep(
@@ -45,7 +45,7 @@ def test_planted_gains_are_found(gain: float, least: float) -> None:
 
 def test_a_winner_beats_the_fastest_incumbent_not_just_any() -> None:
     result = sweep([0.9e-3], [1.3e-3, 0.8e-3, 1.0e-3], **NOISY)
-    assert (result.outcome, result.leader, result.incumbent) == ("tie", "aten1", "aten1")
+    assert (result.outcome, result.leader, result.baseline) == ("tie", "aten1", "aten1")
 
 
 def test_gains_below_the_threshold_are_ties() -> None:
@@ -55,15 +55,15 @@ def test_gains_below_the_threshold_are_ties() -> None:
 
 def test_the_result_says_how_far_everyone_came() -> None:
     result = sweep([0.5e-3, 0.55e-3, 2e-3], [1e-3, 3e-3], noise=0.01)
-    rows = result.standings
-    assert (result.outcome, result.leader, result.incumbent) == ("winner", "native0", "aten0")
+    rows = result.evidence
+    assert (result.outcome, result.leader, result.baseline) == ("winner", "native0", "aten0")
     assert rows["native0"].stage == "winner"
     assert rows["native1"].stage == "eliminated"
     assert "x the time of native0" in rows["native1"].reason
     assert rows["native2"].stage == "screened"
     assert "slower than the best after 4 rounds" in rows["native2"].reason
     assert rows["aten0"].stage == "finalist"
-    assert "slower than the best incumbent" in rows["aten1"].reason
+    assert "slower than the best baseline" in rows["aten1"].reason
     assert result.stopped == rows["native0"].reason
     assert "after 50 pairs" in result.stopped
 
@@ -71,13 +71,13 @@ def test_the_result_says_how_far_everyone_came() -> None:
 def test_samples_carry_paired_ratios_to_the_incumbent() -> None:
     result = sweep([0.5e-3] * 2, [1e-3], noise=0.02, drift=0.2, drift_s=0.05)
     for name in ("native0", "native1"):
-        sample = result.standings[name].sample
+        sample = result.evidence[name].sample
         assert sample is not None
         assert sample.ratio_lo <= sample.ratio <= sample.ratio_hi
         assert sample.ratio == pytest.approx(0.5, rel=0.03)
         assert sample.lo_s <= sample.median_s <= sample.hi_s
         assert len(sample.times) == min(64, sample.rounds)
-    incumbent = result.standings["aten0"].sample
+    incumbent = result.evidence["aten0"].sample
     assert incumbent is not None
     assert (incumbent.ratio, incumbent.ratio_lo, incumbent.ratio_hi) == (1.0, 1.0, 1.0)
 
@@ -121,7 +121,7 @@ def test_a_race_with_little_time_goes_on_with_fewer() -> None:
     result = race(line_up(clock, seconds, [6e-3]), clock, 1.5, setup=RaceSetup(earlier_s=earlier))
     assert (result.outcome, result.leader) == ("winner", "native0")
     assert result.rounds >= 5
-    dropped = [row for row in result.standings.values() if "more than the time allows" in row.reason]
+    dropped = [row for row in result.evidence.values() if "more than the time allows" in row.reason]
     assert len(dropped) >= 10
     assert {row.stage for row in dropped} == {"screened"}
     assert set(result.alternatives) == {"", "g0", "g1"}
@@ -132,7 +132,7 @@ def test_too_small_a_budget_leaves_the_incumbent() -> None:
     result = sweep([0.05] * 3, [0.1], budget=0.3)
     assert (result.outcome, result.leader) == ("tie", "aten0")
     assert "a decision needs 9" in result.stopped or "no challenger" in result.stopped
-    assert {row.stage for row in result.standings.values()} >= {"untried"}
+    assert {row.stage for row in result.evidence.values()} >= {"untried"}
 
 
 def test_heavy_stalls_lengthen_but_do_not_change() -> None:
@@ -148,7 +148,7 @@ def test_equal_seeds_give_equal_races() -> None:
 
 def test_no_incumbent_and_nobody() -> None:
     alone = sweep([1e-3, 0.5e-3], [])
-    assert (alone.outcome, alone.leader, alone.incumbent) == ("winner", "native1", None)
+    assert (alone.outcome, alone.leader, alone.baseline) == ("winner", "native1", None)
     assert sweep([], [1e-3, 0.5e-3]).leader == "aten1"
     empty = sweep([], [])
     assert (empty.outcome, empty.leader) == ("none_valid", None)
@@ -157,7 +157,7 @@ def test_no_incumbent_and_nobody() -> None:
 @pytest.mark.parametrize("after", [0, 3, 200])
 @pytest.mark.parametrize(("victim", "leader"), [("aten0", "native0"), ("native0", "native1")])
 def test_an_entrant_that_raises_is_out_and_costs_nobody_else(victim: str, leader: str, after: int) -> None:
-    """Half a millisecond screens the others out; they come back when it fails, even in the duel."""
+    """Half a millisecond screens the others out; they come back when it fails, even in the paired test."""
     clock = FakeClock(0)
     calls = 0
 
@@ -169,29 +169,29 @@ def test_an_entrant_that_raises_is_out_and_costs_nobody_else(victim: str, leader
         clock.kernel(0.5e-3)(i)
 
     field = [
-        Entrant("aten0", clock.kernel(1.1e-3), incumbent=True),
-        Entrant("aten1", clock.kernel(1.0e-3), incumbent=True),
+        Entrant("aten0", clock.kernel(1.1e-3), is_baseline=True),
+        Entrant("aten1", clock.kernel(1.0e-3), is_baseline=True),
         Entrant("native0", clock.kernel(0.48e-3 if victim == "aten0" else 0.8e-3)),
         Entrant("native1", clock.kernel(0.82e-3)),
     ]
-    field = [Entrant(e.id, breaking if e.id == victim else e.run, e.incumbent) for e in field]
-    result = race(field, clock, 2.0, min_duel=300)
-    assert result.standings[victim].stage == "failed"
-    assert "RuntimeError: lost its way" in result.standings[victim].reason
+    field = [Entrant(e.id, breaking if e.id == victim else e.run, e.is_baseline) for e in field]
+    result = race(field, clock, 2.0, min_pairs=300)
+    assert result.evidence[victim].stage == "failed"
+    assert "RuntimeError: lost its way" in result.evidence[victim].reason
     assert (result.outcome, result.leader) == ("winner", leader)
-    assert result.incumbent == "aten1"
+    assert result.baseline == "aten1"
     assert calls == after + 1
 
 
 def test_real_kernels_on_the_real_clock() -> None:
     small, large = torch.randn(32, 64), torch.randn(512, 512)
     field = [
-        Entrant("aten", lambda i: torch.mm(large, large), incumbent=True),
+        Entrant("aten", lambda i: torch.mm(large, large), is_baseline=True),
         Entrant("less", lambda i: torch.mm(small, small.t())),
     ]
     result = race(field, CpuClock(), 20.0)  # ends after 50 pairs, 0.2 s on an idle machine
     assert (result.outcome, result.leader) == ("winner", "less")
-    sample = result.standings["less"].sample
+    sample = result.evidence["less"].sample
     assert sample is not None
     assert 0.0 < sample.ratio_lo <= sample.ratio <= sample.ratio_hi < 1.0
 
@@ -214,7 +214,7 @@ def test_entrants_alike_make_equally_many_calls_a_timing() -> None:
 
 def test_a_duels_timings_are_as_long_as_its_clock_wants_them() -> None:
     clock, counts = FakeClock(0), list[list[int]]()
-    clock.duel_s, given = 2e-3, clock.time_round
+    clock.paired_timing_s, given = 2e-3, clock.time_round
 
     def watched(runs: Sequence[Run], calls: Sequence[int]) -> list[float]:
         counts.append(list(calls))
@@ -240,7 +240,7 @@ def test_drift_is_reported_as_a_condition() -> None:
     assert steady.conditions == {}
     moved = sweep([1e-3] * 4, [1e-3], noise=0.002, drift=0.4, drift_s=2.0)
     assert moved.conditions["drift"].endswith("%")
-    sample = moved.standings["aten0"].sample
+    sample = moved.evidence["aten0"].sample
     assert sample is not None
     assert sample.conditions == moved.conditions
 
@@ -263,7 +263,7 @@ def test_operands_are_moved_and_a_winner_wins_everywhere() -> None:
         def challenger(i: int, clock: FakeClock = clock, places: list[int] = places) -> None:
             clock.kernel(1e-3 * luck[len(places) % 2])(i)
 
-        field = [Entrant("aten", good, incumbent=True), Entrant("ours", challenger)]
+        field = [Entrant("aten", good, is_baseline=True), Entrant("ours", challenger)]
         result = race(field, clock, 6.0, seed=seed, setup=RaceSetup(move=lambda places=places: places.append(1)))  # type: ignore[misc]
         assert result.outcome == "tie"
         assert len(places) >= 2
@@ -276,7 +276,7 @@ def test_moving_that_takes_long_is_left_alone() -> None:
         moves.append(1)
         clock._time += 3.0
 
-    field = [Entrant("aten", clock.kernel(1e-3), incumbent=True), Entrant("ours", clock.kernel(0.9e-3))]
+    field = [Entrant("aten", clock.kernel(1e-3), is_baseline=True), Entrant("ours", clock.kernel(0.9e-3))]
     result = race(field, clock, 6.0, setup=RaceSetup(move=move))
     assert result.outcome == "winner"
     assert len(moves) == 1
@@ -287,7 +287,7 @@ def test_moving_that_takes_long_is_left_alone() -> None:
 def test_a_tie_is_explained_by_the_paired_test() -> None:
     result = sweep([1e-3], [1e-3], noise=0.005)
     assert result.outcome == "tie"
-    assert result.stopped == result.standings["aten0"].reason
+    assert result.stopped == result.evidence["aten0"].reason
     assert result.stopped.endswith("not faster by 0.3%")
 
 
@@ -306,7 +306,7 @@ def test_the_paired_test_is_repeated_when_the_load_changed_meanwhile() -> None:
     clock = FakeClock(0)
     result = race(line_up(clock, [0.9e-3], [1e-3]), clock, 60.0, setup=RaceSetup(machine=ChangingMachine()))
     assert result.outcome == "winner"
-    assert result.conditions["fought again"] == "others' load went from 0.0 to 1.5 cores"
+    assert result.conditions["repeated"] == "others' load went from 0.0 to 1.5 cores"
 
 
 def test_stalls_in_the_paired_test_extend_the_race() -> None:
@@ -320,8 +320,8 @@ def test_stalls_in_the_paired_test_extend_the_race() -> None:
 def layouts_race(raw_s: float, raw_aten_s: float, packed_aten_s: float) -> RaceResult:
     clock = FakeClock(3, noise=0.01)
     entrants = [
-        Entrant("aten/packed", clock.kernel(packed_aten_s), incumbent=True, group="aten:copy"),
-        Entrant("aten/raw", clock.kernel(raw_aten_s), incumbent=True),
+        Entrant("aten/packed", clock.kernel(packed_aten_s), is_baseline=True, packing="aten:copy"),
+        Entrant("aten/raw", clock.kernel(raw_aten_s), is_baseline=True),
         Entrant("native/raw", clock.kernel(raw_s)),
     ]
     return race(entrants, clock, 6.0, seed=3)
@@ -353,6 +353,7 @@ def test_a_challenger_that_raises_among_other_work_is_out_and_the_next_one_wins(
     entrants = line_up(clock, [0.8e-3, 0.805e-3], [1e-3])
     result = race(entrants, clock, 6.0, setup=RaceSetup(surroundings=[surrounding]))
     assert (result.outcome, result.leader) == ("winner", "native1")
-    failed = result.standings["native0"]
-    assert (failed.stage, failed.fault) == ("failed", "crashed")
+    failed = result.evidence["native0"]
+    assert failed.verdict is not None
+    assert (failed.stage, failed.verdict.kind) == ("failed", "crashed")
     assert failed.reason == "raised RuntimeError: illegal memory access behind an elementwise kernel"

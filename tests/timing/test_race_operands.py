@@ -70,7 +70,7 @@ def test_raw_and_packed_kernels_have_their_own() -> None:
     for entrant in laid._entrants:
         entrant.run(0)
     assert raw.seen[0] != packed.seen[0]
-    assert [entrant.group for entrant in laid._entrants] == ["", "p"]
+    assert [entrant.packing for entrant in laid._entrants] == [None, "p"]
 
 
 def test_packing_counts_for_an_operand_that_is_not_constant() -> None:
@@ -99,8 +99,8 @@ def test_layouts_beyond_the_memory_are_left_out(monkeypatch: pytest.MonkeyPatch)
     assert "x/raw" in raced
     seen: list[LeaderUpdate] = []
     result = laid.race(0.05, 0, seen.append)
-    assert {place.id for place in result.placed} == {k.candidate.id for k in kernels} | {"x/raw"}
-    left_out = {place.id: place.reason for place in result.placed if place.sample is None}
+    assert {place.id for place in result.evidence.values()} == {k.candidate.id for k in kernels} | {"x/raw"}
+    left_out = {place.id: place.reason for place in result.evidence.values() if place.sample is None}
     assert "no memory" in left_out[kernels[-1].candidate.id]
 
 
@@ -130,7 +130,7 @@ def test_hot_operands_are_one_set_and_samples_say_so() -> None:
     result = made.race(0.2, 0, lambda leading: None)
     assert len(set(kernel.seen)) == 1
     assert len(set(aten.seen)) == 1
-    for row in result.placed:
+    for row in result.evidence.values():
         assert row.sample is not None
         assert row.sample.condition == "hot"
         assert row.sample.conditions["operands"] == "hot"

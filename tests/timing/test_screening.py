@@ -32,7 +32,7 @@ def test_a_first_call_slow_beyond_reason_is_the_only_one() -> None:
         calls.append(1)
         time.sleep(0.3)
 
-    assert len(screening_times(slow, lambda: pytest.fail("flushed"), worth_s=0.01)) == 1
+    assert len(screening_times(slow, lambda: pytest.fail("flushed"), cutoff_s=0.01)) == 1
     assert len(calls) == 1
 
 
@@ -56,7 +56,7 @@ def test_a_hopeless_call_is_made_twice() -> None:
         calls.append(1)
         time.sleep(0.03)
 
-    assert len(screening_times(call, lambda: None, worth_s=1e-3)) == 1
+    assert len(screening_times(call, lambda: None, cutoff_s=1e-3)) == 1
     assert len(calls) == 2
 
 

@@ -15,7 +15,7 @@ INCUMBENT_S, IDLE_S = 1e-3, 0.2e-3
 
 
 def compared(ratios: dict[str, float], seed: int, seconds: float = 1e9) -> tuple[dict[str, Comparison], int]:
-    """Return the comparison of a challenger whose variants take ``ratios`` of the incumbent's time, and its rounds."""
+    """Return the comparison of a challenger whose variants take ``ratios`` of the baseline's time, and its rounds."""
     clock = FakeClock(seed, noise=0.01)
     rounds = 0
 

@@ -25,9 +25,9 @@ def ledger() -> Ledger:
 
 def test_best_of_each_side(ledger: Ledger) -> None:
     assert ledger.best() is ledger[FAST.id]
-    assert ledger.best(incumbent=True) is ledger[ATEN.id]
+    assert ledger.best(is_baseline=True) is ledger[ATEN.id]
     ledger[FAST.id].eligible = False
-    assert ledger.best(incumbent=False, eligible=True) is ledger[SLOW.id]
+    assert ledger.best(is_baseline=False, eligible=True) is ledger[SLOW.id]
 
 
 def test_alternatives_are_the_fastest_eligible_per_packing(ledger: Ledger) -> None:

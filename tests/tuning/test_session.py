@@ -11,14 +11,14 @@ import pytest
 from gemmtune import backends
 from gemmtune.backends.base import Artifact
 from gemmtune.core.candidate import Candidate
-from gemmtune.core.decision import Decision, Sample, Verdict
+from gemmtune.core.decision import Decision, Evidence, Sample, Verdict
 from gemmtune.core.events import silent
 from gemmtune.core.problem import Problem
 from gemmtune.core.target import Target
 from gemmtune.core.workloads import build
 from gemmtune.dispatch import current_target
 from gemmtune.store import MemoryStore
-from gemmtune.timing.outcome import Placement, Raced
+from gemmtune.timing.outcome import RaceResult
 from gemmtune.tuning import session
 from gemmtune.tuning.ledger import ONE_DRAW
 from gemmtune.tuning.search import SearchOptions
@@ -59,7 +59,7 @@ class Pretending:
     def open(self, problem: Problem, seed: int) -> None:
         self.clock.now += self.open_s
 
-    def attempt(self, candidate: Candidate, deadline: float | None, worth_s: float | None) -> Attempted:
+    def attempt(self, candidate: Candidate, deadline: float | None, cutoff_s: float | None) -> Attempted:
         self.tried.append(candidate)
         each = self.seconds(candidate)
         self.clock.now += 5 * each
@@ -72,17 +72,17 @@ class Pretending:
 
     def race(
         self, candidates: Sequence[Candidate], budget_s: float, seed: int, progress: Any, hot: bool, earlier_s: Any
-    ) -> Raced:
+    ) -> RaceResult:
         self.raced, self.race_s, self.hot = list(candidates), budget_s, hot
         self.clock.now += budget_s
         each = [self.seconds(candidate) for candidate in candidates]
         best = min(range(len(each)), key=lambda place: each[place])
-        rows = [
-            Placement(c.id, "winner" if i == best else "finalist", "", Sample(s, s, s, 50))
+        evidence = {
+            c.id: Evidence(c.to_dict(), c.id, "winner" if i == best else "finalist", sample=Sample(s, s, s, 50))
             for i, (c, s) in enumerate(zip(candidates, each, strict=True))
-        ]
+        }
         outcome = "tie" if candidates[best].backend == "aten" else "winner"
-        return Raced(outcome, candidates[best].id, "pretended", tuple(rows), {})  # type: ignore[arg-type]
+        return RaceResult(outcome, candidates[best].id, evidence=evidence)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -184,8 +184,8 @@ def test_the_raw_weights_two_best_are_raced_though_time_is_short(clock: Clock) -
     """A raw weight is served by the winner of a duel of its own, which takes ATen's way on the raw weight, too."""
 
     class Slow(Pretending):
-        def attempt(self, candidate: Candidate, deadline: float | None, worth_s: float | None) -> Attempted:
-            attempted = super().attempt(candidate, deadline, worth_s)
+        def attempt(self, candidate: Candidate, deadline: float | None, cutoff_s: float | None) -> Attempted:
+            attempted = super().attempt(candidate, deadline, cutoff_s)
             packing = "aten:ahead" if candidate.backend == "aten" and candidate.template != "mm" else None
             return msgspec.structs.replace(attempted, packing=packing)
 
@@ -213,8 +213,8 @@ def test_checking_a_way_that_is_far_behind_leaves_time_for_the_race(clock: Clock
     """Plain PyTorch on an int4 weight took 56 times as long as a kernel, and checking it all the time of the race."""
 
     class Thorough(Pretending):
-        def attempt(self, candidate: Candidate, deadline: float | None, worth_s: float | None) -> Attempted:
-            attempted = super().attempt(candidate, deadline, worth_s)
+        def attempt(self, candidate: Candidate, deadline: float | None, cutoff_s: float | None) -> Attempted:
+            attempted = super().attempt(candidate, deadline, cutoff_s)
             self.clock.now += 0.1  # exploring takes its whole share
             packing = "aten:ahead" if candidate.backend == "aten" and candidate.template != "mm" else attempted.packing
             return msgspec.structs.replace(attempted, packing=packing)
@@ -280,7 +280,7 @@ def test_what_is_wrong_after_its_race_is_out_and_the_rest_race_again(clock: Cloc
     class Faulty(Pretending):
         races = 0
 
-        def race(self, candidates: Sequence[Candidate], *args: Any) -> Raced:
+        def race(self, candidates: Sequence[Candidate], *args: Any) -> RaceResult:
             raced = super().race(candidates, *args)
             self.races += 1
             if self.races == 1 and raced.leader is not None:
@@ -320,8 +320,8 @@ def test_the_layouts_of_a_weights_other_m_are_raced_though_time_is_short(clock: 
         return (2e-2 if packing(candidate) == layout else 1.8e-2) if candidate.backend == "native" else 6e-2
 
     class Named(Pretending):
-        def attempt(self, candidate: Candidate, deadline: float | None, worth_s: float | None) -> Attempted:
-            return msgspec.structs.replace(super().attempt(candidate, deadline, worth_s), packing=packing(candidate))
+        def attempt(self, candidate: Candidate, deadline: float | None, cutoff_s: float | None) -> Attempted:
+            return msgspec.structs.replace(super().attempt(candidate, deadline, cutoff_s), packing=packing(candidate))
 
     without, told = Named(clock, each), Named(clock, each)
     run(clock, without, seconds)
@@ -370,8 +370,8 @@ def test_exploring_takes_half_of_a_users_budget(clock: Clock) -> None:
     times: list[float] = []
 
     class Recording(Pretending):
-        def attempt(self, candidate: Candidate, deadline: float | None, worth_s: float | None) -> Attempted:
-            attempted = super().attempt(candidate, deadline, worth_s)
+        def attempt(self, candidate: Candidate, deadline: float | None, cutoff_s: float | None) -> Attempted:
+            attempted = super().attempt(candidate, deadline, cutoff_s)
             times.append(self.clock.now)
             return attempted
 
@@ -384,11 +384,11 @@ def test_exploring_takes_half_of_a_users_budget(clock: Clock) -> None:
 
 def test_evidence_has_the_stage_that_a_candidate_reached_in_the_race(clock: Clock) -> None:
     class LeavesOneOut(Pretending):
-        def race(self, candidates: Sequence[Candidate], *args: Any) -> Raced:
+        def race(self, candidates: Sequence[Candidate], *args: Any) -> RaceResult:
             raced = super().race(candidates, *args)
-            *placed, last = raced.placed
+            last = raced.evidence[candidates[-1].id]
             last = msgspec.structs.replace(last, stage="untried", reason="short of memory", sample=None)
-            return msgspec.structs.replace(raced, placed=(*placed, last))
+            return msgspec.structs.replace(raced, evidence={**raced.evidence, last.id: last})
 
     worker = LeavesOneOut(clock, lambda c: 1e-3 if c.backend == "native" else 1.1e-3)
     decision = decide(worker, 6.0)
@@ -415,9 +415,9 @@ def test_a_checked_candidate_that_is_not_raced_has_the_reason(clock: Clock) -> N
 
 def test_a_second_timing_without_a_check_leaves_the_verdict_of_the_first(clock: Clock) -> None:
     class ChecksOnce(Pretending):
-        def attempt(self, candidate: Candidate, deadline: float | None, worth_s: float | None) -> Attempted:
+        def attempt(self, candidate: Candidate, deadline: float | None, cutoff_s: float | None) -> Attempted:
             is_second = candidate in self.tried
-            attempted = super().attempt(candidate, deadline, worth_s)
+            attempted = super().attempt(candidate, deadline, cutoff_s)
             return msgspec.structs.replace(attempted, verdict=None) if is_second else attempted
 
     fastest = native_candidates()[0]
@@ -437,8 +437,8 @@ def test_a_raw_kernel_is_raced_within_eight_times_the_best_packed_one(
     raw = native_candidates()[0]
 
     class Unpacked(Pretending):
-        def attempt(self, candidate: Candidate, deadline: float | None, worth_s: float | None) -> Attempted:
-            attempted = super().attempt(candidate, deadline, worth_s)
+        def attempt(self, candidate: Candidate, deadline: float | None, cutoff_s: float | None) -> Attempted:
+            attempted = super().attempt(candidate, deadline, cutoff_s)
             return msgspec.structs.replace(attempted, packing=None) if candidate == raw else attempted
 
     worker = Unpacked(clock, lambda c: (seconds if c == raw else 1e-3) if c.backend == "native" else 1e-2)

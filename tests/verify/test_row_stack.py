@@ -54,8 +54,8 @@ PROBLEMS = [
 ]  # fmt: skip
 
 
-def checked(problem: Problem, run: Run, patience_s: float = AMPLE_S) -> tuple[str, str]:
-    verdict = RowCountVerifier(problem, make_reference_cases(problem, 0)).verify(run, TILED, patience_s)
+def checked(problem: Problem, run: Run, time_limit_s: float = AMPLE_S) -> tuple[str, str]:
+    verdict = RowCountVerifier(problem, make_reference_cases(problem, 0)).verify(run, TILED, time_limit_s)
     return verdict.kind, verdict.detail
 
 

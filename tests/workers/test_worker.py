@@ -302,14 +302,14 @@ def test_flooded_output_goes_nowhere(shared: Worker, capfd: pytest.CaptureFixtur
 
 
 def test_the_slow_are_timed_but_not_checked(shared: Worker) -> None:
-    result = shared.attempt(kind("wrong"), worth_s=0.0)
+    result = shared.attempt(kind("wrong"), cutoff_s=0.0)
     assert result.verdict is None
     assert result.times_s
     assert not shared.confirm(kind("wrong")).verdict.ok
 
 
 def test_more_scratch_than_tuning_allows(shared: Worker) -> None:
-    refused = shared.attempt(kind("greedy"), worth_s=1.0)
+    refused = shared.attempt(kind("greedy"), cutoff_s=1.0)
     assert refused.verdict is not None
     assert refused.verdict.kind == "unsupported"
     assert "MB of scratch" in refused.verdict.detail
@@ -320,10 +320,10 @@ def test_a_race_tells_who_leads_and_who_came_where(shared: Worker) -> None:
     seen: list[LeaderUpdate] = []
     names = [kind("good"), kind("packed"), Candidate.make("aten", "mm")]
     raced = shared.race(names, 0.3, 0, seen.append)
-    assert {place.id for place in raced.placed} == {candidate.id for candidate in names}
+    assert {place.id for place in raced.evidence.values()} == {candidate.id for candidate in names}
     assert raced.leader in {candidate.id for candidate in names}
-    assert all(place.sample is not None for place in raced.placed)
-    assert set(raced.groups) == {"", hostile_backend.PACKING}
+    assert all(place.sample is not None for place in raced.evidence.values())
+    assert set(raced.alternatives) == {"", hostile_backend.PACKING}
     assert {leading.id for leading in seen} <= {candidate.id for candidate in names}
 
 

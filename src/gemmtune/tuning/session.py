@@ -25,7 +25,7 @@ from ..core.target import Target
 from ..core.verdict import FAULTS
 from ..store.base import Store
 from ..timing.machine import allowed_cpus
-from ..timing.outcome import LeaderUpdate, Raced
+from ..timing.outcome import LeaderUpdate, RaceResult
 from ..workers.builds import is_prebuilt
 from ..workers.worker import MeasurementWorker, WorkerLost
 from .candidates import BASELINE_BACKEND, enumerate_candidates
@@ -61,7 +61,7 @@ MAX_BASELINES, MAX_PACKINGS = 4, 4
 # each was timed at another moment, and a busy neighbour of half a second doubles the times during that moment.
 RETIMED_WITHIN = 3.0
 # Calls of the leader that a race needs to decide anything, however little of the default budget remains.
-SLOW_DUEL_CALLS = 80
+SLOW_TEST_CALLS = 80
 # ATEN_END: ATen's share of a user's budget. RACE_PAIRS: the pairs of timings for which a race is always left time: 12
 # for its paired test, and the rounds before it.
 ATEN_END, RACE_PAIRS = 0.35, 16
@@ -137,8 +137,8 @@ class TuningSession:
         self._retime_fastest()
         self._confirm()
         raced = self._race()
-        self._record_placements(raced)
-        decision = self._decision(raced.outcome, raced.leader, f"{stopped}; {raced.stopped}", raced.groups)
+        self._record_race(raced)
+        decision = self._decision(raced.outcome, raced.leader, f"{stopped}; {raced.stopped}", raced.alternatives)
         layouts = {name: item for name, item in raced.layouts.items() if self._ledger[item.candidate].eligible}
         return msgspec.structs.replace(decision, seconds=time.perf_counter() - run_started, layouts=layouts)
 
@@ -195,7 +195,7 @@ class TuningSession:
 
     def _retime_fastest(self) -> None:
         """Time the fastest candidates once more, at another moment, while exploring has time to spare."""
-        others = [row for row in self._ledger.timed() if not row.incumbent]
+        others = [row for row in self._ledger.timed() if not row.is_baseline]
         for row in _within(others, RETIMED_WITHIN)[: self._profile.retimed]:
             if self._share_spent() > EXPLORE_END:
                 return
@@ -254,7 +254,9 @@ class TuningSession:
         """
         share_spent = self._share_spent()
         if candidate.backend == BASELINE_BACKEND:
-            return not self._strict and share_spent > DEFAULT_OVERRUN and self._ledger.best(incumbent=True) is not None
+            return (
+                not self._strict and share_spent > DEFAULT_OVERRUN and self._ledger.best(is_baseline=True) is not None
+            )
         if self._strict:
             too_late = share_spent > EXPLORE_END and (self._others_tried >= MIN_OTHERS or share_spent > CONFIRM_END)
             return self._others_tried > 0 and (too_late or self._elapsed_s() + self._reserve_s() > self._seconds)
@@ -267,14 +269,14 @@ class TuningSession:
         for a rival."""
         if not self._strict or candidate.backend != BASELINE_BACKEND or self._share_spent() < ATEN_END:
             return False
-        if self._ledger.best(incumbent=True) is None:
+        if self._ledger.best(is_baseline=True) is None:
             return False
         self._ledger[candidate.id].reason = "the share of the budget for ATen's ways was spent before its turn"
         return True
 
     def _reserve_s(self) -> float:
         """Return the seconds that checking and racing the best baseline and the best other candidate will take."""
-        baseline = self._ledger.best(incumbent=True)
+        baseline = self._ledger.best(is_baseline=True)
         pair_s = self._best_s + (baseline.screening_s if baseline is not None else 0.0) + 2.0 * self._overhead_s
         return 2.0 * self._slowest_s + RACE_PAIRS * pair_s
 
@@ -303,7 +305,7 @@ class TuningSession:
         None while there is no time to compare with.
         """
         if candidate.backend == BASELINE_BACKEND:
-            baseline = self._ledger.best(incumbent=True)
+            baseline = self._ledger.best(is_baseline=True)
             return CLOSE_BASELINE * baseline.screening_s if baseline is not None else None
         return CLOSE * self._best_s if self._best_s else None
 
@@ -316,7 +318,7 @@ class TuningSession:
 
     def _fail(self, row: Row, verdict: Verdict) -> None:
         self._ledger.fail(row.id, verdict)
-        if verdict.kind in NOT_REMEMBERED or (row.incumbent and verdict.kind in ("wrong", "unstable")):
+        if verdict.kind in NOT_REMEMBERED or (row.is_baseline and verdict.kind in ("wrong", "unstable")):
             return  # checking ATen again is cheap, and excluding it for good is not
         try:
             self._store.remember_failure(self._target, self._problem.key, row.id, verdict)
@@ -330,7 +332,7 @@ class TuningSession:
         self._progress(CandidateTried(row.id, row.verdict, median_s, candidates_left))
         if median_s is not None and (not self._best_s or median_s < self._best_s):
             self._best_s = median_s
-            baseline = self._ledger.best(incumbent=True)
+            baseline = self._ledger.best(is_baseline=True)
             self._progress(
                 BestSoFar(row.id, median_s, median_s / baseline.screening_s if baseline is not None else 1.0)
             )
@@ -357,13 +359,13 @@ class TuningSession:
                 self._check(row)
         # even when time is short: the best baseline and the best other candidate are always checked
         for is_baseline in (True, False):
-            rows = [row for row in self._ledger.timed() if row.incumbent == is_baseline]
+            rows = [row for row in self._ledger.timed() if row.is_baseline == is_baseline]
             for row in rows[: None if is_baseline else self._profile.max_raced]:
-                if self._ledger.best(incumbent=is_baseline, eligible=True) is not None:
+                if self._ledger.best(is_baseline=is_baseline, eligible=True) is not None:
                     break
                 self._check(row)
         if not self._strict:  # calls that alone take the whole budget must not decide which of ATen's candidates serves
-            rows = [row for row in self._ledger.timed() if row.incumbent]
+            rows = [row for row in self._ledger.timed() if row.is_baseline]
             for row in _within(rows, UNCERTAIN_BASELINE)[:MAX_BASELINES]:
                 self._check(row)
             self._confirm_raw_pair()
@@ -393,8 +395,8 @@ class TuningSession:
     def _promising(self) -> list[Row]:
         """Return the rows that may win a race, or be a packing's best in a Plan that shares that packing."""
         rows = self._ledger.timed()
-        baselines = [row for row in rows if row.incumbent]
-        others = [row for row in rows if not row.incumbent]
+        baselines = [row for row in rows if row.is_baseline]
+        others = [row for row in rows if not row.is_baseline]
         chosen = _within(baselines, CLOSE_BASELINE)[:MAX_BASELINES]
         chosen += [row for row in baselines if row.packing is None][:1]
         chosen += _within(others, CLOSE)[: self._profile.max_raced]
@@ -407,7 +409,9 @@ class TuningSession:
         if row.eligible or row.stage == "failed":
             return
         verdict = self._worker.confirm(row.candidate, self._deadline()).verdict
-        if verdict.kind == "crashed" and row.incumbent:  # another kernel may have damaged the heap that ATen crashed on
+        if (
+            verdict.kind == "crashed" and row.is_baseline
+        ):  # another kernel may have damaged the heap that ATen crashed on
             verdict = self._worker.confirm(row.candidate, self._deadline()).verdict
         if verdict.ok:
             row.verdict, row.eligible = verdict, True
@@ -416,7 +420,7 @@ class TuningSession:
 
     # Race
 
-    def _race(self) -> Raced:
+    def _race(self) -> RaceResult:
         """Race the eligible candidates and return the result.
 
         A candidate that crashes the worker, or whose output is wrong after the race, is marked as failed, and the
@@ -447,7 +451,7 @@ class TuningSession:
                 reason = f"the race failed: {error}"
             if unexplained_losses == 2:
                 return self._result_without_race(reason)
-        return Raced("none_valid", None, "no candidate passed its checks", (), {})
+        return RaceResult("none_valid", stopped="no candidate passed its checks")
 
     def _entrants(self) -> list[Row]:
         """Return the rows to race, most important first: ATen's best, the other candidates, then more of ATen's.
@@ -455,12 +459,12 @@ class TuningSession:
         A race that is short of memory leaves out the last of them.
         """
         rows = [row for row in self._ledger.timed() if row.eligible]
-        baselines = _within([row for row in rows if row.incumbent], CLOSE_BASELINE)[:MAX_BASELINES]
-        others = _within([row for row in rows if not row.incumbent], CLOSE_BASELINE)
+        baselines = _within([row for row in rows if row.is_baseline], CLOSE_BASELINE)[:MAX_BASELINES]
+        others = _within([row for row in rows if not row.is_baseline], CLOSE_BASELINE)
         others = _best_of_each_packing_first(others, self._layouts)
         raw = self._raw_pair(rows)
-        baselines += [row for row in raw if row.incumbent and row not in baselines]
-        others[1:1] = [row for row in raw if not row.incumbent and row not in others[:1]]
+        baselines += [row for row in raw if row.is_baseline and row not in baselines]
+        others[1:1] = [row for row in raw if not row.is_baseline and row not in others[:1]]
         others = list({row.id: row for row in others}.values())
         best_s = min((row.screening_s for row in rows), default=1.0)
         others = others[: max(3, min(self._profile.max_raced, int(self._remaining_s() / (20 * best_s))))]
@@ -476,8 +480,8 @@ class TuningSession:
         Empty when ATen's is far ahead, or when both are far behind the best row.
         """
         raw = [row for row in rows if row.packing is None]
-        challenger = next((row for row in raw if not row.incumbent), None)
-        baseline = next((row for row in raw if row.incumbent), None)
+        challenger = next((row for row in raw if not row.is_baseline), None)
+        baseline = next((row for row in raw if row.is_baseline), None)
         if challenger is None or baseline is None:
             return []
         return (
@@ -493,26 +497,28 @@ class TuningSession:
         """
         if self._strict:
             return max(self._remaining_s(), 0.05 * self._seconds)
-        slow_race_s = SLOW_DUEL_CALLS * min(row.screening_s for row in rows)
+        slow_race_s = SLOW_TEST_CALLS * min(row.screening_s for row in rows)
         remaining_s = min(self._remaining_s(), self._profile.race_s or math.inf)
         return max(remaining_s, min(0.75 * self._seconds, slow_race_s), 0.05 * self._seconds)
 
     def _report_leading(self, leading: LeaderUpdate) -> None:
         self._progress(BestSoFar(leading.id, leading.median_s, leading.ratio))
 
-    def _result_without_race(self, reason: str) -> Raced:
+    def _result_without_race(self, reason: str) -> RaceResult:
         """Return the result when no race could be completed: inconclusive, with ATen serving if it is eligible."""
-        baseline = self._ledger.best(incumbent=True, eligible=True)
-        return Raced("inconclusive" if baseline else "none_valid", baseline.id if baseline else None, reason, (), {})
+        baseline = self._ledger.best(is_baseline=True, eligible=True)
+        return RaceResult(
+            "inconclusive" if baseline else "none_valid", baseline.id if baseline else None, stopped=reason
+        )
 
-    def _record_placements(self, raced: Raced) -> None:
-        for placed in raced.placed:
-            row = self._ledger[placed.id]
-            if placed.stage == "failed":
-                self._fail(row, Verdict(placed.fault, placed.reason))
+    def _record_race(self, raced: RaceResult) -> None:
+        for evidence in raced.evidence.values():
+            row = self._ledger[evidence.id]
+            if evidence.verdict is not None:
+                self._fail(row, evidence.verdict)
                 continue
-            row.stage = "screened" if placed.stage == "untried" else placed.stage
-            row.reason, row.sample = placed.reason, placed.sample
+            row.stage = "screened" if evidence.stage == "untried" else evidence.stage
+            row.reason, row.sample = evidence.reason, evidence.sample
 
     # The outcome
 

@@ -22,7 +22,7 @@ from ..core.errors import WorkerError
 from ..core.problem import Problem
 from ..core.target import Target
 from ..timing.clock import Latency
-from ..timing.outcome import LeaderUpdate, Raced
+from ..timing.outcome import LeaderUpdate, RaceResult
 from ..verify.inputs import operand_bytes
 from .process import Host, Lost, Process
 from .protocol import Attempt, Attempted, Confirm, Confirmed, Failed, Open, Race, Ready, Reply, Request, Setup
@@ -96,7 +96,7 @@ class MeasurementWorker(Protocol):
     def open(self, problem: Problem, seed: int) -> None: ...
 
     def attempt(
-        self, candidate: Candidate, deadline_s: float | None = None, worth_s: float | None = None
+        self, candidate: Candidate, deadline_s: float | None = None, cutoff_s: float | None = None
     ) -> Attempted: ...
 
     def confirm(self, candidate: Candidate, deadline_s: float | None = None) -> Confirmed: ...
@@ -109,7 +109,7 @@ class MeasurementWorker(Protocol):
         progress: Progress = ignore,
         hot: bool = False,
         earlier_s: Mapping[str, float] = {},
-    ) -> Raced: ...
+    ) -> RaceResult: ...
 
     def close(self) -> None: ...
 
@@ -136,8 +136,10 @@ class LocalWorker:
     def open(self, problem: Problem, seed: int) -> None:
         self._handler.answer(Open(problem.to_dict(), seed))
 
-    def attempt(self, candidate: Candidate, deadline_s: float | None = None, worth_s: float | None = None) -> Attempted:
-        return expect(self._handler.answer(Attempt(candidate.to_dict(), worth_s)), Attempted)
+    def attempt(
+        self, candidate: Candidate, deadline_s: float | None = None, cutoff_s: float | None = None
+    ) -> Attempted:
+        return expect(self._handler.answer(Attempt(candidate.to_dict(), cutoff_s)), Attempted)
 
     def confirm(self, candidate: Candidate, deadline_s: float | None = None) -> Confirmed:
         return expect(self._handler.answer(Confirm(candidate.to_dict())), Confirmed)
@@ -150,10 +152,10 @@ class LocalWorker:
         progress: Progress = ignore,
         hot: bool = False,
         earlier_s: Mapping[str, float] = {},
-    ) -> Raced:
+    ) -> RaceResult:
         self._progress = progress
         request = Race([c.to_dict() for c in candidates], budget_s, seed, hot, dict(earlier_s))
-        return expect(self._handler.answer(request), Raced)
+        return expect(self._handler.answer(request), RaceResult)
 
     def close(self) -> None:
         import torch
@@ -239,13 +241,15 @@ class Worker:
         except WorkerLost as loss:
             raise WorkerError(f"the worker was lost while preparing {problem.key}: {loss.verdict.detail}") from loss
 
-    def attempt(self, candidate: Candidate, deadline_s: float | None = None, worth_s: float | None = None) -> Attempted:
+    def attempt(
+        self, candidate: Candidate, deadline_s: float | None = None, cutoff_s: float | None = None
+    ) -> Attempted:
         """Screen a candidate; see ``job.ProblemSession.attempt``. deadline_s: the seconds allowed (default:
         ``Limits.try_s``)."""
 
         def once() -> Attempted:
             try:
-                return self._ask(Attempt(candidate.to_dict(), worth_s), deadline_s or self._limits.try_s, Attempted)
+                return self._ask(Attempt(candidate.to_dict(), cutoff_s), deadline_s or self._limits.try_s, Attempted)
             except WorkerLost as loss:
                 return Attempted(loss.verdict)
 
@@ -275,7 +279,7 @@ class Worker:
         progress: Progress = ignore,
         hot: bool = False,
         earlier_s: Mapping[str, float] = {},
-    ) -> Raced:
+    ) -> RaceResult:
         """Race confirmed candidates, on operands in the cache if ``hot``. earlier_s: seconds per call measured before,
         by id.
 
@@ -283,7 +287,7 @@ class Worker:
         """
         request = Race([candidate.to_dict() for candidate in candidates], budget_s, seed, hot, dict(earlier_s))
         try:
-            return self._ask(request, 2.0 * budget_s + self._limits.race_slack_s, Raced, progress)
+            return self._ask(request, 2.0 * budget_s + self._limits.race_slack_s, RaceResult, progress)
         except WorkerLost as loss:
             if loss.candidate_id is not None:
                 index = int(loss.candidate_id) - 1
