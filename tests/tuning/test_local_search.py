@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 
@@ -170,3 +171,15 @@ def test_it_goes_on_while_things_get_better_and_stops_when_they_do_not() -> None
     order = {candidate.id: place for place, candidate in enumerate(candidates)}
     better = drive(LocalSearch(candidates, patience=8), lambda c: 1.0 / (1 + order[c.id]))
     assert len(better) > len(flat)
+
+
+def test_only_an_improvement_by_a_percent_prolongs_the_search() -> None:
+    candidates = grid()
+
+    def tried(patience: int, factor: float) -> int:
+        """Return the number of candidates that are tried while each one takes ``factor`` of the previous one's time."""
+        seconds = itertools.accumulate(itertools.repeat(factor), initial=1.0, func=lambda before, f: before * f)
+        return len(drive(LocalSearch(candidates, patience=patience), lambda _: next(seconds)))
+
+    assert tried(8, 0.98) > tried(0, 0.98)
+    assert tried(8, 0.9999) == tried(0, 0.9999)
