@@ -26,8 +26,8 @@ from gemmtune.dispatch import RUNTIME, build_plan, current_target, guards, speci
 from gemmtune.dispatch import call as call_module
 from gemmtune.dispatch.cache import DISPATCH_CACHE
 from gemmtune.store import MemoryStore
-from helpers.serving import RAN, decide, evidence, register, toy
-from helpers.serving import serve as put_in_store
+from helpers.serving import TOY_RUNS, decide, evidence, register, toy
+from helpers.serving import store_decision as put_in_store
 
 H200 = Target("cuda", "H200", "9.0", caches=(232448, 0, 62914560), cores=132)
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
@@ -42,7 +42,7 @@ def problem(m: int, constant: bool = False) -> Problem:
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two equal GPUs, as far as dispatch asks."""
     register()
-    RAN.clear()
+    TOY_RUNS.clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

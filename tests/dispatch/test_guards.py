@@ -19,8 +19,8 @@ from gemmtune.core.problem import Problem
 from gemmtune.core.workloads import linear_problem
 from gemmtune.dispatch import cache, guards
 from gemmtune.store import MemoryStore
-from helpers.serving import RAN, evidence, register, toy
-from helpers.serving import serve as put_in_store
+from helpers.serving import TOY_RUNS, evidence, register, toy
+from helpers.serving import store_decision as put_in_store
 
 X, W = torch.randn(3, 4), torch.randn(5, 4)
 
@@ -161,6 +161,6 @@ def test_ops_are_served_by_either(own_store: MemoryStore, monkeypatch: pytest.Mo
     wanted = torch.nn.functional.linear(X, W)
     torch.testing.assert_close(gemmtune.linear(X, W), wanted)
     monkeypatch.setattr(Problem, "__post_init__", lambda _: pytest.fail("described again"))
-    RAN.clear()
+    TOY_RUNS.clear()
     torch.testing.assert_close(gemmtune.linear(X.clone(), W), wanted)
-    assert len(RAN) == 1
+    assert len(TOY_RUNS) == 1

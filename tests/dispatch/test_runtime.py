@@ -21,8 +21,8 @@ from gemmtune.core.workloads import linear_problem
 from gemmtune.dispatch import RUNTIME, current_target, policy
 from gemmtune.dispatch.cache import DISPATCH_CACHE
 from gemmtune.store import MemoryStore
-from helpers.forking import child_of_fork_while_held
-from helpers.serving import RAN, decide, evidence, register, serve, toy
+from helpers.forking import passes_in_forked_child
+from helpers.serving import TOY_RUNS, decide, evidence, register, store_decision, toy
 
 W = torch.randn(5, 4)
 
@@ -34,20 +34,20 @@ def problem(m: int, constant: bool = False) -> Problem:
 @pytest.fixture(autouse=True)
 def toys() -> None:
     register()
-    RAN.clear()
+    TOY_RUNS.clear()
 
 
 def served(m: int) -> tuple[str, int, int] | None:
     """Which kernel ran ``linear`` on m rows (None: plain PyTorch), checking the result."""
-    RAN.clear()
+    TOY_RUNS.clear()
     x = torch.randn(m, 4)
     torch.testing.assert_close(gemmtune.linear(x, W), torch.nn.functional.linear(x, W))
-    return RAN[-1] if RAN else None
+    return TOY_RUNS[-1] if TOY_RUNS else None
 
 
 def test_m_picks_the_entry(own_store: MemoryStore) -> None:
     for m, tag in ((1, 1), (16, 2), (64, 3)):
-        serve(own_store, problem(m), evidence(toy("", tag), 0.1), chosen=toy("", tag))
+        store_decision(own_store, problem(m), evidence(toy("", tag), 0.1), chosen=toy("", tag))
     picked = [served(m) for m in (1, 3, 8, 30, 40, 1000)]
     assert [row and (row[0], row[1]) for row in picked] == [
         (toy("", tag).id, m) for m, tag in ((1, 1), (1, 1), (16, 2), (16, 2), (64, 3), (64, 3))
@@ -56,7 +56,7 @@ def test_m_picks_the_entry(own_store: MemoryStore) -> None:
 
 
 def test_ties_and_none_valid_are_plain(own_store: MemoryStore) -> None:
-    serve(own_store, problem(1))
+    store_decision(own_store, problem(1))
     assert served(1) is None
     empty = Decision(problem(2).key, problem(2).to_dict(), current_target().key, "none_valid", None, ())
     own_store.put(current_target(), empty)
@@ -65,7 +65,7 @@ def test_ties_and_none_valid_are_plain(own_store: MemoryStore) -> None:
 
 
 def test_the_hot_path_does_not_ask_twice(own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    serve(own_store, problem(3), evidence(toy(), 0.1), chosen=toy())
+    store_decision(own_store, problem(3), evidence(toy(), 0.1), chosen=toy())
     assert served(3)
     monkeypatch.setattr(RUNTIME, "kernel_for", lambda *_: pytest.fail("looked up again"))
     assert served(3)
@@ -81,9 +81,9 @@ def threads() -> Iterator[None]:
 @pytest.mark.usefixtures("threads")
 def test_another_thread_count_is_another_target(own_store: MemoryStore) -> None:
     torch.set_num_threads(1)
-    serve(own_store, problem(3), evidence(toy("", 1), 0.1), chosen=toy("", 1))
+    store_decision(own_store, problem(3), evidence(toy("", 1), 0.1), chosen=toy("", 1))
     torch.set_num_threads(2)
-    serve(own_store, problem(3), evidence(toy("", 2), 0.1), chosen=toy("", 2))
+    store_decision(own_store, problem(3), evidence(toy("", 2), 0.1), chosen=toy("", 2))
     for count in (1, 2, 1):
         torch.set_num_threads(count)
         assert served(3) == (toy("", count).id, 3, 3)
@@ -92,7 +92,7 @@ def test_another_thread_count_is_another_target(own_store: MemoryStore) -> None:
 
 
 def test_policy_off_is_plain_and_a_scope(own_store: MemoryStore) -> None:
-    serve(own_store, problem(3), evidence(toy(), 0.1), chosen=toy())
+    store_decision(own_store, problem(3), evidence(toy(), 0.1), chosen=toy())
     with policy("off"):
         assert served(3) is None
     assert served(3)
@@ -177,12 +177,12 @@ def test_other_threads_are_served_while_a_miss_is_tuned(
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_child_has_locks_of_its_own() -> None:
     """A fork while another thread chooses a kernel."""
-    assert child_of_fork_while_held(RUNTIME._lock, lambda: RUNTIME._lock.acquire(timeout=5))
+    assert passes_in_forked_child(RUNTIME._lock, lambda: RUNTIME._lock.acquire(timeout=5))
 
 
 def test_a_constant_decision_serves_a_raw_weight_as_it_lies(own_store: MemoryStore) -> None:
     rows = (evidence(toy("plain"), 0.1), evidence(toy(""), 0.2))
-    serve(own_store, problem(3, constant=True), *rows, chosen=toy("plain"))
+    store_decision(own_store, problem(3, constant=True), *rows, chosen=toy("plain"))
     assert served(3) == (toy("").id, 3, 3)
 
 
@@ -191,12 +191,12 @@ def test_packed_weights(own_store: MemoryStore) -> None:
     wanted = torch.nn.functional.linear(x, W)
     untuned = gemmtune.pack(W, layout="toy:other")
     torch.testing.assert_close(gemmtune.linear(x, untuned), wanted)
-    assert RAN[-1][0] == toy("other").id
+    assert TOY_RUNS[-1][0] == toy("other").id
     rows = (evidence(toy("plain"), 0.1), evidence(toy("other", 7), 0.5))
-    serve(own_store, problem(3, constant=True), *rows, chosen=toy("plain"))
+    store_decision(own_store, problem(3, constant=True), *rows, chosen=toy("plain"))
     assert gemmtune.pack(W, m=3).layout == "toy:plain"
     torch.testing.assert_close(gemmtune.linear(x, untuned), wanted)
-    assert RAN[-1][0] == toy("other", 7).id
+    assert TOY_RUNS[-1][0] == toy("other", 7).id
     with policy("off"):
         torch.testing.assert_close(gemmtune.linear(x.t().contiguous().t(), untuned), wanted)
 
@@ -205,7 +205,7 @@ def test_packed_for_elsewhere_is_refused_before_anything_runs() -> None:
     from dataclasses import replace
 
     packed = gemmtune.pack(W, layout="toy:plain")
-    RAN.clear()
+    TOY_RUNS.clear()
     with pytest.raises(PackedWeightError, match="cannot run here: it was packed for amx"):
         gemmtune.linear(torch.randn(3, 4), replace(packed, machine="amx"))
     with pytest.raises(PackedWeightError, match="no kernel here takes a weight packed as 'toy:unheard'"):
@@ -214,7 +214,7 @@ def test_packed_for_elsewhere_is_refused_before_anything_runs() -> None:
         gemmtune.linear(torch.randn(3, 6), packed)
     with pytest.raises(PackedWeightError, match="holds float32; this call needs bfloat16"):
         gemmtune.linear(torch.randn(3, 4).bfloat16(), packed)
-    assert RAN == []
+    assert TOY_RUNS == []
 
 
 class BrokenStore(MemoryStore):
@@ -250,7 +250,7 @@ def test_a_malformed_decision_is_a_miss(own_store: MemoryStore, caplog: pytest.L
 
 def test_a_kernel_that_cannot_load_is_plain(own_store: MemoryStore, caplog: pytest.LogCaptureFixture) -> None:
     gone = backends.base.Candidate.make("aten", "gone")
-    serve(own_store, problem(3), evidence(gone, 0.1), chosen=gone)
+    store_decision(own_store, problem(3), evidence(gone, 0.1), chosen=gone)
     assert served(3) is None
     assert "names aten/gone" in caplog.text
     assert "not legal there" in caplog.text
@@ -264,7 +264,7 @@ def test_the_table_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_many_threads_at_first_sight(own_store: MemoryStore) -> None:
-    serve(own_store, problem(3), evidence(toy(), 0.1), chosen=toy())
+    store_decision(own_store, problem(3), evidence(toy(), 0.1), chosen=toy())
     x = torch.randn(3, 4)
     wanted = torch.nn.functional.linear(x, W)
     results: list[bool] = []
@@ -290,7 +290,7 @@ def test_a_config_that_lacks_what_its_template_needs_costs_a_warning(
     """Data from anywhere must not raise into a model's forward."""
     candidate = Candidate.make("native", "gemm")
     problem = linear_problem(3, 5, 4, "float32", constant=False)
-    serve(own_store, problem, evidence(candidate, 0.1), chosen=candidate)
+    store_decision(own_store, problem, evidence(candidate, 0.1), chosen=candidate)
     assert RUNTIME.kernel_for(problem) is None
     assert "names native/gemm" in caplog.text
     assert "not legal there" in caplog.text

@@ -19,7 +19,7 @@ from gemmtune.dispatch import RUNTIME, current_target
 from gemmtune.store import MemoryStore, SqliteStore
 from gemmtune.tuning.tuner import Budget, Tuner
 from helpers import grouped_toy as plugin
-from helpers.grouped_toy import grouped_toy, plain
+from helpers.grouped_toy import fallback, grouped_toy
 
 X, W1, W2 = torch.randn(8, 32), torch.randn(24, 32), torch.randn(24, 32)
 BUDGET = Budget(seconds=8.0)
@@ -31,7 +31,7 @@ def operands() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def problem() -> Problem:
-    expected = plain(X, W1, W2)
+    expected = fallback(X, W1, W2)
     with gemmtune.record() as recorded:
         got = grouped_toy(X, W1, W2)
     torch.testing.assert_close(got, expected)
@@ -78,7 +78,7 @@ def test_it_is_tuned_verified_stored_and_served(
     RUNTIME.refresh(store)
     try:
         for _ in range(2):
-            torch.testing.assert_close(grouped_toy(*operands), plain(*operands))
+            torch.testing.assert_close(grouped_toy(*operands), fallback(*operands))
         assert len(ran) == 2
     finally:
         RUNTIME.refresh(MemoryStore())
@@ -104,7 +104,7 @@ def test_gradients_compile_and_errors(operands: tuple[Tensor, Tensor, Tensor]) -
     torch.testing.assert_close(x.grad[0], W1.sum(0))
     torch.testing.assert_close(x.grad[-1], W2.sum(0))
     compiled = torch.compile(lambda a, b, c: grouped_toy(a, b, c) * 2, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(X, W1, W2), plain(X, W1, W2) * 2)
+    torch.testing.assert_close(compiled(X, W1, W2), fallback(X, W1, W2) * 2)
     with pytest.raises(ShapeError, match="two weights"):
         grouped_toy(X[:3], W1, W2)
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -1,4 +1,4 @@
-"""A plug-in backend for tests of workers: loading its kernels makes the process treat its device's context as lost."""
+"""Plug-in backend after whose first load the worker process treats its device's context as lost."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 from gemmtune.testing.hostile_backend import HostileBackend
 from gemmtune.workers import job
 
-PLACE = "helpers.losing:LosingBackend"
+ENTRY_POINT = "helpers.losing:LosingBackend"
 
 
-def lose(desk: job.RequestHandler, happened: str) -> None:
-    raise job.ContextLost(f"the device's context is lost (simulated): {happened}")
+def raise_context_lost(handler: job.RequestHandler, error: str) -> None:
+    raise job.ContextLost(f"the device's context is lost (simulated): {error}")
 
 
 class LosingBackend(HostileBackend):
     name = "losing"
 
     def load(self, *arguments: Any) -> Any:
-        job.RequestHandler._check_context = lose  # type: ignore[method-assign]
+        job.RequestHandler._check_context = raise_context_lost  # type: ignore[method-assign]
         return super().load(*arguments)

@@ -18,8 +18,8 @@ from gemmtune.dispatch import RUNTIME
 from gemmtune.nn.sites import Site
 from gemmtune.ops.weight_only import recognise
 from gemmtune.store import MemoryStore
-from helpers.serving import RAN, evidence, register, serve, toy
-from helpers.tuned_models import Mlp, ready, teach
+from helpers.serving import TOY_RUNS, evidence, register, store_decision, toy
+from helpers.tuned_models import Mlp, prepare_model, store_toy_decisions
 
 optimizing: Any = importlib.import_module("gemmtune.nn.optimize")
 
@@ -57,11 +57,11 @@ def test_a_packed_weight_serves_on_a_cpu_where_a_kernel_on_the_raw_weight_is_fas
     own_store: MemoryStore,
 ) -> None:
     x = torch.randn(3, 8)
-    model = ready(Mlp(), x, own_store)
+    model = prepare_model(Mlp(), x, own_store)
     with gemmtune.record() as recorded:
         model(x)
     for problem, _ in recorded.problems:
-        serve(own_store, problem, evidence(toy(""), 0.1), evidence(toy("plain"), 0.3), chosen=toy(""))
+        store_decision(own_store, problem, evidence(toy(""), 0.1), evidence(toy("plain"), 0.3), chosen=toy(""))
     assert set(gemmtune.optimize(model, x, tune=False).swapped.values()) == {"toy:plain"}
 
 
@@ -72,16 +72,16 @@ MODELS = [(Mlp, (3, 8), 2), (Attention, (2, 3, 8), 2), (lambda: nn.Sequential(We
 @pytest.mark.parametrize(("make", "shape", "count"), MODELS)
 def test_swap_save_load_restore(make: Any, shape: tuple[int, ...], count: int, own_store: MemoryStore) -> None:
     x = torch.randn(shape)
-    model = ready(make(), x, own_store)
+    model = prepare_model(make(), x, own_store)
     modules, wanted = dict(model.named_modules()), model(x)
     saved = {name: value.clone() for name, value in model.state_dict().items()}
     handle = gemmtune.optimize(model, (x,), tune=False)
     assert len(handle.swapped) == count
     assert set(handle.swapped.values()) == {"toy:plain"}
     assert handle.left == {}
-    RAN.clear()
+    TOY_RUNS.clear()
     torch.testing.assert_close(model(x), wanted, rtol=1e-4, atol=1e-5)
-    assert len(RAN) == count
+    assert len(TOY_RUNS) == count
     held = model.state_dict()
     assert set(held) == set(saved)
     assert all(torch.equal(held[name], saved[name]) for name in saved)
@@ -96,7 +96,7 @@ def test_swap_save_load_restore(make: Any, shape: tuple[int, ...], count: int, o
 
 def test_the_raw_weight_is_dropped_and_comes_back(own_store: MemoryStore) -> None:
     x = torch.randn(3, 8)
-    model = ready(Mlp(), x, own_store)
+    model = prepare_model(Mlp(), x, own_store)
     assert isinstance(model, Mlp)
     layer, weight, values = model.up, model.up.weight, model.up.weight.clone()
     with gemmtune.optimize(model, x, tune=False):
@@ -112,7 +112,7 @@ def test_the_raw_weight_is_dropped_and_comes_back(own_store: MemoryStore) -> Non
 
 def test_left_alone(own_store: MemoryStore) -> None:
     x = torch.randn(3, 8)
-    model = ready(
+    model = prepare_model(
         nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 8), nn.Linear(8, 8)), x, own_store
     )
     model[2].weight = model[3].weight  # type: ignore[union-attr]
@@ -137,7 +137,7 @@ def test_left_alone(own_store: MemoryStore) -> None:
 
 def test_a_linear_is_served_that_is_the_model_itself(own_store: MemoryStore) -> None:
     x = torch.randn(3, 8)
-    model = ready(nn.Linear(8, 8), x, own_store)
+    model = prepare_model(nn.Linear(8, 8), x, own_store)
     wanted = model(x)
     assert gemmtune.optimize(model, x, tune=False).swapped == {"": "toy:plain"}
     torch.testing.assert_close(model(x), wanted, rtol=1e-4, atol=1e-5)
@@ -149,7 +149,7 @@ def test_plain_pytorch_keeps_what_it_wins(own_store: MemoryStore) -> None:
     with gemmtune.record() as recorded, torch.no_grad():
         model(x)
     for problem, _ in recorded.problems:
-        serve(own_store, problem)
+        store_decision(own_store, problem)
     assert set(gemmtune.optimize(model, x, tune=False).left.values()) == {"plain PyTorch is best"}
 
 
@@ -168,7 +168,7 @@ def test_memory_is_respected(own_store: MemoryStore) -> None:
         dequant.to_dict(), dequant.id, "winner", packing="aten:dequant/float32", verdict=Verdict("within_bound"),
         sample=sample,
     )  # fmt: skip
-    serve(own_store, recorded.problems[0][0], row, chosen=dequant)
+    store_decision(own_store, recorded.problems[0][0], row, chosen=dequant)
     assert "1.25 times" in gemmtune.optimize(model, x, tune=False).left["0"]
     handle = gemmtune.optimize(model, x, tune=False, memory=8)
     assert handle.swapped == {"0": "aten:dequant/float32"}
@@ -180,14 +180,14 @@ def test_impostors_are_left_alone(own_store: MemoryStore) -> None:
             return -super().forward(x)
 
     x = torch.randn(4, 32)
-    model = ready(nn.Sequential(Backwards(8)), x, own_store)
+    model = prepare_model(nn.Sequential(Backwards(8)), x, own_store)
     handle = gemmtune.optimize(model, x, tune=False)
     assert "computes something else" in handle.left["0"]
 
 
 def test_inference_only(own_store: MemoryStore) -> None:
     x = torch.randn(3, 8)
-    model = ready(Mlp(), x, own_store)
+    model = prepare_model(Mlp(), x, own_store)
     model.requires_grad_(True)
     handle = gemmtune.optimize(model, x, tune=False)
     with pytest.raises(GradError, match=r"required grad when .* its packed form has no gradient"):
@@ -201,7 +201,7 @@ def test_inference_only(own_store: MemoryStore) -> None:
 
 def test_weights_may_be_frozen_after_they_are_packed(own_store: MemoryStore) -> None:
     x = torch.randn(3, 8)
-    model = ready(Mlp(), x, own_store).requires_grad_(True)
+    model = prepare_model(Mlp(), x, own_store).requires_grad_(True)
     handle = gemmtune.optimize(model, x, tune=False)
     assert not model.up.weight.requires_grad  # a graph's inner tensors are integers, which can require none
     copied = copy.deepcopy(model)
@@ -233,7 +233,7 @@ def test_arguments() -> None:
 
 def test_state_that_does_not_fit_is_refused(own_store: MemoryStore) -> None:
     x = torch.randn(3, 8)
-    model = ready(Mlp(), x, own_store)
+    model = prepare_model(Mlp(), x, own_store)
     gemmtune.optimize(model, x, tune=False)
     state = model.state_dict()
     del state["down.weight"]
@@ -246,7 +246,7 @@ def test_state_that_does_not_fit_is_refused(own_store: MemoryStore) -> None:
 def test_a_shared_module_is_swapped_everywhere(own_store: MemoryStore) -> None:
     layer = nn.Linear(8, 8)
     x = torch.randn(3, 8)
-    model = ready(nn.Sequential(layer, nn.ReLU(), layer), x, own_store)
+    model = prepare_model(nn.Sequential(layer, nn.ReLU(), layer), x, own_store)
     wanted = model(x)
     handle = gemmtune.optimize(model, x, tune=False)
     assert model[0] is model[2]  # type: ignore[index]
@@ -257,7 +257,7 @@ def test_a_shared_module_is_swapped_everywhere(own_store: MemoryStore) -> None:
 
 def test_a_replaced_forward_and_hooks_still_run(own_store: MemoryStore) -> None:
     x = torch.randn(3, 8)
-    model = ready(Mlp(), x, own_store)
+    model = prepare_model(Mlp(), x, own_store)
     up, seen = model.up, []
     up.forward = lambda t: F.linear(t, up.weight, up.bias) * 2
     model.down.register_forward_hook(lambda *_: seen.append("before"))
@@ -291,10 +291,10 @@ class PerChannel(nn.Module):
 def test_a_weight_that_stays_as_it_lies(make: Any, own_store: MemoryStore) -> None:
     """What is swapped in on GPUs; the modules themselves run anywhere."""
     x = torch.randn(2, 3, 32)
-    model = ready(nn.Sequential(make()), x, own_store)
+    model = prepare_model(nn.Sequential(make()), x, own_store)
     with gemmtune.record() as recorded:
         model(x)
-    teach(own_store, recorded.problems, layout="")
+    store_toy_decisions(own_store, recorded.problems, layout="")
     original, wanted, state = model[0], model(x), model.state_dict()  # type: ignore[index]
     held = recognise(original)
     site = Site(original, "0", [(model, "0")], held, False, Counter([recorded.problems[0][0]]))
@@ -305,10 +305,10 @@ def test_a_weight_that_stays_as_it_lies(make: Any, own_store: MemoryStore) -> No
     assert handle.swapped == {"0": "raw"}
     assert isinstance(model[0], gemmtune.nn.RawLinear | gemmtune.nn.RawWeightOnlyLinear)  # type: ignore[index]
     assert model.state_dict().keys() == state.keys()
-    RAN.clear()
+    TOY_RUNS.clear()
     torch.testing.assert_close(model(x), wanted, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(copy.deepcopy(model)(x), wanted, rtol=1e-4, atol=1e-5)
-    assert len(RAN) == 2
+    assert len(TOY_RUNS) == 2
     with torch.no_grad():
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
         torch.testing.assert_close(compiled(x), wanted, rtol=1e-4, atol=1e-5)

@@ -15,7 +15,7 @@ import gemmtune
 from gemmtune.nn import whole_model
 from gemmtune.nn.packed_tensor import PackedTensor
 from gemmtune.store import MemoryStore
-from helpers.tuned_models import Mlp, ready
+from helpers.tuned_models import Mlp, prepare_model
 
 
 class Clock:
@@ -54,7 +54,7 @@ class Timed(Mlp):
 
 def test_a_slower_model_is_restored(own_store: MemoryStore, caplog: pytest.LogCaptureFixture) -> None:
     x = torch.randn(3, 8)
-    model = ready(Timed(), x, own_store)
+    model = prepare_model(Timed(), x, own_store)
     wanted, weights = model(x), list(model.parameters())
     handle = gemmtune.optimize(model, x, tune=False, compare=True)
     assert handle.swapped == {}
@@ -82,7 +82,7 @@ class ByRows(Mlp):
 
 def test_a_model_that_is_slower_on_one_example_is_restored(own_store: MemoryStore) -> None:
     examples = [torch.randn(3, 8), torch.randn(1, 8)]
-    model = ready(ByRows(), examples[0], own_store)
+    model = prepare_model(ByRows(), examples[0], own_store)
     handle = gemmtune.optimize(model, examples, tune=False, compare=True)
     assert handle.swapped == {}
     assert "slower with packed weights on example 2 of 2 (1.1" in handle.left["up"]
@@ -94,7 +94,7 @@ def test_a_model_that_is_slower_on_one_example_is_restored(own_store: MemoryStor
 def test_a_loss_on_one_example_within_noise_is_none(own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ByRows, "packed_s", {3: 0.8, 1: 0.102})
     examples = [torch.randn(3, 8), torch.randn(1, 8)]
-    model = ready(ByRows(), examples[0], own_store)
+    model = prepare_model(ByRows(), examples[0], own_store)
     handle = gemmtune.optimize(model, examples, tune=False, compare=True)
     assert set(handle.swapped) == {"up", "down"}
 
@@ -103,7 +103,7 @@ def test_a_faster_model_stays_packed(own_store: MemoryStore, monkeypatch: pytest
     monkeypatch.setattr(Timed, "packed_s", 0.1)
     monkeypatch.setattr(Timed, "plain_s", 0.4)
     x = torch.randn(3, 8)
-    model = ready(Timed(), x, own_store)
+    model = prepare_model(Timed(), x, own_store)
     handle = gemmtune.optimize(model, x, tune=False, compare=True)
     assert set(handle.swapped) == {"up", "down"}
     assert handle.ratio is not None
@@ -123,7 +123,7 @@ def test_a_model_that_cannot_run_again_is_not_timed(own_store: MemoryStore) -> N
             return super().forward(x)
 
     x = torch.randn(3, 8)
-    model = ready(Counting(), x, own_store)
+    model = prepare_model(Counting(), x, own_store)
     handle = gemmtune.optimize(model, x, tune=False, compare=True)
     assert handle.ratio is None
     assert set(handle.swapped) == {"up", "down"}
@@ -135,7 +135,7 @@ def test_nothing_is_timed_where_both_forms_do_not_fit(own_store: MemoryStore, mo
     asked: list[Any] = []
     monkeypatch.setattr(psutil, "virtual_memory", lambda: asked.append(1) or type("Free", (), {"available": 8}))
     x = torch.randn(3, 8)
-    model = ready(Timed(), x, own_store)
+    model = prepare_model(Timed(), x, own_store)
     handle = gemmtune.optimize(model, x, tune=False, compare=True)
     assert asked
     assert handle.ratio is None
@@ -152,7 +152,7 @@ def test_weights_that_are_referred_to_weakly_meanwhile_stay_ordinary(own_store: 
             return super().forward(x)
 
     x = torch.randn(3, 8)
-    model = ready(Referring(), x, own_store)
+    model = prepare_model(Referring(), x, own_store)
     wanted = model(x)
     handle = gemmtune.optimize(model, x, tune=False, compare=True)
     assert handle.ratio is None

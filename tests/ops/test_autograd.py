@@ -12,7 +12,7 @@ import gemmtune
 from gemmtune.core.checks import GradError
 from gemmtune.ops import addmm, bmm, linear, mm
 from gemmtune.store import MemoryStore
-from helpers.serving import RAN, evidence, register, serve, toy
+from helpers.serving import TOY_RUNS, evidence, register, store_decision, toy
 
 
 def leaf(*shape: int) -> Tensor:
@@ -42,17 +42,17 @@ def test_gradcheck(name: str, served: bool, own_store: MemoryStore) -> None:
     function, inputs, describe = CASES[name]
     if served:
         call = describe()
-        serve(own_store, call.problem, evidence(toy(), 0.1), chosen=toy())  # type: ignore[attr-defined]
-    RAN.clear()
+        store_decision(own_store, call.problem, evidence(toy(), 0.1), chosen=toy())  # type: ignore[attr-defined]
+    TOY_RUNS.clear()
     assert torch.autograd.gradcheck(function, inputs)
     assert torch.autograd.gradgradcheck(function, inputs)
-    assert bool(RAN) == served
+    assert bool(TOY_RUNS) == served
 
 
 def test_only_what_needs_a_gradient_gets_one(own_store: MemoryStore) -> None:
     register()
     x, w = torch.randn(3, 4, dtype=torch.float64), leaf(5, 4)
-    serve(own_store, linear.describe(x, w, None).problem, evidence(toy(), 0.1), chosen=toy())
+    store_decision(own_store, linear.describe(x, w, None).problem, evidence(toy(), 0.1), chosen=toy())
     gemmtune.linear(x, w).sum().backward()
     torch.testing.assert_close(w.grad, torch.ones(3, 5, dtype=torch.float64).t() @ x)
     assert x.grad is None

@@ -17,7 +17,7 @@ from gemmtune import fuse
 from gemmtune.core.checks import DtypeError, GradError, ShapeError
 from gemmtune.core.workloads import linear_problem
 from gemmtune.store import MemoryStore
-from helpers.serving import RAN, evidence, register, serve, toy
+from helpers.serving import TOY_RUNS, evidence, register, store_decision, toy
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -152,12 +152,12 @@ def test_out_is_written_wherever_it_lies(form: str, own_store: MemoryStore) -> N
         "aliased": a,
     }
     problem = linear_problem(4, 4, 4, "float32", constant=False)
-    serve(own_store, problem, evidence(toy(), 0.1), chosen=toy())
+    store_decision(own_store, problem, evidence(toy(), 0.1), chosen=toy())
     out = outs[form]
     weight = b.t().contiguous()
     result = gemmtune.linear(a, weight, out=out)
     assert result is out
-    assert RAN[-1][0] == toy().id
+    assert TOY_RUNS[-1][0] == toy().id
     torch.testing.assert_close(out, wanted)
 
 
@@ -210,7 +210,9 @@ def test_shape_errors_are_pytorchs_and_pythons() -> None:
 def test_meta_and_fake_tensors_give_shapes(served: bool, own_store: MemoryStore) -> None:
     register()
     if served:
-        serve(own_store, linear_problem(3, 5, 4, "bfloat16", constant=False), evidence(toy(), 0.1), chosen=toy())
+        store_decision(
+            own_store, linear_problem(3, 5, 4, "bfloat16", constant=False), evidence(toy(), 0.1), chosen=toy()
+        )
     x, w = torch.randn(3, 4).bfloat16(), torch.randn(5, 4).bfloat16()
     packed = gemmtune.pack(w, layout="aten:row")
     gemmtune.linear(x, w)
@@ -231,11 +233,11 @@ class Marked(Tensor):
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_subclasses_transforms_and_autocast_reach_torch(own_store: MemoryStore) -> None:
     register()
-    serve(own_store, linear_problem(3, 5, 4, "float32", constant=False), evidence(toy(), 0.1), chosen=toy())
+    store_decision(own_store, linear_problem(3, 5, 4, "float32", constant=False), evidence(toy(), 0.1), chosen=toy())
     x, w = torch.randn(3, 4), torch.randn(5, 4)
     gemmtune.linear(x, w)
-    assert RAN[-1][0] == toy().id
-    RAN.clear()
+    assert TOY_RUNS[-1][0] == toy().id
+    TOY_RUNS.clear()
     assert isinstance(gemmtune.linear(x.as_subclass(Marked), w), Marked)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert gemmtune.linear(x, w).dtype == torch.bfloat16
@@ -246,7 +248,7 @@ def test_subclasses_transforms_and_autocast_reach_torch(own_store: MemoryStore) 
     conjugate = torch.randn(3, 4, dtype=torch.complex64).conj().imag
     assert conjugate.is_neg()
     close(gemmtune.linear(conjugate, w), F.linear(conjugate, w))
-    assert RAN == []
+    assert TOY_RUNS == []
 
 
 def test_torch_compile_sees_plain_pytorch() -> None:

@@ -14,7 +14,7 @@ from gemmtune.core.errors import KernelError, UnsupportedError
 from gemmtune.core.weights import QuantWeight
 from gemmtune.core.workloads import linear_problem
 from gemmtune.store import MemoryStore
-from helpers.serving import evidence, register, serve, toy
+from helpers.serving import evidence, register, store_decision, toy
 
 W = torch.randn(24, 32)
 
@@ -22,7 +22,7 @@ W = torch.randn(24, 32)
 def test_the_plans_layout_is_taken(own_store: MemoryStore) -> None:
     register()
     problem = linear_problem(4, 24, 32, "float32", bias=True)
-    serve(own_store, problem, evidence(toy("other"), 0.1), chosen=toy("other"))
+    store_decision(own_store, problem, evidence(toy("other"), 0.1), chosen=toy("other"))
     assert gemmtune.pack(W, m=[problem]).layout == "toy:other"
 
 

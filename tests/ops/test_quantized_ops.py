@@ -18,7 +18,7 @@ from gemmtune.core.errors import PackedWeightError
 from gemmtune.core.problem import Problem
 from gemmtune.core.workloads import int_problem
 from gemmtune.store import MemoryStore
-from helpers.serving import RAN, evidence, register, serve, toy
+from helpers.serving import TOY_RUNS, evidence, register, store_decision, toy
 
 
 def bytes_of(*shape: int, dtype: torch.dtype = torch.int8) -> Tensor:
@@ -96,11 +96,11 @@ def test_mixed_mm_takes_odd_addresses() -> None:
 def test_packed_operands_serve_all_three_kinds(own_store: MemoryStore) -> None:
     register()
     a, w = bytes_of(4, 16), bytes_of(5, 16)
-    serve(own_store, int_problem(4, 5, 16), evidence(toy("plain"), 0.1), chosen=toy("plain"))
+    store_decision(own_store, int_problem(4, 5, 16), evidence(toy("plain"), 0.1), chosen=toy("plain"))
     packed = gemmtune.pack(w, m=4)
     assert packed.layout == "toy:plain"
     assert torch.equal(gemmtune.int_mm(a, packed), torch._int_mm(a, w.t()))
-    assert RAN[-1] == (toy("plain").id, 4, 4)
+    assert TOY_RUNS[-1] == (toy("plain").id, 4, 4)
     x, scale = torch.randn(3, 16).bfloat16(), torch.rand(5).bfloat16()
     quant = gemmtune.pack(w, scale=scale, layout="toy:plain")
     bias = torch.randn(5).bfloat16()
@@ -228,12 +228,12 @@ def test_raw_weights_and_fp8_are_served_by_their_kernel_without_asking_again(
     for tuned in (False, True):
         if tuned:
             for problem, _ in recorded.problems:
-                serve(own_store, problem, evidence(toy(), 0.1), chosen=toy())
+                store_decision(own_store, problem, evidence(toy(), 0.1), chosen=toy())
         for call, wanted in calls:
             for _ in range(2):
-                RAN.clear()
+                TOY_RUNS.clear()
                 torch.testing.assert_close(call().double(), wanted, rtol=1e-2, atol=1e-2)
-                assert len(RAN) == tuned
+                assert len(TOY_RUNS) == tuned
         with monkeypatch.context() as patch:
             patch.setattr(Problem, "__post_init__", lambda _: pytest.fail("described again"))
             for call, wanted in calls:

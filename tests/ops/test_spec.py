@@ -22,7 +22,7 @@ from gemmtune.ops.mm import describe as describe_mm
 from gemmtune.ops.operands import is_torchs_alone, matrix_adapter
 from gemmtune.ops.spec import OpSpec
 from gemmtune.store import MemoryStore
-from helpers.serving import RAN, evidence, register, serve, toy
+from helpers.serving import TOY_RUNS, evidence, register, store_decision, toy
 
 
 def torch_mm_nt(a: Tensor, b: Tensor) -> Tensor:
@@ -89,13 +89,13 @@ def test_it_is_served_by_a_tuned_kernel_after_one_description(
     own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     register()
-    serve(own_store, describe(A, B).problem, evidence(toy(), 0.1), chosen=toy())
+    store_decision(own_store, describe(A, B).problem, evidence(toy(), 0.1), chosen=toy())
     torch.testing.assert_close(mm_nt(A, B), A @ B.t())
     monkeypatch.setattr(Problem, "__post_init__", lambda _: pytest.fail("described again"))
-    RAN.clear()
+    TOY_RUNS.clear()
     out = mm_nt(A.clone(), B)
     torch.testing.assert_close(out, A @ B.t())
-    assert len(RAN) == 1
+    assert len(TOY_RUNS) == 1
 
 
 def test_out_gradients_and_what_only_pytorch_knows(own_store: MemoryStore) -> None:

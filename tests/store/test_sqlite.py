@@ -22,7 +22,7 @@ from gemmtune.store import MemoryStore, SqliteStore
 from gemmtune.store.base import Store
 from gemmtune.store.schema import SCHEMA_VERSION
 from gemmtune.testing.store_suite import PROBLEM, TARGET, StoreSuite, make_decision
-from helpers.forking import child_of_fork_while_held
+from helpers.forking import passes_in_forked_child
 
 
 @pytest.fixture
@@ -220,7 +220,7 @@ def test_a_forked_child_opens_its_own(path: Path, store: SqliteStore) -> None:
 def test_a_forked_child_has_a_lock_of_its_own(kind: str, store: SqliteStore) -> None:
     forked: Store = store if kind == "file" else MemoryStore()
     forked.put(TARGET, make_decision())
-    assert child_of_fork_while_held(forked._lock, lambda: list(forked.decisions()))
+    assert passes_in_forked_child(forked._lock, lambda: list(forked.decisions()))
 
 
 WRITER = """

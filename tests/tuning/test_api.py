@@ -23,7 +23,7 @@ from gemmtune.dispatch import RUNTIME, runtime
 from gemmtune.store import MemoryStore
 from gemmtune.tuning.api import tune_missing
 from gemmtune.tuning.tuner import Tuner
-from helpers.serving import RAN, decide, evidence, register, toy
+from helpers.serving import TOY_RUNS, decide, evidence, register, toy
 
 
 class FakeTuner:
@@ -46,7 +46,7 @@ class FakeTuner:
 @pytest.fixture(autouse=True)
 def fake(monkeypatch: pytest.MonkeyPatch) -> None:
     register()
-    RAN.clear()
+    TOY_RUNS.clear()
     FakeTuner.made.clear()
     monkeypatch.setattr("gemmtune.tuning.tuner.Tuner", FakeTuner)
 
@@ -57,7 +57,7 @@ def test_problems_alone_or_counted(own_store: MemoryStore) -> None:
         assert [d.problem_key for d in gemmtune.tune(given)] == [problem.key]  # type: ignore[arg-type]
     assert own_store.get(gemmtune.current_target(), problem.key) is not None
     gemmtune.linear(torch.randn(3, 4), torch.randn(5, 4))
-    assert [(toy().id, 3, 3)] == RAN
+    assert [(toy().id, 3, 3)] == TOY_RUNS
 
 
 def test_a_models_problems() -> None:
@@ -94,7 +94,7 @@ def test_on_miss_tunes_then_serves() -> None:
         for _ in range(3):
             torch.testing.assert_close(gemmtune.linear(x, w), torch.nn.functional.linear(x, w))
     assert len(FakeTuner.made) == 1
-    assert len(RAN) == 3
+    assert len(TOY_RUNS) == 3
 
 
 def test_on_miss_survives_a_tuner_that_fails(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -120,14 +120,14 @@ def test_on_miss_does_not_wait_for_another_process(own_store: MemoryStore, monke
     with gemmtune.policy("on-miss"):
         for _ in range(3):
             torch.testing.assert_close(gemmtune.linear(x, w), torch.nn.functional.linear(x, w))
-        assert RAN == []
+        assert TOY_RUNS == []
         own_store.put(gemmtune.current_target(), decide(problem, evidence(toy(), 0.1), chosen=toy()))
         lease.release()
         deadline = time.monotonic() + 30.0
-        while not RAN and time.monotonic() < deadline:
+        while not TOY_RUNS and time.monotonic() < deadline:
             gemmtune.linear(x, w)
             time.sleep(0.01)
-    assert (toy().id, 3, 3) in RAN
+    assert (toy().id, 3, 3) in TOY_RUNS
 
 
 def test_on_miss_takes_over_when_the_other_gives_up(own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +151,7 @@ def test_on_miss_takes_over_when_the_other_gives_up(own_store: MemoryStore, monk
         assert tuned == []
         lease.release()
         deadline = time.monotonic() + 30.0
-        while not RAN and time.monotonic() < deadline:
+        while not TOY_RUNS and time.monotonic() < deadline:
             gemmtune.linear(x, w)
             time.sleep(0.01)
     assert tuned == [problem.key]

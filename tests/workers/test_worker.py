@@ -180,7 +180,7 @@ def test_a_worker_whose_context_is_lost_is_replaced(shared: Worker) -> None:
 
 
 def test_a_worker_that_finds_its_device_lost_ends_itself(target: Target) -> None:
-    backends.register("losing", losing.PLACE)
+    backends.register("losing", losing.ENTRY_POINT)
     with Worker(target, limits=FAST) as worker:
         worker.open(PROBLEM, 1)
         verdict = worker.attempt(Candidate.make("losing", "raise", kind="raise"), 10.0).verdict
