@@ -159,8 +159,8 @@ PROBLEMS = {
 def test_products_match_the_oracle(blas: FakeBlas, name: str) -> None:
     kernel = load(PROBLEMS[name], 2)
     check(PROBLEMS[name], kernel)
-    assert set(blas.chosen) == {(2, STREAM)}
-    assert {workspace for _, workspace in blas.scratch} == {512}
+    assert set(blas.launches) == {(2, STREAM)}
+    assert {workspace for _, workspace in blas.workspaces} == {512}
     assert kernel.workspace_bytes == 512
 
 
@@ -188,7 +188,7 @@ def test_describe_product_transposes_the_operands() -> None:
 def test_heuristic_gets_the_workspace_and_alignment_preferences(blas: FakeBlas) -> None:
     """The preferences are 32 MB of workspace, operands aligned to 16 bytes, and split-K sums in float32."""
     load(PROBLEMS["bf16"])
-    assert blas.asked[0].attributes == {1: 32 << 20, 3: 2, 5: 16, 6: 16, 7: 16, 8: 16}
+    assert blas.preferences[0].attributes == {1: 32 << 20, 3: 2, 5: 16, 6: 16, 7: 16, 8: 16}
 
 
 # --- launching ------------------------------------------------------------------------------------------------------
@@ -198,11 +198,11 @@ def test_kernel_serves_other_m_with_a_supported_algorithm(blas: FakeBlas) -> Non
     """An algorithm serves another M if it supports it; otherwise the first algorithm for that M serves."""
     kernel = load(PROBLEMS["bf16"], 1)
     check(PROBLEMS["bf16"].with_m(9), kernel)
-    assert {number for number, _ in blas.chosen} == {1}
-    blas.picky, blas.chosen = {1}, []
+    assert {number for number, _ in blas.launches} == {1}
+    blas.single_m_algorithms, blas.launches = {1}, []
     check(PROBLEMS["bf16"].with_m(10), kernel)
     check(PROBLEMS["bf16"].with_m(9), kernel)  # bound before
-    assert {number for number, _ in blas.chosen} == {0, 1}
+    assert {number for number, _ in blas.launches} == {0, 1}
 
 
 def test_load_raises_errors_without_an_algorithm(blas: FakeBlas) -> None:
@@ -237,7 +237,7 @@ def test_misaligned_operands_are_copied(blas: FakeBlas) -> None:
     b, bias = torch.randn(24 * 40 + 1).bfloat16()[1:].view(24, 40).t(), torch.randn(25).bfloat16()[1:].view(1, 24)
     kernel.run(a, b, (bias,), out)
     torch.testing.assert_close(out, (a.double() @ b.double() + bias.double()).bfloat16())
-    bias_addresses = [descriptor.attributes.get(8, 0) for descriptor in blas.things.values()]
+    bias_addresses = [descriptor.attributes.get(8, 0) for descriptor in blas.descriptors.values()]
     assert any(bias_addresses)
     assert not any(address % 16 for address in bias_addresses)
 
@@ -270,7 +270,7 @@ def test_descriptors_are_destroyed_with_their_kernel(blas: FakeBlas) -> None:
     check(PROBLEMS["bf16"], kernel)
     del kernel
     gc.collect()  # a launch that may copy its operands refers to itself
-    assert {descriptor.kind for descriptor in blas.things.values()} == {"destroyed"}
+    assert {descriptor.kind for descriptor in blas.descriptors.values()} == {"destroyed"}
 
 
 @pytest.mark.parametrize("inner", [64, 20, 33])  # rows of multiples of 16 bytes, of 8, and odd ones

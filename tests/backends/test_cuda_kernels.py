@@ -77,7 +77,7 @@ class Emulator:
         library = ctypes.CDLL(f"{path}.so")
 
         def run(grid: tuple[int, int], values: list[int]) -> None:
-            addresses = self.driver.places
+            addresses = self.driver.argument_addresses
             assert library.emulate(*grid, (ctypes.c_void_p * len(addresses))(*addresses)) == 0, "too early"
 
         self.driver.run, self.driver.threads, self.driver.shared = run, 32 * source.warps, 0
@@ -381,7 +381,7 @@ def test_pdl_is_used_in_a_graph_after_a_gemmtune_kernel(
         """Return whether the launch used PDL, and whether it read B before the previous kernel ended."""
         run_into(kernel, inputs, out.fill_(float("nan")))
         assert torch.equal(out, expected)
-        return driver.overlaps[-1], driver.launches[-1][2][-1]
+        return driver.pdl_flags[-1], driver.launches[-1][2][-1]
 
     assert launch_flags() == (0, 0)  # no capture
     driver.capture = 3
@@ -409,24 +409,24 @@ def test_pdl_is_not_used_with_an_older_driver(monkeypatch: pytest.MonkeyPatch) -
     inputs = make_inputs(problem, 0)
     for _ in range(2):
         run_into(kernel, inputs, torch.empty(4, 32, dtype=torch.bfloat16))
-    assert driver.overlaps == [0, 0]
+    assert driver.pdl_flags == [0, 0]
 
 
 @needs_cxx
 def test_dependents_launch_late_when_the_grid_does_not_fit(emulator: Emulator) -> None:
     problem, driver = build(5, 100, 208, "bf16"), emulator.driver
     inputs = make_inputs(problem, 0)
-    driver.capture, driver.beside = 1, 0
+    driver.capture, driver.blocks_per_multiprocessor = 1, 0
     kernel = emulator.skinny(problem)
     for flags in (2, 3):
         out = torch.full((5, 100), float("nan"), dtype=torch.bfloat16)
         run_into(kernel, inputs, out)
         assert driver.launches[-1][2][-1] == flags
         assert out.isfinite().all()
-    driver.beside = 2
+    driver.blocks_per_multiprocessor = 2
     run_into(emulator.skinny(problem), inputs, out)
     assert driver.launches[-1][2][-1] == 1
-    wide, driver.beside = build(5, 400, 64, "bf16"), 9
+    wide, driver.blocks_per_multiprocessor = build(5, 400, 64, "bf16"), 9
     run_into(emulator.skinny(wide, bn=16), make_inputs(wide, 0), torch.empty(5, 400, dtype=torch.bfloat16))
     assert driver.launches[-1][2][-1] == 3  # 25 small thread blocks on 6 multiprocessors
 
@@ -457,7 +457,7 @@ def test_b_that_the_previous_kernel_writes_is_not_read_early(emulator: Emulator)
     for out, early in ((after_b, 1), (last_row, 0)):
         kernel.run(inputs.a, b, (), out)
         kernel.run(inputs.a, b, (), torch.empty(16, 16, dtype=torch.bfloat16))
-        assert (driver.overlaps[-1], driver.launches[-1][2][-1]) == (1, early)
+        assert (driver.pdl_flags[-1], driver.launches[-1][2][-1]) == (1, early)
 
 
 UNSYNCHRONIZED = {

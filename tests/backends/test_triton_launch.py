@@ -153,7 +153,10 @@ def test_matrix_times_its_transpose_has_two_tensor_maps(fake: FakeDriver) -> Non
     kernel, inputs = load_tma_kernel(fake, problem, "persistent"), make_inputs(problem, 0)
     kernel.run(inputs.a, inputs.a.t(), (), torch.empty(192, 192, dtype=torch.bfloat16))
     names = kernel.header.arguments
-    boxes = [(ctypes.c_uint64 * 7).from_address(fake.places[names.index(name)])[6] for name in ("a_desc", "b_desc")]
+    boxes = [
+        (ctypes.c_uint64 * 7).from_address(fake.argument_addresses[names.index(name)])[6]
+        for name in ("a_desc", "b_desc")
+    ]
     assert boxes == [kernel.header.descriptors[name].block[0] for name in ("a_desc", "b_desc")]
     assert boxes[0] != boxes[1]
 
@@ -162,7 +165,7 @@ def test_converted_weight_is_read_from_the_workspace(fake: FakeDriver) -> None:
     problem = replace(weight_only_problem(200, 64, 256), epilogue=(Step("bias", "col", "bfloat16"),))
     kernel, inputs = load_tma_kernel(fake, problem, "converted"), make_inputs(problem, 0)
     run_kernel(kernel, inputs)
-    (workspace,) = fake.temporaries
+    (workspace,) = fake.workspaces
     assert workspace.numel() == 64 * 256 * 2 == kernel.workspace_bytes
     (name, grid, converted), _ = fake.launches
     assert (name, converted) == ("convert", [inputs.b.data.data_ptr(), workspace.data_ptr(), 64 * 256])
@@ -189,9 +192,9 @@ def test_split_k_has_a_workspace_and_zeroed_semaphores(fake: FakeDriver) -> None
         run_kernel(kernel, make_inputs(kernel.problem, 0))
     grid, values = pop_launch(fake, kernel)
     assert grid == (2 * 4 * 2, 1)
-    assert [workspace.numel() for workspace in fake.temporaries] == [2 * 8 * 16 * 64 * 4] * 2
+    assert [workspace.numel() for workspace in fake.workspaces] == [2 * 8 * 16 * 64 * 4] * 2
     assert kernel.workspace_bytes == 2 * 8 * 16 * 64 * 4
-    assert values["ws_ptr"] == fake.temporaries[1].data_ptr()
+    assert values["ws_ptr"] == fake.workspaces[1].data_ptr()
     (memory,) = fake.memory
     assert values["lock_ptr"] == ctypes.addressof(memory)
     assert not any(memory)
@@ -237,7 +240,7 @@ def test_stream_k_workspace_has_a_slot_per_program(m: int, fake: FakeDriver) -> 
     assert grid == (multiprocessors, 1)
     assert values["PROGRAMS"] == multiprocessors
     assert values["lock_ptr"]
-    (workspace,) = fake.temporaries
+    (workspace,) = fake.workspaces
     assert values["ws_ptr"] == workspace.data_ptr()
     assert workspace.numel() == kernel.workspace_bytes == multiprocessors * 64 * 64 * 4
 
@@ -305,7 +308,7 @@ def test_threads_have_their_own_argument_arrays(fake: FakeDriver) -> None:
     other.start()
     other.join()
     run_kernel(kernel, inputs)
-    assert fake.starts[0] == fake.starts[2] != fake.starts[1]
+    assert fake.argument_arrays[0] == fake.argument_arrays[2] != fake.argument_arrays[1]
 
 
 def test_launch_errors_are_raised_and_a_missing_context_is_created(fake: FakeDriver) -> None:

@@ -1,4 +1,4 @@
-"""Gradients through tuned kernels (a toy float64 one), and clear errors where there are none."""
+"""Gradients through tuned kernels (a toy kernel in float64), and GradError for ops without gradients."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...], Callable[[], o
 
 @pytest.mark.parametrize("served", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_gradcheck(name: str, served: bool, own_store: MemoryStore) -> None:
+def test_gradcheck_passes_with_pytorch_and_a_tuned_kernel(name: str, served: bool, own_store: MemoryStore) -> None:
     register()
     function, inputs, describe = CASES[name]
     if served:
@@ -49,7 +49,7 @@ def test_gradcheck(name: str, served: bool, own_store: MemoryStore) -> None:
     assert bool(TOY_RUNS) == served
 
 
-def test_only_what_needs_a_gradient_gets_one(own_store: MemoryStore) -> None:
+def test_only_operands_that_require_grad_get_a_gradient(own_store: MemoryStore) -> None:
     register()
     x, w = torch.randn(3, 4, dtype=torch.float64), leaf(5, 4)
     store_decision(own_store, linear.describe(x, w, None).problem, evidence(toy(), 0.1), chosen=toy())
@@ -60,13 +60,13 @@ def test_only_what_needs_a_gradient_gets_one(own_store: MemoryStore) -> None:
         assert not gemmtune.linear(x, w).requires_grad
 
 
-def test_epilogues_differentiate() -> None:
+def test_gradcheck_passes_with_an_epilogue() -> None:
     x, w = leaf(3, 4), leaf(5, 4)
     steps = lambda r: [gemmtune.fuse.gelu(), gemmtune.fuse.add(r)]  # noqa: E731
     assert torch.autograd.gradcheck(lambda x, w, r: gemmtune.linear(x, w, epilogue=steps(r)), (x, w, leaf(3, 5)))
 
 
-def test_packed_weights_have_no_gradient() -> None:
+def test_packed_weights_raise_grad_error() -> None:
     packed = gemmtune.pack(torch.randn(5, 4), layout="aten:row")
     x = torch.randn(3, 4, requires_grad=True)
     bias = torch.randn(5, requires_grad=True)
