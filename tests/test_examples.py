@@ -113,12 +113,12 @@ def test_demo_reference_is_float64(demo: ModuleType) -> None:
 
 def test_demo_check_detects_a_wrong_model(demo: ModuleType) -> None:
     config = llama.Config(**{**TINY.__dict__, "max_tokens": 96})
-    plain, wrong = llama.build("bf16", config), llama.build("bf16", config)
+    plain, changed = llama.build("bf16", config), llama.build("bf16", config)
     with torch.inference_mode():
-        equal_check = demo.check("bf16", plain, wrong)
-        wrong.head.weight.mul_(1.2)
-        wrong_check = demo.check("bf16", plain, wrong)
-        rates = demo.time_turns(plain, wrong, rounds=2)
+        equal_check = demo.check("bf16", plain, changed)
+        changed.head.weight.mul_(1.2)
+        wrong_check = demo.check("bf16", plain, changed)
+        rates = demo.time_turns(plain, changed, rounds=2)
     assert equal_check.ok
     assert equal_check.same_tokens == equal_check.tokens == demo.DECODE_STEPS + 1
     assert not wrong_check.ok

@@ -259,7 +259,7 @@ def test_cross_compiling_slab_for_hopper(dtype: str) -> None:
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("m", [64, 200])
 def test_cross_compiling_mixed_for_hopper(bits: int, m: int) -> None:
-    """The kernels compile without spilling, and with as many registers at the start as warps release and raise."""
+    """The kernels compile without spilling, with the initial number of registers that ``setmaxnreg`` redistributes."""
     problem = weight_only_problem(m, 4096, 4096, bits=bits, group=128 if bits == 4 else None)
     candidates = [item for item in legal_candidates(problem) if item.template == "mixed"]
     by_register_handover = {

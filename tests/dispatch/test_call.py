@@ -167,16 +167,18 @@ X, WEIGHT, B, R, ADDEND = torch.randn(3, 8), torch.randn(5, 8), torch.randn(5), 
 INTS, Q, S = (torch.arange(24) % 7 - 3).to(torch.int8).view(3, 8), (torch.arange(40) % 5).to(torch.int8).view(8, 5), B
 PRODUCT = X @ WEIGHT.t()
 CALLS: dict[str, tuple[Callable[..., Tensor], Tensor]] = {
-    "mm": (lambda **more: gemmtune.mm(X, WEIGHT.t(), **more), PRODUCT),
-    "linear": (lambda **more: gemmtune.linear(X, WEIGHT, **more), PRODUCT),
-    "linear with bias": (lambda **more: gemmtune.linear(X, WEIGHT, B, **more), PRODUCT + B),
-    "linear 3-D": (lambda **more: gemmtune.linear(X[None], WEIGHT, B, **more), (PRODUCT + B)[None]),
-    "addmm": (lambda **more: gemmtune.addmm(ADDEND, X, WEIGHT.t(), beta=2, **more), PRODUCT + 2 * ADDEND),
-    "addmm without": (lambda **more: gemmtune.addmm(ADDEND, X, WEIGHT.t(), beta=0, **more), PRODUCT),
-    "bmm": (lambda **more: gemmtune.bmm(X[None], WEIGHT.t()[None], **more), PRODUCT[None]),
-    "int_mm": (lambda **more: gemmtune.int_mm(INTS, Q, **more), INTS.int() @ Q.int()),
-    "mixed_mm": (lambda **more: gemmtune.mixed_mm(X, Q, S, **more), (X @ Q.float()) * S),
-    "mixed_mm with more": (lambda **more: gemmtune.mixed_mm(X, Q, S, B, bias=R[0], **more), X @ ((Q - B) * S) + R[0]),
+    "mm": (lambda **options: gemmtune.mm(X, WEIGHT.t(), **options), PRODUCT),
+    "linear": (lambda **options: gemmtune.linear(X, WEIGHT, **options), PRODUCT),
+    "linear with bias": (lambda **options: gemmtune.linear(X, WEIGHT, B, **options), PRODUCT + B),
+    "linear 3-D": (lambda **options: gemmtune.linear(X[None], WEIGHT, B, **options), (PRODUCT + B)[None]),
+    "addmm": (lambda **options: gemmtune.addmm(ADDEND, X, WEIGHT.t(), beta=2, **options), PRODUCT + 2 * ADDEND),
+    "addmm without": (lambda **options: gemmtune.addmm(ADDEND, X, WEIGHT.t(), beta=0, **options), PRODUCT),
+    "bmm": (lambda **options: gemmtune.bmm(X[None], WEIGHT.t()[None], **options), PRODUCT[None]),
+    "int_mm": (lambda **options: gemmtune.int_mm(INTS, Q, **options), INTS.int() @ Q.int()),
+    "mixed_mm": (lambda **options: gemmtune.mixed_mm(X, Q, S, **options), (X @ Q.float()) * S),
+    "mixed_mm with more": (
+        lambda **options: gemmtune.mixed_mm(X, Q, S, B, bias=R[0], **options), X @ ((Q - B) * S) + R[0],
+    ),
 }  # fmt: skip
 EPILOGUE_OPS = [name for name in CALLS if "mm" not in name or name.startswith(("mm", "int", "mixed"))]
 

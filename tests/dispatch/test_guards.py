@@ -94,7 +94,7 @@ def test_guard_distinguishes_inference_tensors() -> None:
 
 
 def test_guard_distinguishes_requires_grad() -> None:
-    """The keys of the ops have the grad mode."""
+    """A guard ignores the grad mode, which is in the keys of the ops."""
     leaf = torch.zeros(3, 4, requires_grad=True)
     guard = guards.make_guard(leaf, W)
     assert holds(guard, torch.ones(3, 4, requires_grad=True), W)
@@ -102,10 +102,10 @@ def test_guard_distinguishes_requires_grad() -> None:
 
 
 STATES: dict[str, Callable[[Callable[[Tensor], Tensor]], object]] = {
-    "vmap": lambda ask: torch.vmap(ask)(torch.randn(2, 3, 4)),
-    "jvp": lambda ask: torch.func.jvp(ask, (X,), (X,)),
-    "grad": lambda ask: torch.func.grad(lambda x: ask(x).sum())(X),
-    "trace": lambda ask: torch.jit.trace(lambda x: ask(x) + 1, (X,), check_trace=False),
+    "vmap": lambda evaluate: torch.vmap(evaluate)(torch.randn(2, 3, 4)),
+    "jvp": lambda evaluate: torch.func.jvp(evaluate, (X,), (X,)),
+    "grad": lambda evaluate: torch.func.grad(lambda x: evaluate(x).sum())(X),
+    "trace": lambda evaluate: torch.jit.trace(lambda x: evaluate(x) + 1, (X,), check_trace=False),
 }
 MODES: dict[str, Callable[[], Any]] = {
     "inference": torch.inference_mode,

@@ -33,7 +33,7 @@ def test_call_counts_weight_the_choice_of_a_layout() -> None:
 
 
 def test_layouts_with_equal_times_are_ordered_by_name() -> None:
-    """The choice is by name when the times differ by less than the noise between two tunings."""
+    """The name decides when times differ by less than the noise, so that another tuning chooses the same layout."""
     for other in (0.0995, 0.1, 0.1005):
         assert rank_packings([make_decision_at(1, other=other, plain=0.1)]) == ["toy:plain", "toy:other", None]
     assert rank_packings([make_decision_at(1, other=0.1, plain=0.102)]) == ["toy:other", "toy:plain", None]

@@ -14,12 +14,12 @@ def passes_in_forked_child(lock: AbstractContextManager[object], check: Callable
 
     A lock that is not reset after the fork would stay locked in the child forever.
     """
-    acquired, done = threading.Event(), threading.Event()
+    acquired, finished = threading.Event(), threading.Event()
 
     def hold_lock() -> None:
         with lock:
             acquired.set()
-            done.wait(60)
+            finished.wait(60)
 
     thread = threading.Thread(target=hold_lock)
     thread.start()
@@ -31,5 +31,5 @@ def passes_in_forked_child(lock: AbstractContextManager[object], check: Callable
             os._exit(0 if check() else 1)
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     finally:
-        done.set()
+        finished.set()
         thread.join()

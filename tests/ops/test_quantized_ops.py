@@ -129,8 +129,8 @@ def test_scaled_mm_matches_torch() -> None:
                 expected = torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=torch.bfloat16, **extra)
             else:
                 expected = ((a.float() @ b.float()) * rows * cols + extra.get("bias", torch.zeros(1))).bfloat16()
-            got = gemmtune.scaled_mm(a, b, scale_a, scale_b, out_dtype=torch.bfloat16, **extra)
-            torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-2)
+            product = gemmtune.scaled_mm(a, b, scale_a, scale_b, out_dtype=torch.bfloat16, **extra)
+            torch.testing.assert_close(product, expected, rtol=1e-2, atol=1e-2)
     for dtype in (None, E4M3):
         result = gemmtune.scaled_mm(a, b, scalar, scalar, scale_result=torch.tensor(4.0), out_dtype=dtype)
         expected = torch._scaled_mm(a, b, scalar, scalar, scale_result=torch.tensor(4.0), out_dtype=dtype)

@@ -13,17 +13,17 @@ from helpers.factories import make_decision, make_target
 
 
 class NestingParser(HTMLParser):
-    """HTML parser that fails for wrongly nested elements; ``open`` lists unclosed ones, ``seen`` all tags."""
+    """HTML parser that fails for wrongly nested elements; ``open`` lists unclosed elements, ``tags`` all tags."""
 
     VOID = ("meta", "br", "wbr", "input")
 
     def __init__(self) -> None:
         super().__init__()
         self.open: list[str] = []
-        self.seen: set[str] = set()
+        self.tags: set[str] = set()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.add(tag)
+        self.tags.add(tag)
         if tag not in self.VOID:
             self.open.append(tag)
 
@@ -52,7 +52,7 @@ def test_report_is_one_well_formed_file_without_links(
     parser.feed(text)
     assert parser.open == []
     assert not re.search(r"""(src|href)\s*=|@import|url\(""", text)
-    assert ("svg" in parser.seen) == (library is None)
+    assert ("svg" in parser.tags) == (library is None)
     assert text.count("Time by shape and backend") == text.count("Achieved against the roofline") == 2
 
 

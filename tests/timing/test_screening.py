@@ -112,7 +112,7 @@ def test_speed_reference_is_the_first_kernel_or_a_much_faster_one(machine: _Fake
 
 
 def test_warm_cache_of_the_reference_is_not_a_speed_change(machine: _FakeTime) -> None:
-    """Such a cache has the weight of a kernel after three calls since another weight was packed."""
+    """Such a cache keeps a kernel's weight once the kernel was called three times since another weight was packed."""
     calls: Counter[str] = Counter()
 
     def kernel(name: str, seconds: float) -> Callable[[], None]:

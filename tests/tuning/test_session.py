@@ -90,11 +90,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
     return fake_time
 
 
-def run_session(clock: FakeTime, worker: FakeWorker, seconds: float | None, **more: Any) -> float:
+def run_session(clock: FakeTime, worker: FakeWorker, seconds: float | None, **options: Any) -> float:
     """Tune the problem, and return the seconds that it took."""
     start = clock.now
     tuning_session = TuningSession(
-        PROBLEM, current_target(), ("aten", "native"), MemoryStore(), worker, silent, 0, **more
+        PROBLEM, current_target(), ("aten", "native"), MemoryStore(), worker, silent, 0, **options
     )  # type: ignore[arg-type]
     decision = tuning_session.run(seconds, None)
     assert decision.outcome != "none_valid"

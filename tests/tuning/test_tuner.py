@@ -131,9 +131,9 @@ def test_latency_is_passed_to_the_worker(
     hostile("good")
     latencies, original = [], LocalWorker.__init__
 
-    def init(self: LocalWorker, target: Target, *, latency: str, **more: object) -> None:
+    def init(self: LocalWorker, target: Target, *, latency: str, **options: object) -> None:
         latencies.append(latency)
-        original(self, target, latency=latency, **more)  # type: ignore[arg-type]
+        original(self, target, latency=latency, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(LocalWorker, "__init__", init)
     tune(latency="eager")

@@ -47,11 +47,11 @@ def test_magnitude_is_the_product_of_absolute_values() -> None:
 def test_blocks_of_columns_do_not_change_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = float_problem(4, 100, 64)
     inputs = make_inputs(problem, 3)
-    whole = reference(problem, inputs.a, inputs.b)
+    single = reference(problem, inputs.a, inputs.b)
     monkeypatch.setattr(oracle, "_BLOCK_BYTES", 8 * 64 * 16)
-    parts = reference(problem, inputs.a, inputs.b)
-    torch.testing.assert_close(whole.value, parts.value, rtol=1e-13, atol=1e-13)
-    torch.testing.assert_close(whole.magnitude, parts.magnitude)
+    blocked = reference(problem, inputs.a, inputs.b)
+    torch.testing.assert_close(single.value, blocked.value, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(single.magnitude, blocked.magnitude)
 
 
 def test_integer_reference_is_exact_and_wraps_as_int32() -> None:
@@ -84,10 +84,10 @@ def test_reference_of_quantised_weights(dtype: str, k: int, group: int | None, z
     dense = torch.zeros(k, 5, dtype=torch.float64)
     for row in range(k):
         stored = weight.data[row // 2 if dtype == "int4" else row].long()
-        q = (stored >> (4 * (row % 2))) & 15 if dtype == "int4" else stored
+        code = (stored >> (4 * (row % 2))) & 15 if dtype == "int4" else stored
         index = (row // group,) if group else ()
         zero = weight.zero_point[index].double() if weight.zero_point is not None else (8.0 if dtype == "int4" else 0.0)
-        dense[row] = (q - zero) * weight.scale[index].double()
+        dense[row] = (code - zero) * weight.scale[index].double()
     torch.testing.assert_close(reference(problem, inputs.a, weight).value, inputs.a.double() @ dense)
 
 
@@ -107,10 +107,11 @@ def test_reference_applies_epilogue_steps_in_order() -> None:
     )
     problem = float_problem(4, 6, 8, epilogue=steps)
     inputs = make_inputs(problem, 6)
-    row, col, mul, one, add = (tensor.double() for tensor in inputs.aux)
+    row, col, mul, scalar, add = (tensor.double() for tensor in inputs.aux)
     expected = inputs.a.double() @ inputs.b.double()  # type: ignore[union-attr]
     expected = (
-        torch.nn.functional.gelu(expected * row[:, None] + 0.5 * col, approximate="tanh") * mul * 2.0 * one - 1.5 * add
+        torch.nn.functional.gelu(expected * row[:, None] + 0.5 * col, approximate="tanh") * mul * 2.0 * scalar
+        - 1.5 * add
     )
     expected = torch.nn.functional.gelu(torch.nn.functional.silu(expected * 0.25)).clamp(-0.1, 0.4).relu()
     torch.testing.assert_close(reference(problem, inputs.a, inputs.b, inputs.aux).value, expected)
@@ -170,8 +171,8 @@ def test_error_bound_holds_for_a_sequential_float32_sum(dtype: str, k: int) -> N
 def hopper_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return A [M, K] @ B [K, N], both in float64, as float32 with the sums of an H200's tensor cores.
 
-    A tensor core adds up to 16 float16 products. It aligns them by the operands' exponents, those of subnormals
-    included, and truncates them 25 bits below the largest.
+    A tensor core adds up to 16 float16 products. It aligns them by the operands' encoded exponents (-14 for a
+    subnormal), and truncates them 25 bits below the largest.
     """
 
     def exponent(tensor: torch.Tensor) -> torch.Tensor:
@@ -201,7 +202,7 @@ def test_error_bound_holds_for_tensor_cores_with_subnormals(
     result = reference(problem, a, b)
     gap = (hopper_matmul(a.double(), b.double()).double() - result.value).abs() - 2.0**-24 * result.value.abs()
     magnitude = a.double().abs() @ b.double().abs()
-    assert float((gap / (magnitude * result.unit)).max()) > 1.0  # without the change of the bound this test would fail
+    assert float((gap / (magnitude * result.unit)).max()) > 1.0  # the bound by the values' magnitudes does not hold
     assert bool((gap <= result.magnitude.double() * result.unit).all())
     normal = (a[:, 1:].abs() >= 2.0**-14).all(1)[:, None] & (b.abs() >= 2.0**-14).all(0)
     assert bool((result.magnitude[normal].double() <= 1.001 * magnitude[normal]).all())

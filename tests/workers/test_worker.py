@@ -26,7 +26,7 @@ from gemmtune.testing import hostile_backend
 from gemmtune.timing.outcome import LeaderUpdate
 from gemmtune.workers.process_tags import tagged
 from gemmtune.workers.worker import Limits, LocalWorker, Worker, WorkerLost, WorkerStartError
-from helpers import losing
+from helpers import context_loss
 
 PROBLEM = Problem("mm", 5, 24, 32, Operand("float32"), Operand("float32", Layout("col"), constant=True), "float32")
 FAST = Limits(try_s=2.0, race_slack_s=2.0)
@@ -180,10 +180,10 @@ def test_worker_with_a_poisoned_context_is_replaced(shared_worker: Worker) -> No
 
 
 def test_worker_exits_when_its_device_context_is_lost(target: Target) -> None:
-    backends.register("losing", losing.ENTRY_POINT)
+    backends.register("context_loss", context_loss.ENTRY_POINT)
     with Worker(target, limits=FAST) as worker:
         worker.open(PROBLEM, 1)
-        verdict = worker.attempt(Candidate.make("losing", "raise", kind="raise"), 10.0).verdict
+        verdict = worker.attempt(Candidate.make("context_loss", "raise", kind="raise"), 10.0).verdict
         assert verdict is not None
         assert verdict.kind == "crashed"
         assert "status 5" in verdict.detail

@@ -7,15 +7,15 @@ from typing import Any
 from gemmtune.testing.hostile_backend import HostileBackend
 from gemmtune.workers import job
 
-ENTRY_POINT = "helpers.losing:LosingBackend"
+ENTRY_POINT = "helpers.context_loss:ContextLossBackend"
 
 
 def raise_context_lost(handler: job.RequestHandler, error: str) -> None:
     raise job.ContextLost(f"the device's context is lost (simulated): {error}")
 
 
-class LosingBackend(HostileBackend):
-    name = "losing"
+class ContextLossBackend(HostileBackend):
+    name = "context_loss"
 
     def load(self, *arguments: Any) -> Any:
         job.RequestHandler._check_context = raise_context_lost  # type: ignore[method-assign]
