@@ -150,7 +150,7 @@ def test_weights_with_weak_references_stay_parameters(own_store: MemoryStore) ->
 
         def forward(self, x: Tensor) -> Tensor:
             if isinstance(self.up.weight, PackedTensor):
-                self.seen.append(weakref.ref(self.down.weight))
+                self.references.append(weakref.ref(self.down.weight))
             return super().forward(x)
 
     x = torch.randn(3, 8)
