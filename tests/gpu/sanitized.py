@@ -19,7 +19,7 @@ from gemmtune.core.workloads import bmm_problem, build, fp8_problem, int_problem
 from gemmtune.timing.race_operands import empty_output
 from gemmtune.verify.inputs import Inputs, make_inputs
 from gemmtune.verify.verify import make_reference_cases, verify
-from helpers.cards import first, kernel_of, run_into
+from helpers.gpu_kernels import first_candidate, load_kernel, run_into
 
 
 def cases() -> Iterator[tuple[Problem, str, dict[str, int]]]:
@@ -69,8 +69,8 @@ def main() -> None:
         backend, _, template = name.partition("/")
         if not {backend, name}.intersection(sys.argv[1:] or [backend]):
             continue
-        candidate = first(problem, template, backend, **wanted)
-        kernel = kernel_of(problem, candidate)
+        candidate = first_candidate(problem, template, backend, **wanted)
+        kernel = load_kernel(problem, candidate)
 
         def run(inputs: Inputs, out: torch.Tensor, kernel=kernel) -> None:  # type: ignore[no-untyped-def]
             run_into(kernel, inputs, out)

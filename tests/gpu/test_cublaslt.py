@@ -13,7 +13,7 @@ from gemmtune.core.errors import UnsupportedError
 from gemmtune.core.problem import Problem
 from gemmtune.core.workloads import bmm_problem, build, fp8_problem, int_problem
 from gemmtune.verify.verify import make_reference_cases, verify
-from helpers.cards import check_random_problems, check_repeats, first, kernel_of, run_into
+from helpers.gpu_kernels import check_random_problems, check_repeats, first_candidate, load_kernel, run_into
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("own_artifacts")]
 
@@ -40,7 +40,7 @@ def test_any_m_and_bit_for_bit_again(name: str, rank: int) -> None:
     """Those that are ranked first; an algorithm that does not take another M gives way to one that does."""
     problem = PROBLEMS[name]
     try:
-        kernel = kernel_of(problem, first(problem, "ranked", "cublaslt", rank=rank))
+        kernel = load_kernel(problem, first_candidate(problem, "ranked", "cublaslt", rank=rank))
     except UnsupportedError as why:
         assert rank > 0
         pytest.skip(str(why))  # of fp8 with a scale a row it knows one
@@ -57,7 +57,7 @@ def check(problem: Problem, kernel) -> None:  # type: ignore[no-untyped-def]
 
 def test_captured_in_a_graph() -> None:
     problem = PROBLEMS["fp8"]
-    kernel = kernel_of(problem, first(problem, "ranked", "cublaslt", rank=0))
+    kernel = load_kernel(problem, first_candidate(problem, "ranked", "cublaslt", rank=0))
     (draw, *_) = make_reference_cases(problem, 0, device=torch.device("cuda"))
     inputs, out = draw.inputs, torch.empty(33, 2208, dtype=torch.bfloat16, device="cuda")
     run_into(kernel, inputs, out)

@@ -21,7 +21,7 @@ from gemmtune.core.weights import QuantWeight
 from gemmtune.core.workloads import bmm_problem, build, fp8_problem, int_problem, weight_only_problem
 from gemmtune.verify.inputs import Inputs, make_inputs
 from gemmtune.verify.verify import make_reference_cases, verify
-from helpers.cards import build_all, check_random_problems, check_repeats, first, kernel_of, run_into
+from helpers.gpu_kernels import build_all, check_random_problems, check_repeats, first_candidate, load_kernel, run_into
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("own_artifacts")]
 
@@ -93,7 +93,7 @@ def test_configurations_are_right(name: str) -> None:
     for candidate in legal(problem):
         if CudaBackend().artifact(problem, candidate, current_cuda({})) is None:
             continue
-        kernel = kernel_of(problem, candidate)
+        kernel = load_kernel(problem, candidate)
         ran += 1
 
         def run(inputs: Inputs, out: torch.Tensor, kernel=kernel) -> None:  # type: ignore[no-untyped-def]
@@ -109,7 +109,7 @@ def test_configurations_are_right(name: str) -> None:
 def test_any_m_and_bit_for_bit_again(name: str, split: int) -> None:
     """More rows than it was made for take more tiles."""
     problem = PROBLEMS[name]
-    kernel = kernel_of(problem, first(problem, "skinny", "cuda", split=split))
+    kernel = load_kernel(problem, first_candidate(problem, "skinny", "cuda", split=split))
     check_any_m(problem, kernel)
 
 
@@ -117,22 +117,22 @@ def test_any_m_and_bit_for_bit_again(name: str, split: int) -> None:
 @pytest.mark.parametrize("name", _SLABS)
 def test_slabs_of_any_m_and_bit_for_bit_again(name: str, blocks: dict[str, int]) -> None:
     problem = PROBLEMS[name]
-    check_any_m(problem, kernel_of(problem, first(problem, "slab", "cuda", **blocks)))
+    check_any_m(problem, load_kernel(problem, first_candidate(problem, "slab", "cuda", **blocks)))
 
 
 @pytest.mark.parametrize("split", [1, 2])
 @pytest.mark.parametrize("name", ["mixed int8", "mixed int8 groups", "mixed int4"])
 def test_narrow_weights_of_any_m_and_bit_for_bit_again(name: str, split: int) -> None:
     problem = PROBLEMS[name]
-    check_any_m(problem, kernel_of(problem, first(problem, "mixed", "cuda", split=split)))
+    check_any_m(problem, load_kernel(problem, first_candidate(problem, "mixed", "cuda", split=split)))
 
 
 def test_registers_change_hands() -> None:
     """More of them than threads start with: for sums of 256 rows and 128 columns, or of 128 and 256 and half again."""
     problem = weight_only_problem(250, 1100, 2064)
-    check_any_m(problem, kernel_of(problem, first(problem, "mixed", "cuda", bm=256, bn=128)))
+    check_any_m(problem, load_kernel(problem, first_candidate(problem, "mixed", "cuda", bm=256, bn=128)))
     problem = fp8_problem(250, 4096, 2064)
-    check_any_m(problem, kernel_of(problem, first(problem, "slab", "cuda", bm=128, bn=256, pieces=2)))
+    check_any_m(problem, load_kernel(problem, first_candidate(problem, "slab", "cuda", bm=128, bn=256, pieces=2)))
 
 
 def check_any_m(problem: Problem, kernel) -> None:  # type: ignore[no-untyped-def]
@@ -149,9 +149,9 @@ def test_int4_weights_are_the_triton_backends() -> None:
     problem = PROBLEMS["int4wo"]
     many = problem.with_m(40)
     kernels = (
-        kernel_of(problem, first(problem, "skinny", "cuda")),
-        kernel_of(problem, first(problem, bk=128)),
-        kernel_of(many, first(many, "mixed", "cuda")),
+        load_kernel(problem, first_candidate(problem, "skinny", "cuda")),
+        load_kernel(problem, first_candidate(problem, bk=128)),
+        load_kernel(many, first_candidate(many, "mixed", "cuda")),
     )
     inputs = make_inputs(problem, 0, device=torch.device("cuda"))
     packed = kernels[0].pack(inputs.b)
@@ -167,12 +167,12 @@ def test_int4_weights_are_the_triton_backends() -> None:
 def test_slabs_in_many_rounds() -> None:
     """More slabs than clusters, and a product of a matrix with itself: TMA is told of one matrix twice."""
     problem = build(200, 40000, 512, "bf16")
-    kernel = kernel_of(problem, first(problem, "slab", "cuda", bn=64, cluster=2))
+    kernel = load_kernel(problem, first_candidate(problem, "slab", "cuda", bn=64, cluster=2))
     draws = make_reference_cases(problem, 0, device=torch.device("cuda"))
     verdict = verify(lambda inputs, out: run_into(kernel, inputs, out), problem, draws[:2], time_limit_s=0.0)
     assert verdict.ok, f"{verdict.kind}: {verdict.detail}"
     square = build(200, 200, 512, "bf16")
-    kernel = kernel_of(square, first(square, "slab", "cuda", bn=64))
+    kernel = load_kernel(square, first_candidate(square, "slab", "cuda", bn=64))
     x = torch.randn(200, 512, device="cuda").bfloat16()
     out = torch.empty(200, 200, dtype=torch.bfloat16, device="cuda")
     kernel.run(x, x.t(), (), out)
@@ -182,7 +182,7 @@ def test_slabs_in_many_rounds() -> None:
 @pytest.mark.parametrize("template", ["skinny", "slab"])
 def test_operands_off_their_boundaries(template: str) -> None:
     problem = build({"skinny": 4, "slab": 40}[template], 1100, 512, "bf16")
-    kernel = kernel_of(problem, first(problem, template, "cuda"))
+    kernel = load_kernel(problem, first_candidate(problem, template, "cuda"))
     inputs = make_inputs(problem, 0, device=torch.device("cuda"))
     m = problem.m
     expected = torch.empty(m, 1100, dtype=torch.bfloat16, device="cuda")
@@ -204,14 +204,20 @@ class Follows:
         many, few, eight = (build(m, self.N, self.N, "bf16") for m in (self.M, 16, 8))
         narrow = weight_only_problem(self.M, self.N, self.N)
         found = [
-            *((few, first(few, "skinny", "cuda", split=split)) for split in (1, 2)),
-            (eight, first(eight, "skinny", "cuda", bn=16, warps=4, split=1)),  # 768 blocks: the next one begins late
-            (few, first(few, "slab", "cuda", split=1)),  # three tiles of rows, whose blocks begin together
-            *((many, first(many, "slab", "cuda", **blocks)) for blocks in ({"split": 1}, {"cluster": 2}, {"split": 2})),
-            *((narrow, first(narrow, "mixed", "cuda", split=split)) for split in (1, 2)),
+            *((few, first_candidate(few, "skinny", "cuda", split=split)) for split in (1, 2)),
+            (
+                eight,
+                first_candidate(eight, "skinny", "cuda", bn=16, warps=4, split=1),
+            ),  # 768 blocks: the next one begins late
+            (few, first_candidate(few, "slab", "cuda", split=1)),  # three tiles of rows, whose blocks begin together
+            *(
+                (many, first_candidate(many, "slab", "cuda", **blocks))
+                for blocks in ({"split": 1}, {"cluster": 2}, {"split": 2})
+            ),
+            *((narrow, first_candidate(narrow, "mixed", "cuda", split=split)) for split in (1, 2)),
         ]
         assert not [error for error in build_all(found) if error]
-        self.kernels = [kernel_of(*rng.choice(found)) for _ in range(40)]
+        self.kernels = [load_kernel(*rng.choice(found)) for _ in range(40)]
         self.written = [rng.random() < 0.2 for _ in self.kernels]
         self.x = torch.empty(self.M, self.N, dtype=torch.bfloat16, device="cuda")
         self.outs = [torch.empty_like(self.x) for _ in self.kernels]
@@ -280,9 +286,9 @@ def test_kernels_follow_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_kernel_whose_weight_the_one_before_writes_follows_it(template: str) -> None:
     """It must not read it early."""
     problem = build({"skinny": 16, "slab": 48}[template], 512, 2048, "bf16")
-    kernel = kernel_of(problem, first(problem, template, "cuda"))
+    kernel = load_kernel(problem, first_candidate(problem, template, "cuda"))
     last = build(512, 2048, 2048, "bf16")
-    writes = kernel_of(last, first(last, "slab", "cuda", cluster=1, split=1))
+    writes = load_kernel(last, first_candidate(last, "slab", "cuda", cluster=1, split=1))
     x, w = make_inputs(last, 0, device=torch.device("cuda")).a, make_inputs(last, 0, device=torch.device("cuda")).b
     made = torch.empty(512, 2048, dtype=torch.bfloat16, device="cuda")
     a = make_inputs(problem, 0, device=torch.device("cuda")).a

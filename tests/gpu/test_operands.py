@@ -21,7 +21,7 @@ from gemmtune.dispatch import RUNTIME, current_target
 from gemmtune.store import MemoryStore
 from gemmtune.verify.inputs import make_inputs
 from helpers.batches import LAYOUTS
-from helpers.cards import first, kernel_of, run_into
+from helpers.gpu_kernels import first_candidate, load_kernel, run_into
 from helpers.integers import exact_cases, rounding_cases
 from helpers.serving import decide, evidence
 
@@ -35,7 +35,7 @@ BATCHED = [("cuda", "skinny"), ("triton", "tiled"), ("cublaslt", "ranked")]
 @pytest.mark.parametrize("inner", [64, 256])
 def test_batches_lie_in_memory_as_torch_bmm_takes_them(backend: str, template: str, rows: int, inner: int) -> None:
     problem = replace(bmm_problem(4, rows, 136, inner, "bfloat16"), b=Operand("bfloat16", Layout("col")))
-    kernel = kernel_of(problem, first(problem, template, backend))
+    kernel = load_kernel(problem, first_candidate(problem, template, backend))
     a = torch.randn(4, rows, inner, device="cuda").bfloat16()
     b = torch.randn(4, 136, inner, device="cuda").bfloat16()
     for a_name, lay_a in LAYOUTS.items():
@@ -68,7 +68,7 @@ def test_bmm_serves_a_batch_stride_of_no_multiple_of_16_bytes(
     with gemmtune.record() as recorded:
         gemmtune.bmm(a, b)
     ((problem, _),) = recorded.problems
-    win(own_store, problem, first(problem, template, backend))
+    win(own_store, problem, first_candidate(problem, template, backend))
     assert RUNTIME.kernel_for(problem, None, a.device) is not None
     for _ in range(3):
         torch.testing.assert_close(gemmtune.bmm(a, b), torch.bmm(a, b), rtol=2e-2, atol=0.2)
@@ -92,7 +92,7 @@ def test_a_capture_goes_on_by_torchs_op_when_memory_for_a_kernel_cannot_be_had(
     with gemmtune.record() as recorded:
         gemmtune.mm(a, b)
     ((problem, _),) = recorded.problems
-    win(own_store, problem, first(problem, split=4))
+    win(own_store, problem, first_candidate(problem, split=4))
     gemmtune.mm(a, b)
     if fails == "partial sums":
         monkeypatch.setattr(gpu_kernel, "empty_cuda", failing(torch.OutOfMemoryError("CUDA out of memory")))
@@ -113,7 +113,7 @@ def test_a_capture_goes_on_by_torchs_op_when_memory_for_a_kernel_cannot_be_had(
 def test_converted_weights_that_do_not_fit_leave_the_call_to_torch(own_store: MemoryStore) -> None:
     """Real memory: the copy of the weight is more than this process may allocate, PyTorch's way is not."""
     problem = weight_only_problem(256, 4096, 4096)
-    kernel = kernel_of(problem, first(problem, "converted"))
+    kernel = load_kernel(problem, first_candidate(problem, "converted"))
     inputs = make_inputs(problem, 0, device=torch.device("cuda"))
     out = torch.empty(256, 4096, dtype=torch.bfloat16, device="cuda")
     run_into(kernel, inputs, out)
@@ -136,7 +136,7 @@ INTEGER_KERNELS = [("cuda", "skinny"), ("cuda", "slab"), ("triton", "tiled")]
 @pytest.mark.parametrize(("backend", "template"), INTEGER_KERNELS)
 def test_epilogues_of_integers_are_exact(backend: str, template: str) -> None:
     for name, problem, inputs, wanted in exact_cases(5, 264):
-        kernel = kernel_of(problem, first(problem, template, backend))
+        kernel = load_kernel(problem, first_candidate(problem, template, backend))
         out = torch.empty_like(wanted, device="cuda")
         kernel.run(inputs.a.cuda(), inputs.b.t().cuda().t(), [t.cuda() for t in inputs.aux], out)
         assert torch.equal(out.cpu(), wanted), name
@@ -145,7 +145,7 @@ def test_epilogues_of_integers_are_exact(backend: str, template: str) -> None:
 @pytest.mark.parametrize(("backend", "template"), INTEGER_KERNELS)
 def test_nan_becomes_zero_and_ties_go_to_even_numbers(backend: str, template: str) -> None:
     for problem, inputs, wanted in rounding_cases(8, 256, 512):
-        kernel = kernel_of(problem, first(problem, template, backend))
+        kernel = load_kernel(problem, first_candidate(problem, template, backend))
         out = torch.full_like(wanted, 77, device="cuda")
         kernel.run(inputs.a.cuda(), inputs.b.t().cuda().t(), [t.cuda() for t in inputs.aux], out)
         assert torch.equal(out.cpu(), wanted), problem.out_dtype
@@ -156,7 +156,7 @@ def test_an_epilogues_matrix_off_its_boundaries() -> None:
     steps = (Step("bias", "col", "bfloat16"), Step("add", "full", "bfloat16"))
     problem = replace(build(16, 512, 512, "bf16"), epilogue=steps)
     for backend, template in (("cuda", "skinny"), ("cuda", "slab"), ("triton", "tiled")):
-        kernel = kernel_of(problem, first(problem, template, backend))
+        kernel = load_kernel(problem, first_candidate(problem, template, backend))
         inputs = make_inputs(problem, 0, device=torch.device("cuda"))
         expected, out = (torch.empty(16, 512, dtype=torch.bfloat16, device="cuda") for _ in range(2))
         run_into(kernel, inputs, expected)
@@ -169,7 +169,7 @@ def test_an_epilogues_matrix_off_its_boundaries() -> None:
 def test_products_of_integers_start_anywhere() -> None:
     problem = int_problem(16, 512, 512)
     for backend, template in INTEGER_KERNELS:
-        kernel = kernel_of(problem, first(problem, template, backend))
+        kernel = load_kernel(problem, first_candidate(problem, template, backend))
         inputs = make_inputs(problem, 0, device=torch.device("cuda"))
         a = torch.empty(16 * 512 + 3, dtype=torch.int8, device="cuda")[3:].view(16, 512).copy_(inputs.a)
         b = torch.empty(512 * 512 + 5, dtype=torch.int8, device="cuda")[5:].view(512, 512).copy_(inputs.b.t()).t()

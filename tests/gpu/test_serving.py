@@ -30,8 +30,8 @@ from gemmtune.store import MemoryStore
 from gemmtune.verify import oracle as reference
 from gemmtune.verify.inputs import make_inputs
 from gemmtune.verify.verify import make_reference_cases, verify
-from helpers.cards import first
-from helpers.serving import RAN, decide, evidence, register, toy
+from helpers.gpu_kernels import first_candidate
+from helpers.serving import TOY_RUNS, decide, evidence, register, toy
 
 pytestmark = pytest.mark.gpu
 
@@ -45,7 +45,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 @pytest.fixture(autouse=True)
 def toys() -> None:
     register()
-    RAN.clear()
+    TOY_RUNS.clear()
 
 
 def teach(store: MemoryStore, problem: Problem, candidate: Candidate) -> None:
@@ -306,7 +306,7 @@ def test_tuned_ops_are_served_by_their_kernel(place: int, own_store: MemoryStore
     learn(own_store, call)
     for count in (1, 2, 3):
         right(call(), wanted)
-        assert len(RAN) == count, name
+        assert len(TOY_RUNS) == count, name
     assert DISPATCH_CACHE
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -328,11 +328,11 @@ def test_ops_in_a_cuda_graph(place: int, tuned: bool, own_store: MemoryStore) ->
         for _ in range(2):
             call()
     torch.cuda.current_stream().wait_stream(side)
-    RAN.clear()
+    TOY_RUNS.clear()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = call()
-    assert len(RAN) == tuned
+    assert len(TOY_RUNS) == tuned
     got.zero_()
     graph.replay()
     right(got, wanted)
@@ -346,12 +346,12 @@ def test_a_first_sight_within_a_capture_is_plain_and_forgotten(own_store: Memory
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = gemmtune.mm(x, w)
-    assert RAN == []
+    assert TOY_RUNS == []
     assert not DISPATCH_CACHE
     graph.replay()
     right(got, x.double() @ w.double())
     right(gemmtune.mm(x, w), x.double() @ w.double())
-    assert len(RAN) == 1
+    assert len(TOY_RUNS) == 1
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="wants two GPUs")
@@ -365,7 +365,7 @@ def test_operands_on_a_gpu_that_is_not_current(backend: str, template: str, own_
     with gemmtune.record() as recorded:
         gemmtune.linear(x, w, bias)
     ((problem, _),) = recorded.problems
-    candidate = first(problem, template, backend)
+    candidate = first_candidate(problem, template, backend)
     teach(own_store, problem, candidate)
     kernel = RUNTIME.kernel_for(problem, None, second)
     assert kernel is not None
@@ -393,7 +393,7 @@ def test_inductors_graphs_own_what_launches_allocate(
     with gemmtune.record() as recorded:
         gemmtune.linear(x, w)
     ((problem, _),) = recorded.problems
-    teach(own_store, problem, first(problem, template, backend, **config))
+    teach(own_store, problem, first_candidate(problem, template, backend, **config))
 
     @torch.compile(mode="reduce-overhead")
     def twice(x: Tensor) -> Tensor:
@@ -518,9 +518,9 @@ def test_optimize_keeps_raw_weights_where_a_kernel_takes_them(own_store: MemoryS
         handle = gemmtune.optimize(model, x, tune=False)
         assert handle.swapped == {"0": "raw", "2": "raw"}
         assert set(model.state_dict()) == state
-        RAN.clear()
+        TOY_RUNS.clear()
         torch.testing.assert_close(model(x), wanted, rtol=2e-2, atol=2e-2)
-        assert len(RAN) == 2
+        assert len(TOY_RUNS) == 2
         handle.restore()
         assert torch.equal(model(x), wanted)
 

@@ -17,7 +17,7 @@ from gemmtune.core.workloads import build, fp8_problem, int_problem, weight_only
 from gemmtune.verify.inputs import Inputs, make_inputs
 from gemmtune.verify.oracle import reference
 from gemmtune.verify.verify import make_reference_cases, verify
-from helpers.cards import check_random_problems, check_repeats, first, kernel_of, run_into
+from helpers.gpu_kernels import check_random_problems, check_repeats, first_candidate, load_kernel, run_into
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("own_artifacts")]
 
@@ -33,7 +33,7 @@ def test_random_problems_are_right() -> None:
     ids=["bf16", "int8", "fp8", "int8wo", "int4wo"],
 )  # fmt: skip
 def test_split_kernels_repeat_bit_for_bit_on_many_m(problem: Problem) -> None:
-    kernel = kernel_of(problem, first(problem, split=2))
+    kernel = load_kernel(problem, first_candidate(problem, split=2))
     for m in (1, 2, 7, 16, 17, 64, 100, 257):
         check_repeats(kernel, problem.with_m(m), m)
 
@@ -46,7 +46,7 @@ def test_split_kernels_repeat_bit_for_bit_on_many_m(problem: Problem) -> None:
     ids=["bf16", "int8", "fp8", "epilogue", "int8wo"],
 )  # fmt: skip
 def test_programs_that_share_tiles_serve_any_m(problem: Problem) -> None:
-    kernel = kernel_of(problem, first(problem, "persistent", stream=1))
+    kernel = load_kernel(problem, first_candidate(problem, "persistent", stream=1))
     for m in (1, 64, 100, 257, 1024, 1500):
         draws = make_reference_cases(problem.with_m(m), m, device=torch.device("cuda"))
         verdict = verify(
@@ -66,7 +66,7 @@ def test_programs_that_share_tiles_serve_any_m(problem: Problem) -> None:
 )  # fmt: skip
 def test_streams_and_graphs_share_no_memory(problem: Problem, name: str, config: dict[str, int]) -> None:
     backend, _, template = name.partition("/")
-    kernel = kernel_of(problem, first(problem, template, backend, **config))
+    kernel = load_kernel(problem, first_candidate(problem, template, backend, **config))
     inputs = make_inputs(problem, 0, device=torch.device("cuda"))
     expected = torch.empty(problem.m, 4096, dtype=torch.bfloat16, device="cuda")
     run_into(kernel, inputs, expected)
@@ -100,9 +100,9 @@ def test_streams_and_graphs_share_no_memory(problem: Problem, name: str, config:
 def test_weights_converted_for_one_product(m: int) -> None:
     """Twice in a row on one stream: the second product's weights take the place of the first's."""
     problem = weight_only_problem(m, 4096, 1040)
-    kernel = kernel_of(problem, first(problem, "converted"))
+    kernel = load_kernel(problem, first_candidate(problem, "converted"))
     other = weight_only_problem(m, 8192, 512)
-    second = kernel_of(other, first(other, "converted"))
+    second = load_kernel(other, first_candidate(other, "converted"))
     for seed in range(3):
         draws = [make_reference_cases(p, seed, device=torch.device("cuda")) for p in (problem, other)]
 
@@ -117,7 +117,7 @@ def test_weights_converted_for_one_product(m: int) -> None:
 @pytest.mark.parametrize("template", ["tiled", "persistent"])
 def test_operands_off_their_boundaries(template: str) -> None:
     problem = build(200, 4096, 512, "bf16")
-    kernel = kernel_of(problem, first(problem, template))
+    kernel = load_kernel(problem, first_candidate(problem, template))
     inputs = make_inputs(problem, 0, device=torch.device("cuda"))
     expected = torch.empty(200, 4096, dtype=torch.bfloat16, device="cuda")
     run_into(kernel, inputs, expected)
@@ -132,7 +132,7 @@ def test_operands_off_their_boundaries(template: str) -> None:
 def test_subnormal_float16_errs_within_the_bound(backend: str, template: str, k: int) -> None:
     """Beyond it by 1.17 times, as torch.mm, if a subnormal counted as what it is."""
     problem = replace(build(446, 552, k, "fp16"), out_dtype="float32")
-    kernel = kernel_of(problem, first(problem, template, backend))
+    kernel = load_kernel(problem, first_candidate(problem, template, backend))
     draw = torch.Generator("cuda").manual_seed(3)
     a = (torch.randn(446, k, generator=draw, device="cuda") * 2.0**-16).half()
     b = torch.randn(552, k, generator=draw, device="cuda").half().t()

@@ -23,7 +23,7 @@ from gemmtune.store import MemoryStore, SqliteStore, Store
 from gemmtune.testing import toy_compiler
 from gemmtune.tuning.tuner import Tuner
 from helpers.gpus import H200
-from helpers.serving import evidence, serve
+from helpers.serving import evidence, store_decision
 
 PROBLEM = Problem("mm", 5, 24, 32, Operand("float32"), Operand("float32"), "float32")
 GOOD = Candidate.make("toy", "good", kind="good")
@@ -81,7 +81,7 @@ def test_serving_loads_from_the_store_in_use_and_stores_do_not_mix(tmp_path: Pat
         (MemoryStore(), tmp_path / "store.artifacts"),  # the default store's
     ]
     for count, (store, directory) in enumerate(places):
-        serve(store, PROBLEM, evidence(GOOD, 0.1), chosen=GOOD)  # type: ignore[arg-type]
+        store_decision(store, PROBLEM, evidence(GOOD, 0.1), chosen=GOOD)  # type: ignore[arg-type]
         RUNTIME.refresh(store)
         kernel = RUNTIME.kernel_for(PROBLEM)
         assert kernel is not None

@@ -28,7 +28,7 @@ from gemmtune.core.workloads import linear_problem
 from gemmtune.dispatch import current_target
 from gemmtune.ops.packing import problem_of
 from gemmtune.ops.weight_only import _ADAPTERS, WeightOnly, register_weight_only
-from helpers.drivers import simulated
+from helpers.drivers import install_fake_driver
 from helpers.serving import register
 
 N, K = 48, 32
@@ -372,7 +372,7 @@ def test_whatever_the_backend() -> None:
 @pytest.mark.parametrize("part", ["a", "b", "bias"])
 def test_a_gpu_launch_refuses_freed_operands(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a driver that writes down what it is asked to launch: nothing."""
-    fake = simulated(monkeypatch)
+    fake = install_fake_driver(monkeypatch)
     problem = linear_problem(16, 64, 128, "bfloat16", bias=True)
     candidate = Candidate.make("triton", "tiled", bm=16, bn=64, bk=128, split=1, swap=0, group=8, stages=3, warps=4)
     passed = tuple(name for name, kind in make_spec(problem, candidate).signature.items() if kind != "constexpr")

@@ -12,7 +12,7 @@ from gemmtune.backends.gpu.rules import float_at, why_no_gpu_kernel
 from gemmtune.core.epilogue import Step
 from gemmtune.core.workloads import build, int_problem
 from gemmtune.verify.oracle import _needs_float
-from helpers.gpus import H200, legal, reasons
+from helpers.gpus import H200, illegal_reasons, legal_candidates
 
 NUMBERS = (1.0, 2.0, -3.0, 0.0, 0.5, 2.0**31 - 1, -(2.0**31), 2.0**31, 1e10, -1e18, math.inf, -math.inf)
 STEPS = [
@@ -45,17 +45,17 @@ def test_what_the_reference_computes_exactly_no_kernel_computes_in_float32(step:
 def test_steps_whose_numbers_int32_does_not_hold_are_refused_in_words(name: str) -> None:
     for step in (Step("bias", "col", "int32", value=1e10), Step("clamp", lo=-1e10, hi=3e9)):
         problem = replace(int_problem(4, 32, 64), epilogue=(step,), out_dtype="int8")
-        assert legal(backends.get(name), problem, H200) == []
-        assert any("int32" in reason for reason in reasons(backends.get(name), problem, H200))
+        assert legal_candidates(backends.get(name), problem, H200) == []
+        assert any("int32" in reason for reason in illegal_reasons(backends.get(name), problem, H200))
 
 
 @pytest.mark.parametrize("name", ["triton", "cuda", "cublaslt"])
 def test_no_float_product_is_truncated_to_int32(name: str) -> None:
     problem = replace(build(4, 32, 64, "bf16"), out_dtype="int32")
-    assert legal(backends.get(name), problem, H200) == []
+    assert legal_candidates(backends.get(name), problem, H200) == []
 
 
 def test_cublaslt_adds_nothing_to_products_of_integers() -> None:
     problem = replace(int_problem(32, 32, 64), epilogue=(Step("relu"),))
-    assert legal(backends.get("cublaslt"), problem, H200) == []
-    assert any("take no epilogue" in reason for reason in reasons(backends.get("cublaslt"), problem, H200))
+    assert legal_candidates(backends.get("cublaslt"), problem, H200) == []
+    assert any("take no epilogue" in reason for reason in illegal_reasons(backends.get("cublaslt"), problem, H200))

@@ -449,10 +449,10 @@ def test_where_gemmtune_is_not_installed_the_operator_is_named(tmp_path: Path) -
 
 
 def test_state_of_an_optimized_model_is_the_plain_models(own_store: Any) -> None:
-    from helpers.tuned_models import ready
+    from helpers.tuned_models import prepare_model
 
     x = torch.randn(3, K)
-    model = ready(Two(), x, own_store)
+    model = prepare_model(Two(), x, own_store)
     saved = {name: value.clone() for name, value in model.state_dict().items()}
     handle = gemmtune.optimize(model, x, tune=False)
     assert len(handle.swapped) == 2
@@ -472,10 +472,10 @@ class Reads(Two):
 
 
 def test_a_weight_that_forward_reads_is_left_with_the_reason(own_store: Any) -> None:
-    from helpers.tuned_models import ready
+    from helpers.tuned_models import prepare_model
 
     x = torch.randn(3, K)
-    model = ready(Reads(), x, own_store)
+    model = prepare_model(Reads(), x, own_store)
     handle = gemmtune.optimize(model, x, tune=False)
     assert set(handle.swapped) == {"up"}
     assert "read besides its product, by mean" in handle.left["down"]
@@ -491,7 +491,7 @@ def test_a_weight_that_forward_reads_is_left_with_the_reason(own_store: Any) -> 
 
 
 def test_tied_weights_see_writes(own_store: Any) -> None:
-    from helpers.tuned_models import ready
+    from helpers.tuned_models import prepare_model
 
     class Tied(nn.Module):
         def __init__(self) -> None:
@@ -503,7 +503,7 @@ def test_tied_weights_see_writes(own_store: Any) -> None:
             return self.head(self.embed(ids))
 
     ids = torch.tensor([1, 5, 2])
-    model = ready(Tied(), ids, own_store)
+    model = prepare_model(Tied(), ids, own_store)
     wanted = model(ids)
     handle = gemmtune.optimize(model, ids, tune=False, memory=4)
     assert set(handle.swapped) == {"head"}
@@ -522,10 +522,10 @@ class Doubling(nn.Linear):
 
 
 def test_subclasses_of_linear_are_served(own_store: Any) -> None:
-    from helpers.tuned_models import ready
+    from helpers.tuned_models import prepare_model
 
     x = torch.randn(3, K)
-    model = ready(nn.Sequential(Doubling(K, N)), x, own_store)
+    model = prepare_model(nn.Sequential(Doubling(K, N)), x, own_store)
     wanted = model(x)
     handle = gemmtune.optimize(model, x, tune=False)
     assert set(handle.swapped) == {"0"}

@@ -21,8 +21,8 @@ from gemmtune.nn import PackedTensor
 from gemmtune.nn.observe import observe
 from gemmtune.nn.sites import find_sites
 from gemmtune.store import MemoryStore
-from helpers.serving import RAN
-from helpers.tuned_models import ready, teach
+from helpers.serving import TOY_RUNS
+from helpers.tuned_models import prepare_model, store_toy_decisions
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated")
 
@@ -81,7 +81,7 @@ PRODUCTS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], bool]] = {
 @pytest.mark.parametrize("memory", [1.25, 4])
 def test_any_parameter_of_a_product_is_served(how: str, memory: float, own_store: MemoryStore) -> None:
     x = torch.randn(1, 3, K)
-    model = ready(nn.Sequential(Free(*PRODUCTS[how])), x, own_store)
+    model = prepare_model(nn.Sequential(Free(*PRODUCTS[how])), x, own_store)
     wanted, stride = model(x), model[0].table.stride()  # type: ignore[index]
     values = {name: value.clone() for name, value in model.state_dict().items()}
     handle = gemmtune.optimize(model, x, tune=False, memory=memory)
@@ -91,9 +91,9 @@ def test_any_parameter_of_a_product_is_served(how: str, memory: float, own_store
     assert weight.stride() == stride
     for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
         with mode():
-            RAN.clear()
+            TOY_RUNS.clear()
             close(model(x), wanted)
-            assert len(RAN) == 1
+            assert len(TOY_RUNS) == 1
     assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
     handle.restore()
     assert torch.equal(weight, values["0.table"])
@@ -115,7 +115,7 @@ class Conv1DModel(nn.Module):
 def optimized(own_store: MemoryStore) -> tuple[nn.Module, nn.Module, Any]:
     """A model of Conv1Ds, optimized; its copy, which is not; and the handle."""
     x = torch.randn(2, 3, K)
-    model = ready(Conv1DModel(), x, own_store)
+    model = prepare_model(Conv1DModel(), x, own_store)
     plain = copy.deepcopy(model)
     return model, plain, gemmtune.optimize(model, x, tune=False)
 
@@ -125,9 +125,9 @@ def test_conv1d_is_served(optimized: tuple[nn.Module, nn.Module, Any]) -> None:
     assert handle.swapped == {"c_fc": "toy:plain", "c_proj": "toy:plain"}
     assert handle.left == {}
     x = torch.randn(2, 3, K)
-    RAN.clear()
+    TOY_RUNS.clear()
     close(model(x), plain(x))
-    assert len(RAN) == 2
+    assert len(TOY_RUNS) == 2
     other = Conv1DModel().eval().requires_grad_(False)
     model.load_state_dict(other.state_dict())
     close(model(x), other(x))
@@ -188,7 +188,7 @@ def test_conv1d_can_be_traced(how: str, optimized: tuple[nn.Module, nn.Module, A
 @pytest.mark.parametrize("tracer", ["make_fx", "compile", "export", "export strict"])
 def test_products_by_transposes_are_served_when_traced(how: str, tracer: str, own_store: MemoryStore) -> None:
     x = torch.randn(1, 3, K)
-    model = ready(nn.Sequential(Free(*PRODUCTS[how])), x, own_store)
+    model = prepare_model(nn.Sequential(Free(*PRODUCTS[how])), x, own_store)
     wanted = model(x)
     assert gemmtune.optimize(model, x, tune=False).swapped
     with torch.no_grad():
@@ -212,7 +212,7 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("how", WRITES)
 def test_writes_through_a_transpose_arrive(how: str, make: Any, memory: float, own_store: MemoryStore) -> None:
     x = torch.randn(3, K)
-    model = ready(nn.Sequential(make()), x, own_store)
+    model = prepare_model(nn.Sequential(make()), x, own_store)
     plain = copy.deepcopy(model)
     assert gemmtune.optimize(model, x, tune=False, memory=memory).swapped
     with torch.no_grad():
@@ -268,9 +268,9 @@ def test_projections_of_attention_are_served(case: str, own_store: MemoryStore) 
     assert handle.swapped == {"in_proj_weight": "toy:plain", "out_proj": "toy:plain"}
     for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
         with mode():
-            RAN.clear()
+            TOY_RUNS.clear()
             got = model(x, x, x, **called)
-            assert len(RAN) == 2
+            assert len(TOY_RUNS) == 2
             close(got[0], wanted[0])
             if wanted[1] is None:
                 assert got[1] is None
@@ -287,11 +287,11 @@ def test_projections_of_attention_are_served(case: str, own_store: MemoryStore) 
 def _ready_attention(
     model: nn.Module, inputs: tuple[Tensor, ...], called: dict[str, Any], store: MemoryStore
 ) -> nn.Module:
-    ready(nn.Identity(), inputs[0], store)
+    prepare_model(nn.Identity(), inputs[0], store)
     model.eval().requires_grad_(False)
     with gemmtune.record() as recorded:
         model(*inputs, **called)
-    teach(store, recorded.problems)
+    store_toy_decisions(store, recorded.problems)
     return model
 
 
@@ -302,10 +302,10 @@ def test_projections_of_other_sizes_are_served(own_store: MemoryStore) -> None:
     wanted = model(query, key, value)
     handle = gemmtune.optimize(model, (query, key, value), tune=False)
     assert handle.swapped.keys() == {"q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj"}
-    RAN.clear()
+    TOY_RUNS.clear()
     for got, want in zip(model(query, key, value), wanted, strict=True):
         close(got, want)
-    assert len(RAN) == 4
+    assert len(TOY_RUNS) == 4
 
 
 @pytest.mark.parametrize("memory", [1.25, 4])
@@ -333,15 +333,15 @@ def test_a_packed_projection_serves_cross_attention_too(own_store: MemoryStore) 
 @pytest.mark.parametrize("how", ["make_fx", "compile", "export", "export strict"])
 def test_an_encoder_layer_can_be_traced(how: str, own_store: MemoryStore) -> None:
     x = torch.randn(2, 4, K)
-    model = ready(nn.TransformerEncoderLayer(K, HEADS, 2 * K, batch_first=True), x, own_store)
+    model = prepare_model(nn.TransformerEncoderLayer(K, HEADS, 2 * K, batch_first=True), x, own_store)
     with torch.no_grad():
         wanted = model(x)
         handle = gemmtune.optimize(model, x, tune=False)
         assert handle.swapped.keys() == {"self_attn.in_proj_weight", "self_attn.out_proj", "linear1", "linear2"}
         assert handle.left == {}
-        RAN.clear()
+        TOY_RUNS.clear()
         close(model(x), wanted)
-        assert len(RAN) == 4
+        assert len(TOY_RUNS) == 4
         traced = TRACERS[how](model, x)
         close(traced(x), wanted)
 
@@ -360,7 +360,7 @@ class BothWays(nn.Module):
 
 def test_a_weight_multiplied_both_ways_is_left(own_store: MemoryStore) -> None:
     x = torch.randn(3, K)
-    model = ready(BothWays(), x, own_store)
+    model = prepare_model(BothWays(), x, own_store)
     wanted = model(x)
     assert "read besides its product, by matmul" in gemmtune.optimize(model, x, tune=False).left["code"]
     assert gemmtune.optimize(model, x, tune=False, memory=4).swapped.keys() == {"code"}
@@ -379,7 +379,7 @@ OTHERS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 @pytest.mark.parametrize("how", OTHERS)
 def test_other_products_are_named(how: str, own_store: MemoryStore) -> None:
     x = torch.randn(1, 3, K)
-    model = ready(nn.Sequential(Free(OTHERS[how], False)), x, own_store)
+    model = prepare_model(nn.Sequential(Free(OTHERS[how], False)), x, own_store)
     handle = gemmtune.optimize(model, x, tune=False)
     assert f"is multiplied by {how}" in handle.left["0.table"]
     assert handle.swapped == {}
@@ -403,7 +403,7 @@ class Language(nn.Module):
 
 def test_what_holds_no_product_is_not_named(own_store: MemoryStore) -> None:
     ids = torch.tensor([1, 5, 2])
-    model = ready(Language(), ids, own_store)
+    model = prepare_model(Language(), ids, own_store)
     wanted = model(ids)
     handle = gemmtune.optimize(model, ids, tune=False)
     assert handle.swapped.keys() == {"mlp.c_fc", "mlp.c_proj"}
@@ -425,7 +425,7 @@ class Decaying(nn.Module):
 
 def test_a_weight_that_forward_writes_is_left(own_store: MemoryStore) -> None:
     x = torch.randn(3, K)
-    model = ready(Decaying(), x, own_store)
+    model = prepare_model(Decaying(), x, own_store)
     assert "read besides its product, by mul_" in gemmtune.optimize(model, x, tune=False).left["table"]
 
 
@@ -441,7 +441,7 @@ def test_tied_linears_are_served_by_one_packed_weight(own_store: MemoryStore) ->
     x = torch.randn(3, K)
     first, second = nn.Linear(K, K), nn.Linear(K, K)
     second.weight = first.weight
-    model = ready(nn.Sequential(first, second), x, own_store)
+    model = prepare_model(nn.Sequential(first, second), x, own_store)
     wanted = model(x)
     handle = gemmtune.optimize(model, x, tune=False, memory=4)
     assert handle.swapped.keys() == {"0", "1"}

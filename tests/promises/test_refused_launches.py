@@ -23,8 +23,8 @@ from gemmtune.core.problem import Layout, Operand, Problem
 from gemmtune.core.workloads import bmm_problem, build, weight_only_problem
 from gemmtune.store import MemoryStore
 from gemmtune.verify.inputs import make_inputs
-from helpers.drivers import Driver, simulated
-from helpers.serving import RAN, ToyKernel, evidence, register, serve, toy
+from helpers.drivers import FakeDriver, install_fake_driver
+from helpers.serving import TOY_RUNS, ToyKernel, evidence, register, store_decision, toy
 
 ERRORS = (
     KernelError("asking for 64 bytes: CUDA error 2 (out of memory)"),
@@ -44,14 +44,14 @@ def raising(error: Exception) -> Callable[..., NoReturn]:
 def tuned(own_store: MemoryStore) -> Callable[[Callable[[], Tensor]], Tensor]:
     """Return a function that makes a kernel win for a call, and returns PyTorch's own result."""
     register()
-    RAN.clear()
+    TOY_RUNS.clear()
 
     def tune(call: Callable[[], Tensor]) -> Tensor:
         with gemmtune.record() as recorded:
             wanted = call()
         for problem, _ in recorded.problems:
-            serve(own_store, problem, evidence(toy(), 0.1), chosen=toy())
-        RAN.clear()  # recording ran what was tuned for the call before
+            store_decision(own_store, problem, evidence(toy(), 0.1), chosen=toy())
+        TOY_RUNS.clear()  # recording ran what was tuned for the call before
         return wanted.clone()
 
     return tune
@@ -81,7 +81,7 @@ def test_a_refused_launch_is_served_by_torch(
         wanted = tuned(call)
         for _ in range(3):
             torch.testing.assert_close(call(), wanted)
-    assert RAN == []
+    assert TOY_RUNS == []
 
 
 def test_a_packed_weight_is_unpacked_when_its_launch_is_refused(
@@ -109,7 +109,7 @@ def test_torchs_own_error_surfaces_where_torch_has_no_memory_either(
 # --- what GPU kernels ask for, they ask for before anything is launched ---------------------------------------------
 
 
-def split_kernel(driver: Driver, problem: Problem) -> GpuKernel:
+def split_kernel(driver: FakeDriver, problem: Problem) -> GpuKernel:
     config = {"bm": 16, "bn": 64, "bk": 128, "split": 2, "swap": 0, "group": 8, "stages": 3, "warps": 4}
     candidate = Candidate.make("triton", "tiled", **config)
     passed = tuple(name for name, kind in make_spec(problem, candidate).signature.items() if kind != "constexpr")
@@ -117,7 +117,7 @@ def split_kernel(driver: Driver, problem: Problem) -> GpuKernel:
     return TEMPLATES["tiled"](problem, candidate, [(Header("tiled", 0, 0, 4, passed, 1), b"")])
 
 
-def converted_kernel(driver: Driver, problem: Problem) -> GpuKernel:
+def converted_kernel(driver: FakeDriver, problem: Problem) -> GpuKernel:
     config = {"bm": 64, "bn": 64, "bk": 64, "group": 8, "stages": 3, "warps": 4, "stream": 0}
     names = ("a_desc", "b_desc", "c_ptr", "s_ptr", "M", "N", "K", "ldc", "PROGRAMS")
     boxes = {"a_desc": Tma(3, 2, 1, (64, 64)), "b_desc": Tma(3, 2, 1, (64, 64))}
@@ -139,7 +139,7 @@ def run(kernel: GpuKernel, a: Tensor, b: Any) -> None:
 def test_nothing_is_launched_when_torch_has_no_memory_for_partial_sums(
     monkeypatch: pytest.MonkeyPatch, capture: int
 ) -> None:
-    driver = simulated(monkeypatch)
+    driver = install_fake_driver(monkeypatch)
     split = split_kernel(driver, build(20, 200, 256, "bf16"))
     converted = converted_kernel(driver, weight_only_problem(200, 64, 256))
     monkeypatch.setattr(gpu_kernel, "empty_cuda", raising(ERRORS[2]))
@@ -155,11 +155,11 @@ def test_nothing_is_launched_when_the_driver_has_no_memory_for_a_graphs_counters
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(gpu_kernel, "_SEMAPHORE_POOL_BYTES", 32)
-    driver = simulated(monkeypatch)
+    driver = install_fake_driver(monkeypatch)
     kernel = split_kernel(driver, build(20, 200, 256, "bf16"))
     inputs = make_inputs(kernel.problem, 0)
     run(kernel, inputs.a, inputs.b)
-    monkeypatch.setattr(Driver, "cuMemAlloc_v2", lambda *_: 2)
+    monkeypatch.setattr(FakeDriver, "cuMemAlloc_v2", lambda *_: 2)
     driver.capture, launched = 5, len(driver.launches)
     with pytest.raises(KernelError, match="CUDA error 2"):
         run(kernel, inputs.a, inputs.b)
@@ -169,7 +169,7 @@ def test_nothing_is_launched_when_the_driver_has_no_memory_for_a_graphs_counters
 @pytest.mark.parametrize("taken", [0, 1, 2])
 def test_nothing_is_copied_when_not_all_copies_of_operands_fit(monkeypatch: pytest.MonkeyPatch, taken: int) -> None:
     """Copies into memory that could be had would be left in a graph that is being captured."""
-    driver = simulated(monkeypatch)
+    driver = install_fake_driver(monkeypatch)
     dense, batched = build(20, 200, 256, "bf16"), bmm_problem(2, 20, 200, 256, "bfloat16")
     for problem in (dense, replace(batched, b=Operand("bfloat16", Layout("col")))):
         kernel, inputs = split_kernel(driver, problem), make_inputs(problem, 0)
@@ -199,7 +199,7 @@ def test_nothing_is_copied_when_not_all_copies_of_operands_fit(monkeypatch: pyte
 
 
 def test_a_grid_larger_than_cudas_is_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = simulated(monkeypatch)
+    driver = install_fake_driver(monkeypatch)
     kernel = split_kernel(driver, build(20, 200, 256, "bf16"))
     a = torch.empty(1, 256, dtype=torch.bfloat16).expand(2**31 - 1, 256)
     with pytest.raises(KernelError, match="cannot be launched"):

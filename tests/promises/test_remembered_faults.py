@@ -14,7 +14,7 @@ from gemmtune.core.workloads import linear_problem
 from gemmtune.dispatch import RUNTIME, current_target
 from gemmtune.store import MemoryStore
 from gemmtune.store.base import Store
-from helpers.serving import RAN, decide, evidence, register, serve, toy
+from helpers.serving import TOY_RUNS, decide, evidence, register, store_decision, toy
 
 W = torch.randn(5, 4)
 FAULTS = [Verdict("wrong", "out[0, 0] is 1"), Verdict("unstable"), Verdict("crashed", "signal 11"), Verdict("hung")]
@@ -27,15 +27,15 @@ def problem(m: int) -> Problem:
 @pytest.fixture(autouse=True)
 def toys() -> None:
     register()
-    RAN.clear()
+    TOY_RUNS.clear()
 
 
 def serves(m: int) -> bool:
     """Whether a tuned kernel serves m rows, whose result is right in any case."""
-    RAN.clear()
+    TOY_RUNS.clear()
     x = torch.randn(m, 4)
     torch.testing.assert_close(gemmtune.linear(x, W), x @ W.t())
-    return bool(RAN)
+    return bool(TOY_RUNS)
 
 
 @pytest.mark.parametrize("verdict", FAULTS, ids=lambda verdict: verdict.kind)
@@ -44,7 +44,7 @@ def test_a_remembered_fault_excludes_a_candidate_from_its_whole_plan(
     own_store: MemoryStore, key: str, verdict: Verdict
 ) -> None:
     """Older stores hold it under the Problem's key alone."""
-    serve(own_store, problem(32), evidence(toy(), 0.1), chosen=toy())
+    store_decision(own_store, problem(32), evidence(toy(), 0.1), chosen=toy())
     assert serves(32)
     own_store.remember_failure(current_target(), key, toy().id, verdict)
     RUNTIME.refresh()
@@ -53,7 +53,7 @@ def test_a_remembered_fault_excludes_a_candidate_from_its_whole_plan(
 
 @pytest.mark.parametrize("kind", ["out_of_memory", "build_failed", "unsupported"])
 def test_what_does_not_fit_at_one_m_may_serve_another(own_store: MemoryStore, kind: str) -> None:
-    serve(own_store, problem(32), evidence(toy(), 0.1), chosen=toy())
+    store_decision(own_store, problem(32), evidence(toy(), 0.1), chosen=toy())
     own_store.remember_failure(current_target(), problem(4096).key, toy().id, Verdict(kind))  # type: ignore[arg-type]
     RUNTIME.refresh()
     assert serves(32)
@@ -63,7 +63,7 @@ def test_a_decision_whose_evidence_calls_a_candidate_wrong_excludes_it_at_every_
     """ATen's faults are not remembered as failures: the evidence of each decision tells them."""
     turned = Candidate.make("aten", "mm_t")
     wrong = msgspec.structs.replace(evidence(turned, 0.1), verdict=Verdict("wrong"), stage="failed", sample=None)
-    serve(own_store, problem(32), evidence(turned, 0.1), chosen=turned)
+    store_decision(own_store, problem(32), evidence(turned, 0.1), chosen=turned)
     kernel = RUNTIME.kernel_for(problem(32))
     assert kernel is not None
     assert kernel.candidate == turned
@@ -78,7 +78,7 @@ def _with(row: Evidence) -> Decision:
 
 
 def test_a_fault_of_one_plan_says_nothing_of_another(own_store: MemoryStore) -> None:
-    serve(own_store, problem(32), evidence(toy(), 0.1), chosen=toy())
+    store_decision(own_store, problem(32), evidence(toy(), 0.1), chosen=toy())
     other = linear_problem(16, 5, 8, "float32", constant=False)
     own_store.remember_failure(current_target(), other.plan_key, toy().id, Verdict("crashed"))
     RUNTIME.refresh()

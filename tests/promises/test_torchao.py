@@ -19,8 +19,8 @@ from gemmtune.ops import torchao_formats
 from gemmtune.ops.packing import pack
 from gemmtune.ops.torchao_formats import UnknownFormatError, problem
 from gemmtune.store import MemoryStore
-from helpers.serving import RAN
-from helpers.tuned_models import ready
+from helpers.serving import TOY_RUNS
+from helpers.tuned_models import prepare_model
 
 pytest.importorskip("torchao", reason="pip install torchao")
 from torchao import quantization as ao
@@ -86,7 +86,7 @@ def plain(config: Callable[[], Any], dtype: torch.dtype) -> nn.Module:
 @pytest.fixture
 def served(plain: nn.Module, x: Tensor, own_store: MemoryStore) -> Iterator[tuple[nn.Module, gemmtune.Handle]]:
     """The model with its linears served by the toy backend."""
-    model = ready(copy.deepcopy(plain), x, own_store)
+    model = prepare_model(copy.deepcopy(plain), x, own_store)
     handle = gemmtune.optimize(model, x, tune=False, memory=4)
     assert handle.left == {}
     assert set(handle.swapped.values()) == {"toy:plain"}
@@ -115,9 +115,9 @@ def same(model: nn.Module, other: nn.Module) -> bool:
 
 def test_it_is_served_and_agrees(served: Any, plain: nn.Module, x: Tensor) -> None:
     model, _ = served
-    RAN.clear()
+    TOY_RUNS.clear()
     got = model(x)
-    assert len(RAN) == 2
+    assert len(TOY_RUNS) == 2
     assert got.dtype == x.dtype
     assert is_close(got, plain(x))
     with torch.inference_mode():
@@ -159,9 +159,9 @@ def test_restore_gives_the_very_bits_back(served: Any, plain: nn.Module, x: Tens
 def test_copies_are_served(served: Any, x: Tensor) -> None:
     model, _ = served
     twin = copy.deepcopy(model)
-    RAN.clear()
+    TOY_RUNS.clear()
     assert torch.equal(twin(x), model(x))
-    assert len(RAN) == 4
+    assert len(TOY_RUNS) == 4
 
 
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # torch.export.load of torch 2.10
@@ -177,9 +177,9 @@ def test_compiled_and_exported(served: Any, plain: nn.Module, x: Tensor) -> None
     file = io.BytesIO()
     torch.export.save(torch.export.export(model, (x,)), file)
     file.seek(0)
-    RAN.clear()
+    TOY_RUNS.clear()
     assert is_close(torch.export.load(file).module()(x), wanted)
-    assert len(RAN) == 2
+    assert len(TOY_RUNS) == 2
 
 
 def test_gradients_are_torchaos(served: Any, plain: nn.Module, x: Tensor) -> None:

@@ -16,7 +16,7 @@ from gemmtune.core.candidate import Candidate
 from gemmtune.core.problem import Problem
 from gemmtune.dispatch import RUNTIME, current_target
 from gemmtune.store import MemoryStore
-from helpers.serving import ToyKernel, decide, evidence, register, serve, toy
+from helpers.serving import ToyKernel, decide, evidence, register, store_decision, toy
 
 M, N, K = 4, 48, 32
 X, WEIGHT, BIAS = torch.randn(M, K), torch.randn(N, K), torch.randn(N)
@@ -133,7 +133,7 @@ def test_a_kernel_that_counts_nothing_itself(own_store: MemoryStore, monkeypatch
     square = torch.randn(N, N)
     with gemmtune.record() as recorded:
         gemmtune.mm(square, square.t())
-    serve(own_store, recorded.problems[0][0], evidence(toy(), 0.1), chosen=toy())
+    store_decision(own_store, recorded.problems[0][0], evidence(toy(), 0.1), chosen=toy())
     out = torch.empty(N, N)
     assert counts(lambda out: gemmtune.mm(square, square.t(), out=out), out) == [1, 1, 1]
     assert counts(lambda out: gemmtune.mm(out, square.t(), out=out), out) == [1, 1, 1]

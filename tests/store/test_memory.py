@@ -1,4 +1,4 @@
-"""MemoryStore keeps the contract of every store."""
+"""MemoryStore passes the conformance suite of stores."""
 
 from __future__ import annotations
 
