@@ -38,9 +38,9 @@ from gemmtune.report import ceilings
 from gemmtune.tuning.tuner import Budget, Tuner
 from helpers.factories import make_decision
 
-from .apart import apart
 from .checks import Outcome, check
-from .lines import Folder, lines
+from .command_lines import Folder, lines
+from .isolation import apart
 
 SECONDS = 20.0  # a line that takes longer hangs
 

@@ -29,9 +29,9 @@ from gemmtune.dispatch import RUNTIME, current_target, policy
 from gemmtune.ops import int_mm, linear, mixed_mm, mm
 from gemmtune.store import open_store
 
-from .apart import apart
 from .checks import Outcome, check
-from .rewriting import decisions_for, rewriting
+from .isolation import apart
+from .store_rewriter import decisions_for, rewriting
 
 ROWS = (1, 3, 8)
 FEW_KERNELS = 8  # of the dozens that the rewritten stores name
