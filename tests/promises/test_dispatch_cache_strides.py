@@ -1,4 +1,4 @@
-"""Calls that cycle among many layouts of one key are prepared once each, like those that have one."""
+"""Tests that calls of one key with operands of many different strides are cached once for each strides."""
 
 from __future__ import annotations
 
@@ -25,84 +25,84 @@ CALLS: dict[str, tuple[Call, Call]] = {
 }  # fmt: skip
 
 
-def layouts(count: int) -> list[Tensor]:
-    """Matrices [4, 16] of as many leading dimensions."""
-    return [torch.randn(4, 16 + more)[:, :16] for more in range(count)]
+def strided_matrices(count: int) -> list[Tensor]:
+    """Return ``count`` matrices [4, 16], each with its own leading dimension."""
+    return [torch.randn(4, 16 + padding)[:, :16] for padding in range(count)]
 
 
 @pytest.fixture
-def prepared(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """What was prepared and remembered since, by its key."""
+def cached_keys(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Return a list to which the key of every new cache entry is appended."""
     keys: list[object] = []
-    remember = RUNTIME.cache_entry
+    cache_entry = RUNTIME.cache_entry
 
-    def remembering(key: object, *rest: object) -> None:
+    def record_key(key: object, *rest: object) -> None:
         keys.append(key)
-        remember(key, *rest)  # type: ignore[arg-type]
+        cache_entry(key, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(RUNTIME, "cache_entry", remembering)
+    monkeypatch.setattr(RUNTIME, "cache_entry", record_key)
     return keys
 
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("count", [8, 9, 12, 40])
-def test_a_cycle_is_prepared_once(name: str, count: int, prepared: list[object]) -> None:
-    (mine, torchs), forms = CALLS[name], layouts(count)
+def test_calls_of_many_strides_are_cached_once_each(name: str, count: int, cached_keys: list[object]) -> None:
+    (ours, reference), inputs = CALLS[name], strided_matrices(count)
     for _ in range(2):
-        for x in forms:
-            torch.testing.assert_close(mine(x), torchs(x))
-    prepared.clear()
+        for x in inputs:
+            torch.testing.assert_close(ours(x), reference(x))
+    cached_keys.clear()
     for _ in range(3):
-        for x in forms:
-            torch.testing.assert_close(mine(x), torchs(x))
-    assert prepared == []
+        for x in inputs:
+            torch.testing.assert_close(ours(x), reference(x))
+    assert cached_keys == []
 
 
-def test_other_dtypes_and_gradients_of_a_layout(prepared: list[object]) -> None:
-    forms = [
+def test_dtypes_and_requires_grad_of_many_strides_are_cached(cached_keys: list[object]) -> None:
+    inputs = [
         x.to(dtype).detach().requires_grad_(wants)
-        for x in layouts(10) for dtype in (torch.float32, torch.float64) for wants in (False, True)
+        for x in strided_matrices(10) for dtype in (torch.float32, torch.float64) for wants in (False, True)
     ]  # fmt: skip
 
     def call(x: Tensor) -> Tensor:
         return gemmtune.linear(x, WEIGHT.to(x.dtype))
 
     for _ in range(2):
-        for x in forms:
+        for x in inputs:
             call(x)
-    prepared.clear()
-    for x in forms:
+    cached_keys.clear()
+    for x in inputs:
         got = call(x)
         assert got.dtype == x.dtype
         assert got.requires_grad == x.requires_grad
         torch.testing.assert_close(got, F.linear(x, WEIGHT.to(x.dtype)))
-    assert prepared == []
+    assert cached_keys == []
 
 
-def test_their_number_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cached_strides_of_a_key_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "MAX_STRIDES", 5)
-    for x in layouts(30):
+    for x in strided_matrices(30):
         torch.testing.assert_close(gemmtune.mm(x, WEIGHT.t()), torch.mm(x, WEIGHT.t()))
-    (many,) = DISPATCH_CACHE.values()
-    assert isinstance(many, EntriesByStrides)
-    assert len(many.by_strides) == 5
+    (entries,) = DISPATCH_CACHE.values()
+    assert isinstance(entries, EntriesByStrides)
+    assert len(entries.by_strides) == 5
 
 
-def test_a_refresh_forgets_them(prepared: list[object]) -> None:
-    forms = layouts(12)
+def test_refresh_empties_the_entries_of_all_strides(cached_keys: list[object]) -> None:
+    inputs = strided_matrices(12)
     for _ in range(2):
-        for x in forms:
+        for x in inputs:
             gemmtune.mm(x, WEIGHT.t())
     RUNTIME.refresh()
-    prepared.clear()
-    gemmtune.mm(forms[0], WEIGHT.t())
-    assert len(prepared) == 1
-    (variants,) = DISPATCH_CACHE.values()
-    assert len(variants) == 1
+    cached_keys.clear()
+    gemmtune.mm(inputs[0], WEIGHT.t())
+    assert len(cached_keys) == 1
+    (entries,) = DISPATCH_CACHE.values()
+    assert len(entries) == 1
 
 
-def test_odd_operands_of_such_a_key_are_refused_as_ever() -> None:
-    for x in layouts(12):
+def test_an_operand_that_is_no_tensor_is_refused_for_a_key_of_many_strides() -> None:
+    for x in strided_matrices(12):
         gemmtune.mm(x, WEIGHT.t())
 
     class Shaped:
