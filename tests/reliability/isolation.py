@@ -1,4 +1,4 @@
-"""Running part of a check in a process of its own, so that a crash or a hang is a finding."""
+"""Calls in a separate process, so that a check reports a crash or a hang instead of ending with it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 
-def apart(function: Callable[..., None], *args: Any, limit_s: float) -> Any:
-    """What ``function(*args, replies)`` sends; None when it died or took longer than ``limit_s``."""
+def call_in_process(function: Callable[..., None], *args: Any, limit_s: float) -> Any:
+    """Return the object that ``function(*args, connection)`` sends; None if its process ends or ``limit_s`` passes."""
     context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe(duplex=False)
-    process = context.Process(target=function, args=(*args, there))
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=function, args=(*args, sender))
     process.start()
-    there.close()
+    sender.close()
     try:
-        return here.recv() if here.poll(limit_s) else None
+        return receiver.recv() if receiver.poll(limit_s) else None
     except EOFError:
         return None
     finally:
@@ -23,4 +23,4 @@ def apart(function: Callable[..., None], *args: Any, limit_s: float) -> Any:
         if process.is_alive():
             process.kill()
             process.join()
-        here.close()
+        receiver.close()
