@@ -1,4 +1,4 @@
-"""Tests that calls of one key with operands of many different strides are cached once for each strides."""
+"""Tests that calls of one key with operands of many strides are cached once for each combination of strides."""
 
 from __future__ import annotations
 

@@ -209,7 +209,7 @@ def disagreeing_surroundings(full: bool) -> Outcome:
 class _ContendedMachine:
     """Machine whose cores other processes need."""
 
-    def disturbances(self) -> MachineState:
+    def weather(self) -> MachineState:
         return MachineState(load=1.5, contention=True)
 
 
