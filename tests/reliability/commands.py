@@ -105,9 +105,9 @@ class QuickTuner(Tuner):
         if tiny and QuickTuner.runs % 10 == 0:
             QuickTuner.real += 1
             return super().tune(pairs)
-        return [self._decide(problem, index, len(pairs)) for index, (problem, _) in enumerate(pairs)]
+        return [self._decide_at_once(problem, index, len(pairs)) for index, (problem, _) in enumerate(pairs)]
 
-    def _decide(self, problem: Problem, index: int, total: int) -> Decision:
+    def _decide_at_once(self, problem: Problem, index: int, total: int) -> Decision:
         """Store and return a random decision; sometimes raise KeyboardInterrupt."""
         rng = random.Random(QuickTuner.runs * 100 + index)
         self._progress(ProblemStarted(index, total, problem))
