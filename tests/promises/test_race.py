@@ -201,11 +201,11 @@ def test_overlap_is_disabled_for_a_kernel_that_it_slows_down() -> None:
 class FixedMachine:
     """Machine that always reports one MachineState."""
 
-    def __init__(self, weather: MachineState) -> None:
-        self._weather = weather
+    def __init__(self, machine_state: MachineState) -> None:
+        self._machine_state = machine_state
 
     def weather(self) -> MachineState:
-        return self._weather
+        return self._machine_state
 
 
 def two_entrants(clock: FakeClock, gain: float) -> list[Entrant]:

@@ -163,13 +163,11 @@ def tuned_again(full: bool) -> Outcome:
         for run in range(runs):
             (decision,) = _tune([problem])
             winner, *runners_up = _finalists(decision)
-            candidates = list(dict.fromkeys([winner, *runners_up[:2], *(item for item, _ in chosen.most_common(4))]))[
-                :6
-            ]
-            ratios = _ratios_to_best(problem, candidates, allocations=6 if full else 2)
+            entries = list(dict.fromkeys([winner, *runners_up[:2], *(item for item, _ in chosen.most_common(4))]))[:6]
+            ratios = _ratios_to_best(problem, entries, allocations=6 if full else 2)
             rows.append({
                 "problem": label(problem), "run": run, "candidate": winner.id, "of_best": ratios[0],
-                "others": {item.id: value for item, value in zip(candidates[1:], ratios[1:], strict=True)},
+                "others": {item.id: value for item, value in zip(entries[1:], ratios[1:], strict=True)},
             })  # fmt: skip
             chosen[winner] += 1
     good = sum(row["of_best"] <= 1.02 for row in rows)
