@@ -113,9 +113,8 @@ def disturbed_decisions(full: bool) -> Outcome:
                 is_same = (result.outcome, gain and result.leader) == (expected.outcome, gain and expected.leader)
                 undecided = result.outcome == "inconclusive"
                 changed, total = changed + (not is_same and not undecided), total + 1
-                undecided_gains += (
-                    undecided and gain > 0.0
-                )  # equal candidates can only be inconclusive under such noise
+                # Equal candidates can only be inconclusive under such noise.
+                undecided_gains += undecided and gain > 0.0
                 longest = max(longest, result.seconds)
     # The short form's sample is small: the bar plus three standard errors of it.
     max_changed = 0.01 * total + (0.0 if full else 3.0 * (0.01 * total) ** 0.5)
