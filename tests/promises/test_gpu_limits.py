@@ -1,4 +1,4 @@
-"""What a GPU cannot do, or a launch has no room for, is not offered, and the reason is given in words."""
+"""Tests that GPU backends list no candidate beyond the limits of the GPU or of a launch, and name the limit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_no_fp8_below_compute_capability_8_9(name: str) -> None:
     assert any("8.9" in reason for reason in illegal_reasons(backend, problem, A100))
 
 
-def test_triton_multiplies_fp8_from_8_9_on_and_writes_it_nowhere_before() -> None:
+def test_triton_supports_fp8_operands_and_outputs_from_8_9_on() -> None:
     triton, writes_fp8 = backends.get("triton"), replace(build(16, 4096, 4096, "bf16"), out_dtype="float8_e4m3fn")
     assert legal_candidates(triton, fp8_problem(16, 4096, 4096), ADA)
     assert legal_candidates(triton, writes_fp8, ADA)
@@ -33,14 +33,14 @@ def test_triton_multiplies_fp8_from_8_9_on_and_writes_it_nowhere_before() -> Non
 
 
 @pytest.mark.parametrize("name", GPU_BACKENDS)
-def test_no_more_batches_than_a_grid_has_room_for(name: str) -> None:
-    most = replace(bmm_problem(65_535, 4, 64, 64, "bfloat16"), b=Operand("bfloat16", Layout("col")))
+def test_more_batches_than_the_grid_limit_are_refused(name: str) -> None:
+    at_limit = replace(bmm_problem(65_535, 4, 64, 64, "bfloat16"), b=Operand("bfloat16", Layout("col")))
     backend = backends.get(name)
-    assert legal_candidates(backend, most, H200)
-    more = replace(most, batch=65_536)
-    assert legal_candidates(backend, more, H200) == []
-    assert any("65535 batches" in reason for reason in illegal_reasons(backend, more, H200))
-    assert legal_candidates(backend, replace(most, batch=0), H200) == []
+    assert legal_candidates(backend, at_limit, H200)
+    above_limit = replace(at_limit, batch=65_536)
+    assert legal_candidates(backend, above_limit, H200) == []
+    assert any("65535 batches" in reason for reason in illegal_reasons(backend, above_limit, H200))
+    assert legal_candidates(backend, replace(at_limit, batch=0), H200) == []
 
 
 @pytest.mark.parametrize("name", GPU_BACKENDS)
@@ -59,7 +59,7 @@ def test_more_scales_than_triton_kernels_can_count_are_refused() -> None:
     )
 
 
-def test_rows_of_an_epilogues_matrix_may_lie_more_than_2_to_31_elements_apart() -> None:
+def test_the_leading_dimension_of_an_epilogue_matrix_is_64_bits_wide() -> None:
     problem = replace(build(64, 4096, 4096, "bf16"), epilogue=(Step("add", "full", "bfloat16"),))
     for candidate in legal_candidates(backends.get("triton"), problem, H200)[:3]:
         assert make_spec(problem, candidate).signature["ld0"] == "i64"
