@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,12 +10,16 @@ import torch
 
 import gemmtune
 from gemmtune import backends
+from gemmtune.backends.base import Availability
+from gemmtune.core.candidate import Candidate, Illegal
 from gemmtune.core.checks import DtypeError, ShapeError
 from gemmtune.core.errors import KernelError, UnsupportedError
+from gemmtune.core.problem import Problem
+from gemmtune.core.target import Target
 from gemmtune.core.weights import QuantWeight
 from gemmtune.core.workloads import linear_problem
 from gemmtune.store import MemoryStore
-from helpers.serving import evidence, register, store_decision, toy
+from helpers.serving import ToyBackend, evidence, register, store_decision, toy
 
 W = torch.randn(24, 32)
 
@@ -114,3 +119,30 @@ def test_scale_or_layout_of_another_type_raises_type_error() -> None:
         gemmtune.pack(W.to(torch.int8), scale=[1.0] * 24)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="layout"):
         gemmtune.pack(W, layout=3)  # type: ignore[arg-type]
+
+
+class Reader(ToyBackend):
+    """Backend whose kernels take the toy backend's layouts."""
+
+    name = "reader"
+    shared_layouts = ("toy",)
+
+    def candidates(self, problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
+        yield Candidate.make("reader", "slow", layout="plain", tag=0)
+
+
+def test_layout_of_an_unavailable_backend_is_packed_by_another_that_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    register()
+    backends.register("reader", f"{__name__}:Reader")
+    weight = torch.randn(5, 4)
+    try:
+        assert backends.readers("toy:plain", "cpu") == ["toy", "reader"]
+        assert backends.readers("native:k1/float32/nr16", "cpu") == ["native"]
+        assert backends.readers("native:k1/float32/nr16", "cuda") == []
+        monkeypatch.setattr(
+            type(backends.get("toy")), "available", lambda self, target: Availability(self.name != "toy")
+        )
+        assert gemmtune.pack(weight, layout="toy:plain").layout == "toy:plain"
+    finally:
+        backends._PLUGINS.pop("reader")
+        backends.get.cache_clear()
