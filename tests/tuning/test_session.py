@@ -19,7 +19,7 @@ from gemmtune.core.workloads import build
 from gemmtune.dispatch import current_target
 from gemmtune.store import MemoryStore
 from gemmtune.timing.outcome import RaceResult
-from gemmtune.tuning import session
+from gemmtune.tuning import exploration, session, time_budget
 from gemmtune.tuning.session import TuningSession
 from gemmtune.workers.protocol import Attempted, Confirmed
 
@@ -86,7 +86,8 @@ class FakeWorker:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
     fake_time = FakeTime()
-    monkeypatch.setattr(session, "time", fake_time)
+    for module in (session, exploration, time_budget):
+        monkeypatch.setattr(module, "time", fake_time)
     return fake_time
 
 
