@@ -64,9 +64,9 @@ __device__ __forceinline__ void arrive(u32 barrier) {
 
 // Return the cluster address of shared memory of block ``rank`` at the address ``own`` of this block.
 __device__ __forceinline__ u32 place_there(u32 own, int rank) {
-    u32 there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(own), "r"(rank));
-    return there;
+    u32 remote;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(own), "r"(rank));
+    return remote;
 }
 
 __device__ __forceinline__ void arrive_there(u32 barrier, int rank) {
@@ -131,9 +131,9 @@ __device__ __forceinline__ void take_registers() {
 
 // Load two bytes from shared memory.
 __device__ __forceinline__ u32 two_at(u32 address) {
-    unsigned short found;
-    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(found) : "r"(address) : "memory");
-    return found;
+    unsigned short value;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(value) : "r"(address) : "memory");
+    return value;
 }
 
 // Synchronise THREADS threads of the block, those of one group.

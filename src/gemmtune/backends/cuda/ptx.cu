@@ -24,14 +24,14 @@ __device__ __forceinline__ void round_to(float16& to, float x) {
 
 // Round two numbers and pack them into one word, x in its low half.
 __device__ __forceinline__ u32 both(bfloat16, float x, float y) {
-    u32 found;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(found) : "f"(y), "f"(x));
-    return found;
+    u32 result;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(y), "f"(x));
+    return result;
 }
 __device__ __forceinline__ u32 both(float16, float x, float y) {
-    u32 found;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(found) : "f"(y), "f"(x));
-    return found;
+    u32 result;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(y), "f"(x));
+    return result;
 }
 
 // PDL: wait until the previous kernels of the stream have ended and their writes are visible. A launch without PDL starts
@@ -129,11 +129,11 @@ __device__ __forceinline__ void leave_cluster() {
 // Read shared memory of the cluster's block ``rank`` at the address that ``here`` has in this block.
 __device__ __forceinline__ sum_t read_from(int rank, const sum_t* here) {
     const u32 own = (u32)__cvta_generic_to_shared(here);
-    u32 there;
-    sum_t found;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(own), "r"(rank));
-    asm volatile("ld.shared::cluster.b32 %0, [%1];" : "=" SUM(found) : "r"(there) : "memory");
-    return found;
+    u32 remote;
+    sum_t result;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(own), "r"(rank));
+    asm volatile("ld.shared::cluster.b32 %0, [%1];" : "=" SUM(result) : "r"(remote) : "memory");
+    return result;
 }
 
 #define SHARED(type, name) __shared__ type name

@@ -133,17 +133,17 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
 #pragma unroll
             for (int i = 0; i < SUMS; ++i) sums[i] = 0;
 #if STEPWISE
-            sum_t made[TURNS][PIECE_SUMS];
-            auto make = [&](int i) {
+            sum_t products[TURNS][PIECE_SUMS];
+            auto multiply_piece = [&](int i) {
                 const u32 stage = stages + at * STAGE_BYTES;
                 const u32 a = rows_from(stage + warp / 4 * 64 * 128), b = rows_from(stage + CHUNKS * A_BYTES);
                 const int columns = i % PIECES * (BN / PIECES);
-                multiply_chunk(made[i % TURNS], a + i / PIECES * A_BYTES / 16,
+                multiply_chunk(products[i % TURNS], a + i / PIECES * A_BYTES / 16,
                                b + (i / PIECES * B_BYTES + columns * 128) / 16, 0);
             };
-            auto add = [&](int i) {
+            auto add_piece = [&](int i) {
 #pragma unroll
-                for (int e = 0; e < PIECE_SUMS; ++e) sums[i % PIECES * PIECE_SUMS + e] += made[i % TURNS][e];
+                for (int e = 0; e < PIECE_SUMS; ++e) sums[i % PIECES * PIECE_SUMS + e] += products[i % TURNS][e];
             };
             for (int step = from; step < to; ++step, next()) {
                 wait_for(full + 8 * at, turn);
@@ -151,12 +151,12 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
 #pragma unroll
                 for (int i = 0; i < STEP_PRODUCTS + TURNS - 1; ++i) {
                     const int done = i - TURNS + 1;
-                    if (i < STEP_PRODUCTS) make(i);
+                    if (i < STEP_PRODUCTS) multiply_piece(i);
                     if (done < 0) continue;
-                    if (i < STEP_PRODUCTS) wait_for_sums<TURNS - 1>(made[done % TURNS]);
-                    else wait_for_sums<0>(made[done % TURNS]);
+                    if (i < STEP_PRODUCTS) wait_for_sums<TURNS - 1>(products[done % TURNS]);
+                    else wait_for_sums<0>(products[done % TURNS]);
                     if (done == STEP_PRODUCTS - 1 && lane < SHARE) arrive_at(empty + 8 * at, lane);
-                    add(done);
+                    add_piece(done);
                 }
             }
 #else
