@@ -1,4 +1,4 @@
-"""Records: strict in, strict out."""
+"""Encoding and decoding of records, and the checks of damaged ones."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from gemmtune.store.schema import (
 from gemmtune.testing.store_suite import PROBLEM, TARGET, make_decision
 
 
-def test_a_target_is_checked_against_its_key() -> None:
+def test_decoded_target_is_checked_against_its_key() -> None:
     body = encode_target(TARGET)
     assert decode_target(body, TARGET.key) == TARGET
     with pytest.raises(DamagedRecord, match="describes another"):
         decode_target(body, replace(TARGET, threads=1).key)
 
 
-def test_a_problem_round_trips() -> None:
+def test_problem_round_trips() -> None:
     assert decode_problem(PROBLEM.to_dict()) == PROBLEM
 
 
@@ -72,13 +72,13 @@ def test_a_field_that_a_target_gets_later_keeps_the_keys_of_targets_without_it()
     assert Later(**values, nodes=2).key != TARGET.key
 
 
-def test_digest_knows_where_parts_end() -> None:
+def test_digest_separates_its_parts() -> None:
     assert digest("ab", "c") != digest("a", "bc")
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
-def test_mutated_bytes_are_the_decision_or_damage(data: st.DataObject) -> None:
+def test_mutated_bytes_decode_to_a_valid_decision_or_are_damaged(data: st.DataObject) -> None:
     body = bytearray(encode_decision(make_decision()))
     for _ in range(data.draw(st.integers(1, 4))):
         body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
@@ -91,8 +91,8 @@ def test_mutated_bytes_are_the_decision_or_damage(data: st.DataObject) -> None:
     assert decision.chosen is None or (row is not None and row.verdict is not None and row.verdict.ok)
 
 
-def test_a_record_under_its_key_that_describes_another_problem_is_damage() -> None:
-    """A checksum can be made to fit; what would be served cannot."""
+def test_record_of_another_problem_is_damaged() -> None:
+    """A forged record can have a valid checksum, but not the key of another problem."""
     other = PROBLEM.with_m(4).to_dict()
     body = msgspec.json.encode(msgspec.structs.replace(make_decision(), problem=other))
     with pytest.raises(DamagedRecord, match="the problem's own key is"):
@@ -102,7 +102,7 @@ def test_a_record_under_its_key_that_describes_another_problem_is_damage() -> No
 @pytest.mark.parametrize(
     "change", [{"backend": "aten"}, {"template": "other"}, {"config": {}}, {"config": {"mr": [1]}}]
 )
-def test_a_served_candidate_is_the_one_that_was_checked(change: dict[str, object]) -> None:
+def test_record_whose_candidate_was_changed_is_damaged(change: dict[str, object]) -> None:
     decision = make_decision()
     first, *rest = decision.evidence
     forged = msgspec.structs.replace(first, candidate={**first.candidate, **change})

@@ -7,16 +7,19 @@ import torch
 
 from gemmtune.core.devices import CPU
 from gemmtune.core.epilogue import Step
-from gemmtune.core.problem import Layout, Operand, Problem
+from gemmtune.core.problem import Layout, Operand, Problem, Quant
+from gemmtune.core.weights import QuantWeight
 from gemmtune.verify.adversarial import (
     Columns,
     aux_kinds,
     choose_columns,
     special_rows,
     spoil_aux,
+    spoil_weight,
     tensor_kinds,
     weight_kinds,
 )
+from gemmtune.verify.inputs import make_inputs
 from gemmtune.verify.random_source import RandomSource
 
 ROW_SCALE, COL_SCALE = Step("scale", "row", "float32"), Step("scale", "col", "float32")
@@ -54,7 +57,7 @@ def test_tiny_rows_are_below_the_range_of_a_narrower_format(dtype: str, below: f
 
 
 @pytest.mark.parametrize("step", [Step("add", "full", "float32"), Step("mul", "full", "float32")])
-def test_a_full_tensor_has_every_special_value_in_an_ordinary_row(step: Step) -> None:
+def test_full_tensor_has_every_special_value_in_an_ordinary_row(step: Step) -> None:
     problem = linear(4, 40, 32, epilogue=(step,))
     tensor = torch.ones(4, 40)
     spoil_aux(problem, (tensor,), Columns({}, ({},)), ["NaN", "", "", "large"], source())
@@ -70,3 +73,41 @@ def test_one_element_tensors_have_a_case_for_each_kind() -> None:
     steps = (COL_SCALE, Step("add", "tensor", "float32"), Step("relu"), Step("scale", "tensor", "float32"))
     expected = [(1, kind) for kind in aux_kinds(steps[1])] + [(2, kind) for kind in aux_kinds(steps[3])]
     assert list(tensor_kinds(linear(4, 40, 32, epilogue=steps))) == expected
+
+
+def quantized(dtype: str) -> tuple[Problem, QuantWeight]:
+    """Return a problem and a weight [K, N] with groups of 16 and zero points."""
+    weight = Operand(dtype, Layout("col"), constant=True, quant=Quant(16, "float32", True))
+    problem = Problem("mixed_mm", 4, 40, 32, Operand("bfloat16"), weight, "bfloat16")
+    operand = make_inputs(problem, 0).b
+    assert isinstance(operand, QuantWeight)
+    return problem, operand
+
+
+@pytest.mark.parametrize(("dtype", "low", "high"), [("int8", 0x80, 0x7F), ("int4", 0x00, 0xFF)])
+def test_special_column_of_a_quantized_weight_changes_in_one_part(dtype: str, low: int, high: int) -> None:
+    problem, _ = quantized(dtype)
+    kinds = weight_kinds(problem)
+    for kind in kinds:
+        _, before = quantized(dtype)
+        _, after = quantized(dtype)
+        spoil_weight(problem, after, Columns({kind: (3,)}), source())
+        assert before.zero_point is not None
+        assert after.zero_point is not None
+        changed = [
+            name
+            for name, x, y in (
+                ("data", before.data, after.data),
+                ("scale", before.scale, after.scale),
+                ("zero_point", before.zero_point, after.zero_point),
+            )
+            if not torch.equal(x[:, 3], y[:, 3])
+        ]
+        part = "data" if kind in ("largest", "smallest") else "zero_point" if kind.endswith(" zero") else "scale"
+        assert changed == [part], kind
+        if part == "data":
+            assert after.data.view(torch.uint8)[:, 3].unique().tolist() == [high if kind == "largest" else low]
+        others = [column for column in range(40) if column != 3]
+        assert torch.equal(before.data[:, others], after.data[:, others])
+        assert torch.equal(before.scale[:, others], after.scale[:, others])
+    assert {"largest", "smallest", "NaN scale", "fractional zero", "scales that differ by group"} <= set(kinds)

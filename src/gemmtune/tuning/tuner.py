@@ -27,8 +27,9 @@ from ..timing.clock import Latency
 from ..workers.builds import Builders
 from ..workers.worker import Limits, LocalWorker, MeasurementWorker, Worker, WorkerStartError
 from .candidates import BASELINE_BACKEND, enumerate_candidates
+from .exploration import first_builds
 from .search import get as get_search
-from .session import TuningSession, first_builds
+from .session import TuningSession
 
 log = logging.getLogger("gemmtune")
 

@@ -107,9 +107,6 @@ def _spoil_bytes(vector: Tensor, kind: str, dtype: str, source: RandomSource) ->
         vector[..., index] = 1
     elif kind == "NaN":
         vector.view(torch.uint8)[..., -1] = 0x7F
-    elif kind == "cancel":
-        half = vector.shape[-1] // 2
-        vector[..., half : 2 * half] = -vector[..., :half].clamp(min=-127)
     else:
         raise ValueError(f"no such kind of values: {kind!r}")
 

@@ -25,7 +25,7 @@ from gemmtune.dispatch.cache import DISPATCH_CACHE
 from gemmtune.store import MemoryStore, SqliteStore
 from gemmtune.tuning.tuner import Budget, Tuner
 from helpers.fake_device import MODULE, TYPE
-from helpers.serving import RAN, decide, evidence, register, toy
+from helpers.serving import TOY_RUNS, decide, evidence, register, toy
 
 X, W = torch.randn(4, 96), torch.randn(64, 96)
 
@@ -94,9 +94,9 @@ def serving() -> None:
     out = torch.empty(4, 64, device=TYPE)
     assert gemmtune.linear(x, w, out=out) is out
     torch.testing.assert_close(out.cpu(), F.linear(X, W))
-    assert len(RAN) == 3
+    assert len(TOY_RUNS) == 3
     gemmtune.linear(X, W)
-    assert len(RAN) == 3  # the CPU has no decision
+    assert len(TOY_RUNS) == 3  # the CPU has no decision
     assert len(DISPATCH_CACHE) == 2
     weight = w.clone().requires_grad_()
     gemmtune.linear(x, weight).sum().backward()
