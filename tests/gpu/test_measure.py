@@ -30,7 +30,8 @@ from gemmtune.tuning.tuner import Budget, Tuner
 from gemmtune.verify.inputs import Inputs, make_inputs, timing_sets
 from gemmtune.verify.oracle import reference
 from gemmtune.verify.verify import make_reference_cases, verify
-from gemmtune.workers.worker import Limits, Worker, WorkerLost
+from gemmtune.workers.contract import Limits, WorkerLost
+from gemmtune.workers.worker import Worker
 
 pytestmark = pytest.mark.gpu
 

@@ -30,7 +30,7 @@ from gemmtune.verify.reference_cases import case_for_rows
 from gemmtune.verify.row_counts import other_row_counts
 from gemmtune.verify.verify import make_reference_cases, verify
 from gemmtune.workers.job import ProblemSession
-from gemmtune.workers.worker import LocalWorker
+from gemmtune.workers.local_worker import LocalWorker
 
 COL = Layout("col")
 TARGET = Target("cpu", "small cache", "x86_64", caches=(32 << 10, 1 << 16, 1 << 18), threads=1)

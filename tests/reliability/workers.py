@@ -26,8 +26,9 @@ from gemmtune.core.problem import Layout, Operand, Problem
 from gemmtune.core.target import Target, current_cpu
 from gemmtune.testing import hostile_backend, toy_compiler
 from gemmtune.workers.builds import BuildLimits, prebuild
+from gemmtune.workers.contract import Limits
 from gemmtune.workers.process_tags import tagged
-from gemmtune.workers.worker import Limits, Worker
+from gemmtune.workers.worker import Worker
 
 from .checks import Outcome, check
 

@@ -25,8 +25,10 @@ from gemmtune.testing import hostile_backend
 from gemmtune.testing.hostile_backend import HostileBackend
 from gemmtune.tuning import tuner as tuner_module
 from gemmtune.tuning.tuner import Budget, Tuner, _WorkerPool
+from gemmtune.workers.contract import Limits, WorkerStartError
+from gemmtune.workers.local_worker import LocalWorker
 from gemmtune.workers.process_tags import VARIABLE
-from gemmtune.workers.worker import Limits, LocalWorker, Worker, WorkerStartError
+from gemmtune.workers.worker import Worker
 from helpers.factories import ATEN, NATIVE, SLOW, make_decision, make_evidence
 
 PROBLEM = Problem("mm", 5, 24, 32, Operand("float32"), Operand("float32", Layout("col"), constant=True), "float32")

@@ -17,8 +17,8 @@ from gemmtune.core.target import current_cpu
 from gemmtune.testing import toy_compiler
 from gemmtune.workers import builds
 from gemmtune.workers.builds import Builders, BuildLimits, prebuild
+from gemmtune.workers.contract import WorkerStartError
 from gemmtune.workers.process_tags import tagged
-from gemmtune.workers.worker import WorkerStartError
 
 PROBLEM = Problem("mm", 5, 24, 32, Operand("float32"), Operand("float32"), "float32")
 TARGET = current_cpu()

@@ -12,10 +12,10 @@ import pytest
 
 from gemmtune.timing.outcome import LeaderUpdate
 from gemmtune.workers import process as process_module
+from gemmtune.workers.contract import ignore
 from gemmtune.workers.heartbeat import Heartbeat
 from gemmtune.workers.process import Lost, Process
 from gemmtune.workers.protocol import Alive, Ready, Setup, write_frame
-from gemmtune.workers.worker import ignore
 
 
 class FakeHost:

@@ -24,8 +24,10 @@ from gemmtune.core.problem import Layout, Operand, Problem
 from gemmtune.core.target import Target, current_cpu
 from gemmtune.testing import hostile_backend
 from gemmtune.timing.outcome import LeaderUpdate
+from gemmtune.workers.contract import Limits, WorkerLost, WorkerStartError
+from gemmtune.workers.local_worker import LocalWorker
 from gemmtune.workers.process_tags import tagged
-from gemmtune.workers.worker import Limits, LocalWorker, Worker, WorkerLost, WorkerStartError
+from gemmtune.workers.worker import Worker
 from helpers import context_loss
 
 PROBLEM = Problem("mm", 5, 24, 32, Operand("float32"), Operand("float32", Layout("col"), constant=True), "float32")

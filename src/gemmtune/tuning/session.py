@@ -20,7 +20,7 @@ from ..core.problem import Problem
 from ..core.target import Target
 from ..store.base import Store
 from ..timing.outcome import LeaderUpdate, RaceResult
-from ..workers.worker import MeasurementWorker, WorkerLost
+from ..workers.contract import MeasurementWorker, WorkerLost
 from .candidates import enumerate_candidates
 from .exploration import CONFIRM_END, Build, BuildAhead, Exploration
 from .ledger import Ledger, Row

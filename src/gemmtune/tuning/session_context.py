@@ -14,7 +14,7 @@ from ..core.problem import Problem
 from ..core.target import Target
 from ..core.verdict import FAULTS
 from ..store.base import Store
-from ..workers.worker import MeasurementWorker
+from ..workers.contract import MeasurementWorker
 from .ledger import Ledger, Row
 from .time_budget import TimeBudget
 

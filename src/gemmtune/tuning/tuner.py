@@ -25,7 +25,9 @@ from ..dispatch.portfolio import TunedPoint, layouts_in_use, tuned_point
 from ..store.base import Store
 from ..timing.clock import Latency
 from ..workers.builds import Builders
-from ..workers.worker import Limits, LocalWorker, MeasurementWorker, Worker, WorkerStartError
+from ..workers.contract import Limits, MeasurementWorker, WorkerStartError
+from ..workers.local_worker import LocalWorker
+from ..workers.worker import Worker
 from .candidates import BASELINE_BACKEND, enumerate_candidates
 from .exploration import first_builds
 from .search import get as get_search
