@@ -1,22 +1,22 @@
-# Everything runs in .venv, made on first use. Needed beforehand: Python 3.10+, a C++ compiler and make.
+# Everything runs in .venv, which the first use creates. Requirements: Python 3.10+, a C++ compiler and make.
 #
-#   make demo       tune a Llama-style decoder on this CPU and show what it gained (report.html)
+#   make demo       tune a Llama-style decoder on this CPU and report the speed-up (report.html)
 #   make test       the tests
-#   make lint       style, types and the direction of imports
+#   make lint       style, types and import contracts
 #   make docs       the manual as a site, in build/site
 #   make test-asan  the native tests under AddressSanitizer and UBSan
-#   make bench      the measurements behind docs/figures.md (slow)
-#   make test-gpu   the tests that need a CUDA device, with the Python that has torch for it: PYTHON, nothing is installed
+#   make bench      the CPU benchmarks of docs/figures.md (slow)
+#   make test-gpu   the tests that need a CUDA device, run by PYTHON with its torch; nothing is installed
 #   make test-gpu-sanitizer
-#                   our GPU kernels under compute-sanitizer (memcheck, racecheck)
+#                   gemmtune's GPU kernels under compute-sanitizer (memcheck, racecheck)
 #   make bench-gpu  gemmtune's kernels on a GPU against PyTorch's
-#   make mutants    whether the tests notice changed operators in the source: a sample (hours; scripts/mutants --help)
+#   make mutants    mutation testing: a sample of changed operators that the tests must detect (hours; scripts/mutants --help)
 #   make reliability
-#                   every check of docs/explanation/reliability.md at full size (an hour or two)
+#                   all checks of docs/explanation/reliability.md at full size (an hour or two)
 #
-# PYTHON      the interpreter to make .venv with
-# TORCH       the version of torch. Any but the pinned one gets an environment of its own, .venv-torch$(TORCH), in which
-#             Triton and NVIDIA's libraries are the versions that this torch asks for; the other packages stay pinned:
+# PYTHON      the interpreter for .venv
+# TORCH       the version of torch. A version other than the pinned one has a separate environment, .venv-torch$(TORCH), with
+#             the versions of Triton and NVIDIA's libraries that this torch requires; the other packages stay pinned:
 #             make test TORCH=2.15.0
 #             On Linux x86 PyPI's torch is the CUDA build (2+ GB); for the CPU build:
 #             make demo PIP_ARGS='--extra-index-url https://download.pytorch.org/whl/cpu' TORCH=2.13.0+cpu
@@ -27,7 +27,7 @@ PINNED_TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH ?= $(PINNED_TORCH)
 PIP_ARGS ?=
 VENV := .venv$(patsubst %,-torch%,$(filter-out $(PINNED_TORCH),$(TORCH)))
-# The pins that do not hold beside another torch. torch itself is asked for by its version, and kept at it afterwards.
+# The pins that do not apply to another torch. torch itself is installed by its version, and pinned to it afterwards.
 UNPINNED := torch$(if $(filter-out $(PINNED_TORCH),$(TORCH)),\|triton\|nvidia-[a-z0-9-]*)
 BIN := $(VENV)/bin
 # The variables reach pip's isolated build environment, which -c does not (older pips read the first, newer the second).
@@ -42,7 +42,7 @@ help:
 	@sed -n '/^#   make/s/^#   //p' Makefile
 
 $(VENV)/torch.stamp: constraints.txt
-	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 10) and "gemmtune needs Python 3.10 or newer: make PYTHON=...")'
 	@grep -v '^\($(UNPINNED)\)==' constraints.txt > $(VENV)/constraints.txt
 	@echo "torch==$(TORCH)" >> $(VENV)/constraints.txt

@@ -1,11 +1,11 @@
-"""Kernels served by gemmtune against PyTorch's on the llama-small shapes, paired and interleaved in one process.
+"""Compare gemmtune's kernels with PyTorch's on the llama-small shapes, paired and interleaved in one process.
 
     python benchmarks/cpu.py                      every family, one thread and all threads, M = 1 4 16 64 256
     python benchmarks/cpu.py --quick              one weight, M = 1 16, little time a shape
     python benchmarks/cpu.py --compile --m 1,16   also torch.compile with max-autotune and freezing (slow)
 
-Decisions come from the store ($GEMMTUNE_STORE, default .gemmtune/bench.db); what is missing is tuned first. Writes the
-raw rounds to benchmarks/results/.
+Decisions come from the store ($GEMMTUNE_STORE, default .gemmtune/bench.db); problems without a decision are tuned
+first. The times of all rounds are written to benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ os.environ.setdefault("GEMMTUNE_STORE", str(Path(".gemmtune") / "bench.db"))
 
 import peers
 import torch
-from harness import Entrant, Spread, geomean, interleave, operand_sets, ratios, write
+from harness import Entrant, Spread, geomean, interleave, operand_sets, paired_ratios, write_results
 from torch import Tensor
 
 import gemmtune
@@ -35,10 +35,11 @@ FAMILIES = ("int8wo", "int8", "bf16", "fp32", "fp16", "int4wo")
 
 @dataclass(frozen=True)
 class Row:
-    """One shape: gemmtune's time, each peer's, and gemmtune's speed over each peer round by round (median, quartiles).
+    """Result of one shape: times of gemmtune and of each peer, and gemmtune's speed over each peer, paired by round
+    (median, quartiles).
 
-    kernel: what the Plan says. floor: time of reading the weights (in the same rounds, scaled to all of the problem's
-    traffic) over gemmtune's time, for M = 1; read_gb_s: the rate of that reading.
+    kernel: the packing and the candidate that serve the shape. floor: for M = 1, the time of reading the weights in
+    these rounds, scaled to all of the problem's traffic, over gemmtune's time. read_gb_s: the bandwidth of this read.
     """
 
     family: str
@@ -56,8 +57,8 @@ class Row:
     rounds_us: dict[str, list[float]] = field(repr=False)
 
 
-def ours(x: Tensor, w: peers.Weights, layout: str | None) -> Entrant:
-    """The public op, on weights packed in the Plan's layout; on the raw ones when the Plan keeps them as they are."""
+def gemmtune_entrant(x: Tensor, w: peers.Weights, layout: str | None) -> Entrant:
+    """Return calls of the public op, on packed weights if ``layout`` is given, otherwise on raw weights."""
     quant = {"zero_point": w.zero, **_QUANT.get(w.family, {})}
     if layout is not None:
         packed: list[Any] = [gemmtune.pack(raw, scale=w.scale, layout=layout, **quant) for raw in w.raw]
@@ -74,32 +75,34 @@ def ours(x: Tensor, w: peers.Weights, layout: str | None) -> Entrant:
 _QUANT: dict[str, dict[str, Any]] = {"int8wo": {"bits": 8}, "int4wo": {"bits": 4, "group_size": peers.GROUP}}
 
 
-def reading(w: peers.Weights) -> Entrant:
-    """Reading the same weights in the same rotation, and nothing else: the floor for M = 1."""
-    words = [raw.reshape(-1).view(torch.uint8).view(torch.int64) for raw in w.raw]
-    return Entrant(lambda i: words[i].sum())
+def weight_read_entrant(w: peers.Weights) -> Entrant:
+    """Return an entrant that only reads the weights, one copy a run: the floor for M = 1."""
+    int64_views = [raw.reshape(-1).view(torch.uint8).view(torch.int64) for raw in w.raw]
+    return Entrant(lambda i: int64_views[i].sum())
 
 
 def tune(family: str, k: int, n: int, ms: Sequence[int], budget: float | None) -> dict[int, Decision]:
-    """The decisions for a weight at every M, from the store or made now."""
+    """Return the decisions for a weight by M, from the store or from tuning now."""
     decisions = gemmtune.tune([(build(m, n, k, family), 1) for m in ms], budget=budget)
     gemmtune.refresh()
     return {int(decision.problem["m"]): decision for decision in decisions}
 
 
 def measure(x: Tensor, w: peers.Weights, decisions: dict[int, Decision], args: argparse.Namespace) -> Row:
-    """Race gemmtune and every peer on one shape."""
+    """Time gemmtune and every peer on one shape."""
     m, layout = x.shape[0], choose_packing(list(decisions.values()))
-    rivals = {**peers.eager(x, w), **(peers.compiled(x, w) if args.compile else {})}
-    entrants = {"gemmtune": ours(x, w, layout), **rivals, **({"read": reading(w)} if m == 1 else {})}
+    peer_entrants = {**peers.eager_entrants(x, w), **(peers.compiled_entrants(x, w) if args.compile else {})}
+    entrants = {"gemmtune": gemmtune_entrant(x, w, layout), **peer_entrants}
+    if m == 1:
+        entrants["read"] = weight_read_entrant(w)
     times = interleave(entrants, sets=len(w.raw), seconds=args.seconds)
     medians = {name: Spread.of(values).median for name, values in times.items()}
-    speedups = {name: ratios(times[name], times["gemmtune"]) for name in rivals}
-    best = min(rivals, key=lambda name: medians[name])
+    speedups = {name: paired_ratios(times[name], times["gemmtune"]) for name in peer_entrants}
+    best = min(peer_entrants, key=lambda name: medians[name])
     problem, size = build(m, w.n, w.k, w.family), w.raw[0].numel() * w.raw[0].element_size()
     floor = None
     if "read" in times:
-        floor = ratios(times["read"], times["gemmtune"]).median * problem.min_bytes / size
+        floor = paired_ratios(times["read"], times["gemmtune"]).median * problem.min_bytes / size
     return Row(
         family=w.family,
         threads=torch.get_num_threads(),
@@ -117,23 +120,23 @@ def measure(x: Tensor, w: peers.Weights, decisions: dict[int, Decision], args: a
     )
 
 
-def show(row: Row) -> None:
+def print_row(row: Row) -> None:
     low, high = row.speedups[row.best_peer][1:]
     floor = f"  {row.floor:4.0%} of the read floor at {row.read_gb_s:.1f} GB/s" if row.floor else ""
     others = "  ".join(f"{name} {value:.0f}" for name, value in row.median_us.items() if name in row.speedups)
-    mine = row.median_us["gemmtune"]
+    us = row.median_us["gemmtune"]
     print(
-        f"{row.family:<7} {row.threads}t  M {row.m:<4} {row.k:>5}->{row.n:<5}  gemmtune {mine:9.0f} us  {others} us  "
+        f"{row.family:<7} {row.threads}t  M {row.m:<4} {row.k:>5}->{row.n:<5}  gemmtune {us:9.0f} us  {others} us  "
         f"{row.speedup:5.2f}x [{low:.2f}-{high:.2f}] of {row.best_peer}{floor}",
         flush=True,
     )
 
 
-def ceiling(group: Sequence[Row]) -> float | None:
-    """The speed over the best peer that this machine allows at most, as a geometric mean.
+def speedup_limit(group: Sequence[Row]) -> float | None:
+    """Return the geometric mean of the largest speed over the best peer that this machine allows; None without M = 1.
 
-    A shape takes at least its bytes at the rate of reading its weight in the same run (known where M = 1 was run), and
-    at least its FLOPs at the best rate that anyone reached in the group.
+    A shape takes at least the time of its bytes at the bandwidth at which M = 1 read its weight, and at least the time
+    of its FLOPs at the highest rate that any entrant reached in the group.
     """
     read = {(row.k, row.n): row.read_gb_s * 1e9 for row in group if row.read_gb_s}
     if any((row.k, row.n) not in read for row in group):
@@ -144,42 +147,42 @@ def ceiling(group: Sequence[Row]) -> float | None:
     return geomean(row.median_us[row.best_peer] / (1e6 * floor) for row, floor in zip(group, floors, strict=True))
 
 
-def summary(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Geometric means by family and threads over the best peer (and what the machine allows) and over each peer, the
-    worst shape, the read floor."""
-    found = []
+def summarize(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return geometric means of the speedups by family and threads: over the best peer, over each peer, and the limit
+    of the machine; with the worst shape and the read floor."""
+    lines = []
     for family, threads in dict.fromkeys((row.family, row.threads) for row in rows):
         group = [row for row in rows if (row.family, row.threads) == (family, threads)]
         names = set.intersection(*(set(row.speedups) for row in group))
         floors = [row.floor for row in group if row.floor is not None]
-        found.append(
+        lines.append(
             {
                 "family": family,
                 "threads": threads,
                 "shapes": len(group),
                 "best_peer": geomean(row.speedup for row in group),
-                "ceiling": ceiling(group),
+                "ceiling": speedup_limit(group),
                 "worst": min(row.speedup for row in group),
                 "by_peer": {name: geomean(row.speedups[name][0] for row in group) for name in sorted(names)},
                 "read_floor": geomean(floors) if floors else None,
             }
         )
-    return found
+    return lines
 
 
-def show_summary(lines: Sequence[dict[str, Any]]) -> None:
+def print_summary(lines: Sequence[dict[str, Any]]) -> None:
     print("\nspeed of gemmtune, geometric means (worst: slowest single shape against its best peer)")
     for line in lines:
         peers_text = "  ".join(f"{name} {value:.2f}x" for name, value in line["by_peer"].items())
         floor = f"  read floor at M = 1: {line['read_floor']:.0%}" if line["read_floor"] else ""
-        most = f" of {line['ceiling']:.2f}x possible here" if line["ceiling"] else ""
+        limit = f" of {line['ceiling']:.2f}x possible here" if line["ceiling"] else ""
         print(
-            f"{line['family']:<7} {line['threads']}t  best peer {line['best_peer']:.2f}x{most}  "
+            f"{line['family']:<7} {line['threads']}t  best peer {line['best_peer']:.2f}x{limit}  "
             f"worst {line['worst']:.2f}x  | {peers_text}{floor}  ({line['shapes']} shapes)"
         )
 
 
-def parse() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", default=",".join(FAMILIES), help=f"comma separated [{','.join(FAMILIES)}]")
     parser.add_argument("--threads", default=f"1,{torch.get_num_threads()}", help="comma separated [1 and all]")
@@ -212,16 +215,16 @@ def run(args: argparse.Namespace) -> list[Row]:
                 decisions = tune(family, k, n, args.m, args.budget)
                 for m in args.m:
                     rows.append(measure(peers.make_activations(family, m, k), weights, decisions, args))
-                    show(rows[-1])
+                    print_row(rows[-1])
     return rows
 
 
 def main() -> None:
-    args = parse()
+    args = parse_arguments()
     rows = run(args)
-    lines = summary(rows)
-    show_summary(lines)
-    write("cpu", [asdict(row) for row in rows], summary=lines)
+    lines = summarize(rows)
+    print_summary(lines)
+    write_results("cpu", [asdict(row) for row in rows], summary=lines)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Does ``make demo`` tell the same story each time? Runs of the demo with an empty store each, and their ratios.
+"""Run ``make demo``'s program repeatedly, with an empty store each time, and compare the ratios that it prints.
 
     python benchmarks/demo_repeats.py --runs 10
 
-The demo prints, for each variant and workload, the ratio of tokens a second with its 95% interval over processes. Two
-runs agree on one when their intervals overlap. The table has the ratio's median over runs, the least and the most, and
-how many pairs of runs agree. Each run tunes anew, so that another kernel may serve. Writes all ratios, and each run's
-decisions, to benchmarks/results/; Ctrl-C ends it with the runs that there are.
+The demo prints, for each variant and workload, the ratio of tokens per second with its 95% interval over processes. Two
+runs agree on a ratio if their intervals overlap. The table shows the median, the minimum and the maximum of each ratio
+over runs, and the number of pairs of runs that agree. Each run tunes again, and may choose other kernels. All ratios
+and the decisions of each run are written to benchmarks/results/, also after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -21,34 +21,35 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from harness import write
+from harness import write_results
 
 from gemmtune.store import open_store
 
 HERE = Path(__file__).resolve().parent.parent
 _VARIANT = re.compile(r"^(\w+): outputs (same|NOT the same) within the bound$")
-_PACE = re.compile(
+_RATE = re.compile(
     r"^  (.+?)\s+([\d.]+) ->\s+([\d.]+) tokens/s\s+([\d.]+)x \(([\d.]+)\.\.([\d.]+) over \d+ processes\)$"
 )
 
 Ratio = tuple[float, float, float]
 
 
-def ratios(text: str) -> dict[str, Ratio]:
-    """(estimate, low, high) by variant and workload from what the demo printed. Raises ValueError for wrong outputs."""
-    found: dict[str, Ratio] = {}
+def parse_ratios(text: str) -> dict[str, Ratio]:
+    """Return (estimate, low, high) by variant and workload from the demo's output. Raises ValueError for wrong
+    outputs."""
+    ratios: dict[str, Ratio] = {}
     variant = ""
     for line in text.splitlines():
         if match := _VARIANT.match(line):
             variant = match[1]
             if match[2] != "same":
                 raise ValueError(line)
-        elif match := _PACE.match(line):
-            found[f"{variant}, {match[1]}"] = (float(match[4]), float(match[5]), float(match[6]))
-    return found
+        elif match := _RATE.match(line):
+            ratios[f"{variant}, {match[1]}"] = (float(match[4]), float(match[5]), float(match[6]))
+    return ratios
 
 
-def tuned(path: Path) -> dict[str, dict[str, Any]]:
+def read_decisions(path: Path) -> dict[str, dict[str, Any]]:
     """Return the decisions of the store at ``path`` by problem key: outcome, chosen candidate, each layout's best."""
     store = open_store(path)
     try:
@@ -63,24 +64,24 @@ def tuned(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def run(arguments: list[str]) -> tuple[dict[str, Ratio], dict[str, dict[str, Any]]]:
-    """The ratios of one run, and what it tuned. Raises CalledProcessError when the demo fails."""
+    """Run the demo; return its ratios and its decisions. Raises CalledProcessError when the demo fails."""
     with tempfile.TemporaryDirectory(prefix="gemmtune-demo-") as folder:
         environment = {**os.environ, "GEMMTUNE_STORE": str(Path(folder) / "store.db")}
         command = [sys.executable, "examples/demo.py", "--report", str(Path(folder) / "report.html"), *arguments]
-        ended = subprocess.run(command, cwd=HERE, env=environment, check=True, stdout=subprocess.PIPE, text=True)
-        return ratios(ended.stdout), tuned(Path(folder) / "store.db")
+        finished = subprocess.run(command, cwd=HERE, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+        return parse_ratios(finished.stdout), read_decisions(Path(folder) / "store.db")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=10, help="[10]; what is not known here is the demo's")
-    args, passed = parser.parse_known_args()
+    parser.add_argument("--runs", type=int, default=10, help="[10]; unknown options are passed to the demo")
+    args, demo_args = parser.parse_known_args()
     rows: dict[str, list[Ratio]] = {}
     decisions: list[dict[str, dict[str, Any]]] = []
     for number in range(args.runs):
         try:
-            run_ratios, run_decisions = run(passed)
-        except KeyboardInterrupt:  # what there is, is a result
+            run_ratios, run_decisions = run(demo_args)
+        except KeyboardInterrupt:  # the finished runs are a result
             break
         decisions.append(run_decisions)
         for name, ratio in run_ratios.items():
@@ -93,7 +94,7 @@ def main() -> None:
         centers = [center for center, _, _ in runs]
         print(f"{name:<28}{statistics.median(centers):7.2f}x{min(centers):7.2f}x{max(centers):7.2f}x  "
               f"{agree} of {len(pairs)}")  # fmt: skip
-    write("demo-repeats", rows, tuned=decisions)
+    write_results("demo-repeats", rows, tuned=decisions)
 
 
 if __name__ == "__main__":

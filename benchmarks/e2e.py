@@ -1,5 +1,5 @@
-"""Tokens a second of the example decoder, in turns: eager PyTorch, torch.compile (max-autotune, freezing), gemmtune,
-and the model that gemmtune optimized under the same torch.compile.
+"""Compare tokens per second of the example decoder, interleaved: eager PyTorch, torch.compile (max-autotune, freezing),
+gemmtune, and gemmtune's model under torch.compile.
 
 python benchmarks/e2e.py [--variant int8] [--rounds 7] [--no-compile]
 """
@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 import llama
 import torch
-from harness import Spread, ratios, write
+from harness import Spread, paired_ratios, write_results
 from torch import Tensor
 
 import gemmtune
@@ -29,7 +29,7 @@ PROMPT = 64
 
 
 class Runner:
-    """A decoder (any callable of tokens, cache and position) with a KV cache of its own."""
+    """Decoder (any callable of tokens, cache and position) with a KV cache of its own."""
 
     def __init__(self, run: Any, cache: llama.Cache) -> None:
         self.run, self.cache = run, cache
@@ -40,16 +40,16 @@ class Runner:
 
 
 def compiled(model: llama.Llama) -> Any:
-    """The model under torch.compile as its users would have it. The second position seen makes the position dynamic, so
-    warming up compiles twice and the timed turns not at all."""
+    """Return the model under torch.compile (max-autotune, freezing). The second position makes the position dynamic:
+    the warm-up compiles twice, and the timed runs do not compile."""
     import torch._inductor.config as inductor
 
     inductor.freezing = True
     return torch.compile(model, mode="max-autotune")
 
 
-def _second_llama() -> Any:
-    """examples/llama.py once more, as a module of its own."""
+def _import_llama_again() -> Any:
+    """Return examples/llama.py as a second module."""
     spec = importlib.util.spec_from_file_location("llama_again", llama.__file__)
     assert spec is not None
     assert spec.loader is not None
@@ -59,8 +59,8 @@ def _second_llama() -> Any:
     return module
 
 
-def seconds_a_step(runner: Runner, batch: int, steps: int) -> float:
-    """Greedy decoding of ``steps`` tokens after a prompt of 64 positions."""
+def seconds_per_step(runner: Runner, batch: int, steps: int) -> float:
+    """Return the seconds per token of greedy decoding of ``steps`` tokens after 64 positions."""
     token = torch.zeros(batch, 1, dtype=torch.int64)
     start = time.perf_counter()
     for step in range(steps):
@@ -89,33 +89,35 @@ def main() -> None:
     gemmtune.optimize(tuned, [(step, tuned.new_cache(args.batch), PROMPT)], budget=args.budget)
     runners["gemmtune"] = Runner(tuned, plain.new_cache(args.batch))
     if not args.no_compile:
-        # Classes of its own: compiled models that share one forward's code also share its cache, and slow each other.
-        again, _ = _second_llama().factory(args.variant, llama.Config(layers=args.layers))
-        gemmtune.optimize(again, [(step, again.new_cache(args.batch), PROMPT)], tune=False)
-        runners["gemmtune, compiled"] = Runner(compiled(again), again.new_cache(args.batch))
-    times = race(runners, args)
+        # It has classes of its own: Dynamo keeps its cache on a forward's code, so models that share it slow each
+        # other.
+        second, _ = _import_llama_again().factory(args.variant, llama.Config(layers=args.layers))
+        gemmtune.optimize(second, [(step, second.new_cache(args.batch), PROMPT)], tune=False)
+        runners["gemmtune, compiled"] = Runner(compiled(second), second.new_cache(args.batch))
+    times = interleave_runners(runners, args)
     rows = {name: {"tokens_s": args.batch / Spread.of(t).median, "seconds_a_step": t} for name, t in times.items()}
     for name, row in rows.items():
-        against = ""
-        for mine in (mine for mine in rows if mine.startswith("gemmtune") and mine != name):
-            spread = ratios(times[name], times[mine])
-            against += f"   {mine} is {spread.median:.2f}x [{spread.low:.2f}-{spread.high:.2f}]"
-        print(f"{name:<20}{row['tokens_s']:8.2f} tokens/s{against}")
-    write("e2e", rows, variant=args.variant, batch=args.batch, layers=args.layers)
+        comparison = ""
+        for other in (other for other in rows if other.startswith("gemmtune") and other != name):
+            spread = paired_ratios(times[name], times[other])
+            comparison += f"   {other} is {spread.median:.2f}x [{spread.low:.2f}-{spread.high:.2f}]"
+        print(f"{name:<20}{row['tokens_s']:8.2f} tokens/s{comparison}")
+    write_results("e2e", rows, variant=args.variant, batch=args.batch, layers=args.layers)
 
 
-def race(runners: dict[str, Runner], args: argparse.Namespace) -> dict[str, list[float]]:
-    """Turns of every runner, interleaved, after one turn each to warm up (and compile)."""
+def interleave_runners(runners: dict[str, Runner], args: argparse.Namespace) -> dict[str, list[float]]:
+    """Return the seconds per token of every runner by round, interleaved, after one warm-up run each (which
+    compiles)."""
     times: dict[str, list[float]] = {name: [] for name in runners}
     for runner in runners.values():
-        seconds_a_step(runner, args.batch, args.steps)
+        seconds_per_step(runner, args.batch, args.steps)
     for _ in range(args.rounds):
         for name, runner in runners.items():
-            times[name].append(seconds_a_step(runner, args.batch, args.steps))
+            times[name].append(seconds_per_step(runner, args.batch, args.steps))
     return times
 
 
 if __name__ == "__main__":
-    # Not inference_mode: freezing needs no_grad, and every rival runs under the same.
+    # no_grad and not inference_mode, because freezing requires no_grad; all models run under no_grad.
     with torch.no_grad():
         main()

@@ -1,10 +1,10 @@
-"""Odd sizes against the next round ones, and what packing a weight adds to it.
+"""Compare an odd N with the next multiple of 64, and packed with raw sizes of weights.
 
     python benchmarks/edges.py
 
-Times gemmtune on 512 x 768 x 3073 (bf16) beside the same with N padded to 3136, and F.linear on both, interleaved; then
-prints packed bytes over raw bytes for the weights of llama-small and for N = 3073, in every dtype. What is not in the
-store ($GEMMTUNE_STORE, default .gemmtune/bench.db) is tuned first.
+The first part times gemmtune and F.linear on 512 x 768 x 3073 and on 512 x 768 x 3136 (bf16), interleaved. The second
+part prints packed bytes over raw bytes for the weights of llama-small and for N = 3073, in every dtype. Problems
+without a decision in the store ($GEMMTUNE_STORE, default .gemmtune/bench.db) are tuned first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ os.environ.setdefault("GEMMTUNE_STORE", str(Path(".gemmtune") / "bench.db"))
 
 import peers
 import torch
-from harness import Entrant, Spread, interleave, operand_sets, ratios, write
+from harness import Entrant, Spread, interleave, operand_sets, paired_ratios, write_results
 from torch.nn.functional import linear
 
 import gemmtune
@@ -27,8 +27,8 @@ M, K, ODD, ROUND = 512, 768, 3073, 3136
 WEIGHTS = ((4096, 4096), (11008, 4096), (4096, 11008), (K, ODD))
 
 
-def race(threads: int) -> dict[str, Any]:
-    """Seconds a call of both sizes, ours and F.linear, and the paired ratio odd / round of ours."""
+def compare_n(threads: int) -> dict[str, Any]:
+    """Return the seconds per call of gemmtune and F.linear for both N, and gemmtune's paired ratio odd / round."""
     torch.set_num_threads(threads)
     gemmtune.tune([(build(M, n, K, "bf16"), 1) for n in (ODD, ROUND)])
     gemmtune.refresh()
@@ -40,15 +40,15 @@ def race(threads: int) -> dict[str, Any]:
         entrants[f"gemmtune {n}"] = Entrant(lambda i, packed=packed: gemmtune.linear(x, packed[i]))
         entrants[f"F.linear {n}"] = Entrant(lambda i, raw=raw: linear(x, raw[i]))
     times = interleave(entrants, sets=sets, seconds=8.0)
-    odd = ratios(times[f"gemmtune {ODD}"], times[f"gemmtune {ROUND}"])
+    odd = paired_ratios(times[f"gemmtune {ODD}"], times[f"gemmtune {ROUND}"])
     for name, values in times.items():
         print(f"{threads}t  {name:<14} {Spread.of(values).median * 1e6:8.0f} us")
     print(f"{threads}t  N = {ODD} takes {odd.median:.3f}x [{odd.low:.3f}-{odd.high:.3f}] the time of N = {ROUND}")
     return {"threads": threads, "ratio": odd.median, "quartiles": [odd.low, odd.high], "rounds_s": times}
 
 
-def sizes() -> list[dict[str, Any]]:
-    """Packed over raw bytes of the default layouts, scales and zero points counted on both sides."""
+def packed_sizes() -> list[dict[str, Any]]:
+    """Return packed over raw bytes of the default layouts; both count scales and zero points."""
     rows = []
     for family in ("fp32", "bf16", "fp16", "int8", "int8wo", "int4wo"):
         for k, n in WEIGHTS:
@@ -65,9 +65,9 @@ def sizes() -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    everything = torch.get_num_threads()
-    raced = [race(threads) for threads in sorted({1, everything})]
-    write("edges", sizes(), race=raced)
+    all_threads = torch.get_num_threads()
+    times = [compare_n(threads) for threads in sorted({1, all_threads})]
+    write_results("edges", packed_sizes(), race=times)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""A decoder layer in one CUDA graph on a GPU: with PyTorch's linears, with gemmtune's, and with these one at a time.
+"""Compare a decoder layer in one CUDA graph: PyTorch's linears, gemmtune's, and gemmtune's without overlap.
 
     python benchmarks/gpu_layer.py                         a Llama layer of 4096 and 11008, M = 1 16 64
     python benchmarks/gpu_layer.py --hidden 8192 --inner 28672
 
-Norms, activations and residuals are PyTorch's in all of them; an elementwise op stands for attention, which is no
-matter of GEMMs. q, k and v follow one another, and gate and up: there kernels may overlap (docs/notes/cuda.md). Layers'
-weights alternate, so that they are cold. Decisions come from the store as in h200.py. Writes the raw rounds to
-benchmarks/results/ (or to $OUT).
+Norms, activations and residuals are PyTorch's in all of them; an elementwise op replaces attention, which has no GEMM
+to tune. q, k and v are consecutive, and so are gate and up: their kernels may overlap (docs/notes/cuda.md). Successive
+calls use the weights of different layers, so that no weight is in the L2. Decisions come from the store as in h200.py.
+The times of all rounds are written to benchmarks/results/ (or to $OUT).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from h200 import ALONE, COLD, OURS, alone, race
-from harness import ratios, write
+from h200 import ALONE, COLD, OURS, time_graphs, without_overlap
+from harness import paired_ratios, write_results
 from torch import Tensor
 
 import gemmtune
@@ -31,8 +31,8 @@ Linear = Callable[[Tensor, Tensor], Tensor]
 Weights = dict[str, Tensor]
 
 
-def draw(hidden: int, inner: int, l2: int) -> list[Weights]:
-    """Layers' weights, [N, K] each, as many layers as exceed the L2 several times."""
+def make_weights(hidden: int, inner: int, l2: int) -> list[Weights]:
+    """Return the weights [N, K] of enough layers to exceed the L2 COLD times."""
     shapes = dict.fromkeys("qkvo", (hidden, hidden))
     shapes |= {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
     size = 2 * sum(n * k for n, k in shapes.values())
@@ -44,7 +44,7 @@ def draw(hidden: int, inner: int, l2: int) -> list[Weights]:
 
 
 def layer(x: Tensor, w: Weights, linear: Linear) -> Tensor:
-    """x: [M, hidden]."""
+    """Return the output of one layer. x: [M, hidden]."""
     size = x.shape[-1:]
     h = F.rms_norm(x, size)
     q, k, v = linear(h, w["q"]), linear(h, w["k"]), linear(h, w["v"])
@@ -55,17 +55,20 @@ def layer(x: Tensor, w: Weights, linear: Linear) -> Tensor:
 
 
 def measure(m: int, weights: list[Weights], rounds: int) -> dict[str, Any]:
-    """Race the layer's forms with M rows; one row of the results."""
+    """Time the three forms of the layer with M rows; return one row of the results."""
     x = torch.randn(m, weights[0]["q"].shape[1], device="cuda").bfloat16()
 
-    def own(i: int) -> Tensor:
+    def gemmtune_layer(i: int) -> Tensor:
         return layer(x, weights[i], gemmtune.linear)
 
-    calls = {OURS: own, ALONE: alone(own), "ATen": lambda i: layer(x, weights[i], F.linear)}
+    def torch_layer(i: int) -> Tensor:
+        return layer(x, weights[i], F.linear)
+
+    calls = {OURS: gemmtune_layer, ALONE: without_overlap(gemmtune_layer), "ATen": torch_layer}
     with torch.inference_mode():
-        torch.testing.assert_close(own(0), calls["ATen"](0), rtol=0.05, atol=0.05)
-    times = race(calls, len(weights), rounds)
-    speedups = {name: ratios(times[name], times[OURS]) for name in (ALONE, "ATen")}
+        torch.testing.assert_close(gemmtune_layer(0), calls["ATen"](0), rtol=0.05, atol=0.05)
+    times = time_graphs(calls, len(weights), rounds)
+    speedups = {name: paired_ratios(times[name], times[OURS]) for name in (ALONE, "ATen")}
     return {
         "m": m,
         "median_us": {name: statistics.median(values) for name, values in times.items()},
@@ -87,14 +90,14 @@ def main() -> None:
     gemmtune.tune([(build(m, n, k, "bf16"), 1) for m in ms for n, k in sorted(shapes)], device="cuda")
     gemmtune.refresh()
     print(f"tuned in {time.perf_counter() - start:.0f} s")
-    weights = draw(args.hidden, args.inner, current_target("cuda").caches[2])
+    weights = make_weights(args.hidden, args.inner, current_target("cuda").caches[2])
     rows = []
     for m in ms:
         rows.append(row := {"hidden": args.hidden, "inner": args.inner} | measure(m, weights, args.rounds))
-        shown = "  ".join(f"{name} {us:.1f}" for name, us in row["median_us"].items())
-        over = ", ".join(f"{found[0]:.3f}x of {name}" for name, found in row["speedups"].items())
-        print(f"M {m:<4} {shown} us  {over}", flush=True)
-    write("gpu-layer", rows, gpu=current_target("cuda").to_dict())
+        times = "  ".join(f"{name} {us:.1f}" for name, us in row["median_us"].items())
+        speedups = ", ".join(f"{speedup[0]:.3f}x of {name}" for name, speedup in row["speedups"].items())
+        print(f"M {m:<4} {times} us  {speedups}", flush=True)
+    write_results("gpu-layer", rows, gpu=current_target("cuda").to_dict())
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""What a tuned call costs the host on a GPU, and what a warm store saves.
+"""Measure the host time of tuned calls on a GPU, and of problems that the store already has.
 
     python benchmarks/gpu_overhead.py
 
-Host microseconds a call: the time the calling thread is busy, in bursts short enough that the device's queue never
-fills, all entrants in turns. "cheapest launch" is one ``cuLaunchKernelEx`` of a tiled kernel with its arguments already
-packed; "Triton's launcher" is Triton's own, of a kernel with as many arguments that does nothing. Then the problems of
-four families asked of a store that knows them all. ``torch.empty_like``: every op allocates its result, the cheapest
-launch does not. Writes raw data to benchmarks/results/ (or to $OUT).
+Host time is the time in which the calling thread is busy. The calls run in bursts that are short enough to keep the
+device's queue from filling, interleaved over all entrants. "cheapest launch" is one ``cuLaunchKernelEx`` of a tiled
+kernel with packed arguments; "Triton's launcher" launches an empty kernel with as many arguments. ``torch.empty_like``
+is listed because every op allocates its result and the cheapest launch does not. The second part tunes four families
+whose decisions are all in the store. Raw data is written to benchmarks/results/ (or to $OUT).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-from harness import write
+from harness import write_results
 
 import gemmtune
 from gemmtune import backends
@@ -41,12 +41,12 @@ WIDE = 768  # N and K of a product that the CUDA backend may serve
 
 
 @triton.jit
-def nothing(a, b, c, m, n, k, lda, ldb, ldc, BM: tl.constexpr):
-    """As many arguments as a plain tiled product has."""
+def empty_kernel(a, b, c, m, n, k, lda, ldb, ldc, BM: tl.constexpr):
+    """Triton kernel that does nothing, with as many arguments as a tiled product without epilogue."""
 
 
-def bursts(calls: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
-    """Host microseconds a call by round: a burst of each in random order, the device idle before it."""
+def time_bursts(calls: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
+    """Return the host microseconds per call by round: one burst of each in random order, on an idle device."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     order, rng = list(calls), random.Random(0)
     for call in calls.values():
@@ -65,8 +65,8 @@ def bursts(calls: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
     return times
 
 
-def bare(problem: Any, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Callable[[], Any]:
-    """One driver launch of a plain tiled kernel, everything else done beforehand."""
+def bare_launch(problem: Any, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Callable[[], Any]:
+    """Return one driver launch of a tiled kernel without epilogue, with all other work done in advance."""
     target, backend = current_target("cuda"), backends.get("triton")
     candidate = next(
         item
@@ -77,10 +77,10 @@ def bare(problem: Any, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> C
     function: Function = kernel.function(0)
     addresses = dict(zip(("a_ptr", "b_ptr", "c_ptr"), (t.data_ptr() for t in (a, b, out)), strict=True))
     arguments = zip(function.header.arguments, kernel.arguments(M, {}), strict=True)
-    block = LaunchArgs(function, kernel.grid(M), [addresses.get(name, value) for name, value in arguments])
-    _, config, launch, _ = block.held
+    launch_args = LaunchArgs(function, kernel.grid(M), [addresses.get(name, value) for name, value in arguments])
+    _, config, launch, _ = launch_args.held
     config.stream = torch.cuda.current_stream().cuda_stream
-    return lambda kept=block: launch()  # what the driver reads lives in the block
+    return lambda owner=launch_args: launch()  # launch_args owns the memory that the driver reads
 
 
 def main() -> None:
@@ -94,13 +94,13 @@ def main() -> None:
     xf, wf = x.to(torch.float8_e4m3fn), w.to(torch.float8_e4m3fn)
     one_m, one_n = torch.ones(M, 1, device="cuda"), torch.ones(1, N, device="cuda")
     scale = torch.ones(N, device="cuda").bfloat16()
-    w8_t, wf_t = w8.t(), wf.t()  # a view that the caller makes is no cost of an op's
+    w8_t, wf_t = w8.t(), wf.t()  # views that the caller makes are not part of the op
     out = torch.empty(M, N, dtype=torch.bfloat16, device="cuda")
     with torch.inference_mode():
-        times = bursts({
-            "cheapest launch": bare(problems[0][0], out, x, w.t()),
+        times = time_bursts({
+            "cheapest launch": bare_launch(problems[0][0], out, x, w.t()),
             "torch.empty_like": lambda: torch.empty_like(out),
-            "Triton's launcher": lambda: nothing[(8,)](x, w, out, M, N, K, K, K, N, BM=16),
+            "Triton's launcher": lambda: empty_kernel[(8,)](x, w, out, M, N, K, K, K, N, BM=16),
             "F.linear": lambda: F.linear(x, w),
             "gemmtune.linear": lambda: gemmtune.linear(x, w),
             f"gemmtune.linear, {str(wide.chosen).partition('[')[0]}": lambda: gemmtune.linear(x_wide, w_wide),
@@ -110,18 +110,18 @@ def main() -> None:
             "gemmtune.scaled_mm": lambda: gemmtune.scaled_mm(xf, wf_t, one_m, one_n, out_dtype=torch.bfloat16),
             "gemmtune.mixed_mm": lambda: gemmtune.mixed_mm(x, w8_t, scale),
         })  # fmt: skip
-    base = statistics.median(times["cheapest launch"])
+    base_us = statistics.median(times["cheapest launch"])
     for name, values in times.items():
-        middle = statistics.median(values)
+        median = statistics.median(values)
         low, _, high = statistics.quantiles(values, n=4)
-        print(f"{name:<28} {middle:6.2f} us ({low:.2f}..{high:.2f})  {middle - base:+6.2f} over the cheapest launch")
+        print(f"{name:<28} {median:6.2f} us ({low:.2f}..{high:.2f})  {median - base_us:+6.2f} over the cheapest launch")
     start = time.perf_counter()
     decisions = gemmtune.tune(problems, device="cuda", backends=("triton", "aten"))
-    warm = time.perf_counter() - start
+    store_hits_s = time.perf_counter() - start
     served = [decision.chosen for decision in decisions]
-    print(f"asked again: {len(decisions)} problems in {warm * 1e3:.1f} ms; {served}")
+    print(f"asked again: {len(decisions)} problems in {store_hits_s * 1e3:.1f} ms; {served}")
     rows = {name: [round(value, 3) for value in values] for name, values in times.items()}
-    write("gpu-overhead", rows, warm_s=warm, served=served, gpu=current_target("cuda").to_dict())
+    write_results("gpu-overhead", rows, warm_s=store_hits_s, served=served, gpu=current_target("cuda").to_dict())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the benchmarks share: interleaved timing, medians with their spread, and raw results with their machine."""
+"""Shared code of the benchmarks: interleaved timing, medians with quartiles, and files of raw results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass(frozen=True)
 class Entrant:
-    """Something to time. run(i) does its work on operand set i; calls: how many calls of the op that is."""
+    """Function to time. run(i) uses operand set i; calls: the number of calls of the op that one run makes."""
 
     run: Callable[[int], Any]
     calls: int = 1
@@ -29,7 +29,7 @@ class Entrant:
 
 @dataclass(frozen=True)
 class Spread:
-    """Median and quartiles of seconds a call, with the raw times."""
+    """Median and lower and upper quartile of a sample, with the raw values."""
 
     median: float
     low: float
@@ -45,40 +45,41 @@ class Spread:
 def interleave(
     entrants: Mapping[str, Entrant], *, sets: int, seconds: float, rounds: tuple[int, int] = (9, 101), seed: int = 0
 ) -> dict[str, list[float]]:
-    """Time every entrant once a round, in an order shuffled each round, for ``seconds`` in all.
+    """Return the seconds per call of every entrant, one value per round: index r of every list is round r.
 
-    A turn of a fast entrant is repeated until it lasts about half a millisecond, each repeat on the next operand set.
-    rounds: the least and the most. Returns seconds a call, by round: entry r of every list is of the same round.
+    Each round times every entrant once, in a new random order. A fast entrant runs repeatedly, for about half a
+    millisecond, each time on the next operand set. The rounds end after ``seconds``; ``rounds`` is their least and
+    greatest number.
     """
-    repeats = {name: _repeats(entrant, sets) for name, entrant in entrants.items()}
+    repeats = {name: _choose_repeats(entrant, sets) for name, entrant in entrants.items()}
     times: dict[str, list[float]] = {name: [] for name in entrants}
-    order, rng, turn = list(entrants), random.Random(seed), 0
+    order, rng, first_set = list(entrants), random.Random(seed), 0
     deadline = time.perf_counter() + seconds
     while len(times[order[0]]) < rounds[0] or (time.perf_counter() < deadline and len(times[order[0]]) < rounds[1]):
         rng.shuffle(order)
         for name in order:
-            turn += 1
-            times[name].append(_turn(entrants[name], repeats[name], turn, sets))
+            first_set += 1
+            times[name].append(_time_run(entrants[name], repeats[name], first_set, sets))
     return times
 
 
-def _turn(entrant: Entrant, repeats: int, turn: int, sets: int) -> float:
+def _time_run(entrant: Entrant, repeats: int, first_set: int, sets: int) -> float:
     start = time.perf_counter()
-    for step in range(repeats):
-        entrant.run((turn + step) % sets)
+    for repeat in range(repeats):
+        entrant.run((first_set + repeat) % sets)
     return (time.perf_counter() - start) / (repeats * entrant.calls)
 
 
-def _repeats(entrant: Entrant, sets: int) -> int:
-    """Warm up on every operand set, then choose how many runs make half a millisecond."""
+def _choose_repeats(entrant: Entrant, sets: int) -> int:
+    """Warm up on every operand set; return the number of runs that take half a millisecond."""
     for index in range(sets):
         entrant.run(index)
-    once = min(_turn(entrant, 1, index, sets) for index in range(sets)) * entrant.calls
-    return max(1, math.ceil(0.5e-3 / max(once, 1e-7)))
+    run_s = min(_time_run(entrant, 1, index, sets) for index in range(sets)) * entrant.calls
+    return max(1, math.ceil(0.5e-3 / max(run_s, 1e-7)))
 
 
-def ratios(slow: Sequence[float], fast: Sequence[float]) -> Spread:
-    """How many times faster ``fast`` is, round by round: paired, so that a slow moment of the host cancels."""
+def paired_ratios(slow: Sequence[float], fast: Sequence[float]) -> Spread:
+    """Return the speed of ``fast`` over ``slow``, paired by round, so that a slowdown of the host cancels."""
     return Spread.of([a / b for a, b in zip(slow, fast, strict=True)])
 
 
@@ -87,33 +88,32 @@ def geomean(values: Iterable[float]) -> float:
     return math.exp(sum(logs) / len(logs)) if logs else float("nan")
 
 
-def operand_sets(weight_bytes: int, *, most: int = 24) -> int:
-    """How many copies of a weight exceed twice the last-level cache (32 MB when unknown)."""
+def operand_sets(weight_bytes: int, *, max_sets: int = 24) -> int:
+    """Return how many copies of a weight exceed twice the last-level cache (32 MB when unknown)."""
     caches = current_target().caches
     cache = max(caches, default=0) or 32 << 20
-    return max(2, min(most, math.ceil(2 * cache / max(1, weight_bytes)) + 1))
+    return max(2, min(max_sets, math.ceil(2 * cache / max(1, weight_bytes)) + 1))
 
 
-def write(name: str, rows: Any, **more: Any) -> Path:
-    """Keep raw results as <name>-<time>.json in benchmarks/results/, or in $OUT when that is set, with the machine and
-    the commit they come from."""
+def write_results(name: str, rows: Any, **extra: Any) -> Path:
+    """Write raw results, with the machine and the commit, to <name>-<time>.json in benchmarks/results/ (or in $OUT)."""
     folder = Path(os.environ.get("OUT") or RESULTS)
     folder.mkdir(exist_ok=True)
-    document = header(name)
+    document = describe_run(name)
     path = folder / f"{name}-{document['made']}.json"
-    path.write_text(json.dumps({**document, **more, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps({**document, **extra, "rows": rows}, indent=1) + "\n", encoding="utf-8")
     print(f"raw data: {path}")
     return path
 
 
-def header(name: str) -> dict[str, Any]:
-    """What raw results of now begin with: when, at which commit and on which machine they were made."""
+def describe_run(name: str) -> dict[str, Any]:
+    """Return the first entries of a results file: the benchmark, the time, the commit and the machine."""
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
-    return {"benchmark": name, "made": stamp, "commit": commit(), "target": current_target().to_dict()}
+    return {"benchmark": name, "made": stamp, "commit": current_commit(), "target": current_target().to_dict()}
 
 
-def commit() -> str:
-    """The checked-out commit, with ``+`` when tracked files differ from it."""
+def current_commit() -> str:
+    """Return the checked-out commit, with ``+`` when tracked files differ from it."""
     try:
         head = _git("rev-parse", "HEAD")
         return head + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
@@ -122,5 +122,5 @@ def commit() -> str:
 
 
 def _git(*args: str) -> str:
-    here = Path(__file__).parent
-    return subprocess.run(["git", *args], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
+    folder = Path(__file__).parent
+    return subprocess.run(["git", *args], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()

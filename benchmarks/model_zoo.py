@@ -1,7 +1,7 @@
-"""The models of ``benchmarks/models.py``: small configurations with random weights, made without the network.
+"""Models of ``benchmarks/models.py``: small configurations with random weights; no network access.
 
-A ``Case`` makes one model and the inputs of one forward. Widths are 256 to 512 (so that a linear is work, not only
-overhead), depths 2 (of a hierarchical vision model: one or two blocks a stage).
+A ``Case`` constructs one model and the inputs of one forward. Widths are 256 to 512, so that linears cost more than the
+overhead of a call; depths are 2 (hierarchical vision models: one or two blocks per stage).
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from torch import Tensor, nn
 Inputs = dict[str, Any]
 
 INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]
-SCALE = int(os.environ.get("GEMMTUNE_MODELS_SCALE", "1"))  # of the widths and the number of heads
-GROUP = 32 if SCALE == 1 else 128  # of int4 weights: 128 is torchao's default, 32 fits the small widths
+SCALE = int(os.environ.get("GEMMTUNE_MODELS_SCALE", "1"))  # factor of the widths and of the number of heads
+GROUP = 32 if SCALE == 1 else 128  # group size of int4 weights: 128 is torchao's default, 32 fits the small widths
 VOCABULARY, TOKENS = 1024, 64
 WIDTH, INNER, HEADS, LAYERS = 256 * SCALE, 512 * SCALE, 4 * SCALE, 2
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model of the benchmark.
+    """Model of the benchmark.
 
-    make: the model in fp32 and eval mode, its random weights drawn from torch's generator. inputs: keyword arguments of
-    a forward of ``length`` tokens; its floating tensors are cast to the row's dtype. prompt: keyword arguments of
-    ``generate``; None where the class cannot generate. differentiable: a floating input, or ``inputs_embeds`` in the
-    place of ``input_ids``, by which outputs are differentiated. dtypes: those that the model is run in.
-    change: what is done to the model in the row's dtype, before it is optimized (an adapter, a quantisation).
-    exact: whether a float64 copy of the model is its reference. package: the library that the model needs.
+    make: returns the model in fp32 and eval mode, with random weights from torch's generator. inputs: returns the
+    keyword arguments of a forward of ``length`` tokens; floating tensors are cast to the row's dtype. prompt: returns
+    the keyword arguments of ``generate``; None if the class cannot generate. differentiable: the input for the check of
+    gradients, a floating one or ``inputs_embeds`` instead of ``input_ids``. dtypes: the dtypes of the model's rows.
+    change: a change of the model in the row's dtype (an adapter, a quantisation). optimize_first: whether ``optimize``
+    runs before ``change``. package: the library that the model needs. lengths: the token counts of the forwards. extra:
+    further checks of PEFT.
     """
 
     name: str
@@ -62,12 +63,12 @@ def _add(case: Case) -> None:
 
 
 def ids(length: int, batch: int = 1) -> Tensor:
-    """Token ids [batch, length] without special ones."""
+    """Return token ids [batch, length] without special tokens."""
     return torch.randint(10, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(length))
 
 
 def normal(*shape: int) -> Tensor:
-    """Random fp32 values."""
+    """Return random fp32 values."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(1))
 
 
@@ -79,7 +80,7 @@ def _encoder_inputs(length: int) -> Inputs:
     return {"input_ids": ids(length), "attention_mask": torch.ones(1, length, dtype=torch.int64)}
 
 
-def _both_inputs(length: int) -> Inputs:
+def _encoder_decoder_inputs(length: int) -> Inputs:
     return {"input_ids": ids(TOKENS), "decoder_input_ids": ids(length), "use_cache": False}
 
 
@@ -87,21 +88,21 @@ def _prompt(length: int = 8) -> Inputs:
     return {"input_ids": ids(length), "attention_mask": torch.ones(1, length, dtype=torch.int64)}
 
 
-def _pixels(size: int) -> Callable[[int], Inputs]:
+def _pixel_inputs(size: int) -> Callable[[int], Inputs]:
     return lambda length: {"pixel_values": normal(1, 3, size, size)}
 
 
 # --- classes of transformers -------------------------------------------------------------------------------------
 
 
-def _named(name: str) -> Any:
+def _transformers_class(name: str) -> Any:
     return getattr(importlib.import_module("transformers"), name)
 
 
 def _transformer(model: str, config: str, **values: Any) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
-        made: nn.Module = _named(model)(_named(config)(**values))
-        return made.eval()
+        module: nn.Module = _transformers_class(model)(_transformers_class(config)(**values))
+        return module.eval()
 
     return make
 
@@ -144,12 +145,12 @@ def _encoder(name: str, model: str, config: str, **values: Any) -> None:
               lengths=(TOKENS,)))  # fmt: skip
 
 
-def _both(name: str, model: str, config: str, **values: Any) -> None:
-    _add(Case(name, "encoder-decoder", _transformer(model, config, **values), _both_inputs, _prompt))
+def _encoder_decoder(name: str, model: str, config: str, **values: Any) -> None:
+    _add(Case(name, "encoder-decoder", _transformer(model, config, **values), _encoder_decoder_inputs, _prompt))
 
 
 def _vision(name: str, model: str, config: str, size: int = 64, **values: Any) -> None:
-    _add(Case(name, "vision", _transformer(model, config, **values), _pixels(size), None, "pixel_values",
+    _add(Case(name, "vision", _transformer(model, config, **values), _pixel_inputs(size), None, "pixel_values",
               lengths=(TOKENS,)))  # fmt: skip
 
 
@@ -207,14 +208,14 @@ _decoder(
     attention_hidden_size=WIDTH, intermediate_size=INNER, num_hidden_layers=LAYERS, context_length=256, **_GPT,
 )  # fmt: skip
 
-_both(
+_encoder_decoder(
     "t5", "T5ForConditionalGeneration", "T5Config", vocab_size=VOCABULARY, d_model=WIDTH, d_kv=64, d_ff=INNER,
     num_layers=LAYERS, num_heads=HEADS, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1,
 )  # fmt: skip
-_both("bart", "BartForConditionalGeneration", "BartConfig", **_BART)
-_both("mbart", "MBartForConditionalGeneration", "MBartConfig", **_BART)
-_both("marian", "MarianMTModel", "MarianConfig", **_BART)
-_both("pegasus", "PegasusForConditionalGeneration", "PegasusConfig", **_BART)
+_encoder_decoder("bart", "BartForConditionalGeneration", "BartConfig", **_BART)
+_encoder_decoder("mbart", "MBartForConditionalGeneration", "MBartConfig", **_BART)
+_encoder_decoder("marian", "MarianMTModel", "MarianConfig", **_BART)
+_encoder_decoder("pegasus", "PegasusForConditionalGeneration", "PegasusConfig", **_BART)
 
 _encoder("bert", "BertForMaskedLM", "BertConfig", **_BERT)
 _encoder("roberta", "RobertaForMaskedLM", "RobertaConfig", **_BERT)
@@ -246,7 +247,7 @@ _vision(
 )  # fmt: skip
 
 
-def _two_towers(length: int) -> Inputs:
+def _text_image_inputs(length: int) -> Inputs:
     return {"input_ids": ids(16), "pixel_values": normal(1, 3, 64, 64)}
 
 
@@ -254,7 +255,7 @@ for _name, _model, _config in (("clip", "CLIPModel", "CLIPConfig"), ("siglip", "
     _add(
         Case(
             _name, "vision", _transformer(_model, _config, text_config=dict(_TEXT), vision_config=dict(_VISION)),
-            _two_towers, None, "pixel_values", lengths=(TOKENS,),
+            _text_image_inputs, None, "pixel_values", lengths=(TOKENS,),
         )
     )  # fmt: skip
 _add(
@@ -298,7 +299,7 @@ TRANSFORMERS = tuple(CASES)
 # --- torch.nn ----------------------------------------------------------------------------------------------------
 
 
-def _torch(name: str, make: Callable[[], nn.Module], inputs: Callable[[int], Inputs], by: str) -> None:
+def _torch_nn(name: str, make: Callable[[], nn.Module], inputs: Callable[[int], Inputs], by: str) -> None:
     _add(Case(name, "torch.nn", lambda: make().eval(), inputs, None, by, package="torch"))
 
 
@@ -306,23 +307,23 @@ def _encoder_layer() -> nn.TransformerEncoderLayer:
     return nn.TransformerEncoderLayer(WIDTH, HEADS, INNER, batch_first=True)
 
 
-_torch("nn.TransformerEncoderLayer", _encoder_layer, lambda length: {"src": normal(1, length, WIDTH)}, "src")
-_torch(
+_torch_nn("nn.TransformerEncoderLayer", _encoder_layer, lambda length: {"src": normal(1, length, WIDTH)}, "src")
+_torch_nn(
     "nn.TransformerEncoder", lambda: nn.TransformerEncoder(_encoder_layer(), LAYERS),
     lambda length: {"src": normal(1, length, WIDTH)}, "src",
 )  # fmt: skip
-_torch(
+_torch_nn(
     "nn.TransformerDecoderLayer", lambda: nn.TransformerDecoderLayer(WIDTH, HEADS, INNER, batch_first=True),
     lambda length: {"tgt": normal(1, length, WIDTH), "memory": normal(1, TOKENS, WIDTH)}, "tgt",
 )  # fmt: skip
-_torch(
+_torch_nn(
     "nn.Transformer", lambda: nn.Transformer(WIDTH, HEADS, LAYERS, LAYERS, INNER, batch_first=True),
     lambda length: {"src": normal(1, TOKENS, WIDTH), "tgt": normal(1, length, WIDTH)}, "tgt",
 )  # fmt: skip
 
 
 class Mlp(nn.Module):
-    """Linears in a row, for torchao's formats: a forward of one floating argument ``x`` [.., WIDTH]."""
+    """Two linears with a GELU, for torchao's formats; ``forward`` takes one floating argument ``x`` [.., WIDTH]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -333,19 +334,19 @@ class Mlp(nn.Module):
         return y
 
 
-_torch("nn.Sequential", Mlp, lambda length: {"x": normal(1, length, WIDTH)}, "x")
+_torch_nn("nn.Sequential", Mlp, lambda length: {"x": normal(1, length, WIDTH)}, "x")
 
 
 # --- PEFT --------------------------------------------------------------------------------------------------------
 
 
 def _lora(model: nn.Module) -> nn.Module:
-    """The model with LoRA adapters that change its outputs."""
+    """Return the model with LoRA adapters that change its outputs."""
     peft: Any = importlib.import_module("peft")
     config = peft.LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"],
                              init_lora_weights=False)  # fmt: skip
-    made: nn.Module = peft.get_peft_model(model, config).eval()
-    return made
+    adapted: nn.Module = peft.get_peft_model(model, config).eval()
+    return adapted
 
 
 def _lora_merged(model: nn.Module) -> nn.Module:
@@ -367,16 +368,17 @@ _add(Case("peft: merged before", "PEFT", _LLAMA_MODEL, _decoder_inputs, _prompt,
 
 
 def _quantised(config: str, **values: Any) -> Callable[[nn.Module], nn.Module]:
-    """A change by ``torchao.quantization.quantize_``. A value ``PerGroup.32`` stands for ``PerGroup(32)``."""
+    """Return a ``change`` by ``torchao.quantization.quantize_``. A value ``PerGroup.32`` stands for
+    ``PerGroup(32)``."""
 
     def change(model: nn.Module) -> nn.Module:
         quantization: Any = importlib.import_module("torchao.quantization")
-        chosen = dict(values)
+        arguments = dict(values)
         for name, value in values.items():
             kind, _, size = value.partition(".") if isinstance(value, str) else ("", "", "")
             if size:
-                chosen[name] = getattr(quantization, kind)(int(size))
-        quantization.quantize_(model, getattr(quantization, config)(**chosen))
+                arguments[name] = getattr(quantization, kind)(int(size))
+        quantization.quantize_(model, getattr(quantization, config)(**arguments))
         return model
 
     return change

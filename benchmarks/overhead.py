@@ -1,4 +1,4 @@
-"""What gemmtune costs beside the kernels: dispatch in microseconds, import time, the store, built kernels.
+"""Measure gemmtune's overhead outside kernels: dispatch, import, store look-ups and artifact look-ups.
 
 python benchmarks/overhead.py
 """
@@ -20,7 +20,7 @@ os.environ["GEMMTUNE_STORE"] = str(Path(tempfile.mkdtemp(prefix="gemmtune-overhe
 
 import torch
 import torch.nn.functional as F
-from harness import Entrant, Spread, interleave, write
+from harness import Entrant, Spread, interleave, write_results
 
 import gemmtune
 from gemmtune import fuse
@@ -29,44 +29,46 @@ from gemmtune.dispatch import current_target
 from gemmtune.store import Artifacts, open_store
 
 
-def dispatch() -> dict[str, tuple[float, float]]:
-    """Microseconds a call, 8x8: what gemmtune adds to PyTorch's own op. Each pair: (PyTorch, gemmtune)."""
+def time_dispatch() -> dict[str, tuple[float, float]]:
+    """Return (PyTorch, gemmtune) microseconds per call by op, on 8x8 operands, where overhead dominates."""
     gemmtune.tune([(build(8, 8, 8, "fp32"), 1)], budget=1.0)
     gemmtune.refresh()
     x, w, b, out = (torch.randn(8, 8) for _ in range(4))
     packed, relu = gemmtune.pack(w), (fuse.relu(),)
     layer, packed_layer = (torch.nn.Linear(8, 8, bias=False).requires_grad_(False) for _ in range(2))
     packed_layer.weight = torch.nn.Parameter(gemmtune.nn.PackedTensor.of(packed), requires_grad=False)
-    turned = torch.nn.Parameter(gemmtune.nn.PackedTensor.of(packed, transposed=True), requires_grad=False)
+    w_kn = torch.nn.Parameter(gemmtune.nn.PackedTensor.of(packed, transposed=True), requires_grad=False)
     bias = torch.randn(8)
     rows = {
-        "linear with a Plan, 8x8": _pair(lambda: F.linear(x, w), lambda: gemmtune.linear(x, w)),
-        "linear, packed weight, 8x8": _pair(lambda: F.linear(x, w), lambda: gemmtune.linear(x, packed)),
-        "nn.Linear, packed weight, 8x8": _pair(lambda: layer(x), lambda: packed_layer(x)),
-        "addmm, packed weight [K, N]": _pair(lambda: torch.addmm(bias, x, b), lambda: torch.addmm(bias, x, turned)),
-        "mm without a Plan, 8x8": _pair(lambda: torch.mm(x, b), lambda: gemmtune.mm(x, b)),
-        "mm with out=": _pair(lambda: torch.mm(x, b, out=out), lambda: gemmtune.mm(x, b, out=out)),
-        "linear with epilogue=": _pair(lambda: F.linear(x, w).relu(), lambda: gemmtune.linear(x, w, epilogue=relu)),
+        "linear with a Plan, 8x8": _pair_us(lambda: F.linear(x, w), lambda: gemmtune.linear(x, w)),
+        "linear, packed weight, 8x8": _pair_us(lambda: F.linear(x, w), lambda: gemmtune.linear(x, packed)),
+        "nn.Linear, packed weight, 8x8": _pair_us(lambda: layer(x), lambda: packed_layer(x)),
+        "addmm, packed weight [K, N]": _pair_us(lambda: torch.addmm(bias, x, b), lambda: torch.addmm(bias, x, w_kn)),
+        "mm without a Plan, 8x8": _pair_us(lambda: torch.mm(x, b), lambda: gemmtune.mm(x, b)),
+        "mm with out=": _pair_us(lambda: torch.mm(x, b, out=out), lambda: gemmtune.mm(x, b, out=out)),
+        "linear with epilogue=": _pair_us(lambda: F.linear(x, w).relu(), lambda: gemmtune.linear(x, w, epilogue=relu)),
     }
-    for name, (plain, mine) in rows.items():
-        print(f"{name:<28} PyTorch {plain:6.2f} us  gemmtune {mine:6.2f} us  ({mine - plain:+.2f})")
+    for name, (torch_us, gemmtune_us) in rows.items():
+        print(f"{name:<28} PyTorch {torch_us:6.2f} us  gemmtune {gemmtune_us:6.2f} us  ({gemmtune_us - torch_us:+.2f})")
     return rows
 
 
-def _pair(plain: Callable[[], Any], mine: Callable[[], Any]) -> tuple[float, float]:
-    def loop(action: Callable[[], Any]) -> Entrant:
+def _pair_us(torch_call: Callable[[], Any], gemmtune_call: Callable[[], Any]) -> tuple[float, float]:
+    def repeated(call: Callable[[], Any]) -> Entrant:
         def run(_: int) -> None:
             for _ in range(1000):
-                action()
+                call()
 
         return Entrant(run, calls=1000)
 
-    times = interleave({"plain": loop(plain), "mine": loop(mine)}, sets=1, seconds=3.0, rounds=(51, 401))
-    return Spread.of(times["plain"]).median * 1e6, Spread.of(times["mine"]).median * 1e6
+    times = interleave(
+        {"torch": repeated(torch_call), "gemmtune": repeated(gemmtune_call)}, sets=1, seconds=3.0, rounds=(51, 401)
+    )
+    return Spread.of(times["torch"]).median * 1e6, Spread.of(times["gemmtune"]).median * 1e6
 
 
-def importing(rounds: int = 9) -> tuple[float, float]:
-    """Seconds to ``import torch``, and to ``import gemmtune`` after it, medians over fresh processes."""
+def time_import(rounds: int = 9) -> tuple[float, float]:
+    """Return the seconds of ``import torch`` and of ``import gemmtune`` after it: medians over new processes."""
     code = (
         "import time; a = time.perf_counter(); import torch; b = time.perf_counter(); import gemmtune; gemmtune.mm; "
         "c = time.perf_counter(); print(b - a, c - b)"
@@ -75,13 +77,13 @@ def importing(rounds: int = 9) -> tuple[float, float]:
     for _ in range(rounds):
         text = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
         samples.append(tuple(float(part) for part in text.split()))
-    torch_s, ours_s = (statistics.median(column) for column in zip(*samples, strict=True))
-    print(f"import torch {torch_s * 1e3:.0f} ms; import gemmtune after it {ours_s * 1e3:.0f} ms")
-    return torch_s, ours_s
+    torch_s, gemmtune_s = (statistics.median(column) for column in zip(*samples, strict=True))
+    print(f"import torch {torch_s * 1e3:.0f} ms; import gemmtune after it {gemmtune_s * 1e3:.0f} ms")
+    return torch_s, gemmtune_s
 
 
-def store_hit(rounds: int = 501) -> float:
-    """Seconds for the store to answer a problem it knows (median), the file already open."""
+def time_store_hit(rounds: int = 501) -> float:
+    """Return the median seconds of a store hit; the file is already open."""
     target, key = current_target(), build(8, 8, 8, "fp32").key
     store = open_store()
     if store.get(target, key) is None:
@@ -97,8 +99,8 @@ def store_hit(rounds: int = 501) -> float:
     return median
 
 
-def artifact_found(count: int = 3000, rounds: int = 101) -> float:
-    """Seconds to find one built kernel among many (median), its bytes checked."""
+def time_artifact_lookup(count: int = 3000, rounds: int = 101) -> float:
+    """Return the median seconds of loading one of ``count`` artifacts, including the check of its bytes."""
     artifacts = Artifacts(Path(tempfile.mkdtemp(prefix="gemmtune-overhead-")) / "artifacts")
     keys = [hashlib.sha256(str(number).encode()).hexdigest() for number in range(count)]
     for key in keys:
@@ -115,10 +117,10 @@ def artifact_found(count: int = 3000, rounds: int = 101) -> float:
 
 def main() -> None:
     with torch.inference_mode():
-        rows = dispatch()
-    torch_s, ours_s = importing()
-    stored = {"store_hit_s": store_hit(), "artifact_found_s": artifact_found()}
-    write("overhead", rows, import_torch_s=torch_s, import_gemmtune_s=ours_s, **stored)
+        rows = time_dispatch()
+    torch_s, gemmtune_s = time_import()
+    store_times = {"store_hit_s": time_store_hit(), "artifact_found_s": time_artifact_lookup()}
+    write_results("overhead", rows, import_torch_s=torch_s, import_gemmtune_s=gemmtune_s, **store_times)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The rivals of benchmarks/cpu.py, by family: what PyTorch offers for the same multiply on a CPU today."""
+"""Peers of benchmarks/cpu.py by family: PyTorch's functions for these products on a CPU."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ GROUP = 128  # int4: elements of K that share a scale and a zero point
 
 @dataclass(frozen=True)
 class Weights:
-    """Copies of one constant operand, more than the cache holds. raw: [N, K] each (int4: uint8 [N, K / 2], pairs along
-    K, low nibble first); scale, zero: per output channel [N], or per group [groups, N]; None for plain floats."""
+    """Copies of one constant operand, larger together than the cache. raw: [N, K] each (int4: uint8 [N, K / 2], pairs
+    along K, low nibble first). scale, zero: one for each output channel [N] or group [groups, N]; None for floats."""
 
     family: str
     k: int
@@ -28,7 +28,7 @@ class Weights:
 
 
 def make_weights(family: str, k: int, n: int, copies: int) -> Weights:
-    """Random weights of realistic size; every copy is different."""
+    """Return random weights with the magnitudes of trained ones; all copies differ."""
     generator = torch.Generator().manual_seed(k * 7 + n)
     if family in FLOATS:
         base = torch.randn(n, k, generator=generator) / k**0.5
@@ -46,15 +46,15 @@ def make_weights(family: str, k: int, n: int, copies: int) -> Weights:
 
 
 def make_activations(family: str, m: int, k: int) -> Tensor:
-    """Random activations [m, k] of the family's dtype."""
+    """Return random activations [m, k] of the family's dtype."""
     generator = torch.Generator().manual_seed(m)
     if family == "int8":
         return torch.randint(-128, 128, (m, k), generator=generator, dtype=torch.int8)
     return torch.randn(m, k, generator=generator).to(FLOATS.get(family, torch.bfloat16))
 
 
-def eager(x: Tensor, w: Weights) -> dict[str, Entrant]:
-    """What PyTorch users call, and oneDNN on prepacked weights (what frozen graphs use)."""
+def eager_entrants(x: Tensor, w: Weights) -> dict[str, Entrant]:
+    """Return PyTorch's eager functions for a family, and oneDNN on prepacked weights, which frozen graphs use."""
     return {
         "fp32": _eager_float,
         "bf16": _eager_float,
@@ -66,15 +66,15 @@ def eager(x: Tensor, w: Weights) -> dict[str, Entrant]:
 
 
 def _eager_float(x: Tensor, w: Weights) -> dict[str, Entrant]:
-    found = {"F.linear": Entrant(lambda i: F.linear(x, w.raw[i]))}
+    entrants = {"F.linear": Entrant(lambda i: F.linear(x, w.raw[i]))}
     pack, run = torch.ops.mkldnn._reorder_linear_weight, torch.ops.mkldnn._linear_pointwise
     try:
         packed = [pack(weight, x.shape[0]) for weight in w.raw]
         run(x, packed[0], None, "none", [], "")
-    except RuntimeError as error:  # oneDNN has no such kernel on this CPU, fp16 without AVX512-FP16 for one
+    except RuntimeError as error:  # oneDNN lacks this kernel on this CPU (for example fp16 without AVX512-FP16)
         print(f"  oneDNN does not take {w.family} here: {str(error).splitlines()[0]}")
-        return found
-    return {**found, "oneDNN prepacked": Entrant(lambda i: run(x, packed[i], None, "none", [], ""))}
+        return entrants
+    return {**entrants, "oneDNN prepacked": Entrant(lambda i: run(x, packed[i], None, "none", [], ""))}
 
 
 def _eager_int8(x: Tensor, w: Weights) -> dict[str, Entrant]:
@@ -91,11 +91,11 @@ def _eager_int8wo(x: Tensor, w: Weights) -> dict[str, Entrant]:
 
 
 def _eager_int4wo(x: Tensor, w: Weights) -> dict[str, Entrant]:
-    """ATen's int4 kernel on its own packing: unsigned nibbles less 8, then scale, then plus zero."""
+    """Return ATen's int4 kernel on its own packing, and the multiply by a dequantised weight."""
     assert w.scale is not None
     assert w.zero is not None
     scale, zero = w.scale, w.zero
-    # [K / group, N, 2]; ATen dequantises (q - 8) * s + z, and a zero point of 8 in ours is its z = 0.
+    # [K / group, N, 2]; ATen dequantises (q - 8) * s + z, so a zero point of 8 corresponds to z = 0.
     pairs = torch.stack((scale, (8 - zero) * scale), dim=-1).contiguous()
     packed = [torch._convert_weight_to_int4pack_for_cpu(_nibbles(raw).int(), 1) for raw in w.raw]
     return {
@@ -105,18 +105,18 @@ def _eager_int4wo(x: Tensor, w: Weights) -> dict[str, Entrant]:
 
 
 def _nibbles(raw: Tensor) -> Tensor:
-    """uint8 [N, K / 2] -> the values 0..15, [N, K]."""
+    """Unpack uint8 [N, K / 2] to the values 0..15, [N, K]."""
     return torch.stack((raw & 15, raw >> 4), dim=-1).flatten(1)
 
 
 def dequantise(raw: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """int4 pairs [N, K / 2] with scale and zero point [groups, N] as a float weight [N, K]."""
+    """Return int4 pairs [N, K / 2] with scale and zero point [groups, N] as a float weight [N, K]."""
     q = _nibbles(raw).to(scale.dtype).unflatten(1, (-1, GROUP))
     return ((q - zero.t()[:, :, None]) * scale.t()[:, :, None]).flatten(1)
 
 
 class Copies(nn.Module):
-    """One graph that multiplies by every copy in turn: the compiled form of the rotation the others go through."""
+    """Module that multiplies by every copy in turn, in one graph; the eager entrants use one copy per run."""
 
     def __init__(self, w: Weights, multiply: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
@@ -129,8 +129,8 @@ class Copies(nn.Module):
         return [self.multiply(x, getattr(self, f"weight{index}")) for index in range(self.copies)]
 
 
-def compiled(x: Tensor, w: Weights) -> dict[str, Entrant]:
-    """``torch.compile`` with max-autotune and freezing (slow: seconds to minutes a shape)."""
+def compiled_entrants(x: Tensor, w: Weights) -> dict[str, Entrant]:
+    """Return ``torch.compile`` with max-autotune and freezing (slow: seconds to minutes per shape)."""
     import torch._inductor.config as inductor
 
     scale, zero = w.scale, w.zero

@@ -1,9 +1,9 @@
-"""Draws the plots of the H200 from raw results: nothing is measured here.
+"""Draw the plots of the H200 from raw results; this script measures nothing.
 
     python benchmarks/plots.py benchmarks/results/h200-A.json ...     (the default: the files named in SOURCES)
 
-Writes docs/plots/*.svg: time by shape and backend for each family, what was reached against the floor, and M = 1 to
-8192 on one weight. Where several files hold a shape, the last one counts.
+It writes docs/plots/*.svg: time by shape and backend for each family, time against the floor, and M = 1 to 8192 on one
+weight. If several files have a shape, the last file is used.
 """
 
 from __future__ import annotations
@@ -56,27 +56,28 @@ Row = dict[str, Any]
 
 
 def runs_of(paths: list[Path]) -> dict[tuple[str, int, int, int], list[Row]]:
-    """Rows by family, M, N and K, in the files' order."""
-    found: dict[tuple[str, int, int, int], list[Row]] = {}
+    """Return rows by family, M, N and K, in the order of the files."""
+    rows_by_shape: dict[tuple[str, int, int, int], list[Row]] = {}
     for path in paths:
         for row in json.loads(path.read_text())["rows"]:
-            found.setdefault((row["family"], row["m"], row["n"], row["k"]), []).append(row)
-    return found
+            rows_by_shape.setdefault((row["family"], row["m"], row["n"], row["k"]), []).append(row)
+    return rows_by_shape
 
 
 def floor_us(row: Row) -> float:
-    """The larger of reading and writing everything once at the card's bandwidth, and its arithmetic at the peak."""
-    memory = row["floor"] * row["median_us"][OURS]
-    return max(memory, 2e6 * row["m"] * row["n"] * row["k"] / _PEAKS[row["family"]])
+    """Return the larger of two times: all operands read or written once at the card's bandwidth, all FLOPs at its
+    peak."""
+    memory_us = row["floor"] * row["median_us"][OURS]
+    return max(memory_us, 2e6 * row["m"] * row["n"] * row["k"] / _PEAKS[row["family"]])
 
 
-def plain_us(row: Row) -> float:
-    """The time of the fastest form that PyTorch's users call."""
+def torch_us(row: Row) -> float:
+    """Return the time of PyTorch's fastest eager form."""
     return min(us for name, us in row["median_us"].items() if name not in _NOT_PEERS)
 
 
-def by_shape(family: str, rows: list[Row]) -> Bars:
-    """Time by shape and backend. Peers under one name, whatever form PyTorch's users call."""
+def bars_by_shape(family: str, rows: list[Row]) -> Bars:
+    """Return a chart of time by shape and backend. All eager forms of PyTorch share one series."""
     shown = sorted((row for row in rows if row["m"] in _BARS_M), key=lambda row: (row["k"], row["n"], row["m"]))
     peers = dict.fromkeys(name for row in shown for name in row["median_us"] if name not in _NOT_PEERS)
     peer = ", ".join(peers)
@@ -93,8 +94,8 @@ def by_shape(family: str, rows: list[Row]) -> Bars:
     return Bars(NAMES[family], "", "us", labels, series)
 
 
-def against_floor(rows: list[Row]) -> Scatter:
-    """Every row's time against the least that memory and arithmetic allow."""
+def scatter_against_floor(rows: list[Row]) -> Scatter:
+    """Return a chart of every row's time against its floor (``floor_us``)."""
     series = {
         NAMES[family]: tuple(
             Point(floor_us(row), row["median_us"][OURS], f"M {row['m']}, {row['k']} -> {row['n']}")
@@ -108,18 +109,19 @@ def against_floor(rows: list[Row]) -> Scatter:
     return Scatter("", "", "us at 4.46 TB/s and the datasheet's dense peak", "us, gemmtune", series, lines)
 
 
-def over_m(family: str, rows: list[Row]) -> Scatter:
-    """M = 1 to 8192 on one weight."""
-    own = sorted((row for row in rows if row["family"] == family), key=lambda row: row["m"])
+def scatter_over_m(family: str, rows: list[Row]) -> Scatter:
+    """Return a chart of time over M on one weight."""
+    family_rows = sorted((row for row in rows if row["family"] == family), key=lambda row: row["m"])
     series = {
-        name: tuple(Point(float(row["m"]), us(row), f"{name}, M {row['m']}") for row in own)
-        for name, us in (("PyTorch", plain_us), (OURS, lambda row: row["median_us"][OURS]))
+        name: tuple(Point(float(row["m"]), us(row), f"{name}, M {row['m']}") for row in family_rows)
+        for name, us in (("PyTorch", torch_us), (OURS, lambda row: row["median_us"][OURS]))
     }
-    lines = {"the floor": tuple((float(row["m"]), floor_us(row)) for row in own)}
+    lines = {"the floor": tuple((float(row["m"]), floor_us(row)) for row in family_rows)}
     return Scatter(NAMES[family], "", "M (rows of activations), K = N = 4096", f"us, {family}", series, lines)
 
 
 def save(name: str, chart: Chart) -> None:
+    """Write a chart to docs/plots as a standalone SVG file."""
     text = svg.draw(chart).replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
     start = text.index(">") + 1
     (FOLDER / f"{name}.svg").write_text(text[:start] + _STYLE + text[start:] + "\n")
@@ -127,16 +129,16 @@ def save(name: str, chart: Chart) -> None:
 
 def main() -> None:
     paths = [Path(text) for text in sys.argv[1:]] or [RESULTS / name for name in SOURCES]
-    found = {shape: rows[-1] for shape, rows in runs_of(paths).items()}
+    rows_by_shape = {shape: rows[-1] for shape, rows in runs_of(paths).items()}
     FOLDER.mkdir(parents=True, exist_ok=True)
-    families = [family for family in NAMES if any(key[0] == family for key in found)]
+    families = [family for family in NAMES if any(key[0] == family for key in rows_by_shape)]
     for family in families:
-        own = [row for row in found.values() if row["family"] == family]
-        save(f"h200-{family}", by_shape(family, own))
-        sweep = [row for row in own if row["n"] == row["k"] == 4096]
+        family_rows = [row for row in rows_by_shape.values() if row["family"] == family]
+        save(f"h200-{family}", bars_by_shape(family, family_rows))
+        sweep = [row for row in family_rows if row["n"] == row["k"] == 4096]
         if len(sweep) > len(_BARS_M) + 1:
-            save(f"h200-{family}-m", over_m(family, sweep))
-    save("h200-floor", against_floor(list(found.values())))
+            save(f"h200-{family}-m", scatter_over_m(family, sweep))
+    save("h200-floor", scatter_against_floor(list(rows_by_shape.values())))
 
 
 if __name__ == "__main__":

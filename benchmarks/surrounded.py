@@ -1,7 +1,7 @@
-"""Calls timed in the surroundings that users have: graphs of their own, apart from what the tuner times with.
+"""Time calls between other kernels, as in a user's model; independent of the tuner's own timing code.
 
-A surrounding is a CUDA graph of many calls over operand sets beyond the L2, with other kernels between the calls. What
-these take by themselves is timed in the same rounds and subtracted.
+A surrounding is a CUDA graph of many calls on operand sets larger than the L2, with other kernels between the calls.
+The time of these other kernels alone is measured in the same rounds and subtracted.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor
 Call = Callable[[int], Any]
 
 SURROUNDINGS = ("cold, with the L2 emptied", "back to back", "behind a norm", "before an activation", "alone")
-_TURN_S, _BUSY_S, _MOST = 1.5e-3, 6e-3, 256
+_GRAPH_S, _BACK_TO_BACK_S, _MAX_CALLS = 1.5e-3, 6e-3, 256
 _PAUSE_CYCLES = 20_000
 
 
-def normed(x: Tensor) -> Callable[[], None]:
-    """An RMS norm that writes x [M, K] in place, its rows scaled to one (of bytes: the signs turned)."""
+def norm_in_place(x: Tensor) -> Callable[[], None]:
+    """Return a function that applies an RMS norm to x [M, K] in place; for 8-bit x it flips the signs."""
     if x.dtype.itemsize == 1:
         bits = x.view(torch.uint8)
         return lambda: bits.bitwise_xor_(0x80)
@@ -34,39 +34,41 @@ def normed(x: Tensor) -> Callable[[], None]:
 
 
 def time_in(
-    surrounding: str, calls: Mapping[str, Call], xs: Sequence[Tensor], once_s: float, rounds: int, l2: int
+    surrounding: str, calls: Mapping[str, Call], xs: Sequence[Tensor], call_s: float, rounds: int, l2: int
 ) -> dict[str, list[float]]:
-    """Seconds a call by round of every call, in one surrounding. xs: the activations of each operand set; once_s: about
-    what one call takes."""
+    """Return the seconds per call of every entrant by round, in one surrounding.
+
+    xs: the activations of each operand set. call_s: the approximate time of one call.
+    """
     stream = torch.cuda.Stream()
-    norms = [normed(x) for x in xs]
+    norms = [norm_in_place(x) for x in xs]
     with torch.cuda.stream(stream), torch.inference_mode():
         graphs = {}
-        turn = _BUSY_S if surrounding == "back to back" else _TURN_S
-        count = max(1, min(_MOST, round(turn / once_s)))
+        graph_s = _BACK_TO_BACK_S if surrounding == "back to back" else _GRAPH_S
+        count = max(1, min(_MAX_CALLS, round(graph_s / call_s)))
         idle = {"idle": None} if surrounding in ("behind a norm", "before an activation", "alone") else {}
         sample = next(iter(calls.values()))(0)
         result = torch.empty_like(sample)
         for name, call in {**calls, **idle}.items():
-            graphs[name] = _captured(surrounding, call, norms, sample, result, count, stream)
-        empty = torch.ones(2 * l2 // 4, dtype=torch.int32, device="cuda") if surrounding.startswith("cold") else None
-        times = _rounds(graphs, rounds, empty)
-    extra = statistics.median(times.pop("idle")) if "idle" in times else 0.0
-    return {name: [(value - extra) / count for value in values] for name, values in times.items()}
+            graphs[name] = _capture(surrounding, call, norms, sample, result, count, stream)
+        flush = torch.ones(2 * l2 // 4, dtype=torch.int32, device="cuda") if surrounding.startswith("cold") else None
+        times = _time_rounds(graphs, rounds, flush)
+    other_kernels_s = statistics.median(times.pop("idle")) if "idle" in times else 0.0
+    return {name: [(value - other_kernels_s) / count for value in values] for name, values in times.items()}
 
 
-def _captured(
+def _capture(
     surrounding: str, call: Call | None, norms: Sequence[Callable[[], None]], sample: Tensor, result: Tensor,
     count: int, stream: torch.cuda.Stream,
 ) -> torch.cuda.CUDAGraph:  # fmt: skip
     def work() -> None:
         for i in range(count):
-            place = i % len(norms)
+            index = i % len(norms)
             if surrounding == "behind a norm":
-                norms[place]()
+                norms[index]()
             if surrounding == "alone":
                 torch.cuda._sleep(_PAUSE_CYCLES)
-            out = sample if call is None else call(place)
+            out = sample if call is None else call(index)
             if surrounding == "before an activation":
                 result.copy_(out)
 
@@ -80,23 +82,26 @@ def _captured(
     return graph
 
 
-def _rounds(graphs: Mapping[str, torch.cuda.CUDAGraph], rounds: int, empty: Tensor | None) -> dict[str, list[float]]:
-    """Seconds of each graph by round, in random order; ``empty`` is read before each, to empty the L2."""
+def _time_rounds(
+    graphs: Mapping[str, torch.cuda.CUDAGraph], rounds: int, flush: Tensor | None
+) -> dict[str, list[float]]:
+    """Return the seconds of each graph by round, in random order. ``flush`` is read before each graph to evict the
+    L2."""
     times: dict[str, list[float]] = {name: [] for name in graphs}
     order, rng = list(graphs), random.Random(0)
     for _ in range(rounds):
         rng.shuffle(order)
-        marks = []
+        events = []
         torch.cuda._sleep(100_000)
         for name in order:
-            if empty is not None:
-                empty.max()
+            if flush is not None:
+                flush.max()
             first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             first.record()
             graphs[name].replay()
             last.record()
-            marks.append((name, first, last))
+            events.append((name, first, last))
         torch.cuda.synchronize()
-        for name, first, last in marks:
+        for name, first, last in events:
             times[name].append(1e-3 * first.elapsed_time(last))
     return times

@@ -1,9 +1,9 @@
-"""What tuning costs: seconds and peak memory a problem, on fresh stores.
+"""Measure the cost of tuning: seconds and peak memory of each problem, with an empty store each.
 
     python benchmarks/tuning.py [--families int8wo,bf16] [--m 1,64] [--budget S]
 
-Memory is the growth of this process and its children together over their start, sampled every 20 ms; the bar is 4 times
-the problem's operands plus 500 MB.
+Memory is the growth of this process and its children together since the start, sampled every 20 ms. The limit is 4
+times the size of the problem's operands plus 500 MB.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 import psutil
-from harness import write
+from harness import write_results
 
 from gemmtune.core.workloads import build, label
 from gemmtune.dispatch import current_target
@@ -28,12 +28,13 @@ WEIGHTS = ((4096, 4096), (11008, 4096), (4096, 11008))
 
 
 class PeakMemory:
-    """Watches the resident memory of this process and its children; ``grown`` is the peak over the start, in bytes."""
+    """Context manager that samples the memory of this process and its children; ``growth`` is the peak minus the start
+    in bytes."""
 
     def __enter__(self) -> PeakMemory:
-        self._me = psutil.Process()
-        self._start, self._peak, self._stop = self._now(), 0, threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._process = psutil.Process()
+        self._start, self._peak, self._stop = self._memory_bytes(), 0, threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
         self._thread.start()
         return self
 
@@ -44,26 +45,26 @@ class PeakMemory:
         self._thread.join()
 
     @property
-    def grown(self) -> int:
+    def growth(self) -> int:
         return max(0, self._peak - self._start)
 
-    def _watch(self) -> None:
+    def _sample(self) -> None:
         while not self._stop.wait(0.02):
-            self._peak = max(self._peak, self._now())
+            self._peak = max(self._peak, self._memory_bytes())
 
-    def _now(self) -> int:
-        total = self._me.memory_info().rss
-        for child in self._me.children(recursive=True):
+    def _memory_bytes(self) -> int:
+        total = self._process.memory_info().rss
+        for child in self._process.children(recursive=True):
             try:
                 memory = child.memory_full_info()
-                total += getattr(memory, "uss", memory.rss)  # shared pages of libraries counted once
+                total += getattr(memory, "uss", memory.rss)  # does not count the shared pages of libraries twice
             except psutil.Error:
                 continue
         return total
 
 
 def measure(family: str, m: int, k: int, n: int, budget: float | None) -> dict[str, Any]:
-    """Tune one problem from nothing, the start of its worker included in ``seconds_with_start``."""
+    """Tune one problem with an empty store. ``seconds_with_start`` includes the start of its worker process."""
     problem = build(m, n, k, family)
     with tempfile.TemporaryDirectory(prefix="gemmtune-tuning-") as folder:
         store = open_store(Path(folder) / "store.db")
@@ -73,13 +74,13 @@ def measure(family: str, m: int, k: int, n: int, budget: float | None) -> dict[s
             (decision,) = tuner.tune([(problem, 1)])
         total = time.perf_counter() - start
         store.close()
-    allowed = 4 * problem.min_bytes + 500e6
+    limit_bytes = 4 * problem.min_bytes + 500e6
     row = {
         "problem": label(problem),
         "seconds": decision.seconds,
         "seconds_with_start": total,
-        "peak_mb": memory.grown / 1e6,
-        "allowed_mb": allowed / 1e6,
+        "peak_mb": memory.growth / 1e6,
+        "allowed_mb": limit_bytes / 1e6,
         "tried": sum(row.stage not in ("illegal", "untried") for row in decision.evidence),
         "outcome": decision.outcome,
         "chosen": decision.chosen,
@@ -106,7 +107,7 @@ def main() -> None:
         for k, n in (WEIGHTS[:1] if args.quick else WEIGHTS)
         for m in args.m.split(",")
     ]
-    write("tuning", rows, budget=args.budget)
+    write_results("tuning", rows, budget=args.budget)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""What ``make demo`` runs: record, tune, swap in and compare a Llama-style decoder on this CPU, then write a report.
+"""Program of ``make demo``: record, tune, optimize and compare a Llama-style decoder on this CPU, then write a report.
 
-Decisions are kept in .gemmtune/store.db (or where $GEMMTUNE_STORE says), so a second run goes straight to the end.
+Decisions are stored in .gemmtune/store.db (or $GEMMTUNE_STORE), so a second run does not tune again.
 """
 
 from __future__ import annotations
@@ -36,34 +36,35 @@ from gemmtune.report import write_report
 from gemmtune.store import open_store
 from gemmtune.timing.stats import Interval, ratio_interval
 
-# The optimised model's largest logit error against float64 may be this many times the plain model's own, at most: both
-# round at every step, only the order of their sums differs.
+# The optimised model's largest logit error against float64 may be at most this multiple of the plain model's: both
+# round at every step, and only the order of their sums differs.
 ERROR_ALLOWED = 3.0
 DECODE_STEPS = 8
-# Plain PyTorch's speed differs by up to a fifth from process to process (int8, decode: 20.7 to 25.1 tokens/s),
-# while turns within a process agree within a few percent: intervals over turns alone would be too narrow. Six processes
-# are the least for a 95% interval by signed ranks.
+# Plain PyTorch's speed differs by up to a fifth between processes (int8, decode: 20.7 to 25.1 tokens/s), while runs
+# within a process agree within a few percent: intervals over runs alone would be too narrow. A 95% interval by signed
+# ranks needs at least six processes.
 PROCESSES = 6
 
 
 class Float64(TorchFunctionMode):
-    """Runs every operation in float64, whatever the model's dtypes: the reference costs no second model."""
+    """Mode that runs every operation in float64, so that the reference needs no second model."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") == "__get__":  # reading .shape and the like needs no conversion
+        if getattr(func, "__name__", "") == "__get__":  # attributes such as .shape need no conversion
             return func(*args, **(kwargs or {}))
-        return func(*(_widen(arg) for arg in args), **{name: _widen(arg) for name, arg in (kwargs or {}).items()})
+        keywords = {name: _to_float64(arg) for name, arg in (kwargs or {}).items()}
+        return func(*(_to_float64(arg) for arg in args), **keywords)
 
 
-def _widen(value: Any) -> Any:
+def _to_float64(value: Any) -> Any:
     if isinstance(value, Tensor) and value.is_floating_point():
         return value.double()
-    return type(value)(_widen(item) for item in value) if isinstance(value, list | tuple) else value
+    return type(value)(_to_float64(item) for item in value) if isinstance(value, list | tuple) else value
 
 
 @dataclass(frozen=True)
 class Speedup:
-    """Tokens a second before and after (medians), and the 95% interval of their ratio over processes."""
+    """Tokens per second before and after (medians), and the 95% interval of their ratio over processes."""
 
     before: float
     after: float
@@ -72,7 +73,7 @@ class Speedup:
 
 @dataclass(frozen=True)
 class Check:
-    """Largest logit errors of one variant's two models against float64, and how many greedy tokens agree."""
+    """Largest logit errors of one variant's two models against float64, and the number of equal greedy tokens."""
 
     variant: str
     plain_error: float
@@ -86,7 +87,7 @@ class Check:
 
 
 def record(variant: str, model: nn.Module, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """The GEMMs the model's prefill and decode calls run."""
+    """Return the Problems of the model's prefill and decode calls, with their counts."""
     with torch.inference_mode(), gemmtune.record() as recorded:
         for call in calls:
             model(*call)
@@ -96,10 +97,10 @@ def record(variant: str, model: nn.Module, calls: Sequence[tuple[Any, ...]]) -> 
 
 
 def logits_after(model: nn.Module, tokens: Tensor, prompt: int) -> Tensor:
-    """Logits after the prompt and after each further token, given the tokens: [len(tokens) - prompt + 1, vocab]."""
+    """Return the logits after the prompt and after each further token: [len(tokens) - prompt + 1, vocab]."""
     cache = model.new_cache(1)
     rows = [llama.prefill(model, tokens[:, :prompt], cache)]
-    rows += [model(tokens[:, at : at + 1], cache, at) for at in range(prompt, tokens.shape[1])]
+    rows += [model(tokens[:, position : position + 1], cache, position) for position in range(prompt, tokens.shape[1])]
     return torch.cat(rows).double()
 
 
@@ -119,31 +120,31 @@ def check(variant: str, plain: nn.Module, tuned: nn.Module) -> Check:
 
 
 def _workloads(model: nn.Module) -> dict[str, Callable[[nn.Module], int]]:
-    """Prefill of 64 tokens, and decoding with a batch of 1 and of 4; each returns how many tokens it handled."""
+    """Return prefill of 64 tokens, and decoding with batches of 1 and 4; each returns its number of tokens."""
     prompt = llama.example_prompt(model.config)
 
-    def fill(which: nn.Module) -> int:
-        llama.prefill(which, prompt, which.new_cache(1))
+    def prefill(decoder: nn.Module) -> int:
+        llama.prefill(decoder, prompt, decoder.new_cache(1))
         return prompt.shape[1]
 
     def decode(batch: int) -> Callable[[nn.Module], int]:
         cache = model.new_cache(batch)
         first = torch.zeros(batch, model.config.vocab)
-        return lambda which: llama.decode(which, first, cache, prompt.shape[1], DECODE_STEPS).numel()
+        return lambda decoder: llama.decode(decoder, first, cache, prompt.shape[1], DECODE_STEPS).numel()
 
-    return {"decode": decode(1), "decode, batch of 4": decode(4), "prefill of 64": fill}
+    return {"decode": decode(1), "decode, batch of 4": decode(4), "prefill of 64": prefill}
 
 
 def time_turns(plain: nn.Module, tuned: nn.Module, rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Tokens a second of both models by workload, ``rounds`` pairs each.
+    """Return the tokens per second of both models by workload, ``rounds`` pairs each.
 
-    The models run by turns, in random order within a pair, so that a busy neighbour hits both alike.
+    The models alternate, in random order within a pair, so that other processes affect both equally.
     """
     rates: dict[str, list[tuple[float, float]]] = {}
     rng = random.Random()
     for name, work in _workloads(plain).items():
         tokens = work(plain)
-        work(tuned)  # both are warm now
+        work(tuned)  # warm-up, as the call before
         rates[name] = []
         for _ in range(rounds):
             seconds: dict[nn.Module, float] = {}
@@ -156,7 +157,7 @@ def time_turns(plain: nn.Module, tuned: nn.Module, rounds: int) -> dict[str, lis
 
 
 def summarize(processes: Sequence[Sequence[tuple[float, float]]]) -> Speedup:
-    """Speed-up of one workload from the pairs of tokens a second (plain, tuned) of each process."""
+    """Return the speed-up of one workload from the (plain, tuned) tokens per second of each process."""
     pairs = [pair for process in processes for pair in process]
     before, after = (statistics.median(rates) for rates in zip(*pairs, strict=True))
     ratios = [statistics.median(tuned / plain for plain, tuned in process) for process in processes]
@@ -164,15 +165,15 @@ def summarize(processes: Sequence[Sequence[tuple[float, float]]]) -> Speedup:
 
 
 def time_in_processes(variants: Sequence[str], args: argparse.Namespace) -> dict[str, dict[str, Speedup]]:
-    """Speed-ups by variant and workload, from PROCESSES fresh processes. Raises CalledProcessError when one fails."""
+    """Return speed-ups by variant and workload over PROCESSES new processes. Raises CalledProcessError if one fails."""
     rates: list[dict[str, dict[str, list[tuple[float, float]]]]] = []
     for number in range(PROCESSES):
         if sys.stderr.isatty():
             print(f"\rtiming whole models: process {number + 1} of {PROCESSES}", end="", file=sys.stderr, flush=True)
         command = [sys.executable, __file__, "--time-turns", "--variants", ",".join(variants)]
         command += ["--rounds", str(args.rounds), "--layers", str(args.layers)]
-        ended = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-        rates.append(json.loads(ended.stdout.splitlines()[-1]))
+        finished = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        rates.append(json.loads(finished.stdout.splitlines()[-1]))
     if sys.stderr.isatty():
         print(file=sys.stderr)
     return {
@@ -199,42 +200,42 @@ def print_comparison(result: Check, speedups: Mapping[str, Speedup]) -> None:
         )
 
 
-def parse() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--variants", default="fp32,bf16,int8", help="comma separated [fp32,bf16,int8]")
-    parser.add_argument("--budget", type=float, default=3.0, help="seconds of measuring a problem [3]")
-    parser.add_argument("--rounds", type=int, default=3, help="pairs of turns a process and workload [3]")
+    parser.add_argument("--budget", type=float, default=3.0, help="seconds for measuring one problem [3]")
+    parser.add_argument("--rounds", type=int, default=3, help="pairs of runs for each process and workload [3]")
     parser.add_argument("--layers", type=int, default=4, help="decoder layers [4]")
-    parser.add_argument("--report", type=Path, default=Path("report.html"), help="where the report goes [report.html]")
-    parser.add_argument("--time-turns", action="store_true", help=argparse.SUPPRESS)  # what the processes run
+    parser.add_argument("--report", type=Path, default=Path("report.html"), help="file of the report [report.html]")
+    parser.add_argument("--time-turns", action="store_true", help=argparse.SUPPRESS)  # for the timing processes
     return parser.parse_args()
 
 
 def main() -> int:
-    args = parse()
+    args = parse_arguments()
     variants = args.variants.split(",")
     config = llama.Config(layers=args.layers)
     if args.time_turns:
         with torch.inference_mode():
-            print(json.dumps({name: time_turns(*both_models(name, config), args.rounds) for name in variants}))
+            print(json.dumps({name: time_turns(*plain_and_optimized(name, config), args.rounds) for name in variants}))
         return 0
     recorded: dict[Any, int] = {}
     for variant in variants:
         for problem, count in record(variant, *llama.factory(variant, config)):
             recorded[problem] = recorded.get(problem, 0) + count
-    board = ProgressState()
+    state = ProgressState()
     try:
-        with progress_display(board) as progress:
+        with progress_display(state) as progress:
             gemmtune.tune(list(recorded.items()), budget=args.budget, progress=progress)
     except KeyboardInterrupt:
-        print(f"interrupted: {len(board.decisions)} of {len(recorded)} decisions are kept; run again to go on")
+        print(f"interrupted: {len(state.decisions)} of {len(recorded)} decisions are kept; run again to go on")
         return 1
-    if board.cached == len(recorded):
+    if state.cached == len(recorded):
         print("every decision came from the store")
     print()
-    plain_console().print(decisions_table(board.decisions))
+    plain_console().print(decisions_table(state.decisions))
     with torch.inference_mode():
-        results = [check(variant, *both_models(variant, config)) for variant in variants]
+        results = [check(variant, *plain_and_optimized(variant, config)) for variant in variants]
     speedups = time_in_processes(variants, args)
     for result in results:
         print_comparison(result, speedups[result.variant])
@@ -242,8 +243,8 @@ def main() -> int:
     return 0 if all(result.ok for result in results) else 1
 
 
-def both_models(variant: str, config: llama.Config) -> tuple[nn.Module, nn.Module]:
-    """The model as it is, and a copy with the tuned kernels swapped in."""
+def plain_and_optimized(variant: str, config: llama.Config) -> tuple[nn.Module, nn.Module]:
+    """Return the plain model and an optimized copy."""
     plain, calls = llama.factory(variant, config)
     tuned = copy.deepcopy(plain)
     with torch.inference_mode():

@@ -1,7 +1,7 @@
 """A Llama-style decoder in plain PyTorch: RMSNorm, RoPE, grouped-query attention with a KV cache, SwiGLU.
 
-Nothing here knows gemmtune. ``factory(dtype)`` makes the model and its example calls, so that
-``gemmtune tune examples/llama.py:factory --dtype int8wo`` works on it too.
+This module does not import gemmtune. ``factory(dtype)`` returns the model and its example calls, for
+``gemmtune tune examples/llama.py:factory --dtype int8wo``.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# "int8" and the command line's "int8wo" are the same here: bf16 activations, int8 weights.
+# "int8" and the command line's "int8wo" both mean bf16 activations and int8 weights.
 VARIANTS = ("fp32", "bf16", "int8")
 
 
 @dataclass(frozen=True)
 class Config:
-    """The sizes. The defaults make about 0.2 billion weights: 0.2 GB as int8, far beyond any cache."""
+    """Sizes of the model. The defaults give about 0.2 billion weights: 0.2 GB as int8, more than any cache."""
 
     dim: int = 2048
     layers: int = 4
@@ -49,14 +49,14 @@ class RMSNorm(nn.Module):
 
 
 def rope_tables(config: Config) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the rotary embedding, each [max_tokens, head_dim / 2], float32."""
+    """Return cosines and sines of the rotary embedding, each [max_tokens, head_dim / 2], float32."""
     rates = config.rope_base ** (-torch.arange(0, config.head_dim, 2).float() / config.head_dim)
     angles = torch.outer(torch.arange(config.max_tokens).float(), rates)
     return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs of x [batch, heads, tokens, head_dim] by the angles of their positions."""
+    """Rotate the pairs of x [batch, heads, tokens, head_dim] by the angles of their positions."""
     even, odd = x[..., 0::2], x[..., 1::2]
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
 
@@ -85,7 +85,7 @@ class Attention(nn.Module):
         return self.wo(y.transpose(1, 2).reshape(batch, tokens, c.dim))
 
     def _extend(self, past: tuple[Tensor, Tensor], k: Tensor, v: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        """Write the new keys and values into the cache at ``start``; returns all of them so far."""
+        """Write the new keys and values into the cache at ``start``; return all keys and values up to them."""
         end = start + k.shape[2]
         past[0][:, :, start:end] = k
         past[1][:, :, start:end] = v
@@ -93,7 +93,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU."""
+    """SwiGLU layer."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """The decoder. ``forward`` gives the logits after the last token, or after every token without a cache."""
+    """Decoder. ``forward`` returns the logits after the last token, or without a cache after every token."""
 
     cos: Tensor
     sin: Tensor
@@ -136,15 +136,17 @@ class Llama(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
 
     def new_cache(self, batch: int) -> Cache:
-        """An empty KV cache: per layer, keys and values [batch, kv_heads, max_tokens, head_dim]."""
+        """Return an empty KV cache: keys and values [batch, kv_heads, max_tokens, head_dim] for each layer."""
         c = self.config
         shape = (batch, c.kv_heads, c.max_tokens, c.head_dim)
         dtype = self.norm.weight.dtype
         return [(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)) for _ in range(c.layers)]
 
     def forward(self, tokens: Tensor, cache: Cache | None = None, start: int = 0) -> Tensor:
-        """tokens: int64 [batch, tokens] at positions from ``start``. Logits: [batch, vocab] with a cache (after the
-        last token), [batch, tokens, vocab] without."""
+        """Return the logits: [batch, vocab] after the last token with a cache, [batch, tokens, vocab] without.
+
+        tokens: int64 [batch, tokens] at positions from ``start``.
+        """
         x = self.embedding(tokens)
         cos, sin = (table[start : start + tokens.shape[1]] for table in (self.cos, self.sin))
         for index, block in enumerate(self.blocks):
@@ -154,7 +156,7 @@ class Llama(nn.Module):
 
 
 class WeightOnlyInt8Linear(nn.Module):
-    """A linear layer with int8 weights and a scale per output channel, written as people write it in PyTorch."""
+    """Linear layer with int8 weights and a scale per output channel, in the usual PyTorch form."""
 
     weight: Tensor
     scales: Tensor
@@ -186,7 +188,7 @@ def quantise_linears(module: nn.Module) -> None:
 
 
 def build(variant: str = "bf16", config: Config | None = None, seed: int = 0) -> Llama:
-    """A model with random weights scaled as trained ones are (standard deviation 1 / sqrt(fan-in)).
+    """Return a model with random weights of the scale of trained ones (standard deviation 1 / sqrt(fan-in)).
 
     variant: ``fp32``, ``bf16`` or ``int8`` (bf16 activations, int8 weights). Raises ValueError for others.
     """
@@ -211,13 +213,13 @@ def build(variant: str = "bf16", config: Config | None = None, seed: int = 0) ->
 
 
 def prefill(model: nn.Module, tokens: Tensor, cache: Cache) -> Tensor:
-    """Read the prompt [batch, tokens] into the cache; the logits after it, [batch, vocab]."""
+    """Write the prompt [batch, tokens] into the cache; return the logits after it, [batch, vocab]."""
     logits: Tensor = model(tokens, cache, 0)
     return logits
 
 
 def decode(model: nn.Module, logits: Tensor, cache: Cache, start: int, steps: int) -> Tensor:
-    """Greedily extend by ``steps`` tokens from position ``start``; the tokens, int64 [batch, steps]."""
+    """Decode ``steps`` tokens greedily from position ``start``; return them, int64 [batch, steps]."""
     chosen = []
     for step in range(steps):
         token = logits.argmax(dim=-1, keepdim=True)
@@ -227,7 +229,7 @@ def decode(model: nn.Module, logits: Tensor, cache: Cache, start: int, steps: in
 
 
 def factory(dtype: str = "bf16", config: Config | None = None) -> tuple[Llama, list[tuple[Tensor, Cache, int]]]:
-    """The model and its example calls: a prefill of 64 tokens, a decode step, and a decode step of a batch of 4."""
+    """Return the model and its example calls: a prefill of 64 tokens, and decode steps of batches of 1 and 4."""
     model = build(dtype, config)
     prompt = example_prompt(model.config)
     one, four = model.new_cache(1), model.new_cache(4)
@@ -236,5 +238,5 @@ def factory(dtype: str = "bf16", config: Config | None = None) -> tuple[Llama, l
 
 
 def example_prompt(config: Config, tokens: int = 64) -> Tensor:
-    """A repeatable prompt, int64 [1, tokens]."""
+    """Return a reproducible prompt, int64 [1, tokens]."""
     return torch.randint(config.vocab, (1, tokens), generator=torch.Generator().manual_seed(1))

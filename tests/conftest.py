@@ -1,4 +1,4 @@
-"""Every test starts with an empty store of its own and the default policy."""
+"""Fixtures for all tests: each test has its own empty store and the default policy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gemmtune.store import MemoryStore
 
 @pytest.fixture(autouse=True)
 def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryStore]:
-    """The store that the ops of this test see."""
+    """Return the store that the ops of this test read."""
     monkeypatch.setenv("GEMMTUNE_STORE", str(tmp_path / "store.db"))
     store = MemoryStore()
     policy("cached")
@@ -26,6 +26,6 @@ def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Memor
 
 @pytest.fixture
 def verified(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels that nobody tuned count as verified: for tests that count runs, or whose devices are simulated."""
+    """Skip the verification of untuned kernels, for tests that count runs or simulate devices."""
     monkeypatch.setattr(RUNTIME, "verify_hook", lambda *_: Verdict("exact"))
     monkeypatch.setattr(RUNTIME._loader, "_verified", {})

@@ -1,4 +1,4 @@
-"""Every Python block of the documents runs, top to bottom of its page; ```python notest``` marks those that cannot."""
+"""The Python blocks of each page of the documents run in order; blocks marked ```python notest``` are skipped."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAGES = [
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_the_blocks_of_a_page_run(page: Path, own_store: MemoryStore) -> None:
+def test_python_blocks_of_a_page_run(page: Path, own_store: MemoryStore) -> None:
     document = Sybil(parsers=[PythonCodeBlockParser()]).parse(page)
     examples = list(document.examples())
     assert len(examples) == page.read_text().count("```python\n")

@@ -1,4 +1,4 @@
-"""The epilogue's constructors: axes found from shapes, and errors."""
+"""Constructors of epilogue steps: axes inferred from shapes, and errors."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from gemmtune.core.checks import DtypeError, ShapeError
     [((), "tensor", ()), ((1,), "tensor", ()), ((5,), "col", (5,)), ((1, 5), "col", (5,)), ((3, 1), "row", (3,)),
      ((3, 5), "full", (3, 5))],
 )  # fmt: skip
-def test_axes_follow_broadcasting(shape: tuple[int, ...], axis: str, bound: tuple[int, ...]) -> None:
+def test_axis_is_inferred_by_broadcasting(shape: tuple[int, ...], axis: str, bound: tuple[int, ...]) -> None:
     step, tensor = fuse.resolve(fuse.add(torch.ones(shape), value=2.0), 3, 5)
     assert (step.kind, step.axis, step.dtype, step.value) == ("add", axis, "float32", 2.0)
     assert tensor is not None
     assert tuple(tensor.shape) == bound
 
 
-def test_a_residual_with_leading_sizes_is_flattened() -> None:
+def test_residual_with_leading_sizes_is_flattened() -> None:
     _, tensor = fuse.resolve(fuse.add(torch.ones(2, 3, 5)), 6, 5)
     assert tensor is not None
     assert tuple(tensor.shape) == (6, 5)
 
 
-def test_steps_without_tensors() -> None:
+def test_keys_of_steps_without_tensors() -> None:
     kinds = [fuse.relu(), fuse.gelu(), fuse.gelu("tanh"), fuse.silu(), fuse.clamp(0, 1), fuse.cast(torch.int8)]
     assert [fuse.resolve(bound, 2, 3)[0].key for bound in kinds] == [
         "relu", "gelu", "gelu_tanh", "silu", "clamp(0.0,1.0)", "cast.int8"
@@ -35,7 +35,7 @@ def test_steps_without_tensors() -> None:
     assert fuse.resolve(fuse.scale(3), 2, 3)[0].key == "scale.tensor*3.0"
 
 
-def test_errors() -> None:
+def test_invalid_arguments_raise_errors() -> None:
     with pytest.raises(ShapeError, match=r"does not broadcast to the output \[3, 5\]"):
         fuse.resolve(fuse.add(torch.ones(4)), 3, 5)
     with pytest.raises(ShapeError, match=r"axis 'row' of a 3x5 output has 3 element"):

@@ -1,4 +1,4 @@
-"""The public API is a promise: a name that appears or goes is a decision, made here."""
+"""Public names and signatures: a change of the API needs a change of this test."""
 
 from __future__ import annotations
 
@@ -32,39 +32,41 @@ SIGNATURES = {
 }
 
 
-def test_the_public_names_are_these() -> None:
+def test_public_names_are_listed() -> None:
     assert sorted(gemmtune.__all__) == sorted(NAMES)
     assert all(getattr(gemmtune, name) is not None for name in NAMES)
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
-def test_signatures_keep_pytorchs_order(name: str) -> None:
+def test_parameters_have_pytorchs_order(name: str) -> None:
     assert " ".join(inspect.signature(getattr(gemmtune, name)).parameters) == SIGNATURES[name]
 
 
-def _own(value: FunctionType) -> bool:
+def _is_constructor(value: FunctionType) -> bool:
     return value.__module__ == "gemmtune.fuse" and not value.__name__.startswith("_")
 
 
-def test_fuse_constructors() -> None:
-    made = [name for name, value in vars(gemmtune.fuse).items() if inspect.isfunction(value) and _own(value)]
-    assert sorted(made) == sorted(
+def test_fuse_functions_are_listed() -> None:
+    constructors = [
+        name for name, value in vars(gemmtune.fuse).items() if inspect.isfunction(value) and _is_constructor(value)
+    ]
+    assert sorted(constructors) == sorted(
         ["bias", "add", "mul", "scale", "relu", "gelu", "silu", "clamp", "cast", "resolve"]
     )  # fmt: skip
 
 
-def test_an_unknown_name_is_an_attribute_error() -> None:
+def test_unknown_name_raises_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'matmul'"):
         gemmtune.matmul  # noqa: B018
 
 
-def test_importing_loads_nothing_heavy() -> None:
+def test_import_loads_no_heavy_module() -> None:
     code = (
         "import sys, gemmtune; early = 'torch' in sys.modules; gemmtune.mm; "
         "heavy = ('triton', 'cutlass', 'sklearn', 'plotly', 'rich', 'typer', 'sqlite3', 'gemmtune.tuning', "
         "'gemmtune.workers', 'gemmtune.timing', 'gemmtune.verify', 'gemmtune.report', 'torch._dynamo'); "
         "print(early, [name for name in heavy if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False []"
-    assert done.stderr == ""
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == "False []"
+    assert process.stderr == ""

@@ -1,4 +1,4 @@
-// Scalar conversions, written so that compilers vectorise loops over them. Round to nearest, ties to even.
+// Scalar conversions in a form that compilers vectorise in loops. They round to nearest, ties to even.
 #pragma once
 
 #include <cmath>
@@ -61,14 +61,15 @@ inline uint16_t f32_to_f16(float f) {
 }
 #endif
 
-// float8_e4m3fn. Its exponent and mantissa bits are those of a float16 that is 2^-8 times as large.
+// Convert float8_e4m3fn: its exponent and mantissa bits are those of a float16 that is 2^-8 times as large.
 inline float f8_to_f32(uint8_t v) {
   const uint32_t magnitude = v & 0x7Fu, sign = v & 0x80u;
   const uint32_t half = magnitude == 0x7Fu ? 0x7E00u : magnitude << 7;
   return f16_to_f32(static_cast<uint16_t>(sign << 8 | half)) * 256.0f;
 }
 
-// Saturating, ties to even; NaN becomes 0. Clamping first keeps the conversion defined.
+// Round to an integer in [lo, hi], ties to even; NaN becomes 0. The clamp comes first because C++ does not define the
+// conversion of a float out of range.
 inline int32_t round_to_int(float f, float lo, float hi) {
   f = f != f ? 0.0f : f;
   f = f < lo ? lo : f;
@@ -76,10 +77,10 @@ inline int32_t round_to_int(float f, float lo, float hi) {
   return static_cast<int32_t>(__builtin_rintf(f));
 }
 
-// The same to int32, whose largest value no float is.
+// Round to int32, saturating. No float32 equals the largest int32, so this value has a case of its own.
 inline int32_t round_to_s32(float f) {
-  const int32_t inside = round_to_int(f, -2147483648.0f, 2147483520.0f);
-  return f >= 2147483648.0f ? 2147483647 : inside;
+  const int32_t rounded = round_to_int(f, -2147483648.0f, 2147483520.0f);
+  return f >= 2147483648.0f ? 2147483647 : rounded;
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
-// Dot products along a contiguous K, once for every ISA that has them: MR rows of A by up to four columns of B, a vector
-// of K at a time, one horizontal sum per result at the end.
+// Dot products along a contiguous K, a template for every ISA that has them: MR rows of A by up to four columns of B, one
+// vector of K at a time, one horizontal sum per result at the end.
 //
-// Traits T: Acc, AVec, BVec; kStep (elements of K per vector); kABytes, kBBytes (bytes of kStep elements); load_a, load_b;
+// Traits T: Acc, AVec, BVec; kElements (elements of K per vector); kABytes, kBBytes (bytes of kElements); load_a, load_b;
 // load_a_tail, load_b_tail (the first `count` elements, zeros beyond); dot(acc, a, b); zero(); sum(acc).
 #pragma once
 
@@ -15,24 +15,24 @@ void run_dot(const DotArgs& d) {
   typename T::Acc acc[MR][NC];
   GT_UNROLL for (int r = 0; r < MR; ++r) GT_UNROLL for (int j = 0; j < NC; ++j) acc[r][j] = T::zero();
   const char *a = d.a, *b = d.b;
-  const int64_t a_row = d.a_row, b_row = d.b_row, ahead = d.prefetch;
+  const int64_t a_row_stride = d.a_row_stride, b_col_stride = d.b_col_stride, prefetch = d.prefetch;
   int64_t k = d.k;
-  for (; k >= T::kStep; k -= T::kStep, a += T::kABytes, b += T::kBBytes) {
+  for (; k >= T::kElements; k -= T::kElements, a += T::kABytes, b += T::kBBytes) {
     typename T::BVec column[NC];
     GT_UNROLL for (int j = 0; j < NC; ++j) {
-      __builtin_prefetch(b + j * b_row + ahead, 0, 3);
-      column[j] = T::load_b(b + j * b_row);
+      __builtin_prefetch(b + j * b_col_stride + prefetch, 0, 3);
+      column[j] = T::load_b(b + j * b_col_stride);
     }
     GT_UNROLL for (int r = 0; r < MR; ++r) {
-      const typename T::AVec row = T::load_a(a + r * a_row);
+      const typename T::AVec row = T::load_a(a + r * a_row_stride);
       GT_UNROLL for (int j = 0; j < NC; ++j) acc[r][j] = T::dot(acc[r][j], row, column[j]);
     }
   }
   if (k > 0) {
     GT_UNROLL for (int j = 0; j < NC; ++j) {
-      const typename T::BVec column = T::load_b_tail(b + j * b_row, static_cast<int>(k));
+      const typename T::BVec column = T::load_b_tail(b + j * b_col_stride, static_cast<int>(k));
       GT_UNROLL for (int r = 0; r < MR; ++r)
-        acc[r][j] = T::dot(acc[r][j], T::load_a_tail(a + r * a_row, static_cast<int>(k)), column);
+        acc[r][j] = T::dot(acc[r][j], T::load_a_tail(a + r * a_row_stride, static_cast<int>(k)), column);
     }
   }
   GT_UNROLL for (int r = 0; r < MR; ++r) GT_UNROLL for (int j = 0; j < NC; ++j) {
@@ -53,7 +53,7 @@ void run_dot_columns(const DotArgs& d) {
 }
 
 template <class T>
-KernelSet with_dots(KernelSet set) {
+KernelSet add_dot_kernels(KernelSet set) {
   set.dot[1] = &run_dot_columns<T, 1>;
   set.dot[2] = &run_dot_columns<T, 2>;
   set.dot[3] = &run_dot_columns<T, 3>;

@@ -1,4 +1,4 @@
-// The epilogue on one accumulator tile, row by row in the L1 cache, then the store to the output type.
+// The epilogue of one accumulator tile, row by row in the L1 cache, and the conversion to the output type.
 #pragma once
 
 #include "mathfun.hpp"
@@ -20,7 +20,7 @@ inline float load_scalar(const char* p, DType t, int64_t i) {
   }
 }
 
-// One row of an epilogue tensor as fp32; one loop per dtype so that each vectorises.
+// Load one row of an epilogue tensor as fp32. Each dtype has a loop of its own so that the loop vectorises.
 inline void load_row(const char* p, DType t, int64_t first, int n, float* dst) {
   switch (t) {
     case DType::f32: std::memcpy(dst, reinterpret_cast<const float*>(p) + first, sizeof(float) * n); return;
@@ -39,7 +39,7 @@ inline void load_row(const char* p, DType t, int64_t first, int n, float* dst) {
   }
 }
 
-// Integers of one row of an epilogue tensor, broadcast as its axis says.
+// Load one element of an integer epilogue tensor.
 inline int64_t load_integer(const char* p, DType t, int64_t i) {
   switch (t) {
     case DType::s8: return reinterpret_cast<const int8_t*>(p)[i];
@@ -48,54 +48,55 @@ inline int64_t load_integer(const char* p, DType t, int64_t i) {
   }
 }
 
-inline int64_t clamp_whole(int64_t v, int64_t lo, int64_t hi) {
+inline int64_t clamp_int(int64_t v, int64_t lo, int64_t hi) {
   v = v < lo ? lo : v;
   return v > hi ? hi : v;
 }
 
-// x * y, saturating at kWholeLimit. The product is only taken where it fits (unsigned, so that it never overflows).
-inline int64_t times_whole(int64_t x, int64_t y) {
-  const double about = static_cast<double>(x) * static_cast<double>(y);
+// Return x * y, saturating at kSaturationLimit. The product is unsigned, so that its overflow is defined; it is used only
+// where the double approximation is within the limit.
+inline int64_t saturating_mul(int64_t x, int64_t y) {
+  const double approximate = static_cast<double>(x) * static_cast<double>(y);
   const auto product = static_cast<int64_t>(static_cast<uint64_t>(x) * static_cast<uint64_t>(y));
-  const int64_t limit = about < 0.0 ? -kWholeLimit : kWholeLimit;
-  return about <= -static_cast<double>(kWholeLimit) || about >= static_cast<double>(kWholeLimit) ? limit : product;
+  const int64_t limit = approximate < 0.0 ? -kSaturationLimit : kSaturationLimit;
+  return approximate <= -static_cast<double>(kSaturationLimit) || approximate >= static_cast<double>(kSaturationLimit) ? limit : product;
 }
 
-inline int64_t lowest(DType t) { return t == DType::s8 ? -128 : t == DType::u8 ? 0 : -2147483648LL; }
-inline int64_t highest(DType t) { return t == DType::s8 ? 127 : t == DType::u8 ? 255 : 2147483647LL; }
+inline int64_t min_value(DType t) { return t == DType::s8 ? -128 : t == DType::u8 ? 0 : -2147483648LL; }
+inline int64_t max_value(DType t) { return t == DType::s8 ? 127 : t == DType::u8 ? 255 : 2147483647LL; }
 
-// A step that keeps an integer accumulator exact, on one row of int64: relu, clamp with whole bounds, bias, add and mul with
-// integers (times a whole value), cast to an integer type.
+// Apply a step that keeps an integer accumulator exact to one row of int64: relu, clamp with integral bounds, bias, add and
+// mul with integers (times an integral value), cast to an integer type.
 inline void apply_exact_step(const EpilogueArgs& e, const Step& s, const Aux* aux, int r, int64_t* v) {
   const int n = e.cols;
-  int64_t lo = -kWholeLimit, hi = kWholeLimit;
+  int64_t lo = -kSaturationLimit, hi = kSaturationLimit;
   if (s.has_tensor) {
     const bool by_column = s.axis == Axis::col || s.axis == Axis::full;
     const int64_t first = s.axis == Axis::col ? e.col0
-                          : s.axis == Axis::full ? e.batch * aux->batch + (e.row0 + r) * aux->ld + e.col0
+                          : s.axis == Axis::full ? e.batch * aux->batch_stride + (e.row0 + r) * aux->ld + e.col0
                           : s.axis == Axis::row ? e.row0 + r : 0;
     for (int i = 0; i < n; ++i) {
       const int64_t t = load_integer(aux->data, s.dtype, first + (by_column ? i : 0));
-      v[i] = s.kind == StepKind::mul ? times_whole(v[i], t) : v[i] + times_whole(t, s.whole_value);
+      v[i] = s.kind == StepKind::mul ? saturating_mul(v[i], t) : v[i] + saturating_mul(t, s.int_value);
     }
   } else if (s.kind == StepKind::relu) {
     lo = 0;
   } else if (s.kind == StepKind::clamp) {
-    lo = s.whole_lo, hi = s.whole_hi;
+    lo = s.int_lo, hi = s.int_hi;
   } else {
-    lo = lowest(s.dtype), hi = highest(s.dtype);
+    lo = min_value(s.dtype), hi = max_value(s.dtype);
   }
-  for (int i = 0; i < n; ++i) v[i] = clamp_whole(v[i], lo, hi);
+  for (int i = 0; i < n; ++i) v[i] = clamp_int(v[i], lo, hi);
 }
 
-// An integer row to an integer output, saturating.
+// Store an int64 row to an integer output, saturating.
 inline void store_integers(const int64_t* v, int n, DType t, char* out) {
-  const int64_t lo = lowest(t), hi = highest(t);
+  const int64_t lo = min_value(t), hi = max_value(t);
   for (int i = 0; i < n; ++i) {
-    const int64_t held = clamp_whole(v[i], lo, hi);
-    if (t == DType::s8) reinterpret_cast<int8_t*>(out)[i] = static_cast<int8_t>(held);
-    else if (t == DType::u8) reinterpret_cast<uint8_t*>(out)[i] = static_cast<uint8_t>(held);
-    else reinterpret_cast<int32_t*>(out)[i] = static_cast<int32_t>(held);
+    const int64_t saturated = clamp_int(v[i], lo, hi);
+    if (t == DType::s8) reinterpret_cast<int8_t*>(out)[i] = static_cast<int8_t>(saturated);
+    else if (t == DType::u8) reinterpret_cast<uint8_t*>(out)[i] = static_cast<uint8_t>(saturated);
+    else reinterpret_cast<int32_t*>(out)[i] = static_cast<int32_t>(saturated);
   }
 }
 
@@ -120,12 +121,12 @@ inline void cast_row(float* x, int n, DType t) {
   }
 }
 
-// The tensor's values for one row of the tile, broadcast as its axis says.
-inline const float* step_row(const EpilogueArgs& e, const Step& s, const Aux& aux, int r, float* buffer) {
+// Load a step's tensor for one row of the tile, broadcast along its axis.
+inline const float* load_step_row(const EpilogueArgs& e, const Step& s, const Aux& aux, int r, float* buffer) {
   const int n = e.cols;
   switch (s.axis) {
     case Axis::col: load_row(aux.data, s.dtype, e.col0, n, buffer); break;
-    case Axis::full: load_row(aux.data, s.dtype, e.batch * aux.batch + (e.row0 + r) * aux.ld + e.col0, n, buffer); break;
+    case Axis::full: load_row(aux.data, s.dtype, e.batch * aux.batch_stride + (e.row0 + r) * aux.ld + e.col0, n, buffer); break;
     default: {
       const float v = load_scalar(aux.data, s.dtype, s.axis == Axis::row ? e.row0 + r : 0);
       for (int i = 0; i < n; ++i) buffer[i] = v;
@@ -136,7 +137,7 @@ inline const float* step_row(const EpilogueArgs& e, const Step& s, const Aux& au
 
 inline void apply_tensor_step(const EpilogueArgs& e, const Step& s, const Aux& aux, int r, float* x) {
   float buffer[kMaxTileCols];
-  const float* t = step_row(e, s, aux, r, buffer);
+  const float* t = load_step_row(e, s, aux, r, buffer);
   const int n = e.cols;
   const float value = s.value;
   switch (s.kind) {
@@ -151,12 +152,12 @@ inline void apply_tensor_step(const EpilogueArgs& e, const Step& s, const Aux& a
   }
 }
 
-inline void apply_plain_step(const Step& s, int n, float* x) {
+inline void apply_scalar_step(const Step& s, int n, float* x) {
   switch (s.kind) {
     case StepKind::scale:
       for (int i = 0; i < n; ++i) x[i] *= s.value;
       return;
-    case StepKind::relu:  // written so that NaN stays NaN, as in ATen
+    case StepKind::relu:  // this comparison keeps NaN, as ATen does
       for (int i = 0; i < n; ++i) x[i] = x[i] < 0.0f ? 0.0f : x[i];
       return;
     case StepKind::gelu:
@@ -209,8 +210,8 @@ inline void store_row(const float* x, int n, DType t, char* out) {
   }
 }
 
-// An integer row through the steps that keep it exact. Returns how many of the steps that were; `v` is then what follows, and
-// `aux` the tensors that are left.
+// Apply the leading exact steps to row r of int32 accumulators. Returns how many steps they are; `v` then holds the row, and
+// `*aux` points to the tensor of the next step.
 inline int run_exact_steps(const EpilogueArgs& e, int r, const int32_t* acc, const Aux** aux, int64_t* v) {
   for (int i = 0; i < e.cols; ++i) v[i] = acc[i];
   int s = 0;
@@ -221,13 +222,13 @@ inline int run_exact_steps(const EpilogueArgs& e, int r, const int32_t* acc, con
 constexpr bool is_integer(DType t) { return t == DType::s8 || t == DType::u8 || t == DType::s32; }
 
 void run_epilogue(const EpilogueArgs& e) {
-  const int64_t out_step = e.ldo * (bits(e.out_dtype) / 8);
+  const int64_t out_stride = e.ldo * (bits(e.out_dtype) / 8);
   const bool exact = e.integer && (e.n_steps > 0 ? e.steps[0].exact : is_integer(e.out_dtype));
   for (int r = 0; r < e.rows; ++r) {
     float* x = static_cast<float*>(e.c) + r * e.ldc;
-    char* out = e.out + r * out_step;
+    char* out = e.out + r * out_stride;
     const Aux* aux = e.aux;
-    int first = 0;  // of the steps that work on floats
+    int first_float_step = 0;
     if (e.integer) {
       auto* v = static_cast<int32_t*>(e.c) + r * e.ldc;
       if (e.compensation != nullptr)
@@ -238,13 +239,13 @@ void run_epilogue(const EpilogueArgs& e) {
         continue;
       }
       if (exact) {
-        int64_t whole[kMaxTileCols];
-        first = run_exact_steps(e, r, v, &aux, whole);
-        if (first == e.n_steps && is_integer(e.out_dtype)) {
-          store_integers(whole, e.cols, e.out_dtype, out);
+        int64_t integers[kMaxTileCols];
+        first_float_step = run_exact_steps(e, r, v, &aux, integers);
+        if (first_float_step == e.n_steps && is_integer(e.out_dtype)) {
+          store_integers(integers, e.cols, e.out_dtype, out);
           continue;
         }
-        for (int i = 0; i < e.cols; ++i) x[i] = static_cast<float>(whole[i]);
+        for (int i = 0; i < e.cols; ++i) x[i] = static_cast<float>(integers[i]);
       } else {
         for (int i = 0; i < e.cols; ++i) {
           const float f = static_cast<float>(v[i]);
@@ -252,9 +253,9 @@ void run_epilogue(const EpilogueArgs& e) {
         }
       }
     }
-    for (int s = first; s < e.n_steps; ++s) {
+    for (int s = first_float_step; s < e.n_steps; ++s) {
       if (e.steps[s].has_tensor) apply_tensor_step(e, e.steps[s], *aux++, r, x);
-      else apply_plain_step(e.steps[s], e.cols, x);
+      else apply_scalar_step(e.steps[s], e.cols, x);
     }
     store_row(x, e.cols, e.out_dtype, out);
   }

@@ -9,18 +9,18 @@
 namespace gemmtune {
 
 enum class PackA : int { none = 0, rows = 1, panels = 2 };
-enum class Order : int { b_stays = 0, a_stays = 1 };  // what the inner loop keeps in the L1 cache
+enum class Order : int { b_in_l1 = 0, a_in_l1 = 1 };  // the operand that the inner loop keeps in the L1 cache
 
-// While one block of B serves several row tiles, fetch the next block, a share with each tile.
+// Prefetch the next block of B: each row tile that uses the current block prefetches its share.
 constexpr int64_t kPrefetchNext = -1;
 
-// Bounds of what a configuration may say: products of two sizes and a few factors stay within int64.
-constexpr int64_t kMostElements = int64_t{1} << 30;  // N, K
-constexpr int64_t kMostBlock = int64_t{1} << 30;     // kc, mc, nc
-constexpr int kMostThreads = 1 << 16;                // each side of the thread grid
-constexpr int64_t kMostAhead = int64_t{1} << 30;     // bytes of prefetching
+// Limits of a configuration: the product of two sizes and a few factors stays within int64.
+constexpr int64_t kMaxElements = int64_t{1} << 30;  // N, K
+constexpr int64_t kMaxBlock = int64_t{1} << 30;     // kc, mc, nc
+constexpr int kMaxGridDim = 1 << 16;                // each dimension of the thread grid
+constexpr int64_t kMaxPrefetchBytes = int64_t{1} << 30;  // prefetch distance in bytes
 
-// Everything about a kernel that does not change from call to call. Sizes in elements unless said otherwise.
+// Configuration of a kernel, constant across calls. Sizes are in elements unless a comment gives another unit.
 struct Config {
   DType a, b, out;
   Compute compute;
@@ -31,22 +31,22 @@ struct Config {
   int64_t mc;         // rows of A packed at a time
   int64_t nc;         // panels that share one pass over a K block
   Order order;
-  int tm, tn, tk;     // thread grid; more tasks than threads are dealt out dynamically
+  int tm, tn, tk;     // grid of tasks along M, N and K; threads take tasks dynamically when there are more tasks than threads
   PackA pack_a;
   int64_t prefetch;   // bytes ahead in B, or kPrefetchNext
-  bool expand;        // convert a block of B to the dense type first, instead of in registers
+  bool expand;        // convert B to the dense type a block at a time, instead of in registers
   bool raw;           // B is an unpacked, strided matrix
-  bool dot;           // raw, and read where it lies: its K is contiguous
-  int64_t group;      // K elements that share a scale; 0 = unquantised
+  bool dot;           // raw, with contiguous K, and not packed: dot products along K
+  int64_t quant_group;  // K elements that share a scale; 0 = unquantised
   DType scale_dtype;
   bool zero_point;
-  float zero_offset;  // what the stored integers already had subtracted (8 for int4)
+  float zero_offset;  // offset that was subtracted from the stored integers (8 for int4)
   std::vector<Step> steps;
 };
 
 struct Matrix {
   const char* data;
-  int64_t row, col, batch;  // strides in elements
+  int64_t row_stride, col_stride, batch_stride;  // elements
 };
 
 struct Call {
@@ -58,51 +58,57 @@ struct Call {
   const char* zeros;           // [groups, padded N] of scale_dtype: zero points, or null
   const int32_t* compensation; // [padded N], or null
   char* out;
-  int64_t ldo, out_batch;      // elements
+  int64_t ldo, out_batch_stride;  // elements
   const Aux* aux;
 };
 
 class Gemm {
  public:
-  // Throws std::invalid_argument when the configuration is one the kernels cannot run.
+  // Throws std::invalid_argument for a configuration that the kernels cannot run.
   Gemm(const IsaOps& isa, Config config);
-  // Throws std::bad_alloc when scratch memory cannot be had; nothing is written then.
+  // Throws std::bad_alloc when scratch memory cannot be allocated; part of the output may then be written.
   void run(const Call& call) const;
-  const Config& config() const { return c_; }
+  const Config& config() const { return cfg_; }
 
  private:
-  struct Split;
+  struct RowTiles;
   struct Scratch;
-  struct Work;
+  struct RowBlock;
   struct Task;
 
   void check_ranges() const;
-  void check() const;
-  int64_t block_bytes() const;  // of an expanded or raw-packed block
+  void check_config() const;
+  int64_t block_bytes() const;  // bytes of an expanded or raw-packed block of B
   int64_t scratch_bytes(int64_t m) const;
   void run_task(const Call&, const Task&, Scratch&, char* partial) const;
-  void run_panel(const Work&, const Task&, Scratch&, int64_t panel, int64_t k0, int64_t k1) const;
-  const char* prepare_b(const Work&, Scratch&, int64_t panel, int64_t k0, int64_t k1, int64_t* step) const;
-  void run_dots(Work&, const Task&, Scratch&) const;
-  void dot_panel(const Work&, Scratch&, int64_t panel, int64_t k0, int64_t k1) const;
-  // Where rows of A start for a tile, as the micro-kernels read them.
-  void locate_a(const Work&, const Scratch&, int tile, int64_t k0, const char** a, int64_t* row, int64_t* group) const;
-  void pack_rows(const Work&, Scratch&) const;
-  void multiply(const Work&, Scratch&, int tile, int64_t panel, int64_t k0, int64_t k1, const char* b, int64_t step) const;
-  void prefetch(const Work&, int tile, int64_t panel, int64_t k0, int64_t k1, int64_t rows, TileArgs& t) const;
-  void finish(const Work&, Scratch&, int tile, int64_t panel) const;
-  void reduce(const Call&, char* partial, int thread, int threads) const;
+  void run_panel(const RowBlock&, const Task&, Scratch&, int64_t panel, int64_t k0, int64_t k1) const;
+  const char* prepare_b(const RowBlock&, Scratch&, int64_t panel, int64_t k0, int64_t k1, int64_t* b_stride) const;
+  void run_dots(RowBlock&, const Task&, Scratch&) const;
+  void dot_panel(const RowBlock&, Scratch&, int64_t panel, int64_t k0, int64_t k1) const;
+  // Compute the address and strides of a tile's rows of A for the micro-kernels.
+  void locate_a(const RowBlock&, const Scratch&, int tile, int64_t k0, const char** a, int64_t* row_stride,
+                int64_t* group_stride) const;
+  void pack_rows(const RowBlock&, Scratch&) const;
+  void multiply_tile(const RowBlock&, Scratch&, int tile, int64_t panel, int64_t k0, int64_t k1, const char* b,
+                     int64_t b_stride) const;
+  void set_prefetch(const RowBlock&, int tile, int64_t panel, int64_t k0, int64_t k1, int64_t rows, TileArgs& t) const;
+  void finish_tile(const RowBlock&, Scratch&, int tile, int64_t panel) const;
+  void reduce_slices(const Call&, char* partial, int thread, int threads) const;
   void store_tile(const Call&, int64_t batch, int64_t row, int rows, int64_t panel, void* tile, int64_t ldc,
                   const int32_t* compensation) const;
 
   const IsaOps& isa_;
   const KernelSet* set_;    // reads the stored B
   const KernelSet* dense_;  // reads expanded or raw-packed blocks; equals set_ when B is read directly
-  Config c_;
-  int64_t kp_, panels_, panel_cols_, row_bytes_, panel_bytes_, k_rows_, segment_;
+  Config cfg_;
+  int64_t kp_;          // consecutive k in one group
+  int64_t panels_, panel_cols_;
+  int64_t row_bytes_;   // of a packed row of a panel of B
+  int64_t panel_bytes_, k_rows_;
+  int64_t segment_;     // K elements that one micro-kernel call may cover: they share a K block and scales
 };
 
-// Rounds up; b > 0.
+// Return a / b rounded up; b > 0.
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace gemmtune

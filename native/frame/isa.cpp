@@ -19,7 +19,7 @@ extern const IsaOps kAvx2Ops, kAvx512Ops, kAvx512Bf16Ops, kAvx512VnniOps, kAmxOp
 
 namespace {
 
-bool always() { return true; }
+bool always_usable() { return true; }
 
 #if defined(GEMMTUNE_X86)
 // __builtin_cpu_supports also checks that the system saves the registers (XCR0).
@@ -34,7 +34,7 @@ bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf
 
 bool has_avx512_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
 
-// CPUID leaf 7: EDX bits 22 (bf16), 24 (tile), 25 (int8). Linux then wants the process to ask for the tile registers.
+// CPUID leaf 7: EDX bits 22 (bf16), 24 (tile), 25 (int8). On Linux a process must also request the tile registers.
 bool has_amx() {
 #if defined(__linux__)
   unsigned a = 0, b = 0, c = 0, d = 0;
@@ -49,14 +49,14 @@ bool has_amx() {
 }
 #endif
 
-struct Entry {
+struct InstructionSet {
   const IsaOps* ops;
   bool (*usable)();
 };
 
-const std::vector<Entry>& entries() {
-  static const std::vector<Entry> all = {
-      {&kPortableOps, &always},
+const std::vector<InstructionSet>& instruction_sets() {
+  static const std::vector<InstructionSet> all = {
+      {&kPortableOps, &always_usable},
 #if defined(GEMMTUNE_X86)
       {&kAvx2Ops, &has_avx2},
       {&kAvx512Ops, &has_avx512},
@@ -72,19 +72,19 @@ const std::vector<Entry>& entries() {
 
 std::vector<std::string> compiled_isas() {
   std::vector<std::string> names;
-  for (const Entry& e : entries()) names.emplace_back(e.ops->name);
+  for (const InstructionSet& e : instruction_sets()) names.emplace_back(e.ops->name);
   return names;
 }
 
 std::vector<std::string> usable_isas() {
   std::vector<std::string> names;
-  for (const Entry& e : entries())
+  for (const InstructionSet& e : instruction_sets())
     if (e.usable()) names.emplace_back(e.ops->name);
   return names;
 }
 
 const IsaOps& isa_ops(const std::string& name) {
-  for (const Entry& e : entries()) {
+  for (const InstructionSet& e : instruction_sets()) {
     if (name != e.ops->name) continue;
     if (!e.usable()) throw std::invalid_argument("this CPU cannot run the instruction set '" + name + "'");
     return *e.ops;

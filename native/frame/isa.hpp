@@ -1,4 +1,4 @@
-// Which instruction sets this build has and this CPU can run.
+// The instruction sets that this build contains and that this CPU can run.
 #pragma once
 
 #include <string>
@@ -8,10 +8,11 @@
 
 namespace gemmtune {
 
-// Names of the sets that were compiled and that CPUID (and, for AMX, the kernel) grants, plainest first.
+// Return the names of the compiled sets that CPUID (and, for AMX, Linux) permits, the most portable first.
 std::vector<std::string> usable_isas();
+// Return the names of all compiled sets, in the same order.
 std::vector<std::string> compiled_isas();
-// The operations of a usable set; throws std::invalid_argument for any other name.
+// Return the operations of a usable set. Throws std::invalid_argument for any other name.
 const IsaOps& isa_ops(const std::string& name);
 
 }  // namespace gemmtune

@@ -1,5 +1,5 @@
-// exp, sigmoid and the GELUs in fp32, branch-free so that loops over them vectorise. NaN and infinities propagate as
-// in ATen.
+// exp, sigmoid, SiLU and the two GELUs in fp32, without branches so that loops over them vectorise. NaN and infinities
+// propagate as in ATen.
 #pragma once
 
 #include "convert.hpp"
@@ -20,7 +20,7 @@ inline float exp_f32(float x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   const float m = (p * r * r + r) + 1.0f;
-  // n reaches 128 at the top: scale in two steps so that 2^n never overflows on its own.
+  // n is at most 128, and 2^128 overflows: scale by two factors.
   const int32_t e = x == x ? static_cast<int32_t>(n) : 0;
   const int32_t half = e >> 1;
   float y = m * from_bits(static_cast<uint32_t>(half + 127) << 23) *
@@ -50,7 +50,7 @@ inline float erfc_f32(float z) {
   return t * exp_f32(p - z * z);
 }
 
-// x * Phi(x); the tail side uses erfc directly, so small results keep their relative accuracy.
+// x * Phi(x). A negative x uses erfc directly, so that small results keep their relative accuracy.
 inline float gelu_f32(float x) {
   const float z = __builtin_fabsf(x) * 0.70710678f;
   const float tail = 0.5f * erfc_f32(z);

@@ -1,8 +1,8 @@
-// The micro-kernel, once, for every ISA: a tile of MR rows by NV vectors of 16 columns held in registers.
+// The micro-kernel, a template for every ISA: a tile of MR rows by NV vectors of 16 columns, in registers.
 //
-// Traits T say how to load and convert B, broadcast a group of A and multiply-accumulate:
-//   Acc, AVec, BVec, Raw; kVectorBytes (B bytes per vector and row); kRows (groups in one B row);
-//   raw(p), convert<S>(raw), broadcast(p), dot(acc, a, b), group_offset(s), zero(), and the C update helpers.
+// Traits T load and convert B, broadcast a group of A and multiply-accumulate (docs/how-to/a-micro-kernel.md has them all):
+//   Acc, AVec, BVec, StoredVec; kVectorBytes (B bytes per vector and row); kGroupsPerRow (groups in one B row);
+//   load_stored(p), convert<S>(stored), broadcast(p), dot(acc, a, b), group_offset(s), zero(), and the updates of C.
 #pragma once
 
 #include <utility>
@@ -12,50 +12,50 @@
 #define GT_UNROLL _Pragma("GCC unroll 32")
 
 namespace gemmtune {
-// Internal linkage: each ISA's translation unit compiles its own copy under its own flags; shared (inline) code could
-// be merged across them by the linker and run instructions this CPU lacks.
+// Internal linkage: each ISA's translation unit compiles its own copy with its own flags. The linker could merge inline
+// functions of several units, and a CPU would then run instructions that it lacks.
 namespace {
 
 template <class T, int MR, int NV>
 struct Tile {
   typename T::Acc acc[MR][NV];
 
-  // Row pointers in bases of three rows keep the address arithmetic in few registers.
-  static const char* row(const char* const* base, int64_t stride, int r) { return base[r / 3] + (r % 3) * stride; }
+  // One base pointer for every three rows keeps address arithmetic in few registers.
+  static const char* row_pointer(const char* const* base, int64_t stride, int r) { return base[r / 3] + (r % 3) * stride; }
 
   template <int S>
-  __attribute__((always_inline)) void step(const char* const* base, int64_t a_row, int64_t a_group,
-                                           const typename T::Raw* raw) {
+  __attribute__((always_inline)) void multiply_group(const char* const* base, int64_t a_row_stride, int64_t a_group_stride,
+                                           const typename T::StoredVec* stored) {
     typename T::BVec b[NV];
-    GT_UNROLL for (int j = 0; j < NV; ++j) b[j] = T::template convert<S>(raw[j]);
-    const int64_t offset = T::group_offset(S) * a_group;
+    GT_UNROLL for (int j = 0; j < NV; ++j) b[j] = T::template convert<S>(stored[j]);
+    const int64_t offset = T::group_offset(S) * a_group_stride;
     GT_UNROLL for (int r = 0; r < MR; ++r) {
-      const typename T::AVec a = T::broadcast(row(base, a_row, r) + offset);
+      const typename T::AVec a = T::broadcast(row_pointer(base, a_row_stride, r) + offset);
       GT_UNROLL for (int j = 0; j < NV; ++j) acc[r][j] = T::dot(acc[r][j], a, b[j]);
     }
   }
 
   template <int... S>
-  __attribute__((always_inline)) void steps(std::integer_sequence<int, S...>, const char* const* base, int64_t a_row,
-                                            int64_t a_group, const typename T::Raw* raw) {
-    (step<S>(base, a_row, a_group, raw), ...);
+  __attribute__((always_inline)) void multiply_row(std::integer_sequence<int, S...>, const char* const* base, int64_t a_row_stride,
+                                            int64_t a_group_stride, const typename T::StoredVec* stored) {
+    (multiply_group<S>(base, a_row_stride, a_group_stride, stored), ...);
   }
 
   __attribute__((always_inline)) void multiply(const TileArgs& t) {
     GT_UNROLL for (int r = 0; r < MR; ++r) GT_UNROLL for (int j = 0; j < NV; ++j) acc[r][j] = T::zero();
     constexpr int kBases = (MR + 2) / 3;
     const char* base[kBases];
-    GT_UNROLL for (int i = 0; i < kBases; ++i) base[i] = t.a + i * 3 * t.a_row;
-    const char *b = t.b, *ahead = t.prefetch;
-    const int64_t a_row = t.a_row, a_group = t.a_group, b_step = t.b_step, ahead_step = t.prefetch_step;
-    for (int64_t g = 0; g < t.groups; g += T::kRows) {
-      GT_UNROLL for (int p = 0; p < NV * T::kVectorBytes; p += 64) __builtin_prefetch(ahead + p, 0, 3);
-      typename T::Raw raw[NV];
-      GT_UNROLL for (int j = 0; j < NV; ++j) raw[j] = T::raw(b + j * T::kVectorBytes);
-      steps(std::make_integer_sequence<int, T::kRows>{}, base, a_row, a_group, raw);
-      GT_UNROLL for (int i = 0; i < kBases; ++i) base[i] += T::kRows * a_group;
-      b += b_step;
-      ahead += ahead_step;
+    GT_UNROLL for (int i = 0; i < kBases; ++i) base[i] = t.a + i * 3 * t.a_row_stride;
+    const char *b = t.b, *prefetch = t.prefetch;
+    const int64_t a_row_stride = t.a_row_stride, a_group_stride = t.a_group_stride, b_stride = t.b_stride, prefetch_stride = t.prefetch_stride;
+    for (int64_t g = 0; g < t.groups; g += T::kGroupsPerRow) {
+      GT_UNROLL for (int p = 0; p < NV * T::kVectorBytes; p += 64) __builtin_prefetch(prefetch + p, 0, 3);
+      typename T::StoredVec stored[NV];
+      GT_UNROLL for (int j = 0; j < NV; ++j) stored[j] = T::load_stored(b + j * T::kVectorBytes);
+      multiply_row(std::make_integer_sequence<int, T::kGroupsPerRow>{}, base, a_row_stride, a_group_stride, stored);
+      GT_UNROLL for (int i = 0; i < kBases; ++i) base[i] += T::kGroupsPerRow * a_group_stride;
+      b += b_stride;
+      prefetch += prefetch_stride;
     }
   }
 
@@ -67,7 +67,7 @@ struct Tile {
     }
   }
 
-  // C (+)= scale * (acc - zero * row_sum): one quantisation group is done.
+  // Store one quantisation group: C (+)= scale * (acc - zero * row_sum).
   __attribute__((always_inline)) void store_scaled(const TileArgs& t) {
     auto* c = static_cast<float*>(t.c);
     GT_UNROLL for (int j = 0; j < NV; ++j) {
@@ -93,47 +93,48 @@ void run_tile(const TileArgs& t) {
 }
 
 template <class T, int S>
-__attribute__((always_inline)) inline void expand_step(const typename T::Raw* raw, int nv, char* dst, int64_t dst_step) {
-  for (int j = 0; j < nv; ++j) T::store_dense(dst + T::group_offset(S) * dst_step + j * 64, T::template convert<S>(raw[j]));
+__attribute__((always_inline)) inline void expand_group(const typename T::StoredVec* stored, int nv, char* dst, int64_t dst_stride) {
+  for (int j = 0; j < nv; ++j) T::store_dense(dst + T::group_offset(S) * dst_stride + j * 64, T::template convert<S>(stored[j]));
 }
 
 template <class T, int... S>
-void expand_rows(std::integer_sequence<int, S...>, const char* b, int64_t b_step, int nv, int64_t groups, char* dst,
-                 int64_t dst_step) {
-  for (int64_t g = 0; g < groups; g += T::kRows) {
-    typename T::Raw raw[kMaxVectors];
-    for (int j = 0; j < nv; ++j) raw[j] = T::raw(b + j * T::kVectorBytes);
-    (expand_step<T, S>(raw, nv, dst, dst_step), ...);
-    b += b_step;
-    dst += T::kRows * dst_step;
+void expand_rows(std::integer_sequence<int, S...>, const char* b, int64_t b_stride, int nv, int64_t groups, char* dst,
+                 int64_t dst_stride) {
+  for (int64_t g = 0; g < groups; g += T::kGroupsPerRow) {
+    typename T::StoredVec stored[kMaxVectors];
+    for (int j = 0; j < nv; ++j) stored[j] = T::load_stored(b + j * T::kVectorBytes);
+    (expand_group<T, S>(stored, nv, dst, dst_stride), ...);
+    b += b_stride;
+    dst += T::kGroupsPerRow * dst_stride;
   }
 }
 
 template <class T>
-void expand(const char* b, int64_t b_step, int nv, int64_t groups, char* dst, int64_t dst_step) {
-  expand_rows<T>(std::make_integer_sequence<int, T::kRows>{}, b, b_step, nv, groups, dst, dst_step);
+void expand(const char* b, int64_t b_stride, int nv, int64_t groups, char* dst, int64_t dst_stride) {
+  expand_rows<T>(std::make_integer_sequence<int, T::kGroupsPerRow>{}, b, b_stride, nv, groups, dst, dst_stride);
 }
 
 template <class T, int NV, int... R>
-void fill_rows(KernelSet& set, std::integer_sequence<int, R...>) {
+void set_tile_kernels(KernelSet& set, std::integer_sequence<int, R...>) {
   set.max_rows[NV] = sizeof...(R);
   ((set.tile[NV][R + 1] = &run_tile<T, R + 1, NV>), ...);
 }
 
-// Largest tiles: registers hold MR * NV accumulators + NV of B + one broadcast. A panel's last columns may need
-// fewer vectors with the panel's own rows, so a narrower tile has at least the rows of a wider one. Dense: what expands B
-// for the dense kernels, where T converts it to something else.
+// Return the kernels of one (compute, B type). R1 to R4 are the most rows of a tile of 1 to 4 vectors: registers hold
+// MR * NV accumulators, NV vectors of B and one broadcast of A. A narrower tile needs at least the rows of a wider one,
+// because a panel's last columns run as a narrower tile of as many rows. Dense converts B for `expand`, where T converts it
+// to another type than the dense kernels read.
 template <class T, int R1, int R2, int R3, int R4, class Dense = T>
-KernelSet make_set(Compute compute, DType b) {
+KernelSet make_kernel_set(Compute compute, DType b) {
   KernelSet set{};
   set.compute = compute;
   set.b = b;
-  set.rows_per_load = T::kRows;
+  set.groups_per_row = T::kGroupsPerRow;
   set.vector_bytes = T::kVectorBytes;
-  fill_rows<T, 1>(set, std::make_integer_sequence<int, R1>{});
-  if constexpr (R2 > 0) fill_rows<T, 2>(set, std::make_integer_sequence<int, R2>{});
-  if constexpr (R3 > 0) fill_rows<T, 3>(set, std::make_integer_sequence<int, R3>{});
-  if constexpr (R4 > 0) fill_rows<T, 4>(set, std::make_integer_sequence<int, R4>{});
+  set_tile_kernels<T, 1>(set, std::make_integer_sequence<int, R1>{});
+  if constexpr (R2 > 0) set_tile_kernels<T, 2>(set, std::make_integer_sequence<int, R2>{});
+  if constexpr (R3 > 0) set_tile_kernels<T, 3>(set, std::make_integer_sequence<int, R3>{});
+  if constexpr (R4 > 0) set_tile_kernels<T, 4>(set, std::make_integer_sequence<int, R4>{});
   set.expand = &expand<Dense>;
   return set;
 }

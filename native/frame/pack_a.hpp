@@ -1,4 +1,4 @@
-// Converting the activations to what a micro-kernel broadcasts: 4-byte groups of kp elements along K.
+// Packing of A: conversion to the 4-byte groups of kp elements along K that a micro-kernel broadcasts.
 #pragma once
 
 #include "convert.hpp"
@@ -8,13 +8,13 @@ namespace gemmtune {
 namespace {
 
 template <class S>
-inline float widen(S v, DType t) {
+inline float to_float(S v, DType t) {
   if constexpr (sizeof(S) == 4) return static_cast<float>(v);
   else if constexpr (sizeof(S) == 2) return t == DType::bf16 ? bf16_to_f32(static_cast<uint16_t>(v)) : f16_to_f32(static_cast<uint16_t>(v));
   else return static_cast<float>(v);
 }
 
-// One row of `k` elements into contiguous compute-type elements.
+// Convert one row of `k` elements to contiguous elements of the compute type.
 template <class S, class D, class F>
 inline void convert_row(const S* src, int64_t stride, int64_t k, D* dst, F convert) {
   if (stride == 1)
@@ -28,9 +28,9 @@ void pack_row(const PackAArgs& p, const S* src, char* dst) {
   const DType t = p.dtype;
   switch (p.compute) {
     case Compute::f32:
-      if (t == DType::bf16) convert_row(src, p.col_stride, p.k, reinterpret_cast<float*>(dst), [](S v) { return widen(v, DType::bf16); });
-      else if (t == DType::f16) convert_row(src, p.col_stride, p.k, reinterpret_cast<float*>(dst), [](S v) { return widen(v, DType::f16); });
-      else convert_row(src, p.col_stride, p.k, reinterpret_cast<float*>(dst), [](S v) { return widen(v, DType::f32); });
+      if (t == DType::bf16) convert_row(src, p.col_stride, p.k, reinterpret_cast<float*>(dst), [](S v) { return to_float(v, DType::bf16); });
+      else if (t == DType::f16) convert_row(src, p.col_stride, p.k, reinterpret_cast<float*>(dst), [](S v) { return to_float(v, DType::f16); });
+      else convert_row(src, p.col_stride, p.k, reinterpret_cast<float*>(dst), [](S v) { return to_float(v, DType::f32); });
       return;
     case Compute::bf16:
       convert_row(src, p.col_stride, p.k, reinterpret_cast<uint16_t*>(dst), [](S v) { return static_cast<uint16_t>(v); });
@@ -51,12 +51,12 @@ void pack_row(const PackAArgs& p, const S* src, char* dst) {
 template <class S>
 void pack_rows(const PackAArgs& p) {
   const int64_t row_bytes = p.pad_groups * kGroupBytes;
-  const int64_t used = p.k * (kGroupBytes / group_size(p.compute));
+  const int64_t data_bytes = p.k * (kGroupBytes / group_size(p.compute));
   for (int64_t r = 0; r < p.rows; ++r) {
     const S* src = reinterpret_cast<const S*>(p.src) + r * p.row_stride;
-    char* row = p.dst + r * p.dst_row;
+    char* row = p.dst + r * p.dst_row_stride;
     pack_row(p, src, row);
-    std::memset(row + used, 0, row_bytes - used);
+    std::memset(row + data_bytes, 0, row_bytes - data_bytes);
   }
 }
 
@@ -68,7 +68,8 @@ void pack_activations_rowwise(const PackAArgs& p) {
   }
 }
 
-// Panels: rows are converted one at a time into a strip of groups, then dealt out at their stride.
+// Pack rows of A, row-major or in panels. A panel's rows are converted one at a time into a contiguous strip of groups,
+// which is then stored at the panel's stride.
 void pack_activations(const PackAArgs& p) {
   if (p.panel == 0) return pack_activations_rowwise(p);
   constexpr int64_t kStrip = 256;
@@ -76,39 +77,39 @@ void pack_activations(const PackAArgs& p) {
   const int64_t kp = group_size(p.compute), element = bits(p.dtype) / 8;
   for (int64_t r = 0; r < p.rows; ++r)
     for (int64_t g = 0; g < p.pad_groups; g += kStrip) {
-      PackAArgs one = p;
-      one.panel = 0;
-      one.rows = 1;
-      one.src = p.src + (r * p.row_stride + g * kp * p.col_stride) * element;
-      one.pad_groups = p.pad_groups - g < kStrip ? p.pad_groups - g : kStrip;
-      const int64_t left = p.k - g * kp;
-      one.k = left < 0 ? 0 : (left < one.pad_groups * kp ? left : one.pad_groups * kp);
-      one.dst = reinterpret_cast<char*>(strip);
-      pack_activations_rowwise(one);
+      PackAArgs chunk = p;
+      chunk.panel = 0;
+      chunk.rows = 1;
+      chunk.src = p.src + (r * p.row_stride + g * kp * p.col_stride) * element;
+      chunk.pad_groups = p.pad_groups - g < kStrip ? p.pad_groups - g : kStrip;
+      const int64_t remaining = p.k - g * kp;
+      chunk.k = remaining < 0 ? 0 : (remaining < chunk.pad_groups * kp ? remaining : chunk.pad_groups * kp);
+      chunk.dst = reinterpret_cast<char*>(strip);
+      pack_activations_rowwise(chunk);
       auto* dst = reinterpret_cast<uint32_t*>(p.dst) + g * p.panel + r;
-      for (int64_t i = 0; i < one.pad_groups; ++i) dst[i * p.panel] = strip[i];
+      for (int64_t i = 0; i < chunk.pad_groups; ++i) dst[i * p.panel] = strip[i];
     }
 }
 
-// Sums of A over each quantisation group, for zero points: sums[group][row].
+// Sum A over each quantisation group, for zero points, into sums[quantisation group][row].
 template <class S>
-void sum_rows(const PackAArgs& p, int64_t group, float* sums, int64_t stride) {
+void sum_rows(const PackAArgs& p, int64_t quant_group, float* sums, int64_t stride) {
   for (int64_t r = 0; r < p.rows; ++r) {
     const S* src = reinterpret_cast<const S*>(p.src) + r * p.row_stride;
-    for (int64_t k0 = 0, g = 0; k0 < p.k; k0 += group, ++g) {
-      const int64_t k1 = k0 + group < p.k ? k0 + group : p.k;
+    for (int64_t k0 = 0, g = 0; k0 < p.k; k0 += quant_group, ++g) {
+      const int64_t k1 = k0 + quant_group < p.k ? k0 + quant_group : p.k;
       float total = 0.0f;
-      for (int64_t k = k0; k < k1; ++k) total += widen(src[k * p.col_stride], p.dtype);
+      for (int64_t k = k0; k < k1; ++k) total += to_float(src[k * p.col_stride], p.dtype);
       sums[g * stride + r] = total;
     }
   }
 }
 
-void row_sums(const PackAArgs& p, int64_t group, float* sums, int64_t stride) {
+void row_sums(const PackAArgs& p, int64_t quant_group, float* sums, int64_t stride) {
   switch (bits(p.dtype)) {
-    case 32: return sum_rows<float>(p, group, sums, stride);
-    case 16: return sum_rows<uint16_t>(p, group, sums, stride);
-    default: return p.dtype == DType::s8 ? sum_rows<int8_t>(p, group, sums, stride) : sum_rows<uint8_t>(p, group, sums, stride);
+    case 32: return sum_rows<float>(p, quant_group, sums, stride);
+    case 16: return sum_rows<uint16_t>(p, quant_group, sums, stride);
+    default: return p.dtype == DType::s8 ? sum_rows<int8_t>(p, quant_group, sums, stride) : sum_rows<uint8_t>(p, quant_group, sums, stride);
   }
 }
 

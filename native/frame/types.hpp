@@ -1,4 +1,4 @@
-// The words the frame and the kernels share. No policy lives here.
+// The types that the frame and the kernels share.
 #pragma once
 
 #include <cstddef>
@@ -6,7 +6,7 @@
 
 namespace gemmtune {
 
-// Vectors are counted in lanes of 32 bits, 16 to a "vector" on every ISA (a zmm, two ymm, four xmm).
+// A "vector" is 16 lanes of 32 bits on every ISA (one zmm, two ymm or four xmm registers).
 constexpr int kLanes = 16;
 constexpr int kMaxVectors = 4;  // a panel is 16, 32, 48 or 64 columns wide
 constexpr int kMaxRows = 32;    // rows of the largest micro-tile (AMX)
@@ -15,12 +15,13 @@ constexpr int kGroupBytes = 4;  // A is broadcast 4 bytes at a time: 1 fp32, 2 b
 // f8: float8_e4m3fn (1 sign, 4 exponent and 3 mantissa bits, bias 7, no infinity, NaN where all 7 low bits are set).
 enum class DType : int { f32 = 0, bf16, f16, s8, u8, s32, s4, f8 };
 
-// What multiplies and accumulates. A group is the kp consecutive k that one instruction consumes.
+// The instruction that multiplies and accumulates. A group is the kp consecutive k that the instruction consumes. (A
+// quantisation group, the k that share a scale, is always called by its full name.)
 enum class Compute : int {
   f32 = 0,   // kp = 1, fp32 FMA
   bf16 = 1,  // kp = 2, bf16 pairs into fp32
   i16 = 2,   // kp = 2, int16 pairs into int32 (int8 operands, widened)
-  u8s8 = 3,  // kp = 4, unsigned activations: signed ones are shifted by 128 and compensated
+  u8s8 = 3,  // kp = 4, unsigned by signed: 128 is added to a signed A, and the compensation subtracted from C
   s8s8 = 4,  // kp = 4, signed by signed (AMX)
 };
 
@@ -41,56 +42,57 @@ constexpr int bits(DType t) {
   }
 }
 
-// One call of a micro-kernel: C[rows, 16*nv] (+)= A[rows, groups] * B[groups, 16*nv].
+// Arguments of a tile kernel: C[rows, 16*nv] (+)= A[rows, groups] * B[groups, 16*nv].
 struct TileArgs {
   const char* a;         // first row, first group
-  int64_t a_row;         // bytes between rows of A
-  int64_t a_group;       // bytes between groups of A
+  int64_t a_row_stride;  // bytes between rows of A
+  int64_t a_group_stride;  // bytes between groups of A
   const char* b;         // packed panel
-  int64_t b_step;        // bytes from one B row to the next
+  int64_t b_stride;      // bytes from one B row to the next
   int64_t groups;        // groups of kp to consume
   void* c;               // fp32 or int32 tile
   int64_t ldc;           // elements between rows of C
   bool accumulate;       // add to C instead of overwriting it
-  const char* prefetch;  // what to prefetch beside the first row of B
-  int64_t prefetch_step; // and by how many bytes it moves on with each row
-  const float* scale;    // per-column scale of this quantisation group, or null
-  const float* zero;     // per-column (zero point - stored offset) of this group, or null
-  const float* a_sum;    // per-row sums of A over this group (with zero), stride in elements
-  int64_t a_sum_stride;
+  const char* prefetch;  // the address to prefetch with the first row of B
+  int64_t prefetch_stride;  // bytes by which this address advances with each row
+  const float* scale;    // scale of this quantisation group for each column, or null
+  const float* zero;     // (zero point - stored offset) of this quantisation group for each column, or null
+  const float* a_sum;    // sum of A over this quantisation group for each row (with zero)
+  int64_t a_sum_stride;  // elements
 };
 
 using TileKernel = void (*)(const TileArgs&);
 
-// C[rows, columns] (+)= A[rows, k] * B[columns, k]^T with both operands contiguous along K: rows of an unpacked weight.
+// Arguments of a dot kernel: C[rows, columns] (+)= A[rows, k] * B[columns, k]^T, both operands contiguous along K. B is an
+// unpacked weight.
 struct DotArgs {
   const char* a;
-  int64_t a_row;  // bytes between rows of A
+  int64_t a_row_stride;  // bytes between rows of A
   const char* b;
-  int64_t b_row;  // bytes between columns of B (each is k contiguous elements)
+  int64_t b_col_stride;  // bytes between columns of B (each is k contiguous elements)
   int64_t k;
   float* c;
   int64_t ldc;
   int columns;    // 1 to kDotColumns
   bool accumulate;
-  int64_t prefetch;  // bytes ahead in each column of B
+  int64_t prefetch;  // prefetch distance in bytes in each column of B
 };
 
 constexpr int kDotColumns = 4;
 constexpr int kDotRows = 4;
 using DotKernel = void (*)(const DotArgs&);
 
-// Every micro-kernel of one (ISA, compute, stored B type).
+// All micro-kernels of one (ISA, compute, stored B type).
 struct KernelSet {
   Compute compute;
   DType b;
-  int rows_per_load;                 // groups that one B row holds (int4 rows hold 8 k)
+  int groups_per_row;                // groups that one B row holds (int4 rows hold 8 k)
   int vector_bytes;                  // bytes of one B row per 16 columns
   int max_rows[kMaxVectors + 1];     // largest micro-tile for each number of vectors
   TileKernel tile[kMaxVectors + 1][kMaxRows + 1];
-  DotKernel dot[kDotRows + 1];       // null where this unit has none
+  DotKernel dot[kDotRows + 1];       // by rows; null without dot kernels
   // Expands B rows to the dense form of `compute` (64 bytes per 16 columns and group).
-  void (*expand)(const char* b, int64_t b_step, int nv, int64_t groups, char* dst, int64_t dst_step);
+  void (*expand)(const char* b, int64_t b_stride, int nv, int64_t groups, char* dst, int64_t dst_stride);
 };
 
 enum class StepKind : int { scale = 0, bias, add, mul, relu, gelu, gelu_tanh, silu, clamp, cast };
@@ -102,19 +104,19 @@ struct Step {
   DType dtype;      // of the tensor, or the target of a cast
   bool has_tensor;
   float value, lo, hi;
-  bool exact;  // keeps an integer accumulator whole: see keeps_integer in epilogue.hpp
-  int64_t whole_value, whole_lo, whole_hi;  // of an exact step, within kWholeLimit
+  bool exact;  // keeps an integer accumulator exact: see is_exact in bindings.cpp
+  int64_t int_value, int_lo, int_hi;  // value, lo and hi of an exact step, within kSaturationLimit
 };
 
-// Integer accumulators saturate here while an epilogue works on them: far beyond what any output holds, and far enough from
-// int64's ends that sums of two stay inside.
-constexpr int64_t kWholeLimit = int64_t{1} << 61;
+// Exact epilogue steps saturate int64 values at this magnitude: beyond the range of every output type, and small enough that
+// the sum of two such values fits int64.
+constexpr int64_t kSaturationLimit = int64_t{1} << 61;
 
-// An epilogue tensor of one call. ld: elements between rows (axis full only).
+// An epilogue tensor of one call.
 struct Aux {
   const char* data;
-  int64_t ld;
-  int64_t batch;  // elements between batches (axis full only)
+  int64_t ld;            // elements between rows (axis full only)
+  int64_t batch_stride;  // elements between batches (axis full only)
 };
 
 struct EpilogueArgs {
@@ -123,7 +125,7 @@ struct EpilogueArgs {
   bool integer;          // c holds int32
   int rows, cols;
   int64_t row0, col0, batch;
-  const int32_t* compensation;  // per column of this tile, subtracted from int32 accumulators, or null
+  const int32_t* compensation;  // subtracted from int32 accumulators, one for each column of this tile, or null
   const Step* steps;
   int n_steps;
   const Aux* aux;
@@ -132,7 +134,7 @@ struct EpilogueArgs {
   DType out_dtype;
 };
 
-// Converts rows of A to 4-byte groups, row-major (panel == 0) or interleaved by `panel` rows.
+// Arguments of pack_a, which converts rows of A to 4-byte groups, row-major (panel == 0) or interleaved by `panel` rows.
 struct PackAArgs {
   const char* src;       // element (0, 0)
   DType dtype;
@@ -140,18 +142,19 @@ struct PackAArgs {
   int64_t rows, k;       // k is padded with zeros to whole groups
   Compute compute;
   char* dst;
-  int64_t dst_row;       // bytes between rows (row-major) - ignored for panels
+  int64_t dst_row_stride;  // bytes between rows (row-major); ignored for panels
   int64_t pad_groups;    // groups to write, >= ceil(k / kp)
   int panel;             // 0, or the rows of the interleaved micro-panel
 };
 
+// The kernels, epilogue and packing of A of one instruction set.
 struct IsaOps {
   const char* name;
   const KernelSet* sets;
   int n_sets;
   void (*epilogue)(const EpilogueArgs&);
   void (*pack_a)(const PackAArgs&);
-  void (*row_sums)(const PackAArgs&, int64_t group, float* sums, int64_t sums_stride);
+  void (*row_sums)(const PackAArgs&, int64_t quant_group, float* sums, int64_t sums_stride);
 };
 
 }  // namespace gemmtune

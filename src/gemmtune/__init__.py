@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from . import fuse, nn
     from .core.weights import PackedWeight
     from .dispatch import current_target, policy, refresh
-    from .nn.optimize import Handle, optimize
+    from .nn.changes import Handle
+    from .nn.optimize import optimize
     from .ops.addmm import addmm
     from .ops.bmm import bmm
     from .ops.int_mm import int_mm
@@ -41,7 +42,7 @@ _MODULE_OF = {
     "record": "ops.record", "Recording": "ops.record",
     "register_weight_only": "ops.weight_only", "WeightOnly": "ops.weight_only",
     "policy": "dispatch", "refresh": "dispatch", "current_target": "dispatch",
-    "tune": "tuning.api", "Handle": "nn.optimize", "optimize": "nn.optimize",
+    "tune": "tuning.api", "Handle": "nn.changes", "optimize": "nn.optimize",
 }  # fmt: skip
 _SUBMODULES = ("fuse", "nn")
 

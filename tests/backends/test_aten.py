@@ -1,4 +1,4 @@
-"""Every ATen candidate of every kind of problem is verified like anyone else's; packing is undone bit for bit."""
+"""ATen's candidates on the CPU: verification against the oracle, legality, and packing and unpacking."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ ATEN = AtenBackend()
 TARGET = current_cpu()
 
 
-def kernels(problem: Problem) -> list[Kernel]:
-    found = [one for one in ATEN.candidates(problem, TARGET) if isinstance(one, Candidate)]
-    return [ATEN.load(Artifact(one, ""), problem) for one in found]
+def load_kernels(problem: Problem) -> list[Kernel]:
+    candidates = [candidate for candidate in ATEN.candidates(problem, TARGET) if isinstance(candidate, Candidate)]
+    return [ATEN.load(Artifact(candidate, ""), problem) for candidate in candidates]
 
 
-def refusals(problem: Problem) -> dict[str, str]:
-    rows = [one for one in ATEN.candidates(problem, TARGET) if isinstance(one, Illegal)]
+def illegal_reasons(problem: Problem) -> dict[str, str]:
+    rows = [item for item in ATEN.candidates(problem, TARGET) if isinstance(item, Illegal)]
     return {row.candidate.id: row.reason for row in rows}
 
 
@@ -72,22 +72,23 @@ def with_epilogue(problem: Problem, name: str) -> Problem:
 @pytest.mark.parametrize("name", EPILOGUES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
 @pytest.mark.parametrize("m", [1, 5])
-def test_floats(dtype: str, name: str, m: int) -> None:
+def test_floating_point_products_match_the_oracle(dtype: str, name: str, m: int) -> None:
     problem = with_epilogue(linear_problem(m, 24, 48, dtype), name)
-    found = kernels(problem)
-    assert "composite" in {kernel.candidate.template for kernel in found}
-    for kernel in found:
+    kernels = load_kernels(problem)
+    assert "composite" in {kernel.candidate.template for kernel in kernels}
+    for kernel in kernels:
         check(problem, kernel)
 
 
-def test_what_onednn_fuses() -> None:
+def test_onednn_template_is_listed_for_epilogues_that_onednn_fuses() -> None:
     templates = {
         name: {
-            kernel.candidate.template for kernel in kernels(with_epilogue(linear_problem(4, 16, 32, "bfloat16"), name))
+            kernel.candidate.template
+            for kernel in load_kernels(with_epilogue(linear_problem(4, 16, 32, "bfloat16"), name))
         }
         for name in EPILOGUES
     }
-    # oneDNN takes these as post-ops on its float32 accumulator; addmm would round in between.
+    # oneDNN fuses these as post-ops on its float32 accumulator; addmm would round before them.
     for name in ("bias gelu", "bias gelu_tanh", "silu", "residual", "gate"):
         assert "mkldnn" in templates[name]
         assert "mm" not in templates[name]
@@ -99,27 +100,27 @@ def test_what_onednn_fuses() -> None:
 @pytest.mark.parametrize("out", ["float32", "bfloat16"])
 @pytest.mark.parametrize("order", ["row", "col"])
 @pytest.mark.parametrize("dtypes", [("int8", "int8"), ("uint8", "int8")])
-def test_integers(dtypes: tuple[str, str], order: str, out: str) -> None:
+def test_integer_products_match_the_oracle(dtypes: tuple[str, str], order: str, out: str) -> None:
     exact = replace(int_problem(5, 24, 40, a_dtype=dtypes[0]), b=Operand("int8", Layout(order), constant=True))  # type: ignore[arg-type]
     scaled = replace(exact, out_dtype=out, epilogue=(Step("scale", "col", "float32"), Step("relu")))
     requantised = replace(exact, out_dtype="int8", epilogue=(Step("scale", "tensor", "float32"),))
     for problem in (exact, scaled, requantised):
-        for kernel in kernels(problem):
+        for kernel in load_kernels(problem):
             check(problem, kernel)
 
 
-def test_integers_into_rows_with_gaps() -> None:
+def test_integer_output_with_padded_rows_matches_the_oracle() -> None:
     problem = replace(int_problem(5, 24, 40), out=Layout("row", 27))
-    for kernel in kernels(problem):
+    for kernel in load_kernels(problem):
         check(problem, kernel)
 
 
-def test_gelu_of_infinity_is_onednns() -> None:
-    """NaN, where the limit is infinite: what torch gives is no fault, even where a clamp hides the infinity."""
+def test_nan_from_gelu_of_infinity_is_no_fault() -> None:
+    """torch returns NaN, where the limit is infinite, even if a clamp hides the infinity."""
     steps = (Step("gelu"), Step("clamp", lo=-0.5, hi=1.5))
     for seed in range(4):
         problem = replace(linear_problem(40 + seed, 45, 80, "float32"), epilogue=steps)
-        for kernel in kernels(problem):
+        for kernel in load_kernels(problem):
             check(problem, kernel)
 
 
@@ -127,28 +128,32 @@ def test_gelu_of_infinity_is_onednns() -> None:
 @pytest.mark.parametrize("group", [None, 32])
 @pytest.mark.parametrize("zero_point", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_weight_only(bits: int, group: int | None, zero_point: bool, dtype: str) -> None:
+def test_weight_only_products_match_the_oracle(bits: int, group: int | None, zero_point: bool, dtype: str) -> None:
     problem = weight_only_problem(3, 32, 64, bits=bits, group=group, dtype=dtype, zero_point=zero_point)
-    found = kernels(problem)
-    names = {kernel.candidate.template for kernel in found}
+    kernels = load_kernels(problem)
+    names = {kernel.candidate.template for kernel in kernels}
     assert {"composite", "dequant"} <= names
     assert ("int8pack" in names) == (bits == 8 and group is None and not zero_point)
     assert ("int4pack" in names) == (bits == 4 and group == 32 and not (zero_point and dtype != "float32"))
-    for kernel in found:
+    for kernel in kernels:
         check(problem, kernel)
 
 
 @pytest.mark.parametrize("order", ["row", "col"])
 @pytest.mark.parametrize(("k", "group"), [(64, None), (64, 32), (72, 32), (24, 32)])
 @pytest.mark.parametrize("bits", [8, 4])
-def test_dequantize_is_the_formula_in_one_copy(order: str, k: int, group: int | None, bits: int) -> None:
+def test_dequantize_matches_the_formula_and_leaves_the_weight_unchanged(
+    order: str, k: int, group: int | None, bits: int
+) -> None:
     problem = weight_only_problem(3, 48, k, bits=bits, group=group, dtype="float32", zero_point=True)
     problem = replace(problem, b=replace(problem.b, layout=Layout("row" if order == "row" else "col")))
     weight = make_inputs(problem, 0).b
     assert isinstance(weight, QuantWeight)
     assert weight.zero_point is not None
     before = weight.data.clone()
-    scale, zero = (t.reshape(-1, 48).repeat_interleave(group or k, 0)[:k] for t in (weight.scale, weight.zero_point))
+    scale, zero = (
+        tensor.reshape(-1, 48).repeat_interleave(group or k, 0)[:k] for tensor in (weight.scale, weight.zero_point)
+    )
     assert torch.equal(dequantize(weight, torch.float32), (nibbles(weight).float() - zero) * scale)
     assert torch.equal(weight.data, before)
 
@@ -163,45 +168,45 @@ def test_dequantize_allocates_one_wide_copy() -> None:
     assert allocated < 1.5 * 4 * k * n
 
 
-def test_a_dequantised_copy_says_what_it_costs() -> None:
+def test_workspace_bytes_include_the_dequantised_weight() -> None:
     problem = weight_only_problem(3, 32, 64)
-    by_name = {kernel.candidate.template: kernel for kernel in kernels(problem)}
+    by_name = {kernel.candidate.template: kernel for kernel in load_kernels(problem)}
     assert by_name["dequant"].workspace_bytes >= 4 * 32 * 64
     assert by_name["int8pack"].workspace_bytes == 0
 
 
 @pytest.mark.parametrize("k", [8, 24, 33])
-def test_int8pack_is_refused_where_it_reads_out_of_bounds(k: int) -> None:
-    assert "out of bounds" in refusals(weight_only_problem(3, 8, k))["aten/int8pack"]
+def test_int8pack_is_illegal_where_it_reads_out_of_bounds(k: int) -> None:
+    assert "out of bounds" in illegal_reasons(weight_only_problem(3, 8, k))["aten/int8pack"]
 
 
 @pytest.mark.parametrize("epilogue", ["none", "long"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-def test_batches(dtype: str, epilogue: str) -> None:
+def test_batched_products_match_the_oracle(dtype: str, epilogue: str) -> None:
     problem = with_epilogue(bmm_problem(3, 4, 10, 12, dtype), epilogue)
     if epilogue == "none":
         for operand in (Operand(dtype, Layout("col")), Operand(dtype, Layout("row", 40))):
-            turned = replace(problem, a=operand)
-            for kernel in kernels(turned):
-                check(turned, kernel)
-    for kernel in kernels(problem):
+            changed = replace(problem, a=operand)
+            for kernel in load_kernels(changed):
+                check(changed, kernel)
+    for kernel in load_kernels(problem):
         check(problem, kernel)
 
 
 @pytest.mark.parametrize("scales", [("tensor", "tensor"), ("row", "col"), ("row", "tensor")])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("ld", [None, 37])
-def test_fp8(scales: tuple[str, str], bias: bool, ld: int | None) -> None:
-    """ld: with something between the rows of the output, which torch._scaled_mm(out=) overwrites."""
+def test_fp8_products_match_the_oracle(scales: tuple[str, str], bias: bool, ld: int | None) -> None:
+    """Check an output with padding between its rows (ld), which torch._scaled_mm(out=) overwrites."""
     steps = tuple(Step("scale", axis, "float32") for axis in scales)  # type: ignore[arg-type]
     steps += (Step("bias", "col", "bfloat16"),) if bias else ()
     e4m3 = Operand("float8_e4m3fn")
     problem = Problem("scaled_mm", 5, 32, 64, e4m3, replace(e4m3, layout=Layout("col")), "bfloat16", steps)
     problem = replace(problem, out=Layout("row", ld))
-    found = kernels(problem)
-    taken = scales == ("tensor", "tensor") or (scales == ("row", "col") and cpu_rules.scaled_mm_takes_rows())
-    assert ("scaled_mm" in {kernel.candidate.template for kernel in found}) == taken
-    for kernel in found:
+    kernels = load_kernels(problem)
+    is_supported = scales == ("tensor", "tensor") or (scales == ("row", "col") and cpu_rules.scaled_mm_takes_rows())
+    assert ("scaled_mm" in {kernel.candidate.template for kernel in kernels}) == is_supported
+    for kernel in kernels:
         check(problem, kernel)
 
 
@@ -210,11 +215,13 @@ def test_fp8(scales: tuple[str, str], bias: bool, ld: int | None) -> None:
     st.integers(1, 9), st.integers(1, 20), st.integers(1, 40), st.sampled_from(("row", "col", "strided")),
     st.sampled_from(("float32", "bfloat16")), st.booleans(),
 )  # fmt: skip
-def test_odd_shapes_and_layouts(m: int, n: int, k: int, order: str, dtype: str, constant: bool) -> None:
+def test_odd_shapes_and_layouts_match_the_oracle(
+    m: int, n: int, k: int, order: str, dtype: str, constant: bool
+) -> None:
     lead = {"row": n + 3, "col": k + 1, "strided": 2 * n + 1}[order]
     b = Operand(dtype, Layout(order, lead), constant=constant)  # type: ignore[arg-type]
     problem = Problem("mm", m, n, k, Operand(dtype, Layout("row", k + 5)), b, dtype)
-    for kernel in kernels(problem):
+    for kernel in load_kernels(problem):
         check(problem, kernel)
 
 
@@ -224,16 +231,16 @@ def test_odd_shapes_and_layouts(m: int, n: int, k: int, order: str, dtype: str, 
      weight_only_problem(2, 4, 0), bmm_problem(0, 2, 3, 4, "float32")],
     ids=lambda problem: problem.key,
 )  # fmt: skip
-def test_empty_operands(problem: Problem) -> None:
+def test_empty_operands_return_the_bias_or_zeros(problem: Problem) -> None:
     a = torch.zeros((problem.batch, problem.m, problem.k) if problem.family == "bmm" else (problem.m, problem.k))
     inputs = make_inputs(problem, 1)
-    for kernel in kernels(problem):
+    for kernel in load_kernels(problem):
         shape = (*a.shape[:-1], problem.n)
         out = torch.empty(shape, dtype=getattr(torch, problem.out_dtype))
         if kernel.packing is None:
             kernel.run(inputs.a, inputs.b, inputs.aux, out)
-            wanted = inputs.aux[0].expand(shape) if inputs.aux else torch.zeros(shape, dtype=out.dtype)
-            assert torch.equal(out, wanted)
+            expected = inputs.aux[0].expand(shape) if inputs.aux else torch.zeros(shape, dtype=out.dtype)
+            assert torch.equal(out, expected)
 
 
 PACKABLE = [
@@ -246,25 +253,25 @@ PACKABLE = [
 
 
 @pytest.mark.parametrize("problem", PACKABLE, ids=lambda problem: problem.key)
-def test_packing_is_undone_bit_for_bit(problem: Problem) -> None:
+def test_unpacking_restores_a_packed_weight_bit_for_bit(problem: Problem) -> None:
     raw = make_inputs(problem, 3).b
-    packing = [kernel for kernel in kernels(problem) if kernel.packing]
-    assert packing
-    for kernel in packing:
+    packing_kernels = [kernel for kernel in load_kernels(problem) if kernel.packing]
+    assert packing_kernels
+    for kernel in packing_kernels:
         packed = kernel.pack(raw)
         assert packed.layout == kernel.packing
         assert packed.nbytes > 0
-        back = ATEN.unpack(packed)
+        unpacked = ATEN.unpack(packed)
         if isinstance(raw, QuantWeight):
-            assert torch.equal(back.data, raw.data)
-            assert torch.equal(back.scale, raw.scale)
-            assert (back.zero_point is None) == (raw.zero_point is None)
+            assert torch.equal(unpacked.data, raw.data)
+            assert torch.equal(unpacked.scale, raw.scale)
+            assert (unpacked.zero_point is None) == (raw.zero_point is None)
         else:
-            assert torch.equal(back, raw)
-            assert back.stride() == raw.stride()
+            assert torch.equal(unpacked, raw)
+            assert unpacked.stride() == raw.stride()
 
 
-def test_plain_is_what_users_call() -> None:
+def test_default_candidate_is_the_function_that_users_call() -> None:
     assert ATEN.default_candidate(linear_problem(1, 8, 8, "bfloat16", bias=True)).id == "aten/mm"
     assert ATEN.default_candidate(int_problem(1, 8, 8)).id == "aten/int_mm"
     assert ATEN.default_candidate(weight_only_problem(1, 8, 16)).id == "aten/int8pack"
@@ -272,13 +279,13 @@ def test_plain_is_what_users_call() -> None:
     assert ATEN.default_candidate(bmm_problem(2, 3, 4, 5, "float32")).id == "aten/bmm"
 
 
-def test_misuse_is_named() -> None:
+def test_load_run_and_unpack_raise_errors_for_wrong_arguments() -> None:
     problem = linear_problem(2, 8, 8, "float32")
     with pytest.raises(KernelError, match="no template 'magic'"):
         ATEN.load(Artifact(Candidate.make("aten", "magic"), ""), problem)
     with pytest.raises(KernelError, match="takes int8 weights"):
         ATEN.load(Artifact(Candidate.make("aten", "int8pack"), ""), weight_only_problem(1, 8, 16, bits=4))
-    kernel = next(kernel for kernel in kernels(problem) if kernel.packing == "aten:row")
+    kernel = next(kernel for kernel in load_kernels(problem) if kernel.packing == "aten:row")
     with pytest.raises(PackedWeightError, match="expected a weight packed as 'aten:row'"):
         kernel.run(torch.ones(2, 8), torch.ones(8, 8), (), torch.empty(2, 8))
     with pytest.raises(PackedWeightError, match="not one of the ATen"):
@@ -286,10 +293,10 @@ def test_misuse_is_named() -> None:
     assert backends.get("aten").available(TARGET)
 
 
-def test_what_older_versions_of_torch_do_not_take_is_refused_and_computed_otherwise(
+def test_candidates_that_torch_2_10_lacks_are_illegal_and_the_composite_is_the_default(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """torch 2.10: no uint8 in ``_int_mm`` and one scale an operand in ``_scaled_mm``, on CPUs."""
+    """On CPUs, torch 2.10 has no uint8 in ``_int_mm`` and takes one scale per operand in ``_scaled_mm``."""
     monkeypatch.setattr(cpu_rules, "int_mm_takes_uint8", lambda: False)
     monkeypatch.setattr(cpu_rules, "scaled_mm_takes_rows", lambda: False)
     monkeypatch.setattr(padding, "int_mm_takes_uint8", lambda: False)
@@ -298,8 +305,8 @@ def test_what_older_versions_of_torch_do_not_take_is_refused_and_computed_otherw
         (replace(wide, a=replace(wide.a, dtype="uint8")), "aten/int_mm", "takes no uint8 on CPUs"),
         (fp8_problem(4, 64, 64), "aten/scaled_mm", "takes one scale per tensor on CPUs"),
     ):
-        assert reason in refusals(problem)[name]
-        assert torch.__version__ in refusals(problem)[name]
+        assert reason in illegal_reasons(problem)[name]
+        assert torch.__version__ in illegal_reasons(problem)[name]
         assert ATEN.default_candidate(problem).template == "composite"
     a, b = torch.randint(0, 256, (5, 33), dtype=torch.uint8), torch.randint(-128, 128, (33, 7), dtype=torch.int8)
     assert torch.equal(padding.cpu_int_mm(a, b).long(), a.long() @ b.long())

@@ -1,4 +1,4 @@
-"""What ATen offers on a GPU: who is listed and why not, and the arithmetic of it all on CPU tensors."""
+"""ATen's candidates on a GPU: legality, reasons of illegal ones, and their arithmetic on CPU tensors."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ A100 = replace(H200, name="A100", capability="8.0")
 E4M3 = torch.float8_e4m3fn
 
 
-def legal(problem: Problem, target: Target = H200) -> dict[str, Candidate]:
-    return {one.id: one for one in ATEN.candidates(problem, target) if isinstance(one, Candidate)}
+def legal_candidates(problem: Problem, target: Target = H200) -> dict[str, Candidate]:
+    return {item.id: item for item in ATEN.candidates(problem, target) if isinstance(item, Candidate)}
 
 
-def reasons(problem: Problem, target: Target = H200) -> dict[str, str]:
-    return {one.candidate.id: one.reason for one in ATEN.candidates(problem, target) if isinstance(one, Illegal)}
+def illegal_reasons(problem: Problem, target: Target = H200) -> dict[str, str]:
+    return {item.candidate.id: item.reason for item in ATEN.candidates(problem, target) if isinstance(item, Illegal)}
 
 
 def load(problem: Problem, name: str) -> Kernel:
-    return ATEN.load(Artifact(legal(problem)[name], ""), problem)
+    return ATEN.load(Artifact(legal_candidates(problem)[name], ""), problem)
 
 
 def check(problem: Problem, kernel: Kernel) -> None:
-    """The kernel's arithmetic, on CPU operands, by the rules every candidate is checked by; and ``fresh`` is dense."""
+    """Verify the kernel on CPU operands. Assert that the functional variant of a padded one returns a dense tensor."""
 
     def run(inputs: Inputs, out: torch.Tensor) -> None:
         kernel.run(inputs.a, kernel.pack(inputs.b) if kernel.packing else inputs.b, inputs.aux, out)
@@ -62,26 +62,26 @@ def with_steps(problem: Problem, *steps: Step) -> Problem:
 BIAS = Step("bias", "col", "bfloat16")
 
 
-def test_templates_that_only_cpus_have_are_not_listed() -> None:
-    assert "aten/mkldnn" not in reasons(linear_problem(16, 64, 64, "bfloat16"))
-    assert "aten/int4pack" not in reasons(weight_only_problem(1, 64, 128, bits=4, group=32))
+def test_cpu_templates_are_not_listed_on_a_gpu() -> None:
+    assert "aten/mkldnn" not in illegal_reasons(linear_problem(16, 64, 64, "bfloat16"))
+    assert "aten/int4pack" not in illegal_reasons(weight_only_problem(1, 64, 128, bits=4, group=32))
 
 
-def test_int8pack_is_refused_where_it_reads_the_weight_for_every_row() -> None:
-    assert "once for every row" in reasons(weight_only_problem(17, 64, 128))["aten/int8pack"]
-    assert "aten/int8pack" in legal(weight_only_problem(16, 64, 128))
+def test_int8pack_is_illegal_where_it_reads_the_weight_for_each_row() -> None:
+    assert "once for every row" in illegal_reasons(weight_only_problem(17, 64, 128))["aten/int8pack"]
+    assert "aten/int8pack" in legal_candidates(weight_only_problem(16, 64, 128))
 
 
-def test_what_only_gpus_have_is_not_mentioned_on_a_cpu() -> None:
+def test_gpu_templates_are_not_listed_on_a_cpu() -> None:
     cpu = current_cpu()
     for problem in (linear_problem(16, 63, 65, "bfloat16"), int_problem(3, 9, 9), weight_only_problem(3, 8, 16)):
-        named = {*legal(problem, cpu), *reasons(problem, cpu)}
+        listed = {*legal_candidates(problem, cpu), *illegal_reasons(problem, cpu)}
         for name in ("mm_wide", "addmm_act", "mm_pad", "int_mm_pad", "upcast", "scaled_mm_pad"):
-            assert not any(name in candidate for candidate in named)
+            assert not any(name in candidate for candidate in listed)
 
 
-def test_every_problem_has_a_candidate_and_its_plain_form_is_what_users_run() -> None:
-    plain = {
+def test_default_candidate_is_listed_first() -> None:
+    defaults = {
         linear_problem(1, 64, 64, "bfloat16", bias=True): "aten/mm",
         int_problem(64, 64, 64): "aten/int_mm",
         int_problem(1, 64, 64): "aten/int_mm_pad[turned=False]",
@@ -91,45 +91,46 @@ def test_every_problem_has_a_candidate_and_its_plain_form_is_what_users_run() ->
         fp8_problem(16, 63, 64): "aten/scaled_mm_pad",
         bmm_problem(2, 3, 8, 8, "float16"): "aten/bmm",
     }
-    for problem, name in plain.items():
+    for problem, name in defaults.items():
         assert ATEN.default_candidate(problem, H200).id == name
-        assert name == "aten/composite" or next(iter(legal(problem))) == name
+        assert name == "aten/composite" or next(iter(legal_candidates(problem))) == name
     assert ATEN.default_candidate(weight_only_problem(1, 64, 128)).id == "aten/int8pack"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("m", [1, 5])
-def test_products_from_the_wide_accumulator(dtype: str, m: int) -> None:
+def test_templates_with_a_float32_output_match_the_oracle(dtype: str, m: int) -> None:
     base = linear_problem(m, 24, 48, dtype)
-    assert "rounded to the operands' dtype at once" in reasons(base)["aten/mm_wide"]
+    assert "rounded to the operands' dtype at once" in illegal_reasons(base)["aten/mm_wide"]
     scaled = with_steps(base, Step("scale", "row", "float32"), Step("gelu"), Step("add", "full", dtype))
     for problem in (scaled, replace(base, out_dtype="float32")):
         check(problem, load(problem, "aten/mm_wide"))
     batches = with_steps(bmm_problem(3, m, 10, 12, dtype), Step("silu"))
     check(batches, load(batches, "aten/bmm_wide"))
     assert (
-        "bfloat16 and float16" in reasons(with_steps(linear_problem(m, 8, 8, "float32"), Step("silu")))["aten/mm_wide"]
+        "bfloat16 and float16"
+        in illegal_reasons(with_steps(linear_problem(m, 8, 8, "float32"), Step("silu")))["aten/mm_wide"]
     )
 
 
-def test_fused_activations() -> None:
+def test_addmm_activation_is_legal_for_a_bias_and_an_activation_only() -> None:
     base = linear_problem(5, 24, 48, "bfloat16")
     relu = with_steps(base, BIAS, Step("relu"))
     check(relu, load(relu, "aten/addmm_act"))
     doubled = with_steps(base, Step("scale", "tensor", value=0.5), BIAS, Step("relu"))
     check(doubled, load(doubled, "aten/addmm_act"))
-    assert "aten/addmm_act" in legal(with_steps(base, BIAS, Step("gelu_tanh")))
+    assert "aten/addmm_act" in legal_candidates(with_steps(base, BIAS, Step("gelu_tanh")))
     for steps in ((BIAS,), (BIAS, Step("gelu")), (Step("relu"),), (Step("bias", "col", "float32"), Step("relu"))):
-        assert "aten/addmm_act" in reasons(with_steps(base, *steps))
+        assert "aten/addmm_act" in illegal_reasons(with_steps(base, *steps))
     assert (
         "rounds to bfloat16"
-        in reasons(with_steps(base, BIAS, Step("relu"), Step("mul", "full", "bfloat16")))["aten/addmm_act"]
+        in illegal_reasons(with_steps(base, BIAS, Step("relu"), Step("mul", "full", "bfloat16")))["aten/addmm_act"]
     )
 
 
 @pytest.mark.parametrize(("n", "k"), [(23, 48), (24, 47), (9, 7), (1, 1)])
 @pytest.mark.parametrize("order", ["row", "col"])
-def test_padded_products(n: int, k: int, order: str) -> None:
+def test_padded_products_match_the_oracle_and_unpack(n: int, k: int, order: str) -> None:
     base = linear_problem(5, n, k, "bfloat16")
     base = replace(base, b=replace(base.b, layout=Layout(order)))  # type: ignore[arg-type]
     for problem in (base, with_steps(base, BIAS, Step("silu")), replace(base, out_dtype="float32")):
@@ -139,12 +140,12 @@ def test_padded_products(n: int, k: int, order: str) -> None:
     raw = make_inputs(base, 3).b
     packed = load(base, "aten/mm_pad_copy").pack(raw)
     assert packed.data[0].shape == (-(-k // 16) * 16, -(-n // 16) * 16)
-    back = ATEN.unpack(packed)
-    assert torch.equal(back, raw)
-    assert back.stride() == raw.stride()  # type: ignore[union-attr]
-    assert "nothing to pad" in reasons(linear_problem(5, 24, 48, "bfloat16"))["aten/mm_pad"]
+    unpacked = ATEN.unpack(packed)
+    assert torch.equal(unpacked, raw)
+    assert unpacked.stride() == raw.stride()  # type: ignore[union-attr]
+    assert "nothing to pad" in illegal_reasons(linear_problem(5, 24, 48, "bfloat16"))["aten/mm_pad"]
     changing = replace(base, b=replace(base.b, constant=False))
-    assert "not constant" in reasons(changing)["aten/mm_pad_copy"]
+    assert "not constant" in illegal_reasons(changing)["aten/mm_pad_copy"]
 
 
 @settings(max_examples=60, deadline=None)
@@ -152,73 +153,73 @@ def test_padded_products(n: int, k: int, order: str) -> None:
     st.integers(0, 20), st.integers(0, 40), st.integers(0, 20), st.sampled_from((torch.int8, torch.uint8)),
     st.booleans(), st.booleans(), st.booleans(),
 )  # fmt: skip
-def test_int_products_of_all_sizes(
+def test_int_product_is_exact_for_all_sizes_and_layouts(
     m: int, k: int, n: int, dtype: torch.dtype, turned: bool, flip_a: bool, flip_b: bool
 ) -> None:
     info = torch.iinfo(dtype)
     a = torch.randint(info.min, info.max + 1, (k, m) if flip_a else (m, k), dtype=dtype)
     b = torch.randint(-128, 128, (n, k) if flip_b else (k, n), dtype=torch.int8)
     a, b = a.t() if flip_a else a, b.t() if flip_b else b
-    got = int_product(a, b, turned=turned)
-    assert got.dtype == torch.int32
-    assert torch.equal(got.long(), a.long() @ b.long())
+    product = int_product(a, b, turned=turned)
+    assert product.dtype == torch.int32
+    assert torch.equal(product.long(), a.long() @ b.long())
 
 
-def test_int_products_stay_within_cudas_rules(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[torch.Size, torch.Size]] = []
-    real = torch._int_mm
+def test_int_product_pads_operands_to_the_sizes_that_cuda_requires(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: list[tuple[torch.Size, torch.Size]] = []
+    original = torch._int_mm
 
-    def strict(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        seen.append((a.shape, b.shape))
+    def checked_int_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        shapes.append((a.shape, b.shape))
         assert a.dtype == b.dtype == torch.int8
         assert a.shape[0] > 16
         assert a.shape[1] % 8 == 0
         assert b.shape[1] % 8 == 0
         assert a.stride(1) == b.stride(0) == 1
-        return real(a, b)
+        return original(a, b)
 
-    monkeypatch.setattr(padding, "int_mm", strict)
+    monkeypatch.setattr(padding, "int_mm", checked_int_mm)
     for m, k, n in ((1, 4096, 64), (17, 9, 15), (16, 16, 8), (300, 8, 1)):
         for turned in (False, True):
             for dtype in (torch.int8, torch.uint8):
                 a = torch.ones(m, k, dtype=dtype)
                 assert int_product(a, torch.ones(k, n, dtype=torch.int8), turned=turned).eq(k).all()
     aligned = torch.ones(32, 64, dtype=torch.int8)
-    seen.clear()
+    shapes.clear()
     int_product(aligned, aligned.t())
-    assert seen == [((32, 64), (64, 32))]  # nothing is added where nothing is missing
+    assert shapes == [((32, 64), (64, 32))]  # no padding is added to aligned operands
 
 
 @pytest.mark.parametrize("m", [1, 8, 17])
 @pytest.mark.parametrize(("n", "k"), [(64, 64), (23, 40), (24, 33)])
-def test_integers(m: int, n: int, k: int) -> None:
+def test_integer_products_match_the_oracle(m: int, n: int, k: int) -> None:
     for a_dtype in ("int8", "uint8"):
         exact = int_problem(m, n, k, a_dtype=a_dtype)
         scaled = replace(exact, out_dtype="bfloat16", epilogue=(Step("scale", "col", "float32"), Step("relu")))
         for problem in (exact, scaled):
-            found = {name: one for name, one in legal(problem).items() if "int_mm" in name}
-            assert found
-            for name in found:
+            names = {name: candidate for name, candidate in legal_candidates(problem).items() if "int_mm" in name}
+            assert names
+            for name in names:
                 check(problem, load(problem, name))
 
 
-def test_the_rules_of_int_mm_on_cuda() -> None:
-    assert "more than 16 rows" in reasons(int_problem(16, 64, 64))["aten/int_mm"]
-    assert "multiples of 8" in reasons(int_problem(64, 60, 64))["aten/int_mm"]
-    assert "aten/int_mm_t" in legal(int_problem(8, 64, 64))
-    assert "16 rows or fewer" in reasons(int_problem(64, 64, 64))["aten/int_mm_t"]
-    assert "nothing to pad" in reasons(int_problem(64, 64, 64))["aten/int_mm_pad[turned=False]"]
-    assert "int8 x int8" in reasons(int_problem(64, 64, 64, a_dtype="uint8"))["aten/int_mm"]
+def test_int_mm_templates_are_legal_for_the_sizes_that_cuda_requires() -> None:
+    assert "more than 16 rows" in illegal_reasons(int_problem(16, 64, 64))["aten/int_mm"]
+    assert "multiples of 8" in illegal_reasons(int_problem(64, 60, 64))["aten/int_mm"]
+    assert "aten/int_mm_t" in legal_candidates(int_problem(8, 64, 64))
+    assert "16 rows or fewer" in illegal_reasons(int_problem(64, 64, 64))["aten/int_mm_t"]
+    assert "nothing to pad" in illegal_reasons(int_problem(64, 64, 64))["aten/int_mm_pad[turned=False]"]
+    assert "int8 x int8" in illegal_reasons(int_problem(64, 64, 64, a_dtype="uint8"))["aten/int_mm"]
     row_major = replace(int_problem(64, 64, 64), b=Operand("int8", constant=True))
-    assert "column-major" in reasons(row_major)["aten/int_mm"]
-    assert "column-major" in reasons(int_problem(64, 64, 64))["aten/int_mm_copy[order=row]"]
+    assert "column-major" in illegal_reasons(row_major)["aten/int_mm"]
+    assert "column-major" in illegal_reasons(int_problem(64, 64, 64))["aten/int_mm_copy[order=row]"]
     for name in ("aten/int_mm_copy[order=col]", "aten/int_mm_pad[turned=False]"):
         check(row_major, load(row_major, name))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("bits", [8, 4])
-def test_integers_widened_exactly(dtype: str, bits: int) -> None:
+def test_upcast_templates_match_the_oracle_and_unpack(dtype: str, bits: int) -> None:
     base = weight_only_problem(3, 24, 63, bits=bits, dtype=dtype)
     for problem in (base, with_steps(base, Step("bias", "col", dtype), Step("gelu"))):
         for name in ("aten/upcast", "aten/upcast_once"):
@@ -226,27 +227,27 @@ def test_integers_widened_exactly(dtype: str, bits: int) -> None:
     kernel, raw = load(base, "aten/upcast_once"), make_inputs(base, 3).b
     assert kernel.reduced  # type: ignore[attr-defined]
     assert isinstance(raw, QuantWeight)
-    back = ATEN.unpack(kernel.pack(raw))
-    assert torch.equal(back.data, raw.data)
-    assert torch.equal(back.scale, raw.scale)
+    unpacked = ATEN.unpack(kernel.pack(raw))
+    assert torch.equal(unpacked.data, raw.data)
+    assert torch.equal(unpacked.scale, raw.scale)
     assert levels(raw, torch.float64).abs().max() <= 128
     grouped = weight_only_problem(3, 24, 64, bits=bits, group=32, dtype=dtype)
-    assert "one scale per output channel" in reasons(grouped)["aten/upcast"]
+    assert "one scale per output channel" in illegal_reasons(grouped)["aten/upcast"]
 
 
-def test_int4_on_cuda_has_its_own_form() -> None:
+def test_int4pack_cuda_is_legal_for_its_sizes_and_dtypes() -> None:
     problem = weight_only_problem(1, 64, 256, bits=4, group=128)
-    assert "aten/int4pack_cuda" in legal(problem)
-    for other, word in (
+    assert "aten/int4pack_cuda" in legal_candidates(problem)
+    for other, reason in (
         (weight_only_problem(1, 64, 256, bits=4, group=128, zero_point=True), "rounded"),
         (weight_only_problem(1, 60, 256, bits=4, group=128), "multiple of 8"),
         (weight_only_problem(1, 64, 256, bits=4, group=128, dtype="float16"), "bfloat16"),
         (weight_only_problem(1, 64, 256), "takes int4"),
     ):
-        assert word in reasons(other)["aten/int4pack_cuda"]
+        assert reason in illegal_reasons(other)["aten/int4pack_cuda"]
 
 
-# What runs on GPUs runs here on a CPU, whose operator takes less in torch 2.10.
+# Templates for GPUs run on a CPU here, whose operator supports less in torch 2.10.
 needs_rows = pytest.mark.skipif(
     not scaled_mm_takes_rows(), reason=f"torch {torch.__version__}: _scaled_mm takes one scale per tensor on CPUs"
 )
@@ -256,66 +257,66 @@ SCALES = {"rows": ("row", "col"), "tensors": ("tensor", "tensor"), "mixed": ("ro
 @pytest.mark.parametrize("scales", [pytest.param("rows", marks=needs_rows), "tensors", "mixed"])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("n", "k"), [(32, 64), (31, 64), (32, 50), (1, 1)])
-def test_fp8(scales: str, bias: bool, n: int, k: int) -> None:
+def test_fp8_products_match_the_oracle(scales: str, bias: bool, n: int, k: int) -> None:
     steps = tuple(Step("scale", axis, "float32") for axis in SCALES[scales])  # type: ignore[arg-type]
     problem = replace(fp8_problem(5, n, k), epilogue=steps + ((BIAS,) if bias else ()))
-    found = [name for name in legal(problem) if "scaled" in name]
-    assert len(found) == 1
-    for name in found:
+    names = [name for name in legal_candidates(problem) if "scaled" in name]
+    assert len(names) == 1
+    for name in names:
         check(problem, load(problem, name))
 
 
 @needs_rows
-def test_fp8_of_any_layout_and_output() -> None:
+def test_fp8_layouts_and_outputs_have_a_legal_template() -> None:
     base = fp8_problem(5, 32, 64)
     row_major = replace(base, b=Operand("float8_e4m3fn"))
-    assert "column-major" in reasons(row_major)["aten/scaled_mm"]
+    assert "column-major" in illegal_reasons(row_major)["aten/scaled_mm"]
     for problem in (row_major, replace(row_major, a=Operand("float8_e4m3fn", Layout("col")))):
         check(problem, load(problem, "aten/scaled_mm_pad"))
-    assert "8.9" in reasons(base, A100)["aten/scaled_mm"]
-    assert "aten/composite" in legal(base, A100)
+    assert "8.9" in illegal_reasons(base, A100)["aten/scaled_mm"]
+    assert "aten/composite" in legal_candidates(base, A100)
     e5m2 = Operand("float8_e5m2")
-    assert "e5m2" in reasons(replace(base, a=e5m2, b=replace(e5m2, layout=Layout("col"))))["aten/scaled_mm"]
+    assert "e5m2" in illegal_reasons(replace(base, a=e5m2, b=replace(e5m2, layout=Layout("col"))))["aten/scaled_mm"]
     wide = replace(base, out_dtype="float32", epilogue=(*base.epilogue, BIAS))
-    assert "no bias into float32" in reasons(wide)["aten/scaled_mm"]
+    assert "no bias into float32" in illegal_reasons(wide)["aten/scaled_mm"]
     check(wide, load(wide, "aten/scaled_mm_wide"))
 
 
-def test_padding_fp8_keeps_the_values() -> None:
+def test_padded_fp8_operands_have_equal_values() -> None:
     a, b = torch.randn(3, 20).to(E4M3), torch.randn(5, 20).to(E4M3).t()
-    one = torch.tensor(0.5)
-    got = scaled_product(a, b, one, one, torch.ones(5).bfloat16(), torch.bfloat16)
-    assert got.shape == (3, 5)
-    torch.testing.assert_close(got.float(), a.float() @ b.float() * 0.25 + 1, rtol=1e-2, atol=1e-2)
-    bigger = padded(a, 4, 32)
-    assert bigger.dtype == E4M3
-    assert bigger[:3, :20].view(torch.uint8).equal(a.view(torch.uint8))
-    assert bigger.float().sum() == a.float().sum()
+    scale = torch.tensor(0.5)
+    product = scaled_product(a, b, scale, scale, torch.ones(5).bfloat16(), torch.bfloat16)
+    assert product.shape == (3, 5)
+    torch.testing.assert_close(product.float(), a.float() @ b.float() * 0.25 + 1, rtol=1e-2, atol=1e-2)
+    padded_a = padded(a, 4, 32)
+    assert padded_a.dtype == E4M3
+    assert padded_a[:3, :20].view(torch.uint8).equal(a.view(torch.uint8))
+    assert padded_a.float().sum() == a.float().sum()
 
 
 @needs_rows
-def test_padding_fp8_pads_the_scales() -> None:
+def test_scaled_product_pads_the_scales() -> None:
     a, b = torch.randn(3, 20).to(E4M3), torch.randn(5, 20).to(E4M3).t()
     rows, columns = torch.rand(3, 1) + 0.5, torch.rand(1, 5) + 0.5
-    got = scaled_product(a, b, rows, columns, None, torch.float32)
-    torch.testing.assert_close(got, (a.float() @ b.float()) * rows * columns, rtol=1e-3, atol=1e-3)
+    product = scaled_product(a, b, rows, columns, None, torch.float32)
+    torch.testing.assert_close(product, (a.float() @ b.float()) * rows * columns, rtol=1e-3, atol=1e-3)
 
 
-def test_fp8_products_are_written_where_they_belong() -> None:
-    """A race times ``run``: with a copy behind it ATen's own op would lose races that it wins where it serves."""
+def test_scaled_product_writes_into_an_aligned_output() -> None:
+    """A race times ``run``. A copy after the product would cost ATen's op races that it wins when it serves."""
     a, b = torch.randn(4, 32).to(E4M3), torch.randn(48, 32).to(E4M3).t()
-    one, place = torch.ones(()), torch.empty(4 * 48 + 9, dtype=torch.bfloat16)
-    start = -(place.data_ptr() // 2) % 8  # elements to a boundary of 16 bytes
-    out = place[start : start + 4 * 48].view(4, 48)
-    assert scaled_product(a, b, one, one, None, torch.bfloat16, out) is out
+    scale, storage = torch.ones(()), torch.empty(4 * 48 + 9, dtype=torch.bfloat16)
+    start = -(storage.data_ptr() // 2) % 8  # elements to a boundary of 16 bytes
+    out = storage[start : start + 4 * 48].view(4, 48)
+    assert scaled_product(a, b, scale, scale, None, torch.bfloat16, out) is out
     torch.testing.assert_close(out.float(), a.float() @ b.float(), rtol=1e-2, atol=1e-2)
-    off = place[start + 1 : start + 1 + 4 * 48].view(4, 48)
-    assert scaled_product(a, b, one, one, None, torch.bfloat16, off) is not off
+    misaligned = storage[start + 1 : start + 1 + 4 * 48].view(4, 48)
+    assert scaled_product(a, b, scale, scale, None, torch.bfloat16, misaligned) is not misaligned
     narrow = torch.empty(4, 5, dtype=torch.bfloat16)
-    assert scaled_product(a, b[:, :5], one, one, None, torch.bfloat16, narrow) is not narrow
+    assert scaled_product(a, b[:, :5], scale, scale, None, torch.bfloat16, narrow) is not narrow
 
 
-def test_rows_are_copied_only_when_they_must_be() -> None:
+def test_as_rows_copies_only_unsupported_strides() -> None:
     base = torch.zeros(9, 64, dtype=torch.bfloat16)
     assert as_rows(base) is base
     assert as_rows(base[:, :32]).data_ptr() == base.data_ptr()
@@ -327,14 +328,14 @@ def test_rows_are_copied_only_when_they_must_be() -> None:
         assert torch.equal(copy, view)
 
 
-def test_few_rows_turned_around() -> None:
-    assert "aten/mm_t" in legal(linear_problem(16, 64, 64, "bfloat16"))
-    assert "transposing copy" in reasons(linear_problem(17, 64, 64, "bfloat16"))["aten/mm_t"]
-    assert "aten/bmm_t" in legal(bmm_problem(2, 4, 64, 64, "bfloat16"))
+def test_transposed_templates_are_legal_for_few_rows() -> None:
+    assert "aten/mm_t" in legal_candidates(linear_problem(16, 64, 64, "bfloat16"))
+    assert "transposing copy" in illegal_reasons(linear_problem(17, 64, 64, "bfloat16"))["aten/mm_t"]
+    assert "aten/bmm_t" in legal_candidates(bmm_problem(2, 4, 64, 64, "bfloat16"))
 
 
 class OnGpu(torch.Tensor):
-    """A CPU tensor that says it is on a GPU."""
+    """CPU tensor whose ``is_cuda`` is true."""
 
     @property
     def is_cuda(self) -> bool:  # type: ignore[override]
@@ -344,27 +345,27 @@ class OnGpu(torch.Tensor):
 @pytest.mark.parametrize("m", [1, 9, 16, 17, 40])
 @pytest.mark.parametrize("tuned", [8, 64])
 def test_kernels_tuned_at_one_m_serve_every_m(m: int, tuned: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``_int_mm`` has rules about M on CUDA, and a Plan picks the nearest M."""
-    real = torch._int_mm
+    """``_int_mm`` restricts M on CUDA, and a Plan picks the nearest tuned M."""
+    original = torch._int_mm
 
-    def strict(a: torch.Tensor, b: torch.Tensor, **more: torch.Tensor) -> torch.Tensor:
+    def checked_int_mm(a: torch.Tensor, b: torch.Tensor, **options: torch.Tensor) -> torch.Tensor:
         assert a.shape[0] > 16
         assert a.shape[1] % 8 == b.shape[1] % 8 == 0
-        return real(a, b, **more)
+        return original(a, b, **options)
 
     for module in (padding, quantized):
-        monkeypatch.setattr(module, "int_mm", strict)
+        monkeypatch.setattr(module, "int_mm", checked_int_mm)
     a = torch.randint(-128, 128, (m, 64), dtype=torch.int8)
     b = torch.randint(-128, 128, (48, 64), dtype=torch.int8).t()
-    wanted = (a.long() @ b.long()).int()
+    expected = (a.long() @ b.long()).int()
     problem = int_problem(tuned, 48, 64)
-    for name in legal(problem):
+    for name in legal_candidates(problem):
         if "int_mm" in name:
             kernel = load(problem, name)
             weight = kernel.pack(b) if kernel.packing else b
             out = torch.empty(m, 48, dtype=torch.int32)
             kernel.run(a.as_subclass(OnGpu), weight, (), out)
-            assert torch.equal(out, wanted)
-            fresh = kernel.functional(a.as_subclass(OnGpu), weight, ())  # type: ignore[attr-defined]
-            assert torch.equal(fresh.as_subclass(torch.Tensor), wanted)
-            assert fresh.is_contiguous()
+            assert torch.equal(out, expected)
+            result = kernel.functional(a.as_subclass(OnGpu), weight, ())  # type: ignore[attr-defined]
+            assert torch.equal(result.as_subclass(torch.Tensor), expected)
+            assert result.is_contiguous()

@@ -1,4 +1,4 @@
-"""The conformance suite, over every backend there is; of GPU backends the half that needs no GPU."""
+"""Conformance suite for all backends; GPU backends run the half of it that needs no GPU."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from gemmtune.core.workloads import linear_problem
 from gemmtune.testing import toy_compiler
 from gemmtune.testing.backend_suite import BackendSuite, CandidateSuite
 from gemmtune.testing.problems import random_problem
-from helpers.gpus import A100, FAMILIES, H200, MI300X
+from helpers.gpus import A100, H200, MI300X, PROBLEM_OF_DTYPE
 
 
 @functools.cache
 def leaks_nan(dtype: torch.dtype) -> bool:
-    """Whether torch.mm carries NaN from one row of A into the row before it: oneDNN's bf16 kernels do on CPUs that have
-    AVX512 and no bf16 instructions (seen with torch 2.9 to 2.15), where K is no multiple of their vectors."""
+    """Return whether torch.mm writes NaN from one row of A into the row before it.
+
+    oneDNN's bf16 kernels do so on CPUs that have AVX512 and no bf16 instructions (seen with torch 2.9 to 2.15), where K
+    is no multiple of their vectors.
+    """
     a, b = torch.randn(57, 34).to(dtype), torch.randn(34, 64).to(dtype)
     a[28] = torch.nan
     return torch.mm(a, b).isnan().any(1).nonzero().flatten().tolist() != [28]
@@ -45,7 +48,7 @@ class TestNative(BackendSuite):
 
 
 class TestToyCompiler(BackendSuite):
-    """A backend from outside, that builds something."""
+    """Suite for a plug-in backend whose candidates are built."""
 
     @pytest.fixture
     def backend(self, monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> Backend:
@@ -59,7 +62,7 @@ class TestToyCompiler(BackendSuite):
 
 
 class GpuCandidates(CandidateSuite):
-    """The suite for the backend called ``name`` on an H200: small random problems, and the sizes that models have."""
+    """Suite for the backend ``name`` on an H200, with small random problems and problems of models' sizes."""
 
     __test__ = False
     name: str
@@ -74,7 +77,7 @@ class GpuCandidates(CandidateSuite):
 
     @pytest.fixture
     def problems(self) -> list[Problem]:
-        return [*(random_problem(random.Random(i)) for i in range(20)), *FAMILIES.values()]
+        return [*(random_problem(random.Random(i)) for i in range(20)), *PROBLEM_OF_DTYPE.values()]
 
 
 class TestTriton(GpuCandidates):

@@ -1,4 +1,4 @@
-"""The CUDA C++ kernels without a GPU: their space, and cross-compiling. What they compute: test_cuda_kernels.py."""
+"""CUDA C++ kernels without a GPU: their search space and cross-compiling. test_cuda_kernels.py checks their results."""
 
 from __future__ import annotations
 
@@ -19,38 +19,42 @@ from gemmtune.core.problem import Layout, Operand, Problem
 from gemmtune.core.target import Target
 from gemmtune.core.workloads import bmm_problem, build, fp8_problem, int_problem, weight_only_problem
 from helpers import gpus
-from helpers.gpus import A100, FAMILIES, H200, SKINNY
+from helpers.gpus import A100, H200, PROBLEM_OF_DTYPE, SKINNY
 
 needs_nvrtc = pytest.mark.skipif(not compiler.version(), reason="NVRTC is not installed")
 
 
-def legal(problem: Problem, target: Target = H200) -> list[Candidate]:
-    return gpus.legal(CudaBackend(), problem, target)
+def legal_candidates(problem: Problem, target: Target = H200) -> list[Candidate]:
+    return gpus.legal_candidates(CudaBackend(), problem, target)
 
 
-def reasons(problem: Problem, target: Target = H200) -> set[str]:
-    return gpus.reasons(CudaBackend(), problem, target)
+def illegal_reasons(problem: Problem, target: Target = H200) -> set[str]:
+    return gpus.illegal_reasons(CudaBackend(), problem, target)
 
 
-# --- space ----------------------------------------------------------------------------------------------------------
+# --- search space ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", PROBLEM_OF_DTYPE)
 @pytest.mark.parametrize("m", [1, 5, 16, 32])
-def test_every_family_has_candidates(family: str, m: int) -> None:
-    found = [candidate for candidate in legal(FAMILIES[family].with_m(m)) if candidate.template == "skinny"]
-    assert len(found) >= 10
-    assert len({candidate.id for candidate in found}) == len(found)
-    assert all(m <= int(candidate["bm"]) < m + 8 for candidate in found)
+def test_skinny_has_candidates_for_all_dtypes(dtype: str, m: int) -> None:
+    candidates = [
+        candidate for candidate in legal_candidates(PROBLEM_OF_DTYPE[dtype].with_m(m)) if candidate.template == "skinny"
+    ]
+    assert len(candidates) >= 10
+    assert len({candidate.id for candidate in candidates}) == len(candidates)
+    assert all(m <= int(candidate["bm"]) < m + 8 for candidate in candidates)
 
 
-@pytest.mark.parametrize("family", ["bf16", "int8", "fp8"])
+@pytest.mark.parametrize("dtype", ["bf16", "int8", "fp8"])
 @pytest.mark.parametrize("m", [1, 17, 64, 100, 256])
-def test_slabs_of_every_family_that_has_them(family: str, m: int) -> None:
-    found = [candidate for candidate in legal(FAMILIES[family].with_m(m)) if candidate.template == "slab"]
-    assert len(found) >= 5
-    assert len({candidate.id for candidate in found}) == len(found)
-    assert {int(candidate["bm"]) for candidate in found} == (
+def test_slab_has_candidates_for_its_dtypes(dtype: str, m: int) -> None:
+    candidates = [
+        candidate for candidate in legal_candidates(PROBLEM_OF_DTYPE[dtype].with_m(m)) if candidate.template == "slab"
+    ]
+    assert len(candidates) >= 5
+    assert len({candidate.id for candidate in candidates}) == len(candidates)
+    assert {int(candidate["bm"]) for candidate in candidates} == (
         {8 * -(-m // 8), 16 * -(-m // 16)} if m <= 64 else {64, 128}
     )
 
@@ -59,62 +63,64 @@ def test_slabs_of_every_family_that_has_them(family: str, m: int) -> None:
 @pytest.mark.parametrize(
     "problem", [weight_only_problem(1, 4096, 4096), weight_only_problem(1, 4096, 4096, bits=4, group=128)]
 )
-def test_narrow_weights_beside_many_rows(problem: Problem, m: int) -> None:
-    found = [candidate for candidate in legal(problem.with_m(m)) if candidate.template == "mixed"]
-    assert len(found) >= 30
-    assert len({candidate.id for candidate in found}) == len(found)
-    assert all(int(c["bm"]) <= 256 and -(-m // int(c["bm"])) * int(c["bm"]) < m + 40 for c in found)
-    assert {2, 3} <= {candidate["stages"] for candidate in found}
+def test_mixed_has_candidates_for_weight_only_problems(problem: Problem, m: int) -> None:
+    candidates = [candidate for candidate in legal_candidates(problem.with_m(m)) if candidate.template == "mixed"]
+    assert len(candidates) >= 30
+    assert len({candidate.id for candidate in candidates}) == len(candidates)
+    assert all(int(c["bm"]) <= 256 and -(-m // int(c["bm"])) * int(c["bm"]) < m + 40 for c in candidates)
+    assert {2, 3} <= {candidate["stages"] for candidate in candidates}
 
 
-def test_threads_wait_for_no_more_registers_than_a_block_starts_with() -> None:
-    """``setmaxnreg`` waits forever for more."""
-    handing = Counter[str]()
+def test_raised_registers_do_not_exceed_those_of_the_thread_block() -> None:
+    """``setmaxnreg`` would wait forever for more registers."""
+    counts = Counter[str]()
     problems = (weight_only_problem(256, 4096, 4096), weight_only_problem(128, 4096, 4096, bits=4, group=128))
     for problem in (*problems, fp8_problem(1024, 4096, 4096)):
-        for candidate in legal(problem):
+        for candidate in legal_candidates(problem):
             config, template = dict(candidate.config), candidate.template
             if template not in ("mixed", "slab"):
                 continue
-            made = generate(problem, template, config)
-            if made.registers:
-                handing[template] += 1
-                more, groups = (
+            source = generate(problem, template, config)
+            if source.registers:
+                counts[template] += 1
+                raised_registers, groups = (
                     (mixed_raised_registers, config["bn"])
                     if template == "mixed"
                     else (slab_raised_registers, config["bm"])
                 )
-                wanted, groups = more(problem, config), groups // 64
-                assert made.warps == 4 * groups + 4
-                assert 128 * (groups * wanted + 24) <= 32 * made.warps * made.registers <= 65536
-    assert handing["mixed"] >= 20
-    assert handing["slab"] >= 4
+                registers, groups = raised_registers(problem, config), groups // 64
+                assert source.warps == 4 * groups + 4
+                assert 128 * (groups * registers + 24) <= 32 * source.warps * source.registers <= 65536
+    assert counts["mixed"] >= 20
+    assert counts["slab"] >= 4
 
 
-def test_slabs_are_as_wide_as_gives_every_multiprocessor_one() -> None:
-    """N = 22016 on 132 of them: 132 slabs of 168 columns, or two or three rounds of narrower ones; integers too, whose
-    wgmma has no such widths."""
+def test_slab_widths_give_each_multiprocessor_a_tile() -> None:
+    """N = 22016 on 132 multiprocessors is 132 tiles of 168 columns, or two or three waves of narrower tiles.
+
+    Integers have these tiles too, though their wgmma has no such widths.
+    """
     for problem in (build(64, 22016, 4096, "bf16"), int_problem(64, 22016, 4096)):
-        assert {168, 88, 56} <= {candidate["bn"] for candidate in legal(problem)}
-    assert legal(build(64, 12288, 4096, "bf16"))[0]["bn"] == 96
+        assert {168, 88, 56} <= {candidate["bn"] for candidate in legal_candidates(problem)}
+    assert legal_candidates(build(64, 12288, 4096, "bf16"))[0]["bn"] == 96
 
 
-def test_few_columns_and_much_of_k_are_shared_among_blocks() -> None:
-    slabs = [c for c in legal(build(64, 1024, 8192, "bf16")) if c.template == "slab"]
+def test_few_columns_and_a_large_k_are_split() -> None:
+    slabs = [candidate for candidate in legal_candidates(build(64, 1024, 8192, "bf16")) if candidate.template == "slab"]
     assert int(slabs[0]["split"]) > 1
-    assert all(min(int(c["split"]), int(c["cluster"])) == 1 for c in slabs)
+    assert all(min(int(candidate["split"]), int(candidate["cluster"])) == 1 for candidate in slabs)
 
 
-def test_what_reads_most_at_once_comes_first() -> None:
-    """Many multiprocessors, and loads enough on each; clusters only behind what does without."""
-    first = legal(build(1, 4096, 4096, "bf16"))[0]
+def test_first_candidate_has_the_most_loads_in_flight() -> None:
+    """The first candidate uses many multiprocessors with many loads on each; clusters come after other candidates."""
+    first = legal_candidates(build(1, 4096, 4096, "bf16"))[0]
     assert int(first["bn"]) <= 32
     assert int(first["warps"]) * int(first["depth"]) >= 16
     assert first["split"] == 1
 
 
 @pytest.mark.parametrize(
-    ("problem", "words"),
+    ("problem", "expected"),
     [
         (build(8193, 64, 64, "bf16"), "at most 32 rows"),
         (build(8193, 64, 64, "bf16"), "at most 8192 rows"),
@@ -133,26 +139,36 @@ def test_what_reads_most_at_once_comes_first() -> None:
         (replace(fp8_problem(4, 64, 64), out_dtype="float8_e4m3fn"), "writes no float8_e4m3fn"),
     ],
 )
-def test_what_is_refused_is_refused_with_a_reason(problem: Problem, words: str) -> None:
-    assert legal(problem) == []
-    assert any(words in reason for reason in reasons(problem))
+def test_unsupported_problems_have_a_reason(problem: Problem, expected: str) -> None:
+    assert legal_candidates(problem) == []
+    assert any(expected in reason for reason in illegal_reasons(problem))
 
 
-def test_each_template_has_its_range_of_rows() -> None:
-    assert {c.template for c in legal(build(32, 4096, 4096, "bf16"))} == {"skinny", "slab"}
-    assert {c.template for c in legal(build(33, 4096, 4096, "bf16"))} == {"slab"}
-    assert {c.template for c in legal(weight_only_problem(16, 4096, 4096))} == {"skinny"}
-    assert {c.template for c in legal(weight_only_problem(32, 4096, 4096))} == {"skinny", "mixed"}
-    assert {c.template for c in legal(weight_only_problem(33, 4096, 4096))} == {"mixed"}
+def test_templates_are_legal_within_their_ranges_of_m() -> None:
+    assert {candidate.template for candidate in legal_candidates(build(32, 4096, 4096, "bf16"))} == {"skinny", "slab"}
+    assert {candidate.template for candidate in legal_candidates(build(33, 4096, 4096, "bf16"))} == {"slab"}
+    assert {candidate.template for candidate in legal_candidates(weight_only_problem(16, 4096, 4096))} == {"skinny"}
+    assert {candidate.template for candidate in legal_candidates(weight_only_problem(32, 4096, 4096))} == {
+        "skinny",
+        "mixed",
+    }
+    assert {candidate.template for candidate in legal_candidates(weight_only_problem(33, 4096, 4096))} == {"mixed"}
 
 
-def test_illegal_configurations_say_why() -> None:
-    found = " | ".join(reasons(weight_only_problem(16, 4096, 128)) | reasons(build(16, 50000, 4096, "bf16")))
-    for words in ("nothing to do", "KB for the warps' sums and vectors", "registers a thread", "without splitting K"):
-        assert words in found
-    slabs = " | ".join(reasons(build(256, 40, 64, "bf16")) | reasons(fp8_problem(100, 30000, 4096)))
-    slabs += " | ".join(reasons(build(64, 40000, 4096, "bf16")))
-    for words in (
+def test_illegal_configs_have_a_reason() -> None:
+    text = " | ".join(
+        illegal_reasons(weight_only_problem(16, 4096, 128)) | illegal_reasons(build(16, 50000, 4096, "bf16"))
+    )
+    for expected in (
+        "nothing to do",
+        "KB for the warps' sums and vectors",
+        "registers a thread",
+        "without splitting K",
+    ):
+        assert expected in text
+    slab_text = " | ".join(illegal_reasons(build(256, 40, 64, "bf16")) | illegal_reasons(fp8_problem(100, 30000, 4096)))
+    slab_text += " | ".join(illegal_reasons(build(64, 40000, 4096, "bf16")))
+    for expected in (
         "at least 3",
         "first 128 bytes",
         "fewer slabs than blocks",
@@ -160,24 +176,25 @@ def test_illegal_configurations_say_why() -> None:
         "as many turns",
         "in 2 pieces",
     ):
-        assert words in slabs
-    for words in ("K is 1 steps", "without splitting K"):
-        assert words in slabs
-    found = " | ".join(
-        reasons(weight_only_problem(64, 30000, 512)) | reasons(weight_only_problem(512, 4096, 4096, bits=4, group=128))
+        assert expected in slab_text
+    for expected in ("K is 1 steps", "without splitting K"):
+        assert expected in slab_text
+    text = " | ".join(
+        illegal_reasons(weight_only_problem(64, 30000, 512))
+        | illegal_reasons(weight_only_problem(512, 4096, 4096, bits=4, group=128))
     )
-    for words in ("fewer than 2", "K is 4 steps", "without splitting K", "registers a thread"):
-        assert words in found
+    for expected in ("fewer than 2", "K is 4 steps", "without splitting K", "registers a thread"):
+        assert expected in text
     for problem in (build(64, 4096, 4096, "bf16"), weight_only_problem(64, 4096, 4096)):
-        assert "wgmma" in " | ".join(reasons(problem, A100))
-    assert "clusters need compute capability 9.0" in " | ".join(reasons(build(1, 4096, 4096, "bf16"), A100))
-    assert "fp8 needs compute capability 8.9" in " | ".join(reasons(fp8_problem(1, 64, 64), A100))
+        assert "wgmma" in " | ".join(illegal_reasons(problem, A100))
+    assert "clusters need compute capability 9.0" in " | ".join(illegal_reasons(build(1, 4096, 4096, "bf16"), A100))
+    assert "fp8 needs compute capability 8.9" in " | ".join(illegal_reasons(fp8_problem(1, 64, 64), A100))
 
 
 # --- compiling ------------------------------------------------------------------------------------------------------
 
 
-def test_availability_is_in_words_to_act_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_backend_names_the_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = CudaBackend()
     assert "runs on GPUs" in backend.available(Target("cpu", "x", "x86_64")).reason
     assert bool(backend.available(H200)) == bool(compiler.version())
@@ -199,20 +216,23 @@ def test_problems_that_differ_in_size_only_share_artifacts() -> None:
     def key(problem: Problem, target: Target = H200) -> str:
         return backend._recipe(problem, candidate, target)[0]
 
-    one = build(1, 4096, 4096, "bf16")
-    assert key(one) == key(build(5, 12288, 8192, "bf16"))
-    assert key(one) != key(build(1, 4096, 4088, "bf16"))
-    assert key(one) != key(one, A100)
-    assert key(one) != key(replace(one, epilogue=(Step("relu"),)))
+    small = build(1, 4096, 4096, "bf16")
+    assert key(small) == key(build(5, 12288, 8192, "bf16"))
+    assert key(small) != key(build(1, 4096, 4088, "bf16"))
+    assert key(small) != key(small, A100)
+    assert key(small) != key(replace(small, epilogue=(Step("relu"),)))
     with pytest.raises(KernelError, match="no template 'fat'"):
-        backend._recipe(one, Candidate.make("cuda", "fat"), H200)
+        backend._recipe(small, Candidate.make("cuda", "fat"), H200)
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("family", FAMILIES)
-def test_cross_compiling_for_hopper(family: str) -> None:
-    problem = FAMILIES[family]
-    for candidate in (legal(problem)[0], next(c for c in legal(problem) if c["split"] == 2)):
+@pytest.mark.parametrize("dtype", PROBLEM_OF_DTYPE)
+def test_cross_compiling_for_hopper(dtype: str) -> None:
+    problem = PROBLEM_OF_DTYPE[dtype]
+    for candidate in (
+        legal_candidates(problem)[0],
+        next(item for item in legal_candidates(problem) if item["split"] == 2),
+    ):
         ((header, cubin),) = decode_kernels(CudaBackend()._recipe(problem, candidate, H200)[1]())
         assert cubin[:4] == b"\x7fELF"
         assert (header.name, header.warps, header.arguments[:3]) == (
@@ -221,12 +241,12 @@ def test_cross_compiling_for_hopper(family: str) -> None:
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("family", ["bf16", "int8", "fp8"])
-def test_cross_compiling_slabs(family: str) -> None:
-    """wgmma is there with the architecture's own name only (sm_90a)."""
-    problem = FAMILIES[family].with_m(100)
-    found = [c for c in legal(problem) if c.template == "slab"]
-    for candidate in (found[0], next(c for c in found if c["cluster"] == 2 and c["bm"] == 128)):
+@pytest.mark.parametrize("dtype", ["bf16", "int8", "fp8"])
+def test_cross_compiling_slab_for_hopper(dtype: str) -> None:
+    """wgmma needs the architecture's specific name (sm_90a)."""
+    problem = PROBLEM_OF_DTYPE[dtype].with_m(100)
+    candidates = [item for item in legal_candidates(problem) if item.template == "slab"]
+    for candidate in (candidates[0], next(item for item in candidates if item["cluster"] == 2 and item["bm"] == 128)):
         ((header, cubin),) = decode_kernels(CudaBackend()._recipe(problem, candidate, H200)[1]())
         assert cubin[:4] == b"\x7fELF"
         assert (header.name, header.warps) == ("slab", int(candidate["bm"]) // 16 + 1)
@@ -238,12 +258,14 @@ def test_cross_compiling_slabs(family: str) -> None:
 @needs_nvrtc
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("m", [64, 200])
-def test_cross_compiling_narrow_weights_beside_many_rows(bits: int, m: int) -> None:
-    """Without spilling, and with as many registers at the start as threads hand on."""
+def test_cross_compiling_mixed_for_hopper(bits: int, m: int) -> None:
+    """The kernels compile without spilling, with the initial number of registers that ``setmaxnreg`` redistributes."""
     problem = weight_only_problem(m, 4096, 4096, bits=bits, group=128 if bits == 4 else None)
-    found = [c for c in legal(problem) if c.template == "mixed"]
-    chosen = {generate(problem, "mixed", dict(c.config)).registers > 0: c for c in reversed(found)}
-    for candidate in chosen.values():
+    candidates = [item for item in legal_candidates(problem) if item.template == "mixed"]
+    by_register_handover = {
+        generate(problem, "mixed", dict(item.config)).registers > 0: item for item in reversed(candidates)
+    }
+    for candidate in by_register_handover.values():
         ((header, cubin),) = decode_kernels(CudaBackend()._recipe(problem, candidate, H200)[1]())
         assert cubin[:4] == b"\x7fELF"
         assert header.name == "mixed"
@@ -252,7 +274,7 @@ def test_cross_compiling_narrow_weights_beside_many_rows(bits: int, m: int) -> N
 
 
 @needs_nvrtc
-def test_what_the_compiler_says_is_passed_on() -> None:
+def test_compiler_errors_are_raised_with_their_text() -> None:
     with pytest.raises(KernelError, match=r"NVRTC cannot compile it: gemmtune.cu\(1\): error"):
         compiler.compile_source("nonsense", (9, 0))
     problem = weight_only_problem(32, 64, 4096, bits=4, group=128)
@@ -264,15 +286,15 @@ def test_what_the_compiler_says_is_passed_on() -> None:
 
 
 @needs_nvrtc
-def test_the_drivers_cache_which_drops_what_the_compiler_says_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NVRTC 12 does not know the option, nor has it the cache."""
-    real, given = compiler._compile, list[list[str]]()
+def test_no_cache_option_is_dropped_for_nvrtc_12(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVRTC 12 has neither the option nor the cache."""
+    original, options_of_calls = compiler._compile, list[list[str]]()
 
-    def older(program: ctypes.c_void_p, options: list[str]) -> int:
-        given.append(list(options))
-        return real(program, [f"{option}d" if option == "--no-cache" else option for option in options])
+    def compile_as_nvrtc_12(program: ctypes.c_void_p, options: list[str]) -> int:
+        options_of_calls.append(list(options))
+        return original(program, [f"{option}d" if option == "--no-cache" else option for option in options])
 
     text = 'extern "C" __global__ void idle() {}'
-    monkeypatch.setattr(compiler, "_compile", older)
+    monkeypatch.setattr(compiler, "_compile", compile_as_nvrtc_12)
     assert compiler.compile_source(text, (9, 0))[:4] == b"\x7fELF"
-    assert ["--no-cache" in options for options in given] == [True, False]
+    assert ["--no-cache" in options for options in options_of_calls] == [True, False]

@@ -1,4 +1,4 @@
-"""The CUDA C++ kernels themselves, emulated on a CPU, through the real launch path with a driver that is not there."""
+"""CUDA C++ kernels emulated on a CPU, launched through the real launch path with a fake driver."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from gemmtune.testing.problems import random_problem
 from gemmtune.verify.inputs import Inputs, make_inputs
 from gemmtune.verify.verify import make_reference_cases, verify
 from helpers.batches import LAYOUTS
-from helpers.drivers import Driver, simulated
-from helpers.gpus import H200, SKINNY, legal
+from helpers.drivers import FakeDriver, install_fake_driver
+from helpers.gpus import H200, SKINNY, legal_candidates
 from helpers.integers import exact_cases, rounding_cases
 
 CXX = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
 needs_cxx = pytest.mark.skipif(CXX is None, reason="there is no C++ compiler")
-FRAME = Path(__file__).parents[2] / "native" / "frame"  # its conversions are checked by tests of their own
+FRAME = Path(__file__).parents[2] / "native" / "frame"  # other tests check its conversions
 SLAB_CONFIG = {"bm": 64, "bn": 32, "chunks": 1, "cluster": 1, "split": 1, "pieces": 1, "turns": 1, "stages": 3}
 MIXED_CONFIG = {"bm": 16, "bn": 64, "split": 1, "stages": 2}
 
 
 class Emulator:
-    """Kernels whose launches run on the CPU, through ``emulated.h``."""
+    """Builder of kernels whose launches run on the CPU, through ``emulated.h``."""
 
-    def __init__(self, driver: Driver, folder: Path) -> None:
+    def __init__(self, driver: FakeDriver, folder: Path) -> None:
         self.driver, self._folder = driver, folder
 
     def skinny(self, problem: Problem, **config: int) -> GpuKernel:
@@ -62,35 +62,35 @@ class Emulator:
 
     def load(self, problem: Problem, candidate: Candidate) -> GpuKernel:
         header = Path(__file__).with_name("emulated.h").read_text(encoding="utf-8")
-        made = generate(problem, candidate.template, dict(candidate.config), header)
-        text = made.text + 'extern "C" int emulate(int x, int y, void** slots) {\n'
-        text += "    static void** given;\n    given = slots;\n"
-        text += "    early_given = *static_cast<int*>(slots[COUNT - 1]) & B_EARLY;\n"
-        text += (
+        source = generate(problem, candidate.template, dict(candidate.config), header)
+        emulated_source = source.text + 'extern "C" int emulate(int x, int y, void** slots) {\n'
+        emulated_source += "    static void** given;\n    given = slots;\n"
+        emulated_source += "    early_given = *static_cast<int*>(slots[COUNT - 1]) & B_EARLY;\n"
+        emulated_source += (
             f"    run_all([] {{ call({candidate.template}, given, std::make_index_sequence<COUNT>()); }}, x, y);\n"
             "    return too_early;\n}\n"
         )
-        name = self._folder / hashlib.sha256(text.encode()).hexdigest()[:16]
-        name.with_suffix(".cpp").write_text(text)
-        options = ["-std=c++17", "-O1", "-shared", "-fPIC", "-w", f"-DCOUNT={len(made.arguments)}", f"-I{FRAME}"]
-        subprocess.run([str(CXX), *options, "-o", f"{name}.so", f"{name}.cpp"], check=True)
-        library = ctypes.CDLL(f"{name}.so")
+        path = self._folder / hashlib.sha256(emulated_source.encode()).hexdigest()[:16]
+        path.with_suffix(".cpp").write_text(emulated_source)
+        options = ["-std=c++17", "-O1", "-shared", "-fPIC", "-w", f"-DCOUNT={len(source.arguments)}", f"-I{FRAME}"]
+        subprocess.run([str(CXX), *options, "-o", f"{path}.so", f"{path}.cpp"], check=True)
+        library = ctypes.CDLL(f"{path}.so")
 
         def run(grid: tuple[int, int], values: list[int]) -> None:
-            places = self.driver.places
-            assert library.emulate(*grid, (ctypes.c_void_p * len(places))(*places)) == 0, "too early"
+            addresses = self.driver.argument_addresses
+            assert library.emulate(*grid, (ctypes.c_void_p * len(addresses))(*addresses)) == 0, "too early"
 
-        self.driver.run, self.driver.threads, self.driver.shared = run, 32 * made.warps, 0
-        self.driver.arguments[candidate.template] = len(made.arguments)
+        self.driver.run, self.driver.threads, self.driver.shared = run, 32 * source.warps, 0
+        self.driver.arguments[candidate.template] = len(source.arguments)
         header_ = Header(
-            candidate.template, 0, made.shared, made.warps, made.arguments, 0, made.descriptors, waits=True
+            candidate.template, 0, source.shared, source.warps, source.arguments, 0, source.descriptors, waits=True
         )
         return CudaBackend.templates[candidate.template](problem, candidate, [(header_, b"")])
 
 
 @pytest.fixture
 def emulator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Emulator:
-    return Emulator(simulated(monkeypatch), tmp_path)
+    return Emulator(install_fake_driver(monkeypatch), tmp_path)
 
 
 def run_into(kernel: GpuKernel, inputs: Inputs, out: torch.Tensor) -> None:
@@ -98,9 +98,9 @@ def run_into(kernel: GpuKernel, inputs: Inputs, out: torch.Tensor) -> None:
 
 
 def check(kernel: GpuKernel, problem: Problem) -> None:
-    """Through bind, the simulated driver, the kernel's own text and gemmtune's own verification."""
+    """Verify the kernel through bind, the fake driver and the emulated kernel source."""
     verdict = verify(
-        lambda inputs, out: run_into(kernel, inputs, out), problem, make_reference_cases(problem, 0), patience_s=0.0
+        lambda inputs, out: run_into(kernel, inputs, out), problem, make_reference_cases(problem, 0), time_limit_s=0.0
     )
     assert verdict.ok, f"{verdict.kind}: {verdict.detail}"
 
@@ -137,7 +137,7 @@ CASES: dict[str, tuple[Problem, dict[str, int]]] = {
 
 @needs_cxx
 @pytest.mark.parametrize("name", CASES)
-def test_the_kernel_is_right(emulator: Emulator, name: str) -> None:
+def test_skinny_kernel_matches_the_oracle(emulator: Emulator, name: str) -> None:
     problem, config = CASES[name]
     kernel = emulator.skinny(problem, **config)
     check(kernel, problem)
@@ -180,8 +180,8 @@ SLABS: dict[str, tuple[Problem, dict[str, int]]] = {
 
 @needs_cxx
 @pytest.mark.parametrize("name", SLABS)
-def test_the_slab_kernel_is_right(emulator: Emulator, name: str) -> None:
-    """More tiles than blocks, stages gone through several times, TMA's zeros beyond every edge."""
+def test_slab_kernel_matches_the_oracle(emulator: Emulator, name: str) -> None:
+    """The cases have more tiles than thread blocks, several passes through the stages, and zeros beyond the edges."""
     problem, config = SLABS[name]
     kernel = emulator.slab(problem, **config)
     check(kernel, problem)
@@ -205,95 +205,99 @@ MIXED: dict[str, tuple[Problem, dict[str, int]]] = {
 
 @needs_cxx
 @pytest.mark.parametrize("name", MIXED)
-def test_the_mixed_kernel_is_right(emulator: Emulator, name: str) -> None:
-    """Weights turned into numbers on their way to wgmma's registers, stages gone through several times, all edges."""
+def test_mixed_kernel_matches_the_oracle(emulator: Emulator, name: str) -> None:
+    """The cases convert weights on the way to wgmma's registers, pass the stages several times, and have all edges."""
     problem, config = MIXED[name]
     kernel = emulator.mixed(problem, **config)
     check(kernel, problem)
 
 
-def little(candidate: Candidate) -> bool:
-    """Few fibers."""
+def has_few_fibers(candidate: Candidate) -> bool:
+    """Return whether the emulator needs few fibers for the candidate."""
     return candidate.template == "skinny" and candidate["warps"] == 4
 
 
 @needs_cxx
 @pytest.mark.parametrize("family", ["mm", "bmm", "int_mm", "mixed_mm", "scaled_mm"])
-def test_random_problems_are_right(emulator: Emulator, family: str) -> None:
-    """Three of a family, each on a random one of its configurations."""
-    rng, left = random.Random(family), 3
-    while left:
+def test_random_problems_match_the_oracle(emulator: Emulator, family: str) -> None:
+    """Verify three problems of a family, each with a random candidate."""
+    rng, remaining = random.Random(family), 3
+    while remaining:
         problem = random_problem(rng, 80)
-        found = [c for c in legal(CudaBackend(), problem) if little(c)] if problem.family == family else []
-        if not found:
+        candidates = (
+            [item for item in legal_candidates(CudaBackend(), problem) if has_few_fibers(item)]
+            if problem.family == family
+            else []
+        )
+        if not candidates:
             continue
-        left -= 1
-        candidate = rng.choice(found)
+        remaining -= 1
+        candidate = rng.choice(candidates)
         kernel = emulator.load(problem, candidate)
 
         def run(inputs: Inputs, out: torch.Tensor, kernel: GpuKernel = kernel) -> None:
             run_into(kernel, inputs, out)
 
-        verdict = verify(run, problem, make_reference_cases(problem, left), patience_s=0.0)
+        verdict = verify(run, problem, make_reference_cases(problem, remaining), time_limit_s=0.0)
         assert verdict.ok, f"{candidate.id} on {problem.key}: {verdict.kind}: {verdict.detail}"
 
 
 @needs_cxx
-def test_more_rows_than_it_was_made_for(emulator: Emulator) -> None:
-    for load, made_for, m in ((emulator.skinny, 8, 21), (emulator.slab, 60, 130), (emulator.mixed, 16, 40)):
-        mixed = load == emulator.mixed
-        kernel = load(weight_only_problem(made_for, 37, 256) if mixed else build(made_for, 37, 128, "bf16"))
+def test_kernels_serve_more_rows_than_their_m(emulator: Emulator) -> None:
+    for make_kernel, tuned_m, m in ((emulator.skinny, 8, 21), (emulator.slab, 60, 130), (emulator.mixed, 16, 40)):
+        mixed = make_kernel == emulator.mixed
+        kernel = make_kernel(weight_only_problem(tuned_m, 37, 256) if mixed else build(tuned_m, 37, 128, "bf16"))
         problem = kernel.problem.with_m(m)
 
         def run(inputs: Inputs, out: torch.Tensor, kernel: GpuKernel = kernel) -> None:
             run_into(kernel, inputs, out)
 
-        verdict = verify(run, problem, make_reference_cases(problem, 0)[:1], patience_s=0)
+        verdict = verify(run, problem, make_reference_cases(problem, 0)[:1], time_limit_s=0)
         assert verdict.ok, verdict.detail
 
 
 @needs_cxx
 @pytest.mark.parametrize("rows", [5, 1])
-def test_batches_lie_in_memory_as_torch_bmm_takes_them(emulator: Emulator, rows: int) -> None:
-    """The emulator aborts where a GPU would: at a 16-byte load off its boundary."""
+def test_batch_layouts_of_torch_bmm_match_torch(emulator: Emulator, rows: int) -> None:
+    """The emulator aborts at a misaligned 16-byte load, as a GPU does."""
     problem = replace(bmm_problem(3, rows, 24, 64, "bfloat16"), b=Operand("bfloat16", Layout("col")))
     kernel = emulator.skinny(problem, bn=16)
     a, b = torch.randn(3, rows, 64).bfloat16(), torch.randn(3, 24, 64).bfloat16()
-    for a_name, lay_a in LAYOUTS.items():
-        for b_name, lay_b in LAYOUTS.items():
+    for a_name, make_a_view in LAYOUTS.items():
+        for b_name, make_b_view in LAYOUTS.items():
             if "dense" not in (a_name, b_name) and a_name != b_name:
                 continue
-            left, right = lay_a(a), lay_b(b).mT
+            a_view, b_view = make_a_view(a), make_b_view(b).mT
             for start in (0, 3):
                 out = torch.full((3 * rows * 24 + start,), float("nan"), dtype=torch.bfloat16)[start:]
                 out = out.view(3, rows, 24)
-                kernel.run(left, right, (), out)
-                wanted = torch.bmm(left.float(), right.float())
-                torch.testing.assert_close(out.float(), wanted, rtol=1e-2, atol=1e-2, msg=f"{a_name}, {b_name}")
+                kernel.run(a_view, b_view, (), out)
+                expected = torch.bmm(a_view.float(), b_view.float())
+                torch.testing.assert_close(out.float(), expected, rtol=1e-2, atol=1e-2, msg=f"{a_name}, {b_name}")
 
 
 @needs_cxx
 @pytest.mark.parametrize("template", ["skinny", "slab"])
-def test_epilogues_of_integers_are_exact(emulator: Emulator, template: str) -> None:
-    for name, problem, inputs, wanted in exact_cases(3, 24):
+def test_integer_epilogues_are_exact(emulator: Emulator, template: str) -> None:
+    for name, problem, inputs, expected in exact_cases(3, 24):
         kernel = emulator.skinny(problem) if template == "skinny" else emulator.slab(problem, bm=8, bn=24)
-        out = torch.empty_like(wanted)
+        out = torch.empty_like(expected)
         run_into(kernel, inputs, out)
-        assert torch.equal(out, wanted), name
+        assert torch.equal(out, expected), name
 
 
 @needs_cxx
-def test_nan_becomes_zero_and_ties_go_to_even_numbers(emulator: Emulator) -> None:
-    for problem, inputs, wanted in rounding_cases(8, 24, 64):
-        for template, config in ((emulator.skinny, {}), (emulator.slab, {"bm": 8, "bn": 24})):
-            out = torch.full_like(wanted, 77)
-            run_into(template(problem, **config), inputs, out)
-            assert torch.equal(out, wanted), problem.out_dtype
+def test_integer_outputs_round_nan_to_zero_and_ties_to_even(emulator: Emulator) -> None:
+    for problem, inputs, expected in rounding_cases(8, 24, 64):
+        for make_kernel, config in ((emulator.skinny, {}), (emulator.slab, {"bm": 8, "bn": 24})):
+            out = torch.full_like(expected, 77)
+            run_into(make_kernel(problem, **config), inputs, out)
+            assert torch.equal(out, expected), problem.out_dtype
 
 
 BIAS = (Step("bias", "col", "bfloat16"),)
-# A template, a Problem, a configuration; a statement, and a wrong one in its place.
-WRONG: dict[str, tuple[str, Problem, dict[str, int], str, str]] = {
+# Each value has a template, a Problem, a config, a statement, and a wrong statement that replaces it.
+WRONG_STATEMENTS: dict[str, tuple[str, Problem, dict[str, int], str, str]] = {
     "A and B disagree about K's order": (
         "skinny", build(3, 24, 128, "bf16"), {}, "c * (KIND == INT4 ? 16 : RUN)", "(3 - c) * RUN",
     ),
@@ -323,31 +327,31 @@ WRONG: dict[str, tuple[str, Problem, dict[str, int], str, str]] = {
 
 
 @needs_cxx
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_kernel_is_found_out(emulator: Emulator, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """The emulator tells right from wrong."""
+@pytest.mark.parametrize("name", WRONG_STATEMENTS)
+def test_verification_rejects_a_wrong_statement(emulator: Emulator, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The emulated kernels are wrong when a statement of their source is wrong."""
     from gemmtune.backends.cuda import source as module
 
-    template, problem, config, right, wrong = WRONG[name]
-    real, changed = module._read_source, list[str]()
+    template, problem, config, right, wrong = WRONG_STATEMENTS[name]
+    original, changed = module._read_source, list[str]()
 
-    def changing(name: str) -> str:
-        text = real(name)
+    def read_changed_source(name: str) -> str:
+        text = original(name)
         changed.extend([name] * text.count(right))
         return text.replace(right, wrong)
 
-    monkeypatch.setattr(module, "_read_source", changing)
+    monkeypatch.setattr(module, "_read_source", read_changed_source)
     if template == "skinny":
         config = {"bm": 8 * -(-problem.m // 8), **config}
     kernel = getattr(emulator, template)(problem, **config)
     assert changed
     verdict = verify(
-        lambda inputs, out: run_into(kernel, inputs, out), problem, make_reference_cases(problem, 0)[:1], patience_s=0
+        lambda inputs, out: run_into(kernel, inputs, out), problem, make_reference_cases(problem, 0)[:1], time_limit_s=0
     )
     assert verdict.kind == "wrong"
 
 
-FOLLOWING: dict[str, tuple[str, Problem, dict[str, int]]] = {
+PDL_CASES: dict[str, tuple[str, Problem, dict[str, int]]] = {
     "skinny": ("skinny", fp8_problem(5, 40, 208), {"depth": 2}),
     "slab": (
         "slab", replace(build(70, 100, 520, "bf16"), epilogue=STEPS),
@@ -361,43 +365,43 @@ FOLLOWING: dict[str, tuple[str, Problem, dict[str, int]]] = {
 
 
 @needs_cxx
-@pytest.mark.parametrize("name", FOLLOWING)
-def test_in_a_graph_a_kernel_follows_one_of_ours(
+@pytest.mark.parametrize("name", PDL_CASES)
+def test_pdl_is_used_in_a_graph_after_a_gemmtune_kernel(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """It may begin before that one has ended, and reads only B until then; behind anything else it waits."""
-    template, problem, config = FOLLOWING[name]
+    """Such a kernel may begin before the previous one has ended, and reads only B until then. After others it waits."""
+    template, problem, config = PDL_CASES[name]
     kernel, driver = getattr(emulator, template)(problem, **config), emulator.driver
     inputs = make_inputs(problem, 0)
     expected, out = (torch.full((problem.m, problem.n), float("nan"), dtype=torch.bfloat16) for _ in range(2))
     run_into(kernel, inputs, expected)
     assert expected.isfinite().all()
 
-    def launched() -> tuple[int, int]:
-        """Whether a launch overlapped the one before, and whether it read B before that ended."""
+    def launch_flags() -> tuple[int, int]:
+        """Return whether the launch used PDL, and whether it read B before the previous kernel ended."""
         run_into(kernel, inputs, out.fill_(float("nan")))
         assert torch.equal(out, expected)
-        return driver.overlaps[-1], driver.launches[-1][2][-1]
+        return driver.pdl_flags[-1], driver.launches[-1][2][-1]
 
-    assert launched() == (0, 0)  # launched, not captured
+    assert launch_flags() == (0, 0)  # no capture
     driver.capture = 3
-    assert launched() == (0, 0)  # its node is another graph's
-    assert launched() == launched() == (1, 1)
-    driver.nodes.append(-1)  # PyTorch's kernel, say
-    assert launched() == (0, 0)
-    assert launched() == (1, 1)
+    assert launch_flags() == (0, 0)  # the previous node is in another graph
+    assert launch_flags() == launch_flags() == (1, 1)
+    driver.nodes.append(-1)  # for example a kernel of PyTorch
+    assert launch_flags() == (0, 0)
+    assert launch_flags() == (1, 1)
     driver.capture = 4
-    assert launched() == (0, 0)
+    assert launch_flags() == (0, 0)
     with monkeypatch.context() as patch:
         patch.setenv("GEMMTUNE_OVERLAP", "0")
-        assert launched() == launched() == (0, 0)
-    assert launched() == (0, 0)
-    assert launched() == (1, 1)
+        assert launch_flags() == launch_flags() == (0, 0)
+    assert launch_flags() == (0, 0)
+    assert launch_flags() == (1, 1)
 
 
-def test_kernels_of_an_older_driver_follow_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its graphs would refuse them."""
-    driver = simulated(monkeypatch)
+def test_pdl_is_not_used_with_an_older_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An older driver's graphs would refuse PDL."""
+    driver = install_fake_driver(monkeypatch)
     driver.version, driver.capture, driver.arguments["skinny"] = 12020, 1, 5
     header = Header("skinny", 0, 0, 4, ("b_ptr", "a_ptr", "c_ptr", "M", "following"), 0, waits=True)
     problem = build(4, 32, 64, "bf16")
@@ -405,58 +409,58 @@ def test_kernels_of_an_older_driver_follow_none(monkeypatch: pytest.MonkeyPatch)
     inputs = make_inputs(problem, 0)
     for _ in range(2):
         run_into(kernel, inputs, torch.empty(4, 32, dtype=torch.bfloat16))
-    assert driver.overlaps == [0, 0]
+    assert driver.pdl_flags == [0, 0]
 
 
 @needs_cxx
-def test_the_next_kernel_begins_late_behind_more_blocks_than_fit(emulator: Emulator) -> None:
+def test_dependents_launch_late_when_the_grid_does_not_fit(emulator: Emulator) -> None:
     problem, driver = build(5, 100, 208, "bf16"), emulator.driver
     inputs = make_inputs(problem, 0)
-    driver.capture, driver.beside = 1, 0
-    many = emulator.skinny(problem)
+    driver.capture, driver.blocks_per_multiprocessor = 1, 0
+    kernel = emulator.skinny(problem)
     for flags in (2, 3):
         out = torch.full((5, 100), float("nan"), dtype=torch.bfloat16)
-        run_into(many, inputs, out)
+        run_into(kernel, inputs, out)
         assert driver.launches[-1][2][-1] == flags
         assert out.isfinite().all()
-    driver.beside = 2
+    driver.blocks_per_multiprocessor = 2
     run_into(emulator.skinny(problem), inputs, out)
     assert driver.launches[-1][2][-1] == 1
-    wide, driver.beside = build(5, 400, 64, "bf16"), 9
+    wide, driver.blocks_per_multiprocessor = build(5, 400, 64, "bf16"), 9
     run_into(emulator.skinny(wide, bn=16), make_inputs(wide, 0), torch.empty(5, 400, dtype=torch.bfloat16))
-    assert driver.launches[-1][2][-1] == 3  # 25 small blocks, on 6 multiprocessors
+    assert driver.launches[-1][2][-1] == 3  # 25 small thread blocks on 6 multiprocessors
 
 
 @needs_cxx
-def test_a_thread_without_a_context_asks_the_driver_nothing_but_to_launch(
+def test_launch_in_a_thread_without_a_context_needs_no_other_driver_call(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem, driver = build(5, 40, 64, "bf16"), emulator.driver
     kernel, inputs, out = emulator.skinny(problem), make_inputs(problem, 0), torch.empty(5, 40, dtype=torch.bfloat16)
     run_into(kernel, inputs, out)
-    monkeypatch.setattr(Driver, "cuOccupancyMaxActiveBlocksPerMultiprocessor", lambda *_: 201)
+    monkeypatch.setattr(FakeDriver, "cuOccupancyMaxActiveBlocksPerMultiprocessor", lambda *_: 201)
     with ThreadPoolExecutor(1) as pool:
         pool.submit(run_into, kernel, inputs, out).result()
     assert len(driver.launches) == 2
 
 
 @needs_cxx
-def test_what_the_kernel_before_writes_is_not_read_early(emulator: Emulator) -> None:
-    """Its output is this one's B: a row of it is enough."""
+def test_b_that_the_previous_kernel_writes_is_not_read_early(emulator: Emulator) -> None:
+    """The previous kernel's output overlaps this kernel's B, by one row at least."""
     problem = build(16, 16, 64, "bf16")
     kernel, driver = emulator.skinny(problem), emulator.driver
     inputs = make_inputs(problem, 0)
     memory = torch.zeros(64 * 16 + 16 * 16, dtype=torch.bfloat16)
     b = memory[: 64 * 16].view(16, 64).t().copy_(inputs.b)
-    behind, last_row = memory[64 * 16 :].view(16, 16), memory[64 * 16 - 16 : -16].view(16, 16)
+    after_b, last_row = memory[64 * 16 :].view(16, 16), memory[64 * 16 - 16 : -16].view(16, 16)
     driver.capture = 1
-    for out, early in ((behind, 1), (last_row, 0)):
+    for out, early in ((after_b, 1), (last_row, 0)):
         kernel.run(inputs.a, b, (), out)
         kernel.run(inputs.a, b, (), torch.empty(16, 16, dtype=torch.bfloat16))
-        assert (driver.overlaps[-1], driver.launches[-1][2][-1]) == (1, early)
+        assert (driver.pdl_flags[-1], driver.launches[-1][2][-1]) == (1, early)
 
 
-IMPATIENT = {
+UNSYNCHRONIZED = {
     "skinny": ("skinny", "} else {\n        follow();", "} else {\n"),
     "slab": ("slab", "            follow();\n            for", "            for"),
     "slab's successor": (
@@ -468,24 +472,24 @@ IMPATIENT = {
 
 
 @needs_cxx
-@pytest.mark.parametrize("name", IMPATIENT)
-def test_a_kernel_that_does_not_wait_is_found_out(
+@pytest.mark.parametrize("name", UNSYNCHRONIZED)
+def test_emulator_detects_a_kernel_that_does_not_wait(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     from gemmtune.backends.cuda import source as module
 
-    real, (template, right, wrong) = module._read_source, IMPATIENT[name]
-    assert right in real(f"{template}.cu")
-    monkeypatch.setattr(module, "_read_source", lambda name: real(name).replace(right, wrong))
-    _, problem, config = FOLLOWING[template]
+    original, (template, right, wrong) = module._read_source, UNSYNCHRONIZED[name]
+    assert right in original(f"{template}.cu")
+    monkeypatch.setattr(module, "_read_source", lambda name: original(name).replace(right, wrong))
+    _, problem, config = PDL_CASES[template]
     kernel = getattr(emulator, template)(problem, **config)
     inputs = make_inputs(problem, 0)
     with pytest.raises(AssertionError, match="too early"):
         run_into(kernel, inputs, torch.empty(problem.m, problem.n, dtype=torch.bfloat16))
 
 
-def test_int4_weights_lie_as_the_triton_backend_packs_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    simulated(monkeypatch)
+def test_int4_weights_have_the_layout_of_the_triton_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_fake_driver(monkeypatch)
     problem: Any = weight_only_problem(4, 24, 256, bits=4, group=128)
     header = Header("skinny", 0, 0, 4, ("b_ptr", "a_ptr", "c_ptr"), 0)
     kernel = Skinny(problem, Candidate.make("cuda", "skinny", **SKINNY), [(header, b"")])

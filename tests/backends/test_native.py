@@ -1,4 +1,4 @@
-"""Every native kernel against the oracle: instruction sets, templates, epilogues, layouts and odd shapes."""
+"""Native kernels against the oracle: instruction sets, templates, epilogues, layouts and odd shapes."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def check(problem: Problem, candidate: Candidate, seed: int) -> None:
     assert verdict.ok, f"{candidate.id} on {problem.key}: {verdict}"
 
 
-def some(problem: Problem, isa: str, template: str, count: int, seed: int) -> list[Candidate]:
-    """A sample of one ISA's configurations, its default one included."""
+def sample_candidates(problem: Problem, isa: str, template: str, count: int, seed: int) -> list[Candidate]:
+    """Return the first legal candidate of one instruction set and template, and a random sample of the others."""
     legal = [
         item
         for item in space.candidates(problem, target(), [isa])
@@ -86,13 +86,13 @@ def integer(m: int, n: int, k: int, a: str, out: str = "int32") -> Problem:
     return Problem("int_mm", m, n, k, Operand(a), b, out, acc="int32")
 
 
-dims = st.sampled_from([1, 2, 3, 5, 7, 8, 13, 16, 17, 31, 33, 64, 65, 97, 128, 130])
-rows = st.sampled_from([1, 2, 3, 4, 6, 7, 8, 11, 13, 16, 25, 33, 70])
+sizes = st.sampled_from([1, 2, 3, 5, 7, 8, 13, 16, 17, 31, 33, 64, 65, 97, 128, 130])
+row_counts = st.sampled_from([1, 2, 3, 4, 6, 7, 8, 11, 13, 16, 25, 33, 70])
 
 
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
-    m, n, k = draw(rows), draw(dims), draw(dims | st.sampled_from([257, 520, 1030]))
+    m, n, k = draw(row_counts), draw(sizes), draw(sizes | st.sampled_from([257, 520, 1030]))
     family = draw(st.sampled_from(["dense", "weight", "integer"]))
     steps = tuple(draw(st.lists(st.sampled_from(FLOAT_STEPS), max_size=3)))
     if family == "dense":
@@ -120,9 +120,9 @@ def _operand(draw: st.DrawFn, operand: Operand, m: int, k: int) -> Operand:
 @pytest.mark.parametrize("isa", ISAS)
 @given(problem=problems(), seed=st.integers(0, 1 << 20))
 @settings(max_examples=80, deadline=None)
-def test_matches_the_oracle(isa: str, problem: Problem, seed: int) -> None:
+def test_kernels_with_packed_weights_match_the_oracle(isa: str, problem: Problem, seed: int) -> None:
     for template in ("packed", "expand"):
-        for candidate in some(problem, isa, template, 2, seed):
+        for candidate in sample_candidates(problem, isa, template, 2, seed):
             check(problem, candidate, seed)
 
 
@@ -131,20 +131,22 @@ def test_matches_the_oracle(isa: str, problem: Problem, seed: int) -> None:
     problem=problems(), batch=st.sampled_from([0, 1, 3]), order=st.sampled_from(["row", "col"]), seed=st.integers(0, 99)
 )
 @settings(max_examples=40, deadline=None)
-def test_changing_operands_match_the_oracle(isa: str, problem: Problem, batch: int, order: str, seed: int) -> None:
+def test_kernels_with_a_changing_b_match_the_oracle(
+    isa: str, problem: Problem, batch: int, order: str, seed: int
+) -> None:
     if problem.family == "mixed_mm":
         return
     changing = replace(problem, b=Operand(problem.b.dtype, Layout(order)))  # type: ignore[arg-type]
     if batch and changing.family == "mm":
         changing = replace(changing, family="bmm", batch=batch, a=Operand(changing.a.dtype))
-        kept = tuple(step for step in changing.epilogue if step.axis != "row")
-        changing = replace(changing, epilogue=kept)
+        steps = tuple(step for step in changing.epilogue if step.axis != "row")
+        changing = replace(changing, epilogue=steps)
     for template in ("raw", "dot"):
-        for candidate in some(changing, isa, template, 2, seed):
+        for candidate in sample_candidates(changing, isa, template, 2, seed):
             check(changing, candidate, seed)
 
 
-def _every_unit() -> Iterator[tuple[str, str, str]]:
+def _supported_products() -> Iterator[tuple[str, str, str]]:
     for unit in UNITS:
         for a in ("float32", "bfloat16", "float16", "int8", "uint8"):
             for b in ("float32", "bfloat16", "float16", "int8", "int4"):
@@ -152,9 +154,9 @@ def _every_unit() -> Iterator[tuple[str, str, str]]:
                     yield unit.isa, a, b
 
 
-@pytest.mark.parametrize(("isa", "a", "b"), sorted(set(_every_unit())))
-def test_every_tile_of_every_unit(isa: str, a: str, b: str) -> None:
-    """All (nr, mr) of the declared space, at an M that exercises full and partial tiles."""
+@pytest.mark.parametrize(("isa", "a", "b"), sorted(set(_supported_products())))
+def test_each_tile_of_each_instruction_set_matches_the_oracle(isa: str, a: str, b: str) -> None:
+    """Check each (nr, mr) of the search space at an M that has full and partial tiles."""
     m = 70 if isa == "amx" else 29  # AMX's tiles have 32 rows, and a weight is not expanded for one of them
     if a.endswith("int8"):
         problem = integer(m, 83, 140, a)
@@ -164,34 +166,36 @@ def test_every_tile_of_every_unit(isa: str, a: str, b: str) -> None:
         problem = dense(m, 83, 140, a)
     else:
         return
-    seen = set()
+    checked = set()
     for item in space.candidates(problem, target(), [isa]):
-        if isinstance(item, Candidate) and (item.template, item["nr"], item["mr"]) not in seen:
-            seen.add((item.template, item["nr"], item["mr"]))
+        if isinstance(item, Candidate) and (item.template, item["nr"], item["mr"]) not in checked:
+            checked.add((item.template, item["nr"], item["mr"]))
             check(problem, item, 5)
-    assert seen
+    assert checked
 
 
 @pytest.mark.parametrize("grid", ["1x1x2", "2x1x1", "1x8x1", "2x2x2", "3x5x1"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_way_of_sharing_the_work(grid: str, dtype: str) -> None:
+def test_thread_grids_match_the_oracle(grid: str, dtype: str) -> None:
     problem = dense(19, 200, 1100, dtype, epilogue=(Step("bias", "col", "float32"), Step("silu")))
-    first = some(problem, "avx512" if "avx512" in ISAS else "portable", "packed", 0, 0)[0]
+    first = sample_candidates(problem, "avx512" if "avx512" in ISAS else "portable", "packed", 0, 0)[0]
     for kc in (0, 256):
         config = {**dict(first.config), "grid": grid, "kc": kc, "pack_a": "rows"}
         check(problem, Candidate.make("native", "packed", **config), 3)
 
 
-@pytest.mark.parametrize(("m", "n", "k", "alone"), [(3, 96, 112, True), (16, 256, 256, True), (16, 2048, 2048, False)])
-def test_one_thread_is_offered_where_waking_others_may_cost_more(m: int, n: int, k: int, alone: bool) -> None:
-    """First, since nothing else is known of tiny problems; larger ones are not tried on one of two threads."""
+@pytest.mark.parametrize(
+    ("m", "n", "k", "is_single_threaded"), [(3, 96, 112, True), (16, 256, 256, True), (16, 2048, 2048, False)]
+)
+def test_single_thread_grid_is_listed_for_small_problems(m: int, n: int, k: int, is_single_threaded: bool) -> None:
+    """One thread is the first grid of small problems; large problems have no grid of one of two threads."""
     grids = [
         str(item["grid"])
         for item in space.candidates(dense(m, n, k, "float32"), replace(target(), threads=2), ["portable"])
         if isinstance(item, Candidate) and item.template == "packed"
     ]
-    assert ("1x1x1" in grids) == alone
-    assert (grids[0] == "1x1x1") == alone
+    assert ("1x1x1" in grids) == is_single_threaded
+    assert (grids[0] == "1x1x1") == is_single_threaded
     assert "1x2x1" in grids
 
 
@@ -204,29 +208,29 @@ def test_one_thread_is_offered_where_waking_others_may_cost_more(m: int, n: int,
         (weight_only(256, 4096, 4096, "bfloat16", "int8", Quant(None, "bfloat16")), "expand", "kc", [1024, 512, 256]),
     ],
 )
-def test_amx_offers_the_likeliest_values_first(problem: Problem, template: str, entry: str, values: list[int]) -> None:
-    """A search starts from the first ones, and a short budget sees little else."""
-    offered = [
+def test_amx_lists_the_likeliest_values_first(problem: Problem, template: str, entry: str, values: list[int]) -> None:
+    """A search starts from the first candidates, and a short budget tries few others."""
+    values_in_order = [
         item[entry]
         for item in space.candidates(problem, target(), ["amx"])
         if isinstance(item, Candidate) and item.template == template
     ]
-    assert list(dict.fromkeys(offered)) == values
+    assert list(dict.fromkeys(values_in_order)) == values
 
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_split_k_is_exact_for_integers(isa: str) -> None:
     problem = integer(9, 70, 1300, "int8")
-    for first in some(problem, isa, "packed", 0, 0):
+    for first in sample_candidates(problem, isa, "packed", 0, 0):
         check(problem, Candidate.make("native", "packed", **{**dict(first.config), "grid": "1x1x2", "kc": 256}), 1)
 
 
-def _bytes_of(t: torch.Tensor) -> torch.Tensor:
-    return t.flatten().clone().view(torch.int8)
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.flatten().clone().view(torch.int8)
 
 
 @given(
-    n=dims, k=dims, order=st.sampled_from(["row", "col"]), nr=st.sampled_from([16, 32, 48, 64]),
+    n=sizes, k=sizes, order=st.sampled_from(["row", "col"]), nr=st.sampled_from([16, 32, 48, 64]),
     kind=st.sampled_from(
         [
             ("1", "float32"), ("1", "bfloat16"), ("2", "bfloat16"), ("1", "float16"),
@@ -235,24 +239,24 @@ def _bytes_of(t: torch.Tensor) -> torch.Tensor:
     ),
 )  # fmt: skip
 @settings(max_examples=60, deadline=None)
-def test_unpacking_gives_the_same_weight_back(n: int, k: int, order: str, nr: int, kind: tuple[str, str]) -> None:
+def test_unpacking_restores_a_packed_weight(n: int, k: int, order: str, nr: int, kind: tuple[str, str]) -> None:
     from gemmtune.backends.native.layout import pack, unpack
 
-    together, dtype = kind
+    k_group, dtype = kind
     size = torch.empty((), dtype=getattr(torch, dtype)).element_size()
     raw = torch.randint(-128, 128, (n, k * size), dtype=torch.int8).view(getattr(torch, dtype))
     b = raw.t() if order == "col" else raw.t().contiguous()
     operand = Operand(dtype, Layout(order), constant=True)  # type: ignore[arg-type]
-    packed = pack(Packing(together, dtype, nr), b, Problem("mm", 1, n, k, Operand(dtype), operand, dtype))
-    again = unpack(packed)
-    assert again.shape == b.shape
-    assert again.stride() == b.stride() or min(n, k) == 1
-    assert torch.equal(_bytes_of(again), _bytes_of(b))
+    packed = pack(Packing(k_group, dtype, nr), b, Problem("mm", 1, n, k, Operand(dtype), operand, dtype))
+    unpacked = unpack(packed)
+    assert unpacked.shape == b.shape
+    assert unpacked.stride() == b.stride() or min(n, k) == 1
+    assert torch.equal(_as_bytes(unpacked), _as_bytes(b))
 
 
-@given(n=dims, k=dims, group=st.sampled_from([None, 32, 64]), zero=st.booleans(), nr=st.sampled_from([16, 64]))
+@given(n=sizes, k=sizes, group=st.sampled_from([None, 32, 64]), zero=st.booleans(), nr=st.sampled_from([16, 64]))
 @settings(max_examples=40, deadline=None)
-def test_unpacking_int4(n: int, k: int, group: int | None, zero: bool, nr: int) -> None:
+def test_unpacking_restores_a_packed_int4_weight(n: int, k: int, group: int | None, zero: bool, nr: int) -> None:
     from gemmtune.backends.native.layout import pack, unpack
     from gemmtune.core.weights import QuantWeight
 
@@ -265,17 +269,17 @@ def test_unpacking_int4(n: int, k: int, group: int | None, zero: bool, nr: int) 
     weight = QuantWeight(data.t(), scale, scale + 7 if zero else None, k, quant, "int4")
     operand = Operand("int4", Layout("col"), constant=True, quant=quant)
     problem = Problem("mixed_mm", 1, n, k, Operand("bfloat16"), operand, "bfloat16")
-    again = unpack(pack(Packing("1", "int4", nr), weight, problem))
-    assert torch.equal(again.data, weight.data)
-    assert torch.equal(again.scale, weight.scale)
-    assert (again.zero_point is None) == (not zero)
+    unpacked = unpack(pack(Packing("1", "int4", nr), weight, problem))
+    assert torch.equal(unpacked.data, weight.data)
+    assert torch.equal(unpacked.scale, weight.scale)
+    assert (unpacked.zero_point is None) == (not zero)
     if zero:
-        assert torch.equal(again.zero_point, weight.zero_point)
+        assert torch.equal(unpacked.zero_point, weight.zero_point)
 
 
 @pytest.mark.parametrize("n", [3073, 4096, 4093])
 @pytest.mark.parametrize(("bits", "group"), [("int8", None), ("int4", 32), ("int4", 128)])
-def test_packed_weights_stay_small(n: int, bits: str, group: int | None) -> None:
+def test_packed_weights_have_little_padding(n: int, bits: str, group: int | None) -> None:
     k = 768
     problem = weight_only(16, n, k, "bfloat16", bits, Quant(group, "bfloat16", False))
     candidate = BACKEND.default_packing(problem, current_cpu())
@@ -287,7 +291,7 @@ def test_packed_weights_stay_small(n: int, bits: str, group: int | None) -> None
     assert packed.nbytes <= 1.06 * problem.weight_bytes
 
 
-def test_refusals_say_why() -> None:
+def test_unsupported_problems_have_a_reason() -> None:
     cases = {
         "fp8": Problem("scaled_mm", 4, 4, 4, Operand("float8_e4m3fn"), Operand("float8_e4m3fn"), "bfloat16"),
         "one dtype": Problem("mm", 4, 4, 4, Operand("float32"), Operand("bfloat16"), "float32"),
@@ -300,20 +304,20 @@ def test_refusals_say_why() -> None:
         "accumulates": dense(4, 4, 4, "float16", acc="float16"),
         "row-major outputs": dense(4, 4, 4, "float32", out=Layout("col")),
     }
-    for words, problem in cases.items():
+    for expected, problem in cases.items():
         (item,) = space.candidates(problem, target(), ISAS)
         assert isinstance(item, Illegal)
-        assert words in item.reason
+        assert expected in item.reason
 
 
-def test_illegal_configurations_carry_reasons() -> None:
+def test_illegal_configs_have_a_reason() -> None:
     items = list(space.candidates(dense(4, 4, 33, "bfloat16"), target(), ["avx512_bf16"]))
     reasons = {item.reason for item in items if isinstance(item, Illegal)}
     assert any("K = 33 is not a multiple of 2" in reason for reason in reasons)
     assert any("no avx2" in reason for reason in reasons)
 
 
-def test_forcing_an_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gemmtune_isa_restricts_the_instruction_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GEMMTUNE_ISA", "portable")
     legal = [item for item in BACKEND.candidates(dense(4, 64, 64, "float32"), target()) if isinstance(item, Candidate)]
     assert {item["isa"] for item in legal} == {"portable"}
@@ -323,7 +327,7 @@ def test_forcing_an_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
     assert BACKEND.source_digest() != digest
 
 
-def test_a_candidate_of_another_cpu_does_not_load() -> None:
+def test_candidate_for_another_cpu_does_not_load() -> None:
     problem = dense(4, 64, 64, "float32")
     candidate = BACKEND.default_packing(problem, current_cpu())
     assert candidate is not None
@@ -332,7 +336,7 @@ def test_a_candidate_of_another_cpu_does_not_load() -> None:
         BACKEND.load(BACKEND.build(problem, foreign, target()), problem)
 
 
-def test_a_weight_packed_for_another_cpu_is_rejected() -> None:
+def test_weight_packed_for_another_cpu_is_unreadable() -> None:
     problem = dense(4, 64, 64, "float32")
     candidate = BACKEND.default_packing(problem, current_cpu())
     assert candidate is not None
@@ -343,31 +347,31 @@ def test_a_weight_packed_for_another_cpu_is_rejected() -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_results_repeat_bit_for_bit_and_do_not_depend_on_other_rows(threads: int) -> None:
-    before = torch.get_num_threads()
+def test_results_are_repeatable_and_independent_of_other_rows(threads: int) -> None:
+    original_threads = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         problem = dense(13, 130, 520, "bfloat16")
-        for candidate in some(problem, ISAS[-1], "packed", 3, 0):
+        for candidate in sample_candidates(problem, ISAS[-1], "packed", 3, 0):
             kernel = BACKEND.load(BACKEND.build(problem, candidate, target(threads)), problem)
             a, b = torch.randn(13, 520).bfloat16(), torch.randn(130, 520).bfloat16().t()
-            packed, out, again = kernel.pack(b), torch.empty(13, 130).bfloat16(), torch.empty(13, 130).bfloat16()
+            packed, out, second_out = kernel.pack(b), torch.empty(13, 130).bfloat16(), torch.empty(13, 130).bfloat16()
             kernel.run(a, packed, (), out)
-            kernel.run(a, packed, (), again)
-            assert torch.equal(out, again)
+            kernel.run(a, packed, (), second_out)
+            assert torch.equal(out, second_out)
             single = torch.empty(1, 130).bfloat16()
             kernel.run(a[5:6], packed, (), single)
             assert torch.equal(single[0], out[5])
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(original_threads)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="large pages are asked for on Linux")
 @pytest.mark.parametrize("size", [100, (2 << 20) - 1, 2 << 20, (5 << 20) + 64])
-def test_packed_memory_begins_where_loads_and_pages_want_it(size: int) -> None:
+def test_packed_weights_are_aligned_to_cache_lines_or_large_pages(size: int) -> None:
     data = aligned_bytes(size)
     assert data.data_ptr() % (2 << 20 if size >= 2 << 20 else 64) == 0
     assert data.numel() == size
-    assert data.untyped_storage().nbytes() <= size + 64  # what holds the boundary is not counted as the weight's
+    assert data.untyped_storage().nbytes() <= size + 64  # at most 64 bytes for the alignment
     data.fill_(7)
     assert int(data.min()) == 7

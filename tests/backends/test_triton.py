@@ -1,4 +1,4 @@
-"""The Triton backend without a GPU: its space, cross-compiling, the kernels in the interpreter, int4 packing."""
+"""Triton backend without a GPU: search space, cross-compiling, kernels in the interpreter, and int4 packing."""
 
 from __future__ import annotations
 
@@ -27,63 +27,63 @@ from gemmtune.core.target import Target
 from gemmtune.core.weights import QuantWeight
 from gemmtune.core.workloads import bmm_problem, build, fp8_problem, int_problem, weight_only_problem
 from helpers import gpus
-from helpers.gpus import A100, FAMILIES, H200
+from helpers.gpus import A100, H200, PROBLEM_OF_DTYPE
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 
 
-def legal(problem: Problem, target: Target = H200) -> list[Candidate]:
-    return gpus.legal(TritonBackend(), problem, target)
+def legal_candidates(problem: Problem, target: Target = H200) -> list[Candidate]:
+    return gpus.legal_candidates(TritonBackend(), problem, target)
 
 
-def reasons(problem: Problem, target: Target = H200) -> set[str]:
-    return gpus.reasons(TritonBackend(), problem, target)
+def illegal_reasons(problem: Problem, target: Target = H200) -> set[str]:
+    return gpus.illegal_reasons(TritonBackend(), problem, target)
 
 
-def first(problem: Problem, template: str, **config: Any) -> Candidate:
-    for candidate in legal(problem):
-        have = dict(candidate.config)
-        if candidate.template == template and all(have[name] == value for name, value in config.items()):
+def first_candidate(problem: Problem, template: str, **config: Any) -> Candidate:
+    for candidate in legal_candidates(problem):
+        candidate_config = dict(candidate.config)
+        if candidate.template == template and all(candidate_config[name] == value for name, value in config.items()):
             return candidate
     raise AssertionError(f"no {template} candidate with {config}")
 
 
-# --- space ----------------------------------------------------------------------------------------------------------
+# --- search space ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", PROBLEM_OF_DTYPE)
 @pytest.mark.parametrize("m", [1, 16, 64, 256, 4096])
-def test_every_family_has_candidates_that_fit_the_device(family: str, m: int) -> None:
-    problem = FAMILIES[family].with_m(m)
-    found = legal(problem)
-    assert len(found) >= 10
-    assert len({candidate.id for candidate in found}) == len(found)
-    for candidate in found:
+def test_candidates_fit_the_device_for_all_dtypes(dtype: str, m: int) -> None:
+    problem = PROBLEM_OF_DTYPE[dtype].with_m(m)
+    candidates = legal_candidates(problem)
+    assert len(candidates) >= 10
+    assert len({candidate.id for candidate in candidates}) == len(candidates)
+    for candidate in candidates:
         config = dict(candidate.config)
         assert config["bm"] * config["bn"] <= 256 * 32 * config["warps"]
         assert compiler.make_spec(problem, candidate).signature["c_ptr"].startswith("*")
 
 
-def test_small_m_is_swapped_and_split_on_hopper() -> None:
-    leading = legal(build(1, 4096, 4096, "bf16"))[:8]
+def test_small_m_prefers_swapped_operands_and_split_k_on_hopper() -> None:
+    leading = legal_candidates(build(1, 4096, 4096, "bf16"))[:8]
     assert all(candidate["swap"] == 1 and candidate["bm"] == 16 for candidate in leading)
     assert any(candidate["split"] != 1 for candidate in leading)
 
 
 def test_large_m_prefers_large_tiles() -> None:
-    best = legal(build(4096, 4096, 4096, "bf16"))[0]
+    best = legal_candidates(build(4096, 4096, 4096, "bf16"))[0]
     assert int(best["bm"]) * int(best["bn"]) >= 128 * 128
 
 
 def test_tma_needs_hopper() -> None:
     problem = build(4096, 4096, 4096, "bf16")
-    assert {candidate.template for candidate in legal(problem, A100)} == {"tiled"}
-    assert any("TMA needs compute capability 9.0" in reason for reason in reasons(problem, A100))
+    assert {candidate.template for candidate in legal_candidates(problem, A100)} == {"tiled"}
+    assert any("TMA needs compute capability 9.0" in reason for reason in illegal_reasons(problem, A100))
 
 
 @pytest.mark.parametrize(
-    ("problem", "words"),
+    ("problem", "expected"),
     [
         (build(16, 64, 64, "fp32"), "float32 runs in cuBLAS"),
         (build(0, 64, 64, "bf16"), "nothing to multiply"),
@@ -96,46 +96,48 @@ def test_tma_needs_hopper() -> None:
         (replace(int_problem(4, 64, 64), epilogue=(Step("scale", "col", "float32"),)), "rounded to int32"),
     ],
 )
-def test_what_is_refused_is_refused_with_a_reason(problem: Problem, words: str) -> None:
-    assert legal(problem) == []
-    assert any(words in reason for reason in reasons(problem))
+def test_unsupported_problems_have_a_reason(problem: Problem, expected: str) -> None:
+    assert legal_candidates(problem) == []
+    assert any(expected in reason for reason in illegal_reasons(problem))
 
 
-def test_illegal_configurations_say_why() -> None:
-    found = " | ".join(reasons(fp8_problem(64, 4096, 4160)))
-    assert "must divide K = 4160" in found
-    far = build(1, 16, 1 << 26, "bf16")
-    assert any("further than 32 bits tell" in reason for reason in reasons(far))
-    assert all(candidate.template != "tiled" or candidate["bm"] * (1 << 26) < 1 << 31 for candidate in legal(far))
-    assert "KB of shared memory" in found
+def test_illegal_configs_have_a_reason() -> None:
+    text = " | ".join(illegal_reasons(fp8_problem(64, 4096, 4160)))
+    assert "must divide K = 4160" in text
+    large = build(1, 16, 1 << 26, "bf16")
+    assert any("further than 32 bits tell" in reason for reason in illegal_reasons(large))
+    assert all(
+        candidate.template != "tiled" or candidate["bm"] * (1 << 26) < 1 << 31 for candidate in legal_candidates(large)
+    )
+    assert "KB of shared memory" in text
 
 
 @needs_triton
-def test_only_int4_is_packed_without_having_been_tuned() -> None:
+def test_only_int4_has_a_default_packing() -> None:
     backend = TritonBackend()
     for m in (1, 16, 300):
-        candidate = backend.default_packing(FAMILIES["int4wo"].with_m(m), H200)
+        candidate = backend.default_packing(PROBLEM_OF_DTYPE["int4wo"].with_m(m), H200)
         assert candidate is not None
         assert candidate["bk"] == 128
-    assert backend.default_packing(FAMILIES["int8wo"], H200) is None
-    assert backend.default_packing(FAMILIES["int4wo"], replace(H200, device="cpu")) is None
+    assert backend.default_packing(PROBLEM_OF_DTYPE["int8wo"], H200) is None
+    assert backend.default_packing(PROBLEM_OF_DTYPE["int4wo"], replace(H200, device="cpu")) is None
 
 
-def test_availability_is_in_words_to_act_on() -> None:
+def test_unavailable_backend_has_a_reason() -> None:
     backend = TritonBackend()
     assert "runs on GPUs" in backend.available(Target("cpu", "x", "x86_64")).reason
     assert "needs compute capability 8.0" in backend.available(replace(H200, capability="7.5")).reason
     assert bool(backend.available(H200)) == HAS_TRITON
 
 
-def test_the_cost_of_more_work_is_higher() -> None:
+def test_estimated_time_grows_with_the_problem() -> None:
     tile = {"bm": 128, "bn": 128, "bk": 64, "split": 1, "stages": 4, "warps": 8, "swap": False, "tma": False}
     small = Work(1024, 4096, 4096, 2.0, 2.0, 132, 232448)
     assert seconds(replace(small, m=4096), **tile) > 2.0 * seconds(small, **tile)
     assert seconds(replace(small, k=16384), **tile) > 2.0 * seconds(small, **tile)
 
 
-def test_sharing_tiles_pays_where_a_round_is_mostly_empty() -> None:
+def test_stream_k_is_estimated_faster_where_the_last_wave_is_mostly_empty() -> None:
     tile = {"bm": 128, "bn": 256, "bk": 64, "split": 1, "stages": 4, "warps": 8, "swap": False, "tma": True}
     work = Work(1024, 256 * 17, 4096, 2.0, 2.0, 132, 232448)  # 136 tiles
     assert seconds(work, **tile, stream=True) < 0.8 * seconds(work, **tile)
@@ -146,8 +148,8 @@ def test_sharing_tiles_pays_where_a_round_is_mostly_empty() -> None:
 # --- compiling ------------------------------------------------------------------------------------------------------
 
 
-def test_arguments_are_the_kernels_own() -> None:
-    """compiler.ARGUMENTS is what kernels.py declares: read from its source, since importing it needs Triton."""
+def test_argument_names_match_the_kernels() -> None:
+    """compiler.ARGUMENTS equals the parameters in kernels.py. Its source is read, since importing it needs Triton."""
     source = Path(compiler.__file__).with_name("kernels.py").read_text(encoding="utf-8")
     functions = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
     for name, arguments in compiler.ARGUMENTS.items():
@@ -157,45 +159,60 @@ def test_arguments_are_the_kernels_own() -> None:
 
 
 def test_problems_that_differ_in_size_only_share_artifacts() -> None:
-    one, other = build(16, 4096, 4096, "bf16"), build(1, 12288, 4096, "bf16")
-    candidate = first(one, "tiled")
-    assert compiler.make_spec(one, candidate).key("9.0", "x") == compiler.make_spec(other, candidate).key("9.0", "x")
+    problem, other = build(16, 4096, 4096, "bf16"), build(1, 12288, 4096, "bf16")
+    candidate = first_candidate(problem, "tiled")
+    assert compiler.make_spec(problem, candidate).key("9.0", "x") == compiler.make_spec(other, candidate).key(
+        "9.0", "x"
+    )
     odd = build(16, 4095, 4096, "bf16")
-    assert compiler.make_spec(odd, candidate).key("9.0", "x") != compiler.make_spec(one, candidate).key("9.0", "x")
-    assert compiler.make_spec(one, candidate).key("8.0", "x") != compiler.make_spec(one, candidate).key("9.0", "x")
-    biased = replace(one, epilogue=(Step("bias", "col", "bfloat16"),))
-    assert compiler.make_spec(biased, candidate).key("9.0", "x") != compiler.make_spec(one, candidate).key("9.0", "x")
+    assert compiler.make_spec(odd, candidate).key("9.0", "x") != compiler.make_spec(problem, candidate).key("9.0", "x")
+    assert compiler.make_spec(problem, candidate).key("8.0", "x") != compiler.make_spec(problem, candidate).key(
+        "9.0", "x"
+    )
+    biased = replace(problem, epilogue=(Step("bias", "col", "bfloat16"),))
+    assert compiler.make_spec(biased, candidate).key("9.0", "x") != compiler.make_spec(problem, candidate).key(
+        "9.0", "x"
+    )
 
 
 @needs_triton
-@pytest.mark.parametrize("family", ["bf16", "int8", "fp8", "int8wo"])
-def test_persistent_programs_that_share_tiles_compile(family: str) -> None:
-    problem = FAMILIES[family].with_m(1152)
-    candidate = first(problem, "persistent", stream=1)
+@pytest.mark.parametrize("dtype", ["bf16", "int8", "fp8", "int8wo"])
+def test_stream_k_kernels_compile(dtype: str) -> None:
+    problem = PROBLEM_OF_DTYPE[dtype].with_m(1152)
+    candidate = first_candidate(problem, "persistent", stream=1)
     ((header, cubin),) = artifact.decode_kernels(compiler.compile_spec(compiler.make_spec(problem, candidate), H200))
     assert cubin[:4] == b"\x7fELF"
     assert {"ws_ptr", "lock_ptr"} <= set(header.arguments)
     assert header.shared <= 232448
 
 
-def test_sharing_tiles_has_to_be_worth_it() -> None:
+def test_stream_k_is_illegal_for_full_waves() -> None:
     assert any(
-        "132 tiles fill 100% of their rounds of 132" in reason for reason in reasons(build(1536, 1408, 4096, "bf16"))
+        "132 tiles fill 100% of their rounds of 132" in reason
+        for reason in illegal_reasons(build(1536, 1408, 4096, "bf16"))
     )
-    assert any("fewer than 4 for each" in reason for reason in reasons(build(600, 4096, 128, "bf16")))
-    shared = [c for c in legal(build(1152, 4096, 4096, "bf16")) if c.template == "persistent" and c["stream"]]
+    assert any("fewer than 4 for each" in reason for reason in illegal_reasons(build(600, 4096, 128, "bf16")))
+    shared = [
+        candidate
+        for candidate in legal_candidates(build(1152, 4096, 4096, "bf16"))
+        if candidate.template == "persistent" and candidate["stream"]
+    ]
     assert shared
-    for c in shared:
-        tiles = -(-1152 // c["bm"]) * -(-4096 // c["bn"])
+    for candidate in shared:
+        tiles = -(-1152 // candidate["bm"]) * -(-4096 // candidate["bn"])
         assert tiles <= 0.9 * 132 * -(-tiles // 132)
-    converted = [c for c in legal(FAMILIES["int8wo"].with_m(4096)) if c.template == "converted"]
+    converted = [
+        candidate
+        for candidate in legal_candidates(PROBLEM_OF_DTYPE["int8wo"].with_m(4096))
+        if candidate.template == "converted"
+    ]
     assert converted
-    assert not any(c["stream"] for c in converted)
+    assert not any(candidate["stream"] for candidate in converted)
 
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("family", "template"),
+    ("dtype", "template"),
     [
         ("bf16", "tiled"),
         ("bf16", "persistent"),
@@ -206,15 +223,15 @@ def test_sharing_tiles_has_to_be_worth_it() -> None:
         ("int8wo", "converted"),
     ],
 )
-def test_cross_compiling_for_hopper(
-    family: str, template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    problem = FAMILIES[family] if template == "tiled" else FAMILIES[family].with_m(1024)
-    candidate = first(problem, template, split=2) if template == "tiled" else first(problem, template)
+def test_cross_compiling_for_hopper(dtype: str, template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = PROBLEM_OF_DTYPE[dtype] if template == "tiled" else PROBLEM_OF_DTYPE[dtype].with_m(1024)
+    candidate = (
+        first_candidate(problem, template, split=2) if template == "tiled" else first_candidate(problem, template)
+    )
     body = compiler.compile_spec(compiler.make_spec(problem, candidate), H200)
-    *before, (header, cubin) = artifact.decode_kernels(body)
-    assert [first.name for first, _ in before] == (["convert"] if template == "converted" else [])
-    assert all(code[:4] == b"\x7fELF" for code in (cubin, *(code for _, code in before)))
+    *earlier, (header, cubin) = artifact.decode_kernels(body)
+    assert [convert_header.name for convert_header, _ in earlier] == (["convert"] if template == "converted" else [])
+    assert all(code[:4] == b"\x7fELF" for code in (cubin, *(code for _, code in earlier)))
     assert header.shared > 0
     assert header.warps == candidate["warps"]
     assert header.arguments[:2] == (("a_ptr", "b_ptr") if template == "tiled" else ("a_desc", "a_desc.shape0"))
@@ -225,12 +242,12 @@ def _artifact() -> bytes:
     return artifact.encode_kernel(artifact.Header("k", 3, 0, 4, (), 0), b"elf")
 
 
-def test_an_artifact_may_hold_several_kernels() -> None:
+def test_artifact_with_several_kernels_is_decoded() -> None:
     parts = artifact.decode_kernels(_artifact() * 2)
     assert [(header.name, cubin) for header, cubin in parts] == [("k", b"elf")] * 2
 
 
-def test_an_artifact_cannot_run_backwards() -> None:
+def test_negative_size_in_an_artifact_raises_kernel_error() -> None:
     body = _artifact().replace(b'"size":3', b'"size":-9')
     body = (len(body) - 4 - 3).to_bytes(4, "little") + body[4:]
     with pytest.raises(KernelError, match="malformed"):
@@ -240,7 +257,7 @@ def test_an_artifact_cannot_run_backwards() -> None:
 @pytest.mark.parametrize(
     "body", [b"", b"\x05\x00\x00\x00nonsense", _artifact()[:-1], _artifact() + b"\x00", _artifact() + _artifact()[:9]]
 )
-def test_a_malformed_artifact_is_refused(body: bytes) -> None:
+def test_malformed_artifact_raises_kernel_error(body: bytes) -> None:
     with pytest.raises(KernelError, match="malformed"):
         artifact.decode_kernels(body)
 
@@ -256,20 +273,20 @@ main()
 
 
 @needs_triton
-def test_kernels_are_right_in_the_interpreter() -> None:
-    """Every template on small problems, through the oracle. In a process of its own: the interpreter is chosen when
-    Triton is first imported."""
-    here, helpers = str(Path(__file__).parent), str(Path(__file__).parents[1])
+def test_kernels_match_the_oracle_in_the_interpreter() -> None:
+    """Verify each template on small problems. A subprocess is needed: the first import of Triton selects the
+    interpreter."""
+    backends_folder, tests_folder = str(Path(__file__).parent), str(Path(__file__).parents[1])
     source = str(Path(backends.__file__).parents[2])
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED.format(path=[here, helpers, source])],
+    process = subprocess.run(
+        [sys.executable, "-c", INTERPRETED.format(path=[backends_folder, tests_folder, source])],
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=600,
     )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    assert "problems right" in done.stdout
+    assert process.returncode == 0, process.stdout[-4000:] + process.stderr[-4000:]
+    assert "problems right" in process.stdout
 
 
 # --- int4 -----------------------------------------------------------------------------------------------------------
@@ -278,7 +295,7 @@ def test_kernels_are_right_in_the_interpreter() -> None:
 @pytest.mark.parametrize(("group", "zero"), [(128, False), (64, True), (None, False)])
 @pytest.mark.parametrize("order", ["col", "row"])
 @pytest.mark.parametrize("block", INT4_BLOCKS)
-def test_shuffling_int4_can_be_undone_bit_for_bit(group: int | None, zero: bool, order: str, block: int) -> None:
+def test_unshuffling_restores_int4_weights_bit_for_bit(group: int | None, zero: bool, order: str, block: int) -> None:
     n, k = 24, 256
     data = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8).t()
     data = data if order == "col" else data.contiguous()
@@ -290,40 +307,40 @@ def test_shuffling_int4_can_be_undone_bit_for_bit(group: int | None, zero: bool,
     raw = QuantWeight(data, scale, zeros, k, quant, "int4")
     packed = shuffle_int4(raw, problem, block)
     assert packed.layout == int4_layout(block)
-    back = unshuffle_int4(packed)
-    assert torch.equal(back.data, data)
-    assert back.data.stride() == data.stride()
-    assert torch.equal(back.scale, scale)
-    assert zeros is None or (back.zero_point is not None and torch.equal(back.zero_point, zeros))
+    unpacked = unshuffle_int4(packed)
+    assert torch.equal(unpacked.data, data)
+    assert unpacked.data.stride() == data.stride()
+    assert torch.equal(unpacked.scale, scale)
+    assert zeros is None or (unpacked.zero_point is not None and torch.equal(unpacked.zero_point, zeros))
     codes, half = torch.stack((data & 15, data >> 4), 1).reshape(k, n), block // 2
     assert torch.equal(packed.data[0][:, :half] & 15, codes[:half].t())
     assert torch.equal(packed.data[0][:, :half] >> 4, codes[half:block].t())
 
 
-def test_epilogues_become_constants() -> None:
+def test_epilogue_steps_are_constants_of_the_spec() -> None:
     steps = (Step("bias", "col", "bfloat16"), Step("silu"), Step("scale", "tensor", value=0.5), Step("clamp", lo=-1.0))
     problem = replace(build(16, 64, 64, "bf16"), epilogue=steps)
-    made = compiler.make_spec(problem, first(problem, "tiled"))
-    assert made.signature["t0"] == "*bf16"
-    assert made.constants["KIND0"] == "bias"
-    assert made.constants["KIND2"] == "number"
-    assert made.constants["VALUE2"] == 0.5
-    assert (made.constants["LO3"], made.constants["HI3"]) == (-1.0, None)
-    assert made.constants["KIND4"] == ""
+    spec = compiler.make_spec(problem, first_candidate(problem, "tiled"))
+    assert spec.signature["t0"] == "*bf16"
+    assert spec.constants["KIND0"] == "bias"
+    assert spec.constants["KIND2"] == "number"
+    assert spec.constants["VALUE2"] == 0.5
+    assert (spec.constants["LO3"], spec.constants["HI3"]) == (-1.0, None)
+    assert spec.constants["KIND4"] == ""
 
 
-def test_layouts_and_batches() -> None:
+def test_spec_has_batch_strides_and_layouts() -> None:
     batched = bmm_problem(3, 64, 64, 64, "bfloat16")
-    candidate = first(batched, "tiled")
+    candidate = first_candidate(batched, "tiled")
     assert compiler.make_spec(batched, candidate).signature["batch_a"] == "i64"
-    assert {candidate.template for candidate in legal(batched)} == {"tiled"}
-    turned = replace(build(64, 64, 64, "bf16"), a=Operand("bfloat16", Layout("col")))
-    assert compiler.make_spec(turned, first(turned, "tiled")).constants["A_COL"] is True
+    assert {candidate.template for candidate in legal_candidates(batched)} == {"tiled"}
+    column_major = replace(build(64, 64, 64, "bf16"), a=Operand("bfloat16", Layout("col")))
+    assert compiler.make_spec(column_major, first_candidate(column_major, "tiled")).constants["A_COL"] is True
 
 
 @needs_triton
-def test_builders_are_forked_from_a_process_that_has_hashed_triton() -> None:
-    """Each build hashed 400 MB for Triton's own cache. In a process of its own: what is kept is kept for good."""
+def test_preload_computes_the_hash_of_triton() -> None:
+    """Each build hashed 400 MB for Triton's cache. A subprocess is needed, since Triton caches the hash for good."""
     script = """if True:
         import importlib, builtins
         from gemmtune.backends.triton import TritonBackend

@@ -1,7 +1,7 @@
-"""Runs the Triton kernels in Triton's interpreter, on the CPU, through gemmtune's own verification.
+"""Verification of the Triton kernels in Triton's interpreter, on the CPU.
 
-Started by test_triton.py with TRITON_INTERPRET=1. The interpreter (3.6) multiplies bfloat16 as if it were integers, and
-cuts instead of rounding to it: float16 stands for both here, and the card tests the other (tests/gpu).
+test_triton.py starts it with TRITON_INTERPRET=1. The interpreter (3.6) multiplies bfloat16 as if it were integers, and
+truncates to it instead of rounding: float16 replaces bfloat16 here, and tests/gpu tests bfloat16.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def persistent(stream: int = 0, bk: int = 64, template: str = "persistent") -> C
 
 
 def cases() -> Iterator[tuple[Problem, Candidate]]:
-    half = build(5, 96, 160, "fp16")
+    fp16_problem = build(5, 96, 160, "fp16")
     for split, swap in ((1, 0), (2, 0), (1, 1), (3, 1)):
-        yield half, tiled(split=split, swap=swap)
+        yield fp16_problem, tiled(split=split, swap=swap)
         yield int_problem(5, 96, 160), tiled(split=split, swap=swap)
-    yield build(35, 70, 75, "fp16"), tiled()  # nothing divides anything
+    yield build(35, 70, 75, "fp16"), tiled()  # no size is a multiple of a tile's
     yield build(35, 70, 75, "fp16"), tiled(swap=1)
     yield replace(build(20, 64, 96, "fp16"), a=Operand("float16", Layout("col"))), tiled()
     yield replace(build(20, 64, 96, "fp16"), b=Operand("float16", Layout("row"))), tiled(split=1)
@@ -75,7 +75,7 @@ def cases() -> Iterator[tuple[Problem, Candidate]]:
         (Step("gelu"), Step("clamp", lo=-0.5, hi=2.0), Step("cast", dtype="float16")),
     )
     for steps in epilogues:
-        yield replace(half, epilogue=steps), tiled(swap=1)
+        yield replace(fp16_problem, epilogue=steps), tiled(swap=1)
         yield replace(build(70, 130, 128, "fp16"), epilogue=steps), persistent()
         yield replace(build(70, 130, 160, "fp16"), epilogue=steps), persistent(stream=1)
     requantised = (Step("scale", "col", "float32"), Step("bias", "col", "float32"))
@@ -85,72 +85,73 @@ def cases() -> Iterator[tuple[Problem, Candidate]]:
 
 
 def run(problem: Problem, candidate: Candidate, inputs: Inputs, out: Tensor) -> None:
-    """One interpreted launch, with the constants that compiling would use."""
-    wanted = make_spec(problem, candidate)
+    """Run one interpreted launch with the constants that compiling would use."""
+    spec = make_spec(problem, candidate)
     config = dict(candidate.config)
     grid: tuple[int, ...]
     a, b = inputs.a, inputs.b
-    if candidate.template != "tiled":  # TMA wants boundaries of 16 bytes; kernel.py copies what is not on one
+    if candidate.template != "tiled":  # TMA needs 16-byte alignment; kernel.py copies misaligned operands
         a = a.clone(memory_format=torch.contiguous_format)
-    extra: tuple[Tensor, ...] = ()
+    quant_tensors: tuple[Tensor, ...] = ()
     if problem.b.dtype == "int4":
         packed = shuffle_int4(b, problem, int(config["bk"]))  # type: ignore[arg-type]
-        raw, extra = packed.data[0], packed.data[1:]
+        raw, quant_tensors = packed.data[0], packed.data[1:]
     else:
         raw = b.data if isinstance(b, QuantWeight) else b
         if isinstance(b, QuantWeight):
-            extra = (b.scale,) if b.zero_point is None else (b.scale, b.zero_point)
+            quant_tensors = (b.scale,) if b.zero_point is None else (b.scale, b.zero_point)
     if candidate.template != "tiled":
         raw = torch.empty_strided(raw.shape, raw.stride(), dtype=raw.dtype).copy_(raw)
     lda, ldb, ldc = leading_dimensions(problem, problem.m)
-    known: dict[str, Any] = {
+    values: dict[str, Any] = {
         "a_ptr": a, "b_ptr": raw, "c_ptr": out, "M": problem.m, "N": problem.n, "K": problem.k, "lda": lda, "ldb": ldb,
-        "ldc": ldc, "s_ptr": extra[0] if extra else None, "z_ptr": extra[1] if len(extra) > 1 else None,
+        "ldc": ldc, "s_ptr": quant_tensors[0] if quant_tensors else None,
+        "z_ptr": quant_tensors[1] if len(quant_tensors) > 1 else None,
         "batch_a": a.stride(0), "batch_b": raw.stride(0), "batch_c": out.stride(0),
     }  # fmt: skip
     tensors = iter(inputs.aux)
-    for place, step in enumerate(problem.epilogue):
+    for index, step in enumerate(problem.epilogue):
         if step.takes_tensor:
-            known[f"t{place}"] = next(tensors)
-            known[f"ld{place}"] = problem.n
-    if wanted.before is not None:
+            values[f"t{index}"] = next(tensors)
+            values[f"ld{index}"] = problem.n
+    if spec.before is not None:
         raw, count = torch.full((problem.n, problem.k), 77, dtype=a.dtype).t(), problem.n * problem.k
-        grid = (-(-count // wanted.before.constants["ITEMS"]),)
-        kernels.convert[grid](b.data, raw, count, **wanted.before.constants)  # type: ignore[union-attr]
+        grid = (-(-count // spec.before.constants["ITEMS"]),)
+        kernels.convert[grid](b.data, raw, count, **spec.before.constants)  # type: ignore[union-attr]
     tiles = -(-problem.m // config["bm"]) * -(-problem.n // config["bn"])
     sums = torch.int32 if problem.family == "int_mm" else torch.float32
-    # As kernel.py has it: so many places for sums, and counters.
-    places, counters = tiles * problem.batch * config.get("split", 1), tiles * problem.batch
+    # The numbers of slots for partial sums and of counters are those of kernel.py.
+    slots, counters = tiles * problem.batch * config.get("split", 1), tiles * problem.batch
     if candidate.template == "tiled":
         grid = (tiles * config["split"], problem.batch)
     else:
         programs = 5 if config["stream"] else min(3, tiles)
-        places, counters = 2 * programs, 2 * programs
+        slots, counters = 2 * programs, 2 * programs
         blocks = ([config["bm"], config["bk"]], [config["bn"], config["bk"]])
-        known["a_desc"] = TensorDescriptor(a, [problem.m, problem.k], [lda, 1], blocks[0])
-        known["b_desc"] = TensorDescriptor(raw.t(), [problem.n, problem.k], [ldb, 1], blocks[1])
-        known["PROGRAMS"] = programs
+        values["a_desc"] = TensorDescriptor(a, [problem.m, problem.k], [lda, 1], blocks[0])
+        values["b_desc"] = TensorDescriptor(raw.t(), [problem.n, problem.k], [ldb, 1], blocks[1])
+        values["PROGRAMS"] = programs
         grid = (programs,)
-    known["ws_ptr"] = torch.full((places * config["bm"] * config["bn"],), 77, dtype=sums)
-    known["lock_ptr"] = torch.zeros(counters, dtype=torch.int32)
-    arguments = {name: known[name] for name, kind in wanted.signature.items() if kind != "constexpr"}
-    getattr(kernels, wanted.kernel)[grid](**arguments, **wanted.constants)
-    assert not known["lock_ptr"].any(), "a kernel left its counters"
+    values["ws_ptr"] = torch.full((slots * config["bm"] * config["bn"],), 77, dtype=sums)
+    values["lock_ptr"] = torch.zeros(counters, dtype=torch.int32)
+    arguments = {name: values[name] for name, kind in spec.signature.items() if kind != "constexpr"}
+    getattr(kernels, spec.kernel)[grid](**arguments, **spec.constants)
+    assert not values["lock_ptr"].any(), "a kernel left its counters"
 
 
-def mend_interpreter() -> None:
-    """Triton 3.6 makes an index of a one-element array by int(), which numpy 2.4 refuses; fp8 has NaN."""
+def patch_interpreter() -> None:
+    """Patch the interpreter: Triton 3.6 calls int() on arrays, which numpy 2.4 refuses, and has no NaN of fp8."""
     patch = interpreter._patch_lang_tensor
 
-    def mended(tensor: Any, scope: Any) -> None:
+    def patched(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
-    interpreter._patch_lang_tensor = mended
+    interpreter._patch_lang_tensor = patched
     convert = interpreter._convert_float
 
     def with_nan(values: Any, source: Any, target: Any, rounding: Any) -> Any:
-        """The interpreter takes fp8's NaN for numbers."""
+        """Convert fp8's NaN to NaN, which the interpreter converts to a number."""
         result = convert(values, source, target, rounding)
         if source.primitive_bitwidth == 8:
             raw = np.frombuffer(values.tobytes(), dtype=np.uint8) & 0x7F
@@ -163,29 +164,29 @@ def mend_interpreter() -> None:
 
 
 def main() -> None:
-    """Verify every case; exits with an assertion error naming the first that is wrong."""
-    mend_interpreter()
+    """Verify all cases. Raise an AssertionError that names the first wrong one."""
+    patch_interpreter()
     count = 0
     for problem, candidate in cases():
         reason = why_no_gpu_kernel(problem)
         assert not reason, f"{problem.key}: {reason}"
-        draws = make_reference_cases(problem, 0)
+        test_cases = make_reference_cases(problem, 0)
 
         def launch(inputs: Inputs, out: Tensor, problem: Problem = problem, candidate: Candidate = candidate) -> None:
             run(problem.with_m(inputs.a.shape[-2]), candidate, inputs, out)
 
-        verdict = verify(launch, problem, draws, patience_s=0.0)
+        verdict = verify(launch, problem, test_cases, time_limit_s=0.0)
         assert verdict.ok, f"{candidate.id} on {problem.key}: {verdict.kind} {verdict.detail}"
         count += 1
     for swap in (0, 1):
-        for name, problem, inputs, wanted in exact_cases(5, 40):
-            out = torch.empty_like(wanted)
+        for name, problem, inputs, expected in exact_cases(5, 40):
+            out = torch.empty_like(expected)
             run(problem, tiled(swap=swap), inputs, out)
-            assert torch.equal(out, wanted), f"{name}: {out} {wanted}"
+            assert torch.equal(out, expected), f"{name}: {out} {expected}"
             count += 1
-        for problem, inputs, wanted in rounding_cases(8, 40, 64):
-            out = torch.full_like(wanted, 77)
+        for problem, inputs, expected in rounding_cases(8, 40, 64):
+            out = torch.full_like(expected, 77)
             run(problem, tiled(swap=swap), inputs, out)
-            assert torch.equal(out, wanted), f"{problem.out_dtype}: {out} {wanted}"
+            assert torch.equal(out, expected), f"{problem.out_dtype}: {out} {expected}"
             count += 1
     print(f"{count} problems right")

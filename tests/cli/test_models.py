@@ -18,7 +18,7 @@ def factory(dtype="bf16"):
     return (lambda x: (dtype, x)), (neighbour.VALUE,)
 
 def several():
-    return print, [(1,), 2]
+    return print, [(1,), {"sep": ""}]
 
 def broken():
     raise RuntimeError("no weights")
@@ -41,33 +41,33 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_file_may_import_its_neighbours_and_take_a_dtype(file: Path) -> None:
+def test_factory_file_may_import_neighbours_and_take_a_dtype(file: Path) -> None:
     model, calls = call_factory(find_factory(f"{file}:factory"), "fp32")
-    assert calls == [(41,)]
+    assert calls == [((41,), {})]
     assert model(1) == ("fp32", 1)
 
 
-def test_a_list_of_calls_and_single_arguments(file: Path) -> None:
-    assert call_factory(find_factory(f"{file}:several"), None)[1] == [(1,), (2,)]
+def test_factory_may_return_several_calls(file: Path) -> None:
+    assert call_factory(find_factory(f"{file}:several"), None)[1] == [((1,), {}), ((), {"sep": ""})]
 
 
-def test_a_module_by_its_dotted_name() -> None:
+def test_factory_is_found_by_its_dotted_module_name() -> None:
     assert find_factory("gemmtune.core.workloads:build").__name__ == "build"
 
 
 @pytest.mark.parametrize("spec", ["noname", ":f", "a.py:", "/nonexistent.py:f"])
-def test_wrong_specs_are_wrong_usage(spec: str) -> None:
+def test_malformed_specs_raise_bad_parameter(spec: str) -> None:
     with pytest.raises(typer.BadParameter):
         find_factory(spec)
 
 
-def test_names_that_are_not_there_or_not_callable(file: Path) -> None:
+def test_missing_or_uncallable_names_raise_bad_parameter(file: Path) -> None:
     for name in ("absent", "number"):
         with pytest.raises(typer.BadParameter, match="no callable"):
             find_factory(f"{file}:{name}")
 
 
-def test_failures_of_the_users_code_are_told_in_one_line(file: Path, tmp_path: Path) -> None:
+def test_errors_of_the_factory_raise_gemmtune_error(file: Path, tmp_path: Path) -> None:
     with pytest.raises(GemmtuneError, match="broken raised RuntimeError: no weights"):
         call_factory(find_factory(f"{file}:broken"), None)
     with pytest.raises(GemmtuneError, match="leaves raised SystemExit: 3"):

@@ -21,64 +21,65 @@ EVENTS: list[Event] = [
 DONE = ProblemDone(0, 2, make_decision(PROBLEM), 75.0)
 
 
-def feed(watcher: object, *events: Event) -> None:
+def send_events(progress: object, *events: Event) -> None:
     for event in events:
-        watcher(event)  # type: ignore[operator]
+        progress(event)  # type: ignore[operator]
 
 
-def test_board_tells_what_is_tried_what_leads_and_what_is_left() -> None:
-    board = ProgressState()
-    feed(board, EVENTS[0])
-    assert "preparing" in board.trying_line()
-    assert "nothing measured" in board.best_line()
-    assert "estimating" in board.status_line()
-    feed(board, *EVENTS[1:])
-    assert board.trying_line() == f"2 tried, 4 left: {NATIVE.id}"
-    assert board.best_line() == f"best so far: 1.00 ms, 2.00x ATen  {NATIVE.id}"
-    feed(board, DONE)
-    assert board.remaining_s is not None
-    assert 70 < board.remaining_s <= 75
-    assert "problem 1 of 2" in board.status_line()
-    assert board.decisions == [DONE.decision]
+def test_state_has_the_current_candidate_the_best_and_the_remaining_time() -> None:
+    state = ProgressState()
+    send_events(state, EVENTS[0])
+    assert "preparing" in state.trying_line()
+    assert "nothing measured" in state.best_line()
+    assert "estimating" in state.status_line()
+    send_events(state, *EVENTS[1:])
+    assert state.trying_line() == f"2 tried, 4 left: {NATIVE.id}"
+    assert state.best_line() == f"best so far: 1.00 ms, 2.00x ATen  {NATIVE.id}"
+    send_events(state, DONE)
+    assert state.remaining_s is not None
+    assert 70 < state.remaining_s <= 75
+    assert "problem 1 of 2" in state.status_line()
+    assert state.decisions == [DONE.decision]
 
 
-def test_a_new_problem_forgets_the_last_ones_leader() -> None:
-    board = ProgressState()
-    feed(board, *EVENTS, DONE, ProblemStarted(1, 2, PROBLEM, cached=True))
-    assert board.best is None
-    assert board.cached == 1
+def test_new_problem_resets_the_best() -> None:
+    state = ProgressState()
+    send_events(state, *EVENTS, DONE, ProblemStarted(1, 2, PROBLEM, cached=True))
+    assert state.best is None
+    assert state.cached == 1
 
 
 @pytest.mark.parametrize(
-    ("outcome", "words"), [("winner", "2.00x [1.96-2.04]"), ("tie", "tie, ATen"), ("none_valid", "no valid candidate")]
+    ("outcome", "expected"),
+    [("winner", "2.00x [1.96-2.04]"), ("tie", "tie, ATen"), ("none_valid", "no valid candidate")],
 )
-def test_done_lines(outcome: str, words: str) -> None:
-    board = ProgressState()
-    feed(board, EVENTS[0])
-    line = board.done_line(ProblemDone(0, 2, make_decision(PROBLEM, outcome), None))
+def test_done_line_has_the_outcome(outcome: str, expected: str) -> None:
+    state = ProgressState()
+    send_events(state, EVENTS[0])
+    line = state.done_line(ProblemDone(0, 2, make_decision(PROBLEM, outcome), None))
     assert line.startswith("[1/2] 16x4096x4096 bf16")
-    assert words in line
+    assert expected in line
 
 
-def test_done_line_says_why_nothing_is_valid() -> None:
-    board = ProgressState()
-    feed(board, EVENTS[0])
+def test_done_line_has_the_reason_of_none_valid() -> None:
+    state = ProgressState()
+    send_events(state, EVENTS[0])
     decision = replace(make_decision(PROBLEM, "none_valid"), stopped="it does not fit into memory")
-    assert "no valid candidate: it does not fit into memory" in board.done_line(ProblemDone(0, 2, decision, None))
+    assert "no valid candidate: it does not fit into memory" in state.done_line(ProblemDone(0, 2, decision, None))
 
 
-def test_plain_progress_prints_a_line_at_start_and_end() -> None:
+def test_plain_progress_prints_a_line_at_the_start_and_the_end() -> None:
     stream = io.StringIO()
-    feed(PlainProgress(ProgressState(), stream), *EVENTS, DONE)
+    send_events(PlainProgress(ProgressState(), stream), *EVENTS, DONE)
     first, second = stream.getvalue().splitlines()
     assert first == "[1/2] 16x4096x4096 bf16 ..."
     assert second.startswith("[1/2] 16x4096x4096 bf16  2.00x")
     assert second.endswith("left")
 
 
-def test_cached_problems_say_so() -> None:
+def test_cached_problems_are_marked_as_from_the_store() -> None:
     stream = io.StringIO()
-    feed(
+    send_events(
         PlainProgress(ProgressState(), stream),
         ProblemStarted(0, 1, PROBLEM, cached=True),
         ProblemDone(0, 1, DONE.decision, 0),
@@ -87,28 +88,28 @@ def test_cached_problems_say_so() -> None:
     assert line.endswith("(from the store)")
 
 
-def test_live_display_shows_the_same() -> None:
+def test_live_display_shows_the_lines_of_the_state() -> None:
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=True, highlight=False, width=120, _environ={})
     live = LiveProgress(ProgressState(), console)
     with live.live:
-        feed(live, *EVENTS)
+        send_events(live, *EVENTS)
         live.live.refresh()
-        feed(live, DONE)
+        send_events(live, DONE)
     text = stream.getvalue()
-    for part in ("problem 1 of 2", "2 tried, 4 left", "best so far: 1.00 ms", "2.00x [1.96-2.04]"):
-        assert part in text
+    for expected in ("problem 1 of 2", "2 tried, 4 left", "best so far: 1.00 ms", "2.00x [1.96-2.04]"):
+        assert expected in text
 
 
-def test_hidden_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    board = ProgressState()
-    with progress_display(board, hidden=True) as progress:
-        feed(progress, *EVENTS, DONE)
+def test_hidden_display_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    state = ProgressState()
+    with progress_display(state, hidden=True) as progress:
+        send_events(progress, *EVENTS, DONE)
     assert capsys.readouterr().out == ""
-    assert len(board.decisions) == 1
+    assert len(state.decisions) == 1
 
 
-def test_clock() -> None:
+def test_duration_text() -> None:
     assert duration_text(42.4) == "42 s"
     assert duration_text(75) == "1:15"
     assert duration_text(3601) == "60:01"

@@ -1,4 +1,4 @@
-"""Functions that are generated as source text."""
+"""Functions compiled from generated source text."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import pytest
 from gemmtune.core.codegen import compile_function
 
 
-def test_a_function_knows_what_it_was_given() -> None:
-    lines = ("def add(a):", "    return a + more")
-    one, two = (compile_function("add", *lines, more=more) for more in (1, 2))
-    assert (one(5), two(5)) == (6, 7)
-    assert one.__code__ is two.__code__  # compiled once
-    with pytest.raises(NameError, match="more"):
+def test_compile_function_binds_values_and_caches_the_code() -> None:
+    lines = ("def add(a):", "    return a + value")
+    add_1, add_2 = (compile_function("add", *lines, value=value) for value in (1, 2))
+    assert (add_1(5), add_2(5)) == (6, 7)
+    assert add_1.__code__ is add_2.__code__  # compiled once
+    with pytest.raises(NameError, match="value"):
         compile_function("add", *lines)(5)
     with pytest.raises(KeyError, match="other"):
-        compile_function("other", *lines, more=1)
+        compile_function("other", *lines, value=1)

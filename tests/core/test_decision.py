@@ -11,7 +11,7 @@ from helpers.factories import ATEN, NATIVE, make_decision
 @pytest.mark.parametrize(
     ("surroundings", "worst"), [({}, 0.9), ({"alone": 0.8}, 0.9), ({"alone": 0.8, "behind a copy": 1.02}, 1.02)]
 )
-def test_the_worst_ratio_includes_all_surroundings(surroundings: dict[str, float], worst: float) -> None:
+def test_worst_ratio_includes_all_surroundings(surroundings: dict[str, float], worst: float) -> None:
     assert LayoutDecision("winner", "a", "b", 0.9, 0.89, 0.91, surroundings).worst_ratio == worst
 
 

@@ -1,4 +1,4 @@
-"""Private names of torch are in one module, and what that module does where one is missing."""
+"""Private names of torch are in one module, which has fall-backs for names that a version lacks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def is_private(name: str) -> bool:
 
 
 def path_of(node: ast.expr, names: dict[str, str]) -> str:
-    """The dotted path below torch that an expression names; empty when it names none. names: what is bound to one."""
+    """Return the dotted path below torch that an expression names, or "". ``names`` maps local names to such paths."""
     if isinstance(node, ast.Name):
         return names.get(node.id, "")
     if isinstance(node, ast.Attribute):
@@ -34,23 +34,23 @@ def path_of(node: ast.expr, names: dict[str, str]) -> str:
 
 
 def private_names(source: str) -> list[str]:
-    """The private names of torch that a module's source uses, by their paths."""
-    tree, names, found = ast.parse(source), {}, []
+    """Return the paths of the private names of torch that a module's source uses."""
+    tree, names, paths = ast.parse(source), {}, []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.split(".")[0] == "torch":
                     names[alias.asname or "torch"] = alias.name if alias.asname else "torch"
-                    found.append(alias.name)
+                    paths.append(alias.name)
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").split(".")[0] == "torch":
             for alias in node.names:
                 names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
-                found.append(f"{node.module}.{alias.name}")
+                paths.append(f"{node.module}.{alias.name}")
     for node in ast.walk(tree):  # _aten = torch.ops.aten
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and path_of(node.value, names):
             names[node.targets[0].id] = path_of(node.value, names)
-    found += [path_of(node, names) for node in ast.walk(tree) if isinstance(node, ast.Attribute | ast.Call)]
-    return sorted({path for path in found if any(map(is_private, path.split(".")))})
+    paths += [path_of(node, names) for node in ast.walk(tree) if isinstance(node, ast.Attribute | ast.Call)]
+    return sorted({path for path in paths if any(map(is_private, path.split(".")))})
 
 
 @pytest.mark.parametrize(
@@ -66,15 +66,15 @@ def private_names(source: str) -> list[str]:
         "def f():\n    import torch\n    return torch._int_mm",
     ],
 )
-def test_a_private_name_is_seen(source: str) -> None:
+def test_private_names_are_detected(source: str) -> None:
     assert private_names(source)
 
 
-def test_public_names_are_no_private_ones() -> None:
+def test_public_names_are_not_reported() -> None:
     assert not private_names("import torch\nfrom torch import nn\nx = nn.Linear(1, 1)\nx._parameters\ntorch.mm(x, x)")
 
 
-def test_private_names_of_torch_are_used_in_one_module_only() -> None:
+def test_private_names_of_torch_are_used_in_torch_compat_only() -> None:
     used = {
         str(path.relative_to(SOURCES)): private_names(path.read_text(encoding="utf-8"))
         for path in SOURCES.rglob("*.py")
@@ -83,8 +83,8 @@ def test_private_names_of_torch_are_used_in_one_module_only() -> None:
     assert {path: names for path, names in used.items() if names} == {}
 
 
-# What runs where the names of OPTIONAL, which have a fall-back, are missing.
-EXERCISE = """
+# Script that runs without the names of OPTIONAL, which have a fall-back.
+FALLBACK_SCRIPT = """
 import torch, gemmtune
 from gemmtune.dispatch.guards import make_guard
 a, b, out = torch.randn(5, 24), torch.randn(24, 32), torch.empty(5, 32)
@@ -112,26 +112,26 @@ OPTIONAL = (
 )  # fmt: skip
 
 
-def without(paths: Sequence[str], code: str) -> subprocess.CompletedProcess[str]:
+def run_without(paths: Sequence[str], code: str) -> subprocess.CompletedProcess[str]:
     script = "\n".join(["import torch", *(f"del torch.{path}" for path in paths), code])
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_where_names_are_missing_their_fallbacks_compute_the_same() -> None:
-    ran = without(OPTIONAL, EXERCISE)
-    assert ran.returncode == 0, ran.stderr
+def test_fallbacks_of_missing_names_compute_equal_results() -> None:
+    process = run_without(OPTIONAL, FALLBACK_SCRIPT)
+    assert process.returncode == 0, process.stderr
 
 
-def test_a_missing_name_without_a_fallback_is_an_import_error_that_names_versions() -> None:
-    ran = without(["_C._dispatch_keys"], "import gemmtune\ngemmtune.mm")
-    assert ran.returncode == 1
-    (error,) = [line for line in ran.stderr.splitlines() if line.startswith("ImportError")]
+def test_missing_required_name_raises_import_error_with_the_tested_versions() -> None:
+    process = run_without(["_C._dispatch_keys"], "import gemmtune\ngemmtune.mm")
+    assert process.returncode == 1
+    (error,) = [line for line in process.stderr.splitlines() if line.startswith("ImportError")]
     assert "torch._C._dispatch_keys" in error
     assert torch.__version__ in error
     assert all(version in error for version in torch_compat.TESTED)
 
 
-def test_a_candidate_whose_operator_is_missing_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_candidate_whose_operator_is_missing_is_illegal(monkeypatch: pytest.MonkeyPatch) -> None:
     from gemmtune.backends.aten.quantized import Int8Pack
     from gemmtune.core.workloads import build
 

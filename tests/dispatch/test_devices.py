@@ -1,4 +1,4 @@
-"""Dispatch by device: keys, Indices and kernels of a CPU and of GPUs that are made up here."""
+"""Dispatch by device: cache keys, decision indexes and kernels of the CPU and of two simulated GPUs."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from gemmtune.dispatch import RUNTIME, build_plan, current_target, guards, speci
 from gemmtune.dispatch import call as call_module
 from gemmtune.dispatch.cache import DISPATCH_CACHE
 from gemmtune.store import MemoryStore
-from helpers.serving import RAN, decide, evidence, register, toy
-from helpers.serving import serve as put_in_store
+from helpers.serving import TOY_RUNS, decide, evidence, register, toy
+from helpers.serving import store_decision as put_in_store
 
 H200 = Target("cuda", "H200", "9.0", caches=(232448, 0, 62914560), cores=132)
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
@@ -40,9 +40,9 @@ def problem(m: int, constant: bool = False) -> Problem:
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two equal GPUs, as far as dispatch asks."""
+    """Simulate two equal GPUs for dispatch."""
     register()
-    RAN.clear()
+    TOY_RUNS.clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -53,8 +53,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def teach(store: MemoryStore, problem: Problem, candidate: Candidate) -> None:
-    """Make a toy the winner on the GPU."""
+def store_gpu_decision(store: MemoryStore, problem: Problem, candidate: Candidate) -> None:
+    """Store a decision that ``candidate`` wins the problem on the GPU."""
     target = current_target("cuda")
     decision = decide(problem, evidence(candidate, 0.1), chosen=candidate)
     store.put(target, replace_target(decision, target))
@@ -68,19 +68,19 @@ def replace_target(decision: Any, target: Target) -> Any:
 
 
 @pytest.mark.usefixtures("gpus")
-def test_decisions_are_a_devices_own(own_store: MemoryStore) -> None:
-    teach(own_store, problem(3), toy("", 1))
+def test_decisions_of_a_device_serve_that_device_only(own_store: MemoryStore) -> None:
+    store_gpu_decision(own_store, problem(3), toy("", 1))
     put_in_store(own_store, problem(3), evidence(toy("", 2), 0.1), chosen=toy("", 2))
-    picked = [RUNTIME.kernel_for(problem(3), None, place) for place in (FIRST, SECOND, devices.CPU)]
-    assert [kernel and kernel.candidate for kernel in picked] == [toy("", 1), toy("", 1), toy("", 2)]
-    assert picked[0] is not picked[1]  # each device loads its own
-    assert RUNTIME.kernel_for(problem(3), None, FIRST) is picked[0]
-    assert RUNTIME.kernel_for(problem(3), None, torch.device("cuda")) is picked[0]
+    kernels = [RUNTIME.kernel_for(problem(3), None, device) for device in (FIRST, SECOND, devices.CPU)]
+    assert [kernel and kernel.candidate for kernel in kernels] == [toy("", 1), toy("", 1), toy("", 2)]
+    assert kernels[0] is not kernels[1]  # each device loads its own kernel
+    assert RUNTIME.kernel_for(problem(3), None, FIRST) is kernels[0]
+    assert RUNTIME.kernel_for(problem(3), None, torch.device("cuda")) is kernels[0]
     assert RUNTIME.kernel_for(problem(3), None, torch.device("meta")) is None
 
 
 @pytest.mark.usefixtures("gpus")
-def test_a_gpus_target_has_the_sources_of_its_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_target_of_a_gpu_has_the_sources_of_its_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(dict(current_target("cuda").sources)) == set(backends.names("cuda"))
     assert set(dict(current_target().sources)) == set(backends.names("cpu"))
     assert "native" in backends.names("cpu")
@@ -97,29 +97,29 @@ def test_a_gpus_target_has_the_sources_of_its_backends(monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("gpus")
-def test_nothing_is_loaded_while_a_graph_is_captured(own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    teach(own_store, problem(3), toy("", 1))
-    asked: list[Problem] = []
-    monkeypatch.setattr(RUNTIME, "miss_hook", lambda missing, device: asked.append(missing))
-    captured = [True]
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured[0])
+def test_no_kernel_is_loaded_during_graph_capture(own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store_gpu_decision(own_store, problem(3), toy("", 1))
+    misses: list[Problem] = []
+    monkeypatch.setattr(RUNTIME, "miss_hook", lambda missing, device: misses.append(missing))
+    is_capturing = [True]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing[0])
     with gemmtune.policy("on-miss"):
         assert RUNTIME.kernel_for(problem(300), None, FIRST) is None
         assert RUNTIME.kernel_for(problem(3), None, FIRST) is None
-        assert asked == []
-        captured[0] = False
+        assert misses == []
+        is_capturing[0] = False
         kernel = RUNTIME.kernel_for(problem(3), None, FIRST)
         assert kernel is not None
-        captured[0] = True
+        is_capturing[0] = True
         assert RUNTIME.kernel_for(problem(3), None, FIRST) is kernel
     call = SimpleNamespace(a=SimpleNamespace(is_cuda=True, device=FIRST), tensors=())
     assert call_module.is_transient(call)  # type: ignore[arg-type]
-    captured[0] = False
+    is_capturing[0] = False
     assert not call_module.is_transient(call)  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("gpus", "verified")
-def test_a_packed_weight_in_a_capture_is_served_by_what_is_loaded(
+def test_packed_weight_is_served_by_a_loaded_kernel_during_capture(
     own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packed = gemmtune.pack(W, layout="toy:plain")
@@ -133,57 +133,57 @@ def test_a_packed_weight_in_a_capture_is_served_by_what_is_loaded(
 
 
 @pytest.mark.usefixtures("gpus")
-def test_misses_are_asked_for_once_a_device(own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, torch.device]] = []
-    monkeypatch.setattr(RUNTIME, "miss_hook", lambda missing, device: asked.append((missing.m, device)))
+def test_miss_hook_is_called_once_per_device(own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    misses: list[tuple[int, torch.device]] = []
+    monkeypatch.setattr(RUNTIME, "miss_hook", lambda problem_, device: misses.append((problem_.m, device)))
     with gemmtune.policy("on-miss"):
-        for place in (FIRST, devices.CPU, FIRST, devices.CPU):
-            assert RUNTIME.kernel_for(problem(3), None, place) is None
-    assert asked == [(3, FIRST), (3, devices.CPU)]
+        for device_ in (FIRST, devices.CPU, FIRST, devices.CPU):
+            assert RUNTIME.kernel_for(problem(3), None, device_) is None
+    assert misses == [(3, FIRST), (3, devices.CPU)]
 
 
-def test_only_the_operands_device_is_made_current(monkeypatch: pytest.MonkeyPatch) -> None:
-    entered: list[int] = []
+def test_device_guard_sets_the_device_of_the_operands_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered_devices: list[int] = []
 
     @contextmanager
     def device(device: torch.device) -> Iterator[None]:
-        entered.append(device.index)
+        entered_devices.append(device.index)
         yield
 
-    now = [0]
+    current_index = [0]
     monkeypatch.setattr(torch.cuda, "device", device)
-    monkeypatch.setattr(devices.CudaDevice, "current_index", staticmethod(lambda: now[0]))
+    monkeypatch.setattr(devices.CudaDevice, "current_index", staticmethod(lambda: current_index[0]))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    ours = SimpleNamespace(candidate=toy())
-    run = specialize.with_device_guard(lambda a, b: a + b, ours, SECOND)  # type: ignore[arg-type]
+    toy_kernel = SimpleNamespace(candidate=toy())
+    run = specialize.with_device_guard(lambda a, b: a + b, toy_kernel, SECOND)  # type: ignore[arg-type]
     assert run(1, 2) == 3
-    assert entered == [1]
-    now[0] = 1
+    assert entered_devices == [1]
+    current_index[0] = 1
     assert run(1, 2) == 3
-    assert entered == [1]
-    plain = SimpleNamespace(candidate=Candidate.make("aten", "mm"))
-    for kernel, place in ((plain, SECOND), (ours, devices.CPU)):
-        assert specialize.with_device_guard(max, kernel, place) is max  # type: ignore[arg-type]
+    assert entered_devices == [1]
+    aten_kernel = SimpleNamespace(candidate=Candidate.make("aten", "mm"))
+    for kernel, operand_device in ((aten_kernel, SECOND), (toy_kernel, devices.CPU)):
+        assert specialize.with_device_guard(max, kernel, operand_device) is max  # type: ignore[arg-type]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert specialize.with_device_guard(max, ours, FIRST) is max  # type: ignore[arg-type]
+    assert specialize.with_device_guard(max, toy_kernel, FIRST) is max  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_what_is_prepared_runs_and_allocates_on_its_device(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    now, allocated = [0], []
+def test_specialised_launches_run_and_allocate_on_their_device(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    current_index, allocated = [0], []
 
     @contextmanager
     def device(device: torch.device) -> Iterator[None]:
-        before, now[0] = now[0], device.index
+        previous, current_index[0] = current_index[0], device.index
         yield
-        now[0] = before
+        current_index[0] = previous
 
     def empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        allocated.append(now[0])
+        allocated.append(current_index[0])
         return torch.full(shape, -1.0, dtype=dtype)
 
     monkeypatch.setattr(torch.cuda, "device", device)
-    monkeypatch.setattr(devices.CudaDevice, "current_index", staticmethod(lambda: now[0]))
+    monkeypatch.setattr(devices.CudaDevice, "current_index", staticmethod(lambda: current_index[0]))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(devices, "empty_cuda", empty)
     x, w, bias = torch.ones(3, 4), torch.ones(5, 4), torch.ones(5)
@@ -191,29 +191,29 @@ def test_what_is_prepared_runs_and_allocates_on_its_device(packed: bool, monkeyp
     call: Any = SimpleNamespace(
         a=SimpleNamespace(device=SECOND), problem=problem(3), shape=(3, 5), packed=weight if packed else None
     )
-    ran: list[Any] = []
+    launches: list[Any] = []
 
-    def go(out: torch.Tensor, *operands: torch.Tensor) -> None:
-        ran.append((now[0], out, *operands))
+    def launch(out: torch.Tensor, *operands: torch.Tensor) -> None:
+        launches.append((current_index[0], out, *operands))
 
-    ours: Any = SimpleNamespace(candidate=toy())
-    fresh = specialize.launch_functional(go, ours, call, 3, lambda error, *operands: operands[0])
-    write = specialize.launch_out(go, ours, call, 3)
-    passed = (x, *weight.data, bias) if isinstance(weight, PackedWeight) else (x, w, bias)
-    for place in (0, 1):
-        now[0] = place
-        out = fresh(x, weight, bias)
+    toy_kernel: Any = SimpleNamespace(candidate=toy())
+    functional = specialize.launch_functional(launch, toy_kernel, call, 3, lambda error, *operands: operands[0])
+    out_variant = specialize.launch_out(launch, toy_kernel, call, 3)
+    expected = (x, *weight.data, bias) if isinstance(weight, PackedWeight) else (x, w, bias)
+    for index in (0, 1):
+        current_index[0] = index
+        out = functional(x, weight, bias)
         assert tuple(out.shape) == (3, 5)
-        write(out, x, weight, bias)
-        assert now == [place]
-        for where, *given in ran[-2:]:
-            assert where == 1
-            assert [id(t) for t in given] == [id(t) for t in (out, *passed)]
+        out_variant(out, x, weight, bias)
+        assert current_index == [index]
+        for launch_index, *arguments in launches[-2:]:
+            assert launch_index == 1
+            assert [id(t) for t in arguments] == [id(t) for t in (out, *expected)]
     assert allocated == [1, 1]
-    assert len(ran) == 4
+    assert len(launches) == 4
 
 
-def test_what_is_special() -> None:
+def test_needs_torch_and_is_unusual() -> None:
     x = torch.randn(2, 2)
     assert not guards.needs_torch(x)
     assert not guards.needs_torch(torch.nn.Parameter(x))
@@ -226,8 +226,8 @@ def test_what_is_special() -> None:
     assert not guards.is_capturing(devices.CPU)
 
 
-def test_variants_tell_devices_apart(own_store: MemoryStore) -> None:
-    """What serves a CPU's tensors is no other device's: meta tensors of the same shapes get variants of their own."""
+def test_entries_distinguish_devices(own_store: MemoryStore) -> None:
+    """Meta tensors of equal shapes get entries of their own, apart from those of CPU tensors."""
     register()
     x, w = torch.randn(3, 4), torch.randn(4, 5)
     ints = torch.ones(3, 4, dtype=torch.int8)
@@ -236,47 +236,47 @@ def test_variants_tell_devices_apart(own_store: MemoryStore) -> None:
     gemmtune.addmm(torch.randn(3, 5), x, w)
     gemmtune.bmm(x[None], w[None])
     gemmtune.int_mm(ints, ints.t())
-    assert [len(variants) for variants in DISPATCH_CACHE.values()] == [1] * 5
+    assert [len(entries) for entries in DISPATCH_CACHE.values()] == [1] * 5
     y, v = x.to("meta"), w.to("meta")
-    for got, shape in (
+    for result, shape in (
         (gemmtune.mm(y, v), (3, 5)),
         (gemmtune.linear(y, W.to("meta"), torch.randn(5, device="meta")), (3, 5)),
         (gemmtune.addmm(torch.randn(3, 5, device="meta"), y, v), (3, 5)),
         (gemmtune.bmm(y[None], v[None]), (1, 3, 5)),
         (gemmtune.int_mm(ints.to("meta"), ints.t().to("meta")), (3, 3)),
     ):
-        assert (got.device.type, tuple(got.shape)) == ("meta", shape)
-    assert [len(variants) for variants in DISPATCH_CACHE.values()] == [2] * 5
+        assert (result.device.type, tuple(result.shape)) == ("meta", shape)
+    assert [len(entries) for entries in DISPATCH_CACHE.values()] == [2] * 5
 
 
-def test_a_weight_packed_on_another_device_is_named() -> None:
+def test_weight_packed_on_another_device_raises_dtype_error() -> None:
     packed = gemmtune.pack(W, layout="aten:row")
-    elsewhere = replace(packed, data=(packed.data[0].to("meta"),))
-    assert packed.key != elsewhere.key
-    assert (packed.device.type, elsewhere.device.type) == ("cpu", "meta")
+    on_meta = replace(packed, data=(packed.data[0].to("meta"),))
+    assert packed.key != on_meta.key
+    assert (packed.device.type, on_meta.device.type) == ("cpu", "meta")
     for _ in range(2):
         with pytest.raises(DtypeError, match="same device, but the input is on cpu and the packed weight is on meta"):
-            gemmtune.linear(torch.randn(3, 4), elsewhere)
+            gemmtune.linear(torch.randn(3, 4), on_meta)
 
 
-def test_times_from_a_graph_are_not_charged_for_python() -> None:
-    at = linear_problem(1, 8, 8, "float32")
-    for timed, served in (("graph", toy("")), ("eager: asked for", None)):
+def test_serving_overhead_is_not_subtracted_from_graph_times() -> None:
+    problem_ = linear_problem(1, 8, 8, "float32")
+    for condition, expected in (("graph", toy("")), ("eager: asked for", None)):
         row = evidence(toy(""), 2.4e-6, 0.8)
         assert row.sample is not None
         sample: Sample = type(row.sample)(
-            2.4e-6, 2.4e-6, 2.4e-6, 50, 0.8, 0.78, 0.82, conditions={"timed": timed}
+            2.4e-6, 2.4e-6, 2.4e-6, 50, 0.8, 0.78, 0.82, conditions={"timed": condition}
         )  # fmt: skip
         import msgspec
 
-        decision = decide(at, msgspec.structs.replace(row, sample=sample), chosen=toy(""), aten_s=3e-6)
+        decision = decide(problem_, msgspec.structs.replace(row, sample=sample), chosen=toy(""), aten_s=3e-6)
         plan = build_plan([decision])
         assert plan is not None
-        assert plan.entries[0].candidate == served
+        assert plan.entries[0].candidate == expected
 
 
-def test_a_default_device_does_not_move_the_output(own_store: MemoryStore) -> None:
-    """torch.set_default_device and ``with torch.device(..)`` speak of new tensors, not of products."""
+def test_default_device_does_not_change_the_output_device(own_store: MemoryStore) -> None:
+    """torch.set_default_device and ``with torch.device(..)`` set the device of new tensors, not of products."""
     register()
     x, packed = torch.randn(3, 4), gemmtune.pack(W, layout="toy:plain")
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Checks of operands: true of what is like those that they were made of, false of everything else."""
+"""Guards: true for operands like those that they were made from, false for all others."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from gemmtune.core.problem import Problem
 from gemmtune.core.workloads import linear_problem
 from gemmtune.dispatch import cache, guards
 from gemmtune.store import MemoryStore
-from helpers.serving import RAN, evidence, register, toy
-from helpers.serving import serve as put_in_store
+from helpers.serving import TOY_RUNS, evidence, register, toy
+from helpers.serving import store_decision as put_in_store
 
 X, W = torch.randn(3, 4), torch.randn(5, 4)
 
 
 class Marked(Tensor):
-    """A Tensor subclass that does nothing but persist."""
+    """Tensor subclass without any behaviour of its own."""
 
 
 @pytest.fixture(params=["torch", "python", "refused"], autouse=True)
-def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """torch's own check; and those in Python where torch has none, or takes other arguments."""
+def guard_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Select torch's guard, or the guard in Python for a torch without one or with other arguments."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise TypeError("TensorGuards: other arguments")
@@ -41,22 +41,22 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     elif guards._TensorGuards is None:
         pytest.skip("this torch has no TensorGuards")
     yield
-    gemmtune.refresh()  # what was prepared with such checks
+    gemmtune.refresh()  # drop the entries with such guards
 
 
-def holds(check: guards.Guard, *operands: Any) -> bool:
-    """As ``cache.lookup`` asks."""
-    return cache.is_reachable() and check(*operands)
+def holds(guard: guards.Guard, *operands: Any) -> bool:
+    """Return whether ``cache.lookup`` would accept the guard."""
+    return cache.is_reachable() and guard(*operands)
 
 
-def test_it_holds_of_what_is_alike() -> None:
-    check = guards.make_guard(X, W)
-    assert holds(check, X, W)
-    assert holds(check, torch.zeros(3, 4), torch.ones(5, 4))
-    assert holds(check, torch.randn(4, 4)[1:], W)
+def test_guard_holds_for_like_operands() -> None:
+    guard = guards.make_guard(X, W)
+    assert holds(guard, X, W)
+    assert holds(guard, torch.zeros(3, 4), torch.ones(5, 4))
+    assert holds(guard, torch.randn(4, 4)[1:], W)
 
 
-OTHERS: dict[str, Callable[[], Any]] = {
+UNLIKE_OPERANDS: dict[str, Callable[[], Any]] = {
     "a parameter": lambda: nn.Parameter(X, requires_grad=False),
     "a subclass": lambda: X.as_subclass(Marked),
     "a fake tensor": lambda: FakeTensorMode().from_tensor(X),
@@ -73,41 +73,41 @@ OTHERS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.parametrize("place", [0, 1])
-def test_it_does_not_hold_of_other(name: str, place: int) -> None:
-    check, operands = guards.make_guard(X, X.clone()), [X, X.clone()]
-    assert holds(check, *operands)
-    operands[place] = OTHERS[name]()
-    assert not holds(check, *operands)
-    if name not in ("a fake tensor", "no tensor", "nothing"):  # of which none is made
+@pytest.mark.parametrize("name", UNLIKE_OPERANDS)
+@pytest.mark.parametrize("position", [0, 1])
+def test_guard_rejects_unlike_operands(name: str, position: int) -> None:
+    guard, operands = guards.make_guard(X, X.clone()), [X, X.clone()]
+    assert holds(guard, *operands)
+    operands[position] = UNLIKE_OPERANDS[name]()
+    assert not holds(guard, *operands)
+    if name not in ("a fake tensor", "no tensor", "nothing"):  # no guard is made from these
         assert not holds(guards.make_guard(*operands), X, X.clone())
 
 
-def test_a_tensor_made_for_inference_is_another() -> None:
+def test_guard_distinguishes_inference_tensors() -> None:
     with torch.inference_mode():
         x = torch.zeros(3, 4)
-        check = guards.make_guard(x, W)
-        assert holds(check, torch.ones(3, 4), W)
-        assert not holds(check, X, W)
+        guard = guards.make_guard(x, W)
+        assert holds(guard, torch.ones(3, 4), W)
+        assert not holds(guard, X, W)
     assert not holds(guards.make_guard(X, W), x, W)
 
 
-def test_it_does_not_hold_of_what_requires_a_gradient() -> None:
-    """Whether gradients are on is in the keys of the ops."""
+def test_guard_distinguishes_requires_grad() -> None:
+    """A guard ignores the grad mode, which is in the keys of the ops."""
     leaf = torch.zeros(3, 4, requires_grad=True)
-    check = guards.make_guard(leaf, W)
-    assert holds(check, torch.ones(3, 4, requires_grad=True), W)
-    assert not holds(check, X, W)
+    guard = guards.make_guard(leaf, W)
+    assert holds(guard, torch.ones(3, 4, requires_grad=True), W)
+    assert not holds(guard, X, W)
 
 
 STATES: dict[str, Callable[[Callable[[Tensor], Tensor]], object]] = {
-    "vmap": lambda ask: torch.vmap(ask)(torch.randn(2, 3, 4)),
-    "jvp": lambda ask: torch.func.jvp(ask, (X,), (X,)),
-    "grad": lambda ask: torch.func.grad(lambda x: ask(x).sum())(X),
-    "trace": lambda ask: torch.jit.trace(lambda x: ask(x) + 1, (X,), check_trace=False),
+    "vmap": lambda evaluate: torch.vmap(evaluate)(torch.randn(2, 3, 4)),
+    "jvp": lambda evaluate: torch.func.jvp(evaluate, (X,), (X,)),
+    "grad": lambda evaluate: torch.func.grad(lambda x: evaluate(x).sum())(X),
+    "trace": lambda evaluate: torch.jit.trace(lambda x: evaluate(x) + 1, (X,), check_trace=False),
 }
-BLOCKS: dict[str, Callable[[], Any]] = {
+MODES: dict[str, Callable[[], Any]] = {
     "inference": torch.inference_mode,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "fake": FakeTensorMode,
@@ -117,50 +117,50 @@ BLOCKS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.", "ignore::torch.jit.TracerWarning")
-@pytest.mark.parametrize("name", [*STATES, *BLOCKS])
-def test_it_does_not_hold_in_another_state(name: str) -> None:
-    """Neither of the operands that the state is about, nor of what the check was made of."""
-    check = guards.make_guard(X, W)
-    seen: list[bool] = []
+@pytest.mark.parametrize("name", [*STATES, *MODES])
+def test_guard_is_false_under_transforms_and_modes(name: str) -> None:
+    """The guard is false for the operands of the state and for those that it was made from."""
+    guard = guards.make_guard(X, W)
+    results: list[bool] = []
 
-    def ask(x: Tensor) -> Tensor:
-        seen.extend((holds(check, x, W), holds(check, X, W)))
+    def evaluate(x: Tensor) -> Tensor:
+        results.extend((holds(guard, x, W), holds(guard, X, W)))
         return x
 
     if name in STATES:
-        STATES[name](ask)
+        STATES[name](evaluate)
     else:
-        with BLOCKS[name]():
-            ask(X)
-    assert seen == [False, False]
-    assert holds(check, X, W)
+        with MODES[name]():
+            evaluate(X)
+    assert results == [False, False]
+    assert holds(guard, X, W)
 
 
-def test_a_tensor_given_twice_is_known_again() -> None:
-    same, apart = guards.make_guard(X, X, W), guards.make_guard(X, X.clone(), W)
+def test_guard_distinguishes_shared_operands() -> None:
+    shared_guard, separate_guard = guards.make_guard(X, X, W), guards.make_guard(X, X.clone(), W)
     other = torch.zeros(3, 4)
-    assert holds(same, other, other, W)
-    assert not holds(same, X, other, W)
-    assert holds(apart, X, other, W)
-    assert not holds(same, X.double(), X.double(), W)
+    assert holds(shared_guard, other, other, W)
+    assert not holds(shared_guard, X, other, W)
+    assert holds(separate_guard, X, other, W)
+    assert not holds(shared_guard, X.double(), X.double(), W)
 
 
-def test_no_tensor_is_kept() -> None:
+def test_guard_holds_no_reference_to_a_tensor() -> None:
     x = torch.randn(3, 4)
-    gone = weakref.ref(x)
-    checks = [guards.make_guard(x, W), guards.make_guard(x, x)]
+    reference = weakref.ref(x)
+    guard_list = [guards.make_guard(x, W), guards.make_guard(x, x)]
     del x
     gc.collect()
-    assert gone() is None
-    assert checks
+    assert reference() is None
+    assert guard_list
 
 
-def test_ops_are_served_by_either(own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ops_are_served_with_each_kind_of_guard(own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     register()
     put_in_store(own_store, linear_problem(3, 5, 4, "float32", constant=False), evidence(toy(), 0.1), chosen=toy())
-    wanted = torch.nn.functional.linear(X, W)
-    torch.testing.assert_close(gemmtune.linear(X, W), wanted)
+    expected = torch.nn.functional.linear(X, W)
+    torch.testing.assert_close(gemmtune.linear(X, W), expected)
     monkeypatch.setattr(Problem, "__post_init__", lambda _: pytest.fail("described again"))
-    RAN.clear()
-    torch.testing.assert_close(gemmtune.linear(X.clone(), W), wanted)
-    assert len(RAN) == 1
+    TOY_RUNS.clear()
+    torch.testing.assert_close(gemmtune.linear(X.clone(), W), expected)
+    assert len(TOY_RUNS) == 1

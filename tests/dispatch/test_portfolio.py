@@ -1,4 +1,4 @@
-"""One layout for all M: the least total time wins, and never against ATen without being sure."""
+"""Choice of one layout for all M by the least total time, and of Plan entries that are surely faster than ATen."""
 
 from __future__ import annotations
 
@@ -14,67 +14,78 @@ from gemmtune.dispatch.portfolio import layouts_in_use, tuned_point
 from helpers.serving import decide, evidence, toy
 
 
-def at(m: int, **seconds: float):  # type: ignore[no-untyped-def]
-    """A Decision at one M with a toy kernel per layout (ATen's plain one takes 1 s)."""
+def make_decision_at(m: int, **seconds: float):  # type: ignore[no-untyped-def]
+    """Return a Decision at one M with a toy kernel per layout. ATen's default candidate takes 1 s."""
     rows = [evidence(toy("" if layout == "raw" else layout), time, time) for layout, time in seconds.items()]
     return decide(linear_problem(m, 8, 8, "float32"), *rows)
 
 
-def test_calls_weigh() -> None:
-    decisions = [at(1, plain=0.1, other=0.12), at(64, plain=0.9, other=0.6)]
+def test_call_counts_weight_the_choice_of_a_layout() -> None:
+    decisions = [make_decision_at(1, plain=0.1, other=0.12), make_decision_at(64, plain=0.9, other=0.6)]
     assert choose_packing(decisions) == "toy:other"
     assert choose_packing(decisions, {1: 1000, 64: 1}) == "toy:plain"
     assert rank_packings(decisions) == ["toy:other", "toy:plain", None]
-    # Half again as much time at one M weighs more than a fifth at another, however fast both are beside ATen.
-    assert choose_packing([at(1, plain=0.010, other=0.015), at(64, plain=0.72, other=0.60)]) == "toy:plain"
+    # 1.5 times the time at one M outweighs 1.2 times at another, whatever the ratios to ATen.
+    assert (
+        choose_packing([make_decision_at(1, plain=0.010, other=0.015), make_decision_at(64, plain=0.72, other=0.60)])
+        == "toy:plain"
+    )
 
 
-def test_layouts_that_are_alike_are_chosen_by_name() -> None:
-    """Another tuning, in which the other one is faster by as little, chooses the same."""
+def test_layouts_with_equal_times_are_ordered_by_name() -> None:
+    """The name decides when times differ by less than the noise, so that another tuning chooses the same layout."""
     for other in (0.0995, 0.1, 0.1005):
-        assert rank_packings([at(1, other=other, plain=0.1)]) == ["toy:plain", "toy:other", None]
-    assert rank_packings([at(1, other=0.1, plain=0.102)]) == ["toy:other", "toy:plain", None]
-    assert rank_packings([at(1, other=0.102, plain=0.1)]) == ["toy:plain", "toy:other", None]
+        assert rank_packings([make_decision_at(1, other=other, plain=0.1)]) == ["toy:plain", "toy:other", None]
+    assert rank_packings([make_decision_at(1, other=0.1, plain=0.102)]) == ["toy:other", "toy:plain", None]
+    assert rank_packings([make_decision_at(1, other=0.102, plain=0.1)]) == ["toy:plain", "toy:other", None]
 
 
-def test_a_layout_must_serve_every_m_and_be_worth_it() -> None:
-    assert choose_packing([at(1, plain=0.1), at(64, other=0.1)]) == "toy:other"  # which at M = 1 takes no longer
-    assert choose_packing([at(1, plain=0.1), at(64, raw=0.5)]) is None  # 64 calls of plain, at worst
-    assert choose_packing([at(1, plain=0.995)]) is None
-    assert choose_packing([at(1, plain=0.98)]) == "toy:plain"
+def test_layout_must_serve_all_m_and_be_faster_than_aten() -> None:
+    assert (
+        choose_packing([make_decision_at(1, plain=0.1), make_decision_at(64, other=0.1)]) == "toy:other"
+    )  # which takes no longer at M = 1
+    assert (
+        choose_packing([make_decision_at(1, plain=0.1), make_decision_at(64, raw=0.5)]) is None
+    )  # at worst 64 calls of plain
+    assert choose_packing([make_decision_at(1, plain=0.995)]) is None
+    assert choose_packing([make_decision_at(1, plain=0.98)]) == "toy:plain"
     assert choose_packing([]) is None
 
 
-def test_layouts_in_use_are_all_that_have_a_kernel_and_the_one_with_the_least_total_time_is_first() -> None:
+def test_layouts_in_use_are_ordered_by_total_time() -> None:
     points = [
-        tuned_point(decision) for decision in (at(1, plain=0.1, other=2.0, raw=0.05), at(64, other=0.1, third=0.2))
+        tuned_point(decision)
+        for decision in (
+            make_decision_at(1, plain=0.1, other=2.0, raw=0.05),
+            make_decision_at(64, other=0.1, third=0.2),
+        )
     ]
     assert layouts_in_use(points) == ["toy:third", "toy:other", "toy:plain"]
     assert rank_packings(points) == ["toy:third", None]  # the others are slower than the raw weight
     assert layouts_in_use([]) == []
 
 
-def test_a_raw_kernel_competes_with_packed_ones() -> None:
-    assert choose_packing([at(1, plain=0.5, raw=0.4)]) is None
-    assert choose_packing([at(1, plain=0.3, raw=0.4)]) == "toy:plain"
+def test_kernels_on_the_raw_weight_compete_with_packed_ones() -> None:
+    assert choose_packing([make_decision_at(1, plain=0.5, raw=0.4)]) is None
+    assert choose_packing([make_decision_at(1, plain=0.3, raw=0.4)]) == "toy:plain"
 
 
-def test_kernels_on_the_raw_weight_do_not_count_where_they_would_not_serve() -> None:
-    decisions = [at(1, plain=0.5, raw=0.4), at(4, plain=0.5, raw=0.4)]
+def test_raw_kernels_option_excludes_kernels_on_the_raw_weight() -> None:
+    decisions = [make_decision_at(1, plain=0.5, raw=0.4), make_decision_at(4, plain=0.5, raw=0.4)]
     assert rank_packings(decisions) == [None]
     assert rank_packings(decisions, raw_kernels=False) == ["toy:plain", None]
-    assert rank_packings([at(1, plain=0.995, raw=0.4)], raw_kernels=False) == [None]
+    assert rank_packings([make_decision_at(1, plain=0.995, raw=0.4)], raw_kernels=False) == [None]
 
 
-def test_a_time_that_was_never_raced_is_worth_less() -> None:
+def test_screening_times_need_a_larger_gain_than_race_times() -> None:
     problem = linear_problem(1, 8, 8, "float32")
     raced = evidence(toy("plain"), 0.5, 0.5)
     for seconds, chosen in ((0.45, "toy:plain"), (0.3, "toy:other")):
-        rough = msgspec.structs.replace(evidence(toy("other"), seconds, seconds), stage="screened")
-        assert choose_packing([decide(problem, raced, rough)]) == chosen
+        screened = msgspec.structs.replace(evidence(toy("other"), seconds, seconds), stage="screened")
+        assert choose_packing([decide(problem, raced, screened)]) == chosen
 
 
-def test_wrong_rows_are_never_options() -> None:
+def test_wrong_candidates_are_never_chosen() -> None:
     problem = linear_problem(1, 8, 8, "float32")
     decision = decide(problem, evidence(toy("plain"), 0.1, ok=False), chosen=toy("plain"))
     assert choose_packing([decision]) is None
@@ -83,19 +94,19 @@ def test_wrong_rows_are_never_options() -> None:
     assert all(entry.candidate is None for entry in plan.entries)
 
 
-def test_plan_entries() -> None:
-    decisions = [at(64, raw=0.5), at(1, raw=1.5)]
+def test_plan_has_an_entry_per_tuned_m() -> None:
+    decisions = [make_decision_at(64, raw=0.5), make_decision_at(1, raw=1.5)]
     plan = build_plan(decisions)
     assert plan is not None
     # At M = 1 the raw kernel is slower than ATen: plain PyTorch serves.
     assert [(entry.m, entry.candidate) for entry in plan.entries] == [(1, None), (64, toy(""))]
-    packed = build_plan([at(1, plain=0.5), at(64, other=0.5)], "toy:plain")
-    assert packed is not None
-    assert [(entry.m, entry.candidate) for entry in packed.entries] == [(1, toy("plain"))]
+    packed_plan = build_plan([make_decision_at(1, plain=0.5), make_decision_at(64, other=0.5)], "toy:plain")
+    assert packed_plan is not None
+    assert [(entry.m, entry.candidate) for entry in packed_plan.entries] == [(1, toy("plain"))]
     assert build_plan(decisions, "toy:plain") is None
 
 
-def test_a_kernel_not_surely_faster_than_aten_stays_out() -> None:
+def test_kernel_within_noise_of_aten_is_not_served() -> None:
     problem = linear_problem(1, 8, 8, "float32")
     unsure = decide(problem, evidence(toy(""), 0.99, 1.0))
     plan = build_plan([unsure])
@@ -103,42 +114,42 @@ def test_a_kernel_not_surely_faster_than_aten_stays_out() -> None:
     assert all(entry.candidate is None for entry in plan.entries)
 
 
-def test_atens_usual_form_is_plain_pytorch_where_that_computes_the_same() -> None:
-    usual, bias = Candidate.make("aten", "mm"), Step("bias", "col", "float32")
-    linear, batched = linear_problem(1, 8, 8, "float32"), Candidate.make("aten", "bmm")
+def test_default_aten_template_is_served_by_the_fallback() -> None:
+    mm, bias = Candidate.make("aten", "mm"), Step("bias", "col", "float32")
+    linear, bmm = linear_problem(1, 8, 8, "float32"), Candidate.make("aten", "bmm")
     for problem, candidate, is_plain in (
-        (linear, usual, True),
-        (replace(linear, epilogue=(bias,)), usual, True),
-        (replace(linear, epilogue=(bias, Step("relu"))), usual, False),
-        (bmm_problem(2, 8, 8, 8, "float32"), batched, True),
-        (replace(bmm_problem(2, 8, 8, 8, "float32"), epilogue=(bias,)), batched, False),
+        (linear, mm, True),
+        (replace(linear, epilogue=(bias,)), mm, True),
+        (replace(linear, epilogue=(bias, Step("relu"))), mm, False),
+        (bmm_problem(2, 8, 8, 8, "float32"), bmm, True),
+        (replace(bmm_problem(2, 8, 8, 8, "float32"), epilogue=(bias,)), bmm, False),
     ):
         plan = build_plan([decide(problem, evidence(candidate, 0.5), chosen=candidate)])
         assert plan is not None
         assert plan.entries[0].candidate == (None if is_plain else candidate)
 
 
-def test_atens_unusual_forms_serve_as_kernels() -> None:
+def test_other_aten_templates_are_served_as_kernels() -> None:
     problem = linear_problem(1, 8, 8, "float32")
-    turned = Candidate.make("aten", "mm_t")
-    plan = build_plan([decide(problem, evidence(turned, 0.5), chosen=turned)])
+    transposed = Candidate.make("aten", "mm_t")
+    plan = build_plan([decide(problem, evidence(transposed, 0.5), chosen=transposed)])
     assert plan is not None
-    assert plan.entries[0].candidate == turned
+    assert plan.entries[0].candidate == transposed
 
 
-def test_a_gain_that_serving_costs_again_is_none() -> None:
+def test_gain_below_the_serving_overhead_is_ignored() -> None:
     problem = linear_problem(1, 8, 8, "float32")
-    for aten_s, served in ((3e-6, None), (100e-6, toy(""))):
+    for aten_s, expected in ((3e-6, None), (100e-6, toy(""))):
         decision = decide(problem, evidence(toy(""), 0.8 * aten_s, 0.8), chosen=toy(""), aten_s=aten_s)
         plan = build_plan([decision])
         assert plan is not None
-        assert plan.entries[0].candidate == served
+        assert plan.entries[0].candidate == expected
         packed = decide(problem, evidence(toy("plain"), 0.8 * aten_s, 0.8), chosen=toy("plain"), aten_s=aten_s)
-        assert choose_packing([packed]) == (None if served is None else "toy:plain")
+        assert choose_packing([packed]) == (None if expected is None else "toy:plain")
 
 
-def test_a_raw_kernel_that_does_not_serve_has_the_time_of_the_plain_op() -> None:
-    """It is not surely faster than ATen, so that a packed layout has to be compared with ATen's second."""
+def test_raw_kernel_that_does_not_serve_has_the_time_of_the_plain_op() -> None:
+    """A raw kernel that may be slower than ATen does not serve: a packed layout is compared with the time of ATen."""
     unsure, packed = evidence(toy(""), 0.995, 0.995), evidence(toy("plain"), 0.988, 0.97)
     assert choose_packing([decide(linear_problem(1, 8, 8, "float32"), unsure, packed)]) == "toy:plain"
     sure = evidence(toy(""), 0.975, 0.975)

@@ -1,4 +1,4 @@
-"""What serves a call: by M, by thread count, by policy; with stores that misbehave."""
+"""The kernel that serves a call, by M, thread count and policy, and with stores that fail."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from gemmtune.core.workloads import linear_problem
 from gemmtune.dispatch import RUNTIME, current_target, policy
 from gemmtune.dispatch.cache import DISPATCH_CACHE
 from gemmtune.store import MemoryStore
-from helpers.forking import child_of_fork_while_held
-from helpers.serving import RAN, decide, evidence, register, serve, toy
+from helpers.forking import passes_in_forked_child
+from helpers.serving import TOY_RUNS, decide, evidence, register, store_decision, toy
 
 W = torch.randn(5, 4)
 
@@ -34,94 +34,96 @@ def problem(m: int, constant: bool = False) -> Problem:
 @pytest.fixture(autouse=True)
 def toys() -> None:
     register()
-    RAN.clear()
+    TOY_RUNS.clear()
 
 
-def served(m: int) -> tuple[str, int, int] | None:
-    """Which kernel ran ``linear`` on m rows (None: plain PyTorch), checking the result."""
-    RAN.clear()
+def run_linear(m: int) -> tuple[str, int, int] | None:
+    """Check the result of ``linear`` on m rows, and return the run of the toy kernel (None: PyTorch served)."""
+    TOY_RUNS.clear()
     x = torch.randn(m, 4)
     torch.testing.assert_close(gemmtune.linear(x, W), torch.nn.functional.linear(x, W))
-    return RAN[-1] if RAN else None
+    return TOY_RUNS[-1] if TOY_RUNS else None
 
 
-def test_m_picks_the_entry(own_store: MemoryStore) -> None:
+def test_m_selects_the_plan_entry(own_store: MemoryStore) -> None:
     for m, tag in ((1, 1), (16, 2), (64, 3)):
-        serve(own_store, problem(m), evidence(toy("", tag), 0.1), chosen=toy("", tag))
-    picked = [served(m) for m in (1, 3, 8, 30, 40, 1000)]
-    assert [row and (row[0], row[1]) for row in picked] == [
+        store_decision(own_store, problem(m), evidence(toy("", tag), 0.1), chosen=toy("", tag))
+    runs = [run_linear(m) for m in (1, 3, 8, 30, 40, 1000)]
+    assert [row and (row[0], row[1]) for row in runs] == [
         (toy("", tag).id, m) for m, tag in ((1, 1), (1, 1), (16, 2), (16, 2), (64, 3), (64, 3))
     ]
-    assert [row and row[2] for row in picked] == [1, 3, 8, 30, 40, 1000]
+    assert [row and row[2] for row in runs] == [1, 3, 8, 30, 40, 1000]
 
 
-def test_ties_and_none_valid_are_plain(own_store: MemoryStore) -> None:
-    serve(own_store, problem(1))
-    assert served(1) is None
+def test_pytorch_serves_ties_and_none_valid(own_store: MemoryStore) -> None:
+    store_decision(own_store, problem(1))
+    assert run_linear(1) is None
     empty = Decision(problem(2).key, problem(2).to_dict(), current_target().key, "none_valid", None, ())
     own_store.put(current_target(), empty)
     RUNTIME.refresh()
-    assert served(2) is None
+    assert run_linear(2) is None
 
 
-def test_the_hot_path_does_not_ask_twice(own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    serve(own_store, problem(3), evidence(toy(), 0.1), chosen=toy())
-    assert served(3)
+def test_second_call_does_not_look_up_the_kernel(own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store_decision(own_store, problem(3), evidence(toy(), 0.1), chosen=toy())
+    assert run_linear(3)
     monkeypatch.setattr(RUNTIME, "kernel_for", lambda *_: pytest.fail("looked up again"))
-    assert served(3)
+    assert run_linear(3)
 
 
 @pytest.fixture
-def threads() -> Iterator[None]:
+def restored_thread_count() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
 
 
-@pytest.mark.usefixtures("threads")
-def test_another_thread_count_is_another_target(own_store: MemoryStore) -> None:
+@pytest.mark.usefixtures("restored_thread_count")
+def test_thread_count_selects_the_target(own_store: MemoryStore) -> None:
     torch.set_num_threads(1)
-    serve(own_store, problem(3), evidence(toy("", 1), 0.1), chosen=toy("", 1))
+    store_decision(own_store, problem(3), evidence(toy("", 1), 0.1), chosen=toy("", 1))
     torch.set_num_threads(2)
-    serve(own_store, problem(3), evidence(toy("", 2), 0.1), chosen=toy("", 2))
+    store_decision(own_store, problem(3), evidence(toy("", 2), 0.1), chosen=toy("", 2))
     for count in (1, 2, 1):
         torch.set_num_threads(count)
-        assert served(3) == (toy("", count).id, 3, 3)
+        assert run_linear(3) == (toy("", count).id, 3, 3)
     torch.set_num_threads(3)
-    assert served(3) is None
+    assert run_linear(3) is None
 
 
-def test_policy_off_is_plain_and_a_scope(own_store: MemoryStore) -> None:
-    serve(own_store, problem(3), evidence(toy(), 0.1), chosen=toy())
+def test_policy_off_serves_pytorch_within_its_scope(own_store: MemoryStore) -> None:
+    store_decision(own_store, problem(3), evidence(toy(), 0.1), chosen=toy())
     with policy("off"):
-        assert served(3) is None
-    assert served(3)
+        assert run_linear(3) is None
+    assert run_linear(3)
     with pytest.raises(ValueError, match="one of cached, on-miss, off; got 'never'"):
         policy("never")  # type: ignore[arg-type]
 
 
-def test_on_miss_asks_once_per_far_m(own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
+def test_on_miss_tunes_once_per_distant_m(own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned: list[int] = []
 
-    def tune(missing: Problem, device: torch.device) -> None:
-        asked.append(missing.m)
-        own_store.put(current_target(), decide(missing, evidence(toy("", missing.m), 0.1), chosen=toy("", missing.m)))
+    def tune(problem_: Problem, device: torch.device) -> None:
+        tuned.append(problem_.m)
+        own_store.put(
+            current_target(), decide(problem_, evidence(toy("", problem_.m), 0.1), chosen=toy("", problem_.m))
+        )
 
     monkeypatch.setattr(RUNTIME, "miss_hook", tune)
-    assert served(1) is None
+    assert run_linear(1) is None
     with policy("on-miss"):
-        rows = [served(m) for m in (1, 4, 5, 19, 1)]
-    assert asked == [1, 5]
+        rows = [run_linear(m) for m in (1, 4, 5, 19, 1)]
+    assert tuned == [1, 5]
     assert [row and row[1] for row in rows] == [1, 1, 5, 5, 1]
 
 
 @pytest.mark.parametrize(
     "forget", [RUNTIME.refresh, lambda: RUNTIME.set_policy("cached"), lambda: RUNTIME.observe(None)]
 )
-def test_what_was_prepared_before_a_refresh_is_not_remembered(
+def test_entry_prepared_before_a_refresh_is_not_cached(
     own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch, forget: Callable[[], None]
 ) -> None:
-    """Another thread's refresh between the choice of a kernel and its being remembered, made to happen every time."""
+    """Another thread calls ``forget`` between the choice of a kernel and the insertion into the cache."""
     x, packed = torch.randn(3, 4), gemmtune.pack(W, layout="toy:plain")
     ints = torch.ones(3, 4, dtype=torch.int8)
     weight_only = gemmtune.pack(ints[:, :2].t().contiguous().t(), scale=torch.ones(3), layout="toy:plain")
@@ -131,20 +133,20 @@ def test_what_was_prepared_before_a_refresh_is_not_remembered(
         lambda: gemmtune.int_mm(ints, ints.t()),
         lambda: gemmtune.mixed_mm(x[:, :2], weight_only),
     )
-    choose = RUNTIME.kernel_for
+    original = RUNTIME.kernel_for
 
-    def interrupted(*args: object) -> object:
-        kernel = choose(*args)  # type: ignore[arg-type]
-        another = threading.Thread(target=forget)
-        another.start()
-        another.join()
+    def choose_and_forget(*args: object) -> object:
+        kernel = original(*args)  # type: ignore[arg-type]
+        thread = threading.Thread(target=forget)
+        thread.start()
+        thread.join()
         return kernel
 
-    monkeypatch.setattr(RUNTIME, "kernel_for", interrupted)
+    monkeypatch.setattr(RUNTIME, "kernel_for", choose_and_forget)
     for call in calls:
         call()
         assert not DISPATCH_CACHE
-    monkeypatch.setattr(RUNTIME, "kernel_for", choose)
+    monkeypatch.setattr(RUNTIME, "kernel_for", original)
     for count, call in enumerate(calls):
         call()
         assert len(DISPATCH_CACHE) == count + 1
@@ -155,57 +157,57 @@ def test_other_threads_are_served_while_a_miss_is_tuned(
 ) -> None:
     tuned: list[int] = []
 
-    def tune(missing: Problem, device: torch.device) -> None:
+    def tune(problem_: Problem, device: torch.device) -> None:
         served_meanwhile: list[bool] = []
         x = torch.randn(100, 4)
-        other = threading.Thread(
+        thread = threading.Thread(
             target=lambda: served_meanwhile.append(torch.equal(gemmtune.linear(x, W), torch.nn.functional.linear(x, W)))
         )
-        other.start()
-        other.join(30)
-        assert served_meanwhile == [True]  # nobody waits, and nobody else tunes
-        tuned.append(missing.m)
+        thread.start()
+        thread.join(30)
+        assert served_meanwhile == [True]  # other threads neither wait nor tune
+        tuned.append(problem_.m)
 
     monkeypatch.setattr(RUNTIME, "miss_hook", tune)
     with policy("on-miss"):
         for m in (1, 1, 100, 100):
-            served(m)
+            run_linear(m)
     assert tuned == [1, 100]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_a_forked_child_has_locks_of_its_own() -> None:
-    """A fork while another thread chooses a kernel."""
-    assert child_of_fork_while_held(RUNTIME._lock, lambda: RUNTIME._lock.acquire(timeout=5))
+def test_locks_are_reset_in_a_forked_child() -> None:
+    """The process forks while another thread chooses a kernel."""
+    assert passes_in_forked_child(RUNTIME._lock, lambda: RUNTIME._lock.acquire(timeout=5))
 
 
-def test_a_constant_decision_serves_a_raw_weight_as_it_lies(own_store: MemoryStore) -> None:
+def test_raw_weight_is_served_by_the_best_unpacked_kernel(own_store: MemoryStore) -> None:
     rows = (evidence(toy("plain"), 0.1), evidence(toy(""), 0.2))
-    serve(own_store, problem(3, constant=True), *rows, chosen=toy("plain"))
-    assert served(3) == (toy("").id, 3, 3)
+    store_decision(own_store, problem(3, constant=True), *rows, chosen=toy("plain"))
+    assert run_linear(3) == (toy("").id, 3, 3)
 
 
-def test_packed_weights(own_store: MemoryStore) -> None:
+def test_packed_weight_is_served_by_a_kernel_of_its_layout(own_store: MemoryStore) -> None:
     x = torch.randn(3, 4)
-    wanted = torch.nn.functional.linear(x, W)
+    expected = torch.nn.functional.linear(x, W)
     untuned = gemmtune.pack(W, layout="toy:other")
-    torch.testing.assert_close(gemmtune.linear(x, untuned), wanted)
-    assert RAN[-1][0] == toy("other").id
+    torch.testing.assert_close(gemmtune.linear(x, untuned), expected)
+    assert TOY_RUNS[-1][0] == toy("other").id
     rows = (evidence(toy("plain"), 0.1), evidence(toy("other", 7), 0.5))
-    serve(own_store, problem(3, constant=True), *rows, chosen=toy("plain"))
+    store_decision(own_store, problem(3, constant=True), *rows, chosen=toy("plain"))
     assert gemmtune.pack(W, m=3).layout == "toy:plain"
-    torch.testing.assert_close(gemmtune.linear(x, untuned), wanted)
-    assert RAN[-1][0] == toy("other", 7).id
+    torch.testing.assert_close(gemmtune.linear(x, untuned), expected)
+    assert TOY_RUNS[-1][0] == toy("other", 7).id
     with policy("off"):
-        torch.testing.assert_close(gemmtune.linear(x.t().contiguous().t(), untuned), wanted)
+        torch.testing.assert_close(gemmtune.linear(x.t().contiguous().t(), untuned), expected)
 
 
-def test_packed_for_elsewhere_is_refused_before_anything_runs() -> None:
+def test_unusable_packed_weights_raise_before_a_kernel_runs() -> None:
     from dataclasses import replace
 
     packed = gemmtune.pack(W, layout="toy:plain")
-    RAN.clear()
+    TOY_RUNS.clear()
     with pytest.raises(PackedWeightError, match="cannot run here: it was packed for amx"):
         gemmtune.linear(torch.randn(3, 4), replace(packed, machine="amx"))
     with pytest.raises(PackedWeightError, match="no kernel here takes a weight packed as 'toy:unheard'"):
@@ -214,83 +216,83 @@ def test_packed_for_elsewhere_is_refused_before_anything_runs() -> None:
         gemmtune.linear(torch.randn(3, 6), packed)
     with pytest.raises(PackedWeightError, match="holds float32; this call needs bfloat16"):
         gemmtune.linear(torch.randn(3, 4).bfloat16(), packed)
-    assert RAN == []
+    assert TOY_RUNS == []
 
 
 class BrokenStore(MemoryStore):
-    """Every read fails."""
+    """Store whose reads fail."""
 
     def decisions(self, target: Target | None = None) -> Iterator[Decision]:
         raise OSError("the disk is gone")
 
 
-def test_an_unreadable_store_warns_once_and_aten_serves(caplog: pytest.LogCaptureFixture) -> None:
+def test_unreadable_store_warns_once_and_pytorch_serves(caplog: pytest.LogCaptureFixture) -> None:
     RUNTIME.refresh(BrokenStore())
     with caplog.at_level(logging.WARNING, logger="gemmtune"):
-        assert served(3) is None
+        assert run_linear(3) is None
         RUNTIME.refresh()
-        assert served(3) is None
+        assert run_linear(3) is None
     assert [record.message for record in caplog.records] == [
         "the store cannot be read (the disk is gone); PyTorch's own kernels serve"
     ]
 
 
-def test_a_malformed_decision_is_a_miss(own_store: MemoryStore, caplog: pytest.LogCaptureFixture) -> None:
-    good = decide(problem(3), evidence(toy(), 0.1), chosen=toy())
-    bad = Decision("x", {"family": "mm"}, good.target_key, "tie", None, ())
+def test_malformed_decision_is_ignored(own_store: MemoryStore, caplog: pytest.LogCaptureFixture) -> None:
+    valid = decide(problem(3), evidence(toy(), 0.1), chosen=toy())
+    malformed = Decision("x", {"family": "mm"}, valid.target_key, "tie", None, ())
 
-    class Mixed(MemoryStore):
+    class MixedStore(MemoryStore):
         def decisions(self, target: Target | None = None) -> Iterator[Decision]:
-            yield from (bad, good)
+            yield from (malformed, valid)
 
-    RUNTIME.refresh(Mixed())
-    assert served(3)
+    RUNTIME.refresh(MixedStore())
+    assert run_linear(3)
     assert "malformed" in caplog.text
 
 
-def test_a_kernel_that_cannot_load_is_plain(own_store: MemoryStore, caplog: pytest.LogCaptureFixture) -> None:
-    gone = backends.base.Candidate.make("aten", "gone")
-    serve(own_store, problem(3), evidence(gone, 0.1), chosen=gone)
-    assert served(3) is None
+def test_pytorch_serves_where_a_kernel_cannot_load(own_store: MemoryStore, caplog: pytest.LogCaptureFixture) -> None:
+    missing = backends.base.Candidate.make("aten", "gone")
+    store_decision(own_store, problem(3), evidence(missing, 0.1), chosen=missing)
+    assert run_linear(3) is None
     assert "names aten/gone" in caplog.text
     assert "not legal there" in caplog.text
 
 
-def test_the_table_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_cached_keys_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gemmtune.dispatch.cache.MAX_KEYS", 4)
     for m in range(1, 9):
-        assert served(m) is None
+        assert run_linear(m) is None
     assert len(DISPATCH_CACHE) == 4
 
 
-def test_many_threads_at_first_sight(own_store: MemoryStore) -> None:
-    serve(own_store, problem(3), evidence(toy(), 0.1), chosen=toy())
+def test_concurrent_calls_and_refreshes_return_correct_results(own_store: MemoryStore) -> None:
+    store_decision(own_store, problem(3), evidence(toy(), 0.1), chosen=toy())
     x = torch.randn(3, 4)
-    wanted = torch.nn.functional.linear(x, W)
+    expected = torch.nn.functional.linear(x, W)
     results: list[bool] = []
 
     def work() -> None:
         for m in range(200):
-            results.append(torch.allclose(gemmtune.linear(x[: 1 + m % 3], W), wanted[: 1 + m % 3], atol=1e-5))
+            results.append(torch.allclose(gemmtune.linear(x[: 1 + m % 3], W), expected[: 1 + m % 3], atol=1e-5))
             if m % 50 == 0:
                 gemmtune.refresh()
 
-    crowd = [threading.Thread(target=work) for _ in range(8)]
-    for one in crowd:
-        one.start()
-    for one in crowd:
-        one.join()
+    threads_ = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads_:
+        thread.start()
+    for thread in threads_:
+        thread.join()
     assert len(results) == 1600
     assert all(results)
 
 
-def test_a_config_that_lacks_what_its_template_needs_costs_a_warning(
+def test_config_without_required_entries_logs_a_warning(
     own_store: MemoryStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Data from anywhere must not raise into a model's forward."""
+    """A malformed decision must not raise an error in a model's forward."""
     candidate = Candidate.make("native", "gemm")
     problem = linear_problem(3, 5, 4, "float32", constant=False)
-    serve(own_store, problem, evidence(candidate, 0.1), chosen=candidate)
+    store_decision(own_store, problem, evidence(candidate, 0.1), chosen=candidate)
     assert RUNTIME.kernel_for(problem) is None
     assert "names native/gemm" in caplog.text
     assert "not legal there" in caplog.text

@@ -1,4 +1,4 @@
-"""Tests for a machine with a CUDA device: marked ``gpu``, and skipped without one."""
+"""Fixtures of the tests that need a CUDA device. Those marked ``gpu`` are skipped without one."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def own_artifacts(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Built kernels of this run go to a folder of its own."""
+    """Build the kernels of this run into a new directory."""
     monkeypatch.setenv("GEMMTUNE_STORE", str(tmp_path_factory.getbasetemp() / "store.db"))

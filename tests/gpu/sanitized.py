@@ -1,7 +1,7 @@
-"""A launch and more of each template of our GPU kernels, for compute-sanitizer to watch (scripts/test-sanitizer).
+"""Launch each template of gemmtune's GPU kernels at least once under compute-sanitizer (scripts/test-sanitizer).
 
-Sizes are odd, so that every mask is met. Prints what ran; each is checked against the oracle, too. An argument, such as
-"cuda" or "cuda/slab", limits it to one backend's, or to one template.
+The sizes are odd, so that every mask is used. Each result is checked against the oracle, and its candidate is printed.
+Arguments such as "cuda" or "cuda/slab" select backends or templates.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from gemmtune.core.workloads import bmm_problem, build, fp8_problem, int_problem
 from gemmtune.timing.race_operands import empty_output
 from gemmtune.verify.inputs import Inputs, make_inputs
 from gemmtune.verify.verify import make_reference_cases, verify
-from helpers.cards import first, kernel_of, run_into
+from helpers.gpu_kernels import first_candidate, load_kernel, run_into
 
 
 def cases() -> Iterator[tuple[Problem, str, dict[str, int]]]:
-    """A problem, a backend's template, and what its configuration must have."""
+    """Yield problems, each with a template ("backend/template") and the required entries of its config."""
     yield build(5, 1096, 1032, "bf16"), "triton/tiled", {"split": 4}
     yield build(100, 300, 136, "bf16"), "triton/tiled", {"split": 1}
     yield bmm_problem(3, 20, 72, 200, "bfloat16"), "triton/tiled", {}
@@ -65,27 +65,27 @@ def cases() -> Iterator[tuple[Problem, str, dict[str, int]]]:
 
 
 def main() -> None:
-    for problem, name, wanted in cases():
+    for problem, name, required in cases():
         backend, _, template = name.partition("/")
         if not {backend, name}.intersection(sys.argv[1:] or [backend]):
             continue
-        candidate = first(problem, template, backend, **wanted)
-        kernel = kernel_of(problem, candidate)
+        candidate = first_candidate(problem, template, backend, **required)
+        kernel = load_kernel(problem, candidate)
 
-        def run(inputs: Inputs, out: torch.Tensor, kernel=kernel) -> None:  # type: ignore[no-untyped-def]
+        def run_candidate(inputs: Inputs, out: torch.Tensor, kernel=kernel) -> None:  # type: ignore[no-untyped-def]
             run_into(kernel, inputs, out)
 
         verdict = verify(
-            run, problem, make_reference_cases(problem, 0, device=torch.device("cuda"))[:1], patience_s=0.0
+            run_candidate, problem, make_reference_cases(problem, 0, device=torch.device("cuda"))[:1], time_limit_s=0.0
         )
         print(f"{candidate.id} on {problem.m}x{problem.n}x{problem.k} {problem.b.dtype}: {verdict.kind}", flush=True)
         assert verdict.ok, verdict.detail
         if backend == "cuda":
-            follow(problem, kernel)
+            run_behind_itself(problem, kernel)
 
 
-def follow(problem: Problem, kernel: Kernel) -> None:
-    """The kernel behind itself in a graph, where it begins early."""
+def run_behind_itself(problem: Problem, kernel: Kernel) -> None:
+    """Capture two launches of the kernel in a graph, where the second may begin before the first has ended (PDL)."""
     device = torch.device("cuda")
     inputs, outs = make_inputs(problem, 1, device=device), [empty_output(problem, device) for _ in range(3)]
     b = kernel.pack(inputs.b) if kernel.packing else inputs.b

@@ -1,4 +1,4 @@
-"""cuBLASLt's ranked algorithms on the card."""
+"""Tests of cuBLASLt's ranked algorithms on a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gemmtune.core.errors import UnsupportedError
 from gemmtune.core.problem import Problem
 from gemmtune.core.workloads import bmm_problem, build, fp8_problem, int_problem
 from gemmtune.verify.verify import make_reference_cases, verify
-from helpers.cards import check_random_problems, check_repeats, first, kernel_of, run_into
+from helpers.gpu_kernels import check_random_problems, check_repeats, first_candidate, load_kernel, run_into
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("own_artifacts")]
 
@@ -30,36 +30,37 @@ PROBLEMS = {
 }
 
 
-def test_random_problems_are_right() -> None:
+def test_random_problems_are_correct() -> None:
     check_random_problems(get("cublaslt"))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_any_m_and_bit_for_bit_again(name: str, rank: int) -> None:
-    """Those that are ranked first; an algorithm that does not take another M gives way to one that does."""
+def test_a_kernel_is_correct_and_repeatable_at_every_m(name: str, rank: int) -> None:
+    """An algorithm that does not support another M is replaced by one that does. Ranks 0 and 1 are tested."""
     problem = PROBLEMS[name]
     try:
-        kernel = kernel_of(problem, first(problem, "ranked", "cublaslt", rank=rank))
+        kernel = load_kernel(problem, first_candidate(problem, "ranked", "cublaslt", rank=rank))
     except UnsupportedError as why:
         assert rank > 0
-        pytest.skip(str(why))  # of fp8 with a scale a row it knows one
+        pytest.skip(str(why))  # cuBLASLt has one algorithm for fp8 with a scale for each row
     for m in (1, 2, 7, 16, 17, 64, 100, 300):
         check(problem.with_m(m), kernel)
         check_repeats(kernel, problem.with_m(m), m)
 
 
 def check(problem: Problem, kernel) -> None:  # type: ignore[no-untyped-def]
-    draws = make_reference_cases(problem, problem.m, device=torch.device("cuda"))
-    verdict = verify(lambda inputs, out: run_into(kernel, inputs, out), problem, draws[:2], patience_s=0.0)
+    """Assert that verification accepts the kernel for this problem."""
+    test_cases = make_reference_cases(problem, problem.m, device=torch.device("cuda"))
+    verdict = verify(lambda inputs, out: run_into(kernel, inputs, out), problem, test_cases[:2], time_limit_s=0.0)
     assert verdict.ok, f"{problem.m} rows: {verdict.kind}: {verdict.detail}"
 
 
-def test_captured_in_a_graph() -> None:
+def test_a_kernel_can_be_captured_in_a_cuda_graph() -> None:
     problem = PROBLEMS["fp8"]
-    kernel = kernel_of(problem, first(problem, "ranked", "cublaslt", rank=0))
-    (draw, *_) = make_reference_cases(problem, 0, device=torch.device("cuda"))
-    inputs, out = draw.inputs, torch.empty(33, 2208, dtype=torch.bfloat16, device="cuda")
+    kernel = load_kernel(problem, first_candidate(problem, "ranked", "cublaslt", rank=0))
+    (test_case, *_) = make_reference_cases(problem, 0, device=torch.device("cuda"))
+    inputs, out = test_case.inputs, torch.empty(33, 2208, dtype=torch.bfloat16, device="cuda")
     run_into(kernel, inputs, out)
     wanted = out.clone()
     graph = torch.cuda.CUDAGraph()

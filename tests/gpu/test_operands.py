@@ -1,4 +1,4 @@
-"""On the card: operands wherever they lie in memory, and calls for which there is no memory."""
+"""Tests on a GPU of strides and alignments of operands, and of calls that run out of memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gemmtune.dispatch import RUNTIME, current_target
 from gemmtune.store import MemoryStore
 from gemmtune.verify.inputs import make_inputs
 from helpers.batches import LAYOUTS
-from helpers.cards import first, kernel_of, run_into
+from helpers.gpu_kernels import first_candidate, load_kernel, run_into
 from helpers.integers import exact_cases, rounding_cases
 from helpers.serving import decide, evidence
 
@@ -32,17 +32,19 @@ BATCHED = [("cuda", "skinny"), ("triton", "tiled"), ("cublaslt", "ranked")]
 
 @pytest.mark.parametrize(("backend", "template"), BATCHED)
 @pytest.mark.parametrize("rows", [1, 5, 16])
-@pytest.mark.parametrize("inner", [64, 256])
-def test_batches_lie_in_memory_as_torch_bmm_takes_them(backend: str, template: str, rows: int, inner: int) -> None:
-    problem = replace(bmm_problem(4, rows, 136, inner, "bfloat16"), b=Operand("bfloat16", Layout("col")))
-    kernel = kernel_of(problem, first(problem, template, backend))
-    a = torch.randn(4, rows, inner, device="cuda").bfloat16()
-    b = torch.randn(4, 136, inner, device="cuda").bfloat16()
-    for a_name, lay_a in LAYOUTS.items():
-        for b_name, lay_b in LAYOUTS.items():
-            left, right = lay_a(a), lay_b(b).mT
-            for start in (0, 1):
-                out = torch.empty(4 * rows * 136 + start, dtype=torch.bfloat16, device="cuda")[start:]
+@pytest.mark.parametrize("k", [64, 256])
+def test_batched_kernels_are_correct_for_every_batch_layout_of_torch_bmm(
+    backend: str, template: str, rows: int, k: int
+) -> None:
+    problem = replace(bmm_problem(4, rows, 136, k, "bfloat16"), b=Operand("bfloat16", Layout("col")))
+    kernel = load_kernel(problem, first_candidate(problem, template, backend))
+    a = torch.randn(4, rows, k, device="cuda").bfloat16()
+    b = torch.randn(4, 136, k, device="cuda").bfloat16()
+    for a_name, make_a in LAYOUTS.items():
+        for b_name, make_b in LAYOUTS.items():
+            left, right = make_a(a), make_b(b).mT
+            for offset in (0, 1):
+                out = torch.empty(4 * rows * 136 + offset, dtype=torch.bfloat16, device="cuda")[offset:]
                 out = out.view(4, rows, 136).fill_(float("nan"))
                 kernel.run(left, right, (), out)
                 wanted = torch.bmm(left.double(), right.double())
@@ -50,8 +52,8 @@ def test_batches_lie_in_memory_as_torch_bmm_takes_them(backend: str, template: s
     torch.cuda.synchronize()
 
 
-def win(store: MemoryStore, problem: Problem, candidate: Candidate) -> None:
-    """Make a candidate serve a Problem on this GPU."""
+def store_winner(store: MemoryStore, problem: Problem, candidate: Candidate) -> None:
+    """Store a decision that makes a candidate serve a Problem on this GPU."""
     target = current_target("cuda")
     decision = decide(problem, evidence(candidate, 0.1), chosen=candidate)
     store.put(target, msgspec.structs.replace(decision, target_key=target.key))
@@ -59,7 +61,7 @@ def win(store: MemoryStore, problem: Problem, candidate: Candidate) -> None:
 
 
 @pytest.mark.parametrize(("backend", "template"), BATCHED)
-def test_bmm_serves_a_batch_stride_of_no_multiple_of_16_bytes(
+def test_bmm_serves_a_batch_stride_that_is_no_multiple_of_16_bytes(
     own_store: MemoryStore, backend: str, template: str
 ) -> None:
     m, k, n = 8, 512, 264
@@ -68,14 +70,16 @@ def test_bmm_serves_a_batch_stride_of_no_multiple_of_16_bytes(
     with gemmtune.record() as recorded:
         gemmtune.bmm(a, b)
     ((problem, _),) = recorded.problems
-    win(own_store, problem, first(problem, template, backend))
+    store_winner(own_store, problem, first_candidate(problem, template, backend))
     assert RUNTIME.kernel_for(problem, None, a.device) is not None
     for _ in range(3):
         torch.testing.assert_close(gemmtune.bmm(a, b), torch.bmm(a, b), rtol=2e-2, atol=0.2)
     torch.cuda.synchronize()
 
 
-def failing(error: Exception) -> Callable[..., NoReturn]:
+def raising(error: Exception) -> Callable[..., NoReturn]:
+    """Return a function that raises ``error``."""
+
     def fail(*_: object) -> NoReturn:
         raise error
 
@@ -83,21 +87,21 @@ def failing(error: Exception) -> Callable[..., NoReturn]:
 
 
 @pytest.mark.parametrize("fails", ["partial sums", "counters"])
-def test_a_capture_goes_on_by_torchs_op_when_memory_for_a_kernel_cannot_be_had(
+def test_a_capture_continues_with_torchs_op_if_a_kernel_runs_out_of_memory(
     own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
-    """The graph is whole, and replays right."""
+    """The captured graph is complete, and its replays are correct."""
     a = torch.randn(16, 4096, device="cuda").bfloat16()
     b = torch.randn(4096, 4096, device="cuda").bfloat16().t()
     with gemmtune.record() as recorded:
         gemmtune.mm(a, b)
     ((problem, _),) = recorded.problems
-    win(own_store, problem, first(problem, split=4))
+    store_winner(own_store, problem, first_candidate(problem, split=4))
     gemmtune.mm(a, b)
     if fails == "partial sums":
-        monkeypatch.setattr(gpu_kernel, "empty_cuda", failing(torch.OutOfMemoryError("CUDA out of memory")))
+        monkeypatch.setattr(gpu_kernel, "empty_cuda", raising(torch.OutOfMemoryError("CUDA out of memory")))
     else:
-        monkeypatch.setattr(gpu_kernel.Semaphores, "of", failing(KernelError("asking for memory: CUDA error 2")))
+        monkeypatch.setattr(gpu_kernel.Semaphores, "of", raising(KernelError("asking for memory: CUDA error 2")))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = gemmtune.mm(a, b)
@@ -110,10 +114,10 @@ def test_a_capture_goes_on_by_torchs_op_when_memory_for_a_kernel_cannot_be_had(
     torch.testing.assert_close(gemmtune.mm(a, b), torch.mm(a, b))
 
 
-def test_converted_weights_that_do_not_fit_leave_the_call_to_torch(own_store: MemoryStore) -> None:
-    """Real memory: the copy of the weight is more than this process may allocate, PyTorch's way is not."""
+def test_a_converted_weight_beyond_the_memory_limit_raises_out_of_memory(own_store: MemoryStore) -> None:
+    """The converted copy of the weight exceeds this process's memory limit, and the context survives the error."""
     problem = weight_only_problem(256, 4096, 4096)
-    kernel = kernel_of(problem, first(problem, "converted"))
+    kernel = load_kernel(problem, first_candidate(problem, "converted"))
     inputs = make_inputs(problem, 0, device=torch.device("cuda"))
     out = torch.empty(256, 4096, dtype=torch.bfloat16, device="cuda")
     run_into(kernel, inputs, out)
@@ -127,36 +131,36 @@ def test_converted_weights_that_do_not_fit_leave_the_call_to_torch(own_store: Me
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     run_into(kernel, inputs, out)
-    torch.cuda.synchronize()  # the context is as it was
+    torch.cuda.synchronize()  # the context is intact
 
 
 INTEGER_KERNELS = [("cuda", "skinny"), ("cuda", "slab"), ("triton", "tiled")]
 
 
 @pytest.mark.parametrize(("backend", "template"), INTEGER_KERNELS)
-def test_epilogues_of_integers_are_exact(backend: str, template: str) -> None:
+def test_integer_epilogues_are_exact(backend: str, template: str) -> None:
     for name, problem, inputs, wanted in exact_cases(5, 264):
-        kernel = kernel_of(problem, first(problem, template, backend))
+        kernel = load_kernel(problem, first_candidate(problem, template, backend))
         out = torch.empty_like(wanted, device="cuda")
         kernel.run(inputs.a.cuda(), inputs.b.t().cuda().t(), [t.cuda() for t in inputs.aux], out)
         assert torch.equal(out.cpu(), wanted), name
 
 
 @pytest.mark.parametrize(("backend", "template"), INTEGER_KERNELS)
-def test_nan_becomes_zero_and_ties_go_to_even_numbers(backend: str, template: str) -> None:
+def test_integer_outputs_of_nan_are_zero_and_ties_round_to_even(backend: str, template: str) -> None:
     for problem, inputs, wanted in rounding_cases(8, 256, 512):
-        kernel = kernel_of(problem, first(problem, template, backend))
+        kernel = load_kernel(problem, first_candidate(problem, template, backend))
         out = torch.full_like(wanted, 77, device="cuda")
         kernel.run(inputs.a.cuda(), inputs.b.t().cuda().t(), [t.cuda() for t in inputs.aux], out)
         assert torch.equal(out.cpu(), wanted), problem.out_dtype
 
 
-def test_an_epilogues_matrix_off_its_boundaries() -> None:
-    """Vectors and matrices of an epilogue start anywhere that their elements may."""
+def test_misaligned_epilogue_operands_are_correct() -> None:
+    """Vectors and matrices of an epilogue need the alignment of their elements only."""
     steps = (Step("bias", "col", "bfloat16"), Step("add", "full", "bfloat16"))
     problem = replace(build(16, 512, 512, "bf16"), epilogue=steps)
     for backend, template in (("cuda", "skinny"), ("cuda", "slab"), ("triton", "tiled")):
-        kernel = kernel_of(problem, first(problem, template, backend))
+        kernel = load_kernel(problem, first_candidate(problem, template, backend))
         inputs = make_inputs(problem, 0, device=torch.device("cuda"))
         expected, out = (torch.empty(16, 512, dtype=torch.bfloat16, device="cuda") for _ in range(2))
         run_into(kernel, inputs, expected)
@@ -166,10 +170,10 @@ def test_an_epilogues_matrix_off_its_boundaries() -> None:
         assert torch.equal(out, expected), (backend, template)
 
 
-def test_products_of_integers_start_anywhere() -> None:
+def test_misaligned_integer_operands_are_correct() -> None:
     problem = int_problem(16, 512, 512)
     for backend, template in INTEGER_KERNELS:
-        kernel = kernel_of(problem, first(problem, template, backend))
+        kernel = load_kernel(problem, first_candidate(problem, template, backend))
         inputs = make_inputs(problem, 0, device=torch.device("cuda"))
         a = torch.empty(16 * 512 + 3, dtype=torch.int8, device="cuda")[3:].view(16, 512).copy_(inputs.a)
         b = torch.empty(512 * 512 + 5, dtype=torch.int8, device="cuda")[5:].view(512, 512).copy_(inputs.b.t()).t()

@@ -1,6 +1,6 @@
-"""The Triton backend on the card: random problems through the oracle, misaligned operands, streams, graphs, many M.
+"""Tests of the Triton backend on a GPU: random problems, misaligned operands, streams, graphs, many M.
 
-GEMMTUNE_GPU_PROBLEMS: how many random problems (default 150; the issue's bar is 2,000).
+GEMMTUNE_GPU_PROBLEMS is the number of random problems (default 150; the issue requires 2,000).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from gemmtune.core.workloads import build, fp8_problem, int_problem, weight_only
 from gemmtune.verify.inputs import Inputs, make_inputs
 from gemmtune.verify.oracle import reference
 from gemmtune.verify.verify import make_reference_cases, verify
-from helpers.cards import check_random_problems, check_repeats, first, kernel_of, run_into
+from helpers.gpu_kernels import check_random_problems, check_repeats, first_candidate, load_kernel, run_into
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("own_artifacts")]
 
 
-def test_random_problems_are_right() -> None:
+def test_random_problems_are_correct() -> None:
     check_random_problems(TritonBackend())
 
 
@@ -32,8 +32,8 @@ def test_random_problems_are_right() -> None:
      weight_only_problem(5, 4096, 1024), weight_only_problem(5, 4096, 1024, bits=4, group=128)],
     ids=["bf16", "int8", "fp8", "int8wo", "int4wo"],
 )  # fmt: skip
-def test_split_kernels_repeat_bit_for_bit_on_many_m(problem: Problem) -> None:
-    kernel = kernel_of(problem, first(problem, split=2))
+def test_split_k_kernels_are_repeatable_bit_for_bit_at_many_m(problem: Problem) -> None:
+    kernel = load_kernel(problem, first_candidate(problem, split=2))
     for m in (1, 2, 7, 16, 17, 64, 100, 257):
         check_repeats(kernel, problem.with_m(m), m)
 
@@ -45,12 +45,12 @@ def test_split_kernels_repeat_bit_for_bit_on_many_m(problem: Problem) -> None:
      weight_only_problem(1152, 4096, 1024)],
     ids=["bf16", "int8", "fp8", "epilogue", "int8wo"],
 )  # fmt: skip
-def test_programs_that_share_tiles_serve_any_m(problem: Problem) -> None:
-    kernel = kernel_of(problem, first(problem, "persistent", stream=1))
+def test_stream_k_kernels_are_correct_and_repeatable_at_every_m(problem: Problem) -> None:
+    kernel = load_kernel(problem, first_candidate(problem, "persistent", stream=1))
     for m in (1, 64, 100, 257, 1024, 1500):
-        draws = make_reference_cases(problem.with_m(m), m, device=torch.device("cuda"))
+        test_cases = make_reference_cases(problem.with_m(m), m, device=torch.device("cuda"))
         verdict = verify(
-            lambda inputs, out: run_into(kernel, inputs, out), problem.with_m(m), draws[:2], patience_s=0.0
+            lambda inputs, out: run_into(kernel, inputs, out), problem.with_m(m), test_cases[:2], time_limit_s=0.0
         )
         assert verdict.ok, f"{m} rows: {verdict.kind}: {verdict.detail}"
         check_repeats(kernel, problem.with_m(m), m)
@@ -64,9 +64,9 @@ def test_programs_that_share_tiles_serve_any_m(problem: Problem) -> None:
      (build(256, 4096, 4096, "bf16"), "cublaslt/ranked", {})],
     ids=["tiled", "persistent", "converted", "cublaslt"],
 )  # fmt: skip
-def test_streams_and_graphs_share_no_memory(problem: Problem, name: str, config: dict[str, int]) -> None:
+def test_concurrent_streams_and_graphs_share_no_workspace(problem: Problem, name: str, config: dict[str, int]) -> None:
     backend, _, template = name.partition("/")
-    kernel = kernel_of(problem, first(problem, template, backend, **config))
+    kernel = load_kernel(problem, first_candidate(problem, template, backend, **config))
     inputs = make_inputs(problem, 0, device=torch.device("cuda"))
     expected = torch.empty(problem.m, 4096, dtype=torch.bfloat16, device="cuda")
     run_into(kernel, inputs, expected)
@@ -80,7 +80,7 @@ def test_streams_and_graphs_share_no_memory(problem: Problem, name: str, config:
     torch.cuda.synchronize()
     assert all(torch.equal(out, expected) for out in outs)
     graphs = [torch.cuda.CUDAGraph() for _ in streams]
-    for graph, out in zip(graphs, outs, strict=True):  # captured on one stream, all of them
+    for graph, out in zip(graphs, outs, strict=True):  # all are captured on one stream
         with torch.cuda.graph(graph):
             for _ in range(3):
                 run_into(kernel, inputs, out)
@@ -97,47 +97,47 @@ def test_streams_and_graphs_share_no_memory(problem: Problem, name: str, config:
 
 
 @pytest.mark.parametrize("m", [128, 300, 1024])
-def test_weights_converted_for_one_product(m: int) -> None:
-    """Twice in a row on one stream: the second product's weights take the place of the first's."""
+def test_consecutive_products_with_converted_weights_are_correct(m: int) -> None:
+    """Two products on one stream: the converted weight of the second overwrites that of the first."""
     problem = weight_only_problem(m, 4096, 1040)
-    kernel = kernel_of(problem, first(problem, "converted"))
+    kernel = load_kernel(problem, first_candidate(problem, "converted"))
     other = weight_only_problem(m, 8192, 512)
-    second = kernel_of(other, first(other, "converted"))
+    second = load_kernel(other, first_candidate(other, "converted"))
     for seed in range(3):
-        draws = [make_reference_cases(p, seed, device=torch.device("cuda")) for p in (problem, other)]
+        test_cases = [make_reference_cases(p, seed, device=torch.device("cuda")) for p in (problem, other)]
 
-        def both(inputs: Inputs, out: torch.Tensor, draws=draws) -> None:  # type: ignore[no-untyped-def]
+        def both(inputs: Inputs, out: torch.Tensor, test_cases=test_cases) -> None:  # type: ignore[no-untyped-def]
             run_into(kernel, inputs, out)
-            rest = draws[1][0].inputs
-            run_into(second, rest, torch.empty(m, 8192, dtype=torch.bfloat16, device="cuda"))
+            other_inputs = test_cases[1][0].inputs
+            run_into(second, other_inputs, torch.empty(m, 8192, dtype=torch.bfloat16, device="cuda"))
 
-        assert verify(both, problem, draws[0], patience_s=0.0).ok
+        assert verify(both, problem, test_cases[0], time_limit_s=0.0).ok
 
 
 @pytest.mark.parametrize("template", ["tiled", "persistent"])
-def test_operands_off_their_boundaries(template: str) -> None:
+def test_misaligned_operands_and_outputs_are_correct(template: str) -> None:
     problem = build(200, 4096, 512, "bf16")
-    kernel = kernel_of(problem, first(problem, template))
+    kernel = load_kernel(problem, first_candidate(problem, template))
     inputs = make_inputs(problem, 0, device=torch.device("cuda"))
     expected = torch.empty(200, 4096, dtype=torch.bfloat16, device="cuda")
     run_into(kernel, inputs, expected)
-    shifted = torch.empty(200 * 512 + 1, dtype=torch.bfloat16, device="cuda")[1:].view(200, 512)
-    shifted.copy_(inputs.a)
+    misaligned = torch.empty(200 * 512 + 1, dtype=torch.bfloat16, device="cuda")[1:].view(200, 512)
+    misaligned.copy_(inputs.a)
     out = torch.empty(200 * 4096 + 3, dtype=torch.bfloat16, device="cuda")[3:].view(200, 4096)
-    kernel.run(shifted, inputs.b, (), out)
+    kernel.run(misaligned, inputs.b, (), out)
     assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize(("backend", "template", "k"), [("triton", "tiled", 5), ("cuda", "slab", 8)])
-def test_subnormal_float16_errs_within_the_bound(backend: str, template: str, k: int) -> None:
-    """Beyond it by 1.17 times, as torch.mm, if a subnormal counted as what it is."""
+def test_the_error_of_subnormal_float16_operands_is_within_the_bound(backend: str, template: str, k: int) -> None:
+    """The error, as that of torch.mm, would be 1.17 times the bound if the bound counted subnormals exactly."""
     problem = replace(build(446, 552, k, "fp16"), out_dtype="float32")
-    kernel = kernel_of(problem, first(problem, template, backend))
-    draw = torch.Generator("cuda").manual_seed(3)
-    a = (torch.randn(446, k, generator=draw, device="cuda") * 2.0**-16).half()
-    b = torch.randn(552, k, generator=draw, device="cuda").half().t()
+    kernel = load_kernel(problem, first_candidate(problem, template, backend))
+    generator = torch.Generator("cuda").manual_seed(3)
+    a = (torch.randn(446, k, generator=generator, device="cuda") * 2.0**-16).half()
+    b = torch.randn(552, k, generator=generator, device="cuda").half().t()
     out = torch.empty(446, 552, dtype=torch.float32, device="cuda")
     kernel.run(a, b, (), out)
-    found = reference(problem, a, b)
-    gap = (out.double() - found.value).abs() - 2.0**-24 * found.value.abs()
-    assert bool((gap <= found.magnitude.double() * found.unit).all())
+    oracle = reference(problem, a, b)
+    excess = (out.double() - oracle.value).abs() - 2.0**-24 * oracle.value.abs()
+    assert bool((excess <= oracle.magnitude.double() * oracle.unit).all())

@@ -1,1 +1,1 @@
-"""Fakes, factories and small tools that several tests share."""
+"""Fakes, factories and tools that several tests share."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-Make = Callable[[Tensor], Tensor]
+MakeView = Callable[[Tensor], Tensor]
 
 
 def _with_stride(t: Tensor, extra: int, start: int = 0) -> Tensor:
@@ -25,7 +25,7 @@ def _overlapping(t: Tensor) -> Tensor:
 
 
 # Each function takes a contiguous tensor [batch, outer, inner] and returns one of equal shape.
-LAYOUTS: dict[str, Make] = {
+LAYOUTS: dict[str, MakeView] = {
     "dense": lambda t: t,
     "odd batch stride": lambda t: _with_stride(t, 1),
     "batch stride of 8 bytes more": lambda t: _with_stride(t, 4),

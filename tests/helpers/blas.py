@@ -1,4 +1,4 @@
-"""A fake cuBLASLt that multiplies on the CPU, as cublasLt.h specifies: column-major, with scales, bias, activation."""
+"""Fake cuBLASLt that multiplies on the CPU, as cublasLt.h specifies: column-major, with scales, bias and activation."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _WIDTHS = {1: ctypes.c_uint8, 4: ctypes.c_uint32, 8: ctypes.c_uint64}
 
 
 @dataclass
-class Thing:
-    """A descriptor of cuBLASLt: its kind, the arguments of its creation, and its attributes by number."""
+class Descriptor:
+    """Descriptor of cuBLASLt: its kind, the arguments of its creation, and its attributes by number."""
 
     kind: str
     arguments: tuple[int, ...]
@@ -30,28 +30,30 @@ class Thing:
 
 
 class FakeBlas:
-    """A fake cuBLASLt library with ``count`` algorithms; algorithm i needs 256 * i bytes of workspace.
+    """Fake cuBLASLt library with ``count`` algorithms; algorithm i needs 256 * i bytes of workspace.
 
-    chosen: the algorithm and the stream of each product that was run. statuses: error codes that the next calls return
-    instead of running. picky: algorithms that support only the M that the heuristic was asked for. things: the
-    descriptors by handle. asked: the preference of each call of the heuristic. scratch: the workspace's address and
-    size in each product.
+    launches: the algorithm and the stream of each product that was run.
+    statuses: error codes that the next calls return instead of running.
+    single_m_algorithms: algorithms that support only the M that the heuristic was called with.
+    descriptors: the descriptors by handle.
+    preferences: the preference descriptor of each call of the heuristic.
+    workspaces: the workspace's address and size in each product.
     """
 
     def __init__(self, count: int = 3) -> None:
-        self.count, self.chosen, self.statuses = count, list[tuple[int, int]](), list[int]()
-        self.picky: set[int] = set()
-        self.things: dict[int, Thing] = {}
-        self.asked: list[Thing] = []
-        self.scratch: list[tuple[int, int]] = []
+        self.count, self.launches, self.statuses = count, list[tuple[int, int]](), list[int]()
+        self.single_m_algorithms: set[int] = set()
+        self.descriptors: dict[int, Descriptor] = {}
+        self.preferences: list[Descriptor] = []
+        self.workspaces: list[tuple[int, int]] = []
 
     def cublasLtCreate(self, handle: Any) -> int:
         handle._obj.value = 99
         return 0
 
     def _create(self, kind: str, pointer: Any, *arguments: int) -> int:
-        pointer._obj.value = 1000 + len(self.things)
-        self.things[pointer._obj.value] = Thing(kind, arguments)
+        pointer._obj.value = 1000 + len(self.descriptors)
+        self.descriptors[pointer._obj.value] = Descriptor(kind, arguments)
         return 0
 
     def __getattr__(self, name: str) -> Callable[..., int]:
@@ -65,15 +67,15 @@ class FakeBlas:
         raise AttributeError(name)
 
     def _set(self, pointer: int, attribute: int, address: int, size: int) -> int:
-        self.things[pointer].attributes[attribute] = _WIDTHS[size].from_address(address).value
+        self.descriptors[pointer].attributes[attribute] = _WIDTHS[size].from_address(address).value
         return 0
 
     def _destroy(self, pointer: int) -> int:
-        self.things[pointer].kind = "destroyed"
+        self.descriptors[pointer].kind = "destroyed"
         return 0
 
     def _columns(self, layout: int) -> int:
-        return self.things[layout].arguments[2]
+        return self.descriptors[layout].arguments[2]
 
     def cublasLtMatmulAlgoGetHeuristic(self, *arguments: int) -> int:
         handle, operation, _, _, _, d, preference, requested, results_address, count_address = arguments
@@ -81,9 +83,9 @@ class FakeBlas:
             return 1
         if self.statuses:
             return self.statuses.pop(0)
-        asked = self.things[preference]
-        self.asked.append(asked)
-        if any(self.things[operation].attributes.get(attribute) == 0 for attribute in (8, 17, 18)):
+        preference_descriptor = self.descriptors[preference]
+        self.preferences.append(preference_descriptor)
+        if any(self.descriptors[operation].attributes.get(attribute) == 0 for attribute in (8, 17, 18)):
             return 7
         returned = min(requested, self.count)
         results = (Ranked * requested).from_address(results_address)
@@ -96,28 +98,45 @@ class FakeBlas:
     def cublasLtMatmulAlgoCheck(self, *arguments: int) -> int:
         algorithm, result_address = arguments[-2:]
         number, m = (ctypes.c_uint64 * 2).from_address(algorithm)
-        if number in self.picky and m != self._columns(arguments[5]):
+        if number in self.single_m_algorithms and m != self._columns(arguments[5]):
             return 15
         Ranked.from_address(result_address).workspace = 256 * number
         return 0
 
     def cublasLtMatmul(self, *arguments: int) -> int:
-        _, operation, alpha, a, a_at, b, b_at, beta, c, c_at, d, d_at, algorithm, scratch, workspace, stream = arguments
+        (
+            _,
+            operation,
+            alpha,
+            a,
+            a_at,
+            b,
+            b_at,
+            beta,
+            c,
+            c_at,
+            d,
+            d_at,
+            algorithm,
+            workspace_address,
+            workspace_bytes,
+            stream,
+        ) = arguments
         if self.statuses:
             return self.statuses.pop(0)
-        description = self.things[operation]
+        description = self.descriptors[operation]
         assert (c, c_at) == (d, d_at)
         is_integer = description.arguments[1] == 10
         number = ctypes.c_int32 if is_integer else ctypes.c_float
         assert (number.from_address(alpha).value, number.from_address(beta).value) == (1, 0)
-        self.chosen.append((ctypes.c_uint64.from_address(algorithm).value, stream))
-        self.scratch.append((scratch, workspace))
+        self.launches.append((ctypes.c_uint64.from_address(algorithm).value, stream))
+        self.workspaces.append((workspace_address, workspace_bytes))
         options = description.attributes
-        left, right = self._matrices(a, a_at), self._matrices(b, b_at)
-        left = left.mT if options[3] else left
-        right = right.mT if options[4] else right
+        a_matrix, b_matrix = self._matrices(a, a_at), self._matrices(b, b_at)
+        a_matrix = a_matrix.mT if options[3] else a_matrix
+        b_matrix = b_matrix.mT if options[4] else b_matrix
         exact = torch.int64 if is_integer else torch.float64
-        result = left.to(exact) @ right.to(exact)
+        result = a_matrix.to(exact) @ b_matrix.to(exact)
         if 31 in options:
             result = result * self._scale(options[17], options[31], result.shape[-2])[:, None]
             result = result * self._scale(options[18], options[32], result.shape[-1])
@@ -134,7 +153,7 @@ class FakeBlas:
         return _memory(address, count if mode == 3 else 1, torch.float32).double()
 
     def _matrices(self, address: int, layout: int) -> Tensor:
-        description = self.things[layout]
+        description = self.descriptors[layout]
         dtype, rows, columns, lead = description.arguments
         batches, stride = description.attributes.get(5, 1), description.attributes.get(6, 0)
         # Algorithms were requested for this alignment, and assume it for every matrix of a batch.

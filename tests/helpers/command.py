@@ -1,4 +1,4 @@
-"""Running the ``gemmtune`` command inside the test process."""
+"""Runner of the ``gemmtune`` command inside the test process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gemmtune.cli.commands import app
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a command: its exit code, stdout and stderr."""
+    """Result of a command: its exit code, stdout and stderr."""
 
     code: int
     out: str
@@ -25,10 +25,10 @@ class Result:
         return json.loads(self.out)
 
 
-Run = Callable[..., Result]
+CommandRunner = Callable[..., Result]
 
 
 def invoke(*args: object) -> Result:
     """Run ``gemmtune`` with these arguments and return its Result. Exceptions other than SystemExit are not caught."""
-    outcome = CliRunner().invoke(app, [str(arg) for arg in args], catch_exceptions=False, prog_name="gemmtune")
-    return Result(outcome.exit_code, outcome.stdout, outcome.stderr)
+    result = CliRunner().invoke(app, [str(arg) for arg in args], catch_exceptions=False, prog_name="gemmtune")
+    return Result(result.exit_code, result.stdout, result.stderr)

@@ -1,4 +1,4 @@
-"""A fake CUDA driver that records launches instead of making them."""
+"""Fake CUDA driver that records launches instead of running kernels."""
 
 from __future__ import annotations
 
@@ -17,15 +17,22 @@ from gemmtune.core import torch_compat
 STREAM = 7
 
 
-class Driver:
-    """A fake CUDA driver.
+class FakeDriver:
+    """Fake CUDA driver.
 
-    launches: the kernel's name, the grid and the 8-byte values of the arguments of each launch. places: the addresses
-    of the last launch's arguments. overlaps: for each launch, 1 if it uses PDL (it may begin before the previous kernel
-    has ended), else 0. capture: id of the stream's capture, or 0. nodes: the captured nodes. beside: thread blocks that
-    fit on a multiprocessor. run: called with the grid and the arguments of each launch, so that a test can compute what
-    a GPU would. temporaries: tensors that launches requested from torch's allocator. memory: allocations that they
-    requested from the driver. mode: the capture mode of this thread.
+    launches: the kernel's name, the grid and the 8-byte values of the arguments of each launch.
+    names: the kernels' names; a kernel's handle is its position, counted from 1.
+    arguments: the number of arguments of each kernel by name.
+    statuses: error codes that the next launches return instead of running.
+    argument_arrays: the address of each launch's array of pointers to arguments.
+    argument_addresses: the addresses of the last launch's arguments.
+    threads, shared: threads of a thread block, and its dynamic shared memory in bytes.
+    pdl_flags: for each launch, 1 if it uses PDL (it may begin before the previous kernel has ended), else 0.
+    capture: id of the stream's capture, or 0. nodes: the captured nodes. version: the driver's version.
+    blocks_per_multiprocessor: thread blocks that fit on a multiprocessor.
+    run: called with the grid and the arguments of each launch, so that a test can compute a GPU's result.
+    workspaces: tensors that launches requested from torch's allocator.
+    memory: allocations that launches requested from the driver. mode: the capture mode of this thread.
     """
 
     def __init__(self) -> None:
@@ -33,14 +40,14 @@ class Driver:
         self.names: list[str] = []
         self.arguments: dict[str, int] = {}
         self.statuses: list[int] = []
-        self.starts: list[int] = []
+        self.argument_arrays: list[int] = []
         self.threads, self.shared = 128, 0
-        self.places: list[int] = []
-        self.overlaps: list[int] = []
-        self.capture, self.version, self.beside = 0, 13000, 2
+        self.argument_addresses: list[int] = []
+        self.pdl_flags: list[int] = []
+        self.capture, self.version, self.blocks_per_multiprocessor = 0, 13000, 2
         self.nodes: list[int] = []
         self.run: Callable[[tuple[int, int], list[int]], None] | None = None
-        self.temporaries: list[torch.Tensor] = []
+        self.workspaces: list[torch.Tensor] = []
         self.memory: list[Any] = []
         self.mode = 0
 
@@ -64,9 +71,9 @@ class Driver:
         self.shared = value
         return 0
 
-    def cuOccupancyMaxActiveBlocksPerMultiprocessor(self, beside: Any, handle: Any, threads: int, shared: Any) -> int:
+    def cuOccupancyMaxActiveBlocksPerMultiprocessor(self, blocks: Any, handle: Any, threads: int, shared: Any) -> int:
         assert threads == self.threads
-        beside._obj.value = self.beside
+        blocks._obj.value = self.blocks_per_multiprocessor
         return 0
 
     def cuDriverGetVersion(self, version: Any) -> int:
@@ -84,16 +91,16 @@ class Driver:
         assert (launch.stream, extra) == (STREAM, None)
         attributes = (driver._Attribute * launch.count).from_address(launch.attributes)
         assert [(each.id, each.value) for each in attributes] == [(6, 1)] * launch.count  # the attribute for PDL
-        self.overlaps.append(launch.count)
+        self.pdl_flags.append(launch.count)
         assert launch.shared == self.shared or (
             not self.shared and launch.shared <= 48 << 10
         )  # more than 48 KiB has to be requested
         name = self.names[handle.value - 1]
         parameters = (ctypes.c_void_p * self.arguments[name]).from_address(start.value)
-        self.places = list(parameters)
-        values = [ctypes.c_uint64.from_address(address).value for address in self.places]
+        self.argument_addresses = list(parameters)
+        values = [ctypes.c_uint64.from_address(address).value for address in self.argument_addresses]
         self.launches.append((name, (launch.x, launch.y), values))
-        self.starts.append(start.value)
+        self.argument_arrays.append(start.value)
         if self.run is not None:
             self.run((launch.x, launch.y), values)
         self.nodes.append(len(self.launches))
@@ -134,19 +141,19 @@ class Driver:
     def cuStreamDestroy_v2(self, stream: Any) -> int:
         return self.cuStreamSynchronize(stream)
 
-    def temporary(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return a new uint8 tensor and record it. Replaces the function by which launches use torch's allocator."""
+    def alloc_workspace(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return a new uint8 tensor and record it. It replaces the function by which launches use torch's allocator."""
         assert (len(shape), strides, dtype) == (1, (1,), torch.uint8)
-        self.temporaries.append(torch.empty(shape, dtype=dtype))
-        return self.temporaries[-1]
+        self.workspaces.append(torch.empty(shape, dtype=dtype))
+        return self.workspaces[-1]
 
 
-def simulated(monkeypatch: pytest.MonkeyPatch) -> Driver:
+def install_fake_driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     """Replace the CUDA driver, and the functions of torch.cuda that launching uses, by fakes. Return the driver."""
-    fake = Driver()
+    fake = FakeDriver()
     monkeypatch.setattr(driver, "driver", lambda: fake)
     driver._version.cache_clear()
-    monkeypatch.setattr(kernel, "empty_cuda", fake.temporary)
+    monkeypatch.setattr(kernel, "empty_cuda", fake.alloc_workspace)
     monkeypatch.setattr(kernel, "_semaphores", {})
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)

@@ -17,7 +17,7 @@ ILLEGAL = Candidate.make("native", "gemm", isa="amx", mr=16, nr=32)
 
 
 def make_target(threads: int = 2, name: str = "Test CPU <x>") -> Target:
-    """Return the Target of a fictitious machine. Its name needs escaping in HTML."""
+    """Return the Target of a fictitious CPU. Its name needs escaping in HTML."""
     return Target(
         device="cpu",
         name=name,
@@ -77,7 +77,7 @@ def make_decision(
     is_winner = outcome == "winner"
     wrong = Verdict("wrong", "element [3, <b>7</b>] is off by 12.5 times the bound", worst=12.5)
     if outcome == "none_valid":
-        evidence = [make_evidence(c, "failed", verdict=wrong, reason="wrong") for c in (ATEN, WRONG)]
+        evidence = [make_evidence(candidate, "failed", verdict=wrong, reason="wrong") for candidate in (ATEN, WRONG)]
     else:
         evidence = [
             make_evidence(ATEN, "finalist" if is_winner else "winner", aten_s),

@@ -1,4 +1,4 @@
-"""A fork while another thread has a lock."""
+"""Fork of this process while another thread has a lock."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 
-def child_of_fork_while_held(lock: AbstractContextManager[object], works: Callable[[], object]) -> bool:
-    """Whether ``works()`` returns a true value within 20 s in a child process that is forked while another thread has
-    the lock. A lock that is not reset after the fork would stay locked in the child forever."""
-    acquired, done = threading.Event(), threading.Event()
+def passes_in_forked_child(lock: AbstractContextManager[object], check: Callable[[], object]) -> bool:
+    """Return whether ``check()`` is true within 20 s in a child that is forked while another thread has the lock.
+
+    A lock that is not reset after the fork would stay locked in the child forever.
+    """
+    acquired, finished = threading.Event(), threading.Event()
 
     def hold_lock() -> None:
         with lock:
             acquired.set()
-            done.wait(60)
+            finished.wait(60)
 
     thread = threading.Thread(target=hold_lock)
     thread.start()
@@ -26,8 +28,8 @@ def child_of_fork_while_held(lock: AbstractContextManager[object], works: Callab
         child = os.fork()
         if child == 0:
             signal.alarm(20)  # ends a child that waits forever
-            os._exit(0 if works() else 1)
+            os._exit(0 if check() else 1)
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     finally:
-        done.set()
+        finished.set()
         thread.join()

@@ -1,7 +1,7 @@
-"""An op family from outside: rows of activations in two groups, each multiplied by a weight of its own.
+"""Op family of a plug-in: rows of activations in two groups, each multiplied by its own weight.
 
-It is written with public calls only, in one module that worker processes import: the family, its oracle, ATen's only
-candidate for it, and the op.
+The plug-in uses public functions only. One module, which worker processes import, has the family, its oracle, ATen's
+only candidate for it, and the op.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ FAMILY = Family("grouped_toy", batched=True)
 ORACLE_CALLS: list[str] = []
 
 
-def products(problem: Problem, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """The oracle: each group in float64, and the product of absolute values."""
+def oracle_products(problem: Problem, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each group's product in float64, and the product of the absolute values."""
     ORACLE_CALLS.append(problem.key)
     return a.double() @ b.double(), (a.double().abs() @ b.double().abs()).float()
 
 
 class GroupedBmm(AtenKernel):
-    """``torch.bmm`` of the groups."""
+    """Kernel that calls ``torch.bmm`` on the groups."""
 
     template = "grouped_bmm"
     family = (FAMILY.name,)
@@ -44,7 +44,7 @@ class GroupedBmm(AtenKernel):
 
 
 def describe(input: Tensor, weight1: Tensor, weight2: Tensor) -> Call:
-    """input [2 M, K], weights [N, K]: the first M rows are multiplied by the first weight. Raises ShapeError."""
+    """Return the Call of input [2 M, K] and two weights [N, K]. Raise ShapeError for other shapes."""
     checks.require_matrix("grouped_toy", "input", input)
     rows, k = input.shape
     if rows % 2 or weight1.shape != weight2.shape or weight1.shape[-1] != k:
@@ -61,8 +61,8 @@ def _adapt(input: Tensor, weight1: Tensor, weight2: Tensor) -> tuple[Tensor, Ten
     return input.reshape(2, -1, input.shape[1]), torch.stack((weight1.t(), weight2.t()))
 
 
-def plain(input: Tensor, weight1: Tensor, weight2: Tensor) -> Tensor:
-    """The op in PyTorch's functions."""
+def fallback(input: Tensor, weight1: Tensor, weight2: Tensor) -> Tensor:
+    """Compute the op with PyTorch's functions."""
     first, second = input.chunk(2)
     return torch.cat((first @ weight1.t(), second @ weight2.t()))
 
@@ -77,9 +77,9 @@ SPEC = OpSpec(
     name="grouped_toy",
     operands=("input", "weight1", "weight2"),
     describe=describe,
-    trace=plain,
+    trace=fallback,
     needs_torch=_needs_torch,
-    torch_function=lambda **_: TorchFunction(plain),
+    torch_function=lambda **_: TorchFunction(fallback),
     adapt=lambda call, **_: _adapt,
     packable=False,
 )
@@ -87,10 +87,10 @@ SPEC = OpSpec(
 
 @SPEC.public
 def grouped_toy(input: Tensor, weight1: Tensor, weight2: Tensor) -> Tensor:  # type: ignore[empty-body]
-    """Rows [2 M, K] by two weights [N, K], each for one half of the rows; returns [2 M, N]."""
+    """Multiply each half of the rows [2 M, K] by its own weight [N, K]; return [2 M, N]."""
 
 
 register_family(FAMILY, __name__)
-oracle.register(FAMILY.name, products)
+oracle.register(FAMILY.name, oracle_products)
 aten.register(GroupedBmm)
 table.register(SPEC)

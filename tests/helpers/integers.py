@@ -1,4 +1,4 @@
-"""Integer products whose epilogues are exact only in integer arithmetic, and integer outputs of NaN and of ties."""
+"""Integer products whose epilogues float32 would round, and integer outputs of NaN and of ties."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gemmtune.core.workloads import int_problem
 from gemmtune.verify.inputs import Inputs, make_inputs
 
 _K = 2048  # 127 * 127 * K is beyond 2**24, where float32 has no odd numbers
-EXACT: dict[str, tuple[Step, ...]] = {
+EXACT_EPILOGUES: dict[str, tuple[Step, ...]] = {
     "relu": (Step("relu"),),
     "a bias and relu": (Step("bias", "col", "int32"), Step("relu")),
     "a bias twice": (Step("bias", "col", "int32", value=2.0), Step("add", "row", "int32", value=-3.0)),
@@ -26,8 +26,8 @@ EXACT: dict[str, tuple[Step, ...]] = {
 
 
 def exact_cases(m: int, n: int) -> Iterator[tuple[str, Problem, Inputs, Tensor]]:
-    """Yield a name, a Problem with an int32 output, its operands, and the result."""
-    for name, steps in EXACT.items():
+    """Yield the epilogue's name, a Problem with an int32 output, its operands, and the exact result."""
+    for name, steps in EXACT_EPILOGUES.items():
         problem = replace(int_problem(m, n, _K), epilogue=steps)
         inputs = make_inputs(problem, 0)
         inputs.a.fill_(127)
@@ -40,12 +40,12 @@ def exact_cases(m: int, n: int) -> Iterator[tuple[str, Problem, Inputs, Tensor]]
 
 
 def _result(problem: Problem, inputs: Inputs) -> Tensor:
-    acc, tensors = inputs.a.long() @ inputs.b.long(), iter(inputs.aux)
+    acc, operands = inputs.a.long() @ inputs.b.long(), iter(inputs.aux)
     for step in problem.epilogue:
-        t = torch.tensor(0)
+        operand = torch.tensor(0)
         if step.takes_tensor:
-            t = next(tensors).long() * int(step.value)
-            t = t[:, None] if step.axis == "row" else t
+            operand = next(operands).long() * int(step.value)
+            operand = operand[:, None] if step.axis == "row" else operand
         if step.kind == "relu":
             acc = acc.clamp(min=0)
         elif step.kind == "clamp":
@@ -53,14 +53,17 @@ def _result(problem: Problem, inputs: Inputs) -> Tensor:
                 None if math.isinf(step.lo) else int(step.lo), None if math.isinf(step.hi) else int(step.hi)
             )
         else:
-            acc = acc * t if step.kind == "mul" else acc + t
+            acc = acc * operand if step.kind == "mul" else acc + operand
     assert int(acc.abs().max()) > 2**24
     assert bool((acc.float().long() != acc).any()), "float32 would do as well"
     return acc.to(torch.int32)
 
 
 def rounding_cases(m: int, n: int, k: int) -> Iterator[tuple[Problem, Inputs, Tensor]]:
-    """Yield a Problem with an int8 or uint8 output, operands, and the result: NaN is 0, ties go to even numbers."""
+    """Yield a Problem with an int8 or uint8 output, its operands, and the result.
+
+    NaN becomes 0, and ties are rounded to even numbers.
+    """
     for dtype, lowest, highest in (("int8", -128, 127), ("uint8", 0, 255)):
         steps = (Step("scale", "row", "float32"),)
         problem = replace(int_problem(m, n, k), epilogue=steps, out_dtype=dtype)

@@ -1,4 +1,4 @@
-"""A toy backend whose kernels record their runs, and Decisions that make dispatch serve it."""
+"""Toy backend whose kernels record their runs, and Decisions that make dispatch serve its kernels."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from gemmtune.core.weights import PackedWeight, QuantWeight
 from gemmtune.dispatch import RUNTIME, current_target
 from gemmtune.store.base import Store
 
-# One entry per run: the candidate's id, the M that the kernel was loaded for, and the rows of this call.
-RAN: list[tuple[str, int, int]] = []
+# Each entry has the candidate's id, the M that the kernel was loaded for, and the number of rows of the call.
+TOY_RUNS: list[tuple[str, int, int]] = []
 
 
 class ToyKernel(Kernel):
-    """A correct, slow kernel that multiplies in float64 and appends each run to ``RAN``."""
+    """Correct, slow kernel that multiplies in float64 and appends an entry to ``TOY_RUNS``."""
 
     def __init__(self, problem: Problem, candidate: Candidate) -> None:
         self.problem, self.candidate = problem, candidate
@@ -33,7 +33,7 @@ class ToyKernel(Kernel):
         self.packing = f"toy:{layout}" if layout else None
 
     def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
-        RAN.append((self.candidate.id, self.problem.m, a.shape[-2]))
+        TOY_RUNS.append((self.candidate.id, self.problem.m, a.shape[-2]))
         raw = ToyBackend().unpack(b) if isinstance(b, PackedWeight) else b
         weight = dequantize(raw, dtype_of("float64")) if isinstance(raw, QuantWeight) else raw.double()
         acc = a.double() @ weight
@@ -60,7 +60,7 @@ class ToyBackend(Backend):
             yield toy(layout)
 
     def why_illegal(self, problem: Problem, candidate: Candidate, target: Target) -> str:
-        """Accept any integer tag: ``candidates`` cannot list them all."""
+        """Return "" for any integer tag: ``candidates`` cannot list them all."""
         legal = candidate.identity[:2] == ("toy", "slow") and set(dict(candidate.config)) == {"layout", "tag"}
         return "" if legal and type(candidate["tag"]) is int else "it is no toy"
 
@@ -81,7 +81,7 @@ class ToyBackend(Backend):
 
 
 def toy(layout: str = "", tag: int = 0) -> Candidate:
-    """Return a toy candidate that needs its weight packed in ``layout`` (empty: unpacked)."""
+    """Return a toy candidate whose weight is packed in ``layout`` (empty: not packed)."""
     return Candidate.make("toy", "slow", layout=layout, tag=tag)
 
 
@@ -100,26 +100,26 @@ def evidence(candidate: Candidate, seconds: float, ratio: float = 0.5, *, ok: bo
 
 
 def decide(problem: Problem, *rows: Evidence, chosen: Candidate | None = None, aten_s: float = 1.0) -> Decision:
-    """Return a Decision with these rows and ATen's plain candidate at ``aten_s`` as evidence.
+    """Return a Decision with ``rows`` and ATen's default candidate at ``aten_s`` as evidence.
 
     The fastest candidate of each layout is its alternative. ``chosen`` is the winner; without it, the outcome is a tie.
     """
-    aten = evidence(AtenBackend().default_candidate(problem), aten_s, 1.0)
-    all_rows = (*rows, aten)
-    best: dict[str, Evidence] = {}
+    aten_row = evidence(AtenBackend().default_candidate(problem), aten_s, 1.0)
+    all_rows = (*rows, aten_row)
+    fastest_by_layout: dict[str, Evidence] = {}
     for row in all_rows:
-        fastest = best.get(row.packing or "")
+        fastest = fastest_by_layout.get(row.packing or "")
         assert row.sample is not None
         if fastest is None or (fastest.sample is not None and row.sample.median_s < fastest.sample.median_s):
-            best[row.packing or ""] = row
-    winner = chosen.id if chosen is not None else aten.id
+            fastest_by_layout[row.packing or ""] = row
+    winner = chosen.id if chosen is not None else aten_row.id
     return Decision(
         problem.key, problem.to_dict(), current_target().key, "winner" if chosen else "tie", winner, all_rows,
-        alternatives={layout: row.id for layout, row in best.items()},
+        alternatives={layout: row.id for layout, row in fastest_by_layout.items()},
     )  # fmt: skip
 
 
-def serve(store: Store, problem: Problem, *rows: Evidence, chosen: Candidate | None = None) -> None:
+def store_decision(store: Store, problem: Problem, *rows: Evidence, chosen: Candidate | None = None) -> None:
     """Store a Decision (see ``decide``) and make dispatch read the store."""
     store.put(current_target(), decide(problem, *rows, chosen=chosen))
     RUNTIME.refresh(store)

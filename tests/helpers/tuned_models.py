@@ -1,4 +1,4 @@
-"""Models with stored decisions in which the toy kernels win."""
+"""Models whose problems have stored decisions in which the toy kernels win."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import gemmtune
 from gemmtune.core.problem import Problem
 from gemmtune.store import MemoryStore
 
-from .serving import evidence, register, serve, toy
+from .serving import evidence, register, store_decision, toy
 
 
 class Mlp(nn.Module):
@@ -24,17 +24,18 @@ class Mlp(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
-def teach(store: MemoryStore, problems: Iterable[tuple[Problem, int]], layout: str = "plain") -> None:
-    """Store decisions in which the toy kernel wins every problem with a constant weight."""
+def store_toy_decisions(store: MemoryStore, problems: Iterable[tuple[Problem, int]], layout: str = "plain") -> None:
+    """Store decisions in which the toy kernel wins each problem that has a constant weight."""
     for problem, _ in problems:
         if problem.b.constant:
-            serve(store, problem, evidence(toy(layout), 0.1), chosen=toy(layout))
+            store_decision(store, problem, evidence(toy(layout), 0.1), chosen=toy(layout))
 
 
-def ready(model: nn.Module, x: Any, store: MemoryStore) -> nn.Module:
+def prepare_model(model: nn.Module, x: Any, store: MemoryStore) -> nn.Module:
+    """Return the frozen model, and store decisions for the problems of ``model(x)`` in which the toy kernels win."""
     register()
     model.eval().requires_grad_(False)
-    with gemmtune.record() as recorded:
+    with gemmtune.record() as recording:
         model(x)
-    teach(store, recorded.problems)
+    store_toy_decisions(store, recording.problems)
     return model

@@ -1,4 +1,4 @@
-"""optimize(): swap, run, save, load, restore; on an MLP, an attention block and weight-only layers."""
+"""optimize(): swap, run, save, load and restore, on an MLP, an attention block and weight-only layers."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from gemmtune.dispatch import RUNTIME
 from gemmtune.nn.sites import Site
 from gemmtune.ops.weight_only import recognise
 from gemmtune.store import MemoryStore
-from helpers.serving import RAN, evidence, register, serve, toy
-from helpers.tuned_models import Mlp, ready, teach
+from helpers.serving import TOY_RUNS, evidence, register, store_decision, toy
+from helpers.tuned_models import Mlp, prepare_model, store_toy_decisions
 
-optimizing: Any = importlib.import_module("gemmtune.nn.optimize")
+optimize_module: Any = importlib.import_module("gemmtune.nn.optimize")
 
 
 class Attention(nn.Module):
@@ -36,7 +36,7 @@ class Attention(nn.Module):
 
 
 class WeightOnly(nn.Module):
-    """int8 or int4 with groups along K; scales as [N, groups]."""
+    """Weight-only linear of int8 or int4 with groups along K and scales [N, groups]."""
 
     def __init__(self, bits: int) -> None:
         super().__init__()
@@ -53,15 +53,15 @@ class WeightOnly(nn.Module):
         return F.linear(x, full, self.bias)
 
 
-def test_a_packed_weight_serves_on_a_cpu_where_a_kernel_on_the_raw_weight_is_faster_still(
+def test_packed_weight_is_used_on_a_cpu_though_a_raw_kernel_is_faster(
     own_store: MemoryStore,
 ) -> None:
     x = torch.randn(3, 8)
-    model = ready(Mlp(), x, own_store)
-    with gemmtune.record() as recorded:
+    model = prepare_model(Mlp(), x, own_store)
+    with gemmtune.record() as recording:
         model(x)
-    for problem, _ in recorded.problems:
-        serve(own_store, problem, evidence(toy(""), 0.1), evidence(toy("plain"), 0.3), chosen=toy(""))
+    for problem, _ in recording.problems:
+        store_decision(own_store, problem, evidence(toy(""), 0.1), evidence(toy("plain"), 0.3), chosen=toy(""))
     assert set(gemmtune.optimize(model, x, tune=False).swapped.values()) == {"toy:plain"}
 
 
@@ -69,23 +69,23 @@ MODELS = [(Mlp, (3, 8), 2), (Attention, (2, 3, 8), 2), (lambda: nn.Sequential(We
           (lambda: nn.Sequential(WeightOnly(4)), (4, 32), 1)]  # fmt: skip
 
 
-@pytest.mark.parametrize(("make", "shape", "count"), MODELS)
-def test_swap_save_load_restore(make: Any, shape: tuple[int, ...], count: int, own_store: MemoryStore) -> None:
+@pytest.mark.parametrize(("make_model", "shape", "count"), MODELS)
+def test_swap_save_load_restore(make_model: Any, shape: tuple[int, ...], count: int, own_store: MemoryStore) -> None:
     x = torch.randn(shape)
-    model = ready(make(), x, own_store)
-    modules, wanted = dict(model.named_modules()), model(x)
+    model = prepare_model(make_model(), x, own_store)
+    modules, expected = dict(model.named_modules()), model(x)
     saved = {name: value.clone() for name, value in model.state_dict().items()}
     handle = gemmtune.optimize(model, (x,), tune=False)
     assert len(handle.swapped) == count
     assert set(handle.swapped.values()) == {"toy:plain"}
     assert handle.left == {}
-    RAN.clear()
-    torch.testing.assert_close(model(x), wanted, rtol=1e-4, atol=1e-5)
-    assert len(RAN) == count
-    held = model.state_dict()
-    assert set(held) == set(saved)
-    assert all(torch.equal(held[name], saved[name]) for name in saved)
-    other = make().eval().requires_grad_(False)
+    TOY_RUNS.clear()
+    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
+    assert len(TOY_RUNS) == count
+    state = model.state_dict()
+    assert set(state) == set(saved)
+    assert all(torch.equal(state[name], saved[name]) for name in saved)
+    other = make_model().eval().requires_grad_(False)
     model.load_state_dict(other.state_dict())
     torch.testing.assert_close(model(x), other(x), rtol=1e-4, atol=1e-5)
     handle.restore()
@@ -94,9 +94,9 @@ def test_swap_save_load_restore(make: Any, shape: tuple[int, ...], count: int, o
     assert torch.equal(model(x), other(x))
 
 
-def test_the_raw_weight_is_dropped_and_comes_back(own_store: MemoryStore) -> None:
+def test_raw_weight_is_freed_and_restored(own_store: MemoryStore) -> None:
     x = torch.randn(3, 8)
-    model = ready(Mlp(), x, own_store)
+    model = prepare_model(Mlp(), x, own_store)
     assert isinstance(model, Mlp)
     layer, weight, values = model.up, model.up.weight, model.up.weight.clone()
     with gemmtune.optimize(model, x, tune=False):
@@ -110,9 +110,9 @@ def test_the_raw_weight_is_dropped_and_comes_back(own_store: MemoryStore) -> Non
     assert torch.equal(weight, values)
 
 
-def test_left_alone(own_store: MemoryStore) -> None:
+def test_linears_that_cannot_be_packed_have_a_reason(own_store: MemoryStore) -> None:
     x = torch.randn(3, 8)
-    model = ready(
+    model = prepare_model(
         nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 8), nn.Linear(8, 8)), x, own_store
     )
     model[2].weight = model[3].weight  # type: ignore[union-attr]
@@ -130,34 +130,34 @@ def test_left_alone(own_store: MemoryStore) -> None:
         "4": "has no decision",
     }
     assert {
-        name: text for name, text in handle.left.items() if text.startswith(reasons.get(name, "?"))
+        name: reason for name, reason in handle.left.items() if reason.startswith(reasons.get(name, "?"))
     }.keys() == reasons.keys()
     assert handle.left["0.idle"] == "did not run on the example inputs"
 
 
-def test_a_linear_is_served_that_is_the_model_itself(own_store: MemoryStore) -> None:
+def test_model_that_is_a_linear_is_packed(own_store: MemoryStore) -> None:
     x = torch.randn(3, 8)
-    model = ready(nn.Linear(8, 8), x, own_store)
-    wanted = model(x)
+    model = prepare_model(nn.Linear(8, 8), x, own_store)
+    expected = model(x)
     assert gemmtune.optimize(model, x, tune=False).swapped == {"": "toy:plain"}
-    torch.testing.assert_close(model(x), wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_plain_pytorch_keeps_what_it_wins(own_store: MemoryStore) -> None:
+def test_problems_that_aten_wins_are_left_to_pytorch(own_store: MemoryStore) -> None:
     x = torch.randn(3, 8)
     model = Mlp().eval()
-    with gemmtune.record() as recorded, torch.no_grad():
+    with gemmtune.record() as recording, torch.no_grad():
         model(x)
-    for problem, _ in recorded.problems:
-        serve(own_store, problem)
+    for problem, _ in recording.problems:
+        store_decision(own_store, problem)
     assert set(gemmtune.optimize(model, x, tune=False).left.values()) == {"plain PyTorch is best"}
 
 
-def test_memory_is_respected(own_store: MemoryStore) -> None:
+def test_memory_limit_excludes_larger_layouts(own_store: MemoryStore) -> None:
     register()
     x = torch.randn(4, 32)
     model = nn.Sequential(WeightOnly(8)).eval()
-    with gemmtune.record() as recorded:
+    with gemmtune.record() as recording:
         model(x)
     from gemmtune.core.candidate import Candidate
     from gemmtune.core.decision import Evidence, Sample, Verdict
@@ -168,26 +168,26 @@ def test_memory_is_respected(own_store: MemoryStore) -> None:
         dequant.to_dict(), dequant.id, "winner", packing="aten:dequant/float32", verdict=Verdict("within_bound"),
         sample=sample,
     )  # fmt: skip
-    serve(own_store, recorded.problems[0][0], row, chosen=dequant)
+    store_decision(own_store, recording.problems[0][0], row, chosen=dequant)
     assert "1.25 times" in gemmtune.optimize(model, x, tune=False).left["0"]
     handle = gemmtune.optimize(model, x, tune=False, memory=8)
     assert handle.swapped == {"0": "aten:dequant/float32"}
 
 
-def test_impostors_are_left_alone(own_store: MemoryStore) -> None:
-    class Backwards(WeightOnly):
+def test_module_with_another_forward_is_not_replaced(own_store: MemoryStore) -> None:
+    class NegatedLinear(WeightOnly):
         def forward(self, x: Tensor) -> Tensor:
             return -super().forward(x)
 
     x = torch.randn(4, 32)
-    model = ready(nn.Sequential(Backwards(8)), x, own_store)
+    model = prepare_model(nn.Sequential(NegatedLinear(8)), x, own_store)
     handle = gemmtune.optimize(model, x, tune=False)
     assert "computes something else" in handle.left["0"]
 
 
-def test_inference_only(own_store: MemoryStore) -> None:
+def test_packed_model_raises_grad_error_when_training(own_store: MemoryStore) -> None:
     x = torch.randn(3, 8)
-    model = ready(Mlp(), x, own_store)
+    model = prepare_model(Mlp(), x, own_store)
     model.requires_grad_(True)
     handle = gemmtune.optimize(model, x, tune=False)
     with pytest.raises(GradError, match=r"required grad when .* its packed form has no gradient"):
@@ -199,11 +199,11 @@ def test_inference_only(own_store: MemoryStore) -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_weights_may_be_frozen_after_they_are_packed(own_store: MemoryStore) -> None:
+def test_requires_grad_can_change_after_packing(own_store: MemoryStore) -> None:
     x = torch.randn(3, 8)
-    model = ready(Mlp(), x, own_store).requires_grad_(True)
+    model = prepare_model(Mlp(), x, own_store).requires_grad_(True)
     handle = gemmtune.optimize(model, x, tune=False)
-    assert not model.up.weight.requires_grad  # a graph's inner tensors are integers, which can require none
+    assert not model.up.weight.requires_grad  # a graph's inner tensors are integers, which cannot require grad
     copied = copy.deepcopy(model)
     with pytest.raises(GradError):
         copied(x)
@@ -217,7 +217,7 @@ def test_weights_may_be_frozen_after_they_are_packed(own_store: MemoryStore) -> 
     assert not model.down.weight.requires_grad
 
 
-def test_arguments() -> None:
+def test_invalid_arguments_raise_errors() -> None:
     x = torch.randn(3, 8)
     with pytest.raises(ValueError, match=r"call model.eval\(\)"):
         gemmtune.optimize(Mlp(), x)
@@ -231,9 +231,9 @@ def test_arguments() -> None:
         gemmtune.optimize(Mlp().eval(), [])
 
 
-def test_state_that_does_not_fit_is_refused(own_store: MemoryStore) -> None:
+def test_loading_a_mismatched_state_dict_raises_runtime_error(own_store: MemoryStore) -> None:
     x = torch.randn(3, 8)
-    model = ready(Mlp(), x, own_store)
+    model = prepare_model(Mlp(), x, own_store)
     gemmtune.optimize(model, x, tune=False)
     state = model.state_dict()
     del state["down.weight"]
@@ -243,37 +243,37 @@ def test_state_that_does_not_fit_is_refused(own_store: MemoryStore) -> None:
         model.load_state_dict({**model.state_dict(), "up.weight": torch.ones(2, 2)})
 
 
-def test_a_shared_module_is_swapped_everywhere(own_store: MemoryStore) -> None:
+def test_shared_module_is_swapped_at_all_its_uses(own_store: MemoryStore) -> None:
     layer = nn.Linear(8, 8)
     x = torch.randn(3, 8)
-    model = ready(nn.Sequential(layer, nn.ReLU(), layer), x, own_store)
-    wanted = model(x)
+    model = prepare_model(nn.Sequential(layer, nn.ReLU(), layer), x, own_store)
+    expected = model(x)
     handle = gemmtune.optimize(model, x, tune=False)
     assert model[0] is model[2]  # type: ignore[index]
-    torch.testing.assert_close(model(x), wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
     handle.restore()
     assert model[0] is model[2] is layer  # type: ignore[index]
 
 
-def test_a_replaced_forward_and_hooks_still_run(own_store: MemoryStore) -> None:
+def test_replaced_forward_and_hooks_still_run(own_store: MemoryStore) -> None:
     x = torch.randn(3, 8)
-    model = ready(Mlp(), x, own_store)
-    up, seen = model.up, []
+    model = prepare_model(Mlp(), x, own_store)
+    up, hook_calls = model.up, []
     up.forward = lambda t: F.linear(t, up.weight, up.bias) * 2
-    model.down.register_forward_hook(lambda *_: seen.append("before"))
-    wanted = model(x)
+    model.down.register_forward_hook(lambda *_: hook_calls.append("before"))
+    expected = model(x)
     handle = gemmtune.optimize(model, x, tune=False, store=own_store)
     assert set(handle.swapped) == {"up", "down"}
-    model.down.register_forward_hook(lambda *_: seen.append("after"))
-    seen.clear()
-    torch.testing.assert_close(model(x), wanted, rtol=1e-4, atol=1e-5)
+    model.down.register_forward_hook(lambda *_: hook_calls.append("after"))
+    hook_calls.clear()
+    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
     handle.restore()
-    assert torch.equal(model(x), wanted)
-    assert seen == ["before", "after"] * 2
+    assert torch.equal(model(x), expected)
+    assert hook_calls == ["before", "after"] * 2
 
 
-class PerChannel(nn.Module):
-    """int8 with a scale per output channel, as gpt-fast's."""
+class Int8PerChannel(nn.Module):
+    """Weight-only linear of int8 with a scale per output channel, as in gpt-fast."""
 
     def __init__(self, bias: bool = True) -> None:
         super().__init__()
@@ -287,33 +287,33 @@ class PerChannel(nn.Module):
         return product + self.bias if hasattr(self, "bias") else product
 
 
-@pytest.mark.parametrize("make", [lambda: nn.Linear(32, 12), PerChannel, lambda: PerChannel(False)])
-def test_a_weight_that_stays_as_it_lies(make: Any, own_store: MemoryStore) -> None:
-    """What is swapped in on GPUs; the modules themselves run anywhere."""
+@pytest.mark.parametrize("make_module", [lambda: nn.Linear(32, 12), Int8PerChannel, lambda: Int8PerChannel(False)])
+def test_raw_modules_keep_the_weight_unpacked(make_module: Any, own_store: MemoryStore) -> None:
+    """optimize() uses these modules on GPUs; they run on a CPU as well."""
     x = torch.randn(2, 3, 32)
-    model = ready(nn.Sequential(make()), x, own_store)
-    with gemmtune.record() as recorded:
+    model = prepare_model(nn.Sequential(make_module()), x, own_store)
+    with gemmtune.record() as recording:
         model(x)
-    teach(own_store, recorded.problems, layout="")
-    original, wanted, state = model[0], model(x), model.state_dict()  # type: ignore[index]
-    held = recognise(original)
-    site = Site(original, "0", [(model, "0")], held, False, Counter([recorded.problems[0][0]]))
+    store_toy_decisions(own_store, recording.problems, layout="")
+    original, expected, state = model[0], model(x), model.state_dict()  # type: ignore[index]
+    weight_only = recognise(original)
+    site = Site(original, "0", [(model, "0")], weight_only, False, Counter([recording.problems[0][0]]))
     handle = gemmtune.optimize(model, x, tune=False)
     assert handle.left == {"0": "plain PyTorch is best"}  # on a CPU
-    assert optimizing._has_tuned_kernel(RUNTIME.index().plan(recorded.problems[0][0].plan_key, None))
-    assert optimizing._serve_unpacked(site, handle, keeps=False) == ""
+    assert optimize_module._has_tuned_kernel(RUNTIME.index().plan(recording.problems[0][0].plan_key, None))
+    assert optimize_module._serve_unpacked(site, handle, keeps=False) == ""
     assert handle.swapped == {"0": "raw"}
     assert isinstance(model[0], gemmtune.nn.RawLinear | gemmtune.nn.RawWeightOnlyLinear)  # type: ignore[index]
     assert model.state_dict().keys() == state.keys()
-    RAN.clear()
-    torch.testing.assert_close(model(x), wanted, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(copy.deepcopy(model)(x), wanted, rtol=1e-4, atol=1e-5)
-    assert len(RAN) == 2
+    TOY_RUNS.clear()
+    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(copy.deepcopy(model)(x), expected, rtol=1e-4, atol=1e-5)
+    assert len(TOY_RUNS) == 2
     with torch.no_grad():
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-        torch.testing.assert_close(compiled(x), wanted, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(compiled(x), expected, rtol=1e-4, atol=1e-5)
     model.load_state_dict({name: tensor + tensor for name, tensor in state.items()})
-    if held is not None:
+    if weight_only is not None:
         model.register_buffer("probe", torch.zeros(()))
         assert "probe" in model.state_dict()
     changed = model(x)
@@ -323,7 +323,7 @@ def test_a_weight_that_stays_as_it_lies(make: Any, own_store: MemoryStore) -> No
     torch.testing.assert_close(model(x.double()), changed.double(), rtol=1e-4, atol=1e-4)
 
 
-def test_a_raw_linear_trains(own_store: MemoryStore) -> None:
+def test_raw_linear_has_gradients_and_autocast(own_store: MemoryStore) -> None:
     layer = nn.Linear(8, 4)
     raw, x = gemmtune.nn.RawLinear(layer), torch.randn(3, 8)
     assert raw.weight is layer.weight
@@ -334,17 +334,20 @@ def test_a_raw_linear_trains(own_store: MemoryStore) -> None:
     assert repr(raw) == "RawLinear(in_features=8, out_features=4, bias=True)"
 
 
-def test_scales_the_other_way_round_and_impostors_keep_their_module(own_store: MemoryStore) -> None:
-    class Impostor(PerChannel):
+def test_raw_module_is_not_used_for_transposed_scales_or_another_forward(own_store: MemoryStore) -> None:
+    class NegatedLinear(Int8PerChannel):
         def forward(self, x: Tensor) -> Tensor:
             return -super().forward(x)
 
-    for make, x, words in ((WeightOnly, torch.randn(4, 32), "other way round"), (Impostor, torch.randn(4, 32), "else")):
+    for make, x, reason in (
+        (WeightOnly, torch.randn(4, 32), "other way round"),
+        (NegatedLinear, torch.randn(4, 32), "else"),
+    ):
         model = nn.Sequential(make(8) if make is WeightOnly else make()).eval()
-        with gemmtune.record() as recorded:
+        with gemmtune.record() as recording:
             model(x)
-        ran = Counter([recorded.problems[0][0]])
-        site = Site(model[0], "0", [(model, "0")], recognise(model[0]), False, ran)
+        problems = Counter([recording.problems[0][0]])
+        site = Site(model[0], "0", [(model, "0")], recognise(model[0]), False, problems)
         original = model[0]
-        assert words in optimizing._serve_unpacked(site, optimizing.Handle(), keeps=False)
+        assert reason in optimize_module._serve_unpacked(site, optimize_module.Handle(), keeps=False)
         assert model[0] is original

@@ -18,7 +18,7 @@ from gemmtune.ops.addmm import describe
         ((1,), 1, ("add", "tensor", 1.0)),
     ],
 )
-def test_a_vector_along_the_columns_is_a_bias_and_other_inputs_are_addends(
+def test_vector_along_the_columns_is_a_bias_and_other_inputs_are_addends(
     shape: tuple[int, ...], beta: float, step: tuple[str, str, float]
 ) -> None:
     call = describe(torch.ones(shape), torch.ones(3, 4), torch.ones(4, 5), beta, 1)
@@ -26,6 +26,6 @@ def test_a_vector_along_the_columns_is_a_bias_and_other_inputs_are_addends(
     assert (first.kind, first.axis, first.value) == step
 
 
-def test_a_beta_of_zero_leaves_the_input_out() -> None:
+def test_beta_of_zero_excludes_the_input() -> None:
     call = describe(torch.full((3, 5), float("nan")), torch.ones(3, 4), torch.ones(4, 5), 0, 1)
     assert call.problem.epilogue == ()

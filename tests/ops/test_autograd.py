@@ -1,4 +1,4 @@
-"""Gradients through tuned kernels (a toy float64 one), and clear errors where there are none."""
+"""Gradients through tuned kernels (a toy kernel in float64), and GradError for ops without gradients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import gemmtune
 from gemmtune.core.checks import GradError
 from gemmtune.ops import addmm, bmm, linear, mm
 from gemmtune.store import MemoryStore
-from helpers.serving import RAN, evidence, register, serve, toy
+from helpers.serving import TOY_RUNS, evidence, register, store_decision, toy
 
 
 def leaf(*shape: int) -> Tensor:
@@ -37,22 +37,22 @@ CASES: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...], Callable[[], o
 
 @pytest.mark.parametrize("served", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_gradcheck(name: str, served: bool, own_store: MemoryStore) -> None:
+def test_gradcheck_passes_with_pytorch_and_a_tuned_kernel(name: str, served: bool, own_store: MemoryStore) -> None:
     register()
     function, inputs, describe = CASES[name]
     if served:
         call = describe()
-        serve(own_store, call.problem, evidence(toy(), 0.1), chosen=toy())  # type: ignore[attr-defined]
-    RAN.clear()
+        store_decision(own_store, call.problem, evidence(toy(), 0.1), chosen=toy())  # type: ignore[attr-defined]
+    TOY_RUNS.clear()
     assert torch.autograd.gradcheck(function, inputs)
     assert torch.autograd.gradgradcheck(function, inputs)
-    assert bool(RAN) == served
+    assert bool(TOY_RUNS) == served
 
 
-def test_only_what_needs_a_gradient_gets_one(own_store: MemoryStore) -> None:
+def test_only_operands_that_require_grad_get_a_gradient(own_store: MemoryStore) -> None:
     register()
     x, w = torch.randn(3, 4, dtype=torch.float64), leaf(5, 4)
-    serve(own_store, linear.describe(x, w, None).problem, evidence(toy(), 0.1), chosen=toy())
+    store_decision(own_store, linear.describe(x, w, None).problem, evidence(toy(), 0.1), chosen=toy())
     gemmtune.linear(x, w).sum().backward()
     torch.testing.assert_close(w.grad, torch.ones(3, 5, dtype=torch.float64).t() @ x)
     assert x.grad is None
@@ -60,13 +60,13 @@ def test_only_what_needs_a_gradient_gets_one(own_store: MemoryStore) -> None:
         assert not gemmtune.linear(x, w).requires_grad
 
 
-def test_epilogues_differentiate() -> None:
+def test_gradcheck_passes_with_an_epilogue() -> None:
     x, w = leaf(3, 4), leaf(5, 4)
     steps = lambda r: [gemmtune.fuse.gelu(), gemmtune.fuse.add(r)]  # noqa: E731
     assert torch.autograd.gradcheck(lambda x, w, r: gemmtune.linear(x, w, epilogue=steps(r)), (x, w, leaf(3, 5)))
 
 
-def test_packed_weights_have_no_gradient() -> None:
+def test_packed_weights_raise_grad_error() -> None:
     packed = gemmtune.pack(torch.randn(5, 4), layout="aten:row")
     x = torch.randn(3, 4, requires_grad=True)
     bias = torch.randn(5, requires_grad=True)

@@ -31,7 +31,7 @@ def scaled(a: Tensor, b: Tensor) -> Tensor:
     ],
     ids=["mm", "bmm", "scaled_mm"],
 )
-def test_an_op_is_pytorchs_in_one_graph(
+def test_op_is_pytorchs_in_one_graph(
     op: Callable[..., Tensor], expected: Callable[..., Tensor], a: Tensor, b: Tensor
 ) -> None:
     torch._dynamo.reset()

@@ -1,7 +1,8 @@
-"""gemmtune.pack: layouts from the Plan, the default, by name; unpack; errors."""
+"""gemmtune.pack with the Plan's layout, the default layout or a named one; unpack; errors."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,26 +10,30 @@ import torch
 
 import gemmtune
 from gemmtune import backends
+from gemmtune.backends.base import Availability
+from gemmtune.core.candidate import Candidate, Illegal
 from gemmtune.core.checks import DtypeError, ShapeError
 from gemmtune.core.errors import KernelError, UnsupportedError
+from gemmtune.core.problem import Problem
+from gemmtune.core.target import Target
 from gemmtune.core.weights import QuantWeight
 from gemmtune.core.workloads import linear_problem
 from gemmtune.store import MemoryStore
-from helpers.serving import evidence, register, serve, toy
+from helpers.serving import ToyBackend, evidence, register, store_decision, toy
 
 W = torch.randn(24, 32)
 
 
-def test_the_plans_layout_is_taken(own_store: MemoryStore) -> None:
+def test_pack_uses_the_layout_of_the_plan(own_store: MemoryStore) -> None:
     register()
     problem = linear_problem(4, 24, 32, "float32", bias=True)
-    serve(own_store, problem, evidence(toy("other"), 0.1), chosen=toy("other"))
+    store_decision(own_store, problem, evidence(toy("other"), 0.1), chosen=toy("other"))
     assert gemmtune.pack(W, m=[problem]).layout == "toy:other"
 
 
 @pytest.mark.skipif(not backends.get("native").available(gemmtune.current_target()), reason="no native kernels here")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_without_a_plan_the_native_default(dtype: torch.dtype) -> None:
+def test_pack_uses_the_native_default_layout_without_a_plan(dtype: torch.dtype) -> None:
     weight = W.to(dtype)
     packed = gemmtune.pack(weight)
     assert packed.layout.startswith("native:")
@@ -37,7 +42,7 @@ def test_without_a_plan_the_native_default(dtype: torch.dtype) -> None:
     torch.testing.assert_close(gemmtune.linear(x, packed), torch.nn.functional.linear(x, weight), rtol=2e-2, atol=2e-2)
 
 
-def test_why_what_would_pack_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pack_raises_the_reason_why_kernels_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*_: object) -> None:
         raise KernelError("no room")
 
@@ -48,44 +53,44 @@ def test_why_what_would_pack_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("layout", ["aten:row", "aten:mkldnn/float32/m16"])
-def test_by_name_and_back(layout: str) -> None:
+def test_pack_into_a_named_layout_and_unpack(layout: str) -> None:
     packed = gemmtune.pack(W, layout=layout)
     assert (packed.layout, packed.shape, packed.dtype) == (layout, (32, 24), "float32")
-    back = gemmtune.unpack(packed)
-    assert isinstance(back, torch.Tensor)
-    assert torch.equal(back, W)
-    assert back.is_contiguous()
+    unpacked = gemmtune.unpack(packed)
+    assert isinstance(unpacked, torch.Tensor)
+    assert torch.equal(unpacked, W)
+    assert unpacked.is_contiguous()
     for m in (1, 7, 100):
         x = torch.randn(m, 32)
         torch.testing.assert_close(gemmtune.mm(x, packed), x @ W.t(), rtol=1e-4, atol=1e-4)
 
 
-def test_quantised_weights_come_back() -> None:
+def test_unpack_restores_a_quantised_weight() -> None:
     data = torch.randint(0, 256, (16, 32), dtype=torch.uint8)
     scale, zero = torch.rand(2, 16), torch.randint(0, 16, (2, 16))
     packed = gemmtune.pack(data, scale=scale, zero_point=zero, group_size=32, layout="aten:dequant/float32")
-    back = gemmtune.unpack(packed)
-    assert isinstance(back, QuantWeight)
+    unpacked = gemmtune.unpack(packed)
+    assert isinstance(unpacked, QuantWeight)
     assert packed.shape == (64, 16)
-    assert torch.equal(back.data.t(), data)
-    assert torch.equal(back.scale, scale)
-    assert back.zero_point is not None
-    assert torch.equal(back.zero_point, zero.float())
+    assert torch.equal(unpacked.data.t(), data)
+    assert torch.equal(unpacked.scale, scale)
+    assert unpacked.zero_point is not None
+    assert torch.equal(unpacked.zero_point, zero.float())
 
 
-def test_packing_copies() -> None:
+def test_packed_weight_is_a_copy() -> None:
     weight = W.clone()
     packed = gemmtune.pack(weight, layout="aten:row")
-    before = gemmtune.mm(torch.ones(1, 32), packed)
+    expected = gemmtune.mm(torch.ones(1, 32), packed)
     weight.zero_()
-    assert torch.equal(gemmtune.mm(torch.ones(1, 32), packed), before)
+    assert torch.equal(gemmtune.mm(torch.ones(1, 32), packed), expected)
 
 
 I8 = torch.ones(4, 8, dtype=torch.int8)
 ERRORS: list[tuple[Any, type[Exception], str]] = [
     (lambda: gemmtune.pack(5), TypeError, "must be Tensor, not int"),
     (lambda: gemmtune.pack(torch.ones(3)), ShapeError, r"expected a weight \[N, K\]"),
-    (lambda: gemmtune.pack(torch.ones(3, 4, device="meta")), DtypeError, "only CPU and CUDA weights"),
+    (lambda: gemmtune.pack(torch.ones(3, 4, device="meta")), DtypeError, "only weights on cpu, cuda are packed"),
     (lambda: gemmtune.pack(torch.ones(3, 4, dtype=torch.int32)), DtypeError, "got int32"),
     (lambda: gemmtune.pack(torch.ones(3, 4, dtype=torch.complex64)), DtypeError, "complex"),
     (lambda: gemmtune.pack(I8, bits=8), TypeError, "give its scale too"),
@@ -98,33 +103,60 @@ ERRORS: list[tuple[Any, type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("call", "kind", "text"), ERRORS, ids=[text for _, _, text in ERRORS])
-def test_errors(call: Any, kind: type[Exception], text: str) -> None:
+def test_invalid_arguments_raise_errors(call: Any, kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text):
         call()
 
 
-def test_a_lazily_negated_weight_is_packed_by_its_values() -> None:
+def test_weight_with_the_negative_bit_is_packed_by_its_values() -> None:
     negated, x = torch._neg_view(W), torch.randn(3, 32)
     assert torch.equal(gemmtune.unpack(gemmtune.pack(negated)), -W)
     torch.testing.assert_close(gemmtune.linear(x, gemmtune.pack(negated)), x @ -W.t(), rtol=1e-4, atol=1e-4)
 
 
-def test_a_scale_or_layout_of_another_type_is_a_type_error() -> None:
+def test_scale_or_layout_of_another_type_raises_type_error() -> None:
     with pytest.raises(TypeError, match="scale"):
         gemmtune.pack(W.to(torch.int8), scale=[1.0] * 24)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="layout"):
         gemmtune.pack(W, layout=3)  # type: ignore[arg-type]
 
 
+class Reader(ToyBackend):
+    """Backend whose kernels take the toy backend's layouts."""
+
+    name = "reader"
+    shared_layouts = ("toy",)
+
+    def candidates(self, problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
+        yield Candidate.make("reader", "slow", layout="plain", tag=0)
+
+
+def test_layout_of_an_unavailable_backend_is_packed_by_another_that_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    register()
+    backends.register("reader", f"{__name__}:Reader")
+    weight = torch.randn(5, 4)
+    try:
+        assert backends.readers("toy:plain", "cpu") == ["toy", "reader"]
+        assert backends.readers("native:k1/float32/nr16", "cpu") == ["native"]
+        assert backends.readers("native:k1/float32/nr16", "cuda") == []
+        monkeypatch.setattr(
+            type(backends.get("toy")), "available", lambda self, target: Availability(self.name != "toy")
+        )
+        assert gemmtune.pack(weight, layout="toy:plain").layout == "toy:plain"
+    finally:
+        backends._PLUGINS.pop("reader")
+        backends.get.cache_clear()
+
+
 @pytest.mark.parametrize("name", ["scale", "zero_point"])
-def test_a_scale_without_memory_is_refused(name: str) -> None:
+def test_scale_without_memory_is_refused(name: str) -> None:
     operands = {"scale": torch.rand(24), "zero_point": torch.rand(24)}
     operands[name].untyped_storage().resize_(0)
     with pytest.raises(TypeError, match=rf"{name}.* without memory"):
         gemmtune.pack(W.to(torch.int8), **operands)
 
 
-def test_a_lazily_negated_scale_is_packed_by_its_values() -> None:
+def test_lazily_negated_scale_is_packed_by_its_values() -> None:
     scale = torch.rand(24)
     packed = gemmtune.pack(W.to(torch.int8), scale=torch._neg_view(scale), layout="aten:dequant/float32")
     back = gemmtune.unpack(packed)

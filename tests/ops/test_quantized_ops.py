@@ -1,4 +1,4 @@
-"""int_mm, mixed_mm and scaled_mm against exact or float64 arithmetic, and their errors."""
+"""int_mm, mixed_mm and scaled_mm against integer or float64 arithmetic, and their errors."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from gemmtune.core.errors import PackedWeightError
 from gemmtune.core.problem import Problem
 from gemmtune.core.workloads import int_problem
 from gemmtune.store import MemoryStore
-from helpers.serving import RAN, evidence, register, serve, toy
+from helpers.serving import TOY_RUNS, evidence, register, store_decision, toy
 
 
-def bytes_of(*shape: int, dtype: torch.dtype = torch.int8) -> Tensor:
+def random_integers(*shape: int, dtype: torch.dtype = torch.int8) -> Tensor:
     info = torch.iinfo(dtype)
     return torch.randint(info.min, info.max + 1, shape, dtype=dtype)
 
@@ -30,30 +30,30 @@ def bytes_of(*shape: int, dtype: torch.dtype = torch.int8) -> Tensor:
 @given(
     st.integers(0, 9), st.integers(0, 40), st.integers(0, 9), st.sampled_from((torch.int8, torch.uint8)), st.booleans()
 )
-def test_int_mm_is_exact(m: int, k: int, n: int, dtype: torch.dtype, turned: bool) -> None:
-    a, b = bytes_of(m, k, dtype=dtype), bytes_of(n, k).t() if turned else bytes_of(k, n)
-    got = gemmtune.int_mm(a, b)
-    assert got.dtype == torch.int32
-    assert torch.equal(got.long(), a.long() @ b.long())
+def test_int_mm_is_exact(m: int, k: int, n: int, dtype: torch.dtype, is_transposed: bool) -> None:
+    a, b = random_integers(m, k, dtype=dtype), random_integers(n, k).t() if is_transposed else random_integers(k, n)
+    product = gemmtune.int_mm(a, b)
+    assert product.dtype == torch.int32
+    assert torch.equal(product.long(), a.long() @ b.long())
 
 
 def test_int_mm_requantises_with_one_rounding() -> None:
-    a, b = bytes_of(3, 32), bytes_of(32, 5)
+    a, b = random_integers(3, 32), random_integers(32, 5)
     scale, bias = torch.rand(5) * 0.01, torch.randn(5)
-    got = gemmtune.int_mm(a, b, out_dtype=torch.int8, epilogue=[fuse.scale(scale, axis="col"), fuse.bias(bias)])
+    result = gemmtune.int_mm(a, b, out_dtype=torch.int8, epilogue=[fuse.scale(scale, axis="col"), fuse.bias(bias)])
     exact = (a.double() @ b.double()) * scale.double() + bias.double()
-    assert got.dtype == torch.int8
-    assert (got.double() - exact.clamp(-128, 127)).abs().max() <= 0.5 + 1e-3
+    assert result.dtype == torch.int8
+    assert (result.double() - exact.clamp(-128, 127)).abs().max() <= 0.5 + 1e-3
 
 
-def test_an_integer_bias_stays_exact() -> None:
+def test_integer_bias_is_added_exactly() -> None:
     a, b = torch.full((2, 2048), 127, dtype=torch.int8), torch.full((2048, 3), 127, dtype=torch.int8)
     bias = torch.tensor([1, 2, 3], dtype=torch.int32)
     assert gemmtune.int_mm(a, b, epilogue=[fuse.bias(bias)])[0].tolist() == [127 * 127 * 2048 + i for i in (1, 2, 3)]
 
 
-def int4(k: int, n: int) -> tuple[Tensor, Tensor]:
-    """The values 0..15 [K, N], and the same two to a byte [ceil(K / 2), N], low nibble first."""
+def random_int4(k: int, n: int) -> tuple[Tensor, Tensor]:
+    """Return values 0..15 [K, N], and those values with two in a byte [ceil(K / 2), N], low nibble first."""
     values = torch.randint(0, 16, (k, n))
     padded = torch.cat((values, torch.zeros(k % 2, n, dtype=torch.int64)))
     return values, (padded[0::2] + 16 * padded[1::2]).to(torch.uint8)
@@ -65,77 +65,79 @@ def int4(k: int, n: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("zero", [None, "float", "int"])
 @pytest.mark.parametrize("group", [None, 16])
 @pytest.mark.parametrize("bits", [8, 4])
-def test_mixed_mm(bits: int, group: int | None, zero: str | None, k: int, m: int, dtype: torch.dtype) -> None:
+def test_mixed_mm_matches_float64(
+    bits: int, group: int | None, zero: str | None, k: int, m: int, dtype: torch.dtype
+) -> None:
     n = 6
     x = torch.randn(m, k).to(dtype)
-    values, data = int4(k, n) if bits == 4 else (bytes_of(k, n), torch.empty(0))
+    values, data = random_int4(k, n) if bits == 4 else (random_integers(k, n), torch.empty(0))
     data = values.to(torch.int8) if bits == 8 else data
     shape = (n,) if group is None else (-(-k // group), n)
     scale = (torch.rand(shape) * 0.02).to(dtype)
     zeros = {None: None, "float": torch.randn(shape).to(dtype), "int": torch.randint(-3, 4, shape)}[zero]
     offset = 8.0 if bits == 4 and zeros is None else (0.0 if zeros is None else zeros.double())
-    spread = (lambda t: t) if group is None else (lambda t: t.repeat_interleave(group, 0)[:k])
-    offset = spread(offset) if isinstance(offset, Tensor) else offset
-    wanted = x.double() @ ((values.double() - offset) * spread(scale.double()))
-    got = gemmtune.mixed_mm(x, data, scale, zeros, bits=bits, group_size=group)
-    assert got.dtype == dtype
+    expand_groups = (lambda t: t) if group is None else (lambda t: t.repeat_interleave(group, 0)[:k])
+    offset = expand_groups(offset) if isinstance(offset, Tensor) else offset
+    expected = x.double() @ ((values.double() - offset) * expand_groups(scale.double()))
+    result = gemmtune.mixed_mm(x, data, scale, zeros, bits=bits, group_size=group)
+    assert result.dtype == dtype
     tolerance = 1e-4 if dtype == torch.float32 else 3e-2
-    assert (got.double() - wanted).norm() <= tolerance * wanted.norm()
+    assert (result.double() - expected).norm() <= tolerance * expected.norm()
 
 
-def test_mixed_mm_takes_odd_addresses() -> None:
-    """ATen's own int8 kernel faults on these."""
+def test_mixed_mm_accepts_misaligned_operands() -> None:
+    """ATen's int8 kernel crashes on misaligned operands."""
     x = torch.randn(4 * 64 + 1).bfloat16()[1:].view(4, 64)
-    w = bytes_of(8 * 64 + 3)[3:].view(8, 64)
+    w = random_integers(8 * 64 + 3)[3:].view(8, 64)
     scale = torch.rand(8).bfloat16()
-    wanted = (x.double() @ w.t().double()) * scale.double()
-    got = gemmtune.mixed_mm(x, w.t(), scale)
-    assert (got.double() - wanted).norm() <= 1e-2 * wanted.norm()
+    expected = (x.double() @ w.t().double()) * scale.double()
+    result = gemmtune.mixed_mm(x, w.t(), scale)
+    assert (result.double() - expected).norm() <= 1e-2 * expected.norm()
 
 
-def test_packed_operands_serve_all_three_kinds(own_store: MemoryStore) -> None:
+def test_packed_weights_are_served_in_int_mm_and_mixed_mm(own_store: MemoryStore) -> None:
     register()
-    a, w = bytes_of(4, 16), bytes_of(5, 16)
-    serve(own_store, int_problem(4, 5, 16), evidence(toy("plain"), 0.1), chosen=toy("plain"))
+    a, w = random_integers(4, 16), random_integers(5, 16)
+    store_decision(own_store, int_problem(4, 5, 16), evidence(toy("plain"), 0.1), chosen=toy("plain"))
     packed = gemmtune.pack(w, m=4)
     assert packed.layout == "toy:plain"
     assert torch.equal(gemmtune.int_mm(a, packed), torch._int_mm(a, w.t()))
-    assert RAN[-1] == (toy("plain").id, 4, 4)
+    assert TOY_RUNS[-1] == (toy("plain").id, 4, 4)
     x, scale = torch.randn(3, 16).bfloat16(), torch.rand(5).bfloat16()
     quant = gemmtune.pack(w, scale=scale, layout="toy:plain")
     bias = torch.randn(5).bfloat16()
-    wanted = (x.double() @ w.t().double()) * scale.double() + bias.double()
+    expected = (x.double() @ w.t().double()) * scale.double() + bias.double()
     for _ in range(2):
-        got = gemmtune.mixed_mm(x, quant, bias=bias)
-        assert (got.double() - wanted).norm() <= 1e-2 * wanted.norm()
-    got = gemmtune.mixed_mm(x, quant, bias=bias, out_dtype=torch.float32, epilogue=[fuse.relu()])
-    torch.testing.assert_close(got.double(), wanted.relu(), rtol=1e-5, atol=1e-5)
+        result = gemmtune.mixed_mm(x, quant, bias=bias)
+        assert (result.double() - expected).norm() <= 1e-2 * expected.norm()
+    result = gemmtune.mixed_mm(x, quant, bias=bias, out_dtype=torch.float32, epilogue=[fuse.relu()])
+    torch.testing.assert_close(result.double(), expected.relu(), rtol=1e-5, atol=1e-5)
     assert gemmtune.mixed_mm(x[:0], quant).shape == (0, 5)
 
 
 E4M3 = torch.float8_e4m3fn
 
 
-def test_scaled_mm_is_torchs() -> None:
+def test_scaled_mm_matches_torch() -> None:
     a, b = torch.randn(4, 16).to(E4M3), torch.randn(32, 16).to(E4M3).t()
-    one = torch.tensor(0.5)
+    scalar = torch.tensor(0.5)
     rows, cols = torch.rand(4, 1) + 0.5, torch.rand(1, 32) + 0.5
     bias = torch.randn(32).bfloat16()
-    for scale_a, scale_b in ((one, one), (rows, cols)):
+    for scale_a, scale_b in ((scalar, scalar), (rows, cols)):
         for extra in ({}, {"bias": bias}):
-            if scale_a is one or scaled_mm_takes_rows():
-                wanted = torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=torch.bfloat16, **extra)
+            if scale_a is scalar or scaled_mm_takes_rows():
+                expected = torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=torch.bfloat16, **extra)
             else:
-                wanted = ((a.float() @ b.float()) * rows * cols + extra.get("bias", torch.zeros(1))).bfloat16()
-            got = gemmtune.scaled_mm(a, b, scale_a, scale_b, out_dtype=torch.bfloat16, **extra)
-            torch.testing.assert_close(got, wanted, rtol=1e-2, atol=1e-2)
+                expected = ((a.float() @ b.float()) * rows * cols + extra.get("bias", torch.zeros(1))).bfloat16()
+            product = gemmtune.scaled_mm(a, b, scale_a, scale_b, out_dtype=torch.bfloat16, **extra)
+            torch.testing.assert_close(product, expected, rtol=1e-2, atol=1e-2)
     for dtype in (None, E4M3):
-        result = gemmtune.scaled_mm(a, b, one, one, scale_result=torch.tensor(4.0), out_dtype=dtype)
-        wanted = torch._scaled_mm(a, b, one, one, scale_result=torch.tensor(4.0), out_dtype=dtype)
-        assert result.dtype == wanted.dtype == E4M3
-        torch.testing.assert_close(result.float(), wanted.float(), rtol=0.13, atol=0.01)
-    mixed = gemmtune.scaled_mm(a, b, rows, one, out_dtype=torch.float32)
-    torch.testing.assert_close(mixed, (a.float() @ b.float()) * rows * one)
+        result = gemmtune.scaled_mm(a, b, scalar, scalar, scale_result=torch.tensor(4.0), out_dtype=dtype)
+        expected = torch._scaled_mm(a, b, scalar, scalar, scale_result=torch.tensor(4.0), out_dtype=dtype)
+        assert result.dtype == expected.dtype == E4M3
+        torch.testing.assert_close(result.float(), expected.float(), rtol=0.13, atol=0.01)
+    mixed = gemmtune.scaled_mm(a, b, rows, scalar, out_dtype=torch.float32)
+    torch.testing.assert_close(mixed, (a.float() @ b.float()) * rows * scalar)
 
 
 X, W8, S = torch.ones(2, 8), torch.ones(8, 3, dtype=torch.int8), torch.ones(3)
@@ -167,51 +169,51 @@ ERRORS: list[tuple[Any, type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("call", "kind", "text"), ERRORS, ids=[text for _, _, text in ERRORS])
-def test_errors(call: Any, kind: type[Exception], text: str) -> None:
+def test_invalid_arguments_raise_errors(call: Any, kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text):
         call()
 
 
 @pytest.mark.parametrize(("m", "k", "n"), [(1, 9, 5), (5, 1, 9), (1, 1, 9), (9, 1, 1)])
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
-def test_int_mm_of_rows_and_columns_with_unusual_strides(m: int, k: int, n: int, dtype: torch.dtype) -> None:
-    a, b = bytes_of(k, m, dtype=dtype).t(), bytes_of(n, k).t()
+def test_int_mm_of_vectors_with_unusual_strides_is_exact(m: int, k: int, n: int, dtype: torch.dtype) -> None:
+    a, b = random_integers(k, m, dtype=dtype).t(), random_integers(n, k).t()
     for _ in range(2):
         assert torch.equal(gemmtune.int_mm(a, b).double(), a.double() @ b.double())
 
 
-def test_a_packed_weights_bits_groups_and_zero_point_cannot_be_contradicted() -> None:
+def test_arguments_that_contradict_a_packed_weight_raise_value_error() -> None:
     x = torch.randn(2, 64)
-    packed = gemmtune.pack(bytes_of(4, 64), scale=torch.rand(2, 4), group_size=32)
+    packed = gemmtune.pack(random_integers(4, 64), scale=torch.rand(2, 4), group_size=32)
     assert gemmtune.mixed_mm(x, packed, bits=8, group_size=32).shape == (2, 4)
-    for wrong in ({"bits": 4}, {"group_size": 16}, {"zero_point": torch.zeros(2, 4)}):
+    for options in ({"bits": 4}, {"group_size": 16}, {"zero_point": torch.zeros(2, 4)}):
         for _ in range(2):
             with pytest.raises(ValueError, match="packed weight"):
-                gemmtune.mixed_mm(x, packed, **wrong)
+                gemmtune.mixed_mm(x, packed, **options)
 
 
-def test_scaled_mm_checks_scale_result() -> None:
+def test_scaled_mm_checks_the_type_of_scale_result() -> None:
     a = torch.zeros(16, 16).to(torch.float8_e4m3fn)
     with pytest.raises(TypeError, match="scale_result"):
         gemmtune.scaled_mm(a, a.t(), torch.ones(()), torch.ones(()), None, 3.0)  # type: ignore[arg-type]
 
 
-def test_raw_weights_and_fp8_are_served_by_their_kernel_without_asking_again(
+def test_cached_calls_with_raw_weights_and_fp8_make_no_new_problem(
     own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """mixed_mm of a weight as it lies, and scaled_mm: described once."""
+    """mixed_mm of an unpacked weight and scaled_mm make one Problem, at the first call."""
     register()
-    x, q, scale, bias = torch.randn(3, 16), bytes_of(5, 16), torch.rand(5), torch.randn(5)
+    x, q, scale, bias = torch.randn(3, 16), random_integers(5, 16), torch.rand(5), torch.randn(5)
     grouped = torch.rand(2, 5)
     a, b = torch.randn(4, 16).to(E4M3), torch.randn(32, 16).to(E4M3).t()
     rows, cols, extra = torch.rand(4, 1) + 0.5, torch.rand(1, 32) + 0.5, torch.randn(32).bfloat16()
     product = x.double() @ q.t().double()
-    spread = grouped.repeat_interleave(8, 0).double()
+    expanded_scale = grouped.repeat_interleave(8, 0).double()
     calls: list[tuple[Any, Tensor]] = [
         (lambda: gemmtune.mixed_mm(x, q.t(), scale), product * scale.double()),
         (lambda: gemmtune.mixed_mm(x, q.t(), scale, bias=bias), product * scale.double() + bias.double()),
         (lambda: gemmtune.mixed_mm(x, q.t(), scale, torch.ones(5)), (product - x.double().sum(1, True)) * scale),
-        (lambda: gemmtune.mixed_mm(x, q.t(), grouped, group_size=8), x.double() @ (q.t().double() * spread)),
+        (lambda: gemmtune.mixed_mm(x, q.t(), grouped, group_size=8), x.double() @ (q.t().double() * expanded_scale)),
         (
             lambda: gemmtune.scaled_mm(a, b, rows, cols, extra, out_dtype=torch.bfloat16),
             (a.double() @ b.double()) * rows.double() * cols.double() + extra.double(),
@@ -221,38 +223,38 @@ def test_raw_weights_and_fp8_are_served_by_their_kernel_without_asking_again(
             (a.double() @ b.double()) * rows[0].double() * cols[0, 0].double(),
         ),
     ]
-    with gemmtune.record() as recorded:
+    with gemmtune.record() as recording:
         for call, _ in calls:
             call()
-    assert len(recorded) == len(calls)
+    assert len(recording) == len(calls)
     for tuned in (False, True):
         if tuned:
-            for problem, _ in recorded.problems:
-                serve(own_store, problem, evidence(toy(), 0.1), chosen=toy())
-        for call, wanted in calls:
+            for problem, _ in recording.problems:
+                store_decision(own_store, problem, evidence(toy(), 0.1), chosen=toy())
+        for call, expected in calls:
             for _ in range(2):
-                RAN.clear()
-                torch.testing.assert_close(call().double(), wanted, rtol=1e-2, atol=1e-2)
-                assert len(RAN) == tuned
+                TOY_RUNS.clear()
+                torch.testing.assert_close(call().double(), expected, rtol=1e-2, atol=1e-2)
+                assert len(TOY_RUNS) == tuned
         with monkeypatch.context() as patch:
             patch.setattr(Problem, "__post_init__", lambda _: pytest.fail("described again"))
-            for call, wanted in calls:
-                torch.testing.assert_close(call().double(), wanted, rtol=1e-2, atol=1e-2)
+            for call, expected in calls:
+                torch.testing.assert_close(call().double(), expected, rtol=1e-2, atol=1e-2)
 
 
-def test_unusual_raw_operands_go_the_general_way() -> None:
-    x, q, scale = torch.randn(3, 16), bytes_of(5, 16), torch.rand(5)
-    wanted = (x.double() @ q.t().double()) * scale.double()
+def test_scales_with_unusual_strides_are_accepted() -> None:
+    x, q, scale = torch.randn(3, 16), random_integers(5, 16), torch.rand(5)
+    expected = (x.double() @ q.t().double()) * scale.double()
     for _ in range(2):
-        for held in (scale, scale[None], torch._neg_view(-scale), torch.cat((scale, scale))[::2].copy_(scale)):
-            got = gemmtune.mixed_mm(x, q.t(), held)
-            torch.testing.assert_close(got.double(), wanted, rtol=1e-4, atol=1e-4)
+        for scale_view in (scale, scale[None], torch._neg_view(-scale), torch.cat((scale, scale))[::2].copy_(scale)):
+            result = gemmtune.mixed_mm(x, q.t(), scale_view)
+            torch.testing.assert_close(result.double(), expected, rtol=1e-4, atol=1e-4)
     assert gemmtune.mixed_mm(x, q.t(), scale, torch.zeros(5, dtype=torch.int8)).shape == (3, 5)
     with pytest.raises(GradError, match="no gradient"):
         gemmtune.mixed_mm(x, q.t(), scale.clone().requires_grad_())
 
 
-def test_int_mm_on_a_gpu_goes_through_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int_mm_fallback_pads_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from gemmtune.backends.aten import padding
     from gemmtune.dispatch import fallback
 
@@ -263,7 +265,7 @@ def test_int_mm_on_a_gpu_goes_through_padding(monkeypatch: pytest.MonkeyPatch) -
     assert fallback.int_product(torch.ones(2, 2, dtype=torch.int8)) is torch._int_mm
 
 
-def test_what_only_gpus_know_is_atens_there() -> None:
+def test_scaled_mm_arguments_for_gpus_need_torch() -> None:
     from gemmtune.ops.scaled_mm import SPEC
 
     class OnGpu(Tensor):
@@ -276,13 +278,14 @@ def test_what_only_gpus_know_is_atens_there() -> None:
             return True
 
     a, b = torch.zeros(4, 16).as_subclass(OnGpu), torch.zeros(16, 32)
-    one, rows, cols = torch.ones(()), torch.ones(4, 1), torch.ones(1, 32)
-    for scale_a, scale_b, result, fast, whose in (
-        (one, one, None, False, False), (rows, cols, None, False, False), (rows, one, None, False, False),
-        (one, one, None, True, True), (one, one, one, False, True), (one.bfloat16(), one, None, False, True),
-        (torch.ones(4, 2), cols, None, False, True), (one, 3, None, False, False),
+    scalar, rows, cols = torch.ones(()), torch.ones(4, 1), torch.ones(1, 32)
+    for scale_a, scale_b, result, use_fast_accum, expected in (
+        (scalar, scalar, None, False, False), (rows, cols, None, False, False), (rows, scalar, None, False, False),
+        (scalar, scalar, None, True, True), (scalar, scalar, scalar, False, True),
+        (scalar.bfloat16(), scalar, None, False, True),
+        (torch.ones(4, 2), cols, None, False, True), (scalar, 3, None, False, False),
     ):  # fmt: skip
         scales = {"scale_a": scale_a, "scale_b": scale_b, "scale_result": result}
-        assert SPEC.needs_torch(mat1=a, mat2=b, **scales, use_fast_accum=fast) is whose
-    on_cpu = {"mat1": b, "mat2": b, "scale_a": one, "scale_b": one, "scale_result": None}
+        assert SPEC.needs_torch(mat1=a, mat2=b, **scales, use_fast_accum=use_fast_accum) is expected
+    on_cpu = {"mat1": b, "mat2": b, "scale_a": scalar, "scale_b": scalar, "scale_result": None}
     assert not SPEC.needs_torch(**on_cpu, use_fast_accum=True)

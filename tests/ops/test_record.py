@@ -1,4 +1,4 @@
-"""What record() sees, and that it changes nothing."""
+"""record(): the problems that it counts, and unchanged results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gemmtune.core.workloads import bmm_problem, int_problem, linear_problem, we
 
 
 class Int8Linear(nn.Module):
-    """A weight-only linear as gpt-fast writes it."""
+    """Weight-only linear as in gpt-fast."""
 
     weight: Tensor
     scales: Tensor
@@ -27,15 +27,15 @@ class Int8Linear(nn.Module):
         return F.linear(x, self.weight.to(dtype=x.dtype)) * self.scales
 
 
-def test_every_way_to_multiply() -> None:
+def test_products_of_torch_functions_are_recorded() -> None:
     layer = nn.Linear(8, 6)
-    x, free = torch.randn(2, 3, 8), torch.randn(8, 6)
+    x, matrix = torch.randn(2, 3, 8), torch.randn(8, 6)
     heads = torch.randn(2, 4, 3, 5)
-    with torch.no_grad(), gemmtune.record() as recorded:
+    with torch.no_grad(), gemmtune.record() as recording:
         layer(x)
         layer(x[0])
         layer(x[1])
-        x @ free
+        x @ matrix
         torch.mm(x[0], layer.weight.t())
         heads @ heads.mT
         torch.bmm(heads[0], heads[1].mT)
@@ -43,15 +43,15 @@ def test_every_way_to_multiply() -> None:
         torch.arange(4).view(2, 2) @ torch.arange(4).view(2, 2)
         torch.randn(3) @ torch.randn(3)
         layer(x[:0])
-    keys = {problem.key: count for problem, count in recorded.problems}
-    free_mm = "mm|m6.n6.k8|float32:r|float32:r|float32:r|float32"
+    counts = {problem.key: count for problem, count in recording.problems}
+    mm_key = "mm|m6.n6.k8|float32:r|float32:r|float32:r|float32"
     scores = bmm_problem(8, 3, 3, 5, "float32").key.replace(
         "float32:r|float32:r|float32:r", "float32:r|float32:c|float32:r"
     )
-    assert keys == {
+    assert counts == {
         linear_problem(6, 6, 8, "float32", bias=True).key: 1,
         linear_problem(3, 6, 8, "float32", bias=True).key: 2,
-        free_mm: 1,
+        mm_key: 1,
         linear_problem(3, 6, 8, "float32").key: 1,
         scores: 1,
         scores.replace("b8.", "b4."): 1,
@@ -59,84 +59,84 @@ def test_every_way_to_multiply() -> None:
     }
 
 
-def test_weight_only_modules_are_one_problem() -> None:
+def test_weight_only_module_is_recorded_as_one_problem() -> None:
     model = nn.Sequential(Int8Linear(16, 8), Int8Linear(8, 8))
-    with gemmtune.record() as recorded:
+    with gemmtune.record() as recording:
         model(torch.randn(3, 16).bfloat16())
-    assert [(problem.key, count) for problem, count in recorded.problems] == [
+    assert [(problem.key, count) for problem, count in recording.problems] == [
         (weight_only_problem(3, 8, 16).key, 1), (weight_only_problem(3, 8, 8).key, 1)
     ]  # fmt: skip
 
 
-def test_gemmtunes_own_ops_count_once() -> None:
+def test_gemmtune_ops_are_counted_once() -> None:
     x, w = torch.randn(3, 4), torch.randn(5, 4)
     packed = gemmtune.pack(w, layout="aten:row")
     gemmtune.linear(x, w)
-    with gemmtune.record() as recorded:
+    with gemmtune.record() as recording:
         for _ in range(3):
             gemmtune.linear(x, w)
         gemmtune.linear(x, packed)
         gemmtune.mm(x, w.t(), epilogue=[gemmtune.fuse.relu()])
-    counts = {problem.key: count for problem, count in recorded.problems}
+    counts = {problem.key: count for problem, count in recording.problems}
     assert counts == {
         linear_problem(3, 5, 4, "float32", constant=False).key: 3,
         linear_problem(3, 5, 4, "float32").key: 1,
         linear_problem(3, 5, 4, "float32", constant=False).key + "|relu": 1,
     }
-    assert len(recorded) == 3
+    assert len(recording) == 3
 
 
-def test_it_ends_with_the_block_even_on_errors() -> None:
+def test_recording_ends_with_the_block_after_an_error() -> None:
     model = nn.Sequential(Int8Linear(16, 8))
-    with pytest.raises(RuntimeError), gemmtune.record() as recorded:
+    with pytest.raises(RuntimeError), gemmtune.record() as recording:
         model(torch.randn(3, 17).bfloat16())
-    assert len(recorded) == 0
+    assert len(recording) == 0
     model(torch.randn(3, 16).bfloat16())
     gemmtune.linear(torch.randn(3, 4), torch.randn(5, 4))
-    assert len(recorded) == 0
-    with gemmtune.record() as again:
+    assert len(recording) == 0
+    with gemmtune.record() as second_recording:
         model(torch.randn(3, 16).bfloat16())
-    assert len(again) == 1
+    assert len(second_recording) == 1
 
 
-def test_one_at_a_time() -> None:
+def test_nested_recordings_raise_gemmtune_error() -> None:
     with gemmtune.record(), pytest.raises(GemmtuneError, match="already active"), gemmtune.record():
         pass
 
 
-def test_results_are_untouched() -> None:
+def test_recording_does_not_change_results() -> None:
     layer, x = nn.Linear(8, 6), torch.randn(3, 8)
-    wanted = layer(x)
+    expected = layer(x)
     with gemmtune.record():
-        got = layer(x)
-    assert torch.equal(got, wanted)
-    assert got.requires_grad
+        result = layer(x)
+    assert torch.equal(result, expected)
+    assert result.requires_grad
 
 
-def test_operands_given_by_keyword_are_seen() -> None:
+def test_operands_passed_by_keyword_are_recorded() -> None:
     x, w = torch.randn(3, 8), torch.randn(5, 8)
-    with gemmtune.record() as recorded:
+    with gemmtune.record() as recording:
         F.linear(input=x, weight=w)
         torch.mm(input=x, mat2=w.t())
         torch.addmm(input=torch.zeros(5), mat1=x, mat2=w.t())
         torch.bmm(input=x[None], mat2=w.t()[None])
         torch.matmul(input=x, other=w.t())
-    assert sum(count for _, count in recorded.problems) == 5
+    assert sum(count for _, count in recording.problems) == 5
 
 
-def test_the_devices_they_ran_on_are_kept() -> None:
+def test_recording_has_the_device_of_each_problem() -> None:
     x, w = torch.randn(3, 8), torch.randn(8, 5)
     y, v = x.to("meta"), w.to("meta")
     layer = Int8Linear(8, 5, torch.float32).to("meta")
-    with gemmtune.record() as recorded:
+    with gemmtune.record() as recording:
         x @ w
         torch.mm(input=y, mat2=v)
         y @ v
         gemmtune.mm(y[:2], v)
         layer(y[:1])
-    assert recorded.devices == (torch.device("cpu"), torch.device("meta"))
-    assert [(problem.m, count) for problem, count in recorded.on("cpu")] == [(3, 1)]
-    assert [(problem.m, count) for problem, count in recorded.on(y.device)] == [(3, 2), (2, 1), (1, 1)]
-    assert recorded.on("cuda") == []
-    assert [(problem.m, count) for problem, count in recorded.problems] == [(3, 3), (2, 1), (1, 1)]
-    assert repr(recorded) == "<Recording: 3 problems, 5 calls>"
+    assert recording.devices == (torch.device("cpu"), torch.device("meta"))
+    assert [(problem.m, count) for problem, count in recording.on("cpu")] == [(3, 1)]
+    assert [(problem.m, count) for problem, count in recording.on(y.device)] == [(3, 2), (2, 1), (1, 1)]
+    assert recording.on("cuda") == []
+    assert [(problem.m, count) for problem, count in recording.problems] == [(3, 3), (2, 1), (1, 1)]
+    assert repr(recording) == "<Recording: 3 problems, 5 calls>"

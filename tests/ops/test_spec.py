@@ -1,4 +1,4 @@
-"""OpSpec: an op that is described outside of gemmtune is served, traced and recorded like gemmtune's own."""
+"""OpSpec: an op that a plug-in describes is served, traced and recorded as gemmtune's ops are."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from gemmtune.ops.mm import describe as describe_mm
 from gemmtune.ops.operands import is_torchs_alone, matrix_adapter
 from gemmtune.ops.spec import OpSpec
 from gemmtune.store import MemoryStore
-from helpers.serving import RAN, evidence, register, serve, toy
+from helpers.serving import TOY_RUNS, evidence, register, store_decision, toy
 
 
 def torch_mm_nt(a: Tensor, b: Tensor) -> Tensor:
-    """A function of PyTorch's that gemmtune knows nothing of: a [M, K] by the transpose of b [N, K]."""
+    """Multiply a [M, K] by the transpose of b [N, K], as a PyTorch function without an op in gemmtune."""
     return torch.mm(a, b.t())
 
 
@@ -61,11 +61,11 @@ SPEC = OpSpec(
 
 @SPEC.public
 def mm_nt(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:  # type: ignore[empty-body]
-    """a [M, K] by the transpose of b [N, K]."""
+    """Multiply a [M, K] by the transpose of b [N, K]."""
 
 
 @pytest.fixture
-def registered() -> Iterator[None]:
+def registered_op() -> Iterator[None]:
     table.register(SPEC)
     yield
     del table.OPS["mm_nt"], table.DESCRIBERS[torch.inner]
@@ -74,33 +74,33 @@ def registered() -> Iterator[None]:
 A, B = torch.randn(3, 4), torch.randn(5, 4)
 
 
-def test_the_public_function_is_what_was_declared() -> None:
-    assert mm_nt.__doc__ == "a [M, K] by the transpose of b [N, K]."
+def test_public_function_has_the_declared_signature_and_docstring() -> None:
+    assert mm_nt.__doc__ == "Multiply a [M, K] by the transpose of b [N, K]."
     assert str(inspect.signature(mm_nt)) == "(a: 'Tensor', b: 'Tensor', *, out: 'Tensor | None' = None) -> 'Tensor'"
     assert "isinstance" not in inspect.getsource(mm_nt)  # its weight cannot be packed
 
 
 def test_tracebacks_show_the_generated_lines() -> None:
-    with pytest.raises(TypeError, match=r"'b'.*must be Tensor, not int") as caught:
+    with pytest.raises(TypeError, match=r"'b'.*must be Tensor, not int") as error:
         mm_nt(A, 3)  # type: ignore[arg-type]
-    lines = [frame.line for frame in traceback.extract_tb(caught.value.__traceback__)]
+    lines = [frame.line for frame in traceback.extract_tb(error.value.__traceback__)]
     assert any(line is not None and line.startswith("return miss(") for line in lines)
 
 
-def test_it_is_served_by_a_tuned_kernel_after_one_description(
+def test_tuned_kernel_serves_and_cached_calls_make_no_new_problem(
     own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     register()
-    serve(own_store, describe(A, B).problem, evidence(toy(), 0.1), chosen=toy())
+    store_decision(own_store, describe(A, B).problem, evidence(toy(), 0.1), chosen=toy())
     torch.testing.assert_close(mm_nt(A, B), A @ B.t())
     monkeypatch.setattr(Problem, "__post_init__", lambda _: pytest.fail("described again"))
-    RAN.clear()
+    TOY_RUNS.clear()
     out = mm_nt(A.clone(), B)
     torch.testing.assert_close(out, A @ B.t())
-    assert len(RAN) == 1
+    assert len(TOY_RUNS) == 1
 
 
-def test_out_gradients_and_what_only_pytorch_knows(own_store: MemoryStore) -> None:
+def test_out_gradients_integers_autocast_and_vmap(own_store: MemoryStore) -> None:
     out = torch.empty(3, 5)
     for _ in range(2):
         assert mm_nt(A, B, out=out.zero_()) is out
@@ -117,40 +117,40 @@ def test_out_gradients_and_what_only_pytorch_knows(own_store: MemoryStore) -> No
     torch.testing.assert_close(torch.func.vmap(mm_nt)(A[:, None], B[:3, None])[:, 0, 0], (A * B[:3]).sum(1))
 
 
-def test_torch_compile_sees_through_it() -> None:
+def test_torch_compile_traces_the_op() -> None:
     compiled = torch.compile(lambda a, b: mm_nt(a, b) + 1, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(A, B), A @ B.t() + 1)
 
 
-@pytest.mark.usefixtures("registered")
-def test_a_registered_op_is_recorded() -> None:
-    with gemmtune.record() as recorded:
+@pytest.mark.usefixtures("registered_op")
+def test_registered_op_is_recorded() -> None:
+    with gemmtune.record() as recording:
         torch.inner(A, B)
         mm_nt(A, B)
-    assert recorded.problems == [(describe(A, B).problem, 2)]
+    assert recording.problems == [(describe(A, B).problem, 2)]
     assert RUNTIME.observer is None
 
 
-@pytest.mark.usefixtures("registered")
-def test_what_may_not_be_registered() -> None:
+@pytest.mark.usefixtures("registered_op")
+def test_registering_a_taken_name_raises_value_error() -> None:
     from dataclasses import replace
 
     with pytest.raises(ValueError, match="gemmtune has an op of that name"):
         table.register(replace(SPEC, name="mm"))
     with pytest.raises(ValueError, match="another op records"):
         table.register(replace(SPEC, name="other"))
-    table.register(SPEC)  # again: it replaces itself
+    table.register(SPEC)  # the op replaces itself
     assert table.OPS["mm_nt"] is SPEC
 
 
-def test_an_adapter_for_matrices_makes_activations_beside_a_weight_dense() -> None:
+def test_matrix_adapter_makes_activations_contiguous() -> None:
     a = torch.randn(4, 3).t()
     call = describe_mm(a, B.t(), constant=True)
     adapted, _ = matrix_adapter(call)(a, B.t())
     assert adapted.is_contiguous()
 
 
-def test_a_call_under_vmap_is_cached_unless_it_is_recorded() -> None:
+def test_call_under_vmap_is_cached_unless_it_is_recorded() -> None:
     DISPATCH_CACHE.clear()
     with gemmtune.record() as recorded:
         torch.func.vmap(gemmtune.linear, in_dims=(0, None))(A[None], B)
@@ -160,7 +160,7 @@ def test_a_call_under_vmap_is_cached_unless_it_is_recorded() -> None:
     assert [len(entries) for entries in DISPATCH_CACHE.values()] == [1]
 
 
-def test_an_op_that_only_pytorch_computes_returns_its_out() -> None:
+def test_op_that_only_pytorch_computes_returns_its_out() -> None:
     a, b = torch.ones(3, 4, dtype=torch.int64), torch.ones(4, 5, dtype=torch.int64)
     out = torch.empty(3, 5, dtype=torch.int64)
     assert gemmtune.mm(a, b, out=out) is out
@@ -175,6 +175,6 @@ def test_an_op_that_only_pytorch_computes_returns_its_out() -> None:
         (lambda: gemmtune.linear(A, B, epilogue=[fuse.add(torch.ones(5, device="meta"))]), "an epilogue tensor"),
     ],
 )
-def test_a_tensor_on_another_device_is_named(call: Callable[[], Tensor], name: str) -> None:
+def test_tensor_on_another_device_is_named(call: Callable[[], Tensor], name: str) -> None:
     with pytest.raises(checks.DtypeError, match=rf"\b{name} is on meta"):
         call()

@@ -49,17 +49,22 @@ FORMATS: dict[str, tuple[Callable[[], Any], str, str, int, int | None]] = {
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_format_is_read_as_the_operands_of_its_product(name: str) -> None:
+def test_format_is_read_as_the_operands_of_its_product(name: str) -> None:
     config, product, activation, bits, group = FORMATS[name]
     weight = weight_of(config())
-    found = read(weight)
-    assert (found.product, found.activation, found.bits, found.group_size) == (product, activation, bits, group)
-    assert found.shape == (N, K)
-    assert tuple(found.scale.shape) == ((N,) if group is None else (K // group, N))
-    values = signed(found.data) if bits == 4 else found.data
-    scale = found.scale if group is None else found.scale.repeat_interleave(group, 0)
+    contents = read(weight)
+    assert (contents.product, contents.activation, contents.bits, contents.group_size) == (
+        product,
+        activation,
+        bits,
+        group,
+    )
+    assert contents.shape == (N, K)
+    assert tuple(contents.scale.shape) == ((N,) if group is None else (K // group, N))
+    values = signed(contents.data) if bits == 4 else contents.data
+    scale = contents.scale if group is None else contents.scale.repeat_interleave(group, 0)
     torch.testing.assert_close(values.float() * (scale.t() if group else scale[:, None]), weight.dequantize())
-    described = problem(torch.randn(3, K), found, None)
+    described = problem(torch.randn(3, K), contents, None)
     assert (described.family, described.m, described.n, described.k) == (product, 3, N, K)
 
 
@@ -92,7 +97,7 @@ def test_other_quantised_activations_of_a_narrow_weight_are_refused() -> None:
         read(weight)
 
 
-def test_a_tensor_of_another_library_is_refused() -> None:
+def test_tensor_of_another_library_is_refused() -> None:
     with pytest.raises(UnknownFormatError, match=r"subclass of torch\.Tensor"):
         read(torch.ones(4, 4).as_subclass(type("Other", (Tensor,), {})))
 

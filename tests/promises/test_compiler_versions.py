@@ -1,4 +1,4 @@
-"""What was verified with one compiler or library does not answer where there is another."""
+"""Tests that a decision made with one version of a compiler or library does not serve with another version."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An H200, as far as dispatch asks, with every compiler and library."""
+    """Make dispatch see an H200 with every compiler and library."""
     register()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -77,17 +77,17 @@ def test_a_decision_made_with_another_compiler_or_library_does_not_serve(
     assert RUNTIME.kernel_for(problem, None, GPU) is None
 
 
-def test_a_cpus_target_is_as_it_was_before_backends_had_versions() -> None:
-    """Stores that were tuned before keep answering."""
+def test_a_cpu_target_has_no_backend_versions() -> None:
+    """Stores that were tuned before backends had versions still serve."""
     assert backends.versions(current_cpu()) == {}
     assert current_target().key == current_cpu(backends.sources(backends.names("cpu"))).key
 
 
-def test_libraries_of_nvidias_are_no_part_of_an_amd_gpus_target() -> None:
+def test_an_amd_gpu_target_has_no_versions_of_nvidia_libraries() -> None:
     assert set(backends.versions(MI300X)) <= {"triton"}
 
 
-def test_builds_of_a_library_are_told_apart(tmp_path: Path) -> None:
+def test_different_files_of_a_library_have_different_builds(tmp_path: Path) -> None:
     file = tmp_path / "lib.so"
     file.write_bytes(b"no ELF file")
     first = build_of(file)
@@ -96,31 +96,31 @@ def test_builds_of_a_library_are_told_apart(tmp_path: Path) -> None:
     assert build_of(tmp_path / "none.so") == build_of(None) == "unknown"
 
 
-def test_the_build_of_nvrtc_is_that_of_the_file_that_is_loaded() -> None:
+def test_the_nvrtc_version_is_the_build_of_the_loaded_file() -> None:
     if not compiler.version():
         pytest.skip("NVRTC is not installed")
     assert compiler.version() == build_of(file_of(compiler.nvrtc().nvrtcVersion))
     assert "unknown" not in compiler.version()
 
 
-def test_an_assembler_in_the_place_of_tritons_is_part_of_its_version(
+def test_the_version_of_triton_has_the_ptxas_of_triton_ptxas_path(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     tool = tmp_path / "ptxas"
     tool.write_text("#!/bin/sh\necho Cuda compilation tools\necho V12.9.86\n")
     tool.chmod(0o755)
     monkeypatch.setattr(triton_compiler, "_package_version", lambda: "3.6.0")
-    seen = []
+    versions = []
     for path in ("", str(tool), str(tmp_path / "nowhere")):
         monkeypatch.setenv("TRITON_PTXAS_PATH", path)
         triton_compiler.triton_version.cache_clear()
-        seen.append(triton_compiler.triton_version())
+        versions.append(triton_compiler.triton_version())
     triton_compiler.triton_version.cache_clear()
-    assert seen == ["3.6.0", "3.6.0 with V12.9.86", "3.6.0 with FileNotFoundError"]
+    assert versions == ["3.6.0", "3.6.0 with V12.9.86", "3.6.0 with FileNotFoundError"]
 
 
-def test_asking_for_versions_imports_no_compiler() -> None:
-    text = (
+def test_versions_of_a_target_import_no_compiler() -> None:
+    script = (
         "import sys; from gemmtune import backends; from gemmtune.core.target import Target\n"
         "loaded = lambda: any('libnvrtc' in line for line in open('/proc/self/maps'))\n"
         "before = 'triton' in sys.modules, loaded()\n"  # CUDA builds of torch load NVRTC themselves
@@ -128,8 +128,8 @@ def test_asking_for_versions_imports_no_compiler() -> None:
         "assert before == ('triton' in sys.modules, loaded())\n"
     )
     source = str(Path(backends.__file__).parents[2])
-    done = subprocess.run([sys.executable, "-c", f"import sys; sys.path[:0] = [{source!r}]\n{text}"], check=False)
-    assert done.returncode == 0
+    process = subprocess.run([sys.executable, "-c", f"import sys; sys.path[:0] = [{source!r}]\n{script}"], check=False)
+    assert process.returncode == 0
 
 
 def test_a_backend_without_its_library_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The policy on-miss tunes what was not tuned, whichever module it is set through."""
+"""Tests that the policy on-miss tunes a missing problem, through both modules that export ``policy``."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from gemmtune import dispatch
 
 
 @pytest.mark.parametrize("policy", [gemmtune.policy, dispatch.policy], ids=["gemmtune", "gemmtune.dispatch"])
-def test_on_miss_asks_for_tuning(policy: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    monkeypatch.setattr("gemmtune.tuning.api.tune_missing", lambda problem, device: asked.append(problem.m))
+def test_a_miss_under_the_policy_on_miss_starts_tuning(
+    policy: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuned_m: list[int] = []
+    monkeypatch.setattr("gemmtune.tuning.api.tune_missing", lambda problem, device: tuned_m.append(problem.m))
     with policy("on-miss"):
         gemmtune.linear(torch.randn(3, 4), torch.randn(5, 4))
     gemmtune.linear(torch.randn(300, 4), torch.randn(5, 4))
-    assert asked == [3]
+    assert tuned_m == [3]

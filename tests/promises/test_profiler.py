@@ -1,4 +1,4 @@
-"""Calls of gemmtune's ops show in torch.profiler as ``gemmtune::<op>``, wherever PyTorch's own operators show."""
+"""Tests that calls of gemmtune's ops are events ``gemmtune::<op>`` of torch.profiler, as PyTorch's operators are."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ FP8, FP8_WEIGHT, ONE = X.to(torch.float8_e4m3fn), WEIGHT.to(torch.float8_e4m3fn)
 
 
 def events(call: Callable[[], object], **config: Any) -> list[Any]:
+    """Return gemmtune's profiler events of one call."""
     with profile(acc_events=True, **config) as profiled:
         call()
     return [event for event in profiled.events() if event.name.startswith("gemmtune::")]
@@ -35,7 +36,7 @@ def events(call: Callable[[], object], **config: Any) -> list[Any]:
 
 PACKED = gemmtune.pack(WEIGHT)
 PACKED_INTS = gemmtune.pack(INT_WEIGHT)
-AS_TENSOR = PackedTensor.of(PACKED)
+PACKED_TENSOR = PackedTensor.of(PACKED)
 CALLS: dict[str, tuple[str, Callable[[], Tensor]]] = {
     "mm": ("mm", lambda: gemmtune.mm(X, WEIGHT.t())),
     "mm, packed": ("mm", lambda: gemmtune.mm(X, PACKED)),
@@ -43,7 +44,7 @@ CALLS: dict[str, tuple[str, Callable[[], Tensor]]] = {
     "linear": ("linear", lambda: gemmtune.linear(X, WEIGHT, BIAS)),
     "linear, packed": ("linear", lambda: gemmtune.linear(X, PACKED, BIAS)),
     "linear, epilogue": ("linear", lambda: gemmtune.linear(X, PACKED, epilogue=[fuse.relu()])),
-    "F.linear by a packed weight": ("linear", lambda: functional.linear(X, AS_TENSOR, BIAS)),
+    "F.linear by a packed weight": ("linear", lambda: functional.linear(X, PACKED_TENSOR, BIAS)),
     "addmm": ("addmm", lambda: gemmtune.addmm(BIAS, X, PACKED)),
     "bmm": ("bmm", lambda: gemmtune.bmm(X[None], WEIGHT.t()[None])),
     "int_mm": ("int_mm", lambda: gemmtune.int_mm(INTS, PACKED_INTS)),
@@ -54,26 +55,26 @@ CALLS: dict[str, tuple[str, Callable[[], Tensor]]] = {
 
 @pytest.mark.usefixtures("verified")
 @pytest.mark.parametrize("name", CALLS)
-def test_every_call_is_one_event_with_its_shapes(name: str) -> None:
+def test_every_call_is_one_event_with_input_shapes(name: str) -> None:
     op, call = CALLS[name]
-    gemmtune.refresh()  # the first call is prepared, the others find what was
-    seen = events(lambda: [call() for _ in range(3)], record_shapes=True)
-    assert [event.name for event in seen] == [f"gemmtune::{op}"] * 3
-    assert {tuple(event.input_shapes[0]) for event in seen} == {(1, M, K) if op == "bmm" else (M, K)}
+    gemmtune.refresh()  # the first call misses the cache, the others hit it
+    profiled_events = events(lambda: [call() for _ in range(3)], record_shapes=True)
+    assert [event.name for event in profiled_events] == [f"gemmtune::{op}"] * 3
+    assert {tuple(event.input_shapes[0]) for event in profiled_events} == {(1, M, K) if op == "bmm" else (M, K)}
 
 
 @pytest.mark.usefixtures("verified")
-def test_one_of_many_layouts_is_an_event() -> None:
+def test_calls_with_many_different_strides_are_one_event_each() -> None:
     wide = torch.randn(M, 4 * K)
-    layouts = [wide[:, start : start + K] for start in range(4)]
-    layouts += [torch.randn(M, K + more)[:, :K] for more in range(1, 9)]
-    for x in layouts:
+    inputs = [wide[:, start : start + K] for start in range(4)]
+    inputs += [torch.randn(M, K + padding)[:, :K] for padding in range(1, 9)]
+    for x in inputs:
         gemmtune.mm(x, WEIGHT.t())
-    assert len(events(lambda: [gemmtune.mm(x, WEIGHT.t()) for x in layouts])) == len(layouts)
+    assert len(events(lambda: [gemmtune.mm(x, WEIGHT.t()) for x in inputs])) == len(inputs)
 
 
 @pytest.mark.usefixtures("verified")
-def test_operators_that_serve_a_call_are_within_its_event() -> None:
+def test_the_aten_operator_of_a_call_is_a_child_of_its_event() -> None:
     with profile(acc_events=True) as profiled:
         gemmtune.mm(X, WEIGHT.t())
     (product,) = [event for event in profiled.events() if event.name == "aten::mm"]
@@ -85,33 +86,33 @@ def test_operators_that_serve_a_call_are_within_its_event() -> None:
 
 
 @pytest.mark.usefixtures("verified")
-def test_an_operator_of_ours_shows_and_so_does_the_product_in_it() -> None:
+def test_a_packed_linear_operator_and_its_product_are_events() -> None:
     x = X.clone().requires_grad_()
-    names = {event.name for event in events(lambda: functional.linear(x, AS_TENSOR))}
+    names = {event.name for event in events(lambda: functional.linear(x, PACKED_TENSOR))}
     assert names >= {"gemmtune::packed_linear", "gemmtune::linear"}
 
 
 @pytest.mark.usefixtures("verified")
-@pytest.mark.parametrize("everywhere", [False, True])
-def test_another_threads_calls_show_where_pytorchs_do(everywhere: bool) -> None:
+@pytest.mark.parametrize("all_threads", [False, True])
+def test_calls_of_another_thread_are_events_if_pytorchs_are(all_threads: bool) -> None:
     def work() -> None:
         gemmtune.mm(X, PACKED)
         torch.mm(X, WEIGHT.t())
 
-    def elsewhere() -> None:
+    def run_in_thread() -> None:
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
 
-    config = _ExperimentalConfig(profile_all_threads=everywhere)
+    config = _ExperimentalConfig(profile_all_threads=all_threads)
     with profile(acc_events=True, experimental_config=config) as profiled:
-        elsewhere()
+        run_in_thread()
     names = {event.name for event in profiled.events()}
-    assert ("gemmtune::mm" in names) == ("aten::mm" in names) == everywhere
+    assert ("gemmtune::mm" in names) == ("aten::mm" in names) == all_threads
 
 
 @pytest.mark.usefixtures("verified")
-def test_without_a_profiler_no_event_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_event_is_created_without_a_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> Any:
         raise AssertionError("an event was made")
 
@@ -122,8 +123,8 @@ def test_without_a_profiler_no_event_is_made(monkeypatch: pytest.MonkeyPatch) ->
         gemmtune.mm(X, PACKED)
 
 
-def test_a_profiler_that_kinetos_daemon_starts_sees_calls() -> None:
-    """Such a profiler leaves torch's flag unset, as this script does by hand."""
+def test_a_profiler_started_by_the_kineto_daemon_has_events() -> None:
+    """A profiler started by the daemon does not set torch's flag; this script clears the flag itself."""
     script = (
         "import torch, gemmtune\n"
         "from torch.autograd import profiler\n"
@@ -135,7 +136,7 @@ def test_a_profiler_that_kinetos_daemon_starts_sees_calls() -> None:
         "print('events:', sum(event.name == 'gemmtune::mm' for event in profiled.events()))\n"
     )
     environment = {**os.environ, "KINETO_USE_DAEMON": "1"}
-    ran = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=120, check=False
     )
-    assert "events: 3" in ran.stdout, ran.stderr
+    assert "events: 3" in process.stdout, process.stderr

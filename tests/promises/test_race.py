@@ -1,5 +1,5 @@
-"""The race: own stalls count, every layout has the baseline that would serve without it, a winner holds wherever it is
-served, and a disturbed machine decides nothing."""
+"""Tests of the race: stalls of a kernel count against it, every layout has its own baseline, a winner must also win in
+its surroundings, and a race on a disturbed machine is inconclusive."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STALL_S = 20e-3
 
 
 def stalling(clock: FakeClock, seconds: float, every: int) -> Run:
-    """A kernel of ``seconds`` that takes 20 ms more in every ``every``-th call."""
+    """Return a kernel that takes ``seconds``, and 20 ms more in every ``every``-th call."""
     calls = 0
 
     def run(i: int) -> None:
@@ -36,56 +36,57 @@ def stalling(clock: FakeClock, seconds: float, every: int) -> Run:
     return run
 
 
-# --- a kernel's own stalls --------------------------------------------------------------------------------------
+# --- stalls of a kernel -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seconds", [50e-6, 0.5e-3, 1e-3, 10e-3])
 @pytest.mark.parametrize("seed", range(5))
 def test_a_kernel_that_stalls_every_fifth_call_does_not_win(seconds: float, seed: int) -> None:
     clock = FakeClock(seed, noise=0.02)
-    field = [
-        Entrant("aten", clock.kernel(seconds), incumbent=True),
-        Entrant("stalls", stalling(clock, 0.85 * seconds, 5), group="g"),
+    entrants = [
+        Entrant("aten", clock.kernel(seconds), is_baseline=True),
+        Entrant("stalls", stalling(clock, 0.85 * seconds, 5), packing="g"),
     ]
-    assert race(field, clock, 3.0, seed=seed).outcome == "tie"
+    assert race(entrants, clock, 3.0, seed=seed).outcome == "tie"
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_rare_stalls_that_make_the_mean_slower_do_not_win(seed: int) -> None:
     clock = FakeClock(seed, noise=0.02)
-    field = [
-        Entrant("aten", clock.kernel(0.5e-3), incumbent=True),
-        Entrant("stalls", stalling(clock, 0.425e-3, 50), group="g"),
+    entrants = [
+        Entrant("aten", clock.kernel(0.5e-3), is_baseline=True),
+        Entrant("stalls", stalling(clock, 0.425e-3, 50), packing="g"),
     ]
-    result = race(field, clock, 3.0, seed=seed)
+    result = race(entrants, clock, 3.0, seed=seed)
     assert result.outcome == "tie"
     assert "its mean time, stalls counted" in result.stopped
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_the_machines_stalls_cost_a_faster_kernel_nothing(seed: int) -> None:
+def test_stalls_of_the_machine_do_not_prevent_a_win(seed: int) -> None:
     clock = FakeClock(seed, noise=0.02, stalls=0.05)
-    field = [
-        Entrant("aten", clock.kernel(1e-3), incumbent=True),
-        Entrant("faster", clock.kernel(0.9e-3), group="g"),
+    entrants = [
+        Entrant("aten", clock.kernel(1e-3), is_baseline=True),
+        Entrant("faster", clock.kernel(0.9e-3), packing="g"),
     ]
-    assert race(field, clock, 6.0, seed=seed).outcome == "winner"
+    assert race(entrants, clock, 6.0, seed=seed).outcome == "winner"
 
 
-# --- the raw layout's own baseline ------------------------------------------------------------------------------
+# --- the baseline of the raw layout -----------------------------------------------------------------------------
 
 
 def layouts_race(raw_aten: float, raw: float, packed_aten: float, **noise: float) -> RaceResult:
+    """Race ATen on a packed copy, ATen on the raw weight and another kernel on the raw weight, by their times."""
     clock = FakeClock(3, **{"noise": 0.01, **noise})  # type: ignore[arg-type]
-    field = [
-        Entrant("aten/packed", clock.kernel(packed_aten), incumbent=True, group="aten:copy"),
-        Entrant("aten/raw", clock.kernel(raw_aten), incumbent=True, group=""),
-        Entrant("ours/raw", clock.kernel(raw), group=""),
+    entrants = [
+        Entrant("aten/packed", clock.kernel(packed_aten), is_baseline=True, packing="aten:copy"),
+        Entrant("aten/raw", clock.kernel(raw_aten), is_baseline=True, packing=""),
+        Entrant("ours/raw", clock.kernel(raw), packing=""),
     ]
-    return race(field, clock, 6.0, seed=3)
+    return race(entrants, clock, 6.0, seed=3)
 
 
-def test_a_raw_kernel_wins_its_layout_though_a_packed_copy_is_faster() -> None:
+def test_a_raw_kernel_wins_its_layout_even_if_a_packed_copy_is_faster() -> None:
     result = layouts_race(raw_aten=1.61e-3, raw=0.885e-3, packed_aten=0.87e-3)
     assert (result.outcome, result.leader) == ("tie", "aten/packed")
     layout = result.layouts[""]
@@ -104,10 +105,10 @@ OURS_RAW = Candidate.make("cuda", "mixed", bm=160)
 
 
 def decision_of(layout: LayoutDecision | None) -> Decision:
-    """The case that was seen on an H200: 640x6400x5120 with int8 weights, in units of that time."""
+    """Return a decision with the times that an H200 had for 640x6400x5120 with int8 weights."""
     problem = build(640, 6400, 5120, "int8wo")
 
-    def row(candidate: Candidate, seconds: float, packing: str | None = None) -> Evidence:
+    def evidence(candidate: Candidate, seconds: float, packing: str | None = None) -> Evidence:
         ratio = seconds / 87e-6
         sample = Sample(seconds, seconds, seconds, 50, ratio, ratio, ratio, conditions={"timed": "graph"})
         return Evidence(
@@ -116,21 +117,21 @@ def decision_of(layout: LayoutDecision | None) -> Decision:
 
     return Decision(
         problem.key, problem.to_dict(), "t", "tie", ATEN_COPY.id,
-        (row(ATEN_COPY, 87e-6, "aten:cast/bfloat16"), row(ATEN_RAW, 161e-6), row(OURS_RAW, 88.5e-6)),
+        (evidence(ATEN_COPY, 87e-6, "aten:cast/bfloat16"), evidence(ATEN_RAW, 161e-6), evidence(OURS_RAW, 88.5e-6)),
         {"": OURS_RAW.id, "aten:cast/bfloat16": ATEN_COPY.id},
         layouts={} if layout is None else {"": layout},
     )  # fmt: skip
 
 
-def test_the_raw_weight_is_served_by_the_winner_of_its_own_layout() -> None:
+def test_a_raw_weight_is_served_by_the_winner_of_the_raw_layout() -> None:
     won = LayoutDecision("winner", OURS_RAW.id, ATEN_RAW.id, 0.55, 0.54, 0.56)
     plan = build_plan([decision_of(won)], None)
     assert plan is not None
     assert plan.entries[0].candidate == OURS_RAW
-    assert choose_packing([decision_of(won)]) == "aten:cast/bfloat16"  # where memory for the copy is granted
+    assert choose_packing([decision_of(won)]) == "aten:cast/bfloat16"  # where memory for the copy is allowed
 
 
-def test_a_layout_that_disagrees_in_a_surrounding_is_not_served() -> None:
+def test_a_candidate_that_is_slower_in_a_surrounding_is_not_served() -> None:
     tied = LayoutDecision("tie", OURS_RAW.id, ATEN_RAW.id, 0.97, 0.96, 0.98, {"behind an elementwise kernel": 1.04})
     plan = build_plan([decision_of(tied)], None)
     assert plan is not None
@@ -140,31 +141,31 @@ def test_a_layout_that_disagrees_in_a_surrounding_is_not_served() -> None:
 # --- surroundings -----------------------------------------------------------------------------------------------
 
 
-def surrounded(
+def make_surrounding(
     clock: FakeClock, times: dict[str, float], idle_s: float = 0.2e-3, variants: dict[str, float] | None = None
 ) -> Surrounding:
-    """A surrounding in which entrants take ``times`` (and a challenger's variants what ``variants`` says)."""
+    """Return a surrounding in which entrants take ``times``, and variants of a challenger take ``variants``."""
 
     def run_of(name: str, variant: str) -> Run:
-        own = times[name] if not variant or variants is None else variants[variant]
-        return clock.kernel(idle_s + own)
+        kernel_s = times[name] if not variant or variants is None else variants[variant]
+        return clock.kernel(idle_s + kernel_s)
 
     names = ("", *(variants or {}))
     return Surrounding("somewhere", run_of, lambda _: names, clock.kernel(idle_s))
 
 
 def race_in(seed: int, alone: Sequence[float], around: Sequence[float], **options: object) -> RaceResult:
-    """ATen (1 ms) against challengers that take ``alone`` by themselves and ``around`` in a surrounding."""
+    """Race ATen (1 ms) and challengers that take ``alone`` by themselves and ``around`` in a surrounding."""
     clock = FakeClock(seed, noise=0.005)
-    field = [Entrant("aten", clock.kernel(1e-3), incumbent=True)]
-    field += [Entrant(f"ours{i}", clock.kernel(s), group=f"g{i}") for i, s in enumerate(alone)]
+    entrants = [Entrant("aten", clock.kernel(1e-3), is_baseline=True)]
+    entrants += [Entrant(f"ours{i}", clock.kernel(s), packing=f"g{i}") for i, s in enumerate(alone)]
     times = {"aten": 1e-3} | {f"ours{i}": s for i, s in enumerate(around)}
-    surrounding = surrounded(clock, times, **options)  # type: ignore[arg-type]
-    return race(field, clock, 6.0, seed=seed, setup=RaceSetup(surroundings=[surrounding]))
+    surrounding = make_surrounding(clock, times, **options)  # type: ignore[arg-type]
+    return race(entrants, clock, 6.0, seed=seed, setup=RaceSetup(surroundings=[surrounding]))
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_what_is_faster_alone_and_slower_among_other_work_is_a_tie(seed: int) -> None:
+def test_a_kernel_that_is_faster_alone_and_slower_in_a_surrounding_ties(seed: int) -> None:
     result = race_in(seed, [0.97e-3], [1.04e-3])
     assert (result.outcome, result.leader) == ("tie", "aten")
     assert "somewhere" in result.stopped
@@ -175,18 +176,18 @@ def test_what_is_faster_alone_and_slower_among_other_work_is_a_tie(seed: int) ->
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_what_is_faster_everywhere_wins(seed: int) -> None:
+def test_a_kernel_that_is_faster_alone_and_in_a_surrounding_wins(seed: int) -> None:
     result = race_in(seed, [0.9e-3], [0.95e-3])
     assert (result.outcome, result.leader) == ("winner", "ours0")
     assert result.layouts["g0"].surroundings["somewhere"] == pytest.approx(0.95, rel=0.01)
 
 
-def test_the_next_challenger_has_its_turn_where_the_first_is_slower_among_other_work() -> None:
+def test_the_second_challenger_wins_if_the_first_is_slower_in_a_surrounding() -> None:
     result = race_in(1, [0.90e-3, 0.903e-3], [1.05e-3, 0.92e-3])
     assert (result.outcome, result.leader) == ("winner", "ours1")
 
 
-def test_a_kernel_that_overlapping_slows_down_is_served_without() -> None:
+def test_overlap_is_disabled_for_a_kernel_that_it_slows_down() -> None:
     slower = race_in(2, [0.9e-3], [0.9e-3], variants={OVERLAP: 1.02e-3})
     assert slower.outcome == "winner"
     assert not slower.layouts["g0"].overlap
@@ -197,62 +198,65 @@ def test_a_kernel_that_overlapping_slows_down_is_served_without() -> None:
 # --- a disturbed machine ----------------------------------------------------------------------------------------
 
 
-class Reported:
-    """A machine that reports one weather."""
+class FixedMachine:
+    """Machine that always reports one MachineState."""
 
-    def __init__(self, weather: MachineState) -> None:
-        self._weather = weather
+    def __init__(self, machine_state: MachineState) -> None:
+        self._machine_state = machine_state
 
     def weather(self) -> MachineState:
-        return self._weather
+        return self._machine_state
 
 
-def two(clock: FakeClock, gain: float) -> list[Entrant]:
-    return [Entrant("aten", clock.kernel(1e-3), incumbent=True), Entrant("ours", clock.kernel((1 - gain) * 1e-3))]
+def two_entrants(clock: FakeClock, gain: float) -> list[Entrant]:
+    """Return ATen and a challenger that is faster by the fraction ``gain``."""
+    return [Entrant("aten", clock.kernel(1e-3), is_baseline=True), Entrant("ours", clock.kernel((1 - gain) * 1e-3))]
 
 
-def test_a_tie_on_a_machine_that_others_use_is_inconclusive() -> None:
+def test_a_tie_under_contention_is_inconclusive() -> None:
     clock = FakeClock(1, noise=0.02)
-    setup = RaceSetup(machine=Reported(MachineState(load=1.5, contention=True)))
-    result = race(two(clock, 0.0), clock, 6.0, setup=setup)
+    setup = RaceSetup(machine=FixedMachine(MachineState(load=1.5, contention=True)))
+    result = race(two_entrants(clock, 0.0), clock, 6.0, setup=setup)
     assert result.outcome == "inconclusive"
     assert "others kept the cores busy" in result.stopped
 
 
-def test_a_clear_winner_on_such_a_machine_is_one() -> None:
+def test_a_clear_winner_under_contention_is_a_winner() -> None:
     clock = FakeClock(1, noise=0.02)
-    setup = RaceSetup(machine=Reported(MachineState(load=1.5, contention=True)))
-    assert race(two(clock, 0.1), clock, 6.0, setup=setup).outcome == "winner"
+    setup = RaceSetup(machine=FixedMachine(MachineState(load=1.5, contention=True)))
+    assert race(two_entrants(clock, 0.1), clock, 6.0, setup=setup).outcome == "winner"
 
 
 def test_noise_that_may_hide_a_gain_is_inconclusive() -> None:
-    outcomes = {race(two(clock, 0.03), clock, 0.3, seed=seed).outcome
+    outcomes = {race(two_entrants(clock, 0.03), clock, 0.3, seed=seed).outcome
                 for seed in range(20) for clock in [FakeClock(seed, noise=0.3)]}  # fmt: skip
     assert "inconclusive" in outcomes
     assert "tie" not in outcomes
 
 
-def test_a_time_far_above_the_one_before_the_race_is_not_believed() -> None:
-    """1x256x8 was recorded as a winner at 7601x: ATen waited for its threads in every call of the race."""
+def test_a_time_far_above_the_time_before_the_race_is_inconclusive() -> None:
+    """A winner at 7601x was once recorded for 1x256x8: ATen waited for its threads in every call of the race."""
     clock = FakeClock(1, noise=0.02)
-    field = [Entrant("aten", clock.kernel(8e-3), incumbent=True), Entrant("ours", clock.kernel(1e-6))]
-    result = race(field, clock, 6.0, setup=RaceSetup(earlier_s={"aten": 3e-6, "ours": 1e-6}))
+    entrants = [Entrant("aten", clock.kernel(8e-3), is_baseline=True), Entrant("ours", clock.kernel(1e-6))]
+    result = race(entrants, clock, 6.0, setup=RaceSetup(earlier_s={"aten": 3e-6, "ours": 1e-6}))
     assert (result.outcome, result.leader) == ("inconclusive", "aten")
     assert "3 us before it" in result.stopped
 
 
-def test_a_time_that_the_machine_cannot_reach_is_out_of_the_race() -> None:
+def test_a_time_below_the_least_possible_time_fails_the_entrant() -> None:
     clock = FakeClock(1, noise=0.02)
-    field = [Entrant("aten", clock.kernel(1e-3), incumbent=True), Entrant("nothing", clock.kernel(1e-6))]
-    result = race(field, clock, 6.0, setup=RaceSetup(least_s=1e-4))
+    entrants = [Entrant("aten", clock.kernel(1e-3), is_baseline=True), Entrant("nothing", clock.kernel(1e-6))]
+    result = race(entrants, clock, 6.0, setup=RaceSetup(least_s=1e-4))
     assert (result.outcome, result.leader) == ("tie", "aten")
-    standing = result.standings["nothing"]
-    assert (standing.stage, standing.fault) == ("failed", "wrong")
+    standing = result.evidence["nothing"]
+    assert standing.stage == "failed"
+    assert standing.verdict is not None
+    assert standing.verdict.kind == "wrong"
     assert "cannot have computed it" in standing.reason
 
 
-def test_the_least_time_is_below_what_real_kernels_take() -> None:
-    """Figures of REFERENCE.md: two cores of a Zen 4, one H200."""
+def test_the_least_possible_time_is_below_measured_times() -> None:
+    """The measured times are those of REFERENCE.md: two cores of a Zen 4, one H200."""
     cpu = replace(make_target(), isa=("avx512_bf16",))
     h200 = replace(cpu, device="cuda", capability="9.0", cores=132)
     assert 1e-3 < least_cpu_s(build(256, 4096, 4096, "bf16"), cpu) < 38e-3 / 2
@@ -260,22 +264,22 @@ def test_the_least_time_is_below_what_real_kernels_take() -> None:
     assert least_gpu_s(build(1, 4096, 4096, "bf16"), h200) < 7.6e-6
 
 
-def test_cores_that_others_need_are_contention(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_of_other_processes_on_the_needed_cores_is_contention(monkeypatch: pytest.MonkeyPatch) -> None:
     from gemmtune.timing import machine
 
     accounts = [machine._Accounts(0.0, 0.0, 0.0, 0.0), machine._Accounts(1.0, 3.0, 2.0, 0.0)]
     monkeypatch.setattr(machine.os, "cpu_count", lambda: 2)
 
-    def weather(threads: int) -> MachineState:
+    def machine_state(threads: int) -> MachineState:
         rows = iter(accounts)
         monkeypatch.setattr(CpuMachine, "_accounts", lambda self: next(rows))
         return CpuMachine(threads).weather()
 
-    assert weather(2).contention
-    assert not weather(1).contention
+    assert machine_state(2).contention
+    assert not machine_state(1).contention
 
 
-def test_stores_refuse_what_is_inconclusive() -> None:
+def test_stores_refuse_inconclusive_decisions() -> None:
     import msgspec
 
     decision = msgspec.structs.replace(decision_of(None), outcome="inconclusive", target_key=make_target().key)

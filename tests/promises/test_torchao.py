@@ -1,4 +1,4 @@
-"""Models that torchao quantised are served by gemmtune's kernels, and stay torchao's for everybody else."""
+"""Tests that models quantised by torchao are served by gemmtune's kernels and keep torchao's tensors otherwise."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from gemmtune.ops import torchao_formats
 from gemmtune.ops.packing import pack
 from gemmtune.ops.torchao_formats import UnknownFormatError, problem
 from gemmtune.store import MemoryStore
-from helpers.serving import RAN
-from helpers.tuned_models import ready
+from helpers.serving import TOY_RUNS
+from helpers.tuned_models import prepare_model
 
 pytest.importorskip("torchao", reason="pip install torchao")
 from torchao import quantization as ao
@@ -47,29 +47,31 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    kind: torch.dtype = request.param
-    return kind
+    param: torch.dtype = request.param
+    return param
 
 
 def quantised(config: Callable[[], Any], dtype: torch.dtype) -> nn.Module:
+    """Return a model of two linears that torchao quantised."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(K, N), nn.ReLU(), nn.Linear(N, K, bias=False)).to(dtype).eval()
     ao.quantize_(model, config())
     return model
 
 
-def bound(dtype: torch.dtype) -> float:
+def relative_error_bound(dtype: torch.dtype) -> float:
+    """Return the allowed relative error of a result, in the norm of the whole tensor."""
     return 2e-2 if dtype == torch.bfloat16 else 1e-5
 
 
 def is_close(got: Tensor, wanted: Tensor) -> bool:
-    return bool((got - wanted).float().norm() <= bound(wanted.dtype) * wanted.float().norm())
+    return bool((got - wanted).float().norm() <= relative_error_bound(wanted.dtype) * wanted.float().norm())
 
 
 @pytest.fixture(params=list(CONFIGS))
 def config(request: pytest.FixtureRequest) -> Callable[[], Any]:
-    made: Callable[[], Any] = CONFIGS[request.param]
-    return made
+    param: Callable[[], Any] = CONFIGS[request.param]
+    return param
 
 
 @pytest.fixture
@@ -85,8 +87,8 @@ def plain(config: Callable[[], Any], dtype: torch.dtype) -> nn.Module:
 
 @pytest.fixture
 def served(plain: nn.Module, x: Tensor, own_store: MemoryStore) -> Iterator[tuple[nn.Module, gemmtune.Handle]]:
-    """The model with its linears served by the toy backend."""
-    model = ready(copy.deepcopy(plain), x, own_store)
+    """Yield the optimized model, whose linears the toy backend serves, and its handle."""
+    model = prepare_model(copy.deepcopy(plain), x, own_store)
     handle = gemmtune.optimize(model, x, tune=False, memory=4)
     assert handle.left == {}
     assert set(handle.swapped.values()) == {"toy:plain"}
@@ -94,8 +96,8 @@ def served(plain: nn.Module, x: Tensor, own_store: MemoryStore) -> Iterator[tupl
     handle.restore()
 
 
-def same(model: nn.Module, other: nn.Module) -> bool:
-    """Whether two models hold the same torchao tensors, bit for bit."""
+def have_equal_tensors(model: nn.Module, other: nn.Module) -> bool:
+    """Return whether two models have equal torchao tensors, bit for bit."""
     pairs = zip(model.state_dict().values(), other.state_dict().values(), strict=True)
     return all(
         type(a) is type(b)
@@ -113,20 +115,20 @@ def same(model: nn.Module, other: nn.Module) -> bool:
     )
 
 
-def test_it_is_served_and_agrees(served: Any, plain: nn.Module, x: Tensor) -> None:
+def test_an_optimized_model_is_served_and_agrees_with_torchao(served: Any, plain: nn.Module, x: Tensor) -> None:
     model, _ = served
-    RAN.clear()
+    TOY_RUNS.clear()
     got = model(x)
-    assert len(RAN) == 2
+    assert len(TOY_RUNS) == 2
     assert got.dtype == x.dtype
     assert is_close(got, plain(x))
     with torch.inference_mode():
         assert torch.equal(model(x), got)
 
 
-def test_the_state_is_torchaos(served: Any, plain: nn.Module, x: Tensor) -> None:
+def test_the_state_dict_has_the_tensors_of_torchao(served: Any, plain: nn.Module, x: Tensor) -> None:
     model, _ = served
-    assert same(model, plain)
+    assert have_equal_tensors(model, plain)
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
     file.seek(0)
@@ -136,7 +138,7 @@ def test_the_state_is_torchaos(served: Any, plain: nn.Module, x: Tensor) -> None
     assert torch.equal(other(x), plain(x))
 
 
-def test_loading_repacks(served: Any, config: Callable[[], Any], x: Tensor) -> None:
+def test_loading_a_state_dict_packs_the_new_weights(served: Any, config: Callable[[], Any], x: Tensor) -> None:
     model, handle = served
     torch.manual_seed(7)
     other = nn.Sequential(nn.Linear(K, N), nn.ReLU(), nn.Linear(N, K, bias=False)).to(x.dtype).eval()
@@ -148,28 +150,28 @@ def test_loading_repacks(served: Any, config: Callable[[], Any], x: Tensor) -> N
     assert torch.equal(model(x), other(x))
 
 
-def test_restore_gives_the_very_bits_back(served: Any, plain: nn.Module, x: Tensor) -> None:
+def test_restore_returns_the_original_tensors_bit_for_bit(served: Any, plain: nn.Module, x: Tensor) -> None:
     model, handle = served
     handle.restore()
-    assert same(model, plain)
+    assert have_equal_tensors(model, plain)
     assert type(model[0].weight) is type(plain[0].weight)
     assert torch.equal(model(x), plain(x))
 
 
-def test_copies_are_served(served: Any, x: Tensor) -> None:
+def test_a_deepcopy_is_served(served: Any, x: Tensor) -> None:
     model, _ = served
     twin = copy.deepcopy(model)
-    RAN.clear()
+    TOY_RUNS.clear()
     assert torch.equal(twin(x), model(x))
-    assert len(RAN) == 4
+    assert len(TOY_RUNS) == 4
 
 
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # torch.export.load of torch 2.10
-def test_compiled_and_exported(served: Any, plain: nn.Module, x: Tensor) -> None:
+def test_compiled_and_exported_models_agree_with_torchao(served: Any, plain: nn.Module, x: Tensor) -> None:
     model, _ = served
     wanted = plain(x)
     try:
-        # Fused arithmetic rounds activations of bfloat16 to other integers now and then, as it does for torchao.
+        # Fused arithmetic sometimes rounds bfloat16 activations to other integers, for torchao's tensors too.
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")(x)
     finally:
         torch._dynamo.reset()
@@ -177,12 +179,12 @@ def test_compiled_and_exported(served: Any, plain: nn.Module, x: Tensor) -> None
     file = io.BytesIO()
     torch.export.save(torch.export.export(model, (x,)), file)
     file.seek(0)
-    RAN.clear()
+    TOY_RUNS.clear()
     assert is_close(torch.export.load(file).module()(x), wanted)
-    assert len(RAN) == 2
+    assert len(TOY_RUNS) == 2
 
 
-def test_gradients_are_torchaos(served: Any, plain: nn.Module, x: Tensor) -> None:
+def test_gradients_agree_with_torchao(served: Any, plain: nn.Module, x: Tensor) -> None:
     model, _ = served
     grads = []
     for one in (model, plain):
@@ -192,11 +194,11 @@ def test_gradients_are_torchaos(served: Any, plain: nn.Module, x: Tensor) -> Non
             out.sum().backward()
         grads.append(rows.grad)
     assert (grads[0] is None) == (grads[1] is None)
-    if grads[0] is not None:  # a number near 0 before the ReLU may have another sign, which counts whole
+    if grads[0] is not None:  # a value near 0 before the ReLU may change its sign, and with it a whole gradient
         assert (grads[0] - grads[1]).float().norm() <= 0.1 * grads[1].float().norm()
 
 
-def test_reads_see_dequantised_values_and_moves_give_torchaos_tensor(served: Any, plain: nn.Module) -> None:
+def test_dequantize_agrees_with_torchao_and_dtype_conversions_return_its_tensor(served: Any, plain: nn.Module) -> None:
     model, _ = served
     weight, original = model[0].weight, plain[0].weight
     assert (weight.shape, weight.dtype, weight.device) == (original.shape, original.dtype, original.device)
@@ -205,14 +207,14 @@ def test_reads_see_dequantised_values_and_moves_give_torchaos_tensor(served: Any
     assert type(moved[0].weight) is type(original)
 
 
-def test_writes_are_refused(served: Any) -> None:
+def test_in_place_writes_are_refused(served: Any) -> None:
     model, _ = served
     for write in (lambda w: w.mul_(2), lambda w: nn.init.zeros_(w), lambda w: w.copy_(torch.zeros(N, K))):
         with pytest.raises(PackedWeightError, match=r"restore\(\)"), torch.no_grad():
             write(model[0].weight)
 
 
-def test_a_recording_has_their_problems(plain: nn.Module, x: Tensor) -> None:
+def test_record_has_the_problems_of_quantised_linears(plain: nn.Module, x: Tensor) -> None:
     with gemmtune.record() as recorded:
         plain(x)
     assert [count for _, count in recorded.problems] == [1, 1]
@@ -220,8 +222,8 @@ def test_a_recording_has_their_problems(plain: nn.Module, x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("granularity", [PerRow(), PerTensor()])
-def test_float8_activations(granularity: Any, dtype: torch.dtype, x: Tensor) -> None:
-    """torchao makes these on GPUs only, and computes with them on CPUs."""
+def test_float8_dynamic_activations_agree_with_torchao(granularity: Any, dtype: torch.dtype, x: Tensor) -> None:
+    """torchao quantises such activations on GPUs only, and computes with them on CPUs too."""
     weight = Float8Tensor.from_hp(
         torch.randn(N, K, dtype=dtype),
         granularity=granularity,
@@ -243,7 +245,7 @@ def test_float8_activations(granularity: Any, dtype: torch.dtype, x: Tensor) -> 
 
 
 @pytest.mark.parametrize("raw", [True, False])
-def test_both_forms_of_a_weight_agree(plain: nn.Module, x: Tensor, raw: bool) -> None:
+def test_raw_and_packed_weights_agree_with_torchao(plain: nn.Module, x: Tensor, raw: bool) -> None:
     stored = torchao_formats.read(plain[0].weight)
     if raw:
         packed = None
@@ -257,16 +259,16 @@ def test_both_forms_of_a_weight_agree(plain: nn.Module, x: Tensor, raw: bool) ->
             bits=stored.bits,
             group_size=stored.group_size,
         )
-    made = QuantizedTensor.of_weight(stored, packed)
-    assert (made.layout_name == "raw") == raw
-    assert is_close(F.linear(x, made, plain[0].bias), plain[0](x))
-    again = torchao_formats.inner_tensors(made.original())
+    quantized = QuantizedTensor.of_weight(stored, packed)
+    assert (quantized.layout_name == "raw") == raw
+    assert is_close(F.linear(x, quantized, plain[0].bias), plain[0](x))
+    restored = torchao_formats.inner_tensors(quantized.original())
     for name, tensor in torchao_formats.inner_tensors(plain[0].weight).items():
-        assert torch.equal(again[name].view(torch.uint8), tensor.view(torch.uint8))
+        assert torch.equal(restored[name].view(torch.uint8), tensor.view(torch.uint8))
 
 
 @pytest.mark.parametrize("activation", ["int8 row", "int8 tensor"])
-def test_activations_become_torchaos_integers(activation: Any, dtype: torch.dtype) -> None:
+def test_activations_are_quantized_as_by_torchao(activation: Any, dtype: torch.dtype) -> None:
     rows = torch.randn(5, K, dtype=dtype) * torch.tensor([1e-6, 1.0, 1e3, 0.0, 7.0]).to(dtype)[:, None]
     granularity = PerRow() if activation == "int8 row" else PerTensor()
     wanted = ao.Int8Tensor.from_hp(rows, granularity)
@@ -276,7 +278,7 @@ def test_activations_become_torchaos_integers(activation: Any, dtype: torch.dtyp
     assert torch.equal(scale.reshape(-1), wanted.scale.reshape(-1))
 
 
-def test_what_gemmtune_has_no_op_for_is_left_with_the_reason(x: Tensor, dtype: torch.dtype) -> None:
+def test_an_unsupported_format_is_left_with_the_reason(x: Tensor, dtype: torch.dtype) -> None:
     def asymmetric() -> Any:
         return ao.Int8DynamicActivationInt8WeightConfig(act_mapping_type=ao.MappingType.ASYMMETRIC)
 
@@ -290,7 +292,7 @@ def test_what_gemmtune_has_no_op_for_is_left_with_the_reason(x: Tensor, dtype: t
         torchao_formats.read(model[0].weight)
 
 
-def test_autocast_gives_torchaos_dtype(served: Any, plain: nn.Module, x: Tensor) -> None:
+def test_autocast_returns_the_dtype_of_torchao(served: Any, plain: nn.Module, x: Tensor) -> None:
     model, _ = served
     with torch.autocast("cpu", torch.bfloat16):
         got, wanted = model(x), plain(x)
@@ -299,8 +301,8 @@ def test_autocast_gives_torchaos_dtype(served: Any, plain: nn.Module, x: Tensor)
 
 
 def _fake_convert(pairs: Tensor, inner_tiles: int) -> Tensor:
-    """Stands in for ``_convert_weight_to_int4pack``, which CPUs have not: uint8 [N, K / 2], the high nibble first, into
-    int32 [N / 8, K / 128, 32, 4] in an order of its own."""
+    """Replace ``_convert_weight_to_int4pack``, which CPUs do not have: pack uint8 [N, K / 2], the high nibble first,
+    into int32 [N / 8, K / 128, 32, 4]. Its order is not that of the GPU's operator."""
     assert inner_tiles == 8
     values = torch.stack((pairs >> 4, pairs & 15), 2).reshape(-1, 8).flip(1).to(torch.int64)
     packed = (values << (4 * torch.arange(8))).sum(1)
@@ -309,17 +311,19 @@ def _fake_convert(pairs: Tensor, inner_tiles: int) -> Tensor:
 
 
 def _fake_int4pack_mm(rows: Tensor, packed: Tensor, group: int, pairs: Tensor) -> Tensor:
-    """Stands in for ``_weight_int4pack_mm``."""
-    words = packed.reshape(-1, 1).to(torch.int64) & 0xFFFFFFFF
-    nibbles = ((words >> (4 * torch.arange(8))) & 15).flip(1)
+    """Replace ``_weight_int4pack_mm`` for weights of ``_fake_convert``."""
+    packed_values = packed.reshape(-1, 1).to(torch.int64) & 0xFFFFFFFF
+    nibbles = ((packed_values >> (4 * torch.arange(8))) & 15).flip(1)
     values = nibbles.reshape(packed.shape[0] * 8, packed.shape[1] * 128) - 8.0
-    scale, zero = (pairs[..., place].float().repeat_interleave(group, 0).t() for place in range(2))
+    scale, zero = (pairs[..., index].float().repeat_interleave(group, 0).t() for index in range(2))
     return (rows.float() @ (values * scale + zero).t()).to(rows.dtype)
 
 
 @pytest.mark.parametrize("shape", [(24, 1024), (20, 1536)])
-def test_tiles_of_int4_are_read_and_restored(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Int4TilePackedTo4dTensor, whose operators only GPUs have; also padded, as torchao pads it."""
+def test_tile_packed_int4_weights_are_read_and_restored(
+    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only GPUs have the operators of Int4TilePackedTo4dTensor. One of the shapes has torchao's padding."""
     tiled = ao.Int4TilePackedTo4dTensor
     monkeypatch.setattr(torchao_formats, "convert_weight_to_int4pack", _fake_convert)
     monkeypatch.setattr(torchao_formats, "weight_int4pack_mm", _fake_int4pack_mm)
@@ -330,17 +334,17 @@ def test_tiles_of_int4_are_read_and_restored(shape: tuple[int, int], monkeypatch
     pairs = torch.rand(columns // group, rows, 2).bfloat16() + 0.1
     qdata = _fake_convert((values[:, ::2] << 4) | values[:, 1::2], 8)
     weight = tiled(qdata, pairs, [1, group], torch.Size(shape))
-    scale, zero = (pairs[: k // group, :n, place].float().repeat_interleave(group, 0).t() for place in range(2))
+    scale, zero = (pairs[: k // group, :n, index].float().repeat_interleave(group, 0).t() for index in range(2))
     wanted = (values[:n, :k].float() - 8) * scale + zero
     read = torchao_formats.read(weight)
     layout = pack(read.data, scale=read.scale, zero_point=read.zero_point, bits=4, group_size=group).layout
     for packed in (None, pack_quantized(read, layout=layout)):
         form = QuantizedTensor.of_weight(read, packed)
         torch.testing.assert_close(form.dequantize().float(), wanted, rtol=1e-2, atol=1e-2)
-        again: Any = form.original()
-        assert type(again) is tiled
-        assert torch.equal(again.qdata, qdata)
-        assert torch.equal(again.scale_and_zero, pairs)
+        restored: Any = form.original()
+        assert type(restored) is tiled
+        assert torch.equal(restored.qdata, qdata)
+        assert torch.equal(restored.scale_and_zero, pairs)
     if rows > n:
         values[-1, 0] = 3
         other = tiled(_fake_convert((values[:, ::2] << 4) | values[:, 1::2], 8), pairs, [1, group], torch.Size(shape))

@@ -1,4 +1,4 @@
-"""A packed weight that nobody tuned is served by a kernel that was verified first, in the process that it serves."""
+"""Tests that an untuned packed weight is served only by a kernel that was verified in the serving process."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ X = torch.randn(3, 96)
 
 
 @pytest.fixture(autouse=True)
-def nothing_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_verified_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RUNTIME._loader, "_verified", {})
     monkeypatch.setattr(RUNTIME, "_warned", set())
 
 
 @pytest.fixture
-def wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every packed native kernel doubles one element of its output."""
-    right = PackedKernel.run
+def wrong_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make every packed native kernel double one element of its output."""
+    correct_run = PackedKernel.run
 
     def run(self: PackedKernel, a: Any, b: Any, aux: Any, out: torch.Tensor) -> None:
-        right(self, a, b, aux, out)
+        correct_run(self, a, b, aux, out)
         out[-1, -1] *= 2
 
     monkeypatch.setattr(PackedKernel, "run", run)
 
 
-@pytest.mark.usefixtures("wrong")
+@pytest.mark.usefixtures("wrong_kernels")
 def test_a_wrong_default_kernel_is_not_served(caplog: pytest.LogCaptureFixture) -> None:
     packed = gemmtune.pack(WEIGHT)
     for _ in range(2):
@@ -45,26 +45,26 @@ def test_a_wrong_default_kernel_is_not_served(caplog: pytest.LogCaptureFixture) 
     assert "wrong" in caplog.text
 
 
-def test_a_right_default_kernel_is_verified_once_and_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+def test_a_correct_default_kernel_is_verified_once_and_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    verified_ids: list[str] = []
     verify = RUNTIME.verify_hook
     assert verify is not None
 
-    def counted(*args: Any) -> Verdict:
-        asked.append(args[0].candidate.id)
+    def counting_verify(*args: Any) -> Verdict:
+        verified_ids.append(args[0].candidate.id)
         return verify(*args)
 
-    monkeypatch.setattr(RUNTIME, "verify_hook", counted)
+    monkeypatch.setattr(RUNTIME, "verify_hook", counting_verify)
     packed = gemmtune.pack(WEIGHT)
     for _ in range(2):
         torch.testing.assert_close(gemmtune.linear(X, packed), X @ WEIGHT.t())
         RUNTIME.refresh()
-    assert len(asked) == 1
+    assert len(verified_ids) == 1
     assert RUNTIME.kernel_for(gemmtune.ops.packing.problem_of(WEIGHT.t(), 3), packed) is not None
 
 
-@pytest.mark.usefixtures("wrong")
-def test_a_kernel_remembered_as_wrong_is_not_even_tried(
+@pytest.mark.usefixtures("wrong_kernels")
+def test_a_kernel_with_a_recorded_wrong_verdict_is_not_verified_again(
     own_store: MemoryStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     packed, problem = gemmtune.pack(WEIGHT), gemmtune.ops.packing.problem_of(WEIGHT.t(), 3)
@@ -77,14 +77,14 @@ def test_a_kernel_remembered_as_wrong_is_not_even_tried(
     assert "failed verification" not in caplog.text
 
 
-def test_integer_and_weight_only_layouts_are_verified_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = torch.randint(-128, 128, (48, 96), dtype=torch.int8)
+def test_integer_and_weight_only_kernels_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randint(-128, 128, (48, 96), dtype=torch.int8)
     scale = torch.rand(48) + 0.5
-    ints = gemmtune.pack(whole)
-    weights = gemmtune.pack(whole, scale=scale)
+    packed_ints = gemmtune.pack(weight)
+    packed_weight_only = gemmtune.pack(weight, scale=scale)
     a = torch.randint(-128, 128, (3, 96), dtype=torch.int8)
-    assert torch.equal(gemmtune.int_mm(a, ints), (a.double() @ whole.t().double()).int())
+    assert torch.equal(gemmtune.int_mm(a, packed_ints), (a.double() @ weight.t().double()).int())
     torch.testing.assert_close(
-        gemmtune.mixed_mm(X, weights), X @ (whole * scale.unsqueeze(1)).t(), rtol=1e-4, atol=1e-3
+        gemmtune.mixed_mm(X, packed_weight_only), X @ (weight * scale.unsqueeze(1)).t(), rtol=1e-4, atol=1e-3
     )
     assert list(RUNTIME._loader._verified.values()) == [True, True]

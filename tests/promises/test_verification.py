@@ -1,4 +1,4 @@
-"""Nothing wrong is served: each kind of fault that a kernel can have is found before its decision is made."""
+"""Tests that verification finds each kind of fault that a kernel can have before a decision is stored."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from gemmtune.verify.reference_cases import case_for_rows
 from gemmtune.verify.row_counts import other_row_counts
 from gemmtune.verify.verify import make_reference_cases, verify
 from gemmtune.workers.job import ProblemSession
-from gemmtune.workers.worker import LocalWorker
+from gemmtune.workers.local_worker import LocalWorker
 
 COL = Layout("col")
 TARGET = Target("cpu", "small cache", "x86_64", caches=(32 << 10, 1 << 16, 1 << 18), threads=1)
@@ -67,45 +67,45 @@ PROBLEMS = [
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_of_this_kind_is_found(fault: str) -> None:
+def test_a_kernel_with_this_fault_is_rejected(fault: str) -> None:
     tried = 0
     for problem in PROBLEMS:
         if not FAULTS[fault].applies(problem):
             continue
         for seed in (0, 1):
-            draws, tried = make_reference_cases(problem, seed), tried + 1
-            assert not verify(FAULTS[fault].make(problem), problem, draws, 0.0).ok, problem.key
+            test_cases, tried = make_reference_cases(problem, seed), tried + 1
+            assert not verify(FAULTS[fault].make(problem), problem, test_cases, 0.0).ok, problem.key
     assert tried
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.key)
-def test_a_right_kernel_is_accepted_at_every_number_of_rows(problem: Problem) -> None:
-    draws = make_reference_cases(problem, 0)
-    assert verify(hostile.correct(problem), problem, draws, 0.0).ok
+def test_a_correct_kernel_is_accepted_at_every_number_of_rows(problem: Problem) -> None:
+    test_cases = make_reference_cases(problem, 0)
+    assert verify(hostile.correct(problem), problem, test_cases, 0.0).ok
     for m in other_row_counts(problem, Candidate.make("any", "kernel", bm=16)):
-        draw = case_for_rows(problem, draws, m)
-        assert draw is not None
-        assert draw.m == m
-        assert verify(hostile.correct(problem), problem, (draw,), 0.0).ok, m
+        test_case = case_for_rows(problem, test_cases, m)
+        assert test_case is not None
+        assert test_case.m == m
+        assert verify(hostile.correct(problem), problem, (test_case,), 0.0).ok, m
 
 
-def test_a_kernel_that_writes_over_the_expected_results_is_found() -> None:
+def test_a_kernel_that_overwrites_the_expected_results_is_rejected() -> None:
     problem = linear(4, 40, 32)
-    draws = make_reference_cases(problem, 0)
+    test_cases = make_reference_cases(problem, 0)
 
     def run(inputs: Inputs, out: Tensor) -> None:
         out.zero_()
-        for draw in draws:
-            draw.value.zero_()
-            draw.tolerance.fill_(1.0)
+        for test_case in test_cases:
+            test_case.value.zero_()
+            test_case.tolerance.fill_(1.0)
 
-    verdict = verify(run, problem, draws)
+    verdict = verify(run, problem, test_cases)
     assert verdict.kind == "wrong"
     assert "far beyond its output" in verdict.detail
 
 
-def test_ties_are_rounded_to_even_and_nan_becomes_zero() -> None:
-    """Where every step of the arithmetic is exact nothing but the even neighbour is right."""
+def test_the_oracle_rounds_ties_to_even_and_nan_to_zero() -> None:
+    """Every step of this arithmetic is exact, so that only the even neighbour is correct."""
     steps = (Step("scale", "col", "float32"),)
     problem = integers(1, 4, 1, "int8", "int8", steps)
     a, b = torch.tensor([[1]], dtype=torch.int8), torch.tensor([[1, 3, -3, 5]], dtype=torch.int8)
@@ -114,8 +114,8 @@ def test_ties_are_rounded_to_even_and_nan_becomes_zero() -> None:
     assert (oracle.magnitude[:, :3] == 0).all()
 
 
-def test_rounding_to_a_narrow_type_within_the_epilogue_may_overflow_or_not() -> None:
-    """float16 ends at 65504: a kernel that rounds there has infinity, one that keeps its precision has not."""
+def test_the_bound_is_infinite_if_a_cast_within_the_epilogue_may_overflow() -> None:
+    """The largest float16 is 65504: a kernel that rounds at the cast has infinity, a kernel in float32 has a number."""
     steps = (Step("cast", dtype="float16"), Step("scale", "tensor", value=0.001))
     problem = replace(linear(1, 1, 1, "float32"), epilogue=steps)
     oracle = reference(problem, torch.tensor([[300.0]]), torch.tensor([[300.0]]))
@@ -127,8 +127,8 @@ def test_rounding_to_a_narrow_type_within_the_epilogue_may_overflow_or_not() -> 
 # --- other numbers of rows ---------------------------------------------------------------------------------------
 
 
-class OneKernel(Backend):
-    """A backend with one candidate, which is right but for outputs of ``wrong_m`` rows."""
+class OneCandidateBackend(Backend):
+    """Backend with one candidate, which is wrong for outputs of ``wrong_m`` rows only."""
 
     name = "one"
     wrong_m = 0
@@ -162,8 +162,8 @@ class OneKernel(Backend):
 def test_a_kernel_that_is_wrong_at_another_number_of_rows_is_not_eligible(
     wrong_m: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(OneKernel, "wrong_m", wrong_m)
-    monkeypatch.setattr(backends, "get", lambda name: OneKernel())
+    monkeypatch.setattr(OneCandidateBackend, "wrong_m", wrong_m)
+    monkeypatch.setattr(backends, "get", lambda name: OneCandidateBackend())
     monkeypatch.setattr("gemmtune.workers.job._ROWS_PATIENCE_S", 10.0)
     job = ProblemSession(linear(32, 40, 64), devices.of(TARGET), 0)
     candidate = Candidate.make("one", "product", bm=16)
@@ -179,20 +179,22 @@ def test_a_kernel_that_is_wrong_at_another_number_of_rows_is_not_eligible(
 
 
 def faults_after_race(problem: Problem, lapse: str, packed: bool) -> dict[str, Verdict]:
-    """The faults of an honest kernel and one with a lapse, checked after a race of the two."""
+    """Race a correct kernel and one with a lapse, and return the faults that the recheck finds."""
     kernels = [LapsingKernel(problem, "", packed), LapsingKernel(problem, lapse, packed)]
-    track = RaceOperands({kernel.candidate.id: kernel for kernel in kernels}, problem, devices.of(TARGET), 0, None)
-    track.race(0.2, 0, lambda leading: None)
-    return recheck(problem, [track.raced_kernel(kernel.candidate.id) for kernel in kernels], 1)
+    race_operands = RaceOperands(
+        {kernel.candidate.id: kernel for kernel in kernels}, problem, devices.of(TARGET), 0, None
+    )
+    race_operands.race(0.2, 0, lambda leading: None)
+    return recheck(problem, [race_operands.raced_kernel(kernel.candidate.id) for kernel in kernels], 1)
 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("m", [1, 24])
 @pytest.mark.parametrize("lapse", LAPSES)
-def test_a_kernel_that_was_right_before_its_race_only_is_found_after_it(
+def test_a_kernel_that_becomes_wrong_in_its_race_is_found_by_the_recheck(
     lapse: str, m: int, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    times = iter([0.0])  # a kernel that turns wrong after a second: that was when it was loaded
+    times = iter([0.0])  # the time of loading, for a kernel that becomes wrong after a second
     monkeypatch.setattr(lapsing, "now", lambda: next(times, 2.0))
     problem = linear(m, 64, 48)
     faults = faults_after_race(problem, lapse, packed)
@@ -203,24 +205,24 @@ def test_a_kernel_that_was_right_before_its_race_only_is_found_after_it(
 
 
 @pytest.mark.parametrize("wrong_m", [1, 2, 17, 31])
-def test_a_kernel_that_became_wrong_at_another_m_is_found_after_its_race(
+def test_a_kernel_that_becomes_wrong_at_another_m_is_found_by_the_recheck(
     wrong_m: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gemmtune.verify.recheck.ROWS_TIME_LIMIT_S", 10.0)
     problem = linear(24, 64, 48)
     kernel = LapsingKernel(problem)
-    track = RaceOperands({kernel.candidate.id: kernel}, problem, devices.of(TARGET), 0, None)
-    track.race(0.05, 0, lambda leading: None)
-    honest = kernel._compute
+    race_operands = RaceOperands({kernel.candidate.id: kernel}, problem, devices.of(TARGET), 0, None)
+    race_operands.race(0.05, 0, lambda leading: None)
+    correct_compute = kernel._compute
     monkeypatch.setattr(
-        kernel, "_compute", lambda a, b, out: honest(a, b, out) if out.shape[0] != wrong_m else out.fill_(1e6)
+        kernel, "_compute", lambda a, b, out: correct_compute(a, b, out) if out.shape[0] != wrong_m else out.fill_(1e6)
     )
-    faults = recheck(problem, [track.raced_kernel(kernel.candidate.id)], 1)
+    faults = recheck(problem, [race_operands.raced_kernel(kernel.candidate.id)], 1)
     assert f"M = {wrong_m}" in faults[kernel.candidate.id].detail
 
 
 @pytest.mark.parametrize("problem", [p for p in PROBLEMS if p.family != "scaled_mm"], ids=lambda problem: problem.key)
-def test_kernels_that_are_right_stay_right_after_their_race(problem: Problem) -> None:
+def test_real_kernels_pass_the_recheck(problem: Problem) -> None:
     target = current_target()
     kernels: dict[str, Kernel] = {}
     for name in ("aten", "native"):
@@ -228,13 +230,13 @@ def test_kernels_that_are_right_stay_right_after_their_race(problem: Problem) ->
         if backend.available(target):
             listed = [item for item in backend.candidates(problem, target) if isinstance(item, Candidate)][:3]
             kernels |= {item.id: backend.load(backend.build(problem, item, target), problem) for item in listed}
-    track = RaceOperands(kernels, problem, devices.of(target), 0, None)
-    track.race(0.1, 0, lambda leading: None)
-    assert recheck(problem, [track.raced_kernel(name) for name in kernels], 1) == {}
+    race_operands = RaceOperands(kernels, problem, devices.of(target), 0, None)
+    race_operands.race(0.1, 0, lambda leading: None)
+    assert recheck(problem, [race_operands.raced_kernel(name) for name in kernels], 1) == {}
 
 
-class Idle(OneKernel):
-    """A backend whose kernel does nothing where it has been called on the same addresses before."""
+class IdleBackend(OneCandidateBackend):
+    """Backend whose kernel does nothing if it was called on the same addresses before."""
 
     name = "idle"
 
@@ -244,9 +246,9 @@ class Idle(OneKernel):
         return kernel
 
 
-def test_a_worker_tells_which_of_the_raced_kernels_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = backends.get
-    monkeypatch.setattr(backends, "get", lambda name: Idle() if name == "idle" else own(name))
+def test_the_race_result_of_a_worker_names_the_wrong_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    get_backend = backends.get
+    monkeypatch.setattr(backends, "get", lambda name: IdleBackend() if name == "idle" else get_backend(name))
     idle = Candidate.make("idle", "product", bm=16)
     with LocalWorker(current_target()) as worker:
         worker.open(linear(8, 64, 64), 0)

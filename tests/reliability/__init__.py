@@ -1,5 +1,5 @@
-"""The figures behind docs/explanation/reliability.md: one check a row of its table, each in a long form and a short
-one.
+"""Checks whose results are the table of docs/explanation/reliability.md, one check for each row.
 
-``make reliability`` runs the long forms; ``make test`` runs the short ones that time nothing.
+Each check has a full form, which ``make reliability`` runs, and a short form. ``make test`` runs the short forms of the
+checks that time nothing.
 """

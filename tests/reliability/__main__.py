@@ -5,7 +5,7 @@
     PYTHONPATH=tests python -m reliability --short             all at the size that ``make test`` uses
     PYTHONPATH=tests python -m reliability --list
 
-Each full run leaves its raw data in tests/reliability/results/NAME.json; the report is made of what lies there.
+Each full run writes its raw data to tests/reliability/results/NAME.json. The report is made from these files.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 import time
 
 from .checks import Check, Outcome, all_checks
-from .report import keep, write_report
+from .report import write_report, write_result
 
 
 def main() -> int:
@@ -30,23 +30,24 @@ def main() -> int:
         parser.error(f"unknown checks: {', '.join(sorted(unknown))}; --list names them")
     if args.list:
         for check in checks.values():
-            print(f"{check.name:<28} {check.what}")
+            print(f"{check.name:<28} {check.subject}")
         return 0
-    bad = [name for name in args.names or checks if not _run(checks[name], full=not args.short).ok]
+    failed = [name for name in args.names or checks if not _run(checks[name], full=not args.short).ok]
     if not args.short:
         write_report(checks)
-    if bad:
-        print(f"below the bar: {', '.join(bad)}")
-    return 1 if bad else 0
+    if failed:
+        print(f"below the bar: {', '.join(failed)}")
+    return 1 if failed else 0
 
 
 def _run(check: Check, *, full: bool) -> Outcome:
+    """Run one check, print its outcome, and write its raw data if the run is full."""
     start = time.perf_counter()
     outcome = check.run(full)
     seconds = time.perf_counter() - start
     print(f"{'ok  ' if outcome.ok else 'BAD '} {check.name:<28} {outcome.measured}   ({seconds:.0f} s)", flush=True)
     if full:
-        keep(check, outcome, seconds)
+        write_result(check, outcome, seconds)
     return outcome
 
 

@@ -1,4 +1,4 @@
-"""Real kernels in hand for the checks that time them: loaded, packed, on rotated operands, and long paired duels."""
+"""Real kernels on rotated operands, and paired timings of them, for the checks that time real work."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ Call = Callable[[int], object]
 
 @dataclass(frozen=True)
 class Bench:
-    """One problem's rotated operand sets, with an output each. Kernels of one layout read the same packed copies.
+    """Operand sets of one problem that calls use in turn, each with an output. Kernels of one layout share the packed
+    copies.
 
-    The sets together are six times the last-level cache, and ``flush`` reads four times as much: a cache that replaces
-    lines at random keeps some of less, which makes the layout that many kernels share look faster than in a model.
+    The sets together are six times the last-level cache, and ``flush`` reads four times its size. A cache with random
+    replacement retains part of a smaller set; then a layout that many kernels share looks faster than in a model.
     """
 
     problem: Problem
@@ -37,26 +38,28 @@ class Bench:
     sets: list[Inputs]
     outputs: list[torch.Tensor]
     _packed: dict[str | None, list[Any]] = field(default_factory=dict)
-    _other: list[torch.Tensor] = field(default_factory=list)
+    _flush_buffer: list[torch.Tensor] = field(default_factory=list)
 
     @classmethod
-    def of(cls, problem: Problem, target: Target, most: int = 64) -> Bench:
-        wanted = -(-6 * last_level_cache(target) // max(1, operand_bytes(problem)))
-        sets = timing_sets(problem, max(1, min(most, wanted)), seed=7)
+    def of(cls, problem: Problem, target: Target, max_sets: int = 64) -> Bench:
+        """Return a bench with at most ``max_sets`` operand sets."""
+        count = -(-6 * last_level_cache(target) // max(1, operand_bytes(problem)))
+        sets = timing_sets(problem, max(1, min(max_sets, count)), seed=7)
         return cls(problem, target, sets, [empty_output(problem) for _ in sets])
 
     def flush(self) -> None:
-        """Put everything else into the caches, and into those of page tables."""
-        if not self._other:
-            self._other.append(torch.ones(last_level_cache(self.target), dtype=torch.int32))
-        self._other[0].max()
+        """Evict the operands from the data caches and the TLB."""
+        if not self._flush_buffer:
+            self._flush_buffer.append(torch.ones(last_level_cache(self.target), dtype=torch.int32))
+        self._flush_buffer[0].max()
 
     def load(self, candidate: Candidate) -> Kernel:
+        """Build and load a candidate for the problem."""
         backend = backends.get(candidate.backend)
         return backend.load(backend.build(self.problem, candidate, self.target), self.problem)
 
     def call(self, candidate: Candidate) -> Call:
-        """Call i runs the candidate on set i, its constant operand packed beforehand."""
+        """Return a function that runs the candidate on set ``i``, whose constant operand is packed already."""
         kernel = self.load(candidate)
         packed = self._packed.get(kernel.packing)
         if packed is None:
@@ -64,48 +67,49 @@ class Bench:
             self._packed[kernel.packing] = packed
 
         def run(i: int) -> None:
-            place = i % len(self.sets)
-            item = self.sets[place]
-            kernel.run(item.a, packed[place], item.aux, self.outputs[place])
+            index = i % len(self.sets)
+            item = self.sets[index]
+            kernel.run(item.a, packed[index], item.aux, self.outputs[index])
 
         return run
 
 
-def paired(
+def paired_times(
     calls: Sequence[Call],
     seconds: float,
-    least: int = 20,
-    most: int = 2000,
+    min_rounds: int = 20,
+    max_rounds: int = 2000,
     seed: int = 0,
     before: Callable[[], None] = lambda: None,
 ) -> list[list[float]]:
-    """Seconds a call of each, by round, in random order within each; a turn lasts half a millisecond at least.
+    """Return for each of ``calls`` its seconds a call in every round.
 
-    before: called before each turn, off the clock.
+    A round times every call once, in random order, each repeated for half a millisecond at least. ``before`` runs
+    before each timing and is not timed.
     """
-    rng, turn = random.Random(seed), 0
+    rng, iteration = random.Random(seed), 0
     repeats = []
     for call in calls:
         call(0)
         start = time.perf_counter()
         call(1)
         repeats.append(max(1, min(1000, round(0.5e-3 / max(time.perf_counter() - start, 1e-7)))))
-    # As many calls a turn for all that are alike: the first call of a turn differs from the others.
-    repeats = [max(own, min(max(repeats), 2 * own)) for own in repeats]
+    # Similar calls get equal repeats: the first call of a timing differs from the later ones.
+    repeats = [max(count, min(max(repeats), 2 * count)) for count in repeats]
     times: list[list[float]] = [[] for _ in calls]
     deadline = time.perf_counter() + seconds
     gc.collect()
-    while len(times[0]) < least or (time.perf_counter() < deadline and len(times[0]) < most):
-        for place in rng.sample(range(len(calls)), len(calls)):
+    while len(times[0]) < min_rounds or (time.perf_counter() < deadline and len(times[0]) < max_rounds):
+        for index in rng.sample(range(len(calls)), len(calls)):
             before()
             start = time.perf_counter()
-            for _ in range(repeats[place]):
-                calls[place](turn)
-                turn += 1
-            times[place].append((time.perf_counter() - start) / repeats[place])
+            for _ in range(repeats[index]):
+                calls[index](iteration)
+                iteration += 1
+            times[index].append((time.perf_counter() - start) / repeats[index])
     return times
 
 
-def ratio(mine: Sequence[float], base: Sequence[float]) -> Interval:
-    """The paired ratio of times with its 95% interval."""
-    return ratio_interval(mine, base, 0.05)
+def ratio(times: Sequence[float], baseline: Sequence[float]) -> Interval:
+    """Return the paired ratio of times to those of a baseline, with its 95% interval."""
+    return ratio_interval(times, baseline, 0.05)

@@ -1,4 +1,4 @@
-"""What a check is, and the list of them all."""
+"""The types of a check and its outcome, and the registry of all checks."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-# A room's checks register themselves when its module is imported.
-ROOMS = (
+# The import of each module registers its checks.
+MODULES = (
     "racing", "kernels", "verifying", "faults", "workers", "storing", "hostile_data", "forging", "commands", "serving",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """measured: the figures in words, as the report prints them. ok: whether the bar holds. data: raw, for JSON."""
+    """Outcome of a check: the report's text (``measured``), whether the bar holds (``ok``), and raw data (``data``)."""
 
     measured: str
     ok: bool
@@ -24,13 +24,14 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Check:
-    """what, bar: the row's first two columns. timed: it times real work, so that only ``make reliability`` runs it.
+    """Check of one property, a row of the report.
 
-    run(full): the check, at its full size or at one that takes a few seconds.
+    ``subject`` and ``bar`` are the row's first two columns. ``run(full)`` runs the check at full size, or at a size
+    that takes a few seconds. A ``timed`` check times real work, so that only ``make reliability`` runs it.
     """
 
     name: str
-    what: str
+    subject: str
     bar: str
     run: Callable[[bool], Outcome]
     timed: bool = False
@@ -39,20 +40,20 @@ class Check:
 _CHECKS: dict[str, Check] = {}
 
 
-def check(what: str, bar: str, *, timed: bool = False) -> Callable[[Callable[[bool], Outcome]], Check]:
+def check(subject: str, bar: str, *, timed: bool = False) -> Callable[[Callable[[bool], Outcome]], Check]:
     """Register the decorated function (its name, with dashes) as a check."""
 
     def register(run: Callable[[bool], Outcome]) -> Check:
-        made = Check(run.__name__.replace("_", "-"), what, bar, run, timed)
-        assert made.name not in _CHECKS, f"two checks are called {made.name}"
-        _CHECKS[made.name] = made
-        return made
+        registered = Check(run.__name__.replace("_", "-"), subject, bar, run, timed)
+        assert registered.name not in _CHECKS, f"two checks are called {registered.name}"
+        _CHECKS[registered.name] = registered
+        return registered
 
     return register
 
 
 def all_checks() -> dict[str, Check]:
-    """Every check by its name, room by room."""
-    for room in ROOMS:
-        importlib.import_module(f"reliability.{room}")
+    """Return every check by its name, in the order of ``MODULES``."""
+    for module in MODULES:
+        importlib.import_module(f"reliability.{module}")
     return dict(_CHECKS)

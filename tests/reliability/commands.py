@@ -1,4 +1,4 @@
-"""The command line against hostile lines: thousands inside one process, hundreds as processes of their own."""
+"""Checks of the command line with hostile arguments: thousands of lines in one process, hundreds in separate ones."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ from gemmtune.report import ceilings
 from gemmtune.tuning.tuner import Budget, Tuner
 from helpers.factories import make_decision
 
-from .apart import apart
 from .checks import Outcome, check
-from .lines import Folder, lines
+from .command_lines import Folder, lines
+from .isolation import call_in_process
 
-SECONDS = 20.0  # a line that takes longer hangs
+LIMIT_S = 20.0  # a line that takes longer counts as hung
 
 
-class Hang(BaseException):
-    """A line took longer than ``SECONDS``."""
+class LineTimeout(BaseException):
+    """Raised when a line takes longer than ``LIMIT_S``."""
 
 
 @dataclass(frozen=True)
-class Ran:
-    """What a line did. as_json: whether a command took --json (None: no command was reached). trace: a traceback."""
+class LineResult:
+    """Result of a line. ``as_json``: whether --json was parsed (None: no command ran). ``trace``: a traceback."""
 
     code: int | None
     out: bytes
@@ -60,7 +60,7 @@ class Ran:
     trace: str = ""
 
     def faults(self) -> Iterator[str]:
-        """What is wrong with it, in words."""
+        """Yield the faults of the result as text."""
         if self.trace or "Traceback" in self.err:
             yield f"traceback: {(self.trace or self.err)[-1500:]}"
         elif self.code not in (0, 1, 2):
@@ -82,14 +82,15 @@ class Ran:
 
 
 def _refuse(name: str) -> Any:
+    """Raise ValueError for NaN and infinities, which Python's parser accepts."""
     raise ValueError(f"{name} is not JSON")
 
 
-# --- inside one process ------------------------------------------------------------------------------------------
+# --- in one process ----------------------------------------------------------------------------------------------
 
 
 class QuickTuner(Tuner):
-    """Decides at once, with failures and interruptions now and then; really tunes every tenth tiny problem."""
+    """Tuner that decides at once, sometimes with an interruption, and really tunes one of ten small problems."""
 
     runs = real = 0
 
@@ -104,39 +105,40 @@ class QuickTuner(Tuner):
         if tiny and QuickTuner.runs % 10 == 0:
             QuickTuner.real += 1
             return super().tune(pairs)
-        return [self._made(problem, index, len(pairs)) for index, (problem, _) in enumerate(pairs)]
+        return [self._decide_at_once(problem, index, len(pairs)) for index, (problem, _) in enumerate(pairs)]
 
-    def _made(self, problem: Problem, index: int, total: int) -> Decision:
+    def _decide_at_once(self, problem: Problem, index: int, total: int) -> Decision:
+        """Store and return a random decision; sometimes raise KeyboardInterrupt."""
         rng = random.Random(QuickTuner.runs * 100 + index)
         self._progress(ProblemStarted(index, total, problem))
         if rng.random() < 0.1:
             raise KeyboardInterrupt
-        made = make_decision(problem, rng.choice(("winner", "tie", "none_valid")), self._target)
+        decision = make_decision(problem, rng.choice(("winner", "tie", "none_valid")), self._target)
         with contextlib.suppress(StoreError):
-            self._store.put(self._target, made)
-        self._progress(ProblemDone(index, total, made, None))
-        return made
+            self._store.put(self._target, decision)
+        self._progress(ProblemDone(index, total, decision, None))
+        return decision
 
 
-def _prepare() -> Callable[[Sequence[str]], Ran]:
-    """Make tuning cheap in this process, and the machine a small one; returns what runs a line."""
+def _prepare() -> Callable[[Sequence[str]], LineResult]:
+    """Replace tuning, bandwidth and memory in this process by small ones, and return a function that runs a line."""
     gemmtune.tuning.tuner.Tuner = QuickTuner  # type: ignore[misc]
     ceilings.read_bandwidth = lambda seconds=0.5: 1e10
     ceilings.arithmetic = lambda seconds=0.2: {"float32": 1e11}
     gemmtune.core.target._memory = lambda: 64 << 20  # any shape that passes is small
     logging.getLogger("gemmtune").addHandler(logging.NullHandler())
-    seen: list[bool | None] = []
+    json_flags: list[bool | None] = []
     invoke = TyperCommand.invoke
 
-    def noted(self: TyperCommand, context: Any) -> Any:
-        seen.append(bool(context.params.get("as_json")))
+    def recording_invoke(self: TyperCommand, context: Any) -> Any:
+        json_flags.append(bool(context.params.get("as_json")))
         return invoke(self, context)
 
-    TyperCommand.invoke = noted  # type: ignore[method-assign]
+    TyperCommand.invoke = recording_invoke  # type: ignore[method-assign]
     command = typer.main.get_command(app)
 
-    def run(args: Sequence[str]) -> Ran:
-        seen[:] = [None]
+    def run(args: Sequence[str]) -> LineResult:
+        json_flags[:] = [None]
         out, err = _stream("strict"), _stream("backslashreplace")
         code, trace = None, ""
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -147,7 +149,7 @@ def _prepare() -> Callable[[Sequence[str]], Ran]:
             except BaseException:
                 trace = traceback.format_exc()
             out.flush(), err.flush()
-        return Ran(code, out.buffer.getvalue(), err.buffer.getvalue().decode(), seen[-1], trace)  # type: ignore[attr-defined]
+        return LineResult(code, out.buffer.getvalue(), err.buffer.getvalue().decode(), json_flags[-1], trace)  # type: ignore[attr-defined]
 
     return run
 
@@ -156,60 +158,64 @@ def _stream(errors: str) -> io.TextIOWrapper:
     return io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors=errors)
 
 
-def _strays(folder: Folder, args: Sequence[str], store: str) -> list[str]:
-    """What changed in the folder though the line does not name it."""
-    asked = {os.path.normpath(text) for text in _values(args)} | {os.path.normpath(store)}
+def _unexpected_changes(folder: Folder, args: Sequence[str], store: str) -> list[str]:
+    """Return the changed paths of the directory that the line does not name."""
+    named = {os.path.normpath(text) for text in _values(args)} | {os.path.normpath(store)}
     if "report" in args:
-        asked.add("report.html")
-    return [path for path in folder.changes() if not any(_covers(name, path) for name in asked)]
+        named.add("report.html")
+    return [path for path in folder.changes() if not any(_covers(name, path) for name in named)]
 
 
 def _values(args: Sequence[str]) -> Iterator[str]:
+    """Yield every token, and the value in it if it is ``-oVALUE`` or ``--option=VALUE``."""
     for token in args:
         yield from (token, token.removeprefix("-o"), token.partition("=")[2])
 
 
 def _covers(name: str, path: str) -> bool:
-    """Whether writing ``name`` explains a change of ``path``: itself, a folder it needs, the ceilings beside it."""
+    """Return whether a write of ``name`` may change ``path``: the file, a parent directory, or its ceilings file."""
     beside = os.path.splitext(name)[0] + ".ceilings.json"
     return path in (name, beside) or name.startswith(path + os.sep)
 
 
-def _fuzz(count: int, seed: int, replies: Connection) -> None:
-    """Run ``count`` lines in this process, in a folder made for them; sends a summary."""
+def _fuzz(count: int, seed: int, connection: Connection) -> None:
+    """Run ``count`` lines in this process, in a new directory, and send a summary."""
     run = _prepare()
     target = current_target()
     codes: dict[str, int] = {}
     faults: list[dict[str, Any]] = []
-    signal.signal(signal.SIGALRM, _hang)
+    signal.signal(signal.SIGALRM, _raise_timeout)
     with tempfile.TemporaryDirectory(prefix="gemmtune-lines-") as root:
         folder = Folder(Path(root), target)
-        os.environ["HOME"] = str(folder.here)
+        os.environ["HOME"] = str(folder.path)
         rng = random.Random(seed)
         for args in itertools.islice(lines(seed), count):
             store = os.environ["GEMMTUNE_STORE"] = rng.choice(
                 ("default.db", "default.db", "good.db", "dir", "garbage.db")
             )
             path, start = list(sys.path), time.perf_counter()
-            signal.setitimer(signal.ITIMER_REAL, SECONDS)
-            ran = run(args)
+            signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
+            result = run(args)
             signal.setitimer(signal.ITIMER_REAL, 0)
             sys.path[:] = path
             torch.set_num_threads(target.threads)
-            found = [*ran.faults(), *(f"left behind: {stray}" for stray in _strays(folder, args, store))]
-            faults += ({"line": args, "store": store, "fault": text} for text in found)
-            name = f"{ran.code}{' with JSON' if ran.as_json and ran.code != 2 else ''}"
+            texts = [
+                *result.faults(),
+                *(f"left behind: {changed}" for changed in _unexpected_changes(folder, args, store)),
+            ]
+            faults += ({"line": args, "store": store, "fault": text} for text in texts)
+            name = f"{result.code}{' with JSON' if result.as_json and result.code != 2 else ''}"
             codes[name] = codes.get(name, 0) + 1
-            if time.perf_counter() - start > SECONDS / 4:
+            if time.perf_counter() - start > LIMIT_S / 4:
                 print(f"slow: {args} took {time.perf_counter() - start:.1f} s", file=sys.stderr)
             if folder.changes():
                 folder.restore()
         os.chdir("/")
-    replies.send((codes, faults, QuickTuner.runs, QuickTuner.real))
+    connection.send((codes, faults, QuickTuner.runs, QuickTuner.real))
 
 
-def _hang(*_: Any) -> None:
-    raise Hang(f"still running after {SECONDS} s")
+def _raise_timeout(*_: Any) -> None:
+    raise LineTimeout(f"still running after {LIMIT_S} s")
 
 
 @check(
@@ -219,23 +225,23 @@ def _hang(*_: Any) -> None:
 )
 def command_lines(full: bool) -> Outcome:
     count = 10_000 if full else 400
-    reply = apart(_fuzz, count, 1 if full else 2, limit_s=1800 if full else 120)
+    reply = call_in_process(_fuzz, count, 1 if full else 2, limit_s=1800 if full else 120)
     if reply is None:
         return Outcome("the process that ran them died or hung", False)
-    codes, faults, tuned, really = reply
-    words = ", ".join(f"exit {code}: {number}" for code, number in sorted(codes.items()))
-    words += f"; {tuned} came to tuning, {really} really tuned"
+    codes, faults, tuner_runs, real_runs = reply
+    counts = ", ".join(f"exit {code}: {number}" for code, number in sorted(codes.items()))
+    counts += f"; {tuner_runs} came to tuning, {real_runs} really tuned"
     return Outcome(
-        f"{len(faults)} faults in {sum(codes.values()):,} lines ({words})",
+        f"{len(faults)} faults in {sum(codes.values()):,} lines ({counts})",
         not faults and sum(codes.values()) == count,
-        {"codes": codes, "tuned": tuned, "really": really, "faults": faults[:50]},
+        {"codes": codes, "tuned": tuner_runs, "really": real_runs, "faults": faults[:50]},
     )
 
 
-# --- as processes of their own -----------------------------------------------------------------------------------
+# --- in separate processes --------------------------------------------------------------------------------------
 
-# (arguments, whether it may tune): what people interrupt and pipe.
-_USUAL = (
+# Lines that users interrupt and pipe.
+_COMMON_LINES = (
     ["tune", "8x8x8", "--budget", "0.05", "--store", "new.db"],
     ["tune", "1,2,3", "--dtype", "fp32", "--budget", "0.05", "--json", "--store", "new.db", "--force"],
     ["bench", "8x8x8", "--budget", "0.05", "--backends", "native"],
@@ -248,42 +254,52 @@ _USUAL = (
 )
 
 
-def _quiet_lines(seed: int) -> Iterator[list[str]]:
-    """Fuzzed lines that do not tune: a process of its own has no stand-in."""
+def _lines_without_tuning(seed: int) -> Iterator[list[str]]:
+    """Return fuzzed lines that do not tune: a separate process has no ``QuickTuner``."""
     return (args for args in lines(seed) if "tune" not in args and "bench" not in args)
 
 
-def _spawned(folder: Folder, count: int, seed: int) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Run lines as processes, each meeting some mishap; yields (mishap, arguments, faults)."""
-    rng, hostile = random.Random(seed), _quiet_lines(seed)
-    mishaps = ("none", "interrupt", "interrupt", "interrupt", "reader leaves", "no stdin", "no stdout", "full disk")
+def _run_lines(folder: Folder, count: int, seed: int) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Run each line as a process with a random disturbance. Yield (disturbance, arguments, faults)."""
+    rng, hostile = random.Random(seed), _lines_without_tuning(seed)
+    disturbances = (
+        "none",
+        "interrupt",
+        "interrupt",
+        "interrupt",
+        "reader leaves",
+        "no stdin",
+        "no stdout",
+        "full disk",
+    )
     for _ in range(count):
-        mishap = rng.choice(mishaps)
-        args = next(hostile) if mishap == "none" or rng.random() < 0.2 else rng.choice(_USUAL)
+        disturbance = rng.choice(disturbances)
+        args = next(hostile) if disturbance == "none" or rng.random() < 0.2 else rng.choice(_COMMON_LINES)
         args = [
             text.encode("utf-8", "surrogateescape").replace(b"\0", b"").decode("utf-8", "surrogateescape")
             for text in args
         ]
-        yield mishap, args, _spawn(args, mishap, rng.uniform(0.02, 2.5))
+        yield disturbance, args, _run_line(args, disturbance, rng.uniform(0.02, 2.5))
         folder.restore()
 
 
-def _spawn(args: list[str], mishap: str, delay_s: float) -> list[str]:
-    mark = f"gemmtune-line-{os.getpid()}-{time.monotonic_ns()}"
-    environment = {**os.environ, "GEMMTUNE_MARK": mark, "GEMMTUNE_STORE": "default.db"}
+def _run_line(args: list[str], disturbance: str, delay_s: float) -> list[str]:
+    """Run a line as a process with a disturbance, and return its faults."""
+    tag = f"gemmtune-line-{os.getpid()}-{time.monotonic_ns()}"
+    environment = {**os.environ, "GEMMTUNE_MARK": tag, "GEMMTUNE_STORE": "default.db"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     command = [sys.executable, "-m", "gemmtune", *args]
-    if mishap in _REDIRECTED:
-        command = ["sh", "-c", f'exec "$@" {_REDIRECTED[mishap]}', "sh", *command]
+    if disturbance in _REDIRECTED:
+        command = ["sh", "-c", f'exec "$@" {_REDIRECTED[disturbance]}', "sh", *command]
     process = subprocess.Popen(
         command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         start_new_session=True,
     )  # fmt: skip
     assert process.stdout is not None
-    if mishap == "reader leaves":
+    if disturbance == "reader leaves":
         process.stdout.close()
         process.stdout = None
-    if mishap == "interrupt":
+    if disturbance == "interrupt":
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(delay_s)
         with contextlib.suppress(ProcessLookupError):
@@ -294,37 +310,39 @@ def _spawn(args: list[str], mishap: str, delay_s: float) -> list[str]:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
         return ["still running after 60 s"]
-    return [*_process_faults(process.returncode, err.decode(errors="replace"), mishap), *_orphans(mark)]
+    return [*_process_faults(process.returncode, err.decode(errors="replace"), disturbance), *_orphans(tag)]
 
 
 _REDIRECTED = {"no stdin": "<&-", "no stdout": ">&-", "full disk": ">/dev/full"}
 
 
-def _process_faults(code: int, err: str, mishap: str) -> Iterator[str]:
-    loud = "Traceback" in err or "Exception ignored" in err
-    if mishap == "interrupt" and (loud or code == -signal.SIGINT) and "gemmtune/cli" not in err:
-        return  # before the first line of the command: the interpreter was still starting
-    if loud:
+def _process_faults(code: int, err: str, disturbance: str) -> Iterator[str]:
+    """Yield the faults in a process's exit code and standard error."""
+    has_traceback = "Traceback" in err or "Exception ignored" in err
+    if disturbance == "interrupt" and (has_traceback or code == -signal.SIGINT) and "gemmtune/cli" not in err:
+        return  # interrupted before the first line of the command, while the interpreter started
+    if has_traceback:
         yield f"traceback: {err[-1500:]}"
     if code not in (0, 1, 2):
         yield f"exit code {code}: {err[-500:]}"
 
 
-def _orphans(mark: str) -> Iterator[str]:
-    """Processes of this line that are still there two seconds after its end."""
+def _orphans(tag: str) -> Iterator[str]:
+    """Yield the processes of this line that still run two seconds after its end, and kill them."""
     deadline = time.monotonic() + 2.0
-    while found := [process for process in psutil.process_iter() if _marked(process, mark)]:
+    while orphans := [process for process in psutil.process_iter() if _has_tag(process, tag)]:
         if time.monotonic() > deadline:
-            yield f"{len(found)} processes left: {[process.cmdline() for process in found]}"
-            for process in found:
+            yield f"{len(orphans)} processes left: {[process.cmdline() for process in orphans]}"
+            for process in orphans:
                 process.kill()
             return
         time.sleep(0.05)
 
 
-def _marked(process: psutil.Process, mark: str) -> bool:
+def _has_tag(process: psutil.Process, tag: str) -> bool:
+    """Return whether a running process has this tag in its environment."""
     try:
-        return process.environ().get("GEMMTUNE_MARK") == mark and process.status() != psutil.STATUS_ZOMBIE
+        return process.environ().get("GEMMTUNE_MARK") == tag and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False
 
@@ -336,15 +354,15 @@ def _marked(process: psutil.Process, mark: str) -> bool:
 )
 def command_processes(full: bool) -> Outcome:
     count = 200 if full else 2
-    kinds: dict[str, int] = {}
+    disturbance_counts: dict[str, int] = {}
     faults: list[dict[str, Any]] = []
     before = Path.cwd()
     with tempfile.TemporaryDirectory(prefix="gemmtune-lines-") as root:
         try:
-            for mishap, args, found in _spawned(Folder(Path(root), current_target()), count, 1):
-                kinds[mishap] = kinds.get(mishap, 0) + 1
-                faults += ({"line": args, "mishap": mishap, "fault": text} for text in found)
+            for disturbance, args, texts in _run_lines(Folder(Path(root), current_target()), count, 1):
+                disturbance_counts[disturbance] = disturbance_counts.get(disturbance, 0) + 1
+                faults += ({"line": args, "mishap": disturbance, "fault": text} for text in texts)
         finally:
             os.chdir(before)
-    words = ", ".join(f"{name}: {number}" for name, number in sorted(kinds.items()))
-    return Outcome(f"{len(faults)} faults in {count} processes ({words})", not faults, {"faults": faults[:50]})
+    counts = ", ".join(f"{name}: {number}" for name, number in sorted(disturbance_counts.items()))
+    return Outcome(f"{len(faults)} faults in {count} processes ({counts})", not faults, {"faults": faults[:50]})

@@ -1,4 +1,4 @@
-/* Preloaded by the storing checks: the n-th input or output on files under one directory fails with the errno asked for. */
+/* Preloaded by the checks of the store: the n-th input or output on files under one directory fails with a chosen errno. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -11,24 +11,24 @@
 
 enum { WRITES = 1, SYNCS = 2, TRUNCATES = 4, NAMES = 8, READS = 16 };
 
-static char place[4096];
+static char directory_[4096];
 static int kinds_, error_, sticky_;
 static long countdown, hits;
 
-/* sticky: every later call of these kinds fails too, as on a disk that stays full. */
+/* Make call number `after` of these kinds fail. sticky: every later call fails too, as on a disk that stays full. */
 void fault_arm(const char *directory, int kinds, int error, long after, int sticky) {
-    snprintf(place, sizeof place, "%s", directory);
+    snprintf(directory_, sizeof directory_, "%s", directory);
     error_ = error, countdown = after, sticky_ = sticky, hits = 0, kinds_ = kinds;
 }
 
-/* Returns how many calls failed. */
+/* Return the number of calls that failed. */
 long fault_disarm(void) {
     kinds_ = 0;
     return hits;
 }
 
 static int fails(int kind, const char *path) {
-    if (!(kinds_ & kind) || strncmp(path, place, strlen(place)) != 0) return 0;
+    if (!(kinds_ & kind) || strncmp(path, directory_, strlen(directory_)) != 0) return 0;
     if (countdown-- > 0 || (hits && !sticky_)) return 0;
     hits++;
     errno = error_;

@@ -1,4 +1,4 @@
-"""Verification, kind by kind: each fault that only some operands show is found in every try, and so is each lapse."""
+"""Checks of verification: kernels that are wrong for some operands only, and kernels that become wrong in the race."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ SMALL = Target("cpu", "small cache", "x86_64", caches=(32 << 10, 1 << 16, 1 << 1
 
 
 def _dense(m: int, n: int, k: int) -> Iterator[Problem]:
+    """Yield float problems of several dtypes, layouts and epilogues."""
     for dtype in ("float32", "bfloat16", "float16"):
         plain = Problem("mm", m, n, k, Operand(dtype), Operand(dtype, COL, constant=True), dtype)
         yield from (plain, replace(plain, b=Operand(dtype), a=Operand(dtype, Layout("row", k + 5))))
@@ -35,6 +36,7 @@ def _dense(m: int, n: int, k: int) -> Iterator[Problem]:
 
 
 def _quantized(m: int, n: int, k: int) -> Iterator[Problem]:
+    """Yield integer, weight-only and fp8 problems."""
     scales = (Step("scale", "col", "float32"), Step("scale", "row", "float32"))
     for a in ("int8", "uint8"):
         exact = Problem("int_mm", m, n, k, Operand(a), Operand("int8", COL, constant=True), "int32", acc="int32")
@@ -69,11 +71,11 @@ def faults_of_some_operands(full: bool) -> Outcome:
         problems.append(Problem("mm", 4, 64, 8192, Operand("float32"), Operand("float32", COL, True), "float32"))
     for problem in problems:
         for seed in range(TRIES if full else 1):
-            draws = make_reference_cases(problem, seed)
+            test_cases = make_reference_cases(problem, seed)
             for name, fault in FAULTS.items():
                 if fault.applies(problem):
                     tried[name] += 1
-                    if verify(fault.make(problem), problem, draws, 0.0).ok:
+                    if verify(fault.make(problem), problem, test_cases, 0.0).ok:
                         passed.append({"fault": name, "problem": problem.key, "seed": str(seed)})
     fewest = min(tried.values()) if len(tried) == len(FAULTS) else 0
     return Outcome(
@@ -83,12 +85,14 @@ def faults_of_some_operands(full: bool) -> Outcome:
     )
 
 
-def _caught(lapse: str, problem: Problem, packed: bool, seed: int) -> bool:
-    """Whether a kernel that lapses is found after its race, and an honest one beside it is not."""
+def _is_found_by_recheck(lapse: str, problem: Problem, packed: bool, seed: int) -> bool:
+    """Return whether the recheck after a race finds exactly the kernel with the lapse, and not the correct kernel."""
     kernels = [LapsingKernel(problem, "", packed), LapsingKernel(problem, lapse, packed)]
-    track = RaceOperands({kernel.candidate.id: kernel for kernel in kernels}, problem, devices.of(SMALL), seed, None)
-    track.race(0.15, seed, lambda leading: None)
-    faults = recheck(problem, [track.raced_kernel(kernel.candidate.id) for kernel in kernels], seed)
+    race_operands = RaceOperands(
+        {kernel.candidate.id: kernel for kernel in kernels}, problem, devices.of(SMALL), seed, None
+    )
+    race_operands.race(0.15, seed, lambda leading: None)
+    faults = recheck(problem, [race_operands.raced_kernel(kernel.candidate.id) for kernel in kernels], seed)
     return list(faults) == [kernels[1].candidate.id]
 
 
@@ -100,7 +104,7 @@ def _caught(lapse: str, problem: Problem, packed: bool, seed: int) -> bool:
 def lapses_after_the_race(full: bool) -> Outcome:
     tried: Counter[str] = Counter()
     missed = []
-    own = lapsing.now
+    original_now = lapsing.now
     try:
         for lapse in LAPSES:
             for seed in range(TRIES if full else 1):
@@ -109,10 +113,10 @@ def lapses_after_the_race(full: bool) -> Outcome:
                 times = iter([0.0])
                 lapsing.now = lambda times=times: next(times, 2.0)  # type: ignore[misc, assignment]
                 tried[lapse] += 1
-                if not _caught(lapse, problem, packed, seed):
+                if not _is_found_by_recheck(lapse, problem, packed, seed):
                     missed.append({"lapse": lapse, "m": m, "packed": packed, "seed": seed})
     finally:
-        lapsing.now = own
+        lapsing.now = original_now
     return Outcome(
         f"{tried.total() - len(missed)} of {tried.total()} found ({len(tried)} kinds)",
         not missed,

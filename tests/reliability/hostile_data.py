@@ -1,4 +1,4 @@
-"""Stores and exports that somebody, or a failing disk, has changed: nothing may crash, run, or be served wrongly."""
+"""Check of changed stores and exports: none may crash, execute code, or make dispatch serve a wrong kernel."""
 
 from __future__ import annotations
 
@@ -41,54 +41,57 @@ _A, _B = Operand("float32"), Operand("float32", Layout("col"), constant=True)
 _FIRST = Problem("mm", 3, 5, 4, _A, _B, "float32")
 PROBLEMS = (_FIRST, _FIRST.with_m(32), Problem("mm", 3, 7, 4, _A, _B, "float32"))
 PACKINGS = (None, "toy:plain", "toy:other")
-_SLOW_S = 5.0  # a mutant that takes longer hangs its reader
+_SLOW_S = 5.0  # a mutant whose reading takes longer counts as hung
 
 
 def decisions_of(target_key: str) -> list[Decision]:
-    """One for each problem: a winner whose tag is the problem's place, and a faster candidate that was wrong."""
-    made = []
-    for place, problem in enumerate(PROBLEMS):
-        good, packed, wrong = toy("", place), toy("plain", place), toy("", 100 + place)
+    """Return a decision for each problem: the winner's tag is the problem's index, and a faster candidate was wrong."""
+    decisions = []
+    for index, problem in enumerate(PROBLEMS):
+        good, packed, wrong = toy("", index), toy("plain", index), toy("", 100 + index)
         rows = (evidence(good, 0.2), evidence(packed, 0.1), evidence(wrong, 0.01, ok=False))
         decision = decide(problem, *rows, chosen=packed)
         rest = {name: row for name, row in decision.alternatives.items() if row != wrong.id}
         alternatives = {**rest, "": good.id}
-        made.append(msgspec.structs.replace(decision, alternatives=alternatives, target_key=target_key, created=5.0))
-    return made
+        decisions.append(
+            msgspec.structs.replace(decision, alternatives=alternatives, target_key=target_key, created=5.0)
+        )
+    return decisions
 
 
-class Onslaught:
-    """Feeds mutants to a store and to dispatch, and keeps count of what went wrong."""
+class MutantReader:
+    """Reader that passes mutants to a store and to dispatch, and counts the faults."""
 
     def __init__(self, folder: Path) -> None:
         register()
         self.folder = folder
         self.target = runtime.current_target()
-        _load_one_of_each(self.target)
-        self.sound = {decision.problem_key: decision for decision in decisions_of(self.target.key)}
+        _load_one_kernel_of_each_backend(self.target)
+        self.original = {decision.problem_key: decision for decision in decisions_of(self.target.key)}
         self.tally: Counter[str] = Counter()
         self.findings: list[str] = []
         self.running: str | None = None
         self.slowest_s = 0.0
-        with contextlib.closing(SqliteStore(folder / "sound.db")) as store:
-            for decision in self.sound.values():
+        with contextlib.closing(SqliteStore(folder / "original.db")) as store:
+            for decision in self.original.values():
                 store.put(self.target, decision)
             store.remember_failure(self.target, _FIRST.key, "toy/bad", Verdict("crashed", "signal 11"))
             store.lease(self.target, _FIRST.key, 60.0)
-            store.export(folder / "sound.json")
-        self.database = (folder / "sound.db").read_bytes()
-        self.export = (folder / "sound.json").read_bytes()
-        self._open(self._place(self.database), random.Random(0), "the sound store", exact=True)
+            store.export(folder / "original.json")
+        self.database = (folder / "original.db").read_bytes()
+        self.export = (folder / "original.json").read_bytes()
+        self._open(self._write_file(self.database), random.Random(0), "the original store", exact=True)
         again = MemoryStore()
-        again.import_(folder / "sound.json")
-        self._examine(again, "the sound export", exact=True)
+        again.import_(folder / "original.json")
+        self._examine_store(again, "the original export", exact=True)
         assert not self.findings, self.findings
         assert self.tally.pop("read whole") == 2
         self.tally.clear()
-        sys.addaudithook(self._audit)  # from here on: what the first use of a decoder compiles is no mutant's doing
+        # Added last: the first use of a decoder compiles code, which is no fault of a mutant.
+        sys.addaudithook(self._audit)
 
     def _audit(self, event: str, args: tuple[Any, ...]) -> None:
-        """What data must never make Python do, while a mutant is read."""
+        """Count forbidden events of Python while a mutant is read."""
         if self.running is None:
             return
         if event in _FORBIDDEN or event.startswith(("os.exec", "os.spawn", "socket.", "winreg.")):
@@ -98,41 +101,43 @@ class Onslaught:
             self.findings.append(f"{self.running}: wrote: {args!r:.200}")
             self.tally["executed"] += 1
 
-    def attack(self, number: int) -> None:
-        """Make and feed the mutant of that number."""
+    def read_mutant(self, number: int) -> None:
+        """Create and read the mutant of a number."""
         rng = random.Random(number)
-        kind, act = rng.choices(
+        kind, read = rng.choices(
             (("bytes", self._bytes), ("journal", self._journal), ("records", self._records), ("export", self._export)),
             (40, 5, 25, 30),
         )[0]
         self.tally[kind] += 1
         name = f"mutant {number} ({kind})"
         try:
-            act(rng, name)
-        except Exception as error:  # what the check is for
+            read(rng, name)
+        except Exception as error:  # any exception is a finding
             self._finding("crashed", name, f"{type(error).__name__}: {error}")
         finally:
             self.running = None
 
-    def _finding(self, what: str, name: str, text: str) -> None:
-        self.tally[what] += 1
-        self.findings.append(f"{name}: {what}: {text:.300}")
+    def _finding(self, kind: str, name: str, text: str) -> None:
+        """Count a finding of a kind, and add its text."""
+        self.tally[kind] += 1
+        self.findings.append(f"{name}: {kind}: {text:.300}")
 
     def _bytes(self, rng: random.Random, name: str) -> None:
-        path = self._place(mutants.bytes_of(rng, self.database))
+        path = self._write_file(mutants.bytes_of(rng, self.database))
         self._open(path, rng, name, exact=True)
 
     def _journal(self, rng: random.Random, name: str) -> None:
-        path = self._place(self.database)
+        path = self._write_file(self.database)
         path.with_name("mutant.db-journal").write_bytes(mutants.journal_of(rng, self.database))
         self._open(path, rng, name, exact=True)
 
     def _records(self, rng: random.Random, name: str) -> None:
-        path = self._place(self.database)
+        path = self._write_file(self.database)
         mutants.database_of(rng, path)
         self._open(path, rng, name, exact=False)
 
-    def _place(self, body: bytes) -> Path:
+    def _write_file(self, body: bytes) -> Path:
+        """Write a mutated database, without journals, and return its path."""
         for suffix in ("-journal", "-wal", "-shm"):
             (self.folder / f"mutant.db{suffix}").unlink(missing_ok=True)
         path = self.folder / "mutant.db"
@@ -152,26 +157,26 @@ class Onslaught:
             store.import_(path)
         except StoreError:
             self.tally["refused"] += 1
-        self._examine(store, name, exact=False)
-        self._took(time.perf_counter() - start_s, name)
+        self._examine_store(store, name, exact=False)
+        self._check_seconds(time.perf_counter() - start_s, name)
 
     def _open(self, path: Path, rng: random.Random, name: str, *, exact: bool) -> None:
         self.running, start_s = name, time.perf_counter()
         with contextlib.closing(SqliteStore(path, timeout_s=0.1)) as store:
-            self._examine(store, name, exact=exact)
+            self._examine_store(store, name, exact=exact)
             if rng.random() < 0.05:
                 self._write(store, name)
         self.running = None
-        self._took(time.perf_counter() - start_s, name)
+        self._check_seconds(time.perf_counter() - start_s, name)
 
-    def _took(self, seconds: float, name: str) -> None:
+    def _check_seconds(self, seconds: float, name: str) -> None:
         self.slowest_s = max(self.slowest_s, seconds)
         if seconds > _SLOW_S:
             self._finding("hung", name, f"{seconds:.1f} s")
 
     def _write(self, store: Store, name: str) -> None:
-        """A write works or is refused; what it acknowledged is there."""
-        decision = self.sound[_FIRST.key]
+        """Write a decision. It must be refused, or be read back."""
+        decision = self.original[_FIRST.key]
         try:
             store.put(self.target, decision)
         except StoreError:
@@ -179,43 +184,43 @@ class Onslaught:
         if store.get(self.target, _FIRST.key) != decision:
             self._finding("wrong", name, "an acknowledged write is lost")
 
-    def _examine(self, store: Store, name: str, *, exact: bool) -> None:
-        """Everything a reader can ask; exact: no record can have changed without its checksum saying so."""
-        found = list(store.decisions(self.target))
+    def _examine_store(self, store: Store, name: str, *, exact: bool) -> None:
+        """Read everything in a store. ``exact``: a changed record must fail its checksum."""
+        decisions = list(store.decisions(self.target))
         for problem in PROBLEMS:
-            one = store.get(self.target, problem.key)
-            if one is not None:
-                found.append(one)
-                if one.problem_key != problem.key:
-                    self._finding("wrong", name, f"{one.problem_key} for {problem.key}")
+            decision = store.get(self.target, problem.key)
+            if decision is not None:
+                decisions.append(decision)
+                if decision.problem_key != problem.key:
+                    self._finding("wrong", name, f"{decision.problem_key} for {problem.key}")
             store.failures(self.target, problem.key)
             store.lease_remaining_s(self.target, problem.key)
-        for decision in found:
-            if exact and decision != self.sound.get(decision.problem_key):
+        for decision in decisions:
+            if exact and decision != self.original.get(decision.problem_key):
                 self._finding("wrong", name, f"a changed decision for {decision.problem_key}")
             for text in unsound(decision):
                 self._finding("wrong", name, text)
-        everyone = list(store.decisions())
+        all_decisions = list(store.decisions())
         if any(target.key == self.target.key and target != self.target for target in store.targets()):
             self._finding("wrong", name, "a changed target under this one's key")
         damage = store.verify()
-        whole = len(everyone) == len(PROBLEMS) and {d.problem_key: d for d in everyone} == self.sound
-        self.tally["read whole" if whole else "read in part" if everyone else "missed"] += 1
+        is_complete = len(all_decisions) == len(PROBLEMS) and {d.problem_key: d for d in all_decisions} == self.original
+        self.tally["read whole" if is_complete else "read in part" if all_decisions else "missed"] += 1
         self.tally["told by verify"] += bool(damage)
-        self._dispatch(store, found, name)
+        self._check_dispatch(store, decisions, name)
 
-    def _dispatch(self, store: Store, found: Iterable[Decision], name: str) -> None:
-        """What the dispatcher would serve was checked, for that very problem."""
+    def _check_dispatch(self, store: Store, decisions: Iterable[Decision], name: str) -> None:
+        """Check that dispatch serves only candidates that the evidence of the same problem calls correct."""
         allowed: dict[str, list[Candidate]] = {}
-        for decision in found:
+        for decision in decisions:
             rows = [row for row in decision.evidence if row.verdict is not None and row.verdict.kind in _PASSED]
             for row in rows:
                 with contextlib.suppress(KeyError, TypeError, ValueError):
                     allowed.setdefault(decision.problem_key, []).append(Candidate.from_dict(row.candidate))
         index = DecisionIndex.read(store, self.target, _ignore)
-        serving = Runtime()
-        serving.warn_once = _ignore  # type: ignore[method-assign]
-        serving.refresh(store)
+        local_runtime = Runtime()
+        local_runtime.warn_once = _ignore  # type: ignore[method-assign]
+        local_runtime.refresh(store)
         for problem in PROBLEMS:
             for packing in PACKINGS:
                 plan = index.plan(problem.plan_key, packing)
@@ -225,13 +230,13 @@ class Onslaught:
                         if entry.candidate not in allowed.get(problem.with_m(entry.m).key, ()):
                             self._finding("wrong", name, f"{entry.candidate.id} for {problem.key} at {entry.m}")
             with mock.patch.object(runtime, "current_target", return_value=self.target):
-                kernel: Any = serving.kernel_for(problem)
+                kernel: Any = local_runtime.kernel_for(problem)
             if kernel is not None and kernel.problem.plan_key != problem.plan_key:
                 self._finding("wrong", name, f"a kernel for {kernel.problem.key} serves {problem.key}")
 
 
 def unsound(decision: Decision) -> list[str]:
-    """What is wrong with a decision that a store gave out, by rules written here anew."""
+    """Return the faults of a decision that a store returned, by rules that are independent of the store's."""
     if Problem.from_dict(decision.problem).key != decision.problem_key:
         return [f"{decision.problem_key} describes another problem"]
     rows = {row.id: row for row in decision.evidence}
@@ -246,8 +251,8 @@ def unsound(decision: Decision) -> list[str]:
     return wrong
 
 
-def _load_one_of_each(target: Target) -> None:
-    """What backends import at their first kernel is no mutant's doing."""
+def _load_one_kernel_of_each_backend(target: Target) -> None:
+    """Load a kernel of each backend: imports at the first kernel are no fault of a mutant."""
     for name in backends.names():
         backend = backends.get(name)
         for candidate in backend.candidates(_FIRST, target):
@@ -270,18 +275,18 @@ _FORBIDDEN = frozenset({
 
 
 def _ignore(text: str) -> None:
-    """Warnings by the hundred thousand help nobody."""
+    """Ignore a warning: the mutants cause some hundred thousand."""
 
 
-def onslaught(folder: str, first: int, count: int) -> None:
-    """Feed mutants ``first`` to ``first + count``; the file ``at`` has the one in hand, should it end the process."""
+def read_mutants(folder: str, first: int, count: int) -> None:
+    """Read ``count`` mutants from number ``first``. The file ``at`` has the number of the current mutant."""
     logging.disable(logging.CRITICAL)
-    attack = Onslaught(Path(folder))
-    at = os.open(Path(folder) / "at", os.O_CREAT | os.O_WRONLY)
+    reader = MutantReader(Path(folder))
+    position = os.open(Path(folder) / "at", os.O_CREAT | os.O_WRONLY)
     for number in range(first, first + count):
-        os.pwrite(at, f"{number:>12}".encode(), 0)
-        attack.attack(number)
-    print(json.dumps({"tally": attack.tally, "findings": attack.findings[:200], "slowest_s": attack.slowest_s}))
+        os.pwrite(position, f"{number:>12}".encode(), 0)
+        reader.read_mutant(number)
+    print(json.dumps({"tally": reader.tally, "findings": reader.findings[:200], "slowest_s": reader.slowest_s}))
 
 
 @check(
@@ -294,7 +299,7 @@ def hostile_data(full: bool) -> Outcome:
     findings: list[str] = []
     slowest, first = 0.0, 0
     while first < count:
-        result, reached = _run(onslaught, first, count - first)
+        result, reached = _run(read_mutants, first, count - first)
         if result is None:
             tally["crashed"] += 1
             findings.append(f"mutant {reached} ended the process")
@@ -303,29 +308,30 @@ def hostile_data(full: bool) -> Outcome:
             findings += result["findings"]
             slowest = max(slowest, result["slowest_s"])
         first = reached + 1
-    bad = {name: tally[name] for name in ("crashed", "executed", "wrong", "hung")}
-    kept = ", ".join(f"{tally[name]} {name}" for name in ("read whole", "read in part", "missed", "refused"))
+    faults = {name: tally[name] for name in ("crashed", "executed", "wrong", "hung")}
+    reads = ", ".join(f"{tally[name]} {name}" for name in ("read whole", "read in part", "missed", "refused"))
     return Outcome(
-        f"{count} mutants ({kept}; slowest {slowest:.2f} s): {bad['crashed']} crashes, {bad['executed']} executions, "
-        f"{bad['wrong']} wrong, {bad['hung']} hung" + ("" if not findings else ": " + "; ".join(findings[:3])),
-        not any(bad.values()) and tally["planned"] > count // 2,
+        f"{count} mutants ({reads}; slowest {slowest:.2f} s): {faults['crashed']} crashes, "
+        f"{faults['executed']} executions, {faults['wrong']} wrong, {faults['hung']} hung"
+        + ("" if not findings else ": " + "; ".join(findings[:3])),
+        not any(faults.values()) and tally["planned"] > count // 2,
         {"tally": dict(tally), "findings": findings, "slowest_s": slowest},
     )
 
 
 def _run(function: Callable[..., None], first: int, count: int) -> tuple[Any, int]:
-    """What a process made of the mutants (None when one of them ended it), and the last mutant's number."""
+    """Run ``function`` in a process. Return its result (None if it was ended) and the number of the last mutant."""
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     folder = tempfile.mkdtemp(dir=memory)
     process: subprocess.Popen[str] = start(function, folder, first, count)
     try:
         out, _ = process.communicate()
-        reached = Path(folder) / "at"
+        position = Path(folder) / "at"
         if process.returncode == 0:
             return json.loads(out.splitlines()[-1]), first + count
-        if not reached.exists():
+        if not position.exists():
             raise RuntimeError(f"the process that was to read mutants did not start: {out[-500:]}")
-        return None, int(reached.read_text())
+        return None, int(position.read_text())
     finally:
         process.kill()
         process.wait()

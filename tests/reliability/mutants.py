@@ -1,4 +1,4 @@
-"""Hostile data, made from sound data: bytes that changed, JSON that lies, databases that are not what they seem."""
+"""Mutations of stores and exports: of bytes, of JSON, of SQLite schemas and records, and of journals."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any
 from gemmtune.core.candidate import Candidate
 from gemmtune.store.schema import digest
 
-_DEEP, _HUGE, _WILD = "@@deep@@", "@@huge@@", "@@wild@@"
+_DEEP_MARK, _HUGE_MARK, _INVALID_MARK = "@@deep@@", "@@huge@@", "@@wild@@"
 _LEAVES: tuple[Any, ...] = (
     None, True, False, 0, -1, 1, 3, 2**31, 2**63, 2**64, -(2**63) - 1, 10**400, 0.0, -0.0, 1e308, 5e-324, -1e-9,
     float("nan"), float("inf"), float("-inf"), "", "0", "x" * 10_000, "\ud800", "../../etc/passwd",
     "__import__('os')", "\x00", "aten", "native", "toy", "os", "winner", "tie", "none_valid", "exact", "within_bound",
     "wrong", [], {}, [[]], {"": ""}, [None], {"__class__": "x"}, {"backend": "os", "template": "system", "config": {}},
-    {"backend": "toy", "template": "slow", "config": {"cls": 1}}, _DEEP, _HUGE, _WILD,
+    {"backend": "toy", "template": "slow", "config": {"cls": 1}}, _DEEP_MARK, _HUGE_MARK, _INVALID_MARK,
 )  # fmt: skip
 
 
 def bytes_of(rng: random.Random, body: bytes) -> bytes:
-    """The bytes with bits flipped, parts cut, repeated, moved, or overwritten."""
+    """Return the bytes with bits flipped, or with parts cut, copied or overwritten."""
     data = bytearray(body)
     kind = rng.randrange(7)
     if kind <= 1:
@@ -32,68 +32,73 @@ def bytes_of(rng: random.Random, body: bytes) -> bytes:
     elif kind == 2:
         del data[rng.randrange(len(data)) :]
     elif kind == 3:
-        at = rng.randrange(len(data))
-        del data[at : at + rng.randint(1, 5000)]
+        start = rng.randrange(len(data))
+        del data[start : start + rng.randint(1, 5000)]
     elif kind == 4:
-        at, there, size = rng.randrange(len(data)), rng.randrange(len(data)), rng.randint(1, 4096)
-        data[at : at + size] = data[there : there + size]
+        start, source, size = rng.randrange(len(data)), rng.randrange(len(data)), rng.randint(1, 4096)
+        data[start : start + size] = data[source : source + size]
     elif kind == 5:
-        at = rng.randrange(len(data))
-        piece = rng.choice((b"\0", b"\xff", None))
+        start = rng.randrange(len(data))
+        fill = rng.choice((b"\0", b"\xff", None))
         size = rng.randint(1, 4096)
-        data[at : at + size] = rng.randbytes(size) if piece is None else piece * size
-    else:  # where a database keeps what it says of itself
-        at = rng.randrange(min(100, len(data)))
-        data[at] = rng.randrange(256)
+        data[start : start + size] = rng.randbytes(size) if fill is None else fill * size
+    else:  # the header of a database
+        start = rng.randrange(min(100, len(data)))
+        data[start] = rng.randrange(256)
     return bytes(data)
 
 
 def tree_of(rng: random.Random, root: Any) -> Any:
-    """JSON data with a few of its nodes replaced, dropped, exchanged or copied within it. Changes ``root``."""
+    """Return JSON data with a few nodes replaced, dropped, exchanged or copied. Changes ``root``."""
     for _ in range(rng.choice((1, 1, 1, 2, 5))):
-        places = list(_places(root))
-        holder, key = rng.choice(places)
+        nodes = list(_nodes(root))
+        parent, key = rng.choice(nodes)
         kind = rng.randrange(5)
         if kind == 0:
-            holder[key] = rng.choice(_LEAVES)
+            parent[key] = rng.choice(_LEAVES)
         elif kind == 1:
-            del holder[key]
-        elif kind == 2:  # of the same name elsewhere: another problem, another candidate, another verdict
-            twins = [(other, name) for other, name in places if name == key and isinstance(other, dict)]
-            other, name = rng.choice(twins or places)
-            holder[key] = json.loads(json.dumps(other[name]))
+            del parent[key]
+        elif kind == 2:  # the value of the same key elsewhere: another problem, another candidate, another verdict
+            same_key_nodes = [(other, name) for other, name in nodes if name == key and isinstance(other, dict)]
+            other, name = rng.choice(same_key_nodes or nodes)
+            parent[key] = json.loads(json.dumps(other[name]))
         elif kind == 3:
-            other, name = rng.choice(places)
-            holder[key], other[name] = json.loads(json.dumps(other[name])), json.loads(json.dumps(holder[key]))
-        elif isinstance(holder, dict):
-            holder[rng.choice(("extra", "", "__proto__", "\ud800", "m", "id", "kind"))] = rng.choice(_LEAVES)
+            other, name = rng.choice(nodes)
+            parent[key], other[name] = json.loads(json.dumps(other[name])), json.loads(json.dumps(parent[key]))
+        elif isinstance(parent, dict):
+            parent[rng.choice(("extra", "", "__proto__", "\ud800", "m", "id", "kind"))] = rng.choice(_LEAVES)
         else:
-            holder.insert(key, json.loads(json.dumps(rng.choice(holder))))
+            parent.insert(key, json.loads(json.dumps(rng.choice(parent))))
     return root
 
 
-def _places(node: Any) -> Any:
+def _nodes(node: Any) -> Any:
+    """Yield (container, key or index) of every value below a node."""
     items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
     for key, value in list(items):
         yield node, key
-        yield from _places(value)
+        yield from _nodes(value)
 
 
 def text_of(rng: random.Random, root: Any) -> bytes:
-    """JSON text of data, with what data cannot say: deep nesting, numbers beyond any type, the same key twice."""
+    """Return JSON text of the data, with deep nesting, numbers beyond any type, invalid tokens and duplicate keys."""
     text = json.dumps(root, ensure_ascii=rng.random() < 0.9)
     depth = rng.choice((10, 500, 2000, 100_000))
     opening, closing_ = rng.choice((("[", "]"), ('{"a":', "}")))
-    text = text.replace(f'"{_DEEP}"', opening * depth + "0" + closing_ * depth)
+    text = text.replace(f'"{_DEEP_MARK}"', opening * depth + "0" + closing_ * depth)
     text = text.replace(
-        f'"{_HUGE}"', rng.choice(("9" * 5000, "1e99999", "-1e99999", "1" + "0" * 30 + ".5", "1e-99999"))
+        f'"{_HUGE_MARK}"', rng.choice(("9" * 5000, "1e99999", "-1e99999", "1" + "0" * 30 + ".5", "1e-99999"))
     )
-    text = text.replace(f'"{_WILD}"', rng.choice(("01", "+1", "0x10", "nan", "'a'", "1,", "", "//", '"\\ud800"')))
+    text = text.replace(
+        f'"{_INVALID_MARK}"', rng.choice(("01", "+1", "0x10", "nan", "'a'", "1,", "", "//", '"\\ud800"'))
+    )
     if rng.random() < 0.15:
         name = rng.choice(("problem_key", "problem", "chosen", "verdict", "kind", "id", "candidate", "m", "version"))
         at = text.find(f'"{name}":', rng.randrange(len(text)))
         if at >= 0:
-            leaf = json.dumps(rng.choice([leaf for leaf in _LEAVES if leaf not in (_DEEP, _HUGE, _WILD)]))
+            leaf = json.dumps(
+                rng.choice([leaf for leaf in _LEAVES if leaf not in (_DEEP_MARK, _HUGE_MARK, _INVALID_MARK)])
+            )
             text = f'{text[:at]}"{name}": {leaf}, {text[at:]}'
     return text.encode("utf-8", "surrogatepass")
 
@@ -124,7 +129,7 @@ _VALUES = (
 
 
 def database_of(rng: random.Random, path: Path) -> None:
-    """Change a store's file with SQL: its schema, its columns, or its records with checksums that fit."""
+    """Change a store's file with SQL: its schema, its columns, or its records together with their checksums."""
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
         connection.executescript("PRAGMA synchronous = OFF; PRAGMA journal_mode = MEMORY;")
         kind = rng.randrange(8)
@@ -137,11 +142,11 @@ def database_of(rng: random.Random, path: Path) -> None:
             else:
                 _rewrite(rng, connection)
         except (sqlite3.Error, UnicodeError):
-            pass  # not every mixture is one that SQLite takes: then the store is as it was
+            pass  # SQLite refuses some of the changes: then the store is unchanged
 
 
 def forge(rng: random.Random, tree: dict[str, Any]) -> dict[str, Any]:
-    """A record whose checked winner is some other candidate wherever it is mentioned: sound as far as one can see."""
+    """Replace the winner by a random candidate in every field of a record, which stays consistent, and return it."""
     config = {
         rng.choice(("isa", "mr", "nr", "mc", "kc", "nc", "grid", "layout", "tag", "split", "cls", "self")): rng.choice(
             ("avx2", "avx512", "", "plain", 6, 16, 0, -1, 10**30, 1.5, True, "6", "../..", "x" * 500)
@@ -163,21 +168,21 @@ def forge(rng: random.Random, tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rewrite(rng: random.Random, connection: sqlite3.Connection) -> None:
-    """Change records as somebody would who knows how checksums are made: read them all, mutate, write one back."""
+    """Read all records, mutate them, and write one with a valid checksum."""
     rows = connection.execute("SELECT rowid, target_key, problem_key, body FROM decisions").fetchall()
     trees = [json.loads(body) for *_, body in rows]
-    place = rng.randrange(len(rows))
-    rowid, target_key, problem_key, _ = rows[place]
+    index = rng.randrange(len(rows))
+    rowid, target_key, problem_key, _ = rows[index]
     kind = rng.random()
     if kind < 0.2:
-        body = json.dumps(forge(rng, trees[place])).encode()
-    elif kind < 0.4:  # another record's content under this one's key
+        body = json.dumps(forge(rng, trees[index])).encode()
+    elif kind < 0.4:  # the content of another record under this record's key
         body = json.dumps(rng.choice(trees)).encode()
         if rng.random() < 0.5:
             body = json.dumps({**json.loads(body), "problem_key": problem_key}).encode()
     else:
         mutated = tree_of(rng, trees)
-        body = text_of(rng, mutated[min(place, len(mutated) - 1)] if isinstance(mutated, list) and mutated else mutated)
+        body = text_of(rng, mutated[min(index, len(mutated) - 1)] if isinstance(mutated, list) and mutated else mutated)
     if rng.random() < 0.2:
         problem_key = rng.choice(rows)[2] + rng.choice(("", "x"))
         connection.execute("DELETE FROM decisions WHERE problem_key = ? AND rowid <> ?", (problem_key, rowid))
@@ -187,17 +192,17 @@ def _rewrite(rng: random.Random, connection: sqlite3.Connection) -> None:
 
 
 def journal_of(rng: random.Random, database: bytes) -> bytes:
-    """A rollback journal that asks for pages to be brought back: noise, or old pages with a header that fits."""
+    """Return a rollback journal: random bytes, or a valid header with mutated pages."""
     if rng.random() < 0.5:
         return rng.randbytes(rng.randint(1, 6000))
     nonce, pages, size = rng.randrange(2**32), len(database) // 4096, 4096
     count = rng.randint(1, 3)
-    head = bytes.fromhex("d9d505f920a163d7") + b"".join(
+    header = bytes.fromhex("d9d505f920a163d7") + b"".join(
         number.to_bytes(4, "big") for number in (count, nonce, pages, 512, size)
     )
-    out = head.ljust(512, b"\0")
+    out = header.ljust(512, b"\0")
     for _ in range(count):
         page = bytes_of(rng, database[: size * max(1, pages)])[:size].ljust(size, b"\0")
-        total = (nonce + sum(page[at] for at in range(size - 200, 0, -200))) % 2**32
+        total = (nonce + sum(page[offset] for offset in range(size - 200, 0, -200))) % 2**32
         out += rng.randint(1, max(1, pages)).to_bytes(4, "big") + page + total.to_bytes(4, "big")
     return out

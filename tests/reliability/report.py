@@ -1,4 +1,4 @@
-"""Raw results on disk, and the page made of them."""
+"""Raw results of checks on disk, and the report that is made from them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ Written by `make reliability` from the raw data in tests/reliability/results/; d
 """
 
 
-def keep(check: Check, outcome: Outcome, seconds: float) -> None:
-    """Write one check's raw data with the machine and the commit it comes from."""
+def write_result(check: Check, outcome: Outcome, seconds: float) -> None:
+    """Write the raw data of one check, with the machine and the commit of the run."""
     RESULTS.mkdir(exist_ok=True)
     target = current_target()
     document = {
@@ -45,28 +45,28 @@ def keep(check: Check, outcome: Outcome, seconds: float) -> None:
 
 
 def write_report(checks: Mapping[str, Check]) -> None:
-    """Write docs/explanation/reliability.md: a row a check, those never run in full among them."""
-    rows = [_row(check, _kept(name)) for name, check in checks.items()]
+    """Write docs/explanation/reliability.md with a row for each check, also for checks that were never run in full."""
+    rows = [_row(check, _read_result(name)) for name, check in checks.items()]
     PAGE.write_text(_HEAD + "\n".join(rows) + "\n", encoding="utf-8")
 
 
-def _row(check: Check, kept: dict[str, Any] | None) -> str:
-    if kept is None:
-        return f"| {check.what} | {check.bar} | never run in full | | {check.name} | | |"
-    holds = "yes" if kept["ok"] else "**no**"
+def _row(check: Check, result: dict[str, Any] | None) -> str:
+    if result is None:
+        return f"| {check.subject} | {check.bar} | never run in full | | {check.name} | | |"
+    holds = "yes" if result["ok"] else "**no**"
     return (
-        f"| {check.what} | {check.bar} | {kept['measured']} | {holds} | {check.name} | {kept['seconds']:.0f} | "
-        f"{kept['commit'][:9]} |"
+        f"| {check.subject} | {check.bar} | {result['measured']} | {holds} | {check.name} | {result['seconds']:.0f} | "
+        f"{result['commit'][:9]} |"
     )
 
 
-def _kept(name: str) -> dict[str, Any] | None:
+def _read_result(name: str) -> dict[str, Any] | None:
     path = RESULTS / f"{name}.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def _commit() -> str:
-    """The checked-out commit, with ``+`` when tracked sources differ from it."""
+    """Return the checked-out commit, with ``+`` if tracked sources differ from it."""
     try:
         head = _git("rev-parse", "HEAD")
         return head[:9] + ("+" if _git("status", "--porcelain", "--untracked-files=no", "--", "src", "native") else "")
@@ -75,5 +75,5 @@ def _commit() -> str:
 
 
 def _git(*args: str) -> str:
-    here = Path(__file__).parent
-    return subprocess.run(["git", *args], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
+    folder = Path(__file__).parent
+    return subprocess.run(["git", *args], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()

@@ -1,8 +1,8 @@
-"""The processes that the storing checks start: workers on one store and tuners that start cold are here.
+"""Processes of the checks of the store: workers that share a store, and tuners that start at the same time.
 
     python -c BOOT SYS_PATH MODULE FUNCTION ARGS
 
-Each prints one JSON document (or a line an event), and ends by itself when its standard input closes or it is done.
+Each prints one JSON document, or a line for each event. It ends when it is done or its standard input closes.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ FIXTURE = Path(__file__).parents[1] / "store" / "fixtures" / "store-v1.db"
 
 
 def start(function: Callable[..., None], *args: object, **variables: str) -> subprocess.Popen[str]:
-    """Run a module's function in a fresh process with pipes; ``variables`` go into its environment."""
+    """Start a new process that calls a module's function, with pipes and with ``variables`` in its environment."""
     path = json.dumps([os.path.abspath(entry) for entry in sys.path])
-    one = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     return subprocess.Popen(
         [sys.executable, "-c", _BOOT, path, function.__module__, function.__name__, json.dumps(args)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, **one, **variables},
+        env={**os.environ, **one_thread, **variables},
     )
 
 
 def finish(process: subprocess.Popen[str]) -> Any:
-    """The JSON document that a process leaves as its last line. Raises RuntimeError when it failed."""
+    """Wait for a process, and return the JSON document in its last line. Raise RuntimeError if it failed."""
     try:
         out, _ = process.communicate()
-    except BaseException:  # an interrupt must not leave it behind
+    except BaseException:  # an interrupt must end the process, too
         process.kill()
         process.wait()
         raise
@@ -60,20 +60,22 @@ def finish(process: subprocess.Popen[str]) -> Any:
 
 
 def decision_of(number: int, tag: str = "") -> Decision:
-    """The Decision that belongs to a number, for another M each; ``tag`` tells versions apart."""
+    """Return the decision of a number, which is its M. ``tag`` distinguishes versions."""
     return replace_stopped(make_decision(PROBLEM.with_m(number)), tag)
 
 
 def replace_stopped(decision: Decision, tag: str) -> Decision:
+    """Return the decision with ``tag`` in its field ``stopped``, if there is a tag."""
     return msgspec.structs.replace(decision, stopped=tag or decision.stopped)
 
 
 def key_of(number: int) -> str:
+    """Return the artifact key of a number."""
     return hashlib.sha256(str(number).encode()).hexdigest()
 
 
 def body_of(number: int) -> bytes:
-    """Bytes that belong to a number: none to 200 KB, so that a writer can be met at any stage."""
+    """Return the artifact of a number: up to 200 KB, so that a kill may interrupt a writer at any stage."""
     rng = random.Random(number)
     return rng.randbytes(int(10 ** rng.uniform(0, 5.3)))
 
@@ -84,8 +86,8 @@ _SHARED = 16  # problems that every process writes
 _OWN = 200
 
 
-def mixed(path: str, worker: int, operations: int) -> None:
-    """Mixed operations on one store; waits for a line on standard input, prints what its last writes were."""
+def run_mixed_operations(path: str, worker: int, operations: int) -> None:
+    """Run mixed operations on one store after a line on standard input, and print the last write of each record."""
     rng, store = random.Random(worker), SqliteStore(path)
     done: dict[str, int] = {}
     last: dict[int, str] = {}
@@ -99,12 +101,12 @@ def mixed(path: str, worker: int, operations: int) -> None:
         tag = f"{worker}.{step}"
         own = 1000 * (worker + 1) + rng.randrange(_OWN)
         if action == "get":
-            found = store.get(TARGET, PROBLEM.with_m(own).key)
-            if (found.stopped if found else None) != last.get(own):
-                wrong.append(f"get {own}: {found and found.stopped} for {last.get(own)}")
+            decision = store.get(TARGET, PROBLEM.with_m(own).key)
+            if (decision.stopped if decision else None) != last.get(own):
+                wrong.append(f"get {own}: {decision and decision.stopped} for {last.get(own)}")
         elif action in ("put", "share"):
             number = own if action == "put" else rng.randrange(1, _SHARED)
-            store.put(TARGET, decision_of(number, tag))  # created long ago, pruned by nobody
+            store.put(TARGET, decision_of(number, tag))  # no prune removes it
             last[number] = tag
         elif action == "temporary":
             old = replace_stopped(make_decision(PROBLEM.with_m(50_000 + rng.randrange(100)), created=-1e9), tag)
@@ -118,57 +120,57 @@ def mixed(path: str, worker: int, operations: int) -> None:
             if {name: row.detail for name, row in rows.items()} != failed:
                 wrong.append(f"failures at {step}")
         elif action == "lease":
-            _take_lease(store, rng, path, wrong)
+            _acquire_lease(store, rng, path, wrong)
         elif action == "list":
-            found_own = {d.problem["m"] for d in store.decisions(TARGET)}
-            if not {number for number in last if number >= 1000} <= found_own:
+            listed = {d.problem["m"] for d in store.decisions(TARGET)}
+            if not {number for number in last if number >= 1000} <= listed:
                 wrong.append(f"list at {step}")
         else:
-            store.prune(older_than_s=time.time() + 1e8)  # what was created before 1966
+            store.prune(older_than_s=time.time() + 1e8)  # removes decisions from before 1966
     print(json.dumps({"done": done, "last": last, "failed": failed, "wrong": wrong, "warned": store._warned}))
 
 
-def _take_lease(store: SqliteStore, rng: random.Random, path: str, wrong: list[str]) -> None:
-    """Under a lease nobody else is: an exclusive file proves it."""
+def _acquire_lease(store: SqliteStore, rng: random.Random, path: str, wrong: list[str]) -> None:
+    """Acquire and release a lease. An exclusive file shows that no other process has the lease at the same time."""
     number = rng.randrange(1, 4)
     lease = store.lease(TARGET, PROBLEM.with_m(number).key, 600.0)
     if lease is None:
         return
-    proof = f"{path}.lease{number}"
+    exclusive_file = f"{path}.lease{number}"
     try:
-        os.close(os.open(proof, os.O_CREAT | os.O_EXCL))
+        os.close(os.open(exclusive_file, os.O_CREAT | os.O_EXCL))
     except FileExistsError:
         wrong.append(f"two had the lease of {number}")
     else:
-        os.unlink(proof)
+        os.unlink(exclusive_file)
     lease.release()
 
 
-# Cold tuners
+# Tuners that start at the same time
 
 
-def cold(path: str, sizes: list[int], linger_s: float) -> None:
-    """Tune small problems through one store; prints which were this process's work.
+def tune_small_problems(path: str, sizes: list[int], delay_s: float) -> None:
+    """Tune small problems through one store, and print the problems that this process tuned.
 
-    linger_s: how long to dwell on the first candidate of each, having said ``tuning``.
+    After the first candidate of each problem the process prints ``tuning`` and waits for ``delay_s`` seconds.
     """
     from gemmtune.core.events import CandidateTried, Event, ProblemStarted
     from gemmtune.core.target import current_cpu
     from gemmtune.tuning.tuner import Budget, Tuner
 
     tuned: list[int] = []
-    at = [0]
+    current_m = [0]
 
-    def note(event: Event) -> None:
+    def report(event: Event) -> None:
         if isinstance(event, ProblemStarted):
-            at[0] = event.problem.m
-        elif isinstance(event, CandidateTried) and at[0] not in tuned:
-            tuned.append(at[0])
+            current_m[0] = event.problem.m
+        elif isinstance(event, CandidateTried) and current_m[0] not in tuned:
+            tuned.append(current_m[0])
             print("tuning", flush=True)
-            time.sleep(linger_s)
+            time.sleep(delay_s)
 
     problems = [(Problem("mm", m, 24, 32, Operand("float32"), Operand("float32"), "float32"), 1) for m in sizes]
-    tuner = Tuner(replace(current_cpu(), threads=1), ["aten"], SqliteStore(path), Budget(1.0), note)
+    tuner = Tuner(replace(current_cpu(), threads=1), ["aten"], SqliteStore(path), Budget(1.0), report)
     print("ready", flush=True)
     sys.stdin.readline()
     decisions = tuner.tune(problems)

@@ -1,4 +1,4 @@
-"""The store under everything that can go wrong around it: killed writers, full disks, many processes, cold starts."""
+"""Checks of the store: killed writers, failing disks, many processes, tuners that start at the same time."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ from . import store_children as children
 from . import store_faults, store_kills
 from .checks import Outcome, check
 
-_MORE = 5  # findings that go into the phrase; the raw data have them all
+_MAX_FINDINGS = 5  # how many findings the text has; the raw data has all
 
 
-def _phrase(wrong: Sequence[str]) -> str:
-    return "" if not wrong else ": " + "; ".join(wrong[:_MORE])
+def _findings_text(wrong: Sequence[str]) -> str:
+    """Return the first findings as text; empty if there are none."""
+    return "" if not wrong else ": " + "; ".join(wrong[:_MAX_FINDINGS])
 
 
 @check(
@@ -43,39 +44,40 @@ def _phrase(wrong: Sequence[str]) -> str:
 )
 def killed_writers(full: bool) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
-        found = children.finish(children.start(store_kills.killing, folder, 2000 if full else 44, 1))
-    entries = found["decisions"] + found["artifacts"]
-    ok = entries > 0 and not (found["lost"] or found["damaged"] or found["left"] or found["errors"])
+        counts = children.finish(children.start(store_kills.kill_writers, folder, 2000 if full else 44, 1))
+    entries = counts["decisions"] + counts["artifacts"]
+    ok = entries > 0 and not (counts["lost"] or counts["damaged"] or counts["left"] or counts["errors"])
     return Outcome(
-        f"{found['killed']} killed, {entries} acknowledged: {found['lost']} lost, {found['damaged']} corrupt; "
-        f"{found['journals']} hot journals and {found['temporary']} temporary files met, {found['left']} left"
-        + _phrase(found["errors"]),
+        f"{counts['killed']} killed, {entries} acknowledged: {counts['lost']} lost, {counts['damaged']} corrupt; "
+        f"{counts['journals']} hot journals and {counts['temporary']} temporary files met, {counts['left']} left"
+        + _findings_text(counts["errors"]),
         ok,
-        found,
+        counts,
     )
 
 
 @check("disk full, EIO at every single call, a limit of file size", "0 acknowledged lost, 0 corrupt, StoreError only")
 def faulty_disk(full: bool) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
-        limit = children.finish(children.start(store_faults.limited, folder, 512 if full else 16384))
+        limit = children.finish(children.start(store_faults.run_with_size_limits, folder, 512 if full else 16384))
         library = _fault_library(Path(folder))
         if library is None:
             faults = {"faults": 0, "wrong": []}
         else:
             variables = {"LD_PRELOAD": str(library)}
-            faults = children.finish(children.start(store_faults.faulty, folder, 0 if full else 2, **variables))
+            faults = children.finish(children.start(store_faults.fail_each_call, folder, 0 if full else 2, **variables))
     wrong = faults["wrong"] + limit["wrong"]
     injected = f"{faults['faults']} failed calls" if library else "no C compiler: no calls failed"
     return Outcome(
         f"{injected}, {limit['limits']} size limits ({limit['refused']} writes refused): {len(wrong)} wrong"
-        + _phrase(wrong),
+        + _findings_text(wrong),
         not wrong and (library is None or faults["faults"] > 0),
         {"faults": faults, "limits": limit},
     )
 
 
 def _fault_library(folder: Path) -> Path | None:
+    """Compile the library of faults for LD_PRELOAD; None without a C compiler."""
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         return None
@@ -87,12 +89,12 @@ def _fault_library(folder: Path) -> Path | None:
 @check("a directory that may only be read", "what is there is served; every write a StoreError; no store: in memory")
 def read_only_directory(full: bool) -> Outcome:
     with tempfile.TemporaryDirectory() as parent:
-        os.chmod(parent, 0o711)  # the check gives up root's rights, if it has them
+        os.chmod(parent, 0o711)  # the process of the check may drop root's rights
         folder = Path(parent) / "data"
         folder.mkdir()
-        found = children.finish(children.start(store_faults.read_only, str(folder)))
-    wrong = found["wrong"]
-    return Outcome(f"{found['refused']} writes refused, {len(wrong)} wrong" + _phrase(wrong), not wrong, found)
+        counts = children.finish(children.start(store_faults.use_read_only_directory, str(folder)))
+    wrong = counts["wrong"]
+    return Outcome(f"{counts['refused']} writes refused, {len(wrong)} wrong" + _findings_text(wrong), not wrong, counts)
 
 
 @check(
@@ -103,8 +105,10 @@ def many_processes(full: bool) -> Outcome:
     workers, operations = (8, 10_000) if full else (3, 200)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "store.db"
-        with _ready([(children.mixed, str(path), n, operations) for n in range(workers)]) as processes:
-            _go(processes)
+        with _ready_processes(
+            [(children.run_mixed_operations, str(path), n, operations) for n in range(workers)]
+        ) as processes:
+            _start_work(processes)
             results, errors = _collect(processes)
         with closing(SqliteStore(path)) as store:
             store.prune(older_than_s=_BEFORE_1970_S + time.time())
@@ -115,24 +119,24 @@ def many_processes(full: bool) -> Outcome:
     total = sum(done.values())
     return Outcome(
         f"{total} operations by {workers} processes: {len(wrong)} differences, {len(errors)} uncaught errors"
-        + _phrase(wrong + errors),
+        + _findings_text(wrong + errors),
         not wrong and not errors and total == workers * operations,
         {"done": done, "wrong": wrong, "errors": errors},
     )
 
 
-_BEFORE_1970_S = 1e8  # temporary decisions are dated that long before the epoch, and more
+_BEFORE_1970_S = 1e8  # temporary decisions are older than that before the epoch
 
 
 def _differences(store: Store, results: Sequence[dict[str, Any]]) -> list[str]:
-    """What the store holds against what every process wrote last."""
-    held = {decision.problem["m"]: decision.stopped for decision in store.decisions()}
+    """Return the differences between the store and the last writes of all processes."""
+    stored = {decision.problem["m"]: decision.stopped for decision in store.decisions()}
     possible: dict[int, set[str]] = {}
     for row in results:
         for number, tag in row["last"].items():
             possible.setdefault(int(number), set()).add(tag)
-    wrong = [f"{m} holds {held.get(m)}" for m, tags in possible.items() if held.get(m) not in tags]
-    wrong += [f"{m} should not be there" for m in held.keys() - possible.keys()]
+    wrong = [f"{m} holds {stored.get(m)}" for m, tags in possible.items() if stored.get(m) not in tags]
+    wrong += [f"{m} should not be there" for m in stored.keys() - possible.keys()]
     for worker, row in enumerate(results):
         failures = store.failures(TARGET, PROBLEM.with_m(1000 * (worker + 1)).key)
         if {name: verdict.detail for name, verdict in failures.items()} != row["failed"]:
@@ -143,8 +147,8 @@ def _differences(store: Store, results: Sequence[dict[str, Any]]) -> list[str]:
 
 
 @contextmanager
-def _ready(calls: Sequence[tuple[Any, ...]]) -> Iterator[list[subprocess.Popen[str]]]:
-    """Processes that have imported everything and wait for ``_go``; none outlives the block."""
+def _ready_processes(calls: Sequence[tuple[Any, ...]]) -> Iterator[list[subprocess.Popen[str]]]:
+    """Start processes that import their modules and wait for ``_start_work``. The end of the block kills them."""
     with ExitStack() as stack:
         processes = []
         for function, *args in calls:
@@ -158,7 +162,8 @@ def _ready(calls: Sequence[tuple[Any, ...]]) -> Iterator[list[subprocess.Popen[s
         yield processes
 
 
-def _go(processes: Sequence[subprocess.Popen[str]]) -> None:
+def _start_work(processes: Sequence[subprocess.Popen[str]]) -> None:
+    """Make waiting processes start their work."""
     for process in processes:
         assert process.stdin is not None
         process.stdin.write("go\n")
@@ -166,6 +171,7 @@ def _go(processes: Sequence[subprocess.Popen[str]]) -> None:
 
 
 def _collect(processes: Sequence[subprocess.Popen[str]]) -> tuple[list[Any], list[str]]:
+    """Wait for processes. Return the results of those that succeeded and the errors of the others."""
     results, errors = [], []
     for process in processes:
         try:
@@ -180,15 +186,15 @@ def cold_processes(full: bool) -> Outcome:
     workers, sizes = (8, [5, 6, 7]) if full else (3, [5])
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "store.db")
-        with _ready([(children.cold, path, sizes, 0.0)] * workers) as processes:
-            _go(processes)
+        with _ready_processes([(children.tune_small_problems, path, sizes, 0.0)] * workers) as processes:
+            _start_work(processes)
             results, errors = _collect(processes)
     tuned = Counter(m for row in results for m in row["tuned"])
-    same = all(row["m"] == sizes and row["created"] == results[0]["created"] for row in results)
+    is_same = all(row["m"] == sizes and row["created"] == results[0]["created"] for row in results)
     return Outcome(
         f"{workers} processes, {len(sizes)} problems: {sum(tuned.values())} tunings, "
-        f"{'the same' if same else 'DIFFERENT'} decisions" + _phrase(errors),
-        not errors and same and tuned == Counter(sizes),
+        f"{'the same' if is_same else 'DIFFERENT'} decisions" + _findings_text(errors),
+        not errors and is_same and tuned == Counter(sizes),
         {"results": results, "errors": errors},
     )
 
@@ -200,19 +206,21 @@ def killed_tuner(full: bool) -> Outcome:
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as folder:
             path = str(Path(folder) / "store.db")
-            calls = [(children.cold, path, [5], 600.0)] + [(children.cold, path, [5], 0.0)] * others
-            with _ready(calls) as (first, *waiting):
-                _go([first])
+            calls = [(children.tune_small_problems, path, [5], 600.0)] + [
+                (children.tune_small_problems, path, [5], 0.0)
+            ] * others
+            with _ready_processes(calls) as (first, *waiting):
+                _start_work([first])
                 assert first.stdout is not None
                 first.stdout.readline()  # it is tuning
-                _go(waiting)
-                time.sleep(1.0)  # they have asked, and wait
+                _start_work(waiting)
+                time.sleep(1.0)  # the others wait for the lease
                 first.kill()
                 results, failed = _collect(waiting)
         errors += failed
         takeovers += sum(len(row["tuned"]) for row in results) == 1 and len({row["created"][0] for row in results}) == 1
     return Outcome(
-        f"{takeovers} of {rounds} times exactly one took over" + _phrase(errors),
+        f"{takeovers} of {rounds} times exactly one took over" + _findings_text(errors),
         takeovers == rounds and not errors,
         {"takeovers": takeovers, "rounds": rounds, "errors": errors},
     )
@@ -227,21 +235,21 @@ def changed_targets(full: bool) -> Outcome:
         "nvrtc": "libnvrtc.so.13 (b2)",
         "triton": "3.6.0",
     }
-    target = runtime.current_target().with_versions(gpu)  # what a GPU's Target has besides
+    target = runtime.current_target().with_versions(gpu)  # the further versions in the Target of a GPU
     problem = Problem("mm", 3, 5, 4, Operand("float32"), Operand("float32", Layout("col")), "float32")
     changes = dict(_changes(target))
     with tempfile.TemporaryDirectory() as folder, closing(SqliteStore(Path(folder) / "store.db")) as on_disk:
         hits = [name for store in (MemoryStore(), on_disk) for name in _hits(store, target, problem, changes)]
     missing = {field.name for field in fields(Target) if field.compare} - {name.partition(":")[0] for name in changes}
     return Outcome(
-        f"{len(changes)} changes in 2 stores and dispatch: {len(hits)} served" + _phrase([*hits, *missing]),
+        f"{len(changes)} changes in 2 stores and dispatch: {len(hits)} served" + _findings_text([*hits, *missing]),
         not hits and not missing,
         {"changes": list(changes), "served": hits},
     )
 
 
 def _changes(target: Target) -> Iterator[tuple[str, Target]]:
-    """Targets that differ from this in one field, or in one version or source."""
+    """Yield named targets that differ from this one in one field, or in one version or source."""
     for name, value in {
         "device": "cuda", "name": target.name + " 2", "capability": "9.0", "isa": target.isa[:-1],
         "caches": (1, *target.caches[1:]), "threads": target.threads + 1, "cores": target.cores + 1,
@@ -249,26 +257,26 @@ def _changes(target: Target) -> Iterator[tuple[str, Target]]:
     }.items():  # fmt: skip
         yield name, replace(target, **{name: value})
     for name in ("versions", "sources"):
-        held = dict(getattr(target, name))
-        for key in (*held, "driver", "cuda", "cublaslt", "triton", "nvrtc", "compiler"):
-            other = {**held, key: held.get(key, "") + "+"}
+        entries = dict(getattr(target, name))
+        for key in (*entries, "driver", "cuda", "cublaslt", "triton", "nvrtc", "compiler"):
+            other = {**entries, key: entries.get(key, "") + "+"}
             yield f"{name}:{key}", replace(target, **{name: tuple(sorted(other.items()))})
-        for key in held:
-            rest = tuple(pair for pair in getattr(target, name) if pair[0] != key)
-            yield f"{name}:without {key}", replace(target, **{name: rest})
+        for key in entries:
+            remaining = tuple(pair for pair in getattr(target, name) if pair[0] != key)
+            yield f"{name}:without {key}", replace(target, **{name: remaining})
 
 
 def _hits(store: Store, target: Target, problem: Problem, changes: dict[str, Target]) -> list[str]:
-    """Names of the changes after which a decision still answers; ``unchanged`` when it does not answer without one."""
+    """Return the changes after which a decision still serves; ``unchanged`` if it does not serve without a change."""
     decision = decide(problem, evidence(toy(), 0.1), chosen=toy())
     store.put(target, msgspec.structs.replace(decision, target_key=target.key))
-    hits = [] if _answers(store, target, problem) == (True, True) else ["unchanged"]
-    return hits + [name for name, other in changes.items() if any(_answers(store, other, problem))]
+    hits = [] if _serves(store, target, problem) == (True, True) else ["unchanged"]
+    return hits + [name for name, other in changes.items() if any(_serves(store, other, problem))]
 
 
-def _answers(store: Store, target: Target, problem: Problem) -> tuple[bool, bool]:
-    """Whether the store has a decision, and whether a process with that Target serves its kernel."""
-    serving = Runtime()
-    serving.refresh(store)
+def _serves(store: Store, target: Target, problem: Problem) -> tuple[bool, bool]:
+    """Return whether the store has a decision for the target, and whether dispatch on that target serves its kernel."""
+    local_runtime = Runtime()
+    local_runtime.refresh(store)
     with mock.patch.object(runtime, "current_target", return_value=target):
-        return store.get(target, problem.key) is not None, serving.kernel_for(problem) is not None
+        return store.get(target, problem.key) is not None, local_runtime.kernel_for(problem) is not None

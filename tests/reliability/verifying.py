@@ -1,4 +1,4 @@
-"""Verification: every planted fault is rejected on every kind of problem, and no correct kernel ever is."""
+"""Checks of verification: planted faults are rejected on every kind of problem, and correct kernels are accepted."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ E4M3 = Operand("float8_e4m3fn")
 
 
 def _problems(m: int, n: int, k: int) -> Iterator[Problem]:
-    """One of each family and dtype, plain and with an epilogue whose order matters."""
+    """Yield problems of every family and dtype, without an epilogue and with one whose order matters."""
     for dtype in ("float32", "bfloat16", "float16"):
         steps = (Step("bias", "col", "float32"), Step("scale", "tensor", value=0.5))
         plain = Problem("mm", m, n, k, Operand(dtype), Operand(dtype, COL, constant=True), dtype)
@@ -53,25 +53,27 @@ def _problems(m: int, n: int, k: int) -> Iterator[Problem]:
     yield Problem("scaled_mm", m, n, k, E4M3, replace(E4M3, layout=COL), "bfloat16", tensors)
 
 
-def _is_planted(fault: str, problem: Problem, draws: tuple[ReferenceCase, ...]) -> bool:
-    """Whether this fault changes anything that a Problem's user could see: an epilogue of one step has no other order,
-    and integers hold no NaN. What it changes, it must be found out for."""
+def _changes_results(fault: str, problem: Problem, test_cases: tuple[ReferenceCase, ...]) -> bool:
+    """Return whether a fault changes the results of a problem, so that it must be rejected. An epilogue of one step has
+    no other order, and integers have no NaN."""
     if fault in ("reversed epilogue", "NaN swallowed"):
         runs = hostile.FAULTY_KERNELS[fault](problem), hostile.correct(problem)
-        return any(not _same(*(_output(run, problem, draw) for run in runs)) for draw in draws)
-    # Requantised to eight bits, 0.2% is within half a step for all but a few elements, which it moves by one: it may be
-    # told from rounding only in the mean of many.
+        return any(not _equal(*(_output_of(run, problem, test_case) for run in runs)) for test_case in test_cases)
+    # In int8 outputs, 0.2% is within half a step for all but a few elements, which it changes by one: only the mean of
+    # many elements distinguishes it from rounding.
     return not (fault == "x1.002" and problem.out_dtype == "int8")
 
 
-def _output(run: Run, problem: Problem, draw: ReferenceCase) -> Tensor:
+def _output_of(run: Run, problem: Problem, test_case: ReferenceCase) -> Tensor:
+    """Return the output of a kernel for one test case."""
     shape = (problem.batch, problem.m, problem.n) if problem.family == "bmm" else (problem.m, problem.n)
     out = torch.zeros(shape, dtype=getattr(torch, problem.out_dtype))
-    run(draw.inputs, out)
+    run(test_case.inputs, out)
     return out
 
 
-def _same(x: Tensor, y: Tensor) -> bool:
+def _equal(x: Tensor, y: Tensor) -> bool:
+    """Return whether two tensors are equal; NaN equals NaN."""
     return torch.equal(x.double().nan_to_num(1e300), y.double().nan_to_num(1e300))
 
 
@@ -89,7 +91,7 @@ def planted_faults(full: bool) -> Outcome:
     for seed, (m, n, k) in enumerate(shapes):
         for problem in _problems(m, n, k):
             for repeat in range(3 if full else 1):
-                _plant(problem, 10 * seed + repeat, planted, passed)
+                _verify_faults(problem, 10 * seed + repeat, planted, passed)
     total = planted.total()
     return Outcome(
         f"{total - len(passed)} of {total} rejected ({len(planted)} faults)",
@@ -98,42 +100,48 @@ def planted_faults(full: bool) -> Outcome:
     )
 
 
-def _plant(problem: Problem, seed: int, planted: Counter[str], passed: list[dict[str, Any]]) -> None:
-    draws = make_reference_cases(problem, seed)
+def _verify_faults(problem: Problem, seed: int, planted: Counter[str], passed: list[dict[str, Any]]) -> None:
+    """Verify a kernel of each fault on one problem, count it, and record those that are accepted."""
+    test_cases = make_reference_cases(problem, seed)
     for fault, make in hostile.FAULTY_KERNELS.items():
-        if not _is_planted(fault, problem, draws):
+        if not _changes_results(fault, problem, test_cases):
             continue
         planted[fault] += 1
-        verdict = verify(make(problem), problem, draws)
+        verdict = verify(make(problem), problem, test_cases)
         if verdict.ok:
             passed.append({"fault": fault, "problem": problem.key, "seed": seed, "worst": verdict.worst})
-        if any(draw.touched() for draw in draws):
-            draws = make_reference_cases(problem, seed)
+        if any(test_case.touched() for test_case in test_cases):
+            test_cases = make_reference_cases(problem, seed)
 
 
 # --- correct kernels --------------------------------------------------------------------------------------------
 
 
-def _runs(problem: Problem, target: Target, rng: random.Random) -> Iterator[tuple[str, Run]]:
-    """The oracle rounded, and one kernel of each backend that takes the problem."""
+def _correct_kernels(problem: Problem, target: Target, rng: random.Random) -> Iterator[tuple[str, Run]]:
+    """Yield the rounded oracle, and one kernel of each backend that supports the problem."""
     yield "the oracle, rounded", hostile.correct(problem)
     for name in ("aten", "native"):
         backend = backends.get(name)
-        if not backend.available(target) or (name == "aten" and _leaks(problem, target)):
+        if not backend.available(target) or (name == "aten" and _aten_propagates_nan_to_another_row(problem, target)):
             continue
         legal = [item for item in backend.candidates(problem, target) if isinstance(item, Candidate)]
         if legal:
             candidate = rng.choice(legal)
-            yield candidate.id, _runner(backend.load(backend.build(problem, candidate, target), problem))
+            yield candidate.id, _run_of(backend.load(backend.build(problem, candidate, target), problem))
 
 
-def _leaks(problem: Problem, target: Target) -> bool:
-    """On CPUs with AMX torch 2.13's own bf16 product lets a NaN in a row of A come out in the row before it, too,
-    unless K is a multiple of 32: it is rejected there, and rightly."""
+def _aten_propagates_nan_to_another_row(problem: Problem, target: Target) -> bool:
+    """Return whether ATen's product is wrong for NaN, so that verification rejects it correctly.
+
+    On CPUs with AMX, a NaN in a row of A also appears in the previous row of torch 2.13's bf16 product, unless K is a
+    multiple of 32.
+    """
     return "amx_bf16" in target.isa and problem.a.dtype == problem.b.dtype == "bfloat16" and problem.k % 32 > 0
 
 
-def _runner(kernel: Kernel) -> Run:
+def _run_of(kernel: Kernel) -> Run:
+    """Return a function that runs a loaded kernel, for which ``b`` is packed if the kernel needs that."""
+
     def run(inputs: Inputs, out: Tensor) -> None:
         b = kernel.pack(inputs.b) if kernel.packing is not None else inputs.b
         kernel.run(inputs.a, b, inputs.aux, out)
@@ -154,22 +162,23 @@ def correct_kernels(full: bool) -> Outcome:
     for seed in range(count):
         rng = random.Random(seed)
         problem = random_problem(rng)
-        draws = make_reference_cases(problem, seed)
-        for name, run in _runs(problem, target, rng):
+        test_cases = make_reference_cases(problem, seed)
+        for name, run in _correct_kernels(problem, target, rng):
             checked[name.partition("/")[0]] += 1
-            verdict = _verdict(run, problem, draws)
+            verdict = _verdict(run, problem, test_cases)
             if not verdict.ok:
                 rejected.append({"kernel": name, "problem": problem.key, "seed": str(seed), "verdict": str(verdict)})
-    words = ", ".join(f"{number} {name}" for name, number in checked.items())
+    counts = ", ".join(f"{number} {name}" for name, number in checked.items())
     return Outcome(
-        f"{len(rejected)} rejected of {checked.total()} ({words}) on {count} problems",
+        f"{len(rejected)} rejected of {checked.total()} ({counts}) on {count} problems",
         not rejected,
         {"checked": dict(checked), "rejected": rejected[:100]},
     )
 
 
-def _verdict(run: Run, problem: Problem, draws: tuple[ReferenceCase, ...]) -> Verdict:
+def _verdict(run: Run, problem: Problem, test_cases: tuple[ReferenceCase, ...]) -> Verdict:
+    """Return the verdict on a kernel; an exception counts as a crash."""
     try:
-        return verify(run, problem, draws)
-    except Exception as error:  # a kernel that raises on a problem it called legal is as bad as one that is wrong
+        return verify(run, problem, test_cases)
+    except Exception as error:  # a kernel that raises for a legal problem is as faulty as a wrong one
         return Verdict("crashed", f"{type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""Workers among hostile candidates, hostile builds, and parents that die."""
+"""Checks of worker processes: hostile candidates, hostile builds, and parents that die."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ from gemmtune.core.problem import Layout, Operand, Problem
 from gemmtune.core.target import Target, current_cpu
 from gemmtune.testing import hostile_backend, toy_compiler
 from gemmtune.workers.builds import BuildLimits, prebuild
+from gemmtune.workers.contract import Limits
 from gemmtune.workers.process_tags import tagged
-from gemmtune.workers.worker import Limits, Worker
+from gemmtune.workers.worker import Worker
 
 from .checks import Outcome, check
 
 PROBLEM = Problem("mm", 5, 24, 32, Operand("float32"), Operand("float32", Layout("col"), constant=True), "float32")
 OVERSHOOT_S = 2.0
 
-# What each kind of candidate may be told: several, where it depends on who is first to notice.
+# The verdicts that each kind of candidate may get: several, where they depend on which process notices first.
 KINDS: dict[str, tuple[str, ...]] = {
     "segv": ("crashed",), "abort": ("crashed",), "exit": ("crashed",), "sys_exit": ("crashed",), "raise": ("crashed",),
     "orphan": ("crashed",), "child": ("crashed",), "daemon": ("crashed",), "daemon_segv": ("crashed",),
@@ -43,7 +44,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "wrong": ("wrong",), "scribble": ("wrong",), "hang": ("hung",), "spin": ("hung",), "hold": ("hung",),
     "stop": ("hung",), "garble": ("hung",),
 }  # fmt: skip
-HANGING_S, OTHERS_S = 0.4, 10.0  # deadlines: of those that answer to nothing else, and of all others
+HANGING_S, OTHERS_S = 0.4, 10.0  # deadlines: of kinds that only a deadline ends, and of all others
 
 
 def _target() -> Target:
@@ -54,23 +55,23 @@ def _candidate(kind: str) -> Candidate:
     return Candidate.make("hostile", kind, kind=kind)
 
 
-def _left(worker: Worker) -> list[str]:
-    """What runs that should not: all but the host and its worker, whether it still carries the tag or hides."""
+def _unexpected_processes(worker: Worker) -> list[str]:
+    """Return the processes that should have ended: all but the host and its worker, with the tag or without it."""
     host = None if worker.pid is None else psutil.Process(worker.pid).ppid()
-    found = {process.pid: process for process in tagged(worker.tag or "") if process.pid not in (worker.pid, host)}
+    processes = {process.pid: process for process in tagged(worker.tag or "") if process.pid not in (worker.pid, host)}
     if worker.pid is None:  # the host is among them then, and has no children
-        found = {pid: process for pid, process in found.items() if process.ppid() != os.getpid()}
-    return [f"{pid}: {process}" for pid, process in found.items()] + _sleepers()
+        processes = {pid: process for pid, process in processes.items() if process.ppid() != os.getpid()}
+    return [f"{pid}: {process}" for pid, process in processes.items()] + _sleepers()
 
 
 def _sleepers() -> list[str]:
-    """The processes that hostile candidates start, by their command: these shed their environment and their parent."""
-    found = []
+    """Return the processes of hostile candidates by their command: they drop their environment and their parent."""
+    processes = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if "import time; time.sleep(1000)" in process.cmdline():
-                found.append(f"{process.pid}: {process}")
-    return found
+                processes.append(f"{process.pid}: {process}")
+    return processes
 
 
 @dataclass
@@ -82,16 +83,17 @@ class _Tally:
     overshoot_s: float = 0.0
 
 
-def _one(worker: Worker, kind: str, tally: _Tally) -> None:
+def _attempt_kind(worker: Worker, kind: str, tally: _Tally) -> None:
+    """Attempt a hostile candidate and then a correct one, and count the faults."""
     deadline_s = HANGING_S if "hung" in KINDS[kind] else OTHERS_S
     start = time.monotonic()
     verdict = worker.attempt(_candidate(kind), deadline_s).verdict
     tally.overshoot_s = max(tally.overshoot_s, time.monotonic() - start - deadline_s)
-    assert verdict is not None  # without worth_s every candidate is checked
+    assert verdict is not None  # without cutoff_s every candidate is checked
     tally.verdicts.setdefault(kind, Counter())[verdict.kind] += 1
     if verdict.kind not in KINDS[kind]:
         tally.unexpected.append(f"{kind}: {verdict.kind}: {verdict.detail[:300]}")
-    tally.orphans += [f"{kind}: {left}" for left in _left(worker)]
+    tally.orphans += [f"{kind}: {left}" for left in _unexpected_processes(worker)]
     following = worker.attempt(_candidate("good"), OTHERS_S).verdict
     if following is None or not following.ok:
         tally.failed_next.append(f"{kind}: {following}")
@@ -112,7 +114,7 @@ def hostile_candidates(full: bool) -> Outcome:
         worker.attempt(_candidate("good"), OTHERS_S)
         for _ in range(repeats):
             for kind in KINDS:
-                _one(worker, kind, tally)
+                _attempt_kind(worker, kind, tally)
         starts, tag = worker.starts, worker.tag
     tally.orphans += [str(process) for process in tagged(tag or "")]
     total = repeats * len(KINDS)
@@ -143,7 +145,8 @@ BUILDS = {
 
 
 @contextlib.contextmanager
-def _toy() -> Iterator[None]:
+def _toy_compiler() -> Iterator[None]:
+    """Register the toy compiler, and use a new store directory in the block."""
     backends.register("toy", toy_compiler.ENTRY_POINT)
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, {"GEMMTUNE_STORE": f"{folder}/store.db"}):
         yield
@@ -161,12 +164,14 @@ def hostile_builds(full: bool) -> Outcome:
         for kind, outcome in BUILDS.items()
     }
     limits = BuildLimits(build_s=1.0 if full else 3.0, builders=4, memory=1 << 30)
-    with _toy():
+    with _toy_compiler():
         start = time.monotonic()
         built = prebuild(PROBLEM, wanted, _target(), limits=limits)
         seconds = time.monotonic() - start
-    got = {candidate: _outcome(built[candidate.id]) for candidate in wanted}
-    wrong = [f"{candidate.id}: {got[candidate]}" for candidate in wanted if got[candidate] != wanted[candidate]]
+    outcomes = {candidate: _outcome(built[candidate.id]) for candidate in wanted}
+    wrong = [
+        f"{candidate.id}: {outcomes[candidate]}" for candidate in wanted if outcomes[candidate] != wanted[candidate]
+    ]
     orphans = [str(process) for process in psutil.Process().children(recursive=True)] + _sleepers()
     return Outcome(
         f"{len(wanted) - len(wrong)} of {len(wanted)} as they should be; {len(orphans)} orphans; {seconds:.0f} s",
@@ -175,15 +180,15 @@ def hostile_builds(full: bool) -> Outcome:
     )
 
 
-def _outcome(what: Artifact | Verdict) -> str:
-    return what.kind if isinstance(what, Verdict) else "built"
+def _outcome(result: Artifact | Verdict) -> str:
+    return result.kind if isinstance(result, Verdict) else "built"
 
 
 # --- parents ----------------------------------------------------------------------------------------------------
 
 
 def doomed_parent(kind: str) -> None:
-    """A process of its own: has a worker do something that never ends, and says so before it would wait for it."""
+    """Print the tag and the pid of a worker, then wait for a candidate that never ends. Runs in a separate process."""
     backends.register("hostile", hostile_backend.ENTRY_POINT)
     worker = Worker(_target())
     worker.open(PROBLEM, 1)
@@ -196,37 +201,37 @@ def doomed_parent(kind: str) -> None:
     "0 processes left after 5 s",
 )
 def parents_that_die(full: bool) -> Outcome:
-    ends = (signal.SIGKILL, signal.SIGTERM)
-    doings = ("hang", "spin", "hold", "stop") if full else ("stop",)
-    left: list[str] = []
+    signals = (signal.SIGKILL, signal.SIGTERM)
+    kinds = ("hang", "spin", "hold", "stop") if full else ("stop",)
+    all_survivors: list[str] = []
     slowest, rounds = 0.0, 0
     for _ in range(5 if full else 1):
-        for doing in doings:
-            for end in ends if full else ends[:1]:
-                seconds, survivors = _kill_a_parent(doing, end, 5.0 if full else 30.0)
-                left += [f"{doing}, {end.name}: {survivor}" for survivor in survivors]
+        for kind in kinds:
+            for signal_ in signals if full else signals[:1]:
+                seconds, survivors = _kill_a_parent(kind, signal_, 5.0 if full else 30.0)
+                all_survivors += [f"{kind}, {signal_.name}: {survivor}" for survivor in survivors]
                 slowest, rounds = max(slowest, seconds), rounds + 1
     return Outcome(
-        f"{len(left)} processes left by {rounds} parents; the last was gone after {slowest:.2f} s",
-        not left,
-        {"left": left, "slowest_s": slowest, "parents": rounds},
+        f"{len(all_survivors)} processes left by {rounds} parents; the last was gone after {slowest:.2f} s",
+        not all_survivors,
+        {"left": all_survivors, "slowest_s": slowest, "parents": rounds},
     )
 
 
-def _kill_a_parent(doing: str, end: signal.Signals, limit_s: float) -> tuple[float, list[str]]:
-    """(seconds until nothing carried the tag, what still did after ``limit_s``)."""
-    code = f"from reliability.workers import doomed_parent; doomed_parent({doing!r})"
+def _kill_a_parent(kind: str, signal_: signal.Signals, limit_s: float) -> tuple[float, list[str]]:
+    """Return the seconds until no process had the worker's tag, and the processes that had it after ``limit_s``."""
+    code = f"from reliability.workers import doomed_parent; doomed_parent({kind!r})"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment) as parent:
         assert parent.stdout is not None  # stdout=PIPE
-        told: dict[str, Any] = json.loads(parent.stdout.readline())
-        time.sleep(0.3)  # until it is at it
-        parent.send_signal(end)
+        report: dict[str, Any] = json.loads(parent.stdout.readline())
+        time.sleep(0.3)  # until the worker runs the candidate
+        parent.send_signal(signal_)
         parent.wait()
     start = time.monotonic()
-    while (left := tagged(told["tag"])) and time.monotonic() - start < limit_s:
+    while (tagged_processes := tagged(report["tag"])) and time.monotonic() - start < limit_s:
         time.sleep(0.01)
-    survivors = [str(process) for process in left]
-    for process in left:
+    survivors = [str(process) for process in tagged_processes]
+    for process in tagged_processes:
         process.kill()
     return time.monotonic() - start, survivors

@@ -16,7 +16,9 @@ def test_measured_ceilings_are_plausible(monkeypatch: pytest.MonkeyPatch) -> Non
     assert all(rate > 1e6 for rate in rates.values())
 
 
-def test_measured_once_per_target_and_kept_beside_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ceilings_are_measured_once_per_target_and_stored_beside_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[int] = []
     monkeypatch.setattr(ceilings, "read_bandwidth", lambda: float(calls.append(1) or 5e9))
     monkeypatch.setattr(ceilings, "arithmetic", lambda: {"float32": 1e11})
@@ -30,18 +32,18 @@ def test_measured_once_per_target_and_kept_beside_the_store(tmp_path: Path, monk
     assert set(ceilings.load(path)) == {make_target().key, make_target(threads=1).key}
 
 
-def test_a_store_in_memory_has_no_file() -> None:
+def test_memory_store_has_no_ceilings_file() -> None:
     assert ceilings.ceilings_path(MemoryStore()) is None
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"ceilings": 3}', '{"ceilings": {"k": {"read": "fast"}}}'])
-def test_damage_reads_as_none(tmp_path: Path, text: str) -> None:
+def test_damaged_file_has_no_ceilings(tmp_path: Path, text: str) -> None:
     path = tmp_path / "c.json"
     path.write_text(text)
     assert ceilings.load(path) == {}
 
 
-def test_a_place_that_cannot_be_written_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_path_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ceilings, "read_bandwidth", lambda: 5e9)
     monkeypatch.setattr(ceilings, "arithmetic", lambda: {})
     assert ceilings.load_or_measure(tmp_path / "absent" / "c.json", make_target()) == {"read": 5e9}

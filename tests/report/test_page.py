@@ -12,18 +12,18 @@ from gemmtune.store import MemoryStore
 from helpers.factories import make_decision, make_target
 
 
-class Balanced(HTMLParser):
-    """Fails on an element that is closed out of turn or left open."""
+class NestingParser(HTMLParser):
+    """HTML parser that fails for wrongly nested elements; ``open`` lists unclosed elements, ``tags`` all tags."""
 
     VOID = ("meta", "br", "wbr", "input")
 
     def __init__(self) -> None:
         super().__init__()
         self.open: list[str] = []
-        self.seen: set[str] = set()
+        self.tags: set[str] = set()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.add(tag)
+        self.tags.add(tag)
         if tag not in self.VOID:
             self.open.append(tag)
 
@@ -33,31 +33,31 @@ class Balanced(HTMLParser):
 
 @pytest.fixture
 def store() -> MemoryStore:
-    made, target = MemoryStore(), make_target()
+    memory_store, target = MemoryStore(), make_target()
     for m, outcome in ((1, "winner"), (4, "tie"), (16, "winner"), (64, "none_valid")):
         for dtype in ("bf16", "int8"):
-            made.put(target, make_decision(build(m, 4096, 4096, dtype), outcome, target, aten_s=m * 1e-4))
-    return made
+            memory_store.put(target, make_decision(build(m, 4096, 4096, dtype), outcome, target, aten_s=m * 1e-4))
+    return memory_store
 
 
 @pytest.mark.parametrize("library", ["/* plotly stands here */", None], ids=["plotly", "svg"])
-def test_one_well_formed_file_without_network(
+def test_report_is_one_well_formed_file_without_links(
     store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str | None
 ) -> None:
     monkeypatch.setattr(interactive, "library", lambda: library)
     path = tmp_path / "report.html"
     assert write_report(store, path) == 8
     text = path.read_text()
-    parser = Balanced()
+    parser = NestingParser()
     parser.feed(text)
     assert parser.open == []
     assert not re.search(r"""(src|href)\s*=|@import|url\(""", text)
-    assert ("svg" in parser.seen) == (library is None)
+    assert ("svg" in parser.tags) == (library is None)
     assert text.count("Time by shape and backend") == text.count("Achieved against the roofline") == 2
 
 
 @pytest.mark.parametrize("library", ["/* plotly stands here */", None], ids=["plotly", "svg"])
-def test_everything_is_escaped(
+def test_names_and_details_are_escaped(
     store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str | None
 ) -> None:
     monkeypatch.setattr(interactive, "library", lambda: library)
@@ -81,13 +81,13 @@ def test_plotly_is_embedded_once_when_installed(store: MemoryStore, tmp_path: Pa
     assert text.count("Plotly.newPlot(") >= 6
 
 
-def test_an_empty_store_writes_nothing(tmp_path: Path) -> None:
+def test_empty_store_writes_no_file(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     assert write_report(MemoryStore(), path) == 0
     assert not path.exists()
 
 
-def test_only_the_target_asked_for(store: MemoryStore, tmp_path: Path) -> None:
+def test_report_of_one_target(store: MemoryStore, tmp_path: Path) -> None:
     other = make_target(threads=7)
     store.put(other, make_decision(build(2, 3, 5, "fp32"), "tie", other))
     path = tmp_path / "report.html"
@@ -95,7 +95,7 @@ def test_only_the_target_asked_for(store: MemoryStore, tmp_path: Path) -> None:
     assert "7 threads" in path.read_text()
 
 
-def test_the_table_says_what_happened() -> None:
+def test_table_has_the_outcomes() -> None:
     text = table([make_decision(outcome=outcome) for outcome in ("winner", "tie", "none_valid")])
     assert "2.00x [1.96-2.04]" in text
     assert "tie: ATen serves" in text
@@ -104,10 +104,10 @@ def test_the_table_says_what_happened() -> None:
     assert "(+1 illegal)" in text
 
 
-def test_overview_counts_and_averages() -> None:
+def test_overview_has_counts_and_the_mean_speedup() -> None:
     rows = [summarize(make_decision(outcome=outcome)) for outcome in ("winner", "tie")]
     assert overview(rows).startswith("2 problems: 1 won, 1 tied")
     assert "1.41x" in overview(rows)
-    nothing = overview([summarize(make_decision(outcome="none_valid"))])
-    assert "1 without a valid candidate" in nothing
-    assert "nan" not in nothing
+    none_valid = overview([summarize(make_decision(outcome="none_valid"))])
+    assert "1 without a valid candidate" in none_valid
+    assert "nan" not in none_valid

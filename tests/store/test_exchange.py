@@ -1,4 +1,4 @@
-"""The exported file: readable, and believed only after everything in it was checked."""
+"""Export file: its format, and the checks of an import."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def exported(tmp_path: Path) -> Path:
     return path
 
 
-def test_round_trip(exported: Path) -> None:
+def test_export_and_import_round_trip(exported: Path) -> None:
     assert read_export(exported) == [(TARGET, make_decision())]
 
 
-def test_the_file_is_readable_and_versioned(exported: Path) -> None:
+def test_export_has_a_format_and_a_version(exported: Path) -> None:
     text = exported.read_text()
     data = json.loads(text)
     assert (data["format"], data["version"]) == (FORMAT, VERSION)
@@ -38,22 +38,24 @@ def test_the_file_is_readable_and_versioned(exported: Path) -> None:
     assert text.count("\n") > 50
 
 
-def test_nothing_is_left_beside_the_file(exported: Path) -> None:
+def test_export_leaves_no_other_file(exported: Path) -> None:
     assert [path.name for path in exported.parent.iterdir()] == ["out.json"]
 
 
-def test_what_a_killed_export_left_is_swept_by_the_next(exported: Path) -> None:
+def test_next_export_deletes_the_temporary_file_of_a_killed_one(exported: Path) -> None:
     dead = replace(this_process(), started="1").text
-    half = exported.with_name(f".out.json.{dead}.{'0' * 16}.tmp")
+    temporary = exported.with_name(f".out.json.{dead}.{'0' * 16}.tmp")
     other = exported.with_name(f".other.json.{dead}.{'0' * 16}.tmp")
-    for path in (half, other):
+    for path in (temporary, other):
         path.write_bytes(b"{")
     write_export(exported, [])
-    assert not half.exists()
+    assert not temporary.exists()
     assert other.exists()
 
 
-def test_what_cannot_be_tidied_up_costs_no_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_succeeds_without_permission_to_list_the_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError("somebody else's directory")
 
@@ -62,12 +64,12 @@ def test_what_cannot_be_tidied_up_costs_no_export(tmp_path: Path, monkeypatch: p
     assert read_export(tmp_path / "out.json") == [(TARGET, make_decision())]
 
 
-def test_an_unwritable_place(tmp_path: Path) -> None:
+def test_unwritable_path_raises_store_error(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="cannot write the export"):
         write_export(tmp_path / "no" / "out.json", [])
 
 
-def test_an_absent_file(tmp_path: Path) -> None:
+def test_missing_file_raises_store_error(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="cannot read"):
         read_export(tmp_path / "none.json")
 
@@ -78,7 +80,7 @@ def _row(data: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-REJECTS: dict[str, Edit] = {
+INVALID_EDITS: dict[str, Edit] = {
     "another format": lambda d: d.update(format="x"),
     "a later version": lambda d: d.update(version=VERSION + 1),
     "a foreign field": lambda d: d.update(extra=1),
@@ -107,8 +109,8 @@ REJECTS: dict[str, Edit] = {
 }
 
 
-@pytest.mark.parametrize("edit", REJECTS.values(), ids=REJECTS.keys())
-def test_rejects(exported: Path, edit: Edit) -> None:
+@pytest.mark.parametrize("edit", INVALID_EDITS.values(), ids=INVALID_EDITS.keys())
+def test_import_of_an_invalid_record_raises_store_error(exported: Path, edit: Edit) -> None:
     data = json.loads(exported.read_text())
     edit(data)
     exported.write_text(json.dumps(data))
@@ -119,7 +121,7 @@ def test_rejects(exported: Path, edit: Edit) -> None:
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[]", b"null", b'{"a":' * 5000, b"[" * 100_000, b"\xff\xfe", b'{"format": 1, "version": 1}']
 )
-def test_rejects_hostile_bytes(tmp_path: Path, body: bytes) -> None:
+def test_import_of_malformed_bytes_raises_store_error(tmp_path: Path, body: bytes) -> None:
     path = tmp_path / "bad.json"
     path.write_bytes(body)
     with pytest.raises(StoreError):

@@ -21,11 +21,11 @@ from gemmtune.store.foreign import describe_file
         (b"text\x00", "a binary file"),
     ],
 )
-def test_the_first_bytes_tell_the_kind_of_file(tmp_path: Path, content: bytes, description: str) -> None:
+def test_first_bytes_tell_the_kind_of_file(tmp_path: Path, content: bytes, description: str) -> None:
     path = tmp_path / "file"
     path.write_bytes(content)
     assert describe_file(path) == description
 
 
-def test_a_file_that_cannot_be_opened_is_described_by_the_error(tmp_path: Path) -> None:
+def test_file_that_cannot_be_opened_is_described_by_the_error(tmp_path: Path) -> None:
     assert describe_file(tmp_path / "absent") == "a file that cannot be read (No such file or directory)"

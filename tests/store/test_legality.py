@@ -27,15 +27,15 @@ def decision_of(candidate: Candidate, packing: str | None = None) -> Decision:
 
 
 def findings(decision: Decision, target: Target = TARGET) -> tuple[list[str], list[str]]:
-    found = review(target, decision)
-    return found.illegal, found.unchecked
+    result = review(target, decision)
+    return result.illegal, result.unchecked
 
 
-def test_a_legal_kernel_has_no_finding() -> None:
+def test_legal_kernel_has_no_finding() -> None:
     assert findings(LEGAL) == ([], [])
 
 
-def test_a_kernel_of_an_absent_backend_is_unchecked() -> None:
+def test_kernel_of_an_absent_backend_is_unchecked() -> None:
     illegal, unchecked = findings(decision_of(Candidate.make("absent", "mm")))
     assert illegal == []
     assert [line.partition(": ")[2] for line in unchecked] == [
@@ -43,28 +43,28 @@ def test_a_kernel_of_an_absent_backend_is_unchecked() -> None:
     ]
 
 
-def test_a_kernel_that_its_backend_refuses_is_illegal() -> None:
+def test_kernel_that_its_backend_refuses_is_illegal() -> None:
     illegal, unchecked = findings(decision_of(Candidate.make("aten", "bmm")))
     assert unchecked == []
     assert len(illegal) == 1
     assert "aten/bmm is not legal for it on Test CPU <x>: " in illegal[0]
 
 
-def test_a_kernel_of_another_version_of_its_backend_is_unchecked() -> None:
+def test_kernel_of_another_version_of_its_backend_is_unchecked() -> None:
     illegal, unchecked = findings(decision_of(Candidate.make("aten", "bmm")), replace(TARGET, sources=(("aten", "x"),)))
     assert illegal == []
     assert len(unchecked) == 1
     assert "is not checked: another version of its backend made it" in unchecked[0]
 
 
-def test_a_layout_that_the_kernel_does_not_take_is_illegal() -> None:
+def test_layout_that_the_kernel_does_not_take_is_illegal() -> None:
     candidate = Candidate.from_dict(LEGAL.evidence[0].candidate)
     illegal, _ = findings(decision_of(candidate, packing="native:k1/float32/nr48"))
     assert len(illegal) == 1
     assert "wants its weight as it is, and the record says packed as 'native:k1/float32/nr48'" in illegal[0]
 
 
-def test_decisions_with_an_illegal_kernel_are_reported_and_left_out() -> None:
+def test_decisions_with_an_illegal_kernel_are_reported_and_excluded() -> None:
     reports: list[str] = []
     illegal = decision_of(Candidate.make("aten", "bmm"))
     assert legal_only([(TARGET, LEGAL), (TARGET, illegal)], reports.append) == [(TARGET, LEGAL)]

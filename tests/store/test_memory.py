@@ -1,4 +1,4 @@
-"""MemoryStore keeps the contract of every store."""
+"""MemoryStore passes the conformance suite of stores."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class TestMemoryStore(StoreSuite):
         return MemoryStore()
 
 
-def test_a_decision_of_exactly_the_given_age_is_not_pruned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decision_of_exactly_the_given_age_is_not_pruned(monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryStore()
     store.put(TARGET, make_decision(created=1000.0))
     monkeypatch.setattr("time.time", lambda: 1500.0)

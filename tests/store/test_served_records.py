@@ -1,8 +1,8 @@
-"""A store that an earlier commit tuned is read, and what won in it serves.
+"""A store that an earlier commit tuned is read, and its winners serve.
 
 fixtures/served-776b196.db.gz: ``gemmtune.tune`` of fp32 and int8 weights of 512x512 at M = 1 and 16, one thread, by
-commit 776b196 on an Intel Xeon with AVX512 and AMX. A Target names the sources, so these serve under another one
-here; two of their candidates are no longer legal, those of the layouts below are.
+commit 776b196 on an Intel Xeon with AVX512 and AMX. A Target has the digests of the sources, so the test stores these
+decisions under the current Target. Two of their candidates are no longer legal; those of the layouts below are.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FIXTURE = Path(__file__).parent / "fixtures" / "served-776b196.db.gz"
 
 @pytest.fixture
 def records(tmp_path: Path) -> list[Decision]:
-    """The decisions of the store that 776b196 left."""
+    """Return the decisions of the store that commit 776b196 wrote."""
     (tmp_path / "store.db").write_bytes(gzip.decompress(FIXTURE.read_bytes()))
     with contextlib.closing(SqliteStore(tmp_path / "store.db")) as store:
         assert store.verify() == []
@@ -44,7 +44,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def test_every_record_is_read_whole(records: list[Decision]) -> None:
+def test_records_are_read_with_their_evidence(records: list[Decision]) -> None:
     assert sorted(decision.problem_key.partition("|")[0] for decision in records) == ["mixed_mm"] * 2 + ["mm"] * 2
     for decision in records:
         assert decision.outcome == "winner"
@@ -60,30 +60,30 @@ def test_every_record_is_read_whole(records: list[Decision]) -> None:
 @pytest.mark.parametrize(("family", "layout"), [
     ("mm", "native:k1/float32/nr48"), ("mm", "native:k1/float32/nr32"), ("mixed_mm", "native:k2s/int8/nr48"),
 ])  # fmt: skip
-def test_what_won_serves(
+def test_winners_of_each_layout_serve(
     records: list[Decision], family: str, layout: str, own_store: MemoryStore, one_thread: None
 ) -> None:
     target = current_target()
-    tuned = {d.problem["m"]: d for d in records if d.problem_key.startswith(f"{family}|")}
-    best = {m: decision.find(decision.alternatives.get(layout)) for m, decision in tuned.items()}
-    problem = Problem.from_dict(tuned[1].problem)
-    if not {row.candidate["config"]["isa"] for row in best.values() if row is not None} <= _isas(problem):
+    decisions = {d.problem["m"]: d for d in records if d.problem_key.startswith(f"{family}|")}
+    best_rows = {m: decision.find(decision.alternatives.get(layout)) for m, decision in decisions.items()}
+    problem = Problem.from_dict(decisions[1].problem)
+    if not {row.candidate["config"]["isa"] for row in best_rows.values() if row is not None} <= _isas(problem):
         pytest.skip("this machine lacks the instructions that the kernels of 776b196 use")
-    for decision in tuned.values():
+    for decision in decisions.values():
         own_store.put(target, msgspec.structs.replace(decision, target_key=target.key))
     RUNTIME.refresh(own_store)
     weight, scale = torch.randn(problem.n, problem.k), None
     if family == "mixed_mm":
-        whole, scale = torch.randint(-127, 128, weight.shape, dtype=torch.int8), torch.rand(problem.n).bfloat16() / 100
-        packed = gemmtune.pack(whole, scale=scale, m=[1, 16], layout=layout)
-        weight = whole.float() * scale.float()[:, None]
+        data, scale = torch.randint(-127, 128, weight.shape, dtype=torch.int8), torch.rand(problem.n).bfloat16() / 100
+        packed = gemmtune.pack(data, scale=scale, m=[1, 16], layout=layout)
+        weight = data.float() * scale.float()[:, None]
     else:
         packed = gemmtune.pack(weight, m=[1, 16], layout=layout)
-    for m, row in best.items():
-        served = RUNTIME.kernel_for(problem.with_m(m), packed)
-        assert served is not None
+    for m, row in best_rows.items():
+        kernel = RUNTIME.kernel_for(problem.with_m(m), packed)
+        assert kernel is not None
         assert row is not None
-        assert served.candidate.id == row.id
+        assert kernel.candidate.id == row.id
         x = torch.randn(m, problem.k, dtype=getattr(torch, problem.a.dtype))
         expected = x.double() @ weight.double().t()
         out = gemmtune.mixed_mm(x, packed) if family == "mixed_mm" else gemmtune.linear(x, packed)
@@ -92,6 +92,6 @@ def test_what_won_serves(
 
 
 def _isas(problem: Problem) -> set[str]:
-    """The instruction sets that native kernels are listed for here."""
+    """Return the instruction sets of the native candidates on this machine."""
     listed = backends.get("native").candidates(problem, current_target())
     return {str(dict(item.config).get("isa")) for item in listed if isinstance(item, Candidate)}

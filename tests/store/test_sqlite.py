@@ -1,4 +1,4 @@
-"""SqliteStore keeps the contract, shares its file between processes, and meets damage as a miss."""
+"""SqliteStore: the conformance suite, several processes on one file, and damage as a miss."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from gemmtune.store import MemoryStore, SqliteStore
 from gemmtune.store.base import Store
 from gemmtune.store.schema import SCHEMA_VERSION
 from gemmtune.testing.store_suite import PROBLEM, TARGET, StoreSuite, make_decision
-from helpers.forking import child_of_fork_while_held
+from helpers.forking import passes_in_forked_child
 
 
 @pytest.fixture
@@ -49,20 +49,20 @@ def execute(path: Path, sql: str, *args: object) -> None:
         connection.execute(sql, args)
 
 
-def test_a_reopened_store_has_what_was_put(store: SqliteStore, path: Path) -> None:
+def test_reopened_store_has_the_stored_decisions(store: SqliteStore, path: Path) -> None:
     store.put(TARGET, make_decision())
     with contextlib.closing(SqliteStore(path)) as again:
         assert again.get(TARGET, PROBLEM.key) == make_decision()
 
 
-def test_the_directory_is_the_users_alone_and_made_by_the_first_write(store: SqliteStore, path: Path) -> None:
+def test_first_write_creates_a_private_directory(store: SqliteStore, path: Path) -> None:
     assert store.get(TARGET, PROBLEM.key) is None
     assert not path.parent.exists()
     store.put(TARGET, make_decision())
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
 
-def test_the_journal_is_a_rollback_journal(store: SqliteStore, path: Path) -> None:
+def test_journal_mode_is_delete(store: SqliteStore, path: Path) -> None:
     store.put(TARGET, make_decision())
     with contextlib.closing(sqlite3.connect(path)) as connection:
         assert connection.execute("PRAGMA journal_mode").fetchone() == ("delete",)
@@ -79,35 +79,37 @@ def test_the_journal_is_a_rollback_journal(store: SqliteStore, path: Path) -> No
         "UPDATE decisions SET problem_key = problem_key || 'x'",
     ],
 )
-def test_a_damaged_row_is_a_miss_and_warns_once(
+def test_damaged_row_is_a_miss_and_warns_once(
     store: SqliteStore, path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     store.put(TARGET, make_decision())
     store.put(TARGET, make_decision(PROBLEM.with_m(9)))
-    harmless = damage.endswith("WHERE 0")
-    execute(path, damage if harmless else f"{damage} WHERE problem_key = ?", *([] if harmless else [PROBLEM.key]))
+    is_harmless = damage.endswith("WHERE 0")
+    execute(path, damage if is_harmless else f"{damage} WHERE problem_key = ?", *([] if is_harmless else [PROBLEM.key]))
     with caplog.at_level(logging.WARNING, "gemmtune"):
-        assert (store.get(TARGET, PROBLEM.key) is None) is not harmless
+        assert (store.get(TARGET, PROBLEM.key) is None) is not is_harmless
         assert store.get(TARGET, PROBLEM.with_m(9).key) == make_decision(PROBLEM.with_m(9))
-        assert len(list(store.decisions())) == (2 if harmless else 1)
-        assert len(list(store.decisions())) == (2 if harmless else 1)
-    assert len(caplog.records) == (0 if harmless else 1)
-    assert bool(store.verify()) is not harmless
+        assert len(list(store.decisions())) == (2 if is_harmless else 1)
+        assert len(list(store.decisions())) == (2 if is_harmless else 1)
+    assert len(caplog.records) == (0 if is_harmless else 1)
+    assert bool(store.verify()) is not is_harmless
     store.put(TARGET, make_decision())
     assert store.get(TARGET, PROBLEM.key) == make_decision()
 
 
-def test_damaged_targets_and_failures_are_misses(store: SqliteStore, path: Path) -> None:
+def test_damaged_targets_and_failures_are_ignored(store: SqliteStore, path: Path) -> None:
     store.put(TARGET, make_decision())
     store.remember_failure(TARGET, PROBLEM.key, "a", Verdict("hung"))
     execute(path, "UPDATE targets SET body = CAST(replace(CAST(body AS TEXT), 'suite', 'other') AS BLOB)")
     execute(path, "UPDATE failures SET body = CAST('{}' AS BLOB)")
     assert store.targets() == []
     assert store.failures(TARGET, PROBLEM.key) == {}
-    assert len(store.verify()) == 3  # the target, the decision that has none now, the failure
+    assert len(store.verify()) == 3  # the target, the decision without its target, and the failure
 
 
-def test_a_file_that_is_no_database(path: Path, store: SqliteStore, caplog: pytest.LogCaptureFixture) -> None:
+def test_file_that_is_no_database_is_a_miss_and_is_not_written(
+    path: Path, store: SqliteStore, caplog: pytest.LogCaptureFixture
+) -> None:
     path.parent.mkdir()
     path.write_bytes(b"not a database at all" * 100)
     assert store.get(TARGET, PROBLEM.key) is None
@@ -119,7 +121,7 @@ def test_a_file_that_is_no_database(path: Path, store: SqliteStore, caplog: pyte
     assert path.read_bytes().startswith(b"not a database")
 
 
-def test_somebody_elses_database_is_left_alone(path: Path, store: SqliteStore) -> None:
+def test_database_of_another_program_is_not_written(path: Path, store: SqliteStore) -> None:
     path.parent.mkdir()
     execute(path, "CREATE TABLE theirs (x)")
     assert store.get(TARGET, PROBLEM.key) is None
@@ -127,7 +129,7 @@ def test_somebody_elses_database_is_left_alone(path: Path, store: SqliteStore) -
         store.put(TARGET, make_decision())
 
 
-def test_a_newer_schema_is_left_alone(path: Path, store: SqliteStore) -> None:
+def test_newer_schema_is_a_miss_and_is_not_written(path: Path, store: SqliteStore) -> None:
     store.put(TARGET, make_decision())
     store.close()
     execute(path, "UPDATE gemmtune_schema SET version = ?", SCHEMA_VERSION + 1)
@@ -136,7 +138,7 @@ def test_a_newer_schema_is_left_alone(path: Path, store: SqliteStore) -> None:
         store.put(TARGET, make_decision())
 
 
-def test_a_truncated_file_is_a_miss(path: Path, store: SqliteStore) -> None:
+def test_truncated_file_is_a_miss(path: Path, store: SqliteStore) -> None:
     for m in range(1, 8):
         store.put(TARGET, make_decision(PROBLEM.with_m(m)))
     store.close()
@@ -146,7 +148,7 @@ def test_a_truncated_file_is_a_miss(path: Path, store: SqliteStore) -> None:
     assert store.verify()
 
 
-def test_a_path_that_cannot_be(tmp_path: Path) -> None:
+def test_impossible_path_raises_store_error_on_put(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     store = SqliteStore(tmp_path / "file" / "store.db")
     assert store.get(TARGET, PROBLEM.key) is None
@@ -155,14 +157,16 @@ def test_a_path_that_cannot_be(tmp_path: Path) -> None:
         store.put(TARGET, make_decision())
 
 
-def test_a_file_that_may_only_be_read(path: Path, store: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_only_file_is_read_and_raises_store_error_on_put(
+    path: Path, store: SqliteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store.put(TARGET, make_decision())
     store.close()
-    real = sqlite3.connect
-    # Permission bits do not bind root, so open the file as a user without write permission would get it.
+    original = sqlite3.connect
+    # Permission bits do not restrict root, so open the file in the read-only mode of a user without write permission.
 
     def connect(name: str, **options: Any) -> sqlite3.Connection:
-        return real(name.split("?")[0] + "?mode=ro" if options.get("uri") else name, **options)
+        return original(name.split("?")[0] + "?mode=ro" if options.get("uri") else name, **options)
 
     monkeypatch.setattr(sqlite3, "connect", connect)
     assert store.get(TARGET, PROBLEM.key) == make_decision()
@@ -170,15 +174,15 @@ def test_a_file_that_may_only_be_read(path: Path, store: SqliteStore, monkeypatc
         store.put(TARGET, make_decision())
 
 
-def test_a_full_disk_keeps_what_was_there(path: Path, store: SqliteStore) -> None:
+def test_full_disk_raises_store_error_and_keeps_earlier_decisions(path: Path, store: SqliteStore) -> None:
     store.put(TARGET, make_decision())
     connection = store._connection
     assert connection is not None
     connection.execute(f"PRAGMA max_page_count = {connection.execute('PRAGMA page_count').fetchone()[0]}")
-    grown = [make_decision(PROBLEM.with_m(m)) for m in range(1, 40)]
+    decisions = [make_decision(PROBLEM.with_m(m)) for m in range(1, 40)]
 
     def put_all() -> None:
-        for decision in grown:
+        for decision in decisions:
             store.put(TARGET, decision)
 
     with pytest.raises(StoreError, match="full"):
@@ -186,7 +190,7 @@ def test_a_full_disk_keeps_what_was_there(path: Path, store: SqliteStore) -> Non
     assert store.get(TARGET, PROBLEM.key) == make_decision()
 
 
-def test_a_locked_store_is_a_miss_for_readers(path: Path) -> None:
+def test_locked_store_is_a_miss_for_readers(path: Path) -> None:
     store = SqliteStore(path, timeout_s=0.05)
     store.put(TARGET, make_decision())
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
@@ -197,7 +201,7 @@ def test_a_locked_store_is_a_miss_for_readers(path: Path) -> None:
     assert store.get(TARGET, PROBLEM.key) == make_decision()
 
 
-def test_a_replaced_file_is_opened_again(path: Path, store: SqliteStore) -> None:
+def test_replaced_file_is_reopened(path: Path, store: SqliteStore) -> None:
     store.put(TARGET, make_decision())
     path.unlink()
     assert store.get(TARGET, PROBLEM.key) is None
@@ -206,7 +210,7 @@ def test_a_replaced_file_is_opened_again(path: Path, store: SqliteStore) -> None
         assert len(list(again.decisions())) == 1
 
 
-def test_a_forked_child_opens_its_own(path: Path, store: SqliteStore) -> None:
+def test_forked_child_opens_its_own_connection(path: Path, store: SqliteStore) -> None:
     store.put(TARGET, make_decision())
     child = os.fork()
     if child == 0:
@@ -218,10 +222,10 @@ def test_a_forked_child_opens_its_own(path: Path, store: SqliteStore) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 @pytest.mark.parametrize("kind", ["file", "memory"])
-def test_a_forked_child_has_a_lock_of_its_own(kind: str, store: SqliteStore) -> None:
+def test_lock_is_reset_in_a_forked_child(kind: str, store: SqliteStore) -> None:
     forked: Store = store if kind == "file" else MemoryStore()
     forked.put(TARGET, make_decision())
-    assert child_of_fork_while_held(forked._lock, lambda: list(forked.decisions()))
+    assert passes_in_forked_child(forked._lock, lambda: list(forked.decisions()))
 
 
 WRITER = """
@@ -235,28 +239,28 @@ for m in range(first, first + count):
 """
 
 
-def writer(path: Path, first: int, count: int) -> subprocess.Popen[str]:
+def start_writer(path: Path, first: int, count: int) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", WRITER, str(path), str(first), str(count)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
-def test_two_processes_write_and_one_is_killed(path: Path, store: SqliteStore) -> None:
-    steady, doomed = writer(path, 0, 30), writer(path, 1000, 100_000)
-    assert doomed.stdout is not None
-    with doomed.stdout as lines:
+def test_acknowledged_writes_survive_a_killed_writer(path: Path, store: SqliteStore) -> None:
+    surviving, killed = start_writer(path, 0, 30), start_writer(path, 1000, 100_000)
+    assert killed.stdout is not None
+    with killed.stdout as lines:
         acknowledged = [int(lines.readline()) for _ in range(5)]
-        doomed.send_signal(signal.SIGKILL)
+        killed.send_signal(signal.SIGKILL)
         acknowledged += [int(line) for line in lines]
-    doomed.wait()
-    out, _ = steady.communicate(timeout=60)
-    assert steady.returncode == 0
+    killed.wait()
+    out, _ = surviving.communicate(timeout=60)
+    assert surviving.returncode == 0
     acknowledged += [int(line) for line in out.splitlines()]
     missing = [m for m in acknowledged if store.get(TARGET, PROBLEM.with_m(m).key) is None]
     assert missing == []
     assert store.verify() == []
 
 
-def test_a_lease_of_a_dead_process_is_taken_over(path: Path, store: SqliteStore) -> None:
+def test_lease_of_a_dead_process_is_taken_over(path: Path, store: SqliteStore) -> None:
     code = (
         "import sys; from gemmtune.store import SqliteStore; from gemmtune.testing.store_suite import PROBLEM, TARGET; "
         "print(SqliteStore(sys.argv[1]).lease(TARGET, PROBLEM.key, 600.0) is not None, flush=True); sys.stdin.read()"
@@ -275,14 +279,14 @@ def test_a_lease_of_a_dead_process_is_taken_over(path: Path, store: SqliteStore)
 @pytest.mark.parametrize(
     "damage", ["owner = 'me'", "owner = x'00ff'", "owner = '--'", "expires = 'soon'", "expires = 9e18", "expires = 0"]
 )
-def test_a_damaged_lease_binds_nobody(path: Path, store: SqliteStore, damage: str) -> None:
+def test_damaged_lease_is_ignored(path: Path, store: SqliteStore, damage: str) -> None:
     assert store.lease(TARGET, PROBLEM.key, 60.0) is not None
     execute(path, f"UPDATE leases SET {damage}")
     assert store.lease_remaining_s(TARGET, PROBLEM.key) is None
     assert store.lease(TARGET, PROBLEM.key, 60.0) is not None
 
 
-def test_a_lease_from_another_machine_binds_until_it_runs_out(path: Path, store: SqliteStore) -> None:
+def test_lease_of_another_machine_is_valid_until_it_expires(path: Path, store: SqliteStore) -> None:
     assert store.lease(TARGET, PROBLEM.key, 60.0) is not None
     execute(path, "UPDATE leases SET owner = 'elsewhere-1-99'")
     assert store.lease(TARGET, PROBLEM.key, 60.0) is None
@@ -290,7 +294,7 @@ def test_a_lease_from_another_machine_binds_until_it_runs_out(path: Path, store:
     assert store.lease(TARGET, PROBLEM.key, 60.0) is not None
 
 
-def test_a_store_that_cannot_be_written_leases_nothing(tmp_path: Path) -> None:
+def test_lease_of_an_unwritable_store_raises_store_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     store = SqliteStore(tmp_path / "file" / "store.db")
     assert store.lease_remaining_s(TARGET, PROBLEM.key) is None
@@ -298,8 +302,8 @@ def test_a_store_that_cannot_be_written_leases_nothing(tmp_path: Path) -> None:
         store.lease(TARGET, PROBLEM.key, 60.0)
 
 
-def test_an_empty_file_becomes_a_store(path: Path, store: SqliteStore) -> None:
-    """A writer that died before its first commit leaves one behind."""
+def test_empty_file_becomes_a_store(path: Path, store: SqliteStore) -> None:
+    """A writer that died before its first commit leaves an empty file."""
     path.parent.mkdir()
     path.touch()
     assert store.get(TARGET, PROBLEM.key) is None
@@ -317,7 +321,7 @@ def test_an_empty_file_becomes_a_store(path: Path, store: SqliteStore) -> None:
         "DROP TABLE leases",
     ],
 )
-def test_a_schema_that_is_not_ours_is_refused(path: Path, store: SqliteStore, change: str) -> None:
+def test_changed_schema_raises_store_error_on_put(path: Path, store: SqliteStore, change: str) -> None:
     store.put(TARGET, make_decision())
     store.close()
     execute(path, change)
@@ -326,15 +330,15 @@ def test_a_schema_that_is_not_ours_is_refused(path: Path, store: SqliteStore, ch
         store.put(TARGET, make_decision())
 
 
-def test_what_analyze_leaves_is_no_damage(path: Path, store: SqliteStore) -> None:
+def test_tables_of_analyze_are_no_damage(path: Path, store: SqliteStore) -> None:
     store.put(TARGET, make_decision())
     execute(path, "ANALYZE")
     store.close()
     assert store.get(TARGET, PROBLEM.key) == make_decision()
 
 
-def test_names_that_are_no_text_are_damage(path: Path, store: SqliteStore) -> None:
-    """sqlite3 quotes the damaged schema in its error, and fails to decode that."""
+def test_undecodable_names_in_the_schema_are_damage(path: Path, store: SqliteStore) -> None:
+    """sqlite3 fails to decode the damaged schema that its error quotes."""
     store.put(TARGET, make_decision())
     store.close()
     body = path.read_bytes()
@@ -346,8 +350,8 @@ def test_names_that_are_no_text_are_damage(path: Path, store: SqliteStore) -> No
 
 
 @pytest.mark.parametrize("offset", [105, 1045, 3000])
-def test_what_a_damaged_file_does_not_give_back_is_not_acknowledged(path: Path, offset: int) -> None:
-    """SQLite may accept a write into a damaged tree, and not find it there."""
+def test_unreadable_write_into_a_damaged_file_raises_store_error(path: Path, offset: int) -> None:
+    """SQLite may accept a write into a damaged B-tree whose row it cannot read again."""
     problems = [PROBLEM.with_m(m) for m in (1, 2, 3)]
     with contextlib.closing(SqliteStore(path)) as store:
         for problem in problems:
@@ -362,12 +366,12 @@ def test_what_a_damaged_file_does_not_give_back_is_not_acknowledged(path: Path, 
                     assert store.get(TARGET, problem.key) == make_decision(problem)
 
 
-def test_an_absent_file_has_no_damage(store: SqliteStore, path: Path) -> None:
+def test_absent_file_has_no_damage(store: SqliteStore, path: Path) -> None:
     assert store.verify() == []
     assert not path.exists()
 
 
-def test_a_message_about_another_programs_database_names_three_tables(path: Path, store: SqliteStore) -> None:
+def test_message_about_another_programs_database_names_three_tables(path: Path, store: SqliteStore) -> None:
     path.parent.mkdir()
     for name in "edcba":
         execute(path, f"CREATE TABLE {name} (x)")
@@ -388,7 +392,7 @@ def exclusive_lock(path: Path, seconds: float) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("opened", [False, True])
-def test_a_read_waits_for_a_writer(path: Path, opened: bool) -> None:
+def test_read_waits_for_a_writer(path: Path, opened: bool) -> None:
     with contextlib.closing(SqliteStore(path)) as writer:
         writer.put(TARGET, make_decision())
     with contextlib.closing(SqliteStore(path, timeout_s=30.0)) as reader:
@@ -399,7 +403,7 @@ def test_a_read_waits_for_a_writer(path: Path, opened: bool) -> None:
 
 
 @pytest.mark.parametrize("opened", [False, True])
-def test_a_read_with_a_short_timeout_does_not_wait_for_a_writer(path: Path, opened: bool) -> None:
+def test_read_with_a_short_timeout_does_not_wait_for_a_writer(path: Path, opened: bool) -> None:
     with contextlib.closing(SqliteStore(path)) as writer:
         writer.put(TARGET, make_decision())
     with contextlib.closing(SqliteStore(path, timeout_s=30.0)) as reader:

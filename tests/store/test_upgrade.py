@@ -1,4 +1,4 @@
-"""What every released version wrote can still be read: a fixture database and an export per version."""
+"""Stores and exports of all released versions are read: a fixture database and an export per version."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ WRITTEN = [make_decision(PROBLEM.with_m(m), created=1000.0 + m) for m in (3, 1)]
 
 
 @pytest.fixture(params=range(1, SCHEMA_VERSION))
-def old(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A copy of the database that an earlier version left."""
+def old_store_path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """Return the path of a copy of the database that an earlier version wrote."""
     return Path(shutil.copy(FIXTURES / f"store-v{request.param}.db", tmp_path / "store.db"))
 
 
@@ -33,74 +33,80 @@ def version(path: Path) -> int:
         return int(connection.execute("SELECT version FROM gemmtune_schema").fetchone()[0])
 
 
-def check_content(store: SqliteStore) -> None:
+def assert_content(store: SqliteStore) -> None:
     assert list(store.decisions(TARGET)) == WRITTEN
     assert store.get(OTHER, PROBLEM.key) == make_decision(target=OTHER)
     assert store.failures(TARGET, PROBLEM.key) == {"native/gemm[isa=amx]": Verdict("crashed", "signal 11")}
     assert store.verify() == []
 
 
-def test_reading_leaves_an_old_database_as_it_is(old: Path) -> None:
-    before = old.read_bytes()
-    with contextlib.closing(SqliteStore(old)) as store:
-        check_content(store)
+def test_reading_does_not_upgrade_a_database(old_store_path: Path) -> None:
+    before = old_store_path.read_bytes()
+    with contextlib.closing(SqliteStore(old_store_path)) as store:
+        assert_content(store)
         assert store.lease_remaining_s(TARGET, PROBLEM.key) is None
-    assert old.read_bytes() == before
+    assert old_store_path.read_bytes() == before
 
 
 @pytest.mark.parametrize("read_first", [False, True])
-def test_writing_upgrades_it_and_loses_nothing(old: Path, read_first: bool) -> None:
-    with contextlib.closing(SqliteStore(old)) as store:
+def test_writing_upgrades_a_database_without_loss(old_store_path: Path, read_first: bool) -> None:
+    with contextlib.closing(SqliteStore(old_store_path)) as store:
         if read_first:
-            check_content(store)
+            assert_content(store)
         lease = store.lease(TARGET, PROBLEM.key, 60.0)
         assert lease is not None
-        assert version(old) == SCHEMA_VERSION
+        assert version(old_store_path) == SCHEMA_VERSION
         assert store.lease_remaining_s(TARGET, PROBLEM.key) is not None
-        check_content(store)
-    with contextlib.closing(SqliteStore(old)) as again:
-        check_content(again)
+        assert_content(store)
+    with contextlib.closing(SqliteStore(old_store_path)) as again:
+        assert_content(again)
 
 
-def test_upgraded_by_another_while_open(old: Path) -> None:
-    with contextlib.closing(SqliteStore(old)) as reader, contextlib.closing(SqliteStore(old)) as writer:
-        check_content(reader)
+def test_upgrade_by_another_connection_while_open(old_store_path: Path) -> None:
+    with (
+        contextlib.closing(SqliteStore(old_store_path)) as reader,
+        contextlib.closing(SqliteStore(old_store_path)) as writer,
+    ):
+        assert_content(reader)
         assert writer.lease(TARGET, PROBLEM.key, 60.0) is not None
-        check_content(reader)
+        assert_content(reader)
         assert reader.lease(TARGET, PROBLEM.key, 60.0) is None
 
 
-def test_an_upgrade_while_the_schema_is_read_waits(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tables of one version beside the number of the next would look like somebody else's file."""
-    real, tries = migrate._objects, []
+def test_upgrade_waits_while_the_schema_is_read(old_store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tables of one version with the number of the next would look like a file of another program."""
+    original, upgrades = migrate._objects, []
 
-    def read_and_be_overtaken(connection: sqlite3.Connection) -> frozenset[tuple[str, str, str]]:
-        found = real(connection)
-        if not tries:
-            tries.append(connection)
-            with contextlib.closing(SqliteStore(old, timeout_s=0.05)) as other, contextlib.suppress(StoreError):
+    def read_during_an_upgrade(connection: sqlite3.Connection) -> frozenset[tuple[str, str, str]]:
+        objects = original(connection)
+        if not upgrades:
+            upgrades.append(connection)
+            with (
+                contextlib.closing(SqliteStore(old_store_path, timeout_s=0.05)) as other,
+                contextlib.suppress(StoreError),
+            ):
                 other.put(TARGET, make_decision(PROBLEM.with_m(9)))
-        return found
+        return objects
 
-    monkeypatch.setattr(migrate, "_objects", read_and_be_overtaken)
-    with contextlib.closing(SqliteStore(old)) as store:
-        check_content(store)
-    assert tries
+    monkeypatch.setattr(migrate, "_objects", read_during_an_upgrade)
+    with contextlib.closing(SqliteStore(old_store_path)) as store:
+        assert_content(store)
+    assert upgrades
 
 
-def test_an_interrupted_upgrade_is_none(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_upgrade_is_rolled_back(old_store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gemmtune.store.migrate.MIGRATIONS", ((), ("CREATE TABLE half (x)", "nonsense")))
-    with contextlib.closing(SqliteStore(old)) as store, pytest.raises(Exception, match="nonsense"):
+    with contextlib.closing(SqliteStore(old_store_path)) as store, pytest.raises(Exception, match="nonsense"):
         store.put(TARGET, make_decision())
     monkeypatch.undo()
-    assert version(old) == 1
-    with contextlib.closing(SqliteStore(old)) as store:
-        check_content(store)
+    assert version(old_store_path) == 1
+    with contextlib.closing(SqliteStore(old_store_path)) as store:
+        assert_content(store)
 
 
-@pytest.mark.parametrize("made_by", range(1, VERSION + 1))
-def test_old_exports_can_be_imported(made_by: int) -> None:
+@pytest.mark.parametrize("export_version", range(1, VERSION + 1))
+def test_old_exports_can_be_imported(export_version: int) -> None:
     store = MemoryStore()
-    assert store.import_(FIXTURES / f"export-v{made_by}.json") == 3
+    assert store.import_(FIXTURES / f"export-v{export_version}.json") == 3
     assert list(store.decisions(TARGET)) == WRITTEN
     assert store.get(OTHER, PROBLEM.key) == make_decision(target=OTHER)

@@ -1,4 +1,4 @@
-"""The conformance suite finds what is wrong with a backend: each flawed one fails the test that is about its flaw."""
+"""Conformance suite of backends: each flawed backend fails the test for its flaw."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from gemmtune.testing.backend_suite import BackendSuite
 PROBLEMS = (linear_problem(5, 24, 16, "float32"), linear_problem(2, 8, 8, "float32", bias=True))
 
 
-class PlainKernel(Kernel):
-    """Packs its weight row by row, when asked to."""
+class CorrectKernel(Kernel):
+    """Kernel of the backend without a flaw; the template ``packed`` packs the weight row by row."""
 
     def __init__(self, problem: Problem, candidate: Candidate) -> None:
         self.problem, self.candidate = problem, candidate
@@ -37,11 +37,11 @@ class PlainKernel(Kernel):
         return PackedWeight("plain:rows", (b.contiguous(),), self.problem.n, self.problem.k, self.problem.b.dtype)
 
 
-class Plain(Backend):
-    """A backend without a flaw, for float32 products without an epilogue."""
+class CorrectBackend(Backend):
+    """Backend without a flaw, for float32 products without an epilogue."""
 
     name = "plain"
-    kernel: type[PlainKernel] = PlainKernel
+    kernel: type[CorrectKernel] = CorrectKernel
 
     def available(self, target: Target) -> Availability:
         return Availability(target.device == "cpu", "" if target.device == "cpu" else "there are no kernels for GPUs")
@@ -75,53 +75,53 @@ class Suite(BackendSuite):
 
 
 def run(name: str, backend: Backend) -> None:
-    """One test of the suite, as pytest would call it."""
-    given = {"backend": backend, "target": replace(current_cpu(), threads=1), "problems": PROBLEMS}
+    """Run one test of the suite with its fixtures."""
+    fixtures = {"backend": backend, "target": replace(current_cpu(), threads=1), "problems": PROBLEMS}
     test = getattr(Suite(), name)
-    test(**{parameter: given[parameter] for parameter in inspect.signature(test).parameters})
+    test(**{parameter: fixtures[parameter] for parameter in inspect.signature(test).parameters})
 
 
 TESTS = sorted(name for name in dir(BackendSuite) if name.startswith("test_"))
 
 
-class Mute(Plain):
+class WithoutReason(CorrectBackend):
     def available(self, target: Target) -> Availability:
         return Availability(target.device == "cpu")
 
 
-class Anonymous(Plain):
+class WithoutDigest(CorrectBackend):
     def source_digest(self) -> str:
         return ""
 
 
-class Eager(Plain):
+class ListOfCandidates(CorrectBackend):
     def candidates(self, problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
         return list(super().candidates(problem, target))  # type: ignore[return-value]
 
 
-class Idle(Plain):
+class AllIllegal(CorrectBackend):
     def candidates(self, problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
         yield Illegal(Candidate.make(self.name, "plain"), "not today")
 
 
-class Repeating(Plain):
+class RepeatedCandidates(CorrectBackend):
     def candidates(self, problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
         yield from super().candidates(problem, target)
         yield from super().candidates(problem, target)
 
 
-class Curt(Plain):
+class BlankReasons(CorrectBackend):
     def candidates(self, problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
         for item in super().candidates(problem, target):
             yield item._replace(reason=" ") if isinstance(item, Illegal) else item
 
 
-class Trusting(Plain):
+class AllLegal(CorrectBackend):
     def why_illegal(self, problem: Problem, candidate: Candidate, target: Target) -> str:
         return ""
 
 
-class Impure(Plain):
+class ChangingArtifact(CorrectBackend):
     built = 0
 
     def build(self, problem: Problem, candidate: Candidate, target: Target) -> Artifact:
@@ -129,87 +129,87 @@ class Impure(Plain):
         return Artifact(candidate, str(self.built))
 
 
-class Mistaken(Plain):
+class OtherCandidate(CorrectBackend):
     def load(self, artifact: Artifact, problem: Problem) -> Kernel:
         return super().load(artifact._replace(candidate=Candidate.make(self.name, "plain")), problem)
 
 
-class Obliging(Plain):
+class LoadsAnything(CorrectBackend):
     def load(self, artifact: Artifact, problem: Problem) -> Kernel:
         return self.kernel(problem, artifact.candidate)
 
 
-class Fragile(Plain):
+class IndexErrorOnLoad(CorrectBackend):
     def load(self, artifact: Artifact, problem: Problem) -> Kernel:
         if problem.epilogue:
             raise IndexError("list index out of range")
         return super().load(artifact, problem)
 
 
-class WrongKernel(PlainKernel):
+class WrongKernel(CorrectKernel):
     def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
         super().run(a, b, aux, out)
         out[-1, -1] += 1
 
 
-class TuckedKernel(PlainKernel):
-    """Right for the number of rows it was loaded for only."""
+class FixedRowsKernel(CorrectKernel):
+    """Kernel that is correct only for the number of rows that it was loaded for."""
 
     def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
         super().run(a, b, aux, out)
         out[self.problem.m :] = 0
 
 
-class HungryKernel(PlainKernel):
+class UndeclaredWorkspaceKernel(CorrectKernel):
     def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
         super().run(a, b, aux, out)
-        torch.zeros(1 << 22)  # 16 MB that nobody was told of
+        torch.zeros(1 << 22)  # 16 MB of undeclared workspace
 
 
-def flawed(kernel: type[PlainKernel]) -> Backend:
-    return type(f"With{kernel.__name__}", (Plain,), {"kernel": kernel})()
+def backend_with_kernel(kernel: type[CorrectKernel]) -> Backend:
+    return type(f"With{kernel.__name__}", (CorrectBackend,), {"kernel": kernel})()
 
 
-class Forgetful(Plain):
+class InexactUnpack(CorrectBackend):
     def unpack(self, packed: PackedWeight) -> Any:
         return packed.data[0] * 1.0001
 
 
-class Unpacking(Plain):
+class DefaultWithoutPacking(CorrectBackend):
     def default_packing(self, problem: Problem, target: Target) -> Candidate | None:
         return Candidate.make(self.name, "plain") if _takes(problem) else None
 
 
-FLAWS = {
-    "test_it_is_available_or_says_why_not": Mute(),
-    "test_the_backend_has_a_name_and_a_digest_that_stay": Anonymous(),
-    "test_candidates_come_one_by_one": Eager(),
-    "test_it_solves_something": Idle(),
-    "test_candidates_are_data_with_stable_ids_of_their_own": Repeating(),
-    "test_what_is_illegal_has_a_reason": Curt(),
-    "test_what_is_listed_is_legal_and_nothing_else": Trusting(),
-    "test_building_is_pure": Impure(),
-    "test_kernels_say_what_they_are": Mistaken(),
-    "test_what_it_cannot_load_is_refused_by_name": Obliging(),
-    "test_what_it_called_illegal_loads_or_is_refused": Fragile(),
-    "test_legal_candidates_are_right": flawed(WrongKernel),
-    "test_a_kernel_serves_any_number_of_rows": flawed(TuckedKernel),
-    "test_packing_is_undone_bit_for_bit": Forgetful(),
-    "test_scratch_is_not_more_than_declared": flawed(HungryKernel),
-    "test_the_default_packing_packs": Unpacking(),
+FLAWED_BACKENDS = {
+    "test_it_is_available_or_says_why_not": WithoutReason(),
+    "test_the_backend_has_a_name_and_a_digest_that_stay": WithoutDigest(),
+    "test_candidates_come_one_by_one": ListOfCandidates(),
+    "test_it_solves_something": AllIllegal(),
+    "test_candidates_are_data_with_stable_ids_of_their_own": RepeatedCandidates(),
+    "test_what_is_illegal_has_a_reason": BlankReasons(),
+    "test_what_is_listed_is_legal_and_nothing_else": AllLegal(),
+    "test_building_is_pure": ChangingArtifact(),
+    "test_kernels_say_what_they_are": OtherCandidate(),
+    "test_what_it_cannot_load_is_refused_by_name": LoadsAnything(),
+    "test_what_it_called_illegal_loads_or_is_refused": IndexErrorOnLoad(),
+    "test_legal_candidates_are_right": backend_with_kernel(WrongKernel),
+    "test_a_kernel_serves_any_number_of_rows": backend_with_kernel(FixedRowsKernel),
+    "test_packing_is_undone_bit_for_bit": InexactUnpack(),
+    "test_scratch_is_not_more_than_declared": backend_with_kernel(UndeclaredWorkspaceKernel),
+    "test_the_default_packing_packs": DefaultWithoutPacking(),
 }
 
 
-def test_every_test_of_the_suite_is_tried() -> None:
-    assert sorted(FLAWS) == TESTS
+def test_each_test_of_the_suite_has_a_flawed_backend() -> None:
+    assert sorted(FLAWED_BACKENDS) == TESTS
 
 
 @pytest.mark.parametrize("name", TESTS)
-def test_a_sound_backend_passes(name: str) -> None:
-    run(name, Plain())
+def test_correct_backend_passes(name: str) -> None:
+    run(name, CorrectBackend())
 
 
 @pytest.mark.parametrize("name", TESTS)
-def test_a_flawed_backend_fails(name: str) -> None:
+def test_flawed_backend_fails(name: str) -> None:
     with pytest.raises((AssertionError, pytest.fail.Exception, IndexError, NotImplementedError)):
-        run(name, FLAWS[name])
+        run(name, FLAWED_BACKENDS[name])

@@ -1,4 +1,4 @@
-"""Planted kernels: the correct one is correct, and each wrong one is wrong in its own way only."""
+"""Faulty kernels: the correct kernel is correct, and each faulty one has its own fault only."""
 
 from __future__ import annotations
 
@@ -20,39 +20,39 @@ def expected() -> torch.Tensor:
     return torch.relu(inputs.a @ inputs.b + inputs.aux[0])
 
 
-def answer(fault: str | None) -> torch.Tensor:
+def run_kernel(fault: str | None) -> torch.Tensor:
     inputs = make_inputs(PROBLEM, 1)
-    memory = torch.full((17 * 24,), -7.0)
-    out = memory[: 16 * 24].view(16, 24)
+    storage = torch.full((17 * 24,), -7.0)
+    out = storage[: 16 * 24].view(16, 24)
     (hostile.FAULTY_KERNELS[fault] if fault else hostile.correct)(PROBLEM)(inputs, out)
-    return memory
+    return storage
 
 
-def test_correct_is_correct() -> None:
-    found = answer(None)
-    torch.testing.assert_close(found[: 16 * 24].view(16, 24), expected())
-    assert bool((found[16 * 24 :] == -7.0).all())
+def test_correct_kernel_matches_torch() -> None:
+    storage = run_kernel(None)
+    torch.testing.assert_close(storage[: 16 * 24].view(16, 24), expected())
+    assert bool((storage[16 * 24 :] == -7.0).all())
 
 
 @pytest.mark.parametrize("fault", ["dropped K tail", "x1.002", "swapped stride", "reversed epilogue"])
-def test_faults_that_spread(fault: str) -> None:
-    wrong = (answer(fault)[: 16 * 24].view(16, 24) - expected()).abs() > 1e-4
-    assert float(wrong.float().mean()) > 0.2
+def test_systematic_faults_affect_many_elements(fault: str) -> None:
+    is_wrong = (run_kernel(fault)[: 16 * 24].view(16, 24) - expected()).abs() > 1e-4
+    assert float(is_wrong.float().mean()) > 0.2
 
 
 @pytest.mark.parametrize(("fault", "most"), [("one element", 1), ("8x8 block 10% off", 64), ("partial write", 16)])
-def test_faults_that_do_not(fault: str, most: int) -> None:
-    wrong = (answer(fault)[: 16 * 24].view(16, 24) - expected()).abs() > 1e-4
-    assert int(wrong.sum()) <= most
+def test_local_faults_affect_few_elements(fault: str, most: int) -> None:
+    is_wrong = (run_kernel(fault)[: 16 * 24].view(16, 24) - expected()).abs() > 1e-4
+    assert int(is_wrong.sum()) <= most
 
 
-def test_writing_nothing_and_too_much() -> None:
-    assert bool((answer("no write") == -7.0).all())
-    beyond = answer("write past the end")[16 * 24 :]
-    assert beyond.tolist() == [0.0] + [-7.0] * 23
+def test_no_write_and_write_past_the_end() -> None:
+    assert bool((run_kernel("no write") == -7.0).all())
+    after_output = run_kernel("write past the end")[16 * 24 :]
+    assert after_output.tolist() == [0.0] + [-7.0] * 23
 
 
-def test_stale_and_racy_kernels_start_out_right() -> None:
+def test_stale_and_racy_kernels_are_correct_at_first() -> None:
     for fault in ("stale buffer", "race"):
         run = hostile.FAULTY_KERNELS[fault](PROBLEM)
         out, inputs = torch.empty(16, 24), make_inputs(PROBLEM, 1)
@@ -64,7 +64,7 @@ def test_stale_and_racy_kernels_start_out_right() -> None:
         assert changed == (fault == "race")
 
 
-def test_nan_is_swallowed() -> None:
+def test_nan_swallowed_returns_finite_values() -> None:
     inputs = make_inputs(PROBLEM, 1)
     inputs.a[3, 4] = torch.nan
     out = torch.empty(16, 24)

@@ -1,4 +1,4 @@
-"""The GPU's clock and rough times on a simulated device, its weather, and what a Target of a GPU changes elsewhere."""
+"""The GPU's clock and screening times on a simulated device, its machine state, and timing on GPU Targets."""
 
 from __future__ import annotations
 
@@ -51,26 +51,26 @@ def linear(m: int, n: int, k: int) -> Problem:
 @pytest.mark.parametrize(
     ("seconds", "calls"), [(2e-6, 250), (5e-6, 100), (100e-6, 5), (1e-3, 1), (0.1, 1), (1e-7, 384)]
 )
-def test_one_timing_reaches_the_floor(gpu: FakeGpu, seconds: float, calls: int) -> None:
+def test_call_count_reaches_the_minimum_time(gpu: FakeGpu, seconds: float, calls: int) -> None:
     assert CudaClock(gpu).calls_for(gpu.kernel(seconds), FLOOR_S) == pytest.approx(calls, rel=0.01, abs=1)
 
 
-def test_a_slow_first_call_is_not_taken_for_the_rest(gpu: FakeGpu) -> None:
-    first = [5e-3]
+def test_call_count_ignores_a_slow_first_call(gpu: FakeGpu) -> None:
+    first_s = [5e-3]
     plain = gpu.kernel(50e-6)
     slow = gpu.kernel(5e-3)
-    assert CudaClock(gpu).calls_for(lambda i: (slow if first and first.pop() else plain)(i), FLOOR_S) in (10, 11)
+    assert CudaClock(gpu).calls_for(lambda i: (slow if first_s and first_s.pop() else plain)(i), FLOOR_S) in (10, 11)
 
 
-def test_times_are_the_devices_and_launching_is_hidden(gpu: FakeGpu) -> None:
-    """Kernels of 5 and 20 us whose launching takes the host ten times as long."""
+def test_graph_times_exclude_launch_overhead(gpu: FakeGpu) -> None:
+    """The kernels take 5 and 20 us, and their launches take the host ten times as long."""
     clock, runs = CudaClock(gpu), [gpu.kernel(5e-6, 50e-6), gpu.kernel(20e-6, 200e-6)]
     calls = [clock.calls_for(run, FLOOR_S) for run in runs]
     assert calls == pytest.approx([100, 25], abs=1)
     assert clock.time_round(runs, calls) == pytest.approx([5e-6, 20e-6], rel=1e-3)
 
 
-def test_a_graph_is_captured_once_and_again_for_many_more_calls(gpu: FakeGpu) -> None:
+def test_graph_is_captured_again_only_for_more_calls(gpu: FakeGpu) -> None:
     clock, run = CudaClock(gpu), gpu.kernel(10e-6)
     clock.calls_for(run, FLOOR_S)
     for calls in (50, 50, 51, 55, 56):
@@ -80,7 +80,7 @@ def test_a_graph_is_captured_once_and_again_for_many_more_calls(gpu: FakeGpu) ->
     assert [entry for entry in gpu.log if entry.startswith("capture")] == ["capture 56", "capture 64"]
 
 
-def test_equal_counts_make_equal_graphs(gpu: FakeGpu) -> None:
+def test_call_counts_are_rounded_to_graph_sizes(gpu: FakeGpu) -> None:
     clock, runs = CudaClock(gpu), [gpu.kernel(10e-6), gpu.kernel(11e-6)]
     clock.time_round(runs, [50, 50])
     assert gpu.log.count("capture 56") == 2
@@ -88,22 +88,22 @@ def test_equal_counts_make_equal_graphs(gpu: FakeGpu) -> None:
     assert {n: cuda_clock._rounded(n) for n in counts} == counts
 
 
-def test_a_round_is_enqueued_behind_one_pause_with_the_cache_emptied_before_each(gpu: FakeGpu) -> None:
-    clock, runs = CudaClock(gpu, chill=gpu.chill), [gpu.kernel(10e-6), gpu.kernel(20e-6)]
+def test_round_is_enqueued_after_a_sleep_with_a_flush_before_each_replay(gpu: FakeGpu) -> None:
+    clock, runs = CudaClock(gpu, flush=gpu.chill), [gpu.kernel(10e-6), gpu.kernel(20e-6)]
     clock.time_round(runs, [56, 28])
     gpu.log.clear()
     clock.time_round(runs, [56, 28])
     assert gpu.log == ["sleep", "chill", "mark", "replay 56", "chill", "mark", "replay 28"]
 
 
-def test_every_timing_begins_with_the_same_operands(gpu: FakeGpu) -> None:
-    seen: dict[str, list[int]] = {"a": [], "b": []}
-    runs = [gpu.kernel(10e-6, before=seen[name].append) for name in "ab"]
+def test_each_timing_starts_at_the_first_operand_set(gpu: FakeGpu) -> None:
+    sets_by_kernel: dict[str, list[int]] = {"a": [], "b": []}
+    runs = [gpu.kernel(10e-6, before=sets_by_kernel[name].append) for name in "ab"]
     CudaClock(gpu).time_round(runs, [4, 6])
-    assert seen == {"a": [0, 1, 2, 3], "b": [0, 1, 2, 3, 4, 5]}
+    assert sets_by_kernel == {"a": [0, 1, 2, 3], "b": [0, 1, 2, 3, 4, 5]}
 
 
-def test_what_cannot_be_captured_is_launched_behind_a_pause_and_says_so(gpu: FakeGpu) -> None:
+def test_uncapturable_kernels_are_launched_eagerly_with_a_condition(gpu: FakeGpu) -> None:
     clock = CudaClock(gpu)
     runs = [gpu.kernel(5e-6, 30e-6, uncapturable=True), gpu.kernel(5e-6)]
     calls = [clock.calls_for(run, FLOOR_S) for run in runs]
@@ -112,22 +112,22 @@ def test_what_cannot_be_captured_is_launched_behind_a_pause_and_says_so(gpu: Fak
     assert clock.conditions(runs[0], False) == {"timed": "eager: operation not permitted when stream is capturing"}
     assert clock.conditions(runs[1], False) == {"timed": "eager: beside one that cannot be captured"}
     assert clock.time_round(runs[1:], calls[1:]) == pytest.approx([5e-6], rel=1e-3)
-    assert sum(entry.startswith("capture") for entry in gpu.log) == 1  # it is not tried every round
+    assert sum(entry.startswith("capture") for entry in gpu.log) == 1  # capture is not retried in each round
 
 
-@pytest.mark.parametrize("why", ["nothing on the current stream", "operation not permitted"])
-def test_what_is_not_on_the_stream_is_timed_by_the_host(gpu: FakeGpu, why: str) -> None:
-    """An empty graph takes no time at all, nor does an empty stream: nobody may win so."""
-    run = gpu.kernel(100e-6, 10e-6, elsewhere=True, uncapturable=why.startswith("operation"))
+@pytest.mark.parametrize("reason", ["nothing on the current stream", "operation not permitted"])
+def test_kernels_off_the_stream_are_timed_by_the_host(gpu: FakeGpu, reason: str) -> None:
+    """An empty graph or stream takes no time; a candidate must not win by that."""
+    run = gpu.kernel(100e-6, 10e-6, elsewhere=True, uncapturable=reason.startswith("operation"))
     clock = CudaClock(gpu)
     calls = clock.calls_for(run, FLOOR_S)
     for _ in range(2):
         (seconds,) = clock.time_round([run], [calls])
         assert seconds == pytest.approx(110e-6, rel=0.2)
-    assert why in clock.conditions(run, False)["timed"]
+    assert reason in clock.conditions(run, False)["timed"]
 
 
-def test_latency_eager_counts_launching(gpu: FakeGpu) -> None:
+def test_eager_latency_includes_launch_overhead(gpu: FakeGpu) -> None:
     clock = CudaClock(gpu, latency="eager")
     runs = [gpu.kernel(5e-6, 30e-6), gpu.kernel(80e-6, 30e-6)]
     calls = [clock.calls_for(run, FLOOR_S) for run in runs]
@@ -136,8 +136,8 @@ def test_latency_eager_counts_launching(gpu: FakeGpu) -> None:
     assert clock.conditions(runs[0], False)["timed"].startswith("eager: as asked for")
 
 
-def test_the_cost_of_launching_is_said_of_finalists(gpu: FakeGpu) -> None:
-    """However long the kernel takes: the host never waits for room in the queue."""
+def test_conditions_of_finalists_have_the_launch_time(gpu: FakeGpu) -> None:
+    """The launch time does not depend on the kernel's time: the launches fit into the queue."""
     clock, calls = CudaClock(gpu), []
     run = gpu.kernel(40e-6, 7.9e-6, before=calls.append)
     clock.time_round([run], [8])
@@ -148,50 +148,50 @@ def test_the_cost_of_launching_is_said_of_finalists(gpu: FakeGpu) -> None:
     assert clock.conditions(gpu.kernel(1e-6), True) == {}  # never timed
 
 
-def test_a_finalist_that_raises_when_it_is_launched_once_more_keeps_its_timings(gpu: FakeGpu) -> None:
-    bad: list[int] = []
+def test_error_while_measuring_the_launch_time_keeps_the_timings(gpu: FakeGpu) -> None:
+    raises: list[int] = []
 
     def before(_: int) -> None:
-        if bad:
+        if raises:
             raise ValueError("no more")
 
     clock, run = CudaClock(gpu), gpu.kernel(40e-6, before=before)
     clock.time_round([run], [8])
-    bad.append(1)
+    raises.append(1)
     assert clock.conditions(run, True) == {"timed": "graph"}
 
 
 # --- faults ------------------------------------------------------------------------------------------------------
 
 
-def numbered(marker: bytearray, number: int) -> Callable[[int], None]:
+def set_marker(marker: bytearray, number: int) -> Callable[[int], None]:
     def before(_: int) -> None:
         marker[0] = number
 
     return before
 
 
-def test_a_fault_in_the_first_call_shows_at_once_and_is_marked(gpu: FakeGpu) -> None:
+def test_fault_in_the_first_call_is_raised_and_marked(gpu: FakeGpu) -> None:
     marker = bytearray(1)
-    run = gpu.kernel(1e-5, fault=lambda: "illegal memory access", before=numbered(marker, 7))
+    run = gpu.kernel(1e-5, fault=lambda: "illegal memory access", before=set_marker(marker, 7))
     with pytest.raises(RuntimeError, match="illegal memory access"):
         CudaClock(gpu, marker=marker).calls_for(run, FLOOR_S)
     assert marker[0] == 7
 
 
 @pytest.mark.parametrize("culprit", [0, 1, 2])
-def test_a_fault_in_a_replay_is_marked_with_whoever_was_running(gpu: FakeGpu, culprit: int) -> None:
-    """All lanes are enqueued when it happens: only the stream knows who it was."""
-    marker, wrong = bytearray(1), [""]
+def test_fault_in_a_replay_is_marked_with_the_running_entry(gpu: FakeGpu, culprit: int) -> None:
+    """All entries are enqueued before the fault; only the marker on the stream tells which one ran."""
+    marker, error = bytearray(1), [""]
     clock = CudaClock(gpu, marker=marker)
 
-    def fault(place: int) -> Callable[[], str]:
-        return lambda: wrong[0] if place == culprit else ""
+    def fault(index: int) -> Callable[[], str]:
+        return lambda: error[0] if index == culprit else ""
 
-    runs = [gpu.kernel(1e-5, fault=fault(i), before=numbered(marker, i + 1)) for i in range(3)]
+    runs = [gpu.kernel(1e-5, fault=fault(i), before=set_marker(marker, i + 1)) for i in range(3)]
     calls = [clock.calls_for(run, FLOOR_S) for run in runs]
     clock.time_round(runs, calls)
-    wrong[0] = "unspecified launch failure"
+    error[0] = "unspecified launch failure"
     with pytest.raises(RuntimeError, match="launch failure"):
         clock.time_round(runs, calls)
     assert marker[0] == culprit + 1
@@ -200,47 +200,47 @@ def test_a_fault_in_a_replay_is_marked_with_whoever_was_running(gpu: FakeGpu, cu
 # --- races -------------------------------------------------------------------------------------------------------
 
 
-def test_a_race_on_a_gpu(gpu: FakeGpu) -> None:
-    clock: Clock = CudaClock(gpu, chill=gpu.chill)
-    field = [
-        Entrant("aten", gpu.kernel(20e-6, 8e-6), incumbent=True),
+def test_race_on_a_simulated_gpu(gpu: FakeGpu) -> None:
+    clock: Clock = CudaClock(gpu, flush=gpu.chill)
+    entrants = [
+        Entrant("aten", gpu.kernel(20e-6, 8e-6), is_baseline=True),
         Entrant("ours", gpu.kernel(15e-6, 12e-6)),
         Entrant("shy", gpu.kernel(16e-6, 12e-6, uncapturable=True)),
         Entrant("slow", gpu.kernel(90e-6, 5e-6)),
     ]
-    result = race(field, clock, 2.0)
+    result = race(entrants, clock, 2.0)
     assert (result.outcome, result.leader) == ("winner", "ours")
-    words = {name: row.sample.conditions for name, row in result.standings.items() if row.sample is not None}
-    assert [words["ours"].get(name) for name in ("timed", "launch_us")] == [
+    conditions = {name: row.sample.conditions for name, row in result.evidence.items() if row.sample is not None}
+    assert [conditions["ours"].get(name) for name in ("timed", "launch_us")] == [
         "eager: beside one that cannot be captured", "12.0",
     ]  # fmt: skip
-    assert words["aten"]["launch_us"] == "8.0"
-    assert words["shy"]["timed"].startswith("eager: raised RuntimeError: operation not permitted")
-    assert "launch_us" not in words["slow"]
-    assert result.standings["ours"].sample.median_s == pytest.approx(15e-6, rel=1e-3)  # type: ignore[union-attr]
+    assert conditions["aten"]["launch_us"] == "8.0"
+    assert conditions["shy"]["timed"].startswith("eager: raised RuntimeError: operation not permitted")
+    assert "launch_us" not in conditions["slow"]
+    assert result.evidence["ours"].sample.median_s == pytest.approx(15e-6, rel=1e-3)  # type: ignore[union-attr]
 
 
-def test_users_without_graphs_choose_another(gpu: FakeGpu) -> None:
-    field = [
-        Entrant("aten", gpu.kernel(12e-6, 8e-6), incumbent=True),
+def test_latency_changes_the_winner(gpu: FakeGpu) -> None:
+    entrants = [
+        Entrant("aten", gpu.kernel(12e-6, 8e-6), is_baseline=True),
         Entrant("quick on the device", gpu.kernel(6e-6, 30e-6)),
     ]
-    assert race(field, CudaClock(gpu), 2.0).outcome == "winner"
-    assert race(field, CudaClock(gpu, latency="eager"), 2.0).outcome == "tie"
+    assert race(entrants, CudaClock(gpu), 2.0).outcome == "winner"
+    assert race(entrants, CudaClock(gpu, latency="eager"), 2.0).outcome == "tie"
 
 
-def test_a_lane_that_raises_is_out(gpu: FakeGpu) -> None:
+def test_entry_that_raises_has_failed(gpu: FakeGpu) -> None:
     def fail(_: int) -> None:
         raise ValueError("not today")
 
-    field = [Entrant("aten", gpu.kernel(12e-6), incumbent=True), Entrant("bad", fail)]
-    result = race(field, CudaClock(gpu), 1.0)
-    assert result.standings["bad"].stage == "failed"
-    assert "not today" in result.standings["bad"].reason
+    entrants = [Entrant("aten", gpu.kernel(12e-6), is_baseline=True), Entrant("bad", fail)]
+    result = race(entrants, CudaClock(gpu), 1.0)
+    assert result.evidence["bad"].stage == "failed"
+    assert "not today" in result.evidence["bad"].reason
 
 
-def test_errors_of_a_lane_stay_its_own_while_others_are_captured(gpu: FakeGpu) -> None:
-    """A lane that raises in every capture is timed eagerly; one that raises when launched is the race's business."""
+def test_entry_errors_during_capture_affect_no_other_entry(gpu: FakeGpu) -> None:
+    """An entry that raises in each capture is timed eagerly; the race handles one that raises when it is launched."""
     clock = CudaClock(gpu)
     good, bad = gpu.kernel(1e-5), gpu.kernel(1e-5, uncapturable=True)
     assert clock.time_round([good, bad], [50, 50]) == pytest.approx([1e-5, 1e-5], rel=1e-3)
@@ -252,44 +252,46 @@ def test_errors_of_a_lane_stay_its_own_while_others_are_captured(gpu: FakeGpu) -
         clock.time_round([guarded], [5])
 
 
-# --- rough times -------------------------------------------------------------------------------------------------
+# --- screening times ---------------------------------------------------------------------------------------------
 
 
-def test_rough_times_are_cold_and_hide_launching(gpu: FakeGpu) -> None:
+def test_screening_times_are_cold_and_exclude_launch_overhead(gpu: FakeGpu) -> None:
     run = gpu.kernel(12e-6, 60e-6)
     assert screening_times(gpu, lambda: run(0), gpu.chill) == pytest.approx([12e-6] * 5, rel=0.5)
     assert gpu.log == ["sleep"] + ["chill"] * 5
 
 
-def test_rough_times_for_eager_launches_count_launching(gpu: FakeGpu) -> None:
+def test_screening_times_include_launch_overhead_for_eager_latency(gpu: FakeGpu) -> None:
     run = gpu.kernel(12e-6, 60e-6)
     assert screening_times(gpu, lambda: run(0), gpu.chill, None, "eager") == pytest.approx([60e-6] * 5)
 
 
 @pytest.mark.parametrize(
-    ("seconds", "worth_s", "times"), [(2.0, 0.1, 1), (30e-3, 1e-3, 1), (60e-3, None, 1), (10e-3, None, 2)]
+    ("seconds", "cutoff_s", "times"), [(2.0, 0.1, 1), (30e-3, 1e-3, 1), (60e-3, None, 1), (10e-3, None, 2)]
 )
-def test_slow_calls_are_made_few_times(gpu: FakeGpu, seconds: float, worth_s: float | None, times: int) -> None:
+def test_slow_kernels_are_screened_with_few_calls(
+    gpu: FakeGpu, seconds: float, cutoff_s: float | None, times: int
+) -> None:
     run = gpu.kernel(seconds)
-    assert screening_times(gpu, lambda: run(0), gpu.chill, worth_s) == pytest.approx([seconds] * times, rel=1e-2)
+    assert screening_times(gpu, lambda: run(0), gpu.chill, cutoff_s) == pytest.approx([seconds] * times, rel=1e-2)
 
 
-def test_rough_times_of_what_is_not_on_the_stream(gpu: FakeGpu) -> None:
+def test_screening_times_of_kernels_off_the_stream(gpu: FakeGpu) -> None:
     run = gpu.kernel(50e-6, 10e-6, elsewhere=True)
     assert screening_times(gpu, lambda: run(0), gpu.chill) == pytest.approx([60e-6])
 
 
-def test_rough_times_raise_what_the_kernel_did(gpu: FakeGpu) -> None:
+def test_screening_raises_the_kernels_error(gpu: FakeGpu) -> None:
     run = gpu.kernel(1e-5, fault=lambda: "misaligned address")
     with pytest.raises(RuntimeError, match="misaligned"):
         screening_times(gpu, lambda: run(0), gpu.chill)
 
 
-# --- weather -----------------------------------------------------------------------------------------------------
+# --- machine state -----------------------------------------------------------------------------------------------
 
 
-class Nvml(types.SimpleNamespace):
-    """The module ``pynvml`` of a machine with one GPU."""
+class FakeNvml(types.SimpleNamespace):
+    """Fake of the module ``pynvml`` on a machine with one GPU."""
 
     NVML_CLOCK_SM = 1
 
@@ -313,52 +315,52 @@ class Nvml(types.SimpleNamespace):
         return self.mask
 
 
-def test_a_gpus_weather() -> None:
-    known = Nvml()
-    machine = CudaMachine(known, "handle")
+def test_gpu_state_has_the_clock_and_the_throttle_reasons() -> None:
+    nvml_module = FakeNvml()
+    machine = CudaMachine(nvml_module, "handle")
     before = machine.weather()
     assert before == CudaState(frequency=1980.0)
     assert before.words() == {"clock": "1980 MHz"}
-    known.mhz, known.mask = 1935, 0x1 | 0x2
-    assert before.differs(machine.weather()) == ""  # idle, and clocks that were set: nothing slows it down
-    known.mask = 0x4 | 0x20
+    nvml_module.mhz, nvml_module.mask = 1935, 0x1 | 0x2
+    assert before.differs(machine.weather()) == ""  # idle, and application clocks: no slowdown
+    nvml_module.mask = 0x4 | 0x20
     assert before.differs(machine.weather()) == "slowed down by power cap, temperature (software)"
     assert machine.weather().words()["throttle"] == "power cap, temperature (software)"
-    assert machine.weather().differs(before) == ""  # what has gone is no reason
+    assert machine.weather().differs(before) == ""  # a reason that ended is no difference
     before_it_slowed = machine.weather()
-    known.mhz = 1700
+    nvml_module.mhz = 1700
     assert "1935 to 1700 MHz" in before_it_slowed.differs(machine.weather())
     assert before.differs(MachineState()) == ""
 
 
-def test_an_older_driver_has_another_name_for_it() -> None:
-    known = types.SimpleNamespace(
+def test_throttle_reasons_of_an_older_nvml() -> None:
+    nvml_module = types.SimpleNamespace(
         NVML_CLOCK_SM=1,
-        NVMLError=Nvml.NVMLError,
+        NVMLError=FakeNvml.NVMLError,
         nvmlDeviceGetClockInfo=lambda handle, kind: 1410,
         nvmlDeviceGetCurrentClocksThrottleReasons=lambda handle: 0x8,
     )
-    assert CudaMachine(known, "h").weather().throttle == ("hardware slowdown",)
+    assert CudaMachine(nvml_module, "h").weather().throttle == ("hardware slowdown",)
 
 
-def test_what_cannot_be_read_is_unknown() -> None:
+def test_unsupported_nvml_queries_return_an_empty_state() -> None:
     def fail(*_: object) -> int:
-        raise Nvml.NVMLError("not supported")
+        raise FakeNvml.NVMLError("not supported")
 
-    known = Nvml()
-    known.nvmlDeviceGetClockInfo = known.nvmlDeviceGetCurrentClocksEventReasons = fail
-    assert CudaMachine(known, "handle").weather() == CudaState()
+    nvml_module = FakeNvml()
+    nvml_module.nvmlDeviceGetClockInfo = nvml_module.nvmlDeviceGetCurrentClocksEventReasons = fail
+    assert CudaMachine(nvml_module, "handle").weather() == CudaState()
     assert CudaState().words() == {}
 
 
-@pytest.mark.parametrize(("uuid", "found"), [("1234", True), ("5678", False)])
-def test_the_machine_is_found_by_the_devices_name(monkeypatch: pytest.MonkeyPatch, uuid: str, found: bool) -> None:
-    monkeypatch.setattr(nvml.importlib, "import_module", lambda name: Nvml())
+@pytest.mark.parametrize(("uuid", "is_found"), [("1234", True), ("5678", False)])
+def test_nvml_device_is_found_by_its_uuid(monkeypatch: pytest.MonkeyPatch, uuid: str, is_found: bool) -> None:
+    monkeypatch.setattr(nvml.importlib, "import_module", lambda name: FakeNvml())
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid=uuid))
-    assert (cuda_machine(torch.device("cuda")) is not None) == found
+    assert (cuda_machine(torch.device("cuda")) is not None) == is_found
 
 
-def test_no_nvml_is_no_weather(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_is_none_without_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> Any:
         raise ImportError(name)
 
@@ -366,10 +368,10 @@ def test_no_nvml_is_no_weather(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cuda_machine(torch.device("cuda")) is None
 
 
-# --- what a Target of a GPU changes ------------------------------------------------------------------------------
+# --- timing on GPU Targets ---------------------------------------------------------------------------------------
 
 
-def test_operand_sets_exceed_a_gpus_l2_many_times_within_two_gigabytes() -> None:
+def test_operand_sets_exceed_the_l2_within_two_gigabytes() -> None:
     for problem in (linear(1, 4096, 4096), linear(16, 1024, 4096), linear(4096, 22016, 4096), linear(1, 64, 64)):
         count, size = operand_set_count(problem, H200), operand_bytes(problem)
         assert 2 <= count <= 64
@@ -382,19 +384,19 @@ def test_the_last_level_cache_of_a_gpu_is_its_l2() -> None:
     assert last_level_cache(Target("cuda", "x", "9.0", caches=(232448, 0, 0))) == 32 * MB
 
 
-class OnGpu(Kernel):
-    """Takes time on a FakeGpu alone, and notes which B it was called with, and which outputs."""
+class FakeGpuKernel(Kernel):
+    """Kernel that only takes time on a FakeGpu, and records the addresses of B and of the outputs."""
 
     def __init__(self, gpu: FakeGpu, seconds: float, name: str, problem: Problem, packing: str | None = None) -> None:
         self.candidate = Candidate.make("aten" if name == "aten" else "x", name)
         self.problem, self.packing = problem, packing
-        self.seen: list[int] = []
-        self.outputs: list[int] = []
+        self.b_addresses: list[int] = []
+        self.output_addresses: list[int] = []
         self._work = gpu.kernel(seconds)
 
     def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
-        self.seen.append((b.data[0] if isinstance(b, PackedWeight) else b).data_ptr())
-        self.outputs.append(out.data_ptr())
+        self.b_addresses.append((b.data[0] if isinstance(b, PackedWeight) else b).data_ptr())
+        self.output_addresses.append(out.data_ptr())
         self._work(0)
 
     def pack(self, b: Any) -> PackedWeight:
@@ -402,8 +404,8 @@ class OnGpu(Kernel):
 
 
 @pytest.fixture
-def simulated(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
-    """GPU targets' operands lie in this machine's memory, and their kernels run on ``gpu``."""
+def simulated_gpu(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    """Put operands of GPU Targets into this machine's memory, and run their kernels on ``gpu``."""
     monkeypatch.setattr(Target, "torch_device", property(lambda self: torch.device("cpu")))
     monkeypatch.setattr(devices, "TorchGpu", lambda device: gpu)
     monkeypatch.setattr(devices, "cuda_machine", lambda device: None)
@@ -413,33 +415,33 @@ def simulated(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
 SMALL = Target("cuda", "small", "9.0", caches=(232448, 0, MB), cores=4)
 
 
-def test_kernels_on_a_gpu_race_on_the_same_operands_in_the_same_order(simulated: FakeGpu) -> None:
+def test_kernels_of_a_race_rotate_over_one_sequence_of_operand_sets(simulated_gpu: FakeGpu) -> None:
     problem = linear(1, 256, 512)
-    kernels = [OnGpu(simulated, 8e-6, "aten", problem), OnGpu(simulated, 7e-6, "y", problem)]
-    kernels.append(OnGpu(simulated, 9e-6, "packed", problem, "x:p"))
-    track = RaceOperands({k.candidate.id: k for k in kernels}, problem, devices.of(SMALL), 0, None)
-    raced = track.race(2.0, 0, lambda leading: None)
-    assert (raced.outcome, raced.leader) == ("winner", "x/y")
-    for place in raced.placed:
-        assert place.sample is not None
-        assert place.sample.conditions["operands"] == "cold"
-        assert place.sample.conditions["timed"] == "graph"
-        assert "threads" not in place.sample.conditions
-        assert "load" not in place.sample.conditions
-    raw = kernels[0].seen
+    kernels = [FakeGpuKernel(simulated_gpu, 8e-6, "aten", problem), FakeGpuKernel(simulated_gpu, 7e-6, "y", problem)]
+    kernels.append(FakeGpuKernel(simulated_gpu, 9e-6, "packed", problem, "x:p"))
+    operands = RaceOperands({k.candidate.id: k for k in kernels}, problem, devices.of(SMALL), 0, None)
+    result = operands.race(2.0, 0, lambda leading: None)
+    assert (result.outcome, result.leader) == ("winner", "x/y")
+    for placement in result.evidence.values():
+        assert placement.sample is not None
+        assert placement.sample.conditions["operands"] == "cold"
+        assert placement.sample.conditions["timed"] == "graph"
+        assert "threads" not in placement.sample.conditions
+        assert "load" not in placement.sample.conditions
+    raw_addresses = kernels[0].b_addresses
     copies = operand_set_count(problem, SMALL)
-    assert len(set(raw)) == copies == len(set(kernels[2].seen))
+    assert len(set(raw_addresses)) == copies == len(set(kernels[2].b_addresses))
     assert copies * operand_bytes(problem) > 16 * MB
-    assert len(set(kernels[0].outputs)) == 2  # which stay in the L2
-    assert set(kernels[2].outputs) == set(kernels[0].outputs)
-    assert not set(raw) & set(kernels[2].seen)
-    assert set(itertools.pairwise(kernels[1].seen)) == set(itertools.pairwise(raw))
+    assert len(set(kernels[0].output_addresses)) == 2  # the outputs stay in the L2
+    assert set(kernels[2].output_addresses) == set(kernels[0].output_addresses)
+    assert not set(raw_addresses) & set(kernels[2].b_addresses)
+    assert set(itertools.pairwise(kernels[1].b_addresses)) == set(itertools.pairwise(raw_addresses))
 
 
-class Room:
-    """A backend of one kernel, which computes as well."""
+class OneKernelBackend:
+    """Backend with one kernel, which also computes the product."""
 
-    def __init__(self, kernel: OnGpu) -> None:
+    def __init__(self, kernel: FakeGpuKernel) -> None:
         self.kernel = kernel
         take_time = kernel.run
 
@@ -457,45 +459,53 @@ class Room:
 
 
 @pytest.mark.parametrize("packing", [None, "x:p"])
-def test_a_job_on_a_gpu(simulated: FakeGpu, monkeypatch: pytest.MonkeyPatch, packing: str | None) -> None:
+def test_session_on_a_gpu_verifies_times_and_races(
+    simulated_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, packing: str | None
+) -> None:
     problem = linear(5, 256, 512)
-    room = Room(OnGpu(simulated, 8e-6, "y", problem, packing))
-    monkeypatch.setattr(job.backends, "get", lambda name: room)
-    work = job.ProblemSession(problem, devices.of(SMALL), 0)
-    attempted = work.attempt(room.kernel.candidate)
+    backend = OneKernelBackend(FakeGpuKernel(simulated_gpu, 8e-6, "y", problem, packing))
+    monkeypatch.setattr(job.backends, "get", lambda name: backend)
+    session = job.ProblemSession(problem, devices.of(SMALL), 0)
+    attempted = session.attempt(backend.kernel.candidate)
     assert attempted.verdict is not None
     assert attempted.verdict.ok, attempted.verdict.detail
     assert attempted.times_s == pytest.approx([8e-6] * 5, rel=0.1)
-    assert work.confirm(room.kernel.candidate).verdict.ok
-    raced = work.track([room.kernel.candidate], None).race(1.0, 0, lambda leading: None)
-    assert raced.leader == "x/y"
+    assert session.confirm(backend.kernel.candidate).verdict.ok
+    result = session.track([backend.kernel.candidate], None).race(1.0, 0, lambda leading: None)
+    assert result.leader == "x/y"
 
 
-def test_a_job_for_eager_launches_ranks_by_what_launching_costs(
-    simulated: FakeGpu, monkeypatch: pytest.MonkeyPatch
+def test_session_for_eager_latency_screens_with_launch_overhead(
+    simulated_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = linear(5, 256, 512)
-    room = Room(OnGpu(simulated, 8e-6, "y", problem))
-    monkeypatch.setattr(job.backends, "get", lambda name: room)
+    backend = OneKernelBackend(FakeGpuKernel(simulated_gpu, 8e-6, "y", problem))
+    monkeypatch.setattr(job.backends, "get", lambda name: backend)
     session = job.ProblemSession(problem, devices.of(SMALL, "eager"), 0)
-    assert session.attempt(room.kernel.candidate).times_s == pytest.approx([10e-6] * 5)
+    assert session.attempt(backend.kernel.candidate).times_s == pytest.approx([10e-6] * 5)
 
 
-def test_hot_operands_on_a_gpu_are_one_set_and_nothing_is_flushed(
-    simulated: FakeGpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hot_operands_are_one_set_without_flushes(simulated_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "Flush", lambda problem, target: lambda: pytest.fail("flushed"))
     problem = linear(1, 256, 512)
-    kernels = [OnGpu(simulated, 8e-6, "aten", problem), OnGpu(simulated, 7e-6, "y", problem)]
-    track = RaceOperands({k.candidate.id: k for k in kernels}, problem, devices.of(SMALL, "eager"), 0, None, hot=True)
-    raced = track.race(1.0, 0, lambda leading: None)
-    assert len(set(kernels[0].seen)) == 1
-    assert {place.sample.conditions["operands"] for place in raced.placed if place.sample} == {"hot"}
-    assert all(place.sample.conditions["timed"].startswith("eager") for place in raced.placed if place.sample)
+    kernels = [FakeGpuKernel(simulated_gpu, 8e-6, "aten", problem), FakeGpuKernel(simulated_gpu, 7e-6, "y", problem)]
+    operands = RaceOperands(
+        {k.candidate.id: k for k in kernels}, problem, devices.of(SMALL, "eager"), 0, None, hot=True
+    )
+    result = operands.race(1.0, 0, lambda leading: None)
+    assert len(set(kernels[0].b_addresses)) == 1
+    assert {placement.sample.conditions["operands"] for placement in result.evidence.values() if placement.sample} == {
+        "hot"
+    }
+    assert all(
+        placement.sample.conditions["timed"].startswith("eager")
+        for placement in result.evidence.values()
+        if placement.sample
+    )
 
 
-class LostDevice:
-    """Stands in for torch.cuda in a process whose context is lost once ``fault`` says so."""
+class FakeDevice:
+    """Fake of torch.cuda in a process whose context is lost when ``fault`` is not empty."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.fault = ""
@@ -505,82 +515,86 @@ class LostDevice:
         monkeypatch.setattr(job, "limit_memory", lambda allowance: pytest.fail("it limits the address space"))
 
 
-class OddJob:
-    """A Job whose candidates fail as ``result`` says."""
+class FakeSession:
+    """ProblemSession whose candidates return or raise ``result``."""
 
     result: Any = None
 
     def __init__(self, problem: Problem, timing: devices.DeviceTiming, seed: int) -> None:
         self.latency = timing.latency
 
-    def attempt(self, candidate: object, worth_s: float | None) -> Any:
+    def attempt(self, candidate: object, cutoff_s: float | None) -> Any:
         if isinstance(self.result, Exception):
             raise self.result
         return self.result
 
 
 @pytest.fixture
-def desk(monkeypatch: pytest.MonkeyPatch) -> RequestHandler:
-    monkeypatch.setattr(job, "ProblemSession", OddJob)
-    made = RequestHandler(lambda leading: None)
+def handler(monkeypatch: pytest.MonkeyPatch) -> RequestHandler:
+    monkeypatch.setattr(job, "ProblemSession", FakeSession)
+    request_handler = RequestHandler(lambda leading: None)
     threads = torch.get_num_threads()
-    made.answer(Setup(H200.to_dict(), latency="eager"))
+    request_handler.answer(Setup(H200.to_dict(), latency="eager"))
     torch.set_num_threads(threads)
-    return made
+    return request_handler
 
 
 ATTEMPT = Attempt({"backend": "aten", "template": "mm", "config": {}})
 
 
-def test_a_gpus_memory_is_limited_not_the_address_space(desk: RequestHandler, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = LostDevice(monkeypatch)
-    desk.answer(Open(linear(1, 8, 8).to_dict(), 0, 1 << 30))
+def test_device_memory_is_limited_instead_of_the_address_space(
+    handler: RequestHandler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = FakeDevice(monkeypatch)
+    handler.answer(Open(linear(1, 8, 8).to_dict(), 0, 1 << 30))
     assert device.limits == [1 << 30]
-    assert desk._job is not None
-    assert desk._job.latency == "eager"  # type: ignore[attr-defined]
+    assert handler._job is not None
+    assert handler._job.latency == "eager"  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("kind", ["crashed", "wrong", "out_of_memory"])
-def test_a_candidate_that_fails_is_answered_as_long_as_the_context_lives(
-    desk: RequestHandler, monkeypatch: pytest.MonkeyPatch, kind: str
+def test_failure_raises_context_lost_only_after_a_context_fault(
+    handler: RequestHandler, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    device = LostDevice(monkeypatch)
-    desk.answer(Open(linear(1, 8, 8).to_dict()))
+    device = FakeDevice(monkeypatch)
+    handler.answer(Open(linear(1, 8, 8).to_dict()))
     failed = job.Attempted(job.Verdict(kind, "it said so"))  # type: ignore[arg-type]
-    monkeypatch.setattr(OddJob, "result", failed)
-    assert desk.answer(ATTEMPT) is failed
+    monkeypatch.setattr(FakeSession, "result", failed)
+    assert handler.answer(ATTEMPT) is failed
     device.fault = "CUDA error: an illegal memory access was encountered"
     with pytest.raises(ContextLost, match=r"illegal memory access.*it said so"):
-        desk.answer(ATTEMPT)
+        handler.answer(ATTEMPT)
 
 
-def test_what_is_raised_tells_of_a_lost_context_too(desk: RequestHandler, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = LostDevice(monkeypatch)
-    desk.answer(Open(linear(1, 8, 8).to_dict()))
-    monkeypatch.setattr(OddJob, "result", RuntimeError("in the middle of a race"))
+def test_exception_raises_context_lost_only_after_a_context_fault(
+    handler: RequestHandler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = FakeDevice(monkeypatch)
+    handler.answer(Open(linear(1, 8, 8).to_dict()))
+    monkeypatch.setattr(FakeSession, "result", RuntimeError("in the middle of a race"))
     with pytest.raises(RuntimeError, match=r"^in the middle of a race"):
-        desk.answer(ATTEMPT)
+        handler.answer(ATTEMPT)
     device.fault = "CUDA error: misaligned address"
     with pytest.raises(ContextLost, match=r"misaligned address.*in the middle of a race"):
-        desk.answer(ATTEMPT)
+        handler.answer(ATTEMPT)
 
 
-def test_torchs_complaint_is_one_line() -> None:
+def test_first_line_of_a_cuda_error() -> None:
     assert cuda_clock.first_line(RuntimeError("CUDA error: bad\nCUDA kernel errors might be ...")) == "CUDA error: bad"
     assert cuda_clock.first_line(RuntimeError("")) == "RuntimeError"
 
 
-def test_runs_may_be_bound_methods(gpu: FakeGpu) -> None:
-    """A race asks for ``lane.guarded`` anew each time: what is known of it must be found again."""
+def test_bound_methods_reuse_a_captured_graph(gpu: FakeGpu) -> None:
+    """A race makes a new bound method ``entry.guarded`` each time; the clock must recognise its graph."""
 
-    class Lane:
+    class Entry:
         run: Run
 
         def guarded(self, i: int) -> None:
             self.run(i)
 
-    lane, clock = Lane(), CudaClock(gpu)
-    lane.run = gpu.kernel(1e-5)  # type: ignore[method-assign]
+    entry, clock = Entry(), CudaClock(gpu)
+    entry.run = gpu.kernel(1e-5)  # type: ignore[method-assign]
     for _ in range(3):
-        clock.time_round([lane.guarded], [50])
+        clock.time_round([entry.guarded], [50])
     assert gpu.log.count("capture 56") == 1

@@ -10,13 +10,13 @@ from gemmtune.timing.race_entry import RaceEntry
 
 
 def eliminate(challengers: list[float], baseline_s: float = 1e-3, *, budget_s: float = 6.0) -> Elimination:
-    """Return the finished rounds of challengers with these seconds per call, each of its own group, on a steady clock.
+    """Return the finished rounds of challengers with these seconds per call, each of its own packing.
 
     ``noise`` is small, so that an interval after eight rounds is narrower than a tenth.
     """
     clock = FakeClock(0, noise=0.002)
-    entrants = [Entrant("aten", clock.kernel(baseline_s), incumbent=True)]
-    entrants += [Entrant(f"native{i}", clock.kernel(s), group=f"g{i}") for i, s in enumerate(challengers)]
+    entrants = [Entrant("aten", clock.kernel(baseline_s), is_baseline=True)]
+    entrants += [Entrant(f"native{i}", clock.kernel(s), packing=f"g{i}") for i, s in enumerate(challengers)]
     rounds = Elimination(entrants, clock, budget_s, 0, None, RaceSetup(), 50)
     rounds.choose()
     return rounds
@@ -29,7 +29,7 @@ def test_intervals_tell_whether_leader_and_baseline_are_far_apart(ratio: float, 
 
 
 @pytest.mark.parametrize(("ratio", "far_apart"), [(0.5, True), (1.0, False), (1.4, True)])
-def test_single_times_tell_it_before_there_are_eight_rounds(ratio: float, far_apart: bool) -> None:
+def test_single_times_tell_whether_they_are_far_apart_before_eight_rounds(ratio: float, far_apart: bool) -> None:
     rounds = eliminate([ratio * 1e-3])
     assert rounds.rounds < 8
     assert rounds.far_apart is far_apart
@@ -40,13 +40,13 @@ def test_one_challenger_and_one_baseline_are_chosen_after_the_last_screening() -
 
 
 @pytest.mark.parametrize(("seconds", "rounds"), [(15e-3, 4), (40e-3, 2)])
-def test_a_difference_that_two_stalls_explain_waits_for_the_second_screening(seconds: float, rounds: int) -> None:
+def test_difference_that_two_stalls_explain_waits_for_the_second_screening(seconds: float, rounds: int) -> None:
     slow = eliminate([6e-3, seconds], 6e-3).entries[-1]
     assert slow.stage == "screened"
     assert slow.reason.endswith(f"slower than the best after {rounds} rounds")
 
 
-def test_a_slow_entry_makes_only_the_calls_that_twice_the_floor_allows() -> None:
+def test_slow_entry_makes_only_the_calls_that_twice_the_floor_allows() -> None:
     fast, slow = (RaceEntry(str(s), lambda _: None, False, None, calls=1, times={0: s}) for s in (1e-6, 1e-4))
     raise_calls([fast, slow], 500, 500e-6)
     assert (fast.calls, slow.calls) == (500, 10)

@@ -1,4 +1,4 @@
-"""What else the machine does, and keeping to the idle part of it."""
+"""Machine state of the CPU, and pinning to idle CPUs."""
 
 from __future__ import annotations
 
@@ -13,59 +13,59 @@ from gemmtune.timing.machine import CpuMachine, CpuPinning, MachineState
 from gemmtune.timing.race import Entrant, RaceSetup, race
 
 
-class Changing:
-    """A machine whose weather is the next of a list each time, then the last for ever."""
+class FakeMachine:
+    """Machine that returns the states of a list in turn, and the last one from then on."""
 
-    def __init__(self, *weathers: MachineState) -> None:
-        self.left = [MachineState(), *weathers]
+    def __init__(self, *states: MachineState) -> None:
+        self.states = [MachineState(), *states]
 
     def weather(self) -> MachineState:
-        return self.left.pop(0) if len(self.left) > 1 else self.left[0]
+        return self.states.pop(0) if len(self.states) > 1 else self.states[0]
 
 
-def test_what_differs_is_said_and_trifles_are_not() -> None:
+def test_differs_reports_changes_of_load_and_frequency() -> None:
     assert MachineState(0.1, 3000).differs(MachineState(0.2, 3050)) == ""
     assert "0.1 to 1.0 cores" in MachineState(0.1, 3000).differs(MachineState(1.0, 3000))
     assert "3000 to 2500 MHz" in MachineState(0.1, 3000).differs(MachineState(0.1, 2500))
-    assert MachineState(0.0, 0.0).differs(MachineState(0.0, 2500)) == ""  # unknown before
+    assert MachineState(0.0, 0.0).differs(MachineState(0.0, 2500)) == ""  # the frequency was unknown
 
 
-def test_this_machine_has_a_weather() -> None:
+def test_state_of_this_machine_is_plausible() -> None:
     machine = CpuMachine()
     time.sleep(0.05)
-    weather = machine.weather()
-    assert 0.0 <= weather.load <= 2 * (os.cpu_count() or 1)
-    assert weather.frequency >= 0.0
-    assert "cores" in weather.words()["load"]
+    state = machine.weather()
+    assert 0.0 <= state.load <= 2 * (os.cpu_count() or 1)
+    assert state.frequency >= 0.0
+    assert "cores" in state.words()["load"]
 
 
-def test_own_work_is_no_load() -> None:
+def test_load_excludes_this_process() -> None:
     machine = CpuMachine()
     end = time.perf_counter() + 0.3
     while time.perf_counter() < end:
         pass
-    own = os.times()
-    assert own.user > 0.0
-    assert machine.weather().load <= (os.cpu_count() or 1) - 0.4  # one core was ours
+    process_times = os.times()
+    assert process_times.user > 0.0
+    assert machine.weather().load <= (os.cpu_count() or 1) - 0.4  # this process used one core
 
 
-def duel_of(machine: Changing, gain: float = 0.05) -> dict[str, str]:
+def race_conditions(machine: FakeMachine, gain: float = 0.05) -> dict[str, str]:
     clock = FakeClock(1, noise=0.02)
-    field = [Entrant("aten", clock.kernel(1e-3), incumbent=True), Entrant("ours", clock.kernel(1e-3 * (1 - gain)))]
-    result = race(field, clock, 6.0, setup=RaceSetup(machine=machine, conditions={"operands": "cold"}))
+    entrants = [Entrant("aten", clock.kernel(1e-3), is_baseline=True), Entrant("ours", clock.kernel(1e-3 * (1 - gain)))]
+    result = race(entrants, clock, 6.0, setup=RaceSetup(machine=machine, conditions={"operands": "cold"}))
     assert result.outcome == "winner"
     return result.conditions
 
 
-def test_a_duel_is_fought_again_when_the_load_changes() -> None:
-    conditions = duel_of(Changing(MachineState(0.0), MachineState(1.0)))
-    assert "0.0 to 1.0 cores" in conditions["fought again"]
+def test_paired_test_is_repeated_when_the_load_changes() -> None:
+    conditions = race_conditions(FakeMachine(MachineState(0.0), MachineState(1.0)))
+    assert "0.0 to 1.0 cores" in conditions["repeated"]
     assert conditions["load"] == "1.0 cores"
     assert conditions["operands"] == "cold"
 
 
-def test_a_duel_in_steady_weather_is_fought_once() -> None:
-    assert "fought again" not in duel_of(Changing(MachineState(1.0), MachineState(1.1)))
+def test_paired_test_runs_once_under_a_steady_load() -> None:
+    assert "repeated" not in race_conditions(FakeMachine(MachineState(1.0), MachineState(1.1)))
 
 
 @pytest.fixture
@@ -77,18 +77,18 @@ def affinity() -> Iterator[set[int]]:
     os.sched_setaffinity(0, before)
 
 
-def test_pins_keep_to_as_many_cpus_as_there_are_threads(affinity: set[int]) -> None:
-    pins = CpuPinning()
-    pins.choose(1, settle_s=0.01)
+def test_pinning_selects_one_cpu_per_thread(affinity: set[int]) -> None:
+    pinning = CpuPinning()
+    pinning.choose(1, settle_s=0.01)
     if len(affinity) > 1:
         assert len(os.sched_getaffinity(0)) == 1
-        assert pins.words == f"CPUs {min(os.sched_getaffinity(0))}"
+        assert pinning.words == f"CPUs {min(os.sched_getaffinity(0))}"
     else:
-        assert pins.words == ""
+        assert pinning.words == ""
 
 
-def test_pins_leave_a_process_alone_that_needs_every_cpu(affinity: set[int]) -> None:
-    pins = CpuPinning()
-    pins.choose(len(affinity), settle_s=0.01)
+def test_pinning_is_skipped_when_all_cpus_are_needed(affinity: set[int]) -> None:
+    pinning = CpuPinning()
+    pinning.choose(len(affinity), settle_s=0.01)
     assert os.sched_getaffinity(0) == affinity
-    assert pins.words == ""
+    assert pinning.words == ""

@@ -1,4 +1,4 @@
-"""Races on the simulated clock: false winners, true winners, budgets, and what is said about everyone."""
+"""Races on the simulated clock: false and true winners, budgets, and the result of each entrant."""
 
 from __future__ import annotations
 
@@ -17,235 +17,235 @@ from gemmtune.timing.surroundings import Surrounding
 NOISY = {"noise": 0.02, "drift": 0.01, "stalls": 0.03}
 
 
-def line_up(clock: FakeClock, challengers: Sequence[float], incumbents: Sequence[float]) -> list[Entrant]:
-    field = [Entrant(f"aten{i}", clock.kernel(s), incumbent=True) for i, s in enumerate(incumbents)]
-    return field + [Entrant(f"native{i}", clock.kernel(s), group=f"g{i % 2}") for i, s in enumerate(challengers)]
+def make_entrants(clock: FakeClock, challengers: Sequence[float], incumbents: Sequence[float]) -> list[Entrant]:
+    baselines = [Entrant(f"aten{i}", clock.kernel(s), is_baseline=True) for i, s in enumerate(incumbents)]
+    return baselines + [Entrant(f"native{i}", clock.kernel(s), packing=f"g{i % 2}") for i, s in enumerate(challengers)]
 
 
-def sweep(
+def run_race(
     challengers: Sequence[float], incumbents: Sequence[float], seed: int = 0, budget: float = 6.0, **clock: float
 ) -> RaceResult:
-    fake = FakeClock(seed, **clock)  # type: ignore[arg-type]
-    return race(line_up(fake, challengers, incumbents), fake, budget, seed=seed)
+    fake_clock = FakeClock(seed, **clock)  # type: ignore[arg-type]
+    return race(make_entrants(fake_clock, challengers, incumbents), fake_clock, budget, seed=seed)
 
 
 @pytest.mark.parametrize(("count", "runs"), [(2, 150), (20, 100), (200, 50)])
 def test_identical_candidates_tie(count: int, runs: int) -> None:
-    outcomes = [sweep([1e-3] * count, [1e-3] * 3, seed, **NOISY).outcome for seed in range(runs)]
+    outcomes = [run_race([1e-3] * count, [1e-3] * 3, seed, **NOISY).outcome for seed in range(runs)]
     assert outcomes == ["tie"] * runs
 
 
 @pytest.mark.parametrize(("gain", "least"), [(0.02, 0.95), (0.05, 0.99)])
-def test_planted_gains_are_found(gain: float, least: float) -> None:
+def test_faster_candidates_win(gain: float, least: float) -> None:
     runs = 60
-    found = [sweep([1e-3] * 9 + [(1 - gain) * 1e-3], [1e-3, 1.2e-3], seed, **NOISY) for seed in range(runs)]
-    right = sum(r.outcome == "winner" and r.leader == "native9" for r in found)
-    assert right >= least * runs
+    results = [run_race([1e-3] * 9 + [(1 - gain) * 1e-3], [1e-3, 1.2e-3], seed, **NOISY) for seed in range(runs)]
+    correct = sum(r.outcome == "winner" and r.leader == "native9" for r in results)
+    assert correct >= least * runs
 
 
-def test_a_winner_beats_the_fastest_incumbent_not_just_any() -> None:
-    result = sweep([0.9e-3], [1.3e-3, 0.8e-3, 1.0e-3], **NOISY)
-    assert (result.outcome, result.leader, result.incumbent) == ("tie", "aten1", "aten1")
+def test_winner_must_beat_the_fastest_baseline() -> None:
+    result = run_race([0.9e-3], [1.3e-3, 0.8e-3, 1.0e-3], **NOISY)
+    assert (result.outcome, result.leader, result.baseline) == ("tie", "aten1", "aten1")
 
 
 def test_gains_below_the_threshold_are_ties() -> None:
-    outcomes = [sweep([0.998e-3], [1e-3], seed, noise=0.005).outcome for seed in range(20)]
+    outcomes = [run_race([0.998e-3], [1e-3], seed, noise=0.005).outcome for seed in range(20)]
     assert outcomes == ["tie"] * 20
 
 
-def test_the_result_says_how_far_everyone_came() -> None:
-    result = sweep([0.5e-3, 0.55e-3, 2e-3], [1e-3, 3e-3], noise=0.01)
-    rows = result.standings
-    assert (result.outcome, result.leader, result.incumbent) == ("winner", "native0", "aten0")
+def test_result_has_the_stage_and_reason_of_each_entrant() -> None:
+    result = run_race([0.5e-3, 0.55e-3, 2e-3], [1e-3, 3e-3], noise=0.01)
+    rows = result.evidence
+    assert (result.outcome, result.leader, result.baseline) == ("winner", "native0", "aten0")
     assert rows["native0"].stage == "winner"
     assert rows["native1"].stage == "eliminated"
     assert "x the time of native0" in rows["native1"].reason
     assert rows["native2"].stage == "screened"
     assert "slower than the best after 4 rounds" in rows["native2"].reason
     assert rows["aten0"].stage == "finalist"
-    assert "slower than the best incumbent" in rows["aten1"].reason
+    assert "slower than the best baseline" in rows["aten1"].reason
     assert result.stopped == rows["native0"].reason
     assert "after 50 pairs" in result.stopped
 
 
-def test_samples_carry_paired_ratios_to_the_incumbent() -> None:
-    result = sweep([0.5e-3] * 2, [1e-3], noise=0.02, drift=0.2, drift_s=0.05)
+def test_samples_have_paired_ratios_to_the_baseline() -> None:
+    result = run_race([0.5e-3] * 2, [1e-3], noise=0.02, drift=0.2, drift_s=0.05)
     for name in ("native0", "native1"):
-        sample = result.standings[name].sample
+        sample = result.evidence[name].sample
         assert sample is not None
         assert sample.ratio_lo <= sample.ratio <= sample.ratio_hi
         assert sample.ratio == pytest.approx(0.5, rel=0.03)
         assert sample.lo_s <= sample.median_s <= sample.hi_s
         assert len(sample.times) == min(64, sample.rounds)
-    incumbent = result.standings["aten0"].sample
+    incumbent = result.evidence["aten0"].sample
     assert incumbent is not None
     assert (incumbent.ratio, incumbent.ratio_lo, incumbent.ratio_hi) == (1.0, 1.0, 1.0)
 
 
 def test_alternatives_are_the_fastest_of_each_group() -> None:
-    result = sweep([0.7e-3, 0.5e-3, 0.6e-3, 0.9e-3], [1e-3], noise=0.005)
+    result = run_race([0.7e-3, 0.5e-3, 0.6e-3, 0.9e-3], [1e-3], noise=0.005)
     assert result.alternatives == {"g1": "native1", "g0": "native2", "": "aten0"}
 
 
 @pytest.mark.parametrize("budget", [0.05, 0.5, 5.0])
 @pytest.mark.parametrize("seconds", [5e-6, 1e-3, 5e-3])
-def test_the_budget_is_kept(budget: float, seconds: float) -> None:
-    longest = 8 * max(seconds, 500e-6) * 4  # calibrating and one round
-    quiet = sweep([seconds] * 6, [seconds] * 2, budget=budget, noise=0.02)
-    assert quiet.seconds <= max(1.1 * budget, longest)
-    assert "extended" not in quiet.conditions
-    disturbed = sweep([seconds] * 6, [seconds] * 2, budget=budget, **NOISY)
+def test_race_stays_within_its_budget(budget: float, seconds: float) -> None:
+    longest = 8 * max(seconds, 500e-6) * 4  # calibration and one round
+    steady = run_race([seconds] * 6, [seconds] * 2, budget=budget, noise=0.02)
+    assert steady.seconds <= max(1.1 * budget, longest)
+    assert "extended" not in steady.conditions
+    disturbed = run_race([seconds] * 6, [seconds] * 2, budget=budget, **NOISY)
     assert disturbed.seconds <= max(2.1 * budget, longest)
 
 
-def test_slow_kernels_get_fewer_pairs_but_an_interval_all_the_same() -> None:
-    result = sweep([0.05, 0.1], [0.1], budget=4.0, **NOISY)
+def test_slow_kernels_are_decided_with_fewer_pairs() -> None:
+    result = run_race([0.05, 0.1], [0.1], budget=4.0, **NOISY)
     assert (result.outcome, result.leader) == ("winner", "native0")
     assert result.seconds <= 4.4
 
 
 @pytest.mark.parametrize(("count", "budget"), [(1, 0.5), (2, 0.8), (4, 0.8), (8, 0.7)])
-def test_a_short_race_leaves_its_duel_enough_pairs_to_decide(count: int, budget: float) -> None:
-    """Where emptying the caches takes far longer than what is timed."""
+def test_short_race_leaves_enough_pairs_for_the_paired_test(count: int, budget: float) -> None:
+    """Cache flushes take far longer here than the kernels."""
     for seed in range(10):
-        result = sweep([1e-3] * count, [4e-3], seed, budget, chill_s=20e-3)
+        result = run_race([1e-3] * count, [4e-3], seed, budget, chill_s=20e-3)
         assert result.outcome == "winner"
         assert result.seconds <= 1.1 * budget
 
 
-def test_a_race_with_little_time_goes_on_with_fewer() -> None:
-    """Twenty entrants, and time for a round and a half: the best is timed again, and the best of each group."""
+def test_race_with_little_time_drops_entrants() -> None:
+    """There are twenty entrants and time for 1.5 rounds: only the best, and the best of each group, are timed again."""
     clock = FakeClock(chill_s=10e-3, noise=0.05)
     seconds = [4e-3, *[4.4e-3] * 18]
-    earlier = {f"native{i}": s for i, s in enumerate(seconds)}
-    result = race(line_up(clock, seconds, [6e-3]), clock, 1.5, setup=RaceSetup(earlier_s=earlier))
+    earlier_s = {f"native{i}": s for i, s in enumerate(seconds)}
+    result = race(make_entrants(clock, seconds, [6e-3]), clock, 1.5, setup=RaceSetup(earlier_s=earlier_s))
     assert (result.outcome, result.leader) == ("winner", "native0")
     assert result.rounds >= 5
-    dropped = [row for row in result.standings.values() if "more than the time allows" in row.reason]
+    dropped = [row for row in result.evidence.values() if "more than the time allows" in row.reason]
     assert len(dropped) >= 10
     assert {row.stage for row in dropped} == {"screened"}
     assert set(result.alternatives) == {"", "g0", "g1"}
     assert result.seconds <= 1.65
 
 
-def test_too_small_a_budget_leaves_the_incumbent() -> None:
-    result = sweep([0.05] * 3, [0.1], budget=0.3)
+def test_baseline_wins_with_too_small_a_budget() -> None:
+    result = run_race([0.05] * 3, [0.1], budget=0.3)
     assert (result.outcome, result.leader) == ("tie", "aten0")
     assert "a decision needs 9" in result.stopped or "no challenger" in result.stopped
-    assert {row.stage for row in result.standings.values()} >= {"untried"}
+    assert {row.stage for row in result.evidence.values()} >= {"untried"}
 
 
-def test_heavy_stalls_lengthen_but_do_not_change() -> None:
-    outcomes = [sweep([0.95e-3, 1e-3], [1e-3], s, noise=0.03, stalls=0.1, stall_s=8e-3) for s in range(30)]
+def test_heavy_stalls_do_not_change_the_outcome() -> None:
+    outcomes = [run_race([0.95e-3, 1e-3], [1e-3], s, noise=0.03, stalls=0.1, stall_s=8e-3) for s in range(30)]
     assert [r.leader for r in outcomes] == ["native0"] * 30
-    ties = [sweep([1e-3], [1e-3], s, noise=0.03, stalls=0.1, stall_s=8e-3).outcome for s in range(30)]
+    ties = [run_race([1e-3], [1e-3], s, noise=0.03, stalls=0.1, stall_s=8e-3).outcome for s in range(30)]
     assert ties == ["tie"] * 30
 
 
-def test_equal_seeds_give_equal_races() -> None:
-    assert sweep([1e-3, 0.97e-3], [1e-3], 3, **NOISY) == sweep([1e-3, 0.97e-3], [1e-3], 3, **NOISY)
+def test_races_with_equal_seeds_are_equal() -> None:
+    assert run_race([1e-3, 0.97e-3], [1e-3], 3, **NOISY) == run_race([1e-3, 0.97e-3], [1e-3], 3, **NOISY)
 
 
-def test_no_incumbent_and_nobody() -> None:
-    alone = sweep([1e-3, 0.5e-3], [])
-    assert (alone.outcome, alone.leader, alone.incumbent) == ("winner", "native1", None)
-    assert sweep([], [1e-3, 0.5e-3]).leader == "aten1"
-    empty = sweep([], [])
+def test_race_without_a_baseline_or_without_entrants() -> None:
+    alone = run_race([1e-3, 0.5e-3], [])
+    assert (alone.outcome, alone.leader, alone.baseline) == ("winner", "native1", None)
+    assert run_race([], [1e-3, 0.5e-3]).leader == "aten1"
+    empty = run_race([], [])
     assert (empty.outcome, empty.leader) == ("none_valid", None)
 
 
 @pytest.mark.parametrize("after", [0, 3, 200])
 @pytest.mark.parametrize(("victim", "leader"), [("aten0", "native0"), ("native0", "native1")])
-def test_an_entrant_that_raises_is_out_and_costs_nobody_else(victim: str, leader: str, after: int) -> None:
-    """Half a millisecond screens the others out; they come back when it fails, even in the duel."""
+def test_entrant_that_raises_fails_alone(victim: str, leader: str, after: int) -> None:
+    """The victim's 0.5 ms eliminate the others, which return when it fails, even in the paired test."""
     clock = FakeClock(0)
     calls = 0
 
-    def breaking(i: int) -> None:
+    def raising(i: int) -> None:
         nonlocal calls
         calls += 1
         if calls > after:
             raise RuntimeError("lost its way")
         clock.kernel(0.5e-3)(i)
 
-    field = [
-        Entrant("aten0", clock.kernel(1.1e-3), incumbent=True),
-        Entrant("aten1", clock.kernel(1.0e-3), incumbent=True),
+    entrants = [
+        Entrant("aten0", clock.kernel(1.1e-3), is_baseline=True),
+        Entrant("aten1", clock.kernel(1.0e-3), is_baseline=True),
         Entrant("native0", clock.kernel(0.48e-3 if victim == "aten0" else 0.8e-3)),
         Entrant("native1", clock.kernel(0.82e-3)),
     ]
-    field = [Entrant(e.id, breaking if e.id == victim else e.run, e.incumbent) for e in field]
-    result = race(field, clock, 2.0, min_duel=300)
-    assert result.standings[victim].stage == "failed"
-    assert "RuntimeError: lost its way" in result.standings[victim].reason
+    entrants = [Entrant(e.id, raising if e.id == victim else e.run, e.is_baseline) for e in entrants]
+    result = race(entrants, clock, 2.0, min_pairs=300)
+    assert result.evidence[victim].stage == "failed"
+    assert "RuntimeError: lost its way" in result.evidence[victim].reason
     assert (result.outcome, result.leader) == ("winner", leader)
-    assert result.incumbent == "aten1"
+    assert result.baseline == "aten1"
     assert calls == after + 1
 
 
-def test_real_kernels_on_the_real_clock() -> None:
+def test_race_of_real_kernels_on_the_cpu_clock() -> None:
     small, large = torch.randn(32, 64), torch.randn(512, 512)
-    field = [
-        Entrant("aten", lambda i: torch.mm(large, large), incumbent=True),
+    entrants = [
+        Entrant("aten", lambda i: torch.mm(large, large), is_baseline=True),
         Entrant("less", lambda i: torch.mm(small, small.t())),
     ]
-    result = race(field, CpuClock(), 20.0)  # ends after 50 pairs, 0.2 s on an idle machine
+    result = race(entrants, CpuClock(), 20.0)  # stops after 50 pairs, 0.2 s on an idle machine
     assert (result.outcome, result.leader) == ("winner", "less")
-    sample = result.standings["less"].sample
+    sample = result.evidence["less"].sample
     assert sample is not None
     assert 0.0 < sample.ratio_lo <= sample.ratio <= sample.ratio_hi < 1.0
 
 
-def test_entrants_alike_make_equally_many_calls_a_timing() -> None:
+def test_similar_entrants_have_equal_call_counts() -> None:
     clock, counts = FakeClock(0), list[list[int]]()
-    given = clock.time_round
+    original = clock.time_round
 
-    def watched(runs: Sequence[Run], calls: Sequence[int]) -> list[float]:
+    def record_counts(runs: Sequence[Run], calls: Sequence[int]) -> list[float]:
         counts.append(sorted(calls))
-        return given(runs, calls)
+        return original(runs, calls)
 
-    clock.time_round = watched  # type: ignore[method-assign]
+    clock.time_round = record_counts  # type: ignore[method-assign]
     times = iter((3, 4, 5))
     clock.calls_for = lambda run, floor_s: next(times)  # type: ignore[method-assign]
-    race(line_up(clock, [1e-4, 1e-4], [1e-4]), clock, 2.0)
+    race(make_entrants(clock, [1e-4, 1e-4], [1e-4]), clock, 2.0)
     assert counts[0] == [3, 4, 5]
     assert all(len(set(row)) == 1 for row in counts[4:])
 
 
-def test_a_duels_timings_are_as_long_as_its_clock_wants_them() -> None:
+def test_timings_of_the_paired_test_have_the_clocks_length() -> None:
     clock, counts = FakeClock(0), list[list[int]]()
-    clock.duel_s, given = 2e-3, clock.time_round
+    clock.paired_timing_s, original = 2e-3, clock.time_round
 
-    def watched(runs: Sequence[Run], calls: Sequence[int]) -> list[float]:
+    def record_counts(runs: Sequence[Run], calls: Sequence[int]) -> list[float]:
         counts.append(list(calls))
-        return given(runs, calls)
+        return original(runs, calls)
 
-    clock.time_round = watched  # type: ignore[method-assign]
-    race(line_up(clock, [0.9e-4, 1.1e-4], [1e-4]), clock, 4.0)
+    clock.time_round = record_counts  # type: ignore[method-assign]
+    race(make_entrants(clock, [0.9e-4, 1.1e-4], [1e-4]), clock, 4.0)
     assert len(counts[0]) == 3
     assert max(counts[0]) <= 6
     assert all(row[0] == row[1] and 20 <= row[0] <= 24 for row in counts[-50:])
 
 
-def test_progress_reports_the_leader() -> None:
-    clock, seen = FakeClock(0), list[BestSoFar]()
-    race(line_up(clock, [0.5e-3, 0.98e-3], [1e-3, 1.01e-3]), clock, 2.0, progress=seen.append)
-    assert seen
-    assert {event.candidate_id for event in seen} == {"native0"}
-    assert seen[-1].ratio == pytest.approx(0.5, rel=0.05)
+def test_progress_reports_the_best_candidate() -> None:
+    clock, events = FakeClock(0), list[BestSoFar]()
+    race(make_entrants(clock, [0.5e-3, 0.98e-3], [1e-3, 1.01e-3]), clock, 2.0, progress=events.append)
+    assert events
+    assert {event.candidate_id for event in events} == {"native0"}
+    assert events[-1].ratio == pytest.approx(0.5, rel=0.05)
 
 
 def test_drift_is_reported_as_a_condition() -> None:
-    steady = sweep([1e-3], [1e-3], noise=0.005)
+    steady = run_race([1e-3], [1e-3], noise=0.005)
     assert steady.conditions == {}
-    moved = sweep([1e-3] * 4, [1e-3], noise=0.002, drift=0.4, drift_s=2.0)
+    moved = run_race([1e-3] * 4, [1e-3], noise=0.002, drift=0.4, drift_s=2.0)
     assert moved.conditions["drift"].endswith("%")
-    sample = moved.standings["aten0"].sample
+    sample = moved.evidence["aten0"].sample
     assert sample is not None
     assert sample.conditions == moved.conditions
 
 
-def test_bad_arguments() -> None:
+def test_invalid_arguments_raise_value_error() -> None:
     clock = FakeClock(0)
     with pytest.raises(ValueError, match="budget_s must be positive"):
         race([], clock, 0.0)
@@ -253,41 +253,41 @@ def test_bad_arguments() -> None:
         race([Entrant("x", clock.kernel(1.0)), Entrant("x", clock.kernel(1.0))], clock, 1.0)
 
 
-def test_operands_are_moved_and_a_winner_wins_everywhere() -> None:
-    """Half of the places flatter the challenger by 4%, the others the incumbent: no winner, however sure the pairs."""
-    luck = (0.96, 1.04)
+def test_no_winner_when_the_faster_entry_depends_on_the_addresses() -> None:
+    """Half of the addresses favour the challenger by 4%, the others the baseline: no winner, however sure the pairs."""
+    factors = (0.96, 1.04)
     for seed in range(10):
-        clock, places = FakeClock(seed, noise=0.01), []
-        good = clock.kernel(1e-3)
+        clock, moves = FakeClock(seed, noise=0.01), []
+        baseline = clock.kernel(1e-3)
 
-        def challenger(i: int, clock: FakeClock = clock, places: list[int] = places) -> None:
-            clock.kernel(1e-3 * luck[len(places) % 2])(i)
+        def challenger(i: int, clock: FakeClock = clock, moves: list[int] = moves) -> None:
+            clock.kernel(1e-3 * factors[len(moves) % 2])(i)
 
-        field = [Entrant("aten", good, incumbent=True), Entrant("ours", challenger)]
-        result = race(field, clock, 6.0, seed=seed, setup=RaceSetup(move=lambda places=places: places.append(1)))  # type: ignore[misc]
+        entrants = [Entrant("aten", baseline, is_baseline=True), Entrant("ours", challenger)]
+        result = race(entrants, clock, 6.0, seed=seed, setup=RaceSetup(move=lambda moves=moves: moves.append(1)))  # type: ignore[misc]
         assert result.outcome == "tie"
-        assert len(places) >= 2
+        assert len(moves) >= 2
 
 
-def test_moving_that_takes_long_is_left_alone() -> None:
+def test_slow_operand_moves_are_not_repeated() -> None:
     clock, moves = FakeClock(0, noise=0.01), []
 
     def move() -> None:
         moves.append(1)
         clock._time += 3.0
 
-    field = [Entrant("aten", clock.kernel(1e-3), incumbent=True), Entrant("ours", clock.kernel(0.9e-3))]
-    result = race(field, clock, 6.0, setup=RaceSetup(move=move))
+    entrants = [Entrant("aten", clock.kernel(1e-3), is_baseline=True), Entrant("ours", clock.kernel(0.9e-3))]
+    result = race(entrants, clock, 6.0, setup=RaceSetup(move=move))
     assert result.outcome == "winner"
     assert len(moves) == 1
-    assert race(field, clock, 6.0, setup=RaceSetup(move=move, move_s=3.0)).outcome == "winner"
+    assert race(entrants, clock, 6.0, setup=RaceSetup(move=move, move_s=3.0)).outcome == "winner"
     assert len(moves) == 1
 
 
-def test_a_tie_is_explained_by_the_paired_test() -> None:
-    result = sweep([1e-3], [1e-3], noise=0.005)
+def test_tie_is_explained_by_the_paired_test() -> None:
+    result = run_race([1e-3], [1e-3], noise=0.005)
     assert result.outcome == "tie"
-    assert result.stopped == result.standings["aten0"].reason
+    assert result.stopped == result.evidence["aten0"].reason
     assert result.stopped.endswith("not faster by 0.3%")
 
 
@@ -302,45 +302,45 @@ class ChangingMachine:
         return MachineState(load=0.0 if self.reads <= 2 else 1.5)
 
 
-def test_the_paired_test_is_repeated_when_the_load_changed_meanwhile() -> None:
+def test_paired_test_is_repeated_when_the_load_changed_meanwhile() -> None:
     clock = FakeClock(0)
-    result = race(line_up(clock, [0.9e-3], [1e-3]), clock, 60.0, setup=RaceSetup(machine=ChangingMachine()))
+    result = race(make_entrants(clock, [0.9e-3], [1e-3]), clock, 60.0, setup=RaceSetup(machine=ChangingMachine()))
     assert result.outcome == "winner"
-    assert result.conditions["fought again"] == "others' load went from 0.0 to 1.5 cores"
+    assert result.conditions["repeated"] == "others' load went from 0.0 to 1.5 cores"
 
 
 def test_stalls_in_the_paired_test_extend_the_race() -> None:
     """The times are steady apart from the stalls: their MAD shows no noise."""
-    disturbed = sweep([0.994e-3], [1e-3], budget=0.3, noise=0.01, stalls=0.1)
+    disturbed = run_race([0.994e-3], [1e-3], budget=0.3, noise=0.01, stalls=0.1)
     assert "extended" in disturbed.conditions
     assert disturbed.seconds > 1.1 * 0.3
-    assert "extended" not in sweep([0.994e-3], [1e-3], budget=0.3, noise=0.01).conditions
+    assert "extended" not in run_race([0.994e-3], [1e-3], budget=0.3, noise=0.01).conditions
 
 
 def layouts_race(raw_s: float, raw_aten_s: float, packed_aten_s: float) -> RaceResult:
     clock = FakeClock(3, noise=0.01)
     entrants = [
-        Entrant("aten/packed", clock.kernel(packed_aten_s), incumbent=True, group="aten:copy"),
-        Entrant("aten/raw", clock.kernel(raw_aten_s), incumbent=True),
+        Entrant("aten/packed", clock.kernel(packed_aten_s), is_baseline=True, packing="aten:copy"),
+        Entrant("aten/raw", clock.kernel(raw_aten_s), is_baseline=True),
         Entrant("native/raw", clock.kernel(raw_s)),
     ]
     return race(entrants, clock, 6.0, seed=3)
 
 
-def test_a_raw_winner_is_compared_with_the_packed_baseline_that_it_beat() -> None:
+def test_raw_winner_is_compared_with_the_packed_baseline_that_it_beat() -> None:
     result = layouts_race(0.8e-3, 1.1e-3, 1e-3)
     assert (result.outcome, result.leader) == ("winner", "native/raw")
     assert result.layouts[""].baseline == "aten/packed"
 
 
-def test_a_raw_challenger_behind_a_packed_baseline_is_compared_with_the_raw_one() -> None:
+def test_raw_challenger_behind_a_packed_baseline_is_compared_with_the_raw_one() -> None:
     result = layouts_race(1e-3, 1.5e-3, 0.9e-3)
     assert (result.outcome, result.leader) == ("tie", "aten/packed")
     layout = result.layouts[""]
     assert (layout.outcome, layout.candidate, layout.baseline) == ("winner", "native/raw", "aten/raw")
 
 
-def test_a_challenger_that_raises_among_other_work_is_out_and_the_next_one_wins() -> None:
+def test_challenger_that_raises_among_other_work_is_out_and_the_next_one_wins() -> None:
     clock = FakeClock(0)
 
     def run_of(name: str, variant: str) -> Run:
@@ -350,9 +350,10 @@ def test_a_challenger_that_raises_among_other_work_is_out_and_the_next_one_wins(
         return raising if name == "native0" else clock.kernel({"native1": 0.9e-3}.get(name, 1e-3))
 
     surrounding = Surrounding("behind an elementwise kernel", run_of)
-    entrants = line_up(clock, [0.8e-3, 0.805e-3], [1e-3])
+    entrants = make_entrants(clock, [0.8e-3, 0.805e-3], [1e-3])
     result = race(entrants, clock, 6.0, setup=RaceSetup(surroundings=[surrounding]))
     assert (result.outcome, result.leader) == ("winner", "native1")
-    failed = result.standings["native0"]
-    assert (failed.stage, failed.fault) == ("failed", "crashed")
+    failed = result.evidence["native0"]
+    assert failed.verdict is not None
+    assert (failed.stage, failed.verdict.kind) == ("failed", "crashed")
     assert failed.reason == "raised RuntimeError: illegal memory access behind an elementwise kernel"

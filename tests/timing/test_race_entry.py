@@ -1,4 +1,4 @@
-"""Lanes: ranking them when the machine's pace changes."""
+"""Race entries: their ranking when the machine's speed changes."""
 
 from __future__ import annotations
 
@@ -7,32 +7,36 @@ import random
 from gemmtune.timing.race_entry import RaceEntry, ranked
 
 
-def _lane(name: str, times: dict[int, float]) -> RaceEntry:
-    lane = RaceEntry(name, lambda _: None, False, None)
+def _make_entry(name: str, times: dict[int, float]) -> RaceEntry:
+    entry = RaceEntry(name, lambda _: None, False, None)
     for round_, seconds in times.items():
-        lane.record(round_, seconds, 0.0)
-    return lane
+        entry.record(round_, seconds, 0.0)
+    return entry
 
 
-def test_ranked_by_what_lanes_did_in_the_same_rounds() -> None:
-    # In half of the rounds the machine is slow, and the two differ in how much that costs them: their own medians fall
-    # on one side or the other of the gap.
+def test_ranking_compares_times_within_rounds() -> None:
+    # The machine is slow in half of the rounds. Each entry's own median falls on one side or the other of the gap
+    # between slow and fast rounds.
     rng = random.Random(0)
-    paces = [2.0 if rng.random() < 0.5 else 1.0 for _ in range(41)]
-    quick = _lane("quick", {r: 1.00e-3 * pace * rng.uniform(0.99, 1.01) for r, pace in enumerate(paces)})
-    slow = _lane("slow", {r: 1.03e-3 * pace * rng.uniform(0.99, 1.01) for r, pace in enumerate(paces)})
-    other = _lane("other", {r: 1.10e-3 * pace for r, pace in enumerate(paces)})
-    assert [lane.id for lane in ranked([other, slow, quick])] == ["quick", "slow", "other"]
+    slowdowns = [2.0 if rng.random() < 0.5 else 1.0 for _ in range(41)]
+    quick = _make_entry(
+        "quick", {r: 1.00e-3 * slowdown * rng.uniform(0.99, 1.01) for r, slowdown in enumerate(slowdowns)}
+    )
+    slow = _make_entry(
+        "slow", {r: 1.03e-3 * slowdown * rng.uniform(0.99, 1.01) for r, slowdown in enumerate(slowdowns)}
+    )
+    other = _make_entry("other", {r: 1.10e-3 * slowdown for r, slowdown in enumerate(slowdowns)})
+    assert [entry.id for entry in ranked([other, slow, quick])] == ["quick", "slow", "other"]
 
 
-def test_ranked_uses_only_rounds_that_all_share() -> None:
-    # The late one met the slow rounds only.
-    early = _lane("early", {r: 1.0e-3 if r < 10 else 2.0e-3 for r in range(20)})
-    late = _lane("late", dict.fromkeys(range(10, 20), 0.0019))
-    assert [lane.id for lane in ranked([early, late])] == ["late", "early"]
+def test_ranking_uses_only_shared_rounds() -> None:
+    # The entry "late" has times of slow rounds only.
+    early = _make_entry("early", {r: 1.0e-3 if r < 10 else 2.0e-3 for r in range(20)})
+    late = _make_entry("late", dict.fromkeys(range(10, 20), 0.0019))
+    assert [entry.id for entry in ranked([early, late])] == ["late", "early"]
 
 
-def test_ranked_without_a_shared_round_falls_back_to_medians() -> None:
-    first, second = _lane("first", {0: 2.0e-3}), _lane("second", {1: 1.0e-3})
-    assert [lane.id for lane in ranked([first, second])] == ["second", "first"]
+def test_ranking_uses_medians_without_a_shared_round() -> None:
+    first, second = _make_entry("first", {0: 2.0e-3}), _make_entry("second", {1: 1.0e-3})
+    assert [entry.id for entry in ranked([first, second])] == ["second", "first"]
     assert ranked([]) == []

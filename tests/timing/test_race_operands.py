@@ -1,4 +1,4 @@
-"""The operands of a race: which copies kernels are called on, and within which memory."""
+"""The operands of a race: the copies on which kernels are called, and the memory limit."""
 
 from __future__ import annotations
 
@@ -25,127 +25,127 @@ TARGET = Target("cpu", "small cache", "x86_64", caches=(32 << 10, 1 << 18, 1 << 
 PROBLEM = Problem("mm", 2, 256, 1024, Operand("float32"), Operand("float32", Layout("col"), constant=True), "float32")
 
 
-class Recorder(Kernel):
-    """Notes which B it was called with."""
+class RecordingKernel(Kernel):
+    """Kernel that records the addresses of B."""
 
     def __init__(self, name: str, packing: str | None, size: int = 0, backend: str = "x") -> None:
         self.candidate, self.problem, self.packing = Candidate.make(backend, name), PROBLEM, packing
         self.size = size
-        self.seen: list[int] = []
+        self.b_addresses: list[int] = []
 
     def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
         data = b.data[0] if isinstance(b, PackedWeight) else b
-        self.seen.append(data.data_ptr())
+        self.b_addresses.append(data.data_ptr())
 
     def pack(self, b: Any) -> PackedWeight:
         data = b.new_empty(self.size // 4) if self.size else b.clone()
         return PackedWeight(str(self.packing), (data,), PROBLEM.n, PROBLEM.k, "float32")
 
 
-def track(*kernels: Recorder, problem: Problem = PROBLEM) -> RaceOperands:
+def make_operands(*kernels: RecordingKernel, problem: Problem = PROBLEM) -> RaceOperands:
     return RaceOperands({kernel.candidate.id: kernel for kernel in kernels}, problem, devices.of(TARGET), 0, None)
 
 
-def test_the_last_level_cache() -> None:
+def test_last_level_cache_of_a_cpu() -> None:
     assert last_level_cache(TARGET) == MB
     assert last_level_cache(Target("cpu", "x", "y", caches=(1, 2, 0))) == 2
     assert last_level_cache(Target("cpu", "x", "y")) == 32 * MB
 
 
-def test_kernels_of_one_layout_take_its_copies_in_turn() -> None:
-    first, second = Recorder("a", "p"), Recorder("b", "p")
-    laid = track(first, second)
+def test_kernels_of_one_layout_rotate_over_its_copies() -> None:
+    first, second = RecordingKernel("a", "p"), RecordingKernel("b", "p")
+    operands = make_operands(first, second)
     for _ in range(4):
-        for entrant in laid._entrants:
+        for entrant in operands._entrants:
             entrant.run(0)
-    together = [pointer for pair in zip(first.seen, second.seen, strict=True) for pointer in pair]
-    copies = len(set(together))
-    assert copies == 2  # one MB each, twice the cache
-    assert all(x != y for x, y in itertools.pairwise(together))
+    addresses = [pointer for pair in zip(first.b_addresses, second.b_addresses, strict=True) for pointer in pair]
+    copies = len(set(addresses))
+    assert copies == 2  # one MB each, twice the cache in total
+    assert all(x != y for x, y in itertools.pairwise(addresses))
 
 
-def test_raw_and_packed_kernels_have_their_own() -> None:
-    raw, packed = Recorder("raw", None), Recorder("packed", "p")
-    laid = track(raw, packed)
-    for entrant in laid._entrants:
+def test_raw_and_packed_kernels_have_separate_copies() -> None:
+    raw, packed = RecordingKernel("raw", None), RecordingKernel("packed", "p")
+    operands = make_operands(raw, packed)
+    for entrant in operands._entrants:
         entrant.run(0)
-    assert raw.seen[0] != packed.seen[0]
-    assert [entrant.group for entrant in laid._entrants] == ["", "p"]
+    assert raw.b_addresses[0] != packed.b_addresses[0]
+    assert [entrant.packing for entrant in operands._entrants] == [None, "p"]
 
 
-def test_packing_counts_for_an_operand_that_is_not_constant() -> None:
+def test_changing_operand_is_packed_in_each_call() -> None:
     problem = Problem("mm", 2, 256, 1024, Operand("float32"), Operand("float32", Layout("col")), "float32")
-    packs = []
+    packing_calls = []
 
-    class Packing(Recorder):
+    class Packing(RecordingKernel):
         def pack(self, b: Any) -> PackedWeight:
-            packs.append(1)
+            packing_calls.append(1)
             return super().pack(b)
 
-    laid = track(Packing("p", "p"), problem=problem)
-    assert packs == []
+    operands = make_operands(Packing("p", "p"), problem=problem)
+    assert packing_calls == []
     for _ in range(3):
-        laid._entrants[0].run(0)
-    assert len(packs) == 3
+        operands._entrants[0].run(0)
+    assert len(packing_calls) == 3
 
 
-def test_layouts_beyond_the_memory_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layouts_beyond_the_memory_limit_are_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices.HostTiming, "spare_bytes", 8 * MB)
-    kernels = [Recorder(name, name, 4 * MB) for name in "abcdef"]
-    laid = track(*kernels, Recorder("raw", None))
-    raced = {entrant.id for entrant in laid._entrants}
-    assert kernels[0].candidate.id in raced
-    assert kernels[-1].candidate.id in laid.excluded
-    assert "x/raw" in raced
-    seen: list[LeaderUpdate] = []
-    result = laid.race(0.05, 0, seen.append)
-    assert {place.id for place in result.placed} == {k.candidate.id for k in kernels} | {"x/raw"}
-    left_out = {place.id: place.reason for place in result.placed if place.sample is None}
-    assert "no memory" in left_out[kernels[-1].candidate.id]
+    kernels = [RecordingKernel(name, name, 4 * MB) for name in "abcdef"]
+    operands = make_operands(*kernels, RecordingKernel("raw", None))
+    entrants = {entrant.id for entrant in operands._entrants}
+    assert kernels[0].candidate.id in entrants
+    assert kernels[-1].candidate.id in operands.excluded
+    assert "x/raw" in entrants
+    updates: list[LeaderUpdate] = []
+    result = operands.race(0.05, 0, updates.append)
+    assert {placement.id for placement in result.evidence.values()} == {k.candidate.id for k in kernels} | {"x/raw"}
+    reasons = {placement.id: placement.reason for placement in result.evidence.values() if placement.sample is None}
+    assert "no memory" in reasons[kernels[-1].candidate.id]
 
 
-def test_a_layout_that_cannot_fit_is_not_packed_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packing it would take the very memory that there is none of."""
-    packs: list[str] = []
+def test_layout_beyond_the_memory_limit_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packing would allocate memory beyond the limit."""
+    packed_layouts: list[str] = []
 
-    class Packing(Recorder):
+    class Packing(RecordingKernel):
         def pack(self, b: Any) -> PackedWeight:
-            packs.append(str(self.packing))
+            packed_layouts.append(str(self.packing))
             return super().pack(b)
 
     size = PROBLEM.weight_bytes
     monkeypatch.setattr(RaceOperands, "_room", lambda self: operand_bytes(PROBLEM) + 2 * size + size // 2)
-    laid = track(*(Packing(name, name, size) for name in "abcd"))
-    assert packs == ["a", "b"]
-    assert len(laid.excluded) == 2
+    operands = make_operands(*(Packing(name, name, size) for name in "abcd"))
+    assert packed_layouts == ["a", "b"]
+    assert len(operands.excluded) == 2
 
 
-def test_nothing_to_race() -> None:
-    assert track().race(0.1, 0, lambda _: None).outcome == "none_valid"
+def test_race_without_kernels_is_none_valid() -> None:
+    assert make_operands().race(0.1, 0, lambda _: None).outcome == "none_valid"
 
 
-def test_hot_operands_are_one_set_and_samples_say_so() -> None:
-    kernel, aten = Recorder("k", "x:a"), Recorder("mm", None, backend="aten")
-    made = RaceOperands({k.candidate.id: k for k in (aten, kernel)}, PROBLEM, devices.of(TARGET), 0, None, hot=True)
-    result = made.race(0.2, 0, lambda leading: None)
-    assert len(set(kernel.seen)) == 1
-    assert len(set(aten.seen)) == 1
-    for row in result.placed:
+def test_hot_operands_are_one_set_with_a_condition() -> None:
+    kernel, aten = RecordingKernel("k", "x:a"), RecordingKernel("mm", None, backend="aten")
+    operands = RaceOperands({k.candidate.id: k for k in (aten, kernel)}, PROBLEM, devices.of(TARGET), 0, None, hot=True)
+    result = operands.race(0.2, 0, lambda leading: None)
+    assert len(set(kernel.b_addresses)) == 1
+    assert len(set(aten.b_addresses)) == 1
+    for row in result.evidence.values():
         assert row.sample is not None
         assert row.sample.condition == "hot"
         assert row.sample.conditions["operands"] == "hot"
         assert row.sample.conditions["threads"] == "1"
 
 
-def test_operands_move_and_stay_what_they_are() -> None:
-    kernel, aten = Recorder("k", "x:a"), Recorder("mm", None, backend="aten")
-    made = RaceOperands({k.candidate.id: k for k in (aten, kernel)}, PROBLEM, devices.of(TARGET), 0, None)
-    before = {name: stock._sets[0] for name, stock in made._operands.items()}
-    made._move()
-    for name, stock in made._operands.items():
-        (_, old, _), (inputs, new, _) = before[name], stock._sets[0]
+def test_moved_operands_have_equal_values_and_strides() -> None:
+    kernel, aten = RecordingKernel("k", "x:a"), RecordingKernel("mm", None, backend="aten")
+    operands = RaceOperands({k.candidate.id: k for k in (aten, kernel)}, PROBLEM, devices.of(TARGET), 0, None)
+    before = {name: pool._sets[0] for name, pool in operands._operands.items()}
+    operands._move()
+    for name, pool in operands._operands.items():
+        (_, old, _), (inputs, new, _) = before[name], pool._sets[0]
         old, new = (b.data[0] if isinstance(b, PackedWeight) else b for b in (old, new))
         assert new.data_ptr() != old.data_ptr()
         assert new.stride() == old.stride()
         assert bool((new == old).all())
-        assert name or inputs.b is stock._sets[0][1]
+        assert name or inputs.b is pool._sets[0][1]

@@ -1,4 +1,4 @@
-"""Screening times: how often a candidate is called, and what a changing machine does to its times."""
+"""Screening times: the number of calls, and the correction for a changing machine speed."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from gemmtune.timing import screening
 from gemmtune.timing.screening import screening_times
 
 
-def test_a_short_call_is_timed_in_batches_and_never_flushed() -> None:
+def test_short_call_is_timed_in_batches_without_flushes() -> None:
     calls = []
     times = screening_times(lambda: calls.append(1), lambda: pytest.fail("flushed"))
     assert len(times) == 3
     assert len(calls) > 100
 
 
-def test_a_longer_call_is_flushed_before_each_timing() -> None:
+def test_longer_call_is_timed_after_a_flush() -> None:
     flushes = []
     assert len(screening_times(lambda: time.sleep(1e-3), lambda: flushes.append(1))) == 3
     assert len(flushes) == 3
 
 
-def test_a_first_call_slow_beyond_reason_is_the_only_one() -> None:
+def test_very_slow_first_call_is_the_only_one() -> None:
     calls = []
 
     def slow() -> None:
         calls.append(1)
         time.sleep(0.3)
 
-    assert len(screening_times(slow, lambda: pytest.fail("flushed"), worth_s=0.01)) == 1
+    assert len(screening_times(slow, lambda: pytest.fail("flushed"), cutoff_s=0.01)) == 1
     assert len(calls) == 1
 
 
-def test_a_slow_call_is_made_three_times_in_all() -> None:
+def test_slow_call_is_made_three_times() -> None:
     calls = []
 
     def call() -> None:
@@ -49,70 +49,70 @@ def test_a_slow_call_is_made_three_times_in_all() -> None:
     assert min(times) >= 0.06
 
 
-def test_a_hopeless_call_is_made_twice() -> None:
+def test_call_beyond_the_cutoff_is_made_twice() -> None:
     calls = []
 
     def call() -> None:
         calls.append(1)
         time.sleep(0.03)
 
-    assert len(screening_times(call, lambda: None, worth_s=1e-3)) == 1
+    assert len(screening_times(call, lambda: None, cutoff_s=1e-3)) == 1
     assert len(calls) == 2
 
 
-class _Machine:
-    """Stands in for ``time``: kernels take seconds at a pace that the test sets."""
+class _FakeTime:
+    """Fake of the module ``time``: kernels take their seconds times ``slowdown``, which the test sets."""
 
     def __init__(self) -> None:
-        self.now, self.pace = 0.0, 1.0
+        self.now, self.slowdown = 0.0, 1.0
 
     def perf_counter(self) -> float:
         return self.now
 
     def kernel(self, seconds: float) -> Callable[[], None]:
         def call() -> None:
-            self.now += seconds * self.pace
+            self.now += seconds * self.slowdown
 
         return call
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> _Machine:
-    made = _Machine()
-    monkeypatch.setattr(screening, "time", made)
-    return made
+def machine(monkeypatch: pytest.MonkeyPatch) -> _FakeTime:
+    fake_time = _FakeTime()
+    monkeypatch.setattr(screening, "time", fake_time)
+    return fake_time
 
 
 @pytest.mark.parametrize("seconds", [1e-3, 10e-6], ids=["alone", "in batches"])
-def test_rough_times_are_as_at_the_pace_of_the_beginning(machine: _Machine, seconds: float) -> None:
-    pace, flushed = screening.SpeedReference(), []
-    known = machine.kernel(seconds)
-    first = screening_times(known, lambda: flushed.append(1), None, pace)
-    pace.offer(known, min(first))
-    machine.pace = 1.4
-    later = screening_times(machine.kernel(1.1 * seconds), lambda: flushed.append(1), None, pace)
+def test_screening_times_are_corrected_to_the_initial_speed(machine: _FakeTime, seconds: float) -> None:
+    reference, flushes = screening.SpeedReference(), []
+    kernel = machine.kernel(seconds)
+    first = screening_times(kernel, lambda: flushes.append(1), None, reference)
+    reference.offer(kernel, min(first))
+    machine.slowdown = 1.4
+    later = screening_times(machine.kernel(1.1 * seconds), lambda: flushes.append(1), None, reference)
     assert first == pytest.approx([seconds] * 3)
     assert later == pytest.approx([1.1 * seconds] * 3)
-    assert bool(flushed) == (seconds > 100e-6)
+    assert bool(flushes) == (seconds > 100e-6)
 
 
-def test_a_pace_is_told_by_the_first_kernel_or_a_much_faster_one(machine: _Machine) -> None:
-    pace = screening.SpeedReference()
-    assert pace.now() == 1.0
-    pace.look(lambda: pytest.fail("there is no kernel to empty the cache for"))
-    assert pace.now() == 1.0
-    pace.offer(machine.kernel(1e-3), 1e-3)
-    pace.offer(machine.kernel(5.0), 0.8e-3)  # not much faster: the first stays
-    machine.pace = 2.0
-    pace.look(lambda: None)
-    assert pace.now() == pytest.approx(2.0)
-    pace.offer(machine.kernel(0.4e-3), 0.4e-3)
-    pace.look(lambda: None)
-    assert pace.now() == pytest.approx(2.0)
+def test_speed_reference_is_the_first_kernel_or_a_much_faster_one(machine: _FakeTime) -> None:
+    reference = screening.SpeedReference()
+    assert reference.now() == 1.0
+    reference.look(lambda: pytest.fail("there is no kernel to empty the cache for"))
+    assert reference.now() == 1.0
+    reference.offer(machine.kernel(1e-3), 1e-3)
+    reference.offer(machine.kernel(5.0), 0.8e-3)  # not much faster: the first kernel stays the reference
+    machine.slowdown = 2.0
+    reference.look(lambda: None)
+    assert reference.now() == pytest.approx(2.0)
+    reference.offer(machine.kernel(0.4e-3), 0.4e-3)
+    reference.look(lambda: None)
+    assert reference.now() == pytest.approx(2.0)
 
 
-def test_a_cache_that_no_flush_empties_does_not_look_like_a_slower_machine(machine: _Machine) -> None:
-    """Such a cache keeps the weight of a kernel that was called three times since others packed theirs."""
+def test_warm_cache_of_the_reference_is_not_a_speed_change(machine: _FakeTime) -> None:
+    """Such a cache keeps a kernel's weight once the kernel was called three times since another weight was packed."""
     calls: Counter[str] = Counter()
 
     def kernel(name: str, seconds: float) -> Callable[[], None]:
@@ -122,9 +122,9 @@ def test_a_cache_that_no_flush_empties_does_not_look_like_a_slower_machine(machi
 
         return call
 
-    pace, known = screening.SpeedReference(), kernel("known", 1e-3)
-    pace.offer(known, min(screening_times(known, lambda: None, None, pace)))
+    reference, reference_kernel = screening.SpeedReference(), kernel("known", 1e-3)
+    reference.offer(reference_kernel, min(screening_times(reference_kernel, lambda: None, None, reference)))
     for name in ("second", "third"):
         calls.clear()  # another weight was packed
-        assert screening_times(kernel(name, 2e-3), lambda: None, None, pace) == pytest.approx([2e-3] * 3)
-    assert pace.now() == pytest.approx(1.0)
+        assert screening_times(kernel(name, 2e-3), lambda: None, None, reference) == pytest.approx([2e-3] * 3)
+    assert reference.now() == pytest.approx(1.0)

@@ -1,4 +1,4 @@
-"""Statistics: coverage of the intervals, robustness, and exact small cases worked out by hand."""
+"""Statistics: coverage of the intervals, robustness, and small cases computed by hand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from gemmtune.timing import stats
 
 
-def test_mad_estimates_a_standard_deviation_and_ignores_stalls() -> None:
+def test_mad_estimates_the_standard_deviation_despite_stalls() -> None:
     rng = random.Random(1)
     values = [rng.gauss(10.0, 0.5) for _ in range(1000)] + [100.0] * 30
     assert stats.mad(values) == pytest.approx(0.5, rel=0.15)
@@ -24,14 +24,14 @@ def test_robust_center_drops_outliers_only() -> None:
     assert stats.robust_center([1.0, 2.0, 3.0]) == pytest.approx(2.0)
 
 
-def test_median_interval_by_hand() -> None:
-    found = stats.median_interval([3.0, 1.0, 2.0, 6.0, 5.0, 4.0])  # 1 - 2 * 2**-6
-    assert (found.center, found.lo, found.hi, found.level) == (3.5, 1.0, 6.0, 1 - 2 / 64)
-    nine = stats.median_interval([float(i) for i in range(1, 10)])  # skipping one a side: 1 - 2 * 10 / 512
+def test_median_interval_of_small_samples() -> None:
+    interval = stats.median_interval([3.0, 1.0, 2.0, 6.0, 5.0, 4.0])  # 1 - 2 * 2**-6
+    assert (interval.center, interval.lo, interval.hi, interval.level) == (3.5, 1.0, 6.0, 1 - 2 / 64)
+    nine = stats.median_interval([float(i) for i in range(1, 10)])  # without one value on each side: 1 - 2 * 10 / 512
     assert (nine.lo, nine.hi, nine.level) == (2.0, 8.0, 1 - 20 / 512)
 
 
-def test_too_few_values_say_what_level_they_attain() -> None:
+def test_interval_level_of_few_values() -> None:
     assert stats.median_interval([1.0, 2.0, 3.0]).level == 0.75
     assert stats.shift_interval([1.0, 2.0, 3.0]).level == 0.75
     assert stats.median_interval([1.0]) == stats.Interval(1.0, 1.0, 1.0, 0.0)
@@ -41,14 +41,14 @@ def test_too_few_values_say_what_level_they_attain() -> None:
 @pytest.mark.parametrize("tail", [0.3, 0.1, 0.025, 0.001])
 def test_signed_rank_cuts_match_enumeration(n: int, tail: float) -> None:
     signs = itertools.product((0, 1), repeat=n)
-    sums = [sum(rank * sign for rank, sign in zip(range(1, n + 1), one, strict=True)) for one in signs]
+    sums = [sum(rank * sign for rank, sign in zip(range(1, n + 1), sign_vector, strict=True)) for sign_vector in signs]
     cut, reached = stats._signed_rank_cut(n, tail)
     assert reached == sum(total <= cut for total in sums) / 2**n
     assert reached <= tail or cut == 0
     assert sum(total <= cut + 1 for total in sums) / 2**n > tail or cut + 1 >= (n * (n + 1) // 2 + 1) // 2
 
 
-def test_the_normal_approximation_meets_the_exact_distribution() -> None:
+def test_normal_approximation_agrees_with_the_exact_distribution() -> None:
     exact = stats._signed_rank_cut(30, 0.025)[0]
     n = 30
     approximate = n * (n + 1) / 4 - 1.96 * math.sqrt(n * (n + 1) * (2 * n + 1) / 24) - 0.5
@@ -57,20 +57,20 @@ def test_the_normal_approximation_meets_the_exact_distribution() -> None:
 
 @pytest.mark.parametrize("n", [8, 25, 50])
 @pytest.mark.parametrize("stalls", [0.0, 0.05])
-def test_intervals_cover_the_centre_as_often_as_they_say(n: int, stalls: float) -> None:
+def test_intervals_have_their_nominal_coverage(n: int, stalls: float) -> None:
     rng = random.Random(n)
-    missed = {"sign": 0, "rank": 0}
+    misses = {"sign": 0, "rank": 0}
     trials = 600
     for _ in range(trials):
         stalled = [rng.choice((-2.0, 2.0)) if rng.random() < stalls else 0.0 for _ in range(n)]
         values = [rng.gauss(0.0, 0.02) + stall for stall in stalled]
         for name, interval in (("sign", stats.median_interval(values)), ("rank", stats.shift_interval(values))):
-            missed[name] += not interval.lo <= 0.0 <= interval.hi
-    assert missed["sign"] <= 0.05 * trials + 3 * math.sqrt(0.05 * trials)
-    assert missed["rank"] <= 0.05 * trials + 3 * math.sqrt(0.05 * trials)
+            misses[name] += not interval.lo <= 0.0 <= interval.hi
+    assert misses["sign"] <= 0.05 * trials + 3 * math.sqrt(0.05 * trials)
+    assert misses["rank"] <= 0.05 * trials + 3 * math.sqrt(0.05 * trials)
 
 
-def test_ranks_are_sharper_than_signs() -> None:
+def test_signed_rank_interval_is_narrower_than_the_sign_interval() -> None:
     rng = random.Random(3)
     sign = rank = 0.0
     for _ in range(50):
@@ -80,34 +80,34 @@ def test_ranks_are_sharper_than_signs() -> None:
     assert rank < 0.9 * sign
 
 
-def test_ratios_cancel_drift() -> None:
+def test_ratio_interval_cancels_drift() -> None:
     rng = random.Random(4)
     speed = [1.0 + 0.5 * i / 50 for i in range(50)]
     base = [s * math.exp(rng.gauss(0.0, 0.01)) for s in speed]
     fast = [0.95 * s * math.exp(rng.gauss(0.0, 0.01)) for s in speed]
-    found = stats.ratio_interval(fast, base)
-    assert found.lo < 0.95 < found.hi
-    assert found.hi - found.lo < 0.01
+    interval = stats.ratio_interval(fast, base)
+    assert interval.lo < 0.95 < interval.hi
+    assert interval.hi - interval.lo < 0.01
 
 
-def test_spending_never_exceeds_alpha() -> None:
+def test_alpha_spending_sums_to_less_than_alpha() -> None:
     shares = [stats.spend(0.05, look) for look in range(1, 5000)]
     assert shares == sorted(shares, reverse=True)
     assert 0.049 < math.fsum(shares) < 0.05
 
 
-def test_slower_than_needs_evidence() -> None:
+def test_slower_than_needs_enough_pairs() -> None:
     rng = random.Random(5)
     base = [math.exp(rng.gauss(0.0, 0.02)) for _ in range(30)]
     slow = [1.1 * math.exp(rng.gauss(0.0, 0.02)) for _ in range(30)]
-    found = stats.slower_than(slow, base, 1e-4)
-    assert found is not None
-    assert found.lo < 1.1 < found.hi
+    interval = stats.slower_than(slow, base, 1e-4)
+    assert interval is not None
+    assert interval.lo < 1.1 < interval.hi
     assert stats.slower_than(base, slow, 1e-4) is None
-    assert stats.slower_than(slow[:5], base[:5], 1e-4) is None  # five pairs cannot show that
+    assert stats.slower_than(slow[:5], base[:5], 1e-4) is None  # five pairs cannot be significant at this level
 
 
-def test_drift_is_told_from_noise() -> None:
+def test_drift_is_zero_for_noise() -> None:
     rng = random.Random(6)
     steady = [math.exp(rng.gauss(0.0, 0.02)) for _ in range(60)]
     drifting = [t * (1.0 + 0.2 * i / 60) for i, t in enumerate(steady)]

@@ -1,4 +1,4 @@
-"""tune() and the on-miss policy, with the real tuner in this process's hands replaced by a recording one."""
+"""tune() and the on-miss policy, with a fake tuner that records its arguments."""
 
 from __future__ import annotations
 
@@ -23,59 +23,59 @@ from gemmtune.dispatch import RUNTIME, runtime
 from gemmtune.store import MemoryStore
 from gemmtune.tuning.api import tune_missing
 from gemmtune.tuning.tuner import Tuner
-from helpers.serving import RAN, decide, evidence, register, toy
+from helpers.serving import TOY_RUNS, decide, evidence, register, toy
 
 
 class FakeTuner:
-    """Decides for the toy kernel at once, and remembers what it was made with."""
+    """Tuner whose decisions are won by the toy kernel, and which records its arguments."""
 
-    made: ClassVar[list[dict[str, Any]]] = []
+    arguments: ClassVar[list[dict[str, Any]]] = []
 
     def __init__(self, target: Any, names: Any, store: Any, budget: Any, progress: Any, **options: Any) -> None:
         self.target, self.store = target, store
-        FakeTuner.made.append({"names": tuple(names), "seconds": budget.seconds, **options})
+        FakeTuner.arguments.append({"names": tuple(names), "seconds": budget.seconds, **options})
 
     def tune(self, problems: Iterable[tuple[Problem, int]]) -> list[Decision]:
-        made = [decide(problem, evidence(toy(), 0.1), chosen=toy()) for problem, _ in problems]
-        decisions = [msgspec.structs.replace(decision, target_key=self.target.key) for decision in made]
+        toy_decisions = [decide(problem, evidence(toy(), 0.1), chosen=toy()) for problem, _ in problems]
+        decisions = [msgspec.structs.replace(decision, target_key=self.target.key) for decision in toy_decisions]
         for decision in decisions:
             self.store.put(self.target, decision)
         return decisions
 
 
 @pytest.fixture(autouse=True)
-def fake(monkeypatch: pytest.MonkeyPatch) -> None:
+def fake_tuner(monkeypatch: pytest.MonkeyPatch) -> None:
     register()
-    RAN.clear()
-    FakeTuner.made.clear()
+    TOY_RUNS.clear()
+    FakeTuner.arguments.clear()
     monkeypatch.setattr("gemmtune.tuning.tuner.Tuner", FakeTuner)
 
 
-def test_problems_alone_or_counted(own_store: MemoryStore) -> None:
+def test_tune_accepts_problems_with_and_without_counts(own_store: MemoryStore) -> None:
     problem = linear_problem(3, 5, 4, "float32", constant=False)
-    for given in (problem, [problem], [(problem, 7)]):
-        assert [d.problem_key for d in gemmtune.tune(given)] == [problem.key]  # type: ignore[arg-type]
+    for argument in (problem, [problem], [(problem, 7)]):
+        assert [d.problem_key for d in gemmtune.tune(argument)] == [problem.key]  # type: ignore[arg-type]
     assert own_store.get(gemmtune.current_target(), problem.key) is not None
     gemmtune.linear(torch.randn(3, 4), torch.randn(5, 4))
-    assert [(toy().id, 3, 3)] == RAN
+    assert [(toy().id, 3, 3)] == TOY_RUNS
 
 
-def test_a_models_problems() -> None:
+def test_tune_accepts_a_model_with_example_inputs() -> None:
     model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2))
     decisions = gemmtune.tune(model, [torch.randn(3, 4), (torch.randn(1, 4),), {"input": torch.randn(2, 4)}])
     assert sorted(d.problem["m"] for d in decisions) == [1, 1, 2, 2, 3, 3]
 
 
-def test_options_reach_the_tuner() -> None:
+def test_options_are_passed_to_the_tuner() -> None:
     other = MemoryStore()
     gemmtune.tune(linear_problem(1, 5, 4, "float32"), budget=2, backends=["aten"], force=True, store=other)
-    (made,) = FakeTuner.made
-    assert (made["names"], made["seconds"], made["force"]) == (("aten",), 2.0, True)
+    (arguments,) = FakeTuner.arguments
+    assert (arguments["names"], arguments["seconds"], arguments["force"]) == (("aten",), 2.0, True)
     assert len(list(other.decisions())) == 1
     assert RUNTIME.store() is other
 
 
-def test_arguments() -> None:
+def test_invalid_arguments_raise_errors() -> None:
     with pytest.raises(TypeError, match="a model needs example_inputs"):
         gemmtune.tune(nn.Linear(2, 2))
     with pytest.raises(TypeError, match="Problems need none"):
@@ -88,16 +88,18 @@ def test_arguments() -> None:
         gemmtune.tune([], backends="aten")
 
 
-def test_on_miss_tunes_then_serves() -> None:
+def test_on_miss_tunes_once_and_serves() -> None:
     x, w = torch.randn(3, 4), torch.randn(5, 4)
     with gemmtune.policy("on-miss"):
         for _ in range(3):
             torch.testing.assert_close(gemmtune.linear(x, w), torch.nn.functional.linear(x, w))
-    assert len(FakeTuner.made) == 1
-    assert len(RAN) == 3
+    assert len(FakeTuner.arguments) == 1
+    assert len(TOY_RUNS) == 3
 
 
-def test_on_miss_survives_a_tuner_that_fails(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_on_miss_serves_pytorch_when_the_tuner_fails(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise OSError("no worker today")
 
@@ -109,7 +111,7 @@ def test_on_miss_survives_a_tuner_that_fails(monkeypatch: pytest.MonkeyPatch, ca
 
 
 def test_on_miss_does_not_wait_for_another_process(own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ATen serves while the lease is somebody else's; once they have decided, so does their kernel."""
+    """ATen serves while another process has the lease; the kernel of its decision serves afterwards."""
     monkeypatch.setattr("gemmtune.tuning.tuner.Tuner", Tuner)
     monkeypatch.setattr("gemmtune.tuning.tuner.Tuner._tune_one", lambda *_: pytest.fail("tuned under another's lease"))
     monkeypatch.setattr("gemmtune.tuning.api.POLL_S", 0.01)
@@ -120,17 +122,19 @@ def test_on_miss_does_not_wait_for_another_process(own_store: MemoryStore, monke
     with gemmtune.policy("on-miss"):
         for _ in range(3):
             torch.testing.assert_close(gemmtune.linear(x, w), torch.nn.functional.linear(x, w))
-        assert RAN == []
+        assert TOY_RUNS == []
         own_store.put(gemmtune.current_target(), decide(problem, evidence(toy(), 0.1), chosen=toy()))
         lease.release()
         deadline = time.monotonic() + 30.0
-        while not RAN and time.monotonic() < deadline:
+        while not TOY_RUNS and time.monotonic() < deadline:
             gemmtune.linear(x, w)
             time.sleep(0.01)
-    assert (toy().id, 3, 3) in RAN
+    assert (toy().id, 3, 3) in TOY_RUNS
 
 
-def test_on_miss_takes_over_when_the_other_gives_up(own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_miss_tunes_when_the_other_process_releases_its_lease(
+    own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tuned: list[str] = []
 
     def tune_one(self: Tuner, problem: Problem, _: object) -> Decision:
@@ -151,7 +155,7 @@ def test_on_miss_takes_over_when_the_other_gives_up(own_store: MemoryStore, monk
         assert tuned == []
         lease.release()
         deadline = time.monotonic() + 30.0
-        while not RAN and time.monotonic() < deadline:
+        while not TOY_RUNS and time.monotonic() < deadline:
             gemmtune.linear(x, w)
             time.sleep(0.01)
     assert tuned == [problem.key]
@@ -163,62 +167,64 @@ OTHER = Target("cuda", "A100", "8.0", caches=(166912, 0, 41943040), cores=108)
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Where ``current_target`` was asked for; anything but the CPU is a made-up GPU."""
-    asked: list[Any] = []
-    real = runtime.current_target
+def target_devices(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Simulate GPU Targets, and return the list of devices that ``current_target`` is called with."""
+    devices: list[Any] = []
+    original = runtime.current_target
 
     def current_target(device: Any = "cpu") -> Target:
-        asked.append(str(device))
-        return real() if str(device) == "cpu" else OTHER if str(device) == "cuda:3" else H200
+        devices.append(str(device))
+        return original() if str(device) == "cpu" else OTHER if str(device) == "cuda:3" else H200
 
     monkeypatch.setattr(runtime, "current_target", current_target)
-    return asked
+    return devices
 
 
-def test_a_device_has_its_own_target_and_backends(gpu: list[Any], own_store: MemoryStore) -> None:
+def test_device_selects_the_target_and_the_backends(target_devices: list[Any], own_store: MemoryStore) -> None:
     problem = linear_problem(3, 5, 4, "bfloat16")
     (decision,) = gemmtune.tune(problem, device="cuda:1", latency="eager")
-    assert gpu[0] == "cuda:1"
-    (made,) = FakeTuner.made
-    assert made["names"] == backends.names("cuda")
-    assert made["latency"] == "eager"
+    assert target_devices[0] == "cuda:1"
+    (arguments,) = FakeTuner.arguments
+    assert arguments["names"] == backends.names("cuda")
+    assert arguments["latency"] == "eager"
     assert own_store.get(H200, problem.key) == decision
-    FakeTuner.made.clear()
+    FakeTuner.arguments.clear()
     gemmtune.tune(problem)
-    assert FakeTuner.made[0]["names"] == backends.names("cpu")
-    assert FakeTuner.made[0]["latency"] == "graph"
+    assert FakeTuner.arguments[0]["names"] == backends.names("cpu")
+    assert FakeTuner.arguments[0]["latency"] == "graph"
     with pytest.raises(ValueError, match="latency must be 'graph' or 'eager'; got 'now'"):
         gemmtune.tune(problem, latency="now")  # type: ignore[arg-type]
 
 
-def test_a_model_is_tuned_where_it_ran_unless_told(gpu: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_is_tuned_for_the_device_it_ran_on_by_default(
+    target_devices: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, x = nn.Linear(4, 5), torch.randn(3, 4)
     gemmtune.tune(model, x)
-    assert gpu[0] == "cpu"
-    gpu.clear()
+    assert target_devices[0] == "cpu"
+    target_devices.clear()
     gemmtune.tune(model, x, device="cuda")
-    assert gpu[0] == "cuda"
-    gpu.clear()
-    here, there = torch.device("cpu"), torch.device("cuda", 0)
+    assert target_devices[0] == "cuda"
+    target_devices.clear()
+    cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
     recording: Any = importlib.import_module("gemmtune.ops.record")
-    monkeypatch.setattr(recording, "_device", lambda args, _: there if args[0].shape[0] == 3 else here)
-    both = gemmtune.tune(model, [x, torch.randn(2, 4)])
-    assert list(dict.fromkeys(gpu))[:2] == ["cuda:0", "cpu"]
-    assert [decision.problem["m"] for decision in both] == [3, 2]
+    monkeypatch.setattr(recording, "_device", lambda args, _: cuda if args[0].shape[0] == 3 else cpu)
+    decisions = gemmtune.tune(model, [x, torch.randn(2, 4)])
+    assert list(dict.fromkeys(target_devices))[:2] == ["cuda:0", "cpu"]
+    assert [decision.problem["m"] for decision in decisions] == [3, 2]
 
 
-def test_a_miss_on_a_gpu_is_tuned_for_it(gpu: list[Any], own_store: MemoryStore) -> None:
+def test_miss_on_a_gpu_is_tuned_for_that_gpu(target_devices: list[Any], own_store: MemoryStore) -> None:
     problem = linear_problem(3, 5, 4, "bfloat16")
     tune_missing(problem, torch.device("cuda", 0))
     assert own_store.get(H200, problem.key) is not None
-    assert FakeTuner.made[0]["names"] == backends.names("cuda")
+    assert FakeTuner.arguments[0]["names"] == backends.names("cuda")
 
 
-def test_a_gpu_unlike_the_first_is_not_tuned_for_by_accident(gpu: list[Any], caplog: Any) -> None:
+def test_gpu_unlike_the_first_raises_unsupported_error(target_devices: list[Any], caplog: Any) -> None:
     problem = linear_problem(3, 5, 4, "bfloat16")
     with pytest.raises(UnsupportedError, match=r"cuda:3 \(A100\) is not like it: set CUDA_VISIBLE_DEVICES"):
         gemmtune.tune(problem, device="cuda:3")
     tune_missing(problem, torch.device("cuda", 3))
     assert "tuning on a miss failed (tuning runs on the first CUDA device" in caplog.text
-    assert FakeTuner.made == []
+    assert FakeTuner.arguments == []

@@ -1,4 +1,4 @@
-"""enumerate_candidates: ATen first, the others in turn, every refusal with its reason."""
+"""enumerate_candidates: ATen's first, then the other backends' in turn, and illegal candidates with their reasons."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from gemmtune.testing.store_suite import PROBLEM, TARGET
 from gemmtune.tuning.candidates import enumerate_candidates
 
 
-class Listing(Backend):
-    """A backend that lists what it is given; an exception in the list is raised when it is reached."""
+class ListBackend(Backend):
+    """Backend that lists ``items``; an exception among them is raised at its position."""
 
     name = "listing"
 
@@ -38,53 +38,53 @@ class Listing(Backend):
         return ""
 
 
-def make(name: str, count: int) -> list[Candidate]:
+def make_candidates(name: str, count: int) -> list[Candidate]:
     return [Candidate.make(name, "t", i=i) for i in range(count)]
 
 
 @pytest.fixture
-def rooms(monkeypatch: pytest.MonkeyPatch) -> dict[str, Backend]:
-    found: dict[str, Backend] = {}
-    monkeypatch.setattr(backends, "get", found.__getitem__)
-    return found
+def backends_by_name(monkeypatch: pytest.MonkeyPatch) -> dict[str, Backend]:
+    registered: dict[str, Backend] = {}
+    monkeypatch.setattr(backends, "get", registered.__getitem__)
+    return registered
 
 
-def test_aten_first_then_round_robin(rooms: dict[str, Backend]) -> None:
-    rooms["aten"] = Listing(*make("aten", 3))
-    rooms["x"] = Listing(*make("x", 3))
-    rooms["y"] = Listing(*make("y", 1))
+def test_candidates_are_atens_then_round_robin(backends_by_name: dict[str, Backend]) -> None:
+    backends_by_name["aten"] = ListBackend(*make_candidates("aten", 3))
+    backends_by_name["x"] = ListBackend(*make_candidates("x", 3))
+    backends_by_name["y"] = ListBackend(*make_candidates("y", 1))
     legal, illegal = enumerate_candidates(PROBLEM, TARGET, ["x", "aten", "y", "x"])
-    assert [c.backend for c in legal] == ["aten"] * 3 + ["x", "y", "x", "x"]
-    assert [c["i"] for c in legal] == [0, 1, 2, 0, 0, 1, 2]
+    assert [candidate.backend for candidate in legal] == ["aten"] * 3 + ["x", "y", "x", "x"]
+    assert [candidate["i"] for candidate in legal] == [0, 1, 2, 0, 0, 1, 2]
     assert illegal == []
 
 
-def test_illegal_ones_keep_their_reason(rooms: dict[str, Backend]) -> None:
-    refused = Illegal(Candidate.make("x", "t", i=9), "too large")
-    rooms["x"] = Listing(refused, *make("x", 1))
-    assert enumerate_candidates(PROBLEM, TARGET, ["x"]) == (make("x", 1), [refused])
+def test_illegal_candidates_have_their_reason(backends_by_name: dict[str, Backend]) -> None:
+    illegal = Illegal(Candidate.make("x", "t", i=9), "too large")
+    backends_by_name["x"] = ListBackend(illegal, *make_candidates("x", 1))
+    assert enumerate_candidates(PROBLEM, TARGET, ["x"]) == (make_candidates("x", 1), [illegal])
 
 
-def test_an_unavailable_backend_says_why(rooms: dict[str, Backend]) -> None:
-    rooms["x"] = Listing(*make("x", 1), reason="no compiler")
+def test_unavailable_backend_is_one_illegal_candidate(backends_by_name: dict[str, Backend]) -> None:
+    backends_by_name["x"] = ListBackend(*make_candidates("x", 1), reason="no compiler")
     legal, illegal = enumerate_candidates(PROBLEM, TARGET, ["x"])
     assert legal == []
     assert illegal == [Illegal(Candidate.make("x", "*"), "backend unavailable: no compiler")]
 
 
-def test_a_broken_backend_costs_only_itself(rooms: dict[str, Backend]) -> None:
-    rooms["x"] = Listing(*make("x", 1), RuntimeError("boom"))
-    rooms["y"] = Listing(*make("y", 1))
+def test_exception_of_a_backend_affects_no_other_backend(backends_by_name: dict[str, Backend]) -> None:
+    backends_by_name["x"] = ListBackend(*make_candidates("x", 1), RuntimeError("boom"))
+    backends_by_name["y"] = ListBackend(*make_candidates("y", 1))
     legal, illegal = enumerate_candidates(PROBLEM, TARGET, ["x", "y"])
-    assert legal == make("x", 1) + make("y", 1)
+    assert legal == make_candidates("x", 1) + make_candidates("y", 1)
     assert "boom" in illegal[0].reason
 
 
-def test_duplicates_are_one(rooms: dict[str, Backend]) -> None:
-    rooms["x"] = Listing(*make("x", 2), *make("x", 2))
-    assert enumerate_candidates(PROBLEM, TARGET, ["x"])[0] == make("x", 2)
+def test_duplicate_candidates_are_listed_once(backends_by_name: dict[str, Backend]) -> None:
+    backends_by_name["x"] = ListBackend(*make_candidates("x", 2), *make_candidates("x", 2))
+    assert enumerate_candidates(PROBLEM, TARGET, ["x"])[0] == make_candidates("x", 2)
 
 
-def test_an_unknown_backend_is_an_error() -> None:
+def test_unknown_backend_raises_value_error() -> None:
     with pytest.raises(ValueError, match="unknown backend 'nope'"):
         enumerate_candidates(PROBLEM, TARGET, ["nope"])

@@ -1,4 +1,4 @@
-"""Search strategies from outside: registered by name, given to the tuner, asked and told."""
+"""Search strategies of plug-ins: registered by name, and run by the tuner."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from gemmtune.tuning.search import Searcher, SearchOptions
 from gemmtune.tuning.tuner import Budget, Tuner
 
 
-class FirstFew:
-    """ATen's candidates and the first two others, in the order in which they are listed."""
+class FirstFewSearch:
+    """Strategy that tries ATen's candidates and the first two others, in their order."""
 
     def __init__(self, candidates: Sequence[Candidate], options: SearchOptions) -> None:
         aten = [candidate for candidate in candidates if candidate.backend == "aten"]
@@ -44,16 +44,16 @@ class FirstFew:
 
 
 @pytest.fixture
-def made() -> Iterator[list[FirstFew]]:
-    """The strategies that were made."""
-    strategies: list[FirstFew] = []
+def strategies() -> Iterator[list[FirstFewSearch]]:
+    """Register the strategy, and return the list of its instances."""
+    instances: list[FirstFewSearch] = []
 
     def factory(candidates: Sequence[Candidate], options: SearchOptions) -> Searcher:
-        strategies.append(FirstFew(candidates, options))
-        return strategies[-1]
+        instances.append(FirstFewSearch(candidates, options))
+        return instances[-1]
 
     search.register("first-few", factory)
-    yield strategies
+    yield instances
     search._REGISTERED.clear()
 
 
@@ -62,13 +62,13 @@ def target() -> Target:
     return replace(current_cpu(), threads=1)
 
 
-def test_a_registered_strategy_decides_what_is_tried(target: Target, made: list[FirstFew]) -> None:
+def test_registered_strategy_selects_the_candidates(target: Target, strategies: list[FirstFewSearch]) -> None:
     problem = build(4, 32, 64, "fp32")
     tuner = Tuner(
         target, ["native"], MemoryStore(), Budget(seconds=8.0, candidates=5), isolate=False, seed=7, search="first-few"
     )
     (decision,) = tuner.tune([(problem, 1)])
-    (strategy,) = made
+    (strategy,) = strategies
     assert strategy.options == SearchOptions(first=[], seed=7, limit=5, profile=devices.get("cpu").profile)
     assert len(strategy.told) == 5
     tried = {row.id for row in decision.evidence if row.stage not in ("untried", "illegal")}
@@ -76,14 +76,14 @@ def test_a_registered_strategy_decides_what_is_tried(target: Target, made: list[
     assert any(seconds is not None for seconds in strategy.told.values())
 
 
-def test_the_public_function_takes_its_name(made: list[FirstFew], own_store: MemoryStore) -> None:
+def test_tune_accepts_the_name_of_a_strategy(strategies: list[FirstFewSearch], own_store: MemoryStore) -> None:
     gemmtune.tune(build(4, 32, 64, "fp32"), budget=1.0, store=own_store, backends=["native"], search="first-few")
-    assert len(made) == 1
+    assert len(strategies) == 1
 
 
-def test_names_that_are_unknown_or_taken(target: Target) -> None:
+def test_unknown_and_taken_names_raise_value_error(target: Target) -> None:
     with pytest.raises(ValueError, match="unknown search strategy 'nope'; known strategies: local"):
         Tuner(target, ["aten"], MemoryStore(), search="nope")
     with pytest.raises(ValueError, match="gemmtune has one of that name"):
-        search.register("local", FirstFew)
+        search.register("local", FirstFewSearch)
     assert search.names() == ("local",)

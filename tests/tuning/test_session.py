@@ -1,4 +1,4 @@
-"""A problem's way to a decision, with hands that only pretend to work: what is tried, and what the time goes to."""
+"""TuningSession with a fake worker: the candidates that are tried and raced, and the use of the budget."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import pytest
 from gemmtune import backends
 from gemmtune.backends.base import Artifact
 from gemmtune.core.candidate import Candidate
-from gemmtune.core.decision import Decision, Sample, Verdict
+from gemmtune.core.decision import Decision, Evidence, Sample, Verdict
 from gemmtune.core.events import silent
 from gemmtune.core.problem import Problem
 from gemmtune.core.target import Target
 from gemmtune.core.workloads import build
 from gemmtune.dispatch import current_target
 from gemmtune.store import MemoryStore
-from gemmtune.timing.outcome import Placement, Raced
-from gemmtune.tuning import session
+from gemmtune.timing.outcome import RaceResult
+from gemmtune.tuning import exploration, session, time_budget
 from gemmtune.tuning.ledger import ONE_DRAW
 from gemmtune.tuning.search import SearchOptions
 from gemmtune.tuning.session import TuningSession
@@ -28,8 +28,8 @@ from gemmtune.workers.protocol import Attempted, Confirmed
 PROBLEM = build(16, 4096, 4096, "bf16")
 
 
-class Clock:
-    """Stands in for the module ``time``."""
+class FakeTime:
+    """Fake of the module ``time`` that only the fake worker advances."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -41,10 +41,10 @@ class Clock:
         return self.now
 
 
-class Pretending:
-    """Hands whose candidates take ``seconds(candidate)`` a call and five calls each to try or check."""
+class FakeWorker:
+    """Fake worker whose candidates take ``seconds(candidate)`` per call, and five calls to try or verify."""
 
-    def __init__(self, clock: Clock, seconds: Callable[[Candidate], float], open_s: float = 0.3) -> None:
+    def __init__(self, clock: FakeTime, seconds: Callable[[Candidate], float], open_s: float = 0.3) -> None:
         self.clock, self.seconds, self.open_s = clock, seconds, open_s
         self.tried: list[Candidate] = []
         self.raced: list[Candidate] = []
@@ -59,12 +59,12 @@ class Pretending:
     def open(self, problem: Problem, seed: int) -> None:
         self.clock.now += self.open_s
 
-    def attempt(self, candidate: Candidate, deadline: float | None, worth_s: float | None) -> Attempted:
+    def attempt(self, candidate: Candidate, deadline: float | None, cutoff_s: float | None) -> Attempted:
         self.tried.append(candidate)
-        each = self.seconds(candidate)
-        self.clock.now += 5 * each
+        call_s = self.seconds(candidate)
+        self.clock.now += 5 * call_s
         packing = f"native:nr{candidate['nr']}" if candidate.backend == "native" else None
-        return Attempted(Verdict("within_bound"), packing, 0.0, 0, (each,) * 5)
+        return Attempted(Verdict("within_bound"), packing, 0.0, 0, (call_s,) * 5)
 
     def confirm(self, candidate: Candidate, deadline: float | None) -> Confirmed:
         self.clock.now += 5 * self.seconds(candidate)
@@ -72,150 +72,153 @@ class Pretending:
 
     def race(
         self, candidates: Sequence[Candidate], budget_s: float, seed: int, progress: Any, hot: bool, earlier_s: Any
-    ) -> Raced:
+    ) -> RaceResult:
         self.raced, self.race_s, self.hot = list(candidates), budget_s, hot
         self.clock.now += budget_s
-        each = [self.seconds(candidate) for candidate in candidates]
-        best = min(range(len(each)), key=lambda place: each[place])
-        rows = [
-            Placement(c.id, "winner" if i == best else "finalist", "", Sample(s, s, s, 50))
-            for i, (c, s) in enumerate(zip(candidates, each, strict=True))
-        ]
-        outcome = "tie" if candidates[best].backend == "aten" else "winner"
-        return Raced(outcome, candidates[best].id, "pretended", tuple(rows), {})  # type: ignore[arg-type]
+        times = [self.seconds(candidate) for candidate in candidates]
+        fastest = min(range(len(times)), key=lambda index: times[index])
+        evidence = {
+            c.id: Evidence(c.to_dict(), c.id, "winner" if i == fastest else "finalist", sample=Sample(s, s, s, 50))
+            for i, (c, s) in enumerate(zip(candidates, times, strict=True))
+        }
+        outcome = "tie" if candidates[fastest].backend == "aten" else "winner"
+        return RaceResult(outcome, candidates[fastest].id, evidence=evidence)  # type: ignore[arg-type]
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    monkeypatch.setattr(session, "time", made)
-    return made
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
+    fake_time = FakeTime()
+    for module in (session, exploration, time_budget):
+        monkeypatch.setattr(module, "time", fake_time)
+    return fake_time
 
 
-def run(clock: Clock, hands: Pretending, seconds: float | None, **more: Any) -> float:
-    """Seconds that tuning took."""
-    began = clock.now
-    found = TuningSession(PROBLEM, current_target(), ("aten", "native"), MemoryStore(), hands, silent, 0, **more)  # type: ignore[arg-type]
-    decision = found.run(seconds, None)
+def run_session(clock: FakeTime, worker: FakeWorker, seconds: float | None, **options: Any) -> float:
+    """Tune the problem, and return the seconds that it took."""
+    start = clock.now
+    tuning_session = TuningSession(
+        PROBLEM, current_target(), ("aten", "native"), MemoryStore(), worker, silent, 0, **options
+    )  # type: ignore[arg-type]
+    decision = tuning_session.run(seconds, None)
     assert decision.outcome != "none_valid"
-    assert decision.seconds == pytest.approx(clock.now - began)
-    return clock.now - began
+    assert decision.seconds == pytest.approx(clock.now - start)
+    return clock.now - start
 
 
 @pytest.mark.parametrize("seconds", [1.0, 6.0, 60.0])
-@pytest.mark.parametrize("each", [1e-4, 1e-2])
-def test_a_budget_is_kept(clock: Clock, seconds: float, each: float) -> None:
-    hands = Pretending(clock, lambda c: each if c.backend == "native" else 2 * each)
-    assert run(clock, hands, seconds) <= 1.1 * seconds
+@pytest.mark.parametrize("call_s", [1e-4, 1e-2])
+def test_session_stays_within_its_budget(clock: FakeTime, seconds: float, call_s: float) -> None:
+    worker = FakeWorker(clock, lambda c: call_s if c.backend == "native" else 2 * call_s)
+    assert run_session(clock, worker, seconds) <= 1.1 * seconds
 
 
-def test_slow_calls_leave_time_for_a_rival_and_a_race(clock: Clock) -> None:
-    hands = Pretending(clock, lambda c: 0.05 if c.backend == "native" else 0.1)
-    assert run(clock, hands, 6.0) <= 6.6
-    assert {c.backend for c in hands.raced} == {"aten", "native"}
-    assert hands.race_s >= 0.5
+def test_slow_calls_leave_time_for_a_challenger_and_a_race(clock: FakeTime) -> None:
+    worker = FakeWorker(clock, lambda c: 0.05 if c.backend == "native" else 0.1)
+    assert run_session(clock, worker, 6.0) <= 6.6
+    assert {c.backend for c in worker.raced} == {"aten", "native"}
+    assert worker.race_s >= 0.5
 
 
-def test_what_a_budget_cannot_hold_is_one_look_at_either_side(clock: Clock) -> None:
-    hands = Pretending(clock, lambda c: 1.0)
-    run(clock, hands, 2.0)
-    assert sorted(c.backend for c in hands.tried) == ["aten", "native"]
+def test_too_small_a_budget_tries_one_candidate_of_each_side(clock: FakeTime) -> None:
+    worker = FakeWorker(clock, lambda c: 1.0)
+    run_session(clock, worker, 2.0)
+    assert sorted(c.backend for c in worker.tried) == ["aten", "native"]
 
 
-def test_without_a_budget_slow_problems_take_longer(clock: Clock) -> None:
-    hands = Pretending(clock, lambda c: 0.05 if c.backend == "native" else 0.1)
-    assert 6.6 < run(clock, hands, None) < 30.0
-    assert hands.race_s >= 80 * 0.05
+def test_slow_problems_take_longer_without_a_budget(clock: FakeTime) -> None:
+    worker = FakeWorker(clock, lambda c: 0.05 if c.backend == "native" else 0.1)
+    assert 6.6 < run_session(clock, worker, None) < 30.0
+    assert worker.race_s >= 80 * 0.05
 
 
-def test_a_gpu_takes_half_the_time(clock: Clock) -> None:
+def test_default_budget_of_a_gpu_is_half(clock: FakeTime) -> None:
     gpu = Target("cuda", "NVIDIA H200", "9.0", caches=(232448, 0, 60 << 20), cores=132)
-    hands = Pretending(clock, lambda c: 1e-4)
-    began = clock.now
-    TuningSession(build(16, 4096, 4096, "bf16"), gpu, ("aten",), MemoryStore(), hands, silent, 0).run(None, None)  # type: ignore[arg-type]
-    assert hands.race_s > 0.0
-    assert clock.now - began <= 3.3
+    worker = FakeWorker(clock, lambda c: 1e-4)
+    start = clock.now
+    TuningSession(build(16, 4096, 4096, "bf16"), gpu, ("aten",), MemoryStore(), worker, silent, 0).run(None, None)  # type: ignore[arg-type]
+    assert worker.race_s > 0.0
+    assert clock.now - start <= 3.3
 
 
-def test_every_packing_is_raced(clock: Clock) -> None:
+def test_best_candidates_of_all_layouts_are_raced(clock: FakeTime) -> None:
     listed = backends.get("native").candidates(PROBLEM, current_target())
     widths = list(dict.fromkeys(item["nr"] for item in listed if isinstance(item, Candidate)))[:3]
     times = dict(zip(widths, (1.0e-2, 1.1e-2, 1.2e-2), strict=False))
-    hands = Pretending(clock, lambda c: times.get(c["nr"], 5e-2) if c.backend == "native" else 2e-2)  # type: ignore[call-overload]
-    run(clock, hands, 20.0)
-    assert {c["nr"] for c in hands.raced if c.backend == "native"} >= set(widths)
+    worker = FakeWorker(clock, lambda c: times.get(c["nr"], 5e-2) if c.backend == "native" else 2e-2)  # type: ignore[call-overload]
+    run_session(clock, worker, 20.0)
+    assert {c["nr"] for c in worker.raced if c.backend == "native"} >= set(widths)
 
 
-def test_the_best_of_each_packing_is_checked_though_time_is_short(clock: Clock) -> None:
-    """Only what is checked can be served: a layout chosen for other M must have its kernel here."""
+def test_best_candidate_of_each_layout_is_verified_with_little_time(clock: FakeTime) -> None:
+    """Only verified candidates can serve, and a layout that other M chose needs a kernel at this M."""
     widths: list[Any] = []
 
-    class Slow(Pretending):
+    class SlowVerification(FakeWorker):
         def confirm(self, candidate: Candidate, deadline: float | None) -> Confirmed:
             self.clock.now += 1.0
             if candidate.backend == "native":
                 widths.append(candidate["nr"])
             return super().confirm(candidate, deadline)
 
-    hands = Slow(clock, lambda c: 1e-2 if c.backend == "native" else 2e-2)
-    run(clock, hands, 20.0)
-    count = min(3, len({c["nr"] for c in hands.tried if c.backend == "native"}))
+    worker = SlowVerification(clock, lambda c: 1e-2 if c.backend == "native" else 2e-2)
+    run_session(clock, worker, 20.0)
+    count = min(3, len({c["nr"] for c in worker.tried if c.backend == "native"}))
     assert len(set(widths[:count])) == count
 
 
 @pytest.mark.parametrize("seconds", [None, 2.0])
-def test_atens_ways_that_are_about_as_fast_are_raced_though_time_is_short(clock: Clock, seconds: float | None) -> None:
-    """Which of them serves is no matter of a few rough times, unless a user's budget leaves no more."""
+def test_aten_candidates_of_similar_speed_are_raced_with_little_time(clock: FakeTime, seconds: float | None) -> None:
+    """Screening times do not decide which of them serves, unless a user's budget is too short for a race."""
 
-    class Slow(Pretending):
+    class SlowVerification(FakeWorker):
         def confirm(self, candidate: Candidate, deadline: float | None) -> Confirmed:
             self.clock.now += 5.0
             return super().confirm(candidate, deadline)
 
     times = {"mm": 1.1e-2, "mm_t": 1.2e-2}
-    hands = Slow(clock, lambda c: times.get(c.template, 1e-2) if c.backend == "aten" else 1e-1)
-    run(clock, hands, seconds)
-    raced = {c.template for c in hands.raced if c.backend == "aten"}
-    assert ("mm" in raced) == (seconds is None)
-    assert "mm_t" not in raced
+    worker = SlowVerification(clock, lambda c: times.get(c.template, 1e-2) if c.backend == "aten" else 1e-1)
+    run_session(clock, worker, seconds)
+    raced_templates = {c.template for c in worker.raced if c.backend == "aten"}
+    assert ("mm" in raced_templates) == (seconds is None)
+    assert "mm_t" not in raced_templates
 
 
-def test_the_raw_weights_two_best_are_raced_though_time_is_short(clock: Clock) -> None:
-    """A raw weight is served by the winner of a duel of its own, which takes ATen's way on the raw weight, too."""
+def test_two_best_candidates_on_the_raw_weight_are_raced_with_little_time(clock: FakeTime) -> None:
+    """A paired test of its own decides what serves a raw weight. It needs ATen's candidate on the raw weight, too."""
 
-    class Slow(Pretending):
-        def attempt(self, candidate: Candidate, deadline: float | None, worth_s: float | None) -> Attempted:
-            attempted = super().attempt(candidate, deadline, worth_s)
+    class SlowVerification(FakeWorker):
+        def attempt(self, candidate: Candidate, deadline: float | None, cutoff_s: float | None) -> Attempted:
+            attempted = super().attempt(candidate, deadline, cutoff_s)
             packing = "aten:ahead" if candidate.backend == "aten" and candidate.template != "mm" else None
             return msgspec.structs.replace(attempted, packing=packing)
 
         def confirm(self, candidate: Candidate, deadline: float | None) -> Confirmed:
             self.clock.now += 5.0
-            if candidate.backend == "native" and candidate.id == wrong:
+            if candidate.backend == "native" and candidate.id == wrong_id:
                 return Confirmed(Verdict("wrong", "an element is off"))
             return super().confirm(candidate, deadline)
 
     listed = [c for c in backends.get("native").candidates(PROBLEM, current_target()) if isinstance(c, Candidate)]
-    wrong = listed[0].id  # the fastest of them
+    wrong_id = listed[0].id  # the fastest of them
     times = {"mm": 2e-2}
-    hands = Slow(
+    worker = SlowVerification(
         clock,
-        lambda c: times.get(c.template, 1e-2) if c.backend == "aten" else (1.2e-2 if c.id == wrong else 1.3e-2),
+        lambda c: times.get(c.template, 1e-2) if c.backend == "aten" else (1.2e-2 if c.id == wrong_id else 1.3e-2),
     )
-    run(clock, hands, None)
-    assert "mm" in {c.template for c in hands.raced if c.backend == "aten"}
-    assert wrong not in {c.id for c in hands.raced}
-    assert "native" in {c.backend for c in hands.raced}
+    run_session(clock, worker, None)
+    assert "mm" in {c.template for c in worker.raced if c.backend == "aten"}
+    assert wrong_id not in {c.id for c in worker.raced}
+    assert "native" in {c.backend for c in worker.raced}
 
 
 @pytest.mark.parametrize("seconds", [None, 8.0])
-def test_checking_a_way_that_is_far_behind_leaves_time_for_the_race(clock: Clock, seconds: float | None) -> None:
-    """Plain PyTorch on an int4 weight took 56 times as long as a kernel, and checking it all the time of the race."""
+def test_slow_aten_candidate_is_not_verified_at_the_cost_of_the_race(clock: FakeTime, seconds: float | None) -> None:
+    """PyTorch on an int4 weight took 56 times as long as a kernel, and its verification used the time of the race."""
 
-    class Thorough(Pretending):
-        def attempt(self, candidate: Candidate, deadline: float | None, worth_s: float | None) -> Attempted:
-            attempted = super().attempt(candidate, deadline, worth_s)
-            self.clock.now += 0.1  # exploring takes its whole share
+    class SlowVerification(FakeWorker):
+        def attempt(self, candidate: Candidate, deadline: float | None, cutoff_s: float | None) -> Attempted:
+            attempted = super().attempt(candidate, deadline, cutoff_s)
+            self.clock.now += 0.1  # exploring uses its whole share
             packing = "aten:ahead" if candidate.backend == "aten" and candidate.template != "mm" else attempted.packing
             return msgspec.structs.replace(attempted, packing=packing)
 
@@ -223,75 +226,78 @@ def test_checking_a_way_that_is_far_behind_leaves_time_for_the_race(clock: Clock
             self.clock.now += 16 * self.seconds(candidate)
             return Confirmed(Verdict("within_bound"))
 
-    hands = Thorough(clock, lambda c: (0.15 if c.template == "mm" else 5e-3) if c.backend == "aten" else 1e-3)
-    run(clock, hands, seconds)
-    assert hands.race_s >= 0.24 * (seconds or 6.0)
-    assert "mm" not in {c.template for c in hands.raced}
+    worker = SlowVerification(clock, lambda c: (0.15 if c.template == "mm" else 5e-3) if c.backend == "aten" else 1e-3)
+    run_session(clock, worker, seconds)
+    assert worker.race_s >= 0.24 * (seconds or 6.0)
+    assert "mm" not in {c.template for c in worker.raced}
 
 
-def test_the_best_of_each_packing_goes_first(clock: Clock) -> None:
-    hands = Pretending(clock, lambda c: (1e-2 if c["nr"] == 64 else 1.2e-2) if c.backend == "native" else 2e-2)
-    run(clock, hands, 6.0)
-    others = [c["nr"] for c in hands.raced if c.backend == "native"]
-    assert len(set(others[:2])) == 2
+def test_race_starts_with_the_best_candidate_of_each_layout(clock: FakeTime) -> None:
+    worker = FakeWorker(clock, lambda c: (1e-2 if c["nr"] == 64 else 1.2e-2) if c.backend == "native" else 2e-2)
+    run_session(clock, worker, 6.0)
+    widths = [c["nr"] for c in worker.raced if c.backend == "native"]
+    assert len(set(widths[:2])) == 2
 
 
-def test_what_cannot_be_built_is_not_tried(clock: Clock) -> None:
-    asked: list[str] = []
+def test_candidates_that_fail_to_build_are_not_tried(clock: FakeTime) -> None:
+    built: list[str] = []
 
     def build_some(problem: Problem, candidates: Sequence[Candidate], target: Target) -> dict[str, Verdict]:
-        asked.extend(candidate.id for candidate in candidates)
+        built.extend(candidate.id for candidate in candidates)
         return {c.id: Verdict("build_failed", "no") for c in candidates if c.backend == "native" and c["nr"] != 64}
 
-    hands = Pretending(clock, lambda c: 1e-3 if c.backend == "native" else 2e-3)
-    run(clock, hands, 6.0, build=build_some)
-    assert {c["nr"] for c in hands.tried if c.backend == "native"} == {64}
-    assert {c.id for c in hands.tried} < set(asked)
+    worker = FakeWorker(clock, lambda c: 1e-3 if c.backend == "native" else 2e-3)
+    run_session(clock, worker, 6.0, build=build_some)
+    assert {c["nr"] for c in worker.tried if c.backend == "native"} == {64}
+    assert {c.id for c in worker.tried} < set(built)
 
 
-def test_what_may_be_tried_next_is_built_while_others_are_timed(clock: Clock) -> None:
-    """Once each, what the search is likeliest to ask for, and not what has been built."""
+def test_likely_candidates_are_built_ahead(clock: FakeTime) -> None:
+    """Each likely candidate is built once, and none that has been built."""
     built: set[str] = set()
-    begun: list[str] = []
+    built_ahead: list[str] = []
 
     def build_all(problem: Problem, candidates: Sequence[Candidate], target: Target) -> dict[str, Any]:
         built.update(candidate.id for candidate in candidates)
         return {candidate.id: Artifact(candidate, "") for candidate in candidates}
 
-    def ahead(problem: Problem, candidates: Sequence[Candidate], target: Target) -> None:
+    def build_ahead(problem: Problem, candidates: Sequence[Candidate], target: Target) -> None:
         assert not built & {candidate.id for candidate in candidates}
-        begun.extend(candidate.id for candidate in candidates)
+        built_ahead.extend(candidate.id for candidate in candidates)
 
-    hands = Pretending(clock, lambda c: 1e-3 if c.backend == "native" else 2e-3)
-    run(clock, hands, None, build=build_all, build_ahead=ahead)
-    assert begun
-    tried = {candidate.id for candidate in hands.tried}
-    assert len(tried & set(begun)) > 0.5 * len(set(begun))
+    worker = FakeWorker(clock, lambda c: 1e-3 if c.backend == "native" else 2e-3)
+    run_session(clock, worker, None, build=build_all, build_ahead=build_ahead)
+    assert built_ahead
+    tried = {candidate.id for candidate in worker.tried}
+    assert len(tried & set(built_ahead)) > 0.5 * len(set(built_ahead))
 
 
 @pytest.mark.parametrize("hot", [False, True])
-def test_the_condition_reaches_the_race(clock: Clock, hot: bool) -> None:
-    hands = Pretending(clock, lambda c: 1e-3)
-    run(clock, hands, 6.0, hot=hot)
-    assert hands.hot is hot
+def test_hot_option_is_passed_to_the_race(clock: FakeTime, hot: bool) -> None:
+    worker = FakeWorker(clock, lambda c: 1e-3)
+    run_session(clock, worker, 6.0, hot=hot)
+    assert worker.hot is hot
 
 
-def test_what_is_wrong_after_its_race_is_out_and_the_rest_race_again(clock: Clock) -> None:
-    class Faulty(Pretending):
+def test_candidate_wrong_after_its_race_fails_and_the_race_is_repeated(clock: FakeTime) -> None:
+    class WrongAfterRace(FakeWorker):
         races = 0
 
-        def race(self, candidates: Sequence[Candidate], *args: Any) -> Raced:
+        def race(self, candidates: Sequence[Candidate], *args: Any) -> RaceResult:
             raced = super().race(candidates, *args)
             self.races += 1
             if self.races == 1 and raced.leader is not None:
                 raced.faults = {raced.leader: Verdict("wrong", "right before the race, wrong after it: idle")}
             return raced
 
-    hands, store = Faulty(clock, lambda candidate: 1e-3 if candidate.backend == "native" else 2e-3), MemoryStore()
+    worker, store = (
+        WrongAfterRace(clock, lambda candidate: 1e-3 if candidate.backend == "native" else 2e-3),
+        MemoryStore(),
+    )
     target = current_target()
-    decision = TuningSession(PROBLEM, target, ("aten", "native"), store, hands, silent, 0).run(None, None)
+    decision = TuningSession(PROBLEM, target, ("aten", "native"), store, worker, silent, 0).run(None, None)
     failed = {row.id: row for row in decision.evidence if row.stage == "failed"}
-    assert hands.races == 2
+    assert worker.races == 2
     assert len(failed) == 1
     assert decision.chosen not in failed
     (row,) = failed.values()
@@ -300,35 +306,35 @@ def test_what_is_wrong_after_its_race_is_out_and_the_rest_race_again(clock: Cloc
     assert set(store.failures(target, PROBLEM.key)) == set(failed)
 
 
-def listed_layouts() -> list[str]:
-    """The packed layouts of the native candidates, that of the first candidate first."""
+def native_layouts() -> list[str]:
+    """Return the packed layouts of the native candidates, in the order of the candidates."""
     native = backends.get("native")
-    listed = [item for item in native.candidates(PROBLEM, current_target()) if isinstance(item, Candidate)]
-    names = dict.fromkeys(native.packing_of(PROBLEM, candidate) for candidate in listed)
+    candidates = [item for item in native.candidates(PROBLEM, current_target()) if isinstance(item, Candidate)]
+    names = dict.fromkeys(native.packing_of(PROBLEM, candidate) for candidate in candidates)
     return [name for name in names if name is not None]
 
 
 @pytest.mark.parametrize("seconds", [None, 3.0])
-def test_the_layouts_of_a_weights_other_m_are_raced_though_time_is_short(clock: Clock, seconds: float | None) -> None:
-    """One layout serves all M of a weight: where a layout has no kernel at one M it serves at none."""
-    layout = listed_layouts()[-1]
+def test_layouts_of_other_m_are_raced_with_little_time(clock: FakeTime, seconds: float | None) -> None:
+    """One layout serves all M of a weight: a layout without a kernel at one M cannot serve at any."""
+    layout = native_layouts()[-1]
 
     def packing(candidate: Candidate) -> str | None:
         return backends.get(candidate.backend).packing_of(PROBLEM, candidate)
 
-    def each(candidate: Candidate) -> float:
+    def call_s(candidate: Candidate) -> float:
         return (2e-2 if packing(candidate) == layout else 1.8e-2) if candidate.backend == "native" else 6e-2
 
-    class Named(Pretending):
-        def attempt(self, candidate: Candidate, deadline: float | None, worth_s: float | None) -> Attempted:
-            return msgspec.structs.replace(super().attempt(candidate, deadline, worth_s), packing=packing(candidate))
+    class WorkerWithLayouts(FakeWorker):
+        def attempt(self, candidate: Candidate, deadline: float | None, cutoff_s: float | None) -> Attempted:
+            return msgspec.structs.replace(super().attempt(candidate, deadline, cutoff_s), packing=packing(candidate))
 
-    without, told = Named(clock, each), Named(clock, each)
-    run(clock, without, seconds)
-    run(clock, told, seconds, layouts=["another:layout", layout])
-    assert layout not in map(packing, without.raced)
-    assert layout in map(packing, told.raced)
-    assert next(packing(c) for c in told.tried if c.backend == "native") == layout
+    default_worker, layout_worker = WorkerWithLayouts(clock, call_s), WorkerWithLayouts(clock, call_s)
+    run_session(clock, default_worker, seconds)
+    run_session(clock, layout_worker, seconds, layouts=["another:layout", layout])
+    assert layout not in map(packing, default_worker.raced)
+    assert layout in map(packing, layout_worker.raced)
+    assert next(packing(c) for c in layout_worker.tried if c.backend == "native") == layout
 
 
 class ListedSearch:
@@ -350,7 +356,7 @@ class ListedSearch:
     def tell(self, candidate_id: str, seconds: float | None) -> None: ...
 
 
-def decide(worker: Pretending, seconds: float | None, count: int | None = None) -> Decision:
+def decide(worker: FakeWorker, seconds: float | None, count: int | None = None) -> Decision:
     """Return the decision of a session whose search is a ``ListedSearch`` of ``count``."""
 
     def search(candidates: Sequence[Candidate], options: SearchOptions) -> ListedSearch:
@@ -366,12 +372,12 @@ def native_candidates() -> list[Candidate]:
     return [item for item in listed if isinstance(item, Candidate)]
 
 
-def test_exploring_takes_half_of_a_users_budget(clock: Clock) -> None:
+def test_exploring_takes_half_of_a_users_budget(clock: FakeTime) -> None:
     times: list[float] = []
 
-    class Recording(Pretending):
-        def attempt(self, candidate: Candidate, deadline: float | None, worth_s: float | None) -> Attempted:
-            attempted = super().attempt(candidate, deadline, worth_s)
+    class Recording(FakeWorker):
+        def attempt(self, candidate: Candidate, deadline: float | None, cutoff_s: float | None) -> Attempted:
+            attempted = super().attempt(candidate, deadline, cutoff_s)
             times.append(self.clock.now)
             return attempted
 
@@ -382,15 +388,15 @@ def test_exploring_takes_half_of_a_users_budget(clock: Clock) -> None:
     assert 0.45 * 3.0 < times[-1] - start < 0.55 * 3.0
 
 
-def test_evidence_has_the_stage_that_a_candidate_reached_in_the_race(clock: Clock) -> None:
-    class LeavesOneOut(Pretending):
-        def race(self, candidates: Sequence[Candidate], *args: Any) -> Raced:
+def test_evidence_has_the_stage_that_a_candidate_reached_in_the_race(clock: FakeTime) -> None:
+    class ExcludesTheLast(FakeWorker):
+        def race(self, candidates: Sequence[Candidate], *args: Any) -> RaceResult:
             raced = super().race(candidates, *args)
-            *placed, last = raced.placed
+            last = raced.evidence[candidates[-1].id]
             last = msgspec.structs.replace(last, stage="untried", reason="short of memory", sample=None)
-            return msgspec.structs.replace(raced, placed=(*placed, last))
+            return msgspec.structs.replace(raced, evidence={**raced.evidence, last.id: last})
 
-    worker = LeavesOneOut(clock, lambda c: 1e-3 if c.backend == "native" else 1.1e-3)
+    worker = ExcludesTheLast(clock, lambda c: 1e-3 if c.backend == "native" else 1.1e-3)
     decision = decide(worker, 6.0)
     stages = {row.id: row.stage for row in decision.evidence}
     *others, last = (candidate.id for candidate in worker.raced)
@@ -399,25 +405,25 @@ def test_evidence_has_the_stage_that_a_candidate_reached_in_the_race(clock: Cloc
     assert stages[last] == "screened"
 
 
-def test_a_checked_candidate_that_is_not_raced_has_the_reason(clock: Clock) -> None:
-    """It is the best of its layout, which other M may share, and too slow for the race."""
+def test_checked_candidate_that_is_not_raced_has_the_reason(clock: FakeTime) -> None:
+    """The best candidate of a layout that other M may share is checked, although it is too slow to race."""
     slow = next(c["nr"] for c in native_candidates() if c["nr"] != native_candidates()[0]["nr"])
-    worker = Pretending(clock, lambda c: (3e-3 if c["nr"] == slow else 1e-3) if c.backend == "native" else 4e-3)
+    worker = FakeWorker(clock, lambda c: (3e-3 if c["nr"] == slow else 1e-3) if c.backend == "native" else 4e-3)
     decision = decide(worker, 60.0, 200)
     raced = {candidate.id for candidate in worker.raced}
     reasons = {row.id: row.reason for row in decision.evidence}
     assert any(
-        reasons[c.id] == "3.00x the best rough time: not raced"
+        reasons[c.id] == "3.00x the best screening time: not raced"
         for c in native_candidates() if c["nr"] == slow and c.id in reasons
     )  # fmt: skip
     assert not any("not raced" in reasons[name] for name in raced)
 
 
-def test_a_second_timing_without_a_check_leaves_the_verdict_of_the_first(clock: Clock) -> None:
-    class ChecksOnce(Pretending):
-        def attempt(self, candidate: Candidate, deadline: float | None, worth_s: float | None) -> Attempted:
+def test_second_timing_without_a_check_leaves_the_verdict_of_the_first(clock: FakeTime) -> None:
+    class ChecksOnce(FakeWorker):
+        def attempt(self, candidate: Candidate, deadline: float | None, cutoff_s: float | None) -> Attempted:
             is_second = candidate in self.tried
-            attempted = super().attempt(candidate, deadline, worth_s)
+            attempted = super().attempt(candidate, deadline, cutoff_s)
             return msgspec.structs.replace(attempted, verdict=None) if is_second else attempted
 
     fastest = native_candidates()[0]
@@ -431,14 +437,14 @@ def test_a_second_timing_without_a_check_leaves_the_verdict_of_the_first(clock: 
 
 
 @pytest.mark.parametrize(("seconds", "is_raced"), [(7e-3, True), (9e-3, False)])
-def test_a_raw_kernel_is_raced_within_eight_times_the_best_packed_one(
-    clock: Clock, seconds: float, is_raced: bool
+def test_raw_kernel_is_raced_within_eight_times_the_best_packed_one(
+    clock: FakeTime, seconds: float, is_raced: bool
 ) -> None:
     raw = native_candidates()[0]
 
-    class Unpacked(Pretending):
-        def attempt(self, candidate: Candidate, deadline: float | None, worth_s: float | None) -> Attempted:
-            attempted = super().attempt(candidate, deadline, worth_s)
+    class Unpacked(FakeWorker):
+        def attempt(self, candidate: Candidate, deadline: float | None, cutoff_s: float | None) -> Attempted:
+            attempted = super().attempt(candidate, deadline, cutoff_s)
             return msgspec.structs.replace(attempted, packing=None) if candidate == raw else attempted
 
     worker = Unpacked(clock, lambda c: (seconds if c == raw else 1e-3) if c.backend == "native" else 1e-2)

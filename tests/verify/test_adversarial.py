@@ -57,7 +57,7 @@ def test_tiny_rows_are_below_the_range_of_a_narrower_format(dtype: str, below: f
 
 
 @pytest.mark.parametrize("step", [Step("add", "full", "float32"), Step("mul", "full", "float32")])
-def test_a_full_tensor_has_every_special_value_in_an_ordinary_row(step: Step) -> None:
+def test_full_tensor_has_every_special_value_in_an_ordinary_row(step: Step) -> None:
     problem = linear(4, 40, 32, epilogue=(step,))
     tensor = torch.ones(4, 40)
     spoil_aux(problem, (tensor,), Columns({}, ({},)), ["NaN", "", "", "large"], source())
@@ -85,7 +85,7 @@ def quantized(dtype: str) -> tuple[Problem, QuantWeight]:
 
 
 @pytest.mark.parametrize(("dtype", "low", "high"), [("int8", 0x80, 0x7F), ("int4", 0x00, 0xFF)])
-def test_a_special_column_of_a_quantized_weight_changes_in_one_part(dtype: str, low: int, high: int) -> None:
+def test_special_column_of_a_quantized_weight_changes_in_one_part(dtype: str, low: int, high: int) -> None:
     problem, _ = quantized(dtype)
     kinds = weight_kinds(problem)
     for kind in kinds:

@@ -1,4 +1,4 @@
-"""Operands: layouts, ranges, fills, reproducibility, how many sets."""
+"""Operands: layouts, ranges of values, reproducibility, and the number of sets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gemmtune.verify.inputs import make_inputs, operand_bytes, operand_set_count
 TARGET = Target("cpu", "test", "x86_64", caches=(32 << 10, 1 << 20, 32 << 20))
 
 
-def mm(m: int, n: int, k: int, a: Operand, b: Operand, out: str = "float32", **kwargs: object) -> Problem:
+def make_mm(m: int, n: int, k: int, a: Operand, b: Operand, out: str = "float32", **kwargs: object) -> Problem:
     return Problem("mm", m, n, k, a, b, out, **kwargs)  # type: ignore[arg-type]
 
 
@@ -30,8 +30,8 @@ def mm(m: int, n: int, k: int, a: Operand, b: Operand, out: str = "float32", **k
     ],
 )
 @pytest.mark.parametrize("timing", [False, True])
-def test_layouts(layout: Layout, strides: tuple[int, int], timing: bool) -> None:
-    problem = mm(5, 3, 7, Operand("float32", layout), Operand("float32"))
+def test_operands_have_the_strides_of_their_layout(layout: Layout, strides: tuple[int, int], timing: bool) -> None:
+    problem = make_mm(5, 3, 7, Operand("float32", layout), Operand("float32"))
     a = timing_sets(problem, 1, 1)[0].a if timing else make_inputs(problem, 1).a
     assert a.shape == (5, 7)
     assert a.stride() == strides
@@ -39,41 +39,41 @@ def test_layouts(layout: Layout, strides: tuple[int, int], timing: bool) -> None
     assert a.unique().numel() == 35
 
 
-def test_a_strided_layout_needs_room() -> None:
+def test_strided_layout_with_a_small_ld_raises_value_error() -> None:
     with pytest.raises(ValueError, match="ld >= 14"):
-        make_inputs(mm(5, 3, 7, Operand("float32", Layout("strided", 9)), Operand("float32")), 1)
+        make_inputs(make_mm(5, 3, 7, Operand("float32", Layout("strided", 9)), Operand("float32")), 1)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "float8_e4m3fn"])
 def test_equal_seeds_give_equal_operands(dtype: str) -> None:
-    problem = mm(8, 6, 40, Operand(dtype), Operand(dtype))
-    one, two = (make_inputs(problem, 3) for _ in range(2))
+    problem = make_mm(8, 6, 40, Operand(dtype), Operand(dtype))
+    first, second = (make_inputs(problem, 3) for _ in range(2))
     other = make_inputs(problem, 4)
-    assert isinstance(one.b, torch.Tensor)
-    assert isinstance(two.b, torch.Tensor)
-    assert torch.equal(one.a.double(), two.a.double())
-    assert torch.equal(one.b.double(), two.b.double())
-    assert not torch.equal(one.a.double(), other.a.double())
+    assert isinstance(first.b, torch.Tensor)
+    assert isinstance(second.b, torch.Tensor)
+    assert torch.equal(first.a.double(), second.a.double())
+    assert torch.equal(first.b.double(), second.b.double())
+    assert not torch.equal(first.a.double(), other.a.double())
 
 
 @pytest.mark.parametrize(("dtype", "low", "high"), [("int8", -128, 127), ("uint8", 0, 255)])
-def test_integers_span_their_range(dtype: str, low: int, high: int) -> None:
-    a = make_inputs(mm(100, 1, 200, Operand(dtype), Operand("int8"), "int32", acc="int32"), 1).a
+def test_integer_operands_span_their_range(dtype: str, low: int, high: int) -> None:
+    a = make_inputs(make_mm(100, 1, 200, Operand(dtype), Operand("int8"), "int32", acc="int32"), 1).a
     counts = torch.bincount(a.flatten().int() - low, minlength=256)
     assert (int(a.min()), int(a.max())) == (low, high)
     assert int(counts.min()) > 30  # 78 expected of each of 256 values
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
-def test_fp8_spans_its_exponents_and_is_finite(dtype: str) -> None:
-    a = make_inputs(mm(100, 1, 200, Operand(dtype), Operand(dtype)), 1).a.float()
+def test_fp8_operands_span_the_exponents_and_are_finite(dtype: str) -> None:
+    a = make_inputs(make_mm(100, 1, 200, Operand(dtype), Operand(dtype)), 1).a.float()
     assert bool(a.isfinite().all())
     assert float(a.abs().max()) >= 0.4 * torch.finfo(getattr(torch, dtype)).max
     exponents = torch.frexp(a[a != 0]).exponent.unique()
     assert exponents.numel() >= (15 if dtype == "float8_e4m3fn" else 29)
 
 
-def test_int4_weights_have_nibbles_scales_and_zeros() -> None:
+def test_int4_weights_have_nibbles_scales_and_zero_points() -> None:
     quant = Quant(32, "float32", True)
     b = Operand("int4", Layout("col"), quant=quant)
     problem = Problem("mixed_mm", 2, 16, 129, Operand("bfloat16"), b, "bfloat16")
@@ -87,7 +87,7 @@ def test_int4_weights_have_nibbles_scales_and_zeros() -> None:
     assert set(torch.cat([weight.data & 15, weight.data >> 4]).flatten().tolist()) == set(range(16))
 
 
-def test_quantised_outputs_are_near_one() -> None:
+def test_outputs_of_quantised_weights_have_a_standard_deviation_near_one() -> None:
     quant = Quant()
     problem = Problem("mixed_mm", 4, 64, 4096, Operand("bfloat16"), Operand("int8", quant=quant), "bfloat16")
     inputs = make_inputs(problem, 1)
@@ -96,7 +96,7 @@ def test_quantised_outputs_are_near_one() -> None:
     assert 0.3 < float(out.std()) < 3.0
 
 
-def test_requantised_outputs_use_the_range_without_saturating_everywhere() -> None:
+def test_requantised_outputs_use_the_range_without_saturation() -> None:
     steps = (Step("scale", "row", "float32"), Step("scale", "col", "float32"))
     problem = Problem("int_mm", 16, 64, 512, Operand("int8"), Operand("int8"), "int8", steps, acc="int32")
     inputs = make_inputs(problem, 1)
@@ -105,8 +105,8 @@ def test_requantised_outputs_use_the_range_without_saturating_everywhere() -> No
     assert 15 < float(out.std()) < 100
 
 
-def test_a_shared_weight_is_taken_and_an_offset_unaligns_a() -> None:
-    problem = mm(3, 5, 8, Operand("float32"), Operand("float32"))
+def test_weight_is_shared_and_an_offset_misaligns_a() -> None:
+    problem = make_mm(3, 5, 8, Operand("float32"), Operand("float32"))
     first = make_inputs(problem, 1)
     second = make_inputs(problem, 2, b=first.b, offset=1)
     assert second.b is first.b
@@ -115,20 +115,20 @@ def test_a_shared_weight_is_taken_and_an_offset_unaligns_a() -> None:
     assert not torch.equal(first.a, second.a)
 
 
-def test_timing_sets_are_distinct_and_unstructured() -> None:
-    problem = mm(64, 2000, 1000, Operand("bfloat16"), Operand("bfloat16", Layout("col"), constant=True))
-    one, two = timing_sets(problem, 2, 5)
-    assert isinstance(one.b, torch.Tensor)
-    assert isinstance(two.b, torch.Tensor)
-    assert one.b.data_ptr() != two.b.data_ptr()
-    assert float((one.b == two.b).float().mean()) < 0.05
-    assert float((one.b[:, 0] == one.b[:, 1]).float().mean()) < 0.05
-    assert 0.9 < float(one.b.float().std()) < 1.1
+def test_timing_sets_have_distinct_unstructured_values() -> None:
+    problem = make_mm(64, 2000, 1000, Operand("bfloat16"), Operand("bfloat16", Layout("col"), constant=True))
+    first, second = timing_sets(problem, 2, 5)
+    assert isinstance(first.b, torch.Tensor)
+    assert isinstance(second.b, torch.Tensor)
+    assert first.b.data_ptr() != second.b.data_ptr()
+    assert float((first.b == second.b).float().mean()) < 0.05
+    assert float((first.b[:, 0] == first.b[:, 1]).float().mean()) < 0.05
+    assert 0.9 < float(first.b.float().std()) < 1.1
 
 
-def test_rotations_exceed_the_cache_within_memory() -> None:
+def test_operand_sets_exceed_the_cache_within_a_memory_limit() -> None:
     def linear(n: int, k: int) -> Problem:
-        return mm(1, n, k, Operand("bfloat16"), Operand("bfloat16", constant=True), "bfloat16")
+        return make_mm(1, n, k, Operand("bfloat16"), Operand("bfloat16", constant=True), "bfloat16")
 
     for problem in (linear(64, 64), linear(1024, 1024), linear(4096, 4096), linear(11008, 4096)):
         count, size = operand_set_count(problem, TARGET), operand_bytes(problem)

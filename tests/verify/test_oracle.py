@@ -1,4 +1,4 @@
-"""The oracle against plain loops and torch, and its error bounds against measured errors."""
+"""The oracle against loops and torch, and its error bounds against measured errors."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from gemmtune.verify.inputs import make_inputs
 from gemmtune.verify.oracle import reference, to_integer
 
 
-def floats(
+def float_problem(
     m: int, n: int, k: int, dtype: str = "float32", epilogue: tuple[Step, ...] = (), acc: str = "float32"
 ) -> Problem:
     return Problem("mm", m, n, k, Operand(dtype), Operand(dtype, Layout("col")), dtype, epilogue, acc=acc)
 
 
-def integers(m: int, n: int, k: int, epilogue: tuple[Step, ...] = (), out: str = "int32") -> Problem:
+def integer_problem(m: int, n: int, k: int, epilogue: tuple[Step, ...] = (), out: str = "int32") -> Problem:
     return Problem("int_mm", m, n, k, Operand("int8"), Operand("int8"), out, epilogue, acc="int32")
 
 
-def test_matches_a_triple_loop() -> None:
-    problem = floats(3, 4, 5)
+def test_reference_matches_a_triple_loop() -> None:
+    problem = float_problem(3, 4, 5)
     inputs = make_inputs(problem, 1)
     value = reference(problem, inputs.a, inputs.b).value
     for i in range(3):
@@ -38,34 +38,34 @@ def test_matches_a_triple_loop() -> None:
 
 
 def test_magnitude_is_the_product_of_absolute_values() -> None:
-    problem = floats(5, 7, 33, "bfloat16")
+    problem = float_problem(5, 7, 33, "bfloat16")
     inputs = make_inputs(problem, 2)
-    found = reference(problem, inputs.a, inputs.b).magnitude
-    torch.testing.assert_close(found, inputs.a.float().abs() @ inputs.b.float().abs(), rtol=1e-5, atol=0.0)
+    magnitude = reference(problem, inputs.a, inputs.b).magnitude
+    torch.testing.assert_close(magnitude, inputs.a.float().abs() @ inputs.b.float().abs(), rtol=1e-5, atol=0.0)
 
 
-def test_blocks_of_columns_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = floats(4, 100, 64)
+def test_blocks_of_columns_do_not_change_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = float_problem(4, 100, 64)
     inputs = make_inputs(problem, 3)
-    whole = reference(problem, inputs.a, inputs.b)
+    single = reference(problem, inputs.a, inputs.b)
     monkeypatch.setattr(oracle, "_BLOCK_BYTES", 8 * 64 * 16)
-    parts = reference(problem, inputs.a, inputs.b)
-    torch.testing.assert_close(whole.value, parts.value, rtol=1e-13, atol=1e-13)
-    torch.testing.assert_close(whole.magnitude, parts.magnitude)
+    blocked = reference(problem, inputs.a, inputs.b)
+    torch.testing.assert_close(single.value, blocked.value, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(single.magnitude, blocked.magnitude)
 
 
-def test_integers_are_exact_and_wrap_as_int32() -> None:
-    problem = integers(2, 3, 4000)
+def test_integer_reference_is_exact_and_wraps_as_int32() -> None:
+    problem = integer_problem(2, 3, 4000)
     inputs = make_inputs(problem, 4)
     assert isinstance(inputs.b, torch.Tensor)
-    found = reference(problem, inputs.a, inputs.b)
-    assert torch.equal(found.value, inputs.a.long() @ inputs.b.long())
+    result = reference(problem, inputs.a, inputs.b)
+    assert torch.equal(result.value, inputs.a.long() @ inputs.b.long())
     big = torch.full((1, 140_000), -128, dtype=torch.int8)
-    wrapped = reference(integers(1, 1, 140_000), big, big.t()).value
+    wrapped = reference(integer_problem(1, 1, 140_000), big, big.t()).value
     assert int(wrapped) == (140_000 * 2**14 + 2**31) % 2**32 - 2**31
 
 
-def test_wide_integers_use_integer_products() -> None:
+def test_int64_reference_uses_integer_products() -> None:
     problem = Problem("mm", 2, 2, 3, Operand("int64"), Operand("int64"), "int64", acc="int64")
     a = torch.tensor([[2**40, 1, 1], [1, 1, 2**52 + 1]])
     b = torch.tensor([[2**15 + 1, 0], [0, 1], [1, 1]])
@@ -75,7 +75,7 @@ def test_wide_integers_use_integer_products() -> None:
 @pytest.mark.parametrize("group", [None, 32])
 @pytest.mark.parametrize(("dtype", "k"), [("int8", 70), ("int4", 70), ("int4", 71)])
 @pytest.mark.parametrize("zero_point", [False, True])
-def test_quantised_weights(dtype: str, k: int, group: int | None, zero_point: bool) -> None:
+def test_reference_of_quantised_weights(dtype: str, k: int, group: int | None, zero_point: bool) -> None:
     quant = Quant(group, "float32", zero_point)
     problem = Problem("mixed_mm", 3, 5, k, Operand("bfloat16"), Operand(dtype, Layout("col"), quant=quant), "bfloat16")
     inputs = make_inputs(problem, 5)
@@ -84,14 +84,14 @@ def test_quantised_weights(dtype: str, k: int, group: int | None, zero_point: bo
     dense = torch.zeros(k, 5, dtype=torch.float64)
     for row in range(k):
         stored = weight.data[row // 2 if dtype == "int4" else row].long()
-        q = (stored >> (4 * (row % 2))) & 15 if dtype == "int4" else stored
-        at = (row // group,) if group else ()
-        zero = weight.zero_point[at].double() if weight.zero_point is not None else (8.0 if dtype == "int4" else 0.0)
-        dense[row] = (q - zero) * weight.scale[at].double()
+        code = (stored >> (4 * (row % 2))) & 15 if dtype == "int4" else stored
+        index = (row // group,) if group else ()
+        zero = weight.zero_point[index].double() if weight.zero_point is not None else (8.0 if dtype == "int4" else 0.0)
+        dense[row] = (code - zero) * weight.scale[index].double()
     torch.testing.assert_close(reference(problem, inputs.a, weight).value, inputs.a.double() @ dense)
 
 
-def test_every_step_in_order() -> None:
+def test_reference_applies_epilogue_steps_in_order() -> None:
     steps = (
         Step("scale", "row", "float32"),
         Step("bias", "col", "bfloat16", value=0.5),
@@ -105,16 +105,19 @@ def test_every_step_in_order() -> None:
         Step("clamp", lo=-0.1, hi=0.4),
         Step("relu"),
     )
-    problem = floats(4, 6, 8, epilogue=steps)
+    problem = float_problem(4, 6, 8, epilogue=steps)
     inputs = make_inputs(problem, 6)
-    row, col, mul, one, add = (t.double() for t in inputs.aux)
-    v = inputs.a.double() @ inputs.b.double()  # type: ignore[union-attr]
-    v = torch.nn.functional.gelu(v * row[:, None] + 0.5 * col, approximate="tanh") * mul * 2.0 * one - 1.5 * add
-    v = torch.nn.functional.gelu(torch.nn.functional.silu(v * 0.25)).clamp(-0.1, 0.4).relu()
-    torch.testing.assert_close(reference(problem, inputs.a, inputs.b, inputs.aux).value, v)
+    row, col, mul, scalar, add = (tensor.double() for tensor in inputs.aux)
+    expected = inputs.a.double() @ inputs.b.double()  # type: ignore[union-attr]
+    expected = (
+        torch.nn.functional.gelu(expected * row[:, None] + 0.5 * col, approximate="tanh") * mul * 2.0 * scalar
+        - 1.5 * add
+    )
+    expected = torch.nn.functional.gelu(torch.nn.functional.silu(expected * 0.25)).clamp(-0.1, 0.4).relu()
+    torch.testing.assert_close(reference(problem, inputs.a, inputs.b, inputs.aux).value, expected)
 
 
-def test_batches_share_row_and_column_tensors() -> None:
+def test_batches_share_the_epilogue_tensors() -> None:
     steps = (Step("scale", "row", "float32"), Step("add", "full", "float32"))
     problem = Problem("bmm", 3, 4, 5, Operand("float32"), Operand("float32"), "float32", steps, batch=2)
     inputs = make_inputs(problem, 7)
@@ -124,53 +127,56 @@ def test_batches_share_row_and_column_tensors() -> None:
     torch.testing.assert_close(reference(problem, inputs.a, inputs.b, inputs.aux).value, expected)
 
 
-def test_zero_k_is_the_epilogue_of_zero() -> None:
-    problem = floats(2, 3, 0, epilogue=(Step("bias", "col", "float32"),))
+def test_reference_of_k_zero_is_the_epilogue_of_zero() -> None:
+    problem = float_problem(2, 3, 0, epilogue=(Step("bias", "col", "float32"),))
     inputs = make_inputs(problem, 8)
-    found = reference(problem, inputs.a, inputs.b, inputs.aux)
-    assert torch.equal(found.value, inputs.aux[0].double().expand(2, 3))
+    result = reference(problem, inputs.a, inputs.b, inputs.aux)
+    assert torch.equal(result.value, inputs.aux[0].double().expand(2, 3))
 
 
-def test_integer_epilogues_round_half_to_even_and_saturate() -> None:
+def test_to_integer_rounds_half_to_even_and_saturates() -> None:
     assert to_integer(torch.tensor([0.5, 1.5, -2.5, 200.0, -200.0]).double(), "int8").tolist() == [0, 2, -2, 127, -128]
 
 
-def test_integer_steps_stay_exact_until_a_float_is_needed() -> None:
-    exact = integers(2, 3, 64, (Step("bias", "col", "int32"), Step("relu"), Step("cast", dtype="int8")))
+def test_integer_epilogues_are_exact_without_a_float_step() -> None:
+    exact = integer_problem(2, 3, 64, (Step("bias", "col", "int32"), Step("relu"), Step("cast", dtype="int8")))
     inputs = make_inputs(exact, 9)
-    found = reference(exact, inputs.a, inputs.b, inputs.aux)
-    assert float(found.magnitude.max()) == 0.0
+    result = reference(exact, inputs.a, inputs.b, inputs.aux)
+    assert float(result.magnitude.max()) == 0.0
     scaled = replace(exact, epilogue=(Step("scale", "tensor", value=0.01),), out_dtype="float32")
     assert float(reference(scaled, inputs.a, inputs.b).magnitude.min()) > 0.0
 
 
-def test_an_integer_cast_may_differ_only_near_a_tie() -> None:
-    problem = integers(1, 2, 1, (Step("scale", "tensor", value=0.1), Step("cast", dtype="int8")), out="int8")
+def test_bound_of_an_integer_cast_is_nonzero_only_near_a_tie() -> None:
+    problem = integer_problem(1, 2, 1, (Step("scale", "tensor", value=0.1), Step("cast", dtype="int8")), out="int8")
     a = torch.tensor([[1]], dtype=torch.int8)
-    found = reference(problem, a, torch.tensor([[25, 24]], dtype=torch.int8))  # 2.5 is a tie, 2.4 is none
-    assert found.value.tolist() == [[2.0, 2.0]]
-    assert (found.magnitude * found.unit).round().tolist() == [[1.0, 0.0]]
+    result = reference(problem, a, torch.tensor([[25, 24]], dtype=torch.int8))  # 2.5 is a tie, 2.4 is not
+    assert result.value.tolist() == [[2.0, 2.0]]
+    assert (result.magnitude * result.unit).round().tolist() == [[1.0, 0.0]]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("k", [1, 64, 4096])
-def test_the_bound_holds_for_a_sequential_float32_sum(dtype: str, k: int) -> None:
-    problem = floats(4, 16, k, dtype)
+def test_error_bound_holds_for_a_sequential_float32_sum(dtype: str, k: int) -> None:
+    problem = float_problem(4, 16, k, dtype)
     a, b = torch.rand(4, k), torch.rand(k, 16)  # one sign: the worst case for a sequential sum
     a, b = a.to(getattr(torch, dtype)), b.to(getattr(torch, dtype))
-    found = reference(problem, a, b)
+    result = reference(problem, a, b)
     total = torch.zeros(4, 16)
     for i in range(k):
         total += a[:, i : i + 1].float() * b[i : i + 1].float()
-    assert bool(((total.double() - found.value).abs() <= found.magnitude.double() * found.unit).all())
+    assert bool(((total.double() - result.value).abs() <= result.magnitude.double() * result.unit).all())
 
 
-def hopper_sum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """A @ B as an H200's matrix unit adds up to 16 float16 products: aligned by the operands' exponents as written,
-    25 bits below the largest, truncated. [M, K] @ [K, N], both in float64, to float32."""
+def hopper_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return A [M, K] @ B [K, N], both in float64, as float32 with the sums of an H200's tensor cores.
 
-    def exponent(t: torch.Tensor) -> torch.Tensor:
-        return (torch.frexp(t).exponent - 1).clamp(min=-14).double()
+    A tensor core adds up to 16 float16 products. It aligns them by the operands' encoded exponents (-14 for a
+    subnormal), and truncates them 25 bits below the largest.
+    """
+
+    def exponent(tensor: torch.Tensor) -> torch.Tensor:
+        return (torch.frexp(tensor).exponent - 1).clamp(min=-14).double()
 
     products = a[:, :, None] * b[None]
     aligned = torch.where(products == 0, -1000.0, exponent(a)[:, :, None] + exponent(b)[None])
@@ -179,49 +185,52 @@ def hopper_sum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return (torch.trunc(mantissa * 2**24) * torch.exp2(power.double() - 24)).float()
 
 
-@pytest.mark.parametrize("whose", ["a", "b"])
-def test_the_bound_holds_for_units_that_align_subnormals_as_written(
-    whose: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("scaled_operand", ["a", "b"])
+def test_error_bound_holds_for_tensor_cores_with_subnormals(
+    scaled_operand: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    problem = replace(floats(200, 300, 5, "float16"), out_dtype="float32")
-    draw = torch.Generator().manual_seed(1)
-    a, b = torch.randn(200, 5, generator=draw), torch.randn(5, 300, generator=draw)
-    a, b = (a * 2.0**-16).half() if whose == "a" else a.half(), (b * 2.0**-16).half() if whose == "b" else b.half()
-    a[:, 0], b[0] = 0.0, 30000.0  # which raises no exponent beside 0
+    problem = replace(float_problem(200, 300, 5, "float16"), out_dtype="float32")
+    generator = torch.Generator().manual_seed(1)
+    a, b = torch.randn(200, 5, generator=generator), torch.randn(5, 300, generator=generator)
+    a, b = (
+        (a * 2.0**-16).half() if scaled_operand == "a" else a.half(),
+        (b * 2.0**-16).half() if scaled_operand == "b" else b.half(),
+    )
+    a[:, 0], b[0] = 0.0, 30000.0  # times 0 it raises no exponent
     on_cpu = reference(problem, a, b)
-    monkeypatch.setattr(devices.HostDevice, "aligns_fp16_products", True)  # as on a GPU
-    found = reference(problem, a, b)
-    gap = (hopper_sum(a.double(), b.double()).double() - found.value).abs() - 2.0**-24 * found.value.abs()
-    as_is = a.double().abs() @ b.double().abs()
-    assert float((gap / (as_is * found.unit)).max()) > 1.0  # so that this test can fail
-    assert bool((gap <= found.magnitude.double() * found.unit).all())
+    monkeypatch.setattr(devices.HostDevice, "aligns_fp16_products", True)  # as for a GPU
+    result = reference(problem, a, b)
+    gap = (hopper_matmul(a.double(), b.double()).double() - result.value).abs() - 2.0**-24 * result.value.abs()
+    magnitude = a.double().abs() @ b.double().abs()
+    assert float((gap / (magnitude * result.unit)).max()) > 1.0  # the bound by the values' magnitudes does not hold
+    assert bool((gap <= result.magnitude.double() * result.unit).all())
     normal = (a[:, 1:].abs() >= 2.0**-14).all(1)[:, None] & (b.abs() >= 2.0**-14).all(0)
-    assert bool((found.magnitude[normal].double() <= 1.001 * as_is[normal]).all())
-    assert bool((on_cpu.magnitude.double() <= 1.001 * as_is).all())
+    assert bool((result.magnitude[normal].double() <= 1.001 * magnitude[normal]).all())
+    assert bool((on_cpu.magnitude.double() <= 1.001 * magnitude).all())
 
 
-def test_large_problems_are_certified_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_problems_use_certified_float32_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(oracle, "_FULL_ROWS", 8)
     monkeypatch.setattr(oracle, "_FULL_FLOPS", 1.0)
-    problem = floats(40, 50, 300)
+    problem = float_problem(40, 50, 300)
     inputs = make_inputs(problem, 10)
     assert isinstance(inputs.b, torch.Tensor)
     exact = inputs.a.double() @ inputs.b.double()
-    fast = reference(problem, inputs.a, inputs.b)
-    assert fast.value.dtype == torch.float32
-    torch.testing.assert_close(fast.value.double(), exact, rtol=1e-4, atol=1e-4)
+    result = reference(problem, inputs.a, inputs.b)
+    assert result.value.dtype == torch.float32
+    torch.testing.assert_close(result.value.double(), exact, rtol=1e-4, atol=1e-4)
 
 
-def test_nothing_is_too_large_for_a_gpus_float64() -> None:
-    problem = floats(4096, 4096, 4096)
+def test_no_problem_is_large_for_float64_on_a_gpu() -> None:
+    problem = float_problem(4096, 4096, 4096)
     assert oracle.is_large(problem, torch.device("cpu"))
     assert not oracle.is_large(problem, torch.device("cuda"))
     assert not oracle.is_large(replace(problem, m=256), torch.device("cpu"))
 
 
-def test_a_wrong_float32_product_is_found_and_computed_again() -> None:
-    class Spoiled(torch.Tensor):
-        """A matrix whose float32 products have one wrong element."""
+def test_wrong_float32_block_is_recomputed() -> None:
+    class WrongProduct(torch.Tensor):
+        """Matrix whose float32 products have one wrong element."""
 
         def __matmul__(self, other: torch.Tensor) -> torch.Tensor:
             result = self.as_subclass(torch.Tensor) @ other
@@ -231,11 +240,11 @@ def test_a_wrong_float32_product_is_found_and_computed_again() -> None:
 
     a, block = torch.randn(20, 128), torch.randn(128, 30, dtype=torch.float64)
     magnitude = a.double().abs() @ block.abs()
-    unit = oracle.error_unit(floats(20, 30, 128))
-    found = oracle._certified(a.as_subclass(Spoiled), block, magnitude, unit)
+    unit = oracle.error_unit(float_problem(20, 30, 128))
+    found = oracle._certified(a.as_subclass(WrongProduct), block, magnitude, unit)
     torch.testing.assert_close(found.as_subclass(torch.Tensor).double(), a.double() @ block, rtol=1e-4, atol=1e-4)
 
 
-def test_an_unknown_accumulator_is_refused() -> None:
+def test_unknown_accumulator_raises_value_error() -> None:
     with pytest.raises(ValueError, match="accumulator 'posit8'"):
-        reference(floats(1, 1, 1, acc="posit8"), torch.ones(1, 1), torch.ones(1, 1))
+        reference(float_problem(1, 1, 1, acc="posit8"), torch.ones(1, 1), torch.ones(1, 1))

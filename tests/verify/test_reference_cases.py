@@ -21,7 +21,7 @@ def linear(m: int, n: int, k: int, dtype: str = "float32", epilogue: tuple[Step,
 
 
 @pytest.mark.parametrize(("align", "remainder"), [(0, 4), (64, 0)])
-def test_a_shared_weight_begins_off_alignment_unless_the_problem_promises_it(align: int, remainder: int) -> None:
+def test_shared_weight_begins_off_alignment_unless_the_problem_promises_it(align: int, remainder: int) -> None:
     problem = linear(4, 1024, 1024)
     problem = replace(problem, b=replace(problem.b, align=align))
     first, *others = make_reference_cases(problem, 0)
@@ -63,9 +63,7 @@ def variants(problem: Problem, which: int) -> dict[str, ReferenceCase]:
         (3, {"negative", "tiny", "power of two", "huge", "zero", "NaN"}),
     ],
 )
-def test_a_one_element_tensor_takes_each_kind_of_value_while_the_others_are_neutral(
-    which: int, kinds: set[str]
-) -> None:
+def test_one_element_tensor_takes_each_kind_of_value_while_the_others_are_neutral(which: int, kinds: set[str]) -> None:
     problem = linear(8, 40, 32, epilogue=STEPS)
     cases = variants(problem, which)
     assert set(cases) == kinds
@@ -79,7 +77,7 @@ def test_a_one_element_tensor_takes_each_kind_of_value_while_the_others_are_neut
         torch.testing.assert_close(case.value, expected.value, rtol=1e-9, atol=1e-30, equal_nan=True)
 
 
-def test_a_case_of_another_m_has_the_results_of_its_own_rows() -> None:
+def test_case_of_another_m_has_the_results_of_its_own_rows() -> None:
     problem = linear(4, 40, 32)
     case = case_for_rows(problem, make_reference_cases(problem, 0), 7)
     assert case is not None

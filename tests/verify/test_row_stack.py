@@ -1,4 +1,4 @@
-"""Verification at other M: right kernels pass, and faults that show at one M only are found there."""
+"""Verification at other M: correct kernels pass, and a fault at one M is detected."""
 
 from __future__ import annotations
 
@@ -54,58 +54,58 @@ PROBLEMS = [
 ]  # fmt: skip
 
 
-def checked(problem: Problem, run: Run, patience_s: float = AMPLE_S) -> tuple[str, str]:
-    verdict = RowCountVerifier(problem, make_reference_cases(problem, 0)).verify(run, TILED, patience_s)
+def run_verifier(problem: Problem, run: Run, time_limit_s: float = AMPLE_S) -> tuple[str, str]:
+    verdict = RowCountVerifier(problem, make_reference_cases(problem, 0)).verify(run, TILED, time_limit_s)
     return verdict.kind, verdict.detail
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.key)
-def test_a_right_kernel_passes_at_every_m(problem: Problem) -> None:
-    seen: list[int] = []
-    right = hostile.correct(problem)
+def test_correct_kernel_passes_at_all_m(problem: Problem) -> None:
+    row_counts: list[int] = []
+    correct = hostile.correct(problem)
 
     def run(inputs: Inputs, out: Tensor) -> None:
         assert inputs.a.shape[-2] == out.shape[-2]
-        seen.append(out.shape[-2])
-        right(inputs, out)
+        row_counts.append(out.shape[-2])
+        correct(inputs, out)
 
-    rows = RowCountVerifier(problem, make_reference_cases(problem, 0))
-    for _ in range(2):  # on operands that were made, and on those that were kept
-        assert rows.verify(run, TILED, AMPLE_S).ok
-        assert set(seen) == set(other_row_counts(problem, TILED))
-        assert all(seen.count(m) >= 2 for m in set(seen))
-        seen.clear()
-    assert not rows.touched()
+    verifier = RowCountVerifier(problem, make_reference_cases(problem, 0))
+    for _ in range(2):  # on new operands, then on cached ones
+        assert verifier.verify(run, TILED, AMPLE_S).ok
+        assert set(row_counts) == set(other_row_counts(problem, TILED))
+        assert all(row_counts.count(m) >= 2 for m in set(row_counts))
+        row_counts.clear()
+    assert not verifier.touched()
 
 
 @pytest.mark.parametrize("problem", PROBLEMS[:5] + PROBLEMS[8:], ids=lambda problem: problem.key)
-def test_operands_of_one_m_are_laid_out_as_alone(problem: Problem) -> None:
-    """Dense rows, even M on a boundary and odd ones off it, and the poison of guards behind the last row."""
-    draws = make_reference_cases(problem, 0)
+def test_stacked_operands_have_the_layout_and_guards_of_single_ones(problem: Problem) -> None:
+    """Rows are dense, even M are aligned, odd M are misaligned, and guard bands follow the last row."""
+    test_cases = make_reference_cases(problem, 0)
     for counts in row_groups(problem, other_row_counts(problem, TILED), CPU):
-        stack = RowStack.make(problem, draws, counts)
+        stack = RowStack.make(problem, test_cases, counts)
         assert stack is not None
         assert len({m % 2 for m in counts}) == 1
         for part in stack.parts:
             a = part_of(problem, stack.draw.inputs, part).a
             assert a.shape == (part.m, problem.k)
-            shifted = counts[0] % 2 == 1 and problem.a.align == 0
-            assert a.data_ptr() % 16 == (a.element_size() if shifted else 0)
+            is_misaligned = counts[0] % 2 == 1 and problem.a.align == 0
+            assert a.data_ptr() % 16 == (a.element_size() if is_misaligned else 0)
         for part in stack.parts[:-1]:
-            behind = stack.draw.inputs.a[part.start + part.m]
-            assert bool(behind.isnan().all() if behind.is_floating_point() else (behind == behind[0]).all())
-        places = [place for m in counts for place in stack.draw.bank.places(m)]  # type: ignore[union-attr]
-        known = stack.draw.bank.value[places]  # type: ignore[union-attr]
-        assert torch.allclose(stack.draw.value.double(), known.double(), 0.0, 0.0, equal_nan=True)
+            guard_row = stack.draw.inputs.a[part.start + part.m]
+            assert bool(guard_row.isnan().all() if guard_row.is_floating_point() else (guard_row == guard_row[0]).all())
+        positions = [position for m in counts for position in stack.draw.bank.places(m)]  # type: ignore[union-attr]
+        expected = stack.draw.bank.value[positions]  # type: ignore[union-attr]
+        assert torch.allclose(stack.draw.value.double(), expected.double(), 0.0, 0.0, equal_nan=True)
 
 
 @pytest.mark.parametrize("layout", [5, 6, 7])
-def test_an_m_is_alone_where_a_part_would_have_another_layout(layout: int) -> None:
+def test_m_is_not_stacked_where_its_layout_would_change(layout: int) -> None:
     problem = PROBLEMS[layout]
     assert all(len(group) == 1 for group in row_groups(problem, other_row_counts(problem, TILED), CPU))
 
 
-def test_few_comparisons_hold_many_m() -> None:
+def test_row_groups_stack_many_m() -> None:
     counts = list(other_row_counts(PLAIN, TILED))
     groups = row_groups(PLAIN, counts, CPU)
     assert sorted(m for group in groups for m in group) == sorted(counts)
@@ -117,120 +117,120 @@ def test_few_comparisons_hold_many_m() -> None:
 # --- faults ------------------------------------------------------------------------------------------------------
 
 
-def only_at(m: int, spoil: Callable[[Inputs, Tensor], None], problem: Problem) -> Run:
-    """A right kernel, but for what ``spoil`` does at one M."""
-    right = hostile.correct(problem)
+def faulty_at(m: int, fault: Callable[[Inputs, Tensor], None], problem: Problem) -> Run:
+    """Return a kernel that is correct, except for the fault ``fault`` at one M."""
+    correct = hostile.correct(problem)
 
     def run(inputs: Inputs, out: Tensor) -> None:
-        right(inputs, out)
+        correct(inputs, out)
         if out.shape[-2] == m:
-            spoil(inputs, out)
+            fault(inputs, out)
 
     return run
 
 
-def last_element(inputs: Inputs, out: Tensor) -> None:
+def wrong_last_element(inputs: Inputs, out: Tensor) -> None:
     out[..., -1, -1] = 77
 
 
-def beyond(inputs: Inputs, out: Tensor) -> None:
+def write_past_the_end(inputs: Inputs, out: Tensor) -> None:
     out.as_strided((1,), (1,), out.storage_offset() + (out.shape[-2] - 1) * out.stride(-2) + out.shape[-1]).fill_(1)
 
 
-def into_a(inputs: Inputs, out: Tensor) -> None:
+def write_into_a(inputs: Inputs, out: Tensor) -> None:
     inputs.a[..., -1, -1] = 3
 
 
 @pytest.mark.parametrize("m", [1, 2, 15, 17, 127])
-@pytest.mark.parametrize(("spoil", "word"), [
-    (last_element, "expected"), (beyond, "overwritten"), (into_a, "wrote into its inputs"),
+@pytest.mark.parametrize(("fault", "expected"), [
+    (wrong_last_element, "expected"), (write_past_the_end, "overwritten"), (write_into_a, "wrote into its inputs"),
 ])  # fmt: skip
 @pytest.mark.parametrize("problem", [PROBLEMS[i] for i in (0, 2, 4, 5, 7, 8)], ids=lambda problem: problem.key)
-def test_a_fault_at_one_m_is_found_and_named(
-    problem: Problem, spoil: Callable[[Inputs, Tensor], None], word: str, m: int
+def test_fault_at_one_m_is_detected_with_its_m(
+    problem: Problem, fault: Callable[[Inputs, Tensor], None], expected: str, m: int
 ) -> None:
-    if spoil is beyond and problem.family == "bmm":
+    if fault is write_past_the_end and problem.family == "bmm":
         pytest.skip("behind the first of a batch's outputs is the second")
-    kind, detail = checked(problem, only_at(m, spoil, problem))
+    kind, detail = run_verifier(problem, faulty_at(m, fault, problem))
     assert kind == "wrong"
-    assert word in detail
+    assert expected in detail
     assert f"M = {m})" in detail
 
 
 @pytest.mark.parametrize("problem", [PLAIN, PROBLEMS[8]], ids=lambda problem: problem.key)
-def test_an_element_that_is_not_written_is_found_whatever_is_expected(problem: Problem) -> None:
-    """The first poison may be what is right there (NaN, a byte): the second is not."""
-    right = hostile.correct(problem)
+def test_unwritten_element_is_detected_for_any_expected_value(problem: Problem) -> None:
+    """The first poison may equal the expected value (NaN, a byte); the second differs."""
+    correct = hostile.correct(problem)
 
     def run(inputs: Inputs, out: Tensor) -> None:
         before = out[..., -1, -1].clone()
-        right(inputs, out)
+        correct(inputs, out)
         if out.shape[-2] == 17:
             out[..., -1, -1] = before
 
-    assert checked(problem, run)[0] == "wrong"
+    assert run_verifier(problem, run)[0] == "wrong"
 
 
-def test_a_kernel_that_is_wrong_once_is_unstable() -> None:
+def test_kernel_that_is_wrong_once_is_unstable() -> None:
     calls = 0
-    right = hostile.correct(PLAIN)
+    correct = hostile.correct(PLAIN)
 
     def run(inputs: Inputs, out: Tensor) -> None:
         nonlocal calls
-        right(inputs, out)
+        correct(inputs, out)
         calls += 1
         if calls == 3:
             out[-1, -1] = 77.0
 
-    kind, detail = checked(PLAIN, run)
+    kind, detail = run_verifier(PLAIN, run)
     assert kind == "unstable"
     assert "not so when called again" in detail
 
 
-def test_what_a_kernel_wrote_into_is_made_anew() -> None:
-    rows = RowCountVerifier(PLAIN, make_reference_cases(PLAIN, 0))
-    assert not rows.verify(only_at(17, into_a, PLAIN), TILED, AMPLE_S).ok
-    assert rows.touched()
+def test_operands_that_a_kernel_modified_are_reported() -> None:
+    verifier = RowCountVerifier(PLAIN, make_reference_cases(PLAIN, 0))
+    assert not verifier.verify(faulty_at(17, write_into_a, PLAIN), TILED, AMPLE_S).ok
+    assert verifier.touched()
 
 
 # --- time and memory ---------------------------------------------------------------------------------------------
 
 
-def test_time_that_has_passed_ends_it_after_the_first_m(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: set[int] = set()
-    right = hostile.correct(PLAIN)
+def test_expired_time_limit_stops_after_the_first_m(monkeypatch: pytest.MonkeyPatch) -> None:
+    row_counts: set[int] = set()
+    correct = hostile.correct(PLAIN)
 
     def run(inputs: Inputs, out: Tensor) -> None:
-        seen.add(out.shape[-2])
-        right(inputs, out)
+        row_counts.add(out.shape[-2])
+        correct(inputs, out)
 
-    assert checked(PLAIN, run, 0.0)[0] == "within_bound"
-    assert seen == {1}
+    assert run_verifier(PLAIN, run, 0.0)[0] == "within_bound"
+    assert row_counts == {1}
 
 
-def test_patience_runs_from_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_limit_starts_at_its_first_start(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 5.0
     monkeypatch.setattr(row_stack.time, "perf_counter", lambda: now)
-    patience = TimeLimit(1.0)
+    limit = TimeLimit(1.0)
     now = 50.0
-    assert not patience.over()
-    patience.start()
+    assert not limit.over()
+    limit.start()
     now = 50.5
-    patience.start()
-    assert not patience.over()
+    limit.start()
+    assert not limit.over()
     now = 51.5
-    assert patience.over()
+    assert limit.over()
 
 
-def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = RowCountVerifier(PLAIN, make_reference_cases(PLAIN, 0))
-    for tile, kept in ((16, 1), (32, 3), (16, 3)):  # odd M; odd and even ones
-        assert rows.verify(hostile.correct(PLAIN), Candidate.make("any", "kernel", bm=tile), AMPLE_S).ok
-        assert len(rows._kept) == kept
+def test_number_of_cached_operands_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    verifier = RowCountVerifier(PLAIN, make_reference_cases(PLAIN, 0))
+    for tile, cached in ((16, 1), (32, 3), (16, 3)):  # odd M; then odd and even M
+        assert verifier.verify(hostile.correct(PLAIN), Candidate.make("any", "kernel", bm=tile), AMPLE_S).ok
+        assert len(verifier._kept) == cached
     monkeypatch.setattr(row_stack, "_CACHE_BYTES", 1)
-    assert rows.verify(hostile.correct(PLAIN), Candidate.make("any", "kernel", bm=8), AMPLE_S).ok
-    assert len(rows._kept) == 1
+    assert verifier.verify(hostile.correct(PLAIN), Candidate.make("any", "kernel", bm=8), AMPLE_S).ok
+    assert len(verifier._kept) == 1
 
 
-def test_parts_begin_on_boundaries_with_rows_between() -> None:
+def test_parts_start_at_aligned_rows_with_gaps() -> None:
     assert parts_of((1, 15, 16, 17)) == ((0, 1), (16, 15), (32, 16), (64, 17))

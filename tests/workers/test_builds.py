@@ -1,4 +1,4 @@
-"""Builds side by side: each in a process of its own, whose end costs no other, and none left when anything is timed."""
+"""Parallel builds: one process for each, isolated failures, and no build while a candidate is timed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from gemmtune.core.target import current_cpu
 from gemmtune.testing import toy_compiler
 from gemmtune.workers import builds
 from gemmtune.workers.builds import Builders, BuildLimits, prebuild
+from gemmtune.workers.contract import WorkerStartError
 from gemmtune.workers.process_tags import tagged
-from gemmtune.workers.worker import WorkerStartError
 
 PROBLEM = Problem("mm", 5, 24, 32, Operand("float32"), Operand("float32"), "float32")
 TARGET = current_cpu()
@@ -26,7 +26,7 @@ LIMITS = BuildLimits(build_s=2.0, builders=2, memory=1 << 30)
 
 
 @pytest.fixture(autouse=True)
-def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def toy_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("GEMMTUNE_STORE", str(tmp_path / "store.db"))
     monkeypatch.setitem(backends._PLUGINS, "toy", toy_compiler.ENTRY_POINT)
     backends.get.cache_clear()
@@ -34,150 +34,156 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     backends.get.cache_clear()
 
 
-def kind(name: str, **config: str | float) -> Candidate:
+def toy_candidate(name: str, **config: str | float) -> Candidate:
     return Candidate.make("toy", name, kind=name, **config)
 
 
 def test_each_build_ends_in_an_artifact_or_a_verdict() -> None:
-    built = prebuild(PROBLEM, map(kind, toy_compiler.KINDS), TARGET, limits=LIMITS)
-    assert list(built) == [kind(name).id for name in toy_compiler.KINDS]
-    kinds = {name: what.kind for name in toy_compiler.KINDS if isinstance(what := built[kind(name).id], Verdict)}
+    results = prebuild(PROBLEM, map(toy_candidate, toy_compiler.KINDS), TARGET, limits=LIMITS)
+    assert list(results) == [toy_candidate(name).id for name in toy_compiler.KINDS]
+    kinds = {
+        name: result.kind
+        for name in toy_compiler.KINDS
+        if isinstance(result := results[toy_candidate(name).id], Verdict)
+    }
     assert kinds == {
         "fails": "build_failed", "unsupported": "unsupported", "segv": "crashed", "exit": "crashed", "hang": "hung",
         "greedy": "out_of_memory",
     }  # fmt: skip
     for name in ("good", "slow"):
-        artifact = built[kind(name).id]
+        artifact = results[toy_candidate(name).id]
         assert isinstance(artifact, Artifact)
-        assert artifact == backends.get("toy").build(PROBLEM, kind(name), TARGET)
-        assert backends.get("toy").load(artifact, PROBLEM).candidate == kind(name)
+        assert artifact == backends.get("toy").build(PROBLEM, toy_candidate(name), TARGET)
+        assert backends.get("toy").load(artifact, PROBLEM).candidate == toy_candidate(name)
 
 
-def test_builds_run_side_by_side() -> None:
-    pair = [kind("meets", me="a", other="b"), kind("meets", me="b", other="a")]
-    built = prebuild(PROBLEM, pair, TARGET, limits=BuildLimits(build_s=30.0, builders=2))
-    assert all(isinstance(artifact, Artifact) for artifact in built.values())
+def test_builds_run_in_parallel() -> None:
+    pair = [toy_candidate("meets", me="a", other="b"), toy_candidate("meets", me="b", other="a")]
+    results = prebuild(PROBLEM, pair, TARGET, limits=BuildLimits(build_s=30.0, builders=2))
+    assert all(isinstance(artifact, Artifact) for artifact in results.values())
 
 
-def test_every_build_has_a_fresh_process_and_none_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    hosts: list[str] = []
+def test_each_build_has_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    host_events: list[str] = []
 
-    class Watched(builds.Host):
+    class RecordingHost(builds.Host):
         def __init__(self, preload: Sequence[str] = ()) -> None:
             super().__init__(preload)
-            hosts.append(self.tag)
+            host_events.append(self.tag)
 
         def fork(self, process: object, fds: list[int]) -> None:
             super().fork(process, fds)  # type: ignore[arg-type]
-            hosts.append("fork")
+            host_events.append("fork")
 
-    monkeypatch.setattr(builds, "Host", Watched)
-    prebuild(PROBLEM, [kind("slow", seconds=0.01 * i) for i in range(5)], TARGET, limits=LIMITS)
-    assert hosts[1:] == ["fork"] * 5
-    assert tagged(hosts[0]) == []
+    monkeypatch.setattr(builds, "Host", RecordingHost)
+    prebuild(PROBLEM, [toy_candidate("slow", seconds=0.01 * i) for i in range(5)], TARGET, limits=LIMITS)
+    assert host_events[1:] == ["fork"] * 5
+    assert tagged(host_events[0]) == []
 
 
-def test_what_came_prebuilt_needs_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_candidates_without_a_build_need_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builds, "Host", None)
     candidate = Candidate.make("aten", "mm")
     assert isinstance(prebuild(PROBLEM, [candidate, candidate], TARGET)[candidate.id], Artifact)
     assert prebuild(PROBLEM, [], TARGET) == {}
 
 
-def test_no_process_to_build_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_build_process_that_cannot_start_raises_worker_start_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gemmtune.workers.process._BOOT", "raise SystemExit('no python today')")
     with pytest.raises(WorkerStartError, match="no python today"):
-        prebuild(PROBLEM, [kind("good")], TARGET, limits=LIMITS)
+        prebuild(PROBLEM, [toy_candidate("good")], TARGET, limits=LIMITS)
 
 
-def test_an_unknown_backend() -> None:
+def test_unknown_backend_raises_value_error() -> None:
     with pytest.raises(ValueError, match="unknown backend"):
         prebuild(PROBLEM, [Candidate.make("nowhere", "mm")], TARGET)
 
 
-# --- ahead of their time --------------------------------------------------------------------------------------------
+# --- builds ahead ---------------------------------------------------------------------------------------------------
 
 OTHER = PROBLEM.with_m(9)
 
 
 @pytest.fixture
-def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The ids of what was built in a process, in the order of beginning."""
-    begun: list[str] = []
+def started_builds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the ids of the candidates whose builds began, in their order."""
+    started: list[str] = []
     build = builds._Jobs.build
 
-    def note(jobs: builds._Jobs, candidate: Candidate) -> Artifact | Verdict:
-        begun.append(candidate.id)
+    def record_build(jobs: builds._Jobs, candidate: Candidate) -> Artifact | Verdict:
+        started.append(candidate.id)
         return build(jobs, candidate)
 
-    monkeypatch.setattr(builds._Jobs, "build", note)
-    return begun
+    monkeypatch.setattr(builds._Jobs, "build", record_build)
+    return started
 
 
-def test_what_was_built_ahead_is_built_once(built: list[str]) -> None:
-    wanted = [kind("slow", seconds=0.01 * i) for i in range(4)] + [kind("fails")]
+def test_candidate_built_ahead_is_built_once(started_builds: list[str]) -> None:
+    candidates = [toy_candidate("slow", seconds=0.01 * i) for i in range(4)] + [toy_candidate("fails")]
     with Builders(BuildLimits(build_s=10.0, builders=3)) as builders:
-        builders.ahead(OTHER, wanted, TARGET)
-        builders.ahead(OTHER, wanted, TARGET)
-        found = builders(OTHER, wanted, TARGET)
-    assert list(found) == [candidate.id for candidate in wanted]
-    assert [isinstance(what, Artifact) for what in found.values()] == [True] * 4 + [False]
-    assert sorted(built) == sorted(candidate.id for candidate in wanted)
+        builders.ahead(OTHER, candidates, TARGET)
+        builders.ahead(OTHER, candidates, TARGET)
+        results = builders(OTHER, candidates, TARGET)
+    assert list(results) == [candidate.id for candidate in candidates]
+    assert [isinstance(result, Artifact) for result in results.values()] == [True] * 4 + [False]
+    assert sorted(started_builds) == sorted(candidate.id for candidate in candidates)
 
 
-def test_what_is_waited_for_goes_first(built: list[str]) -> None:
-    early = [kind("slow", seconds=0.2 + 0.01 * i) for i in range(8)]
-    now = [kind("slow", seconds=0.01 * i) for i in range(3)]
+def test_requested_builds_precede_builds_ahead(started_builds: list[str]) -> None:
+    ahead_candidates = [toy_candidate("slow", seconds=0.2 + 0.01 * i) for i in range(8)]
+    requested = [toy_candidate("slow", seconds=0.01 * i) for i in range(3)]
     with Builders(BuildLimits(build_s=10.0, builders=2)) as builders:
-        builders.ahead(OTHER, early, TARGET)
-        done = builders(PROBLEM, now, TARGET)
-        assert all(isinstance(what, Artifact) for what in done.values())
-    assert len(set(built) & {candidate.id for candidate in early}) < len(early)
+        builders.ahead(OTHER, ahead_candidates, TARGET)
+        results = builders(PROBLEM, requested, TARGET)
+        assert all(isinstance(result, Artifact) for result in results.values())
+    assert len(set(started_builds) & {candidate.id for candidate in ahead_candidates}) < len(ahead_candidates)
 
 
-def test_one_processor_is_left_alone(built: list[str]) -> None:
-    """The other half of a pair that can only end together does not begin while one of two slots is spared."""
-    pair = [kind("meets", me="a", other="b"), kind("meets", me="b", other="a")]
+def test_builds_ahead_leave_one_builder_free(started_builds: list[str]) -> None:
+    """Each build of the pair waits for the other. The second does not begin while one of two slots is kept free."""
+    pair = [toy_candidate("meets", me="a", other="b"), toy_candidate("meets", me="b", other="a")]
     with Builders(BuildLimits(build_s=30.0, builders=2)) as builders:
         builders.ahead(OTHER, pair, TARGET)
         time.sleep(0.5)
-        assert len(built) == 1
-        found = builders(OTHER, pair, TARGET)
-    assert all(isinstance(what, Artifact) for what in found.values())
+        assert len(started_builds) == 1
+        results = builders(OTHER, pair, TARGET)
+    assert all(isinstance(result, Artifact) for result in results.values())
 
 
-def test_a_single_builder_builds_ahead_too(built: list[str]) -> None:
+def test_single_builder_builds_ahead(started_builds: list[str]) -> None:
     with Builders(BuildLimits(build_s=10.0, builders=1)) as builders:
-        builders.ahead(OTHER, [kind("good")], TARGET)
-        until(lambda: built == [kind("good").id])
-        assert isinstance(builders(OTHER, [kind("good")], TARGET)[kind("good").id], Artifact)
+        builders.ahead(OTHER, [toy_candidate("good")], TARGET)
+        wait_until(lambda: started_builds == [toy_candidate("good").id])
+        assert isinstance(builders(OTHER, [toy_candidate("good")], TARGET)[toy_candidate("good").id], Artifact)
 
 
-def test_closing_ends_what_was_begun_and_leaves_nothing(built: list[str]) -> None:
+def test_close_ends_started_builds(started_builds: list[str]) -> None:
     builders = Builders(BuildLimits(build_s=60.0, builders=2))
-    builders.ahead(OTHER, [kind("hang"), kind("slow", seconds=0.01), kind("slow", seconds=0.02)], TARGET)
-    until(lambda: kind("hang").id in built)
+    builders.ahead(
+        OTHER, [toy_candidate("hang"), toy_candidate("slow", seconds=0.01), toy_candidate("slow", seconds=0.02)], TARGET
+    )
+    wait_until(lambda: toy_candidate("hang").id in started_builds)
     tag = builders._host.tag if builders._host is not None else ""
-    began = time.monotonic()
+    start = time.monotonic()
     builders.close()
-    assert time.monotonic() - began < 10.0
+    assert time.monotonic() - start < 10.0
     assert tagged(tag) == []
-    assert isinstance(builders(PROBLEM, [kind("good")], TARGET)[kind("good").id], Artifact)
+    assert isinstance(builders(PROBLEM, [toy_candidate("good")], TARGET)[toy_candidate("good").id], Artifact)
     builders.close()
 
 
-def test_ahead_raises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_build_ahead_does_not_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     with Builders(LIMITS) as builders:
         builders.ahead(OTHER, [Candidate.make("nowhere", "mm")], TARGET)
         builders.ahead(OTHER, [Candidate.make("aten", "mm")], TARGET)
         monkeypatch.setattr("gemmtune.workers.process._BOOT", "raise SystemExit('no python today')")
-        builders.ahead(OTHER, [kind("good")], TARGET)
+        builders.ahead(OTHER, [toy_candidate("good")], TARGET)
         with pytest.raises(WorkerStartError, match="no python today"):
-            builders(OTHER, [kind("good")], TARGET)
+            builders(OTHER, [toy_candidate("good")], TARGET)
 
 
-def until(happened: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 20.0
-    while not happened():
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Frames: what is sent in pieces arrives whole, and nonsense is refused."""
+"""Frames: messages sent in pieces are reassembled, and malformed ones raise errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ REQUESTS = [
 
 
 @given(st.lists(st.integers(1, 50), max_size=40))
-def test_frames_in_pieces(cuts: list[int]) -> None:
+def test_frames_sent_in_pieces_are_reassembled(cuts: list[int]) -> None:
     read, write = os.pipe()
     for request in REQUESTS:
         write_frame(write, request)
@@ -38,13 +38,13 @@ def test_frames_in_pieces(cuts: list[int]) -> None:
     while piece := os.read(read, 1 << 16):
         data += piece
     os.close(read)
-    frames, got = FrameReader(), []
+    frames, requests = FrameReader(), []
     for cut in [*cuts, len(data)]:
         frames.feed(data[:cut])
         data = data[cut:]
         while (body := frames.next()) is not None:
-            got.append(decode_request(body))
-    assert got == REQUESTS
+            requests.append(decode_request(body))
+    assert requests == REQUESTS
 
 
 def test_replies_round_trip() -> None:
@@ -52,7 +52,7 @@ def test_replies_round_trip() -> None:
         assert decode_reply(msgspec.json.encode(reply)) == reply
 
 
-def test_an_absurd_length_is_refused() -> None:
+def test_too_long_a_frame_raises_value_error() -> None:
     frames = FrameReader()
     frames.feed(b"\xff\xff\xff\xff")
     with pytest.raises(ValueError, match="a frame of"):
@@ -60,6 +60,6 @@ def test_an_absurd_length_is_refused() -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"{}", b'{"type":"Exec"}', b'{"type":"Ready","bytes":"5"}', b"[1]"])
-def test_nonsense_is_refused(body: bytes) -> None:
+def test_malformed_replies_raise_msgspec_error(body: bytes) -> None:
     with pytest.raises(msgspec.MsgspecError):
         decode_reply(body)

@@ -1,6 +1,6 @@
-// AMX bf16 and int8: 32 x 32 tiles of C from 2 x 2 tile registers. B's packed rows are already AMX's layout: 16 columns of
-// kp consecutive k in 64 bytes. Weights stored narrower are expanded first (AVX512-BF16 code, which these CPUs have), or,
-// for few rows, multiplied by fp32 FMAs from the same layout, which were faster than vdpbf16ps on a CPU with AMX.
+// AMX bf16 and int8: tiles of up to 32 x 32 of C in 2 x 2 tile registers. B's packed rows are in AMX's layout: 16 columns of
+// kp consecutive k in 64 bytes. Narrower weights are expanded first (by AVX512-BF16 code, which these CPUs can run), or, for
+// few rows, multiplied by fp32 FMAs from the packed layout, which were faster than vdpbf16ps on a CPU with AMX.
 #include <immintrin.h>
 
 #include <cstring>
@@ -21,8 +21,8 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {};
 };
 
-// Tiles 0-3 hold C (row tile i, column tile j: 2 i + j), 4-5 A, 6-7 B.
-void configure(int rows, int groups) {
+// Set the shapes of the tile registers: 0-3 hold C (row tile i, column tile j: 2 i + j), 4-5 A, 6-7 B.
+void configure_tiles(int rows, int groups) {
   TileConfig config;
   for (int i = 0; i < 2; ++i) {
     const int r = rows - i * kTileRows;
@@ -31,30 +31,31 @@ void configure(int rows, int groups) {
     config.rows[4 + i] = tile_rows, config.row_bytes[4 + i] = static_cast<uint16_t>(tile_rows ? groups * kGroupBytes : 0);
     config.rows[6 + i] = static_cast<uint8_t>(groups), config.row_bytes[6 + i] = 64;
   }
-  asm volatile("" : : "r"(&config) : "memory");  // GCC 12 believes that _tile_loadconfig reads but the first 8 bytes
+  asm volatile("" : : "r"(&config) : "memory");  // GCC 12 assumes that _tile_loadconfig reads only the first 8 bytes
   _tile_loadconfig(&config);
 }
 
-enum class Product { bf16, s8s8, u8s8 };
+enum class TileProduct { bf16, s8s8, u8s8 };
 
 #define GT_MULTIPLY(c, a, b)                                      \
   do {                                                            \
-    if constexpr (P == Product::bf16) _tile_dpbf16ps(c, a, b);    \
-    else if constexpr (P == Product::s8s8) _tile_dpbssd(c, a, b); \
+    if constexpr (P == TileProduct::bf16) _tile_dpbf16ps(c, a, b);    \
+    else if constexpr (P == TileProduct::s8s8) _tile_dpbssd(c, a, b); \
     else _tile_dpbusd(c, a, b);                                   \
   } while (0)
 
-// C tiles at c (stride bytes) += chunks of A and B; each chunk is `groups` groups deep.
-template <Product P, int R, int NV>
-void accumulate(const TileArgs& t, char* c, int64_t c_step, int64_t first, int64_t chunks, int groups, bool load) {
-  configure(R, groups);
-  constexpr bool kTwoRows = R > kTileRows, kTwoColumns = NV > 1;
-  char* below = c + kTileRows * c_step;
-  if (load) {
-    _tile_loadd(0, c, c_step);
-    if constexpr (kTwoColumns) _tile_loadd(1, c + 64, c_step);
-    if constexpr (kTwoRows) _tile_loadd(2, below, c_step);
-    if constexpr (kTwoRows && kTwoColumns) _tile_loadd(3, below + 64, c_step);
+// Multiply `chunks` chunks of A and B, each of `groups` groups from group `first`, and store the C tiles at c. Add to C if
+// `load_c`. c_stride is in bytes.
+template <TileProduct P, int MR, int NV>
+void multiply_chunks(const TileArgs& t, char* c, int64_t c_stride, int64_t first, int64_t chunks, int groups, bool load_c) {
+  configure_tiles(MR, groups);
+  constexpr bool kTwoRows = MR > kTileRows, kTwoColumns = NV > 1;
+  char* lower_c = c + kTileRows * c_stride;
+  if (load_c) {
+    _tile_loadd(0, c, c_stride);
+    if constexpr (kTwoColumns) _tile_loadd(1, c + 64, c_stride);
+    if constexpr (kTwoRows) _tile_loadd(2, lower_c, c_stride);
+    if constexpr (kTwoRows && kTwoColumns) _tile_loadd(3, lower_c + 64, c_stride);
   } else {
     _tile_zero(0);
     if constexpr (kTwoColumns) _tile_zero(1);
@@ -63,48 +64,48 @@ void accumulate(const TileArgs& t, char* c, int64_t c_step, int64_t first, int64
   }
   for (int64_t i = 0; i < chunks; ++i) {
     const char* a = t.a + (first + i * kTileGroups) * kGroupBytes;
-    const char* b = t.b + (first + i * kTileGroups) * t.b_step;
-    __builtin_prefetch(t.prefetch + (first + i * kTileGroups) * t.prefetch_step, 0, 3);
-    _tile_loadd(4, a, t.a_row);
-    _tile_loadd(6, b, t.b_step);
+    const char* b = t.b + (first + i * kTileGroups) * t.b_stride;
+    __builtin_prefetch(t.prefetch + (first + i * kTileGroups) * t.prefetch_stride, 0, 3);
+    _tile_loadd(4, a, t.a_row_stride);
+    _tile_loadd(6, b, t.b_stride);
     GT_MULTIPLY(0, 4, 6);
     if constexpr (kTwoColumns) {
-      _tile_loadd(7, b + 64, t.b_step);
+      _tile_loadd(7, b + 64, t.b_stride);
       GT_MULTIPLY(1, 4, 7);
     }
     if constexpr (kTwoRows) {
-      _tile_loadd(5, a + kTileRows * t.a_row, t.a_row);
+      _tile_loadd(5, a + kTileRows * t.a_row_stride, t.a_row_stride);
       GT_MULTIPLY(2, 5, 6);
     }
     if constexpr (kTwoRows && kTwoColumns) GT_MULTIPLY(3, 5, 7);
   }
-  _tile_stored(0, c, c_step);
-  if constexpr (kTwoColumns) _tile_stored(1, c + 64, c_step);
-  if constexpr (kTwoRows) _tile_stored(2, below, c_step);
-  if constexpr (kTwoRows && kTwoColumns) _tile_stored(3, below + 64, c_step);
+  _tile_stored(0, c, c_stride);
+  if constexpr (kTwoColumns) _tile_stored(1, c + 64, c_stride);
+  if constexpr (kTwoRows) _tile_stored(2, lower_c, c_stride);
+  if constexpr (kTwoRows && kTwoColumns) _tile_stored(3, lower_c + 64, c_stride);
 }
 
-template <Product P, int R, int NV>
-void multiply(const TileArgs& t, char* c, int64_t c_step, bool add) {
+template <TileProduct P, int MR, int NV>
+void multiply(const TileArgs& t, char* c, int64_t c_stride, bool accumulate) {
   const int64_t chunks = t.groups / kTileGroups;
   const int tail = static_cast<int>(t.groups % kTileGroups);
-  if (chunks > 0) accumulate<P, R, NV>(t, c, c_step, 0, chunks, kTileGroups, add);
-  if (tail > 0) accumulate<P, R, NV>(t, c, c_step, chunks * kTileGroups, 1, tail, add || chunks > 0);
+  if (chunks > 0) multiply_chunks<P, MR, NV>(t, c, c_stride, 0, chunks, kTileGroups, accumulate);
+  if (tail > 0) multiply_chunks<P, MR, NV>(t, c, c_stride, chunks * kTileGroups, 1, tail, accumulate || chunks > 0);
   _tile_release();
 }
 
-template <Product P, int R, int NV>
+template <TileProduct P, int MR, int NV>
 void amx_tile(const TileArgs& t) {
   constexpr int kColumns = NV * kLanes;
-  if (t.scale == nullptr) return multiply<P, R, NV>(t, static_cast<char*>(t.c), t.ldc * 4, t.accumulate);
-  alignas(64) float block[R * kColumns];
-  multiply<P, R, NV>(t, reinterpret_cast<char*>(block), kColumns * 4, false);
+  if (t.scale == nullptr) return multiply<P, MR, NV>(t, static_cast<char*>(t.c), t.ldc * 4, t.accumulate);
+  alignas(64) float product[MR * kColumns];
+  multiply<P, MR, NV>(t, reinterpret_cast<char*>(product), kColumns * 4, false);
   auto* c = static_cast<float*>(t.c);
   for (int j = 0; j < NV; ++j) {
     const __m512 scale = _mm512_loadu_ps(t.scale + j * kLanes);
     const __m512 zero = t.zero != nullptr ? _mm512_loadu_ps(t.zero + j * kLanes) : _mm512_setzero_ps();
-    for (int r = 0; r < R; ++r) {
-      __m512 v = _mm512_load_ps(block + r * kColumns + j * kLanes);
+    for (int r = 0; r < MR; ++r) {
+      __m512 v = _mm512_load_ps(product + r * kColumns + j * kLanes);
       if (t.zero != nullptr) v = Float512::subtract_product(v, zero, t.a_sum[r * t.a_sum_stride]);
       float* p = c + r * t.ldc + j * kLanes;
       _mm512_storeu_ps(p, Float512::scale_add(v, scale, p, t.accumulate));
@@ -112,67 +113,67 @@ void amx_tile(const TileArgs& t) {
   }
 }
 
-struct Pair {
+struct F32Pair {
   __m512 even, odd;
 };
 
-// Two consecutive k of 16 columns.
-struct Wide : Float512 {
-  using AVec = Pair;
-  using BVec = Pair;
-  GT_INLINE Pair halves(__m512i v) {
+// fp32 FMAs over the layout of bf16 pairs: two consecutive k of 16 columns at a time.
+struct FmaPairs : Float512 {
+  using AVec = F32Pair;
+  using BVec = F32Pair;
+  GT_INLINE F32Pair split_pairs(__m512i v) {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(v, 16)),
             _mm512_castsi512_ps(_mm512_and_si512(v, _mm512_set1_epi32(static_cast<int>(0xffff0000u))))};
   }
-  GT_INLINE Pair broadcast(const char* p) {
+  GT_INLINE F32Pair broadcast(const char* p) {
     int v;
     __builtin_memcpy(&v, p, 4);
-    return halves(_mm512_set1_epi32(v));
+    return split_pairs(_mm512_set1_epi32(v));
   }
-  GT_INLINE __m512 dot(__m512 acc, Pair a, Pair b) {
+  GT_INLINE __m512 dot(__m512 acc, F32Pair a, F32Pair b) {
     return _mm512_fmadd_ps(a.odd, b.odd, _mm512_fmadd_ps(a.even, b.even, acc));
   }
 };
 
-struct WideS8 : Wide {
-  using Raw = DotS8::Raw;
+struct FmaPairsS8 : FmaPairs {
+  using StoredVec = DotS8::StoredVec;
   static constexpr int kVectorBytes = DotS8::kVectorBytes;
-  GT_INLINE Raw raw(const char* p) { return DotS8::raw(p); }
-  template <int S> GT_INLINE Pair convert(Raw v) {
+  GT_INLINE StoredVec load_stored(const char* p) { return DotS8::load_stored(p); }
+  template <int S> GT_INLINE F32Pair convert(StoredVec v) {
     return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(v))),
             _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(v, 1)))};
   }
 };
 
-struct WideS4 : Wide {
-  using Raw = DotS4::Raw;
-  static constexpr int kVectorBytes = DotS4::kVectorBytes, kRows = DotS4::kRows;
-  GT_INLINE Raw raw(const char* p) { return DotS4::raw(p); }
-  template <int S> GT_INLINE Pair convert(Raw v) { return halves((__m512i)DotS4::convert<S>(v)); }
+struct FmaPairsS4 : FmaPairs {
+  using StoredVec = DotS4::StoredVec;
+  static constexpr int kVectorBytes = DotS4::kVectorBytes, kGroupsPerRow = DotS4::kGroupsPerRow;
+  GT_INLINE StoredVec load_stored(const char* p) { return DotS4::load_stored(p); }
+  template <int S> GT_INLINE F32Pair convert(StoredVec v) { return split_pairs((__m512i)DotS4::convert<S>(v)); }
 };
 
-template <Product P, int NV, int... R>
-void fill(KernelSet& set, std::integer_sequence<int, R...>) {
+template <TileProduct P, int NV, int... R>
+void set_amx_kernels(KernelSet& set, std::integer_sequence<int, R...>) {
   set.max_rows[NV] = sizeof...(R);
   ((set.tile[NV][R + 1] = &amx_tile<P, R + 1, NV>), ...);
 }
 
-template <Product P>
+template <TileProduct P>
 KernelSet amx_set(Compute compute, DType b) {
   KernelSet set{};
   set.compute = compute;
   set.b = b;
-  set.rows_per_load = 1;
+  set.groups_per_row = 1;
   set.vector_bytes = 64;
-  fill<P, 1>(set, std::make_integer_sequence<int, kMaxRows>{});
-  fill<P, 2>(set, std::make_integer_sequence<int, kMaxRows>{});
+  set_amx_kernels<P, 1>(set, std::make_integer_sequence<int, kMaxRows>{});
+  set_amx_kernels<P, 2>(set, std::make_integer_sequence<int, kMaxRows>{});
   return set;
 }
 
 const KernelSet kSets[] = {
-    amx_set<Product::bf16>(Compute::bf16, DType::bf16), make_set<WideS8, 12, 12, 7, 5, DotS8>(Compute::bf16, DType::s8),
-    make_set<WideS4, 12, 12, 7, 5, DotS4>(Compute::bf16, DType::s4), amx_set<Product::s8s8>(Compute::s8s8, DType::s8),
-    amx_set<Product::u8s8>(Compute::u8s8, DType::s8),
+    amx_set<TileProduct::bf16>(Compute::bf16, DType::bf16), make_kernel_set<FmaPairsS8, 12, 12, 7, 5, DotS8>(Compute::bf16, DType::s8),
+    make_kernel_set<FmaPairsS4, 12, 12, 7, 5, DotS4>(Compute::bf16, DType::s4), amx_set<TileProduct::s8s8>(Compute::s8s8, DType::s8),
+    amx_set<TileProduct::u8s8>(Compute::u8s8, DType::s8),
 };
 
 }  // namespace

@@ -1,4 +1,4 @@
-// AVX2 + FMA + F16C. A "vector" of 16 columns is two ymm registers; the widest tile is 6 x 16.
+// AVX2 + FMA + F16C. A "vector" of 16 columns is two ymm registers; the largest tile is 6 x 16.
 #include <immintrin.h>
 
 #include "../../frame/epilogue.hpp"
@@ -23,7 +23,7 @@ struct Fma {
   using AVec = __m256;
   using BVec = F2;
   static constexpr bool kInteger = false;
-  static constexpr int kRows = 1;
+  static constexpr int kGroupsPerRow = 1;
   static constexpr int group_offset(int s) { return s; }
   GT_INLINE F2 zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
   GT_INLINE F2 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
@@ -52,67 +52,67 @@ GT_INLINE __m128i load128(const char* p) { return _mm_loadu_si128(reinterpret_ca
 GT_INLINE __m256i load256(const char* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
 
 struct FmaF32 : Fma {
-  using Raw = F2;
+  using StoredVec = F2;
   static constexpr int kVectorBytes = 64;
-  GT_INLINE Raw raw(const char* p) { return load(reinterpret_cast<const float*>(p)); }
-  template <int S> GT_INLINE F2 convert(Raw v) { return v; }
+  GT_INLINE StoredVec load_stored(const char* p) { return load(reinterpret_cast<const float*>(p)); }
+  template <int S> GT_INLINE F2 convert(StoredVec v) { return v; }
 };
 
 struct FmaBf16 : Fma {
-  using Raw = I2;
+  using StoredVec = I2;
   static constexpr int kVectorBytes = 32;
-  GT_INLINE Raw raw(const char* p) { return {_mm256_cvtepu16_epi32(load128(p)), _mm256_cvtepu16_epi32(load128(p + 16))}; }
-  template <int S> GT_INLINE F2 convert(Raw v) {
+  GT_INLINE StoredVec load_stored(const char* p) { return {_mm256_cvtepu16_epi32(load128(p)), _mm256_cvtepu16_epi32(load128(p + 16))}; }
+  template <int S> GT_INLINE F2 convert(StoredVec v) {
     return {_mm256_castsi256_ps(_mm256_slli_epi32(v.lo, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(v.hi, 16))};
   }
 };
 
 struct FmaF16 : Fma {
-  using Raw = F2;
+  using StoredVec = F2;
   static constexpr int kVectorBytes = 32;
-  GT_INLINE Raw raw(const char* p) { return {_mm256_cvtph_ps(load128(p)), _mm256_cvtph_ps(load128(p + 16))}; }
-  template <int S> GT_INLINE F2 convert(Raw v) { return v; }
+  GT_INLINE StoredVec load_stored(const char* p) { return {_mm256_cvtph_ps(load128(p)), _mm256_cvtph_ps(load128(p + 16))}; }
+  template <int S> GT_INLINE F2 convert(StoredVec v) { return v; }
 };
 
 struct FmaS8 : Fma {
-  using Raw = I2;
+  using StoredVec = I2;
   static constexpr int kVectorBytes = 16;
-  GT_INLINE Raw raw(const char* p) {
+  GT_INLINE StoredVec load_stored(const char* p) {
     const __m128i v = load128(p);
     return {_mm256_cvtepi8_epi32(v), _mm256_cvtepi8_epi32(_mm_srli_si128(v, 8))};
   }
-  template <int S> GT_INLINE F2 convert(Raw v) { return {_mm256_cvtepi32_ps(v.lo), _mm256_cvtepi32_ps(v.hi)}; }
+  template <int S> GT_INLINE F2 convert(StoredVec v) { return {_mm256_cvtepi32_ps(v.lo), _mm256_cvtepi32_ps(v.hi)}; }
 };
 
 // The bits of float8_e4m3fn are those of a float16 that is 2^-8 times as large, subnormals too; 0x7F is NaN.
 struct FmaF8 : Fma {
-  using Raw = F2;
+  using StoredVec = F2;
   static constexpr int kVectorBytes = 16;
-  GT_INLINE __m256 widen(__m128i wide) {
+  GT_INLINE __m256 to_float(__m128i wide) {
     const __m128i low = _mm_set1_epi16(0x7F), magnitude = _mm_and_si128(wide, low);
     const __m128i nan = _mm_and_si128(_mm_cmpeq_epi16(magnitude, low), _mm_set1_epi16(0x7E00));
     const __m128i sign = _mm_slli_epi16(_mm_andnot_si128(low, wide), 8);
     const __m128i half = _mm_or_si128(_mm_or_si128(_mm_slli_epi16(magnitude, 7), nan), sign);
     return _mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(256.0f));
   }
-  GT_INLINE Raw raw(const char* p) {
+  GT_INLINE StoredVec load_stored(const char* p) {
     const __m256i wide = _mm256_cvtepu8_epi16(load128(p));
-    return {widen(_mm256_castsi256_si128(wide)), widen(_mm256_extracti128_si256(wide, 1))};
+    return {to_float(_mm256_castsi256_si128(wide)), to_float(_mm256_extracti128_si256(wide, 1))};
   }
-  template <int S> GT_INLINE F2 convert(Raw v) { return v; }
+  template <int S> GT_INLINE F2 convert(StoredVec v) { return v; }
 };
 
 struct FmaS4 : Fma {
-  using Raw = I2;
+  using StoredVec = I2;
   static constexpr int kVectorBytes = 64;
-  static constexpr int kRows = 8;
+  static constexpr int kGroupsPerRow = 8;
   static constexpr int group_offset(int s) { return 2 * (s % 4) + s / 4; }
-  GT_INLINE Raw raw(const char* p) { return {load256(p), load256(p + 32)}; }
+  GT_INLINE StoredVec load_stored(const char* p) { return {load256(p), load256(p + 32)}; }
   GT_INLINE __m256 nibble(__m256i v) {
     const __m256i q = _mm256_and_si256(v, _mm256_set1_epi32(15));
     return _mm256_cvtepi32_ps(_mm256_sub_epi32(q, _mm256_set1_epi32(8)));
   }
-  template <int S> GT_INLINE F2 convert(Raw v) {
+  template <int S> GT_INLINE F2 convert(StoredVec v) {
     return {nibble(_mm256_srli_epi32(v.lo, 4 * S)), nibble(_mm256_srli_epi32(v.hi, 4 * S))};
   }
 };
@@ -122,9 +122,9 @@ struct MaddS8 {
   using Acc = I2;
   using AVec = __m256i;
   using BVec = I2;
-  using Raw = I2;
+  using StoredVec = I2;
   static constexpr bool kInteger = true;
-  static constexpr int kRows = 1;
+  static constexpr int kGroupsPerRow = 1;
   static constexpr int kVectorBytes = 32;
   static constexpr int group_offset(int s) { return s; }
   GT_INLINE I2 zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
@@ -134,8 +134,8 @@ struct MaddS8 {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 8), v.hi);
   }
   GT_INLINE I2 add(I2 x, I2 y) { return {_mm256_add_epi32(x.lo, y.lo), _mm256_add_epi32(x.hi, y.hi)}; }
-  GT_INLINE Raw raw(const char* p) { return {_mm256_cvtepi8_epi16(load128(p)), _mm256_cvtepi8_epi16(load128(p + 16))}; }
-  template <int S> GT_INLINE I2 convert(Raw v) { return v; }
+  GT_INLINE StoredVec load_stored(const char* p) { return {_mm256_cvtepi8_epi16(load128(p)), _mm256_cvtepi8_epi16(load128(p + 16))}; }
+  template <int S> GT_INLINE I2 convert(StoredVec v) { return v; }
   GT_INLINE __m256i broadcast(const char* p) {
     int v;
     __builtin_memcpy(&v, p, 4);
@@ -148,10 +148,10 @@ struct MaddS8 {
 };
 
 const KernelSet kSets[] = {
-    make_set<FmaF32, 6, 0, 0, 0>(Compute::f32, DType::f32), make_set<FmaBf16, 6, 0, 0, 0>(Compute::f32, DType::bf16),
-    make_set<FmaF16, 6, 0, 0, 0>(Compute::f32, DType::f16), make_set<FmaS8, 6, 0, 0, 0>(Compute::f32, DType::s8),
-    make_set<FmaF8, 6, 0, 0, 0>(Compute::f32, DType::f8),
-    make_set<FmaS4, 4, 0, 0, 0>(Compute::f32, DType::s4),   make_set<MaddS8, 6, 0, 0, 0>(Compute::i16, DType::s8),
+    make_kernel_set<FmaF32, 6, 0, 0, 0>(Compute::f32, DType::f32), make_kernel_set<FmaBf16, 6, 0, 0, 0>(Compute::f32, DType::bf16),
+    make_kernel_set<FmaF16, 6, 0, 0, 0>(Compute::f32, DType::f16), make_kernel_set<FmaS8, 6, 0, 0, 0>(Compute::f32, DType::s8),
+    make_kernel_set<FmaF8, 6, 0, 0, 0>(Compute::f32, DType::f8),
+    make_kernel_set<FmaS4, 4, 0, 0, 0>(Compute::f32, DType::s4),   make_kernel_set<MaddS8, 6, 0, 0, 0>(Compute::i16, DType::s8),
 };
 
 }  // namespace

@@ -1,5 +1,5 @@
-// What the AVX512 families share: the C tile in zmm registers. Included by each AVX512 translation unit, compiled under
-// its own flags (hence the anonymous namespace).
+// Traits of a C tile in zmm registers, for all AVX512 kernels. Each translation unit compiles its own copy with its own flags,
+// therefore the anonymous namespace.
 #pragma once
 
 #include <immintrin.h>
@@ -15,7 +15,7 @@ struct Float512 {
   using Scalar = float;
   using Acc = __m512;
   static constexpr bool kInteger = false;
-  static constexpr int kRows = 1;
+  static constexpr int kGroupsPerRow = 1;
   static constexpr int group_offset(int s) { return s; }
   GT_INLINE __m512 zero() { return _mm512_setzero_ps(); }
   GT_INLINE __m512 load(const float* p) { return _mm512_loadu_ps(p); }
@@ -36,7 +36,7 @@ struct Int512 {
   using Scalar = int32_t;
   using Acc = __m512i;
   static constexpr bool kInteger = true;
-  static constexpr int kRows = 1;
+  static constexpr int kGroupsPerRow = 1;
   static constexpr int group_offset(int s) { return s; }
   GT_INLINE __m512i zero() { return _mm512_setzero_si512(); }
   GT_INLINE __m512i load(const int32_t* p) { return _mm512_loadu_si512(p); }
@@ -50,8 +50,8 @@ struct Int512 {
   }
 };
 
-// Nibble i of a 32-bit lane holds k = 2 * (i % 4) + i / 4 of its 8: pairs of 16-bit halves for the bf16 kernels,
-// single nibbles here.
+// The k that nibble i of a 32-bit word of 8 k holds. A shift by 4 * s thus leaves k = 2 s and 2 s + 1 in the low nibbles of
+// the word's two halves: a pair for the bf16 kernels.
 constexpr int nibble_k(int i) { return 2 * (i % 4) + i / 4; }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// vdpbf16ps over bf16, int8 and int4 weights: pairs accumulate in fp32, subnormals are flushed. Shared with AMX, whose CPUs
-// all have it.
+// Traits for vdpbf16ps over bf16, int8, float8 and int4 weights: it accumulates pairs in fp32 and flushes subnormals. The AMX
+// kernels use them too: all CPUs with AMX have this instruction.
 #pragma once
 
 #include "../../frame/dotkernel.hpp"
@@ -21,37 +21,37 @@ struct Dot : Float512 {
 };
 
 struct DotBf16 : Dot {
-  using Raw = __m512i;
+  using StoredVec = __m512i;
   static constexpr int kVectorBytes = 64;
-  GT_INLINE Raw raw(const char* p) { return _mm512_loadu_si512(p); }
-  template <int S> GT_INLINE __m512bh convert(Raw v) { return (__m512bh)v; }
+  GT_INLINE StoredVec load_stored(const char* p) { return _mm512_loadu_si512(p); }
+  template <int S> GT_INLINE __m512bh convert(StoredVec v) { return (__m512bh)v; }
 };
 
-// 32 int8 (16 columns at the even k, then the same at the odd k) to bf16 pairs, exactly: |q| <= 128 has 8 significant
-// bits, so the upper half of its fp32 form is all of it. A shift and an or pair the halves; vcvtne2ps2bf16 would compete
-// with the products for the multipliers (on Zen 5: 8% of the time at M = 16).
+// Convert 32 int8 (16 columns at the even k, then these columns at the odd k) to bf16 pairs, exactly: |q| <= 128 has 8
+// significant bits, so the lower half of its fp32 form is zero. A shift and an OR join the halves; vcvtne2ps2bf16 would
+// compete with the products for the multipliers (on Zen 5: 8% of the time at M = 16).
 struct DotS8 : Dot {
-  using Raw = __m256i;
+  using StoredVec = __m256i;
   static constexpr int kVectorBytes = 32;
-  GT_INLINE Raw raw(const char* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
-  template <int S> GT_INLINE __m512bh convert(Raw v) {
+  GT_INLINE StoredVec load_stored(const char* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+  template <int S> GT_INLINE __m512bh convert(StoredVec v) {
     const __m512 even = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(v)));
     const __m512 odd = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(v, 1)));
     return (__m512bh)_mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(even), 16), _mm512_castps_si512(odd));
   }
 };
 
-// 32 float8_e4m3fn (lying as DotS8's int8) to bf16 pairs, exactly, in lanes of 16 bits: normal numbers get another
-// exponent bias (127 - 7), the seven subnormals of either sign come from a table, and 0x7F is NaN.
+// Convert 32 float8_e4m3fn (in the order of DotS8's int8) to bf16 pairs, exactly, in lanes of 16 bits: normal numbers get
+// another exponent bias (127 - 7), the seven subnormals of each sign come from a table, and 0x7F is NaN.
 struct DotF8 : Dot {
-  using Raw = __m256i;
+  using StoredVec = __m256i;
   static constexpr int kVectorBytes = 32;
-  GT_INLINE Raw raw(const char* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+  GT_INLINE StoredVec load_stored(const char* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
   GT_INLINE __m512i subnormals() {  // 0 to 7 times 2^-9
     const __m128i first = _mm_setr_epi16(0x0000, 0x3B00, 0x3B80, 0x3BC0, 0x3C00, 0x3C20, 0x3C40, 0x3C60);
     return _mm512_castsi128_si512(first);
   }
-  template <int S> GT_INLINE __m512bh convert(Raw v) {
+  template <int S> GT_INLINE __m512bh convert(StoredVec v) {
     const __m512i even = _mm512_cvtepu8_epi32(_mm256_castsi256_si128(v));
     const __m512i odd = _mm512_cvtepu8_epi32(_mm256_extracti128_si256(v, 1));
     const __m512i bytes = _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)), low = _mm512_set1_epi16(0x7F);
@@ -65,26 +65,27 @@ struct DotF8 : Dot {
   }
 };
 
-// A 32-entry table of bf16(q - 8), repeated so that the fifth index bit (the next nibble's) does not matter.
+// Convert int4 by a 32-entry table of bf16(q - 8). Its halves are equal, so that the fifth index bit (the next nibble's) does
+// not matter.
 struct DotS4 : Dot {
-  using Raw = __m512i;
+  using StoredVec = __m512i;
   static constexpr int kVectorBytes = 64;
-  static constexpr int kRows = 4;
-  GT_INLINE Raw raw(const char* p) { return _mm512_loadu_si512(p); }
+  static constexpr int kGroupsPerRow = 4;
+  GT_INLINE StoredVec load_stored(const char* p) { return _mm512_loadu_si512(p); }
   GT_INLINE __m512i table() {
     const __m256i half = _mm256_setr_epi16(
         (short)0xC100, (short)0xC0E0, (short)0xC0C0, (short)0xC0A0, (short)0xC080, (short)0xC040, (short)0xC000,
         (short)0xBF80, 0x0000, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0);
     return _mm512_broadcast_i64x4(half);
   }
-  template <int S> GT_INLINE __m512bh convert(Raw v) {
+  template <int S> GT_INLINE __m512bh convert(StoredVec v) {
     return (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(v, 4 * S), table());
   }
 };
 
-// Rows of an unpacked bf16 weight, 32 k at a time.
+// Dot-product traits for an unpacked bf16 weight, 32 k at a time.
 struct RowDotBf16 : Dot {
-  static constexpr int kStep = 32;
+  static constexpr int kElements = 32;
   static constexpr int kABytes = 64, kBBytes = 64;
   GT_INLINE __m512bh load_a(const char* p) { return (__m512bh)_mm512_loadu_si512(p); }
   GT_INLINE __m512bh load_b(const char* p) { return (__m512bh)_mm512_loadu_si512(p); }

@@ -1,4 +1,4 @@
-// AVX512-BF16.
+// AVX512-BF16: vdpbf16ps.
 #include "../../frame/epilogue.hpp"
 #include "../../frame/pack_a.hpp"
 #include "dot.hpp"
@@ -7,9 +7,9 @@ namespace gemmtune {
 namespace {
 
 const KernelSet kSets[] = {
-    with_dots<RowDotBf16>(make_set<DotBf16, 12, 12, 8, 6>(Compute::bf16, DType::bf16)),
-    make_set<DotS8, 12, 12, 8, 6>(Compute::bf16, DType::s8), make_set<DotF8, 12, 12, 8, 6>(Compute::bf16, DType::f8),
-    make_set<DotS4, 12, 10, 6, 4>(Compute::bf16, DType::s4),
+    add_dot_kernels<RowDotBf16>(make_kernel_set<DotBf16, 12, 12, 8, 6>(Compute::bf16, DType::bf16)),
+    make_kernel_set<DotS8, 12, 12, 8, 6>(Compute::bf16, DType::s8), make_kernel_set<DotF8, 12, 12, 8, 6>(Compute::bf16, DType::f8),
+    make_kernel_set<DotS4, 12, 10, 6, 4>(Compute::bf16, DType::s4),
 };
 
 }  // namespace

@@ -9,15 +9,15 @@ namespace {
 
 struct Vnni : Int512 {
   using BVec = __m512i;
-  using Raw = __m512i;
+  using StoredVec = __m512i;
   static constexpr int kVectorBytes = 64;
-  GT_INLINE Raw raw(const char* p) { return _mm512_loadu_si512(p); }
-  template <int S> GT_INLINE __m512i convert(Raw v) { return v; }
+  GT_INLINE StoredVec load_stored(const char* p) { return _mm512_loadu_si512(p); }
+  template <int S> GT_INLINE __m512i convert(StoredVec v) { return v; }
   GT_INLINE __m512i dot(__m512i acc, __m512i a, __m512i b) { return _mm512_dpbusd_epi32(acc, a, b); }
   GT_INLINE void store_dense(char* p, __m512i v) { _mm512_storeu_si512(p, v); }
 };
 
-const KernelSet kSets[] = {make_set<Vnni, 12, 12, 8, 6>(Compute::u8s8, DType::s8)};
+const KernelSet kSets[] = {make_kernel_set<Vnni, 12, 12, 8, 6>(Compute::u8s8, DType::s8)};
 
 }  // namespace
 

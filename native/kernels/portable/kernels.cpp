@@ -1,4 +1,4 @@
-// Any CPU: GCC/Clang vector extensions, lowered to whatever the baseline has.
+// Kernels for any CPU: GCC/Clang vector extensions, which compile to the instructions of the baseline.
 #include "../../frame/epilogue.hpp"
 #include "../../frame/microkernel.hpp"
 #include "../../frame/pack_a.hpp"
@@ -24,7 +24,7 @@ struct Fma {
   using AVec = float;
   using BVec = Vf;
   static constexpr bool kInteger = false;
-  static constexpr int kRows = 1;
+  static constexpr int kGroupsPerRow = 1;
   static constexpr int group_offset(int s) { return s; }
   GT_INLINE Vf zero() { return Vf{}; }
   GT_INLINE Vf load(const float* p) { return *reinterpret_cast<const Vf*>(p); }
@@ -44,41 +44,41 @@ struct Fma {
 };
 
 struct FmaF32 : Fma {
-  using Raw = Vf;
+  using StoredVec = Vf;
   static constexpr int kVectorBytes = 64;
-  GT_INLINE Raw raw(const char* p) { return load(reinterpret_cast<const float*>(p)); }
-  template <int S> GT_INLINE Vf convert(Raw v) { return v; }
+  GT_INLINE StoredVec load_stored(const char* p) { return load(reinterpret_cast<const float*>(p)); }
+  template <int S> GT_INLINE Vf convert(StoredVec v) { return v; }
 };
 
 template <float (*Widen)(uint16_t)>
 struct FmaHalf : Fma {
-  using Raw = const uint16_t*;
+  using StoredVec = const uint16_t*;
   static constexpr int kVectorBytes = 32;
-  GT_INLINE Raw raw(const char* p) { return reinterpret_cast<const uint16_t*>(p); }
-  template <int S> GT_INLINE Vf convert(Raw p) { return generate<Vf>([p](int i) { return Widen(p[i]); }); }
+  GT_INLINE StoredVec load_stored(const char* p) { return reinterpret_cast<const uint16_t*>(p); }
+  template <int S> GT_INLINE Vf convert(StoredVec p) { return generate<Vf>([p](int i) { return Widen(p[i]); }); }
 };
 
 struct FmaS8 : Fma {
-  using Raw = const int8_t*;
+  using StoredVec = const int8_t*;
   static constexpr int kVectorBytes = 16;
-  GT_INLINE Raw raw(const char* p) { return reinterpret_cast<const int8_t*>(p); }
-  template <int S> GT_INLINE Vf convert(Raw p) { return generate<Vf>([p](int i) { return static_cast<float>(p[i]); }); }
+  GT_INLINE StoredVec load_stored(const char* p) { return reinterpret_cast<const int8_t*>(p); }
+  template <int S> GT_INLINE Vf convert(StoredVec p) { return generate<Vf>([p](int i) { return static_cast<float>(p[i]); }); }
 };
 
 struct FmaF8 : Fma {
-  using Raw = const uint8_t*;
+  using StoredVec = const uint8_t*;
   static constexpr int kVectorBytes = 16;
-  GT_INLINE Raw raw(const char* p) { return reinterpret_cast<const uint8_t*>(p); }
-  template <int S> GT_INLINE Vf convert(Raw p) { return generate<Vf>([p](int i) { return f8_to_f32(p[i]); }); }
+  GT_INLINE StoredVec load_stored(const char* p) { return reinterpret_cast<const uint8_t*>(p); }
+  template <int S> GT_INLINE Vf convert(StoredVec p) { return generate<Vf>([p](int i) { return f8_to_f32(p[i]); }); }
 };
 
 struct FmaS4 : Fma {
-  using Raw = const uint32_t*;
+  using StoredVec = const uint32_t*;
   static constexpr int kVectorBytes = 64;
-  static constexpr int kRows = 8;
+  static constexpr int kGroupsPerRow = 8;
   static constexpr int group_offset(int s) { return 2 * (s % 4) + s / 4; }
-  GT_INLINE Raw raw(const char* p) { return reinterpret_cast<const uint32_t*>(p); }
-  template <int S> GT_INLINE Vf convert(Raw p) {
+  GT_INLINE StoredVec load_stored(const char* p) { return reinterpret_cast<const uint32_t*>(p); }
+  template <int S> GT_INLINE Vf convert(StoredVec p) {
     return generate<Vf>([p](int i) { return static_cast<float>(static_cast<int>((p[i] >> (4 * S)) & 15u) - 8); });
   }
 };
@@ -92,17 +92,17 @@ struct MaddS8 {
   struct BVec {
     Vi even, odd;
   };
-  using Raw = const int8_t*;
+  using StoredVec = const int8_t*;
   static constexpr bool kInteger = true;
-  static constexpr int kRows = 1;
+  static constexpr int kGroupsPerRow = 1;
   static constexpr int kVectorBytes = 32;
   static constexpr int group_offset(int s) { return s; }
   GT_INLINE Vi zero() { return Vi{}; }
   GT_INLINE Vi load(const int32_t* p) { return *reinterpret_cast<const Vi*>(p); }
   GT_INLINE void store(int32_t* p, Vi v) { *reinterpret_cast<Vi*>(p) = v; }
   GT_INLINE Vi add(Vi x, Vi y) { return x + y; }
-  GT_INLINE Raw raw(const char* p) { return reinterpret_cast<const int8_t*>(p); }
-  template <int S> GT_INLINE BVec convert(Raw p) {
+  GT_INLINE StoredVec load_stored(const char* p) { return reinterpret_cast<const int8_t*>(p); }
+  template <int S> GT_INLINE BVec convert(StoredVec p) {
     return {generate<Vi>([p](int i) { return int32_t{p[2 * i]}; }), generate<Vi>([p](int i) { return int32_t{p[2 * i + 1]}; })};
   }
   GT_INLINE AVec broadcast(const char* p) {
@@ -121,13 +121,13 @@ struct MaddS8 {
 };
 
 const KernelSet kSets[] = {
-    make_set<FmaF32, 4, 0, 0, 0>(Compute::f32, DType::f32),
-    make_set<FmaHalf<&bf16_to_f32>, 4, 0, 0, 0>(Compute::f32, DType::bf16),
-    make_set<FmaHalf<&f16_to_f32>, 4, 0, 0, 0>(Compute::f32, DType::f16),
-    make_set<FmaS8, 4, 0, 0, 0>(Compute::f32, DType::s8),
-    make_set<FmaF8, 4, 0, 0, 0>(Compute::f32, DType::f8),
-    make_set<FmaS4, 4, 0, 0, 0>(Compute::f32, DType::s4),
-    make_set<MaddS8, 4, 0, 0, 0>(Compute::i16, DType::s8),
+    make_kernel_set<FmaF32, 4, 0, 0, 0>(Compute::f32, DType::f32),
+    make_kernel_set<FmaHalf<&bf16_to_f32>, 4, 0, 0, 0>(Compute::f32, DType::bf16),
+    make_kernel_set<FmaHalf<&f16_to_f32>, 4, 0, 0, 0>(Compute::f32, DType::f16),
+    make_kernel_set<FmaS8, 4, 0, 0, 0>(Compute::f32, DType::s8),
+    make_kernel_set<FmaF8, 4, 0, 0, 0>(Compute::f32, DType::f8),
+    make_kernel_set<FmaS4, 4, 0, 0, 0>(Compute::f32, DType::s4),
+    make_kernel_set<MaddS8, 4, 0, 0, 0>(Compute::i16, DType::s8),
 };
 
 }  // namespace

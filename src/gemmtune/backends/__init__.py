@@ -8,6 +8,7 @@ import importlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ..core.weights import LayoutName
 from .base import Backend
 
 if TYPE_CHECKING:
@@ -65,6 +66,14 @@ def get(name: str) -> Backend:
     package = importlib.import_module(f"{__name__}.{module}" if builtin else module)
     backend: Backend = getattr(package, attribute)()
     return backend
+
+
+def readers(layout: str, device: str) -> list[str]:
+    """Return the names of the backends for a kind of device whose kernels may take a weight in a packed layout, its
+    owner first."""
+    owner = LayoutName.parse(layout).owner
+    sharing = [name for name in names(device) if name != owner and owner in get(name).shared_layouts]
+    return [owner, *sharing] if owner in names(device) else sharing
 
 
 def versions(target: Target, chosen: Sequence[str] | None = None) -> dict[str, str]:

@@ -121,10 +121,12 @@ class Kernel(ABC):
 class Backend(ABC):
     """A source of kernels. ``name`` is the word that users type (``--backends aten,native``).
 
-    preload: modules that a build imports; the processes that build are forked from a process that has imported them.
+    shared_layouts: the names of other backends whose packed layouts this one's kernels take, too. preload: modules that
+    a build imports; the processes that build are forked from a process that has imported them.
     """
 
     name: ClassVar[str]
+    shared_layouts: ClassVar[tuple[str, ...]] = ()
     preload: ClassVar[tuple[str, ...]] = ()
 
     def takes(self, family: str) -> bool:

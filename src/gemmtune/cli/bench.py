@@ -59,7 +59,7 @@ def bench(
     if not problems:
         fail("every one of these problems is empty (M, N or K is 0): there is nothing to race", as_json=as_json)
     board, interrupted = run(
-        problems, target, names, MemoryStore(), budget=budget, hot=hot, hidden=as_json, latency=parsed_latency
+        problems, device_name, names, MemoryStore(), budget=budget, hot=hot, hidden=as_json, latency=parsed_latency
     )
     if as_json:
         print_json(

@@ -320,10 +320,10 @@ def requested_problems(
 class DeviceProblems(NamedTuple):
     """The problems to tune on one device, with their call counts.
 
-    place: the device, as torch names it. layers: which modules of a model run which problems; None without a model.
+    device: as torch names it. layers: which modules of a model run which problems; None without a model.
     """
 
-    place: str
+    device: str
     problems: list[tuple[Problem, int]]
     layers: Model | None = None
 

@@ -159,7 +159,7 @@ def show_evidence(decision: Decision, out: Console) -> None:
     for packing, candidate in sorted(decision.alternatives.items()):
         out.print(f"fastest with packing {packing or 'none'}: {candidate}", soft_wrap=True)
     for packing, layout in sorted(decision.layouts.items()):
-        out.print(f"duel with packing {packing or 'none'}: {layout_text(layout)}", soft_wrap=True)
+        out.print(f"paired test with packing {packing or 'none'}: {layout_text(layout)}", soft_wrap=True)
     out.print()
     for text in (*tried_lines(decision, common_conditions), *untimed_lines(decision)):
         out.print(text, soft_wrap=True)

@@ -5,8 +5,8 @@ the factory's parameter is annotated ``str`` or has a string as its default, dty
 (``int8wo``, ``int4wo`` and ``fp8wo`` have no torch.dtype).
 
 The factory returns ``(model, example_inputs)``. The model is a callable, usually an ``nn.Module``. The example inputs
-are the tuple of one call's arguments, or a list of such tuples if several calls should be recorded (a prefill and a
-decode step, for example).
+are those of ``gemmtune.tune``: a tensor, a tuple of arguments or a dict of keyword arguments, or a list of these if
+several calls should be recorded (a prefill and a decode step, for example).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ..ops.record import Recording
     from ..report.layers import Model
 
-Calls = list[tuple[Any, ...]]
+Calls = list[tuple[tuple[Any, ...], dict[str, Any]]]
 
 
 def find_factory(spec: str) -> Callable[..., Any]:
@@ -76,7 +76,7 @@ def _run_import(name: str, load: Callable[[], Any]) -> Any:
 
 
 def call_factory(factory: Callable[..., Any], dtype: str | None) -> tuple[Callable[..., Any], Calls]:
-    """Return the model and the argument tuples to call it with.
+    """Return the model and the arguments of each call.
 
     Raises GemmtuneError if the factory raises, or returns anything else than ``(model, example_inputs)``.
     """
@@ -88,9 +88,13 @@ def call_factory(factory: Callable[..., Any], dtype: str | None) -> tuple[Callab
         raise GemmtuneError(f"{name} raised {type(error).__name__}: {error}") from error
     if not (isinstance(result, tuple) and len(result) == 2 and callable(result[0])):
         raise GemmtuneError(f"{name} must return (model, example_inputs); got {type(result).__name__}")
+    from ..ops.calls import as_calls
+
     model, inputs = result
-    calls = inputs if isinstance(inputs, list) else [inputs]
-    return model, [call if isinstance(call, tuple) else (call,) for call in calls]
+    try:
+        return model, as_calls(inputs)
+    except (TypeError, ValueError) as error:
+        raise GemmtuneError(f"{name}: {error}") from error
 
 
 def _dtype_for(factory: Callable[..., Any], name: str, dtype: str) -> Any:
@@ -149,15 +153,15 @@ def record_calls(spec: str, dtype: str | None) -> Recorded:
     recorder = record()
     # Entered before the recorder: global module hooks run in the order in which they were registered.
     with _track_modules(model, recorder.recording), torch.inference_mode(), recorder as recorded:
-        for index, args in enumerate(calls):
+        for index, (args, kwargs) in enumerate(calls):
             recorded.where = (index, "")
             try:
-                model(*args)
+                model(*args, **kwargs)
             except (Exception, SystemExit) as error:  # the user's forward may raise anything at all
                 raise GemmtuneError(f"running {spec} raised {type(error).__name__}: {error}") from error
     if not len(recorded):
         raise GemmtuneError(f"{spec} ran no matrix multiply that gemmtune knows")
-    return Recorded(recorded, tuple(_describe_arguments(args) for args in calls))
+    return Recorded(recorded, tuple(_describe_arguments((*args, *kwargs.values())) for args, kwargs in calls))
 
 
 @contextlib.contextmanager

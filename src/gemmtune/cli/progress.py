@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
-from ..core.events import BestSoFar, CandidateTried, Event, ProblemDone, ProblemStarted
+from ..core.events import BestSoFar, CandidateTried, DecisionsUnstored, Event, ProblemDone, ProblemStarted
 from ..core.printable import visible
 from ..core.workloads import label
 from ..report.rows import summarize, time_text
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class ProgressState:
     """The state of a tuning run, updated by the tuner's events.
 
-    decisions: those of finished problems. cached: number of problems that the store had decided before. unstored,
-    store_error: number of decisions that could not be stored, and the reason. index, total, problem: the current
+    decisions: those of finished problems. cached: number of problems that the store had decided before. store_error:
+    why decisions could not be stored. index, total, problem: the current
     problem. trying: id of the latest candidate; tried, left: numbers of candidates tried and still to try; best: the
     fastest so far.
     """
@@ -32,7 +32,8 @@ class ProgressState:
     def __init__(self) -> None:
         self.decisions: list[Decision] = []
         self.cached = 0
-        self.unstored, self.store_error = 0, ""
+        self.store_error = ""
+        self._unstored: dict[str, int] = {}  # number of decisions by Target
         self.index = self.total = 0
         self.problem = ""
         self.trying = ""
@@ -53,6 +54,9 @@ class ProgressState:
             self.tried += 1
         elif isinstance(event, BestSoFar):
             self.best = event
+        elif isinstance(event, DecisionsUnstored):
+            self._unstored[event.target_key] = event.count
+            self.store_error = event.error or self.store_error
         else:
             self._add_decision(event.decision)
             self._estimate_s, self._estimated_at = event.remaining_s, time.monotonic()
@@ -64,6 +68,11 @@ class ProgressState:
             self.decisions[keys.index(decision.problem_key)] = decision
         else:
             self.decisions.append(decision)
+
+    @property
+    def unstored(self) -> int:
+        """The number of decisions that could not be stored."""
+        return sum(self._unstored.values())
 
     @property
     def remaining_s(self) -> float | None:

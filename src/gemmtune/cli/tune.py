@@ -68,7 +68,8 @@ def tune(
 ) -> None:
     """Tune the matrix multiplies of a model, of a workload or of the given shapes, and store the decisions.
 
-    A factory returns (model, example_inputs): the arguments of one call as a tuple, or a list of such tuples.
+    A factory returns (model, example_inputs): the arguments of one call as a tuple, or as a dict of keyword arguments,
+    or a list of these.
     Without --device a model's multiplies are tuned for the devices that they ran on. Ctrl-C ends the run; the decisions
     of finished problems stay in the store.
     """
@@ -92,7 +93,7 @@ def tune(
             store.check_writable()  # before the search, because its decisions would be lost
         for (target, problems, names), group in zip(runs, groups_by_device, strict=True):
             board, interrupted = run(
-                problems, target, names, store,
+                problems, group.device, names, store,
                 budget=budget, force=force, hot=hot, hidden=as_json, latency=parsed_latency, board=board,
             )  # fmt: skip
             store_ceilings(store, target)
@@ -116,7 +117,7 @@ def split_what(what: Sequence[str]) -> tuple[str | None, list[str]]:
 
 def run(
     problems: Sequence[tuple[Problem, int]],
-    target: Target,
+    device: str,
     names: Sequence[str],
     store: Store,
     *,
@@ -127,25 +128,22 @@ def run(
     latency: Latency = "graph",
     board: ProgressState | None = None,
 ) -> tuple[ProgressState, bool]:
-    """Tune problems on one target with the progress display, and store the decisions.
+    """Tune problems on one device with the progress display, and store the decisions.
 
     Return the board with the decisions (``board`` itself if given) and whether Ctrl-C ended the run.
     """
-    from ..tuning.tuner import Budget, Tuner
+    from ..tuning.api import tune_on_device
     from .progress import ProgressState, progress_display
 
     board = board or ProgressState()
     with progress_display(board, hidden=hidden) as progress:
-        tuner = Tuner(
-            target, names, store, Budget(seconds=budget), progress=progress, force=force, hot=hot, latency=latency
-        )
         try:
-            tuner.tune(problems)
+            tune_on_device(
+                problems, device, store, budget=budget, backends=names, progress=progress, force=force,
+                operands="hot" if hot else "cold", latency=latency,
+            )  # fmt: skip
         except KeyboardInterrupt:
             return board, True
-        finally:
-            board.unstored += len(tuner.unstored)
-            board.store_error = tuner.store_error or board.store_error
     return board, False
 
 

@@ -56,7 +56,16 @@ class ProblemDone:
     remaining_s: float | None
 
 
-Event = ProblemStarted | CandidateTried | BestSoFar | ProblemDone
+@dataclass(frozen=True, slots=True)
+class DecisionsUnstored:
+    """A change of the number of decisions for one Target that the store could not take. error: why, for the last."""
+
+    target_key: str
+    count: int
+    error: str
+
+
+Event = ProblemStarted | CandidateTried | BestSoFar | ProblemDone | DecisionsUnstored
 Progress = Callable[[Event], None]
 
 

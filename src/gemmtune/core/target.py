@@ -12,7 +12,7 @@ import json
 import platform
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +86,16 @@ class Target:
         return int(major), int(minor or 0)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return plain data that can be stored as JSON, the inverse of ``from_dict``.
+
+        A field with ``metadata={"later": True}`` is left out at its default, so that Targets of versions without the
+        field have equal keys and their decisions still serve.
+        """
         data = asdict(self)
         del data["_key"]
+        for item in fields(self):
+            if item.metadata.get("later") and data[item.name] == item.default:
+                del data[item.name]
         for name in ("versions", "sources"):
             data[name] = dict(data[name])
         return data
@@ -95,12 +103,12 @@ class Target:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Target:
         """Build a Target from the data of ``to_dict``. Raises KeyError, TypeError or ValueError for malformed data."""
-        fields = dict(data)
+        values = dict(data)
         for name in ("versions", "sources"):
-            fields[name] = tuple(sorted((str(k), str(v)) for k, v in fields[name].items()))
-        fields["isa"] = tuple(str(flag) for flag in fields["isa"])
-        fields["caches"] = tuple(int(size) for size in fields["caches"])
-        return cls(**fields)
+            values[name] = tuple(sorted((str(k), str(v)) for k, v in values[name].items()))
+        values["isa"] = tuple(str(flag) for flag in values["isa"])
+        values["caches"] = tuple(int(size) for size in values["caches"])
+        return cls(**values)
 
 
 def current_cpu(sources: Mapping[str, str] | None = None) -> Target:

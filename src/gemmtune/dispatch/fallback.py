@@ -80,7 +80,7 @@ def _product(call: Call) -> tuple[FallbackProduct, int]:
     )  # fmt: skip
     if call.packed is None:
         return product, used
-    unpack = backends.get(call.packed.layout.partition(":")[0]).unpack
+    unpack = backends.get(call.packed.owner).unpack
     return lambda a, b, aux: product(a, unpack(b), aux), used
 
 

@@ -137,21 +137,22 @@ class KernelLoader:
 
 
 def _candidates_of_layout(problem: Problem, packing: str, target: Target) -> Iterator[Candidate]:
-    """Yield the legal candidates of the backend that a layout is named after, its default first. Those that are known
-    to take another layout are left out."""
-    backend = backends.get(packing.partition(":")[0])
-    default = backend.default_packing(problem, target)
-    if default is not None:
-        yield default
-    for candidate in backend.candidates(problem, target):
-        if isinstance(candidate, Illegal) or (default is not None and candidate.identity == default.identity):
-            continue
-        try:
-            if backend.packing_of(problem, candidate) != packing:
+    """Yield the legal candidates of a layout's owner, its default first, then those of other backends that read the
+    layout. Candidates that are known to take another layout are left out."""
+    for name in backends.readers(packing, target.device):
+        backend = backends.get(name)
+        default = backend.default_packing(problem, target)
+        if default is not None:
+            yield default
+        for candidate in backend.candidates(problem, target):
+            if isinstance(candidate, Illegal) or (default is not None and candidate.identity == default.identity):
                 continue
-        except NotImplementedError:
-            pass  # the loaded kernel tells
-        yield candidate
+            try:
+                if backend.packing_of(problem, candidate) != packing:
+                    continue
+            except NotImplementedError:
+                pass  # the loaded kernel tells
+            yield candidate
 
 
 def _packing_words(packing: str | None) -> str:

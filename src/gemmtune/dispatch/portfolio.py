@@ -72,7 +72,7 @@ def tuned_point(decision: Decision) -> TunedPoint:
     """Return the TunedPoint of a Decision. Raises KeyError, TypeError or ValueError when the record is malformed."""
     problem = Problem.from_dict(decision.problem)
     by_id = {row.id: row for row in decision.evidence}
-    base = _incumbent_seconds(decision.evidence)
+    base = _baseline_seconds(decision.evidence)
     options: dict[str | None, Option] = {}
     for candidate_id in (*decision.alternatives.values(), decision.chosen):
         row = by_id.get(candidate_id or "")
@@ -140,7 +140,7 @@ def _is_fallback_template(candidate: Mapping[str, Any]) -> bool:
     return candidate.get("backend") == "aten" and candidate.get("template") in fallback_templates()
 
 
-def _incumbent_seconds(evidence: Iterable[Evidence]) -> float | None:
+def _baseline_seconds(evidence: Iterable[Evidence]) -> float | None:
     """Return the median time of the ATen candidate that the ratios are relative to: the one with the most rounds."""
     samples = [row.sample for row in evidence if row.candidate.get("backend") == "aten" and row.sample is not None]
     own = [sample for sample in samples if sample.ratio == sample.ratio_lo == sample.ratio_hi == 1.0]

@@ -248,7 +248,7 @@ class Runtime:
         return None if kernel is None or kernel.candidate.id in index.failed(problem.plan_key) else kernel
 
     def _packed_kernel(self, problem: Problem, packed: PackedWeight, device: torch.device) -> Kernel | None:
-        reason = backends.get(packed.layout.partition(":")[0]).why_unreadable(packed)
+        reason = backends.get(packed.owner).why_unreadable(packed)
         if reason:
             raise PackedWeightError(f"the packed weight ({packed.layout}) cannot run here: {reason}. Pack it again")
         index = self._index_now(device)

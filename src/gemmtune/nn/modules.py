@@ -290,8 +290,7 @@ def _fake_tuned(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return input.new_empty((*input.shape[:-1], weight.shape[0]))
 
 
-for _device in ("CPU", "CUDA"):
-    LIBRARY.impl("tuned_linear", _run_tuned, _device)  # type: ignore[no-untyped-call]
+LIBRARY.impl("tuned_linear", _run_tuned, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 torch.library.register_fake("gemmtune::tuned_linear", _fake_tuned, lib=LIBRARY)
 
 

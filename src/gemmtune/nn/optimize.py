@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -26,6 +24,7 @@ from ..dispatch.runtime import RUNTIME
 from ..ops.calls import as_calls, calls_of
 from ..ops.packing import pack
 from ..ops.weight_only import WeightOnly
+from .changes import Handle, PackedParameter, ReplacedModule
 from .modules import RawLinear, RawWeightOnlyLinear, WeightOnlyLinear
 from .observe import observe, why_not_packed
 from .packed_tensor import PackedTensor, swap_tensors
@@ -40,143 +39,6 @@ if TYPE_CHECKING:
     from ..store.base import Store
 
 log = logging.getLogger("gemmtune")
-
-
-_Module = WeightOnlyLinear | RawLinear | RawWeightOnlyLinear
-
-
-@dataclass(slots=True)
-class _ReplacedModule:
-    """A module of the model that gemmtune has replaced, and what is needed to put it back.
-
-    site: the weight, and the original module. module: the replacement. tensors: the original's tensors that the
-    replacement has packed, by attribute name. has_original_values: whether ``tensors`` still hold their values. They
-    do until the whole model has been timed in both forms; then they are freed.
-    """
-
-    site: Site
-    module: _Module
-    tensors: dict[str, Tensor]
-    has_original_values: bool
-
-    @property
-    def layout(self) -> str:
-        """The name of the weight's packed layout; ``raw`` for a weight that is not packed."""
-        return self.module.packed.layout if isinstance(self.module, WeightOnlyLinear) else self.module.layout
-
-    def set_form(self, optimized: bool) -> None:
-        """Install the replacement or the original module. Does nothing once the original's tensors are freed."""
-        if self.has_original_values:
-            self._install(self.module if optimized else self.site.module)
-
-    def discard_original(self) -> None:
-        """Free the original's tensors that the replacement has packed, unless another module shares them."""
-        if self.has_original_values and not self.site.tied:
-            for tensor in self.tensors.values():
-                tensor.data = tensor.data.new_empty(0)
-        self.has_original_values = False
-
-    def undo(self) -> None:
-        """Reinstall the original module, with the replacement's present values and training mode."""
-        if isinstance(self.module, RawLinear | RawWeightOnlyLinear):
-            self.module.return_tensors(self.site.module)
-        else:
-            for name, value in self.module.raw().items():
-                self.tensors[name].data = value.contiguous()
-        self._install(self.site.module)
-        self.site.module.train(self.module.training)
-
-    def _install(self, module: nn.Module) -> None:
-        for parent, attribute in self.site.parents:
-            setattr(parent, attribute, module)
-
-
-@dataclass(slots=True)
-class _PackedParameter:
-    """A Parameter that gemmtune has turned into a PackedTensor in place.
-
-    site: the weight and its modules. weight: the Parameter. layout: the name of its packed layout. hooks: handles of
-    the hooks that put its unpacked values into ``state_dict()``. other_form: the tensor that is swapped with ``weight``
-    to change its form, until the whole model has been timed in both forms; then None.
-    """
-
-    site: Site
-    weight: Tensor
-    layout: str
-    hooks: list[Any]
-    other_form: Tensor | None
-
-    def set_form(self, optimized: bool) -> None:
-        """Give the Parameter its packed or its ordinary form, while both exist. Raises PackedWeightError."""
-        if self.other_form is not None and isinstance(self.weight, PackedTensor) != optimized:
-            swap_tensors(self.weight, self.other_form)
-
-    def discard_original(self) -> None:
-        """Free the form that the Parameter does not have."""
-        self.other_form = None
-
-    def undo(self) -> None:
-        """Make the Parameter an ordinary one again, with its present values. A Parameter that something else has made
-        ordinary (``model.half()``, ``weight.data = ...``) is not changed."""
-        for hook in self.hooks:
-            hook.remove()
-        if not isinstance(self.weight, PackedTensor):
-            return
-        packed: Tensor = self.weight
-        trainable = self.weight.trainable or packed.requires_grad
-        plain = nn.Parameter(self.weight.original(), requires_grad=trainable)
-        try:
-            swap_tensors(packed, plain)
-        except PackedWeightError:  # a compiled graph refers to the Parameter: its modules get a new one
-            for owner in self.site.owners:
-                names = [name for name, parameter in owner._parameters.items() if parameter is packed]
-                owner._parameters.update(dict.fromkeys(names, plain))
-
-
-class Handle:
-    """The result of ``optimize``: a report of what it did with each weight, and ``restore()``, which undoes all of it.
-
-    swapped: the layout of each weight that gemmtune serves, by name. left: for each other weight that the model
-    multiplies by, the reason why gemmtune does not serve it, by name. A weight's name is that of its module; if its
-    Parameter is not called "weight", the Parameter's name is appended. ratio: the time of the whole model with
-    gemmtune's weights over its time without, as (estimate, low, high) of a 95% confidence interval of paired runs on
-    all example inputs; None where the model was not timed. ratios: the ratio on each example alone.
-
-    A Handle is also a context manager, which restores the model at the end of the block.
-    """
-
-    def __init__(self) -> None:
-        self.left: dict[str, str] = {}
-        self.ratio: tuple[float, float, float] | None = None
-        self.ratios: tuple[tuple[float, float, float], ...] = ()
-        self._changes: list[_ReplacedModule | _PackedParameter] = []
-
-    @property
-    def swapped(self) -> dict[str, str]:
-        """The layout of each weight that gemmtune serves, by its name; ``raw`` for a weight that is not packed."""
-        return {name: change.layout for change in self._changes for name in change.site.names}
-
-    def restore(self) -> None:
-        """Undo ``optimize``: unpack in place each Parameter that was packed, and reinstall each module that was
-        replaced. Values that were written or loaded since are kept. A second call does nothing."""
-        with torch.inference_mode(False), torch.no_grad():
-            for change in reversed(self._changes):
-                change.undo()
-        self._changes.clear()
-
-    def __enter__(self) -> Handle:
-        return self
-
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.restore()
-
-    def __repr__(self) -> str:
-        timed = (
-            "" if self.ratio is None else ", {:.2f}x the time of the whole model ({:.2f}..{:.2f})".format(*self.ratio)
-        )
-        return f"<Handle: {len(self.swapped)} weights swapped, {len(self.left)} left as they were{timed}>"
 
 
 def optimize(
@@ -270,33 +132,33 @@ def _undo_what_is_slower(model: nn.Module, example_inputs: Any, handle: Handle) 
     """Time the whole model with and without gemmtune's weights. Restore it if they make it slower."""
 
     def set_form(optimized: bool) -> None:
-        for change in handle._changes:
+        for change in handle.changes:
             change.set_form(optimized)
 
     comparison = None
-    if handle._changes:
-        devices = sorted({change.site.device for change in handle._changes}, key=str)
+    if handle.changes:
+        devices = sorted({change.site.device for change in handle.changes}, key=str)
         comparison = compare_forms(calls_of(model, example_inputs), set_form, devices)
         try:
             set_form(True)
         except PackedWeightError as error:  # a part of the model compiled itself, and guards refer to its weights
             still_unpacked = [
-                s for s in handle._changes if isinstance(s, _PackedParameter) and not isinstance(s.weight, PackedTensor)
+                s for s in handle.changes if isinstance(s, PackedParameter) and not isinstance(s.weight, PackedTensor)
             ]
             for parameter in still_unpacked:
                 parameter.undo()
                 handle.left.update(dict.fromkeys(parameter.site.names, f"cannot be packed in place ({error})"))
-            handle._changes = [change for change in handle._changes if change not in still_unpacked]
-            for change in handle._changes:
+            handle.changes = [change for change in handle.changes if change not in still_unpacked]
+            for change in handle.changes:
                 change.set_form(True)
-    for change in handle._changes:
+    for change in handle.changes:
         change.discard_original()
     if comparison is None:
         return
     handle.ratio = (comparison.total.center, comparison.total.lo, comparison.total.hi)
     handle.ratios = tuple((ratio.center, ratio.lo, ratio.hi) for ratio in comparison.examples)
     if comparison.loss:
-        names = [name for change in handle._changes for name in change.site.names]
+        names = [name for change in handle.changes for name in change.site.names]
         reason = f"the whole model is slower with packed weights {comparison.loss}"
         handle.restore()
         handle.left.update(dict.fromkeys(names, reason))
@@ -388,7 +250,7 @@ def _pack_in_place(site: Site, form: PackedTensor, handle: Handle, keep_both: bo
     except PackedWeightError as error:
         return f"cannot be packed in place ({error})"
     hooks = [owner._register_state_dict_hook(_save_unpacked) for owner in site.owners]  # type: ignore[no-untyped-call]
-    handle._changes.append(_PackedParameter(site, weight, form.layout_name, hooks, other if keep_both else None))
+    handle.changes.append(PackedParameter(site, weight, form.layout_name, hooks, other if keep_both else None))
     return ""
 
 
@@ -422,7 +284,7 @@ def _replace_module(site: Site, weight_only: WeightOnly, packed: PackedWeight, h
     tensors: dict[str, Tensor] = {name: getattr(original, name) for name in weight_only.names.values()}
     if not _computes_same(original, module, next(iter(site.ran))):
         return "looks like a weight-only linear and computes something else"
-    _install_replacement(_ReplacedModule(site, module, tensors, has_original_values=True), handle, keep_both)
+    _install_replacement(ReplacedModule(site, module, tensors, has_original_values=True), handle, keep_both)
     return ""
 
 
@@ -433,24 +295,24 @@ def _serve_unpacked(site: Site, handle: Handle, keeps: bool) -> str:
         reason = why_unswappable(original, None, not site.parents)
         if reason or type(original) is not nn.Linear or site.aliases:
             return reason or f"is a {type(original).__name__}, and its weight is best served as it lies"
-        _install_replacement(_ReplacedModule(site, RawLinear(original), {}, has_original_values=True), handle, keeps)
+        _install_replacement(ReplacedModule(site, RawLinear(original), {}, has_original_values=True), handle, keeps)
         return ""
     if weight_only.transposed_scale:
         return "has its scales the other way round than the fastest kernel takes them"
     module = RawWeightOnlyLinear(original, weight_only)
     if not _computes_same(original, module, next(iter(site.ran))):
         return "looks like a weight-only linear and computes something else"
-    _install_replacement(_ReplacedModule(site, module, {}, has_original_values=True), handle, keeps)
+    _install_replacement(ReplacedModule(site, module, {}, has_original_values=True), handle, keeps)
     return ""
 
 
-def _install_replacement(change: _ReplacedModule, handle: Handle, keep_both: bool) -> None:
+def _install_replacement(change: ReplacedModule, handle: Handle, keep_both: bool) -> None:
     """Install a replacement module. keep_both: whether to keep the original's tensors, so that the whole model can be
     timed in both forms."""
     change.set_form(True)
     if not keep_both:
         change.discard_original()
-    handle._changes.append(change)
+    handle.changes.append(change)
 
 
 def _computes_same(original: nn.Module, module: nn.Module, problem: Problem) -> bool:

@@ -110,9 +110,8 @@ def _fake_unpack(weight: Sequence[Tensor], spec: str) -> Tensor:
     return weight[0].new_empty_strided((fields["n"], fields["k"]), strides_of(spec), dtype=dtype)
 
 
-for _device in ("CPU", "CUDA", "MkldnnCPU"):
-    LIBRARY.impl("packed_linear", _run_linear, _device)  # type: ignore[no-untyped-call]
-    LIBRARY.impl("unpack_weight", _run_unpack, _device)  # type: ignore[no-untyped-call]
+for _name, _function in (("packed_linear", _run_linear), ("unpack_weight", _run_unpack)):
+    LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 torch.library.register_fake("gemmtune::packed_linear", _fake_linear, lib=LIBRARY)
 torch.library.register_fake("gemmtune::unpack_weight", _fake_unpack, lib=LIBRARY)
 

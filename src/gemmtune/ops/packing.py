@@ -70,7 +70,7 @@ def unpack(packed: PackedWeight) -> Tensor | QuantWeight:
     ``data`` [K, N] (int4: [ceil(K / 2), N]). Raises TypeError for anything but a PackedWeight."""
     if not isinstance(packed, PackedWeight):
         raise TypeError(f"unpack(): expected a PackedWeight, not {type(packed).__name__}")
-    raw: Tensor | QuantWeight = backends.get(packed.layout.partition(":")[0]).unpack(packed)
+    raw: Tensor | QuantWeight = backends.get(packed.owner).unpack(packed)
     return raw if isinstance(raw, QuantWeight) else raw.t()
 
 
@@ -147,10 +147,9 @@ def _packing_kernel(
     if layout is None:
         layout = _planned_layout(problems[0], device)
     target = current_target(device)
-    for name in reversed(backends.names(device.type)):
+    names = list(reversed(backends.names(device.type))) if layout is None else backends.readers(layout, device.type)
+    for name in names:
         backend = backends.get(name)
-        if layout is not None and layout.partition(":")[0] != name:
-            continue
         if not backend.available(target):
             continue
         if layout is None:

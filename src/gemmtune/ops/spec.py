@@ -154,7 +154,6 @@ def _public_source(spec: OpSpec, signature: inspect.Signature) -> tuple[list[str
         "    if is_compiling():",
         f"        return trace({traced})",
         *bypass,
-        "    key = None",
         *_args_lines(spec.operands, optional),
         "    guarded = args",
         "    try:",

@@ -105,7 +105,7 @@ def best_by_backend(decision: Decision) -> dict[str, Evidence]:
     return best
 
 
-_DISTURBANCE_CONDITIONS = ("stalled", "extended", "fought again", "stolen")
+_DISTURBANCE_CONDITIONS = ("stalled", "extended", "repeated", "stolen")
 _BUSY_CORES_LIMIT = 0.5
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from ..core.candidate import Candidate
 from ..core.decision import Decision, Verdict
+from ..core.epilogue import Axis, Kind
 from ..core.problem import Order, Problem
 from ..core.target import Target
 
@@ -32,63 +33,76 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
 SCHEMA_VERSION = len(MIGRATIONS)
 
 
+# Records have the defaults of the dataclasses that they describe: a field that is added to a dataclass later, with a
+# default and without a part in the key at that default, is added here with the same default, and the records written
+# before still serve (tests/store/test_schema.py).
+
+
 class TargetRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The stored form of a Target: ``Target.to_dict()`` with all fields required and typed."""
+    """The stored form of a Target, with typed fields: ``Target.to_dict()``."""
 
     device: str
     name: str
     capability: str
-    isa: tuple[str, ...]
-    caches: tuple[int, ...]
-    threads: int
-    cores: int
-    memory: int
-    versions: dict[str, str]
-    sources: dict[str, str]
+    isa: tuple[str, ...] = ()
+    caches: tuple[int, ...] = ()
+    threads: int = 1
+    cores: int = 1
+    memory: int = 0
+    versions: dict[str, str] = {}
+    sources: dict[str, str] = {}
 
 
-class _Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    order: Order
-    ld: int | None
+class LayoutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The stored form of a Layout."""
+
+    order: Order = "row"
+    ld: int | None = None
 
 
-class _Quant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    group: int | None
-    scale_dtype: str
-    zero_point: bool
+class QuantRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The stored form of a Quant."""
+
+    group: int | None = None
+    scale_dtype: str = "float32"
+    zero_point: bool = False
 
 
-class _Operand(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class OperandRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The stored form of an Operand."""
+
     dtype: str
-    layout: _Layout
-    constant: bool
-    align: int
-    quant: _Quant | None
+    layout: LayoutRecord = LayoutRecord()
+    constant: bool = False
+    align: int = 0
+    quant: QuantRecord | None = None
 
 
-class _Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    kind: Literal["scale", "bias", "add", "mul", "relu", "gelu", "gelu_tanh", "silu", "clamp", "cast"]
-    axis: Literal["tensor", "row", "col", "full"]
-    dtype: str | None
-    value: float
-    lo: str
-    hi: str
+class StepRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The stored form of a Step; its limits are text, since JSON has no infinities."""
+
+    kind: Kind
+    axis: Axis = "full"
+    dtype: str | None = None
+    value: float = 1.0
+    lo: str = "-inf"
+    hi: str = "inf"
 
 
 class ProblemRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The stored form of a Problem: ``Problem.to_dict()`` with all fields required and typed."""
+    """The stored form of a Problem, with typed fields: ``Problem.to_dict()``."""
 
     family: str
     m: int
     n: int
     k: int
-    a: _Operand
-    b: _Operand
+    a: OperandRecord
+    b: OperandRecord
     out_dtype: str
-    epilogue: tuple[_Step, ...]
-    batch: int
-    out: _Layout
-    acc: str
+    epilogue: tuple[StepRecord, ...] = ()
+    batch: int = 1
+    out: LayoutRecord = LayoutRecord()
+    acc: str = "float32"
 
 
 class DamagedRecord(ValueError):

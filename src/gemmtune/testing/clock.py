@@ -23,7 +23,7 @@ class FakeClock:
     chill_s: seconds that pass before each timing, for flushing the caches; they are not part of the timing.
     """
 
-    duel_s = FLOOR_S
+    paired_timing_s = FLOOR_S
 
     def __init__(
         self,

@@ -27,10 +27,10 @@ class Clock(Protocol):
     """A clock that times callables. Indices of operand sets grow from call to call over all callables, so that operands
     are always cold.
 
-    duel_s: the least duration of one timing in a paired test, so that the device is as busy as in serving.
+    paired_timing_s: the least duration of one timing in a paired test, so that the device is as busy as in serving.
     """
 
-    duel_s: float
+    paired_timing_s: float
 
     def now(self) -> float:
         """Return the seconds since a fixed moment; budgets are counted in them."""
@@ -73,7 +73,7 @@ class CpuClock:
     calls; None where a call returns when it is done.
     """
 
-    duel_s = FLOOR_S
+    paired_timing_s = FLOOR_S
 
     def __init__(
         self,

@@ -117,23 +117,23 @@ class CudaClock:
     so that callables that share operands have the same ones; operands in common with the timing before must be evicted
     from the cache.
 
-    chill: enqueues work that empties the L2; called before each timing. latency: ``eager`` times back-to-back launches
+    flush: enqueues work that empties the L2; called before each timing. latency: ``eager`` times back-to-back launches
     by the host's clock, as a user without graphs experiences them. marker: callables write their number into its first
     byte when they are called, and the clock does so when it replays them, so that the parent of a dead or hanging
     process can identify the kernel.
     """
 
-    duel_s = 2e-3  # with pauses of 0.3 ms between timings: busy enough to reach the power limit
+    paired_timing_s = 2e-3  # with pauses of 0.3 ms between timings: busy enough to reach the power limit
 
     def __init__(
         self,
         gpu: Gpu,
         *,
-        chill: Callable[[], object] | None = None,
+        flush: Callable[[], object] | None = None,
         latency: Latency = "graph",
         marker: mmap.mmap | bytearray | None = None,
     ) -> None:
-        self._gpu, self._chill, self._latency = gpu, chill, latency
+        self._gpu, self._flush, self._latency = gpu, flush, latency
         self._marker = bytearray(1) if marker is None else marker
         self._states: dict[Run, _CallableState] = {}
 
@@ -239,8 +239,8 @@ class CudaClock:
         events = []
         self._gpu.sleep(ROUND_PAUSE_S)
         for run, state, n in timings:
-            if self._chill is not None:
-                self._chill()
+            if self._flush is not None:
+                self._flush()
             self._gpu.mark(state.number)
             events.append(self._enqueue_timing(run, state, n, graphs))
         self._wait(events[-1][1])
@@ -273,8 +273,8 @@ class CudaClock:
 
     def _time_by_host(self, run: Run, calls: int) -> float:
         """Return the seconds that ``calls`` calls take together by the host's clock, launching included."""
-        if self._chill is not None:
-            self._chill()
+        if self._flush is not None:
+            self._flush()
         self._gpu.synchronize()
         started = self._gpu.now()
         for i in range(calls):

@@ -17,14 +17,14 @@ _SLOW_S = 50e-3
 def screening_times(
     gpu: Gpu,
     call: Callable[[], object],
-    chill: Callable[[], object],
-    worth_s: float | None = None,
+    flush: Callable[[], object],
+    cutoff_s: float | None = None,
     latency: Latency = "graph",
 ) -> tuple[float, ...]:
-    """Return the screening times of a call in seconds: five (slow calls: two), each after ``chill`` emptied the L2,
+    """Return the screening times of a call in seconds: five (slow calls: two), each after ``flush`` emptied the L2,
     launching hidden by a pause.
 
-    A call that is slower than ``worth_s`` even when warm returns the one time that showed it. The very first call,
+    A call that is slower than ``cutoff_s`` even when warm returns the one time that showed it. The very first call,
     which sets things up, does not count, unless it takes so long that setting things up cannot be why. latency: with
     ``eager`` a call takes no less than launching it. Raises the errors of the calls.
 
@@ -35,16 +35,16 @@ def screening_times(
     with gc_disabled():
         gpu.synchronize()
         first_s, _ = _time_single_call(gpu, call)
-        if worth_s is not None and first_s > 4.0 * worth_s + _SETTING_UP_S:
+        if cutoff_s is not None and first_s > 4.0 * cutoff_s + _SETTING_UP_S:
             return (first_s,)
         warm_s, host_s = _time_single_call(gpu, call)
-        if warm_s > _SLOW_S or (worth_s is not None and warm_s > 2.0 * worth_s + _STALL_S):
+        if warm_s > _SLOW_S or (cutoff_s is not None and warm_s > 2.0 * cutoff_s + _STALL_S):
             return (warm_s,)
         events, launches = [], []
         count = _COLD_CALLS if warm_s < _COLD_SLOW_S else _COLD_SLOW_CALLS
         gpu.sleep(ROUND_PAUSE_S + PAUSE_MARGIN * count * host_s)
         for _ in range(count):
-            chill()
+            flush()
             start, end = gpu.event(), gpu.event()
             start.record()
             started = gpu.now()

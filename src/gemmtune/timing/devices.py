@@ -207,7 +207,7 @@ class CudaTiming(DeviceTiming):
     def clock(self, sets: OperandSets) -> Clock:
         # It always empties the cache: every graph begins with the same set, whatever ran before.
         flush = None if sets.hot else Flush(sets.problem, self.target)
-        return CudaClock(self._gpu, chill=flush, latency=self.latency, marker=sets.marker)
+        return CudaClock(self._gpu, flush=flush, latency=self.latency, marker=sets.marker)
 
     def screening_times(
         self,

@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Any
 
 from ..core.events import BestSoFar
 from .clock import FLOOR_S, Clock, Run
@@ -59,14 +60,15 @@ Progress = Callable[[BestSoFar], None]
 class Entrant:
     """A kernel to race.
 
-    run(i): one call on operand set i. incumbent: whether it is a baseline, one of ATen's candidates. group: the name of
-    its packed layout, or None.
+    run(i): one call on operand set i. is_baseline: whether it is one of ATen's candidates. packing: the name of its
+    packed layout; None or empty for the raw weight. candidate: ``Candidate.to_dict()``, for its Evidence.
     """
 
     id: str
     run: Run
-    incumbent: bool = False
-    group: str | None = None
+    is_baseline: bool = False
+    packing: str | None = None
+    candidate: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,15 +97,15 @@ class Elimination:
 
     def __init__(
         self, entrants: Sequence[Entrant], clock: Clock, budget_s: float, seed: int, progress: Progress | None,
-        setup: RaceSetup, min_duel: int,
+        setup: RaceSetup, min_pairs: int,
     ) -> None:  # fmt: skip
-        self._min_duel = min_duel
+        self._min_pairs = min_pairs
         self.clock, self.budget, self.progress, self.machine = clock, budget_s, progress, setup.machine
         self.conditions = dict(setup.conditions)
         self._move, self._move_s, self.moves = setup.move, setup.move_s, 0
         self._least_s, self._surroundings, self._earlier_s = setup.least_s, setup.surroundings, setup.earlier_s
         self.rng = random.Random(seed)
-        self.entries = [RaceEntry(e.id, e.run, e.incumbent, e.group) for e in entrants]
+        self.entries = [RaceEntry(e.id, e.run, e.is_baseline, e.packing or None, e.candidate) for e in entrants]
         self.disturbed = self.contended = False
         self._machine_state()  # covers the time before the race, in which candidates were tried
         self.start = clock.now()
@@ -131,7 +133,7 @@ class Elimination:
 
     def _calibrate(self) -> None:
         """Warm every entry up, baselines first; an entry that is not reached in half the budget stays untried."""
-        for entry in sorted(self.entries, key=lambda entry: not entry.incumbent):
+        for entry in sorted(self.entries, key=lambda entry: not entry.is_baseline):
             if self._elapsed_s() > 0.5 * self.budget and any(other.calls for other in self.entries):
                 entry.drop("untried", "the budget was spent before its turn")
                 continue
@@ -163,12 +165,13 @@ class Elimination:
         entries = sorted(self._active(), key=self._first_estimate_s)
         if len(entries) <= affordable:
             return
-        baseline_entries = [entry for entry in entries if entry.incumbent]
+        baseline_entries = [entry for entry in entries if entry.is_baseline]
         protected = self._raw_leaders()
         close_s = _CLOSE_BASELINE * min((self._first_estimate_s(entry) for entry in baseline_entries), default=0.0)
         protected |= {entry.id for entry in baseline_entries if self._first_estimate_s(entry) <= close_s}
         protected |= {
-            entry.id for entry in {entry.group: entry for entry in reversed(entries) if not entry.incumbent}.values()
+            entry.id
+            for entry in {entry.packing: entry for entry in reversed(entries) if not entry.is_baseline}.values()
         }
         others = [entry for entry in entries if entry.id not in protected]
         for entry in others[max(0, affordable - len(protected)) :]:
@@ -186,7 +189,7 @@ class Elimination:
         Stalls cannot drop an entry: its minimum counts, and four timings are needed where one or two stalls could
         explain the difference.
         """
-        entries = [entry for entry in self._active() if entry.incumbent or not baselines]
+        entries = [entry for entry in self._active() if entry.is_baseline or not baselines]
         if not entries:
             return
         best = min(entry.median for entry in entries)
@@ -196,8 +199,8 @@ class Elimination:
             ratio, is_last_screening = fastest / best, self.rounds >= _SCREEN_ROUNDS[-1]
             if not is_last_screening and (fastest - best) * entry.calls < _TWO_STALLS_S:
                 continue
-            if ratio > SCREEN_RATIO and entry.incumbent == baselines and entry.id not in protected:
-                than = "the best incumbent" if baselines else "the best"
+            if ratio > SCREEN_RATIO and entry.is_baseline == baselines and entry.id not in protected:
+                than = "the best baseline" if baselines else "the best"
                 entry.drop("screened", f"{ratio:.1f}x slower than {than} after {self.rounds} rounds")
 
     def _eliminate(self) -> None:
@@ -232,7 +235,7 @@ class Elimination:
         alpha = spend(ALPHA, look) / max(1, len(active))
         protected = self._group_leaders() | self._raw_leaders() if self.rounds < _GROUP_ROUNDS else set()
         for entry in active:
-            rival = best_baseline if entry.incumbent else leader
+            rival = best_baseline if entry.is_baseline else leader
             if rival is None or entry is rival or entry.id in protected:
                 continue
             interval = slower_than(*entry.paired(rival), alpha)
@@ -240,7 +243,7 @@ class Elimination:
             if interval is not None and (not more_moves_due or interval.center > 1.0 + _PLACEMENT_EFFECT):
                 text = f"{interval.center:.3f}x the time of {rival.id} ({interval.lo:.3f}..{interval.hi:.3f})"
                 entry.drop("eliminated", f"{text} after {self.rounds} rounds")
-        challengers = ranked([entry for entry in self._active() if not entry.incumbent])
+        challengers = ranked([entry for entry in self._active() if not entry.is_baseline])
         if self.moves < _MAX_MOVES and self._is_move_affordable():
             max_challengers *= 2
         for rank, entry in enumerate(challengers[max_challengers:], start=max_challengers + 1):
@@ -252,8 +255,8 @@ class Elimination:
 
     def _group_leaders(self) -> set[str]:
         """Return the ids of the fastest challenger of each group."""
-        challengers = ranked([entry for entry in self._active() if not entry.incumbent])
-        fastest = {entry.group: entry.id for entry in reversed(challengers)}
+        challengers = ranked([entry for entry in self._active() if not entry.is_baseline])
+        fastest = {entry.packing: entry.id for entry in reversed(challengers)}
         return set(fastest.values())
 
     def _raw_leaders(self) -> set[str]:
@@ -263,7 +266,7 @@ class Elimination:
         ahead, or where both are far behind.
         """
         active = self._active()
-        raw = [[entry for entry in active if entry.raw and entry.incumbent == side] for side in (False, True)]
+        raw = [[entry for entry in active if entry.raw and entry.is_baseline == side] for side in (False, True)]
         challenger, baseline = fastest(raw[0]), fastest(raw[1])
         if challenger is None or baseline is None:
             return set()
@@ -277,7 +280,7 @@ class Elimination:
         for baselines in (True, False):
             best = self._fastest_active(baselines=baselines)
             for entry in self._active():
-                if best is not None and entry is not best and entry.incumbent == baselines:
+                if best is not None and entry is not best and entry.is_baseline == baselines:
                     interval = ratio_interval(*entry.paired(best), 0.1)
                     if interval.lo < 1.0 - _NEGLIGIBLE_GAIN:
                         return False
@@ -286,7 +289,7 @@ class Elimination:
     def _is_choice_settled(self) -> bool:
         """Whether at most one challenger and one baseline remain, after both screenings."""
         active = self._active()
-        baselines = sum(entry.incumbent for entry in active)
+        baselines = sum(entry.is_baseline for entry in active)
         return baselines <= 1 and len(active) - baselines <= 1 and self.rounds >= max(_SCREEN_ROUNDS)
 
     def _equalize_calls(self) -> None:
@@ -344,9 +347,9 @@ class Elimination:
         When leader and baseline were so far apart at the last look that the test's first look will decide, only the
         pairs before that look are reserved.
         """
-        timing_s, limit_s = max(self._timing_s, self.clock.duel_s), self._limit_s()
+        timing_s, limit_s = max(self._timing_s, self.clock.paired_timing_s), self._limit_s()
         share_s = max(_TEST_SHARE * limit_s, min(FIRST_SLOW_LOOK * 2.0 * timing_s, _TEST_MAX_SHARE * limit_s))
-        first_look = FIRST_SLOW_LOOK if 2.0 * timing_s > SLOW_PAIR_S else self._min_duel
+        first_look = FIRST_SLOW_LOOK if 2.0 * timing_s > SLOW_PAIR_S else self._min_pairs
         pairs_s = _FAR_APART_LOOKS * first_look * 2.0 * timing_s + 2.0 * self._move_s
         return self._reserved_after_test_s() + (min(share_s, pairs_s) if self.far_apart else share_s)
 
@@ -362,7 +365,7 @@ class Elimination:
         layout."""
         leaders = (self._fastest_active(baselines=True), self._fastest_active(baselines=False))
         raw = [entry for entry in self.entries if entry.raw and entry.times and entry.stage != "failed"]
-        both_sides = {entry.incumbent for entry in raw} == {True, False}
+        both_sides = {entry.is_baseline for entry in raw} == {True, False}
         return both_sides and any(entry is not None and not entry.raw for entry in leaders)
 
     def _update_far_apart(self) -> None:
@@ -414,7 +417,7 @@ class Elimination:
         return state
 
     def _fastest_active(self, *, baselines: bool) -> RaceEntry | None:
-        return fastest([entry for entry in self._active() if entry.incumbent == baselines])
+        return fastest([entry for entry in self._active() if entry.is_baseline == baselines])
 
     def _report(self) -> None:
         baseline, leader = self._fastest_active(baselines=True), fastest(self._active())

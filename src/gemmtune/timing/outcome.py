@@ -1,42 +1,40 @@
-"""The messages that carry a race's progress and result between processes."""
+"""The result of a race, as it is sent between processes."""
 
 from __future__ import annotations
 
 import msgspec
 
-from ..core.decision import LayoutDecision, Outcome, Sample, Stage, Verdict
-from ..core.verdict import VerdictKind
+from ..core.decision import Evidence, LayoutDecision, Outcome, Verdict
 
 
 class LeaderUpdate(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """The leader during a race; any number of these messages precede Raced. ratio: its time over the baseline's."""
+    """The leader during a race; any number of these messages precede the RaceResult. ratio: its time over the
+    baseline's."""
 
     id: str
     median_s: float
     ratio: float
 
 
-class Placement(msgspec.Struct, forbid_unknown_fields=True):
-    """One candidate's result in the race. fault: the kind of failure of a candidate whose stage is ``failed``."""
+class RaceResult(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """The result of a race.
 
-    id: str
-    stage: Stage
-    reason: str
-    sample: Sample | None
-    fault: VerdictKind = "crashed"
-
-
-class Raced(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """The reply to Race: the result of a race.
-
-    placed: the result of every candidate. groups: the fastest id per packing. layouts: the paired tests by packing.
-    faults: the verdicts on kernels whose output was no longer right after the race.
+    outcome: ``winner`` (the leader beat the fastest baseline, in every surrounding), ``tie`` (the leader is that
+    baseline), ``inconclusive`` (the leader is that baseline, on a machine too disturbed to tell) or ``none_valid``.
+    leader, baseline: ids of candidates. stopped: why the race ended. evidence: of every candidate, by id.
+    alternatives: the fastest id by packing ("" = unpacked). layouts: the paired tests by packing. rounds: number of
+    timed rounds. seconds: duration. conditions: the state of the machine meanwhile, in words. faults: the verdicts on
+    kernels whose output was no longer right after the race, by id.
     """
 
     outcome: Outcome
-    leader: str | None
-    stopped: str
-    placed: tuple[Placement, ...]
-    groups: dict[str, str]
+    leader: str | None = None
+    baseline: str | None = None
+    stopped: str = ""
+    evidence: dict[str, Evidence] = {}
+    alternatives: dict[str, str] = {}
     layouts: dict[str, LayoutDecision] = {}
+    rounds: int = 0
+    seconds: float = 0.0
+    conditions: dict[str, str] = {}
     faults: dict[str, Verdict] = {}

@@ -36,7 +36,7 @@ _NEGLIGIBLE = 0.02  # a gain below this share is not worth another race
 class PairedTest:
     """The state and result of one paired test.
 
-    challenger, incumbent: seconds per call of the challenger and of the baseline, pair by pair. reason: the decision
+    challenger, baseline: seconds per call of the challenger and of the baseline, pair by pair. reason: the decision
     and why, in words. stalled: the share of pairs set aside at the last look. places: the numbers of the pairs before
     which operands were moved. error_spent: the part of the allowed error that the looks have used. interval: the paired
     ratio's interval at the last look, None with too few pairs. decided: whether the interval (or a win) settled the
@@ -47,7 +47,7 @@ class PairedTest:
     won: bool = False
     reason: str = ""
     challenger: list[float] = field(default_factory=list)
-    incumbent: list[float] = field(default_factory=list)
+    baseline: list[float] = field(default_factory=list)
     stalled: float = 0.0
     places: list[int] = field(default_factory=list)
     error_spent: float = 0.0
@@ -107,7 +107,7 @@ def paired_test(
             timed_s += clock.now() - started
             cost = max(challenger.cost + baseline.cost, timed_s / len(test.challenger))
         except EntrantError as error:
-            test.reason = f"{error.entry.id} {error} in the duel"
+            test.reason = f"{error.entry.id} {error} in the paired test"
             error.entry.drop("failed", test.reason)
             return test
 
@@ -119,28 +119,28 @@ def _time_pair(test: PairedTest, challenger: RaceEntry, baseline: RaceEntry, clo
     times = clock.time_round([entry.guarded for entry in entries], [entry.calls for entry in entries])
     times_by_entry = dict(zip(map(id, entries), times, strict=True))
     test.challenger.append(times_by_entry[id(challenger)])
-    test.incumbent.append(times_by_entry[id(baseline)])
+    test.baseline.append(times_by_entry[id(baseline)])
 
 
 def _decide(test: PairedTest, gain: float, last: bool) -> bool:
     """Take a look at the pairs and update the test. Returns whether the test is over (it is when ``last``)."""
-    split = _split_stalls(test.challenger, test.incumbent)
+    split = _split_stalls(test.challenger, test.baseline)
     pairs = len(split.challenger)
     test.stalled = 1.0 - pairs / len(test.challenger) if test.challenger else 0.0
     if pairs < _MIN_PAIRS:
-        test.reason = f"the budget allowed {pairs} pairs; a decision needs {_MIN_PAIRS}, so the incumbent stays"
+        test.reason = f"the budget allowed {pairs} pairs; a decision needs {_MIN_PAIRS}, so the baseline stays"
         return last
     text, is_faster = _look(test, split, gain, last)
     if test.decided:
         test.reason = f"{text}: not faster by {gain:.1%}"
         return True
     if not is_faster:
-        test.reason = f"{text}: not decided, so the incumbent stays"
+        test.reason = f"{text}: not decided, so the baseline stays"
         return last
     agreement = _mean_agreement(test, split, last)
     test.won, test.unclear = agreement == "agrees", agreement != "agrees"
     test.decided = test.won or (last and agreement == "differs")
-    test.reason = text if test.won else f"{text}, but {_describe_means(test)}: the incumbent stays"
+    test.reason = text if test.won else f"{text}, but {_describe_means(test)}: the baseline stays"
     return test.won or last
 
 
@@ -158,7 +158,7 @@ def _look(test: PairedTest, split: _Split, gain: float, last: bool) -> tuple[str
     )
     test.interval, test.error_spent = interval, max(test.error_spent, ALPHA * spent_share)
     pairs = len(split.challenger)
-    text = f"{interval.center:.3f}x the incumbent's time ({interval.lo:.3f}..{interval.hi:.3f}) after {pairs} pairs"
+    text = f"{interval.center:.3f}x the baseline's time ({interval.lo:.3f}..{interval.hi:.3f}) after {pairs} pairs"
     test.decided = interval.lo > 1.0 - gain
     attained = is_error_spent or 1.0 - interval.level <= alpha * (1 + 1e-9)
     return text, interval.hi < 1.0 - gain and attained and _faster_at_every_placement(test)
@@ -172,14 +172,14 @@ def _describe_means(test: PairedTest) -> str:
 def _all_times(test: PairedTest) -> tuple[list[float], list[float]]:
     """Return every pair of times of the race. A kernel that stalls now and then shows it more often the more pairs are
     looked at."""
-    return [*test.round_times[0], *test.challenger], [*test.round_times[1], *test.incumbent]
+    return [*test.round_times[0], *test.challenger], [*test.round_times[1], *test.baseline]
 
 
 def _faster_at_every_placement(test: PairedTest) -> bool:
     """Whether the challenger has the better median at every placement of the operands that has a few pairs."""
     bounds = [0, *test.places, len(test.challenger)]
     for first, last in itertools.pairwise(bounds):
-        challenger_s, baseline_s = test.challenger[first:last], test.incumbent[first:last]
+        challenger_s, baseline_s = test.challenger[first:last], test.baseline[first:last]
         if (
             len(challenger_s) >= _MIN_PAIRS_PER_PLACEMENT
             and median(m / b for m, b in zip(challenger_s, baseline_s, strict=True)) >= 1.0

@@ -3,9 +3,9 @@ in.
 
 The *baselines* of a race are ATen's candidates; all other entrants are *challengers*. Screening drops the entrants that
 are far behind. Interleaved rounds with sequential elimination then reduce the rest until nobody can be much faster than
-the leader (elimination.py). A paired test on fresh timings (duel.py) decides between the leading challenger and the
-fastest baseline. Only the paired test can make a winner: the rounds before it chose the leader for its good times, so
-their times flatter it. A winner must be no slower in any surrounding (surroundings.py); where it is slower, the next
+the leader (elimination.py). A paired test on fresh timings (paired_test.py) decides between the leading challenger and
+the fastest baseline. Only the paired test can make a winner: the rounds before it chose the leader for its good times,
+so their times flatter it. A winner must be no slower in any surrounding (surroundings.py); where it is slower, the next
 challenger is tested. When a packed layout leads, the raw layout has a paired test of its own, because an unpacked
 weight is served by the kernel that beats ATen on the raw weight.
 
@@ -18,10 +18,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 
-from ..core.decision import LayoutDecision, Outcome, Sample, Stage
-from ..core.verdict import VerdictKind
+from ..core.decision import Evidence, LayoutDecision, Outcome, Stage, Verdict
 from .clock import Clock
 from .elimination import (
     EXTENSION,
@@ -35,12 +33,13 @@ from .elimination import (
     noise,
     raise_calls,
 )
+from .outcome import RaceResult
 from .paired_test import PairedTest, paired_test
 from .race_entry import EntrantError, RaceEntry, fastest, ratio_to_baseline, sample
 from .stats import drift
 from .surroundings import OVERLAP, Comparison, compare
 
-__all__ = ["Entrant", "RaceResult", "RaceSetup", "Standing", "race"]
+__all__ = ["Entrant", "RaceResult", "RaceSetup", "race"]
 
 _MAX_CHALLENGERS = 3  # challengers that may be compared in the surroundings, one after the other
 # A raw challenger further behind ATen than this share in the rounds has no paired test of its layout.
@@ -49,50 +48,13 @@ _MAX_RAW_DEFICIT = 0.02
 _IMPLAUSIBLE, _IMPLAUSIBLE_S = 4.0, 20e-6
 
 
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """The stage that an entrant reached, and the reason why it went no further.
-
-    sample is None when the entrant was never timed. fault: the kind of failure of an entrant whose stage is ``failed``.
-    """
-
-    id: str
-    stage: Stage
-    reason: str
-    sample: Sample | None
-    fault: VerdictKind = "crashed"
-
-
-@dataclass(frozen=True, slots=True)
-class RaceResult:
-    """The result of a race.
-
-    outcome: ``winner`` (the leader beat the fastest baseline, in every surrounding), ``tie`` (the leader is that
-    baseline), ``inconclusive`` (the leader is that baseline, on a machine too disturbed to tell) or ``none_valid``.
-    incumbent: the id of the fastest baseline. standings: by entrant id. alternatives: the fastest entrant id per group
-    ("" = None). stopped: why the race ended. conditions: the state of the machine meanwhile, in words. layouts: the
-    paired tests by group.
-    """
-
-    outcome: Outcome
-    leader: str | None
-    incumbent: str | None
-    standings: dict[str, Standing]
-    alternatives: dict[str, str]
-    stopped: str
-    rounds: int
-    seconds: float
-    conditions: dict[str, str] = field(default_factory=dict)
-    layouts: dict[str, LayoutDecision] = field(default_factory=dict)
-
-
 def race(
     entrants: Sequence[Entrant],
     clock: Clock,
     budget_s: float,
     *,
     seed: int = 0,
-    min_duel: int = 50,
+    min_pairs: int = 50,
     min_gain: float = 0.003,
     progress: Progress | None = None,
     setup: RaceSetup | None = None,
@@ -101,7 +63,7 @@ def race(
 
     The budget is kept within 10%, or one timing if that is more; a disturbed machine may double it. A winner's paired
     time ratio to the fastest baseline is below ``1 - min_gain`` with 99.5% confidence; anything less is a tie.
-    ``min_duel``: pairs before the first look, unless a pair takes longer than 10 ms. Without a baseline the fastest
+    ``min_pairs``: pairs before the first look, unless a pair takes longer than 10 ms. Without a baseline the fastest
     entrant wins unopposed. An entrant that raises, or that is faster than the machine can be, is out (stage
     ``failed``). Raises ValueError for a budget that is not positive or ids that repeat.
     """
@@ -109,7 +71,7 @@ def race(
         raise ValueError(f"budget_s must be positive; got {budget_s!r}")
     if len({e.id for e in entrants}) != len(entrants):
         raise ValueError("entrants must have distinct ids")
-    return _Race(entrants, clock, budget_s, seed, progress, setup or RaceSetup(), min_duel, min_gain).run()
+    return _Race(entrants, clock, budget_s, seed, progress, setup or RaceSetup(), min_pairs, min_gain).run()
 
 
 class _Race(Elimination):
@@ -117,9 +79,9 @@ class _Race(Elimination):
 
     def __init__(
         self, entrants: Sequence[Entrant], clock: Clock, budget_s: float, seed: int, progress: Progress | None,
-        setup: RaceSetup, min_duel: int, min_gain: float,
+        setup: RaceSetup, min_pairs: int, min_gain: float,
     ) -> None:  # fmt: skip
-        super().__init__(entrants, clock, budget_s, seed, progress, setup, min_duel)
+        super().__init__(entrants, clock, budget_s, seed, progress, setup, min_pairs)
         self._min_gain = min_gain
         self.layouts: dict[str, LayoutDecision] = {}
 
@@ -139,7 +101,7 @@ class _Race(Elimination):
             changed = state_before.differs(state_now)
             if changed and not test_repeated and self._elapsed_s() < (1.0 + EXTENSION / 2) * self.budget:
                 state_before, test_repeated = state_now, True
-                self.conditions["fought again"] = changed
+                self.conditions["repeated"] = changed
                 continue
             disagreement = self._record_layout(test, challenger, baseline)
             if not (challenger.active and baseline.active):
@@ -163,16 +125,16 @@ class _Race(Elimination):
         """
         entries = [challenger, baseline]
         fastest_s = max(min(entry.median for entry in entries), 1e-9)
-        raise_calls(entries, math.ceil(self.clock.duel_s / fastest_s), self.clock.duel_s)
+        raise_calls(entries, math.ceil(self.clock.paired_timing_s / fastest_s), self.clock.paired_timing_s)
         return paired_test(
             challenger, baseline, self.clock, deadline, self.rng, self.move,
-            min_pairs=self._min_duel, gain=self._min_gain,
+            min_pairs=self._min_pairs, gain=self._min_gain,
         )  # fmt: skip
 
     def _test_deadline(self, test: PairedTest) -> float:
         """Return the time of the clock at which the paired test must end; later once the test shows that the machine is
         disturbed."""
-        if test.stalled > STALLED or (len(test.incumbent) >= 8 and noise(test.incumbent) > NOISE):
+        if test.stalled > STALLED or (len(test.baseline) >= 8 and noise(test.baseline) > NOISE):
             self.disturbed = True
         return self.start + self._limit_s() - self._reserved_after_test_s()
 
@@ -189,7 +151,7 @@ class _Race(Elimination):
         won = test.won and not disagreement
         if challenger.raw and not baseline.raw and not won:
             return disagreement  # the raw layout has another baseline
-        self.layouts[challenger.group or ""] = LayoutDecision(
+        self.layouts[challenger.packing or ""] = LayoutDecision(
             "winner" if won else "tie", challenger.id, baseline.id,
             test.interval.center, test.interval.lo, test.interval.hi, ratios, overlap,
         )  # fmt: skip
@@ -218,8 +180,12 @@ class _Race(Elimination):
                 break
         variant = self._best_variant(comparisons)
         chosen = {name: item.get(variant, item[""]) for name, item in comparisons.items()}
-        disagreement = next((f"{item.ratio:.3f}x the time of {baseline.id} {name}, where it was faster in the duel"
-                     for name, item in chosen.items() if item.disagrees), "")  # fmt: skip
+        disagreements = (
+            f"{item.ratio:.3f}x the time of {baseline.id} {name}, where it was faster in the paired test"
+            for name, item in chosen.items()
+            if item.disagrees
+        )
+        disagreement = next(disagreements, "")
         return {name: round(item.ratio, 4) for name, item in chosen.items()}, variant == OVERLAP, disagreement
 
     def _best_variant(self, comparisons: Mapping[str, Mapping[str, Comparison]]) -> str:
@@ -233,8 +199,8 @@ class _Race(Elimination):
         """Run a paired test for the raw layout, where the main test compared other layouts. The result is in
         ``layouts``."""
         raw = [entry for entry in self.entries if entry.raw and entry.times and entry.stage != "failed"]
-        baseline = fastest([entry for entry in raw if entry.incumbent])
-        challengers = [entry for entry in raw if not entry.incumbent]
+        baseline = fastest([entry for entry in raw if entry.is_baseline])
+        challengers = [entry for entry in raw if not entry.is_baseline]
         if "" in self.layouts or baseline is None or not challengers:
             return
         challenger = min(challengers, key=lambda entry: ratio_to_baseline(entry, baseline))
@@ -259,18 +225,18 @@ class _Race(Elimination):
             self._test_raw_layout()
             outcome, reason = self._tie(None)
             return self._result(outcome, leader, baseline, reason or self.stopped or "no challenger is left")
-        return self._result("winner", leader, None, "there is no incumbent to beat")
+        return self._result("winner", leader, None, "there is no baseline to beat")
 
     def _decided(self, test: PairedTest, challenger: RaceEntry, baseline: RaceEntry, disagreement: str) -> RaceResult:
-        for entry, times in ((challenger, test.challenger), (baseline, test.incumbent)):
-            entry.test_times, entry.baseline_test_times = times, test.incumbent
+        for entry, times in ((challenger, test.challenger), (baseline, test.baseline)):
+            entry.test_times, entry.baseline_test_times = times, test.baseline
         if test.stalled:
             self.conditions["stalled"] = f"{test.stalled:.0%} of the pairs, set aside"
         implausible = self._implausible_baseline(baseline)
         won = test.won and not disagreement and not implausible
         for entry in self._active():
             was_tested = entry in (challenger, baseline)
-            entry.reason = test.reason if was_tested else "among the fastest; not chosen for the duel"
+            entry.reason = test.reason if was_tested else "among the fastest; not chosen for the paired test"
         self._test_raw_layout()
         if won:
             return self._result("winner", challenger, baseline, test.reason)
@@ -307,28 +273,32 @@ class _Race(Elimination):
         self, outcome: Outcome, leader: RaceEntry | None, baseline: RaceEntry | None, stopped: str
     ) -> RaceResult:
         conditions = self._conditions(baseline or leader)
-        standings: dict[str, Standing] = {}
+        evidence: dict[str, Evidence] = {}
         for entry in self.entries:
             stage: Stage = "winner" if entry is leader and outcome == "winner" else entry.stage
-            words = conditions | self.clock.conditions(entry.guarded, entry.active)
-            standings[entry.id] = Standing(entry.id, stage, entry.reason, sample(entry, baseline, words), entry.fault)
-        groups: dict[str, RaceEntry] = {}
+            entry_conditions = conditions | self.clock.conditions(entry.guarded, entry.active)
+            verdict = Verdict(entry.fault, entry.reason) if stage == "failed" else None
+            evidence[entry.id] = Evidence(
+                dict(entry.candidate), entry.id, stage, entry.packing, entry.reason, verdict,
+                sample(entry, baseline, entry_conditions),
+            )  # fmt: skip
+        fastest_by_packing: dict[str, RaceEntry] = {}
         timed = [entry for entry in self.entries if entry.times and entry.stage != "failed"]
         for entry in sorted(timed, key=lambda entry: ratio_to_baseline(entry, baseline) if baseline else entry.median):
-            groups.setdefault(entry.group or "", entry)
+            fastest_by_packing.setdefault(entry.packing or "", entry)
         if leader is not None:
-            groups[leader.group or ""] = leader
+            fastest_by_packing[leader.packing or ""] = leader
         return RaceResult(
             outcome,
             leader.id if leader else None,
             baseline.id if baseline else None,
-            standings,
-            {group: entry.id for group, entry in groups.items()},
             stopped,
+            evidence,
+            {packing: entry.id for packing, entry in fastest_by_packing.items()},
+            self.layouts,
             self.rounds,
             self._elapsed_s(),
             conditions,
-            self.layouts,
         )
 
     def _conditions(self, reference: RaceEntry | None) -> dict[str, str]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Any
 
 from ..core.decision import Sample, Stage
 from ..core.verdict import VerdictKind
@@ -27,16 +28,17 @@ class EntrantError(Exception):
 class RaceEntry:
     """The record of one entrant: its calls per timing, its times, and the stage that it has reached.
 
-    incumbent: whether it is a baseline, one of ATen's candidates. group: the name of its packed layout; None or empty
-    for the raw weight. calls: calls per timing. times: seconds per call by round. test_times, baseline_test_times: its
-    own and the baseline's times in the paired test, pair by pair. fault: the kind of failure of an entry whose stage is
-    ``failed``.
+    is_baseline: whether it is one of ATen's candidates. packing: the name of its packed layout; None for the raw
+    weight. candidate: ``Candidate.to_dict()``. calls: calls per timing. times: seconds per call by round. test_times,
+    baseline_test_times: its own and the baseline's times in the paired test, pair by pair. fault: the kind of failure
+    of an entry whose stage is ``failed``.
     """
 
     id: str
     run: Run
-    incumbent: bool
-    group: str | None
+    is_baseline: bool
+    packing: str | None
+    candidate: Mapping[str, Any] = field(default_factory=dict)
     calls: int = 0
     active: bool = True
     stage: Stage = "finalist"
@@ -49,7 +51,7 @@ class RaceEntry:
     @property
     def raw(self) -> bool:
         """Whether the kernel reads the raw (unpacked) weight."""
-        return not self.group
+        return self.packing is None
 
     def guarded(self, i: int) -> None:
         """Call ``run``. Raises EntrantError for this entry when ``run`` raises."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..backends.base import Kernel
+from ..core.decision import Evidence
 from ..core.devices import CPU
 from ..core.events import BestSoFar
 from ..core.problem import Problem
@@ -21,7 +22,7 @@ from ..verify.inputs import Inputs, allocate, operand_bytes, timing_sets
 from ..verify.recheck import RacedKernel
 from .clock import Clock, CpuClock
 from .devices import DeviceTiming, OperandSets
-from .outcome import LeaderUpdate, Placement, Raced
+from .outcome import LeaderUpdate, RaceResult
 from .race import Entrant, RaceSetup, race
 from .surrounding_work import CallSite
 
@@ -115,7 +116,8 @@ class RaceOperands:
                 name,
                 self._runner(kernel, self._operands[self._layout(kernel)], index),
                 kernel.candidate.backend == BASELINE_BACKEND,
-                kernel.packing or "",
+                kernel.packing,
+                kernel.candidate.to_dict(),
             )
             for index, (name, kernel) in enumerate(kernels.items())
             if name not in self.excluded
@@ -177,11 +179,11 @@ class RaceOperands:
         seed: int,
         progress: Callable[[LeaderUpdate], None],
         earlier_s: Mapping[str, float] = {},
-    ) -> Raced:
+    ) -> RaceResult:
         """Race for ``budget_s`` seconds and return the result; see ``race.race``. earlier_s: seconds per call before
         the race, by id."""
         if not self._entrants:
-            return Raced("none_valid", None, "there was nothing to race", self._excluded_placements(), {})
+            return RaceResult("none_valid", stopped="there was nothing to race", evidence=self._excluded_evidence())
 
         def report(best: BestSoFar) -> None:
             if math.isfinite(best.ratio):
@@ -197,13 +199,8 @@ class RaceOperands:
             earlier_s=earlier_s,
         )
         result = race(self._entrants, self._clock, budget_s, seed=seed, progress=report, setup=setup)
-        placements = tuple(
-            Placement(row.id, row.stage, row.reason, row.sample, row.fault) for row in result.standings.values()
-        )
-        return Raced(
-            result.outcome, result.leader, result.stopped, placements + self._excluded_placements(),
-            result.alternatives, result.layouts,
-        )  # fmt: skip
+        result.evidence |= self._excluded_evidence()
+        return result
 
     def _can_overlap(self, name: str) -> bool:
         return self._kernels[name].can_overlap
@@ -234,8 +231,11 @@ class RaceOperands:
         for pool in self._operands.values():
             pool.move()
 
-    def _excluded_placements(self) -> tuple[Placement, ...]:
-        return tuple(Placement(name, "screened", reason, None) for name, reason in self.excluded.items())
+    def _excluded_evidence(self) -> dict[str, Evidence]:
+        return {
+            name: Evidence(self._kernels[name].candidate.to_dict(), name, "screened", reason=reason)
+            for name, reason in self.excluded.items()
+        }
 
 
 class _OperandPool:

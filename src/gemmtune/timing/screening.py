@@ -62,22 +62,22 @@ class SpeedReference:
 def screening_times(
     call: Callable[[], None],
     flush: Callable[[], None],
-    worth_s: float | None = None,
+    cutoff_s: float | None = None,
     pace: SpeedReference | None = None,
 ) -> tuple[float, ...]:
     """Return the screening times of a call: three times in seconds, each after ``flush`` emptied the cache, scaled to
     the machine's speed at the beginning of ``pace``.
 
     Calls too short to be timed alone are timed in batches, on operands that stay in the cache. Slow calls are timed
-    twice (their operands are large, or their time is not the memory's). A call that is slower than ``worth_s`` even
+    twice (their operands are large, or their time is not the memory's). A call that is slower than ``cutoff_s`` even
     when warm returns the one time that showed it. The very first call, which sets things up, does not count, unless it
     takes so long that setting things up cannot be why.
     """
     first_s = _timed(call, 1)
-    if worth_s is not None and first_s > 4.0 * worth_s + _SETTING_UP_S:
+    if cutoff_s is not None and first_s > 4.0 * cutoff_s + _SETTING_UP_S:
         return (first_s,)
     warm_s = _timed(call, 1)
-    if worth_s is not None and warm_s > 2.0 * worth_s + _STALL_S:
+    if cutoff_s is not None and warm_s > 2.0 * cutoff_s + _STALL_S:
         return (warm_s,)
     if warm_s > _SLOW_S:
         return (warm_s, _timed(call, 1))

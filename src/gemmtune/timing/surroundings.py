@@ -79,7 +79,7 @@ def compare(
         f"challenger {variant}": _guarded(challenger, surrounding.run_of(challenger.id, variant))
         for variant in variants
     }
-    runs["incumbent"] = _guarded(baseline, surrounding.run_of(baseline.id, ""))
+    runs["baseline"] = _guarded(baseline, surrounding.run_of(baseline.id, ""))
     if surrounding.idle is not None:
         runs["idle"] = surrounding.idle
     fastest_s = max(min(challenger.median, baseline.median), 1e-9)
@@ -103,7 +103,7 @@ def compare(
 def _ratios(times: Mapping[str, list[float]], variants: tuple[str, ...]) -> dict[str, Interval]:
     """Return the interval of the ratio of each variant's time to the baseline's."""
     idle_s = median(times["idle"]) if "idle" in times else 0.0
-    baseline_s = _subtract_idle(times["incumbent"], idle_s)
+    baseline_s = _subtract_idle(times["baseline"], idle_s)
     return {
         name: ratio_interval(_subtract_idle(times[f"challenger {name}"], idle_s), baseline_s, _ALPHA)
         for name in variants

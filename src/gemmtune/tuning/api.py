@@ -57,31 +57,58 @@ def tune(
     ``inconclusive`` is not stored; one line in the log reports how many. Afterwards the ops serve from the new
     decisions. Raises TypeError, ValueError, UnsupportedError (no such device on this machine), WorkerError.
     """
-    from ..core.events import silent
     from ..store import open_store
-    from .tuner import Budget, Tuner, inconclusive_summary
+    from .tuner import inconclusive_summary
 
     if operands not in ("cold", "hot"):
         raise ValueError(f"tune(): operands must be 'cold' or 'hot'; got {operands!r}")
     if latency not in ("graph", "eager"):
         raise ValueError(f"tune(): latency must be 'graph' or 'eager'; got {latency!r}")
     by_device = _by_device(model_or_problems, example_inputs, device)
-    limit = budget if isinstance(budget, Budget) else Budget(seconds=None if budget is None else float(budget))
     decision_store = store if store is not None else runtime.RUNTIME.store() or open_store()
     decisions: list[Decision] = []
     try:
         for target_device, problems in by_device:
-            tuner = Tuner(
-                tuning_target(target_device), _backend_names(backends, target_device.type), decision_store, limit,
-                progress or silent, force=force, hot=operands == "hot", latency=latency,
-                search=search,
+            decisions += tune_on_device(
+                problems, target_device, decision_store, budget=budget, backends=backends, progress=progress,
+                force=force, operands=operands, latency=latency, search=search,
             )  # fmt: skip
-            decisions += tuner.tune(problems)
     finally:
         runtime.RUNTIME.refresh(decision_store)
     if words := inconclusive_summary(decisions):
         log.warning("%s", words)
     return decisions
+
+
+def tune_on_device(
+    problems: Iterable[tuple[Problem, int]],
+    device: str | torch.device,
+    store: Store,
+    *,
+    budget: float | Budget | None = None,
+    backends: Sequence[str] | None = None,
+    progress: Progress | None = None,
+    force: bool = False,
+    operands: Literal["cold", "hot"] = "cold",
+    latency: Literal["graph", "eager"] = "graph",
+    search: str = "local",
+) -> list[Decision]:
+    """Tune counted Problems for one device and return their decisions: the part that ``tune`` and the command line
+    share.
+
+    The arguments are those of ``tune``. Decisions that the store cannot take are reported to ``progress``
+    (``DecisionsUnstored``); dispatch is not refreshed.
+    """
+    from ..core.events import silent
+    from .tuner import Budget, Tuner
+
+    limit = budget if isinstance(budget, Budget) else Budget(seconds=None if budget is None else float(budget))
+    names = _backend_names(backends, torch.device(device).type)
+    tuner = Tuner(
+        tuning_target(device), names, store, limit, progress or silent,
+        force=force, hot=operands == "hot", latency=latency, search=search,
+    )  # fmt: skip
+    return tuner.tune(problems)
 
 
 def tuning_target(device: str | torch.device) -> Target:

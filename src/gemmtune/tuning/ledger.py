@@ -48,7 +48,7 @@ class Row:
         return min(self.times_s, default=float("inf"))
 
     @property
-    def incumbent(self) -> bool:
+    def is_baseline(self) -> bool:
         return self.candidate.backend == BASELINE_BACKEND
 
 
@@ -75,12 +75,12 @@ class Ledger:
         """Return the rows with screening times, fastest first."""
         return sorted((row for row in self._rows.values() if row.times_s), key=lambda row: row.screening_s)
 
-    def best(self, *, incumbent: bool | None = None, eligible: bool = False) -> Row | None:
+    def best(self, *, is_baseline: bool | None = None, eligible: bool = False) -> Row | None:
         """Return the row with the least screening time, among baselines (True), the others (False), or all (None)."""
         rows = (
             row
             for row in self.timed()
-            if (incumbent is None or row.incumbent == incumbent) and (row.eligible or not eligible)
+            if (is_baseline is None or row.is_baseline == is_baseline) and (row.eligible or not eligible)
         )
         return next(rows, None)
 
@@ -96,7 +96,7 @@ class Ledger:
     def evidence(self) -> tuple[Evidence, ...]:
         """Return the Evidence of all candidates that were tried, then a selection of the untried and the illegal ones,
         with the number omitted."""
-        baseline = self.best(incumbent=True)
+        baseline = self.best(is_baseline=True)
         tried = [row for row in self._rows.values() if row.stage != "untried"]
         untried = [row for row in self._rows.values() if row.stage == "untried"]
         rows = [_evidence(row, baseline) for row in tried]

@@ -18,17 +18,20 @@ from typing import get_args
 from ..core import devices
 from ..core.decision import Decision
 from ..core.errors import StoreError, WorkerError
-from ..core.events import ProblemDone, ProblemStarted, Progress, silent
+from ..core.events import DecisionsUnstored, ProblemDone, ProblemStarted, Progress, silent
 from ..core.problem import Problem, plan_key_of
 from ..core.target import Target
 from ..dispatch.portfolio import TunedPoint, layouts_in_use, tuned_point
 from ..store.base import Store
 from ..timing.clock import Latency
 from ..workers.builds import Builders
-from ..workers.worker import Limits, LocalWorker, MeasurementWorker, Worker, WorkerStartError
+from ..workers.contract import Limits, MeasurementWorker, WorkerStartError
+from ..workers.local_worker import LocalWorker
+from ..workers.worker import Worker
 from .candidates import BASELINE_BACKEND, enumerate_candidates
+from .exploration import first_builds
 from .search import get as get_search
-from .session import TuningSession, first_builds
+from .session import TuningSession
 
 log = logging.getLogger("gemmtune")
 
@@ -96,9 +99,7 @@ class Tuner:
         self._wait, self._hot, self._latency = wait, hot, latency
         self._search = get_search(search)
         self._plans = _PlanPoints((), target, store)
-        # Decisions that the store could not take; ``store_error`` is the text of the last error.
-        self.unstored: list[Decision] = []
-        self.store_error = ""
+        self._unstored: list[Decision] = []
 
     def tune(self, problems: Iterable[tuple[Problem, int]]) -> list[Decision]:
         """Return a Decision for every problem, in the order of first mention, with duplicates merged.
@@ -235,19 +236,22 @@ class Tuner:
     def _keep(self, decision: Decision) -> None:
         """Store a decision, after the earlier ones that the store could not take.
 
-        Decisions that cannot be stored now stay in ``unstored``; the first failure is logged as a warning.
+        Decisions that cannot be stored now stay in ``_unstored``; the first failure is logged as a warning.
         """
         if decision.outcome == "inconclusive":
             return
-        self.unstored.append(decision)
+        failed_before, reason = len(self._unstored), ""
+        self._unstored.append(decision)
         try:
-            while self.unstored:
-                self._store.put(self._target, self.unstored[0])
-                del self.unstored[0]
+            while self._unstored:
+                self._store.put(self._target, self._unstored[0])
+                del self._unstored[0]
         except StoreError as error:
-            if not self.store_error:
+            reason = str(error)
+            if not failed_before:
                 log.warning("decisions of this run are not kept: %s", error)
-            self.store_error = str(error)
+        if failed_before or reason:
+            self._progress(DecisionsUnstored(self._target.key, len(self._unstored), reason))
 
 
 class _PlanPoints:

@@ -29,23 +29,22 @@ _MAX_RUNS = 10  # data races that show in one run of three are missed once in 40
 RUNS_DIFFER = "repeated runs differ within the bound"
 
 
-def verify(run: Run, problem: Problem, cases: Sequence[ReferenceCase], patience_s: float = 0.1) -> Verdict:
+def verify(run: Run, problem: Problem, cases: Sequence[ReferenceCase], time_limit_s: float = 0.1) -> Verdict:
     """Run a kernel on every test case and return the Verdict: exact, within_bound, wrong or unstable.
 
     run: ``run(inputs, out)`` executes the kernel; exceptions that it raises are propagated. cases: the test cases,
-    whose M may differ from the Problem's. patience_s: seconds for repeated runs on the first test case.
+    whose M may differ from the Problem's. time_limit_s: seconds for repeated runs on the first test case.
 
-    The kernel runs at least twice on the first test case, and up to ten times within ``patience_s``; on each other test
-    case it runs once, or twice when the output dtype is an integer type. The Verdict's ``detail`` says where the output
-    is wrong and by how much, or that repeated runs differ within the bound. It is empty when all repeated runs gave
-    equal bits.
-    """
+    The kernel runs at least twice on the first test case, and up to ten times within ``time_limit_s``; on each other
+    test case it runs once, or twice when the output dtype is an integer type. The Verdict's ``detail`` says where the
+    output is wrong and by how much, or that repeated runs differ within the bound. It is empty when all repeated runs
+    gave equal bits."""
     if not cases:
         raise ValueError("verify needs at least one case; make them with make_reference_cases(problem, seed)")
     worst, repeated = 0.0, ""
     for index, case in enumerate(cases):
         min_runs = 2 if index == 0 or problem.out_dtype in INTEGERS else 1
-        findings = _run_and_compare(run, problem.with_m(case.m), case, min_runs, patience_s if index == 0 else 0.0)
+        findings = _run_and_compare(run, problem.with_m(case.m), case, min_runs, time_limit_s if index == 0 else 0.0)
         worst = max(worst, findings.worst)
         next_case = cases[index + 1] if index + 1 < len(cases) else None
         # The weight is the largest operand: its checksums are compared only after the last test case that uses it.

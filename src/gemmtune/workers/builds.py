@@ -28,9 +28,9 @@ from ..core.errors import WorkerError
 from ..core.problem import Problem
 from ..core.target import Target
 from ..timing.machine import allowed_cpus
+from .contract import WorkerStartError, expect, ignore
 from .process import Host, Lost, Process
 from .protocol import Build, Built, Ready, Request, Setup
-from .worker import WorkerStartError, expect, ignore
 
 _MEMORY_SHARE = 0.75  # share of the free memory, for all builders together
 

@@ -25,7 +25,7 @@ from ..timing import devices as device_timing
 from ..timing.devices import DeviceTiming
 from ..timing.flush import Flush
 from ..timing.machine import CpuPinning
-from ..timing.outcome import LeaderUpdate, Raced
+from ..timing.outcome import LeaderUpdate, RaceResult
 from ..timing.race_operands import BASELINE_BACKEND, RaceOperands, packs_each_call, scratch_allowance
 from ..verify.inputs import Inputs, operand_bytes
 from ..verify.recheck import recheck
@@ -80,7 +80,7 @@ class RequestHandler:
             raise
         if isinstance(reply, Attempted | Confirmed) and reply.verdict is not None and not reply.verdict.ok:
             self._check_context(reply.verdict.detail)
-        if isinstance(reply, Raced) and reply.faults:
+        if isinstance(reply, RaceResult) and reply.faults:
             self._check_context("; ".join(verdict.detail for verdict in reply.faults.values()))
         return reply
 
@@ -111,7 +111,7 @@ class RequestHandler:
                 self._job = ProblemSession(problem, self._timing, request.seed)
                 return Ready(operand_bytes(problem))
             case Attempt():
-                attempted = self._require_job().attempt(Candidate.from_dict(request.candidate), request.worth_s)
+                attempted = self._require_job().attempt(Candidate.from_dict(request.candidate), request.cutoff_s)
                 attempted.verdict = self._kill_orphans() or attempted.verdict
                 return attempted
             case Confirm():
@@ -180,27 +180,27 @@ class ProblemSession:
         self._checked: dict[str, Verdict] = {}
         self._get_test_cases()
 
-    def attempt(self, candidate: Candidate, worth_s: float | None = None) -> Attempted:
+    def attempt(self, candidate: Candidate, cutoff_s: float | None = None) -> Attempted:
         """Load and pack a candidate, time a few cold calls, and check it on the first test case unless it is slower
-        than ``worth_s``.
+        than ``cutoff_s``.
 
-        worth_s None: there is no other time to compare with yet, so that a kernel of any speed and any scratch is
+        cutoff_s None: there is no other time to compare with yet, so that a kernel of any speed and any scratch is
         accepted.
         """
         kernel, verdict = self._load(candidate)
         if kernel is None:
             return Attempted(verdict)
         self._drop_packed(kernel)
-        if worth_s is not None and kernel.workspace_bytes > scratch_allowance(self.problem):
+        if cutoff_s is not None and kernel.workspace_bytes > scratch_allowance(self.problem):
             return Attempted(Verdict("unsupported", _explain_scratch(kernel, self.problem)), kernel.packing)
         try:
-            times_s = self._screening_times(kernel, worth_s)
+            times_s = self._screening_times(kernel, cutoff_s)
         except BaseException as error:  # SystemExit is the candidate's too; see verdict_of
             self._discard_damaged()
             return Attempted(verdict_of(error, "running", "crashed"), kernel.packing)
         packing_s = self._packing_s.get(kernel.packing or "", 0.0)
         result = Attempted(None, kernel.packing, packing_s, kernel.workspace_bytes, times_s)
-        if worth_s is None or min(times_s) <= worth_s:
+        if cutoff_s is None or min(times_s) <= cutoff_s:
             result.verdict = self._checked[candidate.id] = self._verify(
                 kernel, self._get_test_cases()[:1], _SCREEN_REPEAT_S
             )
@@ -240,17 +240,17 @@ class ProblemSession:
         worst = max(first_verdict.worst, remaining_verdict.worst)
         return Confirmed(Verdict("exact" if both_exact else "within_bound", detail, worst))
 
-    def recheck(self, track: RaceOperands, raced: Raced, seed: int) -> dict[str, Verdict]:
+    def recheck(self, track: RaceOperands, raced: RaceResult, seed: int) -> dict[str, Verdict]:
         """Return the verdicts on raced kernels that have become wrong, by id.
 
         Rechecked are the kernels that may be served: the leader, each packing's best, both kernels of each layout's
         paired test, and ATen's fastest.
         """
-        timed = [row for row in raced.placed if row.sample is not None and row.stage != "failed"]
+        timed = [row for row in raced.evidence.values() if row.sample is not None and row.stage != "failed"]
         aten_rows = [row for row in timed if row.id.startswith(f"{BASELINE_BACKEND}/")]
         baseline = min(aten_rows, key=lambda row: row.sample.median_s if row.sample else math.inf, default=None)
         tested = [name for layout in raced.layouts.values() for name in (layout.candidate, layout.baseline)]
-        names = [raced.leader, *raced.groups.values(), *tested, baseline.id if baseline is not None else None]
+        names = [raced.leader, *raced.alternatives.values(), *tested, baseline.id if baseline is not None else None]
         kernels = (track.raced_kernel(name) for name in dict.fromkeys(names) if name is not None)
         return recheck(self.problem, kernels, seed)
 
@@ -296,9 +296,9 @@ class ProblemSession:
             return None, verdict_of(error, "loading", "build_failed")
 
     def _verify(
-        self, kernel: Kernel, test_cases: tuple[ReferenceCase, ...], patience_s: float = _CONFIRM_REPEAT_S
+        self, kernel: Kernel, test_cases: tuple[ReferenceCase, ...], time_limit_s: float = _CONFIRM_REPEAT_S
     ) -> Verdict:
-        return self._guarded_verdict(kernel, lambda run: verify(run, self.problem, test_cases, patience_s))
+        return self._guarded_verdict(kernel, lambda run: verify(run, self.problem, test_cases, time_limit_s))
 
     def _guarded_verdict(self, kernel: Kernel, check: Callable[[Run], Verdict]) -> Verdict:
         """Return the Verdict of ``check`` on a kernel; an exception that the kernel raises becomes a Verdict, too."""
@@ -326,9 +326,9 @@ class ProblemSession:
         """Free B in other layouts than this kernel's, before it takes memory of its own."""
         self._packed = {key: b for key, b in self._packed.items() if key[0] == kernel.packing}
 
-    def _screening_times(self, kernel: Kernel, worth_s: float | None) -> tuple[float, ...]:
+    def _screening_times(self, kernel: Kernel, cutoff_s: float | None) -> tuple[float, ...]:
         return self._timing.screening_times(
-            self._single_call(kernel), self._get_flush(), worth_s, self._speed_reference
+            self._single_call(kernel), self._get_flush(), cutoff_s, self._speed_reference
         )
 
     def _single_call(self, kernel: Kernel) -> Callable[[], None]:

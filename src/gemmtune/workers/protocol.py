@@ -9,7 +9,7 @@ import msgspec
 
 from ..core.decision import Verdict
 from ..timing.clock import Latency
-from ..timing.outcome import LeaderUpdate, Raced
+from ..timing.outcome import LeaderUpdate, RaceResult
 
 BEAT_S = 1.0  # seconds between two heartbeats of a worker
 _LENGTH = 4
@@ -44,11 +44,11 @@ class Open(msgspec.Struct, tag=True, forbid_unknown_fields=True):
 class Attempt(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     """Request to build, load and pack a candidate, measure its screening time and check it quickly.
 
-    worth_s: slower candidates are not checked; None: all are.
+    cutoff_s: slower candidates are not checked; None: all are.
     """
 
     candidate: dict[str, Any]
-    worth_s: float | None = None
+    cutoff_s: float | None = None
 
 
 class Confirm(msgspec.Struct, tag=True, forbid_unknown_fields=True):
@@ -121,7 +121,7 @@ class Failed(msgspec.Struct, tag=True, forbid_unknown_fields=True):
 
 
 Request = Setup | Open | Attempt | Confirm | Race | Build
-Reply = Ready | Attempted | Confirmed | Raced | Built | LeaderUpdate | Alive | Failed
+Reply = Ready | Attempted | Confirmed | RaceResult | Built | LeaderUpdate | Alive | Failed
 
 _requests: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
 _replies: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)

@@ -1,17 +1,12 @@
 """The parent's side of a worker: a process that may crash or hang, at the cost of only the candidate that it was
-working on.
-
-``Worker`` and ``LocalWorker`` have the same methods. ``LocalWorker`` does the work in this process (for tests and
-debugging), where a candidate's crash takes the process along.
-"""
+working on."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from .. import backends
 from ..core import plugins
@@ -22,149 +17,28 @@ from ..core.errors import WorkerError
 from ..core.problem import Problem
 from ..core.target import Target
 from ..timing.clock import Latency
-from ..timing.outcome import LeaderUpdate, Raced
+from ..timing.outcome import RaceResult
 from ..verify.inputs import operand_bytes
+from .contract import (
+    Declined,
+    Limits,
+    Progress,
+    R,
+    UnexpectedReply,
+    WorkerLost,
+    WorkerStartError,
+    expect,
+    ignore,
+    path_or_none,
+)  # fmt: skip
 from .process import Host, Lost, Process
-from .protocol import Attempt, Attempted, Confirm, Confirmed, Failed, Open, Race, Ready, Reply, Request, Setup
+from .protocol import Attempt, Attempted, Confirm, Confirmed, Open, Race, Ready, Request, Setup
 
-Progress = Callable[[LeaderUpdate], None]
-R = TypeVar("R")
 Judged = TypeVar("Judged", Attempted, Confirmed)
 
 # A GPU's oracle is float64 throughout, in large blocks.
 _OPERAND_MULTIPLE, _SPARE_BYTES, _SPARE_BYTES_GPU = 16, 4 << 30, 16 << 30
 _DAMAGING = ("crashed", "out_of_memory")  # verdicts of candidates that may have damaged the process
-
-
-def _path_or_none(path: Path | None) -> str | None:
-    return None if path is None else str(path)
-
-
-def ignore(leading: LeaderUpdate) -> None:
-    """Ignore a progress message: the default callback."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Time limits of a worker in seconds, and its memory limit in bytes.
-
-    start_s: from spawning to being ready. open_s: preparing operands and oracle. try_s: one candidate's build, load,
-    packing, checking and screening time. race_slack_s: added to twice a race's budget. silence_s: without a heartbeat
-    before the worker is killed, even when it computes; a third of it for a worker that computes nothing, two seconds
-    for one that is stopped. A native call may hold the interpreter's lock, and with it the heartbeat, for its whole
-    run, which may be longer than any useful single call. memory: bytes beyond those of a fresh worker, on a GPU of
-    device memory; 0 chooses 16 times the operands plus 4 GiB (a GPU: 16 GiB; candidates that dequantise up front are
-    legal).
-    """
-
-    start_s: float = 60.0
-    open_s: float = 120.0
-    try_s: float = 20.0
-    race_slack_s: float = 10.0
-    silence_s: float = 30.0
-    memory: int = 0
-
-
-class WorkerLost(WorkerError):
-    """The loss of a worker, which died or was killed over a deadline. ``candidate_id``: the candidate that it was
-    working on, if any."""
-
-    def __init__(self, verdict: Verdict, candidate_id: str | None) -> None:
-        super().__init__(f"the worker was lost: {verdict.kind}: {verdict.detail}")
-        self.verdict, self.candidate_id = verdict, candidate_id
-
-
-class Declined(WorkerError):
-    """The reply of a living worker that it cannot carry out the request."""
-
-
-class UnexpectedReply(WorkerError):
-    """A well-formed reply of the worker to another request."""
-
-
-class WorkerStartError(WorkerError):
-    """The failure to start any worker on this machine: a fault of the environment, not of a candidate or a problem."""
-
-
-class MeasurementWorker(Protocol):
-    """A measurement worker: it opens a problem, and attempts, confirms and races candidates for a tuner."""
-
-    def start(self) -> None: ...
-
-    def wait(self) -> None: ...
-
-    def open(self, problem: Problem, seed: int) -> None: ...
-
-    def attempt(
-        self, candidate: Candidate, deadline_s: float | None = None, worth_s: float | None = None
-    ) -> Attempted: ...
-
-    def confirm(self, candidate: Candidate, deadline_s: float | None = None) -> Confirmed: ...
-
-    def race(
-        self,
-        candidates: Sequence[Candidate],
-        budget_s: float,
-        seed: int,
-        progress: Progress = ignore,
-        hot: bool = False,
-        earlier_s: Mapping[str, float] = {},
-    ) -> Raced: ...
-
-    def close(self) -> None: ...
-
-
-class LocalWorker:
-    """A measurement worker in this process, without any protection. ``close`` restores torch's thread count."""
-
-    def __init__(self, target: Target, *, latency: Latency = "graph", artifacts: Path | None = None) -> None:
-        import torch
-
-        from .job import RequestHandler
-
-        self._progress: Progress = ignore
-        self._threads = torch.get_num_threads()
-        self._handler = RequestHandler(lambda leading: self._progress(leading))
-        self._handler.answer(Setup(target.to_dict(), latency=latency, artifacts=_path_or_none(artifacts)))
-
-    def start(self) -> None:
-        """Do nothing: no process has to be started."""
-
-    def wait(self) -> None:
-        """Do nothing: this process is ready."""
-
-    def open(self, problem: Problem, seed: int) -> None:
-        self._handler.answer(Open(problem.to_dict(), seed))
-
-    def attempt(self, candidate: Candidate, deadline_s: float | None = None, worth_s: float | None = None) -> Attempted:
-        return expect(self._handler.answer(Attempt(candidate.to_dict(), worth_s)), Attempted)
-
-    def confirm(self, candidate: Candidate, deadline_s: float | None = None) -> Confirmed:
-        return expect(self._handler.answer(Confirm(candidate.to_dict())), Confirmed)
-
-    def race(
-        self,
-        candidates: Sequence[Candidate],
-        budget_s: float,
-        seed: int,
-        progress: Progress = ignore,
-        hot: bool = False,
-        earlier_s: Mapping[str, float] = {},
-    ) -> Raced:
-        self._progress = progress
-        request = Race([c.to_dict() for c in candidates], budget_s, seed, hot, dict(earlier_s))
-        return expect(self._handler.answer(request), Raced)
-
-    def close(self) -> None:
-        import torch
-
-        torch.set_num_threads(self._threads)
-
-    def __enter__(self) -> LocalWorker:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class Worker:
@@ -193,7 +67,7 @@ class Worker:
     ) -> None:
         self._target, self._limits = target, limits or Limits()
         self._setup = Setup(
-            target.to_dict(), backends.plugins(), warm=True, latency=latency, artifacts=_path_or_none(artifacts)
+            target.to_dict(), backends.plugins(), warm=True, latency=latency, artifacts=path_or_none(artifacts)
         )
         self._host: Host | None = None
         self._process: Process | None = None
@@ -239,13 +113,15 @@ class Worker:
         except WorkerLost as loss:
             raise WorkerError(f"the worker was lost while preparing {problem.key}: {loss.verdict.detail}") from loss
 
-    def attempt(self, candidate: Candidate, deadline_s: float | None = None, worth_s: float | None = None) -> Attempted:
+    def attempt(
+        self, candidate: Candidate, deadline_s: float | None = None, cutoff_s: float | None = None
+    ) -> Attempted:
         """Screen a candidate; see ``job.ProblemSession.attempt``. deadline_s: the seconds allowed (default:
         ``Limits.try_s``)."""
 
         def once() -> Attempted:
             try:
-                return self._ask(Attempt(candidate.to_dict(), worth_s), deadline_s or self._limits.try_s, Attempted)
+                return self._ask(Attempt(candidate.to_dict(), cutoff_s), deadline_s or self._limits.try_s, Attempted)
             except WorkerLost as loss:
                 return Attempted(loss.verdict)
 
@@ -275,7 +151,7 @@ class Worker:
         progress: Progress = ignore,
         hot: bool = False,
         earlier_s: Mapping[str, float] = {},
-    ) -> Raced:
+    ) -> RaceResult:
         """Race confirmed candidates, on operands in the cache if ``hot``. earlier_s: seconds per call measured before,
         by id.
 
@@ -283,7 +159,7 @@ class Worker:
         """
         request = Race([candidate.to_dict() for candidate in candidates], budget_s, seed, hot, dict(earlier_s))
         try:
-            return self._ask(request, 2.0 * budget_s + self._limits.race_slack_s, Raced, progress)
+            return self._ask(request, 2.0 * budget_s + self._limits.race_slack_s, RaceResult, progress)
         except WorkerLost as loss:
             if loss.candidate_id is not None:
                 index = int(loss.candidate_id) - 1
@@ -411,15 +287,3 @@ class Worker:
         except BaseException:  # Ctrl-C, or an error in the progress callback: never leave the worker running
             self.close()
             raise
-
-
-def expect(reply: Reply, reply_type: type[R]) -> R:
-    """Return the reply if it is of the given type.
-
-    Raises Declined when the worker replied that it cannot carry out the request, OutOfTurn for any other reply.
-    """
-    if isinstance(reply, reply_type):
-        return reply
-    if isinstance(reply, Failed):
-        raise Declined(f"the worker could not do it: {reply.detail}")
-    raise UnexpectedReply(f"the worker answered {type(reply).__name__} where {reply_type.__name__} was expected")

@@ -29,6 +29,7 @@ class CudaBackend(GpuBackend):
     """The CUDA C++ backend: available on NVIDIA GPUs where NVRTC is installed, which PyTorch's CUDA wheels contain."""
 
     name = space.NAME
+    shared_layouts = ("triton",)  # int4 weights
     missing = MISSING
     templates: ClassVar[Mapping[str, type[GpuKernel]]] = {SKINNY: Skinny, SLAB: Slab, MIXED: Mixed}
 

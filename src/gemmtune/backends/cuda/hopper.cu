@@ -1,5 +1,5 @@
-// What slab.cu and mixed.cu say in PTX, of compute capability 9.0a alone: TMA, its barriers, and the matrix units as four warps use
-// them. Addresses are those of shared memory.
+// PTX primitives of slab.cu and mixed.cu, for compute capability 9.0a only: TMA, mbarriers and wgmma. Addresses are 32-bit
+// addresses of shared memory.
 typedef unsigned long long u64;
 
 struct __align__(64) Map { char opaque[128]; };
@@ -12,7 +12,7 @@ __device__ __forceinline__ void barrier_of(u32 barrier, int count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
-// Before others, TMA and other blocks among them, use them.
+// Make initialised mbarriers visible to TMA and to the cluster's other blocks.
 __device__ __forceinline__ void barriers_made() {
 #if CLUSTER > 1
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -20,7 +20,8 @@ __device__ __forceinline__ void barriers_made() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// All threads tell the cluster that their block is there, with its barriers; and wait for all others to have told it.
+// Cluster barrier in two parts: all threads arrive after their block's mbarriers are initialised, and wait for all others
+// before they use another block's mbarriers.
 __device__ __forceinline__ void greet_cluster() {
 #if CLUSTER > 1
     asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
@@ -32,25 +33,25 @@ __device__ __forceinline__ void wait_for_greetings() {
 #endif
 }
 
-// A barrier's phases alternate: waits for the end of the one that is now, or was last, ``turn``.
+// Wait until the phase of parity ``turn`` has ended: the current phase or the previous one.
 __device__ __forceinline__ void wait_for(u32 barrier, int turn) {
-    u32 over = 0;
-    while (!over)
+    u32 done = 0;
+    while (!done)
         asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-                     : "=r"(over) : "r"(barrier), "r"(turn) : "memory");
+                     : "=r"(done) : "r"(barrier), "r"(turn) : "memory");
 }
 
-// The one arrival of a phase, which ends when so many bytes have come, too.
+// Arrive at an mbarrier of one arrival; its phase ends when ``bytes`` bytes have arrived too.
 __device__ __forceinline__ void expect(u32 barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// The number of a thread's warp, which the compiler knows to be the same for all of it: places that follow from it stay in
-// registers that a warp has in common, where wgmma and TMA want them.
+// Return the index of the thread's warp. The shuffle tells the compiler that it is uniform over the warp, so that addresses
+// that depend on it stay in uniform registers, which wgmma and TMA need.
 __device__ __forceinline__ int own_warp() { return __shfl_sync(0xffffffffu, (int)threadIdx.x / 32, 0); }
 
-// Before what a warp does once, all of its lanes being there. A lane by itself could not use the registers in common, and
-// would bring there what TMA wants each time, in a loop.
+// Prefix of an instruction that one lane of a converged warp executes. Inside a branch for one lane the compiler could not
+// use uniform registers, and would move TMA's operands into them in a loop each time.
 #define ONCE "{\n.reg .pred one;\nelect.sync _|one, 0xffffffff;\n@one "
 
 __device__ __forceinline__ void expect_once(u32 barrier, int bytes) {
@@ -61,18 +62,18 @@ __device__ __forceinline__ void arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// The address by which others know this one of the cluster's block ``rank``.
+// Return the cluster address of shared memory of block ``rank`` at the address ``own`` of this block.
 __device__ __forceinline__ u32 place_there(u32 own, int rank) {
-    u32 there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(own), "r"(rank));
-    return there;
+    u32 remote;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(own), "r"(rank));
+    return remote;
 }
 
 __device__ __forceinline__ void arrive_there(u32 barrier, int rank) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(place_there(barrier, rank)) : "memory");
 }
 
-// Of the blocks that SHARE.
+// Arrive at an mbarrier of block ``rank`` of the SHARE blocks that share A.
 __device__ __forceinline__ void arrive_at(u32 barrier, int rank) {
 #if SHARE > 1
     arrive_there(barrier, rank);
@@ -81,16 +82,17 @@ __device__ __forceinline__ void arrive_at(u32 barrier, int rank) {
 #endif
 }
 
-// Four words to a place of another block, a barrier of which hears of them.
+// Store four words to another block's shared memory; its mbarrier counts their bytes.
 template <class Four> __device__ __forceinline__ void send(u32 to, u32 barrier, Four four) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%2, %3, %4, %5}, [%1];"
                  ::"r"(to), "r"(barrier), SUM(four.of[0]), SUM(four.of[1]), SUM(four.of[2]), SUM(four.of[3]) : "memory");
 }
 
-// TMA will need it soon.
+// Prefetch a tensor map.
 __device__ __forceinline__ void will_fetch(const Map* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
-// A warp's: a box of a matrix from column k and row ``row``, zeros beyond its edges. What is read once may leave the L2 first.
+// TMA copy by one warp: the box of a matrix that starts at column k and row ``row``, with zeros beyond the edges. The matrix
+// is read once, so the L2 evicts it first.
 __device__ __forceinline__ void fetch_once(u32 to, const Map* map, int k, int row, u32 barrier) {
     asm volatile("{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_first.b64 policy;\n" ONCE
                  "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
@@ -104,7 +106,7 @@ __device__ __forceinline__ void fetch(u32 to, const Map* map, int k, int row, u3
                  ::"r"(to), "l"(map), "r"(k), "r"(row), "r"(barrier) : "memory");
 }
 
-// To the same place of every block of those that SHARE, each of whose barriers hears of it.
+// TMA copy to all SHARE blocks, at equal addresses; each block's mbarrier counts the bytes.
 __device__ __forceinline__ void fetch_for_all(u32 to, const Map* map, int k, int row, u32 barrier) {
 #if SHARE > 1
     asm volatile(ONCE "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
@@ -115,7 +117,7 @@ __device__ __forceinline__ void fetch_for_all(u32 to, const Map* map, int k, int
 #endif
 }
 
-// Registers go from four warps to others, where those want more (REGISTERS) than all could have alike.
+// Move registers from the four warps that fetch to those that multiply, if these need more (REGISTERS) than an equal share.
 __device__ __forceinline__ void give_registers() {
 #if REGISTERS
     asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
@@ -127,24 +129,24 @@ __device__ __forceinline__ void take_registers() {
 #endif
 }
 
-// Two bytes of what TMA brought.
+// Load two bytes from shared memory.
 __device__ __forceinline__ u32 two_at(u32 address) {
-    unsigned short found;
-    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(found) : "r"(address) : "memory");
-    return found;
+    unsigned short value;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(value) : "r"(address) : "memory");
+    return value;
 }
 
-// So many threads of the block, of one of its groups, wait for each other.
+// Synchronise THREADS threads of the block, those of one group.
 template <int THREADS> __device__ __forceinline__ void meet(int group = 0) {
     asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "n"(THREADS) : "memory");
 }
 
-// wgmma's description of rows of 128 swizzled bytes, eight rows to 1024 bytes. Its lower half says where: 16 bytes on are 1
-// more.
+// wgmma's matrix descriptor for rows of 128 swizzled bytes, with 1024 bytes per eight rows. Its lower half has the address in
+// units of 16 bytes.
 __device__ __forceinline__ u32 rows_from(u32 address) { return address >> 4 | 1 << 16; }
 __device__ __forceinline__ u64 rows_of(u32 from) { return (u64)(1024 >> 4 | 1 << 30) << 32 | from; }
 
-// The registers are wgmma's until it is waited for: the compiler must not move them.
+// wgmma uses these registers until it has been waited for: keep the compiler from moving them.
 template <int N> __device__ __forceinline__ void hold(sum_t (&sums)[N]) {
 #pragma unroll
     for (int i = 0; i < N; ++i) asm volatile("" : "+" SUM(sums[i])::"memory");
@@ -157,13 +159,13 @@ template <int N> __device__ __forceinline__ void begin(sum_t (&sums)[N]) {
 
 __device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Until all but the LEFT last committed are done.
+// Wait until at most the last LEFT committed groups are unfinished.
 template <int LEFT, int N> __device__ __forceinline__ void wait_for_sums(sum_t (&sums)[N]) {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
     hold(sums);
 }
 
-// A thread's share of 64 rows of A by 16 elements of K.
+// A thread's fragment of 64 rows of A by 16 elements of K.
 struct Fragment { u32 r[4]; };
 
 __device__ __forceinline__ void hold(Fragment& fragment) {
@@ -171,6 +173,6 @@ __device__ __forceinline__ void hold(Fragment& fragment) {
     for (int e = 0; e < 4; ++e) asm volatile("" : "+r"(fragment.r[e])::"memory");
 }
 
-// d[64, 2 N] (a group's, each thread with its share) = d, if ``add``, + A[64, 32 bytes] * B[2 N, 32 bytes], as
-// ``rows_from`` has them, or A in registers.
+// wgmma of four warps: d[64, 2 N] = (add ? d : 0) + A[64, 32 bytes] * B[2 N, 32 bytes], each thread with its fragment of d. A
+// and B are given by ``rows_from``; A may be in registers.
 template <int N, class A> __device__ __forceinline__ void multiply_group(sum_t (&d)[N], A a, u32 b, int add) { PRODUCTS }

@@ -1,32 +1,32 @@
-// A product with narrow weights: C[M, N] = A[M, K] * B[K, N], A of 16-bit numbers, B's columns int8 or int4 and contiguous,
-// so that it is a matrix of N rows of K.
+// GEMM with narrow weights: C[M, N] = A[M, K] * B[K, N], A of 16-bit floats, B of int8 or int4. B's columns are contiguous: in
+// memory it is a matrix of N rows of K.
 //
-// B's columns are wgmma's rows, which it takes from registers: bytes become numbers on their way from shared memory, and
-// nothing is written back. A's rows are wgmma's columns, as TMA lays them. One warp fetches, BN / 64 groups of four
-// multiply, each 64 columns of B by all BM rows. A group turns the next bytes into numbers while the last ones are being
-// multiplied. The SPLIT blocks of a cluster share a tile's K, and add up in a fixed order. It begins early as slab.cu's does.
+// B's columns are wgmma's rows, which wgmma reads from registers: a thread converts the bytes that it loads from shared
+// memory and writes nothing back. A's rows are wgmma's columns, in TMA's layout. One warp issues TMA copies; BN / 64 groups of
+// four warps multiply, each 64 columns of B by all BM rows. A group converts the next bytes while wgmma multiplies the
+// previous ones. The SPLIT blocks of a cluster divide a tile's K; their sums are added in a fixed order. PDL: see slab.cu.
 //
-// A stage holds 128 elements of K: two times 64 of each row of A (128 bytes, swizzled) and 128 of each column of B (int8:
-// 128 bytes; int4: 64, whose lower halves are the first 64 elements). ``full`` counts bytes that have come, ``empty`` the
-// warps that are done with a stage.
+// A stage has 128 elements of K: two boxes of 64 elements of each row of A (128 bytes, swizzled) and 128 elements of each
+// column of B (int8: 128 bytes; int4: 64 bytes, whose lower nibbles are the first 64 elements). The mbarriers ``full`` count
+// bytes that have arrived; ``empty`` count warps that have finished with a stage.
 //
-// What source.py puts before this: the constants BM, BN, STAGES, SPLIT (the candidate); KIND, GROUP (elements of K that
-// share a scale; 0: all), WARPS, REGISTERS (of a thread that multiplies, where it needs more than all could have alike, and
-// the fourth warps that fetch give theirs up; 0: all have the same), PRODUCTS (what wgmma is asked for), ACROSS (sums from
-// one row to the next on their way out), KEPT, sum_t, c_t, value_t, PARAMETERS and files as in slab.cu. It writes the
-// epilogue, and what that wants ahead, too.
+// source.py defines before this text: BM, BN, STAGES, SPLIT (the candidate); KIND, GROUP (elements of K that share a scale; 0:
+// all), WARPS, REGISTERS (registers of a thread that multiplies, if that is more than an equal share, so that the warps that
+// fetch release theirs; 0: equal shares), PRODUCTS (the wgmma instructions), ACROSS (row stride of the sums in shared
+// memory), KEPT, sum_t, c_t, value_t, PARAMETERS, and the files that slab.cu names. It also writes the epilogue and the loads
+// of its vectors.
 
 constexpr int CONSUMERS = BN / 16;                                  // warps that multiply
-constexpr int STEP = 128;                                           // elements of K in a stage
-constexpr int B_ROW = KIND == INT4 ? 64 : 128;                      // bytes of a column of B in it
-constexpr int A_BYTES = BM * 128, B_BYTES = BN * B_ROW;             // of 64 elements of A, of all of B
-constexpr int STAGE = 2 * A_BYTES + B_BYTES;
-constexpr int EARLY = (STAGES + 1) / 2;                             // as in slab.cu
-constexpr int SUMS = BM / 2;                                        // of a thread
-constexpr int SENT = SPLIT > 1 ? sums_bytes(SUMS, 32 * CONSUMERS) : 4 * BM * ACROSS;
-constexpr int SPACE = SENT > STAGES * STAGE ? SENT : STAGES * STAGE;
+constexpr int STAGE_K = 128;                                           // elements of K in a stage
+constexpr int B_ROW = KIND == INT4 ? 64 : 128;                      // bytes of a column of B in a stage
+constexpr int A_BYTES = BM * 128, B_BYTES = BN * B_ROW;             // bytes of a box of A; of B in a stage
+constexpr int STAGE_BYTES = 2 * A_BYTES + B_BYTES;
+constexpr int EARLY_STAGES = (STAGES + 1) / 2;                      // as in slab.cu
+constexpr int SUMS = BM / 2;                                        // sums of a thread
+constexpr int OUTPUT_BYTES = SPLIT > 1 ? reduction_bytes(SUMS, 32 * CONSUMERS) : 4 * BM * ACROSS;
+constexpr int BUFFER_BYTES = OUTPUT_BYTES > STAGES * STAGE_BYTES ? OUTPUT_BYTES : STAGES * STAGE_BYTES;
 
-// Beside ``sums``: what one scale's elements came to.
+// Add one quantisation group's sums, multiplied by its scales.
 template <int N> __device__ __forceinline__ void add_scaled(sum_t (&sums)[N], const sum_t (&group)[N], const float (&scales)[2]) {
 #pragma unroll
     for (int i = 0; i < N; ++i) sums[i] += group[i] * scales[i / 2 % 2];
@@ -37,14 +37,14 @@ extern "C" __global__ void
 __cluster_dims__(SPLIT, 1, 1)
 #endif
 #if REGISTERS
-__launch_bounds__(32 * WARPS, 1)  // or the compiler does not know how many threads start with, and ignores what they take
+__launch_bounds__(32 * WARPS, 1)  // without the 1 the compiler does not know the initial registers, and ignores setmaxnreg
 #else
 __launch_bounds__(32 * WARPS)
 #endif
 mixed(PARAMETERS) {
     DYNAMIC(memory);
     const int warp = own_warp(), lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, part = blockIdx.x % SPLIT;
-    const u32 stages = (address_of(memory) + 1023) / 1024 * 1024, full = stages + SPACE, empty = full + 8 * STAGES;
+    const u32 stages = (address_of(memory) + 1023) / 1024 * 1024, full = stages + BUFFER_BYTES, empty = full + 8 * STAGES;
     const u32 vectors = empty + 8 * STAGES + (SPLIT > 1 ? 16 : 0);
     if (threadIdx.x == 0) {
         will_fetch(&a_desc);
@@ -54,16 +54,16 @@ mixed(PARAMETERS) {
             barrier_of(empty + 8 * s, CONSUMERS);
         }
 #if SPLIT > 1
-        will_add_up<SUMS, 32 * CONSUMERS>(empty + 8 * STAGES, part);
+        init_reduction<SUMS, 32 * CONSUMERS>(empty + 8 * STAGES, part);
 #endif
         barriers_made();
     }
     greet_cluster();
     __syncthreads();
     const int tiles_m = (M + BM - 1) / BM, tile = blockIdx.x / SPLIT;
-    const int m0 = tile % tiles_m * BM, n0 = tile / tiles_m * BN, steps = (K + STEP - 1) / STEP;
+    const int m0 = tile % tiles_m * BM, n0 = tile / tiles_m * BN, steps = (K + STAGE_K - 1) / STAGE_K;
     const int first = steps * part / SPLIT, last = steps * (part + 1) / SPLIT;
-    int at = 0, turn = 0;  // the next stage, and how often (modulo 2) all were gone through
+    int at = 0, turn = 0;  // the next stage, and the parity of the passes over all stages
     auto next = [&] {
         if (++at == STAGES) at = 0, turn ^= 1;
     };
@@ -72,20 +72,20 @@ mixed(PARAMETERS) {
         give_registers();
         if (warp == CONSUMERS) {
             auto fetch_b = [&](int step, int slot) {
-                expect_once(full + 8 * slot, STAGE);
-                fetch_once(stages + slot * STAGE + 2 * A_BYTES, &b_desc, step * B_ROW, n0, full + 8 * slot);
+                expect_once(full + 8 * slot, STAGE_BYTES);
+                fetch_once(stages + slot * STAGE_BYTES + 2 * A_BYTES, &b_desc, step * B_ROW, n0, full + 8 * slot);
             };
-            const int early_to = following & B_EARLY ? min(first + EARLY, last) : first;
-            for (int step = first; step < early_to; ++step) fetch_b(step, step - first);
+            const int early_end = following & B_EARLY ? min(first + EARLY_STAGES, last) : first;
+            for (int step = first; step < early_end; ++step) fetch_b(step, step - first);
             follow();
             for (int step = first; step < last; ++step, next()) {
-                const u32 stage = stages + at * STAGE, done = full + 8 * at;
-                if (step >= early_to) {
+                const u32 stage = stages + at * STAGE_BYTES, done = full + 8 * at;
+                if (step >= early_end) {
                     wait_for(empty + 8 * at, turn ^ 1);
                     fetch_b(step, at);
                 }
-                fetch(stage, &a_desc, step * STEP, m0, done);
-                fetch(stage + A_BYTES, &a_desc, step * STEP + 64, m0, done);
+                fetch(stage, &a_desc, step * STAGE_K, m0, done);
+                fetch(stage + A_BYTES, &a_desc, step * STAGE_K + 64, m0, done);
             }
         }
         wait_for_greetings();
@@ -98,7 +98,7 @@ mixed(PARAMETERS) {
         sum_t sums[SUMS];
 #pragma unroll
         for (int i = 0; i < SUMS; ++i) sums[i] = 0;
-        // 16 bytes of a column are a piece; TMA has changed pieces' places by the column's number.
+        // TMA's swizzle permutes the 16-byte pieces of a column, depending on the column's index.
         const u32 own = 2 * A_BYTES + (16 * warp + g) * B_ROW + 2 * c, swizzle = KIND == INT4 ? g / 2 : g;
         Fragment numbers[2][4] = {};
         u32 bytes[4][2];
@@ -107,19 +107,19 @@ mixed(PARAMETERS) {
         sum_t group[SUMS];
 #pragma unroll
         for (int i = 0; i < SUMS; ++i) group[i] = 0;
-        float scales[2] = {0, 0}, coming[2];
-        auto scales_of = [&](float(&into)[2], int step) {
-            const long long row = (long long)(min(step, last - 1) * STEP / GROUP) * N;
+        float scales[2] = {0, 0}, next_scales[2];
+        auto load_scales = [&](float(&into)[2], int step) {
+            const long long row = (long long)(min(step, last - 1) * STAGE_K / GROUP) * N;
 #pragma unroll
             for (int i = 0; i < 2; ++i) into[i] = number(s_ptr[row + min(n0 + 16 * warp + g + 8 * i, N - 1)]);
         };
-        scales_of(coming, first);
+        load_scales(next_scales, first);
 #endif
         auto load = [&](u32 stage, int half) {
 #pragma unroll
             for (int i = 0; i < 4; ++i)
 #pragma unroll
-                for (int e = 0; e < 2; ++e) {  // two bytes, and two of the column 8 on
+                for (int e = 0; e < 2; ++e) {  // two bytes of this column, and two of the column 8 further
                     const u32 piece = stage + own + (((KIND == INT8 ? 4 * half + i : i) ^ swizzle) << 4) + 8 * e;
                     bytes[i][e] = two_at(piece) | two_at(piece + 8 * B_ROW) << 16;
                 }
@@ -129,7 +129,7 @@ mixed(PARAMETERS) {
             for (int e = 0; e < 4; ++e) numbers[half][i].r[e] = two_numbers(bytes[i][e / 2], half, e % 2 ? 0x4342 : 0x4140);
         };
         for (int step = first; step < last; ++step, next()) {
-            const u32 stage = stages + at * STAGE, a = rows_from(stage);
+            const u32 stage = stages + at * STAGE_BYTES, a = rows_from(stage);
             wait_for(full + 8 * at, turn);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
@@ -140,8 +140,8 @@ mixed(PARAMETERS) {
                 if (half == 0) {
                     wait_for_sums<0>(group);
                     add_scaled(sums, group, scales);
-                    scales[0] = coming[0], scales[1] = coming[1];
-                    scales_of(coming, step + 1);
+                    scales[0] = next_scales[0], scales[1] = next_scales[1];
+                    load_scales(next_scales, step + 1);
                 }
                 sum_t(&into)[SUMS] = group;
 #else
@@ -169,7 +169,7 @@ mixed(PARAMETERS) {
         for (int i = 0; i < 4; ++i) hold(numbers[1][i]);
 
 #if KEPT
-        Kept* const kept = reinterpret_cast<Kept*>(memory + (vectors - address_of(memory)));
+        VectorWord* const kept = reinterpret_cast<VectorWord*>(memory + (vectors - address_of(memory)));
         // KEPT
 #if SPLIT > 1
         meet<32 * CONSUMERS>();
@@ -178,10 +178,10 @@ mixed(PARAMETERS) {
         auto finish = [&](int m, int n, int y, int x, sum_t sum) {
             // EPILOGUE
         };
-        // All bytes that were sent for have come and been used: the stages' memory is there for sums.
+        // All stages have been read: their memory is free for sums.
         char* free = memory + (stages - address_of(memory));
 #if SPLIT > 1
-        add_up<32 * CONSUMERS>(sums, free, empty + 8 * STAGES, part, [&](int i, Four four) {
+        reduce_cluster<32 * CONSUMERS>(sums, free, empty + 8 * STAGES, part, [&](int i, Four four) {
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 const int y = 8 * i + 2 * c + e % 2, x = 16 * warp + g + e / 2 * 8, m = m0 + y, n = n0 + x;
@@ -189,7 +189,7 @@ mixed(PARAMETERS) {
             }
         });
 #else
-        // wgmma leaves a thread single columns of C's rows; C wants rows.
+        // wgmma's fragments have single columns of C's rows: transpose through shared memory to store rows.
         sum_t* turned = reinterpret_cast<sum_t*>(free);
         meet<32 * CONSUMERS>();
 #pragma unroll
@@ -208,7 +208,7 @@ mixed(PARAMETERS) {
                 round_to(run.of[i / 2], c_t{}, finish(m, min(n + i, N - 1), y, x + i, both[0]),
                          finish(m, min(n + i + 1, N - 1), y, x + i + 1, both[1]));
             }
-            put(C, m, n, run);
+            store(C, m, n, run);
         }
 #endif
     }

@@ -1,5 +1,5 @@
-// C's rows from what wgmma leaves a thread: pairs of columns. Where sizes and addresses allow, a quad of lanes, which has
-// all of a row's columns, gives each of them as many side by side as a store takes.
+// Stores to rows of C from wgmma's fragments, in which a thread has pairs of columns. If sizes and addresses allow, the four
+// lanes that have a row's columns exchange pairs, so that each lane stores a run of adjacent columns.
 
 template <int BYTES> struct Word;
 template <> struct Word<2> { typedef unsigned short type; };
@@ -18,8 +18,8 @@ template <class T> __device__ __forceinline__ void round_to(Pair& to, T, value_t
 __device__ __forceinline__ void round_to(Pair& to, bfloat16 kind, float x, float y) { to.word = both(kind, x, y); }
 __device__ __forceinline__ void round_to(Pair& to, float16 kind, float x, float y) { to.word = both(kind, x, y); }
 
-constexpr int TOGETHER = sizeof(c_t) == 4 ? 2 : 4;  // pairs of a store
-constexpr int RUN = 2 * TOGETHER;                   // its columns
+constexpr int TOGETHER = sizeof(c_t) == 4 ? 2 : 4;  // pairs in one store
+constexpr int RUN = 2 * TOGETHER;                   // columns in one store
 
 struct alignas(TOGETHER * sizeof(Pair)) Run { Pair of[TOGETHER]; };
 
@@ -27,16 +27,16 @@ struct Rows {
     c_t* c;
     long long lead;
     int m, n;
-    bool whole;  // no store crosses an edge, or begins where it must not
+    bool aligned;  // no run crosses the edge, and all are aligned
 
     __device__ Rows(c_t* c, long long lead, int m, int n)
-        : c(c), lead(lead), m(m), n(n), whole(n % RUN == 0 && lead % RUN == 0 && (unsigned long long)c % sizeof(Run) == 0) {}
+        : c(c), lead(lead), m(m), n(n), aligned(n % RUN == 0 && lead % RUN == 0 && (unsigned long long)c % sizeof(Run) == 0) {}
 };
 
-__device__ __forceinline__ void put(const Rows& to, int m, int n, Pair pair) {
+__device__ __forceinline__ void store(const Rows& to, int m, int n, Pair pair) {
     c_t* place = to.c + m * to.lead + n;
     if (m >= to.m) return;
-    if (to.whole) {
+    if (to.aligned) {
         if (n < to.n) *reinterpret_cast<Pair*>(place) = pair;
         return;
     }
@@ -45,23 +45,23 @@ __device__ __forceinline__ void put(const Rows& to, int m, int n, Pair pair) {
         if (n + e < to.n) place[e] = pair.of[e];
 }
 
-// A thread's own.
-__device__ __forceinline__ void put(const Rows& to, int m, int n, const Run& run) {
+// Store a run of one thread.
+__device__ __forceinline__ void store(const Rows& to, int m, int n, const Run& run) {
     if (m >= to.m) return;
-    if (to.whole) {
+    if (to.aligned) {
         if (n < to.n) *reinterpret_cast<Run*>(to.c + m * to.lead + n) = run;
         return;
     }
 #pragma unroll
-    for (int i = 0; i < TOGETHER; ++i) put(to, m, n + 2 * i, run.of[i]);
+    for (int i = 0; i < TOGETHER; ++i) store(to, m, n + 2 * i, run.of[i]);
 }
 
-// Row m's columns from n on, 8 * TOGETHER of them, of which lane ``own`` of a quad has a pair of every 8: the quad's
-// pairs and lanes change places like a matrix's rows and columns, a bit of their numbers at a time.
-__device__ __forceinline__ void put(const Rows& to, int m, int n, int own, Pair (&pairs)[TOGETHER]) {
-    if (!to.whole) {
+// Store 8 * TOGETHER columns of row m from column n on. Lane ``own`` of four has a pair of every 8 columns. The four lanes
+// transpose the matrix [lane, pair], one bit of the indices at a time.
+__device__ __forceinline__ void store(const Rows& to, int m, int n, int own, Pair (&pairs)[TOGETHER]) {
+    if (!to.aligned) {
 #pragma unroll
-        for (int i = 0; i < TOGETHER; ++i) put(to, m, n + 8 * i + 2 * own, pairs[i]);
+        for (int i = 0; i < TOGETHER; ++i) store(to, m, n + 8 * i + 2 * own, pairs[i]);
         return;
     }
 #pragma unroll
@@ -71,13 +71,13 @@ __device__ __forceinline__ void put(const Rows& to, int m, int n, int own, Pair 
             if (i & bit) continue;
             const bool odd = own & bit;
             Pair &low = pairs[i], &high = pairs[i | bit];
-            const auto found = exchanged(odd ? low.word : high.word, bit);
-            low.word = odd ? found : low.word;
-            high.word = odd ? high.word : found;
+            const auto received = exchanged(odd ? low.word : high.word, bit);
+            low.word = odd ? received : low.word;
+            high.word = odd ? high.word : received;
         }
     n += 8 * (own % TOGETHER) + 2 * (own / TOGETHER * TOGETHER);
     Run run;
 #pragma unroll
     for (int i = 0; i < TOGETHER; ++i) run.of[i] = pairs[i];
-    put(to, m, n, run);
+    store(to, m, n, run);
 }

@@ -1,36 +1,41 @@
-// A product of some rows: C[M, N] = A[M, K] * B[K, N], B's columns contiguous, so that it is a matrix of N rows of K.
+// GEMM of a moderate number of rows: C[M, N] = A[M, K] * B[K, N]. B's columns are contiguous: in memory it is a matrix of N
+// rows of K.
 //
-// A block computes a slab of C, BM rows by BN columns, with one warp that fetches (TMA) and BM / 64 groups of four that
-// multiply (wgmma). BN may be any multiple of 8 (what wgmma has), so that N's slabs are just as many as there are
-// multiprocessors. B passes once through; A is wanted by every block, so the SHARE blocks of a cluster, slabs side by
-// side, fetch a part of it each and send it to all: the L2 gives 1 / SHARE of what it would. Or the SPLIT blocks of a
-// cluster have one slab, a part of K each, and add up in a fixed order: with wider slabs A is wanted by fewer.
+// A block computes a slab of C, BM rows by BN columns: one warp issues TMA copies, BM / 64 groups of four warps multiply
+// (wgmma). BN may be any multiple of 8 (wgmma's widths), so that the number of slabs can equal the number of SMs. B is read
+// once. A is read by every block; the SHARE blocks of a cluster, with adjacent slabs, therefore fetch a part of A each and
+// multicast it: the L2 delivers 1 / SHARE of the bytes. Alternatively the SPLIT blocks of a cluster divide the K of one slab
+// and add their sums in a fixed order: wider slabs mean that fewer blocks read A.
 //
-// It may begin while the kernel before it still runs (``follow``), and read B meanwhile if it is told to (``following``).
+// PDL: the kernel may start before the previous one has ended (``follow``), and load B before that if ``following`` has
+// B_EARLY.
 //
-// A stage holds CHUNKS times 128 bytes of every row of A and B, as TMA lays them for wgmma (128-byte swizzle). ``full``
-// counts bytes that have come, ``empty`` the warps, of all blocks that a stage was sent to, that are done with it.
+// A stage has CHUNKS times 128 bytes of every row of A and B, in the layout of TMA and wgmma (128-byte swizzle). The
+// mbarriers ``full`` count bytes that have arrived; ``empty`` count warps, of all blocks that receive a stage, that have
+// finished with it.
 //
-// What source.py puts before this: the constants BM, BN, STAGES, CHUNKS, SHARE, SPLIT (the candidate), WIDTH (bytes of an
-// element), STEPWISE (wgmma adds fp8 up with fewer bits than float32 has: a chunk at a time, the slab's columns in PIECES,
-// TURNS of them at a time), PRODUCTS (what wgmma is asked for), CLUSTER (its blocks), WARPS, REGISTERS (as in mixed.cu),
-// KEPT (words of vectors that a group of warps keeps), sum_t, c_t, value_t (what is rounded to it), PARAMETERS, then
-// ptx.cu, hopper.cu, numbers.cu, vectors.cu, sums.cu and rows.cu. It writes the epilogue, and what that wants ahead, too.
+// source.py defines before this text: BM, BN, STAGES, CHUNKS, SHARE, SPLIT (the candidate), WIDTH (bytes of an element),
+// STEPWISE (wgmma accumulates fp8 with fewer bits than float32: each chunk's sums are added in float32, the slab's columns
+// divided into PIECES, TURNS of them in flight), PRODUCTS (the wgmma instructions), CLUSTER (blocks of a cluster), WARPS,
+// REGISTERS (as in mixed.cu), KEPT (words of epilogue vectors of a group of warps), sum_t, c_t, value_t (the type before the
+// rounding to c_t), PARAMETERS, then ptx.cu, hopper.cu, numbers.cu, vectors.cu, sums.cu and rows.cu. It also writes the
+// epilogue and the loads of its vectors.
 
-constexpr int GROUPS = (BM + 63) / 64, CONSUMERS = 4 * GROUPS;  // of four warps; warps that multiply
-constexpr int PART = BM / SHARE;                               // rows of A that one block fetches
-constexpr int A_BYTES = BM * 128, B_BYTES = BN * 128;          // of a chunk
-constexpr int STAGE = CHUNKS * (A_BYTES + B_BYTES);
-constexpr int ELEMENTS = 128 / WIDTH;                          // of K in a chunk
-constexpr int EARLY = (STAGES + 1) / 2;                        // stages of B before the first of A, which comes behind them
-constexpr int SUMS = BN / 2;                                   // of a thread
-constexpr int PIECE = SUMS / PIECES, MADE = CHUNKS * PIECES;   // if STEPWISE: of a product, and products of a step
-constexpr int SENT = SPLIT > 1 ? sums_bytes(SUMS, 32 * CONSUMERS) : 0;
-// wgmma takes 64 rows, whatever comes of those that BM has not: they may be anything, but must be there.
-constexpr int BEYOND = (64 - BM) * 128 > CHUNKS * B_BYTES ? (64 - BM) * 128 - CHUNKS * B_BYTES : 0;
-constexpr int SPACE = SENT > STAGES * STAGE + BEYOND ? SENT : STAGES * STAGE + BEYOND;
+constexpr int GROUPS = (BM + 63) / 64, CONSUMERS = 4 * GROUPS;  // groups of four warps; warps that multiply
+constexpr int A_ROWS = BM / SHARE;                              // rows of A that one block fetches
+constexpr int A_BYTES = BM * 128, B_BYTES = BN * 128;           // bytes of a chunk
+constexpr int STAGE_BYTES = CHUNKS * (A_BYTES + B_BYTES);
+constexpr int ELEMENTS = 128 / WIDTH;                           // elements of K in a chunk
+constexpr int EARLY_STAGES = (STAGES + 1) / 2;                  // stages of B to load early; more would delay the first of A
+constexpr int SUMS = BN / 2;                                    // sums of a thread
+constexpr int PIECE_SUMS = SUMS / PIECES, STEP_PRODUCTS = CHUNKS * PIECES;  // if STEPWISE: sums of a product, and products of a step
+constexpr int REDUCTION_BYTES = SPLIT > 1 ? reduction_bytes(SUMS, 32 * CONSUMERS) : 0;
+// wgmma reads 64 rows. Rows beyond BM may have any values (their results are not stored), but must be in shared memory.
+constexpr int ROW_PADDING = (64 - BM) * 128 > CHUNKS * B_BYTES ? (64 - BM) * 128 - CHUNKS * B_BYTES : 0;
+constexpr int ALL_STAGES_BYTES = STAGES * STAGE_BYTES + ROW_PADDING;
+constexpr int BUFFER_BYTES = REDUCTION_BYTES > ALL_STAGES_BYTES ? REDUCTION_BYTES : ALL_STAGES_BYTES;
 
-// One chunk of A and B, as ``rows_from`` has them, into ``d``, beside what is there if ``add``.
+// Multiply one chunk of A and B (given by ``rows_from``) into ``d``; add to ``d`` if ``add``.
 template <int N> __device__ __forceinline__ void multiply_chunk(sum_t (&d)[N], u32 a, u32 b, int add) {
     begin(d);
 #pragma unroll
@@ -45,7 +50,7 @@ __cluster_dims__(CLUSTER, 1, 1)
 __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
     DYNAMIC(memory);
     const int warp = own_warp(), lane = threadIdx.x % 32, rank = blockIdx.x % SHARE, part = blockIdx.x % SPLIT;
-    const u32 stages = (address_of(memory) + 1023) / 1024 * 1024, full = stages + SPACE, empty = full + 8 * STAGES;
+    const u32 stages = (address_of(memory) + 1023) / 1024 * 1024, full = stages + BUFFER_BYTES, empty = full + 8 * STAGES;
     const u32 vectors = empty + 8 * STAGES + (SPLIT > 1 ? 16 : 0);
     if (threadIdx.x == 0) {
         will_fetch(&a_desc);
@@ -55,7 +60,7 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
             barrier_of(empty + 8 * s, SHARE * CONSUMERS);
         }
 #if SPLIT > 1
-        will_add_up<SUMS, 32 * CONSUMERS>(empty + 8 * STAGES, part);
+        init_reduction<SUMS, 32 * CONSUMERS>(empty + 8 * STAGES, part);
 #endif
         barriers_made();
     }
@@ -69,9 +74,10 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
     const int tiles = tiles_m * ((tiles_n + SHARE - 1) / SHARE), first = blockIdx.x / CLUSTER;
     const int stride = gridDim.x / CLUSTER, steps = (K + CHUNKS * ELEMENTS - 1) / (CHUNKS * ELEMENTS);
     const int from = steps * part / SPLIT, to = steps * (part + 1) / SPLIT;
-    // Blocks of other rows want the same of B. It takes up to a fifth longer when they do not begin together (docs/notes/cuda.md).
+    // Blocks of other rows read the same part of B. If they do not start together the kernel takes up to a fifth longer
+    // (docs/notes/cuda.md).
     const bool together = !STEPWISE && tiles_m > 1;
-    int at = 0, turn = 0;  // the next stage, and how often (modulo 2) all were gone through
+    int at = 0, turn = 0;  // the next stage, and the parity of the passes over all stages
     auto next = [&] {
         if (++at == STAGES) at = 0, turn ^= 1;
     };
@@ -79,32 +85,32 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
     if (warp >= CONSUMERS) {
         give_registers();
         if (warp == CONSUMERS) {
-            int under_way = 0;  // stages whose part of B was fetched early
+            int early_stages = 0;  // stages whose part of B was loaded early
             auto fetch_b = [&](int step, int slot, int n0) {
-                const u32 stage = stages + slot * STAGE, done = full + 8 * slot;
-                expect_once(done, STAGE);
+                const u32 stage = stages + slot * STAGE_BYTES, done = full + 8 * slot;
+                expect_once(done, STAGE_BYTES);
 #pragma unroll
                 for (int chunk = 0; chunk < CHUNKS; ++chunk)
                     fetch_once(stage + CHUNKS * A_BYTES + chunk * B_BYTES, &b_desc, (step * CHUNKS + chunk) * ELEMENTS, n0,
                                done);
             };
             if (following & B_EARLY && !together && first < tiles)
-                for (; under_way < min(EARLY, to - from); ++under_way)
-                    fetch_b(from + under_way, under_way, (first / tiles_m * SHARE + rank) * BN);
+                for (; early_stages < min(EARLY_STAGES, to - from); ++early_stages)
+                    fetch_b(from + early_stages, early_stages, (first / tiles_m * SHARE + rank) * BN);
             follow();
             for (int tile = first; tile < tiles; tile += stride) {
-                const int m0 = tile % tiles_m * BM + rank * PART, n0 = (tile / tiles_m * SHARE + rank) * BN;
+                const int m0 = tile % tiles_m * BM + rank * A_ROWS, n0 = (tile / tiles_m * SHARE + rank) * BN;
                 for (int step = from; step < to; ++step, next()) {
-                    const u32 stage = stages + at * STAGE, done = full + 8 * at;
-                    if (under_way > 0) {
-                        --under_way;
+                    const u32 stage = stages + at * STAGE_BYTES, done = full + 8 * at;
+                    if (early_stages > 0) {
+                        --early_stages;
                     } else {
                         wait_for(empty + 8 * at, turn ^ 1);
                         fetch_b(step, at, n0);
                     }
 #pragma unroll
                     for (int chunk = 0; chunk < CHUNKS; ++chunk)
-                        fetch_for_all(stage + chunk * A_BYTES + rank * PART * 128, &a_desc,
+                        fetch_for_all(stage + chunk * A_BYTES + rank * A_ROWS * 128, &a_desc,
                                       (step * CHUNKS + chunk) * ELEMENTS, m0, done);
                 }
             }
@@ -127,36 +133,36 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
 #pragma unroll
             for (int i = 0; i < SUMS; ++i) sums[i] = 0;
 #if STEPWISE
-            sum_t made[TURNS][PIECE];
-            auto make = [&](int i) {
-                const u32 stage = stages + at * STAGE;
+            sum_t products[TURNS][PIECE_SUMS];
+            auto multiply_piece = [&](int i) {
+                const u32 stage = stages + at * STAGE_BYTES;
                 const u32 a = rows_from(stage + warp / 4 * 64 * 128), b = rows_from(stage + CHUNKS * A_BYTES);
                 const int columns = i % PIECES * (BN / PIECES);
-                multiply_chunk(made[i % TURNS], a + i / PIECES * A_BYTES / 16,
+                multiply_chunk(products[i % TURNS], a + i / PIECES * A_BYTES / 16,
                                b + (i / PIECES * B_BYTES + columns * 128) / 16, 0);
             };
-            auto add = [&](int i) {
+            auto add_piece = [&](int i) {
 #pragma unroll
-                for (int e = 0; e < PIECE; ++e) sums[i % PIECES * PIECE + e] += made[i % TURNS][e];
+                for (int e = 0; e < PIECE_SUMS; ++e) sums[i % PIECES * PIECE_SUMS + e] += products[i % TURNS][e];
             };
             for (int step = from; step < to; ++step, next()) {
                 wait_for(full + 8 * at, turn);
-                // Nothing stays under way from step to step: ptxas would make every product wait for the one before (C7514).
+                // No wgmma stays in flight between steps: ptxas would serialise all of them (warning C7514).
 #pragma unroll
-                for (int i = 0; i < MADE + TURNS - 1; ++i) {
+                for (int i = 0; i < STEP_PRODUCTS + TURNS - 1; ++i) {
                     const int done = i - TURNS + 1;
-                    if (i < MADE) make(i);
+                    if (i < STEP_PRODUCTS) multiply_piece(i);
                     if (done < 0) continue;
-                    if (i < MADE) wait_for_sums<TURNS - 1>(made[done % TURNS]);
-                    else wait_for_sums<0>(made[done % TURNS]);
-                    if (done == MADE - 1 && lane < SHARE) arrive_at(empty + 8 * at, lane);
-                    add(done);
+                    if (i < STEP_PRODUCTS) wait_for_sums<TURNS - 1>(products[done % TURNS]);
+                    else wait_for_sums<0>(products[done % TURNS]);
+                    if (done == STEP_PRODUCTS - 1 && lane < SHARE) arrive_at(empty + 8 * at, lane);
+                    add_piece(done);
                 }
             }
 #else
-            u32 before = 0;  // what is empty when wgmma is done with the step before
+            u32 before = 0;  // the ``empty`` mbarrier of the previous step, to arrive at when its wgmma is done
             for (int step = from; step < to; ++step, next()) {
-                const u32 stage = stages + at * STAGE;
+                const u32 stage = stages + at * STAGE_BYTES;
                 const u32 a = rows_from(stage + warp / 4 * 64 * 128), b = rows_from(stage + CHUNKS * A_BYTES);
                 wait_for(full + 8 * at, turn);
 #pragma unroll
@@ -171,16 +177,16 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
             if (together) let_follow();
 #endif
 #if KEPT
-            // Warps that are a tile ahead of others of their group write elsewhere.
-            Kept* const all = reinterpret_cast<Kept*>(memory + (vectors - address_of(memory)));
-            Kept* const kept = all + (round++ % 2 * GROUPS + group) * KEPT;
+            // Two buffers alternate, because a warp may be one tile ahead of others of its group.
+            VectorWord* const all = reinterpret_cast<VectorWord*>(memory + (vectors - address_of(memory)));
+            VectorWord* const kept = all + (round++ % 2 * GROUPS + group) * KEPT;
             // KEPT
             meet<128>(group);
 #endif
             auto finish = [&](int m, int n, int y, int x, sum_t sum) {
                 // EPILOGUE
             };
-            // wgmma leaves a quad of lanes two rows, 8 apart, and each of them a pair of every 8 columns.
+            // wgmma's fragments: four lanes have two rows, 8 apart, and each lane a pair of every 8 columns.
             const int row = warp % 4 * 16 + lane / 4, own = lane % 4;
             auto pair_of = [&](int y, int x, const sum_t* both) {
                 const int m = min(top + y, M - 1), n = n0 + x;
@@ -190,12 +196,13 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
                 return pair;
             };
 #if SPLIT > 1
-            // All bytes that were sent for have come and been used: the stages' memory is there for sums.
-            add_up<32 * CONSUMERS>(sums, memory + (stages - address_of(memory)), empty + 8 * STAGES, part, [&](int i, Four four) {
+            // All stages have been read: their memory is free for sums.
+            char* free = memory + (stages - address_of(memory));
+            reduce_cluster<32 * CONSUMERS>(sums, free, empty + 8 * STAGES, part, [&](int i, Four four) {
                 const int x = 8 * i + 2 * own;
 #pragma unroll
                 for (int half = 0; half < 2; ++half)
-                    put(C, top + row + 8 * half, n0 + x, pair_of(row + 8 * half, x, four.of + 2 * half));
+                    store(C, top + row + 8 * half, n0 + x, pair_of(row + 8 * half, x, four.of + 2 * half));
             });
 #else
             if (warp % 4 * 16 >= BM) continue;
@@ -211,16 +218,16 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
                                 pair_of(row + 8 * half, 8 * (first + i) + 2 * own, sums + 4 * (first + i) + 2 * half);
 #pragma unroll
                 for (int half = 0; half < 2; ++half)
-                    if (first + TOGETHER <= BN / 8) put(C, top + row + 8 * half, n0 + 8 * first, own, pairs[half]);
+                    if (first + TOGETHER <= BN / 8) store(C, top + row + 8 * half, n0 + 8 * first, own, pairs[half]);
                     else
 #pragma unroll
                         for (int i = 0; i < BN / 8 % TOGETHER; ++i)
-                            put(C, top + row + 8 * half, n0 + 8 * (first + i) + 2 * own, pairs[half][i]);
+                            store(C, top + row + 8 * half, n0 + 8 * (first + i) + 2 * own, pairs[half][i]);
             }
 #endif
         }
     }
 #if SHARE > 1
-    leave_cluster();  // not while others send to it
+    leave_cluster();  // a block must not exit while others send to it
 #endif
 }

@@ -1,30 +1,30 @@
-// What the epilogue wants of vectors (a scale for each column, say). Memory takes as long to answer for them as for
-// anything else: they are asked for before the products, and lie in shared memory when the sums are there.
-union Kept {
+// Vectors that the epilogue reads, such as a scale for each column. Their loads have the full latency of global memory, so
+// they are issued before the products, and the values are in shared memory when the sums are complete.
+union VectorWord {
     float number;
     int whole;
 };
 
-// SIZE elements of a vector, each held by one of THREADS until then.
+// SIZE elements of a vector, distributed over the registers of THREADS threads until they are stored.
 template <class T, int SIZE, int THREADS> struct Ahead {
-    static constexpr int EACH = (SIZE + THREADS - 1) / THREADS;
-    T held[EACH];
+    static constexpr int PER_THREAD = (SIZE + THREADS - 1) / THREADS;
+    T elements[PER_THREAD];
 
-    // From ``first`` on; beyond ``last``: that one again.
+    // Load the elements from ``first`` on; elements beyond ``last`` repeat it.
     __device__ __forceinline__ Ahead(const T* from, int first, int last, int thread) {
 #pragma unroll
-        for (int i = 0; i < EACH; ++i) held[i] = soon(from + min(first + min(thread + i * THREADS, SIZE - 1), last));
+        for (int i = 0; i < PER_THREAD; ++i) elements[i] = soon(from + min(first + min(thread + i * THREADS, SIZE - 1), last));
     }
 
-    __device__ __forceinline__ void numbers(Kept* to, int thread) const {
+    __device__ __forceinline__ void numbers(VectorWord* to, int thread) const {
 #pragma unroll
-        for (int i = 0; i < EACH; ++i)
-            if (thread + i * THREADS < SIZE) to[thread + i * THREADS].number = number(held[i]);
+        for (int i = 0; i < PER_THREAD; ++i)
+            if (thread + i * THREADS < SIZE) to[thread + i * THREADS].number = number(elements[i]);
     }
 
-    __device__ __forceinline__ void integers(Kept* to, int thread) const {
+    __device__ __forceinline__ void integers(VectorWord* to, int thread) const {
 #pragma unroll
-        for (int i = 0; i < EACH; ++i)
-            if (thread + i * THREADS < SIZE) to[thread + i * THREADS].whole = held[i];
+        for (int i = 0; i < PER_THREAD; ++i)
+            if (thread + i * THREADS < SIZE) to[thread + i * THREADS].whole = elements[i];
     }
 };

@@ -1,4 +1,4 @@
-"""What a process uses of gemmtune first may be used inside a mode of PyTorch: nothing made then depends on the mode."""
+"""Tests that a process may use gemmtune for the first time under a PyTorch mode: later results do not depend on it."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ print(handle.left if handle else "", why_not_addressable(model.up.weight), why_n
     [("torch.inference_mode()", True), ("torch.no_grad()", True), ("torch.device('meta')", False)],
     ids=["inference_mode", "no_grad", "meta device"],
 )
-def test_ordinary_weights_are_known_wherever_gemmtune_was_first_used(mode: str, run: bool) -> None:
+def test_an_ordinary_weight_is_addressable_after_a_first_use_under_a_mode(mode: str, run: bool) -> None:
     script = SCRIPT.format(mode=mode, run=run)
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 0, ended.stderr
-    assert "no ordinary tensor" not in ended.stdout
-    assert "is on meta" not in ended.stdout
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert process.returncode == 0, process.stderr
+    assert "no ordinary tensor" not in process.stdout
+    assert "is on meta" not in process.stdout
     if run:
-        assert "up" in ended.stdout  # left because nothing was tuned, and not because of its weight
+        assert "up" in process.stdout  # its reason is that nothing was tuned, not its weight

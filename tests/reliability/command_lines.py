@@ -1,4 +1,4 @@
-"""Command lines as a user, a script or a vandal might type them, and the folder they are typed in."""
+"""Random command lines of users, scripts and attackers, and the directory in which they run."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ AGES = (
 )
 # fmt: on
 
-# Each command: its positional values (a number of them is drawn around the right one) and its options.
+# Each command: the number of its positional arguments (lines may have more or fewer), their values, and its options.
 COMMON = {"--store": STORES, "--json": None}
 COMMANDS: dict[tuple[str, ...], tuple[int, Sequence[str], dict[str, Sequence[str] | None]]] = {
     ("tune",): (1, (*SHAPES, *SHAPES, *MODELS), {
@@ -93,7 +93,7 @@ COMMANDS: dict[tuple[str, ...], tuple[int, Sequence[str], dict[str, Sequence[str
     ("store", "prune"): (0, AGES, {"--others": None, "--older-than": AGES, "--threads": THREADS}),
     ("store", "verify"): (0, IDS, {}),
 }  # fmt: skip
-STRANGE = (
+UNUSUAL_COMMANDS = (
     ("store",),
     ("stor",),
     ("",),
@@ -105,7 +105,7 @@ STRANGE = (
     ("--version",),
     (),
 )
-NOISE = (
+UNUSUAL_TOKENS = (
     "--help",
     "--json",
     "--",
@@ -124,54 +124,57 @@ NOISE = (
 
 
 def lines(seed: int) -> Iterator[list[str]]:
-    """Arguments without end, equal for equal seeds. A third are as they should be; the others are not."""
+    """Yield the arguments of random command lines without end, equal for equal seeds. A third are valid."""
     rng = random.Random(seed)
     while True:
         if rng.random() < 0.03:
-            yield [*rng.choice(STRANGE), *rng.sample(NOISE, rng.randrange(3))]
+            yield [*rng.choice(UNUSUAL_COMMANDS), *rng.sample(UNUSUAL_TOKENS, rng.randrange(3))]
         else:
             yield _line(rng)
 
 
 def _line(rng: random.Random) -> list[str]:
+    """Return a command with random arguments."""
     command, (count, values, options) = rng.choice(list(COMMANDS.items()))
-    sane = rng.random() < 0.35
-    known = {**options, **COMMON}
-    chunks = [_option(rng, name, known[name], sane) for name in rng.choices(list(known), k=rng.randrange(5))]
-    if not sane and rng.random() < 0.3:
+    is_valid = rng.random() < 0.35
+    all_options = {**options, **COMMON}
+    chunks = [
+        _option(rng, name, all_options[name], is_valid) for name in rng.choices(list(all_options), k=rng.randrange(5))
+    ]
+    if not is_valid and rng.random() < 0.3:
         count += rng.choice((-1, 1, 2))
-    positional = [_value(rng, values, sane) for _ in range(max(0, count))]
+    positional = [_value(rng, values, is_valid) for _ in range(max(0, count))]
     for value in positional:
         chunks.insert(rng.randrange(len(chunks) + 1), [value])
     tokens = [token for chunk in chunks for token in chunk]
-    if not sane and rng.random() < 0.2:
-        _spoil(rng, tokens)
+    if not is_valid and rng.random() < 0.2:
+        _mutate_tokens(rng, tokens)
     return [*command, *tokens]
 
 
-def _option(rng: random.Random, name: str, values: Sequence[str] | None, sane: bool) -> list[str]:
+def _option(rng: random.Random, name: str, values: Sequence[str] | None, is_valid: bool) -> list[str]:
     if values is None:
         return [name]
-    value = _value(rng, values, sane)
+    value = _value(rng, values, is_valid)
     return [f"{name}={value}"] if name.startswith("--") and rng.random() < 0.2 else [name, value]
 
 
-def _value(rng: random.Random, values: Sequence[str], sane: bool) -> str:
-    return rng.choice(values[:2] if sane else values)
+def _value(rng: random.Random, values: Sequence[str], is_valid: bool) -> str:
+    return rng.choice(values[:2] if is_valid else values)
 
 
-def _spoil(rng: random.Random, tokens: list[str]) -> None:
+def _mutate_tokens(rng: random.Random, tokens: list[str]) -> None:
     """Insert, drop, repeat or cut a token."""
-    place = rng.randrange(len(tokens) + 1)
-    what = rng.randrange(4) if place < len(tokens) else 0
-    if what == 0:
-        tokens.insert(place, rng.choice(NOISE))
-    elif what == 1:
-        del tokens[place]
-    elif what == 2:
-        tokens.insert(place, tokens[place])
+    index = rng.randrange(len(tokens) + 1)
+    kind = rng.randrange(4) if index < len(tokens) else 0
+    if kind == 0:
+        tokens.insert(index, rng.choice(UNUSUAL_TOKENS))
+    elif kind == 1:
+        del tokens[index]
+    elif kind == 2:
+        tokens.insert(index, tokens[index])
     else:
-        tokens[place] = tokens[place][: rng.randrange(len(tokens[place]) + 1)]
+        tokens[index] = tokens[index][: rng.randrange(len(tokens[index]) + 1)]
 
 
 MODEL = """
@@ -195,20 +198,20 @@ def leaves():
 
 
 class Folder:
-    """The folder that lines are typed in, with everything that ``lines`` names lying there. ``restore`` renews it."""
+    """Directory in which command lines run, with every file that ``lines`` names. ``restore`` creates it anew."""
 
     def __init__(self, root: Path, target: Target) -> None:
-        self.root, self.here = root, root / "here"
+        self.root, self.path = root, root / "here"
         self._files = _files(root / "making", target)
         self.restore()
 
     def restore(self) -> None:
-        """Put everything back as it was."""
-        shutil.rmtree(self.here, ignore_errors=True)
-        for stray in self.root.iterdir():
-            stray.unlink()
-        self.here.mkdir()
-        os.chdir(self.here)
+        """Restore every file, and remove new ones."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        for path in self.root.iterdir():
+            path.unlink()
+        self.path.mkdir()
+        os.chdir(self.path)
         for name, data in self._files.items():
             Path(name).write_bytes(data)
         for name in ("dir", "dir.py"):
@@ -217,31 +220,36 @@ class Folder:
             os.mkfifo(name)
         os.symlink("loop", "loop")
         os.symlink("nowhere/at-all", "dangling")
-        self._was = self._state()
+        self._original_state = self._state()
 
     def changes(self) -> list[str]:
-        """The paths (relative to ``here``) that are new, gone or different since ``restore``."""
+        """Return the paths (relative to ``path``) that were created, deleted or changed since ``restore``."""
         state = self._state()
         return [
-            os.path.relpath(path, self.here)
-            for path in self._was.keys() | state.keys()
-            if self._was.get(path) != state.get(path)
+            os.path.relpath(path, self.path)
+            for path in self._original_state.keys() | state.keys()
+            if self._original_state.get(path) != state.get(path)
         ]
 
     def _state(self) -> dict[str, tuple[int, int, int]]:
-        """Every path below the root: mode, size, time of change (directories: their mode alone)."""
-        found = {}
+        """Return mode, size and modification time of every path below the root (of directories the mode alone)."""
+        state = {}
         for folder, folders, files in os.walk(self.root):
             for name in (*folders, *files):
                 status = os.lstat(path := os.path.join(folder, name))
-                plain = name in folders
-                found[path] = (status.st_mode, 0 if plain else status.st_size, 0 if plain else status.st_mtime_ns)
-        return found
+                is_folder = name in folders
+                state[path] = (
+                    status.st_mode,
+                    0 if is_folder else status.st_size,
+                    0 if is_folder else status.st_mtime_ns,
+                )
+        return state
 
 
-def _files(place: Path, target: Target) -> dict[str, bytes]:
-    place.mkdir()
-    store = open_store(place / "good.db")
+def _files(folder: Path, target: Target) -> dict[str, bytes]:
+    """Return the content of every file by its name. They are made in a new directory, which is removed again."""
+    folder.mkdir()
+    store = open_store(folder / "good.db")
     for m, n, k, dtype, outcome in (
         (8, 8, 8, "bf16", "winner"),
         (1, 2, 3, "fp32", "tie"),
@@ -250,18 +258,18 @@ def _files(place: Path, target: Target) -> dict[str, bytes]:
         store.put(target, make_decision(build(m, n, k, dtype), outcome, target))
     other = make_target(threads=64, name="Another \u2603 <b>CPU</b> [bold]")
     store.put(other, make_decision(build(2, 2, 2, "fp32"), "winner", other))
-    store.export(place / "export.json")
+    store.export(folder / "export.json")
     store.close()
-    good = (place / "good.db").read_bytes()
+    good = (folder / "good.db").read_bytes()
     for name, statement in (
         ("foreign.db", "CREATE TABLE theirs (x)"),
         ("newer.db", "UPDATE gemmtune_schema SET version = 99"),
     ):
-        (place / name).write_bytes(good if name == "newer.db" else b"")
-        with closing(sqlite3.connect(place / name)) as connection, connection:
+        (folder / name).write_bytes(good if name == "newer.db" else b"")
+        with closing(sqlite3.connect(folder / name)) as connection, connection:
             connection.execute(statement)
-    files = {path.name: path.read_bytes() for path in place.iterdir()}
-    shutil.rmtree(place)
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    shutil.rmtree(folder)
     exported = files["export.json"]
     return files | {
         "empty.db": b"", "garbage.db": random.Random(1).randbytes(5000),

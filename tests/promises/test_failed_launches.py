@@ -1,4 +1,4 @@
-"""A call whose kernel cannot be launched is served by PyTorch's own op, and nothing of the launch has run."""
+"""Tests that PyTorch's own op serves a call whose kernel cannot be launched, and that no part of the launch ran."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from gemmtune.core.problem import Layout, Operand, Problem
 from gemmtune.core.workloads import bmm_problem, build, weight_only_problem
 from gemmtune.store import MemoryStore
 from gemmtune.verify.inputs import make_inputs
-from helpers.drivers import Driver, simulated
-from helpers.serving import RAN, ToyKernel, evidence, register, serve, toy
+from helpers.drivers import FakeDriver, install_fake_driver
+from helpers.serving import TOY_RUNS, ToyKernel, evidence, register, store_decision, toy
 
 ERRORS = (
     KernelError("asking for 64 bytes: CUDA error 2 (out of memory)"),
@@ -34,6 +34,8 @@ ERRORS = (
 
 
 def raising(error: Exception) -> Callable[..., NoReturn]:
+    """Return a function that raises ``error``."""
+
     def fail(*_: Any) -> NoReturn:
         raise error
 
@@ -44,23 +46,23 @@ def raising(error: Exception) -> Callable[..., NoReturn]:
 def tuned(own_store: MemoryStore) -> Callable[[Callable[[], Tensor]], Tensor]:
     """Return a function that makes a kernel win for a call, and returns PyTorch's own result."""
     register()
-    RAN.clear()
+    TOY_RUNS.clear()
 
     def tune(call: Callable[[], Tensor]) -> Tensor:
         with gemmtune.record() as recorded:
             wanted = call()
         for problem, _ in recorded.problems:
-            serve(own_store, problem, evidence(toy(), 0.1), chosen=toy())
-        RAN.clear()  # recording ran what was tuned for the call before
+            store_decision(own_store, problem, evidence(toy(), 0.1), chosen=toy())
+        TOY_RUNS.clear()  # the recorded call may have run a kernel of an earlier decision
         return wanted.clone()
 
     return tune
 
 
-@pytest.mark.parametrize("where", ["run", "bind", "bound launch"])
+@pytest.mark.parametrize("stage", ["run", "bind", "bound launch"])
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_a_refused_launch_is_served_by_torch(
-    tuned: Any, monkeypatch: pytest.MonkeyPatch, where: str, error: Exception
+def test_a_call_whose_launch_fails_is_served_by_torch(
+    tuned: Any, monkeypatch: pytest.MonkeyPatch, stage: str, error: Exception
 ) -> None:
     a, b, bias, out = torch.randn(5, 8), torch.randn(8, 6), torch.randn(6), torch.empty(5, 6)
     batches = torch.randn(2, 5, 8), torch.randn(2, 8, 6)
@@ -71,9 +73,9 @@ def test_a_refused_launch_is_served_by_torch(
         lambda: gemmtune.linear(a, b.t().contiguous(), bias),
         lambda: gemmtune.bmm(*batches),
     ]
-    if where == "bound launch":
+    if stage == "bound launch":
         monkeypatch.setattr(ToyKernel, "bind", lambda *_: raising(error))
-    elif where == "run" or isinstance(error, torch.OutOfMemoryError):  # bind asks for no memory of the device's
+    elif stage == "run" or isinstance(error, torch.OutOfMemoryError):  # bind allocates no device memory
         monkeypatch.setattr(ToyKernel, "run", raising(error))
     else:
         monkeypatch.setattr(ToyKernel, "bind", raising(error))
@@ -81,10 +83,10 @@ def test_a_refused_launch_is_served_by_torch(
         wanted = tuned(call)
         for _ in range(3):
             torch.testing.assert_close(call(), wanted)
-    assert RAN == []
+    assert TOY_RUNS == []
 
 
-def test_a_packed_weight_is_unpacked_when_its_launch_is_refused(
+def test_a_packed_weight_whose_launch_fails_is_unpacked_for_torch(
     own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     register()
@@ -95,9 +97,7 @@ def test_a_packed_weight_is_unpacked_when_its_launch_is_refused(
         torch.testing.assert_close(gemmtune.linear(x, packed), torch.nn.functional.linear(x, weight))
 
 
-def test_torchs_own_error_surfaces_where_torch_has_no_memory_either(
-    tuned: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_out_of_memory_error_of_the_fallback_is_raised(tuned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = torch.randn(5, 8), torch.randn(8, 6)
     tuned(lambda: gemmtune.mm(a, b, epilogue=[fuse.gelu()]))
     monkeypatch.setattr(ToyKernel, "run", raising(ERRORS[0]))
@@ -106,18 +106,22 @@ def test_torchs_own_error_surfaces_where_torch_has_no_memory_either(
         gemmtune.mm(a, b, epilogue=[fuse.gelu()])
 
 
-# --- what GPU kernels ask for, they ask for before anything is launched ---------------------------------------------
+# --- GPU kernels allocate all memory before the first launch --------------------------------------------------------
 
 
-def split_kernel(driver: Driver, problem: Problem) -> GpuKernel:
+def split_kernel(driver: FakeDriver, problem: Problem) -> GpuKernel:
+    """Return a split-K kernel of the template ``tiled`` on the simulated driver."""
     config = {"bm": 16, "bn": 64, "bk": 128, "split": 2, "swap": 0, "group": 8, "stages": 3, "warps": 4}
     candidate = Candidate.make("triton", "tiled", **config)
-    passed = tuple(name for name, kind in make_spec(problem, candidate).signature.items() if kind != "constexpr")
-    driver.arguments["tiled"] = len(passed)
-    return TEMPLATES["tiled"](problem, candidate, [(Header("tiled", 0, 0, 4, passed, 1), b"")])
+    parameter_names = tuple(
+        name for name, kind in make_spec(problem, candidate).signature.items() if kind != "constexpr"
+    )
+    driver.arguments["tiled"] = len(parameter_names)
+    return TEMPLATES["tiled"](problem, candidate, [(Header("tiled", 0, 0, 4, parameter_names, 1), b"")])
 
 
-def converted_kernel(driver: Driver, problem: Problem) -> GpuKernel:
+def converted_kernel(driver: FakeDriver, problem: Problem) -> GpuKernel:
+    """Return a kernel of the template ``converted``, which converts the weight first, on the simulated driver."""
     config = {"bm": 64, "bn": 64, "bk": 64, "group": 8, "stages": 3, "warps": 4, "stream": 0}
     names = ("a_desc", "b_desc", "c_ptr", "s_ptr", "M", "N", "K", "ldc", "PROGRAMS")
     boxes = {"a_desc": Tma(3, 2, 1, (64, 64)), "b_desc": Tma(3, 2, 1, (64, 64))}
@@ -130,6 +134,7 @@ def converted_kernel(driver: Driver, problem: Problem) -> GpuKernel:
 
 
 def run(kernel: GpuKernel, a: Tensor, b: Any) -> None:
+    """Run a kernel into a new output."""
     problem = kernel.problem
     shape = (problem.batch, problem.m, problem.n) if problem.family == "bmm" else (problem.m, problem.n)
     kernel.run(a, b, (), torch.empty(shape, dtype=torch.bfloat16))
@@ -139,7 +144,7 @@ def run(kernel: GpuKernel, a: Tensor, b: Any) -> None:
 def test_nothing_is_launched_when_torch_has_no_memory_for_partial_sums(
     monkeypatch: pytest.MonkeyPatch, capture: int
 ) -> None:
-    driver = simulated(monkeypatch)
+    driver = install_fake_driver(monkeypatch)
     split = split_kernel(driver, build(20, 200, 256, "bf16"))
     converted = converted_kernel(driver, weight_only_problem(200, 64, 256))
     monkeypatch.setattr(gpu_kernel, "empty_cuda", raising(ERRORS[2]))
@@ -151,25 +156,25 @@ def test_nothing_is_launched_when_torch_has_no_memory_for_partial_sums(
     assert driver.launches == []
 
 
-def test_nothing_is_launched_when_the_driver_has_no_memory_for_a_graphs_counters(
+def test_nothing_is_launched_when_the_driver_has_no_memory_for_the_semaphores_of_a_graph(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(gpu_kernel, "_SEMAPHORE_POOL_BYTES", 32)
-    driver = simulated(monkeypatch)
+    driver = install_fake_driver(monkeypatch)
     kernel = split_kernel(driver, build(20, 200, 256, "bf16"))
     inputs = make_inputs(kernel.problem, 0)
     run(kernel, inputs.a, inputs.b)
-    monkeypatch.setattr(Driver, "cuMemAlloc_v2", lambda *_: 2)
+    monkeypatch.setattr(FakeDriver, "cuMemAlloc_v2", lambda *_: 2)
     driver.capture, launched = 5, len(driver.launches)
     with pytest.raises(KernelError, match="CUDA error 2"):
         run(kernel, inputs.a, inputs.b)
     assert (len(driver.launches), driver.mode) == (launched, 0)
 
 
-@pytest.mark.parametrize("taken", [0, 1, 2])
-def test_nothing_is_copied_when_not_all_copies_of_operands_fit(monkeypatch: pytest.MonkeyPatch, taken: int) -> None:
-    """Copies into memory that could be had would be left in a graph that is being captured."""
-    driver = simulated(monkeypatch)
+@pytest.mark.parametrize("allowed", [0, 1, 2])
+def test_nothing_is_copied_when_not_all_copies_of_operands_fit(monkeypatch: pytest.MonkeyPatch, allowed: int) -> None:
+    """A copy before the failed allocation would stay in a graph that is being captured."""
+    driver = install_fake_driver(monkeypatch)
     dense, batched = build(20, 200, 256, "bf16"), bmm_problem(2, 20, 200, 256, "bfloat16")
     for problem in (dense, replace(batched, b=Operand("bfloat16", Layout("col")))):
         kernel, inputs = split_kernel(driver, problem), make_inputs(problem, 0)
@@ -177,35 +182,35 @@ def test_nothing_is_copied_when_not_all_copies_of_operands_fit(monkeypatch: pyte
                     for t in (inputs.a, inputs.b)]  # fmt: skip
         shape = (2, 20, 200) if problem.family == "bmm" else (20, 200)
         out = torch.empty(4001 * 2, dtype=torch.bfloat16)[1 : 1 + torch.Size(shape).numel()].view(shape)
-        left, copied = [taken], list[int]()
+        remaining, copied = [allowed], list[int]()
 
-        def allocate(real: Any, *given: Any, left: list[int] = left, **more: Any) -> Any:
-            if not left[0]:
+        def allocate(real: Any, *args: Any, remaining: list[int] = remaining, **kwargs: Any) -> Any:
+            if not remaining[0]:
                 raise torch.OutOfMemoryError("CUDA out of memory")
-            left[0] -= 1
-            return real(*given, **more)
+            remaining[0] -= 1
+            return real(*args, **kwargs)
 
         with monkeypatch.context() as patch:
             for name in ("empty", "empty_like", "empty_strided"):
                 real = getattr(torch, name)
-                patch.setattr(torch, name, lambda *given, real=real, **more: allocate(real, *given, **more))
+                patch.setattr(torch, name, lambda *args, real=real, **kwargs: allocate(real, *args, **kwargs))
             patch.setattr(Tensor, "copy_", lambda *_, copied=copied: copied.append(1))
             with pytest.raises(torch.OutOfMemoryError):
                 kernel.run(operands[0], operands[1], (), out)
         assert (copied, driver.launches) == ([], [])
 
 
-# --- what a kernel's arguments and its grid have no room for --------------------------------------------------------
+# --- limits of kernel arguments and grids ---------------------------------------------------------------------------
 
 
-def test_a_grid_larger_than_cudas_is_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = simulated(monkeypatch)
+def test_a_grid_beyond_the_cuda_limits_is_refused_before_any_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = install_fake_driver(monkeypatch)
     kernel = split_kernel(driver, build(20, 200, 256, "bf16"))
     a = torch.empty(1, 256, dtype=torch.bfloat16).expand(2**31 - 1, 256)
     with pytest.raises(KernelError, match="cannot be launched"):
         kernel.bind(a, torch.empty(200, 256, dtype=torch.bfloat16).t(), ())
-    many = split_kernel(driver, bmm_problem(70_000, 1, 8, 256, "bfloat16"))
+    batched_kernel = split_kernel(driver, bmm_problem(70_000, 1, 8, 256, "bfloat16"))
     b = torch.empty(1, 8, 256, dtype=torch.bfloat16).expand(70_000, 8, 256).mT
     with pytest.raises(KernelError, match="cannot be launched"):
-        many.bind(torch.empty(70_000, 1, 256, dtype=torch.bfloat16), b, ())
+        batched_kernel.bind(torch.empty(70_000, 1, 256, dtype=torch.bfloat16), b, ())
     assert driver.launches == []

@@ -1,4 +1,4 @@
-"""Helpers for tests of GPU kernels: random problems, parallel builds, and runs of one kernel on one set of operands."""
+"""Random problems, parallel builds, and runs of GPU kernels on one set of operands."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from gemmtune.testing.problems import random_problem
 from gemmtune.verify.inputs import Inputs, make_inputs
 from gemmtune.verify.verify import guarded, make_reference_cases, verify
 
-COUNT = int(os.environ.get("GEMMTUNE_GPU_PROBLEMS", "150"))
-NARROW = ("bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2")
+PROBLEM_COUNT = int(os.environ.get("GEMMTUNE_GPU_PROBLEMS", "150"))
+NARROW_DTYPES = ("bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2")
 
 
-def problems(backend: Backend, count: int, seed: int = 0) -> Iterator[tuple[Problem, Candidate]]:
+def sample_problems(backend: Backend, count: int, seed: int = 0) -> Iterator[tuple[Problem, Candidate]]:
     """Yield ``count`` random problems that the backend supports, each with one of its legal candidates.
 
-    No family has more than a third of the problems. The candidate is of the template that was yielded least often.
+    No family has more than a third of the problems. The candidate's template is the one that was yielded least often.
     """
     rng, target = random.Random(seed), current_cuda({})
     remaining, template_counts = Counter(dict.fromkeys(FAMILIES, -(-count // 3))), Counter[str]()
@@ -40,11 +40,11 @@ def problems(backend: Backend, count: int, seed: int = 0) -> Iterator[tuple[Prob
         max_size = rng.choice((40, 200, 700, 1500))
         problem = random_problem(rng, max_size)
         if rng.random() < 0.5:
-            problem = _as_in_models(rng, problem)
-        if problem.a.dtype not in NARROW or not remaining[problem.family]:
+            problem = _with_model_layout(rng, problem)
+        if problem.a.dtype not in NARROW_DTYPES or not remaining[problem.family]:
             continue
-        listed = backend.candidates(problem, target)
-        legal = [item for item in listed if isinstance(item, Candidate)]
+        items = backend.candidates(problem, target)
+        legal = [item for item in items if isinstance(item, Candidate)]
         if legal:
             template = min(sorted({candidate.template for candidate in legal}), key=template_counts.__getitem__)
             template_counts[template] += 1
@@ -53,8 +53,8 @@ def problems(backend: Backend, count: int, seed: int = 0) -> Iterator[tuple[Prob
             remaining[problem.family] -= 1
 
 
-def _as_in_models(rng: random.Random, problem: Problem) -> Problem:
-    """Return a variant of the problem as models have it and TMA needs it.
+def _with_model_layout(rng: random.Random, problem: Problem) -> Problem:
+    """Return a variant of the problem with the sizes and layouts that models have and TMA needs.
 
     N and K are multiples of 64, K is contiguous in both operands, and no operand has padding. N is three times as
     large, so that there are tiles for many thread blocks. An ``mm`` gets an epilogue that libraries can fuse.
@@ -78,19 +78,19 @@ def _build(job: tuple[Problem, Candidate, Target]) -> str:
 
 
 def build_all(jobs: list[tuple[Problem, Candidate]]) -> list[str]:
-    """Build the candidates in parallel. Return for each the error's text, or an empty string."""
+    """Build the candidates in parallel. Return the error's text for each of them, or an empty string."""
     target = current_cuda({})
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 1), mp_context=context) as pool:
         return list(pool.map(_build, [(problem, candidate, target) for problem, candidate in jobs], chunksize=4))
 
 
-def kernel_of(problem: Problem, candidate: Candidate):  # type: ignore[no-untyped-def]
+def load_kernel(problem: Problem, candidate: Candidate):  # type: ignore[no-untyped-def]
     backend = backends.get(candidate.backend)
     return backend.load(backend.build(problem, candidate, current_cuda({})), problem)
 
 
-def first(problem: Problem, template: str = "tiled", backend: str = "triton", **config: object) -> Candidate:
+def first_candidate(problem: Problem, template: str = "tiled", backend: str = "triton", **config: object) -> Candidate:
     for item in backends.get(backend).candidates(problem, current_cuda({})):
         if isinstance(item, Candidate) and item.template == template:
             config_of_item = dict(item.config)
@@ -100,40 +100,40 @@ def first(problem: Problem, template: str = "tiled", backend: str = "triton", **
 
 
 def run_into(kernel, inputs: Inputs, out: torch.Tensor) -> None:  # type: ignore[no-untyped-def]
-    b = kernel.pack(inputs.b) if kernel.packing else inputs.b
-    kernel.run(inputs.a, b, inputs.aux, out)
+    weight = kernel.pack(inputs.b) if kernel.packing else inputs.b
+    kernel.run(inputs.a, weight, inputs.aux, out)
 
 
 def check_random_problems(backend: Backend) -> None:
-    """Check ``COUNT`` random problems, each with a random one of its first candidates, against the oracle."""
-    jobs = list(problems(backend, COUNT))
+    """Verify one random candidate for each of ``PROBLEM_COUNT`` random problems against the oracle."""
+    jobs = list(sample_problems(backend, PROBLEM_COUNT))
     counts: Counter[str] = Counter()
     failures = []
     for (problem, candidate), error in zip(jobs, build_all(jobs), strict=True):
-        family = f"{problem.family}/{candidate.template}"
+        label = f"{problem.family}/{candidate.template}"
         if error:
-            counts[f"{family} {'would spill' if 'spill' in error else 'not built'}"] += 1
+            counts[f"{label} {'would spill' if 'spill' in error else 'not built'}"] += 1
             continue
         try:
-            kernel = kernel_of(problem, candidate)
+            kernel = load_kernel(problem, candidate)
         except UnsupportedError:  # the library ranks fewer algorithms
-            counts[f"{family} not there"] += 1
+            counts[f"{label} not there"] += 1
             continue
         test_cases = make_reference_cases(problem, counts.total(), device=torch.device("cuda"))
         verdict = verify(
-            lambda inputs, out, kernel=kernel: run_into(kernel, inputs, out), problem, test_cases, patience_s=0.0
+            lambda inputs, out, kernel=kernel: run_into(kernel, inputs, out), problem, test_cases, time_limit_s=0.0
         )
-        counts[f"{family} {verdict.kind}"] += 1
+        counts[f"{label} {verdict.kind}"] += 1
         if not verdict.ok:
             failures.append(f"{candidate.id} on {problem.key}: {verdict.kind}: {verdict.detail}")
-    folder = os.environ.get("OUT")
-    if folder:
-        report = {"count": COUNT, "found": dict(counts), "wrong": failures}
-        (Path(folder) / f"random_problems_{backend.name}.json").write_text(json.dumps(report, indent=1))
+    output_folder = os.environ.get("OUT")
+    if output_folder:
+        report = {"count": PROBLEM_COUNT, "found": dict(counts), "wrong": failures}
+        (Path(output_folder) / f"random_problems_{backend.name}.json").write_text(json.dumps(report, indent=1))
     print(dict(counts))
     assert not failures, "\n".join(failures[:20])
-    assert sum(count for name, count in counts.items() if name.endswith("not built")) < 0.02 * COUNT
-    assert sum(count for name, count in counts.items() if name.endswith("not there")) < 0.5 * COUNT
+    assert sum(count for name, count in counts.items() if name.endswith("not built")) < 0.02 * PROBLEM_COUNT
+    assert sum(count for name, count in counts.items() if name.endswith("not there")) < 0.5 * PROBLEM_COUNT
 
 
 def check_repeats(kernel, problem: Problem, seed: int) -> None:  # type: ignore[no-untyped-def]

@@ -1,4 +1,4 @@
-"""Integer products are exact, whatever their epilogue, layout and number of rows."""
+"""Tests that integer products are exact with every epilogue, layout and number of rows."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ EPILOGUES: dict[str, list[Any]] = {
 
 
 def exact(a: torch.Tensor, b: torch.Tensor, steps: list[Any], dtype: torch.dtype) -> torch.Tensor:
-    """The result in Python's integers."""
+    """Return the result computed with Python integers."""
     info, rows = torch.iinfo(dtype), (a.long() @ b.long()).tolist()
     for bound in steps:
         step, tensor = bound.step, [0] * len(rows[0]) if bound.tensor is None else bound.tensor.tolist()
@@ -60,16 +60,16 @@ def exact(a: torch.Tensor, b: torch.Tensor, steps: list[Any], dtype: torch.dtype
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int8, torch.uint8], ids=str)
 @pytest.mark.parametrize("name", EPILOGUES)
 @pytest.mark.parametrize("packed", [True, False], ids=["native", "aten"])
-def test_steps_on_integers_are_exact(packed: bool, name: str, dtype: torch.dtype) -> None:
+def test_int_mm_with_an_epilogue_is_exact(packed: bool, name: str, dtype: torch.dtype) -> None:
     a, weight = torch.randint(-128, 128, (3, K), dtype=torch.int8), torch.full((N, K), 127, dtype=torch.int8)
-    a[0] = 127  # its products end where float32 has even numbers alone
+    a[0] = 127  # the products of this row end where float32 represents even numbers only
     b: Any = gemmtune.pack(weight) if packed else weight.t()
     got = gemmtune.int_mm(a, b, epilogue=EPILOGUES[name], out_dtype=dtype)
     assert torch.equal(got, exact(a, weight.t(), EPILOGUES[name], dtype))
 
 
 def native_kernels(problem: Problem) -> Iterator[Kernel]:
-    """A kernel of each native template on each instruction set."""
+    """Yield one kernel of each native template for each instruction set."""
     backend, seen = backends.get("native"), set()
     for item in backend.candidates(problem, current_target()):
         if isinstance(item, Candidate) and (item.template, item["isa"]) not in seen:
@@ -78,13 +78,14 @@ def native_kernels(problem: Problem) -> Iterator[Kernel]:
 
 
 def run(kernel: Kernel, a: torch.Tensor, b: torch.Tensor, aux: tuple[torch.Tensor, ...], dtype: torch.dtype) -> Any:
+    """Return the output of a kernel, for which ``b`` is packed if the kernel needs that."""
     out = torch.empty(a.shape[0], b.shape[1], dtype=dtype)
     kernel.run(a, kernel.pack(b) if kernel.packing is not None else b, aux, out)
     return out
 
 
 @pytest.mark.parametrize("name", EPILOGUES)
-def test_every_native_instruction_set_keeps_integers_exact(name: str) -> None:
+def test_native_kernels_of_every_instruction_set_are_exact(name: str) -> None:
     a, b = torch.full((3, K), 127, dtype=torch.int8), torch.full((N, K), 127, dtype=torch.int8).t()
     bounds = EPILOGUES[name]
     steps = tuple(bound.step for bound in bounds)
@@ -112,7 +113,8 @@ def test_nan_becomes_zero_and_infinities_saturate_in_integer_outputs(dtype: torc
 STRIDES = ["row", "column", "expanded rows", "expanded columns", "one element", "overlapping", "sliding", "every other"]
 
 
-def laid_out(name: str, rows: int, cols: int) -> torch.Tensor:
+def matrix_with_strides(name: str, rows: int, cols: int) -> torch.Tensor:
+    """Return a random int8 matrix with strides of ``STRIDES``."""
     values = torch.randint(-128, 128, (4 * rows * cols + 16,), dtype=torch.int8)
     strides = {
         "row": (cols, 1), "column": (1, rows), "expanded rows": (0, 1), "expanded columns": (1, 0),
@@ -124,9 +126,9 @@ def laid_out(name: str, rows: int, cols: int) -> torch.Tensor:
 @pytest.mark.filterwarnings("ignore:int_mm_out_cpu failed")
 @pytest.mark.parametrize("left", STRIDES)
 @pytest.mark.parametrize("right", STRIDES)
-def test_operands_may_lie_anyhow(left: str, right: str) -> None:
+def test_int_mm_is_exact_for_operands_of_any_strides(left: str, right: str) -> None:
     for m, n, k in itertools.product((1, 3, 17), (1, 5, 32), (1, 2, 33)):
-        a, b = laid_out(left, m, k), laid_out(right, k, n)
+        a, b = matrix_with_strides(left, m, k), matrix_with_strides(right, k, n)
         expected = (a.double() @ b.double()).int()
         assert torch.equal(gemmtune.int_mm(a, b), expected), (m, n, k)
         assert torch.equal(
@@ -134,14 +136,15 @@ def test_operands_may_lie_anyhow(left: str, right: str) -> None:
         )
 
 
-# ATen's templates at other M than the tuned one.
+# ATen's templates at an M other than the tuned one.
 
 
 def small_problems() -> Iterator[Problem]:
+    """Yield integer, float and weight-only problems with one row and small N and K."""
     for n, k, order in itertools.product((1, 16, 33), (1, 64), ("row", "col")):
         for constant in (False, True):
-            whole = Operand("int8", Layout(order), constant=constant)  # type: ignore[arg-type]
-            yield Problem("int_mm", 1, n, k, Operand("int8"), whole, "int32", acc="int32")
+            weight = Operand("int8", Layout(order), constant=constant)  # type: ignore[arg-type]
+            yield Problem("int_mm", 1, n, k, Operand("int8"), weight, "int32", acc="int32")
             for dtype in ("float32", "bfloat16"):
                 weight = Operand(dtype, Layout(order), constant=constant)  # type: ignore[arg-type]
                 yield Problem("mm", 1, n, k, Operand(dtype), weight, dtype)
@@ -151,7 +154,7 @@ def small_problems() -> Iterator[Problem]:
 
 
 @pytest.mark.filterwarnings("ignore:int_mm_out_cpu failed")
-def test_every_aten_template_tuned_at_one_row_is_right_at_others() -> None:
+def test_aten_templates_tuned_at_one_row_are_right_at_other_m() -> None:
     """``aten/int_mm_t`` tuned at 1x1x64 was wrong at M = 63."""
     backend = backends.get("aten")
     for problem in small_problems():
@@ -160,11 +163,11 @@ def test_every_aten_template_tuned_at_one_row_is_right_at_others() -> None:
                 continue
             kernel = backend.load(backend.build(problem, candidate, current_target()), problem)
 
-            def once(inputs: Inputs, out: torch.Tensor, kernel: Kernel = kernel) -> None:
+            def run_kernel(inputs: Inputs, out: torch.Tensor, kernel: Kernel = kernel) -> None:
                 b = inputs.b if kernel.packing is None else kernel.pack(inputs.b)
                 kernel.run(inputs.a, b, inputs.aux, out)
 
             for m in (1, 2, 17, 63, 70):
                 other = problem.with_m(m)
-                verdict = verify(once, other, make_reference_cases(other, 0), 0.0)
+                verdict = verify(run_kernel, other, make_reference_cases(other, 0), 0.0)
                 assert verdict.ok, (candidate.id, other.key, verdict)

@@ -1,4 +1,4 @@
-"""No kernel reads memory of a tensor that gemmtune does not know: subclasses, what transforms wrap, freed storages."""
+"""Tests that no kernel reads tensors without addressable memory: subclasses, wrappers of transforms, freed storages."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from gemmtune.core.workloads import linear_problem
 from gemmtune.dispatch import current_target
 from gemmtune.ops.packing import problem_of
 from gemmtune.ops.weight_only import _ADAPTERS, WeightOnly, register_weight_only
-from helpers.drivers import simulated
+from helpers.drivers import install_fake_driver
 from helpers.serving import register
 
 N, K = 48, 32
 
 
 class Quantised(Tensor):
-    """A wrapper subclass as torchao's are: no memory of its own, and of the ops only ``linear``."""
+    """Wrapper subclass as torchao has them: it owns no memory, and ``linear`` is its only op."""
 
     inner: Tensor
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> Quantised:
-        made: Quantised = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        wrapper: Quantised = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=inner.device
         )
-        made.inner = inner
-        return made
+        wrapper.inner = inner
+        return wrapper
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -61,18 +61,18 @@ class Quantised(Tensor):
         raise NotImplementedError(f"Quantised has no {func}")
 
 
-class Odd(Quantised):
-    """The same, and every other op raises what nobody expects."""
+class QuantisedWithLookupError(Quantised):
+    """``Quantised`` whose other ops raise LookupError instead of NotImplementedError."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            return Odd(args[0].inner)
-        raise LookupError(f"Odd has no {func}")
+            return QuantisedWithLookupError(args[0].inner)
+        raise LookupError(f"QuantisedWithLookupError has no {func}")
 
 
 def freed(tensor: Tensor, offset: int = 0) -> Tensor:
-    """A view of a storage that was resized to nothing, as FSDP does with its flat parameter."""
+    """Return a view of a storage that was resized to 0 bytes, as FSDP does with its flat parameter."""
     flat = torch.zeros(offset + tensor.numel(), dtype=tensor.dtype)
     view = flat[offset:].view(tensor.shape)
     flat.untyped_storage().resize_(0)
@@ -80,14 +80,14 @@ def freed(tensor: Tensor, offset: int = 0) -> Tensor:
 
 
 def leaked(tensor: Tensor) -> Tensor:
-    """What vmap hands to its function, kept beyond it."""
-    kept: list[Tensor] = []
-    torch.vmap(lambda row: (kept.append(row), row)[1])(tensor.expand(2, *tensor.shape))
-    return kept[0]
+    """Return the wrapper that vmap passes to its function, after vmap has returned."""
+    wrappers: list[Tensor] = []
+    torch.vmap(lambda row: (wrappers.append(row), row)[1])(tensor.expand(2, *tensor.shape))
+    return wrappers[0]
 
 
-# Each of dtype, strides and device like those of an ordinary tensor.
-FOREIGN: dict[str, Callable[[Tensor], Tensor]] = {
+# Each has the dtype, strides and device of an ordinary tensor.
+UNADDRESSABLE: dict[str, Callable[[Tensor], Tensor]] = {
     "subclass": Quantised,
     "parameter of a subclass": lambda t: nn.Parameter(Quantised(t), requires_grad=False),
     "functional": torch._to_functional_tensor,
@@ -96,23 +96,23 @@ FOREIGN: dict[str, Callable[[Tensor], Tensor]] = {
     "freed": freed,
     "freed part": lambda t: freed(t, 24),
 }  # fmt: skip
-foreign = pytest.mark.parametrize("make", FOREIGN.values(), ids=FOREIGN)
+unaddressable = pytest.mark.parametrize("make", UNADDRESSABLE.values(), ids=UNADDRESSABLE)
 
 
-@foreign
+@unaddressable
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
-def test_pack_refuses_a_weight(make: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+def test_pack_refuses_an_unaddressable_weight(make: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
     with pytest.raises(TypeError, match=r"pack\(\): weight is .* Give a plain dense tensor"):
         gemmtune.pack(make(torch.ones(N, K, dtype=dtype)))
 
 
-@foreign
+@unaddressable
 @pytest.mark.parametrize("name", ["weight", "scale", "zero_point"])
-def test_pack_refuses_a_part_of_a_weight_only_operand(make: Callable[[Tensor], Tensor], name: str) -> None:
-    given = {"weight": torch.ones(N, K, dtype=torch.int8), "scale": torch.rand(N), "zero_point": torch.zeros(N)}
-    given[name] = make(given[name])
+def test_pack_refuses_an_unaddressable_weight_scale_or_zero_point(make: Callable[[Tensor], Tensor], name: str) -> None:
+    operands = {"weight": torch.ones(N, K, dtype=torch.int8), "scale": torch.rand(N), "zero_point": torch.zeros(N)}
+    operands[name] = make(operands[name])
     with pytest.raises(TypeError, match=rf"pack\(\): {name} is "):
-        gemmtune.pack(given.pop("weight"), **given)
+        gemmtune.pack(operands.pop("weight"), **operands)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -121,12 +121,12 @@ def test_pack_refuses_a_part_of_a_weight_only_operand(make: Callable[[Tensor], T
     [Tensor.to_mkldnn, Tensor.to_sparse, lambda t: t.to("meta"), lambda t: torch.nested.nested_tensor([t])],
     ids=["mkldnn", "sparse", "meta", "nested"],
 )
-def test_what_is_not_dense_is_refused_in_words(make: Callable[[Tensor], Tensor]) -> None:
+def test_pack_refuses_mkldnn_sparse_meta_and_nested_weights(make: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(TypeError, match=r"pack\(\): "):
         gemmtune.pack(make(torch.ones(N, K)))
 
 
-def test_a_quantized_tensor_is_refused() -> None:
+def test_pack_refuses_a_quantized_tensor() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # newer versions of torch call it deprecated
         weight = torch.quantize_per_tensor(torch.ones(N, K), 1.0, 0, torch.qint8)
@@ -134,13 +134,13 @@ def test_a_quantized_tensor_is_refused() -> None:
         gemmtune.pack(weight)
 
 
-def test_a_negated_weight_becomes_its_values() -> None:
+def test_a_weight_with_the_negative_bit_is_packed_by_value() -> None:
     weight = torch.randn(N, K)
     negated: Tensor = torch._neg_view(weight)
     assert torch.equal(gemmtune.unpack(gemmtune.pack(negated)), -weight)  # type: ignore[arg-type]
 
 
-def test_a_storage_that_became_too_small_is_refused() -> None:
+def test_pack_refuses_a_weight_that_exceeds_its_storage() -> None:
     weight = torch.randn(N, K)
     weight.untyped_storage().resize_(4 * N * K - 4)
     with pytest.raises(TypeError, match="reaches beyond its storage"):
@@ -148,16 +148,16 @@ def test_a_storage_that_became_too_small_is_refused() -> None:
 
 
 def kernel_of(weight: Tensor) -> Kernel:
-    """The native kernel that packs a weight."""
+    """Return the native kernel that packs a weight."""
     problem, backend = problem_of(weight.t(), 4), backends.get("native")
     candidate = backend.default_packing(problem, current_target())
     assert candidate is not None
     return backend.load(backend.build(problem, candidate, current_target()), problem)
 
 
-@foreign
-def test_a_kernel_refuses_too(make: Callable[[Tensor], Tensor]) -> None:
-    """``Kernel.pack`` and ``Kernel.run`` themselves: nothing between them and the addresses but the kernel."""
+@unaddressable
+def test_a_kernel_refuses_to_pack_or_multiply_unaddressable_tensors(make: Callable[[Tensor], Tensor]) -> None:
+    """Call ``Kernel.pack`` and ``Kernel.run``, without the checks of the ops before them."""
     weight, x, out = torch.randn(N, K), torch.randn(4, K), torch.empty(4, N)
     kernel = kernel_of(weight)
     packed = kernel.pack(weight.t())
@@ -167,8 +167,8 @@ def test_a_kernel_refuses_too(make: Callable[[Tensor], Tensor]) -> None:
         kernel.run(make(x), packed, (), out)
 
 
-@foreign
-def test_a_packed_weight_holds_known_tensors(make: Callable[[Tensor], Tensor]) -> None:
+@unaddressable
+def test_a_packed_weight_refuses_unaddressable_data(make: Callable[[Tensor], Tensor]) -> None:
     packed = gemmtune.pack(torch.randn(N, K))
     with pytest.raises(TypeError, match=r"PackedWeight\('native:.*'\): data\[0\] is "):
         replace(packed, data=(make(packed.data[0]),))
@@ -176,18 +176,18 @@ def test_a_packed_weight_holds_known_tensors(make: Callable[[Tensor], Tensor]) -
         replace(packed, data=("weight",))  # type: ignore[arg-type]
 
 
-def test_copies_of_a_packed_weight_are_checked() -> None:
-    """A mode may put other tensors in the place of those that are copied."""
+def test_copies_of_a_packed_weight_are_checked_like_new_ones() -> None:
+    """A mode or an unpickler may replace the tensors that are copied."""
     weight = torch.randn(N, K)
     packed = gemmtune.pack(weight)
-    for same in (copy.copy(packed), copy.deepcopy(packed), pickle.loads(pickle.dumps(packed))):
-        assert same.key == packed.key
-        assert same.nbytes == packed.nbytes
-        assert torch.equal(gemmtune.unpack(same), weight)  # type: ignore[arg-type]
+    for duplicate in (copy.copy(packed), copy.deepcopy(packed), pickle.loads(pickle.dumps(packed))):
+        assert duplicate.key == packed.key
+        assert duplicate.nbytes == packed.nbytes
+        assert torch.equal(gemmtune.unpack(duplicate), weight)  # type: ignore[arg-type]
 
     class Replacing(pickle.Pickler):
-        def persistent_id(self, held: Any) -> Any:
-            return "tensor" if isinstance(held, Tensor) else None
+        def persistent_id(self, item: Any) -> Any:
+            return "tensor" if isinstance(item, Tensor) else None
 
     class Restoring(pickle.Unpickler):
         def persistent_load(self, _: Any) -> Any:
@@ -200,7 +200,7 @@ def test_copies_of_a_packed_weight_are_checked() -> None:
         Restoring(file).load()
 
 
-def test_a_packed_weight_that_is_too_small_is_not_unpacked() -> None:
+def test_unpack_refuses_a_packed_weight_with_too_few_bytes() -> None:
     packed = gemmtune.pack(torch.randn(N, K))
     with pytest.raises(PackedWeightError, match="bytes"):
         gemmtune.unpack(replace(packed, n=N * 64))
@@ -209,8 +209,8 @@ def test_a_packed_weight_that_is_too_small_is_not_unpacked() -> None:
 @pytest.mark.usefixtures("verified")
 @pytest.mark.parametrize("part", ["input", "bias", "out", "weight"])
 @pytest.mark.parametrize("offset", [0, 24])
-def test_freed_operands_of_a_remembered_call(part: str, offset: int) -> None:
-    """Their guards hold: dtype, strides and the dispatcher's keys are those of the call before."""
+def test_a_cached_call_refuses_freed_operands(part: str, offset: int) -> None:
+    """The guard is true of freed operands: their dtype, strides and dispatch keys are those of the first call."""
     packed = gemmtune.pack(torch.randn(N, K))
     operands = {"input": torch.randn(4, K), "bias": torch.randn(N), "out": torch.empty(4, N)}
 
@@ -229,20 +229,20 @@ def test_freed_operands_of_a_remembered_call(part: str, offset: int) -> None:
 
 
 @pytest.mark.usefixtures("verified")
-@pytest.mark.parametrize("name", FOREIGN)
-@pytest.mark.parametrize("place", [0, 1], ids=["input", "residual"])
-def test_ops_give_foreign_operands_to_torch(name: str, place: int) -> None:
-    """PyTorch computes them, or says why it cannot; nothing reads them by address."""
+@pytest.mark.parametrize("name", UNADDRESSABLE)
+@pytest.mark.parametrize("index", [0, 1], ids=["input", "residual"])
+def test_ops_pass_unaddressable_operands_to_torch(name: str, index: int) -> None:
+    """PyTorch computes the result or raises its error; no kernel reads the operands by address."""
     weight, operands = torch.randn(N, K), [torch.randn(4, K), torch.randn(4, N)]
     packed = gemmtune.pack(weight)
     gemmtune.linear(operands[0], packed, epilogue=[fuse.add(operands[1])])
-    operands[place] = FOREIGN[name](operands[place])
+    operands[index] = UNADDRESSABLE[name](operands[index])
     for right in (weight, packed):
         if "freed" in name:  # PyTorch's own addition ends the process
             with pytest.raises(TypeError, match="without memory"):
                 gemmtune.linear(operands[0], right, epilogue=[fuse.add(operands[1])])
             continue
-        if "subclass" in name:  # it knows F.linear alone
+        if "subclass" in name:  # it implements F.linear alone
             with pytest.raises(NotImplementedError):
                 gemmtune.linear(operands[0], right, epilogue=[fuse.add(operands[1])])
             continue
@@ -257,8 +257,8 @@ def test_ops_give_foreign_operands_to_torch(name: str, place: int) -> None:
             torch.testing.assert_close(values(got), values(wanted))
 
 
-def test_unpacking_under_functionalize_and_vmap() -> None:
-    """There torch.empty gives tensors without memory, and the packed weight is unpacked into new memory."""
+def test_packed_weights_are_unpacked_into_new_memory_under_functionalize_and_vmap() -> None:
+    """Under these transforms torch.empty returns tensors without memory."""
     weight, x = torch.randn(N, K), torch.randn(4, K)
     packed, wanted = gemmtune.pack(weight), F.linear(x, weight)
 
@@ -268,20 +268,20 @@ def test_unpacking_under_functionalize_and_vmap() -> None:
     torch.testing.assert_close(torch.func.functionalize(product)(x), wanted)
     torch.testing.assert_close(torch.vmap(product)(x.view(2, 2, K)), wanted.view(2, 2, N))
     scales, ints = torch.rand(N), torch.ones(N, K, dtype=torch.int8)
-    whole = gemmtune.pack(ints, scale=scales)
-    got = torch.func.functionalize(lambda rows: gemmtune.mixed_mm(rows, whole))(x)
+    packed_ints = gemmtune.pack(ints, scale=scales)
+    got = torch.func.functionalize(lambda rows: gemmtune.mixed_mm(rows, packed_ints))(x)
     torch.testing.assert_close(got, F.linear(x, ints * scales[:, None]))
 
 
-def test_packing_under_functionalize() -> None:
+def test_pack_is_refused_under_functionalize() -> None:
     weight = torch.randn(N, K)
-    for given in (lambda rows: rows, lambda rows: weight):
+    for weight_of in (lambda rows: rows, lambda rows: weight):
         with pytest.raises(TypeError, match="Functionalize"):
-            torch.func.functionalize(lambda rows, given=given: gemmtune.pack(given(rows)))(weight)
+            torch.func.functionalize(lambda rows, weight_of=weight_of: gemmtune.pack(weight_of(rows)))(weight)
 
 
 class Model(nn.Module):
-    """Two linears; the first has a weight of a subclass."""
+    """Two linears; the weight of the first is a tensor subclass."""
 
     def __init__(self, kind: type[Quantised]) -> None:
         super().__init__()
@@ -293,8 +293,8 @@ class Model(nn.Module):
         return self.second(self.first(x))  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("kind", [Quantised, Odd])
-def test_record_leaves_subclasses_out(kind: type[Quantised]) -> None:
+@pytest.mark.parametrize("kind", [Quantised, QuantisedWithLookupError])
+def test_record_skips_products_of_subclasses(kind: type[Quantised]) -> None:
     model, x = Model(kind), torch.randn(4, K)
     wanted = model(x)
     with gemmtune.record() as recorded:
@@ -304,8 +304,8 @@ def test_record_leaves_subclasses_out(kind: type[Quantised]) -> None:
     assert [problem.key for problem, _ in recorded.problems] == [linear_problem(4, N, K, "float32", bias=True).key]
 
 
-@pytest.mark.parametrize("kind", [Quantised, Odd])
-def test_optimize_leaves_them_with_a_reason(kind: type[Quantised]) -> None:
+@pytest.mark.parametrize("kind", [Quantised, QuantisedWithLookupError])
+def test_optimize_leaves_a_subclass_weight_with_its_type_as_the_reason(kind: type[Quantised]) -> None:
     model, x = Model(kind), torch.randn(4, K)
     wanted = model(x)
     handle = gemmtune.optimize(model, x, tune=False)
@@ -314,8 +314,8 @@ def test_optimize_leaves_them_with_a_reason(kind: type[Quantised]) -> None:
     assert torch.equal(model(x), wanted)
 
 
-class Skipping(nn.Module):
-    """A model that does not run its linear: PyTorch itself cannot run those without memory."""
+class UnusedLinear(nn.Module):
+    """Model that does not call its linear: PyTorch cannot call one whose weight has no memory."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -327,20 +327,20 @@ class Skipping(nn.Module):
         return x
 
 
-@foreign
-def test_optimize_leaves_weights_without_memory(make: Callable[[Tensor], Tensor]) -> None:
-    handle = gemmtune.optimize(Skipping(make(torch.randn(N, K))), torch.randn(4, K), tune=False)
+@unaddressable
+def test_optimize_leaves_an_unaddressable_weight_with_a_reason(make: Callable[[Tensor], Tensor]) -> None:
+    handle = gemmtune.optimize(UnusedLinear(make(torch.randn(N, K))), torch.randn(4, K), tune=False)
     assert handle.left["linear"].startswith("its weight is ")
 
 
 class Adapted(nn.Module):
-    """A weight-only linear whose adapter hands out scales of a subclass."""
+    """Weight-only linear whose adapter returns scales of a tensor subclass."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x[..., :1].expand(*x.shape[:-1], N)
 
 
-def test_what_an_adapter_hands_out_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_of_a_weight_only_adapter_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gemmtune.ops.weight_only._ADAPTERS", dict(_ADAPTERS))
     ints = torch.ones(N, K, dtype=torch.int8)
     register_weight_only(Adapted, lambda _: WeightOnly(ints, Quantised(torch.rand(N))))
@@ -350,19 +350,19 @@ def test_what_an_adapter_hands_out_is_checked(monkeypatch: pytest.MonkeyPatch) -
     assert handle.left["0"] == f"its scale is a {__name__}.Quantised, a subclass of torch.Tensor"
 
 
-def test_ordinary_tensors_are_known() -> None:
+def test_ordinary_tensors_are_addressable_and_others_are_not() -> None:
     x = torch.randn(4, 6)
     with torch.inference_mode():
         inferred = torch.randn(3)
     for tensor in (x, nn.Parameter(x), x.t(), x[1:, ::2], x.expand(3, 4, 6), x[:0], inferred, torch.empty(0)):
         assert is_addressable(tensor)
         assert why_not_addressable(tensor) == ""
-    for name, make in FOREIGN.items():
+    for name, make in UNADDRESSABLE.items():
         assert not is_addressable(make(x)), name
         assert why_not_addressable(make(x)), name
 
 
-def test_whatever_the_backend() -> None:
+def test_pack_refuses_a_subclass_for_a_layout_of_any_backend() -> None:
     register()
     assert gemmtune.pack(torch.randn(5, 4), layout="toy:plain").layout == "toy:plain"
     with pytest.raises(TypeError, match=r"pack\(\): weight is "):
@@ -371,22 +371,24 @@ def test_whatever_the_backend() -> None:
 
 @pytest.mark.parametrize("part", ["a", "b", "bias"])
 def test_a_gpu_launch_refuses_freed_operands(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a driver that writes down what it is asked to launch: nothing."""
-    fake = simulated(monkeypatch)
+    """The simulated driver records launches; none follows a refusal."""
+    driver = install_fake_driver(monkeypatch)
     problem = linear_problem(16, 64, 128, "bfloat16", bias=True)
     candidate = Candidate.make("triton", "tiled", bm=16, bn=64, bk=128, split=1, swap=0, group=8, stages=3, warps=4)
-    passed = tuple(name for name, kind in make_spec(problem, candidate).signature.items() if kind != "constexpr")
-    fake.arguments["tiled"] = len(passed)
-    kernel = Tiled(problem, candidate, [(Header("tiled", 0, 0, 4, passed, 1), b"")])
-    given = {
+    parameter_names = tuple(
+        name for name, kind in make_spec(problem, candidate).signature.items() if kind != "constexpr"
+    )
+    driver.arguments["tiled"] = len(parameter_names)
+    kernel = Tiled(problem, candidate, [(Header("tiled", 0, 0, 4, parameter_names, 1), b"")])
+    operands = {
         "a": torch.randn(16, 128).bfloat16(), "b": torch.randn(64, 128).bfloat16(), "bias": torch.randn(64).bfloat16(),
     }  # fmt: skip
     out = torch.empty(16, 64, dtype=torch.bfloat16)
-    launch = kernel.bind(given["a"], given["b"].t(), (given["bias"],))
-    launch(out, *given.values())
-    assert len(fake.launches) == 1
+    launch = kernel.bind(operands["a"], operands["b"].t(), (operands["bias"],))
+    launch(out, *operands.values())
+    assert len(driver.launches) == 1
     for offset in (0, 24):
-        given[part] = freed(given[part], offset)
+        operands[part] = freed(operands[part], offset)
         with pytest.raises(TypeError, match="without memory"):
-            launch(out, *given.values())
-    assert len(fake.launches) == 1
+            launch(out, *operands.values())
+    assert len(driver.launches) == 1

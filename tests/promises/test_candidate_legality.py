@@ -1,4 +1,4 @@
-"""What serves is a candidate that its backend lists as legal for the Problem, with the packing of its Plan."""
+"""Tests that dispatch serves only candidates that their backend lists for the Problem, with the packing of the Plan."""
 
 from __future__ import annotations
 
@@ -38,17 +38,18 @@ MUTATIONS: list[dict[str, object]] = [
 
 
 def native(problem: Problem, template: str) -> Candidate:
-    """The first native candidate of a template."""
+    """Return the first native candidate of a template."""
     listed = backends.get("native").candidates(problem, current_target())
     return next(item for item in listed if isinstance(item, Candidate) and item.template == template)
 
 
-def changed(candidate: Candidate, changes: dict[str, object]) -> Candidate:
+def with_config(candidate: Candidate, changes: dict[str, object]) -> Candidate:
+    """Return the candidate with these entries of its config replaced or added."""
     return Candidate.make(candidate.backend, candidate.template, **{**dict(candidate.config), **changes})  # type: ignore[arg-type]
 
 
 def put(store: MemoryStore | SqliteStore, problem: Problem, candidate: Candidate, packing: str | None = None) -> None:
-    """Store a decision that a candidate won, as an editor of the store would."""
+    """Store a decision with this winner, as an editor of the store file would, and refresh dispatch."""
     row = msgspec.structs.replace(evidence(candidate, 0.1), packing=packing)
     store.put(current_target(), decide(problem, row, chosen=candidate))
     RUNTIME.refresh(store)
@@ -58,7 +59,7 @@ def put(store: MemoryStore | SqliteStore, problem: Problem, candidate: Candidate
 def test_a_stored_native_kernel_with_a_forged_config_is_not_served(
     changes: dict[str, object], own_store: MemoryStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    put(own_store, RAW, changed(native(RAW, "raw"), changes))
+    put(own_store, RAW, with_config(native(RAW, "raw"), changes))
     torch.testing.assert_close(gemmtune.mm(X, WEIGHT.t()), X @ WEIGHT.t())
     assert RUNTIME.kernel_for(RAW) is None
     assert "not legal there" in caplog.text
@@ -74,7 +75,7 @@ def test_a_legal_stored_kernel_is_served(own_store: MemoryStore) -> None:
 def test_a_kernel_for_a_packed_weight_is_not_served_for_a_raw_one(
     own_store: MemoryStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It read past the weight's end and gave NaN."""
+    """Such a kernel read past the end of the weight and returned NaN."""
     put(own_store, CONSTANT, native(CONSTANT, "packed"))
     torch.testing.assert_close(gemmtune.mm(X, WEIGHT.t()), X @ WEIGHT.t())
     assert RUNTIME.kernel_for(CONSTANT) is None
@@ -82,7 +83,7 @@ def test_a_kernel_for_a_packed_weight_is_not_served_for_a_raw_one(
 
 
 def test_a_kernel_of_another_layout_is_not_served_for_a_packed_weight(own_store: MemoryStore) -> None:
-    wide, narrow = (changed(native(CONSTANT, "packed"), {"nr": nr}) for nr in (64, 16))
+    wide, narrow = (with_config(native(CONSTANT, "packed"), {"nr": nr}) for nr in (64, 16))
     layout = backends.get("native").packing_of(CONSTANT, native(CONSTANT, "packed"))
     put(own_store, CONSTANT, wide if str(layout).endswith("nr16") else narrow, layout)
     packed = gemmtune.pack(WEIGHT, layout=layout)
@@ -95,7 +96,7 @@ def test_a_kernel_of_another_layout_is_not_served_for_a_packed_weight(own_store:
 def test_a_packed_weight_with_a_forged_kernel_is_served_by_another_kernel_of_its_layout(own_store: MemoryStore) -> None:
     right = native(CONSTANT, "packed")
     layout = backends.get("native").packing_of(CONSTANT, right)
-    put(own_store, CONSTANT, changed(right, {"kc": -(2**31)}), layout)
+    put(own_store, CONSTANT, with_config(right, {"kc": -(2**31)}), layout)
     listed = _listed(backends.get("native"), one := CONSTANT.with_m(1), current_target())
     put(own_store, one, next(c for c in listed if backends.get("native").packing_of(one, c) == layout), layout)
     packed = gemmtune.pack(WEIGHT, layout=layout)
@@ -105,16 +106,17 @@ def test_a_packed_weight_with_a_forged_kernel_is_served_by_another_kernel_of_its
     assert kernel.problem.m == 1
 
 
-def test_a_gpu_kernel_in_a_cpus_store_is_not_served(own_store: MemoryStore) -> None:
+def test_a_gpu_candidate_for_a_cpu_target_is_not_served(own_store: MemoryStore) -> None:
     for backend, template in (("triton", "tiled"), ("cuda", "skinny"), ("cublaslt", "ranked")):
         put(own_store, RAW, Candidate.make(backend, template, rank=0))
         assert RUNTIME.kernel_for(RAW) is None
 
 
-# The answer is membership in the list.
+# A candidate is legal if and only if its backend lists it.
 
 
 def problems() -> Iterator[Problem]:
+    """Yield float, integer and weight-only problems with 1, 24 and 200 rows."""
     half = Operand("bfloat16")
     for m in (1, 24, 200):
         yield RAW.with_m(m)
@@ -129,7 +131,7 @@ def problems() -> Iterator[Problem]:
 
 
 def mutants(candidate: Candidate, others: list[Candidate]) -> Iterator[Candidate]:
-    """Candidates that differ from a listed one in one entry, in its type alone, or in the template."""
+    """Yield candidates that differ from a listed one in one entry of the config, in the template or in the backend."""
     config = dict(candidate.config)
     for name, value in config.items():
         values: list[object] = [0, -1, 7, 2**31, True, 1.0, "1", str(value), float(len(str(value)))]
@@ -137,9 +139,11 @@ def mutants(candidate: Candidate, others: list[Candidate]) -> Iterator[Candidate
         if isinstance(value, int):
             values += [float(value), value * 2, bool(value)]
         for other in values:
-            yield changed(candidate, {name: other})
+            yield with_config(candidate, {name: other})
         yield Candidate.make(
-            candidate.backend, candidate.template, **{key: held for key, held in config.items() if key != name}
+            candidate.backend,
+            candidate.template,
+            **{key: kept_value for key, kept_value in config.items() if key != name},
         )
     for other in others:
         yield replace(candidate, template=other.template)
@@ -170,7 +174,7 @@ def _listed(backend: Backend, problem: Problem, target: Target) -> list[Candidat
     return [item for item in backend.candidates(problem, target) if isinstance(item, Candidate)]
 
 
-def test_backends_know_the_layout_that_a_loaded_kernel_wants() -> None:
+def test_packing_of_equals_the_packing_of_the_loaded_kernel() -> None:
     for problem in problems():
         for name in ("aten", "native"):
             backend, seen = backends.get(name), set()
@@ -181,24 +185,24 @@ def test_backends_know_the_layout_that_a_loaded_kernel_wants() -> None:
                     assert backend.packing_of(problem, candidate) == kernel.packing
 
 
-def test_native_kernels_for_another_cpu_are_judged_by_its_features() -> None:
-    """A target without AVX-512 has no AVX-512 kernels, whatever this machine has."""
-    old = replace(current_target(), name="an old CPU", isa=("avx2", "fma", "f16c"))
-    names = {candidate["isa"] for candidate in _listed(backends.get("native"), RAW, old)}
+def test_native_legality_depends_on_the_isa_of_the_target() -> None:
+    """A target without AVX-512 has no AVX-512 candidates, even on a machine with AVX-512."""
+    without_avx512 = replace(current_target(), name="an old CPU", isa=("avx2", "fma", "f16c"))
+    names = {candidate["isa"] for candidate in _listed(backends.get("native"), RAW, without_avx512)}
     assert names == {"avx2", "portable"}
-    new = Candidate.make("native", "raw", **{**dict(native(RAW, "raw").config), "isa": "avx512"})  # type: ignore[arg-type]
-    assert backends.get("native").why_illegal(RAW, new, old)
+    avx512_candidate = Candidate.make("native", "raw", **{**dict(native(RAW, "raw").config), "isa": "avx512"})  # type: ignore[arg-type]
+    assert backends.get("native").why_illegal(RAW, avx512_candidate, without_avx512)
 
 
 # Stores.
 
 
 def forged_decisions() -> list[Decision]:
-    """Decisions whose kernels are not legal, or whose recorded packing is not the kernel's."""
+    """Return decisions whose candidate is illegal, or whose recorded packing is not that of the candidate."""
     raw, packed = native(RAW, "raw"), native(CONSTANT, "packed")
     rows: list[tuple[Problem, Evidence]] = [
-        (RAW.with_m(1), evidence(changed(raw, {"nr": 7}), 0.1)),
-        (RAW.with_m(2), evidence(changed(raw, {"mr": 4.0}), 0.1)),
+        (RAW.with_m(1), evidence(with_config(raw, {"nr": 7}), 0.1)),
+        (RAW.with_m(2), evidence(with_config(raw, {"mr": 4.0}), 0.1)),
         (CONSTANT.with_m(3), evidence(packed, 0.1)),
         (CONSTANT.with_m(4), msgspec.structs.replace(evidence(packed, 0.1), packing="native:k1/float32/nr48")),
         (RAW.with_m(5), evidence(Candidate.make("aten", "gone"), 0.1)),
@@ -218,14 +222,14 @@ def test_store_verify_names_every_forged_decision(tmp_path: Path) -> None:
     assert len(lines) == len(forged_decisions())
 
 
-def test_import_leaves_forged_decisions_out(tmp_path: Path) -> None:
-    store, left_out = MemoryStore(), list[str]()
+def test_import_skips_forged_decisions(tmp_path: Path) -> None:
+    store, messages = MemoryStore(), list[str]()
     for decision in (decide(RAW.with_m(9)), *forged_decisions()):
         store.put(current_target(), decision)
     store.export(tmp_path / "all.json")
-    fresh = SqliteStore(tmp_path / "store.db")
-    assert fresh.import_(tmp_path / "all.json", left_out.append) == 1
-    assert [decision.problem["m"] for decision in fresh.decisions()] == [9]
-    assert fresh.verify() == []
-    fresh.close()
-    assert len(left_out) == len(forged_decisions())
+    imported = SqliteStore(tmp_path / "store.db")
+    assert imported.import_(tmp_path / "all.json", messages.append) == 1
+    assert [decision.problem["m"] for decision in imported.decisions()] == [9]
+    assert imported.verify() == []
+    imported.close()
+    assert len(messages) == len(forged_decisions())

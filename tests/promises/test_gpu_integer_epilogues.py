@@ -1,4 +1,4 @@
-"""A GPU kernel computes an epilogue of integers exactly, or it is not offered."""
+"""Tests that a GPU kernel computes an integer epilogue exactly, or is not listed for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gemmtune.backends.gpu.rules import float_at, why_no_gpu_kernel
 from gemmtune.core.epilogue import Step
 from gemmtune.core.workloads import build, int_problem
 from gemmtune.verify.oracle import _needs_float
-from helpers.gpus import H200, legal, reasons
+from helpers.gpus import H200, illegal_reasons, legal_candidates
 
 NUMBERS = (1.0, 2.0, -3.0, 0.0, 0.5, 2.0**31 - 1, -(2.0**31), 2.0**31, 1e10, -1e18, math.inf, -math.inf)
 STEPS = [
@@ -28,13 +28,15 @@ STEPS = [
 
 @pytest.mark.parametrize("out_dtype", ["int32", "int8", "float32"])
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.key)
-def test_what_the_reference_computes_exactly_no_kernel_computes_in_float32(step: Step, out_dtype: str) -> None:
+def test_kernels_compute_exactly_the_integer_steps_that_the_reference_computes_exactly(
+    step: Step, out_dtype: str
+) -> None:
     problem = replace(int_problem(4, 32, 64), epilogue=(step,), out_dtype=out_dtype)
     exact_in_kernels = float_at(problem) > 0
     representable = all(abs(x) < math.inf for x in ((step.value,) if step.kind != "clamp" else (0.0,)))
     exact_in_reference = representable and not _needs_float(step)
-    infinite_the_wrong_way = step.kind == "clamp" and (step.lo == math.inf or step.hi == -math.inf)
-    if exact_in_reference and not exact_in_kernels and not infinite_the_wrong_way and not why_no_gpu_kernel(problem):
+    has_empty_range = step.kind == "clamp" and (step.lo == math.inf or step.hi == -math.inf)
+    if exact_in_reference and not exact_in_kernels and not has_empty_range and not why_no_gpu_kernel(problem):
         # Only a product with a value, which Step does not have, may differ.
         assert step.kind == "mul"
     if exact_in_kernels:
@@ -42,20 +44,20 @@ def test_what_the_reference_computes_exactly_no_kernel_computes_in_float32(step:
 
 
 @pytest.mark.parametrize("name", ["triton", "cuda", "cublaslt"])
-def test_steps_whose_numbers_int32_does_not_hold_are_refused_in_words(name: str) -> None:
+def test_steps_with_values_outside_int32_are_refused_with_a_reason(name: str) -> None:
     for step in (Step("bias", "col", "int32", value=1e10), Step("clamp", lo=-1e10, hi=3e9)):
         problem = replace(int_problem(4, 32, 64), epilogue=(step,), out_dtype="int8")
-        assert legal(backends.get(name), problem, H200) == []
-        assert any("int32" in reason for reason in reasons(backends.get(name), problem, H200))
+        assert legal_candidates(backends.get(name), problem, H200) == []
+        assert any("int32" in reason for reason in illegal_reasons(backends.get(name), problem, H200))
 
 
 @pytest.mark.parametrize("name", ["triton", "cuda", "cublaslt"])
-def test_no_float_product_is_truncated_to_int32(name: str) -> None:
+def test_float_products_with_int32_outputs_are_refused(name: str) -> None:
     problem = replace(build(4, 32, 64, "bf16"), out_dtype="int32")
-    assert legal(backends.get(name), problem, H200) == []
+    assert legal_candidates(backends.get(name), problem, H200) == []
 
 
-def test_cublaslt_adds_nothing_to_products_of_integers() -> None:
+def test_cublaslt_refuses_epilogues_of_integer_products() -> None:
     problem = replace(int_problem(32, 32, 64), epilogue=(Step("relu"),))
-    assert legal(backends.get("cublaslt"), problem, H200) == []
-    assert any("take no epilogue" in reason for reason in reasons(backends.get("cublaslt"), problem, H200))
+    assert legal_candidates(backends.get("cublaslt"), problem, H200) == []
+    assert any("take no epilogue" in reason for reason in illegal_reasons(backends.get("cublaslt"), problem, H200))

@@ -1,4 +1,4 @@
-"""Stores that cannot be written, are no stores or are locked; text in them that acts; files on a full disk."""
+"""Tests of stores that are read-only, damaged or locked, of control characters in them, and of files on a full disk."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ import gemmtune.tuning.tuner
 from gemmtune.core import files
 from gemmtune.core.decision import Decision
 from gemmtune.core.errors import StoreBusy, StoreError
+from gemmtune.core.events import DecisionsUnstored, Event
 from gemmtune.core.printable import visible
 from gemmtune.core.problem import Problem
 from gemmtune.core.target import Target
@@ -34,20 +35,20 @@ from gemmtune.store.base import SHORT_TIMEOUT_S
 from helpers import command
 from helpers.factories import make_decision, make_legal_decision
 
-NASTY = "a\x1b]0;title\x07\x1b[2J\nerror: forged [bold]b[/] \u202e\x9b31m"
+CONTROL_TEXT = "a\x1b]0;title\x07\x1b[2J\nerror: forged [bold]b[/] \u202e\x9b31m"
 
 
 @pytest.fixture
-def here() -> Target:
+def current() -> Target:
     return current_target()
 
 
 @pytest.fixture
-def searched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The problems that were searched: a search decides at once."""
+def tuned_keys(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Replace the search by an immediate decision, and return the list of the keys of tuned problems."""
     problems: list[str] = []
 
-    def decide(self: Any, problem: Problem, crew: object) -> Decision:
+    def decide(self: Any, problem: Problem, pool: object) -> Decision:
         problems.append(problem.key)
         decision = make_decision(problem, "winner", self._target)
         self._keep(decision)
@@ -63,7 +64,7 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def read_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SQLite files are opened as a user without write permission would get them (permission bits bind not root)."""
+    """Open SQLite files read-only, as for a user without write permission (permission bits do not bind root)."""
     real = sqlite3.connect
 
     def connect(name: str, **options: Any) -> sqlite3.Connection:
@@ -72,8 +73,8 @@ def read_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sqlite3, "connect", connect)
 
 
-def test_a_store_that_cannot_be_written_is_said_before_the_search(
-    tmp_path: Path, here: Target, searched: list[str], read_only: None
+def test_tune_reports_a_read_only_store_before_the_search(
+    tmp_path: Path, current: Target, tuned_keys: list[str], read_only: None
 ) -> None:
     path = tmp_path / "s.db"
     path.touch()
@@ -82,39 +83,43 @@ def test_a_store_that_cannot_be_written_is_said_before_the_search(
         assert result.code == 1
         assert "cannot" in result.err + result.out
         assert "GEMMTUNE_STORE" in result.err + result.out or "below.db" in result.err
-    assert searched == []
+    assert tuned_keys == []
 
 
-def test_a_default_store_that_cannot_be_written_is_not_replaced_by_memory(
-    tmp_path: Path, searched: list[str], monkeypatch: pytest.MonkeyPatch
+def test_tune_does_not_replace_an_unwritable_default_store_by_memory(
+    tmp_path: Path, tuned_keys: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("GEMMTUNE_STORE", str(tmp_path / "file" / "store.db"))
     result = command.invoke("tune", "4,64,32")
     assert result.code == 1
     assert "file/store.db" in result.err
-    assert searched == []
+    assert tuned_keys == []
 
 
-def test_what_the_store_knows_already_needs_no_writing(
-    tmp_path: Path, here: Target, searched: list[str], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+def test_tune_succeeds_on_a_read_only_store_with_the_decisions(
+    tmp_path: Path,
+    current: Target,
+    tuned_keys: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     path = tmp_path / "s.db"
     with contextlib.closing(open_store(path)) as store:
-        store.put(here, make_decision(build(4, 64, 32, "bf16"), "winner", here))
+        store.put(current, make_decision(build(4, 64, 32, "bf16"), "winner", current))
     request.getfixturevalue("read_only")
     assert command.invoke("tune", "4,64,32", "--store", path).code == 0
     assert command.invoke("tune", "4,64,32", "--store", path, "--force").code == 1
-    assert searched == []
+    assert tuned_keys == []
 
 
-def test_a_store_that_fills_up_later_is_said_and_is_a_failure(
-    tmp_path: Path, searched: list[str], monkeypatch: pytest.MonkeyPatch, here: Target
+def test_tune_reports_decisions_that_a_full_store_did_not_store(
+    tmp_path: Path, tuned_keys: list[str], monkeypatch: pytest.MonkeyPatch, current: Target
 ) -> None:
     path, real = tmp_path / "s.db", SqliteStore.put
 
     def put(self: SqliteStore, target: Target, decision: Decision) -> None:
-        if len(searched) > 1:
+        if len(tuned_keys) > 1:
             raise StoreError("cannot write the store: database or disk is full")
         real(self, target, decision)
 
@@ -122,27 +127,29 @@ def test_a_store_that_fills_up_later_is_said_and_is_a_failure(
     result = command.invoke("tune", "4,64,32", "8,64,32", "16,64,32", "--store", path)
     assert result.code == 1
     assert "2 of 3 decisions are not kept: cannot write the store: database or disk is full" in result.err
-    again = command.invoke("tune", "4,64,32", "8,64,32", "--store", path, "--json")
-    assert again.code == 1
-    assert again.json["not_kept"] == 2
-    assert "full" in again.json["store_error"]
+    second = command.invoke("tune", "4,64,32", "8,64,32", "--store", path, "--json")
+    assert second.code == 1
+    assert second.json["not_kept"] == 2
+    assert "full" in second.json["store_error"]
 
 
-def test_what_was_not_kept_is_kept_once_there_is_room(searched: list[str], here: Target) -> None:
+def test_a_decision_that_was_not_stored_is_stored_with_a_later_one(tuned_keys: list[str], current: Target) -> None:
     class Full(MemoryStore):
         def put(self, target: Target, decision: Decision) -> None:
-            if len(searched) == 1:
+            if len(tuned_keys) == 1:
                 raise StoreError("full")
             super().put(target, decision)
 
     store = Full()
-    tuner = gemmtune.tuning.tuner.Tuner(here, ["aten"], store)
+    events: list[Event] = []
+    tuner = gemmtune.tuning.tuner.Tuner(current, ["aten"], store, progress=events.append)
     tuner.tune([(build(m, 64, 32, "bf16"), 1) for m in (4, 8)])
-    assert len(list(store.decisions(here))) == 2
-    assert tuner.unstored == []
+    assert len(list(store.decisions(current))) == 2
+    failures = [event for event in events if isinstance(event, DecisionsUnstored)]
+    assert failures == [DecisionsUnstored(current.key, 1, "full"), DecisionsUnstored(current.key, 0, "")]
 
 
-def test_the_probe_leaves_nothing_and_meets_a_full_disk(tmp_path: Path) -> None:
+def test_check_writable_writes_no_record_and_raises_on_a_full_disk(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "s.db")
     with contextlib.closing(store):
         store.check_writable()
@@ -160,11 +167,13 @@ def test_the_probe_leaves_nothing_and_meets_a_full_disk(tmp_path: Path) -> None:
 
 
 def foreign(path: Path) -> None:
+    """Write a SQLite database of another application."""
     with contextlib.closing(sqlite3.connect(path)) as connection, connection:
         connection.execute("CREATE TABLE theirs (x)")
 
 
 def truncated(path: Path) -> None:
+    """Write the first half of a store's file."""
     with contextlib.closing(open_store(path)) as store:
         for m in range(1, 20):
             store.put(current_target(), make_decision(build(m, 512, 512, "bf16"), "winner", current_target()))
@@ -197,23 +206,23 @@ COMMANDS = [
 
 @pytest.mark.parametrize("args", COMMANDS, ids=lambda args: " ".join(map(str, args)))
 @pytest.mark.parametrize("kind", FILES)
-def test_what_a_foreign_or_damaged_file_is_is_said(
+def test_commands_name_the_kind_of_a_file_that_is_no_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, args: tuple[object, ...]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    path, (make, words) = tmp_path / "file.db", FILES[kind]
+    path, (make, message) = tmp_path / "file.db", FILES[kind]
     make(path)
     result = command.invoke(*args, "--store", path)
     assert result.code == 1
     assert "the store is empty" not in result.out
-    assert words in (result.out + result.err).replace("\n", " ") or (kind, args[0]) == ("truncated", "explain")
+    assert message in (result.out + result.err).replace("\n", " ") or (kind, args[0]) == ("truncated", "explain")
 
 
-def test_a_damaged_record_is_not_passed_over(tmp_path: Path, here: Target) -> None:
+def test_commands_report_a_damaged_record(tmp_path: Path, current: Target) -> None:
     path, out = tmp_path / "s.db", tmp_path / "out.json"
     with contextlib.closing(open_store(path)) as store:
         for m in (1, 4):
-            store.put(here, make_legal_decision(build(m, 512, 512, "bf16"), here))
+            store.put(current, make_legal_decision(build(m, 512, 512, "bf16"), current))
     with contextlib.closing(sqlite3.connect(path)) as connection, connection:
         connection.execute("UPDATE decisions SET body = x'00' WHERE rowid = (SELECT min(rowid) FROM decisions)")
     listed = command.invoke("store", "ls", "--store", path)
@@ -227,7 +236,7 @@ def test_a_damaged_record_is_not_passed_over(tmp_path: Path, here: Target) -> No
     assert len(json.loads(out.read_text())["decisions"]) == 1
 
 
-def test_a_store_that_somebody_writes_is_not_called_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_locked_store_is_reported_as_locked_and_not_as_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "s.db"
     with contextlib.closing(open_store(path)) as store:
         store.put(current_target(), make_decision(target=current_target()))
@@ -239,18 +248,18 @@ def test_a_store_that_somebody_writes_is_not_called_empty(tmp_path: Path, monkey
     assert "another process is writing it" in result.err
 
 
-# Text that acts
+# Control characters in text
 
 
-def test_visible_text_is_one_line_that_does_nothing() -> None:
-    assert visible(NASTY).isprintable()
+def test_visible_text_is_one_printable_line() -> None:
+    assert visible(CONTROL_TEXT).isprintable()
     assert visible("16x4096 bf16 [a=1] é") == "16x4096 bf16 [a=1] é"
     assert visible("\x1b\n\u202e") == "\\x1b\\n\\u202e"
 
 
 @pytest.fixture
-def nasty(tmp_path: Path, here: Target) -> Path:
-    """A store whose decision has such text wherever there is text."""
+def control_text_store(tmp_path: Path, current: Target) -> Path:
+    """Return the path of a store whose decision has control characters in every text."""
     from dataclasses import replace
 
     import msgspec
@@ -259,19 +268,19 @@ def nasty(tmp_path: Path, here: Target) -> Path:
     from gemmtune.core.decision import LayoutDecision, Verdict
     from gemmtune.store.schema import encode_target
 
-    owner = replace(here, name=NASTY, sources=())
-    candidate = Candidate.make(NASTY, NASTY, config=NASTY)
-    made = make_decision(build(16, 64, 64, "bf16"), "winner", owner)
+    owner = replace(current, name=CONTROL_TEXT, sources=())
+    candidate = Candidate.make(CONTROL_TEXT, CONTROL_TEXT, config=CONTROL_TEXT)
+    plain = make_decision(build(16, 64, 64, "bf16"), "winner", owner)
     rows = []
-    for row in made.evidence:
-        verdict = row.verdict and Verdict("wrong" if row.stage == "failed" else "exact", NASTY)
-        sample = row.sample and msgspec.structs.replace(row.sample, conditions={NASTY: NASTY})
-        rows.append(msgspec.structs.replace(row, reason=NASTY, verdict=verdict, sample=sample))
-    best = msgspec.structs.replace(rows[1], candidate=candidate.to_dict(), id=candidate.id, packing=NASTY)
-    layout = LayoutDecision("winner", candidate.id, NASTY, 0.5, 0.4, 0.6, {NASTY: 0.5})
+    for row in plain.evidence:
+        verdict = row.verdict and Verdict("wrong" if row.stage == "failed" else "exact", CONTROL_TEXT)
+        sample = row.sample and msgspec.structs.replace(row.sample, conditions={CONTROL_TEXT: CONTROL_TEXT})
+        rows.append(msgspec.structs.replace(row, reason=CONTROL_TEXT, verdict=verdict, sample=sample))
+    best = msgspec.structs.replace(rows[1], candidate=candidate.to_dict(), id=candidate.id, packing=CONTROL_TEXT)
+    layout = LayoutDecision("winner", candidate.id, CONTROL_TEXT, 0.5, 0.4, 0.6, {CONTROL_TEXT: 0.5})
     decision = msgspec.structs.replace(
-        made, chosen=candidate.id, evidence=(rows[0], best, *rows[2:]), alternatives={NASTY: candidate.id},
-        stopped=NASTY, layouts={NASTY: layout},
+        plain, chosen=candidate.id, evidence=(rows[0], best, *rows[2:]), alternatives={CONTROL_TEXT: candidate.id},
+        stopped=CONTROL_TEXT, layouts={CONTROL_TEXT: layout},
     )  # fmt: skip
     path = tmp_path / "nasty.db"
     assert encode_target(owner)
@@ -280,36 +289,39 @@ def nasty(tmp_path: Path, here: Target) -> Path:
     return path
 
 
-def lines_of(nasty: Path) -> Iterator[tuple[object, ...]]:
-    listed = command.invoke("store", "ls", "--json", "--store", nasty).json["decisions"]
+def commands_on(control_text_store: Path) -> Iterator[tuple[object, ...]]:
+    """Yield the arguments of commands that show or copy the store's decision."""
+    listed = command.invoke("store", "ls", "--json", "--store", control_text_store).json["decisions"]
     yield ("store", "ls")
     yield ("store", "show", listed[0]["id"])
     yield ("store", "verify")
     yield ("explain", 16, 64, 64, "--any-machine")
-    yield ("store", "export", nasty.with_suffix(".json"))
-    yield ("store", "import", nasty.with_suffix(".json"))
-    yield ("tune", f"nothing\x1b[2J/{NASTY}.py:factory")
+    yield ("store", "export", control_text_store.with_suffix(".json"))
+    yield ("store", "import", control_text_store.with_suffix(".json"))
+    yield ("tune", f"nothing\x1b[2J/{CONTROL_TEXT}.py:factory")
 
 
-def test_no_text_of_a_store_acts_on_the_terminal(nasty: Path) -> None:
-    shown = 0
-    for args in lines_of(nasty):
-        result = command.invoke(*args, "--store", nasty)
+def test_commands_print_no_control_characters_of_a_store(control_text_store: Path) -> None:
+    escapes = 0
+    for args in commands_on(control_text_store):
+        result = command.invoke(*args, "--store", control_text_store)
         for text in (result.out, result.err):
             assert all(line.isprintable() for line in text.split("\n")), (args, text)
             assert not any(line.startswith("error: forged") for line in text.split("\n"))
-            shown += text.count("\\x1b") and text.count("[bold]b[/]")
-    assert shown > 20
+            escapes += text.count("\\x1b") and text.count("[bold]b[/]")
+    assert escapes > 20
 
 
-def test_tuning_shows_such_text_as_it_is(nasty: Path, here: Target, searched: list[str]) -> None:
-    """Tables and progress lines of a decision that was imported."""
+def test_tables_and_progress_lines_print_no_control_characters(
+    control_text_store: Path, current: Target, tuned_keys: list[str]
+) -> None:
+    """An imported decision has such text."""
     from gemmtune.cli.common import plain_console
     from gemmtune.cli.progress import PlainProgress, ProgressState
     from gemmtune.cli.tables import decisions_table
     from gemmtune.core.events import ProblemDone
 
-    with contextlib.closing(open_store(nasty)) as store:
+    with contextlib.closing(open_store(control_text_store)) as store:
         decision = next(store.decisions())
     out = plain_console()
     with out.capture() as capture:
@@ -323,23 +335,27 @@ def test_tuning_shows_such_text_as_it_is(nasty: Path, here: Target, searched: li
         assert "[bold]b[/]" in text.replace("\n", "")
 
 
-def test_warnings_of_a_store_do_not_act(tmp_path: Path, caplog: pytest.LogCaptureFixture, here: Target) -> None:
+def test_warnings_of_a_store_have_no_control_characters(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, current: Target
+) -> None:
     with contextlib.closing(SqliteStore(tmp_path / "s.db")) as store:
-        store.put(here, make_decision(build(4, 64, 32, "bf16"), "winner", here))
+        store.put(current, make_decision(build(4, 64, 32, "bf16"), "winner", current))
         assert store._connection is not None
-        store._connection.execute("UPDATE decisions SET problem_key = ?", (NASTY,))
+        store._connection.execute("UPDATE decisions SET problem_key = ?", (CONTROL_TEXT,))
         assert list(store.decisions()) == []
     assert all(record.getMessage().isprintable() for record in caplog.records)
     assert caplog.records
 
 
-def test_the_report_escapes_such_text(nasty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_has_no_control_characters_of_a_store(
+    control_text_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from gemmtune.report import interactive
 
     for library in ("/* plotly */", None):
         monkeypatch.setattr(interactive, "library", lambda library=library: library)
         output = tmp_path / "r.html"
-        assert command.invoke("report", "-o", output, "--store", nasty, "--all-machines").code == 0
+        assert command.invoke("report", "-o", output, "--store", control_text_store, "--all-machines").code == 0
         text = output.read_text()
         assert all(line.isprintable() for line in text.split("\n"))
 
@@ -348,12 +364,12 @@ def test_the_report_escapes_such_text(nasty: Path, tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("command_line", [("report", "-o"), ("store", "export")])
-def test_a_full_disk_leaves_what_was_there_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: Target, command_line: tuple[str, ...]
+def test_a_failed_write_keeps_the_former_file_and_leaves_no_temporary_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, current: Target, command_line: tuple[str, ...]
 ) -> None:
     path, folder = tmp_path / "s.db", tmp_path / "out"
     with contextlib.closing(open_store(path)) as store:
-        store.put(here, make_decision(build(4, 64, 32, "bf16"), "winner", here))
+        store.put(current, make_decision(build(4, 64, 32, "bf16"), "winner", current))
     folder.mkdir()
     (folder / "file").write_text("the former one")
 
@@ -369,10 +385,10 @@ def test_a_full_disk_leaves_what_was_there_and_nothing_else(
     assert (folder / "file").read_text() == "the former one"
 
 
-def test_a_report_is_for_whoever_may_read_it_and_follows_links(tmp_path: Path, here: Target) -> None:
+def test_a_report_has_the_mode_of_the_umask_and_follows_symbolic_links(tmp_path: Path, current: Target) -> None:
     path = tmp_path / "s.db"
     with contextlib.closing(open_store(path)) as store:
-        store.put(here, make_decision(build(4, 64, 32, "bf16"), "winner", here))
+        store.put(current, make_decision(build(4, 64, 32, "bf16"), "winner", current))
     (tmp_path / "link.html").symlink_to(tmp_path / "real.html")
     assert command.invoke("report", "-o", tmp_path / "link.html", "--store", path).code == 0
     assert (tmp_path / "link.html").is_symlink()
@@ -381,21 +397,23 @@ def test_a_report_is_for_whoever_may_read_it_and_follows_links(tmp_path: Path, h
     assert (tmp_path / "real.html").stat().st_mode & 0o777 == 0o666 & ~mask
 
 
-# Serving beside a writer
+# Dispatch while another process writes the store
 
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on a store's file."""
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN EXCLUSIVE")
         yield
 
 
 @pytest.fixture
-def served(tmp_path: Path, here: Target, monkeypatch: pytest.MonkeyPatch) -> Iterator[SqliteStore]:
+def served_store(tmp_path: Path, current: Target, monkeypatch: pytest.MonkeyPatch) -> Iterator[SqliteStore]:
+    """Make dispatch serve from a SQLite store with one decision."""
     former = RUNTIME._store
     store = SqliteStore(tmp_path / "s.db")
-    store.put(here, make_legal_decision(build(4, 64, 32, "fp32"), here))
+    store.put(current, make_legal_decision(build(4, 64, 32, "fp32"), current))
     RUNTIME.refresh(store)
     monkeypatch.setattr(RUNTIME, "_warned", set())
     yield store
@@ -404,82 +422,86 @@ def served(tmp_path: Path, here: Target, monkeypatch: pytest.MonkeyPatch) -> Ite
     store.close()
 
 
-def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The seconds that SQLite was told to wait for locks, as they come."""
-    seen: list[float] = []
+def record_waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Return a list to which every timeout that SQLite gets for locks is appended, in seconds."""
+    timeouts: list[float] = []
     real = SqliteStore._wait
 
     def wait(self: SqliteStore, seconds: float) -> None:
-        seen.append(seconds)
+        timeouts.append(seconds)
         real(self, seconds)
 
     monkeypatch.setattr(SqliteStore, "_wait", wait)
-    return seen
+    return timeouts
 
 
-def test_a_call_does_not_wait_for_a_locked_store_and_looks_again(
-    served: SqliteStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_call_does_not_wait_for_a_locked_store_and_reads_it_later(
+    served_store: SqliteStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from gemmtune.dispatch import runtime
 
     x, w = torch.randn(4, 32), torch.nn.Parameter(torch.randn(64, 32), requires_grad=False)
     monkeypatch.setattr(runtime, "RETRY_S", 0.0)
-    waited = waits(monkeypatch)
-    with caplog.at_level(logging.WARNING, "gemmtune"), locked(served.path):
+    timeouts = record_waits(monkeypatch)
+    with caplog.at_level(logging.WARNING, "gemmtune"), locked(served_store.path):
         for _ in range(3):
             torch.testing.assert_close(gemmtune.linear(x, w), functional.linear(x, w))
-        served.close()  # a process's first call opens the file
+        served_store.close()  # a process's first call opens the file
         torch.testing.assert_close(gemmtune.linear(x, w), functional.linear(x, w))
-    assert waited
-    assert set(waited) == {SHORT_TIMEOUT_S}
+    assert timeouts
+    assert set(timeouts) == {SHORT_TIMEOUT_S}
     assert sum("being written" in record.getMessage() for record in caplog.records) == 1
-    assert DISPATCH_CACHE == {}  # what was served meanwhile is not what serves from now on
+    assert DISPATCH_CACHE == {}  # calls that were served meanwhile are not cached
     gemmtune.linear(x, w)
     assert len(DISPATCH_CACHE) == 1
     assert next(iter(RUNTIME._indices.values()))._points
 
 
-def test_a_busy_store_is_not_asked_by_every_call(served: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_locked_store_is_not_read_at_every_call(served_store: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> None:
     x, w = torch.randn(4, 32), torch.randn(64, 32)
-    waited = waits(monkeypatch)
-    with locked(served.path):
+    timeouts = record_waits(monkeypatch)
+    with locked(served_store.path):
         for _ in range(5):
             gemmtune.linear(x, w)
-    assert len(waited) == 1
+    assert len(timeouts) == 1
 
 
-def test_a_thread_that_writes_does_not_hold_up_a_call_either(served: SqliteStore) -> None:
-    held, done = threading.Event(), threading.Event()
+def test_a_read_with_a_short_timeout_does_not_wait_for_another_thread(served_store: SqliteStore) -> None:
+    has_lock, done = threading.Event(), threading.Event()
 
     def write() -> None:
-        with served._lock:
-            held.set()
+        with served_store._lock:
+            has_lock.set()
             done.wait(60)
 
     thread = threading.Thread(target=write)
     thread.start()
-    held.wait(60)
+    has_lock.wait(60)
     try:
-        with served.short_timeout(), pytest.raises(StoreBusy):
-            served.get(current_target(), "any")
+        with served_store.short_timeout(), pytest.raises(StoreBusy):
+            served_store.get(current_target(), "any")
     finally:
         done.set()
         thread.join()
-    assert served.get(current_target(), "any") is None
+    assert served_store.get(current_target(), "any") is None
 
 
-def test_a_tuner_still_waits_for_a_writer(served: SqliteStore, here: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    waited = waits(monkeypatch)
-    with served.short_timeout():
-        served.get(here, "any")
-    served.get(here, "any")
-    served.put(here, make_legal_decision(build(8, 64, 32, "fp32"), here))
-    assert waited == [SHORT_TIMEOUT_S, 10.0, 10.0]
+def test_reads_and_writes_without_a_short_timeout_wait_for_a_writer(
+    served_store: SqliteStore, current: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timeouts = record_waits(monkeypatch)
+    with served_store.short_timeout():
+        served_store.get(current, "any")
+    served_store.get(current, "any")
+    served_store.put(current, make_legal_decision(build(8, 64, 32, "fp32"), current))
+    assert timeouts == [SHORT_TIMEOUT_S, 10.0, 10.0]
 
 
-def test_on_miss_does_not_tune_what_a_busy_store_may_know(served: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Problem] = []
-    monkeypatch.setattr(RUNTIME, "miss_hook", lambda problem, device: asked.append(problem))
-    with gemmtune.policy("on-miss"), locked(served.path):
+def test_on_miss_does_not_tune_while_the_store_is_locked(
+    served_store: SqliteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missed: list[Problem] = []
+    monkeypatch.setattr(RUNTIME, "miss_hook", lambda problem, device: missed.append(problem))
+    with gemmtune.policy("on-miss"), locked(served_store.path):
         gemmtune.linear(torch.randn(4, 32), torch.randn(64, 32))
-        assert asked == []
+        assert missed == []

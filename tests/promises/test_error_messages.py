@@ -1,4 +1,4 @@
-"""Errors name the function that was called and the argument; a factory gets a torch.dtype; rows of times add up."""
+"""Tests of error messages, of the dtype that model factories get, and of the times and ratios in tables."""
 
 from __future__ import annotations
 
@@ -49,49 +49,49 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("place", range(len(CALLS)))
-def test_errors_name_the_function_and_the_argument(place: int) -> None:
-    call, words = CALLS[place]
-    with pytest.raises((TypeError, ValueError, gemmtune.GemmtuneError), match=words):
+@pytest.mark.parametrize("index", range(len(CALLS)))
+def test_errors_name_the_function_and_the_argument(index: int) -> None:
+    call, message = CALLS[index]
+    with pytest.raises((TypeError, ValueError, gemmtune.GemmtuneError), match=message):
         call()
 
 
-def test_a_factory_gets_a_torch_dtype() -> None:
-    def plain(dtype, layers=1):  # type: ignore[no-untyped-def]
+def test_a_factory_without_a_dtype_name_gets_a_torch_dtype() -> None:
+    def unannotated(dtype, layers=1):  # type: ignore[no-untyped-def]
         return print, (dtype,)
 
-    def typed(dtype: torch.dtype = torch.float32) -> Any:
+    def annotated(dtype: torch.dtype = torch.float32) -> Any:
         return print, (dtype,)
 
-    for factory in (plain, typed):
+    for factory in (unannotated, annotated):
         for name, dtype in (("bf16", torch.bfloat16), ("fp64", torch.float64), ("fp8", torch.float8_e4m3fn)):
             assert call_factory(factory, name)[1] == [(dtype,)]
         with pytest.raises(typer.BadParameter, match="int8wo is none"):
             call_factory(factory, "int8wo")
 
 
-def test_a_factory_that_takes_names_gets_the_name() -> None:
+def test_a_factory_with_a_string_dtype_gets_the_name() -> None:
     def annotated(dtype: str) -> Any:
         return print, (dtype,)
 
-    def by_default(dtype="bf16"):  # type: ignore[no-untyped-def]
+    def with_default(dtype="bf16"):  # type: ignore[no-untyped-def]
         return print, (dtype,)
 
-    for factory in (annotated, by_default):
+    for factory in (annotated, with_default):
         assert call_factory(factory, "int8wo")[1] == [("int8wo",)]
         with pytest.raises(typer.BadParameter, match="unknown dtype"):
             call_factory(factory, "bfloat")
 
 
-def test_times_of_a_row_are_those_that_its_ratio_is_of() -> None:
-    """Another way of ATen's that a rough moment made fast is not what the winner was compared with."""
-    made = make_decision(aten_s=94e-6)
-    luckier = make_evidence(ATEN.make("aten", "matmul"), "screened", 49.2e-6, ratio=0.6)
-    winner = made.find(made.chosen)
+def test_the_times_of_a_row_are_the_times_of_its_ratio() -> None:
+    """A candidate of ATen that was fast in screening alone is not the baseline of the ratio."""
+    original = make_decision(aten_s=94e-6)
+    screened = make_evidence(ATEN.make("aten", "matmul"), "screened", 49.2e-6, ratio=0.6)
+    winner = original.find(original.chosen)
     assert winner is not None
     layout = LayoutDecision("winner", winner.id, ATEN.id, 0.5, 0.49, 0.51)
     for layouts in ({"": layout}, {}):
-        decision = msgspec.structs.replace(made, evidence=(*made.evidence, luckier), layouts=layouts)
+        decision = msgspec.structs.replace(original, evidence=(*original.evidence, screened), layouts=layouts)
         row = summarize(decision)
         assert row.aten_id == ATEN.id
         assert row.aten_s is not None
@@ -100,5 +100,5 @@ def test_times_of_a_row_are_those_that_its_ratio_is_of() -> None:
         assert best_by_backend(decision)["aten"].id == ATEN.id
 
 
-def test_a_table_says_what_its_ratio_is() -> None:
+def test_the_caption_of_a_decisions_table_defines_the_ratio() -> None:
     assert "median of the ratios" in str(decisions_table([make_decision()]).caption)

@@ -1,4 +1,4 @@
-"""Whatever holds a product is served or named with a reason: Conv1D, projections, any Parameter of a product."""
+"""Tests that ``optimize`` packs every weight of a product or names the reason: Conv1D, projections, any Parameter."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from gemmtune.nn import PackedTensor
 from gemmtune.nn.observe import observe
 from gemmtune.nn.sites import find_sites
 from gemmtune.store import MemoryStore
-from helpers.serving import RAN
-from helpers.tuned_models import ready, teach
+from helpers.serving import TOY_RUNS
+from helpers.tuned_models import prepare_model, store_toy_decisions
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated")
 
 K, N, HEADS = 16, 24, 2
 
 
-def close(got: Tensor, wanted: Tensor) -> None:
+def assert_close(got: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
 
 
 class Conv1D(nn.Module):
-    """transformers' linear with its weight [K, N]."""
+    """Linear module of transformers with a weight [K, N]."""
 
     def __init__(self, n: int = N, k: int = K) -> None:
         super().__init__()
@@ -45,17 +45,17 @@ class Conv1D(nn.Module):
         return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(size)
 
 
-class Free(nn.Module):
-    """A product by a Parameter of another name, in the way that ``how`` has it; ``turned`` weights are [K, N]."""
+class ParameterProduct(nn.Module):
+    """Module whose forward is ``product(x, weight, bias)``. The weight is [K, N] if ``transposed``, else [N, K]."""
 
-    def __init__(self, how: Callable[[Tensor, Tensor, Tensor], Tensor], turned: bool) -> None:
+    def __init__(self, product: Callable[[Tensor, Tensor, Tensor], Tensor], transposed: bool) -> None:
         super().__init__()
-        self.table = nn.Parameter(torch.randn(K, N) if turned else torch.randn(N, K))
+        self.table = nn.Parameter(torch.randn(K, N) if transposed else torch.randn(N, K))
         self.shift = nn.Parameter(torch.randn(N))
-        self.how = how
+        self.product = product
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.how(x, self.table, self.shift)
+        return self.product(x, self.table, self.shift)
 
 
 PRODUCTS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], bool]] = {
@@ -77,11 +77,11 @@ PRODUCTS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], bool]] = {
 }
 
 
-@pytest.mark.parametrize("how", PRODUCTS)
+@pytest.mark.parametrize("product", PRODUCTS)
 @pytest.mark.parametrize("memory", [1.25, 4])
-def test_any_parameter_of_a_product_is_served(how: str, memory: float, own_store: MemoryStore) -> None:
+def test_a_parameter_of_a_product_is_packed_and_served(product: str, memory: float, own_store: MemoryStore) -> None:
     x = torch.randn(1, 3, K)
-    model = ready(nn.Sequential(Free(*PRODUCTS[how])), x, own_store)
+    model = prepare_model(nn.Sequential(ParameterProduct(*PRODUCTS[product])), x, own_store)
     wanted, stride = model(x), model[0].table.stride()  # type: ignore[index]
     values = {name: value.clone() for name, value in model.state_dict().items()}
     handle = gemmtune.optimize(model, x, tune=False, memory=memory)
@@ -91,9 +91,9 @@ def test_any_parameter_of_a_product_is_served(how: str, memory: float, own_store
     assert weight.stride() == stride
     for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
         with mode():
-            RAN.clear()
-            close(model(x), wanted)
-            assert len(RAN) == 1
+            TOY_RUNS.clear()
+            assert_close(model(x), wanted)
+            assert len(TOY_RUNS) == 1
     assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
     handle.restore()
     assert torch.equal(weight, values["0.table"])
@@ -101,7 +101,7 @@ def test_any_parameter_of_a_product_is_served(how: str, memory: float, own_store
 
 
 class Conv1DModel(nn.Module):
-    """Two of GPT-2's linears."""
+    """Model of the two linears of a GPT-2 block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,25 +113,25 @@ class Conv1DModel(nn.Module):
 
 @pytest.fixture
 def optimized(own_store: MemoryStore) -> tuple[nn.Module, nn.Module, Any]:
-    """A model of Conv1Ds, optimized; its copy, which is not; and the handle."""
+    """Return an optimized model of Conv1Ds, its copy that is not optimized, and the handle."""
     x = torch.randn(2, 3, K)
-    model = ready(Conv1DModel(), x, own_store)
+    model = prepare_model(Conv1DModel(), x, own_store)
     plain = copy.deepcopy(model)
     return model, plain, gemmtune.optimize(model, x, tune=False)
 
 
-def test_conv1d_is_served(optimized: tuple[nn.Module, nn.Module, Any]) -> None:
+def test_conv1d_is_served_loaded_copied_saved_and_restored(optimized: tuple[nn.Module, nn.Module, Any]) -> None:
     model, plain, handle = optimized
     assert handle.swapped == {"c_fc": "toy:plain", "c_proj": "toy:plain"}
     assert handle.left == {}
     x = torch.randn(2, 3, K)
-    RAN.clear()
-    close(model(x), plain(x))
-    assert len(RAN) == 2
+    TOY_RUNS.clear()
+    assert_close(model(x), plain(x))
+    assert len(TOY_RUNS) == 2
     other = Conv1DModel().eval().requires_grad_(False)
     model.load_state_dict(other.state_dict())
-    close(model(x), other(x))
-    close(copy.deepcopy(model)(x), other(x))
+    assert_close(model(x), other(x))
+    assert_close(copy.deepcopy(model)(x), other(x))
     buffer = io.BytesIO()
     torch.save(model.c_fc.weight, buffer)
     buffer.seek(0)
@@ -141,7 +141,7 @@ def test_conv1d_is_served(optimized: tuple[nn.Module, nn.Module, Any]) -> None:
     assert torch.equal(model(x), other(x))
 
 
-def test_conv1d_has_the_gradients_of_its_input_and_bias(optimized: tuple[nn.Module, nn.Module, Any]) -> None:
+def test_conv1d_computes_the_gradients_of_its_input_and_bias(optimized: tuple[nn.Module, nn.Module, Any]) -> None:
     model, plain, _ = optimized
     gradients = []
     for each in (plain, model):
@@ -150,7 +150,7 @@ def test_conv1d_has_the_gradients_of_its_input_and_bias(optimized: tuple[nn.Modu
         each(leaf).square().sum().backward()
         gradients.append((leaf.grad, each.c_fc.bias.grad))
     for wanted, got in zip(*gradients, strict=True):
-        close(got / wanted.abs().max(), wanted / wanted.abs().max())
+        assert_close(got / wanted.abs().max(), wanted / wanted.abs().max())
     model.c_fc.weight.requires_grad_(True)
     with pytest.raises(GradError, match=r"no_grad\(\)"):
         model(torch.ones(2, 3, K))
@@ -168,32 +168,35 @@ TRACERS: dict[str, Callable[[nn.Module, Tensor], Callable[[Tensor], Tensor]]] = 
 }
 
 
-def _served_when_traced(model: nn.Module, x: Tensor) -> list[str]:
+def packed_linear_nodes(model: nn.Module, x: Tensor) -> list[str]:
+    """Return the targets of the nodes of packed products in the graph that make_fx traces."""
     graph = make_fx(lambda t: model(t), tracing_mode="symbolic", _allow_non_fake_inputs=True)(x).graph
     return [str(node.target) for node in graph.nodes if "packed_linear" in str(node.target)]
 
 
-@pytest.mark.parametrize("how", TRACERS)
-def test_conv1d_can_be_traced(how: str, optimized: tuple[nn.Module, nn.Module, Any]) -> None:
+@pytest.mark.parametrize("tracer", TRACERS)
+def test_conv1d_can_be_traced(tracer: str, optimized: tuple[nn.Module, nn.Module, Any]) -> None:
     model, plain, _ = optimized
     x = torch.randn(2, 3, K)
     with torch.no_grad():
-        traced = TRACERS[how](model, x)
-        close(traced(x), plain(x))
-        close(traced(-x), plain(-x))
-        assert len(_served_when_traced(model, x)) == 2
+        traced = TRACERS[tracer](model, x)
+        assert_close(traced(x), plain(x))
+        assert_close(traced(-x), plain(-x))
+        assert len(packed_linear_nodes(model, x)) == 2
 
 
-@pytest.mark.parametrize("how", ["x @ w", "x.matmul, not contiguous", "linear of w.t()", "x @ w.mT", "x @ w.T"])
+@pytest.mark.parametrize("product", ["x @ w", "x.matmul, not contiguous", "linear of w.t()", "x @ w.mT", "x @ w.T"])
 @pytest.mark.parametrize("tracer", ["make_fx", "compile", "export", "export strict"])
-def test_products_by_transposes_are_served_when_traced(how: str, tracer: str, own_store: MemoryStore) -> None:
+def test_products_with_transposed_weights_are_served_when_traced(
+    product: str, tracer: str, own_store: MemoryStore
+) -> None:
     x = torch.randn(1, 3, K)
-    model = ready(nn.Sequential(Free(*PRODUCTS[how])), x, own_store)
+    model = prepare_model(nn.Sequential(ParameterProduct(*PRODUCTS[product])), x, own_store)
     wanted = model(x)
     assert gemmtune.optimize(model, x, tune=False).swapped
     with torch.no_grad():
-        close(TRACERS[tracer](model, x)(x), wanted)
-        assert len(_served_when_traced(model, x)) == 1
+        assert_close(TRACERS[tracer](model, x)(x), wanted)
+        assert len(packed_linear_nodes(model, x)) == 1
 
 
 WRITES: dict[str, Callable[[Tensor], Any]] = {
@@ -209,36 +212,40 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("memory", [1.25, 4])
 @pytest.mark.parametrize("make", [lambda: Conv1D(), lambda: nn.Linear(K, N)], ids=["Conv1D", "Linear"])
-@pytest.mark.parametrize("how", WRITES)
-def test_writes_through_a_transpose_arrive(how: str, make: Any, memory: float, own_store: MemoryStore) -> None:
+@pytest.mark.parametrize("write", WRITES)
+def test_writes_through_a_transposed_view_change_the_packed_weight(
+    write: str, make: Any, memory: float, own_store: MemoryStore
+) -> None:
     x = torch.randn(3, K)
-    model = ready(nn.Sequential(make()), x, own_store)
+    model = prepare_model(nn.Sequential(make()), x, own_store)
     plain = copy.deepcopy(model)
     assert gemmtune.optimize(model, x, tune=False, memory=memory).swapped
     with torch.no_grad():
         for each in (plain, model):
-            WRITES[how](each[0].weight)  # type: ignore[index]
+            WRITES[write](each[0].weight)  # type: ignore[index]
         assert torch.equal(model[0].weight, plain[0].weight)  # type: ignore[index]
-        close(model(x), plain(x))
+        assert_close(model(x), plain(x))
 
 
-def test_a_write_to_a_view_of_a_transpose_is_refused(optimized: tuple[nn.Module, nn.Module, Any]) -> None:
+def test_a_write_to_a_row_of_a_transposed_view_is_refused(optimized: tuple[nn.Module, nn.Module, Any]) -> None:
     model, plain, _ = optimized
     with torch.no_grad(), pytest.raises(PackedWeightError, match=r"restore\(\)"):
         model.c_fc.weight.t()[0].zero_()
     assert torch.equal(model.c_fc.weight, plain.c_fc.weight)
 
 
-def test_a_transpose_and_its_copies_are_what_they_were(optimized: tuple[nn.Module, nn.Module, Any]) -> None:
+def test_transposed_views_and_their_copies_have_the_reference_shape_strides_and_values(
+    optimized: tuple[nn.Module, nn.Module, Any],
+) -> None:
     model, plain, _ = optimized
     got, wanted = model.c_fc.weight, plain.c_fc.weight
     assert isinstance(got, PackedTensor)
     assert isinstance(got.t(), PackedTensor)
-    for change in (lambda w: w.t(), lambda w: w.t().t(), lambda w: w.t().contiguous(), lambda w: w.t().clone(),
+    for view in (lambda w: w.t(), lambda w: w.t().t(), lambda w: w.t().contiguous(), lambda w: w.t().clone(),
                    lambda w: w.permute(0, 1), lambda w: w.transpose(0, 0)):  # fmt: skip
-        assert change(got).shape == change(wanted).shape
-        assert change(got).stride() == change(wanted).stride()
-        assert torch.equal(change(got), change(wanted))
+        assert view(got).shape == view(wanted).shape
+        assert view(got).stride() == view(wanted).stride()
+        assert torch.equal(view(got), view(wanted))
     assert torch.equal(got.t().contiguous().view(-1), wanted.t().contiguous().view(-1))
 
 
@@ -258,98 +265,101 @@ ATTENTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", ATTENTIONS)
-def test_projections_of_attention_are_served(case: str, own_store: MemoryStore) -> None:
-    made, called = ATTENTIONS[case]
+def test_the_projections_of_attention_are_served(case: str, own_store: MemoryStore) -> None:
+    options, call_options = ATTENTIONS[case]
     x = torch.randn(4, 4, K)
-    attention = nn.MultiheadAttention(K, HEADS, **made)
-    model = _ready_attention(attention, (x, x, x), called, own_store)
-    wanted = model(x, x, x, **called)
-    handle = gemmtune.optimize(model, {"query": x, "key": x, "value": x, **called}, tune=False)
+    attention = nn.MultiheadAttention(K, HEADS, **options)
+    model = _ready_attention(attention, (x, x, x), call_options, own_store)
+    wanted = model(x, x, x, **call_options)
+    handle = gemmtune.optimize(model, {"query": x, "key": x, "value": x, **call_options}, tune=False)
     assert handle.swapped == {"in_proj_weight": "toy:plain", "out_proj": "toy:plain"}
     for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
         with mode():
-            RAN.clear()
-            got = model(x, x, x, **called)
-            assert len(RAN) == 2
-            close(got[0], wanted[0])
+            TOY_RUNS.clear()
+            got = model(x, x, x, **call_options)
+            assert len(TOY_RUNS) == 2
+            assert_close(got[0], wanted[0])
             if wanted[1] is None:
                 assert got[1] is None
             else:
-                close(got[1], wanted[1])
-    if "attn_mask" not in called:
+                assert_close(got[1], wanted[1])
+    if "attn_mask" not in call_options:
         padding = torch.tensor([[False, False, False, True]] * 4)
         handle.restore()
-        wanted = model(x, x, x, key_padding_mask=padding, **called)
-        gemmtune.optimize(model, {"query": x, "key": x, "value": x, **called}, tune=False)
-        close(model(x, x, x, key_padding_mask=padding, **called)[0], wanted[0])
+        wanted = model(x, x, x, key_padding_mask=padding, **call_options)
+        gemmtune.optimize(model, {"query": x, "key": x, "value": x, **call_options}, tune=False)
+        assert_close(model(x, x, x, key_padding_mask=padding, **call_options)[0], wanted[0])
 
 
 def _ready_attention(
-    model: nn.Module, inputs: tuple[Tensor, ...], called: dict[str, Any], store: MemoryStore
+    model: nn.Module, inputs: tuple[Tensor, ...], call_options: dict[str, Any], store: MemoryStore
 ) -> nn.Module:
-    ready(nn.Identity(), inputs[0], store)
+    """Store a decision for every product of this call, and return the model for inference."""
+    prepare_model(nn.Identity(), inputs[0], store)
     model.eval().requires_grad_(False)
     with gemmtune.record() as recorded:
-        model(*inputs, **called)
-    teach(store, recorded.problems)
+        model(*inputs, **call_options)
+    store_toy_decisions(store, recorded.problems)
     return model
 
 
-def test_projections_of_other_sizes_are_served(own_store: MemoryStore) -> None:
+def test_attention_with_separate_projection_weights_is_served(own_store: MemoryStore) -> None:
     query, key, value = torch.randn(3, 2, K), torch.randn(5, 2, 8), torch.randn(5, 2, 12)
     attention = nn.MultiheadAttention(K, HEADS, kdim=8, vdim=12)
     model = _ready_attention(attention, (query, key, value), {}, own_store)
     wanted = model(query, key, value)
     handle = gemmtune.optimize(model, (query, key, value), tune=False)
     assert handle.swapped.keys() == {"q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj"}
-    RAN.clear()
+    TOY_RUNS.clear()
     for got, want in zip(model(query, key, value), wanted, strict=True):
-        close(got, want)
-    assert len(RAN) == 4
+        assert_close(got, want)
+    assert len(TOY_RUNS) == 4
 
 
 @pytest.mark.parametrize("memory", [1.25, 4])
-def test_parts_of_a_projection_are_left_with_the_reason(memory: float, own_store: MemoryStore) -> None:
+def test_a_projection_weight_that_is_multiplied_in_parts_is_left_with_the_reason(
+    memory: float, own_store: MemoryStore
+) -> None:
     query, key = torch.randn(3, 2, K), torch.randn(5, 2, K)
     model = _ready_attention(nn.MultiheadAttention(K, HEADS), (query, key, key), {}, own_store)
     wanted = model(query, key, key)
     handle = gemmtune.optimize(model, (query, key, key), tune=False, memory=memory)
     assert handle.swapped.keys() == {"out_proj"}
     assert "multiplied by linear in a way" in handle.left["in_proj_weight"]
-    close(model(query, key, key)[0], wanted[0])
+    assert_close(model(query, key, key)[0], wanted[0])
 
 
-def test_a_packed_projection_serves_cross_attention_too(own_store: MemoryStore) -> None:
+def test_a_packed_projection_computes_cross_attention(own_store: MemoryStore) -> None:
     x, key = torch.randn(3, 2, K), torch.randn(5, 2, K)
     model = _ready_attention(nn.MultiheadAttention(K, HEADS), (x, x, x), {}, own_store)
     wanted = model(x, key, key)
     assert len(gemmtune.optimize(model, (x, x, x), tune=False).swapped) == 2
     with torch.no_grad():
-        close(model(x, key, key)[0], wanted[0])
-        compiled = torch.compile(lambda *given: model(*given)[0], fullgraph=True, backend="aot_eager")
-        close(compiled(x, key, key), wanted[0])
+        assert_close(model(x, key, key)[0], wanted[0])
+        compiled = torch.compile(lambda *inputs: model(*inputs)[0], fullgraph=True, backend="aot_eager")
+        assert_close(compiled(x, key, key), wanted[0])
 
 
-@pytest.mark.parametrize("how", ["make_fx", "compile", "export", "export strict"])
-def test_an_encoder_layer_can_be_traced(how: str, own_store: MemoryStore) -> None:
+@pytest.mark.parametrize("tracer", ["make_fx", "compile", "export", "export strict"])
+def test_an_encoder_layer_can_be_traced(tracer: str, own_store: MemoryStore) -> None:
     x = torch.randn(2, 4, K)
-    model = ready(nn.TransformerEncoderLayer(K, HEADS, 2 * K, batch_first=True), x, own_store)
+    model = prepare_model(nn.TransformerEncoderLayer(K, HEADS, 2 * K, batch_first=True), x, own_store)
     with torch.no_grad():
         wanted = model(x)
         handle = gemmtune.optimize(model, x, tune=False)
         assert handle.swapped.keys() == {"self_attn.in_proj_weight", "self_attn.out_proj", "linear1", "linear2"}
         assert handle.left == {}
-        RAN.clear()
-        close(model(x), wanted)
-        assert len(RAN) == 4
-        traced = TRACERS[how](model, x)
-        close(traced(x), wanted)
+        TOY_RUNS.clear()
+        assert_close(model(x), wanted)
+        assert len(TOY_RUNS) == 4
+        traced = TRACERS[tracer](model, x)
+        assert_close(traced(x), wanted)
 
 
-# --- what is left --------------------------------------------------------------------------------------------------
+# --- weights that are not packed ----------------------------------------------------------------------------------
 
 
-class BothWays(nn.Module):
+class MultipliedByWeightAndTranspose(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.code = nn.Parameter(torch.randn(K, K))
@@ -358,16 +368,18 @@ class BothWays(nn.Module):
         return torch.relu(x @ self.code) @ self.code.t()
 
 
-def test_a_weight_multiplied_both_ways_is_left(own_store: MemoryStore) -> None:
+def test_a_weight_multiplied_with_and_without_transpose_is_packed_only_beside_its_raw_copy(
+    own_store: MemoryStore,
+) -> None:
     x = torch.randn(3, K)
-    model = ready(BothWays(), x, own_store)
+    model = prepare_model(MultipliedByWeightAndTranspose(), x, own_store)
     wanted = model(x)
     assert "read besides its product, by matmul" in gemmtune.optimize(model, x, tune=False).left["code"]
     assert gemmtune.optimize(model, x, tune=False, memory=4).swapped.keys() == {"code"}
-    close(model(x), wanted)
+    assert_close(model(x), wanted)
 
 
-OTHERS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+UNSUPPORTED_PRODUCTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "einsum": lambda x, w, b: torch.einsum("bmk,nk->bmn", x, w),
     "bmm": lambda x, w, b: torch.bmm(x, w.t()[None].expand(1, -1, -1)),
     "addmm": lambda x, w, b: torch.addmm(b, x[0], w.t(), alpha=2)[None],
@@ -376,17 +388,17 @@ OTHERS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("how", OTHERS)
-def test_other_products_are_named(how: str, own_store: MemoryStore) -> None:
+@pytest.mark.parametrize("product", UNSUPPORTED_PRODUCTS)
+def test_unsupported_products_are_left_with_their_name(product: str, own_store: MemoryStore) -> None:
     x = torch.randn(1, 3, K)
-    model = ready(nn.Sequential(Free(OTHERS[how], False)), x, own_store)
+    model = prepare_model(nn.Sequential(ParameterProduct(UNSUPPORTED_PRODUCTS[product], False)), x, own_store)
     handle = gemmtune.optimize(model, x, tune=False)
-    assert f"is multiplied by {how}" in handle.left["0.table"]
+    assert f"is multiplied by {product}" in handle.left["0.table"]
     assert handle.swapped == {}
 
 
-class Language(nn.Module):
-    """GPT-2's outline: positions and tokens are looked up, and the head shares the tokens' weight."""
+class LanguageModel(nn.Module):
+    """Model as GPT-2: embeddings of tokens and positions, and a head that shares the token embedding's weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -401,9 +413,9 @@ class Language(nn.Module):
         return self.lm_head(self.norm(self.mlp(x) * self.gate))
 
 
-def test_what_holds_no_product_is_not_named(own_store: MemoryStore) -> None:
+def test_weights_without_a_product_are_not_reported(own_store: MemoryStore) -> None:
     ids = torch.tensor([1, 5, 2])
-    model = ready(Language(), ids, own_store)
+    model = prepare_model(LanguageModel(), ids, own_store)
     wanted = model(ids)
     handle = gemmtune.optimize(model, ids, tune=False)
     assert handle.swapped.keys() == {"mlp.c_fc", "mlp.c_proj"}
@@ -411,7 +423,7 @@ def test_what_holds_no_product_is_not_named(own_store: MemoryStore) -> None:
     handle.restore()
     handle = gemmtune.optimize(model, ids, tune=False, memory=4)
     assert handle.swapped.keys() == {"mlp.c_fc", "mlp.c_proj", "lm_head"}
-    close(model(ids), wanted)
+    assert_close(model(ids), wanted)
 
 
 class Decaying(nn.Module):
@@ -423,48 +435,48 @@ class Decaying(nn.Module):
         return x @ self.table.mul_(0.5)
 
 
-def test_a_weight_that_forward_writes_is_left(own_store: MemoryStore) -> None:
+def test_a_weight_that_forward_writes_is_left_with_the_reason(own_store: MemoryStore) -> None:
     x = torch.randn(3, K)
-    model = ready(Decaying(), x, own_store)
+    model = prepare_model(Decaying(), x, own_store)
     assert "read besides its product, by mul_" in gemmtune.optimize(model, x, tune=False).left["table"]
 
 
-def test_a_second_time_only_names_what_is_not_packed(own_store: MemoryStore) -> None:
+def test_optimizing_a_second_time_reports_nothing_for_packed_weights(own_store: MemoryStore) -> None:
     x = torch.randn(3, 2, K)
     model = _ready_attention(nn.MultiheadAttention(K, HEADS), (x, x, x), {}, own_store)
     assert len(gemmtune.optimize(model, (x, x, x), tune=False).swapped) == 2
-    again = gemmtune.optimize(model, (x, x, x), tune=False)
-    assert again.swapped == again.left == {}
+    second = gemmtune.optimize(model, (x, x, x), tune=False)
+    assert second.swapped == second.left == {}
 
 
 def test_tied_linears_are_served_by_one_packed_weight(own_store: MemoryStore) -> None:
     x = torch.randn(3, K)
     first, second = nn.Linear(K, K), nn.Linear(K, K)
     second.weight = first.weight
-    model = ready(nn.Sequential(first, second), x, own_store)
+    model = prepare_model(nn.Sequential(first, second), x, own_store)
     wanted = model(x)
     handle = gemmtune.optimize(model, x, tune=False, memory=4)
     assert handle.swapped.keys() == {"0", "1"}
-    close(model(x), wanted)
+    assert_close(model(x), wanted)
     handle.restore()
     assert first.weight is second.weight
     assert torch.equal(model(x), wanted)
 
 
-def test_what_is_served_is_tuned(own_store: MemoryStore) -> None:
-    """A detached weight is a variable for record(), and is packed all the same."""
+def test_a_product_with_a_detached_weight_is_recorded_with_a_constant_operand(own_store: MemoryStore) -> None:
+    """record() alone sees a detached weight as a variable; ``optimize`` packs it."""
     x = torch.randn(1, 3, K)
-    model = nn.Sequential(Free(lambda x, w, b: F.linear(x, w.detach(), b), False)).eval()
+    model = nn.Sequential(ParameterProduct(lambda x, w, b: F.linear(x, w.detach(), b), False)).eval()
     sites = find_sites(model, 1.25, {})
     recorded = observe(model, x, sites, {})
-    ran = {problem for site in sites for problem in site.ran}
-    assert len(ran) == 1
-    assert ran <= {problem for problem, _ in recorded.problems}
-    assert all(problem.b.constant for problem in ran)
+    problems = {problem for site in sites for problem in site.ran}
+    assert len(problems) == 1
+    assert problems <= {problem for problem, _ in recorded.problems}
+    assert all(problem.b.constant for problem in problems)
 
 
-class Gptq(nn.Module):
-    """Integers in a form that gemmtune does not know."""
+class GptqLinear(nn.Module):
+    """Module with an integer weight in a format that gemmtune does not support."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -475,32 +487,32 @@ class Gptq(nn.Module):
         return x @ (self.qweight.repeat_interleave(8, 0).to(x.dtype) * self.scales)
 
 
-class Wrapped(torch.Tensor):
-    """A library's own quantised tensor."""
+class LibraryTensor(torch.Tensor):
+    """Tensor subclass as a quantisation library has it."""
 
 
-class OfSubclass(nn.Module):
+class LinearWithSubclassWeight(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("weight", torch.randint(-9, 9, (N, K), dtype=torch.int8).as_subclass(Wrapped))
+        self.register_buffer("weight", torch.randint(-9, 9, (N, K), dtype=torch.int8).as_subclass(LibraryTensor))
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.as_subclass(Tensor).to(x.dtype))
 
 
-def test_quantised_weights_that_nobody_knows_are_named(own_store: MemoryStore) -> None:
+def test_quantised_weights_of_unknown_formats_are_left_with_the_reason(own_store: MemoryStore) -> None:
     x = torch.randn(3, K)
-    model = nn.ModuleDict({"gptq": Gptq(), "wrapped": OfSubclass()})
+    model = nn.ModuleDict({"gptq": GptqLinear(), "wrapped": LinearWithSubclassWeight()})
     model.forward = lambda t: model["gptq"](t) + model["wrapped"](t)
     model.eval()
     handle = gemmtune.optimize(model, x, tune=False)
     assert "qweight, torch.int32" in handle.left["gptq"]
     assert "register_weight_only" in handle.left["gptq"]
-    assert "Wrapped, a subclass of torch.Tensor" in handle.left["wrapped"]
+    assert "LibraryTensor, a subclass of torch.Tensor" in handle.left["wrapped"]
     assert handle.swapped == {}
 
 
-def test_record_sees_into_attention() -> None:
+def test_record_has_the_products_inside_attention() -> None:
     x = torch.randn(2, 3, K)
     with gemmtune.record() as recorded, torch.no_grad():
         nn.MultiheadAttention(K, HEADS)(x, x, x)

@@ -1,4 +1,4 @@
-"""A process that rewrites a store under the eyes of those who read it, and the Decisions it puts there."""
+"""A process that rewrites a store while other processes read it, and the decisions that it writes."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ from gemmtune.dispatch import current_target
 from gemmtune.store import open_store
 from gemmtune.tuning.candidates import enumerate_candidates
 
-PER_PROBLEM = 12  # candidates that take turns as the chosen one
+PER_PROBLEM = 12  # how many decisions a problem has, each with another winner
 
 
 def decisions_for(problems: Iterable[Problem], target: Target) -> list[Decision]:
-    """For each problem, Decisions that choose different candidates: all of them right, so that any may serve."""
+    """Return decisions for each problem that have different winners, all of them correct."""
     rng = random.Random(1)
-    made = []
+    decisions = []
     for problem in {problem.key: problem for problem in problems}.values():
         candidates, _ = enumerate_candidates(problem, target, backends.names())
         rng.shuffle(candidates)
         kernels = [kernel for candidate in candidates[: 4 * PER_PROBLEM] if (kernel := _load(candidate, problem))]
-        made += [_decision(problem, kernel, target) for kernel in kernels[:PER_PROBLEM]]
-    return made
+        decisions += [_decision(problem, kernel, target) for kernel in kernels[:PER_PROBLEM]]
+    return decisions
 
 
 def _load(candidate: Candidate, problem: Problem) -> Kernel | None:
+    """Return the loaded kernel; None if it cannot be built or loaded."""
     backend = backends.get(candidate.backend)
     try:
         return backend.load(backend.build(problem, candidate, current_target()), problem)
@@ -48,9 +49,10 @@ def _load(candidate: Candidate, problem: Problem) -> Kernel | None:
 
 
 def _decision(problem: Problem, kernel: Kernel, target: Target) -> Decision:
-    plain = AtenBackend().default_candidate(problem)
+    """Return a decision that this kernel won against ATen's default candidate."""
+    default = AtenBackend().default_candidate(problem)
     chosen = kernel.candidate
-    rows = {plain.id: _evidence(plain, None, 2e-6, 1.0), chosen.id: _evidence(chosen, kernel.packing, 1e-6, 0.5)}
+    rows = {default.id: _evidence(default, None, 2e-6, 1.0), chosen.id: _evidence(chosen, kernel.packing, 1e-6, 0.5)}
     return Decision(
         problem.key, problem.to_dict(), target.key, "winner", chosen.id, tuple(rows.values()),
         alternatives={kernel.packing or "": chosen.id}, created=1.0,
@@ -63,69 +65,71 @@ def _evidence(candidate: Candidate, packing: str | None, seconds: float, ratio: 
 
 
 class Rewriter:
-    """Changes the store at ``path``: sound ways, and what a crash, a full disk or a stranger would leave."""
+    """Writer that changes the store at ``path`` by valid writes and by damage, as of crashes and full disks."""
 
     def __init__(self, path: Path, targets: Sequence[Target], decisions: Sequence[Sequence[Decision]]) -> None:
-        self._path, self._aside = path, path.with_name("aside.db")
+        self._path, self._temporary_path = path, path.with_name("aside.db")
         self._targets, self._decisions = targets, decisions
         self._rng = random.Random(2)
-        self._sound = [self._made() for _ in range(6)]
+        self._valid_files = [self._valid_file() for _ in range(6)]
 
     def run(self, end: Any) -> None:
-        """Until ``end`` is set."""
+        """Change the store at random moments until ``end`` is set."""
         while not end.is_set():
-            action = self._rng.choice((self._put, self._put, self._renew, self._renew, self._unlink, self._spoil))
+            action = self._rng.choice(
+                (self._put, self._put, self._replace_file, self._replace_file, self._unlink, self._damage_file)
+            )
             with contextlib.suppress(OSError, StoreError):
                 action()
             time.sleep(self._rng.uniform(0, 0.01))
 
-    def _made(self) -> bytes:
-        """A sound store with one choice of a kernel for every problem and thread count."""
-        store = open_store(self._aside)
+    def _valid_file(self) -> bytes:
+        """Return the file of a store with one decision for every problem and thread count."""
+        store = open_store(self._temporary_path)
         for target, decisions in zip(self._targets, self._decisions, strict=True):
             choice = self._rng.sample(decisions, len(decisions))
             for decision in {decision.problem_key: decision for decision in choice}.values():
                 store.put(target, decision)
         store.close()
-        data = self._aside.read_bytes()
-        self._aside.unlink()
+        data = self._temporary_path.read_bytes()
+        self._temporary_path.unlink()
         return data
 
     def _put(self) -> None:
         store = open_store(self._path)
         try:
-            which = self._rng.randrange(len(self._targets))
-            store.put(self._targets[which], self._rng.choice(self._decisions[which]))
+            index = self._rng.randrange(len(self._targets))
+            store.put(self._targets[index], self._rng.choice(self._decisions[index]))
         finally:
             store.close()
 
     def _unlink(self) -> None:
         self._path.unlink()
 
-    def _renew(self) -> None:
-        self._aside.write_bytes(self._rng.choice(self._sound))
-        os.replace(self._aside, self._path)
+    def _replace_file(self) -> None:
+        self._temporary_path.write_bytes(self._rng.choice(self._valid_files))
+        os.replace(self._temporary_path, self._path)
 
-    def _spoil(self) -> None:
+    def _damage_file(self) -> None:
         if self._rng.random() < 0.3:
-            self._aside.write_bytes(self._rng.randbytes(self._rng.choice((0, 1, 100, 5000))))
-            os.replace(self._aside, self._path)
+            self._temporary_path.write_bytes(self._rng.randbytes(self._rng.choice((0, 1, 100, 5000))))
+            os.replace(self._temporary_path, self._path)
         else:
             _damage(self._path, self._rng, cut=self._rng.random() < 0.3)
 
 
 def _rewrite(
-    path: Path, targets: Sequence[Target], decisions: Sequence[Sequence[Decision]], begun: Any, end: Any
+    path: Path, targets: Sequence[Target], decisions: Sequence[Sequence[Decision]], started: Any, end: Any
 ) -> None:
-    """The process that rewrites the store."""
+    """Rewrite the store until ``end`` is set; the main function of the process."""
     logging.getLogger("gemmtune").setLevel(logging.CRITICAL)
     rewriter = Rewriter(path, targets, decisions)
-    begun.set()
+    started.set()
     rewriter.run(end)
 
 
 def _damage(path: Path, rng: random.Random, *, cut: bool) -> None:
-    """In place, under the eyes of whoever has the file open."""
+    """Truncate a file or change bytes of it in place, while other processes may have it open."""
     with open(path, "r+b") as file:
         size = file.seek(0, os.SEEK_END)
         if cut:
@@ -138,13 +142,13 @@ def _damage(path: Path, rng: random.Random, *, cut: bool) -> None:
 
 @contextlib.contextmanager
 def rewriting(path: Path, targets: Sequence[Target], decisions: Sequence[Sequence[Decision]]) -> Iterator[None]:
-    """The process at work while the block runs."""
+    """Run the process that rewrites the store during the block."""
     context = multiprocessing.get_context("spawn")
-    begun, end = context.Event(), context.Event()
-    writer = context.Process(target=_rewrite, args=(path, targets, decisions, begun, end), daemon=True)
+    started, end = context.Event(), context.Event()
+    writer = context.Process(target=_rewrite, args=(path, targets, decisions, started, end), daemon=True)
     writer.start()
     try:
-        assert begun.wait(60), "the process that rewrites the store did not start"
+        assert started.wait(60), "the process that rewrites the store did not start"
         yield
     finally:
         end.set()

@@ -1,0 +1,253 @@
+"""The first phase of a tuning session: candidates are built, timed a few times and checked, as a search asks for
+them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from .. import backends
+from ..backends.base import Artifact
+from ..core.candidate import Candidate
+from ..core.decision import Verdict
+from ..core.events import BestSoFar, CandidateTried
+from ..core.problem import Problem
+from ..core.target import Target
+from ..timing.machine import allowed_cpus
+from ..workers.builds import is_prebuilt
+from .candidates import BASELINE_BACKEND
+from .ledger import Row
+from .search import Searcher, SearcherFactory, SearchOptions
+from .selection import CLOSE, CLOSE_BASELINE, within
+from .session_context import SessionContext
+from .time_budget import TimeBudget
+
+Build = Callable[[Problem, Iterable[Candidate], Target], Mapping[str, Artifact | Verdict]]
+BuildAhead = Callable[[Problem, Iterable[Candidate], Target], None]
+
+# Shares of the budget at which exploring and confirming end; the race has the remainder.
+EXPLORE_END, CONFIRM_END = 0.5, 0.75
+# Without a user's budget, a problem whose single calls are slow may take this multiple of the default budget.
+DEFAULT_OVERRUN = 1.5
+ATEN_END = 0.35  # ATen's share of a user's budget
+MIN_OTHERS = 4  # candidates other than ATen's that are tried even when ATen's alone took the share for exploring
+# The fastest candidates whose screening times are within this factor are timed once more when there is time to spare:
+# each was timed at another moment, and a busy neighbour of half a second doubles the times during that moment.
+RETIMED_WITHIN = 3.0
+BUILT_AHEAD = 12  # of each template
+# Candidates tried, before the search's own, in each layout that the weight has kernels in at other M.
+TRIED_PER_LAYOUT = 2
+
+
+class Exploration:
+    """The exploration of one Problem's candidates; their rows of the ledger have the results.
+
+    candidates: the legal ones. search: makes the search strategy. build, build_ahead: as for ``TuningSession``.
+    """
+
+    def __init__(
+        self,
+        context: SessionContext,
+        candidates: Sequence[Candidate],
+        search: SearcherFactory,
+        build: Build | None,
+        build_ahead: BuildAhead | None,
+    ) -> None:
+        self._context, self._candidates, self._search = context, candidates, search
+        self._worker, self._ledger, self._profile = context.worker, context.ledger, context.profile
+        self._build, self._build_ahead = build, build_ahead
+        self._builds: dict[str, Artifact | Verdict] = {}
+        self._others_tried = 0
+
+    @property
+    def _budget(self) -> TimeBudget:
+        return self._context.budget
+
+    def run(self, limit: int | None) -> str:
+        """Try candidates in the order of the search. Return the reason why exploring ended."""
+        candidates = self._forget_failures()
+        first = self._first_in_layouts(candidates)
+        search = self._search(candidates, SearchOptions(first, self._context.seed, limit, self._profile))
+        self._build_now(first_builds(candidates))
+        tried = 0
+        while (batch := search.ask()) is not None:
+            batch = self._buildable(batch, search)
+            if self._build_ahead is not None:
+                likely = [candidate for candidate in search.likely if candidate.id not in self._builds]
+                # Half of the processors: the other half stays free for candidates that turn out to be wanted instead.
+                self._build_ahead(
+                    self._context.problem, likely[: max(1, len(allowed_cpus()) // 2)], self._context.target
+                )
+            for position, candidate in enumerate(batch):
+                if self._must_skip(candidate):
+                    search.tell(candidate.id, None)
+                    continue
+                if self._must_stop(candidate):
+                    return f"the share of the budget for exploring was spent after {tried} candidates"
+                row = self._attempt(candidate)
+                search.tell(candidate.id, row.screening_s if row.times_s else None)
+                tried += 1
+                self._report_tried(row, self._candidates_left(search.left + len(batch) - position - 1, tried))
+        return f"the search ended after {tried} candidates"
+
+    def _first_in_layouts(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Return the first TRIED_PER_LAYOUT candidates in each layout that the weight uses at other M."""
+        by_layout: dict[str | None, list[Candidate]] = {layout: [] for layout in self._context.layouts}
+        for candidate in candidates if by_layout else ():
+            if candidate.backend == BASELINE_BACKEND:
+                continue  # every candidate of ATen is tried anyway
+            group = by_layout.get(self._layout_of(candidate))
+            if group is not None and len(group) < TRIED_PER_LAYOUT:
+                group.append(candidate)
+        return [candidate for group in by_layout.values() for candidate in group]
+
+    def _layout_of(self, candidate: Candidate) -> str | None:
+        try:
+            return backends.get(candidate.backend).packing_of(self._context.problem, candidate)
+        except NotImplementedError:  # only the loaded kernel has this name
+            return None
+
+    def retime_fastest(self) -> None:
+        """Time the fastest candidates once more, at another moment, while exploring has time to spare."""
+        others = [row for row in self._ledger.timed() if not row.is_baseline]
+        for row in within(others, RETIMED_WITHIN)[: self._profile.retimed]:
+            if self._budget.share_spent > EXPLORE_END:
+                return
+            result = self._worker.attempt(row.candidate, self._context.deadline_s(), self._cutoff_s(row.candidate))
+            row.verdict = result.verdict if row.verdict is None else row.verdict
+            if result.verdict is not None and not result.verdict.ok:
+                row.times_s = ()
+                self._context.fail(row, result.verdict)
+            else:
+                row.times_s += result.times_s
+
+    def _build_now(self, candidates: Sequence[Candidate]) -> Mapping[str, Artifact | Verdict]:
+        """Build candidates and return the outcome of every build so far, by candidate id.
+
+        Building takes no time of the default budget, because one build serves many problems.
+        """
+        if self._build is not None and candidates:
+            start = time.perf_counter()
+            self._builds |= self._build(self._context.problem, candidates, self._context.target)
+            if not self._budget.strict:
+                self._budget.exclude(time.perf_counter() - start)
+        return self._builds
+
+    def _buildable(self, batch: Sequence[Candidate], search: Searcher) -> list[Candidate]:
+        """Return the candidates of ``batch`` whose build did not fail; all are built before any of them is timed.
+
+        Builders that would be idle meanwhile build the candidates that the search may ask for next.
+        """
+        to_build = [candidate for candidate in batch if candidate.id not in self._builds]
+        idle_builders = -len(to_build) % len(allowed_cpus()) if to_build and self._profile.builds_overlap else 0
+        if idle_builders:
+            to_build += [candidate for candidate in search.likely if candidate.id not in self._builds][:idle_builders]
+        builds = self._build_now(to_build)
+        for candidate in batch:
+            build = builds.get(candidate.id)
+            if isinstance(build, Verdict):
+                self._context.fail(self._ledger[candidate.id], build)
+                search.tell(candidate.id, None)
+        return [candidate for candidate in batch if not isinstance(builds.get(candidate.id), Verdict)]
+
+    def _forget_failures(self) -> list[Candidate]:
+        """Return the candidates without those whose failure the store remembers: on this problem, or at any M of its
+        Plan when the candidate itself was at fault."""
+        failures = self._context.store.failures(self._context.target, self._context.problem.plan_key)
+        failures |= self._context.store.failures(self._context.target, self._context.problem.key)
+        for candidate in self._candidates:
+            if candidate.id in failures:
+                verdict = failures[candidate.id]
+                self._ledger.fail(candidate.id, verdict, f"not tried again: {verdict.kind} before")
+        return [candidate for candidate in self._candidates if candidate.id not in failures]
+
+    def _must_stop(self, candidate: Candidate) -> bool:
+        """Whether exploring ends before ``candidate``.
+
+        All of ATen's candidates and some others are tried in any case, unless that takes far more than the budget.
+        """
+        share_spent = self._budget.share_spent
+        if candidate.backend == BASELINE_BACKEND:
+            return (
+                not self._budget.strict
+                and share_spent > DEFAULT_OVERRUN
+                and self._ledger.best(is_baseline=True) is not None
+            )
+        if self._budget.strict:
+            too_late = share_spent > EXPLORE_END and (self._others_tried >= MIN_OTHERS or share_spent > CONFIRM_END)
+            return self._others_tried > 0 and (
+                too_late or self._budget.elapsed_s + self._context.reserve_s() > self._budget.seconds
+            )
+        # Twice that for the others: one candidate of ATen's that is slow beyond reason must not leave it without a
+        # rival.
+        return share_spent > EXPLORE_END and (self._others_tried >= MIN_OTHERS or share_spent > 2 * DEFAULT_OVERRUN)
+
+    def _must_skip(self, candidate: Candidate) -> bool:
+        """Whether a candidate of ATen's is skipped: within a user's budget ATen's further candidates must leave time
+        for a rival."""
+        if not self._budget.strict or candidate.backend != BASELINE_BACKEND or self._budget.share_spent < ATEN_END:
+            return False
+        if self._ledger.best(is_baseline=True) is None:
+            return False
+        self._ledger[candidate.id].reason = "the share of the budget for ATen's ways was spent before its turn"
+        return True
+
+    def _attempt(self, candidate: Candidate) -> Row:
+        start = time.perf_counter()
+        result = self._worker.attempt(candidate, self._context.deadline_s(), self._cutoff_s(candidate))
+        row = self._ledger[candidate.id]
+        row.stage, row.verdict, row.packing = "screened", result.verdict, result.packing
+        row.packing_s, row.workspace_bytes, row.times_s = result.packing_s, result.workspace_bytes, result.times_s
+        self._others_tried += candidate.backend != BASELINE_BACKEND
+        if result.verdict is None:
+            row.reason = f"{row.screening_s / self._context.best_s:.1f}x the best screening time: not worth checking"
+        elif not result.verdict.ok:
+            row.times_s = ()
+            self._context.fail(row, result.verdict)
+        if row.times_s:
+            elapsed_s = time.perf_counter() - start
+            overhead_s = max(0.0, elapsed_s / len(row.times_s) - row.screening_s)
+            self._context.overhead_s = (
+                min(self._context.overhead_s, overhead_s) if self._context.slowest_s else overhead_s
+            )
+            self._context.slowest_s = max(self._context.slowest_s, elapsed_s)
+        return row
+
+    def _cutoff_s(self, candidate: Candidate) -> float | None:
+        """Return the screening time in seconds beyond which a candidate has no chance in a race.
+
+        None while there is no time to compare with.
+        """
+        if candidate.backend == BASELINE_BACKEND:
+            baseline = self._ledger.best(is_baseline=True)
+            return CLOSE_BASELINE * baseline.screening_s if baseline is not None else None
+        return CLOSE * self._context.best_s if self._context.best_s else None
+
+    def _report_tried(self, row: Row, candidates_left: int) -> None:
+        median_s = row.screening_s if row.times_s else None
+        self._context.progress(CandidateTried(row.id, row.verdict, median_s, candidates_left))
+        if median_s is not None and (not self._context.best_s or median_s < self._context.best_s):
+            self._context.best_s = median_s
+            baseline = self._ledger.best(is_baseline=True)
+            self._context.progress(
+                BestSoFar(row.id, median_s, median_s / baseline.screening_s if baseline is not None else 1.0)
+            )
+
+    def _candidates_left(self, listed: int, tried: int) -> int:
+        """Return how many candidates are still to come: those that the search has listed, limited to the number that
+        the remaining time for exploring allows."""
+        remaining_s = max(0.0, EXPLORE_END - self._budget.share_spent) * self._budget.seconds
+        each_s = self._budget.share_spent * self._budget.seconds / tried
+        return min(listed, int(remaining_s / each_s) + 1 if each_s > 0 else listed)
+
+
+def first_builds(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Return the first BUILT_AHEAD candidates of each template that needs building.
+
+    The search asks for all of them, a few at a time.
+    """
+    firsts: dict[tuple[str, str], list[Candidate]] = {}
+    for candidate in candidates:
+        if not is_prebuilt(backends.get(candidate.backend)):
+            firsts.setdefault((candidate.backend, candidate.template), []).append(candidate)
+    return [candidate for group in firsts.values() for candidate in group[:BUILT_AHEAD]]

@@ -1,0 +1,40 @@
+"""The time budget of one tuning session."""
+
+from __future__ import annotations
+
+import time
+
+
+class TimeBudget:
+    """The seconds of a session and how much of them is spent.
+
+    seconds: the whole budget. strict: whether the user set it, so that it is kept; without, builds and most of the
+    preparation of operands are not counted.
+    """
+
+    def __init__(self, seconds: float, strict: bool) -> None:
+        self.seconds, self.strict = seconds, strict
+        self._started = time.perf_counter()
+
+    def start_again(self, share: float) -> None:
+        """Count no more than ``share`` of the budget as spent so far."""
+        self._started = max(self._started, time.perf_counter() - share * self.seconds)
+
+    def exclude(self, seconds: float) -> None:
+        """Do not count the last ``seconds`` seconds."""
+        self._started += seconds
+
+    @property
+    def elapsed_s(self) -> float:
+        """The seconds that are spent."""
+        return time.perf_counter() - self._started
+
+    @property
+    def share_spent(self) -> float:
+        """The share of the budget that is spent."""
+        return self.elapsed_s / self.seconds
+
+    @property
+    def remaining_s(self) -> float:
+        """The seconds that remain; 0 when the budget is spent."""
+        return max(0.0, self.seconds - self.elapsed_s)
