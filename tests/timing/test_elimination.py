@@ -50,3 +50,17 @@ def test_slow_entry_makes_only_the_calls_that_twice_the_floor_allows() -> None:
     fast, slow = (RaceEntry(str(s), lambda _: None, False, None, calls=1, times={0: s}) for s in (1e-6, 1e-4))
     raise_calls([fast, slow], 500, 500e-6)
     assert (fast.calls, slow.calls) == (500, 10)
+
+
+def test_small_difference_eliminates_nobody_before_the_operands_have_moved_eight_times() -> None:
+    """Addresses of operands change a time by some percent. A difference of 10% is larger than that."""
+    clock = FakeClock(0, noise=0.002)
+    ratios = (1.0, 1.03, 1.1)
+    entrants = [Entrant("aten", clock.kernel(1e-3), is_baseline=True)]
+    entrants += [Entrant(f"native{i}", clock.kernel(ratio * 0.9e-3), packing="p") for i, ratio in enumerate(ratios)]
+    rounds = Elimination(entrants, clock, 6.0, 0, None, RaceSetup(move=lambda: None), 50)
+    rounds.choose()
+    _, _, near, far = rounds.entries
+    assert far.reason.endswith("after 12 rounds")
+    assert near.stage == "eliminated"
+    assert int(near.reason.split()[-2]) >= 40

@@ -317,14 +317,14 @@ def test_stalls_in_the_paired_test_extend_the_race() -> None:
     assert "extended" not in run_race([0.994e-3], [1e-3], budget=0.3, noise=0.01).conditions
 
 
-def layouts_race(raw_s: float, raw_aten_s: float, packed_aten_s: float) -> RaceResult:
+def layouts_race(raw_s: float, raw_aten_s: float, packed_aten_s: float, budget_s: float = 6.0) -> RaceResult:
     clock = FakeClock(3, noise=0.01)
     entrants = [
         Entrant("aten/packed", clock.kernel(packed_aten_s), is_baseline=True, packing="aten:copy"),
         Entrant("aten/raw", clock.kernel(raw_aten_s), is_baseline=True),
         Entrant("native/raw", clock.kernel(raw_s)),
     ]
-    return race(entrants, clock, 6.0, seed=3)
+    return race(entrants, clock, budget_s, seed=3)
 
 
 def test_raw_winner_is_compared_with_the_packed_baseline_that_it_beat() -> None:
@@ -338,6 +338,13 @@ def test_raw_challenger_behind_a_packed_baseline_is_compared_with_the_raw_one() 
     assert (result.outcome, result.leader) == ("tie", "aten/packed")
     layout = result.layouts[""]
     assert (layout.outcome, layout.candidate, layout.baseline) == ("winner", "native/raw", "aten/raw")
+
+
+def test_paired_test_of_the_raw_layout_has_the_remaining_budget() -> None:
+    """Five percent of the budget, which it has in any case, are fewer pairs than a decision needs."""
+    result = layouts_race(10e-3, 15e-3, 9e-3, budget_s=2.0)
+    assert (result.outcome, result.leader) == ("tie", "aten/packed")
+    assert result.layouts[""].outcome == "winner"
 
 
 def test_challenger_that_raises_among_other_work_is_out_and_the_next_one_wins() -> None:
