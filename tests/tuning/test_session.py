@@ -12,7 +12,8 @@ from gemmtune import backends
 from gemmtune.backends.base import Artifact
 from gemmtune.core.candidate import Candidate
 from gemmtune.core.decision import Decision, Evidence, Sample, Verdict
-from gemmtune.core.events import silent
+from gemmtune.core.errors import WorkerError
+from gemmtune.core.events import CandidateTried, Progress, silent
 from gemmtune.core.problem import Problem
 from gemmtune.core.target import Target
 from gemmtune.core.workloads import build
@@ -356,14 +357,16 @@ class ListedSearch:
     def tell(self, candidate_id: str, seconds: float | None) -> None: ...
 
 
-def decide(worker: FakeWorker, seconds: float | None, count: int | None = None) -> Decision:
+def decide(
+    worker: FakeWorker, seconds: float | None, count: int | None = None, progress: Progress = silent
+) -> Decision:
     """Return the decision of a session whose search is a ``ListedSearch`` of ``count``."""
 
     def search(candidates: Sequence[Candidate], options: SearchOptions) -> ListedSearch:
         return ListedSearch(candidates, count)
 
     names = ("aten", "native")
-    tuning = TuningSession(PROBLEM, current_target(), names, MemoryStore(), worker, silent, 0, search=search)
+    tuning = TuningSession(PROBLEM, current_target(), names, MemoryStore(), worker, progress, 0, search=search)
     return tuning.run(seconds, None)
 
 
@@ -450,3 +453,53 @@ def test_raw_kernel_is_raced_within_eight_times_the_best_packed_one(
     worker = Unpacked(clock, lambda c: (seconds if c == raw else 1e-3) if c.backend == "native" else 1e-2)
     decide(worker, None)
     assert (raw in worker.raced) is is_raced
+
+
+def test_events_tell_how_many_candidates_the_remaining_time_allows(clock: FakeTime) -> None:
+    counts: list[tuple[float, int]] = []
+
+    def progress(event: object) -> None:
+        if isinstance(event, CandidateTried):
+            counts.append((clock.now - start, event.left))
+
+    start = clock.now
+    worker = FakeWorker(clock, lambda c: 1e-2, open_s=0.0)
+    decide(worker, 6.0, progress=progress)
+    for number, (elapsed_s, left) in enumerate(counts, start=1):
+        assert left == pytest.approx(max(0.0, 3.0 - elapsed_s) / (elapsed_s / number), abs=1.5)
+    assert counts[0][1] > 50
+
+
+def test_candidates_far_behind_have_a_cutoff(clock: FakeTime) -> None:
+    """The cutoff of ATen's candidates is a multiple of ATen's best time, that of the others of the best time of all."""
+    cutoffs: dict[str, float | None] = {}
+
+    class RecordsCutoffs(FakeWorker):
+        def attempt(self, candidate: Candidate, deadline: float | None, cutoff_s: float | None) -> Attempted:
+            cutoffs.setdefault(candidate.id, cutoff_s)
+            return super().attempt(candidate, deadline, cutoff_s)
+
+    worker = RecordsCutoffs(clock, lambda c: 1e-3 if c.backend == "native" else 4e-3)
+    decide(worker, None, 12)
+    aten = [cutoffs[c.id] for c in worker.tried if c.backend == "aten"]
+    native = [cutoffs[c.id] for c in worker.tried if c.backend == "native"]
+    assert aten[0] is None
+    assert aten[1:] == pytest.approx([exploration.CLOSE_BASELINE * 4e-3] * len(aten[1:]))
+    assert native[0] == pytest.approx(exploration.CLOSE * 4e-3)
+    assert native[1] == pytest.approx(exploration.CLOSE * 1e-3)
+
+
+def test_two_lost_races_leave_the_fastest_baseline_and_no_decision(clock: FakeTime) -> None:
+    class LosesRaces(FakeWorker):
+        races = 0
+
+        def race(self, candidates: Sequence[Candidate], *args: Any) -> RaceResult:
+            self.races += 1
+            raise WorkerError("the connection was closed")
+
+    worker = LosesRaces(clock, lambda c: 1e-3 if c.backend == "native" else 4e-3)
+    decision = decide(worker, 6.0, 12)
+    assert worker.races == 2
+    assert decision.outcome == "inconclusive"
+    assert (decision.chosen or "").startswith("aten/")
+    assert "the race failed: the connection was closed" in decision.stopped
