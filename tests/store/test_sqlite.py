@@ -412,3 +412,9 @@ def test_read_with_a_short_timeout_does_not_wait_for_a_writer(path: Path, opened
         with exclusive_lock(path, 20.0), reader.short_timeout(), pytest.raises(StoreBusy):
             reader.get(TARGET, PROBLEM.key)
         assert reader.get(TARGET, PROBLEM.key) == make_decision()
+
+
+def test_check_explains_a_path_below_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match=r"cannot read the store .*: \[Errno 20\] Not a directory"):
+        SqliteStore(tmp_path / "file" / "store.db").check()
