@@ -65,7 +65,7 @@ def test_a_factory_without_a_dtype_name_gets_a_torch_dtype() -> None:
 
     for factory in (unannotated, annotated):
         for name, dtype in (("bf16", torch.bfloat16), ("fp64", torch.float64), ("fp8", torch.float8_e4m3fn)):
-            assert call_factory(factory, name)[1] == [(dtype,)]
+            assert call_factory(factory, name)[1] == [((dtype,), {})]
         with pytest.raises(typer.BadParameter, match="int8wo is none"):
             call_factory(factory, "int8wo")
 
@@ -78,7 +78,7 @@ def test_a_factory_with_a_string_dtype_gets_the_name() -> None:
         return print, (dtype,)
 
     for factory in (annotated, with_default):
-        assert call_factory(factory, "int8wo")[1] == [("int8wo",)]
+        assert call_factory(factory, "int8wo")[1] == [(("int8wo",), {})]
         with pytest.raises(typer.BadParameter, match="unknown dtype"):
             call_factory(factory, "bfloat")
 

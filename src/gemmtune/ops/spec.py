@@ -136,7 +136,7 @@ class OpSpec:
         them, ``describe`` may raise a clearer error."""
         try:
             return serve_with_torch(miss, function.functional)
-        except Exception:
+        except Exception:  # whatever PyTorch raises, describe may say it better
             self.describe(**arguments)
             raise
 
