@@ -68,8 +68,8 @@ static Index first_block, grid;
 static bool early_given;
 static int too_early;
 
-static void follow() { now->following = true; }
-static void let_follow() { too_early += !now->following; }
+static void pdl_wait() { now->following = true; }
+static void pdl_launch_dependents() { too_early += !now->following; }
 static void needs(bool b = false) { too_early += !now->following && !(b && early_given); }
 
 #define threadIdx (Index{now->thread, 0})
@@ -89,19 +89,19 @@ static void wait_for_others(const Group& group, long generation) {
     while (group.generation == generation) swapcontext(&now->context, &scheduler);
 }
 
-static void meet(Group& group, int count) { wait_for_others(group, arrive(group, count)); }
+static void sync_threads_of(Group& group, int count) { wait_for_others(group, arrive(group, count)); }
 
-static void __syncthreads() { meet(cluster[now->rank].group, 32 * WARPS); }
-static void __syncwarp() { meet(cluster[now->rank].warps[now->thread / 32].group, 32); }
-static void wait_for_cluster() { meet(everyone, 32 * WARPS * CLUSTER); }
+static void __syncthreads() { sync_threads_of(cluster[now->rank].group, 32 * WARPS); }
+static void __syncwarp() { sync_threads_of(cluster[now->rank].warps[now->thread / 32].group, 32); }
+static void wait_for_cluster() { sync_threads_of(everyone, 32 * WARPS * CLUSTER); }
 static void leave_cluster() { wait_for_cluster(); }
 
-template <class T> static T exchanged(T x, int bit) {
+template <class T> static T shuffle_xor(T x, int bit) {
     Warp& warp = cluster[now->rank].warps[now->thread / 32];
     warp.words[now->thread % 32] = x;
-    meet(warp.group, 32);
+    sync_threads_of(warp.group, 32);
     const T found = static_cast<T>(warp.words[now->thread % 32 ^ bit]);
-    meet(warp.group, 32);
+    sync_threads_of(warp.group, 32);
     return found;
 }
 
@@ -109,7 +109,7 @@ template <class T> static T exchanged(T x, int bit) {
     static_assert(sizeof(type) <= 48 << 10, "a kernel has 48 KB by itself"); \
     type& name = *reinterpret_cast<type*>(cluster[now->rank].memory.data())
 
-static sum_t read_from(int rank, const sum_t* here) {
+static sum_t load_remote(int rank, const sum_t* here) {
     const auto place = reinterpret_cast<const char*>(here) - cluster[now->rank].memory.data();
     return *reinterpret_cast<const sum_t*>(cluster[rank].memory.data() + place);
 }
@@ -139,12 +139,12 @@ static void round_to(float& to, float x) { to = x; }
 static void round_to(float16& to, float x) { to.bits = gemmtune::f32_to_f16(x); }
 static void round_to(bfloat16& to, float x) { to.bits = gemmtune::f32_to_bf16(x); }
 
-template <class T> static T soon(const T* from) {
+template <class T> static T load_now(const T* from) {
     needs();
     return *from;
 }
 
-template <class Half> static u32 both(Half x, float low, float high) {
+template <class Half> static u32 pack_halves(Half x, float low, float high) {
     Half y;
     round_to(x, low);
     round_to(y, high);
@@ -161,7 +161,7 @@ static uint4 load(const char* from, bool b = false) {
 static uint4 load_once(const char* from) { return load(from); }
 static uint4 load_early(const char* from) { return load(from, true); }
 
-static u32 minus(u32 one, u32 other) {
+static u32 subtract_halves(u32 one, u32 other) {
     typedef std::conditional_t<HALF, float16, bfloat16> Half;
     u32 found = 0;
     for (int shift = 0; shift < 32; shift += 16) {
@@ -210,7 +210,7 @@ static void multiply(sum_t (&d)[4], u32 b0, u32 b1, u32 b2, u32 b3, u32 a0, u32 
     const u32 b[4] = {b0, b1, b2, b3}, a[2] = {a0, a1};
     for (int i = 0; i < 4; ++i) spread(warp.b[lane] + PER * i, b[i], b_type);
     for (int i = 0; i < 2; ++i) spread(warp.a[lane] + PER * i, a[i], a_type);
-    meet(warp.group, 32);
+    sync_threads_of(warp.group, 32);
     for (int e = 0; e < 4; ++e) {
         const int row = lane / 4 + e / 2 * 8, column = lane % 4 * 2 + e % 2;
         double sum = d[e];
@@ -221,7 +221,7 @@ static void multiply(sum_t (&d)[4], u32 b0, u32 b1, u32 b2, u32 b3, u32 a0, u32 
         }
         d[e] = static_cast<sum_t>(sum);
     }
-    meet(warp.group, 32);
+    sync_threads_of(warp.group, 32);
 }
 
 // --- what compute capability 9.0 has; addresses in shared memory are offsets -----------------------------------------
@@ -240,11 +240,11 @@ static u32 address_of(const void* here) {
     return static_cast<u32>(static_cast<const char*>(here) - cluster[now->rank].memory.data());
 }
 
-static void barrier_of(u32 barrier, int count) { cluster[now->rank].barriers[barrier] = Barrier{count, count}; }
-static void barriers_made() {}
-static void greet_cluster() { now->greeted = arrive(everyone, 32 * WARPS * CLUSTER); }
-static void wait_for_greetings() { wait_for_others(everyone, now->greeted); }
-template <int THREADS> static void meet(int group = 0) { meet(cluster[now->rank].some[group], THREADS); }
+static void init_barrier(u32 barrier, int count) { cluster[now->rank].barriers[barrier] = Barrier{count, count}; }
+static void fence_barrier_init() {}
+static void arrive_cluster() { now->greeted = arrive(everyone, 32 * WARPS * CLUSTER); }
+static void wait_cluster() { wait_for_others(everyone, now->greeted); }
+template <int THREADS> static void sync_threads_of(int group = 0) { sync_threads_of(cluster[now->rank].some[group], THREADS); }
 
 static void came(Barrier& barrier, int arrivals, int bytes) {
     barrier.missing -= arrivals;
@@ -254,29 +254,29 @@ static void came(Barrier& barrier, int arrivals, int bytes) {
     ++barrier.phase;
 }
 
-static void wait_for(u32 barrier, int turn) {
+static void wait_barrier(u32 barrier, int turn) {
     const Barrier& held = cluster[now->rank].barriers.at(barrier);
     while (held.phase % 2 == turn) swapcontext(&now->context, &scheduler);
 }
 
-static void expect(u32 barrier, int bytes) { came(cluster[now->rank].barriers.at(barrier), 1, -bytes); }
+static void arrive_expect_bytes(u32 barrier, int bytes) { came(cluster[now->rank].barriers.at(barrier), 1, -bytes); }
 
-static int own_warp() { return now->thread / 32; }
+static int warp_index() { return now->thread / 32; }
 
 // A warp comes together for what it does once.
 static bool elected() {
     __syncwarp();
     return now->thread % 32 == 0;
 }
-static void expect_once(u32 barrier, int bytes) {
-    if (elected()) expect(barrier, bytes);
+static void expect_bytes_once(u32 barrier, int bytes) {
+    if (elected()) arrive_expect_bytes(barrier, bytes);
 }
 
-static void arrive_there(u32 barrier, int rank) { came(cluster[rank].barriers.at(barrier), 1, 0); }
-static void arrive(u32 barrier) { arrive_there(barrier, now->rank); }
-static void arrive_at(u32 barrier, int rank) { arrive_there(barrier, SHARE > 1 ? rank : now->rank); }
+static void arrive_remote(u32 barrier, int rank) { came(cluster[rank].barriers.at(barrier), 1, 0); }
+static void arrive(u32 barrier) { arrive_remote(barrier, now->rank); }
+static void arrive_at(u32 barrier, int rank) { arrive_remote(barrier, SHARE > 1 ? rank : now->rank); }
 
-static u32 place_there(u32 own, int rank) { return static_cast<u32>(rank) << 24 | own; }
+static u32 remote_address(u32 own, int rank) { return static_cast<u32>(rank) << 24 | own; }
 
 template <class Four> static void send(u32 to, u32 barrier, Four four) {
     if (to % sizeof four || to >> 24 != barrier >> 24) std::abort();
@@ -289,9 +289,9 @@ template <class Four> static void send(u32 to, u32 barrier, Four four) {
 // and 5, by bits 7 and 8.
 static u32 swizzled(u32 address, int row = 128) { return address ^ (address >> 3 & (row == 128 ? 0x70 : 0x30)); }
 
-static void will_fetch(const Map*) {}
+static void prefetch_map(const Map*) {}
 
-static void fetch(int rank, u32 to, const Map& map, int k, int row, u32 barrier) {
+static void tma_load(int rank, u32 to, const Map& map, int k, int row, u32 barrier) {
     Block& block = cluster[rank];
     for (unsigned r = 0; r < map.box_rows; ++r)
         for (unsigned c = 0; c < map.box_columns; ++c) {
@@ -306,25 +306,25 @@ static void fetch(int rank, u32 to, const Map& map, int k, int row, u32 barrier)
     came(block.barriers.at(barrier), 0, static_cast<int>(map.box_rows * map.box_columns * map.element));
 }
 
-static void fetch(u32 to, const Map* map, int k, int row, u32 barrier) {
+static void tma_load(u32 to, const Map* map, int k, int row, u32 barrier) {
     needs();
-    if (elected()) fetch(now->rank, to, *map, k, row, barrier);
+    if (elected()) tma_load(now->rank, to, *map, k, row, barrier);
 }
-static void fetch_once(u32 to, const Map* map, int k, int row, u32 barrier) {
+static void tma_load_once(u32 to, const Map* map, int k, int row, u32 barrier) {
     needs(true);
-    if (elected()) fetch(now->rank, to, *map, k, row, barrier);
+    if (elected()) tma_load(now->rank, to, *map, k, row, barrier);
 }
 
-static void fetch_for_all(u32 to, const Map* map, int k, int row, u32 barrier) {
+static void tma_load_multicast(u32 to, const Map* map, int k, int row, u32 barrier) {
     needs();
     if (!elected()) return;
-    for (int rank = 0; rank < SHARE; ++rank) fetch(SHARE > 1 ? rank : now->rank, to, *map, k, row, barrier);
+    for (int rank = 0; rank < SHARE; ++rank) tma_load(SHARE > 1 ? rank : now->rank, to, *map, k, row, barrier);
 }
 
-static void give_registers() {}
-static void take_registers() {}
+static void release_registers() {}
+static void acquire_registers() {}
 
-static u32 two_at(u32 address) {
+static u32 load_two_halves(u32 address) {
     if (address % 2) std::abort();
     unsigned short found;
     std::memcpy(&found, cluster[now->rank].memory.data() + address, 2);
@@ -372,7 +372,7 @@ template <int N> static void multiply_group(sum_t (&d)[N], u32 a, u32 b, int add
 }
 
 struct Fragment { u32 r[4]; };
-static void hold(Fragment&) {}
+static void keep_in_registers(Fragment&) {}
 
 // "Register Fragments for wgmma.mma_async.m64nNk16": each warp's rows are those of mma.m16n8k16.
 template <int N> static void multiply_group(sum_t (&d)[N], const Fragment& a, u32 b, int add) {
@@ -382,7 +382,7 @@ template <int N> static void multiply_group(sum_t (&d)[N], const Fragment& a, u3
     Warp& warp = cluster[now->rank].warps[now->thread / 32];
     const int lane = now->thread % 32;
     for (int i = 0; i < 4; ++i) spread(warp.b[lane] + PER * i, a.r[i], a_type);
-    meet(warp.group, 32);
+    sync_threads_of(warp.group, 32);
     for (int i = 0; i < N; ++i) {
         const int row = lane / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
         double sum = add ? d[i] : 0;
@@ -391,7 +391,7 @@ template <int N> static void multiply_group(sum_t (&d)[N], const Fragment& a, u3
                    element_at(address_in(b) + 128 * column + 2 * k, b_values);
         d[i] = static_cast<sum_t>(sum);
     }
-    meet(warp.group, 32);
+    sync_threads_of(warp.group, 32);
 }
 
 template <class... A, std::size_t... I>

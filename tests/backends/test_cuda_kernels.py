@@ -461,13 +461,16 @@ def test_b_that_the_previous_kernel_writes_is_not_read_early(emulator: Emulator)
 
 
 UNSYNCHRONIZED = {
-    "skinny": ("skinny", "} else {\n        follow();", "} else {\n"),
-    "slab": ("slab", "            follow();\n            for", "            for"),
+    "skinny": ("skinny", "} else {\n        pdl_wait();", "} else {\n"),
+    "slab": ("slab", "            pdl_wait();\n            for", "            for"),
     "slab's successor": (
-        "slab", "follow();\n        if (!together) let_follow();", "if (!together) let_follow();\n        follow();",
+        "slab", "pdl_wait();\n        if (!together) pdl_launch_dependents();",
+        "if (!together) pdl_launch_dependents();\n        pdl_wait();",
     ),
-    "mixed": ("mixed", "take_registers();\n        follow();", "take_registers();\n"),
-    "mixed's successor": ("mixed", "follow();\n        let_follow();", "let_follow();\n        follow();"),
+    "mixed": ("mixed", "acquire_registers();\n        pdl_wait();", "acquire_registers();\n"),
+    "mixed's successor": (
+        "mixed", "pdl_wait();\n        pdl_launch_dependents();", "pdl_launch_dependents();\n        pdl_wait();",
+    ),
 }  # fmt: skip
 
 

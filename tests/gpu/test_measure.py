@@ -208,7 +208,7 @@ def test_the_machine_state_of_a_gpu_has_its_frequency() -> None:
     pytest.importorskip("pynvml")
     machine = cuda_machine(CUDA)
     assert machine is not None
-    assert machine.weather().frequency > 0.0
+    assert machine.read_state().frequency > 0.0
 
 
 # --- workers -----------------------------------------------------------------------------------------------------

@@ -133,12 +133,11 @@ def test_registered_op_is_recorded() -> None:
 
 @pytest.mark.usefixtures("registered_op")
 def test_registering_a_taken_name_raises_value_error() -> None:
-    from dataclasses import replace
 
     with pytest.raises(ValueError, match="gemmtune has an op of that name"):
-        table.register(replace(SPEC, name="mm"))
+        table.register(SPEC._replace(name="mm"))
     with pytest.raises(ValueError, match="another op records"):
-        table.register(replace(SPEC, name="other"))
+        table.register(SPEC._replace(name="other"))
     table.register(SPEC)  # the op replaces itself
     assert table.OPS["mm_nt"] is SPEC
 

@@ -204,7 +204,7 @@ class FixedMachine:
     def __init__(self, machine_state: MachineState) -> None:
         self._machine_state = machine_state
 
-    def weather(self) -> MachineState:
+    def read_state(self) -> MachineState:
         return self._machine_state
 
 
@@ -273,7 +273,7 @@ def test_load_of_other_processes_on_the_needed_cores_is_contention(monkeypatch: 
     def machine_state(threads: int) -> MachineState:
         rows = iter(accounts)
         monkeypatch.setattr(CpuMachine, "_accounts", lambda self: next(rows))
-        return CpuMachine(threads).weather()
+        return CpuMachine(threads).read_state()
 
     assert machine_state(2).contention
     assert not machine_state(1).contention

@@ -208,7 +208,7 @@ def disagreeing_surroundings(full: bool) -> Outcome:
 class _ContendedMachine:
     """Machine whose cores other processes need."""
 
-    def weather(self) -> MachineState:
+    def read_state(self) -> MachineState:
         return MachineState(load=1.5, contention=True)
 
 

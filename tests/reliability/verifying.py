@@ -110,7 +110,7 @@ def _verify_faults(problem: Problem, seed: int, planted: Counter[str], passed: l
         verdict = verify(make(problem), problem, test_cases)
         if verdict.ok:
             passed.append({"fault": fault, "problem": problem.key, "seed": seed, "worst": verdict.worst})
-        if any(test_case.touched() for test_case in test_cases):
+        if any(test_case.modified_operand() for test_case in test_cases):
             test_cases = make_reference_cases(problem, seed)
 
 

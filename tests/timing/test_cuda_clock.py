@@ -318,18 +318,18 @@ class FakeNvml(types.SimpleNamespace):
 def test_gpu_state_has_the_clock_and_the_throttle_reasons() -> None:
     nvml_module = FakeNvml()
     machine = CudaMachine(nvml_module, "handle")
-    before = machine.weather()
+    before = machine.read_state()
     assert before == CudaState(frequency=1980.0)
     assert before.words() == {"clock": "1980 MHz"}
     nvml_module.mhz, nvml_module.mask = 1935, 0x1 | 0x2
-    assert before.differs(machine.weather()) == ""  # idle, and application clocks: no slowdown
+    assert before.differs(machine.read_state()) == ""  # idle, and application clocks: no slowdown
     nvml_module.mask = 0x4 | 0x20
-    assert before.differs(machine.weather()) == "slowed down by power cap, temperature (software)"
-    assert machine.weather().words()["throttle"] == "power cap, temperature (software)"
-    assert machine.weather().differs(before) == ""  # a reason that ended is no difference
-    before_it_slowed = machine.weather()
+    assert before.differs(machine.read_state()) == "slowed down by power cap, temperature (software)"
+    assert machine.read_state().words()["throttle"] == "power cap, temperature (software)"
+    assert machine.read_state().differs(before) == ""  # a reason that ended is no difference
+    before_it_slowed = machine.read_state()
     nvml_module.mhz = 1700
-    assert "1935 to 1700 MHz" in before_it_slowed.differs(machine.weather())
+    assert "1935 to 1700 MHz" in before_it_slowed.differs(machine.read_state())
     assert before.differs(MachineState()) == ""
 
 
@@ -340,7 +340,7 @@ def test_throttle_reasons_of_an_older_nvml() -> None:
         nvmlDeviceGetClockInfo=lambda handle, kind: 1410,
         nvmlDeviceGetCurrentClocksThrottleReasons=lambda handle: 0x8,
     )
-    assert CudaMachine(nvml_module, "h").weather().throttle == ("hardware slowdown",)
+    assert CudaMachine(nvml_module, "h").read_state().throttle == ("hardware slowdown",)
 
 
 def test_unsupported_nvml_queries_return_an_empty_state() -> None:
@@ -349,7 +349,7 @@ def test_unsupported_nvml_queries_return_an_empty_state() -> None:
 
     nvml_module = FakeNvml()
     nvml_module.nvmlDeviceGetClockInfo = nvml_module.nvmlDeviceGetCurrentClocksEventReasons = fail
-    assert CudaMachine(nvml_module, "handle").weather() == CudaState()
+    assert CudaMachine(nvml_module, "handle").read_state() == CudaState()
     assert CudaState().words() == {}
 
 
@@ -471,7 +471,7 @@ def test_session_on_a_gpu_verifies_times_and_races(
     assert attempted.verdict.ok, attempted.verdict.detail
     assert attempted.times_s == pytest.approx([8e-6] * 5, rel=0.1)
     assert session.confirm(backend.kernel.candidate).verdict.ok
-    result = session.track([backend.kernel.candidate], None).race(1.0, 0, lambda leading: None)
+    result = session.prepare_race([backend.kernel.candidate], None).race(1.0, 0, lambda leading: None)
     assert result.leader == "x/y"
 
 

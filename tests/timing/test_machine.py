@@ -19,7 +19,7 @@ class FakeMachine:
     def __init__(self, *states: MachineState) -> None:
         self.states = [MachineState(), *states]
 
-    def weather(self) -> MachineState:
+    def read_state(self) -> MachineState:
         return self.states.pop(0) if len(self.states) > 1 else self.states[0]
 
 
@@ -33,7 +33,7 @@ def test_differs_reports_changes_of_load_and_frequency() -> None:
 def test_state_of_this_machine_is_plausible() -> None:
     machine = CpuMachine()
     time.sleep(0.05)
-    state = machine.weather()
+    state = machine.read_state()
     assert 0.0 <= state.load <= 2 * (os.cpu_count() or 1)
     assert state.frequency >= 0.0
     assert "cores" in state.words()["load"]
@@ -46,7 +46,7 @@ def test_load_excludes_this_process() -> None:
         pass
     process_times = os.times()
     assert process_times.user > 0.0
-    assert machine.weather().load <= (os.cpu_count() or 1) - 0.4  # this process used one core
+    assert machine.read_state().load <= (os.cpu_count() or 1) - 0.4  # this process used one core
 
 
 def race_conditions(machine: FakeMachine, gain: float = 0.05) -> dict[str, str]:

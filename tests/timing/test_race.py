@@ -297,7 +297,7 @@ class ChangingMachine:
     def __init__(self) -> None:
         self.reads = 0
 
-    def weather(self) -> MachineState:
+    def read_state(self) -> MachineState:
         self.reads += 1
         return MachineState(load=0.0 if self.reads <= 2 else 1.5)
 

@@ -14,7 +14,7 @@ from gemmtune.core.target import Target, current_cpu
 from gemmtune.core.workloads import build
 from gemmtune.store import MemoryStore
 from gemmtune.tuning import search
-from gemmtune.tuning.search import Searcher, SearchOptions
+from gemmtune.tuning.searcher import Searcher, SearchOptions
 from gemmtune.tuning.tuner import Budget, Tuner
 
 

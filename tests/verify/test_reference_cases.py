@@ -103,6 +103,6 @@ def test_writes_into_each_part_of_a_quantized_weight_are_named(zero_point: bool)
         if tensor is not None:
             before = tensor.clone()
             tensor.zero_()
-            assert case.touched() == name
+            assert case.modified_operand() == name
             tensor.copy_(before)
-    assert case.touched() == ""
+    assert case.modified_operand() == ""

@@ -75,7 +75,7 @@ def test_correct_kernel_passes_at_all_m(problem: Problem) -> None:
         assert set(row_counts) == set(other_row_counts(problem, TILED))
         assert all(row_counts.count(m) >= 2 for m in set(row_counts))
         row_counts.clear()
-    assert not verifier.touched()
+    assert not verifier.has_modified_operands()
 
 
 @pytest.mark.parametrize("problem", PROBLEMS[:5] + PROBLEMS[8:], ids=lambda problem: problem.key)
@@ -87,16 +87,16 @@ def test_stacked_operands_have_the_layout_and_guards_of_single_ones(problem: Pro
         assert stack is not None
         assert len({m % 2 for m in counts}) == 1
         for part in stack.parts:
-            a = part_of(problem, stack.draw.inputs, part).a
+            a = part_of(problem, stack.case.inputs, part).a
             assert a.shape == (part.m, problem.k)
             is_misaligned = counts[0] % 2 == 1 and problem.a.align == 0
             assert a.data_ptr() % 16 == (a.element_size() if is_misaligned else 0)
         for part in stack.parts[:-1]:
-            guard_row = stack.draw.inputs.a[part.start + part.m]
+            guard_row = stack.case.inputs.a[part.start + part.m]
             assert bool(guard_row.isnan().all() if guard_row.is_floating_point() else (guard_row == guard_row[0]).all())
-        positions = [position for m in counts for position in stack.draw.bank.places(m)]  # type: ignore[union-attr]
-        expected = stack.draw.bank.value[positions]  # type: ignore[union-attr]
-        assert torch.allclose(stack.draw.value.double(), expected.double(), 0.0, 0.0, equal_nan=True)
+        positions = [position for m in counts for position in stack.case.bank.row_indices(m)]  # type: ignore[union-attr]
+        expected = stack.case.bank.value[positions]  # type: ignore[union-attr]
+        assert torch.allclose(stack.case.value.double(), expected.double(), 0.0, 0.0, equal_nan=True)
 
 
 @pytest.mark.parametrize("layout", [5, 6, 7])
@@ -190,7 +190,7 @@ def test_kernel_that_is_wrong_once_is_unstable() -> None:
 def test_operands_that_a_kernel_modified_are_reported() -> None:
     verifier = RowCountVerifier(PLAIN, make_reference_cases(PLAIN, 0))
     assert not verifier.verify(faulty_at(17, write_into_a, PLAIN), TILED, AMPLE_S).ok
-    assert verifier.touched()
+    assert verifier.has_modified_operands()
 
 
 # --- time and memory ---------------------------------------------------------------------------------------------

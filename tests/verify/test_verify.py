@@ -243,7 +243,7 @@ def test_write_into_an_operand_is_detected_with_its_name(problem: Problem, name:
     verdict = verify(run, problem, test_cases)
     assert verdict.kind == "wrong"
     assert verdict.detail.startswith(f"it wrote into its inputs, or just beside them: {name} ")
-    assert test_cases[0].touched() == name
+    assert test_cases[0].modified_operand() == name
 
 
 def test_rare_race_is_detected_by_repeated_runs() -> None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +26,7 @@ CPU = torch.device("cpu")
 DeviceKey = tuple[str, int]
 
 
-@dataclass(frozen=True)
-class TuningProfile:
+class TuningProfile(NamedTuple):
     """Constants of tuning that differ between kinds of devices.
 
     default_s: seconds of tuning for a Problem where the user gives no budget; build time is not counted. race_s: the
@@ -41,7 +40,7 @@ class TuningProfile:
     max_raced: int = 16
     retimed: int = 24
     builds_overlap: bool = False
-    search: Mapping[str, int] = field(default_factory=dict)
+    search: Mapping[str, int] = MappingProxyType({})
 
 
 class Device:

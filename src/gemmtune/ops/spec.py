@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,8 +32,7 @@ Arguments = dict[str, Any]  # of the public function, by parameter name, without
 _AUTOCAST_FROM = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True, eq=False)
-class OpSpec:
+class OpSpec(NamedTuple):
     """Everything that gemmtune knows of one op.
 
     name: the op's name in errors, events and keys.
@@ -65,7 +64,7 @@ class OpSpec:
     needs_torch: Callable[..., bool]
     torch_function: Callable[..., TorchFunction | None]
     adapt: Callable[..., OperandAdapter | None]
-    records: Mapping[Any, Callable[..., Problem | None]] = field(default_factory=dict)
+    records: Mapping[Any, Callable[..., Problem | None]] = MappingProxyType({})
     settings: tuple[str, ...] = ()
     sizes: tuple[str, ...] = ()
     differentiable: bool = True

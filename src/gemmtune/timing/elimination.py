@@ -409,7 +409,7 @@ class Elimination:
     def _machine_state(self) -> MachineState:
         """Return the machine's state since the previous call, and mark the machine as disturbed or contended when it
         shows that."""
-        state = self.machine.weather() if self.machine is not None else MachineState()
+        state = self.machine.read_state() if self.machine is not None else MachineState()
         self.disturbed = self.disturbed or state.load > _LOAD or state.stolen > _STOLEN
         self.contended = self.contended or state.contention
         if self.machine is not None:

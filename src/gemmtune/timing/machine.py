@@ -56,9 +56,9 @@ def describe_clock_change(before: MachineState, after: MachineState) -> str:
 
 
 class Machine(Protocol):
-    """A source of machine states: ``weather`` returns the state since the previous call."""
+    """A source of machine states: ``read_state`` returns the state since the previous call."""
 
-    def weather(self) -> MachineState: ...
+    def read_state(self) -> MachineState: ...
 
 
 class CpuMachine:
@@ -76,7 +76,7 @@ class CpuMachine:
             if (path := Path(f"/sys/devices/system/cpu/cpu{cpu}/cpufreq/scaling_cur_freq")).exists()
         ]
 
-    def weather(self) -> MachineState:
+    def read_state(self) -> MachineState:
         """Return the state since the last call (or construction). Periods below 20 ms have no load: the kernel counts
         in ticks."""
         before, now = self._last, self._accounts()

@@ -47,7 +47,7 @@ class CudaMachine:
     def __init__(self, nvml: Any, handle: Any) -> None:
         self._nvml, self._handle = nvml, handle
 
-    def weather(self) -> CudaState:
+    def read_state(self) -> CudaState:
         """Return the present state. Values that cannot be read stay unknown."""
         nvml = self._nvml
         try:

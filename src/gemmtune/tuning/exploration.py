@@ -17,7 +17,7 @@ from ..timing.machine import allowed_cpus
 from ..workers.builds import is_prebuilt
 from .candidates import BASELINE_BACKEND
 from .ledger import Row
-from .search import Searcher, SearcherFactory, SearchOptions
+from .searcher import Searcher, SearcherFactory, SearchOptions
 from .selection import CLOSE, CLOSE_BASELINE, within
 from .session_context import SessionContext
 from .time_budget import TimeBudget

@@ -24,8 +24,8 @@ from ..workers.contract import MeasurementWorker, WorkerLost
 from .candidates import enumerate_candidates
 from .exploration import CONFIRM_END, Build, BuildAhead, Exploration
 from .ledger import Ledger, Row
-from .search import SearcherFactory
 from .search import get as get_search
+from .searcher import SearcherFactory
 from .selection import (
     MAX_BASELINES,
     MAX_PACKINGS,

@@ -68,7 +68,7 @@ class ReferenceCase:
         """The number of rows of A, which may differ from the Problem's M."""
         return self.inputs.a.shape[-2]
 
-    def touched(self, weight: bool = True) -> str:
+    def modified_operand(self, weight: bool = True) -> str:
         """Return the names of operands and oracle results whose memory, guards included, changed; empty for none.
 
         weight: whether B, which test cases share, is checked, too.
@@ -145,13 +145,13 @@ def make_reference_cases(problem: Problem, seed: int, *, device: torch.device = 
 def case_for_rows(problem: Problem, cases: Sequence[ReferenceCase], m: int) -> ReferenceCase | None:
     """Return a test case of ``m`` rows, composed of rows with known results in another order, some repeated.
 
-    draws: the Problem's test cases. The memory is misaligned for odd ``m``. Returns None when A's layout does not
+    cases: the Problem's test cases. The memory is misaligned for odd ``m``. Returns None when A's layout does not
     permit ``m`` rows, or when no test case has a bank of rows.
     """
     bank = next((case.bank for case in cases if case.bank is not None), None)
     if bank is None or not rows_fit(problem, m):
         return None
-    return bank.draw(bank.places(m), offset=m % 2).marked({}, weight=False)
+    return bank.test_case(bank.row_indices(m), offset=m % 2).marked({}, weight=False)
 
 
 def rows_fit(problem: Problem, m: int) -> bool:
@@ -181,7 +181,9 @@ class RowBank:
     acc: Tensor | None = None
     magnitude: Tensor | None = None
 
-    def draw(self, indices: Sequence[int], offset: int = 1, expected: Sequence[int] | None = None) -> ReferenceCase:
+    def test_case(
+        self, indices: Sequence[int], offset: int = 1, expected: Sequence[int] | None = None
+    ) -> ReferenceCase:
         """Return a test case with the rows ``indices`` of the bank.
 
         offset: distance in elements of its memory from an aligned address. expected: indices of the rows of ``value``
@@ -203,7 +205,7 @@ class RowBank:
         rows = tuple(self.rows[row] for row in expected)
         return ReferenceCase(inputs, value, tolerance, "adversarial", rows, self.columns, None, offset, self)
 
-    def places(self, m: int) -> list[int]:
+    def row_indices(self, m: int) -> list[int]:
         """Return the indices of the bank's rows in a test case of ``m`` rows: a cyclic order that depends on ``m``."""
         count = len(self.rows)
         if math.gcd(count, _STRIDE) > 1:
@@ -219,11 +221,11 @@ class RowBank:
         ordinary = [row for row, kind in enumerate(self.rows) if not kind]
         per_case = m if m < 4 else m // 2
         if not special:
-            return [self.draw([ordinary[row % len(ordinary)] for row in range(m)])] if ordinary else []
+            return [self.test_case([ordinary[row % len(ordinary)] for row in range(m)])] if ordinary else []
         groups = [special[start : start + per_case] for start in range(0, len(special), per_case)]
         if m < 4:
             groups.append([])
-        return [self.draw(self._interleave(group, ordinary, len(groups) == 1)) for group in groups]
+        return [self.test_case(self._interleave(group, ordinary, len(groups) == 1)) for group in groups]
 
     def _interleave(self, special: Sequence[int], ordinary: Sequence[int], only_group: bool) -> list[int]:
         """Return M row indices: special rows at even distances between ordinary ones, and a special last row.
@@ -251,7 +253,7 @@ class RowBank:
         return cases
 
     def _variant(self, which: int, kind: str, indices: Sequence[int]) -> ReferenceCase:
-        case, step = self.draw(indices), _tensor_steps(self.problem)[which]
+        case, step = self.test_case(indices), _tensor_steps(self.problem)[which]
         aux = list(case.inputs.aux)
         aux[which] = guarded_copy(special_value(self.problem, step, kind, aux[which]), 1)
         for i, other in enumerate(_tensor_steps(self.problem)):

@@ -62,9 +62,9 @@ def row_groups(problem: Problem, counts: Iterable[int], device: torch.device) ->
     """Return the groups of M that are checked with one comparison, in the order of ``counts``.
 
     The outputs of a group have a limited number of elements. Odd and even M are in separate groups, since operands of
-    odd M are misaligned (see ``draws.case_for_rows``). An M forms a group of its own when a part of a larger matrix
-    would not have the Problem's layout: with batches, column-major layouts, or gaps between the output's rows. An M
-    that A's layout does not permit is skipped.
+    odd M are misaligned (see ``reference_cases.case_for_rows``). An M forms a group of its own when a part of a larger
+    matrix would not have the Problem's layout: with batches, column-major layouts, or gaps between the output's rows.
+    An M that A's layout does not permit is skipped.
     """
     max_rows = (_MAX_ELEMENTS if is_host(device.type) else _MAX_DEVICE_ELEMENTS) // max(problem.n, 1)
     single = problem.is_batched or problem.a.layout.order == "col" or problem.out.order == "col"
@@ -118,7 +118,7 @@ def _poison_between_parts(problem: Problem, inputs: Inputs, parts: Sequence[Part
 class RowStack:
     """The stacked operands of several M, the expected results, and guarded memory for the outputs.
 
-    parts: the rows of each M in the operands. draw: the test case of all rows. Its ``value`` and ``tolerance`` have the
+    parts: the rows of each M in the operands. case: the test case of all rows. Its ``value`` and ``tolerance`` have the
     rows of all parts without the unused rows that A has between parts. spans: the bytes (start, end) of each output in
     a frame. frames: two byte tensors with a guard pattern, in which the outputs are poisoned: with NaN in the first,
     with the largest number in the second (integers: with two different bytes).
@@ -126,7 +126,7 @@ class RowStack:
 
     problem: Problem
     parts: tuple[Part, ...]
-    draw: ReferenceCase
+    case: ReferenceCase
     spans: tuple[tuple[int, int], ...]
     frames: tuple[Tensor, Tensor]
 
@@ -142,8 +142,8 @@ class RowStack:
         parts, offset = parts_of(counts), counts[0] % 2
         rows: list[int] = []
         for part in parts:
-            rows += [0] * (part.start - len(rows)) + bank.places(part.m)
-        case = bank.draw(rows, offset, [row for m in counts for row in bank.places(m)])
+            rows += [0] * (part.start - len(rows)) + bank.row_indices(part.m)
+        case = bank.test_case(rows, offset, [row for m in counts for row in bank.row_indices(m)])
         _poison_between_parts(problem, case.inputs, parts)
         case = case.marked({}, weight=False)
         size = getattr(torch, problem.out_dtype).itemsize
@@ -159,7 +159,7 @@ class RowStack:
     @property
     def nbytes(self) -> int:
         """The memory size in bytes, without B, which stacks share."""
-        case = self.draw
+        case = self.case
         return sum(t.numel() * t.element_size() for t in (case.inputs.a, case.value, case.tolerance, *self.frames))
 
     def check(self, run: Run, time_limit: TimeLimit) -> tuple[float, str]:
@@ -171,8 +171,8 @@ class RowStack:
         for part, span in zip(self.parts, self.spans, strict=True):
             if time_limit.over():
                 break
-            inputs = part_of(self.problem, self.draw.inputs, part)
-            if self.draw.offset and self.problem.a.align == 0:
+            inputs = part_of(self.problem, self.case.inputs, part)
+            if self.case.offset and self.problem.a.align == 0:
                 inputs = replace(inputs, a=single_row(self.problem, inputs.a))
             for frame in frames:
                 run(inputs, _output_view(self.problem, frame, span))
@@ -189,12 +189,12 @@ class RowStack:
         rows = sum(part.m for part in self.parts[:part_count])
         first, second = (self._outputs(frame, part_count, rows) for frame in frames)
         problem = self.problem.with_m(rows)
-        case = replace(self.draw, value=self.draw.value[:rows], tolerance=self.draw.tolerance[:rows])
+        case = replace(self.case, value=self.case.value[:rows], tolerance=self.case.tolerance[:rows])
         worst, finding = compare(problem, case, first)
         if not finding and not same_bits(first, second):
             second_worst, finding = compare(problem, case, second)
             worst, finding = max(worst, second_worst), finding or unwritten(problem, first, second)
-        return worst, finding or self.draw.touched(weight=False)
+        return worst, finding or self.case.modified_operand(weight=False)
 
     def _guards(self, frame: Tensor) -> Tensor:
         """Return all bytes of a frame except those of outputs."""
@@ -254,9 +254,9 @@ class RowCountVerifier:
             worst = max(worst, verdict.worst)
         return Verdict("within_bound", worst=worst)
 
-    def touched(self) -> bool:
+    def has_modified_operands(self) -> bool:
         """Whether a kernel has modified operands or expected results of other M."""
-        return any(stack.draw.touched(weight=False) for stack in self._kept.values())
+        return any(stack.case.modified_operand(weight=False) for stack in self._kept.values())
 
     def _stack(self, counts: tuple[int, ...]) -> RowStack | None:
         stack = self._kept.get(counts) or RowStack.make(self._problem, self._cases, counts)

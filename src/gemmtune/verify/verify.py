@@ -135,7 +135,7 @@ def _modified_operands(case: ReferenceCase, weight: bool) -> str:
 
     weight: whether B is checked, too.
     """
-    modified = case.touched(weight)
+    modified = case.modified_operand(weight)
     if "the oracle's" in modified:
         return f"it wrote far beyond its output, where verification keeps what it compares with: {modified}"
     return f"it wrote into its inputs, or just beside them: {modified}" if modified else ""

@@ -125,7 +125,7 @@ class RequestHandler:
                 candidates = [Candidate.from_dict(item) for item in request.candidates]
                 started = time.perf_counter()
                 conditions = {"pinned": self._pins.words} if self._pins.words else {}
-                prepared = self._require_job().track(candidates, self._marker_fd, request.hot, conditions)
+                prepared = self._require_job().prepare_race(candidates, self._marker_fd, request.hot, conditions)
                 remaining_s = max(
                     _MIN_RACE_SHARE * request.budget_s, request.budget_s - (time.perf_counter() - started)
                 )
@@ -240,7 +240,7 @@ class ProblemSession:
         worst = max(first_verdict.worst, remaining_verdict.worst)
         return Confirmed(Verdict("exact" if both_exact else "within_bound", detail, worst))
 
-    def recheck(self, track: RaceOperands, raced: RaceResult, seed: int) -> dict[str, Verdict]:
+    def recheck(self, operands: RaceOperands, raced: RaceResult, seed: int) -> dict[str, Verdict]:
         """Return the verdicts on raced kernels that have become wrong, by id.
 
         Rechecked are the kernels that may be served: the leader, each packing's best, both kernels of each layout's
@@ -251,10 +251,10 @@ class ProblemSession:
         baseline = min(aten_rows, key=lambda row: row.sample.median_s if row.sample else math.inf, default=None)
         tested = [name for layout in raced.layouts.values() for name in (layout.candidate, layout.baseline)]
         names = [raced.leader, *raced.alternatives.values(), *tested, baseline.id if baseline is not None else None]
-        kernels = (track.raced_kernel(name) for name in dict.fromkeys(names) if name is not None)
+        kernels = (operands.raced_kernel(name) for name in dict.fromkeys(names) if name is not None)
         return recheck(self.problem, kernels, seed)
 
-    def track(
+    def prepare_race(
         self, candidates: list[Candidate], marker_fd: int | None, hot: bool = False, conditions: Mapping[str, str] = {}
     ) -> RaceOperands:
         """Load and pack everything that a race needs, after freeing the memory that checking used.
@@ -318,8 +318,8 @@ class ProblemSession:
         """Discard operands that a bad kernel may have overwritten, so that they are prepared anew before the next
         check."""
         self._packed = {}
-        cases_modified = self._test_cases is not None and any(draw.touched() for draw in self._test_cases)
-        if cases_modified or (self._rows is not None and self._rows.touched()):
+        cases_modified = self._test_cases is not None and any(case.modified_operand() for case in self._test_cases)
+        if cases_modified or (self._rows is not None and self._rows.has_modified_operands()):
             self._test_cases, self._rows = None, None
 
     def _drop_packed(self, kernel: Kernel) -> None:

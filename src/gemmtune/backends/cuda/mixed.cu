@@ -43,22 +43,22 @@ __launch_bounds__(32 * WARPS)
 #endif
 mixed(PARAMETERS) {
     DYNAMIC(memory);
-    const int warp = own_warp(), lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, part = blockIdx.x % SPLIT;
+    const int warp = warp_index(), lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, part = blockIdx.x % SPLIT;
     const u32 stages = (address_of(memory) + 1023) / 1024 * 1024, full = stages + BUFFER_BYTES, empty = full + 8 * STAGES;
     const u32 vectors = empty + 8 * STAGES + (SPLIT > 1 ? 16 : 0);
     if (threadIdx.x == 0) {
-        will_fetch(&a_desc);
-        will_fetch(&b_desc);
+        prefetch_map(&a_desc);
+        prefetch_map(&b_desc);
         for (int s = 0; s < STAGES; ++s) {
-            barrier_of(full + 8 * s, 1);
-            barrier_of(empty + 8 * s, CONSUMERS);
+            init_barrier(full + 8 * s, 1);
+            init_barrier(empty + 8 * s, CONSUMERS);
         }
 #if SPLIT > 1
         init_reduction<SUMS, 32 * CONSUMERS>(empty + 8 * STAGES, part);
 #endif
-        barriers_made();
+        fence_barrier_init();
     }
-    greet_cluster();
+    arrive_cluster();
     __syncthreads();
     const int tiles_m = (M + BM - 1) / BM, tile = blockIdx.x / SPLIT;
     const int m0 = tile % tiles_m * BM, n0 = tile / tiles_m * BN, steps = (K + STAGE_K - 1) / STAGE_K;
@@ -69,30 +69,30 @@ mixed(PARAMETERS) {
     };
 
     if (warp >= CONSUMERS) {
-        give_registers();
+        release_registers();
         if (warp == CONSUMERS) {
             auto fetch_b = [&](int step, int slot) {
-                expect_once(full + 8 * slot, STAGE_BYTES);
-                fetch_once(stages + slot * STAGE_BYTES + 2 * A_BYTES, &b_desc, step * B_ROW, n0, full + 8 * slot);
+                expect_bytes_once(full + 8 * slot, STAGE_BYTES);
+                tma_load_once(stages + slot * STAGE_BYTES + 2 * A_BYTES, &b_desc, step * B_ROW, n0, full + 8 * slot);
             };
             const int early_end = following & B_EARLY ? min(first + EARLY_STAGES, last) : first;
             for (int step = first; step < early_end; ++step) fetch_b(step, step - first);
-            follow();
+            pdl_wait();
             for (int step = first; step < last; ++step, next()) {
                 const u32 stage = stages + at * STAGE_BYTES, done = full + 8 * at;
                 if (step >= early_end) {
-                    wait_for(empty + 8 * at, turn ^ 1);
+                    wait_barrier(empty + 8 * at, turn ^ 1);
                     fetch_b(step, at);
                 }
-                fetch(stage, &a_desc, step * STAGE_K, m0, done);
-                fetch(stage + A_BYTES, &a_desc, step * STAGE_K + 64, m0, done);
+                tma_load(stage, &a_desc, step * STAGE_K, m0, done);
+                tma_load(stage + A_BYTES, &a_desc, step * STAGE_K + 64, m0, done);
             }
         }
-        wait_for_greetings();
+        wait_cluster();
     } else {
-        take_registers();
-        follow();
-        let_follow();
+        acquire_registers();
+        pdl_wait();
+        pdl_launch_dependents();
         const int member = threadIdx.x, top = m0;
         // AHEAD
         sum_t sums[SUMS];
@@ -121,7 +121,7 @@ mixed(PARAMETERS) {
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {  // two bytes of this column, and two of the column 8 further
                     const u32 piece = stage + own + (((KIND == INT8 ? 4 * half + i : i) ^ swizzle) << 4) + 8 * e;
-                    bytes[i][e] = two_at(piece) | two_at(piece + 8 * B_ROW) << 16;
+                    bytes[i][e] = load_two_halves(piece) | load_two_halves(piece + 8 * B_ROW) << 16;
                 }
         };
         auto convert = [&](int half, int i) {
@@ -130,7 +130,7 @@ mixed(PARAMETERS) {
         };
         for (int step = first; step < last; ++step, next()) {
             const u32 stage = stages + at * STAGE_BYTES, a = rows_from(stage);
-            wait_for(full + 8 * at, turn);
+            wait_barrier(full + 8 * at, turn);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 if (KIND == INT8 || half == 0) load(stage, half);
@@ -155,7 +155,7 @@ mixed(PARAMETERS) {
                 wait_for_sums<1>(into);
                 if (half == 0 && before && lane == 0) arrive(before);
 #pragma unroll
-                for (int i = 0; i < 4; ++i) hold(numbers[1 - half][i]);
+                for (int i = 0; i < 4; ++i) keep_in_registers(numbers[1 - half][i]);
             }
             before = empty + 8 * at;
         }
@@ -166,13 +166,13 @@ mixed(PARAMETERS) {
         wait_for_sums<0>(sums);
 #endif
 #pragma unroll
-        for (int i = 0; i < 4; ++i) hold(numbers[1][i]);
+        for (int i = 0; i < 4; ++i) keep_in_registers(numbers[1][i]);
 
 #if KEPT
         VectorWord* const kept = reinterpret_cast<VectorWord*>(memory + (vectors - address_of(memory)));
         // KEPT
 #if SPLIT > 1
-        meet<32 * CONSUMERS>();
+        sync_threads_of<32 * CONSUMERS>();
 #endif
 #endif
         auto finish = [&](int m, int n, int y, int x, sum_t sum) {
@@ -191,11 +191,11 @@ mixed(PARAMETERS) {
 #else
         // wgmma's fragments have single columns of C's rows: transpose through shared memory to store rows.
         sum_t* turned = reinterpret_cast<sum_t*>(free);
-        meet<32 * CONSUMERS>();
+        sync_threads_of<32 * CONSUMERS>();
 #pragma unroll
         for (int i = 0; i < SUMS; ++i)
             turned[(i / 4 * 8 + 2 * c + i % 2) * ACROSS + 16 * warp + g + i / 2 % 2 * 8] = sums[i];
-        meet<32 * CONSUMERS>();
+        sync_threads_of<32 * CONSUMERS>();
         const Rows C{c_ptr, ldc, M, N};
 #pragma unroll 4
         for (int e = RUN * threadIdx.x; e < BM * BN; e += RUN * 32 * CONSUMERS) {

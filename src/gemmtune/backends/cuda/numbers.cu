@@ -24,17 +24,17 @@ template <class T> __device__ __forceinline__ float rounded(float x) {
 // set.
 __device__ __forceinline__ u32 from_int8(u32 q, u32 selector) {
 #if HALF
-    return minus(__byte_perm(q ^ 0x80808080u, 0x64646464u, selector), 0x64806480u);
+    return subtract_halves(__byte_perm(q ^ 0x80808080u, 0x64646464u, selector), 0x64806480u);
 #else
     const u32 u = __byte_perm(q, 0x43434343u, selector);
-    return minus(u & 0xff7fff7fu, u & 0xff80ff80u);
+    return subtract_halves(u & 0xff7fff7fu, u & 0xff80ff80u);
 #endif
 }
 
 // Convert two of four unsigned int4, one in each byte, minus 8.
 __device__ __forceinline__ u32 from_int4(u32 q, u32 selector) {
-    return HALF ? minus(__byte_perm(q, 0x64646464u, selector), 0x64086408u)
-                : minus(__byte_perm(q, 0x43434343u, selector), 0x43084308u);
+    return HALF ? subtract_halves(__byte_perm(q, 0x64646464u, selector), 0x64086408u)
+                : subtract_halves(__byte_perm(q, 0x43434343u, selector), 0x43084308u);
 }
 
 // Convert two of four bytes. For int4: their lower nibbles, or their upper ones if ``upper``.

@@ -23,12 +23,12 @@ __device__ __forceinline__ void round_to(float16& to, float x) {
 }
 
 // Round two numbers and pack them into one word, x in its low half.
-__device__ __forceinline__ u32 both(bfloat16, float x, float y) {
+__device__ __forceinline__ u32 pack_halves(bfloat16, float x, float y) {
     u32 result;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(y), "f"(x));
     return result;
 }
-__device__ __forceinline__ u32 both(float16, float x, float y) {
+__device__ __forceinline__ u32 pack_halves(float16, float x, float y) {
     u32 result;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(y), "f"(x));
     return result;
@@ -36,15 +36,15 @@ __device__ __forceinline__ u32 both(float16, float x, float y) {
 
 // PDL: wait until the previous kernels of the stream have ended and their writes are visible. A launch without PDL starts
 // only then, and does not wait here.
-__device__ __forceinline__ void follow() {
+__device__ __forceinline__ void pdl_wait() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// PDL: allow the next kernel to start on free resources, once all blocks have called this. Call it only after ``follow``, so
+// PDL: allow the next kernel to start on free resources, once all blocks have called this. Call it only after ``pdl_wait``, so
 // that at most two kernels run at a time.
-__device__ __forceinline__ void let_follow() {
+__device__ __forceinline__ void pdl_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
@@ -58,7 +58,7 @@ __device__ __forceinline__ uint4 load_once(const char* from) {
     return v;
 }
 
-// Load before ``follow`` from the L2, because the L1 may have data from before a previous kernel's write.
+// Load before ``pdl_wait`` from the L2, because the L1 may have data from before a previous kernel's write.
 __device__ __forceinline__ uint4 load_early(const char* from) {
     uint4 v;
     asm volatile("ld.global.cg.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -74,17 +74,17 @@ __device__ __forceinline__ uint4 load(const char* from) {
 }
 
 // Load at this point of the program: volatile asm keeps the compiler from moving the load to its use.
-__device__ __forceinline__ float soon(const float* from) {
+__device__ __forceinline__ float load_now(const float* from) {
     float x;
     asm volatile("ld.global.f32 %0, [%1];" : "=f"(x) : "l"(from));
     return x;
 }
-__device__ __forceinline__ int soon(const int* from) {
+__device__ __forceinline__ int load_now(const int* from) {
     int x;
     asm volatile("ld.global.s32 %0, [%1];" : "=r"(x) : "l"(from));
     return x;
 }
-template <class Half> __device__ __forceinline__ Half soon(const Half* from) {
+template <class Half> __device__ __forceinline__ Half load_now(const Half* from) {
     Half x;
     asm volatile("ld.global.u16 %0, [%1];" : "=h"(x.bits) : "l"(from));
     return x;
@@ -98,7 +98,7 @@ __device__ __forceinline__ void multiply(sum_t (&d)[4], u32 b0, u32 b1, u32 b2, 
 }
 
 // Subtract two 16-bit floats from two others.
-__device__ __forceinline__ u32 minus(u32 one, u32 other) {
+__device__ __forceinline__ u32 subtract_halves(u32 one, u32 other) {
     u32 d;
 #if HALF
     asm("sub.f16x2 %0, %1, %2;" : "=r"(d) : "r"(one), "r"(other));
@@ -113,12 +113,12 @@ __device__ __forceinline__ void wait_for_cluster() {
 }
 
 // Return x of the lane whose index differs by ``bit``.
-__device__ __forceinline__ u32 exchanged(u32 x, int bit) { return __shfl_xor_sync(0xffffffffu, x, bit); }
-__device__ __forceinline__ unsigned short exchanged(unsigned short x, int bit) {
-    return (unsigned short)exchanged((u32)x, bit);
+__device__ __forceinline__ u32 shuffle_xor(u32 x, int bit) { return __shfl_xor_sync(0xffffffffu, x, bit); }
+__device__ __forceinline__ unsigned short shuffle_xor(unsigned short x, int bit) {
+    return (unsigned short)shuffle_xor((u32)x, bit);
 }
-__device__ __forceinline__ unsigned long long exchanged(unsigned long long x, int bit) {
-    return (unsigned long long)exchanged((u32)(x >> 32), bit) << 32 | exchanged((u32)x, bit);
+__device__ __forceinline__ unsigned long long shuffle_xor(unsigned long long x, int bit) {
+    return (unsigned long long)shuffle_xor((u32)(x >> 32), bit) << 32 | shuffle_xor((u32)x, bit);
 }
 
 // Wait until all blocks of the cluster arrive here, before they exit. Writes need not be visible, so the arrival is relaxed.
@@ -127,7 +127,7 @@ __device__ __forceinline__ void leave_cluster() {
 }
 
 // Read shared memory of the cluster's block ``rank`` at the address that ``here`` has in this block.
-__device__ __forceinline__ sum_t read_from(int rank, const sum_t* here) {
+__device__ __forceinline__ sum_t load_remote(int rank, const sum_t* here) {
     const u32 own = (u32)__cvta_generic_to_shared(here);
     u32 remote;
     sum_t result;

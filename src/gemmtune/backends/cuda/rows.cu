@@ -15,8 +15,8 @@ template <class T> __device__ __forceinline__ void round_to(Pair& to, T, value_t
     round_to(to.of[0], x);
     round_to(to.of[1], y);
 }
-__device__ __forceinline__ void round_to(Pair& to, bfloat16 kind, float x, float y) { to.word = both(kind, x, y); }
-__device__ __forceinline__ void round_to(Pair& to, float16 kind, float x, float y) { to.word = both(kind, x, y); }
+__device__ __forceinline__ void round_to(Pair& to, bfloat16 kind, float x, float y) { to.word = pack_halves(kind, x, y); }
+__device__ __forceinline__ void round_to(Pair& to, float16 kind, float x, float y) { to.word = pack_halves(kind, x, y); }
 
 constexpr int TOGETHER = sizeof(c_t) == 4 ? 2 : 4;  // pairs in one store
 constexpr int RUN = 2 * TOGETHER;                   // columns in one store
@@ -71,7 +71,7 @@ __device__ __forceinline__ void store(const Rows& to, int m, int n, int own, Pai
             if (i & bit) continue;
             const bool odd = own & bit;
             Pair &low = pairs[i], &high = pairs[i | bit];
-            const auto received = exchanged(odd ? low.word : high.word, bit);
+            const auto received = shuffle_xor(odd ? low.word : high.word, bit);
             low.word = odd ? received : low.word;
             high.word = odd ? high.word : received;
         }

@@ -161,14 +161,14 @@ __launch_bounds__(32 * WARPS) skinny(PARAMETERS) {
 #pragma unroll
         for (int d = 0; d < DEPTH; ++d)
             if (first + d < end) fetch_b(ring[d], d, 0, first + d, true);
-        follow();
+        pdl_wait();
     } else {
-        follow();
+        pdl_wait();
 #pragma unroll
         for (int d = 0; d < DEPTH; ++d)
             if (first + d < end) fetch_b(ring[d], d, 0, first + d, false);
     }
-    if (!(following & NEXT_LATE)) let_follow();
+    if (!(following & NEXT_LATE)) pdl_launch_dependents();
 #pragma unroll
     for (int d = 0; d < DEPTH; ++d) {
 #pragma unroll
@@ -230,7 +230,7 @@ __launch_bounds__(32 * WARPS) skinny(PARAMETERS) {
 #pragma unroll
         for (int i = 0; i < MT; ++i) a_from[i] += STEP * CHUNK * WIDTH;
     }
-    if (following & NEXT_LATE) let_follow();
+    if (following & NEXT_LATE) pdl_launch_dependents();
 
 #pragma unroll
     for (int r = 0; r < R; ++r)
@@ -260,7 +260,7 @@ __launch_bounds__(32 * WARPS) skinny(PARAMETERS) {
 #if SPLIT > 1
         sum_t sum = 0;
 #pragma unroll
-        for (int i = 0; i < SPLIT; ++i) sum += read_from(i, shared.block + e);
+        for (int i = 0; i < SPLIT; ++i) sum += load_remote(i, shared.block + e);
 #else
         sum_t sum = sum_warps(e);
 #endif

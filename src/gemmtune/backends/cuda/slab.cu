@@ -7,7 +7,7 @@
 // multicast it: the L2 delivers 1 / SHARE of the bytes. Alternatively the SPLIT blocks of a cluster divide the K of one slab
 // and add their sums in a fixed order: wider slabs mean that fewer blocks read A.
 //
-// PDL: the kernel may start before the previous one has ended (``follow``), and load B before that if ``following`` has
+// PDL: the kernel may start before the previous one has ended (``pdl_wait``), and load B before that if ``following`` has
 // B_EARLY.
 //
 // A stage has CHUNKS times 128 bytes of every row of A and B, in the layout of TMA and wgmma (128-byte swizzle). The
@@ -49,24 +49,24 @@ __cluster_dims__(CLUSTER, 1, 1)
 #endif
 __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
     DYNAMIC(memory);
-    const int warp = own_warp(), lane = threadIdx.x % 32, rank = blockIdx.x % SHARE, part = blockIdx.x % SPLIT;
+    const int warp = warp_index(), lane = threadIdx.x % 32, rank = blockIdx.x % SHARE, part = blockIdx.x % SPLIT;
     const u32 stages = (address_of(memory) + 1023) / 1024 * 1024, full = stages + BUFFER_BYTES, empty = full + 8 * STAGES;
     const u32 vectors = empty + 8 * STAGES + (SPLIT > 1 ? 16 : 0);
     if (threadIdx.x == 0) {
-        will_fetch(&a_desc);
-        will_fetch(&b_desc);
+        prefetch_map(&a_desc);
+        prefetch_map(&b_desc);
         for (int s = 0; s < STAGES; ++s) {
-            barrier_of(full + 8 * s, 1);
-            barrier_of(empty + 8 * s, SHARE * CONSUMERS);
+            init_barrier(full + 8 * s, 1);
+            init_barrier(empty + 8 * s, SHARE * CONSUMERS);
         }
 #if SPLIT > 1
         init_reduction<SUMS, 32 * CONSUMERS>(empty + 8 * STAGES, part);
 #endif
-        barriers_made();
+        fence_barrier_init();
     }
-    greet_cluster();
+    arrive_cluster();
 #if SHARE > 1
-    wait_for_greetings();
+    wait_cluster();
 #else
     __syncthreads();
 #endif
@@ -83,21 +83,21 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
     };
 
     if (warp >= CONSUMERS) {
-        give_registers();
+        release_registers();
         if (warp == CONSUMERS) {
             int early_stages = 0;  // stages whose part of B was loaded early
             auto fetch_b = [&](int step, int slot, int n0) {
                 const u32 stage = stages + slot * STAGE_BYTES, done = full + 8 * slot;
-                expect_once(done, STAGE_BYTES);
+                expect_bytes_once(done, STAGE_BYTES);
 #pragma unroll
                 for (int chunk = 0; chunk < CHUNKS; ++chunk)
-                    fetch_once(stage + CHUNKS * A_BYTES + chunk * B_BYTES, &b_desc, (step * CHUNKS + chunk) * ELEMENTS, n0,
+                    tma_load_once(stage + CHUNKS * A_BYTES + chunk * B_BYTES, &b_desc, (step * CHUNKS + chunk) * ELEMENTS, n0,
                                done);
             };
             if (following & B_EARLY && !together && first < tiles)
                 for (; early_stages < min(EARLY_STAGES, to - from); ++early_stages)
                     fetch_b(from + early_stages, early_stages, (first / tiles_m * SHARE + rank) * BN);
-            follow();
+            pdl_wait();
             for (int tile = first; tile < tiles; tile += stride) {
                 const int m0 = tile % tiles_m * BM + rank * A_ROWS, n0 = (tile / tiles_m * SHARE + rank) * BN;
                 for (int step = from; step < to; ++step, next()) {
@@ -105,23 +105,23 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
                     if (early_stages > 0) {
                         --early_stages;
                     } else {
-                        wait_for(empty + 8 * at, turn ^ 1);
+                        wait_barrier(empty + 8 * at, turn ^ 1);
                         fetch_b(step, at, n0);
                     }
 #pragma unroll
                     for (int chunk = 0; chunk < CHUNKS; ++chunk)
-                        fetch_for_all(stage + chunk * A_BYTES + rank * A_ROWS * 128, &a_desc,
+                        tma_load_multicast(stage + chunk * A_BYTES + rank * A_ROWS * 128, &a_desc,
                                       (step * CHUNKS + chunk) * ELEMENTS, m0, done);
                 }
             }
         }
 #if SPLIT > 1
-        wait_for_greetings();
+        wait_cluster();
 #endif
     } else {
-        take_registers();
-        follow();
-        if (!together) let_follow();
+        acquire_registers();
+        pdl_wait();
+        if (!together) pdl_launch_dependents();
         const int group = warp / 4, member = threadIdx.x % 128;
         int round = 0;
         for (int tile = first; tile < tiles; tile += stride) {
@@ -146,7 +146,7 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
                 for (int e = 0; e < PIECE_SUMS; ++e) sums[i % PIECES * PIECE_SUMS + e] += products[i % TURNS][e];
             };
             for (int step = from; step < to; ++step, next()) {
-                wait_for(full + 8 * at, turn);
+                wait_barrier(full + 8 * at, turn);
                 // No wgmma stays in flight between steps: ptxas would serialise all of them (warning C7514).
 #pragma unroll
                 for (int i = 0; i < STEP_PRODUCTS + TURNS - 1; ++i) {
@@ -164,7 +164,7 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
             for (int step = from; step < to; ++step, next()) {
                 const u32 stage = stages + at * STAGE_BYTES;
                 const u32 a = rows_from(stage + warp / 4 * 64 * 128), b = rows_from(stage + CHUNKS * A_BYTES);
-                wait_for(full + 8 * at, turn);
+                wait_barrier(full + 8 * at, turn);
 #pragma unroll
                 for (int chunk = 0; chunk < CHUNKS; ++chunk)
                     multiply_chunk(sums, a + chunk * A_BYTES / 16, b + chunk * B_BYTES / 16, 1);
@@ -174,14 +174,14 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
             }
             wait_for_sums<0>(sums);
             if (lane < SHARE) arrive_at(before, lane);
-            if (together) let_follow();
+            if (together) pdl_launch_dependents();
 #endif
 #if KEPT
             // Two buffers alternate, because a warp may be one tile ahead of others of its group.
             VectorWord* const all = reinterpret_cast<VectorWord*>(memory + (vectors - address_of(memory)));
             VectorWord* const kept = all + (round++ % 2 * GROUPS + group) * KEPT;
             // KEPT
-            meet<128>(group);
+            sync_threads_of<128>(group);
 #endif
             auto finish = [&](int m, int n, int y, int x, sum_t sum) {
                 // EPILOGUE

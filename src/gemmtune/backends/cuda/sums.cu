@@ -14,9 +14,9 @@ __device__ constexpr int reduction_bytes(int sums, int threads) {
 // Initialise the two mbarriers of the reduction: receivers' memory is free; partial sums have arrived. One thread calls this
 // before any block sends.
 template <int SUMS, int THREADS> __device__ __forceinline__ void init_reduction(u32 barriers, int part) {
-    barrier_of(barriers, SPLIT * THREADS / 32);
-    barrier_of(barriers + 8, 1);
-    expect(barriers + 8, (first_of_rank(part + 1, SUMS / 4) - first_of_rank(part, SUMS / 4)) * SPLIT * THREADS * sizeof(Four));
+    init_barrier(barriers, SPLIT * THREADS / 32);
+    init_barrier(barriers + 8, 1);
+    arrive_expect_bytes(barriers + 8, (first_of_rank(part + 1, SUMS / 4) - first_of_rank(part, SUMS / 4)) * SPLIT * THREADS * sizeof(Four));
 }
 
 // Reduce the partial sums over the blocks, in a fixed order, and call ``finish(i, four)`` for each vector i (sums[4 * i] to
@@ -26,20 +26,20 @@ template <int THREADS, int SUMS, class F>
 __device__ __forceinline__ void reduce_cluster(const sum_t (&sums)[SUMS], char* memory, u32 barriers, int part, F finish) {
     constexpr int FOURS = SUMS / 4, MAX_FOURS = (FOURS + SPLIT - 1) / SPLIT;
     const int lane = threadIdx.x % 32;
-    wait_for_greetings();
+    wait_cluster();
     __syncwarp();
-    if (lane < SPLIT) arrive_there(barriers, lane);
-    wait_for(barriers, 0);
+    if (lane < SPLIT) arrive_remote(barriers, lane);
+    wait_barrier(barriers, 0);
     const u32 own = address_of(memory) + (part * MAX_FOURS * THREADS + threadIdx.x) * sizeof(Four);
 #pragma unroll
     for (int rank = 0; rank < SPLIT; ++rank) {
-        const u32 remote = place_there(own, rank), remote_barrier = place_there(barriers + 8, rank);
+        const u32 remote = remote_address(own, rank), remote_barrier = remote_address(barriers + 8, rank);
 #pragma unroll
         for (int i = first_of_rank(rank, FOURS); i < first_of_rank(rank + 1, FOURS); ++i)
             send(remote + (i - first_of_rank(rank, FOURS)) * THREADS * sizeof(Four), remote_barrier,
                  Four{sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]});
     }
-    wait_for(barriers + 8, 0);
+    wait_barrier(barriers + 8, 0);
     const int first = first_of_rank(part, FOURS), last = first_of_rank(part + 1, FOURS);
     for (int i = first; i < last; ++i) {
         Four all{};

@@ -13,7 +13,7 @@ template <class T, int SIZE, int THREADS> struct Ahead {
     // Load the elements from ``first`` on; elements beyond ``last`` repeat it.
     __device__ __forceinline__ Ahead(const T* from, int first, int last, int thread) {
 #pragma unroll
-        for (int i = 0; i < PER_THREAD; ++i) elements[i] = soon(from + min(first + min(thread + i * THREADS, SIZE - 1), last));
+        for (int i = 0; i < PER_THREAD; ++i) elements[i] = load_now(from + min(first + min(thread + i * THREADS, SIZE - 1), last));
     }
 
     __device__ __forceinline__ void numbers(VectorWord* to, int thread) const {
