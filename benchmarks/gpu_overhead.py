@@ -78,7 +78,7 @@ def bare_launch(problem: Any, out: torch.Tensor, a: torch.Tensor, b: torch.Tenso
     addresses = dict(zip(("a_ptr", "b_ptr", "c_ptr"), (t.data_ptr() for t in (a, b, out)), strict=True))
     arguments = zip(function.header.arguments, kernel.arguments(M, {}), strict=True)
     launch_args = LaunchArgs(function, kernel.grid(M), [addresses.get(name, value) for name, value in arguments])
-    _, config, launch, _ = launch_args.held
+    _, config, launch, _ = launch_args.prepared
     config.stream = torch.cuda.current_stream().cuda_stream
     return lambda owner=launch_args: launch()  # launch_args owns the memory that the driver reads
 
