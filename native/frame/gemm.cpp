@@ -184,8 +184,8 @@ int64_t Gemm::scratch_bytes(int64_t m) const {
   const int64_t c = (one_block ? kMaxRows : rows) * (one_block ? 1 : std::min(cfg_.nc, panels_)) * panel_cols_ * 4;
   const int64_t b = block_bytes();
   const int64_t sums = cfg_.zero_point ? segments * rows * 4 : 0;
-  const int64_t compensation = std::min(cfg_.nc, panels_) * panel_cols_ * 4;
-  return align_up(a) + align_up(c) + align_up(b) + 2 * kMaxPanelColumns * 4 + align_up(sums) + align_up(compensation);
+  return align_up(a) + align_up(c) + align_up(b) + 2 * kMaxPanelColumns * 4 + align_up(sums) +
+         align_up(std::min(cfg_.nc, panels_) * panel_cols_ * 4);
 }
 
 void Gemm::run(const Call& call) const {
@@ -204,8 +204,8 @@ void Gemm::run(const Call& call) const {
     t.slice = i % tk;
     const int64_t grid_n = i / tk % tn, grid_m = i / tk / tn % tm;
     t.batch = i / tk / tn / tm;
-    const Range rows = partition(call.m, cfg_.mr, tm, grid_m), panels = partition(panels_, 1, tn, grid_n);
-    const Range k = partition(cfg_.k, segment_, tk, t.slice);
+    const Range rows = partition(call.m, cfg_.mr, tm, grid_m), panels = partition(panels_, 1, tn, grid_n),
+                k = partition(cfg_.k, segment_, tk, t.slice);
     t.m0 = rows.begin, t.m1 = rows.end, t.p0 = panels.begin, t.p1 = panels.end, t.k0 = k.begin, t.k1 = k.end;
     return t;
   };
@@ -327,8 +327,8 @@ const char* Gemm::prepare_b(const RowBlock& block, Scratch& s, int64_t panel, in
   if (cfg_.raw) {
     const Matrix& b = block.call.b;
     const bool has_compensation = cfg_.compute == Compute::u8s8 && cfg_.a == DType::s8;
-    const char* src = b.data + block.task.batch * b.batch_stride * (bits(cfg_.b) / 8);
-    pack_block(cfg_.compute, cfg_.b, src, b.row_stride, b.col_stride, k0, k1, panel * panel_cols_, cfg_.n, panel_cols_, s.b,
+    pack_block(cfg_.compute, cfg_.b, b.data + block.task.batch * b.batch_stride * (bits(cfg_.b) / 8), b.row_stride, b.col_stride,
+               k0, k1, panel * panel_cols_, cfg_.n, panel_cols_, s.b,
                has_compensation ? s.compensation + (panel - block.jc) * panel_cols_ : nullptr);
     *b_stride = block_row_bytes(cfg_.compute, panel_cols_);
     return s.b;
