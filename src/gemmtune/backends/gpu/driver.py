@@ -210,10 +210,10 @@ class LaunchArgs(threading.local):
     """A prepared launch; every thread has its own. values: the values of all arguments except descriptors (0
     instead); pointers as integers.
 
-    prepared: a tuple of slots (the arguments, 8 bytes each), config (whose ``stream`` the caller sets), launch (a function
-    that launches the kernel with the arguments in the slots and returns CUDA's status; pass a status other than 0 to
-    ``Function.failed``), and parameters (the array of the arguments' addresses, into which the caller writes the
-    addresses of descriptors).
+    prepared: a tuple of slots (the arguments, 8 bytes each), config (whose ``stream`` the caller sets), launch (a
+    function that launches the kernel with the arguments in the slots and returns CUDA's status; pass a status other
+    than 0 to ``Function.failed``), and parameters (the array of the arguments' addresses, into which the caller writes
+    the addresses of descriptors).
     """
 
     def __init__(self, function: Function, grid: tuple[int, int], values: Sequence[int]) -> None:
