@@ -136,9 +136,9 @@ def test_layout_of_an_unavailable_backend_is_packed_by_another_that_reads_it(mon
     backends.register("reader", f"{__name__}:Reader")
     weight = torch.randn(5, 4)
     try:
-        assert backends.readers("toy:plain", "cpu") == ["toy", "reader"]
-        assert backends.readers("native:k1/float32/nr16", "cpu") == ["native"]
-        assert backends.readers("native:k1/float32/nr16", "cuda") == []
+        assert list(backends.readers("toy:plain", "cpu")) == ["toy", "reader"]
+        assert list(backends.readers("native:k1/float32/nr16", "cpu")) == ["native"]
+        assert list(backends.readers("native:k1/float32/nr16", "cuda")) == []
         monkeypatch.setattr(
             type(backends.get("toy")), "available", lambda self, target: Availability(self.name != "toy")
         )

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from ..core.weights import LayoutName
+from ..core.weights import layout_owner
 from .base import Backend
 
 if TYPE_CHECKING:
@@ -68,12 +69,16 @@ def get(name: str) -> Backend:
     return backend
 
 
-def readers(layout: str, device: str) -> list[str]:
-    """Return the names of the backends for a kind of device whose kernels may take a weight in a packed layout, its
-    owner first."""
-    owner = LayoutName.parse(layout).owner
-    sharing = [name for name in names(device) if name != owner and owner in get(name).shared_layouts]
-    return [owner, *sharing] if owner in names(device) else sharing
+def readers(layout: str, device: str) -> Iterator[str]:
+    """Yield the names of the backends for a kind of device whose kernels may take a weight in a packed layout, its
+    owner first. The others are imported when they are asked for; one that cannot be is left out."""
+    owner = layout_owner(layout)
+    if owner in names(device):
+        yield owner
+    for name in names(device):
+        with suppress(ImportError, AttributeError):
+            if name != owner and owner in get(name).shared_layouts:
+                yield name
 
 
 def versions(target: Target, chosen: Sequence[str] | None = None) -> dict[str, str]:

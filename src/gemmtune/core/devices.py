@@ -48,9 +48,10 @@ class Device:
     (``torch.get_device_module(type)``), except ``target``.
 
     type: the type of its ``torch.device``. name: the kind in messages. is_host: whether operands are in the host's
-    memory and a call returns when its result is there. dispatch_keys: names of the dispatch keys of ordinary tensors.
-    aligns_fp16_products: whether its matrix units align float16 products by exponent fields (see verify.oracle).
-    profile: constants of tuning. timing: ``module:Class`` of its ``timing.devices.DeviceTiming``.
+    memory and a call returns when its result is there. dispatch_keys: names of the dispatch keys of its ordinary
+    tensors, besides those of CPU and CUDA tensors, which ``core.memory`` knows. aligns_fp16_products: whether its
+    matrix units align float16 products by exponent fields (see verify.oracle). profile: constants of tuning. timing:
+    ``module:Class`` of its ``timing.devices.DeviceTiming``.
     """
 
     type: ClassVar[str]
@@ -141,7 +142,6 @@ class HostDevice(Device):
     type = "cpu"
     name = "CPU"
     is_host = True
-    dispatch_keys = ("CPU", "AutogradCPU", "AutocastCPU")
     timing = "gemmtune.timing.devices:HostTiming"
 
     def target(self, device: torch.device, sources: Mapping[str, str]) -> Target:
@@ -181,7 +181,6 @@ class CudaDevice(Device):
 
     type = "cuda"
     name = "CUDA"
-    dispatch_keys = ("CUDA", "AutogradCUDA", "AutocastCUDA")
     aligns_fp16_products = True
     # Times are short and steady: rounds of a race repeat to a few tenths of a percent. A GPU has no other users, as a
     # rule, but its clock may still be rising when the first candidates are timed. Templates list their likeliest
@@ -210,6 +209,8 @@ class CudaDevice(Device):
 
 _BUILTIN: dict[str, Device] = {"cpu": HostDevice(), "cuda": CudaDevice()}
 _DEVICES = dict(_BUILTIN)
+for _device in _BUILTIN.values():
+    memory.add_device(_device.type, _device.dispatch_keys)
 
 
 def register(device: Device, module: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from .candidate import Scalar
 
@@ -32,30 +32,19 @@ class QuantWeight:
     dtype: str
 
 
-class LayoutName(NamedTuple):
-    """The name of a packed layout, as text ``owner:name``. owner: the backend that packs and unpacks it."""
-
-    owner: str
-    name: str
-
-    @classmethod
-    def parse(cls, text: str) -> LayoutName:
-        """Return the LayoutName of a text; one without a colon has an owner and no name."""
-        owner, _, name = text.partition(":")
-        return cls(owner, name)
-
-    def __str__(self) -> str:
-        return f"{self.owner}:{self.name}"
+def layout_owner(layout: str) -> str:
+    """Return the name of the backend that packs and unpacks a layout, whose name is ``<owner>:<anything>``."""
+    return layout.partition(":")[0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
     """A constant B operand in the layout that all kernels of its Plan share.
 
-    layout: text of a LayoutName, whose owner packs and unpacks ``data``; other backends may read it. n, k, dtype,
-    quant: properties of the weight before packing. machine: the ISA family for which the packed data are valid.
-    raw_order: memory order of the weight before packing, so that unpacking restores an equal tensor. A bias or other
-    epilogue tensor is never part of a PackedWeight.
+    layout: name of the layout, whose owner (``layout_owner``) packs and unpacks ``data``; other backends may read it.
+    n, k, dtype, quant: properties of the weight before packing. machine: the ISA family for which the packed data are
+    valid. raw_order: memory order of the weight before packing, so that unpacking restores an equal tensor. A bias or
+    other epilogue tensor is never part of a PackedWeight.
 
     Two packed weights are equal only when they are one object. Raises TypeError for ``data`` that kernels cannot read
     by address (for example tensor subclasses); copying and unpickling repeat this check.
@@ -84,7 +73,7 @@ class PackedWeight:
     @property
     def owner(self) -> str:
         """The backend that packs and unpacks the layout."""
-        return LayoutName.parse(self.layout).owner
+        return layout_owner(self.layout)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return the constructor and its arguments.

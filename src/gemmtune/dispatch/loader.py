@@ -15,6 +15,7 @@ from ..core.candidate import Candidate, Illegal
 from ..core.devices import DeviceKey
 from ..core.problem import Problem
 from ..core.target import Target
+from ..core.weights import layout_owner
 from .guards import is_capturing
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ def _candidates_of_layout(problem: Problem, packing: str, target: Target) -> Ite
     layout. Candidates that are known to take another layout are left out."""
     for name in backends.readers(packing, target.device):
         backend = backends.get(name)
-        default = backend.default_packing(problem, target)
+        default = backend.default_packing(problem, target) if name == layout_owner(packing) else None
         if default is not None:
             yield default
         for candidate in backend.candidates(problem, target):

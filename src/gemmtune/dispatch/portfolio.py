@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..backends.aten import fallback_templates
+from ..backends.aten import is_fallback
 from ..backends.aten.fusion import addmm_prefix
 from ..core.candidate import Candidate
 from ..core.problem import Problem
@@ -137,7 +137,7 @@ def _option(row: Evidence, base: float | None) -> Option | None:
 
 
 def _is_fallback_template(candidate: Mapping[str, Any]) -> bool:
-    return candidate.get("backend") == "aten" and candidate.get("template") in fallback_templates()
+    return candidate.get("backend") == "aten" and is_fallback(str(candidate.get("template")))
 
 
 def _baseline_seconds(evidence: Iterable[Evidence]) -> float | None:

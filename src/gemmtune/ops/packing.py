@@ -147,7 +147,7 @@ def _packing_kernel(
     if layout is None:
         layout = _planned_layout(problems[0], device)
     target = current_target(device)
-    names = list(reversed(backends.names(device.type))) if layout is None else backends.readers(layout, device.type)
+    names = reversed(backends.names(device.type)) if layout is None else backends.readers(layout, device.type)
     for name in names:
         backend = backends.get(name)
         if not backend.available(target):

@@ -105,7 +105,8 @@ def best_by_backend(decision: Decision) -> dict[str, Evidence]:
     return best
 
 
-_DISTURBANCE_CONDITIONS = ("stalled", "extended", "repeated", "stolen")
+# Older records say "fought again" for "repeated".
+_DISTURBANCE_CONDITIONS = ("stalled", "extended", "repeated", "fought again", "stolen")
 _BUSY_CORES_LIMIT = 0.5
 
 

@@ -167,7 +167,7 @@ ACTS: dict[str, Callable[[], None]] = {
 """What a candidate of each kind does before it computes the correct result, if it still can."""
 
 
-def _is_racing() -> bool:
+def is_racing() -> bool:
     """Whether the race calls the kernel: whether the caller of its ``run`` is in ``timing.race_operands``."""
     return bool(sys._getframe(2).f_globals["__name__"] == race_operands.__name__)
 
@@ -191,7 +191,7 @@ class HostileKernel(Kernel):
         if _context_lost:
             raise RuntimeError("the context was lost before (simulated)")
         action = ACTS.get(self.kind.removeprefix("late_"))
-        if action is not None and (_is_racing() or not self.kind.startswith("late_")):
+        if action is not None and (is_racing() or not self.kind.startswith("late_")):
             action()
         if isinstance(b, PackedWeight):
             (b,) = b.data

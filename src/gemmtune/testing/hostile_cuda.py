@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -21,7 +20,7 @@ from ..core.candidate import Candidate, Illegal
 from ..core.errors import KernelError
 from ..core.problem import Problem
 from ..core.target import Target
-from ..timing import race_operands
+from .hostile_backend import is_racing
 
 ENTRY_POINT = "gemmtune.testing.hostile_cuda:HostileCudaBackend"
 
@@ -133,11 +132,6 @@ CONTEXT_LOSING_KINDS = ("illegal", "misaligned", "overrun", "trap")  # these los
 CORRECT_KINDS = ("good", "waits", "elsewhere")
 
 
-def _is_racing() -> bool:
-    """Whether the race calls the kernel: whether the caller of its ``run`` is in ``timing.race_operands``."""
-    return bool(sys._getframe(2).f_globals["__name__"] == race_operands.__name__)
-
-
 class HostileCudaKernel(Kernel):
     """A kernel that does what its ``kind`` says (``ACTS``), then computes the product with ATen.
 
@@ -155,7 +149,7 @@ class HostileCudaKernel(Kernel):
             _function(self.kind)
 
     def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
-        active = {"_late": _is_racing(), "_replayed": torch.cuda.is_current_stream_capturing()}
+        active = {"_late": is_racing(), "_replayed": torch.cuda.is_current_stream_capturing()}
         if self.kind in ACTS and active.get(self.phase, True):
             ACTS[self.kind]()
         if self.kind == "wrong":

@@ -68,6 +68,8 @@ class DeviceTiming:
 
     def __init__(self, target: Target, latency: Latency = "graph") -> None:
         self.target, self.latency, self.device = target, latency, target.torch_device
+        # None where a call returns when it is done: waiting would add to its time.
+        self._wait = None if devices.is_host(target.device) else self.synchronize
 
     @property
     def machine(self) -> Machine | None:
@@ -89,7 +91,7 @@ class DeviceTiming:
 
     def clock(self, sets: OperandSets) -> Clock:
         """Return the clock of a race; it empties the cache where the operand sets do not fill it."""
-        return CpuClock(*_cold_options(sets, self.target), synchronize=self.synchronize)
+        return CpuClock(*_cold_options(sets, self.target), synchronize=self._wait)
 
     def screening_times(
         self,
@@ -101,11 +103,15 @@ class DeviceTiming:
         """Return a candidate's screening times in seconds. cutoff_s: a slower call has no chance; None for no limit.
         reference: measures the machine's speed beside the calls."""
 
-        def finished() -> None:
-            call()
-            self.synchronize()
+        wait = self._wait
+        if wait is None:
+            return screening_times(call, flush, cutoff_s, reference)
 
-        return screening_times(finished, flush, cutoff_s, reference)
+        def call_and_wait() -> None:
+            call()
+            wait()
+
+        return screening_times(call_and_wait, flush, cutoff_s, reference)
 
     def speed_reference(self, problem: Problem) -> SpeedReference | None:
         """Return a new SpeedReference for a Problem's candidates; None where they are timed without one."""
@@ -159,18 +165,6 @@ class HostTiming(DeviceTiming):
         wanted_copies = 1 + last_level_cache(self.target) // max(weight_bytes, 1)
         return max(1, min(wanted_copies, operand_set_count(problem, self.target)))
 
-    def clock(self, sets: OperandSets) -> Clock:
-        return CpuClock(*_cold_options(sets, self.target))
-
-    def screening_times(
-        self,
-        call: Callable[[], None],
-        flush: Callable[[], None],
-        cutoff_s: float | None,
-        reference: SpeedReference | None,
-    ) -> tuple[float, ...]:
-        return screening_times(call, flush, cutoff_s, reference)
-
     def speed_reference(self, problem: Problem) -> SpeedReference | None:
         return SpeedReference() if problem.weight_bytes <= _REFERENCE_BYTES else None
 
@@ -189,17 +183,17 @@ class CudaTiming(DeviceTiming):
     output_buffers = 2
     indexed = True
 
-    def __init__(self, target: Target, latency: Latency = "graph") -> None:
-        super().__init__(target, latency)
-        self._machine = functools.cache(lambda: cuda_machine(self.device))
-
     @functools.cached_property
     def _gpu(self) -> TorchGpu:
         return TorchGpu(self.device)
 
+    @functools.cached_property
+    def _machine(self) -> Machine | None:
+        return cuda_machine(self.device)
+
     @property
     def machine(self) -> Machine | None:
-        return self._machine()
+        return self._machine
 
     def synchronize(self) -> None:
         self._gpu.synchronize()

@@ -189,7 +189,7 @@ class Exploration:
             return False
         if self._ledger.best(is_baseline=True) is None:
             return False
-        self._ledger[candidate.id].reason = "the share of the budget for ATen's ways was spent before its turn"
+        self._ledger[candidate.id].reason = "the share of the budget for ATen's candidates was spent before its turn"
         return True
 
     def _attempt(self, candidate: Candidate) -> Row:

@@ -103,7 +103,7 @@ class TuningSession:
         self._context.budget = TimeBudget(seconds or self._profile.default_s, strict=seconds is not None)
         self._worker.open(self._context.problem, self._context.seed)
         if not self._budget.strict:
-            self._budget.start_again(OPEN_SHARE)
+            self._budget.cap_spent(OPEN_SHARE)
         stopped = self._exploration.run(limit)
         self._exploration.retime_fastest()
         self._confirm()

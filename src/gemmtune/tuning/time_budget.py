@@ -16,7 +16,7 @@ class TimeBudget:
         self.seconds, self.strict = seconds, strict
         self._started = time.perf_counter()
 
-    def start_again(self, share: float) -> None:
+    def cap_spent(self, share: float) -> None:
         """Count no more than ``share`` of the budget as spent so far."""
         self._started = max(self._started, time.perf_counter() - share * self.seconds)
 

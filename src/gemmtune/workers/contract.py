@@ -19,6 +19,7 @@ R = TypeVar("R")
 
 
 def path_or_none(path: Path | None) -> str | None:
+    """Return a path as text for a message; None for None."""
     return None if path is None else str(path)
 
 
@@ -99,7 +100,7 @@ class MeasurementWorker(Protocol):
 def expect(reply: Reply, reply_type: type[R]) -> R:
     """Return the reply if it is of the given type.
 
-    Raises Declined when the worker replied that it cannot carry out the request, OutOfTurn for any other reply.
+    Raises Declined when the worker replied that it cannot carry out the request, UnexpectedReply for any other reply.
     """
     if isinstance(reply, reply_type):
         return reply

@@ -60,7 +60,6 @@ class RequestHandler:
 
     def __init__(self, progress: Progress, marker_fd: int | None = None) -> None:
         self._progress, self._marker_fd = progress, marker_fd
-        self._target: Target | None = None
         self._timing: DeviceTiming | None = None
         self._job: ProblemSession | None = None
         self._artifacts: Path | None = None
@@ -92,23 +91,23 @@ class RequestHandler:
     def _answer(self, request: Request) -> Reply:
         match request:
             case Setup():
-                self._target = Target.from_dict(request.target)
+                target = Target.from_dict(request.target)
                 self._artifacts = None if request.artifacts is None else Path(request.artifacts)
                 plugins.load(request.modules)
                 for name, location in request.guests.items():
                     backends.register(name, location)
-                torch.set_num_threads(self._target.threads)
-                self._timing = device_timing.of(self._target, request.latency)
+                torch.set_num_threads(target.threads)
+                self._timing = device_timing.of(target, request.latency)
                 if request.warm:
                     self._timing.warm_up()
                 return Ready()
             case Open():
                 self._job = None  # frees the previous problem's operands before allocating this one's
-                problem, target = Problem.from_dict(request.problem), self._require_target()
+                problem, timing = Problem.from_dict(request.problem), self._require_timing()
                 # A new one: the race reads the machine's state since now, the time in which candidates are tried.
-                self._timing = device_timing.of(target, self._require_timing().latency)
-                self._limit(target, request.memory)
-                self._job = ProblemSession(problem, self._timing, request.seed)
+                self._timing = timing = device_timing.of(timing.target, timing.latency)
+                self._limit(timing, request.memory)
+                self._job = ProblemSession(problem, timing, request.seed)
                 return Ready(operand_bytes(problem))
             case Attempt():
                 attempted = self._require_job().attempt(Candidate.from_dict(request.candidate), request.cutoff_s)
@@ -120,7 +119,7 @@ class RequestHandler:
             case Build():
                 limit_memory(request.memory)
                 candidate = Candidate.from_dict(request.candidate)
-                return build(Problem.from_dict(request.problem), candidate, self._require_target())
+                return build(Problem.from_dict(request.problem), candidate, self._require_timing().target)
             case Race():
                 candidates = [Candidate.from_dict(item) for item in request.candidates]
                 started = time.perf_counter()
@@ -134,14 +133,14 @@ class RequestHandler:
                 self._kill_orphans()
                 return raced
 
-    def _limit(self, target: Target, memory: int) -> None:
+    def _limit(self, timing: DeviceTiming, memory: int) -> None:
         """Limit this process to the memory allowed, on the device that runs the kernels, and on a CPU to the least busy
         cores."""
-        if self._require_timing().limit_memory(memory):
+        if timing.limit_memory(memory):
             return
         limit_memory(memory)
         if self._marker_fd is not None:  # a worker process, not the user's
-            self._pins.choose(target.threads)
+            self._pins.choose(timing.target.threads)
 
     def _kill_orphans(self) -> Verdict | None:
         """Kill the processes that a candidate started and did not end, and return its Verdict; None when there were
@@ -149,14 +148,9 @@ class RequestHandler:
         count = kill_descendants() if self._marker_fd is not None else 0
         return Verdict("crashed", f"it left {count} child process(es) running") if count else None
 
-    def _require_target(self) -> Target:
-        if self._target is None:
-            raise WorkerError("the worker was given a problem before a target; send Setup first")
-        return self._target
-
     def _require_timing(self) -> DeviceTiming:
-        self._require_target()
-        assert self._timing is not None
+        if self._timing is None:
+            raise WorkerError("the worker was given a problem before a target; send Setup first")
         return self._timing
 
     def _require_job(self) -> ProblemSession:

@@ -44,9 +44,9 @@ def register(template: type[AtenKernel]) -> None:
     _digest.cache_clear()
 
 
-def fallback_templates() -> frozenset[str]:
-    """Return the names of the templates that run what plain PyTorch runs on the raw weight."""
-    return frozenset(name for name, template in _BY_NAME.items() if template.is_fallback)
+def is_fallback(template: str) -> bool:
+    """Whether a template of this name runs what plain PyTorch runs on the raw weight."""
+    return template in _BY_NAME and _BY_NAME[template].is_fallback
 
 
 def _templates(problem: Problem, target: Target | None) -> Iterator[type[AtenKernel]]:
