@@ -232,7 +232,8 @@ def _check_choice(decision: Decision) -> None:
     if (decision.outcome == "none_valid") != (decision.chosen is None):
         raise ValueError(f"outcome {decision.outcome!r} with chosen = {decision.chosen!r}")
     rows = {row.id: row for row in decision.evidence}
-    served = {*decision.alternatives.items(), *[(packing, test.candidate) for packing, test in decision.layouts.items()]}
+    served = set(decision.alternatives.items())
+    served.update([(packing, test.candidate) for packing, test in decision.layouts.items()])
     if decision.chosen is not None:
         row = rows.get(decision.chosen)
         served.add(((row.packing or "") if row is not None else "", decision.chosen))
