@@ -9,8 +9,8 @@ import msgspec
 
 from ..core.candidate import Candidate
 from ..core.decision import Decision, Verdict
-from ..core.epilogue import Axis, Kind, Step
-from ..core.problem import Layout, Operand, Order, Problem, Quant, bits
+from ..core.epilogue import Axis, Kind
+from ..core.problem import Order, Problem
 from ..core.target import Target
 
 # MIGRATIONS[i] converts a store from version i to i + 1. A released entry is never edited: changes need a new entry.
@@ -204,25 +204,7 @@ def decode_problem(data: dict[str, Any]) -> Problem:
 
     Raises ValueError, TypeError or KeyError.
     """
-    return _problem_of(msgspec.convert(data, ProblemRecord))
-
-
-def _problem_of(record: ProblemRecord) -> Problem:
-    a, b = _operand_of(record.a), _operand_of(record.b)
-    steps = tuple(
-        Step(step.kind, step.axis, step.dtype, step.value, float(step.lo), float(step.hi)) for step in record.epilogue
-    )
-    out = Layout(record.out.order, record.out.ld)
-    sizes = record.m, record.n, record.k
-    problem = Problem(record.family, *sizes, a, b, record.out_dtype, steps, record.batch, out, record.acc)
-    bits(a.dtype), bits(b.dtype), bits(problem.out_dtype)  # a KeyError for an unknown dtype
-    return problem
-
-
-def _operand_of(record: OperandRecord) -> Operand:
-    layout, quant = record.layout, record.quant
-    known = None if quant is None else Quant(quant.group, quant.scale_dtype, quant.zero_point)
-    return Operand(record.dtype, Layout(layout.order, layout.ld), record.constant, record.align, known)
+    return Problem.from_dict(msgspec.to_builtins(msgspec.convert(data, ProblemRecord)))
 
 
 def _check_choice(decision: Decision) -> None:
@@ -233,7 +215,7 @@ def _check_choice(decision: Decision) -> None:
         raise ValueError(f"outcome {decision.outcome!r} with chosen = {decision.chosen!r}")
     rows = {row.id: row for row in decision.evidence}
     served = set(decision.alternatives.items())
-    served.update([(packing, test.candidate) for packing, test in decision.layouts.items()])
+    served |= {(packing, layout.candidate) for packing, layout in decision.layouts.items()}
     if decision.chosen is not None:
         row = rows.get(decision.chosen)
         served.add(((row.packing or "") if row is not None else "", decision.chosen))
