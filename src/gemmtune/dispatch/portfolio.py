@@ -250,6 +250,11 @@ def build_plan(decisions: Sequence[Decision | TunedPoint], packing: str | None =
     return Plan(points[0].problem.plan_key, packing, tuple(entries)) if entries else None
 
 
+def is_plain_op(problem: Problem, candidate: Candidate) -> bool:
+    """Whether a candidate computes what plain PyTorch computes for the Problem, by the same function."""
+    return _is_fallback_template(candidate.to_dict()) and _is_plain(problem)
+
+
 def _raw_entry(p: TunedPoint) -> PlanEntry:
     option = p.options.get(None)
     return PlanEntry(p.m, _raw_choice(p, option), option is None or option.overlap)

@@ -20,6 +20,7 @@ from ..core.problem import Problem
 from ..core.weights import PackedWeight, QuantWeight
 from ..verify.inputs import Inputs, allocate, operand_bytes, timing_sets
 from ..verify.recheck import RacedKernel
+from ..verify.row_stack import Part, part_of
 from .clock import Clock, CpuClock
 from .devices import DeviceTiming, OperandSets
 from .outcome import LeaderUpdate, RaceResult
@@ -79,6 +80,7 @@ class RaceOperands:
         self._problem, self._hot, self._timing, self._kernels = problem, hot, timing, dict(kernels)
         self._conditions = {"operands": "hot" if hot else "cold", **timing.conditions, **conditions}
         self._marker = mmap.mmap(marker_fd, mmap.PAGESIZE) if marker_fd is not None else bytearray(1)
+        self._sets = 1  # the number of operand sets
         self._operands: dict[str, _OperandPool] = {}
         self._outputs: list[Tensor] = []
         self._clock: Clock = CpuClock()
@@ -100,7 +102,8 @@ class RaceOperands:
         set_bytes = operand_bytes(self._problem) + sum(sizes)
         wanted_copies = max(self._timing.copies(self._problem, size) for size in (self._problem.weight_bytes, *sizes))
         count = 1 if self._hot else max(1, min(wanted_copies, (self._room() - scratch) // max(set_bytes, 1)))
-        self._clock = self._timing.clock(OperandSets(self._problem, count, self._hot, self._marker))
+        self._sets = count
+        self._clock = self.new_clock()
         self._move_s = count * set_s
         sets = [first, *timing_sets(self._problem, count - 1, seed + 1, self._timing.device)]
         buffered_sets = sets[: self._timing.output_buffers]
@@ -111,15 +114,31 @@ class RaceOperands:
         for layout, (packer, copy) in packed.items():
             copies = [copy, *(packer.pack(item.b) for item in sets[1:])]
             self._operands[layout] = _OperandPool(list(zip(sets, copies, outputs, strict=True)), packer)
+        return self._entrants_on(self._operands)
+
+    def new_clock(self) -> Clock:
+        """Return a clock for timings on these operands."""
+        return self._timing.clock(OperandSets(self._problem, self._sets, self._hot, self._marker))
+
+    def entrants_at(self, m: int) -> list[Entrant]:
+        """Return the entrants at another M: those of the Problem on the first ``m`` rows of its operands.
+
+        The Problem's layouts permit that (``row_stack.rows_are_views``), or ``m`` is its own M.
+        """
+        if m == self._problem.m:
+            return self._entrants_on(self._operands)
+        return self._entrants_on({name: pool.first_rows(self._problem, m) for name, pool in self._operands.items()})
+
+    def _entrants_on(self, operands: Mapping[str, _OperandPool]) -> list[Entrant]:
         return [
             Entrant(
                 name,
-                self._runner(kernel, self._operands[self._layout(kernel)], index),
+                self._runner(kernel, operands[self._layout(kernel)], index),
                 kernel.candidate.backend == BASELINE_BACKEND,
                 kernel.packing,
                 kernel.candidate.to_dict(),
             )
-            for index, (name, kernel) in enumerate(kernels.items())
+            for index, (name, kernel) in enumerate(self._kernels.items())
             if name not in self.excluded
         ]
 
@@ -248,6 +267,12 @@ class _OperandPool:
     def sets(self) -> list[tuple[Inputs, Any, Tensor]]:
         """All operand sets."""
         return self._sets
+
+    def first_rows(self, problem: Problem, m: int) -> _OperandPool:
+        """Return a pool of the first ``m`` rows of these operands, which share the weights."""
+        part = Part(0, m)
+        sets = [(part_of(problem, inputs, part), b, out.narrow(-2, 0, m)) for inputs, b, out in self._sets]
+        return _OperandPool(sets, None)
 
     def set_next(self, index: int) -> None:
         """Make ``next`` return the set with this index."""
