@@ -44,6 +44,18 @@ def test_problem_round_trips() -> None:
     assert decode_problem(PROBLEM.to_dict()) == PROBLEM
 
 
+def test_problem_of_a_record_without_fields_that_have_a_default_can_be_built() -> None:
+    """Everything that reads a record that a store returned, such as dispatch and the checks of an import."""
+    data = {
+        "family": "mixed_mm", "m": 3, "n": 5, "k": 64, "a": {"dtype": "bfloat16"}, "b": {"dtype": "int8", "quant": {}},
+        "out_dtype": "bfloat16", "epilogue": [{"kind": "clamp"}],
+    }  # fmt: skip
+    expected = Problem(
+        "mixed_mm", 3, 5, 64, Operand("bfloat16"), Operand("int8", quant=Quant()), "bfloat16", (Step("clamp"),)
+    )
+    assert decode_problem(data) == Problem.from_dict(data) == expected
+
+
 @pytest.mark.parametrize(
     ("record", "described"),
     [
@@ -62,7 +74,8 @@ def test_records_have_the_fields_and_defaults_of_what_they_describe(
     minimum = {"target": TARGET.to_dict(), "problem": PROBLEM.to_dict()}
     if described is Problem:
         data = {name: minimum["problem"][name] for name in required}
-        assert decode_problem(data) == Problem(**{name: getattr(PROBLEM, name) for name in required})
+        expected_problem = Problem(**{name: getattr(PROBLEM, name) for name in required})
+        assert decode_problem(data) == Problem.from_dict(data) == expected_problem
     if described is Target:
         data = {name: minimum["target"][name] for name in required}
         expected = Target(**data)
