@@ -33,9 +33,10 @@ if TYPE_CHECKING:
 class ProgressState:
     """The state of a tuning run, updated by the tuner's events.
 
-    decisions: those of finished problems. plans: those of finished weights. cached: number of problems that the store had decided before. store_error:
-    why decisions could not be stored. index, total, problem: the current problem. trying: id of the latest candidate;
-    tried, left: numbers of candidates tried and still to try; best: the fastest so far.
+    decisions: those of finished problems. plans: those of finished weights. cached: number of problems that the store
+    had decided before. store_error: why decisions could not be stored. index, total, problem: the current problem.
+    trying: id of the latest candidate; tried, left: numbers of candidates tried and still to try; best: the fastest so
+    far.
     """
 
     def __init__(self) -> None:

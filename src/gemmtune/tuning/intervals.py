@@ -63,7 +63,8 @@ class Curves:
     def without(self, names: Collection[str]) -> Curves:
         """Return the curves without some kernels."""
         times = {name: curve for name, curve in self.times.items() if name not in names}
-        return Curves(self.first, self.last, times, self.plain, self.steps, self.counts)
+        plain = self.plain if self.plain in times else ""
+        return Curves(self.first, self.last, times, plain, self.steps, self.counts)
 
     def weight(self) -> Callable[[int, int], float]:
         """Return the function weight(lo, hi): the share of calls that M from ``lo`` to ``hi`` are expected to have.
