@@ -60,9 +60,11 @@ def tune(
     decisions.
 
     m: the M that each weight is to be served at: ``"all"`` (1 to 8192 on a GPU, 1 to 512 on a CPU), a ``range``, or
-    hints as ``[64, 256, 4096]``, which are the M that are tuned by themselves where all M are served. A few M are tuned,
-    and their kernels are timed at others: the store then has a plan for the weight, with the kernel for each M, besides
-    the decisions. None: each Problem is tuned for its own M only. Raises TypeError, ValueError, UnsupportedError (no such device on this machine), WorkerError.
+    hints as ``[64, 256, 4096]``, which are the M that are tuned by themselves where all M are served. A few M are
+    tuned, and their kernels are timed at others: the store then has a plan for the weight, with the kernel for each M,
+    besides the decisions. None: each Problem is tuned for its own M only.
+
+    Raises TypeError, ValueError, UnsupportedError (no such device on this machine), WorkerError.
     """
     from ..store import open_store
     from .tuner import inconclusive_summary
