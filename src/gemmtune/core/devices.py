@@ -45,7 +45,7 @@ class TuningProfile(NamedTuple):
     search: Mapping[str, int] = MappingProxyType({})
     last_m: int = 512
     tuned_m: tuple[int, ...] = (1, 8, 48, 256)
-    sweep_s: float = 20.0
+    sweep_s: float = 16.0
 
 
 class Device:

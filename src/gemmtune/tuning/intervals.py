@@ -9,7 +9,7 @@ import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..core.tuned_plan import PlanInterval
 
@@ -19,6 +19,7 @@ _WORTH = 0.003
 _SWITCH = 0.004  # the regret, at an M of average weight, that a change of kernels between two M must save
 # A kernel is no faster than ATen's plain op, which serves without risk, unless it is by this share of ATen's time.
 MARGIN = 0.01
+MAX_NOISE = 0.03  # more noise than this does not excuse a difference
 CLOSE = 0.15  # kernels within this share of the fastest may be the fastest at an M nearby
 IRREGULAR = 1.3  # a kernel that takes this multiple of its own time at a larger M is not served at all
 _NARROW = 1.04  # below this ratio of two neighboring M, times between them are interpolated
@@ -28,9 +29,9 @@ _NARROW = 1.04  # below this ratio of two neighboring M, times between them are 
 class Curves:
     """The times of kernels of one layout over M.
 
-    times: seconds by kernel id and M. weights: by M in ``sizes``. steps: by kernel id, the rows of its output tile (its
+    times: seconds by kernel id and M. steps: by kernel id, the rows of its output tile (its
     time has a step at each multiple of them); 1 where they are not known. plain: id of ATen's plain op, which may serve
-    any M; "" in a packed layout, where it cannot.
+    any M; "" in a packed layout, where it cannot. counts: recorded calls by M. noise: of the times at an M, relative.
     """
 
     first: int
@@ -39,6 +40,7 @@ class Curves:
     plain: str = ""
     steps: Mapping[str, int] = field(default_factory=dict)
     counts: Mapping[int, int] = field(default_factory=dict)
+    noise: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def sizes(self) -> list[int]:
@@ -49,22 +51,28 @@ class Curves:
         """Return the seconds of a kernel at a measured M; infinite where ATen's plain op should serve instead."""
         seconds = self.times[name].get(m, math.inf)
         plain_s = self.times[self.plain].get(m, math.inf) if self.plain else math.inf
-        return math.inf if name != self.plain and seconds > (1.0 - MARGIN) * plain_s else seconds
+        margin = max(MARGIN, self._tolerance(m))
+        return math.inf if name != self.plain and seconds > (1.0 - margin) * plain_s else seconds
+
+    def _tolerance(self, m: int) -> float:
+        """Return the share of a time below which a difference at M is noise."""
+        return min(self.noise.get(m, 0.0), MAX_NOISE)
 
     def best(self, m: int) -> float:
         """Return the least usable time at a measured M."""
         return min(self.usable(name, m) for name in self.times)
 
     def regret(self, name: str, m: int) -> float:
-        """Return by how much a kernel's time exceeds the least at a measured M, as a share of the latter."""
+        """Return by how much a kernel's time exceeds the least at a measured M beyond the noise, as a share of the
+        latter."""
         best = self.best(m)
-        return self.usable(name, m) / best - 1.0 if best < math.inf else math.inf
+        return max(0.0, self.usable(name, m) / best - 1.0 - self._tolerance(m)) if best < math.inf else math.inf
 
     def without(self, names: Collection[str]) -> Curves:
         """Return the curves without some kernels."""
         times = {name: curve for name, curve in self.times.items() if name not in names}
         plain = self.plain if self.plain in times else ""
-        return Curves(self.first, self.last, times, plain, self.steps, self.counts)
+        return replace(self, times=times, plain=plain)
 
     def weight(self) -> Callable[[int, int], float]:
         """Return the function weight(lo, hi): the share of calls that M from ``lo`` to ``hi`` are expected to have.

@@ -11,9 +11,9 @@ from ..core.problem import Problem
 from ..dispatch.portfolio import is_plain_op
 from ..verify.row_counts import tile_rows
 
-WITHIN = 1.2  # a kernel is timed at other M if it took at most this multiple of its layout's least time at one M
-LAYOUT_WITHIN = 1.6  # a layout is, if its least time at one M is within this factor of the least of all
-MAX_PER_DECISION = 5  # of one layout
+WITHIN = 1.15  # a kernel is timed at other M if it took at most this multiple of its layout's least time at one M
+LAYOUT_WITHIN = 1.25  # a packed layout is, if its least time at one M is within this factor of the least of all
+MAX_PER_DECISION = 4  # of one layout
 
 
 @dataclass
@@ -79,7 +79,7 @@ def _fast_rows(decision: Decision) -> list[Evidence]:
         if row.packing is None and is_plain_op(problem, Candidate.from_dict(row.candidate)):
             chosen.append(row)
         elif (
-            layout_s <= LAYOUT_WITHIN * _seconds(timed[0])
+            (row.packing is None or layout_s <= LAYOUT_WITHIN * _seconds(timed[0]))
             and _seconds(row) <= WITHIN * layout_s
             and count.get(row.packing, 0) < MAX_PER_DECISION
         ):

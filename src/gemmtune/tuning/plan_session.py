@@ -230,7 +230,7 @@ class PlanSession:
         times = {name: self._times[name] for name in names if self._times[name]}
         plain = next((name for name in times if self._pool[name].is_plain), "")
         steps = {name: self._pool[name].tile_rows for name in names}
-        return Curves(self._sizes.first, self._sizes.last, times, plain, steps, self._counts)
+        return Curves(self._sizes.first, self._sizes.last, times, plain, steps, self._counts, self._noise)
 
     def _layouts(self) -> list[str]:
         """Return the raw layout and the packed layouts with the least total times, the best first."""

@@ -10,7 +10,7 @@ from ..core.devices import TuningProfile
 Sizes = Literal["all"] | range | Sequence[int]
 """``"all"``; a ``range`` of M with step 1; or hints: M that are tuned, where all M are to be served."""
 
-_NEAR = 2.0  # a default M within this factor of one that is tuned anyway is left out
+_NEAR = 2.5  # a default M within this factor of one that is tuned anyway is left out
 
 
 class SizeRange(NamedTuple):
