@@ -158,6 +158,15 @@ def test_small_gain_does_not_change_the_kernel() -> None:
     assert intervals.serving(curves, ["a", "b", "c"], BOUND)[400] == "a"
 
 
+def test_m_where_only_plain_was_timed_are_no_evidence_for_it() -> None:
+    times = {PLAIN: dict.fromkeys((8, 16, 32, 64), 2.0), "k": {8: 1.0, 64: 1.0}, "out": {16: 0.5, 64: 0.5}}
+    curves = Curves(8, 64, times, PLAIN).without({"out"})
+    assert curves.sizes == [8, 64]
+    assert intervals.intervals(curves, serve(curves)) == (PlanInterval(8, 64, "k"),)
+    assert Curves(8, 64, times, PLAIN).without({"out", "k"}).sizes == [8, 16, 32, 64]
+    assert Curves(8, 64, times, PLAIN).without({PLAIN}).plain == ""
+
+
 # --- weights
 
 

@@ -62,9 +62,13 @@ class Curves:
         return self.usable(name, m) / best - 1.0 if best < math.inf else math.inf
 
     def without(self, names: Collection[str]) -> Curves:
-        """Return the curves without some kernels."""
+        """Return the curves without some kernels, and without the M at which only ATen's plain op was timed besides
+        them, or for another layout: they do not show that it is the fastest."""
         times = {name: curve for name, curve in self.times.items() if name not in names}
         plain = self.plain if self.plain in times else ""
+        compared = {m for name, curve in times.items() if name != plain for m in curve}
+        if plain and compared:
+            times[plain] = {m: seconds for m, seconds in times[plain].items() if m in compared}
         return Curves(self.first, self.last, times, plain, self.steps, self.counts)
 
     def weight(self) -> Callable[[int, int], float]:

@@ -66,9 +66,7 @@ class PlanSession:
         self._sizes, self._counts, self._hot, self._bound = sizes, dict(counts), hot, bound
         self._progress, self._seed, self._rng = progress, seed, random.Random(seed)
         failed = self._remembered_failures()
-        self._pool: dict[str, PoolKernel] = {
-            kernel.id: kernel for kernel in kernel_pool(decisions) if kernel.is_plain or kernel.id not in failed
-        }
+        self._pool: dict[str, PoolKernel] = {kernel.id: kernel for kernel in kernel_pool(decisions, failed)}
         # Without those in which a worker was lost: it would load and pack them again.
         self._items = {name: SizedCandidate(k.candidate.to_dict(), k.tuned_m) for name, k in self._pool.items()}
         self._times: dict[str, dict[int, float]] = {name: {} for name in self._pool}
@@ -195,8 +193,8 @@ class PlanSession:
         return {m: self._names_near(curves, m) for m in sizes}
 
     def _suspicious(self, curves: Curves) -> dict[int, list[str]]:
-        """Return the M to measure again because kernels looked irregular there, with these kernels; those that looked so
-        repeatedly are left out."""
+        """Return the M to measure again because kernels looked irregular there, with these kernels. Those that looked
+        so repeatedly are left out."""
         again: dict[int, list[str]] = {}
         for name in intervals.irregular(curves.without(self._out)):
             slow = [m for m in curves.times[name] if self._is_slow_at(curves.times[name], m)]
