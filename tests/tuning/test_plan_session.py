@@ -185,6 +185,23 @@ def test_kernel_slower_at_odd_m_does_not_serve(clock: FakeTime, store: MemorySto
     assert store.failures(current_target(), PROBLEM.plan_key) == {}
 
 
+@pytest.mark.parametrize("slow", [1.2, 3.0])
+def test_both_parities_of_m_are_timed_where_a_kernel_serves(clock: FakeTime, store: MemoryStore, slow: float) -> None:
+    """Times that do not grow with M call for no other measurement."""
+    kernels = [
+        simulated("even", lambda m: 5e-6 * (slow if m % 2 else 1.0), rows=256),
+        simulated("all", lambda m: 5.4e-6, rows=256),
+    ]
+    plan, worker = make_plan(clock, kernels, store, sizes=SizeRange(66, 256, (128,)))
+    assert set(worker.timed[0]) == {66, 128, 256}
+    for interval in plan.intervals[""]:
+        kernel = plan.find(interval.kernel)
+        assert kernel is not None
+        if interval.last > interval.first + 1:
+            assert {m % 2 for m in kernel.times if interval.first <= m <= interval.last} == {0, 1}
+    assert any(interval.kernel == kernels[1].id for interval in plan.intervals[""])
+
+
 @pytest.mark.parametrize("crashes_at", [lambda m: m == 64, lambda m: m >= 256, lambda m: m % 2 == 1])
 def test_kernel_that_crashes_the_worker_does_not_serve(
     clock: FakeTime, store: MemoryStore, crashes_at: Callable[[int], bool]
@@ -246,7 +263,7 @@ def test_several_wrong_kernels_leave_the_sound_ones(clock: FakeTime, store: Memo
 
 def test_m_timed_for_a_wrong_kernel_only_are_not_served_by_plain(clock: FakeTime, store: MemoryStore) -> None:
     """Where it seemed far ahead, the sound kernels were not timed."""
-    planted = simulated("planted", lambda m: (0.5 if 100 < m < 250 else 0.95) * fastest(m), wrong_at=lambda m: m == 512)
+    planted = simulated("planted", lambda m: 0.94 * fastest(m), wrong_at=lambda m: m == 512)
     plan, worker = make_plan(clock, [*SOUND, planted], store)
     assert any(names == [PLAIN.id, planted.id] for request in worker.timed for names in request.values())
     assert serving_kernels(plan) == {SMALL.id, LARGE.id}
