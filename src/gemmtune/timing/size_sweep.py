@@ -165,21 +165,26 @@ def _drop_slow(entries: Sequence[RaceEntry], round_: int) -> None:
 
 
 def _levelled(entries: Sequence[RaceEntry]) -> tuple[dict[str, float], float]:
-    """Return the entries' times with each round's level removed, and their noise."""
+    """Return the entries' times with each round's level removed, and their noise.
+
+    The level is that of these entries themselves, so that removing it takes away a part of their noise, too: all of it
+    for a single entry, whose times are left as they are.
+    """
     if not entries:
         return {}, 0.0
     rounds = max(len(entry.times) for entry in entries)
     whole = [entry for entry in entries if len(entry.times) == rounds]
     level = {
         round_: median(entry.times[round_] / entry.median for entry in whole if round_ in entry.times)
-        for round_ in set().union(*(entry.times for entry in whole))
+        for round_ in set().union(*(entry.times for entry in whole if len(whole) > 1))
     }
+    share = math.sqrt(len(whole) / max(len(whole) - 1, 1))
     times, spreads = {}, []
     for entry in entries:
         values = sorted(seconds / level.get(round_, 1.0) for round_, seconds in entry.times.items())
         times[entry.id] = median(values)
         if entry in whole:
-            spreads.append(_half_width(values))
+            spreads.append(share * _half_width(values))
     return times, median(spreads)
 
 
