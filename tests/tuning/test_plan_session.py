@@ -314,6 +314,25 @@ def test_one_stalled_timing_does_not_exclude_a_kernel(clock: FakeTime, store: Me
     assert small.times[m] == SMALL.seconds(m)
 
 
+def test_timings_of_other_kernels_are_no_repeats(clock: FakeTime, store: MemoryStore) -> None:
+    """A stall is discounted when the kernel itself is timed again, not when those of another layout are."""
+    packed = simulated("packed", SMALL.seconds, packing="p:x")
+    kernels = [SMALL, packed]
+    worker = FakeWorker(clock, kernels)
+    session = PlanSession(
+        PROBLEM, current_target(), store, worker, decisions_at(kernels, TUNED), RANGE, silent, 0, counts={}
+    )  # type: ignore[arg-type]
+    session._time({32: [packed.id], 64: [packed.id]}, 1.0)
+    session._time({32: [packed.id]}, 1.0)
+    worker.stalls[SMALL.id, 32] = 5.0
+    session._time({32: [SMALL.id], 64: [SMALL.id]}, 1.0)
+    assert session._suspicious(session._curves("")) == {32: [SMALL.id]}
+    worker.stalls[SMALL.id, 32] = 5.0
+    session._time({32: [SMALL.id]}, 1.0)
+    assert session._suspicious(session._curves("")) == {}
+    assert session._out == {SMALL.id: "irregular: slower at M = 32 than at a larger M"}
+
+
 # --- time
 
 

@@ -71,7 +71,7 @@ class PlanSession:
         self._items = {name: SizedCandidate(k.candidate.to_dict(), k.tuned_m) for name, k in self._pool.items()}
         self._times: dict[str, dict[int, float]] = {name: {} for name in self._pool}
         self._noise: dict[int, float] = {}
-        self._timed_often: dict[int, int] = {}
+        self._timed_often: dict[tuple[str, int], int] = {}
         self._out: dict[str, str] = {}  # kernels that cannot serve, with the reason
         self._verified: dict[str, dict[int, float]] = {name: {} for name in self._pool}
         self._started = self._end = 0.0
@@ -131,9 +131,10 @@ class PlanSession:
         for name, verdict in timed.faults.items():
             self._fail(name, verdict)
         self._out |= timed.excluded
+        for m, names in wanted.items():
+            for name in names:
+                self._timed_often[name, m] = self._timed_often.get((name, m), 0) + 1
         for m, times in timed.times.items():
-            again = self._timed_often.get(m, 0)
-            self._timed_often[m] = again + 1
             self._noise[m] = timed.noise.get(m, 0.0)
             for name, seconds in times.items():
                 self._times[name][m] = seconds
@@ -187,7 +188,7 @@ class PlanSession:
         points = self._serving(curves)
         unseen = self._unseen_parities(curves, intervals.intervals(curves, points))
         if unseen:
-            return {m: self._names_near(curves, m) for m in unseen[:_BATCH]}
+            return {m: list(dict.fromkeys((*self._names_near(curves, m), name))) for m, name in unseen[:_BATCH]}
         urgent = [gap for gap in intervals.gaps(curves, points) if gap.loss > _LOSS and gap.urgency > 0.0]
         sizes = [intervals.next_size(curves, gap, odd=index % 2 == 0) for index, gap in enumerate(urgent[:_BATCH])]
         return {m: self._names_near(curves, m) for m in sizes}
@@ -198,11 +199,11 @@ class PlanSession:
         again: dict[int, list[str]] = {}
         for name in intervals.irregular(curves.without(self._out)):
             slow = [m for m in curves.times[name] if self._is_slow_at(curves.times[name], m)]
-            if all(self._timed_often[m] >= _RETIMED for m in slow):
+            if all(self._timed_often[name, m] >= _RETIMED for m in slow):
                 self._out[name] = f"irregular: slower at M = {slow[0]} than at a larger M"
             else:
                 for m in slow:
-                    if self._timed_often[m] < _RETIMED:
+                    if self._timed_often[name, m] < _RETIMED:
                         again.setdefault(m, []).append(name)
         return again
 
@@ -210,8 +211,8 @@ class PlanSession:
     def _is_slow_at(times: Mapping[int, float], m: int) -> bool:
         return any(times[m] > intervals.IRREGULAR * seconds for size, seconds in times.items() if size > m)
 
-    def _unseen_parities(self, curves: Curves, found: Sequence[PlanInterval]) -> list[int]:
-        """Return one M for each interval whose kernel was not timed at an odd, or at an even, M of it."""
+    def _unseen_parities(self, curves: Curves, found: Sequence[PlanInterval]) -> list[tuple[int, str]]:
+        """Return an M and a kernel for each interval whose kernel was not timed at an odd, or at an even, M of it."""
         sizes = []
         for interval in found:
             if interval.kernel == curves.plain or interval.last - interval.first < 2:
@@ -220,8 +221,8 @@ class PlanSession:
             for parity in {0, 1} - seen:
                 middle = round(math.sqrt(interval.first * interval.last))
                 m = middle if middle % 2 == parity else middle + 1 if middle < interval.last else middle - 1
-                if self._timed_often.get(m, 0) < _RETIMED:
-                    sizes.append(m)
+                if self._timed_often.get((interval.kernel, m), 0) < _RETIMED:
+                    sizes.append((m, interval.kernel))
         return sizes
 
     def _names_near(self, curves: Curves, m: int) -> list[str]:
