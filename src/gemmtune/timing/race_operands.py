@@ -61,7 +61,8 @@ class RaceOperands:
     Kernels of one layout use its copies in turn, so that each call has the copy that was used least recently; all
     layouts have equally many copies. The cache is emptied before each timing, unless the copies fill it: otherwise a
     layout that many kernels share would be warmer than others. marker_fd: a file of at least one byte, in which the
-    number of the running kernel is noted (1 + its index), so that the parent can tell which kernel the process died in.
+    number of the running kernel is noted, so that the parent can tell which kernel the process died in. numbers: these
+    numbers by id; None: 1 + the kernel's index.
     hot: one operand set serves every call. conditions: what Samples state besides the race's own conditions. timing:
     of the kernels' device.
     """
@@ -76,7 +77,9 @@ class RaceOperands:
         *,
         hot: bool = False,
         conditions: Mapping[str, str] = {},
+        numbers: Mapping[str, int] | None = None,
     ) -> None:
+        self._numbers = numbers or {name: index + 1 for index, name in enumerate(kernels)}
         self._problem, self._hot, self._timing, self._kernels = problem, hot, timing, dict(kernels)
         self._conditions = {"operands": "hot" if hot else "cold", **timing.conditions, **conditions}
         self._marker = mmap.mmap(marker_fd, mmap.PAGESIZE) if marker_fd is not None else bytearray(1)
@@ -133,12 +136,12 @@ class RaceOperands:
         return [
             Entrant(
                 name,
-                self._runner(kernel, operands[self._layout(kernel)], index),
+                self._runner(kernel, operands[self._layout(kernel)], self._number(name)),
                 kernel.candidate.backend == BASELINE_BACKEND,
                 kernel.packing,
                 kernel.candidate.to_dict(),
             )
-            for index, (name, kernel) in enumerate(self._kernels.items())
+            for name, kernel in self._kernels.items()
             if name not in self.excluded
         ]
 
@@ -150,8 +153,8 @@ class RaceOperands:
         available = self._room() - operand_bytes(self._problem)
         packed: dict[str, tuple[Kernel, PackedWeight]] = {}
         admitted = scratch = 0  # scratch: the largest need of one kernel; one kernel runs at a time
-        for index, (name, kernel) in enumerate(kernels.items()):
-            self._marker[0] = min(index + 1, 255)
+        for name, kernel in kernels.items():
+            self._marker[0] = self._number(name)
             # ATen's best and its first rival always race, even where a scratch as large as the operands is needed.
             scratch_needed = max(scratch, kernel.workspace_bytes)
             remaining = available - scratch_needed if admitted > 1 else available
@@ -177,8 +180,11 @@ class RaceOperands:
     def _layout(self, kernel: Kernel) -> str:
         return "" if packs_each_call(kernel, self._problem) else (kernel.packing or "")
 
-    def _runner(self, kernel: Kernel, operands: _OperandPool, index: int) -> Callable[[int], None]:
-        marker, call, number = self._marker, self._call(kernel), min(index + 1, 255)
+    def _number(self, name: str) -> int:
+        return min(self._numbers[name], 255)  # a byte; no list of candidates is that long
+
+    def _runner(self, kernel: Kernel, operands: _OperandPool, number: int) -> Callable[[int], None]:
+        marker, call = self._marker, self._call(kernel)
         next_operands = operands.at if self._timing.indexed else operands.next
 
         def run(i: int) -> None:

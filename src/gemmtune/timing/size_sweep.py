@@ -55,7 +55,7 @@ def band_of(m: int, last: int) -> int:
 class SizeSweep:
     """The operands of several kernels, for timing them at many M.
 
-    kernels: by id, in the order of their numbers in the marker (see ``RaceOperands``). last: the largest M.
+    kernels, numbers: by id; see ``RaceOperands``. last: the largest M.
     """
 
     def __init__(
@@ -68,8 +68,9 @@ class SizeSweep:
         *,
         last: int,
         hot: bool = False,
+        numbers: Mapping[str, int] | None = None,
     ) -> None:
-        self.kernels, self.last = dict(kernels), last
+        self.kernels, self.last, self._numbers = dict(kernels), last, numbers
         self._problem, self._timing, self._seed, self._marker_fd, self._hot = problem, timing, seed, marker_fd, hot
         self._operands: tuple[int, RaceOperands] | None = None
 
@@ -95,10 +96,10 @@ class SizeSweep:
         if self._operands is None or self._operands[0] != size:
             self._operands = None
             problem = self._problem.with_m(size)
-            self._operands = (
-                size,
-                RaceOperands(self.kernels, problem, self._timing, self._seed, self._marker_fd, hot=self._hot),
+            operands = RaceOperands(
+                self.kernels, problem, self._timing, self._seed, self._marker_fd, hot=self._hot, numbers=self._numbers
             )
+            self._operands = size, operands
         return self._operands[1]
 
 
@@ -115,15 +116,18 @@ def time_entrants(
     rng, started, round_s = random.Random(seed), clock.now(), 0.0
     for entry in entries:
         _calibrate(entry, clock)
-    for round_ in range(_ROUNDS):
+    round_ = 0
+    while round_ < _ROUNDS:
         active = [entry for entry in entries if entry.active]
         elapsed_s = clock.now() - started
         if not active or (round_ >= _MIN_ROUNDS and elapsed_s + round_s > budget_s):
             break
         rng.shuffle(active)
-        _time_round(active, round_, clock)
+        if not _time_round(active, round_, clock):
+            continue  # with one entry less
         round_s = clock.now() - started - elapsed_s
         _drop_slow(entries, round_)
+        round_ += 1
     faults = {entry.id: Verdict("crashed", entry.reason) for entry in entries if entry.stage == "failed"}
     times, noise = _levelled([entry for entry in entries if entry.times and entry.stage != "failed"])
     return times, noise, faults
@@ -136,15 +140,17 @@ def _calibrate(entry: RaceEntry, clock: Clock) -> None:
         entry.drop("failed", str(error))
 
 
-def _time_round(active: Sequence[RaceEntry], round_: int, clock: Clock) -> None:
-    """Time each entry once. An entry that raises fails, and the others' timings of this round are lost."""
+def _time_round(active: Sequence[RaceEntry], round_: int, clock: Clock) -> bool:
+    """Time each entry once. Return whether all were timed: an entry that raises fails, and the round has to be
+    repeated."""
     try:
         seconds = clock.time_round([entry.guarded for entry in active], [entry.calls for entry in active])
     except EntrantError as error:
         error.entry.drop("failed", str(error))
-        return
+        return False
     for entry, value in zip(active, seconds, strict=True):
         entry.times[round_] = value
+    return True
 
 
 def _drop_slow(entries: Sequence[RaceEntry], round_: int) -> None:
@@ -159,21 +165,26 @@ def _drop_slow(entries: Sequence[RaceEntry], round_: int) -> None:
 
 
 def _levelled(entries: Sequence[RaceEntry]) -> tuple[dict[str, float], float]:
-    """Return the entries' times with each round's level removed, and their noise."""
+    """Return the entries' times with each round's level removed, and their noise.
+
+    The level is that of these entries themselves, so that removing it takes away a part of their noise, too: all of it
+    for a single entry, whose times are left as they are.
+    """
     if not entries:
         return {}, 0.0
     rounds = max(len(entry.times) for entry in entries)
     whole = [entry for entry in entries if len(entry.times) == rounds]
     level = {
         round_: median(entry.times[round_] / entry.median for entry in whole if round_ in entry.times)
-        for round_ in set().union(*(entry.times for entry in whole))
+        for round_ in set().union(*(entry.times for entry in whole if len(whole) > 1))
     }
+    share = math.sqrt(len(whole) / max(len(whole) - 1, 1))
     times, spreads = {}, []
     for entry in entries:
         values = sorted(seconds / level.get(round_, 1.0) for round_, seconds in entry.times.items())
         times[entry.id] = median(values)
         if entry in whole:
-            spreads.append(_half_width(values))
+            spreads.append(share * _half_width(values))
     return times, median(spreads)
 
 

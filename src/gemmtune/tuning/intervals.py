@@ -16,6 +16,7 @@ from ..core.tuned_plan import PlanInterval
 MAX_KERNELS = 6  # of a layout, ATen's plain op not counted
 MEAN_REGRET = 0.01  # kernels are added while the weighted mean regret is above this, and falls by _WORTH
 _WORTH = 0.003
+_EXCESS = 1e3  # the cost of a regret above the bound, at an M of any weight
 _SWITCH = 0.004  # the regret, at an M of average weight, that a change of kernels between two M must save
 # A kernel is no faster than ATen's plain op, which serves without risk, unless it is by this share of ATen's time.
 MARGIN = 0.01
@@ -69,9 +70,13 @@ class Curves:
         return max(0.0, self.usable(name, m) / best - 1.0 - self._tolerance(m)) if best < math.inf else math.inf
 
     def without(self, names: Collection[str]) -> Curves:
-        """Return the curves without some kernels."""
+        """Return the curves without some kernels, and without the M at which only ATen's plain op was timed besides
+        them, or for another layout: they do not show that it is the fastest."""
         times = {name: curve for name, curve in self.times.items() if name not in names}
         plain = self.plain if self.plain in times else ""
+        compared = {m for name, curve in times.items() if name != plain for m in curve}
+        if plain and compared:
+            times[plain] = {m: seconds for m, seconds in times[plain].items() if m in compared}
         return replace(self, times=times, plain=plain)
 
     def weight(self) -> Callable[[int, int], float]:
@@ -158,8 +163,9 @@ def _score(curves: Curves, chosen: Sequence[str], weights: Mapping[int, float], 
     return excess, sum(weights[m] * regret for m, regret in regrets.items()) / total
 
 
-def serving(curves: Curves, chosen: Sequence[str]) -> dict[int, str]:
-    """Return the kernel that serves each measured M: the least regret, with few changes from M to M."""
+def serving(curves: Curves, chosen: Sequence[str], bound: float) -> dict[int, str]:
+    """Return the kernel that serves each measured M: the least regret, with few changes from M to M. It is above
+    ``bound`` only where that of all chosen kernels is."""
     weights = point_weights(curves)
     sizes, mean = curves.sizes, sum(weights.values()) / max(len(weights), 1)
     costs: dict[str, float] = dict.fromkeys(chosen, 0.0)
@@ -167,12 +173,13 @@ def serving(curves: Curves, chosen: Sequence[str]) -> dict[int, str]:
     for m in sizes:
         before = min(costs, key=lambda name: costs[name])
         step, origin = {}, {}
+        regrets = {name: curves.regret(name, m) for name in chosen}
+        limit = max(bound, min(regrets.values()))
         for name in chosen:
             stay = costs[name] <= costs[before] + _SWITCH * mean
             origin[name] = name if stay else before
-            regret = curves.regret(name, m)
-            regret = regret if regret < math.inf else 1e6
-            step[name] = (costs[name] if stay else costs[before] + _SWITCH * mean) + weights[m] * regret
+            regret = weights[m] * min(regrets[name], 10.0) + (_EXCESS if regrets[name] > limit else 0.0)
+            step[name] = (costs[name] if stay else costs[before] + _SWITCH * mean) + regret
         costs = step
         back.append(origin)
     name = min(costs, key=lambda item: costs[item])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ..core.candidate import Candidate
@@ -37,19 +37,19 @@ class PoolKernel:
         return self.candidate.id
 
 
-def kernel_pool(decisions: Sequence[Decision]) -> list[PoolKernel]:
+def kernel_pool(decisions: Sequence[Decision], faulty: Collection[str] = ()) -> list[PoolKernel]:
     """Return the kernels of Decisions that differ in M only: ATen's plain op, then the fastest of each layout at each
     M, the most often fast first.
 
-    Candidates that failed at any of the M are left out.
+    Candidates that failed at any of the M are left out, and so are those that are ``faulty`` at another M, other than
+    ATen's plain op. No kernel is compared with them.
     """
     failed = {row.id for decision in decisions for row in decision.evidence if row.verdict and not row.verdict.ok}
     pool: dict[str, PoolKernel] = {}
     for decision in decisions:
         problem = Problem.from_dict(decision.problem)
-        for row in _fast_rows(decision):
-            if row.id not in failed:
-                _add(pool, row, problem, decision)
+        for row in _fast_rows(decision, problem, failed, faulty):
+            _add(pool, row, problem, decision)
     return sorted(pool.values(), key=lambda kernel: (not kernel.is_plain, -len(kernel.found_at)))
 
 
@@ -59,24 +59,26 @@ def _add(pool: dict[str, PoolKernel], row: Evidence, problem: Problem, decision:
     kernel = pool.get(row.id)
     if kernel is None:
         kernel = pool[row.id] = PoolKernel(
-            candidate, problem.m, row.packing, is_plain=row.packing is None and is_plain_op(problem, candidate),
+            candidate, problem.m, row.packing, is_plain=_is_plain(problem, row),
             tile_rows=tile_rows(candidate),
         )  # fmt: skip
     kernel.overlap = kernel.overlap and all(layout.overlap for layout in tested)
     kernel.found_at.add(problem.m)
 
 
-def _fast_rows(decision: Decision) -> list[Evidence]:
+def _fast_rows(
+    decision: Decision, problem: Problem, failed: Collection[str], faulty: Collection[str]
+) -> list[Evidence]:
     """Return the rows of ATen's plain op and of the fastest candidates of each layout."""
-    timed = sorted(_timed(decision.evidence), key=lambda row: _seconds(row))
-    if not timed:
-        return []
-    problem, chosen = Problem.from_dict(decision.problem), []
+    timed = [row for row in _timed(decision.evidence) if row.id not in failed]
+    timed = [row for row in timed if row.id not in faulty or _is_plain(problem, row)]
+    timed.sort(key=_seconds)
+    chosen: list[Evidence] = []
     least: dict[str | None, float] = {}
     count: dict[str | None, int] = {}
     for row in timed:
         layout_s = least.setdefault(row.packing, _seconds(row))
-        if row.packing is None and is_plain_op(problem, Candidate.from_dict(row.candidate)):
+        if _is_plain(problem, row):
             chosen.append(row)
         elif (
             (row.packing is None or layout_s <= LAYOUT_WITHIN * _seconds(timed[0]))
@@ -86,6 +88,10 @@ def _fast_rows(decision: Decision) -> list[Evidence]:
             count[row.packing] = count.get(row.packing, 0) + 1
             chosen.append(row)
     return chosen
+
+
+def _is_plain(problem: Problem, row: Evidence) -> bool:
+    return row.packing is None and is_plain_op(problem, Candidate.from_dict(row.candidate))
 
 
 def _timed(rows: Iterable[Evidence]) -> list[Evidence]:

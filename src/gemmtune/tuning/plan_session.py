@@ -65,12 +65,13 @@ class PlanSession:
         self._problem, self._target, self._store, self._worker = problem.with_m(VERIFIED_M), target, store, worker
         self._sizes, self._counts, self._hot, self._bound = sizes, dict(counts), hot, bound
         self._progress, self._seed, self._rng = progress, seed, random.Random(seed)
-        self._pool: dict[str, PoolKernel] = {kernel.id: kernel for kernel in kernel_pool(decisions)}
-        self._items = [SizedCandidate(k.candidate.to_dict(), k.tuned_m) for k in self._pool.values()]
-        self._order = {name: position for position, name in enumerate(self._pool)}
+        failed = self._remembered_failures()
+        self._pool: dict[str, PoolKernel] = {kernel.id: kernel for kernel in kernel_pool(decisions, failed)}
+        # Without those in which a worker was lost: it would load and pack them again.
+        self._items = {name: SizedCandidate(k.candidate.to_dict(), k.tuned_m) for name, k in self._pool.items()}
         self._times: dict[str, dict[int, float]] = {name: {} for name in self._pool}
         self._noise: dict[int, float] = {}
-        self._timed_often: dict[int, int] = {}
+        self._timed_often: dict[tuple[str, int], int] = {}
         self._out: dict[str, str] = {}  # kernels that cannot serve, with the reason
         self._verified: dict[str, dict[int, float]] = {name: {} for name in self._pool}
         self._started = self._end = 0.0
@@ -115,31 +116,40 @@ class PlanSession:
 
     def _time(self, wanted: Mapping[int, Sequence[str]], budget_s: float) -> None:
         """Time kernels at some M and record the times. Kernels that crash are left out."""
-        sizes = {m: [self._order[name] for name in names if name not in self._out] for m, names in wanted.items()}
-        while sizes:
+        while True:
+            order = {name: position for position, name in enumerate(self._items)}
+            sizes = {m: [order[name] for name in names if name not in self._out] for m, names in wanted.items()}
+            items = list(self._items.values())
             try:
-                timed = self._worker.time_sizes(self._items, sizes, self._sizes.last, budget_s, self._seed, self._hot)
+                timed = self._worker.time_sizes(items, sizes, self._sizes.last, budget_s, self._seed, self._hot)
                 break
             except WorkerLost as loss:
-                if loss.candidate_id is None:
+                if loss.candidate_id not in self._items:
                     raise
                 self._fail(loss.candidate_id, loss.verdict)
-                position = self._order[loss.candidate_id]
-                sizes = {m: [item for item in items if item != position] for m, items in sizes.items()}
-        else:
-            return
+                del self._items[loss.candidate_id]
         for name, verdict in timed.faults.items():
             self._fail(name, verdict)
         self._out |= timed.excluded
+        for m, names in wanted.items():
+            for name in names:
+                self._timed_often[name, m] = self._timed_often.get((name, m), 0) + 1
         for m, times in timed.times.items():
-            again = self._timed_often.get(m, 0)
-            self._timed_often[m] = again + 1
             self._noise[m] = timed.noise.get(m, 0.0)
             for name, seconds in times.items():
                 self._times[name][m] = seconds
         self._progress(
             PlanProgress(self._problem.plan_key, len(self._noise), max(0.0, self._end - time.perf_counter()))
         )
+
+    def _remembered_failures(self) -> dict[str, Verdict]:
+        """Return the faults that hold for every M of the weight, by candidate: dispatch would not serve these kernels.
+        The Decisions may be older."""
+        try:
+            return self._store.failures(self._target, self._problem.plan_key)
+        except StoreError as error:
+            log.debug("the failures are not read: %s", error)
+            return {}
 
     def _fail(self, name: str, verdict: Verdict) -> None:
         """Leave a kernel out, and store its fault, which holds for every M of the weight."""
@@ -166,38 +176,43 @@ class PlanSession:
     def _next_measurements(self, packing: str) -> dict[int, list[str]]:
         """Return the M to measure next for a layout, with the kernels to time there."""
         curves = self._curves(packing)
-        odd_times = self._suspicious(curves)
-        if odd_times:
-            return {m: self._names_near(curves, m) for m in odd_times[:_BATCH]}
+        suspicious = self._suspicious(curves)
+        if suspicious:
+            return {
+                m: list(dict.fromkeys((*self._names_near(curves, m), *suspicious[m])))
+                for m in sorted(suspicious)[:_BATCH]
+            }
         curves = curves.without(self._out)
         if not curves.times or not curves.sizes:
             return {}
-        points = intervals.serving(curves, intervals.choose_kernels(curves, self._bound))
+        points = self._serving(curves)
         unseen = self._unseen_parities(curves, intervals.intervals(curves, points))
         if unseen:
-            return {m: self._names_near(curves, m) for m in unseen[:_BATCH]}
+            return {m: list(dict.fromkeys((*self._names_near(curves, m), name))) for m, name in unseen[:_BATCH]}
         urgent = [gap for gap in intervals.gaps(curves, points) if gap.loss > _LOSS and gap.urgency > 0.0]
         sizes = [intervals.next_size(curves, gap, odd=index % 2 == 0) for index, gap in enumerate(urgent[:_BATCH])]
         return {m: self._names_near(curves, m) for m in sizes}
 
-    def _suspicious(self, curves: Curves) -> list[int]:
-        """Return the M to measure again because a kernel looked irregular there; kernels that looked so repeatedly are
-        left out."""
-        again: list[int] = []
+    def _suspicious(self, curves: Curves) -> dict[int, list[str]]:
+        """Return the M to measure again because kernels looked irregular there, with these kernels. Those that looked
+        so repeatedly are left out."""
+        again: dict[int, list[str]] = {}
         for name in intervals.irregular(curves.without(self._out)):
             slow = [m for m in curves.times[name] if self._is_slow_at(curves.times[name], m)]
-            if all(self._timed_often[m] >= _RETIMED for m in slow):
+            if all(self._timed_often[name, m] >= _RETIMED for m in slow):
                 self._out[name] = f"irregular: slower at M = {slow[0]} than at a larger M"
             else:
-                again += [m for m in slow if self._timed_often[m] < _RETIMED]
-        return sorted(set(again))
+                for m in slow:
+                    if self._timed_often[name, m] < _RETIMED:
+                        again.setdefault(m, []).append(name)
+        return again
 
     @staticmethod
     def _is_slow_at(times: Mapping[int, float], m: int) -> bool:
         return any(times[m] > intervals.IRREGULAR * seconds for size, seconds in times.items() if size > m)
 
-    def _unseen_parities(self, curves: Curves, found: Sequence[PlanInterval]) -> list[int]:
-        """Return one M for each interval whose kernel was not timed at an odd, or at an even, M of it."""
+    def _unseen_parities(self, curves: Curves, found: Sequence[PlanInterval]) -> list[tuple[int, str]]:
+        """Return an M and a kernel for each interval whose kernel was not timed at an odd, or at an even, M of it."""
         sizes = []
         for interval in found:
             if interval.kernel == curves.plain or interval.last - interval.first < 2:
@@ -206,8 +221,8 @@ class PlanSession:
             for parity in {0, 1} - seen:
                 middle = round(math.sqrt(interval.first * interval.last))
                 m = middle if middle % 2 == parity else middle + 1 if middle < interval.last else middle - 1
-                if self._timed_often.get(m, 0) < _RETIMED:
-                    sizes.append(m)
+                if self._timed_often.get((interval.kernel, m), 0) < _RETIMED:
+                    sizes.append((m, interval.kernel))
         return sizes
 
     def _names_near(self, curves: Curves, m: int) -> list[str]:
@@ -231,6 +246,9 @@ class PlanSession:
         plain = next((name for name in times if self._pool[name].is_plain), "")
         steps = {name: self._pool[name].tile_rows for name in names}
         return Curves(self._sizes.first, self._sizes.last, times, plain, steps, self._counts, self._noise)
+
+    def _serving(self, curves: Curves) -> dict[int, str]:
+        return intervals.serving(curves, intervals.choose_kernels(curves, self._bound), self._bound)
 
     def _layouts(self) -> list[str]:
         """Return the raw layout and the packed layouts with the least total times, the best first."""
@@ -260,8 +278,7 @@ class PlanSession:
                 curves = self._curves(packing).without(self._out)
                 if not any(name != curves.plain for name in curves.times):
                     break
-                points = intervals.serving(curves, intervals.choose_kernels(curves, self._bound))
-                found = intervals.intervals(curves, points)
+                found = intervals.intervals(curves, self._serving(curves))
                 if self._verify(found):
                     chosen[packing] = found
                     break
@@ -275,7 +292,7 @@ class PlanSession:
             sizes = [m for m in sizes_to_verify(spans, kernel.candidate, self._rng) if m not in self._verified[name]]
             if not sizes:
                 continue
-            result = self._worker.verify_sizes(self._items[self._order[name]], sizes)
+            result = self._worker.verify_sizes(self._items[name], sizes)
             if not result.verdict.ok:
                 self._fail(name, result.verdict)
                 return False

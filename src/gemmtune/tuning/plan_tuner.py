@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 
@@ -99,11 +99,15 @@ class PlanTuner:
     ) -> tuple[list[Decision], TunedPlan | None]:
         stored = self._store.get_plan(self._target, weight.problem.plan_key)
         sizes = _united(sizes, stored)
-        problems = [(weight.problem.with_m(m), weight.counts.get(m, 1)) for m in sizes.tuned]
-        decisions = self._tuner.tune(problems, pool)
+        decisions = self._decide(weight, sizes.tuned, pool)
         if _covers(stored, sizes) and not self._force:
             return decisions, stored
         return decisions, self._plan_under_lease(weight, sizes, decisions, pool)
+
+    def _decide(self, weight: Weight, sizes: Sequence[int], pool: WorkerPool) -> list[Decision]:
+        """Return the Decisions of a weight at some M."""
+        problems = [(weight.problem.with_m(m), weight.counts.get(m, 1)) for m in sizes]
+        return self._tuner.tune(problems, pool) if problems else []
 
     def _plan_under_lease(
         self, weight: Weight, sizes: SizeRange, decisions: list[Decision], pool: WorkerPool
@@ -121,7 +125,10 @@ class PlanTuner:
             stored = self._store.get_plan(self._target, key)
             if _covers(stored, sizes) and not self._force:
                 return stored
-            return self._make_plan(weight, _united(sizes, stored), decisions, pool)
+            united = _united(sizes, stored)
+            # Another process may have made a plan meanwhile, from Decisions that this one has not read.
+            others = [m for m in united.tuned if m not in sizes.tuned]
+            return self._make_plan(weight, united, decisions + self._decide(weight, others, pool), pool)
 
     def _make_plan(
         self, weight: Weight, sizes: SizeRange, decisions: list[Decision], pool: WorkerPool

@@ -201,6 +201,8 @@ class ProblemSession:
         self._packing_s: dict[str, float] = {}
         self._checked: dict[str, Verdict] = {}
         self._sweep: SizeSweep | None = None
+        self._swept: tuple[list[SizedCandidate], int, bool] | None = None  # what ``_sweep`` was made for
+        self._unloaded: dict[str, Verdict] = {}  # candidates of ``_sweep`` that could not be loaded
         self._get_test_cases()
 
     def attempt(self, candidate: Candidate, cutoff_s: float | None = None) -> Attempted:
@@ -302,22 +304,24 @@ class ProblemSession:
         A candidate that cannot be loaded is among the reply's faults.
         """
         names = [Candidate.from_dict(item.candidate).id for item in request.candidates]
-        faults: dict[str, Verdict] = {}
-        if self._sweep is None or not set(names) <= set(self._sweep.kernels) or self._sweep.last != request.last:
+        swept = request.candidates, request.last, request.hot
+        if self._sweep is None or self._swept != swept:
             self._test_cases, self._rows, self._packed, self._sweep = None, None, {}, None
+            self._swept, self._unloaded = swept, {}
             kernels = {}
             for name, item in zip(names, request.candidates, strict=True):
                 kernel, verdict = self._load_sized(item)
                 if kernel is None:
-                    faults[name] = verdict
+                    self._unloaded[name] = verdict
                 else:
                     kernels[name] = kernel
             self._sweep = SizeSweep(
-                kernels, self.problem, self._timing, self._seed, marker_fd, last=request.last, hot=request.hot
-            )
+                kernels, self.problem, self._timing, self._seed, marker_fd, last=request.last, hot=request.hot,
+                numbers={name: position + 1 for position, name in enumerate(names)},
+            )  # fmt: skip
         wanted = {m: [names[position] for position in positions] for m, positions in request.sizes.items()}
         timed = self._sweep.time(wanted, request.budget_s)
-        timed.faults |= faults
+        timed.faults |= self._unloaded
         return timed
 
     def verify_sizes(self, request: VerifySizes) -> SizesVerified:
