@@ -40,8 +40,9 @@ def test_an_m_that_was_not_measured_is_served_by_the_plain_op_unless_bounds_show
 def test_intervals_come_first_and_end_where_they_end() -> None:
     inside = PlanEntry(16, FOR_256, seconds=1.0)
     plan = Plan("key", None, (PlanEntry(8, FOR_1, seconds=1.0, plain_s=2.0),), (Interval(5, 20, inside),))
-    assert plan.pick(8) == inside and plan.pick(5) == inside and plan.pick(20) == inside
-    assert plan.pick(21).candidate is None and not plan.covers(21) and plan.covers(20)
+    assert [plan.pick(m) for m in (5, 8, 20)] == [inside, inside, inside]
+    assert plan.pick(21).candidate is None
+    assert [plan.covers(m) for m in (20, 21)] == [True, False]
 
 
 def test_a_packed_weight_is_served_by_the_kernel_with_the_least_upper_bound() -> None:
