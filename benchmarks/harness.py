@@ -96,13 +96,22 @@ def operand_sets(weight_bytes: int, *, max_sets: int = 24) -> int:
 
 
 def write_results(name: str, rows: Any, **extra: Any) -> Path:
-    """Write raw results, with the machine and the commit, to <name>-<time>.json in benchmarks/results/ (or in $OUT)."""
+    """Write raw results as ``save_results`` does, and print where."""
+    path = save_results(name, rows, **extra)
+    print(f"raw data: {path}")
+    return path
+
+
+def save_results(name: str, rows: Any, **extra: Any) -> Path:
+    """Write raw results, with the machine and the commit, to <name>-<time>.json in benchmarks/results/ (or in $OUT).
+
+    extra: further entries of the file. A ``made`` among them is its time: the file of an earlier time is replaced.
+    """
     folder = Path(os.environ.get("OUT") or RESULTS)
     folder.mkdir(exist_ok=True)
-    document = describe_run(name)
+    document = {**describe_run(name), **extra, "rows": rows}
     path = folder / f"{name}-{document['made']}.json"
-    path.write_text(json.dumps({**document, **extra, "rows": rows}, indent=1) + "\n", encoding="utf-8")
-    print(f"raw data: {path}")
+    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return path
 
 

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from gemmtune.core import devices
+from gemmtune.core.candidate import Candidate
 from gemmtune.core.target import Target
 from gemmtune.core.workloads import build
 from gemmtune.store import open_store
 from helpers.command import CommandRunner
-from helpers.factories import make_decision
+from helpers.factories import make_decision, make_legal_plan, make_plan, make_target
 
 
 def ids_by_label(run: CommandRunner, store_path: Path) -> dict[str, str]:
@@ -89,7 +90,10 @@ def test_import_of_another_file_fails_with_one_line(run: CommandRunner, tmp_path
 
 def test_prune_others_deletes_other_machines_only(run: CommandRunner, store_path: Path) -> None:
     assert run("store", "prune", "--store", store_path).code == 2
-    assert run("store", "prune", "--others", "--json", "--store", store_path).json == {"deleted": 1}
+    assert run("store", "prune", "--others", "--json", "--store", store_path).json == {
+        "deleted": 1,
+        "plans": 0,
+    }
     assert "4x512x512 fp32" not in ids_by_label(run, store_path)
     assert len(ids_by_label(run, store_path)) == 3
 
@@ -170,9 +174,103 @@ def test_prune_others_keeps_this_machines_gpus(
     store = open_store(store_path)
     store.put(gpu, make_decision(build(2, 64, 64, "bf16"), "winner", gpu))
     store.close()
-    assert run("store", "prune", "--others", "--store", store_path, "--json").json == {"deleted": 1}
+    assert run("store", "prune", "--others", "--store", store_path, "--json").json["deleted"] == 1
     assert run("explain", 2, 64, 64, "--device", "cuda", "--store", store_path).code == 0
     missing = run("explain", 2, 64, 65, "--device", "cuda", "--store", store_path)
     assert "on the H200; make one with: gemmtune tune 2,64,65 --dtype bf16 --device cuda" in missing.err
     assert "H200\n" in run("store", "ls", "--store", store_path).out.replace("  (", "\n")
-    assert run("store", "prune", "--others", "--device", "cuda", "--store", store_path, "--json").json == {"deleted": 3}
+    assert run("store", "prune", "--others", "--device", "cuda", "--store", store_path, "--json").json["deleted"] == 3
+
+
+WEIGHT = build(4, 512, 512, "bf16")
+
+
+@pytest.fixture
+def plan_store_path(legal_store_path: Path, target: Target) -> Path:
+    """Return the store of legal decisions, with a legal plan for the same weight and one of another machine."""
+    store = open_store(legal_store_path)
+    store.put_plan(target, make_legal_plan(WEIGHT, target))
+    other = make_target(threads=64, name="Another CPU")
+    store.put_plan(other, make_legal_plan(WEIGHT, other))
+    store.close()
+    return legal_store_path
+
+
+def test_ls_lists_plans(run: CommandRunner, plan_store_path: Path, target: Target) -> None:
+    result = run("store", "ls", "--store", plan_store_path)
+    assert result.code == 0
+    assert "Another CPU, 64 threads" in result.out
+    assert result.out.count("1-64  1        unpacked") == 2
+    rows = run("store", "ls", "--store", plan_store_path, "--json").json["plans"]
+    assert len(rows) == 2
+    assert {row["target"] for row in rows} == {target.key, make_target(threads=64, name="Another CPU").key}
+    assert [row for row in rows if row["target"] == target.key] == [
+        {
+            "plan": WEIGHT.plan_key,
+            "target": target.key,
+            "first": 1,
+            "last": 64,
+            "kernels": 1,
+            "layouts": [""],
+            "created": 1_760_000_000.0,
+        }
+    ]
+
+
+def test_ls_of_a_store_with_plans_only_lists_them(run: CommandRunner, tmp_path: Path, target: Target) -> None:
+    path = tmp_path / "plans.db"
+    store = open_store(path)
+    store.put_plan(target, make_legal_plan(WEIGHT, target))
+    store.close()
+    out = run("store", "ls", "--store", path).out
+    assert "unpacked" in out
+    assert "empty" not in out
+    assert "kernel " not in out
+
+
+def test_plans_are_exported_and_imported(run: CommandRunner, plan_store_path: Path, tmp_path: Path) -> None:
+    file, copy = tmp_path / "out.json", tmp_path / "copy.db"
+    assert run("store", "export", file, "--store", plan_store_path).out == (
+        f"3 decisions and 2 plans written to {file}\n"
+    )
+    exported = run("store", "export", file, "--store", plan_store_path, "--json").json
+    assert (exported["decisions"], exported["plans"]) == (3, 2)
+    assert run("store", "import", file, "--json", "--store", copy).json == {"decisions": 3, "left_out": []}
+    assert len(run("store", "ls", "--store", copy, "--json").json["plans"]) == 2
+
+
+def test_illegal_plan_is_reported_and_not_imported(
+    run: CommandRunner, plan_store_path: Path, tmp_path: Path, target: Target
+) -> None:
+    store = open_store(plan_store_path)
+    store.put_plan(target, make_plan(WEIGHT, target, Candidate.make("aten", "bmm")))
+    store.close()
+    verified = run("store", "verify", "--store", plan_store_path, "--json")
+    assert verified.code == 1
+    (line,) = verified.json["damage"]
+    assert line.startswith(f"plan {WEIGHT.plan_key}: aten/bmm is not legal")
+    file, copy = tmp_path / "out.json", tmp_path / "copy.db"
+    run("store", "export", file, "--store", plan_store_path)
+    assert run("store", "import", file, "--json", "--store", copy).json == {"decisions": 3, "left_out": [line]}
+    assert len(run("store", "ls", "--store", copy, "--json").json["plans"]) == 1
+
+
+def test_verify_counts_plans_and_reports_their_damage(run: CommandRunner, plan_store_path: Path) -> None:
+    assert run("store", "verify", "--store", plan_store_path).out.startswith("sound: 3 decisions and 2 plans\n")
+    with sqlite3.connect(plan_store_path) as database:
+        database.execute("UPDATE plans SET body = x'00' WHERE rowid = (SELECT min(rowid) FROM plans)")
+    database.close()
+    result = run("store", "verify", "--json", "--store", plan_store_path)
+    assert result.code == 1
+    assert len(result.json["damage"]) == 1
+    assert (result.json["decisions"], result.json["plans"]) == (3, 1)
+    assert run("store", "ls", "--store", plan_store_path).code == 1
+
+
+def test_prune_deletes_plans(run: CommandRunner, plan_store_path: Path) -> None:
+    assert run("store", "prune", "--others", "--store", plan_store_path).out == "0 decisions and 1 plan deleted\n"
+    assert run("store", "prune", "--older-than", 1, "--store", plan_store_path, "--json").json == {
+        "deleted": 3,
+        "plans": 1,
+    }
+    assert run("store", "ls", "--store", plan_store_path).out == "the store is empty\n"

@@ -1,4 +1,4 @@
-"""Factories of synthetic Targets, Samples and Decisions."""
+"""Factories of synthetic Targets, Samples, Decisions and plans."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from gemmtune.core.candidate import Candidate
 from gemmtune.core.decision import Decision, Evidence, Sample, Verdict
 from gemmtune.core.problem import Problem
 from gemmtune.core.target import Target
+from gemmtune.core.tuned_plan import PlanInterval, PlanKernel, TunedPlan
 from gemmtune.core.workloads import build
 
 ATEN = Candidate.make("aten", "linear")
@@ -108,7 +109,7 @@ def make_decision(
 
 def make_legal_decision(problem: Problem, target: Target) -> Decision:
     """Return a Decision with the outcome tie, whose candidate the ATen backend lists for the problem."""
-    candidate = next(item for item in AtenBackend().candidates(problem, target) if isinstance(item, Candidate))
+    candidate = _legal_candidate(problem, target)
     row = make_evidence(candidate, "winner", 2e-3)
     return Decision(
         problem.key,
@@ -120,3 +121,25 @@ def make_legal_decision(problem: Problem, target: Target) -> Decision:
         {"": candidate.id},
         created=1_760_000_000.0,
     )
+
+
+def make_legal_plan(problem: Problem, target: Target) -> TunedPlan:
+    """Return a plan for M from 1 to 64, whose one kernel the ATen backend lists for the problem."""
+    return make_plan(problem, target, _legal_candidate(problem, target))
+
+
+def make_plan(problem: Problem, target: Target, candidate: Candidate, packing: str | None = None) -> TunedPlan:
+    """Return a plan for M from 1 to 64 that one kernel serves in one layout; it was tuned at the problem's M."""
+    times = {1: 1e-3, 64: 2e-3}
+    kernel = PlanKernel(
+        candidate.to_dict(), candidate.id, problem.m, packing, True, times, (1, 64), Verdict("within_bound", worst=0.2)
+    )
+    intervals = {packing or "": (PlanInterval(1, 64, candidate.id),)}
+    return TunedPlan(
+        problem.plan_key, problem.to_dict(), target.key, 1, 64, intervals, (kernel,), created=1_760_000_000.0
+    )
+
+
+def _legal_candidate(problem: Problem, target: Target) -> Candidate:
+    """Return the first candidate that the ATen backend lists for the problem."""
+    return next(item for item in AtenBackend().candidates(problem, target) if isinstance(item, Candidate))

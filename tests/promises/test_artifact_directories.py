@@ -47,7 +47,7 @@ def file_names(directory: Path) -> list[str]:
 def test_builders_and_workers_write_artifacts_beside_the_tuners_store(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "elsewhere" / "mine.db")
     tuner = Tuner(current_cpu(), ("toy",), store)
-    with closing(tuner._new_pool()) as pool:
+    with closing(tuner.new_pool()) as pool:
         artifact = pool.builders(PROBLEM, [GOOD], current_cpu())[GOOD.id]
         worker = pool.worker()
         worker.open(PROBLEM, 0)
@@ -64,7 +64,7 @@ def test_builders_and_workers_write_artifacts_beside_the_tuners_store(tmp_path: 
 @pytest.mark.usefixtures("toy_backend")
 def test_a_worker_in_this_process_writes_beside_the_tuners_store_only(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "mine.db")
-    with closing(Tuner(current_cpu(), ("toy",), store, isolate=False)._new_pool()) as pool:
+    with closing(Tuner(current_cpu(), ("toy",), store, isolate=False).new_pool()) as pool:
         worker = pool.worker()
         worker.open(PROBLEM, 0)
         worker.attempt(GOOD)

@@ -24,8 +24,10 @@ from gemmtune import backends
 from gemmtune.core.candidate import Candidate
 from gemmtune.core.decision import Decision, Verdict
 from gemmtune.core.errors import StoreError
+from gemmtune.core.printable import visible
 from gemmtune.core.problem import Layout, Operand, Problem
 from gemmtune.core.target import Target
+from gemmtune.core.tuned_plan import PlanInterval, PlanKernel, TunedPlan
 from gemmtune.dispatch import runtime
 from gemmtune.dispatch.index import DecisionIndex
 from gemmtune.dispatch.runtime import Runtime
@@ -59,6 +61,23 @@ def decisions_of(target_key: str) -> list[Decision]:
     return decisions
 
 
+def plan_of(target_key: str) -> TunedPlan:
+    """Return a plan for the first problem's weight in two layouts, with a faster kernel that was wrong."""
+    good, packed, other, wrong = toy("", 0), toy("plain", 0), toy("plain", 1), toy("", 100)
+    verdict, times = Verdict("exact"), {1: 1e-3, 64: 2e-3}
+    kernels = (
+        PlanKernel(good.to_dict(), good.id, 3, None, True, times, (1, 64), verdict),
+        PlanKernel(packed.to_dict(), packed.id, 3, "toy:plain", True, times, (1, 8), verdict),
+        PlanKernel(other.to_dict(), other.id, 32, "toy:plain", False, times, (9, 64), verdict),
+        PlanKernel(wrong.to_dict(), wrong.id, 3, None, True, {1: 1e-4}, (1,), Verdict("wrong")),
+    )
+    intervals = {
+        "": (PlanInterval(1, 64, good.id),),
+        "toy:plain": (PlanInterval(1, 8, packed.id), PlanInterval(9, 64, other.id)),
+    }
+    return TunedPlan(_FIRST.plan_key, _FIRST.to_dict(), target_key, 1, 64, intervals, kernels, created=5.0)
+
+
 class MutantReader:
     """Reader that passes mutants to a store and to dispatch, and counts the faults."""
 
@@ -68,6 +87,7 @@ class MutantReader:
         self.target = runtime.current_target()
         _load_one_kernel_of_each_backend(self.target)
         self.original = {decision.problem_key: decision for decision in decisions_of(self.target.key)}
+        self.original_plan = plan_of(self.target.key)
         self.tally: Counter[str] = Counter()
         self.findings: list[str] = []
         self.running: str | None = None
@@ -75,6 +95,7 @@ class MutantReader:
         with contextlib.closing(SqliteStore(folder / "original.db")) as store:
             for decision in self.original.values():
                 store.put(self.target, decision)
+            store.put_plan(self.target, self.original_plan)
             store.remember_failure(self.target, _FIRST.key, "toy/bad", Verdict("crashed", "signal 11"))
             store.lease(self.target, _FIRST.key, 60.0)
             store.export(folder / "original.json")
@@ -87,7 +108,8 @@ class MutantReader:
         assert not self.findings, self.findings
         assert self.tally.pop("read whole") == 2
         self.tally.clear()
-        # Added last: the first use of a decoder compiles code, which is no fault of a mutant.
+        visible("\x1b")
+        # Added last: the first use of a decoder or a codec imports code, which is no fault of a mutant.
         sys.addaudithook(self._audit)
 
     def _audit(self, event: str, args: tuple[Any, ...]) -> None:
@@ -200,6 +222,7 @@ class MutantReader:
                 self._finding("wrong", name, f"a changed decision for {decision.problem_key}")
             for text in unsound(decision):
                 self._finding("wrong", name, text)
+        self._examine_plans(store, name, exact=exact)
         all_decisions = list(store.decisions())
         if any(target.key == self.target.key and target != self.target for target in store.targets()):
             self._finding("wrong", name, "a changed target under this one's key")
@@ -208,6 +231,22 @@ class MutantReader:
         self.tally["read whole" if is_complete else "read in part" if all_decisions else "missed"] += 1
         self.tally["told by verify"] += bool(damage)
         self._check_dispatch(store, decisions, name)
+
+    def _examine_plans(self, store: Store, name: str, *, exact: bool) -> None:
+        """Read all plans in a store. ``exact``: a changed record must fail its checksum."""
+        plans = list(store.plans(self.target))
+        for problem in PROBLEMS:
+            plan = store.get_plan(self.target, problem.plan_key)
+            if plan is not None:
+                plans.append(plan)
+                if plan.plan_key != problem.plan_key:
+                    self._finding("wrong", name, f"the plan for {plan.plan_key} for {problem.plan_key}")
+        for plan in plans:
+            if exact and plan != self.original_plan:
+                self._finding("wrong", name, f"a changed plan for {plan.plan_key}")
+            for text in unsound_plan(plan):
+                self._finding("wrong", name, text)
+        list(store.plans())
 
     def _check_dispatch(self, store: Store, decisions: Iterable[Decision], name: str) -> None:
         """Check that dispatch serves only candidates that the evidence of the same problem calls correct."""
@@ -248,6 +287,23 @@ def unsound(decision: Decision) -> list[str]:
             wrong.append(f"{name} is served unchecked for {decision.problem_key}")
         elif Candidate.from_dict(row.candidate).id != name:
             wrong.append(f"{name} is another candidate in {decision.problem_key}")
+    return wrong
+
+
+def unsound_plan(plan: TunedPlan) -> list[str]:
+    """Return the faults of a plan that a store returned, by rules that are independent of the store's."""
+    if Problem.from_dict(plan.problem).plan_key != plan.plan_key:
+        return [f"{plan.plan_key} describes another problem"]
+    wrong = []
+    for packing in plan.intervals:
+        for m in {plan.first, (plan.first + plan.last) // 2, plan.last, *range(plan.first, min(plan.last, 64) + 1)}:
+            kernel = plan.serving(m, packing)
+            if kernel is None:
+                wrong.append(f"nothing serves {plan.plan_key} at {m}")
+            elif kernel.verdict is None or kernel.verdict.kind not in _PASSED:
+                wrong.append(f"{kernel.id} is served unchecked for {plan.plan_key} at {m}")
+            elif Candidate.from_dict(kernel.candidate).id != kernel.id or (kernel.packing or "") != packing:
+                wrong.append(f"{kernel.id} is another candidate in {plan.plan_key}")
     return wrong
 
 

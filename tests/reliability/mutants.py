@@ -104,7 +104,8 @@ def text_of(rng: random.Random, root: Any) -> bytes:
 
 
 _SCHEMAS = (
-    "DROP TABLE decisions", "DROP TABLE targets", "DROP TABLE leases", "DROP TABLE gemmtune_schema",
+    "DROP TABLE decisions", "DROP TABLE targets", "DROP TABLE leases", "DROP TABLE gemmtune_schema", "DROP TABLE plans",
+    "DROP TABLE plans; UPDATE gemmtune_schema SET version = 2", "UPDATE gemmtune_schema SET version = 2",
     "UPDATE gemmtune_schema SET version = 99", "UPDATE gemmtune_schema SET version = 0",
     "UPDATE gemmtune_schema SET version = 'x'", "UPDATE gemmtune_schema SET version = 1", "DELETE FROM gemmtune_schema",
     "UPDATE gemmtune_schema SET version = 9223372036854775807", "INSERT INTO gemmtune_schema VALUES (1)",
@@ -120,8 +121,11 @@ _SCHEMAS = (
     "PRAGMA writable_schema = ON; UPDATE sqlite_master SET rootpage = 2",
     "PRAGMA writable_schema = ON; UPDATE sqlite_master SET type = 'view'", "PRAGMA encoding = 'UTF-16'",
 )  # fmt: skip
-_TABLES = ("decisions", "failures", "targets", "leases")
-_NAMES = ("target_key", "problem_key", "created", "digest", "body", "candidate_id", "key", "owner", "token", "expires")
+_TABLES = ("decisions", "failures", "targets", "leases", "plans")
+_NAMES = (
+    "target_key", "problem_key", "plan_key", "created", "digest", "body", "candidate_id", "key", "owner", "token",
+    "expires",
+)  # fmt: skip
 _VALUES = (
     "NULL", "1", "-1", "9e999", "-9e999", "x'ff'", "x''", "''", "'x'", "CAST(x'ff' AS TEXT)", "CAST(x'eda080' AS TEXT)",
     "zeroblob(100000)", "problem_key || 'x'", "CAST(body AS TEXT)", "substr(body, 1, 99)", "upper(target_key)", "x'00'",
@@ -132,13 +136,15 @@ def database_of(rng: random.Random, path: Path) -> None:
     """Change a store's file with SQL: its schema, its columns, or its records together with their checksums."""
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
         connection.executescript("PRAGMA synchronous = OFF; PRAGMA journal_mode = MEMORY;")
-        kind = rng.randrange(8)
+        kind = rng.randrange(10)
         try:
             if kind == 0:
                 connection.executescript(rng.choice(_SCHEMAS))
             elif kind == 1:
                 sql = f"UPDATE {rng.choice(_TABLES)} SET {rng.choice(_NAMES)} = {rng.choice(_VALUES)}"
                 connection.execute(sql)
+            elif kind < 4:
+                _rewrite_plan(rng, connection)
             else:
                 _rewrite(rng, connection)
         except (sqlite3.Error, UnicodeError):
@@ -189,6 +195,15 @@ def _rewrite(rng: random.Random, connection: sqlite3.Connection) -> None:
     checksum = digest(target_key, problem_key, body)
     sql = "UPDATE decisions SET problem_key = ?, body = ?, digest = ? WHERE rowid = ?"
     connection.execute(sql, (problem_key, body, checksum, rowid))
+
+
+def _rewrite_plan(rng: random.Random, connection: sqlite3.Connection) -> None:
+    """Mutate a plan, and write it with a valid checksum."""
+    rows = connection.execute("SELECT rowid, target_key, plan_key, body FROM plans").fetchall()
+    rowid, target_key, plan_key, stored = rng.choice(rows)
+    body = text_of(rng, tree_of(rng, json.loads(stored)))
+    sql = "UPDATE plans SET body = ?, digest = ? WHERE rowid = ?"
+    connection.execute(sql, (body, digest(target_key, plan_key, body), rowid))
 
 
 def journal_of(rng: random.Random, database: bytes) -> bytes:

@@ -13,7 +13,7 @@ import pytest
 from gemmtune.core.errors import StoreError
 from gemmtune.core.owner import this_process
 from gemmtune.store.exchange import FORMAT, VERSION, read_export, write_export
-from gemmtune.testing.store_suite import PROBLEM, TARGET, make_decision
+from gemmtune.testing.store_suite import PLAIN, PROBLEM, TARGET, UNVERIFIED, make_decision, make_plan
 
 Edit = Callable[[dict[str, Any]], object]
 
@@ -25,8 +25,29 @@ def exported(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture
+def exported_plan(tmp_path: Path) -> Path:
+    """Return an export whose target has a plan and no decision."""
+    path = tmp_path / "plan.json"
+    assert write_export(path, [], [(TARGET, make_plan())]) == 0
+    return path
+
+
 def test_export_and_import_round_trip(exported: Path) -> None:
-    assert read_export(exported) == [(TARGET, make_decision())]
+    assert read_export(exported) == ([(TARGET, make_decision())], [])
+
+
+def test_export_and_import_of_plans_round_trip(exported_plan: Path, tmp_path: Path) -> None:
+    assert read_export(exported_plan) == ([], [(TARGET, make_plan())])
+    both = tmp_path / "both.json"
+    assert write_export(both, [(TARGET, make_decision())], [(TARGET, make_plan())]) == 1
+    assert read_export(both) == ([(TARGET, make_decision())], [(TARGET, make_plan())])
+
+
+def test_export_has_plans_only_if_there_are_any(exported: Path, exported_plan: Path) -> None:
+    """Versions of gemmtune that know no plans refuse a file with this key."""
+    assert set(json.loads(exported.read_text())) == {"format", "version", "targets", "decisions"}
+    assert set(json.loads(exported_plan.read_text())) == {"format", "version", "targets", "decisions", "plans"}
 
 
 def test_export_has_a_format_and_a_version(exported: Path) -> None:
@@ -61,7 +82,7 @@ def test_export_succeeds_without_permission_to_list_the_directory(
 
     monkeypatch.setattr("os.scandir", refuse)
     assert write_export(tmp_path / "out.json", [(TARGET, make_decision())]) == 1
-    assert read_export(tmp_path / "out.json") == [(TARGET, make_decision())]
+    assert read_export(tmp_path / "out.json").decisions == [(TARGET, make_decision())]
 
 
 def test_unwritable_path_raises_store_error(tmp_path: Path) -> None:
@@ -116,6 +137,37 @@ def test_import_of_an_invalid_record_raises_store_error(exported: Path, edit: Ed
     exported.write_text(json.dumps(data))
     with pytest.raises(StoreError, match=r"nothing was imported"):
         read_export(exported)
+
+
+def _plan(data: dict[str, Any]) -> dict[str, Any]:
+    plan = data["plans"][0]
+    assert isinstance(plan, dict)
+    return plan
+
+
+INVALID_PLAN_EDITS: dict[str, Edit] = {
+    "a foreign field in a plan": lambda d: _plan(d).update(extra=1),
+    "a missing target": lambda d: d["targets"].clear(),
+    "a problem that is not its key": lambda d: _plan(d)["problem"].update(n=99),
+    "another candidate": lambda d: _plan(d)["kernels"][0]["candidate"].update(template="other"),
+    "another candidate that does not serve": lambda d: _plan(d)["kernels"][3]["candidate"].update(template="other"),
+    "the same kernel twice": lambda d: _plan(d)["kernels"].append(_plan(d)["kernels"][0]),
+    "a gap": lambda d: _plan(d)["intervals"]["native:b16"][1].update(first=10),
+    "a kernel that was not verified": lambda d: _plan(d)["intervals"]["native:b16"][1].update(kernel=UNVERIFIED.id),
+    "a kernel of another layout": lambda d: _plan(d)["intervals"]["native:b16"][1].update(kernel=PLAIN.id),
+    "a time of zero": lambda d: _plan(d)["kernels"][3]["times"].update({"1": 0.0}),
+    "an M that is no number": lambda d: _plan(d)["kernels"][3]["times"].update({"one": 1.0}),
+    "plans that are an object": lambda d: d.update(plans={}),
+}
+
+
+@pytest.mark.parametrize("edit", INVALID_PLAN_EDITS.values(), ids=INVALID_PLAN_EDITS.keys())
+def test_import_of_an_invalid_plan_raises_store_error(exported_plan: Path, edit: Edit) -> None:
+    data = json.loads(exported_plan.read_text())
+    edit(data)
+    exported_plan.write_text(json.dumps(data))
+    with pytest.raises(StoreError, match=r"nothing was imported"):
+        read_export(exported_plan)
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import msgspec
+import pytest
 
 from gemmtune import backends
 from gemmtune.core.candidate import Candidate
 from gemmtune.core.decision import Decision
+from gemmtune.core.problem import Problem
 from gemmtune.core.target import Target
+from gemmtune.core.tuned_plan import PlanKernel, TunedPlan
 from gemmtune.core.workloads import build
 from gemmtune.store.legality import legal_only, review
-from helpers.factories import make_evidence, make_legal_decision, make_target
+from helpers.factories import make_evidence, make_legal_decision, make_legal_plan, make_plan, make_target
 
 PROBLEM = build(16, 64, 64, "fp32")
 TARGET = replace(make_target(), sources=(("aten", backends.get("aten").source_digest()),))
@@ -26,7 +29,7 @@ def decision_of(candidate: Candidate, packing: str | None = None) -> Decision:
     )
 
 
-def findings(decision: Decision, target: Target = TARGET) -> tuple[list[str], list[str]]:
+def findings(decision: Decision | TunedPlan, target: Target = TARGET) -> tuple[list[str], list[str]]:
     result = review(target, decision)
     return result.illegal, result.unchecked
 
@@ -68,5 +71,53 @@ def test_decisions_with_an_illegal_kernel_are_reported_and_excluded() -> None:
     reports: list[str] = []
     illegal = decision_of(Candidate.make("aten", "bmm"))
     assert legal_only([(TARGET, LEGAL), (TARGET, illegal)], reports.append) == [(TARGET, LEGAL)]
+    assert len(reports) == 1
+    assert "aten/bmm is not legal" in reports[0]
+
+
+LEGAL_PLAN = make_legal_plan(PROBLEM, TARGET)
+ILLEGAL_PLAN = make_plan(PROBLEM, TARGET, Candidate.make("aten", "bmm"))
+
+
+def test_plan_of_a_legal_kernel_has_no_finding() -> None:
+    assert findings(LEGAL_PLAN) == ([], [])
+
+
+def test_serving_kernel_of_a_plan_that_its_backend_refuses_is_illegal() -> None:
+    (line,), unchecked = findings(ILLEGAL_PLAN)
+    assert unchecked == []
+    assert line.startswith(f"plan {PROBLEM.plan_key}: aten/bmm is not legal for it on Test CPU <x>: ")
+
+
+def test_kernel_of_a_plan_that_does_not_serve_is_not_checked() -> None:
+    other = PlanKernel(Candidate.make("aten", "bmm").to_dict(), "aten/bmm", 16)
+    plan = msgspec.structs.replace(LEGAL_PLAN, kernels=(*LEGAL_PLAN.kernels, other))
+    assert findings(plan) == ([], [])
+
+
+def test_layout_that_the_kernel_of_a_plan_does_not_take_is_illegal() -> None:
+    candidate = Candidate.from_dict(LEGAL_PLAN.kernels[0].candidate)
+    (line,), _ = findings(make_plan(PROBLEM, TARGET, candidate, packing="native:k1/float32/nr48"))
+    assert "wants its weight as it is, and the record says packed as 'native:k1/float32/nr48'" in line
+
+
+def test_kernel_of_a_plan_is_judged_at_the_m_it_was_tuned_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    judged: list[int] = []
+    aten = backends.get("aten")
+    original = aten.why_illegal
+
+    def why_illegal(problem: Problem, candidate: Candidate, target: Target) -> str | None:
+        judged.append(problem.m)
+        return original(problem, candidate, target)
+
+    monkeypatch.setattr(aten, "why_illegal", why_illegal)
+    kernel = msgspec.structs.replace(LEGAL_PLAN.kernels[0], tuned_m=48)
+    assert findings(msgspec.structs.replace(LEGAL_PLAN, kernels=(kernel,))) == ([], [])
+    assert judged == [48]
+
+
+def test_plans_with_an_illegal_kernel_are_reported_and_excluded() -> None:
+    reports: list[str] = []
+    assert legal_only([(TARGET, ILLEGAL_PLAN), (TARGET, LEGAL_PLAN)], reports.append) == [(TARGET, LEGAL_PLAN)]
     assert len(reports) == 1
     assert "aten/bmm is not legal" in reports[0]

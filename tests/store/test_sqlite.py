@@ -12,17 +12,19 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from gemmtune.core.decision import Verdict
 from gemmtune.core.errors import StoreBusy, StoreError
 from gemmtune.store import MemoryStore, SqliteStore
 from gemmtune.store.base import Store
-from gemmtune.store.schema import SCHEMA_VERSION
-from gemmtune.testing.store_suite import PROBLEM, TARGET, StoreSuite, make_decision
+from gemmtune.store.schema import SCHEMA_VERSION, digest
+from gemmtune.testing.store_suite import PROBLEM, TARGET, StoreSuite, make_decision, make_plan
 from helpers.forking import passes_in_forked_child
 
 
@@ -95,6 +97,57 @@ def test_damaged_row_is_a_miss_and_warns_once(
     assert bool(store.verify()) is not is_harmless
     store.put(TARGET, make_decision())
     assert store.get(TARGET, PROBLEM.key) == make_decision()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "UPDATE plans SET body = substr(body, 1, 100)",
+        "UPDATE plans SET body = 'text'",
+        "UPDATE plans SET digest = 'x'",
+        "UPDATE plans SET body = CAST(replace(CAST(body AS TEXT), '0.05', '0.06') AS BLOB)",
+        "UPDATE plans SET plan_key = plan_key || 'x'",
+    ],
+)
+def test_damaged_plan_is_a_miss_and_warns_once(
+    store: SqliteStore, path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = make_plan(replace(PROBLEM, n=6))
+    store.put(TARGET, make_decision())
+    store.put_plan(TARGET, make_plan())
+    store.put_plan(TARGET, other)
+    execute(path, f"{damage} WHERE plan_key = ?", PROBLEM.plan_key)
+    with caplog.at_level(logging.WARNING, "gemmtune"):
+        assert store.get_plan(TARGET, PROBLEM.plan_key) is None
+        assert store.get_plan(TARGET, other.plan_key) == other
+        assert list(store.plans()) == [other]
+        assert list(store.plans()) == [other]
+        assert store.get(TARGET, PROBLEM.key) == make_decision()
+    assert len(caplog.records) == 1
+    assert len(store.verify()) == 1
+    store.put_plan(TARGET, make_plan())
+    assert store.get_plan(TARGET, PROBLEM.plan_key) == make_plan()
+
+
+def test_verify_reports_damage_of_a_plan_that_reads_accept(store: SqliteStore, path: Path) -> None:
+    """Reads check the kernels that serve only."""
+    store.put_plan(TARGET, make_plan())
+    kernels = make_plan().kernels
+    forged = msgspec.structs.replace(
+        make_plan(), kernels=(*kernels[:3], msgspec.structs.replace(kernels[3], times={1: -1.0}))
+    )
+    body = msgspec.json.encode(forged)
+    execute(path, "UPDATE plans SET body = ?, digest = ?", body, digest(TARGET.key, PROBLEM.plan_key, body))
+    assert store.get_plan(TARGET, PROBLEM.plan_key) == forged
+    (line,) = store.verify()
+    assert line.startswith(f"plan {PROBLEM.plan_key}: ")
+    assert "not positive and finite" in line
+
+
+def test_verify_reports_a_plan_without_its_target(store: SqliteStore, path: Path) -> None:
+    store.put_plan(TARGET, make_plan())
+    execute(path, "DELETE FROM targets")
+    assert store.verify() == [f"plan {PROBLEM.plan_key}: its target {TARGET.key} is missing"]
 
 
 def test_damaged_targets_and_failures_are_ignored(store: SqliteStore, path: Path) -> None:
@@ -302,6 +355,15 @@ def test_lease_of_an_unwritable_store_raises_store_error(tmp_path: Path) -> None
         store.lease(TARGET, PROBLEM.key, 60.0)
 
 
+def test_plan_of_an_unwritable_store_raises_store_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    store = SqliteStore(tmp_path / "file" / "store.db")
+    assert store.get_plan(TARGET, PROBLEM.plan_key) is None
+    assert list(store.plans()) == []
+    with pytest.raises(StoreError, match="cannot write the store"):
+        store.put_plan(TARGET, make_plan())
+
+
 def test_empty_file_becomes_a_store(path: Path, store: SqliteStore) -> None:
     """A writer that died before its first commit leaves an empty file."""
     path.parent.mkdir()
@@ -319,6 +381,7 @@ def test_empty_file_becomes_a_store(path: Path, store: SqliteStore) -> None:
         "CREATE VIEW more AS SELECT * FROM decisions",
         "ALTER TABLE decisions ADD COLUMN extra",
         "DROP TABLE leases",
+        "DROP TABLE plans",
     ],
 )
 def test_changed_schema_raises_store_error_on_put(path: Path, store: SqliteStore, change: str) -> None:

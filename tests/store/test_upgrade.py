@@ -14,8 +14,8 @@ from gemmtune.core.decision import Verdict
 from gemmtune.core.errors import StoreError
 from gemmtune.store import MemoryStore, SqliteStore, migrate
 from gemmtune.store.exchange import VERSION
-from gemmtune.store.schema import SCHEMA_VERSION
-from gemmtune.testing.store_suite import PROBLEM, TARGET, make_decision
+from gemmtune.store.schema import MIGRATIONS, SCHEMA_VERSION
+from gemmtune.testing.store_suite import PROBLEM, TARGET, make_decision, make_plan
 
 FIXTURES = Path(__file__).parent / "fixtures"
 OTHER = replace(TARGET, threads=1)
@@ -45,6 +45,11 @@ def test_reading_does_not_upgrade_a_database(old_store_path: Path) -> None:
     with contextlib.closing(SqliteStore(old_store_path)) as store:
         assert_content(store)
         assert store.lease_remaining_s(TARGET, PROBLEM.key) is None
+        assert store.get_plan(TARGET, PROBLEM.plan_key) is None
+        assert list(store.plans()) == []
+        assert {target.key for target in store.targets()} == {TARGET.key, OTHER.key}
+        store.check()
+        assert store.damage == []
     assert old_store_path.read_bytes() == before
 
 
@@ -73,6 +78,28 @@ def test_upgrade_by_another_connection_while_open(old_store_path: Path) -> None:
         assert reader.lease(TARGET, PROBLEM.key, 60.0) is None
 
 
+def test_reader_sees_what_is_written_after_an_upgrade_by_another_connection(old_store_path: Path) -> None:
+    with (
+        contextlib.closing(SqliteStore(old_store_path)) as reader,
+        contextlib.closing(SqliteStore(old_store_path)) as writer,
+    ):
+        assert reader.get_plan(TARGET, PROBLEM.plan_key) is None
+        writer.put_plan(TARGET, make_plan())
+        assert writer.lease(TARGET, PROBLEM.key, 60.0) is not None
+        assert reader.get_plan(TARGET, PROBLEM.plan_key) == make_plan()
+        assert reader.lease_remaining_s(TARGET, PROBLEM.key) is not None
+        assert_content(reader)
+
+
+def test_plan_is_put_into_an_old_store(old_store_path: Path) -> None:
+    with contextlib.closing(SqliteStore(old_store_path)) as store:
+        store.put_plan(TARGET, make_plan())
+        assert_content(store)
+    with contextlib.closing(SqliteStore(old_store_path)) as again:
+        assert list(again.plans()) == [make_plan()]
+        assert_content(again)
+
+
 def test_upgrade_waits_while_the_schema_is_read(old_store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tables of one version with the number of the next would look like a file of another program."""
     original, upgrades = migrate._objects, []
@@ -95,11 +122,13 @@ def test_upgrade_waits_while_the_schema_is_read(old_store_path: Path, monkeypatc
 
 
 def test_failed_upgrade_is_rolled_back(old_store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gemmtune.store.migrate.MIGRATIONS", ((), ("CREATE TABLE half (x)", "nonsense")))
+    before = version(old_store_path)
+    migrations = (*MIGRATIONS[:before], ("CREATE TABLE half (x)", "nonsense"))
+    monkeypatch.setattr("gemmtune.store.migrate.MIGRATIONS", migrations)
     with contextlib.closing(SqliteStore(old_store_path)) as store, pytest.raises(Exception, match="nonsense"):
         store.put(TARGET, make_decision())
     monkeypatch.undo()
-    assert version(old_store_path) == 1
+    assert version(old_store_path) == before
     with contextlib.closing(SqliteStore(old_store_path)) as store:
         assert_content(store)
 

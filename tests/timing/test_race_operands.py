@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -149,3 +150,40 @@ def test_moved_operands_have_equal_values_and_strides() -> None:
         assert new.stride() == old.stride()
         assert bool((new == old).all())
         assert name or inputs.b is pool._sets[0][1]
+
+
+# --- other M
+
+
+@pytest.mark.parametrize("m", [1, 3, 4])
+def test_entrants_at_another_m_have_the_first_rows_of_the_same_operands(m: int) -> None:
+    problem = replace(PROBLEM, m=4)
+    calls: list[tuple[Tensor, Any, Tensor]] = []
+    raw, packed = RecordingKernel("raw", None), RecordingKernel("packed", "p")
+    for kernel in (raw, packed):
+        kernel.run = lambda a, b, aux, out: calls.append((a, b, out))  # type: ignore[method-assign]
+    operands = make_operands(raw, packed, problem=problem)
+    entrants = operands.entrants_at(m)
+    assert [(entrant.id, entrant.packing) for entrant in entrants] == [("x/raw", None), ("x/packed", "p")]
+    for entrant in entrants * 2:
+        entrant.run(0)
+    for index, (a, b, out) in enumerate(calls):
+        sets = operands._operands["p" if index % 2 else ""].sets
+        (whole,) = (item for item in sets if item[1] is b)
+        assert (tuple(a.shape), tuple(out.shape)) == ((m, problem.k), (m, problem.n))
+        for part, tensor in ((a, whole[0].a), (out, whole[2])):
+            assert part.data_ptr() == tensor.data_ptr()
+            assert part.stride() == tensor.stride()
+    assert len({id(b) for _, b, _ in calls}) == 4  # two copies of each layout, in turn
+
+
+@pytest.mark.parametrize(("numbers", "expected"), [(None, [1, 2]), ({"x/a": 3, "x/b": 7}, [3, 7])])
+def test_marker_has_the_number_of_the_running_kernel(numbers: dict[str, int] | None, expected: list[int]) -> None:
+    seen: list[int] = []
+    kernels = {name: RecordingKernel(name[-1], None) for name in ("x/a", "x/b")}
+    for kernel in kernels.values():
+        kernel.run = lambda *_: seen.append(operands._marker[0])  # type: ignore[method-assign]
+    operands = RaceOperands(kernels, PROBLEM, devices.of(TARGET), 0, None, numbers=numbers)
+    for entrant in (*operands.entrants_at(PROBLEM.m), *operands.entrants_at(1)):
+        entrant.run(0)
+    assert seen == expected * 2

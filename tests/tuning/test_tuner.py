@@ -24,7 +24,8 @@ from gemmtune.store import MemoryStore
 from gemmtune.testing import hostile_backend
 from gemmtune.testing.hostile_backend import HostileBackend
 from gemmtune.tuning import tuner as tuner_module
-from gemmtune.tuning.tuner import Budget, Tuner, _WorkerPool
+from gemmtune.tuning.tuner import Budget, Tuner
+from gemmtune.tuning.worker_pool import WorkerPool
 from gemmtune.workers.contract import Limits, WorkerStartError
 from gemmtune.workers.local_worker import LocalWorker
 from gemmtune.workers.process_tags import VARIABLE
@@ -352,7 +353,7 @@ def test_next_problems_are_built_ahead_while_a_gpu_times(
             built.append(problem.m)
 
     problems = [build(m, 256, 512, "bf16") for m in (1, 2, 3, 4)]
-    pool = _WorkerPool(target, True, None, "graph")
+    pool = WorkerPool(target, True, None, "graph")
     pool.builders, pool.pending = FakeBuilders(), problems  # type: ignore[assignment]
     tuner = Tuner(target, ("triton",), store, latency=latency)  # type: ignore[arg-type]
     built_ms = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +15,20 @@ from gemmtune.core.devices import CPU
 from gemmtune.core.epilogue import Step
 from gemmtune.core.problem import Layout, Operand, Problem, Quant
 from gemmtune.testing import hostile
+from gemmtune.timing.race_operands import empty_output
 from gemmtune.verify import row_stack
 from gemmtune.verify.inputs import Inputs
-from gemmtune.verify.row_counts import other_row_counts
-from gemmtune.verify.row_stack import RowCountVerifier, RowStack, TimeLimit, part_of, parts_of, row_groups
+from gemmtune.verify.row_counts import other_row_counts, tile_rows
+from gemmtune.verify.row_stack import (
+    Part,
+    RowCountVerifier,
+    RowStack,
+    TimeLimit,
+    part_of,
+    parts_of,
+    row_groups,
+    rows_are_views,
+)  # fmt: skip
 from gemmtune.verify.verify import Run, make_reference_cases
 
 COL = Layout("col")
@@ -234,3 +245,29 @@ def test_number_of_cached_operands_is_bounded(monkeypatch: pytest.MonkeyPatch) -
 
 def test_parts_start_at_aligned_rows_with_gaps() -> None:
     assert parts_of((1, 15, 16, 17)) == ((0, 1), (16, 15), (32, 16), (64, 17))
+
+
+@pytest.mark.parametrize(("config", "rows"), [
+    ({"bm": 64, "bn": 128}, 64), ({"mr": 6, "nr": 16}, 6), ({"block_m": 32}, 32), ({}, 1), ({"bn": 128}, 1),
+    ({"bm": 0}, 1), ({"bm": "64"}, 1),
+])  # fmt: skip
+def test_tile_rows_of_a_config(config: dict[str, Any], rows: int) -> None:
+    assert tile_rows(Candidate.make("any", "kernel", **config)) == rows
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.key)
+def test_rows_are_views_where_the_first_rows_have_the_layout_of_a_smaller_problem(problem: Problem) -> None:
+    """The first rows of larger operands have the strides that ``inputs`` gives to a Problem with fewer rows."""
+    large, small = (make_reference_cases(problem.with_m(m), 0)[0].inputs for m in (24, 7))
+    out_large, out_small = (empty_output(problem.with_m(m)) for m in (24, 7))
+    views = part_of(problem, large, Part(0, 7)), out_large.narrow(-2, 0, 7)
+    pairs = [(views[0].a, small.a), (views[1], out_small), *zip(views[0].aux, small.aux, strict=True)]
+    equal = all((view.shape, view.stride()) == (whole.shape, whole.stride()) for view, whole in pairs)
+    assert equal or not rows_are_views(problem)
+
+
+def test_rows_are_no_views_with_batches_columns_or_gaps() -> None:
+    assert [problem for problem in PROBLEMS if not rows_are_views(problem)] == [PROBLEMS[5], PROBLEMS[6], PROBLEMS[7]]
+    assert not rows_are_views(replace(PLAIN, out=COL))
+    assert rows_are_views(replace(PLAIN, out=Layout(ld=PLAIN.n)))
+    assert rows_are_views(replace(PLAIN, a=Operand("float32", Layout(ld=128))))

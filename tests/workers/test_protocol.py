@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gemmtune.core.decision import Verdict
+from gemmtune.timing.size_sweep import SizesTimed
 from gemmtune.workers.protocol import (
     Attempt,
     Attempted,
@@ -18,13 +19,19 @@ from gemmtune.workers.protocol import (
     Race,
     Ready,
     Setup,
+    SizedCandidate,
+    SizesVerified,
+    TimeSizes,
+    VerifySizes,
     decode_reply,
     decode_request,
     write_frame,
 )
 
+SIZED = SizedCandidate({"backend": "x"}, 8)
 REQUESTS = [
     Setup({"device": "cpu"}, {"x": "m:C"}), Open({"m": 1}, 3, 9), Attempt({"backend": "x"}, 0.5), Race([], 1.0, 2),
+    TimeSizes([SIZED], {1: [0], 64: []}, 512, 0.5, 3, True), VerifySizes(SIZED, [3, 1, 512]),
 ]  # fmt: skip
 
 
@@ -48,7 +55,12 @@ def test_frames_sent_in_pieces_are_reassembled(cuts: list[int]) -> None:
 
 
 def test_replies_round_trip() -> None:
-    for reply in (Ready(5), Attempted(None, times_s=(1.0,)), Attempted(Verdict("hung", "2 s"), "p", 0.1, 7)):
+    wrong = Verdict("wrong", "M = 3", 2.0)
+    for reply in (
+        Ready(5), Attempted(None, times_s=(1.0,)), Attempted(Verdict("hung", "2 s"), "p", 0.1, 7),
+        SizesTimed({1: {"a": 1e-6}, 64: {}}, {1: 0.01, 64: 0.0}, {"b": wrong}, {"c": "no memory"}),
+        SizesVerified(wrong, 3),
+    ):  # fmt: skip
         assert decode_reply(msgspec.json.encode(reply)) == reply
 
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from gemmtune import backends
+from gemmtune.backends.base import Artifact, Kernel
 from gemmtune.core.candidate import Candidate
 from gemmtune.core.errors import WorkerError
 from gemmtune.core.problem import Layout, Operand, Problem
@@ -27,6 +28,7 @@ from gemmtune.timing.outcome import LeaderUpdate
 from gemmtune.workers.contract import Limits, WorkerLost, WorkerStartError
 from gemmtune.workers.local_worker import LocalWorker
 from gemmtune.workers.process_tags import tagged
+from gemmtune.workers.protocol import SizedCandidate
 from gemmtune.workers.worker import Worker
 from helpers import context_loss
 
@@ -54,6 +56,10 @@ def shared_worker(target: Target) -> Iterator[Worker]:
         worker.open(PROBLEM, 1)
         worker.attempt(hostile_candidate("good"))  # a worker without a success is replaced sooner
         yield worker
+
+
+def sized(*candidates: Candidate) -> list[SizedCandidate]:
+    return [SizedCandidate(candidate.to_dict(), PROBLEM.m) for candidate in candidates]
 
 
 def is_correct(worker: Worker | LocalWorker, name: str) -> bool:
@@ -252,6 +258,7 @@ from dataclasses import replace
 from gemmtune import backends
 from gemmtune.backends.base import Candidate
 from gemmtune.workers.process_tags import tagged
+from gemmtune.workers.protocol import SizedCandidate
 from gemmtune.workers.worker import Worker
 from gemmtune.core.problem import Problem
 from gemmtune.core.target import current_cpu
@@ -403,3 +410,115 @@ def test_problem_beyond_the_memory_limit_raises_worker_error(target: Target) -> 
 def test_attempt_without_an_open_problem_raises_worker_error(target: Target) -> None:
     with Worker(target) as worker, pytest.raises(WorkerError, match="open"):
         worker.attempt(hostile_candidate("good"))
+
+
+# --- several M
+
+ATEN = Candidate.make("aten", "mm")
+
+
+def test_candidates_are_timed_at_several_m(shared_worker: Worker) -> None:
+    candidates = [ATEN, hostile_candidate("good"), hostile_candidate("packed")]
+    ids = [candidate.id for candidate in candidates]
+    timed = shared_worker.time_sizes(sized(*candidates), {1: [0, 1, 2], 40: [0, 2], 70: [1]}, 70, 0.1, 0)
+    assert {m: set(times) for m, times in timed.times.items()} == {1: set(ids), 40: {ids[0], ids[2]}, 70: {ids[1]}}
+    assert all(seconds > 0.0 for times in timed.times.values() for seconds in times.values())
+    assert set(timed.noise) == {1, 40, 70}
+    assert (timed.faults, timed.excluded) == ({}, {})
+
+
+def test_candidates_that_raise_or_cannot_be_loaded_are_faults(shared_worker: Worker) -> None:
+    names = ("unsupported", "unbuildable", "good", "raise")
+    candidates = sized(*map(hostile_candidate, names))
+    for _ in range(2):
+        timed = shared_worker.time_sizes(candidates, {5: [0, 1, 2, 3], 6: [2, 3]}, 6, 0.0, 0)
+        kinds = {name: verdict.kind for name, verdict in timed.faults.items()}
+        expected = {"unsupported": "unsupported", "unbuildable": "build_failed", "raise": "crashed"}
+        assert kinds == {hostile_candidate(name).id: kind for name, kind in expected.items()}
+        good = {hostile_candidate("good").id}
+        assert {m: set(times) for m, times in timed.times.items()} == {5: good, 6: good}
+
+
+@pytest.mark.parametrize("first", ["good", "unbuildable"])
+def test_crash_while_timed_at_several_m_has_its_candidate(shared_worker: Worker, first: str) -> None:
+    """The number that the worker notes is that of the candidate in the request, also where others were not loaded."""
+    candidates = sized(hostile_candidate(first), ATEN, hostile_candidate("late_segv"), hostile_candidate("packed"))
+    with pytest.raises(WorkerLost, match="SIGSEGV") as error:
+        shared_worker.time_sizes(candidates, {1: [0, 1], 7: [1, 2, 3]}, 7, 0.1, 0)
+    assert error.value.candidate_id == hostile_candidate("late_segv").id
+    timed = shared_worker.time_sizes(candidates, {7: [1, 3]}, 7, 0.1, 0)
+    assert set(timed.times[7]) == {ATEN.id, hostile_candidate("packed").id}
+
+
+def test_hang_while_timed_at_several_m_has_its_candidate(target: Target) -> None:
+    with Worker(target, limits=Limits(open_s=5.0)) as worker:
+        worker.open(PROBLEM, 1)
+        candidates = sized(hostile_candidate("good"), hostile_candidate("hang"))
+        with pytest.raises(WorkerLost, match="no answer within") as error:
+            worker.time_sizes(candidates, {3: [0, 1]}, 3, 0.1, 0)
+    assert error.value.candidate_id == hostile_candidate("hang").id
+    assert error.value.verdict.kind == "hung"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "failed_m"),
+    [
+        ("good", "within_bound", 0),
+        ("packed", "within_bound", 0),
+        ("wrong", "wrong", 7),
+        ("raise", "crashed", 7),
+        ("unbuildable", "build_failed", 0),
+        ("segv", "crashed", 0),
+        ("daemon", "crashed", 0),
+    ],
+)
+def test_candidate_is_verified_at_several_m(shared_worker: Worker, name: str, kind: str, failed_m: int) -> None:
+    result = shared_worker.verify_sizes(sized(hostile_candidate(name))[0], [7, 1, 64])
+    assert (result.verdict.kind, result.failed_m) == (kind, failed_m)
+    if failed_m:
+        assert result.verdict.detail.startswith("M = 7: ")
+    assert shared_worker.verify_sizes(sized(hostile_candidate("good"))[0], [33]).verdict.ok
+
+
+def test_timing_and_verifying_alternate(target: Target) -> None:
+    candidates = sized(ATEN, hostile_candidate("packed"))
+    with LocalWorker(target) as worker:
+        worker.open(PROBLEM, 1)
+        for m in (3, 50):
+            assert set(worker.time_sizes(candidates, {m: [0, 1]}, 64, 0.0, 0).times[m]) == {
+                ATEN.id, hostile_candidate("packed").id,
+            }  # fmt: skip
+            assert worker.verify_sizes(candidates[1], [m, m + 1]).verdict.ok
+            assert not worker.verify_sizes(sized(hostile_candidate("scribble"))[0], [m]).verdict.ok
+        assert is_correct(worker, "packed")
+        assert worker.race([hostile_candidate("good"), ATEN], 0.2, 0).leader is not None
+
+
+def test_operands_are_kept_for_requests_with_the_same_candidates(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[str] = []
+    original = hostile_backend.HostileBackend.load
+
+    def load(self: hostile_backend.HostileBackend, artifact: Artifact, problem: Problem) -> Kernel:
+        loaded.append(f"{artifact.candidate['kind']} {problem.m}")
+        return original(self, artifact, problem)
+
+    monkeypatch.setattr(hostile_backend.HostileBackend, "load", load)
+    kinds = ("good", "unsupported", "packed")
+    candidates = [SizedCandidate(hostile_candidate(kind).to_dict(), 8 + i) for i, kind in enumerate(kinds)]
+    with LocalWorker(target) as worker:
+        worker.open(PROBLEM, 1)
+        for m in (1, 2, 3):
+            worker.time_sizes(candidates, {m: [0, 2]}, 64, 0.0, 0)
+        assert loaded == ["good 8", "unsupported 9", "packed 10"]
+        worker.time_sizes(candidates[:2], {4: [0]}, 64, 0.0, 0)
+        assert loaded[3:] == ["good 8", "unsupported 9"]
+
+
+def test_m_that_the_layout_of_a_does_not_permit_are_not_verified(target: Target) -> None:
+    problem = replace(PROBLEM, a=Operand("float32", Layout("col", ld=8)))
+    with LocalWorker(target) as worker:
+        worker.open(problem, 1)
+        assert worker.verify_sizes(sized(hostile_candidate("wrong"))[0], [9, 100]).verdict.ok
+        assert worker.verify_sizes(sized(hostile_candidate("wrong"))[0], [9, 8]).failed_m == 8

@@ -8,7 +8,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
-from ..core.events import BestSoFar, CandidateTried, DecisionsUnstored, Event, ProblemDone, ProblemStarted
+from ..core.events import (
+    BestSoFar,
+    CandidateTried,
+    DecisionsUnstored,
+    Event,
+    PlanDone,
+    PlanProgress,
+    ProblemDone,
+    ProblemStarted,
+)  # fmt: skip
 from ..core.printable import visible
 from ..core.workloads import label
 from ..report.rows import summarize, time_text
@@ -18,18 +27,22 @@ if TYPE_CHECKING:
     from rich.console import Console, Group
 
     from ..core.decision import Decision
+    from ..core.tuned_plan import TunedPlan
 
 
 class ProgressState:
     """The state of a tuning run, updated by the tuner's events.
 
-    decisions: those of finished problems. cached: number of problems that the store had decided before. store_error:
-    why decisions could not be stored. index, total, problem: the current problem. trying: id of the latest candidate;
-    tried, left: numbers of candidates tried and still to try; best: the fastest so far.
+    decisions: those of finished problems. plans: those of finished weights. cached: number of problems that the store
+    had decided before. store_error: why decisions could not be stored. index, total, problem: the current problem.
+    trying: id of the latest candidate; tried, left: numbers of candidates tried and still to try; best: the fastest so
+    far.
     """
 
     def __init__(self) -> None:
         self.decisions: list[Decision] = []
+        self.plans: list[TunedPlan] = []
+        self.plan_line = ""  # of the weight whose kernels are being timed at other M; empty when none is
         self.cached = 0
         self.store_error = ""
         self._unstored: dict[str, int] = {}  # number of decisions by Target
@@ -56,6 +69,11 @@ class ProgressState:
         elif isinstance(event, DecisionsUnstored):
             self._unstored[event.target_key] = event.count
             self.store_error = event.error or self.store_error
+        elif isinstance(event, PlanProgress):
+            self.plan_line = f"{event.measured} values of M timed, at most {duration_text(event.remaining_s)} left"
+        elif isinstance(event, PlanDone):
+            self.plan_line = ""
+            self.plans += [event.plan] if event.plan is not None else []
         else:
             self._add_decision(event.decision)
             self._estimate_s, self._estimated_at = event.remaining_s, time.monotonic()
@@ -102,6 +120,8 @@ class ProgressState:
 
     def trying_line(self) -> str:
         """Return the line with the current candidate and the numbers of candidates tried and remaining."""
+        if self.plan_line:
+            return self.plan_line
         if not self.trying:
             return "preparing operands and the reference result"
         return f"{self.tried} tried, {self.left} left: {self.trying}"

@@ -1,4 +1,4 @@
-"""``gemmtune store``: list, show, export, import, prune and verify stored decisions."""
+"""``gemmtune store``: list, show, export, import, prune and verify stored decisions and plans."""
 
 from __future__ import annotations
 
@@ -29,8 +29,11 @@ from .common import (
 from .errors import fail_usage
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from ..core.decision import Decision
     from ..core.target import Target
+    from ..core.tuned_plan import TunedPlan
     from ..store.base import Store
 
 app = typer.Typer(
@@ -49,15 +52,20 @@ def ls(
     store_path: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List the decisions of every machine."""
+    """List the decisions and the plans of every machine."""
     with checked_store(store_path) as store:
         targets = {target.key: target for target in store.targets()}
-        decisions = list(store.decisions())
+        decisions, plans = list(store.decisions()), list(store.plans())
     if as_json:
-        machines = {key: target.to_dict() for key, target in targets.items()}
-        print_json({"targets": machines, "decisions": [_summary_row(row) for row in decisions], "damage": store.damage})
-    elif decisions:
-        _print_tables(decisions, {key: _machine_name(t) for key, t in targets.items()})
+        document = {
+            "targets": {key: target.to_dict() for key, target in targets.items()},
+            "decisions": [_summary_row(row) for row in decisions],
+            "plans": [_plan_row(plan) for plan in plans],
+            "damage": store.damage,
+        }
+        print_json(document)
+    elif decisions or plans:
+        _print_tables(decisions, plans, {key: _machine_name(t) for key, t in targets.items()})
     elif not store.damage:
         print_lines("the store is empty")
     exit_if_damaged(store, as_json=as_json)
@@ -83,24 +91,62 @@ def _summary_row(decision: Decision) -> dict[str, Any]:
     }
 
 
-def _print_tables(decisions: list[Decision], machines: dict[str, str]) -> None:
-    from rich.table import Table
+def _plan_row(plan: TunedPlan) -> dict[str, Any]:
+    return {
+        "plan": plan.plan_key,
+        "target": plan.target_key,
+        "first": plan.first,
+        "last": plan.last,
+        "kernels": len(plan.kernels),
+        "layouts": list(plan.intervals),
+        "created": plan.created,
+    }
 
+
+def _print_tables(decisions: list[Decision], plans: list[TunedPlan], machines: dict[str, str]) -> None:
+    out = plain_console()
+    records: list[Decision | TunedPlan] = [*decisions, *plans]
+    for key in dict.fromkeys(record.target_key for record in records):
+        out.print(machines.get(key, "unknown machine"), style="bold", end="  ")
+        out.print(f"({key})")
+        if own_decisions := [decision for decision in decisions if decision.target_key == key]:
+            out.print(_decisions_table(own_decisions))
+        if own_plans := [plan for plan in plans if plan.target_key == key]:
+            out.print(_plans_table(own_plans))
+
+
+def _decisions_table(decisions: list[Decision]) -> Table:
     from ..report.rows import sorted_decisions, summarize
     from .tables import speedup_text
 
-    out = plain_console()
-    for key in dict.fromkeys(decision.target_key for decision in decisions):
-        out.print(machines.get(key, "unknown machine"), style="bold", end="  ")
-        out.print(f"({key})")
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for name in ("id", "problem (MxNxK)", "speed-up [95%]", "made", "kernel"):
-            table.add_column(name, overflow="fold")
-        for decision in sorted_decisions(row for row in decisions if row.target_key == key):
-            row = summarize(decision)
-            created = time.strftime("%Y-%m-%d %H:%M", time.localtime(decision.created))
-            table.add_row(short_id(decision), row.label, speedup_text(row), created, row.kernel)
-        out.print(table)
+    table = _empty_table("id", "problem (MxNxK)", "speed-up [95%]", "made", "kernel")
+    for decision in sorted_decisions(decisions):
+        row = summarize(decision)
+        table.add_row(short_id(decision), row.label, speedup_text(row), _time_text(decision.created), row.kernel)
+    return table
+
+
+def _plans_table(plans: list[TunedPlan]) -> Table:
+    table = _empty_table("M", "kernels", "layouts", "made", "plan")
+    for plan in sorted(plans, key=lambda plan: plan.plan_key):
+        layouts = ", ".join(packing or "unpacked" for packing in plan.intervals)
+        made = _time_text(plan.created)
+        table.add_row(f"{plan.first}-{plan.last}", str(len(plan.kernels)), layouts or "none", made, plan.plan_key)
+    return table
+
+
+def _empty_table(*columns: str) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in columns:
+        table.add_column(name, overflow="fold")
+    return table
+
+
+def _time_text(seconds: float) -> str:
+    """Return a Unix time as a local date with the time of day."""
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
 
 
 @app.command("show")
@@ -142,14 +188,14 @@ def export(
     store_path: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write decisions to one readable JSON file."""
+    """Write decisions and plans to one readable JSON file."""
     require_file(path)
     with quiet_stdout(as_json):
         target = selected_target(None, parse_device(device)) if here else None
     with checked_store(store_path) as store:
-        count = store.export(path, target)
-    document = {"path": str(path.resolve()), "decisions": count, "damage": store.damage}
-    _print_or_emit(document, [f"{count} decisions written to {path}"], as_json)
+        count, plan_count = store.export(path, target), _plan_count(store, target)
+    document = {"path": str(path.resolve()), "decisions": count, "plans": plan_count, "damage": store.damage}
+    _print_or_emit(document, [f"{_counts_text(count, plan_count)} written to {path}"], as_json)
     exit_if_damaged(store, as_json=as_json)
 
 
@@ -162,7 +208,7 @@ def import_(
 ) -> None:
     """Check everything in an exported file, then import all of it or nothing.
 
-    Decisions whose kernels are not legal for their problem and machine are not imported, and are listed.
+    Decisions and plans whose kernels are not legal for their problem and machine are not imported, and are listed.
     """
     require_file(path)
     left_out: list[str] = []
@@ -192,7 +238,7 @@ def prune(
     store_path: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Delete decisions of other machines or thread counts, or old ones. With both options, either is enough.
+    """Delete decisions and plans of other machines or thread counts, or old ones. With both options, either is enough.
 
     This machine's GPUs are not other machines: theirs stay too, unless --device says what alone to keep.
     """
@@ -201,8 +247,11 @@ def prune(
     with quiet_stdout(as_json):
         kept_targets = _targets_to_keep(threads, device) if others else None
     with checked_store(store_path) as store:
+        before = _plan_count(store)
         count = store.prune(keep=kept_targets, older_than_s=None if older_than is None else older_than * 86400)
-    _print_or_emit({"deleted": count}, [f"{count} decisions deleted"], as_json)
+        plan_count = max(before - _plan_count(store), 0)
+    document = {"deleted": count, "plans": plan_count}
+    _print_or_emit(document, [f"{_counts_text(count, plan_count)} deleted"], as_json)
 
 
 def _targets_to_keep(threads: int | None, device: str | None) -> Target | tuple[Target, ...]:
@@ -230,11 +279,21 @@ def verify(
     unchecked: list[str] = []
     with checked_store(store_path) as store:
         damage = store.verify(unchecked.append)
-        count = sum(1 for _ in store.decisions())
-    lines = [*(damage or [f"sound: {count} decisions"]), *unchecked]
-    _print_or_emit({"decisions": count, "damage": damage, "unchecked": unchecked}, lines, as_json)
+        count, plan_count = sum(1 for _ in store.decisions()), _plan_count(store)
+    lines = [*(damage or [f"sound: {_counts_text(count, plan_count)}"]), *unchecked]
+    document = {"decisions": count, "plans": plan_count, "damage": damage, "unchecked": unchecked}
+    _print_or_emit(document, lines, as_json)
     if damage:
         raise typer.Exit(1)
+
+
+def _plan_count(store: Store, target: Target | None = None) -> int:
+    return sum(1 for _ in store.plans(target))
+
+
+def _counts_text(decisions: int, plans: int) -> str:
+    """Return the numbers of decisions and plans as text; plans are mentioned only when there are any."""
+    return f"{decisions} decisions" + (f" and {plans} plan{'s' if plans > 1 else ''}" if plans else "")
 
 
 def _print_or_emit(document: dict[str, Any], lines: list[str], as_json: bool) -> None:

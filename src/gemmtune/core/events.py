@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .decision import Decision, Verdict
     from .problem import Problem
+    from .tuned_plan import TunedPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,27 @@ class DecisionsUnstored:
     error: str
 
 
-Event = ProblemStarted | CandidateTried | BestSoFar | ProblemDone | DecisionsUnstored
+@dataclass(frozen=True, slots=True)
+class PlanProgress:
+    """The progress of timing a weight's kernels at other M. measured: number of M. remaining_s: seconds that it may
+    still take."""
+
+    plan_key: str
+    measured: int
+    remaining_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PlanDone:
+    """The end of tuning one weight over a range of M. plan: stored; None when only ATen's kernels serve it. remaining:
+    number of weights that are still to come."""
+
+    plan_key: str
+    plan: TunedPlan | None
+    remaining: int
+
+
+Event = ProblemStarted | CandidateTried | BestSoFar | ProblemDone | DecisionsUnstored | PlanProgress | PlanDone
 Progress = Callable[[Event], None]
 
 

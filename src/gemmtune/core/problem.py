@@ -231,12 +231,16 @@ class Problem:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Problem:
-        """Build a Problem from the data of ``to_dict``. Raises ValueError, TypeError or KeyError for malformed data."""
+        """Build a Problem from the data of ``to_dict``, which may lack fields that have a default.
+
+        Raises ValueError, TypeError or KeyError for malformed data.
+        """
         fields = dict(data)
         fields["a"], fields["b"] = _operand(fields["a"]), _operand(fields["b"])
-        fields["out"] = Layout(**fields["out"])
+        fields["out"] = Layout(**fields.get("out", {}))
         fields["epilogue"] = tuple(
-            Step(**{**step, "lo": float(step["lo"]), "hi": float(step["hi"])}) for step in fields["epilogue"]
+            Step(**{**step, **{name: float(step[name]) for name in ("lo", "hi") if name in step}})
+            for step in fields.get("epilogue", ())
         )
         problem = cls(**fields)
         bits(problem.a.dtype), bits(problem.b.dtype), bits(problem.out_dtype)
@@ -245,7 +249,7 @@ class Problem:
 
 def _operand(data: Mapping[str, Any]) -> Operand:
     fields = dict(data)
-    fields["layout"] = Layout(**fields["layout"])
+    fields["layout"] = Layout(**fields.get("layout", {}))
     if fields.get("quant") is not None:
         fields["quant"] = Quant(**fields["quant"])
     return Operand(**fields)

@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from ..core.errors import StoreBusy
 from ..core.problem import Problem, plan_key_of
 from ..core.verdict import FAULTS
 from .plan import Plan, nearest
-from .portfolio import TunedPoint, build_plan, tuned_point, without_faulty
+from .portfolio import TunedPoint, build_plan, rank_layouts_of_plan, rank_packings, tuned_point, without_faulty
 
 if TYPE_CHECKING:
     from ..core.target import Target
+    from ..core.tuned_plan import TunedPlan
     from ..store.base import Store
 
 
 class DecisionIndex:
     """Tuned points by plan key, and the Plans built from them so far."""
 
-    def __init__(self, points: Mapping[str, list[TunedPoint]], failures: Mapping[str, Collection[str]]) -> None:
-        """points: by plan key. failures: ids of faulty candidates by plan key, besides those in the points."""
+    def __init__(
+        self,
+        points: Mapping[str, list[TunedPoint]],
+        failures: Mapping[str, Collection[str]],
+        tuned: Mapping[str, TunedPlan] = MappingProxyType({}),
+    ) -> None:
+        """points, tuned: by plan key. failures: ids of faulty candidates by plan key, besides those in the points."""
         self._failed = {
             key: frozenset(failures.get(key, ())).union(*(p.faulty for p in rows)) for key, rows in points.items()
         }
         self._failed |= {key: frozenset(ids) for key, ids in failures.items() if key not in points}
         self._points = {key: [without_faulty(p, self._failed[key]) for p in rows] for key, rows in points.items()}
+        self._tuned = dict(tuned)
         self._plans: dict[tuple[str, str | None], Plan | None] = {}
 
     @classmethod
@@ -36,6 +44,7 @@ class DecisionIndex:
         """
         points: dict[str, list[TunedPoint]] = {}
         failures: dict[str, set[str]] = {}
+        plans: dict[str, TunedPlan] = {}
         try:
             for decision in () if store is None else store.decisions(target):
                 try:
@@ -47,19 +56,44 @@ class DecisionIndex:
             for problem_key, failed in ({} if store is None else store.all_failures(target)).items():
                 faulty = {candidate_id for candidate_id, verdict in failed.items() if verdict.kind in FAULTS}
                 failures.setdefault(plan_key_of(problem_key), set()).update(faulty)
+            plans = {} if store is None else {plan.plan_key: plan for plan in store.plans(target)}
         except StoreBusy:
             raise
         except Exception as error:  # a Store from outside may raise anything: it is a miss
             warn(f"the store cannot be read ({error}); PyTorch's own kernels serve")
-        return cls(points, failures)
+        return cls(points, failures, plans)
 
     def plan(self, plan_key: str, packing: str | None) -> Plan | None:
         """Return the Plan for a weight in ``packing`` (None: raw), or None when nothing was tuned for it."""
         key = (plan_key, packing)
         if key not in self._plans:
-            points = self._points.get(plan_key)
-            self._plans[key] = build_plan(points, packing) if points else None
+            points, tuned = self._points.get(plan_key, []), self._tuned.get(plan_key)
+            self._plans[key] = build_plan(points, packing, tuned, self.failed(plan_key)) if points or tuned else None
         return self._plans[key]
+
+    def tuned_plan(self, plan_key: str) -> TunedPlan | None:
+        """Return the plan for a range of M; None when the weight was tuned at single M only."""
+        return self._tuned.get(plan_key)
+
+    def knows(self, plan_key: str) -> bool:
+        """Whether the weight was tuned, for a range of M or for single M."""
+        return bool(self._points.get(plan_key)) or plan_key in self._tuned
+
+    def layouts(
+        self, plan_key: str, counts: Mapping[int, float] | None = None, *, raw_kernels: bool = True
+    ) -> list[str | None]:
+        """Return the layouts that beat the raw weight, the best first, then None, which is the raw weight.
+
+        Those of the plan for a range of M, if there is one; else by the decisions at the M in ``counts`` (calls by M),
+        or at all M. raw_kernels: as for ``portfolio.rank_packings``.
+        """
+        tuned = self._tuned.get(plan_key)
+        if tuned is not None:
+            return rank_layouts_of_plan(tuned, self.failed(plan_key), raw_kernels=raw_kernels)
+        points = self._points.get(plan_key, [])
+        if counts is not None:
+            points = [p for p in points if p.m in counts] or points
+        return rank_packings(points, counts, raw_kernels=raw_kernels)
 
     def failed(self, plan_key: str) -> frozenset[str]:
         """Return the ids of candidates that were wrong, unstable, crashed or hung at any M of a Plan."""
@@ -70,7 +104,10 @@ class DecisionIndex:
         return list(self._points.get(plan_key, ()))
 
     def has_near(self, problem: Problem, factor: int) -> bool:
-        """Whether an M within ``factor`` of the Problem's was tuned."""
+        """Whether an M within ``factor`` of the Problem's was tuned, or a range of M with the Problem's."""
+        tuned = self._tuned.get(problem.plan_key)
+        if tuned is not None and tuned.first <= problem.m <= tuned.last:
+            return True
         sizes = tuple(sorted(p.m for p in self._points.get(problem.plan_key, ())))
         if not sizes:
             return False

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..backends.aten import is_fallback
@@ -10,10 +11,11 @@ from ..backends.aten.fusion import addmm_prefix
 from ..core.candidate import Candidate
 from ..core.problem import Problem
 from ..core.verdict import FAULTS
-from .plan import Plan, PlanEntry
+from .plan import Interval, Plan, PlanEntry
 
 if TYPE_CHECKING:
     from ..core.decision import Decision, Evidence, LayoutDecision, Sample
+    from ..core.tuned_plan import PlanKernel, TunedPlan
 
 # A packed layout must have at most this share of the raw weight's total time to be worth a second form of the weight.
 WORTHWHILE = 0.99
@@ -232,12 +234,18 @@ def _is_plain(problem: Problem) -> bool:
     return problem.family != "mixed_mm" and not problem.epilogue
 
 
-def build_plan(decisions: Sequence[Decision | TunedPoint], packing: str | None = None) -> Plan | None:
+def build_plan(
+    decisions: Sequence[Decision | TunedPoint],
+    packing: str | None = None,
+    tuned: TunedPlan | None = None,
+    faulty: Collection[str] = (),
+) -> Plan | None:
     """Return the Plan of Decisions that differ only in M, for a weight in ``packing``; None when no kernel can serve
     it.
 
     For the raw weight, an M is served by the plain op where ATen's own op is best, or where the winner does not beat
-    ATen beyond the noise. For a packed weight only the M that have a kernel in its layout have entries.
+    ATen beyond the noise. For a packed weight only the M that have a kernel in its layout have entries. tuned: the plan
+    for a range of M. faulty: ids of kernels that its intervals must not serve.
     """
     points = sorted(
         (item if isinstance(item, TunedPoint) else tuned_point(item) for item in decisions), key=lambda p: p.m
@@ -245,14 +253,88 @@ def build_plan(decisions: Sequence[Decision | TunedPoint], packing: str | None =
     if packing is None:
         entries = [_raw_entry(p) for p in points]
     else:
-        options = [(p.m, p.options[packing]) for p in points if packing in p.options]
-        entries = [PlanEntry(m, option.candidate, option.overlap) for m, option in options]
-    return Plan(points[0].problem.plan_key, packing, tuple(entries)) if entries else None
+        options = [(p, p.options[packing]) for p in points if packing in p.options]
+        entries = [PlanEntry(p.m, o.candidate, o.overlap, o.seconds, _known(p.plain_s)) for p, o in options]
+    intervals = () if tuned is None else _intervals(tuned, packing, faulty)
+    if not entries and not intervals:
+        return None
+    plan_key = points[0].problem.plan_key if tuned is None else tuned.plan_key
+    return Plan(plan_key, packing, tuple(entries), intervals)
+
+
+def _intervals(tuned: TunedPlan, packing: str | None, faulty: Collection[str]) -> tuple[Interval, ...]:
+    """Return the intervals of a TunedPlan in one layout, without those of faulty kernels.
+
+    Raises KeyError, TypeError or ValueError when the record is malformed.
+    """
+    problem, found = Problem.from_dict(tuned.problem), []
+    for interval in tuned.intervals.get(packing or "", ()):
+        kernel = tuned.find(interval.kernel)
+        if kernel is None or kernel.id in faulty:
+            continue
+        candidate = Candidate.from_dict(kernel.candidate)
+        seconds = max((s for m, s in kernel.times.items() if m <= kernel.tuned_m), default=float("inf"))
+        serving = None if packing is None and is_plain_op(problem, candidate) else candidate
+        found.append(
+            Interval(interval.first, interval.last, PlanEntry(kernel.tuned_m, serving, kernel.overlap, seconds))
+        )
+    return tuple(found)
+
+
+def rank_layouts_of_plan(
+    tuned: TunedPlan, faulty: Collection[str] = (), *, raw_kernels: bool = True
+) -> list[str | None]:
+    """Return every layout of a TunedPlan that beats the raw weight by 1%, the best first; the raw weight (None) ends
+    the list.
+
+    The time of each measured M is divided by the least there, and weighed by the calls that were recorded and by the M
+    for which it stands. raw_kernels: as for ``rank_packings``.
+    """
+    plain = next((k for k in tuned.kernels if is_plain_op(Problem.from_dict(tuned.problem), _candidate(k))), None)
+    totals: dict[str | None, float] = {}
+    for packing, intervals in tuned.intervals.items():
+        if not any(interval.kernel in faulty for interval in intervals):
+            totals[packing or None] = _mean_share(tuned, lambda m, p=packing: tuned.serving(m, p))  # type: ignore[misc]
+    if plain is not None and (None not in totals or not raw_kernels):
+        totals[None] = _mean_share(tuned, lambda m: plain)
+    raw = totals.pop(None, float("inf"))
+    return [*sorted((p for p in totals if totals[p] < WORTHWHILE * raw), key=lambda p: (totals[p], p or "")), None]
+
+
+def _mean_share(tuned: TunedPlan, serving: Callable[[int], PlanKernel | None]) -> float:
+    """Return the mean over the measured M of what serves, relative to the least time there."""
+    sizes = sorted({m for kernel in tuned.kernels for m in kernel.times})
+    total, weight = 0.0, 0.0
+    for index, m in enumerate(sizes):
+        kernel = serving(m)
+        times = [k.times[m] for k in tuned.kernels if m in k.times]
+        if kernel is not None and m in kernel.times:
+            below, above = sizes[max(index - 1, 0)], sizes[min(index + 1, len(sizes) - 1)]
+            share = (above - below) / (2 * tuned.last) + math.log((above + 1) / (below + 1)) / math.log(tuned.last + 1)
+            share += 2 * tuned.counts.get(m, 0) / max(1, sum(tuned.counts.values()))
+            total, weight = total + share * kernel.times[m] / min(times), weight + share
+    return total / weight if weight else float("inf")
+
+
+def _candidate(kernel: PlanKernel) -> Candidate:
+    return Candidate.from_dict(kernel.candidate)
+
+
+def _known(plain_s: float) -> float:
+    """Return the plain op's seconds as a lower bound: 0.0 where it was not timed."""
+    return plain_s if plain_s < float("inf") else 0.0
+
+
+def is_plain_op(problem: Problem, candidate: Candidate) -> bool:
+    """Whether a candidate computes what plain PyTorch computes for the Problem, by the same function."""
+    return _is_fallback_template(candidate.to_dict()) and _is_plain(problem)
 
 
 def _raw_entry(p: TunedPoint) -> PlanEntry:
     option = p.options.get(None)
-    return PlanEntry(p.m, _raw_choice(p, option), option is None or option.overlap)
+    choice = _raw_choice(p, option)
+    seconds = float("inf") if option is None or choice is None else option.seconds
+    return PlanEntry(p.m, choice, option is None or option.overlap, seconds, _known(p.plain_s))
 
 
 def _raw_choice(p: TunedPoint, option: Option | None) -> Candidate | None:

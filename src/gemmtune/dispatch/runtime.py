@@ -226,11 +226,11 @@ class Runtime:
         self, index: DecisionIndex, problem: Problem, packing: str | None, device: torch.device
     ) -> Kernel | None:
         """Return the Plan's kernel for the Problem's M. For a packed weight, which only kernels of its layout can
-        serve: that of the next nearest tuned M where the nearest one's cannot be loaded."""
+        serve: the next best where one cannot be loaded."""
         plan = index.plan(problem.plan_key, packing)
         if plan is None:
             return None
-        for entry in plan.ranked(problem.m) if packing is not None else [plan.pick(problem.m)]:
+        for entry in plan.ranked(problem.m):
             if entry.candidate is not None:
                 tuned = problem.with_m(entry.m)
                 kernel = self._loader.load(entry.candidate, tuned, device, packing, from_store=True)
@@ -238,6 +238,22 @@ class Runtime:
                     kernel.overlap = entry.overlap
                     return kernel
         return None
+
+    def preload(self, problem: Problem, packing: str | None, device: torch.device) -> int:
+        """Load every kernel that a Plan may serve, so that CUDA graphs that are captured at any M find it. Return their
+        number."""
+        with self._lock:
+            index = self._index_now(device)
+            plan = None if index is None else index.plan(problem.plan_key, packing)
+            if plan is None:
+                return 0
+            entries = [interval.entry for interval in plan.intervals] + list(plan.entries)
+            wanted = {(e.candidate, e.m) for e in entries if e.candidate is not None}
+            loaded = (
+                self._loader.load(candidate, problem.with_m(m), device, packing, from_store=True)
+                for candidate, m in wanted
+            )
+            return sum(kernel is not None for kernel in loaded)
 
     def _from_constant(self, index: DecisionIndex, problem: Problem, device: torch.device) -> Kernel | None:
         """Return the kernel tuned for a constant weight where the Problem's weight is not constant and has no Plan: it

@@ -19,7 +19,6 @@ from ..core.errors import GemmtuneError, PackedWeightError
 from ..core.problem import Problem
 from ..core.weights import PackedWeight
 from ..dispatch.plan import Plan
-from ..dispatch.portfolio import rank_packings
 from ..dispatch.runtime import RUNTIME
 from ..ops.calls import as_calls, calls_of
 from ..ops.packing import pack
@@ -183,13 +182,12 @@ def _optimize_site(site: Site, handle: Handle, memory: float, keep_both: bool) -
     if len(plans) > 1:
         return "ran with inputs of several dtypes"
     plan_key = plans.pop()
-    points = RUNTIME.index(site.device).points(plan_key)
-    if not points:
+    index = RUNTIME.index(site.device)
+    if not index.knows(plan_key):
         return "has no decision in the store (tune=True would make one)"
     counts = {problem.m: float(count) for problem, count in site.ran.items()}
-    points = [p for p in points if p.m in counts] or points
     serves_raw = not is_host(site.device.type)  # on a CPU a module with an unpacked weight runs PyTorch's own kernel
-    ranked = rank_packings(points, counts, raw_kernels=serves_raw)
+    ranked = index.layouts(plan_key, counts, raw_kernels=serves_raw)
     layouts = [name for name in ranked if name is not None]
     packed = next(filter(None, (_pack_site(site, layout, memory) for layout in layouts)), None)
     if site.quantized is not None:
@@ -199,7 +197,7 @@ def _optimize_site(site: Site, handle: Handle, memory: float, keep_both: bool) -
         return _pack_in_place(site, PackedTensor.of(packed, raw, transposed=site.transposed), handle, keep_both)
     if packed is not None and site.weight_only is not None:
         return _replace_module(site, site.weight_only, packed, handle, keep_both)
-    if serves_raw and _has_tuned_kernel(RUNTIME.index(site.device).plan(plan_key, None)):
+    if serves_raw and _has_tuned_kernel(index.plan(plan_key, None)):
         return _serve_unpacked(site, handle, keep_both)
     if not layouts:
         return "plain PyTorch is best"
@@ -208,7 +206,9 @@ def _optimize_site(site: Site, handle: Handle, memory: float, keep_both: bool) -
 
 def _has_tuned_kernel(plan: Plan | None) -> bool:
     """Whether the plan of an unpacked weight has, for some M, a kernel that is not ATen's."""
-    entries = () if plan is None else plan.entries
+    if plan is None:
+        return False
+    entries = [*plan.entries, *(interval.entry for interval in plan.intervals)]
     return any(entry.candidate is not None and entry.candidate.backend != "aten" for entry in entries)
 
 

@@ -17,7 +17,6 @@ from ..core.errors import KernelError, UnsupportedError
 from ..core.memory import is_subclass, require_addressable
 from ..core.problem import Problem
 from ..core.weights import PackedWeight, QuantWeight
-from ..dispatch.portfolio import rank_packings
 from ..dispatch.runtime import RUNTIME, current_target
 from .int_mm import describe as describe_int_mm
 from .mixed_mm import describe_product, quant_weight
@@ -166,8 +165,7 @@ def _planned_layout(problem: Problem, device: torch.device) -> str | None:
     no decision, or if the policy is "off"."""
     if RUNTIME.policy == "off":
         return None
-    points = RUNTIME.index(device).points(problem.plan_key)
-    return next((name for name in rank_packings(points) if name is not None), None) if points else None
+    return next((name for name in RUNTIME.index(device).layouts(problem.plan_key) if name is not None), None)
 
 
 def _default_kernel(backend: Backend, problem: Problem, device: torch.device, load_errors: list[str]) -> Kernel | None:

@@ -1,4 +1,4 @@
-"""``Store``: the interface of stores of decisions. A store holds data, never code."""
+"""``Store``: the interface of stores of decisions and plans. A store holds data, never code."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..core.errors import StoreError
 from ..core.printable import visible
 from ..core.problem import plan_key_of
 from ..core.target import Target
@@ -23,11 +25,12 @@ SHORT_TIMEOUT_S = 0.03  # seconds that dispatch's reads wait for a writer
 
 if TYPE_CHECKING:
     from ..core.decision import Decision, Verdict
+    from ..core.tuned_plan import TunedPlan
     from .lease import Lease
 
 
 def retained_keys(keep: Target | Collection[Target] | None) -> tuple[str, ...]:
-    """Return the keys of the Targets whose decisions ``prune`` retains; empty when it retains all of them."""
+    """Return the keys of the Targets whose records ``prune`` retains; empty when it retains all of them."""
     if keep is None:
         return ()
     return (keep.key,) if isinstance(keep, Target) else tuple(target.key for target in keep)
@@ -45,7 +48,9 @@ _STORES: weakref.WeakSet[Store] = weakref.WeakSet()
 
 
 class Store(ABC):
-    """Decisions and failures of candidates by Target, with one transaction per record.
+    """Decisions, plans and failures of candidates by Target, with one transaction per record.
+
+    A store without plans need not define ``get_plan``, ``put_plan`` and ``plans``.
 
     Readers treat a damaged record as a miss and warn once; writers raise StoreError.
     """
@@ -94,7 +99,29 @@ class Store(ABC):
 
     @abstractmethod
     def targets(self) -> list[Target]:
-        """Return all targets that have a decision."""
+        """Return all targets that have a decision or a plan."""
+
+    def get_plan(self, target: Target, plan_key: str) -> TunedPlan | None:
+        """Return the plan for a weight on exactly this target; None when there is none.
+
+        This default implementation returns None.
+        """
+        return None
+
+    def put_plan(self, target: Target, plan: TunedPlan) -> None:
+        """Store one plan, replacing a former one. The plan is durable when this method returns.
+
+        Raises ValueError when the plan fails a check or was made for another target, and StoreError when the store
+        cannot be written. This default implementation always raises StoreError.
+        """
+        raise StoreError(f"{type(self).__name__} keeps no plans")
+
+    def plans(self, target: Target | None = None) -> Iterator[TunedPlan]:
+        """Yield the plans of one target, or of all targets, newest first.
+
+        This default implementation yields none.
+        """
+        return iter(())
 
     @abstractmethod
     def remember_failure(self, target: Target, problem_key: str, candidate_id: str, verdict: Verdict) -> None:
@@ -130,21 +157,24 @@ class Store(ABC):
 
     @abstractmethod
     def export(self, path: Path, target: Target | None = None) -> int:
-        """Write decisions to one readable, versioned JSON file. Returns the number of decisions."""
+        """Write decisions and plans to one readable, versioned JSON file. Returns the number of decisions."""
 
     @abstractmethod
     def import_(self, path: Path, report: Report = warn) -> int:
-        """Validate an exported file completely, then store its decisions in one step. Returns the number stored.
+        """Validate an exported file completely, then store its decisions and plans in one step.
 
-        Nothing is stored when the file is invalid. Decisions that would serve a kernel which is not legal for their
-        Problem and Target are skipped; ``report`` is called with one line for each.
+        Returns the number of decisions that were stored. Nothing is stored when the file is invalid. Decisions and
+        plans that would serve a kernel which is not legal for their Problem and Target are skipped; ``report`` is
+        called with one line for each.
         """
 
     @abstractmethod
     def prune(self, *, keep: Target | Collection[Target] | None = None, older_than_s: float | None = None) -> int:
-        """Delete the decisions of targets other than ``keep``, and those older than an age. Returns their number.
+        """Delete the decisions and plans of targets other than ``keep``, and those older than an age.
 
-        keep: None retains the decisions of all targets. older_than_s: age in seconds; None: no limit.
+        Returns the number of decisions that were deleted; plans are not counted.
+
+        keep: None retains the records of all targets. older_than_s: age in seconds; None: no limit.
         """
 
     @abstractmethod
@@ -156,11 +186,12 @@ class Store(ABC):
         """
 
     def _illegal_lines(self, unchecked: Report | None) -> list[str]:
-        """Return one line for each kernel that an undamaged Decision would serve although it is not legal."""
+        """Return one line for each kernel that an undamaged Decision or plan would serve although it is not legal."""
         lines: list[str] = []
         for target in self.targets():
-            for decision in self.decisions(target):
-                findings = review(target, decision)
+            records: Iterator[Decision | TunedPlan] = chain(self.decisions(target), self.plans(target))
+            for record in records:
+                findings = review(target, record)
                 lines += findings.illegal
                 for line in findings.unchecked if unchecked is not None else ():
                     unchecked(line)  # type: ignore[misc]

@@ -1,12 +1,13 @@
-"""Checks that the kernels which stored Decisions would serve are legal: a store may have been edited or imported.
+"""Checks that the kernels which stored Decisions and plans would serve are legal: a store may be edited or imported.
 
 Dispatch checks this before it loads a kernel. The functions here report it without the machine of the record's Target.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from .. import backends
 from ..backends.base import Backend
@@ -14,12 +15,15 @@ from ..core.candidate import Candidate
 from ..core.decision import Decision, Evidence
 from ..core.problem import Problem
 from ..core.target import Target
+from ..core.tuned_plan import PlanKernel, TunedPlan
 from .schema import DAMAGE
+
+Record = TypeVar("Record", Decision, TunedPlan)
 
 
 @dataclass(slots=True)
 class Review:
-    """Findings about one Decision, one line per candidate.
+    """Findings about one Decision or TunedPlan, one line per candidate.
 
     illegal: candidates that would be served although they are not legal for the Problem and the Target, or although
     they take their weight in another layout than recorded. unchecked: candidates that this installation cannot check.
@@ -29,36 +33,54 @@ class Review:
     unchecked: list[str] = field(default_factory=list)
 
 
-def review(target: Target, decision: Decision) -> Review:
-    """Check all candidates that an undamaged Decision may serve, against the backends of this installation."""
+def review(target: Target, record: Decision | TunedPlan) -> Review:
+    """Check all candidates that an undamaged record may serve, against the backends of this installation.
+
+    A plan's kernels are checked for the Problem with the M that they were tuned at.
+    """
     findings = Review()
+    served: Iterator[tuple[Problem, Evidence | PlanKernel]]
+    if isinstance(record, TunedPlan):
+        name, served = f"plan {record.plan_key}", _served_by_plan(record)
+    else:
+        name, served = f"decision {record.problem_key}", _served_by_decision(record)
+    for problem, row in served:
+        illegal, unchecked = _check(target, problem, row)
+        findings.illegal += [f"{name}: {row.id} {illegal}"] if illegal else []
+        findings.unchecked += [f"{name}: {row.id} {unchecked}"] if unchecked else []
+    return findings
+
+
+def _served_by_decision(decision: Decision) -> Iterator[tuple[Problem, Evidence]]:
     problem = Problem.from_dict(decision.problem)
     tested = {layout.candidate for layout in decision.layouts.values()}
     served = {*decision.alternatives.values(), *tested, decision.chosen}
     for row in decision.evidence:
         if row.id in served:
-            illegal, unchecked = _check(target, problem, row)
-            where = f"decision {decision.problem_key}: {row.id}"
-            findings.illegal += [f"{where} {illegal}"] if illegal else []
-            findings.unchecked += [f"{where} {unchecked}"] if unchecked else []
-    return findings
+            yield problem, row
 
 
-def legal_only(
-    pairs: Iterable[tuple[Target, Decision]], report: Callable[[str], None]
-) -> list[tuple[Target, Decision]]:
-    """Return the Decisions that serve legal kernels only; ``report`` is called with one line for each other one."""
+def _served_by_plan(plan: TunedPlan) -> Iterator[tuple[Problem, PlanKernel]]:
+    problem = Problem.from_dict(plan.problem)
+    served = {interval.kernel for intervals in plan.intervals.values() for interval in intervals}
+    for kernel in plan.kernels:
+        if kernel.id in served:
+            yield problem.with_m(kernel.tuned_m), kernel
+
+
+def legal_only(pairs: Iterable[tuple[Target, Record]], report: Callable[[str], None]) -> list[tuple[Target, Record]]:
+    """Return the records that serve legal kernels only; ``report`` is called with one line for each other one."""
     accepted = []
-    for target, decision in pairs:
-        illegal = review(target, decision).illegal
+    for target, record in pairs:
+        illegal = review(target, record).illegal
         if illegal:
             report("; ".join(illegal))
         else:
-            accepted.append((target, decision))
+            accepted.append((target, record))
     return accepted
 
 
-def _check(target: Target, problem: Problem, row: Evidence) -> tuple[str, str]:
+def _check(target: Target, problem: Problem, row: Evidence | PlanKernel) -> tuple[str, str]:
     """Return (why a candidate is illegal, why it cannot be checked); both are empty when it may serve."""
     candidate = Candidate.from_dict(row.candidate)
     if candidate.backend not in backends.names():

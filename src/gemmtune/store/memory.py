@@ -8,11 +8,12 @@ from pathlib import Path
 
 from ..core.decision import Decision, Verdict
 from ..core.target import Target
+from ..core.tuned_plan import TunedPlan
 from .base import Report, Store, retained_keys, warn
 from .exchange import read_export, write_export
 from .lease import Lease, check_ttl, remaining_s
 from .legality import legal_only
-from .schema import decode_decision, encode_decision
+from .schema import decode_decision, decode_plan, encode_decision, encode_plan
 
 
 class MemoryStore(Store):
@@ -25,6 +26,7 @@ class MemoryStore(Store):
         super().__init__()
         self._targets: dict[str, Target] = {}
         self._rows: dict[tuple[str, str], tuple[float, int, bytes]] = {}
+        self._plans: dict[tuple[str, str], tuple[float, int, bytes]] = {}
         self._failures: dict[tuple[str, str], dict[str, Verdict]] = {}
         self._leases: dict[tuple[str, str], tuple[object, float]] = {}
         self._serial = 0
@@ -36,27 +38,48 @@ class MemoryStore(Store):
     def put(self, target: Target, decision: Decision) -> None:
         self._put_all([(target, decision)])
 
-    def _put_all(self, pairs: list[tuple[Target, Decision]]) -> None:
+    def get_plan(self, target: Target, plan_key: str) -> TunedPlan | None:
+        row = self._plans.get((target.key, plan_key))
+        return None if row is None else decode_plan(row[2], target.key, plan_key)
+
+    def put_plan(self, target: Target, plan: TunedPlan) -> None:
+        self._put_all([], [(target, plan)])
+
+    def _put_all(
+        self, decisions: list[tuple[Target, Decision]], plans: list[tuple[Target, TunedPlan]] | None = None
+    ) -> None:
         rows = []
-        for target, decision in pairs:
+        for target, decision in decisions:
             require_owner(target, decision)
-            rows.append((target, decision, encode_decision(decision)))
+            rows.append((self._rows, target, decision.problem_key, decision.created, encode_decision(decision)))
+        for target, plan in plans or ():
+            require_owner(target, plan)
+            rows.append((self._plans, target, plan.plan_key, plan.created, encode_plan(plan)))
         with self._lock:
-            for target, decision, body in rows:
+            for table, target, key, created, body in rows:
                 self._serial += 1
                 self._targets[target.key] = target
-                key = (target.key, decision.problem_key)
-                self._rows[key] = (decision.created or time.time(), self._serial, body)
+                table[target.key, key] = (created or time.time(), self._serial, body)
 
     def decisions(self, target: Target | None = None) -> Iterator[Decision]:
+        for body, *keys in self._newest_first(self._rows, target):
+            yield decode_decision(body, *keys)
+
+    def plans(self, target: Target | None = None) -> Iterator[TunedPlan]:
+        for body, *keys in self._newest_first(self._plans, target):
+            yield decode_plan(body, *keys)
+
+    def _newest_first(
+        self, table: dict[tuple[str, str], tuple[float, int, bytes]], target: Target | None
+    ) -> list[tuple[bytes, str, str]]:
+        """Return the body and the two keys of each record of a target, or of all targets."""
         with self._lock:
-            chosen = [(row, key) for key, row in self._rows.items() if target is None or key[0] == target.key]
-        for row, key in sorted(chosen, reverse=True):
-            yield decode_decision(row[2], *key)
+            chosen = [(row, key) for key, row in table.items() if target is None or key[0] == target.key]
+        return [(row[2], *key) for row, key in sorted(chosen, reverse=True)]
 
     def targets(self) -> list[Target]:
         with self._lock:
-            used = {key for key, _ in self._rows}
+            used = {key for key, _ in (*self._rows, *self._plans)}
             return [self._targets[key] for key in sorted(used)]
 
     def remember_failure(self, target: Target, problem_key: str, candidate_id: str, verdict: Verdict) -> None:
@@ -99,25 +122,27 @@ class MemoryStore(Store):
 
     def export(self, path: Path, target: Target | None = None) -> int:
         owners = self.targets() if target is None else [target]
-        return write_export(path, ((owner, row) for owner in owners for row in self.decisions(owner)))
+        decisions = ((owner, row) for owner in owners for row in self.decisions(owner))
+        return write_export(path, decisions, ((owner, plan) for owner in owners for plan in self.plans(owner)))
 
     def import_(self, path: Path, report: Report = warn) -> int:
-        pairs = legal_only(read_export(path), report)
-        self._put_all(pairs)
-        return len(pairs)
+        content = read_export(path)
+        decisions = legal_only(content.decisions, report)
+        self._put_all(decisions, legal_only(content.plans, report))
+        return len(decisions)
 
     def prune(self, *, keep: Target | Collection[Target] | None = None, older_than_s: float | None = None) -> int:
         oldest = float("-inf") if older_than_s is None else time.time() - older_than_s
         retained = retained_keys(keep)
         with self._lock:
-            doomed = [
-                key for key, row in self._rows.items() if (retained and key[0] not in retained) or row[0] < oldest
-            ]
-            for key in doomed:
-                del self._rows[key]
+            before = len(self._rows)
+            for table in (self._rows, self._plans):
+                for key, row in list(table.items()):
+                    if (retained and key[0] not in retained) or row[0] < oldest:
+                        del table[key]
             if retained:
                 self._failures = {key: rows for key, rows in self._failures.items() if key[0] in retained}
-        return len(doomed)
+            return before - len(self._rows)
 
     def verify(self, unchecked: Report | None = None) -> list[str]:
         return self._illegal_lines(unchecked)
@@ -126,10 +151,11 @@ class MemoryStore(Store):
         """Do nothing: there is no connection, and the records stay in memory as long as the store."""
 
 
-def require_owner(target: Target, decision: Decision) -> None:
-    """Raise ValueError unless the decision was made for this target."""
-    if decision.target_key != target.key:
+def require_owner(target: Target, record: Decision | TunedPlan) -> None:
+    """Raise ValueError unless the decision or plan was made for this target."""
+    if record.target_key != target.key:
+        kind, key = ("plan", record.plan_key) if isinstance(record, TunedPlan) else ("decision", record.problem_key)
         raise ValueError(
-            f"the decision for {decision.problem_key} was made for target {decision.target_key}, not {target.key}; "
-            "a decision is valid only for the machine and versions it was measured on"
+            f"the {kind} for {key} was made for target {record.target_key}, not {target.key}; "
+            f"a {kind} is valid only for the machine and versions it was measured on"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ from ..core.decision import Decision, Verdict
 from ..core.epilogue import Axis, Kind
 from ..core.problem import Order, Problem
 from ..core.target import Target
+from ..core.tuned_plan import PlanInterval, PlanKernel, TunedPlan
 
 # MIGRATIONS[i] converts a store from version i to i + 1. A released entry is never edited: changes need a new entry.
 MIGRATIONS: tuple[tuple[str, ...], ...] = (
@@ -28,6 +30,10 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
     (
         "CREATE TABLE leases (target_key TEXT NOT NULL, problem_key TEXT NOT NULL, owner TEXT NOT NULL,"
         " token TEXT NOT NULL, expires REAL NOT NULL, PRIMARY KEY (target_key, problem_key)) WITHOUT ROWID",
+    ),
+    (
+        "CREATE TABLE plans (target_key TEXT NOT NULL, plan_key TEXT NOT NULL, created REAL NOT NULL,"
+        " digest TEXT NOT NULL, body BLOB NOT NULL, PRIMARY KEY (target_key, plan_key))",
     ),
 )
 SCHEMA_VERSION = len(MIGRATIONS)
@@ -113,6 +119,7 @@ class DamagedRecord(ValueError):
 DAMAGE = (msgspec.MsgspecError, ValueError, TypeError, KeyError, RecursionError, OverflowError)
 
 _decision_decoder = msgspec.json.Decoder(Decision)
+_plan_decoder = msgspec.json.Decoder(TunedPlan)
 _target_decoder = msgspec.json.Decoder(TargetRecord)
 _verdict_decoder = msgspec.json.Decoder(Verdict)
 
@@ -168,6 +175,36 @@ def decode_decision(body: bytes, target_key: str, problem_key: str) -> Decision:
     if (decision.target_key, decision.problem_key) != (target_key, problem_key):
         raise DamagedRecord(f"the decision stored for {problem_key} is one for {decision.problem_key}")
     return decision
+
+
+def encode_plan(plan: TunedPlan) -> bytes:
+    """Return the JSON of a TunedPlan. Raises ValueError, naming the fault, when the plan fails a check.
+
+    The JSON is decoded again for the check, as in ``encode_decision``: ``decode_plan`` reads everything that this
+    function accepts.
+    """
+    body = msgspec.json.encode(plan)
+    try:
+        check_plan(_plan_decoder.decode(body))
+    except DAMAGE as error:
+        raise ValueError(f"the plan for {plan.plan_key} cannot be stored: {error}") from error
+    return body
+
+
+def decode_plan(body: bytes, target_key: str, plan_key: str) -> TunedPlan:
+    """Decode a TunedPlan. Raises DamagedRecord when it is malformed, fails a check, or is another weight's.
+
+    Only the Problem, the intervals and the kernels that serve are checked: ``check_plan`` checks the rest.
+    """
+    try:
+        plan = _plan_decoder.decode(body)
+        _check_plan_problem(plan)
+        _check_intervals(plan)
+    except DAMAGE as error:
+        raise DamagedRecord(f"malformed plan for {plan_key}: {error}") from error
+    if (plan.target_key, plan.plan_key) != (target_key, plan_key):
+        raise DamagedRecord(f"the plan stored for {plan_key} is one for {plan.plan_key}")
+    return plan
 
 
 def encode_verdict(verdict: Verdict) -> bytes:
@@ -227,3 +264,66 @@ def _check_choice(decision: Decision) -> None:
             raise ValueError(f"the evidence for {candidate_id!r} holds another candidate: {row.candidate!r}")
         if (row.packing or "") != packing:
             raise ValueError(f"{candidate_id!r} is listed for packing {packing!r}, but wants {row.packing!r}")
+
+
+def check_plan(plan: TunedPlan) -> None:
+    """Check that all parts of a TunedPlan are consistent. Raises ValueError, TypeError or KeyError."""
+    _check_plan_problem(plan)
+    for kernel in plan.kernels:
+        _check_kernel(kernel)
+    _check_intervals(plan)
+    for name, shares in (("noise", plan.noise), ("bound", {plan.first: plan.bound})):
+        if not all(m >= 1 and 0.0 <= share < math.inf for m, share in shares.items()):
+            raise ValueError(f"{name} has a value that is negative or not finite, or an M below 1")
+    if not all(m >= 0 and count >= 0 for m, count in plan.counts.items()):
+        raise ValueError("counts has a negative M or a negative number of calls")
+
+
+def _check_plan_problem(plan: TunedPlan) -> None:
+    problem = decode_problem(plan.problem)
+    if problem.plan_key != plan.plan_key:
+        raise ValueError(f"plan_key is {plan.plan_key!r}, but the problem's own plan key is {problem.plan_key!r}")
+
+
+def _check_kernel(kernel: PlanKernel) -> None:
+    """Raise ValueError unless a kernel's id, its M and its times are valid."""
+    if Candidate.from_dict(kernel.candidate).id != kernel.id:
+        raise ValueError(f"the kernel called {kernel.id!r} holds another candidate: {kernel.candidate!r}")
+    if kernel.tuned_m < 1:
+        raise ValueError(f"{kernel.id!r} was tuned at M = {kernel.tuned_m}")
+    if not all(m >= 1 and 0.0 < seconds < math.inf for m, seconds in kernel.times.items()):
+        raise ValueError(f"{kernel.id!r} has a time that is not positive and finite, or an M below 1")
+    if list(kernel.verified) != sorted({m for m in kernel.verified if m >= 1}):
+        raise ValueError(f"the M at which {kernel.id!r} was verified do not ascend from 1: {kernel.verified!r}")
+
+
+def _check_intervals(plan: TunedPlan) -> None:
+    """Raise ValueError unless the intervals of each layout cover the range of M with verified kernels."""
+    if not 1 <= plan.first <= plan.last:
+        raise ValueError(f"the range of M is from {plan.first} to {plan.last}")
+    kernels = {kernel.id: kernel for kernel in plan.kernels}
+    if len(kernels) != len(plan.kernels):
+        raise ValueError("two kernels share one candidate id")
+    for packing, intervals in plan.intervals.items():
+        _check_cover(plan, packing, intervals)
+        for kernel_id in sorted({interval.kernel for interval in intervals}):
+            kernel = kernels.get(kernel_id)
+            if kernel is None or kernel.verdict is None or not kernel.verdict.ok:
+                raise ValueError(f"{kernel_id!r} is to be served without a verdict that it is correct")
+            if (kernel.packing or "") != packing:
+                raise ValueError(f"{kernel_id!r} is listed for packing {packing!r}, but wants {kernel.packing!r}")
+            _check_kernel(kernel)
+
+
+def _check_cover(plan: TunedPlan, packing: str, intervals: tuple[PlanInterval, ...]) -> None:
+    """Raise ValueError unless the intervals ascend from the plan's first M to its last, without gaps."""
+    following = plan.first
+    for interval in intervals:
+        if interval.first != following or interval.last < interval.first:
+            raise ValueError(
+                f"an interval of packing {packing!r} is from {interval.first} to {interval.last}, where one from "
+                f"{following} is due"
+            )
+        following = interval.last + 1
+    if following != plan.last + 1:
+        raise ValueError(f"the intervals of packing {packing!r} end at {following - 1}, not at {plan.last}")

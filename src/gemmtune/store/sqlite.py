@@ -22,6 +22,7 @@ from ..core.decision import Decision, Verdict
 from ..core.errors import StoreBusy, StoreError
 from ..core.owner import Owner, this_process
 from ..core.target import Target
+from ..core.tuned_plan import TunedPlan
 from .base import SHORT_TIMEOUT_S, Report, Store, retained_keys, warn
 from .exchange import read_export, write_export
 from .foreign import describe_file
@@ -34,11 +35,14 @@ from .schema import (
     SCHEMA_VERSION,
     DamagedRecord,
     check_decision,
+    check_plan,
     decode_decision,
+    decode_plan,
     decode_target,
     decode_verdict,
     digest,
     encode_decision,
+    encode_plan,
     encode_target,
     encode_verdict,
 )
@@ -52,14 +56,16 @@ _MAX_DAMAGE_LINES = 100
 
 _LEASE = "SELECT owner, expires FROM leases WHERE target_key = ? AND problem_key = ?"
 _BODY = "SELECT digest, body FROM decisions WHERE target_key = ? AND problem_key = ?"
+_PLAN_BODY = "SELECT digest, body FROM plans WHERE target_key = ? AND plan_key = ?"
+_PLANS_SINCE = 3  # the schema version that introduced the table of plans
 
 
 class SqliteStore(Store):
-    """A store of decisions in the SQLite file ``path``, which the first write creates (its directory with mode 0700).
+    """A store of decisions and plans in the SQLite file ``path``.
 
-    Reading never raises: a missing, locked, foreign or damaged file is a miss, with one warning through the
-    ``gemmtune`` logger. Writing raises StoreError. timeout_s: seconds to wait for another process's write; reads within
-    ``short_timeout`` wait HURRY_S and raise StoreBusy.
+    The first write creates the file, and its directory with mode 0700. Reading never raises: a missing, locked, foreign
+    or damaged file is a miss, with one warning through the ``gemmtune`` logger. Writing raises StoreError. timeout_s:
+    seconds to wait for another process's write; reads within ``short_timeout`` raise StoreBusy after SHORT_TIMEOUT_S.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, timeout_s: float = 10.0) -> None:
@@ -94,13 +100,28 @@ class SqliteStore(Store):
                 with self._skipping_damaged():
                     yield _decision(*keys, *row)
 
-    def targets(self) -> list[Target]:
-        targets = []
-        sql = "SELECT key, body FROM targets WHERE key IN (SELECT target_key FROM decisions) ORDER BY key"
-        for key, body in self._read(sql):
+    def get_plan(self, target: Target, plan_key: str) -> TunedPlan | None:
+        for row in self._read(_PLAN_BODY, (target.key, plan_key), since=_PLANS_SINCE):
             with self._skipping_damaged():
-                targets.append(decode_target(_require_bytes(body), key))
-        return targets
+                return _plan(target.key, plan_key, *row)
+        return None
+
+    def plans(self, target: Target | None = None) -> Iterator[TunedPlan]:
+        where, args = ("", ()) if target is None else (" WHERE target_key = ?", (target.key,))
+        sql = f"SELECT target_key, plan_key FROM plans{where} ORDER BY created DESC, rowid DESC"
+        for keys in self._read(sql, args, since=_PLANS_SINCE):
+            for row in self._read(_PLAN_BODY, keys, since=_PLANS_SINCE):
+                with self._skipping_damaged():
+                    yield _plan(*keys, *row)
+
+    def targets(self) -> list[Target]:
+        targets = {}
+        for table, since in (("decisions", 1), ("plans", _PLANS_SINCE)):
+            sql = f"SELECT key, body FROM targets WHERE key IN (SELECT target_key FROM {table})"
+            for key, body in self._read(sql, since=since):
+                with self._skipping_damaged():
+                    targets[key] = decode_target(_require_bytes(body), key)
+        return [targets[key] for key in sorted(targets)]
 
     def failures(self, target: Target, problem_key: str) -> dict[str, Verdict]:
         failures = {}
@@ -122,8 +143,10 @@ class SqliteStore(Store):
         with self._lock:
             try:
                 connection = self._open(create=False)
-                for table in ("targets", "decisions", "failures") if connection is not None else ():
-                    connection.execute(f"SELECT * FROM {table} LIMIT 1").fetchall()  # type: ignore[union-attr]
+                if connection is not None:
+                    plans = ["plans"] if self._has_version(connection, _PLANS_SINCE) else []
+                    for table in ("targets", "decisions", "failures", *plans):
+                        connection.execute(f"SELECT * FROM {table} LIMIT 1").fetchall()
             except (*_FILE_ERRORS, StoreError) as error:
                 self.close()
                 raise StoreError(f"cannot read the store {self.path}: {self._explain(error)}") from error
@@ -162,39 +185,48 @@ class SqliteStore(Store):
                     return []
                 rows = connection.execute("PRAGMA integrity_check").fetchall()
                 damage = [f"{self.path}: {text}" for (text,) in rows if text != "ok"]
-                return damage + list(_damaged_records(connection))
+                has_plans = self._has_version(connection, _PLANS_SINCE)
+                return damage + list(_damaged_records(connection, plans=has_plans))
         except (*_FILE_ERRORS, StoreError) as error:
             return [f"{self.path}: {error}"]
 
     def export(self, path: Path, target: Target | None = None) -> int:
         owners = self.targets() if target is None else [target]
-        return write_export(path, ((owner, row) for owner in owners for row in self.decisions(owner)))
+        decisions = ((owner, row) for owner in owners for row in self.decisions(owner))
+        return write_export(path, decisions, ((owner, plan) for owner in owners for plan in self.plans(owner)))
 
     # Writing
 
     def put(self, target: Target, decision: Decision) -> None:
-        self._put_all([(target, decision)])
+        self._put_all([(target, decision)], [])
+
+    def put_plan(self, target: Target, plan: TunedPlan) -> None:
+        self._put_all([], [(target, plan)])
 
     def import_(self, path: Path, report: Report = warn) -> int:
-        pairs = legal_only(read_export(path), report)
-        self._put_all(pairs)
-        return len(pairs)
+        content = read_export(path)
+        decisions = legal_only(content.decisions, report)
+        self._put_all(decisions, legal_only(content.plans, report))
+        return len(decisions)
 
-    def _put_all(self, pairs: list[tuple[Target, Decision]]) -> None:
-        rows, owners = [], {}
-        for target, decision in pairs:
-            require_owner(target, decision)
-            body = encode_decision(decision)
-            keys = (target.key, decision.problem_key)
+    def _put_all(self, decisions: list[tuple[Target, Decision]], plans: list[tuple[Target, TunedPlan]]) -> None:
+        owners: dict[str, bytes] = {}
+        pairs: list[tuple[Target, Decision | TunedPlan]] = [*decisions, *plans]
+        for target, record in pairs:
+            require_owner(target, record)
             owners[target.key] = encode_target(target)
-            rows.append((*keys, decision.created or time.time(), digest(*keys, body), body))
+        decision_rows = [
+            _row(row.target_key, row.problem_key, row.created, encode_decision(row)) for _, row in decisions
+        ]
+        plan_rows = [_row(plan.target_key, plan.plan_key, plan.created, encode_plan(plan)) for _, plan in plans]
 
         def write(connection: sqlite3.Connection) -> None:
             connection.executemany("INSERT OR REPLACE INTO targets VALUES (?, ?)", owners.items())
-            connection.executemany("INSERT OR REPLACE INTO decisions VALUES (?, ?, ?, ?, ?)", rows)
-            for target_key, problem_key, _, *stored in rows:  # with a damaged B-tree SQLite may not find its own rows
-                if connection.execute(_BODY, (target_key, problem_key)).fetchone() != tuple(stored):
-                    raise sqlite3.DatabaseError("what was written does not read back: the file is damaged")
+            for table, body_of, rows in (("decisions", _BODY, decision_rows), ("plans", _PLAN_BODY, plan_rows)):
+                connection.executemany(f"INSERT OR REPLACE INTO {table} VALUES (?, ?, ?, ?, ?)", rows)
+                for target_key, key, _, *stored in rows:  # with a damaged B-tree SQLite may not find its own rows
+                    if connection.execute(body_of, (target_key, key)).fetchone() != tuple(stored):
+                        raise sqlite3.DatabaseError("what was written does not read back: the file is damaged")
 
         self._write(write)
 
@@ -253,8 +285,10 @@ class SqliteStore(Store):
             if retained:
                 rule += f" OR target_key NOT IN ({', '.join('?' * len(retained))})"
             connection.execute(f"DELETE FROM failures WHERE {rule}", (oldest, *retained))
+            connection.execute(f"DELETE FROM plans WHERE {rule}", (oldest, *retained))
             deleted = connection.execute(f"DELETE FROM decisions WHERE {rule}", (oldest, *retained)).rowcount
-            connection.execute("DELETE FROM targets WHERE key NOT IN (SELECT target_key FROM decisions)")
+            used = "SELECT target_key FROM decisions UNION SELECT target_key FROM plans"
+            connection.execute(f"DELETE FROM targets WHERE key NOT IN ({used})")
             connection.execute("DELETE FROM leases WHERE expires < ?", (time.time(),))
             return deleted
 
@@ -283,7 +317,7 @@ class SqliteStore(Store):
             raise StoreBusy(f"the store {self.path} is being written")
         try:
             connection = self._open(create=False)
-            if connection is None or self._version < since:
+            if connection is None or not self._has_version(connection, since):
                 return []
             return connection.execute(sql, args).fetchall()
         except (*_FILE_ERRORS, StoreError) as error:
@@ -343,6 +377,13 @@ class SqliteStore(Store):
             migrate(self._connection)
             self._version = SCHEMA_VERSION
         return self._connection
+
+    def _has_version(self, connection: sqlite3.Connection, since: int) -> bool:
+        """Whether the schema has this version or a later one, to which another process may just have migrated it."""
+        if self._version < since:
+            with transaction(connection, "DEFERRED"):
+                self._version = read_version(connection)
+        return self._version >= since
 
     def _wait(self, seconds: float) -> None:
         """Set how long the connection waits for another connection's lock."""
@@ -404,8 +445,23 @@ def _decision(target_key: str, problem_key: str, checksum: str, body: object) ->
     return decode_decision(raw, target_key, problem_key)
 
 
-def _damaged_records(connection: sqlite3.Connection) -> Iterator[str]:
-    """Yield one line for each record that reads would treat as a miss."""
+def _plan(target_key: str, plan_key: str, checksum: str, body: object) -> TunedPlan:
+    raw = _require_bytes(body)
+    if digest(target_key, plan_key, raw) != checksum:
+        raise DamagedRecord(f"the checksum of the plan for {plan_key} does not match")
+    return decode_plan(raw, target_key, plan_key)
+
+
+def _row(target_key: str, key: str, created: float, body: bytes) -> tuple[str, str, float, str, bytes]:
+    """Return the row of a decision or plan; one without a time was created now."""
+    return target_key, key, created or time.time(), digest(target_key, key, body), body
+
+
+def _damaged_records(connection: sqlite3.Connection, *, plans: bool) -> Iterator[str]:
+    """Yield one line for each record that reads would treat as a miss.
+
+    plans: whether the schema has the table of plans.
+    """
     target_keys = set()
     for key, body in connection.execute("SELECT key, body FROM targets"):
         try:
@@ -421,6 +477,14 @@ def _damaged_records(connection: sqlite3.Connection) -> Iterator[str]:
                 yield f"decision {problem_key}: its target {target_key} is missing"
         except DAMAGE as error:  # reads do not check the evidence that is not served
             yield f"decision {problem_key}: {error}"
+    sql = "SELECT target_key, plan_key, digest, body FROM plans"
+    for target_key, plan_key, *rest in connection.execute(sql) if plans else ():
+        try:
+            check_plan(_plan(target_key, plan_key, *rest))
+            if target_key not in target_keys:
+                yield f"plan {plan_key}: its target {target_key} is missing"
+        except DAMAGE as error:  # reads do not check the kernels that do not serve
+            yield f"plan {plan_key}: {error}"
     for _, problem_key, candidate_id, _, body in connection.execute("SELECT * FROM failures"):
         try:
             decode_verdict(_require_bytes(body))

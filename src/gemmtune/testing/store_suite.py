@@ -5,6 +5,8 @@ class TestMyStore(StoreSuite):
     def store(self):
         with contextlib.closing(MyStore()) as store:
             yield store
+
+The tests of plans are skipped for a store that does not define ``put_plan``.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from ..core.epilogue import Step
 from ..core.errors import StoreError
 from ..core.problem import Layout, Operand, Problem, Quant
 from ..core.target import Target
+from ..core.tuned_plan import PlanInterval, PlanKernel, TunedPlan
 from ..store.base import Store
 
 TARGET = Target("cpu", "suite cpu", "x86_64", ("avx2", "fma"), (1, 2, 3), 2, 2, 4, (("torch", "1"),), (("aten", "a"),))
@@ -35,6 +38,8 @@ PROBLEM = Problem(
 )  # fmt: skip
 PLAIN = Candidate.make("aten", "mm")
 PACKED = Candidate.make("native", "gemm", isa="avx2", mr=6, prefetch=True, ratio=0.5)
+WIDE = Candidate.make("native", "gemm", isa="avx2", mr=12)
+UNVERIFIED = Candidate.make("native", "gemm", isa="avx2", mr=1)
 
 
 def make_decision(problem: Problem = PROBLEM, target: Target = TARGET, *, created: float = 1000.0) -> Decision:
@@ -67,12 +72,53 @@ def make_decision(problem: Problem = PROBLEM, target: Target = TARGET, *, create
     )
 
 
+def make_plan(problem: Problem = PROBLEM, target: Target = TARGET, *, created: float = 1000.0) -> TunedPlan:
+    """Return a plan like the tuner's, for M from 1 to 64.
+
+    One kernel serves the unpacked weight and two serve the packed one. A fourth kernel was not verified.
+    """
+    verdict = Verdict("within_bound", worst=0.3)
+    kernels = (
+        PlanKernel(PLAIN.to_dict(), PLAIN.id, 1, None, True, {1: 2e-3, 64: 4e-3}, (1, 64), Verdict("exact")),
+        PlanKernel(PACKED.to_dict(), PACKED.id, 3, "native:b16", True, {1: 1e-3, 64: 3e-3}, (1, 8), verdict),
+        PlanKernel(WIDE.to_dict(), WIDE.id, 64, "native:b16", False, {1: 2e-3, 64: 2e-3}, (9, 64), verdict),
+        PlanKernel(UNVERIFIED.to_dict(), UNVERIFIED.id, 1, "native:b16", times={1: 3e-3}),
+    )
+    intervals = {
+        "": (PlanInterval(1, 64, PLAIN.id),),
+        "native:b16": (PlanInterval(1, 8, PACKED.id), PlanInterval(9, 64, WIDE.id)),
+    }
+    return TunedPlan(
+        problem.plan_key,
+        problem.to_dict(),
+        target.key,
+        1,
+        64,
+        intervals,
+        kernels,
+        {1: 0.01, 64: 0.02},
+        0.05,
+        {1: 100, 7: 1},
+        "decided",
+        3.5,
+        7,
+        created,
+    )
+
+
 class StoreSuite:
     """The tests that every Store must pass. Subclasses define the fixture ``store``, which returns an empty Store."""
 
     @pytest.fixture
     def store(self) -> Store:
         raise NotImplementedError("give the suite a fixture called `store` that returns an empty Store")
+
+    @pytest.fixture
+    def plan_store(self, store: Store) -> Store:
+        """Return the store; skip the test when the store has the default implementation of ``put_plan``."""
+        if type(store).put_plan is Store.put_plan:
+            pytest.skip("this store keeps no plans")
+        return store
 
     def test_a_decision_comes_back_as_it_went_in(self, store: Store) -> None:
         store.put(TARGET, make_decision())
@@ -175,6 +221,104 @@ class StoreSuite:
         assert store.prune(keep=TARGET) == 1
         assert store.failures(other_target, PROBLEM.key) == {}
         assert [row.problem_key for row in store.decisions()] == [PROBLEM.key]
+
+    def test_a_plan_comes_back_as_it_went_in(self, plan_store: Store) -> None:
+        plan_store.put_plan(TARGET, make_plan())
+        assert plan_store.get_plan(TARGET, PROBLEM.plan_key) == make_plan()
+        assert plan_store.get(TARGET, PROBLEM.key) is None
+        assert list(plan_store.decisions()) == []
+        assert plan_store.verify() == []
+
+    def test_an_unknown_plan_is_a_miss(self, plan_store: Store) -> None:
+        assert plan_store.get_plan(TARGET, PROBLEM.plan_key) is None
+        plan_store.put(TARGET, make_decision())
+        assert plan_store.get_plan(TARGET, PROBLEM.plan_key) is None
+        plan_store.put_plan(TARGET, make_plan())
+        assert plan_store.get_plan(TARGET, replace(PROBLEM, n=6).plan_key) is None
+        assert plan_store.get_plan(replace(TARGET, threads=1), PROBLEM.plan_key) is None
+
+    def test_put_plan_replaces(self, plan_store: Store) -> None:
+        """The plan keys of Problems that differ in M only are equal."""
+        plan_store.put_plan(TARGET, make_plan())
+        newer = make_plan(PROBLEM.with_m(8))
+        plan_store.put_plan(TARGET, newer)
+        assert plan_store.get_plan(TARGET, PROBLEM.plan_key) == newer
+        assert list(plan_store.plans()) == [newer]
+
+    def test_put_plan_refuses_another_targets_plan(self, plan_store: Store) -> None:
+        with pytest.raises(ValueError, match="was made for target"):
+            plan_store.put_plan(replace(TARGET, threads=9), make_plan())
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"plan_key": "mm|other"}, {"problem": {}}, {"first": 2}, {"last": 65}, {"seconds": float("nan")},
+            {"kernels": ()}, {"intervals": {"": (PlanInterval(1, 64, PACKED.id),)}},
+            {"intervals": {"native:b16": (PlanInterval(1, 64, UNVERIFIED.id),)}},
+        ],
+        ids=str,
+    )  # fmt: skip
+    def test_put_plan_refuses_an_unsound_plan(self, plan_store: Store, change: dict[str, object]) -> None:
+        with pytest.raises(ValueError, match="cannot be stored"):
+            plan_store.put_plan(TARGET, msgspec.structs.replace(make_plan(), **change))
+        assert list(plan_store.plans()) == []
+        assert plan_store.targets() == []
+
+    def test_plans_are_newest_first_and_by_target(self, plan_store: Store) -> None:
+        other_target = replace(TARGET, threads=1)
+        plan_store.put_plan(TARGET, make_plan(created=10.0))
+        plan_store.put_plan(TARGET, make_plan(replace(PROBLEM, n=6), created=30.0))
+        plan_store.put_plan(other_target, make_plan(target=other_target, created=20.0))
+        assert [plan.created for plan in plan_store.plans()] == [30.0, 20.0, 10.0]
+        assert [plan.created for plan in plan_store.plans(TARGET)] == [30.0, 10.0]
+        assert {target.key for target in plan_store.targets()} == {TARGET.key, other_target.key}
+
+    def test_targets_have_a_decision_or_a_plan(self, plan_store: Store) -> None:
+        other_target = replace(TARGET, threads=1)
+        plan_store.put(TARGET, make_decision())
+        plan_store.put_plan(TARGET, make_plan())
+        plan_store.put_plan(other_target, make_plan(target=other_target))
+        assert len(plan_store.targets()) == 2
+        assert {target.key for target in plan_store.targets()} == {TARGET.key, other_target.key}
+
+    def test_plans_are_exported_and_imported(self, plan_store: Store, tmp_path: Path) -> None:
+        other_target = replace(TARGET, threads=1)
+        plan_store.put(TARGET, make_decision())
+        plan_store.put_plan(TARGET, make_plan())
+        plan_store.put_plan(other_target, make_plan(target=other_target))
+        assert plan_store.export(tmp_path / "one.json", TARGET) == 1
+        assert plan_store.export(tmp_path / "all.json") == 1
+        assert plan_store.prune(keep=replace(TARGET, threads=5)) == 1
+        assert plan_store.targets() == []
+        assert plan_store.import_(tmp_path / "one.json") == 1
+        assert list(plan_store.plans()) == [make_plan()]
+        assert plan_store.import_(tmp_path / "all.json") == 1
+        assert plan_store.get_plan(other_target, PROBLEM.plan_key) == make_plan(target=other_target)
+
+    def test_import_of_a_bad_plan_imports_nothing(self, plan_store: Store, tmp_path: Path) -> None:
+        plan_store.put(TARGET, make_decision())
+        plan_store.put_plan(TARGET, make_plan())
+        plan_store.export(tmp_path / "good.json")
+        plan_store.prune(keep=replace(TARGET, threads=5))
+        text = (tmp_path / "good.json").read_text()
+        (tmp_path / "bad.json").write_text(text.replace(PROBLEM.plan_key, replace(PROBLEM, n=6).plan_key))
+        with pytest.raises(StoreError, match="nothing was imported"):
+            plan_store.import_(tmp_path / "bad.json")
+        assert list(plan_store.decisions()) == []
+        assert list(plan_store.plans()) == []
+
+    def test_plans_are_pruned_by_target_and_by_age_and_are_not_counted(self, plan_store: Store) -> None:
+        other_target = replace(TARGET, threads=1)
+        plan_store.put_plan(TARGET, make_plan(created=time.time()))
+        plan_store.put_plan(TARGET, make_plan(replace(PROBLEM, n=6), created=time.time() - 1000))
+        plan_store.put_plan(other_target, make_plan(target=other_target, created=time.time()))
+        assert plan_store.prune() == 0
+        assert len(list(plan_store.plans())) == 3
+        assert plan_store.prune(older_than_s=500) == 0
+        assert len(list(plan_store.plans())) == 2
+        assert plan_store.prune(keep=TARGET) == 0
+        assert [plan.plan_key for plan in plan_store.plans()] == [PROBLEM.plan_key]
+        assert plan_store.targets() == [TARGET]
 
     def test_one_holds_a_lease_and_others_do_not(self, store: Store) -> None:
         assert store.lease_remaining_s(TARGET, PROBLEM.key) is None

@@ -20,6 +20,7 @@ from ..core.problem import Problem
 from ..core.weights import PackedWeight, QuantWeight
 from ..verify.inputs import Inputs, allocate, operand_bytes, timing_sets
 from ..verify.recheck import RacedKernel
+from ..verify.row_stack import Part, part_of
 from .clock import Clock, CpuClock
 from .devices import DeviceTiming, OperandSets
 from .outcome import LeaderUpdate, RaceResult
@@ -60,7 +61,8 @@ class RaceOperands:
     Kernels of one layout use its copies in turn, so that each call has the copy that was used least recently; all
     layouts have equally many copies. The cache is emptied before each timing, unless the copies fill it: otherwise a
     layout that many kernels share would be warmer than others. marker_fd: a file of at least one byte, in which the
-    number of the running kernel is noted (1 + its index), so that the parent can tell which kernel the process died in.
+    number of the running kernel is noted, so that the parent can tell which kernel the process died in. numbers: these
+    numbers by id; None: 1 + the kernel's index.
     hot: one operand set serves every call. conditions: what Samples state besides the race's own conditions. timing:
     of the kernels' device.
     """
@@ -75,10 +77,13 @@ class RaceOperands:
         *,
         hot: bool = False,
         conditions: Mapping[str, str] = {},
+        numbers: Mapping[str, int] | None = None,
     ) -> None:
+        self._numbers = numbers or {name: index + 1 for index, name in enumerate(kernels)}
         self._problem, self._hot, self._timing, self._kernels = problem, hot, timing, dict(kernels)
         self._conditions = {"operands": "hot" if hot else "cold", **timing.conditions, **conditions}
         self._marker = mmap.mmap(marker_fd, mmap.PAGESIZE) if marker_fd is not None else bytearray(1)
+        self._sets = 1  # the number of operand sets
         self._operands: dict[str, _OperandPool] = {}
         self._outputs: list[Tensor] = []
         self._clock: Clock = CpuClock()
@@ -100,7 +105,8 @@ class RaceOperands:
         set_bytes = operand_bytes(self._problem) + sum(sizes)
         wanted_copies = max(self._timing.copies(self._problem, size) for size in (self._problem.weight_bytes, *sizes))
         count = 1 if self._hot else max(1, min(wanted_copies, (self._room() - scratch) // max(set_bytes, 1)))
-        self._clock = self._timing.clock(OperandSets(self._problem, count, self._hot, self._marker))
+        self._sets = count
+        self._clock = self.new_clock()
         self._move_s = count * set_s
         sets = [first, *timing_sets(self._problem, count - 1, seed + 1, self._timing.device)]
         buffered_sets = sets[: self._timing.output_buffers]
@@ -111,15 +117,31 @@ class RaceOperands:
         for layout, (packer, copy) in packed.items():
             copies = [copy, *(packer.pack(item.b) for item in sets[1:])]
             self._operands[layout] = _OperandPool(list(zip(sets, copies, outputs, strict=True)), packer)
+        return self._entrants_on(self._operands)
+
+    def new_clock(self) -> Clock:
+        """Return a clock for timings on these operands."""
+        return self._timing.clock(OperandSets(self._problem, self._sets, self._hot, self._marker))
+
+    def entrants_at(self, m: int) -> list[Entrant]:
+        """Return the entrants at another M: those of the Problem on the first ``m`` rows of its operands.
+
+        The Problem's layouts permit that (``row_stack.rows_are_views``), or ``m`` is its own M.
+        """
+        if m == self._problem.m:
+            return self._entrants_on(self._operands)
+        return self._entrants_on({name: pool.first_rows(self._problem, m) for name, pool in self._operands.items()})
+
+    def _entrants_on(self, operands: Mapping[str, _OperandPool]) -> list[Entrant]:
         return [
             Entrant(
                 name,
-                self._runner(kernel, self._operands[self._layout(kernel)], index),
+                self._runner(kernel, operands[self._layout(kernel)], self._number(name)),
                 kernel.candidate.backend == BASELINE_BACKEND,
                 kernel.packing,
                 kernel.candidate.to_dict(),
             )
-            for index, (name, kernel) in enumerate(kernels.items())
+            for name, kernel in self._kernels.items()
             if name not in self.excluded
         ]
 
@@ -131,8 +153,8 @@ class RaceOperands:
         available = self._room() - operand_bytes(self._problem)
         packed: dict[str, tuple[Kernel, PackedWeight]] = {}
         admitted = scratch = 0  # scratch: the largest need of one kernel; one kernel runs at a time
-        for index, (name, kernel) in enumerate(kernels.items()):
-            self._marker[0] = min(index + 1, 255)
+        for name, kernel in kernels.items():
+            self._marker[0] = self._number(name)
             # ATen's best and its first rival always race, even where a scratch as large as the operands is needed.
             scratch_needed = max(scratch, kernel.workspace_bytes)
             remaining = available - scratch_needed if admitted > 1 else available
@@ -158,8 +180,11 @@ class RaceOperands:
     def _layout(self, kernel: Kernel) -> str:
         return "" if packs_each_call(kernel, self._problem) else (kernel.packing or "")
 
-    def _runner(self, kernel: Kernel, operands: _OperandPool, index: int) -> Callable[[int], None]:
-        marker, call, number = self._marker, self._call(kernel), min(index + 1, 255)
+    def _number(self, name: str) -> int:
+        return min(self._numbers[name], 255)  # a byte; no list of candidates is that long
+
+    def _runner(self, kernel: Kernel, operands: _OperandPool, number: int) -> Callable[[int], None]:
+        marker, call = self._marker, self._call(kernel)
         next_operands = operands.at if self._timing.indexed else operands.next
 
         def run(i: int) -> None:
@@ -248,6 +273,12 @@ class _OperandPool:
     def sets(self) -> list[tuple[Inputs, Any, Tensor]]:
         """All operand sets."""
         return self._sets
+
+    def first_rows(self, problem: Problem, m: int) -> _OperandPool:
+        """Return a pool of the first ``m`` rows of these operands, which share the weights."""
+        part = Part(0, m)
+        sets = [(part_of(problem, inputs, part), b, out.narrow(-2, 0, m)) for inputs, b, out in self._sets]
+        return _OperandPool(sets, None)
 
     def set_next(self, index: int) -> None:
         """Make ``next`` return the set with this index."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ..core.events import Progress
     from ..core.target import Target
     from ..store.base import Store
+    from .sizes import Sizes
     from .tuner import Budget
 
 log = logging.getLogger("gemmtune")
@@ -42,6 +43,7 @@ def tune(
     device: str | torch.device | None = None,
     latency: Literal["graph", "eager"] = "graph",
     search: str = "local",
+    m: Sizes | None = None,
 ) -> list[Decision]:
     """Find the fastest correct kernel for each Problem, store the decisions and return them.
 
@@ -55,7 +57,14 @@ def tune(
     search strategy (``tuning.search.register`` adds one). Ctrl-C keeps the finished
     decisions; a problem that another process is tuning is waited for. A decision that a disturbed machine left
     ``inconclusive`` is not stored; one line in the log reports how many. Afterwards the ops serve from the new
-    decisions. Raises TypeError, ValueError, UnsupportedError (no such device on this machine), WorkerError.
+    decisions.
+
+    m: the M that each weight is to be served at: ``"all"`` (1 to 8192 on a GPU, 1 to 512 on a CPU), a ``range``, or
+    hints as ``[64, 256, 4096]``, which are the M that are tuned by themselves where all M are served. A few M are
+    tuned, and their kernels are timed at others: the store then has a plan for the weight, with the kernel for each M,
+    besides the decisions. None: each Problem is tuned for its own M only.
+
+    Raises TypeError, ValueError, UnsupportedError (no such device on this machine), WorkerError.
     """
     from ..store import open_store
     from .tuner import inconclusive_summary
@@ -71,7 +80,7 @@ def tune(
         for target_device, problems in by_device:
             decisions += tune_on_device(
                 problems, target_device, decision_store, budget=budget, backends=backends, progress=progress,
-                force=force, operands=operands, latency=latency, search=search,
+                force=force, operands=operands, latency=latency, search=search, m=m,
             )  # fmt: skip
     finally:
         runtime.RUNTIME.refresh(decision_store)
@@ -92,6 +101,7 @@ def tune_on_device(
     operands: Literal["cold", "hot"] = "cold",
     latency: Literal["graph", "eager"] = "graph",
     search: str = "local",
+    m: Sizes | None = None,
 ) -> list[Decision]:
     """Tune counted Problems for one device and return their decisions: the part that ``tune`` and the command line
     share.
@@ -100,6 +110,7 @@ def tune_on_device(
     (``DecisionsUnstored``); dispatch is not refreshed.
     """
     from ..core.events import silent
+    from .plan_tuner import PlanTuner
     from .tuner import Budget, Tuner
 
     limit = budget if isinstance(budget, Budget) else Budget(seconds=None if budget is None else float(budget))
@@ -108,7 +119,16 @@ def tune_on_device(
         tuning_target(device), names, store, limit, progress or silent,
         force=force, hot=operands == "hot", latency=latency, search=search,
     )  # fmt: skip
-    return tuner.tune(problems)
+    if m is None:
+        return tuner.tune(problems)
+    # A budget of the user is one for a Problem: timing at other M may take as long as three of them.
+    seconds = None if limit.seconds is None else 3.0 * limit.seconds
+    plan_tuner = PlanTuner(
+        tuner, tuning_target(device), store,
+        seconds=seconds, force=force, hot=operands == "hot", progress=progress or silent,
+    )  # fmt: skip
+    decisions, _ = plan_tuner.tune(problems, m)
+    return decisions
 
 
 def tuning_target(device: str | torch.device) -> Target:

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import get_args
 
 from ..core import devices
@@ -24,14 +23,12 @@ from ..core.target import Target
 from ..dispatch.portfolio import TunedPoint, layouts_in_use, tuned_point
 from ..store.base import Store
 from ..timing.clock import Latency
-from ..workers.builds import Builders
-from ..workers.contract import Limits, MeasurementWorker, WorkerStartError
-from ..workers.local_worker import LocalWorker
-from ..workers.worker import Worker
+from ..workers.contract import Limits, WorkerStartError
 from .candidates import BASELINE_BACKEND, enumerate_candidates
 from .exploration import first_builds
 from .search import get as get_search
 from .session import TuningSession
+from .worker_pool import WorkerPool
 
 log = logging.getLogger("gemmtune")
 
@@ -101,14 +98,16 @@ class Tuner:
         self._plans = _PlanPoints((), target, store)
         self._unstored: list[Decision] = []
 
-    def tune(self, problems: Iterable[tuple[Problem, int]]) -> list[Decision]:
+    def tune(self, problems: Iterable[tuple[Problem, int]], pool: WorkerPool | None = None) -> list[Decision]:
         """Return a Decision for every problem, in the order of first mention, with duplicates merged.
 
         The int is a call count: the problems with the largest total cost (count x flops) are tuned first, so that an
         interrupted run has decided those that matter most. Each Decision is in the store before the next problem
         starts. KeyboardInterrupt ends the worker, releases the lease and is raised again. A Decision that a disturbed
         machine left inconclusive is not stored; unless the budget is the user's, its problem is tuned once more after
-        all others. Raises WorkerStartError when no worker can be started, ValueError for an unknown backend.
+        all others. pool: the worker to use, from ``new_pool``; None starts one and ends it.
+
+        Raises WorkerStartError when no worker can be started, ValueError for an unknown backend.
         """
         weights: dict[Problem, int] = {}
         for problem, count in problems:
@@ -116,7 +115,7 @@ class Tuner:
         stored = {} if self._force else self._stored_decisions(weights)
         order = sorted(weights, key=lambda problem: (problem not in stored, -weights[problem] * problem.flops))
         decisions: dict[Problem, Decision] = {}
-        with closing(self._new_pool()) as pool:
+        with closing(self.new_pool()) if pool is None else nullcontext(pool) as pool:
             pool.pending = [problem for problem in order if problem not in stored]
             self._plans = _PlanPoints(pool.pending, self._target, self._store)
             for index, problem in enumerate(order):
@@ -127,15 +126,16 @@ class Tuner:
             self._retune_inconclusive(decisions, pool)
         return [decisions[problem] for problem in weights if problem in decisions]
 
-    def _new_pool(self) -> _WorkerPool:
-        return _WorkerPool(self._target, self._isolate, self._limits, self._latency, self._store.artifacts_directory)
+    def new_pool(self) -> WorkerPool:
+        """Return a worker that several calls of ``tune`` can use. The caller closes it."""
+        return WorkerPool(self._target, self._isolate, self._limits, self._latency, self._store.artifacts_directory)
 
     def _stored_decisions(self, problems: Iterable[Problem]) -> dict[Problem, Decision]:
         records = ((problem, self._store.get(self._target, problem.key)) for problem in problems)
         return {problem: decision for problem, decision in records if decision is not None}
 
     def _decide(
-        self, problem: Problem, stored: Decision | None, index: int, total: int, pool: _WorkerPool
+        self, problem: Problem, stored: Decision | None, index: int, total: int, pool: WorkerPool
     ) -> Decision | None:
         """Return the decision of this process, of another process or of the store.
 
@@ -157,7 +157,7 @@ class Tuner:
         )
         return decision
 
-    def _retune_inconclusive(self, decisions: dict[Problem, Decision], pool: _WorkerPool) -> None:
+    def _retune_inconclusive(self, decisions: dict[Problem, Decision], pool: WorkerPool) -> None:
         """Tune each inconclusive problem once more, at another moment, unless the user has set a problem's budget in
         seconds."""
         if self._budget.seconds is not None:
@@ -167,7 +167,7 @@ class Tuner:
             again = self._decide(problem, None, index, len(pool.pending), pool)
             decisions[problem] = again or decisions[problem]
 
-    def _tune_under_lease(self, problem: Problem, pool: _WorkerPool) -> Decision | None:
+    def _tune_under_lease(self, problem: Problem, pool: WorkerPool) -> Decision | None:
         """Tune while holding the problem's lease: one of several processes tunes, and the others read its decision.
 
         None when another process holds the lease and this tuner does not wait.
@@ -197,7 +197,7 @@ class Tuner:
             log.debug("tuning without a lease: %s", error)
             return nullcontext()
 
-    def _tune_one(self, problem: Problem, pool: _WorkerPool) -> Decision:
+    def _tune_one(self, problem: Problem, pool: WorkerPool) -> Decision:
         worker = pool.worker()
         build = pool.builders if self._isolate else None
         ahead = pool.builders.ahead if self._builds_overlap() else None
@@ -222,7 +222,7 @@ class Tuner:
         profile = devices.get(self._target.device).profile
         return self._isolate and profile.builds_overlap and self._latency == "graph"
 
-    def _build_ahead(self, problem: Problem, pool: _WorkerPool) -> None:
+    def _build_ahead(self, problem: Problem, pool: WorkerPool) -> None:
         """Begin the first builds of the problems after ``problem``."""
         if not self._builds_overlap():
             return
@@ -290,37 +290,3 @@ def inconclusive_summary(decisions: Sequence[Decision]) -> str:
         f"the machine was busy: {count} of {total} problems are inconclusive and not stored; PyTorch serves them until "
         "they are tuned again"
     )
-
-
-class _WorkerPool:
-    """The worker, which is started at the first problem that needs one, the builders, and how long problems took.
-
-    artifacts: the directory for built files. durations_s: seconds that each tuned problem took. pending: all problems
-    that the store has no decision for, in order. built_early: the problems whose builds were begun early.
-    """
-
-    def __init__(
-        self, target: Target, isolate: bool, limits: Limits | None, latency: Latency, artifacts: Path | None = None
-    ) -> None:
-        self._target, self._isolate, self._limits, self._latency = target, isolate, limits, latency
-        self._artifacts = artifacts
-        self._worker: MeasurementWorker | None = None
-        self.builders = Builders(artifacts=artifacts)
-        self.durations_s: list[float] = []
-        self.pending: list[Problem] = []
-        self.built_early: set[Problem] = set()
-
-    def worker(self) -> MeasurementWorker:
-        if self._worker is None:
-            self._worker = (
-                Worker(self._target, limits=self._limits, latency=self._latency, artifacts=self._artifacts)
-                if self._isolate
-                else LocalWorker(self._target, latency=self._latency, artifacts=self._artifacts)
-            )
-            self._worker.start()
-        return self._worker
-
-    def close(self) -> None:
-        self.builders.close()
-        if self._worker is not None:
-            self._worker.close()

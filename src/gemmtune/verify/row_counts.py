@@ -21,7 +21,7 @@ def other_row_counts(problem: Problem, candidate: Candidate) -> Iterator[int]:
     if min(problem.m, problem.n, problem.k, problem.batch) == 0:
         return
     max_m = max(2 * problem.m + 1, min(130, _MAX_ELEMENTS // (problem.n * problem.batch)))
-    tiles = [value for name, value in candidate.config if name in _TILE_NAMES and isinstance(value, int) and value > 0]
+    tiles = _tiles(candidate)
     edges = [tile + side for side in (1, -1, 0) for tile in tiles]
     row_counts = [
         1,
@@ -36,3 +36,12 @@ def other_row_counts(problem: Problem, candidate: Candidate) -> Iterator[int]:
     for m in dict.fromkeys(row_counts):
         if 1 <= m <= max_m and m != problem.m:
             yield m
+
+
+def tile_rows(candidate: Candidate) -> int:
+    """Return the rows of a candidate's output tile; 1 where its config does not say."""
+    return max(_tiles(candidate)[:1], default=1)
+
+
+def _tiles(candidate: Candidate) -> list[int]:
+    return [value for name, value in candidate.config if name in _TILE_NAMES and isinstance(value, int) and value > 0]

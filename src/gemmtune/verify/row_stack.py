@@ -67,8 +67,7 @@ def row_groups(problem: Problem, counts: Iterable[int], device: torch.device) ->
     An M that A's layout does not permit is skipped.
     """
     max_rows = (_MAX_ELEMENTS if is_host(device.type) else _MAX_DEVICE_ELEMENTS) // max(problem.n, 1)
-    single = problem.is_batched or problem.a.layout.order == "col" or problem.out.order == "col"
-    single = single or problem.out.ld not in (None, problem.n)
+    single = not rows_are_views(problem)
     groups: list[list[int]] = []
     for m in counts:
         if not rows_fit(problem, m):
@@ -80,6 +79,16 @@ def row_groups(problem: Problem, counts: Iterable[int], device: torch.device) ->
         else:
             group.append(m)
     return [tuple(group) for group in groups]
+
+
+def rows_are_views(problem: Problem) -> bool:
+    """Whether some rows of a larger matrix A, and of a larger output, have the Problem's layout themselves."""
+    return not (
+        problem.is_batched
+        or problem.a.layout.order == "col"
+        or problem.out.order == "col"
+        or problem.out.ld not in (None, problem.n)
+    )
 
 
 def parts_of(counts: Sequence[int]) -> tuple[Part, ...]:

@@ -12,7 +12,8 @@ from ..core.decision import Verdict
 from ..core.errors import WorkerError
 from ..core.problem import Problem
 from ..timing.outcome import LeaderUpdate, RaceResult
-from .protocol import Attempted, Confirmed, Failed, Reply
+from ..timing.size_sweep import SizesTimed
+from .protocol import Attempted, Confirmed, Failed, Reply, SizedCandidate, SizesVerified
 
 Progress = Callable[[LeaderUpdate], None]
 R = TypeVar("R")
@@ -93,6 +94,18 @@ class MeasurementWorker(Protocol):
         hot: bool = False,
         earlier_s: Mapping[str, float] = {},
     ) -> RaceResult: ...
+
+    def time_sizes(
+        self,
+        candidates: Sequence[SizedCandidate],
+        sizes: Mapping[int, Sequence[int]],
+        last: int,
+        budget_s: float,
+        seed: int,
+        hot: bool = False,
+    ) -> SizesTimed: ...
+
+    def verify_sizes(self, item: SizedCandidate, sizes: Sequence[int]) -> SizesVerified: ...
 
     def close(self) -> None: ...
 

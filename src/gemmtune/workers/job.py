@@ -27,14 +27,32 @@ from ..timing.flush import Flush
 from ..timing.machine import CpuPinning
 from ..timing.outcome import LeaderUpdate, RaceResult
 from ..timing.race_operands import BASELINE_BACKEND, RaceOperands, packs_each_call, scratch_allowance
+from ..timing.size_sweep import SizesTimed, SizeSweep
 from ..verify.inputs import Inputs, operand_bytes
 from ..verify.recheck import recheck
-from ..verify.reference_cases import ReferenceCase, make_reference_cases
+from ..verify.reference_cases import ReferenceCase, case_for_rows, make_reference_cases
 from ..verify.row_stack import RowCountVerifier
 from ..verify.verify import Run, guarded, verify
 from .limits import limit_memory
 from .orphans import kill_descendants
-from .protocol import Attempt, Attempted, Build, Built, Confirm, Confirmed, Open, Race, Ready, Reply, Request, Setup
+from .protocol import (
+    Attempt,
+    Attempted,
+    Build,
+    Built,
+    Confirm,
+    Confirmed,
+    Open,
+    Race,
+    Ready,
+    Reply,
+    Request,
+    Setup,
+    SizedCandidate,
+    SizesVerified,
+    TimeSizes,
+    VerifySizes,
+)  # fmt: skip
 
 _MIN_RACE_SHARE = 0.3  # share of a race's budget that the race gets even when preparing operands took it all
 
@@ -79,7 +97,9 @@ class RequestHandler:
             raise
         if isinstance(reply, Attempted | Confirmed) and reply.verdict is not None and not reply.verdict.ok:
             self._check_context(reply.verdict.detail)
-        if isinstance(reply, RaceResult) and reply.faults:
+        if isinstance(reply, SizesVerified) and not reply.verdict.ok:
+            self._check_context(reply.verdict.detail)
+        if isinstance(reply, RaceResult | SizesTimed) and reply.faults:
             self._check_context("; ".join(verdict.detail for verdict in reply.faults.values()))
         return reply
 
@@ -132,6 +152,14 @@ class RequestHandler:
                 raced.faults = self._require_job().recheck(prepared, raced, request.seed)
                 self._kill_orphans()
                 return raced
+            case TimeSizes():
+                timed = self._require_job().time_sizes(request, self._marker_fd)
+                self._kill_orphans()
+                return timed
+            case VerifySizes():
+                verified = self._require_job().verify_sizes(request)
+                verified.verdict = self._kill_orphans() or verified.verdict
+                return verified
 
     def _limit(self, timing: DeviceTiming, memory: int) -> None:
         """Limit this process to the memory allowed, on the device that runs the kernels, and on a CPU to the least busy
@@ -172,6 +200,9 @@ class ProblemSession:
         self._packed: dict[tuple[str, int], Any] = {}  # by layout and id of the unpacked B
         self._packing_s: dict[str, float] = {}
         self._checked: dict[str, Verdict] = {}
+        self._sweep: SizeSweep | None = None
+        self._swept: tuple[list[SizedCandidate], int, bool] | None = None  # what ``_sweep`` was made for
+        self._unloaded: dict[str, Verdict] = {}  # candidates of ``_sweep`` that could not be loaded
         self._get_test_cases()
 
     def attempt(self, candidate: Candidate, cutoff_s: float | None = None) -> Attempted:
@@ -257,6 +288,7 @@ class ProblemSession:
         race's own conditions. Raises WorkerError when a confirmed candidate cannot be loaded again.
         """
         self._test_cases, self._rows, self._packed, self._flush, self._speed_reference = None, None, {}, None, None
+        self._sweep = None
         kernels = {}
         for candidate in candidates:
             kernel, verdict = self._load(candidate)
@@ -264,6 +296,54 @@ class ProblemSession:
                 raise WorkerError(f"{candidate.id} was confirmed but cannot be loaded again: {verdict.detail}")
             kernels[candidate.id] = kernel
         return RaceOperands(kernels, self.problem, self._timing, self._seed, marker_fd, hot=hot, conditions=conditions)
+
+    def time_sizes(self, request: TimeSizes, marker_fd: int | None) -> SizesTimed:
+        """Time candidates at several M. Kernels and operands stay in memory for the next request with the same
+        candidates.
+
+        A candidate that cannot be loaded is among the reply's faults.
+        """
+        names = [Candidate.from_dict(item.candidate).id for item in request.candidates]
+        swept = request.candidates, request.last, request.hot
+        if self._sweep is None or self._swept != swept:
+            self._test_cases, self._rows, self._packed, self._sweep = None, None, {}, None
+            self._swept, self._unloaded = swept, {}
+            kernels = {}
+            for name, item in zip(names, request.candidates, strict=True):
+                kernel, verdict = self._load_sized(item)
+                if kernel is None:
+                    self._unloaded[name] = verdict
+                else:
+                    kernels[name] = kernel
+            self._sweep = SizeSweep(
+                kernels, self.problem, self._timing, self._seed, marker_fd, last=request.last, hot=request.hot,
+                numbers={name: position + 1 for position, name in enumerate(names)},
+            )  # fmt: skip
+        wanted = {m: [names[position] for position in positions] for m, positions in request.sizes.items()}
+        timed = self._sweep.time(wanted, request.budget_s)
+        timed.faults |= self._unloaded
+        return timed
+
+    def verify_sizes(self, request: VerifySizes) -> SizesVerified:
+        """Verify a candidate at several M, until it fails at one. M that A's layout does not permit are skipped."""
+        self._sweep = None  # its operands' memory may be needed
+        kernel, verdict = self._load_sized(request.item)
+        if kernel is None:
+            return SizesVerified(verdict)
+        self._drop_packed(kernel)
+        worst = 0.0
+        for m in request.sizes:
+            case = case_for_rows(self.problem, self._get_test_cases(), m)
+            if case is None:
+                continue
+            found = self._verify(kernel, (case,), 0.0)
+            if not found.ok:
+                return SizesVerified(msgspec.structs.replace(found, detail=f"M = {m}: {found.detail}"), m)
+            worst = max(worst, found.worst)
+        return SizesVerified(Verdict("within_bound", worst=worst))
+
+    def _load_sized(self, item: SizedCandidate) -> tuple[Kernel | None, Verdict]:
+        return self._load(Candidate.from_dict(item.candidate), self.problem.with_m(item.tuned_m))
 
     def _get_test_cases(self) -> tuple[ReferenceCase, ...]:
         if self._test_cases is None:
@@ -280,12 +360,14 @@ class ProblemSession:
             self._flush = Flush(self.problem, self.target)
         return self._flush
 
-    def _load(self, candidate: Candidate) -> tuple[Kernel | None, Verdict]:
-        artifact = _artifact(self.problem, candidate, self.target)
+    def _load(self, candidate: Candidate, problem: Problem | None = None) -> tuple[Kernel | None, Verdict]:
+        """Return the loaded kernel, or the Verdict on why there is none. problem: None for the open one."""
+        problem = problem or self.problem
+        artifact = _artifact(problem, candidate, self.target)
         if isinstance(artifact, Verdict):
             return None, artifact
         try:
-            return backends.get(candidate.backend).load(artifact, self.problem), Verdict("exact")
+            return backends.get(candidate.backend).load(artifact, problem), Verdict("exact")
         except BaseException as error:  # SystemExit is the candidate's too; see verdict_of
             return None, verdict_of(error, "loading", "build_failed")
 

@@ -10,9 +10,22 @@ from ..core.problem import Problem
 from ..core.target import Target
 from ..timing.clock import Latency
 from ..timing.outcome import RaceResult
+from ..timing.size_sweep import SizesTimed
 from .contract import Progress, expect, ignore, path_or_none
 from .job import RequestHandler
-from .protocol import Attempt, Attempted, Confirm, Confirmed, Open, Race, Setup
+from .protocol import (
+    Attempt,
+    Attempted,
+    Confirm,
+    Confirmed,
+    Open,
+    Race,
+    Setup,
+    SizedCandidate,
+    SizesVerified,
+    TimeSizes,
+    VerifySizes,
+)  # fmt: skip
 
 
 class LocalWorker:
@@ -55,6 +68,21 @@ class LocalWorker:
         self._progress = progress
         request = Race([c.to_dict() for c in candidates], budget_s, seed, hot, dict(earlier_s))
         return expect(self._handler.answer(request), RaceResult)
+
+    def time_sizes(
+        self,
+        candidates: Sequence[SizedCandidate],
+        sizes: Mapping[int, Sequence[int]],
+        last: int,
+        budget_s: float,
+        seed: int,
+        hot: bool = False,
+    ) -> SizesTimed:
+        wanted = {m: list(positions) for m, positions in sizes.items()}
+        return expect(self._handler.answer(TimeSizes(list(candidates), wanted, last, budget_s, seed, hot)), SizesTimed)
+
+    def verify_sizes(self, item: SizedCandidate, sizes: Sequence[int]) -> SizesVerified:
+        return expect(self._handler.answer(VerifySizes(item, list(sizes))), SizesVerified)
 
     def close(self) -> None:
         import torch

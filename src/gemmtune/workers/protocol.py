@@ -10,6 +10,7 @@ import msgspec
 from ..core.decision import Verdict
 from ..timing.clock import Latency
 from ..timing.outcome import LeaderUpdate, RaceResult
+from ..timing.size_sweep import SizesTimed
 
 BEAT_S = 1.0  # seconds between two heartbeats of a worker
 _LENGTH = 4
@@ -70,6 +71,35 @@ class Race(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     earlier_s: dict[str, float] = {}
 
 
+class SizedCandidate(msgspec.Struct, forbid_unknown_fields=True):
+    """A candidate that serves several M, and the M of the Problem that it is loaded for."""
+
+    candidate: dict[str, Any]
+    tuned_m: int
+
+
+class TimeSizes(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """Request to time candidates at several M of the open problem.
+
+    sizes: by M, the positions in ``candidates`` of those to time. last: the largest M of all such requests. budget_s:
+    seconds for all of them. hot: each call has its operands in the cache.
+    """
+
+    candidates: list[SizedCandidate]
+    sizes: dict[int, list[int]]
+    last: int
+    budget_s: float
+    seed: int = 0
+    hot: bool = False
+
+
+class VerifySizes(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """Request to verify a candidate at several M of the open problem, in the given order."""
+
+    item: SizedCandidate
+    sizes: list[int]
+
+
 class Build(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     """Request to build one candidate and nothing else: no operands are prepared. memory: as in Open."""
 
@@ -101,6 +131,14 @@ class Confirmed(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     verdict: Verdict
 
 
+class SizesVerified(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """Reply to VerifySizes. verdict: that of all M together, or of the first at which the kernel failed, ``failed_m``
+    (0: none)."""
+
+    verdict: Verdict
+    failed_m: int = 0
+
+
 class Built(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     """Reply to Build. verdict: why there is no artifact; None when there is one. path: None when nothing is on disk."""
 
@@ -120,8 +158,8 @@ class Failed(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     memory: bool = False
 
 
-Request = Setup | Open | Attempt | Confirm | Race | Build
-Reply = Ready | Attempted | Confirmed | RaceResult | Built | LeaderUpdate | Alive | Failed
+Request = Setup | Open | Attempt | Confirm | Race | TimeSizes | VerifySizes | Build
+Reply = Ready | Attempted | Confirmed | RaceResult | SizesTimed | SizesVerified | Built | LeaderUpdate | Alive | Failed
 
 _requests: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
 _replies: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)

@@ -18,6 +18,7 @@ from ..core.problem import Problem
 from ..core.target import Target
 from ..timing.clock import Latency
 from ..timing.outcome import RaceResult
+from ..timing.size_sweep import SizesTimed
 from ..verify.inputs import operand_bytes
 from .contract import (
     Declined,
@@ -32,7 +33,21 @@ from .contract import (
     path_or_none,
 )  # fmt: skip
 from .process import Host, Lost, Process
-from .protocol import Attempt, Attempted, Confirm, Confirmed, Open, Race, Ready, Request, Setup
+from .protocol import (
+    Attempt,
+    Attempted,
+    Confirm,
+    Confirmed,
+    Open,
+    Race,
+    Ready,
+    Request,
+    Setup,
+    SizedCandidate,
+    SizesVerified,
+    TimeSizes,
+    VerifySizes,
+)  # fmt: skip
 
 Judged = TypeVar("Judged", Attempted, Confirmed)
 
@@ -161,11 +176,35 @@ class Worker:
         try:
             return self._ask(request, 2.0 * budget_s + self._limits.race_slack_s, RaceResult, progress)
         except WorkerLost as loss:
-            if loss.candidate_id is not None:
-                index = int(loss.candidate_id) - 1
-                culprit = candidates[index].id if 0 <= index < len(candidates) else None
-                raise WorkerLost(loss.verdict, culprit) from loss
-            raise
+            raise _naming_culprit(loss, [candidate.id for candidate in candidates]) from loss
+
+    def time_sizes(
+        self,
+        candidates: Sequence[SizedCandidate],
+        sizes: Mapping[int, Sequence[int]],
+        last: int,
+        budget_s: float,
+        seed: int,
+        hot: bool = False,
+    ) -> SizesTimed:
+        """Time candidates at several M; see ``protocol.TimeSizes``.
+
+        Raises WorkerLost with the id of the candidate that was running when the worker died.
+        """
+        wanted = {m: list(positions) for m, positions in sizes.items()}
+        request = TimeSizes(list(candidates), wanted, last, budget_s, seed, hot)
+        try:
+            return self._ask(request, 2.0 * budget_s + self._limits.open_s, SizesTimed)
+        except WorkerLost as loss:
+            names = [Candidate.from_dict(item.candidate).id for item in candidates]
+            raise _naming_culprit(loss, names) from loss
+
+    def verify_sizes(self, item: SizedCandidate, sizes: Sequence[int]) -> SizesVerified:
+        """Verify a candidate at several M; a loss of the worker becomes the verdict. See ``protocol.VerifySizes``."""
+        try:
+            return self._ask(VerifySizes(item, list(sizes)), self._limits.open_s, SizesVerified)
+        except WorkerLost as loss:
+            return SizesVerified(loss.verdict)
 
     def close(self) -> None:
         """End the worker and every process that it started. Idempotent."""
@@ -287,3 +326,12 @@ class Worker:
         except BaseException:  # Ctrl-C, or an error in the progress callback: never leave the worker running
             self.close()
             raise
+
+
+def _naming_culprit(loss: WorkerLost, names: Sequence[str]) -> WorkerLost:
+    """Return the loss with the name of the candidate that ran, whose number the worker had noted; ``names`` are in the
+    order of the numbers."""
+    if loss.candidate_id is None:
+        return loss
+    index = int(loss.candidate_id) - 1
+    return WorkerLost(loss.verdict, names[index] if 0 <= index < len(names) else None)

@@ -1,0 +1,90 @@
+"""The result of tuning one weight as a function of M, as strictly typed data that msgspec stores as JSON.
+
+A Decision holds for one M. A TunedPlan divides a range of M into intervals, each with the kernel that serves it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import Any
+
+import msgspec
+
+from .decision import Verdict
+
+
+class PlanKernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One kernel that was timed at many M.
+
+    candidate: ``Candidate.to_dict()``. tuned_m: the M of the Decision that the candidate comes from; it is loaded for
+    the Problem with this M. packing: the layout in which the kernel takes its weight; None: unpacked. overlap: as
+    ``LayoutDecision.overlap``. times: seconds per call by M, comparable between the kernels of one M. verified: the
+    values of M at which its results were compared with the oracle, ascending. verdict: the result of all these
+    comparisons; None for a kernel that was not verified, which no interval may name.
+    """
+
+    candidate: dict[str, Any]
+    id: str
+    tuned_m: int
+    packing: str | None = None
+    overlap: bool = True
+    times: dict[int, float] = {}
+    verified: tuple[int, ...] = ()
+    verdict: Verdict | None = None
+
+
+class PlanInterval(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The M from ``first`` to ``last``, both included, and the id of the kernel that serves them."""
+
+    first: int
+    last: int
+    kernel: str
+
+
+class TunedPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The outcome of tuning one weight over a range of M on one Target.
+
+    plan_key: the key of the weight's Problems with M left free. problem: ``Problem.to_dict()`` of one of them.
+    first, last: the range of M. intervals: by layout ("" = unpacked), ascending and without gaps from ``first`` to
+    ``last``. kernels: every kernel that was timed, ATen's among them. noise: by M, the half width of the 95% interval
+    of a kernel's time there, relative to the time. bound: the regret that the choice of kernels allowed at any measured
+    M (0.05: a kernel may take 5% more than the fastest timed there). counts: the calls by M that were recorded, which
+    weigh more; empty when none were. seconds: the time that tuning took, without that of the Decisions.
+    """
+
+    plan_key: str
+    problem: dict[str, Any]
+    target_key: str
+    first: int
+    last: int
+    intervals: dict[str, tuple[PlanInterval, ...]]
+    kernels: tuple[PlanKernel, ...]
+    noise: dict[int, float] = {}
+    bound: float = 0.05
+    counts: dict[int, int] = {}
+    stopped: str = ""
+    seconds: float = 0.0
+    seed: int = 0
+    created: float = 0.0
+
+    def find(self, kernel_id: str) -> PlanKernel | None:
+        """Return a kernel by its id; None when there is none."""
+        return next((kernel for kernel in self.kernels if kernel.id == kernel_id), None)
+
+    def serving(self, m: int, packing: str = "") -> PlanKernel | None:
+        """Return the kernel that serves ``m`` in a layout; None outside the range, or for a layout without
+        intervals."""
+        intervals = self.intervals.get(packing, ())
+        index = bisect_right(intervals, m, key=lambda interval: interval.first) - 1
+        if index < 0 or m > intervals[index].last:
+            return None
+        return self.find(intervals[index].kernel)
+
+    def regret(self, m: int, packing: str = "") -> float | None:
+        """Return by how much the serving kernel's time exceeds the least time of any kernel in the same layout at a
+        measured M, as a share of the latter (0.0: it is the fastest). None where nothing was measured."""
+        serving = self.serving(m, packing)
+        times = [kernel.times[m] for kernel in self.kernels if m in kernel.times and (kernel.packing or "") == packing]
+        if serving is None or m not in serving.times or not times:
+            return None
+        return serving.times[m] / min(times) - 1.0

@@ -1,0 +1,196 @@
+"""Timing of several kernels at many M, for the intervals of a Plan.
+
+The operands are those of a race. They are prepared for the largest M of a band, and smaller M use their first rows: a
+weight is packed once for many M.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+import msgspec
+
+from ..backends.base import Kernel
+from ..core.decision import Verdict
+from ..core.problem import Problem
+from ..verify.row_stack import rows_are_views
+from .clock import Clock
+from .devices import DeviceTiming
+from .race import Entrant
+from .race_entry import EntrantError, RaceEntry
+from .race_operands import RaceOperands
+
+BANDS = (64, 512, 4096)  # operands are shared by the M up to each of these; larger M share those of the largest
+_FLOOR_S = 200e-6  # the least duration of one timing: shorter than in a race, which decides by smaller differences
+_ROUNDS = 7
+_MIN_ROUNDS = 2
+# A kernel further behind the fastest of its layout than this factor is timed no more, after one and after three rounds.
+_FAR_BEHIND, _BEHIND = 1.6, 1.15
+_OTHER_LAYOUT = 2.0  # the same for the fastest of all layouts
+
+
+class SizesTimed(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """The times of kernels at several M.
+
+    times: seconds per call by M and candidate id, comparable within one M. noise: by M, the half width of the 95%
+    interval of such a time, relative to it. faults: kernels that raised an exception, by id. excluded: kernels that
+    there was no memory for, with the reason, by id.
+    """
+
+    times: dict[int, dict[str, float]] = {}
+    noise: dict[int, float] = {}
+    faults: dict[str, Verdict] = {}
+    excluded: dict[str, str] = {}
+
+
+def band_of(m: int, last: int) -> int:
+    """Return the M whose operands serve ``m``, where ``last`` is the largest M of the sweep."""
+    return min(next((band for band in BANDS if m <= band), last), last)
+
+
+class SizeSweep:
+    """The operands of several kernels, for timing them at many M.
+
+    kernels, numbers: by id; see ``RaceOperands``. last: the largest M.
+    """
+
+    def __init__(
+        self,
+        kernels: Mapping[str, Kernel],
+        problem: Problem,
+        timing: DeviceTiming,
+        seed: int,
+        marker_fd: int | None,
+        *,
+        last: int,
+        hot: bool = False,
+        numbers: Mapping[str, int] | None = None,
+    ) -> None:
+        self.kernels, self.last, self._numbers = dict(kernels), last, numbers
+        self._problem, self._timing, self._seed, self._marker_fd, self._hot = problem, timing, seed, marker_fd, hot
+        self._operands: tuple[int, RaceOperands] | None = None
+
+    def time(self, sizes: Mapping[int, Sequence[str]], budget_s: float) -> SizesTimed:
+        """Time the kernels ``sizes[m]`` at each M for about ``budget_s`` seconds in total, at least two rounds each."""
+        result = SizesTimed()
+        started = time.perf_counter()
+        for done, m in enumerate(sorted(sizes)):
+            remaining_s = budget_s - (time.perf_counter() - started)
+            operands = self._operands_for(m)
+            result.excluded |= operands.excluded
+            wanted = [name for name in sizes[m] if name not in result.faults]
+            entrants = [entrant for entrant in operands.entrants_at(m) if entrant.id in wanted]
+            share_s = max(remaining_s, 0.0) / (len(sizes) - done)
+            times, noise, faults = time_entrants(entrants, operands.new_clock(), share_s, self._seed + m)
+            result.times[m], result.noise[m] = times, noise
+            result.faults |= faults
+        return result
+
+    def _operands_for(self, m: int) -> RaceOperands:
+        """Return operands that serve ``m``; those of another band are freed first."""
+        size = band_of(m, self.last) if rows_are_views(self._problem) else m
+        if self._operands is None or self._operands[0] != size:
+            self._operands = None
+            problem = self._problem.with_m(size)
+            operands = RaceOperands(
+                self.kernels, problem, self._timing, self._seed, self._marker_fd, hot=self._hot, numbers=self._numbers
+            )
+            self._operands = size, operands
+        return self._operands[1]
+
+
+def time_entrants(
+    entrants: Sequence[Entrant], clock: Clock, budget_s: float, seed: int
+) -> tuple[dict[str, float], float, dict[str, Verdict]]:
+    """Time entrants in interleaved rounds. Return the seconds per call by id, the noise, and the verdicts on those that
+    raised.
+
+    A time is the median over the rounds of the entrant's time divided by the round's level: the machine's speed in that
+    round relative to all rounds. Kernels that are far behind are timed in the first rounds only.
+    """
+    entries = [RaceEntry(item.id, item.run, item.is_baseline, item.packing) for item in entrants]
+    rng, started, round_s = random.Random(seed), clock.now(), 0.0
+    for entry in entries:
+        _calibrate(entry, clock)
+    round_ = 0
+    while round_ < _ROUNDS:
+        active = [entry for entry in entries if entry.active]
+        elapsed_s = clock.now() - started
+        if not active or (round_ >= _MIN_ROUNDS and elapsed_s + round_s > budget_s):
+            break
+        rng.shuffle(active)
+        if not _time_round(active, round_, clock):
+            continue  # with one entry less
+        round_s = clock.now() - started - elapsed_s
+        _drop_slow(entries, round_)
+        round_ += 1
+    faults = {entry.id: Verdict("crashed", entry.reason) for entry in entries if entry.stage == "failed"}
+    times, noise = _levelled([entry for entry in entries if entry.times and entry.stage != "failed"])
+    return times, noise, faults
+
+
+def _calibrate(entry: RaceEntry, clock: Clock) -> None:
+    try:
+        entry.calls = clock.calls_for(entry.guarded, _FLOOR_S)
+    except EntrantError as error:
+        entry.drop("failed", str(error))
+
+
+def _time_round(active: Sequence[RaceEntry], round_: int, clock: Clock) -> bool:
+    """Time each entry once. Return whether all were timed: an entry that raises fails, and the round has to be
+    repeated."""
+    try:
+        seconds = clock.time_round([entry.guarded for entry in active], [entry.calls for entry in active])
+    except EntrantError as error:
+        error.entry.drop("failed", str(error))
+        return False
+    for entry, value in zip(active, seconds, strict=True):
+        entry.times[round_] = value
+    return True
+
+
+def _drop_slow(entries: Sequence[RaceEntry], round_: int) -> None:
+    """Stop timing the entries that are far behind. ATen's stay: the others are compared with them."""
+    timed = [entry for entry in entries if entry.active and entry.times]
+    best = {packing: min(e.median for e in timed if e.packing == packing) for packing in {e.packing for e in timed}}
+    factor = _FAR_BEHIND if round_ < _MIN_ROUNDS else _BEHIND
+    for entry in timed:
+        limit_s = min(factor * best[entry.packing], _OTHER_LAYOUT * min(best.values()))
+        if not entry.is_baseline and entry.median > limit_s:
+            entry.drop("eliminated", "far behind")
+
+
+def _levelled(entries: Sequence[RaceEntry]) -> tuple[dict[str, float], float]:
+    """Return the entries' times with each round's level removed, and their noise.
+
+    The level is that of these entries themselves, so that removing it takes away a part of their noise, too: all of it
+    for a single entry, whose times are left as they are.
+    """
+    if not entries:
+        return {}, 0.0
+    rounds = max(len(entry.times) for entry in entries)
+    whole = [entry for entry in entries if len(entry.times) == rounds]
+    level = {
+        round_: median(entry.times[round_] / entry.median for entry in whole if round_ in entry.times)
+        for round_ in set().union(*(entry.times for entry in whole if len(whole) > 1))
+    }
+    share = math.sqrt(len(whole) / max(len(whole) - 1, 1))
+    times, spreads = {}, []
+    for entry in entries:
+        values = sorted(seconds / level.get(round_, 1.0) for round_, seconds in entry.times.items())
+        times[entry.id] = median(values)
+        if entry in whole:
+            spreads.append(share * _half_width(values))
+    return times, median(spreads)
+
+
+def _half_width(values: Sequence[float]) -> float:
+    """Return the half width of the 95% interval of the median of sorted values, relative to it. It is 1.96 * 1.2533
+    standard errors, with the standard deviation from the interquartile range (1.349 standard deviations)."""
+    count = len(values)
+    spread = values[-1 - count // 4] - values[count // 4]
+    return 1.96 * 1.2533 * spread / 1.349 / math.sqrt(count) / values[count // 2]

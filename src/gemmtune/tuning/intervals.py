@@ -1,0 +1,323 @@
+"""From times at some M to intervals of M: which kernels a Plan has, where each serves, and where to measure next.
+
+Nothing here runs a kernel. All times are of one layout: kernels of different layouts never serve one weight.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ..core.tuned_plan import PlanInterval
+
+MAX_KERNELS = 6  # of a layout, ATen's plain op not counted
+MEAN_REGRET = 0.01  # kernels are added while the weighted mean regret is above this, and falls by _WORTH
+_WORTH = 0.003
+_EXCESS = 1e3  # the cost of a regret above the bound, at an M of any weight
+_SWITCH = 0.004  # the regret, at an M of average weight, that a change of kernels between two M must save
+# A kernel is no faster than ATen's plain op, which serves without risk, unless it is by this share of ATen's time.
+MARGIN = 0.01
+MAX_NOISE = 0.03  # more noise than this does not excuse a difference
+CLOSE = 0.15  # kernels within this share of the fastest may be the fastest at an M nearby
+IRREGULAR = 1.3  # a kernel that takes this multiple of its own time at a larger M is not served at all
+_NARROW = 1.04  # below this ratio of two neighboring M, times between them are interpolated
+
+
+@dataclass(frozen=True)
+class Curves:
+    """The times of kernels of one layout over M.
+
+    times: seconds by kernel id and M. steps: by kernel id, the rows of its output tile (its
+    time has a step at each multiple of them); 1 where they are not known. plain: id of ATen's plain op, which may serve
+    any M; "" in a packed layout, where it cannot. counts: recorded calls by M. noise: of the times at an M, relative.
+    """
+
+    first: int
+    last: int
+    times: Mapping[str, Mapping[int, float]]
+    plain: str = ""
+    steps: Mapping[str, int] = field(default_factory=dict)
+    counts: Mapping[int, int] = field(default_factory=dict)
+    noise: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def sizes(self) -> list[int]:
+        """The M at which at least one kernel was timed, ascending."""
+        return sorted({m for times in self.times.values() for m in times})
+
+    def usable(self, name: str, m: int) -> float:
+        """Return the seconds of a kernel at a measured M; infinite where ATen's plain op should serve instead."""
+        seconds = self.times[name].get(m, math.inf)
+        plain_s = self.times[self.plain].get(m, math.inf) if self.plain else math.inf
+        margin = max(MARGIN, self._tolerance(m))
+        return math.inf if name != self.plain and seconds > (1.0 - margin) * plain_s else seconds
+
+    def _tolerance(self, m: int) -> float:
+        """Return the share of a time below which a difference at M is noise."""
+        return min(self.noise.get(m, 0.0), MAX_NOISE)
+
+    def best(self, m: int) -> float:
+        """Return the least usable time at a measured M."""
+        return min(self.usable(name, m) for name in self.times)
+
+    def regret(self, name: str, m: int) -> float:
+        """Return by how much a kernel's time exceeds the least at a measured M beyond the noise, as a share of the
+        latter."""
+        best = self.best(m)
+        return max(0.0, self.usable(name, m) / best - 1.0 - self._tolerance(m)) if best < math.inf else math.inf
+
+    def without(self, names: Collection[str]) -> Curves:
+        """Return the curves without some kernels, and without the M at which only ATen's plain op was timed besides
+        them, or for another layout: they do not show that it is the fastest."""
+        times = {name: curve for name, curve in self.times.items() if name not in names}
+        plain = self.plain if self.plain in times else ""
+        compared = {m for name, curve in times.items() if name != plain for m in curve}
+        if plain and compared:
+            times[plain] = {m: seconds for m, seconds in times[plain].items() if m in compared}
+        return replace(self, times=times, plain=plain)
+
+    def weight(self) -> Callable[[int, int], float]:
+        """Return the function weight(lo, hi): the share of calls that M from ``lo`` to ``hi`` are expected to have.
+
+        Half of the calls are spread evenly over M and half over log M; where calls were recorded, those are half of
+        all.
+        """
+        total = sum(self.counts.values())
+        span, log_span = self.last - self.first + 1, math.log((self.last + 1) / self.first)
+
+        def weight(lo: int, hi: int) -> float:
+            prior = 0.5 * (hi - lo + 1) / span + 0.5 * math.log((hi + 1) / lo) / log_span
+            if not total:
+                return prior
+            return 0.5 * prior + 0.5 * sum(n for m, n in self.counts.items() if lo <= m <= hi) / total
+
+        return weight
+
+
+def irregular(curves: Curves) -> set[str]:
+    """Return the kernels whose time at some M is far above their own time at a larger M: other M, which were not
+    measured, may be as slow. ATen's plain op is not judged."""
+    found = set()
+    for name, times in curves.times.items():
+        least_above = math.inf
+        for m in sorted(times, reverse=True):
+            if times[m] > IRREGULAR * least_above and name != curves.plain:
+                found.add(name)
+            least_above = min(least_above, times[m])
+    return found
+
+
+def point_weights(curves: Curves) -> dict[int, float]:
+    """Return the weight of each measured M: that of the M nearest to it by ratio."""
+    sizes, weight = curves.sizes, curves.weight()
+    edges = [curves.first]
+    edges += [max(a + 1, math.ceil(math.sqrt(a * b))) for a, b in itertools.pairwise(sizes)]
+    edges.append(curves.last + 1)
+    return {m: weight(lo, hi - 1) if hi > lo else 0.0 for m, lo, hi in zip(sizes, edges, edges[1:], strict=False)}
+
+
+def choose_kernels(curves: Curves, bound: float) -> list[str]:
+    """Return the fewest kernels with which no measured M has a regret above ``bound``, found greedily; more where they
+    lower the mean regret. ATen's plain op is always among them where it can serve."""
+    weights = point_weights(curves)
+    chosen = [curves.plain] if curves.plain else []
+    free = len(chosen)
+    state = _score(curves, chosen, weights, bound)
+    while len(chosen) - free < MAX_KERNELS:
+        options = [(_score(curves, [*chosen, name], weights, bound), name) for name in curves.times]
+        options = [option for option in options if option[1] not in chosen]
+        if not options:
+            break
+        score, name = min(options)
+        met = state[0] <= 0.0
+        if score >= state or (met and (state[1] <= MEAN_REGRET or state[1] - score[1] < _WORTH)):
+            break
+        chosen.append(name)
+        state = score
+    return _without_useless(curves, chosen, weights, bound, state)
+
+
+def _without_useless(
+    curves: Curves, chosen: list[str], weights: Mapping[int, float], bound: float, state: tuple[float, float]
+) -> list[str]:
+    """Return ``chosen`` without the kernels that others, chosen later, made needless."""
+    for name in chosen[:-1]:
+        if name == curves.plain:
+            continue
+        rest = [other for other in chosen if other != name]
+        excess, mean = _score(curves, rest, weights, bound)
+        if excess <= state[0] and mean <= max(MEAN_REGRET, state[1] + _WORTH):
+            return _without_useless(curves, rest, weights, bound, (excess, mean))
+    return chosen
+
+
+def _score(curves: Curves, chosen: Sequence[str], weights: Mapping[int, float], bound: float) -> tuple[float, float]:
+    """Return (how far regrets exceed the bound, the mean regret), both weighted. An M without any kernel counts as a
+    regret of 10."""
+    total = sum(weights.values()) or 1.0
+    regrets = {m: min((min(curves.regret(name, m), 10.0) for name in chosen), default=10.0) for m in weights}
+    excess = sum(max(0.0, regret - bound) for m, regret in regrets.items() if curves.best(m) < math.inf)
+    return excess, sum(weights[m] * regret for m, regret in regrets.items()) / total
+
+
+def serving(curves: Curves, chosen: Sequence[str], bound: float) -> dict[int, str]:
+    """Return the kernel that serves each measured M: the least regret, with few changes from M to M. It is above
+    ``bound`` only where that of all chosen kernels is."""
+    weights = point_weights(curves)
+    sizes, mean = curves.sizes, sum(weights.values()) / max(len(weights), 1)
+    costs: dict[str, float] = dict.fromkeys(chosen, 0.0)
+    back: list[dict[str, str]] = []
+    for m in sizes:
+        before = min(costs, key=lambda name: costs[name])
+        step, origin = {}, {}
+        regrets = {name: curves.regret(name, m) for name in chosen}
+        limit = max(bound, min(regrets.values()))
+        for name in chosen:
+            stay = costs[name] <= costs[before] + _SWITCH * mean
+            origin[name] = name if stay else before
+            regret = weights[m] * min(regrets[name], 10.0) + (_EXCESS if regrets[name] > limit else 0.0)
+            step[name] = (costs[name] if stay else costs[before] + _SWITCH * mean) + regret
+        costs = step
+        back.append(origin)
+    name = min(costs, key=lambda item: costs[item])
+    result: dict[int, str] = {}
+    for m, origin in zip(reversed(sizes), reversed(back), strict=True):
+        result[m] = name
+        name = origin[name]
+    return dict(sorted(result.items()))
+
+
+def intervals(curves: Curves, points: Mapping[int, str]) -> tuple[PlanInterval, ...]:
+    """Return the intervals of kernels that serve as ``points`` says at the measured M.
+
+    Between two measured M with different kernels, ATen's plain op serves if it is one of them, since nothing shows that
+    the other is faster there. Otherwise the boundary is where the estimated times cross.
+    """
+    sizes = sorted(points)
+    bounds = [(curves.first, points[sizes[0]])]
+    for a, b in itertools.pairwise(sizes):
+        if points[a] != points[b]:
+            bounds.append((_boundary(curves, points[a], points[b], a, b), points[b]))
+    ends = [*(start - 1 for start, _ in bounds[1:]), curves.last]
+    return tuple(PlanInterval(start, end, name) for (start, name), end in zip(bounds, ends, strict=True))
+
+
+def _boundary(curves: Curves, left: str, right: str, a: int, b: int) -> int:
+    """Return the first M that ``right`` serves, where ``left`` serves the measured M ``a`` and ``right`` ``b``."""
+    if left == curves.plain:
+        return b
+    if right == curves.plain:
+        return a + 1
+    losses = 0.0
+    best, boundary = math.inf, b
+    gains = [estimate(curves, left, m, a, b) - estimate(curves, right, m, a, b) for m in range(a + 1, b)]
+    for m, gain in zip(range(b - 1, a, -1), reversed(gains), strict=True):
+        losses -= gain  # what serving m by ``right`` adds to the total time
+        if losses < min(best, 0.0):
+            best, boundary = losses, m
+    return boundary
+
+
+def estimate(curves: Curves, name: str, m: int, a: int, b: int) -> float:
+    """Return the estimated seconds of a kernel at ``m`` between two neighboring measured M, ``a`` and ``b``.
+
+    With as many rows of tiles as at one of them, it takes as long. Otherwise the times are interpolated by rows of
+    tiles. A kernel that was not timed at one of the two takes as long as at the other.
+    """
+    times, rows = curves.times[name], max(1, curves.steps.get(name, 1))
+    low, high = times.get(a, times.get(b, math.inf)), times.get(b, times.get(a, math.inf))
+    ta, tm, tb = (-(-size // rows) for size in (a, m, b))
+    if tm <= ta or ta == tb:
+        return low
+    return low + (high - low) * (tm - ta) / (tb - ta)
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Two neighboring measured M with others between them. loss: the share of time that choosing a kernel there without
+    a measurement may lose. urgency: the loss times the share of calls in the gap."""
+
+    a: int
+    b: int
+    loss: float
+    urgency: float
+
+
+def gaps(curves: Curves, points: Mapping[int, str]) -> list[Gap]:
+    """Return the gaps between measured M, the most urgent first."""
+    sizes, weight = curves.sizes, curves.weight()
+    found = []
+    for a, b in itertools.pairwise(sizes):
+        if b - a > 1:
+            loss = _possible_loss(curves, points, a, b)
+            found.append(Gap(a, b, loss, loss * weight(a + 1, b - 1)))
+    return sorted(found, key=lambda gap: -gap.urgency)
+
+
+def _possible_loss(curves: Curves, points: Mapping[int, str], a: int, b: int) -> float:
+    """Return the share of time that may be lost between ``a`` and ``b``.
+
+    A kernel's time lies between those at the two ends, on a line if it has no steps. A step moves it off that line by
+    at most the time of one row of tiles.
+    """
+    close = [name for name in curves.times if _is_close(curves, name, a) or _is_close(curves, name, b)]
+    steps = [_step(curves, name, a, b) for name in close]
+    off_line = max(steps, default=0.0)
+    left, right = points[a], points[b]
+    if left == right:
+        return off_line
+    crossing = min(_ratio(curves, right, left, a), _ratio(curves, left, right, b))
+    return max(off_line, min(crossing, 1.0))
+
+
+def _ratio(curves: Curves, slower: str, faster: str, m: int) -> float:
+    slow, fast = curves.times[slower].get(m, math.inf), curves.times[faster].get(m, math.inf)
+    return max(0.0, slow / fast - 1.0) if fast < math.inf else 1.0
+
+
+def _is_close(curves: Curves, name: str, m: int) -> bool:
+    seconds, best = curves.times[name].get(m, math.inf), curves.best(m)
+    return seconds <= (1.0 + CLOSE) * best
+
+
+def _step(curves: Curves, name: str, a: int, b: int) -> float:
+    """Return how far a kernel's time between ``a`` and ``b`` may be off the line between its times there, as a share of
+    it.
+
+    The growth is that of all rows of tiles between the two. One row of tiles is a share of it; waves of tiles, which
+    group several rows, are allowed for by a factor of two. ATen's steps are not known: as if its tiles had 64 rows.
+    """
+    times = curves.times[name]
+    if a not in times or b not in times or times[b] <= times[a]:
+        return 0.0
+    rows = curves.steps.get(name, 64)
+    steps = -(-b // rows) - -(-a // rows)
+    if steps <= 0:
+        return 0.0
+    return (times[b] / times[a] - 1.0) * min(1.0, 2.0 / steps)
+
+
+def next_size(curves: Curves, gap: Gap, odd: bool = True) -> int:
+    """Return the M to measure in a gap: the first after a step of the closest kernel's tiles that is nearest to the
+    middle by ratio; without a step in the gap, the middle. odd: prefer an odd M where there is no step."""
+    middle = math.sqrt(gap.a * gap.b) if gap.b > _NARROW * gap.a else (gap.a + gap.b) / 2
+    ranked = sorted(curves.times, key=lambda name: curves.times[name].get(gap.b, math.inf))
+    for name in ranked[:2]:
+        rows = curves.steps.get(name, 1)
+        edges = {rows * int(middle // rows) + 1, rows * (int(middle // rows) + 1) + 1} if rows > 1 else set()
+        inside = [edge for edge in edges if gap.a < edge < gap.b]
+        if inside:
+            return min(inside, key=lambda edge: abs(edge - middle))
+    m = min(max(round(middle), gap.a + 1), gap.b - 1)
+    if odd and m % 2 == 0:
+        m = m + 1 if m + 1 < gap.b else m - 1 if m - 1 > gap.a else m
+    return m
+
+
+def measured_inside(curves: Curves, name: str, interval: PlanInterval) -> list[int]:
+    """Return the M of an interval at which its kernel was timed, ascending."""
+    sizes = sorted(curves.times[name])
+    return sizes[bisect_left(sizes, interval.first) : bisect_left(sizes, interval.last + 1)]

@@ -1,0 +1,175 @@
+"""Tuning weights as functions of M: Decisions at a few M by the tuner, then a TunedPlan for each weight."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+
+from ..core import devices
+from ..core.decision import Decision
+from ..core.errors import StoreError, WorkerError
+from ..core.events import PlanDone, Progress, silent
+from ..core.problem import Problem
+from ..core.target import Target
+from ..core.tuned_plan import TunedPlan
+from ..store.base import Store
+from ..workers.contract import WorkerStartError
+from .plan_session import PlanSession
+from .sizes import SizeRange, Sizes, parse_sizes
+from .tuner import LEASE_S, POLL_S, Tuner
+from .worker_pool import WorkerPool
+
+log = logging.getLogger("gemmtune")
+
+
+@dataclass
+class Weight:
+    """A weight to tune: one of its Problems, and the recorded calls by M."""
+
+    problem: Problem
+    counts: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def cost(self) -> int:
+        """The FLOPs of the recorded calls: weights that cost most are tuned first."""
+        return sum(count * self.problem.with_m(m).flops for m, count in self.counts.items())
+
+
+def weights_of(problems: Iterable[tuple[Problem, int]]) -> list[Weight]:
+    """Return the weights of counted Problems: Problems that differ in M only share one. Empty Problems are left
+    out."""
+    weights: dict[str, Weight] = {}
+    for problem, count in problems:
+        if not problem.is_empty:
+            counts = weights.setdefault(problem.plan_key, Weight(problem)).counts
+            counts[problem.m] = counts.get(problem.m, 0) + count
+    return sorted(weights.values(), key=lambda weight: -weight.cost)
+
+
+class PlanTuner:
+    """A tuner of weights for one Target, through a Tuner that tunes single M.
+
+    tuner: makes the Decisions, and the worker. seconds: for timing a weight's kernels at other M; None: the device's
+    default (``TuningProfile.sweep_s``). force: tune weights that the store has a plan for. progress, hot, seed: as for
+    the Tuner.
+    """
+
+    def __init__(
+        self,
+        tuner: Tuner,
+        target: Target,
+        store: Store,
+        *,
+        seconds: float | None = None,
+        force: bool = False,
+        hot: bool = False,
+        seed: int = 0,
+        progress: Progress = silent,
+    ) -> None:
+        self._tuner, self._target, self._store = tuner, target, store
+        self._profile = devices.get(target.device).profile
+        self._seconds = seconds or self._profile.sweep_s
+        self._force, self._hot, self._seed, self._progress = force, hot, seed, progress
+
+    def tune(self, problems: Iterable[tuple[Problem, int]], m: Sizes) -> tuple[list[Decision], list[TunedPlan]]:
+        """Tune the weights of counted Problems for the M that ``m`` names. Return the Decisions at single M and the
+        plans.
+
+        A weight whose stored plan covers the range keeps it. A stored plan of another range is replaced by one that
+        covers both. A weight has no plan if only ATen's kernels serve it. Each plan is stored before the next weight
+        begins. Raises what ``Tuner.tune`` and ``parse_sizes`` raise.
+        """
+        weights = weights_of(problems)
+        ranges = [parse_sizes(m, self._profile, weight.counts) for weight in weights]
+        decisions: list[Decision] = []
+        plans: list[TunedPlan] = []
+        with closing(self._tuner.new_pool()) as pool:
+            for index, (weight, sizes) in enumerate(zip(weights, ranges, strict=True)):
+                found, plan = self._tune_weight(weight, sizes, pool)
+                decisions += found
+                plans += [plan] if plan is not None else []
+                self._progress(PlanDone(weight.problem.plan_key, plan, len(weights) - index - 1))
+        return decisions, plans
+
+    def _tune_weight(
+        self, weight: Weight, sizes: SizeRange, pool: WorkerPool
+    ) -> tuple[list[Decision], TunedPlan | None]:
+        stored = self._store.get_plan(self._target, weight.problem.plan_key)
+        sizes = _united(sizes, stored)
+        decisions = self._decide(weight, sizes.tuned, pool)
+        if _covers(stored, sizes) and not self._force:
+            return decisions, stored
+        return decisions, self._plan_under_lease(weight, sizes, decisions, pool)
+
+    def _decide(self, weight: Weight, sizes: Sequence[int], pool: WorkerPool) -> list[Decision]:
+        """Return the Decisions of a weight at some M."""
+        problems = [(weight.problem.with_m(m), weight.counts.get(m, 1)) for m in sizes]
+        return self._tuner.tune(problems, pool) if problems else []
+
+    def _plan_under_lease(
+        self, weight: Weight, sizes: SizeRange, decisions: list[Decision], pool: WorkerPool
+    ) -> TunedPlan | None:
+        """Make the plan while no other process makes one for the same weight; that of another process is used if it
+        covers the range."""
+        key = weight.problem.plan_key
+        try:
+            while (lease := self._store.lease(self._target, key, LEASE_S)) is None:
+                time.sleep(POLL_S)
+        except StoreError as error:
+            log.debug("tuning without a lease: %s", error)
+            return self._make_plan(weight, sizes, decisions, pool)
+        with lease:
+            stored = self._store.get_plan(self._target, key)
+            if _covers(stored, sizes) and not self._force:
+                return stored
+            united = _united(sizes, stored)
+            # Another process may have made a plan meanwhile, from Decisions that this one has not read.
+            others = [m for m in united.tuned if m not in sizes.tuned]
+            return self._make_plan(weight, united, decisions + self._decide(weight, others, pool), pool)
+
+    def _make_plan(
+        self, weight: Weight, sizes: SizeRange, decisions: list[Decision], pool: WorkerPool
+    ) -> TunedPlan | None:
+        usable = [decision for decision in decisions if decision.outcome not in ("inconclusive", "none_valid")]
+        if not usable:
+            return None
+        session = PlanSession(
+            weight.problem, self._target, self._store, pool.worker(), usable, sizes, self._progress, self._seed,
+            counts=recorded(weight.counts), hot=self._hot,
+        )  # fmt: skip
+        try:
+            plan = session.run(self._seconds)
+        except WorkerStartError:
+            raise
+        except WorkerError as error:
+            log.warning("no plan for %s: %s", weight.problem.plan_key, error)
+            return None
+        if plan is not None:
+            self._keep(plan)
+        return plan
+
+    def _keep(self, plan: TunedPlan) -> None:
+        try:
+            self._store.put_plan(self._target, plan)
+        except StoreError as error:
+            log.warning("the plan for %s is not kept: %s", plan.plan_key, error)
+
+
+def recorded(counts: Mapping[int, int]) -> dict[int, int]:
+    """Return the counts of recorded calls, empty for a single call of a single M: a Problem without counts."""
+    return {} if list(counts.values()) == [1] else dict(counts)
+
+
+def _covers(plan: TunedPlan | None, sizes: SizeRange) -> bool:
+    return plan is not None and plan.first <= sizes.first and sizes.last <= plan.last
+
+
+def _united(sizes: SizeRange, plan: TunedPlan | None) -> SizeRange:
+    """Return the range that contains ``sizes`` and the plan's, with the M of both plans' Decisions."""
+    if plan is None or _covers(plan, sizes):
+        return sizes
+    tuned = {*sizes.tuned, *(kernel.tuned_m for kernel in plan.kernels)}
+    return SizeRange(min(sizes.first, plan.first), max(sizes.last, plan.last), tuple(sorted(tuned)))

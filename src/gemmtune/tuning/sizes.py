@@ -1,0 +1,63 @@
+"""The M that a weight is tuned for: a range, and the M of it that are tuned by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
+
+from ..core.devices import TuningProfile
+
+Sizes = Literal["all"] | range | Sequence[int]
+"""``"all"``; a ``range`` of M with step 1; or hints: M that are tuned, where all M are to be served."""
+
+_NEAR = 2.5  # a default M within this factor of one that is tuned anyway is left out
+
+
+class SizeRange(NamedTuple):
+    """The M from ``first`` to ``last``, and those among them that are tuned by themselves, ascending."""
+
+    first: int
+    last: int
+    tuned: tuple[int, ...]
+
+
+def parse_sizes(m: Sizes, profile: TuningProfile, recorded: Iterable[int] = ()) -> SizeRange:
+    """Return the SizeRange that a user's ``m`` stands for.
+
+    recorded: M that a model ran at. They are tuned too, and extend the range of ``"all"`` and of hints. Raises
+    TypeError and ValueError for an ``m`` that is none of ``Sizes``.
+    """
+    recorded = sorted({size for size in recorded if size > 0})
+    if isinstance(m, str):
+        if m != "all":
+            raise ValueError(f'm must be "all", a range or a sequence of int; got {m!r}')
+        first, last, hints = 1, max(profile.last_m, *recorded, 1), list(recorded)
+    elif isinstance(m, range):
+        if m.step != 1 or len(m) == 0 or m.start < 1:
+            raise ValueError(f"a range of M must have step 1, begin at 1 or later and not be empty; got {m!r}")
+        first, last = m.start, m.stop - 1
+        hints = [size for size in recorded if first <= size <= last]
+    else:
+        hints = _require_hints(m)
+        first, last = 1, max(profile.last_m, *hints, *recorded)
+        return SizeRange(first, last, tuple(sorted({*hints, *recorded})))
+    return SizeRange(first, last, _with_defaults(first, last, hints, profile))
+
+
+def _require_hints(m: Sequence[int]) -> list[int]:
+    sizes = list(m) if isinstance(m, Iterable) else None
+    if sizes is None or not all(isinstance(size, int) and not isinstance(size, bool) for size in sizes):
+        raise TypeError(f'm must be "all", a range or a sequence of int; got {m!r}')
+    if not sizes or min(sizes) < 1:
+        raise ValueError(f"hints for M must be positive, and there must be one at least; got {m!r}")
+    return sizes
+
+
+def _with_defaults(first: int, last: int, hints: list[int], profile: TuningProfile) -> tuple[int, ...]:
+    """Return ``hints`` with the profile's M between ``first`` and ``last`` that are near none of them, and with the two
+    ends where nothing else is near them."""
+    sizes = list(hints)
+    for size in (*profile.tuned_m, first, last):
+        if first <= size <= last and all(max(size, other) >= _NEAR * min(size, other) for other in sizes):
+            sizes.append(size)
+    return tuple(sorted(sizes or [last]))

@@ -1,0 +1,48 @@
+"""The values of M at which a kernel of a Plan is verified, for the intervals that it serves."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from ..core.candidate import Candidate
+from ..verify.row_counts import tile_rows
+
+RUN = 17  # consecutive M: they contain every remainder of a division by 17 or less
+RANDOM = 4  # of each interval
+EDGES = 3  # multiples of the tile's rows, with both neighbors
+MAX_SIZES = 96
+
+
+def sizes_to_verify(spans: Sequence[tuple[int, int]], candidate: Candidate, rng: random.Random) -> list[int]:
+    """Return the M at which to verify a kernel that serves ``spans`` (first and last M of each), in a random order.
+
+    A kernel's control flow depends on M by the number of tiles and by the rows of the last one. So they are: the ends
+    of each span and an odd M in it, some random M, multiples of the tile's rows and their neighbors, and a run of
+    consecutive M, in which a kernel that is wrong at every seventh M, say, is seen. Long lists of spans are thinned to
+    ``MAX_SIZES``; the run and the ends of the whole range stay.
+    """
+    lowest, highest = min(first for first, _ in spans), max(last for _, last in spans)
+    certain = {lowest, highest, *_run(spans, rng)}
+    others: set[int] = set()
+    for first, last in spans:
+        others |= {first, last, min(first | 1, last), rng.randint(first, last) | 1}
+        others |= {rng.randint(first, last) for _ in range(RANDOM)}
+        others |= set(_edges(first, last, tile_rows(candidate)))
+    others = {m for m in others - certain if any(first <= m <= last for first, last in spans)}
+    sizes = [*certain, *rng.sample(sorted(others), min(len(others), MAX_SIZES - len(certain)))]
+    rng.shuffle(sizes)
+    return sizes
+
+
+def _run(spans: Sequence[tuple[int, int]], rng: random.Random) -> range:
+    """Return RUN consecutive M of the longest span, in its first rows, where they cost the least."""
+    first, last = max(spans, key=lambda span: min(span[1] - span[0], RUN))
+    start = rng.randint(first, max(first, min(first + RUN, last - RUN + 1)))
+    return range(start, min(start + RUN, last + 1))
+
+
+def _edges(first: int, last: int, rows: int) -> list[int]:
+    """Return multiples of a tile's rows between ``first`` and ``last``, the first few of them, with their neighbors."""
+    multiples = [rows * (-(-first // rows) + index) for index in range(EDGES)] if rows > 1 else []
+    return [m for edge in multiples for m in (edge - 1, edge, edge + 1) if first <= m <= last]

@@ -1,0 +1,49 @@
+"""The worker process of a tuning run, and the builders beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..core.problem import Problem
+from ..core.target import Target
+from ..timing.clock import Latency
+from ..workers.builds import Builders
+from ..workers.contract import Limits, MeasurementWorker
+from ..workers.local_worker import LocalWorker
+from ..workers.worker import Worker
+
+
+class WorkerPool:
+    """The worker, which is started at the first problem that needs one, the builders, and how long problems took.
+
+    artifacts: the directory for built files. durations_s: seconds that each tuned problem took. pending: all problems
+    that the store has no decision for, in order. built_early: the problems whose builds were begun early.
+    """
+
+    def __init__(
+        self, target: Target, isolate: bool, limits: Limits | None, latency: Latency, artifacts: Path | None = None
+    ) -> None:
+        self._target, self._isolate, self._limits, self._latency = target, isolate, limits, latency
+        self._artifacts = artifacts
+        self._worker: MeasurementWorker | None = None
+        self.builders = Builders(artifacts=artifacts)
+        self.durations_s: list[float] = []
+        self.pending: list[Problem] = []
+        self.built_early: set[Problem] = set()
+
+    def worker(self) -> MeasurementWorker:
+        """Return the worker, started if it was not."""
+        if self._worker is None:
+            self._worker = (
+                Worker(self._target, limits=self._limits, latency=self._latency, artifacts=self._artifacts)
+                if self._isolate
+                else LocalWorker(self._target, latency=self._latency, artifacts=self._artifacts)
+            )
+            self._worker.start()
+        return self._worker
+
+    def close(self) -> None:
+        """End the worker and the builders."""
+        self.builders.close()
+        if self._worker is not None:
+            self._worker.close()

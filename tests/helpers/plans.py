@@ -1,0 +1,170 @@
+"""Simulated kernels whose time depends on M, the Decisions that name them, and a fake worker that times them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gemmtune.backends.aten import AtenBackend
+from gemmtune.core.candidate import Candidate
+from gemmtune.core.decision import Decision, Evidence, Sample, Verdict
+from gemmtune.core.problem import Problem
+from gemmtune.core.tuned_plan import TunedPlan
+from gemmtune.core.workloads import linear_problem
+from gemmtune.timing.size_sweep import SizesTimed
+from gemmtune.workers.contract import WorkerLost
+from gemmtune.workers.protocol import SizedCandidate, SizesVerified
+from helpers.serving import decide
+
+PROBLEM = linear_problem(8, 64, 96, "float32")
+PLAIN = AtenBackend().default_candidate(PROBLEM)
+
+Model = Callable[[int], float]
+
+
+def never(m: int) -> bool:
+    return False
+
+
+@dataclass(frozen=True)
+class SimulatedKernel:
+    """A kernel that takes ``seconds(m)`` per call, and its faults by M: ``wrong_at``, ``crashes_at`` (the process
+    dies), ``raises_at``. unpackable: every worker that loads it dies."""
+
+    candidate: Candidate
+    seconds: Model
+    packing: str | None = None
+    wrong_at: Callable[[int], bool] = never
+    crashes_at: Callable[[int], bool] = never
+    raises_at: Callable[[int], bool] = never
+    unpackable: bool = False
+
+    @property
+    def id(self) -> str:
+        return self.candidate.id
+
+
+def simulated(
+    name: str, seconds: Model, *, rows: int = 1, packing: str | None = None, **faults: Any
+) -> SimulatedKernel:
+    """Return a kernel of the backend ``simulated``. rows: of its output tile."""
+    return SimulatedKernel(Candidate.make("simulated", name, bm=rows), seconds, packing, **faults)
+
+
+def staircase(base: float, step: float, rows: int = 1) -> Model:
+    """Return the time of a kernel that takes ``step`` microseconds for each row of tiles, which have ``rows`` rows."""
+    return lambda m: 1e-6 * (base + step * -(-m // rows))
+
+
+PLAIN_S = staircase(10.0, 0.1)
+SMALL = simulated("small", staircase(3.0, 2.0, 16), rows=16)  # the fastest up to M = 64 or so
+LARGE = simulated("large", staircase(6.0, 4.0, 128), rows=128)
+
+
+def decisions_at(
+    kernels: Sequence[SimulatedKernel], sizes: Sequence[int], problem: Problem = PROBLEM, plain: Model = PLAIN_S
+) -> list[Decision]:
+    """Return a Decision for each M, in which all kernels were raced against ATen's plain op and were right."""
+    decisions = []
+    for m in sizes:
+        rows = []
+        for kernel in kernels:
+            seconds, ratio = kernel.seconds(m), kernel.seconds(m) / plain(m)
+            sample = Sample(seconds, seconds, seconds, 50, ratio, ratio * 0.99, ratio * 1.01)
+            verdict = Verdict("within_bound")
+            rows.append(
+                Evidence(kernel.candidate.to_dict(), kernel.id, "finalist", kernel.packing, "", verdict, sample)
+            )
+        decisions.append(decide(problem.with_m(m), *rows, aten_s=plain(m)))
+    return decisions
+
+
+class FakeTime:
+    """Fake of the module ``time`` that only the fake worker advances."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return self.now
+
+
+class FakeWorker:
+    """Fake worker that times and verifies simulated kernels.
+
+    timing_s: seconds that timing one kernel at one M takes. timed: the ids that were timed, by M, request by request.
+    verified: the M at which each kernel was verified. stalls: what the next timing of a kernel at an M is multiplied
+    with.
+    """
+
+    def __init__(
+        self,
+        clock: FakeTime,
+        kernels: Sequence[SimulatedKernel],
+        plain: Model = PLAIN_S,
+        timing_s: float = 1e-3,
+    ) -> None:
+        self.clock, self.timing_s = clock, timing_s
+        self._kernels = {kernel.id: kernel for kernel in (*kernels, SimulatedKernel(PLAIN, plain))}
+        self.opened: list[Problem] = []
+        self.timed: list[dict[int, list[str]]] = []
+        self.verified: dict[str, list[int]] = {}
+        self.stalls: dict[tuple[str, int], float] = {}
+        self.losses = 0
+
+    def open(self, problem: Problem, seed: int) -> None:
+        self.opened.append(problem)
+
+    def time_sizes(
+        self,
+        candidates: Sequence[SizedCandidate],
+        sizes: Mapping[int, Sequence[int]],
+        last: int,
+        budget_s: float,
+        seed: int,
+        hot: bool = False,
+    ) -> SizesTimed:
+        loaded = [self._kernels[Candidate.from_dict(item.candidate).id] for item in candidates]
+        result = SizesTimed()
+        self.timed.append({m: [loaded[position].id for position in positions] for m, positions in sizes.items()})
+        for kernel in loaded:
+            if kernel.unpackable:
+                self._lose(kernel)
+        for m in sorted(sizes):
+            assert 1 <= m <= last
+            result.times[m], result.noise[m] = {}, 0.005
+            for position in sizes[m]:
+                kernel = loaded[position]
+                self.clock.now += self.timing_s
+                if kernel.crashes_at(m):
+                    self._lose(kernel)
+                if kernel.raises_at(m):
+                    result.faults[kernel.id] = Verdict("crashed", f"raised ValueError at M = {m}")
+                elif kernel.id not in result.faults:
+                    result.times[m][kernel.id] = kernel.seconds(m) * self.stalls.pop((kernel.id, m), 1.0)
+        return result
+
+    def _lose(self, kernel: SimulatedKernel) -> None:
+        self.losses += 1
+        assert self.losses < 20, "the same kernel is sent again and again"
+        raise WorkerLost(Verdict("crashed", "SIGSEGV"), kernel.id)
+
+    def verify_sizes(self, item: SizedCandidate, sizes: Sequence[int]) -> SizesVerified:
+        kernel = self._kernels[Candidate.from_dict(item.candidate).id]
+        self.clock.now += self.timing_s * len(sizes)
+        for m in sizes:
+            if kernel.crashes_at(m):
+                return SizesVerified(Verdict("crashed", "SIGSEGV"))
+            if kernel.raises_at(m) or kernel.wrong_at(m):
+                return SizesVerified(Verdict("wrong", f"M = {m}: an element is off", 9.0), m)
+            self.verified.setdefault(kernel.id, []).append(m)
+        return SizesVerified(Verdict("within_bound", worst=0.25))
+
+
+def serving_kernels(plan: TunedPlan) -> set[str]:
+    """Return the ids of the kernels that serve in any layout."""
+    return {interval.kernel for intervals in plan.intervals.values() for interval in intervals}

@@ -1,0 +1,93 @@
+"""Tests that ``tune(m=...)`` makes plans whose kernels are right at every M of the range."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import gemmtune
+from gemmtune import backends
+from gemmtune.core.events import Event, PlanDone
+from gemmtune.core.target import Target
+from gemmtune.core.workloads import linear_problem
+from gemmtune.dispatch import current_target
+from gemmtune.store import MemoryStore
+from gemmtune.timing import devices
+from gemmtune.tuning import worker_pool
+from gemmtune.tuning.verified_sizes import sizes_to_verify
+from gemmtune.workers.local_worker import LocalWorker
+from gemmtune.workers.protocol import SizedCandidate
+from helpers import planted_kernels
+from helpers.plans import serving_kernels
+from helpers.planted_kernels import PACKING, RIGHT, planted
+
+
+@pytest.fixture
+def undisturbed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tune in this process with one thread, and as if no other process used the cores: no decision is inconclusive for
+    that."""
+
+    def make_worker(target: Target, *, limits: object, **options: Any) -> LocalWorker:
+        return LocalWorker(target, **options)
+
+    monkeypatch.setattr(worker_pool, "Worker", make_worker)
+    monkeypatch.setattr(devices.HostTiming, "machine", None)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_kernels_wrong_at_some_m_do_not_serve(undisturbed: None) -> None:
+    """One is found when it is tuned for a single M, the other only when it is verified for a plan's intervals."""
+    backends.register("planted", planted_kernels.ENTRY_POINT)
+    store, problem, events = MemoryStore(), linear_problem(32, 64, 96, "float32"), list[Event]()
+    decisions = gemmtune.tune(
+        problem, m=range(1, 33), budget=1.0, store=store, backends=["planted"], progress=events.append
+    )
+    assert [decision.problem["m"] for decision in decisions] == [1, 8, 32]
+    plan = store.get_plan(current_target(), problem.plan_key)
+    assert events[-1] == PlanDone(problem.plan_key, plan, 0)
+    if all(decision.outcome == "inconclusive" for decision in decisions):  # on a loaded machine
+        return
+    assert plan is not None
+    assert (plan.first, plan.last) == (1, 32)
+    failures = store.failures(current_target(), problem.plan_key)
+    assert planted(3).id in failures
+    assert {name: verdict.kind for name, verdict in failures.items()}.items() <= {
+        planted(3).id: "wrong", planted(6).id: "wrong",
+    }.items()  # fmt: skip
+    assert serving_kernels(plan).isdisjoint({planted(3).id, planted(6).id})
+    assert {interval.kernel for interval in plan.intervals.get(PACKING, ())} <= {planted(RIGHT).id}
+    weight = torch.randn(64, 96)
+    for m in range(1, 33):
+        x = torch.randn(m, 96)
+        torch.testing.assert_close(gemmtune.linear(x, weight), torch.nn.functional.linear(x, weight))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_kernel_right_at_the_tuned_m_is_found_wrong_at_others(seed: int) -> None:
+    backends.register("planted", planted_kernels.ENTRY_POINT)
+    with LocalWorker(current_target()) as worker:
+        worker.open(linear_problem(16, 64, 96, "float32"), seed)
+        for remainder in (3, 6, RIGHT):
+            candidate = planted(remainder)
+            assert worker.confirm(candidate).verdict.ok == (remainder != 3)
+            sizes = sizes_to_verify([(1, 32)], candidate, random.Random(seed))
+            result = worker.verify_sizes(SizedCandidate(candidate.to_dict(), 8), sizes)
+            assert result.verdict.ok == (remainder == RIGHT)
+            assert result.verdict.ok or result.failed_m % 7 == remainder
+
+
+def test_plan_is_made_by_a_worker_process() -> None:
+    backends.register("planted", planted_kernels.ENTRY_POINT)
+    store, problem = MemoryStore(), linear_problem(4, 64, 96, "float32")
+    gemmtune.tune(problem, m=range(1, 9), budget=0.5, store=store, backends=["planted"])
+    plan = store.get_plan(current_target(), problem.plan_key)
+    if plan is not None:  # on a loaded machine, all decisions may be inconclusive
+        assert (plan.first, plan.last) == (1, 8)
+        assert serving_kernels(plan).isdisjoint({planted(3).id, planted(6).id})

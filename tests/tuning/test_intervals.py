@@ -1,0 +1,328 @@
+"""Intervals from simulated times: the regret of the chosen kernels, where they serve, and what is measured next."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gemmtune.core.tuned_plan import PlanInterval
+from gemmtune.tuning import intervals
+from gemmtune.tuning.intervals import Curves, Gap
+
+BOUND = 0.05
+LAST = 512
+PLAIN = "plain"
+SIZES = (1, 3, 8, 17, 32, 65, 128, 257, 512)
+
+Model = Callable[[int], float]
+
+
+def staircase(base: float, step: float, rows: int = 1) -> Model:
+    """Return the time of a kernel that takes ``step`` for each row of tiles, which have ``rows`` rows."""
+    return lambda m: base + step * -(-m // rows)
+
+
+def sample_curves(
+    models: Mapping[str, Model],
+    sizes: Sequence[int] = SIZES,
+    *,
+    plain: str = "",
+    steps: Mapping[str, int] = {},
+    counts: Mapping[int, int] = {},
+) -> Curves:
+    times = {name: {m: model(m) for m in sizes} for name, model in models.items()}
+    return Curves(sizes[0], sizes[-1], times, plain, steps, counts)
+
+
+def serve(curves: Curves) -> dict[int, str]:
+    return intervals.serving(curves, intervals.choose_kernels(curves, BOUND), BOUND)
+
+
+def serving_at(found: Sequence[PlanInterval], m: int) -> str:
+    (name,) = (interval.kernel for interval in found if interval.first <= m <= interval.last)
+    return name
+
+
+def assert_cover(found: Sequence[PlanInterval], first: int, last: int) -> None:
+    """Assert that intervals ascend from ``first`` to ``last`` without gaps, and that each is another kernel's than the
+    one before."""
+    assert [interval.first for interval in found] == [first, *(interval.last + 1 for interval in found[:-1])]
+    assert found[-1].last == last
+    assert all(interval.first <= interval.last for interval in found)
+    assert all(a.kernel != b.kernel for a, b in itertools.pairwise(found))
+
+
+@st.composite
+def simulated_curves(draw: st.DrawFn) -> Curves:
+    """Draw curves of up to six kernels, some with steps, with or without ATen's plain op, at some M."""
+    seconds = st.floats(0.5, 20.0)
+    models = {
+        f"k{index}": (staircase(draw(seconds), draw(st.floats(0.0, 0.5)) * rows, rows), rows)
+        for index, rows in enumerate(draw(st.lists(st.sampled_from((1, 8, 16, 64, 128)), min_size=1, max_size=6)))
+    }
+    if draw(st.booleans()):
+        models[PLAIN] = staircase(draw(seconds), draw(st.floats(0.0, 0.5))), 1
+    sizes = sorted({1, LAST, *draw(st.lists(st.integers(1, LAST), max_size=40))})
+    counts = draw(st.dictionaries(st.integers(1, LAST), st.integers(1, 1000), max_size=3))
+    return sample_curves(
+        {name: model for name, (model, _) in models.items()}, sizes, plain=PLAIN if PLAIN in models else "",
+        steps={name: rows for name, (_, rows) in models.items() if name != PLAIN}, counts=counts,
+    )  # fmt: skip
+
+
+# --- the choice of kernels
+
+
+@given(simulated_curves())
+def test_regret_is_within_the_bound_at_measured_m(curves: Curves) -> None:
+    for m, name in serve(curves).items():
+        assert curves.regret(name, m) <= BOUND
+
+
+@given(simulated_curves())
+def test_kernels_that_serve_are_no_slower_than_plain(curves: Curves) -> None:
+    if curves.plain:
+        for m, name in serve(curves).items():
+            plain_s = curves.times[PLAIN][m]
+            assert name == PLAIN or curves.times[name][m] <= (1.0 - intervals.MARGIN) * plain_s
+
+
+@given(simulated_curves())
+def test_each_chosen_kernel_is_needed(curves: Curves) -> None:
+    chosen = intervals.choose_kernels(curves, BOUND)
+    assert len(chosen) == len(set(chosen)) <= intervals.MAX_KERNELS + 1
+    assert (PLAIN in chosen) == bool(curves.plain)
+    others = [name for name in chosen if name != PLAIN]
+    assert others or curves.plain
+    if len(others) > 1:  # without one of them, the bound or the mean regret is exceeded
+        weights = intervals.point_weights(curves)
+        state = intervals._score(curves, chosen, weights, BOUND)
+        for name in others:
+            excess, mean = intervals._score(curves, [c for c in chosen if c != name], weights, BOUND)
+            assert excess > state[0] or mean > state[1]
+
+
+@pytest.mark.parametrize(("share", "chosen"), [(0.97, True), (0.985, True), (0.995, False), (1.0, False), (1.2, False)])
+def test_kernel_must_be_faster_than_plain_by_the_margin(share: float, chosen: bool) -> None:
+    plain = staircase(2.0, 0.01)
+    curves = sample_curves({PLAIN: plain, "k": lambda m: share * plain(m)}, plain=PLAIN)
+    assert ("k" in intervals.choose_kernels(curves, BOUND)) == chosen
+    assert set(serve(curves).values()) == {"k" if chosen else PLAIN}
+
+
+def test_kernel_that_later_ones_make_needless_is_dropped() -> None:
+    """The all-rounder is chosen first: it exceeds the bound by the least."""
+    low, high = staircase(1.0, 1e-3), staircase(1.5, 0.0)
+    best = {m: min(low(m), high(m)) for m in SIZES}
+    models = {
+        "all": lambda m: 1.06 * best[m],
+        "low": lambda m: best[m] if m < 64 else 3.0 * best[m],
+        "high": lambda m: best[m] if m >= 64 else 3.0 * best[m],
+    }
+    curves = sample_curves(models)
+    weights = intervals.point_weights(curves)
+    first = min(models, key=lambda name: intervals._score(curves, [name], weights, BOUND))
+    assert first == "all"
+    assert sorted(intervals.choose_kernels(curves, BOUND)) == ["high", "low"]
+
+
+def test_one_kernel_serves_what_it_can_within_the_bound() -> None:
+    models = {f"k{index}": lambda m, i=index: 1.0 + 0.002 * ((m + i) % 5) for index in range(5)}
+    curves = sample_curves(models)
+    assert len(intervals.choose_kernels(curves, BOUND)) == 1
+
+
+def test_number_of_kernels_is_limited() -> None:
+    models = {f"k{i}": lambda m, own=m: 1.0 if m == own else 3.0 for i, m in enumerate(SIZES)}
+    assert len(intervals.choose_kernels(sample_curves(models), BOUND)) == intervals.MAX_KERNELS
+
+
+def test_slow_kernel_does_not_serve_one_m_between_two_that_it_serves() -> None:
+    """Few changes from M to M count less than the bound, even where the weight of one M is small."""
+    sizes = (*SIZES[:-1], 399, 400, 401, 512)
+    models = {"a": lambda m: 1.08 if m == 400 else 1.0, "b": lambda m: 1.0 if m == 400 else 1.2}
+    curves = sample_curves(models, sizes)
+    assert intervals.point_weights(curves)[400] < 0.1 * intervals.point_weights(curves)[1]
+    assert {m for m, name in serve(curves).items() if name == "b"} == {400}
+
+
+def test_small_gain_does_not_change_the_kernel() -> None:
+    sizes = (*SIZES[:-1], 399, 400, 401, 512)
+    models = {"a": lambda m: 1.02 if m == 400 else 1.0, "b": lambda m: 1.0 if m in (1, 400) else 1.2}
+    curves = sample_curves({**models, "c": lambda m: 0.5 if m == 1 else 3.0}, sizes)
+    assert intervals.serving(curves, ["a", "b", "c"], BOUND)[400] == "a"
+
+
+def test_m_where_only_plain_was_timed_are_no_evidence_for_it() -> None:
+    times = {PLAIN: dict.fromkeys((8, 16, 32, 64), 2.0), "k": {8: 1.0, 64: 1.0}, "out": {16: 0.5, 64: 0.5}}
+    curves = Curves(8, 64, times, PLAIN).without({"out"})
+    assert curves.sizes == [8, 64]
+    assert intervals.intervals(curves, serve(curves)) == (PlanInterval(8, 64, "k"),)
+    assert Curves(8, 64, times, PLAIN).without({"out", "k"}).sizes == [8, 16, 32, 64]
+    assert Curves(8, 64, times, PLAIN).without({PLAIN}).plain == ""
+
+
+# --- weights
+
+
+@given(simulated_curves())
+def test_weights_of_all_m_add_up_to_one(curves: Curves) -> None:
+    outside = sum(n for m, n in curves.counts.items() if not curves.first <= m <= curves.last)
+    assert outside == 0
+    assert curves.weight()(curves.first, curves.last) == pytest.approx(1.0)
+    weights = intervals.point_weights(curves)
+    assert list(weights) == curves.sizes
+    assert sum(weights.values()) == pytest.approx(1.0)
+    assert min(weights.values()) > 0.0
+
+
+def test_recorded_calls_weigh_half() -> None:
+    weights = intervals.point_weights(sample_curves({"k": staircase(1.0, 0.1)}, counts={128: 7}))
+    assert weights[128] >= 0.5
+    assert weights[512] > 0.05
+
+
+# --- irregular kernels
+
+
+@pytest.mark.parametrize("slow_s", [1.2, 3.0])
+def test_kernel_slow_at_odd_m_is_irregular(slow_s: float) -> None:
+    regular = staircase(2.0, 0.5, 64)
+    models = {"odd": lambda m: regular(m) * (slow_s if m % 2 else 1.0), "k": regular, PLAIN: staircase(1.0, 0.2)}
+    found = intervals.irregular(sample_curves(models, (1, 2, 3, 4, 16, 17, 32), plain=PLAIN))
+    assert found == ({"odd"} if slow_s > intervals.IRREGULAR else set())
+
+
+def test_plain_op_is_not_judged_irregular() -> None:
+    curves = sample_curves({PLAIN: lambda m: 9.0 if m == 3 else 1.0, "k": staircase(1.0, 0.1)}, plain=PLAIN)
+    assert intervals.irregular(curves) == set()
+
+
+@given(simulated_curves())
+def test_kernels_whose_time_grows_with_m_are_regular(curves: Curves) -> None:
+    assert intervals.irregular(curves) == set()
+
+
+# --- intervals
+
+
+@given(simulated_curves())
+def test_intervals_ascend_without_gaps(curves: Curves) -> None:
+    points = serve(curves)
+    assert list(points) == curves.sizes
+    found = intervals.intervals(curves, points)
+    assert_cover(found, 1, LAST)
+    assert {m: serving_at(found, m) for m in points} == points
+
+
+@given(simulated_curves())
+def test_plain_serves_between_measured_m_where_one_neighbor_is_plain(curves: Curves) -> None:
+    points = serve(curves)
+    found = intervals.intervals(curves, points)
+    for a, b in itertools.pairwise(points):
+        if points[a] != points[b] and PLAIN in (points[a], points[b]):
+            assert {serving_at(found, m) for m in range(a + 1, b)} <= {PLAIN}
+
+
+@pytest.mark.parametrize(("left", "right", "boundary"), [
+    (staircase(1.0, 0.02), staircase(2.0, 0.0), 51),
+    (staircase(1.0, 0.02), staircase(1.65, 0.0), 33),
+    (staircase(1.0, 0.02), staircase(2.27, 0.0), 64),
+])  # fmt: skip
+def test_boundary_is_where_estimated_times_cross(left: Model, right: Model, boundary: int) -> None:
+    curves = sample_curves({"left": left, "right": right}, (32, 64))
+    found = intervals.intervals(curves, {32: "left", 64: "right"})
+    assert found == (PlanInterval(32, boundary - 1, "left"), PlanInterval(boundary, 64, "right"))
+
+
+def test_boundary_is_at_a_step_of_the_tile() -> None:
+    """The left kernel takes as long up to 128 as at 65, and twice as long from 129."""
+    curves = sample_curves(
+        {"left": staircase(0.0, 1.0, 64), "right": staircase(2.5, 0.0)}, (65, 192), steps={"left": 64}
+    )
+    assert intervals.intervals(curves, {65: "left", 192: "right"})[1].first == 129
+
+
+def test_estimate_has_the_steps_of_the_tile() -> None:
+    curves = sample_curves({"k": staircase(1.0, 1.0, 64)}, (60, 200), steps={"k": 64})
+    times = [intervals.estimate(curves, "k", m, 60, 200) for m in (61, 64, 65, 128, 129, 192, 193)]
+    assert times == pytest.approx([2.0, 2.0, 3.0, 3.0, 4.0, 4.0, 5.0])
+
+
+def test_estimate_of_a_kernel_timed_at_one_neighbor_is_its_time_there() -> None:
+    curves = Curves(1, 64, {"k": {32: 3.0}, "other": {32: 1.0, 64: 1.0}})
+    assert [intervals.estimate(curves, "k", 50, *pair) for pair in ((32, 64), (1, 32))] == [3.0, 3.0]
+    assert intervals.estimate(curves, "k", 50, 64, 512) == math.inf
+
+
+def test_measured_m_of_an_interval_include_its_ends() -> None:
+    curves = sample_curves({"k": staircase(1.0, 0.1)})
+    assert intervals.measured_inside(curves, "k", PlanInterval(8, 65, "k")) == [8, 17, 32, 65]
+    assert intervals.measured_inside(curves, "k", PlanInterval(9, 16, "k")) == []
+
+
+# --- what is measured next
+
+
+def test_crossing_is_more_urgent_than_a_flat_part() -> None:
+    curves = sample_curves(
+        {"a": staircase(1.0, 0.0), "b": lambda m: 0.5 if m <= 100 else 2.0}, (1, 64, 128, 256, 512),
+        steps={"a": 64, "b": 512},
+    )  # fmt: skip
+    found = intervals.gaps(curves, serve(curves))
+    assert (found[0].a, found[0].b) == (64, 128)
+    assert found[0].loss > 0.3
+    assert {(gap.a, gap.b): gap.loss for gap in found[1:]} == {(1, 64): 0.0, (128, 256): 0.0, (256, 512): 0.0}
+
+
+@pytest.mark.parametrize(("counts", "first"), [({20: 9}, (17, 32)), ({300: 9}, (257, 512))])
+def test_gap_with_recorded_calls_is_the_most_urgent(counts: Mapping[int, int], first: tuple[int, int]) -> None:
+    models = {"a": lambda m: 1.5 if 20 < m < 400 else 1.0, "b": lambda m: 1.0 if 20 < m < 400 else 1.5}
+    curves = sample_curves(models, steps=dict.fromkeys(models, 512), counts=counts)
+    found = intervals.gaps(curves, serve(curves))
+    assert (found[0].a, found[0].b) == first
+    assert [gap.loss for gap in found[:3]] == pytest.approx([0.5, 0.5, 0.0])
+
+
+def test_step_between_two_m_may_lose_time() -> None:
+    """With steps of one row the time is on a line between two M; with steps of 64 rows it may be far off."""
+    losses = {}
+    for rows in (1, 64):
+        curves = sample_curves({"k": staircase(1.0, rows / 64, rows)}, (64, 192), steps={"k": rows})
+        (gap,) = intervals.gaps(curves, serve(curves))
+        losses[rows] = gap.loss
+    assert losses[1] < 0.05 < losses[64]
+
+
+@given(simulated_curves())
+def test_gaps_are_ranked_and_contain_other_m(curves: Curves) -> None:
+    found = intervals.gaps(curves, serve(curves))
+    assert all(gap.b - gap.a > 1 for gap in found)
+    assert [gap.urgency for gap in found] == sorted((gap.urgency for gap in found), reverse=True)
+    assert all(math.isfinite(gap.loss) and gap.loss >= 0.0 for gap in found)
+
+
+@given(simulated_curves(), st.booleans())
+def test_next_size_is_inside_the_gap(curves: Curves, odd: bool) -> None:
+    for gap in intervals.gaps(curves, serve(curves)):
+        assert gap.a < intervals.next_size(curves, gap, odd) < gap.b
+
+
+@pytest.mark.parametrize(("rows", "gap", "expected"), [(64, (64, 256), 129), (16, (64, 100), 81), (64, (1, 60), 9)])
+def test_next_size_is_after_a_step_of_the_tile_if_the_gap_has_one(
+    rows: int, gap: tuple[int, int], expected: int
+) -> None:
+    curves = sample_curves({"k": staircase(1.0, 1.0, rows)}, gap, steps={"k": rows})
+    assert intervals.next_size(curves, Gap(*gap, 1.0, 1.0)) == expected
+
+
+def test_next_size_is_odd_where_asked() -> None:
+    curves = sample_curves({"k": staircase(1.0, 1.0)}, (64, 256))
+    gap = Gap(64, 256, 1.0, 1.0)
+    assert [intervals.next_size(curves, gap, odd) for odd in (True, False)] == [129, 128]
+    assert intervals.next_size(curves, Gap(63, 65, 1.0, 1.0)) == 64

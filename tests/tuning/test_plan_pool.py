@@ -1,0 +1,96 @@
+"""The kernels of a Plan: the fast ones of Decisions at several M, without those that failed at one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from gemmtune.core.decision import Decision, Evidence, LayoutDecision, Verdict
+from gemmtune.tuning.plan_pool import LAYOUT_WITHIN, MAX_PER_DECISION, WITHIN, PoolKernel, kernel_pool
+from helpers.plans import LARGE, PLAIN, PLAIN_S, SMALL, decisions_at, simulated, staircase
+
+TUNED = (1, 8, 48, 256)
+
+
+def ids(pool: Sequence[PoolKernel]) -> list[str]:
+    return [kernel.id for kernel in pool]
+
+
+def with_row(decision: Decision, name: str, **changes: object) -> Decision:
+    """Return the Decision with a changed row of one candidate."""
+    rows = [msgspec.structs.replace(row, **changes) if row.id == name else row for row in decision.evidence]
+    return msgspec.structs.replace(decision, evidence=tuple(rows))
+
+
+def test_pool_has_the_kernels_that_were_fast_at_some_m() -> None:
+    slow = simulated("slow", staircase(9.0, 4.0, 16), rows=16)
+    pool = kernel_pool(decisions_at([SMALL, LARGE, slow], TUNED))
+    assert ids(pool)[0] == PLAIN.id
+    assert set(ids(pool)) == {PLAIN.id, SMALL.id, LARGE.id}
+    by_id = {kernel.id: kernel for kernel in pool}
+    assert by_id[PLAIN.id].found_at == set(TUNED)
+    assert by_id[SMALL.id].found_at == {1, 8, 48}
+    assert by_id[LARGE.id].found_at == {48, 256}
+    assert [by_id[name].tuned_m for name in (SMALL.id, LARGE.id)] == [1, 48]
+    assert [by_id[name].tile_rows for name in (SMALL.id, LARGE.id, PLAIN.id)] == [16, 128, 1]
+    assert [kernel.is_plain for kernel in pool] == [True, False, False]
+
+
+def test_kernels_fast_at_most_m_come_first() -> None:
+    pool = kernel_pool(decisions_at([LARGE, SMALL], TUNED))
+    assert ids(pool) == [PLAIN.id, SMALL.id, LARGE.id]
+
+
+def test_kernels_beyond_the_limit_of_their_layout_are_left_out() -> None:
+    kernels = [
+        simulated(f"{packing}{share}", lambda m, f=share: f * 1e-6, packing=packing)
+        for packing, shares in (("p", (1.0, WITHIN - 0.01, WITHIN + 0.01)), ("q", (LAYOUT_WITHIN + 0.01,)))
+        for share in shares
+    ]
+    assert ids(kernel_pool(decisions_at(kernels, [8]))) == [PLAIN.id, kernels[0].id, kernels[1].id]
+
+
+def test_number_of_kernels_of_a_layout_is_limited() -> None:
+    kernels = [simulated(f"k{i}", lambda m, i=i: (1.0 + 0.001 * i) * 1e-6) for i in range(9)]
+    assert ids(kernel_pool(decisions_at(kernels, [8])))[1:] == [kernel.id for kernel in kernels[:MAX_PER_DECISION]]
+
+
+def test_kernel_that_failed_at_one_m_is_left_out() -> None:
+    first, second = decisions_at([SMALL, LARGE], [8, 256])
+    wrong = with_row(second, SMALL.id, stage="failed", verdict=Verdict("wrong"), sample=None)
+    assert ids(kernel_pool([first, wrong])) == [PLAIN.id, LARGE.id]
+
+
+def test_failed_and_faulty_kernels_do_not_exclude_slower_ones() -> None:
+    fast = simulated("fast", lambda m: 0.5 * min(SMALL.seconds(m), LARGE.seconds(m)))
+    decisions = decisions_at([SMALL, LARGE, fast], TUNED)
+    assert set(ids(kernel_pool(decisions))) == {PLAIN.id, fast.id}
+    assert set(ids(kernel_pool(decisions, {fast.id}))) == {PLAIN.id, SMALL.id, LARGE.id}
+    wrong = with_row(decisions[0], fast.id, stage="failed", verdict=Verdict("wrong"), sample=None)
+    assert set(ids(kernel_pool([wrong, *decisions[1:]]))) == {PLAIN.id, SMALL.id, LARGE.id}
+
+
+def test_plain_op_stays_in_the_pool_when_it_is_faulty() -> None:
+    assert ids(kernel_pool(decisions_at([SMALL], [8]), {PLAIN.id})) == [PLAIN.id, SMALL.id]
+
+
+def test_rows_without_a_time_are_left_out() -> None:
+    (decision,) = decisions_at([SMALL, LARGE], [8])
+    rows = (*decision.evidence, Evidence(simulated("x", PLAIN_S).candidate.to_dict(), "simulated/x[bm=1]", "untried"))
+    untimed = with_row(msgspec.structs.replace(decision, evidence=rows), SMALL.id, sample=None)
+    assert ids(kernel_pool([untimed])) == [PLAIN.id, LARGE.id]
+    assert kernel_pool([msgspec.structs.replace(decision, evidence=())]) == []
+
+
+def test_kernel_overlaps_only_if_it_was_faster_so_at_each_m() -> None:
+    """``overlap`` is a result of the paired tests that it had."""
+    decisions = decisions_at([SMALL], [1, 8, 48])
+    tested = [
+        msgspec.structs.replace(
+            decision, layouts={"": LayoutDecision("winner", SMALL.id, PLAIN.id, 0.5, 0.4, 0.6, {}, overlap)}
+        )
+        for decision, overlap in zip(decisions, (True, False, True), strict=True)
+    ]
+    assert kernel_pool(tested)[1].overlap is False
+    assert kernel_pool([tested[0], decisions[1], tested[2]])[1].overlap is True

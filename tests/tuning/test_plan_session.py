@@ -1,0 +1,423 @@
+"""PlanSession with a fake worker: faulty kernels do not serve, sound ones do, and the time is used where it counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from gemmtune.core.decision import Verdict
+from gemmtune.core.errors import StoreError
+from gemmtune.core.events import Event, PlanProgress, silent
+from gemmtune.core.tuned_plan import TunedPlan
+from gemmtune.dispatch import current_target
+from gemmtune.store import MemoryStore
+from gemmtune.tuning import plan_session
+from gemmtune.tuning.plan_session import PlanSession
+from gemmtune.tuning.sizes import SizeRange
+from gemmtune.workers.contract import WorkerLost
+from helpers.plans import (
+    LARGE,
+    PLAIN,
+    PLAIN_S,
+    PROBLEM,
+    SMALL,
+    FakeTime,
+    FakeWorker,
+    SimulatedKernel,
+    decisions_at,
+    serving_kernels,
+    simulated,
+    staircase,
+)  # fmt: skip
+
+TUNED = (1, 8, 48, 256)
+RANGE = SizeRange(1, 512, TUNED)
+SOUND = (SMALL, LARGE)
+
+
+def fastest(m: int) -> float:
+    """Return 90% of the time of the fastest sound kernel."""
+    return 0.9 * min(kernel.seconds(m) for kernel in SOUND)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
+    fake_time = FakeTime()
+    monkeypatch.setattr(plan_session, "time", fake_time)
+    return fake_time
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+def run_session(
+    worker: FakeWorker,
+    kernels: Sequence[SimulatedKernel],
+    store: MemoryStore,
+    *,
+    seconds: float = 20.0,
+    sizes: SizeRange = RANGE,
+    counts: Mapping[int, int] = {},
+    progress: Callable[[Event], None] = silent,
+    **options: Any,
+) -> TunedPlan | None:
+    decisions = decisions_at(kernels, sizes.tuned)
+    session = PlanSession(
+        PROBLEM, current_target(), store, worker, decisions, sizes, progress, 0, counts=counts, **options
+    )  # type: ignore[arg-type]
+    plan = session.run(seconds)
+    if plan is not None:
+        store.put_plan(current_target(), plan)  # which checks it
+    return plan
+
+
+def make_plan(
+    clock: FakeTime, kernels: Sequence[SimulatedKernel], store: MemoryStore, **options: Any
+) -> tuple[TunedPlan, FakeWorker]:
+    worker = FakeWorker(clock, kernels)
+    plan = run_session(worker, kernels, store, **options)
+    assert plan is not None
+    return plan, worker
+
+
+def assert_close_to_the_fastest(plan: TunedPlan, kernels: Sequence[SimulatedKernel], packing: str = "") -> None:
+    """Assert that what serves takes at most 5% more than the fastest of sound kernels, at each M that was measured, and
+    1% more at a mean M."""
+    models = {kernel.id: kernel.seconds for kernel in kernels} | {PLAIN.id: PLAIN_S}
+    ratios = {}
+    for m in range(plan.first, plan.last + 1):
+        serving = plan.serving(m, packing)
+        assert serving is not None
+        ratios[m] = models[serving.id](m) / min(models[kernel.id](m) for kernel in kernels)
+    assert max(ratios[m] for m in plan.noise) <= 1.05 / 0.99  # a kernel must be faster than plain by 1%
+    assert sum(ratios.values()) / len(ratios) < 1.01
+
+
+# --- sound kernels
+
+
+def test_kernels_serve_where_they_are_fastest(clock: FakeTime, store: MemoryStore) -> None:
+    plan, worker = make_plan(clock, SOUND, store)
+    assert (plan.first, plan.last, list(plan.intervals)) == (1, 512, [""])
+    served = [plan.serving(m) for m in (1, 8, 16, 128, 256, 512)]
+    small, large = SMALL.id, LARGE.id
+    assert [kernel.id for kernel in served if kernel is not None] == [small, small, small, large, large, large]
+    assert_close_to_the_fastest(plan, SOUND)
+    assert {kernel.id for kernel in plan.kernels} == {SMALL.id, LARGE.id, PLAIN.id}
+    assert worker.opened == [PROBLEM.with_m(16)]
+    assert store.get_plan(current_target(), PROBLEM.plan_key) == plan
+
+
+def test_kernels_that_serve_are_verified_at_many_m(clock: FakeTime, store: MemoryStore) -> None:
+    plan, worker = make_plan(clock, SOUND, store)
+    for name in serving_kernels(plan):
+        kernel = plan.find(name)
+        assert kernel is not None
+        assert kernel.verdict == Verdict("within_bound", worst=0.25)
+        assert list(kernel.verified) == sorted(worker.verified[name])
+        for interval in plan.intervals[""]:
+            if interval.kernel == name:
+                assert {interval.first, interval.last} <= set(kernel.verified)
+    assert all(kernel.verdict is None for kernel in plan.kernels if kernel.id not in serving_kernels(plan))
+
+
+def test_kernel_slower_than_plain_does_not_serve(clock: FakeTime, store: MemoryStore) -> None:
+    slow = simulated("slow", lambda m: 0.995 * PLAIN_S(m))
+    plan, _ = make_plan(clock, [LARGE, slow], store)
+    assert slow.id not in serving_kernels(plan)
+    below = simulated("below", lambda m: (0.8 if m < 100 else 1.1) * PLAIN_S(m))
+    plan, _ = make_plan(clock, [below], MemoryStore())
+    assert serving_kernels(plan) == {below.id, PLAIN.id}
+    assert [interval.kernel for interval in plan.intervals[""]] == [below.id, PLAIN.id]
+    assert 64 <= plan.intervals[""][0].last <= 99
+
+
+def test_recorded_m_are_measured(clock: FakeTime, store: MemoryStore) -> None:
+    counts = {37: 100, 211: 5}
+    plan, worker = make_plan(clock, SOUND, store, counts=counts)
+    assert plan.counts == counts
+    measured = {m for m, names in worker.timed[0].items()} | {m for request in worker.timed for m in request}
+    assert {37, 211} <= measured
+    assert {37, 211} <= set(plan.noise)
+    assert all(m in kernel.times for m in counts for kernel in plan.kernels)
+
+
+def test_range_is_not_left(clock: FakeTime, store: MemoryStore) -> None:
+    plan, worker = make_plan(clock, SOUND, store, sizes=SizeRange(7, 61, (8, 48)), counts={3: 50, 20: 2, 99: 7})
+    assert all(7 <= m <= 61 for request in worker.timed for m in request)
+    assert all(7 <= m <= 61 for sizes in worker.verified.values() for m in sizes)
+    assert (plan.intervals[""][0].first, plan.intervals[""][-1].last) == (7, 61)
+    assert {7, 8, 16, 20, 32, 48, 61} <= set(plan.noise)
+
+
+def test_one_m_is_a_range(clock: FakeTime, store: MemoryStore) -> None:
+    plan, _ = make_plan(clock, SOUND, store, sizes=SizeRange(8, 8, (8,)))
+    assert [(interval.first, interval.last) for interval in plan.intervals[""]] == [(8, 8)]
+    assert serving_kernels(plan) == {SMALL.id}
+
+
+# --- faulty kernels
+
+
+@pytest.mark.parametrize("wrong_at", [lambda m: m % 7 == 3, lambda m: m >= 129, lambda m: m == 1, lambda m: m == 512])
+def test_wrong_kernel_does_not_serve(clock: FakeTime, store: MemoryStore, wrong_at: Callable[[int], bool]) -> None:
+    planted = simulated("planted", fastest, wrong_at=wrong_at)
+    plan, _ = make_plan(clock, [*SOUND, planted], store)
+    assert planted.id not in serving_kernels(plan)
+    assert_close_to_the_fastest(plan, SOUND)
+    failures = store.failures(current_target(), PROBLEM.plan_key)
+    assert {name: verdict.kind for name, verdict in failures.items()} == {planted.id: "wrong"}
+    row = plan.find(planted.id)
+    assert row is not None
+    assert row.verdict is None
+
+
+def test_kernel_slower_at_odd_m_does_not_serve(clock: FakeTime, store: MemoryStore) -> None:
+    planted = simulated("planted", lambda m: fastest(m) * (3.0 if m % 2 else 1.0))
+    plan, _ = make_plan(clock, [*SOUND, planted], store)
+    assert planted.id not in serving_kernels(plan)
+    assert_close_to_the_fastest(plan, SOUND)
+    assert store.failures(current_target(), PROBLEM.plan_key) == {}
+
+
+@pytest.mark.parametrize("slow", [1.2, 3.0])
+def test_both_parities_of_m_are_timed_where_a_kernel_serves(clock: FakeTime, store: MemoryStore, slow: float) -> None:
+    """Times that do not grow with M call for no other measurement."""
+    kernels = [
+        simulated("even", lambda m: 5e-6 * (slow if m % 2 else 1.0), rows=256),
+        simulated("all", lambda m: 5.4e-6, rows=256),
+    ]
+    plan, worker = make_plan(clock, kernels, store, sizes=SizeRange(66, 256, (128,)))
+    assert set(worker.timed[0]) == {66, 128, 256}
+    for interval in plan.intervals[""]:
+        kernel = plan.find(interval.kernel)
+        assert kernel is not None
+        if interval.last > interval.first + 1:
+            assert {m % 2 for m in kernel.times if interval.first <= m <= interval.last} == {0, 1}
+    assert any(interval.kernel == kernels[1].id for interval in plan.intervals[""])
+
+
+@pytest.mark.parametrize("crashes_at", [lambda m: m == 64, lambda m: m >= 256, lambda m: m % 2 == 1])
+def test_kernel_that_crashes_the_worker_does_not_serve(
+    clock: FakeTime, store: MemoryStore, crashes_at: Callable[[int], bool]
+) -> None:
+    planted = simulated("planted", fastest, crashes_at=crashes_at)
+    plan, worker = make_plan(clock, [*SOUND, planted], store)
+    assert worker.losses == 1
+    assert planted.id not in serving_kernels(plan)
+    assert_close_to_the_fastest(plan, SOUND)
+    failures = store.failures(current_target(), PROBLEM.plan_key)
+    assert failures == {planted.id: Verdict("crashed", "SIGSEGV")}
+
+
+def test_kernel_that_crashes_while_verified_does_not_serve(clock: FakeTime, store: MemoryStore) -> None:
+    planted = simulated("planted", fastest)
+    worker = FakeWorker(clock, [*SOUND, replace(planted, wrong_at=lambda m: m == 100)])
+    original = worker.verify_sizes
+    worker.verify_sizes = lambda item, sizes: original(item, [*sizes, 100])  # type: ignore[method-assign]
+    plan = run_session(worker, [*SOUND, planted], store)
+    assert plan is not None
+    assert planted.id not in serving_kernels(plan)
+    assert planted.id in store.failures(current_target(), PROBLEM.plan_key)
+
+
+def test_kernel_that_raises_does_not_serve(clock: FakeTime, store: MemoryStore) -> None:
+    planted = simulated("planted", fastest, raises_at=lambda m: m > 100)
+    plan, worker = make_plan(clock, [*SOUND, planted], store)
+    assert worker.losses == 0
+    assert planted.id not in serving_kernels(plan)
+    assert_close_to_the_fastest(plan, SOUND)
+    assert set(store.failures(current_target(), PROBLEM.plan_key)) == {planted.id}
+
+
+def test_kernel_that_crashes_wherever_it_is_loaded_is_sent_once(clock: FakeTime, store: MemoryStore) -> None:
+    """A worker loads and packs all kernels of a request, also those that it does not time."""
+    plan, worker = make_plan(clock, [*SOUND, simulated("planted", fastest, unpackable=True)], store)
+    assert worker.losses == 1
+    assert serving_kernels(plan) == {SMALL.id, LARGE.id}
+
+
+def test_worker_lost_in_no_kernel_raises(clock: FakeTime, store: MemoryStore) -> None:
+    class Lost(FakeWorker):
+        def time_sizes(self, *_: Any) -> Any:
+            raise WorkerLost(Verdict("crashed", "SIGKILL"), None)
+
+    with pytest.raises(WorkerLost, match="SIGKILL"):
+        run_session(Lost(clock, SOUND), SOUND, store)
+
+
+def test_several_wrong_kernels_leave_the_sound_ones(clock: FakeTime, store: MemoryStore) -> None:
+    planted = [
+        simulated(f"planted{i}", lambda m, i=i: (1.0 + 0.01 * i) * fastest(m), wrong_at=lambda m: m > 200)
+        for i in range(3)
+    ]
+    plan, _ = make_plan(clock, [*SOUND, *planted], store)
+    assert serving_kernels(plan) == {SMALL.id, LARGE.id}
+    assert set(store.failures(current_target(), PROBLEM.plan_key)) == {kernel.id for kernel in planted}
+
+
+def test_m_timed_for_a_wrong_kernel_only_are_not_served_by_plain(clock: FakeTime, store: MemoryStore) -> None:
+    """Where it seemed far ahead, the sound kernels were not timed."""
+    planted = simulated("planted", lambda m: 0.94 * fastest(m), wrong_at=lambda m: m == 512)
+    plan, worker = make_plan(clock, [*SOUND, planted], store)
+    assert any(names == [PLAIN.id, planted.id] for request in worker.timed for names in request.values())
+    assert serving_kernels(plan) == {SMALL.id, LARGE.id}
+
+
+def test_wrong_plain_op_is_not_remembered(clock: FakeTime, store: MemoryStore) -> None:
+    plain = SimulatedKernel(PLAIN, PLAIN_S, wrong_at=lambda m: m == 512)
+    kernel = simulated("k", lambda m: (0.8 if m < 100 else 1.1) * PLAIN_S(m))
+    worker = FakeWorker(clock, [kernel])
+    worker._kernels[PLAIN.id] = plain
+    run_session(worker, [kernel], store)
+    assert store.failures(current_target(), PROBLEM.plan_key) == {}
+
+
+def test_kernel_with_a_remembered_failure_is_not_timed(clock: FakeTime, store: MemoryStore) -> None:
+    """Decisions may be older than the failure. Dispatch does not serve a kernel that has one."""
+    target, planted = current_target(), simulated("planted", fastest)
+    store.remember_failure(target, PROBLEM.plan_key, planted.id, Verdict("wrong", "M = 100"))
+    store.remember_failure(target, PROBLEM.plan_key, PLAIN.id, Verdict("wrong", "M = 100"))
+    plan, worker = make_plan(clock, [*SOUND, planted], store)
+    assert plan.find(planted.id) is None
+    assert planted.id not in {name for request in worker.timed for names in request.values() for name in names}
+    assert plan.find(PLAIN.id) is not None
+
+
+def test_store_that_refuses_failures_does_not_end_the_session(
+    clock: FakeTime, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise StoreError("disk full")
+
+    monkeypatch.setattr(MemoryStore, "remember_failure", refuse)
+    monkeypatch.setattr(MemoryStore, "failures", refuse)
+    plan, _ = make_plan(clock, [*SOUND, simulated("planted", fastest, wrong_at=lambda m: m > 200)], store)
+    assert serving_kernels(plan) == {SMALL.id, LARGE.id}
+
+
+@pytest.mark.parametrize("m", [3, 16, 64])
+def test_one_stalled_timing_does_not_exclude_a_kernel(clock: FakeTime, store: MemoryStore, m: int) -> None:
+    worker = FakeWorker(clock, SOUND)
+    worker.stalls[SMALL.id, m] = 5.0
+    plan = run_session(worker, SOUND, store)
+    assert plan is not None
+    assert worker.stalls == {}
+    assert SMALL.id in serving_kernels(plan)
+    small = plan.find(SMALL.id)
+    assert small is not None
+    assert small.times[m] == SMALL.seconds(m)
+
+
+def test_timings_of_other_kernels_are_no_repeats(clock: FakeTime, store: MemoryStore) -> None:
+    """A stall is discounted when the kernel itself is timed again, not when those of another layout are."""
+    packed = simulated("packed", SMALL.seconds, packing="p:x")
+    kernels = [SMALL, packed]
+    worker = FakeWorker(clock, kernels)
+    session = PlanSession(
+        PROBLEM, current_target(), store, worker, decisions_at(kernels, TUNED), RANGE, silent, 0, counts={}
+    )  # type: ignore[arg-type]
+    session._time({32: [packed.id], 64: [packed.id]}, 1.0)
+    session._time({32: [packed.id]}, 1.0)
+    worker.stalls[SMALL.id, 32] = 5.0
+    session._time({32: [SMALL.id], 64: [SMALL.id]}, 1.0)
+    assert session._suspicious(session._curves("")) == {32: [SMALL.id]}
+    worker.stalls[SMALL.id, 32] = 5.0
+    session._time({32: [SMALL.id]}, 1.0)
+    assert session._suspicious(session._curves("")) == {}
+    assert session._out == {SMALL.id: "irregular: slower at M = 32 than at a larger M"}
+
+
+# --- time
+
+
+@pytest.mark.parametrize("seconds", [1.0, 5.0])
+def test_time_budget_ends_the_refinement(clock: FakeTime, store: MemoryStore, seconds: float) -> None:
+    many = [simulated(f"k{i}", staircase(3.0 + i, 8.0 / (i + 1), 8 * (i + 1)), rows=8 * (i + 1)) for i in range(6)]
+    worker = FakeWorker(clock, many, timing_s=0.02)
+    verifying_s = []
+    original = worker.verify_sizes
+
+    def verify_sizes(*arguments: Any) -> Any:
+        start = clock.now
+        result = original(*arguments)
+        verifying_s.append(clock.now - start)
+        return result
+
+    worker.verify_sizes = verify_sizes  # type: ignore[method-assign]
+    start = clock.now
+    plan = run_session(worker, many, store, seconds=seconds)
+    assert plan is not None
+    assert plan.stopped == "the time for other M was over"
+    assert plan.seconds == pytest.approx(clock.now - start)
+    # One request for six M of all kernels may begin before the end.
+    assert plan.seconds - sum(verifying_s) <= max(seconds, 0.02 * 7 * 20) + 0.02 * 7 * 12
+
+
+def test_refinement_ends_when_nothing_is_worth_a_measurement(clock: FakeTime, store: MemoryStore) -> None:
+    plan, worker = make_plan(clock, SOUND, store, seconds=1e4)
+    assert plan.stopped == "no other M was worth a measurement"
+    assert len(plan.noise) < 150
+    assert sum(len(request) for request in worker.timed) < 200
+
+
+def test_longer_time_measures_more_m_near_the_crossing(clock: FakeTime, store: MemoryStore) -> None:
+    slow = [replace(kernel, seconds=lambda m, s=kernel.seconds: s(m)) for kernel in SOUND]
+    plans = [
+        run_session(FakeWorker(clock, slow, timing_s=0.01), slow, MemoryStore(), seconds=seconds)
+        for seconds in (0.1, 20.0)
+    ]
+    assert plans[0] is not None
+    assert plans[1] is not None
+    assert len(plans[0].noise) < len(plans[1].noise)
+    assert_close_to_the_fastest(plans[1], SOUND)
+
+
+def test_progress_is_reported_after_each_request(clock: FakeTime, store: MemoryStore) -> None:
+    events: list[Event] = []
+    plan, worker = make_plan(clock, SOUND, store, progress=events.append)
+    assert len(events) == len(worker.timed)
+    measured = [event.measured for event in events if isinstance(event, PlanProgress)]
+    assert measured == sorted(measured)
+    assert measured[-1] == len(plan.noise)
+
+
+# --- layouts
+
+
+def test_each_layout_has_intervals_of_its_own_kernels(clock: FakeTime, store: MemoryStore) -> None:
+    packed = [
+        simulated("packed_small", staircase(2.0, 2.0, 16), rows=16, packing="p:x"),
+        simulated("packed_large", staircase(5.0, 4.0, 128), rows=128, packing="p:x"),
+    ]
+    plan, _ = make_plan(clock, [*SOUND, *packed], store)
+    assert set(plan.intervals) == {"", "p:x"}
+    assert {interval.kernel for interval in plan.intervals[""]} == {kernel.id for kernel in SOUND}
+    assert {interval.kernel for interval in plan.intervals["p:x"]} == {kernel.id for kernel in packed}
+    assert_close_to_the_fastest(plan, SOUND)
+    assert_close_to_the_fastest(plan, packed, "p:x")
+
+
+def test_packed_layout_is_served_where_it_is_slower_than_plain(clock: FakeTime, store: MemoryStore) -> None:
+    """A packed weight has no plain op: its kernels serve all M or none."""
+    packed = simulated("packed", lambda m: (0.5 if m < 200 else 1.3) * PLAIN_S(m), packing="p:x")
+    plan, _ = make_plan(clock, [SMALL, packed], store)
+    assert [interval.kernel for interval in plan.intervals["p:x"]] == [packed.id]
+
+
+def test_wrong_kernel_of_one_layout_leaves_the_other(clock: FakeTime, store: MemoryStore) -> None:
+    packed = simulated("packed", fastest, packing="p:x", wrong_at=lambda m: m % 7 == 3)
+    plan, _ = make_plan(clock, [*SOUND, packed], store)
+    assert set(plan.intervals) == {""}
+    assert_close_to_the_fastest(plan, SOUND)
+
+
+def test_slowest_packed_layout_has_no_intervals(clock: FakeTime, store: MemoryStore) -> None:
+    packed = [simulated(f"packed{i}", lambda m, i=i: (1.0 + 0.1 * i) * fastest(m), packing=f"p:{i}") for i in range(3)]
+    plan, _ = make_plan(clock, [*SOUND, *packed], store)
+    assert set(plan.intervals) == {"", "p:0", "p:1"}

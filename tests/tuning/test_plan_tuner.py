@@ -1,0 +1,324 @@
+"""PlanTuner: which weights and M are tuned, when a stored plan is kept, and what two tuners at once do."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+
+from gemmtune.core.decision import Decision
+from gemmtune.core.errors import StoreError, WorkerError
+from gemmtune.core.events import Event, PlanDone
+from gemmtune.core.problem import Problem
+from gemmtune.core.tuned_plan import TunedPlan
+from gemmtune.dispatch import current_target
+from gemmtune.store import MemoryStore
+from gemmtune.tuning import plan_session, plan_tuner
+from gemmtune.tuning.plan_tuner import PlanTuner, recorded, weights_of
+from gemmtune.workers.contract import WorkerStartError
+from helpers.plans import (
+    LARGE,
+    PLAIN,
+    PROBLEM,
+    SMALL,
+    FakeTime,
+    FakeWorker,
+    SimulatedKernel,
+    decisions_at,
+    serving_kernels,
+)  # fmt: skip
+
+
+class FakePool:
+    def __init__(self, worker: FakeWorker) -> None:
+        self._worker, self.closed = worker, False
+
+    def worker(self) -> FakeWorker:
+        return self._worker
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class FakeTuner:
+    """Tuner whose Decisions are those of simulated kernels. tuned: the M of each call. pools: all that it returned."""
+
+    def __init__(self, clock: FakeTime, kernels: Sequence[SimulatedKernel] = (SMALL, LARGE)) -> None:
+        self.clock, self.kernels = clock, kernels
+        self.worker = FakeWorker(clock, kernels)
+        self.tuned: list[list[int]] = []
+        self.counts: list[int] = []
+        self.pools: list[FakePool] = []
+        self.outcome: str | None = None
+
+    def new_pool(self) -> FakePool:
+        self.pools.append(FakePool(self.worker))
+        return self.pools[-1]
+
+    def tune(self, problems: Iterable[tuple[Problem, int]], pool: Any) -> list[Decision]:
+        problems = list(problems)
+        assert not self.pools[-1].closed
+        self.tuned.append([problem.m for problem, _ in problems])
+        self.counts += [count for _, count in problems]
+        found = [decisions_at(self.kernels, [problem.m], problem)[0] for problem, _ in problems]
+        return [msgspec.structs.replace(item, outcome=self.outcome or item.outcome) for item in found]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
+    fake_time = FakeTime()
+    monkeypatch.setattr(plan_session, "time", fake_time)
+    return fake_time
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+def tune(
+    tuner: FakeTuner,
+    store: MemoryStore,
+    m: Any,
+    problems: Sequence[tuple[Problem, int]] = ((PROBLEM, 1),),
+    **options: Any,
+) -> tuple[list[Decision], list[TunedPlan]]:
+    return PlanTuner(tuner, current_target(), store, **options).tune(problems, m)  # type: ignore[arg-type]
+
+
+def timed_m(tuner: FakeTuner) -> set[int]:
+    return {m for request in tuner.worker.timed for m in request}
+
+
+def test_weight_has_a_plan_for_the_range(clock: FakeTime, store: MemoryStore) -> None:
+    tuner, events = FakeTuner(clock), list[Event]()
+    decisions, plans = tune(tuner, store, range(1, 129), progress=events.append)
+    (plan,) = plans
+    assert store.get_plan(current_target(), PROBLEM.plan_key) == plan
+    assert (plan.first, plan.last) == (1, 128)
+    assert [decision.problem["m"] for decision in decisions] == tuner.tuned[0] == [1, 8, 48, 128]
+    assert serving_kernels(plan) == {SMALL.id, LARGE.id}
+    assert events[-1] == PlanDone(PROBLEM.plan_key, plan, 0)
+    assert plan.counts == {}
+    assert tuner.pools[0].closed
+
+
+# --- stored plans
+
+
+@pytest.mark.parametrize("m", [range(1, 129), range(5, 100), range(7, 8)])
+def test_stored_plan_that_covers_the_range_is_kept(clock: FakeTime, store: MemoryStore, m: range) -> None:
+    first = FakeTuner(clock)
+    (plan,) = tune(first, store, range(1, 129))[1]
+    second = FakeTuner(clock)
+    assert tune(second, store, m)[1] == [plan]
+    assert second.worker.timed == []
+    assert second.worker.verified == {}
+    assert store.get_plan(current_target(), PROBLEM.plan_key) == plan
+
+
+def test_force_makes_the_plan_anew(clock: FakeTime, store: MemoryStore) -> None:
+    (plan,) = tune(FakeTuner(clock), store, range(1, 129))[1]
+    second = FakeTuner(clock)
+    clock.now += 100.0
+    (again,) = tune(second, store, range(1, 129), force=True)[1]
+    assert second.worker.timed
+    assert again.created > plan.created
+    assert store.get_plan(current_target(), PROBLEM.plan_key) == again
+
+
+@pytest.mark.parametrize(("earlier", "later", "hull"), [
+    (range(1, 33), range(1, 129), (1, 128)), (range(1, 33), range(16, 129), (1, 128)),
+    (range(100, 129), range(1, 33), (1, 128)), (range(40, 50), "all", (1, 512)),
+])  # fmt: skip
+def test_narrower_plan_is_replaced_by_one_of_both_ranges(
+    clock: FakeTime, store: MemoryStore, earlier: Any, later: Any, hull: tuple[int, int]
+) -> None:
+    (narrow,) = tune(FakeTuner(clock), store, earlier)[1]
+    tuner = FakeTuner(clock)
+    (plan,) = tune(tuner, store, later)[1]
+    assert (plan.first, plan.last) == hull
+    assert store.get_plan(current_target(), PROBLEM.plan_key) == plan
+    # The M from whose Decisions the earlier plan's kernels come are among the later one's.
+    assert {kernel.tuned_m for kernel in narrow.kernels} <= set(tuner.tuned[0])
+    assert tuner.worker.timed
+
+
+# --- two tuners
+
+
+def test_plan_that_another_tuner_made_meanwhile_is_used(clock: FakeTime, store: MemoryStore) -> None:
+    """It is stored between the first look at the store and the lease."""
+    other = FakeTuner(clock)
+
+    class Slow(FakeTuner):
+        def tune(self, problems: Iterable[tuple[Problem, int]], pool: Any) -> list[Decision]:
+            if not other.tuned:
+                tune(other, store, range(1, 257))
+            return super().tune(problems, pool)
+
+    tuner = Slow(clock)
+    (plan,) = tune(tuner, store, range(1, 129))[1]
+    assert (plan.first, plan.last) == (1, 256)
+    assert tuner.worker.timed == []
+
+
+def test_tuners_of_overlapping_ranges_make_one_plan_of_both(clock: FakeTime, store: MemoryStore) -> None:
+    """The second one reads the Decisions of the first, whose kernels serve the M that the second has not tuned."""
+    other = FakeTuner(clock)
+
+    class Slow(FakeTuner):
+        def tune(self, problems: Iterable[tuple[Problem, int]], pool: Any) -> list[Decision]:
+            if not other.tuned:
+                tune(other, store, range(1, 65), [(PROBLEM.with_m(8), 1)])
+            return super().tune(problems, pool)
+
+    tuner = Slow(clock)
+    (plan,) = tune(tuner, store, range(200, 401), [(PROBLEM.with_m(256), 1)])[1]
+    assert (plan.first, plan.last) == (1, 400)
+    assert tuner.tuned[0] == [256]
+    assert {m for sizes in tuner.tuned[1:] for m in sizes} >= {1, 48}
+    assert serving_kernels(plan) == {SMALL.id, LARGE.id}
+    assert store.get_plan(current_target(), PROBLEM.plan_key) == plan
+
+
+def test_concurrent_tuners_of_overlapping_ranges(
+    clock: FakeTime, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_tuner, "POLL_S", 0.01)
+    tuners = [FakeTuner(clock) for _ in range(4)]
+    ranges = [range(1, 65), range(32, 129), range(1, 65), range(100, 301)]
+    started = threading.Barrier(len(tuners))
+
+    def work(tuner: FakeTuner, m: range) -> None:
+        started.wait()
+        tune(tuner, store, m)
+
+    threads = [threading.Thread(target=work, args=pair) for pair in zip(tuners, ranges, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    plan = store.get_plan(current_target(), PROBLEM.plan_key)
+    assert plan is not None
+    assert (plan.first, plan.last) == (1, 300)
+    assert store.lease_remaining_s(current_target(), PROBLEM.plan_key) is None
+
+
+def test_tuner_waits_for_the_lease_of_another(
+    clock: FakeTime, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease = store.lease(current_target(), PROBLEM.plan_key, 60.0)
+    assert lease is not None
+    waits: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 3:
+            lease.release()
+
+    monkeypatch.setattr(plan_tuner.time, "sleep", sleep)
+    assert len(tune(FakeTuner(clock), store, range(1, 33))[1]) == 1
+    assert waits == [plan_tuner.POLL_S] * 3
+
+
+# --- weights
+
+
+def test_problems_that_differ_in_m_are_one_weight(clock: FakeTime, store: MemoryStore) -> None:
+    other = Problem(**{**_fields(PROBLEM), "n": 128})
+    problems = [(PROBLEM.with_m(5), 3), (other.with_m(300), 9), (PROBLEM.with_m(70), 2), (PROBLEM.with_m(5), 1)]
+    tuner, events = FakeTuner(clock), list[Event]()
+    _, plans = tune(tuner, store, range(1, 129), problems, progress=events.append)
+    assert [plan.plan_key for plan in plans] == [other.plan_key, PROBLEM.plan_key]  # the costlier one first
+    assert [event.remaining for event in events if isinstance(event, PlanDone)] == [1, 0]
+    assert [plan.counts for plan in plans] == [{300: 9}, {5: 4, 70: 2}]
+    assert {5, 70} <= set(tuner.tuned[1])
+    assert {5, 70} <= set(plans[1].noise)
+    assert len(tuner.pools) == 1
+
+
+def _fields(problem: Problem) -> Mapping[str, Any]:
+    names = ("family", "m", "n", "k", "a", "b", "out_dtype", "epilogue", "batch", "out", "acc")
+    return {name: getattr(problem, name) for name in names}
+
+
+def test_empty_problems_are_left_out() -> None:
+    assert weights_of([(PROBLEM.with_m(0), 3)]) == []
+    (weight,) = weights_of([(PROBLEM.with_m(0), 3), (PROBLEM.with_m(2), 1), (PROBLEM.with_m(2), 4)])
+    assert weight.counts == {2: 5}
+
+
+def test_single_call_is_no_record() -> None:
+    assert recorded({8: 1}) == {}
+    assert recorded({8: 2}) == {8: 2}
+    assert recorded({8: 1, 9: 1}) == {8: 1, 9: 1}
+
+
+def test_calls_of_tuned_m_are_counted(clock: FakeTime, store: MemoryStore) -> None:
+    tuner = FakeTuner(clock)
+    tune(tuner, store, [8, 64], [(PROBLEM.with_m(8), 7), (PROBLEM.with_m(20), 2)])
+    assert tuner.tuned == [[8, 20, 64]]
+    assert tuner.counts == [7, 2, 1]
+
+
+# --- failures
+
+
+def test_inconclusive_decisions_make_no_plan(clock: FakeTime, store: MemoryStore) -> None:
+    tuner = FakeTuner(clock)
+    tuner.outcome = "inconclusive"
+    decisions, plans = tune(tuner, store, range(1, 33))
+    assert (len(decisions), plans) == (3, [])
+    assert tuner.worker.opened == []
+
+
+def test_weight_whose_worker_fails_has_no_plan(
+    clock: FakeTime, store: MemoryStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Fails(FakeWorker):
+        error: Exception = WorkerError("out of memory")
+
+        def open(self, problem: Problem, seed: int) -> None:
+            raise self.error
+
+    tuner = FakeTuner(clock)
+    tuner.worker = Fails(clock, tuner.kernels)
+    events: list[Event] = []
+    decisions, plans = tune(tuner, store, range(1, 33), progress=events.append)
+    assert (len(decisions), plans) == (3, [])
+    assert events == [PlanDone(PROBLEM.plan_key, None, 0)]
+    assert f"no plan for {PROBLEM.plan_key}: out of memory" in caplog.text
+    tuner.worker.error = WorkerStartError("no python today")
+    with pytest.raises(WorkerStartError):
+        tune(tuner, store, range(1, 33))
+    assert store.lease_remaining_s(current_target(), PROBLEM.plan_key) is None
+
+
+def test_unwritable_store_logs_a_warning(
+    clock: FakeTime, store: MemoryStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise StoreError("disk full")
+
+    monkeypatch.setattr(MemoryStore, "put_plan", refuse)
+    monkeypatch.setattr(MemoryStore, "lease", refuse)
+    (plan,) = tune(FakeTuner(clock), store, range(1, 33))[1]
+    assert serving_kernels(plan) <= {SMALL.id, LARGE.id, PLAIN.id}
+    assert f"the plan for {PROBLEM.plan_key} is not kept: disk full" in caplog.text
+
+
+def test_weight_without_other_kernels_has_no_plan(clock: FakeTime, store: MemoryStore) -> None:
+    tuner = FakeTuner(clock, [])
+    assert tune(tuner, store, range(1, 33))[1] == []
+    assert store.get_plan(current_target(), PROBLEM.plan_key) is None
+
+
+def test_invalid_m_is_refused_before_anything_is_tuned(clock: FakeTime, store: MemoryStore) -> None:
+    tuner = FakeTuner(clock)
+    with pytest.raises(ValueError, match="range of M must"):
+        tune(tuner, store, range(0, 5))
+    assert tuner.pools == []

@@ -1,0 +1,84 @@
+"""The M at which a kernel is verified: they are M that it serves, and include those where kernels fail."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gemmtune.core.candidate import Candidate
+from gemmtune.tuning.verified_sizes import MAX_SIZES, RUN, sizes_to_verify
+
+Spans = list[tuple[int, int]]
+
+
+def candidate(rows: int) -> Candidate:
+    return Candidate.make("x", "k", bm=rows)
+
+
+@st.composite
+def ascending_spans(draw: st.DrawFn, max_spans: int = 8) -> Spans:
+    """Draw spans of M, ascending and apart."""
+    spans, first = [], 1
+    for _ in range(draw(st.integers(1, max_spans))):
+        first += draw(st.integers(0, 600))
+        last = first + draw(st.one_of(st.integers(0, 20), st.integers(0, 2000)))
+        spans.append((first, last))
+        first = last + 2
+    return spans
+
+
+@given(ascending_spans(), st.sampled_from((1, 16, 64, 128)), st.integers(0, 1000))
+def test_sizes_are_different_m_of_the_spans(spans: Spans, rows: int, seed: int) -> None:
+    sizes = sizes_to_verify(spans, candidate(rows), random.Random(seed))
+    assert all(any(first <= m <= last for first, last in spans) for m in sizes)
+    assert len(sizes) == len(set(sizes)) <= MAX_SIZES
+    assert {spans[0][0], spans[-1][1]} <= set(sizes)
+
+
+@given(ascending_spans(), st.sampled_from((1, 16, 64, 128)), st.integers(0, 1000))
+def test_all_residues_up_to_16_are_verified(spans: Spans, rows: int, seed: int) -> None:
+    """A kernel that is wrong at every seventh M, say, is called at one of them, where a span is long enough."""
+    sizes = sizes_to_verify(spans, candidate(rows), random.Random(seed))
+    longest = max(last - first + 1 for first, last in spans)
+    for divisor in range(2, min(16, longest) + 1):
+        assert {m % divisor for m in sizes} == set(range(divisor))
+
+
+@given(ascending_spans(), st.integers(0, 1000))
+def test_one_span_has_a_run_of_consecutive_m(spans: Spans, seed: int) -> None:
+    sizes = set(sizes_to_verify(spans, candidate(1), random.Random(seed)))
+    runs = [(first, last) for first, last in spans if last - first + 1 >= RUN]
+    if runs:
+        assert any(all(m + step in sizes for step in range(RUN)) for first, last in runs for m in range(first, last))
+    else:
+        first, last = max(spans, key=lambda span: span[1] - span[0])
+        assert set(range(first, last + 1)) <= sizes
+
+
+@given(ascending_spans(max_spans=4), st.integers(0, 1000))
+def test_few_spans_have_their_ends_and_an_odd_m(spans: Spans, seed: int) -> None:
+    sizes = set(sizes_to_verify(spans, candidate(1), random.Random(seed)))
+    for first, last in spans:
+        assert {first, last} <= sizes
+        assert last == first or any(m % 2 for m in sizes if first <= m <= last)
+
+
+@pytest.mark.parametrize("rows", [16, 64])
+def test_edges_of_tiles_are_verified(rows: int) -> None:
+    for seed in range(20):
+        sizes = set(sizes_to_verify([(1, 1000)], candidate(rows), random.Random(seed)))
+        assert {rows - 1, rows, rows + 1, 2 * rows - 1, 2 * rows, 2 * rows + 1} <= sizes
+
+
+def test_sizes_are_in_a_random_order_of_the_seed() -> None:
+    first, second, other = (sizes_to_verify([(1, 1000)], candidate(16), random.Random(seed)) for seed in (0, 0, 1))
+    assert first == second
+    assert first != sorted(first)
+    assert first != other
+
+
+def test_kernel_wrong_from_one_m_on_fails_at_the_largest() -> None:
+    assert all(max(sizes_to_verify([(1, 512)], candidate(16), random.Random(seed))) == 512 for seed in range(50))
