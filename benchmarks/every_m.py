@@ -18,9 +18,9 @@ alone     at some of the M: the kernel that a tuning of this M alone chooses; re
 Inductor  (--inductor) torch.compile(dynamic=True) over ATen; on a GPU with max-autotune-no-cudagraphs.
 
 What is compared at one M is timed in the same rounds, in random order, on operands that are not in the cache (on a GPU
-in CUDA graphs): ATen, plan and nearest together; plan with alone, in more pairs; Inductor with ATen. Ratios are medians of paired ratios with 95% intervals.
-Means of ratios are geometric; that of the regret is arithmetic. Raw data is written to benchmarks/results/ (or $OUT)
-after every weight.
+in CUDA graphs): ATen, plan and nearest together; plan with alone, in more pairs; Inductor with ATen. Ratios are medians
+of paired ratios with 95% intervals. Means of ratios are geometric; that of the regret is arithmetic. Raw data is
+written to benchmarks/results/ (or $OUT) after every weight.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
