@@ -513,6 +513,7 @@ def measure_weight(family: str, k: int, n: int, settings: Settings) -> Row:
         store.close()
     if contest.compiled is not None:
         facts["Inductor"] = {"seconds": contest.compiled.seconds, "failure": contest.compiled.failure}
+    facts["drawn"] = len(contest.contestants)
     weight = {"family": family, "k": k, "n": n, **facts, "sizes": sorted(rows, key=lambda row: int(row["m"]))}
     return {**weight, "summary": summarize(weight, settings.bar)}
 
@@ -568,6 +569,8 @@ def print_weight(weight: Row, bar: float) -> None:
     text = "".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, _COLUMNS, strict=True))
     above = "  ".join(f"M {m}: {center:.3f} [{lo:.3f}-{hi:.3f}]" for m, (center, lo, hi) in line["above"])
     print(text + (f"\n        above {bar}: {above}" if above else ""), flush=True)
+    if line["sizes"] < weight["drawn"]:
+        print(f"        cut short by the time limit: {line['sizes']} of {weight['drawn']} M", flush=True)
     if not weight["has_plan"]:
         outcomes = ", ".join(f"M {m}: {outcome}" for m, outcome in weight["outcomes"].items())
         print(f"        no TunedPlan; the Decisions: {outcomes}", flush=True)
