@@ -5,20 +5,22 @@
     python benchmarks/every_m.py --families bf16,int8 --weights 4096x4096,4096x12288 --inductor --seconds 560
 
 Each weight is tuned for all M into an empty store (no compiled kernels either). Then, at M drawn uniformly from the
-range:
+range (a weight that has no TunedPlan, because only ATen's kernels are best or all its Decisions were inconclusive, is
+measured too, and its line says so):
 
-plan      the kernel that serves there, in the layout that ``optimize`` chooses, over PyTorch's plain op on the raw
+plan      the kernel that serves there, in the layout that dispatch ranks first, over PyTorch's plain op on the raw
           weight ("ATen": what gemmtune calls where it has no kernel; a weight-only op converts its weight each time).
           Where the plain op serves, the ratio is 1 by identity. A ratio above the bar (1.02 on a GPU, 1.03 on a CPU) is
-          measured again with more pairs, and the second measurement counts.
-nearest   the kernel that the Decision at the nearest tuned M chose, over ATen: what served before Plans existed.
+          measured again with more pairs, and the second measurement counts (in the means the first one does).
+nearest   the kernel that the Decision at the nearest tuned M chose, over ATen: what served before Plans existed, in the
+          layout that the Decisions choose.
 alone     at some of the M: the kernel that a tuning of this M alone chooses; regret = plan / alone - 1.
 Inductor  (--inductor) torch.compile(dynamic=True) over ATen; on a GPU with max-autotune-no-cudagraphs.
 
-All that is compared at one M is timed in the same rounds, in random order, on operands that are not in the cache (on a
-GPU in CUDA graphs; Inductor in rounds of its own with ATen). Ratios are medians of paired ratios with 95% intervals.
-Means of ratios are geometric; that of the regret is arithmetic. Raw data is written to benchmarks/results/ (or $OUT)
-after every weight.
+What is compared at one M is timed in the same rounds, in random order, on operands that are not in the cache (on a GPU
+in CUDA graphs): ATen, plan and nearest together; plan with alone, in more pairs; Inductor with ATen. Ratios are medians
+of paired ratios with 95% intervals. Means of ratios are geometric; that of the regret is arithmetic. Raw data is
+written to benchmarks/results/ (or $OUT) after every weight.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,7 @@ from torch import Tensor
 import gemmtune
 from gemmtune import backends
 from gemmtune.backends.base import OVERLAP, Kernel
+from gemmtune.core import devices as kinds
 from gemmtune.core.call import Call
 from gemmtune.core.candidate import Candidate
 from gemmtune.core.decision import Decision
@@ -56,13 +59,16 @@ from gemmtune.core.target import Target
 from gemmtune.core.tuned_plan import TunedPlan
 from gemmtune.core.weights import PackedWeight, QuantWeight
 from gemmtune.core.workloads import build
-from gemmtune.dispatch import RUNTIME, build_plan, choose_packing, current_target, rank_packings
+from gemmtune.dispatch import RUNTIME, build_plan, choose_packing, current_target
 from gemmtune.dispatch.fallback import specialize_fallback
+from gemmtune.dispatch.plan import nearest
+from gemmtune.dispatch.portfolio import TunedPoint
 from gemmtune.store import MemoryStore, open_store
 from gemmtune.store.base import Store
 from gemmtune.timing import devices
 from gemmtune.timing.clock import Clock, Run
 from gemmtune.timing.stats import ratio_interval
+from gemmtune.tuning import sizes as tuning_sizes
 from gemmtune.verify.inputs import Inputs, operand_set_count, timing_sets
 
 Row = dict[str, Any]
@@ -76,7 +82,7 @@ WEIGHTS = {  # K x N
 }
 SIZES = {"cuda": (40, 6), "cpu": (24, 4)}  # random M of a weight, and how many of them are tuned alone
 BARS = {"cuda": 1.02, "cpu": 1.03}
-REGRET_BAR = 0.05  # TunedPlan.bound's default; a larger regret is measured again
+REGRET_BAR = 0.05  # TunedPlan.bound's default
 ROUND_S = {"cuda": 1.0, "cpu": 4.0}  # the rounds at one M end after this time, or after --rounds
 OVER_ALONE = "plan over alone"  # the ratio that the regret follows from
 LEAST_ROUNDS = 7  # a 95% interval of paired ratios needs 6
@@ -121,12 +127,18 @@ class Server:
         packed = None if layout is None else self._pack(layout, decisions)
         return Served(RUNTIME.kernel_for(problem, packed, self.device), layout)
 
-    def nearest(self, problem: Problem, layout: str | None, decisions: Sequence[Decision]) -> Served:
-        """Return what the Decision at the nearest tuned M chose in ``layout``."""
-        plan = build_plan(decisions, layout)
-        entry = None if plan is None else plan.pick(problem.m)
-        if entry is None or entry.candidate is None:
-            return Served(None, layout)
+    def nearest(self, problem: Problem, points: Sequence[TunedPoint], decisions: Iterable[Decision]) -> Served:
+        """Return what the Decision at the nearest tuned M chose, in the layout that the points of the Decisions choose:
+        the rule by which dispatch served before it had TunedPlans."""
+        layout = choose_packing(points)
+        plan = build_plan(points, layout)
+        if plan is None:
+            return PLAIN
+        entry = plan.entries[nearest(tuple(entry.m for entry in plan.entries), problem.m)]
+        if entry.candidate is None:
+            return PLAIN
+        if layout is not None:
+            self._pack(layout, decisions)
         kernel = self._load(problem.with_m(entry.m), entry.candidate)
         kernel.overlap = entry.overlap
         return Served(kernel, layout)
@@ -153,11 +165,12 @@ class Operands:
     """Operand sets of one weight for all M up to the last, larger together than the cache, with the weight in every
     layout that is asked for."""
 
-    def __init__(self, plan: TunedPlan, target: Target, packers: Mapping[str, Kernel]) -> None:
-        problem = Problem.from_dict(plan.problem)
-        count = operand_set_count(problem.with_m(plan.first), target)
+    def __init__(
+        self, problem: Problem, sizes: tuning_sizes.SizeRange, target: Target, packers: Mapping[str, Kernel]
+    ) -> None:
+        count = operand_set_count(problem.with_m(sizes.first), target)
         self.timing = devices.of(target)
-        self.sets = timing_sets(problem.with_m(plan.last), count, 3, self.timing.device)
+        self.sets = timing_sets(problem.with_m(sizes.last), count, 3, self.timing.device)
         self._packers = packers
         self._weights: dict[str | None, list[Tensor | QuantWeight | PackedWeight]] = {None: [s.b for s in self.sets]}
         self._turns: dict[str | None, itertools.count[int]] = {}
@@ -369,12 +382,9 @@ class Settings:
 
 @dataclass
 class Contest:
-    """A tuned weight, and the contestants of every M that is measured. layout: that of the weight as it serves; None:
-    raw."""
+    """A tuned weight, and the contestants of every M that is measured."""
 
     problem: Problem
-    plan: TunedPlan
-    layout: str | None
     operands: Operands
     contestants: dict[int, dict[str, Served]]
     compiled: Inductor | None = None
@@ -382,59 +392,75 @@ class Contest:
     def measure(self, m: int, settings: Settings) -> Row:
         """Return the ratios at one M."""
         problem, contestants = self.problem.with_m(m), self.contestants[m]
-        times = duel(self.operands, problem, contestants, settings.rounds, ROUND_S[settings.device.type])
+        device, alone = settings.device.type, contestants.get("alone")
+        times = duel(self.operands, problem, _without(contestants, "alone"), settings.rounds, ROUND_S[device])
         row: Row = {
             "m": m, "serves": {name: served.words for name, served in contestants.items()},
-            "plain": contestants["plan"].key == PLAIN.key, "again": {}, "times_us": _rounded(times),
+            "plain": contestants["plan"].key == PLAIN.key, "plan": ratio(times, "plan", "ATen"),
+            "nearest": ratio(times, "nearest", "ATen"), "times_us": _rounded(times),
         }  # fmt: skip
-        for name, base, limit in self._questions(contestants, settings):
-            row[name] = ratio(times, "plan" if name == OVER_ALONE else name, base)
-            if row[name][0] > limit:
-                pair = {"plan": contestants["plan"], base: contestants[base]}
-                longer = duel(self.operands, problem, pair, settings.pairs, 0.0)
-                row["again"][name] = {"first": row[name], "times_us": _rounded(longer)}
-                row[name] = ratio(longer, "plan", base)
-        if contestants["nearest"].key == contestants["plan"].key:
-            row["nearest"] = row["plan"]  # also after a second measurement
-        compiled: Times = {}
+        row["first"] = row["plan"]
+        if row["plan"][0] > settings.bar:
+            longer = duel(self.operands, problem, _without(contestants, "nearest", "alone"), settings.pairs, 0.0)
+            row |= {"plan": ratio(longer, "plan", "ATen"), "again_us": _rounded(longer)}
+        if alone is not None:
+            pair, rounds = {"plan": contestants["plan"], "alone": alone}, (settings.rounds[0], settings.args.pairs)
+            against = duel(self.operands, problem, pair, rounds, 3.0 * ROUND_S[device])
+            row |= {OVER_ALONE: ratio(against, "plan", "alone"), "alone_us": _rounded(against)}
         if self.compiled is not None:
-            compiled = self.compiled.times(problem, settings.rounds, ROUND_S[settings.device.type])
-        if compiled:
-            row["Inductor"] = ratio(compiled, "Inductor", "ATen")
-            row["times_us"] |= {"ATen beside Inductor": _rounded(compiled)["ATen"]} | _rounded(compiled, ["Inductor"])
+            compiled = self.compiled.times(problem, settings.rounds, ROUND_S[device])
+            if compiled:
+                row |= {"Inductor": ratio(compiled, "Inductor", "ATen"), "Inductor_us": _rounded(compiled)}
         return row
 
-    @staticmethod
-    def _questions(contestants: Collection[str], settings: Settings) -> list[tuple[str, str, float]]:
-        """Return (the ratio's name, the contestant in the denominator, above which it is measured again)."""
-        questions = [("plan", "ATen", settings.bar), ("nearest", "ATen", float("inf"))]
-        return questions + ([(OVER_ALONE, "alone", 1.0 + REGRET_BAR)] if "alone" in contestants else [])
+
+def _without(contestants: Mapping[str, Served], *names: str) -> dict[str, Served]:
+    return {name: served for name, served in contestants.items() if name not in names}
 
 
-def _rounded(times: Times, names: Collection[str] | None = None) -> dict[str, list[float]]:
+def _rounded(times: Times) -> dict[str, list[float]]:
     """Return times in microseconds, without those of contestants that are another one under a second name."""
     seen: dict[int, str] = {}
     for name, values in times.items():
-        if (names is None or name in names) and values:
+        if values:
             seen.setdefault(id(values), name)
     return {name: [round(1e6 * value, 3) for value in times[name]] for name in seen.values()}
 
 
-def tune(problem: Problem, store: Store, settings: Settings) -> tuple[TunedPlan, list[Decision], float]:
-    """Tune a weight for all M into the store; return its Plan, its Decisions, and the seconds. Raises RuntimeError
-    where no Plan was stored."""
+@dataclass(frozen=True)
+class Tuned:
+    """What tuning a weight for all M found. decisions: also those that were inconclusive, which are not stored. plan:
+    None where only ATen's kernels are best, or no Decision was conclusive. sizes: the range, and the M of the
+    Decisions."""
+
+    decisions: list[Decision]
+    plan: TunedPlan | None
+    sizes: tuning_sizes.SizeRange
+    seconds: float
+
+    def facts(self, layout: str | None) -> Row:
+        """Return what the table and the raw data say of the tuning of a weight that serves in ``layout``."""
+        intervals = () if self.plan is None else self.plan.intervals.get(layout or "", ())
+        return {
+            "tuning_s": self.seconds, "first": self.sizes.first, "last": self.sizes.last, "layout": layout,
+            "has_plan": self.plan is not None, "intervals": len(intervals),
+            "kernels": len({interval.kernel for interval in intervals}),
+            "timed_kernels": 0 if self.plan is None else len(self.plan.kernels),
+            "sweep_s": None if self.plan is None else self.plan.seconds,
+            "stopped": None if self.plan is None else self.plan.stopped,
+            "outcomes": {int(decision.problem["m"]): decision.outcome for decision in self.decisions},
+            "plan": [(interval.first, interval.last, interval.kernel) for interval in intervals],
+        }  # fmt: skip
+
+
+def tune(problem: Problem, store: Store, settings: Settings) -> Tuned:
+    """Tune a weight for all M into the store, which dispatch reads from then on."""
     start, args = time.perf_counter(), settings.args
-    gemmtune.tune([(problem, 1)], m=args.m, store=store, device=settings.device, budget=args.budget)
+    decisions = gemmtune.tune([(problem, 1)], m=args.m, store=store, device=settings.device, budget=args.budget)
     seconds = time.perf_counter() - start
     plan = next((plan for plan in store.plans(settings.target) if plan.plan_key == problem.plan_key), None)
-    if plan is None:
-        raise RuntimeError(f"tuning stored no TunedPlan for {problem.plan_key}")
-    decisions = [
-        decision
-        for decision in store.decisions(settings.target)
-        if Problem.from_dict(decision.problem).plan_key == problem.plan_key
-    ]
-    return plan, decisions, seconds
+    sizes = tuning_sizes.parse_sizes(args.m, kinds.get(settings.device.type).profile, [problem.m])
+    return Tuned(decisions, plan, sizes, seconds)
 
 
 def tune_alone(server: Server, problem: Problem, settings: Settings) -> Served | None:
@@ -447,38 +473,28 @@ def tune_alone(server: Server, problem: Problem, settings: Settings) -> Served |
     return None
 
 
-def serving_layout(problem: Problem, plan: TunedPlan, device: torch.device) -> str | None:
-    """Return the best layout by the Decisions that the Plan has intervals for; None for the raw weight."""
-    points = RUNTIME.index(device).points(problem.plan_key)
-    return next((layout for layout in rank_packings(points) if (layout or "") in plan.intervals), None)
-
-
 def prepare(problem: Problem, store: Store, settings: Settings) -> tuple[Contest, Row]:
     """Tune a weight and find the contestants at each M; return them and the facts of the tuning."""
-    plan, decisions, seconds = tune(problem, store, settings)
-    RUNTIME.refresh(store)
-    layout, server = serving_layout(problem, plan, settings.device), Server(problem, settings.device, settings.target)
-    rng, span = random.Random(f"{settings.args.seed} {problem.plan_key}"), range(plan.first, plan.last + 1)
+    tuned, server = tune(problem, store, settings), Server(problem, settings.device, settings.target)
+    index = RUNTIME.index(settings.device)
+    points, layout = index.points(problem.plan_key), index.layouts(problem.plan_key)[0]
+    rng, span = (
+        random.Random(f"{settings.args.seed} {problem.plan_key}"),
+        range(tuned.sizes.first, tuned.sizes.last + 1),
+    )
     sizes = rng.sample(span, min(settings.args.sizes, len(span)))  # in random order: a time limit leaves a random part
     contestants: dict[int, dict[str, Served]] = {}
     for m in sizes:
         at_m = problem.with_m(m)
-        plan_serves, nearest = server.served(at_m, layout, decisions), server.nearest(at_m, layout, decisions)
-        contestants[m] = {"ATen": PLAIN, "plan": plan_serves, "nearest": nearest}
+        plan_serves = server.served(at_m, layout, tuned.decisions)
+        contestants[m] = {"ATen": PLAIN, "plan": plan_serves, "nearest": server.nearest(at_m, points, tuned.decisions)}
     for m in sizes[: settings.args.regret]:
         alone = None if settings.is_late else tune_alone(server, problem.with_m(m), settings)
         if alone is not None:
             contestants[m]["alone"] = alone
     RUNTIME.refresh(store)
-    intervals = plan.intervals.get(layout or "", ())
-    facts: Row = {
-        "tuning_s": seconds, "first": plan.first, "last": plan.last, "layout": layout, "intervals": len(intervals),
-        "kernels": len({interval.kernel for interval in intervals}),
-        "tuned_m": sorted(int(decision.problem["m"]) for decision in decisions),
-        "plan": [(interval.first, interval.last, interval.kernel) for interval in intervals],
-    }  # fmt: skip
-    operands = Operands(plan, settings.target, server.packers)
-    return Contest(problem, plan, layout, operands, contestants), facts
+    operands = Operands(problem, tuned.sizes, settings.target, server.packers)
+    return Contest(problem, operands, contestants), tuned.facts(layout)
 
 
 def measure_weight(family: str, k: int, n: int, settings: Settings) -> Row:
@@ -497,6 +513,7 @@ def measure_weight(family: str, k: int, n: int, settings: Settings) -> Row:
         store.close()
     if contest.compiled is not None:
         facts["Inductor"] = {"seconds": contest.compiled.seconds, "failure": contest.compiled.failure}
+    facts["drawn"] = len(contest.contestants)
     weight = {"family": family, "k": k, "n": n, **facts, "sizes": sorted(rows, key=lambda row: int(row["m"]))}
     return {**weight, "summary": summarize(weight, settings.bar)}
 
@@ -522,8 +539,12 @@ def summarize(weight: Row, bar: float) -> Row:
 
 
 def mean_times(rows: Iterable[Row]) -> dict[str, float | None]:
-    """Return the geometric mean of each contestant's times over ATen's; None where it was not timed."""
-    ratios = {name: [row[name][0] for row in rows if name in row] for name in ("plan", "nearest", "Inductor")}
+    """Return the geometric mean of each contestant's times over ATen's; None where it was not timed.
+
+    The Plan's are those of the first measurement, as the others': only what looked slow is measured again.
+    """
+    names = {"plan": "first", "nearest": "nearest", "Inductor": "Inductor"}
+    ratios = {name: [row[key][0] for row in rows if key in row] for name, key in names.items()}
     return {name: geomean(values) if values else None for name, values in ratios.items()}
 
 
@@ -548,6 +569,11 @@ def print_weight(weight: Row, bar: float) -> None:
     text = "".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, _COLUMNS, strict=True))
     above = "  ".join(f"M {m}: {center:.3f} [{lo:.3f}-{hi:.3f}]" for m, (center, lo, hi) in line["above"])
     print(text + (f"\n        above {bar}: {above}" if above else ""), flush=True)
+    if line["sizes"] < weight["drawn"]:
+        print(f"        cut short by the time limit: {line['sizes']} of {weight['drawn']} M", flush=True)
+    if not weight["has_plan"]:
+        outcomes = ", ".join(f"M {m}: {outcome}" for m, outcome in weight["outcomes"].items())
+        print(f"        no TunedPlan; the Decisions: {outcomes}", flush=True)
     if weight.get("Inductor", {}).get("failure"):
         print(f"        Inductor: {weight['Inductor']['failure']}", flush=True)
 
@@ -582,12 +608,14 @@ def print_bars(weights: Sequence[Row], skipped: Sequence[str], bar: float) -> No
 # --- the command line -------------------------------------------------------------------------------------------
 
 
-def parse_range(text: str) -> str | tuple[int, int]:
-    """Parse ``all`` or ``1-512``. Raises ValueError."""
+def parse_m(text: str) -> tuning_sizes.Sizes:
+    """Parse ``all``, ``1-512`` (both included) or hints such as ``64,256,4096``. Raises ValueError."""
     if text == "all":
-        return text
-    first, last = map(int, text.split("-"))
-    return first, last
+        return "all"
+    if "-" in text:
+        first, last = map(int, text.split("-"))
+        return range(first, last + 1)
+    return [int(part) for part in text.split(",")]
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -595,7 +623,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--families", help="comma separated; GPU: [{cuda}], CPU: [{cpu}]".format(**FAMILIES))
     parser.add_argument("--weights", help="KxN,KxN; GPU: [{cuda}], CPU: [{cpu}]".format(**WEIGHTS))
-    parser.add_argument("--m", type=parse_range, default="all", help="the range to tune for: 1-512 [all]")
+    parser.add_argument("--m", type=parse_m, default="all", help="what to tune for: 1-512, hints 64,256,4096 [all]")
     parser.add_argument("--sizes", type=int, help="random M of a weight [GPU 40, CPU 24]")
     parser.add_argument("--regret", type=int, help="how many of them are tuned alone too [GPU 6, CPU 4]")
     parser.add_argument("--seed", type=int, default=0, help="of the random M [0]")
@@ -627,7 +655,8 @@ def main() -> None:
     if args.no_overlap:
         os.environ[OVERLAP] = "0"
     settings = Settings(torch.device(args.device), current_target(args.device), args, deadline)
-    run: Row = {"made": time.strftime("%Y%m%d-%H%M%S", time.gmtime()), "bar": settings.bar, "arguments": vars(args)}
+    run: Row = {"made": time.strftime("%Y%m%d-%H%M%S", time.gmtime()), "bar": settings.bar}
+    run["arguments"] = {**vars(args), "m": str(args.m)}
     if args.inductor:
         run["Inductor chooses by M"] = use_hints(args.device)
     if args.device == "cuda":
