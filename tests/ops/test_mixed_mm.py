@@ -92,9 +92,7 @@ def test_strided_activations_are_described_as_dense_beside_a_constant_weight_onl
         ({"data": W8.to(torch.float8_e4m3fn), "zero_point": SCALE}, ValueError, "float8 weights have scales and no"),
     ],
 )
-def test_weight_that_is_no_operand_raises_the_reason(
-    options: dict[str, Any], kind: type[Exception], text: str
-) -> None:
+def test_weight_that_is_no_operand_raises_the_reason(options: dict[str, Any], kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text):
         weight(**options)
 
