@@ -760,3 +760,35 @@ def test_leader_of_the_race_is_reported(clock: FakeTime) -> None:
     decide(worker, 6.0, 6, progress=events.append)
     assert events[-1] == BestSoFar(worker.raced[1].id, 0.125, 0.5)
     assert worker.earlier_s == {c.id: worker.seconds(c) for c in worker.raced}
+
+
+def test_users_budget_keeps_the_time_that_checking_and_racing_the_best_two_takes(clock: FakeTime) -> None:
+    """A timing takes half a second besides its calls, as much as the race of the best two needs in all."""
+
+    class SlowTimings(FakeWorker):
+        def attempt(self, candidate: Candidate, deadline: float | None, cutoff_s: float | None) -> Attempted:
+            attempted = super().attempt(candidate, deadline, cutoff_s)
+            self.clock.now += 0.5 * len(attempted.times_s)
+            return attempted
+
+        def confirm(self, candidate: Candidate, deadline: float | None) -> Confirmed:
+            return Confirmed(Verdict("within_bound"))
+
+    worker = SlowTimings(clock, lambda c: 1e-3)
+    decide(worker, 20.0, 8)
+    assert len(worker.tried) > 3
+    assert sorted(c.backend for c in worker.raced) == ["aten", "native"]
+
+
+def test_as_many_kernels_as_race_are_checked_when_time_is_short(clock: FakeTime) -> None:
+    checks: list[str] = []
+
+    class FailsSlowly(FakeWorker):
+        def confirm(self, candidate: Candidate, deadline: float | None) -> Confirmed:
+            self.clock.now += 5.0
+            checks.append(candidate.backend)
+            return Confirmed(Verdict("wrong" if candidate.backend == "native" else "within_bound", "no"))
+
+    decision = decide(FailsSlowly(clock, lambda c: 1e-3), 6.0, 30)
+    assert decision.outcome == "tie"
+    assert checks == ["aten"] + ["native"] * devices.get("cpu").profile.max_raced
