@@ -535,3 +535,22 @@ def test_short_timeout_ends_with_its_block(store: SqliteStore) -> None:
     assert not store._short_timeout
     assert store.get(TARGET, PROBLEM.key) is not None
     assert store._busy_timeout_s == 10.0
+
+
+def test_check_of_a_file_that_is_no_database_says_what_it_is(path: Path, store: SqliteStore) -> None:
+    path.parent.mkdir()
+    path.write_text("some words\n" * 100)
+    text = r"cannot read the store .*: it is a text file \(file is not a database\); move it away, or choose another"
+    with pytest.raises(StoreError, match=text):
+        store.check()
+    path.write_bytes(b"")
+    store.check()
+
+
+def test_check_of_a_file_with_other_tables_says_so(path: Path, store: SqliteStore) -> None:
+    path.parent.mkdir()
+    execute(path, "CREATE TABLE t (x)")
+    with pytest.raises(
+        StoreError, match=r"cannot read the store .*: it is a SQLite database, but not a gemmtune store"
+    ):
+        store.check()
