@@ -395,7 +395,8 @@ def test_operands_move_when_that_takes_a_tenth_of_the_remaining_time(
         rounds.clock._time += 3.0  # type: ignore[attr-defined]
 
     rounds = make_rounds({"x": 1.0}, move=move, move_s=move_s)
-    rounds.start = -elapsed_s
+    rounds.clock._time = 2.0  # type: ignore[attr-defined]
+    rounds.start = 2.0 - elapsed_s
     assert rounds.move() is moved
     assert (len(calls), rounds.moves) == (moved, moved)
     assert rounds._move_s == (3.0 if moved else move_s)
