@@ -5,11 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import gemmtune
 from gemmtune.core.errors import GemmtuneError
 from gemmtune.core.workloads import bmm_problem, int_problem, linear_problem, weight_only_problem
+from gemmtune.ops.record import Recording, has_subclass, module_problem
+from gemmtune.ops.weight_only import WeightOnly
 
 
 class Int8Linear(nn.Module):
@@ -140,3 +143,118 @@ def test_recording_has_the_device_of_each_problem() -> None:
     assert recording.on("cuda") == []
     assert [(problem.m, count) for problem, count in recording.problems] == [(3, 3), (2, 1), (1, 1)]
     assert repr(recording) == "<Recording: 3 problems, 5 calls>"
+
+
+def test_problems_are_counted_under_the_place_where_they_run() -> None:
+    layer, x = nn.Linear(8, 6), torch.randn(3, 8)
+    with torch.no_grad(), gemmtune.record() as recording:
+        layer(x)
+        recording.where = (1, "head")
+        layer(x)
+        layer(x)
+        x.to("meta") @ torch.ones(8, 2, device="meta")
+    problem = linear_problem(3, 6, 8, "float32", bias=True)
+    assert recording.problems[0] == (problem, 3)
+    assert recording.places(torch.device("cpu")) == [((0, ""), problem, 1), ((1, "head"), problem, 2)]
+    assert [(where, item.n) for where, item, _ in recording.places(torch.device("meta"))] == [((1, "head"), 2)]
+    assert [(where, item.n, count) for where, item, count in recording.places()] == [
+        ((0, ""), 6, 1), ((1, "head"), 6, 2), ((1, "head"), 2, 1)
+    ]  # fmt: skip
+
+
+def test_empty_problems_are_not_counted() -> None:
+    recording = Recording()
+    for sizes in ((0, 3, 4), (3, 0, 4), (3, 4, 0)):
+        recording.add(linear_problem(*sizes, "float32"))
+    recording.add(bmm_problem(0, 2, 3, 4, "float32"))
+    assert (len(recording), recording.problems, recording.devices) == (0, [], ())
+    recording.add(linear_problem(1, 1, 1, "float32"), count=2)
+    assert recording.problems == [(linear_problem(1, 1, 1, "float32"), 2)]
+
+
+class Marked(Tensor):
+    """A tensor subclass without any behaviour of its own."""
+
+
+def test_only_subclasses_with_values_keep_a_call_from_being_recorded() -> None:
+    x, w = torch.randn(3, 8), torch.randn(5, 8)
+    with gemmtune.record() as recording:
+        F.linear(x.as_subclass(Marked), w)
+        F.linear(x, weight=w.as_subclass(Marked))
+        F.linear(x, w, bias=torch.randn(5).as_subclass(Marked))
+    assert recording.problems == []
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(x)
+        assert has_subclass((fake, 1.0)) is False
+    assert has_subclass((x, None, w.as_subclass(Marked))) is True
+    assert has_subclass((x, nn.Parameter(w), "x")) is False
+
+
+def test_operand_by_keyword_beside_one_by_position_is_recorded() -> None:
+    x, w = torch.randn(3, 8), torch.randn(5, 8)
+    with gemmtune.record() as recording:
+        F.linear(x, weight=w)
+    assert recording.problems == [(linear_problem(3, 5, 8, "float32", constant=False), 1)]
+
+
+class Outer(Int8Linear):
+    """A weight-only module whose forward runs other modules and products."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 8)
+        self.inner, self.plain = Int8Linear(16, 8), nn.Linear(16, 8).bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        between = self.inner(x) + F.linear(x, self.plain.weight)
+        return between + self.plain(x) + F.linear(x, self.plain.weight)
+
+
+def test_nothing_inside_a_weight_only_module_is_recorded() -> None:
+    model, x = Outer(), torch.randn(3, 16).bfloat16()
+    with torch.no_grad(), gemmtune.record() as recording:
+        model(x)
+        model(x=x)
+        model(x.as_subclass(Marked))
+        model.plain(x)
+        model(x)
+    assert recording.problems == [
+        (weight_only_problem(3, 8, 16), 2),
+        (linear_problem(3, 8, 16, "bfloat16", bias=True), 1),
+    ]
+
+
+class WithoutInput(nn.Module):
+    """A weight-only module whose first argument is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.ones(8, 16, dtype=torch.int8))
+        self.register_buffer("scales", torch.ones(8))
+
+    def forward(self, rows: int) -> Tensor:
+        return torch.ones(rows, 16) @ torch.ones(16, 8)
+
+
+def test_weight_only_module_without_activations_is_not_recorded() -> None:
+    with gemmtune.record() as recording:
+        assert WithoutInput()(3).shape == (3, 8)
+    assert recording.problems == []
+
+
+def test_problem_of_a_weight_only_module_has_its_format_and_bias() -> None:
+    weight, scale = torch.ones(8, 16, dtype=torch.uint8), torch.ones(4, 8).bfloat16()
+    x = torch.ones(2, 3, 32).bfloat16()
+    plain = module_problem(x, WeightOnly(weight, scale, scale, 4, 8))
+    assert plain == weight_only_problem(6, 8, 32, bits=4, group=8, zero_point=True)
+    biased = module_problem(x, WeightOnly(weight, scale, None, 4, 8, torch.ones(8)))
+    assert biased.b == weight_only_problem(6, 8, 32, bits=4, group=8).b
+    assert [(step.kind, step.axis) for step in biased.epilogue] == [("bias", "col")]
+
+
+def test_recording_can_begin_again_after_the_block() -> None:
+    x, w = torch.randn(3, 8), torch.randn(8, 5)
+    recorder = gemmtune.record()
+    for count in (1, 2):
+        with recorder as recording:
+            x @ w
+        assert [n for _, n in recording.problems] == [count]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gemmtune
 from gemmtune import fuse
@@ -177,3 +178,142 @@ def test_op_that_only_pytorch_computes_returns_its_out() -> None:
 def test_tensor_on_another_device_is_named(call: Callable[[], Tensor], name: str) -> None:
     with pytest.raises(checks.DtypeError, match=rf"\b{name} is on meta"):
         call()
+
+
+PACKED_B = gemmtune.pack(B, layout="aten:row")
+INTEGERS = torch.ones(3, 4, dtype=torch.int64), torch.ones(5, 4, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: gemmtune.mm(INTEGERS[0], INTEGERS[1].t(), out_dtype=torch.float32),
+        lambda: gemmtune.mm(INTEGERS[0], INTEGERS[1].t(), epilogue=[fuse.relu()]),
+        lambda: gemmtune.mm(INTEGERS[0], INTEGERS[1].t(), epilogue=[fuse.relu()], out=torch.empty(3, 5)),
+        lambda: gemmtune.linear(*INTEGERS, epilogue=[fuse.relu()]),
+    ],
+)
+def test_call_that_pytorchs_function_does_not_know_is_not_given_to_it(call: Callable[[], Tensor]) -> None:
+    with pytest.raises(checks.DtypeError, match="the operands' dtype"):
+        call()
+
+
+@pytest.mark.parametrize("bias", [None, torch.ones(5, dtype=torch.int64)])
+def test_integer_linear_writes_its_out(bias: Tensor | None) -> None:
+    out = torch.empty(3, 5, dtype=torch.int64)
+    for _ in range(2):
+        assert gemmtune.linear(*INTEGERS, bias, out=out.zero_()) is out
+        assert out.tolist() == [[4 if bias is None else 5] * 5] * 3
+
+
+def test_autocast_converts_what_pytorch_converts() -> None:
+    relu = [fuse.relu()]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert gemmtune.mm(A.double(), B.t().double(), epilogue=relu).dtype == torch.float64
+        assert gemmtune.mm(A.half(), B.t(), epilogue=relu).dtype == torch.bfloat16
+        assert gemmtune.linear(A, PACKED_B, epilogue=relu).dtype == torch.float32
+        assert gemmtune.mixed_mm(A, B.t().to(torch.int8), torch.ones(5)).dtype == torch.float32
+        assert gemmtune.mixed_mm(A, B.t().to(torch.int8), torch.ones(5), epilogue=relu).dtype == torch.float32
+    assert gemmtune.mm(A, B.t(), epilogue=relu).dtype == torch.float32
+
+
+def test_out_of_a_call_under_autocast_keeps_its_dtype() -> None:
+    out = torch.empty(3, 5)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert gemmtune.mm(A, B.t(), epilogue=[fuse.relu()], out=out) is out
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out, torch.relu(A @ B.t()), rtol=2e-2, atol=5e-2)
+
+
+def test_error_under_a_transform_is_that_of_the_op() -> None:
+    with pytest.raises(checks.ShapeError, match=r"\(3x4 and 3x5\)"):
+        torch.vmap(lambda a: gemmtune.mm(a, torch.ones(3, 5)))(torch.ones(2, 3, 4))
+    with pytest.raises(checks.DtypeError, match="float != double"):
+        torch.vmap(lambda a: gemmtune.mm(a, torch.ones(4, 5).double()))(torch.ones(2, 3, 4))
+
+
+def test_fake_operands_of_other_devices_and_dtypes_raise_the_errors_of_the_op() -> None:
+    with FakeTensorMode():
+        a, b = torch.ones(3, 4), torch.ones(4, 5)
+        assert gemmtune.mm(a, b).shape == (3, 5)
+        with pytest.raises(checks.DtypeError, match="float != c10::BFloat16"):
+            gemmtune.mm(a, b.bfloat16())
+        with pytest.raises(checks.DtypeError, match="same device"):
+            gemmtune.mm(a, b.to("meta"))
+
+
+def test_public_function_has_the_signature_and_the_documentation() -> None:
+    signature = inspect.signature(gemmtune.mixed_mm)
+    keywords = [name for name, p in signature.parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    assert list(signature.parameters)[:4] == ["mat1", "mat2", "scale", "zero_point"]
+    assert keywords == ["bits", "group_size", "bias", "out_dtype", "epilogue", "out"]
+    assert (signature.parameters["bits"].default, signature.parameters["scale"].default) == (8, None)
+    assert signature.parameters["mat1"].default is inspect.Parameter.empty
+    assert (gemmtune.mixed_mm.__doc__ or "").startswith("Floating activations [M, K] by a quantised weight")
+    assert gemmtune.mixed_mm.__module__ == "gemmtune.ops.mixed_mm"
+    assert gemmtune.mixed_mm.__annotations__["bits"] == "int"
+
+
+@pytest.mark.parametrize("extra", [{}, {"epilogue": [fuse.relu()]}, {"out_dtype": torch.float64}])
+@pytest.mark.parametrize("optional", [(), ("bias",), ("zero_point",), ("zero_point", "bias")])
+def test_cached_calls_with_any_optional_operands_are_told_apart(
+    optional: tuple[str, ...], extra: dict[str, Any]
+) -> None:
+    """Each combination has a key of its own, and the second call of each is served by the cache."""
+    q, scale = torch.randint(-8, 8, (5, 4), dtype=torch.int8), torch.rand(5)
+    operands = {"zero_point": torch.rand(5), "bias": torch.rand(5)}
+    given: dict[str, Any] = {name: operands[name] for name in optional}
+    zero, bias = given.get("zero_point", 0.0), given.get("bias", 0.0)
+    expected = A @ ((q.float().t() - zero) * scale) + bias
+    expected = torch.relu(expected) if "epilogue" in extra else expected
+    quant = gemmtune.pack(q, scale=scale, zero_point=given.get("zero_point"), layout="aten:dequant/float32")
+    given_bias = {name: value for name, value in given.items() if name == "bias"}
+    for _ in range(2):
+        raw = gemmtune.mixed_mm(A, q.t(), scale, **given, **extra)
+        packed = gemmtune.mixed_mm(A, quant, **given_bias, **extra)
+        for result in (raw, packed):
+            assert result.dtype == extra.get("out_dtype", torch.float32)
+            torch.testing.assert_close(result.float(), expected, rtol=1e-4, atol=1e-4)
+        out = torch.empty(3, 5, dtype=result.dtype)
+        assert gemmtune.mixed_mm(A, quant, **given_bias, **extra, out=out) is out
+        torch.testing.assert_close(out.float(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_cached_calls_with_a_packed_weight_and_a_bias_are_told_apart() -> None:
+    bias, out = torch.randn(5), torch.empty(3, 5)
+    for _ in range(2):
+        torch.testing.assert_close(gemmtune.linear(A, PACKED_B), A @ B.t())
+        torch.testing.assert_close(gemmtune.linear(A, PACKED_B, bias), A @ B.t() + bias)
+        torch.testing.assert_close(gemmtune.linear(A, PACKED_B, epilogue=[fuse.add(bias)]), A @ B.t() + bias)
+        assert gemmtune.linear(A, PACKED_B, bias, out=out.zero_()) is out
+        torch.testing.assert_close(out, A @ B.t() + bias)
+        torch.testing.assert_close(gemmtune.mm(A, PACKED_B), A @ B.t())
+        torch.testing.assert_close(gemmtune.addmm(bias, A, PACKED_B, beta=2), A @ B.t() + 2 * bias)
+
+
+def test_key_has_the_number_of_threads() -> None:
+    DISPATCH_CACHE.clear()
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 1):
+            torch.set_num_threads(count)
+            gemmtune.mm(A, B.t())
+    finally:
+        torch.set_num_threads(threads)
+    assert len(DISPATCH_CACHE) == 2
+
+
+def test_operands_that_are_none_raise_the_errors_of_the_op() -> None:
+    for call in (gemmtune.mm, gemmtune.bmm, gemmtune.linear, gemmtune.int_mm):
+        for operands in ((None, A), (A, None), ([1.0], A)):
+            with pytest.raises(TypeError, match="must be Tensor"):
+                call(*operands)  # type: ignore[operator]
+
+
+@pytest.mark.usefixtures("registered_op")
+def test_op_that_is_registered_again_records_only_its_new_functions() -> None:
+    table.register(SPEC._replace(records={torch.outer: _recorded}))
+    assert torch.inner not in table.DESCRIBERS
+    assert torch.outer in table.DESCRIBERS
+    table.register(SPEC)
+    assert torch.outer not in table.DESCRIBERS

@@ -19,6 +19,7 @@ from gemmtune.ops import torchao_formats
 from gemmtune.ops.packing import pack
 from gemmtune.ops.torchao_formats import UnknownFormatError, problem
 from gemmtune.store import MemoryStore
+from helpers.int4_tiles import fake_convert, fake_int4pack_mm
 from helpers.serving import TOY_RUNS
 from helpers.tuned_models import prepare_model
 
@@ -300,39 +301,20 @@ def test_autocast_returns_the_dtype_of_torchao(served: Any, plain: nn.Module, x:
     assert (got - wanted).float().norm() <= 2e-2 * wanted.float().norm()
 
 
-def _fake_convert(pairs: Tensor, inner_tiles: int) -> Tensor:
-    """Replace ``_convert_weight_to_int4pack``, which CPUs do not have: pack uint8 [N, K / 2], the high nibble first,
-    into int32 [N / 8, K / 128, 32, 4]. Its order is not that of the GPU's operator."""
-    assert inner_tiles == 8
-    values = torch.stack((pairs >> 4, pairs & 15), 2).reshape(-1, 8).flip(1).to(torch.int64)
-    packed = (values << (4 * torch.arange(8))).sum(1)
-    packed = torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
-    return packed.reshape(pairs.shape[0] // 8, pairs.shape[1] // 64, 32, 4)
-
-
-def _fake_int4pack_mm(rows: Tensor, packed: Tensor, group: int, pairs: Tensor) -> Tensor:
-    """Replace ``_weight_int4pack_mm`` for weights of ``_fake_convert``."""
-    packed_values = packed.reshape(-1, 1).to(torch.int64) & 0xFFFFFFFF
-    nibbles = ((packed_values >> (4 * torch.arange(8))) & 15).flip(1)
-    values = nibbles.reshape(packed.shape[0] * 8, packed.shape[1] * 128) - 8.0
-    scale, zero = (pairs[..., index].float().repeat_interleave(group, 0).t() for index in range(2))
-    return (rows.float() @ (values * scale + zero).t()).to(rows.dtype)
-
-
 @pytest.mark.parametrize("shape", [(24, 1024), (20, 1536)])
 def test_tile_packed_int4_weights_are_read_and_restored(
     shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only GPUs have the operators of Int4TilePackedTo4dTensor. One of the shapes has torchao's padding."""
     tiled = ao.Int4TilePackedTo4dTensor
-    monkeypatch.setattr(torchao_formats, "convert_weight_to_int4pack", _fake_convert)
-    monkeypatch.setattr(torchao_formats, "weight_int4pack_mm", _fake_int4pack_mm)
+    monkeypatch.setattr(torchao_formats, "convert_weight_to_int4pack", fake_convert)
+    monkeypatch.setattr(torchao_formats, "weight_int4pack_mm", fake_int4pack_mm)
     (n, k), group = shape, 128
     rows, columns = -(-n // 8) * 8, -(-k // 1024) * 1024
     values = torch.full((rows, columns), 11, dtype=torch.uint8)
     values[:n, :k] = torch.randint(0, 16, (n, k), dtype=torch.uint8)
     pairs = torch.rand(columns // group, rows, 2).bfloat16() + 0.1
-    qdata = _fake_convert((values[:, ::2] << 4) | values[:, 1::2], 8)
+    qdata = fake_convert((values[:, ::2] << 4) | values[:, 1::2], 8)
     weight = tiled(qdata, pairs, [1, group], torch.Size(shape))
     scale, zero = (pairs[: k // group, :n, index].float().repeat_interleave(group, 0).t() for index in range(2))
     wanted = (values[:n, :k].float() - 8) * scale + zero
@@ -347,6 +329,6 @@ def test_tile_packed_int4_weights_are_read_and_restored(
         assert torch.equal(restored.scale_and_zero, pairs)
     if rows > n:
         values[-1, 0] = 3
-        other = tiled(_fake_convert((values[:, ::2] << 4) | values[:, 1::2], 8), pairs, [1, group], torch.Size(shape))
+        other = tiled(fake_convert((values[:, ::2] << 4) | values[:, 1::2], 8), pairs, [1, group], torch.Size(shape))
         with pytest.raises(UnknownFormatError, match="padding"):
             torchao_formats.read(other)

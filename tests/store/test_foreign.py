@@ -12,7 +12,10 @@ from gemmtune.store.foreign import describe_file
 @pytest.mark.parametrize(
     ("content", "description"),
     [
+        (b"SQLite format 3\0 and more", "a damaged SQLite database"),
         (b"\x1f\x8b\x08\x00", "a gzip file"),
+        (b"PK\x03\x04", "a zip file (PyTorch's .pt files are some)"),
+        (b"", "a text file"),
         (b"\x7fELF\x02", "a program or library"),
         (b'{"format": "gemmtune-decisions"}', "an export of decisions, which `gemmtune store import` reads"),
         (b"a line\n\tand another\r\n", "a text file"),

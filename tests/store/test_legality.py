@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import msgspec
 import pytest
 
 from gemmtune import backends
-from gemmtune.core.candidate import Candidate
-from gemmtune.core.decision import Decision
+from gemmtune.backends.base import Artifact, Availability, Backend, Kernel
+from gemmtune.core.candidate import Candidate, Illegal
+from gemmtune.core.decision import Decision, LayoutDecision
 from gemmtune.core.problem import Problem
 from gemmtune.core.target import Target
 from gemmtune.core.tuned_plan import PlanKernel, TunedPlan
@@ -121,3 +123,82 @@ def test_plans_with_an_illegal_kernel_are_reported_and_excluded() -> None:
     assert legal_only([(TARGET, ILLEGAL_PLAN), (TARGET, LEGAL_PLAN)], reports.append) == [(TARGET, LEGAL_PLAN)]
     assert len(reports) == 1
     assert "aten/bmm is not legal" in reports[0]
+
+def test_only_kernels_that_may_be_served_are_checked() -> None:
+    absent = Candidate.make("absent", "mm")
+    row = make_evidence(absent, "finalist", 2e-3)
+    seen = msgspec.structs.replace(LEGAL, evidence=(*LEGAL.evidence, row))
+    assert findings(seen) == ([], [])
+    tested = LayoutDecision("winner", absent.id, LEGAL.evidence[0].id, 0.5, 0.4, 0.6)
+    for change in ({"chosen": absent.id}, {"alternatives": {"": absent.id}}, {"layouts": {"": tested}}):
+        assert len(findings(msgspec.structs.replace(seen, **change))[1]) == 1
+
+
+class Odd(Backend):
+    """Backend whose methods fail in the way that ``fault`` says."""
+
+    name = "odd"
+    fault = ""
+
+    def available(self, target: Target) -> Availability:
+        return Availability(True)
+
+    def candidates(self, problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
+        yield Candidate.make("odd", "mm")
+
+    def why_illegal(self, problem: Problem, candidate: Candidate, target: Target) -> str:
+        if self.fault == "raises":
+            raise LookupError("no such entry")
+        return "too wide" if self.fault == "illegal" else ""
+
+    def packing_of(self, problem: Problem, candidate: Candidate) -> str | None:
+        if self.fault == "loaded":
+            raise NotImplementedError
+        return "odd:p"
+
+    def load(self, artifact: Artifact, problem: Problem) -> Kernel:
+        raise NotImplementedError
+
+    def source_digest(self) -> str:
+        if self.fault == "imports":
+            raise ImportError("no module odd")
+        return "odd1"
+
+
+@pytest.mark.parametrize(
+    ("fault", "digest", "illegal", "unchecked"),
+    [
+        ("", "odd1", "", ""),
+        ("illegal", "odd1", "is not legal for it on Test CPU <x>: too wide", ""),
+        ("illegal", "odd0", "", "is not checked: another version of its backend made it, and this one says that it is"),
+        ("raises", "odd1", "cannot be judged (LookupError: no such entry)", ""),
+        ("raises", "odd0", "", "is not checked: another version of its backend made it, and this one says that it can"),
+        ("loaded", "odd1", "", "is not checked: only its loaded kernel tells which layout it wants its weight in"),
+        ("imports", "odd1", "", "is not checked: its backend cannot be imported here (no module odd)"),
+    ],
+)
+def test_kernel_of_a_plug_in_is_judged_by_its_backend(
+    fault: str, digest: str, illegal: str, unchecked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backends.register("odd", f"{__name__}:Odd")
+    monkeypatch.setattr(Odd, "fault", fault)
+    try:
+        decision = decision_of(Candidate.make("odd", "mm"), packing="odd:p")
+        result = findings(decision, replace(TARGET, sources=(("odd", digest),)))
+    finally:
+        backends._PLUGINS.pop("odd")
+        backends.get.cache_clear()
+    prefix = f"decision {PROBLEM.key}: odd/mm "
+    for lines, text in zip(result, (illegal, unchecked), strict=True):
+        assert len(lines) == bool(text)
+        assert all(line.startswith(prefix + text) for line in lines)
+
+
+def test_raw_weight_is_not_the_layout_that_a_packed_kernel_wants() -> None:
+    backends.register("odd", f"{__name__}:Odd")
+    try:
+        illegal, _ = findings(decision_of(Candidate.make("odd", "mm")), replace(TARGET, sources=(("odd", "odd1"),)))
+    finally:
+        backends._PLUGINS.pop("odd")
+        backends.get.cache_clear()
+    assert illegal[0].endswith("wants its weight packed as 'odd:p', and the record says as it is")

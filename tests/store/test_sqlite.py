@@ -481,3 +481,138 @@ def test_check_explains_a_path_below_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StoreError, match=r"cannot read the store .*: \[Errno 20\] Not a directory"):
         SqliteStore(tmp_path / "file" / "store.db").check()
+
+
+def count(path: Path, table: str) -> int:
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        return int(connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0])
+
+
+def test_pruning_deletes_failures_targets_and_expired_leases(store: SqliteStore, path: Path) -> None:
+    other = replace(TARGET, threads=7)
+    for target in (TARGET, other):
+        store.put(target, make_decision(target=target))
+        store.remember_failure(target, "p", "x", Verdict("crashed"))
+        assert store.lease(target, "p", 60.0) is not None
+    assert store.prune() == 0
+    assert [count(path, table) for table in ("decisions", "failures", "targets", "leases")] == [2, 2, 2, 2]
+    execute(path, "UPDATE leases SET expires = 1.0 WHERE target_key = ?", other.key)
+    assert store.prune(keep=[TARGET]) == 1
+    assert [count(path, table) for table in ("decisions", "failures", "targets", "leases")] == [1, 1, 1, 1]
+    assert store.targets() == [TARGET]
+    assert store.all_failures(TARGET) == {"p": {"x": Verdict("crashed")}}
+    assert store.prune(older_than_s=1e12) == 0
+    assert store.prune(older_than_s=0.0) == 1
+    assert count(path, "targets") == 0
+
+
+def test_pruning_an_absent_store_creates_none(store: SqliteStore, path: Path) -> None:
+    assert store.prune(older_than_s=0.0) == 0
+    assert not path.exists()
+
+
+def test_probe_of_the_disk_leaves_no_record(store: SqliteStore, path: Path) -> None:
+    store.check_writable()
+    assert count(path, "leases") == 0
+    assert store.verify() == []
+
+
+def test_artifacts_are_beside_the_file(store: SqliteStore, path: Path) -> None:
+    assert store.artifacts_directory == path.with_name("store.artifacts")
+
+
+def test_lease_of_another_token_is_not_renewed_or_released(store: SqliteStore, path: Path) -> None:
+    lost = store.lease(TARGET, "p", 60.0)
+    assert lost is not None
+    execute(path, "UPDATE leases SET token = 'another'")
+    assert lost.renew() is False
+    lost.release()
+    assert store.lease_remaining_s(TARGET, "p") is not None
+    execute(path, "UPDATE leases SET expires = 'soon'")
+    assert store.lease_remaining_s(TARGET, "p") is None
+    held = store.lease(TARGET, "p", 60.0)
+    assert held is not None
+    assert held.renew() is True
+
+
+def test_each_kind_of_damaged_record_has_a_line(store: SqliteStore, path: Path) -> None:
+    others = [replace(TARGET, threads=threads) for threads in (7, 8)]
+    for target in (TARGET, *others):
+        store.put(target, make_decision(target=target))
+    store.remember_failure(TARGET, "p", "x", Verdict("crashed"))
+    execute(path, "UPDATE failures SET body = 'text'")
+    execute(path, "UPDATE targets SET body = x'7b' WHERE key = ?", others[0].key)
+    execute(path, "DELETE FROM targets WHERE key = ?", others[1].key)
+    lines = [line for line in store._damage() if "malformed" in line or "missing" in line or "body is" in line]
+    assert any(line.startswith(f"target {others[0].key}: malformed target") for line in lines)
+    assert any(line.endswith(f"its target {others[1].key} is missing") for line in lines)
+    assert "failure of x for p: a record's body is str, not bytes" in lines
+    assert not any(line.endswith(f"its target {TARGET.key} is missing") for line in lines)
+
+
+def test_damage_is_listed_once_and_up_to_a_hundred_lines(
+    store: SqliteStore, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.put(TARGET, make_decision())
+    for number in range(120):
+        store.remember_failure(TARGET, "p", f"x{number}", Verdict("crashed"))
+    execute(path, "UPDATE failures SET body = CAST(candidate_id AS TEXT)")
+    execute(path, "UPDATE failures SET body = CAST(candidate_id AS BLOB) WHERE candidate_id <> 'x0'")
+    for _ in range(2):
+        assert store.failures(TARGET, "p") == {}
+        assert store.all_failures(TARGET) == {}
+    assert len(store.damage) == len(set(store.damage))
+    assert 1 < len(store.damage) <= 100
+    assert caplog.text.count("damaged record in the store") == 1
+
+
+def test_check_of_a_sound_or_an_absent_store_raises_nothing(store: SqliteStore, path: Path) -> None:
+    store.check()
+    assert not path.exists()
+    store.put(TARGET, make_decision())
+    store.check()
+    assert store.get(TARGET, PROBLEM.key) is not None
+
+
+def test_check_of_a_locked_store_says_so(path: Path, store: SqliteStore) -> None:
+    store.put(TARGET, make_decision())
+    with (
+        contextlib.closing(sqlite3.connect(path, isolation_level=None)) as writer,
+        contextlib.closing(SqliteStore(path, timeout_s=0.05)) as reader,
+    ):
+        writer.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(StoreError, match=r"another process is writing it, for longer than 0\.05 s"):
+            reader.check()
+
+
+def test_short_timeout_ends_with_its_block(store: SqliteStore) -> None:
+    store.put(TARGET, make_decision())
+    assert not store._short_timeout
+    with store.short_timeout():
+        with store.short_timeout():
+            assert store._short_timeout
+        assert store._short_timeout
+        assert store.get(TARGET, PROBLEM.key) is not None
+        assert store._busy_timeout_s < 1.0
+    assert not store._short_timeout
+    assert store.get(TARGET, PROBLEM.key) is not None
+    assert store._busy_timeout_s == 10.0
+
+
+def test_check_of_a_file_that_is_no_database_says_what_it_is(path: Path, store: SqliteStore) -> None:
+    path.parent.mkdir()
+    path.write_text("some words\n" * 100)
+    text = r"cannot read the store .*: it is a text file \(file is not a database\); move it away, or choose another"
+    with pytest.raises(StoreError, match=text):
+        store.check()
+    path.write_bytes(b"")
+    store.check()
+
+
+def test_check_of_a_file_with_other_tables_says_so(path: Path, store: SqliteStore) -> None:
+    path.parent.mkdir()
+    execute(path, "CREATE TABLE t (x)")
+    with pytest.raises(
+        StoreError, match=r"cannot read the store .*: it is a SQLite database, but not a gemmtune store"
+    ):
+        store.check()

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 
+from gemmtune.core.decision import Verdict
 from gemmtune.core.events import BestSoFar
 from gemmtune.testing.clock import FakeClock
 from gemmtune.timing.clock import CpuClock, Run
 from gemmtune.timing.machine import MachineState
-from gemmtune.timing.race import Entrant, RaceResult, RaceSetup, race
-from gemmtune.timing.surroundings import Surrounding
+from gemmtune.timing.paired_test import PairedTest
+from gemmtune.timing.race import Entrant, RaceResult, RaceSetup, _Race, race
+from gemmtune.timing.race_entry import RaceEntry
+from gemmtune.timing.stats import Interval
+from gemmtune.timing.surroundings import OVERLAP, Comparison, Surrounding
 
 NOISY = {"noise": 0.02, "drift": 0.01, "stalls": 0.03}
 
@@ -364,3 +369,329 @@ def test_challenger_that_raises_among_other_work_is_out_and_the_next_one_wins() 
     assert failed.verdict is not None
     assert (failed.stage, failed.verdict.kind) == ("failed", "crashed")
     assert failed.reason == "raised RuntimeError: illegal memory access behind an elementwise kernel"
+
+
+# --- machine and baseline that are not believed ------------------------------------------------------------------
+
+
+class SteadyMachine:
+    """A machine that is always in one state."""
+
+    def __init__(self, **state: Any) -> None:
+        self.state = MachineState(**state)
+
+    def read_state(self) -> MachineState:
+        return self.state
+
+
+def test_tie_is_inconclusive_where_others_need_the_cores() -> None:
+    clock = FakeClock(0, noise=0.005)
+    setup = RaceSetup(machine=SteadyMachine(contention=True))
+    tie = race(make_entrants(clock, [1e-3], [1e-3]), clock, 6.0, setup=setup)
+    assert tie.outcome == "inconclusive"
+    assert tie.leader == tie.baseline == "aten0"
+    assert tie.stopped.endswith("; others kept the cores busy that the kernels' threads need")
+    assert tie.conditions == {"load": "0.0 cores"}
+    win = race(make_entrants(clock, [0.8e-3], [1e-3]), clock, 6.0, setup=setup)
+    assert (win.outcome, win.leader) == ("winner", "native0")
+    alone = race(make_entrants(clock, [], [1e-3]), clock, 6.0, setup=setup)
+    assert (alone.outcome, alone.stopped) == (
+        "inconclusive", "others kept the cores busy that the kernels' threads need"
+    )  # fmt: skip
+
+
+def make_race(budget_s: float = 10.0, **setup: Any) -> _Race:
+    """Return a race, not yet run, of a baseline of 1 ms and a challenger of 0.9 ms that have one time each."""
+    clock = FakeClock(0, noise=0.0)
+    entrants = make_entrants(clock, [0.9e-3], [1e-3])
+    result = _Race(entrants, clock, budget_s, 0, None, RaceSetup(**setup), 50, 0.003)
+    for entry, seconds in zip(result.entries, (1e-3, 0.9e-3), strict=True):
+        entry.times, entry.calls = {0: seconds}, 1
+    return result
+
+
+OPEN, NARROW = Interval(1.0, 0.97, 1.03, 0.99), Interval(1.0, 0.99, 1.01, 0.99)
+
+
+@pytest.mark.parametrize(
+    ("disturbed", "test", "outcome"),
+    [
+        (True, PairedTest(interval=OPEN), "inconclusive"),
+        (False, PairedTest(interval=OPEN), "tie"),
+        (True, PairedTest(interval=NARROW), "tie"),
+        (True, PairedTest(interval=NARROW, unclear=True), "inconclusive"),
+        (True, PairedTest(interval=OPEN, unclear=True, decided=True), "tie"),
+        (True, PairedTest(interval=OPEN, decided=True), "tie"),
+        (True, None, "tie"),
+    ],
+)
+def test_question_that_a_disturbed_machine_leaves_open_is_inconclusive(
+    disturbed: bool, test: PairedTest | None, outcome: str
+) -> None:
+    races = make_race()
+    races.disturbed = disturbed
+    words = "the machine was too disturbed to decide" if outcome == "inconclusive" else ""
+    assert races._tie(test) == (outcome, words)
+
+
+@pytest.mark.parametrize(
+    ("stalled", "times", "disturbed"),
+    [
+        (0.05, [], False),
+        (0.06, [], True),
+        (0.0, [1.0, 1.2] * 4, True),
+        (0.0, [1.0, 1.2] * 3 + [1.0], False),
+        (0.0, [1.0, 1.01] * 4, False),
+    ],
+)
+def test_stalls_and_noise_of_a_paired_test_extend_its_deadline(
+    stalled: float, times: list[float], disturbed: bool
+) -> None:
+    races = make_race()
+    deadline = races._test_deadline(PairedTest(stalled=stalled, baseline=times))
+    assert races.disturbed is disturbed
+    assert deadline == races.start + (20.0 if disturbed else 10.0)
+
+
+@pytest.mark.parametrize(("earlier_s", "is_believed"), [(0.246e-3, True), (0.244e-3, False), (None, True)])
+def test_baseline_far_above_its_earlier_time_decides_nothing(earlier_s: float | None, is_believed: bool) -> None:
+    """The baseline takes 1 ms in the race. Four times its earlier time, and 20 us more, are believed."""
+    clock = FakeClock(0, noise=0.0)
+    setup = RaceSetup(earlier_s={} if earlier_s is None else {"aten0": earlier_s})
+    result = race(make_entrants(clock, [0.8e-3], [1e-3]), clock, 6.0, setup=setup)
+    assert result.outcome == ("winner" if is_believed else "inconclusive")
+    assert result.leader == ("native0" if is_believed else "aten0")
+    text = "aten0 took 1e+03 us a call in the race and 244 us before it: the machine was disturbed"
+    assert result.stopped.endswith(text) is not is_believed
+
+
+class LoadedLater:
+    """A machine whose load changes at every reading from the ``first`` one on."""
+
+    def __init__(self, first: int) -> None:
+        self.first, self.reads = first, 0
+
+    def read_state(self) -> MachineState:
+        self.reads += 1
+        return MachineState(load=float(self.reads) if self.reads >= self.first else 0.0)
+
+
+def test_paired_test_is_repeated_once() -> None:
+    clock = FakeClock(0)
+    machine = LoadedLater(3)
+    result = race(make_entrants(clock, [0.9e-3], [1e-3]), clock, 60.0, setup=RaceSetup(machine=machine))
+    assert result.outcome == "winner"
+    assert machine.reads == 4  # before the race, before the test, and after each of the two tests
+
+
+def test_extension_is_stated_where_it_took_more_than_a_tenth() -> None:
+    for elapsed_s, disturbed, words in (
+        (12.0, True, "by 2.0 s: the machine was disturbed"), (11.0, True, None), (12.0, False, None)
+    ):  # fmt: skip
+        races = make_race()
+        races.disturbed, races.start = disturbed, -elapsed_s
+        assert races._conditions(None) == ({} if words is None else {"extended": words})
+
+
+def test_drift_is_that_of_the_paired_test_if_there_was_one() -> None:
+    races = make_race()
+    entry = races.entries[0]
+    entry.times = dict(enumerate([1.0] * 3 + [1.5] * 6))
+    assert races._conditions(entry) == {"drift": "+50.0%"}
+    entry.test_times = [1.0] * 6 + [0.75] * 3
+    assert races._conditions(entry) == {"drift": "-25.0%"}
+    entry.test_times = [1.0] * 9
+    assert races._conditions(entry) == {}
+
+
+# --- surroundings ------------------------------------------------------------------------------------------------
+
+
+def surrounding_of(
+    clock: FakeClock, seconds: dict[tuple[str, str], float], name: str = "behind a copy", *,
+    variants: tuple[str, ...] = ("",),
+) -> Surrounding:  # fmt: skip
+    """Return a surrounding with these seconds per call by entrant and variant; others take 1 ms."""
+    return Surrounding(name, lambda entrant, variant: clock.kernel(seconds.get((entrant, variant), 1e-3)),
+                       lambda entrant: variants)  # fmt: skip
+
+
+def test_challenger_slower_in_a_surrounding_leaves_the_win_to_the_next() -> None:
+    clock = FakeClock(0)
+    slow = {("native0", ""): 1.2e-3, ("native1", ""): 0.9e-3}
+    entrants = make_entrants(clock, [0.8e-3, 0.805e-3], [1e-3])
+    result = race(entrants, clock, 6.0, setup=RaceSetup(surroundings=[surrounding_of(clock, slow)]))
+    assert (result.outcome, result.leader) == ("winner", "native1")
+    row = result.evidence["native0"]
+    assert row.stage == "eliminated"
+    assert row.reason.startswith("1.")
+    assert row.reason.endswith("x the time of aten0 behind a copy, where it was faster in the paired test")
+    assert result.layouts["g0"].outcome == "tie"
+    assert result.layouts["g0"].surroundings["behind a copy"] == pytest.approx(1.2, rel=0.05)
+    assert (result.layouts["g1"].outcome, result.layouts["g1"].candidate) == ("winner", "native1")
+    assert result.layouts["g1"].surroundings["behind a copy"] == pytest.approx(0.9, rel=0.05)
+
+
+def test_three_challengers_are_compared_at_most() -> None:
+    clock = FakeClock(0)
+    slow = {(f"native{i}", ""): 1.2e-3 for i in range(3)}
+    entrants = make_entrants(clock, [0.8e-3, 0.803e-3, 0.806e-3, 0.809e-3], [1e-3])
+    result = race(entrants, clock, 60.0, setup=RaceSetup(surroundings=[surrounding_of(clock, slow)]))
+    assert (result.outcome, result.leader) == ("tie", "aten0")
+    assert "behind a copy, where it was faster in the paired test" in result.stopped
+    assert [result.evidence[f"native{i}"].stage for i in range(2)] == ["eliminated"] * 2
+
+
+def test_raw_challenger_that_a_surrounding_refuses_against_a_packed_baseline_has_a_test_against_the_raw_one() -> None:
+    clock = FakeClock(0, noise=0.002)
+    entrants = [
+        Entrant("aten/packed", clock.kernel(1e-3), is_baseline=True, packing="aten:copy"),
+        Entrant("aten/raw", clock.kernel(1.3e-3), is_baseline=True),
+        Entrant("native/raw", clock.kernel(0.9e-3)),
+    ]
+    slow = {("native/raw", ""): 1.1e-3, ("aten/raw", ""): 1.3e-3}
+    result = race(entrants, clock, 10.0, setup=RaceSetup(surroundings=[surrounding_of(clock, slow)]))
+    assert result.leader == "aten/packed"
+    layout = result.layouts[""]
+    assert (layout.outcome, layout.candidate, layout.baseline) == ("winner", "native/raw", "aten/raw")
+
+
+@pytest.mark.parametrize(
+    ("plain", "overlapped", "overlap", "outcome"),
+    [
+        (0.9e-3, 0.8e-3, True, "winner"),
+        (0.8e-3, 0.9e-3, False, "winner"),
+        (0.9e-3, 1.2e-3, False, "winner"),
+        (1.2e-3, 0.9e-3, True, "winner"),
+        (1.1e-3, 1.2e-3, False, "tie"),
+    ],
+)
+def test_variant_with_the_better_worst_ratio_serves(
+    plain: float, overlapped: float, overlap: bool, outcome: str
+) -> None:
+    clock = FakeClock(0, noise=0.002)
+    seconds = {("native0", ""): plain, ("native0", OVERLAP): overlapped}
+    with_variants = surrounding_of(clock, seconds, variants=("", OVERLAP))
+    alone = surrounding_of(clock, {("native0", ""): 0.85e-3}, "alone")
+    entrants = make_entrants(clock, [0.8e-3], [1e-3])
+    result = race(entrants, clock, 10.0, setup=RaceSetup(surroundings=[with_variants, alone]))
+    assert result.outcome == outcome
+    layout = result.layouts["g0"]
+    assert (layout.outcome, layout.overlap) == (outcome, overlap)
+    assert layout.surroundings["behind a copy"] == pytest.approx(min(plain, overlapped) / 1e-3, rel=0.02)
+    # A surrounding in which every variant is slower ends the comparisons.
+    assert ("alone" in layout.surroundings) == (outcome == "winner")
+
+
+def test_best_variant_is_that_of_the_surroundings_with_variants() -> None:
+    best = make_race()._best_variant
+    assert best({}) == OVERLAP
+    assert best({"alone": {"": Comparison(0.5, 0.4)}}) == OVERLAP
+    both = {"": Comparison(0.9, 0.8), OVERLAP: Comparison(0.8, 0.7)}
+    assert best({"alone": {"": Comparison(2.0, 1.9)}, "behind": both}) == OVERLAP
+    worse = {"": Comparison(0.9, 0.8), OVERLAP: Comparison(0.95, 0.7)}
+    assert best({"behind": both, "before": worse}) == ""
+
+
+# --- the raw layout ----------------------------------------------------------------------------------------------
+
+
+def raw_race(raw_s: float, *, after: int | None = None) -> tuple[RaceResult, int]:
+    """Race a kernel on the raw weight against ATen's, which takes 1 ms, and a faster packed kernel.
+
+    after: the raw kernel raises after so many calls. Returns the result and the number of the raw kernel's calls.
+    """
+    clock, calls = FakeClock(3, noise=0.002), 0
+
+    def raw(i: int) -> None:
+        nonlocal calls
+        calls += 1
+        if after is not None and calls > after:
+            raise RuntimeError("lost its way")
+        clock.kernel(raw_s)(i)
+
+    entrants = [
+        Entrant("aten/raw", clock.kernel(1e-3), is_baseline=True),
+        Entrant("native/raw", raw),
+        Entrant("native/packed", clock.kernel(0.7e-3), packing="p"),
+    ]
+    return race(entrants, clock, 6.0, seed=3), calls
+
+
+@pytest.mark.parametrize(("raw_s", "outcome"), [(0.9e-3, "winner"), (1e-3, "tie"), (1.01e-3, "tie"), (1.03e-3, None)])
+def test_raw_layout_has_a_test_of_its_own_unless_its_kernel_is_far_behind(raw_s: float, outcome: str | None) -> None:
+    result, _ = raw_race(raw_s)
+    assert (result.outcome, result.leader) == ("winner", "native/packed")
+    layout = result.layouts.get("")
+    assert (None if layout is None else layout.outcome) == outcome
+    assert result.evidence["native/raw"].stage in ("eliminated", "finalist")
+    assert "paired test" not in result.evidence["native/raw"].reason
+
+
+def test_raw_kernel_that_raises_in_its_own_test_fails_alone() -> None:
+    _, calls = raw_race(0.9e-3)
+    result, _ = raw_race(0.9e-3, after=calls - 20)  # its own test is the last, of 50 pairs
+    assert (result.outcome, result.leader) == ("winner", "native/packed")
+    row = result.evidence["native/raw"]
+    assert (row.stage, row.reason) == ("failed", "native/raw raised RuntimeError: lost its way in the paired test")
+    assert "" not in result.layouts
+    assert result.alternatives[""] == "aten/raw"
+
+
+# --- results -----------------------------------------------------------------------------------------------------
+
+
+def test_race_without_a_rival_says_so() -> None:
+    assert run_race([1e-3], []).stopped == "there is no baseline to beat"
+    assert run_race([], [1e-3]).stopped == "no challenger is left"
+    assert run_race([], []).stopped == "no entrant could be timed"
+    alone = run_race([], [1e-3])
+    assert (alone.outcome, alone.leader, alone.baseline) == ("tie", "aten0", "aten0")
+
+
+def test_stalled_share_is_a_condition_and_a_sample_has_the_pairs() -> None:
+    result = run_race([0.8e-3], [1e-3], noise=0.01, stalls=0.1)
+    assert result.conditions["stalled"].endswith("% of the pairs, set aside")
+    steady = run_race([0.8e-3], [1e-3], noise=0.01)
+    assert "stalled" not in steady.conditions
+    samples = [steady.evidence[name].sample for name in ("aten0", "native0")]
+    assert [sample.rounds for sample in samples if sample is not None] == [50, 50]
+
+
+def test_finalist_that_was_not_tested_has_the_reason() -> None:
+    result = run_race([0.8e-3, 0.8e-3], [1e-3], noise=0.005)
+    loser = next(row for row in result.evidence.values() if row.id.startswith("native") and row.stage != "winner")
+    assert loser.stage == "finalist"
+    assert loser.reason == "among the fastest; not chosen for the paired test"
+
+
+def test_evidence_has_the_candidate_the_packing_and_the_fault() -> None:
+    clock = FakeClock(0, noise=0.002)
+    entrants = [
+        Entrant("aten", clock.kernel(1e-3), is_baseline=True, candidate={"backend": "aten"}),
+        Entrant("fast", clock.kernel(1e-6), packing="p", candidate={"backend": "fast"}),
+        Entrant("x", clock.kernel(0.8e-3), packing="q"),
+    ]
+    result = race(entrants, clock, 6.0, setup=RaceSetup(least_s=1e-5, conditions={"operands": "hot"}))
+    assert result.alternatives == {"": "aten", "q": "x"}
+    row = result.evidence["fast"]
+    assert (row.candidate, row.packing, row.stage) == ({"backend": "fast"}, "p", "failed")
+    assert row.verdict == Verdict("wrong", row.reason)
+    assert result.evidence["x"].verdict is None
+    assert result.conditions == {"operands": "hot"}
+    sample = result.evidence["x"].sample
+    assert sample is not None
+    assert sample.condition == "hot"
+
+
+def test_alternative_of_the_leaders_packing_is_the_leader() -> None:
+    """Another entry of its packing may have the better ratio over the rounds that it shares with the baseline."""
+    races = make_race()
+    baseline, leader = races.entries
+    other = RaceEntry("other", leader.run, False, leader.packing, times={0: 0.5e-3})
+    races.entries.append(other)
+    assert races._result("winner", leader, baseline, "").alternatives == {"": "aten0", "g0": "native0"}
+    assert races._result("tie", baseline, baseline, "").alternatives == {"": "aten0", "g0": "other"}
+    assert races._result("winner", None, None, "").alternatives == {"": "aten0", "g0": "other"}
+    other.stage = "failed"
+    assert races._result("tie", baseline, baseline, "").alternatives == {"": "aten0", "g0": "native0"}

@@ -131,3 +131,87 @@ def test_median_intervals_are_the_narrowest_that_the_binomial_distribution_allow
     assert interval.level == pytest.approx(1.0 - 2.0 * sum(math.comb(n, i) for i in range(skipped + 1)) / 2**n)
     assert interval.level >= 0.95
     assert 2.0 * sum(math.comb(n, i) for i in range(skipped + 2)) / 2**n > 0.05
+
+
+def test_mad_of_a_few_values_by_hand() -> None:
+    assert stats.mad([1.0, 2.0, 4.0, 8.0, 100.0]) == pytest.approx(1.4826 * 3.0)
+    assert stats.mad([3.0]) == 0.0
+
+
+@pytest.mark.parametrize(("cut", "center"), [(1.0, 2.0), (3.0, 2.0), (1.0 / 1.4826, 2.0), (100.0, 6.0)])
+def test_robust_center_keeps_the_values_within_the_cut(cut: float, center: float) -> None:
+    """The median of 1, 2, 3, 2, 22 is 2 and their MAD 1.4826."""
+    assert stats.robust_center([1.0, 2.0, 3.0, 2.0, 22.0], cut) == pytest.approx(center)
+
+
+def test_robust_center_without_a_spread_is_the_median() -> None:
+    assert stats.robust_center([5.0, 5.0, 5.0, 9.0]) == 5.0
+
+
+def test_drift_by_hand() -> None:
+    """Without any noise the change of the medians of the first and the last third counts."""
+    assert stats.drift([2.0] * 3 + [7.0] * 3 + [3.0] * 3) == 0.5
+    assert stats.drift([4.0] * 3 + [7.0] * 3 + [3.0] * 3) == -0.25
+    assert stats.drift([2.0, 2.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0]) == 0.0
+
+
+def test_drift_within_three_standard_errors_is_none() -> None:
+    """The spread of both thirds is 1.4826 * 0.1: three standard errors are 1.2533 * 1.4826 * 0.1 * sqrt(2 / 3) * 3."""
+    limit = 3.0 * 1.2533 * 1.4826 * 0.1 * math.sqrt(2.0 / 3.0)
+    for factor, expected in ((0.99, 0.0), (1.01, 1.01 * limit)):
+        first = [0.9, 1.0, 1.1]
+        values = [*first, 5.0, 5.0, 5.0, *[value + factor * limit for value in first]]
+        assert stats.drift(values) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("n", [31, 40, 100])
+def test_signed_rank_cut_of_many_values_is_the_normal_one_with_continuity_correction(n: int) -> None:
+    mean, sigma = n * (n + 1) / 4, math.sqrt(n * (n + 1) * (2 * n + 1) / 24)
+    for tail, quantile in ((0.025, -1.959964), (0.005, -2.575829), (0.25, -0.674490)):
+        assert stats._signed_rank_cut(n, tail) == (math.floor(mean + quantile * sigma - 0.5), tail)
+    assert stats._signed_rank_cut(n, 1e-200)[0] == 0
+
+
+def test_shift_interval_of_three_values_by_hand() -> None:
+    """The averages of 1, 2 and 6 in pairs are 1, 1.5, 2, 3.5, 4 and 6."""
+    interval = stats.shift_interval([1.0, 6.0, 2.0])
+    assert (interval.center, interval.lo, interval.hi) == (2.75, 1.0, 6.0)
+    wide = stats.shift_interval([1.0, 6.0, 2.0], alpha=0.5)
+    assert (wide.lo, wide.hi, wide.level) == (1.5, 4.0, 0.5)
+
+
+def test_ratio_interval_is_that_of_the_logarithms() -> None:
+    times, base = [2.0, 3.0, 8.0, 5.0], [1.0, 2.0, 2.0, 5.0]
+    assert stats.log_ratios(times, base) == pytest.approx([math.log(2.0), math.log(1.5), math.log(4.0), 0.0])
+    shift = stats.shift_interval(stats.log_ratios(times, base))
+    interval = stats.ratio_interval(times, base)
+    assert (interval.lo, interval.hi) == pytest.approx((1.0, 4.0))
+    assert interval.center == pytest.approx(math.exp(shift.center))
+    assert interval.level == shift.level
+
+
+def test_alpha_of_a_look_falls_with_its_square() -> None:
+    assert stats.spend(0.05, 1) == pytest.approx(0.05 * 6 / math.pi**2)
+    assert stats.spend(0.05, 3) == pytest.approx(0.05 * 6 / math.pi**2 / 9)
+
+
+@pytest.mark.parametrize("n", [5, 6, 7])
+def test_slower_than_is_as_sure_as_it_says(n: int) -> None:
+    """Of n pairs that are all slower the chance is 2**-n."""
+    slow, base = [1.5] * n, [1.0] * n
+    assert stats.slower_than(slow, base, 2.0**-n) is not None
+    assert stats.slower_than(slow, base, 0.99 * 2.0**-n) is None
+    assert stats.slower_than(base, base, 0.5) is None
+
+
+@pytest.mark.parametrize(("least", "trials", "chance"), [(0, 5, 0.3), (2, 5, 0.3), (5, 5, 0.3), (3, 4, 0.75)])
+def test_binomial_tail_is_the_sum_of_its_terms(least: int, trials: int, chance: float) -> None:
+    outcomes = itertools.product((0, 1), repeat=trials)
+    expected = sum(
+        math.prod(chance if hit else 1.0 - chance for hit in outcome) for outcome in outcomes if sum(outcome) >= least
+    )
+    assert stats.binomial_tail(least, trials, chance) == pytest.approx(expected)
+
+
+def test_binomial_tail_beyond_all_trials_is_zero() -> None:
+    assert stats.binomial_tail(6, 5, 0.3) == 0.0

@@ -11,6 +11,7 @@ from gemmtune.backends.base import Artifact, Availability, Backend, Kernel
 from gemmtune.core.candidate import Candidate, Illegal
 from gemmtune.core.problem import Problem
 from gemmtune.testing.store_suite import PROBLEM, TARGET
+from gemmtune.tuning import candidates
 from gemmtune.tuning.candidates import enumerate_candidates
 
 
@@ -88,3 +89,24 @@ def test_duplicate_candidates_are_listed_once(backends_by_name: dict[str, Backen
 def test_unknown_backend_raises_value_error() -> None:
     with pytest.raises(ValueError, match="unknown backend 'nope'"):
         enumerate_candidates(PROBLEM, TARGET, ["nope"])
+
+
+def test_family_that_a_backend_does_not_take_is_one_illegal_candidate(backends_by_name: dict[str, Backend]) -> None:
+    class OtherFamily(ListBackend):
+        def takes(self, family: str) -> bool:
+            return False
+
+    backends_by_name["x"] = OtherFamily(*make_candidates("x", 1))
+    reason = f"listing does not take problems of the family {PROBLEM.family}"
+    expected: tuple[list[Candidate], list[Illegal]] = ([], [Illegal(Candidate.make("x", "*"), reason)])
+    assert enumerate_candidates(PROBLEM, TARGET, ["x"]) == expected
+
+
+def test_list_of_one_backend_is_cut_off(backends_by_name: dict[str, Backend], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(candidates, "MAX_PER_BACKEND", 3)
+    illegal = Illegal(Candidate.make("x", "t", i=9), "too large")
+    backends_by_name["x"] = ListBackend(*make_candidates("x", 5), illegal)
+    backends_by_name["y"] = ListBackend(*make_candidates("y", 3))
+    legal, refused = enumerate_candidates(PROBLEM, TARGET, ["x", "y"])
+    assert [candidate.backend for candidate in legal] == ["x", "y"] * 3
+    assert refused == [illegal]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from gemmtune.core.candidate import Candidate, Illegal
-from gemmtune.core.decision import Verdict
+from gemmtune.core.decision import Sample, Verdict
 from gemmtune.tuning.ledger import MAX_ILLEGAL, MAX_PER_REASON, MAX_UNTRIED, ONE_DRAW, Ledger
 
 ATEN = Candidate.make("aten", "mm")
@@ -74,3 +75,90 @@ def test_evidence_has_few_untried_and_illegal_candidates() -> None:
 def test_number_of_illegal_candidates_in_the_evidence_is_bounded() -> None:
     illegal_candidates = [Illegal(Candidate.make("native", "gemm", i=i), "reason " + "x" * i) for i in range(500)]
     assert len(Ledger([], illegal_candidates).evidence()) == MAX_ILLEGAL
+
+
+def test_best_row_is_among_the_asked_for_alone(ledger: Ledger) -> None:
+    assert ledger.best(is_baseline=False) is ledger[FAST.id]
+    ledger[ATEN.id].eligible = ledger[FAST.id].eligible = False
+    assert ledger.best(eligible=True) is ledger[SLOW.id]
+    assert ledger.best(is_baseline=True, eligible=True) is None
+    assert ledger.best(is_baseline=True) is ledger[ATEN.id]
+
+
+def test_rows_without_times_are_not_timed() -> None:
+    ledger = Ledger([ATEN, FAST], [])
+    ledger[FAST.id].times_s = (1.0,)
+    assert ledger.timed() == [ledger[FAST.id]]
+    assert ledger.rows() == [ledger[ATEN.id], ledger[FAST.id]]
+    assert ledger[ATEN.id].screening_s == float("inf")
+    assert (ledger[ATEN.id].is_baseline, ledger[FAST.id].is_baseline) == (True, False)
+
+
+def test_reason_of_a_failure_may_be_another_than_the_verdicts(ledger: Ledger) -> None:
+    ledger.fail(FAST.id, Verdict("wrong", "one element"), "not tried again")
+    assert (ledger[FAST.id].reason, ledger[FAST.id].eligible) == ("not tried again", False)
+
+
+def test_sample_of_a_race_is_kept_and_has_the_packing_time(ledger: Ledger) -> None:
+    raced = Sample(0.5, 0.4, 0.6, 50, 0.25)
+    ledger[FAST.id].sample, ledger[FAST.id].packing_s, ledger[SLOW.id].packing_s = raced, 0.125, 0.0625
+    samples = {row.id: row.sample for row in ledger.evidence()}
+    assert samples[FAST.id] == msgspec.structs.replace(raced, packing_s=0.125)
+    assert samples[SLOW.id] is not None
+    assert samples[SLOW.id].packing_s == 0.0625
+
+
+def test_samples_of_the_best_baseline_have_a_ratio_of_one(ledger: Ledger) -> None:
+    sample = next(row.sample for row in ledger.evidence() if row.id == ATEN.id)
+    assert sample is not None
+    assert (sample.ratio, sample.ratio_lo, sample.ratio_hi) == (1.0, 1.0, 1.0)
+    alone = Ledger([FAST], [])
+    alone[FAST.id].stage, alone[FAST.id].times_s = "screened", (1.0, 2.0)
+    (row,) = alone.evidence()
+    assert row.sample is not None
+    assert (row.sample.ratio, row.sample.ratio_lo, row.sample.ratio_hi) == (1.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "eligible", "expected"),
+    [
+        (Verdict("exact"), False, Verdict("exact", ONE_DRAW)),
+        (Verdict("exact", "a detail"), False, Verdict("exact", "a detail")),
+        (Verdict("exact"), True, Verdict("exact")),
+        (Verdict("wrong"), False, Verdict("wrong")),
+        (None, False, None),
+    ],
+)
+def test_only_a_passed_check_that_was_not_completed_says_so(
+    ledger: Ledger, verdict: Verdict | None, eligible: bool, expected: Verdict | None
+) -> None:
+    ledger[FAST.id].verdict, ledger[FAST.id].eligible = verdict, eligible
+    assert next(row.verdict for row in ledger.evidence() if row.id == FAST.id) == expected
+
+
+def test_illegal_candidates_of_one_id_are_listed_once_and_not_beside_a_legal_one() -> None:
+    illegal = [Illegal(FAST, "no"), Illegal(FAST, "no way"), Illegal(ATEN, "never")]
+    rows = Ledger([ATEN], illegal).evidence()
+    assert [(row.id, row.stage, row.reason) for row in rows] == [
+        (ATEN.id, "untried", ""), (FAST.id, "illegal", "no way")
+    ]  # fmt: skip
+
+
+def test_reasons_of_other_backends_and_other_words_are_kept_apart() -> None:
+    illegal = [
+        Illegal(Candidate.make(backend, word, i=i), f"{word} {i}")
+        for backend in ("x", "y") for word in ("wide", "deep") for i in range(MAX_PER_REASON)
+    ]  # fmt: skip
+    rows = Ledger([], [*illegal, Illegal(Candidate.make("x", "deep", i=9), "deep 9")]).evidence()
+    assert len(rows) == 4 * MAX_PER_REASON
+    assert [row.reason for row in rows if "more like it" in row.reason] == ["deep 3 (and 1 more like it)"]
+
+
+def test_untried_candidates_of_each_template_are_kept_apart() -> None:
+    candidates = [
+        Candidate.make(backend, template, i=i)
+        for backend in ("x", "y") for template in ("s", "t") for i in range(MAX_UNTRIED)
+    ]  # fmt: skip
+    rows = Ledger(candidates, []).evidence()
+    assert [row.id for row in rows] == [candidate.id for candidate in candidates]
+    assert {row.reason for row in rows} == {""}

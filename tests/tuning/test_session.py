@@ -10,20 +10,22 @@ import pytest
 
 from gemmtune import backends
 from gemmtune.backends.base import Artifact
+from gemmtune.core import devices
 from gemmtune.core.candidate import Candidate
-from gemmtune.core.decision import Decision, Evidence, Sample, Verdict
+from gemmtune.core.decision import Decision, Evidence, LayoutDecision, Sample, Verdict
 from gemmtune.core.errors import WorkerError
-from gemmtune.core.events import CandidateTried, Progress, silent
+from gemmtune.core.events import BestSoFar, CandidateTried, Progress, silent
 from gemmtune.core.problem import Problem
 from gemmtune.core.target import Target
 from gemmtune.core.workloads import build
 from gemmtune.dispatch import current_target
 from gemmtune.store import MemoryStore
-from gemmtune.timing.outcome import RaceResult
+from gemmtune.timing.outcome import LeaderUpdate, RaceResult
 from gemmtune.tuning import exploration, session, time_budget
 from gemmtune.tuning.ledger import ONE_DRAW
 from gemmtune.tuning.search import SearchOptions
 from gemmtune.tuning.session import TuningSession
+from gemmtune.workers.contract import WorkerLost
 from gemmtune.workers.protocol import Attempted, Confirmed
 
 PROBLEM = build(16, 4096, 4096, "bf16")
@@ -503,3 +505,290 @@ def test_two_lost_races_leave_the_fastest_baseline_and_no_decision(clock: FakeTi
     assert decision.outcome == "inconclusive"
     assert (decision.chosen or "").startswith("aten/")
     assert "the race failed: the connection was closed" in decision.stopped
+
+
+@pytest.mark.parametrize("seconds", [None, 6.0])
+def test_preparing_operands_takes_little_of_the_default_budget_and_all_it_needs_of_a_users(
+    clock: FakeTime, seconds: float | None
+) -> None:
+    worker = FakeWorker(clock, lambda c: 1e-3 if c.backend == "native" else 2e-3, open_s=4.0)
+    assert run_session(clock, worker, seconds) == pytest.approx(6.0 if seconds else 4.0 + 0.7 * 6.0, abs=0.1)
+    assert (len(worker.tried) > 30) == (seconds is None)
+
+
+@pytest.mark.parametrize(
+    ("call_s", "seconds", "race_s"),
+    [
+        (1e-3, 4.0, 0.2),  # 5% of the budget
+        (1.0, 4.0, 0.2),
+        (1e-3, None, 0.3),
+        (1e-2, None, 0.8),  # 80 calls
+        (1.0, None, 4.5),  # 75% of the default budget
+    ],
+)
+def test_race_has_a_least_duration_when_the_budget_is_spent(
+    clock: FakeTime, call_s: float, seconds: float | None, race_s: float
+) -> None:
+    class SlowVerification(FakeWorker):
+        def confirm(self, candidate: Candidate, deadline: float | None) -> Confirmed:
+            self.clock.now += 20.0
+            return Confirmed(Verdict("within_bound"))
+
+    worker = SlowVerification(clock, lambda c: call_s if c.backend == "native" else 2 * call_s)
+    decide(worker, seconds, 4)
+    assert worker.race_s == pytest.approx(race_s)
+
+
+@pytest.mark.parametrize("seconds", [None, 4.0])
+def test_race_has_the_remaining_time(clock: FakeTime, seconds: float | None) -> None:
+    start = clock.now
+    worker = FakeWorker(clock, lambda c: 1e-4 if c.backend == "native" else 2e-4)
+    decide(worker, seconds, 4)
+    assert clock.now - start == pytest.approx(seconds or 6.0)
+    assert worker.race_s > 0.5 * (seconds or 6.0)
+
+
+def test_race_on_a_gpu_has_a_limit(clock: FakeTime) -> None:
+    gpu = Target("cuda", "NVIDIA H200", "9.0", caches=(232448, 0, 60 << 20), cores=132)
+    worker = FakeWorker(clock, lambda c: 1e-5)
+    session.TuningSession(PROBLEM, gpu, ("aten",), MemoryStore(), worker, silent, 0).run(None, None)
+    limit_s = devices.get("cuda").profile.race_s
+    assert limit_s is not None
+    assert worker.race_s == limit_s
+
+
+def test_baseline_that_crashes_once_is_checked_again(clock: FakeTime) -> None:
+    """Another kernel may have damaged the heap that it crashed on. A kernel that crashes itself is not tried again."""
+    checks: list[str] = []
+
+    class CrashesOnce(FakeWorker):
+        def confirm(self, candidate: Candidate, deadline: float | None) -> Confirmed:
+            checks.append(candidate.id)
+            crashes = checks.count(candidate.id) == 1
+            return Confirmed(Verdict("crashed", "signal 11") if crashes else Verdict("within_bound"))
+
+    worker = CrashesOnce(clock, lambda c: 1e-3 if c.backend == "native" else 2e-3)
+    decision = decide(worker, 6.0, 4)
+    rows = {row.id: row for row in decision.evidence}
+    assert {rows[name].stage for name in checks if name.startswith("native")} == {"failed"}
+    assert "failed" not in {rows[name].stage for name in checks if name.startswith("aten")}
+    assert {checks.count(name) for name in checks if name.startswith("native")} == {1}
+    assert {checks.count(name) for name in checks if name.startswith("aten")} == {2}
+
+
+@pytest.mark.parametrize("kind", ["wrong", "crashed"])
+def test_without_a_candidate_that_passes_nothing_is_valid(clock: FakeTime, kind: Any) -> None:
+    checks: list[str] = []
+
+    class FailsEverything(FakeWorker):
+        def confirm(self, candidate: Candidate, deadline: float | None) -> Confirmed:
+            checks.append(candidate.id)
+            return Confirmed(Verdict(kind, "no"))
+
+    decision = decide(FailsEverything(clock, lambda c: 1e-3), 6.0, 4)
+    assert (decision.outcome, decision.chosen, decision.alternatives) == ("none_valid", None, {})
+    assert decision.stopped.endswith("; no candidate passed its checks")
+    assert {checks.count(name) for name in checks if name.startswith("native")} == {1}
+    assert {checks.count(name) for name in checks if name.startswith("aten")} == {2 if kind == "crashed" else 1}
+
+
+def test_candidate_whose_race_loses_the_worker_fails_and_the_others_race_again(clock: FakeTime) -> None:
+    class LosesOneRace(FakeWorker):
+        lost: str | None = None
+
+        def race(self, candidates: Sequence[Candidate], *args: Any) -> RaceResult:
+            if self.lost is None:
+                self.lost = candidates[1].id
+                raise WorkerLost(Verdict("hung", "no reply"), self.lost)
+            return super().race(candidates, *args)
+
+    worker = LosesOneRace(clock, lambda c: 1e-3 if c.backend == "native" else 2e-3)
+    decision = decide(worker, 6.0, 6)
+    row = decision.find(worker.lost)
+    assert row is not None
+    assert (row.stage, row.reason) == ("failed", "no reply")
+    assert worker.lost not in {candidate.id for candidate in worker.raced}
+    assert decision.outcome == "winner"
+
+
+def test_race_that_loses_the_worker_twice_without_a_culprit_decides_nothing(clock: FakeTime) -> None:
+    class LosesRaces(FakeWorker):
+        races = 0
+
+        def race(self, candidates: Sequence[Candidate], *args: Any) -> RaceResult:
+            self.races += 1
+            raise WorkerLost(Verdict("crashed", "signal 9"), None)
+
+    worker = LosesRaces(clock, lambda c: 1e-3 if c.backend == "native" else 2e-3)
+    decision = decide(worker, 6.0, 6)
+    assert worker.races == 2
+    assert decision.outcome == "inconclusive"
+    assert "the race was lost: signal 9" in decision.stopped
+    assert "failed" not in {row.stage for row in decision.evidence}
+
+
+def test_lost_races_without_a_valid_baseline_leave_nothing_valid(clock: FakeTime) -> None:
+    class WithoutBaseline(FakeWorker):
+        def confirm(self, candidate: Candidate, deadline: float | None) -> Confirmed:
+            return Confirmed(Verdict("wrong", "no") if candidate.backend == "aten" else Verdict("within_bound"))
+
+        def race(self, candidates: Sequence[Candidate], *args: Any) -> RaceResult:
+            raise WorkerError("the connection was closed")
+
+    decision = decide(WithoutBaseline(clock, lambda c: 1e-3), 6.0, 6)
+    assert (decision.outcome, decision.chosen) == ("none_valid", None)
+
+
+def test_race_after_one_lost_race_counts(clock: FakeTime) -> None:
+    class LosesOneRace(FakeWorker):
+        races = 0
+
+        def race(self, candidates: Sequence[Candidate], *args: Any) -> RaceResult:
+            self.races += 1
+            if self.races == 1:
+                raise WorkerError("the connection was closed")
+            return super().race(candidates, *args)
+
+    worker = LosesOneRace(clock, lambda c: 1e-3 if c.backend == "native" else 2e-3)
+    assert decide(worker, 6.0, 6).outcome == "winner"
+    assert worker.races == 2
+
+
+def test_layout_of_a_candidate_that_failed_in_the_race_is_left_out(clock: FakeTime) -> None:
+    class FailsOne(FakeWorker):
+        def race(self, candidates: Sequence[Candidate], *args: Any) -> RaceResult:
+            raced = super().race(candidates, *args)
+            first, second = (c for c in candidates[1:3])
+            failed = msgspec.structs.replace(raced.evidence[second.id], verdict=Verdict("crashed", "signal 11"))
+            layouts = {
+                name: LayoutDecision("winner", candidate.id, candidates[0].id, 0.5, 0.4, 0.6)
+                for name, candidate in (("kept", first), ("lost", second))
+            }
+            return msgspec.structs.replace(
+                raced, layouts=layouts, evidence={**raced.evidence, second.id: failed}, alternatives={"lost": second.id}
+            )
+
+    worker = FailsOne(clock, lambda c: 1e-3 if c.backend == "native" else 2e-3)
+    decision = decide(worker, 6.0, 6)
+    assert set(decision.layouts) == {"kept"}
+    assert "lost" not in decision.alternatives
+    row = decision.find(worker.raced[2].id)
+    assert row is not None
+    assert (row.stage, row.reason) == ("failed", "signal 11")
+
+
+def test_next_raw_kernel_is_checked_when_the_first_one_fails(clock: FakeTime) -> None:
+    """The raw layout has a paired test only when a kernel and a candidate of ATen on the raw weight are checked."""
+    raw = native_candidates()[1:7]
+
+    class SlowVerification(FakeWorker):
+        def __init__(self, failing: int) -> None:
+            super().__init__(clock, self.call_s)
+            self.failing = {candidate.id for candidate in raw[:failing]}
+
+        @staticmethod
+        def call_s(candidate: Candidate) -> float:
+            if candidate.backend == "aten":
+                return 2e-3
+            return 1.5e-3 + 1e-5 * raw.index(candidate) if candidate in raw else 1e-3
+
+        def attempt(self, candidate: Candidate, deadline: float | None, cutoff_s: float | None) -> Attempted:
+            packing = None if candidate in raw or candidate.backend == "aten" else "native:packed"
+            return msgspec.structs.replace(super().attempt(candidate, deadline, cutoff_s), packing=packing)
+
+        def confirm(self, candidate: Candidate, deadline: float | None) -> Confirmed:
+            self.clock.now += 5.0
+            return Confirmed(Verdict("wrong", "no") if candidate.id in self.failing else Verdict("within_bound"))
+
+    for failing, is_raced in ((0, True), (1, True), (3, True), (4, False)):
+        worker = SlowVerification(failing)
+        decide(worker, None, 8)
+        assert (raw[failing] in worker.raced) is is_raced
+        assert raw[failing + 1] not in worker.raced
+
+
+def test_users_budget_leaves_the_raw_pair_unchecked(clock: FakeTime) -> None:
+    raw = native_candidates()[1]
+
+    class SlowVerification(FakeWorker):
+        def attempt(self, candidate: Candidate, deadline: float | None, cutoff_s: float | None) -> Attempted:
+            packing = None if candidate == raw or candidate.backend == "aten" else "native:packed"
+            return msgspec.structs.replace(super().attempt(candidate, deadline, cutoff_s), packing=packing)
+
+        def confirm(self, candidate: Candidate, deadline: float | None) -> Confirmed:
+            self.clock.now += 5.0
+            return Confirmed(Verdict("within_bound"))
+
+    worker = SlowVerification(clock, lambda c: 2e-3 if c.backend == "aten" else 1.5e-3 if c == raw else 1e-3)
+    decide(worker, 6.0, 8)
+    assert raw not in worker.raced
+    assert len(worker.raced) == 2
+
+
+def test_problem_that_no_worker_can_open_has_no_valid_candidate(clock: FakeTime) -> None:
+    worker = FakeWorker(clock, lambda c: 1e-3)
+    tuning = TuningSession(PROBLEM, current_target(), ("aten", "native"), MemoryStore(), worker, silent, 3)
+    decision = tuning.none_valid_decision("the worker did not start")
+    assert (decision.outcome, decision.chosen, decision.alternatives) == ("none_valid", None, {})
+    assert (decision.stopped, decision.seed) == ("the worker did not start", 3)
+    assert {row.stage for row in decision.evidence} <= {"untried", "illegal"}
+    tuning.run(6.0, 12)
+    after = tuning.none_valid_decision("lost")
+    assert after.alternatives == {}
+    assert "winner" in {row.stage for row in after.evidence}
+
+
+def test_decision_names_its_problem_and_its_target(clock: FakeTime) -> None:
+    decision = decide(FakeWorker(clock, lambda c: 1e-3 if c.backend == "native" else 2e-3), 6.0, 6)
+    assert (decision.problem_key, decision.target_key) == (PROBLEM.key, current_target().key)
+    assert Problem.from_dict(decision.problem) == PROBLEM
+    assert decision.created == clock.now
+
+
+def test_leader_of_the_race_is_reported(clock: FakeTime) -> None:
+    events: list[object] = []
+
+    class Reports(FakeWorker):
+        def race(
+            self, candidates: Sequence[Candidate], budget_s: float, seed: int, progress: Any, hot: bool, earlier_s: Any
+        ) -> RaceResult:
+            progress(LeaderUpdate(candidates[1].id, 0.125, 0.5))
+            self.earlier_s = earlier_s
+            return super().race(candidates, budget_s, seed, progress, hot, earlier_s)
+
+    worker = Reports(clock, lambda c: 1e-3 if c.backend == "native" else 2e-3)
+    decide(worker, 6.0, 6, progress=events.append)
+    assert events[-1] == BestSoFar(worker.raced[1].id, 0.125, 0.5)
+    assert worker.earlier_s == {c.id: worker.seconds(c) for c in worker.raced}
+
+
+def test_users_budget_keeps_the_time_that_checking_and_racing_the_best_two_takes(clock: FakeTime) -> None:
+    """A timing takes half a second besides its calls, as much as the race of the best two needs in all."""
+
+    class SlowTimings(FakeWorker):
+        def attempt(self, candidate: Candidate, deadline: float | None, cutoff_s: float | None) -> Attempted:
+            attempted = super().attempt(candidate, deadline, cutoff_s)
+            self.clock.now += 0.5 * len(attempted.times_s)
+            return attempted
+
+        def confirm(self, candidate: Candidate, deadline: float | None) -> Confirmed:
+            return Confirmed(Verdict("within_bound"))
+
+    worker = SlowTimings(clock, lambda c: 1e-3)
+    decide(worker, 20.0, 8)
+    assert len(worker.tried) > 3
+    assert sorted(c.backend for c in worker.raced) == ["aten", "native"]
+
+
+def test_as_many_kernels_as_race_are_checked_when_time_is_short(clock: FakeTime) -> None:
+    checks: list[str] = []
+
+    class FailsSlowly(FakeWorker):
+        def confirm(self, candidate: Candidate, deadline: float | None) -> Confirmed:
+            self.clock.now += 5.0
+            checks.append(candidate.backend)
+            return Confirmed(Verdict("wrong" if candidate.backend == "native" else "within_bound", "no"))
+
+    decision = decide(FailsSlowly(clock, lambda c: 1e-3), 6.0, 30)
+    assert decision.outcome == "tie"
+    assert checks == ["aten"] + ["native"] * devices.get("cpu").profile.max_raced
