@@ -124,6 +124,7 @@ def test_plans_with_an_illegal_kernel_are_reported_and_excluded() -> None:
     assert len(reports) == 1
     assert "aten/bmm is not legal" in reports[0]
 
+
 def test_only_kernels_that_may_be_served_are_checked() -> None:
     absent = Candidate.make("absent", "mm")
     row = make_evidence(absent, "finalist", 2e-3)

@@ -28,7 +28,6 @@ def test_records_of_exactly_the_given_age_are_not_pruned(monkeypatch: pytest.Mon
     assert list(store.plans()) == []
 
 
-
 def test_lost_lease_is_neither_renewed_nor_released_for_its_next_owner() -> None:
     store = MemoryStore()
     lost = store.lease(TARGET, "p", 1e-9)
