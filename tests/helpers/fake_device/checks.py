@@ -135,6 +135,6 @@ CHECKS = {check.__name__: check for check in (target, tuning, serving, model, wr
 if __name__ == "__main__":
     CHECKS[sys.argv[1]]()
     # PyTorch's autograd thread of a device may release Python objects while the interpreter shuts down, and then the
-    # process aborts ("terminate called without an active exception"). A backward in Python without gemmtune does so too.
+    # process aborts ("terminate called without an active exception"). So does a backward in Python without gemmtune.
     sys.stdout.flush()
     os._exit(0)
