@@ -182,7 +182,7 @@ def test_import_of_malformed_bytes_raises_store_error(tmp_path: Path, body: byte
 
 def test_file_beyond_the_limit_is_not_read(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gemmtune.store.exchange.MAX_BYTES", exported.stat().st_size)
-    assert len(read_export(exported)) == 1
+    assert len(read_export(exported).decisions) == 1
     monkeypatch.setattr("gemmtune.store.exchange.MAX_BYTES", exported.stat().st_size - 1)
     with pytest.raises(StoreError, match="it is larger than 0 MiB"):
         read_export(exported)

@@ -195,17 +195,20 @@ def test_kernel_slow_at_odd_m_is_irregular(slow_s: float) -> None:
     regular = staircase(2.0, 0.5, 64)
     models = {"odd": lambda m: regular(m) * (slow_s if m % 2 else 1.0), "k": regular, PLAIN: staircase(1.0, 0.2)}
     found = intervals.irregular(sample_curves(models, (1, 2, 3, 4, 16, 17, 32), plain=PLAIN))
-    assert found == ({"odd"} if slow_s > intervals.IRREGULAR else set())
+    assert found == ({"odd": [3]} if slow_s > intervals.IRREGULAR else {})
 
 
-def test_plain_op_is_not_judged_irregular() -> None:
-    curves = sample_curves({PLAIN: lambda m: 9.0 if m == 3 else 1.0, "k": staircase(1.0, 0.1)}, plain=PLAIN)
-    assert intervals.irregular(curves) == set()
+def test_only_the_range_in_which_a_kernel_may_serve_is_judged() -> None:
+    models = {"large": lambda m: 9.0 if m < 8 else 5.0 if m == 8 else 2.0, "k": lambda m: 1.0 if m < 16 else 3.0}
+    curves = sample_curves(models, (1, 2, 4, 8, 16, 32))
+    assert intervals.irregular(curves) == {}
+    assert intervals.irregular(curves, 1) == {"large": [8]}
+    assert intervals.irregular(curves, 2) == {"large": [4, 8]}
 
 
 @given(simulated_curves())
 def test_kernels_whose_time_grows_with_m_are_regular(curves: Curves) -> None:
-    assert intervals.irregular(curves) == set()
+    assert intervals.irregular(curves) == {}
 
 
 # --- intervals

@@ -47,6 +47,7 @@ def fastest(m: int) -> float:
 def clock(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
     fake_time = FakeTime()
     monkeypatch.setattr(plan_session, "time", fake_time)
+    monkeypatch.setattr(plan_session, "SERVING_S", 0.0)
     return fake_time
 
 
@@ -326,11 +327,12 @@ def test_timings_of_other_kernels_are_no_repeats(clock: FakeTime, store: MemoryS
     session._time({32: [packed.id]}, 1.0)
     worker.stalls[SMALL.id, 32] = 5.0
     session._time({32: [SMALL.id], 64: [SMALL.id]}, 1.0)
-    assert session._suspicious(session._curves("")) == {32: [SMALL.id]}
+    found = session._found
+    assert found._suspicious(found.curves("")) == {32: [SMALL.id]}
     worker.stalls[SMALL.id, 32] = 5.0
     session._time({32: [SMALL.id]}, 1.0)
-    assert session._suspicious(session._curves("")) == {}
-    assert session._out == {SMALL.id: "irregular: slower at M = 32 than at a larger M"}
+    assert found._suspicious(found.curves("")) == {}
+    assert found.out == {SMALL.id: "irregular: slower at M = 32 than at a larger M"}
 
 
 # --- time

@@ -311,10 +311,11 @@ def test_unwritable_store_logs_a_warning(
     assert f"the plan for {PROBLEM.plan_key} is not kept: disk full" in caplog.text
 
 
-def test_weight_without_other_kernels_has_no_plan(clock: FakeTime, store: MemoryStore) -> None:
+def test_plan_without_other_kernels_is_stored_so_that_it_is_not_made_again(clock: FakeTime, store: MemoryStore) -> None:
     tuner = FakeTuner(clock, [])
-    assert tune(tuner, store, range(1, 33))[1] == []
-    assert store.get_plan(current_target(), PROBLEM.plan_key) is None
+    (plan,) = tune(tuner, store, range(1, 33))[1]
+    assert serving_kernels(plan) == {PLAIN.id}
+    assert store.get_plan(current_target(), PROBLEM.plan_key) == plan
 
 
 def test_invalid_m_is_refused_before_anything_is_tuned(clock: FakeTime, store: MemoryStore) -> None:

@@ -33,8 +33,8 @@ class TuningProfile(NamedTuple):
     most of them for the race; None: all that remain. max_raced: the most candidates in a race, besides ATen's.
     retimed: the most candidates that are timed a second time before the race. builds_overlap: whether candidates may
     be built while others are timed, since the device's own clock does not notice. search: options of ``LocalSearch``.
-    last_m: the largest M of a Plan for all M. tuned_m: the M that are tuned by themselves for it. sweep_s: seconds for
-    timing a weight's kernels at other M.
+    last_m: the largest M of a Plan for all M. tuned_m: the M that are tuned by themselves for it. tuned_m_s: seconds for
+    each of them, builds included; None: ``default_s``. sweep_s: seconds for timing a weight's kernels at other M.
     """
 
     default_s: float = 6.0
@@ -45,6 +45,7 @@ class TuningProfile(NamedTuple):
     search: Mapping[str, int] = MappingProxyType({})
     last_m: int = 512
     tuned_m: tuple[int, ...] = (1, 8, 48, 256)
+    tuned_m_s: float | None = None
     sweep_s: float = 16.0
 
 
@@ -193,7 +194,7 @@ class CudaDevice(Device):
     profile = TuningProfile(
         default_s=3.0, race_s=1.2, max_raced=12, retimed=8, builds_overlap=True,
         search={"seeds": 12, "leaders": 2, "patience": 12},
-        last_m=8192, tuned_m=(1, 16, 64, 256, 1024, 4096), sweep_s=8.0,
+        last_m=8192, tuned_m=(1, 16, 64, 384, 4096), tuned_m_s=2.5, sweep_s=7.0,
     )  # fmt: skip
     timing = "gemmtune.timing.devices:CudaTiming"
     current_index = staticmethod(current_device)

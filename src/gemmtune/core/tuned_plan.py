@@ -18,9 +18,11 @@ class PlanKernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     candidate: ``Candidate.to_dict()``. tuned_m: the M of the Decision that the candidate comes from; it is loaded for
     the Problem with this M. packing: the layout in which the kernel takes its weight; None: unpacked. overlap: as
-    ``LayoutDecision.overlap``. times: seconds per call by M, comparable between the kernels of one M. verified: the
-    values of M at which its results were compared with the oracle, ascending. verdict: the result of all these
-    comparisons; None for a kernel that was not verified, which no interval may name.
+    ``LayoutDecision.overlap``. times: seconds per call by M, comparable between the kernels of one M. surcharge: the
+    factor on its times in the surroundings of a paired test where it was slowest (between other kernels, with operands
+    in the cache or not); 1.0: none was slower than the timing. verified: the values of M at which its results were
+    compared with the oracle, ascending. verdict: the result of all these comparisons; None for a kernel that was not
+    verified, which no interval may name. reason: why it cannot serve at all; "" if it can.
     """
 
     candidate: dict[str, Any]
@@ -31,6 +33,8 @@ class PlanKernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     times: dict[int, float] = {}
     verified: tuple[int, ...] = ()
     verdict: Verdict | None = None
+    reason: str = ""
+    surcharge: float = 1.0
 
 
 class PlanInterval(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -44,12 +48,14 @@ class PlanInterval(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class TunedPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The outcome of tuning one weight over a range of M on one Target.
 
-    plan_key: the key of the weight's Problems with M left free. problem: ``Problem.to_dict()`` of one of them.
-    first, last: the range of M. intervals: by layout ("" = unpacked), ascending and without gaps from ``first`` to
-    ``last``. kernels: every kernel that was timed, ATen's among them. noise: by M, the half width of the 95% interval
-    of a kernel's time there, relative to the time. bound: the regret that the choice of kernels allowed at any measured
-    M (0.05: a kernel may take 5% more than the fastest timed there). counts: the calls by M that were recorded, which
-    weigh more; empty when none were. seconds: the time that tuning took, without that of the Decisions.
+    plan_key: the key of the weight's Problems with M left free. problem: ``Problem.to_dict()`` of one of them. first,
+    last: the range of M. tuned: the M of the Decisions from which the kernels come. intervals: by layout ("" =
+    unpacked), ascending and without gaps from ``first`` to ``last``. kernels: every kernel that was timed, ATen's among
+    them. noise: by M, the half width of the 95% interval of a kernel's time there, relative to the time. bound: the
+    regret that the choice of kernels allowed at any measured M (0.05: a kernel may take 5% more than the fastest timed
+    there). counts: the calls by M that were recorded, which weigh more; empty when none were. seconds: the time that
+    tuning took, without that of the Decisions. overhead_s: seconds that a call of a kernel costs the host beyond a call
+    of plain PyTorch, which the times do not contain.
     """
 
     plan_key: str
@@ -66,6 +72,8 @@ class TunedPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seconds: float = 0.0
     seed: int = 0
     created: float = 0.0
+    tuned: tuple[int, ...] = ()
+    overhead_s: float = 0.0
 
     def find(self, kernel_id: str) -> PlanKernel | None:
         """Return a kernel by its id; None when there is none."""
@@ -82,9 +90,11 @@ class TunedPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def regret(self, m: int, packing: str = "") -> float | None:
         """Return by how much the serving kernel's time exceeds the least time of any kernel in the same layout at a
-        measured M, as a share of the latter (0.0: it is the fastest). None where nothing was measured."""
+        measured M, as a share of the latter (0.0: it is the fastest). Kernels that cannot serve do not count. None
+        where nothing was measured."""
         serving = self.serving(m, packing)
-        times = [kernel.times[m] for kernel in self.kernels if m in kernel.times and (kernel.packing or "") == packing]
+        able = [kernel for kernel in self.kernels if (kernel.packing or "") == packing and not kernel.reason]
+        times = [kernel.times[m] for kernel in able if m in kernel.times]
         if serving is None or m not in serving.times or not times:
             return None
         return serving.times[m] / min(times) - 1.0

@@ -10,7 +10,8 @@ from ..core.errors import StoreBusy
 from ..core.problem import Problem, plan_key_of
 from ..core.verdict import FAULTS
 from .plan import Plan, nearest
-from .portfolio import TunedPoint, build_plan, rank_layouts_of_plan, rank_packings, tuned_point, without_faulty
+from .plan_layouts import rank_layouts_of_plan
+from .portfolio import TunedPoint, build_plan, rank_packings, tuned_point, without_faulty
 
 if TYPE_CHECKING:
     from ..core.target import Target

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..backends.aten import is_fallback
@@ -15,7 +14,7 @@ from .plan import Interval, Plan, PlanEntry
 
 if TYPE_CHECKING:
     from ..core.decision import Decision, Evidence, LayoutDecision, Sample
-    from ..core.tuned_plan import PlanKernel, TunedPlan
+    from ..core.tuned_plan import TunedPlan
 
 # A packed layout must have at most this share of the raw weight's total time to be worth a second form of the weight.
 WORTHWHILE = 0.99
@@ -88,7 +87,7 @@ def tuned_point(decision: Decision) -> TunedPoint:
     raw_aten = [
         _seconds(row.sample, base)
         for row in decision.evidence
-        if row.packing is None and _eligible(row) and row.sample is not None and _is_fallback_template(row.candidate)
+        if row.packing is None and _eligible(row) and row.sample is not None and is_fallback_template(row.candidate)
     ]
     faulty = frozenset(row.id for row in decision.evidence if row.verdict is not None and row.verdict.kind in FAULTS)
     return TunedPoint(problem, decision.outcome, options, min(raw_aten, default=float("inf")), faulty)
@@ -133,12 +132,12 @@ def _option(row: Evidence, base: float | None) -> Option | None:
     candidate = Candidate.from_dict(row.candidate)
     # Kernels timed in a CUDA graph are to serve in graphs, which replay without Python.
     graph = row.sample.conditions.get("timed") == "graph"
-    extra = 0.0 if graph or (row.packing is None and _is_fallback_template(row.candidate)) else SERVING_S
+    extra = 0.0 if graph or (row.packing is None and is_fallback_template(row.candidate)) else SERVING_S
     unsure = UNRACED if row.stage == "screened" else 1.0
     return Option(candidate, unsure * _seconds(row.sample, base) + extra, row.sample.ratio_hi)
 
 
-def _is_fallback_template(candidate: Mapping[str, Any]) -> bool:
+def is_fallback_template(candidate: Mapping[str, Any]) -> bool:
     return candidate.get("backend") == "aten" and is_fallback(str(candidate.get("template")))
 
 
@@ -245,7 +244,8 @@ def build_plan(
 
     For the raw weight, an M is served by the plain op where ATen's own op is best, or where the winner does not beat
     ATen beyond the noise. For a packed weight only the M that have a kernel in its layout have entries. tuned: the plan
-    for a range of M. faulty: ids of kernels that its intervals must not serve.
+    for a range of M; Decisions at M that it does not know of serve these M. faulty: ids of kernels that its intervals
+    must not serve.
     """
     points = sorted(
         (item if isinstance(item, TunedPoint) else tuned_point(item) for item in decisions), key=lambda p: p.m
@@ -255,7 +255,9 @@ def build_plan(
     else:
         options = [(p, p.options[packing]) for p in points if packing in p.options]
         entries = [PlanEntry(p.m, o.candidate, o.overlap, o.seconds, _known(p.plain_s)) for p, o in options]
-    intervals = () if tuned is None else _intervals(tuned, packing, faulty)
+    intervals: tuple[Interval, ...] = ()
+    if tuned is not None:
+        intervals = _with_entries(_intervals(tuned, packing, faulty), [e for e in entries if e.m not in tuned.tuned])
     if not entries and not intervals:
         return None
     plan_key = points[0].problem.plan_key if tuned is None else tuned.plan_key
@@ -281,43 +283,20 @@ def _intervals(tuned: TunedPlan, packing: str | None, faulty: Collection[str]) -
     return tuple(found)
 
 
-def rank_layouts_of_plan(
-    tuned: TunedPlan, faulty: Collection[str] = (), *, raw_kernels: bool = True
-) -> list[str | None]:
-    """Return every layout of a TunedPlan that beats the raw weight by 1%, the best first; the raw weight (None) ends
-    the list.
-
-    The time of each measured M is divided by the least there, and weighed by the calls that were recorded and by the M
-    for which it stands. raw_kernels: as for ``rank_packings``.
-    """
-    plain = next((k for k in tuned.kernels if is_plain_op(Problem.from_dict(tuned.problem), _candidate(k))), None)
-    totals: dict[str | None, float] = {}
-    for packing, intervals in tuned.intervals.items():
-        if not any(interval.kernel in faulty for interval in intervals):
-            totals[packing or None] = _mean_share(tuned, lambda m, p=packing: tuned.serving(m, p))  # type: ignore[misc]
-    if plain is not None and (None not in totals or not raw_kernels):
-        totals[None] = _mean_share(tuned, lambda m: plain)
-    raw = totals.pop(None, float("inf"))
-    return [*sorted((p for p in totals if totals[p] < WORTHWHILE * raw), key=lambda p: (totals[p], p or "")), None]
+def _with_entries(intervals: tuple[Interval, ...], entries: Iterable[PlanEntry]) -> tuple[Interval, ...]:
+    """Return intervals in which each entry serves its own M."""
+    for entry in entries:
+        parts = [part for interval in intervals for part in _around(interval, entry.m)]
+        intervals = tuple(sorted((*parts, Interval(entry.m, entry.m, entry)), key=lambda interval: interval.first))
+    return intervals
 
 
-def _mean_share(tuned: TunedPlan, serving: Callable[[int], PlanKernel | None]) -> float:
-    """Return the mean over the measured M of what serves, relative to the least time there."""
-    sizes = sorted({m for kernel in tuned.kernels for m in kernel.times})
-    total, weight = 0.0, 0.0
-    for index, m in enumerate(sizes):
-        kernel = serving(m)
-        times = [k.times[m] for k in tuned.kernels if m in k.times]
-        if kernel is not None and m in kernel.times:
-            below, above = sizes[max(index - 1, 0)], sizes[min(index + 1, len(sizes) - 1)]
-            share = (above - below) / (2 * tuned.last) + math.log((above + 1) / (below + 1)) / math.log(tuned.last + 1)
-            share += 2 * tuned.counts.get(m, 0) / max(1, sum(tuned.counts.values()))
-            total, weight = total + share * kernel.times[m] / min(times), weight + share
-    return total / weight if weight else float("inf")
-
-
-def _candidate(kernel: PlanKernel) -> Candidate:
-    return Candidate.from_dict(kernel.candidate)
+def _around(interval: Interval, m: int) -> list[Interval]:
+    """Return an interval's parts below and above ``m``."""
+    parts = (interval._replace(last=min(interval.last, m - 1)), interval._replace(first=max(interval.first, m + 1)))
+    if not interval.first <= m <= interval.last:
+        return [interval]
+    return [part for part in parts if part.first <= part.last]
 
 
 def _known(plain_s: float) -> float:
@@ -327,7 +306,7 @@ def _known(plain_s: float) -> float:
 
 def is_plain_op(problem: Problem, candidate: Candidate) -> bool:
     """Whether a candidate computes what plain PyTorch computes for the Problem, by the same function."""
-    return _is_fallback_template(candidate.to_dict()) and _is_plain(problem)
+    return is_fallback_template(candidate.to_dict()) and _is_plain(problem)
 
 
 def _raw_entry(p: TunedPoint) -> PlanEntry:
@@ -340,6 +319,6 @@ def _raw_entry(p: TunedPoint) -> PlanEntry:
 def _raw_choice(p: TunedPoint, option: Option | None) -> Candidate | None:
     if option is None or not option.beats_aten:
         return None
-    if _is_fallback_template(option.candidate.to_dict()):
+    if is_fallback_template(option.candidate.to_dict()):
         return None if _is_plain(p.problem) else option.candidate
     return option.candidate if option.seconds < p.plain_s else None

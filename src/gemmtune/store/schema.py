@@ -275,6 +275,8 @@ def check_plan(plan: TunedPlan) -> None:
     for name, shares in (("noise", plan.noise), ("bound", {plan.first: plan.bound})):
         if not all(m >= 1 and 0.0 <= share < math.inf for m, share in shares.items()):
             raise ValueError(f"{name} has a value that is negative or not finite, or an M below 1")
+    if not 0.0 <= plan.overhead_s < math.inf:
+        raise ValueError(f"overhead_s is negative or not finite: {plan.overhead_s}")
     if not all(m >= 0 and count >= 0 for m, count in plan.counts.items()):
         raise ValueError("counts has a negative M or a negative number of calls")
 
@@ -291,6 +293,8 @@ def _check_kernel(kernel: PlanKernel) -> None:
         raise ValueError(f"the kernel called {kernel.id!r} holds another candidate: {kernel.candidate!r}")
     if kernel.tuned_m < 1:
         raise ValueError(f"{kernel.id!r} was tuned at M = {kernel.tuned_m}")
+    if not 1.0 <= kernel.surcharge < math.inf:
+        raise ValueError(f"the surcharge of {kernel.id!r} is not a finite factor of 1 or more: {kernel.surcharge}")
     if not all(m >= 1 and 0.0 < seconds < math.inf for m, seconds in kernel.times.items()):
         raise ValueError(f"{kernel.id!r} has a time that is not positive and finite, or an M below 1")
     if list(kernel.verified) != sorted({m for m in kernel.verified if m >= 1}):
@@ -308,7 +312,7 @@ def _check_intervals(plan: TunedPlan) -> None:
         _check_cover(plan, packing, intervals)
         for kernel_id in sorted({interval.kernel for interval in intervals}):
             kernel = kernels.get(kernel_id)
-            if kernel is None or kernel.verdict is None or not kernel.verdict.ok:
+            if kernel is None or kernel.verdict is None or not kernel.verdict.ok or kernel.reason:
                 raise ValueError(f"{kernel_id!r} is to be served without a verdict that it is correct")
             if (kernel.packing or "") != packing:
                 raise ValueError(f"{kernel_id!r} is listed for packing {packing!r}, but wants {kernel.packing!r}")

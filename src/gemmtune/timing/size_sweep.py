@@ -30,6 +30,8 @@ _ROUNDS = 7
 _MIN_ROUNDS = 2
 # A kernel further behind the fastest of its layout than this factor is timed no more, after one and after three rounds.
 _FAR_BEHIND, _BEHIND = 1.6, 1.15
+# A kernel whose calibration takes more than both, seconds and times the least, is not timed: a call takes milliseconds.
+_SLOW_S, _SLOW = 0.02, 4.0
 _OTHER_LAYOUT = 2.0  # the same for the fastest of all layouts
 
 
@@ -113,9 +115,9 @@ def time_entrants(
     round relative to all rounds. Kernels that are far behind are timed in the first rounds only.
     """
     entries = [RaceEntry(item.id, item.run, item.is_baseline, item.packing) for item in entrants]
-    rng, started, round_s = random.Random(seed), clock.now(), 0.0
-    for entry in entries:
-        _calibrate(entry, clock)
+    rng, started, round_s, least_s = random.Random(seed), clock.now(), 0.0, math.inf
+    for entry in sorted(entries, key=lambda entry: not entry.is_baseline):
+        least_s = min(least_s, _calibrate(entry, clock, least_s))
     round_ = 0
     while round_ < _ROUNDS:
         active = [entry for entry in entries if entry.active]
@@ -133,11 +135,21 @@ def time_entrants(
     return times, noise, faults
 
 
-def _calibrate(entry: RaceEntry, clock: Clock) -> None:
+def _calibrate(entry: RaceEntry, clock: Clock, least_s: float) -> float:
+    """Count the calls of an entry's timings. Return the seconds that this took.
+
+    An entry with which it took far longer than ``least_s`` is not timed: it would slow all rounds.
+    """
+    started = clock.now()
     try:
         entry.calls = clock.calls_for(entry.guarded, _FLOOR_S)
     except EntrantError as error:
         entry.drop("failed", str(error))
+        return math.inf
+    seconds = clock.now() - started
+    if not entry.is_baseline and seconds > max(_SLOW_S, _SLOW * least_s):
+        entry.drop("eliminated", "far behind in its first calls")
+    return seconds
 
 
 def _time_round(active: Sequence[RaceEntry], round_: int, clock: Clock) -> bool:

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -115,8 +116,10 @@ def tune_on_device(
 
     limit = budget if isinstance(budget, Budget) else Budget(seconds=None if budget is None else float(budget))
     names = _backend_names(backends, torch.device(device).type)
+    profile = devices.get(torch.device(device).type).profile
+    each = limit if m is None or limit.seconds is not None else replace(limit, seconds=profile.tuned_m_s)
     tuner = Tuner(
-        tuning_target(device), names, store, limit, progress or silent,
+        tuning_target(device), names, store, each, progress or silent,
         force=force, hot=operands == "hot", latency=latency, search=search,
     )  # fmt: skip
     if m is None:

@@ -10,6 +10,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from ..core.tuned_plan import PlanInterval
 
@@ -33,6 +34,8 @@ class Curves:
     times: seconds by kernel id and M. steps: by kernel id, the rows of its output tile (its
     time has a step at each multiple of them); 1 where they are not known. plain: id of ATen's plain op, which may serve
     any M; "" in a packed layout, where it cannot. counts: recorded calls by M. noise: of the times at an M, relative.
+    surcharges: by kernel id, the factor on its times for a comparison with ATen's plain op (``PlanKernel.surcharge``).
+    overhead_s: what is added for that comparison (``TunedPlan.overhead_s``).
     """
 
     first: int
@@ -42,18 +45,38 @@ class Curves:
     steps: Mapping[str, int] = field(default_factory=dict)
     counts: Mapping[int, int] = field(default_factory=dict)
     noise: Mapping[int, float] = field(default_factory=dict)
+    surcharges: Mapping[str, float] = field(default_factory=dict)
+    overhead_s: float = 0.0
 
-    @property
+    @cached_property
     def sizes(self) -> list[int]:
         """The M at which at least one kernel was timed, ascending."""
         return sorted({m for times in self.times.values() for m in times})
 
+    @cached_property
+    def _usable(self) -> dict[str, dict[int, float]]:
+        """The times without those at which ATen's plain op should serve instead."""
+        return {
+            name: {m: s for m, s in times.items() if name == self.plain or self._beats_plain(name, m, s)}
+            for name, times in self.times.items()
+        }
+
+    @cached_property
+    def _best(self) -> dict[int, float]:
+        """The least usable time by M."""
+        least: dict[int, float] = {}
+        for times in self._usable.values():
+            least |= {m: min(seconds, least.get(m, seconds)) for m, seconds in times.items()}
+        return least
+
+    def _beats_plain(self, name: str, m: int, seconds: float) -> bool:
+        plain_s = self.times[self.plain].get(m, math.inf) if self.plain else math.inf
+        served_s = seconds * self.surcharges.get(name, 1.0) + self.overhead_s
+        return served_s <= (1.0 - max(MARGIN, self._tolerance(m))) * plain_s
+
     def usable(self, name: str, m: int) -> float:
         """Return the seconds of a kernel at a measured M; infinite where ATen's plain op should serve instead."""
-        seconds = self.times[name].get(m, math.inf)
-        plain_s = self.times[self.plain].get(m, math.inf) if self.plain else math.inf
-        margin = max(MARGIN, self._tolerance(m))
-        return math.inf if name != self.plain and seconds > (1.0 - margin) * plain_s else seconds
+        return self._usable[name].get(m, math.inf)
 
     def _tolerance(self, m: int) -> float:
         """Return the share of a time below which a difference at M is noise."""
@@ -61,7 +84,7 @@ class Curves:
 
     def best(self, m: int) -> float:
         """Return the least usable time at a measured M."""
-        return min(self.usable(name, m) for name in self.times)
+        return self._best.get(m, math.inf)
 
     def regret(self, name: str, m: int) -> float:
         """Return by how much a kernel's time exceeds the least at a measured M beyond the noise, as a share of the
@@ -97,17 +120,27 @@ class Curves:
         return weight
 
 
-def irregular(curves: Curves) -> set[str]:
-    """Return the kernels whose time at some M is far above their own time at a larger M: other M, which were not
-    measured, may be as slow. ATen's plain op is not judged."""
-    found = set()
+def irregular(curves: Curves, margin: int = 0) -> dict[str, list[int]]:
+    """Return the kernels whose time at some M is far above their own time at a larger M, with these M: other M, which
+    were not measured, may be as slow.
+
+    Only the range of M in which a kernel may serve counts: from the first to the last M at which its time is close to
+    the least, and ``margin`` more measured M on either side.
+    """
+    found: dict[str, list[int]] = {}
+    least: dict[int, float] = {}
+    for times in curves.times.values():
+        least |= {m: min(seconds, least.get(m, seconds)) for m, seconds in times.items()}
     for name, times in curves.times.items():
+        sizes = sorted(times)
+        close = [index for index, m in enumerate(sizes) if times[m] <= (1.0 + CLOSE) * least[m]]
+        inside = sizes[max(close[0] - margin, 0) : close[-1] + margin + 1] if close else []
         least_above = math.inf
-        for m in sorted(times, reverse=True):
-            if times[m] > IRREGULAR * least_above and name != curves.plain:
-                found.add(name)
+        for m in reversed(inside):
+            if times[m] > IRREGULAR * least_above:
+                found.setdefault(name, []).append(m)
             least_above = min(least_above, times[m])
-    return found
+    return {name: sorted(sizes) for name, sizes in found.items()}
 
 
 def point_weights(curves: Curves) -> dict[int, float]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from statistics import mean, median
 
+from ..backends.aten import is_fallback
 from ..core.candidate import Candidate
 from ..core.decision import Decision, Evidence
 from ..core.problem import Problem
-from ..dispatch.portfolio import is_plain_op
 from ..verify.row_counts import tile_rows
 
 WITHIN = 1.15  # a kernel is timed at other M if it took at most this multiple of its layout's least time at one M
@@ -21,7 +23,7 @@ class PoolKernel:
     """A candidate with the M of the Decision that it is loaded for, its layout, and the M at which it was fast.
 
     is_plain: whether it is ATen's plain op, which may serve any M. tile_rows: the rows of its output tile; 1 where they
-    are not known.
+    are not known. surcharge: as for ``PlanKernel``.
     """
 
     candidate: Candidate
@@ -30,6 +32,7 @@ class PoolKernel:
     overlap: bool = True
     is_plain: bool = False
     tile_rows: int = 1
+    surcharge: float = 1.0
     found_at: set[int] = field(default_factory=set)
 
     @property
@@ -42,43 +45,61 @@ def kernel_pool(decisions: Sequence[Decision], faulty: Collection[str] = ()) -> 
     M, the most often fast first.
 
     Candidates that failed at any of the M are left out, and so are those that are ``faulty`` at another M, other than
-    ATen's plain op. No kernel is compared with them.
+    ATen's plain op. No kernel is compared with them. Kernels that had no paired test have the median surcharge of those
+    of their layout that had one.
     """
     failed = {row.id for decision in decisions for row in decision.evidence if row.verdict and not row.verdict.ok}
     pool: dict[str, PoolKernel] = {}
+    plain = _plain_op(decisions, failed)
     for decision in decisions:
         problem = Problem.from_dict(decision.problem)
-        for row in _fast_rows(decision, problem, failed, faulty):
-            _add(pool, row, problem, decision)
+        for row in _fast_rows(decision, plain, {*failed, *faulty} - {plain}):
+            _add(pool, row, problem.m, plain)
+    _add_surcharges(pool, decisions)
     return sorted(pool.values(), key=lambda kernel: (not kernel.is_plain, -len(kernel.found_at)))
 
 
-def _add(pool: dict[str, PoolKernel], row: Evidence, problem: Problem, decision: Decision) -> None:
+def _plain_op(decisions: Sequence[Decision], failed: Collection[str]) -> str:
+    """Return the id of ATen's plain op: of its kernels that run what plain PyTorch runs on the raw weight, the fastest
+    one in the mean of those that were timed at most M. Empty when there is none."""
+    logs: dict[str, list[float]] = {}
+    for row in (row for decision in decisions for row in _timed(decision.evidence)):
+        is_aten = row.packing is None and row.candidate["backend"] == "aten"
+        if is_aten and row.id not in failed and is_fallback(str(row.candidate["template"])):
+            logs.setdefault(row.id, []).append(math.log(_seconds(row)))
+    return max(logs, key=lambda name: (len(logs[name]), -mean(logs[name])), default="")
+
+
+def _add(pool: dict[str, PoolKernel], row: Evidence, m: int, plain: str) -> None:
     candidate = Candidate.from_dict(row.candidate)
-    tested = [layout for layout in decision.layouts.values() if layout.candidate == row.id]
-    kernel = pool.get(row.id)
-    if kernel is None:
-        kernel = pool[row.id] = PoolKernel(
-            candidate, problem.m, row.packing, is_plain=_is_plain(problem, row),
-            tile_rows=tile_rows(candidate),
-        )  # fmt: skip
-    kernel.overlap = kernel.overlap and all(layout.overlap for layout in tested)
-    kernel.found_at.add(problem.m)
+    if row.id not in pool:
+        pool[row.id] = PoolKernel(candidate, m, row.packing, is_plain=row.id == plain, tile_rows=tile_rows(candidate))
+    pool[row.id].found_at.add(m)
 
 
-def _fast_rows(
-    decision: Decision, problem: Problem, failed: Collection[str], faulty: Collection[str]
-) -> list[Evidence]:
+def _add_surcharges(pool: dict[str, PoolKernel], decisions: Sequence[Decision]) -> None:
+    """Set what the paired tests of the Decisions say of the kernels: their surcharge, and whether they overlap."""
+    surcharges: dict[str, float] = {}
+    for layout in (layout for decision in decisions for layout in decision.layouts.values()):
+        if layout.candidate in pool:
+            worst = max(1.0, layout.worst_ratio / layout.ratio)
+            surcharges[layout.candidate] = max(worst, surcharges.get(layout.candidate, 1.0))
+            pool[layout.candidate].overlap &= layout.overlap
+    for kernel in pool.values():
+        others = [s for name, s in surcharges.items() if pool[name].packing == kernel.packing]
+        if not kernel.is_plain:
+            kernel.surcharge = surcharges.get(kernel.id, median(others) if others else 1.0)
+
+
+def _fast_rows(decision: Decision, plain: str, without: Collection[str]) -> list[Evidence]:
     """Return the rows of ATen's plain op and of the fastest candidates of each layout."""
-    timed = [row for row in _timed(decision.evidence) if row.id not in failed]
-    timed = [row for row in timed if row.id not in faulty or _is_plain(problem, row)]
-    timed.sort(key=_seconds)
+    timed = sorted((row for row in _timed(decision.evidence) if row.id not in without), key=_seconds)
     chosen: list[Evidence] = []
     least: dict[str | None, float] = {}
     count: dict[str | None, int] = {}
     for row in timed:
         layout_s = least.setdefault(row.packing, _seconds(row))
-        if _is_plain(problem, row):
+        if row.id == plain:
             chosen.append(row)
         elif (
             (row.packing is None or layout_s <= LAYOUT_WITHIN * _seconds(timed[0]))
@@ -88,10 +109,6 @@ def _fast_rows(
             count[row.packing] = count.get(row.packing, 0) + 1
             chosen.append(row)
     return chosen
-
-
-def _is_plain(problem: Problem, row: Evidence) -> bool:
-    return row.packing is None and is_plain_op(problem, Candidate.from_dict(row.candidate))
 
 
 def _timed(rows: Iterable[Evidence]) -> list[Evidence]:

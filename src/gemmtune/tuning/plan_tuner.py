@@ -22,6 +22,9 @@ from .sizes import SizeRange, Sizes, parse_sizes
 from .tuner import LEASE_S, POLL_S, Tuner
 from .worker_pool import WorkerPool
 
+MAX_RECORDED = 6  # recorded M that are tuned by themselves; the others are served by the intervals
+_FEW_ROWS = 32  # a call with fewer rows takes about as long as one with so many: it reads the weight
+
 log = logging.getLogger("gemmtune")
 
 
@@ -78,12 +81,12 @@ class PlanTuner:
         """Tune the weights of counted Problems for the M that ``m`` names. Return the Decisions at single M and the
         plans.
 
-        A weight whose stored plan covers the range keeps it. A stored plan of another range is replaced by one that
-        covers both. A weight has no plan if only ATen's kernels serve it. Each plan is stored before the next weight
-        begins. Raises what ``Tuner.tune`` and ``parse_sizes`` raise.
+        A weight whose stored plan covers the range keeps it. Otherwise, and with ``force``, its plan is replaced by one
+        that covers both ranges. A weight has no plan if no kernel is right, or if the machine was too disturbed at all
+        M. Each plan is stored before the next weight begins. Raises what ``Tuner.tune`` and ``parse_sizes`` raise.
         """
         weights = weights_of(problems)
-        ranges = [parse_sizes(m, self._profile, weight.counts) for weight in weights]
+        ranges = [parse_sizes(m, self._profile, _costliest(weight)) for weight in weights]
         decisions: list[Decision] = []
         plans: list[TunedPlan] = []
         with closing(self._tuner.new_pool()) as pool:
@@ -98,10 +101,10 @@ class PlanTuner:
         self, weight: Weight, sizes: SizeRange, pool: WorkerPool
     ) -> tuple[list[Decision], TunedPlan | None]:
         stored = self._store.get_plan(self._target, weight.problem.plan_key)
+        if _covers(stored, sizes) and not self._force:
+            return self._decide(weight, sizes.tuned, pool), stored
         sizes = _united(sizes, stored)
         decisions = self._decide(weight, sizes.tuned, pool)
-        if _covers(stored, sizes) and not self._force:
-            return decisions, stored
         return decisions, self._plan_under_lease(weight, sizes, decisions, pool)
 
     def _decide(self, weight: Weight, sizes: Sequence[int], pool: WorkerPool) -> list[Decision]:
@@ -158,6 +161,13 @@ class PlanTuner:
             log.warning("the plan for %s is not kept: %s", plan.plan_key, error)
 
 
+def _costliest(weight: Weight) -> list[int]:
+    """Return the recorded M that take most of the time, the largest share first, up to ``MAX_RECORDED``; the largest M
+    is among them."""
+    order = sorted(weight.counts, key=lambda m: -weight.counts[m] * max(m, _FEW_ROWS))
+    return [max(order), *order[: MAX_RECORDED - 1]]
+
+
 def recorded(counts: Mapping[int, int]) -> dict[int, int]:
     """Return the counts of recorded calls, empty for a single call of a single M: a Problem without counts."""
     return {} if list(counts.values()) == [1] else dict(counts)
@@ -168,8 +178,8 @@ def _covers(plan: TunedPlan | None, sizes: SizeRange) -> bool:
 
 
 def _united(sizes: SizeRange, plan: TunedPlan | None) -> SizeRange:
-    """Return the range that contains ``sizes`` and the plan's, with the M of both plans' Decisions."""
-    if plan is None or _covers(plan, sizes):
+    """Return the range that contains ``sizes`` and the plan's, with the tuned M of both."""
+    if plan is None:
         return sizes
-    tuned = {*sizes.tuned, *(kernel.tuned_m for kernel in plan.kernels)}
+    tuned = {*sizes.tuned, *plan.tuned}
     return SizeRange(min(sizes.first, plan.first), max(sizes.last, plan.last), tuple(sorted(tuned)))

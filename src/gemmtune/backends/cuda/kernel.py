@@ -26,6 +26,8 @@ class Skinny(GridKernel):
 class Mixed(TmaKernel):
     """The template ``mixed``: a cluster of blocks for each tile. int4 weights have the layout of ``skinny``."""
 
+    clips_boxes = True
+
     def _tile(self, config: dict[str, Any]) -> tuple[int, int, int]:
         self._split = int(config["split"])
         return int(config["bm"]), int(config["bn"]), INT4_BLOCKS[0]
@@ -37,6 +39,8 @@ class Mixed(TmaKernel):
 class Slab(TmaKernel):
     """The template ``slab``: clusters of blocks. Each block loops over slabs, or each block of a cluster computes a
     part of the K of one slab."""
+
+    clips_boxes = True
 
     def _tile(self, config: dict[str, Any]) -> tuple[int, int, int]:
         self._cluster, self._split = int(config["cluster"]), int(config["split"])

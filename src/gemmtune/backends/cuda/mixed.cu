@@ -61,7 +61,9 @@ mixed(PARAMETERS) {
     arrive_cluster();
     __syncthreads();
     const int tiles_m = (M + BM - 1) / BM, tile = blockIdx.x / SPLIT;
-    const int m0 = tile % tiles_m * BM, n0 = tile / tiles_m * BN, steps = (K + STAGE_K - 1) / STAGE_K;
+    const int stored = tile % tiles_m * BM, m0 = first_row_read(stored, M), n0 = tile / tiles_m * BN;
+    const int steps = (K + STAGE_K - 1) / STAGE_K;
+    const int stage_bytes = 2 * 128 * min(BM, M) + B_BYTES;  // as in slab.cu
     const int first = steps * part / SPLIT, last = steps * (part + 1) / SPLIT;
     int at = 0, turn = 0;  // the next stage, and the parity of the passes over all stages
     auto next = [&] {
@@ -72,7 +74,7 @@ mixed(PARAMETERS) {
         release_registers();
         if (warp == CONSUMERS) {
             auto fetch_b = [&](int step, int slot) {
-                expect_bytes_once(full + 8 * slot, STAGE_BYTES);
+                expect_bytes_once(full + 8 * slot, stage_bytes);
                 tma_load_once(stages + slot * STAGE_BYTES + 2 * A_BYTES, &b_desc, step * B_ROW, n0, full + 8 * slot);
             };
             const int early_end = following & B_EARLY ? min(first + EARLY_STAGES, last) : first;
@@ -185,7 +187,7 @@ mixed(PARAMETERS) {
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 const int y = 8 * i + 2 * c + e % 2, x = 16 * warp + g + e / 2 * 8, m = m0 + y, n = n0 + x;
-                if (m < M && n < N) round_to(c_ptr[(long long)m * ldc + n], finish(m, n, y, x, four.of[e]));
+                if (m >= stored && m < M && n < N) round_to(c_ptr[(long long)m * ldc + n], finish(m, n, y, x, four.of[e]));
             }
         });
 #else
@@ -196,11 +198,11 @@ mixed(PARAMETERS) {
         for (int i = 0; i < SUMS; ++i)
             turned[(i / 4 * 8 + 2 * c + i % 2) * ACROSS + 16 * warp + g + i / 2 % 2 * 8] = sums[i];
         sync_threads_of<32 * CONSUMERS>();
-        const Rows C{c_ptr, ldc, M, N};
+        const Rows C{c_ptr, ldc, stored, M, N};
 #pragma unroll 4
         for (int e = RUN * threadIdx.x; e < BM * BN; e += RUN * 32 * CONSUMERS) {
             const int y = e / BN, x = e % BN, m = m0 + y, n = n0 + x;
-            if (m >= M || n >= N) continue;
+            if (!C.has(m) || n >= N) continue;
             Run run;
 #pragma unroll
             for (int i = 0; i < RUN; i += 2) {

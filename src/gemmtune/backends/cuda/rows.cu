@@ -23,19 +23,26 @@ constexpr int RUN = 2 * TOGETHER;                   // columns in one store
 
 struct alignas(TOGETHER * sizeof(Pair)) Run { Pair of[TOGETHER]; };
 
+// The rows of C from ``first`` on, ``count`` of them; stores to others are ignored.
 struct Rows {
     c_t* c;
     long long lead;
-    int m, n;
+    int first, count, n;
     bool aligned;  // no run crosses the edge, and all are aligned
 
-    __device__ Rows(c_t* c, long long lead, int m, int n)
-        : c(c), lead(lead), m(m), n(n), aligned(n % RUN == 0 && lead % RUN == 0 && (unsigned long long)c % sizeof(Run) == 0) {}
+    __device__ Rows(c_t* c, long long lead, int first, int end, int n)
+        : c(c), lead(lead), first(first), count(end - first), n(n),
+          aligned(n % RUN == 0 && lead % RUN == 0 && (unsigned long long)c % sizeof(Run) == 0) {}
+    __device__ bool has(int m) const { return (u32)(m - first) < (u32)count; }
 };
 
+// Return the first row that a tile of BM rows reads, where ``first`` is the first that it stores. The last tile of a matrix
+// starts earlier, so that TMA reads no rows beyond M: filling rows with zeros takes TMA longer than reading them.
+__device__ __forceinline__ int first_row_read(int first, int m) { return min(first, max(m - BM, 0)); }
+
 __device__ __forceinline__ void store(const Rows& to, int m, int n, Pair pair) {
+    if (!to.has(m)) return;
     c_t* place = to.c + m * to.lead + n;
-    if (m >= to.m) return;
     if (to.aligned) {
         if (n < to.n) *reinterpret_cast<Pair*>(place) = pair;
         return;
@@ -47,7 +54,7 @@ __device__ __forceinline__ void store(const Rows& to, int m, int n, Pair pair) {
 
 // Store a run of one thread.
 __device__ __forceinline__ void store(const Rows& to, int m, int n, const Run& run) {
-    if (m >= to.m) return;
+    if (!to.has(m)) return;
     if (to.aligned) {
         if (n < to.n) *reinterpret_cast<Run*>(to.c + m * to.lead + n) = run;
         return;

@@ -74,6 +74,9 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
     const int tiles = tiles_m * ((tiles_n + SHARE - 1) / SHARE), first = blockIdx.x / CLUSTER;
     const int stride = gridDim.x / CLUSTER, steps = (K + CHUNKS * ELEMENTS - 1) / (CHUNKS * ELEMENTS);
     const int from = steps * part / SPLIT, to = steps * (part + 1) / SPLIT;
+    // If M is less than a tile's rows, TMA's box has M of them (host: TmaKernel.clips_boxes), and blocks without rows send none.
+    const int a_rows = min(A_ROWS, M), senders = min(SHARE, (M + A_ROWS - 1) / A_ROWS);
+    const int stage_bytes = CHUNKS * (senders * a_rows * 128 + B_BYTES);
     // Blocks of other rows read the same part of B. If they do not start together the kernel takes up to a fifth longer
     // (docs/notes/cuda.md).
     const bool together = !STEPWISE && tiles_m > 1;
@@ -88,7 +91,7 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
             int early_stages = 0;  // stages whose part of B was loaded early
             auto fetch_b = [&](int step, int slot, int n0) {
                 const u32 stage = stages + slot * STAGE_BYTES, done = full + 8 * slot;
-                expect_bytes_once(done, STAGE_BYTES);
+                expect_bytes_once(done, stage_bytes);
 #pragma unroll
                 for (int chunk = 0; chunk < CHUNKS; ++chunk)
                     tma_load_once(stage + CHUNKS * A_BYTES + chunk * B_BYTES, &b_desc, (step * CHUNKS + chunk) * ELEMENTS, n0,
@@ -99,7 +102,8 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
                     fetch_b(from + early_stages, early_stages, (first / tiles_m * SHARE + rank) * BN);
             pdl_wait();
             for (int tile = first; tile < tiles; tile += stride) {
-                const int m0 = tile % tiles_m * BM + rank * A_ROWS, n0 = (tile / tiles_m * SHARE + rank) * BN;
+                const int m0 = first_row_read(tile % tiles_m * BM, M) + rank * A_ROWS;
+                const int n0 = (tile / tiles_m * SHARE + rank) * BN;
                 for (int step = from; step < to; ++step, next()) {
                     const u32 stage = stages + at * STAGE_BYTES, done = full + 8 * at;
                     if (early_stages > 0) {
@@ -108,6 +112,7 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
                         wait_barrier(empty + 8 * at, turn ^ 1);
                         fetch_b(step, at, n0);
                     }
+                    if (rank >= senders) continue;
 #pragma unroll
                     for (int chunk = 0; chunk < CHUNKS; ++chunk)
                         tma_load_multicast(stage + chunk * A_BYTES + rank * A_ROWS * 128, &a_desc,
@@ -125,9 +130,9 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
         const int group = warp / 4, member = threadIdx.x % 128;
         int round = 0;
         for (int tile = first; tile < tiles; tile += stride) {
-            const int m0 = tile % tiles_m * BM, n0 = (tile / tiles_m * SHARE + rank) * BN;
+            const int stored = tile % tiles_m * BM, m0 = first_row_read(stored, M), n0 = (tile / tiles_m * SHARE + rank) * BN;
             const int top = m0 + 64 * group;
-            const Rows C{c_ptr, ldc, min(M, m0 + BM), N};
+            const Rows C{c_ptr, ldc, stored, min(M, m0 + BM), N};
             // AHEAD
             sum_t sums[SUMS];
 #pragma unroll

@@ -11,6 +11,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -346,7 +347,12 @@ class _TensorMaps(dict[int, TensorMap]):
 
 class TmaKernel(GpuKernel):
     """A persistent kernel, whose programs loop over the tiles. It reads A and B through TMA descriptors, which are
-    cached."""
+    cached.
+
+    clips_boxes: whether the kernel expects TMA to load M rows of A where that is less than its boxes have.
+    """
+
+    clips_boxes: ClassVar[bool] = False
 
     def __init__(self, problem: Problem, candidate: Candidate, parts: Sequence[tuple[Header, bytes]]) -> None:
         super().__init__(problem, candidate, parts)
@@ -367,8 +373,11 @@ class TmaKernel(GpuKernel):
         return None
 
     def _tensor_maps(self, name: str, rows: int, lead: int) -> _TensorMaps:
+        tma = self.header.descriptors[name]
+        if name == "a_desc" and self.clips_boxes:
+            tma = msgspec.structs.replace(tma, block=(min(tma.block[0], rows), *tma.block[1:]))
         # K columns, except for packed int4: two of its elements share a byte, so that it has ``lead`` columns.
-        return _TensorMaps(self.header.descriptors[name], rows, min(self.problem.k, lead), lead)
+        return _TensorMaps(tma, rows, min(self.problem.k, lead), lead)
 
     def _launch_plan(self, m: int, device: int, sizes: dict[str, int]) -> LaunchPlan:
         problem, ldb, programs = self.problem, self._ldb, self._program_count(m, device)

@@ -362,14 +362,22 @@ def tiled(
 
 
 @triton.jit
+def _first_row_read(pid_m, M, BM: tl.constexpr):
+    """Return the first row of A that a tile reads. The last tile starts earlier than at its own rows, so that TMA reads
+    no rows beyond M: filling rows with zeros takes TMA longer than reading them."""
+    return tl.minimum(pid_m * BM, tl.maximum(M - BM, 0))
+
+
+@triton.jit
 def _fetched(
-    a_desc, b_desc, pid_m, pid_n, lo, hi, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    a_desc, b_desc, pid_m, pid_n, lo, hi, M, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     INTEGER: tl.constexpr, QUANT: tl.constexpr, PROMOTE: tl.constexpr,
 ):  # fmt: skip
     """Return the sum over blocks lo..hi of a tile's K; A and B are loaded through descriptors."""
     acc = tl.zeros((BM, BN), dtype=tl.int32 if INTEGER else tl.float32)
+    first = _first_row_read(pid_m, M, BM)
     for block in tl.range(lo, hi):
-        a = a_desc.load([pid_m * BM, block * BK])
+        a = a_desc.load([first, block * BK])
         b = b_desc.load([pid_n * BN, block * BK])
         if QUANT == 8:
             b = b.to(a.dtype)
@@ -383,7 +391,8 @@ def _stored(
     BM: tl.constexpr, BN: tl.constexpr, QUANT: tl.constexpr, STEPS: tl.constexpr, FLOAT_AT: tl.constexpr,
 ):  # fmt: skip
     """Apply scales and the epilogue to a tile's sum and store it."""
-    rows = (pid_m * BM + tl.arange(0, BM))[:, None]
+    rows = (_first_row_read(pid_m, M, BM) + tl.arange(0, BM))[:, None]
+    rows = tl.where(rows < pid_m * BM, M, rows)  # the tile before stores these
     cols = (pid_n * BN + tl.arange(0, BN))[None, :]
     if QUANT == 8:
         acc = acc * tl.load(s_ptr + cols, mask=cols < N).to(tl.float32)
@@ -441,7 +450,7 @@ def persistent(
         whole = tiles
     for tile in tl.range(program, whole, PROGRAMS, flatten=True):
         pid_m, pid_n = _place(tile, tiles_m, tiles_n, GROUP)
-        acc = _fetched(a_desc, b_desc, pid_m, pid_n, 0, blocks, BM, BN, BK, INTEGER, QUANT, PROMOTE)
+        acc = _fetched(a_desc, b_desc, pid_m, pid_n, 0, blocks, M, BM, BN, BK, INTEGER, QUANT, PROMOTE)
         _stored(acc, c_ptr, s_ptr, pid_m, pid_n, M, N, ldc, tensors, leads, BM, BN, QUANT, STEPS, FLOAT_AT)
     if STREAM:
         AREA: tl.constexpr = BM * BN
@@ -455,7 +464,7 @@ def persistent(
         for number in tl.range(begin // blocks, tl.cdiv(end, blocks)):
             pid_m, pid_n = _place(whole + number, tiles_m, tiles_n, GROUP)
             lo, hi = tl.maximum(begin - number * blocks, 0), tl.minimum(end - number * blocks, blocks)
-            acc = _fetched(a_desc, b_desc, pid_m, pid_n, lo, hi, BM, BN, BK, INTEGER, QUANT, PROMOTE)
+            acc = _fetched(a_desc, b_desc, pid_m, pid_n, lo, hi, M, BM, BN, BK, INTEGER, QUANT, PROMOTE)
             if lo > 0:  # only for the first of a program's tiles, if at all
                 tl.store(ws_ptr + position * AREA + places, acc)
                 tl.debug_barrier()  # all threads have stored their sums before one thread signals that

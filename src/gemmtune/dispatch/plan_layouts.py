@@ -1,0 +1,77 @@
+"""The choice of one layout for a weight that was tuned for a range of M."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
+
+from .portfolio import WORTHWHILE, is_fallback_template
+
+if TYPE_CHECKING:
+    from ..core.tuned_plan import TunedPlan
+
+# A packed layout must not be slower than plain PyTorch at any measured M by more than this share and the noise. Of the
+# noise this much counts at most.
+NO_SLOWER, MAX_NOISE = 0.02, 0.02
+
+
+def rank_layouts_of_plan(
+    tuned: TunedPlan, faulty: Collection[str] = (), *, raw_kernels: bool = True
+) -> list[str | None]:
+    """Return every layout of a TunedPlan that may serve, the best first; the raw weight (None) ends the list.
+
+    A packed layout must take 1% less time than the raw weight in the mean over the measured M, each relative to plain
+    PyTorch's time there, and weighed by the M for which it stands and by the calls that were recorded. It must not be
+    slower than plain PyTorch at any of them, which cannot serve a packed weight. raw_kernels: as for
+    ``rank_packings``.
+    """
+    reference = _reference_times(tuned)
+    shares = {
+        packing: _shares(tuned, packing, reference)
+        for packing, intervals in tuned.intervals.items()
+        if not any(interval.kernel in faulty for interval in intervals)
+    }
+    raw = _mean(tuned, shares.pop("", {})) if raw_kernels else 1.0
+    totals = {
+        packing: _mean(tuned, by_m)
+        for packing, by_m in shares.items()
+        if all(share <= 1.0 + NO_SLOWER + min(tuned.noise.get(m, 0.0), MAX_NOISE) for m, share in by_m.items())
+    }
+    return [*sorted((p for p in totals if totals[p] < WORTHWHILE * raw), key=lambda p: (totals[p], p)), None]
+
+
+def _reference_times(tuned: TunedPlan) -> dict[int, float]:
+    """Return plain PyTorch's seconds by measured M; the least of all kernels' if it was timed nowhere."""
+    plain = next((k for k in tuned.kernels if k.packing is None and is_fallback_template(k.candidate)), None)
+    if plain is not None and plain.times:
+        return plain.times
+    least: dict[int, float] = {}
+    for kernel in tuned.kernels:
+        least |= {m: min(seconds, least.get(m, seconds)) for m, seconds in kernel.times.items()}
+    return least
+
+
+def _shares(tuned: TunedPlan, packing: str, reference: Mapping[int, float]) -> dict[int, float]:
+    """Return the time of what serves in a layout relative to the reference, by measured M, in the surroundings where it
+    is slowest."""
+    shares = {}
+    for m, seconds in reference.items():
+        kernel = tuned.serving(m, packing)
+        if kernel is not None and m in kernel.times:
+            is_reference = packing == "" and is_fallback_template(kernel.candidate)
+            served_s = kernel.times[m] * kernel.surcharge + (0.0 if is_reference else tuned.overhead_s)
+            shares[m] = served_s / seconds
+    return shares
+
+
+def _mean(tuned: TunedPlan, shares: Mapping[int, float]) -> float:
+    """Return the weighted mean of shares by M; 1.0 without any."""
+    sizes, recorded = sorted(shares), max(1, sum(tuned.counts.values()))
+    total, weight = 0.0, 0.0
+    for index, m in enumerate(sizes):
+        below, above = sizes[max(index - 1, 0)], sizes[min(index + 1, len(sizes) - 1)]
+        share = (above - below) / (2 * tuned.last) + math.log((above + 1) / (below + 1)) / math.log(tuned.last + 1)
+        share += 2 * tuned.counts.get(m, 0) / recorded + 1e-9
+        total, weight = total + share * shares[m], weight + share
+    return total / weight if weight else 1.0

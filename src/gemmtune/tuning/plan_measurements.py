@@ -1,0 +1,173 @@
+"""The times of a weight's kernels at many M, and what they tell: the layouts worth serving, the kernel for each M, and
+where to measure next."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from ..core.tuned_plan import PlanInterval
+from . import intervals
+from .intervals import Curves
+from .plan_pool import PoolKernel
+from .sizes import SizeRange
+
+BATCH = 6  # the M of one request to the worker
+_LOSS = 0.01  # a gap between two measured M is not measured if less may be lost there
+_MAX_LAYOUTS = 2  # packed layouts that are still timed after the first M
+_FAR_BEHIND = 2.0
+_RETIMED = 2  # an M at which a kernel looks irregular is measured so often before the kernel is left out
+
+
+class Measurements:
+    """The measurements of one weight's kernels.
+
+    sizes: the range of M. counts: recorded calls by M. bound: the largest regret at a measured M. pool: the kernels by
+    id. overhead_s: as for ``TunedPlan``. times: seconds by id and M. noise: by M, of the times there. timed_often: how
+    often a kernel was timed at an M. out: the kernels that cannot serve, with the reason.
+    """
+
+    def __init__(self, sizes: SizeRange, counts: Mapping[int, int], bound: float, overhead_s: float = 0.0) -> None:
+        self._sizes, self._counts, self._bound, self._overhead_s = sizes, counts, bound, overhead_s
+        self.pool: dict[str, PoolKernel] = {}
+        self.times: dict[str, dict[int, float]] = {}
+        self.noise: dict[int, float] = {}
+        self.timed_often: dict[tuple[str, int], int] = {}
+        self.out: dict[str, str] = {}
+
+    def add(self, kernel: PoolKernel) -> None:
+        """Add a kernel to the pool."""
+        self.pool[kernel.id], self.times[kernel.id] = kernel, {}
+
+    def record(self, wanted: Mapping[int, Iterable[str]], times: Mapping[int, Mapping[str, float]]) -> None:
+        """Record the times of a request for the kernels ``wanted[m]`` at each M. Later times replace earlier ones."""
+        for m, names in wanted.items():
+            for name in names:
+                self.timed_often[name, m] = self.timed_often.get((name, m), 0) + 1
+        for m, seconds in times.items():
+            for name, value in seconds.items():
+                self.times[name][m] = value
+
+    def far_behind(self, m: int) -> set[str]:
+        """Return the kernels that take more than ``_FAR_BEHIND`` times the least time of all at the largest measured M
+        below ``m``."""
+        below = max((size for times in self.times.values() for size in times if size < m), default=0)
+        times = {name: times[below] for name, times in self.times.items() if below in times}
+        limit_s = _FAR_BEHIND * min(times.values(), default=0.0)
+        return {name for name, seconds in times.items() if seconds > limit_s}
+
+    def curves(self, packing: str) -> Curves:
+        """Return the times of a layout's kernels."""
+        names = [name for name, kernel in self.pool.items() if (kernel.packing or "") == packing]
+        times = {name: self.times[name] for name in names if self.times[name]}
+        plain = next((name for name in times if self.pool[name].is_plain), "")
+        steps = {name: self.pool[name].tile_rows for name in names}
+        surcharges = {name: self.pool[name].surcharge for name in names}
+        return Curves(
+            self._sizes.first, self._sizes.last, times, plain, steps, self._counts, self.noise, surcharges,
+            self._overhead_s,
+        )  # fmt: skip
+
+    def serving(self, curves: Curves) -> dict[int, str]:
+        return intervals.serving(curves, intervals.choose_kernels(curves, self._bound), self._bound)
+
+    def _plain_s(self, m: int) -> float:
+        """Return the seconds of ATen's plain op at a measured M; infinite where it was not timed."""
+        plain = [self.times[name].get(m, math.inf) for name, kernel in self.pool.items() if kernel.is_plain]
+        return min(plain, default=math.inf)
+
+    def _reference_s(self, m: int) -> float:
+        """Return the seconds that the times at a measured M are divided by: those of ATen's plain op; the least of all
+        if it was timed nowhere."""
+        if any(self.times[name] for name, kernel in self.pool.items() if kernel.is_plain):
+            return self._plain_s(m)
+        return min(times[m] for times in self.times.values() if m in times)
+
+    def layouts(self) -> list[str]:
+        """Return the packed layouts with the least times relative to ATen's plain op, the best first, then the raw
+        layout."""
+        totals = {}
+        for packing in {kernel.packing or "" for name, kernel in self.pool.items() if name not in self.out}:
+            curves = self.curves(packing).without(self.out)
+            weights = intervals.point_weights(curves)
+            total, weight = 0.0, 0.0
+            for m in curves.sizes:
+                if max(curves.best(m), self._reference_s(m)) < math.inf:
+                    total += weights[m] * curves.best(m) / self._reference_s(m)
+                    weight += weights[m]
+            if weight > 0.0:
+                totals[packing] = total / weight
+        packed = sorted((packing for packing in totals if packing), key=lambda packing: totals[packing])
+        return [*packed[:_MAX_LAYOUTS], *(packing for packing in totals if not packing)]
+
+    def next_measurements(self, packing: str) -> dict[int, list[str]]:
+        """Return the M to measure next for a layout, with the kernels to time there."""
+        curves = self.curves(packing)
+        if suspicious := self._suspicious(curves):
+            return self._again(curves, suspicious)
+        curves = curves.without(self.out)
+        if not curves.times or not curves.sizes:
+            return {}
+        points = self.serving(curves)
+        if packing and (slow := self._slower_than_plain(points)):
+            return self._again(curves, slow)
+        unseen = self._unseen_parities(curves, intervals.intervals(curves, points))
+        if unseen:
+            return {m: list(dict.fromkeys((*self.names_near(curves, m), name))) for m, name in unseen[:BATCH]}
+        urgent = [gap for gap in intervals.gaps(curves, points) if gap.loss > _LOSS and gap.urgency > 0.0]
+        sizes = [intervals.next_size(curves, gap, odd=index % 2 == 0) for index, gap in enumerate(urgent[:BATCH])]
+        return {m: self.names_near(curves, m) for m in sizes}
+
+    def _suspicious(self, curves: Curves) -> dict[int, list[str]]:
+        """Return the M to measure again because kernels looked irregular there, with these kernels. Those that looked
+        so repeatedly are left out."""
+        again: dict[int, list[str]] = {}
+        curves = curves.without(self.out)
+        certain = intervals.irregular(curves)
+        for name, slow in intervals.irregular(curves, 1).items():
+            once = [m for m in slow if self.timed_often[name, m] < _RETIMED]
+            for m in once:
+                again.setdefault(m, []).append(name)
+            if not once and name in certain and name != curves.plain:
+                self.out[name] = f"irregular: slower at M = {certain[name][0]} than at a larger M"
+        return again
+
+    def _slower_than_plain(self, points: Mapping[int, str]) -> dict[int, list[str]]:
+        """Return the M to measure again because the kernel of a packed layout looked slower than ATen's plain op, with
+        these kernels: one such M keeps the layout from serving."""
+        return {
+            m: [name]
+            for m, name in points.items()
+            if self.times[name].get(m, 0.0) + self._overhead_s > self._plain_s(m)
+            and self.timed_often[name, m] < _RETIMED
+        }
+
+    def _again(self, curves: Curves, wanted: Mapping[int, Sequence[str]]) -> dict[int, list[str]]:
+        """Return the first few of the M to measure again, with their kernels and those that may be faster there."""
+        return {m: list(dict.fromkeys((*self.names_near(curves, m), *wanted[m]))) for m in sorted(wanted)[:BATCH]}
+
+    def _unseen_parities(self, curves: Curves, found: Sequence[PlanInterval]) -> list[tuple[int, str]]:
+        """Return an M and a kernel for each interval whose kernel was not timed at an odd, or at an even, M of it."""
+        sizes = []
+        for interval in found:
+            if interval.kernel == curves.plain or interval.last - interval.first < 2:
+                continue
+            seen = {m % 2 for m in intervals.measured_inside(curves, interval.kernel, interval)}
+            for parity in {0, 1} - seen:
+                middle = round(math.sqrt(interval.first * interval.last))
+                m = middle if middle % 2 == parity else middle + 1 if middle < interval.last else middle - 1
+                if self.timed_often.get((interval.kernel, m), 0) < _RETIMED:
+                    sizes.append((m, interval.kernel))
+        return sizes
+
+    def names_near(self, curves: Curves, m: int) -> list[str]:
+        """Return the kernels that may be the fastest at M: those close to the fastest at the next measured M on either
+        side, and ATen's plain op."""
+        below = max((size for size in curves.sizes if size <= m), default=None)
+        above = min((size for size in curves.sizes if size >= m), default=None)
+        names = [name for name, kernel in self.pool.items() if kernel.is_plain]
+        for size in (below, above):
+            if size is not None:
+                limit_s = (1.0 + intervals.CLOSE) * curves.best(size)
+                names += [name for name, times in curves.times.items() if times.get(size, math.inf) <= limit_s]
+        return list(dict.fromkeys(names))
