@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import string
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -11,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 from ..core.problem import Problem
 from ..core.workloads import dtype_name, weight_label
 from ..report.plan_rows import (
+    ATEN,
     cannot_serve,
+    intervals_text,
     layout_name,
     noise_text,
-    plain_kernel,
     plan_line,
     regret_text,
     serving_kernels,
+    short_names,
     summarize_layouts,
     thinned,
     times_over_m,
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
     from ..core.tuned_plan import PlanKernel, TunedPlan
     from ..report.plan_rows import TimesAtM
     from ..store.base import Store
-
-_ATEN = "ATen"
 
 
 def matching_plans(store: Store, target: Target | None, shape: tuple[int, int, int], dtype: str) -> list[TunedPlan]:
@@ -90,14 +89,11 @@ def show_plan(plan: TunedPlan, m: int, out: Console, *, brief: bool = False) -> 
         out.print(f"M that a model ran at, with calls: {counts}", soft_wrap=True)
     if text := noise_text(plan):
         out.print(f"noise of the times: {text}", soft_wrap=True)
-    names = _short_names(plan)
+    names = short_names(plan)
     for summary in summarize_layouts(plan):
         out.print()
         out.print(f"{layout_name(summary.packing)}: worst regret {regret_text(summary.regret)}", style="bold")
-        spans = (
-            f"{_range_text(s.first, s.last)}: {names.get(s.kernel, s.kernel)}" for s in plan.intervals[summary.packing]
-        )
-        out.print(f"served by M: {', '.join(spans)}", soft_wrap=True)
+        out.print(f"served by M: {intervals_text(plan, summary.packing, names)}", soft_wrap=True)
         out.print(_times_table(plan, summary.packing, names))
         for kernel in serving_kernels(plan, summary.packing):
             out.print(f"{names[kernel.id]:<4}  {_kernel_text(kernel)}", soft_wrap=True)
@@ -120,24 +116,10 @@ def _show_other_kernels(plan: TunedPlan, out: Console, names: Mapping[str, str])
     out.print()
 
 
-def _short_names(plan: TunedPlan) -> dict[str, str]:
-    """Return a short name by the id of each kernel that serves: ids are too long for the columns of a table."""
-    plain = plain_kernel(plan)
-    names = {} if plain is None else {plain.id: _ATEN}
-    letters = [*string.ascii_uppercase, *(a + b for a in string.ascii_uppercase for b in string.ascii_uppercase)]
-    serving = [kernel.id for packing in plan.intervals for kernel in serving_kernels(plan, packing)]
-    unnamed = [name for name in dict.fromkeys(serving) if name not in names]
-    return {**names, **dict(zip(unnamed, letters, strict=False))}
-
-
 def _kernel_text(kernel: PlanKernel) -> str:
     surcharge = getattr(kernel, "surcharge", 1.0)
     slower = f"; among other work it takes {surcharge:.2f}x these times" if surcharge > 1.0 else ""
     return f"{kernel.id}: from the decision at M = {kernel.tuned_m}; {verified_text(kernel)}{slower}"
-
-
-def _range_text(first: int, last: int) -> str:
-    return str(first) if first == last else f"{first}-{last}"
 
 
 def _times_table(plan: TunedPlan, packing: str, names: Mapping[str, str]) -> Table:
@@ -145,9 +127,9 @@ def _times_table(plan: TunedPlan, packing: str, names: Mapping[str, str]) -> Tab
     and its regret."""
     from rich.table import Table
 
-    kernels = [kernel.id for kernel in serving_kernels(plan, packing) if names[kernel.id] != _ATEN]
+    kernels = [kernel.id for kernel in serving_kernels(plan, packing) if names[kernel.id] != ATEN]
     table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
-    for name in ("M", _ATEN, *(names[kernel] for kernel in kernels), "serves", "regret"):
+    for name in ("M", ATEN, *(names[kernel] for kernel in kernels), "serves", "regret"):
         table.add_column(name, justify="left" if name == "serves" else "right", no_wrap=True)
     rows = times_over_m(plan, packing)
     for row in thinned(rows):

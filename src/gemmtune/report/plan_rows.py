@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import string
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from ..core.tuned_plan import PlanKernel, TunedPlan
 
 MAX_ROWS = 24  # of a table over M
+ATEN = "ATen"  # the name of what plain PyTorch runs, in tables and plots
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +136,27 @@ def serving_kernels(plan: TunedPlan, packing: str) -> list[PlanKernel]:
     """Return the kernels that serve in a layout, in the order of the M from which on they do."""
     ids = dict.fromkeys(interval.kernel for interval in plan.intervals.get(packing, ()))
     return [kernel for kernel in map(plan.find, ids) if kernel is not None]
+
+
+def short_names(plan: TunedPlan) -> dict[str, str]:
+    """Return a short name by the id of each kernel that serves: ids are too long for the columns of a table."""
+    plain = plain_kernel(plan)
+    names = {} if plain is None else {plain.id: ATEN}
+    letters = [*string.ascii_uppercase, *(a + b for a in string.ascii_uppercase for b in string.ascii_uppercase)]
+    serving = [kernel.id for packing in plan.intervals for kernel in serving_kernels(plan, packing)]
+    unnamed = [name for name in dict.fromkeys(serving) if name not in names]
+    return {**names, **dict(zip(unnamed, letters, strict=False))}
+
+
+def intervals_text(plan: TunedPlan, packing: str, names: Mapping[str, str]) -> str:
+    """Return the intervals of a layout as text: ``1-40: A, 41-128: ATen``. names: by kernel id."""
+    spans = plan.intervals[packing]
+    return ", ".join(f"{range_text(span.first, span.last)}: {names.get(span.kernel, span.kernel)}" for span in spans)
+
+
+def range_text(first: int, last: int) -> str:
+    """Return a range of M as text: ``41-128``; ``41`` if it has one."""
+    return str(first) if first == last else f"{first}-{last}"
 
 
 def times_over_m(plan: TunedPlan, packing: str) -> list[TimesAtM]:
