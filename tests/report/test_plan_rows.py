@@ -61,6 +61,15 @@ def test_times_have_the_kernels_of_the_layout_only() -> None:
     assert [row.serves for row in times_over_m(PLAN, "")] == [SMALL.id, SMALL.id, LARGE.id, LARGE.id]
 
 
+def test_m_at_which_only_aten_was_timed_is_left_out() -> None:
+    kernels = [replace(k, times={m: k.times[m] for m in (1, 48)}) if k.id == PACKED.id else k for k in PLAN.kernels]
+    plan = replace(PLAN, kernels=tuple(kernels))
+    assert [row.m for row in times_over_m(plan, "panels")] == [1, 48]
+    assert [row.m for row in times_over_m(plan, "")] == SIZES
+    aten = replace(plan, intervals={"": (PlanInterval(1, 128, PLAIN.id),)})
+    assert [row.m for row in times_over_m(aten, "")] == SIZES
+
+
 def test_thinned_rows_have_both_ends_and_the_worst_regret() -> None:
     sizes = list(range(1, 301))
     rows = times_over_m(

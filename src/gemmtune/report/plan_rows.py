@@ -160,11 +160,13 @@ def range_text(first: int, last: int) -> str:
 
 
 def times_over_m(plan: TunedPlan, packing: str) -> list[TimesAtM]:
-    """Return the times of a layout at each M at which plain PyTorch or one of its serving kernels was timed."""
+    """Return the times of a layout at each M at which one of its serving kernels was timed, other than plain PyTorch's,
+    which is timed for every layout; that counts where nothing else serves."""
     kernels, plain = serving_kernels(plan, packing), plain_kernel(plan)
     plain_times = {} if plain is None else plain.times
+    others = [kernel for kernel in kernels if kernel is not plain]
     rows = []
-    for m in sorted(set(plain_times).union(*(kernel.times for kernel in kernels))):
+    for m in sorted({m for kernel in others or kernels for m in kernel.times}):
         serving = plan.serving(m, packing)
         seconds = {kernel.id: kernel.times[m] for kernel in kernels if m in kernel.times}
         name = "" if serving is None else serving.id
