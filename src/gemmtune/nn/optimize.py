@@ -82,19 +82,7 @@ def optimize(
     function besides its product reads it (unless memory >= 2, with which the raw weight is kept beside the packed one).
     Raises TypeError, ValueError, and what the model raises.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"optimize(): expected a torch.nn.Module, not {type(model).__name__}")
-    if model.training:
-        raise ValueError(
-            "optimize(): the model is in training mode, and packed weights cannot train; call model.eval()"
-        )
-    if not memory >= 1:
-        raise ValueError(f"optimize(): memory must be at least 1 (times the raw weight's bytes); got {memory!r}")
-    as_calls(example_inputs)
-    if m is not None:
-        from ..tuning.sizes import parse_sizes
-
-        parse_sizes(m, devices.get("cpu").profile)  # only to raise early: what is valid does not depend on the device
+    _require_valid(model, example_inputs, memory, m)
     handle = Handle()
     all_sites = find_sites(model, memory, handle.left)
     recorded = observe(model, example_inputs, all_sites, handle.left)
@@ -124,6 +112,23 @@ def optimize(
         _undo_what_is_slower(model, example_inputs, handle)
     _preload_plans(handle)
     return handle
+
+
+def _require_valid(model: nn.Module, example_inputs: Any, memory: float, m: Sizes | None) -> None:
+    """Raise TypeError or ValueError for arguments of ``optimize`` that are wrong, before the model runs."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"optimize(): expected a torch.nn.Module, not {type(model).__name__}")
+    if model.training:
+        raise ValueError(
+            "optimize(): the model is in training mode, and packed weights cannot train; call model.eval()"
+        )
+    if not memory >= 1:
+        raise ValueError(f"optimize(): memory must be at least 1 (times the raw weight's bytes); got {memory!r}")
+    as_calls(example_inputs)
+    if m is not None:
+        from ..tuning.sizes import parse_sizes
+
+        parse_sizes(m, devices.get("cpu").profile)  # only to raise early: what is valid does not depend on the device
 
 
 def _preload_plans(handle: Handle) -> None:
