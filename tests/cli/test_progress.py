@@ -6,9 +6,10 @@ from rich.console import Console
 
 from gemmtune.cli.progress import LiveProgress, PlainProgress, ProgressState, duration_text, progress_display
 from gemmtune.core.decision import Verdict
-from gemmtune.core.events import BestSoFar, CandidateTried, Event, ProblemDone, ProblemStarted
+from gemmtune.core.events import BestSoFar, CandidateTried, Event, PlanDone, PlanProgress, ProblemDone, ProblemStarted
 from gemmtune.core.workloads import build
 from helpers.factories import NATIVE, make_decision
+from helpers.plans import LARGE, SMALL, planted_plan
 
 PROBLEM = build(16, 4096, 4096, "bf16")
 EVENTS: list[Event] = [
@@ -113,3 +114,31 @@ def test_duration_text() -> None:
     assert duration_text(42.4) == "42 s"
     assert duration_text(75) == "1:15"
     assert duration_text(3601) == "60:01"
+
+
+PLAN = planted_plan(PROBLEM, [SMALL, LARGE], {"": [(1, 48, SMALL), (49, 128, LARGE)]}, [1, 48, 128], target_key="t")
+
+
+def test_live_display_shows_the_m_that_are_timed_and_the_plan() -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, highlight=False, width=120, _environ={})
+    live = LiveProgress(ProgressState(), console)
+    with live.live:
+        send_events(live, *EVENTS, DONE, PlanProgress(PROBLEM.plan_key, 12, 65.2))
+        live.live.refresh()
+        send_events(live, PlanDone(PROBLEM.plan_key, PLAN, 3))
+    text = stream.getvalue()
+    assert "12 values of M timed, at most 1:05 left for this weight" in text
+    assert "the kernels of Mx4096x4096 bf16 at other M" in text
+    assert "Mx4096x4096 bf16: M 1-128, 2 kernels in 2 intervals, worst regret 0.0%, 3 to come" in text
+
+
+def test_state_goes_on_with_problems_after_a_plan() -> None:
+    state = ProgressState()
+    send_events(state, *EVENTS, DONE, PlanProgress(PROBLEM.plan_key, 12, 65.2))
+    assert "12 values of M" in state.trying_line()
+    send_events(state, PlanDone(PROBLEM.plan_key, None, 1))
+    assert state.plans == []
+    send_events(state, ProblemStarted(0, 4, PROBLEM))
+    assert "preparing" in state.trying_line()
+    assert (state.done, state.total) == (0, 4)

@@ -10,7 +10,7 @@ from gemmtune.backends.aten import AtenBackend
 from gemmtune.core.candidate import Candidate
 from gemmtune.core.decision import Decision, Evidence, Sample, Verdict
 from gemmtune.core.problem import Problem
-from gemmtune.core.tuned_plan import TunedPlan
+from gemmtune.core.tuned_plan import PlanInterval, PlanKernel, TunedPlan
 from gemmtune.core.workloads import linear_problem
 from gemmtune.timing.size_sweep import SizesTimed
 from gemmtune.workers.contract import WorkerLost
@@ -168,3 +168,43 @@ class FakeWorker:
 def serving_kernels(plan: TunedPlan) -> set[str]:
     """Return the ids of the kernels that serve in any layout."""
     return {interval.kernel for intervals in plan.intervals.values() for interval in intervals}
+
+
+Intervals = Mapping[str, Sequence[tuple[int, int, SimulatedKernel]]]
+
+
+def planted_plan(
+    problem: Problem,
+    kernels: Sequence[SimulatedKernel],
+    intervals: Intervals,
+    sizes: Sequence[int],
+    *,
+    target_key: str,
+    plain: SimulatedKernel | None = None,
+) -> TunedPlan:
+    """Return a plan of kernels that were timed at ``sizes``.
+
+    intervals: first M, last M and kernel, by layout. plain: ATen's plain op, which is timed too, with ``PLAIN_S`` by
+    default. Kernels that serve were verified at all ``sizes`` and have a verdict, others not.
+    """
+    plain = plain or SimulatedKernel(AtenBackend().default_candidate(problem), PLAIN_S)
+    serving = {kernel.id for rows in intervals.values() for _, _, kernel in rows}
+    rows = tuple(
+        PlanKernel(
+            kernel.candidate.to_dict(), kernel.id, sizes[0], kernel.packing,
+            times={m: kernel.seconds(m) for m in sizes},
+            verified=tuple(sizes) if kernel.id in serving else (),
+            verdict=Verdict("within_bound", worst=0.25) if kernel.id in serving else None,
+        )
+        for kernel in (*kernels, plain)
+    )  # fmt: skip
+    by_layout = {
+        packing: tuple(PlanInterval(first, last, kernel.id) for first, last, kernel in spans)
+        for packing, spans in intervals.items()
+    }
+    spans = [span for spans in by_layout.values() for span in spans]
+    return TunedPlan(
+        problem.plan_key, problem.to_dict(), target_key, min(span.first for span in spans),
+        max(span.last for span in spans), by_layout, rows, noise=dict.fromkeys(sizes, 0.005), seconds=2.0,
+        created=1_760_000_000.0,
+    )  # fmt: skip

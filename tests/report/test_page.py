@@ -3,13 +3,21 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
+from gemmtune.core.decision import Verdict
 from gemmtune.core.workloads import build
 from gemmtune.report import interactive, write_report
 from gemmtune.report.page import overview, table
 from gemmtune.report.rows import summarize
 from gemmtune.store import MemoryStore
 from helpers.factories import make_decision, make_target
+from helpers.plans import LARGE, PROBLEM, SMALL, planted_plan, simulated, staircase
+
+UNUSED = simulated("unused", staircase(30.0, 1.0))
+PLAN = planted_plan(
+    PROBLEM, [SMALL, LARGE, UNUSED], {"": [(1, 40, SMALL), (41, 128, LARGE)]}, [1, 16, 48, 128], target_key="t"
+)
 
 
 class NestingParser(HTMLParser):
@@ -53,7 +61,7 @@ def test_report_is_one_well_formed_file_without_links(
     assert parser.open == []
     assert not re.search(r"""(src|href)\s*=|@import|url\(""", text)
     assert ("svg" in parser.tags) == (library is None)
-    assert text.count("Time by shape and backend") == text.count("Achieved against the roofline") == 2
+    assert text.count("<h3>Time by shape and backend") == text.count("<h3>Achieved against the roofline") == 2
 
 
 @pytest.mark.parametrize("library", ["/* plotly stands here */", None], ids=["plotly", "svg"])
@@ -111,3 +119,40 @@ def test_overview_has_counts_and_the_mean_speedup() -> None:
     none_valid = overview([summarize(make_decision(outcome="none_valid"))])
     assert "1 without a valid candidate" in none_valid
     assert "nan" not in none_valid
+
+
+@pytest.mark.parametrize("library", ["/* plotly stands here */", None], ids=["plotly", "svg"])
+def test_weights_with_plans_have_a_section(
+    store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str | None
+) -> None:
+    monkeypatch.setattr(interactive, "library", lambda: library)
+    target, path = make_target(), tmp_path / "report.html"
+    write_report(store, path)
+    assert "range of M" not in path.read_text()
+    wrong = Verdict("wrong", "element <b>", 9.0)
+    kernels = [replace(row, verdict=wrong) if row.id == UNUSED.id else row for row in PLAN.kernels]
+    store.put_plan(target, replace(PLAN, target_key=target.key, kernels=tuple(kernels)))
+    assert write_report(store, path) == 8
+    text = path.read_text()
+    parser = NestingParser()
+    parser.feed(text)
+    assert parser.open == []
+    for expected in (
+        "Weights tuned over a range of M",
+        "Mx64x96 fp32: M 1-128, 2 kernels in 2 intervals, worst regret 11.1% at M = 48.",
+        "Mx64x96 fp32, unpacked: time over M",
+        "right at 4 M from 1 to 128",
+        "1 kernels cannot serve",
+        "wrong: element &lt;b&gt;",
+        "floor of the machine",
+    ):
+        assert expected in text
+    assert f"<td>A</td><td>unpacked</td><td>1-40</td><td><code>{SMALL.id}</code></td>" in text
+    assert text.count("<h4>") == 1
+
+
+def test_plans_of_other_machines_are_left_out(store: MemoryStore, tmp_path: Path) -> None:
+    other, path = make_target(threads=7), tmp_path / "report.html"
+    store.put_plan(other, replace(PLAN, target_key=other.key))
+    write_report(store, path, target=make_target())
+    assert "range of M" not in path.read_text()

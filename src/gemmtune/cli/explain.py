@@ -1,11 +1,11 @@
-"""``gemmtune explain M N K``: print a decision with its evidence."""
+"""``gemmtune explain M N K``: print a decision with its evidence, and the plan that its M is in the range of."""
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -61,30 +61,30 @@ def explain(
 ) -> None:
     """Show the decisions for a shape: in three lines what serves, how sure that is and what to do next; then all their
     evidence: every candidate, why some were illegal, verdicts, samples with their intervals and the conditions they
-    were taken under, and why the race stopped."""
+    were taken under, and why the race stopped. Then the plan of a weight that was tuned for many M: what serves where,
+    times over M, what was verified, and which kernels cannot serve."""
     if dtype not in _known_dtypes():
         fail_usage(f"unknown dtype {dtype!r}; known dtypes: {', '.join(_known_dtypes())}")
+    from .explain_plan import matching_plans, plan_json, show_plan
+
     with quiet_stdout(as_json):
         target = selected_target(threads, parse_device(device))
     with checked_store(store_path) as store:
-        decisions = matching_decisions(store, None if any_machine else target, (m, n, k), dtype)
-        if not decisions:
+        owner = None if any_machine else target
+        decisions = matching_decisions(store, owner, (m, n, k), dtype)
+        plans = matching_plans(store, owner, (m, n, k), short_dtype((m, n, k), dtype))
+        if not decisions and not plans:
             fail(_no_decision_message(store, target, (m, n, k), dtype), as_json=as_json)
-    from .answer import answer
-
     option = "" if target.is_cpu else f" --device {device}"
     if as_json:
-        import msgspec
-
-        short = [
-            {"problem": row.problem_key, **dict(zip(_BRIEF_KEYS, answer(row, option), strict=True))}
-            for row in decisions
-        ]
-        print_json({"decisions": short if brief else [msgspec.to_builtins(decision) for decision in decisions]})
+        rows = [_decision_json(decision, option, brief=brief) for decision in decisions]
+        print_json({"decisions": rows, "plans": [plan_json(plan, m, brief=brief) for plan in plans]})
         return
     out = plain_console()
     for decision in decisions:
         show(decision, out, brief=brief, option=option)
+    for plan in plans:
+        show_plan(plan, m, out, brief=brief)
 
 
 def _known_dtypes() -> tuple[str, ...]:
@@ -101,13 +101,31 @@ def matching_decisions(store: Store, target: Target | None, shape: tuple[int, in
     from ..core.problem import Problem
     from ..core.workloads import dtype_name
 
-    short_name = dtype_name(parse_problem(shape, dtype))
+    short_name = short_dtype(shape, dtype)
     matches = []
     for decision in store.decisions(target):
         problem = Problem.from_dict(decision.problem)
         if (problem.m, problem.n, problem.k) == shape and dtype_name(problem) == short_name:
             matches.append(decision)
     return matches
+
+
+def short_dtype(shape: tuple[int, int, int], dtype: str) -> str:
+    """Return the short name of the dtypes of a shape's Problem with a ``--dtype``."""
+    from ..core.workloads import dtype_name
+
+    return dtype_name(parse_problem(shape, dtype))
+
+
+def _decision_json(decision: Decision, option: str, *, brief: bool) -> dict[str, Any]:
+    import msgspec
+
+    from .answer import answer
+
+    if brief:
+        return {"problem": decision.problem_key, **dict(zip(_BRIEF_KEYS, answer(decision, option), strict=True))}
+    record: dict[str, Any] = msgspec.to_builtins(decision)
+    return record
 
 
 def _no_decision_message(store: Store, target: Target, shape: tuple[int, int, int], dtype: str) -> str:

@@ -19,7 +19,8 @@ from ..core.events import (
     ProblemStarted,
 )  # fmt: skip
 from ..core.printable import visible
-from ..core.workloads import label
+from ..core.workloads import label, weight_label
+from ..report.plan_rows import plan_line
 from ..report.rows import summarize, time_text
 from .common import plain_console, print_lines
 
@@ -35,6 +36,8 @@ class ProgressState:
 
     decisions: those of finished problems. plans: those of finished weights. cached: number of problems that the store
     had decided before. store_error: why decisions could not be stored. index, total, problem: the current problem.
+    done: number of finished problems of the total. weight: of the current problem, for a plan. measuring: whether the
+    weight's kernels are being timed at other M.
     trying: id of the latest candidate; tried, left: numbers of candidates tried and still to try; best: the fastest so
     far.
     """
@@ -42,11 +45,14 @@ class ProgressState:
     def __init__(self) -> None:
         self.decisions: list[Decision] = []
         self.plans: list[TunedPlan] = []
-        self.plan_line = ""  # of the weight whose kernels are being timed at other M; empty when none is
+        self.measuring = False
+        self.weight = ""
+        self._measured = 0
+        self._measured_until = 0.0
         self.cached = 0
         self.store_error = ""
         self._unstored: dict[str, int] = {}  # number of decisions by Target
-        self.index = self.total = 0
+        self.index = self.total = self.done = 0
         self.problem = ""
         self.trying = ""
         self.tried = self.left = 0
@@ -58,6 +64,7 @@ class ProgressState:
     def __call__(self, event: Event) -> None:
         if isinstance(event, ProblemStarted):
             self.index, self.total, self.problem = event.index, event.total, label(event.problem)
+            self.weight, self.done = weight_label(event.problem), event.index
             self.trying, self.tried, self.left, self.best = "", 0, 0, None
             self._is_cached = event.cached
             self.cached += event.cached
@@ -70,12 +77,14 @@ class ProgressState:
             self._unstored[event.target_key] = event.count
             self.store_error = event.error or self.store_error
         elif isinstance(event, PlanProgress):
-            self.plan_line = f"{event.measured} values of M timed, at most {duration_text(event.remaining_s)} left"
+            self.measuring, self._measured = True, event.measured
+            self._measured_until = time.monotonic() + event.remaining_s
         elif isinstance(event, PlanDone):
-            self.plan_line = ""
+            self.measuring = False
             self.plans += [event.plan] if event.plan is not None else []
         else:
             self._add_decision(event.decision)
+            self.done = event.index + 1
             self._estimate_s, self._estimated_at = event.remaining_s, time.monotonic()
 
     def _add_decision(self, decision: Decision) -> None:
@@ -112,16 +121,30 @@ class ProgressState:
         origin = "from the store" if self._is_cached else f"{row.tried} tried in {row.seconds:.1f} s"
         return f"[{event.index + 1}/{event.total}] {row.label}  {result}  ({origin})"
 
+    def plan_line(self, event: PlanDone) -> str:
+        """Return the line for a weight that was tuned over a range of M."""
+        left = f", {event.remaining} to come" if event.remaining else ""
+        if event.plan is None:
+            return f"{self.weight}: no plan, ATen's kernels serve where nothing else was decided{left}"
+        return plan_line(event.plan) + left
+
+    def measuring_line(self) -> str:
+        """Return the line with the number of M at which a weight's kernels were timed so far and the time left."""
+        left = max(0.0, self._measured_until - time.monotonic())
+        return f"{self._measured} values of M timed, at most {duration_text(left)} left for this weight"
+
     def status_line(self) -> str:
         """Return the line with the number of the current problem and the remaining time."""
+        if self.measuring:
+            return f"the kernels of {self.weight} at other M"
         remaining = self.remaining_s
         time_left = "estimating the time left" if remaining is None else f"about {duration_text(remaining)} left"
         return f"problem {self.index + 1} of {self.total} - {time_left}"
 
     def trying_line(self) -> str:
         """Return the line with the current candidate and the numbers of candidates tried and remaining."""
-        if self.plan_line:
-            return self.plan_line
+        if self.measuring:
+            return self.measuring_line()
         if not self.trying:
             return "preparing operands and the reference result"
         return f"{self.tried} tried, {self.left} left: {self.trying}"
@@ -141,15 +164,21 @@ def duration_text(seconds: float) -> str:
 
 
 class PlainProgress:
-    """Progress as plain lines for logs and pipes: one when a problem starts and one when it is finished."""
+    """Progress as plain lines for logs and pipes: one when a problem starts and one when it is finished, and the same
+    for weights whose kernels are timed over a range of M."""
 
     def __init__(self, board: ProgressState, stream: TextIO) -> None:
         self._board = board
         self._stream = stream
 
     def __call__(self, event: Event) -> None:
+        began = isinstance(event, PlanProgress) and not self._board.measuring
         self._board(event)
-        if isinstance(event, ProblemStarted) and not event.cached:
+        if began:
+            text = f"{self._board.status_line()}: {self._board.measuring_line()}"
+        elif isinstance(event, PlanDone):
+            text = self._board.plan_line(event)
+        elif isinstance(event, ProblemStarted) and not event.cached:
             text = f"[{event.index + 1}/{event.total}] {label(event.problem)} ..."
         elif isinstance(event, ProblemDone):
             remaining = self._board.remaining_s
@@ -173,6 +202,8 @@ class LiveProgress:
         self._board(event)
         if isinstance(event, ProblemDone):
             self._console.print(self._board.done_line(event), soft_wrap=True)
+        elif isinstance(event, PlanDone):
+            self._console.print(self._board.plan_line(event), soft_wrap=True)
 
     def _render(self) -> Group:
         from rich.console import Group
@@ -182,9 +213,10 @@ class LiveProgress:
 
         board = self._board
         head = Table.grid(padding=(0, 1))
-        done = len(board.decisions)
-        head.add_row(ProgressBar(total=max(1, board.total), completed=done, width=30), Text(board.status_line()))
-        lines = (f"  {board.problem}", f"  {board.trying_line()}", f"  {board.best_line()}")
+        head.add_row(ProgressBar(total=max(1, board.total), completed=board.done, width=30), Text(board.status_line()))
+        lines = [f"  {board.problem}", f"  {board.trying_line()}", f"  {board.best_line()}"]
+        if board.measuring:  # the other lines are about the last problem
+            lines = [f"  {board.trying_line()}"]
         return Group(head, *(Text(visible(line), no_wrap=True, overflow="ellipsis") for line in lines))
 
 

@@ -7,15 +7,22 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from ..report.plan_rows import layout_name, regret_text, summarize_layouts
 from ..report.rows import TIMES_NOTE, DecisionSummary, best_by_backend, median_s, sorted_decisions, summarize, time_text
 
 if TYPE_CHECKING:
     from ..core.decision import Decision
+    from ..core.tuned_plan import TunedPlan
 
 
 _BENCH_TIMES_NOTE = (
     "Each backend's median time of a call. The ratio: the median of the ratios of neighbouring timings by turns, which "
     "drift does not move; so it need not be the ratio of two medians."
+)
+
+_REGRET_NOTE = (
+    "Regret: by how much the kernel that serves takes longer than the fastest one of the same layout that was timed at "
+    "that M, noise included."
 )
 
 
@@ -46,6 +53,25 @@ def decisions_table(decisions: Iterable[Decision]) -> Table:
             speedup_text(row),
             row.kernel,
         )
+    return table
+
+
+def plans_table(plans: Iterable[TunedPlan]) -> Table:
+    """Return a table with a row per layout of each plan: the range of M, what serves, and the worst regret."""
+    table = Table(
+        box=None, pad_edge=False, header_style="bold", caption=_REGRET_NOTE, caption_justify="left", caption_style="dim"
+    )
+    for name in ("weight (MxNxK)", "M", "layout"):
+        table.add_column(name, no_wrap=True)
+    for name in ("kernels", "intervals", "worst regret"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for plan in plans:
+        for row in summarize_layouts(plan):
+            regret = regret_text(row.regret) + (f" at M = {row.regret_m}" if row.regret else "")
+            table.add_row(
+                row.label, f"{row.first}-{row.last}", layout_name(row.packing), str(row.kernels), str(row.intervals),
+                regret,
+            )  # fmt: skip
     return table
 
 

@@ -30,6 +30,7 @@ from .common import (
     require_memory,
     selected_tuning_target,
 )
+from .sizes import MOption, parse_m
 
 if TYPE_CHECKING:
     from ..core.problem import Problem
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from ..report.layers import Model
     from ..store.base import Store
     from ..timing.clock import Latency
+    from ..tuning.sizes import Sizes
     from .progress import ProgressState
 
 
@@ -56,6 +58,7 @@ def tune(
         ),
     ] = None,
     bias: Annotated[bool, typer.Option("--bias", help="With shapes: add a bias of N.")] = False,
+    m: MOption = None,
     backends: BackendsOption = None,
     budget: BudgetOption = None,
     hot: HotOption = False,
@@ -71,10 +74,11 @@ def tune(
     A factory returns (model, example_inputs): the arguments of one call as a tuple, or as a dict of keyword arguments,
     or a list of these.
     Without --device a model's multiplies are tuned for the devices that they ran on. Ctrl-C ends the run; the decisions
-    of finished problems stay in the store.
+    of finished problems stay in the store. With --m the store also has a plan for each weight: the kernel that serves
+    each M.
     """
     model, shapes = split_what(what or [])
-    parsed_latency = parse_latency(latency)
+    parsed_latency, sizes = parse_latency(latency), parse_m(m)
     parse_backends(backends)  # so that a wrong name is reported before a model runs
     with quiet_stdout(as_json):
         groups_by_device = problems_by_device(model, shapes, workload, dtype, bias=bias, device=device)
@@ -89,12 +93,16 @@ def tune(
         fail("every one of these problems is empty (M, N or K is 0): there is nothing to tune", as_json=as_json)
     board, interrupted = None, False
     with checked_store(store_path) as store:
-        if force or any(store.get(target, p.key) is None for target, problems, _ in runs for p, _ in problems):
+        if (
+            force
+            or sizes is not None
+            or any(store.get(target, p.key) is None for target, problems, _ in runs for p, _ in problems)
+        ):
             store.check_writable()  # before the search, because its decisions would be lost
         for (target, problems, names), group in zip(runs, groups_by_device, strict=True):
             board, interrupted = run(
                 problems, group.device, names, store,
-                budget=budget, force=force, hot=hot, hidden=as_json, latency=parsed_latency, board=board,
+                budget=budget, force=force, hot=hot, hidden=as_json, latency=parsed_latency, board=board, m=sizes,
             )  # fmt: skip
             store_ceilings(store, target)
             store_layers(store, target, model, group.layers)
@@ -127,8 +135,10 @@ def run(
     hidden: bool = False,
     latency: Latency = "graph",
     board: ProgressState | None = None,
+    m: Sizes | None = None,
 ) -> tuple[ProgressState, bool]:
-    """Tune problems on one device with the progress display, and store the decisions.
+    """Tune problems on one device with the progress display, and store the decisions; with ``m``, which is as for
+    ``gemmtune.tune``, plans for their weights too.
 
     Return the board with the decisions (``board`` itself if given) and whether Ctrl-C ended the run.
     """
@@ -140,7 +150,7 @@ def run(
         try:
             tune_on_device(
                 problems, device, store, budget=budget, backends=names, progress=progress, force=force,
-                operands="hot" if hot else "cold", latency=latency,
+                operands="hot" if hot else "cold", latency=latency, m=m,
             )  # fmt: skip
         except KeyboardInterrupt:
             return board, True
@@ -190,8 +200,10 @@ def report_outcome(board: ProgressState, requested: int, interrupted: bool, *, a
 def outcome_document(board: ProgressState, interrupted: bool) -> dict[str, Any]:
     """Return the outcome of the run as a dict that can be written as JSON.
 
-    ``not_kept`` is the number of decisions that the store did not accept, ``store_error`` the reason.
+    ``not_kept`` is the number of decisions that the store did not accept, ``store_error`` the reason. ``plans`` has a
+    row for each weight that was tuned over a range of M.
     """
+    from ..report.plan_rows import plan_document
     from ..report.rows import sorted_decisions, summarize
 
     rows = []
@@ -212,23 +224,31 @@ def outcome_document(board: ProgressState, interrupted: bool) -> dict[str, Any]:
             }
         )
     not_stored = {} if not board.unstored else {"not_kept": board.unstored, "store_error": board.store_error}
-    return {"interrupted": interrupted, "from_store": board.cached, **not_stored, "decisions": rows}
+    plans = [plan_document(plan) for plan in board.plans]
+    return {"interrupted": interrupted, "from_store": board.cached, **not_stored, "decisions": rows, "plans": plans}
 
 
 def print_outcome(board: ProgressState, requested: int, interrupted: bool) -> None:
     from ..tuning.tuner import inconclusive_summary
-    from .tables import decisions_table
+    from .tables import decisions_table, plans_table
 
     out = plain_console()
     if board.decisions:
         out.print()
         out.print(decisions_table(board.decisions))
+    if board.plans:
+        out.print()
+        out.print(plans_table(board.plans))
     if message := inconclusive_summary(board.decisions):
         print_lines(message, file=sys.stderr)
     if interrupted:
         stored = sum(decision.outcome != "inconclusive" for decision in board.decisions) - board.unstored
-        print_lines(f"interrupted: {stored} of {requested} problems are decided and kept in the store", file=sys.stderr)
+        # With --m more problems are tuned than were requested: the weights' M.
+        decided = f"{stored} of {requested} problems" if stored <= requested else f"{stored} problems"
+        kept_plans = f", and {len(board.plans)} plans" if board.plans else ""
+        print_lines(f"interrupted: {decided} are decided and kept in the store{kept_plans}", file=sys.stderr)
     if board.unstored:
         print_lines(
-            f"error: {board.unstored} of {requested} decisions are not kept: {board.store_error}", file=sys.stderr
+            f"error: {board.unstored} of {len(board.decisions)} decisions are not kept: {board.store_error}",
+            file=sys.stderr,
         )

@@ -134,10 +134,19 @@ def dtype_name(problem: Problem) -> str:
 
 def label(problem: Problem) -> str:
     """Return a short description for tables, like ``16x4096x11008 bf16 +bias`` (M x N x K)."""
+    return _label(problem, str(problem.m))
+
+
+def weight_label(problem: Problem) -> str:
+    """Return a short description of a Problem's weight, with any M: ``Mx4096x11008 bf16 +bias``."""
+    return _label(problem, "M")
+
+
+def _label(problem: Problem, m: str) -> str:
     batch = f"{problem.batch}x" if problem.is_batched else ""
     implied = 2 if problem.family == "scaled_mm" else 0  # the two scales of every fp8 Problem are not listed
     steps = "".join(f" +{step.kind}" for step in problem.epilogue[implied:])
-    return f"{batch}{problem.m}x{problem.n}x{problem.k} {dtype_name(problem)}{steps}"
+    return f"{batch}{m}x{problem.n}x{problem.k} {dtype_name(problem)}{steps}"
 
 
 def _grid(ms: Sequence[int], weights: Sequence[tuple[int, int]], dtype: str) -> list[Problem]:

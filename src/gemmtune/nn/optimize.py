@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
+from ..core import devices
 from ..core.devices import is_host, is_served
 from ..core.errors import GemmtuneError, PackedWeightError
-from ..core.problem import Problem
 from ..core.weights import PackedWeight
 from ..dispatch.plan import Plan
 from ..dispatch.runtime import RUNTIME
@@ -28,6 +27,7 @@ from .modules import RawLinear, RawWeightOnlyLinear, WeightOnlyLinear
 from .observe import observe, why_not_packed
 from .packed_tensor import PackedTensor, swap_tensors
 from .quantized_tensor import QuantizedTensor, pack_quantized
+from .same_results import computes_same, same_product
 from .sites import Site, find_sites, why_unswappable
 from .whole_model import compare as compare_forms
 from .whole_model import fits_in_memory
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from ..core.decision import Decision
     from ..core.events import Progress
     from ..store.base import Store
+    from ..tuning.sizes import Sizes
 
 log = logging.getLogger("gemmtune")
 
@@ -52,6 +53,7 @@ def optimize(
     progress: Progress | None = None,
     latency: Literal["graph", "eager"] = "graph",
     compare: bool | None = None,
+    m: Sizes | None = None,
 ) -> Handle:
     """Pack in place each weight of a model for which a kernel was faster than PyTorch's, and return a Handle.
 
@@ -67,6 +69,10 @@ def optimize(
     compare: whether to time the whole model afterwards on the examples, with and without gemmtune's weights (about
         2 s), and to restore it if they make all examples together slower, or one of them by more than 3%. By default
         as ``tune``. With ``latency="graph"`` a model on a GPU is not timed.
+    m: the M that each weight is tuned for, as for ``gemmtune.tune``: ``"all"``, a ``range`` or hints. The M in the
+        examples weigh more than others; those outside of a ``range`` are not tuned. None: each product at its M in the
+        examples only. Plans for a range of M that the store has are used in any case; on a GPU, all of their kernels
+        are loaded at once, so that CUDA graphs can be captured at any M of the range.
 
     A Parameter [N, K] or [K, N] is packed if F.linear, matmul, mm or addmm multiplies by it in ``forward``. It is still
     a Parameter of its shape and dtype: reading it unpacks it, writing to it packs the new values, and ``state_dict()``
@@ -76,15 +82,7 @@ def optimize(
     function besides its product reads it (unless memory >= 2, with which the raw weight is kept beside the packed one).
     Raises TypeError, ValueError, and what the model raises.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"optimize(): expected a torch.nn.Module, not {type(model).__name__}")
-    if model.training:
-        raise ValueError(
-            "optimize(): the model is in training mode, and packed weights cannot train; call model.eval()"
-        )
-    if not memory >= 1:
-        raise ValueError(f"optimize(): memory must be at least 1 (times the raw weight's bytes); got {memory!r}")
-    as_calls(example_inputs)
+    _require_valid(model, example_inputs, memory, m)
     handle = Handle()
     all_sites = find_sites(model, memory, handle.left)
     recorded = observe(model, example_inputs, all_sites, handle.left)
@@ -97,7 +95,7 @@ def optimize(
             if is_served(device):
                 decisions += tune_now(
                     recorded.on(device), budget=budget, store=store, backends=backends, progress=progress,
-                    device=device, latency=latency,
+                    device=device, latency=latency, m=m,
                 )  # fmt: skip
     else:
         RUNTIME.refresh(store)
@@ -112,7 +110,35 @@ def optimize(
                 handle.left.update(dict.fromkeys(site.names, reason))
     if compare:
         _undo_what_is_slower(model, example_inputs, handle)
+    _preload_plans(handle)
     return handle
+
+
+def _require_valid(model: nn.Module, example_inputs: Any, memory: float, m: Sizes | None) -> None:
+    """Raise TypeError or ValueError for arguments of ``optimize`` that are wrong, before the model runs."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"optimize(): expected a torch.nn.Module, not {type(model).__name__}")
+    if model.training:
+        raise ValueError(
+            "optimize(): the model is in training mode, and packed weights cannot train; call model.eval()"
+        )
+    if not memory >= 1:
+        raise ValueError(f"optimize(): memory must be at least 1 (times the raw weight's bytes); got {memory!r}")
+    as_calls(example_inputs)
+    if m is not None:
+        from ..tuning.sizes import parse_sizes
+
+        parse_sizes(m, devices.get("cpu").profile)  # only to raise early: what is valid does not depend on the device
+
+
+def _preload_plans(handle: Handle) -> None:
+    """Load the kernels of each served weight's plan for a range of M: on a GPU, a CUDA graph that is captured at an M
+    can only have kernels that are loaded."""
+    for change in handle.changes:
+        device, layout = change.site.device, None if change.layout == "raw" else change.layout
+        problem = next(iter(change.site.ran))
+        if not is_host(device.type) and RUNTIME.index(device).tuned_plan(problem.plan_key) is not None:
+            RUNTIME.preload(problem, layout, device)
 
 
 def _comparable(sites: Sequence[Site], latency: str) -> bool:
@@ -241,7 +267,7 @@ def _pack_in_place(site: Site, form: PackedTensor, handle: Handle, keep_both: bo
     """Turn the Parameter of ``site`` into ``form`` in place, for everything that refers to it. Return why this is
     impossible, or an empty string."""
     weight = site.weight
-    if isinstance(form, QuantizedTensor) and not _same_product(weight, form, next(iter(site.ran))):
+    if isinstance(form, QuantizedTensor) and not same_product(weight, form, next(iter(site.ran))):
         return f"its weight looks like a {type(weight).__qualname__} that gemmtune knows and computes something else"
     try:
         other = nn.Parameter(form, requires_grad=False)
@@ -252,18 +278,6 @@ def _pack_in_place(site: Site, form: PackedTensor, handle: Handle, keep_both: bo
     hooks = [owner._register_state_dict_hook(_save_unpacked) for owner in site.owners]  # type: ignore[no-untyped-call]
     handle.changes.append(PackedParameter(site, weight, form.layout_name, hooks, other if keep_both else None))
     return ""
-
-
-def _same_product(weight: Tensor, form: QuantizedTensor, problem: Problem) -> bool:
-    """Whether F.linear by torchao's ``weight`` and by gemmtune's ``form`` agree on two random rows. The norm of their
-    difference may be 5% of the norm of torchao's result."""
-    x = torch.randn(2, problem.k, generator=torch.Generator().manual_seed(0)).to(weight.dtype).to(weight.device)
-    try:
-        expected, actual = functional.linear(x, weight).double(), functional.linear(x, form).double()
-    except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
-        log.debug("a %s could not be compared: %s", type(weight).__name__, error)
-        return False
-    return expected.shape == actual.shape and bool((expected - actual).norm() <= 0.05 * expected.norm())
 
 
 def _save_unpacked(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -282,7 +296,7 @@ def _replace_module(site: Site, weight_only: WeightOnly, packed: PackedWeight, h
         packed, weight_only.bias, names=weight_only.names, transposed_scale=weight_only.transposed_scale
     )
     tensors: dict[str, Tensor] = {name: getattr(original, name) for name in weight_only.names.values()}
-    if not _computes_same(original, module, next(iter(site.ran))):
+    if not computes_same(original, module, next(iter(site.ran))):
         return "looks like a weight-only linear and computes something else"
     _install_replacement(ReplacedModule(site, module, tensors, has_original_values=True), handle, keep_both)
     return ""
@@ -300,7 +314,7 @@ def _serve_unpacked(site: Site, handle: Handle, keeps: bool) -> str:
     if weight_only.transposed_scale:
         return "has its scales the other way round than the fastest kernel takes them"
     module = RawWeightOnlyLinear(original, weight_only)
-    if not _computes_same(original, module, next(iter(site.ran))):
+    if not computes_same(original, module, next(iter(site.ran))):
         return "looks like a weight-only linear and computes something else"
     _install_replacement(ReplacedModule(site, module, {}, has_original_values=True), handle, keeps)
     return ""
@@ -313,20 +327,3 @@ def _install_replacement(change: ReplacedModule, handle: Handle, keep_both: bool
     if not keep_both:
         change.discard_original()
     handle.changes.append(change)
-
-
-def _computes_same(original: nn.Module, module: nn.Module, problem: Problem) -> bool:
-    """Whether ``module`` computes what ``original`` does. The original was recognised as a weight-only linear by its
-    attributes or by an adapter, and may compute something else.
-
-    The two are compared on two random rows. The norm of their difference may be 5% of the norm of the original's
-    result, because the original may round its weight to the activations' dtype.
-    """
-    x = torch.randn(2, problem.k, generator=torch.Generator().manual_seed(0)).to(getattr(torch, problem.a.dtype))
-    x = x.to(next(t.device for t in (*original.parameters(False), *original.buffers(False))))
-    try:
-        expected, actual = original(x).double(), module(x).double()
-    except (RuntimeError, TypeError, ValueError) as error:
-        log.debug("%s could not be compared: %s", type(original).__name__, error)
-        return False
-    return expected.shape == actual.shape and bool((expected - actual).norm() <= 0.05 * expected.norm())

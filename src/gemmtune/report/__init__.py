@@ -20,7 +20,8 @@ __all__ = ["write_report"]
 
 
 def write_report(store: Store, path: Path, *, target: Target | None = None) -> int:
-    """Write the report on the decisions of one target, or of all, to ``path``. Return the number of decisions in it.
+    """Write the report on the decisions and plans of one target, or of all, to ``path``. Return the number of decisions
+    in it.
 
     Nothing is written if there are no decisions. Raises GemmtuneError if ``path`` cannot be written; an existing file
     then stays unchanged.
@@ -32,7 +33,8 @@ def write_report(store: Store, path: Path, *, target: Target | None = None) -> i
     ceilings_path = ceilings.ceilings_path(store)
     measured_ceilings = ceilings.load(ceilings_path) if ceilings_path is not None else {}
     origin = str(getattr(store, "path", "a store in memory"))
-    _write(path, page(groups, measured_ceilings, origin, layers.load(layers.layers_path(store))))
+    plans = {each_target.key: list(store.plans(each_target)) for each_target, _ in groups}
+    _write(path, page(groups, measured_ceilings, origin, layers.load(layers.layers_path(store)), plans))
     return sum(len(decisions) for _, decisions in groups)
 
 

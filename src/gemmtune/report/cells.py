@@ -45,6 +45,11 @@ def number_cell(value: float, text: str = "") -> str:
     return f"<td class='n' data-v='{value:.9g}'>{escape(text or str(value))}</td>"
 
 
+def code_element(text: str) -> str:
+    """Return a code element with a candidate's id, which the browser may wrap after commas."""
+    return f"<code>{escape(text).replace(',', ',<wbr>')}</code>"
+
+
 def time_cell(value: float | None) -> str:
     """Return a cell for a time in seconds. None, for what was not timed, is sorted first."""
     return number_cell(-1.0 if value is None else value, time_text(value))

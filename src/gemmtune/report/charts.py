@@ -48,7 +48,35 @@ class Scatter:
     rows: tuple[str, ...] = ()
 
 
-Chart = Bars | Scatter
+@dataclass(frozen=True, slots=True)
+class Band:
+    """The x from ``first`` to ``last`` that are shaded in the colour of the series ``name``."""
+
+    first: float
+    last: float
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """Lines with marks on logarithmic axes, dashed lines without marks, and shaded ranges of x behind them."""
+
+    title: str
+    note: str
+    x_title: str
+    y_title: str
+    series: dict[str, tuple[Point, ...]]
+    dashed: dict[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
+    bands: tuple[Band, ...] = ()
+
+    @property
+    def points(self) -> list[tuple[float, float]]:
+        """All x and y that are drawn."""
+        marks = [(point.x, point.y) for group in self.series.values() for point in group]
+        return marks + [point for line in self.dashed.values() for point in line]
+
+
+Chart = Bars | Scatter | Curves
 
 
 def charts(decisions: Sequence[Decision], ceilings: Mapping[str, float]) -> list[Chart]:
@@ -108,29 +136,38 @@ def _ceiling_lines(
     decisions: Sequence[Decision], marks: Mapping[str, Sequence[Point]], ceilings: Mapping[str, float]
 ) -> tuple[dict[str, tuple[tuple[float, float], ...]], str]:
     """Return the lines of the memory and arithmetic ceilings over the plotted range, and a note with their sources."""
-    points = [point for group in marks.values() for point in group]
+    points = [(point.x, point.y) for group in marks.values() for point in group]
     dtype = Problem.from_dict(decisions[0].problem).a.dtype
-    observed = max(point.y for point in points)
-    measured_peak = ceilings.get("int8" if dtype == "uint8" else dtype, 0.0) / 1e9
-    peak = max(observed, measured_peak)
-    bandwidth, memory_source = ceilings.get("read", 0.0) / 1e9, "measured by summing 256 MB with the same threads"
-    if bandwidth <= 0:
-        bandwidth, memory_source = (
-            max(point.y / point.x for point in points),
-            "the best any kernel here reached (none was measured)",
-        )
-    arithmetic_source = "ATen's 1024^3 product" if measured_peak >= observed else "the best any kernel here reached"
-    left, right = min(point.x for point in points) / 2, max(point.x for point in points) * 2
+    bandwidth, peak, note = machine_ceilings(points, dtype, ceilings)
+    left, right = min(x for x, _ in points) / 2, max(x for x, _ in points) * 2
     corner = min(max(peak / bandwidth, left), right)
     lines: dict[str, tuple[tuple[float, float], ...]] = {
         f"memory: {bandwidth:.1f} GB/s": ((left, left * bandwidth), (corner, corner * bandwidth)),
         f"arithmetic: {peak:.0f} GFLOP/s": ((corner, peak), (right, peak)),
     }
-    note = (
-        f"Ceilings of this machine, not of a data sheet. Memory: {memory_source}. Arithmetic: {arithmetic_source}. "
-        "Problems that fit into a cache can lie above the memory line."
-    )
-    return lines, note
+    return lines, f"{note} Problems that fit into a cache can lie above the memory line."
+
+
+def machine_ceilings(
+    points: Sequence[tuple[float, float]], dtype: str, ceilings: Mapping[str, float]
+) -> tuple[float, float, str]:
+    """Return a machine's memory bandwidth in GB/s, its arithmetic rate in GFLOP/s, and a note with their sources.
+
+    points: operations per byte, and GFLOP/s, of every kernel that was timed. dtype: of A. ceilings: as measured, in
+    bytes and operations per second; where there is none, the best that a kernel reached counts.
+    """
+    observed = max(rate for _, rate in points)
+    measured_peak = ceilings.get("int8" if dtype == "uint8" else dtype, 0.0) / 1e9
+    peak = max(observed, measured_peak)
+    bandwidth, memory_source = ceilings.get("read", 0.0) / 1e9, "measured by summing 256 MB with the same threads"
+    if bandwidth <= 0:
+        bandwidth, memory_source = (
+            max(rate / intensity for intensity, rate in points),
+            "the best any kernel here reached (none was measured)",
+        )
+    arithmetic_source = "ATen's 1024^3 product" if measured_peak >= observed else "the best any kernel here reached"
+    note = f"Ceilings of this machine, not of a data sheet. Memory: {memory_source}. Arithmetic: {arithmetic_source}."
+    return bandwidth, peak, note
 
 
 def spread_plot(decisions: Sequence[Decision]) -> Scatter:

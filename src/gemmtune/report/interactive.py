@@ -3,12 +3,13 @@ network is needed."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterable
 from typing import Any
 
-from .charts import Bars, Chart, Scatter
+from .charts import Bars, Chart, Curves, Scatter
 from .escaped import escape
 from .svg import COLOURS, log_range, log_ticks
 
@@ -25,7 +26,10 @@ def library() -> str | None:
 
 def draw(chart: Chart, name: str) -> str:
     """Return a div with the id ``name`` and the script that draws the chart into it."""
-    traces = _bars(chart) if isinstance(chart, Bars) else _scatter(chart)
+    if isinstance(chart, Bars):
+        traces = _bars(chart)
+    else:
+        traces = _curves(chart) if isinstance(chart, Curves) else _scatter(chart)
     # "</" inside a script element could end the element, even within a JSON string.
     data = json.dumps({"traces": traces, "layout": _layout(chart)}).replace("</", "<\\/")
     draw_it = f'var f={data};Plotly.newPlot("{name}",f.traces,f.layout,{{responsive:true,displaylogo:false}});'
@@ -76,6 +80,29 @@ def _scatter(chart: Scatter) -> list[dict[str, Any]]:
     return traces
 
 
+def _curves(chart: Curves) -> list[dict[str, Any]]:
+    traces: list[dict[str, Any]] = []
+    for name, points in chart.series.items():
+        x, y, text = [p.x for p in points], [p.y for p in points], [escape(p.text) for p in points]
+        traces.append({"mode": "lines+markers", "name": name, "x": x, "y": y, "text": text, "hovertemplate": "%{text}"})
+    for name, line in chart.dashed.items():
+        dash: dict[str, Any] = {"mode": "lines", "line": {"dash": "dash"}, "hoverinfo": "name"}
+        traces.append({**dash, "name": name, "x": [point[0] for point in line], "y": [point[1] for point in line]})
+    for trace, colour in zip(traces, itertools.cycle(COLOURS), strict=False):
+        trace |= {"type": "scatter", "name": escape(trace["name"])}
+        trace["line"] = {**trace.get("line", {}), "color": colour}
+    return traces
+
+
+def _curves_layout(chart: Curves) -> dict[str, Any]:
+    colours = dict(zip(chart.series, itertools.cycle(COLOURS), strict=False))
+    frame = {"type": "rect", "yref": "paper", "y0": 0, "y1": 1, "layer": "below", "opacity": 0.15, "line": {"width": 0}}
+    bands = [{**frame, "x0": b.first, "x1": b.last, "fillcolor": colours[b.name]} for b in chart.bands]
+    x = _log_axis((point[0] for point in chart.points), chart.x_title)
+    y = _log_axis((point[1] for point in chart.points), chart.y_title)
+    return {"xaxis": x, "yaxis": y, "shapes": bands, "height": 480}
+
+
 def _log_axis(values: Iterable[float], title: str, margin: float = 1.25) -> dict[str, Any]:
     """Return a logarithmic axis with full numbers at its ticks (plotly's own are bare digits: 2, 5, 10, 2, 5).
 
@@ -110,6 +137,8 @@ def _layout(chart: Chart) -> dict[str, Any]:
             "xaxis": {"automargin": True, "tickangle": -35},
             "height": 440,
         }
+    if isinstance(chart, Curves):
+        return {**common, **_curves_layout(chart)}
     points = [(p.x, p.y) for group in chart.series.values() for p in group]
     points += [point for line in chart.lines.values() for point in line]
     x = _log_axis((point[0] for point in points), chart.x_title)

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..core import workloads
 from ..core.problem import Problem
 from . import interactive, svg
-from .cells import SCRIPT, number_cell, rows_table, time_cell
-from .charts import Chart, charts
+from .cells import SCRIPT, code_element, number_cell, rows_table, time_cell
+from .charts import charts
 from .escaped import escape
 from .forwards import by_layer
+from .plan_section import Draw, by_weight
 from .rows import TIMES_NOTE, DecisionSummary, disturbances_of, sorted_decisions, summarize
 
 if TYPE_CHECKING:
     from ..core.decision import Decision
     from ..core.target import Target
+    from ..core.tuned_plan import TunedPlan
     from .layers import Model
 
 _STYLE = """
@@ -38,17 +40,15 @@ _OUTCOME_TEXTS = {
     "winner": "winner", "tie": "tie: ATen serves", "none_valid": "nothing valid", "inconclusive": "inconclusive",
 }  # fmt: skip
 
-Draw = Callable[[Chart, str], str]
-
 
 def page(
     groups: Sequence[tuple[Target, Sequence[Decision]]], ceilings: Mapping[str, Mapping[str, float]], origin: str,
-    models: Mapping[str, Mapping[str, Model]] | None = None,
+    models: Mapping[str, Mapping[str, Model]] | None = None, plans: Mapping[str, Sequence[TunedPlan]] | None = None,
 ) -> str:  # fmt: skip
     """Return the HTML document.
 
     groups: each target with its decisions. ceilings: the target's measured ceilings, by target key. origin: name of the
-    store. models: the layers of tuned models, by model name and target key.
+    store. models: the layers of tuned models, by model name and target key. plans: by target key.
     """
     script = interactive.library()
     draw: Draw = interactive.draw if script is not None else lambda chart, name: svg.draw(chart)
@@ -63,9 +63,9 @@ def page(
         models_of_target = {
             name: by_target[target.key] for name, by_target in (models or {}).items() if target.key in by_target
         }
-        parts.append(
-            _machine_section(target, decisions, ceilings.get(target.key, {}), draw, f"m{section}", models_of_target)
-        )
+        measured = ceilings.get(target.key, {})
+        parts.append(_machine_section(target, decisions, measured, draw, f"m{section}", models_of_target))
+        parts.append(by_weight((plans or {}).get(target.key, ()), measured, draw, f"m{section}"))
     return "\n".join([*parts, f"<script>{SCRIPT}</script>", "</body></html>\n"])
 
 
@@ -127,16 +127,11 @@ def _table_row(decision: Decision) -> str:
     cells = (
         f"<td>{escape(row.label)}</td><td>{_OUTCOME_TEXTS[row.outcome]}{mark}</td>"
         f"{time_cell(row.aten_s)}{time_cell(row.best_s)}{number_cell(row.speedup, speed)}"
-        f"<td>{_code_element(row.best_id)}</td>"
+        f"<td>{code_element(row.best_id)}</td>"
         f"{number_cell(row.tried, f'{row.tried} (+{row.illegal} illegal)')}"
         f"<td>{escape(decision.stopped)}{_failures_list(decision)}</td>"
     )
     return f"<tr class='{row.outcome}'>{cells}</tr>"
-
-
-def _code_element(candidate: str) -> str:
-    """Return a code element with a candidate's id, which the browser may wrap after commas."""
-    return f"<code>{escape(candidate).replace(',', ',<wbr>')}</code>"
 
 
 def _failures_list(decision: Decision) -> str:
@@ -144,7 +139,7 @@ def _failures_list(decision: Decision) -> str:
     if not failed:
         return ""
     items = "".join(
-        f"<li>{_code_element(row.id)}: {escape(row.verdict.kind)} {escape(row.verdict.detail)}</li>"
+        f"<li>{code_element(row.id)}: {escape(row.verdict.kind)} {escape(row.verdict.detail)}</li>"
         for row in failed
         if row.verdict is not None
     )

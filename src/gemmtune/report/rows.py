@@ -11,6 +11,7 @@ from ..core.problem import Problem
 
 if TYPE_CHECKING:
     from ..core.decision import Decision, Evidence
+    from ..core.tuned_plan import PlanKernel
 
 
 TIMES_NOTE = (
@@ -45,12 +46,12 @@ class DecisionSummary:
     seconds: float
 
 
-def backend_name(row: Evidence) -> str:
+def backend_name(row: Evidence | PlanKernel) -> str:
     """Return the name of a candidate's backend."""
     return str(row.candidate.get("backend", "?"))
 
 
-def kernel_name(row: Evidence | None) -> str:
+def kernel_name(row: Evidence | PlanKernel | None) -> str:
     """Return a candidate's short name for tables: ``native/packed avx512_bf16 6x64``. Its id has the whole config."""
     if row is None:
         return ""

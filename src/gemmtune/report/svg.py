@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from .charts import Bars, Chart, Scatter
+from .charts import Bars, Chart, Curves, Scatter
 from .escaped import escape
 
-COLOURS = ("#7a869a", "#1f6feb", "#d9822b", "#2da44e", "#8250df", "#cf222e")
+COLOURS = ("#7a869a", "#1f6feb", "#d9822b", "#2da44e", "#8250df", "#cf222e", "#0a7d91", "#bf3989")
 _WIDTH, _RIGHT_MARGIN, _TOP_MARGIN = 960, 20, 34
 _MAX_LABEL_LENGTH = 60
 
@@ -51,7 +51,9 @@ def _axis(values: Iterable[float], start: float, end: float, margin: float = 1.2
 
 def draw(chart: Chart) -> str:
     """Return the chart as an <svg> element."""
-    return _bars(chart) if isinstance(chart, Bars) else _scatter(chart)
+    if isinstance(chart, Bars):
+        return _bars(chart)
+    return _curves(chart) if isinstance(chart, Curves) else _scatter(chart)
 
 
 def _plot_left(labels: Sequence[str]) -> float:
@@ -89,7 +91,7 @@ def _bars(chart: Bars) -> str:
                     )
                 )
         y += thick * len(names) + gap
-    return _svg(height, parts)
+    return _svg(height, parts, chart.title)
 
 
 def _bar(axis: _LogAxis, value: float, y: float, thick: int, series_index: int, text: str) -> str:
@@ -119,16 +121,41 @@ def _scatter(chart: Scatter) -> str:
         parts += _y_grid(y, chart.y_title, left)
         heights = {point: y(point[1]) for point in all_points}
     for index, line in enumerate(chart.lines.values(), start=len(names)):
-        path = " ".join(f"{x(px):.1f},{heights[px, py]:.1f}" for px, py in line)
-        parts.append(
-            f'<polyline points="{path}" fill="none" stroke="{COLOURS[index % len(COLOURS)]}" stroke-width="2"/>'
-        )
+        parts.append(_polyline([(x(px), heights[px, py]) for px, py in line], COLOURS[index % len(COLOURS)]))
     for index, group in enumerate(chart.series.values()):
         for p in group:
             title = f"<title>{escape(p.text)}</title>"
             attributes = f'cx="{x(p.x):.1f}" cy="{heights[p.x, p.y]:.1f}" r="4" fill="{COLOURS[index % len(COLOURS)]}"'
             parts.append(f'<circle {attributes} fill-opacity="0.7">{title}</circle>')
-    return _svg(height, parts)
+    return _svg(height, parts, chart.title)
+
+
+def _curves(chart: Curves) -> str:
+    left, height = _plot_left((chart.y_title,)), _TOP_MARGIN + 400
+    bottom = height - 36
+    x = _axis((point[0] for point in chart.points), left, _WIDTH - _RIGHT_MARGIN)
+    y = _axis((point[1] for point in chart.points), bottom, _TOP_MARGIN)
+    colours = {name: COLOURS[index % len(COLOURS)] for index, name in enumerate([*chart.series, *chart.dashed])}
+    parts = [_legend(list(colours), left)]
+    for band in chart.bands:
+        start, end = (min(max(edge, x.lo), x.hi) for edge in (band.first, band.last))
+        size = f'x="{x(start):.1f}" width="{x(end) - x(start):.1f}" y="{_TOP_MARGIN - 6}" height="{bottom - 28:.1f}"'
+        title = f"<title>{escape(band.name)}</title>"
+        parts.append(f'<rect {size} fill="{colours[band.name]}" fill-opacity="0.15">{title}</rect>')
+    parts += [*_x_grid(x, bottom, chart.x_title), *_y_grid(y, chart.y_title, left)]
+    for name, group in chart.series.items():
+        parts.append(_polyline([(x(p.x), y(p.y)) for p in group], colours[name]))
+        for p in group:
+            attributes = f'cx="{x(p.x):.1f}" cy="{y(p.y):.1f}" r="3" fill="{colours[name]}"'
+            parts.append(f"<circle {attributes}><title>{escape(p.text)}</title></circle>")
+    for name, line in chart.dashed.items():
+        parts.append(_polyline([(x(px), y(py)) for px, py in line], colours[name], ' stroke-dasharray="6 4"'))
+    return _svg(height, parts, f"{chart.title}. {chart.note}")
+
+
+def _polyline(pixels: Iterable[tuple[float, float]], colour: str, more: str = "") -> str:
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in pixels)
+    return f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"{more}/>'
 
 
 def _legend(names: Sequence[str], left: float) -> str:
@@ -162,5 +189,7 @@ def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
-def _svg(height: float, parts: Iterable[str]) -> str:
-    return f'<svg viewBox="0 0 {_WIDTH} {height:.0f}" role="img">{"".join(parts)}</svg>'
+def _svg(height: float, parts: Iterable[str], description: str) -> str:
+    """Return the <svg> element. description: what a screen reader says instead of the picture."""
+    frame = f'viewBox="0 0 {_WIDTH} {height:.0f}" role="img" aria-label="{escape(description)}"'
+    return f"<svg {frame}>{''.join(parts)}</svg>"

@@ -1,0 +1,47 @@
+"""The option ``--m``: the M that a weight is tuned for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .errors import fail_usage
+
+if TYPE_CHECKING:
+    from ..tuning.sizes import Sizes
+
+MOption = Annotated[
+    str | None,
+    typer.Option(
+        "--m", metavar="RANGE",
+        help="Tune each weight for many M: 1:8192 (both included), all, or hints such as 64,256,4096 [default: the "
+        "problems' own M].",
+    ),
+]  # fmt: skip
+
+_ALLOWED = "--m is a range as 1:8192 (both ends included), all, or hints as 64,256,4096"
+_LIMIT = 1 << 31
+
+
+def parse_m(text: str | None) -> Sizes | None:
+    """Return the ``m`` for ``gemmtune.tune`` that the option stands for; None without the option.
+
+    Exit with wrong usage unless it is ``all``, ``FIRST:LAST``, or a list of integers separated by commas, all from 1 to
+    2^31 - 1.
+    """
+    if text is None or text == "all":
+        return "all" if text else None
+    first, colon, last = text.partition(":")
+    parts = [first, last] if colon else text.split(",")
+    # int() alone would accept other digits, signs, spaces and underscores.
+    if not all(part.strip().isascii() and part.strip().isdecimal() for part in parts):
+        fail_usage(f"{_ALLOWED}; got {text!r}")
+    sizes = [int(part) for part in parts]
+    if min(sizes) < 1 or max(sizes) >= _LIMIT:
+        fail_usage(f"every M of --m must be from 1 to 2^31 - 1; got {text!r}")
+    if not colon:
+        return sizes
+    if sizes[0] > sizes[1]:
+        fail_usage(f"a range of --m begins with its least M: {sizes[1]}:{sizes[0]}; got {text!r}")
+    return range(sizes[0], sizes[1] + 1)

@@ -1,0 +1,91 @@
+"""optimize(m=...) and the plans for ranges of M that a store has."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gemmtune
+from gemmtune.dispatch import RUNTIME
+from gemmtune.store import MemoryStore
+from helpers.plans import SimulatedKernel, planted_plan
+from helpers.serving import TOY_RUNS, toy
+from helpers.tuned_models import Mlp, prepare_model
+
+optimize_module: Any = importlib.import_module("gemmtune.nn.optimize")
+
+
+@pytest.mark.parametrize(("m", "error"), [
+    ("most", ValueError), (range(0, 4), ValueError), (range(1, 9, 2), ValueError), ([], ValueError), ([0], ValueError),
+    (3.5, TypeError), (["4"], TypeError),
+])  # fmt: skip
+@pytest.mark.parametrize("tune", [True, False])
+def test_wrong_m_is_refused_before_the_model_runs(
+    m: Any, error: type[Exception], tune: bool, own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Mlp().eval()
+    model.register_forward_pre_hook(lambda *_: pytest.fail("the model ran"))
+    with pytest.raises(error, match=r"\bM\b|m must be"):
+        gemmtune.optimize(model, torch.randn(3, 8), m=m, tune=tune)
+
+
+@pytest.mark.parametrize("m", [None, "all", range(1, 65), [4, 32]])
+def test_tune_gets_m(m: Any, own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    received: list[Any] = []
+
+    def fake_tune(problems: Any, **options: Any) -> list[Any]:
+        received.append((sorted(problem.m for problem, _ in problems), options["m"]))
+        return []
+
+    monkeypatch.setattr(importlib.import_module("gemmtune.tuning.api"), "tune", fake_tune)
+    gemmtune.optimize(Mlp().eval(), [torch.randn(3, 8), torch.randn(5, 8)], m=m)
+    assert received == [([3, 3, 5, 5], m)]
+
+
+def store_plans(model: nn.Module, x: Tensor, store: MemoryStore, serves_m: tuple[int, int]) -> None:
+    """Store a plan for each weight that ``model(x)`` multiplies by, in which packed toy kernels serve."""
+    with gemmtune.record() as recording:
+        model(x)
+    for problem, _ in recording.problems:
+        kernel = SimulatedKernel(toy("other"), lambda m: 1e-6 * m, "toy:other")
+        plan = planted_plan(
+            problem, [kernel], {"toy:other": [(*serves_m, kernel)]}, list(serves_m),
+            target_key=gemmtune.current_target().key,
+        )  # fmt: skip
+        store.put_plan(gemmtune.current_target(), plan)
+
+
+def test_layout_of_the_stored_plan_is_used(own_store: MemoryStore) -> None:
+    """At the M of the example another layout was the fastest."""
+    x = torch.randn(3, 8)
+    model = prepare_model(Mlp(), x, own_store)
+    store_plans(model, x, own_store, (1, 64))
+    expected = {rows: model(torch.ones(rows, 8)) for rows in (1, 40)}
+    handle = gemmtune.optimize(model, x, tune=False)
+    assert set(handle.swapped.values()) == {"toy:other"}
+    for rows, values in expected.items():
+        TOY_RUNS.clear()
+        torch.testing.assert_close(model(torch.ones(rows, 8)), values, rtol=1e-4, atol=1e-5)
+        assert [run[::2] for run in TOY_RUNS] == [(toy("other").id, rows)] * 2
+
+
+@pytest.mark.parametrize(("is_host", "has_plan"), [(False, True), (True, True), (False, False)])
+def test_kernels_of_plans_are_preloaded_on_a_gpu(
+    is_host: bool, has_plan: bool, own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA graphs may be captured at any M of a plan."""
+    x = torch.randn(3, 8)
+    model = prepare_model(Mlp(), x, own_store)
+    if has_plan:
+        store_plans(model, x, own_store, (1, 64))
+    loaded: list[tuple[int, str | None]] = []
+    monkeypatch.setattr(optimize_module, "is_host", lambda device: is_host)
+    monkeypatch.setattr(RUNTIME, "preload", lambda problem, packing, device: loaded.append((problem.n, packing)))
+    handle = gemmtune.optimize(model, x, tune=False)
+    assert len(handle.swapped) == 2
+    expected = [(8, "toy:other"), (16, "toy:other")] if has_plan and not is_host else []
+    assert sorted(loaded) == expected
