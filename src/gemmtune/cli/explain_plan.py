@@ -117,7 +117,7 @@ def _show_other_kernels(plan: TunedPlan, out: Console, names: Mapping[str, str])
 
 
 def _kernel_text(kernel: PlanKernel) -> str:
-    surcharge = getattr(kernel, "surcharge", 1.0)
+    surcharge = kernel.surcharge
     slower = f"; among other work it takes {surcharge:.2f}x these times" if surcharge > 1.0 else ""
     return f"{kernel.id}: from the decision at M = {kernel.tuned_m}; {verified_text(kernel)}{slower}"
 

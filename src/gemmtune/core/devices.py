@@ -33,8 +33,8 @@ class TuningProfile(NamedTuple):
     most of them for the race; None: all that remain. max_raced: the most candidates in a race, besides ATen's.
     retimed: the most candidates that are timed a second time before the race. builds_overlap: whether candidates may
     be built while others are timed, since the device's own clock does not notice. search: options of ``LocalSearch``.
-    last_m: the largest M of a Plan for all M. tuned_m: the M that are tuned by themselves for it. tuned_m_s: seconds for
-    each of them, builds included; None: ``default_s``. sweep_s: seconds for timing a weight's kernels at other M.
+    last_m: the largest M of a Plan for all M. tuned_m: the M that are tuned by themselves for it. tuned_m_s: seconds
+    for each of them, builds included; None: ``default_s``. sweep_s: seconds for timing a weight's kernels at other M.
     """
 
     default_s: float = 6.0

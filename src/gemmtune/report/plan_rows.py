@@ -188,7 +188,7 @@ def cannot_serve(plan: TunedPlan) -> dict[str, str]:
     """Return the kernels that were found unable to serve, with the reason: by id."""
     reasons = {}
     for kernel in plan.kernels:
-        reason = getattr(kernel, "reason", "")
+        reason = kernel.reason
         if not reason and kernel.verdict is not None and not kernel.verdict.ok:
             reason = f"{kernel.verdict.kind.replace('_', ' ')}: {kernel.verdict.detail}".removesuffix(": ")
         if reason:

@@ -30,8 +30,8 @@ _ROUNDS = 7
 _MIN_ROUNDS = 2
 # A kernel further behind the fastest of its layout than this factor is timed no more, after one and after three rounds.
 _FAR_BEHIND, _BEHIND = 1.6, 1.15
-# A kernel whose calibration takes more than both, seconds and times the least, is not timed: a call takes milliseconds.
-_SLOW_S, _SLOW = 0.02, 4.0
+# A kernel whose calibration takes more than both, seconds and times the least, is not timed: it would slow all rounds.
+_SLOW_S, _SLOW = 0.3, 8.0
 _OTHER_LAYOUT = 2.0  # the same for the fastest of all layouts
 
 
@@ -138,7 +138,7 @@ def time_entrants(
 def _calibrate(entry: RaceEntry, clock: Clock, least_s: float) -> float:
     """Count the calls of an entry's timings. Return the seconds that this took.
 
-    An entry with which it took far longer than ``least_s`` is not timed: it would slow all rounds.
+    An entry with which it took far longer than ``least_s`` is not timed.
     """
     started = clock.now()
     try:

@@ -134,10 +134,10 @@ def irregular(curves: Curves, margin: int = 0) -> dict[str, list[int]]:
     for name, times in curves.times.items():
         sizes = sorted(times)
         close = [index for index, m in enumerate(sizes) if times[m] <= (1.0 + CLOSE) * least[m]]
-        inside = sizes[max(close[0] - margin, 0) : close[-1] + margin + 1] if close else []
+        inside = set(sizes[max(close[0] - margin, 0) : close[-1] + margin + 1]) if close else set()
         least_above = math.inf
-        for m in reversed(inside):
-            if times[m] > IRREGULAR * least_above:
+        for m in reversed(sizes):
+            if m in inside and times[m] > IRREGULAR * least_above:
                 found.setdefault(name, []).append(m)
             least_above = min(least_above, times[m])
     return {name: sorted(sizes) for name, sizes in found.items()}
