@@ -252,13 +252,16 @@ def check_product(product: Product, witness: Witness, seen: dict[Any, str], devi
         finding = finding or ("" if bool((around == GUARD_BYTE).all()) else "bytes beside the output were overwritten")
     return {
         "family": product.weight.family, "problem": problem.key, "in_range": problem.m <= product.weight.last,
-        "packed": product.packed, "offset": product.offset, "serves": serves, "worst": min(worst, 1e30), "finding": finding,
+        "packed": product.packed, "offset": product.offset, "serves": serves, "worst": min(worst, 1e30),
+        "finding": finding,
     }  # fmt: skip
 
 
 # --- the table and the command line -----------------------------------------------------------------------------
 
-_COLUMNS = "family,weights,with plan,products,packed,beyond range,by kernel,by ATen,worst,wrong".split(",")
+_COLUMNS = (
+    "family", "weights", "with plan", "products", "packed", "beyond range", "by kernel", "by ATen", "worst", "wrong",
+)  # fmt: skip
 
 
 def print_table(weights: Sequence[TunedWeight], rows: Sequence[Row]) -> None:
