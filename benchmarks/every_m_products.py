@@ -1,6 +1,6 @@
 """Check what Plans serve: random products of random M, each compared with an oracle in float64.
 
-    python benchmarks/every_m_products.py --count 300                    a short run, on a GPU where there is one
+    python benchmarks/every_m_products.py                                300 products, on a GPU where there is one
     python benchmarks/every_m_products.py --device cpu --count 5000      --busy where other processes use the cores
     python benchmarks/every_m_products.py --device cuda --count 2000
     python benchmarks/every_m_products.py --seed 0 --store .gemmtune/every-m-products.db --only 17      product 17 again
@@ -14,8 +14,7 @@ between guards.
 
 A result is right if every element, and the result as a whole, is within the error bound of gemmtune.verify; int32 is
 exact. Where plain PyTorch serves, a result may also be within the bound of PyTorch's own expression, which converts
-weights to the activations' dtype and rounds the product before the epilogue. Raw data is written to benchmarks/results/
-(or $OUT).
+weights to the activations' dtype and rounds after each function. Raw data is written to benchmarks/results/ (or $OUT).
 """
 
 from __future__ import annotations
@@ -59,7 +58,6 @@ from gemmtune.verify.verify import GUARD_BYTE, guarded, unwritten
 from gemmtune.workers.local_worker import LocalWorker
 
 Row = dict[str, Any]
-Weight = Tensor | QuantWeight | PackedWeight
 
 FAMILIES = {"cpu": "fp32,bf16,fp16,int8,int8wo,int4wo", "cuda": "bf16,fp16,int8,int8wo,int4wo,fp8"}
 LAST = {"cpu": (24, 160), "cuda": (64, 1024)}  # the range of M ends between these
@@ -176,7 +174,7 @@ class Product:
     def serve(self, inputs: Inputs, out: Tensor) -> Tensor:
         """Call the public op. It writes ``out``, except for scaled_mm, which has no such argument."""
         problem, a = self.problem, inputs.a
-        b: Weight = inputs.b if not self.packed or self.weight.packed is None else self.weight.packed
+        b = inputs.b if not self.packed or self.weight.packed is None else self.weight.packed
         dtype = getattr(torch, problem.out_dtype)
         if problem.family == "scaled_mm":
             scale_a, scale_b, *bias = inputs.aux
@@ -215,21 +213,30 @@ class Witness:
         Runtime.kernel_for = kernel_for  # type: ignore[method-assign]
 
 
+def torch_form(problem: Problem, inputs: Inputs) -> tuple[Problem, Inputs]:
+    """Return PyTorch's expression of a product (``dispatch.fallback``) as a Problem: the weight is converted to the
+    activations' dtype, and every function's result is rounded to it."""
+    b, dtype = inputs.b, problem.a.dtype
+    cast, steps, aux = Step("cast", dtype=dtype), problem.epilogue, inputs.aux
+    if isinstance(b, QuantWeight) and b.dtype == "int8" and b.quant.group is None and b.zero_point is None:
+        steps, aux = (Step("scale", "col", b.quant.scale_dtype), cast, *steps), (b.scale, *aux)
+        b = b.data.to(getattr(torch, dtype))
+    elif isinstance(b, QuantWeight):
+        b = dequantize(b, getattr(torch, dtype))
+    form = replace(problem, family="mm", b=Operand(dtype, problem.b.layout), epilogue=(cast, *steps))
+    return form, replace(inputs, b=b, aux=aux)
+
+
 def references(problem: Problem, inputs: Inputs, by_torch: bool) -> list[tuple[Problem, ReferenceCase]]:
     """Return the expected result, and for what plain PyTorch serves also that of PyTorch's own expression."""
     forms = [(problem, inputs)]
     if by_torch and problem.family in ("mm", "mixed_mm"):
-        b, dtype = inputs.b, problem.a.dtype
-        b = dequantize(b, getattr(torch, dtype)) if isinstance(b, QuantWeight) else b
-        steps = (Step("cast", dtype=dtype), *problem.epilogue)
-        rounded = replace(problem, family="mm", b=Operand(dtype, problem.b.layout), epilogue=steps)
-        forms.append((rounded, replace(inputs, b=b)))
-    cases = []
-    for form, operands in forms:
-        oracle = reference(form, operands.a, operands.b, operands.aux)
-        value, tolerance = oracle.value, tolerance_of(form, oracle)
-        cases.append((form, ReferenceCase(operands, value, tolerance, "uniform")))
-    return cases
+        forms.append(torch_form(problem, inputs))
+    oracles = [reference(form, operands.a, operands.b, operands.aux) for form, operands in forms]
+    return [
+        (form, ReferenceCase(operands, oracle.value, tolerance_of(form, oracle), "uniform"))
+        for (form, operands), oracle in zip(forms, oracles, strict=True)
+    ]
 
 
 def check_product(product: Product, witness: Witness, seen: dict[Any, str], device: torch.device) -> Row:
