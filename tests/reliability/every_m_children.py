@@ -47,6 +47,12 @@ def tune_range_when_told(path: str, first: int, last: int) -> None:
     print(json.dumps(None if plan is None else [plan.first, plan.last]))
 
 
+def report_faults(path: str, first: int, last: int) -> None:
+    """Print what is wrong with the store, as ``faults_of_plan`` has it."""
+    with undisturbed():
+        print(json.dumps(faults_of_plan(SqliteStore(path), first, last)))
+
+
 def small_integers(*shape: int) -> Tensor:
     """Return random integers as float32: sums of their products are exact in every order."""
     return torch.randint(-8, 9, shape).float()
