@@ -101,7 +101,7 @@ def draw_problem(family: str, rng: random.Random) -> Problem:
     """Return the Problem of a random weight of a family, at M = 16."""
 
     def size() -> int:
-        drawn = round(16 * 64 ** rng.random())
+        drawn = round(16.0 * math.pow(64.0, rng.random()))
         return drawn if rng.random() < 0.5 and family != "fp8" else drawn - drawn % 16
 
     k, n = size(), size()
@@ -110,8 +110,8 @@ def draw_problem(family: str, rng: random.Random) -> Problem:
     if family == "int4wo" and k <= 128:  # a single group is described as none
         problem = weight_only_problem(16, n, k, bits=4, zero_point=True)
     steps, out_dtype = rng.choice(epilogues(family))
-    order = "col" if family == "fp8" or rng.random() < 0.6 else "row"
-    return replace(problem, b=replace(problem.b, layout=Layout(order)), epilogue=steps, out_dtype=out_dtype)
+    layout = Layout("col" if family == "fp8" or rng.random() < 0.6 else "row")
+    return replace(problem, b=replace(problem.b, layout=layout), epilogue=steps, out_dtype=out_dtype)
 
 
 def tune_weight(family: str, index: int, args: argparse.Namespace, store: Store) -> TunedWeight:
@@ -172,13 +172,13 @@ class Product:
     def serve(self, inputs: Inputs, out: Tensor) -> Tensor:
         """Call the public op. It writes ``out``, except for scaled_mm, which has no such argument."""
         problem, a = self.problem, inputs.a
-        b = inputs.b if not self.packed or self.weight.packed is None else self.weight.packed
+        b: Any = self.weight.packed if self.packed else inputs.b
         dtype = getattr(torch, problem.out_dtype)
         if problem.family == "scaled_mm":
-            scale_a, scale_b, *bias = inputs.aux
-            by_row = problem.epilogue[0].axis == "row"
-            scales = (scale_a.view(-1, 1), scale_b.view(1, -1)) if by_row else (scale_a, scale_b)
-            return gemmtune.scaled_mm(a, b, *scales, *bias, out_dtype=dtype)
+            scale_a, scale_b, *rest = inputs.aux
+            if problem.epilogue[0].axis == "row":
+                scale_a, scale_b = scale_a.view(-1, 1), scale_b.view(1, -1)
+            return gemmtune.scaled_mm(a, b, scale_a, scale_b, rest[0] if rest else None, out_dtype=dtype)
         tensors = iter(inputs.aux)
         steps = [
             fuse.BoundStep(step, next(tensors), step.axis) if step.takes_tensor else fuse.BoundStep(step)
@@ -190,7 +190,7 @@ class Product:
             return gemmtune.mm(a, b, epilogue=steps, out=out)
         bits = 4 if problem.b.dtype == "int4" else 8
         if isinstance(b, QuantWeight):
-            options = {"bits": bits, "group_size": b.quant.group}
+            options: Row = {"bits": bits, "group_size": b.quant.group}
             return gemmtune.mixed_mm(a, b.data, b.scale, b.zero_point, **options, epilogue=steps, out=out)
         return gemmtune.mixed_mm(a, b, bits=bits, epilogue=steps, out=out)
 
@@ -208,7 +208,7 @@ class Witness:
             self.chosen = ask(runtime, *args, **options)
             return self.chosen
 
-        Runtime.kernel_for = kernel_for  # type: ignore[method-assign]
+        Runtime.kernel_for = kernel_for  # type: ignore[assignment,method-assign]
 
 
 def torch_form(problem: Problem, inputs: Inputs) -> tuple[Problem, Inputs]:
@@ -308,7 +308,7 @@ def decide_on_a_busy_host() -> None:
     def make_worker(target: Any, *, limits: object, **options: Any) -> LocalWorker:
         return LocalWorker(target, **options)
 
-    worker_pool.Worker = make_worker  # type: ignore[assignment,misc]
+    worker_pool.Worker = make_worker  # type: ignore[assignment,attr-defined]
     devices.HostTiming.machine = None  # type: ignore[assignment]
 
 
