@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -12,37 +11,26 @@ import torch
 import gemmtune
 from gemmtune import backends
 from gemmtune.core.events import Event, PlanDone
-from gemmtune.core.target import Target
 from gemmtune.core.workloads import linear_problem
 from gemmtune.dispatch import current_target
 from gemmtune.store import MemoryStore
-from gemmtune.timing import devices
-from gemmtune.tuning import worker_pool
 from gemmtune.tuning.verified_sizes import sizes_to_verify
 from gemmtune.workers.local_worker import LocalWorker
 from gemmtune.workers.protocol import SizedCandidate
 from helpers import planted_kernels
 from helpers.plans import serving_kernels
 from helpers.planted_kernels import PACKING, RIGHT, planted
+from helpers.undisturbed import undisturbed
 
 
-@pytest.fixture
-def undisturbed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Tune in this process with one thread, and as if no other process used the cores: no decision is inconclusive for
-    that."""
-
-    def make_worker(target: Target, *, limits: object, **options: Any) -> LocalWorker:
-        return LocalWorker(target, **options)
-
-    monkeypatch.setattr(worker_pool, "Worker", make_worker)
-    monkeypatch.setattr(devices.HostTiming, "machine", None)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+@pytest.fixture(name="undisturbed")
+def make_undisturbed() -> Iterator[None]:
+    with undisturbed():
+        yield
 
 
-def test_kernels_wrong_at_some_m_do_not_serve(undisturbed: None) -> None:
+@pytest.mark.usefixtures("undisturbed")
+def test_kernels_wrong_at_some_m_do_not_serve() -> None:
     """One is found when it is tuned for a single M, the other only when it is verified for a plan's intervals."""
     backends.register("planted", planted_kernels.ENTRY_POINT)
     store, problem, events = MemoryStore(), linear_problem(32, 64, 96, "float32"), list[Event]()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 # The import of each module registers its checks.
 MODULES = (
     "racing", "kernels", "verifying", "faults", "workers", "storing", "hostile_data", "forging", "commands", "serving",
+    "every_m",
 )  # fmt: skip
 
 
@@ -35,6 +36,14 @@ class Check:
     bar: str
     run: Callable[[bool], Outcome]
     timed: bool = False
+
+
+_MAX_FINDINGS = 5  # how many findings the text has; the raw data has all
+
+
+def findings_text(wrong: Sequence[str]) -> str:
+    """Return the first findings as text; empty if there are none."""
+    return "" if not wrong else ": " + "; ".join(wrong[:_MAX_FINDINGS])
 
 
 _CHECKS: dict[str, Check] = {}

@@ -14,7 +14,8 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,41 @@ def finish(process: subprocess.Popen[str]) -> Any:
     if process.returncode != 0:
         raise RuntimeError(f"a helper process ended with {process.returncode}: {out[-500:]}")
     return json.loads(out.splitlines()[-1])
+
+
+@contextmanager
+def ready_processes(calls: Sequence[tuple[Any, ...]]) -> Iterator[list[subprocess.Popen[str]]]:
+    """Start processes that import their modules and wait for ``start_work``. The end of the block kills them."""
+    with ExitStack() as stack:
+        processes = []
+        for function, *args in calls:
+            process = stack.enter_context(start(function, *args))
+            stack.callback(process.kill)
+            processes.append(process)
+        for process in processes:
+            assert process.stdout is not None
+            if process.stdout.readline() != "ready\n":
+                raise RuntimeError("a helper process did not start")
+        yield processes
+
+
+def start_work(processes: Sequence[subprocess.Popen[str]]) -> None:
+    """Make waiting processes start their work."""
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+
+
+def collect(processes: Sequence[subprocess.Popen[str]]) -> tuple[list[Any], list[str]]:
+    """Wait for processes. Return the results of those that succeeded and the errors of the others."""
+    results, errors = [], []
+    for process in processes:
+        try:
+            results.append(finish(process))
+        except RuntimeError as error:
+            errors.append(str(error))
+    return results, errors
 
 
 def decision_of(number: int, tag: str = "") -> Decision:

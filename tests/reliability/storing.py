@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -28,14 +28,7 @@ from helpers.serving import decide, evidence, register, toy
 
 from . import store_children as children
 from . import store_faults, store_kills
-from .checks import Outcome, check
-
-_MAX_FINDINGS = 5  # how many findings the text has; the raw data has all
-
-
-def _findings_text(wrong: Sequence[str]) -> str:
-    """Return the first findings as text; empty if there are none."""
-    return "" if not wrong else ": " + "; ".join(wrong[:_MAX_FINDINGS])
+from .checks import Outcome, check, findings_text
 
 
 @check(
@@ -50,7 +43,7 @@ def killed_writers(full: bool) -> Outcome:
     return Outcome(
         f"{counts['killed']} killed, {entries} acknowledged: {counts['lost']} lost, {counts['damaged']} corrupt; "
         f"{counts['journals']} hot journals and {counts['temporary']} temporary files met, {counts['left']} left"
-        + _findings_text(counts["errors"]),
+        + findings_text(counts["errors"]),
         ok,
         counts,
     )
@@ -70,7 +63,7 @@ def faulty_disk(full: bool) -> Outcome:
     injected = f"{faults['faults']} failed calls" if library else "no C compiler: no calls failed"
     return Outcome(
         f"{injected}, {limit['limits']} size limits ({limit['refused']} writes refused): {len(wrong)} wrong"
-        + _findings_text(wrong),
+        + findings_text(wrong),
         not wrong and (library is None or faults["faults"] > 0),
         {"faults": faults, "limits": limit},
     )
@@ -94,7 +87,7 @@ def read_only_directory(full: bool) -> Outcome:
         folder.mkdir()
         counts = children.finish(children.start(store_faults.use_read_only_directory, str(folder)))
     wrong = counts["wrong"]
-    return Outcome(f"{counts['refused']} writes refused, {len(wrong)} wrong" + _findings_text(wrong), not wrong, counts)
+    return Outcome(f"{counts['refused']} writes refused, {len(wrong)} wrong" + findings_text(wrong), not wrong, counts)
 
 
 @check(
@@ -105,11 +98,11 @@ def many_processes(full: bool) -> Outcome:
     workers, operations = (8, 10_000) if full else (3, 200)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "store.db"
-        with _ready_processes(
+        with children.ready_processes(
             [(children.run_mixed_operations, str(path), n, operations) for n in range(workers)]
         ) as processes:
-            _start_work(processes)
-            results, errors = _collect(processes)
+            children.start_work(processes)
+            results, errors = children.collect(processes)
         with closing(SqliteStore(path)) as store:
             store.prune(older_than_s=_BEFORE_1970_S + time.time())
             wrong = [text for row in results for text in row["wrong"]] + _differences(store, results)
@@ -119,7 +112,7 @@ def many_processes(full: bool) -> Outcome:
     total = sum(done.values())
     return Outcome(
         f"{total} operations by {workers} processes: {len(wrong)} differences, {len(errors)} uncaught errors"
-        + _findings_text(wrong + errors),
+        + findings_text(wrong + errors),
         not wrong and not errors and total == workers * operations,
         {"done": done, "wrong": wrong, "errors": errors},
     )
@@ -146,54 +139,19 @@ def _differences(store: Store, results: Sequence[dict[str, Any]]) -> list[str]:
     return wrong + store.verify()
 
 
-@contextmanager
-def _ready_processes(calls: Sequence[tuple[Any, ...]]) -> Iterator[list[subprocess.Popen[str]]]:
-    """Start processes that import their modules and wait for ``_start_work``. The end of the block kills them."""
-    with ExitStack() as stack:
-        processes = []
-        for function, *args in calls:
-            process = stack.enter_context(children.start(function, *args))
-            stack.callback(process.kill)
-            processes.append(process)
-        for process in processes:
-            assert process.stdout is not None
-            if process.stdout.readline() != "ready\n":
-                raise RuntimeError("a helper process did not start")
-        yield processes
-
-
-def _start_work(processes: Sequence[subprocess.Popen[str]]) -> None:
-    """Make waiting processes start their work."""
-    for process in processes:
-        assert process.stdin is not None
-        process.stdin.write("go\n")
-        process.stdin.flush()
-
-
-def _collect(processes: Sequence[subprocess.Popen[str]]) -> tuple[list[Any], list[str]]:
-    """Wait for processes. Return the results of those that succeeded and the errors of the others."""
-    results, errors = [], []
-    for process in processes:
-        try:
-            results.append(children.finish(process))
-        except RuntimeError as error:
-            errors.append(str(error))
-    return results, errors
-
-
 @check("8 cold processes that want the same problems at once", "one tuning each, the others have its decision")
 def cold_processes(full: bool) -> Outcome:
     workers, sizes = (8, [5, 6, 7]) if full else (3, [5])
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "store.db")
-        with _ready_processes([(children.tune_small_problems, path, sizes, 0.0)] * workers) as processes:
-            _start_work(processes)
-            results, errors = _collect(processes)
+        with children.ready_processes([(children.tune_small_problems, path, sizes, 0.0)] * workers) as processes:
+            children.start_work(processes)
+            results, errors = children.collect(processes)
     tuned = Counter(m for row in results for m in row["tuned"])
     is_same = all(row["m"] == sizes and row["created"] == results[0]["created"] for row in results)
     return Outcome(
         f"{workers} processes, {len(sizes)} problems: {sum(tuned.values())} tunings, "
-        f"{'the same' if is_same else 'DIFFERENT'} decisions" + _findings_text(errors),
+        f"{'the same' if is_same else 'DIFFERENT'} decisions" + findings_text(errors),
         not errors and is_same and tuned == Counter(sizes),
         {"results": results, "errors": errors},
     )
@@ -209,18 +167,18 @@ def killed_tuner(full: bool) -> Outcome:
             calls = [(children.tune_small_problems, path, [5], 600.0)] + [
                 (children.tune_small_problems, path, [5], 0.0)
             ] * others
-            with _ready_processes(calls) as (first, *waiting):
-                _start_work([first])
+            with children.ready_processes(calls) as (first, *waiting):
+                children.start_work([first])
                 assert first.stdout is not None
                 first.stdout.readline()  # it is tuning
-                _start_work(waiting)
+                children.start_work(waiting)
                 time.sleep(1.0)  # the others wait for the lease
                 first.kill()
-                results, failed = _collect(waiting)
+                results, failed = children.collect(waiting)
         errors += failed
         takeovers += sum(len(row["tuned"]) for row in results) == 1 and len({row["created"][0] for row in results}) == 1
     return Outcome(
-        f"{takeovers} of {rounds} times exactly one took over" + _findings_text(errors),
+        f"{takeovers} of {rounds} times exactly one took over" + findings_text(errors),
         takeovers == rounds and not errors,
         {"takeovers": takeovers, "rounds": rounds, "errors": errors},
     )
@@ -242,7 +200,7 @@ def changed_targets(full: bool) -> Outcome:
         hits = [name for store in (MemoryStore(), on_disk) for name in _hits(store, target, problem, changes)]
     missing = {field.name for field in fields(Target) if field.compare} - {name.partition(":")[0] for name in changes}
     return Outcome(
-        f"{len(changes)} changes in 2 stores and dispatch: {len(hits)} served" + _findings_text([*hits, *missing]),
+        f"{len(changes)} changes in 2 stores and dispatch: {len(hits)} served" + findings_text([*hits, *missing]),
         not hits and not missing,
         {"changes": list(changes), "served": hits},
     )
