@@ -99,7 +99,7 @@ def test_weight_has_a_plan_for_the_range(clock: FakeTime, store: MemoryStore) ->
     (plan,) = plans
     assert store.get_plan(current_target(), PROBLEM.plan_key) == plan
     assert (plan.first, plan.last) == (1, 128)
-    assert [decision.problem["m"] for decision in decisions] == tuner.tuned[0] == [1, 8, 48, 128]
+    assert [decision.problem["m"] for decision in decisions] == tuner.tuned[0] == [1, 8, 48]
     assert serving_kernels(plan) == {SMALL.id, LARGE.id}
     assert events[-1] == PlanDone(PROBLEM.plan_key, plan, 0)
     assert plan.counts == {}
@@ -272,7 +272,7 @@ def test_inconclusive_decisions_make_no_plan(clock: FakeTime, store: MemoryStore
     tuner = FakeTuner(clock)
     tuner.outcome = "inconclusive"
     decisions, plans = tune(tuner, store, range(1, 33))
-    assert (len(decisions), plans) == (3, [])
+    assert (len(decisions), plans) == (2, [])
     assert tuner.worker.opened == []
 
 
@@ -289,7 +289,7 @@ def test_weight_whose_worker_fails_has_no_plan(
     tuner.worker = Fails(clock, tuner.kernels)
     events: list[Event] = []
     decisions, plans = tune(tuner, store, range(1, 33), progress=events.append)
-    assert (len(decisions), plans) == (3, [])
+    assert (len(decisions), plans) == (2, [])
     assert events == [PlanDone(PROBLEM.plan_key, None, 0)]
     assert f"no plan for {PROBLEM.plan_key}: out of memory" in caplog.text
     tuner.worker.error = WorkerStartError("no python today")

@@ -34,7 +34,8 @@ class TuningProfile(NamedTuple):
     retimed: the most candidates that are timed a second time before the race. builds_overlap: whether candidates may
     be built while others are timed, since the device's own clock does not notice. search: options of ``LocalSearch``.
     last_m: the largest M of a Plan for all M. tuned_m: the M that are tuned by themselves for it. tuned_m_s: seconds
-    for each of them, builds included; None: ``default_s``. sweep_s: seconds for timing a weight's kernels at other M.
+    for each of them, in place of ``default_s``; None: as many. sweep_s: seconds for timing a weight's kernels at other
+    M.
     """
 
     default_s: float = 6.0
@@ -194,7 +195,7 @@ class CudaDevice(Device):
     profile = TuningProfile(
         default_s=3.0, race_s=1.2, max_raced=12, retimed=8, builds_overlap=True,
         search={"seeds": 12, "leaders": 2, "patience": 12},
-        last_m=8192, tuned_m=(1, 16, 64, 384, 4096), tuned_m_s=2.5, sweep_s=7.0,
+        last_m=8192, tuned_m=(1, 16, 128, 2048), tuned_m_s=2.2, sweep_s=4.0,
     )  # fmt: skip
     timing = "gemmtune.timing.devices:CudaTiming"
     current_index = staticmethod(current_device)

@@ -23,29 +23,40 @@ def rank_layouts_of_plan(
 
     A packed layout must take 1% less time than the raw weight in the mean over the measured M, each relative to plain
     PyTorch's time there, and weighed by the M for which it stands and by the calls that were recorded. It must not be
-    slower than plain PyTorch at any of them, which cannot serve a packed weight. raw_kernels: as for
-    ``rank_packings``.
+    slower than plain PyTorch at any of them, which cannot serve a packed weight. Where plain PyTorch was not timed,
+    because no formulation of it is right or fast enough to race, the least times take its part, and a packed layout may
+    be slower. raw_kernels: as for ``rank_packings``.
     """
-    reference = _reference_times(tuned)
+    plain = _plain_times(tuned)
+    reference = plain or _least_times(tuned)
     shares = {
         packing: _shares(tuned, packing, reference)
         for packing, intervals in tuned.intervals.items()
         if not any(interval.kernel in faulty for interval in intervals)
     }
-    raw = _mean(tuned, shares.pop("", {})) if raw_kernels else 1.0
+    raw_shares = shares.pop("", {})
+    raw = _mean(tuned, raw_shares) if raw_kernels and raw_shares else 1.0 if plain else math.inf
     totals = {
         packing: _mean(tuned, by_m)
         for packing, by_m in shares.items()
-        if all(share <= 1.0 + NO_SLOWER + min(tuned.noise.get(m, 0.0), MAX_NOISE) for m, share in by_m.items())
+        if not plain or not any(share > _limit(tuned, m) for m, share in by_m.items())
     }
     return [*sorted((p for p in totals if totals[p] < WORTHWHILE * raw), key=lambda p: (totals[p], p)), None]
 
 
-def _reference_times(tuned: TunedPlan) -> dict[int, float]:
-    """Return plain PyTorch's seconds by measured M; the least of all kernels' if it was timed nowhere."""
-    plain = next((k for k in tuned.kernels if k.packing is None and is_fallback_template(k.candidate)), None)
-    if plain is not None and plain.times:
-        return plain.times
+def _limit(tuned: TunedPlan, m: int) -> float:
+    """Return the largest share of plain PyTorch's time that a packed layout may take at a measured M."""
+    return 1.0 + NO_SLOWER + min(tuned.noise.get(m, 0.0), MAX_NOISE)
+
+
+def _plain_times(tuned: TunedPlan) -> dict[int, float]:
+    """Return plain PyTorch's seconds by measured M; empty if it was timed nowhere."""
+    plain = (k.times for k in tuned.kernels if k.packing is None and is_fallback_template(k.candidate) and k.times)
+    return next(plain, {})
+
+
+def _least_times(tuned: TunedPlan) -> dict[int, float]:
+    """Return the least seconds of all kernels by measured M."""
     least: dict[int, float] = {}
     for kernel in tuned.kernels:
         least |= {m: min(seconds, least.get(m, seconds)) for m, seconds in kernel.times.items()}

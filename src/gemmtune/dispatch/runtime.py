@@ -29,7 +29,7 @@ from ..core.printable import visible
 from ..core.problem import Problem
 from ..core.target import Target
 from ..core.weights import PackedWeight
-from .cache import DISPATCH_CACHE, GuardedEntry, insert
+from .cache import DISPATCH_CACHE, MAX_KEYS, GuardedEntry, insert
 from .guards import is_capturing
 from .hooks import late_bound
 from .index import DecisionIndex
@@ -206,6 +206,8 @@ class Runtime:
             return
         try:
             if self._is_miss(problem, device):  # another thread may just have tuned it
+                if len(self._asked) >= MAX_KEYS:
+                    self._asked.clear()
                 self._asked.add((problem.key, str(device)))
                 hook(problem, device)
         finally:
@@ -278,7 +280,7 @@ class Runtime:
             return kernel
         if refused:
             self.warn_once(
-                f"no kernel for weights packed as {packed.layout!r} is right for {problem.key}: PyTorch serves, and "
+                f"no kernel for weights packed as {packed.layout!r} is right for {problem.plan_key}: PyTorch serves, and "
                 "unpacks the weight in every call. Use the weight unpacked"
             )
             return None

@@ -117,7 +117,7 @@ def tune_on_device(
     limit = budget if isinstance(budget, Budget) else Budget(seconds=None if budget is None else float(budget))
     names = _backend_names(backends, torch.device(device).type)
     profile = devices.get(torch.device(device).type).profile
-    each = limit if m is None or limit.seconds is not None else replace(limit, seconds=profile.tuned_m_s)
+    each = limit if m is None else replace(limit, default_s=profile.tuned_m_s)
     tuner = Tuner(
         tuning_target(device), names, store, each, progress or silent,
         force=force, hot=operands == "hot", latency=latency, search=search,

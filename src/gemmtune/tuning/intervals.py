@@ -302,7 +302,9 @@ def _possible_loss(curves: Curves, points: Mapping[int, str], a: int, b: int) ->
     left, right = points[a], points[b]
     if left == right:
         return off_line
-    crossing = min(_ratio(curves, right, left, a), _ratio(curves, left, right, b))
+    at_a, at_b = _ratio(curves, right, left, a), _ratio(curves, left, right, b)
+    # ATen's plain op serves the whole gap if it is one of the two: up to where the other one was measured.
+    crossing = at_b if left == curves.plain else at_a if right == curves.plain else min(at_a, at_b)
     return max(off_line, min(crossing, 1.0))
 
 

@@ -41,6 +41,7 @@ from .time_budget import TimeBudget
 
 # Preparing operands and oracle counts for no more than this share of the budget: on a busy machine it could take all
 # the time that choosing a kernel needs.
+BUILDS_S = 4.0  # of builds are not counted where a budget has a ``default_s`` of its own
 OPEN_SHARE = 0.3
 # Within this factor a few screening times do not tell which of ATen's candidates is the fastest.
 UNCERTAIN_BASELINE = 1.15
@@ -92,15 +93,17 @@ class TuningSession:
     def _budget(self) -> TimeBudget:
         return self._context.budget
 
-    def run(self, seconds: float | None, limit: int | None) -> Decision:
+    def run(self, seconds: float | None, limit: int | None, default_s: float | None = None) -> Decision:
         """Return the Decision, reached within ``seconds`` and after at most ``limit`` candidates.
 
-        seconds: kept within 10%, unless the first timings of ATen and of one other candidate take longer; None is 6 (3
-        on a GPU), and more for problems whose single calls are slow. Raises WorkerError when the worker cannot open the
-        problem at all.
+        seconds: kept within 10%, unless the first timings of ATen and of one other candidate take longer; None is
+        ``default_s`` (by default 6, 3 on a GPU), and more for problems whose single calls are slow. Raises WorkerError
+        when the worker cannot open the problem at all.
         """
         run_started = time.perf_counter()
-        self._context.budget = TimeBudget(seconds or self._profile.default_s, strict=seconds is not None)
+        self._context.budget = TimeBudget(
+            seconds or default_s or self._profile.default_s, seconds is not None, BUILDS_S if default_s else math.inf
+        )
         self._worker.open(self._context.problem, self._context.seed)
         if not self._budget.strict:
             self._budget.cap_spent(OPEN_SHARE)

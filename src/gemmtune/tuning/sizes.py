@@ -11,6 +11,7 @@ Sizes = Literal["all"] | range | Sequence[int]
 """``"all"``; a ``range`` of M with step 1; or hints: M that are tuned, where all M are to be served."""
 
 _NEAR = 2.5  # a default M within this factor of one that is tuned anyway is left out
+_NEAR_END = 4.5  # the same for an end of the range
 
 
 class SizeRange(NamedTuple):
@@ -57,7 +58,7 @@ def _with_defaults(first: int, last: int, hints: list[int], profile: TuningProfi
     """Return ``hints`` with the profile's M between ``first`` and ``last`` that are near none of them, and with the two
     ends where nothing else is near them."""
     sizes = list(hints)
-    for size in (*profile.tuned_m, first, last):
-        if first <= size <= last and all(max(size, other) >= _NEAR * min(size, other) for other in sizes):
+    for size, factor in (*((size, _NEAR) for size in profile.tuned_m), (first, _NEAR_END), (last, _NEAR_END)):
+        if first <= size <= last and all(max(size, other) >= factor * min(size, other) for other in sizes):
             sizes.append(size)
     return tuple(sorted(sizes or [last]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 
@@ -9,11 +10,11 @@ class TimeBudget:
     """The seconds of a session and how much of them is spent.
 
     seconds: the whole budget. strict: whether the user set it, so that it is kept; without, builds and most of the
-    preparation of operands are not counted.
+    preparation of operands are not counted. excludable_s: how much of them is not counted.
     """
 
-    def __init__(self, seconds: float, strict: bool) -> None:
-        self.seconds, self.strict = seconds, strict
+    def __init__(self, seconds: float, strict: bool, excludable_s: float = math.inf) -> None:
+        self.seconds, self.strict, self._excludable_s = seconds, strict, excludable_s
         self._started = time.perf_counter()
 
     def cap_spent(self, share: float) -> None:
@@ -21,8 +22,10 @@ class TimeBudget:
         self._started = max(self._started, time.perf_counter() - share * self.seconds)
 
     def exclude(self, seconds: float) -> None:
-        """Do not count the last ``seconds`` seconds."""
-        self._started += seconds
+        """Do not count the last ``seconds`` seconds, while less than ``excludable_s`` was not counted."""
+        excluded_s = min(seconds, self._excludable_s)
+        self._excludable_s -= excluded_s
+        self._started += excluded_s
 
     @property
     def elapsed_s(self) -> float:

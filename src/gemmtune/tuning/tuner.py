@@ -43,11 +43,13 @@ class Budget:
     """The cost limit of tuning one problem: seconds of wall time (starting a worker is not counted), and candidates
     tried.
 
-    seconds: kept within 10%. None: 6 (3 on a GPU), and more for problems whose single calls are slow.
+    seconds: kept within 10%. None: ``default_s``, builds not counted, and more for problems whose single calls are
+    slow. default_s: None: 6 (3 on a GPU); where it is given, builds of more than 4 seconds are counted.
     """
 
     seconds: float | None = None
     candidates: int | None = None
+    default_s: float | None = None
 
     def __post_init__(self) -> None:
         seconds = self.seconds
@@ -209,7 +211,7 @@ class Tuner:
         self._build_ahead(problem, pool)
         worker.wait()
         try:
-            decision = session.run(self._budget.seconds, self._budget.candidates)
+            decision = session.run(self._budget.seconds, self._budget.candidates, self._budget.default_s)
         except WorkerStartError:
             raise
         except WorkerError as error:  # the worker cannot open this problem; others may still be tuned
