@@ -280,8 +280,8 @@ class Runtime:
             return kernel
         if refused:
             self.warn_once(
-                f"no kernel for weights packed as {packed.layout!r} is right for {problem.plan_key}: PyTorch serves, and "
-                "unpacks the weight in every call. Use the weight unpacked"
+                f"no kernel for weights packed as {packed.layout!r} is right for {problem.plan_key}: PyTorch serves, "
+                "and unpacks the weight in every call. Use the weight unpacked"
             )
             return None
         raise PackedWeightError(
