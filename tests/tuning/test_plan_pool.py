@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from gemmtune.core.candidate import Candidate
 from gemmtune.core.decision import Decision, Evidence, LayoutDecision, Verdict
 from gemmtune.tuning.plan_pool import LAYOUT_WITHIN, MAX_PER_DECISION, WITHIN, PoolKernel, kernel_pool
 from helpers.plans import LARGE, PLAIN, PLAIN_S, SMALL, decisions_at, simulated, staircase
@@ -94,3 +95,46 @@ def test_kernel_overlaps_only_if_it_was_faster_so_at_each_m() -> None:
     ]
     assert kernel_pool(tested)[1].overlap is False
     assert kernel_pool([tested[0], decisions[1], tested[2]])[1].overlap is True
+
+
+# --- ATen's plain op
+
+
+def test_plain_op_is_atens_fastest_formulation_on_the_raw_weight() -> None:
+    composite = Candidate.make("aten", "composite")
+
+    def with_composite(share: float) -> list[Decision]:
+        found = []
+        for decision in decisions_at([SMALL], TUNED):
+            (plain,) = [row for row in decision.evidence if row.id == PLAIN.id]
+            assert plain.sample is not None
+            sample = msgspec.structs.replace(plain.sample, ratio=share)
+            other = msgspec.structs.replace(plain, candidate=composite.to_dict(), id=composite.id, sample=sample)
+            found.append(msgspec.structs.replace(decision, evidence=(*decision.evidence, other)))
+        return found
+
+    for share, name in ((1.1, PLAIN.id), (0.9, composite.id)):
+        assert [kernel.id for kernel in kernel_pool(with_composite(share)) if kernel.is_plain] == [name]
+    first, *others = with_composite(0.9)
+    without = [with_row(decision, composite.id, sample=None) for decision in others]
+    assert [kernel.id for kernel in kernel_pool([first, *without]) if kernel.is_plain] == [PLAIN.id]
+
+
+# --- paired tests
+
+
+def test_surcharge_is_the_slowest_surrounding_of_all_paired_tests() -> None:
+    decisions = [
+        msgspec.structs.replace(
+            decision, layouts={"": LayoutDecision("winner", SMALL.id, PLAIN.id, 0.5, 0.4, 0.6, {"between": worst})}
+        )
+        for decision, worst in zip(decisions_at([SMALL, LARGE], (8, 48)), (0.6, 0.55), strict=True)
+    ]
+    surcharges = {kernel.id: kernel.surcharge for kernel in kernel_pool(decisions)}
+    assert surcharges == {PLAIN.id: 1.0, SMALL.id: 1.2, LARGE.id: 1.2}  # untested kernels: the median of the layout's
+
+
+def test_kernel_that_no_surrounding_slows_has_no_surcharge() -> None:
+    test = LayoutDecision("winner", SMALL.id, PLAIN.id, 0.5, 0.4, 0.6, {"between": 0.4})
+    decisions = [msgspec.structs.replace(decision, layouts={"": test}) for decision in decisions_at([SMALL], (8,))]
+    assert [kernel.surcharge for kernel in kernel_pool(decisions)] == [1.0, 1.0]

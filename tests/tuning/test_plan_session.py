@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
-from gemmtune.core.decision import Verdict
+from gemmtune.core.decision import LayoutDecision, Verdict
 from gemmtune.core.errors import StoreError
 from gemmtune.core.events import Event, PlanProgress, silent
 from gemmtune.core.tuned_plan import TunedPlan
@@ -268,6 +269,49 @@ def test_m_timed_for_a_wrong_kernel_only_are_not_served_by_plain(clock: FakeTime
     plan, worker = make_plan(clock, [*SOUND, planted], store)
     assert any(names == [PLAIN.id, planted.id] for request in worker.timed for names in request.values())
     assert serving_kernels(plan) == {SMALL.id, LARGE.id}
+
+
+def test_kernels_that_a_wrong_one_kept_out_serve_in_the_same_session(clock: FakeTime, store: MemoryStore) -> None:
+    """A kernel far faster than all others is the only one of its layout that is timed, until it turns out wrong."""
+    planted = simulated("planted", lambda m: 0.5 * fastest(m), wrong_at=lambda m: m == 512)
+    plan, worker = make_plan(clock, [*SOUND, planted], store)
+    assert SMALL.id not in {name for request in worker.timed[:4] for names in request.values() for name in names}
+    assert serving_kernels(plan) == {SMALL.id, LARGE.id}
+    assert_close_to_the_fastest(plan, SOUND)
+    refused = plan.find(planted.id)
+    assert refused is not None
+    assert refused.reason.startswith("wrong: M = 512")
+    assert [kernel.reason for kernel in plan.kernels if kernel.id != planted.id] == ["", "", ""]
+    assert plan.seconds <= 20.0 + 0.5 * 20.0
+
+
+def test_refused_kernel_does_not_count_for_the_regret(clock: FakeTime, store: MemoryStore) -> None:
+    planted = simulated("planted", fastest, wrong_at=lambda m: m == 512)
+    plan, _ = make_plan(clock, [*SOUND, planted], store)
+    assert all((plan.regret(m) or 0.0) < 0.06 for m in plan.noise)
+
+
+def test_kernel_slowed_by_its_surroundings_below_plain_does_not_serve(clock: FakeTime, store: MemoryStore) -> None:
+    """At 0.8 of ATen's time alone, and slower than ATen between other kernels."""
+    kernel = simulated("k", lambda m: 0.8 * PLAIN_S(m))
+    for worst, serves in ((0.9, True), (1.05, False)):
+        test = LayoutDecision("tie", kernel.id, PLAIN.id, 0.8, 0.79, 0.81, {"between": worst})
+        decisions = [msgspec.structs.replace(item, layouts={"": test}) for item in decisions_at([kernel], TUNED)]
+        worker = FakeWorker(clock, [kernel])
+        session = PlanSession(PROBLEM, current_target(), store, worker, decisions, RANGE, silent, 0, counts={})  # type: ignore[arg-type]
+        plan = session.run(20.0)
+        assert plan is not None
+        assert serving_kernels(plan) == {kernel.id if serves else PLAIN.id}
+
+
+def test_overhead_of_a_call_keeps_short_kernels_from_serving(
+    clock: FakeTime, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_session, "SERVING_S", 3e-6)
+    kernel = simulated("k", lambda m: 0.8 * PLAIN_S(m))  # 2 us less at M = 1, 12 us less at M = 512
+    plan, _ = make_plan(clock, [kernel], store)
+    assert plan.overhead_s == 3e-6
+    assert [interval.kernel for interval in plan.intervals[""]] == [PLAIN.id, kernel.id]
 
 
 def test_wrong_plain_op_is_not_remembered(clock: FakeTime, store: MemoryStore) -> None:

@@ -17,7 +17,7 @@ from gemmtune.core.tuned_plan import TunedPlan
 from gemmtune.dispatch import current_target
 from gemmtune.store import MemoryStore
 from gemmtune.tuning import plan_session, plan_tuner
-from gemmtune.tuning.plan_tuner import PlanTuner, recorded, weights_of
+from gemmtune.tuning.plan_tuner import MAX_RECORDED, PlanTuner, recorded, weights_of
 from gemmtune.workers.contract import WorkerStartError
 from helpers.plans import (
     LARGE,
@@ -128,6 +128,23 @@ def test_force_makes_the_plan_anew(clock: FakeTime, store: MemoryStore) -> None:
     assert second.worker.timed
     assert again.created > plan.created
     assert store.get_plan(current_target(), PROBLEM.plan_key) == again
+
+
+def test_forced_plan_of_a_part_covers_the_whole_range(clock: FakeTime, store: MemoryStore) -> None:
+    tune(FakeTuner(clock), store, range(1, 257))
+    (again,) = tune(FakeTuner(clock), store, [64, 100], force=True)[1]
+    assert (again.first, again.last) == (1, 512)
+    assert {1, 8, 48, 64, 100} <= set(again.tuned)
+
+
+def test_recorded_m_that_are_tuned_are_limited(clock: FakeTime, store: MemoryStore) -> None:
+    tuner = FakeTuner(clock)
+    problems = [(PROBLEM.with_m(m), 4 if m == 33 else 1) for m in range(20, 90)]
+    (plan,) = tune(tuner, store, "all", problems)[1]
+    others = set(plan.tuned) - {1, 8, 48, 256}
+    assert len(others) <= MAX_RECORDED
+    assert {33, 89} <= others
+    assert sum(plan.counts.values()) == 73
 
 
 @pytest.mark.parametrize(("earlier", "later", "hull"), [
