@@ -51,7 +51,7 @@ def store_plans(model: nn.Module, x: Tensor, store: MemoryStore, serves_m: tuple
     with gemmtune.record() as recording:
         model(x)
     for problem, _ in recording.problems:
-        kernel = SimulatedKernel(toy("other"), lambda m: 1e-6 * m, "toy:other")
+        kernel = SimulatedKernel(toy("other"), lambda m: 1e-7 * m, "toy:other")
         plan = planted_plan(
             problem, [kernel], {"toy:other": [(*serves_m, kernel)]}, list(serves_m),
             target_key=gemmtune.current_target().key,

@@ -68,7 +68,7 @@ def _regrets(seed: int) -> list[float]:
     timed = [SimulatedKernel(kernel.candidate, noisy(kernel.seconds)) for kernel in kernels]
     worker = FakeWorker(clock, timed, noisy(plain), timing_s=2e-2)
     decisions, sizes = decisions_at(kernels, _TUNED, plans.PROBLEM, plain), SizeRange(1, _LAST, _TUNED)
-    with mock.patch.object(plan_session, "time", clock):
+    with mock.patch.object(plan_session, "time", clock), mock.patch.object(plan_session, "SERVING_S", 0.0):
         plan = PlanSession(
             plans.PROBLEM, current_target(), MemoryStore(), worker, decisions, sizes, silent, seed, counts={}
         ).run(6.0)  # fmt: skip

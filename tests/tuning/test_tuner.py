@@ -461,7 +461,7 @@ def test_session_gets_the_layouts_of_the_weights_other_m(
             self.problem = problem
             layouts_by_m[problem.m] = layouts
 
-        def run(self, seconds: float | None, limit: int | None) -> Decision:
+        def run(self, seconds: float | None, limit: int | None, default_s: float | None) -> Decision:
             decision = make_decision(self.problem, target=target)
             names = (f"fast{self.problem.m}", f"slow{self.problem.m}")
             rows = [
