@@ -48,6 +48,13 @@ class Measurements:
             for name, value in seconds.items():
                 self.times[name][m] = value
 
+    def found_at(self) -> dict[str | None, set[int]]:
+        """Return the M of the Decisions in which a kernel of each layout was fast."""
+        found: dict[str | None, set[int]] = {}
+        for kernel in self.pool.values():
+            found.setdefault(kernel.packing, set()).update(kernel.found_at)
+        return found
+
     def far_behind(self, m: int) -> set[str]:
         """Return the kernels that take more than ``_FAR_BEHIND`` times the least time of all at the largest measured M
         below ``m``."""
@@ -85,10 +92,12 @@ class Measurements:
 
     def layouts(self) -> list[str]:
         """Return the packed layouts with the least times relative to ATen's plain op, the best first, then the raw
-        layout."""
+        layout. A layout without a kernel at either end of the range is left out: it was far behind on the way there."""
         totals = {}
         for packing in {kernel.packing or "" for name, kernel in self.pool.items() if name not in self.out}:
             curves = self.curves(packing).without(self.out)
+            if not {self._sizes.first, self._sizes.last} <= set(curves.sizes):
+                continue
             weights = intervals.point_weights(curves)
             total, weight = 0.0, 0.0
             for m in curves.sizes:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ..core import devices
 from ..core.decision import Decision, Verdict
@@ -121,16 +121,18 @@ class PlanSession:
             self._time({m: self._active(m) for m in batch}, share * budget_s)
 
     def _active(self, m: int) -> list[str]:
-        """Return the kernels to time at M: ATen's plain op, and those from Decisions at the nearest four M that are not
-        far behind at the next smaller M."""
-        below = [size for size in self._sizes.tuned if size <= m][-2:]
-        above = [size for size in self._sizes.tuned if size >= m][:2]
-        near = {*below, *above}
+        """Return the kernels to time at M: ATen's plain op, and of each layout those from Decisions at the nearest four
+        M that are not far behind at the next smaller M.
+
+        Layouts are compared over the whole range, so that each of them needs a kernel at every M.
+        """
         pool, behind = self._found.pool, self._found.far_behind(m)
+        near = {packing: _nearest_four(found_at, m) for packing, found_at in self._found.found_at().items()}
         return [
             name
             for name, kernel in pool.items()
-            if kernel.is_plain or (kernel.found_at & near and not (name in behind and max(kernel.found_at) < m))
+            if kernel.is_plain
+            or (kernel.found_at & near[kernel.packing] and not (name in behind and max(kernel.found_at) < m))
         ]
 
     def _time(self, wanted: Mapping[int, Sequence[str]], budget_s: float) -> None:
@@ -256,3 +258,9 @@ class PlanSession:
             kernel.candidate.to_dict(), name, kernel.tuned_m, kernel.packing, kernel.overlap, times,
             tuple(sorted(verified)), verdict, self._found.out.get(name, ""), kernel.surcharge,
         )  # fmt: skip
+
+
+def _nearest_four(sizes: Iterable[int], m: int) -> set[int]:
+    """Return the nearest two sizes on either side of M; M itself is on both."""
+    ordered = sorted(sizes)
+    return {*[size for size in ordered if size <= m][-2:], *[size for size in ordered if size >= m][:2]}
