@@ -14,6 +14,7 @@ from gemmtune.core.errors import StoreError
 from gemmtune.core.events import Event, PlanProgress, silent
 from gemmtune.core.tuned_plan import TunedPlan
 from gemmtune.dispatch import current_target
+from gemmtune.dispatch.plan_layouts import rank_layouts_of_plan
 from gemmtune.store import MemoryStore
 from gemmtune.tuning import plan_session
 from gemmtune.tuning.plan_session import PlanSession
@@ -467,3 +468,22 @@ def test_slowest_packed_layout_has_no_intervals(clock: FakeTime, store: MemorySt
     packed = [simulated(f"packed{i}", lambda m, i=i: (1.0 + 0.1 * i) * fastest(m), packing=f"p:{i}") for i in range(3)]
     plan, _ = make_plan(clock, [*SOUND, *packed], store)
     assert set(plan.intervals) == {"", "p:0", "p:1"}
+
+
+def test_layouts_are_compared_over_the_whole_range(clock: FakeTime, store: MemoryStore) -> None:
+    """A layout whose kernels were fast at M = 1 only is timed at the other M, too, where it is slower than another."""
+    short = simulated("short", lambda m: 1e-6 * (1.0 + 0.08 * m), packing="p:short")
+    even = simulated("even", lambda m: 1e-6 * (2.0 + 0.05 * m), packing="p:even")
+    plan, _ = make_plan(clock, [short, even], store)
+    kernel = plan.find(short.id)
+    assert kernel is not None
+    assert {1, 512} <= set(kernel.times)
+    assert rank_layouts_of_plan(plan) == ["p:even", "p:short", None]
+
+
+def test_layout_far_behind_on_the_way_has_no_intervals(clock: FakeTime, store: MemoryStore) -> None:
+    short = simulated("short", lambda m: 1e-6 * (1.0 + 4.0 * m), packing="p:short")
+    even = simulated("even", lambda m: 1e-6 * (6.0 + 0.05 * m), packing="p:even")
+    plan, _ = make_plan(clock, [short, even], store)
+    assert "p:short" not in plan.intervals
+    assert set(plan.intervals) == {"p:even", ""}

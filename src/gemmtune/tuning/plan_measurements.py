@@ -56,12 +56,13 @@ class Measurements:
         return found
 
     def far_behind(self, m: int) -> set[str]:
-        """Return the kernels that take more than ``_FAR_BEHIND`` times the least time of all at the largest measured M
-        below ``m``."""
-        below = max((size for times in self.times.values() for size in times if size < m), default=0)
-        times = {name: times[below] for name, times in self.times.items() if below in times}
-        limit_s = _FAR_BEHIND * min(times.values(), default=0.0)
-        return {name for name, seconds in times.items() if seconds > limit_s}
+        """Return the kernels that took more than ``_FAR_BEHIND`` times the least time of all at the largest M below
+        ``m`` at which they were timed."""
+        least: dict[int, float] = {}
+        for times in self.times.values():
+            least |= {size: min(seconds, least.get(size, seconds)) for size, seconds in times.items()}
+        below = {name: max((size for size in times if size < m), default=0) for name, times in self.times.items()}
+        return {name for name, size in below.items() if size and self.times[name][size] > _FAR_BEHIND * least[size]}
 
     def curves(self, packing: str) -> Curves:
         """Return the times of a layout's kernels."""
@@ -92,11 +93,11 @@ class Measurements:
 
     def layouts(self) -> list[str]:
         """Return the packed layouts with the least times relative to ATen's plain op, the best first, then the raw
-        layout. A layout without a kernel at either end of the range is left out: it was far behind on the way there."""
+        layout. A packed layout without a time at either end of the range is left out: it was far behind before."""
         totals = {}
         for packing in {kernel.packing or "" for name, kernel in self.pool.items() if name not in self.out}:
             curves = self.curves(packing).without(self.out)
-            if not {self._sizes.first, self._sizes.last} <= set(curves.sizes):
+            if packing and not {self._sizes.first, self._sizes.last} <= set(curves.sizes):
                 continue
             weights = intervals.point_weights(curves)
             total, weight = 0.0, 0.0
