@@ -487,3 +487,20 @@ def test_layout_far_behind_on_the_way_has_no_intervals(clock: FakeTime, store: M
     plan, _ = make_plan(clock, [short, even], store)
     assert "p:short" not in plan.intervals
     assert set(plan.intervals) == {"p:even", ""}
+
+
+def test_layouts_that_may_serve_are_measured_before_faster_ones_that_may_not(
+    clock: FakeTime, store: MemoryStore
+) -> None:
+    """Three layouts, of which two are measured closely: two faster ones are slower than ATen at large M."""
+
+    def model(large: float, share: float) -> Callable[[int], float]:
+        return lambda m: PLAIN_S(m) * (large if m > 300 else share)
+
+    kernels = [
+        simulated(name, model(large, share), packing=f"p:{name}")
+        for name, large, share in (("a", 1.2, 0.3), ("b", 1.2, 0.32), ("c", 0.9, 0.56))
+    ]
+    plan, _ = make_plan(clock, kernels, store)
+    assert "p:c" in plan.intervals
+    assert rank_layouts_of_plan(plan) == ["p:c", None]

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from ..core.tuned_plan import PlanInterval
+from ..dispatch.plan_layouts import NO_SLOWER
 from . import intervals
 from .intervals import Curves
 from .plan_pool import PoolKernel
@@ -93,20 +94,26 @@ class Measurements:
 
     def layouts(self) -> list[str]:
         """Return the packed layouts with the least times relative to ATen's plain op, the best first, then the raw
-        layout. A packed layout without a time at either end of the range is left out: it was far behind before."""
-        totals = {}
+        layout.
+
+        Packed layouts that were slower than the plain op at some M come after the others, since they may not serve. One
+        without a time at either end of the range is left out: it was far behind before.
+        """
+        totals: dict[str, tuple[bool, float]] = {}
         for packing in {kernel.packing or "" for name, kernel in self.pool.items() if name not in self.out}:
             curves = self.curves(packing).without(self.out)
             if packing and not {self._sizes.first, self._sizes.last} <= set(curves.sizes):
                 continue
             weights = intervals.point_weights(curves)
-            total, weight = 0.0, 0.0
-            for m in curves.sizes:
-                if max(curves.best(m), self._reference_s(m)) < math.inf:
-                    total += weights[m] * curves.best(m) / self._reference_s(m)
-                    weight += weights[m]
+            shares = {
+                m: curves.best(m) / self._reference_s(m)
+                for m in curves.sizes
+                if max(curves.best(m), self._reference_s(m)) < math.inf
+            }
+            weight = sum(weights[m] for m in shares)
             if weight > 0.0:
-                totals[packing] = total / weight
+                is_slow = max(shares.values()) > 1.0 + NO_SLOWER
+                totals[packing] = is_slow, sum(weights[m] * share for m, share in shares.items()) / weight
         packed = sorted((packing for packing in totals if packing), key=lambda packing: totals[packing])
         return [*packed[:_MAX_LAYOUTS], *(packing for packing in totals if not packing)]
 
