@@ -495,11 +495,11 @@ def test_layouts_that_may_serve_are_measured_before_faster_ones_that_may_not(
     """Three layouts, of which two are measured closely: two faster ones are slower than ATen at large M."""
 
     def model(large: float, share: float) -> Callable[[int], float]:
-        return lambda m: PLAIN_S(m) * (large if m > 300 else share)
+        return lambda m: PLAIN_S(m) * (large if m > 400 else share)
 
     kernels = [
         simulated(name, model(large, share), packing=f"p:{name}")
-        for name, large, share in (("a", 1.2, 0.3), ("b", 1.2, 0.32), ("c", 0.9, 0.56))
+        for name, large, share in (("a", 1.2, 0.45), ("b", 1.2, 0.45), ("c", 0.9, 0.56))
     ]
     plan, _ = make_plan(clock, kernels, store)
     assert "p:c" in plan.intervals
