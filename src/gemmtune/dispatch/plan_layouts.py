@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
+from ..core.tuned_plan import least_times
 from .portfolio import WORTHWHILE, is_fallback_template
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def rank_layouts_of_plan(
     be slower. raw_kernels: as for ``rank_packings``.
     """
     plain = _plain_times(tuned)
-    reference = plain or _least_times(tuned)
+    reference = plain or least_times(kernel.times for kernel in tuned.kernels)
     shares = {
         packing: _shares(tuned, packing, reference)
         for packing, intervals in tuned.intervals.items()
@@ -55,14 +56,6 @@ def _plain_times(tuned: TunedPlan) -> dict[int, float]:
     return next(plain, {})
 
 
-def _least_times(tuned: TunedPlan) -> dict[int, float]:
-    """Return the least seconds of all kernels by measured M."""
-    least: dict[int, float] = {}
-    for kernel in tuned.kernels:
-        least |= {m: min(seconds, least.get(m, seconds)) for m, seconds in kernel.times.items()}
-    return least
-
-
 def _shares(tuned: TunedPlan, packing: str, reference: Mapping[int, float]) -> dict[int, float]:
     """Return the time of what serves in a layout relative to the reference, by measured M, in the surroundings where it
     is slowest."""
@@ -83,6 +76,6 @@ def _mean(tuned: TunedPlan, shares: Mapping[int, float]) -> float:
     for index, m in enumerate(sizes):
         below, above = sizes[max(index - 1, 0)], sizes[min(index + 1, len(sizes) - 1)]
         share = (above - below) / (2 * tuned.last) + math.log((above + 1) / (below + 1)) / math.log(tuned.last + 1)
-        share += 2 * tuned.counts.get(m, 0) / recorded + 1e-9
+        share += 2 * tuned.counts.get(m, 0) / recorded + 1e-9  # more than 0 where one M alone was measured
         total, weight = total + share * shares[m], weight + share
     return total / weight if weight else 1.0

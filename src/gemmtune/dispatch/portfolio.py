@@ -138,6 +138,7 @@ def _option(row: Evidence, base: float | None) -> Option | None:
 
 
 def is_fallback_template(candidate: Mapping[str, Any]) -> bool:
+    """Whether a candidate (``Candidate.to_dict()``) is ATen's and runs what plain PyTorch runs on the raw weight."""
     return candidate.get("backend") == "aten" and is_fallback(str(candidate.get("template")))
 
 

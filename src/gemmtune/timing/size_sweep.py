@@ -30,9 +30,10 @@ _ROUNDS = 7
 _MIN_ROUNDS = 2
 # A kernel further behind the fastest of its layout than this factor is timed no more, after one and after three rounds.
 _FAR_BEHIND, _BEHIND = 1.6, 1.15
-# A kernel whose calibration takes more than both, seconds and times the least, is not timed: it would slow all rounds.
-_SLOW_S, _SLOW = 0.3, 8.0
 _OTHER_LAYOUT = 2.0  # the same for the fastest of all layouts
+# A kernel is not timed, since it would slow all rounds, if its calibration takes more than this many seconds and more
+# than this multiple of the shortest calibration.
+_SLOW_S, _SLOW = 0.3, 8.0
 
 
 class SizesTimed(msgspec.Struct, tag=True, forbid_unknown_fields=True):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from ..core.tuned_plan import PlanInterval
+from ..core.tuned_plan import PlanInterval, least_times
 
 MAX_KERNELS = 6  # of a layout, ATen's plain op not counted
 MEAN_REGRET = 0.01  # kernels are added while the weighted mean regret is above this, and falls by _WORTH
@@ -64,10 +64,7 @@ class Curves:
     @cached_property
     def _best(self) -> dict[int, float]:
         """The least usable time by M."""
-        least: dict[int, float] = {}
-        for times in self._usable.values():
-            least |= {m: min(seconds, least.get(m, seconds)) for m, seconds in times.items()}
-        return least
+        return least_times(self._usable.values())
 
     def _beats_plain(self, name: str, m: int, seconds: float) -> bool:
         plain_s = self.times[self.plain].get(m, math.inf) if self.plain else math.inf
@@ -128,9 +125,7 @@ def irregular(curves: Curves, margin: int = 0) -> dict[str, list[int]]:
     the least, and ``margin`` more measured M on either side.
     """
     found: dict[str, list[int]] = {}
-    least: dict[int, float] = {}
-    for times in curves.times.values():
-        least |= {m: min(seconds, least.get(m, seconds)) for m, seconds in times.items()}
+    least = least_times(curves.times.values())
     for name, times in curves.times.items():
         sizes = sorted(times)
         close = [index for index, m in enumerate(sizes) if times[m] <= (1.0 + CLOSE) * least[m]]

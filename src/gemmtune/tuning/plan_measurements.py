@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from ..core.tuned_plan import PlanInterval
+from ..core.tuned_plan import PlanInterval, least_times
 from ..dispatch.plan_layouts import NO_SLOWER
 from . import intervals
 from .intervals import Curves
@@ -16,7 +16,7 @@ from .sizes import SizeRange
 BATCH = 6  # the M of one request to the worker
 _LOSS = 0.01  # a gap between two measured M is not measured if less may be lost there
 _MAX_LAYOUTS = 2  # packed layouts that are still timed after the first M
-_FAR_BEHIND = 2.0
+_FAR_BEHIND = 2.0  # a kernel that took this multiple of the least time is not timed at larger M
 _RETIMED = 2  # an M at which a kernel looks irregular is measured so often before the kernel is left out
 
 
@@ -59,9 +59,7 @@ class Measurements:
     def far_behind(self, m: int) -> set[str]:
         """Return the kernels that took more than ``_FAR_BEHIND`` times the least time of all at the largest M below
         ``m`` at which they were timed."""
-        least: dict[int, float] = {}
-        for times in self.times.values():
-            least |= {size: min(seconds, least.get(size, seconds)) for size, seconds in times.items()}
+        least = least_times(self.times.values())
         below = {name: max((size for size in times if size < m), default=0) for name, times in self.times.items()}
         return {name for name, size in below.items() if size and self.times[name][size] > _FAR_BEHIND * least[size]}
 
@@ -78,6 +76,7 @@ class Measurements:
         )  # fmt: skip
 
     def serving(self, curves: Curves) -> dict[int, str]:
+        """Return the id of the kernel that serves each measured M."""
         return intervals.serving(curves, intervals.choose_kernels(curves, self._bound), self._bound)
 
     def _plain_s(self, m: int) -> float:

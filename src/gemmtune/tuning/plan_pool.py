@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import mean, median
 
-from ..backends.aten import is_fallback
 from ..core.candidate import Candidate
 from ..core.decision import Decision, Evidence
 from ..core.problem import Problem
+from ..dispatch.portfolio import is_fallback_template
 from ..verify.row_counts import tile_rows
 
 WITHIN = 1.15  # a kernel is timed at other M if it took at most this multiple of its layout's least time at one M
@@ -64,8 +64,7 @@ def _plain_op(decisions: Sequence[Decision], failed: Collection[str]) -> str:
     one in the mean of those that were timed at most M. Empty when there is none."""
     logs: dict[str, list[float]] = {}
     for row in (row for decision in decisions for row in _timed(decision.evidence)):
-        is_aten = row.packing is None and row.candidate["backend"] == "aten"
-        if is_aten and row.id not in failed and is_fallback(str(row.candidate["template"])):
+        if row.packing is None and row.id not in failed and is_fallback_template(row.candidate):
             logs.setdefault(row.id, []).append(math.log(_seconds(row)))
     return max(logs, key=lambda name: (len(logs[name]), -mean(logs[name])), default="")
 

@@ -61,7 +61,7 @@ mixed(PARAMETERS) {
     arrive_cluster();
     __syncthreads();
     const int tiles_m = (M + BM - 1) / BM, tile = blockIdx.x / SPLIT;
-    const int stored = tile % tiles_m * BM, m0 = first_row_read(stored, M), n0 = tile / tiles_m * BN;
+    const int first_stored = tile % tiles_m * BM, m0 = first_row_read(first_stored, M), n0 = tile / tiles_m * BN;
     const int steps = (K + STAGE_K - 1) / STAGE_K;
     const int stage_bytes = 2 * 128 * min(BM, M) + B_BYTES;  // as in slab.cu
     const int first = steps * part / SPLIT, last = steps * (part + 1) / SPLIT;
@@ -187,7 +187,8 @@ mixed(PARAMETERS) {
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 const int y = 8 * i + 2 * c + e % 2, x = 16 * warp + g + e / 2 * 8, m = m0 + y, n = n0 + x;
-                if (m >= stored && m < M && n < N) round_to(c_ptr[(long long)m * ldc + n], finish(m, n, y, x, four.of[e]));
+                if (m >= first_stored && m < M && n < N)
+                    round_to(c_ptr[(long long)m * ldc + n], finish(m, n, y, x, four.of[e]));
             }
         });
 #else
@@ -198,7 +199,7 @@ mixed(PARAMETERS) {
         for (int i = 0; i < SUMS; ++i)
             turned[(i / 4 * 8 + 2 * c + i % 2) * ACROSS + 16 * warp + g + i / 2 % 2 * 8] = sums[i];
         sync_threads_of<32 * CONSUMERS>();
-        const Rows C{c_ptr, ldc, stored, M, N};
+        const Rows C{c_ptr, ldc, first_stored, M, N};
 #pragma unroll 4
         for (int e = RUN * threadIdx.x; e < BM * BN; e += RUN * 32 * CONSUMERS) {
             const int y = e / BN, x = e % BN, m = m0 + y, n = n0 + x;

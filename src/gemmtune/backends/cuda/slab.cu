@@ -130,9 +130,10 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
         const int group = warp / 4, member = threadIdx.x % 128;
         int round = 0;
         for (int tile = first; tile < tiles; tile += stride) {
-            const int stored = tile % tiles_m * BM, m0 = first_row_read(stored, M), n0 = (tile / tiles_m * SHARE + rank) * BN;
+            const int first_stored = tile % tiles_m * BM, m0 = first_row_read(first_stored, M);
+            const int n0 = (tile / tiles_m * SHARE + rank) * BN;
             const int top = m0 + 64 * group;
-            const Rows C{c_ptr, ldc, stored, min(M, m0 + BM), N};
+            const Rows C{c_ptr, ldc, first_stored, min(M, m0 + BM), N};
             // AHEAD
             sum_t sums[SUMS];
 #pragma unroll
