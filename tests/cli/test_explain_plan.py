@@ -55,6 +55,17 @@ def test_text_has_the_times_over_m(run: CommandRunner, path: Path) -> None:
     assert "16 11.6 us 5.00 us 10.0 us A 0.0%" in lines
 
 
+def test_text_says_which_kernels_come_from_decisions(run: CommandRunner, path: Path, target: Target) -> None:
+    plan = make_plan(target)
+    kernels = tuple(replace(row, tuned_m=40) if row.id == LARGE.id else row for row in plan.kernels)
+    store = open_store(path)
+    store.put_plan(target, replace(plan, kernels=kernels, tuned=(1, 128)))
+    store.close()
+    text = " ".join(run("explain", 48, *WEIGHT, path).out.split())
+    assert f"{SMALL.id}: from the decision at M = 1;" in text
+    assert f"{LARGE.id}: expected by its backend to be fast at M = 40;" in text
+
+
 def test_text_has_what_was_verified_and_what_cannot_serve(run: CommandRunner, path: Path) -> None:
     text = " ".join(run("explain", 48, *WEIGHT, path).out.split())
     right = "from the decision at M = 1; right at 7 M from 1 to 128 (worst error 0.25 of the bound)"

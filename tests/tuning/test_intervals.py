@@ -257,10 +257,18 @@ def test_estimate_has_the_steps_of_the_tile() -> None:
     assert times == pytest.approx([2.0, 2.0, 3.0, 3.0, 4.0, 4.0, 5.0])
 
 
-def test_estimate_of_a_kernel_timed_at_one_neighbor_is_its_time_there() -> None:
+def test_estimate_of_a_kernel_timed_at_the_larger_neighbor_is_its_time_there() -> None:
     curves = Curves(1, 64, {"k": {32: 3.0}, "other": {32: 1.0, 64: 1.0}})
-    assert [intervals.estimate(curves, "k", 50, *pair) for pair in ((32, 64), (1, 32))] == [3.0, 3.0]
+    assert intervals.estimate(curves, "k", 20, 1, 32) == 3.0
     assert intervals.estimate(curves, "k", 50, 64, 512) == math.inf
+
+
+def test_kernel_not_timed_at_the_larger_neighbor_serves_up_to_its_tile() -> None:
+    """More rows of tiles may be a second wave on all multiprocessors, which takes twice as long."""
+    curves = Curves(1, 64, {"k": {40: 3.0}, "other": {60: 3.1}}, steps={"k": 48, "other": 64})
+    assert [intervals.estimate(curves, "k", m, 40, 60) for m in (41, 48)] == [3.0, 3.0]
+    assert intervals.estimate(curves, "k", 49, 40, 60) > 10.0
+    assert intervals.intervals(curves, {40: "k", 60: "other"})[1].first == 49
 
 
 def test_measured_m_of_an_interval_include_its_ends() -> None:

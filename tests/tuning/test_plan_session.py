@@ -9,14 +9,19 @@ from typing import Any
 import msgspec
 import pytest
 
+from gemmtune.backends.base import Artifact
+from gemmtune.core.candidate import Candidate
 from gemmtune.core.decision import LayoutDecision, Verdict
 from gemmtune.core.errors import StoreError
 from gemmtune.core.events import Event, PlanProgress, silent
+from gemmtune.core.problem import Problem
+from gemmtune.core.target import Target
 from gemmtune.core.tuned_plan import TunedPlan
 from gemmtune.dispatch import current_target
 from gemmtune.dispatch.plan_layouts import rank_layouts_of_plan
 from gemmtune.store import MemoryStore
 from gemmtune.tuning import plan_session
+from gemmtune.tuning.plan_pool import PoolKernel
 from gemmtune.tuning.plan_session import PlanSession
 from gemmtune.tuning.sizes import SizeRange
 from gemmtune.workers.contract import WorkerLost
@@ -504,3 +509,92 @@ def test_layouts_that_may_serve_are_measured_before_faster_ones_that_may_not(
     plan, _ = make_plan(clock, kernels, store)
     assert "p:c" in plan.intervals
     assert rank_layouts_of_plan(plan) == ["p:c", None]
+
+
+# --- kernels that no Decision has
+
+TILE = simulated("tile", lambda m: (0.5 if 320 < m <= 400 else 1.5) * fastest(m), rows=400)
+
+
+def expect(monkeypatch: pytest.MonkeyPatch, kernel: SimulatedKernel, *sizes: int) -> None:
+    """Make the session expect that a kernel is fast at some M."""
+
+    def expected_kernels(*_: object) -> list[PoolKernel]:
+        expected = PoolKernel.of(kernel.candidate, sizes[0], kernel.packing)
+        expected.predicted_for = set(sizes)
+        return [expected]
+
+    monkeypatch.setattr(plan_session, "expected_kernels", expected_kernels)
+
+
+def make_plan_with_tile(clock: FakeTime, store: MemoryStore, **options: Any) -> TunedPlan:
+    worker = FakeWorker(clock, [*SOUND, TILE])
+    plan = run_session(worker, SOUND, store, **options)
+    assert plan is not None
+    return plan
+
+
+def test_expected_kernel_is_built_timed_and_serves_where_it_is_fast(
+    clock: FakeTime, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expect(monkeypatch, TILE, 323, 390)
+    built: list[tuple[int, str]] = []
+
+    def build(wanted: Sequence[tuple[Problem, Candidate]], target: Target) -> dict[str, Artifact | Verdict]:
+        built.extend((problem.m, candidate.id) for problem, candidate in wanted)
+        return {candidate.id: Artifact(candidate, "digest") for _, candidate in wanted}
+
+    plan = make_plan_with_tile(clock, store, build=build)
+    assert built == [(323, TILE.id)]
+    kernel = plan.find(TILE.id)
+    assert kernel is not None
+    assert kernel.tuned_m == 323
+    assert {323, 390} <= set(kernel.times)
+    assert 512 in kernel.times  # a power of two nearby
+    assert 16 not in kernel.times
+    served = [plan.serving(m) for m in (128, 323, 370, 390, 512)]
+    assert [item.id for item in served if item is not None] == [LARGE.id, TILE.id, TILE.id, TILE.id, LARGE.id]
+    assert kernel.verdict is not None
+    assert kernel.verdict.ok
+
+
+def test_expected_kernel_that_cannot_be_built_is_not_timed(
+    clock: FakeTime, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expect(monkeypatch, TILE, 323)
+
+    def build(wanted: Sequence[tuple[Problem, Candidate]], target: Target) -> dict[str, Artifact | Verdict]:
+        return {candidate.id: Verdict("build_failed", "no compiler") for _, candidate in wanted}
+
+    assert make_plan_with_tile(clock, store, build=build).find(TILE.id) is None
+
+
+def test_wrong_expected_kernel_does_not_serve(
+    clock: FakeTime, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expect(monkeypatch, TILE, 323)
+    worker = FakeWorker(clock, [*SOUND, replace(TILE, wrong_at=lambda m: True)])
+    plan = run_session(worker, SOUND, store)
+    assert plan is not None
+    assert TILE.id not in serving_kernels(plan)
+    assert TILE.id in store.failures(current_target(), PROBLEM.plan_key)
+
+
+def test_expected_kernels_have_the_surcharge_of_tested_ones(
+    clock: FakeTime, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expect(monkeypatch, TILE, 323)
+    tests = [
+        LayoutDecision("winner", kernel.id, PLAIN.id, 0.4, 0.39, 0.41, {"between": 0.4 * surcharge})
+        for kernel, surcharge in ((SMALL, 1.25), (LARGE, 1.75), (SMALL, 1.0), (LARGE, 1.0))
+    ]
+    decisions = [
+        msgspec.structs.replace(decision, layouts={"": test})
+        for decision, test in zip(decisions_at(SOUND, TUNED), tests, strict=True)
+    ]
+    worker = FakeWorker(clock, [*SOUND, TILE])
+    plan = PlanSession(PROBLEM, current_target(), store, worker, decisions, RANGE, silent, 0, counts={}).run(20.0)  # type: ignore[arg-type]
+    assert plan is not None
+    kernel = plan.find(TILE.id)
+    assert kernel is not None
+    assert kernel.surcharge == pytest.approx(1.5)

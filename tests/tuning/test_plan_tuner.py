@@ -9,14 +9,18 @@ from typing import Any
 import msgspec
 import pytest
 
+from gemmtune.core import devices
+from gemmtune.core.candidate import Candidate
 from gemmtune.core.decision import Decision
 from gemmtune.core.errors import StoreError, WorkerError
 from gemmtune.core.events import Event, PlanDone
 from gemmtune.core.problem import Problem
+from gemmtune.core.target import Target
 from gemmtune.core.tuned_plan import TunedPlan
 from gemmtune.dispatch import current_target
 from gemmtune.store import MemoryStore
 from gemmtune.tuning import plan_session, plan_tuner
+from gemmtune.tuning.plan_pool import PoolKernel
 from gemmtune.tuning.plan_tuner import MAX_RECORDED, PlanTuner, recorded, weights_of
 from gemmtune.workers.contract import WorkerStartError
 from helpers.plans import (
@@ -33,6 +37,8 @@ from helpers.plans import (
 
 
 class FakePool:
+    build_each = None
+
     def __init__(self, worker: FakeWorker) -> None:
         self._worker, self.closed = worker, False
 
@@ -53,6 +59,10 @@ class FakeTuner:
         self.counts: list[int] = []
         self.pools: list[FakePool] = []
         self.outcome: str | None = None
+        self.begun: list[int] = []
+
+    def begin_builds(self, problem: Problem, pool: Any) -> None:
+        self.begun.append(problem.m)
 
     def new_pool(self) -> FakePool:
         self.pools.append(FakePool(self.worker))
@@ -104,6 +114,41 @@ def test_weight_has_a_plan_for_the_range(clock: FakeTime, store: MemoryStore) ->
     assert events[-1] == PlanDone(PROBLEM.plan_key, plan, 0)
     assert plan.counts == {}
     assert tuner.pools[0].closed
+
+
+class FakeBuilders:
+    """Builders that record the M and the candidate of each build that is begun."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[int, str]] = []
+
+    def ahead(self, problem: Problem, candidates: Iterable[Candidate], target: Target) -> None:
+        self.begun += [(problem.m, candidate.id) for candidate in candidates]
+
+
+def test_expected_kernels_are_built_while_the_last_decision_is_made(
+    clock: FakeTime, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuner, builders, seen = FakeTuner(clock), FakeBuilders(), list[list[int]]()
+    expected = PoolKernel.of(SMALL.candidate, 77, None)
+
+    def expected_kernels(problem: Problem, target: Target, decisions: Sequence[Decision], *_: Any) -> list[PoolKernel]:
+        seen.append([int(decision.problem["m"]) for decision in decisions])
+        return [expected]
+
+    monkeypatch.setattr(plan_tuner, "expected_kernels", expected_kernels)
+    monkeypatch.setattr(plan_session, "expected_kernels", lambda *_: [])
+    monkeypatch.setattr(FakePool, "build_each", lambda *_: {})
+    monkeypatch.setattr(FakePool, "builders", builders, raising=False)
+    profile = devices.get("cpu").profile._replace(max_predicted=4, builds_overlap=True)
+    monkeypatch.setattr(type(devices.get("cpu")), "profile", profile)
+    decisions, plans = tune(tuner, store, range(1, 129))
+    assert tuner.tuned == [[8, 48], [1]]
+    assert tuner.begun == [1]
+    assert seen == [[8, 48]]
+    assert builders.begun == [(77, SMALL.id)]
+    assert sorted(decision.problem["m"] for decision in decisions) == [1, 8, 48]
+    assert len(plans) == 1
 
 
 # --- stored plans

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -187,3 +188,15 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_candidates_of_several_problems_are_built_at_once() -> None:
+    slow = [(replace(PROBLEM, m=m), toy_candidate("slow", number=m)) for m in (3, 7)]
+    wanted = [*slow, (PROBLEM, toy_candidate("good")), (PROBLEM, toy_candidate("fails"))]
+    with Builders(replace(LIMITS, builders=4)) as builders:
+        built = builders.build_each(wanted, TARGET)
+    assert set(built) == {candidate.id for _, candidate in wanted}
+    verdict = built.pop(toy_candidate("fails").id)
+    assert isinstance(verdict, Verdict)
+    assert verdict.kind == "build_failed"
+    assert all(isinstance(artifact, Artifact) for artifact in built.values())

@@ -166,6 +166,15 @@ class Backend(ABC):
                 reason = item.reason
         return reason or NOT_LISTED
 
+    def estimated_s(self, problem: Problem, candidate: Candidate, target: Target) -> float | None:
+        """Return the estimated seconds of a call, comparable between the candidates of one template and between M;
+        None where there is no estimate (the default).
+
+        ``candidates`` yields them in this order. Tuning for every M builds the candidates with the least estimates at M
+        that are not tuned by themselves.
+        """
+        return None
+
     def packing_of(self, problem: Problem, candidate: Candidate) -> str | None:
         """Return the layout in which a legal candidate's kernel takes its constant operand (``Kernel.packing``),
         without loading the kernel; None for the raw operand.

@@ -96,7 +96,7 @@ def show_plan(plan: TunedPlan, m: int, out: Console, *, brief: bool = False) -> 
         out.print(f"served by M: {intervals_text(plan, summary.packing, names)}", soft_wrap=True)
         out.print(_times_table(plan, summary.packing, names))
         for kernel in serving_kernels(plan, summary.packing):
-            out.print(f"{names[kernel.id]:<4}  {_kernel_text(kernel)}", soft_wrap=True)
+            out.print(f"{names[kernel.id]:<4}  {_kernel_text(kernel, plan)}", soft_wrap=True)
     _show_other_kernels(plan, out, names)
 
 
@@ -116,10 +116,12 @@ def _show_other_kernels(plan: TunedPlan, out: Console, names: Mapping[str, str])
     out.print()
 
 
-def _kernel_text(kernel: PlanKernel) -> str:
+def _kernel_text(kernel: PlanKernel, plan: TunedPlan) -> str:
     surcharge = kernel.surcharge
     slower = f"; among other work it takes {surcharge:.2f}x these times" if surcharge > 1.0 else ""
-    return f"{kernel.id}: from the decision at M = {kernel.tuned_m}; {verified_text(kernel)}{slower}"
+    is_expected = plan.tuned and kernel.tuned_m not in plan.tuned
+    source = "expected by its backend to be fast" if is_expected else "from the decision"
+    return f"{kernel.id}: {source} at M = {kernel.tuned_m}; {verified_text(kernel)}{slower}"
 
 
 def _times_table(plan: TunedPlan, packing: str, names: Mapping[str, str]) -> Table:

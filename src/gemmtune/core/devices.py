@@ -35,7 +35,7 @@ class TuningProfile(NamedTuple):
     be built while others are timed, since the device's own clock does not notice. search: options of ``LocalSearch``.
     last_m: the largest M of a Plan for all M. tuned_m: the M that are tuned by themselves for it. tuned_m_s: seconds
     for each of them, in place of ``default_s``; None: as many. sweep_s: seconds for timing a weight's kernels at other
-    M.
+    M. max_predicted: the most kernels that no tuned M has tried and that are built to be timed at other M.
     """
 
     default_s: float = 6.0
@@ -48,6 +48,7 @@ class TuningProfile(NamedTuple):
     tuned_m: tuple[int, ...] = (1, 8, 48, 256)
     tuned_m_s: float | None = None
     sweep_s: float = 16.0
+    max_predicted: int = 0
 
 
 class Device:
@@ -195,7 +196,7 @@ class CudaDevice(Device):
     profile = TuningProfile(
         default_s=3.0, race_s=1.2, max_raced=12, retimed=8, builds_overlap=True,
         search={"seeds": 12, "leaders": 2, "patience": 12},
-        last_m=8192, tuned_m=(1, 16, 128, 384, 2048), tuned_m_s=2.2, sweep_s=4.0,
+        last_m=8192, tuned_m=(1, 16, 128, 2048), tuned_m_s=2.2, sweep_s=4.5, max_predicted=12,
     )  # fmt: skip
     timing = "gemmtune.timing.devices:CudaTiming"
     current_index = staticmethod(current_device)

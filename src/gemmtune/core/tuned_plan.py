@@ -25,13 +25,14 @@ def least_times(curves: Iterable[Mapping[int, float]]) -> dict[int, float]:
 class PlanKernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One kernel that was timed at many M.
 
-    candidate: ``Candidate.to_dict()``. tuned_m: the M of the Decision that the candidate comes from; it is loaded for
-    the Problem with this M. packing: the layout in which the kernel takes its weight; None: unpacked. overlap: as
-    ``LayoutDecision.overlap``. times: seconds per call by M, comparable between the kernels of one M. surcharge: the
-    factor on its times in the surroundings of a paired test where it was slowest (between other kernels, with operands
-    in the cache or not); 1.0: none was slower than the timing. verified: the values of M at which its results were
-    compared with the oracle, ascending. verdict: the result of all these comparisons; None for a kernel that was not
-    verified, which no interval may name. reason: why it cannot serve at all; "" if it can.
+    candidate: ``Candidate.to_dict()``. tuned_m: the kernel is loaded for the Problem with this M. It is that of the
+    Decision that the candidate comes from; without one, an M at which its backend expected it to be fast. packing: the
+    layout in which the kernel takes its weight; None: unpacked. overlap: as ``LayoutDecision.overlap``. times: seconds
+    per call by M, comparable between the kernels of one M. surcharge: the factor on its times in the surroundings of a
+    paired test where it was slowest (between other kernels, with operands in the cache or not); 1.0: none was slower
+    than the timing. verified: the values of M at which its results were compared with the oracle, ascending. verdict:
+    the result of all these comparisons; None for a kernel that was not verified, which no interval may name. reason:
+    why it cannot serve at all; "" if it can.
     """
 
     candidate: dict[str, Any]
@@ -58,7 +59,7 @@ class TunedPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The outcome of tuning one weight over a range of M on one Target.
 
     plan_key: the key of the weight's Problems with M left free. problem: ``Problem.to_dict()`` of one of them. first,
-    last: the range of M. tuned: the M of the Decisions from which the kernels come. intervals: by layout ("" =
+    last: the range of M. tuned: the M of the Decisions. intervals: by layout ("" =
     unpacked), ascending and without gaps from ``first`` to ``last``. kernels: every kernel that was timed, ATen's among
     them. noise: by M, the half width of the 95% interval of a kernel's time there, relative to the time. bound: the
     regret that the choice of kernels allowed at any measured M (0.05: a kernel may take 5% more than the fastest timed

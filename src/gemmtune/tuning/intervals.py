@@ -24,6 +24,7 @@ MARGIN = 0.01
 MAX_NOISE = 0.03  # more noise than this does not excuse a difference
 CLOSE = 0.15  # kernels within this share of the fastest may be the fastest at an M nearby
 IRREGULAR = 1.3  # a kernel that takes this multiple of its own time at a larger M is not served at all
+_UNKNOWN = 10.0
 _NARROW = 1.04  # below this ratio of two neighboring M, times between them are interpolated
 
 
@@ -253,14 +254,19 @@ def estimate(curves: Curves, name: str, m: int, a: int, b: int) -> float:
     """Return the estimated seconds of a kernel at ``m`` between two neighboring measured M, ``a`` and ``b``.
 
     With as many rows of tiles as at one of them, it takes as long. Otherwise the times are interpolated by rows of
-    tiles. A kernel that was not timed at one of the two takes as long as at the other.
+    tiles. A kernel that was not timed at ``a`` takes no longer than at ``b``. For one that was not timed at ``b``, more
+    rows of tiles count as ``_UNKNOWN`` times as long: a kernel that is fast because its tiles just fill the
+    multiprocessors takes twice as long with one row of tiles more.
     """
     times, rows = curves.times[name], max(1, curves.steps.get(name, 1))
-    low, high = times.get(a, times.get(b, math.inf)), times.get(b, times.get(a, math.inf))
     ta, tm, tb = (-(-size // rows) for size in (a, m, b))
+    if a not in times:
+        return times.get(b, math.inf)
     if tm <= ta or ta == tb:
-        return low
-    return low + (high - low) * (tm - ta) / (tb - ta)
+        return times[a]
+    if b not in times:
+        return _UNKNOWN * times[a]
+    return times[a] + (times[b] - times[a]) * (tm - ta) / (tb - ta)
 
 
 @dataclass(frozen=True)

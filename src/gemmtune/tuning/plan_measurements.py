@@ -4,7 +4,8 @@ where to measure next."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from ..core.tuned_plan import PlanInterval, least_times
 from ..dispatch.plan_layouts import NO_SLOWER
@@ -127,6 +128,8 @@ class Measurements:
         points = self.serving(curves)
         if packing and (slow := self._slower_than_plain(points)):
             return self._again(curves, slow)
+        if holes := self._holes(curves, set(points.values())):
+            return holes
         unseen = self._unseen_parities(curves, intervals.intervals(curves, points))
         if unseen:
             return {m: list(dict.fromkeys((*self.names_near(curves, m), name))) for m, name in unseen[:BATCH]}
@@ -157,6 +160,26 @@ class Measurements:
             if self.times[name].get(m, 0.0) + self._overhead_s > self._plain_s(m)
             and self.timed_often[name, m] < _RETIMED
         }
+
+    def _holes(self, curves: Curves, chosen: Collection[str]) -> dict[int, list[str]]:
+        """Return the measured M at which a chosen kernel was not timed, and is expected to be faster than all that
+        were, with these kernels. Otherwise a slower kernel would serve them."""
+        weights = intervals.point_weights(curves)
+        losses: dict[int, float] = {}
+        wanted: dict[int, list[str]] = {}
+        for name in chosen:
+            own = sorted(curves.times[name])
+            for m in curves.sizes:
+                position = bisect_left(own, m)
+                is_timed = m in curves.times[name] or self.timed_often.get((name, m), 0) >= _RETIMED
+                if is_timed or not 0 < position < len(own):
+                    continue
+                expected_s = intervals.estimate(curves, name, m, own[position - 1], own[position])
+                loss = weights[m] * (curves.best(m) / expected_s - 1.0)
+                if loss > 0.0:
+                    wanted.setdefault(m, []).append(name)
+                    losses[m] = max(loss, losses.get(m, 0.0))
+        return {m: wanted[m] for m in sorted(wanted, key=lambda m: -losses[m])[:BATCH]}
 
     def _again(self, curves: Curves, wanted: Mapping[int, Sequence[str]]) -> dict[int, list[str]]:
         """Return the first few of the M to measure again, with their kernels and those that may be faster there."""

@@ -20,10 +20,11 @@ MAX_PER_DECISION = 4  # of one layout
 
 @dataclass
 class PoolKernel:
-    """A candidate with the M of the Decision that it is loaded for, its layout, and the M at which it was fast.
+    """A candidate with the M that it is loaded for, its layout, and the M of the Decisions in which it was fast.
 
     is_plain: whether it is ATen's plain op, which may serve any M. tile_rows: the rows of its output tile; 1 where they
-    are not known. surcharge: as for ``PlanKernel``.
+    are not known. surcharge: as for ``PlanKernel``. predicted_for: the M at which its backend expects it to be fast,
+    where no Decision has it.
     """
 
     candidate: Candidate
@@ -34,6 +35,12 @@ class PoolKernel:
     tile_rows: int = 1
     surcharge: float = 1.0
     found_at: set[int] = field(default_factory=set)
+    predicted_for: set[int] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, candidate: Candidate, tuned_m: int, packing: str | None, is_plain: bool = False) -> PoolKernel:
+        """Return the kernel of a candidate, with the rows of its tile."""
+        return cls(candidate, tuned_m, packing, is_plain=is_plain, tile_rows=tile_rows(candidate))
 
     @property
     def id(self) -> str:
@@ -48,35 +55,39 @@ def kernel_pool(decisions: Sequence[Decision], faulty: Collection[str] = ()) -> 
     ATen's plain op. No kernel is compared with them. Kernels that had no paired test have the median surcharge of those
     of their layout that had one.
     """
-    failed = {row.id for decision in decisions for row in decision.evidence if row.verdict and not row.verdict.ok}
+    failed = failed_candidates(decisions)
     pool: dict[str, PoolKernel] = {}
     plain = _plain_op(decisions, failed)
     for decision in decisions:
         problem = Problem.from_dict(decision.problem)
         for row in _fast_rows(decision, plain, {*failed, *faulty} - {plain}):
             _add(pool, row, problem.m, plain)
-    _add_surcharges(pool, decisions)
+    _set_surcharges(pool, decisions)
     return sorted(pool.values(), key=lambda kernel: (not kernel.is_plain, -len(kernel.found_at)))
+
+
+def failed_candidates(decisions: Iterable[Decision]) -> set[str]:
+    """Return the ids of the candidates that failed in any of the Decisions."""
+    return {row.id for decision in decisions for row in decision.evidence if row.verdict and not row.verdict.ok}
 
 
 def _plain_op(decisions: Sequence[Decision], failed: Collection[str]) -> str:
     """Return the id of ATen's plain op: of its kernels that run what plain PyTorch runs on the raw weight, the fastest
     one in the mean of those that were timed at most M. Empty when there is none."""
     logs: dict[str, list[float]] = {}
-    for row in (row for decision in decisions for row in _timed(decision.evidence)):
+    for row in (row for decision in decisions for row in timed_rows(decision.evidence)):
         if row.packing is None and row.id not in failed and is_fallback_template(row.candidate):
             logs.setdefault(row.id, []).append(math.log(_seconds(row)))
     return max(logs, key=lambda name: (len(logs[name]), -mean(logs[name])), default="")
 
 
 def _add(pool: dict[str, PoolKernel], row: Evidence, m: int, plain: str) -> None:
-    candidate = Candidate.from_dict(row.candidate)
     if row.id not in pool:
-        pool[row.id] = PoolKernel(candidate, m, row.packing, is_plain=row.id == plain, tile_rows=tile_rows(candidate))
+        pool[row.id] = PoolKernel.of(Candidate.from_dict(row.candidate), m, row.packing, row.id == plain)
     pool[row.id].found_at.add(m)
 
 
-def _add_surcharges(pool: dict[str, PoolKernel], decisions: Sequence[Decision]) -> None:
+def _set_surcharges(pool: dict[str, PoolKernel], decisions: Sequence[Decision]) -> None:
     """Set what the paired tests of the Decisions say of the kernels: their surcharge, and whether they overlap."""
     surcharges: dict[str, float] = {}
     for layout in (layout for decision in decisions for layout in decision.layouts.values()):
@@ -84,15 +95,30 @@ def _add_surcharges(pool: dict[str, PoolKernel], decisions: Sequence[Decision]) 
             worst = max(1.0, layout.worst_ratio / layout.ratio)
             surcharges[layout.candidate] = max(worst, surcharges.get(layout.candidate, 1.0))
             pool[layout.candidate].overlap &= layout.overlap
-    for kernel in pool.values():
-        others = [s for name, s in surcharges.items() if pool[name].packing == kernel.packing]
-        if not kernel.is_plain:
-            kernel.surcharge = surcharges.get(kernel.id, median(others) if others else 1.0)
+    for name, surcharge in surcharges.items():
+        if not pool[name].is_plain:
+            pool[name].surcharge = surcharge
+    add_surcharges([pool[name] for name in pool if name not in surcharges], [pool[name] for name in surcharges])
+
+
+def add_surcharges(kernels: Iterable[PoolKernel], tested: Iterable[PoolKernel]) -> None:
+    """Set the surcharge of kernels without a paired test to the median of the tested ones of their layout."""
+    tested = [other for other in tested if not other.is_plain]
+    for kernel in kernels:
+        others = [other.surcharge for other in tested if other.packing == kernel.packing]
+        if others and not kernel.is_plain:
+            kernel.surcharge = median(others)
+
+
+def nearest_four(sizes: Iterable[int], m: int) -> set[int]:
+    """Return the nearest two sizes on either side of M; M itself is on both."""
+    ordered = sorted(sizes)
+    return {*[size for size in ordered if size <= m][-2:], *[size for size in ordered if size >= m][:2]}
 
 
 def _fast_rows(decision: Decision, plain: str, without: Collection[str]) -> list[Evidence]:
     """Return the rows of ATen's plain op and of the fastest candidates of each layout."""
-    timed = sorted((row for row in _timed(decision.evidence) if row.id not in without), key=_seconds)
+    timed = sorted((row for row in timed_rows(decision.evidence) if row.id not in without), key=_seconds)
     chosen: list[Evidence] = []
     least: dict[str | None, float] = {}
     count: dict[str | None, int] = {}
@@ -110,7 +136,8 @@ def _fast_rows(decision: Decision, plain: str, without: Collection[str]) -> list
     return chosen
 
 
-def _timed(rows: Iterable[Evidence]) -> list[Evidence]:
+def timed_rows(rows: Iterable[Evidence]) -> list[Evidence]:
+    """Return the rows of the candidates that were timed in a race and did not fail."""
     return [row for row in rows if row.sample is not None and row.stage not in ("failed", "illegal", "untried")]
 
 

@@ -1,8 +1,9 @@
 """The tuning of one weight as a function of M, from its Decisions at a few M to a TunedPlan.
 
-The kernels of the Decisions are timed against one another at more M: first at powers of two, then where a measurement
-may change the choice most. The fewest kernels that keep the regret within a bound are chosen, verified at many M of
-their intervals, and stored with the intervals.
+The kernels of the Decisions, and those that backends expect to be fast between their M, are timed against one another
+at more M: first at powers of two, then where kernels are expected to be fast, then where a measurement may change the
+choice most. The fewest kernels that keep the regret within a bound are chosen, verified at many M of their intervals,
+and stored with the intervals.
 """
 
 from __future__ import annotations
@@ -26,15 +27,19 @@ from ..workers.contract import MeasurementWorker, WorkerLost
 from ..workers.protocol import SizedCandidate
 from . import intervals
 from .plan_measurements import BATCH, Measurements
-from .plan_pool import kernel_pool
+from .plan_pool import PoolKernel, add_surcharges, kernel_pool, nearest_four
+from .predicted_kernels import expected_kernels
 from .sizes import SizeRange
 from .verified_sizes import sizes_to_verify
+from .worker_pool import BuildKernels
 
 log = logging.getLogger("gemmtune")
 
 BOUND = 0.05  # the largest regret at a measured M
 VERIFIED_M = 16  # the M of the Problem that is opened: verification at other M reuses its rows and results
 _COARSE_SHARE = 0.5  # of the time, for the first M
+_PREDICTED_SHARE = 0.5  # of the time that remains, for the M at which kernels are expected to be fast
+_NEAR_EXPECTED = 1.6
 _AGAIN_SHARE = 0.5  # of the time, for kernels that are added because another failed
 _MAX_CHECKS = 4  # times that kernels are chosen anew because one failed verification
 
@@ -43,7 +48,8 @@ class PlanSession:
     """The tuning session of one weight over a range of M.
 
     problem: one of the weight's Problems. decisions: of Problems that differ from it in M only. sizes: the range.
-    counts: recorded calls by M. hot: time with operands in the cache. The worker is not closed.
+    counts: recorded calls by M. hot: time with operands in the cache. build: builds kernels that no Decision has, and
+    returns the outcome of each by its id; None: the worker builds them. The worker is not closed.
     """
 
     def __init__(
@@ -60,11 +66,12 @@ class PlanSession:
         counts: Mapping[int, int],
         hot: bool = False,
         bound: float = BOUND,
+        build: BuildKernels | None = None,
     ) -> None:
         self._problem, self._target, self._store, self._worker = problem.with_m(VERIFIED_M), target, store, worker
         self._sizes, self._counts, self._hot, self._bound = sizes, dict(counts), hot, bound
         self._progress, self._seed, self._rng = progress, seed, random.Random(seed)
-        self._decisions = decisions
+        self._decisions, self._build = decisions, build
         # On a GPU, kernels are timed for CUDA graphs, in which the host does nothing.
         self._overhead_s = SERVING_S if devices.get(target.device).is_host else 0.0
         self._found = Measurements(sizes, self._counts, bound, self._overhead_s)
@@ -82,10 +89,12 @@ class PlanSession:
         time again. Raises WorkerError when the worker cannot open the Problem, or is lost again and again.
         """
         self._started = time.perf_counter()
-        self._end = self._started + seconds
+        self._add_predicted()
+        self._end = time.perf_counter() + seconds
         self._worker.open(self._problem, self._seed)
         while True:
             self._time_coarsely()
+            self._time_predicted()
             stopped = self._refine()
             chosen = self._verified_choice()
             if not self._extend_pool():
@@ -98,11 +107,26 @@ class PlanSession:
     def _extend_pool(self) -> bool:
         """Add the kernels that the pool lacks, without the faulty ones. Return whether there are any."""
         new = [k for k in kernel_pool(self._decisions, self._faulty) if k.id not in self._found.pool]
-        for kernel in new:
+        self._add(new)
+        return bool(new)
+
+    def _add(self, kernels: Iterable[PoolKernel]) -> None:
+        for kernel in kernels:
             self._found.add(kernel)
             self._items[kernel.id] = SizedCandidate(kernel.candidate.to_dict(), kernel.tuned_m)
             self._verified[kernel.id] = {}
-        return bool(new)
+
+    def _add_predicted(self) -> None:
+        """Add kernels that no Decision has, and that are expected to be fast at other M. They are built first."""
+        pool = list(self._found.pool.values())
+        kernels = expected_kernels(
+            self._problem, self._target, self._decisions, self._sizes, self._counts, self._faulty
+        )
+        if kernels and self._build is not None:
+            builds = self._build([(self._problem.with_m(k.tuned_m), k.candidate) for k in kernels], self._target)
+            kernels = [kernel for kernel in kernels if not isinstance(builds[kernel.id], Verdict)]
+        add_surcharges(kernels, pool)
+        self._add(kernels)
 
     # --- timing
 
@@ -120,18 +144,35 @@ class PlanSession:
             share = (sum(batch) + 64 * len(batch)) / total
             self._time({m: self._active(m) for m in batch}, share * budget_s)
 
+    def _time_predicted(self) -> None:
+        """Time the kernels that are expected to be fast at some M there, with those that were fast at M nearby."""
+        expected: dict[int, list[str]] = {}
+        for name, kernel in self._found.pool.items():
+            for m in kernel.predicted_for:
+                expected.setdefault(m, []).append(name)
+        wanted = {}
+        for m in sorted(expected):
+            near = [self._found.names_near(self._found.curves(packing), m) for packing in self._found.layouts()]
+            wanted[m] = list(dict.fromkeys((*(name for names in near for name in names), *expected[m])))
+        budget_s = _PREDICTED_SHARE * max(0.0, self._end - time.perf_counter())
+        for start in range(0, len(wanted), BATCH):
+            sizes = list(wanted)[start : start + BATCH]
+            self._time({m: wanted[m] for m in sizes}, len(sizes) / len(wanted) * budget_s)
+
     def _active(self, m: int) -> list[str]:
-        """Return the kernels to time at M: ATen's plain op, and of each layout those from Decisions at the nearest four
-        M that are not far behind at the next smaller M.
+        """Return the kernels to time at M: ATen's plain op, those that are expected to be fast within a factor of
+        ``_NEAR_EXPECTED``, and of each layout those from Decisions at the nearest four M that are not far behind at the
+        next smaller M.
 
         Layouts are compared over the whole range, so that each of them needs a kernel at every M.
         """
         pool, behind = self._found.pool, self._found.far_behind(m)
-        near = {packing: _nearest_four(found_at, m) for packing, found_at in self._found.found_at().items()}
+        near = {packing: nearest_four(found_at, m) for packing, found_at in self._found.found_at().items()}
         return [
             name
             for name, kernel in pool.items()
             if kernel.is_plain
+            or any(max(m, size) <= _NEAR_EXPECTED * min(m, size) for size in kernel.predicted_for)
             or (kernel.found_at & near[kernel.packing] and not (name in behind and max(kernel.found_at) < m))
         ]
 
@@ -258,9 +299,3 @@ class PlanSession:
             kernel.candidate.to_dict(), name, kernel.tuned_m, kernel.packing, kernel.overlap, times,
             tuple(sorted(verified)), verdict, self._found.out.get(name, ""), kernel.surcharge,
         )  # fmt: skip
-
-
-def _nearest_four(sizes: Iterable[int], m: int) -> set[int]:
-    """Return the nearest two sizes on either side of M; M itself is on both."""
-    ordered = sorted(sizes)
-    return {*[size for size in ordered if size <= m][-2:], *[size for size in ordered if size >= m][:2]}

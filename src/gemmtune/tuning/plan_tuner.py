@@ -18,6 +18,7 @@ from ..core.tuned_plan import TunedPlan
 from ..store.base import Store
 from ..workers.contract import WorkerStartError
 from .plan_session import PlanSession
+from .predicted_kernels import expected_kernels
 from .sizes import SizeRange, Sizes, parse_sizes
 from .tuner import LEASE_S, POLL_S, Tuner
 from .worker_pool import WorkerPool
@@ -104,8 +105,27 @@ class PlanTuner:
         if _covers(stored, sizes) and not self._force:
             return self._decide(weight, sizes.tuned, pool), stored
         sizes = _united(sizes, stored)
-        decisions = self._decide(weight, sizes.tuned, pool)
+        decisions = self._decide_and_build(weight, sizes, pool)
         return decisions, self._plan_under_lease(weight, sizes, decisions, pool)
+
+    def _decide_and_build(self, weight: Weight, sizes: SizeRange, pool: WorkerPool) -> list[Decision]:
+        """Return the Decisions at the tuned M. While the last of them is made, the kernels that the others make the
+        plan try are built."""
+        if not self._profile.max_predicted:
+            return self._decide(weight, sizes.tuned, pool)
+        least, *others = sizes.tuned
+        self._tuner.begin_builds(weight.problem.with_m(least), pool)
+        decisions = self._decide(weight, others, pool)
+        self._build_ahead(weight, sizes, decisions, pool)
+        return decisions + self._decide(weight, [least], pool)
+
+    def _build_ahead(self, weight: Weight, sizes: SizeRange, decisions: list[Decision], pool: WorkerPool) -> None:
+        """Begin to build the kernels that the Decisions so far make the plan try at other M."""
+        usable = _usable(decisions)
+        if usable and self._profile.builds_overlap and pool.build_each is not None:
+            counts = recorded(weight.counts)
+            for kernel in expected_kernels(weight.problem, self._target, usable, sizes, counts):
+                pool.builders.ahead(weight.problem.with_m(kernel.tuned_m), [kernel.candidate], self._target)
 
     def _decide(self, weight: Weight, sizes: Sequence[int], pool: WorkerPool) -> list[Decision]:
         """Return the Decisions of a weight at some M."""
@@ -136,12 +156,12 @@ class PlanTuner:
     def _make_plan(
         self, weight: Weight, sizes: SizeRange, decisions: list[Decision], pool: WorkerPool
     ) -> TunedPlan | None:
-        usable = [decision for decision in decisions if decision.outcome not in ("inconclusive", "none_valid")]
+        usable = _usable(decisions)
         if not usable:
             return None
         session = PlanSession(
             weight.problem, self._target, self._store, pool.worker(), usable, sizes, self._progress, self._seed,
-            counts=recorded(weight.counts), hot=self._hot,
+            counts=recorded(weight.counts), hot=self._hot, build=pool.build_each,
         )  # fmt: skip
         try:
             plan = session.run(self._seconds)
@@ -159,6 +179,11 @@ class PlanTuner:
             self._store.put_plan(self._target, plan)
         except StoreError as error:
             log.warning("the plan for %s is not kept: %s", plan.plan_key, error)
+
+
+def _usable(decisions: Iterable[Decision]) -> list[Decision]:
+    """Return the Decisions that say which kernels are fast."""
+    return [decision for decision in decisions if decision.outcome not in ("inconclusive", "none_valid")]
 
 
 def _costliest(weight: Weight) -> list[int]:

@@ -42,7 +42,7 @@ from .time_budget import TimeBudget
 # Preparing operands and oracle counts for no more than this share of the budget: on a busy machine it could take all
 # the time that choosing a kernel needs.
 OPEN_SHARE = 0.3
-BUILDS_S = 4.0  # seconds of builds that do not count where a budget has a ``default_s`` of its own
+BUILDS_S = 3.0  # seconds of builds that do not count where a budget has a ``default_s`` of its own
 # Within this factor a few screening times do not tell which of ATen's candidates is the fastest.
 UNCERTAIN_BASELINE = 1.15
 # Calls of the leader that a race needs to decide anything, however little of the default budget remains.

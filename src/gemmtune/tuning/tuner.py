@@ -226,14 +226,16 @@ class Tuner:
 
     def _build_ahead(self, problem: Problem, pool: WorkerPool) -> None:
         """Begin the first builds of the problems after ``problem``."""
-        if not self._builds_overlap():
-            return
         next_index = pool.pending.index(problem) + 1
         for later in pool.pending[next_index : next_index + BUILT_AHEAD_PROBLEMS]:
-            if later not in pool.built_early:
-                pool.built_early.add(later)
-                candidates, _ = enumerate_candidates(later, self._target, self._names)
-                pool.builders.ahead(later, first_builds(candidates), self._target)
+            self.begin_builds(later, pool)
+
+    def begin_builds(self, problem: Problem, pool: WorkerPool) -> None:
+        """Begin the first builds of a problem that will be tuned later, where they disturb no timing."""
+        if self._builds_overlap() and problem not in pool.built_early:
+            pool.built_early.add(problem)
+            candidates, _ = enumerate_candidates(problem, self._target, self._names)
+            pool.builders.ahead(problem, first_builds(candidates), self._target)
 
     def _keep(self, decision: Decision) -> None:
         """Store a decision, after the earlier ones that the store could not take.

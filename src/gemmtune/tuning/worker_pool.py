@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
+from ..backends.base import Artifact
+from ..core.candidate import Candidate
+from ..core.decision import Verdict
 from ..core.problem import Problem
 from ..core.target import Target
 from ..timing.clock import Latency
@@ -11,6 +15,9 @@ from ..workers.builds import Builders
 from ..workers.contract import Limits, MeasurementWorker
 from ..workers.local_worker import LocalWorker
 from ..workers.worker import Worker
+
+# Builds candidates, each for a Problem, and returns the outcomes by candidate id.
+BuildKernels = Callable[[Iterable[tuple[Problem, Candidate]], Target], Mapping[str, Artifact | Verdict]]
 
 
 class WorkerPool:
@@ -41,6 +48,11 @@ class WorkerPool:
             )
             self._worker.start()
         return self._worker
+
+    @property
+    def build_each(self) -> BuildKernels | None:
+        """The function that builds candidates of several Problems; None without isolation: the worker builds them."""
+        return self.builders.build_each if self._isolate else None
 
     def close(self) -> None:
         """End the worker and the builders."""

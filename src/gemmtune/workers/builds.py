@@ -88,6 +88,15 @@ class Builders:
             results |= self._build_all(problem, compiled, target)
         return {name: results[name] for name in chosen}
 
+    def build_each(self, wanted: Iterable[tuple[Problem, Candidate]], target: Target) -> dict[str, Artifact | Verdict]:
+        """Build candidates in parallel, each for a Problem of its own; otherwise as a call."""
+        by_problem: dict[Problem, list[Candidate]] = {}
+        for problem, candidate in wanted:
+            by_problem.setdefault(problem, []).append(candidate)
+        for problem, candidates in by_problem.items():
+            self.ahead(problem, candidates, target)
+        return {name: built for item in by_problem.items() for name, built in self(*item, target).items()}
+
     def ahead(self, problem: Problem, candidates: Iterable[Candidate], target: Target) -> None:
         """Begin to build candidates that a later call for this Problem will ask for, and return.
 

@@ -36,6 +36,9 @@ class CudaBackend(GpuBackend):
     def candidates(self, problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
         return space.candidates(problem, target)
 
+    def estimated_s(self, problem: Problem, candidate: Candidate, target: Target) -> float | None:
+        return space.estimated_s(problem, candidate, target)
+
     def why_illegal(self, problem: Problem, candidate: Candidate, target: Target) -> str:
         return self._why_not_on_target(target) or space.why_illegal(problem, candidate, target)
 

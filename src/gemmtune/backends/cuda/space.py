@@ -56,7 +56,10 @@ _TemplateSpace = tuple[
 ]
 _MAX_SKINNY_ROWS = 32
 _MAX_SLAB_ROWS = 8192
-_MIXED_ROW_RANGE = (17, 1024)
+_MIXED_MIN_ROWS = 17
+# One of Triton's templates converts int8 weights as a whole, which is faster for many rows; none converts int4 weights.
+_MIXED_MAX_ROWS = {"int8": 1024, "int4": _MAX_SLAB_ROWS}
+_MIXED_FITTED_ROWS = 1024  # beyond, no tile divides the rows better than another
 _WIDTHS = tuple(range(16, 257, 8))
 _LANES = 4  # lanes of a warp that are side by side along K
 _DEFAULT_SHARED_BYTES = 48 << 10  # shared memory of a kernel that does not ask for more
@@ -124,6 +127,14 @@ def why_illegal(problem: Problem, candidate: Candidate, target: Target) -> str:
         if config == requested and Candidate.make(NAME, candidate.template, **config).identity == candidate.identity:
             return check(problem, device, config)
     return reason or NOT_LISTED
+
+
+def estimated_s(problem: Problem, candidate: Candidate, target: Target) -> float | None:
+    """Return the estimated seconds of a call; None for a template that is not there."""
+    if candidate.template not in _spaces():
+        return None
+    *_, seconds = _spaces()[candidate.template]
+    return seconds(problem, device_limits(target), dict(candidate.config))
 
 
 @functools.cache
@@ -322,8 +333,11 @@ def _why_mixed_unsupported(problem: Problem, device: DeviceLimits) -> str:
         return "wgmma is compute capability 9.0's alone"
     if problem.family != "mixed_mm":
         return f"multiplies by narrower weights; got {problem.family}"
-    if not _MIXED_ROW_RANGE[0] <= problem.m <= _MIXED_ROW_RANGE[1]:
-        return f"made for {_MIXED_ROW_RANGE[0]} to {_MIXED_ROW_RANGE[1]} rows; got {problem.m}"
+    if not _MIXED_MIN_ROWS <= problem.m <= _MIXED_MAX_ROWS.get(problem.b.dtype, 0):
+        return (
+            f"made for {_MIXED_MIN_ROWS} to {_MIXED_MAX_ROWS.get(problem.b.dtype, 0)} rows by {problem.b.dtype} "
+            f"weights; got {problem.m}"
+        )
     if problem.b.quant is not None and problem.b.quant.zero_point:
         return "takes no zero points"
     if scale_group(problem) % MIXED_STEP:
@@ -335,9 +349,11 @@ def _why_mixed_unsupported(problem: Problem, device: DeviceLimits) -> str:
 
 def _mixed_configs(problem: Problem, device: DeviceLimits) -> Iterator[dict[str, Any]]:
     """Yield configurations that split A's rows into as few parts as wgmma allows, into one more part, or into one more
-    than twice as many, for one block or several on a multiprocessor."""
+    than twice as many, for one block or several on a multiprocessor; for many rows, parts of any size."""
     fewest = -(-problem.m // _WIDTHS[-1])
     rows = {8 * -(-problem.m // (8 * parts)) for parts in (fewest, fewest + 1, 2 * fewest + 1)}
+    if problem.m > _MIXED_FITTED_ROWS:
+        rows = set(_WIDTHS[6::2])
     for bm, bn, split in itertools.product(sorted(rows), (64, 128, 192, 256), (1, 2, 3, 4, 6, 8)):
         config = {"bm": bm, "bn": bn, "split": split}
         budgets = [(device.shared + _RESERVED_SHARED) // resident - _RESERVED_SHARED for resident in (1, 2, 3, 4)]

@@ -39,6 +39,7 @@ _MIN_CONVERTED_ROWS = 128
 _AMD_ARCHITECTURES = ("gfx90a", "gfx942", "gfx950", "gfx11", "gfx12")
 # Accumulators of a thread; with 256, and 255 registers, kernels took 3 to 9 times as long (docs/notes/triton.md).
 _MAX_ACCUMULATORS = 128
+_CONVERTED_BYTES_PER_S = 4e12  # read and written when ``converted`` converts a weight; an H200 copies 4.25 TB/s
 _MAX_FILL = 0.9  # fraction of their rounds that tiles fill: beyond it, sharing takes more time than the idle rest
 
 
@@ -84,6 +85,15 @@ def why_illegal(problem: Problem, candidate: Candidate, target: Target) -> str:
         if Candidate.make(NAME, candidate.template, **config).identity == candidate.identity:
             return _why_illegal(problem, device, candidate.template, config)
     return NOT_LISTED
+
+
+def estimated_s(problem: Problem, candidate: Candidate, target: Target) -> float:
+    """Return the estimated seconds of a call."""
+    work = _work(problem, device_limits(target))
+    seconds = _estimated_seconds(work, candidate.template, dict(candidate.config))
+    if candidate.template == "converted":
+        seconds += (work.b_bytes + work.a_bytes) * problem.n * problem.k / _CONVERTED_BYTES_PER_S
+    return seconds
 
 
 def _spaces(
