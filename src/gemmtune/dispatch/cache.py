@@ -8,7 +8,7 @@ lock; writers hold ``Runtime``'s.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -16,7 +16,6 @@ from torch import Tensor
 from ..core.memory import is_subclass
 from ..core.torch_compat import forward_ad, profiler
 from ..core.torch_compat import len_torch_dispatch_stack as _dispatch_modes
-from ..fuse import BoundStep
 from .guards import Guard, make_guard
 from .profiling import run_profiled
 
@@ -108,19 +107,3 @@ def strides_key(guarded: tuple[Any, ...]) -> Any:
         return (first.dtype, first.device, *[tensor.stride() for tensor in guarded])
     except (AttributeError, RuntimeError):
         return None
-
-
-def extend_key(
-    key: Any, args: tuple[Any, ...], packed: bool, epilogue: Sequence[BoundStep], out: Any, out_dtype: Any = None
-) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
-    """Return the key, ``args`` and ``guarded`` of a call that has an epilogue, an ``out`` or an ``out_dtype``.
-
-    packed: whether the second of ``args`` is a PackedWeight.
-    """
-    tags: Any = ()
-    if epilogue:
-        tags = tuple([bound.tag for bound in epilogue])
-        args = (*args, *[bound.tensor for bound in epilogue if bound.tensor is not None])
-    if out is not None:
-        args = (*args, out)
-    return (key, tags, out is None, out_dtype), args, (args[0], *args[2:]) if packed else args

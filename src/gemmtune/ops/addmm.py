@@ -68,7 +68,7 @@ def _torch_function(input: Any, mat1: Any, mat2: Any, beta: Any, alpha: Any) -> 
         return torch.addmm(input, mat1, mat2, beta=beta, alpha=alpha, out=out)
 
     def with_backward(compute: FunctionalFn, mat1: Tensor, mat2: Tensor, input: Tensor) -> Tensor:
-        return autograd.addmm(lambda: compute(mat1, mat2, input), mm, input, mat1, mat2, beta, alpha)
+        return autograd.addmm(mm, compute, input, mat1, mat2, beta, alpha)
 
     required = isinstance(mat2, Tensor) and is_torchs_alone(mat1, mat2, input)
     return TorchFunction(functional, out_variant, with_backward, required)

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..core import checks
 from ..core.call import Call
 from ..core.problem import Operand, Problem
-from ..dispatch.specialize import FunctionalFn, TorchFunction
+from ..dispatch.specialize import TorchFunction
 from . import autograd
 from .dynamo import graph_break
 from .mm import describe as describe_mm
@@ -42,11 +42,7 @@ def _bmm_out(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return torch.bmm(a, b, out=out)
 
 
-def _with_backward(compute: FunctionalFn, a: Tensor, b: Tensor) -> Tensor:
-    return autograd.bmm(lambda: compute(a, b), a, b)
-
-
-_TORCH = TorchFunction(torch.bmm, _bmm_out, _with_backward)
+_TORCH = TorchFunction(torch.bmm, _bmm_out, autograd.bmm)
 
 
 def _torch_function(input: Any, mat2: Any) -> TorchFunction:

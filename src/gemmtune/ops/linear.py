@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from operator import methodcaller
 from typing import Any
 
@@ -16,7 +17,7 @@ from ..core import checks
 from ..core.call import Call
 from ..core.problem import Problem
 from ..core.weights import PackedWeight
-from ..dispatch.specialize import FunctionalFn, TorchFunction
+from ..dispatch.specialize import TorchFunction
 from ..fuse import BoundStep
 from . import autograd
 from .dynamo import apply_epilogue, graph_break
@@ -76,13 +77,8 @@ def _linear_out(out: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None 
     return torch.addmm(bias, input, weight.t(), out=out)
 
 
-def _with_backward(compute: FunctionalFn, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    operands = (input, weight) if bias is None else (input, weight, bias)
-    return autograd.linear(lambda: compute(*operands), mm, input, weight, bias)
-
-
-_MATRICES = TorchFunction(functional.linear, _linear_out, _with_backward)
-_OTHER_SHAPES = TorchFunction(functional.linear, None, _with_backward)
+_MATRICES = TorchFunction(functional.linear, _linear_out, partial(autograd.linear, mm))
+_OTHER_SHAPES = _MATRICES._replace(out=None)
 
 
 def _torch_function(input: Any, weight: Any, bias: Any, **_: object) -> TorchFunction | None:

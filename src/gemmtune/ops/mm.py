@@ -56,7 +56,7 @@ def _mm_out(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def _with_backward(compute: FunctionalFn, a: Tensor, b: Tensor) -> Tensor:
-    return autograd.addmm(lambda: compute(a, b), mm, None, a, b, 1, 1)
+    return autograd.addmm(mm, compute, None, a, b, 1, 1)
 
 
 _TORCH = TorchFunction(torch.mm, _mm_out, _with_backward)

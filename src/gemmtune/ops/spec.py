@@ -7,7 +7,7 @@ its OpSpec names. ``table.py`` lists the ops.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,11 +19,12 @@ from ..core.codegen import compile_function
 from ..core.memory import is_subclass
 from ..core.problem import Problem
 from ..core.weights import PackedWeight
-from ..dispatch.cache import extend_key, lookup
+from ..dispatch.cache import lookup
 from ..dispatch.call import CacheMiss, run_uncached, serve_miss, serve_with_torch
 from ..dispatch.runtime import RUNTIME
 from ..dispatch.specialize import TorchFunction
 from ..dispatch.torch_state import is_autocast_on
+from ..fuse import BoundStep
 from .dynamo import is_compiling
 
 Public = TypeVar("Public", bound=Callable[..., Tensor])
@@ -159,7 +160,7 @@ def _public_source(spec: OpSpec, signature: inspect.Signature) -> tuple[list[str
     }
     names = {
         "is_compiling": is_compiling, "trace": spec.trace, "uncached": spec.uncached, "miss": spec.miss,
-        "CacheMiss": CacheMiss, "PackedWeight": PackedWeight, "lookup": lookup, "extend_key": extend_key,
+        "CacheMiss": CacheMiss, "PackedWeight": PackedWeight, "lookup": lookup, "extend_key": _extend_key,
         "threads": torch.get_num_threads, "grad_enabled": torch.is_grad_enabled, **defaults,
     }  # fmt: skip
     return lines, names
@@ -193,6 +194,22 @@ def _extension_lines(spec: OpSpec, parameters: Mapping[str, Any], optional: list
     if spec.packable:
         lines += ["        elif packed:", f"            guarded = {_guarded_expression(spec.operands, optional)}"]
     return lines
+
+
+def _extend_key(
+    key: Any, args: tuple[Any, ...], packed: bool, epilogue: Sequence[BoundStep], out: Any, out_dtype: Any = None
+) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
+    """Return the key, ``args`` and ``guarded`` of a call that has an epilogue, an ``out`` or an ``out_dtype``.
+
+    packed: whether the second of ``args`` is a PackedWeight.
+    """
+    tags: Any = ()
+    if epilogue:
+        tags = tuple([bound.tag for bound in epilogue])
+        args = (*args, *[bound.tensor for bound in epilogue if bound.tensor is not None])
+    if out is not None:
+        args = (*args, out)
+    return (key, tags, out is None, out_dtype), args, (args[0], *args[2:]) if packed else args
 
 
 def _parameters(signature: inspect.Signature) -> str:
