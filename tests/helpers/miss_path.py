@@ -59,14 +59,17 @@ def entries_of_miss(call: Callable[[], object], *, tuned: bool) -> Entries:
 def entries(call: Callable[[], object]) -> Entries:
     """Return the entries of a call: the calls of functions of one gemmtune module from functions of another.
 
-    Constructors that ``dataclass`` generates are left out. A generator is entered once.
+    Constructors that ``dataclass`` generates are left out, and the definitions of generated functions. A generator is
+    entered once.
     """
     found: Entries = defaultdict(list)
     generators: list[FrameType] = []
 
     def on_event(frame: FrameType, event: str, _: Any) -> None:
         module = _module(frame)
-        if event != "call" or module is None or frame.f_code.co_filename == "<string>":
+        if event != "call" or module is None:
+            return
+        if frame.f_code.co_filename == "<string>" or frame.f_code.co_name == "<module>":
             return
         if frame.f_code.co_flags & inspect.CO_GENERATOR:
             if frame in generators:
