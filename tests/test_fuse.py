@@ -10,6 +10,13 @@ from torch import Tensor
 
 from gemmtune import fuse
 from gemmtune.core.checks import DtypeError, ShapeError
+from gemmtune.core.epilogue import Step
+
+
+def resolve(bound: fuse.BoundStep, m: int, n: int, batch: int | None = None) -> tuple[Step, Tensor | None]:
+    """Return the Step and the tensor, if it has one, of an epilogue of one step."""
+    (step,), tensors = fuse.resolve([bound], m, n, batch)
+    return step, (tensors[0] if tensors else None)
 
 
 @pytest.mark.parametrize(
@@ -18,7 +25,7 @@ from gemmtune.core.checks import DtypeError, ShapeError
      ((3, 1), "row", (3,)), ((3, 5), "full", (3, 5))],
 )  # fmt: skip
 def test_axis_is_inferred_by_broadcasting(shape: tuple[int, ...], axis: str, bound: tuple[int, ...]) -> None:
-    step, tensor = fuse.resolve(fuse.add(torch.ones(shape), value=2.0), 3, 5)
+    step, tensor = resolve(fuse.add(torch.ones(shape), value=2.0), 3, 5)
     assert (step.kind, step.axis, step.dtype, step.value) == ("add", axis, "float32", 2.0)
     assert tensor is not None
     assert tuple(tensor.shape) == bound
@@ -33,7 +40,7 @@ def test_axis_of_a_batch_is_a_column_or_the_whole_output(
     shape: tuple[int, ...], axis: str, bound: tuple[int, ...]
 ) -> None:
     values = torch.randn(shape)
-    step, tensor = fuse.resolve(fuse.mul(values), 3, 5, batch=2)
+    step, tensor = resolve(fuse.mul(values), 3, 5, batch=2)
     assert (step.kind, step.axis) == ("mul", axis)
     assert tensor is not None
     assert tuple(tensor.shape) == bound
@@ -42,11 +49,11 @@ def test_axis_of_a_batch_is_a_column_or_the_whole_output(
 
 def test_axis_given_by_the_caller_is_kept() -> None:
     for bound, axis in ((fuse.bias(torch.ones(1)), "col"), (fuse.scale(torch.ones(1), axis="row"), "row")):
-        step, tensor = fuse.resolve(bound, 1, 1)
+        step, tensor = resolve(bound, 1, 1)
         assert step.axis == axis
         assert tensor is not None
         assert tuple(tensor.shape) == (1,)
-    step, tensor = fuse.resolve(fuse.scale(torch.ones(3, 1), axis="row"), 3, 5)
+    step, tensor = resolve(fuse.scale(torch.ones(3, 1), axis="row"), 3, 5)
     assert (step.kind, step.axis) == ("scale", "row")
     assert tensor is not None
     assert tuple(tensor.shape) == (3,)
@@ -62,7 +69,7 @@ def test_tag_tells_steps_of_other_axes_apart() -> None:
 
 def test_residual_with_leading_sizes_is_flattened() -> None:
     residual = torch.randn(2, 3, 5)
-    _, tensor = fuse.resolve(fuse.add(residual), 6, 5)
+    _, tensor = resolve(fuse.add(residual), 6, 5)
     assert tensor is not None
     assert torch.equal(tensor, residual.reshape(6, 5))
 
@@ -73,19 +80,27 @@ def test_residual_with_leading_sizes_is_flattened() -> None:
 )
 def test_residual_that_does_not_broadcast_raises_shape_error(shape: tuple[int, ...], batch: int | None) -> None:
     with pytest.raises(ShapeError, match=r"^fuse\.add\(\): a tensor of shape .* does not broadcast"):
-        fuse.resolve(fuse.add(torch.ones(shape)), 6 if batch is None else 3, 5, batch)
+        resolve(fuse.add(torch.ones(shape)), 6 if batch is None else 3, 5, batch)
+
+
+def test_tensors_of_several_steps_are_in_their_order() -> None:
+    bias, residual = torch.ones(5), torch.ones(3, 5)
+    steps, tensors = fuse.resolve([fuse.bias(bias), fuse.relu(), fuse.add(residual)], 3, 5)
+    assert [(step.kind, step.axis) for step in steps] == [("bias", "col"), ("relu", "full"), ("add", "full")]
+    assert [tensor.data_ptr() for tensor in tensors] == [bias.data_ptr(), residual.data_ptr()]
+    assert fuse.resolve([], 3, 5) == ((), ())
 
 
 def test_keys_of_steps_without_tensors() -> None:
     kinds = [fuse.relu(), fuse.gelu(), fuse.gelu("tanh"), fuse.silu(), fuse.clamp(0, 1), fuse.cast(torch.int8)]
-    resolved = [fuse.resolve(bound, 2, 3) for bound in kinds]
+    resolved = [resolve(bound, 2, 3) for bound in kinds]
     assert [step.key for step, _ in resolved] == [
         "relu", "gelu", "gelu_tanh", "silu", "clamp(0.0,1.0)", "cast.int8"
     ]  # fmt: skip
     assert all(tensor is None for _, tensor in resolved)
-    assert fuse.resolve(fuse.scale(3), 2, 3)[0].key == "scale.tensor*3.0"
-    assert fuse.resolve(fuse.clamp(2, 2), 2, 3)[0].key == "clamp(2.0,2.0)"
-    assert fuse.resolve(fuse.clamp(), 2, 3)[0].key == "clamp(-inf,inf)"
+    assert resolve(fuse.scale(3), 2, 3)[0].key == "scale.tensor*3.0"
+    assert resolve(fuse.clamp(2, 2), 2, 3)[0].key == "clamp(2.0,2.0)"
+    assert resolve(fuse.clamp(), 2, 3)[0].key == "clamp(-inf,inf)"
 
 
 class WithoutExpand(Tensor):
@@ -100,16 +115,16 @@ class WithoutExpand(Tensor):
 
 def test_subclass_without_expand_says_so_itself() -> None:
     with pytest.raises(NotImplementedError, match="no expand"):
-        fuse.resolve(fuse.add(torch.ones(3, 5).as_subclass(WithoutExpand)), 3, 5)
+        resolve(fuse.add(torch.ones(3, 5).as_subclass(WithoutExpand)), 3, 5)
 
 
 def test_invalid_arguments_raise_errors() -> None:
     with pytest.raises(ShapeError, match=r"does not broadcast to the output \[3, 5\]"):
-        fuse.resolve(fuse.add(torch.ones(4)), 3, 5)
+        resolve(fuse.add(torch.ones(4)), 3, 5)
     with pytest.raises(ShapeError, match=r"axis 'row' of a 3x5 output has 3 element"):
-        fuse.resolve(fuse.scale(torch.ones(5), axis="row"), 3, 5)
+        resolve(fuse.scale(torch.ones(5), axis="row"), 3, 5)
     with pytest.raises(ShapeError, match=r"^fuse\.bias\(\): a tensor for axis 'col' of a 3x5 output has 5 element"):
-        fuse.resolve(fuse.bias(torch.ones(1)), 3, 5)
+        resolve(fuse.bias(torch.ones(1)), 3, 5)
     with pytest.raises(TypeError, match="expected a Tensor; got float"):
         fuse.add(1.0)  # type: ignore[arg-type]
     with pytest.raises(DtypeError, match="complex and sparse"):

@@ -7,6 +7,7 @@ that broadcasts to the output [M, N]: [N], [1, N], [M, 1] or [M, N].
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -113,11 +114,16 @@ def cast(dtype: torch.dtype) -> BoundStep:
     return BoundStep(Step("cast", dtype=str(dtype).removeprefix("torch.")))
 
 
-def resolve(bound: BoundStep, m: int, n: int, batch: int | None = None) -> tuple[Step, Tensor | None]:
-    """Return (the Step with its axis, its tensor in the shape of that axis) for an output [M, N] or [batch, M, N].
+def resolve(
+    bounds: Sequence[BoundStep], m: int, n: int, batch: int | None = None
+) -> tuple[tuple[Step, ...], tuple[Tensor, ...]]:
+    """Return the Steps with their axes, and their tensors in the shapes of these axes, for an output [M, N] or
+    [batch, M, N]. Raises ShapeError when a tensor does not broadcast to the output."""
+    pairs = [_resolve(bound, m, n, batch) for bound in bounds]
+    return tuple(step for step, _ in pairs), tuple(tensor for _, tensor in pairs if tensor is not None)
 
-    The tensor is None for a step without one. Raises ShapeError when the tensor does not broadcast to the output.
-    """
+
+def _resolve(bound: BoundStep, m: int, n: int, batch: int | None) -> tuple[Step, Tensor | None]:
     tensor = bound.tensor
     if tensor is None:
         return bound.step, None

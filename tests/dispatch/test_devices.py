@@ -22,8 +22,7 @@ from gemmtune.core.problem import Problem
 from gemmtune.core.target import Target
 from gemmtune.core.weights import PackedWeight
 from gemmtune.core.workloads import linear_problem
-from gemmtune.dispatch import RUNTIME, build_plan, current_target, guards, specialize
-from gemmtune.dispatch import call as call_module
+from gemmtune.dispatch import RUNTIME, build_plan, current_target, specialize, torch_state
 from gemmtune.dispatch.cache import DISPATCH_CACHE
 from gemmtune.store import MemoryStore
 from helpers.serving import TOY_RUNS, decide, evidence, register, toy
@@ -112,10 +111,9 @@ def test_no_kernel_is_loaded_during_graph_capture(own_store: MemoryStore, monkey
         assert kernel is not None
         is_capturing[0] = True
         assert RUNTIME.kernel_for(problem(3), None, FIRST) is kernel
-    call = SimpleNamespace(a=SimpleNamespace(is_cuda=True, device=FIRST), tensors=())
-    assert call_module.is_transient(call)  # type: ignore[arg-type]
+    assert devices.is_capturing(FIRST)
     is_capturing[0] = False
-    assert not call_module.is_transient(call)  # type: ignore[arg-type]
+    assert not devices.is_capturing(FIRST)
 
 
 @pytest.mark.usefixtures("gpus", "verified")
@@ -215,15 +213,15 @@ def test_specialised_launches_run_and_allocate_on_their_device(packed: bool, mon
 
 def test_needs_torch_and_is_unusual() -> None:
     x = torch.randn(2, 2)
-    assert not guards.needs_torch(x)
-    assert not guards.needs_torch(torch.nn.Parameter(x))
-    assert guards.needs_torch(x.to("meta"))
-    assert not guards.is_unusual(x.to("meta"))
+    assert not torch_state.needs_torch(x)
+    assert not torch_state.needs_torch(torch.nn.Parameter(x))
+    assert torch_state.needs_torch(x.to("meta"))
+    assert not torch_state.is_unusual(x.to("meta"))
     negated = torch._neg_view(x)
-    assert guards.needs_torch(negated)
-    assert guards.is_unusual(negated)
-    assert guards.needs_torch(x.as_subclass(type("Mine", (torch.Tensor,), {})))
-    assert not guards.is_capturing(devices.CPU)
+    assert torch_state.needs_torch(negated)
+    assert torch_state.is_unusual(negated)
+    assert torch_state.needs_torch(x.as_subclass(type("Mine", (torch.Tensor,), {})))
+    assert not devices.is_capturing(devices.CPU)
 
 
 def test_entries_distinguish_devices(own_store: MemoryStore) -> None:

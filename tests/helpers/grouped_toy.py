@@ -17,7 +17,7 @@ from gemmtune.backends.aten.kernel import AtenKernel
 from gemmtune.core import checks
 from gemmtune.core.call import Call
 from gemmtune.core.problem import Family, Operand, Problem, register_family
-from gemmtune.dispatch.call import TorchFunction
+from gemmtune.dispatch.specialize import TorchFunction
 from gemmtune.ops import table
 from gemmtune.ops.operands import accumulator_of, dtype_name, is_torchs_alone, layout_of
 from gemmtune.ops.spec import OpSpec
@@ -50,15 +50,19 @@ def describe(input: Tensor, weight1: Tensor, weight2: Tensor) -> Call:
     if rows % 2 or weight1.shape != weight2.shape or weight1.shape[-1] != k:
         raise checks.ShapeError("grouped_toy(): expected input [2 M, K] and two weights [N, K]")
     m, n = rows // 2, weight1.shape[0]
-    a, b = _adapt(input, weight1, weight2)
+    a, b = _halves(input), _stack(weight1, weight2)
     dtype = dtype_name(input.dtype)
     operands = Operand(dtype, layout_of(a)), Operand(dtype, layout_of(b))
     problem = Problem(FAMILY.name, m, n, k, *operands, dtype, batch=2, acc=accumulator_of(dtype))
-    return Call(problem, a, b, (), (rows, n))
+    return Call(problem, a, b, (), (rows, n), adapt_a=_halves, adapt_b=_stack)
 
 
-def _adapt(input: Tensor, weight1: Tensor, weight2: Tensor) -> tuple[Tensor, Tensor]:
-    return input.reshape(2, -1, input.shape[1]), torch.stack((weight1.t(), weight2.t()))
+def _halves(input: Tensor) -> Tensor:
+    return input.reshape(2, -1, input.shape[1])
+
+
+def _stack(weight1: Tensor, weight2: Tensor) -> Tensor:
+    return torch.stack((weight1.t(), weight2.t()))
 
 
 def fallback(input: Tensor, weight1: Tensor, weight2: Tensor) -> Tensor:
@@ -67,10 +71,10 @@ def fallback(input: Tensor, weight1: Tensor, weight2: Tensor) -> Tensor:
     return torch.cat((first @ weight1.t(), second @ weight2.t()))
 
 
-def _needs_torch(input: Any, weight1: Any, weight2: Any) -> bool:
+def _torch_function(input: Any, weight1: Any, weight2: Any) -> TorchFunction:
     for position, (name, value) in enumerate((("input", input), ("weight1", weight1), ("weight2", weight2)), 1):
         checks.require_tensor("grouped_toy", name, position, value)
-    return is_torchs_alone(input, weight1, weight2)
+    return TorchFunction(fallback, required=is_torchs_alone(input, weight1, weight2))
 
 
 SPEC = OpSpec(
@@ -78,9 +82,7 @@ SPEC = OpSpec(
     operands=("input", "weight1", "weight2"),
     describe=describe,
     trace=fallback,
-    needs_torch=_needs_torch,
-    torch_function=lambda **_: TorchFunction(fallback),
-    adapt=lambda call, **_: _adapt,
+    torch_function=_torch_function,
     packable=False,
 )
 

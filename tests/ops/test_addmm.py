@@ -52,12 +52,14 @@ def test_alpha_scales_the_product_before_the_input_is_added() -> None:
 
 def test_only_integers_of_one_dtype_need_pytorch() -> None:
     a, b, addend = (torch.ones(shape) for shape in ((3, 4), (4, 5), (5,)))
-    needs_torch = addmm.SPEC.needs_torch
-    assert needs_torch(addend.int(), a.int(), b.int(), 1, 1) is True
-    assert needs_torch(addend, a, b, 1, 1) is False
-    assert needs_torch(addend, a.int(), b.int(), 1, 1) is False
     packed = gemmtune.pack(b.t().contiguous(), layout="aten:row")
-    assert needs_torch(addend.int(), a.int(), packed, 1, 1) is False
+    for operands, required in (
+        ((addend.int(), a.int(), b.int()), True), ((addend, a, b), False), ((addend, a.int(), b.int()), False),
+        ((addend.int(), a.int(), packed), False),
+    ):  # fmt: skip
+        function = addmm.SPEC.torch_function(*operands, 1, 1)
+        assert function is not None
+        assert function.required is required
 
 
 def test_integers_are_computed_by_torch_with_beta_and_alpha() -> None:

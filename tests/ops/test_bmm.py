@@ -88,5 +88,5 @@ def test_out_is_written_and_returned() -> None:
 
 def test_only_integers_need_pytorch() -> None:
     a, b = torch.ones(2, 3, 4), torch.ones(2, 4, 5)
-    assert bmm.SPEC.needs_torch(a.int(), b.int()) is True
-    assert bmm.SPEC.needs_torch(a, b) is False
+    functions = bmm.SPEC.torch_function(a.int(), b.int()), bmm.SPEC.torch_function(a, b)
+    assert [function is not None and function.required for function in functions] == [True, False]

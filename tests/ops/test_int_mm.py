@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,6 +10,7 @@ import gemmtune
 from gemmtune.core.problem import Layout, Problem
 from gemmtune.core.workloads import int_problem
 from gemmtune.dispatch.cache import DISPATCH_CACHE
+from gemmtune.dispatch.specialize import adapt_args
 from gemmtune.ops import int_mm
 from gemmtune.store import MemoryStore
 from helpers.serving import TOY_RUNS, evidence, register, store_decision, toy
@@ -45,10 +44,20 @@ def test_products_of_torch_are_recorded(constant: bool) -> None:
 
 def test_torch_has_a_function_only_for_operands_that_it_reads_as_they_are() -> None:
     packed = gemmtune.pack(B.t().contiguous(), layout="aten:row")
-    assert int_mm.SPEC.torch_function(self=A, mat2=B) is not None
-    for a, b in ((A, packed), (OVERLAPPING, B), (A, OVERLAPPING.t()), (A[:0], B), (A[:, :0], B[:0]), (A, B[:, :0])):
+    function = int_mm.SPEC.torch_function(self=A, mat2=B)
+    assert function is not None
+    assert not function.required
+    for a, b in (
+        (A, packed),
+        (A[0], B),
+        (A, B[0]),
+        (OVERLAPPING, B),
+        (A, OVERLAPPING.t()),
+        (A[:0], B),
+        (A[:, :0], B[:0]),
+        (A, B[:, :0]),
+    ):
         assert int_mm.SPEC.torch_function(self=a, mat2=b) is None
-    assert int_mm.SPEC.needs_torch(self=A, mat2=B) is False
 
 
 @pytest.mark.parametrize(("a", "b"), [(A, B), (OVERLAPPING, B), (A, OVERLAPPING.t()), (OVERLAPPING, OVERLAPPING.t())])
@@ -70,8 +79,7 @@ def test_operands_with_overlapping_rows_are_multiplied_exactly(
 def test_kernels_get_operands_in_the_strides_that_the_problem_names() -> None:
     for a, b in ((A, B), (OVERLAPPING, B), (A, OVERLAPPING.t()), (OVERLAPPING, OVERLAPPING.t())):
         call = int_mm.describe(a, b)
-        adapt: Any = int_mm.SPEC.adapt(call, self=a, mat2=b)
-        first, second = adapt(a, b)
+        first, second, _ = adapt_args(call, (a, b))(a, b)
         assert (first is a, second is b) == (a is A, b is B)
         assert (first.stride(), second.stride()) == (call.a.stride(), call.b.stride())
         assert torch.equal(first, a)
@@ -83,8 +91,7 @@ def test_activations_beside_a_packed_weight_are_dense(transposed: bool) -> None:
     packed = gemmtune.pack(B.t().contiguous(), layout="aten:row")
     a = A.t().contiguous().t() if transposed else A
     call = int_mm.describe(a, packed)
-    adapt: Any = int_mm.SPEC.adapt(call, self=a, mat2=packed)
-    first, second = adapt(a, packed)
+    first, second, _ = adapt_args(call, (a, packed))(a, packed)
     assert first.is_contiguous()
     assert (first is a) != transposed
     assert second is packed

@@ -14,6 +14,7 @@ from gemmtune import fuse
 from gemmtune.core.checks import ShapeError
 from gemmtune.core.problem import Problem
 from gemmtune.core.workloads import linear_problem
+from gemmtune.dispatch.specialize import adapt_args
 from gemmtune.ops import linear
 from gemmtune.store import MemoryStore
 from helpers.serving import TOY_RUNS, evidence, register, store_decision, toy
@@ -85,16 +86,20 @@ def test_error_of_a_packed_weight_names_the_input_alone() -> None:
 
 
 def test_vector_as_the_weight_is_pytorchs() -> None:
-    assert linear.SPEC.needs_torch(input=X, weight=W[0], bias=None) is True
+    function = linear.SPEC.torch_function(input=X, weight=W[0], bias=None)
+    assert function is not None
+    assert function.required
     for _ in range(2):
         torch.testing.assert_close(gemmtune.linear(X, W[0]), F.linear(X, W[0]))
 
 
 def test_integers_need_pytorch_and_other_operands_do_not() -> None:
-    needs_torch = linear.SPEC.needs_torch
-    assert needs_torch(input=X.int(), weight=W.int(), bias=None) is True
-    assert needs_torch(input=X, weight=W, bias=BIAS) is False
-    assert needs_torch(input=X.int(), weight=make_packed(), bias=None) is False
+    for weight, x, bias, required in (
+        (W.int(), X.int(), None, True), (W, X, BIAS, False), (make_packed(), X.int(), None, False),
+    ):  # fmt: skip
+        function = linear.SPEC.torch_function(input=x, weight=weight, bias=bias)
+        assert function is not None
+        assert function.required is required
 
 
 @pytest.mark.parametrize(
@@ -151,8 +156,8 @@ def test_kernels_get_matrices(shape: tuple[int, ...], strided: bool, packed: boo
     x = torch.randn(*shape[:-1], 9)[..., 1:9:2] if strided else torch.randn(shape)
     weight = make_packed() if packed else W
     call = linear.describe(x, weight)
-    adapt: Any = linear.SPEC.adapt(call, input=x, weight=weight)
-    a, b = adapt(x, weight)
+    a, b, aux = adapt_args(call, (x, weight))(x, weight)
+    assert aux == ()
     assert tuple(a.shape) == tuple(call.a.shape)
     assert torch.equal(a, x.reshape(-1, 4))
     assert a.is_contiguous() == (packed or not strided)

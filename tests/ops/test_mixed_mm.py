@@ -15,6 +15,7 @@ from gemmtune.core.errors import PackedWeightError
 from gemmtune.core.problem import Layout
 from gemmtune.core.weights import QuantWeight
 from gemmtune.core.workloads import weight_only_problem
+from gemmtune.dispatch.specialize import adapt_args
 from gemmtune.ops import mixed_mm
 from gemmtune.ops.mixed_mm import describe_product, quant_weight
 
@@ -195,37 +196,36 @@ STRIDED = torch.rand(2 * N).bfloat16()[::2]
 def test_kernels_get_scales_and_zero_points_without_a_copy_where_they_can(
     scale: Tensor, zero_point: Tensor | None, taken: bool
 ) -> None:
-    call = mixed_mm.describe(X, W8, scale, zero_point, 8, None, None, None, ())
-    adapt: Any = mixed_mm.SPEC.adapt(call, scale=scale, zero_point=zero_point)
-    assert (adapt is not None) == taken
-    if taken:
-        others = (scale,) if zero_point is None else (scale, zero_point)
-        a, b = adapt(X, W8, *others, torch.ones(N))
-        assert a is X
-        assert b.data is W8
-        assert b.scale is scale
-        assert b.zero_point is zero_point
-        assert (b.k, b.quant, b.dtype) == (K, call.problem.b.quant, "int8")
+    bias = torch.ones(N)
+    call = mixed_mm.describe(X, W8, scale, zero_point, 8, None, bias, None, ())
+    args = (X, W8, scale, bias) if zero_point is None else (X, W8, scale, zero_point, bias)
+    a, b, aux = adapt_args(call, args)(*args)
+    assert a is X
+    assert aux == (bias,)
+    assert b.data is W8
+    assert (b.scale is scale and b.zero_point is zero_point) == taken
+    assert torch.equal(b.scale, call.b.scale)
+    assert (b.zero_point is None) == (zero_point is None)
+    assert b.zero_point is None or torch.equal(b.zero_point, call.b.zero_point)
+    assert (b.k, b.quant, b.dtype) == (K, call.problem.b.quant, "int8")
+    expected = gemmtune.mixed_mm(X, W8, scale, zero_point, bias=bias)  # described, and perhaps served by the cache next
+    assert torch.equal(gemmtune.mixed_mm(X, W8, scale, zero_point, bias=bias), expected)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_strided_activations_are_copied_beside_a_packed_weight(transposed: bool) -> None:
     x, operand = torch.randn(K, 3).bfloat16().t() if transposed else X, packed()
     call = mixed_mm.describe(x, operand, None, None, 8, None, None, None, ())
-    adapt: Any = mixed_mm.SPEC.adapt(call, scale=None, zero_point=None)
-    a, b = adapt(x, operand, torch.ones(N))
+    a, b, _ = adapt_args(call, (x, operand))(x, operand)
     assert b is operand
     assert (a is x) != transposed
     assert a.is_contiguous()
-    raw: Any = mixed_mm.SPEC.adapt(
-        mixed_mm.describe(x, W8, SCALE, None, 8, None, None, None, ()), scale=SCALE, zero_point=None
-    )
+    raw = adapt_args(mixed_mm.describe(x, W8, SCALE, None, 8, None, None, None, ()), (x, W8, SCALE))
     assert raw(x, W8, SCALE)[0] is x
 
 
 def test_only_gemmtune_has_this_product() -> None:
-    assert mixed_mm.SPEC.needs_torch(mat1=X, mat2=W8) is False
-    assert mixed_mm.SPEC.torch_function() is None
+    assert mixed_mm.SPEC.torch_function(mat1=X, mat2=W8) is None
 
 
 @pytest.mark.parametrize("constant", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -51,9 +52,9 @@ def test_packed_weight_is_checked_against_the_input() -> None:
 
 def test_only_integers_of_one_dtype_need_pytorch() -> None:
     packed = gemmtune.pack(B.t().contiguous(), layout="aten:row")
-    assert mm.SPEC.needs_torch(A.int(), B.int()) is True
-    assert mm.SPEC.needs_torch(A, B) is False
-    assert mm.SPEC.needs_torch(A.int(), packed) is False
+    operands: list[tuple[Any, Any]] = [(A.int(), B.int()), (A, B), (A.int(), packed)]
+    functions = [mm.SPEC.torch_function(*pair) for pair in operands]
+    assert [function is not None and function.required for function in functions] == [True, False, False]
 
 
 def test_product_by_a_parameter_is_recorded_as_constant() -> None:

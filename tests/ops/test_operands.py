@@ -10,21 +10,17 @@ from torch import Tensor, nn
 
 import gemmtune
 from gemmtune import fuse
-from gemmtune.core.checks import DtypeError
+from gemmtune.core.checks import DtypeError, ShapeError
 from gemmtune.core.problem import Layout, Order
+from gemmtune.dispatch.specialize import adapt_args
 from gemmtune.ops import linear, mm
 from gemmtune.ops.operands import (
     accumulator_of,
-    argument,
     b_operand,
     is_constant,
     is_torchs_alone,
     layout_of,
-    matrix_adapter,
-    needs_copy,
-    require_same_device,
-    short_name,
-    steps_of,
+    matrix_call,
 )
 
 
@@ -90,8 +86,8 @@ def test_only_strided_activations_beside_a_constant_weight_are_copied(constant: 
     a = torch.randn(4, 3).t() if transposed else torch.randn(3, 4)
     b = torch.randn(4, 5)
     call = mm.describe(a, b, constant=constant)
-    assert needs_copy(call) == (constant and transposed)
-    first, second = matrix_adapter(call)(a, b)
+    assert call.copies_a == (constant and transposed)
+    first, second, _ = adapt_args(call, (a, b))(a, b)
     assert second is b
     assert (first is a) != (constant and transposed)
     assert torch.equal(first, a)
@@ -122,9 +118,11 @@ def test_all_operands_are_pytorchs_alone_under_autocast() -> None:
 
 
 def test_argument_steps_come_before_the_epilogue() -> None:
-    bias, relu = fuse.bias(torch.ones(5)), fuse.relu()
-    assert steps_of("mm", [relu], bias) == (bias, relu)
-    assert steps_of("mm", ()) == ()
+    a, b, bias = torch.ones(3, 4), torch.ones(4, 5), torch.ones(5)
+    call = matrix_call("mm", a, b, torch.float32, [fuse.relu()], arguments={"bias": fuse.bias(bias)})
+    assert [(step.kind, step.axis) for step in call.problem.epilogue] == [("bias", "col"), ("relu", "full")]
+    assert [tensor.data_ptr() for tensor in call.aux] == [bias.data_ptr()]
+    assert matrix_call("mm", a, b, torch.float32).problem.epilogue == ()
 
 
 @pytest.mark.parametrize(
@@ -140,21 +138,24 @@ def test_epilogue_that_is_no_list_of_steps_raises_type_error(epilogue: Any, text
         gemmtune.mm(torch.ones(2, 3), torch.ones(3, 4), epilogue=epilogue)
 
 
-def test_step_of_an_argument_keeps_its_tensor_and_axis() -> None:
-    bound = fuse.bias(torch.ones(5))
-    named = argument("linear(): bias", bound)
-    assert (named.step, named.tensor, named.axis, named.tag) == (bound.step, bound.tensor, bound.axis, bound.tag)
-    assert short_name(named) == "bias"
-    assert short_name(bound) == "an epilogue tensor"
+def test_tensor_of_an_argument_is_named_in_errors() -> None:
+    a, b, short, elsewhere = torch.ones(3, 4), torch.ones(4, 5), torch.ones(2), torch.ones(5, device="meta")
+    with pytest.raises(ShapeError, match=r"^linear\(\): bias for axis 'col' of a 3x5 output has 5 element"):
+        matrix_call("linear", a, b, torch.float32, arguments={"bias": fuse.bias(short)}, family="mm")
+    with pytest.raises(ShapeError, match=r"^fuse.bias\(\): a tensor for axis 'col'"):
+        matrix_call("linear", a, b, torch.float32, [fuse.bias(short)], family="mm")
+    arguments = {"bias": fuse.bias(elsewhere)}
+    with pytest.raises(DtypeError, match="mat1 is on cpu and bias is on meta"):
+        matrix_call("scaled_mm", a, b, torch.float32, arguments=arguments, names=("mat1", "mat2"))
 
 
 def test_packed_weight_on_another_device_is_named() -> None:
     packed = gemmtune.pack(torch.randn(5, 4), layout="aten:row")
     moved = type(packed)(packed.layout, tuple(t.to("meta") for t in packed.data), 5, 4, "float32")
     with pytest.raises(DtypeError, match="the input is on cpu and the packed weight is on meta"):
-        require_same_device("mm", torch.ones(2, 4), moved, ())
-    require_same_device("mm", torch.ones(2, 4), packed, ())
-    require_same_device("mm", torch.ones(2, 4, device="meta"), packed, ())
+        matrix_call("mm", torch.ones(2, 4), moved, torch.float32)
+    assert matrix_call("mm", torch.ones(2, 4), packed, torch.float32).packed is packed
+    assert matrix_call("mm", torch.ones(2, 4, device="meta"), packed, torch.float32).packed is packed
 
 
 def test_linear_describes_a_vector_of_weights_as_its_columns() -> None:

@@ -286,6 +286,7 @@ def test_scaled_mm_arguments_for_gpus_need_torch() -> None:
         (torch.ones(4, 2), cols, None, False, True), (scalar, 3, None, False, False),
     ):  # fmt: skip
         scales = {"scale_a": scale_a, "scale_b": scale_b, "scale_result": result}
-        assert SPEC.needs_torch(mat1=a, mat2=b, **scales, use_fast_accum=use_fast_accum) is expected
+        function = SPEC.torch_function(mat1=a, mat2=b, **scales, use_fast_accum=use_fast_accum)
+        assert (function is not None) is expected
     on_cpu = {"mat1": b, "mat2": b, "scale_a": scalar, "scale_b": scalar, "scale_result": None}
-    assert not SPEC.needs_torch(**on_cpu, use_fast_accum=True)
+    assert SPEC.torch_function(**on_cpu, use_fast_accum=True) is None

@@ -108,7 +108,8 @@ class OnXpu(OnDevice):
 
 
 def needs_torch(mat1: Tensor, scale_a: Any = ONE, scale_b: Any = ONE, mat2: Tensor = B, **options: Any) -> bool:
-    return scaled_mm.SPEC.needs_torch(mat1=mat1, mat2=mat2, scale_a=scale_a, scale_b=scale_b, **options)
+    function = scaled_mm.SPEC.torch_function(mat1=mat1, mat2=mat2, scale_a=scale_a, scale_b=scale_b, **options)
+    return function is not None and function.required
 
 
 def test_calls_that_only_gpus_know_need_torch_on_a_gpu_alone() -> None:

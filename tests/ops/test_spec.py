@@ -18,11 +18,11 @@ from gemmtune.core import checks
 from gemmtune.core.call import Call
 from gemmtune.core.problem import Problem
 from gemmtune.dispatch.cache import DISPATCH_CACHE
-from gemmtune.dispatch.call import TorchFunction
 from gemmtune.dispatch.runtime import RUNTIME
+from gemmtune.dispatch.specialize import TorchFunction, adapt_args
 from gemmtune.ops import table
 from gemmtune.ops.mm import describe as describe_mm
-from gemmtune.ops.operands import is_torchs_alone, matrix_adapter
+from gemmtune.ops.operands import is_torchs_alone
 from gemmtune.ops.spec import OpSpec
 from gemmtune.store import MemoryStore
 from helpers.serving import TOY_RUNS, evidence, register, store_decision, toy
@@ -34,13 +34,13 @@ def torch_mm_nt(a: Tensor, b: Tensor) -> Tensor:
 
 
 def describe(a: Tensor, b: Tensor, *, constant: bool = False) -> Call:
-    return describe_mm(a, b.t(), op="mm_nt", prefer="col", constant=constant)
+    return describe_mm(a, b.t(), op="mm_nt", prefer="col", constant=constant)._replace(adapt_b=Tensor.t)
 
 
-def _needs_torch(a: Any, b: Any) -> bool:
+def _torch_function(a: Any, b: Any) -> TorchFunction:
     checks.require_tensor("mm_nt", "a", 1, a)
     checks.require_tensor("mm_nt", "b", 2, b)
-    return is_torchs_alone(a, b)
+    return TorchFunction(torch_mm_nt, lambda out, a, b: torch.mm(a, b.t(), out=out), required=is_torchs_alone(a, b))
 
 
 def _recorded(input: Tensor, other: Tensor) -> Problem:
@@ -52,9 +52,7 @@ SPEC = OpSpec(
     operands=("a", "b"),
     describe=describe,
     trace=lambda a, b, out: torch_mm_nt(a, b),
-    needs_torch=_needs_torch,
-    torch_function=lambda **_: TorchFunction(torch_mm_nt, lambda out, a, b: torch.mm(a, b.t(), out=out)),
-    adapt=lambda call, **_: lambda a, b, *_: (a, b.t()),
+    torch_function=_torch_function,
     records={torch.inner: _recorded},
     packable=False,
 )
@@ -143,10 +141,10 @@ def test_registering_a_taken_name_raises_value_error() -> None:
     assert table.OPS["mm_nt"] is SPEC
 
 
-def test_matrix_adapter_makes_activations_contiguous() -> None:
+def test_activations_beside_a_constant_weight_are_made_contiguous() -> None:
     a = torch.randn(4, 3).t()
     call = describe_mm(a, B.t(), constant=True)
-    adapted, _ = matrix_adapter(call)(a, B.t())
+    adapted, _, _ = adapt_args(call, (a, B.t()))(a, B.t())
     assert adapted.is_contiguous()
 
 

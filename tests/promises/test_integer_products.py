@@ -91,7 +91,7 @@ def test_native_kernels_of_every_instruction_set_are_exact(name: str) -> None:
     steps = tuple(bound.step for bound in bounds)
     aux = tuple(bound.tensor for bound in bounds if bound.tensor is not None)
     weight = Operand("int8", Layout("col"), constant=True)
-    resolved = tuple(fuse.resolve(bound, 3, N, None)[0] for bound in bounds)
+    resolved, _ = fuse.resolve(bounds, 3, N)
     assert [step.kind for step in resolved] == [step.kind for step in steps]
     problem = Problem("int_mm", 3, N, K, Operand("int8"), weight, "int32", resolved, acc="int32")
     for kernel in native_kernels(problem):

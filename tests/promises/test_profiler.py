@@ -18,7 +18,7 @@ from torch.profiler import profile
 
 import gemmtune
 from gemmtune import fuse
-from gemmtune.dispatch import cache
+from gemmtune.dispatch import profiling
 from gemmtune.nn import PackedTensor
 
 M, N, K = 4, 48, 32
@@ -116,7 +116,7 @@ def test_no_event_is_created_without_a_profiler(monkeypatch: pytest.MonkeyPatch)
     def fail(*_: Any) -> Any:
         raise AssertionError("an event was made")
 
-    monkeypatch.setattr(cache, "RecordFunction", fail)
+    monkeypatch.setattr(profiling, "RecordFunction", fail)
     for _, call in CALLS.values():
         call()
     with profile(acc_events=True), pytest.raises(AssertionError, match="an event was made"):

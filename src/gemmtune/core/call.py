@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -11,17 +12,28 @@ from .weights import PackedWeight, QuantWeight
 
 
 class Call(NamedTuple):
-    """The Problem and the operands of one call, in the shapes that kernels take. shape: the result's shape."""
+    """The Problem and the operands of one call, in the shapes that kernels take.
+
+    shape: the result's shape. adapt_a: makes a of the op's first operand, also in later calls of operands like these;
+    None where a is that operand. adapt_b: makes b of the op's other operands; None where b is the second one.
+    """
 
     problem: Problem
     a: Tensor
     b: Tensor | QuantWeight | PackedWeight
     aux: tuple[Tensor, ...]
     shape: tuple[int, ...]
+    adapt_a: Callable[[Tensor], Tensor] | None = None
+    adapt_b: Callable[..., Any] | None = None
 
     @property
     def packed(self) -> PackedWeight | None:
         return self.b if isinstance(self.b, PackedWeight) else None
+
+    @property
+    def copies_a(self) -> bool:
+        """Whether kernels get a dense copy of a: beside a constant B the Problem says that A is dense."""
+        return self.problem.b.constant and not self.a.is_contiguous()
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

@@ -252,6 +252,11 @@ def is_served(device: torch.device) -> bool:
     return device.type in _DEVICES
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether the device's current stream is being captured into a graph: nothing may be loaded meanwhile."""
+    return is_served(device) and get(device.type).is_capturing(device)
+
+
 def is_host(type: str) -> bool:
     """Whether kernels for devices of a type run on the host. False for a type that this process does not know."""
     return type in _DEVICES and _DEVICES[type].is_host

@@ -31,6 +31,11 @@ class QuantWeight:
     quant: Quant
     dtype: str
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The logical shape [K, N]."""
+        return (self.k, self.data.shape[1])
+
 
 def layout_owner(layout: str) -> str:
     """Return the name of the backend that packs and unpacks a layout, whose name is ``<owner>:<anything>``."""

@@ -8,15 +8,16 @@ lock; writers hold ``Runtime``'s.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from ..core.torch_compat import RecordFunction, forward_ad, profiler
+from ..core.memory import is_subclass
+from ..core.torch_compat import forward_ad, profiler
 from ..core.torch_compat import len_torch_dispatch_stack as _dispatch_modes
-from ..fuse import BoundStep
-from .guards import Guard
+from .guards import Guard, make_guard
+from .profiling import run_profiled
 
 # A guard, and the function that serves the operands of which the guard is true.
 GuardedEntry = tuple[Guard, Callable[..., Any]]
@@ -71,16 +72,24 @@ def is_reachable() -> bool:
     return not _dispatch_modes() and forward_ad._current_level < 0
 
 
-def insert(key: Any, entry: GuardedEntry, guarded: tuple[Any, ...]) -> None:
-    """Add an entry for operands like ``guarded``. The oldest entry of a full key, and the oldest key of a full cache,
-    are dropped. Raises TypeError when the key cannot be hashed."""
-    entries = DISPATCH_CACHE.get(key)
+def insert(key: Any, function: Callable[..., Any], guarded: tuple[Any, ...]) -> None:
+    """Add an entry whose function serves operands like ``guarded`` in a state of PyTorch like this one, unless
+    ``lookup`` could not find it. The oldest entry of a full key, and the oldest key of a full cache, are dropped."""
+    if key is None or not is_reachable() or any(map(is_subclass, guarded)):
+        return
+    guard = make_guard(*guarded)
+    if not guard(*guarded):
+        return
+    try:
+        entries = DISPATCH_CACHE.get(key)
+    except TypeError:  # as in lookup
+        return
     if entries is not None and len(entries) == MAX_ENTRIES:
         entries = DISPATCH_CACHE[key] = EntriesByStrides()
     if isinstance(entries, EntriesByStrides):
-        _prepend(entries.by_strides, strides_key(guarded), entry, MAX_STRIDES)
+        _prepend(entries.by_strides, strides_key(guarded), (guard, function), MAX_STRIDES)
     else:
-        _prepend(DISPATCH_CACHE, key, entry, MAX_KEYS)
+        _prepend(DISPATCH_CACHE, key, (guard, function), MAX_KEYS)
 
 
 def _prepend(table: dict[Any, tuple[GuardedEntry, ...]], key: Any, entry: GuardedEntry, limit: int) -> None:
@@ -98,32 +107,3 @@ def strides_key(guarded: tuple[Any, ...]) -> Any:
         return (first.dtype, first.device, *[tensor.stride() for tensor in guarded])
     except (AttributeError, RuntimeError):
         return None
-
-
-def extend_key(
-    key: Any, args: tuple[Any, ...], packed: bool, epilogue: Sequence[BoundStep], out: Any, out_dtype: Any = None
-) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
-    """Return the key, ``args`` and ``guarded`` of a call that has an epilogue, an ``out`` or an ``out_dtype``.
-
-    packed: whether the second of ``args`` is a PackedWeight.
-    """
-    tags: Any = ()
-    if epilogue:
-        tags = tuple([bound.tag for bound in epilogue])
-        args = (*args, *[bound.tensor for bound in epilogue if bound.tensor is not None])
-    if out is not None:
-        args = (*args, out)
-    return (key, tags, out is None, out_dtype), args, (args[0], *args[2:]) if packed else args
-
-
-def run_profiled(key: Any, function: Callable[..., Tensor], args: tuple[Any, ...]) -> Tensor:
-    """Call ``function(*args)``; while a profiler records, inside an event ``gemmtune::<op>`` with the args' shapes.
-
-    key: the call's, or the op's name; None for a call without a key, which has no event.
-    """
-    if not profiler._is_profiler_enabled or key is None:
-        return function(*args)
-    while not isinstance(key, str):  # extend_key nests keys
-        key = key[0]
-    with RecordFunction(f"gemmtune::{key}", args):
-        return function(*args)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,31 +15,21 @@ from ..backends.aten.steps import dtype_of
 from ..backends.base import Kernel
 from ..core import checks, devices
 from ..core.call import Call
-from ..core.errors import KernelError, UnsupportedError
-from ..core.memory import is_subclass, require_memory
+from ..core.memory import require_memory
 from ..core.torch_compat import DisableTorchFunction, RecordFunction, increment_version, profiler
-from .cache import is_reachable, run_profiled
 from .fallback import run_fallback
-from .guards import is_capturing, is_shape_only, is_unusual, make_guard, needs_torch, state_needs_torch
+from .profiling import run_profiled
 from .runtime import RUNTIME
 from .specialize import (
     LAUNCH_ERRORS,
-    ArgAdapter,
-    FallbackFn,
     FunctionalFn,
-    OperandAdapter,
-    OutFn,
-    adapt_args,
-    bind_launch,
-    bound_fallback,
-    bound_out,
-    launch_functional,
-    launch_out,
-    run_functional,
-    run_out,
+    TorchFunction,
     shares_storage,
+    specialize,
+    warn_refused,
     with_device_guard,
 )
+from .torch_state import are_ordinary, is_shape_only, needs_torch
 
 
 class CacheMiss(NamedTuple):
@@ -58,59 +47,29 @@ class CacheMiss(NamedTuple):
     def is_ordinary(self) -> bool:
         """Whether a kernel may serve the call. Raises TypeError for operands without memory (``require_memory``)."""
         require_memory(*self.guarded)
-        if self.key is None or RUNTIME.observer is not None or state_needs_torch():
-            return False
-        return not any(is_unusual(tensor) for tensor in self.guarded)
-
-
-class TorchFunction(NamedTuple):
-    """PyTorch's own function for an op. All three take the op's operands in the order of ``CacheMiss.args``.
-
-    functional: returns a new tensor. out: writes its first argument; None where PyTorch has no such variant. backward:
-    called with the function that computes the result, then the operands, and returns the result with its gradient.
-    """
-
-    functional: FunctionalFn
-    out: OutFn | None = None
-    backward: FunctionalFn | None = None
+        return self.key is not None and RUNTIME.observer is None and are_ordinary(self.guarded)
 
 
 def serve_miss(
-    miss: CacheMiss, op: str, call: Call, operands: OperandAdapter, torch_function: TorchFunction | None = None,
-    *, differentiable: bool = True, out: Tensor | None = None,
+    miss: CacheMiss, op: str, call: Call, torch_function: TorchFunction | None = None, *, differentiable: bool = True,
+    out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Serve a Call of ordinary operands, and cache the function that served it unless only this call may have it.
 
-    operands: from the args before the epilogue's tensors to the a and b that kernels take. torch_function: PyTorch's
-    function for just this call; None where there is none: the fallback is then composed from several. differentiable:
-    False for ops without a gradient. Raises GradError, and what ``checks.require_output`` raises.
+    torch_function: PyTorch's function for just this call; None where there is none. differentiable: False for ops
+    without a gradient. Raises GradError, and what ``checks.require_output`` raises.
     """
     generation = RUNTIME.generation
     args = miss.args if out is None else miss.args[:-1]
-    if is_transient(call) or not _is_cacheable(miss, args, call, out, differentiable):
+    if devices.is_capturing(call.a.device) or not _is_cacheable(miss, args, call, out, differentiable):
         return run_uncached(op, call, out, differentiable=differentiable)
-    backward = None if torch_function is None else torch_function.backward
     needs_grad = _needs_grad(miss.guarded)
-    kernel = None if call.problem.is_empty or (needs_grad and backward is None) else _find_kernel(call)
+    has_backward = torch_function is not None and torch_function.backward is not None
+    kernel = None if call.problem.is_empty or (needs_grad and not has_backward) else _find_kernel(call)
     if kernel is None and call.packed is not None:
         return run_uncached(op, call, out, differentiable=differentiable)
-    adapt = adapt_args(call, args, operands)
-    if torch_function is None or call.packed is not None:
-        plain, write = bound_fallback(call, adapt), None
-    else:
-        plain, write = torch_function.functional, torch_function.out
-    fallback = partial(_after_refusal, kernel, plain)
-    functional, counted = plain, True
-    if kernel is not None:
-        try:
-            functional, write = _kernel_variants(kernel, call, args, adapt, fallback)
-            counted = kernel.counts_writes
-            if needs_grad and backward is not None:
-                functional = partial(backward, functional)
-        except (KernelError, UnsupportedError) as error:  # it does not take operands of these sizes
-            _warn_refused(kernel, error)
-    run = functional if out is None else bound_out(functional, write, call, len(args), fallback, counted)
-    add_to_cache(miss, run, generation)
+    run = specialize(call, args, kernel, torch_function, needs_grad=needs_grad, has_out=out is not None)
+    RUNTIME.cache_entry(miss.key, run, miss.guarded, generation)
     return run_profiled(op, run, miss.args)
 
 
@@ -119,43 +78,8 @@ def serve_with_torch(miss: CacheMiss, function: FunctionalFn) -> Tensor:
     require_memory(*miss.args)
     generation = RUNTIME.generation
     result = run_profiled(miss.key, function, miss.args)
-    add_to_cache(miss, function, generation)
+    RUNTIME.cache_entry(miss.key, function, miss.guarded, generation)
     return result
-
-
-def add_to_cache(miss: CacheMiss, function: FunctionalFn, generation: int) -> None:
-    """Cache what serves operands like these in a state like this one, where a guard of them would find it again."""
-    if miss.key is None or any(is_subclass(tensor) for tensor in miss.guarded):
-        return
-    guard = make_guard(*miss.guarded)
-    if guard(*miss.guarded) and is_reachable():
-        RUNTIME.cache_entry(miss.key, (guard, function), miss.guarded, generation)
-
-
-def _kernel_variants(
-    kernel: Kernel, call: Call, args: Sequence[Any], adapt: ArgAdapter, fallback: FallbackFn
-) -> tuple[FunctionalFn, OutFn]:
-    """Return the functional and the out variant that run the kernel."""
-    launch, count = bind_launch(kernel, call, args), len(args)
-    if launch is None:
-        return run_functional(kernel, call, adapt, fallback), run_out(kernel, call, adapt)
-    return launch_functional(launch, kernel, call, count, fallback), launch_out(launch, kernel, call, count)
-
-
-def _after_refusal(kernel: Kernel | None, plain: FunctionalFn, error: BaseException, *args: Any) -> Tensor:
-    """Serve by PyTorch's own op a call whose kernel could not be launched (its memory could not be allocated, say).
-
-    Raises what that op raises: torch.OutOfMemoryError where there is no memory for it either.
-    """
-    error.__traceback__ = None  # its frames hold the memory that the launch could allocate
-    if kernel is not None:
-        _warn_refused(kernel, error)
-    return plain(*args)
-
-
-def _warn_refused(kernel: Kernel, error: BaseException) -> None:
-    text = str(error).partition("\n")[0]
-    RUNTIME.warn_once(f"{kernel.candidate.id} cannot be launched ({text}); PyTorch's own op serves such calls")
 
 
 def _is_cacheable(miss: CacheMiss, args: Sequence[Any], call: Call, out: Tensor | None, differentiable: bool) -> bool:
@@ -221,8 +145,8 @@ def _run(op: str, call: Call, out: Tensor | None, differentiable: bool) -> Tenso
         try:
             return _run_kernel(kernel, call, out)
         except LAUNCH_ERRORS as error:
-            error.__traceback__ = None  # as in _after_refusal
-            _warn_refused(kernel, error)
+            error.__traceback__ = None  # its frames hold the memory that the launch could allocate
+            warn_refused(kernel, error)
             result = run_fallback(call)
     return result if out is None else out.copy_(result)
 
@@ -242,21 +166,11 @@ def _run_kernel(kernel: Kernel, call: Call, out: Tensor | None) -> Tensor:
 
 def _is_for_torch(call: Call) -> bool:
     """Whether only PyTorch can serve the Call: nothing to compute, unusual operands or state, or a gradient."""
-    if call.problem.is_empty or state_needs_torch() or any(needs_torch(tensor) for tensor in call.tensors):
-        return True
-    return _needs_grad(call.tensors)
+    return call.problem.is_empty or _needs_grad(call.tensors) or needs_torch(*call.tensors)
 
 
 def _find_kernel(call: Call) -> Kernel | None:
     return RUNTIME.kernel_for(call.problem, call.packed, call.a.device)
-
-
-def is_transient(call: Call) -> bool:
-    """Whether what serves this call must not be cached: a graph is being captured, or its tensors on a device are
-    unusual (their device may not even exist)."""
-    if not devices.is_served(call.a.device) or devices.is_host(call.a.device.type):
-        return False
-    return state_needs_torch() or any(needs_torch(tensor) for tensor in call.tensors) or is_capturing(call.a.device)
 
 
 def _shape_only_result(call: Call, dtype: torch.dtype) -> Tensor:

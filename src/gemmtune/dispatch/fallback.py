@@ -23,7 +23,7 @@ from ..core.call import Call
 from ..core.epilogue import tensor_count
 from ..core.torch_compat import int_mm, weight_int8pack_mm
 from ..core.weights import QuantWeight
-from .guards import needs_torch, state_needs_torch
+from .torch_state import needs_torch
 
 # Beyond this many rows converting the weight pays, because _weight_int8pack_mm reuses nothing between rows.
 _INT8PACK_ROWS = 16
@@ -111,9 +111,10 @@ _NARROW = ("bfloat16", "float16")
 
 def _widens_itself(call: Call, width: torch.dtype) -> bool:
     """Whether the GPU's product can return its float32 accumulator: for ordinary tensors without a gradient."""
-    if width != torch.float32 or not call.a.is_cuda or call.problem.a.dtype not in _NARROW or state_needs_torch():
+    if width != torch.float32 or not call.a.is_cuda or call.problem.a.dtype not in _NARROW:
         return False
-    return not any(needs_torch(t) or (torch.is_grad_enabled() and t.requires_grad) for t in call.tensors)
+    needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors)
+    return not needs_grad and not needs_torch(*call.tensors)
 
 
 def int_product(a: Tensor) -> Callable[[Tensor, Tensor], Tensor]:

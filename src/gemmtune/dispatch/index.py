@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -71,6 +72,18 @@ class DecisionIndex:
             points, tuned = self._points.get(plan_key, []), self._tuned.get(plan_key)
             self._plans[key] = build_plan(points, packing, tuned, self.failed(plan_key)) if points or tuned else None
         return self._plans[key]
+
+    def raw_plan(self, problem: Problem) -> tuple[Plan | None, Problem]:
+        """Return the Plan that serves a raw weight, and the Problem for which it was tuned.
+
+        A weight that is not constant and has no Plan is served by the kernels that were tuned for a constant one and
+        take it raw (beside dense activations, as constant Problems have them).
+        """
+        plan = self.plan(problem.plan_key, None)
+        if plan is not None or problem.b.constant or problem.a.layout.key != "r":
+            return plan, problem
+        constant = replace(problem, b=replace(problem.b, constant=True))
+        return self.plan(constant.plan_key, None), constant
 
     def tuned_plan(self, plan_key: str) -> TunedPlan | None:
         """Return the plan for a range of M; None when the weight was tuned at single M only."""

@@ -16,7 +16,6 @@ from ..core.devices import DeviceKey
 from ..core.problem import Problem
 from ..core.target import Target
 from ..core.weights import layout_owner
-from .guards import is_capturing
 
 if TYPE_CHECKING:
     from ..core.decision import Verdict
@@ -62,7 +61,7 @@ class KernelLoader:
         """
         key = (candidate.identity, problem.key, devices.get(device.type).key(device))
         if key not in self._kernels:
-            if is_capturing(device):
+            if devices.is_capturing(device):
                 return None
             self._kernels[key] = self._load_now(candidate, problem, device, from_store)
         kernel = self._kernels[key]
@@ -123,7 +122,7 @@ class KernelLoader:
     def _is_verified(self, kernel: Kernel, device: torch.device, verify: VerifyHook | None) -> bool:
         """Whether a kernel gives right results; found out once a process."""
         key = (kernel.candidate.identity, kernel.problem.plan_key, devices.get(device.type).key(device))
-        if is_capturing(device):  # what a graph captures must be known to be right before
+        if devices.is_capturing(device):  # what a graph captures must be known to be right before
             return self._verified.get(key, verify is None)
         if key not in self._verified and verify is not None:
             with devices.get(device.type).guard(device):

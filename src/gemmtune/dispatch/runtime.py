@@ -12,8 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
-from dataclasses import replace
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -29,11 +28,11 @@ from ..core.printable import visible
 from ..core.problem import Problem
 from ..core.target import Target
 from ..core.weights import PackedWeight
-from .cache import DISPATCH_CACHE, MAX_KEYS, GuardedEntry, insert
-from .guards import is_capturing
+from .cache import DISPATCH_CACHE, MAX_KEYS, insert
 from .hooks import late_bound
 from .index import DecisionIndex
 from .loader import KernelLoader, VerifyHook
+from .plan import Plan
 from .policies import Policy
 from .targets import target_of
 
@@ -105,16 +104,15 @@ class Runtime:
         self.generation += 1
         DISPATCH_CACHE.clear()
 
-    def cache_entry(self, key: Any, entry: GuardedEntry, guarded: tuple[Any, ...], generation: int) -> None:
-        """Add an entry to the dispatch cache, for operands like ``guarded``; a key that cannot be hashed is not added.
+    def cache_entry(self, key: Any, function: Callable[..., Any], guarded: tuple[Any, ...], generation: int) -> None:
+        """Add a function to the dispatch cache that serves operands like ``guarded`` (``cache.insert``).
 
-        generation: ``self.generation`` before the entry's function was prepared. An entry of an older generation was
-        made from decisions or a policy that no longer hold: it serves its own call only.
+        generation: ``self.generation`` before the function was prepared. One of an older generation was made from
+        decisions or a policy that no longer hold: it serves its own call only.
         """
         with self._lock:
             if self.observer is None and generation == self.generation:
-                with suppress(TypeError):
-                    insert(key, entry, guarded)
+                insert(key, function, guarded)
 
     def kernel_for(
         self, problem: Problem, packed: PackedWeight | None = None, device: torch.device = CPU
@@ -128,7 +126,7 @@ class Runtime:
         """
         if not devices.is_served(device):
             return None
-        if self.policy == "on-miss" and not is_capturing(device):
+        if self.policy == "on-miss" and not devices.is_capturing(device):
             self._tune_missing(problem, device)
         with self._lock:
             if packed is not None:
@@ -136,9 +134,7 @@ class Runtime:
             if self.policy == "off":
                 return None
             index = self._index_now(device)
-            if index is None:
-                return None
-            return self._planned(index, problem, None, device) or self._from_constant(index, problem, device)
+            return None if index is None else self._raw_kernel(index, problem, device)
 
     def index(self, device: torch.device = CPU) -> DecisionIndex:
         """Return the decisions for a device's present Target (a CPU's number of threads is part of it). Waits for other
@@ -224,12 +220,9 @@ class Runtime:
             index = None if asked else self._index_now(device)
             return index is not None and not index.has_near(problem, MISS_FACTOR)
 
-    def _planned(
-        self, index: DecisionIndex, problem: Problem, packing: str | None, device: torch.device
-    ) -> Kernel | None:
+    def _planned(self, plan: Plan | None, problem: Problem, packing: str | None, device: torch.device) -> Kernel | None:
         """Return the Plan's kernel for the Problem's M. For a packed weight, which only kernels of its layout can
         serve: the next best where one cannot be loaded."""
-        plan = index.plan(problem.plan_key, packing)
         if plan is None:
             return None
         for entry in plan.ranked(problem.m):
@@ -257,12 +250,10 @@ class Runtime:
             )
             return sum(kernel is not None for kernel in loaded)
 
-    def _from_constant(self, index: DecisionIndex, problem: Problem, device: torch.device) -> Kernel | None:
-        """Return the kernel tuned for a constant weight where the Problem's weight is not constant and has no Plan: it
-        serves if it takes the raw weight."""
-        if problem.b.constant or index.plan(problem.plan_key, None) is not None:
-            return None
-        kernel = self._planned(index, as_constant(problem), None, device)
+    def _raw_kernel(self, index: DecisionIndex, problem: Problem, device: torch.device) -> Kernel | None:
+        """Return the kernel for a raw weight, if its Plan has one and it was not faulty for the Problem."""
+        plan, tuned = index.raw_plan(problem)
+        kernel = self._planned(plan, tuned, None, device)
         return None if kernel is None or kernel.candidate.id in index.failed(problem.plan_key) else kernel
 
     def _packed_kernel(self, problem: Problem, packed: PackedWeight, device: torch.device) -> Kernel | None:
@@ -271,12 +262,12 @@ class Runtime:
             raise PackedWeightError(f"the packed weight ({packed.layout}) cannot run here: {reason}. Pack it again")
         index = self._index_now(device)
         if self.policy != "off" and index is not None:
-            kernel = self._planned(index, problem, packed.layout, device)
+            kernel = self._planned(index.plan(problem.plan_key, packed.layout), problem, packed.layout, device)
             if kernel is not None:
                 return kernel
         faulty = index.failed(problem.plan_key) if index is not None else frozenset()
         kernel, refused = self._loader.load_untuned(problem, packed.layout, device, faulty, self.verify_hook)
-        if kernel is not None or is_capturing(device):
+        if kernel is not None or devices.is_capturing(device):
             return kernel
         if refused:
             self.warn_once(
@@ -302,13 +293,6 @@ def current_target(device: str | torch.device = "cpu") -> Target:
 RUNTIME = Runtime()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=RUNTIME.after_fork)
-
-
-def as_constant(problem: Problem) -> Problem:
-    """Return the Problem with a constant B (and a dense A, as constant problems have it)."""
-    if problem.a.layout.key != "r":
-        return problem
-    return replace(problem, b=replace(problem.b, constant=True))
 
 
 class PolicyScope:

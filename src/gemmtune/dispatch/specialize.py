@@ -8,7 +8,8 @@ launches: the op's own (a PackedWeight in the weight's position), then the epilo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,11 +23,11 @@ from ..core.errors import KernelError, UnsupportedError
 from ..core.memory import require_kernel_operands
 from ..core.torch_compat import increment_version
 from .fallback import specialize_fallback
+from .runtime import RUNTIME
 
 KernelFunctional = Callable[[Tensor, Any, Sequence[Tensor]], Tensor]
 FunctionalFn = Callable[..., Tensor]  # of args
 OutFn = Callable[..., object]  # of out and args
-OperandAdapter = Callable[..., tuple[Tensor, Any]]
 ArgAdapter = Callable[..., tuple[Tensor, Any, Sequence[Tensor]]]
 FallbackFn = Callable[..., Tensor]  # of an error and args
 
@@ -35,21 +36,90 @@ FallbackFn = Callable[..., Tensor]  # of an error and args
 LAUNCH_ERRORS = (KernelError, UnsupportedError, torch.OutOfMemoryError)
 
 
-def adapt_args(call: Call, args: Sequence[Any], operands: OperandAdapter) -> ArgAdapter:
-    """Return a function from args to the a, b and aux that ``Kernel.run`` takes.
+class TorchFunction(NamedTuple):
+    """PyTorch's own function for an op. All three take the op's operands in the order of launches.
 
-    operands: of the args before the epilogue's tensors, a and b. aux has the shapes of the Call's.
+    functional: returns a new tensor. out: writes its first argument; None where PyTorch has no such variant. backward:
+    called with the function that computes the result, then the operands, and returns the result with its gradient.
+    required: whether only PyTorch can compute the call.
     """
+
+    functional: FunctionalFn
+    out: OutFn | None = None
+    backward: FunctionalFn | None = None
+    required: bool = False
+
+
+def specialize(
+    call: Call, args: Sequence[Any], kernel: Kernel | None, torch_function: TorchFunction | None, *, needs_grad: bool,
+    has_out: bool,
+) -> FunctionalFn:  # fmt: skip
+    """Return the function that serves a Call and later ones like it: of args, and of out where ``has_out``.
+
+    kernel: None where PyTorch serves. torch_function: PyTorch's function for just this call; None where there is none:
+    the fallback is then composed from several. needs_grad: whether a gradient is wanted, which needs a ``backward``.
+    """
+    adapt = adapt_args(call, args)
+    if torch_function is None or call.packed is not None:
+        plain, write, backward = bound_fallback(call, adapt), None, None
+    else:
+        plain, write, backward = torch_function.functional, torch_function.out, torch_function.backward
+    fallback = partial(_after_refusal, kernel, plain)
+    functional, counted = plain, True
+    if kernel is not None:
+        try:
+            functional, write = _kernel_variants(kernel, call, args, adapt, fallback)
+            counted = kernel.counts_writes
+            if needs_grad and backward is not None:
+                functional = partial(backward, functional)
+        except (KernelError, UnsupportedError) as error:  # it does not take operands of these sizes
+            warn_refused(kernel, error)
+    return bound_out(functional, write, call, len(args), fallback, counted) if has_out else functional
+
+
+def _kernel_variants(
+    kernel: Kernel, call: Call, args: Sequence[Any], adapt: ArgAdapter, fallback: FallbackFn
+) -> tuple[FunctionalFn, OutFn]:
+    """Return the functional and the out variant that run the kernel."""
+    launch, count = bind_launch(kernel, call, args), len(args)
+    if launch is None:
+        return run_functional(kernel, call, adapt, fallback), run_out(kernel, call, adapt)
+    return launch_functional(launch, kernel, call, count, fallback), launch_out(launch, kernel, call, count)
+
+
+def _after_refusal(kernel: Kernel | None, plain: FunctionalFn, error: BaseException, *args: Any) -> Tensor:
+    """Serve by PyTorch's own op a call whose kernel could not be launched (its memory could not be allocated, say).
+
+    Raises what that op raises: torch.OutOfMemoryError where there is no memory for it either.
+    """
+    error.__traceback__ = None  # its frames hold the memory that the launch could allocate
+    if kernel is not None:
+        warn_refused(kernel, error)
+    return plain(*args)
+
+
+def warn_refused(kernel: Kernel, error: BaseException) -> None:
+    """Log, once, that a kernel could not be launched."""
+    text = str(error).partition("\n")[0]
+    RUNTIME.warn_once(f"{kernel.candidate.id} cannot be launched ({text}); PyTorch's own op serves such calls")
+
+
+def adapt_args(call: Call, args: Sequence[Any]) -> ArgAdapter:
+    """Return a function from args to the a, b and aux that ``Kernel.run`` takes. aux has the shapes of the Call's."""
     count = len(args) - len(call.aux)
+    adapt_a, adapt_b, copies_a = call.adapt_a, call.adapt_b, call.copies_a
     shapes = [tensor.shape for tensor in call.aux]
-    if not shapes:
-        return lambda *args: (*operands(*args), ())
-    if all(tensor.shape == shape for tensor, shape in zip(args[count:], shapes, strict=True)):
-        return lambda *args: (*operands(*args[:count]), args[count:])
-    return lambda *args: (
-        *operands(*args[:count]),
-        [tensor.view(shape) for tensor, shape in zip(args[count:], shapes, strict=True)],
-    )
+    reshapes = any(tensor.shape != shape for tensor, shape in zip(args[count:], shapes, strict=True))
+
+    def adapt(*args: Any) -> tuple[Tensor, Any, Sequence[Tensor]]:
+        a = args[0] if adapt_a is None else adapt_a(args[0])
+        b = args[1] if adapt_b is None else adapt_b(*args[1:count])
+        aux: Sequence[Tensor] = args[count:]
+        if reshapes:
+            aux = [tensor.view(shape) for tensor, shape in zip(aux, shapes, strict=True)]
+        return a.contiguous() if copies_a else a, b, aux
+
+    return adapt
 
 
 def bound_fallback(call: Call, adapt: ArgAdapter) -> FunctionalFn:
@@ -67,7 +137,7 @@ def bind_launch(kernel: Kernel, call: Call, args: Sequence[Any]) -> Launch | Non
     if call.packed is not None:
         data = call.packed.data
         passed, tensors = (args[0], *data, *args[2:]), (call.a, *data, *call.aux)
-    if (call.problem.b.constant and not call.a.is_contiguous()) or len(tensors) != len(passed):
+    if call.copies_a or len(tensors) != len(passed):
         return None
     launch = kernel.bind(call.a, call.b, call.aux)
     if launch is None or any(x.data_ptr() != y.data_ptr() for x, y in zip(tensors, passed, strict=True)):

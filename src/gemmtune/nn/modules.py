@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..core.checks import GradError
 from ..core.errors import PackedWeightError
 from ..core.weights import PackedWeight, QuantWeight
-from ..dispatch.guards import is_autocast_on
+from ..dispatch.torch_state import is_autocast_on
 from ..ops.linear import linear
 from ..ops.mixed_mm import mixed_mm
 from ..ops.packing import pack, unpack

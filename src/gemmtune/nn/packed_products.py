@@ -12,7 +12,7 @@ from torch.nn import functional
 from ..core.checks import GradError
 from ..core.memory import is_subclass
 from ..dispatch.cache import lookup
-from ..dispatch.guards import in_dispatch_mode, in_transform, is_autocast_on
+from ..dispatch.torch_state import in_dispatch_mode, in_transform, is_autocast_on
 from ..ops.linear import linear
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from ..core.errors import PackedWeightError
 from ..core.problem import Problem, Quant
 from ..core.torch_compat import make_wrapper_subclass, to_copy
 from ..core.weights import PackedWeight, QuantWeight
-from ..dispatch.guards import in_transform, is_autocast_on
+from ..dispatch.torch_state import in_transform, is_autocast_on
 from ..ops import torchao_formats
 from ..ops.int_mm import int_mm
 from ..ops.mixed_mm import mixed_mm

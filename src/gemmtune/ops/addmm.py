@@ -13,13 +13,12 @@ from ..core.call import Call
 from ..core.epilogue import Step
 from ..core.problem import Problem
 from ..core.weights import PackedWeight
-from ..dispatch.call import TorchFunction
-from ..dispatch.specialize import FunctionalFn
+from ..dispatch.specialize import FunctionalFn, TorchFunction
 from . import autograd
 from .dynamo import graph_break
 from .mm import describe as describe_mm
 from .mm import mm
-from .operands import Weight, argument, dtype_name, is_constant, is_torchs_alone, matrix_adapter
+from .operands import Weight, dtype_name, is_constant, is_torchs_alone
 from .spec import OpSpec
 
 
@@ -35,15 +34,15 @@ def describe(
         raise checks.DtypeError(
             f"self and mat2 must have the same dtype, but got {dtype_name(input.dtype)} and {dtype_name(mat1.dtype)}"
         )
-    bounds = [] if alpha == 1 else [fuse.scale(float(alpha))]
+    arguments = {} if alpha == 1 else {"alpha": fuse.scale(float(alpha))}
     if beta != 0:
         n = mat2.shape[-1]
         per_column = tuple(input.shape) in ((n,), (1, n)) and n > 1
         step = fuse.bias(input.reshape(-1)) if per_column else fuse.add(input)
         if beta != 1 or not per_column:
             step = _weighted(input, float(beta), per_column)
-        bounds.append(argument("addmm(): input", step))
-    return describe_mm(mat1, mat2, None, bounds, op="addmm", constant=constant)
+        arguments["input"] = step
+    return describe_mm(mat1, mat2, op="addmm", arguments=arguments, constant=constant)
 
 
 def _weighted(input: Tensor, beta: float, per_column: bool) -> fuse.BoundStep:
@@ -53,18 +52,14 @@ def _weighted(input: Tensor, beta: float, per_column: bool) -> fuse.BoundStep:
     return fuse.BoundStep(Step("bias", "col", bound.step.dtype, beta), input.reshape(-1), "col")
 
 
-def _needs_torch(input: Any, mat1: Any, mat2: Any, beta: Any, alpha: Any) -> bool:
+def _torch_function(input: Any, mat1: Any, mat2: Any, beta: Any, alpha: Any) -> TorchFunction:
+    """Return torch.addmm for operands in the order of launches: mat1, mat2, input."""
     checks.require_tensor("addmm", "input", 1, input)
     checks.require_tensor("addmm", "mat1", 2, mat1)
     checks.require_tensor("addmm", "mat2", 3, mat2, packed=True)
     for name, value in (("beta", beta), ("alpha", alpha)):
         if not isinstance(value, int | float):
             raise TypeError(f"addmm(): {name} must be a number, not {type(value).__name__}")
-    return isinstance(mat2, Tensor) and is_torchs_alone(mat1, mat2, input)
-
-
-def _torch_function(beta: float, alpha: float, **_: object) -> TorchFunction:
-    """Return torch.addmm for operands in the order of launches: mat1, mat2, input."""
 
     def functional(mat1: Tensor, mat2: Tensor, input: Tensor) -> Tensor:
         return torch.addmm(input, mat1, mat2, beta=beta, alpha=alpha)
@@ -73,9 +68,10 @@ def _torch_function(beta: float, alpha: float, **_: object) -> TorchFunction:
         return torch.addmm(input, mat1, mat2, beta=beta, alpha=alpha, out=out)
 
     def with_backward(compute: FunctionalFn, mat1: Tensor, mat2: Tensor, input: Tensor) -> Tensor:
-        return autograd.addmm(lambda: compute(mat1, mat2, input), mm, input, mat1, mat2, beta, alpha)
+        return autograd.addmm(mm, compute, input, mat1, mat2, beta, alpha)
 
-    return TorchFunction(functional, out_variant, with_backward)
+    required = isinstance(mat2, Tensor) and is_torchs_alone(mat1, mat2, input)
+    return TorchFunction(functional, out_variant, with_backward, required)
 
 
 def _trace(input: Tensor, mat1: Tensor, mat2: Any, beta: float, alpha: float, out: Tensor | None) -> Tensor:
@@ -93,9 +89,7 @@ SPEC = OpSpec(
     operands=("mat1", "mat2", "input"),
     describe=describe,
     trace=_trace,
-    needs_torch=_needs_torch,
     torch_function=_torch_function,
-    adapt=matrix_adapter,
     records={torch.addmm: _recorded, Tensor.addmm: _recorded},
     settings=("beta", "alpha"),
     sizes=("input",),

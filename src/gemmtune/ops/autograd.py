@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-Forward = Callable[[], Tensor]
+Compute = Callable[..., Tensor]  # of an op's operands, in the order of launches
 MatrixMultiply = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -19,12 +19,12 @@ class Linear(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, compute: Forward, mm: MatrixMultiply, x: Tensor, weight: Tensor, bias: Tensor | None
+        ctx: Any, compute: Compute, mm: MatrixMultiply, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.mm = mm
         ctx.bias_shape = None if bias is None else bias.shape
-        return compute()
+        return compute(x, weight) if bias is None else compute(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -43,7 +43,7 @@ class Addmm(Function):
     @staticmethod
     def forward(
         ctx: Any,
-        compute: Forward,
+        compute: Compute,
         mm: MatrixMultiply,
         addend: Tensor | None,
         a: Tensor,
@@ -55,7 +55,7 @@ class Addmm(Function):
         ctx.mm = mm
         ctx.addend_shape = None if addend is None else addend.shape
         ctx.beta, ctx.alpha = beta, alpha
-        return compute()
+        return compute(a, b) if addend is None else compute(a, b, addend)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -72,9 +72,9 @@ class Bmm(Function):
     """The autograd function of ``a @ b`` over a batch: a [B, M, K], b [B, K, N]."""
 
     @staticmethod
-    def forward(ctx: Any, compute: Forward, a: Tensor, b: Tensor) -> Tensor:
+    def forward(ctx: Any, compute: Compute, a: Tensor, b: Tensor) -> Tensor:
         ctx.save_for_backward(a, b)
-        return compute()
+        return compute(a, b)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -85,8 +85,8 @@ class Bmm(Function):
         return None, grad_a, grad_b
 
 
-def linear(compute: Forward, mm: MatrixMultiply, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return ``compute()``, recorded for autograd as ``x @ weight.T + bias``.
+def linear(mm: MatrixMultiply, compute: Compute, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return ``compute`` of the operands, recorded for autograd as ``x @ weight.T + bias``.
 
     mm: the function with which the backward multiplies.
     """
@@ -95,9 +95,10 @@ def linear(compute: Forward, mm: MatrixMultiply, x: Tensor, weight: Tensor, bias
 
 
 def addmm(
-    compute: Forward, mm: MatrixMultiply, addend: Tensor | None, a: Tensor, b: Tensor, beta: float, alpha: float
+    mm: MatrixMultiply, compute: Compute, addend: Tensor | None, a: Tensor, b: Tensor, beta: float, alpha: float
 ) -> Tensor:
-    """Return ``compute()``, recorded for autograd as ``beta * addend + alpha * (a @ b)``; without an addend as mm.
+    """Return ``compute`` of the operands, recorded for autograd as ``beta * addend + alpha * (a @ b)``; without an
+    addend as mm.
 
     mm: the function with which the backward multiplies.
     """
@@ -105,7 +106,7 @@ def addmm(
     return out
 
 
-def bmm(compute: Forward, a: Tensor, b: Tensor) -> Tensor:
-    """Return ``compute()``, recorded for autograd as the batched ``a @ b``."""
+def bmm(compute: Compute, a: Tensor, b: Tensor) -> Tensor:
+    """Return ``compute(a, b)``, recorded for autograd as the batched ``a @ b``."""
     out: Tensor = Bmm.apply(compute, a, b)  # type: ignore[no-untyped-call]
     return out

@@ -10,12 +10,11 @@ from torch import Tensor
 from ..core import checks
 from ..core.call import Call
 from ..core.problem import Operand, Problem
-from ..dispatch.call import TorchFunction
-from ..dispatch.specialize import FunctionalFn
+from ..dispatch.specialize import TorchFunction
 from . import autograd
 from .dynamo import graph_break
 from .mm import describe as describe_mm
-from .operands import accumulator_of, dtype_name, is_constant, is_torchs_alone, layout_of, matrix_adapter
+from .operands import accumulator_of, dtype_name, is_constant, is_torchs_alone, layout_of
 from .spec import OpSpec
 
 
@@ -39,21 +38,17 @@ def describe(input: Tensor, mat2: Tensor) -> Call:
     return Call(problem, input, mat2, (), (batch, m, mat2.shape[2]))
 
 
-def _needs_torch(input: Any, mat2: Any) -> bool:
-    checks.require_tensor("bmm", "input", 1, input)
-    checks.require_tensor("bmm", "mat2", 2, mat2)
-    return is_torchs_alone(input, mat2)
-
-
 def _bmm_out(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return torch.bmm(a, b, out=out)
 
 
-def _with_backward(compute: FunctionalFn, a: Tensor, b: Tensor) -> Tensor:
-    return autograd.bmm(lambda: compute(a, b), a, b)
+_TORCH = TorchFunction(torch.bmm, _bmm_out, autograd.bmm)
 
 
-_TORCH = TorchFunction(torch.bmm, _bmm_out, _with_backward)
+def _torch_function(input: Any, mat2: Any) -> TorchFunction:
+    checks.require_tensor("bmm", "input", 1, input)
+    checks.require_tensor("bmm", "mat2", 2, mat2)
+    return _TORCH._replace(required=is_torchs_alone(input, mat2))
 
 
 def _trace(input: Tensor, mat2: Tensor, out: Tensor | None) -> Tensor:
@@ -86,9 +81,7 @@ SPEC = OpSpec(
     operands=("input", "mat2"),
     describe=describe,
     trace=_trace,
-    needs_torch=_needs_torch,
-    torch_function=lambda **_: _TORCH,
-    adapt=matrix_adapter,
+    torch_function=_torch_function,
     records={
         torch.bmm: _recorded, Tensor.bmm: _recorded, torch.matmul: _recorded_matmul, Tensor.matmul: _recorded_matmul,
         Tensor.__matmul__: _recorded_matmul, Tensor.__rmatmul__: _recorded_rmatmul,

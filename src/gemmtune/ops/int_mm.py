@@ -15,11 +15,10 @@ from ..core.problem import Problem
 from ..core.torch_compat import int_mm as torch_int_mm
 from ..core.weights import PackedWeight
 from ..dispatch import fallback
-from ..dispatch.call import TorchFunction
-from ..dispatch.specialize import OperandAdapter
+from ..dispatch.specialize import TorchFunction
 from ..fuse import BoundStep
 from .dynamo import graph_break
-from .operands import Weight, is_constant, matrix_call, needs_copy, require_same_device, steps_of
+from .operands import Weight, is_constant, matrix_call
 from .spec import OpSpec
 
 _OUTPUTS = (torch.int32, torch.int8, torch.uint8, torch.float32, torch.bfloat16, torch.float16)
@@ -38,7 +37,6 @@ def describe(
     constant: whether mat2 is a weight. Raises TypeError, ShapeError, DtypeError or PackedWeightError.
     """
     a, b = self, mat2
-    bounds = steps_of("int_mm", epilogue)
     checks.require_matrix("int_mm", "self", a)
     checks.require_dtype("int_mm", "self's dtype", a.dtype, (torch.int8, torch.uint8))
     if isinstance(b, PackedWeight):
@@ -47,37 +45,22 @@ def describe(
         checks.require_matrix("int_mm", "mat2", b)
         checks.require_dtype("int_mm", "mat2's dtype", b.dtype, (torch.int8,))
         checks.require_equal_inner_size(tuple(a.shape), tuple(b.shape))
-    require_same_device("int_mm", a, b, bounds)
-    a, b = canonical_strides(a), b if isinstance(b, PackedWeight) else canonical_strides(b)
     out = checks.require_out_dtype("int_mm", torch.int32 if out_dtype is None else out_dtype, _OUTPUTS)
-    return matrix_call("int_mm", a, b, bounds, out, "col", constant)
+    a, b = canonical_strides(a), b if isinstance(b, PackedWeight) else canonical_strides(b)
+    call = matrix_call("int_mm", a, b, out, epilogue, prefer="col", constant=constant)
+    return call._replace(
+        adapt_a=None if a is self else canonical_strides, adapt_b=None if b is mat2 else canonical_strides
+    )
 
 
-def _needs_torch(self: Any, mat2: Any, **_: object) -> bool:
+def _torch_function(self: Any, mat2: Any, **_: object) -> TorchFunction | None:
     checks.require_tensor("int_mm", "self", 1, self)
     checks.require_tensor("int_mm", "mat2", 2, mat2, packed=True)
-    return False
-
-
-def _torch_function(self: Tensor, mat2: Any, **_: object) -> TorchFunction | None:
-    if isinstance(mat2, PackedWeight) or 0 in (*self.shape, *mat2.shape):
+    if isinstance(mat2, PackedWeight) or not self.dim() == mat2.dim() == 2 or 0 in (*self.shape, *mat2.shape):
         return None
     if canonical_strides(self) is not self or canonical_strides(mat2) is not mat2:
         return None
     return TorchFunction(fallback.int_product(self))
-
-
-def _adapt(call: Call, self: Tensor, mat2: Any, **_: object) -> OperandAdapter:
-    restride_a, restride_b, copies = call.a is not self, call.b is not mat2, needs_copy(call)
-
-    def adapt(a: Tensor, b: Any) -> tuple[Tensor, Any]:
-        if restride_a:
-            a = canonical_strides(a)
-        if restride_b:
-            b = canonical_strides(b)
-        return a.contiguous() if copies else a, b
-
-    return adapt
 
 
 def _trace(self: Tensor, mat2: Any, out_dtype: Any, epilogue: Sequence[BoundStep], out: Tensor | None) -> Tensor:
@@ -93,9 +76,7 @@ SPEC = OpSpec(
     operands=("self", "mat2"),
     describe=describe,
     trace=_trace,
-    needs_torch=_needs_torch,
     torch_function=_torch_function,
-    adapt=_adapt,
     records={torch_int_mm: _recorded},
     differentiable=False,
     torch_in_special_states=False,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -15,14 +17,13 @@ from ..core import checks
 from ..core.call import Call
 from ..core.problem import Problem
 from ..core.weights import PackedWeight
-from ..dispatch.call import TorchFunction
-from ..dispatch.specialize import FunctionalFn, OperandAdapter
+from ..dispatch.specialize import TorchFunction
 from ..fuse import BoundStep
 from . import autograd
 from .dynamo import apply_epilogue, graph_break
 from .mm import describe as describe_mm
 from .mm import mm
-from .operands import Weight, argument, is_constant, is_torchs_alone, needs_copy, steps_of
+from .operands import Weight, is_constant, is_torchs_alone
 from .spec import OpSpec
 
 
@@ -39,31 +40,29 @@ def describe(
 
     constant: whether weight counts as one. Raises as ``mm.describe``.
     """
-    packed = isinstance(weight, PackedWeight)
     if input.dim() == 0 or (isinstance(weight, Tensor) and weight.dim() != 2):
         shape = "" if isinstance(weight, PackedWeight) else f" and weight {list(weight.shape)}"
         raise checks.ShapeError(
             f"linear(): expected input [.., K] and weight [N, K]; got input {list(input.shape)}{shape}"
         )
-    rows = input.numel() // input.shape[-1] if input.shape[-1] else math.prod(input.shape[:-1])
-    flat = input if input.dim() == 2 else input.reshape(rows, input.shape[-1])
-    b = weight if packed else weight.t()  # type: ignore[union-attr]
+    flatten = None if input.dim() == 2 else methodcaller("reshape", math.prod(input.shape[:-1]), input.shape[-1])
+    a = input if flatten is None else flatten(input)
+    b, transpose = (weight, None) if isinstance(weight, PackedWeight) else (weight.t(), Tensor.t)
     n = b.shape[1]
-    first = () if bias is None else (_bias_step(bias, (*(input.shape[:-1] or (1,)), n)),)
-    steps = steps_of("linear", epilogue, *first)
-    call = describe_mm(flat, b, None, steps, op="linear", prefer="col", constant=constant)
-    return Call(call.problem, call.a, call.b, call.aux, (*input.shape[:-1], n))
+    arguments = {} if bias is None else {"bias": _bias_step(bias, (*(input.shape[:-1] or (1,)), n))}
+    call = describe_mm(a, b, None, epilogue, op="linear", arguments=arguments, prefer="col", constant=constant)
+    return call._replace(shape=(*input.shape[:-1], n), adapt_a=flatten, adapt_b=transpose)
 
 
 def _bias_step(bias: Tensor, shape: tuple[int, ...]) -> fuse.BoundStep:
     """Return the step of a bias [N], or of one that broadcasts to the result's shape."""
     checks.require_tensor("linear", "bias", 3, bias)
     if bias.dim() == 1 and bias.shape[0] == shape[-1]:
-        return argument("linear(): bias", fuse.bias(bias))
+        return fuse.bias(bias)
     if bias.dim() < 2 or bias.dim() == len(shape) == 2:
-        return argument("linear(): bias", fuse.add(bias))
+        return fuse.add(bias)
     try:
-        return argument("linear(): bias", fuse.add(bias.expand(shape).reshape(math.prod(shape[:-1]), shape[-1])))
+        return fuse.add(bias.expand(shape).reshape(math.prod(shape[:-1]), shape[-1]))
     except NotImplementedError:  # a subclass without expand
         raise
     except RuntimeError as error:
@@ -72,48 +71,28 @@ def _bias_step(bias: Tensor, shape: tuple[int, ...]) -> fuse.BoundStep:
         ) from error
 
 
-def _needs_torch(input: Any, weight: Any, bias: Any, **_: object) -> bool:
-    """Whether the call is PyTorch's alone: integers, autocast, or the weight [K] that only F.linear takes."""
-    checks.require_tensor("linear", "input", 1, input)
-    checks.require_tensor("linear", "weight", 2, weight, packed=True)
-    if bias is not None:
-        checks.require_tensor("linear", "bias", 3, bias)
-    return isinstance(weight, Tensor) and (weight.dim() == 1 or is_torchs_alone(input, weight))
-
-
 def _linear_out(out: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if bias is None:
         return torch.mm(input, weight.t(), out=out)
     return torch.addmm(bias, input, weight.t(), out=out)
 
 
-def _with_backward(compute: FunctionalFn, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    operands = (input, weight) if bias is None else (input, weight, bias)
-    return autograd.linear(lambda: compute(*operands), mm, input, weight, bias)
+_MATRICES = TorchFunction(functional.linear, _linear_out, partial(autograd.linear, mm))
+_OTHER_SHAPES = _MATRICES._replace(out=None)
 
 
-_MATRICES = TorchFunction(functional.linear, _linear_out, _with_backward)
-_OTHER_SHAPES = TorchFunction(functional.linear, None, _with_backward)
-
-
-def _torch_function(input: Tensor, weight: Any, bias: Tensor | None, **more: object) -> TorchFunction | None:
-    if _needs_torch(input, weight, bias):
-        return _OTHER_SHAPES
+def _torch_function(input: Any, weight: Any, bias: Any, **_: object) -> TorchFunction | None:
+    """Return F.linear. It is required for integers, autocast, and the weight [K] that only F.linear takes."""
+    checks.require_tensor("linear", "input", 1, input)
+    checks.require_tensor("linear", "weight", 2, weight, packed=True)
+    if bias is not None:
+        checks.require_tensor("linear", "bias", 3, bias)
+    if isinstance(weight, Tensor) and (weight.dim() == 1 or is_torchs_alone(input, weight)):
+        return _OTHER_SHAPES._replace(required=True)
     columns = (weight.n,) if isinstance(weight, PackedWeight) else tuple(weight.shape[:1])
     if bias is not None and tuple(bias.shape) != columns:
         return None  # PyTorch has rules of its own for other shapes
     return _MATRICES if input.dim() == 2 else _OTHER_SHAPES
-
-
-def _adapt(call: Call, input: Tensor, **_: object) -> OperandAdapter:
-    packed, is_matrix, rows, k = call.packed is not None, input.dim() == 2, call.problem.m, call.problem.k
-    copies = needs_copy(call)
-
-    def adapt(input: Tensor, weight: Any) -> tuple[Tensor, Any]:
-        a = input if is_matrix else input.reshape(rows, k)
-        return a.contiguous() if copies else a, weight if packed else weight.t()
-
-    return adapt
 
 
 def _trace(input: Tensor, weight: Any, bias: Any, epilogue: Sequence[BoundStep], out: Tensor | None) -> Tensor:
@@ -132,9 +111,7 @@ SPEC = OpSpec(
     operands=("input", "weight", "bias"),
     describe=describe,
     trace=_trace,
-    needs_torch=_needs_torch,
     torch_function=_torch_function,
-    adapt=_adapt,
     records={functional.linear: recorded},
     autocasts=True,
 )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,25 +12,12 @@ from torch import Tensor
 from .. import fuse
 from ..core import checks
 from ..core.call import Call
-from ..core.problem import Operand, Problem, Quant
+from ..core.problem import Problem, Quant
 from ..core.torch_compat import weight_int8pack_mm
 from ..core.weights import PackedWeight, QuantWeight
-from ..dispatch.specialize import OperandAdapter
 from ..fuse import BoundStep
 from .dynamo import graph_break
-from .operands import (
-    a_operand,
-    accumulator_of,
-    argument,
-    b_operand,
-    bind_steps,
-    dtype_name,
-    is_constant,
-    layout_of,
-    needs_copy,
-    require_same_device,
-    steps_of,
-)
+from .operands import dtype_name, is_constant, matrix_call
 from .spec import OpSpec
 
 
@@ -39,34 +27,26 @@ def describe_product(
     epilogue: Sequence[BoundStep] = (),
     out_dtype: torch.dtype | None = None,
     *,
+    arguments: Mapping[str, BoundStep] = MappingProxyType({}),
     constant: bool = False,
 ) -> Call:
     """Return the Call of floating activations [M, K] by a weight-only operand.
 
-    constant: whether the operand counts as a weight. Raises TypeError, ShapeError, DtypeError or PackedWeightError.
+    arguments, constant: as for ``matrix_call``. Raises TypeError, ShapeError, DtypeError or PackedWeightError.
     """
-    bounds = steps_of("mixed_mm", epilogue)
     checks.require_matrix("mixed_mm", "mat1", mat1)
     checks.require_dtype("mixed_mm", "mat1's dtype", mat1.dtype, checks.FLOATS)
     if isinstance(weight, PackedWeight):
         checks.require_matching_packed_weight(
             "mixed_mm", weight, mat1.shape[1], ("int8", "int4", "float8_e4m3fn"), quantized=True
         )
-        b, n = b_operand(weight, "col", True), weight.n
     else:
-        checks.require_equal_inner_size(tuple(mat1.shape), (weight.k, weight.data.shape[1]))
-        b = Operand(weight.dtype, layout_of(weight.data, "col"), constant=constant, quant=weight.quant)
-        n = weight.data.shape[1]
-        tensors = (("mat2", weight.data), ("scale", weight.scale), ("zero_point", weight.zero_point))
-        checks.require_same_device("mixed_mm", ("mat1", mat1), *tensors)
-    require_same_device("mixed_mm", mat1, weight if isinstance(weight, PackedWeight) else weight.data, bounds)
+        checks.require_equal_inner_size(tuple(mat1.shape), weight.shape)
     out = checks.require_out_dtype("mixed_mm", mat1.dtype if out_dtype is None else out_dtype, checks.FLOATS)
-    steps, aux = bind_steps(bounds, mat1.shape[0], n)
-    a = a_operand(mat1, b.constant)
-    problem = Problem(
-        "mixed_mm", mat1.shape[0], n, mat1.shape[1], a, b, dtype_name(out), steps, acc=accumulator_of(a.dtype)
+    return matrix_call(
+        "mixed_mm", mat1, weight, out, epilogue, arguments=arguments, names=("mat1", "mat2"), prefer="col",
+        constant=constant,
     )  # fmt: skip
-    return Call(problem, mat1, weight, aux, (mat1.shape[0], n))
 
 
 def quant_weight(
@@ -120,8 +100,11 @@ def describe(
     weight = _as_weight(mat1, mat2, scale, zero_point, bits, group_size)
     if bias is not None:
         checks.require_tensor("mixed_mm", "bias", 7, bias)
-    first = () if bias is None else (argument("mixed_mm(): bias", fuse.bias(bias)),)
-    return describe_product(mat1, weight, steps_of("mixed_mm", epilogue, *first), out_dtype)
+    arguments = {} if bias is None else {"bias": fuse.bias(bias)}
+    call = describe_product(mat1, weight, epilogue, out_dtype, arguments=arguments)
+    if isinstance(weight, PackedWeight):
+        return call
+    return call._replace(adapt_b=_weight_maker(weight, scale, zero_point, bits, group_size))
 
 
 def _as_weight(
@@ -159,26 +142,19 @@ def _takes_as_they_are(weight: QuantWeight, scale: Tensor, zero_point: Tensor | 
     return same and zero.shape == zero_point.shape and zero.dtype == zero_point.dtype and zero_point.is_contiguous()
 
 
-def _needs_torch(mat1: Any, mat2: Any, **_: object) -> bool:
+def _weight_maker(
+    weight: QuantWeight, scale: Tensor, zero_point: Tensor | None, bits: int, group_size: int | None
+) -> Callable[..., QuantWeight]:
+    """Return a function from data, scale and perhaps a zero point, like those of ``weight``, to a QuantWeight."""
+    k, quant, dtype = weight.k, weight.quant, weight.dtype
+    if not _takes_as_they_are(weight, scale, zero_point):
+        return lambda data, scale, zero_point=None: quant_weight(data, scale, zero_point, bits, group_size, k)
+    return lambda data, scale, zero_point=None: QuantWeight(data, scale, zero_point, k, quant, dtype)
+
+
+def _torch_function(mat1: Any, mat2: Any, **_: object) -> None:
     checks.require_tensor("mixed_mm", "mat1", 1, mat1)
     checks.require_tensor("mixed_mm", "mat2", 2, mat2, packed=True)
-    return False
-
-
-def _adapt(call: Call, scale: Any, zero_point: Any, **_: object) -> OperandAdapter | None:
-    copies, weight = needs_copy(call), call.b
-    if not isinstance(weight, QuantWeight):
-        return lambda a, b, *_: (a.contiguous() if copies else a, b)
-    if not _takes_as_they_are(weight, scale, zero_point):
-        return None
-    k, quant, dtype = weight.k, weight.quant, weight.dtype
-    has_zero_point = zero_point is not None
-
-    def adapt(a: Tensor, b: Tensor, scale: Tensor, *rest: Tensor) -> tuple[Tensor, QuantWeight]:
-        zero = rest[0] if has_zero_point else None
-        return a.contiguous() if copies else a, QuantWeight(b, scale, zero, k, quant, dtype)
-
-    return adapt
 
 
 def _trace(**arguments: Any) -> Tensor:
@@ -195,9 +171,7 @@ SPEC = OpSpec(
     operands=("mat1", "mat2", "scale", "zero_point", "bias"),
     describe=describe,
     trace=_trace,
-    needs_torch=_needs_torch,
-    torch_function=lambda **_: None,
-    adapt=_adapt,
+    torch_function=_torch_function,
     records={weight_int8pack_mm: _recorded_int8pack},
     settings=("bits", "group_size"),
     differentiable=False,

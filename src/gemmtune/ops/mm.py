@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,21 +13,11 @@ from ..core import checks
 from ..core.call import Call
 from ..core.problem import Order, Problem
 from ..core.weights import PackedWeight
-from ..dispatch.call import TorchFunction
-from ..dispatch.specialize import FunctionalFn
+from ..dispatch.specialize import FunctionalFn, TorchFunction
 from ..fuse import BoundStep
 from . import autograd
 from .dynamo import apply_epilogue, graph_break
-from .operands import (
-    Weight,
-    dtype_name,
-    is_constant,
-    is_torchs_alone,
-    matrix_adapter,
-    matrix_call,
-    require_same_device,
-    steps_of,
-)
+from .operands import Weight, dtype_name, is_constant, is_torchs_alone, matrix_call
 from .spec import OpSpec
 
 
@@ -37,15 +28,15 @@ def describe(
     epilogue: Sequence[BoundStep] = (),
     *,
     op: str = "mm",
+    arguments: Mapping[str, BoundStep] = MappingProxyType({}),
     prefer: Order = "row",
     constant: bool = False,
 ) -> Call:
     """Return the Call of ``epilogue(input[M, K] @ mat2[K, N])`` for floating matrices of one dtype.
 
-    op: the name in errors. prefer: mat2's order where both describe it. constant: whether mat2 is a weight. Raises
-    TypeError, ShapeError, DtypeError or PackedWeightError.
+    op, arguments, prefer, constant: as for ``matrix_call``. Raises TypeError, ShapeError, DtypeError or
+    PackedWeightError.
     """
-    bounds = steps_of(op, epilogue)
     checks.require_matrix(op, "input" if op == "mm" else "mat1", input)
     if not isinstance(mat2, PackedWeight):
         checks.require_matrix(op, "mat2", mat2)
@@ -54,15 +45,10 @@ def describe(
     else:
         checks.require_matching_packed_weight(op, mat2, input.shape[1], (dtype_name(input.dtype),), quantized=False)
     checks.require_dtype(op, "the operands' dtype", input.dtype, checks.FLOATS)
-    require_same_device(op, input, mat2, bounds)
     out = checks.require_out_dtype(op, input.dtype if out_dtype is None else out_dtype, checks.FLOATS)
-    return matrix_call("mm", input, mat2, bounds, out, prefer, constant)
-
-
-def _needs_torch(input: Any, mat2: Any, **_: object) -> bool:
-    checks.require_tensor("mm", "input", 1, input)
-    checks.require_tensor("mm", "mat2", 2, mat2, packed=True)
-    return isinstance(mat2, Tensor) and is_torchs_alone(input, mat2)
+    return matrix_call(
+        op, input, mat2, out, epilogue, arguments=arguments, family="mm", prefer=prefer, constant=constant
+    )
 
 
 def _mm_out(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -70,10 +56,16 @@ def _mm_out(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def _with_backward(compute: FunctionalFn, a: Tensor, b: Tensor) -> Tensor:
-    return autograd.addmm(lambda: compute(a, b), mm, None, a, b, 1, 1)
+    return autograd.addmm(mm, compute, None, a, b, 1, 1)
 
 
 _TORCH = TorchFunction(torch.mm, _mm_out, _with_backward)
+
+
+def _torch_function(input: Any, mat2: Any, **_: object) -> TorchFunction:
+    checks.require_tensor("mm", "input", 1, input)
+    checks.require_tensor("mm", "mat2", 2, mat2, packed=True)
+    return _TORCH._replace(required=isinstance(mat2, Tensor) and is_torchs_alone(input, mat2))
 
 
 def _trace(input: Tensor, mat2: Any, out_dtype: Any, epilogue: Sequence[BoundStep], out: Tensor | None) -> Tensor:
@@ -91,9 +83,7 @@ SPEC = OpSpec(
     operands=("input", "mat2"),
     describe=describe,
     trace=_trace,
-    needs_torch=_needs_torch,
-    torch_function=lambda **_: _TORCH,
-    adapt=matrix_adapter,
+    torch_function=_torch_function,
     records={torch.mm: _recorded, Tensor.mm: _recorded},
     autocasts=True,
 )

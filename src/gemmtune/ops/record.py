@@ -18,8 +18,8 @@ from ..core.devices import CPU
 from ..core.errors import GemmtuneError
 from ..core.memory import is_subclass
 from ..core.problem import Problem
-from ..dispatch.guards import is_shape_only
 from ..dispatch.runtime import RUNTIME
+from ..dispatch.torch_state import is_shape_only
 from ..fuse import bias as bias_step
 from .composites import is_composite, without_override
 from .mixed_mm import describe_product, quant_weight

@@ -11,9 +11,8 @@ from .. import fuse
 from ..core import checks
 from ..core.call import Call
 from ..core.torch_compat import scaled_mm as torch_scaled_mm
-from ..dispatch.call import TorchFunction
-from ..dispatch.specialize import OperandAdapter
-from .operands import argument, matrix_call, short_name
+from ..dispatch.specialize import TorchFunction
+from .operands import matrix_call
 from .spec import OpSpec
 
 
@@ -32,50 +31,37 @@ def describe(
     checks.require_equal_inner_size(tuple(mat1.shape), tuple(mat2.shape))
     allowed = (*checks.FLOAT8, torch.float32, torch.bfloat16, torch.float16)
     out = checks.require_out_dtype(op, mat1.dtype if out_dtype is None else out_dtype, allowed)
-    m, n = mat1.shape[0], mat2.shape[1]
     checks.require_tensor(op, "scale_a", 3, scale_a)
     checks.require_tensor(op, "scale_b", 4, scale_b)
     per_column = scale_b.numel() != 1
-    bounds = [
-        _scale_step("scale_a", scale_a, m, "row", per_column),
-        _scale_step("scale_b", scale_b, n, "col", per_column),
-    ]
+    arguments = {
+        "scale_a": _scale_step("scale_a", scale_a, mat1.shape[0], "row", per_column),
+        "scale_b": _scale_step("scale_b", scale_b, mat2.shape[1], "col", per_column),
+    }
     if bias is not None:
         checks.require_tensor(op, "bias", 5, bias)
-        bounds.append(argument(f"{op}(): bias", fuse.bias(bias)))
+        arguments["bias"] = fuse.bias(bias)
     if scale_result is not None:
         checks.require_tensor(op, "scale_result", 6, scale_result)
     if scale_result is not None and out_dtype in checks.FLOAT8:
         # As torch._scaled_mm on CPU (2.13): it divides, and only when an fp8 out_dtype was asked for by name.
-        reciprocal = fuse.scale(scale_result.float().reciprocal(), axis="tensor")
-        bounds.append(argument(f"{op}(): scale_result", reciprocal))
-    checks.require_same_device(
-        op, ("mat1", mat1), ("mat2", mat2), *((short_name(bound), bound.tensor) for bound in bounds)
-    )
-    return matrix_call("scaled_mm", mat1, mat2, bounds, out, "col", False)
+        arguments["scale_result"] = fuse.scale(scale_result.float().reciprocal(), axis="tensor")
+    return matrix_call(op, mat1, mat2, out, arguments=arguments, names=("mat1", "mat2"), prefer="col")
 
 
 def _scale_step(name: str, value: Tensor, size: int, axis: Any, together: bool) -> fuse.BoundStep:
     checks.require_dtype("scaled_mm", f"{name}'s dtype", value.dtype, (torch.float32,))
     if value.numel() == 1 and not (together and size == 1):
-        return argument(f"scaled_mm(): {name}", fuse.scale(value, axis="tensor"))
+        return fuse.scale(value, axis="tensor")
     if value.numel() != size:
         raise checks.ShapeError(f"scaled_mm(): expected {name} with 1 or {size} elements; got {list(value.shape)}")
-    return argument(f"scaled_mm(): {name}", fuse.scale(value.reshape(-1), axis=axis))
+    return fuse.scale(value.reshape(-1), axis=axis)
 
 
 def _needs_torch(
-    mat1: Any,
-    mat2: Any,
-    scale_a: Any,
-    scale_b: Any,
-    scale_result: Any = None,
-    use_fast_accum: bool = False,
-    **_: object,
+    mat1: Tensor, mat2: Tensor, scale_a: Any, scale_b: Any, scale_result: Any, use_fast_accum: bool
 ) -> bool:
     """Whether a call is for ``torch._scaled_mm`` alone: other devices than CPUs and GPUs, and what only GPUs know."""
-    checks.require_tensor("scaled_mm", "mat1", 1, mat1)
-    checks.require_tensor("scaled_mm", "mat2", 2, mat2)
     if mat1.is_cpu or mat1.is_meta:
         return False
     if not mat1.is_cuda or use_fast_accum or scale_result is not None:
@@ -87,19 +73,18 @@ def _needs_torch(
 
 
 def _torch_function(
-    out_dtype: torch.dtype | None, scale_result: Any, use_fast_accum: bool, **others: Any
-) -> TorchFunction | None:
-    if not _needs_torch(**others, scale_result=scale_result, use_fast_accum=use_fast_accum):
+    mat1: Any, mat2: Any, scale_a: Any, scale_b: Any, bias: Any = None, scale_result: Any = None,
+    out_dtype: torch.dtype | None = None, use_fast_accum: bool = False,
+) -> TorchFunction | None:  # fmt: skip
+    checks.require_tensor("scaled_mm", "mat1", 1, mat1)
+    checks.require_tensor("scaled_mm", "mat2", 2, mat2)
+    if not _needs_torch(mat1, mat2, scale_a, scale_b, scale_result, use_fast_accum):
         return None
 
     def functional(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None = None) -> Tensor:
         return torch_scaled_mm(a, b, scale_a, scale_b, bias, scale_result, out_dtype, use_fast_accum)
 
-    return TorchFunction(functional)
-
-
-def _adapt(call: Call, **_: object) -> OperandAdapter:
-    return lambda a, b, *_: (a, b)
+    return TorchFunction(functional, required=True)
 
 
 def _trace(**arguments: Any) -> Tensor:
@@ -111,9 +96,7 @@ SPEC = OpSpec(
     operands=("mat1", "mat2", "scale_a", "scale_b", "bias"),
     describe=describe,
     trace=_trace,
-    needs_torch=_needs_torch,
     torch_function=_torch_function,
-    adapt=_adapt,
     settings=("out_dtype",),
     differentiable=False,
     torch_in_special_states=False,

@@ -7,7 +7,7 @@ its OpSpec names. ``table.py`` lists the ops.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,11 +19,12 @@ from ..core.codegen import compile_function
 from ..core.memory import is_subclass
 from ..core.problem import Problem
 from ..core.weights import PackedWeight
-from ..dispatch.cache import extend_key, lookup
-from ..dispatch.call import CacheMiss, TorchFunction, run_uncached, serve_miss, serve_with_torch
-from ..dispatch.guards import is_autocast_on
+from ..dispatch.cache import lookup
+from ..dispatch.call import CacheMiss, run_uncached, serve_miss, serve_with_torch
 from ..dispatch.runtime import RUNTIME
-from ..dispatch.specialize import OperandAdapter
+from ..dispatch.specialize import TorchFunction
+from ..dispatch.torch_state import is_autocast_on
+from ..fuse import BoundStep
 from .dynamo import is_compiling
 
 Public = TypeVar("Public", bound=Callable[..., Tensor])
@@ -38,14 +39,12 @@ class OpSpec(NamedTuple):
     name: the op's name in errors, events and keys.
     operands: the public function's tensor parameters, in the order of launches: activations, weight, others. Parameters
         whose default is None may be absent.
-    describe: from all arguments to the Call. Checks them and raises TypeError, ShapeError, DtypeError, GradError or
-        PackedWeightError.
+    describe: from all arguments to the Call, with the functions that adapt later operands. Checks the arguments and
+        raises TypeError, ShapeError, DtypeError, GradError or PackedWeightError.
     trace: called with all arguments and out while torch.compile traces; calls PyTorch's ops, or breaks the graph.
-    needs_torch: from all arguments to whether only ``torch_function`` can compute them (dtypes that are in no Problem,
-        autocast). Checks the types of the arguments first.
-    torch_function: from all arguments to PyTorch's own function for them; None where it has none.
-    adapt: from the Call and all arguments to the function that turns operands into the a and b that kernels take; None
-        where the Call has copies of them.
+    torch_function: from all arguments to PyTorch's own function for them, which is ``required`` where only PyTorch can
+        compute them (dtypes that are in no Problem, autocast); None where it has none. Called before ``describe``, in
+        any state and with any shapes: checks the types of the arguments first.
     records: describers of the PyTorch functions that ``record()`` sees, by function. Each takes that function's
         arguments and returns a Problem, or None for what is no Problem.
     settings: the parameters that are no tensors and part of the cache's key.
@@ -61,9 +60,7 @@ class OpSpec(NamedTuple):
     operands: tuple[str, ...]
     describe: Callable[..., Call]
     trace: Callable[..., Tensor]
-    needs_torch: Callable[..., bool]
     torch_function: Callable[..., TorchFunction | None]
-    adapt: Callable[..., OperandAdapter | None]
     records: Mapping[Any, Callable[..., Problem | None]] = MappingProxyType({})
     settings: tuple[str, ...] = ()
     sizes: tuple[str, ...] = ()
@@ -87,28 +84,24 @@ class OpSpec(NamedTuple):
 
     def miss(self, miss: CacheMiss, arguments: Arguments, out: Tensor | None) -> Tensor:
         """Serve a call that the cache does not serve."""
-        needs_torch = self.needs_torch(**arguments)
-        weight = arguments[self.operands[1]]
-        modified = self._is_modified(arguments)
-        plain = isinstance(weight, Tensor) and out is None and not modified
-        if plain and needs_torch:
-            return serve_with_torch(miss, self._torch_function(arguments).functional)
-        if needs_torch or not miss.is_ordinary:
-            function = self.torch_function(**arguments) if plain and self.torch_in_special_states else None
-            if function is not None and _is_uniform(miss):
+        function = self.torch_function(**arguments)
+        is_required = function is not None and function.required
+        is_modified = self._is_modified(arguments)
+        is_plain = isinstance(arguments[self.operands[1]], Tensor) and out is None and not is_modified
+        if function is not None and is_required and is_plain:
+            return serve_with_torch(miss, function.functional)
+        if is_required or not miss.is_ordinary:
+            if function is not None and is_plain and self.torch_in_special_states and _is_uniform(miss):
                 return self._torch_or_better_error(miss, function, arguments)
             return self.uncached(arguments, out)
         call = self.describe(**arguments)
-        adapt = self.adapt(call, **arguments)
-        if adapt is None:
-            return run_uncached(self.name, call, out, differentiable=self.differentiable)
-        function = None if modified else self.torch_function(**arguments)
-        return serve_miss(miss, self.name, call, adapt, function, differentiable=self.differentiable, out=out)
+        function = None if is_modified else function
+        return serve_miss(miss, self.name, call, function, differentiable=self.differentiable, out=out)
 
     def uncached(self, arguments: Arguments, out: Tensor | None) -> Tensor:
         """Compute a call without the cache. Raises as ``describe``."""
-        if self.needs_torch(**arguments) and not self._is_modified(arguments):
-            function = self._torch_function(arguments)
+        function = self.torch_function(**arguments)
+        if function is not None and function.required and not self._is_modified(arguments):
             operands = [arguments[name] for name in self.operands if arguments[name] is not None]
             if out is None:
                 return function.functional(*operands)
@@ -124,11 +117,6 @@ class OpSpec(NamedTuple):
         """Whether the call has an epilogue or an out_dtype, which PyTorch's function does not have."""
         has_dtype = "out_dtype" not in self.settings and arguments.get("out_dtype") is not None
         return has_dtype or bool(arguments.get("epilogue"))
-
-    def _torch_function(self, arguments: Arguments) -> TorchFunction:
-        function = self.torch_function(**arguments)
-        assert function is not None, f"{self.name}: needs_torch is true of what torch_function has nothing for"
-        return function
 
     def _torch_or_better_error(self, miss: CacheMiss, function: TorchFunction, arguments: Arguments) -> Tensor:
         """Call PyTorch's own function, which has to see its operands (transforms, modes, subclasses). Where it refuses
@@ -172,7 +160,7 @@ def _public_source(spec: OpSpec, signature: inspect.Signature) -> tuple[list[str
     }
     names = {
         "is_compiling": is_compiling, "trace": spec.trace, "uncached": spec.uncached, "miss": spec.miss,
-        "CacheMiss": CacheMiss, "PackedWeight": PackedWeight, "lookup": lookup, "extend_key": extend_key,
+        "CacheMiss": CacheMiss, "PackedWeight": PackedWeight, "lookup": lookup, "extend_key": _extend_key,
         "threads": torch.get_num_threads, "grad_enabled": torch.is_grad_enabled, **defaults,
     }  # fmt: skip
     return lines, names
@@ -206,6 +194,22 @@ def _extension_lines(spec: OpSpec, parameters: Mapping[str, Any], optional: list
     if spec.packable:
         lines += ["        elif packed:", f"            guarded = {_guarded_expression(spec.operands, optional)}"]
     return lines
+
+
+def _extend_key(
+    key: Any, args: tuple[Any, ...], packed: bool, epilogue: Sequence[BoundStep], out: Any, out_dtype: Any = None
+) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
+    """Return the key, ``args`` and ``guarded`` of a call that has an epilogue, an ``out`` or an ``out_dtype``.
+
+    packed: whether the second of ``args`` is a PackedWeight.
+    """
+    tags: Any = ()
+    if epilogue:
+        tags = tuple([bound.tag for bound in epilogue])
+        args = (*args, *[bound.tensor for bound in epilogue if bound.tensor is not None])
+    if out is not None:
+        args = (*args, out)
+    return (key, tags, out is None, out_dtype), args, (args[0], *args[2:]) if packed else args
 
 
 def _parameters(signature: inspect.Signature) -> str:
