@@ -10,7 +10,7 @@ import pytest
 from gemmtune.core.tuned_plan import TunedPlan
 from gemmtune.dispatch.plan_layouts import MAX_NOISE, NO_SLOWER, rank_layouts_of_plan
 from gemmtune.dispatch.portfolio import build_plan
-from helpers.plans import PLAIN, PLAIN_S, PROBLEM, Model, decisions_at, planted_plan, simulated
+from helpers.plans import PLAIN, PLAIN_S, PROBLEM, Model, SimulatedKernel, decisions_at, planted_plan, simulated
 
 SIZES = (1, 8, 64, 512)
 
@@ -43,6 +43,16 @@ def test_packed_layout_slower_than_the_raw_kernels_does_not_serve() -> None:
     plan = plan_of(share(0.8))
     assert rank_layouts_of_plan(plan) == [None]
     assert rank_layouts_of_plan(plan, raw_kernels=False) == ["p:fast", None]
+
+
+def test_overhead_of_a_call_is_not_that_of_plain_pytorch_on_the_raw_weight() -> None:
+    """Plain PyTorch serves the raw weight: a packed kernel that takes as long with its overhead is no faster."""
+    for overhead_s, layouts in ((0.0, ["p:fast", None]), (2e-6, [None])):
+        spans = {"p:fast": [(1, 512, FAST)], "": [(1, 512, SimulatedKernel(PLAIN, PLAIN_S))]}
+        fast = replace(FAST, seconds=lambda m: 0.9 * PLAIN_S(1))
+        spans["p:fast"] = [(1, 512, fast)]
+        plan = planted_plan(PROBLEM, [fast], spans, [1], target_key="t")
+        assert rank_layouts_of_plan(msgspec.structs.replace(plan, overhead_s=overhead_s)) == layouts
 
 
 @pytest.mark.parametrize(("excess", "serves"), [(-0.001, True), (0.001, False)])

@@ -14,11 +14,11 @@ import gemmtune
 from gemmtune import backends
 from gemmtune.core.candidate import Candidate
 from gemmtune.core.decision import Decision
-from gemmtune.core.errors import PackedWeightError
+from gemmtune.core.errors import PackedWeightError, StoreBusy
 from gemmtune.core.problem import Problem
 from gemmtune.core.target import Target
 from gemmtune.core.workloads import linear_problem
-from gemmtune.dispatch import RUNTIME, current_target, policy
+from gemmtune.dispatch import RUNTIME, current_target, policy, runtime
 from gemmtune.dispatch.cache import DISPATCH_CACHE
 from gemmtune.store import MemoryStore
 from helpers.forking import passes_in_forked_child
@@ -62,6 +62,39 @@ def test_pytorch_serves_ties_and_none_valid(own_store: MemoryStore) -> None:
     own_store.put(current_target(), empty)
     RUNTIME.refresh()
     assert run_linear(2) is None
+
+
+class BusyStore(MemoryStore):
+    """Store that raises StoreBusy while it is ``busy``. reads: how often its decisions were asked for."""
+
+    busy, reads = True, 0
+
+    def decisions(self, target: Target) -> Iterator[Decision]:
+        self.reads += 1
+        if self.busy:
+            raise StoreBusy("another process writes")
+        return iter(list(super().decisions(target)))
+
+
+def test_busy_store_is_read_later_and_once(own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(runtime.time, "monotonic", lambda: now)
+    store = BusyStore()
+    store_decision(store, problem(3), evidence(toy(), 0.1), chosen=toy())
+    store.reads = 0
+    RUNTIME.refresh(store)
+    generation = RUNTIME.generation
+    assert run_linear(3) is None
+    assert (store.reads, RUNTIME.generation) == (1, generation + 1)
+    store.busy = False
+    assert run_linear(3) is None  # soon after
+    assert store.reads == 1
+    now += runtime.RETRY_S
+    assert run_linear(3)
+    store.busy = True
+    generation = RUNTIME.generation
+    assert run_linear(4)  # a new M, which the decision serves, too
+    assert (store.reads, RUNTIME.generation) == (2, generation)
 
 
 def test_second_call_does_not_look_up_the_kernel(own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
