@@ -61,10 +61,10 @@ LatencyOption = Annotated[
     ),
 ]  # fmt: skip
 DtypeOption = Annotated[
-    str,
-    typer.Option(
-        "--dtype", metavar="D", help="fp32, bf16, fp16, fp64, int8 (int8 x int8), int8wo, int4wo, fp8wo or fp8."
-    ),
+    str, typer.Option("--dtype", metavar="D", help="fp32, bf16, fp16, fp64, int8, int8wo, int4wo, fp8wo or fp8.")
+]
+WorkloadOption = Annotated[
+    str | None, typer.Option("--workload", metavar="NAME", help="llama, llama-small, odd or dynamic.")
 ]
 BudgetOption = Annotated[
     float | None,

@@ -11,6 +11,7 @@ import typer
 
 from .common import (
     DeviceOption,
+    DtypeOption,
     JsonOption,
     StoreOption,
     ThreadsOption,
@@ -45,9 +46,7 @@ def explain(
     m: Annotated[int, typer.Argument(min=0, metavar="M")],
     n: Annotated[int, typer.Argument(min=0, metavar="N")],
     k: Annotated[int, typer.Argument(min=0, metavar="K")],
-    dtype: Annotated[
-        str, typer.Option("--dtype", metavar="D", help="fp32, bf16, fp16, fp64, int8, int8wo, int4wo, fp8wo or fp8.")
-    ] = "bf16",
+    dtype: DtypeOption = "bf16",
     threads: ThreadsOption = None,
     device: DeviceOption = None,
     any_machine: Annotated[

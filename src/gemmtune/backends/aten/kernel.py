@@ -35,7 +35,7 @@ class AtenKernel(Kernel):
     product.
 
     device_types: the kinds of devices that have the op; empty for all. is_fallback: whether plain PyTorch runs the same
-    op on an unpacked weight.
+    op on an unpacked weight. accumulator: the dtype of the product; empty for that of A.
     """
 
     template: ClassVar[str]
@@ -43,6 +43,7 @@ class AtenKernel(Kernel):
     device_types: ClassVar[tuple[str, ...]] = ()
     is_fallback: ClassVar[bool] = False
     counts_writes: ClassVar[bool] = True
+    accumulator: ClassVar[str] = ""
     # Names in core.torch_compat of the operators that the template needs and that some versions of torch lack.
     operators: ClassVar[tuple[str, ...]] = ()
 
@@ -97,7 +98,7 @@ class AtenKernel(Kernel):
     @classmethod
     def product_dtype(cls, problem: Problem) -> str:
         """Return the dtype in which the op returns its product."""
-        return problem.a.dtype
+        return cls.accumulator or problem.a.dtype
 
     @classmethod
     def fused_prefix(cls, problem: Problem) -> Fused:
@@ -199,11 +200,6 @@ def why_not_packable(problem: Problem) -> str:
 def dense_weight_bytes(problem: Problem, dtype: str) -> int:
     """Return the bytes of B as a dense matrix of ``dtype``."""
     return problem.batch * problem.k * problem.n * bits(dtype) // 8
-
-
-def zero_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the product over K = 0: zeros [.., M, N]."""
-    return torch.zeros(*a.shape[:-1], b.shape[-1], dtype=dtype, device=a.device)
 
 
 def contiguous_copy(b: Tensor, layout: str, problem: Problem) -> PackedWeight:

@@ -80,10 +80,7 @@ class IntMm(OutVariantKernel):
     template = "int_mm"
     is_fallback = True
     family = ("int_mm",)
-
-    @classmethod
-    def product_dtype(cls, problem: Problem) -> str:
-        return "int32"
+    accumulator = "int32"
 
     @classmethod
     def why_unsupported(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
@@ -285,7 +282,6 @@ class Dequantized(AtenKernel):
 
     template = "dequant"
     family = ("mixed_mm",)
-    reduced = "keeps a dequantised float32 copy of the weight"
 
     @classmethod
     def why_unsupported(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
