@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn, ParamSpe
 import typer
 
 from ..core.printable import visible
-from .errors import fail_usage
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,6 +27,11 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+def fail_usage(message: str) -> NoReturn:
+    """Raise typer's error for wrong usage, which prints ``message`` on stderr and exits with code 2."""
+    raise typer.BadParameter(visible(message))
 
 
 def require_finite(value: float | None) -> float | None:

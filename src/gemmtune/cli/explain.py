@@ -18,6 +18,7 @@ from .common import (
     checked_store,
     exit_on_error,
     fail,
+    fail_usage,
     parse_device,
     parse_problem,
     plain_console,
@@ -25,7 +26,6 @@ from .common import (
     quiet_stdout,
     selected_target,
 )
-from .errors import fail_usage
 
 if TYPE_CHECKING:
     from rich.console import Console

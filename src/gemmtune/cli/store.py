@@ -17,6 +17,7 @@ from .common import (
     exit_if_damaged,
     exit_on_error,
     fail,
+    fail_usage,
     parse_device,
     plain_console,
     print_json,
@@ -26,7 +27,6 @@ from .common import (
     require_finite,
     selected_target,
 )
-from .errors import fail_usage
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -162,6 +162,11 @@ class AtenKernel(Kernel):
 class OutVariantKernel(AtenKernel):
     """A kernel whose op has an out variant, which is used when no step of the epilogue remains after the op."""
 
+    def matrix(self, b: Any) -> Tensor:
+        """Return the B operand as a Tensor [K, N]."""
+        tensor: Tensor = b
+        return tensor
+
     @abstractmethod
     def product_out(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
         """Write the result of ``product`` into ``out``, which has ``product_dtype``."""
@@ -171,6 +176,33 @@ class OutVariantKernel(AtenKernel):
             out.copy_(self.functional(a, b, aux))
         else:
             self._without_reduced_precision(a, self.product_out, a, b, aux, out)
+
+
+class CopiedKernel(OutVariantKernel):
+    """A kernel with a constant weight that is copied once into the other memory order, for use with a kernel that takes
+    the weight as it is: ``class MmCopied(CopiedKernel, Mm)``."""
+
+    is_fallback = False
+
+    @classmethod
+    def configs(cls, problem: Problem) -> list[dict[str, Scalar]]:
+        return [{"order": order} for order in ("row", "col")]
+
+    @classmethod
+    def why_unsupported(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+        if problem.b.layout.ld is None and problem.b.layout.order == config["order"]:
+            return f"the weight already is {config['order']}-major"
+        return why_not_packable(problem) or super().why_unsupported(problem, config)
+
+    @classmethod
+    def layout(cls, problem: Problem, config: Mapping[str, Scalar]) -> str | None:
+        return f"aten:{config['order']}"
+
+    def matrix(self, b: Any) -> Tensor:
+        return require_layout(b, self.packing or "").data[0]
+
+    def pack(self, b: Any) -> PackedWeight:
+        return contiguous_copy(b, self.packing or "", self.problem)
 
 
 class SlicedKernel(AtenKernel):
