@@ -63,6 +63,8 @@ def test_writing_to_the_unpacked_weight_raises_packed_weight_error() -> None:
     assert torch.equal(module.weight + 0, module.state_dict()["weight"])
     with pytest.raises(PackedWeightError, match="would be lost"):
         module.weight.zero_()
+    with pytest.raises(PackedWeightError, match="would be lost"):
+        torch._foreach_zero_([module.weight])
 
 
 @pytest.mark.filterwarnings(

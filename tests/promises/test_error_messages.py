@@ -93,7 +93,6 @@ def test_the_times_of_a_row_are_the_times_of_its_ratio() -> None:
     for layouts in ({"": layout}, {}):
         decision = msgspec.structs.replace(original, evidence=(*original.evidence, screened), layouts=layouts)
         row = summarize(decision)
-        assert row.aten_id == ATEN.id
         assert row.aten_s is not None
         assert row.best_s is not None
         assert row.aten_s / row.best_s == pytest.approx(row.speedup, rel=0.05)

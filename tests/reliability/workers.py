@@ -25,7 +25,7 @@ from gemmtune.core.decision import Verdict
 from gemmtune.core.problem import Layout, Operand, Problem
 from gemmtune.core.target import Target, current_cpu
 from gemmtune.testing import hostile_backend, toy_compiler
-from gemmtune.workers.builds import BuildLimits, prebuild
+from gemmtune.workers.builds import Builders, BuildLimits
 from gemmtune.workers.contract import Limits
 from gemmtune.workers.process_tags import tagged
 from gemmtune.workers.worker import Worker
@@ -164,9 +164,9 @@ def hostile_builds(full: bool) -> Outcome:
         for kind, outcome in BUILDS.items()
     }
     limits = BuildLimits(build_s=1.0 if full else 3.0, builders=4, memory=1 << 30)
-    with _toy_compiler():
+    with _toy_compiler(), Builders(limits) as builders:
         start = time.monotonic()
-        built = prebuild(PROBLEM, wanted, _target(), limits=limits)
+        built = builders(PROBLEM, wanted, _target())
         seconds = time.monotonic() - start
     outcomes = {candidate: _outcome(built[candidate.id]) for candidate in wanted}
     wrong = [

@@ -141,15 +141,15 @@ def test_hot_operands_are_one_set_with_a_condition() -> None:
 def test_moved_operands_have_equal_values_and_strides() -> None:
     kernel, aten = RecordingKernel("k", "x:a"), RecordingKernel("mm", None, backend="aten")
     operands = RaceOperands({k.candidate.id: k for k in (aten, kernel)}, PROBLEM, devices.of(TARGET), 0, None)
-    before = {name: pool._sets[0] for name, pool in operands._operands.items()}
+    before = {name: pool.sets[0] for name, pool in operands._operands.items()}
     operands._move()
     for name, pool in operands._operands.items():
-        (_, old, _), (inputs, new, _) = before[name], pool._sets[0]
+        (_, old, _), (inputs, new, _) = before[name], pool.sets[0]
         old, new = (b.data[0] if isinstance(b, PackedWeight) else b for b in (old, new))
         assert new.data_ptr() != old.data_ptr()
         assert new.stride() == old.stride()
         assert bool((new == old).all())
-        assert name or inputs.b is pool._sets[0][1]
+        assert name or inputs.b is pool.sets[0][1]
 
 
 # --- other M

@@ -18,12 +18,6 @@ def test_mad_estimates_the_standard_deviation_despite_stalls() -> None:
     assert stats.mad(values) == pytest.approx(0.5, rel=0.15)
 
 
-def test_robust_center_drops_outliers_only() -> None:
-    assert stats.robust_center([1.0, 1.1, 0.9, 1.05, 0.95, 9.0]) == pytest.approx(1.0)
-    assert stats.robust_center([2.0, 2.0, 2.0]) == 2.0
-    assert stats.robust_center([1.0, 2.0, 3.0]) == pytest.approx(2.0)
-
-
 def test_median_interval_of_small_samples() -> None:
     interval = stats.median_interval([3.0, 1.0, 2.0, 6.0, 5.0, 4.0])  # 1 - 2 * 2**-6
     assert (interval.center, interval.lo, interval.hi, interval.level) == (3.5, 1.0, 6.0, 1 - 2 / 64)
@@ -136,16 +130,6 @@ def test_median_intervals_are_the_narrowest_that_the_binomial_distribution_allow
 def test_mad_of_a_few_values_by_hand() -> None:
     assert stats.mad([1.0, 2.0, 4.0, 8.0, 100.0]) == pytest.approx(1.4826 * 3.0)
     assert stats.mad([3.0]) == 0.0
-
-
-@pytest.mark.parametrize(("cut", "center"), [(1.0, 2.0), (3.0, 2.0), (1.0 / 1.4826, 2.0), (100.0, 6.0)])
-def test_robust_center_keeps_the_values_within_the_cut(cut: float, center: float) -> None:
-    """The median of 1, 2, 3, 2, 22 is 2 and their MAD 1.4826."""
-    assert stats.robust_center([1.0, 2.0, 3.0, 2.0, 22.0], cut) == pytest.approx(center)
-
-
-def test_robust_center_without_a_spread_is_the_median() -> None:
-    assert stats.robust_center([5.0, 5.0, 5.0, 9.0]) == 5.0
 
 
 def test_drift_by_hand() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from gemmtune.core.problem import Operand, Problem
 from gemmtune.core.target import current_cpu
 from gemmtune.testing import toy_compiler
 from gemmtune.workers import builds
-from gemmtune.workers.builds import Builders, BuildLimits, prebuild
+from gemmtune.workers.builds import Builders, BuildLimits
 from gemmtune.workers.contract import WorkerStartError
 from gemmtune.workers.process_tags import tagged
 
@@ -39,8 +39,13 @@ def toy_candidate(name: str, **config: str | float) -> Candidate:
     return Candidate.make("toy", name, kind=name, **config)
 
 
+def prebuild(candidates: Iterable[Candidate], limits: BuildLimits | None = None) -> dict[str, Artifact | Verdict]:
+    with Builders(limits) as builders:
+        return builders(PROBLEM, candidates, TARGET)
+
+
 def test_each_build_ends_in_an_artifact_or_a_verdict() -> None:
-    results = prebuild(PROBLEM, map(toy_candidate, toy_compiler.KINDS), TARGET, limits=LIMITS)
+    results = prebuild(map(toy_candidate, toy_compiler.KINDS), limits=LIMITS)
     assert list(results) == [toy_candidate(name).id for name in toy_compiler.KINDS]
     kinds = {
         name: result.kind
@@ -60,7 +65,7 @@ def test_each_build_ends_in_an_artifact_or_a_verdict() -> None:
 
 def test_builds_run_in_parallel() -> None:
     pair = [toy_candidate("meets", me="a", other="b"), toy_candidate("meets", me="b", other="a")]
-    results = prebuild(PROBLEM, pair, TARGET, limits=BuildLimits(build_s=30.0, builders=2))
+    results = prebuild(pair, limits=BuildLimits(build_s=30.0, builders=2))
     assert all(isinstance(artifact, Artifact) for artifact in results.values())
 
 
@@ -77,7 +82,7 @@ def test_each_build_has_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
             host_events.append("fork")
 
     monkeypatch.setattr(builds, "Host", RecordingHost)
-    prebuild(PROBLEM, [toy_candidate("slow", seconds=0.01 * i) for i in range(5)], TARGET, limits=LIMITS)
+    prebuild([toy_candidate("slow", seconds=0.01 * i) for i in range(5)], limits=LIMITS)
     assert host_events[1:] == ["fork"] * 5
     assert tagged(host_events[0]) == []
 
@@ -85,19 +90,19 @@ def test_each_build_has_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_candidates_without_a_build_need_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builds, "Host", None)
     candidate = Candidate.make("aten", "mm")
-    assert isinstance(prebuild(PROBLEM, [candidate, candidate], TARGET)[candidate.id], Artifact)
-    assert prebuild(PROBLEM, [], TARGET) == {}
+    assert isinstance(prebuild([candidate, candidate])[candidate.id], Artifact)
+    assert prebuild([]) == {}
 
 
 def test_build_process_that_cannot_start_raises_worker_start_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gemmtune.workers.process._BOOT", "raise SystemExit('no python today')")
     with pytest.raises(WorkerStartError, match="no python today"):
-        prebuild(PROBLEM, [toy_candidate("good")], TARGET, limits=LIMITS)
+        prebuild([toy_candidate("good")], limits=LIMITS)
 
 
 def test_unknown_backend_raises_value_error() -> None:
     with pytest.raises(ValueError, match="unknown backend"):
-        prebuild(PROBLEM, [Candidate.make("nowhere", "mm")], TARGET)
+        prebuild([Candidate.make("nowhere", "mm")])
 
 
 # --- builds ahead ---------------------------------------------------------------------------------------------------

@@ -10,10 +10,12 @@ from .common import (
     BackendsOption,
     BudgetOption,
     DeviceOption,
+    DtypeOption,
     HotOption,
     JsonOption,
     LatencyOption,
     ThreadsOption,
+    WorkloadOption,
     exit_on_error,
     fail,
     parse_backends,
@@ -31,12 +33,8 @@ from .common import (
 @exit_on_error
 def bench(
     shapes: Annotated[list[str] | None, typer.Argument(metavar="M,N,K", help="Shapes, e.g. 16,4096,11008.")] = None,
-    workload: Annotated[
-        str | None, typer.Option("--workload", metavar="NAME", help="llama, llama-small, odd or dynamic.")
-    ] = None,
-    dtype: Annotated[
-        str, typer.Option("--dtype", metavar="D", help="fp32, bf16, fp16, fp64, int8, int8wo, int4wo, fp8wo or fp8.")
-    ] = "bf16",
+    workload: WorkloadOption = None,
+    dtype: DtypeOption = "bf16",
     backends: BackendsOption = None,
     budget: BudgetOption = None,
     hot: HotOption = False,

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn, ParamSpe
 import typer
 
 from ..core.printable import visible
-from .errors import fail_usage
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,6 +27,11 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+def fail_usage(message: str) -> NoReturn:
+    """Raise typer's error for wrong usage, which prints ``message`` on stderr and exits with code 2."""
+    raise typer.BadParameter(visible(message))
 
 
 def require_finite(value: float | None) -> float | None:
@@ -61,10 +65,10 @@ LatencyOption = Annotated[
     ),
 ]  # fmt: skip
 DtypeOption = Annotated[
-    str,
-    typer.Option(
-        "--dtype", metavar="D", help="fp32, bf16, fp16, fp64, int8 (int8 x int8), int8wo, int4wo, fp8wo or fp8."
-    ),
+    str, typer.Option("--dtype", metavar="D", help="fp32, bf16, fp16, fp64, int8, int8wo, int4wo, fp8wo or fp8.")
+]
+WorkloadOption = Annotated[
+    str | None, typer.Option("--workload", metavar="NAME", help="llama, llama-small, odd or dynamic.")
 ]
 BudgetOption = Annotated[
     float | None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from .common import JsonOption, StoreOption, ThreadsOption, exit_on_error, print_json, print_lines, quiet_stdout
@@ -22,7 +23,7 @@ def doctor(
     with quiet_stdout(as_json):
         report = examine(store_path, threads=threads)
     if as_json:
-        print_json(report.to_dict())
+        print_json(asdict(report))
     else:
         print_lines(*lines(report))
 

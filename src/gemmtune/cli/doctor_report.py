@@ -8,7 +8,7 @@ import platform
 import re
 import shutil
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,10 +64,6 @@ class DoctorReport:
     store_damage: list[str]
     gpus: list[Gpu] = field(default_factory=list)
     advice: list[str] = field(default_factory=list)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as a dict that can be written as JSON."""
-        return asdict(self)
 
 
 def examine(store_path: Path | None = None, *, threads: int | None = None) -> DoctorReport:

@@ -11,12 +11,14 @@ import typer
 
 from .common import (
     DeviceOption,
+    DtypeOption,
     JsonOption,
     StoreOption,
     ThreadsOption,
     checked_store,
     exit_on_error,
     fail,
+    fail_usage,
     parse_device,
     parse_problem,
     plain_console,
@@ -24,7 +26,6 @@ from .common import (
     quiet_stdout,
     selected_target,
 )
-from .errors import fail_usage
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,9 +46,7 @@ def explain(
     m: Annotated[int, typer.Argument(min=0, metavar="M")],
     n: Annotated[int, typer.Argument(min=0, metavar="N")],
     k: Annotated[int, typer.Argument(min=0, metavar="K")],
-    dtype: Annotated[
-        str, typer.Option("--dtype", metavar="D", help="fp32, bf16, fp16, fp64, int8, int8wo, int4wo, fp8wo or fp8.")
-    ] = "bf16",
+    dtype: DtypeOption = "bf16",
     threads: ThreadsOption = None,
     device: DeviceOption = None,
     any_machine: Annotated[

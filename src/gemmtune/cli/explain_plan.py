@@ -127,10 +127,10 @@ def _kernel_text(kernel: PlanKernel, plan: TunedPlan) -> str:
 def _times_table(plan: TunedPlan, packing: str, names: Mapping[str, str]) -> Table:
     """Return the table "time over M" of a layout: measured M, the times of ATen and of what serves, which one serves,
     and its regret."""
-    from rich.table import Table
+    from .tables import empty_table
 
     kernels = [kernel.id for kernel in serving_kernels(plan, packing) if names[kernel.id] != ATEN]
-    table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
+    table = empty_table()
     for name in ("M", ATEN, *(names[kernel] for kernel in kernels), "serves", "regret"):
         table.add_column(name, justify="left" if name == "serves" else "right", no_wrap=True)
     rows = times_over_m(plan, packing)

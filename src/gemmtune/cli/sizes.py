@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .errors import fail_usage
+from .common import fail_usage
 
 if TYPE_CHECKING:
     from ..tuning.sizes import Sizes

@@ -17,6 +17,7 @@ from .common import (
     exit_if_damaged,
     exit_on_error,
     fail,
+    fail_usage,
     parse_device,
     plain_console,
     print_json,
@@ -26,7 +27,6 @@ from .common import (
     require_finite,
     selected_target,
 )
-from .errors import fail_usage
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -119,7 +119,7 @@ def _decisions_table(decisions: list[Decision]) -> Table:
     from ..report.rows import sorted_decisions, summarize
     from .tables import speedup_text
 
-    table = _empty_table("id", "problem (MxNxK)", "speed-up [95%]", "made", "kernel")
+    table = _table_of("id", "problem (MxNxK)", "speed-up [95%]", "made", "kernel")
     for decision in sorted_decisions(decisions):
         row = summarize(decision)
         table.add_row(short_id(decision), row.label, speedup_text(row), _time_text(decision.created), row.kernel)
@@ -127,7 +127,7 @@ def _decisions_table(decisions: list[Decision]) -> Table:
 
 
 def _plans_table(plans: list[TunedPlan]) -> Table:
-    table = _empty_table("M", "kernels", "layouts", "made", "plan")
+    table = _table_of("M", "kernels", "layouts", "made", "plan")
     for plan in sorted(plans, key=lambda plan: plan.plan_key):
         layouts = ", ".join(packing or "unpacked" for packing in plan.intervals)
         made = _time_text(plan.created)
@@ -135,10 +135,10 @@ def _plans_table(plans: list[TunedPlan]) -> Table:
     return table
 
 
-def _empty_table(*columns: str) -> Table:
-    from rich.table import Table
+def _table_of(*columns: str) -> Table:
+    from .tables import empty_table
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = empty_table()
     for name in columns:
         table.add_column(name, overflow="fold")
     return table

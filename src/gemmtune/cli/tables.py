@@ -34,11 +34,17 @@ def speedup_text(row: DecisionSummary) -> str:
     return f"{row.speedup:.2f}x [{row.lo:.2f}-{row.hi:.2f}]"
 
 
+def empty_table(caption: str = "") -> Table:
+    """Return a table without rows and columns, in the style of all tables that the commands print."""
+    return Table(
+        box=None, pad_edge=False, header_style="bold", caption=caption or None, caption_justify="left",
+        caption_style="dim",
+    )  # fmt: skip
+
+
 def decisions_table(decisions: Iterable[Decision]) -> Table:
     """Return a table with a row per problem: ATen's time, the best time, the speed-up with its interval, the kernel."""
-    table = Table(
-        box=None, pad_edge=False, header_style="bold", caption=TIMES_NOTE, caption_justify="left", caption_style="dim"
-    )
+    table = empty_table(TIMES_NOTE)
     table.add_column("problem (MxNxK)", no_wrap=True)
     for name in ("ATen", "best"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -46,21 +52,13 @@ def decisions_table(decisions: Iterable[Decision]) -> Table:
     table.add_column("kernel", overflow="fold")
     for decision in sorted_decisions(decisions):
         row = summarize(decision)
-        table.add_row(
-            row.label,
-            time_text(row.aten_s),
-            time_text(row.best_s),
-            speedup_text(row),
-            row.kernel,
-        )
+        table.add_row(row.label, time_text(row.aten_s), time_text(row.best_s), speedup_text(row), row.kernel)
     return table
 
 
 def plans_table(plans: Iterable[TunedPlan]) -> Table:
     """Return a table with a row per layout of each plan: the range of M, what serves, and the worst regret."""
-    table = Table(
-        box=None, pad_edge=False, header_style="bold", caption=_REGRET_NOTE, caption_justify="left", caption_style="dim"
-    )
+    table = empty_table(_REGRET_NOTE)
     for name in ("weight (MxNxK)", "M", "layout"):
         table.add_column(name, no_wrap=True)
     for name in ("kernels", "intervals", "worst regret"):
@@ -78,14 +76,7 @@ def plans_table(plans: Iterable[TunedPlan]) -> Table:
 def bench_table(decisions: Iterable[Decision], backends: Iterable[str]) -> Table:
     """Return a table with a row per problem: the best time of each backend, and the winner's speed-up over ATen."""
     names = list(backends)
-    table = Table(
-        box=None,
-        pad_edge=False,
-        header_style="bold",
-        caption=_BENCH_TIMES_NOTE,
-        caption_justify="left",
-        caption_style="dim",
-    )
+    table = empty_table(_BENCH_TIMES_NOTE)
     table.add_column("problem (MxNxK)", no_wrap=True)
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)

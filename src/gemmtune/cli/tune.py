@@ -17,6 +17,7 @@ from .common import (
     LatencyOption,
     StoreOption,
     ThreadsOption,
+    WorkloadOption,
     checked_store,
     exit_on_error,
     fail,
@@ -48,9 +49,7 @@ def tune(
         list[str] | None,
         typer.Argument(metavar="MODEL|M,N,K", help="file.py:factory, package.module:factory, or shapes."),
     ] = None,
-    workload: Annotated[
-        str | None, typer.Option("--workload", metavar="NAME", help="llama, llama-small, odd or dynamic.")
-    ] = None,
+    workload: WorkloadOption = None,
     dtype: Annotated[
         str | None,
         typer.Option(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import PackedWeightError
-from .modules import RawLinear, RawWeightOnlyLinear, WeightOnlyLinear
+from .modules import RawLinear, RawWeightOnlyLinear, WeightOnlyLinear, return_tensors
 from .packed_tensor import PackedTensor, swap_tensors
 from .sites import Site
 
@@ -51,7 +51,7 @@ class ReplacedModule:
     def undo(self) -> None:
         """Reinstall the original module, with the replacement's present values and training mode."""
         if isinstance(self.module, RawLinear | RawWeightOnlyLinear):
-            self.module.return_tensors(self.site.module)
+            return_tensors(self.module, self.site.module)
         else:
             for name, value in self.module.raw().items():
                 self.tensors[name].data = value.contiguous()

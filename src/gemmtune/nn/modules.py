@@ -198,7 +198,7 @@ def _share_tensors(module: nn.Module, original: nn.Module) -> None:
     module.train(original.training)
 
 
-def _return_tensors(module: nn.Module, original: nn.Module) -> None:
+def return_tensors(module: nn.Module, original: nn.Module) -> None:
     """Register a module's tensors in the original again: they may have been moved, cast or loaded in the meantime."""
     original._parameters.update({name: module._parameters[name] for name in original._parameters})
     original._buffers.update({name: module._buffers[name] for name in original._buffers})
@@ -227,10 +227,6 @@ class RawLinear(nn.Linear):
             result: Tensor = torch.ops.gemmtune.tuned_linear(input, self.weight, self.bias)
             return result
         return linear(input, self.weight, self.bias)
-
-    def return_tensors(self, original: nn.Module) -> None:
-        """Register the Parameters in the original again."""
-        _return_tensors(self, original)
 
 
 class RawWeightOnlyLinear(nn.Module):
@@ -269,10 +265,6 @@ class RawWeightOnlyLinear(nn.Module):
             )
         out: Tensor = product if input.dim() == 2 else product.view(*input.shape[:-1], self.out_features)
         return out
-
-    def return_tensors(self, original: nn.Module) -> None:
-        """Register the tensors in the original again."""
-        _return_tensors(self, original)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

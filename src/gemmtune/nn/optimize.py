@@ -285,7 +285,7 @@ def _save_unpacked(module: nn.Module, state: dict[str, Any], prefix: str, _: Any
     state expects. This is a state dict hook."""
     for name, parameter in module._parameters.items():
         if isinstance(parameter, PackedTensor) and isinstance(state.get(prefix + name), PackedTensor):
-            state[prefix + name] = parameter.unpacked_copy()
+            state[prefix + name] = parameter.original()
 
 
 def _replace_module(site: Site, weight_only: WeightOnly, packed: PackedWeight, handle: Handle, keep_both: bool) -> str:

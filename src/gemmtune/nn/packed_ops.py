@@ -24,19 +24,22 @@ from ..ops.linear import linear
 from ..ops.packing import unpack
 
 
+def packed_fields(packed: PackedWeight) -> dict[str, Any]:
+    """Return the fields of a PackedWeight, without its tensors and its ``quant``."""
+    return {
+        "layout": packed.layout, "n": packed.n, "k": packed.k, "dtype": packed.dtype, "machine": packed.machine,
+        "raw_order": packed.raw_order, "meta": dict(packed.meta),
+    }  # fmt: skip
+
+
 def spec_of(packed: PackedWeight) -> str:
     """Return the fields of a packed floating weight as JSON, without its tensors."""
-    return json.dumps(
-        {
-            "layout": packed.layout, "n": packed.n, "k": packed.k, "dtype": packed.dtype, "machine": packed.machine,
-            "raw_order": packed.raw_order, "meta": dict(packed.meta),
-        }
-    )  # fmt: skip
+    return json.dumps(packed_fields(packed))
 
 
 @functools.lru_cache(maxsize=1024)
 def fields_of(spec: str) -> dict[str, Any]:
-    """Return the fields in a result of ``spec_of``."""
+    """Return the fields in a spec, which is JSON."""
     fields: dict[str, Any] = json.loads(spec)
     return fields
 

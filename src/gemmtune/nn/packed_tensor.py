@@ -110,14 +110,11 @@ class PackedTensor(Tensor):
         values: Tensor = torch.ops.gemmtune.unpack_weight(self.parts, self.spec) if raw is None else raw
         return values.t() if self.transposed else values
 
-    def unpacked_copy(self) -> Tensor:
-        """Return a copy of the values as an ordinary tensor of this shape."""
+    def original(self) -> Tensor:
+        """Return a copy of the weight in the form that it had before it was packed, with its present values: what a
+        ``state_dict`` has for this weight."""
         values = self.unpacked().detach()
         return values.clone() if "raw_weight" in self.__dict__ else values
-
-    def original(self) -> Tensor:
-        """Return a copy of the weight in the form that it had before it was packed, with its present values."""
-        return self.unpacked_copy()
 
     def map_inner(self, change: Callable[[Tensor], Tensor], transposed: bool) -> PackedTensor:
         """Return a new weight whose inner tensors are the results of ``change`` on those of this one.

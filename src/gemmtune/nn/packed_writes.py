@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +21,12 @@ from ..ops.packing import pack
 if TYPE_CHECKING:
     from .packed_tensor import PackedTensor
 
+_Tensor = TypeVar("_Tensor", bound=Tensor)
 
-def written_tensors(
-    cls: type[PackedTensor], func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> list[PackedTensor]:
-    """Return the arguments that an operator writes to and that are packed tensors of class ``cls``, each once."""
-    targets: list[PackedTensor] = []
+
+def written_tensors(cls: type[_Tensor], func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[_Tensor]:
+    """Return the arguments that an operator writes to and that are tensors of class ``cls``, each once."""
+    targets: list[_Tensor] = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
@@ -95,13 +95,11 @@ def as_read_only(values: Tensor) -> Tensor:
 
 def _refuse_writes(cls: type[Tensor], func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raises PackedWeightError where an operator writes to an argument of class ``cls``."""
-    for position, argument in enumerate(func._schema.arguments):
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
-        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, cls):
-            raise PackedWeightError(
-                f"{func}: this is a view of a weight packed by gemmtune.optimize(), and the write would be lost: "
-                "write to the whole weight, or restore() the model first"
-            )
+    if written_tensors(cls, func, args, kwargs):
+        raise PackedWeightError(
+            f"{func}: this is a view of a weight packed by gemmtune.optimize(), and the write would be lost: "
+            "write to the whole weight, or restore() the model first"
+        )
 
 
 class ReadOnly(Tensor):

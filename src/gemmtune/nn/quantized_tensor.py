@@ -7,7 +7,6 @@ function reads dequantised values. ``original()`` returns torchao's tensor again
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .. import fuse
+from ..backends.aten.steps import dtype_name
 from ..core.errors import PackedWeightError
 from ..core.problem import Problem, Quant
 from ..core.torch_compat import make_wrapper_subclass, to_copy
@@ -28,9 +28,10 @@ from ..ops.mixed_mm import mixed_mm
 from ..ops.packing import pack, unpack
 from ..ops.scaled_mm import scaled_mm
 from ..ops.torchao_formats import QuantizedWeight, inner_tensors
-from .packed_ops import LIBRARY, untraced
+from .packed_ops import LIBRARY, fields_of, packed_fields, untraced
 from .packed_products import needs_operator
 from .packed_tensor import PackedTensor, can_stay_packed
+from .packed_writes import written_tensors
 
 _aten = torch.ops.aten
 _compiling = torch.compiler.is_compiling
@@ -53,7 +54,7 @@ class QuantizedTensor(PackedTensor):
 
     @staticmethod
     def __new__(cls, parts: Sequence[Tensor], spec: str, template: Any) -> QuantizedTensor:
-        fields = _spec(spec)
+        fields = fields_of(spec)
         result: QuantizedTensor = make_wrapper_subclass(
             cls, (fields["n"], fields["k"]), dtype=getattr(torch, fields["dtype"]), device=parts[0].device
         )
@@ -106,17 +107,13 @@ class QuantizedTensor(PackedTensor):
     @property
     def layout_name(self) -> str:
         """The name of the packed layout; ``raw`` for a weight that is not packed."""
-        packed = _spec(self.spec).get("packed")
+        packed = fields_of(self.spec).get("packed")
         return "raw" if packed is None else str(packed["layout"])
 
     def unpacked(self) -> Tensor:
         """Return the dequantised weight [N, K], in new memory."""
         values: Tensor = torch.ops.gemmtune.dequantize_weight(self.parts, self.spec)
         return values
-
-    def unpacked_copy(self) -> Tensor:
-        """Return ``original()``, which is what a ``state_dict`` has for this weight."""
-        return self.original()
 
     def dequantize(self, output_dtype: torch.dtype | None = None) -> Tensor:
         """Return the dequantised weight [N, K]. torchao's tensors have this method too.
@@ -164,7 +161,7 @@ class QuantizedTensor(PackedTensor):
         if in_transform():  # torch.jit's tracer counts as one: transforms get the dequantised weight
             return functional.linear(input, self.unpacked().to(input.dtype), bias)
         rows = input if input.dim() == 2 else input.reshape(-1, input.shape[-1])
-        spec = _spec(self.spec)
+        spec = fields_of(self.spec)
         values, scale = torchao_formats.quantize(rows, spec["activation"]) if rows.numel() else (rows, None)
         dtype = input.dtype
         if spec["autocast"] and is_autocast_on(input.device.type):
@@ -188,14 +185,11 @@ class QuantizedTensor(PackedTensor):
                 return first._copy_from(args[1])
             if func is to_copy and not can_stay_packed(first, kwargs or {}):
                 return func(first.original(), **(kwargs or {}))  # a move or a cast returns torchao's tensor again
-        if func._schema.is_mutable:
-            for position, argument in enumerate(func._schema.arguments):
-                value = args[position] if position < len(args) else (kwargs or {}).get(argument.name)
-                if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, cls):
-                    raise PackedWeightError(
-                        f"{func}: a quantised weight that gemmtune.optimize() serves takes no such write: restore() "
-                        "the model with the handle that optimize() returned, write, and optimize it again"
-                    )
+        if func._schema.is_mutable and written_tensors(cls, func, args, kwargs or {}):
+            raise PackedWeightError(
+                f"{func}: a quantised weight that gemmtune.optimize() serves takes no such write: restore() "
+                "the model with the handle that optimize() returned, write, and optimize it again"
+            )
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _copy_from(self, values: Tensor) -> Tensor:
@@ -246,23 +240,12 @@ def pack_quantized(weight: QuantizedWeight, *, layout: str, problems: Sequence[P
     )  # fmt: skip
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-@functools.lru_cache(maxsize=1024)
-def _spec(spec: str) -> dict[str, Any]:
-    """Return the fields of a spec: those of ``_fields``, ``count`` (of the B operand's parts), and ``packed`` (those of
-    ``_packed_fields``) for a packed weight."""
-    fields: dict[str, Any] = json.loads(spec)
-    return fields
-
-
 def _fields(shape: Sequence[int], dtype: torch.dtype, bits: int, group: int | None, zero_point: bool) -> dict[str, Any]:
-    """Return the fields of the spec of a weight for ``mixed_mm``. shape: [N, K]. zero_point: whether the
-    weight has zero points."""
+    """Return the fields of the spec of a weight for ``mixed_mm``; specs also have ``count`` (of the B operand's parts)
+    and, for a packed weight, ``packed`` (``_packed_fields``). shape: [N, K]. zero_point: whether the weight has zero
+    points."""
     return {
-        "n": shape[0], "k": shape[1], "dtype": _name(dtype), "bits": bits, "group": group, "zero": zero_point,
+        "n": shape[0], "k": shape[1], "dtype": dtype_name(dtype), "bits": bits, "group": group, "zero": zero_point,
         "activation": "", "product": "mixed_mm", "autocast": False, "tiles": None,
     }  # fmt: skip
 
@@ -270,11 +253,8 @@ def _fields(shape: Sequence[int], dtype: torch.dtype, bits: int, group: int | No
 def _packed_fields(packed: PackedWeight) -> dict[str, Any]:
     """Return the fields of a PackedWeight without its tensors."""
     quant = packed.quant
-    return {
-        "layout": packed.layout, "n": packed.n, "k": packed.k, "dtype": packed.dtype, "machine": packed.machine,
-        "raw_order": packed.raw_order, "meta": dict(packed.meta),
-        "quant": None if quant is None else [quant.group, quant.scale_dtype, quant.zero_point],
-    }  # fmt: skip
+    quant_fields = None if quant is None else [quant.group, quant.scale_dtype, quant.zero_point]
+    return {**packed_fields(packed), "quant": quant_fields}
 
 
 def describe_packed(packed: PackedWeight) -> str:
@@ -299,7 +279,7 @@ def describe_raw(weight: Tensor, scale: Tensor, zero_point: Tensor | None, bits:
 
 def operand_of(parts: Sequence[Tensor], spec: str) -> Tensor | QuantWeight | PackedWeight:
     """Return the B operand in the parts of a weight, which shares their memory."""
-    fields = _spec(spec)
+    fields = fields_of(spec)
     if "packed" in fields:
         packed = dict(fields["packed"])
         quant = packed.pop("quant")
@@ -309,8 +289,8 @@ def operand_of(parts: Sequence[Tensor], spec: str) -> Tensor | QuantWeight | Pac
     if fields["product"] != "mixed_mm":
         return parts[0].t()
     zero = parts[2] if fields["zero"] else None
-    quant = Quant(fields["group"], _name(parts[1].dtype), zero is not None)
-    stored = "int4" if fields["bits"] == 4 else _name(parts[0].dtype)
+    quant = Quant(fields["group"], dtype_name(parts[1].dtype), zero is not None)
+    stored = "int4" if fields["bits"] == 4 else dtype_name(parts[0].dtype)
     return QuantWeight(parts[0].t(), parts[1], zero, fields["k"], quant, stored)
 
 
@@ -319,12 +299,12 @@ def _integers(parts: Sequence[Tensor], spec: str) -> Tensor:
     operand = operand_of(parts, spec)
     raw = unpack(operand) if isinstance(operand, PackedWeight) else operand
     data = raw.data.t() if isinstance(raw, QuantWeight) else (raw if isinstance(operand, PackedWeight) else raw.t())
-    return torchao_formats.signed(data) if _spec(spec)["bits"] == 4 else data.clone()
+    return torchao_formats.signed(data) if fields_of(spec)["bits"] == 4 else data.clone()
 
 
 def _source_data(parts: Sequence[Tensor], spec: str) -> Tensor:
     """Return a copy of the source's inner tensor that has the integers."""
-    integers, tiles = _integers(parts, spec), _spec(spec)["tiles"]
+    integers, tiles = _integers(parts, spec), fields_of(spec)["tiles"]
     return integers if tiles is None else torchao_formats.as_tiles(integers, tuple(tiles))
 
 
@@ -369,7 +349,7 @@ def _run_linear(
     rows: Tensor, row_scale: Tensor | None, weight: Sequence[Tensor], spec: str, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     with untraced():
-        fields = _spec(spec)
+        fields = fields_of(spec)
         weight_scale = weight[fields["count"]] if fields["product"] != "mixed_mm" else None
         return _multiply(rows, row_scale, operand_of(weight, spec), weight_scale, fields, bias, dtype)
 
@@ -377,12 +357,12 @@ def _run_linear(
 def _fake_linear(
     rows: Tensor, row_scale: Tensor | None, weight: Sequence[Tensor], spec: str, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    return rows.new_empty((rows.shape[0], _spec(spec)["n"]), dtype=dtype)
+    return rows.new_empty((rows.shape[0], fields_of(spec)["n"]), dtype=dtype)
 
 
 def _run_dequantize(weight: Sequence[Tensor], spec: str) -> Tensor:
     with untraced():
-        fields, operand = _spec(spec), operand_of(weight, spec)
+        fields, operand = fields_of(spec), operand_of(weight, spec)
         raw: Any = unpack(operand) if isinstance(operand, PackedWeight) else operand
         dtype = getattr(torch, fields["dtype"])
         if not isinstance(raw, QuantWeight):
@@ -403,7 +383,7 @@ def _run_dequantize(weight: Sequence[Tensor], spec: str) -> Tensor:
 
 
 def _fake_dequantize(weight: Sequence[Tensor], spec: str) -> Tensor:
-    fields = _spec(spec)
+    fields = fields_of(spec)
     return weight[0].new_empty((fields["n"], fields["k"]), dtype=getattr(torch, fields["dtype"]))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +18,9 @@ log = logging.getLogger("gemmtune")
 def same_product(weight: Tensor, form: QuantizedTensor, problem: Problem) -> bool:
     """Whether F.linear by torchao's ``weight`` and by gemmtune's ``form`` agree on two random rows. The norm of their
     difference may be 5% of the norm of torchao's result."""
-    x = torch.randn(2, problem.k, generator=torch.Generator().manual_seed(0)).to(weight.dtype).to(weight.device)
-    try:
-        expected, actual = functional.linear(x, weight).double(), functional.linear(x, form).double()
-    except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
-        log.debug("a %s could not be compared: %s", type(weight).__name__, error)
-        return False
-    return expected.shape == actual.shape and bool((expected - actual).norm() <= 0.05 * expected.norm())
+    x = _random_rows(problem).to(weight.dtype).to(weight.device)
+    name = f"a {type(weight).__name__}"
+    return _agree(name, lambda: functional.linear(x, weight), lambda: functional.linear(x, form))
 
 
 def computes_same(original: nn.Module, module: nn.Module, problem: Problem) -> bool:
@@ -33,11 +30,19 @@ def computes_same(original: nn.Module, module: nn.Module, problem: Problem) -> b
     The two are compared on two random rows. The norm of their difference may be 5% of the norm of the original's
     result, because the original may round its weight to the activations' dtype.
     """
-    x = torch.randn(2, problem.k, generator=torch.Generator().manual_seed(0)).to(getattr(torch, problem.a.dtype))
-    x = x.to(next(t.device for t in (*original.parameters(False), *original.buffers(False))))
+    device = next(t.device for t in (*original.parameters(False), *original.buffers(False)))
+    x = _random_rows(problem).to(getattr(torch, problem.a.dtype)).to(device)
+    return _agree(type(original).__name__, lambda: original(x), lambda: module(x))
+
+
+def _random_rows(problem: Problem) -> Tensor:
+    return torch.randn(2, problem.k, generator=torch.Generator().manual_seed(0))
+
+
+def _agree(name: str, compute_expected: Callable[[], Tensor], compute: Callable[[], Tensor]) -> bool:
     try:
-        expected, actual = original(x).double(), module(x).double()
+        expected, actual = compute_expected().double(), compute().double()
     except (RuntimeError, TypeError, ValueError) as error:
-        log.debug("%s could not be compared: %s", type(original).__name__, error)
+        log.debug("%s could not be compared: %s", name, error)
         return False
     return expected.shape == actual.shape and bool((expected - actual).norm() <= 0.05 * expected.norm())

@@ -24,7 +24,7 @@ TIMES_NOTE = (
 class DecisionSummary:
     """The summary of one Decision. Times are in seconds per call.
 
-    aten_id, aten_s: the ATen candidate of the paired test and its time (without a paired test, the fastest valid ATen
+    aten_s: the time of the ATen candidate of the paired test (without a paired test, of the fastest valid ATen
     candidate). best_id, best_s: the chosen candidate and its time. A time is None if it was not measured. kernel: the
     short name of the chosen candidate (``kernel_name``). speedup: ATen's time over the chosen candidate's, paired; 1
     without a winner. lo, hi: its 95% interval. tried, illegal: numbers of candidates. seconds: duration of the tuning.
@@ -33,7 +33,6 @@ class DecisionSummary:
     problem: Problem
     label: str
     outcome: str
-    aten_id: str
     aten_s: float | None
     best_id: str
     kernel: str
@@ -130,7 +129,7 @@ def summarize(decision: Decision) -> DecisionSummary:
     """Return the summary of a Decision."""
     problem = Problem.from_dict(decision.problem)
     best = best_by_backend(decision)
-    aten, chosen = best.get("aten"), decision.find(decision.chosen)
+    chosen = decision.find(decision.chosen)
     sample = chosen.sample if chosen is not None else None
     won = decision.outcome == "winner" and sample is not None
     speedup, speedup_lo, speedup_hi = (
@@ -141,8 +140,7 @@ def summarize(decision: Decision) -> DecisionSummary:
         problem=problem,
         label=workloads.label(problem),
         outcome=decision.outcome,
-        aten_id=aten.id if aten is not None else "",
-        aten_s=median_s(aten),
+        aten_s=median_s(best.get("aten")),
         best_id=decision.chosen or "",
         kernel=kernel_name(chosen),
         best_s=median_s(chosen),

@@ -17,6 +17,7 @@ from ..core.errors import StoreError
 from ..core.printable import visible
 from ..core.problem import plan_key_of
 from ..core.target import Target
+from .exchange import write_export
 from .legality import review
 
 log = logging.getLogger("gemmtune")
@@ -155,9 +156,11 @@ class Store(ABC):
     def lease_remaining_s(self, target: Target, problem_key: str) -> float | None:
         """Return the seconds until the current lease on a problem runs out; None when there is no lease."""
 
-    @abstractmethod
     def export(self, path: Path, target: Target | None = None) -> int:
         """Write decisions and plans to one readable, versioned JSON file. Returns the number of decisions."""
+        owners = self.targets() if target is None else [target]
+        decisions = ((owner, row) for owner in owners for row in self.decisions(owner))
+        return write_export(path, decisions, ((owner, plan) for owner in owners for plan in self.plans(owner)))
 
     @abstractmethod
     def import_(self, path: Path, report: Report = warn) -> int:

@@ -10,7 +10,7 @@ from ..core.decision import Decision, Verdict
 from ..core.target import Target
 from ..core.tuned_plan import TunedPlan
 from .base import Report, Store, retained_keys, warn
-from .exchange import read_export, write_export
+from .exchange import read_export
 from .lease import Lease, check_ttl, remaining_s
 from .legality import legal_only
 from .schema import decode_decision, decode_plan, encode_decision, encode_plan
@@ -119,11 +119,6 @@ class MemoryStore(Store):
     def lease_remaining_s(self, target: Target, problem_key: str) -> float | None:
         lease = self._leases.get((target.key, problem_key))
         return None if lease is None else remaining_s(lease[1], time.monotonic())
-
-    def export(self, path: Path, target: Target | None = None) -> int:
-        owners = self.targets() if target is None else [target]
-        decisions = ((owner, row) for owner in owners for row in self.decisions(owner))
-        return write_export(path, decisions, ((owner, plan) for owner in owners for plan in self.plans(owner)))
 
     def import_(self, path: Path, report: Report = warn) -> int:
         content = read_export(path)

@@ -24,7 +24,7 @@ from ..core.owner import Owner, this_process
 from ..core.target import Target
 from ..core.tuned_plan import TunedPlan
 from .base import SHORT_TIMEOUT_S, Report, Store, retained_keys, warn
-from .exchange import read_export, write_export
+from .exchange import read_export
 from .foreign import describe_file
 from .lease import Lease, check_ttl, remaining_s
 from .legality import legal_only
@@ -189,11 +189,6 @@ class SqliteStore(Store):
                 return damage + list(_damaged_records(connection, plans=has_plans))
         except (*_FILE_ERRORS, StoreError) as error:
             return [f"{self.path}: {error}"]
-
-    def export(self, path: Path, target: Target | None = None) -> int:
-        owners = self.targets() if target is None else [target]
-        decisions = ((owner, row) for owner in owners for row in self.decisions(owner))
-        return write_export(path, decisions, ((owner, plan) for owner in owners for plan in self.plans(owner)))
 
     # Writing
 
@@ -438,18 +433,20 @@ def _require_bytes(body: object) -> bytes:
     return body
 
 
-def _decision(target_key: str, problem_key: str, checksum: str, body: object) -> Decision:
+def _require_intact(target_key: str, key: str, checksum: str, body: object, kind: str) -> bytes:
     raw = _require_bytes(body)
-    if digest(target_key, problem_key, raw) != checksum:
-        raise DamagedRecord(f"the checksum of the decision for {problem_key} does not match")
+    if digest(target_key, key, raw) != checksum:
+        raise DamagedRecord(f"the checksum of the {kind} for {key} does not match")
+    return raw
+
+
+def _decision(target_key: str, problem_key: str, checksum: str, body: object) -> Decision:
+    raw = _require_intact(target_key, problem_key, checksum, body, "decision")
     return decode_decision(raw, target_key, problem_key)
 
 
 def _plan(target_key: str, plan_key: str, checksum: str, body: object) -> TunedPlan:
-    raw = _require_bytes(body)
-    if digest(target_key, plan_key, raw) != checksum:
-        raise DamagedRecord(f"the checksum of the plan for {plan_key} does not match")
-    return decode_plan(raw, target_key, plan_key)
+    return decode_plan(_require_intact(target_key, plan_key, checksum, body, "plan"), target_key, plan_key)
 
 
 def _row(target_key: str, key: str, created: float, body: bytes) -> tuple[str, str, float, str, bytes]:
@@ -468,23 +465,18 @@ def _damaged_records(connection: sqlite3.Connection, *, plans: bool) -> Iterator
             target_keys.add(decode_target(_require_bytes(body), key).key)
         except DamagedRecord as error:
             yield f"target {key}: {error}"
-    for target_key, problem_key, *rest in connection.execute(
-        "SELECT target_key, problem_key, digest, body FROM decisions"
-    ):
-        try:
-            check_decision(_decision(target_key, problem_key, *rest))
-            if target_key not in target_keys:
-                yield f"decision {problem_key}: its target {target_key} is missing"
-        except DAMAGE as error:  # reads do not check the evidence that is not served
-            yield f"decision {problem_key}: {error}"
-    sql = "SELECT target_key, plan_key, digest, body FROM plans"
-    for target_key, plan_key, *rest in connection.execute(sql) if plans else ():
-        try:
-            check_plan(_plan(target_key, plan_key, *rest))
-            if target_key not in target_keys:
-                yield f"plan {plan_key}: its target {target_key} is missing"
-        except DAMAGE as error:  # reads do not check the kernels that do not serve
-            yield f"plan {plan_key}: {error}"
+    checks: list[tuple[str, str, Callable[..., None]]] = [
+        ("decision", "problem_key", lambda *row: check_decision(_decision(*row))),
+        ("plan", "plan_key", lambda *row: check_plan(_plan(*row))),
+    ]
+    for kind, key_column, check in checks if plans else checks[:1]:
+        for target_key, key, *rest in connection.execute(f"SELECT target_key, {key_column}, digest, body FROM {kind}s"):
+            try:
+                check(target_key, key, *rest)
+                if target_key not in target_keys:
+                    yield f"{kind} {key}: its target {target_key} is missing"
+            except DAMAGE as error:  # reads do not check the evidence and the kernels that do not serve
+                yield f"{kind} {key}: {error}"
     for _, problem_key, candidate_id, _, body in connection.execute("SELECT * FROM failures"):
         try:
             decode_verdict(_require_bytes(body))

@@ -18,7 +18,7 @@ from ..core.weights import QuantWeight
 from ..verify.inputs import Inputs
 from ..verify.oracle import INTEGERS, apply_epilogue, is_integer, products
 from ..verify.verify import Run
-from .hostile import correct, store, value
+from .hostile import correct, stateless, store, value
 
 ALIGNED_BYTES = 16
 
@@ -94,11 +94,9 @@ def _has_uint8_pairs(problem: Problem) -> bool:
 def _change_inputs(change: Change) -> Callable[[Problem], Run]:
     """Return a maker of kernels that compute the correct result of changed operands."""
 
-    def make(problem: Problem) -> Run:
-        def run(inputs: Inputs, out: Tensor) -> None:
-            store(problem, value(problem, change(inputs)), out)
-
-        return run
+    @stateless
+    def make(problem: Problem, inputs: Inputs, out: Tensor) -> None:
+        store(problem, value(problem, change(inputs)), out)
 
     return make
 
@@ -222,49 +220,38 @@ def _store_through_epilogue(problem: Problem, acc: Tensor, inputs: Inputs, out: 
 def saturating(limit: int) -> Callable[[Problem], Run]:
     """Return a maker of kernels whose accumulator stops at ``limit``, as float32 or 24-bit sums do."""
 
-    def make(problem: Problem) -> Run:
-        def run(inputs: Inputs, out: Tensor) -> None:
-            acc, _ = products(problem, inputs.a, inputs.b)
-            _store_through_epilogue(problem, acc.clamp(-limit, limit), inputs, out)
-
-        return run
+    @stateless
+    def make(problem: Problem, inputs: Inputs, out: Tensor) -> None:
+        acc, _ = products(problem, inputs.a, inputs.b)
+        _store_through_epilogue(problem, acc.clamp(-limit, limit), inputs, out)
 
     return make
 
 
-def saturating_pairs(problem: Problem) -> Run:
-    """Return a kernel that adds pairs of products in 16 bits with saturation, as AVX2's vpmaddubsw does."""
-
-    def run(inputs: Inputs, out: Tensor) -> None:
-        a, b = inputs.a.double(), _matrix(inputs).double()
-        acc = torch.zeros(a.shape[0], b.shape[1], dtype=torch.float64)
-        for k in range(0, problem.k, 2):
-            acc += (a[:, k : k + 2] @ b[k : k + 2]).clamp(-(2**15), 2**15 - 1)
-        _store_through_epilogue(problem, acc.to(torch.int64), inputs, out)
-
-    return run
+@stateless
+def saturating_pairs(problem: Problem, inputs: Inputs, out: Tensor) -> None:
+    """A kernel that adds pairs of products in 16 bits with saturation, as AVX2's vpmaddubsw does."""
+    a, b = inputs.a.double(), _matrix(inputs).double()
+    acc = torch.zeros(a.shape[0], b.shape[1], dtype=torch.float64)
+    for k in range(0, problem.k, 2):
+        acc += (a[:, k : k + 2] @ b[k : k + 2]).clamp(-(2**15), 2**15 - 1)
+    _store_through_epilogue(problem, acc.to(torch.int64), inputs, out)
 
 
-def half_away(problem: Problem) -> Run:
-    """Return a kernel that rounds ties away from zero instead of to even."""
-
-    def run(inputs: Inputs, out: Tensor) -> None:
-        exact = value(problem, inputs).double()
-        rounded = exact.sign() * (exact.abs() + 0.5).floor()
-        store(problem, torch.where(exact.isnan(), 0.0, rounded), out)
-
-    return run
+@stateless
+def half_away(problem: Problem, inputs: Inputs, out: Tensor) -> None:
+    """A kernel that rounds ties away from zero instead of to even."""
+    exact = value(problem, inputs).double()
+    rounded = exact.sign() * (exact.abs() + 0.5).floor()
+    store(problem, torch.where(exact.isnan(), 0.0, rounded), out)
 
 
-def nan_as_least(problem: Problem) -> Run:
-    """Return a kernel that converts NaN to the least integer (255 for uint8) instead of 0."""
-
-    def run(inputs: Inputs, out: Tensor) -> None:
-        exact = value(problem, inputs).double()
-        least = float(torch.iinfo(out.dtype).min or 255)
-        store(problem, torch.where(exact.isnan(), least, exact), out)
-
-    return run
+@stateless
+def nan_as_least(problem: Problem, inputs: Inputs, out: Tensor) -> None:
+    """A kernel that converts NaN to the least integer (255 for uint8) instead of 0."""
+    exact = value(problem, inputs).double()
+    least = float(torch.iinfo(out.dtype).min or 255)
+    store(problem, torch.where(exact.isnan(), least, exact), out)
 
 
 # --- addressing --------------------------------------------------------------------------------------------------
@@ -276,32 +263,13 @@ def needs_alignment(of: str) -> Callable[[Problem], Run]:
     of: the operand: A, B, out or epilogue (any of its tensors).
     """
 
-    def make(problem: Problem) -> Run:
-        def run(inputs: Inputs, out: Tensor) -> None:
-            b = inputs.b.data if isinstance(inputs.b, QuantWeight) else inputs.b
-            tensors = {"A": (inputs.a,), "B": (b,), "out": (out,), "epilogue": inputs.aux}[of]
-            correct(problem)(inputs, out)
-            if any(t.data_ptr() % ALIGNED_BYTES for t in tensors):
-                out.zero_()
-
-        return run
-
-    return make
-
-
-def one_epilogue_tensor_aligned(index: int) -> Callable[[Problem], Run]:
-    """Return a maker of kernels whose output is 0 if one epilogue tensor's address is not a multiple of 16 bytes.
-
-    index: the index of this tensor.
-    """
-
-    def make(problem: Problem) -> Run:
-        def run(inputs: Inputs, out: Tensor) -> None:
-            correct(problem)(inputs, out)
-            if inputs.aux[index].data_ptr() % ALIGNED_BYTES:
-                out.zero_()
-
-        return run
+    @stateless
+    def make(problem: Problem, inputs: Inputs, out: Tensor) -> None:
+        b = inputs.b.data if isinstance(inputs.b, QuantWeight) else inputs.b
+        tensors = {"A": (inputs.a,), "B": (b,), "out": (out,), "epilogue": inputs.aux}[of]
+        correct(problem)(inputs, out)
+        if any(t.data_ptr() % ALIGNED_BYTES for t in tensors):
+            out.zero_()
 
     return make
 
@@ -309,15 +277,13 @@ def one_epilogue_tensor_aligned(index: int) -> Callable[[Problem], Run]:
 def dense_batches(of: str) -> Callable[[Problem], Run]:
     """Return a maker of kernels that ignore the batch stride of A (or B) and read its matrices as contiguous."""
 
-    def make(problem: Problem) -> Run:
-        def run(inputs: Inputs, out: Tensor) -> None:
-            t = inputs.a if of == "A" else _matrix(inputs)
-            step = max(size * stride for size, stride in zip(t.shape[1:], t.stride()[1:], strict=True))
-            wrong = t.as_strided(t.shape, (step, *t.stride()[1:]), t.storage_offset())
-            changed = replace(inputs, a=wrong) if of == "A" else replace(inputs, b=wrong)
-            store(problem, value(problem, changed), out)
-
-        return run
+    @stateless
+    def make(problem: Problem, inputs: Inputs, out: Tensor) -> None:
+        t = inputs.a if of == "A" else _matrix(inputs)
+        step = max(size * stride for size, stride in zip(t.shape[1:], t.stride()[1:], strict=True))
+        wrong = t.as_strided(t.shape, (step, *t.stride()[1:]), t.storage_offset())
+        changed = replace(inputs, a=wrong) if of == "A" else replace(inputs, b=wrong)
+        store(problem, value(problem, changed), out)
 
     return make
 

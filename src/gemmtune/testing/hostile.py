@@ -7,6 +7,7 @@ function that takes a Problem and returns a kernel with this fault. All kernels 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -31,74 +32,63 @@ def store(problem: Problem, result: Tensor, out: Tensor) -> None:
     out.copy_(result)
 
 
-def correct(problem: Problem) -> Run:
-    """Return a correct but slow kernel."""
-
-    def run(inputs: Inputs, out: Tensor) -> None:
-        store(problem, value(problem, inputs), out)
-
-    return run
+def stateless(kernel: Callable[[Problem, Inputs, Tensor], None]) -> Callable[[Problem], Run]:
+    """Return a maker of kernels that keep nothing between calls."""
+    return lambda problem: functools.partial(kernel, problem)
 
 
-def dropped_k_tail(problem: Problem) -> Run:
-    """Return a kernel that ignores the last element of K."""
-
-    def run(inputs: Inputs, out: Tensor) -> None:
-        a = inputs.a.clone()
-        a[..., -1] = 0
-        store(problem, value(problem, replace(inputs, a=a)), out)
-
-    return run
+@stateless
+def correct(problem: Problem, inputs: Inputs, out: Tensor) -> None:
+    """A correct but slow kernel."""
+    store(problem, value(problem, inputs), out)
 
 
-def one_element(problem: Problem) -> Run:
-    """Return a kernel with the largest element of the output 10% too large (for integers: wrong by one)."""
-
-    def corrupt(out: Tensor) -> None:
-        flat = out.reshape(-1).double()
-        flat_index = int(torch.nan_to_num(flat.abs(), 0.0, 0.0, 0.0).argmax())
-        index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat_index), out.shape))
-        element = out[index]
-        if problem.out_dtype in INTEGERS:
-            out[index] = element - 1 if element > 0 else element + 1
-        else:
-            out[index] = element.double() * 1.1
-
-    return _corrupted(problem, corrupt)
+@stateless
+def dropped_k_tail(problem: Problem, inputs: Inputs, out: Tensor) -> None:
+    """A kernel that ignores the last element of K."""
+    a = inputs.a.clone()
+    a[..., -1] = 0
+    store(problem, value(problem, replace(inputs, a=a)), out)
 
 
-def block_off(problem: Problem) -> Run:
-    """Return a kernel with the last 8 x 8 block of the output 10% too large."""
-
-    def corrupt(out: Tensor) -> None:
-        block = out[..., -8:, -8:].double()
-        store(problem, (block * 1.1), out[..., -8:, -8:])
-
-    return _corrupted(problem, corrupt)
-
-
-def scaled(problem: Problem) -> Run:
-    """Return a kernel whose whole output is 1.002 times the correct one."""
-
-    def run(inputs: Inputs, out: Tensor) -> None:
-        exact = value(problem, inputs)
-        result = exact.double() * 1.002
-        store(problem, result.round() if problem.out_dtype in INTEGERS else result, out)
-
-    return run
+@stateless
+def one_element(problem: Problem, inputs: Inputs, out: Tensor) -> None:
+    """A kernel with the largest element of the output 10% too large (for integers: wrong by one)."""
+    correct(problem)(inputs, out)
+    flat = out.reshape(-1).double()
+    flat_index = int(torch.nan_to_num(flat.abs(), 0.0, 0.0, 0.0).argmax())
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat_index), out.shape))
+    element = out[index]
+    if problem.out_dtype in INTEGERS:
+        out[index] = element - 1 if element > 0 else element + 1
+    else:
+        out[index] = element.double() * 1.1
 
 
-def swapped_stride(problem: Problem) -> Run:
-    """Return a kernel that reads A as if its rows and columns were swapped in memory."""
+@stateless
+def block_off(problem: Problem, inputs: Inputs, out: Tensor) -> None:
+    """A kernel with the last 8 x 8 block of the output 10% too large."""
+    correct(problem)(inputs, out)
+    block = out[..., -8:, -8:].double()
+    store(problem, (block * 1.1), out[..., -8:, -8:])
 
-    def run(inputs: Inputs, out: Tensor) -> None:
-        a = inputs.a.transpose(-1, -2).reshape(inputs.a.shape)
-        b = inputs.b
-        if problem.m == 1 and isinstance(b, Tensor):  # a single row has no stride to swap
-            b = b.transpose(-1, -2).reshape(b.shape)
-        store(problem, value(problem, replace(inputs, a=a, b=b)), out)
 
-    return run
+@stateless
+def scaled(problem: Problem, inputs: Inputs, out: Tensor) -> None:
+    """A kernel whose whole output is 1.002 times the correct one."""
+    exact = value(problem, inputs)
+    result = exact.double() * 1.002
+    store(problem, result.round() if problem.out_dtype in INTEGERS else result, out)
+
+
+@stateless
+def swapped_stride(problem: Problem, inputs: Inputs, out: Tensor) -> None:
+    """A kernel that reads A as if its rows and columns were swapped in memory."""
+    a = inputs.a.transpose(-1, -2).reshape(inputs.a.shape)
+    b = inputs.b
+    if problem.m == 1 and isinstance(b, Tensor):  # a single row has no stride to swap
+        b = b.transpose(-1, -2).reshape(b.shape)
+    store(problem, value(problem, replace(inputs, a=a, b=b)), out)
 
 
 def no_write(problem: Problem) -> Run:
@@ -106,26 +96,20 @@ def no_write(problem: Problem) -> Run:
     return lambda inputs, out: None
 
 
-def partial_write(problem: Problem) -> Run:
-    """Return a kernel that does not write the last column."""
-
-    def run(inputs: Inputs, out: Tensor) -> None:
-        full = torch.empty(out.shape, dtype=out.dtype, device=out.device)
-        store(problem, value(problem, inputs), full)
-        out[..., :-1] = full[..., :-1]
-
-    return run
+@stateless
+def partial_write(problem: Problem, inputs: Inputs, out: Tensor) -> None:
+    """A kernel that does not write the last column."""
+    full = torch.empty(out.shape, dtype=out.dtype, device=out.device)
+    store(problem, value(problem, inputs), full)
+    out[..., :-1] = full[..., :-1]
 
 
-def write_past_the_end(problem: Problem) -> Run:
-    """Return a kernel with a correct result that also writes one element past the end of the output."""
-
-    def run(inputs: Inputs, out: Tensor) -> None:
-        correct(problem)(inputs, out)
-        distance = sum((n - 1) * s for n, s in zip(out.shape, out.stride(), strict=True)) + 1
-        out.as_strided((1,), (1,), out.storage_offset() + distance).zero_()
-
-    return run
+@stateless
+def write_past_the_end(problem: Problem, inputs: Inputs, out: Tensor) -> None:
+    """A kernel with a correct result that also writes one element past the end of the output."""
+    correct(problem)(inputs, out)
+    distance = sum((n - 1) * s for n, s in zip(out.shape, out.stride(), strict=True)) + 1
+    out.as_strided((1,), (1,), out.storage_offset() + distance).zero_()
 
 
 def stale_buffer(problem: Problem) -> Run:
@@ -151,14 +135,11 @@ def reversed_epilogue(problem: Problem) -> Run:
     return run
 
 
-def nan_swallowed(problem: Problem) -> Run:
-    """Return a kernel that treats NaN in A as 0."""
-
-    def run(inputs: Inputs, out: Tensor) -> None:
-        a = torch.where(inputs.a.isnan(), torch.zeros_like(inputs.a), inputs.a)
-        store(problem, value(problem, replace(inputs, a=a)), out)
-
-    return run
+@stateless
+def nan_swallowed(problem: Problem, inputs: Inputs, out: Tensor) -> None:
+    """A kernel that treats NaN in A as 0."""
+    a = torch.where(inputs.a.isnan(), torch.zeros_like(inputs.a), inputs.a)
+    store(problem, value(problem, replace(inputs, a=a)), out)
 
 
 def racy(problem: Problem) -> Run:
@@ -196,48 +177,31 @@ def rare_race(problem: Problem) -> Run:
     return run
 
 
-def adds_to_the_output(problem: Problem) -> Run:
-    """Return a kernel that adds its result to the output, as if the output were an accumulator that is not cleared."""
-
-    def run(inputs: Inputs, out: Tensor) -> None:
-        result = torch.empty(out.shape, dtype=out.dtype, device=out.device)
-        store(problem, value(problem, inputs), result)
-        out.add_(result)
-
-    return run
+@stateless
+def adds_to_the_output(problem: Problem, inputs: Inputs, out: Tensor) -> None:
+    """A kernel that adds its result to the output, as if the output were an accumulator that is not cleared."""
+    result = torch.empty(out.shape, dtype=out.dtype, device=out.device)
+    store(problem, value(problem, inputs), result)
+    out.add_(result)
 
 
-def writes_into_a(problem: Problem) -> Run:
-    """Return a kernel with a correct result that also sets A's last element to 0."""
-
-    def run(inputs: Inputs, out: Tensor) -> None:
-        correct(problem)(inputs, out)
-        inputs.a[..., -1, -1] = 0
-
-    return run
+@stateless
+def writes_into_a(problem: Problem, inputs: Inputs, out: Tensor) -> None:
+    """A kernel with a correct result that also sets A's last element to 0."""
+    correct(problem)(inputs, out)
+    inputs.a[..., -1, -1] = 0
 
 
-def reads_past_the_end(problem: Problem) -> Run:
-    """Return a kernel that reads the element behind A's memory and adds it to the result, times 0 (integers: times 1).
+@stateless
+def reads_past_the_end(problem: Problem, inputs: Inputs, out: Tensor) -> None:
+    """A kernel that reads the element behind A's memory and adds it to the result, times 0 (integers: times 1).
 
     With floating point, the result is correct unless the element is NaN or infinite.
     """
-
-    def run(inputs: Inputs, out: Tensor) -> None:
-        correct(problem)(inputs, out)
-        distance = sum((n - 1) * s for n, s in zip(inputs.a.shape, inputs.a.stride(), strict=True)) + 1
-        beyond = inputs.a.as_strided((1,), (1,), inputs.a.storage_offset() + distance)
-        out[..., -1:, -1:] += (beyond if problem.a.dtype in INTEGERS else beyond.float() * 0).to(out.dtype)
-
-    return run
-
-
-def _corrupted(problem: Problem, corrupt: Callable[[Tensor], object]) -> Run:
-    def run(inputs: Inputs, out: Tensor) -> None:
-        correct(problem)(inputs, out)
-        corrupt(out)
-
-    return run
+    correct(problem)(inputs, out)
+    distance = sum((n - 1) * s for n, s in zip(inputs.a.shape, inputs.a.stride(), strict=True)) + 1
+    beyond = inputs.a.as_strided((1,), (1,), inputs.a.storage_offset() + distance)
+    out[..., -1:, -1:] += (beyond if problem.a.dtype in INTEGERS else beyond.float() * 0).to(out.dtype)
 
 
 FAULTY_KERNELS: dict[str, Callable[[Problem], Run]] = {

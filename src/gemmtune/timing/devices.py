@@ -188,12 +188,8 @@ class CudaTiming(DeviceTiming):
         return TorchGpu(self.device)
 
     @functools.cached_property
-    def _machine(self) -> Machine | None:
-        return cuda_machine(self.device)
-
-    @property
     def machine(self) -> Machine | None:
-        return self._machine
+        return cuda_machine(self.device)
 
     def synchronize(self) -> None:
         self._gpu.synchronize()

@@ -267,17 +267,12 @@ class _OperandPool:
     """Operand sets in one layout, used in turn. packer: a kernel that packs B into this layout; None for the raw B."""
 
     def __init__(self, sets: list[tuple[Inputs, Any, Tensor]], packer: Kernel | None) -> None:
-        self._sets, self._packer, self._next = sets, packer, 0
-
-    @property
-    def sets(self) -> list[tuple[Inputs, Any, Tensor]]:
-        """All operand sets."""
-        return self._sets
+        self.sets, self._packer, self._next = sets, packer, 0
 
     def first_rows(self, problem: Problem, m: int) -> _OperandPool:
         """Return a pool of the first ``m`` rows of these operands, which share the weights."""
         part = Part(0, m)
-        sets = [(part_of(problem, inputs, part), b, out.narrow(-2, 0, m)) for inputs, b, out in self._sets]
+        sets = [(part_of(problem, inputs, part), b, out.narrow(-2, 0, m)) for inputs, b, out in self.sets]
         return _OperandPool(sets, None)
 
     def set_next(self, index: int) -> None:
@@ -286,22 +281,22 @@ class _OperandPool:
 
     def next(self, _: int) -> tuple[Inputs, Any, Tensor]:
         """Return the next set in turn, whichever kernel asks."""
-        self._next = (self._next + 1) % len(self._sets)
-        return self._sets[self._next]
+        self._next = (self._next + 1) % len(self.sets)
+        return self.sets[self._next]
 
     def at(self, i: int) -> tuple[Inputs, Any, Tensor]:
         """Return the set of call ``i``."""
-        return self._sets[i % len(self._sets)]
+        return self.sets[i % len(self.sets)]
 
     def move(self) -> None:
         """Allocate new memory for each B before the old is freed (for a large B: after it, for lack of memory)."""
-        for index, (inputs, b, out) in enumerate(self._sets):
+        for index, (inputs, b, out) in enumerate(self.sets):
             if self._packer is not None:
                 if b.nbytes > _LARGE_BYTES:
-                    self._sets[index], b = (inputs, None, out), None
-                self._sets[index] = (inputs, self._packer.pack(inputs.b), out)
+                    self.sets[index], b = (inputs, None, out), None
+                self.sets[index] = (inputs, self._packer.pack(inputs.b), out)
             elif _bytes(b) <= _LARGE_BYTES and (dense := _dense_copy(b)) is not None:
-                self._sets[index] = (replace(inputs, b=dense), dense, out)
+                self.sets[index] = (replace(inputs, b=dense), dense, out)
 
 
 def _bytes(b: Tensor | QuantWeight) -> int:

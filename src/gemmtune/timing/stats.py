@@ -31,14 +31,6 @@ def mad(values: Sequence[float]) -> float:
     return 1.4826 * median(abs(v - center) for v in values)
 
 
-def robust_center(values: Sequence[float], cut: float = 3.0) -> float:
-    """Return the mean of the values within ``cut`` scaled MADs of the median: as safe as a median, and nearly as
-    precise as a mean."""
-    center, spread = median(values), mad(values)
-    inliers = [v for v in values if abs(v - center) <= cut * spread] or [center]
-    return math.fsum(inliers) / len(inliers)
-
-
 def drift(values: Sequence[float]) -> float:
     """Return the relative change of the median from the first third to the last; 0.0 when it is within the noise or n <
     9.

@@ -32,7 +32,8 @@ def enumerate_candidates(
         legal[name], backend_illegal = _backend_candidates(name, problem, target)
         illegal += backend_illegal
     baselines = legal.pop(BASELINE_BACKEND, [])
-    return list(_distinct(chain(baselines, _round_robin(legal.values())))), illegal
+    distinct = {candidate.id: candidate for candidate in chain(baselines, _round_robin(legal.values()))}
+    return list(distinct.values()), illegal
 
 
 def _backend_candidates(name: str, problem: Problem, target: Target) -> tuple[list[Candidate], list[Illegal]]:
@@ -59,7 +60,3 @@ def _backend_candidates(name: str, problem: Problem, target: Target) -> tuple[li
 def _round_robin(lists: Iterable[list[Candidate]]) -> Iterator[Candidate]:
     for row in zip_longest(*lists):
         yield from (item for item in row if item is not None)
-
-
-def _distinct(candidates: Iterable[Candidate]) -> Iterator[Candidate]:
-    return iter({candidate.id: candidate for candidate in candidates}.values())

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..core.epilogue import Step
 from ..core.problem import Problem, bits
 from ..core.weights import QuantWeight
-from .inputs import WIDE_INTEGERS, fill_random, logical_shape
+from .inputs import WIDE_INTEGERS, as_bytes, fill_random, logical_shape
 from .oracle import INTEGERS
 from .random_source import RandomSource
 
@@ -233,12 +233,7 @@ def spoil_weight(problem: Problem, b: Tensor | QuantWeight, columns: Columns, so
                     values[..., half : 2 * half] *= -(1 + 2.0**-6)
             else:
                 _spoil_bytes(values, kind, problem.b.dtype, source)
-            _as_bytes(b)[..., index] = _as_bytes(values)
-
-
-def _as_bytes(t: Tensor) -> Tensor:
-    """Return an fp8 tensor as bytes, which every device can index; any other tensor unchanged."""
-    return t.view(torch.uint8) if t.is_floating_point() and t.element_size() == 1 else t
+            as_bytes(b)[..., index] = as_bytes(values)
 
 
 def _spoil_quantized(b: QuantWeight, kind: str, column: int, source: RandomSource) -> None:

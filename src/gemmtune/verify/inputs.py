@@ -201,6 +201,11 @@ def misaligned_weight(problem: Problem, b: Tensor | QuantWeight) -> Tensor | Qua
     return guarded_weight(replace(b, data=copy), 1) if isinstance(b, QuantWeight) else copy
 
 
+def as_bytes(t: Tensor) -> Tensor:
+    """Return an fp8 tensor as bytes, which every device can index and join; any other tensor unchanged."""
+    return t.view(torch.uint8) if t.is_floating_point() and t.element_size() == 1 else t
+
+
 def _dense_view(out: Tensor) -> Tensor | None:
     """Return the memory of a tensor without gaps as one flat view; None when there are gaps."""
     transposed = out.transpose(-1, -2) if out.dim() > 1 else out

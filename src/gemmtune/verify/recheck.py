@@ -25,10 +25,10 @@ from ..core.problem import Problem, bits
 from ..core.weights import PackedWeight, QuantWeight
 from .adversarial import row_kinds, special_rows
 from .compare import check_elements
-from .inputs import Inputs, allocate, fill_random, logical_shape
+from .inputs import Inputs, allocate, as_bytes, fill_random, logical_shape
 from .oracle import INTEGERS, reference
 from .random_source import RandomSource
-from .reference_cases import tolerance_of
+from .reference_cases import select_aux_rows, tolerance_of
 from .row_counts import other_row_counts
 from .row_stack import Part, TimeLimit, part_of, parts_of, row_groups
 
@@ -150,7 +150,7 @@ class _Recheck:
         chosen_kinds = (kinds + kinds)[first : first + max(1, min(len(kinds), self.problem.m // 4))]
         rows = special_rows(self.problem, chosen_kinds, self.source)
         indices = self.source.permutation(self.problem.m)[: len(chosen_kinds)]
-        _as_bytes(a)[..., indices, :] = _as_bytes(rows)
+        as_bytes(a)[..., indices, :] = as_bytes(rows)
 
     def _overwrite_weight(self, index: int, overwritten: set[int]) -> None:
         """Overwrite a constant B and its packed copy in place with the values of another operand set."""
@@ -196,8 +196,9 @@ class _Recheck:
         for out in outs.values():
             _poison(out, _POISONS[1])
         self.raced.call(index)
+        first, second = _POISONS
         count = sum(
-            int(((firsts[i] == _poison_value(out, 0)) & (out == _poison_value(out, 1))).sum())
+            int(((firsts[i] == _poison_element(out, first)) & (out == _poison_element(out, second))).sum())
             for i, out in outs.items()
         )
         return f"{count} elements of the output were never written" if count else ""
@@ -239,12 +240,9 @@ class _Recheck:
         problem = self.problem.with_m(parts[-1].start + parts[-1].m)
         rows = torch.arange(problem.m, device=device) % self.problem.m
         a = allocate(logical_shape(problem, problem.m, problem.k), problem.a.layout, problem.a.dtype, device=device)
-        _as_bytes(a).copy_(_as_bytes(inputs.a).index_select(-2, rows))
+        as_bytes(a).copy_(as_bytes(inputs.a).index_select(-2, rows))
         steps = [step for step in problem.epilogue if step.takes_tensor]
-        aux = tuple(
-            t.index_select(0 if step.axis == "row" else -2, rows) if step.axis in ("row", "full") else t
-            for step, t in zip(steps, inputs.aux, strict=True)
-        )
+        aux = tuple(select_aux_rows(step, t, rows) for step, t in zip(steps, inputs.aux, strict=True))
         out = allocate(logical_shape(problem, problem.m, problem.n), problem.out, problem.out_dtype, device=device)
         out.zero_()
         for part in parts:
@@ -289,7 +287,7 @@ class _Recheck:
         steps = [step for step in problem.epilogue if step.takes_tensor]
         aux = []
         for step, t in zip(steps, inputs.aux, strict=True):
-            t = t.index_select(0 if step.axis == "row" else -2, rows) if step.axis in ("row", "full") else t
+            t = select_aux_rows(step, t, rows)
             aux.append(t.index_select(-1, columns) if step.axis in ("col", "full") else t)
         part = replace(problem, m=rows.numel(), n=columns.numel())
         oracle = reference(part, _select_indices(inputs.a, -2, rows), _select_columns(inputs.b, columns), aux)
@@ -321,12 +319,7 @@ def _overwrite(t: Tensor, dtype: str, source: RandomSource) -> None:
     """Overwrite a tensor with random values."""
     drawn = torch.empty(t.shape, dtype=t.dtype, device=t.device)
     fill_random(drawn, dtype, source)
-    _as_bytes(t).copy_(_as_bytes(drawn))
-
-
-def _as_bytes(t: Tensor) -> Tensor:
-    """Return an fp8 tensor as bytes, which every device can index; any other tensor unchanged."""
-    return t.view(torch.uint8) if t.is_floating_point() and t.element_size() == 1 else t
+    as_bytes(t).copy_(as_bytes(drawn))
 
 
 def _select_indices(t: Tensor, dim: int, indices: Tensor) -> Tensor:
@@ -336,7 +329,7 @@ def _select_indices(t: Tensor, dim: int, indices: Tensor) -> Tensor:
     """
     if dim == -1 and t.dim() > 1 and t.stride(-2) == 1:
         return _select_indices(t.mT, -2, indices).mT
-    return _as_bytes(t).index_select(dim, indices).view(t.dtype)
+    return as_bytes(t).index_select(dim, indices).view(t.dtype)
 
 
 def _select_columns(b: Tensor | QuantWeight, columns: Tensor) -> Tensor | QuantWeight:
@@ -359,10 +352,6 @@ def _poison(out: Tensor, byte: int) -> None:
         out.fill_(math.nan)
     else:
         out.copy_(_poison_element(out, byte).expand(out.shape))
-
-
-def _poison_value(out: Tensor, which: int) -> Tensor:
-    return _poison_element(out, _POISONS[which])
 
 
 def _poison_element(out: Tensor, byte: int) -> Tensor:

@@ -26,7 +26,16 @@ from .adversarial import (
     tensor_kinds,
     weight_rounds,
 )
-from .inputs import Inputs, allocate, epilogue_tensors, guarded_copy, logical_shape, make_inputs, misaligned_weight
+from .inputs import (
+    Inputs,
+    allocate,
+    as_bytes,
+    epilogue_tensors,
+    guarded_copy,
+    logical_shape,
+    make_inputs,
+    misaligned_weight,
+)
 from .oracle import INTEGERS, UNIT, Oracle, apply_epilogue, is_large, products
 from .random_source import RandomSource
 
@@ -36,7 +45,6 @@ _WORDS_PER_SUM = 512
 _ORDINARY_ROWS = 12  # ordinary rows of A in a bank: adversarial test cases repeat them between special rows
 _SMALL_WEIGHT_BYTES = 1 << 20  # a weight up to this size is drawn a second time for its special columns
 _VARIANT_ROWS = 4  # rows of a test case for a special value in a one-element tensor
-_TINY_PRODUCTS = 1 << 26  # with denormals on a CPU: an Intel core takes 100 times as long for one
 _STRIDE = 7  # in the bank, between consecutive rows of a test case of another M, so that consecutive rows differ
 
 
@@ -191,16 +199,17 @@ class RowBank:
         """
         problem = self.problem
         shift = offset if problem.a.align == 0 else 0
+        chosen = _as_index(indices, self.value.device)
         inputs = replace(
             self.inputs,
-            a=_allocate_a(problem, _select_rows(self.inputs.a, indices), shift),
+            a=_allocate_a(problem, as_bytes(self.inputs.a).index_select(-2, chosen).view(self.inputs.a.dtype), shift),
             aux=tuple(
-                guarded_copy(_select_aux_rows(step.axis, t, indices), offset)
+                guarded_copy(select_aux_rows(step, t, chosen), offset)
                 for step, t in zip(_tensor_steps(problem), self.inputs.aux, strict=True)
             ),
         )
         expected = indices if expected is None else expected
-        index = torch.tensor(list(expected), dtype=torch.int64, device=self.value.device)
+        index = _as_index(expected, self.value.device)
         value, tolerance = (t.index_select(-2, index) for t in (self.value, self.tolerance))
         rows = tuple(self.rows[row] for row in expected)
         return ReferenceCase(inputs, value, tolerance, "adversarial", rows, self.columns, None, offset, self)
@@ -261,7 +270,7 @@ class RowBank:
                 aux[i] = guarded_copy(_neutral(other, aux[i]), 1)
         assert self.acc is not None
         assert self.magnitude is not None
-        index = torch.tensor(list(indices), dtype=torch.int64, device=self.acc.device)
+        index = _as_index(indices, self.acc.device)
         acc, magnitude = self.acc.index_select(-2, index), self.magnitude.index_select(-2, index)
         oracle = apply_epilogue(self.problem, acc, magnitude, aux)
         tolerance = tolerance_of(self.problem, oracle)
@@ -344,22 +353,17 @@ def _make_bank(
     return RowBank(problem, replace(inputs, aux=aux), oracle.value, tolerance, tuple(kinds), columns, *before_epilogue)
 
 
+def _as_index(rows: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor(list(rows), dtype=torch.int64, device=device)
+
+
 def _tensor_steps(problem: Problem) -> list[Step]:
     return [step for step in problem.epilogue if step.takes_tensor]
 
 
-def _select_rows(a: Tensor, indices: Sequence[int]) -> Tensor:
-    """Return rows of A. Fp8 rows are indexed as bytes, since not every device can index fp8."""
-    if a.is_floating_point() and a.element_size() == 1:
-        return _select_rows(a.view(torch.uint8), indices).view(a.dtype)
-    return a.index_select(-2, torch.tensor(list(indices), dtype=torch.int64, device=a.device))
-
-
-def _select_aux_rows(axis: str, t: Tensor, indices: Sequence[int]) -> Tensor:
-    """Return an epilogue tensor for some rows of the output."""
-    if axis not in ("row", "full"):
-        return t
-    return t.index_select(0 if axis == "row" else -2, torch.tensor(list(indices), dtype=torch.int64, device=t.device))
+def select_aux_rows(step: Step, t: Tensor, rows: Tensor) -> Tensor:
+    """Return a step's tensor for some rows (int64) of the output."""
+    return t.index_select(0 if step.axis == "row" else -2, rows) if step.axis in ("row", "full") else t
 
 
 def _allocate_a(problem: Problem, rows: Tensor, offset: int) -> Tensor:
@@ -382,10 +386,8 @@ def single_row(problem: Problem, a: Tensor) -> Tensor:
 
 
 def _stack_rows(parts: list[Tensor]) -> Tensor:
-    """Concatenate the rows of matrices. Fp8 matrices are joined as bytes, since not every device can join fp8."""
-    if parts[0].is_floating_point() and parts[0].element_size() == 1:
-        return torch.cat([part.view(torch.uint8) for part in parts], dim=-2).view(parts[0].dtype)
-    return torch.cat(parts, dim=-2)
+    """Concatenate the rows of matrices."""
+    return torch.cat([as_bytes(part) for part in parts], dim=-2).view(parts[0].dtype)
 
 
 def _checksums(t: Tensor) -> Tensor:

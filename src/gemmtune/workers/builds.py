@@ -28,9 +28,9 @@ from ..core.errors import WorkerError
 from ..core.problem import Problem
 from ..core.target import Target
 from ..timing.machine import allowed_cpus
-from .contract import WorkerStartError, expect, ignore
+from .contract import WorkerStartError, expect, ignore, path_or_none
 from .process import Host, Lost, Process
-from .protocol import Build, Built, Ready, Request, Setup
+from .protocol import Build, Built, Ready, Setup
 
 _MEMORY_SHARE = 0.75  # share of the free memory, for all builders together
 
@@ -240,13 +240,13 @@ class _Jobs:
         """Build one candidate in a process of its own. Raises WorkerStartError when no process can be started."""
         with contextlib.closing(Process(self.host, self.limits.build_s)) as process:
             try:
-                artifacts = None if self.artifacts is None else str(self.artifacts)
-                _send(process, Setup(self.target.to_dict(), backends.plugins(), plugins.modules(), artifacts=artifacts))
+                guests, modules, artifacts = backends.plugins(), plugins.modules(), path_or_none(self.artifacts)
+                process.send(Setup(self.target.to_dict(), guests, modules, artifacts=artifacts))
                 expect(process.reply(self.limits.start_s, ignore), Ready)
             except (Lost, WorkerError) as error:
                 raise WorkerStartError(f"no process to build in could be started: {error}") from error
             try:
-                _send(process, Build(self.problem.to_dict(), candidate.to_dict(), self.memory))
+                process.send(Build(self.problem.to_dict(), candidate.to_dict(), self.memory))
                 built = expect(process.reply(self.limits.build_s, ignore), Built)
             except Lost as lost:
                 return lost.verdict
@@ -255,19 +255,6 @@ class _Jobs:
         if built.verdict is not None:
             return built.verdict
         return Artifact(candidate, built.digest, None if built.path is None else Path(built.path))
-
-
-def prebuild(
-    problem: Problem,
-    candidates: Iterable[Candidate],
-    target: Target,
-    *,
-    limits: BuildLimits | None = None,
-    artifacts: Path | None = None,
-) -> dict[str, Artifact | Verdict]:
-    """Build the candidates of one Problem and return the outcomes; see ``Builders``."""
-    with Builders(limits, artifacts) as builders:
-        return builders(problem, candidates, target)
 
 
 def is_prebuilt(backend: Backend) -> bool:
@@ -284,8 +271,3 @@ def _existing_artifact(
     with artifacts_in(artifacts):
         artifact = backend.artifact(problem, candidate, target)
     return backend.build(problem, candidate, target) if artifact is None and is_prebuilt(backend) else artifact
-
-
-def _send(process: Process, request: Request) -> None:
-    with contextlib.suppress(OSError):  # ``reply`` reports a process that is gone
-        process.send(request)

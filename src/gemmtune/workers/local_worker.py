@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ..core.candidate import Candidate
 from ..core.problem import Problem
 from ..core.target import Target
 from ..timing.clock import Latency
-from ..timing.outcome import RaceResult
-from ..timing.size_sweep import SizesTimed
-from .contract import Progress, expect, ignore, path_or_none
+from .contract import Progress, R, expect, ignore, path_or_none
 from .job import RequestHandler
-from .protocol import (
-    Attempt,
-    Attempted,
-    Confirm,
-    Confirmed,
-    Open,
-    Race,
-    Setup,
-    SizedCandidate,
-    SizesVerified,
-    TimeSizes,
-    VerifySizes,
-)  # fmt: skip
+from .protocol import Open, Request, Setup
+from .worker import Worker
 
 
-class LocalWorker:
-    """A measurement worker in this process, without any protection. ``close`` restores torch's thread count."""
+class LocalWorker(Worker):
+    """A measurement worker in this process, without any protection: time limits and the memory limit do not apply.
+    ``close`` restores torch's thread count."""
 
     def __init__(self, target: Target, *, latency: Latency = "graph", artifacts: Path | None = None) -> None:
         import torch
 
+        super().__init__(target, latency=latency, artifacts=artifacts)
         self._progress: Progress = ignore
         self._threads = torch.get_num_threads()
         self._handler = RequestHandler(lambda leading: self._progress(leading))
@@ -48,49 +35,11 @@ class LocalWorker:
     def open(self, problem: Problem, seed: int) -> None:
         self._handler.answer(Open(problem.to_dict(), seed))
 
-    def attempt(
-        self, candidate: Candidate, deadline_s: float | None = None, cutoff_s: float | None = None
-    ) -> Attempted:
-        return expect(self._handler.answer(Attempt(candidate.to_dict(), cutoff_s)), Attempted)
-
-    def confirm(self, candidate: Candidate, deadline_s: float | None = None) -> Confirmed:
-        return expect(self._handler.answer(Confirm(candidate.to_dict())), Confirmed)
-
-    def race(
-        self,
-        candidates: Sequence[Candidate],
-        budget_s: float,
-        seed: int,
-        progress: Progress = ignore,
-        hot: bool = False,
-        earlier_s: Mapping[str, float] = {},
-    ) -> RaceResult:
-        self._progress = progress
-        request = Race([c.to_dict() for c in candidates], budget_s, seed, hot, dict(earlier_s))
-        return expect(self._handler.answer(request), RaceResult)
-
-    def time_sizes(
-        self,
-        candidates: Sequence[SizedCandidate],
-        sizes: Mapping[int, Sequence[int]],
-        last: int,
-        budget_s: float,
-        seed: int,
-        hot: bool = False,
-    ) -> SizesTimed:
-        wanted = {m: list(positions) for m, positions in sizes.items()}
-        return expect(self._handler.answer(TimeSizes(list(candidates), wanted, last, budget_s, seed, hot)), SizesTimed)
-
-    def verify_sizes(self, item: SizedCandidate, sizes: Sequence[int]) -> SizesVerified:
-        return expect(self._handler.answer(VerifySizes(item, list(sizes))), SizesVerified)
-
     def close(self) -> None:
         import torch
 
         torch.set_num_threads(self._threads)
 
-    def __enter__(self) -> LocalWorker:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def _ask(self, request: Request, limit_s: float, reply_type: type[R], progress: Progress = ignore) -> R:
+        self._progress = progress
+        return expect(self._handler.answer(request), reply_type)

@@ -203,8 +203,7 @@ class Process:
         os.set_blocking(self._to, False)
 
     def send(self, request: Request) -> None:
-        """Send a request. Raises OSError when the worker is gone, or reads nothing for seconds: ``reply`` reports
-        which."""
+        """Send a request. ``reply`` reports a worker that is gone, or that reads nothing for seconds."""
         data = memoryview(encode_frame(request))
         deadline = time.monotonic() + _SEND_S
         while data:
@@ -212,8 +211,10 @@ class Process:
                 data = data[os.write(self._to, data) :]
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise
+                    return
                 time.sleep(0.01)
+            except OSError:
+                return
 
     def marker(self) -> int:
         """Return the number of the kernel that ran last in a race; 0 for none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -152,17 +153,17 @@ class Alive(msgspec.Struct, tag=True, forbid_unknown_fields=True):
 
 
 class Failed(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """Reply that the request could not be carried out, by no fault of a candidate. memory: whether memory ran out."""
+    """Reply that the request could not be carried out, by no fault of a candidate."""
 
     detail: str
-    memory: bool = False
 
 
 Request = Setup | Open | Attempt | Confirm | Race | TimeSizes | VerifySizes | Build
 Reply = Ready | Attempted | Confirmed | RaceResult | SizesTimed | SizesVerified | Built | LeaderUpdate | Alive | Failed
 
-_requests: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
-_replies: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
+# Decode the body of a frame. They raise msgspec.MsgspecError when it is malformed.
+decode_request: Callable[[bytes], Request] = msgspec.json.Decoder(Request).decode
+decode_reply: Callable[[bytes], Reply] = msgspec.json.Decoder(Reply).decode
 
 
 def write_frame(fd: int, message: Request | Reply) -> None:
@@ -200,13 +201,3 @@ class FrameReader:
         body = bytes(self._data[_LENGTH : _LENGTH + length])
         del self._data[: _LENGTH + length]
         return body
-
-
-def decode_request(body: bytes) -> Request:
-    """Return the decoded request. Raises msgspec.MsgspecError when it is malformed."""
-    return _requests.decode(body)
-
-
-def decode_reply(body: bytes) -> Reply:
-    """Return the decoded reply. Raises msgspec.MsgspecError when it is malformed."""
-    return _replies.decode(body)

@@ -3,7 +3,6 @@ working on."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -114,9 +113,8 @@ class Worker:
         self.starts += 1
         self._process = Process(self._host, self._limits.silence_s)
         self._opened = self._ready_once = self._suspect = False
-        with contextlib.suppress(OSError):  # receiving the reply reports a worker that is gone
-            self._setup.guests, self._setup.modules = backends.plugins(), plugins.modules()
-            self._process.send(self._setup)
+        self._setup.guests, self._setup.modules = backends.plugins(), plugins.modules()
+        self._process.send(self._setup)
 
     def open(self, problem: Problem, seed: int) -> None:
         """Set the problem to work on. Raises WorkerError when its operands or oracle cannot be prepared."""
@@ -304,8 +302,7 @@ class Worker:
 
     def _exchange(self, request: Request, limit_s: float, reply_type: type[R], progress: Progress = ignore) -> R:
         assert self._process is not None  # after _open_problem() or start()
-        with contextlib.suppress(OSError):  # receiving the reply reports a worker that is gone
-            self._process.send(request)
+        self._process.send(request)
         return self._receive(limit_s, reply_type, progress)
 
     def _receive(self, limit_s: float, reply_type: type[R], progress: Progress) -> R:

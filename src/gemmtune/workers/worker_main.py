@@ -95,7 +95,7 @@ def _serve(requests: queue.SimpleQueue[Request], channel: Channel, marker_fd: in
             print(error, file=sys.stderr, flush=True)
             os._exit(5)
         except MemoryError as error:
-            reply = Failed(f"out of memory: {error}", memory=True)
+            reply = Failed(f"out of memory: {error}")
         except Exception as error:  # the parent is told of any error
             reply = Failed(f"{type(error).__name__}: {error}")
         channel.send(reply)

@@ -33,16 +33,13 @@ class MmWide(OutVariantKernel):
 
     template = "mm_wide"
     device_types = ("cuda",)
+    accumulator = "float32"
 
     @classmethod
     def why_unsupported(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
         if not problem.epilogue and problem.out_dtype == problem.a.dtype:
             return "the output is rounded to the operands' dtype at once, as torch.mm does"
         return _why_not_half(problem)
-
-    @classmethod
-    def product_dtype(cls, problem: Problem) -> str:
-        return "float32"
 
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
         return wide_mm(a, b)

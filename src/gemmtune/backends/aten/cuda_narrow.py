@@ -36,14 +36,11 @@ class IntMmPadded(SlicedKernel):
     is_fallback = True
     family = ("int_mm",)
     device_types = ("cuda",)
+    accumulator = "int32"
 
     @classmethod
     def configs(cls, problem: Problem) -> list[dict[str, Scalar]]:
         return [{"turned": False}, {"turned": True}]
-
-    @classmethod
-    def product_dtype(cls, problem: Problem) -> str:
-        return "int32"
 
     @classmethod
     def why_unsupported(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
@@ -68,10 +65,7 @@ class IntMmPaddedOnce(SlicedKernel):
     template = "int_mm_pad_copy"
     family = ("int_mm",)
     device_types = ("cuda",)
-
-    @classmethod
-    def product_dtype(cls, problem: Problem) -> str:
-        return "int32"
+    accumulator = "int32"
 
     @classmethod
     def why_unsupported(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
@@ -100,10 +94,7 @@ class Upcast(AtenKernel):
     is_fallback = True
     family = ("mixed_mm",)
     device_types = ("cuda",)
-
-    @classmethod
-    def product_dtype(cls, problem: Problem) -> str:
-        return "float32"
+    accumulator = "float32"
 
     @classmethod
     def why_unsupported(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
@@ -136,7 +127,6 @@ class UpcastOnce(Upcast):
 
     template = "upcast_once"
     is_fallback = False
-    reduced = "keeps a copy of the weight in the activations' dtype"
 
     @classmethod
     def why_unsupported(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
@@ -229,10 +219,7 @@ class ScaledMmWide(AtenKernel):
     template = "scaled_mm_wide"
     family = ("scaled_mm",)
     device_types = ("cuda",)
-
-    @classmethod
-    def product_dtype(cls, problem: Problem) -> str:
-        return "float32"
+    accumulator = "float32"
 
     @classmethod
     def why_unsupported(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:

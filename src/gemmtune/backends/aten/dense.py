@@ -19,8 +19,8 @@ from .fusion import Fused, addmm_prefix, mkldnn_prefix
 from .kernel import (
     FLOATS,
     AtenKernel,
+    CopiedKernel,
     OutVariantKernel,
-    contiguous_copy,
     dense_packed_weight,
     dense_weight_bytes,
     require_layout,
@@ -54,11 +54,6 @@ class Mm(OutVariantKernel):
     @classmethod
     def fused_prefix(cls, problem: Problem) -> Fused:
         return addmm_prefix(problem)
-
-    def matrix(self, b: Any) -> Tensor:
-        """Return the B operand as a Tensor [K, N]."""
-        tensor: Tensor = b
-        return tensor
 
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
         fused = self.fused
@@ -115,31 +110,10 @@ class MmTransposed(Mm):
         torch.addmm(addend, b.t(), a.t(), beta=fused.beta, alpha=fused.alpha, out=flipped)
 
 
-class MmCopied(Mm):
+class MmCopied(CopiedKernel, Mm):
     """``torch.mm`` with a constant weight that is copied once into the other memory order."""
 
     template = "mm_copy"
-    is_fallback = False
-
-    @classmethod
-    def configs(cls, problem: Problem) -> list[dict[str, Scalar]]:
-        return [{"order": order} for order in ("row", "col")]
-
-    @classmethod
-    def why_unsupported(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
-        if problem.b.layout.ld is None and problem.b.layout.order == config["order"]:
-            return f"the weight already is {config['order']}-major"
-        return why_not_packable(problem) or why_not_one_float_dtype(problem)
-
-    @classmethod
-    def layout(cls, problem: Problem, config: Mapping[str, Scalar]) -> str | None:
-        return f"aten:{config['order']}"
-
-    def matrix(self, b: Any) -> Tensor:
-        return require_layout(b, self.packing or "").data[0]
-
-    def pack(self, b: Any) -> PackedWeight:
-        return contiguous_copy(b, self.packing or "", self.problem)
 
 
 class Mkldnn(AtenKernel):

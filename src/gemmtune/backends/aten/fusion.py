@@ -26,7 +26,6 @@ class Fused(NamedTuple):
     beta: float = 0.0
     axis: str = ""
     activation: tuple[str, str] = ("none", "")
-    scalars: tuple[float, ...] = ()
     binary: str = ""
     steps: int = 0
     tensors: int = 0

@@ -35,7 +35,7 @@ class AtenKernel(Kernel):
     product.
 
     device_types: the kinds of devices that have the op; empty for all. is_fallback: whether plain PyTorch runs the same
-    op on an unpacked weight.
+    op on an unpacked weight. accumulator: the dtype of the product; empty for that of A.
     """
 
     template: ClassVar[str]
@@ -43,6 +43,7 @@ class AtenKernel(Kernel):
     device_types: ClassVar[tuple[str, ...]] = ()
     is_fallback: ClassVar[bool] = False
     counts_writes: ClassVar[bool] = True
+    accumulator: ClassVar[str] = ""
     # Names in core.torch_compat of the operators that the template needs and that some versions of torch lack.
     operators: ClassVar[tuple[str, ...]] = ()
 
@@ -97,7 +98,7 @@ class AtenKernel(Kernel):
     @classmethod
     def product_dtype(cls, problem: Problem) -> str:
         """Return the dtype in which the op returns its product."""
-        return problem.a.dtype
+        return cls.accumulator or problem.a.dtype
 
     @classmethod
     def fused_prefix(cls, problem: Problem) -> Fused:
@@ -161,6 +162,11 @@ class AtenKernel(Kernel):
 class OutVariantKernel(AtenKernel):
     """A kernel whose op has an out variant, which is used when no step of the epilogue remains after the op."""
 
+    def matrix(self, b: Any) -> Tensor:
+        """Return the B operand as a Tensor [K, N]."""
+        tensor: Tensor = b
+        return tensor
+
     @abstractmethod
     def product_out(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
         """Write the result of ``product`` into ``out``, which has ``product_dtype``."""
@@ -170,6 +176,33 @@ class OutVariantKernel(AtenKernel):
             out.copy_(self.functional(a, b, aux))
         else:
             self._without_reduced_precision(a, self.product_out, a, b, aux, out)
+
+
+class CopiedKernel(OutVariantKernel):
+    """A kernel with a constant weight that is copied once into the other memory order, for use with a kernel that takes
+    the weight as it is: ``class MmCopied(CopiedKernel, Mm)``."""
+
+    is_fallback = False
+
+    @classmethod
+    def configs(cls, problem: Problem) -> list[dict[str, Scalar]]:
+        return [{"order": order} for order in ("row", "col")]
+
+    @classmethod
+    def why_unsupported(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+        if problem.b.layout.ld is None and problem.b.layout.order == config["order"]:
+            return f"the weight already is {config['order']}-major"
+        return why_not_packable(problem) or super().why_unsupported(problem, config)
+
+    @classmethod
+    def layout(cls, problem: Problem, config: Mapping[str, Scalar]) -> str | None:
+        return f"aten:{config['order']}"
+
+    def matrix(self, b: Any) -> Tensor:
+        return require_layout(b, self.packing or "").data[0]
+
+    def pack(self, b: Any) -> PackedWeight:
+        return contiguous_copy(b, self.packing or "", self.problem)
 
 
 class SlicedKernel(AtenKernel):
@@ -199,11 +232,6 @@ def why_not_packable(problem: Problem) -> str:
 def dense_weight_bytes(problem: Problem, dtype: str) -> int:
     """Return the bytes of B as a dense matrix of ``dtype``."""
     return problem.batch * problem.k * problem.n * bits(dtype) // 8
-
-
-def zero_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the product over K = 0: zeros [.., M, N]."""
-    return torch.zeros(*a.shape[:-1], b.shape[-1], dtype=dtype, device=a.device)
 
 
 def contiguous_copy(b: Tensor, layout: str, problem: Problem) -> PackedWeight:

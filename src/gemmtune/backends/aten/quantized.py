@@ -28,7 +28,14 @@ from .cuda_rules import (
     why_too_many_rows,
 )
 from .fusion import Fused
-from .kernel import AtenKernel, OutVariantKernel, contiguous_copy, dense_weight_bytes, require_layout, why_not_packable
+from .kernel import (
+    AtenKernel,
+    CopiedKernel,
+    OutVariantKernel,
+    dense_weight_bytes,
+    require_layout,
+    why_not_packable,
+)
 from .padding import canonical_strides, cpu_int_mm, int_operands, int_product, scaled_product, why_int_sizes_unsupported
 from .steps import dtype_of
 
@@ -80,10 +87,7 @@ class IntMm(OutVariantKernel):
     template = "int_mm"
     is_fallback = True
     family = ("int_mm",)
-
-    @classmethod
-    def product_dtype(cls, problem: Problem) -> str:
-        return "int32"
+    accumulator = "int32"
 
     @classmethod
     def why_unsupported(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
@@ -100,11 +104,6 @@ class IntMm(OutVariantKernel):
         if problem.a.dtype != "int8":
             return "_int_mm takes int8 x int8 on CUDA"
         return why_byte_layout_unsupported(problem) or why_int_sizes_unsupported(problem.m, problem.n, problem.k)
-
-    def matrix(self, b: Any) -> Tensor:
-        """Return the B operand as a Tensor [K, N]."""
-        tensor: Tensor = b
-        return tensor
 
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
         weight = self.matrix(b)
@@ -150,11 +149,10 @@ class IntMmTransposed(IntMm):
         out.copy_(int_product(a, b, turned=True) if a.is_cuda else self.product(a, b, aux))
 
 
-class IntMmCopied(IntMm):
+class IntMmCopied(CopiedKernel, IntMm):
     """``torch._int_mm`` with a constant weight that is copied once into the other memory order."""
 
     template = "int_mm_copy"
-    is_fallback = False
 
     @classmethod
     def why_unsupported_on_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
@@ -162,26 +160,6 @@ class IntMmCopied(IntMm):
             return "cuBLASLt wants a column-major weight of bytes"
         column_major = replace(problem, b=replace(problem.b, layout=Layout("col")))
         return super().why_unsupported_on_cuda(column_major, config, target)
-
-    @classmethod
-    def configs(cls, problem: Problem) -> list[dict[str, Scalar]]:
-        return [{"order": order} for order in ("row", "col")]
-
-    @classmethod
-    def why_unsupported(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
-        if problem.b.layout.ld is None and problem.b.layout.order == config["order"]:
-            return f"the weight already is {config['order']}-major"
-        return why_not_packable(problem) or super().why_unsupported(problem, config)
-
-    @classmethod
-    def layout(cls, problem: Problem, config: Mapping[str, Scalar]) -> str | None:
-        return f"aten:{config['order']}"
-
-    def matrix(self, b: Any) -> Tensor:
-        return require_layout(b, self.packing or "").data[0]
-
-    def pack(self, b: Any) -> PackedWeight:
-        return contiguous_copy(b, self.packing or "", self.problem)
 
 
 class Int8Pack(AtenKernel):
@@ -285,7 +263,6 @@ class Dequantized(AtenKernel):
 
     template = "dequant"
     family = ("mixed_mm",)
-    reduced = "keeps a dequantised float32 copy of the weight"
 
     @classmethod
     def why_unsupported(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:

@@ -78,7 +78,8 @@ def generate(problem: Problem, template: str, config: dict[str, Any], primitives
         files.append("hopper.cu")
         common += ["sums.cu", "rows.cu"]
     parameters = _parameters(problem, uses_tma)
-    lines = [f"#define {name} {value}" for name, value in (constants | _PDL_FLAGS).items()]
+    constants |= _common(problem, config) | _PDL_FLAGS
+    lines = [f"#define {name} {value}" for name, value in constants.items()]
     lines.append("#define PARAMETERS " + ", ".join(f"{kind} {name}" for name, kind in parameters.items()))
     lines.append(f"typedef {'int' if problem.family == 'int_mm' else 'float'} sum_t;")
     lines += [primitives] if primitives is not None else map(_read_source, files)
@@ -144,67 +145,61 @@ def elements_per_load(problem: Problem) -> int:
     return 128 // bits(problem.b.dtype)
 
 
+def _common(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the constants that all templates have."""
+    return {
+        "BM": config["bm"],
+        "BN": config["bn"],
+        "SPLIT": config["split"],
+        "WIDTH": bits(problem.a.dtype) // 8,
+        "HALF": int(problem.a.dtype == "float16"),
+        "MMA": f'"{_instruction(problem)}"',
+        "SUM": '"r"' if problem.family == "int_mm" else '"f"',
+    }
+
+
 def _skinny(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
     mixed = problem.family == "mixed_mm"
     group = scale_group(problem)
-    half = problem.a.dtype == "float16"
     return {
         **_WEIGHT_KINDS,
-        "BM": config["bm"],
-        "BN": config["bn"],
         "WARPS": config["warps"],
         "SIDE": config["side"],
         "DEPTH": config["depth"],
-        "SPLIT": config["split"],
         "CLUSTER": config["split"],
         "KIND": {"int8": "INT8", "int4": "INT4"}[problem.b.dtype] if mixed else "PLAIN",
-        "HALF": int(half),
-        "ONE": _ones(half),
-        "WIDTH": bits(problem.a.dtype) // 8,
+        "ONE": _ones(problem),
         "KEPT": vector_words(problem, config["bm"], config["bn"]),
         "B_BYTES": max(1, bits(problem.b.dtype) // 8),
         "EVEN_K": int(problem.k % (4 * elements_per_load(problem)) == 0),
         "GROUP": group,
         "ZERO": int(problem.b.quant is not None and problem.b.quant.zero_point),
         "BATCHED": int(problem.family == "bmm"),
-        "MMA": f'"{_instruction(problem)}"',
-        "SUM": '"r"' if problem.family == "int_mm" else '"f"',
     }
 
 
 def _slab(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
     return {
-        "BM": config["bm"],
-        "BN": config["bn"],
         "STAGES": config["stages"],
         "CHUNKS": config["chunks"],
         "SHARE": config["cluster"],
-        "SPLIT": config["split"],
         "CLUSTER": config["cluster"] * config["split"],
         "WARPS": slab_warps(problem, config),
         "REGISTERS": slab_raised_registers(problem, config),
         "KEPT": vector_words(problem, GROUP_ROWS, config["bn"]),
-        "WIDTH": bits(problem.a.dtype) // 8,
         "STEPWISE": int(problem.family == "scaled_mm"),
         "PIECES": config["pieces"],
         "TURNS": config["turns"],
-        "HALF": int(problem.a.dtype == "float16"),
         "ONE": 0,  # used for narrow weights only
-        "MMA": f'"{_instruction(problem)}"',
-        "SUM": '"r"' if problem.family == "int_mm" else '"f"',
         "PRODUCTS": " ".join(_products(problem, config["bn"] // config["pieces"])),
     }
 
 
 def _mixed(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
-    half = problem.a.dtype == "float16"
     return {
         **_WEIGHT_KINDS,
-        "BM": config["bm"],
-        "BN": config["bn"],
         "STAGES": config["stages"],
         "SHARE": 1,
-        "SPLIT": config["split"],
         "CLUSTER": config["split"],
         "WARPS": mixed_warps(problem, config),
         "REGISTERS": mixed_raised_registers(problem, config),
@@ -212,18 +207,14 @@ def _mixed(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
         "KIND": {"int8": "INT8", "int4": "INT4"}[problem.b.dtype],
         "GROUP": scale_group(problem),
         "ACROSS": mixed_row_stride(config),
-        "WIDTH": 2,
-        "HALF": int(half),
-        "ONE": _ones(half),
-        "MMA": f'"{_instruction(problem)}"',
-        "SUM": '"f"',
+        "ONE": _ones(problem),
         "PRODUCTS": _mixed_product(problem, config["bm"]),
     }
 
 
-def _ones(half: bool) -> str:
-    """Return a literal with 1.0 twice, in bfloat16 or (half) float16."""
-    return "0x3c003c00u" if half else "0x3f803f80u"
+def _ones(problem: Problem) -> str:
+    """Return a literal with 1.0 twice, in the dtype of A (bfloat16 or float16)."""
+    return "0x3c003c00u" if problem.a.dtype == "float16" else "0x3f803f80u"
 
 
 def _mixed_product(problem: Problem, rows: int) -> str:
