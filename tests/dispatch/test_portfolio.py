@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import msgspec
+import pytest
 
+from gemmtune.backends.aten import AtenBackend
 from gemmtune.core.candidate import Candidate
+from gemmtune.core.decision import LayoutDecision
 from gemmtune.core.epilogue import Step
 from gemmtune.core.workloads import bmm_problem, linear_problem
 from gemmtune.dispatch import build_plan, choose_packing, rank_packings
-from gemmtune.dispatch.portfolio import layouts_in_use, tuned_point
+from gemmtune.dispatch.portfolio import SERVING_S, layouts_in_use, tuned_point
+from helpers.plans import PLAIN_S, PROBLEM, planted_plan, simulated
 from helpers.serving import decide, evidence, toy
 
 
@@ -154,3 +158,27 @@ def test_raw_kernel_that_does_not_serve_has_the_time_of_the_plain_op() -> None:
     assert choose_packing([decide(linear_problem(1, 8, 8, "float32"), unsure, packed)]) == "toy:plain"
     sure = evidence(toy(""), 0.975, 0.975)
     assert choose_packing([decide(linear_problem(1, 8, 8, "float32"), sure, packed)]) is None
+
+
+def test_decision_made_after_the_plan_serves_its_m_alone() -> None:
+    kernel, later = simulated("planned", PLAIN_S), toy("")
+    for m in (8, 16, 32):  # the first, an inner and the last M of the interval
+        plan = planted_plan(PROBLEM, [kernel], {"": [(8, 32, kernel)]}, [8, 32], target_key="t")
+        decision = decide(PROBLEM.with_m(m), evidence(later, 0.1), chosen=later)
+        served = build_plan([decision], None, plan)
+        assert served is not None
+        assert served.pick(m).candidate == later
+        others = {size for size in range(8, 33) if served.pick(size).candidate == kernel.candidate}
+        assert others == set(range(8, 33)) - {m}
+
+
+def test_time_of_a_tested_layout_includes_the_cost_of_serving_it() -> None:
+    """In a CUDA graph the host does nothing; without one, a call of a kernel costs more than a call of ATen's op."""
+    row = evidence(toy("plain"), 0.4, 0.4)
+    decision = decide(linear_problem(1, 8, 8, "float32"), row, chosen=toy("plain"))
+    test = LayoutDecision(
+        "winner", row.id, AtenBackend().default_candidate(linear_problem(1, 8, 8, "float32")).id, 0.4, 0.39, 0.41,
+        {"between": 0.6},
+    )  # fmt: skip
+    decision = msgspec.structs.replace(decision, layouts={"toy:plain": test})
+    assert tuned_point(decision).options["toy:plain"].seconds == pytest.approx(0.6 + SERVING_S, abs=SERVING_S / 10)

@@ -34,7 +34,7 @@ from .checks import Outcome, check, findings_text
 
 # Regret over M
 
-_LAST, _TUNED = 512, (1, 8, 48, 256)  # the range of M on a CPU, and the M that are tuned by themselves
+_LAST, _TUNED = 512, (1, 8, 48, 192)  # the range of M on a CPU, and the M that are tuned by themselves
 _NOISE = 0.005  # of a timing, as a share
 _FAR = 0.1  # a regret that is counted
 

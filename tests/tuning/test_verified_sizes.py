@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gemmtune.core.candidate import Candidate
-from gemmtune.tuning.verified_sizes import MAX_SIZES, RUN, sizes_to_verify
+from gemmtune.tuning.verified_sizes import MAX_ROWS, MAX_SIZES, RUN, sizes_to_verify
 
 Spans = list[tuple[int, int]]
 
@@ -45,6 +45,15 @@ def test_all_residues_up_to_16_are_verified(spans: Spans, rows: int, seed: int) 
     longest = max(last - first + 1 for first, last in spans)
     for divisor in range(2, min(16, longest) + 1):
         assert {m % divisor for m in sizes} == set(range(divisor))
+
+
+@given(ascending_spans(), st.sampled_from((1, 16, 128)), st.integers(0, 1000))
+def test_ends_of_spans_are_verified_and_the_rows_of_others_limited(spans: Spans, rows: int, seed: int) -> None:
+    sizes = sizes_to_verify(spans, candidate(rows), random.Random(seed))
+    ends = {m for first, last in spans for m in (first, last, min(first | 1, last))}
+    assert {m for span in spans for m in span} <= set(sizes)
+    longest_run = RUN * (max(first for first, _ in spans) + 2 * RUN)
+    assert sum(m for m in sizes if m not in ends) <= MAX_ROWS * spans[-1][1] + longest_run
 
 
 @given(ascending_spans(), st.integers(0, 1000))

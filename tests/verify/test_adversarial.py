@@ -69,6 +69,18 @@ def test_full_tensor_has_every_special_value_in_an_ordinary_row(step: Step) -> N
         assert not special[[0, 3]].any()
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_spikes_are_in_the_upper_part_of_their_binade(seed: int) -> None:
+    """They are no power of two, so that a spike that was rounded differs, and sums with them fit float16."""
+    rows = special_rows(linear(4, 40, 32, "float16"), ["spike"], RandomSource(CPU, seed))
+    assert 10240 <= float(rows.abs().max()) <= 16384
+
+
+def test_special_columns_have_labels() -> None:
+    columns = Columns({"NaN": [3]}, ({}, {"large": [5]}))
+    assert [columns.label(column) for column in (3, 5, 7)] == ["NaN in B", "large in the epilogue's tensor 1", ""]
+
+
 def test_one_element_tensors_have_a_case_for_each_kind() -> None:
     steps = (COL_SCALE, Step("add", "tensor", "float32"), Step("relu"), Step("scale", "tensor", "float32"))
     expected = [(1, kind) for kind in aux_kinds(steps[1])] + [(2, kind) for kind in aux_kinds(steps[3])]

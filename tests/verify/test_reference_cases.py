@@ -40,6 +40,26 @@ def test_special_rows_have_ordinary_rows_between_them() -> None:
         assert all(after - before >= 2 for before, after in itertools.pairwise(special))
 
 
+@pytest.mark.parametrize("m", [1, 2, 3, 4, 5, 9])
+def test_at_most_half_of_four_rows_or_more_are_special(m: int) -> None:
+    cases = [case for case in make_reference_cases(linear(m, 96, 64), 0)[1:] if case.bank is not None]
+    bank = cases[0].bank
+    assert bank is not None
+    kinds = {kind for kind in bank.rows if kind}
+    assert {kind for case in cases for kind in case.rows if kind} == kinds
+    most = max(sum(bool(kind) for kind in case.rows) for case in cases)
+    assert most == (m if m < 4 else m // 2)
+    # Few rows are all special: an ordinary row shows whether a kernel is right at all.
+    assert any(not any(case.rows) for case in cases) == (m < 4)
+
+
+def test_rows_without_special_ones_make_one_case() -> None:
+    bank = next(case.bank for case in make_reference_cases(linear(6, 96, 64), 0) if case.bank is not None)
+    (case,) = replace(bank, rows=("",) * len(bank.rows)).covering()
+    assert case.rows == ("",) * 6
+    assert torch.equal(case.inputs.a, bank.inputs.a[[row % len(bank.rows) for row in range(6)]])
+
+
 STEPS = (
     Step("bias", "col", "float32"),
     Step("scale", "tensor", "float32"),

@@ -45,7 +45,7 @@ class TuningProfile(NamedTuple):
     builds_overlap: bool = False
     search: Mapping[str, int] = MappingProxyType({})
     last_m: int = 512
-    tuned_m: tuple[int, ...] = (1, 8, 48, 256)
+    tuned_m: tuple[int, ...] = (1, 8, 48, 192)
     tuned_m_s: float | None = None
     sweep_s: float = 16.0
     max_predicted: int = 0

@@ -37,6 +37,7 @@ log = logging.getLogger("gemmtune")
 
 BOUND = 0.05  # the largest regret at a measured M
 VERIFIED_M = 16  # the M of the Problem that is opened: verification at other M reuses its rows and results
+_STEPS_UP_TO = 4  # the M after a power of two is timed up to this part of the range: calls take long at its end
 _COARSE_SHARE = 0.5  # of the time, for the first M
 _PREDICTED_SHARE = 0.5  # of the time that remains, for the M at which kernels are expected to be fast
 _NEAR_EXPECTED = 1.6
@@ -131,10 +132,11 @@ class PlanSession:
     # --- timing
 
     def _time_coarsely(self) -> None:
-        """Time the kernels at the powers of two, their odd neighbors and the M of the Decisions, smallest M first."""
+        """Time the kernels at the powers of two, some odd neighbors and the M of the Decisions, smallest M first."""
         first, last = self._sizes.first, self._sizes.last
         powers = [1 << exponent for exponent in range(last.bit_length() + 1)]
-        wanted = {first, last, 3, *self._sizes.tuned, *powers, *(power + 1 for power in powers[4::2])}
+        steps = {power + 1 for power in powers[4::2] if _STEPS_UP_TO * power <= last}
+        wanted = {first, last, 3, *self._sizes.tuned, *powers, *steps}
         wanted |= set(sorted(self._counts, key=lambda m: -self._counts[m])[:BATCH])
         sizes = sorted(m for m in wanted if first <= m <= last)
         total = sum(sizes) + 64 * len(sizes)  # a call with few rows takes as long as one with 64

@@ -12,6 +12,7 @@ RUN = 17  # consecutive M: they contain every remainder of a division by 17 or l
 RANDOM = 4  # of each interval
 EDGES = 3  # multiples of the tile's rows, with both neighbors
 MAX_SIZES = 96
+MAX_ROWS = 8  # times the largest M: the rows of all M but the run and the ends
 
 
 def sizes_to_verify(spans: Sequence[tuple[int, int]], candidate: Candidate, rng: random.Random) -> list[int]:
@@ -20,17 +21,22 @@ def sizes_to_verify(spans: Sequence[tuple[int, int]], candidate: Candidate, rng:
     A kernel's control flow depends on M by the number of tiles and by the rows of the last one. So they are: the ends
     of each span and an odd M in it, some random M, multiples of the tile's rows and their neighbors, and a run of
     consecutive M, in which a kernel that is wrong at every seventh M, say, is seen. Long lists of spans are thinned to
-    ``MAX_SIZES``; the run and the ends of the whole range stay.
+    ``MAX_SIZES``: the run and the ends of the whole range stay, and the ends of spans and their odd M are preferred.
+    The other M have ``MAX_ROWS`` together.
     """
     lowest, highest = min(first for first, _ in spans), max(last for _, last in spans)
     certain = {lowest, highest, *_run(spans, rng)}
-    others: set[int] = set()
+    ends, others = {m for first, last in spans for m in (first, last, min(first | 1, last))} - certain, set[int]()
     for first, last in spans:
-        others |= {first, last, min(first | 1, last), rng.randint(first, last) | 1}
+        others |= {rng.randint(first, last) | 1}
         others |= {rng.randint(first, last) for _ in range(RANDOM)}
         others |= set(_edges(first, last, tile_rows(candidate)))
-    others = {m for m in others - certain if any(first <= m <= last for first, last in spans)}
-    sizes = [*certain, *rng.sample(sorted(others), min(len(others), MAX_SIZES - len(certain)))]
+    others = {m for m in others - certain - ends if any(first <= m <= last for first, last in spans)}
+    few, rows = list[int](), 0
+    for m in rng.sample(sorted(others), len(others)):
+        rows += m
+        few += [m] if rows <= MAX_ROWS * highest else []
+    sizes = [*certain, *rng.sample(sorted(ends), len(ends)), *few][:MAX_SIZES]
     rng.shuffle(sizes)
     return sizes
 
