@@ -15,7 +15,7 @@ from ..verify.row_counts import tile_rows
 
 WITHIN = 1.15  # a kernel is timed at other M if it took at most this multiple of its layout's least time at one M
 LAYOUT_WITHIN = 1.25  # a packed layout is, if its least time at one M is within this factor of the least of all
-MAX_PER_DECISION = 4  # of one layout
+MAX_PER_DECISION = 3  # of one layout
 
 
 @dataclass
@@ -110,10 +110,11 @@ def add_surcharges(kernels: Iterable[PoolKernel], tested: Iterable[PoolKernel]) 
             kernel.surcharge = median(others)
 
 
-def nearest_four(sizes: Iterable[int], m: int) -> set[int]:
-    """Return the nearest two sizes on either side of M; M itself is on both."""
+def nearest_sizes(sizes: Iterable[int], m: int) -> set[int]:
+    """Return the nearest size on either side of M, or the nearest two where one side has none; M itself is on both."""
     ordered = sorted(sizes)
-    return {*[size for size in ordered if size <= m][-2:], *[size for size in ordered if size >= m][:2]}
+    below, above = [size for size in ordered if size <= m], [size for size in ordered if size >= m]
+    return {*below[-1 if above else -2 :], *above[: 1 if below else 2]}
 
 
 def _fast_rows(decision: Decision, plain: str, without: Collection[str]) -> list[Evidence]:

@@ -27,7 +27,7 @@ from ..workers.contract import MeasurementWorker, WorkerLost
 from ..workers.protocol import SizedCandidate
 from . import intervals
 from .plan_measurements import BATCH, Measurements
-from .plan_pool import PoolKernel, add_surcharges, kernel_pool, nearest_four
+from .plan_pool import PoolKernel, add_surcharges, kernel_pool, nearest_sizes
 from .predicted_kernels import expected_kernels
 from .sizes import SizeRange
 from .verified_sizes import sizes_to_verify
@@ -37,7 +37,7 @@ log = logging.getLogger("gemmtune")
 
 BOUND = 0.05  # the largest regret at a measured M
 VERIFIED_M = 16  # the M of the Problem that is opened: verification at other M reuses its rows and results
-_STEPS_UP_TO = 4  # the M after a power of two is timed up to this part of the range: calls take long at its end
+_STEPS_UP_TO = 16  # the M after a power of two is timed up to this part of the range: calls take long at its end
 _COARSE_SHARE = 0.5  # of the time, for the first M
 _PREDICTED_SHARE = 0.5  # of the time that remains, for the M at which kernels are expected to be fast
 _NEAR_EXPECTED = 1.6
@@ -163,13 +163,13 @@ class PlanSession:
 
     def _active(self, m: int) -> list[str]:
         """Return the kernels to time at M: ATen's plain op, those that are expected to be fast within a factor of
-        ``_NEAR_EXPECTED``, and of each layout those from Decisions at the nearest four M that are not far behind at the
-        next smaller M.
+        ``_NEAR_EXPECTED``, and of each layout those from Decisions at the nearest M that are not far behind at the next
+        smaller M.
 
         Layouts are compared over the whole range, so that each of them needs a kernel at every M.
         """
         pool, behind = self._found.pool, self._found.far_behind(m)
-        near = {packing: nearest_four(found_at, m) for packing, found_at in self._found.found_at().items()}
+        near = {packing: nearest_sizes(found_at, m) for packing, found_at in self._found.found_at().items()}
         return [
             name
             for name, kernel in pool.items()

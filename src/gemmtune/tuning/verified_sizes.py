@@ -12,7 +12,7 @@ RUN = 17  # consecutive M: they contain every remainder of a division by 17 or l
 RANDOM = 4  # of each interval
 EDGES = 3  # multiples of the tile's rows, with both neighbors
 MAX_SIZES = 96
-MAX_ROWS = 8  # times the largest M: the rows of all M but the run and the ends
+MAX_ROWS = 6  # times the largest M: the rows of all M but the run and the ends
 
 
 def sizes_to_verify(spans: Sequence[tuple[int, int]], candidate: Candidate, rng: random.Random) -> list[int]:
