@@ -439,6 +439,22 @@ def test_progress_is_reported_after_each_request(clock: FakeTime, store: MemoryS
     assert measured[-1] == len(plan.noise)
 
 
+def test_m_whose_calls_take_longer_than_the_time_left_are_not_measured(clock: FakeTime, store: MemoryStore) -> None:
+    """Calls take 30 ms and more: another M would take longer than the 50 ms that are left after the first M."""
+
+    def requests(seconds: float) -> list[dict[int, list[str]]]:
+        kernels = [simulated(kernel.id, lambda m, k=kernel: 1e4 * k.seconds(m), rows=16) for kernel in SOUND]
+        worker = FakeWorker(clock, kernels, lambda m: 1e4 * PLAIN_S(m), timing_s=0.1)
+        decisions = decisions_at(kernels, TUNED, plain=lambda m: 1e4 * PLAIN_S(m))
+        PlanSession(PROBLEM, current_target(), store, worker, decisions, RANGE, silent, 0, counts={}).run(seconds)  # type: ignore[arg-type]
+        return worker.timed
+
+    first = requests(0.001)
+    spent = 0.1 * sum(len(names) for request in first for names in request.values())
+    assert requests(spent + 0.05) == first
+    assert len(requests(spent + 5.0)) > len(first)
+
+
 # --- layouts
 
 
@@ -469,10 +485,14 @@ def test_wrong_kernel_of_one_layout_leaves_the_other(clock: FakeTime, store: Mem
     assert_close_to_the_fastest(plan, SOUND)
 
 
-def test_slowest_packed_layout_has_no_intervals(clock: FakeTime, store: MemoryStore) -> None:
+def test_best_packed_layout_with_right_kernels_has_intervals(clock: FakeTime, store: MemoryStore) -> None:
     packed = [simulated(f"packed{i}", lambda m, i=i: (1.0 + 0.1 * i) * fastest(m), packing=f"p:{i}") for i in range(3)]
-    plan, _ = make_plan(clock, [*SOUND, *packed], store)
-    assert set(plan.intervals) == {"", "p:0", "p:1"}
+    plan, worker = make_plan(clock, [*SOUND, *packed], store)
+    assert set(plan.intervals) == {"", "p:0"}
+    assert not {kernel.id for kernel in packed[1:]} & set(worker.verified)
+    wrong = replace(packed[0], wrong_at=lambda m: m % 7 == 3)
+    plan, _ = make_plan(clock, [*SOUND, wrong, *packed[1:]], MemoryStore())
+    assert set(plan.intervals) == {"", "p:1"}
 
 
 def test_layouts_are_compared_over_the_whole_range(clock: FakeTime, store: MemoryStore) -> None:
@@ -483,7 +503,7 @@ def test_layouts_are_compared_over_the_whole_range(clock: FakeTime, store: Memor
     kernel = plan.find(short.id)
     assert kernel is not None
     assert {1, 512} <= set(kernel.times)
-    assert rank_layouts_of_plan(plan) == ["p:even", "p:short", None]
+    assert rank_layouts_of_plan(plan) == ["p:even", None]
 
 
 def test_layout_far_behind_on_the_way_has_no_intervals(clock: FakeTime, store: MemoryStore) -> None:

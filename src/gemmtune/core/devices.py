@@ -46,7 +46,7 @@ class TuningProfile(NamedTuple):
     search: Mapping[str, int] = MappingProxyType({})
     last_m: int = 512
     tuned_m: tuple[int, ...] = (1, 8, 48, 192)
-    tuned_m_s: float | None = None
+    tuned_m_s: float | None = 5.0
     sweep_s: float = 16.0
     max_predicted: int = 0
 

@@ -50,6 +50,11 @@ class Measurements:
             for name, value in seconds.items():
                 self.times[name][m] = value
 
+    def expected_s(self, name: str, m: int) -> float:
+        """Return the seconds that a call of a kernel may take at M, from its times at other M: at most as long as at a
+        larger M, or as that many calls at a smaller one. Zero without times."""
+        return min((seconds * max(1.0, m / size) for size, seconds in self.times[name].items()), default=0.0)
+
     def found_at(self) -> dict[str | None, set[int]]:
         """Return the M of the Decisions in which a kernel of each layout was fast."""
         found: dict[str | None, set[int]] = {}

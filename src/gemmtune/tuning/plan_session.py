@@ -41,6 +41,7 @@ _STEPS_UP_TO = 16  # the M after a power of two is timed up to this part of the 
 _COARSE_SHARE = 0.5  # of the time, for the first M
 _PREDICTED_SHARE = 0.5  # of the time that remains, for the M at which kernels are expected to be fast
 _NEAR_EXPECTED = 1.6
+_LEAST_CALLS = 3  # of a kernel that is timed at an M
 _AGAIN_SHARE = 0.5  # of the time, for kernels that are added because another failed
 _MAX_CHECKS = 4  # times that kernels are chosen anew because one failed verification
 
@@ -230,16 +231,31 @@ class PlanSession:
                     wanted.setdefault(m, []).extend(name for name in names if name not in wanted.get(m, ()))
             if not wanted:
                 return "no other M was worth a measurement"
+            wanted = self._affordable(wanted, remaining_s)
+            if not wanted:
+                break
             self._time(wanted, min(remaining_s, max(0.1 * remaining_s, 0.05 * (self._end - self._started))))
         return "the time for other M was over"
+
+    def _affordable(self, wanted: Mapping[int, list[str]], seconds: float) -> dict[int, list[str]]:
+        """Return the first of the wanted M that can be timed in some seconds, with their kernels."""
+        affordable: dict[int, list[str]] = {}
+        for m, names in wanted.items():
+            seconds -= _LEAST_CALLS * sum(self._found.expected_s(name, m) for name in names)
+            if seconds < 0.0:
+                break
+            affordable[m] = names
+        return affordable
 
     # --- the choice
 
     def _verified_choice(self) -> dict[str, tuple[PlanInterval, ...]]:
-        """Return the intervals of each layout, whose kernels were verified. A kernel that fails is left out, and
-        kernels are chosen anew."""
+        """Return the intervals of the raw layout and of the best packed one that has right kernels, all of which were
+        verified. A kernel that fails is left out, and kernels are chosen anew."""
         chosen: dict[str, tuple[PlanInterval, ...]] = {}
         for packing in self._found.layouts():
+            if packing and chosen:  # a weight is packed once, and the best layout comes first
+                continue
             for _ in range(_MAX_CHECKS):
                 curves = self._found.curves(packing).without(self._found.out)
                 if not curves.sizes:

@@ -12,7 +12,7 @@ RUN = 17  # consecutive M: they contain every remainder of a division by 17 or l
 RANDOM = 4  # of each interval
 EDGES = 3  # multiples of the tile's rows, with both neighbors
 MAX_SIZES = 96
-MAX_ROWS = 6  # times the largest M: the rows of all M but the run and the ends
+MAX_ROWS = 4  # times the largest M: the rows of all M but the run and the ends
 
 
 def sizes_to_verify(spans: Sequence[tuple[int, int]], candidate: Candidate, rng: random.Random) -> list[int]:
@@ -26,14 +26,14 @@ def sizes_to_verify(spans: Sequence[tuple[int, int]], candidate: Candidate, rng:
     """
     lowest, highest = min(first for first, _ in spans), max(last for _, last in spans)
     certain = {lowest, highest, *_run(spans, rng)}
-    ends, others = {m for first, last in spans for m in (first, last, min(first | 1, last))} - certain, set[int]()
+    ends = {m for first, last in spans for m in (first, last, min(first | 1, last))} - certain
+    edges = {m for first, last in spans for m in _edges(first, last, tile_rows(candidate))} - certain - ends
+    others: set[int] = set()
     for first, last in spans:
-        others |= {rng.randint(first, last) | 1}
-        others |= {rng.randint(first, last) for _ in range(RANDOM)}
-        others |= set(_edges(first, last, tile_rows(candidate)))
-    others = {m for m in others - certain - ends if any(first <= m <= last for first, last in spans)}
+        others |= {rng.randint(first, last) for _ in range(RANDOM)} | {min(rng.randint(first, last) | 1, last)}
+    others -= certain | ends | edges
     few, rows = list[int](), 0
-    for m in rng.sample(sorted(others), len(others)):
+    for m in (*rng.sample(sorted(edges), len(edges)), *rng.sample(sorted(others), len(others))):
         rows += m
         few += [m] if rows <= MAX_ROWS * highest else []
     sizes = [*certain, *rng.sample(sorted(ends), len(ends)), *few][:MAX_SIZES]
