@@ -63,7 +63,7 @@ def test_unknown_name_raises_attribute_error() -> None:
 def test_import_loads_no_heavy_module() -> None:
     code = (
         "import sys, gemmtune; early = 'torch' in sys.modules; gemmtune.mm; "
-        "heavy = ('triton', 'cutlass', 'sklearn', 'plotly', 'rich', 'typer', 'sqlite3', 'gemmtune.tuning', "
+        "heavy = ('triton', 'cutlass', 'sklearn', 'plotly', 'rich', 'typer', 'sqlite3', 'msgspec', 'gemmtune.tuning', "
         "'gemmtune.workers', 'gemmtune.timing', 'gemmtune.verify', 'gemmtune.report', 'torch._dynamo'); "
         "print(early, [name for name in heavy if name in sys.modules])"
     )

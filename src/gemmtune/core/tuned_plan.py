@@ -6,20 +6,11 @@ A Decision holds for one M. A TunedPlan divides a range of M into intervals, eac
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
 
 from .decision import Verdict
-
-
-def least_times(curves: Iterable[Mapping[int, float]]) -> dict[int, float]:
-    """Return the least seconds by M of several kernels, each given by its seconds by M."""
-    least: dict[int, float] = {}
-    for times in curves:
-        least |= {m: min(seconds, least.get(m, seconds)) for m, seconds in times.items()}
-    return least
 
 
 class PlanKernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

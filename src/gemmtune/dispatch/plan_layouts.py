@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
-from ..core.tuned_plan import least_times
+from ..core.plan_times import least_times
 from .portfolio import WORTHWHILE, is_fallback_template
 
 if TYPE_CHECKING:

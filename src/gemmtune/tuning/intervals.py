@@ -12,7 +12,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from ..core.tuned_plan import PlanInterval, least_times
+from ..core.plan_times import least_times
+from ..core.tuned_plan import PlanInterval
 
 MAX_KERNELS = 6  # of a layout, ATen's plain op not counted
 MEAN_REGRET = 0.01  # kernels are added while the weighted mean regret is above this, and falls by _WORTH
