@@ -167,6 +167,15 @@ def test_m_where_only_plain_was_timed_are_no_evidence_for_it() -> None:
     assert Curves(8, 64, times, PLAIN).without({PLAIN}).plain == ""
 
 
+def test_plain_serves_beyond_the_m_at_which_kernels_were_timed() -> None:
+    times = {PLAIN: dict.fromkeys((1, 8, 64, 512), 2.0), "k": {8: 1.0, 64: 1.0}}
+    curves = Curves(1, 512, times, PLAIN).without(())
+    assert curves.sizes == [1, 8, 64, 512]
+    assert intervals.intervals(curves, serve(curves)) == (
+        PlanInterval(1, 7, PLAIN), PlanInterval(8, 64, "k"), PlanInterval(65, 512, PLAIN)
+    )  # fmt: skip
+
+
 # --- weights
 
 

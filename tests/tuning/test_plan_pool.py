@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
+import pytest
 
 from gemmtune.core.candidate import Candidate
 from gemmtune.core.decision import Decision, Evidence, LayoutDecision, Verdict
-from gemmtune.tuning.plan_pool import LAYOUT_WITHIN, MAX_PER_DECISION, WITHIN, PoolKernel, kernel_pool
+from gemmtune.tuning.plan_pool import LAYOUT_WITHIN, MAX_PER_DECISION, WITHIN, PoolKernel, kernel_pool, nearest_sizes
 from helpers.plans import LARGE, PLAIN, PLAIN_S, SMALL, decisions_at, simulated, staircase
 
 TUNED = (1, 8, 48, 256)
@@ -138,3 +139,10 @@ def test_kernel_that_no_surrounding_slows_has_no_surcharge() -> None:
     test = LayoutDecision("winner", SMALL.id, PLAIN.id, 0.5, 0.4, 0.6, {"between": 0.4})
     decisions = [msgspec.structs.replace(decision, layouts={"": test}) for decision in decisions_at([SMALL], (8,))]
     assert [kernel.surcharge for kernel in kernel_pool(decisions)] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(("m", "expected"), [
+    (1, {1, 8, 48}), (4, {1, 8}), (8, {1, 8, 48}), (100, {48, 192}), (192, {8, 48, 192}), (300, {48, 192})
+])  # fmt: skip
+def test_nearest_sizes_are_on_both_sides(m: int, expected: set[int]) -> None:
+    assert nearest_sizes({1, 8, 48, 192}, m) == expected

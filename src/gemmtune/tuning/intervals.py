@@ -93,12 +93,14 @@ class Curves:
 
     def without(self, names: Collection[str]) -> Curves:
         """Return the curves without some kernels, and without the M at which only ATen's plain op was timed besides
-        them, or for another layout: they do not show that it is the fastest."""
+        them, or for another layout: they do not show that it is the fastest. Those below and above all M at which
+        kernels were timed stay, since ATen's plain op serves where no kernel was timed."""
         times = {name: curve for name, curve in self.times.items() if name not in names}
         plain = self.plain if self.plain in times else ""
         compared = {m for name, curve in times.items() if name != plain for m in curve}
         if plain and compared:
-            times[plain] = {m: seconds for m, seconds in times[plain].items() if m in compared}
+            least, most = min(compared), max(compared)
+            times[plain] = {m: s for m, s in times[plain].items() if m in compared or not least < m < most}
         return replace(self, times=times, plain=plain)
 
     def weight(self) -> Callable[[int, int], float]:

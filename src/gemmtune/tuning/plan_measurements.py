@@ -64,11 +64,13 @@ class Measurements:
         return found
 
     def far_behind(self, m: int) -> set[str]:
-        """Return the kernels that took more than ``_FAR_BEHIND`` times the least time of all at the largest M below
-        ``m`` at which they were timed."""
-        least = least_times(self.times.values())
+        """Return the kernels that took more than ``_FAR_BEHIND`` times the least time of all that may serve at the
+        largest M below ``m`` at which they were timed."""
+        least = least_times(times for name, times in self.times.items() if name not in self.out)
         below = {name: max((size for size in times if size < m), default=0) for name, times in self.times.items()}
-        return {name for name, size in below.items() if size and self.times[name][size] > _FAR_BEHIND * least[size]}
+        return {
+            name for name, size in below.items() if size in least and self.times[name][size] > _FAR_BEHIND * least[size]
+        }
 
     def curves(self, packing: str) -> Curves:
         """Return the times of a layout's kernels."""

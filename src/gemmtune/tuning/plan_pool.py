@@ -111,10 +111,10 @@ def add_surcharges(kernels: Iterable[PoolKernel], tested: Iterable[PoolKernel]) 
 
 
 def nearest_sizes(sizes: Iterable[int], m: int) -> set[int]:
-    """Return the nearest size on either side of M, or the nearest two where one side has none; M itself is on both."""
+    """Return the nearest size on either side of M, or the nearest two where one side has none; and M if it is one."""
     ordered = sorted(sizes)
-    below, above = [size for size in ordered if size <= m], [size for size in ordered if size >= m]
-    return {*below[-1 if above else -2 :], *above[: 1 if below else 2]}
+    below, above = [size for size in ordered if size < m], [size for size in ordered if size > m]
+    return {*below[-1 if above else -2 :], *above[: 1 if below else 2], *({m} & set(ordered))}
 
 
 def _fast_rows(decision: Decision, plain: str, without: Collection[str]) -> list[Evidence]:
