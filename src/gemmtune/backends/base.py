@@ -171,7 +171,7 @@ class Backend(ABC):
         None where there is no estimate (the default).
 
         ``candidates`` yields them in this order. Tuning for every M builds the candidates with the least estimates at M
-        that are not tuned by themselves.
+        that are not tuned by themselves. A backend with estimates implements ``packing_of``, too.
         """
         return None
 

@@ -153,10 +153,11 @@ class PlanSession:
         for name, kernel in self._found.pool.items():
             for m in kernel.predicted_for:
                 expected.setdefault(m, []).append(name)
+        layouts = [self._found.curves(packing) for packing in self._found.layouts()]
         wanted = {}
         for m in sorted(expected):
-            near = [self._found.names_near(self._found.curves(packing), m) for packing in self._found.layouts()]
-            wanted[m] = list(dict.fromkeys((*(name for names in near for name in names), *expected[m])))
+            near = (name for curves in layouts for name in self._found.names_near(curves, m))
+            wanted[m] = list(dict.fromkeys((*near, *expected[m])))
         budget_s = _PREDICTED_SHARE * max(0.0, self._end - time.perf_counter())
         for start in range(0, len(wanted), BATCH):
             sizes = list(wanted)[start : start + BATCH]

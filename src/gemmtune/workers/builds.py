@@ -89,7 +89,7 @@ class Builders:
         return {name: results[name] for name in chosen}
 
     def build_each(self, wanted: Iterable[tuple[Problem, Candidate]], target: Target) -> dict[str, Artifact | Verdict]:
-        """Build candidates in parallel, each for a Problem of its own; otherwise as a call."""
+        """Build candidates of several Problems in parallel and return the outcome of each by its id, as a call does."""
         by_problem: dict[Problem, list[Candidate]] = {}
         for problem, candidate in wanted:
             by_problem.setdefault(problem, []).append(candidate)

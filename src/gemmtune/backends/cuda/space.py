@@ -333,11 +333,9 @@ def _why_mixed_unsupported(problem: Problem, device: DeviceLimits) -> str:
         return "wgmma is compute capability 9.0's alone"
     if problem.family != "mixed_mm":
         return f"multiplies by narrower weights; got {problem.family}"
-    if not _MIXED_MIN_ROWS <= problem.m <= _MIXED_MAX_ROWS.get(problem.b.dtype, 0):
-        return (
-            f"made for {_MIXED_MIN_ROWS} to {_MIXED_MAX_ROWS.get(problem.b.dtype, 0)} rows by {problem.b.dtype} "
-            f"weights; got {problem.m}"
-        )
+    most = _MIXED_MAX_ROWS[problem.b.dtype]
+    if not _MIXED_MIN_ROWS <= problem.m <= most:
+        return f"made for {_MIXED_MIN_ROWS} to {most} rows by {problem.b.dtype} weights; got {problem.m}"
     if problem.b.quant is not None and problem.b.quant.zero_point:
         return "takes no zero points"
     if scale_group(problem) % MIXED_STEP:
