@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 from .core.errors import GemmtuneError, KernelError, PackedWeightError, StoreError, UnsupportedError, WorkerError
 
 if TYPE_CHECKING:
-    from . import fuse, nn
+    from . import fuse, inductor, nn
     from .core.weights import PackedWeight
     from .dispatch import current_target, policy, refresh
+    from .inductor.backend import compile
     from .nn.changes import Handle
     from .nn.optimize import optimize
     from .ops.addmm import addmm
@@ -29,8 +30,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "GemmtuneError", "Handle", "KernelError", "PackedWeight", "PackedWeightError", "Recording", "StoreError",
-    "UnsupportedError", "WeightOnly", "WorkerError", "addmm", "bmm", "current_target", "fuse", "int_mm", "linear",
-    "mixed_mm", "mm", "nn", "optimize", "pack", "policy", "record", "refresh", "register_weight_only", "scaled_mm",
+    "UnsupportedError", "WeightOnly", "WorkerError", "addmm", "bmm", "compile", "current_target", "fuse", "inductor",
+    "int_mm", "linear", "mixed_mm", "mm", "nn", "optimize", "pack", "policy", "record", "refresh", "register_weight_only", "scaled_mm",
     "tune", "unpack",
 ]  # fmt: skip
 
@@ -42,9 +43,9 @@ _MODULE_OF = {
     "record": "ops.record", "Recording": "ops.record",
     "register_weight_only": "ops.weight_only", "WeightOnly": "ops.weight_only",
     "policy": "dispatch", "refresh": "dispatch", "current_target": "dispatch",
-    "tune": "tuning.api", "Handle": "nn.changes", "optimize": "nn.optimize",
+    "compile": "inductor.backend", "tune": "tuning.api", "Handle": "nn.changes", "optimize": "nn.optimize",
 }  # fmt: skip
-_SUBMODULES = ("fuse", "nn")
+_SUBMODULES = ("fuse", "inductor", "nn")
 
 
 def __getattr__(name: str) -> Any:

@@ -75,6 +75,21 @@ dispatch_keys = _required("_C._dispatch_keys")
 DispatchKey = _required("_C.DispatchKey")
 DispatchKeySet = _required("_C.DispatchKeySet")
 
+
+
+def _no_use_count(address: int) -> int:
+    return sys.maxsize
+
+
+# How many tensors and Python objects use a storage, by its address in PyTorch. Where it cannot be told: more than any.
+_use_count: Callable[[int], int] = _optional("_C._storage_Use_Count", _no_use_count)
+
+
+def storage_use_count(storage: torch.UntypedStorage) -> int:
+    """Return how many tensors and Python objects use a storage, ``storage`` itself among them."""
+    return _use_count(storage._cdata)
+
+
 # Constructors of subclass instances: one without memory of its own, and a view of another tensor's memory.
 make_wrapper_subclass = _required("Tensor._make_wrapper_subclass")
 make_subclass = _required("Tensor._make_subclass")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -37,6 +38,7 @@ class DecisionIndex:
         self._points = {key: [without_faulty(p, self._failed[key]) for p in rows] for key, rows in points.items()}
         self._tuned = dict(tuned)
         self._plans: dict[tuple[str, str | None], Plan | None] = {}
+        self._digest: str | None = None
 
     @classmethod
     def read(cls, store: Store | None, target: Target, warn: Callable[[str], None]) -> DecisionIndex:
@@ -112,6 +114,15 @@ class DecisionIndex:
     def failed(self, plan_key: str) -> frozenset[str]:
         """Return the ids of candidates that were wrong, unstable, crashed or hung at any M of a Plan."""
         return self._failed.get(plan_key, frozenset())
+
+    def digest(self) -> str:
+        """Return a digest of all decisions: it changes when what serves some Problem may change."""
+        if self._digest is None:
+            lines = [f"{key}|{p.m}|{p.outcome}|{p.options}" for key, rows in self._points.items() for p in rows]
+            lines += [f"{key}|{sorted(failed)}" for key, failed in self._failed.items()]
+            lines += [f"{key}|{plan.intervals}|{plan.created}" for key, plan in self._tuned.items()]
+            self._digest = hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
+        return self._digest
 
     def points(self, plan_key: str) -> list[TunedPoint]:
         """Return the decisions that a Plan is made of, one for each tuned M."""

@@ -1,0 +1,131 @@
+"""``torch.compile(model, backend="gemmtune")``, and gemmtune inside ``backend="inductor"``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch._inductor.config as inductor_config
+from torch import fx
+from torch._inductor.compile_fx import compile_fx
+
+from . import hooks
+from .graph_pass import ProductPass, TunedMeanwhile
+from .options import Options, parse_options
+
+MAX_RESTARTS = 3  # a graph whose Problems were tuned is compiled again; its parts may have other Problems
+
+
+def gemmtune_backend(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Compile a graph of Dynamo by Inductor, with gemmtune's kernels for the products for which they are fastest.
+
+    Registered as the Dynamo backend ``gemmtune``. Raises as ``parse_options``, and what Inductor raises.
+    """
+    parsed = parse_options(mode, options)
+    decompositions = hooks.decompositions() if parsed.policy != "off" else None
+    for restart in range(MAX_RESTARTS + 1):
+        graph_pass = ProductPass(parsed, _user_passes(parsed), restarts=restart < MAX_RESTARTS)
+        patches = {**parsed.inductor, "post_grad_custom_pre_pass": graph_pass}
+        try:
+            compiled: Callable[..., Any] = compile_fx(
+                gm, example_inputs, config_patches=patches, decompositions=decompositions
+            )
+            return compiled
+        except Exception as error:
+            if not _is_restart(error):
+                raise
+    raise AssertionError("unreachable: the last attempt raises or returns")
+
+
+def _is_restart(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, TunedMeanwhile):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _user_passes(options: Options) -> tuple[Any, ...]:
+    """Return the post-grad passes that the user set, which run before gemmtune's."""
+    passes = options.inductor.get("post_grad_custom_pre_pass", inductor_config.post_grad_custom_pre_pass)
+    listed = () if passes is None else tuple(passes) if isinstance(passes, list | tuple) else (passes,)
+    return tuple(each for each in listed if not isinstance(each, ProductPass))
+
+
+def compile(
+    model: Any,
+    *,
+    fullgraph: bool = False,
+    dynamic: bool | None = None,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Any:
+    """Return ``torch.compile(model, backend="gemmtune")``. All arguments are those of ``torch.compile``.
+
+    Raises as ``parse_options`` at once, not at the first call.
+    """
+    parse_options(mode, options)
+    given = None if options is None else dict(options)
+    return torch.compile(
+        model, backend=_Bound(mode, given), fullgraph=fullgraph, dynamic=dynamic
+    )
+
+
+class _Bound:
+    """The backend with its arguments. Equal ones compile equally, so that Dynamo reuses compiled code."""
+
+    def __init__(self, mode: str | None, options: Mapping[str, Any] | None) -> None:
+        self.mode, self.options = mode, options
+        self.__name__ = "gemmtune"
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        return gemmtune_backend(gm, example_inputs, mode=self.mode, options=self.options)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Bound) and (self.mode, self.options) == (other.mode, other.options)
+
+    def __hash__(self) -> int:
+        return hash((self.mode, repr(self.options)))
+
+
+class Installation:
+    """gemmtune inside ``backend="inductor"``, until ``remove()`` or the end of a ``with`` block."""
+
+    def __init__(self, options: Options) -> None:
+        self._before = inductor_config.post_grad_custom_pre_pass
+        self._pass = ProductPass(options, _user_passes(options))
+        inductor_config.post_grad_custom_pre_pass = self._pass
+
+    def remove(self) -> None:
+        """Leave Inductor as it was before, for graphs that are compiled from now on."""
+        if inductor_config.post_grad_custom_pre_pass is self._pass:
+            inductor_config.post_grad_custom_pre_pass = self._before
+
+    def __enter__(self) -> Installation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+def install(options: Mapping[str, Any] | None = None) -> Installation:
+    """Have gemmtune choose the products of every graph that Inductor compiles in this process from now on.
+
+    For programs that call ``torch.compile`` themselves. options: gemmtune's own (``policy``, ``budget``, ``store``,
+    ``backends``, ``multi_kernel_hints``); Inductor's are the program's. Raises as ``parse_options``, and ValueError for
+    an option of Inductor.
+    """
+    parsed = parse_options(None, options)
+    if parsed.inductor:
+        raise ValueError(
+            f"install(): {', '.join(parsed.inductor)}: Inductor's options are those of torch.compile and "
+            "torch._inductor.config"
+        )
+    return Installation(parsed)

@@ -1,0 +1,227 @@
+"""CallSite: one product of a compiled graph at run time. Code that Inductor generates constructs and calls it.
+
+A graph may be compiled once for all M, so that a CallSite chooses the kernel for each M when it first sees it, from the
+decisions of the store, as eager ops do. Where no kernel serves, PyTorch's own functions compute the same product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..backends.base import Kernel
+from ..core import devices
+from ..core.call import Call
+from ..core.errors import KernelError, PackedWeightError, UnsupportedError
+from ..core.torch_compat import increment_version
+from ..core.weights import PackedWeight
+from ..dispatch.fallback import specialize_fallback
+from ..dispatch.runtime import RUNTIME
+from ..dispatch.specialize import LAUNCH_ERRORS, bind_launch, warn_refused, with_device_guard
+from ..ops.packing import pack
+from .graph_call import GraphCall
+from .weight_forms import MergedWeights, PackedForms
+
+MAX_SIZES = 4096  # values of M for which a CallSite remembers the function that serves; then it begins anew
+
+# Called with out, a, the weights' operands as the graph has them, and the epilogue's tensors.
+Run = Callable[[Tensor, Tensor, Sequence[Tensor], Sequence[Tensor]], None]
+
+
+class CallSite:
+    """A product in a compiled graph. text: ``GraphCall.to_json``. Raises ValueError for a malformed text."""
+
+    def __init__(self, text: str) -> None:
+        self.call = GraphCall.from_json(text)
+        self._count = self.call.weight_count
+        self._split = self._count + self.call.bias_count
+        self._merged = MergedWeights(movable=self.call.form == "linear")
+        self._scales, self._biases = MergedWeights(movable=False), MergedWeights(movable=False)
+        self._packed = PackedForms()
+        self._runs: dict[int, Run] = {}
+        self._generation = -1
+
+    def __call__(self, a: Tensor, *operands: Tensor, out: Tensor) -> None:
+        """Compute the product into ``out`` [M, N] (batched: [batch, M, N]), a dense tensor.
+
+        a: [M, K], dense unless the Problem names a layout. operands: as ``GraphCall.form`` says, then the epilogue's.
+        """
+        if self._generation != RUNTIME.generation:
+            self._runs.clear()
+            self._generation = RUNTIME.generation
+        weights, aux = operands[: self._count], operands[self._split :]
+        if self.call.bias_parts:
+            aux = (self._biases.get(operands[self._count : self._split]), *aux)
+        run = self._runs.get(a.shape[-2])
+        if run is None:
+            run = self._prepare(out, a, weights, aux)
+        run(out, a, weights, aux)
+
+    def _prepare(self, out: Tensor, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]) -> Run:
+        """Return the function that serves this M, and remember it unless CUDA graphs are being captured: what serves
+        meanwhile are loaded kernels only."""
+        problem = self.call.problem.with_m(a.shape[-2])
+        if problem.is_empty or not out.numel():
+            return self._plain(a, weights, aux)
+        run = self._packed_run(a, weights, aux) or self._raw_run(a, weights, aux)
+        if not devices.is_capturing(a.device):
+            if len(self._runs) >= MAX_SIZES:
+                self._runs.clear()
+            self._runs[a.shape[-2]] = run
+        return run
+
+    def _raw(self, weights: Sequence[Tensor]) -> Any:
+        """Return b of the weights as they are, merged where there are several."""
+        if self.call.form == "matrix":
+            return weights[0]
+        parts = len(self.call.parts)
+        merged = [self._merged.get(weights[:parts])]
+        if self.call.form == "weight_only":
+            merged.append(self._scales.get(weights[parts:]))
+        return self.call.matrix(merged)
+
+    def _described(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Call:
+        problem = self.call.problem.with_m(a.shape[-2])
+        return Call(problem, a, b, tuple(aux), problem.out_shape)
+
+    def _raw_run(self, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]) -> Run:
+        """Return a function by the kernel that serves the weights as they are, or by PyTorch."""
+        call = self._described(a, self._raw(weights), aux)
+        kernel = RUNTIME.kernel_for(call.problem, None, a.device)
+        if kernel is None:
+            return self._plain(a, weights, aux)
+        launch = self._bound(kernel, call)
+        plain, single = self._plain(a, weights, aux), not self.call.parts or self.call.form == "linear"
+        if launch is None or not single:
+            return self._guarded(kernel, partial(self._run_raw, with_device_guard(kernel.run, kernel, a.device)), plain)
+        merged, matrix = self._merged, self.call.form == "matrix"
+
+        def run(out: Tensor, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]) -> None:
+            launch(out, a, weights[0] if matrix else merged.get(weights), *aux)
+
+        return self._guarded(kernel, run, plain)
+
+    def _run_raw(
+        self, run: Callable[..., None], out: Tensor, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]
+    ) -> None:
+        run(a, self._raw(weights), aux, out)
+
+    def _packed_run(self, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]) -> Run | None:
+        """Return a function by a kernel for packed weights; None where the raw weights are served faster, or cannot be
+        packed."""
+        problem = self.call.problem.with_m(a.shape[-2])
+        if not problem.b.constant or any(weight.is_inference() for weight in weights) or self._packed.changes_often:
+            return None
+        if RUNTIME.policy == "off":
+            return None
+        index = RUNTIME.index(a.device)
+        for layout in index.layouts(problem.plan_key):
+            if layout is None:
+                return None
+            packed = self._pack(weights, layout, a.device)
+            kernel = None if packed is None else self._kernel_of_layout(packed, problem, a.device)
+            if packed is not None and kernel is not None:
+                return self._by_packed_kernel(kernel, layout, a, weights, aux)
+        return None
+
+    def _kernel_of_layout(self, packed: PackedWeight, problem: Any, device: torch.device) -> Kernel | None:
+        try:
+            return RUNTIME.kernel_for(problem, packed, device)
+        except PackedWeightError:
+            return None
+
+    def _pack(self, weights: Sequence[Tensor], layout: str, device: torch.device) -> PackedWeight | None:
+        """Return the weights in a layout, packed now if they are not. None where no kernel packs them so, or while
+        CUDA graphs are being captured."""
+        packed = self._packed.get(weights, layout)
+        if packed is not None or devices.is_capturing(device):
+            return packed
+        parts = len(self.call.parts)
+        with torch.inference_mode(False), torch.no_grad():
+            data = weights[0] if self.call.form == "matrix" else _joined(weights[:parts])
+            scale = _joined([s.reshape(-1) for s in weights[parts:]]) if self.call.form == "weight_only" else None
+            try:
+                packed = pack(
+                    data.t() if self.call.form == "matrix" else data, scale=scale, m=[self.call.problem], layout=layout
+                )
+            except UnsupportedError as error:
+                RUNTIME.warn_once(f"a weight of a compiled graph is served unpacked: {error}")
+                return None
+        self._packed.put(weights, layout, packed)
+        return packed
+
+    def _by_packed_kernel(
+        self, kernel: Kernel, layout: str, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]
+    ) -> Run:
+        """Return a function that packs the weights again where they have changed."""
+        forms, device = self._packed, a.device
+        packed = forms.get(weights, layout)
+        assert packed is not None
+        launch = self._bound(kernel, self._described(a, packed, aux))
+        run_kernel = with_device_guard(kernel.run, kernel, device)
+        plain = self._plain(a, weights, aux)
+
+        def run(out: Tensor, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]) -> None:
+            packed = forms.get(weights, layout)
+            if packed is None:
+                packed = None if forms.changes_often else self._pack(weights, layout, device)
+                if packed is None:
+                    self._runs.clear()
+                    plain(out, a, weights, aux)
+                    return
+            if launch is None:
+                run_kernel(a, packed, aux, out)
+            else:
+                launch(out, a, *packed.data, *aux)
+
+        return self._guarded(kernel, run, plain)
+
+    def _bound(self, kernel: Kernel, call: Call) -> Callable[..., None] | None:
+        """Return the kernel's launch by address; None where it has none."""
+        operands = [call.packed] if call.packed is not None else [call.b]
+        if call.packed is None and not isinstance(call.b, Tensor):
+            return None
+        try:
+            launch = bind_launch(kernel, call, (call.a, *operands, *call.aux))
+        except (KernelError, UnsupportedError) as error:
+            warn_refused(kernel, error)
+            return None
+        return None if launch is None else with_device_guard(launch, kernel, call.a.device)
+
+    def _guarded(self, kernel: Kernel, run: Run, plain: Run) -> Run:
+        """Return ``run``, made to be served by PyTorch where a launch is refused."""
+        counted = kernel.counts_writes
+
+        def guarded(out: Tensor, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]) -> None:
+            try:
+                run(out, a, weights, aux)
+            except LAUNCH_ERRORS as error:
+                error.__traceback__ = None  # its frames hold the memory that the launch could allocate
+                warn_refused(kernel, error)
+                plain(out, a, weights, aux)
+                return
+            if not counted and not out.is_inference():
+                increment_version((out,))
+
+        return guarded
+
+    def _plain(self, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]) -> Run:
+        """Return a function by PyTorch's own functions."""
+        problem = self.call.problem
+        same = problem.out_dtype == problem.a.dtype and problem.family == "mm" and not problem.epilogue
+        if same:
+            return lambda out, a, weights, aux: torch.mm(a, self._raw(weights), out=out) and None
+        compute = specialize_fallback(self._described(a, self._raw(weights), aux))
+
+        def run(out: Tensor, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]) -> None:
+            out.copy_(compute(a, self._raw(weights), aux))
+
+        return run
+
+
+def _joined(weights: Sequence[Tensor]) -> Tensor:
+    return weights[0].detach() if len(weights) == 1 else torch.cat([weight.detach() for weight in weights])

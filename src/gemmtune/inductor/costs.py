@@ -1,0 +1,56 @@
+"""Estimates of what a form of a product costs in a graph, from the times of the store's decisions."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from ..core.devices import is_host
+from ..core.problem import Problem, bits
+from ..dispatch.runtime import RUNTIME
+
+# A pointwise kernel that Inductor need not launch: seconds of a launch inside a graph, and bytes a second.
+_LAUNCH_S = {True: 1e-6, False: 1.5e-6}
+_BANDWIDTH = {True: 1.5e10, False: 3e12}
+
+
+class Cost(NamedTuple):
+    """seconds: of one call. beats_torch: whether a kernel serves that is faster than PyTorch's own op beyond the
+    noise."""
+
+    seconds: float
+    beats_torch: bool
+
+
+def cost_of(problem: Problem, device: torch.device) -> Cost | None:
+    """Return the cost of what serves a Problem on a device by the store's decisions; None if it was not tuned."""
+    index = RUNTIME.index(device)
+    tuned = index.tuned_plan(problem.plan_key)
+    layouts = index.layouts(problem.plan_key, {problem.m: 1.0}) if index.knows(problem.plan_key) else []
+    packing = layouts[0] if layouts else None
+    point = next((p for p in index.points(problem.plan_key) if p.m == problem.m), None)
+    if point is not None:
+        option = point.options.get(packing) or point.options.get(None)
+        plain = point.plain_s
+        if option is not None and option.beats_aten and option.seconds <= plain:
+            return Cost(option.seconds, option.candidate.backend != "aten" or packing is not None)
+        return Cost(plain, False) if math.isfinite(plain) else None
+    if tuned is not None and tuned.first <= problem.m <= tuned.last:
+        kernel = tuned.serving(problem.m, packing or "")
+        if kernel is not None and kernel.times:
+            nearest = min(kernel.times, key=lambda m: abs(math.log(m / problem.m)))
+            seconds = kernel.times[nearest] * max(1.0, problem.m / nearest)
+            return Cost(seconds, kernel.candidate.get("backend") != "aten")
+    return None
+
+
+def pointwise_s(problem: Problem, device: torch.device) -> float:
+    """Return the seconds of a pointwise kernel that reads a product's result and the epilogue's matrices, and writes
+    its own result."""
+    host = is_host(device.type)
+    elements = problem.m * problem.n * problem.batch
+    width = bits(problem.out_dtype) // 8
+    matrices = sum(bits(step.dtype) // 8 for step in problem.epilogue if step.axis == "full" and step.dtype)
+    return _LAUNCH_S[host] + elements * (2 * width + matrices) / _BANDWIDTH[host]

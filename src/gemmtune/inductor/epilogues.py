@@ -1,0 +1,216 @@
+"""Epilogues in an ATen graph: the operations on a product's result that a kernel can apply before it stores it.
+
+``links`` follows a product's result through its users. Each Link is one operation; a kernel may include the first few.
+Inductor computes a chain of pointwise operations in float32 and rounds at its end, and so does an epilogue. With
+``emulate_precision_casts`` each rounding of eager PyTorch is a step of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from .. import fuse
+from ..fuse import BoundStep
+from .nodes import CONVERT, aten, is_call, is_view, meta_tensor, value_of
+
+_LOW = (torch.bfloat16, torch.float16)
+
+
+class Link(NamedTuple):
+    """One operation of an epilogue.
+
+    steps: what a kernel does; their tensors are on the meta device. aux: the node of the steps' tensor, or None. node:
+    the operation's result in the graph.
+    """
+
+    steps: tuple[BoundStep, ...]
+    aux: fx.Node | None
+    node: fx.Node
+
+
+def links(product: fx.Node, rows: Any, columns: int, *, emulate: bool = False) -> list[Link]:
+    """Return the operations that follow a product [rows, columns], in order. Each is the only user of the one before
+    it. emulate: whether results of low precision are rounded as eager PyTorch does."""
+    result: list[Link] = []
+    current = product
+    value = value_of(product)
+    rounds = emulate and value is not None and value.dtype in _LOW
+    while True:
+        link = _next(current, rows, columns)
+        if link is None:
+            return result
+        if rounds and link.steps:  # what the operation reads has been rounded
+            dtype = value_of(current)
+            assert dtype is not None
+            link = link._replace(steps=(fuse.cast(dtype.dtype), *link.steps))
+        after = value_of(link.node)
+        rounds = emulate and after is not None and after.dtype in _LOW
+        result.append(link)
+        current = link.node
+
+
+def _next(current: fx.Node, rows: Any, columns: int) -> Link | None:
+    users = list(current.users)
+    if len(users) == 1:
+        user = users[0]
+        if is_view(user) and user.args[0] is current:
+            return Link((), None, user) if _keeps_rows(user, columns) else None
+        if is_call(user, CONVERT):
+            return Link((), None, user) if _is_floating(user) else None
+        return _simple(user, current, rows, columns)
+    end = _silu(current, users) or _gelu(current, users)
+    return end
+
+
+def _keeps_rows(node: fx.Node, columns: int) -> bool:
+    value = value_of(node)
+    return value is not None and value.dim() > 0 and isinstance(value.shape[-1], int) and value.shape[-1] == columns
+
+
+def _is_floating(node: fx.Node) -> bool:
+    value = value_of(node)
+    return value is not None and value.dtype in (torch.float32, *_LOW)
+
+
+def _simple(user: fx.Node, current: fx.Node, rows: Any, columns: int) -> Link | None:
+    """Return the Link of an operation with one other operand at most."""
+    if not _is_floating(user):
+        return None
+    if is_call(user, aten.relu.default):
+        return Link((fuse.relu(),), None, user)
+    if is_call(user, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
+        number = user.args[1]
+        if isinstance(number, int | float) and user.args[0] is current:
+            factor = float(number) if user.target in (aten.mul.Tensor, aten.mul.Scalar) else 1.0 / float(number or 1)
+            exact = user.target in (aten.mul.Tensor, aten.mul.Scalar) or (number and math.frexp(number)[0] == 0.5)
+            return Link((fuse.scale(factor),), None, user) if exact else None
+    if not is_call(user, aten.add.Tensor, aten.mul.Tensor) or len(user.args) < 2:
+        return None
+    other = user.args[1] if user.args[0] is current else user.args[0]
+    if not isinstance(other, fx.Node) or other is current:
+        return None
+    alpha = user.kwargs.get("alpha", 1)
+    if alpha != 1:
+        return None
+    tensor = epilogue_tensor(other, current, rows, columns)
+    if tensor is None:
+        return None
+    if user.target is aten.mul.Tensor:
+        step = fuse.mul(tensor) if tensor.dim() == 2 else fuse.scale(tensor)
+    else:
+        step = fuse.bias(tensor) if tensor.dim() == 1 else fuse.add(tensor)
+    return Link((step,), other, user)
+
+
+def epilogue_tensor(other: fx.Node, current: fx.Node, rows: Any, columns: int) -> Tensor | None:
+    """Return a tensor on the meta device for an operand of an epilogue: [columns] or [M, columns] with the M of the
+    example inputs. None for other shapes, dtypes and devices."""
+    value, beside, tensor = value_of(other), value_of(current), meta_tensor(other)
+    if value is None or beside is None or tensor is None or value.device != beside.device:
+        return None
+    if tensor.dtype not in (torch.float32, *_LOW):
+        return None
+    if tuple(value.shape) == tuple(beside.shape):
+        return torch.empty(tensor.numel() // columns, columns, dtype=tensor.dtype, device="meta")
+    if tensor.numel() == columns and tensor.shape[-1:] == (columns,) and value.dim() <= beside.dim():
+        return torch.empty(columns, dtype=tensor.dtype, device="meta")
+    return None
+
+
+def _silu(x: fx.Node, users: Sequence[fx.Node]) -> Link | None:
+    """Match x * sigmoid(x), and x / (1 + exp(-x)), which PyTorch makes of silu."""
+    for user in users:
+        if is_call(user, aten.sigmoid.default):
+            end = _product(user, x)
+            return Link((fuse.silu(),), None, end) if _used_within(x, {user, end}) and _is_end(end, user) else None
+        if is_call(user, aten.neg.default):
+            chain = [user]
+            for target in (aten.exp.default, aten.add.Tensor):
+                following = _only_user(chain[-1])
+                if following is None or not is_call(following, target):
+                    return None
+                chain.append(following)
+            end = _only_user(chain[-1])
+            exact = chain[-1].args[1] == 1 and end is not None and is_call(end, aten.div.Tensor)
+            if exact and end is not None and end.args[0] is x and _used_within(x, {user, end}):
+                return Link((fuse.silu(),), None, end)
+            return None
+    return None
+
+
+def _is_end(end: fx.Node | None, inner: fx.Node) -> bool:
+    return end is not None and _only_user(inner) is end
+
+
+def _gelu(x: fx.Node, users: Sequence[fx.Node]) -> Link | None:
+    """Match gelu in the two forms that PyTorch makes of it: with erf, and with tanh."""
+    half = next((u for u in users if is_call(u, aten.mul.Tensor) and u.args[1] == 0.5), None)
+    end = None if half is None else _only_user(half)
+    if half is None or end is None or not is_call(end, aten.mul.Tensor):
+        return None
+    other = end.args[1] if end.args[0] is half else end.args[0]
+    if not is_call(other, aten.add.Tensor) or other.args[1] != 1 or _only_user(other) is not end:  # type: ignore[union-attr, arg-type]
+        return None
+    inner = other.args[0]  # type: ignore[union-attr]
+    if is_call(inner, aten.erf.default) and _only_user(inner) is other:  # type: ignore[arg-type]
+        scaled = inner.args[0]  # type: ignore[union-attr]
+        fits = is_call(scaled, aten.mul.Tensor) and scaled.args[0] is x and _is_close(scaled.args[1], math.sqrt(0.5))  # type: ignore[union-attr]
+        within = {half, scaled, end}
+        return Link((fuse.gelu(),), None, end) if fits and _used_within(x, within) and _only_user(scaled) is inner else None  # type: ignore[arg-type]
+    if is_call(inner, aten.tanh.default) and _only_user(inner) is other:  # type: ignore[arg-type]
+        parts = _tanh_argument(inner.args[0], x)  # type: ignore[union-attr]
+        if parts is not None and _used_within(x, {half, end, *parts}):
+            return Link((fuse.gelu("tanh"),), None, end)
+    return None
+
+
+def _tanh_argument(node: Any, x: fx.Node) -> set[fx.Node] | None:
+    """Return the nodes of sqrt(2 / pi) * (x + 0.044715 * x^3); None if the node is no such expression."""
+    if not is_call(node, aten.mul.Tensor) or not _is_close(node.args[1], math.sqrt(2 / math.pi)):
+        return None
+    total = node.args[0]
+    if not is_call(total, aten.add.Tensor) or total.args[0] is not x:
+        return None
+    cubic = total.args[1]
+    if not is_call(cubic, aten.mul.Tensor) or not _is_close(cubic.args[1], 0.044715):
+        return None
+    cube = cubic.args[0]
+    if is_call(cube, aten.pow.Tensor_Scalar) and cube.args == (x, 3):
+        return {node, total, cubic, cube}
+    if not is_call(cube, aten.mul.Tensor):
+        return None
+    square, last = cube.args[:2]
+    if last is not x or not is_call(square, aten.mul.Tensor) or square.args != (x, x):
+        return None
+    return {node, total, cubic, cube, square}
+
+
+def _is_close(value: Any, expected: float) -> bool:
+    return isinstance(value, float) and math.isclose(value, expected, rel_tol=1e-6)
+
+
+def _only_user(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _product(a: fx.Node, b: fx.Node) -> fx.Node | None:
+    """Return the only user of ``a`` if it is ``a * b``."""
+    user = _only_user(a)
+    return user if user is not None and is_call(user, aten.mul.Tensor) and set(user.args) == {a, b} else None
+
+
+def _used_within(x: fx.Node, nodes: set[fx.Node | None]) -> bool:
+    """Whether all users of ``x`` are among the nodes."""
+    return all(user in nodes for user in x.users)
+
+
+def tensors_of(chain: Sequence[Link]) -> Iterator[fx.Node]:
+    """Yield the nodes of the tensors that a chain's steps take, in order."""
+    for link in chain:
+        if link.aux is not None:
+            yield link.aux

@@ -1,0 +1,113 @@
+"""Everything of gemmtune that depends on private parts of Inductor, AOTAutograd and Dynamo.
+
+Tested with torch 2.10 to 2.13 (docs/reference/torch-versions.md).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch._inductor.config as inductor_config
+from torch import fx
+from torch._guards import TracingContext
+from torch._inductor import ir, lowering
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.virtualized import V
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .graph_call import GraphCall, out_dtype
+from .operator import product
+
+_aten = torch.ops.aten
+
+
+def compiles_python() -> bool:
+    """Whether Inductor generates Python code, which can call a CallSite: not for AOTInductor and its C++ wrapper."""
+    return not (inductor_config.cpp_wrapper or V.aot_compilation)
+
+
+def constant_placeholders(graph: fx.Graph) -> frozenset[fx.Node]:
+    """Return the inputs of a graph that are Parameters and buffers, the same tensors in every call.
+
+    Empty for graphs that compute gradients: training changes the weights in every step.
+    """
+    context = TracingContext.try_get()
+    metadata = None if context is None else context.fw_metadata
+    if metadata is None or metadata.traced_tangents or torch.is_grad_enabled():
+        return frozenset()
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    mutated = {index for index, info in enumerate(metadata.input_info) if info.mutates_data}
+    chosen = [index for index in metadata.static_input_indices if index < len(placeholders) and index not in mutated]
+    return frozenset(placeholders[index] for index in chosen)
+
+
+@contextmanager
+def outside_of_compilation() -> Iterator[None]:
+    """Return a context without the fake tensors and the modes of the compilation that is under way."""
+    with _disable_current_modes(), torch.no_grad():
+        yield
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """Return Inductor's decompositions, without those that make a reduction of a product by one row: gemmtune has
+    kernels for these."""
+    table = dict(select_decomp_table())
+    for op in (_aten.mm.default, _aten.bmm.default):
+        if op in table:
+            table[op] = functools.partial(_unless_one_row, table[op])
+    return table
+
+
+def _unless_one_row(decompose: Callable[..., Any], a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    inner, rows, columns = a.shape[-1], a.shape[-2], b.shape[-1]
+    if a.device.type != "cpu" and isinstance(inner, int) and inner > 1 and 1 in (rows, columns):
+        return NotImplemented
+    return decompose(a, b, *args, **kwargs)
+
+
+class ProductKernel(ir.ExternKernelOut):  # type: ignore[misc]
+    """A call of a CallSite in generated code. text: ``GraphCall.to_json``."""
+
+    def __init__(self, text: str, layout: Any, inputs: list[Any]) -> None:
+        super().__init__(layout, inputs, python_kernel_name="", op_overload=product)
+        self.text = text
+        self.python_kernel_name = f"gemmtune_{self.get_name()}_{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+    def codegen(self, wrapper: Any) -> None:
+        root = V.graph.wrapper_code if getattr(V.graph, "parent", None) is None else wrapper
+        root.add_import_once("from gemmtune.inductor.call_site import CallSite")
+        root.add_import_once(f"{self.python_kernel_name} = CallSite({self.text!r})")
+        super().codegen(wrapper)
+
+
+def _lower(a: Any, operands: list[Any], call: str) -> Any:
+    """Lower ``gemmtune::product`` to a ProductKernel. Dense operands stay dense; others keep the strides that the
+    Problem was made of."""
+    described = GraphCall.from_json(call)
+    node = V.graph.current_node
+    constant = described.problem.b.constant
+    inputs = [_dense(a) if constant else _as_traced(a, node.args[0])]
+    for index, (operand, argument) in enumerate(zip(operands, node.args[1], strict=True)):
+        is_matrix = index < described.weight_count
+        inputs.append(_as_traced(operand, argument) if is_matrix else _dense(operand))
+    size = [*a.get_size()[:-1], described.problem.n]
+    layout = ir.FixedLayout(a.get_device(), out_dtype(described), size)
+    return ir.TensorBox.create(ProductKernel(call, layout, inputs))
+
+
+def _dense(x: Any) -> Any:
+    return ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(x))
+
+
+def _as_traced(x: Any, argument: Any) -> Any:
+    if argument.op in ("placeholder", "get_attr"):
+        return ir.ExternKernel.realize_input(x)
+    return ir.ExternKernel.require_exact_strides(ir.ExternKernel.realize_input(x), argument.meta["val"].stride())
+
+
+lowering.register_lowering(product, type_promotion_kind=None)(_lower)

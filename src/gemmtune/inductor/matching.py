@@ -1,0 +1,298 @@
+"""Products in an ATen graph, as Problems: mm, addmm, bmm, _int_mm, _scaled_mm, and products by int8 weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .. import fuse
+from ..core.errors import GemmtuneError
+from ..core.problem import Problem
+from ..fuse import BoundStep
+from ..ops.bmm import describe as describe_bmm
+from ..ops.int_mm import describe as describe_int_mm
+from ..ops.linear import describe as describe_linear
+from ..ops.mixed_mm import describe_product, quant_weight
+from ..ops.mm import describe as describe_mm
+from ..ops.scaled_mm import describe as describe_scaled_mm
+from .epilogues import Link, links
+from .graph_call import Form, GraphCall
+from .nodes import CONVERT, aten, is_call, is_dynamic, meta_tensor, transposed_source, value_of, without_views
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+# A Problem of these arguments: a, b (or what stands for it), the steps.
+Describe = Callable[[Sequence[BoundStep]], Problem]
+
+
+@dataclasses.dataclass
+class Product:
+    """A product in a graph.
+
+    node: what computes it. a: the activations' node [M, K] ([batch, M, K]). weights: the nodes behind ``a``
+    (``graph_call.Form``). aux: the nodes of the tensors of ``steps``, the steps that belong to the operator itself (a
+    bias, scales). chain: the operations that follow (``epilogues.links``); those of them that belong to the Problem in
+    any case come first and are ``fixed`` in number. describe: makes the Problem with these steps behind the operator's
+    own. rows, columns: of the result; rows may be symbolic.
+    """
+
+    node: fx.Node
+    a: fx.Node
+    weights: tuple[fx.Node, ...]
+    form: Form
+    describe: Describe
+    rows: Any
+    columns: int
+    steps: tuple[BoundStep, ...] = ()
+    aux: tuple[fx.Node, ...] = ()
+    chain: list[Link] = dataclasses.field(default_factory=list)
+    fixed: int = 0
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether M is symbolic."""
+        return is_dynamic([self.rows])
+
+    @property
+    def source(self) -> fx.Node:
+        """The node whose elements ``a`` has."""
+        return without_views(self.a)
+
+    def problem(self, length: int) -> Problem:
+        """Return the Problem with the first ``length`` operations of the chain, whose result has their dtype."""
+        end = self.chain[length - 1].node if length else self.node
+        value = value_of(end)
+        assert value is not None
+        steps = [step for link in self.chain[self.fixed : length] for step in link.steps]
+        problem = self.describe(steps)
+        return dataclasses.replace(problem, out_dtype=str(value.dtype).removeprefix("torch."))
+
+    def call(self, length: int) -> GraphCall:
+        """Return the GraphCall with the first ``length`` operations of the chain."""
+        parts = (self.columns,) if self.form in ("linear", "weight_only") else ()
+        return GraphCall(self.problem(length), self.form, parts)
+
+    def tensors(self, length: int) -> tuple[fx.Node, ...]:
+        """Return the nodes of the tensors that the epilogue takes with the first ``length`` operations."""
+        chained = [link.aux for link in self.chain[self.fixed : length] if link.aux is not None]
+        return (*self.aux, *chained)
+
+    def end(self, length: int) -> fx.Node:
+        """Return the node whose value the product with the first ``length`` operations has."""
+        return self.chain[length - 1].node if length else self.node
+
+
+def find_products(graph: fx.Graph, constants: Collection[fx.Node], *, emulate: bool) -> list[Product]:
+    """Return the products of a graph, in order. constants: the placeholders of weights, which are the same tensors in
+    every call. emulate: as for ``epilogues.links``."""
+    products = []
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target not in _MATCHERS or _is_empty(node):
+            continue
+        try:
+            product = _MATCHERS[node.target](node, constants)
+            if product is not None:
+                product.chain = links(node, product.rows, product.columns, emulate=emulate)
+                product.problem(product.fixed)
+                products.append(product)
+        except (GemmtuneError, TypeError, ValueError, KeyError):
+            continue  # operands that are in no Problem: PyTorch's own operator stays
+    return products
+
+
+def _is_empty(node: fx.Node) -> bool:
+    values = [meta_tensor(arg) for arg in node.args if isinstance(arg, fx.Node)]
+    return any(value is None or value.numel() == 0 for value in values)
+
+
+def _sizes(node: Any) -> Sequence[Any]:
+    value = value_of(node)
+    return () if value is None else value.shape
+
+
+def _weight_of(b: fx.Node, constants: Collection[fx.Node]) -> fx.Node | None:
+    """Return the constant weight [N, K] of which ``b`` is the transpose."""
+    source = transposed_source(b)
+    return source if source in constants else None
+
+
+def _linear(
+    node: fx.Node, a: fx.Node, b: fx.Node, bias: fx.Node | None, constants: Collection[fx.Node]
+) -> Product | None:
+    """Return the Product of floating matrices: by a weight [N, K], or by any matrix b [K, N]."""
+    x, matrix = meta_tensor(a), meta_tensor(b)
+    value = value_of(node)
+    if x is None or matrix is None or value is None or x.dtype not in _FLOATS:
+        return None
+    weight = _weight_of(b, constants)
+    own, aux = _bias(bias, value)
+    if own is None:
+        return None
+    if weight is not None and _converted_int8(weight) is None:
+        stored = meta_tensor(weight)
+        assert stored is not None
+        if not stored.is_contiguous():
+            return None
+
+        def describe(steps: Sequence[BoundStep]) -> Problem:
+            return describe_linear(x, stored, None, [*own, *steps], constant=True).problem
+
+        return Product(node, a, (weight,), "linear", describe, value.shape[0], matrix.shape[1], own, aux)
+    constant = b in constants
+    if is_dynamic(_sizes(b)):  # K or N is free: no Problem describes that
+        return None
+
+    def describe_matrix(steps: Sequence[BoundStep]) -> Problem:
+        return describe_mm(x, matrix, None, [*own, *steps], constant=constant).problem
+
+    return Product(node, a, (b,), "matrix", describe_matrix, value.shape[0], matrix.shape[1], own, aux)
+
+
+def _bias(bias: fx.Node | None, value: Tensor) -> tuple[tuple[BoundStep, ...] | None, tuple[fx.Node, ...]]:
+    """Return the step of an addmm's first argument and its node; None for a shape that no step has."""
+    if bias is None:
+        return (), ()
+    tensor = meta_tensor(bias)
+    if tensor is None:
+        return None, ()
+    if tensor.dim() == 1 and tensor.shape[0] == value.shape[1]:
+        return (fuse.bias(tensor),), (bias,)
+    same = tuple(_sizes(bias)) == tuple(value.shape)
+    return ((fuse.add(tensor),), (bias,)) if same else (None, ())
+
+
+def _mm(node: fx.Node, constants: Collection[fx.Node]) -> Product | None:
+    a, b = node.args[:2]
+    if len(node.args) > 2 or node.kwargs:
+        return None
+    return _by_int8_weight(node, constants) or _linear(node, a, b, None, constants)  # type: ignore[arg-type]
+
+
+def _addmm(node: fx.Node, constants: Collection[fx.Node]) -> Product | None:
+    bias, a, b = node.args[:3]
+    if len(node.args) > 3 or any(value != 1 for value in node.kwargs.values()):
+        return None
+    return _linear(node, a, b, bias, constants)  # type: ignore[arg-type]
+
+
+def _bmm(node: fx.Node, constants: Collection[fx.Node]) -> Product | None:
+    a, b = node.args[:2]
+    if len(node.args) > 2 or node.kwargs:
+        return None
+    x, y, value = meta_tensor(a), meta_tensor(b), value_of(node)  # type: ignore[arg-type]
+    if x is None or y is None or value is None or x.dtype not in _FLOATS or is_dynamic(value.shape):
+        return None
+
+    def describe(steps: Sequence[BoundStep]) -> Problem:
+        if steps:
+            raise ValueError("a batched product takes no epilogue here")
+        return describe_bmm(x, y, None).problem
+
+    return Product(node, a, (b,), "matrix", describe, value.shape[1], y.shape[2])  # type: ignore[arg-type]
+
+
+def _int_mm(node: fx.Node, constants: Collection[fx.Node]) -> Product | None:
+    a, b = node.args[:2]
+    x, matrix, value = meta_tensor(a), meta_tensor(b), value_of(node)  # type: ignore[arg-type]
+    if x is None or matrix is None or value is None or is_dynamic(_sizes(b)):
+        return None
+    weight = _weight_of(b, constants)  # type: ignore[arg-type]
+    constant = weight is not None
+
+    def describe(steps: Sequence[BoundStep]) -> Problem:
+        return describe_int_mm(x, matrix, epilogue=list(steps), constant=constant).problem
+
+    form: Form = "linear" if constant else "matrix"
+    weights = (weight,) if weight is not None else (b,)
+    return Product(node, a, weights, form, describe, value.shape[0], matrix.shape[1])  # type: ignore[arg-type]
+
+
+def _scaled_mm(node: fx.Node, constants: Collection[fx.Node]) -> Product | None:
+    names = ("mat1", "mat2", "scale_a", "scale_b", "bias", "scale_result", "out_dtype", "use_fast_accum")
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    if given.get("scale_result") is not None or given.get("use_fast_accum"):
+        return None  # no error bound is known of the first, or it exists on no GPU
+    tensors = {name: meta_tensor(given[name]) for name in names[:5] if isinstance(given.get(name), fx.Node)}
+    value, b = value_of(node), given["mat2"]
+    if value is None or any(t is None for t in tensors.values()) or is_dynamic(_sizes(b)):
+        return None
+    tensors["bias"] = tensors.get("bias")
+
+    def describe(steps: Sequence[BoundStep]) -> Problem:
+        problem = describe_scaled_mm(**tensors, out_dtype=value.dtype).problem
+        resolved, _ = fuse.resolve(steps, problem.m, problem.n)
+        return dataclasses.replace(problem, epilogue=(*problem.epilogue, *resolved))
+
+    aux = tuple(given[name] for name in ("scale_a", "scale_b", "bias") if isinstance(given.get(name), fx.Node))
+    return Product(node, given["mat1"], (b,), "matrix", describe, value.shape[0], value.shape[1], (), aux)
+
+
+def _converted_int8(node: fx.Node) -> fx.Node | None:
+    """Return the int8 tensor of which a node is the conversion to a floating dtype."""
+    if not is_call(node, CONVERT, aten._to_copy.default) or not isinstance(node.args[0], fx.Node):
+        return None
+    value = value_of(node.args[0])
+    return node.args[0] if value is not None and value.dtype is torch.int8 else None
+
+
+def _int8_weight(node: fx.Node, constants: Collection[fx.Node]) -> tuple[fx.Node, fx.Node | None] | None:
+    """Return the constant int8 weight [N, K] of a dequantized one and its scale's node, or None for the scale if the
+    product is multiplied by it afterwards; None if the node is no dequantized weight."""
+    raw = _converted_int8(node)
+    if raw is not None:
+        return (raw, None) if raw in constants else None
+    if not is_call(node, aten.mul.Tensor):
+        return None
+    first, second = node.args[:2]
+    for converted, scale in ((first, second), (second, first)):
+        raw = _converted_int8(converted) if isinstance(converted, fx.Node) else None
+        if raw is None or raw not in constants or not isinstance(scale, fx.Node):
+            continue
+        value, weight = meta_tensor(scale), meta_tensor(raw)
+        if value is not None and weight is not None and tuple(value.shape) == (weight.shape[0], 1):
+            return raw, scale
+    return None
+
+
+def _by_int8_weight(node: fx.Node, constants: Collection[fx.Node]) -> Product | None:
+    """Return the Product of mm(a, dequantized.t()) by an int8 weight with a scale per output channel."""
+    a, b = node.args[:2]
+    dequantized = transposed_source(b) if isinstance(b, fx.Node) else None
+    found = None if dequantized is None else _int8_weight(dequantized, constants)
+    x, value = meta_tensor(a), value_of(node)  # type: ignore[arg-type]
+    if found is None or x is None or value is None:
+        return None
+    raw, scale = found
+    stored = meta_tensor(raw)
+    assert stored is not None
+    columns, fixed, chain = stored.shape[0], 0, links(node, value.shape[0], stored.shape[0])
+    if scale is None:  # linear(x, w.to(x.dtype)) * scale
+        position = next((i for i, link in enumerate(chain) if link.steps), None)
+        link = None if position is None else chain[position]
+        if link is None or link.aux is None or link.steps[-1].step.kind != "scale":
+            return None
+        scale, fixed = link.aux, int(position or 0) + 1
+    scale = without_views(scale)
+    vector = meta_tensor(scale)
+    if scale not in constants or vector is None or vector.numel() != columns or not stored.is_contiguous():
+        return None
+    weight = quant_weight(stored.t(), vector.reshape(-1), None, 8, None, stored.shape[1])
+
+    def describe(steps: Sequence[BoundStep]) -> Problem:
+        return describe_product(x, weight, list(steps), constant=True).problem
+
+    product = Product(node, a, (raw, scale), "weight_only", describe, value.shape[0], columns)  # type: ignore[arg-type]
+    product.fixed = fixed
+    return product
+
+
+_MATCHERS: dict[Any, Callable[[fx.Node, Collection[fx.Node]], Product | None]] = {
+    aten.mm.default: _mm,
+    aten.addmm.default: _addmm,
+    aten.bmm.default: _bmm,
+    aten._int_mm.default: _int_mm,
+    aten._scaled_mm.default: _scaled_mm,
+}

@@ -1,0 +1,81 @@
+"""Questions about the nodes of an ATen graph (functional, as Inductor's post-grad passes receive it)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+_VIEWS = frozenset(
+    {
+        aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dim,
+        aten.squeeze.dims, aten.squeeze.default,
+    }
+)  # fmt: skip
+CONVERT = prims.convert_element_type.default
+
+
+def is_call(node: Any, *targets: Any) -> bool:
+    """Whether a node calls one of these operators."""
+    return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
+
+
+def is_view(node: Any) -> bool:
+    """Whether a node only gives its first argument another shape, with the elements in the same order."""
+    return isinstance(node, fx.Node) and node.op == "call_function" and node.target in _VIEWS
+
+
+def without_views(node: fx.Node) -> fx.Node:
+    """Return the node whose elements, in the same order, ``node`` has."""
+    while is_view(node) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+def value_of(node: Any) -> Tensor | None:
+    """Return the fake tensor of a node's value; None if it is no single tensor."""
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return value if isinstance(value, Tensor) else None
+
+
+def hint(size: Any) -> int | None:
+    """Return the size that a symbolic size had in the example inputs; None for an unbacked one."""
+    if isinstance(size, int):
+        return size
+    symbolic = getattr(size, "node", None)
+    if symbolic is None or not symbolic.has_hint():
+        return None
+    return int(symbolic.hint)
+
+
+def is_dynamic(sizes: Sequence[Any]) -> bool:
+    """Whether one of the sizes is symbolic."""
+    return any(not isinstance(size, int) for size in sizes)
+
+
+def meta_tensor(node: fx.Node) -> Tensor | None:
+    """Return a tensor on the meta device with a node's dtype, and the sizes and strides that it had in the example
+    inputs; None if it has no such tensor."""
+    value = value_of(node)
+    if value is None or value.layout is not torch.strided:
+        return None
+    sizes = [hint(size) for size in value.shape]
+    strides = [hint(stride) for stride in value.stride()]
+    if None in sizes or None in strides:
+        return None
+    return torch.empty_strided(sizes, strides, dtype=value.dtype, device="meta")  # type: ignore[arg-type]
+
+
+def transposed_source(node: fx.Node) -> fx.Node | None:
+    """Return the matrix of which a node is the transpose; None if it is no transpose."""
+    if is_call(node, aten.permute.default) and list(node.args[1]) == [1, 0]:  # type: ignore[call-overload]
+        return node.args[0]  # type: ignore[return-value]
+    if is_call(node, aten.t.default):
+        return node.args[0]  # type: ignore[return-value]
+    if is_call(node, aten.transpose.int) and sorted(dim % 2 for dim in node.args[1:]) == [0, 1]:  # type: ignore[operator]
+        return node.args[0]  # type: ignore[return-value]
+    return None

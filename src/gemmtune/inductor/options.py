@@ -1,0 +1,114 @@
+"""The options of ``torch.compile(model, backend="gemmtune", options=..., mode=...)``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from ..dispatch.policies import Policy
+from ..store.base import Store
+
+_OURS = ("policy", "budget", "store", "backends", "multi_kernel_hints")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the backend was asked for.
+
+    policy: ``on-miss`` tunes the Problems of a graph that the store has no decision for while it compiles; ``cached``
+    uses what was tuned; ``off`` leaves every product to Inductor. budget: seconds per Problem, as for
+    ``gemmtune.tune``. store: where decisions are; None: the user's. backends: names of gemmtune's backends to try.
+    multi_kernel_hints: the M that are tuned where a graph's M is dynamic; empty: a range of M. inductor: patches of
+    Inductor's configuration.
+    """
+
+    policy: Policy = "on-miss"
+    budget: float | None = None
+    store: Store | None = None
+    backends: tuple[str, ...] | None = None
+    multi_kernel_hints: tuple[int, ...] = ()
+    inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def emulates_casts(self) -> bool:
+        """Whether fused operations round where eager PyTorch rounds."""
+        import torch._inductor.config as config
+
+        return bool(self.inductor.get("emulate_precision_casts", config.emulate_precision_casts))
+
+
+def parse_options(mode: str | None = None, options: Mapping[str, Any] | None = None) -> Options:
+    """Return the Options of ``torch.compile``'s arguments.
+
+    mode: one of PyTorch's; options: gemmtune's own (the fields of Options) and Inductor's, under PyTorch's names. Raises
+    ValueError for an unknown mode, TypeError or ValueError for a bad value, and AttributeError or ValueError as
+    ``torch.compile`` for an unknown option.
+    """
+    given = dict(options or {})
+    ours = {name: given.pop(name) for name in _OURS if name in given}
+    patches = {**_mode_patches(mode), **_inductor_patches(given)}
+    policy = ours.get("policy", "on-miss")
+    if policy not in get_args(Policy):
+        raise ValueError(f"options: policy must be one of {', '.join(get_args(Policy))}; got {policy!r}")
+    budget = ours.get("budget")
+    if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int | float) or not budget > 0):
+        raise ValueError(f"options: budget must be a positive number of seconds per problem; got {budget!r}")
+    names = ours.get("backends")
+    if isinstance(names, str):
+        raise TypeError(f"options: backends must be a sequence of names; got the string {names!r}")
+    if names is not None:
+        from .. import backends
+
+        names = tuple(names)
+        for name in names:
+            backends.get(name)
+    store = ours.get("store")
+    if store is not None and not isinstance(store, Store):
+        raise TypeError(f"options: store must be a gemmtune store (gemmtune.store.open_store); got {type(store).__name__}")
+    return Options(policy, budget, store, names, _hints(ours.get("multi_kernel_hints", ())), patches)
+
+
+def _mode_patches(mode: str | None) -> dict[str, Any]:
+    """Return a mode's patches. Products are gemmtune's to choose, so that Inductor's autotuning is for other kernels."""
+    import torch._inductor
+
+    modes = torch._inductor.list_mode_options()
+    if mode is not None and mode not in modes:
+        raise ValueError(f"mode must be one of {', '.join(modes)}; got {mode!r}")
+    patches = dict(modes[mode]) if mode is not None else {}
+    if patches.pop("max_autotune", False):
+        patches["max_autotune_pointwise"] = True
+    return patches
+
+
+def _inductor_patches(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return Inductor's options with underscores for dashes. Raises RuntimeError as ``torch.compile`` for an unknown
+    one."""
+    import torch._inductor.config as config
+
+    known = config.get_config_copy()
+    patches = {}
+    for key, value in given.items():
+        name = key.replace("-", "_")
+        if name not in known:
+            ours = ", ".join(_OURS)
+            raise ValueError(
+                f"options: {key!r} is neither an option of gemmtune ({ours}) nor one of Inductor; "
+                "torch._inductor.list_options() lists those"
+            )
+        if type(known[name]) in (bool, int, float, str) and type(value) is not type(known[name]):
+            expected = type(known[name]).__name__
+            raise TypeError(f"options: {key!r} must be of type {expected}; got {type(value).__name__}")
+        patches[name] = value
+    return patches
+
+
+def _hints(hints: Any) -> tuple[int, ...]:
+    try:
+        sizes = tuple(hints)
+    except TypeError:
+        raise TypeError(f"options: multi_kernel_hints must be a list of int; got {hints!r}") from None
+    if any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
+        raise ValueError(f"options: multi_kernel_hints must be positive ints; got {hints!r}")
+    return sizes
