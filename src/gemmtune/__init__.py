@@ -31,8 +31,8 @@ __version__ = "0.1.0"
 __all__ = [
     "GemmtuneError", "Handle", "KernelError", "PackedWeight", "PackedWeightError", "Recording", "StoreError",
     "UnsupportedError", "WeightOnly", "WorkerError", "addmm", "bmm", "compile", "current_target", "fuse", "inductor",
-    "int_mm", "linear", "mixed_mm", "mm", "nn", "optimize", "pack", "policy", "record", "refresh", "register_weight_only", "scaled_mm",
-    "tune", "unpack",
+    "int_mm", "linear", "mixed_mm", "mm", "nn", "optimize", "pack", "policy", "record", "refresh",
+    "register_weight_only", "scaled_mm", "tune", "unpack",
 ]  # fmt: skip
 
 # Imported when first used: the command line answers `--help` without torch, and the ops come without the tuner.

@@ -76,7 +76,6 @@ DispatchKey = _required("_C.DispatchKey")
 DispatchKeySet = _required("_C.DispatchKeySet")
 
 
-
 def _no_use_count(address: int) -> int:
     return sys.maxsize
 

@@ -30,14 +30,13 @@ def gemmtune_backend(
     """
     parsed = parse_options(mode, options)
     decompositions = hooks.decompositions() if parsed.policy != "off" else None
+    asked: set[str] = set()
     for restart in range(MAX_RESTARTS + 1):
-        graph_pass = ProductPass(parsed, _user_passes(parsed), restarts=restart < MAX_RESTARTS)
+        graph_pass = ProductPass(parsed, _user_passes(parsed), restarts=restart < MAX_RESTARTS, asked=asked)
         patches = {**parsed.inductor, "post_grad_custom_pre_pass": graph_pass}
         try:
-            compiled: Callable[..., Any] = compile_fx(
-                gm, example_inputs, config_patches=patches, decompositions=decompositions
-            )
-            return compiled
+            compiled: Any = compile_fx(gm, example_inputs, config_patches=patches, decompositions=decompositions)
+            return compiled  # type: ignore[no-any-return]
         except Exception as error:
             if not _is_restart(error):
                 raise
@@ -73,9 +72,7 @@ def compile(
     """
     parse_options(mode, options)
     given = None if options is None else dict(options)
-    return torch.compile(
-        model, backend=_Bound(mode, given), fullgraph=fullgraph, dynamic=dynamic
-    )
+    return torch.compile(model, backend=_Bound(mode, given), fullgraph=fullgraph, dynamic=dynamic)
 
 
 class _Bound:
@@ -123,9 +120,8 @@ def install(options: Mapping[str, Any] | None = None) -> Installation:
     an option of Inductor.
     """
     parsed = parse_options(None, options)
-    if parsed.inductor:
+    if options is not None and (others := sorted(set(options) & set(parsed.inductor))):
         raise ValueError(
-            f"install(): {', '.join(parsed.inductor)}: Inductor's options are those of torch.compile and "
-            "torch._inductor.config"
+            f"install(): {', '.join(others)}: Inductor's options are those of torch.compile and torch._inductor.config"
         )
     return Installation(parsed)

@@ -38,9 +38,9 @@ class CallSite:
     def __init__(self, text: str) -> None:
         self.call = GraphCall.from_json(text)
         self._count = self.call.weight_count
-        self._split = self._count + self.call.bias_count
+        self._split = self._count + self.call.part_count
         self._merged = MergedWeights(movable=self.call.form == "linear")
-        self._scales, self._biases = MergedWeights(movable=False), MergedWeights(movable=False)
+        self._scales, self._parts = MergedWeights(movable=False), MergedWeights(movable=False)
         self._packed = PackedForms()
         self._runs: dict[int, Run] = {}
         self._generation = -1
@@ -54,8 +54,10 @@ class CallSite:
             self._runs.clear()
             self._generation = RUNTIME.generation
         weights, aux = operands[: self._count], operands[self._split :]
-        if self.call.bias_parts:
-            aux = (self._biases.get(operands[self._count : self._split]), *aux)
+        position = self.call.aux_in_parts
+        if position is not None:
+            whole = self._parts.get(operands[self._count : self._split])
+            aux = (*aux[:position], whole, *aux[position:])
         run = self._runs.get(a.shape[-2])
         if run is None:
             run = self._prepare(out, a, weights, aux)
@@ -214,7 +216,11 @@ class CallSite:
         problem = self.call.problem
         same = problem.out_dtype == problem.a.dtype and problem.family == "mm" and not problem.epilogue
         if same:
-            return lambda out, a, weights, aux: torch.mm(a, self._raw(weights), out=out) and None
+
+            def multiply(out: Tensor, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]) -> None:
+                torch.mm(a, self._raw(weights), out=out)
+
+            return multiply
         compute = specialize_fallback(self._described(a, self._raw(weights), aux))
 
         def run(out: Tensor, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]) -> None:

@@ -8,7 +8,6 @@ Inductor computes a chain of pointwise operations in float32 and rounds at its e
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -63,8 +62,7 @@ def _next(current: fx.Node, rows: Any, columns: int) -> Link | None:
         if is_call(user, CONVERT):
             return Link((), None, user) if _is_floating(user) else None
         return _simple(user, current, rows, columns)
-    end = _silu(current, users) or _gelu(current, users)
-    return end
+    return _silu(current) or _gelu(current)
 
 
 def _keeps_rows(node: fx.Node, columns: int) -> bool:
@@ -83,12 +81,8 @@ def _simple(user: fx.Node, current: fx.Node, rows: Any, columns: int) -> Link | 
         return None
     if is_call(user, aten.relu.default):
         return Link((fuse.relu(),), None, user)
-    if is_call(user, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
-        number = user.args[1]
-        if isinstance(number, int | float) and user.args[0] is current:
-            factor = float(number) if user.target in (aten.mul.Tensor, aten.mul.Scalar) else 1.0 / float(number or 1)
-            exact = user.target in (aten.mul.Tensor, aten.mul.Scalar) or (number and math.frexp(number)[0] == 0.5)
-            return Link((fuse.scale(factor),), None, user) if exact else None
+    if is_call(user, aten.mul.Tensor, aten.mul.Scalar) and isinstance(user.args[1], int | float):
+        return Link((fuse.scale(float(user.args[1])),), None, user)
     if not is_call(user, aten.add.Tensor, aten.mul.Tensor) or len(user.args) < 2:
         return None
     other = user.args[1] if user.args[0] is current else user.args[0]
@@ -122,51 +116,47 @@ def epilogue_tensor(other: fx.Node, current: fx.Node, rows: Any, columns: int) -
     return None
 
 
-def _silu(x: fx.Node, users: Sequence[fx.Node]) -> Link | None:
+def _silu(x: fx.Node) -> Link | None:
     """Match x * sigmoid(x), and x / (1 + exp(-x)), which PyTorch makes of silu."""
-    for user in users:
+    for user in x.users:
         if is_call(user, aten.sigmoid.default):
             end = _product(user, x)
-            return Link((fuse.silu(),), None, end) if _used_within(x, {user, end}) and _is_end(end, user) else None
+            return Link((fuse.silu(),), None, end) if end is not None and _used_within(x, {user, end}) else None
         if is_call(user, aten.neg.default):
-            chain = [user]
-            for target in (aten.exp.default, aten.add.Tensor):
-                following = _only_user(chain[-1])
-                if following is None or not is_call(following, target):
-                    return None
-                chain.append(following)
-            end = _only_user(chain[-1])
-            exact = chain[-1].args[1] == 1 and end is not None and is_call(end, aten.div.Tensor)
-            if exact and end is not None and end.args[0] is x and _used_within(x, {user, end}):
-                return Link((fuse.silu(),), None, end)
-            return None
+            exponential = _only_user(user, aten.exp.default)
+            total = _only_user(exponential, aten.add.Tensor)
+            end = _only_user(total, aten.div.Tensor)
+            if total is None or end is None or total.args[1] != 1 or end.args[0] is not x:
+                return None
+            return Link((fuse.silu(),), None, end) if _used_within(x, {user, end}) else None
     return None
 
 
-def _is_end(end: fx.Node | None, inner: fx.Node) -> bool:
-    return end is not None and _only_user(inner) is end
-
-
-def _gelu(x: fx.Node, users: Sequence[fx.Node]) -> Link | None:
+def _gelu(x: fx.Node) -> Link | None:
     """Match gelu in the two forms that PyTorch makes of it: with erf, and with tanh."""
-    half = next((u for u in users if is_call(u, aten.mul.Tensor) and u.args[1] == 0.5), None)
-    end = None if half is None else _only_user(half)
-    if half is None or end is None or not is_call(end, aten.mul.Tensor):
+    half = next((user for user in x.users if is_call(user, aten.mul.Tensor) and user.args[1] == 0.5), None)
+    end = _only_user(half, aten.mul.Tensor)
+    if half is None or end is None:
         return None
-    other = end.args[1] if end.args[0] is half else end.args[0]
-    if not is_call(other, aten.add.Tensor) or other.args[1] != 1 or _only_user(other) is not end:  # type: ignore[union-attr, arg-type]
+    other: Any = end.args[1] if end.args[0] is half else end.args[0]
+    if not is_call(other, aten.add.Tensor) or other.args[1] != 1 or len(other.users) > 1:
         return None
-    inner = other.args[0]  # type: ignore[union-attr]
-    if is_call(inner, aten.erf.default) and _only_user(inner) is other:  # type: ignore[arg-type]
-        scaled = inner.args[0]  # type: ignore[union-attr]
-        fits = is_call(scaled, aten.mul.Tensor) and scaled.args[0] is x and _is_close(scaled.args[1], math.sqrt(0.5))  # type: ignore[union-attr]
-        within = {half, scaled, end}
-        return Link((fuse.gelu(),), None, end) if fits and _used_within(x, within) and _only_user(scaled) is inner else None  # type: ignore[arg-type]
-    if is_call(inner, aten.tanh.default) and _only_user(inner) is other:  # type: ignore[arg-type]
-        parts = _tanh_argument(inner.args[0], x)  # type: ignore[union-attr]
-        if parts is not None and _used_within(x, {half, end, *parts}):
-            return Link((fuse.gelu("tanh"),), None, end)
-    return None
+    inner: Any = other.args[0]
+    if is_call(inner, aten.erf.default):
+        parts, step = _erf_argument(inner.args[0], x), fuse.gelu()
+    elif is_call(inner, aten.tanh.default):
+        parts, step = _tanh_argument(inner.args[0], x), fuse.gelu("tanh")
+    else:
+        return None
+    if parts is None or not _used_within(x, {half, end, *parts}):
+        return None
+    return Link((step,), None, end) if all(len(node.users) == 1 for node in (inner, *parts)) else None
+
+
+def _erf_argument(node: Any, x: fx.Node) -> set[fx.Node] | None:
+    """Return the nodes of x / sqrt(2); None if the node is no such expression."""
+    is_scaled = is_call(node, aten.mul.Tensor) and node.args[0] is x and _is_close(node.args[1], math.sqrt(0.5))
+    return {node} if is_scaled else None
 
 
 def _tanh_argument(node: Any, x: fx.Node) -> set[fx.Node] | None:
@@ -194,23 +184,18 @@ def _is_close(value: Any, expected: float) -> bool:
     return isinstance(value, float) and math.isclose(value, expected, rel_tol=1e-6)
 
 
-def _only_user(node: fx.Node) -> fx.Node | None:
-    return next(iter(node.users)) if len(node.users) == 1 else None
+def _only_user(node: fx.Node | None, target: Any) -> fx.Node | None:
+    """Return the only user of a node if it calls ``target``."""
+    user = next(iter(node.users)) if node is not None and len(node.users) == 1 else None
+    return user if is_call(user, target) else None
 
 
 def _product(a: fx.Node, b: fx.Node) -> fx.Node | None:
     """Return the only user of ``a`` if it is ``a * b``."""
-    user = _only_user(a)
-    return user if user is not None and is_call(user, aten.mul.Tensor) and set(user.args) == {a, b} else None
+    user = _only_user(a, aten.mul.Tensor)
+    return user if user is not None and set(user.args) == {a, b} else None
 
 
-def _used_within(x: fx.Node, nodes: set[fx.Node | None]) -> bool:
+def _used_within(x: fx.Node, nodes: set[fx.Node]) -> bool:
     """Whether all users of ``x`` are among the nodes."""
     return all(user in nodes for user in x.users)
-
-
-def tensors_of(chain: Sequence[Link]) -> Iterator[fx.Node]:
-    """Yield the nodes of the tensors that a chain's steps take, in order."""
-    for link in chain:
-        if link.aux is not None:
-            yield link.aux

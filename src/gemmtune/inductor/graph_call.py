@@ -22,14 +22,15 @@ class GraphCall(NamedTuple):
       - ``linear``: weights [N, K], one for each part, which are multiplied as one matrix.
       - ``matrix``: b [K, N] ([batch, K, N] for a batched product), with the strides that the Problem names.
       - ``weight_only``: integer weights [N, K], one for each part, then their scales [N].
-    parts: the N of each weight. bias_parts: whether the first step of the epilogue is a bias that comes in parts, too.
-    The epilogue's other tensors follow, each in the shape of its step's axis.
+    parts: the N of each weight. aux_in_parts: the position of the epilogue's tensor [N] that comes in parts, too (a
+    bias, the scales of a weight's columns); None: none does. Its parts follow the weights, and the epilogue's other
+    tensors follow them, each in the shape of its step's axis.
     """
 
     problem: Problem
     form: Form = "linear"
     parts: tuple[int, ...] = ()
-    bias_parts: bool = False
+    aux_in_parts: int | None = None
 
     @property
     def weight_count(self) -> int:
@@ -37,9 +38,9 @@ class GraphCall(NamedTuple):
         return len(self.parts) * (2 if self.form == "weight_only" else 1) if self.parts else 1
 
     @property
-    def bias_count(self) -> int:
-        """The number of operands that make up the bias; 0 unless it comes in parts."""
-        return len(self.parts) if self.bias_parts else 0
+    def part_count(self) -> int:
+        """The number of operands that make up the epilogue's tensor that comes in parts; 0 if none does."""
+        return 0 if self.aux_in_parts is None else len(self.parts)
 
     def matrix(self, weights: Sequence[Tensor]) -> Tensor | QuantWeight:
         """Return b of the weights' operands, one weight each (``weights`` and scales are merged already)."""
@@ -54,14 +55,19 @@ class GraphCall(NamedTuple):
 
     def to_json(self) -> str:
         """Return the text of which ``from_json`` makes an equal GraphCall."""
-        data = {"problem": self.problem.to_dict(), "form": self.form, "parts": self.parts, "bias_parts": self.bias_parts}
+        data = {
+            "problem": self.problem.to_dict(),
+            "form": self.form,
+            "parts": self.parts,
+            "aux_in_parts": self.aux_in_parts,
+        }
         return json.dumps(data, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> GraphCall:
         """Return the GraphCall of ``to_json``'s text. Raises ValueError, KeyError or TypeError for any other text."""
         data: dict[str, Any] = json.loads(text)
-        return cls(Problem.from_dict(data["problem"]), data["form"], tuple(data["parts"]), data["bias_parts"])
+        return cls(Problem.from_dict(data["problem"]), data["form"], tuple(data["parts"]), data["aux_in_parts"])
 
 
 def out_dtype(call: GraphCall) -> torch.dtype:

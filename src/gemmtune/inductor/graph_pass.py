@@ -21,7 +21,16 @@ from ..dispatch.runtime import RUNTIME
 from ..tuning.api import tune_on_device
 from ..tuning.sizes import Sizes
 from . import (
-    call_site, costs, epilogues, graph_call, hooks, matching, nodes, operator, plan_graph, weight_forms,
+    call_site,
+    costs,
+    epilogues,
+    graph_call,
+    hooks,
+    matching,
+    nodes,
+    operator,
+    plan_graph,
+    weight_forms,
 )  # fmt: skip
 from .matching import Product, find_products
 from .nodes import aten, is_view, value_of
@@ -46,10 +55,14 @@ class TunedMeanwhile(Exception):
 
 class ProductPass(CustomGraphPass):
     """Replaces the products of a graph that gemmtune serves. options: the backend's. before: passes that the user set,
-    which run first. restarts: whether ``TunedMeanwhile`` may be raised."""
+    which run first. restarts: whether ``TunedMeanwhile`` may be raised. asked: the keys of Problems that are not tuned,
+    because that has just been tried; the pass adds those that it tunes."""
 
-    def __init__(self, options: Options, before: Sequence[Any] = (), *, restarts: bool = False) -> None:
+    def __init__(
+        self, options: Options, before: Sequence[Any] = (), *, restarts: bool = False, asked: set[str] | None = None
+    ) -> None:
         self.options, self.before, self.restarts = options, tuple(before), restarts
+        self.asked = set() if asked is None else asked
 
     def __call__(self, graph: fx.Graph) -> None:
         for each in self.before:
@@ -57,7 +70,7 @@ class ProductPass(CustomGraphPass):
         if self.options.policy == "off" or not hooks.compiles_python():
             return
         with _LOCK, store_of(self.options):
-            constants = hooks.constant_placeholders(graph)
+            constants = hooks.constant_inputs(graph)
             products = find_products(graph, constants, emulate=self.options.emulates_casts)
             products = [p for p in products if devices.is_served(device_of(p))]
             if not products:
@@ -75,13 +88,16 @@ class ProductPass(CustomGraphPass):
         """Tune the Problems that the store has no decision for. Raises TunedMeanwhile where ``restarts``."""
         dynamic = {product.problem(product.fixed).plan_key for product in plan.products if product.is_dynamic}
         tuned = False
-        for device, problems in _missing(plan).items():
+        for device, missing in _missing(plan).items():
+            problems = [(problem, count) for problem, count in missing if problem.key not in self.asked]
+            self.asked |= {problem.key for problem, _ in problems}
             free = [(p, count) for p, count in problems if p.plan_key in dynamic]
             fixed = [(p, count) for p, count in problems if p.plan_key not in dynamic]
-            for chosen, sizes in ((fixed, None), (free, self.options.multi_kernel_hints or "all")):
-                if chosen:
-                    self._tune_now(chosen, device, sizes)
-                    tuned = True
+            if fixed:
+                self._tune_now(fixed, device, None)
+            if free:
+                self._tune_now(free, device, self.options.multi_kernel_hints or "all")
+            tuned = tuned or bool(problems)
         if tuned and self.restarts:
             raise TunedMeanwhile
 
@@ -91,9 +107,7 @@ class ProductPass(CustomGraphPass):
             return
         log.info("tuning %d problems of a graph on %s", len(problems), device)
         with hooks.outside_of_compilation():
-            tune_on_device(
-                problems, device, store, budget=self.options.budget, backends=self.options.backends, m=sizes
-            )
+            tune_on_device(problems, device, store, budget=self.options.budget, backends=self.options.backends, m=sizes)
         RUNTIME.refresh(store)
 
     def uuid(self) -> Any:
@@ -155,7 +169,8 @@ def _replace_one(graph: fx.Graph, product: Product, form: Form) -> None:
         aux = _aux_nodes(graph, product, form)
         result = _product_node(graph, form, product.a, [*product.weights, *aux], [end], product)
         value, shaped = value_of(end), value_of(result)
-        assert value is not None and shaped is not None
+        assert value is not None
+        assert shaped is not None
         if len(value.shape) != len(shaped.shape) or end is not product.node:
             result = _call(graph, aten.reshape.default, (result, _shape_args(graph, product, end)), value)
     _hand_over(end, result)
@@ -165,10 +180,12 @@ def _replace_merged(graph: fx.Graph, products: Sequence[Product], form: Form) ->
     position = {node: index for index, node in enumerate(graph.nodes)}
     ordered = sorted(products, key=lambda product: position[product.node])
     weights = [node for index in range(len(products[0].weights)) for node in (p.weights[index] for p in products)]
-    biases = [p.aux[0] for p in products if p.aux]
+    position_in_aux = products[0].aux_in_parts
+    parts = [] if position_in_aux is None else [p.aux[position_in_aux] for p in products]
     ends = [product.end(product.fixed) for product in products]
     with graph.inserting_before(ordered[0].node):
-        result = _product_node(graph, form, ordered[0].a, [*weights, *biases], ends, ordered[0])
+        shared = _aux_nodes(graph, ordered[0], form, without=position_in_aux)
+        result = _product_node(graph, form, ordered[0].a, [*weights, *parts, *shared], ends, ordered[0])
         start, slices = 0, []
         whole = value_of(result)
         assert whole is not None
@@ -179,10 +196,9 @@ def _replace_merged(graph: fx.Graph, products: Sequence[Product], form: Form) ->
     for product, end, columns in zip(products, ends, slices, strict=True):
         node = columns
         if end is not product.node:  # the scale of an int8 weight is part of the product
-            value = value_of(end)
-            assert value is not None
             with graph.inserting_before(end):
-                node = _call(graph, aten.reshape.default, (columns, _shape_args(graph, product, end)), value)
+                shape = _shape_args(graph, product, end)
+                node = _call(graph, aten.reshape.default, (columns, shape), end.meta["val"])
         _hand_over(end, node)
 
 
@@ -197,7 +213,8 @@ def _product_node(
 ) -> fx.Node:
     rows = value_of(product.node)
     activations = value_of(a)
-    assert rows is not None and activations is not None
+    assert rows is not None
+    assert activations is not None
     shape = (*rows.shape[:-1], form.call.problem.n)
     value = activations.new_empty(shape, dtype=graph_call.out_dtype(form.call))
     node = _call(graph, product_op, (a, list(operands), form.call.to_json()), value)
@@ -212,11 +229,14 @@ def _call(graph: fx.Graph, target: Callable[..., Any], args: tuple[Any, ...], va
     return node
 
 
-def _aux_nodes(graph: fx.Graph, product: Product, form: Form) -> list[fx.Node]:
-    """Return the nodes of the epilogue's tensors in the shapes of their axes."""
+def _aux_nodes(graph: fx.Graph, product: Product, form: Form, without: int | None = None) -> list[fx.Node]:
+    """Return the nodes of the epilogue's tensors in the shapes of their axes. without: the position of one to leave
+    out."""
     steps = [step for step in form.call.problem.epilogue if step.takes_tensor]
     result = []
-    for step, node in zip(steps, product.tensors(form.length), strict=True):
+    for index, (step, node) in enumerate(zip(steps, product.tensors(max(form.length, product.fixed)), strict=True)):
+        if index == without:
+            continue
         value = value_of(node)
         assert value is not None
         dims = {"full": 2, "col": 1, "row": 1, "tensor": 0}[step.axis]

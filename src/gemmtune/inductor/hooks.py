@@ -31,8 +31,9 @@ def compiles_python() -> bool:
     return not (inductor_config.cpp_wrapper or V.aot_compilation)
 
 
-def constant_placeholders(graph: fx.Graph) -> frozenset[fx.Node]:
-    """Return the inputs of a graph that are Parameters and buffers, the same tensors in every call.
+def constant_inputs(graph: fx.Graph) -> frozenset[fx.Node]:
+    """Return the inputs of a graph that are Parameters and buffers, and its own constants: the same tensors in every
+    call.
 
     Empty for graphs that compute gradients: training changes the weights in every step.
     """
@@ -43,7 +44,8 @@ def constant_placeholders(graph: fx.Graph) -> frozenset[fx.Node]:
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     mutated = {index for index, info in enumerate(metadata.input_info) if info.mutates_data}
     chosen = [index for index in metadata.static_input_indices if index < len(placeholders) and index not in mutated]
-    return frozenset(placeholders[index] for index in chosen)
+    own = [node for node in graph.nodes if node.op == "get_attr" and isinstance(node.meta.get("val"), torch.Tensor)]
+    return frozenset([*own, *(placeholders[index] for index in chosen)])
 
 
 @contextmanager
@@ -70,7 +72,7 @@ def _unless_one_row(decompose: Callable[..., Any], a: torch.Tensor, b: torch.Ten
     return decompose(a, b, *args, **kwargs)
 
 
-class ProductKernel(ir.ExternKernelOut):  # type: ignore[misc]
+class ProductKernel(ir.ExternKernelOut):
     """A call of a CallSite in generated code. text: ``GraphCall.to_json``."""
 
     def __init__(self, text: str, layout: Any, inputs: list[Any]) -> None:
@@ -89,7 +91,7 @@ def _lower(a: Any, operands: list[Any], call: str) -> Any:
     """Lower ``gemmtune::product`` to a ProductKernel. Dense operands stay dense; others keep the strides that the
     Problem was made of."""
     described = GraphCall.from_json(call)
-    node = V.graph.current_node
+    node: Any = V.graph.current_node
     constant = described.problem.b.constant
     inputs = [_dense(a) if constant else _as_traced(a, node.args[0])]
     for index, (operand, argument) in enumerate(zip(operands, node.args[1], strict=True)):

@@ -34,8 +34,9 @@ class Product:
 
     node: what computes it. a: the activations' node [M, K] ([batch, M, K]). weights: the nodes behind ``a``
     (``graph_call.Form``). aux: the nodes of the tensors of ``steps``, the steps that belong to the operator itself (a
-    bias, scales). chain: the operations that follow (``epilogues.links``); those of them that belong to the Problem in
-    any case come first and are ``fixed`` in number. describe: makes the Problem with these steps behind the operator's
+    bias, scales). aux_in_parts: which of them is a constant vector of the columns, of which merged products have one
+    after the other. chain: the operations that follow (``epilogues.links``); those of them that belong to the
+    Problem in any case come first and are ``fixed`` in number. describe: makes the Problem with these steps behind the operator's
     own. rows, columns: of the result; rows may be symbolic.
     """
 
@@ -48,6 +49,7 @@ class Product:
     columns: int
     steps: tuple[BoundStep, ...] = ()
     aux: tuple[fx.Node, ...] = ()
+    aux_in_parts: int | None = None
     chain: list[Link] = dataclasses.field(default_factory=list)
     fixed: int = 0
 
@@ -95,7 +97,8 @@ def find_products(graph: fx.Graph, constants: Collection[fx.Node], *, emulate: b
         try:
             product = _MATCHERS[node.target](node, constants)
             if product is not None:
-                product.chain = links(node, product.rows, product.columns, emulate=emulate)
+                if node.target is not aten.bmm.default:  # Problems of batched products have no epilogue here
+                    product.chain = links(node, product.rows, product.columns, emulate=emulate)
                 product.problem(product.fixed)
                 products.append(product)
         except (GemmtuneError, TypeError, ValueError, KeyError):
@@ -140,7 +143,8 @@ def _linear(
         def describe(steps: Sequence[BoundStep]) -> Problem:
             return describe_linear(x, stored, None, [*own, *steps], constant=True).problem
 
-        return Product(node, a, (weight,), "linear", describe, value.shape[0], matrix.shape[1], own, aux)
+        parts = 0 if aux and aux[0] in constants and own[0].step.kind == "bias" else None
+        return Product(node, a, (weight,), "linear", describe, value.shape[0], matrix.shape[1], own, aux, parts)
     constant = b in constants
     if is_dynamic(_sizes(b)):  # K or N is free: no Problem describes that
         return None
@@ -165,41 +169,43 @@ def _bias(bias: fx.Node | None, value: Tensor) -> tuple[tuple[BoundStep, ...] | 
 
 
 def _mm(node: fx.Node, constants: Collection[fx.Node]) -> Product | None:
-    a, b = node.args[:2]
-    if len(node.args) > 2 or node.kwargs:
+    a, b, *rest = _arguments(node)
+    if rest or node.kwargs:
         return None
-    return _by_int8_weight(node, constants) or _linear(node, a, b, None, constants)  # type: ignore[arg-type]
+    return _by_int8_weight(node, constants) or _linear(node, a, b, None, constants)
 
 
 def _addmm(node: fx.Node, constants: Collection[fx.Node]) -> Product | None:
-    bias, a, b = node.args[:3]
-    if len(node.args) > 3 or any(value != 1 for value in node.kwargs.values()):
+    bias, a, b, *rest = _arguments(node)
+    if rest or any(value != 1 for value in node.kwargs.values()):
         return None
-    return _linear(node, a, b, bias, constants)  # type: ignore[arg-type]
+    return _linear(node, a, b, bias, constants)
+
+
+def _arguments(node: fx.Node) -> tuple[Any, ...]:
+    return node.args
 
 
 def _bmm(node: fx.Node, constants: Collection[fx.Node]) -> Product | None:
-    a, b = node.args[:2]
-    if len(node.args) > 2 or node.kwargs:
+    a, b, *rest = _arguments(node)
+    if rest or node.kwargs:
         return None
-    x, y, value = meta_tensor(a), meta_tensor(b), value_of(node)  # type: ignore[arg-type]
+    x, y, value = meta_tensor(a), meta_tensor(b), value_of(node)
     if x is None or y is None or value is None or x.dtype not in _FLOATS or is_dynamic(value.shape):
         return None
 
     def describe(steps: Sequence[BoundStep]) -> Problem:
-        if steps:
-            raise ValueError("a batched product takes no epilogue here")
-        return describe_bmm(x, y, None).problem
+        return describe_bmm(x, y).problem
 
-    return Product(node, a, (b,), "matrix", describe, value.shape[1], y.shape[2])  # type: ignore[arg-type]
+    return Product(node, a, (b,), "matrix", describe, value.shape[1], y.shape[2])
 
 
 def _int_mm(node: fx.Node, constants: Collection[fx.Node]) -> Product | None:
-    a, b = node.args[:2]
-    x, matrix, value = meta_tensor(a), meta_tensor(b), value_of(node)  # type: ignore[arg-type]
+    a, b = _arguments(node)[:2]
+    x, matrix, value = meta_tensor(a), meta_tensor(b), value_of(node)
     if x is None or matrix is None or value is None or is_dynamic(_sizes(b)):
         return None
-    weight = _weight_of(b, constants)  # type: ignore[arg-type]
+    weight = _weight_of(b, constants)
     constant = weight is not None
 
     def describe(steps: Sequence[BoundStep]) -> Problem:
@@ -207,15 +213,16 @@ def _int_mm(node: fx.Node, constants: Collection[fx.Node]) -> Product | None:
 
     form: Form = "linear" if constant else "matrix"
     weights = (weight,) if weight is not None else (b,)
-    return Product(node, a, weights, form, describe, value.shape[0], matrix.shape[1])  # type: ignore[arg-type]
+    return Product(node, a, weights, form, describe, value.shape[0], matrix.shape[1])
 
 
 def _scaled_mm(node: fx.Node, constants: Collection[fx.Node]) -> Product | None:
     names = ("mat1", "mat2", "scale_a", "scale_b", "bias", "scale_result", "out_dtype", "use_fast_accum")
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     if given.get("scale_result") is not None or given.get("use_fast_accum"):
         return None  # no error bound is known of the first, or it exists on no GPU
-    tensors = {name: meta_tensor(given[name]) for name in names[:5] if isinstance(given.get(name), fx.Node)}
+    passed = {name: given[name] for name in names[:5] if isinstance(given.get(name), fx.Node)}
+    tensors: dict[str, Any] = {name: meta_tensor(operand) for name, operand in passed.items()}
     value, b = value_of(node), given["mat2"]
     if value is None or any(t is None for t in tensors.values()) or is_dynamic(_sizes(b)):
         return None
@@ -226,8 +233,15 @@ def _scaled_mm(node: fx.Node, constants: Collection[fx.Node]) -> Product | None:
         resolved, _ = fuse.resolve(steps, problem.m, problem.n)
         return dataclasses.replace(problem, epilogue=(*problem.epilogue, *resolved))
 
-    aux = tuple(given[name] for name in ("scale_a", "scale_b", "bias") if isinstance(given.get(name), fx.Node))
-    return Product(node, given["mat1"], (b,), "matrix", describe, value.shape[0], value.shape[1], (), aux)
+    aux = tuple(passed[name] for name in ("scale_a", "scale_b", "bias") if name in passed)
+    weight, (rows, columns) = _weight_of(b, constants), value.shape
+    if weight is None or columns == 1:
+        return Product(node, given["mat1"], (b,), "matrix", describe, rows, columns, (), aux)
+    per_column = without_views(aux[1]) in constants and tensors["scale_b"].numel() == columns
+    if per_column:
+        aux = (aux[0], without_views(aux[1]), *aux[2:])
+    parts = 1 if per_column and "bias" not in passed else None
+    return Product(node, given["mat1"], (weight,), "linear", describe, rows, columns, (), aux, parts)
 
 
 def _converted_int8(node: fx.Node) -> fx.Node | None:
@@ -259,10 +273,10 @@ def _int8_weight(node: fx.Node, constants: Collection[fx.Node]) -> tuple[fx.Node
 
 def _by_int8_weight(node: fx.Node, constants: Collection[fx.Node]) -> Product | None:
     """Return the Product of mm(a, dequantized.t()) by an int8 weight with a scale per output channel."""
-    a, b = node.args[:2]
-    dequantized = transposed_source(b) if isinstance(b, fx.Node) else None
+    a, b = _arguments(node)[:2]
+    dequantized = transposed_source(b)
     found = None if dequantized is None else _int8_weight(dequantized, constants)
-    x, value = meta_tensor(a), value_of(node)  # type: ignore[arg-type]
+    x, value = meta_tensor(a), value_of(node)
     if found is None or x is None or value is None:
         return None
     raw, scale = found
@@ -284,7 +298,7 @@ def _by_int8_weight(node: fx.Node, constants: Collection[fx.Node]) -> Product | 
     def describe(steps: Sequence[BoundStep]) -> Problem:
         return describe_product(x, weight, list(steps), constant=True).problem
 
-    product = Product(node, a, (raw, scale), "weight_only", describe, value.shape[0], columns)  # type: ignore[arg-type]
+    product = Product(node, a, (raw, scale), "weight_only", describe, value.shape[0], columns)
     product.fixed = fixed
     return product
 

@@ -72,10 +72,10 @@ def meta_tensor(node: fx.Node) -> Tensor | None:
 
 def transposed_source(node: fx.Node) -> fx.Node | None:
     """Return the matrix of which a node is the transpose; None if it is no transpose."""
-    if is_call(node, aten.permute.default) and list(node.args[1]) == [1, 0]:  # type: ignore[call-overload]
-        return node.args[0]  # type: ignore[return-value]
-    if is_call(node, aten.t.default):
-        return node.args[0]  # type: ignore[return-value]
-    if is_call(node, aten.transpose.int) and sorted(dim % 2 for dim in node.args[1:]) == [0, 1]:  # type: ignore[operator]
-        return node.args[0]  # type: ignore[return-value]
-    return None
+    args: tuple[Any, ...] = node.args
+    is_transpose = (
+        is_call(node, aten.t.default)
+        or (is_call(node, aten.permute.default) and list(args[1]) == [1, 0])
+        or (is_call(node, aten.transpose.int) and sorted(dim % 2 for dim in args[1:]) == [0, 1])
+    )
+    return args[0] if is_transpose and isinstance(args[0], fx.Node) else None

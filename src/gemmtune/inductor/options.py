@@ -41,13 +41,13 @@ class Options:
 def parse_options(mode: str | None = None, options: Mapping[str, Any] | None = None) -> Options:
     """Return the Options of ``torch.compile``'s arguments.
 
-    mode: one of PyTorch's; options: gemmtune's own (the fields of Options) and Inductor's, under PyTorch's names. Raises
-    ValueError for an unknown mode, TypeError or ValueError for a bad value, and AttributeError or ValueError as
-    ``torch.compile`` for an unknown option.
+    mode: one of PyTorch's. options: gemmtune's own (the fields of Options) and Inductor's, under PyTorch's names.
+    Raises ValueError for an unknown mode or option, and TypeError or ValueError for a bad value.
     """
     given = dict(options or {})
     ours = {name: given.pop(name) for name in _OURS if name in given}
-    patches = {**_mode_patches(mode), **_inductor_patches(given)}
+    # Freezing would pack the weights for oneDNN before gemmtune sees the products.
+    patches = {"freezing": False, **_mode_patches(mode), **_inductor_patches(given)}
     policy = ours.get("policy", "on-miss")
     if policy not in get_args(Policy):
         raise ValueError(f"options: policy must be one of {', '.join(get_args(Policy))}; got {policy!r}")
@@ -65,12 +65,14 @@ def parse_options(mode: str | None = None, options: Mapping[str, Any] | None = N
             backends.get(name)
     store = ours.get("store")
     if store is not None and not isinstance(store, Store):
-        raise TypeError(f"options: store must be a gemmtune store (gemmtune.store.open_store); got {type(store).__name__}")
+        raise TypeError(
+            f"options: store must be a gemmtune store (gemmtune.store.open_store); got {type(store).__name__}"
+        )
     return Options(policy, budget, store, names, _hints(ours.get("multi_kernel_hints", ())), patches)
 
 
 def _mode_patches(mode: str | None) -> dict[str, Any]:
-    """Return a mode's patches. Products are gemmtune's to choose, so that Inductor's autotuning is for other kernels."""
+    """Return a mode's patches. gemmtune chooses the products, so that Inductor's autotuning is for other kernels."""
     import torch._inductor
 
     modes = torch._inductor.list_mode_options()
@@ -83,8 +85,7 @@ def _mode_patches(mode: str | None) -> dict[str, Any]:
 
 
 def _inductor_patches(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return Inductor's options with underscores for dashes. Raises RuntimeError as ``torch.compile`` for an unknown
-    one."""
+    """Return Inductor's options, with underscores for dashes. Raises ValueError for an unknown one."""
     import torch._inductor.config as config
 
     known = config.get_config_copy()

@@ -1,9 +1,9 @@
 """Which forms of a graph's products serve: alone, with the operations that follow, or merged with others of one input.
 
-Every form is a Problem that the store has a decision for, with the measured time of what would serve it. A product that
-computes the pointwise operations behind it saves the kernel that Inductor would launch for them, if no operation is left
-in it. The cheapest set of forms is chosen; a product stays Inductor's where no form of it is cheaper than PyTorch's own
-operator.
+Every form is a Problem that the store has a decision for, with the measured time of what would serve it. A product
+that computes the pointwise operations behind it saves the kernel that Inductor would launch for them, if no operation
+is left in it. The cheapest set of forms is chosen; a product stays Inductor's where no form of it is cheaper than
+PyTorch's own operator.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..core.problem import Problem
 from .costs import cost_of, pointwise_s
 from .graph_call import GraphCall
 from .matching import Product
-from .nodes import CONVERT, aten, is_call, is_view, value_of, without_views
+from .nodes import aten, is_call, is_view, value_of, without_views
 
 _CLEAR = 0.99  # a form must take at most this share of the time of the forms that it replaces
 
@@ -92,7 +92,9 @@ class GraphPlan:
         """Whether the graph stores a node's value, so that a kernel may read it: inputs, products, and what several
         operations read."""
         source = without_views(node)
-        return source.op != "call_function" or source in self._ends or is_call(source, *_EXTERN) or len(source.users) > 1
+        return (
+            source.op != "call_function" or source in self._ends or is_call(source, *_EXTERN) or len(source.users) > 1
+        )
 
     def choose(self) -> list[Form]:
         """Return the forms that serve, by the store's decisions. Products without one are Inductor's."""
@@ -165,7 +167,7 @@ def _ends_here(product: Product, length: int) -> bool:
 def _is_view_or_value(node: fx.Node) -> bool:
     """Whether a kernel may end at a node: a chain does not end at a view, which the graph itself makes, unless it is
     one of the chain's last operations."""
-    return not is_view(node) or is_call(node, CONVERT)
+    return not is_view(node)
 
 
 def _feeds_products(node: fx.Node) -> bool:
@@ -188,18 +190,26 @@ def merge_groups(products: Sequence[Product]) -> list[tuple[Product, ...]]:
             steps = tuple(step.key for step in problem.epilogue)
             key = (
                 product.source, product.form, problem.family, problem.m, problem.k, problem.a, problem.b,
-                problem.out_dtype, steps,
+                problem.out_dtype, steps, product.aux_in_parts, _shared_aux(product),
             )  # fmt: skip
             groups.setdefault(key, []).append(product)
-    distinct = (
-        tuple(group) for group in groups.values() if len({p.weights[0] for p in group}) == len(group) > 1
-    )
+    distinct = (tuple(group) for group in groups.values() if len({p.weights[0] for p in group}) == len(group) > 1)
     return list(distinct)
 
 
 def _is_mergeable(product: Product) -> bool:
-    kinds = [bound.step.kind for bound in product.steps]
-    return kinds in ([], ["bias"]) and all(node.op == "placeholder" for node in product.aux)
+    """Whether the columns of a product could be some of another one's: no tensor of its steps has a value for each
+    element of the result, and one at most has a value for each column, which is constant."""
+    steps = [step for step in product.problem(product.fixed).epilogue if step.takes_tensor]
+    columns = [step for step in steps if step.axis == "col"]
+    if any(step.axis == "full" for step in steps):
+        return False
+    return len(columns) == (0 if product.aux_in_parts is None else 1)
+
+
+def _shared_aux(product: Product) -> tuple[fx.Node, ...]:
+    """Return the nodes of the steps' tensors that merged products have in common."""
+    return tuple(node for index, node in enumerate(product.aux) if index != product.aux_in_parts)
 
 
 def merged_call(group: Sequence[Product]) -> GraphCall:
@@ -207,4 +217,4 @@ def merged_call(group: Sequence[Product]) -> GraphCall:
     first = group[0]
     problem = first.problem(first.fixed)
     columns = tuple(product.columns for product in group)
-    return GraphCall(dataclasses.replace(problem, n=sum(columns)), first.form, columns, bool(first.aux))
+    return GraphCall(dataclasses.replace(problem, n=sum(columns)), first.form, columns, first.aux_in_parts)

@@ -87,7 +87,10 @@ def _is_movable(weight: Tensor) -> bool:
 
 
 class MergedWeights:
-    """Several weights [N, K] (or vectors [N]) as one. movable: whether they may be merged in place."""
+    """Several weights [N, K], or several vectors, as one.
+
+    movable: whether the tensors are weights that may be merged in place. Others are vectors [N] or [1, N].
+    """
 
     def __init__(self, movable: bool) -> None:
         self._movable = movable
@@ -99,7 +102,7 @@ class MergedWeights:
     def get(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the tensors, one behind the other along their first dimension."""
         if len(tensors) == 1:
-            return tensors[0]
+            return tensors[0] if self._movable else tensors[0].reshape(-1)
         if self._merged is not None and self._addresses == tuple([tensor.data_ptr() for tensor in tensors]):
             return self._merged
         if self._copy is not None and self._versions is not None and self._versions.hold(tensors):
@@ -115,7 +118,7 @@ class MergedWeights:
                 self._merged, self._copy = merged, None
                 self._addresses = tuple(tensor.data_ptr() for tensor in tensors)
                 return merged
-        copy = torch.cat([tensor.detach() for tensor in tensors])
+        copy = torch.cat([t.detach() if self._movable else t.detach().reshape(-1) for t in tensors])
         if any(tensor.is_inference() for tensor in tensors):  # they may have changed at the next call, unseen
             return copy
         if self._movable and self._copy is None:
@@ -163,4 +166,3 @@ class PackedForms:
                     weakref.finalize(tensor, _PACKED.pop, key, None)
             _PACKED[key] = (self._versions, self._packed)
         self._packed[layout] = packed
-

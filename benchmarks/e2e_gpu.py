@@ -1,0 +1,341 @@
+"""Compare decode steps of a Llama-3-8B decoder on a GPU: eager PyTorch, torch.compile, max-autotune, and gemmtune.
+
+    python benchmarks/e2e_gpu.py                              8 layers; bf16, int8 weights, fp8; several batches
+    python benchmarks/e2e_gpu.py --cases bf16:1,int8:16 --layers 32
+    python benchmarks/e2e_gpu.py --cases bf16:1x2048          a prefill of 2,048 tokens
+
+A step is one call of the model with a static cache of keys and values, captured in a CUDA graph: every contestant has a
+model of its own, with equal weights. The rounds replay each graph once, in random order, after the L2 has been flushed.
+"floor" is the time to read all weights once at the card's read bandwidth, which is measured in the same run. The
+results of every contestant are compared with a float32 evaluation of the same weights. Raw data is written to
+benchmarks/results/ (or $OUT) after every case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import logging
+import os
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("GEMMTUNE_STORE", str(Path(".gemmtune") / "e2e.db"))
+
+import torch
+import torch.nn.functional as F
+from harness import Spread, paired_ratios, save_results
+from torch import Tensor, nn
+
+import gemmtune
+
+CASES = "bf16:1,bf16:16,bf16:64,int8:1,int8:16,int8:64,fp8:16,bf16:1x2048"
+PEERS = "eager,compile,max-autotune,gemmtune"
+OURS, PDL = "gemmtune", "gemmtune-pdl"  # with Inductor's own kernels under programmatic dependent launch
+HIDDEN, INNER, HEADS, KV_HEADS, VOCAB, EPS = 4096, 14336, 32, 8, 128256, 1e-5
+CACHE = 256  # positions of the cache of keys and values, beyond those of a prefill
+FP8_MAX = 448.0
+
+
+class Int8Linear(nn.Module):
+    """gpt-fast's weight-only linear: int8 weight [N, K] and a bf16 scale per output channel."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        scale = linear.weight.float().abs().amax(1) / 127
+        self.register_buffer("weight", (linear.weight.float() / scale[:, None]).round().to(torch.int8))
+        self.register_buffer("scales", scale.to(linear.weight.dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype)) * self.scales
+
+
+class Fp8Linear(nn.Module):
+    """fp8 weight [N, K] with a scale per output channel; activations are quantised by row in every call."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        scale = linear.weight.float().abs().amax(1) / FP8_MAX
+        self.register_buffer("weight", (linear.weight.float() / scale[:, None]).to(torch.float8_e4m3fn))
+        self.register_buffer("scales", scale[None].contiguous())
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        scale = flat.float().abs().amax(1, keepdim=True).clamp(min=1e-12) / FP8_MAX
+        quantised = (flat.float() / scale).to(torch.float8_e4m3fn)
+        y = torch._scaled_mm(quantised, self.weight.t(), scale, self.scales, out_dtype=x.dtype)
+        return y.view(*x.shape[:-1], -1)
+
+
+LINEARS: dict[str, Callable[[nn.Linear], nn.Module]] = {"bf16": lambda x: x, "int8": Int8Linear, "fp8": Fp8Linear}
+
+
+class RMSNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype) * self.weight
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return x [B, H, S, D] rotated by the angles of its positions (cos, sin: [S, D / 2])."""
+    first, second = x.float().chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+
+
+class Layer(nn.Module):
+    """One decoder layer with its static cache."""
+
+    def __init__(self, batch: int, positions: int) -> None:
+        super().__init__()
+        head = HIDDEN // HEADS
+        self.before_attention, self.before_mlp = RMSNorm(), RMSNorm()
+        shapes = {
+            "q": (HIDDEN, HIDDEN), "k": (HIDDEN, KV_HEADS * head), "v": (HIDDEN, KV_HEADS * head),
+            "o": (HIDDEN, HIDDEN), "gate": (HIDDEN, INNER), "up": (HIDDEN, INNER), "down": (INNER, HIDDEN),
+        }  # fmt: skip
+        for name, (k, n) in shapes.items():
+            setattr(self, name, nn.Linear(k, n, bias=False))
+        for name in ("keys", "values"):
+            self.register_buffer(name, torch.zeros(batch, KV_HEADS, positions, head), persistent=False)
+
+    def forward(self, x: Tensor, at: Tensor, mask: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        batch, steps, _ = x.shape
+        h = self.before_attention(x)
+        q, k, v = (
+            p(h).view(batch, steps, heads, -1).transpose(1, 2)
+            for p, heads in ((self.q, HEADS), (self.k, KV_HEADS), (self.v, KV_HEADS))
+        )
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        self.keys.index_copy_(2, at, k)
+        self.values.index_copy_(2, at, v)
+        keys, values = (t.repeat_interleave(HEADS // KV_HEADS, 1) for t in (self.keys, self.values))
+        y = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+        x = x + self.o(y.transpose(1, 2).reshape(batch, steps, -1))
+        h = self.before_mlp(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class Decoder(nn.Module):
+    """The decoder. forward: tokens [B, S] at positions ``at`` [S] to logits [B, 1, VOCAB] of the last token."""
+
+    def __init__(self, layers: int, batch: int, steps: int) -> None:
+        super().__init__()
+        positions = CACHE if steps == 1 else steps
+        self.embedding = nn.Embedding(VOCAB, HIDDEN)
+        self.layers = nn.ModuleList(Layer(batch, positions) for _ in range(layers))
+        self.norm, self.head = RMSNorm(), nn.Linear(HIDDEN, VOCAB, bias=False)
+        angles = torch.arange(positions)[:, None] / 500000 ** (torch.arange(0, 128, 2) / 128)[None]
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+        self.register_buffer("mask", torch.ones(positions, positions, dtype=torch.bool).tril(), persistent=False)
+
+    def forward(self, tokens: Tensor, at: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        cos, sin, mask = self.cos[at], self.sin[at], self.mask[None, None, at]
+        for layer in self.layers:
+            x = layer(x, at, mask, cos, sin)
+        return self.head(self.norm(x[:, -1:]))
+
+
+def build(variant: str, layers: int, batch: int, steps: int, device: str) -> Decoder:
+    """Return the decoder with random weights, its linears replaced as the variant says."""
+    with torch.device("meta"):
+        model = Decoder(layers, batch, steps)
+    model = model.to_empty(device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    positions = CACHE if steps == 1 else steps
+    angles = torch.arange(positions)[:, None] / 500000 ** (torch.arange(0, 128, 2) / 128)[None]
+    model.cos, model.sin = angles.cos().to(device), angles.sin().to(device)
+    model.mask = torch.ones(positions, positions, dtype=torch.bool, device=device).tril()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(1.0)
+            else:
+                scale = 1.0 if "embedding" in name else parameter.shape[1] ** -0.5
+                parameter.normal_(0, scale, generator=generator)
+        for layer in model.layers:
+            layer.keys.normal_(generator=generator)
+            layer.values.normal_(generator=generator)
+    model = model.to(torch.bfloat16).eval()
+    model.cos, model.sin = angles.cos().to(device), angles.sin().to(device)
+    with torch.no_grad():
+        for parent in list(model.modules()):
+            for name, child in list(parent.named_children()):
+                if isinstance(child, nn.Linear):
+                    setattr(parent, name, LINEARS[variant](child))
+    return model.requires_grad_(False)
+
+
+def contestant(name: str, model: Decoder) -> Callable[..., Tensor]:
+    """Return what a contestant calls."""
+    torch._dynamo.reset()
+    if name == "eager":
+        return model
+    if name == "compile":
+        return torch.compile(model)
+    if name == "max-autotune":
+        return torch.compile(model, mode="max-autotune-no-cudagraphs")
+    options = {"triton.enable_pdl": True} if name == PDL else {}
+    return gemmtune.compile(model, mode="max-autotune-no-cudagraphs", options=options)
+
+
+class Step:
+    """One contestant's step, captured in a CUDA graph (called as it is on a CPU). seconds: of its compilation."""
+
+    def __init__(self, name: str, model: Decoder, tokens: Tensor, at: Tensor) -> None:
+        self.name, start = name, time.perf_counter()
+        run = contestant(name, model)
+        self._kept = model, run  # a graph holds addresses, not tensors
+        self._graph: torch.cuda.CUDAGraph | None = None
+        if tokens.device.type == "cpu":
+            self.call = lambda: run(tokens, at)
+            self.result = self.call()
+            self.seconds = time.perf_counter() - start
+            return
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                run(tokens, at)
+            torch.cuda.synchronize()
+            self.seconds = time.perf_counter() - start
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph, stream=stream):
+                self.result = run(tokens, at)
+        self.call = self._graph.replay
+        self.call()
+        torch.cuda.synchronize()
+
+
+def time_steps(steps: list[Step], rounds: int, device: str) -> dict[str, list[float]]:
+    """Return the microseconds of a step by contestant, one value for each round."""
+    times: dict[str, list[float]] = {step.name: [] for step in steps}
+    rng = random.Random(0)
+    flush = torch.ones(64 << 20 if device == "cuda" else 1, dtype=torch.int32, device=device)
+    for _ in range(rounds):
+        for step in rng.sample(steps, len(steps)):
+            if device == "cpu":
+                start = time.perf_counter()
+                step.call()
+                times[step.name].append(1e6 * (time.perf_counter() - start))
+                continue
+            flush.max()
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(100_000)
+            first.record()
+            step.call()
+            last.record()
+            torch.cuda.synchronize()
+            times[step.name].append(1e3 * first.elapsed_time(last))
+    return times
+
+
+def read_bandwidth(device: str) -> float:
+    """Return the bytes per second of a read of 4 GB (64 MB on a CPU)."""
+    data = torch.ones(1 << 30 if device == "cuda" else 1 << 24, dtype=torch.int32, device=device)
+    best = float("inf")
+    for _ in range(6):
+        if device == "cuda":
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first.record()
+            data.max()
+            last.record()
+            torch.cuda.synchronize()
+            best = min(best, first.elapsed_time(last) / 1e3)
+        else:
+            start = time.perf_counter()
+            data.max()
+            best = min(best, time.perf_counter() - start)
+    return data.nbytes / best
+
+
+def error_of(result: Tensor, reference: Tensor) -> float:
+    """Return the Frobenius norm of the difference, relative to the reference's."""
+    return float((result.float() - reference).norm() / reference.norm())
+
+
+def measure(case: str, options: argparse.Namespace, bandwidth: float) -> dict[str, Any]:
+    """Run all contestants of a case and return its row."""
+    variant, _, size = case.partition(":")
+    batch, _, length = size.partition("x")
+    steps = int(length or 1)
+    device = options.device
+    base = build(variant, options.layers, int(batch), steps, device)
+    tokens = torch.randint(0, VOCAB, (int(batch), steps), device=device)
+    at = torch.tensor([CACHE // 2], device=device) if steps == 1 else torch.arange(steps, device=device)
+    weights = sum(t.nbytes for name, t in base.state_dict().items() if "embedding" not in name)
+    reference: Tensor | None = None
+    done: list[Step] = []
+    errors = {}
+    with torch.inference_mode(False), torch.no_grad():
+        for name in options.peers.split(","):
+            step = Step(name, base if name == "eager" else copy.deepcopy(base), tokens, at)
+            step.call()
+            result = step.result.clone()
+            reference = result.float() if reference is None else reference
+            errors[name] = error_of(result, reference)
+            done.append(step)
+            print(f"  {case} {name}: ready after {step.seconds:.0f} s", flush=True)
+        times = time_steps(done, options.rounds, device)
+    spreads = {name: Spread.of(values) for name, values in times.items()}
+    peers = [name for name in spreads if name not in (OURS, PDL)]
+    best = min(peers, key=lambda name: spreads[name].median, default=None)
+    row: dict[str, Any] = {
+        "case": case, "layers": options.layers, "weights_bytes": weights, "floor_us": 1e6 * weights / bandwidth,
+        "times_us": times, "errors": errors, "compile_s": {step.name: step.seconds for step in done},
+    }  # fmt: skip
+    cells = [f"{name} {spreads[name].median:.0f}" for name in spreads]
+    line = f"{case:>10}  floor {row['floor_us']:.0f}  " + "  ".join(cells)
+    if best is not None and OURS in spreads:
+        ratio = paired_ratios(times[best], times[OURS])
+        row["best_peer"], row["ratio"] = best, (ratio.median, ratio.low, ratio.high)
+        line += f"  {ratio.median:.3f} ({ratio.low:.3f} to {ratio.high:.3f}) of {best}"
+        line += f"  {100 * row['floor_us'] / spreads[OURS].median:.0f}% of the floor"
+    print(line, flush=True)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", default=CASES, help=f"variant:batch or variant:batchxtokens [{CASES}]")
+    parser.add_argument("--peers", default=PEERS, help=f"[{PEERS}]")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=61)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no case after this time")
+    parser.add_argument("--log", action="store_true", help="log every decision")
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING)
+    logging.getLogger("gemmtune").setLevel(logging.DEBUG if options.log else logging.INFO)
+    Path(os.environ["GEMMTUNE_STORE"]).parent.mkdir(parents=True, exist_ok=True)
+    bandwidth, start, rows = read_bandwidth(options.device), time.perf_counter(), []
+    made = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+    print(f"gemmtune {gemmtune.__version__}, torch {torch.__version__}, read bandwidth {bandwidth / 1e12:.2f} TB/s")
+    path = None
+    for case in options.cases.split(","):
+        if time.perf_counter() - start > options.seconds:
+            print(f"{case}: not run, the time is over")
+            continue
+        rows.append(measure(case, options, bandwidth))
+        path = save_results("e2e-gpu", rows, made=made, bandwidth=bandwidth, command=vars(options))
+        gc.collect()
+        if options.device == "cuda":
+            torch.cuda.empty_cache()
+    for row in rows:
+        worst = max(row["errors"].values())
+        print(
+            row["case"], "compile s", {k: round(v) for k, v in row["compile_s"].items()}, f"largest error {worst:.4f}"
+        )
+    print(f"raw data: {path}")
+
+
+if __name__ == "__main__":
+    main()
