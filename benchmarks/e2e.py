@@ -49,8 +49,8 @@ def compiled(model: llama.Llama) -> Any:
 
 
 def _import_llama(name: str) -> Any:
-    """Return examples/llama.py as a module of another name, whose classes have code of their own: Dynamo keeps its cache
-    on a forward's code, so that models that share it slow each other."""
+    """Return examples/llama.py as a module of another name, whose classes have code of their own: Dynamo keeps its
+    cache on a forward's code, so that models that share it slow each other."""
     spec = importlib.util.spec_from_file_location(name, llama.__file__)
     assert spec is not None
     assert spec.loader is not None

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch._inductor.config as inductor_config
 from torch import fx
-from torch._inductor.compile_fx import compile_fx
 
 from . import hooks
 from .graph_pass import ProductPass, TunedMeanwhile
@@ -29,13 +28,12 @@ def gemmtune_backend(
     Registered as the Dynamo backend ``gemmtune``. Raises as ``parse_options``, and what Inductor raises.
     """
     parsed = parse_options(mode, options)
-    decompositions = hooks.decompositions() if parsed.policy != "off" else None
     asked: set[str] = set()
     for restart in range(MAX_RESTARTS + 1):
         graph_pass = ProductPass(parsed, _user_passes(parsed), restarts=restart < MAX_RESTARTS, asked=asked)
         patches = {**parsed.inductor, "post_grad_custom_pre_pass": graph_pass}
         try:
-            compiled: Any = compile_fx(gm, example_inputs, config_patches=patches, decompositions=decompositions)
+            compiled: Any = hooks.compile_graph(gm, example_inputs, patches)
             return compiled  # type: ignore[no-any-return]
         except Exception as error:
             if not _is_restart(error):

@@ -39,7 +39,7 @@ class CallSite:
         self.call = GraphCall.from_json(text)
         self._count = self.call.weight_count
         self._split = self._count + self.call.part_count
-        self._merged = MergedWeights(movable=self.call.form == "linear")
+        self._merged = MergedWeights(movable=self.call.form != "matrix")
         self._scales, self._parts = MergedWeights(movable=False), MergedWeights(movable=False)
         self._packed = PackedForms()
         self._runs: dict[int, Run] = {}

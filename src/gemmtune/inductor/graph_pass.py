@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,7 +33,7 @@ from . import (
     weight_forms,
 )  # fmt: skip
 from .matching import Product, find_products
-from .nodes import aten, is_view, value_of
+from .nodes import aten, is_view
 from .operator import product as product_op
 from .options import Options
 from .plan_graph import Form, GraphPlan, device_of
@@ -79,8 +79,10 @@ class ProductPass(CustomGraphPass):
             if self.options.policy == "on-miss":
                 self._tune(plan)
             forms = plan.choose()
+            rewriter = Rewriter(graph)
             for form in forms:
-                replace(graph, form)
+                rewriter.replace(form)
+            graph.eliminate_dead_code()
             graph.lint()
             _log(plan, forms)
 
@@ -154,122 +156,103 @@ def _is_decided(problem: Problem, device: torch.device) -> bool:
     return any(point.m == problem.m for point in index.points(problem.plan_key))
 
 
-def replace(graph: fx.Graph, form: Form) -> None:
-    """Replace the nodes of a form's products by ``gemmtune::product``, and erase what nobody reads any more."""
-    if len(form.products) == 1:
-        _replace_one(graph, form.products[0], form)
-    else:
-        _replace_merged(graph, form.products, form)
-    graph.eliminate_dead_code()
+class Rewriter:
+    """Replaces products of one graph by ``gemmtune::product``."""
 
+    def __init__(self, graph: fx.Graph) -> None:
+        self._graph = graph
+        self._successors: dict[fx.Node, fx.Node] = {}
 
-def _replace_one(graph: fx.Graph, product: Product, form: Form) -> None:
-    end = product.end(form.length)
-    with graph.inserting_before(end):
-        aux = _aux_nodes(graph, product, form)
-        result = _product_node(graph, form, product.a, [*product.weights, *aux], [end], product)
-        value, shaped = value_of(end), value_of(result)
-        assert value is not None
-        assert shaped is not None
-        if len(value.shape) != len(shaped.shape) or end is not product.node:
-            result = _call(graph, aten.reshape.default, (result, _shape_args(graph, product, end)), value)
-    _hand_over(end, result)
+    def replace(self, form: Form) -> None:
+        """Replace the nodes of a form's products. Nodes that nobody reads any more stay in the graph."""
+        if len(form.products) == 1:
+            self._replace_one(form.products[0], form)
+        else:
+            self._replace_merged(form.products, form)
 
+    def _replace_one(self, product: Product, form: Form) -> None:
+        end = product.end(form.length)
+        with self._graph.inserting_before(end):
+            aux = self._aux_nodes(product, form)
+            result = self._product_node(product, form, [*product.weights, *aux])
+            if end is not product.node:
+                result = self._reshaped(result, product, form.length)
+        self._hand_over(end, result)
 
-def _replace_merged(graph: fx.Graph, products: Sequence[Product], form: Form) -> None:
-    position = {node: index for index, node in enumerate(graph.nodes)}
-    ordered = sorted(products, key=lambda product: position[product.node])
-    weights = [node for index in range(len(products[0].weights)) for node in (p.weights[index] for p in products)]
-    position_in_aux = products[0].aux_in_parts
-    parts = [] if position_in_aux is None else [p.aux[position_in_aux] for p in products]
-    ends = [product.end(product.fixed) for product in products]
-    with graph.inserting_before(ordered[0].node):
-        shared = _aux_nodes(graph, ordered[0], form, without=position_in_aux)
-        result = _product_node(graph, form, ordered[0].a, [*weights, *parts, *shared], ends, ordered[0])
-        start, slices = 0, []
-        whole = value_of(result)
-        assert whole is not None
-        for product in products:
-            value = whole[:, start : start + product.columns]
-            slices.append(_call(graph, aten.slice.Tensor, (result, 1, start, start + product.columns), value))
-            start += product.columns
-    for product, end, columns in zip(products, ends, slices, strict=True):
-        node = columns
-        if end is not product.node:  # the scale of an int8 weight is part of the product
-            with graph.inserting_before(end):
-                shape = _shape_args(graph, product, end)
-                node = _call(graph, aten.reshape.default, (columns, shape), end.meta["val"])
-        _hand_over(end, node)
+    def _replace_merged(self, products: Sequence[Product], form: Form) -> None:
+        position = {node: index for index, node in enumerate(self._graph.nodes)}
+        first = min(products, key=lambda product: position[product.node])
+        weights = [node for index in range(len(first.weights)) for node in (p.weights[index] for p in products)]
+        in_parts = first.aux_in_parts
+        parts = [] if in_parts is None else [product.aux[in_parts] for product in products]
+        with self._graph.inserting_before(first.node):
+            shared = self._aux_nodes(first, form, without=in_parts)
+            result = self._product_node(first, form, [*weights, *parts, *shared])
+            start, columns = 0, []
+            for product in products:
+                stop = start + product.columns
+                value = result.meta["val"][:, start:stop]
+                columns.append(self._call(aten.slice.Tensor, (result, 1, start, stop), value))
+                start = stop
+        for product, node in zip(products, columns, strict=True):
+            end = product.end(product.fixed)
+            if end is not product.node:  # the scale of an int8 weight is part of the product
+                with self._graph.inserting_before(end):
+                    node = self._reshaped(node, product, product.fixed)
+            self._hand_over(end, node)
 
+    def _hand_over(self, end: fx.Node, result: fx.Node) -> None:
+        """Have the users of ``end`` read ``result``, which has its metadata but for the value."""
+        result.meta = {**end.meta, "val": result.meta["val"]}
+        end.replace_all_uses_with(result)
+        self._successors[end] = result
 
-def _hand_over(end: fx.Node, result: fx.Node) -> None:
-    """Have the users of ``end`` read ``result``, which has its metadata but for the value."""
-    result.meta = {**{k: v for k, v in end.meta.items() if k != "val"}, "val": result.meta["val"]}
-    end.replace_all_uses_with(result)
+    def _present(self, node: fx.Node) -> fx.Node:
+        """Return the node that has a node's value now."""
+        while node in self._successors:
+            node = self._successors[node]
+        return node
 
+    def _product_node(self, product: Product, form: Form, operands: Sequence[fx.Node]) -> fx.Node:
+        a = self._present(product.a)
+        shape = (*product.node.meta["val"].shape[:-1], form.call.problem.n)
+        value = a.meta["val"].new_empty(shape, dtype=graph_call.out_dtype(form.call))
+        node = self._call(product_op, (a, list(operands), form.call.to_json()), value)
+        node.meta = {**product.node.meta, "val": value}
+        return node
 
-def _product_node(
-    graph: fx.Graph, form: Form, a: fx.Node, operands: Sequence[fx.Node], ends: Iterable[fx.Node], product: Product
-) -> fx.Node:
-    rows = value_of(product.node)
-    activations = value_of(a)
-    assert rows is not None
-    assert activations is not None
-    shape = (*rows.shape[:-1], form.call.problem.n)
-    value = activations.new_empty(shape, dtype=graph_call.out_dtype(form.call))
-    node = _call(graph, product_op, (a, list(operands), form.call.to_json()), value)
-    first = next(iter(ends))
-    node.meta = {**{k: v for k, v in first.meta.items() if k != "val"}, "val": value}
-    return node
+    def _call(self, target: Callable[..., Any], args: tuple[Any, ...], value: Any) -> fx.Node:
+        node = self._graph.call_function(target, args)
+        node.meta["val"] = value
+        return node
 
+    def _reshaped(self, node: fx.Node, product: Product, length: int) -> fx.Node:
+        """Return a node of ``node``'s elements in the shape of the result of the first ``length`` operations."""
+        value = product.end(length).meta["val"]
+        sizes: list[Any] = list(value.shape)
+        free = [index for index, size in enumerate(sizes) if not isinstance(size, int)]
+        views = [link.node for link in product.chain[:length] if is_view(link.node)]
+        if len(free) == 1:
+            sizes[free[0]] = -1
+        elif free:  # the last view has the nodes of the symbolic sizes, as it made more than the product's one of them
+            sizes = list(views[-1].args[1])  # type: ignore[arg-type]
+        return self._call(aten.reshape.default, (node, sizes), value)
 
-def _call(graph: fx.Graph, target: Callable[..., Any], args: tuple[Any, ...], value: Any) -> fx.Node:
-    node = graph.call_function(target, args)
-    node.meta["val"] = value
-    return node
-
-
-def _aux_nodes(graph: fx.Graph, product: Product, form: Form, without: int | None = None) -> list[fx.Node]:
-    """Return the nodes of the epilogue's tensors in the shapes of their axes. without: the position of one to leave
-    out."""
-    steps = [step for step in form.call.problem.epilogue if step.takes_tensor]
-    result = []
-    for index, (step, node) in enumerate(zip(steps, product.tensors(max(form.length, product.fixed)), strict=True)):
-        if index == without:
-            continue
-        value = value_of(node)
-        assert value is not None
-        dims = {"full": 2, "col": 1, "row": 1, "tensor": 0}[step.axis]
-        if value.dim() == dims:
+    def _aux_nodes(self, product: Product, form: Form, without: int | None = None) -> list[fx.Node]:
+        """Return the nodes of the epilogue's tensors in the shapes of their axes. without: the position of one to leave
+        out."""
+        steps = [step for step in form.call.problem.epilogue if step.takes_tensor]
+        result = []
+        for index, (step, tensor) in enumerate(zip(steps, product.tensors(form.length), strict=True)):
+            if index == without:
+                continue
+            node = self._present(tensor)
+            value = node.meta["val"]
+            if value.dim() != {"full": 2, "col": 1, "row": 1, "tensor": 0}[step.axis]:
+                shape = {"full": [-1, product.columns], "col": [product.columns], "row": [-1], "tensor": []}[step.axis]
+                node = self._call(aten.reshape.default, (node, shape), value.reshape(shape))
             result.append(node)
-            continue
-        shape = {"full": [-1, product.columns], "col": [product.columns], "row": [-1], "tensor": []}[step.axis]
-        result.append(_call(graph, aten.reshape.default, (node, shape), value.reshape(shape)))
-    return result
-
-
-def _shape_args(graph: fx.Graph, product: Product, end: fx.Node) -> list[Any]:
-    """Return the arguments of a reshape to the shape of ``end``: one of its sizes may be left open."""
-    value = value_of(end)
-    assert value is not None
-    sizes: list[Any] = list(value.shape)
-    free = [index for index, size in enumerate(sizes) if not isinstance(size, int)]
-    if len(free) == 1:
-        sizes[free[0]] = -1
-        return sizes
-    for index in free:
-        sizes[index] = _size_node(graph, end, index)
-    return sizes
-
-
-def _size_node(graph: fx.Graph, end: fx.Node, index: int) -> Any:
-    """Return a node of a symbolic size of ``end``: the view that gave it this shape has one."""
-    node: Any = end
-    while isinstance(node, fx.Node):
-        if is_view(node) and len(node.args) > 1 and isinstance(node.args[1], list | tuple):
-            return node.args[1][index]
-        node = next((arg for arg in node.args if isinstance(arg, fx.Node)), None)
-    raise ValueError("no node has the symbolic size of a product's result")
+        return result
 
 
 def _log(plan: GraphPlan, forms: Sequence[Form]) -> None:

@@ -5,9 +5,8 @@ Tested with torch 2.10 to 2.13 (docs/reference/torch-versions.md).
 
 from __future__ import annotations
 
-import functools
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,14 +15,12 @@ import torch._inductor.config as inductor_config
 from torch import fx
 from torch._guards import TracingContext
 from torch._inductor import ir, lowering
-from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.virtualized import V
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .graph_call import GraphCall, out_dtype
 from .operator import product
-
-_aten = torch.ops.aten
 
 
 def compiles_python() -> bool:
@@ -55,21 +52,17 @@ def outside_of_compilation() -> Iterator[None]:
         yield
 
 
-def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Return Inductor's decompositions, without those that make a reduction of a product by one row: gemmtune has
-    kernels for these."""
-    table = dict(select_decomp_table())
-    for op in (_aten.mm.default, _aten.bmm.default):
-        if op in table:
-            table[op] = functools.partial(_unless_one_row, table[op])
-    return table
+def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], patches: Mapping[str, Any]) -> Any:
+    """Return ``compile_fx``'s result under patches of Inductor's configuration.
 
-
-def _unless_one_row(decompose: Callable[..., Any], a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    inner, rows, columns = a.shape[-1], a.shape[-2], b.shape[-1]
-    if a.device.type != "cpu" and isinstance(inner, int) and inner > 1 and 1 in (rows, columns):
-        return NotImplemented
-    return decompose(a, b, *args, **kwargs)
+    With coordinate_descent_tuning, Inductor's decompositions make reductions of products by one row on a GPU, for which
+    gemmtune has kernels. So it is off while the graph is traced, and on when code is generated. (A table of
+    decompositions as an argument would do, too, but Inductor caches no graph that has one.)
+    """
+    descends = bool(patches.get("coordinate_descent_tuning", inductor_config.coordinate_descent_tuning))
+    inner = inductor_config.patch({"coordinate_descent_tuning": descends})(compile_fx_inner)
+    traced = {**patches, "coordinate_descent_tuning": False}
+    return compile_fx(gm, example_inputs, inner_compile=inner, config_patches=traced)
 
 
 class ProductKernel(ir.ExternKernelOut):

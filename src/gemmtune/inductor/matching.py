@@ -33,11 +33,11 @@ class Product:
     """A product in a graph.
 
     node: what computes it. a: the activations' node [M, K] ([batch, M, K]). weights: the nodes behind ``a``
-    (``graph_call.Form``). aux: the nodes of the tensors of ``steps``, the steps that belong to the operator itself (a
-    bias, scales). aux_in_parts: which of them is a constant vector of the columns, of which merged products have one
-    after the other. chain: the operations that follow (``epilogues.links``); those of them that belong to the
-    Problem in any case come first and are ``fixed`` in number. describe: makes the Problem with these steps behind the operator's
-    own. rows, columns: of the result; rows may be symbolic.
+    (``graph_call.Form``). describe: makes the Problem with these steps behind the operator's own. rows, columns: of the
+    result; rows may be symbolic. steps: those that belong to the operator itself (a bias, scales). aux: the nodes of
+    their tensors. aux_in_parts: which of them is a constant vector of the columns, of which merged products have one
+    after the other. chain: the operations that follow (``epilogues.links``). fixed: how many of them, the first ones,
+    belong to the Problem in any case.
     """
 
     node: fx.Node

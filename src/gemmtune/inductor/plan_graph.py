@@ -68,10 +68,10 @@ class GraphPlan:
         """Return the Problems of all forms by device, with the number of products that they stand for."""
         counts: dict[tuple[torch.device, Problem], int] = {}
         for product in self.products:
-            for length in filter(None.__ne__, (product.fixed, self.fused_length(product))):
-                assert length is not None
-                key = (device_of(product), product.problem(length))
-                counts[key] = counts.get(key, 0) + 1
+            for length in {product.fixed, self.fused_length(product)}:
+                if length is not None:
+                    key = (device_of(product), product.problem(length))
+                    counts[key] = counts.get(key, 0) + 1
         for group in self.groups:
             key = (device_of(group[0]), merged_call(group).problem)
             counts[key] = counts.get(key, 0) + 1
@@ -147,7 +147,7 @@ class GraphPlan:
             if each.saved is not None and length is not None:
                 lost += pointwise_s(product.problem(length), device)
         total = sum(alone[id(product)].seconds for product in group)
-        return Form(tuple(group), call, 0, cost.seconds) if cost.seconds + lost < _CLEAR * total else None
+        return Form(tuple(group), call, group[0].fixed, cost.seconds) if cost.seconds + lost < _CLEAR * total else None
 
 
 def device_of(product: Product) -> torch.device:

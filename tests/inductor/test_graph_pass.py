@@ -1,0 +1,248 @@
+"""The pass over Inductor's graphs: which nodes a product replaces, and that the graph computes the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, fx
+
+from helpers.graphs import prefer, run_pass, trace
+
+BF16 = torch.bfloat16
+X, WIDE = torch.randn(3, 64).bfloat16(), torch.randn(2, 3, 64).bfloat16()
+W, V, U = (torch.randn(n, 64).bfloat16() / 8 for n in (48, 16, 48))
+DOWN = torch.randn(64, 48).bfloat16() / 8
+BIAS, BIAS_V = torch.randn(48).bfloat16(), torch.randn(16).bfloat16()
+INT8 = torch.randint(-128, 128, (48, 64), dtype=torch.int8)
+INT8_V = torch.randint(-128, 128, (16, 64), dtype=torch.int8)
+SCALE, SCALE_V = torch.rand(48).bfloat16() / 50, torch.rand(16).bfloat16() / 50
+
+
+def steps_of(node: fx.Node) -> list[str]:
+    """Return the kinds of a product's epilogue steps."""
+    call = json.loads(node.args[2])  # type: ignore[arg-type]
+    return [step["kind"] for step in call["problem"]["epilogue"]]
+
+
+def assert_same(module: fx.GraphModule, function: Callable[..., Any], *args: Any) -> None:
+    """Compare a graph's results with the function's, computed in float32 where the arguments are bfloat16."""
+    with torch.no_grad():
+        results, expected = module(*args), function(*args)
+    pairs = zip(results, expected, strict=True) if isinstance(expected, tuple) else [(results, expected)]
+    for result, reference in pairs:
+        assert result.dtype == reference.dtype
+        torch.testing.assert_close(result.float(), reference.float(), rtol=3e-2, atol=3e-2)
+
+
+def mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+
+
+def dequantised(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
+    return F.linear(x, w.to(x.dtype) * scale[:, None])
+
+
+FUSED = {
+    "bias and gelu": (lambda x, w, b, d: F.linear(F.gelu(F.linear(x, w, b)), d), (X, W, BIAS, DOWN), ["bias", "gelu"]),
+    "gelu tanh": (
+        lambda x, w, d: F.linear(F.gelu(F.linear(x, w), approximate="tanh"), d), (X, W, DOWN), ["gelu_tanh"],
+    ),
+    "silu": (lambda x, w: F.silu(F.linear(x, w)), (WIDE, W), ["silu"]),
+    "x * sigmoid(x)": (lambda x, w: (y := F.linear(x, w)) * torch.sigmoid(y), (X, W), ["silu"]),
+    "relu": (lambda x, w: F.relu(F.linear(x, w)), (WIDE, W), ["relu"]),
+    "residual": (lambda x, w, r: r + F.linear(x, w), (WIDE, W, torch.randn(2, 3, 48).bfloat16()), ["add"]),
+    "a number": (lambda x, w: F.linear(x, w) * 0.5, (X, W), ["scale"]),
+    "a vector": (lambda x, w, s: F.linear(x, w) * s, (WIDE, W, SCALE), ["scale"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_product_computes_the_operations_behind_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    function, args, steps = FUSED[name]
+    prefer(monkeypatch, fused=True)
+    module = trace(function, *args)
+    products = run_pass(monkeypatch, module, constants=range(1, len(args)))
+    assert steps_of(products[0]) == steps
+    assert not any(
+        node.target in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default) for node in module.graph.nodes
+    )
+    assert_same(module, function, *args)
+
+
+def test_gate_is_multiplied_in_the_kernel_of_one_of_two_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefer(monkeypatch, fused=True)
+    module = trace(mlp, X, W, U, DOWN)
+    products = run_pass(monkeypatch, module, constants=(1, 2, 3))
+    assert sorted(map(steps_of, products)) == [[], [], ["silu", "mul"]]
+    assert_same(module, mlp, X, W, U, DOWN)
+
+
+def test_operation_that_another_kernel_must_do_anyway_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A residual before a norm is added in the norm's kernel."""
+    prefer(monkeypatch, fused=True)
+
+    def block(x: Tensor, w: Tensor) -> Tensor:
+        return F.rms_norm(x + F.linear(x, w), (64,))
+
+    square = torch.randn(64, 64).bfloat16()
+    module = trace(block, X, square)
+    assert [steps_of(node) for node in run_pass(monkeypatch, module, constants=(1,))] == [[]]
+    assert_same(module, block, X, square)
+
+
+def test_result_that_two_operations_read_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefer(monkeypatch, fused=True)
+
+    def both(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        y = F.linear(x, w)
+        return F.relu(y), y.abs()
+
+    module = trace(both, X, W)
+    assert [steps_of(node) for node in run_pass(monkeypatch, module, constants=(1,))] == [[]]
+    assert_same(module, both, X, W)
+
+
+def test_precision_casts_of_eager_pytorch_are_steps_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefer(monkeypatch, fused=True)
+    function = FUSED["residual"][0]
+    args = FUSED["residual"][1]
+    module = trace(function, *args)
+    (node,) = run_pass(monkeypatch, module, (1,), inductor={"emulate_precision_casts": True})
+    assert steps_of(node) == ["cast", "add"]
+    with torch.no_grad():
+        assert torch.equal(module(*args), function(*args))
+
+
+MERGED = {
+    "q, k": (lambda x, w, v: (F.linear(x, w), F.linear(x, v)), (WIDE, W, V), (1, 2)),
+    "biased": (
+        lambda x, w, v, b, c: (F.linear(x, w, b), F.linear(x, v, c)), (WIDE, W, V, BIAS, BIAS_V), (1, 2, 3, 4),
+    ),
+    "int8 weights": (
+        lambda x, w, v, s, t: (F.linear(x, w.to(BF16)) * s, F.linear(x, v.to(BF16)) * t),
+        (WIDE, INT8, INT8_V, SCALE, SCALE_V), (1, 2, 3, 4),
+    ),
+    "dequantised first": (
+        lambda x, w, v, s, t: (dequantised(x, w, s), dequantised(x, v, t)),
+        (X, INT8, INT8_V, SCALE, SCALE_V), (1, 2, 3, 4),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MERGED)
+def test_products_of_one_input_are_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    function, args, constants = MERGED[name]
+    prefer(monkeypatch, merged=True)
+    args = tuple(arg.clone() for arg in args)  # merging moves weights
+    module = trace(function, *args)
+    (node,) = run_pass(monkeypatch, module, constants)
+    assert json.loads(node.args[2])["problem"]["n"] == 64  # type: ignore[arg-type]
+    assert_same(module, function, *args)
+
+
+def test_fp8_products_are_merged_with_the_scales_of_their_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefer(monkeypatch, merged=True)
+    fp8 = torch.float8_e4m3fn
+
+    def both(x: Tensor, sx: Tensor, w: Tensor, v: Tensor, sw: Tensor, sv: Tensor) -> tuple[Tensor, Tensor]:
+        first = torch._scaled_mm(x, w.t(), sx, sw, out_dtype=BF16)
+        return first, torch._scaled_mm(x, v.t(), sx, sv, out_dtype=BF16)
+
+    args = (
+        X.to(fp8), torch.rand(3, 1), W.to(fp8), V.to(fp8), torch.rand(1, 48), torch.rand(1, 16),
+    )  # fmt: skip
+    module = trace(both, *args)
+    (node,) = run_pass(monkeypatch, module, constants=(2, 3, 4, 5))
+    assert steps_of(node) == ["scale", "scale"]
+    assert_same(module, both, *args)
+
+
+def test_weights_that_are_no_constants_are_not_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefer(monkeypatch, merged=True)
+    function, args, _ = MERGED["q, k"]
+    module = trace(function, *args)
+    assert len(run_pass(monkeypatch, module, constants=())) == 2
+    assert_same(module, function, *args)
+
+
+OTHERS = {
+    "matrix [K, N]": (torch.mm, (X, torch.randn(64, 48).bfloat16())),
+    "bmm": (torch.bmm, (torch.randn(2, 3, 8), torch.randn(2, 8, 5))),
+    "transposed a": (lambda a, b: torch.mm(a.t(), b), (torch.randn(8, 3), torch.randn(8, 5))),
+    "addmm with a matrix": (torch.addmm, (torch.randn(3, 5), torch.randn(3, 8), torch.randn(8, 5))),
+    "integers": (torch._int_mm, (torch.ones(17, 64, dtype=torch.int8), INT8.t())),
+    "einsum": (lambda a, b: torch.einsum("bmk,nk->bmn", a, b), (WIDE, W)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_products(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    function, args = OTHERS[name]
+    prefer(monkeypatch)
+    module = trace(function, *args)
+    assert len(run_pass(monkeypatch, module, constants=(1,))) == 1
+    assert_same(module, function, *args)
+
+
+def test_products_that_pytorch_serves_as_fast_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing was tuned here."""
+    module = trace(mlp, X, W, U, DOWN)
+    assert run_pass(monkeypatch, module, constants=(1, 2, 3)) == []
+    assert_same(module, mlp, X, W, U, DOWN)
+
+
+def test_empty_products_and_other_dtypes_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefer(monkeypatch)
+    for a, b in ((torch.randn(0, 8), torch.randn(8, 5)), (torch.ones(2, 3).long(), torch.ones(3, 4).long())):
+        assert run_pass(monkeypatch, trace(torch.mm, a, b), constants=(1,)) == []
+
+
+Operation = Callable[[Tensor, Tensor, Tensor], Tensor]
+OPERATIONS: list[Operation] = [
+    lambda x, w, r: F.linear(x, w),
+    lambda x, w, r: F.linear(x, w, r[0]),
+    lambda x, w, r: x @ w,
+    lambda x, w, r: F.gelu(F.linear(x, w)),
+    lambda x, w, r: F.silu(F.linear(x, w)) * F.linear(x, w.t().contiguous()),
+    lambda x, w, r: x + F.linear(x, w),
+    lambda x, w, r: F.relu(F.linear(x, w, r[0])) + r[1],
+    lambda x, w, r: F.linear(x, w) * F.linear(x, w * 0.5),
+    lambda x, w, r: F.rms_norm(x, (16,)),
+    lambda x, w, r: x.view(2, -1, 16).transpose(0, 1).reshape(-1, 16),
+    lambda x, w, r: F.linear(x, w).mul_(0.5).add_(r[0]),
+    lambda x, w, r: torch.softmax(x, -1) @ w.t(),
+    lambda x, w, r: torch.cat([F.linear(x, w[:8]), F.linear(x, w[8:])], -1),
+]
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    chosen=st.lists(st.integers(0, len(OPERATIONS) - 1), min_size=1, max_size=6),
+    rows=st.sampled_from([2, 4, 6]),
+    fused=st.booleans(),
+    merged=st.booleans(),
+    constant=st.booleans(),
+)
+def test_random_graphs_compute_the_same(
+    chosen: list[int], rows: int, fused: bool, merged: bool, constant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(len(chosen))
+    x, w, r = (torch.randn(*shape, generator=generator) / 3 for shape in ((rows, 16), (16, 16), (2, 16)))
+
+    def function(x: Tensor, w: Tensor, r: Tensor) -> Tensor:
+        for index in chosen:
+            x = torch.tanh(OPERATIONS[index](x, w, r)) if index % 2 else OPERATIONS[index](x, w, r)
+        return x
+
+    with monkeypatch.context() as patch:
+        prefer(patch, fused=fused, merged=merged)
+        module = trace(function, x, w, r)
+        run_pass(patch, module, constants=(1, 2) if constant else ())
+        torch.testing.assert_close(module(x, w, r), function(x, w, r), rtol=1e-4, atol=1e-4)
