@@ -13,9 +13,9 @@ import gemmtune
 
 NAMES = [
     "GemmtuneError", "Handle", "KernelError", "PackedWeight", "PackedWeightError", "Recording", "StoreError",
-    "UnsupportedError", "WeightOnly", "WorkerError", "addmm", "bmm", "current_target", "fuse", "int_mm", "linear",
-    "mixed_mm", "mm", "nn", "optimize", "pack", "policy", "record", "refresh", "register_weight_only", "scaled_mm",
-    "tune", "unpack",
+    "UnsupportedError", "WeightOnly", "WorkerError", "addmm", "bmm", "compile", "current_target", "fuse", "inductor",
+    "int_mm", "linear", "mixed_mm", "mm", "nn", "optimize", "pack", "policy", "record", "refresh",
+    "register_weight_only", "scaled_mm", "tune", "unpack",
 ]  # fmt: skip
 
 SIGNATURES = {
@@ -29,6 +29,7 @@ SIGNATURES = {
     "pack": "weight scale zero_point bits group_size m layout",
     "tune": "model_or_problems example_inputs budget store backends progress force operands device latency search m",
     "optimize": "model example_inputs tune memory budget store backends progress latency compare m",
+    "compile": "model fullgraph dynamic mode options",
 }
 
 

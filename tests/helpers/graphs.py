@@ -11,7 +11,7 @@ from torch import fx
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from gemmtune.inductor import hooks, plan_graph
+from gemmtune.inductor import graph_pass, plan_graph
 from gemmtune.inductor.costs import Cost
 from gemmtune.inductor.graph_pass import ProductPass
 from gemmtune.inductor.operator import product
@@ -36,7 +36,7 @@ def run_pass(
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
         return frozenset(placeholders[index] for index in constants)
 
-    monkeypatch.setattr(hooks, "constant_inputs", inputs)
+    monkeypatch.setattr(graph_pass, "constant_inputs", inputs)
     ProductPass(Options(policy="cached", **options))(module.graph)
     module.recompile()
     return [node for node in module.graph.nodes if node.target is product]

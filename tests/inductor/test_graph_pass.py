@@ -161,7 +161,9 @@ def test_fp8_products_are_merged_with_the_scales_of_their_columns(monkeypatch: p
     module = trace(both, *args)
     (node,) = run_pass(monkeypatch, module, constants=(2, 3, 4, 5))
     assert steps_of(node) == ["scale", "scale"]
-    assert_same(module, both, *args)
+    x, sx, w, v, sw, sv = (arg.float() for arg in args)  # ATen's product has no row-wise scales on CPUs before 2.12
+    expected = [(x @ weight.t() * sx * scale).to(BF16) for weight, scale in ((w, sw), (v, sv))]
+    torch.testing.assert_close(list(module(*args)), expected, rtol=3e-2, atol=3e-2)
 
 
 def test_weights_that_are_no_constants_are_not_merged(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn, ParamSpe
 import typer
 
 from ..core.printable import visible
+from .usage import fail_usage
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,11 +28,6 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-def fail_usage(message: str) -> NoReturn:
-    """Raise typer's error for wrong usage, which prints ``message`` on stderr and exits with code 2."""
-    raise typer.BadParameter(visible(message))
 
 
 def require_finite(value: float | None) -> float | None:

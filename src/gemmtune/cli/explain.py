@@ -18,7 +18,6 @@ from .common import (
     checked_store,
     exit_on_error,
     fail,
-    fail_usage,
     parse_device,
     parse_problem,
     plain_console,
@@ -26,6 +25,7 @@ from .common import (
     quiet_stdout,
     selected_target,
 )
+from .usage import fail_usage
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..core.errors import GemmtuneError
-from .common import fail_usage
+from .usage import fail_usage
 
 if TYPE_CHECKING:
     import torch

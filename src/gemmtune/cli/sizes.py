@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .common import fail_usage
+from .usage import fail_usage
 
 if TYPE_CHECKING:
     from ..tuning.sizes import Sizes

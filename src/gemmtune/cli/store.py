@@ -17,7 +17,6 @@ from .common import (
     exit_if_damaged,
     exit_on_error,
     fail,
-    fail_usage,
     parse_device,
     plain_console,
     print_json,
@@ -27,6 +26,7 @@ from .common import (
     require_finite,
     selected_target,
 )
+from .usage import fail_usage
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -9,8 +9,8 @@ import torch
 import torch._inductor.config as inductor_config
 from torch import fx
 
-from . import hooks
 from .graph_pass import ProductPass, TunedMeanwhile
+from .hooks import compile_graph
 from .options import Options, parse_options
 
 MAX_RESTARTS = 3  # a graph whose Problems were tuned is compiled again; its parts may have other Problems
@@ -33,7 +33,7 @@ def gemmtune_backend(
         graph_pass = ProductPass(parsed, _user_passes(parsed), restarts=restart < MAX_RESTARTS, asked=asked)
         patches = {**parsed.inductor, "post_grad_custom_pre_pass": graph_pass}
         try:
-            compiled: Any = hooks.compile_graph(gm, example_inputs, patches)
+            compiled: Any = compile_graph(gm, example_inputs, patches)
             return compiled  # type: ignore[no-any-return]
         except Exception as error:
             if not _is_restart(error):

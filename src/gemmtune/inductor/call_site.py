@@ -23,6 +23,7 @@ from ..dispatch.fallback import specialize_fallback
 from ..dispatch.runtime import RUNTIME
 from ..dispatch.specialize import LAUNCH_ERRORS, bind_launch, warn_refused, with_device_guard
 from ..ops.packing import pack
+from .costs import layouts_of
 from .graph_call import GraphCall
 from .weight_forms import MergedWeights, PackedForms
 
@@ -120,8 +121,7 @@ class CallSite:
             return None
         if RUNTIME.policy == "off":
             return None
-        index = RUNTIME.index(a.device)
-        for layout in index.layouts(problem.plan_key):
+        for layout in layouts_of(problem, a.device):
             if layout is None:
                 return None
             packed = self._pack(weights, layout, a.device)

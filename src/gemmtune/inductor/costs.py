@@ -16,6 +16,10 @@ _LAUNCH_S = {True: 1e-6, False: 1.5e-6}
 _BANDWIDTH = {True: 1.5e10, False: 3e12}
 
 
+# Layouts that are a copy of an integer weight in a wider dtype, which takes twice the memory and more.
+_WIDER = ("aten:cast/", "aten:dequant/")
+
+
 class Cost(NamedTuple):
     """seconds: of one call. beats_torch: whether a kernel serves that is faster than PyTorch's own op beyond the
     noise."""
@@ -24,12 +28,21 @@ class Cost(NamedTuple):
     beats_torch: bool
 
 
+def layouts_of(problem: Problem, device: torch.device) -> list[str | None]:
+    """Return the layouts in which a graph's weight may be served, the best first; None is the raw weight.
+
+    They do not depend on M, so that the graphs of one model share a packed form.
+    """
+    index = RUNTIME.index(device)
+    if not problem.b.constant or not index.knows(problem.plan_key):
+        return [None]
+    return [name for name in index.layouts(problem.plan_key) if name is None or not name.startswith(_WIDER)]
+
+
 def cost_of(problem: Problem, device: torch.device) -> Cost | None:
     """Return the cost of what serves a Problem on a device by the store's decisions; None if it was not tuned."""
     index = RUNTIME.index(device)
-    tuned = index.tuned_plan(problem.plan_key)
-    layouts = index.layouts(problem.plan_key, {problem.m: 1.0}) if index.knows(problem.plan_key) else []
-    packing = layouts[0] if layouts else None
+    tuned, packing = index.tuned_plan(problem.plan_key), layouts_of(problem, device)[0]
     point = next((p for p in index.points(problem.plan_key) if p.m == problem.m), None)
     if point is not None:
         option = point.options.get(packing) or point.options.get(None)

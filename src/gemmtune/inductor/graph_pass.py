@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,18 +21,9 @@ from ..core.workloads import label
 from ..dispatch.runtime import RUNTIME
 from ..tuning.api import tune_on_device
 from ..tuning.sizes import Sizes
-from . import (
-    call_site,
-    costs,
-    epilogues,
-    graph_call,
-    hooks,
-    matching,
-    nodes,
-    operator,
-    plan_graph,
-    weight_forms,
-)  # fmt: skip
+from .costs import cost_of
+from .graph_call import out_dtype
+from .hooks import compiles_python, constant_inputs, outside_of_compilation
 from .matching import Product, find_products
 from .nodes import aten, is_view
 from .operator import product as product_op
@@ -40,11 +32,7 @@ from .plan_graph import Form, GraphPlan, device_of
 
 log = logging.getLogger("gemmtune")
 
-_SOURCES = (
-    __file__, *(str(m.__file__) for m in (
-        call_site, costs, epilogues, graph_call, hooks, matching, nodes, operator, plan_graph, weight_forms,
-    )),
-)  # fmt: skip
+_SOURCES = tuple(str(path) for path in sorted(Path(__file__).parent.glob("*.py")))
 _LOCK = threading.RLock()
 
 
@@ -67,10 +55,10 @@ class ProductPass(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         for each in self.before:
             each(graph)
-        if self.options.policy == "off" or not hooks.compiles_python():
+        if self.options.policy == "off" or not compiles_python():
             return
         with _LOCK, store_of(self.options):
-            constants = hooks.constant_inputs(graph)
+            constants = constant_inputs(graph)
             products = find_products(graph, constants, emulate=self.options.emulates_casts)
             products = [p for p in products if devices.is_served(device_of(p))]
             if not products:
@@ -108,7 +96,7 @@ class ProductPass(CustomGraphPass):
         if store is None:
             return
         log.info("tuning %d problems of a graph on %s", len(problems), device)
-        with hooks.outside_of_compilation():
+        with outside_of_compilation():
             tune_on_device(problems, device, store, budget=self.options.budget, backends=self.options.backends, m=sizes)
         RUNTIME.refresh(store)
 
@@ -146,7 +134,7 @@ def _missing(plan: GraphPlan) -> dict[torch.device, list[tuple[Problem, int]]]:
     """Return the Problems of a plan that were not tuned, by device."""
     missing: dict[torch.device, list[tuple[Problem, int]]] = {}
     for (device, problem), count in plan.problems().items():
-        if costs.cost_of(problem, device) is None and not _is_decided(problem, device):
+        if cost_of(problem, device) is None and not _is_decided(problem, device):
             missing.setdefault(device, []).append((problem, count))
     return missing
 
@@ -216,7 +204,7 @@ class Rewriter:
     def _product_node(self, product: Product, form: Form, operands: Sequence[fx.Node]) -> fx.Node:
         a = self._present(product.a)
         shape = (*product.node.meta["val"].shape[:-1], form.call.problem.n)
-        value = a.meta["val"].new_empty(shape, dtype=graph_call.out_dtype(form.call))
+        value = a.meta["val"].new_empty(shape, dtype=out_dtype(form.call))
         node = self._call(product_op, (a, list(operands), form.call.to_json()), value)
         node.meta = {**product.node.meta, "val": value}
         return node
@@ -269,7 +257,7 @@ def _log(plan: GraphPlan, forms: Sequence[Form]) -> None:
         form = chosen.get(id(product))
         what = label(product.problem(product.fixed))
         if form is None:
-            cost = costs.cost_of(product.problem(product.fixed), device_of(product))
+            cost = cost_of(product.problem(product.fixed), device_of(product))
             why = "it was not tuned" if cost is None else f"PyTorch's takes {1e6 * cost.seconds:.1f} us"
             log.debug("%s %s: Inductor's (%s)", product.node.name, what, why)
         else:

@@ -36,7 +36,7 @@ def constant_inputs(graph: fx.Graph) -> frozenset[fx.Node]:
     """
     context = TracingContext.try_get()
     metadata = None if context is None else context.fw_metadata
-    if metadata is None or metadata.traced_tangents or torch.is_grad_enabled():
+    if metadata is None or metadata.traced_tangents:
         return frozenset()
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     mutated = {index for index, info in enumerate(metadata.input_info) if info.mutates_data}
